@@ -1,0 +1,33 @@
+"""The errors a user can cause, one class per thing that can be wrong.
+
+A message is one line: what is wrong, the limit, the value found, what to do next. The command line prints that line and
+exits with code 2; it never shows a traceback for these.
+"""
+
+
+class CounterpointError(ValueError):
+    """Base of every error that a user can cause; the message is one complete line."""
+
+
+class MachineError(CounterpointError):
+    """A machine is unknown, or its description is missing a figure or holds an absurd one."""
+
+
+class StepError(CounterpointError):
+    """A step contradicts itself: a dependency on a later operation, a negative size, no operation at all."""
+
+
+class TraceError(StepError):
+    """A profiler trace cannot be read, or holds no step."""
+
+
+class WorkloadError(StepError):
+    """A workload file is wrong: an unknown name, a cycle, a missing figure."""
+
+
+class OccupancyError(CounterpointError):
+    """A launch does not fit the GPU, or a residency cannot be reached."""
+
+
+class PlanError(CounterpointError):
+    """A plan cannot be read, or belongs to another step."""

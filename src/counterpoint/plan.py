@@ -1,0 +1,171 @@
+"""A plan: the controls chosen for the operations of one step, each with its reason, or none with the verdict.
+
+A plan knows nothing of how its controls are applied. It is saved as TOML that a person can read and edit. A control that
+cannot help is not in the plan: it is listed under `refusals` with the reason.
+"""
+
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from counterpoint.errors import PlanError
+from counterpoint.step import Operation, OperationKind, Step, TransportKind
+from counterpoint.value import Value, read_toml, require, write_toml
+
+Verdict = Literal["GAIN", "NO_GAIN"]
+
+
+class ResidencyCap(Value, frozen=True, kw_only=True, tag_field="control", tag="residency_cap"):
+    """At most `ctas_per_sm` CTAs of the kernel on an SM, by raising its dynamic shared memory to `dynamic_shared_bytes`.
+
+    `carveout_percent` raises the SM's shared-memory carveout to match; without it the freed room is not usable.
+    """
+
+    ctas_per_sm: int
+    dynamic_shared_bytes: int
+    carveout_percent: int = 100
+
+    def __post_init__(self) -> None:
+        require(self.ctas_per_sm >= 1, PlanError, f"A residency cap must allow at least 1 CTA; found {self.ctas_per_sm}.")
+        require(
+            self.dynamic_shared_bytes >= 0 and -1 <= self.carveout_percent <= 100,
+            PlanError,
+            f"A residency cap needs 0 or more bytes and a carveout of -1 to 100; found {self.dynamic_shared_bytes} and "
+            f"{self.carveout_percent}.",
+        )
+
+
+class Priority(Value, frozen=True, kw_only=True, tag_field="control", tag="priority"):
+    """Launch priority as the driver counts it: a lower number is greater, 0 is the least."""
+
+    priority: int
+
+    def __post_init__(self) -> None:
+        require(self.priority <= 0, PlanError, f"A priority is 0 or lower (lower is greater); found {self.priority}.")
+
+
+class CommunicationCtas(Value, frozen=True, kw_only=True, tag_field="control", tag="communication_ctas"):
+    """How many CTAs (NCCL `max_ctas`), and threads in each (`NCCL_NTHREADS`; None leaves them), a collective runs with."""
+
+    max_ctas: int
+    num_threads: int | None = None
+
+    def __post_init__(self) -> None:
+        require(1 <= self.max_ctas <= 64, PlanError, f"max_ctas must be from 1 to 64; found {self.max_ctas}.")
+        require(
+            self.num_threads is None or (64 <= self.num_threads <= 512 and self.num_threads % 32 == 0),
+            PlanError,
+            f"num_threads must be a multiple of 32 from 64 to 512; found {self.num_threads}.",
+        )
+
+
+class Transport(Value, frozen=True, kw_only=True, tag_field="control", tag="transport"):
+    """Run a collective by kernels on SMs or by copy engines."""
+
+    transport: TransportKind
+
+
+class HeadStart(Value, frozen=True, kw_only=True, tag_field="control", tag="head_start"):
+    """Hold the computation stream for `hold_us` before the matched kernel when a collective was launched just before it."""
+
+    hold_us: float
+
+    def __post_init__(self) -> None:
+        require(0 < self.hold_us <= 1000, PlanError, f"A head start is above 0 and at most 1000 us; found {self.hold_us}.")
+
+
+Control = ResidencyCap | Priority | CommunicationCtas | Transport | HeadStart
+
+
+class Match(Value, frozen=True, kw_only=True):
+    """Which operations a directive is for: a shell pattern on the name, a kind, or the operations' numbers; all must hold."""
+
+    name: str = "*"
+    kind: OperationKind | None = None
+    operations: tuple[int, ...] | None = None
+
+    def accepts(self, index: int, operation: Operation) -> bool:
+        """Whether operation number `index` of the step is meant."""
+        return (
+            (self.kind is None or operation.kind == self.kind)
+            and (self.operations is None or index in self.operations)
+            and (operation.name == self.name or fnmatchcase(operation.name, self.name))
+        )
+
+
+class Directive(Value, frozen=True, kw_only=True):
+    """Controls for the operations that `match` accepts, and why."""
+
+    match: Match
+    controls: tuple[Control, ...]
+    reason: str
+
+
+class Refusal(Value, frozen=True, kw_only=True):
+    """A control that was considered for `target` and left out, and why."""
+
+    control: str
+    target: str
+    reason: str
+
+
+class Expectation(Value, frozen=True, kw_only=True):
+    """What was predicted or measured when the plan was made; `origin` says which."""
+
+    origin: Literal["simulated", "measured"]
+    baseline_us: float
+    planned_us: float
+
+
+class Plan(Value, frozen=True, kw_only=True):
+    """Directives for one step (`step_fingerprint`) on one machine, with the verdict. An empty plan leaves all as it is."""
+
+    step_name: str = ""
+    step_fingerprint: str = ""
+    machine: str = ""
+    verdict: Verdict = "NO_GAIN"
+    summary: str = ""
+    expectation: Expectation | None = None
+    directives: tuple[Directive, ...] = ()
+    refusals: tuple[Refusal, ...] = ()
+
+    def controls_for(self, index: int, operation: Operation) -> tuple[Control, ...]:
+        """The controls of every directive that matches, in the plan's order."""
+        return tuple(
+            control
+            for directive in self.directives
+            if directive.match.accepts(index, operation)
+            for control in directive.controls
+        )
+
+    def check_step(self, step: Step) -> None:
+        """Raise `PlanError` if this plan was made for another step."""
+        if self.step_fingerprint and self.step_fingerprint != step.fingerprint():
+            raise PlanError(
+                f"The plan was made for step '{self.step_name}' ({self.step_fingerprint}), not for '{step.name}' "
+                f"({step.fingerprint()}). Run `counterpoint tune` on this step."
+            )
+
+
+LEAVE_IT = Plan()
+
+
+def load_plan(path: Path) -> Plan:
+    """Read a plan from TOML. Raises `PlanError`."""
+    return read_toml(path, Plan, PlanError)
+
+
+def save_plan(plan: Plan, path: Path) -> None:
+    """Write a plan as TOML. Raises `PlanError` if the file cannot be written."""
+    try:
+        path.write_text(write_toml(plan))
+    except OSError as problem:
+        raise PlanError(f"Cannot write the plan to {path}: {problem.strerror}.") from problem
+
+
+def plan_as_dict(plan: Plan) -> dict[str, object]:
+    """The plan as plain dictionaries and lists, for JSON output."""
+    built: dict[str, object] = msgspec.to_builtins(plan)
+    return built

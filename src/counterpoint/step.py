@@ -1,0 +1,193 @@
+"""A step: the kernels, collectives and copies of one iteration with footprints, streams and dependencies.
+
+A step knows nothing of how fast a machine is. It may carry lone times: durations that an operation took, or would have
+taken, alone on the machine it was traced on; a described workload carries floating-point operations and bytes instead.
+Operations stand in the order in which the host issued them, and an operation waits only for earlier ones.
+"""
+
+import hashlib
+from typing import Literal
+
+import msgspec
+
+from counterpoint.errors import StepError
+from counterpoint.value import Value, require
+
+DependencyOrigin = Literal["exact", "inferred"]
+OperationKind = Literal["computation", "communication", "copy"]
+Character = Literal["matmul", "attention", "streaming", "other"]
+CollectiveKind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "reduce", "send_recv"]
+TransportKind = Literal["sm", "copy_engine"]
+CopyDirection = Literal["device_to_device", "host_to_device", "device_to_host", "peer_to_peer", "set"]
+
+
+class Footprint(Value, frozen=True, kw_only=True):
+    """What a launch asks of the SMs: CTAs, threads, registers, shared memory, cluster.
+
+    Where only the sum of static and dynamic shared memory is known (profiler traces), it stands in
+    `dynamic_shared_bytes`. `carveout_percent` is the preferred shared-memory carveout; -1 leaves it to the driver.
+    """
+
+    num_ctas: int
+    threads_per_cta: int
+    registers_per_thread: int
+    static_shared_bytes: int = 0
+    dynamic_shared_bytes: int = 0
+    ctas_per_cluster: int = 1
+    named_barriers: int = 1
+    carveout_percent: int = -1
+
+    def __post_init__(self) -> None:
+        for name, least in (("num_ctas", 1), ("threads_per_cta", 1), ("registers_per_thread", 0), ("ctas_per_cluster", 1)):
+            number = getattr(self, name)
+            require(number >= least, StepError, f"{name} of a kernel must be at least {least}; found {number}.")
+        require(
+            min(self.static_shared_bytes, self.dynamic_shared_bytes, self.named_barriers) >= 0,
+            StepError,
+            f"Shared memory and barriers of a kernel cannot be negative; found {self.static_shared_bytes} static, "
+            f"{self.dynamic_shared_bytes} dynamic, {self.named_barriers} barriers.",
+        )
+        require(
+            -1 <= self.carveout_percent <= 100,
+            StepError,
+            f"carveout_percent must be -1 (driver's choice) or 0 to 100; found {self.carveout_percent}.",
+        )
+
+    @property
+    def shared_bytes(self) -> int:
+        """Static and dynamic shared memory of one CTA, without what the system reserves."""
+        return self.static_shared_bytes + self.dynamic_shared_bytes
+
+
+class Dependency(Value, frozen=True, kw_only=True):
+    """Wait for operation number `operation`; `origin` says whether the source stated it or it was inferred."""
+
+    operation: int
+    origin: DependencyOrigin = "exact"
+
+
+class Kernel(Value, frozen=True, kw_only=True, tag_field="type", tag="kernel"):
+    """A computation kernel.
+
+    Either `lone_us` (its time alone, uncapped, on the machine of the step) or `flops` and `hbm_bytes` say how much work it
+    is. `is_work_sharing`: its CTAs take tiles from a shared counter, so those that find no SM cost nothing but their
+    share of the machine. `cta_time_spread`: CTAs last between 1 and 1 + spread times the shortest, by index.
+    `issued_us`: when the host issued it, from the start of the step, where that can delay it.
+    """
+
+    name: str
+    stream: int
+    footprint: Footprint
+    character: Character = "other"
+    lone_us: float | None = None
+    flops: float | None = None
+    hbm_bytes: float | None = None
+    is_work_sharing: bool = False
+    cta_time_spread: float = 0.0
+    waits_for: tuple[Dependency, ...] = ()
+    issued_us: float | None = None
+
+    @property
+    def kind(self) -> OperationKind:
+        return "computation"
+
+
+class Collective(Value, frozen=True, kw_only=True, tag_field="type", tag="collective"):
+    """A collective, or a send and receive, of `group_size` ranks.
+
+    `num_bytes` is the size as nccl-tests counts it: the larger of the buffers of one rank (the reduced buffer, the
+    gathered output, the scattered input, the sent buffer). `footprint` is its kernel's, or None for the library's usual
+    one. `peer_wait_us` is the part of its traced time spent waiting for other ranks.
+    """
+
+    name: str
+    stream: int
+    collective: CollectiveKind
+    num_bytes: int
+    group_size: int
+    library: str = "nccl"
+    transport: TransportKind = "sm"
+    footprint: Footprint | None = None
+    lone_us: float | None = None
+    peer_wait_us: float = 0.0
+    waits_for: tuple[Dependency, ...] = ()
+    issued_us: float | None = None
+
+    @property
+    def kind(self) -> OperationKind:
+        return "communication"
+
+
+class Copy(Value, frozen=True, kw_only=True, tag_field="type", tag="copy"):
+    """A copy or fill by a copy engine; between GPUs it counts as communication."""
+
+    name: str
+    stream: int
+    direction: CopyDirection
+    num_bytes: int
+    lone_us: float | None = None
+    waits_for: tuple[Dependency, ...] = ()
+    issued_us: float | None = None
+
+    @property
+    def kind(self) -> OperationKind:
+        return "communication" if self.direction == "peer_to_peer" else "copy"
+
+
+Operation = Kernel | Collective | Copy
+
+
+class Step(Value, frozen=True, kw_only=True):
+    """One iteration of a job, as rank 0 (or the traced rank) sees it; ranks are taken to be alike.
+
+    `device_name` is the GPU the lone times were measured on, None for a described workload. `launch_gap_us` is the usual
+    gap between two kernels of one stream, None where the machine's calibration should say.
+    """
+
+    name: str
+    num_ranks: int
+    operations: tuple[Operation, ...]
+    device_name: str | None = None
+    launch_gap_us: float | None = None
+
+    def __post_init__(self) -> None:
+        require(bool(self.operations), StepError, f"Step '{self.name}' holds no operation; there is nothing to plan.")
+        require(self.num_ranks >= 1, StepError, f"Step '{self.name}' must have at least 1 rank; found {self.num_ranks}.")
+        for index, operation in enumerate(self.operations):
+            _check_operation(index, operation)
+
+    def fingerprint(self) -> str:
+        """Sixteen hexadecimal digits that change with the operations, their order, sizes and streams, not with times."""
+        facts = []
+        for operation in self.operations:
+            size = operation.num_bytes if not isinstance(operation, Kernel) else operation.footprint.num_ctas
+            waits = [dependency.operation for dependency in operation.waits_for]
+            facts.append((operation.kind, operation.name, operation.stream, size, waits))
+        return hashlib.sha256(msgspec.json.encode((self.num_ranks, facts))).hexdigest()[:16]
+
+
+def _check_operation(index: int, operation: Operation) -> None:
+    where = f"Operation {index} ('{operation.name[:60]}')"
+    for dependency in operation.waits_for:
+        require(
+            0 <= dependency.operation < index,
+            StepError,
+            f"{where} waits for operation {dependency.operation}; it can wait only for an earlier one, 0 to {index - 1}.",
+        )
+    for name in ("lone_us", "flops", "hbm_bytes", "num_bytes", "peer_wait_us"):
+        number = getattr(operation, name, None)
+        require(number is None or 0 <= number < 1e18, StepError, f"{where}: {name} must be 0 or more; found {number}.")
+    if isinstance(operation, Kernel):
+        require(
+            operation.lone_us is not None or operation.flops is not None or operation.hbm_bytes is not None,
+            StepError,
+            f"{where} says neither how long it takes alone nor how much work it is; give lone_us, flops or hbm_bytes.",
+        )
+        require(
+            0 <= operation.cta_time_spread <= 10,
+            StepError,
+            f"{where}: cta_time_spread must be from 0 to 10; found {operation.cta_time_spread}.",
+        )
+    if isinstance(operation, Collective):
+        size = operation.group_size
+        require(size >= 1, StepError, f"{where}: group_size must be at least 1; found {size}.")

@@ -1,0 +1,53 @@
+"""A timeline: what happened when, per rank and stream. It may have been measured or simulated; readers never ask which.
+
+`origin` is there to be printed, not to be branched on.
+"""
+
+from typing import Literal
+
+from counterpoint.errors import StepError
+from counterpoint.step import OperationKind
+from counterpoint.value import Value, require
+
+
+class Interval(Value, frozen=True, kw_only=True):
+    """One operation's time on the GPU. `operation` is its index in the step; times are from the start of the step."""
+
+    rank: int
+    stream: int
+    operation: int
+    name: str
+    kind: OperationKind
+    start_us: float
+    end_us: float
+
+    def __post_init__(self) -> None:
+        require(
+            0 <= self.start_us <= self.end_us,
+            StepError,
+            f"An interval must start at 0 or later and end no earlier; '{self.name[:60]}' runs from {self.start_us} to "
+            f"{self.end_us} us.",
+        )
+
+    @property
+    def duration_us(self) -> float:
+        return self.end_us - self.start_us
+
+
+class Timeline(Value, frozen=True, kw_only=True):
+    """Intervals of one step, in order of rank and start."""
+
+    step_name: str
+    origin: Literal["measured", "simulated"]
+    intervals: tuple[Interval, ...]
+
+    def __post_init__(self) -> None:
+        require(bool(self.intervals), StepError, f"The timeline of '{self.step_name}' is empty.")
+
+    def ranks(self) -> list[int]:
+        """The ranks that appear, ascending."""
+        return sorted({interval.rank for interval in self.intervals})
+
+    def of_rank(self, rank: int) -> tuple[Interval, ...]:
+        """The intervals of one rank."""
+        return tuple(interval for interval in self.intervals if interval.rank == rank)

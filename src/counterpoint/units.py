@@ -1,0 +1,45 @@
+"""Conversions and the way quantities are printed. Times are microseconds outside the simulator, picoseconds inside."""
+
+PS_PER_US = 1_000_000
+US_PER_S = 1_000_000.0
+KIB = 1 << 10
+MIB = 1 << 20
+GIB = 1 << 30
+
+
+def us_to_ps(time_us: float) -> int:
+    """Round microseconds to whole picoseconds."""
+    return round(time_us * PS_PER_US)
+
+
+def ps_to_us(time_ps: int) -> float:
+    """Turn picoseconds into microseconds."""
+    return time_ps / PS_PER_US
+
+
+def format_us(time_us: float) -> str:
+    """Print a time with four significant digits and the unit that suits it."""
+    magnitude = abs(time_us)
+    if magnitude >= 999_950:
+        return f"{time_us / 1e6:.4g} s"
+    if magnitude >= 999.95:
+        return f"{time_us / 1e3:.4g} ms"
+    return f"{time_us:.4g} us"
+
+
+def format_bytes(num_bytes: float) -> str:
+    """Print a size in binary units."""
+    for unit, name in ((GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")):
+        if abs(num_bytes) >= unit:
+            return f"{num_bytes / unit:.4g} {name}"
+    return f"{num_bytes:.0f} B"
+
+
+def format_rate(bytes_per_s: float) -> str:
+    """Print a bandwidth in decimal units, as vendors and nccl-tests do."""
+    return f"{bytes_per_s / 1e9:,.4g} GB/s"
+
+
+def format_percent(fraction: float) -> str:
+    """Print a fraction as a percentage with one decimal."""
+    return f"{100 * fraction:.1f} %"

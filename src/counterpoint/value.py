@@ -1,0 +1,50 @@
+"""The base of every value that parts of Counterpoint pass to each other, and its way to and from files.
+
+A value is frozen, built by keyword, checked when built, comparable, printable, and round-trips through JSON and TOML.
+"""
+
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+from counterpoint.errors import CounterpointError
+
+T = TypeVar("T")
+
+
+class Value(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Base of all values. Subclasses check themselves in `__post_init__` and raise a `CounterpointError`."""
+
+
+def require(condition: bool, error: type[CounterpointError], message: str) -> None:
+    """Raise `error` with `message` unless `condition` holds."""
+    if not condition:
+        raise error(message)
+
+
+def read_toml(path: Path, kind: type[T], error: type[CounterpointError]) -> T:
+    """Read a TOML file into `kind`; whatever is wrong with it becomes one `error` that names the file."""
+    try:
+        return msgspec.toml.decode(path.read_bytes(), type=kind)
+    except OSError as problem:
+        raise error(f"Cannot read {path}: {problem.strerror}.") from problem
+    except UnicodeDecodeError as problem:
+        raise error(f"{path} is not text: {problem.reason} at byte {problem.start}.") from problem
+    except CounterpointError as problem:
+        raise error(f"{path}: {problem}") from problem
+    except msgspec.ValidationError as problem:
+        cause = problem.__cause__ or problem
+        raise error(f"{path}: {cause}" if isinstance(cause, CounterpointError) else f"{path}: {problem}.") from problem
+    except msgspec.DecodeError as problem:
+        raise error(f"{path} is not TOML: {problem}.") from problem
+
+
+def write_toml(value: object) -> str:
+    """Write a value as TOML text."""
+    return msgspec.toml.encode(value).decode()
+
+
+def write_json(value: object) -> str:
+    """Write a value as indented JSON text."""
+    return msgspec.json.format(msgspec.json.encode(value), indent=2).decode()
