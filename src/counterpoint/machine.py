@@ -8,6 +8,8 @@ from importlib import resources
 from pathlib import Path
 from typing import Literal
 
+import msgspec
+
 from counterpoint.errors import MachineError
 from counterpoint.value import Value, read_toml, require
 
@@ -108,7 +110,7 @@ class Link(Value, frozen=True, kw_only=True):
         require(
             self.per_peer_bytes_per_s <= self.bytes_per_s,
             MachineError,
-            f"link per_peer_bytes_per_s must not exceed bytes_per_s = {self.bytes_per_s}; found {self.per_peer_bytes_per_s}.",
+            f"link per_peer_bytes_per_s must not exceed {self.bytes_per_s} (bytes_per_s); found {self.per_peer_bytes_per_s}.",
         )
 
 
@@ -125,7 +127,7 @@ class Machine(Value, frozen=True, kw_only=True):
     link: Link
     device_names: tuple[str, ...] = ()
     network: Link | None = None
-    sources: dict[str, str] = {}
+    sources: dict[str, str] = msgspec.field(default_factory=dict)
 
     def __post_init__(self) -> None:
         require(1 <= self.num_gpus <= 1024, MachineError, f"num_gpus must be from 1 to 1024; found {self.num_gpus}.")

@@ -80,7 +80,7 @@ Control = ResidencyCap | Priority | CommunicationCtas | Transport | HeadStart
 
 
 class Match(Value, frozen=True, kw_only=True):
-    """Which operations a directive is for: a shell pattern on the name, a kind, or the operations' numbers; all must hold."""
+    """Which operations a directive is for: a shell pattern on the name, a kind, the operations' numbers; all must hold."""
 
     name: str = "*"
     kind: OperationKind | None = None
