@@ -110,7 +110,7 @@ class Link(Value, frozen=True, kw_only=True):
         require(
             self.per_peer_bytes_per_s <= self.bytes_per_s,
             MachineError,
-            f"link per_peer_bytes_per_s must not exceed {self.bytes_per_s} (bytes_per_s); found {self.per_peer_bytes_per_s}.",
+            f"link per_peer_bytes_per_s must be at most {self.bytes_per_s}; found {self.per_peer_bytes_per_s}.",
         )
 
 
