@@ -14,6 +14,23 @@ from counterpoint.errors import MachineError
 from counterpoint.value import Value, read_toml, require
 
 MAX_ABSURD_FACTOR = 1e18
+# Figures a GPU of this century may have; anything outside is a slip of the pen (a size in GiB, a clock in GHz, a rate in GB/s).
+PLAUSIBLE_RANGES: tuple[tuple[str, float, float], ...] = (
+    ("num_sms", 1, 4096),
+    ("clock_mhz", 100, 10_000),
+    ("warp_size", 8, 128),
+    ("max_threads_per_cta", 64, 4096),
+    ("max_ctas_per_cluster", 1, 16),
+    ("num_sub_partitions", 1, 16),
+    ("max_registers_per_thread", 16, 1024),
+    ("hbm_bytes", 1 << 30, 1 << 44),
+    ("hbm_bytes_per_s", 1e10, 1e15),
+    ("l2_bytes", 1 << 16, 1 << 36),
+    ("bf16_flops_per_s", 1e11, 1e18),
+    ("fp32_flops_per_s", 1e11, 1e18),
+    ("num_copy_engines", 1, 64),
+    ("greatest_priority", -1000, 0),
+)
 
 
 class Gpu(Value, frozen=True, kw_only=True):
@@ -23,6 +40,7 @@ class Gpu(Value, frozen=True, kw_only=True):
     `carveout_steps_bytes` are the shared-memory sizes an SM can be configured to, ascending; the last is
     `shared_bytes_per_sm`. Rates are bytes or operations per second at the peak the vendor states; what is really reached
     is in the simulator's calibration. `priority_is_effective` is false where the driver ignores stream priority unless told.
+    `named_barriers_per_sm` is shared by all CTAs on an SM.
     """
 
     vendor: Literal["nvidia", "amd"]
@@ -45,6 +63,7 @@ class Gpu(Value, frozen=True, kw_only=True):
     shared_allocation_unit_bytes: int
     carveout_steps_bytes: tuple[int, ...]
     named_barriers_per_cta: int
+    named_barriers_per_sm: int
     hbm_bytes: int
     hbm_bytes_per_s: float
     l2_bytes: int
@@ -55,38 +74,80 @@ class Gpu(Value, frozen=True, kw_only=True):
     priority_is_effective: bool = True
 
     def __post_init__(self) -> None:
-        for name in self.__struct_fields__:
-            number = getattr(self, name)
-            if name in ("greatest_priority", "reserved_shared_bytes_per_cta") or not isinstance(number, int | float):
-                continue
-            require(
-                isinstance(number, bool) or 0 < number < MAX_ABSURD_FACTOR,
-                MachineError,
-                f"gpu.{name} must be above 0 and below 1e18; found {number}.",
-            )
+        _check_figures(self)
+        _check_sm(self)
+        _check_shared_memory(self)
+
+
+def _check_figures(gpu: Gpu) -> None:
+    """Every figure is positive, and those with a known range are in it."""
+    for name in gpu.__struct_fields__:
+        number = getattr(gpu, name)
+        if name in ("greatest_priority", "reserved_shared_bytes_per_cta") or not isinstance(number, int | float):
+            continue
         require(
-            sum(self.sms_per_gpc) == self.num_sms and min(self.sms_per_gpc, default=0) > 0,
+            isinstance(number, bool) or 0 < number < MAX_ABSURD_FACTOR,
             MachineError,
-            f"gpu.sms_per_gpc must be positive and add up to num_sms = {self.num_sms}; found {list(self.sms_per_gpc)}.",
+            f"gpu.{name} must be above 0 and below 1e18; found {number}.",
         )
-        steps = self.carveout_steps_bytes
+    for name, least, most in PLAUSIBLE_RANGES:
+        number = getattr(gpu, name)
         require(
-            list(steps) == sorted(set(steps)) and bool(steps) and steps[-1] == self.shared_bytes_per_sm,
+            least <= number <= most,
             MachineError,
-            f"gpu.carveout_steps_bytes must rise and end at shared_bytes_per_sm = {self.shared_bytes_per_sm}; "
-            f"found {list(steps)}.",
+            f"gpu.{name} must be from {least:,} to {most:,}; found {number:,}. Check its unit.",
         )
+
+
+def _check_sm(gpu: Gpu) -> None:
+    """SMs, warps and registers divide as the hardware divides them."""
+    require(
+        sum(gpu.sms_per_gpc) == gpu.num_sms and min(gpu.sms_per_gpc, default=0) > 0,
+        MachineError,
+        f"gpu.sms_per_gpc must be positive and add up to num_sms = {gpu.num_sms}; found {list(gpu.sms_per_gpc)}.",
+    )
+    for name, unit_name in (
+        ("max_warps_per_sm", "num_sub_partitions"),
+        ("registers_per_sub_partition", "register_allocation_unit"),
+        ("register_allocation_unit", "warp_size"),
+        ("max_threads_per_cta", "warp_size"),
+    ):
+        number, unit = getattr(gpu, name), getattr(gpu, unit_name)
         require(
-            self.max_shared_bytes_per_cta <= self.shared_bytes_per_sm,
-            MachineError,
-            f"gpu.max_shared_bytes_per_cta must not exceed shared_bytes_per_sm = {self.shared_bytes_per_sm}; "
-            f"found {self.max_shared_bytes_per_cta}.",
+            number % unit == 0, MachineError, f"gpu.{name} must be a multiple of {unit_name} = {unit}; found {number}."
         )
-        require(
-            self.greatest_priority <= 0,
-            MachineError,
-            f"gpu.greatest_priority is the driver's number, 0 or lower; found {self.greatest_priority}.",
-        )
+    most_threads = gpu.max_warps_per_sm * gpu.warp_size
+    require(
+        gpu.max_threads_per_cta <= most_threads,
+        MachineError,
+        f"gpu.max_threads_per_cta must not exceed the SM's {most_threads} threads; found {gpu.max_threads_per_cta}.",
+    )
+    for name, most_name in (("max_ctas_per_sm", "max_warps_per_sm"), ("named_barriers_per_cta", "named_barriers_per_sm")):
+        number, most = getattr(gpu, name), getattr(gpu, most_name)
+        require(number <= most, MachineError, f"gpu.{name} must not exceed {most_name} = {most}; found {number}.")
+
+
+def _check_shared_memory(gpu: Gpu) -> None:
+    """Carveout steps rise to the SM's shared memory, which holds at least one of the largest CTAs."""
+    steps = gpu.carveout_steps_bytes
+    require(
+        list(steps) == sorted(set(steps)) and bool(steps) and steps[0] >= 0 and steps[-1] == gpu.shared_bytes_per_sm,
+        MachineError,
+        f"gpu.carveout_steps_bytes must rise from 0 or more and end at shared_bytes_per_sm = {gpu.shared_bytes_per_sm}; "
+        f"found {list(steps)}.",
+    )
+    require(
+        gpu.reserved_shared_bytes_per_cta >= 0,
+        MachineError,
+        f"gpu.reserved_shared_bytes_per_cta must be 0 or more; found {gpu.reserved_shared_bytes_per_cta}.",
+    )
+    most = gpu.shared_bytes_per_sm - gpu.reserved_shared_bytes_per_cta
+    require(
+        gpu.max_shared_bytes_per_cta <= most,
+        MachineError,
+        f"gpu.max_shared_bytes_per_cta must not exceed {most}, what an SM has less the reserve; "
+        f"found {gpu.max_shared_bytes_per_cta}.",
+    )
 
 
 class Link(Value, frozen=True, kw_only=True):

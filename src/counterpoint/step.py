@@ -69,8 +69,8 @@ class Dependency(Value, frozen=True, kw_only=True):
 class Kernel(Value, frozen=True, kw_only=True, tag_field="type", tag="kernel"):
     """A computation kernel.
 
-    Either `lone_us` (its time alone, uncapped, on the machine of the step) or `flops` and `hbm_bytes` say how much work it
-    is. `is_work_sharing`: its CTAs take tiles from a shared counter, so those that find no SM cost nothing but their
+    Either `lone_us` (its time alone, uncapped, on the machine of the step) or `flops`, `hbm_bytes` and `l2_bytes` (what its
+    CTAs read from L2) say how much work it is, or `cta_us` says how long one CTA lasts (the shortest, where they differ). `is_work_sharing`: its CTAs take tiles from a shared counter, so those that find no SM cost nothing but their
     share of the machine. `cta_time_spread`: CTAs last between 1 and 1 + spread times the shortest, by index.
     `issued_us`: when the host issued it, from the start of the step, where that can delay it.
     """
@@ -80,8 +80,10 @@ class Kernel(Value, frozen=True, kw_only=True, tag_field="type", tag="kernel"):
     footprint: Footprint
     character: Character = "other"
     lone_us: float | None = None
+    cta_us: float | None = None
     flops: float | None = None
     hbm_bytes: float | None = None
+    l2_bytes: float | None = None
     is_work_sharing: bool = False
     cta_time_spread: float = 0.0
     waits_for: tuple[Dependency, ...] = ()
@@ -174,14 +176,14 @@ def _check_operation(index: int, operation: Operation) -> None:
             StepError,
             f"{where} waits for operation {dependency.operation}; it can wait only for an earlier one, 0 to {index - 1}.",
         )
-    for name in ("lone_us", "flops", "hbm_bytes", "num_bytes", "peer_wait_us"):
+    for name in ("lone_us", "cta_us", "flops", "hbm_bytes", "l2_bytes", "num_bytes", "peer_wait_us"):
         number = getattr(operation, name, None)
         require(number is None or 0 <= number < 1e18, StepError, f"{where}: {name} must be 0 or more; found {number}.")
     if isinstance(operation, Kernel):
         require(
-            operation.lone_us is not None or operation.flops is not None or operation.hbm_bytes is not None,
+            any(known is not None for known in (operation.lone_us, operation.cta_us, operation.flops, operation.hbm_bytes)),
             StepError,
-            f"{where} says neither how long it takes alone nor how much work it is; give lone_us, flops or hbm_bytes.",
+            f"{where} says neither how long it takes alone nor how much work it is; give lone_us, cta_us, flops or hbm_bytes.",
         )
         require(
             0 <= operation.cta_time_spread <= 10,

@@ -36,7 +36,7 @@ def read_toml(path: Path, kind: type[T], error: type[CounterpointError]) -> T:
     except msgspec.ValidationError as problem:
         cause = problem.__cause__ or problem
         raise error(f"{path}: {cause}" if isinstance(cause, CounterpointError) else f"{path}: {problem}.") from problem
-    except msgspec.DecodeError as problem:
+    except (msgspec.DecodeError, ValueError, RecursionError) as problem:  # the last two: numbers or nesting without end
         raise error(f"{path} is not TOML: {problem}.") from problem
 
 

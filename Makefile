@@ -1,0 +1,51 @@
+# make test      everything that needs no GPU: lint, format, types, unit and golden tests
+# make demo      set up, then plan a profiler trace and a described workload by simulation
+# make test-gpu  the tests that need one GPU or more
+# make bench     the benchmarks; they need GPUs
+#
+# The first call sets up .venv with the versions in constraints.txt. PYTHON=python3.12 picks another interpreter.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP_INSTALL := $(BIN)/python -m pip --disable-pip-version-check install --quiet --no-input
+CHECKED := $(wildcard src tests benchmarks examples)
+
+.PHONY: test demo test-gpu bench setup compiler clean
+
+test: setup compiler
+	$(BIN)/ruff check $(CHECKED)
+	$(BIN)/ruff format --check $(CHECKED)
+	$(BIN)/mypy --strict src
+	$(BIN)/pytest -n 2 tests/unit tests/golden
+
+demo: setup
+	$(BIN)/counterpoint tune examples/traces/ddp.rank0.json.gz
+	$(BIN)/counterpoint tune cb_ar_opt2
+
+test-gpu: setup
+	@ls -d tests/gpu tests/multigpu >/dev/null 2>&1 || { echo "There are no GPU tests in this checkout; make test runs the others." >&2; exit 2; }
+	$(BIN)/pytest $(wildcard tests/gpu tests/multigpu)
+
+bench: setup
+	@test -d benchmarks || { echo "There are no benchmarks in this checkout." >&2; exit 2; }
+	$(BIN)/python -m benchmarks
+
+setup: $(VENV)/installed
+
+$(VENV)/installed: constraints.txt pyproject.toml | $(BIN)/python
+	$(PIP_INSTALL) --requirement constraints.txt
+	$(PIP_INSTALL) --no-deps --no-build-isolation --editable .
+	@touch $@
+
+$(BIN)/python:
+	@command -v $(PYTHON) >/dev/null || { echo "$(PYTHON) is not installed. Install it: apt-get install python3 python3-venv" >&2; exit 2; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python 3.11 or later is needed; $(PYTHON) is $$($(PYTHON) -V 2>&1). Install one and name it: make PYTHON=python3.12" >&2; exit 2; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { echo "$(PYTHON) cannot create virtual environments. Install the missing part: apt-get install python3-venv" >&2; exit 2; }
+	@$(PYTHON) -m venv $(VENV)
+
+compiler:
+	@command -v $(CC) >/dev/null || { echo "No C compiler ($(CC)) was found. Install one: apt-get install gcc" >&2; exit 2; }
+
+clean:
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis

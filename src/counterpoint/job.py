@@ -1,0 +1,55 @@
+"""A job: a step together with the machine it is planned for, read from what a user names.
+
+The source is a profiler trace (.json, .json.gz), a workload file (.toml) or the name of a shipped workload. A traced step
+carries times of one GPU, so it can be planned only for that GPU; a workload can be planned for any machine.
+"""
+
+from pathlib import Path
+
+from counterpoint.errors import StepError
+from counterpoint.machine import Machine, load_machine, machine_for_device
+from counterpoint.step import Step
+from counterpoint.traces import TracedStep, read_trace
+from counterpoint.value import Value
+from counterpoint.workloads import load_workload, workload_names
+
+DEFAULT_MACHINE = "h200"
+
+
+class Job(Value, frozen=True, kw_only=True):
+    """`traced` is None for a workload."""
+
+    step: Step
+    machine: Machine
+    traced: TracedStep | None = None
+
+
+def load_job(source: str, machine_name: str | None = None) -> Job:
+    """Read a trace or a workload, and the machine: the one named, else the traced one, else an H200 node.
+
+    Raises `TraceError`, `WorkloadError`, `MachineError`, or `StepError` where the machine is not the traced GPU.
+    """
+    if source.endswith((".json", ".json.gz")):
+        return _traced_job(source, machine_name)
+    if not source.endswith(".toml") and source not in workload_names():
+        what = (
+            "is neither a trace (.json, .json.gz) nor a workload file (.toml)" if Path(source).exists() else "does not exist"
+        )
+        raise StepError(f"'{source}' {what}. Shipped workloads: {', '.join(workload_names())}.")
+    return Job(step=load_workload(source), machine=load_machine(machine_name or DEFAULT_MACHINE))
+
+
+def _traced_job(source: str, machine_name: str | None) -> Job:
+    traced = read_trace(source)
+    device = traced.step.device_name
+    machine = load_machine(machine_name) if machine_name else machine_for_device(device) if device else None
+    if machine is None:
+        known = f"on '{device}', which no shipped machine describes" if device else "on a GPU that it does not name"
+        raise StepError(f"The trace was recorded {known}. Name the machine, or a file that describes it, with --machine.")
+    if device and device not in machine.device_names:
+        raise StepError(
+            f"The trace holds times of '{device}', which are no guide to '{machine.name}' "
+            f"({', '.join(machine.device_names) or 'no device_names'}). Leave --machine out, add '{device}' to the "
+            "device_names of your machine file, or describe the step as a workload."
+        )
+    return Job(step=traced.step, machine=machine, traced=traced)

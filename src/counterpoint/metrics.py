@@ -1,0 +1,210 @@
+"""Metrics: what a timeline says about overlap, and what the best timeline of a step could say.
+
+Pure functions. They do not know whether a timeline was measured or simulated, nor which machine or plan it belongs to:
+lone times come from the caller. Every formula is derived in words in `docs/metrics.md`. Sums of intervals are taken in
+whole picoseconds, so they are exact and do not depend on the order of the intervals.
+"""
+
+from collections.abc import Iterable, Sequence
+
+from counterpoint.errors import StepError
+from counterpoint.step import Operation, Step
+from counterpoint.timeline import Interval, Timeline
+from counterpoint.units import ps_to_us, us_to_ps
+from counterpoint.value import Value
+
+Span = tuple[int, int]
+NOTHING_TO_GAIN = 1e-9
+
+
+class RankMetrics(Value, frozen=True, kw_only=True):
+    """One rank's times, each the length of a union of intervals.
+
+    `overlap_ratio` is None where the rank does not communicate. `idle_us` is the part of the makespan in which the rank
+    neither computes nor communicates nor copies.
+    """
+
+    rank: int
+    makespan_us: float
+    computation_us: float
+    communication_us: float
+    copy_us: float
+    overlapped_us: float
+    exposed_us: float
+    idle_us: float
+    overlap_ratio: float | None = None
+
+
+class Metrics(Value, frozen=True, kw_only=True):
+    """All ranks: `makespan_us` of the slowest, `exposed_us` of the worst, `overlap_ratio` over all communication."""
+
+    makespan_us: float
+    exposed_us: float
+    ranks: tuple[RankMetrics, ...]
+    overlap_ratio: float | None = None
+
+
+def measure(timeline: Timeline) -> Metrics:
+    """Read the metrics off a timeline."""
+    by_rank: dict[int, list[Interval]] = {}
+    for interval in timeline.intervals:
+        by_rank.setdefault(interval.rank, []).append(interval)
+    ranks = tuple(_measure_rank(rank, by_rank[rank]) for rank in sorted(by_rank))
+    communication_ps = sum(us_to_ps(rank.communication_us) for rank in ranks)
+    overlapped_ps = sum(us_to_ps(rank.overlapped_us) for rank in ranks)
+    return Metrics(
+        makespan_us=max(rank.makespan_us for rank in ranks),
+        exposed_us=max(rank.exposed_us for rank in ranks),
+        ranks=ranks,
+        overlap_ratio=_ratio(overlapped_ps, communication_ps),
+    )
+
+
+def sequential_us(step: Step, lone_us: Sequence[float]) -> float:
+    """The time of the step when nothing overlaps: one operation after the other, in the order of issue.
+
+    It is the sum of the lone times, plus what the GPU waits for the host where an operation is issued later than that.
+    Raises `StepError` if `lone_us` does not hold one time for each operation.
+    """
+    _check_lone_times(step, lone_us)
+    end_us = 0.0
+    for operation, time_us in zip(step.operations, lone_us, strict=True):
+        end_us = max(end_us, operation.issued_us or 0.0) + time_us
+    return end_us
+
+
+def ideal_us(step: Step, lone_us: Sequence[float]) -> float:
+    """The least time of the step that overlap can reach: max(computation, communication, critical path).
+
+    Computation and communication are sums of lone times. Raises `StepError` if `lone_us` does not hold one time for
+    each operation.
+    """
+    _check_lone_times(step, lone_us)
+    totals_us = {"computation": 0.0, "communication": 0.0, "copy": 0.0}
+    for operation, time_us in zip(step.operations, lone_us, strict=True):
+        totals_us[operation.kind] += time_us
+    return max(totals_us["computation"], totals_us["communication"], critical_path_us(step, lone_us))
+
+
+def critical_path_us(step: Step, lone_us: Sequence[float]) -> float:
+    """The makespan when each operation takes its lone time and only stream order, dependencies and issue hold it back.
+
+    Raises `StepError` if `lone_us` does not hold one time for each operation.
+    """
+    _check_lone_times(step, lone_us)
+    end_us: list[float] = []
+    stream_end_us: dict[int, float] = {}
+    for operation, time_us in zip(step.operations, lone_us, strict=True):
+        start_us = max(operation.issued_us or 0.0, stream_end_us.get(operation.stream, 0.0))
+        for dependency in operation.waits_for:
+            start_us = max(start_us, end_us[dependency.operation])
+        end_us.append(start_us + time_us)
+        stream_end_us[operation.stream] = end_us[-1]
+    return max(end_us)
+
+
+def share_of_ideal(sequential_us: float, measured_us: float, ideal_us: float) -> float | None:
+    """How much of what overlap can gain was gained: 0 at the sequential time, 1 at the ideal, negative when slower.
+
+    None where overlap cannot gain anything (the ideal is the sequential time).
+    """
+    possible_us = sequential_us - ideal_us
+    if possible_us <= NOTHING_TO_GAIN * abs(sequential_us):
+        return None
+    return (sequential_us - measured_us) / possible_us
+
+
+def interference(step: Step, timeline: Timeline, lone_us: Sequence[float]) -> tuple[float | None, ...]:
+    """Each operation's time in the timeline divided by its lone time; on several ranks, that of the slowest.
+
+    None for an operation that the timeline does not show or whose lone time is 0. Raises `StepError` if `lone_us` does
+    not hold one time for each operation, or if the timeline shows an operation that the step does not have.
+    """
+    _check_lone_times(step, lone_us)
+    shown: dict[tuple[int, int], list[Interval]] = {}
+    for interval in timeline.intervals:
+        shown.setdefault((interval.operation, interval.rank), []).append(interval)
+    slowest_ps = [0] * len(step.operations)
+    for (operation, _), intervals in shown.items():
+        if not 0 <= operation < len(step.operations):
+            raise StepError(
+                f"The timeline shows operation {operation}, but step '{step.name}' has operations 0 to "
+                f"{len(step.operations) - 1}. Pass the step that this timeline belongs to."
+            )
+        slowest_ps[operation] = max(slowest_ps[operation], _length(_union(intervals)))
+    is_shown = {operation for operation, _ in shown}
+    return tuple(
+        ps_to_us(slowest_ps[index]) / alone_us if index in is_shown and alone_us > 0 else None
+        for index, alone_us in enumerate(lone_us)
+    )
+
+
+def _measure_rank(rank: int, intervals: Sequence[Interval]) -> RankMetrics:
+    computation, communication, copies = (
+        _union(interval for interval in intervals if interval.kind == kind)
+        for kind in ("computation", "communication", "copy")
+    )
+    busy = _union(intervals)
+    makespan_ps = busy[-1][1] - busy[0][0]
+    overlapped_ps = _overlap(communication, computation)
+    communication_ps = _length(communication)
+    return RankMetrics(
+        rank=rank,
+        makespan_us=ps_to_us(makespan_ps),
+        computation_us=ps_to_us(_length(computation)),
+        communication_us=ps_to_us(communication_ps),
+        copy_us=ps_to_us(_length(copies)),
+        overlapped_us=ps_to_us(overlapped_ps),
+        exposed_us=ps_to_us(communication_ps - overlapped_ps),
+        idle_us=ps_to_us(makespan_ps - _length(busy)),
+        overlap_ratio=_ratio(overlapped_ps, communication_ps),
+    )
+
+
+def _union(intervals: Iterable[Interval]) -> list[Span]:
+    """Disjoint spans in picoseconds, ascending, that cover exactly the intervals; spans that touch are joined."""
+    union: list[Span] = []
+    for start, end in sorted((us_to_ps(interval.start_us), us_to_ps(interval.end_us)) for interval in intervals):
+        if union and start <= union[-1][1]:
+            union[-1] = (union[-1][0], max(union[-1][1], end))
+        else:
+            union.append((start, end))
+    return union
+
+
+def _length(union: Sequence[Span]) -> int:
+    return sum(end - start for start, end in union)
+
+
+def _overlap(first: Sequence[Span], second: Sequence[Span]) -> int:
+    """Length common to two unions, in one pass over both."""
+    total, i, j = 0, 0, 0
+    while i < len(first) and j < len(second):
+        total += max(0, min(first[i][1], second[j][1]) - max(first[i][0], second[j][0]))
+        if first[i][1] <= second[j][1]:
+            i += 1
+        else:
+            j += 1
+    return total
+
+
+def _ratio(overlapped_ps: int, communication_ps: int) -> float | None:
+    return overlapped_ps / communication_ps if communication_ps else None
+
+
+def _check_lone_times(step: Step, lone_us: Sequence[float]) -> None:
+    if len(lone_us) != len(step.operations):
+        raise StepError(
+            f"Step '{step.name}' has {len(step.operations)} operations, but {len(lone_us)} lone times were given. "
+            f"Give one for each operation."
+        )
+    for index, time_us in enumerate(lone_us):
+        if not 0 <= time_us < float("inf"):
+            raise StepError(
+                f"The lone time of operation {index} ('{_name(step.operations[index])}') must be 0 us or more, "
+                f"and finite; found {time_us}."
+            )
+
+
+def _name(operation: Operation) -> str:
+    return operation.name[:60]

@@ -1,0 +1,297 @@
+"""What fits on one SM: residency of a kernel, the shared memory that caps it, and what fits beside what.
+
+It knows nothing of time, of which CTA goes next, or of where a cluster finds its SMs. Rules and where they are from:
+
+- Limits of one kernel: the CUDA occupancy rules (CUDA 13.0); `tests/data/occupancy_vectors.csv` holds 6,000 answers of NVIDIA's.
+- Sub-partitions: each warp goes to the sub-partition with the fewest warps, ties to the lowest number, and a CTA whose next
+  warp finds too few registers there does not start, whatever is free elsewhere. Measured on H200 for 306 pairs of
+  kernels (`tests/data/beside_h200.csv`); taken to hold on other GPUs.
+- Shared memory is taken from the SM's present carveout, which is fixed while anything is resident
+  (`tests/data/coresidency_h200.csv`: a collective waits beside free bytes until the carveout is raised).
+"""
+
+from typing import Literal
+
+from msgspec.structs import replace
+
+from counterpoint.errors import OccupancyError
+from counterpoint.machine import Gpu
+from counterpoint.step import Footprint
+from counterpoint.value import Value, require
+
+Limiter = Literal["threads_per_cta", "warps", "registers", "shared_memory", "named_barriers", "cta_slots"]
+Residents = tuple[tuple[Footprint, int], ...]
+
+
+class Residency(Value, frozen=True, kw_only=True):
+    """How many CTAs of a kernel live on one SM at once, and what stops one more.
+
+    `ctas_per_sm` is 0 where not one fits. `shared_bytes_per_cta` is what a CTA is given: static, dynamic and reserved,
+    rounded up. `carveout_bytes` is the shared memory that an empty SM is configured to for this kernel.
+    """
+
+    ctas_per_sm: int
+    limiter: Limiter
+    shared_bytes_per_cta: int
+    carveout_bytes: int
+
+
+class SmLoad(Value, frozen=True, kw_only=True):
+    """What the CTAs on one SM hold together; `registers` by sub-partition."""
+
+    ctas: int
+    warps: int
+    registers: tuple[int, ...]
+    shared_bytes: int
+    named_barriers: int
+
+
+class Beside(Value, frozen=True, kw_only=True):
+    """The largest residency of a computation kernel that leaves room for one communication CTA on the same SM.
+
+    `dynamic_shared_bytes` caps the kernel to it, None where no cap is needed. `carveout_percent` is what the kernel must ask
+    for, its present one where that will do. `limiter` is what one more computation CTA would lack or take away.
+    """
+
+    ctas_per_sm: int
+    dynamic_shared_bytes: int | None
+    carveout_percent: int
+    limiter: Limiter
+
+
+def warps_per_cta(gpu: Gpu, footprint: Footprint) -> int:
+    """Warps of one CTA, the last one perhaps not full."""
+    return -(-footprint.threads_per_cta // gpu.warp_size)
+
+
+def registers_per_warp(gpu: Gpu, footprint: Footprint) -> int:
+    """Registers that one warp is given, in 32-bit registers."""
+    return _round_up(footprint.registers_per_thread * gpu.warp_size, gpu.register_allocation_unit)
+
+
+def shared_bytes_per_cta(gpu: Gpu, footprint: Footprint) -> int:
+    """Shared memory that one CTA is given: static, dynamic and what the system reserves, rounded up."""
+    return _round_up(footprint.shared_bytes + gpu.reserved_shared_bytes_per_cta, gpu.shared_allocation_unit_bytes)
+
+
+def residency(gpu: Gpu, footprint: Footprint) -> Residency:
+    """How many CTAs of a kernel live on one SM when it is alone there.
+
+    A carveout in percent is rounded up to the next step, and further up to what one CTA needs. With -1 the driver takes the
+    smallest step that lets the most CTAs live. Nothing is refused: a launch that does not fit has a residency of 0.
+    """
+    allocated = shared_bytes_per_cta(gpu, footprint)
+    offered = _offered_bytes(gpu, footprint.carveout_percent, allocated)
+    missing = _missing_for_one(gpu, footprint)
+    if missing is not None:
+        return Residency(ctas_per_sm=0, limiter=missing, shared_bytes_per_cta=allocated, carveout_bytes=offered)
+    ctas_per_sm, limiter = min(_rooms(gpu, _load(gpu, ()), offered, footprint), key=_first)
+    if footprint.carveout_percent == -1:
+        offered = _step_for(gpu, max(1, ctas_per_sm) * allocated)
+    return Residency(ctas_per_sm=ctas_per_sm, limiter=limiter, shared_bytes_per_cta=allocated, carveout_bytes=offered)
+
+
+def room_for(gpu: Gpu, residents: Residents, carveout_bytes: int, footprint: Footprint) -> int:
+    """How many more CTAs of `footprint` fit on an SM that holds `residents` and is configured to `carveout_bytes`.
+
+    `residents` are footprints with their counts, in the order in which they were placed; their warps are taken to have
+    been placed without gaps. Pure, so the caller may remember answers. 0 also where the residents already hold too much.
+    Raises `OccupancyError` for a carveout that the SM does not have.
+    """
+    if not 0 <= carveout_bytes <= gpu.shared_bytes_per_sm:
+        raise OccupancyError(
+            f"A carveout must be from 0 to {gpu.shared_bytes_per_sm:,} bytes on this GPU; found {carveout_bytes:,}. "
+            "Use the carveout that residency() reports."
+        )
+    if _missing_for_one(gpu, footprint) is not None:
+        return 0
+    return max(0, min(_rooms(gpu, _load(gpu, residents), carveout_bytes, footprint), key=_first)[0])
+
+
+def max_dynamic_shared_bytes_for(gpu: Gpu, footprint: Footprint, ctas_per_sm: int) -> int:
+    """The largest dynamic shared memory with which `ctas_per_sm` CTAs still live on one SM.
+
+    CUDA's own query for this (`cudaOccupancyAvailableDynamicSMemPerBlock`) forgets the reserved bytes for two or more
+    CTAs: what it answers lets one CTA less live (measured on H200). Raises `OccupancyError` where even none is too much.
+    """
+    _check_count(ctas_per_sm)
+    present = residency(gpu, replace(footprint, dynamic_shared_bytes=0))
+    require(
+        present.ctas_per_sm >= ctas_per_sm,
+        OccupancyError,
+        f"{ctas_per_sm} CTAs per SM cannot be reached: without dynamic shared memory {present.ctas_per_sm} live on an SM, "
+        f"limited by {present.limiter}. Ask for {present.ctas_per_sm} or fewer.",
+    )
+    unit = gpu.shared_allocation_unit_bytes
+    shares = [(step, step // ctas_per_sm // unit * unit) for step in gpu.carveout_steps_bytes]
+    fitting = [share for step, share in shares if share and _offered_bytes(gpu, footprint.carveout_percent, share) >= step]
+    largest = min(max(fitting) - gpu.reserved_shared_bytes_per_cta, gpu.max_shared_bytes_per_cta)
+    return largest - footprint.static_shared_bytes
+
+
+def cap_shared_bytes(gpu: Gpu, footprint: Footprint, ctas_per_sm: int) -> int:
+    """The smallest dynamic shared memory with which at most `ctas_per_sm` CTAs live on one SM, to the byte.
+
+    Because sizes are rounded up to the allocation unit, anything from here to the next multiple acts alike. Raises
+    `OccupancyError` where the kernel's residency is that low already, or where no CTA may use as much.
+    """
+    _check_count(ctas_per_sm)
+    present = residency(gpu, footprint)
+    require(
+        ctas_per_sm < present.ctas_per_sm,
+        OccupancyError,
+        f"A cap at {ctas_per_sm} CTAs per SM changes nothing: {present.ctas_per_sm} live on an SM already, limited by "
+        f"{present.limiter}. "
+        + (f"Ask for {present.ctas_per_sm - 1} or fewer." if present.ctas_per_sm > 1 else "Leave this kernel uncapped."),
+    )
+    unit = gpu.shared_allocation_unit_bytes
+    allocated = present.shared_bytes_per_cta
+    while _offered_bytes(gpu, footprint.carveout_percent, allocated) // allocated > ctas_per_sm:
+        allocated += unit
+    needed = allocated - unit + 1 - gpu.reserved_shared_bytes_per_cta
+    largest = _round_up(gpu.max_shared_bytes_per_cta + gpu.reserved_shared_bytes_per_cta, unit)
+    require(
+        needed <= gpu.max_shared_bytes_per_cta,
+        OccupancyError,
+        f"{ctas_per_sm} CTAs per SM need {needed:,} bytes of shared memory per CTA, but a CTA of this GPU may use "
+        f"{gpu.max_shared_bytes_per_cta:,}. Ask for {gpu.shared_bytes_per_sm // largest} or more.",
+    )
+    return needed - footprint.static_shared_bytes
+
+
+def largest_residency_beside(gpu: Gpu, computation: Footprint, communication: Footprint) -> Beside:
+    """The largest residency of `computation` that leaves room for one CTA of `communication` on the same SM.
+
+    The kernel's own carveout is kept where it will do; otherwise 100 percent is asked for. Raises `OccupancyError` with the
+    reason where no residency leaves room: no cap can help such a kernel.
+    """
+    alone = residency(gpu, computation)
+    for name, fit in (("computation", alone), ("communication", residency(gpu, communication))):
+        require(
+            fit.ctas_per_sm > 0,
+            OccupancyError,
+            f"Not one CTA of the {name} kernel fits an SM of this GPU, limited by {fit.limiter}. Check its footprint.",
+        )
+    limiter = alone.limiter
+    for ctas_per_sm in range(alone.ctas_per_sm, 0, -1):
+        for percent in dict.fromkeys((computation.carveout_percent, 100)):
+            capped = _capped(gpu, replace(computation, carveout_percent=percent), ctas_per_sm)
+            fit = residency(gpu, capped)
+            rooms = _rooms(gpu, _load(gpu, ((capped, fit.ctas_per_sm),)), fit.carveout_bytes, communication)
+            room, lacking = min(rooms, key=_first)
+            if room >= 1:
+                is_raised = capped.dynamic_shared_bytes > computation.dynamic_shared_bytes
+                return Beside(
+                    ctas_per_sm=fit.ctas_per_sm,
+                    dynamic_shared_bytes=capped.dynamic_shared_bytes if is_raised else None,
+                    carveout_percent=percent,
+                    limiter=limiter,
+                )
+        limiter = lacking
+    raise OccupancyError(_why_nothing_fits(gpu, computation, communication, limiter))
+
+
+def _capped(gpu: Gpu, footprint: Footprint, ctas_per_sm: int) -> Footprint:
+    if residency(gpu, footprint).ctas_per_sm <= ctas_per_sm:
+        return footprint
+    return replace(footprint, dynamic_shared_bytes=cap_shared_bytes(gpu, footprint, ctas_per_sm))
+
+
+def _why_nothing_fits(gpu: Gpu, computation: Footprint, communication: Footprint, lacking: Limiter) -> str:
+    """One line for a computation kernel of which a single CTA leaves no room for the communication CTA."""
+    single = _capped(gpu, replace(computation, carveout_percent=100), 1)
+    held, needed = _load(gpu, ((single, 1),)), _load(gpu, ((communication, 1),))
+    total_registers = gpu.registers_per_sub_partition * gpu.num_sub_partitions
+    reasons: dict[Limiter, str] = {
+        "registers": f"fills the register file alone: it holds {sum(held.registers):,} of {total_registers:,} registers, and "
+        f"the other needs {sum(needed.registers):,}",
+        "shared_memory": f"holds {held.shared_bytes:,} of {gpu.shared_bytes_per_sm:,} bytes of shared memory, and the other "
+        f"needs {needed.shared_bytes:,}",
+        "warps": f"holds {held.warps} of {gpu.max_warps_per_sm} warps, and the other needs {needed.warps}",
+        "named_barriers": f"holds {held.named_barriers} of {gpu.named_barriers_per_sm} named barriers, and the other needs "
+        f"{needed.named_barriers}",
+    }
+    return (
+        f"One computation CTA ({computation.threads_per_cta} threads x {computation.registers_per_thread} registers) leaves no "
+        f"room for a communication CTA ({communication.threads_per_cta} x {communication.registers_per_thread}): it "
+        f"{reasons.get(lacking, 'takes the only CTA slot')}. No cap can help; try a head start or copy engines."
+    )
+
+
+def _missing_for_one(gpu: Gpu, footprint: Footprint) -> Limiter | None:
+    """What a single CTA lacks on an empty SM, or None if it may run.
+
+    The hardware checks registers as if a CTA's warps filled all sub-partitions evenly.
+    """
+    warps = _round_up(warps_per_cta(gpu, footprint), gpu.num_sub_partitions)
+    file = gpu.registers_per_sub_partition * gpu.num_sub_partitions
+    if footprint.threads_per_cta > gpu.max_threads_per_cta:
+        return "threads_per_cta"
+    if footprint.registers_per_thread > gpu.max_registers_per_thread or registers_per_warp(gpu, footprint) * warps > file:
+        return "registers"
+    if footprint.shared_bytes > gpu.max_shared_bytes_per_cta:
+        return "shared_memory"
+    return "named_barriers" if footprint.named_barriers > gpu.named_barriers_per_cta else None
+
+
+def _load(gpu: Gpu, residents: Residents) -> SmLoad:
+    """Add up what residents hold; their warps go round the sub-partitions without a gap."""
+    ctas = warps = shared = barriers = 0
+    registers = [0] * gpu.num_sub_partitions
+    for footprint, count in residents:
+        per_warp, last = registers_per_warp(gpu, footprint), warps + count * warps_per_cta(gpu, footprint)
+        for index in range(gpu.num_sub_partitions):
+            # Warps numbered `warps` to `last` - 1 that fall on this sub-partition.
+            here = (last - index - 1) // gpu.num_sub_partitions - (warps - index - 1) // gpu.num_sub_partitions
+            registers[index] += per_warp * here
+        ctas, warps = ctas + count, last
+        shared += count * shared_bytes_per_cta(gpu, footprint)
+        barriers += count * footprint.named_barriers
+    return SmLoad(ctas=ctas, warps=warps, registers=tuple(registers), shared_bytes=shared, named_barriers=barriers)
+
+
+def _rooms(gpu: Gpu, load: SmLoad, carveout_bytes: int, footprint: Footprint) -> list[tuple[int, Limiter]]:
+    """How many more CTAs each resource has room for; negative where the load exceeds it."""
+    warps = warps_per_cta(gpu, footprint)
+    rooms: list[tuple[int, Limiter]] = [
+        ((gpu.max_warps_per_sm - load.warps) // warps, "warps"),
+        ((carveout_bytes - load.shared_bytes) // shared_bytes_per_cta(gpu, footprint), "shared_memory"),
+        (gpu.max_ctas_per_sm - load.ctas, "cta_slots"),
+    ]
+    per_warp = registers_per_warp(gpu, footprint)
+    if per_warp:
+        rooms.insert(1, (_warps_until_full(gpu, load, per_warp) // warps, "registers"))
+    if footprint.named_barriers:
+        rooms.append(((gpu.named_barriers_per_sm - load.named_barriers) // footprint.named_barriers, "named_barriers"))
+    return rooms
+
+
+def _warps_until_full(gpu: Gpu, load: SmLoad, per_warp: int) -> int:
+    """How many more warps go round the sub-partitions before one finds too few registers."""
+    number, size = gpu.num_sub_partitions, gpu.registers_per_sub_partition
+    turns = [(index - load.warps) % number + number * ((size - held) // per_warp) for index, held in enumerate(load.registers)]
+    return min(turns)
+
+
+def _offered_bytes(gpu: Gpu, carveout_percent: int, allocated: int) -> int:
+    """The shared memory an SM offers at most to CTAs of `allocated` bytes: the preference, or more if one CTA needs it."""
+    if carveout_percent == -1:
+        return gpu.shared_bytes_per_sm
+    return _step_for(gpu, max(allocated, gpu.shared_bytes_per_sm * carveout_percent // 100))
+
+
+def _step_for(gpu: Gpu, num_bytes: int) -> int:
+    """The smallest carveout step that holds `num_bytes`; the largest step where none does."""
+    return next((step for step in gpu.carveout_steps_bytes if step >= num_bytes), gpu.shared_bytes_per_sm)
+
+
+def _check_count(ctas_per_sm: int) -> None:
+    require(ctas_per_sm >= 1, OccupancyError, f"CTAs per SM must be at least 1; found {ctas_per_sm}. Ask for 1 or more.")
+
+
+def _first(pair: tuple[int, Limiter]) -> int:
+    return pair[0]
+
+
+def _round_up(number: int, unit: int) -> int:
+    return -(-number // unit) * unit

@@ -1,0 +1,217 @@
+"""What might help a step: directives with their reasons, and what is refused with the reason.
+
+A control is proposed only where the baseline's timeline shows something for it to act on and the machine lets it take
+effect; the search decides whether it pays.
+"""
+
+from collections.abc import Iterable, Sequence
+
+from counterpoint.errors import OccupancyError
+from counterpoint.machine import Gpu, Machine
+from counterpoint.occupancy import cap_shared_bytes, largest_residency_beside, residency
+from counterpoint.plan import (
+    CommunicationCtas,
+    Control,
+    Directive,
+    HeadStart,
+    Match,
+    Priority,
+    Refusal,
+    ResidencyCap,
+    Transport,
+)
+from counterpoint.planner.contention import Contention
+from counterpoint.sim.calibration import communication_footprint
+from counterpoint.sim.simulator import COPY_ENGINE_COLLECTIVES
+from counterpoint.step import Collective, Footprint, Kernel, Step
+from counterpoint.units import format_us
+from counterpoint.value import Value
+
+HOLDS_US = (5.0, 20.0)
+CTA_COUNTS = (4, 8, 16)
+FEWER_THREADS = 256
+
+
+class Candidate(Value, frozen=True, kw_only=True):
+    """Directives that belong together under one control; `family` names the control, `label` is for people."""
+
+    family: str
+    label: str
+    directives: tuple[Directive, ...]
+
+
+class Proposal(Value, frozen=True, kw_only=True):
+    """What to try, and what not to try and why."""
+
+    candidates: tuple[Candidate, ...]
+    refusals: tuple[Refusal, ...]
+
+
+def propose(step: Step, machine: Machine, contention: Sequence[Contention]) -> Proposal:
+    """All single controls that could act on `step`, and refusals for the others."""
+    candidates: list[Candidate] = []
+    refusals: list[Refusal] = []
+    for part in (
+        _priority(machine.gpu, contention),
+        _head_starts(contention),
+        _caps(step, machine.gpu, contention),
+        _communication_ctas(step, machine.gpu, contention),
+        _transports(step),
+    ):
+        candidates.extend(part.candidates)
+        refusals.extend(part.refusals)
+    return Proposal(candidates=tuple(candidates), refusals=tuple(refusals))
+
+
+def _proposal(candidates: Iterable[Candidate] = (), refusals: Iterable[Refusal] = ()) -> Proposal:
+    return Proposal(candidates=tuple(candidates), refusals=tuple(refusals))
+
+
+def _refusal(control: str, target: str, reason: str) -> Proposal:
+    return _proposal(refusals=[Refusal(control=control, target=target, reason=reason)])
+
+
+def _one(family: str, label: str, match: Match, controls: tuple[Control, ...], reason: str) -> Candidate:
+    return Candidate(family=family, label=label, directives=(Directive(match=match, controls=controls, reason=reason),))
+
+
+def _priority(gpu: Gpu, contention: Sequence[Contention]) -> Proposal:
+    everything = "all collectives"
+    if not gpu.priority_is_effective:
+        reason = "this driver ignores stream priority unless DEBUG_HIP_IGNORE_STREAM_PRIORITY=0 is set"
+        return _refusal("priority", everything, reason)
+    waited_us = sum(entry.waited_us for entry in contention)
+    if not any(entry.blockers for entry in contention):
+        return _refusal("priority", everything, "no collective waits for another kernel's CTAs, so order changes nothing")
+    reason = (
+        f"collectives stand ready for {format_us(waited_us)} behind kernels that are still placing CTAs; "
+        "a greater priority lets them take the slots that become free"
+    )
+    match = Match(kind="communication", operations=tuple(entry.collective for entry in contention))
+    return _proposal([_one("priority", "priority", match, (Priority(priority=gpu.greatest_priority),), reason)])
+
+
+def _head_starts(contention: Sequence[Contention]) -> Proposal:
+    racers = tuple(sorted({racer for entry in contention for racer in entry.racers}))
+    if not racers:
+        reason = "no kernel becomes ready together with a collective and is placed before it"
+        return _refusal("head_start", "all kernels", reason)
+    return _proposal(
+        _one(
+            "head_start",
+            f"head start {hold_us:g} us",
+            Match(kind="computation", operations=racers),
+            (HeadStart(hold_us=hold_us),),
+            f"{len(racers)} kernels become ready together with a collective and take the SMs first; "
+            f"holding them {hold_us:g} us lets the collective be placed first",
+        )
+        for hold_us in HOLDS_US
+    )
+
+
+def _caps(step: Step, gpu: Gpu, contention: Sequence[Contention]) -> Proposal:
+    """Caps only on kernels that a collective waits for, at the largest residency that leaves it room, and at half of that."""
+    wanted: dict[str, tuple[Kernel, Footprint]] = {}
+    for entry in contention:
+        collective = step.operations[entry.collective]
+        assert isinstance(collective, Collective), "contention is listed for collectives"
+        footprint = collective.footprint or communication_footprint(gpu, collective.library)
+        for number in entry.blockers:
+            kernel = step.operations[number]
+            assert isinstance(kernel, Kernel), "blockers are kernels"
+            wanted.setdefault(kernel.name, (kernel, footprint))
+    if not wanted:
+        return _refusal("residency_cap", "all kernels", "no collective waits for another kernel's CTAs to leave")
+    directives: list[Directive] = []
+    lower: list[Directive] = []
+    refusals: list[Refusal] = []
+    for name, (kernel, footprint) in wanted.items():
+        try:
+            directives.append(_cap_directive(gpu, kernel, footprint, 1))
+            lower.append(_cap_directive(gpu, kernel, footprint, 2))
+        except OccupancyError as problem:
+            refusals.append(Refusal(control="residency_cap", target=name, reason=str(problem)))
+    candidates = []
+    for label, chosen in (("caps", directives), ("lower caps", lower)):
+        if chosen and chosen != directives or label == "caps" and chosen:
+            candidates.append(Candidate(family="residency_cap", label=label, directives=tuple(chosen)))
+    return _proposal(candidates, refusals)
+
+
+def _cap_directive(gpu: Gpu, kernel: Kernel, communication: Footprint, divisor: int) -> Directive:
+    """Cap `kernel` so that one CTA of `communication` fits beside it; raises `OccupancyError` where it cannot."""
+    beside = largest_residency_beside(gpu, kernel.footprint, communication)
+    usual = residency(gpu, kernel.footprint).ctas_per_sm
+    ctas_per_sm = max(1, beside.ctas_per_sm // divisor)
+    dynamic = (
+        kernel.footprint.dynamic_shared_bytes
+        if ctas_per_sm == usual
+        else cap_shared_bytes(gpu, kernel.footprint, ctas_per_sm)
+    )
+    return Directive(
+        match=Match(name=kernel.name, kind="computation"),
+        controls=(
+            ResidencyCap(ctas_per_sm=ctas_per_sm, dynamic_shared_bytes=dynamic, carveout_percent=beside.carveout_percent),
+        ),
+        reason=f"{ctas_per_sm} instead of {usual} CTAs per SM leave room for a communication CTA beside them",
+    )
+
+
+def _communication_ctas(step: Step, gpu: Gpu, contention: Sequence[Contention]) -> Proposal:
+    beside = [entry for entry in contention if entry.companions]
+    if not beside:
+        return _refusal("communication_ctas", "all collectives", "no kernel runs beside a collective that could use its SMs")
+    collectives = [(entry.collective, step.operations[entry.collective]) for entry in beside]
+    managed = tuple(
+        index
+        for index, operation in collectives
+        if isinstance(operation, Collective) and operation.library in ("nccl", "rccl")
+    )
+    if not managed:
+        return _refusal("communication_ctas", "all collectives", "only NCCL and RCCL take a limit on their CTAs")
+    match = Match(kind="communication", operations=managed)
+    usual = max(
+        (operation.footprint or communication_footprint(gpu, operation.library)).num_ctas
+        for _, operation in collectives
+        if isinstance(operation, Collective)
+    )
+    counts = [count for count in CTA_COUNTS if count < usual]
+    candidates = [
+        _one(
+            "communication_ctas",
+            f"{count} communication CTAs",
+            match,
+            (CommunicationCtas(max_ctas=count),),
+            f"{count} instead of {usual} CTAs leave {usual - count} more SMs to the kernels beside the collectives",
+        )
+        for count in counts
+    ]
+    candidates.append(
+        _one(
+            "communication_ctas",
+            f"{usual} communication CTAs of {FEWER_THREADS} threads",
+            match,
+            (CommunicationCtas(max_ctas=usual, num_threads=FEWER_THREADS),),
+            f"CTAs of {FEWER_THREADS} threads take fewer registers, so that more computation CTAs fit beside them",
+        )
+    )
+    return _proposal(candidates)
+
+
+def _transports(step: Step) -> Proposal:
+    able: list[int] = []
+    refusals: dict[str, Refusal] = {}
+    for index, operation in enumerate(step.operations):
+        if not isinstance(operation, Collective) or operation.transport == "copy_engine":
+            continue
+        if operation.collective in COPY_ENGINE_COLLECTIVES:
+            able.append(index)
+        else:
+            reason = "it reduces, and copy engines cannot; the sum needs SMs"
+            refusals[operation.collective] = Refusal(control="transport", target=operation.collective, reason=reason)
+    if not able:
+        return _proposal(refusals=refusals.values())
+    reason = f"{len(able)} collectives only move data; copy engines do that without taking SMs"
+    match = Match(kind="communication", operations=tuple(able))
+    candidate = _one("transport", "copy engines", match, (Transport(transport="copy_engine"),), reason)
+    return _proposal([candidate], refusals.values())

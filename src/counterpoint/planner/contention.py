@@ -1,0 +1,67 @@
+"""Which kernels a collective waits for, and which race it: read off a timeline, not guessed from names.
+
+A collective is ready when what it waits for has ended. Kernels that hold SMs from then until it starts are its blockers;
+a blocker that started only after the collective was ready won a race that a head start would turn.
+"""
+
+from collections.abc import Mapping
+
+from counterpoint.step import Collective, Kernel, Step
+from counterpoint.timeline import Interval, Timeline
+from counterpoint.value import Value
+
+RACE_WINDOW_US = 5.0
+NEGLIGIBLE_US = 1.0
+
+
+class Contention(Value, frozen=True, kw_only=True):
+    """One collective's trouble: how long it was ready but not started, behind which kernels (operation numbers)."""
+
+    collective: int
+    waited_us: float
+    blockers: tuple[int, ...]
+    racers: tuple[int, ...]
+    companions: tuple[int, ...]
+
+
+def find_contention(step: Step, timeline: Timeline) -> tuple[Contention, ...]:
+    """One entry per collective on SMs, in the order of the step. `companions` are kernels that ran beside it."""
+    spans = {interval.operation: interval for interval in timeline.intervals if interval.rank == timeline.ranks()[0]}
+    kernels = [(index, spans[index]) for index, operation in enumerate(step.operations) if isinstance(operation, Kernel)]
+    kernels.sort(key=lambda entry: entry[1].start_us)
+    found = []
+    for index, operation in enumerate(step.operations):
+        if isinstance(operation, Collective) and operation.transport == "sm":
+            found.append(_contention_of(step, index, spans, kernels))
+    return tuple(found)
+
+
+def _contention_of(step: Step, index: int, spans: Mapping[int, Interval], kernels: list[tuple[int, Interval]]) -> Contention:
+    ready_us = _ready_us(step, index, spans)
+    span = spans[index]
+    blockers, racers, companions = [], [], []
+    for number, interval in kernels:
+        if interval.start_us > span.end_us:
+            break
+        overlaps_wait = interval.end_us > ready_us + NEGLIGIBLE_US and interval.start_us < span.start_us
+        if overlaps_wait and span.start_us > ready_us + RACE_WINDOW_US:
+            blockers.append(number)
+            if interval.start_us >= ready_us - NEGLIGIBLE_US:
+                racers.append(number)
+        if interval.end_us > span.start_us + NEGLIGIBLE_US:
+            companions.append(number)
+    return Contention(
+        collective=index,
+        waited_us=max(0.0, span.start_us - ready_us),
+        blockers=tuple(blockers),
+        racers=tuple(racers[:1]),
+        companions=tuple(companions),
+    )
+
+
+def _ready_us(step: Step, index: int, spans: Mapping[int, Interval]) -> float:
+    """When everything that the operation waits for had ended."""
+    operation = step.operations[index]
+    earlier = [number for number in range(index) if step.operations[number].stream == operation.stream][-1:]
+    ends = [spans[number].end_us for number in [*earlier, *(wait.operation for wait in operation.waits_for)]]
+    return max([operation.issued_us or 0.0, *ends])

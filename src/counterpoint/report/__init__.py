@@ -1,0 +1,1 @@
+"""Reports: how values are shown to people."""

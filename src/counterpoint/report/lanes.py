@@ -1,0 +1,54 @@
+"""A timeline as two rows of text: computation above communication, and what is exposed in a color of its own.
+
+Each column is an equal part of the time; the height of its block says for how much of it the row was busy.
+"""
+
+from counterpoint.step import OperationKind
+from counterpoint.timeline import Timeline
+from counterpoint.value import Value
+
+BLOCKS = " ▁▂▃▄▅▆▇█"
+ROWS: tuple[OperationKind, ...] = ("computation", "communication")
+
+
+class Lane(Value, frozen=True, kw_only=True):
+    """One row: for each column the busy fraction, 0 to 1, and the fraction that the other row was busy, too."""
+
+    kind: OperationKind
+    busy: tuple[float, ...]
+
+    def text(self) -> str:
+        """The row as block characters; anything busy shows at least the smallest block."""
+        return "".join(BLOCKS[max(1, round(8 * share)) if share > 0.002 else 0] for share in self.busy)
+
+
+def draw_lanes(timeline: Timeline, num_columns: int, total_us: float) -> tuple[Lane, ...]:
+    """The rows of the first rank over `total_us` microseconds; pass the longer of two timelines to compare them."""
+    intervals = timeline.of_rank(timeline.ranks()[0])
+    return tuple(
+        Lane(
+            kind=kind,
+            busy=_busy_shares(
+                [(interval.start_us, interval.end_us) for interval in intervals if interval.kind == kind],
+                num_columns,
+                total_us,
+            ),
+        )
+        for kind in ROWS
+    )
+
+
+def _busy_shares(spans: list[tuple[float, float]], num_columns: int, total_us: float) -> tuple[float, ...]:
+    """Share of each column that the union of `spans` covers."""
+    width_us = total_us / num_columns
+    shares = [0.0] * num_columns
+    covered_us = 0.0
+    for start_us, end_us in sorted(spans):
+        start_us = max(start_us, covered_us)  # noqa: PLW2901
+        covered_us = max(covered_us, end_us)
+        column = int(start_us / width_us)
+        while start_us < end_us and column < num_columns:
+            upto_us = min(end_us, (column + 1) * width_us)
+            shares[column] += max(0.0, upto_us - start_us) / width_us
+            start_us, column = upto_us, column + 1  # noqa: PLW2901
+    return tuple(min(1.0, share) for share in shares)

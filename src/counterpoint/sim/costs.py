@@ -1,0 +1,205 @@
+"""How much an operation is on a machine: its time alone, and what its CTAs draw on.
+
+A measured lone time wins. Otherwise a kernel's time is the largest of three: operations at the peak rate, bytes from L2 and
+bytes from HBM, each over what `calibration.toml` says is reached; a collective's is its bytes on the wire over the link.
+"""
+
+import math
+
+from counterpoint.errors import StepError
+from counterpoint.machine import Link, Machine
+from counterpoint.occupancy import residency
+from counterpoint.sim.bandwidth import EXPONENT, smooth_minimum
+from counterpoint.sim.calibration import Calibration, CharacterConstants, CollectiveConstants, communication_footprint
+from counterpoint.sim.task import CopyWork, SmWork
+from counterpoint.step import Collective, CollectiveKind, Copy, Footprint, Kernel, Operation
+from counterpoint.units import PS_PER_US, US_PER_S
+
+
+def wire_bytes(kind: CollectiveKind, num_bytes: int, group_size: int) -> float:
+    """Bytes that each rank sends, as nccl-tests derives bus bandwidth."""
+    share = (group_size - 1) / group_size
+    if kind == "all_reduce":
+        return 2 * share * num_bytes
+    if kind in ("all_gather", "reduce_scatter", "all_to_all"):
+        return share * num_bytes
+    return float(num_bytes) if group_size > 1 else 0.0
+
+
+class CostModel:
+    """Costs of operations on one machine."""
+
+    def __init__(self, machine: Machine, calibration: Calibration) -> None:
+        self._machine = machine
+        self._gpu = machine.gpu
+        self._calibration = calibration
+        self.hbm_bytes_per_s = machine.gpu.hbm_bytes_per_s * calibration.hbm_efficiency.value
+
+    def lone_us(self, operation: Operation) -> float:
+        """Time of the operation alone, as the step describes it, without any control."""
+        if operation.lone_us is not None:
+            return operation.lone_us
+        if isinstance(operation, Kernel):
+            return self._waves(operation) * self.kernel_work(operation).cta_ps / PS_PER_US
+        if isinstance(operation, Collective):
+            return self._collective_us(operation, self.footprint(operation))
+        return self._copy_us(operation)
+
+    def footprint(self, operation: Kernel | Collective) -> Footprint:
+        """The operation's footprint; for a collective without one, its library's usual one."""
+        if isinstance(operation, Kernel) or operation.footprint is not None:
+            assert operation.footprint is not None, "a kernel always has a footprint"
+            return operation.footprint
+        return communication_footprint(self._gpu, operation.library)
+
+    def kernel_work(self, kernel: Kernel) -> SmWork:
+        """What one CTA of a kernel is, at the kernel's own residency."""
+        footprint = kernel.footprint
+        constants = self._calibration.characters[kernel.character]
+        per_sm = self._ctas_per_sm(kernel)
+        num_ctas = min(footprint.num_ctas, residency(self._gpu, footprint).ctas_per_sm * self._gpu.num_sms)
+        issue = (
+            0.0 if constants.bottleneck == "hbm" or kernel.cta_us is not None else 1 / _saturating_ctas(constants, footprint)
+        )
+        hbm = self._hbm_per_cta(kernel, constants, num_ctas)
+        achieved = smooth_minimum(hbm * num_ctas, self.hbm_bytes_per_s)
+        work = SmWork(
+            cta_ps=1.0,
+            issue_per_cta=issue,
+            issue_reference=issue * per_sm,
+            hbm_per_cta=hbm,
+            hbm_reference=achieved / (hbm * num_ctas) if hbm else 1.0,
+            is_work_sharing=kernel.is_work_sharing,
+            cta_time_spread=kernel.cta_time_spread,
+        )
+        return _with_cta_time(work, self._cta_us(kernel, work, per_sm, achieved))
+
+    def _ctas_per_sm(self, kernel: Kernel) -> int:
+        """CTAs of the kernel on an SM in its reference state: alone and uncapped."""
+        return min(
+            residency(self._gpu, kernel.footprint).ctas_per_sm, math.ceil(kernel.footprint.num_ctas / self._gpu.num_sms)
+        )
+
+    def _cta_us(self, kernel: Kernel, work: SmWork, per_sm: int, hbm_achieved: float) -> float:
+        if kernel.cta_us is not None:
+            return kernel.cta_us * (1 + kernel.cta_time_spread / 2)
+        if kernel.lone_us is not None:
+            return kernel.lone_us / self._waves(kernel)
+        gpu, constants = self._gpu, self._calibration
+        peak = (
+            gpu.bf16_flops_per_s * constants.matmul_peak_fraction.value
+            if kernel.character in ("matmul", "attention")
+            else gpu.fp32_flops_per_s * constants.fp32_peak_fraction.value
+        )
+        l2 = constants.l2_bytes_per_cycle_per_sm.value * gpu.num_sms * gpu.clock_mhz * 1e6
+        busy_us = US_PER_S * max((kernel.flops or 0.0) / peak, (kernel.l2_bytes or 0.0) / l2)
+        memory_us = US_PER_S * (kernel.hbm_bytes or 0.0) / (hbm_achieved or self.hbm_bytes_per_s)
+        occupied = per_sm * gpu.num_sms
+        sm_share = smooth_minimum(work.issue_reference, 1.0) if work.issue_reference else 1.0
+        return max(busy_us / sm_share, memory_us) * occupied / max(kernel.footprint.num_ctas, occupied)
+
+    def _hbm_per_cta(self, kernel: Kernel, constants: CharacterConstants, num_ctas: int) -> float:
+        """Bytes per second that one CTA can keep in flight."""
+        if kernel.cta_us is not None:
+            return 0.0
+        if constants.bottleneck == "hbm":
+            return self.hbm_bytes_per_s / self._gpu.num_sms / _saturating_ctas(constants, kernel.footprint)
+        fraction = constants.hbm_fraction
+        if kernel.hbm_bytes is not None and kernel.lone_us:
+            fraction = min(1.0, kernel.hbm_bytes * US_PER_S / kernel.lone_us / self.hbm_bytes_per_s)
+        return fraction * self.hbm_bytes_per_s / num_ctas
+
+    def _waves(self, kernel: Kernel) -> float:
+        """Time of the kernel alone in units of one CTA's reference time; CTAs of the last, partial wave run faster."""
+        footprint = kernel.footprint
+        slots = residency(self._gpu, footprint).ctas_per_sm * self._gpu.num_sms
+        if kernel.is_work_sharing:
+            return max(1.0, footprint.num_ctas / slots)
+        full, rest = divmod(footprint.num_ctas, slots)
+        if not rest or not full:
+            return float(max(full, 1))
+        constants = self._calibration.characters[kernel.character]
+        if constants.bottleneck == "hbm":
+            saturating = _saturating_ctas(constants, footprint) * self._gpu.num_sms
+            usual, last = slots / saturating, rest / saturating
+        else:
+            per_sm = math.ceil(rest / self._gpu.num_sms)
+            usual, last = (number / _saturating_ctas(constants, footprint) for number in (slots / self._gpu.num_sms, per_sm))
+        return float(full + ((1 + last**EXPONENT) / (1 + usual**EXPONENT)) ** (1 / EXPONENT))
+
+    def collective_work(self, collective: Collective, planned: Footprint) -> SmWork:
+        """What one CTA of a collective is when it runs with `planned.num_ctas` CTAs instead of its own number."""
+        usual = self.footprint(collective)
+        constants = self._calibration.collectives[collective.collective]
+        link_limit = self._link(collective).bytes_per_s * constants.link_fraction
+        reference = smooth_minimum(usual.num_ctas * constants.bytes_per_s_per_cta, link_limit) / usual.num_ctas
+        lone_us = collective.lone_us if collective.lone_us is not None else self._collective_us(collective, usual)
+        issue = self._calibration.communication_issue_share.value
+        return SmWork(
+            cta_ps=(lone_us + collective.peer_wait_us) * PS_PER_US * usual.num_ctas / planned.num_ctas,
+            issue_per_cta=issue,
+            issue_reference=issue,
+            hbm_per_cta=reference * self._calibration.hbm_bytes_per_wire_byte.value,
+            link_per_cta=constants.bytes_per_s_per_cta * planned.threads_per_cta / usual.threads_per_cta,
+            link_limit=link_limit,
+            link_reference=reference,
+        )
+
+    def copy_work(self, operation: Copy | Collective) -> CopyWork:
+        """A copy, or a collective that copy engines move."""
+        if isinstance(operation, Copy):
+            lone_us = max(self.lone_us(operation), 1e-3)
+            rate = operation.num_bytes * US_PER_S / lone_us
+            is_remote = operation.direction == "peer_to_peer"
+            hbm = rate * (2 if operation.direction == "device_to_device" else 1)
+            link = self._machine.link.bytes_per_s * self._calibration.copy_engine_fraction.value
+            return CopyWork(
+                lone_ps=lone_us * PS_PER_US,
+                hbm_demand=min(hbm, self.hbm_bytes_per_s),
+                link_demand=min(rate, link) if is_remote else 0.0,
+                link_limit=link,
+            )
+        rate = self._link(operation).bytes_per_s * self._calibration.copy_engine_fraction.value
+        moved = wire_bytes(operation.collective, operation.num_bytes, operation.group_size)
+        lone_us = US_PER_S * moved / rate + self._calibration.copy_latency_us.value * max(1, operation.group_size - 1)
+        return CopyWork(lone_ps=lone_us * PS_PER_US, hbm_demand=2 * rate, link_demand=rate, link_limit=rate)
+
+    def _link(self, collective: Collective) -> Link:
+        if collective.group_size <= self._machine.num_gpus:
+            return self._machine.link
+        if self._machine.network is None:
+            raise StepError(
+                f"'{collective.name}' joins {collective.group_size} ranks, but machine '{self._machine.name}' has "
+                f"{self._machine.num_gpus} GPUs and no [network]. Add one to the machine file, or choose a larger machine."
+            )
+        return self._machine.network
+
+    def _collective_us(self, collective: Collective, footprint: Footprint) -> float:
+        constants: CollectiveConstants = self._calibration.collectives[collective.collective]
+        limit = self._link(collective).bytes_per_s * constants.link_fraction
+        rate = smooth_minimum(footprint.num_ctas * constants.bytes_per_s_per_cta, limit)
+        moved = wire_bytes(collective.collective, collective.num_bytes, collective.group_size)
+        return constants.latency_us + US_PER_S * moved / rate
+
+    def _copy_us(self, copy: Copy) -> float:
+        rates = {
+            "device_to_device": self.hbm_bytes_per_s / 2,
+            "set": self.hbm_bytes_per_s,
+            "peer_to_peer": self._machine.link.per_peer_bytes_per_s * self._calibration.copy_engine_fraction.value,
+            "host_to_device": self._calibration.host_link_bytes_per_s.value,
+            "device_to_host": self._calibration.host_link_bytes_per_s.value,
+        }
+        return self._calibration.copy_latency_us.value + US_PER_S * copy.num_bytes / rates[copy.direction]
+
+
+def _with_cta_time(work: SmWork, cta_us: float) -> SmWork:
+    return SmWork(
+        **{**{name: getattr(work, name) for name in work.__struct_fields__}, "cta_ps": max(cta_us, 1e-3) * PS_PER_US}
+    )
+
+
+def _saturating_ctas(constants: CharacterConstants, footprint: Footprint) -> float:
+    """CTAs per SM from which on the bottleneck is saturated."""
+    if constants.saturation_shared_bytes and footprint.shared_bytes >= 4096:
+        return constants.saturation_shared_bytes / footprint.shared_bytes
+    return constants.saturation_warps / math.ceil(footprint.threads_per_cta / 32)

@@ -1,0 +1,41 @@
+"""Which kernel's CTAs go next: strict priority, and within a priority the leftover policy.
+
+Nothing of a later kernel starts until every earlier kernel of the same or a greater priority has placed all its CTAs, even
+where there is room for it (measured on H200: one-thread kernels wait). Priority never preempts: it only decides who
+refills a slot that became free. What fits into a slot is not decided here but in `sm.py`.
+"""
+
+from counterpoint.sim.sm import SmArray
+from counterpoint.sim.task import SmTask
+
+
+class DispatchQueue:
+    """Tasks that still have CTAs to place, greatest priority first, then in order of arrival."""
+
+    def __init__(self) -> None:
+        self._tasks: list[SmTask] = []
+        self._arrivals = 0
+
+    def add(self, task: SmTask) -> None:
+        """Let `task` compete for SMs from now on."""
+        self._arrivals += 1
+        task.arrival = self._arrivals
+        self._tasks.append(task)
+        self._tasks.sort(key=lambda waiting: (waiting.priority, waiting.arrival))
+
+    def remove(self, task: SmTask) -> None:
+        """Forget `task`, whose shared work ended before all its CTAs found an SM."""
+        if task in self._tasks:
+            self._tasks.remove(task)
+
+    def place(self, sms: SmArray) -> None:
+        """Place CTAs in order until a task cannot place all of its own; those behind it wait."""
+        while self._tasks:
+            sms.place(self._tasks[0])
+            if self._tasks[0].num_unplaced:
+                return
+            self._tasks.pop(0)
+
+    def head(self) -> SmTask | None:
+        """The task whose CTAs go next, if any still waits."""
+        return self._tasks[0] if self._tasks else None

@@ -1,0 +1,184 @@
+"""The event loop: readiness, dispatch, progress. Deterministic; time is in whole picoseconds.
+
+Cost grows with operations and with changes of state, not with CTAs: SMs in the same state are one group, and while nothing
+but the same kernel could refill a slot, its next CTAs are handed to the slot at once (`_hand_out`) and taken back
+(`_recall`) when anything changes.
+"""
+
+import heapq
+import math
+from collections.abc import Sequence
+
+from counterpoint.machine import Machine
+from counterpoint.sim.copy_engine import CopyEngines
+from counterpoint.sim.dispatch import DispatchQueue
+from counterpoint.sim.rates import RateModel
+from counterpoint.sim.sm import SmArray
+from counterpoint.sim.task import CopyTask, SmTask
+from counterpoint.value import Value
+
+DONE = 1e-9
+
+
+class Launch(Value, frozen=True, kw_only=True):
+    """When an operation may start: after which others, how long after each, and not before `earliest_ps`.
+
+    `hold_ps` is a head start: the time its stream is held once the operation could have started.
+    """
+
+    waits_for: tuple[tuple[int, int], ...]
+    earliest_ps: int = 0
+    hold_ps: int = 0
+
+
+class Engine:
+    """Runs tasks to the end. `tasks[i]` is ready as `launches[i]` says; both are used up by one run."""
+
+    def __init__(
+        self, machine: Machine, rates: RateModel, tasks: Sequence[SmTask | CopyTask], launches: Sequence[Launch]
+    ) -> None:
+        self._rates = rates
+        self._tasks = tasks
+        self._launches = launches
+        self._sms = SmArray(machine.gpu)
+        self._queue = DispatchQueue()
+        self._copies = CopyEngines(machine.gpu.num_copy_engines)
+        self._running: dict[int, SmTask | CopyTask] = {}
+        self._timers: list[tuple[int, int]] = []
+        self._has_spread = any(isinstance(task, SmTask) and task.work.cta_time_spread > 0 for task in tasks)
+        self._starts = [-1] * len(tasks)
+        self._ends = [-1] * len(tasks)
+        self._now = 0
+        self._missing = [len(launch.waits_for) for launch in launches]
+        self._ready_ps = [launch.earliest_ps for launch in launches]
+        self._followers: list[list[tuple[int, int]]] = [[] for _ in tasks]
+        for index, launch in enumerate(launches):
+            for earlier, delay_ps in launch.waits_for:
+                self._followers[earlier].append((index, delay_ps))
+
+    def run(self) -> list[tuple[int, int]]:
+        """Start and end of every operation, in picoseconds from the start of the step."""
+        for index, missing in enumerate(self._missing):
+            if missing == 0:
+                self._schedule(index)
+        while self._timers or self._running:
+            self._advance_to(self._next_event())
+            self._finish_done()
+            while self._timers and self._timers[0][0] <= self._now:
+                self._make_ready(heapq.heappop(self._timers)[1])
+            self._recall()
+            self._queue.place(self._sms)
+            self._note_starts()
+            if not self._has_spread:
+                self._sms.merge()
+            self._rates.update(self._sms.groups, self._running.values())
+            self._hand_out()
+        return list(zip(self._starts, self._ends, strict=True))
+
+    def _schedule(self, index: int) -> None:
+        heapq.heappush(self._timers, (self._ready_ps[index] + self._launches[index].hold_ps, index))
+
+    def _make_ready(self, index: int) -> None:
+        task = self._tasks[index]
+        if isinstance(task, CopyTask):
+            self._copies.submit(index)
+        else:
+            self._queue.add(task)
+
+    def _note_starts(self) -> None:
+        """Tasks that got their first CTA or their copy engine just now are running."""
+        for index in self._copies.start_next():
+            self._starts[index] = self._now
+            self._running[index] = self._tasks[index]
+        for group in self._sms.groups:
+            for cohort in group.cohorts:
+                if not cohort.task.has_started:
+                    cohort.task.has_started = True
+                    self._starts[cohort.task.index] = self._now
+                    self._running[cohort.task.index] = cohort.task
+
+    def _next_event(self) -> int:
+        """The next time at which anything can change: a timer, the end of CTAs, of shared work or of a copy."""
+        soonest = self._timers[0][0] if self._timers else None
+        waits = [wait for wait in map(_time_left, self._running.values()) if wait is not None]
+        for group in self._sms.groups:
+            for cohort in group.cohorts:
+                if not cohort.task.work.is_work_sharing:
+                    # a slot with several CTAs handed to it matters when it begins the last one
+                    left = cohort.remaining - 1 if cohort.remaining > 1 + DONE and not self._has_spread else cohort.remaining
+                    waits.append(left / cohort.rate)
+        if waits:
+            end = self._now + max(1, math.ceil(min(waits)))
+            soonest = end if soonest is None else min(soonest, end)
+        assert soonest is not None, "running tasks always have a next event"
+        return soonest
+
+    def _advance_to(self, time_ps: int) -> None:
+        elapsed = time_ps - self._now
+        self._now = time_ps
+        for group in self._sms.groups:
+            for cohort in group.cohorts:
+                cohort.remaining -= cohort.rate * elapsed
+        for task in self._running.values():
+            if isinstance(task, CopyTask):
+                task.remaining -= task.rate * elapsed
+            else:
+                task.shared_work -= task.rate * elapsed
+
+    def _finish_done(self) -> None:
+        for task in list(self._running.values()):
+            if isinstance(task, CopyTask):
+                if task.remaining <= DONE:
+                    self._copies.finish(task.index)
+                    self._finish(task.index)
+            elif task.work.is_work_sharing and task.shared_work <= DONE:
+                # whoever found no SM finds no work either
+                self._sms.retire(task)
+                self._queue.remove(task)
+                task.num_unplaced = 0
+                self._finish(task.index)
+        for task in self._sms.retire():
+            if task.num_resident == 0 and task.num_unplaced == 0:
+                self._finish(task.index)
+
+    def _finish(self, index: int) -> None:
+        self._ends[index] = self._now
+        del self._running[index]
+        for follower, delay_ps in self._followers[index]:
+            self._ready_ps[follower] = max(self._ready_ps[follower], self._now + delay_ps)
+            self._missing[follower] -= 1
+            if self._missing[follower] == 0:
+                self._schedule(follower)
+
+    def _recall(self) -> None:
+        """Take back the CTAs that were handed to slots ahead of time."""
+        if self._has_spread:
+            return
+        for group in self._sms.groups:
+            for cohort in group.cohorts:
+                ahead = math.ceil(cohort.remaining - DONE) - 1
+                if ahead > 0:
+                    cohort.remaining -= ahead
+                    cohort.task.num_unplaced += ahead * cohort.count * group.num_sms()
+
+    def _hand_out(self) -> None:
+        """Give the slots of the first waiting task its next CTAs in proportion to their speed, as far as whole waves go."""
+        task = self._queue.head()
+        if task is None or self._has_spread or task.work.is_work_sharing:
+            return
+        cohorts = [(group, cohort) for group in self._sms.groups for cohort in group.cohorts if cohort.task is task]
+        speed = sum(cohort.count * group.num_sms() * cohort.rate for group, cohort in cohorts)
+        if speed == 0:
+            return
+        duration = task.num_unplaced / speed
+        for group, cohort in cohorts:
+            ahead = math.floor(duration * cohort.rate + DONE)
+            cohort.remaining += ahead
+            task.num_unplaced -= ahead * cohort.count * group.num_sms()
+
+
+def _time_left(task: SmTask | CopyTask) -> float | None:
+    """Picoseconds until a copy or shared work ends at the present rate; None where single CTAs decide."""
+    if isinstance(task, CopyTask):
+        return task.remaining / task.rate
+    return task.shared_work / task.rate if task.work.is_work_sharing else None

@@ -1,0 +1,99 @@
+"""How fast resident CTAs progress: interference follows from residency and bandwidth.
+
+Three limits act on a CTA. (1) Its SM: resident CTAs share the SM's throughput; together they use what they can keep in
+flight, smoothly limited by the SM's peak, so fewer CTAs run faster each once the SM was saturated. (2) The GPU's memory:
+what the resident CTAs of a kernel can keep in flight, smoothly limited by its max-min share of the HBM bandwidth. (3) For
+communication the link, shared max-min; and since a collective's CTA waits for memory latency, what it can keep in flight
+falls as others load the memory. The constants and their sources are in `calibration.toml`.
+"""
+
+from collections.abc import Iterable, Sequence
+
+from counterpoint.sim.bandwidth import EXPONENT, available_to, smooth_minimum
+from counterpoint.sim.sm import SmGroup
+from counterpoint.sim.task import CopyTask, SmTask
+
+
+class RateModel:
+    """Sets the rates of cohorts, shared work and copies from who is resident where.
+
+    `hbm_bytes_per_s` is what the memory really delivers; `latency_per_load` is by how much a collective's memory latency
+    grows, relative to its idle latency, when others use all of the HBM bandwidth.
+    """
+
+    def __init__(self, hbm_bytes_per_s: float, latency_per_load: float) -> None:
+        self._hbm = hbm_bytes_per_s
+        self._latency_per_load = latency_per_load
+
+    def update(self, groups: Sequence[SmGroup], running: Iterable[SmTask | CopyTask]) -> None:
+        """Recompute all rates for the present residents and copies, in work per picosecond."""
+        tasks = list(running)
+        numbers = {task: position for position, task in enumerate(tasks)}
+        effective = _share_sms(groups, numbers)
+        demands = [_hbm_demand(task, ctas) for task, ctas in zip(tasks, effective, strict=True)]
+        available = [available_to(position, demands, self._hbm) for position in range(len(tasks))]
+        loads = [smooth_minimum(demand, share) / self._hbm for demand, share in zip(demands, available, strict=True)]
+        link = self._link_rates(tasks, loads)
+        for position, task in enumerate(tasks):
+            if isinstance(task, CopyTask):
+                share = min(1.0, available[position] / demands[position]) if demands[position] else 1.0
+                task.rate = min(share, link[position]) / task.work.lone_ps
+            else:
+                memory = _memory_factor(task, demands[position], available[position])
+                task.rate = memory * link[position] / task.work.cta_ps
+        for group in groups:
+            for cohort in group.cohorts:
+                cohort.rate = 0.0 if cohort.task.work.is_work_sharing else cohort.rate * cohort.task.rate
+        for task, ctas in zip(tasks, effective, strict=True):
+            if isinstance(task, SmTask):
+                task.rate = task.rate * ctas if task.work.is_work_sharing else 0.0
+
+    def _link_rates(self, tasks: list[SmTask | CopyTask], loads: list[float]) -> list[float]:
+        """Factor on each task's progress from the link: 1 for whoever does not use it."""
+        everything = sum(loads)
+        able = []
+        for task, load in zip(tasks, loads, strict=True):
+            if isinstance(task, CopyTask):
+                able.append(task.work.link_demand)
+            else:
+                slowdown = 1 + self._latency_per_load * (everything - load)
+                able.append(task.num_resident * task.work.link_per_cta / slowdown)
+        shares = [demand / task.work.link_limit if demand else 0.0 for demand, task in zip(able, tasks, strict=True)]
+        factors = []
+        for position, (task, demand) in enumerate(zip(tasks, able, strict=True)):
+            if not demand:
+                factors.append(1.0)
+                continue
+            limit = available_to(position, shares, 1.0) * task.work.link_limit
+            if isinstance(task, CopyTask):
+                factors.append(min(demand, limit) / demand)
+            else:
+                factors.append(smooth_minimum(demand, limit) / task.num_resident / task.work.link_reference)
+        return factors
+
+
+def _share_sms(groups: Sequence[SmGroup], numbers: dict[SmTask | CopyTask, int]) -> list[float]:
+    """Leave in each cohort's rate what its SM allows (1 = reference state); return each task's CTAs weighted by it."""
+    effective = [0.0] * len(numbers)
+    for group in groups:
+        asked = 0.0
+        for cohort in group.cohorts:
+            asked += cohort.count * cohort.task.work.issue_per_cta
+        crowding = 1 + asked**EXPONENT
+        for cohort in group.cohorts:
+            reference = 1 + cohort.task.work.issue_reference**EXPONENT
+            cohort.rate = (reference / crowding) ** (1 / EXPONENT)
+            effective[numbers[cohort.task]] += cohort.rate * cohort.count * group.num_sms()
+    return effective
+
+
+def _hbm_demand(task: SmTask | CopyTask, effective_ctas: float) -> float:
+    if isinstance(task, CopyTask):
+        return task.work.hbm_demand
+    return task.work.hbm_per_cta * effective_ctas
+
+
+def _memory_factor(task: SmTask, demand: float, available: float) -> float:
+    if not demand:
+        return 1.0
+    return smooth_minimum(demand, available) / demand / task.work.hbm_reference

@@ -1,0 +1,169 @@
+"""The executor that needs no GPU: a step, a machine and a plan in, a simulated timeline of one rank out.
+
+Ranks are taken to be alike and in step. What a control does here is what it does on a GPU: a residency cap raises dynamic
+shared memory and carveout, a priority reorders dispatch, a head start delays one kernel, a transport moves a collective to
+the copy engines.
+"""
+
+import msgspec
+
+from counterpoint.errors import PlanError, StepError
+from counterpoint.executor import AbstractExecutor
+from counterpoint.machine import Machine
+from counterpoint.occupancy import residency
+from counterpoint.plan import CommunicationCtas, HeadStart, Plan, Priority, ResidencyCap, Transport
+from counterpoint.sim.calibration import Calibration, load_calibration
+from counterpoint.sim.costs import CostModel
+from counterpoint.sim.engine import Engine, Launch
+from counterpoint.sim.rates import RateModel
+from counterpoint.sim.task import CopyTask, SmTask
+from counterpoint.step import Collective, Copy, Footprint, Kernel, Operation, Step
+from counterpoint.timeline import Interval, Timeline
+from counterpoint.units import ps_to_us, us_to_ps
+
+COPY_ENGINE_COLLECTIVES = ("all_gather", "all_to_all", "broadcast", "send_recv")
+
+
+class Effect(msgspec.Struct, frozen=True, kw_only=True):
+    """What a plan's controls amount to for one operation."""
+
+    footprint: Footprint | None
+    priority: int = 0
+    hold_us: float = 0.0
+    uses_copy_engine: bool = False
+
+
+class Simulator(AbstractExecutor):
+    """Simulates steps with one set of calibration constants."""
+
+    def __init__(self, calibration: Calibration | None = None) -> None:
+        self._calibration = calibration or load_calibration()
+
+    def run(self, step: Step, machine: Machine, plan: Plan) -> Timeline:
+        """Simulate one iteration; see `AbstractExecutor.run`.
+
+        Raises `StepError` where a launch does not fit the machine, `PlanError` where a control cannot apply.
+        """
+        plan.check_step(step)
+        costs = CostModel(machine, self._calibration)
+        effects = [_effect(index, operation, plan, costs) for index, operation in enumerate(step.operations)]
+        tasks = [
+            _task(index, operation, effect, machine, costs)
+            for index, (operation, effect) in enumerate(zip(step.operations, effects, strict=True))
+        ]
+        rates = RateModel(costs.hbm_bytes_per_s, self._calibration.latency_per_load.value)
+        spans = Engine(machine, rates, tasks, self._launches(step, effects)).run()
+        intervals = [
+            Interval(
+                rank=0,
+                stream=operation.stream,
+                operation=index,
+                name=operation.name,
+                kind=operation.kind,
+                start_us=ps_to_us(start),
+                end_us=ps_to_us(end),
+            )
+            for index, (operation, (start, end)) in enumerate(zip(step.operations, spans, strict=True))
+        ]
+        intervals.sort(key=lambda interval: (interval.start_us, interval.operation))
+        return Timeline(step_name=step.name, origin="simulated", intervals=tuple(intervals))
+
+    def lone_times_us(self, step: Step, machine: Machine) -> list[float]:
+        """Each operation's time alone on `machine`, in microseconds, in the order of the step."""
+        costs = CostModel(machine, self._calibration)
+        return [costs.lone_us(operation) for operation in step.operations]
+
+    def _launches(self, step: Step, effects: list[Effect]) -> list[Launch]:
+        gap_us = step.launch_gap_us if step.launch_gap_us is not None else self._calibration.launch_gap_us.value
+        gap_ps = us_to_ps(gap_us)
+        latency_ps = us_to_ps(self._calibration.dependency_latency_us.value)
+        last_of_stream: dict[int, int] = {}
+        launches = []
+        for index, (operation, effect) in enumerate(zip(step.operations, effects, strict=True)):
+            waits = {dependency.operation: latency_ps for dependency in operation.waits_for}
+            if operation.stream in last_of_stream:
+                waits[last_of_stream[operation.stream]] = gap_ps
+            last_of_stream[operation.stream] = index
+            launches.append(
+                Launch(
+                    waits_for=tuple(sorted(waits.items())),
+                    earliest_ps=us_to_ps(max(0.0, operation.issued_us or 0.0)),
+                    hold_ps=us_to_ps(effect.hold_us),
+                )
+            )
+        return launches
+
+
+def _effect(index: int, operation: Operation, plan: Plan, costs: CostModel) -> Effect:
+    """Fold the plan's controls for one operation into what it will be launched with."""
+    footprint = None if isinstance(operation, Copy) else costs.footprint(operation)
+    effect = Effect(footprint=footprint)
+    for control in plan.controls_for(index, operation):
+        where = f"operation {index} ('{operation.name[:60]}')"
+        match control:
+            case Priority() if footprint is not None:
+                effect = msgspec.structs.replace(effect, priority=control.priority)
+            case ResidencyCap() if isinstance(operation, Kernel):
+                effect = msgspec.structs.replace(effect, footprint=capped(operation.footprint, control))
+            case HeadStart() if isinstance(operation, Kernel):
+                effect = msgspec.structs.replace(effect, hold_us=control.hold_us)
+            case CommunicationCtas() if isinstance(operation, Collective) and footprint is not None:
+                effect = msgspec.structs.replace(effect, footprint=with_ctas(footprint, control))
+            case Transport() if isinstance(operation, Collective):
+                if control.transport == "copy_engine" and operation.collective not in COPY_ENGINE_COLLECTIVES:
+                    raise PlanError(f"Copy engines cannot reduce, so they cannot run {where}, a {operation.collective}.")
+                effect = msgspec.structs.replace(effect, uses_copy_engine=control.transport == "copy_engine")
+            case _:
+                raise PlanError(f"A {control.__struct_config__.tag} control cannot apply to {where}, a {operation.kind}.")
+    return effect
+
+
+def capped(footprint: Footprint, cap: ResidencyCap) -> Footprint:
+    """The footprint under a residency cap: more dynamic shared memory, and the carveout to match."""
+    return msgspec.structs.replace(
+        footprint,
+        dynamic_shared_bytes=max(cap.dynamic_shared_bytes, footprint.dynamic_shared_bytes),
+        carveout_percent=cap.carveout_percent,
+    )
+
+
+def with_ctas(footprint: Footprint, control: CommunicationCtas) -> Footprint:
+    """The footprint of a collective limited to `max_ctas`, in clusters no larger than that."""
+    num_ctas = min(footprint.num_ctas, control.max_ctas)
+    cluster = max(size for size in (1, 2, 4, 8, 16) if size <= footprint.ctas_per_cluster and num_ctas % size == 0)
+    threads = footprint.threads_per_cta if control.num_threads is None else control.num_threads + 32
+    return msgspec.structs.replace(
+        footprint,
+        num_ctas=num_ctas,
+        ctas_per_cluster=cluster,
+        threads_per_cta=min(threads, footprint.threads_per_cta),
+    )
+
+
+def _task(index: int, operation: Operation, effect: Effect, machine: Machine, costs: CostModel) -> SmTask | CopyTask:
+    if isinstance(operation, Copy) or effect.uses_copy_engine:
+        assert not isinstance(operation, Kernel), "only collectives change their transport"
+        return CopyTask(index, costs.copy_work(operation))
+    footprint = effect.footprint
+    assert footprint is not None, "every kernel and collective has a footprint"
+    fit = residency(machine.gpu, footprint)
+    if fit.ctas_per_sm < 1 or footprint.ctas_per_cluster > fit.ctas_per_sm * max(machine.gpu.sms_per_gpc):
+        raise StepError(
+            f"Operation {index} ('{operation.name[:60]}') does not fit an SM of {machine.name}: {fit.limiter} allow no CTA of "
+            f"{footprint.threads_per_cta} threads x {footprint.registers_per_thread} registers with {footprint.shared_bytes} "
+            "bytes of shared memory. Simulate it on the machine it was made for."
+        )
+    if isinstance(operation, Kernel):
+        work = costs.kernel_work(operation)
+        shared_work = float(footprint.num_ctas) if work.is_work_sharing else 0.0
+    else:
+        work, shared_work = costs.collective_work(operation, footprint), 0.0
+    return SmTask(
+        index=index,
+        footprint=footprint,
+        priority=effect.priority if machine.gpu.priority_is_effective else 0,
+        work=work,
+        carveout_bytes=fit.carveout_bytes,
+        num_unplaced=footprint.num_ctas,
+        shared_work=shared_work,
+    )

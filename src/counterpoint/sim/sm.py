@@ -1,0 +1,166 @@
+"""What fits where: groups of SMs in the same state, and the placement of CTAs and clusters on them.
+
+SMs whose residents agree are one group, counted per GPC because a cluster must find all its CTAs in one GPC. The next CTA
+goes to the SM with the most room for that kernel, ties in a fixed order. An SM's split between L1 and shared memory is set
+by the first kernel placed on it while it is empty and cannot change until it is empty again.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from counterpoint.machine import Gpu
+from counterpoint.occupancy import room_for
+from counterpoint.sim.task import Cohort, SmTask
+from counterpoint.step import Footprint
+
+SPREAD_LEVELS = 64
+HASH_MULTIPLIER = 2654435761
+GroupKey = tuple[int, tuple[tuple[int, int, float], ...]]
+
+
+@dataclass(slots=True, eq=False)
+class SmGroup:
+    """SMs in one state. `sms[g]` of them are in GPC g; `carveout_bytes` is 0 while they are empty."""
+
+    sms: list[int]
+    carveout_bytes: int
+    cohorts: list[Cohort]
+
+    def num_sms(self) -> int:
+        """SMs in this group, over all GPCs."""
+        return sum(self.sms)
+
+    def key(self) -> GroupKey:
+        """Equal for groups that may be merged."""
+        cohorts = sorted((cohort.task.index, cohort.count, round(cohort.remaining, 9)) for cohort in self.cohorts)
+        return self.carveout_bytes, tuple(cohorts)
+
+
+def level_after_taking(levels: Sequence[int], multiplicities: Sequence[int], amount: int) -> tuple[int, int]:
+    """Take `amount` units, always from the fullest of `multiplicities[i]` vessels that hold `levels[i]`.
+
+    Returns the level down to which all are drained, and how many units are left over to be taken from vessels at that level.
+    """
+    ordered = sorted(zip(levels, multiplicities, strict=True), reverse=True)
+    width = 0
+    for position, (level, multiplicity) in enumerate(ordered):
+        width += multiplicity
+        following = ordered[position + 1][0] if position + 1 < len(ordered) else 0
+        if width * (level - following) > amount:
+            return level - amount // width, amount % width
+        amount -= width * (level - following)
+    return 0, 0
+
+
+class SmArray:
+    """All SMs of one GPU."""
+
+    def __init__(self, gpu: Gpu) -> None:
+        self._gpu = gpu
+        self._num_gpcs = len(gpu.sms_per_gpc)
+        self._rooms: dict[tuple[tuple[tuple[Footprint, int], ...], int, Footprint], int] = {}
+        self.groups = [SmGroup(list(gpu.sms_per_gpc), 0, [])]
+
+    def room(self, group: SmGroup, task: SmTask) -> int:
+        """How many more CTAs of `task` fit on each SM of `group`."""
+        counts: dict[Footprint, int] = {}
+        for cohort in group.cohorts:
+            counts[cohort.task.footprint] = counts.get(cohort.task.footprint, 0) + cohort.count
+        carveout_bytes = group.carveout_bytes or task.carveout_bytes
+        key = (tuple(counts.items()), carveout_bytes, task.footprint)
+        if key not in self._rooms:
+            self._rooms[key] = room_for(self._gpu, key[0], carveout_bytes, task.footprint)
+        return self._rooms[key]
+
+    def place(self, task: SmTask) -> None:
+        """Place as many of the task's CTAs as fit, whole clusters at a time."""
+        rooms = [self.room(group, task) for group in self.groups]
+        cluster = task.footprint.ctas_per_cluster
+        slots = [
+            sum(group.sms[gpc] * room for group, room in zip(self.groups, rooms, strict=True))
+            for gpc in range(self._num_gpcs)
+        ]
+        clusters = [number // cluster for number in slots]
+        wanted = min(task.num_unplaced // cluster, sum(clusters))
+        if wanted == 0:
+            return
+        floor, extra = level_after_taking(clusters, [1] * self._num_gpcs, wanted)
+        quotas = []
+        for number in clusters:
+            one_more = int(extra > 0 and number >= floor > 0)
+            extra -= one_more
+            quotas.append((max(0, number - floor) + one_more) * cluster)
+        self._fill(task, rooms, quotas)
+        task.num_unplaced -= wanted * cluster
+        task.num_resident += wanted * cluster
+
+    def _fill(self, task: SmTask, rooms: list[int], quotas: list[int]) -> None:
+        """Place `quotas[g]` CTAs in GPC g, on the SMs with the most room first."""
+        taken: dict[tuple[int, int], list[int]] = {}
+        for gpc, quota in enumerate(quotas):
+            here = [group.sms[gpc] for group in self.groups]
+            floor, extra = level_after_taking(rooms, here, quota)
+            for position, (room, number) in enumerate(zip(rooms, here, strict=True)):
+                take = max(0, room - floor)
+                more = min(extra, number) if room >= floor > 0 else 0
+                extra -= more
+                for amount, affected in ((take + 1, more), (take, number - more)):
+                    if affected:
+                        taken.setdefault((position, amount), [0] * self._num_gpcs)[gpc] = affected
+        groups = []
+        for (position, amount), sms in taken.items():
+            group = self.groups[position]
+            copied = [Cohort(cohort.task, cohort.count, cohort.remaining) for cohort in group.cohorts]
+            groups.extend(self._with_ctas(SmGroup(sms, group.carveout_bytes, copied), task, amount))
+        self.groups = groups
+
+    def _with_ctas(self, group: SmGroup, task: SmTask, amount: int) -> list[SmGroup]:
+        """The group with `amount` more CTAs of `task` on each SM; one group per SM where CTAs differ in length."""
+        if amount == 0:
+            return [group]
+        carveout_bytes = group.carveout_bytes or task.carveout_bytes
+        if not task.work.cta_time_spread:
+            task.num_placed += amount * group.num_sms()
+            return [SmGroup(group.sms, carveout_bytes, [*group.cohorts, Cohort(task, amount, 1.0)])]
+        separate = []
+        for gpc, number in enumerate(group.sms):
+            for _ in range(number):
+                sms = [int(other == gpc) for other in range(self._num_gpcs)]
+                cohorts = [Cohort(cohort.task, cohort.count, cohort.remaining) for cohort in group.cohorts]
+                cohorts.extend(Cohort(task, 1, relative_length(task)) for _ in range(amount))
+                separate.append(SmGroup(sms, carveout_bytes, cohorts))
+        return separate
+
+    def retire(self, task: SmTask | None = None) -> list[SmTask]:
+        """Remove finished CTAs, or all CTAs of `task`; returns the tasks that lost any, in the order of their operations."""
+        touched: dict[int, SmTask] = {}
+        for group in self.groups:
+            kept = []
+            for cohort in group.cohorts:
+                is_done = cohort.task is task if task is not None else cohort.remaining <= 1e-9
+                if is_done:
+                    cohort.task.num_resident -= cohort.count * group.num_sms()
+                    touched[cohort.task.index] = cohort.task
+                else:
+                    kept.append(cohort)
+            group.cohorts = kept
+            if not kept:
+                group.carveout_bytes = 0
+        return [touched[index] for index in sorted(touched)]
+
+    def merge(self) -> None:
+        """Unite groups that have come to the same state."""
+        merged: dict[GroupKey, SmGroup] = {}
+        for group in self.groups:
+            known = merged.setdefault(group.key(), group)
+            if known is not group:
+                known.sms = [mine + other for mine, other in zip(known.sms, group.sms, strict=True)]
+        self.groups = list(merged.values())
+
+
+def relative_length(task: SmTask) -> float:
+    """Length of the task's next CTA relative to the mean: uniform from 1 to 1 + spread times the shortest, hashed by index."""
+    level = (task.num_placed * HASH_MULTIPLIER % 2**32) % SPREAD_LEVELS
+    task.num_placed += 1
+    spread = task.work.cta_time_spread
+    return (1 + spread * (level + 0.5) / SPREAD_LEVELS) / (1 + spread / 2)

@@ -1,0 +1,85 @@
+"""Work in progress: what one operation still has to do while the engine runs. The only mutable state of the simulator.
+
+`SmWork` and `CopyWork` say how much an operation is and what it draws on; they are computed once, by `costs.py`, and never
+change while the engine runs.
+"""
+
+from dataclasses import dataclass
+
+from counterpoint.step import Footprint
+from counterpoint.value import Value
+
+
+class SmWork(Value, frozen=True, kw_only=True):
+    """A kernel or collective on SMs: how fast one CTA is, and what it draws on.
+
+    `cta_ps`: time of one CTA at the reference state (the kernel alone, uncapped, its usual residency).
+    `issue_per_cta`: share of an SM's throughput that one CTA can use at most; `issue_reference`: their sum in the reference state.
+    `hbm_per_cta`: bytes per second that one CTA can keep in flight; `hbm_reference`: achieved share of that in the reference state.
+    `link_per_cta`, `link_limit`: the same for the link, 0 for computation; `link_reference`: achieved bytes per second of one CTA.
+    `peer_wait_ps`: time at the end in which the CTAs only wait for other ranks.
+    """
+
+    cta_ps: float
+    issue_per_cta: float = 0.0
+    issue_reference: float = 0.0
+    hbm_per_cta: float = 0.0
+    hbm_reference: float = 1.0
+    link_per_cta: float = 0.0
+    link_limit: float = 0.0
+    link_reference: float = 1.0
+    is_work_sharing: bool = False
+    cta_time_spread: float = 0.0
+
+
+class CopyWork(Value, frozen=True, kw_only=True):
+    """A copy, or a collective moved by copy engines: time alone, and bytes per second it draws on memory and link."""
+
+    lone_ps: float
+    hbm_demand: float = 0.0
+    link_demand: float = 0.0
+    link_limit: float = 0.0
+
+
+@dataclass(slots=True, eq=False)
+class SmTask:
+    """A kernel or collective between becoming ready and its last CTA's end.
+
+    `shared_work` is what is left, in CTAs, of a kernel whose CTAs take tiles from a shared counter.
+    """
+
+    index: int
+    footprint: Footprint
+    priority: int
+    work: SmWork
+    carveout_bytes: int
+    num_unplaced: int
+    shared_work: float = 0.0
+    num_resident: int = 0
+    num_placed: int = 0
+    arrival: int = 0
+    has_started: bool = False
+    rate: float = 0.0
+
+
+@dataclass(slots=True, eq=False)
+class CopyTask:
+    """A copy between becoming ready and its end; `remaining` falls from 1 to 0."""
+
+    index: int
+    work: CopyWork
+    remaining: float = 1.0
+    rate: float = 0.0
+
+
+@dataclass(slots=True, eq=False)
+class Cohort:
+    """CTAs of one task that were placed together on each SM of a group and run in step.
+
+    `remaining` counts CTAs to be run one after the other in each slot: above 1, the slot will be refilled by the same task.
+    """
+
+    task: SmTask
+    count: int
+    remaining: float
+    rate: float = 0.0

@@ -1,0 +1,109 @@
+"""What a profiler trace holds that matters here: GPU operations, host calls, and the file's own facts.
+
+These values know nothing of files, of steps, or of what a kernel does. Field names in quotation marks are those of Kineto's
+`output_json.cpp`, as they stand in the shipped traces.
+"""
+
+from typing import Literal
+
+import msgspec
+
+from counterpoint.errors import TraceError
+from counterpoint.value import Value, require
+
+Category = Literal["kernel", "memcpy", "memset"]
+HostKind = Literal["launch", "record", "wait"]
+
+
+class LaunchArguments(Value, frozen=True, kw_only=True, forbid_unknown_fields=False):
+    """What the profiler writes beside a GPU operation, under its own names."""
+
+    stream: int
+    device: int = 0
+    correlation: int = 0
+    grid: tuple[int, ...] = ()
+    block: tuple[int, ...] = ()
+    registers_per_thread: int = msgspec.field(default=0, name="registers per thread")
+    shared_bytes: int = msgspec.field(default=0, name="shared memory")
+    num_bytes: int = msgspec.field(default=0, name="bytes")
+    collective_name: str | None = msgspec.field(default=None, name="Collective name")
+    in_elements: int | None = msgspec.field(default=None, name="In msg nelems")
+    out_elements: int | None = msgspec.field(default=None, name="Out msg nelems")
+    group_size: int | None = msgspec.field(default=None, name="Group size")
+    group_name: str | None = msgspec.field(default=None, name="Process Group Name")
+    dtype: str | None = None
+
+    def __post_init__(self) -> None:
+        sizes = (self.registers_per_thread, self.shared_bytes, self.num_bytes, self.in_elements or 0, self.out_elements or 0)
+        require(
+            min(sizes) >= 0 and max(sizes) < 2**60 and all(1 <= n < 2**32 for n in (*self.grid, *self.block)),
+            TraceError,
+            f"a launch needs a positive grid and block and sizes from 0 to 2^60; found grid {list(self.grid)}, block "
+            f"{list(self.block)}, sizes {list(sizes)}.",
+        )
+
+
+class GpuOperation(Value, frozen=True, kw_only=True):
+    """One kernel, copy or fill on the GPU. `launched_us` is None where the trace does not hold the launch."""
+
+    name: str
+    category: Category
+    start_us: float
+    end_us: float
+    arguments: LaunchArguments
+    launched_us: float | None = None
+    launch_call: str = ""
+
+    @property
+    def stream(self) -> int:
+        """The stream it ran on."""
+        return self.arguments.stream
+
+    @property
+    def duration_us(self) -> float:
+        """Traced time on the GPU."""
+        return self.end_us - self.start_us
+
+    @property
+    def issue_key(self) -> tuple[float, float]:
+        """Sorts operations in host issue order; operations of one graph launch by their start."""
+        return (self.start_us if self.launched_us is None else self.launched_us, self.start_us)
+
+
+class SyncArguments(Value, frozen=True, kw_only=True, forbid_unknown_fields=False):
+    """What the profiler writes beside a synchronization: the waiting stream, the event, and its record where known."""
+
+    stream: int = -1
+    device: int | None = None
+    correlation: int = 0
+    event: int = msgspec.field(default=-1, name="wait_on_cuda_event_id")
+    producer_stream: int = msgspec.field(default=-1, name="wait_on_stream")
+    record_correlation: int = msgspec.field(default=-1, name="wait_on_cuda_event_record_corr_id")
+
+
+class HostCall(Value, frozen=True, kw_only=True):
+    """A launch, an event record or a stream's wait, as the host issued it; `operation` numbers the launched operation."""
+
+    kind: HostKind
+    name: str
+    time_us: float
+    thread: str
+    correlation: int
+    operation: int = -1
+    sync: SyncArguments | None = None
+
+
+class KinetoTrace(Value, frozen=True, kw_only=True):
+    """A trace's contents that matter here: operations in issue order, host calls in time order, step windows."""
+
+    path: str
+    operations: tuple[GpuOperation, ...]
+    host_calls: tuple[HostCall, ...]
+    step_windows: tuple[tuple[float, float], ...]
+    num_devices: int
+    device_name: str | None
+    num_sms: int | None
+    compute_major: int
+    rank: int | None
+    world_size: int | None
+    nccl_version: str | None

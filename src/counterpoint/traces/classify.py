@@ -1,0 +1,114 @@
+"""What a kernel is, by its name: the rules of `rules.toml`, in order, the first that is found.
+
+The module knows nothing of traces or times. The rules are data so that a new library is a few lines of TOML; each rule
+carries the source of its pattern.
+"""
+
+import re
+from functools import cache
+from importlib import resources
+
+from counterpoint.errors import TraceError
+from counterpoint.step import Character, CollectiveKind, CopyDirection
+from counterpoint.value import Value, read_toml
+
+COPY_DIRECTIONS: tuple[tuple[str, CopyDirection], ...] = (
+    ("memset", "set"),
+    ("ptop", "peer_to_peer"),
+    ("htod", "host_to_device"),
+    ("dtoh", "device_to_host"),
+    ("dtod", "device_to_device"),
+    ("hosttodevice", "host_to_device"),
+    ("devicetohost", "device_to_host"),
+    ("devicetodevice", "device_to_device"),
+)
+
+
+class Rule(Value, frozen=True, kw_only=True):
+    """One rule: a pattern on the kernel name and what a kernel of that name is."""
+
+    pattern: str
+    source: str
+    kind: str = "computation"
+    library: str = ""
+    collective: CollectiveKind = "send_recv"
+    character: Character = "other"
+    is_work_sharing: bool = False
+    ctas_per_cluster: int = 1
+
+
+class ClusterRule(Value, frozen=True, kw_only=True):
+    """The cluster size a library launches with on one GPU generation."""
+
+    library: str
+    compute_major: int
+    ctas_per_cluster: int
+
+
+class RuleTable(Value, frozen=True, kw_only=True):
+    """All rules, in order, and the two look-up tables for what the profiler writes beside a collective."""
+
+    rule: tuple[Rule, ...]
+    cluster: tuple[ClusterRule, ...]
+    collective_names: dict[str, CollectiveKind]
+    dtype_bytes: dict[str, int]
+
+
+UNKNOWN = Rule(pattern="", source="no rule knows the name")
+
+
+@cache
+def load_rules() -> RuleTable:
+    """The shipped rule table."""
+    with resources.as_file(resources.files("counterpoint.traces").joinpath("rules.toml")) as file:
+        return read_toml(file, RuleTable, TraceError)
+
+
+@cache
+def classify_kernel(name: str) -> Rule:
+    """The first rule whose pattern is found in `name`; a rule of character "other" if none is."""
+    for rule in load_rules().rule:
+        if re.search(rule.pattern, name):
+            return rule
+    return UNKNOWN
+
+
+def ctas_per_cluster(rule: Rule, compute_major: int, num_ctas: int) -> int:
+    """CTAs in a cluster of this launch: the rule's, or the library's on this GPU; 1 where the grid is no multiple of it.
+
+    A launch whose grid is no multiple of the cluster is refused by the driver, so the library cannot have used one.
+    """
+    size = rule.ctas_per_cluster
+    for cluster in load_rules().cluster:
+        if rule.library == cluster.library and compute_major == cluster.compute_major:
+            size = cluster.ctas_per_cluster
+    return size if num_ctas % size == 0 else 1
+
+
+def collective_kind(traced_name: str | None, rule: Rule) -> tuple[CollectiveKind, bool]:
+    """Which collective it is, and whether the name was known; a name the table does not hold is a send and receive."""
+    if not traced_name:
+        return rule.collective, True
+    known = load_rules().collective_names.get(traced_name.lower().strip("_ "))
+    return (known, True) if known is not None else ("send_recv", False)
+
+
+def element_bytes(dtype: str | None) -> int | None:
+    """Bytes of one element of a PyTorch type, or None for a type the table does not hold."""
+    return load_rules().dtype_bytes.get(dtype) if dtype else None
+
+
+def copy_direction(name: str) -> CopyDirection:
+    """Where a copy goes, by the profiler's name for it ("Memcpy PtoP (Device -> Device)")."""
+    squeezed = name.lower().replace("_", "").replace(" ", "")
+    for word, direction in COPY_DIRECTIONS:
+        if word in squeezed:
+            return direction
+    return "device_to_device"
+
+
+def is_communication(category: str, name: str) -> bool:
+    """Whether a GPU operation moves data between GPUs: a collective's kernel or a peer-to-peer copy."""
+    if category == "kernel":
+        return classify_kernel(name).kind == "communication"
+    return copy_direction(name) == "peer_to_peer"

@@ -1,0 +1,132 @@
+"""Which operation waits for which on another stream.
+
+Order within a stream is implicit and never listed. Where the profiler states an event's record, the dependency is exact.
+Otherwise the producer is inferred from what the host did: NCCL's own event means the communicator's previous collective;
+any other record marks the last operation its thread launched before it on a stream other than the waiting one
+(`host_order.py` finds the record). Without any events, dependencies are inferred from times alone.
+
+The GPU's times judge every inference: a producer must have ended when its consumer starts, else the latest earlier
+operation of the producer's stream that had ended takes its place, or none.
+"""
+
+from collections import Counter
+
+from counterpoint.step import DependencyOrigin
+from counterpoint.traces.activity import KinetoTrace, SyncArguments
+from counterpoint.traces.host_order import HostOrder, index_host, records_of_waits
+from counterpoint.value import Value
+
+TIME_TOLERANCE_US = 0.5
+HELD_BACK_US = 10.0
+"""Without events: a longer gap on the computation stream is a wait. Launch gaps are 1 to 4 us in the shipped traces."""
+
+
+class Edge(Value, frozen=True, kw_only=True):
+    """`consumer` waits for `producer`; both number operations of the trace."""
+
+    consumer: int
+    producer: int
+    origin: DependencyOrigin
+
+
+class Dependencies(Value, frozen=True, kw_only=True):
+    """Edges across streams, and how many inferences the GPU's times corrected or refuted."""
+
+    edges: tuple[Edge, ...]
+    num_corrected: int = 0
+    num_dropped: int = 0
+    are_from_times: bool = False
+
+
+def find_dependencies(trace: KinetoTrace) -> Dependencies:
+    """All waits across streams in a trace, exact where the profiler states them."""
+    host = index_host(trace)
+    waits = [position for position, call in enumerate(trace.host_calls) if call.kind == "wait"]
+    if not waits:
+        return Dependencies(edges=_edges_from_times(host), are_from_times=True)
+    records = records_of_waits(host, [position for position in waits if not host.is_communicators_own(position)])
+    edges: dict[tuple[int, int], DependencyOrigin] = {}
+    num_corrected = num_dropped = 0
+    for position in waits:
+        sync = host.calls[position].sync or SyncArguments()
+        consumer = host.next_on_stream(position, sync.stream)
+        producer, origin = _producer(host, position, sync, records.get(position))
+        if consumer is None or producer is None or host.operations[producer].stream == sync.stream:
+            continue
+        judged = producer if origin == "exact" else _judge(host, consumer, producer)
+        num_corrected += judged is not None and judged != producer
+        num_dropped += judged is None
+        if judged is not None and edges.get((consumer, judged)) != "exact":
+            edges[consumer, judged] = origin
+    return Dependencies(
+        edges=tuple(Edge(consumer=c, producer=p, origin=origin) for (c, p), origin in sorted(edges.items()) if p < c),
+        num_corrected=num_corrected,
+        num_dropped=num_dropped,
+    )
+
+
+def _producer(
+    host: HostOrder, position: int, sync: SyncArguments, record: int | None
+) -> tuple[int | None, DependencyOrigin]:
+    """The operation a wait is for: as the profiler states it, else inferred."""
+    stated = host.by_correlation.get(sync.record_correlation) if sync.record_correlation > 0 else None
+    if sync.producer_stream >= 0:
+        return host.last_on_stream(position if stated is None else stated, sync.producer_stream), (
+            "inferred" if stated is None else "exact"
+        )
+    if stated is not None:
+        return host.last_launch_before(stated, sync.stream), "inferred"
+    if host.is_communicators_own(position):
+        consumer = host.next_on_stream(position, sync.stream)
+        return (None if consumer is None else host.previous_of_communicator(consumer)), "inferred"
+    return (None if record is None else host.last_launch_before(record, sync.stream)), "inferred"
+
+
+def _judge(host: HostOrder, consumer: int, producer: int) -> int | None:
+    """The producer if it had ended when the consumer started, else the latest earlier one of its stream that had."""
+    latest_us = host.operations[consumer].start_us + TIME_TOLERANCE_US
+    stream = host.operations[producer].stream
+    for candidate in range(producer, -1, -1):
+        operation = host.operations[candidate]
+        if operation.stream == stream and operation.end_us <= latest_us:
+            return candidate
+    return None
+
+
+def _edges_from_times(host: HostOrder) -> tuple[Edge, ...]:
+    """Without events: communication waits for the computation issued before it; held-back computation waits for it."""
+    busy_us: Counter[int] = Counter()
+    for operation, communicates in zip(host.operations, host.is_communication, strict=True):
+        busy_us[operation.stream] += 0 if communicates else round(operation.duration_us * 1000) + 1
+    main = busy_us.most_common(1)[0][0]
+    edges: list[Edge] = []
+    before: int | None = None
+    pending: list[int] = []
+    for index, operation in enumerate(host.operations):
+        if operation.stream != main:
+            producer = None if before is None or not host.is_communication[index] else _judge(host, index, before)
+            if producer is not None:
+                edges.append(Edge(consumer=index, producer=producer, origin="inferred"))
+            if host.is_communication[index]:
+                pending.append(index)
+            continue
+        holder = None if before is None else _holder(host, index, before, pending)
+        if holder is not None:
+            edges.append(Edge(consumer=index, producer=holder, origin="inferred"))
+            pending = [other for other in pending if host.operations[other].end_us > host.operations[holder].end_us]
+        before = index
+    return tuple(edges)
+
+
+def _holder(host: HostOrder, index: int, before: int, pending: list[int]) -> int | None:
+    """The communication that held operation `index` back: the last to end in the gap before it, once it was launched."""
+    operation, previous = host.operations[index], host.operations[before]
+    if operation.start_us - previous.end_us <= HELD_BACK_US:
+        return None
+    issued_us = previous.end_us if operation.launched_us is None else max(operation.launched_us, previous.end_us)
+    ended = [
+        (host.operations[other].end_us, other)
+        for other in pending
+        if issued_us < host.operations[other].end_us <= operation.start_us + TIME_TOLERANCE_US
+    ]
+    return max(ended)[1] if ended else None

@@ -1,0 +1,186 @@
+"""The host's launches, event records and waits, indexed; and which record each wait is for.
+
+Older profilers state only the number of the event a stream waits for. The record is found in this order:
+
+1. An event number that one stream waits for again and again is re-recorded each time: the thread's last record before
+   the wait.
+2. Other numbers are given out in ascending order as events are first recorded (PyTorch creates events lazily), so the
+   record of a lower number comes before that of a higher one; each wait gets the latest record that this allows.
+3. Where the numbers do not ascend (they come from a cache), k waits in a row get the latest k records, first in, first
+   out.
+
+Two kinds of record take no part: NCCL's own (by the plain record call, where PyTorch uses the one with flags), and those
+directly after a copy between host and device (PyTorch's pinned-memory allocator, whose events nobody waits for).
+The module does not know what an operation does, except that it communicates.
+"""
+
+from bisect import bisect_left
+from collections import Counter
+
+from counterpoint.traces.activity import GpuOperation, HostCall, KinetoTrace
+from counterpoint.traces.classify import is_communication
+from counterpoint.value import Value
+
+MOST_UNPLACED = 0.1
+"""Event numbers count as ascending if at most this share finds no record: events recorded before the trace began."""
+FARTHEST_LOOK = 2000
+"""How many calls back a producer is looked for; a step of the shipped traces has 400 launches."""
+
+
+class HostOrder(Value, frozen=True, kw_only=True):
+    """Calls in time order, with positions by thread and by stream; every list of positions ascends."""
+
+    operations: tuple[GpuOperation, ...]
+    calls: tuple[HostCall, ...]
+    is_communication: tuple[bool, ...]
+    by_thread: dict[str, list[int]]
+    launches: list[int]
+    launches_of_stream: dict[int, list[int]]
+    by_correlation: dict[int, int]
+    flags_tell_records_apart: bool
+
+    def neighbor(self, position: int, distance: int) -> int | None:
+        """The call `distance` places after this one (before, if negative) on the same thread."""
+        line = self.by_thread[self.calls[position].thread]
+        place = bisect_left(line, position) + distance
+        return line[place] if 0 <= place < len(line) else None
+
+    def last_launch_before(self, position: int, other_than: int) -> int | None:
+        """The operation last launched before this call on a stream `other_than` this, by this thread if it launched any."""
+        for line in (self.by_thread[self.calls[position].thread], self.launches):
+            place = bisect_left(line, position)
+            for candidate in reversed(line[max(0, place - FARTHEST_LOOK) : place]):
+                operation = self.calls[candidate].operation
+                if operation >= 0 and self.operations[operation].stream != other_than:
+                    return operation
+        return None
+
+    def last_on_stream(self, position: int, stream: int) -> int | None:
+        """The operation that the host launched last onto `stream` before this call."""
+        line = self.launches_of_stream.get(stream, [])
+        place = bisect_left(line, position) - 1
+        return self.calls[line[place]].operation if place >= 0 else None
+
+    def next_on_stream(self, position: int, stream: int) -> int | None:
+        """The operation that the host launched next onto `stream` after this call."""
+        line = self.launches_of_stream.get(stream, [])
+        place = bisect_left(line, position)
+        return self.calls[line[place]].operation if place < len(line) else None
+
+    def previous_of_communicator(self, operation: int) -> int | None:
+        """The collective before this one on the same communicator (process group), on whatever stream."""
+        group = self.operations[operation].arguments.group_name
+        for candidate in range(operation - 1, max(-1, operation - FARTHEST_LOOK), -1):
+            if self.is_communication[candidate] and self.operations[candidate].arguments.group_name == group:
+                return candidate
+        return None
+
+    def is_communicators_own(self, position: int) -> bool:
+        """Whether a wait is NCCL's own: plain record, wait and a collective's launch onto its stream, back to back.
+
+        NCCL orders the collectives of one communicator with it (NCCL src/enqueue.cc and src/misc/strongstream.cc).
+        """
+        before, after, sync = self.neighbor(position, -1), self.neighbor(position, 1), self.calls[position].sync
+        if before is None or after is None or sync is None or not self.flags_tell_records_apart:
+            return False
+        launched = self.calls[after].operation
+        return (
+            self.calls[before].name.endswith("EventRecord")
+            and launched >= 0
+            and self.is_communication[launched]
+            and self.operations[launched].stream == sync.stream
+        )
+
+
+def index_host(trace: KinetoTrace) -> HostOrder:
+    """Index a trace's host calls."""
+    by_thread: dict[str, list[int]] = {}
+    launches: list[int] = []
+    of_stream: dict[int, list[int]] = {}
+    for position, call in enumerate(trace.host_calls):
+        by_thread.setdefault(call.thread, []).append(position)
+        if call.kind == "launch":
+            launches.append(position)
+            of_stream.setdefault(trace.operations[call.operation].stream, []).append(position)
+    return HostOrder(
+        operations=trace.operations,
+        calls=trace.host_calls,
+        is_communication=tuple(is_communication(item.category, item.name) for item in trace.operations),
+        by_thread=by_thread,
+        launches=launches,
+        launches_of_stream=of_stream,
+        by_correlation={call.correlation: position for position, call in enumerate(trace.host_calls)},
+        flags_tell_records_apart=any(call.name.endswith("RecordWithFlags") for call in trace.host_calls),
+    )
+
+
+def records_of_waits(host: HostOrder, waits: list[int]) -> dict[int, int]:
+    """The record each wait is for, as positions among the host's calls; a wait without one is left out."""
+    records = [position for position, call in enumerate(host.calls) if call.kind == "record" and _takes_part(host, position)]
+    records_of_thread: dict[str, list[int]] = {}
+    for position in records:
+        records_of_thread.setdefault(host.calls[position].thread, []).append(position)
+    times_waited = Counter(_waited(host, position) for position in waits)
+    found: dict[int, int] = {}
+    fresh: list[int] = []
+    for position in waits:
+        if times_waited[_waited(host, position)] == 1:
+            fresh.append(position)
+            continue
+        line = records_of_thread.get(host.calls[position].thread, [])
+        place = bisect_left(line, position) - 1
+        if place >= 0:
+            found[position] = line[place]
+    free = sorted(set(records) - set(found.values()))
+    ascending = _match_ascending(host, fresh, free)
+    return found | (_match_latest(host, fresh, free) if ascending is None else ascending)
+
+
+def _waited(host: HostOrder, position: int) -> tuple[int, int]:
+    sync = host.calls[position].sync
+    return (-1, -1) if sync is None else (sync.stream, sync.event)
+
+
+def _takes_part(host: HostOrder, position: int) -> bool:
+    """Whether a record can be one that a stream waits for."""
+    if host.flags_tell_records_apart and host.calls[position].name.endswith("EventRecord"):
+        return False
+    before = host.neighbor(position, -1)
+    operation = -1 if before is None else host.calls[before].operation
+    if operation < 0 or host.operations[operation].category != "memcpy":
+        return True
+    return not any(direction in host.operations[operation].name for direction in ("HtoD", "DtoH"))
+
+
+def _match_ascending(host: HostOrder, waits: list[int], records: list[int]) -> dict[int, int] | None:
+    """The latest record for each wait such that records ascend with event numbers, or None if they cannot."""
+    waits_of_event: dict[int, list[int]] = {}
+    for position in waits:
+        waits_of_event.setdefault(_waited(host, position)[1], []).append(position)
+    found: dict[int, int] = {}
+    limit, num_unplaced = len(records), 0
+    for event in sorted(waits_of_event, reverse=True):
+        positions = waits_of_event[event]
+        place = min(bisect_left(records, positions[0]), limit) - 1
+        if place < 0:
+            num_unplaced += 1
+            continue
+        limit = place
+        found.update(dict.fromkeys(positions, records[place]))
+    return found if num_unplaced <= MOST_UNPLACED * len(waits_of_event) else None
+
+
+def _match_latest(host: HostOrder, waits: list[int], records: list[int]) -> dict[int, int]:
+    """The latest records before each row of waits, in order."""
+    found: dict[int, int] = {}
+    rows: list[list[int]] = []
+    for position in waits:
+        if rows and host.neighbor(position, -1) == rows[-1][-1]:
+            rows[-1].append(position)
+        else:
+            rows.append([position])
+    for row in rows:
+        end = bisect_left(records, row[0])
+        for position, record in zip(reversed(row), reversed(records[max(0, end - len(row)) : end]), strict=False):
+            found[position] = record
+    return found

@@ -1,0 +1,94 @@
+"""When the host issued each operation, where that can matter, and how far the GPU waited for the host.
+
+A host that runs far ahead of the GPU never delays it. Where it does not, an operation is issued at its launch call plus
+the launch latency, measured on the operations that started on an idle stream. Nothing here knows what an operation does.
+"""
+
+from itertools import pairwise
+from statistics import median
+
+from counterpoint.traces.activity import GpuOperation
+from counterpoint.value import Value
+
+LATE_LATENCY_US = 30.0
+"""An operation that starts within this of its launch call was waited for: 5 to 20 us are usual in the shipped traces."""
+NEAR_SHARE = 0.05
+"""The host is near if it leads by less than this share of the step: a plan that saves as much would meet it."""
+BACK_TO_BACK_US = 20.0
+LAUNCH_BOUND_SHARE = 0.10
+
+
+class IssueTimes(Value, frozen=True, kw_only=True):
+    """Issue times from the step's first GPU start (None: cannot bind), the usual gap, and the share the host was late."""
+
+    issued_us: tuple[float | None, ...]
+    launch_gap_us: float | None
+    late_share: float
+
+
+def find_issue_times(operations: list[GpuOperation]) -> IssueTimes:
+    """Issue times of a step's operations, given in issue order."""
+    begin_us = min(operation.start_us for operation in operations)
+    makespan_us = max(operation.end_us for operation in operations) - begin_us
+    idle_starts = _idle_starts(operations)
+    usual_us = median(_lead(operation) for operation in idle_starts) if idle_starts else 0.0
+    issued: list[float | None] = []
+    for operation in operations:
+        lead_us = _lead(operation)
+        if operation.launched_us is None or lead_us > NEAR_SHARE * makespan_us:
+            issued.append(None)
+            continue
+        time_us = operation.launched_us + min(lead_us, usual_us if lead_us > LATE_LATENCY_US else lead_us) - begin_us
+        issued.append(time_us if time_us > 0 else None)
+    return IssueTimes(
+        issued_us=tuple(issued),
+        launch_gap_us=_launch_gap(operations),
+        late_share=_late_us(operations) / makespan_us if makespan_us > 0 else 0.0,
+    )
+
+
+def _lead(operation: GpuOperation) -> float:
+    """From launch call to GPU start; a clock that puts the start first counts as no lead."""
+    return 0.0 if operation.launched_us is None else max(0.0, operation.start_us - operation.launched_us)
+
+
+def _idle_starts(operations: list[GpuOperation]) -> list[GpuOperation]:
+    """Operations that found their stream idle when they were launched, and started soon after."""
+    ends_us: dict[int, float] = {}
+    found = []
+    for operation in operations:
+        idle_since_us = ends_us.get(operation.stream, 0.0)
+        was_idle = operation.launched_us is not None and operation.launched_us >= idle_since_us
+        if was_idle and _lead(operation) <= LATE_LATENCY_US:
+            found.append(operation)
+        ends_us[operation.stream] = max(idle_since_us, operation.end_us)
+    return found
+
+
+def _late_us(operations: list[GpuOperation]) -> float:
+    """Time in which the whole GPU was idle until an operation that had only just been launched."""
+    late_us = 0.0
+    by_start = sorted(operations, key=lambda operation: operation.start_us)
+    busy_until_us = by_start[0].end_us
+    for operation in by_start[1:]:
+        gap_us = operation.start_us - busy_until_us
+        if gap_us > 0 and operation.launched_us is not None and _lead(operation) <= LATE_LATENCY_US:
+            late_us += gap_us
+        busy_until_us = max(busy_until_us, operation.end_us)
+    return late_us
+
+
+def _launch_gap(operations: list[GpuOperation]) -> float | None:
+    """Median gap between operations of the busiest stream that the host had launched before their predecessor ended."""
+    by_stream: dict[int, list[GpuOperation]] = {}
+    for operation in operations:
+        by_stream.setdefault(operation.stream, []).append(operation)
+    busiest = max(by_stream.values(), key=lambda line: sum(operation.duration_us for operation in line))
+    busiest.sort(key=lambda operation: operation.start_us)
+    gaps = [
+        operation.start_us - previous.end_us
+        for previous, operation in pairwise(busiest)
+        if operation.launched_us is None or operation.launched_us < previous.end_us
+    ]
+    near = [gap for gap in gaps if 0 <= gap <= BACK_TO_BACK_US]
+    return median(near) if near else None

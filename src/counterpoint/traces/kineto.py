@@ -1,0 +1,224 @@
+"""Read a torch.profiler trace (Kineto's Chrome JSON): GPU operations, host launches, event records and waits.
+
+The file is decoded in one pass by msgspec into five fields per event; the arguments stay undecoded bytes except for the
+few kinds of event that matter here: a trace of 200 MB has some 700,000 events, of which one in ten matters. The module does
+not know what a step is, nor what a kernel does. On AMD the launches are called `hip...`; the categories are the same.
+"""
+
+import gzip
+import zlib
+from pathlib import Path
+
+import msgspec
+
+from counterpoint.errors import TraceError
+from counterpoint.traces.activity import (
+    Category,
+    GpuOperation,
+    HostCall,
+    HostKind,
+    KinetoTrace,
+    LaunchArguments,
+    SyncArguments,
+)
+from counterpoint.value import require
+
+GPU_CATEGORIES: dict[str, Category] = {
+    "kernel": "kernel",
+    "gpu_memcpy": "memcpy",
+    "gpu_memset": "memset",
+    "Kernel": "kernel",
+    "Memcpy": "memcpy",
+    "Memset": "memset",
+}
+HOST_CATEGORIES = ("cuda_runtime", "cuda_driver", "Runtime", "Driver", "hip_runtime", "hip_driver")
+MAX_US = 1e17  # above this a double no longer resolves a microsecond
+GZIP_MAGIC = b"\x1f\x8b"
+
+
+class _Event(msgspec.Struct, gc=False):
+    name: str = ""
+    cat: str = ""
+    ts: float = 0.0
+    dur: float = 0.0
+    tid: int | str = 0
+    args: msgspec.Raw = msgspec.Raw(b"{}")
+
+
+class _Device(msgspec.Struct):
+    id: int = 0
+    name: str | None = None
+    computeMajor: int = 0  # noqa: N815 (the profiler's own spelling)
+    numSms: int | None = None  # noqa: N815
+
+
+class _Distributed(msgspec.Struct):
+    rank: int | None = None
+    world_size: int | None = None
+    nccl_version: str | None = None
+
+
+class _File(msgspec.Struct):
+    traceEvents: list[_Event]  # noqa: N815
+    deviceProperties: list[_Device] = []  # noqa: N815
+    distributedInfo: _Distributed | None = None  # noqa: N815
+
+
+class _Correlation(msgspec.Struct, gc=False):
+    correlation: int = 0
+
+
+def read_kineto(path: Path) -> KinetoTrace:
+    """Read a `.json` or `.json.gz` trace. Raises `TraceError` for a file that is none, or holds no GPU activity."""
+    file = _decode(path, _read_bytes(path))
+    found, num_devices = _gpu_operations(path, file.traceEvents)
+    number = found[0].arguments.device
+    calls = _host_calls(path, file.traceEvents, number)
+    operations = _attach_launches(path, found, calls)
+    device = next((item for item in file.deviceProperties if item.id == number), _Device())
+    distributed = file.distributedInfo or _Distributed()
+    windows = sorted(
+        (event.ts, event.ts + event.dur)
+        for event in file.traceEvents
+        if event.cat == "user_annotation" and event.name.startswith("ProfilerStep#")
+    )
+    return KinetoTrace(
+        path=str(path),
+        operations=operations,
+        host_calls=_relevant_calls(operations, calls),
+        step_windows=tuple(windows),
+        num_devices=num_devices,
+        device_name=device.name,
+        num_sms=device.numSms if device.numSms and device.numSms > 0 else None,
+        compute_major=device.computeMajor,
+        rank=distributed.rank,
+        world_size=distributed.world_size,
+        nccl_version=distributed.nccl_version,
+    )
+
+
+def _read_bytes(path: Path) -> bytes:
+    try:
+        raw = path.read_bytes()
+    except OSError as problem:
+        raise TraceError(f"Cannot read {path}: {problem.strerror}; give a .json or .json.gz file.") from problem
+    except ValueError as problem:
+        raise TraceError(f"Cannot read {str(path)!r}: {problem}; give a .json or .json.gz file.") from problem
+    require(bool(raw), TraceError, f"{path} is empty; profile again and let the profiler finish writing.")
+    if not raw.startswith(GZIP_MAGIC):
+        require(path.suffix != ".gz", TraceError, f"{path} is named .gz but is not gzip; rename it or compress it.")
+        return raw
+    try:
+        return gzip.decompress(raw)
+    except (OSError, EOFError, zlib.error) as problem:
+        raise TraceError(f"{path} is damaged gzip ({problem}); copy or record it again.") from problem
+
+
+def _decode(path: Path, raw: bytes) -> _File:
+    try:
+        return msgspec.json.decode(raw, type=_File)
+    except msgspec.ValidationError as problem:
+        raise TraceError(f"{path} is not a profiler trace: {problem}; give the file torch.profiler exported.") from problem
+    except (msgspec.DecodeError, UnicodeDecodeError) as problem:
+        raise TraceError(f"{path} is not whole JSON: {problem}; copy or record it again.") from problem
+    except RecursionError as problem:
+        raise TraceError(f"{path} is not a profiler trace: it is nested too deeply.") from problem
+
+
+def _gpu_operations(path: Path, events: list[_Event]) -> tuple[list[GpuOperation], int]:
+    """GPU operations of the device with most of them, and how many devices there are."""
+    decoder = msgspec.json.Decoder(LaunchArguments)
+    by_device: dict[int, list[GpuOperation]] = {}
+    for event in events:
+        category = GPU_CATEGORIES.get(event.cat)
+        if category is None:
+            continue
+        _check_times(path, event)
+        try:
+            arguments = decoder.decode(event.args)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as problem:
+            raise TraceError(f"{path}: GPU operation '{event.name[:60]}' at {event.ts} us: {problem}.") from problem
+        operation = GpuOperation(
+            name=event.name, category=category, start_us=event.ts, end_us=event.ts + event.dur, arguments=arguments
+        )
+        by_device.setdefault(arguments.device, []).append(operation)
+    require(
+        bool(by_device),
+        TraceError,
+        f"{path} holds no GPU activity; profile with activities=[CPU, CUDA] and leave no other profiler attached.",
+    )
+    return max(by_device.values(), key=len), len(by_device)
+
+
+def _check_times(path: Path, event: _Event) -> None:
+    require(
+        0 <= event.ts < MAX_US and 0 <= event.dur < MAX_US,
+        TraceError,
+        f"{path}: times must be from 0 to 1e17 us; '{event.name[:60]}' has {event.ts} for {event.dur}.",
+    )
+
+
+def _host_calls(path: Path, events: list[_Event], device: int) -> dict[int, HostCall]:
+    """Runtime and driver calls by correlation; a wait carries what the profiler knows of its event."""
+    decoder = msgspec.json.Decoder(_Correlation)
+    sync_decoder = msgspec.json.Decoder(SyncArguments)
+    calls: dict[int, HostCall] = {}
+    waits: list[SyncArguments] = []
+    for event in events:
+        try:
+            if event.cat in HOST_CATEGORIES:
+                _check_times(path, event)
+                _add_call(path, calls, event, decoder.decode(event.args).correlation)
+            elif event.cat == "cuda_sync" and event.name == "Stream Wait Event":
+                waits.append(sync_decoder.decode(event.args))
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as problem:
+            raise TraceError(f"{path}: '{event.name[:60]}' at {event.ts} us: {problem}.") from problem
+    for wait in waits:
+        call = calls.get(wait.correlation)
+        if call is not None and wait.stream >= 0 and wait.device in (None, device):
+            calls[wait.correlation] = msgspec.structs.replace(call, kind="wait", sync=wait)
+    return calls
+
+
+def _add_call(path: Path, calls: dict[int, HostCall], event: _Event, correlation: int) -> None:
+    if correlation == 0:
+        return
+    require(
+        correlation not in calls,
+        TraceError,
+        f"{path}: correlation {correlation} names two host calls, the second '{event.name[:60]}'; trace one process.",
+    )
+    kind: HostKind = "record" if "EventRecord" in event.name else "launch"
+    calls[correlation] = HostCall(
+        kind=kind, name=event.name, time_us=event.ts, thread=str(event.tid), correlation=correlation
+    )
+
+
+def _attach_launches(path: Path, operations: list[GpuOperation], calls: dict[int, HostCall]) -> tuple[GpuOperation, ...]:
+    """Add to each operation when and how the host launched it, and sort; only a graph launch may start several."""
+    seen: set[int] = set()
+    launched = []
+    for operation in operations:
+        correlation = operation.arguments.correlation
+        call = calls.get(correlation)
+        if call is None:
+            launched.append(operation)
+            continue
+        require(
+            correlation not in seen or "GraphLaunch" in call.name,
+            TraceError,
+            f"{path}: correlation {correlation} names two GPU operations, the second '{operation.name[:60]}'; record again.",
+        )
+        seen.add(correlation)
+        launched.append(msgspec.structs.replace(operation, launched_us=call.time_us, launch_call=call.name))
+    return tuple(sorted(launched, key=lambda operation: operation.issue_key))
+
+
+def _relevant_calls(operations: tuple[GpuOperation, ...], calls: dict[int, HostCall]) -> tuple[HostCall, ...]:
+    """Launches of the kept operations, records and waits, in time order."""
+    kept = [call for call in calls.values() if call.kind in ("wait", "record")]
+    for index, operation in enumerate(operations):
+        call = calls.get(operation.arguments.correlation)
+        if call is not None:
+            kept.append(msgspec.structs.replace(call, kind="launch", operation=index))
+    return tuple(sorted(kept, key=lambda call: (call.time_us, call.operation)))

@@ -1,0 +1,163 @@
+"""How long each operation would have taken alone, from a trace in which some ran beside communication.
+
+A kernel that communication hardly touched took its lone time. A contended one takes that of a like launch that ran alone:
+the longest untouched time of the same name, grid, block and shared memory that is not longer and not less than 1/1.7 of
+it (the same launch configuration may serve several sizes of matmul). Where there is none, the share of the SMs that the
+collectives held is subtracted. A collective's lone time is the median of its like; the rest of its time it waited for
+other ranks. Nothing here knows dependencies.
+"""
+
+from bisect import bisect_left
+from collections.abc import Iterable
+from statistics import median
+
+from counterpoint.traces.activity import GpuOperation, KinetoTrace
+from counterpoint.traces.classify import is_communication
+from counterpoint.traces.steady import TracedSteps
+from counterpoint.value import Value
+
+UNTOUCHED_OVERLAP = 0.02
+MOST_SLOWDOWN = 1.7
+"""More than a neighbour of 24 CTAs on 132 SMs has been seen to cost (1.2 to 1.7 in the shipped traces)."""
+
+Signature = tuple[str, tuple[int, ...], tuple[int, ...], int, int]
+
+
+class Communication(Value, frozen=True, kw_only=True):
+    """Communication of a trace by start: when, how long the longest is, and how many SMs each holds."""
+
+    starts_us: tuple[float, ...]
+    ends_us: tuple[float, ...]
+    held_sms: tuple[int, ...]
+    longest_us: float
+
+    def beside(self, operation: GpuOperation) -> tuple[float, float]:
+        """Time an operation overlaps communication (as a union), and SM-microseconds that communication held of it."""
+        covered_us = held = 0.0
+        reached_us = operation.start_us
+        first = bisect_left(self.starts_us, operation.start_us - self.longest_us)
+        for place in range(first, len(self.starts_us)):
+            if self.starts_us[place] >= operation.end_us:
+                break
+            start_us, end_us = max(self.starts_us[place], operation.start_us), min(self.ends_us[place], operation.end_us)
+            held += max(0.0, end_us - start_us) * self.held_sms[place]
+            covered_us += max(0.0, end_us - max(start_us, reached_us))
+            reached_us = max(reached_us, end_us)
+        return covered_us, held
+
+
+class LoneTimes(Value, frozen=True, kw_only=True):
+    """Lone time of each operation of the steady step, in its order; how many kernels were estimated from held SMs."""
+
+    lone_us: tuple[float, ...]
+    num_contended: int
+    num_estimated: int
+
+
+def find_lone_times(trace: KinetoTrace, steps: TracedSteps) -> LoneTimes:
+    """Lone times of the steady step's operations, in microseconds."""
+    communication = _communication(trace)
+    untouched = [_untouched(trace, communication, steps.steady_operations)]
+    untouched.append(_untouched(trace, communication, (i for step in steps.steps for i in step)))
+    alike = _collective_times(trace, steps)
+    lone: list[float] = []
+    num_contended = num_estimated = 0
+    for index in steps.steady_operations:
+        operation = trace.operations[index]
+        traced_us = operation.duration_us
+        if is_communication(operation.category, operation.name):
+            lone.append(min(traced_us, median(alike[collective_signature(operation)])))
+            continue
+        covered_us, held = communication.beside(operation)
+        if operation.category != "kernel" or covered_us <= UNTOUCHED_OVERLAP * traced_us:
+            lone.append(traced_us)
+            continue
+        num_contended += 1
+        like_us = _like(operation, untouched)
+        num_estimated += like_us is None
+        lone.append(_without_held(trace, traced_us, held) if like_us is None else like_us)
+    return LoneTimes(lone_us=tuple(lone), num_contended=num_contended, num_estimated=num_estimated)
+
+
+def _without_held(trace: KinetoTrace, traced_us: float, held: float) -> float:
+    """The traced time less the share of the SMs that communication held; as traced where the GPU's SMs are unknown.
+
+    Communication cannot have held more than all SMs but one: the kernel did run.
+    """
+    if trace.num_sms is None:
+        return traced_us
+    return traced_us * max(1 / trace.num_sms, 1 - held / (traced_us * trace.num_sms))
+
+
+def signature(operation: GpuOperation) -> Signature:
+    """What makes two launches alike: name, grid, block, shared memory, bytes."""
+    arguments = operation.arguments
+    return operation.name, arguments.grid, arguments.block, arguments.shared_bytes, arguments.num_bytes
+
+
+def collective_signature(operation: GpuOperation) -> tuple[object, ...]:
+    """What makes two collectives alike: launch, elements, type and group."""
+    arguments = operation.arguments
+    return (
+        signature(operation),
+        arguments.in_elements,
+        arguments.out_elements,
+        arguments.dtype,
+        arguments.group_size,
+        arguments.group_name,
+    )
+
+
+def _communication(trace: KinetoTrace) -> Communication:
+    found = sorted(
+        (operation.start_us, operation.end_us, min(_num_ctas(operation), trace.num_sms or 0))
+        for operation in trace.operations
+        if is_communication(operation.category, operation.name)
+    )
+    return Communication(
+        starts_us=tuple(start for start, _, _ in found),
+        ends_us=tuple(end for _, end, _ in found),
+        held_sms=tuple(held for _, _, held in found),
+        longest_us=max((end - start for start, end, _ in found), default=0.0),
+    )
+
+
+def _num_ctas(operation: GpuOperation) -> int:
+    """CTAs of a launch; 0 for a copy, which holds no SM."""
+    count = 1 if operation.category == "kernel" else 0
+    for extent in operation.arguments.grid:
+        count *= extent
+    return count
+
+
+def _untouched(trace: KinetoTrace, communication: Communication, indices: Iterable[int]) -> dict[Signature, list[float]]:
+    """Traced times of the kernels that communication hardly touched, ascending, by signature."""
+    times: dict[Signature, list[float]] = {}
+    for index in indices:
+        operation = trace.operations[index]
+        if operation.category == "kernel" and not is_communication(operation.category, operation.name):
+            covered_us, _ = communication.beside(operation)
+            if covered_us <= UNTOUCHED_OVERLAP * operation.duration_us:
+                times.setdefault(signature(operation), []).append(operation.duration_us)
+    return {key: sorted(line) for key, line in times.items()}
+
+
+def _like(operation: GpuOperation, untouched: list[dict[Signature, list[float]]]) -> float | None:
+    """The longest untouched time of a like launch that may be this one's: in the steady step, else in any."""
+    traced_us = operation.duration_us
+    for times in untouched:
+        fitting = [time for time in times.get(signature(operation), []) if traced_us / MOST_SLOWDOWN <= time <= traced_us]
+        if fitting:
+            return fitting[-1]
+    return None
+
+
+def _collective_times(trace: KinetoTrace, steps: TracedSteps) -> dict[tuple[object, ...], list[float]]:
+    """Traced times of communication by signature, without the first profiled step where there are others."""
+    counted = steps.steps[1:] if len(steps.steps) > 1 else steps.steps
+    times: dict[tuple[object, ...], list[float]] = {}
+    for index in (*(i for step in counted for i in step), *steps.steady_operations):
+        operation = trace.operations[index]
+        if is_communication(operation.category, operation.name):
+            times.setdefault(collective_signature(operation), []).append(operation.duration_us)
+    return times

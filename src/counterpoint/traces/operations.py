@@ -1,0 +1,128 @@
+"""Turn traced GPU operations into the kernels, collectives and copies of a step.
+
+The module knows what the profiler writes beside a launch and what the rules say of its name; not when it ran. The
+profiler gives the sum of static and dynamic shared memory; it goes into the dynamic part.
+"""
+
+from collections import Counter
+from math import prod
+
+from counterpoint.step import Collective, Copy, Dependency, Footprint, Kernel, Operation
+from counterpoint.traces.activity import GpuOperation, KinetoTrace
+from counterpoint.traces.classify import (
+    Rule,
+    classify_kernel,
+    collective_kind,
+    copy_direction,
+    ctas_per_cluster,
+    element_bytes,
+)
+from counterpoint.value import Value
+
+COUNTER_BYTES = 4
+"""cuBLAS and cuDNN clear a 4-byte tile counter by a memset before a work-sharing kernel (seen in the shipped traces)."""
+
+
+class Timing(Value, frozen=True, kw_only=True):
+    """What is known of one operation's time and order, beside the operation itself."""
+
+    lone_us: float
+    waits_for: tuple[Dependency, ...]
+    issued_us: float | None
+
+
+class BuiltOperations(Value, frozen=True, kw_only=True):
+    """Operations of a step, and notes on what the trace did not say."""
+
+    operations: tuple[Operation, ...]
+    notes: tuple[str, ...]
+
+
+def build_operations(trace: KinetoTrace, indices: tuple[int, ...], timings: list[Timing]) -> BuiltOperations:
+    """The step's operations, in the order of `indices`; `timings` are in the same order."""
+    missing: Counter[str] = Counter()
+    streams_with_counter: set[int] = set()
+    built: list[Operation] = []
+    for index, timing in zip(indices, timings, strict=True):
+        traced = trace.operations[index]
+        if traced.category != "kernel":
+            if traced.category == "memset" and traced.arguments.num_bytes == COUNTER_BYTES:
+                streams_with_counter.add(traced.stream)
+            built.append(_copy(traced, timing))
+            continue
+        rule = classify_kernel(traced.name)
+        if rule.kind == "communication":
+            built.append(_collective(trace, traced, rule, timing, missing))
+            continue
+        is_work_sharing = rule.is_work_sharing and traced.stream in streams_with_counter
+        if is_work_sharing:
+            streams_with_counter.discard(traced.stream)
+        built.append(_kernel(trace, traced, rule, timing, is_work_sharing))
+    return BuiltOperations(operations=tuple(built), notes=tuple(_note(what, count) for what, count in missing.items()))
+
+
+def _note(what: str, count: int) -> str:
+    return f"{count} collectives {what}."
+
+
+def _footprint(trace: KinetoTrace, traced: GpuOperation, rule: Rule) -> Footprint:
+    arguments = traced.arguments
+    num_ctas = prod(arguments.grid)
+    return Footprint(
+        num_ctas=num_ctas,
+        threads_per_cta=prod(arguments.block),
+        registers_per_thread=arguments.registers_per_thread,
+        dynamic_shared_bytes=arguments.shared_bytes,
+        ctas_per_cluster=ctas_per_cluster(rule, trace.compute_major, num_ctas),
+    )
+
+
+def _kernel(trace: KinetoTrace, traced: GpuOperation, rule: Rule, timing: Timing, is_work_sharing: bool) -> Kernel:
+    return Kernel(
+        name=traced.name,
+        stream=traced.stream,
+        footprint=_footprint(trace, traced, rule),
+        character=rule.character,
+        lone_us=timing.lone_us,
+        is_work_sharing=is_work_sharing,
+        waits_for=timing.waits_for,
+        issued_us=timing.issued_us,
+    )
+
+
+def _collective(trace: KinetoTrace, traced: GpuOperation, rule: Rule, timing: Timing, missing: Counter[str]) -> Collective:
+    arguments = traced.arguments
+    kind, is_known = collective_kind(arguments.collective_name, rule)
+    if not is_known:
+        missing[f"are called '{arguments.collective_name}', which is unknown here; they are taken as send and receive"] += 1
+    elements = max(arguments.in_elements or 0, arguments.out_elements or 0)
+    size = element_bytes(arguments.dtype)
+    if arguments.in_elements is None or size is None:
+        missing["carry no element count or an unknown type, so their size is 0"] += 1
+    if not arguments.group_size and not trace.world_size:
+        missing["carry no group size; 1 is assumed"] += 1
+    return Collective(
+        name=traced.name,
+        stream=traced.stream,
+        collective=kind,
+        num_bytes=elements * (size or 0),
+        group_size=arguments.group_size or trace.world_size or 1,
+        library=rule.library,
+        footprint=_footprint(trace, traced, rule),
+        lone_us=timing.lone_us,
+        peer_wait_us=max(0.0, traced.duration_us - timing.lone_us),
+        waits_for=timing.waits_for,
+        issued_us=timing.issued_us,
+    )
+
+
+def _copy(traced: GpuOperation, timing: Timing) -> Copy:
+    return Copy(
+        name=traced.name,
+        stream=traced.stream,
+        direction=copy_direction(traced.name),
+        num_bytes=traced.arguments.num_bytes,
+        lone_us=timing.lone_us,
+        waits_for=timing.waits_for,
+        issued_us=timing.issued_us,
+    )

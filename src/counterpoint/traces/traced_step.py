@@ -1,0 +1,168 @@
+"""Read a profiler trace into a step: the front door of this folder.
+
+It puts the parts together: read, divide into steps and choose the steady one, find dependencies, lone times and issue
+times, build the operations. What the user should know of the reading is in the notes, one line each.
+"""
+
+from pathlib import Path
+
+from counterpoint.errors import CounterpointError, TraceError
+from counterpoint.step import Dependency, OperationKind, Step
+from counterpoint.timeline import Interval, Timeline
+from counterpoint.traces.activity import GpuOperation, KinetoTrace
+from counterpoint.traces.classify import is_communication
+from counterpoint.traces.dependencies import Dependencies, find_dependencies
+from counterpoint.traces.issue import LAUNCH_BOUND_SHARE, IssueTimes, find_issue_times
+from counterpoint.traces.kineto import read_kineto
+from counterpoint.traces.lone_times import LoneTimes, find_lone_times
+from counterpoint.traces.operations import Timing, build_operations
+from counterpoint.traces.steady import check_streams, divide_into_steps
+from counterpoint.units import format_percent
+from counterpoint.value import Value
+
+
+class TracedStep(Value, frozen=True, kw_only=True):
+    """A trace's steady step, as a step to plan and as the timeline that was measured.
+
+    `timeline` counts from the step's first GPU operation. `step_makespans_us` are of all profiled steps, in order.
+    """
+
+    step: Step
+    timeline: Timeline
+    num_steps: int
+    step_makespans_us: tuple[float, ...]
+    notes: tuple[str, ...] = ()
+    nccl_version: str | None = None
+
+
+def read_trace(path: Path | str, *, rank: int | None = None) -> TracedStep:
+    """Read a torch.profiler trace, `.json` or `.json.gz`, into its steady step.
+
+    `rank` labels the timeline; left out, it is the trace's own, or 0. Raises `TraceError`, in one line, for whatever is
+    wrong with the file.
+    """
+    file = Path(path)
+    try:
+        return _read(file, rank)
+    except CounterpointError as problem:
+        one_line = " ".join(str(problem).split())  # a kernel's name may hold any character
+        raise TraceError(one_line if isinstance(problem, TraceError) else f"{file}: {one_line}") from problem
+
+
+def _read(path: Path, rank: int | None) -> TracedStep:
+    trace = read_kineto(path)
+    early = check_streams(trace.path, trace.operations)
+    steps = divide_into_steps(trace)
+    operations = [trace.operations[index] for index in steps.steady_operations]
+    dependencies = find_dependencies(trace)
+    inside = _dependencies_inside(dependencies, steps.steady_operations)
+    lone = find_lone_times(trace, steps)
+    issue = find_issue_times(operations)
+    timings = [
+        Timing(lone_us=lone_us, waits_for=waits_for, issued_us=issued_us)
+        for lone_us, waits_for, issued_us in zip(lone.lone_us, inside, issue.issued_us, strict=True)
+    ]
+    built = build_operations(trace, steps.steady_operations, timings)
+    name = path.name.removesuffix(".gz").removesuffix(".json")
+    step = Step(
+        name=name,
+        num_ranks=_num_ranks(trace, operations),
+        operations=built.operations,
+        device_name=trace.device_name,
+        launch_gap_us=issue.launch_gap_us,
+    )
+    notes = (
+        *_notes_on_file(trace, operations),
+        *steps.notes,
+        *early,
+        *_notes_on_dependencies(dependencies, inside),
+        *_notes_on_times(trace, lone, issue),
+        *built.notes,
+    )
+    return TracedStep(
+        step=step,
+        timeline=_timeline(name, operations, trace.rank or 0 if rank is None else rank),
+        num_steps=len(steps.steps),
+        step_makespans_us=steps.makespans_us,
+        notes=notes,
+        nccl_version=trace.nccl_version,
+    )
+
+
+def _num_ranks(trace: KinetoTrace, operations: list[GpuOperation]) -> int:
+    """Ranks of the job: as the trace says, else the largest group of a collective."""
+    if trace.world_size is not None:
+        return trace.world_size
+    return max((operation.arguments.group_size or 1 for operation in operations), default=1)
+
+
+def _dependencies_inside(dependencies: Dependencies, indices: tuple[int, ...]) -> list[tuple[Dependency, ...]]:
+    """What each operation of the step waits for inside the step, by its number in the step."""
+    places = {index: place for place, index in enumerate(indices)}
+    found: list[list[Dependency]] = [[] for _ in indices]
+    for edge in dependencies.edges:
+        if edge.consumer in places and edge.producer in places:
+            found[places[edge.consumer]].append(Dependency(operation=places[edge.producer], origin=edge.origin))
+    return [tuple(sorted(line, key=lambda dependency: dependency.operation)) for line in found]
+
+
+def _timeline(name: str, operations: list[GpuOperation], rank: int) -> Timeline:
+    begin_us = min(operation.start_us for operation in operations)
+    intervals = [
+        Interval(
+            rank=rank,
+            stream=operation.stream,
+            operation=place,
+            name=operation.name,
+            kind=_kind(operation),
+            start_us=operation.start_us - begin_us,
+            end_us=operation.end_us - begin_us,
+        )
+        for place, operation in enumerate(operations)
+    ]
+    intervals.sort(key=lambda interval: (interval.start_us, interval.operation))
+    return Timeline(step_name=name, origin="measured", intervals=tuple(intervals))
+
+
+def _kind(operation: GpuOperation) -> OperationKind:
+    if is_communication(operation.category, operation.name):
+        return "communication"
+    return "computation" if operation.category == "kernel" else "copy"
+
+
+def _notes_on_file(trace: KinetoTrace, operations: list[GpuOperation]) -> list[str]:
+    notes = []
+    if trace.num_devices > 1:
+        device = operations[0].arguments.device
+        notes.append(f"The trace holds {trace.num_devices} devices; only the busiest, device {device}, was read.")
+    if len({operation.stream for operation in operations}) == 1:
+        notes.append("Everything runs on one stream: nothing overlaps as it is.")
+    if trace.device_name is None:
+        notes.append("The trace does not name its GPU; name the machine yourself.")
+    return notes
+
+
+def _notes_on_dependencies(dependencies: Dependencies, inside: list[tuple[Dependency, ...]]) -> list[str]:
+    origins = [dependency.origin for line in inside for dependency in line]
+    if not origins:
+        return []
+    how = "from times alone, as the trace holds no stream waits" if dependencies.are_from_times else "from host order"
+    note = f"Dependencies between streams: {origins.count('exact')} exact, {origins.count('inferred')} inferred {how}."
+    if dependencies.num_corrected or dependencies.num_dropped:
+        note += (
+            f" GPU times corrected {dependencies.num_corrected} and refuted {dependencies.num_dropped} in the whole trace."
+        )
+    return [note]
+
+
+def _notes_on_times(trace: KinetoTrace, lone: LoneTimes, issue: IssueTimes) -> list[str]:
+    notes = []
+    if issue.late_share > LAUNCH_BOUND_SHARE:
+        notes.append(f"The host is late for {format_percent(issue.late_share)} of the step: launch-bound.")
+    if lone.num_estimated:
+        how = "from the SMs that communication held" if trace.num_sms else "as traced, for want of the GPU's number of SMs"
+        notes.append(
+            f"{lone.num_estimated} of {lone.num_contended} kernels beside communication have no like that ran alone; their "
+            f"lone times were estimated {how}."
+        )
+    return notes

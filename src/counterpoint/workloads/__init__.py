@@ -1,0 +1,5 @@
+"""Steps described in TOML: `load_workload` reads a shipped or a user's file, `workload_names` lists the shipped ones."""
+
+from counterpoint.workloads.reader import load_workload, workload_names
+
+__all__ = ["load_workload", "workload_names"]

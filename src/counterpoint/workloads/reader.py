@@ -1,0 +1,245 @@
+"""Reads a workload file and makes a step of it: entries become operations, iterations are laid one after the other.
+
+It does not know the machine: kernels carry their work, not their time, unless the file states a lone time. Operations are
+issued iteration by iteration; within one, an entry comes after all it waits for, and otherwise in the order of the
+file's tables (GEMMs, kernels, collectives, copies). The format is documented in `docs/workloads.md`.
+"""
+
+from importlib import resources
+from pathlib import Path
+
+from counterpoint.errors import StepError, WorkloadError
+from counterpoint.step import Collective, Copy, Dependency, Footprint, Kernel, Operation, Step
+from counterpoint.value import read_toml
+from counterpoint.workloads.description import (
+    CollectiveEntry,
+    CopyEntry,
+    Description,
+    Entry,
+    Gemm,
+    OtherKernel,
+    Wait,
+    parse_bytes,
+    parse_traffic,
+)
+from counterpoint.workloads.gemm import matmul_flops, matmul_hbm_bytes, tile_count
+
+# NCCL 2.28.9, ring kernel on compute capability 9.0, measured on H200s.
+NCCL_THREADS_PER_CTA = 544
+NCCL_REGISTERS_PER_THREAD = 96
+NCCL_STATIC_SHARED_BYTES = 21_568
+NCCL_DYNAMIC_SHARED_BYTES = 82_240
+NCCL_CTAS_PER_CLUSTER = 4
+
+
+def workload_names() -> list[str]:
+    """Names of the shipped workloads, sorted."""
+    files = resources.files("counterpoint").joinpath("workloads").iterdir()
+    return sorted(file.name.removesuffix(".toml") for file in files if file.name.endswith(".toml"))
+
+
+def load_workload(name_or_path: str, *, num_ctas: int | None = None) -> Step:
+    """Load a shipped workload by name, or a user's own from a path that ends in `.toml`.
+
+    `num_ctas`, from 1 to the number of tiles, runs every GEMM of the file with that many persistent CTAs, whatever the
+    file says: the way to sweep the CTA count of the computation. Raises `WorkloadError`: one line that names the file, the
+    entry and the value.
+    """
+    path = Path(name_or_path)
+    if path.suffix == ".toml":
+        return _load(path, num_ctas)
+    names = workload_names()
+    if name_or_path.lower() not in names:
+        raise WorkloadError(
+            f"Unknown workload {name_or_path!r}. Known: {', '.join(names)}; or give the path of a workload file (.toml)."
+        )
+    with resources.as_file(resources.files("counterpoint").joinpath("workloads", f"{name_or_path.lower()}.toml")) as file:
+        return _load(file, num_ctas)
+
+
+def _load(path: Path, num_ctas: int | None) -> Step:
+    description = read_toml(path, Description, WorkloadError)
+    try:
+        return _to_step(description, num_ctas)
+    except StepError as problem:
+        raise WorkloadError(f"{path}: {problem}") from problem
+
+
+def _to_step(description: Description, num_ctas: int | None) -> Step:
+    if num_ctas is not None:
+        _check_num_ctas(description, num_ctas)
+    operations: list[Operation] = []
+    entries = _issue_order(description)
+    previous: dict[str, int] = {}
+    for _ in range(description.iterations):
+        current: dict[str, int] = {}
+        for entry in entries:
+            current[entry.name] = len(operations)
+            try:
+                operation = _to_operation(entry, _dependencies(entry, current, previous), description, num_ctas)
+            except StepError as problem:
+                raise WorkloadError(f"{entry.name!r}: {problem}") from problem
+            operations.append(operation)
+        previous = current
+    return Step(name=description.name, num_ranks=description.num_ranks, operations=tuple(operations))
+
+
+def _check_num_ctas(description: Description, num_ctas: int) -> None:
+    if not description.gemms:
+        raise WorkloadError(f"Workload {description.name!r} has no GEMM to run with {num_ctas} CTAs; leave num_ctas out.")
+    for gemm in description.gemms:
+        tiles = tile_count(gemm.m, gemm.n, gemm.tile_sizes)
+        if not 1 <= num_ctas <= tiles:
+            raise WorkloadError(
+                f"GEMM {gemm.name!r}: num_ctas of a grid of tiles must be from 1 to {tiles}; found {num_ctas}."
+            )
+
+
+def _waits(entry: Entry) -> list[Wait]:
+    return [Wait(name=wait) if isinstance(wait, str) else wait for wait in entry.waits_for]
+
+
+def _issue_order(description: Description) -> list[Entry]:
+    """The entries of one iteration, each after all it waits for within the iteration."""
+    names = {entry.name for entry in description.entries}
+    for entry in description.entries:
+        for wait in _waits(entry):
+            if wait.name not in names:
+                raise WorkloadError(
+                    f"{entry.name!r} waits for {wait.name!r}, which the file does not describe. "
+                    f"It describes {', '.join(sorted(names))}."
+                )
+    waiting = list(description.entries)
+    ordered: list[Entry] = []
+    issued: set[str] = set()
+    while waiting:
+        ready = next((entry for entry in waiting if all(w.previous or w.name in issued for w in _waits(entry))), None)
+        if ready is None:
+            raise WorkloadError(
+                f"These entries wait for each other in a cycle: {_cycle(waiting)}. "
+                f"Break it, or make one wait for the previous iteration (previous = true)."
+            )
+        waiting.remove(ready)
+        ordered.append(ready)
+        issued.add(ready.name)
+    return ordered
+
+
+def _cycle(waiting: list[Entry]) -> str:
+    """One cycle among entries of which none can be issued, as `a -> b -> a`: each waits for the next."""
+    by_name = {entry.name: entry for entry in waiting}
+    path = [waiting[0].name]
+    while True:
+        blocker = next(w.name for w in _waits(by_name[path[-1]]) if not w.previous and w.name in by_name)
+        if blocker in path:
+            return " -> ".join([*path[path.index(blocker) :], blocker])
+        path.append(blocker)
+
+
+def _dependencies(entry: Entry, current: dict[str, int], previous: dict[str, int]) -> tuple[Dependency, ...]:
+    """What the operation waits for; in the first iteration nothing is previous."""
+    numbers = [
+        (previous if wait.previous else current)[wait.name]
+        for wait in _waits(entry)
+        if not wait.previous or wait.name in previous
+    ]
+    return tuple(Dependency(operation=number) for number in sorted(set(numbers)))
+
+
+def _to_operation(
+    entry: Entry, waits_for: tuple[Dependency, ...], description: Description, num_ctas: int | None
+) -> Operation:
+    match entry:
+        case Gemm():
+            return _gemm_kernel(entry, waits_for, num_ctas if num_ctas is not None else entry.num_ctas)
+        case OtherKernel():
+            return _other_kernel(entry, waits_for)
+        case CollectiveEntry():
+            return _collective(entry, waits_for, description.num_ranks)
+        case CopyEntry():
+            return Copy(
+                name=entry.name,
+                stream=entry.stream,
+                direction=entry.direction,
+                num_bytes=parse_bytes(entry.bytes, entry.name),
+                lone_us=entry.lone_us,
+                waits_for=waits_for,
+            )
+
+
+def _gemm_kernel(gemm: Gemm, waits_for: tuple[Dependency, ...], num_ctas: int | None) -> Kernel:
+    tile = gemm.tile_sizes
+    stated_bytes = parse_traffic(gemm.hbm_bytes, gemm.name)
+    modelled_bytes = matmul_hbm_bytes(gemm.m, gemm.n, gemm.k, gemm.dtype, tile)
+    return Kernel(
+        name=gemm.name,
+        stream=gemm.stream,
+        footprint=Footprint(
+            num_ctas=num_ctas if num_ctas is not None else tile_count(gemm.m, gemm.n, tile),
+            threads_per_cta=gemm.threads_per_cta,
+            registers_per_thread=gemm.registers_per_thread,
+            dynamic_shared_bytes=gemm.shared_bytes,
+            carveout_percent=gemm.carveout_percent,
+        ),
+        character="matmul",
+        lone_us=gemm.lone_us,
+        flops=matmul_flops(gemm.m, gemm.n, gemm.k),
+        hbm_bytes=modelled_bytes if stated_bytes is None else stated_bytes,
+        is_work_sharing=gemm.is_work_sharing,
+        cta_time_spread=gemm.cta_time_spread,
+        waits_for=waits_for,
+    )
+
+
+def _other_kernel(kernel: OtherKernel, waits_for: tuple[Dependency, ...]) -> Kernel:
+    return Kernel(
+        name=kernel.name,
+        stream=kernel.stream,
+        footprint=Footprint(
+            num_ctas=kernel.num_ctas,
+            threads_per_cta=kernel.threads_per_cta,
+            registers_per_thread=kernel.registers_per_thread,
+            dynamic_shared_bytes=kernel.shared_bytes_per_cta,
+            ctas_per_cluster=kernel.ctas_per_cluster,
+            carveout_percent=kernel.carveout_percent,
+        ),
+        character=kernel.character,
+        lone_us=kernel.lone_us,
+        flops=kernel.flops,
+        hbm_bytes=parse_traffic(kernel.hbm_bytes, kernel.name),
+        is_work_sharing=kernel.is_work_sharing,
+        cta_time_spread=kernel.cta_time_spread,
+        waits_for=waits_for,
+    )
+
+
+def _collective(entry: CollectiveEntry, waits_for: tuple[Dependency, ...], num_ranks: int) -> Collective:
+    group_size = num_ranks if entry.group_size is None else entry.group_size
+    if not 1 <= group_size <= num_ranks:
+        raise WorkloadError(f"group_size must be from 1 to {num_ranks} (num_ranks); found {group_size}.")
+    return Collective(
+        name=entry.name,
+        stream=entry.stream,
+        collective=entry.collective,
+        num_bytes=parse_bytes(entry.bytes, entry.name),
+        group_size=group_size,
+        library=entry.library,
+        transport=entry.transport,
+        footprint=None if entry.num_ctas is None else _nccl_footprint(entry, entry.num_ctas),
+        lone_us=entry.lone_us,
+        waits_for=waits_for,
+    )
+
+
+def _nccl_footprint(entry: CollectiveEntry, num_ctas: int) -> Footprint:
+    """The file's figures, filled up with NCCL's. NCCL drops the cluster where its size does not divide the grid."""
+    usual_cluster = NCCL_CTAS_PER_CLUSTER if num_ctas % NCCL_CTAS_PER_CLUSTER == 0 else 1
+    is_usual = entry.shared_bytes_per_cta is None
+    return Footprint(
+        num_ctas=num_ctas,
+        threads_per_cta=NCCL_THREADS_PER_CTA if entry.threads_per_cta is None else entry.threads_per_cta,
+        registers_per_thread=NCCL_REGISTERS_PER_THREAD if entry.registers_per_thread is None else entry.registers_per_thread,
+        static_shared_bytes=NCCL_STATIC_SHARED_BYTES if is_usual else 0,
+        dynamic_shared_bytes=NCCL_DYNAMIC_SHARED_BYTES if entry.shared_bytes_per_cta is None else entry.shared_bytes_per_cta,
+        ctas_per_cluster=usual_cluster if entry.ctas_per_cluster is None else entry.ctas_per_cluster,
+    )
