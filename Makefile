@@ -42,7 +42,7 @@ $(BIN)/python:
 	@command -v $(PYTHON) >/dev/null || { echo "$(PYTHON) is not installed. Install it: apt-get install python3 python3-venv" >&2; exit 2; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python 3.11 or later is needed; $(PYTHON) is $$($(PYTHON) -V 2>&1). Install one and name it: make PYTHON=python3.12" >&2; exit 2; }
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { echo "$(PYTHON) cannot create virtual environments. Install the missing part: apt-get install python3-venv" >&2; exit 2; }
-	@$(PYTHON) -m venv $(VENV)
+	@$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); exit 2; }
 
 compiler:
 	@command -v $(CC) >/dev/null || { echo "No C compiler ($(CC)) was found. Install one: apt-get install gcc" >&2; exit 2; }

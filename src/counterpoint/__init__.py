@@ -1,0 +1,118 @@
+"""Counterpoint hides the communication of multi-GPU PyTorch jobs behind their computation.
+
+A step on a machine under a plan gives a timeline; metrics read timelines; a planner compares timelines to choose a plan; a
+report prints them. These are the public names, and nothing else is. The values are loaded at once; the parts that work on
+them when they are first asked for, so that `import counterpoint` stays fast.
+"""
+
+from importlib import import_module
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+from counterpoint.errors import (
+    CounterpointError,
+    MachineError,
+    OccupancyError,
+    PlanError,
+    StepError,
+    TraceError,
+    WorkloadError,
+)
+from counterpoint.executor import AbstractExecutor
+from counterpoint.machine import Gpu, Link, Machine, load_machine, machine_for_device, machine_names
+from counterpoint.metrics import Metrics, RankMetrics, ideal_us, interference, measure, sequential_us, share_of_ideal
+from counterpoint.plan import (
+    LEAVE_IT,
+    CommunicationCtas,
+    Directive,
+    HeadStart,
+    Match,
+    Plan,
+    Priority,
+    ResidencyCap,
+    Transport,
+    load_plan,
+    save_plan,
+)
+from counterpoint.step import Collective, Copy, Dependency, Footprint, Kernel, Operation, Step
+from counterpoint.timeline import Interval, Timeline
+
+if TYPE_CHECKING:
+    from counterpoint.planner import Tuning, tune
+    from counterpoint.sim import Simulator
+    from counterpoint.traces import TracedStep, read_trace
+    from counterpoint.workloads import load_workload, workload_names
+
+__all__ = [
+    "LEAVE_IT",
+    "AbstractExecutor",
+    "Collective",
+    "CommunicationCtas",
+    "Copy",
+    "CounterpointError",
+    "Dependency",
+    "Directive",
+    "Footprint",
+    "Gpu",
+    "HeadStart",
+    "Interval",
+    "Kernel",
+    "Link",
+    "Machine",
+    "MachineError",
+    "Match",
+    "Metrics",
+    "OccupancyError",
+    "Operation",
+    "Plan",
+    "PlanError",
+    "Priority",
+    "RankMetrics",
+    "ResidencyCap",
+    "Simulator",
+    "Step",
+    "StepError",
+    "Timeline",
+    "TraceError",
+    "TracedStep",
+    "Transport",
+    "Tuning",
+    "WorkloadError",
+    "ideal_us",
+    "interference",
+    "load_machine",
+    "load_plan",
+    "load_workload",
+    "machine_for_device",
+    "machine_names",
+    "measure",
+    "read_trace",
+    "save_plan",
+    "sequential_us",
+    "share_of_ideal",
+    "tune",
+    "workload_names",
+]
+
+_LAZY = MappingProxyType(
+    {
+        "Simulator": "counterpoint.sim",
+        "TracedStep": "counterpoint.traces",
+        "Tuning": "counterpoint.planner",
+        "load_workload": "counterpoint.workloads",
+        "read_trace": "counterpoint.traces",
+        "tune": "counterpoint.planner",
+        "workload_names": "counterpoint.workloads",
+    }
+)
+
+
+def __getattr__(name: str) -> object:
+    """Load the part that a lazy public name lives in (PEP 562)."""
+    if name not in _LAZY:
+        raise AttributeError(f"module 'counterpoint' has no attribute '{name}'")
+    return getattr(import_module(_LAZY[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

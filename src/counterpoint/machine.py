@@ -14,7 +14,7 @@ from counterpoint.errors import MachineError
 from counterpoint.value import Value, read_toml, require
 
 MAX_ABSURD_FACTOR = 1e18
-# Figures a GPU of this century may have; anything outside is a slip of the pen (a size in GiB, a clock in GHz, a rate in GB/s).
+# Anything outside is a slip of the pen: a size in GiB, a clock in GHz, a rate in GB/s.
 PLAUSIBLE_RANGES: tuple[tuple[str, float, float], ...] = (
     ("num_sms", 1, 4096),
     ("clock_mhz", 100, 10_000),
@@ -113,9 +113,7 @@ def _check_sm(gpu: Gpu) -> None:
         ("max_threads_per_cta", "warp_size"),
     ):
         number, unit = getattr(gpu, name), getattr(gpu, unit_name)
-        require(
-            number % unit == 0, MachineError, f"gpu.{name} must be a multiple of {unit_name} = {unit}; found {number}."
-        )
+        require(number % unit == 0, MachineError, f"gpu.{name} must be a multiple of {unit_name} = {unit}; found {number}.")
     most_threads = gpu.max_warps_per_sm * gpu.warp_size
     require(
         gpu.max_threads_per_cta <= most_threads,

@@ -2,9 +2,9 @@
 
 It knows nothing of time, of which CTA goes next, or of where a cluster finds its SMs. Rules and where they are from:
 
-- Limits of one kernel: the CUDA occupancy rules (CUDA 13.0); `tests/data/occupancy_vectors.csv` holds 6,000 answers of NVIDIA's.
+- Limits of one kernel: the occupancy rules of CUDA 13.0 (`tests/data/occupancy_vectors.csv`: 6,000 reference answers).
 - Sub-partitions: each warp goes to the sub-partition with the fewest warps, ties to the lowest number, and a CTA whose next
-  warp finds too few registers there does not start, whatever is free elsewhere. Measured on H200 for 306 pairs of
+  warp finds too few registers there does not start, whatever is free elsewhere. Measured on H200 for 301 pairs of
   kernels (`tests/data/beside_h200.csv`); taken to hold on other GPUs.
 - Shared memory is taken from the SM's present carveout, which is fixed while anything is resident
   (`tests/data/coresidency_h200.csv`: a collective waits beside free bytes until the carveout is raised).
@@ -85,7 +85,7 @@ def residency(gpu: Gpu, footprint: Footprint) -> Residency:
     missing = _missing_for_one(gpu, footprint)
     if missing is not None:
         return Residency(ctas_per_sm=0, limiter=missing, shared_bytes_per_cta=allocated, carveout_bytes=offered)
-    ctas_per_sm, limiter = min(_rooms(gpu, _load(gpu, ()), offered, footprint), key=_first)
+    ctas_per_sm, limiter = min(_rooms(gpu, _load(gpu, ()), offered, footprint))
     if footprint.carveout_percent == -1:
         offered = _step_for(gpu, max(1, ctas_per_sm) * allocated)
     return Residency(ctas_per_sm=ctas_per_sm, limiter=limiter, shared_bytes_per_cta=allocated, carveout_bytes=offered)
@@ -105,7 +105,7 @@ def room_for(gpu: Gpu, residents: Residents, carveout_bytes: int, footprint: Foo
         )
     if _missing_for_one(gpu, footprint) is not None:
         return 0
-    return max(0, min(_rooms(gpu, _load(gpu, residents), carveout_bytes, footprint), key=_first)[0])
+    return max(0, min(_rooms(gpu, _load(gpu, residents), carveout_bytes, footprint))[0])
 
 
 def max_dynamic_shared_bytes_for(gpu: Gpu, footprint: Footprint, ctas_per_sm: int) -> int:
@@ -120,7 +120,8 @@ def max_dynamic_shared_bytes_for(gpu: Gpu, footprint: Footprint, ctas_per_sm: in
         present.ctas_per_sm >= ctas_per_sm,
         OccupancyError,
         f"{ctas_per_sm} CTAs per SM cannot be reached: without dynamic shared memory {present.ctas_per_sm} live on an SM, "
-        f"limited by {present.limiter}. Ask for {present.ctas_per_sm} or fewer.",
+        f"limited by {present.limiter}. "
+        + (f"Ask for {present.ctas_per_sm} or fewer." if present.ctas_per_sm else "Check the kernel's footprint."),
     )
     unit = gpu.shared_allocation_unit_bytes
     shares = [(step, step // ctas_per_sm // unit * unit) for step in gpu.carveout_steps_bytes]
@@ -145,7 +146,9 @@ def cap_shared_bytes(gpu: Gpu, footprint: Footprint, ctas_per_sm: int) -> int:
         + (f"Ask for {present.ctas_per_sm - 1} or fewer." if present.ctas_per_sm > 1 else "Leave this kernel uncapped."),
     )
     unit = gpu.shared_allocation_unit_bytes
-    allocated = present.shared_bytes_per_cta
+    # Up to an equal share of what is offered now, one CTA more than asked for still fits.
+    share = _offered_bytes(gpu, footprint.carveout_percent, present.shared_bytes_per_cta) // (ctas_per_sm + 1)
+    allocated = max(unit, present.shared_bytes_per_cta, _round_up(share - unit + 1, unit))
     while _offered_bytes(gpu, footprint.carveout_percent, allocated) // allocated > ctas_per_sm:
         allocated += unit
     needed = allocated - unit + 1 - gpu.reserved_shared_bytes_per_cta
@@ -178,7 +181,7 @@ def largest_residency_beside(gpu: Gpu, computation: Footprint, communication: Fo
             capped = _capped(gpu, replace(computation, carveout_percent=percent), ctas_per_sm)
             fit = residency(gpu, capped)
             rooms = _rooms(gpu, _load(gpu, ((capped, fit.ctas_per_sm),)), fit.carveout_bytes, communication)
-            room, lacking = min(rooms, key=_first)
+            room, lacking = min(rooms)
             if room >= 1:
                 is_raised = capped.dynamic_shared_bytes > computation.dynamic_shared_bytes
                 return Beside(
@@ -202,9 +205,10 @@ def _why_nothing_fits(gpu: Gpu, computation: Footprint, communication: Footprint
     single = _capped(gpu, replace(computation, carveout_percent=100), 1)
     held, needed = _load(gpu, ((single, 1),)), _load(gpu, ((communication, 1),))
     total_registers = gpu.registers_per_sub_partition * gpu.num_sub_partitions
+    has_only_one = residency(gpu, computation).ctas_per_sm == 1
     reasons: dict[Limiter, str] = {
-        "registers": f"fills the register file alone: it holds {sum(held.registers):,} of {total_registers:,} registers, and "
-        f"the other needs {sum(needed.registers):,}",
+        "registers": f"{'fills the register file alone: it ' if has_only_one else ''}holds {sum(held.registers):,} of "
+        f"{total_registers:,} registers, and the other needs {sum(needed.registers):,}",
         "shared_memory": f"holds {held.shared_bytes:,} of {gpu.shared_bytes_per_sm:,} bytes of shared memory, and the other "
         f"needs {needed.shared_bytes:,}",
         "warps": f"holds {held.warps} of {gpu.max_warps_per_sm} warps, and the other needs {needed.warps}",
@@ -212,8 +216,8 @@ def _why_nothing_fits(gpu: Gpu, computation: Footprint, communication: Footprint
         f"{needed.named_barriers}",
     }
     return (
-        f"One computation CTA ({computation.threads_per_cta} threads x {computation.registers_per_thread} registers) leaves no "
-        f"room for a communication CTA ({communication.threads_per_cta} x {communication.registers_per_thread}): it "
+        f"One computation CTA ({computation.threads_per_cta} threads x {computation.registers_per_thread} registers) leaves "
+        f"no room for a communication CTA ({communication.threads_per_cta} x {communication.registers_per_thread}): it "
         f"{reasons.get(lacking, 'takes the only CTA slot')}. No cap can help; try a head start or copy engines."
     )
 
@@ -255,12 +259,13 @@ def _rooms(gpu: Gpu, load: SmLoad, carveout_bytes: int, footprint: Footprint) ->
     warps = warps_per_cta(gpu, footprint)
     rooms: list[tuple[int, Limiter]] = [
         ((gpu.max_warps_per_sm - load.warps) // warps, "warps"),
-        ((carveout_bytes - load.shared_bytes) // shared_bytes_per_cta(gpu, footprint), "shared_memory"),
         (gpu.max_ctas_per_sm - load.ctas, "cta_slots"),
     ]
-    per_warp = registers_per_warp(gpu, footprint)
+    per_warp, shared = registers_per_warp(gpu, footprint), shared_bytes_per_cta(gpu, footprint)
     if per_warp:
-        rooms.insert(1, (_warps_until_full(gpu, load, per_warp) // warps, "registers"))
+        rooms.append((_warps_until_full(gpu, load, per_warp) // warps, "registers"))
+    if shared:
+        rooms.append(((carveout_bytes - load.shared_bytes) // shared, "shared_memory"))
     if footprint.named_barriers:
         rooms.append(((gpu.named_barriers_per_sm - load.named_barriers) // footprint.named_barriers, "named_barriers"))
     return rooms
@@ -269,7 +274,9 @@ def _rooms(gpu: Gpu, load: SmLoad, carveout_bytes: int, footprint: Footprint) ->
 def _warps_until_full(gpu: Gpu, load: SmLoad, per_warp: int) -> int:
     """How many more warps go round the sub-partitions before one finds too few registers."""
     number, size = gpu.num_sub_partitions, gpu.registers_per_sub_partition
-    turns = [(index - load.warps) % number + number * ((size - held) // per_warp) for index, held in enumerate(load.registers)]
+    turns = [
+        (index - load.warps) % number + number * ((size - held) // per_warp) for index, held in enumerate(load.registers)
+    ]
     return min(turns)
 
 
@@ -287,10 +294,6 @@ def _step_for(gpu: Gpu, num_bytes: int) -> int:
 
 def _check_count(ctas_per_sm: int) -> None:
     require(ctas_per_sm >= 1, OccupancyError, f"CTAs per SM must be at least 1; found {ctas_per_sm}. Ask for 1 or more.")
-
-
-def _first(pair: tuple[int, Limiter]) -> int:
-    return pair[0]
 
 
 def _round_up(number: int, unit: int) -> int:

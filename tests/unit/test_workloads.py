@@ -10,7 +10,7 @@ from counterpoint.errors import WorkloadError
 from counterpoint.step import Collective, Kernel, Step
 from counterpoint.workloads import load_workload, workload_names
 from counterpoint.workloads.description import parse_bytes
-from counterpoint.workloads.gemm import matmul_hbm_bytes
+from counterpoint.workloads.gemm import matmul_hbm_bytes, matmul_l2_bytes
 
 PAPER = [f"{load}_{collective}_{tile}" for load in ("cb", "mb") for collective in ("ar", "a2a") for tile in ("opt1", "opt2")]
 MIB = 1 << 20
@@ -122,6 +122,11 @@ def test_traffic_is_what_a_walk_over_groups_of_tile_rows_fetches(m: int, n: int,
 
 def test_a_matrix_that_stays_in_l2_is_read_once() -> None:
     assert matmul_hbm_bytes(131_072, 1024, 1024, "bf16", (64, 64, 32)) == 2 * (131_072 * 1024 * 2 + 1024 * 1024)
+
+
+def test_tiles_read_from_l2_what_each_loads_for_itself() -> None:
+    loads = [(64 + 64) * 32 * 2 for _ in range(8192 // 64) for _ in range(1024 // 64) for _ in range(512 // 32)]
+    assert matmul_l2_bytes(8192, 1024, 512, "bf16", (64, 64, 32)) == sum(loads)
 
 
 @pytest.mark.parametrize("sizes", list(itertools.product((1, 100, 8192), repeat=3)))

@@ -48,7 +48,10 @@ class Proposal(Value, frozen=True, kw_only=True):
 
 
 def propose(step: Step, machine: Machine, contention: Sequence[Contention]) -> Proposal:
-    """All single controls that could act on `step`, and refusals for the others."""
+    """All single controls that could act on `step`, and refusals for the others.
+
+    `contention` is empty for collectives that no longer run on SMs.
+    """
     candidates: list[Candidate] = []
     refusals: list[Refusal] = []
     for part in (
@@ -102,16 +105,50 @@ def _head_starts(contention: Sequence[Contention]) -> Proposal:
             f"head start {hold_us:g} us",
             Match(kind="computation", operations=racers),
             (HeadStart(hold_us=hold_us),),
-            f"{len(racers)} kernels become ready together with a collective and take the SMs first; "
-            f"holding them {hold_us:g} us lets the collective be placed first",
+            f"{len(racers)} of the kernels become ready together with a collective and take the SMs first; "
+            f"held for {hold_us:g} us, they let it be placed",
         )
         for hold_us in HOLDS_US
     )
 
 
 def _caps(step: Step, gpu: Gpu, contention: Sequence[Contention]) -> Proposal:
-    """Caps only on kernels that a collective waits for, at the largest residency that leaves it room, and at half of that."""
-    wanted: dict[str, tuple[Kernel, Footprint]] = {}
+    """Caps only on kernels that a collective waits for: at the residency that leaves it room, and at two thirds of that."""
+    blockers = _blockers(step, gpu, contention)
+    if not blockers:
+        return _refusal("residency_cap", "all kernels", "no collective waits for another kernel's CTAs to leave")
+    directives: dict[str, list[Directive]] = {"caps": [], "lower caps": []}
+    refusals: list[Refusal] = []
+    for kernel, communication in blockers:
+        usual = residency(gpu, kernel.footprint).ctas_per_sm
+        try:
+            beside = largest_residency_beside(gpu, kernel.footprint, communication)
+            most, percent = beside.ctas_per_sm, beside.carveout_percent
+            reason = "leave room for a communication CTA beside them"
+        except OccupancyError as problem:
+            if usual < 2:
+                refusals.append(Refusal(control="residency_cap", target=kernel.name, reason=str(problem)))
+                continue
+            most, percent = usual * 3 // 4, 100
+            reason = "empty an SM sooner; none leaves room for a communication CTA beside it"
+        for label, ctas_per_sm in (("caps", most), ("lower caps", most * 2 // 3)):
+            if 1 <= ctas_per_sm < usual or (ctas_per_sm == usual and percent != kernel.footprint.carveout_percent):
+                directives[label].append(
+                    _cap(gpu, kernel, ctas_per_sm, percent, f"{ctas_per_sm} instead of {usual} CTAs per SM {reason}")
+                )
+    return _proposal(
+        (
+            Candidate(family="residency_cap", label=label, directives=tuple(chosen))
+            for label, chosen in directives.items()
+            if chosen
+        ),
+        refusals,
+    )
+
+
+def _blockers(step: Step, gpu: Gpu, contention: Sequence[Contention]) -> list[tuple[Kernel, Footprint]]:
+    """Each kernel that a collective waits for, once per name, with that collective's footprint."""
+    found: dict[str, tuple[Kernel, Footprint]] = {}
     for entry in contention:
         collective = step.operations[entry.collective]
         assert isinstance(collective, Collective), "contention is listed for collectives"
@@ -119,42 +156,16 @@ def _caps(step: Step, gpu: Gpu, contention: Sequence[Contention]) -> Proposal:
         for number in entry.blockers:
             kernel = step.operations[number]
             assert isinstance(kernel, Kernel), "blockers are kernels"
-            wanted.setdefault(kernel.name, (kernel, footprint))
-    if not wanted:
-        return _refusal("residency_cap", "all kernels", "no collective waits for another kernel's CTAs to leave")
-    directives: list[Directive] = []
-    lower: list[Directive] = []
-    refusals: list[Refusal] = []
-    for name, (kernel, footprint) in wanted.items():
-        try:
-            directives.append(_cap_directive(gpu, kernel, footprint, 1))
-            lower.append(_cap_directive(gpu, kernel, footprint, 2))
-        except OccupancyError as problem:
-            refusals.append(Refusal(control="residency_cap", target=name, reason=str(problem)))
-    candidates = []
-    for label, chosen in (("caps", directives), ("lower caps", lower)):
-        if chosen and chosen != directives or label == "caps" and chosen:
-            candidates.append(Candidate(family="residency_cap", label=label, directives=tuple(chosen)))
-    return _proposal(candidates, refusals)
+            found.setdefault(kernel.name, (kernel, footprint))
+    return list(found.values())
 
 
-def _cap_directive(gpu: Gpu, kernel: Kernel, communication: Footprint, divisor: int) -> Directive:
-    """Cap `kernel` so that one CTA of `communication` fits beside it; raises `OccupancyError` where it cannot."""
-    beside = largest_residency_beside(gpu, kernel.footprint, communication)
-    usual = residency(gpu, kernel.footprint).ctas_per_sm
-    ctas_per_sm = max(1, beside.ctas_per_sm // divisor)
-    dynamic = (
-        kernel.footprint.dynamic_shared_bytes
-        if ctas_per_sm == usual
-        else cap_shared_bytes(gpu, kernel.footprint, ctas_per_sm)
-    )
-    return Directive(
-        match=Match(name=kernel.name, kind="computation"),
-        controls=(
-            ResidencyCap(ctas_per_sm=ctas_per_sm, dynamic_shared_bytes=dynamic, carveout_percent=beside.carveout_percent),
-        ),
-        reason=f"{ctas_per_sm} instead of {usual} CTAs per SM leave room for a communication CTA beside them",
-    )
+def _cap(gpu: Gpu, kernel: Kernel, ctas_per_sm: int, carveout_percent: int, reason: str) -> Directive:
+    footprint = kernel.footprint
+    is_raised = ctas_per_sm < residency(gpu, footprint).ctas_per_sm
+    dynamic = cap_shared_bytes(gpu, footprint, ctas_per_sm) if is_raised else footprint.dynamic_shared_bytes
+    cap = ResidencyCap(ctas_per_sm=ctas_per_sm, dynamic_shared_bytes=dynamic, carveout_percent=carveout_percent)
+    return Directive(match=Match(name=kernel.name, kind="computation"), controls=(cap,), reason=reason)
 
 
 def _communication_ctas(step: Step, gpu: Gpu, contention: Sequence[Contention]) -> Proposal:

@@ -6,6 +6,7 @@ a blocker that started only after the collective was ready won a race that a hea
 
 from collections.abc import Mapping
 
+from counterpoint.plan import LEAVE_IT, Plan, Transport
 from counterpoint.step import Collective, Kernel, Step
 from counterpoint.timeline import Interval, Timeline
 from counterpoint.value import Value
@@ -24,16 +25,24 @@ class Contention(Value, frozen=True, kw_only=True):
     companions: tuple[int, ...]
 
 
-def find_contention(step: Step, timeline: Timeline) -> tuple[Contention, ...]:
-    """One entry per collective on SMs, in the order of the step. `companions` are kernels that ran beside it."""
+def find_contention(step: Step, timeline: Timeline, plan: Plan = LEAVE_IT) -> tuple[Contention, ...]:
+    """One entry per collective that runs on SMs under `plan`, in the order of the step.
+
+    `timeline` is the step's under that plan; `companions` are the kernels that ran beside the collective.
+    """
     spans = {interval.operation: interval for interval in timeline.intervals if interval.rank == timeline.ranks()[0]}
     kernels = [(index, spans[index]) for index, operation in enumerate(step.operations) if isinstance(operation, Kernel)]
     kernels.sort(key=lambda entry: entry[1].start_us)
     found = []
     for index, operation in enumerate(step.operations):
-        if isinstance(operation, Collective) and operation.transport == "sm":
+        if isinstance(operation, Collective) and not _uses_copy_engine(index, operation, plan):
             found.append(_contention_of(step, index, spans, kernels))
     return tuple(found)
+
+
+def _uses_copy_engine(index: int, collective: Collective, plan: Plan) -> bool:
+    planned = [control.transport for control in plan.controls_for(index, collective) if isinstance(control, Transport)]
+    return [collective.transport, *planned][-1] == "copy_engine"
 
 
 def _contention_of(step: Step, index: int, spans: Mapping[int, Interval], kernels: list[tuple[int, Interval]]) -> Contention:

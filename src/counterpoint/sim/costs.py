@@ -94,9 +94,10 @@ class CostModel:
         l2 = constants.l2_bytes_per_cycle_per_sm.value * gpu.num_sms * gpu.clock_mhz * 1e6
         busy_us = US_PER_S * max((kernel.flops or 0.0) / peak, (kernel.l2_bytes or 0.0) / l2)
         memory_us = US_PER_S * (kernel.hbm_bytes or 0.0) / (hbm_achieved or self.hbm_bytes_per_s)
-        occupied = per_sm * gpu.num_sms
         sm_share = smooth_minimum(work.issue_reference, 1.0) if work.issue_reference else 1.0
-        return max(busy_us / sm_share, memory_us) * occupied / max(kernel.footprint.num_ctas, occupied)
+        resident = min(kernel.footprint.num_ctas, residency(gpu, kernel.footprint).ctas_per_sm * gpu.num_sms)
+        # busy_us needs every SM; a kernel of few CTAs leaves SMs empty, and each of its CTAs has that much more to do
+        return max(busy_us / sm_share * per_sm * gpu.num_sms, memory_us * resident) / kernel.footprint.num_ctas
 
     def _hbm_per_cta(self, kernel: Kernel, constants: CharacterConstants, num_ctas: int) -> float:
         """Bytes per second that one CTA can keep in flight."""

@@ -97,7 +97,8 @@ class Simulator(AbstractExecutor):
 def _effect(index: int, operation: Operation, plan: Plan, costs: CostModel) -> Effect:
     """Fold the plan's controls for one operation into what it will be launched with."""
     footprint = None if isinstance(operation, Copy) else costs.footprint(operation)
-    effect = Effect(footprint=footprint)
+    is_moved = isinstance(operation, Collective) and operation.transport == "copy_engine"
+    effect = Effect(footprint=footprint, uses_copy_engine=is_moved)
     for control in plan.controls_for(index, operation):
         where = f"operation {index} ('{operation.name[:60]}')"
         match control:

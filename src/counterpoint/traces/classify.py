@@ -5,7 +5,7 @@ carries the source of its pattern.
 """
 
 import re
-from functools import cache
+from functools import cache, lru_cache
 from importlib import resources
 
 from counterpoint.errors import TraceError
@@ -64,7 +64,7 @@ def load_rules() -> RuleTable:
         return read_toml(file, RuleTable, TraceError)
 
 
-@cache
+@lru_cache(maxsize=4096)
 def classify_kernel(name: str) -> Rule:
     """The first rule whose pattern is found in `name`; a rule of character "other" if none is."""
     for rule in load_rules().rule:

@@ -13,7 +13,7 @@ from collections import Counter
 
 from counterpoint.step import DependencyOrigin
 from counterpoint.traces.activity import KinetoTrace, SyncArguments
-from counterpoint.traces.host_order import HostOrder, index_host, records_of_waits
+from counterpoint.traces.host_order import FARTHEST_LOOK, HostOrder, index_host, records_of_waits
 from counterpoint.value import Value
 
 TIME_TOLERANCE_US = 0.5
@@ -86,7 +86,7 @@ def _judge(host: HostOrder, consumer: int, producer: int) -> int | None:
     """The producer if it had ended when the consumer started, else the latest earlier one of its stream that had."""
     latest_us = host.operations[consumer].start_us + TIME_TOLERANCE_US
     stream = host.operations[producer].stream
-    for candidate in range(producer, -1, -1):
+    for candidate in range(producer, max(-1, producer - FARTHEST_LOOK), -1):
         operation = host.operations[candidate]
         if operation.stream == stream and operation.end_us <= latest_us:
             return candidate
@@ -110,10 +110,11 @@ def _edges_from_times(host: HostOrder) -> tuple[Edge, ...]:
             if host.is_communication[index]:
                 pending.append(index)
             continue
-        holder = None if before is None else _holder(host, index, before, pending)
-        if holder is not None:
-            edges.append(Edge(consumer=index, producer=holder, origin="inferred"))
-            pending = [other for other in pending if host.operations[other].end_us > host.operations[holder].end_us]
+        if before is not None:
+            pending = [other for other in pending if host.operations[other].end_us > host.operations[before].end_us]
+            holder = _holder(host, index, before, pending)
+            if holder is not None:
+                edges.append(Edge(consumer=index, producer=holder, origin="inferred"))
         before = index
     return tuple(edges)
 

@@ -153,11 +153,17 @@ def _like(operation: GpuOperation, untouched: list[dict[Signature, list[float]]]
 
 
 def _collective_times(trace: KinetoTrace, steps: TracedSteps) -> dict[tuple[object, ...], list[float]]:
-    """Traced times of communication by signature, without the first profiled step where there are others."""
-    counted = steps.steps[1:] if len(steps.steps) > 1 else steps.steps
+    """Traced times of communication by signature, without the first profiled step where others have the like."""
     times: dict[tuple[object, ...], list[float]] = {}
-    for index in (*(i for step in counted for i in step), *steps.steady_operations):
+    for step in steps.steps[1:]:
+        _add_collectives(trace, step, times)
+    first: dict[tuple[object, ...], list[float]] = {}
+    _add_collectives(trace, steps.steps[0], first)
+    return first | times
+
+
+def _add_collectives(trace: KinetoTrace, step: tuple[int, ...], times: dict[tuple[object, ...], list[float]]) -> None:
+    for index in step:
         operation = trace.operations[index]
         if is_communication(operation.category, operation.name):
             times.setdefault(collective_signature(operation), []).append(operation.duration_us)
-    return times

@@ -52,6 +52,11 @@ def matmul_hbm_bytes(m: int, n: int, k: int, dtype: ElementType, tile: Tile) -> 
     return float(m * k * _ELEMENT_BYTES[dtype] + reads_of_b * b_bytes + m * n * _OUTPUT_BYTES[dtype])
 
 
+def matmul_l2_bytes(m: int, n: int, k: int, dtype: ElementType, tile: Tile) -> float:
+    """Bytes that the CTAs read from L2: each tile loads its rows of A and its columns of B, and shares them with none."""
+    return float(tile_count(m, n, tile) * (tile[0] + tile[1]) * k * _ELEMENT_BYTES[dtype])
+
+
 def stage_bytes(dtype: ElementType, tile: Tile) -> int:
     """Shared memory of one pipeline stage: a `tm x tk` piece of A and a `tk x tn` piece of B."""
     return (tile[0] * tile[2] + tile[2] * tile[1]) * _ELEMENT_BYTES[dtype]

@@ -22,7 +22,7 @@ from counterpoint.workloads.description import (
     parse_bytes,
     parse_traffic,
 )
-from counterpoint.workloads.gemm import matmul_flops, matmul_hbm_bytes, tile_count
+from counterpoint.workloads.gemm import matmul_flops, matmul_hbm_bytes, matmul_l2_bytes, tile_count
 
 # NCCL 2.28.9, ring kernel on compute capability 9.0, measured on H200s.
 NCCL_THREADS_PER_CTA = 544
@@ -185,6 +185,7 @@ def _gemm_kernel(gemm: Gemm, waits_for: tuple[Dependency, ...], num_ctas: int | 
         lone_us=gemm.lone_us,
         flops=matmul_flops(gemm.m, gemm.n, gemm.k),
         hbm_bytes=modelled_bytes if stated_bytes is None else stated_bytes,
+        l2_bytes=matmul_l2_bytes(gemm.m, gemm.n, gemm.k, gemm.dtype, tile),
         is_work_sharing=gemm.is_work_sharing,
         cta_time_spread=gemm.cta_time_spread,
         waits_for=waits_for,

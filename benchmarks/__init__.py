@@ -1,0 +1,1 @@
+"""Benchmarks: each module prints a table and, with --write, stores it with its conditions under benchmarks/results/."""

@@ -1,0 +1,59 @@
+"""How long the parts that a user waits for take: one candidate, `tune`, the import and `--help`."""
+
+import argparse
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from benchmarks.conditions import ROOT, store
+from counterpoint.job import load_job
+from counterpoint.plan import LEAVE_IT
+from counterpoint.sim import Simulator
+
+REPETITIONS = 7
+COMMAND = str(Path(sys.executable).parent / "counterpoint")
+
+
+def seconds(action: Callable[[], object], repetitions: int = REPETITIONS) -> float:
+    """Median wall time of `action`, after one call that is not counted."""
+    action()
+    times = []
+    for _ in range(repetitions):
+        start = time.perf_counter()
+        action()
+        times.append(time.perf_counter() - start)
+    return statistics.median(times)
+
+
+def _run(*command: str) -> Callable[[], object]:
+    return lambda: subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--write", action="store_true", help="store the result under benchmarks/results/")
+    trace = str(ROOT / "examples" / "traces" / "ddp.rank0.json.gz")
+    job = load_job(trace)
+    simulator = Simulator()
+    interpreter_s = seconds(_run(sys.executable, "-c", "pass"))
+    asked_and_found = {
+        "one candidate of the ddp step": (0.3, seconds(lambda: simulator.run(job.step, job.machine, LEAVE_IT))),
+        "counterpoint tune on the ddp trace": (20.0, seconds(_run(COMMAND, "tune", trace), 3)),
+        "import counterpoint (interpreter's own start subtracted)": (
+            0.1,
+            seconds(_run(sys.executable, "-c", "import counterpoint")) - interpreter_s,
+        ),
+        "counterpoint --help": (0.3, seconds(_run(COMMAND, "--help"))),
+    }
+    for name, (asked, found) in asked_and_found.items():
+        print(f"{name:58} {found:7.3f} s   asked: {asked:g} s")
+    if parser.parse_args().write:
+        result = {name: {"seconds": round(found, 4), "asked": asked} for name, (asked, found) in asked_and_found.items()}
+        print(f"written to {store('speed', result)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,98 @@
+"""The public names: frozen here so that a change of them is a decision, all of them there, and quick to import."""
+
+import subprocess
+import sys
+
+import pytest
+
+import counterpoint
+
+PUBLIC = [
+    "AbstractExecutor",
+    "Collective",
+    "CommunicationCtas",
+    "Copy",
+    "CounterpointError",
+    "Dependency",
+    "Directive",
+    "Footprint",
+    "Gpu",
+    "HeadStart",
+    "Interval",
+    "Kernel",
+    "LEAVE_IT",
+    "Link",
+    "Machine",
+    "MachineError",
+    "Match",
+    "Metrics",
+    "OccupancyError",
+    "Operation",
+    "Plan",
+    "PlanError",
+    "Priority",
+    "RankMetrics",
+    "ResidencyCap",
+    "Simulator",
+    "Step",
+    "StepError",
+    "Timeline",
+    "TraceError",
+    "TracedStep",
+    "Transport",
+    "Tuning",
+    "WorkloadError",
+    "ideal_us",
+    "interference",
+    "load_machine",
+    "load_plan",
+    "load_workload",
+    "machine_for_device",
+    "machine_names",
+    "measure",
+    "read_trace",
+    "save_plan",
+    "sequential_us",
+    "share_of_ideal",
+    "tune",
+    "workload_names",
+]
+
+TIME_THE_IMPORT = """
+import sys, time
+start = time.perf_counter()
+import counterpoint
+print(time.perf_counter() - start)
+print(*sorted({name.split(".")[0] for name in sys.modules}))
+"""
+MAX_IMPORT_S = 0.1
+
+
+def import_in_a_new_process() -> tuple[float, set[str]]:
+    output = subprocess.run(
+        [sys.executable, "-c", TIME_THE_IMPORT], capture_output=True, text=True, check=True, timeout=60
+    ).stdout.splitlines()
+    return float(output[0]), set(output[1].split())
+
+
+def test_the_public_names_are_these() -> None:
+    assert sorted(counterpoint.__all__) == sorted(PUBLIC)
+    assert dir(counterpoint) == sorted(PUBLIC)
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_each_public_name_is_there_and_comes_from_this_package(name: str) -> None:
+    assert getattr(counterpoint, name) is not None
+    module = getattr(getattr(counterpoint, name), "__module__", "counterpoint")
+    assert module.startswith(("counterpoint", "types"))
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = counterpoint.nothing
+
+
+def test_the_import_is_quick_and_loads_neither_numpy_nor_a_device_library() -> None:
+    seconds, modules = min(import_in_a_new_process() for _ in range(5))
+    assert seconds < MAX_IMPORT_S
+    assert not modules & {"numpy", "torch", "cuda", "cupy", "triton", "rich", "typer"}
