@@ -82,7 +82,13 @@ def coresidency_runs() -> list[Comparison]:
         one_thread = Footprint(num_ctas=1, threads_per_cta=1, registers_per_thread=10)
         short = Kernel(name="one thread", stream=2, footprint=one_thread, cta_us=80.0, issued_us=30.0)
         collective = Collective(
-            name="all-reduce", stream=2, collective="all_reduce", num_bytes=64 * MIB, group_size=2, footprint=NCCL, lone_us=272.0
+            name="all-reduce",
+            stream=2,
+            collective="all_reduce",
+            num_bytes=64 * MIB,
+            group_size=2,
+            footprint=NCCL,
+            lone_us=272.0,
         )
         step = Step(name="co-residency", num_ranks=2, operations=(kernel, short, collective))
         priority = Priority(priority=-5 if row["stream_priority"] == "greatest" else 0)

@@ -159,7 +159,7 @@ def _check_writable(path: Path | None) -> None:
 
 def _write_timelines(path: Path | None, timelines: dict[str, "Timeline"]) -> None:
     if path is not None:
-        from counterpoint.traces import write_chrome_trace  # noqa: PLC0415
+        from counterpoint.traces.chrome import write_chrome_trace  # noqa: PLC0415
 
         write_chrome_trace(path, timelines)
 
@@ -183,7 +183,8 @@ def _print_tuning(job: "Job", tuning: "Tuning", is_json: bool) -> None:
     text.print_metrics(console, found.step)
     text.print_trials(console, tuning.trials)
     text.print_plan(console, tuning.plan)
-    text.print_lanes(console, [("before", tuning.baseline), ("after", tuning.planned)])
+    timelines = [("before", tuning.baseline), ("after", tuning.planned)]
+    text.print_lanes(console, timelines if tuning.plan.directives else [("as it is", tuning.baseline)])
 
 
 def _print_simulation(job: "Job", simulated: "Timeline", is_json: bool) -> None:

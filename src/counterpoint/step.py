@@ -70,9 +70,10 @@ class Kernel(Value, frozen=True, kw_only=True, tag_field="type", tag="kernel"):
     """A computation kernel.
 
     Either `lone_us` (its time alone, uncapped, on the machine of the step) or `flops`, `hbm_bytes` and `l2_bytes` (what its
-    CTAs read from L2) say how much work it is, or `cta_us` says how long one CTA lasts (the shortest, where they differ). `is_work_sharing`: its CTAs take tiles from a shared counter, so those that find no SM cost nothing but their
-    share of the machine. `cta_time_spread`: CTAs last between 1 and 1 + spread times the shortest, by index.
-    `issued_us`: when the host issued it, from the start of the step, where that can delay it.
+    CTAs read from L2) say how much work it is, or `cta_us` says how long one CTA lasts (the shortest, where they differ).
+    `is_work_sharing`: its CTAs take tiles from a shared counter, so those that find no SM cost nothing but their share of
+    the machine. `cta_time_spread`: CTAs last between 1 and 1 + spread times the shortest, by index. `issued_us`: when the
+    host issued it, from the start of the step, where that can delay it.
     """
 
     name: str
@@ -183,7 +184,7 @@ def _check_operation(index: int, operation: Operation) -> None:
         require(
             any(known is not None for known in (operation.lone_us, operation.cta_us, operation.flops, operation.hbm_bytes)),
             StepError,
-            f"{where} says neither how long it takes alone nor how much work it is; give lone_us, cta_us, flops or hbm_bytes.",
+            f"{where} says neither how long it takes nor how much work it is; give lone_us, cta_us, flops or hbm_bytes.",
         )
         require(
             0 <= operation.cta_time_spread <= 10,

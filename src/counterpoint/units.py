@@ -37,7 +37,7 @@ def format_bytes(num_bytes: float) -> str:
 
 def format_rate(bytes_per_s: float) -> str:
     """Print a bandwidth in decimal units, as vendors and nccl-tests do."""
-    return f"{bytes_per_s / 1e9:,.4g} GB/s"
+    return f"{bytes_per_s / 1e12:.4g} TB/s" if bytes_per_s >= 999.95e9 else f"{bytes_per_s / 1e9:.4g} GB/s"
 
 
 def format_percent(fraction: float) -> str:

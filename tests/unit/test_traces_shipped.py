@@ -2,6 +2,7 @@
 
 import gzip
 import json
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -201,3 +202,25 @@ def test_the_trace_says_what_it_was_recorded_on() -> None:
 
 def test_the_same_file_gives_the_same_step() -> None:
     assert read_trace(FOLDER / "moe.rank0.json.gz") == traced("moe.rank0")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_without_annotations_the_same_steps_are_found_by_repetition(name: str, tmp_path: Path) -> None:
+    result = read_trace(without(name, tmp_path, lambda event: str(event["name"]).startswith("ProfilerStep#")))
+    assert result.step_makespans_us == pytest.approx(traced(name).step_makespans_us)
+    assert result.step.fingerprint() == traced(name).step.fingerprint()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_without_stream_waits_times_alone_still_reproduce_the_makespan(name: str, tmp_path: Path) -> None:
+    result = read_trace(without(name, tmp_path, lambda event: event.get("cat") == "cuda_sync"))
+    assert replay_us(result) == pytest.approx(makespan_us(result), rel=0.03)
+
+
+def without(name: str, folder: Path, is_left_out: Callable[[dict[str, Any]], bool]) -> Path:
+    """A shipped trace without some of its events, written anew."""
+    document = json.loads(gzip.decompress((FOLDER / f"{name}.json.gz").read_bytes()))
+    document["traceEvents"] = [event for event in document["traceEvents"] if not is_left_out(event)]
+    path = folder / f"{name}.json"
+    path.write_text(json.dumps(document))
+    return path

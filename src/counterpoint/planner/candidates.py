@@ -105,8 +105,7 @@ def _head_starts(contention: Sequence[Contention]) -> Proposal:
             f"head start {hold_us:g} us",
             Match(kind="computation", operations=racers),
             (HeadStart(hold_us=hold_us),),
-            f"{len(racers)} of the kernels become ready together with a collective and take the SMs first; "
-            f"held for {hold_us:g} us, they let it be placed",
+            "ready together with a collective, it takes the SMs first; held back that long, it lets the collective in",
         )
         for hold_us in HOLDS_US
     )
@@ -222,7 +221,7 @@ def _transports(step: Step) -> Proposal:
             refusals[operation.collective] = Refusal(control="transport", target=operation.collective, reason=reason)
     if not able:
         return _proposal(refusals=refusals.values())
-    reason = f"{len(able)} collectives only move data; copy engines do that without taking SMs"
+    reason = "they only move data, and copy engines do that without taking SMs"
     match = Match(kind="communication", operations=tuple(able))
     candidate = _one("transport", "copy engines", match, (Transport(transport="copy_engine"),), reason)
     return _proposal([candidate], refusals.values())

@@ -168,6 +168,6 @@ def _refusals(proposal: Proposal, trials: Sequence[Trial], chosen: Trial) -> tup
         change = best.makespan_us / trials[0].makespan_us - 1
         verb = "lengthens" if change > NEGLIGIBLE else "shortens" if change < -NEGLIGIBLE else "does not change"
         by = f" by {format_percent(abs(change))}" if abs(change) > NEGLIGIBLE else ""
-        beside = " and adds too little to the plan" if chosen.directives else ""
+        beside = " and adds too little to the plan" if chosen.directives and change < -NEGLIGIBLE else ""
         refusals.append(Refusal(control=family, target=best.label, reason=f"alone it {verb} the step{by}{beside}"))
     return tuple(refusals)

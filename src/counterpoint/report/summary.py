@@ -40,7 +40,7 @@ def summarize_tuning(job: Job, tuning: Tuning) -> Summary:
     """The figures of `tune`."""
     rows, error = _step_rows(job, tuning.baseline, "as replayed" if job.traced else "as it is")
     if tuning.plan.directives:
-        rows = (*rows, _simulated_row(job, "with the plan", tuning.planned))
+        rows = (*rows[:-1], _simulated_row(job, "with the plan", tuning.planned), rows[-1])
     return _summary(job, rows, error, plan=tuning.plan, trials=tuning.trials)
 
 
@@ -69,10 +69,8 @@ def _summary(
 def _step_rows(job: Job, simulated: Timeline, name: str) -> tuple[tuple[Row, ...], float | None]:
     """Sequential, as traced, as simulated and ideal, in this order."""
     lone_us = Simulator().lone_times_us(job.step, job.machine)
-    sequential = Row(name="sequential", makespan_us=sequential_us(job.step, lone_us), remark="sum of all lone times")
-    ideal = Row(
-        name="ideal", makespan_us=ideal_us(job.step, lone_us), remark="longest of computation, communication, critical path"
-    )
+    sequential = Row(name="sequential", makespan_us=sequential_us(job.step, lone_us), remark="sum of lone times")
+    ideal = Row(name="ideal", makespan_us=ideal_us(job.step, lone_us), remark="busiest resource or critical path")
     replayed = _simulated_row(job, name, simulated)
     if job.traced is None:
         return (sequential, replayed, ideal), None
@@ -82,7 +80,7 @@ def _step_rows(job: Job, simulated: Timeline, name: str) -> tuple[tuple[Row, ...
         name=name,
         makespan_us=replayed.makespan_us,
         metrics=replayed.metrics,
-        remark=f"replay error {100 * error:+.1f} %; {replayed.remark}",
+        remark=f"replay error {100 * error:+.1f} %",
     )
     remark = f"measured, {job.traced.num_steps} profiled steps"
     return (
@@ -97,5 +95,5 @@ def _simulated_row(job: Job, name: str, simulated: Timeline) -> Row:
     lone_us = Simulator().lone_times_us(job.step, job.machine)
     metrics = measure(simulated)
     share = share_of_ideal(sequential_us(job.step, lone_us), metrics.makespan_us, ideal_us(job.step, lone_us))
-    remark = "" if share is None else f"{format_percent(share)} of the ideal's gain"
+    remark = "" if share is None else f"{format_percent(share)} of the possible gain"
     return Row(name=name, makespan_us=metrics.makespan_us, metrics=metrics, remark=remark)

@@ -4,7 +4,6 @@ from collections.abc import Iterable, Sequence
 
 from rich import box
 from rich.console import Console
-from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
@@ -12,6 +11,7 @@ from counterpoint.machine import Machine
 from counterpoint.plan import (
     CommunicationCtas,
     Control,
+    Directive,
     HeadStart,
     Plan,
     Priority,
@@ -27,6 +27,10 @@ from counterpoint.units import format_bytes, format_percent, format_rate, format
 
 SHOWN_TRIALS = 12
 NAME_WIDTH = 60
+LABEL_WIDTH = 15
+VISIBLE = 0.0005
+HALF = 0.5
+HIDDEN_BY, HIDDEN, EXPOSED = "blue", "green", "red"
 
 
 def _table(*headers: str) -> Table:
@@ -37,79 +41,94 @@ def _table(*headers: str) -> Table:
 
 
 def print_step(console: Console, step: Step, machine: Machine, notes: Iterable[str] = ()) -> None:
-    """One line of what the step holds, one of where it runs, then the notes."""
+    """What the step holds, where it runs, and what the user should know of how it was read."""
     collectives = [operation for operation in step.operations if isinstance(operation, Collective)]
     copies = sum(isinstance(operation, Copy) for operation in step.operations)
     kernels = len(step.operations) - len(collectives) - copies
     moved = format_bytes(sum(collective.num_bytes for collective in collectives))
-    console.print(
-        f"[bold]{step.name}[/bold]: {kernels} kernels, {len(collectives)} collectives of {moved} in all, {copies} copies, "
-        f"{step.num_ranks} ranks",
-        highlight=False,
-    )
-    console.print(f"on {machine.title}, {machine.num_gpus} GPUs per node", highlight=False)
-    for note in notes:
-        console.print(Padding(Text(f"- {note}", style="dim"), (0, 0, 0, 2)))
+    parts = [_count(kernels, "kernel"), f"{_count(len(collectives), 'collective')} of {moved} in all"]
+    if copies:
+        parts.append(_count(copies, "copy or fill", "copies and fills"))
+    console.print(Text.assemble((step.name, "bold"), f": {', '.join(parts)}; {_count(step.num_ranks, 'rank')}"))
+    console.print(Text(f"on {machine.title}"))
+    console.print(_bullets(Text(note, style="dim") for note in notes))
 
 
 def print_metrics(console: Console, rows: Sequence[Row]) -> None:
     """A table of what the step takes, sequential to ideal."""
-    table = _table("step", "makespan", "exposed comm.", "overlap ratio", "")
+    table = _table("step", "makespan", "exposed", "overlap", "")
     table.columns[-1].justify = "left"
     for row in rows:
         exposed = format_us(row.metrics.exposed_us) if row.metrics else ""
         ratio = format_percent(row.metrics.overlap_ratio) if row.metrics and row.metrics.overlap_ratio is not None else ""
         table.add_row(row.name, format_us(row.makespan_us), exposed, ratio, Text(row.remark, style="dim"))
     console.print(table)
+    console.print()
 
 
 def print_trials(console: Console, trials: Sequence[Trial]) -> None:
-    """The candidates that mattered: the baseline, every single control, and the best combinations."""
+    """The candidates that mattered: the baseline, then the shortest of the others."""
     baseline = trials[0]
-    singles = [trial for trial in trials[1:] if len(trial.families) == 1]
-    combined = [trial for trial in trials if len(trial.families) > 1]
     best: dict[str, Trial] = {}
-    for trial in sorted(singles + combined, key=lambda entry: entry.makespan_us):
+    for trial in sorted(trials[1:], key=lambda entry: (entry.makespan_us, len(entry.families))):
         best.setdefault(trial.label, trial)
-    table = _table("candidate (simulated)", "makespan", "change", "exposed comm.")
+    table = _table("candidate (simulated)", "makespan", "change", "exposed")
     for trial in [baseline, *list(best.values())[:SHOWN_TRIALS]]:
         change = trial.makespan_us / baseline.makespan_us - 1
-        style = "green" if change < -0.0005 else "red" if change > 0.0005 else ""
+        style = "green" if change < -VISIBLE else "red" if change > VISIBLE else ""
         shown = Text("" if trial is baseline else f"{100 * change:+.1f} %", style=style)
         table.add_row(trial.label, format_us(trial.makespan_us), shown, format_us(trial.exposed_us))
     console.print(table)
     if len(best) > SHOWN_TRIALS:
-        console.print(f"[dim]and {len(best) - SHOWN_TRIALS} slower ones[/dim]", highlight=False)
+        console.print(Text(f"and {len(best) - SHOWN_TRIALS} slower", style="dim"))
+    console.print()
 
 
 def print_plan(console: Console, plan: Plan) -> None:
-    """The verdict, each control with its reason, what is expected, and what was refused."""
+    """The verdict, each control with its reason, and what was refused."""
     style = "bold green" if plan.verdict == "GAIN" else "bold yellow"
-    console.print(Text.assemble((plan.verdict, style), " ", plan.summary))
-    for directive in plan.directives:
-        controls = ", ".join(describe_control(control) for control in directive.controls)
-        target = directive.match.name if directive.match.name != "*" else f"{directive.match.kind or 'all'} operations"
-        if directive.match.operations is not None:
-            target += f" ({len(directive.match.operations)} of them)"
-        line = Text.assemble("  ", (controls, "bold"), " on ", (_shorten(target), "cyan"), f": {directive.reason}")
-        console.print(line)
-    for refusal in plan.refusals:
-        console.print(
-            Text.assemble(
-                ("  refused ", "dim"), (refusal.control, "dim bold"), (" on ", "dim"), (_shorten(refusal.target), "dim")
-            ),
-            Text(f": {refusal.reason}", style="dim"),
-            sep="",
+    console.print(Text.assemble((plan.verdict, style), "  ", plan.summary))
+    console.print(_bullets(_describe_directive(directive) for directive in plan.directives))
+    if plan.refusals:
+        console.print(Text("left out", style="bold"))
+    console.print(
+        _bullets(
+            Text.assemble((refusal.control, "bold"), f" on {_shorten(refusal.target)}: {refusal.reason}", style="dim")
+            for refusal in plan.refusals
         )
+    )
     if plan.expectation is not None and plan.expectation.origin == "simulated":
-        console.print("[dim]Simulated, not measured: no GPU was used.[/dim]", highlight=False)
+        console.print(Text("Simulated, not measured: no GPU was used.", style="dim"))
+    console.print()
+
+
+def _bullets(lines: Iterable[Text]) -> Table:
+    grid = Table.grid(padding=(0, 1, 0, 0))
+    for line in lines:
+        grid.add_row(" -", line)
+    return grid
+
+
+def _count(number: int, singular: str, plural: str = "") -> str:
+    return f"{number} {singular if number == 1 else plural or singular + 's'}"
+
+
+def _describe_directive(directive: Directive) -> Text:
+    controls = ", ".join(describe_control(control) for control in directive.controls)
+    match = directive.match
+    if match.operations is not None:
+        target = _count(len(match.operations), f"{match.kind or ''} operation".strip())
+    else:
+        target = _shorten(match.name)
+    return Text.assemble((controls, "bold"), " on ", (target, "cyan"), f": {directive.reason}")
 
 
 def describe_control(control: Control) -> str:
     """A control in a few words."""
     match control:
         case ResidencyCap():
-            return f"cap of {control.ctas_per_sm} CTAs per SM ({control.dynamic_shared_bytes:,} B, carveout {control.carveout_percent} %)"
+            how = f"{control.dynamic_shared_bytes:,} B of shared memory, carveout {control.carveout_percent} %"
+            return f"cap of {control.ctas_per_sm} CTAs per SM ({how})"
         case Priority():
             return f"priority {control.priority}"
         case CommunicationCtas():
@@ -126,36 +145,34 @@ def _shorten(name: str) -> str:
 
 
 def print_lanes(console: Console, timelines: Sequence[tuple[str, Timeline]]) -> None:
-    """Timelines one below the other on one scale; communication with nothing above it is what is exposed."""
+    """Timelines one below the other on one scale, in color: communication hidden behind computation, and exposed."""
     total_us = max(interval.end_us for _, timeline in timelines for interval in timeline.intervals)
-    width = max(20, min(console.width - 16, 120))
+    width = max(20, min(console.width - LABEL_WIDTH - 1, 120))
     for title, timeline in timelines:
-        console.print(f"[bold]{title}[/bold]", highlight=False)
         computation, communication = draw_lanes(timeline, width, total_us)
-        console.print(Text("computation   ") + Text(computation.text(), style="blue"))
-        row = Text("communication ")
+        console.print(Text.assemble((f"{title:{LABEL_WIDTH}}", "bold"), (computation.text(), HIDDEN_BY), overflow="crop"))
+        row = Text(f"{'communication':>{LABEL_WIDTH - 1}} ", style="dim", overflow="crop")
         for block, share in zip(communication.text(), computation.busy, strict=True):
-            row.append(block, style="green" if share > 0.5 else "red")
+            row.append(block, style=HIDDEN if share > HALF else EXPOSED)
         console.print(row)
-    console.print(f"{'':14}0{format_us(total_us):>{width - 1}}", highlight=False)
+    console.print(Text(f"{'':{LABEL_WIDTH}}0{format_us(total_us):>{width - 1}}", style="dim"))
+    legend = (("computation", HIDDEN_BY), "   communication ", ("hidden", HIDDEN), " or ", ("exposed", EXPOSED))
+    console.print(Text.assemble(" " * LABEL_WIDTH, *legend))
 
 
 def print_machines(console: Console, machines: Sequence[Machine]) -> None:
     """One line per machine."""
-    table = _table("name", "GPUs", "SMs", "registers/SM", "shared/SM", "HBM", "link (one direction)", "")
+    table = _table("name", "SMs", "shared/SM", "HBM", "link, one way", "node")
     table.columns[-1].justify = "left"
     for machine in machines:
         gpu = machine.gpu
-        registers = gpu.registers_per_sub_partition * gpu.num_sub_partitions
         table.add_row(
             machine.name,
-            str(machine.num_gpus),
             str(gpu.num_sms),
-            f"{registers:,}",
             format_bytes(gpu.shared_bytes_per_sm),
             format_rate(gpu.hbm_bytes_per_s),
             f"{machine.link.kind} {format_rate(machine.link.bytes_per_s)}",
-            machine.title,
+            Text(machine.title, overflow="ellipsis", no_wrap=True),
         )
     console.print(table)
 

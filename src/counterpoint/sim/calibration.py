@@ -117,7 +117,8 @@ def communication_footprint(gpu: Gpu, library: str) -> Footprint:
     for known in known_footprints():
         if known.library == name and gpu.compute_capability in known.compute_capabilities:
             return known.footprint()
+    libraries = ", ".join(sorted({known.library for known in known_footprints()}))
     raise MachineError(
         f"No footprint is known for {name} kernels on compute capability {gpu.compute_capability}. "
-        f"Give the collective a footprint, or use one of: {', '.join(sorted({known.library for known in known_footprints()}))}."
+        f"Give the collective a footprint, or use one of: {libraries}."
     )

@@ -159,7 +159,7 @@ class SmArray:
 
 
 def relative_length(task: SmTask) -> float:
-    """Length of the task's next CTA relative to the mean: uniform from 1 to 1 + spread times the shortest, hashed by index."""
+    """Length of the task's next CTA relative to the mean: 1 to 1 + spread times the shortest, hashed by its index."""
     level = (task.num_placed * HASH_MULTIPLIER % 2**32) % SPREAD_LEVELS
     task.num_placed += 1
     spread = task.work.cta_time_spread

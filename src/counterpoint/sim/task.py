@@ -13,11 +13,10 @@ from counterpoint.value import Value
 class SmWork(Value, frozen=True, kw_only=True):
     """A kernel or collective on SMs: how fast one CTA is, and what it draws on.
 
-    `cta_ps`: time of one CTA at the reference state (the kernel alone, uncapped, its usual residency).
-    `issue_per_cta`: share of an SM's throughput that one CTA can use at most; `issue_reference`: their sum in the reference state.
-    `hbm_per_cta`: bytes per second that one CTA can keep in flight; `hbm_reference`: achieved share of that in the reference state.
-    `link_per_cta`, `link_limit`: the same for the link, 0 for computation; `link_reference`: achieved bytes per second of one CTA.
-    `peer_wait_ps`: time at the end in which the CTAs only wait for other ranks.
+    The reference state is the kernel alone, uncapped, at its usual residency. `cta_ps`: time of one CTA there.
+    `issue_per_cta`: share of an SM's throughput that one CTA can use at most; `issue_reference`: their sum there.
+    `hbm_per_cta`: bytes per second that one CTA can keep in flight; `hbm_reference`: achieved share of that there.
+    `link_per_cta`, `link_limit`: the same for the link, 0 for computation; `link_reference`: what one CTA achieves there.
     """
 
     cta_ps: float
