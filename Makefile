@@ -1,7 +1,7 @@
 # make test      everything that needs no GPU: lint, format, types, unit and golden tests
 # make demo      set up, then plan a profiler trace and a described workload by simulation
 # make test-gpu  the tests that need one GPU or more
-# make bench     the benchmarks; they need GPUs
+# make bench     the benchmarks that need no GPU
 #
 # The first call sets up .venv with the versions in constraints.txt. PYTHON=python3.12 picks another interpreter.
 

@@ -1,6 +1,6 @@
 """What the command line prints for people. Nothing is computed here but widths and wording."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from rich import box
 from rich.console import Console
@@ -15,6 +15,7 @@ from counterpoint.plan import (
     HeadStart,
     Plan,
     Priority,
+    Refusal,
     ResidencyCap,
     Transport,
 )
@@ -91,12 +92,7 @@ def print_plan(console: Console, plan: Plan) -> None:
     console.print(_bullets(_describe_directive(directive) for directive in plan.directives))
     if plan.refusals:
         console.print(Text("left out", style="bold"))
-    console.print(
-        _bullets(
-            Text.assemble((refusal.control, "bold"), f" on {_shorten(refusal.target)}: {refusal.reason}", style="dim")
-            for refusal in plan.refusals
-        )
-    )
+    console.print(_bullets(_describe_refusals(plan.refusals)))
     if plan.expectation is not None and plan.expectation.origin == "simulated":
         console.print(Text("Simulated, not measured: no GPU was used.", style="dim"))
     console.print()
@@ -107,6 +103,16 @@ def _bullets(lines: Iterable[Text]) -> Table:
     for line in lines:
         grid.add_row(" -", line)
     return grid
+
+
+def _describe_refusals(refusals: Iterable[Refusal]) -> Iterator[Text]:
+    """One line for each control and reason, however many targets they share."""
+    targets: dict[tuple[str, str], list[str]] = {}
+    for refusal in refusals:
+        targets.setdefault((refusal.control, refusal.reason), []).append(refusal.target)
+    for (control, reason), names in targets.items():
+        others = f" and {_count(len(names) - 1, 'other')}" if len(names) > 1 else ""
+        yield Text.assemble((control, "bold"), f" on {_shorten(names[0])}{others}: {reason}", style="dim")
 
 
 def _count(number: int, singular: str, plural: str = "") -> str:
