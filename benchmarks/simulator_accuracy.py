@@ -48,7 +48,8 @@ def main() -> None:
     for default, ahead in pairs:
         measured, simulated = default.measured_us - ahead.measured_us, default.simulated_us - ahead.simulated_us
         print(
-            f"  {default.run:40} measured {measured / 1000:+.3f} ms  simulated {simulated / 1000:+.3f} ms  {simulated / measured:.2f}"
+            f"  {default.run:40} measured {measured / 1000:+.3f} ms  simulated {simulated / 1000:+.3f} ms  "
+            f"share {simulated / measured:.2f}"
         )
     if parser.parse_args().write:
         result = {

@@ -1,12 +1,14 @@
 """The command line: parse, call the library, print. Bad input is one line on standard error and exit code 2."""
 
+import io
+import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from typer.exceptions import Abort, Exit, TyperException
+from typer.exceptions import Abort, TyperException
 
 from counterpoint.errors import CounterpointError
 
@@ -14,12 +16,14 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from counterpoint.job import Job
+    from counterpoint.plan import Plan
     from counterpoint.planner import Trial, Tuning
     from counterpoint.timeline import Timeline
 
+MIN_WIDTH = 40
+
 app = typer.Typer(
     add_completion=False,
-    no_args_is_help=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     help="Plan how the communication of a multi-GPU PyTorch job hides behind its computation.",
@@ -41,24 +45,41 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON for program
 
 def main() -> None:
     """Entry point of the `counterpoint` command."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a terminal without UTF-8 shows '?' instead of ending the command
     try:
-        app(standalone_mode=False)
+        status = app(standalone_mode=False)  # typer turns Ctrl-C into the status 130
+        print(end="", flush=True)
     except CounterpointError as problem:
         _fail(str(problem))
     except TyperException as problem:
-        _fail(f"{problem.format_message()} Try 'counterpoint --help'.")
-    except Exit as ending:
-        sys.exit(ending.exit_code)
+        _fail(f"{problem.format_message().rstrip('.')}. Try 'counterpoint --help'.")
     except (Abort, KeyboardInterrupt):
         sys.exit(130)
-    except BrokenPipeError:
-        # whoever read our output, `head` say, has seen enough
-        sys.stderr.close()
+    except BrokenPipeError:  # whoever read our output, `head` say, has seen enough
+        _drop_output()
+        sys.exit(1)
+    except OSError as problem:
+        _drop_output()
+        _fail(f"Cannot use {problem.filename or 'standard output'}: {problem.strerror}.")
+    sys.exit(status)
 
 
 def _fail(message: str) -> None:
-    print(f"counterpoint: {message}", file=sys.stderr)
+    print(f"counterpoint: {' '.join(message.split())}", file=sys.stderr)  # a file's name may hold line breaks
     sys.exit(2)
+
+
+def _drop_output() -> None:
+    """Let what is still buffered go nowhere; the interpreter would fail on it once more when it ends."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+@app.callback(invoke_without_command=True)
+def show_help(context: typer.Context) -> None:
+    """Print the help where no command is named."""
+    if context.invoked_subcommand is None:
+        print(context.get_help())
 
 
 @app.command()
@@ -75,8 +96,8 @@ def tune(
     from counterpoint.plan import save_plan  # noqa: PLC0415
     from counterpoint.sim import Simulator  # noqa: PLC0415
 
-    for path in (output, timeline):
-        _check_writable(path)
+    _check_outputs(outputs=(output, timeline), inputs=(step, machine))
+    _check_timeline(timeline)
     job = load_job(step, machine)
     with _Progress(is_shown=not json) as on_trial:
         tuning = planner.tune(job.step, job.machine, Simulator(), on_trial)
@@ -101,18 +122,19 @@ def simulate(
     from counterpoint.plan import LEAVE_IT, load_plan  # noqa: PLC0415
     from counterpoint.sim import Simulator  # noqa: PLC0415
 
-    _check_writable(timeline)
+    _check_outputs(outputs=(timeline,), inputs=(step, machine, plan))
+    _check_timeline(timeline)
     chosen = load_plan(plan) if plan is not None else LEAVE_IT
     job = load_job(step, machine)
     simulated = Simulator().run(job.step, job.machine, chosen)
     _write_timelines(timeline, {"simulated": simulated})
-    _print_simulation(job, simulated, json)
+    _print_simulation(job, simulated, chosen, json)
 
 
 @app.command()
 def machines(
     name: Annotated[
-        str | None, typer.Argument(metavar="[NAME]", help="A machine's name, or the path of a machine file.")
+        str | None, typer.Argument(metavar="NAME", help="A machine's name, or the path of a machine file.")
     ] = None,
     json: JsonOption = False,
 ) -> None:
@@ -150,11 +172,31 @@ class _Progress:
         sys.stderr.flush()
 
 
-def _check_writable(path: Path | None) -> None:
-    """Refuse an output that cannot be written before any work is done."""
-    if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
-        what = "is a folder" if path.is_dir() else f"needs the folder '{path.absolute().parent}', which does not exist"
-        raise CounterpointError(f"Cannot write '{path}': it {what}. Name a file in an existing folder.")
+def _check_outputs(outputs: Sequence[Path | None], inputs: Sequence[str | Path | None]) -> None:
+    """Refuse an output that cannot be written, or is a file of the command already, before any work is done."""
+    taken = {Path(path).resolve() for path in inputs if path is not None}
+    for path in outputs:
+        if path is None:
+            continue
+        folder = path.absolute().parent
+        if path.is_dir():
+            raise CounterpointError(f"Cannot write '{path}': it is a folder. Name a file.")
+        if not folder.is_dir():
+            raise CounterpointError(
+                f"Cannot write '{path}': the folder '{folder}' does not exist. Name a file in an existing folder."
+            )
+        if not os.access(path if path.exists() else folder, os.W_OK):
+            raise CounterpointError(f"Cannot write '{path}': permission denied. Name a file that you may write.")
+        if path.resolve() in taken:
+            raise CounterpointError(f"Cannot write '{path}': this command already uses that file. Name another.")
+        taken.add(path.resolve())
+
+
+def _check_timeline(path: Path | None) -> None:
+    if path is not None:
+        from counterpoint.traces.chrome import check_chrome_path  # noqa: PLC0415
+
+        check_chrome_path(path)
 
 
 def _write_timelines(path: Path | None, timelines: dict[str, "Timeline"]) -> None:
@@ -167,7 +209,9 @@ def _write_timelines(path: Path | None, timelines: dict[str, "Timeline"]) -> Non
 def _console() -> "Console":
     from rich.console import Console  # noqa: PLC0415
 
-    return Console(soft_wrap=False)
+    console = Console(soft_wrap=False, markup=False, emoji=False)  # names of kernels and files hold brackets and colons
+    console.width = max(MIN_WIDTH, console.width)
+    return console
 
 
 def _print_tuning(job: "Job", tuning: "Tuning", is_json: bool) -> None:
@@ -187,11 +231,11 @@ def _print_tuning(job: "Job", tuning: "Tuning", is_json: bool) -> None:
     text.print_lanes(console, timelines if tuning.plan.directives else [("as it is", tuning.baseline)])
 
 
-def _print_simulation(job: "Job", simulated: "Timeline", is_json: bool) -> None:
+def _print_simulation(job: "Job", simulated: "Timeline", plan: "Plan", is_json: bool) -> None:
     from counterpoint.report import summary, text  # noqa: PLC0415
     from counterpoint.value import write_json  # noqa: PLC0415
 
-    found = summary.summarize_simulation(job, simulated)
+    found = summary.summarize_simulation(job, simulated, plan)
     if is_json:
         print(write_json(found))
         return

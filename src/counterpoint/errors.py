@@ -31,3 +31,11 @@ class OccupancyError(CounterpointError):
 
 class PlanError(CounterpointError):
     """A plan cannot be read, or belongs to another step."""
+
+
+class EngagementError(CounterpointError):
+    """A control that was asked for did not take effect."""
+
+
+class DeviceError(CounterpointError):
+    """There is no GPU to run on, or the driver or a library refuses what is asked of it."""

@@ -29,6 +29,7 @@ def load_job(source: str, machine_name: str | None = None) -> Job:
 
     Raises `TraceError`, `WorkloadError`, `MachineError`, or `StepError` where the machine is not the traced GPU.
     """
+    _check_text(source)
     if source.endswith((".json", ".json.gz")):
         return _traced_job(source, machine_name)
     if not source.endswith(".toml") and source not in workload_names():
@@ -36,13 +37,26 @@ def load_job(source: str, machine_name: str | None = None) -> Job:
             "is neither a trace (.json, .json.gz) nor a workload file (.toml)" if Path(source).exists() else "does not exist"
         )
         raise StepError(f"'{source}' {what}. Shipped workloads: {', '.join(workload_names())}.")
-    return Job(step=load_workload(source), machine=load_machine(machine_name or DEFAULT_MACHINE))
+    return Job(step=load_workload(source), machine=load_machine(DEFAULT_MACHINE if machine_name is None else machine_name))
+
+
+def _check_text(source: str) -> None:
+    """A step is named after its file, and names are written as UTF-8."""
+    try:
+        source.encode()
+    except UnicodeEncodeError as problem:
+        raise StepError(
+            f"The file name {source!a} is not UTF-8 from character {problem.start} on. Rename the file."
+        ) from problem
 
 
 def _traced_job(source: str, machine_name: str | None) -> Job:
     traced = read_trace(source)
     device = traced.step.device_name
-    machine = load_machine(machine_name) if machine_name else machine_for_device(device) if device else None
+    if machine_name is not None:
+        machine: Machine | None = load_machine(machine_name)
+    else:
+        machine = machine_for_device(device) if device else None
     if machine is None:
         known = f"on '{device}', which no shipped machine describes" if device else "on a GPU that it does not name"
         raise StepError(f"The trace was recorded {known}. Name the machine, or a file that describes it, with --machine.")

@@ -12,7 +12,7 @@ import msgspec
 
 from counterpoint.errors import PlanError
 from counterpoint.step import Operation, OperationKind, Step, TransportKind
-from counterpoint.value import Value, read_toml, require, write_toml
+from counterpoint.value import Value, read_toml, require, write_toml, write_whole
 
 Verdict = Literal["GAIN", "NO_GAIN"]
 
@@ -125,7 +125,7 @@ class Plan(Value, frozen=True, kw_only=True):
     step_name: str = ""
     step_fingerprint: str = ""
     machine: str = ""
-    verdict: Verdict = "NO_GAIN"
+    verdict: Verdict = msgspec.field(default_factory=lambda: "NO_GAIN")  # unlike a default, it is written
     summary: str = ""
     expectation: Expectation | None = None
     directives: tuple[Directive, ...] = ()
@@ -141,12 +141,18 @@ class Plan(Value, frozen=True, kw_only=True):
         )
 
     def check_step(self, step: Step) -> None:
-        """Raise `PlanError` if this plan was made for another step."""
+        """Raise `PlanError` if this plan was made for another step, or a directive of it would do nothing to `step`."""
         if self.step_fingerprint and self.step_fingerprint != step.fingerprint():
             raise PlanError(
                 f"The plan was made for step '{self.step_name}' ({self.step_fingerprint}), not for '{step.name}' "
                 f"({step.fingerprint()}). Run `counterpoint tune` on this step."
             )
+        for number, directive in enumerate(self.directives):
+            if not any(directive.match.accepts(index, operation) for index, operation in enumerate(step.operations)):
+                raise PlanError(
+                    f"Directive {number} of the plan matches none of the {len(step.operations)} operations of step "
+                    f"'{step.name}'. Correct its match, or leave it out."
+                )
 
 
 LEAVE_IT = Plan()
@@ -160,7 +166,7 @@ def load_plan(path: Path) -> Plan:
 def save_plan(plan: Plan, path: Path) -> None:
     """Write a plan as TOML. Raises `PlanError` if the file cannot be written."""
     try:
-        path.write_text(write_toml(plan))
+        write_whole(path, write_toml(plan).encode())
     except OSError as problem:
         raise PlanError(f"Cannot write the plan to {path}: {problem.strerror}.") from problem
 

@@ -3,6 +3,7 @@
 A value is frozen, built by keyword, checked when built, comparable, printable, and round-trips through JSON and TOML.
 """
 
+import os
 from pathlib import Path
 from typing import TypeVar
 
@@ -28,9 +29,9 @@ def read_toml(path: Path, kind: type[T], error: type[CounterpointError]) -> T:
     try:
         return msgspec.toml.decode(path.read_bytes(), type=kind)
     except OSError as problem:
-        raise error(f"Cannot read {path}: {problem.strerror}.") from problem
+        raise error(f"Cannot read {path}: {problem.strerror}; give a TOML file.") from problem
     except UnicodeDecodeError as problem:
-        raise error(f"{path} is not text: {problem.reason} at byte {problem.start}.") from problem
+        raise error(f"{path} is not text: {problem.reason} at byte {problem.start}; give a TOML file.") from problem
     except CounterpointError as problem:
         raise error(f"{path}: {problem}") from problem
     except msgspec.ValidationError as problem:
@@ -38,6 +39,19 @@ def read_toml(path: Path, kind: type[T], error: type[CounterpointError]) -> T:
         raise error(f"{path}: {cause}" if isinstance(cause, CounterpointError) else f"{path}: {problem}.") from problem
     except (msgspec.DecodeError, ValueError, RecursionError) as problem:  # the last two: numbers or nesting without end
         raise error(f"{path} is not TOML: {problem}.") from problem
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Write a file as a whole: a failure leaves the file that was there, or none. Raises `OSError`."""
+    if path.is_symlink() or (path.exists() and not path.is_file()):  # links, devices and pipes are written in place
+        path.write_bytes(content)
+        return
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        partial.write_bytes(content)
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def write_toml(value: object) -> str:

@@ -98,6 +98,7 @@ def tune(
     proposal = bench.propose(())
     parts = _shrink(bench, _grow(bench, without))
     best = bench.attempt(parts)
+    baseline = bench.run(())
     is_gain = best.makespan_us <= (1 - MIN_GAIN) * without.makespan_us
     chosen = best if is_gain else without
     plan = Plan(
@@ -106,11 +107,11 @@ def tune(
         machine=machine.name,
         verdict="GAIN" if is_gain else "NO_GAIN",
         summary=_summary(bench.trials(), chosen),
-        expectation=Expectation(origin="simulated", baseline_us=without.makespan_us, planned_us=chosen.makespan_us),
+        expectation=Expectation(origin=baseline.origin, baseline_us=without.makespan_us, planned_us=chosen.makespan_us),
         directives=chosen.directives,
         refusals=_refusals(proposal, bench.trials(), chosen),
     )
-    return Tuning(plan=plan, baseline=bench.run(()), planned=bench.run(parts if is_gain else ()), trials=bench.trials())
+    return Tuning(plan=plan, baseline=baseline, planned=bench.run(parts if is_gain else ()), trials=bench.trials())
 
 
 def _grow(bench: _Bench, without: Trial) -> list[Candidate]:
@@ -152,7 +153,7 @@ def _summary(trials: Sequence[Trial], chosen: Trial) -> str:
     if change <= NEGLIGIBLE:
         return "no control shortens this step; leave it as it is"
     return (
-        f"the best candidate ({best.label}) would save {format_percent(change)}, less than the {format_percent(MIN_GAIN)} "
+        f"the best candidate ({best.label}) would save {100 * change:.2f} %, less than the {format_percent(MIN_GAIN)} "
         "that a simulation can be trusted with; leave it as it is"
     )
 
@@ -169,5 +170,14 @@ def _refusals(proposal: Proposal, trials: Sequence[Trial], chosen: Trial) -> tup
         verb = "lengthens" if change > NEGLIGIBLE else "shortens" if change < -NEGLIGIBLE else "does not change"
         by = f" by {format_percent(abs(change))}" if abs(change) > NEGLIGIBLE else ""
         beside = " and adds too little to the plan" if chosen.directives and change < -NEGLIGIBLE else ""
-        refusals.append(Refusal(control=family, target=best.label, reason=f"alone it {verb} the step{by}{beside}"))
+        which = f" ({best.label})" if len({trial.label for trial in alone}) > 1 else ""
+        reason = f"alone{which} it {verb} the step{by}{beside}"
+        refusals.append(Refusal(control=family, target=_target(best.directives), reason=reason))
     return tuple(refusals)
+
+
+def _target(directives: Sequence[Directive]) -> str:
+    """What the directives are for: so many collectives, so many kernels."""
+    number = sum(len(directive.match.operations) if directive.match.operations else 1 for directive in directives)
+    noun = "collective" if directives[0].match.kind == "communication" else "kernel"
+    return f"{number} {noun}{'' if number == 1 else 's'}"

@@ -8,6 +8,7 @@ from counterpoint.timeline import Timeline
 from counterpoint.value import Value
 
 BLOCKS = " ▁▂▃▄▅▆▇█"
+ASCII_BLOCKS = " .:-=+*%#"
 ROWS: tuple[OperationKind, ...] = ("computation", "communication")
 
 
@@ -17,9 +18,9 @@ class Lane(Value, frozen=True, kw_only=True):
     kind: OperationKind
     busy: tuple[float, ...]
 
-    def text(self) -> str:
-        """The row as block characters; anything busy shows at least the smallest block."""
-        return "".join(BLOCKS[max(1, round(8 * share)) if share > 0.002 else 0] for share in self.busy)
+    def text(self, blocks: str = BLOCKS) -> str:
+        """The row in `blocks`, nine characters from empty to full; anything busy shows at least the second."""
+        return "".join(blocks[max(1, round(8 * share)) if share > 0.002 else 0] for share in self.busy)
 
 
 def draw_lanes(timeline: Timeline, num_columns: int, total_us: float) -> tuple[Lane, ...]:

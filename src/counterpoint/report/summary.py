@@ -3,9 +3,11 @@
 The replay error compares the makespan simulated without any control with the traced one.
 """
 
+from collections.abc import Sequence
+
 from counterpoint.job import Job
 from counterpoint.metrics import Metrics, ideal_us, measure, sequential_us, share_of_ideal
-from counterpoint.plan import Plan
+from counterpoint.plan import LEAVE_IT, Plan
 from counterpoint.planner import Trial, Tuning
 from counterpoint.sim import Simulator
 from counterpoint.timeline import Timeline
@@ -23,7 +25,8 @@ class Row(Value, frozen=True, kw_only=True):
 
 
 class Summary(Value, frozen=True, kw_only=True):
-    """What a command found. `replay_error` is signed, a fraction of the traced makespan, None without a trace."""
+    """What a command found. `replay_error` is signed, a fraction of the traced makespan; None without a
+    trace and for a step under a plan."""
 
     step_name: str
     step_fingerprint: str
@@ -36,64 +39,87 @@ class Summary(Value, frozen=True, kw_only=True):
     trials: tuple[Trial, ...] = ()
 
 
+class _Scale(Value, frozen=True, kw_only=True):
+    """The two ends of what overlap can reach."""
+
+    sequential_us: float
+    ideal_us: float
+
+
 def summarize_tuning(job: Job, tuning: Tuning) -> Summary:
     """The figures of `tune`."""
-    rows, error = _step_rows(job, tuning.baseline, "as replayed" if job.traced else "as it is")
+    scale = _scale(job, tuning.plan)
+    rows = [_replayed_row(job, scale, "as replayed" if job.traced else "as it is", tuning.baseline)]
     if tuning.plan.directives:
-        rows = (*rows[:-1], _simulated_row(job, "with the plan", tuning.planned), rows[-1])
-    return _summary(job, rows, error, plan=tuning.plan, trials=tuning.trials)
+        rows.append(_planned_row(scale, "with the plan", tuning.planned))
+    error = _replay_error(job, tuning.baseline)
+    return _summary(job, scale, rows, error, plan=tuning.plan, trials=tuning.trials)
 
 
-def summarize_simulation(job: Job, simulated: Timeline) -> Summary:
-    """The figures of `simulate`."""
-    rows, _ = _step_rows(job, simulated, "simulated")
-    return _summary(job, rows, None)
+def summarize_simulation(job: Job, simulated: Timeline, plan: Plan = LEAVE_IT) -> Summary:
+    """The figures of `simulate`; under a plan that changes the step, there is no replay error."""
+    scale = _scale(job, plan)
+    if plan.directives:
+        return _summary(job, scale, [_planned_row(scale, "with the plan", simulated)], None, plan=plan)
+    return _summary(job, scale, [_replayed_row(job, scale, "simulated", simulated)], _replay_error(job, simulated))
 
 
 def _summary(
-    job: Job, rows: tuple[Row, ...], error: float | None, plan: Plan | None = None, trials: tuple[Trial, ...] = ()
+    job: Job,
+    scale: _Scale,
+    rows: Sequence[Row],
+    error: float | None,
+    *,
+    plan: Plan | None = None,
+    trials: tuple[Trial, ...] = (),
 ) -> Summary:
+    """Sequential, as traced, what was simulated and the ideal, in this order."""
+    first = [Row(name="sequential", makespan_us=scale.sequential_us, remark="sum of lone times")]
+    if job.traced is not None:
+        traced = measure(job.traced.timeline)
+        remark = f"measured, {job.traced.num_steps} profiled step{'' if job.traced.num_steps == 1 else 's'}"
+        first.append(Row(name="as traced", makespan_us=traced.makespan_us, metrics=traced, remark=remark))
+    ideal = Row(name="ideal", makespan_us=scale.ideal_us, remark="busiest resource or critical path")
     return Summary(
         step_name=job.step.name,
         step_fingerprint=job.step.fingerprint(),
         machine=job.machine.name,
         origin="simulated",
         notes=job.traced.notes if job.traced else (),
-        step=rows,
+        step=(*first, *rows, ideal),
         replay_error=error,
         plan=plan,
         trials=trials,
     )
 
 
-def _step_rows(job: Job, simulated: Timeline, name: str) -> tuple[tuple[Row, ...], float | None]:
-    """Sequential, as traced, as simulated and ideal, in this order."""
-    lone_us = Simulator().lone_times_us(job.step, job.machine)
-    sequential = Row(name="sequential", makespan_us=sequential_us(job.step, lone_us), remark="sum of lone times")
-    ideal = Row(name="ideal", makespan_us=ideal_us(job.step, lone_us), remark="busiest resource or critical path")
-    replayed = _simulated_row(job, name, simulated)
-    if job.traced is None:
-        return (sequential, replayed, ideal), None
-    traced = measure(job.traced.timeline)
-    error = replayed.makespan_us / traced.makespan_us - 1
-    replayed = Row(
-        name=name,
-        makespan_us=replayed.makespan_us,
-        metrics=replayed.metrics,
-        remark=f"replay error {100 * error:+.1f} %",
+def _scale(job: Job, plan: Plan) -> _Scale:
+    """Copy engines can be faster than the kernels they replace, so the ideal is the better one of both."""
+    simulator = Simulator()
+    lone_us = simulator.lone_times_us(job.step, job.machine)
+    planned_us = simulator.lone_times_us(job.step, job.machine, plan)
+    return _Scale(
+        sequential_us=sequential_us(job.step, lone_us),
+        ideal_us=min(ideal_us(job.step, lone_us), ideal_us(job.step, planned_us)),
     )
-    remark = f"measured, {job.traced.num_steps} profiled steps"
-    return (
-        sequential,
-        Row(name="as traced", makespan_us=traced.makespan_us, metrics=traced, remark=remark),
-        replayed,
-        ideal,
-    ), error
 
 
-def _simulated_row(job: Job, name: str, simulated: Timeline) -> Row:
-    lone_us = Simulator().lone_times_us(job.step, job.machine)
+def _replay_error(job: Job, simulated: Timeline) -> float | None:
+    if job.traced is None:
+        return None
+    return measure(simulated).makespan_us / measure(job.traced.timeline).makespan_us - 1
+
+
+def _replayed_row(job: Job, scale: _Scale, name: str, simulated: Timeline) -> Row:
+    error = _replay_error(job, simulated)
+    if error is None:
+        return _planned_row(scale, name, simulated)
     metrics = measure(simulated)
-    share = share_of_ideal(sequential_us(job.step, lone_us), metrics.makespan_us, ideal_us(job.step, lone_us))
+    return Row(name=name, makespan_us=metrics.makespan_us, metrics=metrics, remark=f"replay error {100 * error:+.1f} %")
+
+
+def _planned_row(scale: _Scale, name: str, simulated: Timeline) -> Row:
+    metrics = measure(simulated)
+    share = share_of_ideal(scale.sequential_us, metrics.makespan_us, scale.ideal_us)
     remark = "" if share is None else f"{format_percent(share)} of the possible gain"
     return Row(name=name, makespan_us=metrics.makespan_us, metrics=metrics, remark=remark)

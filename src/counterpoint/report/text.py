@@ -20,7 +20,7 @@ from counterpoint.plan import (
     Transport,
 )
 from counterpoint.planner import Trial
-from counterpoint.report.lanes import draw_lanes
+from counterpoint.report.lanes import ASCII_BLOCKS, BLOCKS, draw_lanes
 from counterpoint.report.summary import Row
 from counterpoint.step import Collective, Copy, Step
 from counterpoint.timeline import Timeline
@@ -147,18 +147,20 @@ def describe_control(control: Control) -> str:
 
 
 def _shorten(name: str) -> str:
-    return name if len(name) <= NAME_WIDTH else name[: NAME_WIDTH - 1] + "…"
+    return name if len(name) <= NAME_WIDTH else name[: NAME_WIDTH - 3] + "..."
 
 
 def print_lanes(console: Console, timelines: Sequence[tuple[str, Timeline]]) -> None:
     """Timelines one below the other on one scale, in color: communication hidden behind computation, and exposed."""
     total_us = max(interval.end_us for _, timeline in timelines for interval in timeline.intervals)
     width = max(20, min(console.width - LABEL_WIDTH - 1, 120))
+    blocks = ASCII_BLOCKS if console.options.ascii_only else BLOCKS
     for title, timeline in timelines:
         computation, communication = draw_lanes(timeline, width, total_us)
-        console.print(Text.assemble((f"{title:{LABEL_WIDTH}}", "bold"), (computation.text(), HIDDEN_BY), overflow="crop"))
+        top, bottom = (lane.text(blocks) for lane in (computation, communication))
+        console.print(Text.assemble((f"{title:{LABEL_WIDTH}}", "bold"), (top, HIDDEN_BY), overflow="crop"))
         row = Text(f"{'communication':>{LABEL_WIDTH - 1}} ", style="dim", overflow="crop")
-        for block, share in zip(communication.text(), computation.busy, strict=True):
+        for block, share in zip(bottom, computation.busy, strict=True):
             row.append(block, style=HIDDEN if share > HALF else EXPOSED)
         console.print(row)
     console.print(Text(f"{'':{LABEL_WIDTH}}0{format_us(total_us):>{width - 1}}", style="dim"))
@@ -185,7 +187,7 @@ def print_machines(console: Console, machines: Sequence[Machine]) -> None:
 
 def print_machine(console: Console, machine: Machine) -> None:
     """Every figure of one machine with its source."""
-    console.print(f"[bold]{machine.name}[/bold]: {machine.title}", highlight=False)
+    console.print(Text.assemble((machine.name, "bold"), f": {machine.title}"))
     table = _table("figure", "value", "source")
     table.columns[-1].justify = "left"
     for prefix, part in (("gpu", machine.gpu), ("link", machine.link), ("network", machine.network)):

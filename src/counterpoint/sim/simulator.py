@@ -11,7 +11,7 @@ from counterpoint.errors import PlanError, StepError
 from counterpoint.executor import AbstractExecutor
 from counterpoint.machine import Machine
 from counterpoint.occupancy import residency
-from counterpoint.plan import CommunicationCtas, HeadStart, Plan, Priority, ResidencyCap, Transport
+from counterpoint.plan import LEAVE_IT, CommunicationCtas, HeadStart, Plan, Priority, ResidencyCap, Transport
 from counterpoint.sim.calibration import Calibration, load_calibration
 from counterpoint.sim.costs import CostModel
 from counterpoint.sim.engine import Engine, Launch
@@ -19,7 +19,7 @@ from counterpoint.sim.rates import RateModel
 from counterpoint.sim.task import CopyTask, SmTask
 from counterpoint.step import Collective, Copy, Footprint, Kernel, Operation, Step
 from counterpoint.timeline import Interval, Timeline
-from counterpoint.units import ps_to_us, us_to_ps
+from counterpoint.units import PS_PER_US, ps_to_us, us_to_ps
 
 COPY_ENGINE_COLLECTIVES = ("all_gather", "all_to_all", "broadcast", "send_recv")
 
@@ -45,8 +45,13 @@ class Simulator(AbstractExecutor):
         Raises `StepError` where a launch does not fit the machine, `PlanError` where a control cannot apply.
         """
         plan.check_step(step)
+        if plan.machine and plan.machine != machine.name:
+            raise PlanError(
+                f"The plan was made for machine '{plan.machine}', not for '{machine.name}'. Run `counterpoint tune` for "
+                f"'{machine.name}'."
+            )
         costs = CostModel(machine, self._calibration)
-        effects = [_effect(index, operation, plan, costs) for index, operation in enumerate(step.operations)]
+        effects = [_effect(index, operation, plan, costs, machine) for index, operation in enumerate(step.operations)]
         tasks = [
             _task(index, operation, effect, machine, costs)
             for index, (operation, effect) in enumerate(zip(step.operations, effects, strict=True))
@@ -68,10 +73,20 @@ class Simulator(AbstractExecutor):
         intervals.sort(key=lambda interval: (interval.start_us, interval.operation))
         return Timeline(step_name=step.name, origin="simulated", intervals=tuple(intervals))
 
-    def lone_times_us(self, step: Step, machine: Machine) -> list[float]:
-        """Each operation's time alone on `machine`, in microseconds, in the order of the step."""
+    def lone_times_us(self, step: Step, machine: Machine, plan: Plan = LEAVE_IT) -> list[float]:
+        """Each operation's time alone on `machine`, in microseconds, in the order of the step.
+
+        Of a plan's controls, only the transport counts: a collective that copy engines move takes their time.
+        """
         costs = CostModel(machine, self._calibration)
-        return [costs.lone_us(operation) for operation in step.operations]
+        times = []
+        for index, operation in enumerate(step.operations):
+            is_moved = _effect(index, operation, plan, costs, machine).uses_copy_engine
+            if isinstance(operation, Collective) and is_moved:
+                times.append(costs.copy_work(operation).lone_ps / PS_PER_US)
+            else:
+                times.append(costs.lone_us(operation))
+        return times
 
     def _launches(self, step: Step, effects: list[Effect]) -> list[Launch]:
         gap_us = step.launch_gap_us if step.launch_gap_us is not None else self._calibration.launch_gap_us.value
@@ -94,7 +109,7 @@ class Simulator(AbstractExecutor):
         return launches
 
 
-def _effect(index: int, operation: Operation, plan: Plan, costs: CostModel) -> Effect:
+def _effect(index: int, operation: Operation, plan: Plan, costs: CostModel, machine: Machine) -> Effect:
     """Fold the plan's controls for one operation into what it will be launched with."""
     footprint = None if isinstance(operation, Copy) else costs.footprint(operation)
     is_moved = isinstance(operation, Collective) and operation.transport == "copy_engine"
@@ -103,8 +118,10 @@ def _effect(index: int, operation: Operation, plan: Plan, costs: CostModel) -> E
         where = f"operation {index} ('{operation.name[:60]}')"
         match control:
             case Priority() if footprint is not None:
+                _check_priority(control, machine)
                 effect = msgspec.structs.replace(effect, priority=control.priority)
             case ResidencyCap() if isinstance(operation, Kernel):
+                _check_cap(control, operation, where, machine)
                 effect = msgspec.structs.replace(effect, footprint=capped(operation.footprint, control))
             case HeadStart() if isinstance(operation, Kernel):
                 effect = msgspec.structs.replace(effect, hold_us=control.hold_us)
@@ -112,11 +129,41 @@ def _effect(index: int, operation: Operation, plan: Plan, costs: CostModel) -> E
                 effect = msgspec.structs.replace(effect, footprint=with_ctas(footprint, control))
             case Transport() if isinstance(operation, Collective):
                 if control.transport == "copy_engine" and operation.collective not in COPY_ENGINE_COLLECTIVES:
-                    raise PlanError(f"Copy engines cannot reduce, so they cannot run {where}, a {operation.collective}.")
+                    raise PlanError(
+                        f"Copy engines cannot reduce, as {where} does; they run {', '.join(COPY_ENGINE_COLLECTIVES)}. "
+                        "Narrow the directive's match to those."
+                    )
                 effect = msgspec.structs.replace(effect, uses_copy_engine=control.transport == "copy_engine")
             case _:
-                raise PlanError(f"A {control.__struct_config__.tag} control cannot apply to {where}, a {operation.kind}.")
+                raise PlanError(
+                    f"A {control.__struct_config__.tag} control cannot apply to {where}, which is {operation.kind}. "
+                    "Give the directive's match the kind that it is for."
+                )
     return effect
+
+
+def _check_priority(control: Priority, machine: Machine) -> None:
+    """A priority that the driver ignores, or does not have, would be no control at all."""
+    gpu = machine.gpu
+    if control.priority and not gpu.priority_is_effective:
+        raise PlanError(
+            f"The driver of {machine.name} ignores stream priority, so priority {control.priority} would do nothing. Leave "
+            "it out of the plan; DEBUG_HIP_IGNORE_STREAM_PRIORITY=0 makes the driver heed it."
+        )
+    if control.priority < gpu.greatest_priority:
+        raise PlanError(
+            f"Priorities of {machine.name} are from {gpu.greatest_priority} (greatest) to 0; found {control.priority}. "
+            f"Ask for {gpu.greatest_priority} or more."
+        )
+
+
+def _check_cap(cap: ResidencyCap, kernel: Kernel, where: str, machine: Machine) -> None:
+    most = machine.gpu.max_shared_bytes_per_cta - kernel.footprint.static_shared_bytes
+    if cap.dynamic_shared_bytes > most:
+        raise PlanError(
+            f"A residency cap of {cap.dynamic_shared_bytes:,} bytes does not fit {where}: a CTA of {machine.name} may have "
+            f"{most:,} bytes of dynamic shared memory there. Ask for fewer bytes, or let `counterpoint tune` choose them."
+        )
 
 
 def capped(footprint: Footprint, cap: ResidencyCap) -> Footprint:

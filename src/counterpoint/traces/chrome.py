@@ -12,6 +12,7 @@ import msgspec
 
 from counterpoint.errors import TraceError
 from counterpoint.timeline import Interval, Timeline
+from counterpoint.value import write_whole
 
 
 def write_chrome_trace(path: Path | str, timelines: Mapping[str, Timeline]) -> None:
@@ -20,15 +21,20 @@ def write_chrome_trace(path: Path | str, timelines: Mapping[str, Timeline]) -> N
     Raises `TraceError` for another suffix, for no timeline, and if the file cannot be written.
     """
     file = Path(path)
-    if not file.name.endswith((".json", ".json.gz")):
-        raise TraceError(f"A Chrome trace is written to .json or .json.gz; found {file}.")
+    check_chrome_path(file)
     if not timelines:
         raise TraceError(f"There is no timeline to write to {file}; give at least one.")
     text = msgspec.json.encode({"displayTimeUnit": "ms", "traceEvents": chrome_events(timelines)})
     try:
-        file.write_bytes(gzip.compress(text, mtime=0) if file.suffix == ".gz" else text)
+        write_whole(file, gzip.compress(text, mtime=0) if file.suffix == ".gz" else text)
     except OSError as problem:
         raise TraceError(f"Cannot write {file}: {problem.strerror}.") from problem
+
+
+def check_chrome_path(path: Path) -> None:
+    """Raise `TraceError` if `path` does not end in `.json` or `.json.gz`."""
+    if not path.name.endswith((".json", ".json.gz")):
+        raise TraceError(f"A Chrome trace is written to .json or .json.gz; found {path}.")
 
 
 def chrome_events(timelines: Mapping[str, Timeline]) -> list[dict[str, object]]:

@@ -1,0 +1,256 @@
+"""Captured graphs through the CUDA driver: `graph.py`'s contract on real handles.
+
+The calls, and what they need, were tried on CUDA 13.0: a residency cap needs MAX_DYNAMIC_SHARED_SIZE_BYTES raised first; a
+kernel node's handle may be a CUkernel; node priority counts only in a graph instantiated with USE_NODE_PRIORITY; clusters
+survive the edits.
+"""
+
+import ctypes
+import heapq
+from functools import cache
+from importlib import resources
+from itertools import pairwise
+from typing import Any
+
+from cuda.bindings import driver as cu
+
+from counterpoint.cuda.graph import AbstractExecutable, AbstractGraph, GraphNode
+from counterpoint.errors import DeviceError
+from counterpoint.step import Footprint
+
+USE_NODE_PRIORITY = 8
+EXPLAINED = {
+    "CUDA_ERROR_NO_DEVICE": "no GPU is visible; run on a machine with one, or check CUDA_VISIBLE_DEVICES",
+    "CUDA_ERROR_OUT_OF_MEMORY": "GPU memory is used up; free some, or measure fewer candidates",
+    "CUDA_ERROR_NOT_SUPPORTED": "this driver or GPU cannot do it; update the driver",
+    "CUDA_ERROR_INVALID_VALUE": "the driver rejects the value",
+    "CUDA_ERROR_INSUFFICIENT_DRIVER": "the driver is older than the CUDA libraries; update it",
+}
+Handle = Any  # cuda-bindings has no types
+
+
+def check(what: str, result: tuple[Any, ...]) -> Any:
+    """Unpack a driver call's result; an error code becomes a `DeviceError` that names the call and the remedy."""
+    error, *values = result
+    if error != cu.CUresult.CUDA_SUCCESS:
+        remedy = EXPLAINED.get(error.name, "see the CUDA driver's documentation of this code")
+        raise DeviceError(f"{what} failed with {error.name}: {remedy}.")
+    return values[0] if len(values) == 1 else values
+
+
+class DriverExecutable(AbstractExecutable):
+    """An instantiated graph."""
+
+    def __init__(self, graph: Handle) -> None:
+        self._exec = check("Instantiating the graph", cu.cuGraphInstantiate(graph, USE_NODE_PRIORITY))
+
+    def launch(self, stream: int) -> None:
+        """See `AbstractExecutable.launch`."""
+        check("Launching the graph", cu.cuGraphLaunch(self._exec, cu.CUstream(stream)))
+
+    def honors_priority(self) -> bool:
+        """See `AbstractExecutable.honors_priority`."""
+        return bool(int(check("Reading the graph's flags", cu.cuGraphExecGetFlags(self._exec))) & USE_NODE_PRIORITY)
+
+    def close(self) -> None:
+        """See `AbstractExecutable.close`."""
+        check("Freeing the graph", cu.cuGraphExecDestroy(self._exec))
+
+
+class DriverGraph(AbstractGraph):
+    """A captured graph, or a copy of one. The owner of the capture keeps the original handle alive."""
+
+    def __init__(self, graph: Handle, handles: list[Handle] | None = None) -> None:
+        self._graph = graph
+        self._waits = _waits(graph)
+        self._handles = handles if handles is not None else _topological(graph, self._waits)
+        self._numbers = {int(handle): number for number, handle in enumerate(self._handles)}
+        self._holds: dict[int, float] = {}
+
+    def nodes(self) -> tuple[GraphNode, ...]:
+        """See `AbstractGraph.nodes`."""
+        return tuple(_describe(handle, self._earlier(handle)) for handle in self._handles)
+
+    def _earlier(self, handle: Handle) -> tuple[int, ...]:
+        """Numbers of the nodes that a node waits for, as the capture had them."""
+        return tuple(sorted(self._numbers[wait] for wait in self._waits.get(int(handle), ()) if wait in self._numbers))
+
+    def copy(self) -> "DriverGraph":
+        """See `AbstractGraph.copy`."""
+        clone = check("Copying the graph (graphs that allocate memory cannot be copied)", cu.cuGraphClone(self._graph))
+        found = [check("Finding a copied node", cu.cuGraphNodeFindInClone(handle, clone)) for handle in self._handles]
+        return DriverGraph(clone, found)
+
+    def set_shared_memory(self, node: int, dynamic_bytes: int, carveout_percent: int) -> None:
+        """See `AbstractGraph.set_shared_memory`."""
+        handle = self._handles[node]
+        params = _kernel_params(handle)
+        limit = cu.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        function = _function(params)
+        if dynamic_bytes > _attribute(function, "MAX_DYNAMIC_SHARED_SIZE_BYTES"):
+            check("Raising a kernel's shared memory limit", cu.cuFuncSetAttribute(function, limit, dynamic_bytes))
+        params.sharedMemBytes = dynamic_bytes
+        check("Setting a kernel's shared memory", cu.cuGraphKernelNodeSetParams(handle, params))
+        value = cu.CUkernelNodeAttrValue()
+        value.sharedMemCarveout = carveout_percent
+        _set_attribute(handle, "PREFERRED_SHARED_MEMORY_CARVEOUT", value)
+
+    def set_priority(self, node: int, priority: int) -> None:
+        """See `AbstractGraph.set_priority`."""
+        value = cu.CUkernelNodeAttrValue()
+        value.priority = priority
+        _set_attribute(self._handles[node], "PRIORITY", value)
+
+    def hold_before(self, node: int, hold_us: float) -> None:
+        """See `AbstractGraph.hold_before`."""
+        handle = self._handles[node]
+        earlier = [self._handles[number] for number in self._earlier(handle)]
+        params = _hold_params(hold_us)
+        hold = check("Adding a head start", cu.cuGraphAddKernelNode(self._graph, earlier, len(earlier), params))
+        check("Ordering a head start", cu.cuGraphAddDependencies(self._graph, [hold], [handle], None, 1))
+        self._holds[node] = hold_us
+
+    def held_us(self, node: int) -> float:
+        """See `AbstractGraph.held_us`."""
+        now = _waits(self._graph).get(int(self._handles[node]), ())
+        return self._holds.get(node, 0.0) if any(wait not in self._numbers for wait in now) else 0.0
+
+    def residency(self, node: int) -> int:
+        """See `AbstractGraph.residency`."""
+        params = _kernel_params(self._handles[node])
+        threads = params.blockDimX * params.blockDimY * params.blockDimZ
+        query = cu.cuOccupancyMaxActiveBlocksPerMultiprocessor(_function(params), threads, params.sharedMemBytes)
+        return int(check("Asking for a kernel's occupancy", query))
+
+    def serialize(self) -> None:
+        """See `AbstractGraph.serialize`."""
+        for earlier, later in pairwise(self._handles):
+            if int(earlier) not in self._waits.get(int(later), ()):
+                check("Ordering two nodes", cu.cuGraphAddDependencies(self._graph, [earlier], [later], None, 1))
+
+    def instantiate(self) -> DriverExecutable:
+        """See `AbstractGraph.instantiate`."""
+        return DriverExecutable(self._graph)
+
+
+def _waits(graph: Handle) -> dict[int, list[int]]:
+    """For each node, by handle, the handles of what it waits for."""
+    _, _, _, number = check("Counting the graph's edges", cu.cuGraphGetEdges(graph, 0))
+    waits: dict[int, list[int]] = {}
+    if number:
+        earlier, later, _, _ = check("Reading the graph's edges", cu.cuGraphGetEdges(graph, number))
+        for one, other in zip(earlier[:number], later[:number], strict=True):
+            waits.setdefault(int(other), []).append(int(one))
+    return waits
+
+
+def _topological(graph: Handle, waits: dict[int, list[int]]) -> list[Handle]:
+    """The graph's nodes, each after all it waits for, otherwise as the driver lists them: the order of capture."""
+    _, number = check("Counting the graph's nodes", cu.cuGraphGetNodes(graph, 0))
+    nodes, _ = check("Reading the graph's nodes", cu.cuGraphGetNodes(graph, number))
+    places = {int(node): place for place, node in enumerate(nodes[:number])}
+    missing = [len(waits.get(int(node), ())) for node in nodes[:number]]
+    followers: dict[int, list[int]] = {}
+    for later, earlier in waits.items():
+        for handle in earlier:
+            followers.setdefault(handle, []).append(places[later])
+    ready = [place for place, count in enumerate(missing) if count == 0]
+    ordered = []
+    while ready:
+        place = heapq.heappop(ready)
+        ordered.append(nodes[place])
+        for follower in followers.get(int(nodes[place]), ()):
+            missing[follower] -= 1
+            if missing[follower] == 0:
+                heapq.heappush(ready, follower)
+    return ordered
+
+
+def _describe(handle: Handle, waits_for: tuple[int, ...]) -> GraphNode:
+    kind = check("Reading a node's type", cu.cuGraphNodeGetType(handle))
+    types = cu.CUgraphNodeType
+    if kind == types.CU_GRAPH_NODE_TYPE_KERNEL:
+        return _describe_kernel(handle, waits_for)
+    if kind == types.CU_GRAPH_NODE_TYPE_MEMSET:
+        params = check("Reading a fill", cu.cuGraphMemsetNodeGetParams(handle))
+        size = params.width * params.elementSize * max(1, params.height)
+        return GraphNode(kind="copy", name="Memset (Device)", waits_for=waits_for, num_bytes=size, direction="set")
+    if kind == types.CU_GRAPH_NODE_TYPE_MEMCPY:
+        params = check("Reading a copy", cu.cuGraphMemcpyNodeGetParams(handle))
+        size = params.WidthInBytes * max(1, params.Height) * max(1, params.Depth)
+        return GraphNode(kind="copy", name="Memcpy", waits_for=waits_for, num_bytes=size)
+    return GraphNode(kind="other", name=kind.name.removeprefix("CU_GRAPH_NODE_TYPE_").lower(), waits_for=waits_for)
+
+
+def _describe_kernel(handle: Handle, waits_for: tuple[int, ...]) -> GraphNode:
+    params = _kernel_params(handle)
+    function = _function(params)
+    cluster = _get_attribute(handle, "CLUSTER_DIMENSION").clusterDim
+    # the driver reports 0 for a node that never asked for a carveout
+    carveout = int(_get_attribute(handle, "PREFERRED_SHARED_MEMORY_CARVEOUT").sharedMemCarveout) or -1
+    footprint = Footprint(
+        num_ctas=params.gridDimX * params.gridDimY * params.gridDimZ,
+        threads_per_cta=params.blockDimX * params.blockDimY * params.blockDimZ,
+        registers_per_thread=_attribute(function, "NUM_REGS"),
+        static_shared_bytes=_attribute(function, "SHARED_SIZE_BYTES"),
+        dynamic_shared_bytes=params.sharedMemBytes,
+        ctas_per_cluster=max(1, cluster.x) * max(1, cluster.y) * max(1, cluster.z),
+        carveout_percent=carveout if carveout <= 100 else -1,
+    )
+    return GraphNode(
+        kind="kernel",
+        name=_kernel_name(params),
+        waits_for=waits_for,
+        footprint=footprint,
+        priority=_get_attribute(handle, "PRIORITY").priority,
+        is_cooperative=bool(_get_attribute(handle, "COOPERATIVE").cooperative),
+    )
+
+
+def _kernel_params(handle: Handle) -> Handle:
+    return check("Reading a kernel node", cu.cuGraphKernelNodeGetParams(handle))
+
+
+def _function(params: Handle) -> Handle:
+    if int(params.func):
+        return params.func
+    return check("Resolving a kernel", cu.cuKernelGetFunction(params.kern))
+
+
+def _kernel_name(params: Handle) -> str:
+    named = cu.cuFuncGetName(params.func) if int(params.func) else cu.cuKernelGetName(params.kern)
+    name = check("Reading a kernel's name", named)
+    return name.decode() if isinstance(name, bytes) else str(name)
+
+
+def _attribute(function: Handle, name: str) -> int:
+    attribute = getattr(cu.CUfunction_attribute, f"CU_FUNC_ATTRIBUTE_{name}")
+    return int(check(f"Reading {name} of a kernel", cu.cuFuncGetAttribute(attribute, function)))
+
+
+def _get_attribute(handle: Handle, name: str) -> Handle:
+    attribute = getattr(cu.CUlaunchAttributeID, f"CU_LAUNCH_ATTRIBUTE_{name}")
+    return check(f"Reading {name} of a node", cu.cuGraphKernelNodeGetAttribute(handle, attribute))
+
+
+def _set_attribute(handle: Handle, name: str, value: Handle) -> None:
+    attribute = getattr(cu.CUlaunchAttributeID, f"CU_LAUNCH_ATTRIBUTE_{name}")
+    check(f"Setting {name} of a node", cu.cuGraphKernelNodeSetAttribute(handle, attribute, value))
+
+
+@cache
+def _hold_function(context: int) -> Handle:
+    """The head start kernel in the CUDA context of that handle."""
+    image = resources.files("counterpoint.cuda").joinpath("hold.ptx").read_bytes() + b"\0"
+    module = check(f"Loading the head start kernel in context {context:#x}", cu.cuModuleLoadData(image))
+    return check("Finding the head start kernel", cu.cuModuleGetFunction(module, b"counterpoint_hold"))
+
+
+def _hold_params(hold_us: float) -> Handle:
+    """Launch parameters of a one-thread kernel that ends after `hold_us`."""
+    params = cu.CUDA_KERNEL_NODE_PARAMS()
+    params.func = _hold_function(int(check("Finding the CUDA context", cu.cuCtxGetCurrent())))
+    params.gridDimX = params.gridDimY = params.gridDimZ = 1
+    params.blockDimX = params.blockDimY = params.blockDimZ = 1
+    params.kernelParams = ((round(hold_us * 1000),), (ctypes.c_ulonglong,))
+    return params

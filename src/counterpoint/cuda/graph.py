@@ -1,0 +1,82 @@
+"""What Counterpoint needs of a captured CUDA graph: read its nodes, edit a copy, run it.
+
+The real implementation is `driver.py`; tests use a double in memory. A node keeps its number through every edit.
+"""
+
+from abc import ABC, abstractmethod
+from typing import Literal
+
+from counterpoint.step import CopyDirection, Footprint
+from counterpoint.value import Value
+
+
+class GraphNode(Value, frozen=True, kw_only=True):
+    """One node, in topological order. `waits_for` are numbers of earlier nodes; `footprint` is set for kernels only.
+
+    `is_cooperative` kernels contain a grid barrier and need all their CTAs resident at once.
+    """
+
+    kind: Literal["kernel", "copy", "other"]
+    name: str
+    waits_for: tuple[int, ...] = ()
+    footprint: Footprint | None = None
+    priority: int = 0
+    is_cooperative: bool = False
+    num_bytes: int = 0
+    direction: CopyDirection = "device_to_device"
+
+
+class AbstractExecutable(ABC):
+    """A graph made ready to run."""
+
+    @abstractmethod
+    def launch(self, stream: int) -> None:
+        """Start one replay on a stream, given by its driver handle."""
+
+    @abstractmethod
+    def honors_priority(self) -> bool:
+        """Whether node priorities are in force, as the driver reports it."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Free it."""
+
+
+class AbstractGraph(ABC):
+    """A graph whose nodes can be read and, on a copy, edited."""
+
+    @abstractmethod
+    def nodes(self) -> tuple[GraphNode, ...]:
+        """All nodes as they are now, in topological order; held-up nodes do not count the holds put before them."""
+
+    @abstractmethod
+    def copy(self) -> "AbstractGraph":
+        """An independent copy. Raises `DeviceError` where the driver cannot copy, as with memory nodes."""
+
+    @abstractmethod
+    def set_shared_memory(self, node: int, dynamic_bytes: int, carveout_percent: int) -> None:
+        """Give a kernel's CTAs `dynamic_bytes` of dynamic shared memory and ask for the carveout."""
+
+    @abstractmethod
+    def set_priority(self, node: int, priority: int) -> None:
+        """Give a kernel a launch priority, lower being greater."""
+
+    @abstractmethod
+    def hold_before(self, node: int, hold_us: float) -> None:
+        """Delay a node by `hold_us` after everything it waits for has ended."""
+
+    @abstractmethod
+    def held_us(self, node: int) -> float:
+        """The delay that stands before a node, 0 if none."""
+
+    @abstractmethod
+    def residency(self, node: int) -> int:
+        """CTAs per SM of a kernel as it would be launched now, from the driver's occupancy query."""
+
+    @abstractmethod
+    def serialize(self) -> None:
+        """Make each node wait for the one before it, so that a replay runs every node alone."""
+
+    @abstractmethod
+    def instantiate(self) -> AbstractExecutable:
+        """Make the graph ready to run, node priorities in force."""

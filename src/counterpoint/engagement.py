@@ -1,0 +1,48 @@
+"""Proof that controls took effect: what was asked, what was applied, what was verified by asking the driver again.
+
+Whoever applies a plan returns these values, and every report prints them in the same words.
+"""
+
+from collections.abc import Iterable
+from typing import Literal
+
+from counterpoint.errors import EngagementError
+from counterpoint.value import Value
+
+State = Literal["verified", "refused", "failed"]
+
+
+class Engagement(Value, frozen=True, kw_only=True):
+    """One control on one target. `asked` and `found` are figures in words; `reason` says why where it is not verified."""
+
+    control: str
+    target: str
+    state: State
+    asked: str
+    found: str = ""
+    reason: str = ""
+
+
+class EngagementRow(Value, frozen=True, kw_only=True):
+    """Equal engagements of several launches of one kernel, counted."""
+
+    engagement: Engagement
+    count: int
+
+
+def summarize_engagements(engagements: Iterable[Engagement]) -> tuple[EngagementRow, ...]:
+    """Equal engagements once, with their number, in the order in which they first appear."""
+    counts: dict[Engagement, int] = {}
+    for engagement in engagements:
+        counts[engagement] = counts.get(engagement, 0) + 1
+    return tuple(EngagementRow(engagement=engagement, count=count) for engagement, count in counts.items())
+
+
+def require_engaged(engagements: Iterable[Engagement]) -> None:
+    """Raise `EngagementError` unless every control is verified: what `strict` means."""
+    for engagement in engagements:
+        if engagement.state != "verified":
+            raise EngagementError(
+                f"{engagement.control} on '{engagement.target[:60]}' is {engagement.state}: asked {engagement.asked}, found "
+                f"{engagement.found or 'nothing'}; {engagement.reason}."
+            )
