@@ -18,7 +18,7 @@ ORDER = [
     {"step"},
     {"occupancy"},
     {"plan", "schedule"},
-    {"timeline"},
+    {"timeline", "engagement"},
     {"metrics", "traces", "workloads", "executor"},
     {"sim", "cuda", "launch_filter", "ops"},
     {"integrations"},

@@ -19,6 +19,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from counterpoint.cuda.driver import DriverGraph
 from counterpoint.cuda.graph import AbstractExecutable
+from counterpoint.cuda.plan_cache import Surroundings
 from counterpoint.cuda.reading import CollectiveCall, GraphTimes, ReadGraph, read_graph
 from counterpoint.errors import DeviceError, PlanError
 from counterpoint.traces.classify import load_rules
@@ -33,7 +34,7 @@ class Captured:
 
     def __init__(self, graph: torch.cuda.CUDAGraph, calls: list[CollectiveCall], name: str) -> None:
         self._owner = graph
-        self._coordination = dist.new_group(backend="gloo", timeout=RENDEZVOUS_TIMEOUT) if dist.is_initialized() else None
+        self.coordination = dist.new_group(backend="gloo", timeout=RENDEZVOUS_TIMEOUT) if dist.is_initialized() else None
         self.graph = DriverGraph(graph.raw_cuda_graph())
         times = GraphTimes(device_name=torch.cuda.get_device_name(), lone_us=self._lone_times())
         num_ranks = dist.get_world_size() if dist.is_initialized() else 1
@@ -49,17 +50,17 @@ class Captured:
         end.record(stream)
         end.synchronize()
         own = torch.tensor([start.elapsed_time(end) * 1000.0])
-        if self._coordination is not None:
-            dist.all_reduce(own, op=dist.ReduceOp.MAX, group=self._coordination)
+        if self.coordination is not None:
+            dist.all_reduce(own, op=dist.ReduceOp.MAX, group=self.coordination)
         return float(own.item())
 
     def agree(self, text: str) -> str:
         """Rank 0's text, on every rank; raises `PlanError` on all ranks if one of them captured another step."""
-        if self._coordination is None:
+        if self.coordination is None:
             return text
         mine = (self.read.step.fingerprint(), text)
         everyone: list[tuple[str, str]] = [mine] * dist.get_world_size()
-        dist.all_gather_object(everyone, mine, group=self._coordination)
+        dist.all_gather_object(everyone, mine, group=self.coordination)
         fingerprints = [fingerprint for fingerprint, _ in everyone]
         if len(set(fingerprints)) > 1:
             raise PlanError(
@@ -67,6 +68,21 @@ class Captured:
                 "Capture the same shapes and operations on every rank."
             )
         return everyone[0][1]
+
+    def is_first_rank(self) -> bool:
+        """Whether this process is the one that writes files and prints."""
+        return self.coordination is None or dist.get_rank() == 0
+
+    def surroundings(self) -> Surroundings:
+        """What a plan measured here depends on."""
+        nccl = torch.cuda.nccl.version() if dist.is_nccl_available() else ()
+        return Surroundings(
+            device_name=torch.cuda.get_device_name(),
+            driver_version=str(torch._C._cuda_getDriverVersion()),
+            nccl_version=".".join(str(part) for part in nccl),
+            torch_version=torch.__version__,
+            num_ranks=self.read.step.num_ranks,
+        )
 
     def outputs_digest(self, executable: AbstractExecutable, outputs: list[torch.Tensor]) -> str:
         """A digest of the outputs' bits after one replay, poisoned before it."""
@@ -80,8 +96,8 @@ class Captured:
 
     def _meet(self) -> None:
         torch.cuda.synchronize()
-        if self._coordination is not None:
-            dist.barrier(group=self._coordination)
+        if self.coordination is not None:
+            dist.barrier(group=self.coordination)
 
     def _lone_times(self) -> tuple[float, ...]:
         """Each node's time with nothing beside it: medians over replays of a serialized copy."""

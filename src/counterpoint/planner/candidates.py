@@ -24,12 +24,13 @@ from counterpoint.planner.contention import Contention
 from counterpoint.sim.calibration import communication_footprint
 from counterpoint.sim.simulator import COPY_ENGINE_COLLECTIVES
 from counterpoint.step import Collective, Footprint, Kernel, Step
-from counterpoint.units import format_us
+from counterpoint.units import MIB, format_bytes, format_us
 from counterpoint.value import Value
 
 HOLDS_US = (5.0, 20.0)
 CTA_COUNTS = (4, 8, 16)
 FEWER_THREADS = 256
+LEAST_COPIED_BYTES = 16 * MIB  # what one rank sends another; reported by users of copy engines, not measured here
 
 
 class Candidate(Value, frozen=True, kw_only=True):
@@ -123,17 +124,17 @@ def _caps(step: Step, gpu: Gpu, contention: Sequence[Contention]) -> Proposal:
         try:
             beside = largest_residency_beside(gpu, kernel.footprint, communication)
             most, percent = beside.ctas_per_sm, beside.carveout_percent
-            reason = "leave room for a communication CTA beside them"
+            effect = "so that a communication CTA fits beside"
         except OccupancyError as problem:
             if usual < 2:
                 refusals.append(Refusal(control="residency_cap", target=kernel.name, reason=str(problem)))
                 continue
             most, percent = usual * 3 // 4, 100
-            reason = "empty an SM sooner; none leaves room for a communication CTA beside it"
+            effect = "to empty an SM sooner; no cap lets a communication CTA in beside"
         for label, ctas_per_sm in (("caps", most), ("lower caps", most * 2 // 3)):
             if 1 <= ctas_per_sm < usual or (ctas_per_sm == usual and percent != kernel.footprint.carveout_percent):
                 directives[label].append(
-                    _cap(gpu, kernel, ctas_per_sm, percent, f"{ctas_per_sm} instead of {usual} CTAs per SM {reason}")
+                    _cap(gpu, kernel, ctas_per_sm, percent, f"{ctas_per_sm} instead of {usual} CTAs per SM, {effect}")
                 )
     return _proposal(
         (
@@ -192,7 +193,7 @@ def _communication_ctas(step: Step, gpu: Gpu, contention: Sequence[Contention]) 
             f"{count} communication CTAs",
             match,
             (CommunicationCtas(max_ctas=count),),
-            f"{count} instead of {usual} CTAs leave {usual - count} more SMs to the kernels beside the collectives",
+            f"{count} instead of {usual} CTAs, to leave more SMs to the kernels beside the collectives",
         )
         for count in counts
     ]
@@ -214,14 +215,27 @@ def _transports(step: Step) -> Proposal:
     for index, operation in enumerate(step.operations):
         if not isinstance(operation, Collective) or operation.transport == "copy_engine":
             continue
-        if operation.collective in COPY_ENGINE_COLLECTIVES:
+        obstacle = _obstacle_to_copying(operation)
+        if obstacle is None:
             able.append(index)
         else:
-            reason = "it reduces, and copy engines cannot; the sum needs SMs"
-            refusals[operation.collective] = Refusal(control="transport", target=operation.collective, reason=reason)
+            refusals[obstacle] = Refusal(control="transport", target=operation.collective, reason=obstacle)
     if not able:
         return _proposal(refusals=refusals.values())
-    reason = "they only move data, and copy engines do that without taking SMs"
+    subject = "it only moves" if len(able) == 1 else "they only move"
+    reason = f"{subject} data, and copy engines do that without taking SMs"
     match = Match(kind="communication", operations=tuple(able))
     candidate = _one("transport", "copy engines", match, (Transport(transport="copy_engine"),), reason)
     return _proposal([candidate], refusals.values())
+
+
+def _obstacle_to_copying(collective: Collective) -> str | None:
+    """Why copy engines should not move the collective, or None."""
+    if collective.collective not in COPY_ENGINE_COLLECTIVES:
+        return "it reduces, and copy engines cannot; the sum needs SMs"
+    if not collective.num_bytes:
+        return "its size is not known, so the time that copy engines would take is not, either"
+    pieces = collective.group_size if collective.collective in ("all_gather", "all_to_all") else 1
+    if collective.num_bytes < pieces * LEAST_COPIED_BYTES:
+        return f"it moves less than {format_bytes(LEAST_COPIED_BYTES)} to a rank; kernels are faster for so little"
+    return None

@@ -26,8 +26,13 @@ AS_IT_IS = "as it is"
 class Replayable(Protocol):
     """A captured step that can be timed on all ranks: `cuda.capture.Captured`, or a double."""
 
-    graph: AbstractGraph
-    read: ReadGraph
+    @property
+    def graph(self) -> AbstractGraph:
+        """The captured graph, never edited itself."""
+
+    @property
+    def read(self) -> ReadGraph:
+        """The step it is."""
 
     def time_us(self, executable: AbstractExecutable) -> float:
         """One replay's time on the slowest rank."""
@@ -52,7 +57,7 @@ class MeasuredTuning(Value, frozen=True, kw_only=True):
     simulated: Tuning
 
 
-def tune_measured(captured: Replayable, machine: Machine, num_candidates: int = 4, num_rounds: int = 15) -> MeasuredTuning:
+def tune_measured(captured: Replayable, machine: Machine, num_candidates: int = 5, num_rounds: int = 15) -> MeasuredTuning:
     """Find the best plan for a captured step on the GPUs at hand."""
     step = captured.read.step
     simulated = tune(step, machine, Simulator())
@@ -88,14 +93,20 @@ def tune_measured(captured: Replayable, machine: Machine, num_candidates: int = 
 
 
 def _contenders(captured: Replayable, simulated: Tuning, num_candidates: int) -> list[Contender]:
-    """As it is, then the candidates with the shortest simulated makespan whose every control can be applied here."""
-    contenders = [Contender(label=AS_IT_IS, directives=())]
-    for trial in sorted(simulated.trials[1:], key=lambda entry: entry.makespan_us):
-        if len(contenders) > num_candidates:
-            break
-        if trial.directives and _is_applicable(captured, trial):
-            contenders.append(Contender(label=trial.label, directives=trial.directives))
-    return contenders
+    """As it is, then the best simulated candidate of each combination of controls, if all of them can be applied here.
+
+    One of each combination, because what the simulator cannot tell apart is often apart on a GPU.
+    """
+    best: dict[tuple[str, ...], Trial] = {}
+    for trial in sorted(simulated.trials[1:], key=lambda entry: (entry.makespan_us, len(entry.families))):
+        families = tuple(sorted(trial.families))
+        if families not in best and _is_applicable(captured, trial):
+            best[families] = trial
+    chosen = list(best.values())[:num_candidates]
+    return [
+        Contender(label=AS_IT_IS, directives=()),
+        *(Contender(label=trial.label, directives=trial.directives) for trial in chosen),
+    ]
 
 
 def _is_applicable(captured: Replayable, trial: Trial) -> bool:

@@ -34,7 +34,8 @@ HALF = 0.5
 HIDDEN_BY, HIDDEN, EXPOSED = "blue", "green", "red"
 
 
-def _table(*headers: str) -> Table:
+def new_table(*headers: str) -> Table:
+    """A table in the style of all reports: first column to the left, figures to the right."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
     for position, header in enumerate(headers):
         table.add_column(header, justify="left" if position == 0 else "right", overflow="fold")
@@ -57,7 +58,7 @@ def print_step(console: Console, step: Step, machine: Machine, notes: Iterable[s
 
 def print_metrics(console: Console, rows: Sequence[Row]) -> None:
     """A table of what the step takes, sequential to ideal."""
-    table = _table("step", "makespan", "exposed", "overlap", "")
+    table = new_table("step", "makespan", "exposed", "overlap", "")
     table.columns[-1].justify = "left"
     for row in rows:
         exposed = format_us(row.metrics.exposed_us) if row.metrics else ""
@@ -73,7 +74,7 @@ def print_trials(console: Console, trials: Sequence[Trial]) -> None:
     best: dict[str, Trial] = {}
     for trial in sorted(trials[1:], key=lambda entry: (entry.makespan_us, len(entry.families))):
         best.setdefault(trial.label, trial)
-    table = _table("candidate (simulated)", "makespan", "change", "exposed")
+    table = new_table("candidate (simulated)", "makespan", "change", "exposed")
     for trial in [baseline, *list(best.values())[:SHOWN_TRIALS]]:
         change = trial.makespan_us / baseline.makespan_us - 1
         style = "green" if change < -VISIBLE else "red" if change > VISIBLE else ""
@@ -112,7 +113,7 @@ def _describe_refusals(refusals: Iterable[Refusal]) -> Iterator[Text]:
         targets.setdefault((refusal.control, refusal.reason), []).append(refusal.target)
     for (control, reason), names in targets.items():
         others = f" and {_count(len(names) - 1, 'other')}" if len(names) > 1 else ""
-        yield Text.assemble((control, "bold"), f" on {_shorten(names[0])}{others}: {reason}", style="dim")
+        yield Text.assemble((control, "bold"), f" on {shorten(names[0])}{others}: {reason}", style="dim")
 
 
 def _count(number: int, singular: str, plural: str = "") -> str:
@@ -125,7 +126,7 @@ def _describe_directive(directive: Directive) -> Text:
     if match.operations is not None:
         target = _count(len(match.operations), f"{match.kind or ''} operation".strip())
     else:
-        target = _shorten(match.name)
+        target = shorten(match.name)
     return Text.assemble((controls, "bold"), " on ", (target, "cyan"), f": {directive.reason}")
 
 
@@ -134,19 +135,20 @@ def describe_control(control: Control) -> str:
     match control:
         case ResidencyCap():
             how = f"{control.dynamic_shared_bytes:,} B of shared memory, carveout {control.carveout_percent} %"
-            return f"cap of {control.ctas_per_sm} CTAs per SM ({how})"
+            return f"cap of {_count(control.ctas_per_sm, 'CTA')} per SM ({how})"
         case Priority():
             return f"priority {control.priority}"
         case CommunicationCtas():
             threads = f" of {control.num_threads} threads" if control.num_threads else ""
-            return f"at most {control.max_ctas} CTAs{threads}"
+            return f"at most {_count(control.max_ctas, 'CTA')}{threads}"
         case Transport():
             return f"transport {control.transport}"
         case HeadStart():
             return f"head start {control.hold_us:g} us"
 
 
-def _shorten(name: str) -> str:
+def shorten(name: str) -> str:
+    """A kernel's name, cut where it is longer than a line can bear."""
     return name if len(name) <= NAME_WIDTH else name[: NAME_WIDTH - 3] + "..."
 
 
@@ -170,7 +172,7 @@ def print_lanes(console: Console, timelines: Sequence[tuple[str, Timeline]]) -> 
 
 def print_machines(console: Console, machines: Sequence[Machine]) -> None:
     """One line per machine."""
-    table = _table("name", "SMs", "shared/SM", "HBM", "link, one way", "node")
+    table = new_table("name", "SMs", "shared/SM", "HBM", "link, one way", "node")
     table.columns[-1].justify = "left"
     for machine in machines:
         gpu = machine.gpu
@@ -188,7 +190,7 @@ def print_machines(console: Console, machines: Sequence[Machine]) -> None:
 def print_machine(console: Console, machine: Machine) -> None:
     """Every figure of one machine with its source."""
     console.print(Text.assemble((machine.name, "bold"), f": {machine.title}"))
-    table = _table("figure", "value", "source")
+    table = new_table("figure", "value", "source")
     table.columns[-1].justify = "left"
     for prefix, part in (("gpu", machine.gpu), ("link", machine.link), ("network", machine.network)):
         for name in part.__struct_fields__ if part is not None else ():

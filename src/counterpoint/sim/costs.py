@@ -134,14 +134,22 @@ class CostModel:
         constants = self._calibration.collectives[collective.collective]
         link_limit = self._link(collective).bytes_per_s * constants.link_fraction
         reference = smooth_minimum(usual.num_ctas * constants.bytes_per_s_per_cta, link_limit) / usual.num_ctas
+        link_per_cta = constants.bytes_per_s_per_cta * planned.threads_per_cta / usual.threads_per_cta
+        alone = smooth_minimum(planned.num_ctas * link_per_cta, link_limit) / planned.num_ctas
         lone_us = collective.lone_us if collective.lone_us is not None else self._collective_us(collective, usual)
+        waiting_us = min(constants.latency_us, lone_us)
+        # bytes are shared out over the planned CTAs; latency and peers take as long however many there are
+        moving_us = (lone_us - waiting_us) * usual.num_ctas / planned.num_ctas
+        cta_us = moving_us + (waiting_us + collective.peer_wait_us) * alone / reference
+        hbm = reference * self._calibration.hbm_bytes_per_wire_byte.value
         issue = self._calibration.communication_issue_share.value
         return SmWork(
-            cta_ps=(lone_us + collective.peer_wait_us) * PS_PER_US * usual.num_ctas / planned.num_ctas,
+            cta_ps=max(cta_us, 1e-3) * PS_PER_US,
             issue_per_cta=issue,
             issue_reference=issue,
-            hbm_per_cta=reference * self._calibration.hbm_bytes_per_wire_byte.value,
-            link_per_cta=constants.bytes_per_s_per_cta * planned.threads_per_cta / usual.threads_per_cta,
+            hbm_per_cta=hbm,
+            hbm_reference=smooth_minimum(hbm * usual.num_ctas, self.hbm_bytes_per_s) / (hbm * usual.num_ctas),
+            link_per_cta=link_per_cta,
             link_limit=link_limit,
             link_reference=reference,
         )

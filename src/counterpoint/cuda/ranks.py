@@ -1,0 +1,54 @@
+"""Joining the other ranks, and leaving without hanging anybody.
+
+Under torchrun each process takes the GPU of its local rank and joins the NCCL process group; alone it takes GPU 0. A rank
+that fails says why and leaves at once, so that the others' rendezvous time out instead of waiting for ever.
+"""
+
+import os
+from datetime import timedelta
+from importlib import import_module
+from importlib.metadata import version
+from typing import NoReturn
+
+from counterpoint.errors import DeviceError
+
+JOIN_TIMEOUT = timedelta(seconds=300)
+OLDEST_TORCH = (2, 11)
+
+
+def join_ranks() -> int:
+    """Take this process's GPU and join the others; returns the rank.
+
+    Raises `DeviceError` without torch or cuda-bindings, with a torch that is too old, or without a GPU.
+    """
+    for module, package in (("torch", "torch"), ("cuda.bindings.driver", "cuda-bindings")):
+        try:
+            import_module(module)
+        except ImportError as problem:
+            raise DeviceError(
+                f"'{package}' is needed to run on GPUs and is not installed. Install it: pip install 'counterpoint[cuda]'."
+            ) from problem
+    found = version("torch")
+    if tuple(int(part) for part in found.split("+")[0].split(".")[:2]) < OLDEST_TORCH:
+        raise DeviceError(f"torch {found} is too old; 2.11 or later is needed. Update it, or plan from a trace.")
+    import torch  # noqa: PLC0415  only after the check above
+    import torch.distributed as dist  # noqa: PLC0415
+
+    if not torch.cuda.is_available():
+        raise DeviceError("No GPU is visible, so nothing can be measured. Plan from a trace: counterpoint tune TRACE.")
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    if local_rank >= torch.cuda.device_count():
+        raise DeviceError(f"Rank {local_rank} has no GPU: {torch.cuda.device_count()} are visible. Start fewer processes.")
+    torch.cuda.set_device(local_rank)
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not dist.is_initialized():
+        dist.init_process_group("nccl", device_id=torch.device("cuda", local_rank), timeout=JOIN_TIMEOUT)
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def leave(exit_code: int) -> NoReturn:
+    """End this process now; a normal exit would wait for collectives that will never finish."""
+    import sys  # noqa: PLC0415
+
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(exit_code)

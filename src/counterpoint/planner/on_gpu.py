@@ -1,0 +1,55 @@
+"""The whole way on GPUs: capture a step function, find a plan by measurement or in the cache, put it in force."""
+
+from collections.abc import Callable
+
+import msgspec
+
+from counterpoint.cuda.applied import Applied, apply
+from counterpoint.cuda.capture import Captured, capture
+from counterpoint.cuda.plan_cache import find_plan, keep_plan
+from counterpoint.errors import MachineError
+from counterpoint.machine import Machine, machine_for_device
+from counterpoint.plan import Plan
+from counterpoint.planner.measured import MeasuredTuning, tune_measured
+
+
+def machine_of(captured: Captured) -> Machine:
+    """The shipped machine of the GPU that a step was captured on. Raises `MachineError` where there is none."""
+    device = captured.read.step.device_name or "an unnamed GPU"
+    machine = machine_for_device(device)
+    if machine is None:
+        raise MachineError(
+            f"No shipped machine describes '{device}'. Make a file of it (counterpoint machines --probe -o mine.toml) and "
+            "name it with --machine."
+        )
+    return machine
+
+
+def tune_captured(captured: Captured, machine: Machine | None = None) -> MeasuredTuning:
+    """Find the plan of a captured step by measurement and keep it; rank 0 writes the cache."""
+    tuning = tune_measured(captured, machine or machine_of(captured))
+    if captured.is_first_rank():
+        keep_plan(tuning.plan, captured.read.step, captured.surroundings())
+    return tuning
+
+
+def tune_step_function(
+    step_fn: Callable[[], object], machine: Machine | None = None, *, use_cache: bool = True, guard_every: int = 1000
+) -> Applied:
+    """Capture `step_fn`, find its plan, and return it in force: call `replay()` instead of `step_fn`.
+
+    `step_fn` must issue the same work each time, on every rank; capturing and measuring call and replay it many times, so
+    it must be repeatable. With `use_cache`, a plan that was measured for the same step, GPU, driver, NCCL, torch and
+    number of ranks is used without measuring. Raises `DeviceError`, `MachineError`, or `PlanError` where ranks disagree.
+    """
+    captured = capture(step_fn)
+    plan = kept_plan(captured) if use_cache else None
+    if plan is None:
+        plan = tune_captured(captured, machine).plan
+    return apply(captured, plan, guard_every=guard_every)
+
+
+def kept_plan(captured: Captured) -> Plan | None:
+    """The cached plan of rank 0, on every rank, or None."""
+    kept = find_plan(captured.read.step, captured.surroundings()) if captured.is_first_rank() else None
+    return msgspec.json.decode(captured.agree(msgspec.json.encode(kept).decode()), type=Plan | None)

@@ -1,0 +1,151 @@
+"""The first paper's grid: sequential, plain overlap, and every control and combination on one of its workloads.
+
+The same grid runs on the simulator, for any machine, and on GPUs, for a captured workload. The caps name the bytes of
+dynamic shared memory they use, so that the sweep over residency is the sweep over shared memory that the paper's
+reviewers asked for.
+"""
+
+import hashlib
+from collections.abc import Callable, Mapping
+
+from counterpoint.cuda.graph import AbstractExecutable
+from counterpoint.cuda.rewriting import rewrite
+from counterpoint.cuda.timing import measure_interleaved
+from counterpoint.machine import Machine
+from counterpoint.metrics import ideal_us, measure, sequential_us
+from counterpoint.occupancy import cap_shared_bytes, residency
+from counterpoint.plan import Control, Directive, HeadStart, Match, Plan, Priority, ResidencyCap, Transport
+from counterpoint.planner.measured import Replayable, tune_measured
+from counterpoint.planner.search import tune
+from counterpoint.sim import Simulator
+from counterpoint.sim.simulator import COPY_ENGINE_COLLECTIVES
+from counterpoint.step import Collective, Kernel, Step
+from counterpoint.value import Value
+
+PLAIN, SEQUENTIAL = "plain overlap", "sequential"
+HOLDS_US = (5.0, 20.0)
+Parts = list[tuple[Match, Control]]
+
+
+class PaperRow(Value, frozen=True, kw_only=True):
+    """One variant. `measured_us` and what belongs to it are None where nothing ran on a GPU.
+
+    `ratio` is the measured time over plain overlap's of the same rounds, `spread` its spread. `is_engaged` says whether
+    every control was verified, `is_identical` whether the outputs were bit-identical to plain overlap's.
+    """
+
+    label: str
+    simulated_us: float | None
+    measured_us: float | None = None
+    ratio: float | None = None
+    spread: float | None = None
+    is_engaged: bool | None = None
+    is_identical: bool | None = None
+
+
+class PaperResult(Value, frozen=True, kw_only=True):
+    """One workload on one machine. `choice` is the planner's plan."""
+
+    workload: str
+    machine: str
+    num_ranks: int
+    ideal_us: float
+    rows: tuple[PaperRow, ...]
+    choice: Plan
+
+
+def paper_grid(step: Step, machine: Machine) -> dict[str, Plan]:
+    """Labelled plans, plain overlap first."""
+    kernels = {index: operation for index, operation in enumerate(step.operations) if isinstance(operation, Kernel)}
+    matmuls = Match(operations=tuple(kernels))
+    collectives = Match(kind="communication")
+    priority: Parts = [(collectives, Priority(priority=machine.gpu.greatest_priority))]
+    grid: dict[str, Parts] = {PLAIN: [], "priority": priority}
+    for hold_us in HOLDS_US:
+        ahead: Parts = [(Match(operations=tuple(kernels)[1:]), HeadStart(hold_us=hold_us))]
+        grid[f"head start {hold_us:g} us"] = ahead
+        grid[f"priority + head start {hold_us:g} us"] = priority + ahead
+    footprint = next(iter(kernels.values())).footprint
+    for ctas_per_sm in range(residency(machine.gpu, footprint).ctas_per_sm - 1, 0, -1):
+        dynamic = cap_shared_bytes(machine.gpu, footprint, ctas_per_sm)
+        cap: Parts = [(matmuls, ResidencyCap(ctas_per_sm=ctas_per_sm, dynamic_shared_bytes=dynamic))]
+        grid[f"cap {ctas_per_sm} ({dynamic:,} B)"] = cap
+        grid[f"priority + cap {ctas_per_sm} ({dynamic:,} B)"] = priority + cap
+    return {label: _plan(parts) for label, parts in grid.items()}
+
+
+def _plan(parts: Parts) -> Plan:
+    return Plan(directives=tuple(Directive(match=match, controls=(control,), reason="grid") for match, control in parts))
+
+
+def simulate_paper(step: Step, machine: Machine) -> PaperResult:
+    """The grid on the simulator, copy engines included where the collective only moves data."""
+    simulator = Simulator()
+    plans = paper_grid(step, machine)
+    kinds = {operation.collective for operation in step.operations if isinstance(operation, Collective)}
+    if kinds <= set(COPY_ENGINE_COLLECTIVES):
+        plans["copy engines"] = _plan([(Match(kind="communication"), Transport(transport="copy_engine"))])
+    lone_us = simulator.lone_times_us(step, machine)
+    rows = [PaperRow(label=SEQUENTIAL, simulated_us=sequential_us(step, lone_us))]
+    for label, plan in plans.items():
+        rows.append(PaperRow(label=label, simulated_us=measure(simulator.run(step, machine, plan)).makespan_us))
+    return PaperResult(
+        workload=step.name,
+        machine=machine.name,
+        num_ranks=step.num_ranks,
+        ideal_us=ideal_us(step, lone_us),
+        rows=tuple(rows),
+        choice=tune(step, machine, simulator).plan,
+    )
+
+
+def measure_paper(
+    overlapped: Replayable,
+    sequential: AbstractExecutable,
+    machine: Machine,
+    output_bits: Callable[[AbstractExecutable], bytes],
+    num_rounds: int,
+) -> PaperResult:
+    """The grid on GPUs, interleaved with plain overlap, beside what the simulator says of the captured step.
+
+    `output_bits` replays an executable once over poisoned outputs and returns their bits. The planner's choice is
+    measured afterwards, by itself.
+    """
+    step = overlapped.read.step
+    simulated = {row.label: row.simulated_us for row in simulate_paper(step, machine).rows}
+    rewritten = {
+        label: rewrite(overlapped.graph, overlapped.read, plan) for label, plan in paper_grid(step, machine).items()
+    }
+    ready: Mapping[str, AbstractExecutable] = {
+        PLAIN: rewritten[PLAIN].graph.instantiate(),
+        SEQUENTIAL: sequential,
+        **{label: each.graph.instantiate() for label, each in rewritten.items() if label != PLAIN},
+    }
+    labels = list(ready)
+    found = measure_interleaved(labels, lambda number: overlapped.time_us(ready[labels[number]]), num_rounds)
+    digests = {label: hashlib.sha256(output_bits(executable)).digest() for label, executable in ready.items()}
+    for executable in ready.values():
+        executable.close()
+    rows = tuple(
+        PaperRow(
+            label=row.label,
+            simulated_us=simulated.get(row.label),
+            measured_us=row.median_us,
+            ratio=row.ratio,
+            spread=row.spread,
+            is_engaged=row.label == SEQUENTIAL
+            or all(entry.state == "verified" for entry in rewritten[row.label].engagements),
+            is_identical=digests[row.label] == digests[PLAIN],
+        )
+        for row in found
+    )
+    lone_us = Simulator().lone_times_us(step, machine)
+    choice = tune_measured(overlapped, machine, num_rounds=num_rounds).plan
+    return PaperResult(
+        workload=step.name,
+        machine=machine.name,
+        num_ranks=step.num_ranks,
+        ideal_us=ideal_us(step, lone_us),
+        rows=rows,
+        choice=choice,
+    )

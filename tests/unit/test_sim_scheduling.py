@@ -1,0 +1,491 @@
+"""Which CTA runs when, on steps worked out by hand: the rules that were measured on H200s, one behavior at a time."""
+
+from typing import cast
+
+import msgspec
+import pytest
+
+from counterpoint.errors import CounterpointError, MachineError, PlanError, StepError
+from counterpoint.machine import load_machine
+from counterpoint.plan import (
+    LEAVE_IT,
+    CommunicationCtas,
+    Control,
+    Directive,
+    HeadStart,
+    Match,
+    Plan,
+    Priority,
+    ResidencyCap,
+    Transport,
+)
+from counterpoint.sim import Simulator
+from counterpoint.sim.sm import SmArray
+from counterpoint.sim.task import SmTask, SmWork
+from counterpoint.step import Collective, CollectiveKind, Copy, CopyDirection, Footprint, Kernel
+from helpers.toy_steps import (
+    DEPENDENCY_LATENCY_US,
+    H200,
+    HALF_SM_BYTES,
+    WHOLE_SM_BYTES,
+    all_reduce,
+    kernel,
+    plan_of,
+    simulate,
+    spans,
+    step_of,
+    toy,
+)
+
+GREATEST = Priority(priority=-5)
+# 384 threads x 168 registers fill an SM, as cuBLAS and cuDNN kernels do.
+PERSISTENT = Footprint(num_ctas=132, threads_per_cta=384, registers_per_thread=168, dynamic_shared_bytes=WHOLE_SM_BYTES)
+
+
+def persistent_kernel(*, shares_work: bool, stream: int = 1) -> Kernel:
+    return Kernel(name="persistent", stream=stream, footprint=PERSISTENT, cta_us=100.0, is_work_sharing=shares_work)
+
+
+def copy(
+    lone_us: float, *, stream: int, issued_us: float | None = None, direction: CopyDirection = "host_to_device"
+) -> Copy:
+    return Copy(name="copy", stream=stream, direction=direction, num_bytes=1000, lone_us=lone_us, issued_us=issued_us)
+
+
+# Placing and refilling
+
+
+def test_a_grid_runs_in_waves_of_what_fits() -> None:
+    # 2 CTAs on each of 4 SMs: 20 CTAs are two waves of 8 and one of 4.
+    timeline = simulate(toy(2, 2), kernel(20, 10.0, shared_bytes=HALF_SM_BYTES))
+    assert spans(timeline) == [(0, 30)]
+
+
+def test_at_equal_priority_a_later_kernel_waits_until_the_earlier_one_placed_all_its_ctas() -> None:
+    # The first kernel leaves half of every SM free in each of its three waves; the second would fit there at once.
+    first = kernel(12, 100.0, shared_bytes=WHOLE_SM_BYTES - 8192)
+    one_thread = kernel(1, 5.0, stream=2)
+    assert spans(simulate(toy(2, 2), first, one_thread)) == [(0, 300), (200, 205)]
+
+
+def test_the_same_kernel_starts_at_once_when_it_is_issued_first() -> None:
+    first = kernel(12, 100.0, shared_bytes=WHOLE_SM_BYTES - 8192)
+    assert spans(simulate(toy(2, 2), kernel(1, 5.0, stream=2), first)) == [(0, 5), (0, 300)]
+
+
+def test_a_greater_priority_takes_free_room_at_once() -> None:
+    first = kernel(12, 100.0, shared_bytes=WHOLE_SM_BYTES - 8192)
+    one_thread = kernel(1, 5.0, stream=2, issued_us=10.0)
+    assert spans(simulate(toy(2, 2), first, one_thread, plan=plan_of({1: GREATEST}))) == [(0, 300), (10, 15)]
+
+
+def test_a_greater_priority_waits_for_a_cta_to_retire_and_never_preempts() -> None:
+    first = kernel(24, 100.0, shared_bytes=HALF_SM_BYTES)
+    short = kernel(1, 5.0, stream=2, shared_bytes=HALF_SM_BYTES, issued_us=10.0)
+    at_equal = spans(simulate(toy(2, 2), first, short))
+    at_greatest = spans(simulate(toy(2, 2), first, short, plan=plan_of({1: GREATEST})))
+    assert at_equal == [(0, 300), (300, 305)]
+    # It takes one of 8 slots at 100; the last of the 24 CTAs goes where it was, at 105, and again at 205.
+    assert at_greatest == [(0, 305), (100, 105)]
+
+
+@pytest.mark.parametrize(
+    ("priority", "expected"),
+    [
+        # Priority stops the refill at 70, though a CTA of the second kernel would fit: the SM is drained until 100.
+        (-5, [(0, 100), (0, 290), (100, 150)]),
+        # At equal priority refills go on: at 70, 100 and 140. The third kernel starts when the last of them ended.
+        (0, [(0, 100), (0, 210), (210, 260)]),
+    ],
+)
+def test_priority_stops_refill_until_its_own_kernel_fits(priority: int, expected: list[tuple[float, float]]) -> None:
+    operations = (
+        kernel(1, 100.0, stream=1, shared_bytes=HALF_SM_BYTES),
+        kernel(4, 70.0, stream=2, shared_bytes=HALF_SM_BYTES),
+        kernel(1, 50.0, stream=3, shared_bytes=WHOLE_SM_BYTES, issued_us=10.0),
+    )
+    plan = plan_of({2: Priority(priority=priority)})
+    assert spans(simulate(toy(1), *operations, plan=plan)) == expected
+
+
+def test_the_greater_of_two_priorities_goes_first_whatever_the_order_of_issue() -> None:
+    operations = [
+        kernel(2, 100.0, stream=stream, shared_bytes=WHOLE_SM_BYTES, issued_us=float(stream)) for stream in range(3)
+    ]
+    plan = plan_of({1: Priority(priority=-1), 2: Priority(priority=-2)})
+    # One SM: the first kernel's first CTA runs; then both CTAs of the last kernel, both of the middle one, one of the first.
+    assert spans(simulate(toy(1), *operations, plan=plan)) == [(0, 600), (300, 500), (100, 300)]
+
+
+# Shared memory and its carveout
+
+
+@pytest.mark.parametrize(("carveout_percent", "collective_start"), [(100, 10.0), (-1, 100.0)])
+def test_a_cap_makes_room_only_with_the_carveout_to_match(carveout_percent: int, collective_start: float) -> None:
+    computation = Kernel(
+        name="spin",
+        stream=1,
+        footprint=Footprint(num_ctas=8 * 132, threads_per_cta=256, registers_per_thread=10),
+        cta_us=100.0,
+    )
+    plan = plan_of(
+        {
+            0: ResidencyCap(ctas_per_sm=1, dynamic_shared_bytes=115_840, carveout_percent=carveout_percent),
+            1: GREATEST,
+        }
+    )
+    # The capped CTA takes 116,864 bytes with its reserve; of the 135,168 that the driver would set, 18,304 are left.
+    found = spans(simulate(H200, computation, all_reduce(50.0, issued_us=10.0), plan=plan))
+    assert found[1] == (collective_start, collective_start + 50)
+    assert found[0][1] == pytest.approx(800, abs=101)
+
+
+def test_a_cap_beside_which_the_collective_fits_costs_the_kernel_nothing() -> None:
+    computation = Kernel(
+        name="spin",
+        stream=1,
+        footprint=Footprint(num_ctas=4 * 132, threads_per_cta=256, registers_per_thread=10, dynamic_shared_bytes=115_840),
+        cta_us=100.0,
+    )
+    raised = msgspec.structs.replace(
+        computation, footprint=msgspec.structs.replace(computation.footprint, carveout_percent=100)
+    )
+    with_carveout = spans(simulate(H200, raised, all_reduce(50.0, issued_us=10.0), plan=plan_of({1: GREATEST})))
+    without = spans(simulate(H200, computation, all_reduce(50.0, issued_us=10.0), plan=plan_of({1: GREATEST})))
+    assert with_carveout == [(0, pytest.approx(400, abs=0.01)), (10, 60)]
+    # On 24 SMs the second CTA starts 50 us late, and so does each after it.
+    assert without == [(0, 450), (100, 150)]
+
+
+def test_an_empty_sm_takes_the_carveout_of_the_next_kernel() -> None:
+    small = Kernel(
+        name="no shared memory",
+        stream=1,
+        footprint=Footprint(num_ctas=2, threads_per_cta=32, registers_per_thread=16),
+        cta_us=100.0,
+    )
+    large = kernel(2, 10.0, stream=2, shared_bytes=HALF_SM_BYTES, issued_us=10.0)
+    # The driver sets the 8 KiB that the first kernel asks for; until its CTAs end, the second one's bytes are not there.
+    assert spans(simulate(toy(2), small, large)) == [(0, 100), (100, 110)]
+
+
+# Placement
+
+
+def test_a_cluster_waits_for_all_its_ctas_in_one_gpc() -> None:
+    # The first kernel's two CTAs go to the two emptiest GPCs, one SM in each: two SMs are left, not in one GPC.
+    occupant = kernel(2, 100.0, shared_bytes=WHOLE_SM_BYTES)
+    machine = toy(2, 2)
+    alone = spans(simulate(machine, occupant, kernel(2, 10.0, stream=2, shared_bytes=WHOLE_SM_BYTES)))
+    clustered = spans(simulate(machine, occupant, kernel(2, 10.0, stream=2, shared_bytes=WHOLE_SM_BYTES, cluster=2)))
+    assert alone == [(0, 100), (0, 10)]
+    assert clustered == [(0, 100), (100, 110)]
+
+
+def test_a_cluster_finds_room_where_one_gpc_has_it() -> None:
+    machine = toy(2, 3)
+    occupant = kernel(2, 100.0, shared_bytes=WHOLE_SM_BYTES)
+    clustered = kernel(2, 10.0, stream=2, shared_bytes=WHOLE_SM_BYTES, cluster=2)
+    assert spans(simulate(machine, occupant, clustered)) == [(0, 100), (0, 10)]
+
+
+def test_an_odd_sm_of_a_gpc_is_of_no_use_to_clusters_of_two() -> None:
+    # GPCs of 3 SMs hold one such cluster each: six clusters need three waves, where twelve single CTAs need two.
+    assert spans(simulate(toy(3, 3), kernel(12, 10.0, shared_bytes=WHOLE_SM_BYTES, cluster=2))) == [(0, 30)]
+    assert spans(simulate(toy(3, 3), kernel(12, 10.0, shared_bytes=WHOLE_SM_BYTES))) == [(0, 20)]
+
+
+def residents(sms: SmArray) -> list[tuple[int, tuple[int, ...], dict[int, int]]]:
+    """Of each group: how many SMs, in which GPCs, and how many CTAs of each operation on each of them."""
+    found = []
+    for group in sms.groups:
+        counts: dict[int, int] = {}
+        for cohort in group.cohorts:
+            counts[cohort.task.index] = counts.get(cohort.task.index, 0) + cohort.count
+        found.append((group.num_sms(), tuple(group.sms), counts))
+    return sorted(found, key=repr)
+
+
+def task(index: int, num_ctas: int, shared_bytes: int = 0) -> SmTask:
+    footprint = kernel(num_ctas, 1.0, shared_bytes=shared_bytes).footprint
+    return SmTask(
+        index=index,
+        footprint=footprint,
+        priority=0,
+        work=SmWork(cta_ps=1.0),
+        carveout_bytes=H200.gpu.shared_bytes_per_sm,
+        num_unplaced=num_ctas,
+    )
+
+
+def test_ctas_go_to_the_sms_with_most_room() -> None:
+    sms = SmArray(toy(2, 2).gpu)
+    sms.place(task(0, 3, HALF_SM_BYTES))
+    sms.place(task(1, 1, WHOLE_SM_BYTES))
+    sms.place(task(2, 3, HALF_SM_BYTES))
+    sms.merge()
+    # The kernel that needs a whole SM finds the one that is empty; the last one fills the three half-full ones.
+    assert sorted(str(counts) for number, _, counts in residents(sms) for _ in range(number)) == sorted(
+        ["{0: 1, 2: 1}"] * 3 + ["{1: 1}"]
+    )
+
+
+def test_a_grid_spreads_evenly_and_ties_go_to_the_first_gpc() -> None:
+    sms = SmArray(toy(2, 2).gpu)
+    sms.place(task(0, 5))
+    sms.merge()
+    assert residents(sms) == [(1, (1, 0), {0: 2}), (3, (1, 2), {0: 1})]
+
+
+def test_a_ctas_place_does_not_depend_on_how_often_it_is_asked() -> None:
+    first, second = SmArray(H200.gpu), SmArray(H200.gpu)
+    for sms in (first, second):
+        for index in range(4):
+            sms.place(task(index, 100 + index, 20_000 * index))
+            sms.merge()
+    assert residents(first) == residents(second)
+
+
+# Kernels that share work, and those that do not
+
+
+def test_displaced_ctas_of_a_static_kernel_are_a_second_wave() -> None:
+    # The collective holds 24 SMs to 300 us; 108 CTAs run first, the other 24 after them.
+    found = spans(simulate(H200, all_reduce(300.0), persistent_kernel(shares_work=False)))
+    assert found == [(0, 300), (0, 200)]
+
+
+def test_a_work_sharing_kernel_loses_only_its_share_of_sms() -> None:
+    found = spans(simulate(H200, all_reduce(300.0), persistent_kernel(shares_work=True)))
+    assert found == [(0, 300), (0, round(100 * 132 / 108, 3))]
+
+
+def test_a_work_sharing_kernel_takes_the_sms_that_become_free() -> None:
+    # 132 CTAs of 100 us are 13,200 of work; 54 us on 108 SMs leave 7,368, which 132 SMs do in 55.818 us.
+    found = spans(simulate(H200, all_reduce(54.0), persistent_kernel(shares_work=True)))
+    assert found == [(0, 54), (0, round(54 + (13_200 - 54 * 108) / 132, 3))]
+
+
+def test_ctas_that_find_no_sm_before_the_shared_work_ends_never_run() -> None:
+    follower = kernel(1, 5.0, stream=1)
+    found = spans(simulate(H200, all_reduce(300.0), persistent_kernel(shares_work=True), follower))
+    assert found[2] == (found[1][1], found[1][1] + 5)
+
+
+# Head start
+
+
+def racing_step() -> tuple[Kernel, Collective, Kernel]:
+    first, second = persistent_kernel(shares_work=True), persistent_kernel(shares_work=True)
+    return first, all_reduce(300.0, after=0), second
+
+
+def test_without_a_head_start_the_next_kernel_takes_every_sm_first() -> None:
+    found = spans(simulate(H200, *racing_step()))
+    # The kernel follows at once on its stream, the collective after the latency of a dependency; then no SM is free.
+    assert found == [(0, 100), (200, 500), (100, 200)]
+
+
+def test_a_head_start_lets_the_collective_be_placed_first() -> None:
+    found = spans(simulate(H200, *racing_step(), plan=plan_of({2: HeadStart(hold_us=5.0)})))
+    assert found[1] == (100 + DEPENDENCY_LATENCY_US, 400 + DEPENDENCY_LATENCY_US)
+    assert found[2] == (105, round(105 + 100 * 132 / 108, 3))
+
+
+def test_a_head_start_shorter_than_the_collectives_latency_is_lost_time() -> None:
+    found = spans(simulate(H200, *racing_step(), plan=plan_of({2: HeadStart(hold_us=2.0)})))
+    assert found == [(0, 100), (202, 502), (102, 202)]
+
+
+# Copy engines
+
+
+def test_copies_are_served_first_come_first_served() -> None:
+    # Two engines; the copies become ready at 3, 2, 1 and 0 us, each on its own stream.
+    copies = [copy(10.0, stream=stream, issued_us=float(3 - stream)) for stream in range(4)]
+    assert spans(simulate(toy(1, num_copy_engines=2), *copies)) == [(11, 21), (10, 20), (1, 11), (0, 10)]
+
+
+@pytest.mark.parametrize(("num_engines", "end"), [(1, 60.0), (2, 30.0), (3, 20.0), (6, 10.0), (8, 10.0)])
+def test_as_many_copies_run_at_once_as_there_are_engines(num_engines: int, end: float) -> None:
+    copies = [copy(10.0, stream=stream) for stream in range(6)]
+    timeline = simulate(toy(1, num_copy_engines=num_engines), *copies)
+    assert max(finish for _, finish in spans(timeline)) == end
+
+
+def test_a_copy_takes_no_sm_and_needs_none() -> None:
+    full = kernel(8, 100.0, shared_bytes=WHOLE_SM_BYTES)
+    assert spans(simulate(toy(2, 2), full, copy(10.0, stream=2))) == [(0, 200), (0, 10)]
+
+
+def test_a_collective_by_copy_engines_needs_no_sm_either() -> None:
+    gather = Collective(name="gather", stream=2, collective="all_gather", num_bytes=64 << 20, group_size=2)
+    plan = plan_of({1: Transport(transport="copy_engine")})
+    by_copy_engine = spans(simulate(H200, persistent_kernel(shares_work=False), gather, plan=plan))
+    by_sms = spans(simulate(H200, persistent_kernel(shares_work=False), gather))
+    assert by_copy_engine[0] == (0, 100)
+    assert by_copy_engine[1][0] == 0
+    assert by_sms[1][0] == 100
+    # 32 MiB at 0.8 of 450 GB/s, and 6 us before they start.
+    assert by_copy_engine[1][1] == pytest.approx(6 + (32 << 20) / 360e3, rel=1e-3)
+
+
+# Streams, dependencies and the host
+
+
+def test_a_stream_keeps_its_order_with_the_usual_gap() -> None:
+    step = msgspec.structs.replace(step_of(kernel(1, 10.0), kernel(1, 10.0)), launch_gap_us=1.25)
+    assert spans(Simulator().run(step, toy(1), LEAVE_IT)) == [(0, 10), (11.25, 21.25)]
+
+
+def test_an_operation_does_not_start_before_the_host_issued_it() -> None:
+    assert spans(simulate(toy(1), kernel(1, 10.0, issued_us=7.5))) == [(7.5, 17.5)]
+
+
+# What is refused
+
+
+def refused(error: type[CounterpointError], *operations: Kernel | Collective | Copy, plan: Plan = LEAVE_IT) -> str:
+    """The message, which is one line."""
+    with pytest.raises(error) as caught:
+        simulate(H200, *operations, plan=plan)
+    message = str(caught.value)
+    assert "\n" not in message
+    assert message.endswith(".")
+    return message
+
+
+@pytest.mark.parametrize(
+    ("footprint", "limiter"),
+    [
+        (Footprint(num_ctas=1, threads_per_cta=2048, registers_per_thread=32), "threads_per_cta"),
+        (Footprint(num_ctas=1, threads_per_cta=1024, registers_per_thread=128), "registers"),
+        (Footprint(num_ctas=1, threads_per_cta=32, registers_per_thread=32, dynamic_shared_bytes=232_449), "shared_memory"),
+    ],
+)
+def test_a_launch_that_does_not_fit_is_refused(footprint: Footprint, limiter: str) -> None:
+    message = refused(StepError, Kernel(name="too large", stream=1, footprint=footprint, cta_us=1.0))
+    assert "'too large'" in message
+    assert limiter in message
+
+
+def test_a_cluster_larger_than_any_gpc_is_refused() -> None:
+    refused(StepError, kernel(32, 1.0, shared_bytes=WHOLE_SM_BYTES, cluster=32))
+
+
+@pytest.mark.parametrize(
+    ("control", "operation"),
+    [
+        (HeadStart(hold_us=5.0), all_reduce(10.0)),
+        (ResidencyCap(ctas_per_sm=1, dynamic_shared_bytes=115_840), all_reduce(10.0)),
+        (CommunicationCtas(max_ctas=8), kernel(1, 1.0)),
+        (Transport(transport="copy_engine"), kernel(1, 1.0)),
+        (Transport(transport="copy_engine"), all_reduce(10.0)),
+        (GREATEST, copy(10.0, stream=1)),
+        (HeadStart(hold_us=5.0), copy(10.0, stream=1)),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_a_control_that_cannot_apply_is_refused(control: Control, operation: Kernel | Collective | Copy) -> None:
+    refused(PlanError, operation, plan=plan_of({0: control}))
+
+
+@pytest.mark.parametrize("kind", ["all_reduce", "reduce_scatter", "reduce"])
+def test_copy_engines_cannot_reduce(kind: str) -> None:
+    collective = Collective(name=kind, stream=1, collective=cast(CollectiveKind, kind), num_bytes=1 << 20, group_size=2)
+    assert "cannot reduce" in refused(PlanError, collective, plan=plan_of({0: Transport(transport="copy_engine")}))
+
+
+def test_a_cap_of_more_bytes_than_a_cta_may_have_is_refused() -> None:
+    cap = ResidencyCap(ctas_per_sm=1, dynamic_shared_bytes=232_449)
+    assert "232,448" in refused(PlanError, kernel(1, 1.0), plan=plan_of({0: cap}))
+
+
+def test_a_plan_for_another_step_or_machine_is_refused() -> None:
+    other = step_of(kernel(2, 1.0))
+    refused(PlanError, kernel(1, 1.0), plan=Plan(step_name="other", step_fingerprint=other.fingerprint()))
+    assert "h100" in refused(PlanError, kernel(1, 1.0), plan=Plan(machine="h100"))
+
+
+def test_a_directive_that_matches_nothing_is_refused() -> None:
+    directive = Directive(match=Match(name="gemm*"), controls=(GREATEST,), reason="test")
+    refused(PlanError, kernel(1, 1.0), plan=Plan(directives=(directive,)))
+
+
+def test_a_priority_that_the_driver_does_not_have_is_refused() -> None:
+    assert "-5" in refused(PlanError, kernel(1, 1.0), plan=plan_of({0: Priority(priority=-6)}))
+
+
+def test_a_priority_that_the_driver_ignores_is_refused_and_the_least_is_not() -> None:
+    mi250x = load_machine("mi250x")
+    operation = Kernel(
+        name="wave", stream=1, footprint=Footprint(num_ctas=1, threads_per_cta=64, registers_per_thread=16), cta_us=1.0
+    )
+    with pytest.raises(PlanError, match="ignores stream priority"):
+        simulate(mi250x, operation, plan=plan_of({0: Priority(priority=-1)}))
+    assert spans(simulate(mi250x, operation, plan=plan_of({0: Priority(priority=0)}))) == [(0, 1)]
+
+
+def test_a_collective_across_nodes_needs_a_network() -> None:
+    collective = msgspec.structs.replace(all_reduce(10.0), group_size=16, lone_us=None)
+    alone = msgspec.structs.replace(H200, network=None)
+    with pytest.raises(StepError) as caught:
+        simulate(alone, collective)
+    assert "16 ranks" in str(caught.value)
+    assert "8 GPUs" in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert spans(simulate(H200, collective))
+
+
+def test_a_collective_across_nodes_takes_the_networks_time() -> None:
+    within = Collective(name="within", stream=1, collective="all_gather", num_bytes=1 << 30, group_size=8)
+    across = msgspec.structs.replace(within, group_size=16)
+    assert H200.network is not None
+    slower = H200.link.bytes_per_s / H200.network.bytes_per_s
+    lone_us = Simulator().lone_times_us(step_of(within, across), H200)
+    assert lone_us[1] / lone_us[0] == pytest.approx(slower * (15 / 16) / (7 / 8), rel=0.2)
+
+
+def test_a_library_without_a_known_footprint_is_refused() -> None:
+    collective = Collective(
+        name="sum", stream=1, collective="all_reduce", num_bytes=1 << 20, group_size=2, library="unheard-of"
+    )
+    assert "unheard-of" in refused(MachineError, collective)
+
+
+# Communication CTAs
+
+
+@pytest.mark.parametrize(("max_ctas", "num_ctas"), [(24, 24), (10, 10), (7, 7), (64, 24)])
+def test_fewer_communication_ctas_leave_more_sms_to_computation(max_ctas: int, num_ctas: int) -> None:
+    plan = plan_of({0: CommunicationCtas(max_ctas=max_ctas)})
+    found = spans(simulate(H200, all_reduce(1000.0), persistent_kernel(shares_work=True), plan=plan))
+    assert found[1] == (0, pytest.approx(100 * 132 / (132 - num_ctas), abs=1e-3))
+
+
+@pytest.mark.parametrize(
+    ("size_mib", "usual_us", "max_ctas", "measured_us"),
+    [
+        (256, 892.0, 16, 1015.0),
+        (256, 892.0, 8, 1663.0),
+        (256, 892.0, 4, 3235.0),
+        (64, 249.0, 16, 275.0),
+        (64, 249.0, 8, 429.0),
+        (64, 249.0, 4, 821.0),
+    ],
+)
+def test_fewer_communication_ctas_take_longer_as_measured(
+    size_mib: int, usual_us: float, max_ctas: int, measured_us: float
+) -> None:
+    """All-reduces on 2 H200s, 2026-11-21 (docs/log.md); `usual_us` with the usual 24 CTAs."""
+    collective = msgspec.structs.replace(all_reduce(usual_us), num_bytes=size_mib << 20)
+    found = spans(simulate(H200, collective, plan=plan_of({0: CommunicationCtas(max_ctas=max_ctas)})))
+    assert found[0][1] == pytest.approx(measured_us, rel=0.06)
+
+
+def test_fewer_communication_ctas_do_not_lengthen_the_wait_for_other_ranks() -> None:
+    without = all_reduce(249.0)
+    waiting = msgspec.structs.replace(without, peer_wait_us=500.0)
+    plan = plan_of({0: CommunicationCtas(max_ctas=4)})
+    ends = [spans(simulate(H200, collective, plan=plan))[0][1] for collective in (without, waiting)]
+    assert ends[1] - ends[0] == pytest.approx(500, rel=0.001)
