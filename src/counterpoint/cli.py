@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from typer.exceptions import Abort, TyperException
 
+from counterpoint import cli_gpu
 from counterpoint.errors import CounterpointError
 
 if TYPE_CHECKING:
@@ -29,9 +30,14 @@ app = typer.Typer(
     help="Plan how the communication of a multi-GPU PyTorch job hides behind its computation.",
 )
 
+app.add_typer(cli_gpu.bench, name="bench")
+
 StepArgument = Annotated[
     str,
-    typer.Argument(metavar="STEP", help="A profiler trace (.json, .json.gz), a workload file (.toml) or a workload's name."),
+    typer.Argument(
+        metavar="STEP",
+        help="A profiler trace (.json, .json.gz), a workload file (.toml), a workload's name; tune: also module:function.",
+    ),
 ]
 MachineOption = Annotated[
     str | None, typer.Option("--machine", metavar="NAME", help="A machine's name, or the path of a machine file (.toml).")
@@ -90,7 +96,11 @@ def tune(
     timeline: TimelineOption = None,
     json: JsonOption = False,
 ) -> None:
-    """Find the plan that hides the most communication of STEP, or say that none pays. Needs no GPU: it simulates."""
+    """Find the plan that hides the most communication of STEP, or say that none pays.
+
+    A trace or a workload is simulated and needs no GPU. module:function is called once and returns a step function, which is
+    captured and measured on the GPUs at hand; start it with torchrun --no-python for several.
+    """
     from counterpoint import planner  # noqa: PLC0415  a fast --help
     from counterpoint.job import load_job  # noqa: PLC0415
     from counterpoint.plan import save_plan  # noqa: PLC0415
@@ -98,6 +108,8 @@ def tune(
 
     _check_outputs(outputs=(output, timeline), inputs=(step, machine))
     _check_timeline(timeline)
+    if cli_gpu.names_function(step):
+        cli_gpu.tune_function(step, machine, output, json)
     job = load_job(step, machine)
     with _Progress(is_shown=not json) as on_trial:
         tuning = planner.tune(job.step, job.machine, Simulator(), on_trial)
@@ -136,13 +148,20 @@ def machines(
     name: Annotated[
         str | None, typer.Argument(metavar="NAME", help="A machine's name, or the path of a machine file.")
     ] = None,
+    probe: Annotated[bool, typer.Option("--probe", help="Ask and measure the GPUs of this machine instead.")] = False,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", metavar="FILE", help="With --probe: save the machine file (.toml).")
+    ] = None,
     json: JsonOption = False,
 ) -> None:
-    """List the machines that can be planned for, or show every figure of one with its source."""
+    """List the machines that can be planned for, or show every figure of one, or of this one, with its source."""
     from counterpoint.machine import load_machine, machine_names  # noqa: PLC0415
     from counterpoint.report import text  # noqa: PLC0415
     from counterpoint.value import write_json  # noqa: PLC0415
 
+    if probe or output is not None:
+        _probe_machine(name, probe, output, json)
+        return
     found = [load_machine(each) for each in ([name] if name is not None else machine_names())]
     if json:
         print(write_json(found[0] if name is not None else found))
@@ -150,6 +169,30 @@ def machines(
         text.print_machine(_console(), found[0])
     else:
         text.print_machines(_console(), found)
+
+
+def _probe_machine(name: str | None, is_asked: bool, output: Path | None, is_json: bool) -> None:
+    from counterpoint.cuda.probing import probe  # noqa: PLC0415
+    from counterpoint.machine import check_machine_path, save_machine  # noqa: PLC0415
+    from counterpoint.report import text  # noqa: PLC0415
+    from counterpoint.value import write_json  # noqa: PLC0415
+
+    if not is_asked:
+        raise CounterpointError(f"'{output}' is for a probed machine. Add --probe, or leave out -o.")
+    if name is not None:
+        raise CounterpointError(f"--probe looks at the GPUs of this machine, not at '{name}'. Leave out one of the two.")
+    _check_outputs(outputs=(output,), inputs=())
+    if output is not None:
+        check_machine_path(output)
+    probed = probe()
+    if output is not None:
+        save_machine(probed.machine, output)
+    if is_json:
+        print(write_json(probed))
+        return
+    text.print_probed(_console(), probed)
+    if output is not None:
+        print(f"Machine saved to {output}. Use it: --machine {output}")
 
 
 class _Progress:

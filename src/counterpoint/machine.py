@@ -11,7 +11,7 @@ from typing import Literal
 import msgspec
 
 from counterpoint.errors import MachineError
-from counterpoint.value import Value, read_toml, require
+from counterpoint.value import Value, read_toml, require, write_toml, write_whole
 
 MAX_ABSURD_FACTOR = 1e18
 # Anything outside is a slip of the pen: a size in GiB, a clock in GHz, a rate in GB/s.
@@ -213,6 +213,20 @@ def load_machine(name_or_path: str) -> Machine:
         )
     with resources.as_file(resources.files("counterpoint").joinpath("machines", f"{name_or_path.lower()}.toml")) as file:
         return read_toml(file, Machine, MachineError)
+
+
+def check_machine_path(path: Path) -> None:
+    """Raise `MachineError` for a path that `load_machine` would take for a name."""
+    require(path.suffix == ".toml", MachineError, f"The path of a machine file ends in .toml; found '{path}'. Name it so.")
+
+
+def save_machine(machine: Machine, path: Path) -> None:
+    """Write a machine file. Raises `MachineError` if it cannot be written, or could not be loaded by that path."""
+    check_machine_path(path)
+    try:
+        write_whole(path, write_toml(machine).encode())
+    except OSError as problem:
+        raise MachineError(f"Cannot write the machine to {path}: {problem.strerror}.") from problem
 
 
 def machine_for_device(device_name: str) -> Machine | None:

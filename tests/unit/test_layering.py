@@ -24,7 +24,7 @@ ORDER = [
     {"integrations"},
     {"planner", "doctor", "job"},
     {"report"},
-    {"cli"},
+    {"cli", "cli_gpu"},
     {"__init__", "__main__"},
 ]
 LEVEL = {part: level for level, parts in enumerate(ORDER) for part in parts}

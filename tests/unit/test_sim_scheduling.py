@@ -237,6 +237,24 @@ def test_a_grid_spreads_evenly_and_ties_go_to_the_first_gpc() -> None:
     assert residents(sms) == [(1, (1, 0), {0: 2}), (3, (1, 2), {0: 1})]
 
 
+def test_no_sm_gets_a_second_cta_while_another_sm_is_empty() -> None:
+    # GPCs of 18 SMs have more free slots than those of 16, but what counts is the room on each SM.
+    sms = SmArray(H200.gpu)
+    sms.place(task(0, 129, HALF_SM_BYTES))
+    sms.merge()
+    assert sorted((number, counts) for number, _, counts in residents(sms) if counts) == [(129, {0: 1})]
+
+
+def test_clusters_spread_over_gpcs_by_their_number_of_sms() -> None:
+    sms = SmArray(toy(2, 4, 6).gpu)
+    clustered = kernel(6, 1.0, shared_bytes=HALF_SM_BYTES, cluster=2).footprint
+    six = task(0, 6, HALF_SM_BYTES)
+    six.footprint = clustered
+    sms.place(six)
+    sms.merge()
+    assert residents(sms) == [(6, (0, 2, 4), {0: 1}), (6, (2, 2, 2), {})]
+
+
 def test_a_ctas_place_does_not_depend_on_how_often_it_is_asked() -> None:
     first, second = SmArray(H200.gpu), SmArray(H200.gpu)
     for sms in (first, second):
@@ -367,6 +385,10 @@ def test_a_launch_that_does_not_fit_is_refused(footprint: Footprint, limiter: st
     message = refused(StepError, Kernel(name="too large", stream=1, footprint=footprint, cta_us=1.0))
     assert "'too large'" in message
     assert limiter in message
+
+
+def test_a_launch_of_less_than_whole_clusters_is_refused() -> None:
+    assert "clusters of 2" in refused(StepError, kernel(7, 1.0, cluster=2))
 
 
 def test_a_cluster_larger_than_any_gpc_is_refused() -> None:

@@ -7,14 +7,13 @@ compares their times over all ranks, and goes back to the original for good wher
 import statistics
 
 import torch
-import torch.distributed as dist
 
 from counterpoint.cuda.capture import Captured
 from counterpoint.cuda.graph import AbstractExecutable
 from counterpoint.cuda.rewriting import rewrite
 from counterpoint.engagement import Engagement, require_engaged
 from counterpoint.errors import EngagementError
-from counterpoint.plan import Plan, Priority
+from counterpoint.plan import Plan
 
 GUARD_PAIRS = 5
 TOLERANCE = 0.01
@@ -36,11 +35,6 @@ class Applied:
         self.is_active = bool(plan.directives)
         if is_strict:
             require_engaged(self.engagements)
-            uses_priority = any(isinstance(control, Priority) for each in plan.directives for control in each.controls)
-            if uses_priority and not self._planned.honors_priority():
-                raise EngagementError(
-                    "The driver did not put node priorities in force; update the driver, or drop priorities."
-                )
 
     def replay(self) -> None:
         """Run the step once on the current stream, on every rank alike."""
@@ -67,10 +61,8 @@ class Applied:
         """Compare the replays that the guard has timed; every rank comes to the same answer."""
         torch.cuda.synchronize()
         original, planned = (statistics.median(start.elapsed_time(end) for start, end in times) for times in self._times)
-        slowest = torch.tensor([original, planned])
-        if self._captured.coordination is not None:
-            dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=self._captured.coordination)
-        if slowest[1] > slowest[0] * (1 + TOLERANCE):
+        rendezvous = self._captured.rendezvous
+        if rendezvous.slowest(planned) > rendezvous.slowest(original) * (1 + TOLERANCE):
             self.revert()
         for times in self._times:
             times.clear()

@@ -38,6 +38,12 @@ def check(what: str, result: tuple[Any, ...]) -> Any:
     return values[0] if len(values) == 1 else values
 
 
+def driver_version() -> str:
+    """The newest CUDA version that the installed driver supports, as in "13.0"."""
+    number = int(check("Asking for the driver's version", cu.cuDriverGetVersion()))
+    return f"{number // 1000}.{number % 1000 // 10}"
+
+
 class DriverExecutable(AbstractExecutable):
     """An instantiated graph."""
 
@@ -91,9 +97,10 @@ class DriverGraph(AbstractGraph):
             check("Raising a kernel's shared memory limit", cu.cuFuncSetAttribute(function, limit, dynamic_bytes))
         params.sharedMemBytes = dynamic_bytes
         check("Setting a kernel's shared memory", cu.cuGraphKernelNodeSetParams(handle, params))
-        value = cu.CUkernelNodeAttrValue()
-        value.sharedMemCarveout = carveout_percent
-        _set_attribute(handle, "PREFERRED_SHARED_MEMORY_CARVEOUT", value)
+        if carveout_percent >= 0:
+            value = cu.CUkernelNodeAttrValue()
+            value.sharedMemCarveout = carveout_percent
+            _set_attribute(handle, "PREFERRED_SHARED_MEMORY_CARVEOUT", value)
 
     def set_priority(self, node: int, priority: int) -> None:
         """See `AbstractGraph.set_priority`."""
@@ -131,6 +138,10 @@ class DriverGraph(AbstractGraph):
     def instantiate(self) -> DriverExecutable:
         """See `AbstractGraph.instantiate`."""
         return DriverExecutable(self._graph)
+
+    def close(self) -> None:
+        """Free a copy, which then cannot be used any more; a captured graph is freed by its owner."""
+        check("Freeing a copied graph", cu.cuGraphDestroy(self._graph))
 
 
 def _waits(graph: Handle) -> dict[int, list[int]]:

@@ -55,7 +55,7 @@ class AbstractGraph(ABC):
 
     @abstractmethod
     def set_shared_memory(self, node: int, dynamic_bytes: int, carveout_percent: int) -> None:
-        """Give a kernel's CTAs `dynamic_bytes` of dynamic shared memory and ask for the carveout."""
+        """Give a kernel's CTAs `dynamic_bytes` of dynamic shared memory and ask for the carveout, -1 leaving it."""
 
     @abstractmethod
     def set_priority(self, node: int, priority: int) -> None:

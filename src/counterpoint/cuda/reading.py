@@ -7,11 +7,15 @@ while it was captured, in the order of issue.
 
 from collections.abc import Sequence
 
+from msgspec.structs import replace
+
 from counterpoint.cuda.graph import GraphNode
 from counterpoint.errors import StepError
 from counterpoint.step import Collective, CollectiveKind, Copy, Dependency, Kernel, Operation, Step
 from counterpoint.traces.classify import classify_kernel
 from counterpoint.value import Value
+
+RECORDED_LIBRARIES = ("nccl", "rccl")  # what torch.distributed calls, and so records
 
 
 class CollectiveCall(Value, frozen=True, kw_only=True):
@@ -23,10 +27,14 @@ class CollectiveCall(Value, frozen=True, kw_only=True):
 
 
 class GraphTimes(Value, frozen=True, kw_only=True):
-    """Time of each node alone, in microseconds, by node number; 0 for nodes without work."""
+    """Time of each node alone, in microseconds, by node number; 0 for nodes without work.
+
+    `names` are the full names that the profiler shows, by node number, where they are known.
+    """
 
     device_name: str
     lone_us: tuple[float, ...]
+    names: tuple[str, ...] = ()
 
 
 class ReadGraph(Value, frozen=True, kw_only=True):
@@ -41,8 +49,12 @@ def read_graph(
 ) -> ReadGraph:
     """Build the step of a graph. Nodes without work (events, empty ones) become dependencies of those behind them.
 
-    Raises `StepError` where the collectives in the graph are not as many as were recorded.
+    Sizes of collectives are 0 where they are not known: of other libraries than NCCL and RCCL, or if no call was recorded
+    at all. Raises `StepError` where calls were recorded, but not as many as the graph holds.
     """
+    if times.names:
+        nodes = [replace(node, name=full) for node, full in zip(nodes, times.names, strict=True)]
+    _check_calls(name, nodes, calls)
     streams = _chains(nodes)
     waiting_calls = list(calls)
     numbers: dict[int, int] = {}
@@ -52,15 +64,18 @@ def read_graph(
             continue
         waits = tuple(Dependency(operation=numbers[wait]) for wait in _working(number, nodes))
         numbers[number] = len(operations)
-        lone_us = times.lone_us[number]
-        operations.append(_operation(node, streams[number], waits, lone_us, waiting_calls))
-    if waiting_calls:
-        raise StepError(
-            f"{len(calls)} collectives were issued while '{name}' was captured, but the graph holds "
-            f"{len(calls) - len(waiting_calls)}. Capture without coalescing collectives."
-        )
+        operations.append(_operation(node, streams[number], waits, times.lone_us[number], waiting_calls))
     step = Step(name=name, num_ranks=num_ranks, operations=tuple(operations), device_name=times.device_name)
     return ReadGraph(step=step, nodes=tuple(numbers))
+
+
+def _check_calls(name: str, nodes: Sequence[GraphNode], calls: Sequence[CollectiveCall]) -> None:
+    held = sum(node.kind == "kernel" and classify_kernel(node.name).library in RECORDED_LIBRARIES for node in nodes)
+    if calls and held != len(calls):
+        raise StepError(
+            f"The graph of '{name}' holds {held} collectives, but {len(calls)} were recorded while it was captured. "
+            "Issue all of them through torch.distributed, and do not coalesce them."
+        )
 
 
 def _operation(
@@ -87,7 +102,8 @@ def _operation(
             is_work_sharing=rule.is_work_sharing,
             waits_for=waits,
         )
-    call = calls.pop(0) if calls else CollectiveCall(collective=rule.collective, num_bytes=0, group_size=1)
+    is_recorded = bool(calls) and rule.library in RECORDED_LIBRARIES
+    call = calls.pop(0) if is_recorded else CollectiveCall(collective=rule.collective, num_bytes=0, group_size=1)
     return Collective(
         name=node.name,
         stream=stream,
@@ -104,9 +120,13 @@ def _operation(
 def _working(number: int, nodes: Sequence[GraphNode]) -> list[int]:
     """The nodes with work that node `number` waits for, directly or through nodes without work."""
     found: set[int] = set()
+    passed: set[int] = set()  # else layers of nodes without work would be walked once for every path through them
     left = list(nodes[number].waits_for)
     while left:
         wait = left.pop()
+        if wait in passed:
+            continue
+        passed.add(wait)
         if nodes[wait].kind == "other":
             left.extend(nodes[wait].waits_for)
         else:

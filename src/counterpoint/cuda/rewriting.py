@@ -53,6 +53,12 @@ def _why_not(node: GraphNode, control: Control) -> str:
         return "only kernels have it, and this is a " + node.kind
     if isinstance(control, ResidencyCap) and node.is_cooperative:
         return "the kernel has a grid barrier and needs all its CTAs resident at once"
+    if isinstance(control, ResidencyCap) and node.footprint is not None:
+        used = node.footprint.dynamic_shared_bytes
+        if used > control.dynamic_shared_bytes:
+            return (
+                f"the kernel uses {used:,} bytes of dynamic shared memory, and {control.dynamic_shared_bytes:,} are too few"
+            )
     return ""
 
 

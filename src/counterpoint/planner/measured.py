@@ -1,9 +1,13 @@
 """The choice by measurement: the simulator prunes, the best few candidates are measured interleaved with the baseline.
 
 A plan is kept only if its gain exceeds the spread; otherwise the step stays as it was. All ranks measure the same
-candidates, rank 0's, and each candidate's time is that of the slowest rank, so all come to the same choice.
+candidates, rank 0's, and each candidate's time is that of the slowest rank, so all come to the same choice. A candidate that
+cannot be made ready on some rank, as for want of memory, is left out on all; one that was started and fails ends it all,
+because other ranks may already wait in its collectives.
 """
 
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
 from typing import Protocol
 
 import msgspec
@@ -13,6 +17,7 @@ from counterpoint.cuda.reading import ReadGraph
 from counterpoint.cuda.rewriting import rewrite
 from counterpoint.cuda.timing import Measurement, measure_interleaved
 from counterpoint.engagement import Engagement
+from counterpoint.errors import DeviceError
 from counterpoint.machine import Machine
 from counterpoint.plan import Directive, Expectation, Plan, Refusal
 from counterpoint.planner.search import Trial, Tuning, tune
@@ -40,12 +45,23 @@ class Replayable(Protocol):
     def agree(self, text: str) -> str:
         """Rank 0's text on every rank."""
 
+    def is_everywhere(self, is_true: bool) -> bool:
+        """Whether it is true on every rank; all of them must ask."""
+
 
 class Contender(Value, frozen=True, kw_only=True):
     """One candidate that is worth measuring."""
 
     label: str
     directives: tuple[Directive, ...]
+
+
+class Entrant(msgspec.Struct, frozen=True, kw_only=True):
+    """A contender ready to be replayed, and what became of its controls."""
+
+    contender: Contender
+    executable: AbstractExecutable
+    engagements: tuple[Engagement, ...]
 
 
 class MeasuredTuning(Value, frozen=True, kw_only=True):
@@ -58,60 +74,117 @@ class MeasuredTuning(Value, frozen=True, kw_only=True):
 
 
 def tune_measured(captured: Replayable, machine: Machine, num_candidates: int = 5, num_rounds: int = 15) -> MeasuredTuning:
-    """Find the best plan for a captured step on the GPUs at hand."""
+    """Find the best plan for a captured step on the GPUs at hand.
+
+    Raises `DeviceError` if the step cannot be made ready as it is, or a replay fails; a candidate that cannot be made ready
+    is among the plan's refusals.
+    """
     step = captured.read.step
     simulated = tune(step, machine, Simulator())
-    contenders = _agree(captured, _contenders(captured, simulated, num_candidates))
-    plans = [Plan(directives=contender.directives) for contender in contenders]
-    rewritten = [rewrite(captured.graph, captured.read, plan) for plan in plans]
-    executables = [each.graph.instantiate() for each in rewritten]
-    measurements = measure_interleaved(
-        [contender.label for contender in contenders],
-        lambda candidate: captured.time_us(executables[candidate]),
-        num_rounds,
-    )
-    for executable in executables:
-        executable.close()
-    best = min(range(len(contenders)), key=lambda candidate: measurements[candidate].ratio)
-    is_gain = measurements[best].is_faster()
-    chosen = best if is_gain else 0
+    applicable, inapplicable = _applicable(captured, simulated)
+    contenders = _agree(captured, applicable[:num_candidates])
+    with ExitStack() as opened:
+        entrants, dropped = _admit_all(captured, contenders, opened)
+        measurements = measure_interleaved(
+            [entrant.contender.label for entrant in entrants],
+            lambda number: captured.time_us(entrants[number].executable),
+            num_rounds,
+        )
+    chosen = _choose(measurements)
+    directives, engagements = entrants[chosen].contender.directives, entrants[chosen].engagements
     plan = Plan(
         step_name=step.name,
         step_fingerprint=step.fingerprint(),
         machine=machine.name,
-        verdict="GAIN" if is_gain else "NO_GAIN",
-        summary=_summary(measurements, best, is_gain),
+        verdict="GAIN" if chosen else "NO_GAIN",
+        summary=_summary(measurements, chosen),
         expectation=Expectation(
             origin="measured", baseline_us=measurements[0].median_us, planned_us=measurements[chosen].median_us
         ),
-        directives=contenders[chosen].directives,
-        refusals=(*simulated.plan.refusals, *_not_engaged(rewritten[chosen].engagements)),
+        directives=directives,
+        refusals=(*_left_out(directives, inapplicable, simulated.plan.refusals), *dropped),
     )
-    return MeasuredTuning(
-        plan=plan, measurements=measurements, engagements=rewritten[chosen].engagements, simulated=simulated
-    )
+    return MeasuredTuning(plan=plan, measurements=measurements, engagements=engagements, simulated=simulated)
 
 
-def _contenders(captured: Replayable, simulated: Tuning, num_candidates: int) -> list[Contender]:
-    """As it is, then the best simulated candidate of each combination of controls, if all of them can be applied here.
+def _applicable(captured: Replayable, simulated: Tuning) -> tuple[list[Contender], list[Refusal]]:
+    """The best simulated candidate of each combination of controls, best first, and what cannot be applied here.
 
     One of each combination, because what the simulator cannot tell apart is often apart on a GPU.
     """
-    best: dict[tuple[str, ...], Trial] = {}
+    best: dict[tuple[str, ...], Contender] = {}
+    refusals: list[Refusal] = []
     for trial in sorted(simulated.trials[1:], key=lambda entry: (entry.makespan_us, len(entry.families))):
         families = tuple(sorted(trial.families))
-        if families not in best and _is_applicable(captured, trial):
-            best[families] = trial
-    chosen = list(best.values())[:num_candidates]
+        if families in best:
+            continue
+        unmet = _unmet(captured, trial)
+        refusals.extend(unmet)
+        if not unmet:
+            best[families] = Contender(label=trial.label, directives=trial.directives)
+    return list(best.values()), refusals
+
+
+def _unmet(captured: Replayable, trial: Trial) -> list[Refusal]:
+    """The controls of a trial that do not take effect on a copy of the graph."""
+    try:
+        engagements = rewrite(captured.graph, captured.read, Plan(directives=trial.directives)).engagements
+    except DeviceError as problem:
+        return [Refusal(control=family, target=trial.label, reason=str(problem).rstrip(".")) for family in trial.families]
     return [
-        Contender(label=AS_IT_IS, directives=()),
-        *(Contender(label=trial.label, directives=trial.directives) for trial in chosen),
+        Refusal(control=engagement.control, target=engagement.target, reason=engagement.reason)
+        for engagement in engagements
+        if engagement.state != "verified"
     ]
 
 
-def _is_applicable(captured: Replayable, trial: Trial) -> bool:
-    engagements = rewrite(captured.graph, captured.read, Plan(directives=trial.directives)).engagements
-    return all(engagement.state == "verified" for engagement in engagements)
+def _admit_all(
+    captured: Replayable, contenders: Iterable[Contender], opened: ExitStack
+) -> tuple[list[Entrant], list[Refusal]]:
+    """The step as it is and every contender that is ready on all ranks; `opened` closes them. The rest, with the reason."""
+    entrants: list[Entrant] = []
+    refusals: list[Refusal] = []
+    for contender in (Contender(label=AS_IT_IS, directives=()), *contenders):
+        try:
+            entrant = _make_ready(captured, contender, opened)
+            reason = "it cannot be made ready on another rank; see that rank's output"
+        except DeviceError as problem:
+            entrant, reason = None, str(problem).rstrip(".")
+        is_ready = captured.is_everywhere(entrant is not None)
+        if is_ready and entrant is not None:
+            entrants.append(entrant)
+        elif entrants:
+            refusals.append(Refusal(control=contender.label, target="the whole step", reason=reason))
+        else:
+            raise DeviceError(f"The step cannot be replayed as it was captured: {reason}.")
+    return entrants, refusals
+
+
+def _make_ready(captured: Replayable, contender: Contender, opened: ExitStack) -> Entrant:
+    rewritten = rewrite(captured.graph, captured.read, Plan(directives=contender.directives))
+    executable = rewritten.graph.instantiate()
+    opened.callback(executable.close)
+    if any(engagement.control == "priority" for engagement in rewritten.engagements) and not executable.honors_priority():
+        raise DeviceError("The driver does not put node priorities in force; update it.")
+    return Entrant(contender=contender, executable=executable, engagements=rewritten.engagements)
+
+
+def _choose(measurements: Sequence[Measurement]) -> int:
+    """The fastest of those that are faster beyond their spread; 0, as it is, if there is none."""
+    faster = [number for number, measurement in enumerate(measurements) if measurement.is_faster()]
+    return min(faster, key=lambda number: measurements[number].ratio, default=0)
+
+
+def _left_out(
+    directives: Sequence[Directive], inapplicable: Iterable[Refusal], simulated: Iterable[Refusal]
+) -> list[Refusal]:
+    """Refusals of the controls that are not in the plan: what cannot be applied here, else what the simulator says."""
+    chosen = {str(control.__struct_config__.tag) for directive in directives for control in directive.controls}
+    first: dict[str, Refusal] = {}
+    for refusal in inapplicable:
+        first.setdefault(refusal.control, refusal)
+    others = [refusal for refusal in simulated if refusal.control not in first]
+    return [refusal for refusal in (*first.values(), *others) if refusal.control not in chosen]
 
 
 def _agree(captured: Replayable, contenders: list[Contender]) -> list[Contender]:
@@ -119,23 +192,16 @@ def _agree(captured: Replayable, contenders: list[Contender]) -> list[Contender]
     return msgspec.json.decode(text, type=list[Contender])
 
 
-def _summary(measurements: tuple[Measurement, ...], best: int, is_gain: bool) -> str:
-    without, with_plan = measurements[0], measurements[best]
-    times = f"{format_us(without.median_us)} to {format_us(with_plan.median_us)}"
-    change = format_percent(1 - with_plan.ratio)
-    if is_gain:
-        return f"{with_plan.label}: {times}, {change} less, spread {format_percent(with_plan.spread)}"
-    if best == 0:
+def _summary(measurements: Sequence[Measurement], chosen: int) -> str:
+    number = chosen or min(range(len(measurements)), key=lambda candidate: measurements[candidate].ratio)
+    without, best = measurements[0], measurements[number]
+    times = f"{format_us(without.median_us)} to {format_us(best.median_us)}"
+    change = format_percent(1 - best.ratio)
+    if chosen:
+        return f"{best.label}: {times}, {change} less, spread {format_percent(best.spread)}"
+    if not number:
         return "no candidate was faster; leave it as it is"
     return (
-        f"the best candidate ({with_plan.label}) was {change} faster, within the spread of "
-        f"{format_percent(with_plan.spread)}; leave it as it is"
-    )
-
-
-def _not_engaged(engagements: tuple[Engagement, ...]) -> tuple[Refusal, ...]:
-    return tuple(
-        Refusal(control=engagement.control, target=engagement.target, reason=engagement.reason)
-        for engagement in engagements
-        if engagement.state != "verified"
+        f"the best candidate ({best.label}) was {change} faster, within the spread of {format_percent(best.spread)}; "
+        "leave it as it is"
     )

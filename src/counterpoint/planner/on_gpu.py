@@ -28,7 +28,7 @@ def machine_of(captured: Captured) -> Machine:
 def tune_captured(captured: Captured, machine: Machine | None = None) -> MeasuredTuning:
     """Find the plan of a captured step by measurement and keep it; rank 0 writes the cache."""
     tuning = tune_measured(captured, machine or machine_of(captured))
-    if captured.is_first_rank():
+    if captured.rendezvous.is_first_rank:
         keep_plan(tuning.plan, captured.read.step, captured.surroundings())
     return tuning
 
@@ -51,5 +51,5 @@ def tune_step_function(
 
 def kept_plan(captured: Captured) -> Plan | None:
     """The cached plan of rank 0, on every rank, or None."""
-    kept = find_plan(captured.read.step, captured.surroundings()) if captured.is_first_rank() else None
+    kept = find_plan(captured.read.step, captured.surroundings()) if captured.rendezvous.is_first_rank else None
     return msgspec.json.decode(captured.agree(msgspec.json.encode(kept).decode()), type=Plan | None)

@@ -7,6 +7,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from counterpoint.cuda.probing import Probed
 from counterpoint.machine import Machine
 from counterpoint.plan import (
     CommunicationCtas,
@@ -187,6 +188,11 @@ def print_machines(console: Console, machines: Sequence[Machine]) -> None:
     console.print(table)
 
 
+def format_figure(value: object) -> str:
+    """A figure of a machine: numbers with thousands set apart, anything else as it is."""
+    return f"{value:,}" if isinstance(value, int | float) and not isinstance(value, bool) else str(value)
+
+
 def print_machine(console: Console, machine: Machine) -> None:
     """Every figure of one machine with its source."""
     console.print(Text.assemble((machine.name, "bold"), f": {machine.title}"))
@@ -194,8 +200,30 @@ def print_machine(console: Console, machine: Machine) -> None:
     table.columns[-1].justify = "left"
     for prefix, part in (("gpu", machine.gpu), ("link", machine.link), ("network", machine.network)):
         for name in part.__struct_fields__ if part is not None else ():
-            value = getattr(part, name)
-            shown = f"{value:,}" if isinstance(value, int | float) and not isinstance(value, bool) else str(value)
+            shown = format_figure(getattr(part, name))
             table.add_row(f"{prefix}.{name}", shown, machine.sources.get(f"{prefix}.{name}", ""))
     table.add_row("num_gpus", str(machine.num_gpus), machine.sources.get("num_gpus", ""))
+    console.print(table)
+
+
+def print_probed(console: Console, probed: Probed) -> None:
+    """The machine at hand with the source of each figure, the rates measured, and what the shipped file says otherwise."""
+    print_machine(console, probed.machine)
+    console.print()
+    table = new_table("measured: copies of 256 MiB", "rate", "peer access")
+    table.columns[-1].justify = "left"
+    table.add_row("within GPU 0, read and written", format_rate(probed.measured.hbm_copy_bytes_per_s), "")
+    for peer in probed.measured.peers:
+        access = "no: through the host" if not peer.has_access else "with atomics" if peer.has_native_atomics else "yes"
+        table.add_row(f"GPU {peer.source} to {peer.destination}", format_rate(peer.copy_bytes_per_s), access)
+    if probed.measured.all_peers_bytes_per_s is not None:
+        table.add_row("GPU 0 to all others at once", format_rate(probed.measured.all_peers_bytes_per_s), "")
+    console.print(table)
+    console.print()
+    if not probed.differences:
+        console.print(f"No figure differs from machine '{probed.shipped}'.")
+        return
+    table = new_table(f"differs from '{probed.shipped}'", "shipped", "found")
+    for entry in probed.differences:
+        table.add_row(entry.figure, format_figure(entry.shipped), format_figure(entry.found))
     console.print(table)

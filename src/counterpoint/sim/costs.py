@@ -54,25 +54,43 @@ class CostModel:
 
     def kernel_work(self, kernel: Kernel) -> SmWork:
         """What one CTA of a kernel is, at the kernel's own residency."""
-        footprint = kernel.footprint
         constants = self._calibration.characters[kernel.character]
         per_sm = self._ctas_per_sm(kernel)
-        num_ctas = min(footprint.num_ctas, residency(self._gpu, footprint).ctas_per_sm * self._gpu.num_sms)
-        issue = (
-            0.0 if constants.bottleneck == "hbm" or kernel.cta_us is not None else 1 / _saturating_ctas(constants, footprint)
-        )
-        hbm = self._hbm_per_cta(kernel, constants, num_ctas)
-        achieved = smooth_minimum(hbm * num_ctas, self.hbm_bytes_per_s)
+        issue = self._issue_per_cta(kernel)
+        effective = self._effective_ctas(kernel)
+        hbm = self._hbm_per_cta(kernel, constants, effective)
+        achieved = smooth_minimum(hbm * effective, self.hbm_bytes_per_s)
         work = SmWork(
             cta_ps=1.0,
             issue_per_cta=issue,
             issue_reference=issue * per_sm,
             hbm_per_cta=hbm,
-            hbm_reference=achieved / (hbm * num_ctas) if hbm else 1.0,
+            hbm_reference=achieved / (hbm * effective) if hbm else 1.0,
             is_work_sharing=kernel.is_work_sharing,
             cta_time_spread=kernel.cta_time_spread,
         )
         return _with_cta_time(work, self._cta_us(kernel, work, per_sm, achieved))
+
+    def shared_work(self, kernel: Kernel) -> float:
+        """What the CTAs of a work-sharing kernel do together, in CTAs of its reference state; 0 for any other kernel."""
+        return self._waves(kernel) * self._effective_ctas(kernel) if kernel.is_work_sharing else 0.0
+
+    def _issue_per_cta(self, kernel: Kernel) -> float:
+        """Share of an SM's throughput that one CTA can use at most; 0 where the SM does not limit the kernel."""
+        constants = self._calibration.characters[kernel.character]
+        if constants.bottleneck == "hbm" or kernel.cta_us is not None:
+            return 0.0
+        return 1 / _saturating_ctas(constants, kernel.footprint)
+
+    def _effective_ctas(self, kernel: Kernel) -> float:
+        """Resident CTAs, each weighted by its speed: on SMs that hold one CTA less than the fullest, they run faster."""
+        num_sms, issue = self._gpu.num_sms, self._issue_per_cta(kernel)
+        resident = min(kernel.footprint.num_ctas, residency(self._gpu, kernel.footprint).ctas_per_sm * num_sms)
+        fewer, num_fuller = divmod(resident, num_sms)
+        if not num_fuller:
+            return float(resident)
+        faster = (1 + (issue * (fewer + 1)) ** EXPONENT) / (1 + (issue * fewer) ** EXPONENT)
+        return float(num_fuller * (fewer + 1) + (num_sms - num_fuller) * fewer * faster ** (1 / EXPONENT))
 
     def _ctas_per_sm(self, kernel: Kernel) -> int:
         """CTAs of the kernel on an SM in its reference state: alone and uncapped."""
@@ -95,11 +113,14 @@ class CostModel:
         busy_us = US_PER_S * max((kernel.flops or 0.0) / peak, (kernel.l2_bytes or 0.0) / l2)
         memory_us = US_PER_S * (kernel.hbm_bytes or 0.0) / (hbm_achieved or self.hbm_bytes_per_s)
         sm_share = smooth_minimum(work.issue_reference, 1.0) if work.issue_reference else 1.0
-        resident = min(kernel.footprint.num_ctas, residency(gpu, kernel.footprint).ctas_per_sm * gpu.num_sms)
+        resident: float = min(kernel.footprint.num_ctas, residency(gpu, kernel.footprint).ctas_per_sm * gpu.num_sms)
+        total: float = kernel.footprint.num_ctas
+        if kernel.is_work_sharing:
+            resident, total = self._effective_ctas(kernel), self.shared_work(kernel)
         # busy_us needs every SM; a kernel of few CTAs leaves SMs empty, and each of its CTAs has that much more to do
-        return max(busy_us / sm_share * per_sm * gpu.num_sms, memory_us * resident) / kernel.footprint.num_ctas
+        return max(busy_us / sm_share * per_sm * gpu.num_sms, memory_us * resident) / total
 
-    def _hbm_per_cta(self, kernel: Kernel, constants: CharacterConstants, num_ctas: int) -> float:
+    def _hbm_per_cta(self, kernel: Kernel, constants: CharacterConstants, effective_ctas: float) -> float:
         """Bytes per second that one CTA can keep in flight."""
         if kernel.cta_us is not None:
             return 0.0
@@ -108,7 +129,7 @@ class CostModel:
         fraction = constants.hbm_fraction
         if kernel.hbm_bytes is not None and kernel.lone_us:
             fraction = min(1.0, kernel.hbm_bytes * US_PER_S / kernel.lone_us / self.hbm_bytes_per_s)
-        return fraction * self.hbm_bytes_per_s / num_ctas
+        return fraction * self.hbm_bytes_per_s / effective_ctas
 
     def _waves(self, kernel: Kernel) -> float:
         """Time of the kernel alone in units of one CTA's reference time; CTAs of the last, partial wave run faster."""
@@ -119,6 +140,8 @@ class CostModel:
         full, rest = divmod(footprint.num_ctas, slots)
         if not rest or not full:
             return float(max(full, 1))
+        if kernel.cta_us is not None:
+            return float(full + 1)
         constants = self._calibration.characters[kernel.character]
         if constants.bottleneck == "hbm":
             saturating = _saturating_ctas(constants, footprint) * self._gpu.num_sms

@@ -201,9 +201,13 @@ def _task(index: int, operation: Operation, effect: Effect, machine: Machine, co
             f"of {footprint.threads_per_cta} threads x {footprint.registers_per_thread} registers with "
             f"{footprint.shared_bytes} bytes of shared memory. Simulate it on the machine it was made for."
         )
+    if footprint.num_ctas % footprint.ctas_per_cluster:
+        raise StepError(
+            f"Operation {index} ('{operation.name[:60]}') launches {footprint.num_ctas} CTAs in clusters of "
+            f"{footprint.ctas_per_cluster}, but a launch consists of whole clusters. Correct num_ctas or ctas_per_cluster."
+        )
     if isinstance(operation, Kernel):
-        work = costs.kernel_work(operation)
-        shared_work = float(footprint.num_ctas) if work.is_work_sharing else 0.0
+        work, shared_work = costs.kernel_work(operation), costs.shared_work(operation)
     else:
         work, shared_work = costs.collective_work(operation, footprint), 0.0
     return SmTask(

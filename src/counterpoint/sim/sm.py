@@ -52,6 +52,17 @@ def level_after_taking(levels: Sequence[int], multiplicities: Sequence[int], amo
     return 0, 0
 
 
+def take_from_fullest(levels: Sequence[int], amount: int) -> list[int]:
+    """What is taken from each vessel when `amount` units are taken, always from a fullest one; of equal ones the first."""
+    floor, extra = level_after_taking(levels, [1] * len(levels), amount)
+    taken = []
+    for level in levels:
+        one_more = int(extra > 0 and level >= floor > 0)
+        extra -= one_more
+        taken.append(max(0, level - floor) + one_more)
+    return taken
+
+
 class SmArray:
     """All SMs of one GPU."""
 
@@ -80,19 +91,31 @@ class SmArray:
             sum(group.sms[gpc] * room for group, room in zip(self.groups, rooms, strict=True))
             for gpc in range(self._num_gpcs)
         ]
-        clusters = [number // cluster for number in slots]
-        wanted = min(task.num_unplaced // cluster, sum(clusters))
+        most = [number // cluster for number in slots]
+        wanted = min(task.num_unplaced // cluster, sum(most))
         if wanted == 0:
             return
-        floor, extra = level_after_taking(clusters, [1] * self._num_gpcs, wanted)
-        quotas = []
-        for number in clusters:
-            one_more = int(extra > 0 and number >= floor > 0)
-            extra -= one_more
-            quotas.append((max(0, number - floor) + one_more) * cluster)
-        self._fill(task, rooms, quotas)
+        self._fill(task, rooms, [number * cluster for number in self._clusters_per_gpc(rooms, most, wanted, cluster)])
         task.num_unplaced -= wanted * cluster
         task.num_resident += wanted * cluster
+
+    def _clusters_per_gpc(self, rooms: list[int], most: list[int], wanted: int, cluster: int) -> list[int]:
+        """How many of the `wanted` clusters each GPC gets, so that single CTAs go to the SMs with the most room of all GPCs.
+
+        Equal SMs are taken from the GPC that has most of them. What clusters cannot have of that goes where most is free.
+        """
+        floor, _ = level_after_taking(rooms, [group.num_sms() for group in self.groups], wanted * cluster)
+        sure, equal = [0] * self._num_gpcs, [0] * self._num_gpcs
+        for group, room in zip(self.groups, rooms, strict=True):
+            for gpc, number in enumerate(group.sms):
+                sure[gpc] += max(0, room - floor) * number
+                equal[gpc] += number if room >= floor > 0 else 0
+        clusters = [number // cluster for number in sure]
+        for offered in ([(above % cluster + number) // cluster for above, number in zip(sure, equal, strict=True)], most):
+            left = [min(number, limit - given) for number, limit, given in zip(offered, most, clusters, strict=True)]
+            taken = take_from_fullest(left, min(wanted - sum(clusters), sum(left)))
+            clusters = [given + more for given, more in zip(clusters, taken, strict=True)]
+        return clusters
 
     def _fill(self, task: SmTask, rooms: list[int], quotas: list[int]) -> None:
         """Place `quotas[g]` CTAs in GPC g, on the SMs with the most room first."""

@@ -1,0 +1,5 @@
+"""`python -m counterpoint` is the `counterpoint` command; torchrun starts it as `torchrun -m counterpoint ...`."""
+
+from counterpoint.cli import main
+
+main()

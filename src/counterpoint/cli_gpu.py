@@ -1,0 +1,197 @@
+"""The command line's part for GPUs: `tune module:function` and `bench`. Imports torch only when a command runs.
+
+Under torchrun every rank runs the command and only rank 0 prints. A rank that fails prints its one line and leaves at once,
+so that no other waits for it for ever.
+"""
+
+import sys
+import traceback
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, NoReturn
+
+import typer
+
+from counterpoint.errors import CounterpointError, StepError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from counterpoint.planner.paper import PaperResult
+
+bench = typer.Typer(help="Run the paper's workloads over all controls.", rich_markup_mode=None)
+ROUNDS = {"cb": 11, "mb": 5}
+
+
+def names_function(step: str) -> bool:
+    """Whether STEP is `module:function` rather than a file or a workload."""
+    module, _, function = step.partition(":")
+    return bool(function) and all(part.isidentifier() for part in [*module.split("."), function])
+
+
+def tune_function(step: str, machine_name: str | None, output: Path | None, is_json: bool) -> NoReturn:
+    """Tune a step function on the GPUs at hand, print the result from rank 0, and end the process."""
+    _run_and_leave(lambda: _tune_function(step, machine_name, output, is_json))
+
+
+def _run_and_leave(command: Callable[[], None]) -> NoReturn:
+    """Run a command that other ranks run, too, and end this process at once, however it went."""
+    from counterpoint.cuda.ranks import leave  # noqa: PLC0415
+
+    try:
+        command()
+    except CounterpointError as problem:
+        print(f"counterpoint: {problem}", file=sys.stderr)
+        leave(2)
+    except BaseException:
+        # a fault of ours or of the user's step: show all of it, but do not wait for ranks that will never answer
+        traceback.print_exc()
+        leave(1)
+    leave(0)
+
+
+def _tune_function(step: str, machine_name: str | None, output: Path | None, is_json: bool) -> None:
+    from counterpoint.cuda.ranks import join_ranks  # noqa: PLC0415
+    from counterpoint.machine import load_machine  # noqa: PLC0415
+    from counterpoint.plan import save_plan  # noqa: PLC0415
+
+    rank = join_ranks()
+    step_fn = _load_function(step)()
+    if not callable(step_fn):
+        raise StepError(
+            f"{step}() must return the step as a function without arguments; it returned {type(step_fn).__name__}."
+        )
+    from counterpoint.cuda.capture import capture  # noqa: PLC0415
+    from counterpoint.planner.on_gpu import machine_of, tune_captured  # noqa: PLC0415
+
+    captured = capture(step_fn, step)
+    machine = load_machine(machine_name) if machine_name else machine_of(captured)
+    tuning = tune_captured(captured, machine)
+    if rank != 0:
+        return
+    if output is not None:
+        save_plan(tuning.plan, output)
+    if is_json:
+        from counterpoint.value import write_json  # noqa: PLC0415
+
+        print(write_json({"plan": tuning.plan, "measurements": tuning.measurements, "engagements": tuning.engagements}))
+        return
+    from counterpoint.report import gpu, text  # noqa: PLC0415
+
+    console = _console()
+    text.print_step(console, captured.read.step, machine)
+    gpu.print_measurements(console, tuning.measurements)
+    text.print_plan(console, tuning.plan)
+    gpu.print_engagements(console, tuning.engagements)
+    if output is not None:
+        print(f"Plan saved to {output}.")
+
+
+def _load_function(step: str) -> Callable[[], object]:
+    module_name, _, function_name = step.partition(":")
+    sys.path.insert(0, str(Path.cwd()))
+    try:
+        found = getattr(import_module(module_name), function_name, None)
+    except ModuleNotFoundError as problem:
+        raise StepError(
+            f"'{step}' needs the module '{problem.name}', which cannot be found. Run the command where it can be imported."
+        ) from problem
+    if not callable(found):
+        raise StepError(
+            f"Module '{module_name}' has no function '{function_name}'. Name one that returns the step function."
+        )
+    function: Callable[[], object] = found
+    return function
+
+
+@bench.callback()
+def bench_group() -> None:
+    """Group of benchmarks; `paper` is one of them."""
+
+
+@bench.command("paper")
+def bench_paper(
+    workloads: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="WORKLOAD", help="Workloads such as cb_ar_opt2; all of them if none is named."),
+    ] = None,
+    simulate: Annotated[
+        str | None,
+        typer.Option(
+            "--simulate", metavar="MACHINE", help="Simulate for this machine, or 'all', instead of running on GPUs."
+        ),
+    ] = None,
+    output: Annotated[Path | None, typer.Option("-o", "--output", metavar="FILE", help="Save the results as JSON.")] = None,
+) -> None:
+    """The first paper's grid: sequential, plain overlap, priority, caps, head start, and the planner's choice.
+
+    On GPUs, start it with torchrun: torchrun --nproc-per-node 4 --no-python counterpoint bench paper.
+    """
+    if simulate is not None:
+        _simulate_paper(workloads, simulate, output)
+        return
+    _run_and_leave(lambda: _measure_paper(workloads, output))
+
+
+def _simulate_paper(workloads: list[str] | None, machine_name: str, output: Path | None) -> None:
+    from counterpoint.machine import load_machine, machine_names  # noqa: PLC0415
+    from counterpoint.planner.paper import simulate_paper  # noqa: PLC0415
+    from counterpoint.workloads import load_workload, workload_names  # noqa: PLC0415
+
+    machines = machine_names() if machine_name == "all" else [machine_name]
+    results = [
+        simulate_paper(load_workload(workload), load_machine(machine))
+        for machine in machines
+        for workload in workloads or workload_names()
+    ]
+    _show(results, output)
+
+
+def _measure_paper(workloads: list[str] | None, output: Path | None) -> None:
+    from counterpoint.cuda.ranks import join_ranks  # noqa: PLC0415
+
+    rank = join_ranks()
+    from counterpoint.cuda.capture import capture  # noqa: PLC0415
+    from counterpoint.cuda.paper import PaperWorkload, paper_workload_names  # noqa: PLC0415
+    from counterpoint.planner.on_gpu import machine_of  # noqa: PLC0415
+    from counterpoint.planner.paper import measure_paper  # noqa: PLC0415
+
+    results = []
+    for name in workloads or paper_workload_names():
+        workload = PaperWorkload(name)
+        sequential, overlapped = capture(workload.sequential, "sequential"), capture(workload.overlapped, name)
+        results.append(
+            measure_paper(
+                overlapped,
+                sequential.graph.instantiate(),
+                machine_of(overlapped),
+                workload.output_bits,
+                ROUNDS[name.split("_")[0]],
+            )
+        )
+        if rank == 0:
+            _show(results[-1:], None)
+            _save(results, output)
+
+
+def _show(results: list["PaperResult"], output: Path | None) -> None:
+    from counterpoint.report.gpu import print_paper  # noqa: PLC0415
+
+    console = _console()
+    for result in results:
+        print_paper(console, result)
+    _save(results, output)
+
+
+def _save(results: list["PaperResult"], output: Path | None) -> None:
+    from counterpoint.value import write_json  # noqa: PLC0415
+
+    if output is not None:
+        output.write_text(write_json(results) + "\n")
+
+
+def _console() -> "Console":
+    from rich.console import Console  # noqa: PLC0415
+
+    return Console(soft_wrap=False, markup=False, emoji=False)

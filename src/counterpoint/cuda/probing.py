@@ -1,0 +1,290 @@
+"""The GPUs at hand as a machine: what the driver says of them, what copies reach, and where a shipped file says otherwise.
+
+Figures that no query tells (sub-partitions, carveout steps, what a GPC holds) are taken from the shipped machine of the same
+compute capability and say so in `sources`. A machine holds peak rates, so a measured copy replaces a stated link only
+where it contradicts it: copy engines reach 0.80 of a link and copies 0.90 of HBM (measured on H200, 2026-11-21). Knows
+nothing of other nodes; the network is the shipped machine's.
+"""
+
+import statistics
+from datetime import date
+from importlib import import_module
+
+from counterpoint.errors import DeviceError
+from counterpoint.machine import Gpu, Link, Machine, load_machine, machine_for_device, machine_names
+from counterpoint.value import Value
+
+# the oldest CUDA that torch 2.11 is built for; its driver knows the carveout of a graph's kernel
+OLDEST_CUDA = (12, 6)
+COPY_ENGINE_FRACTION = 0.80
+HBM_FRACTION = 0.90
+MEASURED_TOLERANCE = 0.10
+# driver and data sheet round differently; every figure not named here must be equal
+TOLERANCES = {
+    "gpu.hbm_bytes": 0.01,
+    "gpu.hbm_bytes_per_s": 0.02,
+    "gpu.bf16_flops_per_s": 0.02,
+    "gpu.fp32_flops_per_s": 0.02,
+    "link.bytes_per_s": MEASURED_TOLERANCE,
+    "link.per_peer_bytes_per_s": MEASURED_TOLERANCE,
+    "measured.hbm_copy_bytes_per_s": MEASURED_TOLERANCE,
+}
+# figures that are one attribute of the device, named as the driver names it
+QUERIED = {
+    "num_sms": "MULTIPROCESSOR_COUNT",
+    "warp_size": "WARP_SIZE",
+    "max_ctas_per_sm": "MAX_BLOCKS_PER_MULTIPROCESSOR",
+    "max_threads_per_cta": "MAX_THREADS_PER_BLOCK",
+    "shared_bytes_per_sm": "MAX_SHARED_MEMORY_PER_MULTIPROCESSOR",
+    "max_shared_bytes_per_cta": "MAX_SHARED_MEMORY_PER_BLOCK_OPTIN",
+    "reserved_shared_bytes_per_cta": "RESERVED_SHARED_MEMORY_PER_BLOCK",
+    "l2_bytes": "L2_CACHE_SIZE",
+    "num_copy_engines": "ASYNC_ENGINE_COUNT",
+}
+ATTRIBUTES = (
+    *QUERIED.values(),
+    "COMPUTE_CAPABILITY_MAJOR",
+    "COMPUTE_CAPABILITY_MINOR",
+    "CLOCK_RATE",
+    "MAX_THREADS_PER_MULTIPROCESSOR",
+    "MAX_REGISTERS_PER_MULTIPROCESSOR",
+    "MEMORY_CLOCK_RATE",
+    "GLOBAL_MEMORY_BUS_WIDTH",
+)
+Figure = bool | int | float | str | tuple[int, ...]
+
+
+class Peer(Value, frozen=True, kw_only=True):
+    """One direction between two GPUs, by their numbers: what the driver allows, and the rate of a copy alone."""
+
+    source: int
+    destination: int
+    has_access: bool
+    has_native_atomics: bool
+    copy_bytes_per_s: float
+
+
+class Queried(Value, frozen=True, kw_only=True):
+    """What the driver says of one GPU. `attributes` are those of `ATTRIBUTES`, as the driver counts them."""
+
+    device_name: str
+    cuda_version: tuple[int, int]
+    attributes: dict[str, int]
+    hbm_bytes: int
+    greatest_priority: int
+
+
+class Measured(Value, frozen=True, kw_only=True):
+    """Rates that copies of 256 MiB reach, bytes per second; HBM counts bytes read and written.
+
+    `all_peers_bytes_per_s` is what the first GPU sends to all others at once, None where it is alone.
+    """
+
+    hbm_copy_bytes_per_s: float
+    peers: tuple[Peer, ...] = ()
+    all_peers_bytes_per_s: float | None = None
+
+
+class Difference(Value, frozen=True, kw_only=True):
+    """A figure that is not what the shipped machine file says, beyond rounding or the spread of a measurement."""
+
+    figure: str
+    shipped: Figure
+    found: Figure
+
+
+class Probed(Value, frozen=True, kw_only=True):
+    """The machine at hand, the rates measured, and its differences from the shipped machine named `shipped`."""
+
+    machine: Machine
+    measured: Measured
+    shipped: str
+    differences: tuple[Difference, ...]
+
+
+def probe() -> Probed:
+    """Ask the driver about the visible GPUs and measure copies in and between them, in about a second.
+
+    Takes 512 MiB of each GPU and leaves nothing behind. Raises `DeviceError` without cuda-bindings, a GPU or a recent
+    driver, where the visible GPUs differ, and for a compute capability of which no machine is shipped.
+    """
+    try:
+        query = import_module("counterpoint.cuda.device_query")
+    except ImportError as problem:
+        raise DeviceError(
+            "'cuda-bindings' is needed to probe GPUs and is not installed. Install it: pip install 'counterpoint[cuda]'."
+        ) from problem
+    queried = query.query_devices()
+    shipped = shipped_machine(queried[0])
+    return describe(shipped, queried, query.measure_copies(len(queried)), date.today())
+
+
+def check_driver(version: int) -> tuple[int, int]:
+    """Split a driver's version (1000 x major + 10 x minor). Raises `DeviceError` where it is older than needed."""
+    found = (version // 1000, version % 1000 // 10)
+    if found < OLDEST_CUDA:
+        raise DeviceError(
+            f"The driver is too old: {OLDEST_CUDA[0]}.{OLDEST_CUDA[1]} or later is needed, and it supports CUDA "
+            f"{found[0]}.{found[1]}. Update the NVIDIA driver."
+        )
+    return found
+
+
+def check_alike(queried: tuple[Queried, ...]) -> None:
+    """Raise `DeviceError` unless the visible GPUs are of one kind, as the GPUs of a machine are."""
+    names = sorted({each.device_name for each in queried})
+    if len(names) > 1:
+        raise DeviceError(
+            f"A machine has equal GPUs, but {len(names)} kinds are visible: {', '.join(names)}. "
+            "Choose one kind with CUDA_VISIBLE_DEVICES."
+        )
+
+
+def shipped_machine(queried: Queried) -> Machine:
+    """The shipped machine of this very GPU, else the first of its compute capability. Raises `DeviceError` for neither."""
+    machine = machine_for_device(queried.device_name)
+    if machine is not None:
+        return machine
+    shipped = [load_machine(name) for name in machine_names()]
+    capability = _capability(queried)
+    for machine in shipped:
+        if machine.gpu.vendor == "nvidia" and machine.gpu.compute_capability == capability:
+            return machine
+    known = sorted({each.gpu.compute_capability for each in shipped if each.gpu.vendor == "nvidia"}, key=float)
+    raise DeviceError(
+        f"'{queried.device_name}' has compute capability {capability}; carveout steps and sub-partitions are known for "
+        f"{', '.join(known)}. Write a machine file for it: 'counterpoint machines h200 --json' shows the figures."
+    )
+
+
+def describe(shipped: Machine, queried: tuple[Queried, ...], measured: Measured, today: date) -> Probed:
+    """Build the machine from what was queried and measured, and compare it with the shipped one."""
+    first = queried[0]
+    by_driver = f"probed: CUDA {first.cuda_version[0]}.{first.cuda_version[1]} driver, {first.device_name}, {today}"
+    gpu, sources = _gpu(shipped, first, by_driver)
+    link, link_sources = _link(shipped, measured, f"measured with copies of 256 MiB, {today}")
+    sources |= link_sources | {"num_gpus": by_driver, "device_names": by_driver}
+    if shipped.network is not None:
+        sources |= {f"network.{name}": _from(shipped, f"network.{name}") for name in Link.__struct_fields__}
+    machine = Machine(
+        name=f"probed-{shipped.name}",
+        title=f"{len(queried)} x {first.device_name}, probed {today}",
+        gpu=gpu,
+        num_gpus=len(queried),
+        link=link,
+        device_names=(first.device_name,),
+        network=shipped.network,
+        sources=sources,
+    )
+    differences = (*_compare(shipped, machine), *_compare_measured(shipped, measured))
+    return Probed(machine=machine, measured=measured, shipped=shipped.name, differences=differences)
+
+
+def _capability(queried: Queried) -> str:
+    attributes = queried.attributes
+    return f"{attributes['COMPUTE_CAPABILITY_MAJOR']}.{attributes['COMPUTE_CAPABILITY_MINOR']}"
+
+
+def _from(shipped: Machine, figure: str) -> str:
+    """The source of a figure that was not probed."""
+    return f"not probed, from machine '{shipped.name}': {shipped.sources.get(figure, 'no source given')}"
+
+
+def _gpu(shipped: Machine, queried: Queried, by_driver: str) -> tuple[Gpu, dict[str, str]]:
+    """The GPU, and the source of each of its figures."""
+    like, attributes = shipped.gpu, queried.attributes
+    figures: dict[str, object] = {figure: attributes[attribute] for figure, attribute in QUERIED.items()}
+    figures |= {
+        "compute_capability": _capability(queried),
+        "clock_mhz": attributes["CLOCK_RATE"] / 1000,
+        "max_warps_per_sm": attributes["MAX_THREADS_PER_MULTIPROCESSOR"] // attributes["WARP_SIZE"],
+        "hbm_bytes": queried.hbm_bytes,
+        "greatest_priority": queried.greatest_priority,
+    }
+    if attributes["MEMORY_CLOCK_RATE"] > 0 and attributes["GLOBAL_MEMORY_BUS_WIDTH"] > 0:
+        # two transfers a clock, on as many wires as the bus is wide; some drivers hide both figures
+        figures["hbm_bytes_per_s"] = 2e3 * attributes["MEMORY_CLOCK_RATE"] * attributes["GLOBAL_MEMORY_BUS_WIDTH"] / 8
+    sources = dict.fromkeys((f"gpu.{name}" for name in figures), by_driver)
+    figures["registers_per_sub_partition"] = attributes["MAX_REGISTERS_PER_MULTIPROCESSOR"] // like.num_sub_partitions
+    sources["gpu.registers_per_sub_partition"] = f"{by_driver}: the SM's registers in {like.num_sub_partitions} parts"
+    scale = attributes["MULTIPROCESSOR_COUNT"] * attributes["CLOCK_RATE"] / (like.num_sms * like.clock_mhz * 1000)
+    for name in ("bf16_flops_per_s", "fp32_flops_per_s"):
+        figures[name] = getattr(like, name) * scale
+        sources[f"gpu.{name}"] = f"{_from(shipped, f'gpu.{name}')}; by {scale:g} for SMs and clock"
+    if attributes["MULTIPROCESSOR_COUNT"] != like.num_sms:
+        figures["sms_per_gpc"] = spread_sms(attributes["MULTIPROCESSOR_COUNT"], len(like.sms_per_gpc))
+        sources["gpu.sms_per_gpc"] = f"assumed: as many GPCs as machine '{shipped.name}' has, as even as pairs of SMs allow"
+    for name in Gpu.__struct_fields__:
+        figures.setdefault(name, getattr(like, name))
+        sources.setdefault(f"gpu.{name}", _from(shipped, f"gpu.{name}"))
+    return Gpu(**figures), sources  # type: ignore[arg-type]
+
+
+def spread_sms(num_sms: int, num_gpcs: int) -> tuple[int, ...]:
+    """SMs over GPCs as evenly as pairs allow, the larger GPCs first; an odd SM goes to the last. Empty GPCs are left out."""
+    pairs, odd = divmod(num_sms, 2)
+    least, larger = divmod(pairs, num_gpcs)
+    sizes = [2 * (least + (index < larger)) for index in range(num_gpcs)]
+    sizes[-1] += odd
+    return tuple(size for size in sizes if size)
+
+
+def _link(shipped: Machine, measured: Measured, by_copies: str) -> tuple[Link, dict[str, str]]:
+    """The link between the GPUs: as stated where copies agree with it, else as they imply."""
+    stated = shipped.link
+    if not measured.peers:
+        return stated, {f"link.{name}": f"{_from(shipped, f'link.{name}')}; one GPU is visible" for name in _LINK_FIGURES}
+    kind = "nvlink" if all(peer.has_native_atomics for peer in measured.peers) else "pcie"
+    like = shipped if kind == stated.kind else _shipped_with(kind)
+    sources = {
+        "link.kind": "probed: the driver has native atomics between all GPUs"
+        if kind == "nvlink"
+        else "probed: the driver has no native atomics between some GPUs",
+        "link.latency_us": _from(like, "link.latency_us"),
+    }
+    to_one = statistics.median(peer.copy_bytes_per_s for peer in measured.peers)
+    to_all = max(to_one, measured.all_peers_bytes_per_s or to_one)
+    peaks = {}
+    for name, reached in (("per_peer_bytes_per_s", to_one), ("bytes_per_s", to_all)):
+        implied, peak = reached / COPY_ENGINE_FRACTION, getattr(stated, name)
+        share = f"{reached / 1e9:.4g} GB/s {by_copies}; copy engines reach {COPY_ENGINE_FRACTION:g} of a link"
+        if kind == stated.kind and _is_close(f"link.{name}", peak, implied):
+            peaks[name], sources[f"link.{name}"] = peak, f"{shipped.sources.get(f'link.{name}', '')}; agrees with {share}"
+        else:
+            peaks[name], sources[f"link.{name}"] = implied, share
+    peaks["bytes_per_s"] = max(peaks.values())
+    return Link(kind=kind, latency_us=like.link.latency_us, **peaks), sources  # type: ignore[arg-type]
+
+
+_LINK_FIGURES = Link.__struct_fields__
+
+
+def _shipped_with(kind: str) -> Machine:
+    """The first shipped machine with that kind of link."""
+    return next(machine for machine in map(load_machine, machine_names()) if machine.link.kind == kind)
+
+
+def _is_close(figure: str, shipped: Figure, found: Figure) -> bool:
+    if isinstance(shipped, int | float) and isinstance(found, int | float):
+        return abs(found - shipped) <= TOLERANCES.get(figure, 0.0) * abs(shipped)
+    return shipped == found
+
+
+def _compare(shipped: Machine, machine: Machine) -> tuple[Difference, ...]:
+    """Figures of GPU, link and node that differ."""
+    pairs: list[tuple[str, Figure, Figure]] = [("num_gpus", shipped.num_gpus, machine.num_gpus)]
+    for prefix, one, other in (("gpu", shipped.gpu, machine.gpu), ("link", shipped.link, machine.link)):
+        pairs.extend((f"{prefix}.{name}", getattr(one, name), getattr(other, name)) for name in one.__struct_fields__)
+    return tuple(
+        Difference(figure=figure, shipped=one, found=other)
+        for figure, one, other in pairs
+        if not _is_close(figure, one, other)
+    )
+
+
+def _compare_measured(shipped: Machine, measured: Measured) -> tuple[Difference, ...]:
+    """The HBM copy, where it is not what the shipped peak lets expect."""
+    figure, expected = "measured.hbm_copy_bytes_per_s", shipped.gpu.hbm_bytes_per_s * HBM_FRACTION
+    if _is_close(figure, expected, measured.hbm_copy_bytes_per_s):
+        return ()
+    return (Difference(figure=figure, shipped=expected, found=measured.hbm_copy_bytes_per_s),)

@@ -1,0 +1,41 @@
+"""Tests that need two GPUs or more. Each starts its own ranks with torchrun and has a limit on its time."""
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+JOBS = Path(__file__).parent / "jobs"
+Start = Callable[..., subprocess.CompletedProcess[str]]
+
+
+def num_gpus() -> int:
+    """GPUs that torch sees; 0 without torch."""
+    try:
+        import torch  # noqa: PLC0415  a machine without torch skips
+    except ImportError:
+        return 0
+    return torch.cuda.device_count()
+
+
+@pytest.fixture
+def start_ranks() -> Start:
+    """Runs `jobs/NAME.py` on two ranks and returns what it printed."""
+    if num_gpus() < 2:
+        pytest.skip(f"needs 2 GPUs, found {num_gpus()}")
+
+    def start(name: str, *arguments: str, limit_s: float = 150) -> subprocess.CompletedProcess[str]:
+        command = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--nproc-per-node",
+            "2",
+            str(JOBS / f"{name}.py"),
+            *arguments,
+        ]
+        return subprocess.run(command, capture_output=True, text=True, timeout=limit_s, check=False)
+
+    return start

@@ -1,0 +1,227 @@
+"""The command as a user meets it: what it prints, writes and returns, with the names of its options frozen."""
+
+import gzip
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from helpers.command import COUNTERPOINT, TRACES, counterpoint
+
+FSDP2 = TRACES / "fsdp2.rank0.json.gz"
+MOE = TRACES / "moe.rank0.json.gz"
+
+
+def as_json(*arguments: str | Path, cwd: Path | None = None) -> Any:
+    done = counterpoint(*arguments, "--json", cwd=cwd)
+    assert (done.returncode, done.stderr) == (0, "")
+    return json.loads(done.stdout)
+
+
+def rows(found: Any) -> dict[str, Any]:
+    return {row["name"]: row for row in found["step"]}
+
+
+@pytest.mark.parametrize(
+    ("command", "options"),
+    [
+        ("tune", ["--machine", "-o", "--output", "--timeline", "--json", "--help"]),
+        ("simulate", ["--machine", "--plan", "--timeline", "--json", "--help"]),
+        ("machines", ["--probe", "-o", "--output", "--json", "--help"]),
+    ],
+)
+def test_the_options_are_there_and_stay(command: str, options: list[str]) -> None:
+    done = counterpoint(command, "--help")
+    assert done.returncode == 0
+    found = re.findall(r"(?<![\w-])--?[a-z]+(?:-[a-z]+)*", done.stdout.split("Options:")[1])
+    assert set(options) <= set(found)
+
+
+def test_without_a_command_the_help_names_the_commands() -> None:
+    bare = counterpoint()
+    assert (bare.returncode, bare.stderr) == (0, "")
+    assert bare.stdout == counterpoint("--help").stdout
+    for command in ("tune", "simulate", "machines"):
+        assert re.search(rf"^  {command} ", bare.stdout, re.MULTILINE)
+
+
+def test_tune_prints_the_step_the_verdict_the_reasons_and_the_lanes() -> None:
+    done = counterpoint("tune", FSDP2)
+    assert (done.returncode, done.stderr) == (0, "")
+    lines = done.stdout.splitlines()
+    assert lines[0].startswith("fsdp2.rank0: 276 kernels, 18 collectives of 6.751 GiB")
+    assert any(line.startswith("GAIN  copy engines: ") for line in lines)
+    assert "left out" in lines
+    assert "Simulated, not measured: no GPU was used." in lines
+    assert [line.split()[0] for line in lines if line.startswith(("before ", "after "))] == ["before", "after"]
+
+
+def test_output_that_goes_into_a_file_holds_no_escape_codes() -> None:
+    assert "\x1b" not in counterpoint("tune", FSDP2).stdout
+    assert "\x1b" not in counterpoint("machines").stdout
+
+
+def test_tune_as_json_holds_the_figures_of_the_text() -> None:
+    found = as_json("tune", FSDP2)
+    assert {"step_name", "step_fingerprint", "machine", "origin", "notes", "step", "replay_error", "plan", "trials"} <= set(
+        found
+    )
+    assert (found["step_name"], found["machine"], found["origin"]) == ("fsdp2.rank0", "h200", "simulated")
+    assert list(rows(found)) == ["sequential", "as traced", "as replayed", "with the plan", "ideal"]
+    assert abs(found["replay_error"]) < 0.03
+    assert found["plan"]["verdict"] == "GAIN"
+    expected = found["plan"]["expectation"]
+    assert expected["baseline_us"] == rows(found)["as replayed"]["makespan_us"] == found["trials"][0]["makespan_us"]
+    assert expected["planned_us"] == rows(found)["with the plan"]["makespan_us"]
+    assert rows(found)["ideal"]["makespan_us"] <= expected["planned_us"] <= rows(found)["sequential"]["makespan_us"]
+
+
+def test_json_says_no_gain_rather_than_nothing() -> None:
+    found = as_json("tune", MOE)
+    assert found["plan"]["verdict"] == "NO_GAIN"
+    assert "with the plan" not in rows(found)
+
+
+@pytest.mark.parametrize("workload", ["cb_a2a_opt1", "mb_a2a_opt2", "cb_ar_opt2"])
+def test_no_plan_is_said_to_gain_more_than_is_possible(workload: str) -> None:
+    found = rows(as_json("tune", workload))
+    assert found["with the plan"]["makespan_us"] >= found["ideal"]["makespan_us"]
+
+
+@pytest.mark.parametrize("source", [FSDP2, "cb_ar_opt1"])
+def test_a_saved_plan_simulates_to_the_makespan_it_promised(source: str | Path, tmp_path: Path) -> None:
+    found = as_json("tune", source, "-o", "plan.toml", cwd=tmp_path)
+    again = as_json("simulate", source, "--plan", "plan.toml", cwd=tmp_path)
+    assert rows(again)["with the plan"]["makespan_us"] == found["plan"]["expectation"]["planned_us"]
+    assert "replay_error" not in again  # the step under a plan is no replay
+    without = as_json("simulate", source)
+    assert rows(without)["simulated"]["makespan_us"] == found["plan"]["expectation"]["baseline_us"]
+
+
+def test_an_empty_plan_is_saved_with_its_verdict_and_changes_nothing(tmp_path: Path) -> None:
+    saved = counterpoint("tune", MOE, "-o", "plan.toml", cwd=tmp_path)
+    assert saved.stdout.splitlines()[-1] == "Plan saved to plan.toml."
+    assert 'verdict = "NO_GAIN"' in (tmp_path / "plan.toml").read_text()
+    simulated = counterpoint("simulate", MOE, "--plan", "plan.toml", cwd=tmp_path)
+    assert simulated.returncode == 0
+    assert simulated.stdout == counterpoint("simulate", MOE).stdout
+
+
+def test_a_plan_replaces_an_older_one_and_leaves_no_other_file(tmp_path: Path) -> None:
+    (tmp_path / "plan.toml").write_text("older and longer\n" * 1000)
+    assert counterpoint("tune", "cb_ar_opt1", "-o", "plan.toml", cwd=tmp_path).returncode == 0
+    assert (tmp_path / "plan.toml").read_text().startswith('step_name = "cb_ar_opt1"')
+    assert [path.name for path in tmp_path.iterdir()] == ["plan.toml"]
+
+
+@pytest.mark.parametrize("name", ["lanes.json", "lanes.json.gz"])
+def test_timelines_before_and_after_are_a_chrome_trace(name: str, tmp_path: Path) -> None:
+    assert counterpoint("tune", "cb_ar_opt1", "--timeline", name, cwd=tmp_path).returncode == 0
+    content = (tmp_path / name).read_bytes()
+    events = json.loads(gzip.decompress(content) if name.endswith(".gz") else content)["traceEvents"]
+    spans = [event for event in events if event["ph"] == "X"]
+    assert all(event["dur"] >= 0 and event["ts"] >= 0 for event in spans)
+    assert {event["cat"] for event in spans} == {"computation", "communication"}
+    processes = {event["args"]["name"]: event["pid"] for event in events if event["name"] == "process_name"}
+    assert len(processes) == 2
+    ends = {name: max(e["ts"] + e["dur"] for e in spans if e["pid"] == process) for name, process in processes.items()}
+    (before,) = [end for name, end in ends.items() if name.startswith("before")]
+    (after,) = [end for name, end in ends.items() if name.startswith("after")]
+    assert after < before
+
+
+def test_simulate_writes_its_timeline(tmp_path: Path) -> None:
+    found = as_json("simulate", "cb_ar_opt1", "--timeline", "out.json", cwd=tmp_path)
+    events = json.loads((tmp_path / "out.json").read_bytes())["traceEvents"]
+    spans = [event for event in events if event["ph"] == "X"]
+    assert len(spans) == 8
+    assert max(e["ts"] + e["dur"] for e in spans) == pytest.approx(rows(found)["simulated"]["makespan_us"])
+
+
+def test_machines_are_listed_and_shown_with_sources() -> None:
+    names = [machine["name"] for machine in as_json("machines")]
+    assert names == sorted(names)
+    listed = counterpoint("machines").stdout
+    assert all(re.search(rf"^{name} ", listed, re.MULTILINE) for name in names)
+    one = as_json("machines", "h200")
+    assert one["gpu"]["num_sms"] == 132
+    shown = counterpoint("machines", "h200", COLUMNS="200").stdout
+    assert re.search(r"^gpu\.num_sms +132 +measured on NVIDIA H200", shown, re.MULTILINE)
+
+
+def test_a_machine_of_ones_own_may_hold_any_text(tmp_path: Path) -> None:
+    shipped = as_json("machines", "h200")
+    text = (Path(__file__).parents[2] / "src/counterpoint/machines/h200.toml").read_text()
+    title = "8 x [H200] [/bold] :smile:"
+    (tmp_path / "own.toml").write_text(text.replace(f'"{shipped["title"]}"', f'"{title}"').replace('"h200"', '"[/own]"'))
+    assert counterpoint("machines", "own.toml", cwd=tmp_path).stdout.startswith(f"[/own]: {title}\n")
+    assert f"on {title}\n" in counterpoint("simulate", "cb_ar_opt1", "--machine", "own.toml", cwd=tmp_path).stdout
+
+
+@pytest.mark.parametrize("columns", ["60", "20", "1", "0", "400", "wide"])
+def test_any_width_keeps_the_verdict(columns: str) -> None:
+    done = counterpoint("tune", "cb_ar_opt1", COLUMNS=columns)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "GAIN  priority + head start 5 us" in done.stdout
+    if columns == "60":
+        assert max(map(len, done.stdout.splitlines())) <= 60
+
+
+@pytest.mark.parametrize("arguments", [["tune", "cb_ar_opt1"], ["tune", FSDP2], ["machines", "h200"], ["machines"]])
+def test_a_terminal_without_utf8_gets_ascii(arguments: list[str | Path]) -> None:
+    done = counterpoint(*arguments, LC_ALL="C", PYTHONIOENCODING="ascii")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.isascii()
+    if arguments[0] == "tune":
+        assert re.search(r"^before +[.:=+*%#-]+", done.stdout, re.MULTILINE)
+
+
+def test_a_reader_that_leaves_early_is_no_error() -> None:
+    for arguments in (["tune", FSDP2], ["machines", "h200"], ["tune", FSDP2, "--json"]):
+        with subprocess.Popen([COUNTERPOINT, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+            assert process.stdout is not None
+            assert process.stderr is not None
+            process.stdout.close()
+            assert process.stderr.read() == b""
+            assert process.wait() == 1
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no /dev/full here")
+@pytest.mark.parametrize("arguments", [["machines"], ["machines", "--json"], ["tune", "cb_ar_opt1"]])
+def test_output_that_cannot_be_written_is_one_line(arguments: list[str]) -> None:
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([COUNTERPOINT, *arguments], stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert (done.returncode, done.stderr) == (2, "counterpoint: Cannot use standard output: No space left on device.\n")
+
+
+def test_ctrl_c_ends_with_130_and_no_word(tmp_path: Path) -> None:
+    waiting = tmp_path / "slow.json"
+    os.mkfifo(waiting)  # nobody writes into it, so reading it never ends
+    with subprocess.Popen([COUNTERPOINT, "tune", waiting], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        time.sleep(1.5)
+        process.send_signal(signal.SIGINT)
+        output, error = process.communicate(timeout=20)
+    assert (process.returncode, output, error) == (130, b"", b"")
+
+
+def test_importing_the_package_loads_neither_numpy_nor_the_command_line() -> None:
+    script = "import sys, counterpoint; print(sorted({'numpy', 'typer', 'rich', 'torch'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_help_loads_neither_numpy_nor_the_simulator() -> None:
+    script = (
+        "import sys\nfrom counterpoint import cli\nsys.argv = ['counterpoint', '--help']\n"
+        "try:\n    cli.main()\nexcept SystemExit as ending:\n    assert not ending.code\n"
+        "print(sorted({'numpy', 'torch', 'counterpoint.sim', 'counterpoint.traces'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"

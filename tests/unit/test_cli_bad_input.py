@@ -1,0 +1,334 @@
+"""Every bad input gives one line that says what is wrong and what to do, exit code 2, and leaves the files as they were."""
+
+import gzip
+import os
+import random
+import resource
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from helpers.command import COUNTERPOINT, TRACES, counterpoint, refusal
+from helpers.trace_builder import MATMUL, TraceBuilder, small_trace
+
+MOE = TRACES / "moe.rank0.json.gz"
+SOURCES = Path(__file__).parents[2] / "src" / "counterpoint"
+H200 = (SOURCES / "machines" / "h200.toml").read_text()
+WORKLOAD = (SOURCES / "workloads" / "cb_ar_opt1.toml").read_text()
+NOISE = b"\x89" + random.Random(7).randbytes(500)
+MI300X = {"id": 0, "name": "AMD Instinct MI300X", "computeMajor": 9, "computeMinor": 4, "numSms": 304}
+CYCLE = """
+name = "cycle"
+num_ranks = 2
+[[kernels]]
+name = "a"
+stream = 0
+num_ctas = 1
+threads_per_cta = 32
+registers_per_thread = 16
+lone_us = 1.0
+waits_for = ["b"]
+[[kernels]]
+name = "b"
+stream = 1
+num_ctas = 1
+threads_per_cta = 32
+registers_per_thread = 16
+lone_us = 1.0
+waits_for = ["a"]
+"""
+
+
+def directive(control: str, kind: str = "communication", match: str = "") -> str:
+    return f'[[directives]]\nreason = "test"\nmatch = {{ kind = "{kind}"{match} }}\ncontrols = [{{ {control} }}]\n'
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "says"),
+    [
+        ("none.json", None, ["Cannot read none.json", "No such file", "give a .json or .json.gz"]),
+        ("none.toml", None, ["Cannot read none.toml", "No such file", "give a TOML file"]),
+        ("none", None, ["'none' does not exist", "Shipped workloads: cb_a2a_opt1"]),
+        ("trace.txt", b"hello", ["'trace.txt' is neither a trace", ".json.gz"]),
+        ("folder.json/", None, ["'folder.json/'", "neither"]),
+        ("a.json", b"", ["a.json is empty", "profile again"]),
+        ("a.json.gz", MOE.read_bytes()[:20_000], ["damaged gzip", "copy or record it again"]),
+        ("a.json", b'{"hello": 1}', ["not a profiler trace", "give the file torch.profiler exported"]),
+        ("a.json", b'{"traceEvents": []}', ["holds no GPU activity", "activities=[CPU, CUDA]"]),
+        ("a.json", NOISE, ["not whole JSON"]),
+        ("a.toml", NOISE, ["a.toml is not text", "give a TOML file"]),
+        ("a.toml", b"not toml at all", ["a.toml is not TOML", "line 1"]),
+        ("a.toml", b"num_ranks = 2", ["a.toml", "missing required field `name`"]),
+        ("a.toml", CYCLE.encode(), ["cycle: a -> b -> a", "Break it"]),
+    ],
+)
+def test_a_step_that_cannot_be_read(name: str, content: bytes | None, says: list[str], tmp_path: Path) -> None:
+    if name.endswith("/"):
+        (tmp_path / name).mkdir()
+    elif content is not None:
+        (tmp_path / name).write_bytes(content)
+    before = sorted(path.name for path in tmp_path.iterdir())
+    message = refusal("tune", name, "-o", "plan.toml", "--timeline", "lanes.json", cwd=tmp_path)
+    assert all(part in message for part in says), message
+    assert sorted(path.name for path in tmp_path.iterdir()) == before
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [("two\nlines", "'two lines' does not exist"), ("x" * 300, "File name too long"), ("x" * 300 + ".json", "too long")],
+)
+def test_an_odd_file_name_still_gives_one_line(name: str, says: str) -> None:
+    assert says in refusal("tune", name)
+
+
+def test_a_file_name_that_is_no_text_is_refused_since_steps_are_named_after_their_files(tmp_path: Path) -> None:
+    name = os.fsdecode(b"bad\xff.json.gz")
+    (tmp_path / name).write_bytes(MOE.read_bytes())
+    assert "Rename the file" in refusal("tune", name, "--json", cwd=tmp_path)
+
+
+def traced(change: Callable[[list[dict[str, Any]]], object]) -> TraceBuilder:
+    trace = small_trace()
+    change(trace.events)
+    return trace
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda events: events[-1].update(ts=-5), "times must be from 0"),
+        (lambda events: events[-1].update(ts=20_300.0), "overlap their predecessor"),
+        (lambda events: events[-1]["args"].update(grid=[0, 1, 1]), "positive grid"),
+    ],
+)
+def test_a_trace_that_contradicts_itself(change: Callable[..., object], says: str, tmp_path: Path) -> None:
+    traced(change).write(tmp_path)
+    assert says in refusal("tune", "small.json", cwd=tmp_path)
+
+
+def test_a_trace_whose_collectives_took_no_time_still_plans(tmp_path: Path) -> None:
+    traced(lambda events: [event.update(dur=0) for event in events if "nccl" in event["name"]]).write(tmp_path)
+    assert counterpoint("tune", "small.json", cwd=tmp_path).returncode == 0
+
+
+def test_a_trace_of_one_stream_works_and_says_so(tmp_path: Path) -> None:
+    trace = TraceBuilder()
+    for number in range(3):
+        trace.kernel(MATMUL, 100 + 1000 * number, 100)
+        trace.collective(300 + 1000 * number, 100, stream=7)
+    trace.write(tmp_path)
+    done = counterpoint("tune", "small.json", cwd=tmp_path)
+    assert done.returncode == 0
+    assert "one stream" in done.stdout
+    assert "NO_GAIN" in done.stdout
+
+
+def test_an_unknown_collective_works_and_is_not_given_to_copy_engines(tmp_path: Path) -> None:
+    def rename(events: list[dict[str, Any]]) -> None:
+        for event in events:
+            if "nccl" in event["name"]:
+                event["name"] = "ncclDevKernel_Mystery(x)"
+                event["args"]["Collective name"] = "mystery"
+
+    traced(rename).write(tmp_path)
+    done = counterpoint("tune", "small.json", cwd=tmp_path, COLUMNS="200")
+    assert done.returncode == 0
+    assert "'mystery'" in done.stdout
+    assert "transport on send_recv: it moves less than 16 MiB to a rank" in done.stdout
+
+
+@pytest.mark.parametrize(("device", "machine"), [(MI300X, None), (MI300X, "mi300x"), (None, "mi300x")])
+def test_an_amd_trace_works_by_its_device_name_or_by_the_machine(
+    device: dict[str, Any] | None, machine: str | None, tmp_path: Path
+) -> None:
+    trace = small_trace()
+    trace.document["deviceProperties"] = [device] if device else []
+    for event in trace.events:
+        if "nccl" in event["name"]:
+            event["args"].update({"block": [256, 1, 1], "shared memory": 36_864})
+    trace.write(tmp_path)
+    done = counterpoint("tune", "small.json", *(["--machine", machine] if machine else []), cwd=tmp_path, COLUMNS="200")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "AMD Instinct MI300X" in done.stdout
+    assert "DEBUG_HIP_IGNORE_STREAM_PRIORITY=0" in done.stdout
+
+
+def test_a_trace_of_another_gpu_than_the_machine() -> None:
+    message = refusal("tune", MOE, "--machine", "a100")
+    assert "'NVIDIA H200'" in message
+    assert "'a100'" in message
+    assert "Leave --machine out" in message
+
+
+@pytest.mark.parametrize(
+    ("device", "says"), [([], "a GPU that it does not name"), ([{"id": 0, "name": "GPU X"}], "'GPU X', which no shipped")]
+)
+def test_a_trace_whose_machine_nobody_knows(device: list[Any], says: str, tmp_path: Path) -> None:
+    trace = small_trace()
+    trace.document["deviceProperties"] = device
+    trace.write(tmp_path)
+    message = refusal("tune", "small.json", cwd=tmp_path)
+    assert says in message
+    assert "--machine" in message
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "says"),
+    [
+        ("h999", None, ["Unknown machine 'h999'", "a100", "(.toml)"]),
+        ("", None, ["Unknown machine ''"]),
+        ("own.toml", None, ["Cannot read own.toml", "No such file"]),
+        ("own.toml", b"", ["own.toml", "missing required field"]),
+        ("own.toml", NOISE, ["own.toml is not text"]),
+        ("own.toml", H200.replace("num_sms = 132\n", "", 1).encode(), ["missing required field `num_sms`", "$.gpu"]),
+        ("own.toml", H200.replace("num_sms = 132", "num_sms = 13200", 1).encode(), ["from 1 to 4,096; found 13,200"]),
+        ("own.toml", H200.replace("num_sms = 132", "colour = 1\nnum_sms = 132", 1).encode(), ["unknown field `colour`"]),
+    ],
+)
+@pytest.mark.parametrize("command", [["tune", "cb_ar_opt1", "--machine"], ["machines"]])
+def test_a_machine_that_cannot_be_loaded(
+    command: list[str], name: str, content: bytes | None, says: list[str], tmp_path: Path
+) -> None:
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    message = refusal(*command, name, cwd=tmp_path)
+    assert all(part in message for part in says), message
+
+
+CAP = 'control = "residency_cap", ctas_per_sm = {}, dynamic_shared_bytes = {}'
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (None, ["Cannot read plan.toml", "No such file"]),
+        (NOISE, ["plan.toml is not text"]),
+        (b"x", ["plan.toml is not TOML"]),
+        (H200, ["plan.toml", "unknown field `name`"]),
+        ('step_name = "s"\nstep_fingerprint = "0"', ["was made for step 's' (0)", "Run `counterpoint tune`"]),
+        ('machine = "a100"', ["was made for machine 'a100', not for 'h200'", "Run `counterpoint tune`"]),
+        (directive('control = "magic"'), ["Invalid value 'magic'", "directives[0]"]),
+        (directive('control = "transport", transport = "pigeon"'), ["'pigeon'", "directives[0]"]),
+        (directive('control = "transport", transport = "copy_engine"'), ["cannot reduce", "all_gather", "Narrow"]),
+        (directive('control = "priority", priority = -500'), ["from -5 (greatest) to 0; found -500", "Ask for -5"]),
+        (directive('control = "priority", priority = 1'), ["0 or lower", "found 1"]),
+        (directive('control = "communication_ctas", max_ctas = 65'), ["from 1 to 64; found 65"]),
+        (directive('control = "head_start", hold_us = 0', "computation"), ["above 0", "found 0"]),
+        (directive(CAP.format(2, 50_000)), ["residency_cap", "'all_reduce'", "which is communication", "kind"]),
+        (directive(CAP.format(0, 50_000), "computation"), ["at least 1 CTA; found 0"]),
+        (directive(CAP.format(1, 5_000_000), "computation"), ["5,000,000 bytes", "232,448 bytes", "Ask for fewer"]),
+        (
+            directive('control = "priority", priority = -1', match=', name = "nothing*"'),
+            ["matches none of the 8", "Correct"],
+        ),
+        (directive('control = "priority", priority = -1', match=", operations = [99]"), ["matches none of the 8"]),
+    ],
+)
+def test_a_plan_that_does_not_work(content: bytes | str | None, says: list[str], tmp_path: Path) -> None:
+    if content is not None:
+        (tmp_path / "plan.toml").write_bytes(content if isinstance(content, bytes) else content.encode())
+    message = refusal("simulate", "cb_ar_opt1", "--plan", "plan.toml", "--timeline", "lanes.json", cwd=tmp_path)
+    assert all(part in message for part in says), message
+    assert not (tmp_path / "lanes.json").exists()
+
+
+def test_a_priority_that_the_driver_ignores_is_refused_in_a_plan_too(tmp_path: Path) -> None:
+    (tmp_path / "plan.toml").write_text(directive('control = "priority", priority = -1'))
+    message = refusal("simulate", "cb_ar_opt1", "--machine", "mi300x", "--plan", "plan.toml", cwd=tmp_path)
+    assert "would do nothing" in message
+    assert "DEBUG_HIP_IGNORE_STREAM_PRIORITY=0" in message
+
+
+@pytest.mark.parametrize("command", [["tune", "-o"], ["tune", "--timeline"], ["simulate", "--timeline"]])
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("none/out.json", "does not exist. Name a file in an existing folder."),
+        ("folder.json", "it is a folder. Name a file."),
+        ("step.toml/out.json", "does not exist. Name a file in an existing folder."),
+    ],
+)
+def test_an_output_that_has_no_place(command: list[str], name: str, says: str, tmp_path: Path) -> None:
+    (tmp_path / "folder.json").mkdir()
+    (tmp_path / "step.toml").write_text(WORKLOAD)
+    message = refusal(command[0], "cb_ar_opt1", command[1], name, cwd=tmp_path)
+    assert message.startswith(f"Cannot write '{name}'")
+    assert says in message
+
+
+def test_an_output_never_replaces_an_input_or_the_other_output(tmp_path: Path) -> None:
+    (tmp_path / "step.toml").write_text(WORKLOAD)
+    (tmp_path / "link.toml").symlink_to("step.toml")
+    (tmp_path / "own.toml").write_text(H200)
+    for output in ("step.toml", "link.toml", "./step.toml", "own.toml"):
+        assert "already uses that file" in refusal("tune", "step.toml", "--machine", "own.toml", "-o", output, cwd=tmp_path)
+    assert "already uses that file" in refusal("tune", "cb_ar_opt1", "-o", "a.json", "--timeline", "a.json", cwd=tmp_path)
+    assert (tmp_path / "step.toml").read_text() == WORKLOAD
+    assert (tmp_path / "own.toml").read_text() == H200
+    assert not (tmp_path / "a.json").exists()
+
+
+def test_a_timeline_of_another_format_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    message = refusal("tune", "cb_ar_opt1", "-o", "plan.toml", "--timeline", "lanes.txt", cwd=tmp_path)
+    assert ".json or .json.gz" in message
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("arguments", [["-o", "old.json"], ["--timeline", "old.json"]])
+def test_a_full_disk_leaves_the_old_file_whole(arguments: list[str], tmp_path: Path) -> None:
+    (tmp_path / "old.json").write_text("precious")
+    done = subprocess.run(
+        [COUNTERPOINT, "tune", "cb_ar_opt1", *arguments],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100)),
+    )
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1
+    assert "File too large" in done.stderr
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("old.json", "precious")]
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="nothing is forbidden to root")
+@pytest.mark.parametrize("arguments", [["-o", "locked.json"], ["--timeline", "locked.json"], ["-o", "closed/new.toml"]])
+def test_an_output_without_permission(arguments: list[str], tmp_path: Path) -> None:
+    (tmp_path / "locked.json").write_text("precious")
+    (tmp_path / "locked.json").chmod(0o444)
+    (tmp_path / "closed").mkdir(mode=0o555)
+    assert "permission denied" in refusal("tune", "cb_ar_opt1", *arguments, cwd=tmp_path)
+    assert (tmp_path / "locked.json").read_text() == "precious"
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="nothing is forbidden to root")
+@pytest.mark.parametrize("name", ["step.toml", "step.json"])
+def test_an_input_without_permission(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text(WORKLOAD)
+    (tmp_path / name).chmod(0)
+    assert "Permission denied" in refusal("tune", name, cwd=tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["tune"], "Missing argument 'STEP'. Try 'counterpoint --help'."),
+        (["simulate"], "Missing argument 'STEP'. Try 'counterpoint --help'."),
+        (["tune", "--nope"], "No such option: --nope"),
+        (["tune", "cb_ar_opt1", "--machine"], "'--machine' requires an argument."),
+        (["tune", "cb_ar_opt1", "cb_ar_opt2"], "unexpected extra argument(s) (cb_ar_opt2). Try"),
+        (["fly"], "No such command 'fly'. Try 'counterpoint --help'."),
+    ],
+)
+def test_wrong_usage_points_to_the_help(arguments: list[str], says: str) -> None:
+    assert says in refusal(*arguments)
+
+
+def test_a_compressed_trace_under_the_wrong_name_is_told(tmp_path: Path) -> None:
+    (tmp_path / "plain.json.gz").write_bytes(small_trace().text())
+    assert "is not gzip" in refusal("tune", "plain.json.gz", cwd=tmp_path)
+    (tmp_path / "packed.json").write_bytes(gzip.compress(small_trace().text()))
+    assert counterpoint("tune", "packed.json", cwd=tmp_path).returncode == 0

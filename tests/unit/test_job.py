@@ -1,0 +1,82 @@
+"""A job is read from what a user names: a trace, a workload file or a workload's name, and the machine that fits."""
+
+from pathlib import Path
+
+import pytest
+
+from counterpoint.errors import MachineError, StepError, WorkloadError
+from counterpoint.job import DEFAULT_MACHINE, load_job
+from counterpoint.machine import load_machine
+from counterpoint.workloads import load_workload
+from helpers.trace_builder import DEVICE, small_trace
+
+ROOT = Path(__file__).parents[2]
+MOE = str(ROOT / "examples" / "traces" / "moe.rank0.json.gz")
+H200 = (ROOT / "src" / "counterpoint" / "machines" / "h200.toml").read_text()
+
+
+def trace_of(device: dict[str, object] | None, folder: Path) -> str:
+    trace = small_trace()
+    trace.document["deviceProperties"] = [device] if device else []
+    return str(trace.write(folder))
+
+
+def test_a_workload_is_planned_for_an_h200_node_unless_told_otherwise() -> None:
+    assert load_job("cb_ar_opt1").machine == load_machine(DEFAULT_MACHINE) == load_machine("h200")
+    assert load_job("cb_ar_opt1", "a100").machine == load_machine("a100")
+
+
+def test_a_workload_comes_from_its_name_or_its_file() -> None:
+    file = ROOT / "src" / "counterpoint" / "workloads" / "cb_ar_opt1.toml"
+    job = load_job("cb_ar_opt1")
+    assert job.step == load_workload("cb_ar_opt1") == load_job(str(file)).step
+    assert job.traced is None
+
+
+def test_a_trace_brings_its_machine() -> None:
+    job = load_job(MOE)
+    assert job.machine.name == "h200"
+    assert job.traced is not None
+    assert job.step == job.traced.step
+    assert load_job(MOE, "h200") == job
+
+
+def test_an_empty_machine_name_is_not_taken_for_none() -> None:
+    for source in (MOE, "cb_ar_opt1"):
+        with pytest.raises(MachineError, match="Unknown machine ''"):
+            load_job(source, "")
+
+
+def test_a_trace_is_not_planned_for_another_gpu() -> None:
+    with pytest.raises(StepError, match="'NVIDIA H200', which are no guide to 'h100'"):
+        load_job(MOE, "h100")
+
+
+def test_a_machine_file_that_names_the_device_is_accepted(tmp_path: Path) -> None:
+    source = trace_of(DEVICE | {"name": "NVIDIA H200 NVL"}, tmp_path)
+    own = tmp_path / "own.toml"
+    own.write_text(H200)
+    with pytest.raises(StepError, match="no shipped machine describes"):
+        load_job(source)
+    with pytest.raises(StepError, match="add 'NVIDIA H200 NVL' to the device_names"):
+        load_job(source, str(own))
+    own.write_text(H200.replace('device_names = ["NVIDIA H200"]', 'device_names = ["NVIDIA H200 NVL"]'))
+    assert load_job(source, str(own)).machine.device_names == ("NVIDIA H200 NVL",)
+
+
+def test_a_trace_without_a_device_needs_a_machine_and_takes_any(tmp_path: Path) -> None:
+    source = trace_of(None, tmp_path)
+    with pytest.raises(StepError, match="--machine"):
+        load_job(source)
+    assert load_job(source, "h100").machine.name == "h100"
+
+
+@pytest.mark.parametrize("source", ["nothing", "", "cb_ar_opt9"])
+def test_an_unknown_name_lists_the_shipped_workloads(source: str) -> None:
+    with pytest.raises(StepError, match=r"Shipped workloads: cb_a2a_opt1, .*mb_ar_opt2"):
+        load_job(source)
+
+
+def test_a_missing_workload_file_says_so() -> None:
+    with pytest.raises(WorkloadError, match=r"Cannot read none\.toml: No such file"):
+        load_job("none.toml")

@@ -1,0 +1,337 @@
+"""The choice by measurement, on a graph in memory with clocks that the tests set: what wins, what is left out."""
+
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+from counterpoint import load_machine
+from counterpoint.cuda.graph import GraphNode
+from counterpoint.cuda.reading import CollectiveCall, GraphTimes, ReadGraph, read_graph
+from counterpoint.cuda.timing import WARM_UP_ROUNDS
+from counterpoint.errors import DeviceError, PlanError
+from counterpoint.plan import Plan
+from counterpoint.planner.measured import AS_IT_IS, MeasuredTuning, tune_measured
+from counterpoint.step import Footprint
+from helpers.graph_double import Faults, GraphDouble, Ranks, ReplayDouble, contents, controls_of, simulated_us
+from helpers.toy_steps import NCCL
+from helpers.trace_builder import NCCL as ALL_REDUCE
+
+H200 = load_machine("h200")
+ROOMY = Footprint(num_ctas=132 * 8 * 6, threads_per_cta=128, registers_per_thread=64)
+BASELINE_US = 1000.0
+LONE_US = (50.0, 600.0, 600.0, 900.0, 50.0)
+COMBINATIONS = [
+    {"priority"},
+    {"priority", "residency_cap"},
+    {"head_start"},
+    {"priority", "head_start"},
+    {"residency_cap"},
+]
+Clock = Callable[[Plan], float]
+
+
+def work(name: str, *waits_for: int) -> GraphNode:
+    return GraphNode(kind="kernel", name=name, footprint=ROOMY, waits_for=waits_for)
+
+
+# The all-reduce is ready with 'long', loses the race and waits for its CTAs: a priority, a head start and caps all act.
+NODES = (
+    work("producer"),
+    work("long", 0),
+    work("longer", 1),
+    GraphNode(kind="kernel", name=ALL_REDUCE, footprint=NCCL, waits_for=(0,)),
+    work("last", 2, 3),
+)
+
+
+def read(nodes: tuple[GraphNode, ...] = NODES, lone_us: tuple[float, ...] = LONE_US, num_bytes: int = 1 << 28) -> ReadGraph:
+    call = CollectiveCall(collective="all_reduce", num_bytes=num_bytes, group_size=4)
+    calls = [call] * sum(node.name == ALL_REDUCE for node in nodes)
+    return read_graph("made up", nodes, calls, GraphTimes(device_name="NVIDIA H200", lone_us=lone_us), 4)
+
+
+def taking(times: dict[frozenset[str], float], otherwise: float = BASELINE_US) -> Clock:
+    """A clock by the kinds of controls in the plan."""
+    return lambda plan: times.get(controls_of(plan), otherwise)
+
+
+def only(*controls: str) -> frozenset[str]:
+    return frozenset(controls)
+
+
+def captured(
+    clock: Clock, *, faults: Faults | None = None, nodes: tuple[GraphNode, ...] = NODES, **more: object
+) -> ReplayDouble:
+    return ReplayDouble(GraphDouble(nodes, H200.gpu, faults), read(nodes), clock, **more)  # type: ignore[arg-type]
+
+
+def tuned(clock: Clock, *, num_rounds: int = 7, **more: object) -> MeasuredTuning:
+    return tune_measured(captured(clock, **more), H200, num_rounds=num_rounds)  # type: ignore[arg-type]
+
+
+def on_two_ranks(make: Callable[[Ranks, int], ReplayDouble]) -> list[Future[MeasuredTuning]]:
+    """Tune on two ranks at once; each gets the double that `make` builds for it."""
+    ranks = Ranks(2)
+    with ThreadPoolExecutor(2) as pool:
+        return [pool.submit(tune_measured, make(ranks, rank), H200, num_rounds=7) for rank in range(2)]
+
+
+def labels(tuning: MeasuredTuning) -> list[str]:
+    return [measurement.label for measurement in tuning.measurements]
+
+
+def refused(tuning: MeasuredTuning, control: str) -> list[str]:
+    return [refusal.reason for refusal in tuning.plan.refusals if refusal.control == control]
+
+
+@pytest.mark.parametrize("best", COMBINATIONS, ids=lambda best: " + ".join(sorted(best)))
+def test_the_truly_best_combination_is_picked_whatever_the_simulator_thinks(best: set[str]) -> None:
+    tuning = tuned(taking({only(): BASELINE_US, frozenset(best): 800.0}, otherwise=900.0))
+    assert controls_of(tuning.plan) == best
+    assert tuning.plan.verdict == "GAIN"
+    assert (tuning.plan.expectation.baseline_us, tuning.plan.expectation.planned_us) == (BASELINE_US, 800.0)
+    assert tuning.plan.expectation.origin == "measured"
+    assert "20.0 % less" in tuning.plan.summary
+
+
+def test_with_the_simulator_for_a_clock_the_choice_is_its_best_applicable_trial() -> None:
+    tuning = tuned(simulated_us(read(), H200))
+    able = [trial for trial in tuning.simulated.trials if not {"communication_ctas", "transport"} & set(trial.families)]
+    best = min(able, key=lambda trial: trial.makespan_us)
+    assert tuning.plan.directives == best.directives
+    assert tuning.plan.expectation.planned_us == pytest.approx(best.makespan_us)
+    assert tuning.plan.expectation.planned_us < tuning.plan.expectation.baseline_us
+
+
+def test_a_gain_within_the_spread_is_no_gain() -> None:
+    def unsteady(replay: int) -> float:
+        return 1.0 + 0.05 * (-1) ** (replay * (replay + 1) // 2)  # + - - + + - - ...
+
+    tuning = tuned(taking({only("priority"): 990.0}), noise=unsteady)
+    assert (tuning.plan.verdict, tuning.plan.directives, tuning.engagements) == ("NO_GAIN", (), ())
+    assert "within the spread" in tuning.plan.summary
+    assert tuning.plan.expectation.planned_us == tuning.plan.expectation.baseline_us
+
+
+def test_the_same_gain_without_noise_is_one() -> None:
+    assert controls_of(tuned(taking({only("priority"): 990.0})).plan) == {"priority"}
+
+
+def test_candidates_that_are_all_slower_leave_the_step_as_it_is() -> None:
+    tuning = tuned(taking({only(): BASELINE_US}, otherwise=1100.0))
+    assert (tuning.plan.verdict, tuning.plan.directives) == ("NO_GAIN", ())
+    assert tuning.plan.summary == "no candidate was faster; leave it as it is"
+    assert all(measurement.is_slower() for measurement in tuning.measurements[1:])
+
+
+def test_a_steady_gain_is_not_hidden_by_a_larger_one_that_is_within_its_spread() -> None:
+    swings = iter([1250.0, 850.0] * 100)
+    clock = taking({only("head_start"): 900.0})
+    tuning = tuned(lambda plan: next(swings) if controls_of(plan) == {"priority"} else clock(plan))
+    by_label = {measurement.label: measurement for measurement in tuning.measurements}
+    assert by_label["priority"].ratio < 0.9
+    assert not by_label["priority"].is_faster()
+    assert controls_of(tuning.plan) == {"head_start"}
+
+
+@settings(max_examples=40)
+@given(times=st.lists(st.floats(850.0, 1150.0), min_size=5, max_size=5), jitter=st.lists(st.floats(0.9, 1.1), min_size=7))
+def test_no_plan_is_ever_slower_and_none_that_is_clearly_faster_is_missed(times: list[float], jitter: list[float]) -> None:
+    clock = taking({only(*combination): time for combination, time in zip(COMBINATIONS, times, strict=True)})
+    tuning = tuned(clock, noise=lambda replay: jitter[replay % len(jitter)])
+    faster = [each for each in tuning.measurements if each.ratio < 1 - each.spread]
+    if tuning.plan.verdict == "NO_GAIN":
+        assert not faster
+        assert not tuning.plan.directives
+    else:
+        best = min(faster, key=lambda each: each.ratio)
+        assert tuning.plan.expectation.planned_us == best.median_us
+        assert clock(tuning.plan) in times
+
+
+def test_candidates_are_interleaved_with_the_step_as_it_is_in_an_order_that_rotates() -> None:
+    double = captured(taking({}))
+    tuning = tune_measured(double, H200, num_rounds=4)
+    size = len(tuning.measurements)
+    rounds = [double.replays[start : start + size] for start in range(0, len(double.replays), size)]
+    assert len(rounds) == WARM_UP_ROUNDS + 4
+    assert [[controls_of(plan) for plan in order].index(only()) for order in rounds[:size]] == [
+        -number % size for number in range(min(size, len(rounds)))
+    ]
+    assert all(len({controls_of(plan) for plan in order}) == size for order in rounds)
+
+
+@pytest.mark.parametrize("num_candidates", [0, 1, 3])
+def test_no_more_candidates_are_measured_than_asked_for(num_candidates: int) -> None:
+    tuning = tune_measured(captured(taking({})), H200, num_candidates=num_candidates, num_rounds=4)
+    assert len(tuning.measurements) == 1 + num_candidates
+    assert labels(tuning)[0] == AS_IT_IS
+
+
+def test_the_plan_fits_its_step_and_every_control_of_it_is_verified() -> None:
+    double = captured(taking({only("priority", "residency_cap"): 800.0}))
+    before = contents(double.graph)
+    tuning = tune_measured(double, H200, num_rounds=4)
+    tuning.plan.check_step(double.read.step)
+    assert tuning.plan.machine == "h200"
+    assert {engagement.control for engagement in tuning.engagements} == {"priority", "residency_cap"}
+    assert {engagement.state for engagement in tuning.engagements} == {"verified"}
+    assert contents(double.graph) == before
+
+
+def test_a_step_without_communication_is_left_as_it_is() -> None:
+    tuning = tuned(taking({}), nodes=(work("producer"), work("long", 0), work("longer", 1), work("side", 0), work("end", 3)))
+    assert labels(tuning) == [AS_IT_IS]
+    assert tuning.plan.verdict == "NO_GAIN"
+
+
+def test_what_a_process_group_takes_is_refused_with_the_line_to_add_though_the_simulator_chose_it() -> None:
+    tuning = tuned(taking({only("priority"): 800.0}))
+    assert "communication_ctas" in controls_of(tuning.simulated.plan)
+    assert not any("communication CTAs" in label for label in labels(tuning))
+    (reason,) = refused(tuning, "communication_ctas")
+    assert "options.config.max_ctas" in reason
+
+
+@pytest.mark.parametrize("best", COMBINATIONS, ids=lambda best: " + ".join(sorted(best)))
+def test_no_control_is_both_in_the_plan_and_refused(best: set[str]) -> None:
+    tuning = tuned(taking({frozenset(best): 800.0}))
+    assert not best & {refusal.control for refusal in tuning.plan.refusals}
+    assert all(refusal.reason for refusal in tuning.plan.refusals)
+
+
+def test_caps_on_kernels_with_a_grid_barrier_are_left_out_with_the_reason() -> None:
+    nodes = tuple(replace(node, is_cooperative=node.name != ALL_REDUCE) for node in NODES)
+    tuning = tuned(taking({only("residency_cap"): 100.0, only("priority"): 900.0}), nodes=nodes)
+    assert not any("caps" in label for label in labels(tuning))
+    assert controls_of(tuning.plan) == {"priority"}
+    assert refused(tuning, "residency_cap") == ["the kernel has a grid barrier and needs all its CTAs resident at once"]
+
+
+@pytest.mark.parametrize(
+    ("faults", "control"),
+    [
+        (Faults(ignores_priority=True), "priority"),
+        (Faults(ignores_carveout=True), "residency_cap"),
+        (Faults(ignores_shared_memory=True), "residency_cap"),
+        (Faults(ignores_holds=True), "head_start"),
+    ],
+    ids=["priority", "carveout", "residency", "head start"],
+)
+def test_a_control_that_this_driver_ignores_is_never_measured_nor_planned(faults: Faults, control: str) -> None:
+    double = captured(taking({only(): BASELINE_US}, otherwise=800.0), faults=faults)
+    tuning = tune_measured(double, H200, num_rounds=4)
+    assert all(control not in controls_of(plan) for plan in double.replays)
+    assert tuning.plan.verdict == "GAIN"
+    assert refused(tuning, control) == ["the driver holds another value"]
+
+
+def test_priorities_that_the_ready_graph_does_not_hold_are_dropped_with_the_reason() -> None:
+    faults = Faults(ignores_priority_when_ready=True)
+    tuning = tuned(taking({only("priority"): 100.0, only("residency_cap"): 900.0}), faults=faults)
+    assert controls_of(tuning.plan) == {"residency_cap"}
+    assert labels(tuning) == [AS_IT_IS, "head start 20 us", "caps"]
+    assert "The driver does not put node priorities in force; update it" in refused(tuning, "priority")
+
+
+def test_a_candidate_without_memory_is_dropped_with_the_reason_and_the_others_are_measured() -> None:
+    lacking = Faults(lacks_memory_for=lambda graph: any(edit.method == "hold" for edit in graph.edits))
+    double = captured(taking({only("residency_cap"): 800.0, only("head_start"): 100.0}), faults=lacking)
+    tuning = tune_measured(double, H200, num_rounds=4)
+    assert controls_of(tuning.plan) == {"residency_cap"}
+    assert len(tuning.measurements) == 1 + 3
+    dropped = [refusal for refusal in tuning.plan.refusals if "OUT_OF_MEMORY" in refusal.reason]
+    assert [refusal.control for refusal in dropped] == ["head start 20 us", "priority + head start 20 us"]
+    assert double.graph.log.num_open() == 0
+
+
+def test_without_memory_for_the_step_as_it_is_there_is_one_clear_error() -> None:
+    double = captured(taking({}), faults=Faults(lacks_memory_for=lambda graph: not graph.edits))
+    with pytest.raises(DeviceError, match=r"cannot be replayed as it was captured.*OUT_OF_MEMORY") as caught:
+        tune_measured(double, H200)
+    assert "\n" not in str(caught.value)
+    assert double.replays == []
+
+
+def test_everything_made_ready_is_freed_once() -> None:
+    double = captured(taking({}))
+    tuning = tune_measured(double, H200, num_rounds=4)
+    assert len(double.graph.log.executables) == len(tuning.measurements)
+    assert double.graph.log.num_open() == 0
+
+
+@pytest.mark.parametrize("replay", [0, 3, 17])
+def test_everything_made_ready_is_freed_when_a_replay_fails(replay: int) -> None:
+    def failing(number: int) -> float:
+        if number == replay:
+            raise DeviceError("Launching the graph failed with CUDA_ERROR_LAUNCH_FAILED: see the driver's documentation.")
+        return 1.0
+
+    double = captured(taking({}), noise=failing)
+    with pytest.raises(DeviceError, match="LAUNCH_FAILED"):
+        tune_measured(double, H200)
+    assert len(double.graph.log.executables) > 1
+    assert double.graph.log.num_open() == 0
+
+
+def test_the_slowest_rank_decides_and_both_ranks_choose_alike() -> None:
+    clocks = (
+        taking({only("priority"): 700.0, only("head_start"): 900.0}),
+        taking({only("priority"): 1200.0, only("head_start"): 900.0}),
+    )
+    first, second = (
+        each.result() for each in on_two_ranks(lambda ranks, rank: captured(clocks[rank], ranks=ranks, rank=rank))
+    )
+    assert controls_of(first.plan) == {"head_start"}
+    assert (first.plan, first.measurements) == (second.plan, second.measurements)
+    assert next(each for each in first.measurements if each.label == "priority").median_us == 1200.0
+
+
+def test_all_ranks_measure_what_rank_0_proposes() -> None:
+    lone_us = (LONE_US, (50.0, 20.0, 20.0, 5.0, 50.0))  # alone, rank 1 would find nothing worth a trial
+
+    def make(ranks: Ranks, rank: int) -> ReplayDouble:
+        return ReplayDouble(
+            GraphDouble(NODES, H200.gpu),
+            read(lone_us=lone_us[rank]),
+            taking({only("priority"): 800.0}),
+            ranks=ranks,
+            rank=rank,
+        )
+
+    first, second = (each.result() for each in on_two_ranks(make))
+    assert [trial.label for trial in first.simulated.trials] != [trial.label for trial in second.simulated.trials]
+    assert labels(first) == labels(second)
+    assert first.plan.directives == second.plan.directives != ()
+
+
+def test_ranks_that_captured_different_steps_are_told_so_on_both() -> None:
+    def make(ranks: Ranks, rank: int) -> ReplayDouble:
+        found = read(num_bytes=(1 << 28) + rank)
+        return ReplayDouble(GraphDouble(NODES, H200.gpu), found, taking({}), ranks=ranks, rank=rank)
+
+    for outcome in on_two_ranks(make):
+        with pytest.raises(PlanError, match="different steps"):
+            outcome.result()
+
+
+def test_a_candidate_that_one_rank_has_no_memory_for_is_dropped_on_both() -> None:
+    lacking = Faults(lacks_memory_for=lambda graph: {edit.method for edit in graph.edits} == {"priority"})
+    doubles = []
+
+    def make(ranks: Ranks, rank: int) -> ReplayDouble:
+        clock = taking({only("priority"): 100.0, only("head_start"): 900.0})
+        doubles.append(captured(clock, faults=lacking if rank else None, ranks=ranks, rank=rank))
+        return doubles[-1]
+
+    first, second = (each.result() for each in on_two_ranks(make))
+    assert labels(first) == labels(second)
+    assert "priority" not in labels(first)
+    assert controls_of(first.plan) == controls_of(second.plan) == {"head_start"}
+    assert refused(first, "priority")[-1] == "it cannot be made ready on another rank; see that rank's output"
+    assert "OUT_OF_MEMORY" in refused(second, "priority")[-1]
+    assert [double.graph.log.num_open() for double in doubles] == [0, 0]

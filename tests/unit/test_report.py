@@ -1,0 +1,221 @@
+"""What people read: lanes that show the union of what ran, and lines that fit, in whole words and right numbers."""
+
+import io
+import re
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from counterpoint import load_machine
+from counterpoint.plan import (
+    CommunicationCtas,
+    Control,
+    Directive,
+    Expectation,
+    HeadStart,
+    Match,
+    Plan,
+    Priority,
+    Refusal,
+    ResidencyCap,
+    Transport,
+)
+from counterpoint.planner import Trial
+from counterpoint.report import text
+from counterpoint.report.lanes import ASCII_BLOCKS, BLOCKS, Lane, draw_lanes
+from counterpoint.step import Collective, Copy, Footprint, Kernel, OperationKind, Step
+from counterpoint.timeline import Interval, Timeline
+
+LONG_NAME = "void at::native::elementwise_kernel<128, 4, " + "at::native::gpu_kernel_impl<" * 20
+Span = tuple[OperationKind, float, float]
+
+
+def timeline(*spans: Span, rank: int = 0) -> Timeline:
+    intervals = tuple(
+        Interval(rank=rank, stream=index, operation=index, name="x", kind=kind, start_us=start_us, end_us=end_us)
+        for index, (kind, start_us, end_us) in enumerate(spans)
+    )
+    return Timeline(step_name="made up", origin="simulated", intervals=intervals)
+
+
+def console(width: int = 80, encoding: str = "utf-8") -> tuple[Console, io.TextIOWrapper]:
+    file = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
+    return Console(file=file, width=width, markup=False, emoji=False), file
+
+
+def printed(file: io.TextIOWrapper) -> str:
+    file.seek(0)
+    return file.read()
+
+
+def printed_plan(plan: Plan, width: int = 200) -> str:
+    out, file = console(width)
+    text.print_plan(out, plan)
+    return printed(file)
+
+
+def step(num_kernels: int, num_collectives: int, num_copies: int, num_ranks: int) -> Step:
+    footprint = Footprint(num_ctas=1, threads_per_cta=32, registers_per_thread=16)
+    kernels = [Kernel(name="k", stream=0, footprint=footprint, lone_us=1) for _ in range(num_kernels)]
+    collectives = [
+        Collective(name="c", stream=1, collective="all_reduce", num_bytes=1 << 20, group_size=2)
+        for _ in range(num_collectives)
+    ]
+    copies = [Copy(name="m", stream=0, direction="device_to_device", num_bytes=1) for _ in range(num_copies)]
+    return Step(name="made up", num_ranks=num_ranks, operations=(*kernels, *collectives, *copies))
+
+
+def test_each_column_shows_the_share_of_it_that_was_busy() -> None:
+    spans: list[Span] = [("computation", 0, 15), ("computation", 30, 35), ("communication", 10, 20)]
+    computation, communication = draw_lanes(timeline(*spans), num_columns=4, total_us=40)
+    assert computation.busy == pytest.approx((1, 0.5, 0, 0.5))
+    assert communication.busy == pytest.approx((0, 1, 0, 0))
+    assert computation.text() == "█▄ ▄"
+
+
+def test_overlapping_intervals_of_one_row_count_once() -> None:
+    spans: list[Span] = [("computation", 0, 6), ("computation", 2, 8), ("computation", 3, 4), ("computation", 8, 9)]
+    computation, communication = draw_lanes(timeline(*spans), num_columns=1, total_us=10)
+    assert computation.busy == pytest.approx((0.9,))
+    assert communication.busy == (0,)
+
+
+def test_copies_and_other_ranks_are_not_drawn() -> None:
+    other = timeline(("computation", 0, 10), rank=3)
+    both = Timeline(
+        step_name="x", origin="simulated", intervals=(*timeline(("copy", 0, 10), rank=1).intervals, *other.intervals)
+    )
+    assert [lane.busy for lane in draw_lanes(both, 2, 10)] == [(0, 0), (0, 0)]
+
+
+def test_anything_busy_shows_and_nothing_busy_does_not() -> None:
+    lane = Lane(kind="computation", busy=(0.0, 0.01, 0.5, 1.0))
+    assert lane.text() == " ▁▄█"
+    assert lane.text(ASCII_BLOCKS) == " .=#"
+    assert len(BLOCKS) == len(ASCII_BLOCKS) == 9
+
+
+@given(
+    st.lists(st.tuples(st.floats(0, 100), st.floats(0, 100)).map(sorted), min_size=1, max_size=8),
+    st.integers(1, 130),
+)
+def test_columns_add_up_to_the_union(spans: list[list[float]], num_columns: int) -> None:
+    """The union is measured by sampling edges, not as the code does it."""
+    drawn = timeline(*[("computation", start, end) for start, end in spans])
+    lane = draw_lanes(drawn, num_columns, 100.0)[0]
+    edges = sorted({edge for span in spans for edge in span})
+    covered = sum(
+        right - left for left, right in pairwise(edges) if any(start <= (left + right) / 2 <= end for start, end in spans)
+    )
+    assert sum(lane.busy) * 100 / num_columns == pytest.approx(covered, abs=1e-6)
+    assert len(lane.busy) == num_columns
+
+
+@pytest.mark.parametrize("width", [20, 40, 60, 80, 300])
+def test_lanes_fit_the_console_and_share_one_scale(width: int) -> None:
+    out, file = console(width)
+    spans: list[Span] = [("computation", 0, 80), ("communication", 40, 100)]
+    text.print_lanes(out, [("before", timeline(*spans)), ("after", timeline(("computation", 0, 50)))])
+    before, communication, after, *_ = printed(file).splitlines()
+    assert max(map(len, printed(file).splitlines())) <= max(width, 60)
+    if width >= 40:
+        assert before.count("█") == pytest.approx(communication.count("█") * 80 / 60, abs=2)
+        assert after.count("█") == pytest.approx(before.count("█") * 50 / 80, abs=2)
+
+
+def test_lanes_on_a_console_without_utf8_are_ascii() -> None:
+    out, file = console(encoding="ascii")
+    text.print_lanes(out, [("as it is", timeline(("computation", 0, 50), ("communication", 0, 100)))])
+    assert "#" in printed(file)
+    assert printed(file).isascii()
+
+
+@pytest.mark.parametrize(
+    ("counts", "says"),
+    [
+        ((1, 1, 1, 1), "made up: 1 kernel, 1 collective of 1 MiB in all, 1 copy or fill; 1 rank"),
+        ((2, 2, 2, 2), "made up: 2 kernels, 2 collectives of 2 MiB in all, 2 copies and fills; 2 ranks"),
+        ((2, 0, 0, 1), "made up: 2 kernels, 0 collectives of 0 B in all; 1 rank"),
+    ],
+)
+def test_counts_read_well(counts: tuple[int, int, int, int], says: str) -> None:
+    out, file = console(200)
+    text.print_step(out, step(*counts), load_machine("h200"))
+    assert printed(file).splitlines() == [says, "on 8 x NVIDIA H200 141 GB SXM, NVSwitch", ""]
+
+
+@pytest.mark.parametrize(
+    ("control", "says"),
+    [
+        (
+            ResidencyCap(ctas_per_sm=1, dynamic_shared_bytes=115_713),
+            "cap of 1 CTA per SM (115,713 B of shared memory, carveout 100 %)",
+        ),
+        (ResidencyCap(ctas_per_sm=2, dynamic_shared_bytes=1), "cap of 2 CTAs per SM (1 B of shared memory, carveout 100 %)"),
+        (Priority(priority=-5), "priority -5"),
+        (CommunicationCtas(max_ctas=1), "at most 1 CTA"),
+        (CommunicationCtas(max_ctas=8, num_threads=256), "at most 8 CTAs of 256 threads"),
+        (Transport(transport="copy_engine"), "transport copy_engine"),
+        (HeadStart(hold_us=5), "head start 5 us"),
+    ],
+)
+def test_every_control_is_named_in_words(control: Control, says: str) -> None:
+    assert text.describe_control(control) == says
+
+
+@pytest.mark.parametrize(
+    ("operations", "says"), [((4,), "1 communication operation:"), ((4, 5), "2 communication operations:")]
+)
+def test_a_directive_says_how_many_operations_it_is_for(operations: tuple[int, ...], says: str) -> None:
+    directive = Directive(
+        match=Match(kind="communication", operations=operations), controls=(Priority(priority=-5),), reason="why"
+    )
+    assert f" - priority -5 on {says} why" in printed_plan(Plan(verdict="GAIN", directives=(directive,)))
+
+
+def test_long_kernel_names_are_shortened_in_directives_and_refusals() -> None:
+    directive = Directive(match=Match(name=LONG_NAME), controls=(HeadStart(hold_us=5),), reason="why")
+    refusal = Refusal(control="residency_cap", target=LONG_NAME, reason="why not")
+    shown = printed_plan(Plan(verdict="GAIN", directives=(directive,), refusals=(refusal,)), width=400)
+    assert LONG_NAME not in shown
+    assert shown.count(LONG_NAME[:50]) == 2
+    assert shown.count("...: why") == 2
+
+
+@pytest.mark.parametrize(
+    ("num_targets", "says"), [(1, "on k0: why"), (2, "on k0 and 1 other: why"), (5, "k0 and 4 others: why")]
+)
+def test_refusals_for_one_reason_are_one_line(num_targets: int, says: str) -> None:
+    refusals = tuple(Refusal(control="residency_cap", target=f"k{n}", reason="why") for n in range(num_targets))
+    shown = printed_plan(Plan(refusals=refusals))
+    assert says in shown
+    assert shown.count("residency_cap") == 1
+
+
+def test_brackets_in_names_and_reasons_are_printed_as_they_are() -> None:
+    refusal = Refusal(control="priority", target="kernel[/bold]<:smile:>", reason="[red]why[/red]")
+    assert "kernel[/bold]<:smile:>: [red]why[/red]" in printed_plan(Plan(refusals=(refusal,)))
+
+
+def test_what_was_measured_is_not_called_simulated() -> None:
+    def plan(origin: str) -> Plan:
+        return Plan(expectation=Expectation(origin=origin, baseline_us=2, planned_us=1))  # type: ignore[arg-type]
+
+    assert "Simulated, not measured" in printed_plan(plan("simulated"))
+    assert "Simulated" not in printed_plan(plan("measured"))
+
+
+@pytest.mark.parametrize(("num_trials", "says"), [(12, None), (13, "and 1 slower"), (20, "and 8 slower")])
+def test_only_the_best_trials_are_listed(num_trials: int, says: str | None) -> None:
+    trials = [
+        Trial(label=f"trial {n}", families=(), directives=(), makespan_us=100 + n, exposed_us=0)
+        for n in range(num_trials + 1)
+    ]
+    out, file = console()
+    text.print_trials(out, [trials[0], *reversed(trials[1:])])
+    shown = printed(file)
+    assert re.findall(r"^trial (\d+) ", shown, re.MULTILINE) == [str(n) for n in range(13)]
+    assert re.findall(r"^and .*$", shown, re.MULTILINE) == ([says] if says else [])
