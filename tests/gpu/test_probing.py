@@ -31,7 +31,8 @@ def test_the_figures_are_those_that_torch_reads(probed: Probed) -> None:
     assert gpu.registers_per_sub_partition * gpu.num_sub_partitions == properties.regs_per_multiprocessor
     assert gpu.l2_bytes == properties.L2_cache_size
     assert gpu.hbm_bytes == properties.total_memory
-    assert gpu.greatest_priority == torch.cuda.Stream.priority_range()[1]
+    # torch makes streams of fewer priorities than the driver has
+    assert gpu.greatest_priority <= torch.cuda.Stream.priority_range()[1]
     assert probed.machine.num_gpus == torch.cuda.device_count()
     assert probed.machine.device_names == (properties.name,)
 
@@ -108,7 +109,7 @@ def test_the_command_saves_a_machine_that_loads(tmp_path: Path) -> None:
 
 def test_the_command_prints_what_it_measured_and_where_it_differs() -> None:
     done = subprocess.run([sys.executable, "-c", MAIN, "machines", "--probe"], capture_output=True, text=True, check=False)
-    print(done.stdout)
+    print("\n" + done.stdout.partition("measured: copies")[2])
     assert (done.returncode, done.stderr) == (0, "")
     assert "within GPU 0, read and written" in done.stdout
     assert "differs from" in done.stdout or "No figure differs" in done.stdout

@@ -20,13 +20,12 @@ from counterpoint.metrics import measure
 from counterpoint.occupancy import residency
 from counterpoint.plan import Directive, HeadStart, Match, Plan, Priority, ResidencyCap
 from counterpoint.step import Footprint
-from counterpoint.value import Value
 
 T = TypeVar("T")
 PATIENCE_S = 60.0
 
 
-class Faults(Value, frozen=True, kw_only=True):
+class Faults(msgspec.Struct, frozen=True, kw_only=True):
     """How the driver misbehaves. What is ignored is accepted without an error and does nothing."""
 
     refuses_copy: bool = False

@@ -24,7 +24,8 @@ ORDER = [
     {"integrations"},
     {"planner", "doctor", "job"},
     {"report"},
-    {"cli", "cli_gpu"},
+    {"cli_gpu"},
+    {"cli"},
     {"__init__", "__main__"},
 ]
 LEVEL = {part: level for level, parts in enumerate(ORDER) for part in parts}

@@ -319,7 +319,7 @@ def test_a_neighbor_finds_slots_one_after_the_other_where_ctas_differ_in_length(
 
 
 @settings(max_examples=10)
-@given(st.floats(0.1, 1.0), st.integers(1, 3 * 132 * 8))
+@given(st.floats(0.1, 1.0), st.integers(1, 2 * 132 * 8))
 def test_steps_with_uneven_ctas_are_deterministic_too(spread: float, num_ctas: int) -> None:
     collective = Collective(name="sum", stream=1, collective="all_reduce", num_bytes=1 << 24, group_size=2)
     step = Step(name="uneven", num_ranks=2, operations=(uneven(num_ctas, spread), collective))

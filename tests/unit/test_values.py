@@ -111,7 +111,8 @@ def all_values() -> list[type[Value]]:
         children = frontier.pop().__subclasses__()
         found.update(children)
         frontier.extend(children)
-    return sorted(found, key=lambda kind: (kind.__module__, kind.__name__))
+    ours = {kind for kind in found if kind.__module__.startswith("counterpoint.")}
+    return sorted(ours, key=lambda kind: (kind.__module__, kind.__name__))
 
 
 VALUES = all_values()

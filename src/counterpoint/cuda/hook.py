@@ -1,135 +1,27 @@
 """Reach the CUDA graphs that others capture: torch.compile, `make_graphed_callables`, a serving engine.
 
-The methods of torch's graph class itself are exchanged for the time of the hook, so whoever holds the class, by whatever name,
-is reached, and putting the methods back is enough to be out again. While the hook is on, graphs keep what they captured,
-each is copied when its capture ends, and replays launch what was given in place of the original.
+The methods of torch's graph class itself are exchanged for the time of the hook, so whoever holds the class, by whatever
+name, is reached, and putting the methods back is enough to be out again. While the hook is on, graphs keep what they
+captured, each is copied when its capture ends, and replays launch what was given in place of the original.
 
-What torch does in a replay beside the launch is not repeated here. It moves random states on (aten/src/ATen/cuda/CUDAGraph.cpp),
-so the first replay is always torch's own and shows whether the graph draws random numbers; one that does is left as it is.
-From torch 2.14 it also runs replay hooks: a graph that is replaced runs none. Knows nothing of plans or of ranks.
+What torch does in a replay beside the launch is not repeated here: `reached.py` has what that means for random numbers, and
+from torch 2.14 a graph that is replaced runs none of torch's replay hooks. Knows nothing of plans or of ranks, nor of torch,
+which `torch_graphs.py` hands in.
 """
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterable
 from types import TracebackType
 from typing import Any
 
 import msgspec
 
 from counterpoint.cuda.graph import AbstractExecutable, AbstractGraph
+from counterpoint.cuda.reached import CudaGraph, GraphAccess, ReachedGraph, first_line
 from counterpoint.errors import DeviceError
 
-MAX_CAUSE_LENGTH = 200
-ONLY_TORCH_REPLAYS = "it draws random numbers, and only torch's own replay moves their state on"
-CudaGraph = Any  # torch.cuda.CUDAGraph, or a double of it
 OnCapture = Callable[[AbstractGraph], AbstractExecutable | None]
-
-
-class GraphAccess(msgspec.Struct, frozen=True, kw_only=True):
-    """What the hook asks of torch and the driver.
-
-    `copy` gives a copy of a captured graph and the call that frees it. `device` is the current one; `random_state` that of a
-    device's default generator; `launch` takes the device the graph was captured on and launches on its current stream.
-    `sheltered` is entered around calls that would break a capture of another thread. `register_capture_end` is torch's own
-    hook, where it has one.
-    """
-
-    graph_class: type[Any]
-    copy: Callable[[CudaGraph], tuple[AbstractGraph, Callable[[], None]]]
-    device: Callable[[], int]
-    random_state: Callable[[int], bytes]
-    launch: Callable[[AbstractExecutable, int], None]
-    sheltered: Callable[[], AbstractContextManager[None]]
-    register_capture_end: Callable[[Callable[[CudaGraph], None]], Any] | None = None
-
-
-class ReachedGraph:
-    """A graph that was reached: its copy, to read and to edit copies of, and what its replays launch."""
-
-    def __init__(self, number: int, access: GraphAccess, note: Callable[[str], None], source: CudaGraph) -> None:
-        self.number = number
-        self.graph, self._free_graph = access.copy(source)
-        self._access = access
-        self._note = note
-        self._device = access.device()
-        self._draws: bool | None = None  # unknown before the first replay
-        self._executable: AbstractExecutable | None = None
-        self._is_open = True
-        self._lock = threading.RLock()  # a collection of garbage may close a graph at any point
-
-    @property
-    def is_replaced(self) -> bool:
-        """Whether replays launch something else than the original, the first replay excepted."""
-        return self._executable is not None
-
-    def replace(self, executable: AbstractExecutable) -> None:
-        """Launch `executable` in replays from now on; it is freed here when it is replaced, reverted or out of use.
-
-        Raises `DeviceError` for a graph that draws random numbers, or is gone; the executable then stays the caller's.
-        """
-        with self._lock:
-            if not self._is_open:
-                raise DeviceError(f"Graph {self.number} is gone or its hook is stopped. Reach it again, then replace it.")
-            if self._draws:
-                raise DeviceError(f"Graph {self.number} cannot be replaced: {ONLY_TORCH_REPLAYS}. Capture it without them.")
-            self.revert()
-            self._executable = executable
-
-    def revert(self) -> None:
-        """Launch the original from now on."""
-        with self._lock:
-            executable, self._executable = self._executable, None
-            if executable is not None:
-                self._free(executable.close)
-
-    def close(self) -> None:
-        """Revert and free the copy; the graph cannot be replaced any more."""
-        with self._lock:
-            self.revert()
-            if self._is_open:
-                self._is_open = False
-                self._free(self._free_graph)
-
-    def replay(self, original: Callable[[], None]) -> None:
-        """Launch what stands in for the graph, or run torch's own replay."""
-        with self._lock:
-            if self._draws is None:
-                self._observe(original)
-            elif self._executable is None or not self._has_launched(self._executable):
-                original()
-
-    def leave_random(self) -> None:
-        """Note that the graph draws random numbers, and leave it as it is."""
-        with self._lock:
-            self._draws = True
-            self.revert()
-            self._note(f"Graph {self.number} is left as it is: {ONLY_TORCH_REPLAYS}.")
-
-    def _observe(self, original: Callable[[], None]) -> None:
-        """Run torch's own replay and see whether it moves the random state."""
-        before = self._access.random_state(self._device)
-        original()
-        self._draws = self._access.random_state(self._device) != before
-        if self._draws:
-            self.leave_random()
-
-    def _has_launched(self, executable: AbstractExecutable) -> bool:
-        try:
-            self._access.launch(executable, self._device)
-        except DeviceError as problem:
-            self._note(f"Graph {self.number} is as it was again: {_cause(problem)}")
-            self.revert()
-            return False
-        return True
-
-    def _free(self, free: Callable[[], None]) -> None:
-        try:
-            with self._access.sheltered():
-                free()
-        except DeviceError as problem:  # reverting must never stop the job
-            self._note(f"Graph {self.number} could not be freed: {_cause(problem)}")
 
 
 class Reached:
@@ -147,7 +39,8 @@ class Reached:
         self._lock = threading.RLock()
         self._thread = threading.local()  # graphs that on_capture itself captures are not reached
         self._is_active = True
-        self._methods = _exchange(access.graph_class, self._around())
+        self._methods = _find(access.graph_class, self._around())
+        _exchange(access.graph_class, self._around(), self._methods)
         self._registered = access.register_capture_end(self._end) if access.register_capture_end else None
 
     def __enter__(self) -> "Reached":
@@ -183,7 +76,7 @@ class Reached:
 
     def _around(self) -> dict[str, Callable[..., Any]]:
         """What is called in place of each method, the original being its first argument."""
-        around = {
+        around: dict[str, Callable[..., Any]] = {
             "__new__": self._make,
             "__init__": self._initialize,
             "instantiate": self._instantiate,
@@ -257,7 +150,7 @@ class Reached:
                 with self._access.sheltered():
                     self._show(number, graph)
             except Exception as problem:  # whatever it is, the job's own capture is intact
-                self._notes.append(f"Graph {number} is left as it is: {_cause(problem)}")
+                self._notes.append(f"Graph {number} is left as it is: {first_line(problem)}")
             finally:
                 self._thread.is_reaching = False
 
@@ -282,16 +175,17 @@ class _Exchanged(msgspec.Struct, frozen=True):
     own: tuple[object, ...]
 
 
-def _exchange(graph_class: type[Any], around: dict[str, Callable[..., Any]]) -> dict[str, _Exchanged]:
+def _find(graph_class: type[Any], names: Iterable[str]) -> dict[str, _Exchanged]:
     if graph_class.replay.__module__ == __name__:
         raise DeviceError("Captured graphs are already reached by another hook, and there can be one. Stop that one first.")
-    methods = {}
+    own = vars(graph_class)
+    return {name: _Exchanged(getattr(graph_class, name), (own[name],) if name in own else ()) for name in names}
+
+
+def _exchange(graph_class: type[Any], around: dict[str, Callable[..., Any]], methods: dict[str, _Exchanged]) -> None:
     for name, call in around.items():
-        own = (vars(graph_class)[name],) if name in vars(graph_class) else ()
-        methods[name] = _Exchanged(getattr(graph_class, name), own)
         method = _method(call, methods[name].original)
         setattr(graph_class, name, staticmethod(method) if name == "__new__" else method)
-    return methods
 
 
 def _method(call: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
@@ -309,58 +203,24 @@ def _put_back(graph_class: type[Any], methods: dict[str, _Exchanged]) -> None:
             delattr(graph_class, name)
 
 
-def _cause(problem: Exception) -> str:
-    """The first line of an error, as the end of a note."""
-    first = str(problem).strip().split("\n")[0][:MAX_CAUSE_LENGTH].rstrip(".")
-    return f"{first}." if isinstance(problem, DeviceError) else f"{type(problem).__name__}: {first}."
-
-
 def reach_graphs(on_capture: OnCapture, access: GraphAccess | None = None) -> Reached:
     """Switch the hook on: each graph captured from now on is copied and shown to `on_capture`, one at a time.
 
     What `on_capture` returns is launched by `replay()` from the second replay on; None leaves the graph, which can still be
-    replaced later through `graphs`. A graph that its owner keeps (`keep_graph=True`) is reached when it is made ready to run. One
-    that cannot be copied (it allocates memory), draws random numbers, or for which `on_capture` raises, is left as it is, and `notes`
-    says why. `access` is torch's own unless given. Raises `DeviceError` without torch, or if another hook is on.
+    replaced later through `graphs`. A graph that its owner keeps (`keep_graph=True`) is reached when it is made ready to
+    run. One that cannot be copied (it allocates memory), draws random numbers, or for which `on_capture` raises, is left
+    as it is, and `notes` says why. `access` is torch's own unless given. Raises `DeviceError` without torch, or if another
+    hook is on.
     """
-    return Reached(on_capture, access or torch_access())
+    return Reached(on_capture, access or _torch_access())
 
 
-def torch_access() -> GraphAccess:
-    """Torch's graphs and the CUDA driver. Raises `DeviceError` where torch or cuda-bindings is not installed."""
+def _torch_access() -> GraphAccess:
     try:
-        import torch  # noqa: PLC0415  the hook itself needs neither
-        from cuda.bindings import driver as cu  # noqa: PLC0415
-
-        from counterpoint.cuda.driver import DriverGraph, check  # noqa: PLC0415
+        from counterpoint.cuda.torch_graphs import torch_access  # noqa: PLC0415  the hook itself needs no torch
     except ImportError as problem:
         raise DeviceError(
-            f"'{problem.name}' is needed to reach captured graphs and is not installed. Install it: pip install 'counterpoint[cuda]'."
+            f"'{problem.name}' is needed to reach captured graphs and cannot be imported. "
+            "Install it: pip install 'counterpoint[cuda]'."
         ) from problem
-
-    def copy(graph: CudaGraph) -> tuple[AbstractGraph, Callable[[], None]]:
-        copied = DriverGraph(graph.raw_cuda_graph()).copy()
-        return copied, copied.close
-
-    def launch(executable: AbstractExecutable, device: int) -> None:
-        with torch.cuda.device(device):
-            executable.launch(torch.cuda.current_stream().cuda_stream)
-
-    @contextmanager
-    def sheltered() -> Iterator[None]:
-        relaxed = cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
-        before = check("Relaxing this thread's capture mode", cu.cuThreadExchangeStreamCaptureMode(relaxed))
-        try:
-            yield
-        finally:
-            check("Restoring this thread's capture mode", cu.cuThreadExchangeStreamCaptureMode(before))
-
-    return GraphAccess(
-        graph_class=torch.cuda.CUDAGraph,
-        copy=copy,
-        device=torch.cuda.current_device,
-        random_state=lambda device: torch.cuda.default_generators[device].get_state().numpy().tobytes(),
-        launch=launch,
-        sheltered=sheltered,
-        register_capture_end=getattr(torch.cuda.graphs, "register_graph_capture_end_hook", None),
-    )
+    return torch_access()

@@ -36,6 +36,9 @@ class SmGroup:
         return self.carveout_bytes, tuple(cohorts)
 
 
+Offer = tuple[SmGroup, int]  # a group, and how many CTAs each of its SMs has room for
+
+
 def level_after_taking(levels: Sequence[int], multiplicities: Sequence[int], amount: int) -> tuple[int, int]:
     """Take `amount` units, always from the fullest of `multiplicities[i]` vessels that hold `levels[i]`.
 
@@ -86,27 +89,27 @@ class SmArray:
     def place(self, task: SmTask) -> None:
         """Place as many of the task's CTAs as fit, whole clusters at a time."""
         rooms = [self.room(group, task) for group in self.groups]
+        offers = [(group, room) for group, room in zip(self.groups, rooms, strict=True) if room]
         cluster = task.footprint.ctas_per_cluster
-        slots = [
-            sum(group.sms[gpc] * room for group, room in zip(self.groups, rooms, strict=True))
-            for gpc in range(self._num_gpcs)
-        ]
-        most = [number // cluster for number in slots]
+        most = [sum(group.sms[gpc] * room for group, room in offers) // cluster for gpc in range(self._num_gpcs)]
         wanted = min(task.num_unplaced // cluster, sum(most))
         if wanted == 0:
             return
-        self._fill(task, rooms, [number * cluster for number in self._clusters_per_gpc(rooms, most, wanted, cluster)])
+        full = [group for group, room in zip(self.groups, rooms, strict=True) if not room]
+        quotas = [number * cluster for number in self._clusters_per_gpc(offers, most, wanted, cluster)]
+        self.groups = full + self._filled(task, offers, quotas)
         task.num_unplaced -= wanted * cluster
         task.num_resident += wanted * cluster
 
-    def _clusters_per_gpc(self, rooms: list[int], most: list[int], wanted: int, cluster: int) -> list[int]:
+    def _clusters_per_gpc(self, offers: list[Offer], most: list[int], wanted: int, cluster: int) -> list[int]:
         """How many of the `wanted` clusters each GPC gets, so that single CTAs go to the SMs with the most room of all GPCs.
 
         Equal SMs are taken from the GPC that has most of them. What clusters cannot have of that goes where most is free.
         """
-        floor, _ = level_after_taking(rooms, [group.num_sms() for group in self.groups], wanted * cluster)
+        rooms, sms = [room for _, room in offers], [group.num_sms() for group, _ in offers]
+        floor, _ = level_after_taking(rooms, sms, wanted * cluster)
         sure, equal = [0] * self._num_gpcs, [0] * self._num_gpcs
-        for group, room in zip(self.groups, rooms, strict=True):
+        for group, room in offers:
             for gpc, number in enumerate(group.sms):
                 sure[gpc] += max(0, room - floor) * number
                 equal[gpc] += number if room >= floor > 0 else 0
@@ -117,13 +120,13 @@ class SmArray:
             clusters = [given + more for given, more in zip(clusters, taken, strict=True)]
         return clusters
 
-    def _fill(self, task: SmTask, rooms: list[int], quotas: list[int]) -> None:
-        """Place `quotas[g]` CTAs in GPC g, on the SMs with the most room first."""
+    def _filled(self, task: SmTask, offers: list[Offer], quotas: list[int]) -> list[SmGroup]:
+        """The groups after `quotas[g]` CTAs were placed in GPC g, on the SMs with the most room first."""
         taken: dict[tuple[int, int], list[int]] = {}
         for gpc, quota in enumerate(quotas):
-            here = [group.sms[gpc] for group in self.groups]
-            floor, extra = level_after_taking(rooms, here, quota)
-            for position, (room, number) in enumerate(zip(rooms, here, strict=True)):
+            here = [(position, room, group.sms[gpc]) for position, (group, room) in enumerate(offers) if group.sms[gpc]]
+            floor, extra = level_after_taking([room for _, room, _ in here], [number for *_, number in here], quota)
+            for position, room, number in here:
                 take = max(0, room - floor)
                 more = min(extra, number) if room >= floor > 0 else 0
                 extra -= more
@@ -132,10 +135,10 @@ class SmArray:
                         taken.setdefault((position, amount), [0] * self._num_gpcs)[gpc] = affected
         groups = []
         for (position, amount), sms in taken.items():
-            group = self.groups[position]
+            group, _ = offers[position]
             copied = [Cohort(cohort.task, cohort.count, cohort.remaining) for cohort in group.cohorts]
             groups.extend(self._with_ctas(SmGroup(sms, group.carveout_bytes, copied), task, amount))
-        self.groups = groups
+        return groups
 
     def _with_ctas(self, group: SmGroup, task: SmTask, amount: int) -> list[SmGroup]:
         """The group with `amount` more CTAs of `task` on each SM; one group per SM where CTAs differ in length."""
