@@ -38,6 +38,8 @@ from counterpoint.step import Collective, Copy, Dependency, Footprint, Kernel, O
 from counterpoint.timeline import Interval, Timeline
 
 if TYPE_CHECKING:
+    from counterpoint.cuda.applied import apply
+    from counterpoint.cuda.capture import capture
     from counterpoint.planner import Tuning, tune
     from counterpoint.sim import Simulator
     from counterpoint.traces import TracedStep, read_trace
@@ -78,6 +80,8 @@ __all__ = [
     "Transport",
     "Tuning",
     "WorkloadError",
+    "apply",
+    "capture",
     "ideal_us",
     "interference",
     "load_machine",
@@ -99,6 +103,8 @@ _LAZY = MappingProxyType(
         "Simulator": "counterpoint.sim",
         "TracedStep": "counterpoint.traces",
         "Tuning": "counterpoint.planner",
+        "apply": "counterpoint.cuda.applied",
+        "capture": "counterpoint.cuda.capture",
         "load_workload": "counterpoint.workloads",
         "read_trace": "counterpoint.traces",
         "tune": "counterpoint.planner",

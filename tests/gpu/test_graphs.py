@@ -422,4 +422,5 @@ def test_a_replay_costs_the_host_no_more_than_that_of_torch(thousand: Captured) 
     by_torch, ours = measure_interleaved(["torch", "ours"], host_us, 30)
     print(f"\nreplay of 1000 nodes, host time: torch {by_torch.median_us:.1f} us, ours {ours.median_us:.1f} us")
     executable.close()
-    assert ours.median_us < by_torch.median_us + 10
+    # what else runs on the host only ever adds
+    assert ours.least_us < 1.1 * by_torch.least_us

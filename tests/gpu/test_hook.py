@@ -11,6 +11,7 @@ from cuda.bindings import driver as cu
 from counterpoint.cuda.driver import DriverGraph, check
 from counterpoint.cuda.graph import AbstractExecutable, AbstractGraph
 from counterpoint.cuda.hook import reach_graphs
+from counterpoint.cuda.torch_graphs import torch_access
 
 PRIORITY = -5
 # what torch warns of on its own account while it compiles and captures is not the hook's
@@ -251,10 +252,15 @@ def test_reaching_and_freeing_do_not_end_the_capture_of_another_thread() -> None
         kept = torch.cuda.CUDAGraph(keep_graph=True)
         with torch.cuda.graph(kept):
             values.mul_(1)
+        kept.instantiate()
+        access = torch_access()
         thread = threading.Thread(target=other)
         thread.start()
         assert is_capturing.wait(60)
-        kept.instantiate()
+        with access.sheltered():
+            copied, free = access.copy(kept)
+            copied.instantiate().close()
+            free()
         reached.graphs[0].revert()
         kept.reset()
         may_end.set()

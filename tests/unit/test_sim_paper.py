@@ -5,7 +5,9 @@ CTA counts plain overlap degenerates towards the sequential time; priority helps
 The figures are in docs/simulator.md.
 """
 
+import re
 from functools import cache
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -24,6 +26,11 @@ MACHINES = machine_names()
 HEEDING = [name for name in MACHINES if load_machine(name).gpu.priority_is_effective]
 IGNORING = [name for name in MACHINES if name not in HEEDING]
 ALL_TILES = None
+
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "simulator.md"
+# | `workload` | machine | half the SMs | one full wave | one CTA per tile | with priority |
+DOCUMENTED = re.compile(r"^\| `(\w+_opt\d)` \| (\w+) \| (.*) \|$", re.MULTILINE)
 
 
 def priority_plan(machine: Machine) -> Plan:
@@ -120,3 +127,24 @@ def test_priority_is_refused_where_the_driver_ignores_it(workload: str, machine_
 def test_the_same_machines_would_gain_from_a_priority_that_is_heeded(workload: str, machine_name: str) -> None:
     plain, mended = (share(workload, machine_name, ALL_TILES, with_priority) for with_priority in (False, True))
     assert mended > plain + 0.1
+
+
+def test_the_documented_figures_are_what_is_simulated() -> None:
+    found = DOCUMENTED.findall(DOCUMENT.read_text())
+    assert [(workload, name) for workload, name, _ in found] == [
+        (workload, name) for workload in ("cb_ar_opt2", "mb_a2a_opt2") for name in MACHINES
+    ]
+    for workload, name, cells in found:
+        counts = (few(name), num_slots(workload, name), ALL_TILES)
+        figures = [f"{share(workload, name, num_ctas, False):.2f}" for num_ctas in counts]
+        mended = f"{share(workload, name, ALL_TILES, True):.2f}"
+        figures.append(mended if name in HEEDING else f"({mended})")
+        assert cells == " | ".join(figures), f"{workload} on {name}"
+
+
+def test_priority_costs_a_further_wave_where_whole_waves_of_equal_ctas_are_long() -> None:
+    """A consequence of the rules that docs/simulator.md warns of."""
+    num_ctas = 4 * num_slots("mb_a2a_opt2", "h200")
+    assert num_ctas == 2640
+    shares = [share("mb_a2a_opt2", "h200", num_ctas, with_priority) for with_priority in (False, True)]
+    assert [round(each, 2) for each in shares] == [0.25, -0.25]
