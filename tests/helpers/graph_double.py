@@ -30,7 +30,6 @@ class Faults(msgspec.Struct, frozen=True, kw_only=True):
 
     refuses_copy: bool = False
     ignores_priority: bool = False
-    ignores_priority_when_ready: bool = False
     ignores_carveout: bool = False
     ignores_shared_memory: bool = False
     ignores_holds: bool = False
@@ -70,9 +69,6 @@ class ExecutableDouble(AbstractExecutable):
     def launch(self, stream: int) -> None:
         assert self.is_open, "a freed graph cannot be launched"
         self.streams.append(stream)
-
-    def honors_priority(self) -> bool:
-        return not self.faults.ignores_priority_when_ready
 
     def close(self) -> None:
         assert self.is_open, "a graph is freed once"

@@ -6,9 +6,9 @@ Such CTAs draw on no bandwidth, so nothing but placement decides when they run. 
 import msgspec
 
 from counterpoint.machine import Machine, load_machine
-from counterpoint.plan import LEAVE_IT, Control, Directive, Match, Plan
+from counterpoint.plan import LEAVE_IT, Control, Directive, Match, Plan, Priority
 from counterpoint.sim import Simulator
-from counterpoint.step import Collective, Dependency, Footprint, Kernel, Operation, Step
+from counterpoint.step import Collective, Copy, Dependency, Footprint, Kernel, Operation, Step
 from counterpoint.timeline import Timeline
 
 H200 = load_machine("h200")
@@ -25,6 +25,9 @@ NCCL = Footprint(
     dynamic_shared_bytes=82240,
     ctas_per_cluster=4,
 )
+# 384 threads x 168 registers fill an SM, as cuBLAS and cuDNN kernels do.
+PERSISTENT = Footprint(num_ctas=132, threads_per_cta=384, registers_per_thread=168, dynamic_shared_bytes=WHOLE_SM_BYTES)
+GREATEST = Priority(priority=-5)
 
 
 def toy(*sms_per_gpc: int, num_copy_engines: int = 3) -> Machine:
@@ -61,6 +64,16 @@ def kernel(
         issued_us=issued_us,
         is_work_sharing=shares_work,
     )
+
+
+def persistent_kernel(*, shares_work: bool) -> Kernel:
+    """One CTA of 100 us on every SM of an H200."""
+    return Kernel(name="persistent", stream=1, footprint=PERSISTENT, cta_us=100.0, is_work_sharing=shares_work)
+
+
+def copy(lone_us: float, *, stream: int, issued_us: float | None = None) -> Copy:
+    """A copy to the GPU that draws on next to no bandwidth."""
+    return Copy(name="copy", stream=stream, direction="host_to_device", num_bytes=1000, lone_us=lone_us, issued_us=issued_us)
 
 
 def all_reduce(lone_us: float, *, stream: int = 2, issued_us: float | None = None, after: int | None = None) -> Collective:

@@ -45,9 +45,12 @@ class CudaGraphDouble(NativeGraph):
     """Like torch.cuda.CUDAGraph. `state` stands for the device's random state."""
 
     state = 0
+    was_made_to_keep: bool
 
     def __new__(cls, keep_graph: bool = False) -> "CudaGraphDouble":
-        return super().__new__(cls)
+        made = super().__new__(cls)
+        made.was_made_to_keep = keep_graph  # torch 2.14 notes it here, and earlier ones nowhere
+        return made
 
     def capture_end(self) -> None:
         if self.nodes is not None:
@@ -79,6 +82,7 @@ class Torch:
         self.launches: list[tuple[AbstractExecutable, int]] = []
         self.hooks: dict[int, Callable[[Any], None]] = {}
         self.launch_problem: Exception | None = None
+        self.during_launch: Callable[[], None] = lambda: None
         self.num_sheltered = 0
         self.access = GraphAccess(
             graph_class=self.graph_class,
@@ -107,6 +111,7 @@ class Torch:
     def launch(self, executable: AbstractExecutable, device: int) -> None:
         if self.launch_problem is not None:
             raise self.launch_problem
+        self.during_launch()
         executable.launch(0)
         self.launches.append((executable, device))
 
@@ -179,6 +184,7 @@ def test_a_graph_captured_meanwhile_keeps_what_it_captured_and_is_ready_to_run_a
     with reach_graphs(leave, torch.access) as reached:
         graph = torch.capture()
         assert graph.keeps
+        assert graph.was_made_to_keep
         assert graph.is_ready
         assert only(reached).graph.nodes() == (KERNEL,)
 
@@ -489,6 +495,25 @@ def test_captures_of_many_threads_are_all_reached_one_at_a_time(torch: Torch) ->
         assert [record.number for record in reached.graphs] == list(range(num_threads * captures))
         assert max(most) == 1
         assert reached.notes == ()
+
+
+def test_another_thread_that_reverts_waits_until_a_launch_is_through(torch: Torch, planner: Planner) -> None:
+    was_open: list[bool] = []
+
+    def revert_beside() -> None:
+        thread.start()
+        thread.join(0.05)
+        was_open.append(planner.given[0].is_open)
+
+    with reach_graphs(planner, torch.access) as reached:
+        graph = torch.capture()
+        replay(graph, 1)
+        thread = threading.Thread(target=only(reached).revert)
+        torch.during_launch = revert_beside
+        replay(graph, 1)
+        thread.join()
+        assert was_open == [True]
+        assert not planner.given[0].is_open
 
 
 def test_stopping_while_another_thread_replays_never_launches_what_is_freed(torch: Torch, planner: Planner) -> None:

@@ -1,20 +1,11 @@
 """Which CTA runs when, on steps worked out by hand: the rules that were measured on H200s, one behavior at a time."""
 
-from typing import cast
-
 import msgspec
 import pytest
 
-from counterpoint.errors import CounterpointError, MachineError, PlanError, StepError
-from counterpoint.machine import load_machine
 from counterpoint.plan import (
     LEAVE_IT,
-    CommunicationCtas,
-    Control,
-    Directive,
     HeadStart,
-    Match,
-    Plan,
     Priority,
     ResidencyCap,
     Transport,
@@ -22,35 +13,23 @@ from counterpoint.plan import (
 from counterpoint.sim import Simulator
 from counterpoint.sim.sm import SmArray
 from counterpoint.sim.task import SmTask, SmWork
-from counterpoint.step import Collective, CollectiveKind, Copy, CopyDirection, Footprint, Kernel
+from counterpoint.step import Collective, Footprint, Kernel
 from helpers.toy_steps import (
     DEPENDENCY_LATENCY_US,
+    GREATEST,
     H200,
     HALF_SM_BYTES,
     WHOLE_SM_BYTES,
     all_reduce,
+    copy,
     kernel,
+    persistent_kernel,
     plan_of,
     simulate,
     spans,
     step_of,
     toy,
 )
-
-GREATEST = Priority(priority=-5)
-# 384 threads x 168 registers fill an SM, as cuBLAS and cuDNN kernels do.
-PERSISTENT = Footprint(num_ctas=132, threads_per_cta=384, registers_per_thread=168, dynamic_shared_bytes=WHOLE_SM_BYTES)
-
-
-def persistent_kernel(*, shares_work: bool, stream: int = 1) -> Kernel:
-    return Kernel(name="persistent", stream=stream, footprint=PERSISTENT, cta_us=100.0, is_work_sharing=shares_work)
-
-
-def copy(
-    lone_us: float, *, stream: int, issued_us: float | None = None, direction: CopyDirection = "host_to_device"
-) -> Copy:
-    return Copy(name="copy", stream=stream, direction=direction, num_bytes=1000, lone_us=lone_us, issued_us=issued_us)
-
 
 # Placing and refilling
 
@@ -62,7 +41,7 @@ def test_a_grid_runs_in_waves_of_what_fits() -> None:
 
 
 def test_at_equal_priority_a_later_kernel_waits_until_the_earlier_one_placed_all_its_ctas() -> None:
-    # The first kernel leaves half of every SM free in each of its three waves; the second would fit there at once.
+    # The first kernel runs in three waves and leaves 8 KiB of every SM free: the second would fit there at once.
     first = kernel(12, 100.0, shared_bytes=WHOLE_SM_BYTES - 8192)
     one_thread = kernel(1, 5.0, stream=2)
     assert spans(simulate(toy(2, 2), first, one_thread)) == [(0, 300), (200, 205)]
@@ -358,156 +337,3 @@ def test_a_stream_keeps_its_order_with_the_usual_gap() -> None:
 
 def test_an_operation_does_not_start_before_the_host_issued_it() -> None:
     assert spans(simulate(toy(1), kernel(1, 10.0, issued_us=7.5))) == [(7.5, 17.5)]
-
-
-# What is refused
-
-
-def refused(error: type[CounterpointError], *operations: Kernel | Collective | Copy, plan: Plan = LEAVE_IT) -> str:
-    """The message, which is one line."""
-    with pytest.raises(error) as caught:
-        simulate(H200, *operations, plan=plan)
-    message = str(caught.value)
-    assert "\n" not in message
-    assert message.endswith(".")
-    return message
-
-
-@pytest.mark.parametrize(
-    ("footprint", "limiter"),
-    [
-        (Footprint(num_ctas=1, threads_per_cta=2048, registers_per_thread=32), "threads_per_cta"),
-        (Footprint(num_ctas=1, threads_per_cta=1024, registers_per_thread=128), "registers"),
-        (Footprint(num_ctas=1, threads_per_cta=32, registers_per_thread=32, dynamic_shared_bytes=232_449), "shared_memory"),
-    ],
-)
-def test_a_launch_that_does_not_fit_is_refused(footprint: Footprint, limiter: str) -> None:
-    message = refused(StepError, Kernel(name="too large", stream=1, footprint=footprint, cta_us=1.0))
-    assert "'too large'" in message
-    assert limiter in message
-
-
-def test_a_launch_of_less_than_whole_clusters_is_refused() -> None:
-    assert "clusters of 2" in refused(StepError, kernel(7, 1.0, cluster=2))
-
-
-def test_a_cluster_larger_than_any_gpc_is_refused() -> None:
-    refused(StepError, kernel(32, 1.0, shared_bytes=WHOLE_SM_BYTES, cluster=32))
-
-
-@pytest.mark.parametrize(
-    ("control", "operation"),
-    [
-        (HeadStart(hold_us=5.0), all_reduce(10.0)),
-        (ResidencyCap(ctas_per_sm=1, dynamic_shared_bytes=115_840), all_reduce(10.0)),
-        (CommunicationCtas(max_ctas=8), kernel(1, 1.0)),
-        (Transport(transport="copy_engine"), kernel(1, 1.0)),
-        (Transport(transport="copy_engine"), all_reduce(10.0)),
-        (GREATEST, copy(10.0, stream=1)),
-        (HeadStart(hold_us=5.0), copy(10.0, stream=1)),
-    ],
-    ids=lambda value: type(value).__name__,
-)
-def test_a_control_that_cannot_apply_is_refused(control: Control, operation: Kernel | Collective | Copy) -> None:
-    refused(PlanError, operation, plan=plan_of({0: control}))
-
-
-@pytest.mark.parametrize("kind", ["all_reduce", "reduce_scatter", "reduce"])
-def test_copy_engines_cannot_reduce(kind: str) -> None:
-    collective = Collective(name=kind, stream=1, collective=cast(CollectiveKind, kind), num_bytes=1 << 20, group_size=2)
-    assert "cannot reduce" in refused(PlanError, collective, plan=plan_of({0: Transport(transport="copy_engine")}))
-
-
-def test_a_cap_of_more_bytes_than_a_cta_may_have_is_refused() -> None:
-    cap = ResidencyCap(ctas_per_sm=1, dynamic_shared_bytes=232_449)
-    assert "232,448" in refused(PlanError, kernel(1, 1.0), plan=plan_of({0: cap}))
-
-
-def test_a_plan_for_another_step_or_machine_is_refused() -> None:
-    other = step_of(kernel(2, 1.0))
-    refused(PlanError, kernel(1, 1.0), plan=Plan(step_name="other", step_fingerprint=other.fingerprint()))
-    assert "h100" in refused(PlanError, kernel(1, 1.0), plan=Plan(machine="h100"))
-
-
-def test_a_directive_that_matches_nothing_is_refused() -> None:
-    directive = Directive(match=Match(name="gemm*"), controls=(GREATEST,), reason="test")
-    refused(PlanError, kernel(1, 1.0), plan=Plan(directives=(directive,)))
-
-
-def test_a_priority_that_the_driver_does_not_have_is_refused() -> None:
-    assert "-5" in refused(PlanError, kernel(1, 1.0), plan=plan_of({0: Priority(priority=-6)}))
-
-
-def test_a_priority_that_the_driver_ignores_is_refused_and_the_least_is_not() -> None:
-    mi250x = load_machine("mi250x")
-    operation = Kernel(
-        name="wave", stream=1, footprint=Footprint(num_ctas=1, threads_per_cta=64, registers_per_thread=16), cta_us=1.0
-    )
-    with pytest.raises(PlanError, match="ignores stream priority"):
-        simulate(mi250x, operation, plan=plan_of({0: Priority(priority=-1)}))
-    assert spans(simulate(mi250x, operation, plan=plan_of({0: Priority(priority=0)}))) == [(0, 1)]
-
-
-def test_a_collective_across_nodes_needs_a_network() -> None:
-    collective = msgspec.structs.replace(all_reduce(10.0), group_size=16, lone_us=None)
-    alone = msgspec.structs.replace(H200, network=None)
-    with pytest.raises(StepError) as caught:
-        simulate(alone, collective)
-    assert "16 ranks" in str(caught.value)
-    assert "8 GPUs" in str(caught.value)
-    assert "\n" not in str(caught.value)
-    assert spans(simulate(H200, collective))
-
-
-def test_a_collective_across_nodes_takes_the_networks_time() -> None:
-    within = Collective(name="within", stream=1, collective="all_gather", num_bytes=1 << 30, group_size=8)
-    across = msgspec.structs.replace(within, group_size=16)
-    assert H200.network is not None
-    slower = H200.link.bytes_per_s / H200.network.bytes_per_s
-    lone_us = Simulator().lone_times_us(step_of(within, across), H200)
-    assert lone_us[1] / lone_us[0] == pytest.approx(slower * (15 / 16) / (7 / 8), rel=0.2)
-
-
-def test_a_library_without_a_known_footprint_is_refused() -> None:
-    collective = Collective(
-        name="sum", stream=1, collective="all_reduce", num_bytes=1 << 20, group_size=2, library="unheard-of"
-    )
-    assert "unheard-of" in refused(MachineError, collective)
-
-
-# Communication CTAs
-
-
-@pytest.mark.parametrize(("max_ctas", "num_ctas"), [(24, 24), (10, 10), (7, 7), (64, 24)])
-def test_fewer_communication_ctas_leave_more_sms_to_computation(max_ctas: int, num_ctas: int) -> None:
-    plan = plan_of({0: CommunicationCtas(max_ctas=max_ctas)})
-    found = spans(simulate(H200, all_reduce(1000.0), persistent_kernel(shares_work=True), plan=plan))
-    assert found[1] == (0, pytest.approx(100 * 132 / (132 - num_ctas), abs=1e-3))
-
-
-@pytest.mark.parametrize(
-    ("size_mib", "usual_us", "max_ctas", "measured_us"),
-    [
-        (256, 892.0, 16, 1015.0),
-        (256, 892.0, 8, 1663.0),
-        (256, 892.0, 4, 3235.0),
-        (64, 249.0, 16, 275.0),
-        (64, 249.0, 8, 429.0),
-        (64, 249.0, 4, 821.0),
-    ],
-)
-def test_fewer_communication_ctas_take_longer_as_measured(
-    size_mib: int, usual_us: float, max_ctas: int, measured_us: float
-) -> None:
-    """All-reduces on 2 H200s, 2026-11-21 (docs/log.md); `usual_us` with the usual 24 CTAs."""
-    collective = msgspec.structs.replace(all_reduce(usual_us), num_bytes=size_mib << 20)
-    found = spans(simulate(H200, collective, plan=plan_of({0: CommunicationCtas(max_ctas=max_ctas)})))
-    assert found[0][1] == pytest.approx(measured_us, rel=0.06)
-
-
-def test_fewer_communication_ctas_do_not_lengthen_the_wait_for_other_ranks() -> None:
-    without = all_reduce(249.0)
-    waiting = msgspec.structs.replace(without, peer_wait_us=500.0)
-    plan = plan_of({0: CommunicationCtas(max_ctas=4)})
-    ends = [spans(simulate(H200, collective, plan=plan))[0][1] for collective in (without, waiting)]
-    assert ends[1] - ends[0] == pytest.approx(500, rel=0.001)

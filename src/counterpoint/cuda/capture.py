@@ -112,7 +112,7 @@ class Captured:
         """Start, end and name of each operation on the GPU in one replay, in microseconds, in the order of their starts."""
         torch.cuda.synchronize()
         self.rendezvous.meet()
-        with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as profiler:
+        with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU], acc_events=True) as profiler:
             executable.launch(torch.cuda.current_stream().cuda_stream)
             end = torch.cuda.Event()
             end.record(torch.cuda.current_stream())
@@ -162,7 +162,7 @@ def capture(step_fn: Callable[[], object], name: str = "captured step", *, limit
     graph = torch.cuda.CUDAGraph(keep_graph=True)
     try:
         with (
-            profile(activities=[ProfilerActivity.CPU]) as profiler,
+            profile(activities=[ProfilerActivity.CPU], acc_events=True) as profiler,
             torch.cuda.graph(graph, capture_error_mode="thread_local"),
         ):
             step_fn()

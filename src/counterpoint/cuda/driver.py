@@ -54,10 +54,6 @@ class DriverExecutable(AbstractExecutable):
         """See `AbstractExecutable.launch`."""
         check("Launching the graph", cu.cuGraphLaunch(self._exec, cu.CUstream(stream)))
 
-    def honors_priority(self) -> bool:
-        """See `AbstractExecutable.honors_priority`."""
-        return bool(int(check("Reading the graph's flags", cu.cuGraphExecGetFlags(self._exec))) & USE_NODE_PRIORITY)
-
     def close(self) -> None:
         """See `AbstractExecutable.close`."""
         check("Freeing the graph", cu.cuGraphExecDestroy(self._exec))

@@ -34,10 +34,6 @@ class AbstractExecutable(ABC):
         """Start one replay on a stream, given by its driver handle."""
 
     @abstractmethod
-    def honors_priority(self) -> bool:
-        """Whether node priorities are in force, as the driver reports it."""
-
-    @abstractmethod
     def close(self) -> None:
         """Free it."""
 

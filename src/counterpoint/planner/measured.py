@@ -8,6 +8,7 @@ because other ranks may already wait in its collectives.
 
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
+from itertools import combinations
 from typing import Protocol
 
 import msgspec
@@ -73,7 +74,7 @@ class MeasuredTuning(Value, frozen=True, kw_only=True):
     simulated: Tuning
 
 
-def tune_measured(captured: Replayable, machine: Machine, num_candidates: int = 5, num_rounds: int = 15) -> MeasuredTuning:
+def tune_measured(captured: Replayable, machine: Machine, num_candidates: int = 6, num_rounds: int = 15) -> MeasuredTuning:
     """Find the best plan for a captured step on the GPUs at hand.
 
     Raises `DeviceError` if the step cannot be made ready as it is, or a replay fails; a candidate that cannot be made ready
@@ -110,10 +111,12 @@ def tune_measured(captured: Replayable, machine: Machine, num_candidates: int = 
 def _applicable(captured: Replayable, simulated: Tuning) -> tuple[list[Contender], list[Refusal]]:
     """The best simulated candidate of each combination of controls, best first, and what cannot be applied here.
 
-    One of each combination, because what the simulator cannot tell apart is often apart on a GPU.
+    One of each combination, and every pair of controls that help alone, because what the simulator cannot tell apart is
+    often apart on a GPU.
     """
     best: dict[tuple[str, ...], Contender] = {}
     refusals: list[Refusal] = []
+    helpful: list[Contender] = []
     for trial in sorted(simulated.trials[1:], key=lambda entry: (entry.makespan_us, len(entry.families))):
         families = tuple(sorted(trial.families))
         if families in best:
@@ -122,7 +125,15 @@ def _applicable(captured: Replayable, simulated: Tuning) -> tuple[list[Contender
         refusals.extend(unmet)
         if not unmet:
             best[families] = Contender(label=trial.label, directives=trial.directives)
-    return list(best.values()), refusals
+            if len(families) == 1 and trial.makespan_us < simulated.trials[0].makespan_us:
+                helpful.append(best[families])
+    for one, other in combinations(helpful, 2):
+        pair = Contender(label=f"{one.label} + {other.label}", directives=(*one.directives, *other.directives))
+        if pair not in best.values():
+            best[pair.label,] = pair
+    ordered = list(best.values())
+    # the simulator's favorite, then pairs that it may have found no better than one of the two, then the others
+    return sorted(ordered, key=lambda contender: (contender is not ordered[0], "+" not in contender.label)), refusals
 
 
 def _unmet(captured: Replayable, trial: Trial) -> list[Refusal]:
@@ -164,8 +175,6 @@ def _make_ready(captured: Replayable, contender: Contender, opened: ExitStack) -
     rewritten = rewrite(captured.graph, captured.read, Plan(directives=contender.directives))
     executable = rewritten.graph.instantiate()
     opened.callback(executable.close)
-    if any(engagement.control == "priority" for engagement in rewritten.engagements) and not executable.honors_priority():
-        raise DeviceError("The driver does not put node priorities in force; update it.")
     return Entrant(contender=contender, executable=executable, engagements=rewritten.engagements)
 
 
