@@ -1,10 +1,15 @@
 """The tables of docs/simulator.md say what the calibration file and the simulator say."""
 
+import json
 from pathlib import Path
+from statistics import median
 
 from counterpoint.sim.calibration import CharacterConstants, load_calibration
 
-DOCUMENT = Path(__file__).parents[2] / "docs" / "simulator.md"
+ROOT = Path(__file__).parents[2]
+DOCUMENT = ROOT / "docs" / "simulator.md"
+MEASURED = ROOT / "benchmarks" / "results" / "paper_4x_h200.json"
+LABELS = ("sequential", "plain overlap", "priority", "head start 5 us")
 
 
 def rows(heading: str) -> dict[str, list[str]]:
@@ -48,3 +53,16 @@ def test_the_collectives_are_those_of_the_calibration_file() -> None:
 def test_the_formula_of_the_link_names_the_calibrated_constant() -> None:
     text = " ".join(DOCUMENT.read_text().split())
     assert f"1 / (1 + {load_calibration().latency_per_load.value:g} *u*)" in text
+
+
+def test_the_measured_workloads_are_those_of_the_stored_result() -> None:
+    workloads = json.loads(MEASURED.read_text())["result"]
+    expected = {}
+    for workload in workloads:
+        found = {row["label"]: (row["measured_us"] / 1000, row["simulated_us"] / 1000) for row in workload["rows"]}
+        expected[workload["workload"]] = [f"{found[label][0]:.2f} / {found[label][1]:.2f}" for label in LABELS]
+    assert rows("workload, 4 H200s") == expected
+    errors = [abs(row["simulated_us"] / row["measured_us"] - 1) for each in workloads for row in each["rows"]]
+    text = " ".join(DOCUMENT.read_text().split())
+    assert f"all {len(errors)} rows" in text
+    assert f"the median error is {100 * median(errors):.0f} % and the worst {100 * max(errors):.0f} %" in text
