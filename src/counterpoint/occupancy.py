@@ -204,11 +204,8 @@ def _why_nothing_fits(gpu: Gpu, computation: Footprint, communication: Footprint
     """One line for a computation kernel of which a single CTA leaves no room for the communication CTA."""
     single = _capped(gpu, replace(computation, carveout_percent=100), 1)
     held, needed = _load(gpu, ((single, 1),)), _load(gpu, ((communication, 1),))
-    total_registers = gpu.registers_per_sub_partition * gpu.num_sub_partitions
-    has_only_one = residency(gpu, computation).ctas_per_sm == 1
     reasons: dict[Limiter, str] = {
-        "registers": f"{'fills the register file alone: it ' if has_only_one else ''}holds {sum(held.registers):,} of "
-        f"{total_registers:,} registers, and the other needs {sum(needed.registers):,}",
+        "registers": _why_registers_lack(gpu, held, needed),
         "shared_memory": f"holds {held.shared_bytes:,} of {gpu.shared_bytes_per_sm:,} bytes of shared memory, and the other "
         f"needs {needed.shared_bytes:,}",
         "warps": f"holds {held.warps} of {gpu.max_warps_per_sm} warps, and the other needs {needed.warps}",
@@ -220,6 +217,16 @@ def _why_nothing_fits(gpu: Gpu, computation: Footprint, communication: Footprint
         f"no room for a communication CTA ({communication.threads_per_cta} x {communication.registers_per_thread}): it "
         f"{reasons.get(lacking, 'takes the only CTA slot')}. No cap can help; try a head start or copy engines."
     )
+
+
+def _why_registers_lack(gpu: Gpu, held: SmLoad, needed: SmLoad) -> str:
+    size = gpu.registers_per_sub_partition
+    total, together = size * gpu.num_sub_partitions, sum(held.registers) + sum(needed.registers)
+    if together > total:
+        alone = "fills the register file alone: it " if 2 * sum(held.registers) > total else ""
+        return f"{alone}holds {sum(held.registers):,} of {total:,} registers, and the other needs {sum(needed.registers):,}"
+    most = f"{max(needed.registers):,} of the {size:,} registers of one sub-partition"
+    return f"holds {max(held.registers):,} registers of a sub-partition, and the other needs {most}"
 
 
 def _missing_for_one(gpu: Gpu, footprint: Footprint) -> Limiter | None:

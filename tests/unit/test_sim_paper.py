@@ -101,7 +101,7 @@ def test_priority_mends_it_where_the_driver_heeds_it(workload: str, machine_name
     assert heeding(machine) == machine
     plain, mended = (share(workload, machine_name, ALL_TILES, with_priority) for with_priority in (False, True))
     assert mended > plain + 0.15
-    assert mended > 0.65
+    assert mended > 0.6
 
 
 @pytest.mark.parametrize("machine_name", HEEDING)
@@ -145,6 +145,6 @@ def test_the_documented_figures_are_what_is_simulated() -> None:
 def test_priority_costs_a_further_wave_where_whole_waves_of_equal_ctas_are_long() -> None:
     """A consequence of the rules that docs/simulator.md warns of."""
     num_ctas = 4 * num_slots("mb_a2a_opt2", "h200")
-    assert num_ctas == 2640
+    assert num_ctas == 3168
     shares = [share("mb_a2a_opt2", "h200", num_ctas, with_priority) for with_priority in (False, True)]
-    assert [round(each, 2) for each in shares] == [0.25, -0.25]
+    assert [round(each, 2) for each in shares] == [0.23, -0.31]
