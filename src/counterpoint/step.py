@@ -160,12 +160,13 @@ class Step(Value, frozen=True, kw_only=True):
             _check_operation(index, operation)
 
     def fingerprint(self) -> str:
-        """Sixteen hexadecimal digits that change with the operations, their order, sizes and streams, not with times."""
+        """Sixteen hexadecimal digits that change with operations, order, launches, sizes and streams, not with times."""
         facts = []
         for operation in self.operations:
-            size = operation.num_bytes if not isinstance(operation, Kernel) else operation.footprint.num_ctas
+            launch = None if isinstance(operation, Copy) else operation.footprint
+            size = 0 if isinstance(operation, Kernel) else operation.num_bytes
             waits = [dependency.operation for dependency in operation.waits_for]
-            facts.append((operation.kind, operation.name, operation.stream, size, waits))
+            facts.append((operation.kind, operation.name, operation.stream, launch, size, waits))
         return hashlib.sha256(msgspec.json.encode((self.num_ranks, facts))).hexdigest()[:16]
 
 

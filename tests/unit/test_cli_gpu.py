@@ -1,0 +1,101 @@
+"""The command line's part for GPUs, as far as it goes without one: recognition, refusals, the simulated grid, the cache."""
+
+import json
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from counterpoint.cli_gpu import names_function
+from counterpoint.cuda.plan_cache import Surroundings, cache_folder, find_plan, keep_plan, plan_path
+from counterpoint.errors import PlanError
+from counterpoint.plan import Plan
+from counterpoint.planner.paper import PLAIN, SEQUENTIAL, PaperResult
+from counterpoint.workloads import load_workload
+from helpers.command import counterpoint, refusal
+
+HERE = Surroundings(
+    device_name="NVIDIA H200", driver_version="13.0", nccl_version="2.28.9", torch_version="2.11.0", num_ranks=4
+)
+
+
+@pytest.mark.parametrize(
+    ("step", "expected"),
+    [
+        ("train:make_step", True),
+        ("jobs.train:make_step", True),
+        ("cb_ar_opt2", False),
+        ("trace.json.gz", False),
+        ("C:/trace.json", False),
+        ("train:", False),
+        (":make_step", False),
+    ],
+)
+def test_a_step_function_is_told_from_files_and_workloads(step: str, expected: bool) -> None:
+    assert names_function(step) is expected
+
+
+@pytest.mark.parametrize("arguments", [("tune", "train:make_step"), ("bench", "paper")])
+def test_without_torch_the_gpu_commands_name_what_to_install(arguments: tuple[str, ...]) -> None:
+    try:
+        import torch  # noqa: F401, PLC0415
+    except ImportError:
+        assert "pip install 'counterpoint[cuda]'" in refusal(*arguments)
+    else:
+        pytest.skip("torch is installed here")
+
+
+def test_the_papers_grid_is_simulated_for_a_machine(tmp_path: Path) -> None:
+    output = tmp_path / "paper.json"
+    done = counterpoint("bench", "paper", "cb_ar_opt2", "--simulate", "h200", "-o", str(output))
+    assert done.returncode == 0, done.stderr
+    (result,) = msgspec.json.decode(output.read_bytes(), type=list[PaperResult])
+    labels = [row.label for row in result.rows]
+    assert labels[:2] == [SEQUENTIAL, PLAIN]
+    assert {"priority", "head start 5 us", "priority + head start 5 us"} <= set(labels)
+    assert [label for label in labels if label.startswith("cap ")], "caps with their bytes"
+    assert all(row.measured_us is None for row in result.rows), "nothing was measured, and nothing says so"
+    assert result.choice.verdict == "GAIN"
+    assert "planner's choice (simulated)" in done.stdout
+
+
+def test_copy_engines_are_in_the_grid_only_of_a_collective_that_moves_data() -> None:
+    moving, reducing = (
+        counterpoint("bench", "paper", name, "--simulate", "h200").stdout for name in ("cb_a2a_opt2", "cb_ar_opt2")
+    )
+    assert "\ncopy engines " in moving
+    assert "\ncopy engines " not in reducing
+
+
+def test_an_unknown_workload_or_machine_of_the_grid_is_one_line() -> None:
+    assert "Unknown workload" in refusal("bench", "paper", "nothing", "--simulate", "h200")
+    assert "Unknown machine" in refusal("bench", "paper", "cb_ar_opt2", "--simulate", "nothing")
+
+
+def test_a_kept_plan_is_found_again_and_only_under_the_same_surroundings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COUNTERPOINT_CACHE_DIR", str(tmp_path / "plans"))
+    step = load_workload("cb_ar_opt2")
+    plan = Plan(step_name=step.name, step_fingerprint=step.fingerprint(), machine="h200", summary="kept")
+    assert find_plan(step, HERE) is None
+    assert keep_plan(plan, step, HERE).parent == cache_folder() == tmp_path / "plans"
+    assert find_plan(step, HERE) == plan
+    for change in ({"num_ranks": 2}, {"torch_version": "2.12.0"}, {"nccl_version": "2.29.0"}, {"driver_version": "13.1"}):
+        assert find_plan(step, msgspec.structs.replace(HERE, **change)) is None
+    assert find_plan(load_workload("cb_ar_opt1"), HERE) is None
+
+
+def test_a_damaged_kept_plan_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COUNTERPOINT_CACHE_DIR", str(tmp_path))
+    step = load_workload("cb_ar_opt2")
+    plan_path(step, HERE).write_text("step_name = [")
+    with pytest.raises(PlanError, match="is not TOML"):
+        find_plan(step, HERE)
+
+
+def test_the_results_of_the_grid_on_gpus_are_stored_with_their_conditions() -> None:
+    stored = json.loads((Path(__file__).parents[2] / "benchmarks" / "results" / "paper_4x_h200.json").read_text())
+    assert {"date", "gpus", "driver", "torch", "nccl", "method", "not_run"} <= set(stored["conditions"])
+    results = msgspec.convert(stored["result"], list[PaperResult])
+    assert all(row.is_engaged and row.is_identical for result in results for row in result.rows)
