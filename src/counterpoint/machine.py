@@ -13,7 +13,7 @@ import msgspec
 from counterpoint.errors import MachineError
 from counterpoint.value import Value, read_toml, require, write_toml, write_whole
 
-MAX_ABSURD_FACTOR = 1e18
+LEAST_ABSURD_FIGURE = 1e18
 # Anything outside is a slip of the pen: a size in GiB, a clock in GHz, a rate in GB/s.
 PLAUSIBLE_RANGES: tuple[tuple[str, float, float], ...] = (
     ("num_sms", 1, 4096),
@@ -86,7 +86,7 @@ def _check_figures(gpu: Gpu) -> None:
         if name in ("greatest_priority", "reserved_shared_bytes_per_cta") or not isinstance(number, int | float):
             continue
         require(
-            isinstance(number, bool) or 0 < number < MAX_ABSURD_FACTOR,
+            isinstance(number, bool) or 0 < number < LEAST_ABSURD_FIGURE,
             MachineError,
             f"gpu.{name} must be above 0 and below 1e18; found {number}.",
         )
@@ -164,7 +164,9 @@ class Link(Value, frozen=True, kw_only=True):
         for name in ("bytes_per_s", "per_peer_bytes_per_s", "latency_us"):
             number = getattr(self, name)
             require(
-                0 < number < MAX_ABSURD_FACTOR, MachineError, f"link {name} must be above 0 and below 1e18; found {number}."
+                0 < number < LEAST_ABSURD_FIGURE,
+                MachineError,
+                f"link {name} must be above 0 and below 1e18; found {number}.",
             )
         require(
             self.per_peer_bytes_per_s <= self.bytes_per_s,
@@ -189,6 +191,7 @@ class Machine(Value, frozen=True, kw_only=True):
     sources: dict[str, str] = msgspec.field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        require(bool(self.name), MachineError, "A machine needs a name, which its plans carry; found ''. Give it one.")
         require(1 <= self.num_gpus <= 1024, MachineError, f"num_gpus must be from 1 to 1024; found {self.num_gpus}.")
 
 

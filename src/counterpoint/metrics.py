@@ -8,7 +8,7 @@ whole picoseconds, so they are exact and do not depend on the order of the inter
 from collections.abc import Iterable, Sequence
 
 from counterpoint.errors import StepError
-from counterpoint.step import Operation, Step
+from counterpoint.step import Step
 from counterpoint.timeline import Interval, Timeline
 from counterpoint.units import ps_to_us, us_to_ps
 from counterpoint.value import Value
@@ -201,10 +201,6 @@ def _check_lone_times(step: Step, lone_us: Sequence[float]) -> None:
     for index, time_us in enumerate(lone_us):
         if not 0 <= time_us < float("inf"):
             raise StepError(
-                f"The lone time of operation {index} ('{_name(step.operations[index])}') must be 0 us or more, "
+                f"The lone time of operation {index} ('{step.operations[index].name[:60]}') must be 0 us or more, "
                 f"and finite; found {time_us}."
             )
-
-
-def _name(operation: Operation) -> str:
-    return operation.name[:60]

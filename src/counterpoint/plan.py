@@ -12,6 +12,7 @@ import msgspec
 
 from counterpoint.errors import PlanError
 from counterpoint.step import Operation, OperationKind, Step, TransportKind
+from counterpoint.units import format_count
 from counterpoint.value import Value, read_toml, require, write_toml, write_whole
 
 Verdict = Literal["GAIN", "NO_GAIN"]
@@ -77,6 +78,28 @@ class HeadStart(Value, frozen=True, kw_only=True, tag_field="control", tag="head
 
 
 Control = ResidencyCap | Priority | CommunicationCtas | Transport | HeadStart
+
+
+def describe_control(control: Control) -> str:
+    """A control in a few words, the same in every report and proof."""
+    match control:
+        case ResidencyCap():
+            how = f"{control.dynamic_shared_bytes:,} B of shared memory, carveout {control.carveout_percent} %"
+            return f"cap of {format_count(control.ctas_per_sm, 'CTA')} per SM ({how})"
+        case Priority():
+            return f"priority {control.priority}"
+        case CommunicationCtas():
+            threads = f" of {control.num_threads} threads" if control.num_threads else ""
+            return f"at most {format_count(control.max_ctas, 'CTA')}{threads}"
+        case Transport():
+            return f"transport {control.transport}"
+        case HeadStart():
+            return f"head start {control.hold_us:g} us"
+
+
+def control_tag(control: Control) -> str:
+    """The name that files and reports call a control by, as in "residency_cap"."""
+    return str(control.__struct_config__.tag)
 
 
 class Match(Value, frozen=True, kw_only=True):
@@ -169,9 +192,3 @@ def save_plan(plan: Plan, path: Path) -> None:
         write_whole(path, write_toml(plan).encode())
     except OSError as problem:
         raise PlanError(f"Cannot write the plan to {path}: {problem.strerror}.") from problem
-
-
-def plan_as_dict(plan: Plan) -> dict[str, object]:
-    """The plan as plain dictionaries and lists, for JSON output."""
-    built: dict[str, object] = msgspec.to_builtins(plan)
-    return built

@@ -40,6 +40,11 @@ def format_rate(bytes_per_s: float) -> str:
     return f"{bytes_per_s / 1e12:.4g} TB/s" if bytes_per_s >= 999.95e9 else f"{bytes_per_s / 1e9:.4g} GB/s"
 
 
+def format_count(number: int, singular: str, plural: str = "") -> str:
+    """Print a number with its noun: "1 CTA", "2 CTAs"; `plural` where an s at the end is not enough."""
+    return f"{number} {singular if number == 1 else plural or singular + 's'}"
+
+
 def format_percent(fraction: float) -> str:
     """Print a fraction as a percentage with one decimal."""
     return f"{100 * fraction:.1f} %"

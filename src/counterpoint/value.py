@@ -27,7 +27,9 @@ def require(condition: bool, error: type[CounterpointError], message: str) -> No
 def read_toml(path: Path, kind: type[T], error: type[CounterpointError]) -> T:
     """Read a TOML file into `kind`; whatever is wrong with it becomes one `error` that names the file."""
     try:
-        return msgspec.toml.decode(path.read_bytes(), type=kind)
+        content = path.read_bytes()
+        require(bool(content.strip()), error, "the file is empty; make it again.")  # a plan of nothing would be a valid one
+        return msgspec.toml.decode(content, type=kind)
     except OSError as problem:
         raise error(f"Cannot read {path}: {problem.strerror}; give a TOML file.") from problem
     except UnicodeDecodeError as problem:

@@ -340,6 +340,23 @@ def test_a_head_start_holds_for_the_time_asked(kernels: SpinKernels, hold_us: in
     assert all(hold_us <= gap <= hold_us + 15 for gap in gaps)
 
 
+def test_a_second_head_start_replaces_the_first(kernels: SpinKernels) -> None:
+    before, after = Record(), Record()
+
+    def work() -> None:
+        kernels.spin(before, 10, 1)
+        kernels.spin(after, 10, 1, 64)
+
+    captured = Captured(work)
+    edited = captured.graph.copy()
+    edited.hold_before(1, 400)
+    edited.hold_before(1, 50)
+    assert edited.held_us(1) == 50
+    launch(edited)
+    assert 50 <= after.start_us - before.end_us <= 65
+    edited.close()
+
+
 def test_a_graph_that_allocates_is_refused_in_one_line() -> None:
     def work() -> None:
         stream = cu.CUstream(torch.cuda.current_stream().cuda_stream)

@@ -29,6 +29,7 @@ class Faults(msgspec.Struct, frozen=True, kw_only=True):
     """How the driver misbehaves. What is ignored is accepted without an error and does nothing."""
 
     refuses_copy: bool = False
+    refuses_edits: bool = False
     ignores_priority: bool = False
     ignores_carveout: bool = False
     ignores_shared_memory: bool = False
@@ -50,9 +51,10 @@ class Log:
     def __init__(self) -> None:
         self.num_calls = 0
         self.executables: list[ExecutableDouble] = []
+        self.copies: list[GraphDouble] = []
 
     def num_open(self) -> int:
-        return sum(executable.is_open for executable in self.executables)
+        return sum(each.is_open for each in (*self.executables, *self.copies))
 
 
 class ExecutableDouble(AbstractExecutable):
@@ -84,17 +86,23 @@ class GraphDouble(AbstractGraph):
         self.log = log or Log()
         self.edits: list[Edit] = []
         self._nodes = list(nodes)
+        self.is_open = True
         self._holds: dict[int, float] = {}
 
     def nodes(self) -> tuple[GraphNode, ...]:
-        self.log.num_calls += len(self._nodes)
-        return tuple(self._nodes)
+        return tuple(self.node(number) for number in range(len(self._nodes)))
+
+    def node(self, number: int) -> GraphNode:
+        assert self.is_open, "a freed graph cannot be read"
+        self.log.num_calls += 1
+        return self._nodes[number]
 
     def copy(self) -> "GraphDouble":
         self.log.num_calls += len(self._nodes)
         if self.faults.refuses_copy:
             raise DeviceError("Copying the graph failed with CUDA_ERROR_NOT_SUPPORTED: update the driver.")
-        return GraphDouble(self._nodes, self.gpu, self.faults, self.log)
+        self.log.copies.append(GraphDouble(self._nodes, self.gpu, self.faults, self.log))
+        return self.log.copies[-1]
 
     def set_shared_memory(self, node: int, dynamic_bytes: int, carveout_percent: int) -> None:
         self._note("shared_memory", node, dynamic_bytes, carveout_percent)
@@ -136,12 +144,22 @@ class GraphDouble(AbstractGraph):
         self.log.executables.append(executable)
         return executable
 
+    def close(self) -> None:
+        assert self in self.log.copies, "a captured graph is freed by its owner"
+        assert self.is_open, "a copy is freed once"
+        self.is_open = False
+
     def _footprint(self, node: int) -> Footprint:
         footprint = self._nodes[node].footprint
         assert footprint is not None, f"node {node} is no kernel"
         return footprint
 
     def _note(self, method: str, node: int, *figures: float) -> None:
+        assert self.is_open, "a freed graph cannot be edited"
+        if self.faults.refuses_edits:
+            raise DeviceError(
+                f"Setting {method.upper()} of a node failed with CUDA_ERROR_INVALID_VALUE: the driver rejects it."
+            )
         self.log.num_calls += 1
         self.edits.append(Edit(method, node, figures))
 

@@ -203,11 +203,19 @@ def test_output_that_cannot_be_written_is_one_line(arguments: list[str]) -> None
 
 def test_ctrl_c_ends_with_130_and_no_word(tmp_path: Path) -> None:
     waiting = tmp_path / "slow.json"
-    os.mkfifo(waiting)  # nobody writes into it, so reading it never ends
-    with subprocess.Popen([COUNTERPOINT, "tune", waiting], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
-        time.sleep(1.5)
-        process.send_signal(signal.SIGINT)
-        output, error = process.communicate(timeout=20)
+    os.mkfifo(waiting)  # nothing comes through it, so reading it never ends
+    heeding = (  # whoever runs the tests in the background may have SIGINT ignored, and children inherit that
+        "import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL); os.execv(sys.argv[1], sys.argv[1:])"
+    )
+    command = [sys.executable, "-c", heeding, COUNTERPOINT, "tune", waiting]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        try:
+            with waiting.open("wb"):  # returns when the command has opened the other end
+                time.sleep(0.2)
+                process.send_signal(signal.SIGINT)
+                output, error = process.communicate(timeout=20)
+        finally:
+            process.kill()
     assert (process.returncode, output, error) == (130, b"", b"")
 
 

@@ -181,8 +181,9 @@ def test_a_trace_whose_machine_nobody_knows(device: list[Any], says: str, tmp_pa
         ("h999", None, ["Unknown machine 'h999'", "a100", "(.toml)"]),
         ("", None, ["Unknown machine ''"]),
         ("own.toml", None, ["Cannot read own.toml", "No such file"]),
-        ("own.toml", b"", ["own.toml", "missing required field"]),
+        ("own.toml", b"", ["own.toml: the file is empty", "make it again"]),
         ("own.toml", NOISE, ["own.toml is not text"]),
+        ("own.toml", H200.replace('name = "h200"', 'name = ""', 1).encode(), ["own.toml", "needs a name"]),
         ("own.toml", H200.replace("num_sms = 132\n", "", 1).encode(), ["missing required field `num_sms`", "$.gpu"]),
         ("own.toml", H200.replace("num_sms = 132", "num_sms = 13200", 1).encode(), ["from 1 to 4,096; found 13,200"]),
         ("own.toml", H200.replace("num_sms = 132", "colour = 1\nnum_sms = 132", 1).encode(), ["unknown field `colour`"]),
@@ -206,6 +207,7 @@ CAP = 'control = "residency_cap", ctas_per_sm = {}, dynamic_shared_bytes = {}'
     [
         (None, ["Cannot read plan.toml", "No such file"]),
         (NOISE, ["plan.toml is not text"]),
+        (b"", ["plan.toml: the file is empty", "make it again"]),
         (b"x", ["plan.toml is not TOML"]),
         (H200, ["plan.toml", "unknown field `name`"]),
         ('step_name = "s"\nstep_fingerprint = "0"', ["was made for step 's' (0)", "Run `counterpoint tune`"]),

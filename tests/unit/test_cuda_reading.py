@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from counterpoint.cuda.graph import GraphNode
-from counterpoint.cuda.reading import CollectiveCall, GraphTimes, ReadGraph, read_graph
+from counterpoint.cuda.reading import CollectiveCall, GraphTimes, ReadGraph, read_calls, read_graph
 from counterpoint.errors import StepError
 from counterpoint.step import Collective, CollectiveKind, Copy, Footprint, Kernel
 from helpers.toy_steps import NCCL
@@ -199,3 +199,24 @@ def test_the_fingerprint_is_that_of_the_work_not_of_its_times() -> None:
 def test_graphs_are_read_rewritten_and_measured_without_torch_or_cuda() -> None:
     ended = subprocess.run([sys.executable, "-c", WITHOUT_LIBRARIES], capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stderr
+
+
+def test_calls_are_read_in_order_of_issue_with_their_sizes_in_bytes() -> None:
+    """As torch 2.11's profiler writes them: numbers and names of types as in the shipped traces."""
+
+    def noted(ts: float, name: str, dtype: str, sent: int, received: int) -> dict[str, object]:
+        args = {"Collective name": name, "dtype": dtype, "In msg nelems": sent, "Out msg nelems": received, "Group size": 4}
+        return {"name": "record_param_comms", "ts": ts, "args": args}
+
+    events = [
+        {"name": "aten::mm", "ts": 0.0},
+        noted(3.0, "_allgather_base", "BFloat16", 256, 1024),
+        noted(1.0, "allreduce", "Float", 1000, 1000),
+        noted(2.0, "init", "Byte", 0, 0),
+        noted(4.0, "allreduce", "a type of tomorrow", 8, 8),
+    ]
+    assert read_calls(events) == [
+        CollectiveCall(collective="all_reduce", num_bytes=4000, group_size=4),
+        CollectiveCall(collective="all_gather", num_bytes=2048, group_size=4),
+        CollectiveCall(collective="all_reduce", num_bytes=0, group_size=4),
+    ]

@@ -118,7 +118,7 @@ def test_a_verified_cap_says_what_the_driver_answers() -> None:
     _, engagements = outcome(plan(CAP, operations=(2,)))
     (engagement,) = engagements
     assert (engagement.control, engagement.target) == ("residency_cap", MATMUL)
-    assert engagement.asked == "at most 2 CTAs per SM, carveout 100 %"
+    assert engagement.asked == "cap of 2 CTAs per SM (76,801 B of shared memory, carveout 100 %)"
     assert engagement.found == "2 CTAs per SM, carveout 100 %"
     assert engagement.reason == ""
 
@@ -175,7 +175,7 @@ def test_a_limit_on_ctas_is_refused_with_the_line_that_the_user_must_add() -> No
 def test_a_transport_is_refused_because_a_captured_collective_keeps_its_own() -> None:
     graph, engagements = outcome(plan(Transport(transport="copy_engine"), kind="communication"))
     assert graph.edits == []
-    assert (engagements[0].state, engagements[0].asked) == ("refused", "copy_engine")
+    assert (engagements[0].state, engagements[0].asked) == ("refused", "transport copy_engine")
     assert "capture it on copy engines" in engagements[0].reason
 
 
@@ -198,7 +198,7 @@ def test_a_refusal_does_not_keep_the_other_controls_from_being_applied() -> None
         (Faults(ignores_priority=True), GREATEST, "priority 0"),
         (Faults(ignores_carveout=True), CAP, "2 CTAs per SM, carveout -1 %"),
         (Faults(ignores_shared_memory=True), CAP, "4 CTAs per SM, carveout 100 %"),
-        (Faults(ignores_holds=True), HOLD, "held 0 us"),
+        (Faults(ignores_holds=True), HOLD, "head start 0 us"),
     ],
     ids=["priority", "carveout", "residency", "head start"],
 )
@@ -215,7 +215,8 @@ def test_a_control_that_silently_did_nothing_is_found_out(faults: Faults, contro
 def test_a_head_start_is_verified_by_the_delay_that_stands_in_the_graph() -> None:
     graph, engagements = outcome(plan(HeadStart(hold_us=7.5), operations=(2,)))
     assert graph.held_us(FIRST_MATMUL) == 7.5
-    assert (engagements[0].state, engagements[0].asked, engagements[0].found) == ("verified", "held 7.5 us", "held 7.5 us")
+    (engagement,) = engagements
+    assert (engagement.state, engagement.asked, engagement.found) == ("verified", "head start 7.5 us", "head start 7.5 us")
     assert graph.nodes() == NODES  # a hold is no node of the step
 
 
@@ -224,6 +225,15 @@ def test_of_two_priorities_for_one_kernel_the_one_that_lost_is_reported() -> Non
     assert [(engagement.asked, engagement.state) for engagement in engagements] == [
         ("priority -5", "failed"),
         ("priority -2", "verified"),
+    ]
+
+
+def test_of_two_head_starts_for_one_kernel_the_last_stands_and_the_one_that_lost_is_reported() -> None:
+    graph, engagements = outcome(plan(HOLD, HeadStart(hold_us=20.0), operations=(2,)))
+    assert graph.held_us(FIRST_MATMUL) == 20.0
+    assert [(engagement.asked, engagement.state) for engagement in engagements] == [
+        ("head start 5 us", "failed"),
+        ("head start 20 us", "verified"),
     ]
 
 
@@ -245,6 +255,21 @@ def test_a_graph_that_cannot_be_copied_is_one_clear_error() -> None:
     with pytest.raises(DeviceError, match="Copying the graph failed"):
         rewrite(captured, read(), plan(GREATEST, kind="communication"))
     assert captured.edits == []
+
+
+def test_a_copy_on_which_the_driver_refuses_an_edit_is_freed() -> None:
+    captured = GraphDouble(NODES, GPU, Faults(refuses_edits=True))
+    with pytest.raises(DeviceError, match="Setting PRIORITY"):
+        rewrite(captured, read(), plan(GREATEST, kind="communication"))
+    assert len(captured.log.copies) == 1
+    assert captured.log.num_open() == 0
+
+
+def test_only_edited_nodes_are_read_again_and_each_of_them_once() -> None:
+    captured = GraphDouble(NODES, GPU)
+    rewrite(captured, read(), plan(GREATEST, CAP, HOLD, operations=(2,)))
+    copied, first_read, edited, again, residency, held = len(NODES), len(NODES), 3, 1, 1, 1
+    assert captured.log.num_calls == copied + first_read + edited + again + residency + held
 
 
 @pytest.mark.parametrize("controls", [(), (GREATEST,), (GREATEST, CAP, HOLD)], ids=len)

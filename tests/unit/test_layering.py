@@ -16,7 +16,7 @@ ORDER = [
     {"value"},
     {"machine"},
     {"step"},
-    {"occupancy"},
+    {"occupancy", "footprints"},
     {"plan", "schedule"},
     {"timeline", "engagement"},
     {"metrics", "traces", "workloads", "executor"},

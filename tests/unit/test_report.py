@@ -22,6 +22,7 @@ from counterpoint.plan import (
     Refusal,
     ResidencyCap,
     Transport,
+    describe_control,
 )
 from counterpoint.planner import Trial
 from counterpoint.report import text
@@ -163,7 +164,7 @@ def test_counts_read_well(counts: tuple[int, int, int, int], says: str) -> None:
     ],
 )
 def test_every_control_is_named_in_words(control: Control, says: str) -> None:
-    assert text.describe_control(control) == says
+    assert describe_control(control) == says
 
 
 @pytest.mark.parametrize(

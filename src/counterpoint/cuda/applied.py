@@ -5,6 +5,7 @@ compares their times over all ranks, and goes back to the original for good wher
 """
 
 import statistics
+from contextlib import ExitStack, closing
 
 import torch
 
@@ -12,32 +13,39 @@ from counterpoint.cuda.capture import Captured
 from counterpoint.cuda.graph import AbstractExecutable
 from counterpoint.cuda.rewriting import rewrite
 from counterpoint.engagement import Engagement, require_engaged
-from counterpoint.errors import EngagementError
+from counterpoint.errors import DeviceError, EngagementError
 from counterpoint.plan import Plan
 
 GUARD_PAIRS = 5
-TOLERANCE = 0.01
+TOLERANCE = 0.01  # of the original's time; an assumption
 
 
 class Applied:
-    """Replays of a captured step under a plan. Made by `apply`."""
+    """Replays of a captured step under a plan, until `close`. Made by `apply`."""
 
     def __init__(self, captured: Captured, plan: Plan, guard_every: int, is_strict: bool) -> None:
         rewritten = rewrite(captured.graph, captured.read, plan)
         self.plan = plan
         self.engagements: tuple[Engagement, ...] = rewritten.engagements
         self._captured = captured
-        self._original: AbstractExecutable = captured.graph.instantiate()
-        self._planned: AbstractExecutable = rewritten.graph.instantiate()
+        with ExitStack() as opened, closing(rewritten.graph):
+            if is_strict:
+                require_engaged(self.engagements)
+            self._original: AbstractExecutable = captured.graph.instantiate()
+            opened.callback(self._original.close)
+            self._planned: AbstractExecutable = rewritten.graph.instantiate()
+            opened.callback(self._planned.close)
+            self._opened = opened.pop_all()
+        self._is_open = True
         self._guard_every = guard_every
         self._num_replays = 0
         self._times: tuple[list[tuple[torch.cuda.Event, torch.cuda.Event]], ...] = ([], [])
         self.is_active = bool(plan.directives)
-        if is_strict:
-            require_engaged(self.engagements)
 
     def replay(self) -> None:
-        """Run the step once on the current stream, on every rank alike."""
+        """Run the step once on the current stream, on every rank alike. Raises `DeviceError` after `close`."""
+        if not self._is_open:
+            raise DeviceError("The plan is closed, so its step cannot be replayed. Apply it again.")
         place = self._num_replays % self._guard_every if self._guard_every else 2 * GUARD_PAIRS
         self._num_replays += 1
         stream = torch.cuda.current_stream()
@@ -56,6 +64,11 @@ class Applied:
     def revert(self) -> None:
         """Go back to the graph as it was captured; `is_active` is false from then on."""
         self.is_active = False
+
+    def close(self) -> None:
+        """Free both graphs; a replay that still runs ends as usual. A second call does nothing."""
+        self._is_open = False
+        self._opened.close()
 
     def _judge(self) -> None:
         """Compare the replays that the guard has timed; every rank comes to the same answer."""

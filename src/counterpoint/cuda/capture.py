@@ -8,6 +8,7 @@ from replays of a serialized copy: every node alone, in an order that is the sam
 import statistics
 import tempfile
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 import msgspec
@@ -18,11 +19,10 @@ from torch.profiler import ProfilerActivity, profile
 from counterpoint.cuda.driver import DriverGraph, driver_version
 from counterpoint.cuda.graph import AbstractExecutable
 from counterpoint.cuda.plan_cache import Surroundings
-from counterpoint.cuda.reading import CollectiveCall, GraphTimes, ReadGraph, read_graph
+from counterpoint.cuda.reading import CollectiveCall, GraphTimes, ReadGraph, read_calls, read_graph
 from counterpoint.cuda.rendezvous import Rendezvous
 from counterpoint.errors import DeviceError, StepError
 from counterpoint.timeline import Interval, Timeline
-from counterpoint.traces.classify import load_rules
 
 WARM_UP_CALLS = 3
 LONE_REPLAYS = 3
@@ -97,9 +97,8 @@ class Captured:
 
     def outputs_are_identical(self, executable: AbstractExecutable, outputs: list[torch.Tensor]) -> bool:
         """Whether a replay leaves the same bits in `outputs` as the graph as it was captured; both start from NaN."""
-        original = self.graph.instantiate()
-        first, second = (self._outputs_of(each, outputs) for each in (original, executable))
-        original.close()
+        with closing(self.graph.instantiate()) as original:
+            first, second = (self._outputs_of(each, outputs) for each in (original, executable))
         return all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
 
     def _outputs_of(self, executable: AbstractExecutable, outputs: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -125,13 +124,12 @@ class Captured:
 
     def _lone_times(self) -> GraphTimes:
         """Each node's time with nothing beside it, and its full name: medians over replays of a serialized copy."""
-        serial = self.graph.copy()
-        serial.serialize()
-        executable = serial.instantiate()
         nodes = self.graph.nodes()
         working = [number for number, node in enumerate(nodes) if node.kind != "other"]
-        replays = [self._profile(executable) for _ in range(1 + LONE_REPLAYS)][1:]
-        executable.close()
+        with closing(self.graph.copy()) as serial:
+            serial.serialize()
+            with closing(serial.instantiate()) as executable:
+                replays = [self._profile(executable) for _ in range(1 + LONE_REPLAYS)][1:]
         for activities in replays:
             if len(activities) != len(working):
                 raise DeviceError(
@@ -180,17 +178,4 @@ def _collective_calls(profiler: profile) -> list[CollectiveCall]:
         path = Path(folder) / "capture.json"
         profiler.export_chrome_trace(str(path))
         events = msgspec.json.decode(path.read_bytes())["traceEvents"]
-    noted = [event for event in events if event.get("name") == "record_param_comms"]
-    noted.sort(key=lambda event: event["ts"])
-    rules = load_rules()
-    calls = []
-    for event in noted:
-        args = event.get("args", {})
-        kind = rules.collective_names.get(str(args.get("Collective name", "")).lower().lstrip("_"))
-        if kind is None:
-            continue
-        element_bytes = rules.dtype_bytes.get(str(args.get("dtype", "")).lower(), 1)
-        elements = max(int(args.get("In msg nelems", 0)), int(args.get("Out msg nelems", 0)))
-        group_size = int(args.get("Group size", 1))
-        calls.append(CollectiveCall(collective=kind, num_bytes=elements * element_bytes, group_size=group_size))
-    return calls
+    return read_calls(events)

@@ -18,7 +18,7 @@ from counterpoint.cuda.graph import AbstractExecutable, AbstractGraph, GraphNode
 from counterpoint.errors import DeviceError
 from counterpoint.step import Footprint
 
-USE_NODE_PRIORITY = 8
+USE_NODE_PRIORITY = 8  # CUDA_GRAPH_INSTANTIATE_FLAG_USE_NODE_PRIORITY
 EXPLAINED = {
     "CUDA_ERROR_NO_DEVICE": "no GPU is visible; run on a machine with one, or check CUDA_VISIBLE_DEVICES",
     "CUDA_ERROR_OUT_OF_MEMORY": "GPU memory is used up; free some, or measure fewer candidates",
@@ -67,11 +67,16 @@ class DriverGraph(AbstractGraph):
         self._waits = _waits(graph)
         self._handles = handles if handles is not None else _topological(graph, self._waits)
         self._numbers = {int(handle): number for number, handle in enumerate(self._handles)}
-        self._holds: dict[int, float] = {}
+        self._holds: dict[int, tuple[Handle, float]] = {}  # by node: the head start's own node, and how long it is
 
     def nodes(self) -> tuple[GraphNode, ...]:
         """See `AbstractGraph.nodes`."""
-        return tuple(_describe(handle, self._earlier(handle)) for handle in self._handles)
+        return tuple(self.node(number) for number in range(len(self._handles)))
+
+    def node(self, number: int) -> GraphNode:
+        """See `AbstractGraph.node`."""
+        handle = self._handles[number]
+        return _describe(handle, self._earlier(handle))
 
     def _earlier(self, handle: Handle) -> tuple[int, ...]:
         """Numbers of the nodes that a node waits for, as the capture had them."""
@@ -106,17 +111,23 @@ class DriverGraph(AbstractGraph):
 
     def hold_before(self, node: int, hold_us: float) -> None:
         """See `AbstractGraph.hold_before`."""
-        handle = self._handles[node]
+        handle, params = self._handles[node], _hold_params(hold_us)
+        if node in self._holds:
+            hold, _ = self._holds[node]
+            check("Changing a head start", cu.cuGraphKernelNodeSetParams(hold, params))
+            self._holds[node] = hold, hold_us
+            return
         earlier = [self._handles[number] for number in self._earlier(handle)]
-        params = _hold_params(hold_us)
         hold = check("Adding a head start", cu.cuGraphAddKernelNode(self._graph, earlier, len(earlier), params))
         check("Ordering a head start", cu.cuGraphAddDependencies(self._graph, [hold], [handle], None, 1))
-        self._holds[node] = hold_us
+        self._holds[node] = hold, hold_us
 
     def held_us(self, node: int) -> float:
         """See `AbstractGraph.held_us`."""
-        now = _waits(self._graph).get(int(self._handles[node]), ())
-        return self._holds.get(node, 0.0) if any(wait not in self._numbers for wait in now) else 0.0
+        if node not in self._holds:
+            return 0.0
+        hold, hold_us = self._holds[node]
+        return hold_us if int(hold) in _waits_of(self._handles[node]) else 0.0
 
     def residency(self, node: int) -> int:
         """See `AbstractGraph.residency`."""
@@ -136,7 +147,7 @@ class DriverGraph(AbstractGraph):
         return DriverExecutable(self._graph)
 
     def close(self) -> None:
-        """Free a copy, which then cannot be used any more; a captured graph is freed by its owner."""
+        """See `AbstractGraph.close`."""
         check("Freeing a copied graph", cu.cuGraphDestroy(self._graph))
 
 
@@ -149,6 +160,15 @@ def _waits(graph: Handle) -> dict[int, list[int]]:
         for one, other in zip(earlier[:number], later[:number], strict=True):
             waits.setdefault(int(other), []).append(int(one))
     return waits
+
+
+def _waits_of(node: Handle) -> list[int]:
+    """The handles of what one node waits for now."""
+    _, _, number = check("Counting a node's dependencies", cu.cuGraphNodeGetDependencies(node, 0))
+    if not number:
+        return []
+    earlier, _, _ = check("Reading a node's dependencies", cu.cuGraphNodeGetDependencies(node, number))
+    return [int(handle) for handle in earlier[:number]]
 
 
 def _topological(graph: Handle, waits: dict[int, list[int]]) -> list[Handle]:

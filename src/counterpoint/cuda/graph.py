@@ -46,6 +46,10 @@ class AbstractGraph(ABC):
         """All nodes as they are now, in topological order; held-up nodes do not count the holds put before them."""
 
     @abstractmethod
+    def node(self, number: int) -> GraphNode:
+        """One node as it is now, as `nodes` has it."""
+
+    @abstractmethod
     def copy(self) -> "AbstractGraph":
         """An independent copy. Raises `DeviceError` where the driver cannot copy, as with memory nodes."""
 
@@ -59,7 +63,7 @@ class AbstractGraph(ABC):
 
     @abstractmethod
     def hold_before(self, node: int, hold_us: float) -> None:
-        """Delay a node by `hold_us` after everything it waits for has ended."""
+        """Delay a node by `hold_us` after everything it waits for has ended; a second delay replaces the first."""
 
     @abstractmethod
     def held_us(self, node: int) -> float:
@@ -75,4 +79,8 @@ class AbstractGraph(ABC):
 
     @abstractmethod
     def instantiate(self) -> AbstractExecutable:
-        """Make the graph ready to run, node priorities in force."""
+        """Make the graph ready to run, node priorities in force. What was made ready does not need the graph any more."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Free a copy, which then cannot be used any more; a captured graph is freed by its owner."""

@@ -5,14 +5,15 @@ one, so that streams here say what is serial. Sizes of collectives are not in th
 while it was captured, in the order of issue.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from msgspec.structs import replace
 
 from counterpoint.cuda.graph import GraphNode
 from counterpoint.errors import StepError
 from counterpoint.step import Collective, CollectiveKind, Copy, Dependency, Kernel, Operation, Step
-from counterpoint.traces.classify import classify_kernel
+from counterpoint.traces.classify import classify_kernel, element_bytes, known_collective
 from counterpoint.value import Value
 
 RECORDED_LIBRARIES = ("nccl", "rccl")  # what torch.distributed calls, and so records
@@ -67,6 +68,21 @@ def read_graph(
         operations.append(_operation(node, streams[number], waits, times.lone_us[number], waiting_calls))
     step = Step(name=name, num_ranks=num_ranks, operations=tuple(operations), device_name=times.device_name)
     return ReadGraph(step=step, nodes=tuple(numbers))
+
+
+def read_calls(events: Iterable[Mapping[str, Any]]) -> list[CollectiveCall]:
+    """The collectives among a profiler's events, in the order of issue; a size that is not known is 0, as in traces."""
+    noted = sorted((event for event in events if event.get("name") == "record_param_comms"), key=lambda event: event["ts"])
+    calls = []
+    for event in noted:
+        args = event.get("args", {})
+        kind = known_collective(str(args.get("Collective name", "")))
+        if kind is None:
+            continue
+        size = element_bytes(str(args.get("dtype", ""))) or 0
+        elements = max(int(args.get("In msg nelems", 0)), int(args.get("Out msg nelems", 0)))
+        calls.append(CollectiveCall(collective=kind, num_bytes=elements * size, group_size=int(args.get("Group size", 1))))
+    return calls
 
 
 def _check_calls(name: str, nodes: Sequence[GraphNode], calls: Sequence[CollectiveCall]) -> None:

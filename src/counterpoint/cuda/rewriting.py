@@ -4,12 +4,26 @@ Edits go to the nodes that the plan's directives match and to no others; the cap
 the plan is launching the original. A control that cannot apply is refused with the reason, never skipped in silence.
 """
 
+from collections.abc import Sequence
+from contextlib import ExitStack
+
 import msgspec
 
 from counterpoint.cuda.graph import AbstractGraph, GraphNode
 from counterpoint.cuda.reading import ReadGraph
 from counterpoint.engagement import Engagement
-from counterpoint.plan import CommunicationCtas, Control, HeadStart, Plan, Priority, ResidencyCap, Transport
+from counterpoint.plan import (
+    CommunicationCtas,
+    Control,
+    HeadStart,
+    Plan,
+    Priority,
+    ResidencyCap,
+    Transport,
+    control_tag,
+    describe_control,
+)
+from counterpoint.units import format_count
 
 REFUSED_IN_GRAPHS = {
     CommunicationCtas: "a process group takes it when it is made: "
@@ -19,7 +33,7 @@ REFUSED_IN_GRAPHS = {
 
 
 class Rewritten(msgspec.Struct, frozen=True, kw_only=True):
-    """The edited copy, and what became of each control."""
+    """The edited copy, which the caller closes, and what became of each control."""
 
     graph: AbstractGraph
     engagements: tuple[Engagement, ...]
@@ -28,21 +42,28 @@ class Rewritten(msgspec.Struct, frozen=True, kw_only=True):
 def rewrite(graph: AbstractGraph, read: ReadGraph, plan: Plan) -> Rewritten:
     """Copy `graph` and apply `plan` to it. Raises `PlanError` for a plan of another step, `DeviceError` from the driver."""
     plan.check_step(read.step)
-    edited = graph.copy()
-    before = graph.nodes()
+    with ExitStack() as on_failure:
+        edited = graph.copy()
+        on_failure.callback(edited.close)
+        engagements = _edit(edited, graph.nodes(), read, plan)
+        on_failure.pop_all()
+    return Rewritten(graph=edited, engagements=engagements)
+
+
+def _edit(graph: AbstractGraph, before: Sequence[GraphNode], read: ReadGraph, plan: Plan) -> tuple[Engagement, ...]:
+    """Apply what can be applied to a copy, and read the edited nodes again; refusals come first."""
     wanted: list[tuple[int, Control]] = []
     engagements: list[Engagement] = []
     for index, (number, operation) in enumerate(zip(read.nodes, read.step.operations, strict=True)):
         for control in plan.controls_for(index, operation):
             reason = _why_not(before[number], control)
             if reason:
-                engagements.append(_engagement(before[number], control, "refused", reason=reason))
+                engagements.append(_refused(before[number], control, reason))
             else:
-                _apply(edited, number, control)
+                _apply(graph, number, control)
                 wanted.append((number, control))
-    after = edited.nodes() if wanted else before
-    engagements.extend(_verify(edited, number, after[number], control) for number, control in wanted)
-    return Rewritten(graph=edited, engagements=tuple(engagements))
+    after = {number: graph.node(number) for number in dict.fromkeys(number for number, _ in wanted)}
+    return (*engagements, *(_verify(graph, number, after[number], control) for number, control in wanted))
 
 
 def _why_not(node: GraphNode, control: Control) -> str:
@@ -78,37 +99,31 @@ def _verify(graph: AbstractGraph, number: int, node: GraphNode, control: Control
     """Ask the driver what is there now and compare it with what was asked."""
     match control:
         case Priority():
-            return _engagement(node, control, found=f"priority {node.priority}", is_met=node.priority == control.priority)
+            return _verified(node, control, f"priority {node.priority}", node.priority == control.priority)
         case ResidencyCap():
             residency = graph.residency(number)
             assert node.footprint is not None, "a capped node is a kernel"
             percent = node.footprint.carveout_percent
             is_met = residency <= control.ctas_per_sm and percent == control.carveout_percent and residency > 0
-            return _engagement(node, control, found=f"{residency} CTAs per SM, carveout {percent} %", is_met=is_met)
+            return _verified(node, control, f"{format_count(residency, 'CTA')} per SM, carveout {percent} %", is_met)
         case _:
             held_us = graph.held_us(number)
             assert isinstance(control, HeadStart), "every other control is refused or verified above"
-            return _engagement(node, control, found=f"held {held_us:g} us", is_met=held_us == control.hold_us)
+            return _verified(node, control, f"head start {held_us:g} us", held_us == control.hold_us)
 
 
-def _engagement(
-    node: GraphNode, control: Control, state: str = "", *, found: str = "", is_met: bool = False, reason: str = ""
-) -> Engagement:
-    name = str(control.__struct_config__.tag)
-    match control:
-        case Priority():
-            asked = f"priority {control.priority}"
-        case ResidencyCap():
-            asked = f"at most {control.ctas_per_sm} CTAs per SM, carveout {control.carveout_percent} %"
-        case HeadStart():
-            asked = f"held {control.hold_us:g} us"
-        case CommunicationCtas():
-            asked = f"at most {control.max_ctas} CTAs"
-        case Transport():
-            asked = control.transport
-    if state == "refused":
-        return Engagement(control=name, target=node.name, state="refused", asked=asked, reason=reason)
-    why = "" if is_met else "the driver holds another value"
+def _refused(node: GraphNode, control: Control, reason: str) -> Engagement:
+    asked = describe_control(control)
+    return Engagement(control=control_tag(control), target=node.name, state="refused", asked=asked, reason=reason)
+
+
+def _verified(node: GraphNode, control: Control, found: str, is_met: bool) -> Engagement:
+    """What the driver said of a control that was applied: verified if it holds, else failed."""
     return Engagement(
-        control=name, target=node.name, state="verified" if is_met else "failed", asked=asked, found=found, reason=why
+        control=control_tag(control),
+        target=node.name,
+        state="verified" if is_met else "failed",
+        asked=describe_control(control),
+        found=found,
+        reason="" if is_met else "the driver holds another value",
     )

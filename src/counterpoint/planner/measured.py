@@ -7,7 +7,7 @@ because other ranks may already wait in its collectives.
 """
 
 from collections.abc import Iterable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from itertools import combinations
 from typing import Protocol
 
@@ -20,13 +20,12 @@ from counterpoint.cuda.timing import Measurement, measure_interleaved
 from counterpoint.engagement import Engagement
 from counterpoint.errors import DeviceError
 from counterpoint.machine import Machine
-from counterpoint.plan import Directive, Expectation, Plan, Refusal
-from counterpoint.planner.search import Trial, Tuning, tune
+from counterpoint.plan import Directive, Expectation, Plan, Refusal, control_tag
+from counterpoint.planner.search import AS_IT_IS, Trial, Tuning, tune
 from counterpoint.sim import Simulator
 from counterpoint.units import format_percent, format_us
 from counterpoint.value import Value
 
-AS_IT_IS = "as it is"
 SIMULATION_ERROR = 0.05  # on average over the paper's grid on 4 H200s
 
 
@@ -142,12 +141,13 @@ def _applicable(captured: Replayable, simulated: Tuning) -> tuple[list[Contender
 def _unmet(captured: Replayable, trial: Trial) -> list[Refusal]:
     """The controls of a trial that do not take effect on a copy of the graph."""
     try:
-        engagements = rewrite(captured.graph, captured.read, Plan(directives=trial.directives)).engagements
+        rewritten = rewrite(captured.graph, captured.read, Plan(directives=trial.directives))
+        rewritten.graph.close()
     except DeviceError as problem:
         return [Refusal(control=family, target=trial.label, reason=str(problem).rstrip(".")) for family in trial.families]
     return [
         Refusal(control=engagement.control, target=engagement.target, reason=engagement.reason)
-        for engagement in engagements
+        for engagement in rewritten.engagements
         if engagement.state != "verified"
     ]
 
@@ -176,8 +176,9 @@ def _admit_all(
 
 def _make_ready(captured: Replayable, contender: Contender, opened: ExitStack) -> Entrant:
     rewritten = rewrite(captured.graph, captured.read, Plan(directives=contender.directives))
-    executable = rewritten.graph.instantiate()
-    opened.callback(executable.close)
+    with closing(rewritten.graph):  # what was made ready needs the copy no more
+        executable = rewritten.graph.instantiate()
+        opened.callback(executable.close)
     return Entrant(contender=contender, executable=executable, engagements=rewritten.engagements)
 
 
@@ -191,7 +192,7 @@ def _left_out(
     directives: Sequence[Directive], inapplicable: Iterable[Refusal], simulated: Iterable[Refusal]
 ) -> list[Refusal]:
     """Refusals of the controls that are not in the plan: what cannot be applied here, else what the simulator says."""
-    chosen = {str(control.__struct_config__.tag) for directive in directives for control in directive.controls}
+    chosen = {control_tag(control) for directive in directives for control in directive.controls}
     first: dict[str, Refusal] = {}
     for refusal in inapplicable:
         first.setdefault(refusal.control, refusal)

@@ -7,6 +7,9 @@ reviewers asked for.
 
 import hashlib
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack, closing
+
+import msgspec
 
 from counterpoint.cuda.graph import AbstractExecutable
 from counterpoint.cuda.rewriting import rewrite
@@ -15,6 +18,7 @@ from counterpoint.machine import Machine
 from counterpoint.metrics import ideal_us, measure, sequential_us
 from counterpoint.occupancy import cap_shared_bytes, residency
 from counterpoint.plan import Control, Directive, HeadStart, Match, Plan, Priority, ResidencyCap, Transport
+from counterpoint.planner.candidates import HOLDS_US
 from counterpoint.planner.measured import Replayable, tune_measured
 from counterpoint.planner.search import tune
 from counterpoint.sim import Simulator
@@ -23,7 +27,6 @@ from counterpoint.step import Collective, Kernel, Step
 from counterpoint.value import Value
 
 PLAIN, SEQUENTIAL = "plain overlap", "sequential"
-HOLDS_US = (5.0, 20.0)
 Parts = list[tuple[Match, Control]]
 
 
@@ -54,6 +57,13 @@ class PaperResult(Value, frozen=True, kw_only=True):
     choice: Plan
 
 
+class _Variant(msgspec.Struct, frozen=True, kw_only=True):
+    """One row of the grid, ready to be replayed."""
+
+    executable: AbstractExecutable
+    is_engaged: bool
+
+
 def paper_grid(step: Step, machine: Machine) -> dict[str, Plan]:
     """Labelled plans, plain overlap first."""
     kernels = {index: operation for index, operation in enumerate(step.operations) if isinstance(operation, Kernel)}
@@ -80,23 +90,26 @@ def _plan(parts: Parts) -> Plan:
 
 def simulate_paper(step: Step, machine: Machine) -> PaperResult:
     """The grid on the simulator, copy engines included where the collective only moves data."""
+    return PaperResult(
+        workload=step.name,
+        machine=machine.name,
+        num_ranks=step.num_ranks,
+        ideal_us=ideal_us(step, Simulator().lone_times_us(step, machine)),
+        rows=_simulated_rows(step, machine),
+        choice=tune(step, machine, Simulator()).plan,
+    )
+
+
+def _simulated_rows(step: Step, machine: Machine) -> tuple[PaperRow, ...]:
     simulator = Simulator()
     plans = paper_grid(step, machine)
     kinds = {operation.collective for operation in step.operations if isinstance(operation, Collective)}
     if kinds <= set(COPY_ENGINE_COLLECTIVES):
         plans["copy engines"] = _plan([(Match(kind="communication"), Transport(transport="copy_engine"))])
-    lone_us = simulator.lone_times_us(step, machine)
-    rows = [PaperRow(label=SEQUENTIAL, simulated_us=sequential_us(step, lone_us))]
+    rows = [PaperRow(label=SEQUENTIAL, simulated_us=sequential_us(step, simulator.lone_times_us(step, machine)))]
     for label, plan in plans.items():
         rows.append(PaperRow(label=label, simulated_us=measure(simulator.run(step, machine, plan)).makespan_us))
-    return PaperResult(
-        workload=step.name,
-        machine=machine.name,
-        num_ranks=step.num_ranks,
-        ideal_us=ideal_us(step, lone_us),
-        rows=tuple(rows),
-        choice=tune(step, machine, simulator).plan,
-    )
+    return tuple(rows)
 
 
 def measure_paper(
@@ -108,24 +121,20 @@ def measure_paper(
 ) -> PaperResult:
     """The grid on GPUs, interleaved with plain overlap, beside what the simulator says of the captured step.
 
-    `output_bits` replays an executable once over poisoned outputs and returns their bits. The planner's choice is
-    measured afterwards, by itself.
+    `output_bits` replays an executable once over poisoned outputs and returns their bits. `sequential` is closed here. The
+    planner's choice is measured afterwards, by itself.
     """
     step = overlapped.read.step
-    simulated = {row.label: row.simulated_us for row in simulate_paper(step, machine).rows}
-    rewritten = {
-        label: rewrite(overlapped.graph, overlapped.read, plan) for label, plan in paper_grid(step, machine).items()
-    }
-    ready: Mapping[str, AbstractExecutable] = {
-        PLAIN: rewritten[PLAIN].graph.instantiate(),
-        SEQUENTIAL: sequential,
-        **{label: each.graph.instantiate() for label, each in rewritten.items() if label != PLAIN},
-    }
-    labels = list(ready)
-    found = measure_interleaved(labels, lambda number: overlapped.time_us(ready[labels[number]]), num_rounds)
-    digests = {label: hashlib.sha256(output_bits(executable)).digest() for label, executable in ready.items()}
-    for executable in ready.values():
-        executable.close()
+    simulated = {row.label: row.simulated_us for row in _simulated_rows(step, machine)}
+    with ExitStack() as opened:
+        opened.callback(sequential.close)
+        grid = _make_ready(overlapped, paper_grid(step, machine), opened)
+        variants = {PLAIN: grid[PLAIN], SEQUENTIAL: _Variant(executable=sequential, is_engaged=True), **grid}
+        labels = list(variants)
+        found = measure_interleaved(
+            labels, lambda number: overlapped.time_us(variants[labels[number]].executable), num_rounds
+        )
+        digests = {label: hashlib.sha256(output_bits(each.executable)).digest() for label, each in variants.items()}
     rows = tuple(
         PaperRow(
             label=row.label,
@@ -133,19 +142,28 @@ def measure_paper(
             measured_us=row.median_us,
             ratio=row.ratio,
             spread=row.spread,
-            is_engaged=row.label == SEQUENTIAL
-            or all(entry.state == "verified" for entry in rewritten[row.label].engagements),
+            is_engaged=variants[row.label].is_engaged,
             is_identical=digests[row.label] == digests[PLAIN],
         )
         for row in found
     )
-    lone_us = Simulator().lone_times_us(step, machine)
-    choice = tune_measured(overlapped, machine, num_rounds=num_rounds).plan
     return PaperResult(
         workload=step.name,
         machine=machine.name,
         num_ranks=step.num_ranks,
-        ideal_us=ideal_us(step, lone_us),
+        ideal_us=ideal_us(step, Simulator().lone_times_us(step, machine)),
         rows=rows,
-        choice=choice,
+        choice=tune_measured(overlapped, machine, num_rounds=num_rounds).plan,
     )
+
+
+def _make_ready(overlapped: Replayable, plans: Mapping[str, Plan], opened: ExitStack) -> dict[str, _Variant]:
+    """Every plan on a copy of the graph, by label; `opened` closes what was made ready."""
+    variants = {}
+    for label, plan in plans.items():
+        rewritten = rewrite(overlapped.graph, overlapped.read, plan)
+        with closing(rewritten.graph):
+            executable = opened.enter_context(closing(rewritten.graph.instantiate()))
+        is_engaged = all(entry.state == "verified" for entry in rewritten.engagements)
+        variants[label] = _Variant(executable=executable, is_engaged=is_engaged)
+    return variants

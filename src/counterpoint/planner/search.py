@@ -17,9 +17,10 @@ from counterpoint.planner.candidates import Candidate, Proposal, propose
 from counterpoint.planner.contention import find_contention
 from counterpoint.step import Step
 from counterpoint.timeline import Timeline
-from counterpoint.units import format_percent, format_us
+from counterpoint.units import format_count, format_percent, format_us
 from counterpoint.value import Value
 
+AS_IT_IS = "as it is"
 MIN_GAIN = 0.01
 MIN_ADDED_GAIN = 0.005
 NEGLIGIBLE = 0.0005
@@ -64,7 +65,7 @@ class _Bench:
         if directives not in self._known:
             metrics = measure(self.run(parts))
             trial = Trial(
-                label=" + ".join(part.label for part in parts) or "as it is",
+                label=" + ".join(part.label for part in parts) or AS_IT_IS,
                 families=tuple(part.family for part in parts),
                 directives=directives,
                 makespan_us=metrics.makespan_us,
@@ -180,4 +181,4 @@ def _target(directives: Sequence[Directive]) -> str:
     """What the directives are for: so many collectives, so many kernels."""
     number = sum(len(directive.match.operations) if directive.match.operations else 1 for directive in directives)
     noun = "collective" if directives[0].match.kind == "communication" else "kernel"
-    return f"{number} {noun}{'' if number == 1 else 's'}"
+    return format_count(number, noun)

@@ -1,6 +1,7 @@
-"""A timeline as two rows of text: computation above communication, and what is exposed in a color of its own.
+"""A timeline as two rows of text: computation above communication.
 
-Each column is an equal part of the time; the height of its block says for how much of it the row was busy.
+Each column is an equal part of the time; the height of its block says for how much of it the row was busy. It knows nothing
+of color, which `text.py` adds.
 """
 
 from counterpoint.step import OperationKind
@@ -13,7 +14,7 @@ ROWS: tuple[OperationKind, ...] = ("computation", "communication")
 
 
 class Lane(Value, frozen=True, kw_only=True):
-    """One row: for each column the busy fraction, 0 to 1, and the fraction that the other row was busy, too."""
+    """One row: for each column the fraction of its time, 0 to 1, in which the row was busy."""
 
     kind: OperationKind
     busy: tuple[float, ...]

@@ -11,7 +11,7 @@ from counterpoint.plan import LEAVE_IT, Plan
 from counterpoint.planner import Trial, Tuning
 from counterpoint.sim import Simulator
 from counterpoint.timeline import Timeline
-from counterpoint.units import format_percent
+from counterpoint.units import format_count, format_percent
 from counterpoint.value import Value
 
 
@@ -25,8 +25,10 @@ class Row(Value, frozen=True, kw_only=True):
 
 
 class Summary(Value, frozen=True, kw_only=True):
-    """What a command found. `replay_error` is signed, a fraction of the traced makespan; None without a
-    trace and for a step under a plan."""
+    """What a command found.
+
+    `replay_error` is signed, a fraction of the traced makespan; None without a trace and for a step under a plan.
+    """
 
     step_name: str
     step_fingerprint: str
@@ -77,7 +79,7 @@ def _summary(
     first = [Row(name="sequential", makespan_us=scale.sequential_us, remark="sum of lone times")]
     if job.traced is not None:
         traced = measure(job.traced.timeline)
-        remark = f"measured, {job.traced.num_steps} profiled step{'' if job.traced.num_steps == 1 else 's'}"
+        remark = f"measured, {format_count(job.traced.num_steps, 'profiled step')}"
         first.append(Row(name="as traced", makespan_us=traced.makespan_us, metrics=traced, remark=remark))
     ideal = Row(name="ideal", makespan_us=scale.ideal_us, remark="busiest resource or critical path")
     return Summary(

@@ -9,23 +9,13 @@ from rich.text import Text
 
 from counterpoint.cuda.probing import Probed
 from counterpoint.machine import Machine
-from counterpoint.plan import (
-    CommunicationCtas,
-    Control,
-    Directive,
-    HeadStart,
-    Plan,
-    Priority,
-    Refusal,
-    ResidencyCap,
-    Transport,
-)
+from counterpoint.plan import Directive, Plan, Refusal, describe_control
 from counterpoint.planner import Trial
 from counterpoint.report.lanes import ASCII_BLOCKS, BLOCKS, draw_lanes
 from counterpoint.report.summary import Row
 from counterpoint.step import Collective, Copy, Step
 from counterpoint.timeline import Timeline
-from counterpoint.units import format_bytes, format_percent, format_rate, format_us
+from counterpoint.units import format_bytes, format_count, format_percent, format_rate, format_us
 
 SHOWN_TRIALS = 12
 NAME_WIDTH = 60
@@ -49,10 +39,10 @@ def print_step(console: Console, step: Step, machine: Machine, notes: Iterable[s
     copies = sum(isinstance(operation, Copy) for operation in step.operations)
     kernels = len(step.operations) - len(collectives) - copies
     moved = format_bytes(sum(collective.num_bytes for collective in collectives))
-    parts = [_count(kernels, "kernel"), f"{_count(len(collectives), 'collective')} of {moved} in all"]
+    parts = [format_count(kernels, "kernel"), f"{format_count(len(collectives), 'collective')} of {moved} in all"]
     if copies:
-        parts.append(_count(copies, "copy or fill", "copies and fills"))
-    console.print(Text.assemble((step.name, "bold"), f": {', '.join(parts)}; {_count(step.num_ranks, 'rank')}"))
+        parts.append(format_count(copies, "copy or fill", "copies and fills"))
+    console.print(Text.assemble((step.name, "bold"), f": {', '.join(parts)}; {format_count(step.num_ranks, 'rank')}"))
     console.print(Text(f"on {machine.title}"))
     console.print(_bullets(Text(note, style="dim") for note in notes))
 
@@ -113,39 +103,18 @@ def _describe_refusals(refusals: Iterable[Refusal]) -> Iterator[Text]:
     for refusal in refusals:
         targets.setdefault((refusal.control, refusal.reason), []).append(refusal.target)
     for (control, reason), names in targets.items():
-        others = f" and {_count(len(names) - 1, 'other')}" if len(names) > 1 else ""
+        others = f" and {format_count(len(names) - 1, 'other')}" if len(names) > 1 else ""
         yield Text.assemble((control, "bold"), f" on {shorten(names[0])}{others}: {reason}", style="dim")
-
-
-def _count(number: int, singular: str, plural: str = "") -> str:
-    return f"{number} {singular if number == 1 else plural or singular + 's'}"
 
 
 def _describe_directive(directive: Directive) -> Text:
     controls = ", ".join(describe_control(control) for control in directive.controls)
     match = directive.match
     if match.operations is not None:
-        target = _count(len(match.operations), f"{match.kind or ''} operation".strip())
+        target = format_count(len(match.operations), f"{match.kind or ''} operation".strip())
     else:
         target = shorten(match.name)
     return Text.assemble((controls, "bold"), " on ", (target, "cyan"), f": {directive.reason}")
-
-
-def describe_control(control: Control) -> str:
-    """A control in a few words."""
-    match control:
-        case ResidencyCap():
-            how = f"{control.dynamic_shared_bytes:,} B of shared memory, carveout {control.carveout_percent} %"
-            return f"cap of {_count(control.ctas_per_sm, 'CTA')} per SM ({how})"
-        case Priority():
-            return f"priority {control.priority}"
-        case CommunicationCtas():
-            threads = f" of {control.num_threads} threads" if control.num_threads else ""
-            return f"at most {_count(control.max_ctas, 'CTA')}{threads}"
-        case Transport():
-            return f"transport {control.transport}"
-        case HeadStart():
-            return f"head start {control.hold_us:g} us"
 
 
 def shorten(name: str) -> str:

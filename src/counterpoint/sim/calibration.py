@@ -1,12 +1,11 @@
-"""The simulator's constants, read from `calibration.toml` and `footprints.toml`: each has a source, a date and a status."""
+"""The simulator's constants, read from `calibration.toml`: each has a source, a date and a status."""
 
 from functools import cache
 from importlib import resources
 from typing import Literal
 
 from counterpoint.errors import MachineError
-from counterpoint.machine import Gpu
-from counterpoint.step import Character, CollectiveKind, Footprint
+from counterpoint.step import Character, CollectiveKind
 from counterpoint.value import Value, read_toml
 
 Status = Literal["measured", "assumed"]
@@ -63,62 +62,8 @@ class Calibration(Value, frozen=True, kw_only=True):
     collectives: dict[CollectiveKind, CollectiveConstants]
 
 
-class KnownFootprint(Value, frozen=True, kw_only=True):
-    """The footprint of a library's communication kernels on some architectures."""
-
-    library: str
-    versions: str
-    compute_capabilities: tuple[str, ...]
-    num_ctas: int
-    threads_per_cta: int
-    registers_per_thread: int
-    static_shared_bytes: int
-    dynamic_shared_bytes: int
-    ctas_per_cluster: int
-    status: Status
-    source: str
-
-    def footprint(self) -> Footprint:
-        """As a launch of the simulator."""
-        return Footprint(
-            num_ctas=self.num_ctas,
-            threads_per_cta=self.threads_per_cta,
-            registers_per_thread=self.registers_per_thread,
-            static_shared_bytes=self.static_shared_bytes,
-            dynamic_shared_bytes=self.dynamic_shared_bytes,
-            ctas_per_cluster=self.ctas_per_cluster,
-        )
-
-
-class _FootprintTable(Value, frozen=True, kw_only=True):
-    footprints: tuple[KnownFootprint, ...]
-
-
 @cache
 def load_calibration() -> Calibration:
     """The shipped constants."""
     with resources.as_file(resources.files("counterpoint.sim").joinpath("calibration.toml")) as file:
         return read_toml(file, Calibration, MachineError)
-
-
-@cache
-def known_footprints() -> tuple[KnownFootprint, ...]:
-    """The shipped table of communication kernels' footprints."""
-    with resources.as_file(resources.files("counterpoint.sim").joinpath("footprints.toml")) as file:
-        return read_toml(file, _FootprintTable, MachineError).footprints
-
-
-def communication_footprint(gpu: Gpu, library: str) -> Footprint:
-    """The usual footprint of a library's collective on `gpu`; on AMD, NCCL means RCCL.
-
-    Raises `MachineError` where the table has no entry, so that nothing is planned on a guess.
-    """
-    name = "rccl" if gpu.vendor == "amd" and library == "nccl" else library
-    for known in known_footprints():
-        if known.library == name and gpu.compute_capability in known.compute_capabilities:
-            return known.footprint()
-    libraries = ", ".join(sorted({known.library for known in known_footprints()}))
-    raise MachineError(
-        f"No footprint is known for {name} kernels on compute capability {gpu.compute_capability}. "
-        f"Give the collective a footprint, or use one of: {libraries}."
-    )

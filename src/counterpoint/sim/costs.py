@@ -7,13 +7,18 @@ bytes from HBM, each over what `calibration.toml` says is reached; a collective'
 import math
 
 from counterpoint.errors import StepError
+from counterpoint.footprints import communication_footprint
 from counterpoint.machine import Link, Machine
 from counterpoint.occupancy import residency
 from counterpoint.sim.bandwidth import EXPONENT, smooth_minimum
-from counterpoint.sim.calibration import Calibration, CharacterConstants, CollectiveConstants, communication_footprint
+from counterpoint.sim.calibration import Calibration, CharacterConstants, CollectiveConstants
 from counterpoint.sim.task import CopyWork, SmWork
 from counterpoint.step import Collective, CollectiveKind, Copy, Footprint, Kernel, Operation
 from counterpoint.units import PS_PER_US, US_PER_S
+
+LEAST_US = 1e-3  # no CTA and no copy takes less: rates are work per time
+LEAST_TILE_BYTES = 4096  # a kernel with less keeps no tiles in shared memory, so its warps count; an assumption
+CALIBRATION_WARP_SIZE = 32  # `saturation_warps` counts warps of the GPU it was measured on, whatever the machine's are
 
 
 def wire_bytes(kind: CollectiveKind, num_bytes: int, group_size: int) -> float:
@@ -60,8 +65,8 @@ class CostModel:
         effective = self._effective_ctas(kernel)
         hbm = self._hbm_per_cta(kernel, constants, effective)
         achieved = smooth_minimum(hbm * effective, self.hbm_bytes_per_s)
-        work = SmWork(
-            cta_ps=1.0,
+        return SmWork(
+            cta_ps=max(self._cta_us(kernel, issue * per_sm, per_sm, achieved), LEAST_US) * PS_PER_US,
             issue_per_cta=issue,
             issue_reference=issue * per_sm,
             hbm_per_cta=hbm,
@@ -69,7 +74,6 @@ class CostModel:
             is_work_sharing=kernel.is_work_sharing,
             cta_time_spread=kernel.cta_time_spread,
         )
-        return _with_cta_time(work, self._cta_us(kernel, work, per_sm, achieved))
 
     def shared_work(self, kernel: Kernel) -> float:
         """What the CTAs of a work-sharing kernel do together, in CTAs of its reference state; 0 for any other kernel."""
@@ -98,7 +102,8 @@ class CostModel:
             residency(self._gpu, kernel.footprint).ctas_per_sm, math.ceil(kernel.footprint.num_ctas / self._gpu.num_sms)
         )
 
-    def _cta_us(self, kernel: Kernel, work: SmWork, per_sm: int, hbm_achieved: float) -> float:
+    def _cta_us(self, kernel: Kernel, issue_reference: float, per_sm: int, hbm_achieved: float) -> float:
+        """Time of one CTA in the reference state: as stated, from the lone time, or from the work."""
         if kernel.cta_us is not None:
             return kernel.cta_us * (1 + kernel.cta_time_spread / 2)
         if kernel.lone_us is not None:
@@ -112,7 +117,7 @@ class CostModel:
         l2 = constants.l2_bytes_per_cycle_per_sm.value * gpu.num_sms * gpu.clock_mhz * 1e6
         busy_us = US_PER_S * max((kernel.flops or 0.0) / peak, (kernel.l2_bytes or 0.0) / l2)
         memory_us = US_PER_S * (kernel.hbm_bytes or 0.0) / (hbm_achieved or self.hbm_bytes_per_s)
-        sm_share = smooth_minimum(work.issue_reference, 1.0) if work.issue_reference else 1.0
+        sm_share = smooth_minimum(issue_reference, 1.0) if issue_reference else 1.0
         resident: float = min(kernel.footprint.num_ctas, residency(gpu, kernel.footprint).ctas_per_sm * gpu.num_sms)
         total: float = kernel.footprint.num_ctas
         if kernel.is_work_sharing:
@@ -167,7 +172,7 @@ class CostModel:
         hbm = reference * self._calibration.hbm_bytes_per_wire_byte.value
         issue = self._calibration.communication_issue_share.value
         return SmWork(
-            cta_ps=max(cta_us, 1e-3) * PS_PER_US,
+            cta_ps=max(cta_us, LEAST_US) * PS_PER_US,
             issue_per_cta=issue,
             issue_reference=issue,
             hbm_per_cta=hbm,
@@ -180,7 +185,7 @@ class CostModel:
     def copy_work(self, operation: Copy | Collective) -> CopyWork:
         """A copy, or a collective that copy engines move."""
         if isinstance(operation, Copy):
-            lone_us = max(self.lone_us(operation), 1e-3)
+            lone_us = max(self.lone_us(operation), LEAST_US)
             rate = operation.num_bytes * US_PER_S / lone_us
             is_remote = operation.direction == "peer_to_peer"
             hbm = rate * (2 if operation.direction == "device_to_device" else 1)
@@ -224,14 +229,8 @@ class CostModel:
         return self._calibration.copy_latency_us.value + US_PER_S * copy.num_bytes / rates[copy.direction]
 
 
-def _with_cta_time(work: SmWork, cta_us: float) -> SmWork:
-    return SmWork(
-        **{**{name: getattr(work, name) for name in work.__struct_fields__}, "cta_ps": max(cta_us, 1e-3) * PS_PER_US}
-    )
-
-
 def _saturating_ctas(constants: CharacterConstants, footprint: Footprint) -> float:
     """CTAs per SM from which on the bottleneck is saturated."""
-    if constants.saturation_shared_bytes and footprint.shared_bytes >= 4096:
+    if constants.saturation_shared_bytes and footprint.shared_bytes >= LEAST_TILE_BYTES:
         return constants.saturation_shared_bytes / footprint.shared_bytes
-    return constants.saturation_warps / math.ceil(footprint.threads_per_cta / 32)
+    return constants.saturation_warps / math.ceil(footprint.threads_per_cta / CALIBRATION_WARP_SIZE)

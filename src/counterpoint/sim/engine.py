@@ -14,10 +14,8 @@ from counterpoint.sim.copy_engine import CopyEngines
 from counterpoint.sim.dispatch import DispatchQueue
 from counterpoint.sim.rates import RateModel
 from counterpoint.sim.sm import SmArray
-from counterpoint.sim.task import CopyTask, SmTask
+from counterpoint.sim.task import DONE, CopyTask, SmTask
 from counterpoint.value import Value
-
-DONE = 1e-9
 
 
 class Launch(Value, frozen=True, kw_only=True):

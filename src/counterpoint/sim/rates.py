@@ -29,24 +29,23 @@ class RateModel:
         """Recompute all rates for the present residents and copies, in work per picosecond."""
         tasks = list(running)
         numbers = {task: position for position, task in enumerate(tasks)}
-        effective = _share_sms(groups, numbers)
+        shares, effective = _share_sms(groups, numbers)
         demands = [_hbm_demand(task, ctas) for task, ctas in zip(tasks, effective, strict=True)]
         available = [available_to(position, demands, self._hbm) for position in range(len(tasks))]
         loads = [smooth_minimum(demand, share) / self._hbm for demand, share in zip(demands, available, strict=True)]
         link = self._link_rates(tasks, loads)
+        cta_rates: list[float] = []  # of one CTA that has its SM as in the reference state; unused for copies
         for position, task in enumerate(tasks):
             if isinstance(task, CopyTask):
                 share = min(1.0, available[position] / demands[position]) if demands[position] else 1.0
                 task.rate = min(share, link[position]) / task.work.lone_ps
+                cta_rates.append(0.0)
             else:
                 memory = _memory_factor(task, demands[position], available[position])
-                task.rate = memory * link[position] / task.work.cta_ps
-        for group in groups:
-            for cohort in group.cohorts:
-                cohort.rate = 0.0 if cohort.task.work.is_work_sharing else cohort.rate * cohort.task.rate
-        for task, ctas in zip(tasks, effective, strict=True):
-            if isinstance(task, SmTask):
-                task.rate = task.rate * ctas if task.work.is_work_sharing else 0.0
+                cta_rates.append(memory * link[position] / task.work.cta_ps)
+                task.rate = cta_rates[position] * effective[position] if task.work.is_work_sharing else 0.0
+        for cohort, share in zip((cohort for group in groups for cohort in group.cohorts), shares, strict=True):
+            cohort.rate = 0.0 if cohort.task.work.is_work_sharing else share * cta_rates[numbers[cohort.task]]
 
     def _link_rates(self, tasks: list[SmTask | CopyTask], loads: list[float]) -> list[float]:
         """Factor on each task's progress from the link: 1 for whoever does not use it."""
@@ -72,8 +71,9 @@ class RateModel:
         return factors
 
 
-def _share_sms(groups: Sequence[SmGroup], numbers: dict[SmTask | CopyTask, int]) -> list[float]:
-    """Leave in each cohort's rate what its SM allows (1 = reference state); return each task's CTAs weighted by it."""
+def _share_sms(groups: Sequence[SmGroup], numbers: dict[SmTask | CopyTask, int]) -> tuple[list[float], list[float]]:
+    """What its SM allows each cohort, in their order (1 = reference state), and each task's CTAs weighted by that."""
+    shares: list[float] = []
     effective = [0.0] * len(numbers)
     for group in groups:
         asked = 0.0
@@ -82,9 +82,9 @@ def _share_sms(groups: Sequence[SmGroup], numbers: dict[SmTask | CopyTask, int])
         crowding = 1 + asked**EXPONENT
         for cohort in group.cohorts:
             reference = 1 + cohort.task.work.issue_reference**EXPONENT
-            cohort.rate = (reference / crowding) ** (1 / EXPONENT)
-            effective[numbers[cohort.task]] += cohort.rate * cohort.count * group.num_sms()
-    return effective
+            shares.append((reference / crowding) ** (1 / EXPONENT))
+            effective[numbers[cohort.task]] += shares[-1] * cohort.count * group.num_sms()
+    return shares, effective
 
 
 def _hbm_demand(task: SmTask | CopyTask, effective_ctas: float) -> float:

@@ -11,7 +11,7 @@ from counterpoint.errors import PlanError, StepError
 from counterpoint.executor import AbstractExecutor
 from counterpoint.machine import Machine
 from counterpoint.occupancy import residency
-from counterpoint.plan import LEAVE_IT, CommunicationCtas, HeadStart, Plan, Priority, ResidencyCap, Transport
+from counterpoint.plan import LEAVE_IT, CommunicationCtas, HeadStart, Plan, Priority, ResidencyCap, Transport, control_tag
 from counterpoint.sim.calibration import Calibration, load_calibration
 from counterpoint.sim.costs import CostModel
 from counterpoint.sim.engine import Engine, Launch
@@ -22,6 +22,7 @@ from counterpoint.timeline import Interval, Timeline
 from counterpoint.units import PS_PER_US, ps_to_us, us_to_ps
 
 COPY_ENGINE_COLLECTIVES = ("all_gather", "all_to_all", "broadcast", "send_recv")
+NCCL_EXTRA_THREADS = 32  # ring kernels have one warp above NCCL_NTHREADS: 544 threads at its usual 512 (NCCL 2.28.9)
 
 
 class Effect(msgspec.Struct, frozen=True, kw_only=True):
@@ -115,7 +116,7 @@ def _effect(index: int, operation: Operation, plan: Plan, costs: CostModel, mach
     is_moved = isinstance(operation, Collective) and operation.transport == "copy_engine"
     effect = Effect(footprint=footprint, uses_copy_engine=is_moved)
     for control in plan.controls_for(index, operation):
-        where = f"operation {index} ('{operation.name[:60]}')"
+        where = f"operation {_label(index, operation)}"
         match control:
             case Priority() if footprint is not None:
                 _check_priority(control, machine)
@@ -136,10 +137,14 @@ def _effect(index: int, operation: Operation, plan: Plan, costs: CostModel, mach
                 effect = msgspec.structs.replace(effect, uses_copy_engine=control.transport == "copy_engine")
             case _:
                 raise PlanError(
-                    f"A {control.__struct_config__.tag} control cannot apply to {where}, which is {operation.kind}. "
+                    f"A {control_tag(control)} control cannot apply to {where}, which is {operation.kind}. "
                     "Give the directive's match the kind that it is for."
                 )
     return effect
+
+
+def _label(index: int, operation: Operation) -> str:
+    return f"{index} ('{operation.name[:60]}')"
 
 
 def _check_priority(control: Priority, machine: Machine) -> None:
@@ -179,7 +184,7 @@ def with_ctas(footprint: Footprint, control: CommunicationCtas) -> Footprint:
     """The footprint of a collective limited to `max_ctas`, in clusters no larger than that."""
     num_ctas = min(footprint.num_ctas, control.max_ctas)
     cluster = max(size for size in (1, 2, 4, 8, 16) if size <= footprint.ctas_per_cluster and num_ctas % size == 0)
-    threads = footprint.threads_per_cta if control.num_threads is None else control.num_threads + 32
+    threads = footprint.threads_per_cta if control.num_threads is None else control.num_threads + NCCL_EXTRA_THREADS
     return msgspec.structs.replace(
         footprint,
         num_ctas=num_ctas,
@@ -197,13 +202,13 @@ def _task(index: int, operation: Operation, effect: Effect, machine: Machine, co
     fit = residency(machine.gpu, footprint)
     if fit.ctas_per_sm < 1 or footprint.ctas_per_cluster > fit.ctas_per_sm * max(machine.gpu.sms_per_gpc):
         raise StepError(
-            f"Operation {index} ('{operation.name[:60]}') does not fit an SM of {machine.name}: {fit.limiter} allow no CTA "
+            f"Operation {_label(index, operation)} does not fit an SM of {machine.name}: {fit.limiter} allow no CTA "
             f"of {footprint.threads_per_cta} threads x {footprint.registers_per_thread} registers with "
             f"{footprint.shared_bytes} bytes of shared memory. Simulate it on the machine it was made for."
         )
     if footprint.num_ctas % footprint.ctas_per_cluster:
         raise StepError(
-            f"Operation {index} ('{operation.name[:60]}') launches {footprint.num_ctas} CTAs in clusters of "
+            f"Operation {_label(index, operation)} launches {footprint.num_ctas} CTAs in clusters of "
             f"{footprint.ctas_per_cluster}, but a launch consists of whole clusters. Correct num_ctas or ctas_per_cluster."
         )
     if isinstance(operation, Kernel):

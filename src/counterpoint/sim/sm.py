@@ -10,11 +10,11 @@ from dataclasses import dataclass
 
 from counterpoint.machine import Gpu
 from counterpoint.occupancy import room_for
-from counterpoint.sim.task import Cohort, SmTask
+from counterpoint.sim.task import DONE, Cohort, SmTask
 from counterpoint.step import Footprint
 
-SPREAD_LEVELS = 64
-HASH_MULTIPLIER = 2654435761
+SPREAD_LEVELS = 64  # lengths that CTAs of one kernel come in; an assumption
+HASH_MULTIPLIER = 2654435761  # a prime near 2^32 over the golden ratio (Knuth, TAOCP 6.4): neighbors get lengths far apart
 GroupKey = tuple[int, tuple[tuple[int, int, float], ...]]
 
 
@@ -29,6 +29,10 @@ class SmGroup:
     def num_sms(self) -> int:
         """SMs in this group, over all GPCs."""
         return sum(self.sms)
+
+    def copied_cohorts(self) -> list[Cohort]:
+        """Its cohorts for a group that splits off."""
+        return [Cohort(cohort.task, cohort.count, cohort.remaining) for cohort in self.cohorts]
 
     def key(self) -> GroupKey:
         """Equal for groups that may be merged."""
@@ -136,8 +140,8 @@ class SmArray:
         groups = []
         for (position, amount), sms in taken.items():
             group, _ = offers[position]
-            copied = [Cohort(cohort.task, cohort.count, cohort.remaining) for cohort in group.cohorts]
-            groups.extend(self._with_ctas(SmGroup(sms, group.carveout_bytes, copied), task, amount))
+            split = SmGroup(sms, group.carveout_bytes, group.copied_cohorts())
+            groups.extend(self._with_ctas(split, task, amount))
         return groups
 
     def _with_ctas(self, group: SmGroup, task: SmTask, amount: int) -> list[SmGroup]:
@@ -152,9 +156,8 @@ class SmArray:
         for gpc, number in enumerate(group.sms):
             for _ in range(number):
                 sms = [int(other == gpc) for other in range(self._num_gpcs)]
-                cohorts = [Cohort(cohort.task, cohort.count, cohort.remaining) for cohort in group.cohorts]
-                cohorts.extend(Cohort(task, 1, relative_length(task)) for _ in range(amount))
-                separate.append(SmGroup(sms, carveout_bytes, cohorts))
+                placed = [Cohort(task, 1, relative_length(task)) for _ in range(amount)]
+                separate.append(SmGroup(sms, carveout_bytes, [*group.copied_cohorts(), *placed]))
         return separate
 
     def retire(self, task: SmTask | None = None) -> list[SmTask]:
@@ -163,7 +166,7 @@ class SmArray:
         for group in self.groups:
             kept = []
             for cohort in group.cohorts:
-                is_done = cohort.task is task if task is not None else cohort.remaining <= 1e-9
+                is_done = cohort.task is task if task is not None else cohort.remaining <= DONE
                 if is_done:
                     cohort.task.num_resident -= cohort.count * group.num_sms()
                     touched[cohort.task.index] = cohort.task

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from counterpoint.step import Footprint
 from counterpoint.value import Value
 
+DONE = 1e-9  # work left, in CTAs or copies, that is nothing but rounding
+
 
 class SmWork(Value, frozen=True, kw_only=True):
     """A kernel or collective on SMs: how fast one CTA is, and what it draws on.
@@ -44,7 +46,8 @@ class CopyWork(Value, frozen=True, kw_only=True):
 class SmTask:
     """A kernel or collective between becoming ready and its last CTA's end.
 
-    `shared_work` is what is left, in CTAs, of a kernel whose CTAs take tiles from a shared counter.
+    `shared_work` is what is left, in CTAs, of a kernel whose CTAs take tiles from a shared counter, and `rate` how many it
+    does per picosecond; both are 0 for any other, whose cohorts have rates of their own.
     """
 
     index: int

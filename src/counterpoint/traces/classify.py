@@ -89,8 +89,13 @@ def collective_kind(traced_name: str | None, rule: Rule) -> tuple[CollectiveKind
     """Which collective it is, and whether the name was known; a name the table does not hold is a send and receive."""
     if not traced_name:
         return rule.collective, True
-    known = load_rules().collective_names.get(traced_name.lower().strip("_ "))
+    known = known_collective(traced_name)
     return (known, True) if known is not None else ("send_recv", False)
+
+
+def known_collective(traced_name: str) -> CollectiveKind | None:
+    """The collective that torch calls by this name, or None for a name the table does not hold."""
+    return load_rules().collective_names.get(traced_name.lower().strip("_ "))
 
 
 def element_bytes(dtype: str | None) -> int | None:

@@ -8,7 +8,10 @@ file's tables (GEMMs, kernels, collectives, copies). The format is documented in
 from importlib import resources
 from pathlib import Path
 
+from msgspec.structs import replace
+
 from counterpoint.errors import StepError, WorkloadError
+from counterpoint.footprints import usual_footprint
 from counterpoint.step import Collective, Copy, Dependency, Footprint, Kernel, Operation, Step
 from counterpoint.value import read_toml
 from counterpoint.workloads.description import (
@@ -24,12 +27,8 @@ from counterpoint.workloads.description import (
 )
 from counterpoint.workloads.gemm import matmul_flops, matmul_hbm_bytes, matmul_l2_bytes, tile_count
 
-# NCCL 2.28.9, ring kernel on compute capability 9.0, measured on H200s.
-NCCL_THREADS_PER_CTA = 544
-NCCL_REGISTERS_PER_THREAD = 96
-NCCL_STATIC_SHARED_BYTES = 21_568
-NCCL_DYNAMIC_SHARED_BYTES = 82_240
-NCCL_CTAS_PER_CLUSTER = 4
+# The architecture whose NCCL kernel fills up a collective that states only some launch figures.
+STATED_FOR = "9.0"
 
 
 def workload_names() -> list[str]:
@@ -234,13 +233,14 @@ def _collective(entry: CollectiveEntry, waits_for: tuple[Dependency, ...], num_r
 
 def _nccl_footprint(entry: CollectiveEntry, num_ctas: int) -> Footprint:
     """The file's figures, filled up with NCCL's. NCCL drops the cluster where its size does not divide the grid."""
-    usual_cluster = NCCL_CTAS_PER_CLUSTER if num_ctas % NCCL_CTAS_PER_CLUSTER == 0 else 1
-    is_usual = entry.shared_bytes_per_cta is None
-    return Footprint(
-        num_ctas=num_ctas,
-        threads_per_cta=NCCL_THREADS_PER_CTA if entry.threads_per_cta is None else entry.threads_per_cta,
-        registers_per_thread=NCCL_REGISTERS_PER_THREAD if entry.registers_per_thread is None else entry.registers_per_thread,
-        static_shared_bytes=NCCL_STATIC_SHARED_BYTES if is_usual else 0,
-        dynamic_shared_bytes=NCCL_DYNAMIC_SHARED_BYTES if entry.shared_bytes_per_cta is None else entry.shared_bytes_per_cta,
-        ctas_per_cluster=usual_cluster if entry.ctas_per_cluster is None else entry.ctas_per_cluster,
-    )
+    usual = usual_footprint("nccl", STATED_FOR)
+    cluster = usual.ctas_per_cluster if num_ctas % usual.ctas_per_cluster == 0 else 1
+    stated = {
+        "num_ctas": num_ctas,
+        "threads_per_cta": entry.threads_per_cta,
+        "registers_per_thread": entry.registers_per_thread,
+        "ctas_per_cluster": cluster if entry.ctas_per_cluster is None else entry.ctas_per_cluster,
+    }
+    if entry.shared_bytes_per_cta is not None:
+        stated |= {"static_shared_bytes": 0, "dynamic_shared_bytes": entry.shared_bytes_per_cta}
+    return replace(usual, **{name: figure for name, figure in stated.items() if figure is not None})

@@ -1,0 +1,72 @@
+"""What communication kernels take of an SM where a step does not say: by library and architecture, from `footprints.toml`.
+
+It knows nothing of time. Each entry of the table says whether it was measured or assumed, and where.
+"""
+
+from functools import cache
+from importlib import resources
+from typing import Literal
+
+from counterpoint.errors import MachineError
+from counterpoint.machine import Gpu
+from counterpoint.step import Footprint
+from counterpoint.value import Value, read_toml
+
+
+class KnownFootprint(Value, frozen=True, kw_only=True):
+    """The footprint of a library's communication kernels on some architectures."""
+
+    library: str
+    versions: str
+    compute_capabilities: tuple[str, ...]
+    num_ctas: int
+    threads_per_cta: int
+    registers_per_thread: int
+    static_shared_bytes: int
+    dynamic_shared_bytes: int
+    ctas_per_cluster: int
+    status: Literal["measured", "assumed"]
+    source: str
+
+    def footprint(self) -> Footprint:
+        """As a launch."""
+        return Footprint(
+            num_ctas=self.num_ctas,
+            threads_per_cta=self.threads_per_cta,
+            registers_per_thread=self.registers_per_thread,
+            static_shared_bytes=self.static_shared_bytes,
+            dynamic_shared_bytes=self.dynamic_shared_bytes,
+            ctas_per_cluster=self.ctas_per_cluster,
+        )
+
+
+class _FootprintTable(Value, frozen=True, kw_only=True):
+    footprints: tuple[KnownFootprint, ...]
+
+
+@cache
+def known_footprints() -> tuple[KnownFootprint, ...]:
+    """The shipped table of communication kernels' footprints."""
+    with resources.as_file(resources.files("counterpoint").joinpath("footprints.toml")) as file:
+        return read_toml(file, _FootprintTable, MachineError).footprints
+
+
+def usual_footprint(library: str, compute_capability: str) -> Footprint:
+    """The first entry of the table that fits.
+
+    Raises `MachineError` where none does, so that nothing is planned on a guess.
+    """
+    for known in known_footprints():
+        if known.library == library and compute_capability in known.compute_capabilities:
+            return known.footprint()
+    libraries = ", ".join(sorted({known.library for known in known_footprints()}))
+    raise MachineError(
+        f"No footprint is known for {library} kernels on compute capability {compute_capability}. "
+        f"Give the collective a footprint, or use one of: {libraries}."
+    )
+
+
+def communication_footprint(gpu: Gpu, library: str) -> Footprint:
+    """The usual footprint of a library's collective on `gpu`; on AMD, NCCL means RCCL. Raises `MachineError` for neither."""
+    name = "rccl" if gpu.vendor == "amd" and library == "nccl" else library
+    return usual_footprint(name, gpu.compute_capability)
