@@ -14,14 +14,10 @@ from counterpoint import cli_gpu
 from counterpoint.errors import CounterpointError
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from counterpoint.job import Job
     from counterpoint.plan import Plan
     from counterpoint.planner import Trial, Tuning
     from counterpoint.timeline import Timeline
-
-MIN_WIDTH = 40
 
 app = typer.Typer(
     add_completion=False,
@@ -166,9 +162,9 @@ def machines(
     if json:
         print(write_json(found[0] if name is not None else found))
     elif name is not None:
-        text.print_machine(_console(), found[0])
+        text.print_machine(text.new_console(), found[0])
     else:
-        text.print_machines(_console(), found)
+        text.print_machines(text.new_console(), found)
 
 
 def _probe_machine(name: str | None, is_asked: bool, output: Path | None, is_json: bool) -> None:
@@ -190,7 +186,7 @@ def _probe_machine(name: str | None, is_asked: bool, output: Path | None, is_jso
     if is_json:
         print(write_json(probed))
         return
-    text.print_probed(_console(), probed)
+    text.print_probed(text.new_console(), probed)
     if output is not None:
         print(f"Machine saved to {output}. Use it: --machine {output}")
 
@@ -249,14 +245,6 @@ def _write_timelines(path: Path | None, timelines: dict[str, "Timeline"]) -> Non
         write_chrome_trace(path, timelines)
 
 
-def _console() -> "Console":
-    from rich.console import Console  # noqa: PLC0415
-
-    console = Console(soft_wrap=False, markup=False, emoji=False)  # names of kernels and files hold brackets and colons
-    console.width = max(MIN_WIDTH, console.width)
-    return console
-
-
 def _print_tuning(job: "Job", tuning: "Tuning", is_json: bool) -> None:
     from counterpoint.report import summary, text  # noqa: PLC0415
     from counterpoint.value import write_json  # noqa: PLC0415
@@ -265,7 +253,7 @@ def _print_tuning(job: "Job", tuning: "Tuning", is_json: bool) -> None:
     if is_json:
         print(write_json(found))
         return
-    console = _console()
+    console = text.new_console()
     text.print_step(console, job.step, job.machine, found.notes)
     text.print_metrics(console, found.step)
     text.print_trials(console, tuning.trials)
@@ -282,7 +270,7 @@ def _print_simulation(job: "Job", simulated: "Timeline", plan: "Plan", is_json: 
     if is_json:
         print(write_json(found))
         return
-    console = _console()
+    console = text.new_console()
     text.print_step(console, job.step, job.machine, found.notes)
     text.print_metrics(console, found.step)
     text.print_lanes(console, [("simulated", simulated)])

@@ -16,8 +16,6 @@ import typer
 from counterpoint.errors import CounterpointError, StepError
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from counterpoint.planner.paper import PaperResult
 
 bench = typer.Typer(help="Run the paper's workloads over all controls.", rich_markup_mode=None)
@@ -79,7 +77,7 @@ def _tune_function(step: str, machine_name: str | None, output: Path | None, is_
         return
     from counterpoint.report import gpu, text  # noqa: PLC0415
 
-    console = _console()
+    console = text.new_console()
     text.print_step(console, captured.read.step, machine)
     gpu.print_measurements(console, tuning.measurements)
     text.print_plan(console, tuning.plan)
@@ -177,8 +175,9 @@ def _measure_paper(workloads: list[str] | None, output: Path | None) -> None:
 
 def _show(results: list["PaperResult"], output: Path | None) -> None:
     from counterpoint.report.gpu import print_paper  # noqa: PLC0415
+    from counterpoint.report.text import new_console  # noqa: PLC0415
 
-    console = _console()
+    console = new_console()
     for result in results:
         print_paper(console, result)
     _save(results, output)
@@ -189,9 +188,3 @@ def _save(results: list["PaperResult"], output: Path | None) -> None:
 
     if output is not None:
         output.write_text(write_json(results) + "\n")
-
-
-def _console() -> "Console":
-    from rich.console import Console  # noqa: PLC0415
-
-    return Console(soft_wrap=False, markup=False, emoji=False)

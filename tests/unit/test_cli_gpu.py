@@ -9,6 +9,7 @@ import pytest
 from counterpoint.cli_gpu import names_function
 from counterpoint.cuda.plan_cache import Surroundings, cache_folder, find_plan, keep_plan, plan_path
 from counterpoint.errors import PlanError
+from counterpoint.machine import load_machine, machine_names
 from counterpoint.plan import Plan
 from counterpoint.planner.paper import PLAIN, SEQUENTIAL, PaperResult
 from counterpoint.workloads import load_workload
@@ -65,6 +66,13 @@ def test_copy_engines_are_in_the_grid_only_of_a_collective_that_moves_data() -> 
     )
     assert "\ncopy engines " in moving
     assert "\ncopy engines " not in reducing
+
+
+@pytest.mark.parametrize("machine", machine_names())
+def test_the_grid_runs_for_every_machine_and_holds_priority_only_where_it_is_heeded(machine: str) -> None:
+    done = counterpoint("bench", "paper", "cb_ar_opt2", "--simulate", machine)
+    assert done.returncode == 0, done.stderr
+    assert ("\npriority " in done.stdout) == load_machine(machine).gpu.priority_is_effective
 
 
 def test_an_unknown_workload_or_machine_of_the_grid_is_one_line() -> None:

@@ -65,7 +65,7 @@ class _Variant(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def paper_grid(step: Step, machine: Machine) -> dict[str, Plan]:
-    """Labelled plans, plain overlap first."""
+    """Labelled plans, plain overlap first; without priority where the driver ignores it."""
     kernels = {index: operation for index, operation in enumerate(step.operations) if isinstance(operation, Kernel)}
     matmuls = Match(operations=tuple(kernels))
     collectives = Match(kind="communication")
@@ -81,6 +81,8 @@ def paper_grid(step: Step, machine: Machine) -> dict[str, Plan]:
         cap: Parts = [(matmuls, ResidencyCap(ctas_per_sm=ctas_per_sm, dynamic_shared_bytes=dynamic))]
         grid[f"cap {ctas_per_sm} ({dynamic:,} B)"] = cap
         grid[f"priority + cap {ctas_per_sm} ({dynamic:,} B)"] = priority + cap
+    if not machine.gpu.priority_is_effective:
+        grid = {label: parts for label, parts in grid.items() if not label.startswith("priority")}
     return {label: _plan(parts) for label, parts in grid.items()}
 
 

@@ -19,10 +19,18 @@ from counterpoint.units import format_bytes, format_count, format_percent, forma
 
 SHOWN_TRIALS = 12
 NAME_WIDTH = 60
+MIN_WIDTH = 40
 LABEL_WIDTH = 15
 VISIBLE = 0.0005
 HALF = 0.5
 HIDDEN_BY, HIDDEN, EXPOSED = "blue", "green", "red"
+
+
+def new_console() -> Console:
+    """Where reports go: standard output, never narrower than `MIN_WIDTH` columns."""
+    console = Console(soft_wrap=False, markup=False, emoji=False)  # names of kernels and files hold brackets and colons
+    console.width = max(MIN_WIDTH, console.width)
+    return console
 
 
 def new_table(*headers: str) -> Table:

@@ -202,9 +202,10 @@ def _task(index: int, operation: Operation, effect: Effect, machine: Machine, co
     fit = residency(machine.gpu, footprint)
     if fit.ctas_per_sm < 1 or footprint.ctas_per_cluster > fit.ctas_per_sm * max(machine.gpu.sms_per_gpc):
         raise StepError(
-            f"Operation {_label(index, operation)} does not fit an SM of {machine.name}: {fit.limiter} allow no CTA "
-            f"of {footprint.threads_per_cta} threads x {footprint.registers_per_thread} registers with "
-            f"{footprint.shared_bytes} bytes of shared memory. Simulate it on the machine it was made for."
+            f"Operation {_label(index, operation)} does not fit {machine.name}: not one CTA of "
+            f"{footprint.threads_per_cta} threads x {footprint.registers_per_thread} registers with "
+            f"{footprint.shared_bytes} bytes of shared memory fits, limited by {fit.limiter}. Check the footprint, or "
+            "name the machine it was made for."
         )
     if footprint.num_ctas % footprint.ctas_per_cluster:
         raise StepError(

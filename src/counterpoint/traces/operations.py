@@ -94,7 +94,7 @@ def _collective(trace: KinetoTrace, traced: GpuOperation, rule: Rule, timing: Ti
     arguments = traced.arguments
     kind, is_known = collective_kind(arguments.collective_name, rule)
     if not is_known:
-        missing[f"are called '{arguments.collective_name}', which is unknown here; they are taken as send and receive"] += 1
+        missing[f"are called '{arguments.collective_name}', which is unknown here; they are left as they are"] += 1
     elements = max(arguments.in_elements or 0, arguments.out_elements or 0)
     size = element_bytes(arguments.dtype)
     if arguments.in_elements is None or size is None:
@@ -105,7 +105,7 @@ def _collective(trace: KinetoTrace, traced: GpuOperation, rule: Rule, timing: Ti
         name=traced.name,
         stream=traced.stream,
         collective=kind,
-        num_bytes=elements * (size or 0),
+        num_bytes=elements * (size or 0) if is_known else 0,
         group_size=arguments.group_size or trace.world_size or 1,
         library=rule.library,
         footprint=_footprint(trace, traced, rule),
