@@ -22,7 +22,6 @@ def test_a_capped_kernel_and_an_all_reduce_run_side_by_side(start_ranks: Start) 
     assert capped["waits"] + capped["collective"] < 1.5 * lone["collective"]
     assert bare["waits"] > 500, "without the carveout the collective waits for a CTA of 1 ms to retire"
     assert "states=verified" in done.stdout
-    assert "identical=True" in done.stdout
 
 
 @pytest.mark.parametrize("fault", ["different steps", "a rank dies"])

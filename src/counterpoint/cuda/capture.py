@@ -96,7 +96,10 @@ class Captured:
         )
 
     def outputs_are_identical(self, executable: AbstractExecutable, outputs: list[torch.Tensor]) -> bool:
-        """Whether a replay leaves the same bits in `outputs` as the graph as it was captured; both start from NaN."""
+        """Whether a replay leaves the same bits in `outputs` as the graph as it was captured; both start from NaN.
+
+        `outputs` are tensors that the step writes and does not read.
+        """
         with closing(self.graph.instantiate()) as original:
             first, second = (self._outputs_of(each, outputs) for each in (original, executable))
         return all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
