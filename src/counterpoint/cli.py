@@ -78,8 +78,16 @@ def _drop_output() -> None:
 
 
 @app.callback(invoke_without_command=True)
-def show_help(context: typer.Context) -> None:
-    """Print the help where no command is named."""
+def show_help(
+    context: typer.Context,
+    is_version: Annotated[bool, typer.Option("--version", help="Print the version and end.", is_eager=True)] = False,
+) -> None:
+    """Print the version, or the help where no command is named."""
+    if is_version:
+        from importlib.metadata import version  # noqa: PLC0415
+
+        print(f"counterpoint {version('counterpoint')}")
+        raise typer.Exit()
     if context.invoked_subcommand is None:
         print(context.get_help())
 

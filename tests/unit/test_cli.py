@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -233,3 +234,8 @@ def test_help_loads_neither_numpy_nor_the_simulator() -> None:
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_the_version_is_the_packages() -> None:
+    done = counterpoint("--version")
+    assert (done.returncode, done.stdout) == (0, f"counterpoint {version('counterpoint')}\n")

@@ -120,10 +120,11 @@ def test_lanes_fit_the_console_and_share_one_scale(width: int) -> None:
     out, file = console(width)
     spans: list[Span] = [("computation", 0, 80), ("communication", 40, 100)]
     text.print_lanes(out, [("before", timeline(*spans)), ("after", timeline(("computation", 0, 50)))])
-    before, communication, after, *_ = printed(file).splitlines()
+    before, communication, exposed, after, *_ = printed(file).splitlines()
     assert max(map(len, printed(file).splitlines())) <= max(width, 60)
     if width >= 40:
         assert before.count("█") == pytest.approx(communication.count("█") * 80 / 60, abs=2)
+        assert exposed.count("█") == pytest.approx(before.count("█") * 20 / 80, abs=2)
         assert after.count("█") == pytest.approx(before.count("█") * 50 / 80, abs=2)
 
 

@@ -131,21 +131,29 @@ def shorten(name: str) -> str:
 
 
 def print_lanes(console: Console, timelines: Sequence[tuple[str, Timeline]]) -> None:
-    """Timelines one below the other on one scale, in color: communication hidden behind computation, and exposed."""
+    """Timelines one below the other on one scale: computation, communication, and what of it is exposed.
+
+    What is exposed has a color of its own; where there are no colors, a row of its own.
+    """
     total_us = max(interval.end_us for _, timeline in timelines for interval in timeline.intervals)
     width = max(20, min(console.width - LABEL_WIDTH - 1, 120))
     blocks = ASCII_BLOCKS if console.options.ascii_only else BLOCKS
     for title, timeline in timelines:
         computation, communication = draw_lanes(timeline, width, total_us)
         top, bottom = (lane.text(blocks) for lane in (computation, communication))
+        is_hidden = [share > HALF for share in computation.busy]
         console.print(Text.assemble((f"{title:{LABEL_WIDTH}}", "bold"), (top, HIDDEN_BY), overflow="crop"))
         row = Text(f"{'communication':>{LABEL_WIDTH - 1}} ", style="dim", overflow="crop")
-        for block, share in zip(bottom, computation.busy, strict=True):
-            row.append(block, style=HIDDEN if share > HALF else EXPOSED)
+        for block, hidden in zip(bottom, is_hidden, strict=True):
+            row.append(block, style=HIDDEN if hidden else EXPOSED)
         console.print(row)
+        if console.color_system is None:
+            exposed = "".join(" " if hidden else block for block, hidden in zip(bottom, is_hidden, strict=True))
+            console.print(Text(f"{'exposed':>{LABEL_WIDTH - 1}} {exposed.rstrip()}", overflow="crop"))
     console.print(Text(f"{'':{LABEL_WIDTH}}0{format_us(total_us):>{width - 1}}", style="dim"))
-    legend = (("computation", HIDDEN_BY), "   communication ", ("hidden", HIDDEN), " or ", ("exposed", EXPOSED))
-    console.print(Text.assemble(" " * LABEL_WIDTH, *legend))
+    if console.color_system is not None:
+        legend = (("computation", HIDDEN_BY), "   communication ", ("hidden", HIDDEN), " or ", ("exposed", EXPOSED))
+        console.print(Text.assemble(" " * LABEL_WIDTH, *legend))
 
 
 def print_machines(console: Console, machines: Sequence[Machine]) -> None:
