@@ -12,11 +12,12 @@ from typer.exceptions import Abort, TyperException
 
 from counterpoint import cli_gpu
 from counterpoint.errors import CounterpointError
+from counterpoint.value import check_outputs
 
 if TYPE_CHECKING:
     from counterpoint.job import Job
-    from counterpoint.plan import Plan
-    from counterpoint.planner import Trial, Tuning
+    from counterpoint.planner import Trial
+    from counterpoint.report.summary import Summary
     from counterpoint.timeline import Timeline
 
 app = typer.Typer(
@@ -108,9 +109,10 @@ def tune(
     from counterpoint import planner  # noqa: PLC0415  a fast --help
     from counterpoint.job import load_job  # noqa: PLC0415
     from counterpoint.plan import save_plan  # noqa: PLC0415
+    from counterpoint.report.summary import summarize_tuning  # noqa: PLC0415
     from counterpoint.sim import Simulator  # noqa: PLC0415
 
-    _check_outputs(outputs=(output, timeline), inputs=(step, machine))
+    check_outputs(outputs=(output, timeline), inputs=(step, machine))
     _check_timeline(timeline)
     if cli_gpu.names_function(step):
         cli_gpu.tune_function(step, machine, output, json)
@@ -120,7 +122,9 @@ def tune(
     if output is not None:
         save_plan(tuning.plan, output)
     _write_timelines(timeline, {"before": tuning.baseline, "after": tuning.planned})
-    _print_tuning(job, tuning, json)
+    timelines = [("before", tuning.baseline), ("after", tuning.planned)]
+    shown = timelines if tuning.plan.directives else [("as it is", tuning.baseline)]
+    _print_summary(job, summarize_tuning(job, tuning), shown, json)
     if output is not None and not json:
         print(f"Plan saved to {output}.")
 
@@ -136,15 +140,16 @@ def simulate(
     """Simulate STEP, with a plan or as it is, and print its metrics."""
     from counterpoint.job import load_job  # noqa: PLC0415
     from counterpoint.plan import LEAVE_IT, load_plan  # noqa: PLC0415
+    from counterpoint.report.summary import summarize_simulation  # noqa: PLC0415
     from counterpoint.sim import Simulator  # noqa: PLC0415
 
-    _check_outputs(outputs=(timeline,), inputs=(step, machine, plan))
+    check_outputs(outputs=(timeline,), inputs=(step, machine, plan))
     _check_timeline(timeline)
     chosen = load_plan(plan) if plan is not None else LEAVE_IT
     job = load_job(step, machine)
     simulated = Simulator().run(job.step, job.machine, chosen)
     _write_timelines(timeline, {"simulated": simulated})
-    _print_simulation(job, simulated, chosen, json)
+    _print_summary(job, summarize_simulation(job, simulated, chosen), [("simulated", simulated)], json)
 
 
 @app.command()
@@ -185,7 +190,7 @@ def _probe_machine(name: str | None, is_asked: bool, output: Path | None, is_jso
         raise CounterpointError(f"'{output}' is for a probed machine. Add --probe, or leave out -o.")
     if name is not None:
         raise CounterpointError(f"--probe looks at the GPUs of this machine, not at '{name}'. Leave out one of the two.")
-    _check_outputs(outputs=(output,), inputs=())
+    check_outputs((output,))
     if output is not None:
         check_machine_path(output)
     probed = probe()
@@ -219,26 +224,6 @@ class _Progress:
         sys.stderr.flush()
 
 
-def _check_outputs(outputs: Sequence[Path | None], inputs: Sequence[str | Path | None]) -> None:
-    """Refuse an output that cannot be written, or is a file of the command already, before any work is done."""
-    taken = {Path(path).resolve() for path in inputs if path is not None}
-    for path in outputs:
-        if path is None:
-            continue
-        folder = path.absolute().parent
-        if path.is_dir():
-            raise CounterpointError(f"Cannot write '{path}': it is a folder. Name a file.")
-        if not folder.is_dir():
-            raise CounterpointError(
-                f"Cannot write '{path}': the folder '{folder}' does not exist. Name a file in an existing folder."
-            )
-        if not os.access(path if path.exists() else folder, os.W_OK):
-            raise CounterpointError(f"Cannot write '{path}': permission denied. Name a file that you may write.")
-        if path.resolve() in taken:
-            raise CounterpointError(f"Cannot write '{path}': this command already uses that file. Name another.")
-        taken.add(path.resolve())
-
-
 def _check_timeline(path: Path | None) -> None:
     if path is not None:
         from counterpoint.traces.chrome import check_chrome_path  # noqa: PLC0415
@@ -253,32 +238,18 @@ def _write_timelines(path: Path | None, timelines: dict[str, "Timeline"]) -> Non
         write_chrome_trace(path, timelines)
 
 
-def _print_tuning(job: "Job", tuning: "Tuning", is_json: bool) -> None:
-    from counterpoint.report import summary, text  # noqa: PLC0415
+def _print_summary(job: "Job", found: "Summary", timelines: "Sequence[tuple[str, Timeline]]", is_json: bool) -> None:
+    """What a command found: JSON for programs; for people the step, the trials and the plan if any were made, and lanes."""
+    from counterpoint.report import text  # noqa: PLC0415
     from counterpoint.value import write_json  # noqa: PLC0415
 
-    found = summary.summarize_tuning(job, tuning)
     if is_json:
         print(write_json(found))
         return
     console = text.new_console()
     text.print_step(console, job.step, job.machine, found.notes)
     text.print_metrics(console, found.step)
-    text.print_trials(console, tuning.trials)
-    text.print_plan(console, tuning.plan)
-    timelines = [("before", tuning.baseline), ("after", tuning.planned)]
-    text.print_lanes(console, timelines if tuning.plan.directives else [("as it is", tuning.baseline)])
-
-
-def _print_simulation(job: "Job", simulated: "Timeline", plan: "Plan", is_json: bool) -> None:
-    from counterpoint.report import summary, text  # noqa: PLC0415
-    from counterpoint.value import write_json  # noqa: PLC0415
-
-    found = summary.summarize_simulation(job, simulated, plan)
-    if is_json:
-        print(write_json(found))
-        return
-    console = text.new_console()
-    text.print_step(console, job.step, job.machine, found.notes)
-    text.print_metrics(console, found.step)
-    text.print_lanes(console, [("simulated", simulated)])
+    if found.trials and found.plan is not None:
+        text.print_trials(console, found.trials)
+        text.print_plan(console, found.plan)
+    text.print_lanes(console, timelines)

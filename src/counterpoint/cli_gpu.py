@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 import typer
 
 from counterpoint.errors import CounterpointError, StepError
+from counterpoint.value import check_outputs, write_json, write_whole
 
 if TYPE_CHECKING:
     from counterpoint.planner.paper import PaperResult
@@ -71,8 +72,6 @@ def _tune_function(step: str, machine_name: str | None, output: Path | None, is_
     if output is not None:
         save_plan(tuning.plan, output)
     if is_json:
-        from counterpoint.value import write_json  # noqa: PLC0415
-
         print(write_json({"plan": tuning.plan, "measurements": tuning.measurements, "engagements": tuning.engagements}))
         return
     from counterpoint.report import gpu, text  # noqa: PLC0415
@@ -126,6 +125,7 @@ def bench_paper(
 
     On GPUs, start it with torchrun: torchrun --nproc-per-node 4 --no-python counterpoint bench paper.
     """
+    check_outputs((output,))
     if simulate is not None:
         _simulate_paper(workloads, simulate, output)
         return
@@ -184,7 +184,5 @@ def _show(results: list["PaperResult"], output: Path | None) -> None:
 
 
 def _save(results: list["PaperResult"], output: Path | None) -> None:
-    from counterpoint.value import write_json  # noqa: PLC0415
-
     if output is not None:
-        output.write_text(write_json(results) + "\n")
+        write_whole(output, f"{write_json(results)}\n".encode())

@@ -4,6 +4,7 @@ A value is frozen, built by keyword, checked when built, comparable, printable, 
 """
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -41,6 +42,26 @@ def read_toml(path: Path, kind: type[T], error: type[CounterpointError]) -> T:
         raise error(f"{path}: {cause}" if isinstance(cause, CounterpointError) else f"{path}: {problem}.") from problem
     except (msgspec.DecodeError, ValueError, RecursionError) as problem:  # the last two: numbers or nesting without end
         raise error(f"{path} is not TOML: {problem}.") from problem
+
+
+def check_outputs(outputs: Sequence[Path | None], inputs: Sequence[str | Path | None] = ()) -> None:
+    """Refuse an output that cannot be written, or is a file of the command already, before any work is done."""
+    taken = {Path(path).resolve() for path in inputs if path is not None}
+    for path in outputs:
+        if path is None:
+            continue
+        folder = path.absolute().parent
+        if path.is_dir():
+            raise CounterpointError(f"Cannot write '{path}': it is a folder. Name a file.")
+        if not folder.is_dir():
+            raise CounterpointError(
+                f"Cannot write '{path}': the folder '{folder}' does not exist. Name a file in an existing folder."
+            )
+        if not os.access(path if path.exists() else folder, os.W_OK):
+            raise CounterpointError(f"Cannot write '{path}': permission denied. Name a file that you may write.")
+        if path.resolve() in taken:
+            raise CounterpointError(f"Cannot write '{path}': this command already uses that file. Name another.")
+        taken.add(path.resolve())
 
 
 def write_whole(path: Path, content: bytes) -> None:

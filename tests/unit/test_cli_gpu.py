@@ -80,6 +80,11 @@ def test_an_unknown_workload_or_machine_of_the_grid_is_one_line() -> None:
     assert "Unknown machine" in refusal("bench", "paper", "cb_ar_opt2", "--simulate", "nothing")
 
 
+@pytest.mark.parametrize("rest", [(), ("--simulate", "h200")])
+def test_results_that_cannot_be_saved_are_refused_before_any_work(tmp_path: Path, rest: tuple[str, ...]) -> None:
+    assert "does not exist" in refusal("bench", "paper", *rest, "-o", str(tmp_path / "nowhere" / "paper.json"))
+
+
 def test_a_kept_plan_is_found_again_and_only_under_the_same_surroundings(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

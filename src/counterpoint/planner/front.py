@@ -33,9 +33,8 @@ def tune(
     """Find the plan that hides the most communication of `step`, or the verdict that none pays.
 
     A `Step` is tried on `executor` for `machine`, and the `Tuning` holds the plan. A function without arguments is captured
-    on the GPUs at hand, tuned by measurement, and comes back with its plan in force; all ranks
-    call this together.
-    Raises `PlanError` where a step comes without a machine or an executor, and what `planner.on_gpu` raises.
+    on the GPUs at hand, tuned by measurement, and comes back with its plan in force; all ranks call this
+    together. Raises `PlanError` where a step comes without a machine or an executor, and what `planner.on_gpu` raises.
     """
     if not isinstance(step, Step):
         from counterpoint.planner.on_gpu import tune_step_function  # noqa: PLC0415  needs torch

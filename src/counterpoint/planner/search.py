@@ -46,7 +46,7 @@ class Tuning(Value, frozen=True, kw_only=True):
 
 
 class _Bench:
-    """Executes candidates of one step on one machine and remembers each outcome."""
+    """Executes each candidate of one step on one machine once, and remembers what came of it."""
 
     def __init__(
         self, step: Step, machine: Machine, executor: AbstractExecutor, on_trial: Callable[[Trial], None] | None
@@ -55,10 +55,14 @@ class _Bench:
         self._machine = machine
         self._executor = executor
         self._on_trial = on_trial
+        self._timelines: dict[tuple[Directive, ...], Timeline] = {}
         self._known: dict[tuple[Directive, ...], Trial] = {}
 
     def run(self, parts: Sequence[Candidate]) -> Timeline:
-        return self._executor.run(self._step, self._machine, Plan(directives=_directives(parts)))
+        directives = _directives(parts)
+        if directives not in self._timelines:
+            self._timelines[directives] = self._executor.run(self._step, self._machine, Plan(directives=directives))
+        return self._timelines[directives]
 
     def attempt(self, parts: Sequence[Candidate]) -> Trial:
         directives = _directives(parts)
