@@ -3,7 +3,8 @@
 # make test-gpu  the tests that need one GPU or more
 # make bench     the benchmarks that need no GPU
 #
-# The first call sets up .venv with the versions in constraints.txt. PYTHON=python3.12 picks another interpreter.
+# The first call sets up .venv with the versions in constraints.txt. PYTHON=python3.12 picks another interpreter. The tests also
+# install torch (constraints-torch.txt): a build for CPUs is enough.
 
 PYTHON ?= python3
 VENV := .venv
@@ -11,9 +12,9 @@ BIN := $(VENV)/bin
 PIP_INSTALL := $(BIN)/python -m pip --disable-pip-version-check install --quiet --no-input
 CHECKED := $(wildcard src tests benchmarks examples)
 
-.PHONY: test demo test-gpu bench setup compiler clean
+.PHONY: test demo test-gpu bench setup torch compiler clean
 
-test: setup compiler
+test: torch compiler
 	$(BIN)/ruff check $(CHECKED)
 	$(BIN)/ruff format --check $(CHECKED)
 	$(BIN)/mypy --strict src
@@ -23,7 +24,7 @@ demo: setup
 	$(BIN)/counterpoint tune examples/traces/ddp.rank0.json.gz
 	$(BIN)/counterpoint tune cb_ar_opt2
 
-test-gpu: setup
+test-gpu: torch
 	@ls -d tests/gpu tests/multigpu >/dev/null 2>&1 || { echo "There are no GPU tests in this checkout; make test runs the others." >&2; exit 2; }
 	$(BIN)/pytest $(wildcard tests/gpu tests/multigpu)
 
@@ -36,6 +37,12 @@ setup: $(VENV)/installed
 $(VENV)/installed: constraints.txt pyproject.toml | $(BIN)/python
 	$(PIP_INSTALL) --requirement constraints.txt
 	$(PIP_INSTALL) --no-deps --no-build-isolation --editable .
+	@touch $@
+
+torch: $(VENV)/installed-torch
+
+$(VENV)/installed-torch: constraints-torch.txt $(VENV)/installed
+	$(PIP_INSTALL) --constraint constraints.txt --requirement constraints-torch.txt
 	@touch $@
 
 $(BIN)/python:

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 
 from counterpoint.errors import (
     CounterpointError,
+    DeviceError,
+    EngagementError,
     MachineError,
     OccupancyError,
     PlanError,
@@ -53,7 +55,9 @@ __all__ = [
     "Copy",
     "CounterpointError",
     "Dependency",
+    "DeviceError",
     "Directive",
+    "EngagementError",
     "Footprint",
     "Gpu",
     "HeadStart",
@@ -117,7 +121,15 @@ def __getattr__(name: str) -> object:
     """Load the part that a lazy public name lives in (PEP 562)."""
     if name not in _LAZY:
         raise AttributeError(f"module 'counterpoint' has no attribute '{name}'")
-    return getattr(import_module(_LAZY[name]), name)
+    try:
+        return getattr(import_module(_LAZY[name]), name)
+    except ModuleNotFoundError as problem:
+        if (problem.name or "").startswith("counterpoint"):
+            raise
+        raise DeviceError(
+            f"counterpoint.{name} needs '{problem.name}', which is not installed. "
+            "Install it: pip install 'counterpoint[cuda]'."
+        ) from problem
 
 
 def __dir__() -> list[str]:

@@ -12,6 +12,8 @@ import triton.language as tl
 from cuda.bindings import driver as cu
 from torch.profiler import ProfilerActivity, profile
 
+from counterpoint.cuda.applied import apply
+from counterpoint.cuda.capture import capture
 from counterpoint.cuda.driver import DriverExecutable, DriverGraph, check
 from counterpoint.cuda.reading import GraphTimes, read_graph
 from counterpoint.cuda.rewriting import rewrite
@@ -441,3 +443,12 @@ def test_a_replay_costs_the_host_no_more_than_that_of_torch(thousand: Captured) 
     executable.close()
     # what else runs on the host only ever adds
     assert ours.least_us < 1.1 * by_torch.least_us
+
+
+def test_a_step_that_draws_random_numbers_is_not_replayed_under_a_plan() -> None:
+    values = torch.ones(1 << 16, device="cuda")
+    drawing = capture(lambda: torch.nn.functional.dropout(values, 0.5))
+    assert drawing.is_random
+    assert not capture(lambda: values.mul_(1.0)).is_random
+    with pytest.raises(DeviceError, match="draws random numbers"):
+        apply(drawing, Plan())

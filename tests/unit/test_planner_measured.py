@@ -154,16 +154,14 @@ def test_no_plan_is_ever_slower_and_none_that_is_clearly_faster_is_missed(times:
         assert clock(tuning.plan) in times
 
 
-def test_candidates_are_interleaved_with_the_step_as_it_is_in_an_order_that_rotates() -> None:
+def test_candidates_are_interleaved_with_the_step_as_it_is() -> None:
     double = captured(taking({}))
     tuning = tune_measured(double, H200, num_rounds=4)
     size = len(tuning.measurements)
     rounds = [double.replays[start : start + size] for start in range(0, len(double.replays), size)]
     assert len(rounds) == WARM_UP_ROUNDS + 4
-    assert [[controls_of(plan) for plan in order].index(only()) for order in rounds[:size]] == [
-        -number % size for number in range(min(size, len(rounds)))
-    ]
     assert all(len({controls_of(plan) for plan in order}) == size for order in rounds)
+    assert len({[controls_of(plan) for plan in order].index(only()) for order in rounds}) > 1
 
 
 @pytest.mark.parametrize("num_candidates", [0, 1, 3])
@@ -338,3 +336,38 @@ def test_two_controls_that_help_alone_are_measured_together_even_where_the_simul
     double = captured(taking({both: 700.0, only("priority"): 800.0, only("head_start"): 850.0}))
     tuning = tune_measured(double, H200, num_rounds=4)
     assert controls_of(tuning.plan) == both
+
+
+# The all-reduce comes first in the order of capture, so the simulator lets it win the race; a GPU may not.
+RACE_WON = (
+    work("producer"),
+    GraphNode(kind="kernel", name=ALL_REDUCE, footprint=NCCL, waits_for=(0,)),
+    work("long", 0),
+    work("last", 1, 2),
+)
+
+
+def test_controls_of_a_race_that_the_simulator_sees_won_are_measured_all_the_same() -> None:
+    found = tune_measured(
+        ReplayDouble(
+            GraphDouble(RACE_WON, H200.gpu),
+            read(RACE_WON, (50.0, 900.0, 600.0, 50.0)),
+            taking({only("priority", "head_start"): 800.0}),
+        ),
+        H200,
+        num_rounds=7,
+    )
+    assert [trial.label for trial in found.simulated.trials if set(trial.families) & {"priority", "head_start"}] == []
+    assert {"priority", "head start 5 us"} < {row.label for row in found.measurements}
+    assert {type(control).__name__ for entry in found.plan.directives for control in entry.controls} == {
+        "Priority",
+        "HeadStart",
+    }
+    assert found.plan.verdict == "GAIN"
+
+
+def test_a_step_without_a_race_gets_no_untold_controls() -> None:
+    nodes = (work("producer"), GraphNode(kind="kernel", name=ALL_REDUCE, footprint=NCCL, waits_for=(0,)), work("last", 1))
+    replays = ReplayDouble(GraphDouble(nodes, H200.gpu), read(nodes, (50.0, 900.0, 50.0)), lambda _: BASELINE_US)
+    found = tune_measured(replays, H200, num_rounds=5)
+    assert [row.label for row in found.measurements] == [AS_IT_IS]

@@ -7,7 +7,16 @@ from counterpoint.cuda.graph import AbstractExecutable, GraphNode
 from counterpoint.cuda.reading import CollectiveCall, GraphTimes, read_graph
 from counterpoint.errors import DeviceError
 from counterpoint.plan import Plan
-from counterpoint.planner.paper import PLAIN, SEQUENTIAL, PaperResult, measure_paper, paper_grid
+from counterpoint.planner.paper import (
+    CHOICE,
+    PLAIN,
+    SEQUENTIAL,
+    PaperResult,
+    PaperRow,
+    measure_paper,
+    paper_grid,
+    simulation_accuracy,
+)
 from counterpoint.step import Footprint
 from helpers.graph_double import ExecutableDouble, Faults, GraphDouble, ReplayDouble, controls_of
 from helpers.toy_steps import NCCL
@@ -17,11 +26,11 @@ H200 = load_machine("h200")
 TILED = Footprint(num_ctas=4096, threads_per_cta=128, registers_per_thread=128, dynamic_shared_bytes=24_576)
 NODES = (
     GraphNode(kind="kernel", name="matmul", footprint=TILED),
+    GraphNode(kind="kernel", name="matmul", footprint=TILED, waits_for=(0,)),  # placed before the collective
     GraphNode(kind="kernel", name=ALL_REDUCE, footprint=NCCL, waits_for=(0,)),
-    GraphNode(kind="kernel", name="matmul", footprint=TILED, waits_for=(0,)),
 )
 CALL = CollectiveCall(collective="all_reduce", num_bytes=1 << 28, group_size=4)
-READ = read_graph("made up", NODES, [CALL], GraphTimes(device_name="NVIDIA H200", lone_us=(600.0, 900.0, 600.0)), 4)
+READ = read_graph("made up", NODES, [CALL], GraphTimes(device_name="NVIDIA H200", lone_us=(600.0, 600.0, 900.0)), 4)
 
 
 def clock(plan: Plan) -> float:
@@ -47,9 +56,50 @@ class Bench:
         return self.overlapped.log.num_open() + self.in_sequence.log.num_open()
 
 
-def test_the_rows_are_plain_overlap_then_sequential_then_the_grid() -> None:
+def test_the_rows_are_plain_overlap_then_sequential_then_the_grid_then_the_planners_choice() -> None:
     labels = [row.label for row in Bench().measure().rows]
-    assert labels == [PLAIN, SEQUENTIAL, *list(paper_grid(READ.step, H200))[1:]]
+    assert labels == [PLAIN, SEQUENTIAL, *list(paper_grid(READ.step, H200))[1:], CHOICE]
+
+
+def test_the_planners_choice_runs_in_the_same_rounds_as_the_grid() -> None:
+    result = Bench().measure()
+    rows = {row.label: row for row in result.rows}
+    assert result.choice.verdict == "GAIN"
+    assert rows[CHOICE].ratio == rows["priority"].ratio == 0.8
+
+
+def rows_of(measured: list[float], simulated: list[float]) -> PaperResult:
+    rows = [
+        PaperRow(label=str(number), measured_us=each, simulated_us=other)
+        for number, (each, other) in enumerate(zip(measured, simulated, strict=True))
+    ]
+    rows.append(PaperRow(label=CHOICE, measured_us=1.0, simulated_us=99.0))
+    return PaperResult(workload="w", machine="m", num_ranks=2, ideal_us=1.0, rows=tuple(rows), choice=Plan())
+
+
+def test_the_simulators_errors_are_over_the_variants_without_the_choice_among_them() -> None:
+    accuracy = simulation_accuracy(rows_of([100.0, 200.0, 300.0], [110.0, 180.0, 300.0]))
+    assert accuracy is not None
+    assert accuracy.num_rows == 3
+    assert accuracy.mean_absolute_error == pytest.approx(0.2 / 3)
+    assert (abs(accuracy.worst_error), accuracy.rank_correlation) == (pytest.approx(0.1), pytest.approx(1.0))
+
+
+def test_equal_times_share_their_rank() -> None:
+    # ranks 1, 2, 3 against 1.5, 1.5, 3: Pearson's correlation of these is sqrt(3)/2
+    accuracy = simulation_accuracy(rows_of([1.0, 2.0, 3.0], [5.0, 5.0, 6.0]))
+    assert accuracy is not None
+    assert accuracy.rank_correlation == pytest.approx(3**0.5 / 2)
+
+
+def test_an_order_turned_round_correlates_with_minus_one() -> None:
+    accuracy = simulation_accuracy(rows_of([1.0, 2.0, 3.0], [3.0, 2.0, 1.0]))
+    assert accuracy is not None
+    assert accuracy.rank_correlation == pytest.approx(-1.0)
+
+
+def test_two_variants_are_too_few_to_speak_of_accuracy() -> None:
+    assert simulation_accuracy(rows_of([1.0, 2.0], [1.0, 2.0])) is None
 
 
 def test_every_row_has_its_time_against_plain_overlap_beside_the_simulated_one() -> None:

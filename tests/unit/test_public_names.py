@@ -14,7 +14,9 @@ PUBLIC = [
     "Copy",
     "CounterpointError",
     "Dependency",
+    "DeviceError",
     "Directive",
+    "EngagementError",
     "Footprint",
     "Gpu",
     "HeadStart",
@@ -85,3 +87,11 @@ def test_the_import_loads_neither_numpy_nor_a_device_library_nor_the_command_lin
     command = [sys.executable, "-c", LIST_MODULES]
     modules = set(subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout.split())
     assert not modules & {"numpy", "torch", "cuda", "cupy", "triton", "rich", "typer", "counterpoint.sim"}
+
+
+def test_a_name_whose_packages_are_missing_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
+    for name in [name for name in sys.modules if name.startswith("counterpoint.cuda.")]:
+        monkeypatch.delitem(sys.modules, name)
+    with pytest.raises(counterpoint.DeviceError, match=r"counterpoint\.capture needs 'torch', .* 'counterpoint\[cuda\]'"):
+        _ = counterpoint.capture

@@ -4,26 +4,27 @@ The guard costs no extra step: now and then it lets ordinary replays alternate b
 compares their times over all ranks, and goes back to the original for good where the plan has become slower.
 """
 
-import statistics
 from contextlib import ExitStack, closing
 
 import torch
 
 from counterpoint.cuda.capture import Captured
 from counterpoint.cuda.graph import AbstractExecutable
+from counterpoint.cuda.guard import Guard, Turn, is_slower
 from counterpoint.cuda.rewriting import rewrite
 from counterpoint.engagement import Engagement, require_engaged
-from counterpoint.errors import DeviceError, EngagementError
+from counterpoint.errors import DeviceError
 from counterpoint.plan import Plan
 
-GUARD_PAIRS = 5
-TOLERANCE = 0.01  # of the original's time; an assumption
+Events = tuple[torch.cuda.Event, torch.cuda.Event]
 
 
 class Applied:
     """Replays of a captured step under a plan, until `close`. Made by `apply`."""
 
     def __init__(self, captured: Captured, plan: Plan, guard_every: int, is_strict: bool) -> None:
+        captured.require_repeatable()
+        self._guard = Guard(guard_every)
         rewritten = rewrite(captured.graph, captured.read, plan)
         self.plan = plan
         self.engagements: tuple[Engagement, ...] = rewritten.engagements
@@ -37,28 +38,27 @@ class Applied:
             opened.callback(self._planned.close)
             self._opened = opened.pop_all()
         self._is_open = True
-        self._guard_every = guard_every
-        self._num_replays = 0
-        self._times: tuple[list[tuple[torch.cuda.Event, torch.cuda.Event]], ...] = ([], [])
+        self._events: dict[Turn, list[Events]] = {"original": [], "planned": []}
         self.is_active = bool(plan.directives)
 
     def replay(self) -> None:
         """Run the step once on the current stream, on every rank alike. Raises `DeviceError` after `close`."""
         if not self._is_open:
             raise DeviceError("The plan is closed, so its step cannot be replayed. Apply it again.")
-        place = self._num_replays % self._guard_every if self._guard_every else 2 * GUARD_PAIRS
-        self._num_replays += 1
         stream = torch.cuda.current_stream()
-        if not self.is_active or place >= 2 * GUARD_PAIRS:
-            (self._planned if self.is_active else self._original).launch(stream.cuda_stream)
+        if not self.is_active:
+            self._original.launch(stream.cuda_stream)
             return
-        executable = (self._original, self._planned)[place % 2]
+        turn = self._guard.next_turn()
+        if turn == "untimed":
+            self._planned.launch(stream.cuda_stream)
+            return
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record(stream)
-        executable.launch(stream.cuda_stream)
+        (self._original if turn == "original" else self._planned).launch(stream.cuda_stream)
         end.record(stream)
-        self._times[place % 2].append((start, end))
-        if place == 2 * GUARD_PAIRS - 1:
+        self._events[turn].append((start, end))
+        if self._guard.is_due():
             self._judge()
 
     def revert(self) -> None:
@@ -73,20 +73,20 @@ class Applied:
     def _judge(self) -> None:
         """Compare the replays that the guard has timed; every rank comes to the same answer."""
         torch.cuda.synchronize()
-        original, planned = (statistics.median(start.elapsed_time(end) for start, end in times) for times in self._times)
-        rendezvous = self._captured.rendezvous
-        if rendezvous.slowest(planned) > rendezvous.slowest(original) * (1 + TOLERANCE):
+        original, planned = (
+            [start.elapsed_time(end) for start, end in self._events[turn]] for turn in ("original", "planned")
+        )
+        if is_slower(original, planned, self._captured.rendezvous.slowest):
             self.revert()
-        for times in self._times:
-            times.clear()
+        for events in self._events.values():
+            events.clear()
 
 
 def apply(captured: Captured, plan: Plan, *, guard_every: int = 1000, is_strict: bool = False) -> Applied:
     """Put `plan` in force on a captured step.
 
     `guard_every`: replays between two checks of the guard, 0 for none, else at least 2 x 5. With `is_strict`, raises
-    `EngagementError` where a control did not take effect; otherwise `engagements` say so.
+    `EngagementError` where a control did not take effect; otherwise `engagements` say so. Raises `DeviceError` for a step
+    that draws random numbers.
     """
-    if guard_every and guard_every < 2 * GUARD_PAIRS:
-        raise EngagementError(f"guard_every must be 0 or at least {2 * GUARD_PAIRS}; found {guard_every}.")
     return Applied(captured, plan, guard_every, is_strict)

@@ -32,11 +32,22 @@ Activity = tuple[float, float, str]
 class Captured:
     """A captured step: its graph, the step it is, and the means to replay it. Made by `capture`."""
 
-    def __init__(self, graph: torch.cuda.CUDAGraph, calls: list[CollectiveCall], name: str, limit_s: float) -> None:
+    def __init__(
+        self, graph: torch.cuda.CUDAGraph, calls: list[CollectiveCall], name: str, *, limit_s: float, is_random: bool
+    ) -> None:
         self._owner = graph
+        self.is_random = is_random  # the step draws random numbers, which only torch's own replay() advances
         self.rendezvous = Rendezvous(limit_s)
         self.graph = DriverGraph(graph.raw_cuda_graph())
         self.read: ReadGraph = read_graph(name, self.graph.nodes(), calls, self._lone_times(), self.rendezvous.num_ranks)
+
+    def require_repeatable(self) -> None:
+        """Raise `DeviceError` for a step that our replays would repeat instead of going on with."""
+        if self.is_random:
+            raise DeviceError(
+                "The step draws random numbers, which only torch's own replay advances: other replays would repeat them. "
+                "Leave them out of the captured step."
+            )
 
     def time_us(self, executable: AbstractExecutable) -> float:
         """One replay on all ranks, started together; the time of the slowest, in microseconds."""
@@ -154,12 +165,15 @@ def capture(step_fn: Callable[[], object], name: str = "captured step", *, limit
     """
     if not torch.cuda.is_available():
         raise DeviceError("No GPU is visible, so nothing can be captured. Plan without one: counterpoint tune TRACE.")
+    generator = torch.cuda.default_generators[torch.cuda.current_device()]
+    drawn_before = generator.get_offset()
     warm_up = torch.cuda.Stream()
     warm_up.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(warm_up):
         for _ in range(WARM_UP_CALLS):
             step_fn()
     torch.cuda.synchronize()
+    is_random = generator.get_offset() != drawn_before
     graph = torch.cuda.CUDAGraph(keep_graph=True)
     try:
         with (
@@ -172,7 +186,7 @@ def capture(step_fn: Callable[[], object], name: str = "captured step", *, limit
         raise StepError(
             f"The step cannot be captured in a CUDA graph: {cause}. Leave synchronizations and host reads out of it."
         ) from problem
-    return Captured(graph, _collective_calls(profiler), name, limit_s)
+    return Captured(graph, _collective_calls(profiler), name, limit_s=limit_s, is_random=is_random)
 
 
 def _collective_calls(profiler: profile) -> list[CollectiveCall]:

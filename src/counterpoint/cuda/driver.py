@@ -49,6 +49,12 @@ class DriverExecutable(AbstractExecutable):
 
     def __init__(self, graph: Handle) -> None:
         self._exec = check("Instantiating the graph", cu.cuGraphInstantiate(graph, USE_NODE_PRIORITY))
+        try:
+            # takes what memory the replays need now, not when other ranks already wait in the first of them
+            check("Uploading the graph", cu.cuGraphUpload(self._exec, cu.CUstream(0)))
+        except DeviceError:
+            self.close()
+            raise
 
     def launch(self, stream: int) -> None:
         """See `AbstractExecutable.launch`."""
@@ -62,12 +68,23 @@ class DriverExecutable(AbstractExecutable):
 class DriverGraph(AbstractGraph):
     """A captured graph, or a copy of one. The owner of the capture keeps the original handle alive."""
 
-    def __init__(self, graph: Handle, handles: list[Handle] | None = None) -> None:
+    def __init__(self, graph: Handle, copied_from: "DriverGraph | None" = None) -> None:
         self._graph = graph
-        self._waits = _waits(graph)
-        self._handles = handles if handles is not None else _topological(graph, self._waits)
-        self._numbers = {int(handle): number for number, handle in enumerate(self._handles)}
         self._holds: dict[int, tuple[Handle, float]] = {}  # by node: the head start's own node, and how long it is
+        # nodes as they were last read, for those that were not edited since
+        self._known: dict[int, GraphNode] = {}
+        if copied_from is None:
+            waits = _waits(graph)
+            self._handles = _topological(graph, waits)
+            numbers = {int(handle): number for number, handle in enumerate(self._handles)}
+            earlier = [[numbers[wait] for wait in waits.get(int(handle), ())] for handle in self._handles]
+            self._waits_for = [tuple(sorted(found)) for found in earlier]
+            return
+        self._handles = [
+            check("Finding a copied node", cu.cuGraphNodeFindInClone(handle, graph)) for handle in copied_from._handles
+        ]
+        self._waits_for = copied_from._waits_for
+        self._known = dict(copied_from._known)
 
     def nodes(self) -> tuple[GraphNode, ...]:
         """See `AbstractGraph.nodes`."""
@@ -75,22 +92,18 @@ class DriverGraph(AbstractGraph):
 
     def node(self, number: int) -> GraphNode:
         """See `AbstractGraph.node`."""
-        handle = self._handles[number]
-        return _describe(handle, self._earlier(handle))
-
-    def _earlier(self, handle: Handle) -> tuple[int, ...]:
-        """Numbers of the nodes that a node waits for, as the capture had them."""
-        return tuple(sorted(self._numbers[wait] for wait in self._waits.get(int(handle), ()) if wait in self._numbers))
+        if number not in self._known:
+            self._known[number] = _describe(self._handles[number], self._waits_for[number])
+        return self._known[number]
 
     def copy(self) -> "DriverGraph":
         """See `AbstractGraph.copy`."""
         clone = check("Copying the graph (graphs that allocate memory cannot be copied)", cu.cuGraphClone(self._graph))
-        found = [check("Finding a copied node", cu.cuGraphNodeFindInClone(handle, clone)) for handle in self._handles]
-        return DriverGraph(clone, found)
+        return DriverGraph(clone, self)
 
     def set_shared_memory(self, node: int, dynamic_bytes: int, carveout_percent: int) -> None:
         """See `AbstractGraph.set_shared_memory`."""
-        handle = self._handles[node]
+        handle = self._edited(node)
         params = _kernel_params(handle)
         limit = cu.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         function = _function(params)
@@ -107,7 +120,12 @@ class DriverGraph(AbstractGraph):
         """See `AbstractGraph.set_priority`."""
         value = cu.CUkernelNodeAttrValue()
         value.priority = priority
-        _set_attribute(self._handles[node], "PRIORITY", value)
+        _set_attribute(self._edited(node), "PRIORITY", value)
+
+    def _edited(self, node: int) -> Handle:
+        """The handle of a node that is about to change, so that what was read of it is forgotten."""
+        self._known.pop(node, None)
+        return self._handles[node]
 
     def hold_before(self, node: int, hold_us: float) -> None:
         """See `AbstractGraph.hold_before`."""
@@ -117,7 +135,7 @@ class DriverGraph(AbstractGraph):
             check("Changing a head start", cu.cuGraphKernelNodeSetParams(hold, params))
             self._holds[node] = hold, hold_us
             return
-        earlier = [self._handles[number] for number in self._earlier(handle)]
+        earlier = [self._handles[number] for number in self._waits_for[node]]
         hold = check("Adding a head start", cu.cuGraphAddKernelNode(self._graph, earlier, len(earlier), params))
         check("Ordering a head start", cu.cuGraphAddDependencies(self._graph, [hold], [handle], None, 1))
         self._holds[node] = hold, hold_us
@@ -138,8 +156,8 @@ class DriverGraph(AbstractGraph):
 
     def serialize(self) -> None:
         """See `AbstractGraph.serialize`."""
-        for earlier, later in pairwise(self._handles):
-            if int(earlier) not in self._waits.get(int(later), ()):
+        for number, (earlier, later) in enumerate(pairwise(self._handles), start=1):
+            if number - 1 not in self._waits_for[number]:
                 check("Ordering two nodes", cu.cuGraphAddDependencies(self._graph, [earlier], [later], None, 1))
 
     def instantiate(self) -> DriverExecutable:

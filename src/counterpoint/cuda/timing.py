@@ -1,16 +1,19 @@
 """The one way in which times are measured: warm up, interleave the candidates, repeat until the spread is known.
 
-All candidates run in every round, in an order that rotates, so that clocks and temperature are shared. A time is the
-median over rounds. What counts is the ratio to the baseline of the same round, and its spread: the half-width of the middle
-half of the rounds' ratios. The baseline's own spread is that of its times around their median.
+All candidates run in every round, in an order drawn anew for each, so that clocks and temperature are shared and nobody
+always follows the same one: what ran just before leaves the GPU warmer or cooler, which was seen to count 3 % of a step. A
+time is the median over rounds. What counts is the ratio to the baseline of the same round, and its spread: the half-width
+of the middle half of the rounds' ratios. The baseline's own spread is that of its times around their median.
 """
 
+import random
 import statistics
 from collections.abc import Callable, Sequence
 
 from counterpoint.value import Value
 
 WARM_UP_ROUNDS = 3
+WARM_UP_US = 1e6  # after that long, one round is enough
 
 
 class Measurement(Value, frozen=True, kw_only=True):
@@ -34,15 +37,31 @@ class Measurement(Value, frozen=True, kw_only=True):
 
 def measure_interleaved(labels: Sequence[str], run: Callable[[int], float], num_rounds: int = 15) -> tuple[Measurement, ...]:
     """Measure candidates against the first of them. `run(i)` executes candidate i once and returns microseconds."""
-    rounds: list[list[float]] = []
-    for number in range(WARM_UP_ROUNDS + num_rounds):
-        times = [0.0] * len(labels)
-        for place in range(len(labels)):
-            candidate = (place + number) % len(labels)
-            times[candidate] = run(candidate)
-        if number >= WARM_UP_ROUNDS:
-            rounds.append(times)
+    spent_us = 0.0
+    for number in range(WARM_UP_ROUNDS):
+        if spent_us < WARM_UP_US:
+            spent_us += sum(_run_round(number, len(labels), run))
+    rounds = [_run_round(WARM_UP_ROUNDS + number, len(labels), run) for number in range(num_rounds)]
+    return summarize_rounds(labels, rounds)
+
+
+def summarize_rounds(labels: Sequence[str], rounds: Sequence[Sequence[float]]) -> tuple[Measurement, ...]:
+    """What rounds of times say, one entry a round and in it one time a candidate; the first candidate is the baseline."""
     return tuple(_summarize(label, candidate, rounds) for candidate, label in enumerate(labels))
+
+
+def _run_round(number: int, num_candidates: int, run: Callable[[int], float]) -> list[float]:
+    times = [0.0] * num_candidates
+    for candidate in order_of_round(number, num_candidates):
+        times[candidate] = run(candidate)
+    return times
+
+
+def order_of_round(number: int, num_candidates: int) -> list[int]:
+    """The order in which the candidates of round `number` run: at random, but the same on every rank and every time."""
+    order = list(range(num_candidates))
+    random.Random(number).shuffle(order)
+    return order
 
 
 def _summarize(label: str, candidate: int, rounds: Sequence[Sequence[float]]) -> Measurement:

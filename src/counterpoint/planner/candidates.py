@@ -4,7 +4,7 @@ A control is proposed only where the baseline's timeline shows something for it 
 effect; the search decides whether it pays.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from counterpoint.errors import OccupancyError
 from counterpoint.footprints import communication_footprint
@@ -21,7 +21,7 @@ from counterpoint.plan import (
     ResidencyCap,
     Transport,
 )
-from counterpoint.planner.contention import Contention
+from counterpoint.planner.contention import Contention, find_rivals
 from counterpoint.sim.simulator import COPY_ENGINE_COLLECTIVES
 from counterpoint.step import Collective, Footprint, Kernel, Step
 from counterpoint.units import MIB, format_bytes, format_us
@@ -67,6 +67,22 @@ def propose(step: Step, machine: Machine, contention: Sequence[Contention]) -> P
     return Proposal(candidates=tuple(candidates), refusals=tuple(refusals))
 
 
+def propose_untold(step: Step, machine: Machine) -> tuple[Candidate, ...]:
+    """Controls that can turn a race whose outcome no simulation tells, for whoever can measure."""
+    rivals = find_rivals(step)
+    if not rivals:
+        return ()
+    collectives = tuple(index for index, operation in enumerate(step.operations) if isinstance(operation, Collective))
+    candidates = list(_head_starts_of(rivals))
+    if machine.gpu.priority_is_effective:
+        reason = "kernels become ready together with collectives; a greater priority lets the collectives be placed first"
+        controls = (Priority(priority=machine.gpu.greatest_priority),)
+        candidates.append(
+            _one("priority", "priority", Match(kind="communication", operations=collectives), controls, reason)
+        )
+    return tuple(candidates)
+
+
 def _proposal(candidates: Iterable[Candidate] = (), refusals: Iterable[Refusal] = ()) -> Proposal:
     return Proposal(candidates=tuple(candidates), refusals=tuple(refusals))
 
@@ -100,16 +116,18 @@ def _head_starts(contention: Sequence[Contention]) -> Proposal:
     if not racers:
         reason = "no kernel becomes ready together with a collective and is placed before it"
         return _refusal("head_start", "all kernels", reason)
-    return _proposal(
-        _one(
+    return _proposal(_head_starts_of(racers))
+
+
+def _head_starts_of(kernels: tuple[int, ...]) -> Iterator[Candidate]:
+    for hold_us in HOLDS_US:
+        yield _one(
             "head_start",
             f"head start {hold_us:g} us",
-            Match(kind="computation", operations=racers),
+            Match(kind="computation", operations=kernels),
             (HeadStart(hold_us=hold_us),),
             "ready together with a collective, it takes the SMs first; held back that long, it lets the collective in",
         )
-        for hold_us in HOLDS_US
-    )
 
 
 def _caps(step: Step, gpu: Gpu, contention: Sequence[Contention]) -> Proposal:

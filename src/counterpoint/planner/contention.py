@@ -4,7 +4,7 @@ A collective is ready when what it waits for has ended. Kernels that hold SMs fr
 a blocker that started only after the collective was ready won a race that a head start would turn.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from counterpoint.plan import LEAVE_IT, Plan, Transport
 from counterpoint.step import Collective, Kernel, Step
@@ -74,3 +74,29 @@ def _ready_us(step: Step, index: int, spans: Mapping[int, Interval]) -> float:
     earlier = [number for number in range(index) if step.operations[number].stream == operation.stream][-1:]
     ends = [spans[number].end_us for number in [*earlier, *(wait.operation for wait in operation.waits_for)]]
     return max([operation.issued_us or 0.0, *ends])
+
+
+def find_rivals(step: Step) -> tuple[int, ...]:
+    """Kernels that wait for the same operation as a collective of another stream, by number.
+
+    Both become ready at the same moment, and the driver decides which is placed first: a simulation cannot tell.
+    """
+    followers: dict[int, list[int]] = {}
+    last_of_stream: dict[int, int] = {}
+    for index, operation in enumerate(step.operations):
+        earlier = {wait.operation for wait in operation.waits_for}
+        if operation.stream in last_of_stream:
+            earlier.add(last_of_stream[operation.stream])
+        last_of_stream[operation.stream] = index
+        for number in earlier:
+            followers.setdefault(number, []).append(index)
+    return tuple(sorted({kernel for together in followers.values() for kernel in _racing(step, together)}))
+
+
+def _racing(step: Step, together: Sequence[int]) -> Iterator[int]:
+    """Of operations that become ready together, the kernels that share the moment with a collective of another stream."""
+    streams = {step.operations[number].stream for number in together if isinstance(step.operations[number], Collective)}
+    for number in together:
+        operation = step.operations[number]
+        if isinstance(operation, Kernel) and streams - {operation.stream}:
+            yield number

@@ -6,7 +6,7 @@ cannot be made ready on some rank, as for want of memory, is left out on all; on
 because other ranks may already wait in its collectives.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from itertools import combinations
 from typing import Protocol
@@ -21,8 +21,10 @@ from counterpoint.engagement import Engagement
 from counterpoint.errors import DeviceError
 from counterpoint.machine import Machine
 from counterpoint.plan import Directive, Expectation, Plan, Refusal, control_tag
-from counterpoint.planner.search import AS_IT_IS, Trial, Tuning, tune
+from counterpoint.planner.candidates import propose_untold
+from counterpoint.planner.search import AS_IT_IS, Trial, Tuning, attempt, tune
 from counterpoint.sim import Simulator
+from counterpoint.step import Step
 from counterpoint.units import format_percent, format_us
 from counterpoint.value import Value
 
@@ -82,7 +84,7 @@ def tune_measured(captured: Replayable, machine: Machine, num_candidates: int = 
     """
     step = captured.read.step
     simulated = tune(step, machine, Simulator())
-    applicable, inapplicable = _applicable(captured, simulated)
+    applicable, inapplicable = _applicable(captured, [*simulated.trials, *_untold(step, machine, simulated)])
     contenders = _agree(captured, applicable[:num_candidates])
     with ExitStack() as opened:
         entrants, dropped = _admit_all(captured, contenders, opened)
@@ -108,7 +110,15 @@ def tune_measured(captured: Replayable, machine: Machine, num_candidates: int = 
     return MeasuredTuning(plan=plan, measurements=measurements, engagements=engagements, simulated=simulated)
 
 
-def _applicable(captured: Replayable, simulated: Tuning) -> tuple[list[Contender], list[Refusal]]:
+def _untold(step: Step, machine: Machine, simulated: Tuning) -> Iterator[Trial]:
+    """Trials of controls that the simulator saw no use for, but whose use hangs on a race that it cannot tell."""
+    tried = {family for trial in simulated.trials for family in trial.families if len(trial.families) == 1}
+    for candidate in propose_untold(step, machine):
+        if candidate.family not in tried:
+            yield attempt(step, machine, Simulator(), candidate)
+
+
+def _applicable(captured: Replayable, trials: Sequence[Trial]) -> tuple[list[Contender], list[Refusal]]:
     """The best simulated candidate of each combination of controls, best first, and what cannot be applied here.
 
     One of each combination, and every pair of controls that may help alone, because what the simulator cannot tell apart is
@@ -117,7 +127,7 @@ def _applicable(captured: Replayable, simulated: Tuning) -> tuple[list[Contender
     best: dict[tuple[str, ...], Contender] = {}
     refusals: list[Refusal] = []
     promising: list[str] = []
-    for trial in sorted(simulated.trials[1:], key=lambda entry: (entry.makespan_us, len(entry.families))):
+    for trial in sorted(trials[1:], key=lambda entry: (entry.makespan_us, len(entry.families))):
         families = tuple(sorted(trial.families))
         if families in best:
             continue
@@ -125,7 +135,7 @@ def _applicable(captured: Replayable, simulated: Tuning) -> tuple[list[Contender
         refusals.extend(unmet)
         if not unmet:
             best[families] = Contender(label=trial.label, directives=trial.directives)
-            if len(families) == 1 and trial.makespan_us < simulated.trials[0].makespan_us * (1 + SIMULATION_ERROR):
+            if len(families) == 1 and trial.makespan_us < trials[0].makespan_us * (1 + SIMULATION_ERROR):
                 promising.append(families[0])
     for pair in combinations(promising, 2):
         parts = [best[family,] for family in pair]

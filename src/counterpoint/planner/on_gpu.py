@@ -40,9 +40,11 @@ def tune_step_function(
 
     `step_fn` must issue the same work each time, on every rank; capturing and measuring call and replay it many times, so
     it must be repeatable. With `use_cache`, a plan that was measured for the same step, GPU, driver, NCCL, torch and
-    number of ranks is used without measuring. Raises `DeviceError`, `MachineError`, or `PlanError` where ranks disagree.
+    number of ranks is used without measuring. Raises `DeviceError` (for a step that draws random numbers, too),
+    `MachineError`, or `PlanError` where ranks disagree.
     """
     captured = capture(step_fn)
+    captured.require_repeatable()
     plan = kept_plan(captured) if use_cache else None
     if plan is None:
         plan = tune_captured(captured, machine).plan

@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 from counterpoint.cuda.graph import AbstractExecutable
 from counterpoint.cuda.rewriting import rewrite
@@ -26,7 +28,7 @@ from counterpoint.sim.simulator import COPY_ENGINE_COLLECTIVES
 from counterpoint.step import Collective, Kernel, Step
 from counterpoint.value import Value
 
-PLAIN, SEQUENTIAL = "plain overlap", "sequential"
+PLAIN, SEQUENTIAL, CHOICE = "plain overlap", "sequential", "planner's choice"
 Parts = list[tuple[Match, Control]]
 
 
@@ -55,6 +57,16 @@ class PaperResult(Value, frozen=True, kw_only=True):
     ideal_us: float
     rows: tuple[PaperRow, ...]
     choice: Plan
+
+
+class SimulationAccuracy(Value, frozen=True, kw_only=True):
+    """Simulated against measured times over the variants of one workload: errors as fractions, Spearman's correlation."""
+
+    num_rows: int
+    mean_absolute_error: float
+    worst_error: float
+    worst_label: str
+    rank_correlation: float
 
 
 class _Variant(msgspec.Struct, frozen=True, kw_only=True):
@@ -92,19 +104,20 @@ def _plan(parts: Parts) -> Plan:
 
 def simulate_paper(step: Step, machine: Machine) -> PaperResult:
     """The grid on the simulator, copy engines included where the collective only moves data."""
+    choice = tune(step, machine, Simulator()).plan
     return PaperResult(
         workload=step.name,
         machine=machine.name,
         num_ranks=step.num_ranks,
         ideal_us=ideal_us(step, Simulator().lone_times_us(step, machine)),
-        rows=_simulated_rows(step, machine),
-        choice=tune(step, machine, Simulator()).plan,
+        rows=_simulated_rows(step, machine, choice),
+        choice=choice,
     )
 
 
-def _simulated_rows(step: Step, machine: Machine) -> tuple[PaperRow, ...]:
+def _simulated_rows(step: Step, machine: Machine, choice: Plan) -> tuple[PaperRow, ...]:
     simulator = Simulator()
-    plans = paper_grid(step, machine)
+    plans = {**paper_grid(step, machine), CHOICE: choice}
     kinds = {operation.collective for operation in step.operations if isinstance(operation, Collective)}
     if kinds <= set(COPY_ENGINE_COLLECTIVES):
         plans["copy engines"] = _plan([(Match(kind="communication"), Transport(transport="copy_engine"))])
@@ -124,13 +137,14 @@ def measure_paper(
     """The grid on GPUs, interleaved with plain overlap, beside what the simulator says of the captured step.
 
     `output_bits` replays an executable once over poisoned outputs and returns their bits. `sequential` is closed here. The
-    planner's choice is measured afterwards, by itself.
+    planner chooses first, by measurements of its own; then its plan runs as a row of the grid, in the same rounds.
     """
     step = overlapped.read.step
-    simulated = {row.label: row.simulated_us for row in _simulated_rows(step, machine)}
     with ExitStack() as opened:
         opened.callback(sequential.close)
-        grid = _make_ready(overlapped, paper_grid(step, machine), opened)
+        choice = tune_measured(overlapped, machine, num_rounds=num_rounds).plan
+        simulated = {row.label: row.simulated_us for row in _simulated_rows(step, machine, choice)}
+        grid = _make_ready(overlapped, {**paper_grid(step, machine), CHOICE: choice}, opened)
         variants = {PLAIN: grid[PLAIN], SEQUENTIAL: _Variant(executable=sequential, is_engaged=True), **grid}
         labels = list(variants)
         found = measure_interleaved(
@@ -155,8 +169,32 @@ def measure_paper(
         num_ranks=step.num_ranks,
         ideal_us=ideal_us(step, Simulator().lone_times_us(step, machine)),
         rows=rows,
-        choice=tune_measured(overlapped, machine, num_rounds=num_rounds).plan,
+        choice=choice,
     )
+
+
+def simulation_accuracy(result: PaperResult) -> SimulationAccuracy | None:
+    """The simulator's errors over the measured variants of one workload; None where fewer than three were measured."""
+    rows = [row for row in result.rows if row.measured_us and row.simulated_us and row.label != CHOICE]
+    if len(rows) < 3:
+        return None
+    measured, simulated = (np.array([getattr(row, name) for row in rows]) for name in ("measured_us", "simulated_us"))
+    errors = simulated / measured - 1
+    worst = int(np.argmax(np.abs(errors)))
+    return SimulationAccuracy(
+        num_rows=len(rows),
+        mean_absolute_error=float(np.mean(np.abs(errors))),
+        worst_error=float(errors[worst]),
+        worst_label=rows[worst].label,
+        rank_correlation=float(np.corrcoef(_ranks(measured), _ranks(simulated))[0, 1]),
+    )
+
+
+def _ranks(values: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Places from smallest to greatest; equal values share the mean of theirs."""
+    below = (values[:, None] > values).sum(axis=1)
+    equal = (values[:, None] == values).sum(axis=1)
+    return np.asarray(below + (equal - 1) / 2, np.float64)
 
 
 def _make_ready(overlapped: Replayable, plans: Mapping[str, Plan], opened: ExitStack) -> dict[str, _Variant]:

@@ -67,15 +67,7 @@ class _Bench:
     def attempt(self, parts: Sequence[Candidate]) -> Trial:
         directives = _directives(parts)
         if directives not in self._known:
-            metrics = measure(self.run(parts))
-            trial = Trial(
-                label=" + ".join(part.label for part in parts) or AS_IT_IS,
-                families=tuple(part.family for part in parts),
-                directives=directives,
-                makespan_us=metrics.makespan_us,
-                exposed_us=metrics.exposed_us,
-            )
-            self._known[directives] = trial
+            self._known[directives] = trial = _trial_of(parts, self.run(parts))
             if self._on_trial is not None:
                 self._on_trial(trial)
         return self._known[directives]
@@ -88,6 +80,22 @@ class _Bench:
     def trials(self) -> tuple[Trial, ...]:
         """All trials in the order they were made."""
         return tuple(self._known.values())
+
+
+def _trial_of(parts: Sequence[Candidate], timeline: Timeline) -> Trial:
+    metrics = measure(timeline)
+    return Trial(
+        label=" + ".join(part.label for part in parts) or AS_IT_IS,
+        families=tuple(part.family for part in parts),
+        directives=_directives(parts),
+        makespan_us=metrics.makespan_us,
+        exposed_us=metrics.exposed_us,
+    )
+
+
+def attempt(step: Step, machine: Machine, executor: AbstractExecutor, candidate: Candidate) -> Trial:
+    """Execute one candidate by itself."""
+    return _trial_of([candidate], executor.run(step, machine, Plan(directives=candidate.directives)))
 
 
 def _directives(parts: Sequence[Candidate]) -> tuple[Directive, ...]:

@@ -7,7 +7,7 @@ from rich.text import Text
 
 from counterpoint.cuda.timing import Measurement
 from counterpoint.engagement import Engagement, summarize_engagements
-from counterpoint.planner.paper import PLAIN, SEQUENTIAL, PaperResult
+from counterpoint.planner.paper import PLAIN, SEQUENTIAL, PaperResult, simulation_accuracy
 from counterpoint.report.text import new_table, shorten
 from counterpoint.units import format_percent, format_us
 
@@ -67,4 +67,17 @@ def print_paper(console: Console, result: PaperResult) -> None:
     console.print(table)
     origin = result.choice.expectation.origin if result.choice.expectation else "simulated"
     console.print(Text(f"planner's choice ({origin}): {result.choice.verdict}  {result.choice.summary}"))
+    _print_accuracy(console, result)
     console.print()
+
+
+def _print_accuracy(console: Console, result: PaperResult) -> None:
+    accuracy = simulation_accuracy(result)
+    if accuracy is not None:
+        console.print(
+            Text(
+                f"simulated against measured: {100 * accuracy.mean_absolute_error:.1f} % off on average, at most "
+                f"{100 * accuracy.worst_error:+.1f} % ({accuracy.worst_label}); rank correlation "
+                f"{accuracy.rank_correlation:.2f} over {accuracy.num_rows} variants"
+            )
+        )
