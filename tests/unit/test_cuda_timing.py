@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from counterpoint.cuda.timing import WARM_UP_ROUNDS, Measurement, measure_interleaved
+from counterpoint.cuda.timing import NUM_FINALISTS, WARM_UP_ROUNDS, Measurement, measure_in_heats, measure_interleaved
 
 Rounds = list[list[float]]
 
@@ -143,3 +143,19 @@ def test_an_error_of_a_run_is_not_swallowed() -> None:
 
     with pytest.raises(ZeroDivisionError):
         measure_interleaved(["good", "bad"], run)
+
+
+def test_only_the_fastest_of_the_heat_and_the_baseline_go_to_the_final() -> None:
+    times = [100.0, 140.0, 90.0, 120.0, 80.0, 130.0]
+    found = measure_in_heats([str(time) for time in times], lambda candidate: times[candidate], 9)
+    assert [row.median_us for row in found] == times
+    assert [row.num_rounds for row in found] == [9, 5, 9, 9, 9, 5]
+
+
+@given(st.integers(1, 8), st.integers(1, 9))
+def test_a_final_holds_no_more_than_the_baseline_and_its_finalists(num_candidates: int, num_rounds: int) -> None:
+    found = measure_in_heats(["any"] * num_candidates, lambda candidate: 100.0 + candidate, num_rounds)
+    assert len(found) == num_candidates
+    heat = -(-num_rounds // 2)
+    expected = [num_rounds if number <= NUM_FINALISTS else heat for number in range(num_candidates)]
+    assert [row.num_rounds for row in found] == expected

@@ -50,10 +50,14 @@ class Captured:
             )
 
     def time_us(self, executable: AbstractExecutable) -> float:
-        """One replay on all ranks, started together; the time of the slowest, in microseconds."""
+        """The second of two replays on all ranks, started together; the time of the slowest, in microseconds.
+
+        The first brings the GPUs to the clocks and the temperature of this executable, whatever ran before it.
+        """
         torch.cuda.synchronize()
         self.rendezvous.meet()
         stream = torch.cuda.current_stream()
+        executable.launch(stream.cuda_stream)
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record(stream)
         executable.launch(stream.cuda_stream)
