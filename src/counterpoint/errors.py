@@ -39,3 +39,23 @@ class EngagementError(CounterpointError):
 
 class DeviceError(CounterpointError):
     """There is no GPU to run on, or the driver or a library refuses what is asked of it."""
+
+
+class SurroundingsError(CounterpointError):
+    """A file of surroundings, or a command to check, cannot be read."""
+
+
+class LaunchFilterError(CounterpointError):
+    """The launch filter cannot be built, cannot be loaded by a command, or its control block cannot be read."""
+
+
+class ScheduleError(CounterpointError):
+    """A copy schedule contradicts itself, or no schedule fits what was asked for."""
+
+
+class OperatorError(CounterpointError):
+    """An operator was called with tensors that do not fit, or ranks do not agree, or one of them is gone."""
+
+
+class IntegrationError(CounterpointError):
+    """A model cannot be served by an integration: it is not wrapped, not parallelized, or laid out in another way."""

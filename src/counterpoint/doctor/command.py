@@ -1,0 +1,270 @@
+"""Reads the words of a command without running it: what it sets, how it is started, what its options say of parallelism.
+
+Known are `env` and NAME=VALUE words, srun, mpirun, profilers and other wrappers, torchrun (also as
+`python -m torch.distributed.run`), accelerate and deepspeed; then the options of the job, by the names that Megatron-LM,
+torchtitan and accelerate use. What a shell script, a configuration file or a module that the script imports says is not
+known.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+
+from counterpoint.doctor.script import read_script
+from counterpoint.doctor.surroundings import JobCommand, Sign, SignKind, whole_number
+from counterpoint.errors import SurroundingsError
+from counterpoint.value import Value
+
+ASSIGNMENT = re.compile(r"[A-Za-z_][A-Za-z0-9_]*=")
+PYTHON = re.compile(r"python(\d+(\.\d+)*)?$")
+LAUNCHERS = ("torchrun", "accelerate", "deepspeed")
+WRAPPERS = (
+    "srun", "mpirun", "mpiexec", "nsys", "ncu", "rocprof-compute", "rocprofv3", "compute-sanitizer", "numactl", "taskset",
+    "nice", "time", "timeout", "stdbuf", "counterpoint",
+)  # fmt: skip
+SHELLS = ("sh", "bash", "zsh", "dash")
+# torchrun's options that take no value; every other one takes the next word (torch/distributed/run.py, torch 2.13)
+TORCHRUN_FLAGS = ("--standalone", "--no-python", "--run-path", "--use-env", "-m", "--module", "--help", "-h")
+PYTHON_VALUES = ("-W", "-X", "--check-hash-based-pycs")
+TORCHRUN_MODULES = ("torch.distributed.run", "torch.distributed.launch")
+NODE_OPTIONS = ("--nnodes", "--nodes", "-N", "--num-machines", "--num-nodes")
+PROCESS_OPTIONS = ("--nproc-per-node", "--ntasks-per-node", "--num-gpus")
+MEGATRON_OPTIONS = (
+    "--tensor-model-parallel-size", "--pipeline-model-parallel-size", "--context-parallel-size",
+    "--use-distributed-optimizer", "--overlap-grad-reduce", "--tp-comm-overlap", "--use-megatron-fsdp",
+)  # fmt: skip
+# an option of a job, and what its presence shows
+FLAG_SIGNS: dict[str, SignKind] = {
+    "--use-torch-fsdp2": "fsdp2",
+    "--use-megatron-fsdp": "megatron_fsdp",
+    "--use-custom-fsdp": "megatron_fsdp",
+    "--use-fsdp": "fsdp1",
+    "--overlap-moe-expert-parallel-comm": "expert_overlap",
+    "--tp-comm-overlap": "symmetric_memory",
+    "--parallelism.enable-async-tensor-parallel": "symmetric_memory",
+    "--high-priority-stream-groups": "high_priority",
+    "--enable-cuda-graph": "cuda_graph",
+    "--external-cuda-graph": "cuda_graph",
+}
+
+
+class ReadCommand(Value, frozen=True, kw_only=True):
+    """A command's job, the variables it runs with, and what could not be read of it."""
+
+    job: JobCommand
+    environment: dict[str, str]
+    program_path: str = ""
+    unknown: tuple[str, ...] = ()
+
+
+def read_command(words: Sequence[str], environment: Mapping[str, str]) -> ReadCommand:
+    """Read a command that would start with these variables. Raises `SurroundingsError` where no program is named."""
+    reader = _Reader(words, environment)
+    reader.read_wrappers()
+    reader.read_program()
+    if not reader.programs:
+        raise SurroundingsError(f"'{' '.join(words)}' names no program. Give the command that starts the job after --.")
+    return reader.result()
+
+
+class _Reader:
+    """Walks over the words once; `_rest` is what has not been read yet."""
+
+    def __init__(self, words: Sequence[str], environment: Mapping[str, str]) -> None:
+        self.programs: list[str] = []
+        self._rest = list(words)
+        self._environment = dict(environment)
+        self._launch_options: dict[str, str] = {}
+        self._unknown: list[str] = []
+        self._program_path = ""
+        self._script = ""
+        self._is_module = False
+
+    def result(self) -> ReadCommand:
+        """What was read, with the signs of the options and of the script."""
+        options = read_options(self._rest)
+        found = read_script(self._script) if self._script and not self._is_module else None
+        if found is None and self._script:
+            what = "module" if self._is_module else "script"
+            self._unknown.append(f"the {what} {self._script} was not read: its source is not at hand")
+        job = JobCommand(
+            programs=tuple(self.programs),
+            script=self._script,
+            num_nodes=self._count(NODE_OPTIONS, 1 if "torchrun" in self.programs and "srun" not in self.programs else None),
+            num_processes_per_node=self._count(PROCESS_OPTIONS, None),
+            options=options,
+            signs=(*_option_signs(options | self._launch_options), *(found or ())),
+        )
+        return ReadCommand(
+            job=job, environment=self._environment, program_path=self._program_path, unknown=tuple(self._unknown)
+        )
+
+    def read_wrappers(self) -> None:
+        """Assignments, `env` and wrappers, up to the program that starts the job."""
+        while self._rest:
+            word = self._rest[0]
+            if ASSIGNMENT.match(word):
+                self._assign(self._rest.pop(0))
+            elif _name(word) == "env":
+                self._rest.pop(0)
+                self._read_env()
+            elif _name(word) in WRAPPERS:
+                self.programs.append(_name(self._rest.pop(0)))
+                self._read_wrapper()
+            else:
+                return
+
+    def _assign(self, word: str) -> None:
+        name, _, value = word.partition("=")
+        self._environment[name] = value
+
+    def _read_env(self) -> None:
+        while self._rest and self._rest[0].startswith("-"):
+            option = self._rest.pop(0)
+            if option in ("-", "-i", "--ignore-environment"):
+                self._environment.clear()
+            elif option in ("-u", "--unset") and self._rest:
+                self._environment.pop(self._rest.pop(0), None)
+            elif option.startswith("--unset="):
+                self._environment.pop(option.partition("=")[2], None)
+            elif option == "--":
+                return
+            else:
+                raise SurroundingsError(
+                    f"env's option '{option}' is not understood. Known: -i, -u NAME; write the rest without env."
+                )
+
+    def _read_wrapper(self) -> None:
+        """Skip a wrapper's own words up to the next known program, keeping what they set."""
+        while self._rest and not _is_known(self._rest[0]):
+            word = self._rest.pop(0)
+            following = self._rest[0] if self._rest else ""
+            if word in ("-x", "--export") and "=" in following:
+                self._assign_all(self._rest.pop(0))
+            elif word.startswith("--export="):
+                self._assign_all(word.partition("=")[2])
+            elif word.startswith("-"):
+                self._keep_launch_option(word, following)
+        if not self._rest:
+            self._unknown.append(
+                f"what {self.programs[-1]} starts: no python, torchrun, accelerate or deepspeed in its words"
+            )
+
+    def _assign_all(self, list_of_assignments: str) -> None:
+        for word in list_of_assignments.split(","):
+            if ASSIGNMENT.match(word):
+                self._assign(word)
+
+    def _keep_launch_option(self, word: str, following: str) -> None:
+        name, has_value, value = word.partition("=")
+        self._launch_options[_hyphens(name)] = value if has_value else "" if following.startswith("-") else following
+
+    def read_program(self) -> None:
+        """The program, its own options, and the script; the job's options remain."""
+        if not self._rest:
+            return
+        word = self._rest.pop(0)
+        name = _name(word)
+        self.programs.append(name)
+        self._program_path = word if PYTHON.match(name) or name in LAUNCHERS else ""
+        if name in SHELLS:
+            self._unknown.append(f"what {name} runs: a shell script is not read. Give the command in it")
+            self._rest = []
+        elif PYTHON.match(name):
+            self._read_python()
+        elif name == "torchrun":
+            self._read_torchrun()
+        elif name in LAUNCHERS:
+            self._read_other_launcher()
+        elif name.endswith(".py"):
+            self._script = word
+
+    def _read_python(self) -> None:
+        while self._rest and self._rest[0].startswith("-"):
+            option = self._rest.pop(0)
+            if option == "-c":
+                self._unknown.append("the code that python -c runs")
+                self._rest = self._rest[1:]
+                return
+            if option == "-m" and self._rest:
+                self._script, self._is_module = self._rest.pop(0), True
+                break
+            if option in PYTHON_VALUES and self._rest:
+                self._rest.pop(0)
+        if self._script in TORCHRUN_MODULES:
+            self._script, self._is_module = "", False
+            self.programs[-1] = "torchrun"
+            self._read_torchrun()
+        elif self._rest and not self._script:
+            self._script = self._rest.pop(0)
+
+    def _read_torchrun(self) -> None:
+        while self._rest and self._rest[0].startswith("-"):
+            option = self._rest.pop(0)
+            hyphens = _hyphens(option)
+            self._is_module = self._is_module or hyphens in ("-m", "--module")
+            if "=" in option or hyphens in TORCHRUN_FLAGS:
+                self._keep_launch_option(option, "-")
+            elif self._rest:
+                self._keep_launch_option(option, self._rest.pop(0))
+        if "--no-python" in self._launch_options:
+            self._unknown.append("the program that torchrun --no-python starts")
+            self._rest = self._rest[1:]
+        elif self._rest:
+            self._script = self._rest.pop(0)
+
+    def _read_other_launcher(self) -> None:
+        """accelerate and deepspeed: every word before the first script is the launcher's."""
+        while self._rest and not self._rest[0].endswith(".py"):
+            word = self._rest.pop(0)
+            if word.startswith("-"):
+                self._keep_launch_option(word, self._rest[0] if self._rest else "")
+        if self._rest:
+            self._script = self._rest.pop(0)
+
+    def _count(self, options: Sequence[str], default: int | None) -> int | None:
+        """The last number of the first option given: "1:4" nodes are up to 4."""
+        for option in options:
+            last = self._launch_options.get(option, "").rpartition(":")[2]
+            if (number := whole_number(last)) is not None:
+                return number
+        return default
+
+
+def read_options(words: Sequence[str]) -> dict[str, str]:
+    """A job's options by name, with hyphens for underscores; the value of a flag is ''."""
+    options = {}
+    for place, word in enumerate(words):
+        if not word.startswith("--"):
+            continue
+        name, has_value, value = word.partition("=")
+        following = words[place + 1] if place + 1 < len(words) else "-"
+        options[_hyphens(name)] = value if has_value else "" if following.startswith("-") else following
+    return options
+
+
+def _option_signs(options: Mapping[str, str]) -> list[Sign]:
+    signs = [
+        Sign(kind=kind, where=option)
+        for option, kind in FLAG_SIGNS.items()
+        if options.get(option, "false").lower() != "false"
+    ]
+    signs += [Sign(kind="megatron", where=option) for option in MEGATRON_OPTIONS if option in options][:1]
+    for option in ("--tensor-model-parallel-size", "--context-parallel-size"):
+        if (whole_number(options.get(option, "")) or 1) > 1:
+            signs.append(Sign(kind="megatron_tensor_parallel", where=f"{option} {options[option]}"))
+    if options.get("--cuda-graph-impl", "none") != "none":
+        signs.append(Sign(kind="cuda_graph", where=f"--cuda-graph-impl {options['--cuda-graph-impl']}"))
+    return signs
+
+
+def _is_known(word: str) -> bool:
+    name = _name(word)
+    return name in (*LAUNCHERS, *WRAPPERS, *SHELLS, "env") or bool(PYTHON.match(name)) or name.endswith(".py")
+
+
+def _name(word: str) -> str:
+    return word.rsplit("/", maxsplit=1)[-1]
+
+
+def _hyphens(option: str) -> str:
+    return option.replace("_", "-")

@@ -1,0 +1,219 @@
+"""Gathers the surroundings of a job: variables, NCCL's files, GPUs, versions, preloaded libraries. Starts nothing of it.
+
+The GPUs are asked in a process with the job's variables, so CUDA_VISIBLE_DEVICES counts. Versions are those of the
+interpreter that the command would run; where it is not this one, it is asked for its packages and nothing else. Both
+questions have a time limit.
+"""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+
+from counterpoint.doctor import versions_query
+from counterpoint.doctor.command import ReadCommand, read_command
+from counterpoint.doctor.driver_query import Answer
+from counterpoint.doctor.surroundings import JobCommand, PreloadedLibrary, Surroundings, whole_number
+
+QUERY_LIMIT_S = 60
+RELEVANT = (
+    "AMD_", "CUDA_", "DEBUG_HIP_", "GPU_", "HIP_", "HSA_", "LD_PRELOAD", "NCCL_", "PYTORCH_", "RCCL_", "ROCR_",
+    "SLURM_JOB_NUM_NODES", "SLURM_NNODES", "TORCH_",
+)  # fmt: skip
+ENTRY_POINTS = ("cuLaunchKernel", "cuLaunchKernelEx", "cuGetProcAddress", "hipLaunchKernel", "hipModuleLaunchKernel")
+# the name that our own launch filter is linked with; its file's name differs from build to build
+OUR_FILTER = b"libcounterpoint_filter.so"
+# a larger file is a whole runtime, not a filter; reading it would take longer than it tells
+LARGEST_PRELOADED_BYTES = 64 << 20
+KERNEL_MODULE_VERSION = Path("/proc/driver/nvidia/version")
+SYSTEM_NCCL_FILE = Path("/etc/nccl.conf")
+
+
+def gather(command: Sequence[str] = (), environment: Mapping[str, str] | None = None) -> Surroundings:
+    """Look at this machine, and at `command` if there is one. Raises `SurroundingsError` for a command without a program."""
+    outer = dict(os.environ if environment is None else environment)
+    read = read_for(command, outer)
+    inner = _without_relevant(outer) | read.environment
+    answer, driver_unknown = ask_driver(inner)
+    versions, versions_unknown = _versions(read.program_path, inner)
+    nccl_file_settings = read_nccl_files(inner)
+    origins = {name: file for name, (_, file) in nccl_file_settings.items() if name not in read.environment}
+    return Surroundings(
+        vendor="amd" if versions.get("torch_hip") and not answer.gpus else answer.vendor,
+        environment={name: setting for name, (setting, _) in nccl_file_settings.items()} | read.environment,
+        origins=origins | _assigned_by_command(read.environment, outer),
+        gpus=answer.gpus,
+        blocked_peers=answer.blocked_peers if answer.gpus else None,
+        driver_version=_kernel_module_version() if answer.vendor == "nvidia" else "",
+        cuda_version=answer.driver_api_version,
+        torch_version=versions.get("torch", ""),
+        torch_cuda_version=versions.get("torch_cuda", ""),
+        torch_hip_version=versions.get("torch_hip", ""),
+        nccl_version=versions.get("nccl") or answer.nccl_version,
+        preloaded=read_preloaded(inner),
+        job=read.job if command else None,
+        unknown=(*driver_unknown, *versions_unknown, *_missing_versions(versions, answer), *read.unknown),
+    )
+
+
+def at_command(elsewhere: Surroundings, command: Sequence[str]) -> Surroundings:
+    """Surroundings that were gathered on another machine, for a command that would start there."""
+    read = read_for(command, elsewhere.environment)
+    set_by_command = _assigned_by_command(read.environment, elsewhere.environment)
+    origins = {name: origin for name, origin in elsewhere.origins.items() if name in read.environment} | set_by_command
+    return msgspec.structs.replace(
+        elsewhere, environment=read.environment, origins=origins, job=read.job, unknown=(*elsewhere.unknown, *read.unknown)
+    )
+
+
+def read_for(command: Sequence[str], outer: Mapping[str, str]) -> ReadCommand:
+    """The command with the relevant variables of its environment; without a command, those alone."""
+    relevant = {name: value for name, value in outer.items() if name.startswith(RELEVANT)}
+    if not command:
+        return ReadCommand(job=JobCommand(), environment=relevant)
+    read = read_command(command, relevant)
+    nodes = read.job.num_nodes or _slurm_nodes(read.environment)
+    kept = {name: value for name, value in read.environment.items() if name.startswith(RELEVANT)}
+    return msgspec.structs.replace(read, job=msgspec.structs.replace(read.job, num_nodes=nodes), environment=kept)
+
+
+def _slurm_nodes(environment: Mapping[str, str]) -> int | None:
+    stated = environment.get("SLURM_JOB_NUM_NODES", environment.get("SLURM_NNODES", ""))
+    return whole_number(stated)
+
+
+def _assigned_by_command(inner: Mapping[str, str], outer: Mapping[str, str]) -> dict[str, str]:
+    return {name: "the command" for name, value in inner.items() if outer.get(name) != value}
+
+
+def _without_relevant(outer: Mapping[str, str]) -> dict[str, str]:
+    return {name: value for name, value in outer.items() if not name.startswith(RELEVANT)}
+
+
+def ask_driver(environment: Mapping[str, str]) -> tuple[Answer, tuple[str, ...]]:
+    """What the driver shows to a process with these variables, and what stayed unknown."""
+    # a preloaded library is for the job, and could disturb the question
+    asking = {name: value for name, value in environment.items() if name != "LD_PRELOAD"}
+    # -P: a file of the folder that the user stands in must not be taken for a module
+    command = [sys.executable, "-P", "-m", "counterpoint.doctor.driver_query"]
+    output, problem = _run(command, asking)
+    if problem:
+        return Answer(), (f"GPUs, driver and peer access: {problem}",)
+    answer = msgspec.json.decode(output, type=Answer)
+    return answer, (f"GPUs, driver and peer access: {answer.reason}",) if answer.reason else ()
+
+
+def _run(command: Sequence[str], environment: Mapping[str, str]) -> tuple[bytes, str]:
+    """Standard output, or in a few words why there is none."""
+    try:
+        done = subprocess.run(command, env=dict(environment), capture_output=True, timeout=QUERY_LIMIT_S, check=False)
+    except subprocess.TimeoutExpired:
+        return b"", f"no answer within {QUERY_LIMIT_S} s"
+    except OSError as problem:
+        return b"", f"{command[0]} does not start ({problem.strerror})"
+    if done.returncode != 0:
+        last = done.stderr.decode(errors="replace").strip().splitlines()[-1:]
+        return b"", f"the question ended with status {done.returncode}{': ' + last[0] if last else ''}"
+    return done.stdout, ""
+
+
+def _versions(program_path: str, environment: Mapping[str, str]) -> tuple[dict[str, str], tuple[str, ...]]:
+    """Versions of the interpreter beside the program, else of this one."""
+    found = shutil.which(program_path, path=environment.get("PATH")) if program_path else None
+    here = Path(sys.executable).parent
+    if program_path and found is None:
+        return versions_query.query_versions(), (
+            f"{program_path}: it is not on the path, so versions are those of {sys.executable}",
+        )
+    if found is None or Path(found).parent.resolve() == here.resolve():
+        return versions_query.query_versions(), ()
+    interpreter = _interpreter_beside(Path(found))
+    if interpreter is None:
+        return versions_query.query_versions(), (
+            f"the Python of {found}: none beside it, so versions are those of {sys.executable}",
+        )
+    output, problem = _run([str(interpreter), versions_query.__file__], environment)
+    if problem:
+        return {}, (f"versions of torch and NCCL in {interpreter}: {problem}",)
+    return msgspec.json.decode(output, type=dict[str, str]), ()
+
+
+def _interpreter_beside(program: Path) -> Path | None:
+    """The Python of an environment's program; a script's first line says which if it lies elsewhere."""
+    if program.name.startswith("python"):
+        return program
+    beside = next((path for name in ("python", "python3") if (path := program.with_name(name)).exists()), None)
+    try:
+        with program.open("rb") as file:
+            first = file.readline(256).decode(errors="replace").removeprefix("#!").split()
+    except OSError:
+        return beside
+    stated = Path(first[0]) if first else None
+    return stated if stated is not None and stated.name.startswith("python") and stated.exists() else beside
+
+
+def _missing_versions(versions: Mapping[str, str], answer: Answer) -> list[str]:
+    names = {"torch": versions.get("torch"), "NCCL": versions.get("nccl") or answer.nccl_version}
+    absent = [name for name, number in names.items() if not number]
+    is_for_cpus = versions.get("torch") and not (versions.get("torch_cuda") or versions.get("torch_hip"))
+    cpu_build = (
+        [f"versions: torch {versions['torch']} is a build for CPUs, so the job has another one"] if is_for_cpus else []
+    )
+    return [*cpu_build, *([f"versions: no {' and no '.join(absent)} is installed in the job's Python"] if absent else [])]
+
+
+def _kernel_module_version() -> str:
+    try:
+        found = re.search(r"\s(\d+\.\d+(\.\d+)*)\s", KERNEL_MODULE_VERSION.read_text())
+    except OSError:
+        return ""
+    return found[1] if found else ""
+
+
+def read_nccl_files(environment: Mapping[str, str]) -> dict[str, tuple[str, str]]:
+    """NCCL's settings from its files, each with the file. NCCL takes the first: the user's file, then the system's."""
+    chosen = environment.get("NCCL_CONF_FILE")
+    home = environment.get("HOME")
+    user_file = Path(chosen) if chosen else Path(home) / ".nccl.conf" if home else None
+    settings: dict[str, tuple[str, str]] = {}
+    for path in (user_file, SYSTEM_NCCL_FILE):
+        for name, value in _assignments(path) if path is not None else ():
+            settings.setdefault(name, (value, str(path)))
+    return settings
+
+
+def _assignments(path: Path) -> list[tuple[str, str]]:
+    try:
+        lines = path.read_text(errors="replace").splitlines()
+    except OSError:
+        return []
+    pairs = [line.split("=", maxsplit=1) for line in lines if "=" in line and not line.startswith("#")]
+    return [(name.strip(), value.strip()) for name, value in pairs if name.strip().startswith(("NCCL_", "RCCL_"))]
+
+
+def read_preloaded(environment: Mapping[str, str]) -> tuple[PreloadedLibrary, ...]:
+    """What LD_PRELOAD names. A library that answers for the driver's launches holds their names as text."""
+    paths = re.split(r"[: ]+", environment.get("LD_PRELOAD", "").strip(": "))
+    return tuple(_preloaded(path) for path in paths if path)
+
+
+def _preloaded(path: str) -> PreloadedLibrary:
+    if "/" not in path:  # the loader searches for it, and that is its business
+        return PreloadedLibrary(path=path, is_found=True)
+    try:
+        if Path(path).stat().st_size > LARGEST_PRELOADED_BYTES:
+            return PreloadedLibrary(path=path, is_found=True)
+        content = Path(path).read_bytes()
+    except OSError:
+        return PreloadedLibrary(path=path, is_found=False)
+    return PreloadedLibrary(
+        path=path,
+        is_found=True,
+        is_ours=OUR_FILTER in content,
+        entry_points=tuple(name for name in ENTRY_POINTS if name.encode() + b"\0" in content),
+    )

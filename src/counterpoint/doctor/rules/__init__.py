@@ -1,0 +1,56 @@
+"""All rules, in the order of a report. A rule is a pure function: surroundings in, one finding or None out.
+
+A rule needs a source that says so, or a measurement: docs/check.md lists both. It stays silent where what it needs is
+unknown, or says that it does not know.
+"""
+
+from collections.abc import Callable
+
+from counterpoint.doctor.finding import SEVERITIES, Finding
+from counterpoint.doctor.rules import controls, frameworks, launches, nccl, process_groups, queues
+from counterpoint.doctor.surroundings import Surroundings
+
+Rule = Callable[[Surroundings], Finding | None]
+RULES: tuple[Rule, ...] = (
+    launches.blocking_launches,
+    launches.serializing_profiler,
+    launches.uncached_memory,
+    launches.preloaded_interceptor,
+    launches.preloaded_but_missing,
+    queues.one_queue_for_sharded_data_parallel,
+    queues.several_queues_for_megatron,
+    queues.one_queue_for_expert_overlap,
+    queues.one_queue_on_blackwell,
+    queues.one_queue_for_unknown_job,
+    queues.queues_out_of_range,
+    queues.one_hip_queue,
+    controls.priority_of_waited_collectives,
+    controls.priority_in_graphs,
+    controls.priority_ignored_by_hip,
+    controls.zero_cta_of_reductions,
+    controls.zero_cta_not_understood,
+    controls.symmetric_memory_without_peer_access,
+    controls.symmetric_memory_without_multicast,
+    controls.sm_carveout,
+    nccl.peer_to_peer_off,
+    nccl.no_peer_access,
+    nccl.few_ctas,
+    nccl.many_ctas,
+    nccl.number_of_threads,
+    nccl.nvlink_sharp_off,
+    nccl.forced_algorithm,
+    nccl.network_by_sockets,
+    nccl.serialized_communicators,
+    process_groups.blocking_wait,
+    process_groups.timed_collectives,
+    process_groups.checked_collectives,
+    process_groups.record_streams,
+    frameworks.megatron_without_data_parallel_overlap,
+    frameworks.megatron_tp_overlap_without_sequence_parallel,
+)
+
+
+def find(surroundings: Surroundings) -> tuple[Finding, ...]:
+    """What every rule says, the worst first."""
+    found = [finding for rule in RULES if (finding := rule(surroundings)) is not None]
+    return tuple(sorted(found, key=lambda finding: SEVERITIES.index(finding.severity)))

@@ -1,0 +1,60 @@
+"""What Megatron-LM's options say: overlap that is off unless asked for, and a combination that it refuses."""
+
+from counterpoint.doctor.finding import Finding
+from counterpoint.doctor.surroundings import SHARDED, Surroundings
+
+SPLITS = ("--tensor-model-parallel-size", "--pipeline-model-parallel-size", "--context-parallel-size")
+
+
+def megatron_without_data_parallel_overlap(surroundings: Surroundings) -> Finding | None:
+    """Gradients reduced, or parameters gathered, in one piece beside nothing."""
+    sign, job = surroundings.sign("megatron"), surroundings.job
+    if sign is None or job is None or surroundings.sign(*SHARDED) or _num_replicas(surroundings) == 1:
+        return None
+    wanted = ["--overlap-grad-reduce", *(["--overlap-param-gather"] if "--use-distributed-optimizer" in job.options else [])]
+    missing = [option for option in wanted if option not in job.options]
+    if not missing:
+        return None
+    what = {
+        "--overlap-grad-reduce": "gradients are reduced after the backward pass",
+        "--overlap-param-gather": "parameters are gathered before the next step",
+    }
+    return Finding(
+        severity="may defeat overlap",
+        setting=" ".join(missing),
+        found=f"not given, with {sign.where}",
+        fact="Megatron-LM overlaps data-parallel communication only if asked: without, "
+        f"{' and '.join(what[option] for option in missing)}, exposed in full.",
+        source="Megatron-LM, megatron/training/arguments.py; Megatron Bridge documentation, communication overlap",
+        remedy=f"Add {' '.join(missing)}.",
+    )
+
+
+def _num_replicas(surroundings: Surroundings) -> int | None:
+    """Data-parallel replicas, where the command says how many processes there are."""
+    job = surroundings.job
+    if job is None or job.num_nodes is None or job.num_processes_per_node is None:
+        return None
+    ranks = job.num_nodes * job.num_processes_per_node
+    for option in SPLITS:
+        ranks //= max(1, job.number(option))
+    return max(1, ranks)
+
+
+def megatron_tp_overlap_without_sequence_parallel(surroundings: Surroundings) -> Finding | None:
+    """Tensor-parallel overlap that Megatron-LM refuses."""
+    job = surroundings.job
+    if job is None or "--tp-comm-overlap" not in job.options:
+        return None
+    is_split = job.number("--tensor-model-parallel-size") > 1
+    if is_split and "--sequence-parallel" in job.options:
+        return None
+    return Finding(
+        severity="defeats overlap",
+        setting="--tp-comm-overlap",
+        found="given without --sequence-parallel" if is_split else "given without --tensor-model-parallel-size above 1",
+        fact="Megatron-LM overlaps tensor-parallel communication with GEMMs only under sequence parallelism, which needs "
+        "tensor parallelism; it stops otherwise.",
+        source="Megatron-LM, megatron/training/arguments.py, validate_args",
+        remedy="Add --sequence-parallel." if is_split else "Leave it out, or set --tensor-model-parallel-size.",
+    )

@@ -1,0 +1,97 @@
+"""Settings under which kernels cannot run side by side at all, and libraries that stand between a job and the driver."""
+
+from counterpoint.doctor.finding import Finding
+from counterpoint.doctor.surroundings import Surroundings, is_nonzero
+
+BLOCKING = ("CUDA_LAUNCH_BLOCKING", "HIP_LAUNCH_BLOCKING", "AMD_SERIALIZE_KERNEL")
+# programs that run one kernel at a time while they look
+SERIALIZING = {
+    "ncu": "Nsight Compute, Kernel Profiling Guide: kernel launches are serialized",
+    "rocprof-compute": "ROCm Compute Profiler documentation, profile mode: dispatches are serialized across streams",
+}
+
+
+def blocking_launches(surroundings: Surroundings) -> Finding | None:
+    """Every launch waits for its kernel."""
+    name = next((name for name in BLOCKING if is_nonzero(surroundings.value(name))), None)
+    if name is None:
+        return None
+    return Finding(
+        severity="defeats overlap",
+        setting=name,
+        found=surroundings.found(name),
+        fact="The host waits for each kernel before it issues the next one, so no two kernels ever run side by side.",
+        source="CUDA Programming Guide and HIP documentation, environment variables (for debugging only)",
+        remedy=f"Unset {name}.",
+    )
+
+
+def serializing_profiler(surroundings: Surroundings) -> Finding | None:
+    """A profiler that measures one kernel at a time."""
+    programs = surroundings.job.programs if surroundings.job else ()
+    name = next((name for name in programs if name in SERIALIZING), None)
+    if name is None:
+        return None
+    return Finding(
+        severity="defeats overlap",
+        setting="command",
+        found=name,
+        fact="This profiler runs kernels one after the other to measure each alone; collectives and kernels do not overlap.",
+        source=SERIALIZING[name],
+        remedy="Look at overlap with torch.profiler or nsys instead.",
+    )
+
+
+def uncached_memory(surroundings: Surroundings) -> Finding | None:
+    """Every tensor is allocated and freed by the driver."""
+    name = next(
+        (
+            name
+            for name in ("PYTORCH_NO_CUDA_MEMORY_CACHING", "PYTORCH_NO_HIP_MEMORY_CACHING")
+            if is_nonzero(surroundings.value(name))
+        ),
+        None,
+    )
+    if name is None:
+        return None
+    return Finding(
+        severity="defeats overlap",
+        setting=name,
+        found=surroundings.found(name),
+        fact="Each tensor is freed by the driver, which first waits for the whole GPU, collectives in flight included.",
+        source="PyTorch documentation, CUDA environment variables; CUDA Runtime API, cudaFree: implicit synchronization",
+        remedy=f"Unset {name}.",
+    )
+
+
+def preloaded_interceptor(surroundings: Surroundings) -> Finding | None:
+    """Another library that answers for the driver's launches."""
+    for library in surroundings.preloaded:
+        if library.entry_points and not library.is_ours:
+            return Finding(
+                severity="may defeat overlap",
+                setting="LD_PRELOAD",
+                found=library.path,
+                fact=f"The library speaks of {', '.join(library.entry_points)}: it may hold back launches, or hide them "
+                "from other filters.",
+                source="the names are in the file; what a preloaded library defines is found before the driver's: ld.so(8)",
+                remedy="Run without it once and compare; with `counterpoint run`, see in the proof at the end that "
+                "launches are seen.",
+            )
+    return None
+
+
+def preloaded_but_missing(surroundings: Surroundings) -> Finding | None:
+    """A preloaded library that does not exist."""
+    missing = next((library.path for library in surroundings.preloaded if not library.is_found), None)
+    if missing is None:
+        return None
+    return Finding(
+        severity="note",
+        setting="LD_PRELOAD",
+        found=missing,
+        fact="The file cannot be read here; the loader leaves it out with one line on standard error, and the job runs "
+        "without it.",
+        source="ld.so(8)",
+        remedy="Correct the path, or leave it out.",
+    )

@@ -1,0 +1,197 @@
+"""NCCL's variables that slow communication beyond what computation can hide, or take SMs from it; the peer access."""
+
+from counterpoint.doctor.finding import Finding
+from counterpoint.doctor.surroundings import Surroundings, is_nonzero, whole_number
+
+DOCUMENTATION = "NCCL documentation, environment variables"
+HOPPER = (9,)
+# 256 MiB all-reduce on 2 H200s over NVLink, NCCL 2.28.9, ms by CTAs: 24: 0.895, 16: 1.014, 8: 1.665, 4: 3.244
+SLOW_CTAS = 8
+# NCCL takes 24 on 2 to 4 H200s by itself, and its documentation names 32 as the former limit
+MANY_CTAS = 32
+THREADS = ("64", "128", "256", "512")
+USUAL_THREADS = 512
+
+
+def peer_to_peer_off(surroundings: Surroundings) -> Finding | None:
+    """GPUs of one host that are told not to reach each other."""
+    if is_nonzero(surroundings.value("NCCL_P2P_DISABLE")):
+        name = "NCCL_P2P_DISABLE"
+    elif surroundings.value("NCCL_P2P_LEVEL").upper() in ("LOC", "0"):
+        name = "NCCL_P2P_LEVEL"
+    else:
+        return None
+    if len(surroundings.gpus) == 1 or _are_all_blocked(surroundings):  # there is nothing to switch off
+        return None
+    return Finding(
+        severity="may defeat overlap",
+        setting=name,
+        found=surroundings.found(name),
+        fact="GPUs of one host then exchange everything through host memory, many times slower than NVLink: more than "
+        "computation can hide.",
+        source=f"{DOCUMENTATION}, {name} (for debugging, not for production)",
+        remedy=f"Unset {name}.",
+    )
+
+
+def no_peer_access(surroundings: Surroundings) -> Finding | None:
+    """GPUs that cannot reach each other."""
+    if not surroundings.blocked_peers:
+        return None
+    one, other = surroundings.blocked_peers[0]
+    count = len(surroundings.blocked_peers)
+    return Finding(
+        severity="note",
+        setting="peer access",
+        found=f"none from GPU {one} to GPU {other}" + (f" and in {count - 1} other directions" if count > 1 else ""),
+        fact="NCCL goes through host memory between them; symmetric memory and copies by copy engines from peer to peer "
+        "are impossible.",
+        source="asked of the driver (cuDeviceCanAccessPeer)",
+        remedy="If the GPUs have NVLink or share a PCIe switch, look at nvidia-smi topo -p2p r and at the container's "
+        "and IOMMU's settings.",
+    )
+
+
+def _are_all_blocked(surroundings: Surroundings) -> bool:
+    count = len(surroundings.gpus)
+    return count > 1 and len(surroundings.blocked_peers or ()) == count * (count - 1)
+
+
+def few_ctas(surroundings: Surroundings) -> Finding | None:
+    """A limit of CTAs that slows large collectives more than it frees SMs."""
+    name, number = _extreme(surroundings, ("NCCL_MAX_CTAS", "NCCL_MAX_NCHANNELS"), is_least=True)
+    if number is None or not 1 <= number <= SLOW_CTAS:
+        return None
+    return Finding(
+        severity="may defeat overlap",
+        setting=name,
+        found=surroundings.found(name),
+        fact="A 256 MiB all-reduce takes 1.1 times as long with 16 CTAs as with NCCL's own 24, 1.9 times with 8, 3.6 "
+        "times with 4.",
+        source="measured: 2 H200s over NVLink, NCCL 2.28.9; over PCIe NCCL takes fewer by itself",
+        remedy="Leave it out, or measure 16: `counterpoint tune` tries numbers of CTAs and keeps one only if it pays.",
+    )
+
+
+def many_ctas(surroundings: Surroundings) -> Finding | None:
+    """More CTAs than NCCL takes by itself."""
+    name, number = _extreme(surroundings, ("NCCL_MIN_CTAS", "NCCL_MIN_NCHANNELS"), is_least=False)
+    if number is None or number <= MANY_CTAS:
+        return None
+    share = (
+        f" That is {number} of {surroundings.gpus[0].num_sms} SMs."
+        if surroundings.gpus and surroundings.gpus[0].num_sms
+        else ""
+    )
+    return Finding(
+        severity="may defeat overlap",
+        setting=name,
+        found=surroundings.found(name),
+        fact="A CTA of NCCL takes 52,224 of an SM's 65,536 registers (H200), so a GEMM finds no room on the SMs that "
+        f"hold one.{share}",
+        source=f"{DOCUMENTATION}, {name}; read from NCCL 2.28.9's kernels for sm_90",
+        remedy="Leave it out: NCCL takes 24 CTAs on 2 to 4 H200s by itself.",
+    )
+
+
+def _extreme(surroundings: Surroundings, names: tuple[str, str], is_least: bool) -> tuple[str, int | None]:
+    """The name that counts and its number: NCCL takes the most restrictive of the new variable and the old one."""
+    numbers = [(number, name) for name in names if (number := whole_number(surroundings.value(name))) is not None]
+    if not numbers:
+        return names[0], None
+    number, name = min(numbers) if is_least else max(numbers)
+    return name, number
+
+
+def number_of_threads(surroundings: Surroundings) -> Finding | None:
+    """Fewer threads in a CTA, or a number that NCCL does not take."""
+    name = "NCCL_NTHREADS"
+    value = surroundings.value(name)
+    if not value or value == str(USUAL_THREADS):
+        return None
+    fact = (
+        "It lowers the threads of NCCL's CTAs and their bandwidth, not their shared memory: it makes no room where that "
+        "is short."
+        if value in THREADS
+        else f"NCCL takes {', '.join(THREADS[:-1])} or {THREADS[-1]}."
+    )
+    return Finding(
+        severity="note",
+        setting=name,
+        found=surroundings.found(name),
+        fact=fact,
+        source=f"{DOCUMENTATION}, {name}; read from NCCL 2.28.9's kernels for sm_90",
+        remedy="Leave it out unless a measurement of the whole step speaks for it.",
+    )
+
+
+def nvlink_sharp_off(surroundings: Surroundings) -> Finding | None:
+    """Reductions in the switch, switched off where the GPUs could have them."""
+    has_switch = all(gpu.has_multicast is not False for gpu in surroundings.gpus)
+    is_capable = has_switch and (surroundings.architecture() or (0,)) >= HOPPER
+    if surroundings.value("NCCL_NVLS_ENABLE") != "0" or not is_capable or len(surroundings.gpus) == 1:
+        return None
+    return Finding(
+        severity="note",
+        setting="NCCL_NVLS_ENABLE",
+        found=surroundings.found("NCCL_NVLS_ENABLE"),
+        fact="Since Hopper an NVSwitch can reduce by itself (NVLink SHARP); switched off, SMs do all of an all-reduce.",
+        source=f"{DOCUMENTATION}, NCCL_NVLS_ENABLE",
+        remedy="Unset it, unless NCCL fails to start without it; then measure both.",
+    )
+
+
+def forced_algorithm(surroundings: Surroundings) -> Finding | None:
+    """An algorithm or protocol chosen for all sizes."""
+    name = next((name for name in ("NCCL_PROTO", "NCCL_ALGO") if surroundings.value(name)), None)
+    if name is None:
+        return None
+    return Finding(
+        severity="note",
+        setting=name,
+        found=surroundings.found(name),
+        fact="One choice for all sizes and collectives takes NCCL's own choice away; what is best for small messages is "
+        "slow for large ones.",
+        source=f"{DOCUMENTATION}, {name} (for debugging, not for production)",
+        remedy="Leave it out, unless the job needs it to be deterministic.",
+    )
+
+
+def network_by_sockets(surroundings: Surroundings) -> Finding | None:
+    """Several nodes without RDMA."""
+    nodes = surroundings.job.num_nodes if surroundings.job else None
+    if is_nonzero(surroundings.value("NCCL_IB_DISABLE")):
+        name = "NCCL_IB_DISABLE"
+    elif surroundings.value("NCCL_NET").lower() == "socket":
+        name = "NCCL_NET"
+    else:
+        return None
+    if nodes == 1:
+        return None
+    return Finding(
+        severity="may defeat overlap" if nodes else "note",
+        setting=name,
+        found=surroundings.found(name) + (f", {nodes} nodes" if nodes else ", an unknown number of nodes"),
+        fact="Between nodes data then goes through IP sockets and host memory instead of InfiniBand or RoCE, if the "
+        "nodes have it.",
+        source=f"{DOCUMENTATION}, {name}",
+        remedy=f"Unset {name} if the nodes have InfiniBand or RoCE.",
+    )
+
+
+def serialized_communicators(surroundings: Surroundings) -> Finding | None:
+    """An implicit order of communicators that an old CUDA can only keep by running them one by one."""
+    name = "NCCL_LAUNCH_ORDER_IMPLICIT"
+    versions = (surroundings.cuda_version, surroundings.torch_cuda_version)
+    old = next((version for version in versions if surroundings.is_older_than(version, 12, 3)), None)
+    if not is_nonzero(surroundings.value(name)) or old is None:
+        return None
+    return Finding(
+        severity="may defeat overlap",
+        setting=name,
+        found=f"{surroundings.found(name)}, CUDA {old}",
+        fact="Before CUDA 12.3 (runtime and driver), NCCL keeps this order by running the operations of different "
+        "communicators one by one.",
+        source=f"{DOCUMENTATION}, {name}",
+        remedy="Use CUDA 12.3 or later, or unset it and order the communicators in the job.",
+    )

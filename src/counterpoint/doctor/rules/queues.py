@@ -1,0 +1,135 @@
+"""How many hardware queues streams share: CUDA_DEVICE_MAX_CONNECTIONS against architecture and parallelism; HIP's queues.
+
+With one queue kernels start in the order in which the host issued them. That is right where a collective is issued just
+before the kernel that would take every SM (Megatron's tensor parallelism), and wrong where streams should run independently
+(FSDP). On Blackwell Megatron does not ask for it any more.
+"""
+
+from counterpoint.doctor.finding import Finding
+from counterpoint.doctor.surroundings import SHARDED, Surroundings, whole_number
+
+NAME = "CUDA_DEVICE_MAX_CONNECTIONS"
+MOST_QUEUES = 32
+BLACKWELL = (10,)
+ARGUMENTS = "Megatron-LM, megatron/training/arguments.py, validate_args"
+HEAD_START = "A head start in a plan does the same for single kernels: see docs/planner.md."
+
+
+def _has_one_queue(surroundings: Surroundings) -> bool:
+    return surroundings.value(NAME) == "1" and surroundings.vendor != "amd"
+
+
+def _is_blackwell(surroundings: Surroundings) -> bool:
+    return (surroundings.architecture() or (0,)) >= BLACKWELL
+
+
+def one_queue_for_sharded_data_parallel(surroundings: Surroundings) -> Finding | None:
+    """FSDP with one queue."""
+    sign = surroundings.sign(*SHARDED)
+    if sign is None or not _has_one_queue(surroundings):
+        return None
+    both = surroundings.sign("megatron_tensor_parallel") and not _is_blackwell(surroundings)
+    advice = "Tensor or context parallelism in the same job wants 1 before Blackwell: measure both. " if both else ""
+    return Finding(
+        severity="defeats overlap",
+        setting=NAME,
+        found=f"{surroundings.found(NAME)}, with {sign.where}",
+        fact="With one queue FSDP's prefetched all-gathers and its reduce-scatters wait in line with the computation.",
+        source=f"{ARGUMENTS}; Megatron-FSDP documentation; verl-project/verl pull request 6976; pytorch/torchtitan issue "
+        "1147",
+        remedy=f"{advice}Unset it, or set it to 16 or 32.",
+    )
+
+
+def several_queues_for_megatron(surroundings: Surroundings) -> Finding | None:
+    """Megatron-LM's tensor or context parallelism without the one queue that it insists on before Blackwell."""
+    sign = surroundings.sign("megatron_tensor_parallel")
+    is_exempt = surroundings.sign(*SHARDED, "expert_overlap") is not None or surroundings.vendor == "amd"
+    if sign is None or is_exempt or surroundings.value(NAME) == "1" or _is_blackwell(surroundings):
+        return None
+    is_known = surroundings.architecture() is not None
+    return Finding(
+        severity="defeats overlap" if is_known else "may defeat overlap",
+        setting=NAME,
+        found=f"{surroundings.found(NAME) or 'not set'}, with {sign.where}",
+        fact="Before Blackwell, Megatron-LM stops unless this is 1: a GEMM that starts before the collective issued "
+        "ahead of it takes every SM.",
+        source=f"{ARGUMENTS}; NVIDIA/Megatron-LM issue 5105",
+        remedy=f"Set {NAME}=1{'' if is_known else ' if the GPUs are Hopper or older'}. {HEAD_START}",
+    )
+
+
+def one_queue_for_expert_overlap(surroundings: Surroundings) -> Finding | None:
+    """Megatron-LM's overlapped all-to-all of experts with one queue."""
+    sign = surroundings.sign("expert_overlap")
+    if sign is None or not _has_one_queue(surroundings):
+        return None
+    return Finding(
+        severity="may defeat overlap",
+        setting=NAME,
+        found=f"{surroundings.found(NAME)}, with {sign.where}",
+        fact="The overlap of expert-parallel all-to-alls needs more queues than one.",
+        source=f"{ARGUMENTS}; NVIDIA/Megatron-LM pull request 2730",
+        remedy=f"Set {NAME}=32; with tensor or context parallelism on Hopper and older, measure 1 and 32.",
+    )
+
+
+def one_queue_on_blackwell(surroundings: Surroundings) -> Finding | None:
+    """One queue where the reason for it is gone."""
+    if not _has_one_queue(surroundings) or not _is_blackwell(surroundings) or surroundings.sign(*SHARDED, "expert_overlap"):
+        return None
+    return Finding(
+        severity="may defeat overlap",
+        setting=NAME,
+        found=f"{surroundings.found(NAME)}, on {surroundings.gpus[0].name}",
+        fact="Since Blackwell Megatron-LM does not need one queue any more; it only keeps independent streams in line.",
+        source=f"{ARGUMENTS}; NVIDIA/Megatron-LM issue 5105",
+        remedy="Unset it.",
+    )
+
+
+def one_queue_for_unknown_job(surroundings: Surroundings) -> Finding | None:
+    """One queue, and nothing known that would want it."""
+    is_judged = surroundings.sign(*SHARDED, "expert_overlap", "megatron_tensor_parallel") is not None
+    if not _has_one_queue(surroundings) or is_judged or _is_blackwell(surroundings):
+        return None
+    return Finding(
+        severity="may defeat overlap",
+        setting=NAME,
+        found=surroundings.found(NAME),
+        fact="One queue keeps all streams in the order of the host's launches: right for Megatron-LM's tensor "
+        "parallelism, wrong for FSDP.",
+        source="NVIDIA/Megatron-LM issue 533; verl-project/verl pull request 6976; pytorch/torchtitan issue 1147",
+        remedy=f"Unset it unless Megatron-LM asks for it. {HEAD_START}",
+    )
+
+
+def queues_out_of_range(surroundings: Surroundings) -> Finding | None:
+    """A number of queues that the driver does not take."""
+    value = surroundings.value(NAME)
+    if not value or 1 <= (whole_number(value) or 0) <= MOST_QUEUES:
+        return None
+    return Finding(
+        severity="note",
+        setting=NAME,
+        found=surroundings.found(NAME),
+        fact=f"The variable is a number from 1 to {MOST_QUEUES}; 8 where it is not set.",
+        source="CUDA Programming Guide, CUDA environment variables",
+        remedy=f"Unset it, or give a number from 1 to {MOST_QUEUES}.",
+    )
+
+
+def one_hip_queue(surroundings: Surroundings) -> Finding | None:
+    """All of HIP's streams in one hardware queue."""
+    name = "GPU_MAX_HW_QUEUES"
+    if surroundings.vendor == "nvidia" or surroundings.value(name) != "1":
+        return None
+    return Finding(
+        severity="may defeat overlap",
+        setting=name,
+        found=surroundings.found(name),
+        fact="All streams of one priority share a single hardware queue, so kernels of different streams run one after "
+        "the other.",
+        source="ROCm documentation, HIP environment variables (the default is 4); not tried here on AMD hardware",
+        remedy="Unset it, or set it to 2 as AMD's guide for MI300X training does.",
+    )

@@ -1,0 +1,65 @@
+"""Signs of a job's parallelism in the source of its script, read without running it.
+
+Only the script itself is read, not what it imports, and a name counts wherever it stands: a sign says that the script
+speaks of something, with the line, not that it runs.
+"""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+from counterpoint.doctor.surroundings import Sign, SignKind
+
+NAME_SIGNS: dict[str, SignKind] = {
+    "fully_shard": "fsdp2",
+    "FullyShardedDataParallel": "fsdp1",
+    "DistributedDataParallel": "data_parallel",
+    "is_high_priority_stream": "high_priority",
+    "_set_sm_carveout_experimental": "sm_carveout",
+    "_symmetric_memory": "symmetric_memory",
+    "cta_policy": "zero_cta",
+    "CUDAGraph": "cuda_graph",
+    "make_graphed_callables": "cuda_graph",
+}
+# modes of torch.compile that replay CUDA graphs (documentation of torch.compile)
+TEXT_SIGNS: dict[str, SignKind] = {"reduce-overhead": "cuda_graph", "max-autotune": "cuda_graph"}
+
+
+def read_script(path: str) -> tuple[Sign, ...] | None:
+    """The first sign of each kind, in the order of lines; None where the source cannot be read or is not Python."""
+    try:
+        tree = ast.parse(Path(path).read_bytes())
+    except (OSError, SyntaxError, ValueError, RecursionError):
+        return None
+    first: dict[SignKind, int] = {}
+    for kind, line in _mentions(tree):
+        first[kind] = min(line, first.get(kind, line))
+    found = sorted(first.items(), key=lambda entry: entry[1])
+    return tuple(Sign(kind=kind, where=f"{Path(path).name}:{line}") for kind, line in found)
+
+
+def _mentions(tree: ast.AST) -> Iterator[tuple[SignKind, int]]:
+    for node in ast.walk(tree):
+        line = getattr(node, "lineno", 0)
+        for name in _names(node):
+            if name in NAME_SIGNS:
+                yield NAME_SIGNS[name], line
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value in TEXT_SIGNS:
+            yield TEXT_SIGNS[node.value], line
+
+
+def _names(node: ast.AST) -> Iterator[str]:
+    match node:
+        case ast.Name():
+            yield node.id
+        case ast.Attribute():
+            yield node.attr
+        case ast.keyword(arg=str() as name):
+            yield name
+        case ast.Import() | ast.ImportFrom():
+            for alias in node.names:
+                yield from alias.name.split(".")
+            if isinstance(node, ast.ImportFrom):
+                yield from (node.module or "").split(".")
+        case _:
+            return

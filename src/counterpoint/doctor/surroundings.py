@@ -1,0 +1,158 @@
+"""What a job would run in, as values: settings, GPUs, versions and the command. Rules read these and nothing else.
+
+What could not be looked at is None or empty, with the reason under `unknown`; rules must not take it for "off" or "absent".
+"""
+
+import re
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from counterpoint.errors import SurroundingsError
+from counterpoint.value import Value, read_toml, require
+
+SignKind = Literal[
+    "cuda_graph",
+    "data_parallel",
+    "expert_overlap",
+    "fsdp1",
+    "fsdp2",
+    "high_priority",
+    "megatron",
+    "megatron_fsdp",
+    "megatron_tensor_parallel",
+    "sm_carveout",
+    "symmetric_memory",
+    "zero_cta",
+]
+SHARDED: tuple[SignKind, ...] = ("fsdp1", "fsdp2", "megatron_fsdp")
+Version = tuple[int, ...]
+
+
+class Sign(Value, frozen=True, kw_only=True):
+    """Something the command or its script shows of the job, and where: "--use-torch-fsdp2", "train.py:12"."""
+
+    kind: SignKind
+    where: str
+
+
+class JobCommand(Value, frozen=True, kw_only=True):
+    """What the words of a command say. `options` are those of the job itself, by name with hyphens; a flag's value is ''.
+
+    `num_nodes` and `num_processes_per_node` are None where the command does not say.
+    """
+
+    programs: tuple[str, ...] = ()
+    script: str = ""
+    num_nodes: int | None = None
+    num_processes_per_node: int | None = None
+    options: dict[str, str] = msgspec.field(default_factory=dict)
+    signs: tuple[Sign, ...] = ()
+
+    def number(self, option: str, default: int = 1) -> int:
+        """An option's value as a count; `default` where it is absent or not a number."""
+        number = whole_number(self.options.get(option, ""))
+        return default if number is None else number
+
+
+class FoundGpu(Value, frozen=True, kw_only=True):
+    """A GPU that the job would see. `compute_capability` is as in "9.0"; empty on AMD, where no rule needs it."""
+
+    name: str
+    compute_capability: str = ""
+    num_sms: int | None = None
+    has_multicast: bool | None = None
+
+
+class PreloadedLibrary(Value, frozen=True, kw_only=True):
+    """A library that LD_PRELOAD names. `entry_points` are the driver's that it holds the names of; `is_ours`: our filter."""
+
+    path: str
+    is_found: bool
+    is_ours: bool = False
+    entry_points: tuple[str, ...] = ()
+
+
+class Surroundings(Value, frozen=True, kw_only=True):
+    """All that the rules know. `origins` says for a variable where it was set, if not in the shell's environment.
+
+    `cuda_version` is what the driver supports. `blocked_peers` are pairs of GPUs without peer access; None where unknown.
+    """
+
+    vendor: Literal["nvidia", "amd", "unknown"] = "unknown"
+    environment: dict[str, str] = msgspec.field(default_factory=dict)
+    origins: dict[str, str] = msgspec.field(default_factory=dict)
+    gpus: tuple[FoundGpu, ...] = ()
+    blocked_peers: tuple[tuple[int, int], ...] | None = None
+    driver_version: str = ""
+    cuda_version: str = ""
+    torch_version: str = ""
+    torch_cuda_version: str = ""
+    torch_hip_version: str = ""
+    nccl_version: str = ""
+    preloaded: tuple[PreloadedLibrary, ...] = ()
+    job: JobCommand | None = None
+    unknown: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        pairs = self.blocked_peers or ()
+        require(
+            all(0 <= number < len(self.gpus) for pair in pairs for number in pair),
+            SurroundingsError,
+            f"blocked_peers must name GPUs from 0 to {len(self.gpus) - 1}; found {[list(pair) for pair in pairs]}.",
+        )
+
+    def value(self, name: str) -> str:
+        """A variable's value without blanks around it; '' where it is not set."""
+        return self.environment.get(name, "").strip()
+
+    def found(self, name: str) -> str:
+        """A variable's value and its origin, for people."""
+        origin = self.origins.get(name)
+        return f"{self.value(name)} (in {origin})" if origin else self.value(name)
+
+    def sign(self, *kinds: SignKind) -> Sign | None:
+        """The first sign of one of these kinds."""
+        signs = self.job.signs if self.job else ()
+        return next((sign for kind in kinds for sign in signs if sign.kind == kind), None)
+
+    def architecture(self) -> Version | None:
+        """The greatest compute capability among the GPUs, or None where it is unknown or they are not NVIDIA's."""
+        return max((version for gpu in self.gpus if (version := parse_version(gpu.compute_capability))), default=None)
+
+    def is_older_than(self, version: str, *least: int) -> bool:
+        """Whether a known version is below `least`; false where it is unknown."""
+        known = parse_version(version)
+        return known is not None and known < least
+
+    def is_at_least(self, version: str, *least: int) -> bool:
+        """Whether a known version is `least` or above; false where it is unknown."""
+        known = parse_version(version)
+        return known is not None and known >= least
+
+
+def parse_version(text: str) -> Version | None:
+    """The leading numbers of a version: "2.13.0+cu130" is (2, 13, 0); None without one."""
+    found = re.match(r"\d+(\.\d+)*", text)
+    return tuple(int(part) for part in found[0].split(".")) if found else None
+
+
+def whole_number(text: str) -> int | None:
+    """A count written in digits, or None; nothing here counts beyond nine of them."""
+    return int(text) if re.fullmatch(r"[0-9]{1,9}", text) else None
+
+
+def is_on(value: str) -> bool:
+    """Whether torch takes the value of a switch for true."""
+    return value.lower() in ("1", "y", "yes", "t", "true")
+
+
+def is_nonzero(value: str) -> bool:
+    """Whether CUDA, HIP and NCCL take the value of a switch for set."""
+    return value.lower() not in ("", "0", "false", "no", "off")
+
+
+def load_surroundings(path: Path) -> Surroundings:
+    """Read surroundings that `counterpoint check -o` wrote on another machine. Raises `SurroundingsError`."""
+    return read_toml(path, Surroundings, SurroundingsError)

@@ -1,0 +1,110 @@
+"""`counterpoint check` as a user runs it: exit codes, text, JSON, files."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from counterpoint.doctor.surroundings import FoundGpu, Surroundings
+from counterpoint.value import write_toml
+from helpers.command import counterpoint, refusal
+
+H200 = FoundGpu(name="NVIDIA H200", compute_capability="9.0", num_sms=132, has_multicast=True)
+NODE = Surroundings(
+    vendor="nvidia",
+    gpus=(H200, H200),
+    blocked_peers=(),
+    driver_version="580.159",
+    cuda_version="13.0",
+    torch_version="2.11.0",
+    nccl_version="2.28.9",
+)
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Path:
+    file = tmp_path / "node.toml"
+    file.write_text(write_toml(NODE))
+    return file
+
+
+def test_nothing_found_is_one_line_with_what_was_looked_at(node: Path) -> None:
+    done = counterpoint("check", "--surroundings", node, "--", "torchrun", "--nproc-per-node", "8", "nowhere.py")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("Nothing found that is known to defeat overlap.\n")
+    for part in (
+        "2 x NVIDIA H200",
+        "driver 580.159",
+        "CUDA 13.0",
+        "torch 2.11.0",
+        "NCCL 2.28.9",
+        "torchrun nowhere.py, 1 node",
+    ):
+        assert part in " ".join(done.stdout.split())
+    assert "not looked at" in done.stdout
+
+
+def test_a_setting_that_defeats_overlap_ends_with_1(node: Path) -> None:
+    command = ("env", "CUDA_DEVICE_MAX_CONNECTIONS=1", "torchrun", "train.py", "--use-torch-fsdp2")
+    done = counterpoint("check", "--surroundings", node, "--", *command)
+    assert (done.returncode, done.stderr) == (1, "")
+    text = " ".join(done.stdout.split())
+    assert "defeats overlap CUDA_DEVICE_MAX_CONNECTIONS: 1 (in the command), with --use-torch-fsdp2" in text
+    for label in ("why", "do", "source"):
+        assert f"\n  {label} " in done.stdout
+    assert "1 setting defeats overlap; 0 may; 0 notes." in done.stdout
+
+
+def test_a_setting_that_only_may_defeat_overlap_ends_with_0(node: Path) -> None:
+    done = counterpoint("check", "--surroundings", node, "--", "NCCL_MAX_CTAS=4", "python", "train.py")
+    assert done.returncode == 0
+    assert "may defeat overlap  NCCL_MAX_CTAS" in done.stdout
+    assert "Nothing defeats overlap; 1 may; 0 notes." in done.stdout
+
+
+def test_the_shells_variables_count_and_the_command_is_not_run(tmp_path: Path) -> None:
+    proof = tmp_path / "ran"
+    script = tmp_path / "train.py"
+    script.write_text(f"open({str(proof)!r}, 'w')\n")
+    done = counterpoint("check", "python", str(script), "--bf16", CUDA_LAUNCH_BLOCKING="1")
+    assert done.returncode == 1, done.stderr
+    assert "CUDA_LAUNCH_BLOCKING" in done.stdout
+    assert not proof.exists()
+
+
+def test_json_holds_findings_and_what_they_rest_on(node: Path) -> None:
+    done = counterpoint("check", "--surroundings", node, "--json", "--", "NCCL_PROTO=LL", "ncu", "python", "train.py")
+    assert done.returncode == 1
+    found = json.loads(done.stdout)
+    assert [finding["severity"] for finding in found["findings"]] == ["defeats overlap", "note"]
+    assert set(found["findings"][0]) == {"severity", "setting", "found", "fact", "source", "remedy"}
+    assert found["surroundings"]["gpus"][0]["name"] == "NVIDIA H200"
+    assert found["not_looked_at"]
+
+
+def test_what_is_saved_here_is_checked_elsewhere(tmp_path: Path) -> None:
+    file = tmp_path / "node.toml"
+    saved = counterpoint("check", "-o", file, CUDA_LAUNCH_BLOCKING="1")
+    assert saved.returncode == 1, saved.stderr
+    assert counterpoint("check", "--surroundings", file).returncode == 1
+    cleared = counterpoint("check", "--surroundings", file, "--", "env", "-u", "CUDA_LAUNCH_BLOCKING", "python", "train.py")
+    assert cleared.returncode == 0, cleared.stdout
+
+
+@pytest.mark.parametrize("columns", ["40", "80", "110"])
+def test_text_stays_within_the_terminal(node: Path, columns: str) -> None:
+    command = ("TORCH_NCCL_HIGH_PRIORITY=1", "CUDA_LAUNCH_BLOCKING=1", "NCCL_MAX_CTAS=4", "torchrun", "train.py")
+    done = counterpoint("check", "--surroundings", node, "--", *command, COLUMNS=columns)
+    assert done.returncode == 1
+    assert max(map(len, done.stdout.splitlines())) <= int(columns)
+
+
+def test_bad_input_is_one_line_and_2(tmp_path: Path, node: Path) -> None:
+    assert "names no program" in refusal("check", "--", "A=1")
+    assert "'-S' is not understood" in refusal("check", "--", "env", "-S", "python train.py")
+    assert "No such file" in refusal("check", "--surroundings", tmp_path / "nowhere.toml")
+    assert "-o saves this machine alone" in refusal("check", "-o", tmp_path / "a.toml", "--", "python", "train.py")
+    assert "does not exist" in refusal("check", "-o", tmp_path / "nowhere" / "a.toml")
+    assert "already uses that file" in refusal("check", "-o", node, "--surroundings", node)
+    node.write_text("gpus = 1")
+    assert "Expected `array`" in refusal("check", "--surroundings", node)

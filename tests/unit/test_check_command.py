@@ -1,0 +1,186 @@
+"""Commands read for `counterpoint check`: what they set, how they start the job, what they and their script show of it."""
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from counterpoint.doctor.command import ReadCommand, read_command, read_options
+from counterpoint.doctor.script import read_script
+from counterpoint.errors import SurroundingsError
+
+
+def read(command: str, **environment: str) -> ReadCommand:
+    return read_command(command.split(), environment)
+
+
+def kinds(command: str) -> dict[str, str]:
+    return {sign.kind: sign.where for sign in read(command).job.signs}
+
+
+@pytest.mark.parametrize(
+    ("command", "expected"),
+    [
+        ("A=1 B=x=y python train.py", {"KEPT": "1", "A": "1", "B": "x=y"}),
+        ("env A=1 torchrun train.py", {"KEPT": "1", "A": "1"}),
+        ("/usr/bin/env -u KEPT A=1 python train.py", {"A": "1"}),
+        ("env --unset=KEPT python train.py", {}),
+        ("env -i A=1 python train.py", {"A": "1"}),
+        ("mpirun -np 16 -x A=1 -x PATH python train.py", {"KEPT": "1", "A": "1"}),
+        ("srun --export=ALL,A=1,B=2 python train.py", {"KEPT": "1", "A": "1", "B": "2"}),
+        ("nsys profile -o out env A=1 python train.py A=2", {"KEPT": "1", "A": "1"}),
+    ],
+)
+def test_variables_that_a_command_sets_or_removes(command: str, expected: dict[str, str]) -> None:
+    assert read(command, KEPT="1").environment == expected
+
+
+@pytest.mark.parametrize(
+    ("command", "programs", "script", "num_nodes", "num_processes"),
+    [
+        ("python train.py", ("python",), "train.py", None, None),
+        ("python3.11 -u -X dev -W error train.py", ("python3.11",), "train.py", None, None),
+        ("python -m pkg.train --x 1", ("python",), "pkg.train", None, None),
+        ("torchrun train.py", ("torchrun",), "train.py", 1, None),
+        ("/opt/bin/torchrun --standalone --nproc-per-node 4 train.py", ("torchrun",), "train.py", 1, 4),
+        ("torchrun --nnodes=1:4 --nproc_per_node=gpu train.py --nnodes 9", ("torchrun",), "train.py", 4, None),
+        ("torchrun --nnodes 2 -m pkg.train", ("torchrun",), "pkg.train", 2, None),
+        ("python -m torch.distributed.run --nnodes 3 train.py", ("torchrun",), "train.py", 3, None),
+        ("srun -N 4 --ntasks-per-node=8 python -u train.py", ("srun", "python"), "train.py", 4, 8),
+        ("srun --nodes=2 torchrun --nproc-per-node 8 train.py", ("srun", "torchrun"), "train.py", 2, 8),
+        ("accelerate launch --num_machines 2 --multi_gpu train.py", ("accelerate",), "train.py", 2, None),
+        ("deepspeed --num_nodes 2 --num_gpus 8 train.py --deepspeed c.json", ("deepspeed",), "train.py", 2, 8),
+        ("counterpoint run --plan p.toml -- torchrun train.py", ("counterpoint", "torchrun"), "train.py", 1, None),
+        ("timeout 60 ncu --set full python train.py", ("timeout", "ncu", "python"), "train.py", None, None),
+        ("./train.py --lr 1", ("train.py",), "./train.py", None, None),
+    ],
+)
+def test_how_a_job_is_started(
+    command: str, programs: tuple[str, ...], script: str, num_nodes: int | None, num_processes: int | None
+) -> None:
+    job = read(command).job
+    assert (job.programs, job.script) == (programs, script)
+    assert (job.num_nodes, job.num_processes_per_node) == (num_nodes, num_processes)
+
+
+@pytest.mark.parametrize(
+    ("command", "expected"),
+    [
+        ("torchrun t.py --use-torch-fsdp2", {"fsdp2"}),
+        ("torchrun t.py --use_megatron_fsdp", {"megatron_fsdp", "megatron"}),
+        ("accelerate launch --use_fsdp t.py", {"fsdp1"}),
+        ("torchrun t.py --tensor-model-parallel-size 2", {"megatron", "megatron_tensor_parallel"}),
+        ("torchrun t.py --tensor-model-parallel-size 1", {"megatron"}),
+        ("torchrun t.py --context-parallel-size=4", {"megatron", "megatron_tensor_parallel"}),
+        ("torchrun t.py --parallelism.enable_async_tensor_parallel", {"symmetric_memory"}),
+        ("torchrun t.py --parallelism.enable_async_tensor_parallel=false", set()),
+        ("torchrun t.py --cuda-graph-impl local", {"cuda_graph"}),
+        ("torchrun t.py --cuda-graph-impl none", set()),
+        ("torchrun --nproc-per-node 8 t.py", set()),
+    ],
+)
+def test_parallelism_that_options_show(command: str, expected: set[str]) -> None:
+    assert set(kinds(command)) == expected
+
+
+def test_options_after_the_script_are_the_jobs_and_those_before_are_not() -> None:
+    assert read("torchrun --nnodes 2 t.py --lr 0.1 --bf16 --seed=3").job.options == {
+        "--lr": "0.1",
+        "--bf16": "",
+        "--seed": "3",
+    }
+
+
+def test_signs_of_a_script_come_with_their_first_lines(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        "from torch.distributed.fsdp import fully_shard\n"
+        "import torch.distributed._symmetric_memory as symm_mem\n"
+        "model = torch.compile(model, mode='reduce-overhead')\n"
+        "fully_shard(model)\n"
+        "options = Options(is_high_priority_stream=True)\n"
+        "torch._C._set_sm_carveout_experimental(8)\n"
+        "options.config.cta_policy = 2\n"
+        "# DistributedDataParallel is only spoken of here\n"
+    )
+    assert kinds(f"torchrun {script}") == {
+        "fsdp2": "train.py:1",
+        "symmetric_memory": "train.py:2",
+        "cuda_graph": "train.py:3",
+        "high_priority": "train.py:5",
+        "sm_carveout": "train.py:6",
+        "zero_cta": "train.py:7",
+    }
+
+
+@pytest.mark.parametrize("content", [b"def broken(:\n", b"\x00\xff", b"\xff\xfe"])
+def test_a_script_that_cannot_be_parsed_is_said_to_be_unread(tmp_path: Path, content: bytes) -> None:
+    script = tmp_path / "train.py"
+    script.write_bytes(content)
+    assert read_script(str(script)) is None
+    assert any("was not read" in line for line in read(f"python {script}").unknown)
+
+
+@pytest.mark.parametrize(
+    ("command", "expected"),
+    [
+        ("bash train.sh", "a shell script is not read"),
+        ("python -m pkg.train", "module pkg.train was not read"),
+        ("python -c pass", "code that python -c runs"),
+        ("torchrun --no-python ./a.out", "torchrun --no-python"),
+        ("srun ./a.out", "what srun starts"),
+        ("python nowhere.py", "script nowhere.py was not read"),
+    ],
+)
+def test_what_cannot_be_seen_of_a_command_is_said(command: str, expected: str) -> None:
+    assert any(expected in line for line in read(command).unknown)
+
+
+@pytest.mark.parametrize("command", ["A=1", "env A=1", "env -i", ""])
+def test_a_command_without_a_program_is_refused(command: str) -> None:
+    with pytest.raises(SurroundingsError, match="names no program"):
+        read(command)
+
+
+def test_an_option_of_env_that_changes_the_meaning_is_refused() -> None:
+    with pytest.raises(SurroundingsError, match="'-S' is not understood"):
+        read("env -S python train.py")
+
+
+WORDS = st.sampled_from(
+    [
+        "env",
+        "-u",
+        "A=1",
+        "srun",
+        "-N",
+        "2",
+        "torchrun",
+        "--nnodes",
+        "--nnodes=2",
+        "-m",
+        "python",
+        "-c",
+        "t.py",
+        "--",
+        "-x",
+        "",
+        "ncu",
+        "=",
+    ]
+)
+
+
+@given(st.lists(WORDS | st.text(max_size=5), max_size=10))
+def test_any_words_are_read_or_refused(words: list[str]) -> None:
+    try:
+        found = read_command(words, {"A": "0"})
+    except SurroundingsError:
+        return
+    assert found.job.programs
+
+
+@given(st.lists(WORDS, max_size=8))
+def test_options_are_read_from_any_words(words: list[str]) -> None:
+    assert all(name.startswith("--") for name in read_options(words))
