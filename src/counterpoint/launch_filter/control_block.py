@@ -1,0 +1,347 @@
+"""The mapped file between one process's launch filter and Python: rules one way, counters and a census of kernels the other.
+
+Needs neither torch nor CUDA. One writer swaps tables (two at once would tear them); any number may read. A swap fills the
+oldest of the table slots and then raises the generation, so the filter sees either the old table or the new one, whole: it
+checks the slot's generation and checksum before it uses a new table. A launch that is being decided meanwhile keeps the old
+table; if as many swaps as there are slots happened within that one launch, it would be counted in a wrong table.
+"""
+
+import mmap
+import os
+import zlib
+from collections.abc import Sequence
+from ctypes import Structure, addressof, memmove, memset, sizeof, string_at
+from pathlib import Path
+from typing import Any, TypeVar
+
+from counterpoint.errors import LaunchFilterError, PlanError
+from counterpoint.launch_filter import layout
+from counterpoint.launch_filter.layout import BlockRecord, CounterRecord, FunctionRecord, RuleRecord, SlotRecord
+from counterpoint.launch_filter.rules import FilterRule, Translation, literal_pattern, rules_of, translate
+from counterpoint.value import Value, require
+
+__all__ = [
+    "INITIAL_BLOCK",
+    "ControlBlock",
+    "FilterRule",
+    "FilterState",
+    "RuleCounters",
+    "SeenFunction",
+    "Translation",
+    "block_paths",
+    "rules_of",
+    "translate",
+]
+
+INITIAL_BLOCK = "initial.block"
+DRIVERS = {0: "", 1: "cuda", 2: "hip"}
+REFUSALS = {
+    1: "the launch is cooperative (a grid barrier needs all its CTAs resident at once), and such launches are left alone",
+    2: "the kernel uses {value:,} bytes of dynamic shared memory already, more than the cap",
+    3: "the driver does not let the kernel use so much shared memory (error {value})",
+    4: "not one CTA would fit an SM with so much shared memory",
+    5: "not one of its clusters would fit the GPU with so much shared memory",
+    6: "the driver refused the changed launch (error {value}), so launches of this kernel stay as they are",
+    7: "the driver has no cuLaunchKernelEx, which carries a priority; update it",
+    8: "the launch carries {value} attributes already, and no room is left for one more",
+    9: "the launch was captured in a CUDA graph before one outside had proven the change",
+    10: "the head start kernel could not be loaded (error {value})",
+    11: "the driver refused to launch the head start kernel (error {value})",
+    12: "a later rule of the table sets the same control for this kernel",
+    13: "the greatest priority of this GPU is -{value}",
+    14: "HIP launches have no priority of their own: set TORCH_NCCL_HIGH_PRIORITY=1 and DEBUG_HIP_IGNORE_STREAM_PRIORITY=0",
+    15: "the driver cannot tell how many CTAs would fit (error {value})",
+    16: "{value:,} bytes are more than the 65,536 that a workgroup may use",
+    17: "a head start on AMD would need a kernel compiled for each GPU, which the filter does not carry",
+}
+T = TypeVar("T", bound=Structure)
+
+
+class RuleCounters(Value, frozen=True, kw_only=True):
+    """What became of one rule since its table was put in force, in launches.
+
+    `residency_found` is the driver's answer for the capped launch, the largest of all kernels of the rule. `refusal` is the
+    first reason why a control was not applied; `num_refused` counts every control of every launch that was left as it was.
+    """
+
+    num_matched: int = 0
+    num_capped: int = 0
+    num_prioritized: int = 0
+    num_held: int = 0
+    num_refused: int = 0
+    num_retried: int = 0
+    residency_found: int | None = None
+    refusal: str = ""
+
+
+class SeenFunction(Value, frozen=True, kw_only=True):
+    """One kernel that was launched: as its last launch asked for it, before any change by the filter.
+
+    `pattern` matches it in a rule. Kernels of one name, registers and static shared memory are one entry.
+    """
+
+    name: str
+    pattern: str
+    num_launches: int
+    num_changed: int
+    grid: tuple[int, int, int]
+    block: tuple[int, int, int]
+    dynamic_shared_bytes: int
+    static_shared_bytes: int
+    registers_per_thread: int
+    ctas_per_cluster: int
+    is_cooperative: bool
+    is_collective: bool
+    residency_found: int | None = None
+
+
+class FilterState(Value, frozen=True, kw_only=True):
+    """One process as its filter sees it. `counters` are those of `rules`, the table of `generation`, in the same order.
+
+    `num_launches_ex` is how many of `num_launches` came through cuLaunchKernelEx. `driver` is "cuda", "hip" or empty.
+    """
+
+    pid: int
+    rank: int
+    generation: int
+    num_launches: int
+    num_launches_ex: int
+    driver: str
+    rules: tuple[FilterRule, ...]
+    counters: tuple[RuleCounters, ...]
+    functions: tuple[SeenFunction, ...]
+    problem: str
+
+    @property
+    def driver_found(self) -> bool:
+        """Whether the process reached a GPU driver's launches."""
+        return bool(self.driver)
+
+
+class ControlBlock:
+    """The open block of one process. Close it; a second close does nothing."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._map: mmap.mmap | None = _open_map(path)
+        header = self._read(BlockRecord.magic.offset, 16)
+        expected = _header()
+        if header != expected:
+            self.close()
+            raise LaunchFilterError(f"{path} is no control block of this version of Counterpoint; start the job again.")
+
+    @classmethod
+    def write_initial(cls, path: Path, rules: Sequence[FilterRule]) -> None:
+        """Write the template that every process's filter copies when it starts. Raises `LaunchFilterError`, `PlanError`."""
+        block = BlockRecord(
+            magic=layout.MAGIC, layout_version=layout.LAYOUT_VERSION, block_bytes=sizeof(BlockRecord), rank=-1
+        )
+        _fill(block.slots[1], rules, 1)
+        block.generation = 1
+        try:
+            path.write_bytes(bytes(block))
+        except OSError as problem:
+            raise LaunchFilterError(
+                f"Cannot write {path}: {problem.strerror}; free space or choose another TMPDIR."
+            ) from problem
+
+    @classmethod
+    def open(cls, path: Path) -> "ControlBlock":
+        """Open the block of one process. Raises `LaunchFilterError` where it is none."""
+        return cls(path)
+
+    def swap(self, rules: Sequence[FilterRule]) -> int:
+        """Put another table in force from the next launch on; counters start at 0. Returns the new generation."""
+        mapped = self._mapped()
+        generation = self._number(BlockRecord.generation.offset) + 1
+        slot = SlotRecord.from_buffer(mapped, _slot_offset(generation))
+        _fill(slot, rules, generation)
+        del slot
+        with memoryview(mapped) as view, view.cast("Q") as words:  # one store of 8 bytes, which struct would not promise
+            words[BlockRecord.generation.offset // 8] = generation
+        return generation
+
+    def state(self) -> FilterState:
+        """What the filter has seen and done so far; counters move on while they are read."""
+        generation = self._number(BlockRecord.generation.offset)
+        slot = self._copy(SlotRecord, _slot_offset(generation))
+        header = self._read(0, BlockRecord.slots.offset)
+        block = BlockRecord.from_buffer_copy(header + bytes(sizeof(BlockRecord) - len(header)))
+        functions = tuple(self._function(index) for index in range(min(block.num_functions, layout.MAX_FUNCTIONS)))
+        return FilterState(
+            pid=block.pid,
+            rank=block.rank,
+            generation=generation,
+            num_launches=block.num_untracked + sum(function.num_launches for function, _ in functions),
+            num_launches_ex=sum(num_launches_ex for _, num_launches_ex in functions),
+            driver=DRIVERS[block.driver],
+            rules=tuple(_rule(slot, index) for index in range(slot.num_rules)),
+            counters=tuple(_counters(slot.counters[index]) for index in range(slot.num_rules)),
+            functions=tuple(function for function, _ in functions),
+            problem=bytes(block.problem)[: block.problem_bytes].decode(errors="replace"),
+        )
+
+    def close(self) -> None:
+        """Let go of the file."""
+        if self._map is not None:
+            self._map.close()
+            self._map = None
+
+    def _function(self, index: int) -> tuple[SeenFunction, int]:
+        record = self._copy(FunctionRecord, BlockRecord.functions.offset + index * sizeof(FunctionRecord))
+        return _seen(record), record.num_launches_ex
+
+    def _mapped(self) -> mmap.mmap:
+        if self._map is None:
+            raise LaunchFilterError(f"The control block {self._path} is closed; open it again.")
+        return self._map
+
+    def _read(self, offset: int, size: int) -> bytes:
+        return self._mapped()[offset : offset + size]
+
+    def _number(self, offset: int) -> int:
+        return int.from_bytes(self._read(offset, 8), "little")
+
+    def _copy(self, kind: type[T], offset: int) -> T:
+        return kind.from_buffer_copy(self._read(offset, sizeof(kind)))
+
+
+def block_paths(directory: Path) -> list[Path]:
+    """The blocks of the processes whose filter started, by name; none where the folder does not exist."""
+    return sorted(path for path in directory.glob("*.block") if path.name != INITIAL_BLOCK)
+
+
+def _header() -> bytes:
+    block = BlockRecord(magic=layout.MAGIC, layout_version=layout.LAYOUT_VERSION, block_bytes=sizeof(BlockRecord))
+    return bytes(block)[:16]
+
+
+def _open_map(path: Path) -> mmap.mmap:
+    try:
+        descriptor = os.open(path, os.O_RDWR)
+    except OSError as problem:
+        raise LaunchFilterError(
+            f"Cannot open {path}: {problem.strerror}; name the control block of a running job."
+        ) from problem
+    try:
+        size = os.fstat(descriptor).st_size
+        if size != sizeof(BlockRecord):
+            raise LaunchFilterError(
+                f"{path} has {size:,} bytes, and a control block has {sizeof(BlockRecord):,}; name one of this version."
+            )
+        return mmap.mmap(descriptor, size)
+    finally:
+        os.close(descriptor)
+
+
+def _slot_offset(generation: int) -> int:
+    return int(BlockRecord.slots.offset) + generation % layout.NUM_SLOTS * sizeof(SlotRecord)
+
+
+def _fill(slot: Any, rules: Sequence[FilterRule], generation: int) -> None:
+    """Write a table into a slot; the filter does not use it before the checksum and both generations agree."""
+    patterns = [rule.pattern.encode() for rule in rules]
+    require(
+        len(rules) <= layout.MAX_RULES,
+        PlanError,
+        f"A plan may have {layout.MAX_RULES} rules of launches; found {len(rules)}. Name kernels by patterns.",
+    )
+    pool = b"".join(patterns)
+    require(
+        len(pool) <= layout.PATTERN_POOL_BYTES,
+        PlanError,
+        f"The patterns of a plan may have {layout.PATTERN_POOL_BYTES:,} bytes; found {len(pool):,}. Use shorter patterns.",
+    )
+    memset(addressof(slot), 0, sizeof(SlotRecord))  # also ends the table that was here
+    offset = 0
+    for index, (rule, pattern) in enumerate(zip(rules, patterns, strict=True)):
+        slot.rules[index] = _record(rule, offset, len(pattern))
+        slot.counters[index].residency_found = -1
+        offset += len(pattern)
+    memmove(addressof(slot) + SlotRecord.pool.offset, pool, len(pool))
+    slot.num_rules = len(rules)
+    slot.pool_bytes = len(pool)
+    used = string_at(addressof(slot) + SlotRecord.rules.offset, len(rules) * sizeof(RuleRecord))
+    slot.checksum = zlib.crc32(pool, zlib.crc32(used))
+    slot.generation = generation
+
+
+def _record(rule: FilterRule, offset: int, size: int) -> RuleRecord:
+    sets = {
+        layout.HAS_CAP: rule.dynamic_shared_bytes is not None,
+        layout.HAS_CTAS: rule.ctas_per_sm is not None,
+        layout.HAS_CARVEOUT: rule.carveout_percent is not None,
+        layout.HAS_PRIORITY: rule.priority is not None,
+        layout.HAS_HOLD: rule.hold_us is not None,
+        layout.IS_COLLECTIVE: rule.is_collective,
+        layout.NOT_COLLECTIVE: rule.kind == "computation",
+        layout.ONLY_COLLECTIVE: rule.kind == "communication",
+    }
+    return RuleRecord(
+        pattern_offset=offset,
+        pattern_bytes=size,
+        sets=sum(bit for bit, is_set in sets.items() if is_set),
+        dynamic_shared_bytes=rule.dynamic_shared_bytes or 0,
+        ctas_per_sm=rule.ctas_per_sm or 0,
+        carveout_percent=rule.carveout_percent or 0,
+        priority=rule.priority or 0,
+        hold_us=rule.hold_us or 0.0,
+    )
+
+
+def _rule(slot: SlotRecord, index: int) -> FilterRule:
+    """A rule as it stands in a slot."""
+    record = slot.rules[index]
+    pool = string_at(addressof(slot) + SlotRecord.pool.offset, slot.pool_bytes)
+    kinds = {layout.NOT_COLLECTIVE: "computation", layout.ONLY_COLLECTIVE: "communication"}
+    kind: Any = kinds.get(record.sets & (layout.NOT_COLLECTIVE | layout.ONLY_COLLECTIVE))
+    return FilterRule(
+        pattern=pool[record.pattern_offset : record.pattern_offset + record.pattern_bytes].decode(),
+        kind=kind,
+        dynamic_shared_bytes=record.dynamic_shared_bytes if record.sets & layout.HAS_CAP else None,
+        ctas_per_sm=record.ctas_per_sm if record.sets & layout.HAS_CTAS else None,
+        carveout_percent=record.carveout_percent if record.sets & layout.HAS_CARVEOUT else None,
+        priority=record.priority if record.sets & layout.HAS_PRIORITY else None,
+        hold_us=record.hold_us if record.sets & layout.HAS_HOLD else None,
+        is_collective=bool(record.sets & layout.IS_COLLECTIVE),
+    )
+
+
+def _counters(record: CounterRecord) -> RuleCounters:
+    code, value = record.refusal >> 32, record.refusal & 0xFFFF_FFFF
+    return RuleCounters(
+        num_matched=record.num_matched,
+        num_capped=record.num_capped,
+        num_prioritized=record.num_prioritized,
+        num_held=record.num_held,
+        num_refused=record.num_refused,
+        num_retried=record.num_retried,
+        residency_found=None if record.residency_found < 0 else record.residency_found,
+        refusal=REFUSALS[code].format(value=value) if code else "",
+    )
+
+
+def _seen(record: FunctionRecord) -> SeenFunction:
+    def halves(word: int) -> tuple[int, int]:
+        return word & 0xFFFF_FFFF, word >> 32
+
+    name = bytes(record.name)[: record.name_bytes].decode(errors="replace")
+    is_truncated = bool(record.traits & layout.IS_NAME_TRUNCATED)
+    (grid_x, grid_y), (grid_z, block_x), (block_y, block_z) = map(
+        halves, (record.grid_xy, record.grid_z_block_x, record.block_yz)
+    )
+    return SeenFunction(
+        name=name,
+        pattern=literal_pattern(name) + ("*" if is_truncated else ""),
+        num_launches=record.num_launches,
+        num_changed=record.num_changed,
+        grid=(grid_x, grid_y, grid_z),
+        block=(block_x, block_y, block_z),
+        dynamic_shared_bytes=record.dynamic_shared_bytes,
+        static_shared_bytes=record.static_shared_bytes,
+        registers_per_thread=record.registers_per_thread,
+        ctas_per_cluster=record.ctas_per_cluster,
+        is_cooperative=bool(record.traits & layout.IS_COOPERATIVE),
+        is_collective=bool(record.traits & layout.IS_COLLECTIVE_FUNCTION),
+        residency_found=None if record.residency_found < 0 else record.residency_found,
+    )

@@ -1,0 +1,279 @@
+// What the controls ask of the CUDA driver: a kernel's name and footprint, a cap with its carveout, the range of priorities, the head
+// start. Nothing here launches for the user, and nothing here can make a launch of the user's fail.
+//
+// A cap raises MAX_DYNAMIC_SHARED_SIZE_BYTES and the carveout of the function, since the driver refuses more shared memory without the
+// first and freed room is not usable without the second (measured: co-residency with NCCL starts only with the carveout raised). A
+// head start is a kernel of one thread that waits, launched in the stream of a kernel that would race a collective.
+#define _GNU_SOURCE
+#include <string.h>
+
+#include "cuda.h"
+
+#define MAX_CONTEXTS 64  // a power of two
+
+// The image of the head start kernel, ended by a zero byte as the driver wants PTX.
+__asm__(".pushsection .rodata\n.balign 16\nhold_image:\n.incbin \"" HOLD_PTX "\"\n.byte 0\n.popsection\n");
+extern const char hold_image[] HIDDEN;
+
+#define DRIVER_FUNCTIONS(FUNCTION)                                                                 \
+    FUNCTION(cuFuncGetName, const char **, CUfunction)                                             \
+    FUNCTION(cuKernelGetName, const char **, CUkernel)                                             \
+    FUNCTION(cuKernelGetFunction, CUfunction *, CUkernel)                                          \
+    FUNCTION(cuFuncGetAttribute, int *, int, CUfunction)                                           \
+    FUNCTION(cuFuncSetAttribute, CUfunction, int, int)                                             \
+    FUNCTION(cuOccupancyMaxActiveBlocksPerMultiprocessor, int *, CUfunction, int, size_t)          \
+    FUNCTION(cuOccupancyMaxActiveClusters, int *, CUfunction, const CUlaunchConfig *)              \
+    FUNCTION(cuCtxGetCurrent, CUcontext *)                                                         \
+    FUNCTION(cuCtxGetStreamPriorityRange, int *, int *)                                            \
+    FUNCTION(cuStreamIsCapturing, CUstream, int *)                                                 \
+    FUNCTION(cuStreamIsCapturing_ptsz, CUstream, int *)                                            \
+    FUNCTION(cuThreadExchangeStreamCaptureMode, int *)                                             \
+    FUNCTION(cuModuleLoadData, CUmodule *, const void *)                                           \
+    FUNCTION(cuModuleGetFunction, CUfunction *, CUmodule, const char *)                            \
+    FUNCTION(cuFuncLoad, CUfunction)
+
+#define DECLARE(name, ...) CUresult (*name)(__VA_ARGS__);
+static struct {
+    DRIVER_FUNCTIONS(DECLARE)
+    cuLaunchKernelEx_function *launch_ex[2];  // by per-thread default stream
+    cuLaunchKernel_function *launch[2];
+    bool is_complete;
+} cu;
+
+// One context's notes for head starts: the last collective, whether some kernel was held for it, and the kernel that holds.
+static struct context_notes {
+    CUcontext context;
+    uint64_t num_collectives, num_answered;
+    uintptr_t collective_stream;
+    CUfunction hold;
+    uint32_t hold_epoch;  // of the contexts when it was loaded
+} contexts[MAX_CONTEXTS];
+static uint32_t context_epoch = 1;
+
+#define FIND(name, ...) cu.name = (CUresult(*)(__VA_ARGS__))driver_symbol(&cuda_library, #name);
+static void find_driver_functions(void) {
+    if (LOAD(&cu.is_complete)) return;
+    DRIVER_FUNCTIONS(FIND)
+    cu.launch[0] = (cuLaunchKernel_function *)driver_symbol(&cuda_library, "cuLaunchKernel");
+    cu.launch[1] = (cuLaunchKernel_function *)driver_symbol(&cuda_library, "cuLaunchKernel_ptsz");
+    cu.launch_ex[0] = (cuLaunchKernelEx_function *)driver_symbol(&cuda_library, "cuLaunchKernelEx");
+    cu.launch_ex[1] = (cuLaunchKernelEx_function *)driver_symbol(&cuda_library, "cuLaunchKernelEx_ptsz");
+    if (!cu.cuFuncGetName) report_problem("this CUDA driver is older than 12.3 and does not tell kernels' names; update it.");
+    STORE(&cu.is_complete, true);
+}
+
+HIDDEN cuLaunchKernelEx_function *launch_ex_of_driver(bool is_per_thread) { return cu.launch_ex[is_per_thread]; }
+
+// --- kernels ----------------------------------------------------------------------------------------------------------------------
+
+// The function behind a handle, in the present context: the handle may be a CUkernel, which cuFuncGetName refuses.
+static CUfunction function_of(CUfunction handle, const char **name) {
+    CUfunction function = handle;
+    *name = NULL;
+    if (!cu.cuFuncGetName) return NULL;
+    if (cu.cuFuncGetName(name, handle) == CUDA_SUCCESS) return handle;
+    CUkernel kernel = (CUkernel)handle;
+    if (!cu.cuKernelGetName || cu.cuKernelGetName(name, kernel) != CUDA_SUCCESS) return NULL;
+    if (!cu.cuKernelGetFunction || cu.cuKernelGetFunction(&function, kernel) != CUDA_SUCCESS) return NULL;
+    return function;
+}
+
+static bool describe(uintptr_t kernel, struct kernel_facts *facts) {
+    int value = 0;
+    find_driver_functions();
+    const CUfunction function = function_of((CUfunction)kernel, &facts->name);
+    if (!function || !cu.cuFuncGetAttribute) return facts->name != NULL;
+    if (!cu.cuFuncGetAttribute(&value, CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES, function))
+        facts->static_shared_bytes = (uint32_t)value;
+    if (!cu.cuFuncGetAttribute(&value, CU_FUNC_ATTRIBUTE_NUM_REGS, function)) facts->registers_per_thread = (uint32_t)value;
+    return true;
+}
+
+// --- caps -------------------------------------------------------------------------------------------------------------------------
+
+static void undo_cap(uintptr_t kernel, struct cap_state *cap) {
+    const char *name;
+    const CUfunction function = function_of((CUfunction)kernel, &name);
+    int now;
+    if (function && !cu.cuFuncGetAttribute(&now, CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, function) && now == cap->bytes)
+        cu.cuFuncSetAttribute(function, CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, cap->bytes_before);
+    if (function && !cu.cuFuncGetAttribute(&now, CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, function) &&
+        now == cap->carveout)  // else the program has chosen anew
+        cu.cuFuncSetAttribute(function, CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, cap->carveout_before);
+    cap->is_set = false;
+}
+
+static struct refused ask_driver(CUfunction function, const struct launch *launch, uint32_t bytes, int *residency) {
+    const int threads = (int)(launch->block[0] * launch->block[1] * launch->block[2]);
+    if (!cu.cuOccupancyMaxActiveBlocksPerMultiprocessor) return (struct refused){REFUSED_OCCUPANCY_UNKNOWN, CUDA_ERROR_NOT_FOUND};
+    CUresult error = cu.cuOccupancyMaxActiveBlocksPerMultiprocessor(residency, function, threads, bytes);
+    if (error) return (struct refused){REFUSED_OCCUPANCY_UNKNOWN, (uint32_t)error};
+    if (*residency < 1) return (struct refused){REFUSED_NO_CTA_FITS, 0};
+    if (launch->ctas_per_cluster <= 1) return (struct refused){0};
+    int num_clusters = 0;
+    CUlaunchConfig config = *(const CUlaunchConfig *)launch->config;
+    config.dynamic_shared_bytes = bytes;
+    if (!cu.cuOccupancyMaxActiveClusters) return (struct refused){REFUSED_OCCUPANCY_UNKNOWN, CUDA_ERROR_NOT_FOUND};
+    error = cu.cuOccupancyMaxActiveClusters(&num_clusters, function, &config);
+    if (error) return (struct refused){REFUSED_OCCUPANCY_UNKNOWN, (uint32_t)error};
+    return num_clusters < 1 ? (struct refused){REFUSED_NO_CLUSTER_FITS, 0} : (struct refused){0};
+}
+
+static CUresult raise(CUfunction function, const struct rule_record *rule, struct cap_state *cap) {
+    int bytes = 0, carveout = -1;
+    const int wanted = (int)rule->dynamic_shared_bytes;
+    CUresult error = cu.cuFuncGetAttribute(&bytes, CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, function);
+    if (!error) error = cu.cuFuncGetAttribute(&carveout, CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, function);
+    if (error) return error;
+    if (!cap->is_set) *cap = (struct cap_state){.is_set = true, .bytes_before = bytes, .carveout_before = carveout};
+    cap->bytes = bytes < wanted ? wanted : bytes;
+    cap->carveout = rule->sets & HAS_CARVEOUT ? rule->carveout_percent : cap->carveout_before;
+    if (bytes < wanted) error = cu.cuFuncSetAttribute(function, CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, wanted);
+    if (!error && cap->carveout != carveout)
+        error = cu.cuFuncSetAttribute(function, CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, cap->carveout);
+    return error;
+}
+
+static struct refused set_cap(const struct launch *launch, const struct rule_record *rule, struct cap_state *cap, int *residency) {
+    const char *name;
+    const CUfunction function = function_of((CUfunction)launch->kernel, &name);
+    if (!function || !cu.cuFuncGetAttribute || !cu.cuFuncSetAttribute)
+        return (struct refused){REFUSED_ATTRIBUTE, CUDA_ERROR_NOT_FOUND};
+    const CUresult error = raise(function, rule, cap);
+    struct refused refused = {error ? REFUSED_ATTRIBUTE : 0, (uint32_t)error};
+    if (!error) refused = ask_driver(function, launch, rule->dynamic_shared_bytes, residency);
+    if (refused.code && cap->is_set) undo_cap(launch->kernel, cap);
+    return refused;
+}
+
+HIDDEN bool has_room_for_cap(CUfunction kernel, uint32_t bytes) {
+    const char *name;
+    const CUfunction function = function_of(kernel, &name);
+    int now = 0;
+    return function && !cu.cuFuncGetAttribute(&now, CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, function) &&
+           now >= (int)bytes;
+}
+
+// --- priority ---------------------------------------------------------------------------------------------------------------------
+
+static struct refused check_priority(int priority) {
+    int least = 0, greatest = 0;
+    if (!cu.launch_ex[0]) return (struct refused){REFUSED_NO_LAUNCH_EX, 0};
+    if (cu.cuCtxGetStreamPriorityRange && !cu.cuCtxGetStreamPriorityRange(&least, &greatest) && priority < greatest)
+        return (struct refused){REFUSED_PRIORITY_RANGE, (uint32_t)-greatest};
+    return (struct refused){0};
+}
+
+// --- head starts ------------------------------------------------------------------------------------------------------------------
+
+HIDDEN bool is_capturing(CUstream stream, bool is_per_thread) {
+    int status = CU_STREAM_CAPTURE_STATUS_NONE;
+    CUresult (*ask)(CUstream, int *) = is_per_thread ? cu.cuStreamIsCapturing_ptsz : cu.cuStreamIsCapturing;
+    return !ask || ask(stream, &status) != CUDA_SUCCESS || status != CU_STREAM_CAPTURE_STATUS_NONE;
+}
+
+// Let this thread load code while another one captures, as in a thread that captures nothing.
+static __thread int capture_mode;
+
+static void enter(void) {
+    find_driver_functions();
+    capture_mode = CU_STREAM_CAPTURE_MODE_RELAXED;
+    if (cu.cuThreadExchangeStreamCaptureMode && cu.cuThreadExchangeStreamCaptureMode(&capture_mode) != CUDA_SUCCESS)
+        capture_mode = -1;
+}
+
+static void leave(void) {
+    if (cu.cuThreadExchangeStreamCaptureMode && capture_mode >= 0) cu.cuThreadExchangeStreamCaptureMode(&capture_mode);
+}
+
+static struct context_notes *notes_of_context(void) {
+    CUcontext context = NULL;
+    if (!cu.cuCtxGetCurrent || cu.cuCtxGetCurrent(&context) != CUDA_SUCCESS || !context) return NULL;
+    uint32_t place = (uint32_t)((uint64_t)(uintptr_t)context * 0x9E3779B97F4A7C15ULL >> 58);
+    for (int probe = 0; probe < MAX_CONTEXTS; probe++, place = (place + 1) % MAX_CONTEXTS) {
+        CUcontext found = LOAD(&contexts[place].context), nothing = NULL;
+        if (!found && __atomic_compare_exchange_n(&contexts[place].context, &nothing, context, false, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE))
+            found = context;
+        if (found == context || nothing == context) return &contexts[place];
+    }
+    return NULL;  // no head starts beyond that many contexts
+}
+
+static uintptr_t stream_number(CUstream stream, bool is_per_thread) {
+    if (stream) return (uintptr_t)stream;
+    return is_per_thread ? CU_STREAM_PER_THREAD : CU_STREAM_LEGACY;
+}
+
+HIDDEN void note_collective(CUstream stream, bool is_per_thread) {
+    if (is_capturing(stream, is_per_thread)) return;  // it does not run now
+    struct context_notes *notes = notes_of_context();
+    if (!notes) return;
+    STORE_RELAXED(&notes->collective_stream, stream_number(stream, is_per_thread));
+    __atomic_fetch_add(&notes->num_collectives, 1, __ATOMIC_ACQ_REL);
+}
+
+static struct refused prepare_hold(void) {
+    struct context_notes *notes = notes_of_context();
+    const uint32_t epoch = LOAD(&context_epoch);
+    CUmodule module = NULL;
+    CUfunction hold = NULL;
+    if (!notes || !cu.cuModuleLoadData || !cu.cuModuleGetFunction || !cu.launch[0])
+        return (struct refused){REFUSED_HOLD_NOT_LOADED, CUDA_ERROR_NOT_FOUND};
+    if (LOAD(&notes->hold_epoch) == epoch) return (struct refused){0};
+    CUresult error = cu.cuModuleLoadData(&module, hold_image);  // stays loaded as long as the context
+    if (!error) error = cu.cuModuleGetFunction(&hold, module, "counterpoint_hold");
+    if (!error && cu.cuFuncLoad) error = cu.cuFuncLoad(hold);  // else the first head start would load it (since CUDA 12.4)
+    if (error) return (struct refused){REFUSED_HOLD_NOT_LOADED, (uint32_t)error};
+    STORE(&notes->hold, hold);
+    STORE(&notes->hold_epoch, epoch);
+    return (struct refused){0};
+}
+
+// The kernel that holds a stream of this context; NULL where it was never loaded.
+static CUfunction hold_of(const struct context_notes *notes) {
+    return LOAD(&notes->hold_epoch) == LOAD(&context_epoch) ? LOAD(&notes->hold) : NULL;
+}
+
+HIDDEN void hold_if_racing(const struct decision *decision, CUstream stream, bool is_per_thread) {
+    struct context_notes *notes = notes_of_context();
+    if (!notes) return;
+    const uint64_t collective = LOAD(&notes->num_collectives);
+    uint64_t answered = LOAD(&notes->num_answered);
+    if (collective == answered || LOAD_RELAXED(&notes->collective_stream) == stream_number(stream, is_per_thread)) return;
+    if (is_capturing(stream, is_per_thread)) {
+        count_refusal(decision, decision->hold_rule, (struct refused){REFUSED_CAPTURED, 0});
+        return;
+    }
+    if (!__atomic_compare_exchange_n(&notes->num_answered, &answered, collective, false, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE))
+        return;  // another stream's kernel is held for this collective
+    const CUfunction hold = hold_of(notes);
+    if (!hold) {
+        count_refusal(decision, decision->hold_rule, (struct refused){REFUSED_HOLD_NOT_LOADED, CUDA_ERROR_NOT_FOUND});
+        return;
+    }
+    uint64_t duration_ns = decision->hold_ns;
+    void *parameters[] = {&duration_ns};
+    cuLaunchKernel_function *launch = cu.launch[is_per_thread] ? cu.launch[is_per_thread] : cu.launch[0];
+    const CUresult error = launch(hold, 1, 1, 1, 1, 1, 1, 0, stream, parameters, NULL);
+    if (error) {
+        count_refusal(decision, decision->hold_rule, (struct refused){REFUSED_HOLD_LAUNCH, (uint32_t)error});
+    } else {
+        ADD(&counters_of(decision, decision->hold_rule)->num_held, 1);
+    }
+}
+
+HIDDEN void forget_contexts(void) {
+    __atomic_fetch_add(&context_epoch, 1, __ATOMIC_ACQ_REL);
+    forget_handles();
+}
+
+HIDDEN const struct driver_calls cuda_calls = {
+    .kind = DRIVER_CUDA,
+    .describe = describe,
+    .set_cap = set_cap,
+    .undo_cap = undo_cap,
+    .check_priority = check_priority,
+    .prepare_hold = prepare_hold,
+    .enter = enter,
+    .leave = leave,
+};

@@ -1,0 +1,158 @@
+// What the parts of the launch filter ask of each other. The parts, lowest first:
+//
+//   lookup.c   finds real functions, and answers the look-ups of launches (dlsym, dlvsym)
+//   block.c    this process's control block: made at the first look-up, again in a forked child
+//   rules.c    the table of rules in force, and patterns
+//   decide.c   which kernel gets which controls: decided once per kernel and table, remembered, counted
+//   cuda.c     CUDA's entry points      cuda_controls.c   what the controls ask of the CUDA driver
+//   hip.c      HIP's entry points and controls; it has not run on AMD hardware
+//
+// Memory rules. The hot path takes no lock: it reads words that others may write, all through the atomics below (gcc's, so that
+// plain structures of the mapped file can be read that way too). Everything else happens under one mutex, `filter_lock`, which
+// fork waits for. A driver may be called under the mutex, the mutex is never taken inside a driver call that we make.
+#ifndef COUNTERPOINT_FILTER_H
+#define COUNTERPOINT_FILTER_H
+
+#include <pthread.h>
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#include "block.h"
+
+#define HIDDEN __attribute__((visibility("hidden")))
+#define EXPORTED __attribute__((visibility("default")))
+#define LIKELY(condition) __builtin_expect(!!(condition), 1)
+#define UNLIKELY(condition) __builtin_expect(!!(condition), 0)
+
+#define LOAD(address) __atomic_load_n(address, __ATOMIC_ACQUIRE)
+#define LOAD_RELAXED(address) __atomic_load_n(address, __ATOMIC_RELAXED)
+#define STORE(address, value) __atomic_store_n(address, value, __ATOMIC_RELEASE)
+#define STORE_RELAXED(address, value) __atomic_store_n(address, value, __ATOMIC_RELAXED)
+#define ADD(address, value) ((void)__atomic_fetch_add(address, value, __ATOMIC_RELAXED))
+
+// --- lookup.c -----------------------------------------------------------------------------------------------------------------
+
+// Where a caller found an entry point. Functions that follow a preloaded library may belong to another preloaded library, and
+// what the driver's own look-up gives is the driver's; each caller is passed on to the one that it would have reached.
+enum route { ROUTE_NEXT = 0, ROUTE_DRIVER = 1, NUM_ROUTES = 2 };
+
+// One entry point that the filter answers for.
+struct entry_point {
+    const char *symbol;     // as exported by the driver's library
+    const char *base;       // as cuGetProcAddress is asked for it
+    int since;              // the driver version from which cuGetProcAddress means this one
+    bool is_per_thread;     // the twin for the per-thread default stream
+    bool is_launch;
+    void *own[NUM_ROUTES];  // our function: exported, and for what was found in the driver
+    void *real[NUM_ROUTES];
+};
+
+struct driver_library {
+    const char *loaded_names[5];  // what dlopen may know it by, the rest NULL
+    const char *file_prefix;  // how its file's name starts
+    struct entry_point *entry_points;
+    size_t num_entry_points;
+};
+
+HIDDEN extern const struct driver_library cuda_library, hip_library;
+
+HIDDEN void *next_symbol(const char *symbol);                                             // behind this library
+HIDDEN void *driver_symbol(const struct driver_library *library, const char *symbol);   // in a loaded driver, NULL if there is none
+HIDDEN void *real_function(const struct driver_library *, struct entry_point *, enum route);
+HIDDEN bool is_in_library(const struct driver_library *library, const void *function);
+HIDDEN void *answer_for(const struct driver_library *, struct entry_point *, void *found);  // ours for what a look-up found
+
+// --- block.c ------------------------------------------------------------------------------------------------------------------
+
+HIDDEN extern pthread_mutex_t filter_lock;
+HIDDEN extern struct block_record *filter_block;  // NULL: not started, or passing through
+HIDDEN extern uint32_t filter_epoch;              // rises whenever handles of kernels may have been freed
+
+HIDDEN bool filter_is_on(void);   // starts the filter of this process if need be
+HIDDEN void filter_started(void); // decide.c: forget everything that was known in another process
+HIDDEN void report_problem(const char *text);  // the first problem only: one line on stderr, and in the block
+HIDDEN void forget_handles(void);              // kernels may have been freed: decide again
+
+// --- rules.c ------------------------------------------------------------------------------------------------------------------
+
+HIDDEN extern struct slot_record rules_now;  // a copy of the table in force; only under the mutex
+HIDDEN void refresh_rules(struct block_record *block);
+HIDDEN void forget_rules(void);
+HIDDEN bool matches(const char *pattern, size_t pattern_bytes, const char *name);
+
+// --- decide.c -----------------------------------------------------------------------------------------------------------------
+
+struct launch {
+    uintptr_t kernel;
+    uint32_t grid[3], block[3];
+    uint32_t dynamic_shared_bytes;
+    bool is_ex;
+    bool is_cooperative;
+    uint32_t ctas_per_cluster;
+    const void *config;  // CUDA: the CUlaunchConfig, where there is one
+};
+
+enum actions {
+    CAP = 1 << 0,
+    PRIORITIZE = 1 << 1,
+    HOLD = 1 << 2,
+    NOTE_COLLECTIVE = 1 << 3,
+    CAP_REFUSED = 1 << 4,
+    PRIORITY_REFUSED = 1 << 5,
+    HOLD_REFUSED = 1 << 6,
+};
+
+// What to do to launches of one kernel. The indices are rules of the table of `stamp`.
+struct decision {
+    uint64_t stamp;
+    uint32_t actions;
+    uint32_t cap_bytes;
+    int32_t priority;
+    uint64_t hold_ns;
+    uint8_t cap_rule, priority_rule, hold_rule, collective_rule;
+    struct function_record *record;  // NULL where the census is full
+    struct kernel_entry *entry;
+};
+
+// What the driver says of a kernel. The name stays valid until `forget_handles`.
+struct kernel_facts {
+    const char *name;
+    uint32_t static_shared_bytes, registers_per_thread;
+};
+
+// What a cap changed on a kernel, to be put back when the cap goes.
+struct cap_state {
+    bool is_set;
+    int bytes, carveout;                // as we set them
+    int bytes_before, carveout_before;
+};
+
+struct refused {
+    enum refusal code;  // 0: not refused
+    uint32_t value;
+};
+
+// A driver as decide.c needs it; every call is made under the mutex, in the context of the launch.
+struct driver_calls {
+    enum driver_kind kind;
+    bool (*describe)(uintptr_t kernel, struct kernel_facts *facts);
+    struct refused (*set_cap)(const struct launch *, const struct rule_record *, struct cap_state *, int *residency);
+    void (*undo_cap)(uintptr_t kernel, struct cap_state *);
+    struct refused (*check_priority)(int priority);
+    struct refused (*prepare_hold)(void);
+    void (*enter)(void);  // before and after a decision
+    void (*leave)(void);
+};
+
+// Count a launch, and say what to do to it. False: nothing; launch it as it is.
+HIDDEN bool decide(const struct driver_calls *, const struct launch *, struct decision *);
+HIDDEN struct counter_record *counters_of(const struct decision *, unsigned rule);
+HIDDEN void count_refusal(const struct decision *, unsigned rule, struct refused);
+HIDDEN bool is_proven(const struct decision *);      // the driver accepted a changed launch of this kernel before
+HIDDEN bool is_given_up(const struct decision *);    // it refused one
+HIDDEN void set_proven(const struct decision *);
+HIDDEN void give_up(const struct decision *);
+HIDDEN struct refused set_cap_again(const struct driver_calls *, const struct launch *, const struct decision *);
+
+#endif

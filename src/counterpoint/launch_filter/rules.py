@@ -1,0 +1,180 @@
+"""A plan as the launch filter can apply it: rules on the names of kernels.
+
+An eager launch has a name and nothing else: no place in a step. With the step, a plan's operation numbers become names.
+Where names cannot say what the plan means, a cap is refused (it would slow kernels that nobody chose); a priority or a head
+start acts only where there is something to race, so it is given to all launches of that name, and a remark says so.
+
+It knows nothing of the layout of the control block, nor of what the driver makes of a rule.
+"""
+
+from collections.abc import Sequence
+
+from counterpoint.errors import PlanError
+from counterpoint.plan import Control, Directive, HeadStart, Match, Plan, Priority, Refusal, ResidencyCap, control_tag
+from counterpoint.step import Copy, OperationKind, Step
+from counterpoint.units import format_count
+from counterpoint.value import Value, require
+
+# Kernels that communicate, as `traces/rules.toml` knows them; names that the driver reports and their demangled form.
+COMMUNICATION_PATTERNS = (
+    "nccl*Kernel*",  # NCCL and RCCL, generic, symmetric and send/receive
+    "*deep_ep::*",
+    "*symmetric_memory*::*_kernel*",  # torch's own collectives on symmetric memory
+    "*cross_device_reduce_?stage*",
+    "*nvshmem*",
+    "*mscclpp*",
+)
+FILTER_CONTROLS = (ResidencyCap, Priority, HeadStart)  # the others are settings of the process group
+
+
+class FilterRule(Value, frozen=True, kw_only=True):
+    """One line of the filter's table: which kernels, and what to do to their launches; None leaves it as it is.
+
+    `pattern` must match the whole name, as the driver reports it or demangled: `*` and `?` as in a shell, a backslash before
+    either (or before a backslash) takes it literally. Where several rules set the same control, the last one counts.
+    `kind` restricts a rule to kernels that some rule marks as collectives with `is_collective`, or to all others. A launch
+    that matches a rule with `is_collective` is what the next head start waits for.
+    """
+
+    pattern: str
+    kind: OperationKind | None = None
+    dynamic_shared_bytes: int | None = None
+    ctas_per_sm: int | None = None
+    carveout_percent: int | None = None
+    priority: int | None = None
+    hold_us: float | None = None
+    is_collective: bool = False
+
+    def __post_init__(self) -> None:
+        require(bool(self.pattern), PlanError, "A rule of the launch filter needs a pattern; found an empty one. Use '*'.")
+        require(
+            self.kind != "copy",
+            PlanError,
+            "A rule of the launch filter is for kernels; found the kind 'copy'. Leave it out.",
+        )
+        require(
+            0 <= (self.dynamic_shared_bytes or 0) < 1 << 31 and -1 <= (self.carveout_percent or 0) <= 100,
+            PlanError,
+            f"A rule needs 0 or more bytes and a carveout of -1 to 100; found {self.dynamic_shared_bytes} and "
+            f"{self.carveout_percent}.",
+        )
+        require(
+            self.hold_us is None or 0 < self.hold_us <= 1000,
+            PlanError,
+            f"A head start is above 0 and at most 1000 us; found {self.hold_us}.",
+        )
+        require((self.priority or 0) <= 0, PlanError, f"A priority is 0 or lower (lower is greater); found {self.priority}.")
+
+    @property
+    def target(self) -> str:
+        """What the rule is for, in words for a report."""
+        if self.pattern == "*" and self.kind is not None:
+            return f"{self.kind} kernels"
+        return self.pattern if self.kind is None or self.is_collective else f"{self.pattern} ({self.kind})"
+
+
+class Translation(Value, frozen=True, kw_only=True):
+    """The rules for a plan, what of it names cannot say, and where a rule reaches more launches than the plan chose."""
+
+    rules: tuple[FilterRule, ...]
+    refusals: tuple[Refusal, ...] = ()
+    remarks: tuple[str, ...] = ()
+
+
+def rules_of(plan: Plan, step: Step | None = None) -> tuple[FilterRule, ...]:
+    """The rules for a plan; `translate` also says what is missing from them."""
+    return translate(plan, step).rules
+
+
+def translate(plan: Plan, step: Step | None = None) -> Translation:
+    """Turn a plan's directives into rules by name. Raises `PlanError` where the plan was made for another step than `step`.
+
+    Controls that the filter has no part in (communication CTAs, transport) are neither rules nor refusals.
+    """
+    if step is not None:
+        plan.check_step(step)
+    rules: list[FilterRule] = []
+    refusals: list[Refusal] = []
+    remarks: list[str] = []
+    for directive in plan.directives:
+        controls = tuple(control for control in directive.controls if isinstance(control, FILTER_CONTROLS))
+        if not controls:
+            continue
+        part = _by_match(directive.match, controls) if step is None else _by_step(directive, controls, step)
+        rules.extend(part.rules)
+        refusals.extend(part.refusals)
+        remarks.extend(part.remarks)
+    if any(rule.hold_us is not None or rule.kind is not None for rule in rules):
+        rules = [FilterRule(pattern=pattern, is_collective=True) for pattern in COMMUNICATION_PATTERNS] + rules
+    return Translation(rules=tuple(rules), refusals=tuple(refusals), remarks=tuple(remarks))
+
+
+def literal_pattern(name: str) -> str:
+    """A pattern that matches this name only."""
+    return "".join(f"\\{letter}" if letter in "\\*?" else letter for letter in name)
+
+
+def _by_match(match: Match, controls: Sequence[Control]) -> Translation:
+    """Without the step a directive can go by name and kind alone."""
+    if match.operations is not None:
+        reason = (
+            "it names operations by number, and launches have only names; give the trace or step that the plan was made from"
+        )
+    elif match.kind == "copy":
+        reason = "it is for copies, and the launch filter sees kernels only"
+    elif "[" in match.name:
+        reason = "the launch filter knows * and ? only, not [...]; give the trace or step that the plan was made from"
+    else:
+        pattern = match.name.replace("\\", "\\\\")
+        return Translation(rules=(_rule(pattern, match.kind, controls),))
+    return Translation(rules=(), refusals=tuple(_refusal(control, match.name, reason) for control in controls))
+
+
+def _by_step(directive: Directive, controls: Sequence[Control], step: Step) -> Translation:
+    """With the step a directive becomes the names of the kernels it accepts."""
+    rules: list[FilterRule] = []
+    refusals: list[Refusal] = []
+    remarks: list[str] = []
+    launches: dict[str, list[bool]] = {}  # by name: is this launch chosen?
+    for index, operation in enumerate(step.operations):
+        is_chosen = directive.match.accepts(index, operation)
+        if is_chosen and isinstance(operation, Copy):
+            reason = "it is a copy, and the launch filter sees kernels only"
+            refusals.extend(_refusal(control, operation.name, reason) for control in controls)
+        elif not isinstance(operation, Copy):
+            launches.setdefault(operation.name, []).append(is_chosen)
+    for name, chosen in launches.items():
+        if not any(chosen):
+            continue
+        fitting = list(controls)
+        if not all(chosen):
+            shared = f"the plan means {sum(chosen)} of the {format_count(len(chosen), 'launch', 'launches')} of this name"
+            caps = [control for control in controls if isinstance(control, ResidencyCap)]
+            refusals.extend(_refusal(cap, name, f"{shared}, and eager launches have only names") for cap in caps)
+            fitting = [control for control in controls if control not in caps]
+            remarks.extend(f"{control_tag(control)} on '{name[:60]}': {shared}; all of them get it" for control in fitting)
+        if fitting:
+            rules.append(_rule(literal_pattern(name), None, fitting))
+    return Translation(rules=tuple(rules), refusals=tuple(dict.fromkeys(refusals)), remarks=tuple(remarks))
+
+
+def _rule(pattern: str, kind: OperationKind | None, controls: Sequence[Control]) -> FilterRule:
+    """One rule with all the controls; of two alike the last one counts, as everywhere a plan is applied."""
+    fields: dict[str, int | float] = {}
+    for control in controls:
+        match control:
+            case ResidencyCap():
+                fields["dynamic_shared_bytes"] = control.dynamic_shared_bytes
+                fields["ctas_per_sm"] = control.ctas_per_sm
+                fields["carveout_percent"] = control.carveout_percent
+            case Priority():
+                fields["priority"] = control.priority
+            case HeadStart():
+                fields["hold_us"] = control.hold_us
+            case _:
+                raise AssertionError(f"{control} is no control of the launch filter")
+    return FilterRule(pattern=pattern, kind=kind, **fields)  # type: ignore[arg-type]
+
+
+def _refusal(control: Control, target: str, reason: str) -> Refusal:
+    return Refusal(control=control_tag(control), target=target, reason=reason)
