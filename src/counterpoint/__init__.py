@@ -39,6 +39,9 @@ from counterpoint.plan import (
 from counterpoint.step import Collective, Copy, Dependency, Footprint, Kernel, Operation, Step
 from counterpoint.timeline import Interval, Timeline
 
+# last, because the package's attribute of this name would otherwise be the module with the same name
+from counterpoint.launch_filter.boundary import step  # isort: skip
+
 if TYPE_CHECKING:
     from counterpoint.cuda.applied import apply
     from counterpoint.cuda.capture import capture
@@ -98,6 +101,7 @@ __all__ = [
     "save_plan",
     "sequential_us",
     "share_of_ideal",
+    "step",
     "tune",
     "workload_names",
 ]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from typer.exceptions import Abort, TyperException
 
-from counterpoint import cli_gpu
+from counterpoint import cli_check, cli_gpu, cli_run, cli_schedule
 from counterpoint.errors import CounterpointError
 from counterpoint.value import check_outputs
 
@@ -28,6 +28,9 @@ app = typer.Typer(
 )
 
 app.add_typer(cli_gpu.bench, name="bench")
+app.add_typer(cli_schedule.schedule, name="schedule")
+app.command(context_settings=cli_check.CONTEXT)(cli_check.check)
+app.command(context_settings=cli_run.CONTEXT)(cli_run.run)
 
 StepArgument = Annotated[
     str,

@@ -58,6 +58,7 @@ PUBLIC = [
     "save_plan",
     "sequential_us",
     "share_of_ideal",
+    "step",
     "tune",
     "workload_names",
 ]

@@ -1,0 +1,126 @@
+"""A training job whose long kernels starve its collectives: what `counterpoint run` is for. It does not know Counterpoint.
+
+    torchrun --nproc-per-node 2 examples/starved.py
+    counterpoint run --tune -o plan.toml -- torchrun --nproc-per-node 2 examples/starved.py
+    counterpoint run --plan plan.toml -- torchrun --nproc-per-node 2 examples/starved.py
+
+Each layer is a linear regression: an error, a gradient, and the gradient's average over ranks in small buckets, started at
+once and needed only by the optimizer. Both matmuls are Triton kernels of thousands of short CTAs that keep every SM full, so
+a bucket gets in only when a matmul has placed its last CTA: one bucket per kernel, and the others are left for the end. With
+`--device cpu` the same loop runs on plain torch operators at a small size.
+"""
+
+import argparse
+import os
+import statistics
+import time
+
+import torch
+import torch.distributed as dist
+
+
+def parse() -> argparse.Namespace:
+    """Sizes are meant to let a layer's buckets take as long as one of its matmuls on H200s; that has not been measured."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--width", type=int, default=8192, help="rows and columns of a weight")
+    parser.add_argument("--tokens", type=int, default=2048, help="rows of a batch")
+    parser.add_argument("--buckets", type=int, default=16, help="all-reduces per layer")
+    return parser.parse_args()
+
+
+def make_matmul(device: str):
+    """C = A B for any strides: on GPUs one CTA of 128 threads per 64 x 64 tile."""
+    if device == "cpu":
+        return lambda a, b, c: torch.matmul(a, b, out=c)
+    import triton  # noqa: PLC0415  only where there is a GPU
+    import triton.language as tl  # noqa: PLC0415
+
+    @triton.jit
+    def starving_matmul(  # noqa: PLR0917  Triton passes by position
+        a, b, c, n, k, a_row, a_column, b_row, b_column, tm: tl.constexpr, tn: tl.constexpr, tk: tl.constexpr
+    ):
+        tiles_n = n // tn
+        group = tl.program_id(0) // (8 * tiles_n)
+        within = tl.program_id(0) % (8 * tiles_n)
+        row, column = group * 8 + within % 8, within // 8
+        rows, columns, inner = row * tm + tl.arange(0, tm), column * tn + tl.arange(0, tn), tl.arange(0, tk)
+        at_a = a + rows[:, None] * a_row + inner[None, :] * a_column
+        at_b = b + inner[:, None] * b_row + columns[None, :] * b_column
+        total = tl.zeros((tm, tn), tl.float32)
+        for _ in range(0, k, tk):
+            total = tl.dot(tl.load(at_a), tl.load(at_b), total)
+            at_a += tk * a_column
+            at_b += tk * b_row
+        tl.store(c + rows[:, None] * n + columns[None, :], total.to(c.dtype.element_ty))
+
+    def matmul(a, b, c):
+        (m, k), n = a.shape, b.shape[1]
+        tiles = (m // 64) * (n // 64)
+        starving_matmul[(tiles,)](a, b, c, n, k, *a.stride(), *b.stride(), 64, 64, 32, num_warps=4, num_stages=2)
+
+    return matmul
+
+
+class Layer:
+    """One regression: find W with A W = T, from this rank's A and T."""
+
+    def __init__(self, options: argparse.Namespace, seed: int) -> None:
+        generator = torch.Generator(device=options.device).manual_seed(seed)
+        self.kind = torch.float32 if options.device == "cpu" else torch.bfloat16
+        make = {"generator": generator, "device": options.device}
+        self.inputs = torch.randn(options.tokens, options.width, **make).to(self.kind)
+        self.targets = torch.randn(options.tokens, options.width, **make).to(self.kind)
+        self.weight = torch.nn.Parameter(torch.zeros(options.width, options.width, device=options.device))
+        self.error = torch.empty_like(self.targets)
+        self.weight.grad = torch.empty_like(self.weight)
+        self.buckets = self.weight.grad.view(-1).chunk(options.buckets)
+
+    def backward(self, matmul) -> list[dist.Work]:
+        """The gradient, and its average over ranks on the way."""
+        matmul(self.inputs, self.weight.detach().to(self.kind), self.error)
+        self.error.sub_(self.targets)
+        matmul(self.inputs.t(), self.error, self.weight.grad)
+        return [dist.all_reduce(bucket, async_op=True) for bucket in self.buckets]
+
+
+def train_step(layers: list[Layer], matmul) -> None:
+    """Gradients of all layers, averaged; only at the end does anything wait."""
+    for work in [work for layer in layers for work in layer.backward(matmul)]:
+        work.wait()
+
+
+def main() -> None:
+    """Train, and print the loss and the time of each ten steps."""
+    options = parse()
+    rank, on_gpu = int(os.environ["RANK"]), options.device == "cuda"
+    if on_gpu:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl" if on_gpu else "gloo")
+    layers = [Layer(options, seed=1000 * rank + number) for number in range(options.layers)]
+    optimizer = torch.optim.SGD([layer.weight for layer in layers], lr=0.5 / options.width / dist.get_world_size())
+    matmul = make_matmul(options.device)
+    times_ms: list[float] = []
+    start = time.perf_counter()
+    for step in range(1, options.steps + 1):
+        train_step(layers, matmul)
+        optimizer.step()
+        if step % 10 == 0:
+            loss = torch.stack([layer.error.float().square().mean() for layer in layers]).sum().item()
+            now = time.perf_counter()
+            times_ms.append((now - start) * 100)
+            start = now
+            if rank == 0:
+                print(f"step {step}  loss {loss!r}  {times_ms[-1]:.3f} ms per step", flush=True)
+    if rank == 0:
+        print(f"last half: {statistics.median(times_ms[len(times_ms) // 2 :]):.3f} ms per step", flush=True)
+    dist.barrier()
+    if not on_gpu:
+        os._exit(0)  # torch 2.13 aborts now and then when a process with gloo threads ends by itself
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,131 @@
+"""Stock DDP, FSDP2 and tensor-parallel training of a transformer, to see that `counterpoint run` never makes them slower.
+
+    torchrun --nproc-per-node 4 examples/stock_jobs.py ddp
+    counterpoint run --tune -- torchrun --nproc-per-node 4 examples/stock_jobs.py fsdp2 --steps 300
+
+The sizes are those of the traces in `examples/traces` (6 layers, 1.2 B parameters, 4,096 tokens per rank, bf16). It does not
+know Counterpoint. `--device cpu --width 64 --tokens 32` runs anywhere.
+"""
+
+import argparse
+import os
+import statistics
+import time
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.nn import functional
+
+LOSS_STEP = 50
+
+
+class Attention(nn.Module):
+    """Causal self-attention."""
+
+    def __init__(self, width: int, head: int) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(width, width, bias=False) for _ in range(4))
+        self.head = head
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # noqa: D102
+        batch, tokens, _ = x.shape
+        split = [project(x).view(batch, tokens, -1, self.head).transpose(1, 2) for project in (self.q, self.k, self.v)]
+        mixed = functional.scaled_dot_product_attention(*split, is_causal=True)
+        return self.o(mixed.transpose(1, 2).reshape(batch, tokens, -1))
+
+
+class FeedForward(nn.Module):
+    """Two layers, four times as wide between them."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 4 * width, bias=False), nn.Linear(4 * width, width, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # noqa: D102
+        return self.down(functional.gelu(self.up(x)))
+
+
+class Block(nn.Module):
+    """One transformer layer."""
+
+    def __init__(self, width: int, head: int) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.attention, self.feed_forward = Attention(width, head), FeedForward(width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # noqa: D102
+        x = x + self.attention(self.norm1(x))
+        return x + self.feed_forward(self.norm2(x))
+
+
+def parallelize(job: str, model: nn.Sequential, mesh: DeviceMesh) -> nn.Module:
+    """As each kind of parallelism is set up in PyTorch's own tutorials."""
+    if job == "ddp":
+        return nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True, bucket_cap_mb=100)
+    if job == "fsdp2":
+        from torch.distributed.fsdp import fully_shard  # noqa: PLC0415
+
+        for block in model:
+            fully_shard(block, mesh=mesh)
+        return fully_shard(model, mesh=mesh)
+    from torch.distributed.tensor.parallel import (  # noqa: PLC0415
+        ColwiseParallel,
+        RowwiseParallel,
+        parallelize_module,
+    )
+
+    column = {f"attention.{name}": ColwiseParallel() for name in "qkv"} | {"feed_forward.up": ColwiseParallel()}
+    row = {"attention.o": RowwiseParallel(), "feed_forward.down": RowwiseParallel()}
+    for block in model:
+        parallelize_module(block, mesh, column | row)
+    return model
+
+
+def main() -> None:
+    """Train on one batch, and print the loss after 50 steps and the time of a step."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("job", choices=("ddp", "fsdp2", "tp"))
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--width", type=int, default=4096)
+    parser.add_argument("--tokens", type=int, default=4096)
+    options = parser.parse_args()
+    rank, on_gpu = int(os.environ["RANK"]), options.device == "cuda"
+    if on_gpu:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl" if on_gpu else "gloo")
+    mesh = init_device_mesh(options.device, (dist.get_world_size(),))
+    kind = torch.bfloat16 if on_gpu else torch.float32
+    torch.manual_seed(0)
+    blocks = nn.Sequential(*(Block(options.width, min(128, options.width // 4)) for _ in range(options.layers)))
+    model = parallelize(options.job, blocks.to(options.device, kind), mesh)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    torch.manual_seed(0 if options.job == "tp" else 1 + rank)  # tensor parallel ranks share their batch
+    batch = torch.randn(1, options.tokens, options.width, device=options.device, dtype=kind)
+    times_ms: list[float] = []
+    start = time.perf_counter()
+    for step in range(1, options.steps + 1):
+        loss = model(batch).float().square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        if step % 10 == 0:
+            shown = loss.item()
+            now = time.perf_counter()
+            times_ms.append((now - start) * 100)
+            start = now
+            if rank == 0 and step == LOSS_STEP:
+                print(f"loss after {LOSS_STEP} steps {shown!r}", flush=True)
+    if rank == 0:
+        print(f"last half: {statistics.median(times_ms[len(times_ms) // 2 :]):.3f} ms per step", flush=True)
+    dist.barrier()
+    if not on_gpu:
+        os._exit(0)  # torch 2.13 aborts now and then when a process with gloo threads ends by itself
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

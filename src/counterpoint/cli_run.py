@@ -1,0 +1,105 @@
+"""The command line's part for supervised jobs: `counterpoint run -- command`. What it says goes to standard error."""
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from counterpoint.errors import CounterpointError
+from counterpoint.value import check_outputs
+
+if TYPE_CHECKING:
+    from counterpoint.launch_filter.run import RunOutcome
+    from counterpoint.step import Step
+
+NOT_ENGAGED = 3
+CONTEXT = {"allow_interspersed_args": False}  # what follows the first word of the command is the command's
+
+
+def run(
+    command: Annotated[
+        list[str], typer.Argument(metavar="-- COMMAND...", help="The command to run, as in: -- torchrun train.py")
+    ],
+    *,
+    plan: Annotated[Path | None, typer.Option("--plan", metavar="FILE", help="A plan that `tune` or `run` saved.")] = None,
+    step: Annotated[
+        str | None,
+        typer.Option(
+            "--step", metavar="STEP", help="The trace that the plan was made from, if it names operations by number."
+        ),
+    ] = None,
+    tune: Annotated[bool, typer.Option("--tune", help="Try candidates on live steps and keep what is faster.")] = False,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", metavar="FILE", help="With --tune: save the plan found (.toml).")
+    ] = None,
+    budget: Annotated[int, typer.Option("--budget", metavar="STEPS", help="Steps that --tune may use.")] = 200,
+    guard: Annotated[
+        int,
+        typer.Option("--guard", metavar="STEPS", help="Compare the plan with the job as it is every STEPS steps; 0: never."),
+    ] = 500,
+    strict: Annotated[
+        bool, typer.Option("--strict", help="Exit with 3 if a control of the plan did not take effect.")
+    ] = False,
+) -> None:
+    """Run COMMAND with a plan applied to every launch of its processes, unedited, and print what took effect.
+
+    Output, signals and exit status are the command's own. Without --plan and --tune it runs exactly as without us.
+    """
+    from counterpoint.launch_filter.run import RunRequest, run_job  # noqa: PLC0415  a fast --help
+    from counterpoint.launch_filter.settings import LiveSettings  # noqa: PLC0415
+    from counterpoint.plan import LEAVE_IT, load_plan  # noqa: PLC0415
+
+    if output is not None and not tune:
+        raise CounterpointError(f"'{output}' is for the plan that --tune finds. Add --tune, or leave out -o.")
+    if step is not None and plan is None:
+        raise CounterpointError(f"'{step}' says what the operation numbers of a plan mean. Add --plan, or leave out --step.")
+    check_outputs((output,), (plan, step))
+    LiveSettings(is_tuning=tune, budget_steps=budget, guard_every_steps=guard)  # refused before anything starts
+    request = RunRequest(
+        command=tuple(command),
+        plan=load_plan(plan) if plan is not None else LEAVE_IT,
+        is_tuning=tune,
+        budget_steps=budget,
+        guard_every_steps=guard,
+        step=_load_step(step) if step is not None else None,
+    )
+    outcome = run_job(request)
+    unproven = _report(outcome, plan is not None, output)
+    if strict and unproven and outcome.ended.exit_status == 0:
+        print(f"counterpoint: {unproven}", file=sys.stderr)
+        raise typer.Exit(NOT_ENGAGED)
+    raise typer.Exit(outcome.ended.exit_status)
+
+
+def _load_step(source: str) -> "Step":
+    from counterpoint.job import load_job  # noqa: PLC0415
+
+    return load_job(source).step
+
+
+def _report(outcome: "RunOutcome", has_plan: bool, output: Path | None) -> str:
+    """Print what came of it and save the plan; why `strict` would not be content, or nothing."""
+    from counterpoint.plan import save_plan  # noqa: PLC0415
+    from counterpoint.report.run import new_error_console, print_line, print_measured, print_outcome  # noqa: PLC0415
+
+    console = new_error_console()
+    print_outcome(console, outcome)
+    print_measured(console, outcome)
+    if output is not None:
+        found = outcome.record.plan if outcome.record is not None else None
+        if found is not None:
+            save_plan(found, output)
+            print_line(console, f"plan saved to {output}")
+        else:
+            print_line(console, f"no plan was found, so none was saved to {output}")
+    if not outcome.is_filtered:
+        if has_plan:
+            print_line(console, "the plan leaves everything as it is, so the command ran without the filter")
+        return ""
+    if not outcome.processes:
+        return "strict: no process loaded the filter, so no control took effect."
+    entry = outcome.first_unproven()
+    if entry is None:
+        return ""
+    return f"strict: {entry.control} on '{entry.target[:60]}' is {entry.state}: {entry.reason or 'no reason given'}."

@@ -1,0 +1,124 @@
+"""What `counterpoint run` says when the job has ended: proof per rank, what live tuning found, what was left undone.
+
+Everything goes to standard error, since standard output is the job's.
+"""
+
+from collections.abc import Iterable, Sequence
+
+from rich.console import Console
+from rich.text import Text
+
+from counterpoint.engagement import Engagement
+from counterpoint.launch_filter.proof import Applied, ProcessProof
+from counterpoint.launch_filter.run import RunOutcome
+from counterpoint.report.gpu import STATE_STYLES, print_measurements
+from counterpoint.report.text import MIN_WIDTH, new_table, shorten
+from counterpoint.units import format_count
+
+NOTHING_LOADED = (
+    "no process loaded the filter and launched on a GPU: nothing ran on one, or the command clears its environment "
+    "(LD_PRELOAD); nothing was changed"
+)
+
+
+def new_error_console() -> Console:
+    """Like the console of all reports, on standard error."""
+    console = Console(stderr=True, soft_wrap=False, markup=False, emoji=False)
+    console.width = max(MIN_WIDTH, console.width)
+    return console
+
+
+def print_outcome(console: Console, outcome: RunOutcome) -> None:
+    """The proof, rank by rank; equal lines of several ranks are one."""
+    if outcome.ended.num_leftover:
+        ended = format_count(outcome.ended.num_leftover, "process", "processes")
+        print_line(console, f"the command was ended by a signal; {ended} that it left behind were ended, too")
+    if not outcome.is_filtered:
+        return
+    for remark in outcome.remarks:
+        print_line(console, remark)
+    if not outcome.processes:
+        print_line(console, NOTHING_LOADED)
+    for process in outcome.processes:
+        if process.problem:
+            print_line(console, f"{_who(process)}: {process.problem}")
+    print_proofs(console, outcome)
+
+
+def print_proofs(console: Console, outcome: RunOutcome) -> None:
+    """One table: control, kernels, ranks, launches that got it, asked, found, state."""
+    rows = _group(outcome)
+    if not rows:
+        return
+    table = new_table("control", "on", "ranks", "launches", "asked", "found", "state")
+    for column in (1, 2, 4, 5, 6):
+        table.columns[column].justify = "left"
+    for entry, ranks, launches in rows:
+        state = Text(entry.state if not entry.reason else f"{entry.state}: {entry.reason}", style=STATE_STYLES[entry.state])
+        asked = "" if entry.asked == entry.control else entry.asked
+        found = "as asked" if entry.found == entry.asked else entry.found
+        table.add_row(entry.control, shorten(entry.target), ranks, launches, asked, found, state)
+    console.print(table)
+
+
+def print_line(console: Console, line: str) -> None:
+    """One line in the manner of all messages, however wide the terminal is."""
+    console.print(Text(f"counterpoint: {line}"), soft_wrap=True)
+
+
+def _group(outcome: RunOutcome) -> list[tuple[Engagement, str, str]]:
+    """Equal engagements of several ranks, with the ranks and the launches that were changed of those that matched."""
+    found: dict[Engagement, list[tuple[ProcessProof | None, Applied]]] = {}
+    for applied in outcome.unasked:
+        found.setdefault(applied.engagement, []).append((None, applied))
+    for process in outcome.processes:
+        for applied in process.applied:
+            found.setdefault(applied.engagement, []).append((process, applied))
+    return [
+        (entry, _ranks(process for process, _ in members), _launches([applied for _, applied in members]))
+        for entry, members in found.items()
+    ]
+
+
+def _ranks(processes: Iterable[ProcessProof | None]) -> str:
+    """Ranks as ranges: "0-3, 6"; processes without a rank by their number."""
+    named = [process for process in processes if process is not None]
+    ranks = sorted({process.rank for process in named if process.rank >= 0})
+    parts: list[str] = []
+    while ranks:
+        last = next(
+            (place for place in range(len(ranks)) if place + 1 == len(ranks) or ranks[place + 1] != ranks[place] + 1), 0
+        )
+        parts.append(f"{ranks[0]}-{ranks[last]}" if last else f"{ranks[0]}")
+        ranks = ranks[last + 1 :]
+    parts += [f"process {process.pid}" for process in named if process.rank < 0]
+    return ", ".join(parts)
+
+
+def _launches(members: Sequence[Applied]) -> str:
+    """Launches that got the control of those it was meant for, on one rank; a range where ranks differ."""
+
+    def span(numbers: list[int]) -> str:
+        return f"{min(numbers):,}" if min(numbers) == max(numbers) else f"{min(numbers):,} to {max(numbers):,}"
+
+    if not any(member.num_matched for member in members):
+        return ""
+    return f"{span([member.num_applied for member in members])} of {span([member.num_matched for member in members])}"
+
+
+def _who(process: ProcessProof) -> str:
+    return f"rank {process.rank}" if process.rank >= 0 else f"process {process.pid}"
+
+
+def print_measured(console: Console, outcome: RunOutcome) -> None:
+    """What live tuning measured, and where it stood when the job ended, if rank 0 ran here."""
+    record = outcome.record
+    if record is None:
+        return
+    if record.measurements:
+        print_measurements(console, record.measurements)
+    if record.stage in ("warming up", "trying candidates") and record.plan is None and outcome.is_tuned:
+        steps = format_count(record.num_steps, "step")
+        print_line(console, f"the job ended while live tuning was {record.stage} (since {steps}), so no plan was decided")
+    for note in record.notes:
+        print_line(console, note)

@@ -1,0 +1,185 @@
+"""What is tried on a running job, and what rank 0 makes of times: from kernels seen to directives with their reasons."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+from counterpoint.cuda.running_job import JobGpu
+from counterpoint.cuda.timing import Measurement
+from counterpoint.launch_filter.control_block import rules_of
+from counterpoint.launch_filter.layout import MAX_RULES
+from counterpoint.launch_filter.live_candidates import LiveProposal, propose_live
+from counterpoint.launch_filter.live_decisions import Reference, look_at
+from counterpoint.launch_filter.live_rounds import (
+    LEAST_ROUNDS,
+    NUM_FINALISTS,
+    TURN_STEPS,
+    judge,
+    lay_out,
+    num_final_rounds,
+    slowest_ranks,
+)
+from counterpoint.machine import load_machine
+from counterpoint.occupancy import residency
+from counterpoint.plan import HeadStart, Plan, Priority, ResidencyCap
+from counterpoint.step import Footprint
+from helpers.live_job_double import GPU, NCCL, nccl, seen
+
+LONG, SMALL = seen("_Z4longPf"), seen("_Z5smallPf", num_ctas=131)
+TIMES = st.lists(st.lists(st.none() | st.floats(1, 1e6), min_size=3, max_size=3).map(tuple), max_size=6).map(tuple)
+
+
+def controls(proposal: LiveProposal, label: str) -> list[object]:
+    (candidate,) = [each for each in proposal.candidates if each.label == label]
+    return [control for directive in candidate.directives for control in directive.controls]
+
+
+def refused(proposal: LiveProposal, control: str) -> str:
+    return " ".join(refusal.reason for refusal in proposal.refusals if refusal.control == control)
+
+
+def test_collectives_get_the_drivers_greatest_priority() -> None:
+    assert controls(propose_live([LONG, nccl()], GPU), "priority") == [Priority(priority=-5)]
+    unknown = replace(GPU, name="NVIDIA Unheard Of")
+    assert controls(propose_live([LONG, nccl()], unknown), "priority") == [Priority(priority=-3)]
+
+
+def test_only_kernels_with_a_cta_for_every_sm_are_held_back() -> None:
+    proposal = propose_live([LONG, SMALL, nccl()], GPU)
+    (candidate,) = [each for each in proposal.candidates if each.label == "head start 5 us"]
+    assert [directive.match.name for directive in candidate.directives] == [LONG.name]
+    assert controls(proposal, "head start 20 us") == [HeadStart(hold_us=20)]
+    assert "none keeps a collective out" in refused(propose_live([SMALL, nccl()], GPU), "head_start")
+
+
+def test_a_cap_lets_the_collectives_cta_live_beside_and_asks_for_the_carveout() -> None:
+    (cap,) = controls(propose_live([LONG, nccl()], GPU), "caps")
+    assert isinstance(cap, ResidencyCap)
+    assert cap.carveout_percent == 100
+    gpu = load_machine("h200").gpu
+    capped = Footprint(
+        num_ctas=4096,
+        threads_per_cta=128,
+        registers_per_thread=32,
+        dynamic_shared_bytes=cap.dynamic_shared_bytes,
+        carveout_percent=100,
+    )
+    assert residency(gpu, capped).ctas_per_sm == cap.ctas_per_sm < 16
+
+
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [
+        (seen("gemm", 132, block=(384, 1, 1), registers_per_thread=168), "fills the register file alone"),
+        (seen("grid", 4096, is_cooperative=True), "grid barrier"),
+    ],
+)
+def test_a_kernel_that_no_cap_can_help_is_refused_with_the_reason(function: object, words: str) -> None:
+    proposal = propose_live([function, nccl()], GPU)  # type: ignore[list-item]
+    assert words in refused(proposal, "residency_cap")
+    assert "caps" not in [candidate.label for candidate in proposal.candidates]
+
+
+def test_on_a_gpu_that_no_machine_describes_caps_are_refused() -> None:
+    assert "no shipped machine describes" in refused(propose_live([LONG, nccl()], replace(GPU, name="X")), "residency_cap")
+
+
+def test_where_the_driver_ignores_priority_it_is_refused() -> None:
+    amd = JobGpu(name="AMD Instinct MI300X", num_sms=304, greatest_priority=-1)
+    proposal = propose_live([LONG, nccl()], amd)
+    assert not any("priority" in candidate.label for candidate in proposal.candidates)
+    assert "ignores them" in refused(proposal, "priority")
+
+
+@pytest.mark.parametrize("functions", [[], [LONG], [SMALL]])
+def test_without_a_collective_nothing_is_tried(functions: list[object]) -> None:
+    proposal = propose_live(functions, GPU)  # type: ignore[arg-type]
+    assert proposal.candidates == ()
+    assert proposal.refusals
+
+
+@given(st.integers(1, 300))
+def test_every_candidate_fits_the_filters_table(num_kernels: int) -> None:
+    proposal = propose_live([seen(f"_Z4long{number}Pf") for number in range(num_kernels)] + [nccl()], GPU)
+    assert proposal.candidates
+    for candidate in proposal.candidates:
+        assert len(candidate.rules) <= MAX_RULES
+        assert candidate.rules == rules_of(Plan(directives=candidate.directives))
+
+
+def test_a_truncated_name_is_matched_by_its_beginning() -> None:
+    proposal = propose_live([seen("_Z4long", pattern="_Z4long*"), nccl()], GPU)
+    (candidate,) = [each for each in proposal.candidates if each.label == "head start 5 us"]
+    assert candidate.directives[0].match.name == "_Z4long*"
+
+
+@given(st.integers(0, 30), st.integers(0, 2000))
+def test_a_layout_leaves_the_final_its_least_rounds(num_candidates: int, steps_left: int) -> None:
+    layout = lay_out(num_candidates, steps_left)
+    assert layout.num_candidates <= max(num_candidates, NUM_FINALISTS)
+    if layout.has_heat:
+        heat = 2 * TURN_STEPS * (layout.num_candidates + 1)
+        assert num_final_rounds(NUM_FINALISTS, steps_left - heat) >= LEAST_ROUNDS
+
+
+@given(st.integers(1, 2), st.integers(0, 2000))
+def test_final_rounds_fit_what_is_left_or_are_none(num_finalists: int, steps_left: int) -> None:
+    rounds = num_final_rounds(num_finalists, steps_left)
+    assert rounds * TURN_STEPS * (num_finalists + 1) <= steps_left
+    assert rounds == 0 or rounds >= LEAST_ROUNDS
+
+
+@given(st.lists(TIMES, min_size=1, max_size=4).map(lambda ranks: [times[: min(map(len, ranks))] for times in ranks]))
+def test_each_turn_takes_what_the_slowest_rank_took_and_gaps_drop_the_round(
+    ranks: list[tuple[tuple[float | None, ...], ...]],
+) -> None:
+    rounds = slowest_ranks(ranks)
+    complete = [number for number in range(len(ranks[0])) if all(None not in times[number] for times in ranks)]
+    assert len(rounds) == len(complete)
+    for row, number in zip(rounds, complete, strict=True):
+        for place, time in enumerate(row):
+            assert time == max(times[number][place] for times in ranks)  # type: ignore[type-var]
+
+
+def test_too_few_rounds_are_no_judgement() -> None:
+    assert judge(["a", "b"], [((1.0, 2.0),) * 3], least_rounds=4) is None
+    assert judge(["a", "b"], [((1.0, 2.0),) * 4], least_rounds=4) is not None
+
+
+def measured(ratio: float, spread: float = 0.01, median_us: float = 1000.0) -> tuple[Measurement, Measurement]:
+    alone = Measurement(label="as it is", median_us=median_us, least_us=1, ratio=1, spread=0.01, num_rounds=5)
+    plan = Measurement(label="p", median_us=median_us * ratio, least_us=1, ratio=ratio, spread=spread, num_rounds=5)
+    return alone, plan
+
+
+GRIDS = {LONG.name: (4096, 1, 1), NCCL: (24, 1, 1)}
+LAUNCHES = {LONG.name: 10, NCCL: 10}
+
+
+@pytest.mark.parametrize(
+    ("times", "grids", "verdict"),
+    [
+        (measured(0.8), GRIDS, "keep"),
+        (measured(1.005, 0.001), GRIDS, "keep"),
+        (measured(1.05, 0.1), GRIDS, "keep"),
+        (measured(1.05), GRIDS, "revert"),
+        (measured(0.8, median_us=1200), GRIDS, "reopen"),
+        (measured(0.8)[:1], GRIDS, "keep"),
+        (measured(1, median_us=1200)[:1], GRIDS, "reopen"),
+        (measured(0.8), GRIDS | {LONG.name: (9, 1, 1)}, "reopen"),
+        (measured(1.05), GRIDS | {LONG.name: (9, 1, 1)}, "revert"),
+        (None, GRIDS, "keep"),
+    ],
+)
+def test_what_the_guard_makes_of_its_rounds(
+    times: tuple[Measurement, ...] | None, grids: dict[str, tuple[int, int, int]], verdict: str
+) -> None:
+    look = look_at(times, Reference(grids=GRIDS, baseline_us=1000), grids, LAUNCHES)
+    assert look.verdict == verdict
+    assert bool(look.reason) == (verdict != "keep")
+
+
+def test_a_rare_kernel_is_no_change_of_the_job() -> None:
+    grids, launches = GRIDS | {"checkpoint": (1, 1, 1)}, LAUNCHES | {"checkpoint": 1}
+    assert look_at(measured(0.8), Reference(grids=GRIDS, baseline_us=1000), grids, launches).verdict == "keep"

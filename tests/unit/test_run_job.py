@@ -1,0 +1,231 @@
+"""`counterpoint run` around real torchrun jobs on CPUs, with the real filter and a double of the driver."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from counterpoint.plan import (
+    CommunicationCtas,
+    Control,
+    Directive,
+    Match,
+    Plan,
+    Priority,
+    ResidencyCap,
+    Transport,
+    load_plan,
+    save_plan,
+)
+from helpers.build_filter import build_double
+from helpers.command import COUNTERPOINT
+
+ROOT = Path(__file__).parents[2]
+JOB = ROOT / "tests" / "helpers" / "jobs" / "launches.py"
+TORCHRUN = [str(Path(sys.executable).with_name("torchrun")), "--standalone", "--nproc-per-node", "2"]
+LIMIT_S = 240
+Ended = subprocess.CompletedProcess[str]
+
+
+@pytest.fixture(scope="session")
+def driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the double of libcuda."""
+    folder = tmp_path_factory.mktemp("driver")
+    build_double(folder)
+    return folder
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _cache(tmp_path_factory: pytest.TempPathFactory) -> None:
+    os.environ["COUNTERPOINT_CACHE_DIR"] = str(tmp_path_factory.mktemp("cache"))
+
+
+def run(*arguments: str | Path, **environment: str) -> Ended:
+    """The command as a user starts it; `torchrun` in the arguments is this environment's."""
+    inherited = {name: value for name, value in os.environ.items() if name not in ("LD_PRELOAD", "RANK", "WORLD_SIZE")}
+    return subprocess.run(
+        [COUNTERPOINT, "run", *arguments],
+        env=inherited | {"COLUMNS": "200", "OMP_NUM_THREADS": "1"} | environment,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
+    )
+
+
+def plan_of(path: Path, match: Match, *controls: Control) -> Path:
+    save_plan(Plan(verdict="GAIN", directives=(Directive(match=match, controls=controls, reason="test"),)), path)
+    return path
+
+
+def priority_plan(folder: Path) -> Path:
+    return plan_of(folder / "plan.toml", Match(kind="communication"), Priority(priority=-5))
+
+
+def own_lines(ended: Ended) -> list[str]:
+    return [line for line in ended.stderr.splitlines() if line.startswith("counterpoint:")]
+
+
+def test_a_plan_reaches_every_rank_and_the_table_says_verified(driver: Path, tmp_path: Path) -> None:
+    ended = run("--strict", "--plan", priority_plan(tmp_path), "--", *TORCHRUN, JOB, driver, "--steps", "5")
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.endswith("at 4000 us\n"), "each of 5 steps took 800 us: the driver got the priority"
+    row = next(line for line in ended.stderr.splitlines() if line.startswith("priority"))
+    assert "0-1" in row
+    assert "5 of 5" in row
+    assert "priority -5" in row
+    assert row.rstrip().endswith("verified")
+
+
+def test_the_job_computes_the_same_with_a_plan_and_without(driver: Path, tmp_path: Path) -> None:
+    bare = subprocess.run(
+        [*TORCHRUN, JOB, driver, "--steps", "60"], capture_output=True, text=True, timeout=LIMIT_S, check=False
+    )
+    planned = run("--plan", priority_plan(tmp_path), "--", *TORCHRUN, JOB, driver, "--steps", "60")
+    through = run("--", *TORCHRUN, JOB, driver, "--steps", "60")
+    assert bare.returncode == planned.returncode == through.returncode == 0, planned.stderr
+    assert through.stdout == bare.stdout
+    assert planned.stdout.split(" at ")[0] == bare.stdout.split(" at ")[0], "bit for bit, as repr prints it"
+
+
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_tuning_finds_steps_by_itself_or_by_hand_and_saves_a_plan_that_runs_again(
+    driver: Path, tmp_path: Path, by_hand: bool
+) -> None:
+    found = tmp_path / "found.toml"
+    hand = ["--by-hand"] if by_hand else []
+    ended = run("--tune", "--budget", "120", "-o", found, "--", *TORCHRUN, JOB, driver, "--steps", "150", *hand)
+    assert ended.returncode == 0, ended.stderr
+    assert sum("within 120 steps" in line for line in own_lines(ended)) == 1, ended.stderr
+    assert any("GAIN after" in line for line in own_lines(ended)), ended.stderr
+    plan = load_plan(found)
+    assert plan.verdict == "GAIN"
+    assert plan.expectation is not None
+    assert plan.expectation.origin == "measured"
+    assert (plan.expectation.baseline_us, plan.expectation.planned_us) == (1000, 800)
+    again = run("--strict", "--plan", found, "--guard", "0", "--", *TORCHRUN, JOB, driver, "--steps", "5")
+    assert again.returncode == 0, again.stderr
+    assert again.stdout.endswith("at 4000 us\n")
+
+
+def test_several_optimizers_make_one_step(driver: Path, tmp_path: Path) -> None:
+    """Two optimizers step in each of 80 steps: a budget of 120 would be used up if each of their calls counted."""
+    ended = run("--tune", "--budget", "120", "--", *TORCHRUN, JOB, driver, "--steps", "80")
+    assert ended.returncode == 0
+    assert not any("GAIN after" in line for line in own_lines(ended)), ended.stderr
+    assert any("the job ended while live tuning was" in line for line in own_lines(ended)), ended.stderr
+
+
+def test_the_guard_leaves_proof_of_the_plan_that_it_lifted_for_a_while(driver: Path, tmp_path: Path) -> None:
+    ended = run("--strict", "--plan", priority_plan(tmp_path), "--", *TORCHRUN, JOB, driver, "--steps", "40")
+    assert ended.returncode == 0, ended.stderr
+    row = next(line for line in ended.stderr.splitlines() if line.startswith("priority"))
+    assert row.rstrip().endswith("verified")
+    assert "40 of 40" not in row, "the guard compared with the job as it is"
+
+
+def test_strict_fails_a_job_whose_control_found_no_launch(driver: Path, tmp_path: Path) -> None:
+    cap = ResidencyCap(ctas_per_sm=1, dynamic_shared_bytes=115_840)
+    plan = plan_of(tmp_path / "plan.toml", Match(name="no_such_kernel"), cap)
+    arguments = ("--plan", plan, "--", *TORCHRUN, JOB, driver, "--steps", "2")
+    strict, lax = run("--strict", *arguments), run(*arguments)
+    assert strict.returncode == 3
+    assert "strict: residency_cap on 'no_such_kernel' is failed: no launch matched" in strict.stderr
+    assert lax.returncode == 0
+    assert "failed: no launch matched" in lax.stderr
+
+
+def test_a_cap_is_verified_by_the_drivers_occupancy(driver: Path, tmp_path: Path) -> None:
+    cap = ResidencyCap(ctas_per_sm=1, dynamic_shared_bytes=115_840)
+    plan = plan_of(tmp_path / "plan.toml", Match(name="*long_kernel*", kind="computation"), cap)
+    ended = run("--strict", "--plan", plan, "--", *TORCHRUN, JOB, driver, "--steps", "3")
+    assert ended.returncode == 0, ended.stderr
+    row = next(line for line in ended.stderr.splitlines() if line.startswith("residency_cap"))
+    assert "1 CTA per SM" in row
+    assert row.rstrip().endswith("verified")
+
+
+def test_controls_that_are_no_launches_are_settings_or_refused(driver: Path, tmp_path: Path) -> None:
+    limit = plan_of(tmp_path / "limit.toml", Match(kind="communication"), CommunicationCtas(max_ctas=8))
+    ended = run("--plan", limit, "--", *TORCHRUN, JOB, driver, "--steps", "2")
+    assert "the process group was made with other limits" in ended.stderr, "the double's collective has 24 CTAs"
+    engines = plan_of(tmp_path / "engines.toml", Match(kind="communication"), Transport(transport="copy_engine"))
+    refused = run("--strict", "--plan", engines, "--", *TORCHRUN, JOB, driver, "--steps", "2")
+    assert refused.returncode == 3
+    assert "cannot move a collective to copy engines" in refused.stderr
+
+
+def test_a_failing_rank_gives_its_jobs_own_status_also_under_strict(driver: Path, tmp_path: Path) -> None:
+    plan = priority_plan(tmp_path)
+    bare = subprocess.run(
+        [*TORCHRUN, JOB, driver, "--steps", "2", "--exit", "5"],
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
+    )
+    ended = run("--strict", "--plan", plan, "--", *TORCHRUN, JOB, driver, "--steps", "2", "--exit", "5")
+    assert ended.returncode == bare.returncode != 0
+
+
+@pytest.mark.parametrize("fault", ["kill -9 of a rank", "Ctrl-C", "kill -9 of torchrun"])
+def test_whatever_ends_the_job_no_process_of_it_is_left(fault: str, tmp_path: Path) -> None:
+    script = tmp_path / "waits.py"
+    script.write_text(
+        "import os, signal\n"
+        "print(os.environ['RANK'], os.getpid(), os.getppid(), flush=True)\n"
+        "signal.sigwait({signal.SIGUSR1})\n"
+    )
+    command = [COUNTERPOINT, "run", "--plan", priority_plan(tmp_path), "--", *TORCHRUN, script]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        ranks = [[int(word) for word in process.stdout.readline().split()] for _ in range(2)]
+        if fault == "Ctrl-C":
+            process.send_signal(signal.SIGINT)
+        else:
+            os.kill(ranks[0][1] if "rank" in fault else ranks[0][2], signal.SIGKILL)
+        _, errors = process.communicate(timeout=LIMIT_S)
+    assert process.returncode == (137 if "torchrun" in fault else 1), errors
+    for _, rank, torchrun in ranks:
+        assert not Path(f"/proc/{rank}").exists()
+        assert not Path(f"/proc/{torchrun}").exists()
+
+
+def test_another_preloaded_library_stays_behind_the_filter(driver: Path, tmp_path: Path) -> None:
+    source, library = tmp_path / "other.c", tmp_path / "other.so"
+    source.write_text("int counterpoint_test_other(void) { return 41; }\n")
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", library, source], check=True, timeout=60)
+    code = "import ctypes, os; print(ctypes.CDLL(None).counterpoint_test_other() + 1, os.environ['LD_PRELOAD'].count(':'))"
+    ended = run("--plan", priority_plan(tmp_path), "--", sys.executable, "-c", code, LD_PRELOAD=str(library))
+    assert ended.stdout == "42 1\n", ended.stderr
+
+
+def test_a_child_that_clears_its_environment_is_named_in_one_line(tmp_path: Path, driver: Path) -> None:
+    command = ["env", "-i", sys.executable, "-c", "print('ran')"]
+    ended = run("--plan", priority_plan(tmp_path), "--", *command)
+    assert (ended.returncode, ended.stdout) == (0, "ran\n")
+    assert len(own_lines(ended)) == 1
+    assert "clears its environment" in ended.stderr
+    assert run("--strict", "--plan", priority_plan(tmp_path), "--", *command).returncode == 3
+
+
+def test_an_example_runs_the_same_under_tuning_on_cpus() -> None:
+    small = ["--device", "cpu", "--width", "64", "--tokens", "32", "--steps", "20", "--layers", "2", "--buckets", "2"]
+    example = ROOT / "examples" / "starved.py"
+    losses = []
+    for prefix in ([], [str(COUNTERPOINT), "run", "--tune", "--"]):
+        ended = subprocess.run(
+            [*prefix, *TORCHRUN, example, *small],
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            timeout=LIMIT_S,
+            check=False,
+        )
+        assert ended.returncode == 0, ended.stderr
+        losses.append([line.split("  ")[1] for line in ended.stdout.splitlines() if line.startswith("step")])
+    assert losses[0] == losses[1]
+    assert len(losses[0]) == 2

@@ -1,0 +1,195 @@
+"""What the counters of filters prove, how ranks are put together, and the environment that a plan asks for."""
+
+import io
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from counterpoint.engagement import Engagement
+from counterpoint.errors import LaunchFilterError, PlanError
+from counterpoint.launch_filter.control_block import FilterRule, FilterState, RuleCounters
+from counterpoint.launch_filter.job_environment import IN_JOB, job_environment, plan_variables, variable_remarks
+from counterpoint.launch_filter.proof import Applied, ProcessProof, count_table, prove_process, prove_rule
+from counterpoint.launch_filter.run import RunOutcome
+from counterpoint.launch_filter.settings import TableTotals, add_counters
+from counterpoint.launch_filter.supervise import Ended
+from counterpoint.plan import CommunicationCtas, Control, Directive, Match, Plan, Transport
+from counterpoint.report.run import print_outcome
+from helpers.live_job_double import NCCL, nccl, seen
+
+CAP = FilterRule(pattern="long*", dynamic_shared_bytes=115_840, ctas_per_sm=1, carveout_percent=100)
+PRIORITY = FilterRule(pattern="nccl*", kind="communication", priority=-5)
+HOLD = FilterRule(pattern="long*", hold_us=5.0)
+COUNTERS = st.builds(
+    RuleCounters,
+    num_matched=st.integers(0, 9),
+    num_capped=st.integers(0, 9),
+    num_prioritized=st.integers(0, 9),
+    num_held=st.integers(0, 9),
+    residency_found=st.none() | st.integers(0, 9),
+    refusal=st.sampled_from(["", "no"]),
+)
+
+
+def state(rules: tuple[FilterRule, ...] = (), counters: tuple[RuleCounters, ...] = (), **changes: object) -> FilterState:
+    return FilterState(
+        **{
+            "pid": 7,
+            "rank": 0,
+            "generation": 1,
+            "num_launches": 10,
+            "num_launches_ex": 0,
+            "driver": "cuda",
+            "rules": rules,
+            "counters": counters,
+            "functions": (),
+            "problem": "",
+        }
+        | changes
+    )
+
+
+def plan_of(*controls: Control, match: Match = Match(kind="communication")) -> Plan:  # noqa: B008  a frozen value
+    return Plan(directives=(Directive(match=match, controls=controls, reason="test"),))
+
+
+@pytest.mark.parametrize(
+    ("rule", "counters", "found"),
+    [
+        (CAP, RuleCounters(num_matched=4, num_capped=4, residency_found=1), ("verified", "1 CTA per SM", "")),
+        (CAP, RuleCounters(num_matched=4, num_capped=4, residency_found=3), ("failed", "3 CTAs per SM", "more CTAs live")),
+        (CAP, RuleCounters(num_matched=4, num_refused=4, refusal="too big"), ("refused", "", "too big")),
+        (CAP, RuleCounters(), ("failed", "", "no launch matched")),
+        (PRIORITY, RuleCounters(num_matched=4, num_prioritized=3), ("verified", "priority -5", "")),
+        (PRIORITY, RuleCounters(num_matched=4, refusal="old driver"), ("refused", "", "old driver")),
+        (HOLD, RuleCounters(num_matched=4, num_held=1), ("verified", "head start 5 us", "")),
+        (HOLD, RuleCounters(num_matched=4), ("failed", "", "no collective was launched just before it")),
+    ],
+)
+def test_a_rules_counters_become_one_engagement(
+    rule: FilterRule, counters: RuleCounters, found: tuple[str, str, str]
+) -> None:
+    (applied,) = prove_rule(rule, counters)
+    entry = applied.engagement
+    assert (entry.state, entry.found) == found[:2]
+    assert found[2] in entry.reason
+    assert bool(entry.reason) == (entry.state != "verified")
+
+
+def test_each_control_of_a_rule_is_proven_by_itself() -> None:
+    rule = FilterRule(pattern="x", dynamic_shared_bytes=1, ctas_per_sm=1, priority=-1, hold_us=1.0)
+    counters = RuleCounters(num_matched=2, num_capped=2, residency_found=1)
+    assert [applied.engagement.state for applied in prove_rule(rule, counters)] == ["verified", "failed", "failed"]
+
+
+def test_a_rule_that_only_marks_collectives_asks_nothing() -> None:
+    assert prove_rule(FilterRule(pattern="nccl*", is_collective=True), RuleCounters()) == []
+
+
+@given(first=COUNTERS, second=COUNTERS)
+def test_counters_add_up_whichever_comes_first(first: RuleCounters, second: RuleCounters) -> None:
+    both = add_counters(first, second)
+    other = add_counters(second, first)
+    assert both == other
+    assert both.num_matched == first.num_matched + second.num_matched
+    residencies = [each.residency_found for each in (first, second) if each.residency_found is not None]
+    assert both.residency_found == (max(residencies) if residencies else None)
+
+
+def test_a_table_counts_what_was_kept_and_what_is_in_force_but_no_other_table() -> None:
+    counted = (RuleCounters(num_matched=1, num_prioritized=1),)
+    kept = TableTotals(rules=(PRIORITY,), counters=counted)
+    both = count_table((PRIORITY,), state((PRIORITY,), counted), kept)
+    assert both.counters == (RuleCounters(num_matched=2, num_prioritized=2),)
+    assert count_table((PRIORITY,), state((), ()), kept).counters == counted
+    assert count_table((PRIORITY,), state((CAP,), counted), TableTotals()).counters == (RuleCounters(),)
+    assert count_table((), state((CAP,), counted), kept) == TableTotals()
+
+
+@pytest.mark.parametrize(
+    ("control", "expected"),
+    [
+        (CommunicationCtas(max_ctas=24), "verified"),
+        (CommunicationCtas(max_ctas=8), "failed"),
+        (CommunicationCtas(max_ctas=24, num_threads=512), "verified"),
+        (CommunicationCtas(max_ctas=24, num_threads=256), "failed"),
+        (Transport(transport="copy_engine"), "refused"),
+    ],
+)
+def test_settings_are_proven_by_the_collectives_that_were_launched(control: Control, expected: str) -> None:
+    found = prove_process(state(functions=(nccl(), seen("other"))), plan_of(control), TableTotals())
+    assert [applied.engagement.state for applied in found.applied] == [expected]
+
+
+def test_a_setting_without_any_collective_is_not_verified() -> None:
+    found = prove_process(state(functions=(seen("other"),)), plan_of(CommunicationCtas(max_ctas=64)), TableTotals())
+    assert found.applied[0].engagement.state == "failed"
+    assert NCCL not in str(found)
+
+
+def test_the_environment_has_the_filter_and_the_agent_in_front_and_keeps_the_rest(tmp_path: Path) -> None:
+    inherited = {"LD_PRELOAD": "/a.so:/b.so", "PYTHONPATH": "/p", "HOME": "/h"}
+    library = Path("/cache/filter.so")
+    found = job_environment(inherited, tmp_path, library, Plan(), has_agent=True)
+    assert found["LD_PRELOAD"] == "/cache/filter.so:/a.so:/b.so"
+    assert found["PYTHONPATH"] == f"{IN_JOB}:/p"
+    assert found["HOME"] == "/h"
+    assert inherited["PYTHONPATH"] == "/p"
+    bare = job_environment({}, tmp_path, library, Plan(), has_agent=False)
+    assert bare["LD_PRELOAD"] == str(library), "no empty part, which would stand for the current folder"
+    assert "PYTHONPATH" not in bare
+
+
+@pytest.mark.parametrize("folder", ["/with space", "/with:colon"])
+def test_a_path_that_cannot_be_preloaded_is_refused(folder: str, tmp_path: Path) -> None:
+    with pytest.raises(LaunchFilterError, match="COUNTERPOINT_CACHE_DIR"):
+        job_environment({}, tmp_path, Path(folder) / "filter.so", Plan(), has_agent=True)
+
+
+def test_a_limit_on_communication_is_what_nccl_calls_it() -> None:
+    assert plan_variables(plan_of(CommunicationCtas(max_ctas=8))) == {"NCCL_MAX_CTAS": "8"}
+    assert plan_variables(plan_of(CommunicationCtas(max_ctas=8, num_threads=256)))["NCCL_NTHREADS"] == "256"
+
+
+def test_a_setting_of_the_user_is_not_overwritten(tmp_path: Path) -> None:
+    plan, library = plan_of(CommunicationCtas(max_ctas=8)), Path("/filter.so")
+    with pytest.raises(PlanError, match="NCCL_MAX_CTAS=8, but it is set to 16"):
+        job_environment({"NCCL_MAX_CTAS": "16"}, tmp_path, library, plan, has_agent=True)
+    assert job_environment({"NCCL_MAX_CTAS": "8"}, tmp_path, library, plan, has_agent=True)["NCCL_MAX_CTAS"] == "8"
+
+
+def test_two_limits_in_one_plan_are_refused_and_one_for_some_collectives_is_remarked() -> None:
+    with pytest.raises(PlanError, match="takes one for the whole process"):
+        plan_variables(plan_of(CommunicationCtas(max_ctas=8), CommunicationCtas(max_ctas=16)))
+    some = plan_of(CommunicationCtas(max_ctas=8), match=Match(kind="communication", operations=(3,)))
+    assert "NCCL_MAX_CTAS" in variable_remarks(some)[0]
+    assert variable_remarks(plan_of(CommunicationCtas(max_ctas=8))) == []
+
+
+def printed(*processes: ProcessProof) -> str:
+    output = io.StringIO()
+    print_outcome(
+        Console(file=output, width=200), RunOutcome(ended=Ended(exit_status=0), is_filtered=True, processes=processes)
+    )
+    return output.getvalue()
+
+
+def proof(rank: int, num_applied: int, pid: int = 1) -> ProcessProof:
+    entry = Engagement(control="priority", target="nccl", state="verified", asked="priority -5", found="priority -5")
+    applied = Applied(engagement=entry, num_matched=10, num_applied=num_applied)
+    return ProcessProof(pid=pid, rank=rank, num_launches=10, applied=(applied,))
+
+
+def test_equal_lines_of_ranks_are_one_with_ranges() -> None:
+    text = printed(*(proof(rank, 10) for rank in (0, 1, 2, 3, 6)), proof(-1, 10, pid=99))
+    assert "0-3, 6, process 99" in text
+    assert text.count("verified") == 1
+    assert "10 of 10" in text
+    assert "8 to 10 of 10" in printed(proof(0, 8), proof(1, 10))
+
+
+def test_a_job_that_loaded_no_filter_is_said_in_one_line() -> None:
+    assert printed().count("\n") == 1
