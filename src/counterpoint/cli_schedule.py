@@ -1,0 +1,107 @@
+"""The command line's part for `schedule`: copy schedules looked at without running anything."""
+
+from typing import Annotated, Any
+
+import typer
+
+from counterpoint.errors import ScheduleError
+from counterpoint.schedule.actions import ELEMENT_BYTES, DataType, Operation, Problem
+from counterpoint.schedule.description import MatmulGranularity, Pattern, ScheduleDescription
+from counterpoint.value import write_json
+
+schedule = typer.Typer(
+    help="Look at copy schedules: how a collective and its matmul are cut and ordered.", rich_markup_mode=None
+)
+OPERATIONS = "all_gather_matmul, matmul_reduce_scatter, matmul_all_reduce or all_to_all_matmul."
+OperationArgument = Annotated[Operation, typer.Argument(metavar="OPERATION", help=OPERATIONS)]
+RanksOption = Annotated[int, typer.Option("--ranks", metavar="W", help="GPUs that take part.")]
+RowsOption = Annotated[int, typer.Option("--rows", metavar="M", help="Rows of the undivided left matrix.")]
+InnerOption = Annotated[int, typer.Option("--inner", metavar="K", help="Its columns; the rows of a rank's weight.")]
+ColumnsOption = Annotated[int, typer.Option("--columns", metavar="N", help="Columns of a rank's weight.")]
+DataTypeOption = Annotated[DataType, typer.Option("--dtype", metavar="TYPE", help="fp8, bf16, fp16, fp32 or fp64.")]
+PatternOption = Annotated[
+    Pattern | None, typer.Option("--pattern", metavar="NAME", help="sequential, ring, one_peer or all_peers.")
+]
+ChunksOption = Annotated[int | None, typer.Option("--chunks", metavar="N", help="Pieces that a rank's block travels in.")]
+MatmulOption = Annotated[
+    MatmulGranularity | None,
+    typer.Option("--matmul", metavar="NAME", help="One matmul for each chunk or peer; fused: for a chunk of all; or rest."),
+]
+LocalOption = Annotated[bool, typer.Option("--local-last", help="The matmul of a rank's own rows comes last.")]
+CopyStreamsOption = Annotated[int | None, typer.Option("--copy-streams", metavar="N", help="Streams of copies.")]
+ComputeStreamsOption = Annotated[
+    int | None, typer.Option("--compute-streams", metavar="N", help="Streams that matmul pieces take turns on, 1 or 2.")
+]
+BackwardOption = Annotated[bool, typer.Option("--backward", help="The backward pass of the same operator.")]
+RankOption = Annotated[int, typer.Option("--rank", metavar="R", help="The rank that is drawn.")]
+MachineOption = Annotated[
+    str, typer.Option("--machine", metavar="NAME", help="A machine's name, or the path of a machine file (.toml).")
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON for programs instead of text for people.")]
+
+
+@schedule.callback()
+def _group() -> None:
+    """A group with one command so far: without this, typer would make the command the group."""
+
+
+@schedule.command()
+def show(
+    operation: OperationArgument,
+    *,
+    num_ranks: RanksOption,
+    num_rows: RowsOption,
+    num_inner: InnerOption,
+    num_columns: ColumnsOption,
+    dtype: DataTypeOption = "bf16",
+    pattern: PatternOption = None,
+    chunks: ChunksOption = None,
+    matmul: MatmulOption = None,
+    is_local_last: LocalOption = False,
+    num_copy_streams: CopyStreamsOption = None,
+    num_compute_streams: ComputeStreamsOption = None,
+    is_backward: BackwardOption = False,
+    rank: RankOption = 0,
+    machine: MachineOption = "h200",
+    json: JsonOption = False,
+) -> None:
+    """Draw the schedule of (M, K) @ (K, N) over W ranks with its estimated time against sequential and ideal.
+
+    Without a choice of the schedule's, from --pattern to --compute-streams, it is the one that the heuristic takes.
+    """
+    from counterpoint.machine import load_machine  # noqa: PLC0415  a fast --help
+    from counterpoint.report.schedule import Question, print_schedule, summarize_schedule  # noqa: PLC0415
+    from counterpoint.report.text import new_console  # noqa: PLC0415
+
+    sizes = {"num_ranks": num_ranks, "num_rows": num_rows, "num_inner": num_inner, "num_columns": num_columns}
+    choices = {
+        "pattern": pattern,
+        "chunks": chunks,
+        "matmul": matmul,
+        "local": "last" if is_local_last else None,
+        "num_copy_streams": num_copy_streams,
+        "num_compute_streams": num_compute_streams,
+    }
+    question = Question(
+        problem=Problem(operation=operation, element_bytes=ELEMENT_BYTES[dtype], **sizes),
+        dtype=dtype,
+        machine=load_machine(machine),
+        direction="backward" if is_backward else "forward",
+        description=_description({name: choice for name, choice in choices.items() if choice is not None}),
+        rank=rank,
+    )
+    found = summarize_schedule(question)
+    if json:
+        print(write_json(found))
+    else:
+        print_schedule(new_console(), found)
+
+
+def _description(choices: dict[str, Any]) -> ScheduleDescription | None:
+    """What the user described, or None where the heuristic is to choose."""
+    if choices.get("pattern") == "sequential" and len(choices) > 1:
+        others = ", ".join(name for name in choices if name != "pattern")
+        raise ScheduleError(
+            f"The pattern 'sequential' has nothing to cut or order; found also {others}. Leave out one or the other."
+        )
+    return ScheduleDescription(**choices) if choices else None

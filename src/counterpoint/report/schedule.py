@@ -1,0 +1,240 @@
+"""What `counterpoint schedule show` prints: a schedule's figures, its picture, and what the heuristic would choose.
+
+All times are estimates by arithmetic (`schedule/estimate.py`); nothing here has been measured or run, and the output
+says so.
+"""
+
+from collections import Counter
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from counterpoint.errors import ScheduleError
+from counterpoint.machine import Machine
+from counterpoint.report.schedule_lanes import LaneSpan, StreamLane, draw_lane, lanes_of
+from counterpoint.report.text import new_table
+from counterpoint.schedule import CopySchedule, Problem, ScheduleDescription, backward_description, make_schedule
+from counterpoint.schedule.actions import DataType, Pass
+from counterpoint.schedule.checks import CHECKS, check_schedule
+from counterpoint.schedule.estimate import (
+    communication_us,
+    computation_us,
+    estimate,
+    estimate_ideal,
+    estimate_sequential,
+)
+from counterpoint.schedule.heuristic import Candidate, Pick, pick_schedule, rank_candidates
+from counterpoint.schedule.program import make_program
+from counterpoint.units import format_bytes, format_count, format_us
+from counterpoint.value import Value, require
+
+SHOWN_CANDIDATES = 6
+LABEL_WIDTH = 11
+MAX_DRAWN_COLUMNS = 130
+
+
+class Question(Value, frozen=True, kw_only=True):
+    """What to show: an operator call on a machine, seen from one rank; without a description, the heuristic's pick."""
+
+    problem: Problem
+    dtype: DataType
+    machine: Machine
+    direction: Pass = "forward"
+    description: ScheduleDescription | None = None
+    rank: int = 0
+
+    def __post_init__(self) -> None:
+        num_ranks, num_gpus = self.problem.num_ranks, self.machine.num_gpus
+        require(
+            num_ranks <= num_gpus,
+            ScheduleError,
+            f"Copies reach the GPUs of one node, which on {self.machine.name} are {num_gpus}; found {num_ranks} ranks. "
+            f"Ask for {num_gpus} or fewer, or name another machine.",
+        )
+        require(
+            0 <= self.rank < num_ranks,
+            ScheduleError,
+            f"The rank to draw must be from 0 to {num_ranks - 1}; found {self.rank}. Name one of these.",
+        )
+
+
+class Traffic(Value, frozen=True, kw_only=True):
+    """What one rank issues, and the memory that the schedule takes on each rank; a collective counts as nothing."""
+
+    num_copies: int = 0
+    num_sent_bytes: int = 0
+    num_matmuls: int = 0
+    num_sums: int = 0
+    num_flags: int = 0
+    symmetric_bytes: int = 0
+
+
+class ScheduleSummary(Value, frozen=True, kw_only=True):
+    """A schedule with its estimate, for programs. Times are estimated, in microseconds.
+
+    `schedule` is None where the description is `sequential`. `checks` are those that the schedule passed.
+    """
+
+    problem: Problem
+    dtype: DataType
+    direction: Pass
+    machine: str
+    rank: int
+    description: ScheduleDescription
+    pick: Pick
+    estimated_us: float
+    sequential_us: float
+    communication_us: float
+    computation_us: float
+    ideal_us: float
+    candidates: tuple[Candidate, ...]
+    traffic: Traffic
+    checks: tuple[str, ...]
+    lanes: tuple[StreamLane, ...]
+    sequential_lanes: tuple[StreamLane, ...]
+    schedule: CopySchedule | None = None
+
+
+def summarize_schedule(question: Question) -> ScheduleSummary:
+    """Make the schedule, check it, estimate it and its rivals. Raises `ScheduleError`."""
+    problem, machine, direction = question.problem, question.machine, question.direction
+    require(
+        (problem.operation, direction) != ("matmul_all_reduce", "backward"),
+        ScheduleError,
+        "matmul_all_reduce copies nothing in its backward pass, so it has no schedule. Take the forward pass.",
+    )
+    pick = pick_schedule(problem, machine, direction)
+    description = question.description or pick.description
+    if direction == "backward":
+        description = backward_description(problem.operation, description)
+    sequential_us = estimate_sequential(problem, machine, direction=direction)
+    schedule, estimated_us, lanes = None, sequential_us, _sequential_lanes(question)
+    if not description.is_sequential:
+        schedule = make_schedule(problem, description, direction)
+        check_schedule(schedule)
+        estimated = estimate(schedule, problem, machine)
+        estimated_us, lanes = estimated.makespan_us, lanes_of(schedule, estimated, question.rank)
+    return ScheduleSummary(
+        problem=problem,
+        dtype=question.dtype,
+        direction=direction,
+        machine=machine.name,
+        rank=question.rank,
+        description=description,
+        pick=pick,
+        estimated_us=estimated_us,
+        sequential_us=sequential_us,
+        communication_us=communication_us(problem, machine, direction=direction),
+        computation_us=computation_us(problem, machine, direction=direction),
+        ideal_us=estimate_ideal(problem, machine, direction=direction),
+        candidates=rank_candidates(problem, machine, direction),
+        traffic=_traffic(schedule, question) if schedule else Traffic(),
+        checks=tuple(name for name, _ in CHECKS) if schedule else (),
+        lanes=lanes,
+        sequential_lanes=_sequential_lanes(question),
+        schedule=schedule,
+    )
+
+
+def print_schedule(console: Console, found: ScheduleSummary) -> None:
+    """The figures as a table, the picture, and in words what is moved and what the heuristic takes."""
+    problem = found.problem
+    sizes = f"({problem.num_rows}, {problem.num_inner}) @ ({problem.num_inner}, {problem.num_columns})"
+    passes = "" if found.direction == "forward" else " backward"
+    where = f"{found.dtype}, {format_count(problem.num_ranks, 'rank')}, machine {found.machine}"
+    console.print(Text.assemble((f"{problem.operation}{passes}", "bold"), f" of {sizes}, {where}"))
+    console.print()
+    console.print(_times(found))
+    console.print()
+    _print_picture(console, found)
+    console.print()
+    for line in _remarks(found):
+        console.print(Text(line))
+    console.print(Text("Estimated by arithmetic, not measured: no GPU was used.", style="dim"))
+
+
+def _times(found: ScheduleSummary) -> Table:
+    """Sequential, this schedule and its rivals, ideal."""
+    table = new_table("estimated", "time", "change", "")
+    table.columns[-1].justify = "left"
+
+    def add(name: str, time_us: float, remark: str, style: str = "") -> None:
+        change = f"{100 * (time_us / found.sequential_us - 1):+.1f} %" if time_us != found.sequential_us else ""
+        table.add_row(Text(name, style=style), format_us(time_us), change, Text(remark, style="dim"))
+
+    add("sequential", found.sequential_us, "first one, then the other", "bold" if found.description.is_sequential else "")
+    shown = Candidate(description=found.description, estimated_us=found.estimated_us)
+    rivals = [each for each in found.candidates if each.description != found.description][: SHOWN_CANDIDATES - 1]
+    rows = rivals if found.description.is_sequential else sorted([shown, *rivals], key=lambda each: each.estimated_us)
+    for row in rows:
+        is_shown = row.description == found.description
+        add(row.description.label(), row.estimated_us, "drawn below" if is_shown else "", "bold" if is_shown else "")
+    add("ideal", found.ideal_us, "the longer of both, each alone")
+    return table
+
+
+def _print_picture(console: Console, found: ScheduleSummary) -> None:
+    """Sequential and the schedule on one scale."""
+    total_us = max(found.sequential_us, found.estimated_us)
+    width = max(20, min(console.width - LABEL_WIDTH - 1, MAX_DRAWN_COLUMNS))
+    pictures = [("sequential", found.sequential_lanes)]
+    if found.schedule is not None:
+        pictures.append((f"{found.description.label()}, rank {found.rank}", found.lanes))
+    for title, lanes in pictures:
+        console.print(Text(title, style="bold"))
+        for lane in lanes:
+            style = "blue" if lane.name.startswith(("compute", "matmul")) else "green"
+            drawn = draw_lane(lane, width, total_us)
+            console.print(Text.assemble(f"{lane.name:>{LABEL_WIDTH - 1}} ", (drawn.rstrip(), style)), overflow="crop")
+    console.print(Text(f"{'':{LABEL_WIDTH}}0{format_us(total_us):>{width - 1}}", style="dim"))
+
+
+def _remarks(found: ScheduleSummary) -> list[str]:
+    lines = []
+    if found.schedule is not None:
+        traffic = found.traffic
+        sums = f", {format_count(traffic.num_sums, 'sum')}" if traffic.num_sums else ""
+        lines += [
+            "[a] arrives from another rank; a matmul piece with a letter needs it, own needs none; >2 goes to rank 2; "
+            "| is too short for more.",
+            f"Rank {found.rank} issues {format_count(traffic.num_copies, 'copy', 'copies')} of "
+            f"{format_bytes(traffic.num_sent_bytes)} in all, {format_count(traffic.num_matmuls, 'matmul')}{sums}; "
+            f"{format_bytes(traffic.symmetric_bytes)} of symmetric memory on each rank.",
+            f"Checked: {', '.join(found.checks)}.",
+        ]
+    lines.append(f"The heuristic takes {found.pick.description.label()}: {found.pick.reason}.")
+    return lines
+
+
+def _sequential_lanes(question: Question) -> tuple[StreamLane, ...]:
+    """The library's collectives and the matmuls as two lanes; what reduces comes after the matmul."""
+    problem, machine, direction = question.problem, question.machine, question.direction
+    computed = computation_us(problem, machine, direction=direction)
+    communicated = communication_us(problem, machine, direction=direction)
+    is_matmul_first = (problem.operation in ("matmul_reduce_scatter", "matmul_all_reduce")) == (direction == "forward")
+    first_us = computed if is_matmul_first else communicated
+    total_us = computed + communicated
+    spans = [
+        LaneSpan(label=format_us(end_us - start_us), start_us=start_us, end_us=end_us)
+        for start_us, end_us in ((0.0, first_us), (first_us, total_us))
+    ]
+    collective, matmul = reversed(spans) if is_matmul_first else spans
+    lanes = (StreamLane(name="collective", spans=(collective,)), StreamLane(name="matmul", spans=(matmul,)))
+    return lanes if communicated else lanes[1:]
+
+
+def _traffic(schedule: CopySchedule, question: Question) -> Traffic:
+    own = [schedule.actions[position] for position in schedule.of_rank(question.rank)]
+    kinds = Counter(action.kind for action in own)
+    row_bytes = {each.name: each.num_columns * question.problem.element_bytes for each in schedule.buffers}
+    return Traffic(
+        num_copies=kinds["copy"],
+        num_sent_bytes=sum(
+            region.num_rows * row_bytes[region.buffer] for action in own if action.kind == "copy" for region in action.reads
+        ),
+        num_matmuls=kinds["matmul"] + kinds["add_matmul"] + kinds["weight_gradient"],
+        num_sums=kinds["sum"],
+        num_flags=make_program(schedule, question.rank).num_flags,
+        symmetric_bytes=sum(each.num_rows * row_bytes[each.name] for each in schedule.buffers if each.home == "symmetric"),
+    )

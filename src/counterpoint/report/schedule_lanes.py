@@ -1,0 +1,139 @@
+"""A copy schedule's estimate as lanes of one rank: what arrives, its computation streams, its copies to others.
+
+A lane is a row of brackets, one pair for each action, as wide as the action is long: `[a-------]`. Arrivals are lettered
+in the order in which they start; a matmul piece carries the letters of what it needs, `>` and the ranks that its result
+goes to, or `own`. It draws what the estimate says and knows nothing of how that was made.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+
+from counterpoint.schedule import Action, CopySchedule
+from counterpoint.schedule.actions import Region
+from counterpoint.schedule.estimate import Estimate
+from counterpoint.value import Value
+
+ARRIVING = "arriving"
+NUM_LETTERS = 26
+SHORT_LABELS = {"sum": "sum", "weight_gradient": "dW", "place": "put"}
+
+
+class LaneSpan(Value, frozen=True, kw_only=True):
+    """One action: what is written in it, and when it runs."""
+
+    label: str
+    start_us: float
+    end_us: float
+
+
+class StreamLane(Value, frozen=True, kw_only=True):
+    """One row of the picture: a stream of the rank, or what others send to it."""
+
+    name: str
+    spans: tuple[LaneSpan, ...]
+
+
+def lanes_of(schedule: CopySchedule, estimated: Estimate, rank: int) -> tuple[StreamLane, ...]:
+    """The lanes of `rank`: arrivals first, then its streams by name. Actions that take no time have no span."""
+    labels = label_actions(schedule, estimated, rank)
+    arriving: list[LaneSpan] = []
+    streams: dict[str, list[LaneSpan]] = {}
+    for position, action in enumerate(schedule.actions):
+        span = estimated.spans[position]
+        if position not in labels or span.start_us == span.end_us:
+            continue
+        shown = LaneSpan(label=labels[position], start_us=span.start_us, end_us=span.end_us)
+        if action.rank == rank:
+            streams.setdefault(action.stream, []).append(shown)
+        else:
+            arriving.append(shown)
+    own = (StreamLane(name=name, spans=tuple(streams[name])) for name in sorted(streams, key=_stream_order))
+    return *_packed(arriving), *own
+
+
+def label_actions(schedule: CopySchedule, estimated: Estimate, rank: int) -> dict[int, str]:
+    """What to write into each action that runs on `rank` or sends to it, by position in the schedule."""
+    incoming = [
+        position
+        for position, action in enumerate(schedule.actions)
+        if action.kind == "copy" and action.writes[0].rank == rank and action.rank != rank
+    ]
+    incoming.sort(key=lambda position: (estimated.spans[position].start_us, position))
+    order = {position: number for number, position in enumerate(incoming)}
+    arrivals = [(schedule.actions[position].writes[0], number) for position, number in order.items()]
+    departures = [
+        (action.reads[0], action.writes[0].rank)
+        for action in schedule.actions
+        if action.kind == "copy" and action.rank == rank
+    ]
+    labels = {position: letters([number]) for position, number in order.items()}
+    for position in schedule.of_rank(rank):
+        labels[position] = _label(schedule.actions[position], arrivals, departures)
+    return labels
+
+
+def letters(numbers: Iterable[int]) -> str:
+    """Arrivals as letters, those in a row as a range: 0, 1, 2, 5 is `a-c,f`; number 26 is `a2`."""
+    return _ranges(numbers, lambda number: f"{chr(ord('a') + number % NUM_LETTERS)}{_round(number)}")
+
+
+def draw_lane(lane: StreamLane, num_columns: int, total_us: float) -> str:
+    """The lane over `total_us` microseconds in `num_columns` characters; what is too short for brackets is `|`."""
+    row = [" "] * num_columns
+    taken = 0
+    for span in lane.spans:
+        start = max(taken, min(num_columns - 1, int(span.start_us / total_us * num_columns)))
+        stop = min(num_columns, max(start + 1, int(span.end_us / total_us * num_columns)))
+        if start < num_columns:
+            row[start:stop] = _bracketed(span.label, stop - start)
+            taken = stop
+    return "".join(row)
+
+
+def _bracketed(label: str, width: int) -> str:
+    if width == 1:
+        return "|"
+    shown = label if len(label) <= width - 2 else ""
+    return f"[{shown:-^{width - 2}}]"
+
+
+def _label(action: Action, arrivals: Sequence[tuple[Region, int]], departures: Sequence[tuple[Region, int]]) -> str:
+    if action.kind == "copy":
+        return f">{action.writes[0].rank}"
+    if action.kind in SHORT_LABELS:
+        return SHORT_LABELS[action.kind]
+    needs = [number for region, number in arrivals if any(region.overlaps(each) for each in action.reads)]
+    goes = {rank for region, rank in departures if any(region.overlaps(each) for each in action.writes)}
+    label = letters(needs) + (f">{_ranges(goes, str)}" if goes else "")
+    return label or "own"
+
+
+def _packed(spans: Sequence[LaneSpan]) -> list[StreamLane]:
+    """Arrivals in as few lanes as hold them without overlap."""
+    lanes: list[list[LaneSpan]] = []
+    for span in sorted(spans, key=lambda each: (each.start_us, each.end_us)):
+        free = next((lane for lane in lanes if lane[-1].end_us <= span.start_us), None)
+        if free is None:
+            lanes.append([span])
+        else:
+            free.append(span)
+    return [StreamLane(name=ARRIVING, spans=tuple(lane)) for lane in lanes]
+
+
+def _ranges(numbers: Iterable[int], name: Callable[[int], str]) -> str:
+    """Numbers by their names, those that follow each other as first-last."""
+    runs: list[list[int]] = []
+    for number in sorted(set(numbers)):
+        if runs and runs[-1][-1] == number - 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ",".join(name(run[0]) if len(run) == 1 else f"{name(run[0])}-{name(run[-1])}" for run in runs)
+
+
+def _stream_order(name: str) -> tuple[int, str]:
+    kind = name.split(" ", maxsplit=1)[0]
+    return ("compute", "copy", "place").index(kind), name
+
+
+def _round(number: int) -> str:
+    return str(number // NUM_LETTERS + 1) if number >= NUM_LETTERS else ""

@@ -1,0 +1,141 @@
+"""A copy schedule as a value: who copies which rows where, which matmul pieces wait for what, and in which order all
+is issued.
+
+Rows are the unit: every buffer is a matrix whose rows travel whole. A schedule holds the actions of all ranks in one
+order in which they can be issued; each rank issues its own in that order. It knows nothing of tensors, addresses or
+times.
+
+A rank's actions on one stream run one after the other. What crosses streams or ranks is named in `after`. Calls follow
+each other: `begin` of a rank waits for `end` of every rank in the call before, for from then on nobody reads what it
+overwrites.
+"""
+
+import itertools
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
+from typing import Literal
+
+from counterpoint.errors import ScheduleError
+from counterpoint.schedule.description import ScheduleDescription
+from counterpoint.value import Value, require
+
+Operation = Literal["all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", "all_to_all_matmul"]
+Pass = Literal["forward", "backward"]
+DataType = Literal["fp8", "bf16", "fp16", "fp32", "fp64"]
+ELEMENT_BYTES: Mapping[DataType, int] = MappingProxyType({"fp8": 1, "bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8})
+# begin, end: see above. copy: to another rank, by a copy engine. place: a copy within a rank. matmul: writes rows @ weight;
+# add_matmul: adds them to what is there. sum: adds up what it reads. weight_gradient: transposed left @ right, all rows.
+Kind = Literal["begin", "copy", "place", "matmul", "add_matmul", "sum", "weight_gradient", "end"]
+# given: the caller's. symmetric: one part on every rank, which the others write. local: a rank's own. result: returned.
+Home = Literal["given", "symmetric", "local", "result"]
+MAX_SIZE = 1 << 40  # of a matrix, in rows or columns: more is a slip of the pen
+COMPUTATION_KINDS = frozenset({"matmul", "add_matmul", "sum", "weight_gradient"})
+
+
+class Buffer(Value, frozen=True, kw_only=True):
+    """A matrix that each rank has one of."""
+
+    name: str
+    home: Home
+    num_rows: int
+    num_columns: int
+
+
+class Region(Value, frozen=True, kw_only=True):
+    """Rows `start` to `stop` of one rank's buffer."""
+
+    rank: int
+    buffer: str
+    start: int
+    stop: int
+
+    @property
+    def num_rows(self) -> int:
+        """How many rows there are."""
+        return self.stop - self.start
+
+    def overlaps(self, other: "Region") -> bool:
+        """Whether a row is in both."""
+        same = self.rank == other.rank and self.buffer == other.buffer
+        return same and self.start < other.stop and other.start < self.stop
+
+
+class Action(Value, frozen=True, kw_only=True):
+    """One thing that one rank issues on one of its streams; a copy is issued by the rank that has the rows.
+
+    `after` holds positions of earlier actions, of this rank on other streams or of other ranks.
+    """
+
+    kind: Kind
+    rank: int
+    stream: str
+    reads: tuple[Region, ...] = ()
+    writes: tuple[Region, ...] = ()
+    after: tuple[int, ...] = ()
+
+
+class CopySchedule(Value, frozen=True, kw_only=True):
+    """All actions of one call on all ranks, in issue order. `num_rows` counts the rows of the undivided matrix."""
+
+    operation: Operation
+    direction: Pass = "forward"
+    description: ScheduleDescription
+    num_ranks: int
+    num_rows: int
+    buffers: tuple[Buffer, ...]
+    actions: tuple[Action, ...]
+
+    def buffer(self, name: str) -> Buffer:
+        """The buffer of that name."""
+        return next(buffer for buffer in self.buffers if buffer.name == name)
+
+    def of_rank(self, rank: int) -> tuple[int, ...]:
+        """Positions of the actions that `rank` issues, in order."""
+        return tuple(position for position, action in enumerate(self.actions) if action.rank == rank)
+
+
+class Problem(Value, frozen=True, kw_only=True):
+    """The sizes of one operator call: (num_rows, num_inner) @ (num_inner, num_columns) over `num_ranks`.
+
+    `num_rows` is the M of the undivided matrix: all ranks' shards together, or the rows of each rank's activation.
+    """
+
+    operation: Operation
+    num_ranks: int
+    num_rows: int
+    num_inner: int
+    num_columns: int
+    element_bytes: int = 2
+
+    def __post_init__(self) -> None:
+        require(
+            1 <= self.num_ranks <= 64,
+            ScheduleError,
+            f"A schedule is for 1 to 64 ranks; found {self.num_ranks}. Name the ranks of one node.",
+        )
+        for name in ("num_rows", "num_inner", "num_columns", "element_bytes"):
+            number = getattr(self, name)
+            require(
+                0 < number <= MAX_SIZE,
+                ScheduleError,
+                f"{name} must be from 1 to {MAX_SIZE:,}; found {number:,}. Give the sizes of the whole matrix.",
+            )
+
+
+def split(num_rows: int, num_parts: int) -> tuple[tuple[int, int], ...]:
+    """Rows as `torch.tensor_split` divides them: the first `num_rows % num_parts` parts have one row more."""
+    least, longer = divmod(num_rows, num_parts)
+    starts = [part * least + min(part, longer) for part in range(num_parts + 1)]
+    return tuple(itertools.pairwise(starts))
+
+
+def adjoining(regions: Iterable[Region]) -> tuple[Region, ...]:
+    """The same rows in as few regions as possible: those that touch in one buffer become one."""
+    merged: list[Region] = []
+    for region in sorted(regions, key=lambda each: (each.rank, each.buffer, each.start)):
+        last = merged[-1] if merged else None
+        if last and (last.rank, last.buffer, last.stop) == (region.rank, region.buffer, region.start):
+            merged[-1] = Region(rank=last.rank, buffer=last.buffer, start=last.start, stop=region.stop)
+        else:
+            merged.append(region)
+    return tuple(merged)

@@ -1,0 +1,60 @@
+"""How a schedule is described: a handful of choices, from which `generate.py` builds the schedule for any sizes.
+
+The design space is that of arXiv 2512.10236 (communication one level finer than the shard, matmul granularity chosen
+independently) and beyond: ring accumulation inside the matmul, and matmul pieces alternating between two streams, so
+that the last wave of one piece shares the SMs with the first of the next.
+"""
+
+from typing import Literal
+
+from counterpoint.errors import ScheduleError
+from counterpoint.value import Value, require
+
+Pattern = Literal["sequential", "ring", "one_peer", "all_peers"]
+MatmulGranularity = Literal["chunk", "peer", "fused", "rest"]
+MAX_CHUNKS = 64
+MAX_COPY_STREAMS = 8
+
+
+class ScheduleDescription(Value, frozen=True, kw_only=True):
+    """Choices that make a schedule.
+
+    `pattern`: `sequential` is the library's collective, then one matmul, and all other choices are ignored; `ring`
+    passes blocks on from neighbor to neighbor; `one_peer` finishes one peer's block before the next peer's;
+    `all_peers` sends chunk by chunk to every peer in turn. `chunks` is how many pieces a rank's block travels in.
+    `matmul`: one for each `chunk`, for each `peer`'s block, for the same chunk of all peers (`fused`), or for all
+    that comes from peers (`rest`). `local`: whether the matmul of a rank's own rows comes first or last; reductions
+    always do theirs last.
+    """
+
+    pattern: Pattern = "one_peer"
+    chunks: int = 1
+    matmul: MatmulGranularity = "chunk"
+    local: Literal["first", "last"] = "first"
+    num_copy_streams: int = 1
+    num_compute_streams: int = 2
+
+    def __post_init__(self) -> None:
+        for name, most in (("chunks", MAX_CHUNKS), ("num_copy_streams", MAX_COPY_STREAMS), ("num_compute_streams", 2)):
+            number = getattr(self, name)
+            require(
+                1 <= number <= most,
+                ScheduleError,
+                f"{name} of a schedule must be from 1 to {most}; found {number}. Change it.",
+            )
+
+    @property
+    def is_sequential(self) -> bool:
+        """Whether the collective comes first and the matmul after it, or the other way round, whole."""
+        return self.pattern == "sequential"
+
+    def label(self) -> str:
+        """A short name: `one_peer/2 chunk 1+2` is pattern/chunks, matmul granularity, copy + compute streams."""
+        if self.is_sequential:
+            return "sequential"
+        local = "" if self.local == "first" else " local last"
+        streams = f"{self.num_copy_streams}+{self.num_compute_streams}"
+        return f"{self.pattern}/{self.chunks} {self.matmul}{local} {streams}"
+
+
+SEQUENTIAL = ScheduleDescription(pattern="sequential")

@@ -1,0 +1,81 @@
+"""Which schedule to take, from the static sizes of the operator: every candidate is estimated, and the best one wins
+if it pays.
+
+It knows the sizes and the machine, not the libraries that run on it. A schedule that promises less than `LEAST_GAIN`
+over the library's collective is not taken: the answer is then `sequential`. docs/schedules.md explains the model; the
+planner can choose by measurement instead.
+"""
+
+from counterpoint.machine import Machine
+from counterpoint.schedule.actions import Pass, Problem
+from counterpoint.schedule.description import SEQUENTIAL, MatmulGranularity, Pattern, ScheduleDescription
+from counterpoint.schedule.estimate import estimate, estimate_sequential
+from counterpoint.schedule.generate import backward_description, make_schedule
+from counterpoint.units import MIB, format_bytes, format_us
+from counterpoint.value import Value
+
+LEAST_GAIN = 0.03  # assumed: what the model cannot tell apart
+LEAST_BLOCK_BYTES = 2 * MIB  # assumed: below this, latency and host time of chunks are all that is left
+CHUNKS = (1, 2, 4)
+
+
+class Pick(Value, frozen=True, kw_only=True):
+    """The description that was picked, and why in words."""
+
+    description: ScheduleDescription
+    reason: str
+
+
+class Candidate(Value, frozen=True, kw_only=True):
+    """A description with the time that the model gives it."""
+
+    description: ScheduleDescription
+    estimated_us: float
+
+
+def candidate_descriptions(problem: Problem) -> tuple[ScheduleDescription, ...]:
+    """The schedules worth a look for an operator."""
+    is_reduction = problem.operation in ("matmul_reduce_scatter", "matmul_all_reduce")
+    patterns: tuple[Pattern, ...] = ("one_peer", "ring") if is_reduction else ("one_peer", "all_peers")
+    found = []
+    for pattern in patterns:
+        granularities: tuple[MatmulGranularity, ...] = ("chunk",) if is_reduction else ("chunk", "peer", "rest")
+        for granularity in granularities:
+            chunks = CHUNKS if granularity == "chunk" else (1,) if pattern == "one_peer" else ()
+            found += [ScheduleDescription(pattern=pattern, chunks=number, matmul=granularity) for number in chunks]
+    return tuple(found)
+
+
+def rank_candidates(problem: Problem, machine: Machine, direction: Pass = "forward") -> tuple[Candidate, ...]:
+    """All candidates with their estimated times, fastest first."""
+    candidates = []
+    descriptions = candidate_descriptions(problem)
+    if direction == "backward":  # of which some come to the same there
+        descriptions = tuple(dict.fromkeys(backward_description(problem.operation, each) for each in descriptions))
+    for description in descriptions:
+        schedule = make_schedule(problem, description, direction)
+        estimated_us = estimate(schedule, problem, machine).makespan_us
+        candidates.append(Candidate(description=description, estimated_us=estimated_us))
+    return tuple(sorted(candidates, key=lambda each: each.estimated_us))
+
+
+def pick_schedule(problem: Problem, machine: Machine, direction: Pass = "forward") -> Pick:
+    """The description to use for these sizes on this machine; may be `sequential`."""
+    if problem.num_ranks == 1:
+        return Pick(description=SEQUENTIAL, reason="one rank has nobody to exchange rows with")
+    is_reduction = problem.operation in ("matmul_reduce_scatter", "matmul_all_reduce")
+    width = problem.num_columns if is_reduction else problem.num_inner
+    block_bytes = problem.num_rows // problem.num_ranks * width * problem.element_bytes
+    if block_bytes < LEAST_BLOCK_BYTES:
+        least = format_bytes(LEAST_BLOCK_BYTES)
+        return Pick(
+            description=SEQUENTIAL,
+            reason=f"a rank's block is {format_bytes(block_bytes)}; below {least} the host's time for each chunk, which the "
+            "estimate leaves out, is more than cutting gains",
+        )
+    best = rank_candidates(problem, machine, direction)[0]
+    sequential_us = estimate_sequential(problem, machine, direction=direction)
+    estimated = f"estimated {format_us(best.estimated_us)} against {format_us(sequential_us)} one after the other"
+    if best.estimated_us > (1 - LEAST_GAIN) * sequential_us:
+        return Pick(description=SEQUENTIAL, reason=f"no schedule promises enough: {estimated}")
+    return Pick(description=best.description, reason=estimated)

@@ -1,0 +1,186 @@
+"""The estimate obeys streams, dependencies and engines, and the choice that rests on it can be explained."""
+
+import itertools
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from counterpoint.machine import Machine, load_machine
+from counterpoint.schedule import CopySchedule, Problem, ScheduleDescription, make_schedule
+from counterpoint.schedule.actions import COMPUTATION_KINDS
+from counterpoint.schedule.estimate import (
+    Costs,
+    communication_us,
+    computation_us,
+    estimate,
+    estimate_ideal,
+    estimate_sequential,
+)
+from counterpoint.schedule.heuristic import LEAST_GAIN, pick_schedule, rank_candidates
+from counterpoint.units import MIB, format_us
+from helpers.schedules import OPERATIONS, schedules
+
+H200 = load_machine("h200")
+ROUNDING_US = 1e-6
+
+
+def problem(operation: str = "all_gather_matmul", **sizes: int) -> Problem:
+    usual = {"num_ranks": 4, "num_rows": 16384, "num_inner": 8192, "num_columns": 2560}
+    return Problem(operation=operation, **(usual | sizes))
+
+
+def problem_of(schedule: CopySchedule, num_inner: int, num_columns: int) -> Problem:
+    return Problem(
+        operation=schedule.operation,
+        num_ranks=schedule.num_ranks,
+        num_rows=schedule.num_rows,
+        num_inner=num_inner,
+        num_columns=num_columns,
+    )
+
+
+def with_link(factor: float) -> Machine:
+    """An H200 node whose links are faster by a factor."""
+    link = msgspec.structs.replace(
+        H200.link,
+        bytes_per_s=H200.link.bytes_per_s * factor,
+        per_peer_bytes_per_s=H200.link.per_peer_bytes_per_s * factor,
+    )
+    return msgspec.structs.replace(H200, link=link)
+
+
+@st.composite
+def problems(draw: st.DrawFn) -> Problem:
+    """Sizes from a few rows to those of large models."""
+    return problem(
+        draw(st.sampled_from(OPERATIONS)),
+        num_ranks=draw(st.integers(1, 8)),
+        num_rows=draw(st.integers(1, 1 << 17)),
+        num_inner=draw(st.integers(1, 1 << 14)),
+        num_columns=draw(st.integers(1, 1 << 14)),
+        element_bytes=draw(st.sampled_from([1, 2, 4])),
+    )
+
+
+@given(schedule=schedules())
+def test_nothing_starts_before_what_it_waits_for_and_no_engine_does_two_things_at_once(schedule: CopySchedule) -> None:
+    estimated = estimate(schedule, problem_of(schedule, 3, 2), H200)
+    users: dict[tuple[int, str], list[tuple[float, float]]] = {}
+    for action, span in zip(schedule.actions, estimated.spans, strict=True):
+        for before in action.after:
+            assert estimated.spans[before].end_us <= span.start_us + ROUNDING_US
+        users.setdefault((action.rank, action.stream), []).append((span.start_us, span.end_us))
+        if action.kind == "copy":
+            users.setdefault((action.rank, "the port"), []).append((span.start_us, span.end_us))
+        if action.kind in COMPUTATION_KINDS:
+            users.setdefault((action.rank, "the SMs"), []).append((span.start_us, span.end_us))
+    for spans in users.values():
+        in_order = sorted(spans)
+        assert all(one[1] <= other[0] + ROUNDING_US for one, other in itertools.pairwise(in_order))
+    assert estimated.makespan_us == max(span.end_us for span in estimated.spans)
+
+
+@given(schedule=schedules(least_ranks=2), factor=st.floats(1.0, 100.0))
+def test_a_faster_link_never_makes_a_schedule_slower(schedule: CopySchedule, factor: float) -> None:
+    asked = problem_of(schedule, 1 << 12, 1 << 12)
+    slow, fast = (estimate(schedule, asked, machine).makespan_us for machine in (H200, with_link(factor)))
+    assert fast <= slow + ROUNDING_US
+
+
+@given(schedule=schedules(), name=st.sampled_from([field for field in Costs.__struct_fields__ if field.endswith("_us")]))
+def test_a_larger_cost_never_makes_a_schedule_faster(schedule: CopySchedule, name: str) -> None:
+    asked, costs = problem_of(schedule, 1 << 12, 1 << 12), Costs()
+    dearer = msgspec.structs.replace(costs, **{name: 2 * getattr(costs, name)})
+    assert estimate(schedule, asked, H200, costs).makespan_us <= estimate(schedule, asked, H200, dearer).makespan_us
+
+
+@given(asked=problems(), factor=st.integers(2, 4), field=st.sampled_from(["num_rows", "num_inner", "num_columns"]))
+def test_more_work_never_takes_less_time_one_after_the_other(asked: Problem, factor: int, field: str) -> None:
+    larger = msgspec.structs.replace(asked, **{field: factor * getattr(asked, field)})
+    assert estimate_sequential(asked, H200) <= estimate_sequential(larger, H200)
+
+
+@given(asked=problems(), direction=st.sampled_from(["forward", "backward"]))
+def test_ideal_lies_between_the_matmul_alone_and_sequential(asked: Problem, direction: Any) -> None:
+    ideal_us = estimate_ideal(asked, H200, direction=direction)
+    parts = [part(asked, H200, direction=direction) for part in (communication_us, computation_us)]
+    assert parts[1] <= ideal_us <= max(parts)
+    assert sum(parts) == pytest.approx(estimate_sequential(asked, H200, direction=direction))
+
+
+@settings(max_examples=40)
+@given(asked=problems())
+def test_the_pick_is_the_fastest_candidate_or_sequential_if_that_gains_too_little(asked: Problem) -> None:
+    pick = pick_schedule(asked, H200)
+    assert pick == pick_schedule(asked, H200)
+    if pick.description.is_sequential:
+        return
+    fastest = min(rank_candidates(asked, H200), key=lambda each: each.estimated_us)
+    assert pick.description == fastest.description
+    assert fastest.estimated_us <= (1 - LEAST_GAIN) * estimate_sequential(asked, H200)
+    assert format_us(fastest.estimated_us) in pick.reason
+    assert format_us(estimate_sequential(asked, H200)) in pick.reason
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_small_messages_are_left_to_the_library_and_the_reason_says_so(operation: str) -> None:
+    pick = pick_schedule(problem(operation, num_rows=256, num_inner=512, num_columns=512), H200)
+    assert pick.description.is_sequential
+    assert "a rank's block is 64 KiB; below 2 MiB" in pick.reason
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_as_rows_double_the_choice_changes_once_from_sequential_to_a_schedule(operation: str) -> None:
+    picks = [pick_schedule(problem(operation, num_rows=1 << power, num_columns=8192), H200) for power in range(18)]
+    choices = [pick.description.is_sequential for pick in picks]
+    assert choices == sorted(choices, reverse=True)
+    assert (choices[0], choices[-1]) == (True, False)
+
+
+def test_one_rank_has_nobody_to_exchange_rows_with() -> None:
+    pick = pick_schedule(problem(num_ranks=1), H200)
+    assert pick.description.is_sequential
+    assert pick.reason == "one rank has nobody to exchange rows with"
+
+
+def test_a_matmul_that_hides_nothing_gains_nothing() -> None:
+    """All-gather of much, multiplied with little: the copies take the whole time, in pieces or not."""
+    asked = problem(num_rows=1 << 17, num_columns=1)
+    same_rate = Costs(copy_efficiency=Costs().collective_efficiency)
+    schedule = make_schedule(asked, ScheduleDescription())
+    in_pieces_us = estimate(schedule, asked, with_link(0.01), same_rate).makespan_us
+    assert in_pieces_us == pytest.approx(estimate_sequential(asked, with_link(0.01), same_rate), rel=LEAST_GAIN)
+
+
+def test_backward_candidates_are_named_once() -> None:
+    names = [candidate.description for candidate in rank_candidates(problem(), H200, "backward")]
+    assert len(names) == len(set(names)) > 3
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "num_columns", "num_inner", "sequential_ms", "best_ms"),
+    [
+        (16384, 2560, 8192, 1.539, 0.938),
+        (16384, 7168, 8192, 3.412, 2.770),
+        (8192, 1280, 8192, 0.612, 0.407),
+        (32768, 3584, 4096, 1.971, 1.375),
+    ],
+)
+def test_estimates_are_near_what_was_measured_on_4_h200s(
+    num_rows: int, num_columns: int, num_inner: int, sequential_ms: float, best_ms: float
+) -> None:
+    """Measured: NCCL then matmul, and the best of a few rough chunked schedules, bf16 all-gather + matmul."""
+    asked = problem(num_rows=num_rows, num_columns=num_columns, num_inner=num_inner)
+    assert estimate_sequential(asked, H200) / 1000 == pytest.approx(sequential_ms, rel=0.08)
+    assert rank_candidates(asked, H200)[0].estimated_us / 1000 == pytest.approx(best_ms, rel=0.12)
+    assert not pick_schedule(asked, H200).description.is_sequential
+
+
+def test_two_mebibytes_is_the_least_block() -> None:
+    inner = 1024
+    rows = 4 * 2 * MIB // (2 * inner)
+    assert "below 2 MiB" in pick_schedule(problem(num_rows=rows - 4, num_inner=inner), H200).reason
+    assert "below" not in pick_schedule(problem(num_rows=rows, num_inner=inner), H200).reason

@@ -1,0 +1,175 @@
+"""`counterpoint schedule show`: the picture fits the terminal and says what it shows; bad input is one line."""
+
+import json
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from counterpoint.machine import load_machine
+from counterpoint.report.schedule import ScheduleSummary
+from counterpoint.report.schedule_lanes import LaneSpan, StreamLane, draw_lane, lanes_of, letters
+from counterpoint.schedule import CopySchedule, Problem
+from counterpoint.schedule.estimate import Estimate, estimate
+from helpers.command import counterpoint, refusal
+from helpers.schedules import OPERATIONS, schedules
+
+SIZES = ("--ranks", "4", "--rows", "16384", "--inner", "8192", "--columns", "2560")
+
+
+def estimated(schedule: CopySchedule) -> Estimate:
+    sizes: dict[str, Any] = {"num_rows": schedule.num_rows, "num_inner": 4096, "num_columns": 4096}
+    return estimate(
+        schedule, Problem(operation=schedule.operation, num_ranks=schedule.num_ranks, **sizes), load_machine("h200")
+    )
+
+
+@pytest.mark.parametrize("columns", [80, 95, 110])
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_the_report_fits_the_terminal(operation: str, columns: int) -> None:
+    done = counterpoint("schedule", "show", operation, *SIZES, "--chunks", "3", COLUMNS=str(columns))
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    assert max(map(len, done.stdout.splitlines())) <= columns
+
+
+def test_the_report_says_what_it_shows_and_that_nothing_was_measured() -> None:
+    output = counterpoint("schedule", "show", "all_gather_matmul", *SIZES, "--chunks", "2", COLUMNS="110").stdout
+    assert "all_gather_matmul of (16384, 8192) @ (8192, 2560), bf16, 4 ranks, machine h200" in output
+    assert "one_peer/2 chunk 1+2, rank 0" in output
+    assert "Rank 0 issues 6 copies of 192 MiB in all, 7 matmuls; 256 MiB of symmetric memory on each rank." in output
+    assert "Checked: order, buffers, delivery, signals, ports." in output
+    assert "The heuristic takes" in output
+    assert "Estimated by arithmetic, not measured: no GPU was used." in output
+    lanes = [line.split()[0] for line in output.splitlines() if line.rstrip().endswith(("]", "|"))]
+    assert lanes == ["collective", "matmul", "arriving", "compute", "compute", "copy"]
+
+
+def test_where_nothing_is_described_the_pick_of_the_heuristic_is_drawn() -> None:
+    found = shown("all_gather_matmul", *SIZES)
+    assert found.description == found.pick.description
+    assert found.estimated_us == found.candidates[0].estimated_us < found.sequential_us
+    small = shown("all_gather_matmul", "--ranks", "4", "--rows", "64", "--inner", "64", "--columns", "64")
+    assert small.description.is_sequential
+    assert small.schedule is None
+    assert small.lanes == small.sequential_lanes
+    assert [lane.name for lane in small.lanes] == ["collective", "matmul"]
+
+
+def test_every_choice_of_a_description_can_be_made() -> None:
+    choices = "--pattern all_peers --chunks 3 --matmul fused --local-last --copy-streams 2 --compute-streams 1"
+    found = shown("all_gather_matmul", *SIZES, *choices.split(), "--rank", "2", "--dtype", "fp32", "--machine", "a100")
+    assert found.description.label() == "all_peers/3 fused local last 2+1"
+    assert (found.machine, found.rank, found.dtype, found.problem.element_bytes) == ("a100", 2, "fp32", 4)
+    assert found.schedule is not None
+    assert [lane.name for lane in found.lanes][-3:] == ["compute 0", "copy 0", "copy 1"]
+
+
+def test_the_backward_pass_moves_the_shards_and_the_gradients() -> None:
+    forward = shown("all_gather_matmul", *SIZES, "--chunks", "2")
+    backward = shown("all_gather_matmul", *SIZES, "--chunks", "2", "--backward")
+    assert backward.traffic.num_sent_bytes == 2 * forward.traffic.num_sent_bytes
+    assert "dW" in {span.label for lane in backward.lanes for span in lane.spans}
+
+
+def shown(operation: str, *arguments: str) -> ScheduleSummary:
+    done = counterpoint("schedule", "show", operation, *arguments, "--json")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["problem"]["operation"] == operation
+    return msgspec.json.decode(done.stdout, type=ScheduleSummary)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("nothing", *SIZES), ["'nothing' is not one of", "all_to_all_matmul"]),
+        (("all_gather_matmul", *SIZES[2:]), ["Missing option '--ranks'"]),
+        (("all_gather_matmul", "--ranks", "9", *SIZES[2:]), ["which on h200 are 8; found 9 ranks", "8 or fewer"]),
+        (("all_gather_matmul", "--ranks", "0", *SIZES[2:]), ["for 1 to 64 ranks; found 0"]),
+        (("all_gather_matmul", *SIZES, "--rows", "0"), ["num_rows must be from 1 to", "found 0"]),
+        (("all_gather_matmul", *SIZES, "--rows", "many"), ["Invalid value for '--rows'", "integer"]),
+        (("all_gather_matmul", *SIZES, "--inner", "9" * 400), ["num_inner must be from 1 to"]),
+        (("all_gather_matmul", *SIZES, "--chunks", "65"), ["chunks of a schedule must be from 1 to 64; found 65"]),
+        (("all_gather_matmul", *SIZES, "--pattern", "star"), ["'star' is not one of", "one_peer"]),
+        (("all_gather_matmul", *SIZES, "--rank", "4"), ["must be from 0 to 3; found 4"]),
+        (("all_gather_matmul", *SIZES, "--dtype", "int8"), ["'int8' is not one of", "'bf16'"]),
+        (("all_gather_matmul", *SIZES, "--machine", "abacus"), ["Unknown machine 'abacus'"]),
+        (("all_gather_matmul", *SIZES, "--pattern", "sequential", "--chunks", "2"), ["found also chunks"]),
+        (("all_to_all_matmul", *SIZES, "--pattern", "ring"), ["takes the pattern one_peer or all_peers; found 'ring'"]),
+        (("matmul_reduce_scatter", *SIZES, "--matmul", "rest"), ["takes matmul granularity", "found 'rest'"]),
+        (("matmul_all_reduce", *SIZES, "--backward"), ["copies nothing in its backward pass", "Take the forward pass"]),
+    ],
+)
+def test_bad_input_is_one_line(arguments: tuple[str, ...], says: list[str]) -> None:
+    line = refusal("schedule", "show", *arguments)
+    assert all(each in line for each in says), line
+
+
+@given(schedule=schedules(), data=st.data())
+def test_lanes_hold_every_action_of_the_rank_that_takes_time_and_all_that_comes_to_it(
+    schedule: CopySchedule, data: st.DataObject
+) -> None:
+    rank = data.draw(st.integers(0, schedule.num_ranks - 1))
+    times = estimated(schedule)
+    lanes = lanes_of(schedule, times, rank)
+    concerned = [
+        (span.start_us, span.end_us)
+        for action, span in zip(schedule.actions, times.spans, strict=True)
+        if span.end_us > span.start_us and rank in {action.rank, *(region.rank for region in action.writes)}
+    ]
+    drawn = [(span.start_us, span.end_us) for lane in lanes for span in lane.spans]
+    assert sorted(drawn) == sorted(concerned)
+    for lane in lanes:
+        assert all(one.end_us <= other.start_us for one, other in zip(lane.spans, lane.spans[1:], strict=False))
+
+
+@given(schedule=schedules(least_ranks=2), data=st.data())
+def test_a_matmul_piece_has_the_letters_of_what_it_waits_for(schedule: CopySchedule, data: st.DataObject) -> None:
+    rank = data.draw(st.integers(0, schedule.num_ranks - 1))
+    lanes = lanes_of(schedule, estimated(schedule), rank)
+    arriving = {span.label for lane in lanes if lane.name == "arriving" for span in lane.spans}
+    pieces = [span for lane in lanes if lane.name.startswith("compute") for span in lane.spans]
+    needed = {part for span in pieces for part in span.label.split(">")[0].replace("-", ",").split(",")}
+    assert needed - {"", "own", "sum", "dW", "put"} <= arriving
+    gathers = schedule.direction == "forward" and schedule.operation in ("all_gather_matmul", "all_to_all_matmul")
+    if gathers and schedule.description.matmul == "chunk":
+        assert {span.label for span in pieces} - {"own"} == arriving
+
+
+@given(
+    lengths=st.lists(st.tuples(st.floats(0, 50), st.floats(0.001, 50)), max_size=30),
+    num_columns=st.integers(1, 150),
+)
+def test_a_lane_is_as_wide_as_asked_for_and_busy_where_its_spans_are(
+    lengths: list[tuple[float, float]], num_columns: int
+) -> None:
+    spans, now_us = [], 0.0
+    for pause_us, length_us in lengths:
+        spans.append(LaneSpan(label="a", start_us=now_us + pause_us, end_us=now_us + pause_us + length_us))
+        now_us = spans[-1].end_us
+    total_us = max(now_us, 1.0)
+    drawn = draw_lane(StreamLane(name="copy 0", spans=tuple(spans)), num_columns, total_us)
+    assert len(drawn) == num_columns
+    width_us = total_us / num_columns
+    for column, character in enumerate(drawn):
+        covered = any(span.start_us <= column * width_us and (column + 1) * width_us <= span.end_us for span in spans)
+        assert not covered or character != " "
+
+
+def test_a_label_is_written_where_there_is_room_for_it() -> None:
+    spans = (
+        LaneSpan(label="own", start_us=0, end_us=7),
+        LaneSpan(label="a-c", start_us=7, end_us=10),
+        LaneSpan(label="d", start_us=10, end_us=10.5),
+        LaneSpan(label="e", start_us=14, end_us=17),
+    )
+    assert draw_lane(StreamLane(name="compute 0", spans=spans), 20, 20.0) == "[-own-][-]|   [e]   "
+
+
+@pytest.mark.parametrize(
+    ("numbers", "text"), [([], ""), ([0], "a"), ([2, 0, 1, 5], "a-c,f"), ([25, 26], "z-a2"), ([3, 3], "d")]
+)
+def test_arrivals_are_lettered(numbers: list[int], text: str) -> None:
+    assert letters(numbers) == text
