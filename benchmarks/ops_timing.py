@@ -1,0 +1,61 @@
+"""Times of calls on all ranks of a group: interleaved, started together, the slowest rank counted.
+
+Before each call the GPUs meet in a tiny all-reduce, behind a spinning kernel that gives the host time to issue
+everything, so what is timed is the GPUs' work and not the host's; the host's time to issue a call is measured beside
+it.
+"""
+
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+SPIN_CYCLES = 1_500_000
+WARM_UP_ROUNDS = 3
+
+
+class Timed:
+    """Median and spread of one candidate."""
+
+    def __init__(self, times_us: list[float], host_us: list[float]) -> None:
+        self.median_us = statistics.median(times_us)
+        self.least_us = min(times_us)
+        quarters = statistics.quantiles(times_us, n=4) if len(times_us) > 3 else [min(times_us), 0, max(times_us)]
+        self.spread = (quarters[2] - quarters[0]) / 2 / self.median_us
+        self.host_us = statistics.median(host_us)
+
+    def as_dict(self) -> dict[str, float]:
+        return {
+            "median_us": round(self.median_us, 2),
+            "least_us": round(self.least_us, 2),
+            "spread": round(self.spread, 4),
+            "host_us": round(self.host_us, 1),
+        }
+
+
+def time_interleaved(calls: dict[str, Callable[[], object]], num_rounds: int) -> dict[str, Timed]:
+    """Every call once per round, in an order that rotates."""
+    names = list(calls)
+    token = torch.ones(1, device="cuda")
+    events = {name: [] for name in names}
+    host: dict[str, list[float]] = {name: [] for name in names}
+    for number in range(WARM_UP_ROUNDS + num_rounds):
+        for place in range(len(names)):
+            name = names[(place + number) % len(names)]
+            torch.cuda._sleep(SPIN_CYCLES)
+            dist.all_reduce(token)
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            began = time.perf_counter()
+            calls[name]()
+            took_us = (time.perf_counter() - began) * 1e6
+            end.record()
+            if number >= WARM_UP_ROUNDS:
+                events[name].append((start, end))
+                host[name].append(took_us)
+        torch.cuda.synchronize()
+    times = torch.tensor([[1000 * a.elapsed_time(b) for a, b in events[name]] for name in names], device="cuda")
+    dist.all_reduce(times, op=dist.ReduceOp.MAX)
+    return {name: Timed(row, host[name]) for name, row in zip(names, times.tolist(), strict=True)}

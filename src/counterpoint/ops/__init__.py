@@ -1,0 +1,153 @@
+"""Operators for communication that the next matmul needs, or that needs the matmul before it, run by copy schedules.
+
+On NVIDIA GPUs of one host the copies run on copy engines and the signals in stream memory operations, so
+communication takes no SM; on CPUs the same schedules run as messages. Where neither is possible, or cutting does not
+pay, the library's collective runs; `explain` says which, and why. All ranks of a group call the same operators in the
+same order.
+
+Needs torch.
+"""
+
+import msgspec
+import torch
+import torch.distributed as dist
+
+from counterpoint.ops import operators
+from counterpoint.ops.runtime import Runtime, all_runtimes, forget_runtimes
+from counterpoint.schedule import ScheduleDescription
+from counterpoint.value import Value
+
+__all__ = [
+    "Explanation",
+    "PoolReport",
+    "all_gather_matmul",
+    "all_to_all_matmul",
+    "explain",
+    "matmul_all_reduce",
+    "matmul_reduce_scatter",
+    "pool_report",
+    "release",
+]
+
+
+class Explanation(Value, frozen=True, kw_only=True):
+    """What runs for one shape, and why."""
+
+    request: str
+    schedule: ScheduleDescription
+    reason: str
+
+
+class PoolReport(Value, frozen=True, kw_only=True):
+    """Symmetric memory that one group holds on this rank."""
+
+    group: str
+    device: str
+    num_bytes: int
+    num_schedules: int
+
+
+def all_gather_matmul(
+    shard: torch.Tensor,
+    weight: torch.Tensor,
+    group: dist.ProcessGroup | None = None,
+    *,
+    schedule: ScheduleDescription | None = None,
+    num_rows: int | None = None,
+) -> torch.Tensor:
+    """All ranks' shards, one below the other, times this rank's weight: (M / W, K), (K, N) -> (M, N).
+
+    `num_rows` is M where it does not divide by W: shards are then as `torch.tensor_split` divides M rows, and without
+    it all are as long as this one. `schedule` overrides the heuristic. Raises `OperatorError`.
+    """
+    name, size = _named(group)
+    rows = num_rows if num_rows is not None else shard.shape[0] * size
+    return operators.all_gather_matmul(shard, weight, rows, name, _text(schedule))
+
+
+def matmul_reduce_scatter(
+    activation: torch.Tensor,
+    weight: torch.Tensor,
+    group: dist.ProcessGroup | None = None,
+    *,
+    schedule: ScheduleDescription | None = None,
+) -> torch.Tensor:
+    """This rank's block of the sum of all ranks' products: (M, K), (K, N) -> (M / W, N).
+
+    Where M does not divide by W, blocks are as `torch.tensor_split` divides M rows. Raises `OperatorError`.
+    """
+    return operators.matmul_reduce_scatter(activation, weight, _named(group)[0], _text(schedule))
+
+
+def matmul_all_reduce(
+    activation: torch.Tensor,
+    weight: torch.Tensor,
+    group: dist.ProcessGroup | None = None,
+    *,
+    schedule: ScheduleDescription | None = None,
+) -> torch.Tensor:
+    """The sum of all ranks' products: (M, K), (K, N) -> (M, N), the same bits on every rank.
+
+    Backward takes the product's gradient to be the same on every rank, as in tensor parallelism. Raises
+    `OperatorError`.
+    """
+    return operators.matmul_all_reduce(activation, weight, _named(group)[0], _text(schedule))
+
+
+def all_to_all_matmul(
+    tokens: torch.Tensor,
+    weight: torch.Tensor,
+    group: dist.ProcessGroup | None = None,
+    *,
+    schedule: ScheduleDescription | None = None,
+) -> torch.Tensor:
+    """Block r of every rank's tokens, in the order of ranks, times this rank's weight: (M, K), (K, N) -> (W * M / W,
+    N).
+
+    Blocks are as `torch.tensor_split` divides M rows, so rank r gets W blocks of one length. Raises `OperatorError`.
+    """
+    return operators.all_to_all_matmul(tokens, weight, _named(group)[0], _text(schedule))
+
+
+def explain(group: dist.ProcessGroup | None = None) -> tuple[Explanation, ...]:
+    """What was picked for every shape that the group has run so far on this rank, in the order of first calls."""
+    return tuple(
+        Explanation(request=request.words(), schedule=plan.pick.description, reason=plan.pick.reason)
+        for runtime in _of_group(group)
+        for request, plan in runtime.plans.items()
+    )
+
+
+def pool_report() -> tuple[PoolReport, ...]:
+    """Symmetric memory in use, by group."""
+    return tuple(
+        PoolReport(
+            group=runtime.group.group_name,
+            device=str(runtime.device),
+            num_bytes=runtime.num_symmetric_bytes(),
+            num_schedules=len(runtime.plans),
+        )
+        for runtime in all_runtimes()
+    )
+
+
+def release() -> None:
+    """Give back all symmetric memory and forget all schedules. Call it on every rank, when no captured graph is
+    needed any more."""
+    forget_runtimes()
+
+
+def _named(group: dist.ProcessGroup | None) -> tuple[str, int]:
+    found = group if group is not None else dist.group.WORLD
+    assert found is not None
+    return found.group_name, found.size()
+
+
+def _of_group(group: dist.ProcessGroup | None) -> list[Runtime]:
+    name = _named(group)[0]
+    return [runtime for runtime in all_runtimes() if runtime.group.group_name == name]
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # compiled code is for one schedule
+def _text(schedule: ScheduleDescription | None) -> str:
+    return "" if schedule is None else msgspec.json.encode(schedule).decode()

@@ -1,0 +1,105 @@
+"""The way without a schedule: the library's collective, then one matmul, or the other way round.
+
+It is the baseline that schedules are compared with, what the heuristic picks where cutting does not pay, and what is
+left where GPUs cannot reach each other's memory. Collectives that need equal blocks get padded ones.
+"""
+
+from typing import final
+
+import torch
+import torch.distributed as dist
+
+from counterpoint.ops.transport import AbstractPrepared, Tensors
+from counterpoint.schedule.actions import Operation, Pass, split
+
+# torch 2.13 renamed both; the old names warn there
+_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+_reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+
+
+@final
+class Collectives(AbstractPrepared):
+    """One operator in one direction, by whole collectives of the group's backend."""
+
+    def __init__(self, group: dist.ProcessGroup, operation: Operation, direction: Pass, num_rows: int) -> None:
+        self._group, self._operation, self._direction = group, operation, direction
+        self._blocks = split(num_rows, group.size())
+        self._longest = max(stop - start for start, stop in self._blocks)
+        self._rank = group.rank()
+
+    def run(self, tensors: Tensors, weight: torch.Tensor) -> None:
+        """See `AbstractPrepared.run`."""
+        runs = {
+            ("all_gather_matmul", "forward"): self._gather_matmul,
+            ("all_gather_matmul", "backward"): self._gather_matmul_backward,
+            ("matmul_reduce_scatter", "forward"): self._matmul_reduce,
+            ("matmul_reduce_scatter", "backward"): self._matmul_reduce_backward,
+            ("matmul_all_reduce", "forward"): self._matmul_all_reduce,
+            ("all_to_all_matmul", "forward"): self._exchange_matmul,
+            ("all_to_all_matmul", "backward"): self._exchange_matmul_backward,
+        }
+        runs[self._operation, self._direction](tensors, weight)
+
+    def _gather_matmul(self, tensors: Tensors, weight: torch.Tensor) -> None:
+        torch.mm(self._gather(tensors["shard"]), weight, out=tensors["product"])
+
+    def _gather_matmul_backward(self, tensors: Tensors, weight: torch.Tensor) -> None:
+        gradient = tensors["activation"]
+        self._reduce(torch.mm(gradient, weight), tensors["product"])
+        torch.mm(self._gather(tensors["shard"]).t(), gradient, out=tensors["weight_gradient"])
+
+    def _matmul_reduce(self, tensors: Tensors, weight: torch.Tensor) -> None:
+        self._reduce(torch.mm(tensors["activation"], weight), tensors["product"])
+
+    def _matmul_reduce_backward(self, tensors: Tensors, weight: torch.Tensor) -> None:
+        gathered = self._gather(tensors["shard"])
+        torch.mm(gathered, weight, out=tensors["product"])
+        torch.mm(tensors["activation"].t(), gathered, out=tensors["weight_gradient"])
+
+    def _matmul_all_reduce(self, tensors: Tensors, weight: torch.Tensor) -> None:
+        torch.mm(tensors["activation"], weight, out=tensors["product"])
+        dist.all_reduce(tensors["product"], group=self._group)
+
+    def _exchange_matmul(self, tensors: Tensors, weight: torch.Tensor) -> None:
+        torch.mm(self._exchange(tensors["shard"], is_return=False), weight, out=tensors["product"])
+
+    def _exchange_matmul_backward(self, tensors: Tensors, weight: torch.Tensor) -> None:
+        gradient = tensors["activation"]
+        tensors["product"].copy_(self._exchange(torch.mm(gradient, weight), is_return=True))
+        torch.mm(self._exchange(tensors["shard"], is_return=False).t(), gradient, out=tensors["weight_gradient"])
+
+    def _gather(self, shard: torch.Tensor) -> torch.Tensor:
+        num_ranks = len(self._blocks)
+        gathered = shard.new_empty(num_ranks * self._longest, shard.shape[1])
+        padded = shard.contiguous()
+        if shard.shape[0] < self._longest:
+            padded = torch.cat([shard, shard.new_zeros(self._longest - shard.shape[0], shard.shape[1])])
+        _all_gather(gathered, padded, group=self._group)
+        if gathered.shape[0] == self._blocks[-1][1]:
+            return gathered
+        parts = gathered.view(num_ranks, self._longest, -1)
+        return torch.cat([part[: stop - start] for part, (start, stop) in zip(parts, self._blocks, strict=True)])
+
+    def _reduce(self, partial: torch.Tensor, product: torch.Tensor) -> None:
+        num_ranks = len(self._blocks)
+        if partial.is_cpu:  # gloo reduces whole tensors only
+            dist.all_reduce(partial, group=self._group)
+            product.copy_(partial[slice(*self._blocks[self._rank])])
+            return
+        if partial.shape[0] == num_ranks * self._longest:
+            _reduce_scatter(product, partial, group=self._group)
+            return
+        padded = partial.new_zeros(num_ranks, self._longest, partial.shape[1])
+        for number, (start, stop) in enumerate(self._blocks):
+            padded[number, : stop - start] = partial[start:stop]
+        reduced = partial.new_empty(self._longest, partial.shape[1])
+        _reduce_scatter(reduced, padded.flatten(0, 1), group=self._group)
+        product.copy_(reduced[: product.shape[0]])
+
+    def _exchange(self, tokens: torch.Tensor, *, is_return: bool) -> torch.Tensor:
+        lengths = [stop - start for start, stop in self._blocks]
+        own = [lengths[self._rank]] * len(lengths)
+        sent, received = (own, lengths) if is_return else (lengths, own)
+        result = tokens.new_empty(sum(received), tokens.shape[1])
+        dist.all_to_all_single(result, tokens.contiguous(), received, sent, group=self._group)
+        return result

@@ -1,0 +1,143 @@
+"""A lane on GPUs: blocks are pushed into, and shared parts pulled out of, other GPUs' symmetric memory by copy engines.
+
+The order of flags and copies is in `lane_steps.py`; this issues it.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, final
+
+import torch
+import torch.distributed as dist
+from cuda.bindings import driver as cu
+
+from counterpoint.cuda.driver import check
+from counterpoint.ops.agreement import Agreement
+from counterpoint.ops.copy_engines import SymmetricMemory
+from counterpoint.ops.lane import AbstractLane, aligned
+from counterpoint.ops.lane_steps import RESTING, LaneStep, lane_moves
+from counterpoint.ops.signals import Signals
+
+Handle = Any  # cuda-bindings has no types
+GREATEST_PRIORITY = -5  # of the driver; torch takes the greatest that it has
+SUCCESS = cu.CUresult.CUDA_SUCCESS
+
+
+@final
+class CopyLane(AbstractLane):
+    """Symmetric memory, flags and a stream of one group on one GPU.
+
+    The memory holds a shared part, then a row for every rank; or all of it is what `gathered` gives.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, agreement: Agreement) -> None:
+        self.rank, self.num_ranks = int(group.rank()), int(group.size())
+        self._group, self._device, self._agreement = group, device, agreement
+        self._moves = lane_moves(self.rank, self.num_ranks)
+        self._signals = Signals(group, device, agreement, RESTING)
+        self._memory: SymmetricMemory | None = None
+        self._row_bytes = 0
+        # sums are placed as soon as a matmul's CTA retires: the scheduler looks at priority only then
+        self.stream = torch.cuda.Stream(device, priority=GREATEST_PRIORITY)
+
+    @contextmanager
+    def issuing(self) -> Iterator[None]:
+        """See `AbstractLane.issuing`."""
+        self.stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self.stream):
+            yield
+
+    def reserve(self, num_bytes: int) -> None:
+        """See `AbstractLane.reserve`."""
+        wanted = aligned(num_bytes)
+        if wanted <= self._row_bytes:
+            return
+        torch.cuda.synchronize(self._device)
+        self._memory = None
+        self._memory = SymmetricMemory((self.num_ranks + 1) * wanted, self._device, self._group, self._agreement)
+        self._row_bytes = wanted
+
+    def exchange(self, blocks: Sequence[torch.Tensor]) -> torch.Tensor:
+        """See `AbstractLane.exchange`."""
+        stream, memory = self._current(), self._reserved()
+        own, row = blocks[self.rank], self._row_bytes * (1 + self.rank)
+        rows = memory.local[self._row_bytes :].view(self.num_ranks, self._row_bytes)[:, : own.nbytes].view(own.dtype)
+
+        def push(peer: int) -> None:
+            _copy(memory.addresses[peer] + row, blocks[peer].data_ptr(), blocks[peer].nbytes, stream)
+
+        *pushes, arrivals = self._moves.exchange
+        self._issue(pushes, stream, push)
+        rows[self.rank].copy_(own)  # nobody else writes there; while the others' blocks are under way
+        self._issue([arrivals], stream)
+        self._signals.watch.sample(stream)
+        return rows
+
+    def release(self) -> None:
+        """See `AbstractLane.release`."""
+        self._issue(self._moves.release, self._current())
+
+    def shared(self, num_elements: int, dtype: torch.dtype) -> torch.Tensor:
+        """See `AbstractLane.shared`."""
+        self._issue(self._moves.share, self._current())
+        return self._reserved().local[: num_elements * dtype.itemsize].view(dtype)
+
+    def fetch(self, targets: Sequence[torch.Tensor]) -> None:
+        """See `AbstractLane.fetch`."""
+        self._fetch(targets, part_bytes=0)
+
+    def gathered(self, num_elements: int, dtype: torch.dtype) -> torch.Tensor:
+        """See `AbstractLane.gathered`."""
+        return self.shared(num_elements, dtype)
+
+    def gather(self, output: torch.Tensor) -> None:
+        """See `AbstractLane.gather`."""
+        self._fetch(output.chunk(self.num_ranks), part_bytes=output.nbytes // self.num_ranks)
+
+    def _fetch(self, targets: Sequence[torch.Tensor], part_bytes: int) -> None:
+        """Rank p's part starts `p * part_bytes` into its memory."""
+        stream, memory = self._current(), self._reserved()
+
+        def pull(peer: int) -> None:
+            target = targets[peer]
+            _copy(target.data_ptr(), memory.addresses[peer] + peer * part_bytes, target.nbytes, stream)
+
+        self._issue(self._moves.fetch, stream, pull)
+        self._signals.watch.sample(stream)
+
+    def _issue(self, steps: Sequence[LaneStep], stream: Handle, copy: Callable[[int], None] | None = None) -> None:
+        self._signals.watch.require_sound()
+        for step in steps:
+            if step.kind == "take":
+                self._signals.take(step.flag, step.peers, stream)
+            elif step.kind == "raise":
+                self._signals.raise_to(step.flag, step.peers, stream)
+            else:
+                assert copy is not None
+                copy(step.peers[0])
+
+    def _current(self) -> Handle:
+        return cu.CUstream(torch.cuda.current_stream(self._device).cuda_stream)
+
+    def _reserved(self) -> SymmetricMemory:
+        assert self._memory is not None, "reserve() comes first"
+        return self._memory
+
+    def num_symmetric_bytes(self) -> int:
+        """See `AbstractLane.num_symmetric_bytes`."""
+        return self._signals.num_bytes() + (self._memory.local.numel() if self._memory else 0)
+
+    def close(self) -> None:
+        """See `AbstractLane.close`."""
+        torch.cuda.synchronize(self._device)
+        self._signals.watch.close()
+        self._memory = None
+        self._row_bytes = 0
+
+
+def _copy(target: int, source: int, num_bytes: int, stream: Handle) -> None:
+    if not num_bytes:
+        return
+    (result,) = cu.cuMemcpyAsync(cu.CUdeviceptr(target), cu.CUdeviceptr(source), num_bytes, stream)
+    if result != SUCCESS:
+        check("Copying between GPUs", (result,))

@@ -1,0 +1,93 @@
+"""A lane on CPUs: the same blocks as messages, so that what is built on lanes is tested on real tensors without GPUs.
+
+All messages of a move are posted together, so their order cannot block anybody. Nothing overlaps here.
+"""
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import final
+
+import torch
+import torch.distributed as dist
+
+from counterpoint.errors import OperatorError
+from counterpoint.ops.lane import AbstractLane, aligned
+
+
+@final
+class MessageLane(AbstractLane):
+    """Messages of one group; the symmetric memory is ordinary, and counted as a GPU's would be."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.rank, self.num_ranks = group.rank(), group.size()
+        self._group = group
+        self._row_bytes = 0
+        self._memory = torch.empty(0, dtype=torch.uint8)
+
+    def issuing(self) -> AbstractContextManager[None]:
+        """See `AbstractLane.issuing`."""
+        return nullcontext()
+
+    def reserve(self, num_bytes: int) -> None:
+        """See `AbstractLane.reserve`."""
+        if aligned(num_bytes) > self._row_bytes:
+            self._row_bytes = aligned(num_bytes)
+            self._memory = torch.empty((self.num_ranks + 1) * self._row_bytes, dtype=torch.uint8)
+
+    def exchange(self, blocks: Sequence[torch.Tensor]) -> torch.Tensor:
+        """See `AbstractLane.exchange`."""
+        own = blocks[self.rank]
+        staged = self._memory[self._row_bytes :].view(self.num_ranks, self._row_bytes)
+        rows = staged[:, : own.nbytes].view(own.dtype)
+        rows[self.rank].copy_(own)
+        self._move(blocks, [rows[peer] for peer in range(self.num_ranks)])
+        return rows
+
+    def release(self) -> None:
+        """See `AbstractLane.release`."""
+
+    def shared(self, num_elements: int, dtype: torch.dtype) -> torch.Tensor:
+        """See `AbstractLane.shared`."""
+        return self._memory[: num_elements * dtype.itemsize].view(dtype)
+
+    def fetch(self, targets: Sequence[torch.Tensor]) -> None:
+        """See `AbstractLane.fetch`."""
+        own = targets[self.rank]
+        self._move([self.shared(own.numel(), own.dtype)] * self.num_ranks, targets)
+
+    def gathered(self, num_elements: int, dtype: torch.dtype) -> torch.Tensor:
+        """See `AbstractLane.gathered`."""
+        return self.shared(num_elements, dtype)
+
+    def gather(self, output: torch.Tensor) -> None:
+        """See `AbstractLane.gather`."""
+        parts = output.chunk(self.num_ranks)
+        self._move([parts[self.rank]] * self.num_ranks, parts)
+
+    def _move(self, outgoing: Sequence[torch.Tensor], incoming: Sequence[torch.Tensor]) -> None:
+        """Send `outgoing[p]` to every other rank p and receive `incoming[p]` from it."""
+        messages = []
+        for peer in range(self.num_ranks):
+            if peer == self.rank:
+                continue
+            name = dist.get_global_rank(self._group, peer)
+            for act, part in ((dist.isend, outgoing[peer]), (dist.irecv, incoming[peer])):
+                if part.numel():
+                    messages.append(dist.P2POp(act, part.view(torch.uint8), name, self._group))
+        try:
+            for work in dist.batch_isend_irecv(messages) if messages else []:
+                work.wait()
+        except RuntimeError as problem:
+            raise OperatorError(
+                f"A rank of the group did not exchange its blocks ({str(problem).strip().splitlines()[0][:120]}). "
+                "Look at the other ranks' output, and start all ranks again."
+            ) from problem
+
+    def num_symmetric_bytes(self) -> int:
+        """See `AbstractLane.num_symmetric_bytes`."""
+        return int(self._memory.numel())
+
+    def close(self) -> None:
+        """See `AbstractLane.close`."""
+        self._row_bytes = 0
+        self._memory = torch.empty(0, dtype=torch.uint8)

@@ -1,0 +1,97 @@
+"""Schedules on CPUs: the same chunks in the same order as messages, so that the logic is tested on real tensors
+without GPUs.
+
+Every rank goes through the schedule in its one order and does its part of each copy, the sender `send`, the receiver
+`recv`. Of all copies that are not done, the earliest has both its ranks at it, so nobody waits for ever. Nothing
+overlaps here.
+"""
+
+from typing import final
+
+import torch
+import torch.distributed as dist
+
+from counterpoint.errors import OperatorError
+from counterpoint.ops.computation import Compute, bind_computation
+from counterpoint.ops.transport import AbstractPrepared, AbstractTransport, Layout, Tensors, view_of
+from counterpoint.schedule.actions import CopySchedule, Region
+from counterpoint.schedule.program import Step, make_program
+
+
+@final
+class Messages(AbstractTransport):
+    """Point-to-point messages of one group; the symmetric memory is ordinary."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+        self.memory = torch.empty(0, dtype=torch.uint8)
+
+    def prepare(self, schedule: CopySchedule, dtype: torch.dtype) -> AbstractPrepared:
+        """See `AbstractTransport.prepare`."""
+        layout = Layout(schedule, dtype.itemsize)
+        if self.memory.numel() < layout.num_bytes:
+            self.memory = torch.empty(layout.num_bytes, dtype=torch.uint8)
+        return PreparedMessages(self, schedule, layout, dtype)
+
+    def num_symmetric_bytes(self) -> int:
+        """See `AbstractTransport.num_symmetric_bytes`."""
+        return int(self.memory.numel())
+
+    def close(self) -> None:
+        """See `AbstractTransport.close`."""
+        self.memory = torch.empty(0, dtype=torch.uint8)
+
+
+@final
+class PreparedMessages(AbstractPrepared):
+    """One schedule for one shape and type."""
+
+    def __init__(self, transport: Messages, schedule: CopySchedule, layout: Layout, dtype: torch.dtype) -> None:
+        self._transport, self._schedule, self._layout, self._dtype = transport, schedule, layout, dtype
+        steps = make_program(schedule, transport.group.rank()).steps
+        self._steps: list[tuple[Step, Compute | None]] = [
+            (step, None if step.action.kind == "copy" else bind_computation(step.action))
+            for step in steps
+            if step.action.kind not in ("begin", "end")
+        ]
+
+    def run(self, tensors: Tensors, weight: torch.Tensor) -> None:
+        """See `AbstractPrepared.run`."""
+        own = {buffer.name: self._own(buffer.name) for buffer in self._schedule.buffers if buffer.home != "given"}
+        everything = {**own, **tensors}
+        for step, compute in self._steps:
+            if compute is not None:
+                compute(everything, weight)
+            elif step.is_incoming:
+                self._receive(step, everything)
+            else:
+                self._send(step, everything)
+
+    def _own(self, name: str) -> torch.Tensor:
+        """A fresh local buffer, or a symmetric one in the memory that all schedules share."""
+        buffer = self._schedule.buffer(name)
+        if buffer.home == "symmetric":
+            return view_of(self._transport.memory, self._layout.places[name], buffer, self._dtype)
+        return torch.empty(buffer.num_rows if buffer.home == "local" else 0, buffer.num_columns, dtype=self._dtype)
+
+    def _send(self, step: Step, tensors: Tensors) -> None:
+        source, target = step.action.reads[0], step.action.writes[0]
+        self._message(dist.send, _rows(tensors, source), target.rank, step.position)
+
+    def _receive(self, step: Step, tensors: Tensors) -> None:
+        self._message(dist.recv, _rows(tensors, step.action.writes[0]), step.action.rank, step.position)
+
+    def _message(self, act: object, rows: torch.Tensor, peer: int, tag: int) -> None:
+        group = self._transport.group
+        try:
+            as_bytes = rows.contiguous().view(torch.uint8) if act is dist.send else rows.view(torch.uint8)
+            act(as_bytes, dist.get_global_rank(group, peer), group, tag)  # type: ignore[operator]
+        except RuntimeError as problem:
+            raise OperatorError(
+                f"Rank {peer} of the group did not exchange its rows ({str(problem).strip().splitlines()[0][:120]}). "
+                "Look at its output, and start all ranks again."
+            ) from problem
+
+
+def _rows(tensors: Tensors, region: Region) -> torch.Tensor:
+    return tensors[region.buffer].narrow(0, region.start, region.num_rows)

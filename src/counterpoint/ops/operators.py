@@ -1,0 +1,233 @@
+"""The operators as torch custom operators, with their shapes for torch.compile and their gradients.
+
+Forward and backward are operators of their own, so a compiled graph holds both whole. Nothing gathered is kept for
+backward: the shard is sent again while the gradient's matmul runs, which keeps the memory that sequence parallelism
+saves. Groups travel by name and schedules as JSON text, because an operator's arguments must be plain.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.distributed import distributed_c10d
+
+from counterpoint.errors import ScheduleError
+from counterpoint.ops.runtime import Request, Runtime, runtime_of
+from counterpoint.schedule.actions import Operation, Pass, Problem
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+
+
+def _group_size(group_name: str) -> int:
+    return int(distributed_c10d._resolve_process_group(group_name).size())
+
+
+def _own_rows(num_rows: int, group_name: str) -> int:
+    """Rows of this rank's block, as `torch.tensor_split` divides them."""
+    group = distributed_c10d._resolve_process_group(group_name)
+    size, rank = int(group.size()), int(group.rank())
+    return num_rows // size + int(rank < num_rows % size)
+
+
+def _run_all_gather_matmul(
+    shard: torch.Tensor, weight: torch.Tensor, num_rows: int, group_name: str, schedule: str
+) -> torch.Tensor:
+    """See `counterpoint.ops.all_gather_matmul`."""
+    run = _Run("all_gather_matmul", "forward", (shard, weight, group_name))
+    run.require_shard(num_rows)
+    product = shard.new_empty(num_rows, weight.shape[1])
+    run({"shard": shard.contiguous(), "product": product}, (num_rows, weight.shape[0], weight.shape[1]), schedule)
+    return product
+
+
+def _run_all_gather_matmul_backward(
+    gradient: torch.Tensor, shard: torch.Tensor, weight: torch.Tensor, group_name: str, schedule: str
+) -> Pair:
+    """Gradients of `all_gather_matmul` for its shard and its weight."""
+    run = _Run("all_gather_matmul", "backward", (gradient, weight.t(), group_name))
+    results = torch.empty_like(shard, memory_format=torch.contiguous_format), torch.empty_like(weight)
+    given = {"activation": gradient.contiguous(), "shard": shard.contiguous()}
+    run({**given, **_named(results)}, (gradient.shape[0], *weight.shape), schedule)
+    return results
+
+
+def _run_matmul_reduce_scatter(
+    activation: torch.Tensor, weight: torch.Tensor, group_name: str, schedule: str
+) -> torch.Tensor:
+    """See `counterpoint.ops.matmul_reduce_scatter`."""
+    run = _Run("matmul_reduce_scatter", "forward", (activation, weight, group_name))
+    num_rows = activation.shape[0]
+    product = activation.new_empty(_own_rows(num_rows, group_name), weight.shape[1])
+    run({"activation": activation, "product": product}, (num_rows, *weight.shape), schedule)
+    return product
+
+
+def _run_matmul_reduce_scatter_backward(
+    gradient: torch.Tensor, activation: torch.Tensor, weight: torch.Tensor, group_name: str, schedule: str
+) -> Pair:
+    """Gradients of `matmul_reduce_scatter` for its activation and its weight."""
+    run = _Run("matmul_reduce_scatter", "backward", (gradient, weight.t(), group_name))
+    results = activation.new_empty(activation.shape), torch.empty_like(weight)
+    given = {"shard": gradient.contiguous(), "activation": activation.contiguous()}
+    run({**given, **_named(results)}, (activation.shape[0], *weight.shape), schedule)
+    return results
+
+
+def _run_matmul_all_reduce(activation: torch.Tensor, weight: torch.Tensor, group_name: str, schedule: str) -> torch.Tensor:
+    """See `counterpoint.ops.matmul_all_reduce`."""
+    run = _Run("matmul_all_reduce", "forward", (activation, weight, group_name))
+    product = activation.new_empty(activation.shape[0], weight.shape[1])
+    run({"activation": activation, "product": product}, (activation.shape[0], *weight.shape), schedule)
+    return product
+
+
+def _run_all_to_all_matmul(tokens: torch.Tensor, weight: torch.Tensor, group_name: str, schedule: str) -> torch.Tensor:
+    """See `counterpoint.ops.all_to_all_matmul`."""
+    run = _Run("all_to_all_matmul", "forward", (tokens, weight, group_name))
+    num_received = _group_size(group_name) * _own_rows(tokens.shape[0], group_name)
+    product = tokens.new_empty(num_received, weight.shape[1])
+    run({"shard": tokens.contiguous(), "product": product}, (tokens.shape[0], *weight.shape), schedule)
+    return product
+
+
+def _run_all_to_all_matmul_backward(
+    gradient: torch.Tensor, tokens: torch.Tensor, weight: torch.Tensor, group_name: str, schedule: str
+) -> Pair:
+    """Gradients of `all_to_all_matmul` for its tokens and its weight."""
+    run = _Run("all_to_all_matmul", "backward", (gradient, weight.t(), group_name))
+    results = tokens.new_empty(tokens.shape), torch.empty_like(weight)
+    given = {"activation": gradient.contiguous(), "shard": tokens.contiguous()}
+    run({**given, **_named(results)}, (tokens.shape[0], *weight.shape), schedule)
+    return results
+
+
+def _named(results: Pair) -> dict[str, torch.Tensor]:
+    return {"product": results[0], "weight_gradient": results[1]}
+
+
+class _Run:
+    """One call: checks its operands, finds the plan, runs it."""
+
+    def __init__(self, operation: Operation, direction: Pass, operands: tuple[torch.Tensor, torch.Tensor, str]) -> None:
+        self._operation, self._direction = operation, direction
+        self._left, self._weight, group_name = operands
+        # if one operand was left on the CPU, the other ranks meet where the GPU is
+        device = self._left.device if self._left.is_cuda else self._weight.device
+        self._runtime: Runtime = runtime_of(group_name, device)
+        problem = self._problem_of_operands()
+        if problem:
+            self._runtime.refuse(problem)
+
+    def __call__(self, tensors: dict[str, torch.Tensor], sizes: tuple[int, int, int], schedule: str) -> None:
+        try:
+            request = self._request(sizes, schedule)
+        except ScheduleError as problem:
+            self._runtime.refuse(f"{self._operation}: {problem}")
+        self._runtime.plan(request, self._left.dtype).prepared.run(tensors, self._weight)
+
+    def require_shard(self, num_rows: int) -> None:
+        """Refuse a shard that is not this rank's part of `num_rows` rows."""
+        group, found = self._runtime.group, self._left.shape[0]
+        own_rows = _own_rows(num_rows, group.group_name)
+        if found != own_rows:
+            self._runtime.refuse(
+                f"{self._operation} of {num_rows} rows needs {own_rows} of them on rank {group.rank()} of {group.size()}; "
+                f"found {found}. Split them as torch.tensor_split does, or give the right num_rows."
+            )
+
+    def _request(self, sizes: tuple[int, int, int], schedule: str) -> Request:
+        num_rows, num_inner, num_columns = sizes
+        return Request(
+            problem=Problem(
+                operation=self._operation,
+                num_ranks=self._runtime.group.size(),
+                num_rows=num_rows,
+                num_inner=num_inner,
+                num_columns=num_columns,
+                element_bytes=self._left.element_size(),
+            ),
+            direction=self._direction,
+            dtype=str(self._left.dtype),
+            schedule=schedule,
+        )
+
+    def _problem_of_operands(self) -> str:
+        """What is wrong with the operands, in one line, or nothing."""
+        left, weight = self._left, self._weight
+        if left.device != weight.device:
+            return f"{self._operation} needs its operands on one device; found {left.device} and {weight.device}. Move one."
+        if left.dtype != weight.dtype:
+            return f"{self._operation} needs operands of one type; found {left.dtype} and {weight.dtype}. Convert one."
+        if left.dim() != 2 or weight.dim() != 2 or left.shape[1] != weight.shape[0]:
+            shapes = f"{tuple(left.shape)} and {tuple(weight.shape)}"
+            return f"{self._operation} multiplies (rows, K) by (K, columns); found {shapes}. Change one."
+        return ""
+
+
+def _gathered_shape(
+    shard: torch.Tensor, weight: torch.Tensor, num_rows: int, group_name: str, schedule: str
+) -> torch.Tensor:
+    return shard.new_empty(num_rows, weight.shape[1])
+
+
+def _gradient_shapes(
+    gradient: torch.Tensor, given: torch.Tensor, weight: torch.Tensor, group_name: str, schedule: str
+) -> Pair:
+    return given.new_empty(given.shape), torch.empty_like(weight)
+
+
+def _scattered_shape(activation: torch.Tensor, weight: torch.Tensor, group_name: str, schedule: str) -> torch.Tensor:
+    return activation.new_empty(_own_rows(activation.shape[0], group_name), weight.shape[1])
+
+
+def _reduced_shape(activation: torch.Tensor, weight: torch.Tensor, group_name: str, schedule: str) -> torch.Tensor:
+    return activation.new_empty(activation.shape[0], weight.shape[1])
+
+
+def _exchanged_shape(tokens: torch.Tensor, weight: torch.Tensor, group_name: str, schedule: str) -> torch.Tensor:
+    return tokens.new_empty(_group_size(group_name) * _own_rows(tokens.shape[0], group_name), weight.shape[1])
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    left, weight, *_, ctx.group_name, ctx.schedule = inputs
+    ctx.save_for_backward(left, weight)
+
+
+def _gather_gradients(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    left, weight = ctx.saved_tensors
+    return *all_gather_matmul_backward(gradient, left, weight, ctx.group_name, ctx.schedule), None, None, None
+
+
+def _reduce_gradients(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    left, weight = ctx.saved_tensors
+    return *matmul_reduce_scatter_backward(gradient, left, weight, ctx.group_name, ctx.schedule), None, None
+
+
+def _all_reduce_gradients(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    """The product is the same on every rank, and so is what follows: its gradient is not summed again."""
+    left, weight = ctx.saved_tensors
+    return gradient @ weight.t(), left.t() @ gradient, None, None
+
+
+def _exchange_gradients(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    left, weight = ctx.saved_tensors
+    return *all_to_all_matmul_backward(gradient, left, weight, ctx.group_name, ctx.schedule), None, None
+
+
+def _operator(name: str, run: Callable[..., Any], shape: Callable[..., Any], gradients: Callable[..., Any] | None) -> Any:
+    operator = torch.library.custom_op(f"counterpoint::{name}", run, mutates_args=())
+    operator.register_fake(shape)
+    if gradients is not None:
+        operator.register_autograd(gradients, setup_context=_keep)
+    return operator
+
+
+all_gather_matmul_backward = _operator("all_gather_matmul_backward", _run_all_gather_matmul_backward, _gradient_shapes, None)
+matmul_reduce_scatter_backward = _operator(
+    "matmul_reduce_scatter_backward", _run_matmul_reduce_scatter_backward, _gradient_shapes, None
+)
+all_to_all_matmul_backward = _operator("all_to_all_matmul_backward", _run_all_to_all_matmul_backward, _gradient_shapes, None)
+all_gather_matmul = _operator("all_gather_matmul", _run_all_gather_matmul, _gathered_shape, _gather_gradients)
+matmul_reduce_scatter = _operator("matmul_reduce_scatter", _run_matmul_reduce_scatter, _scattered_shape, _reduce_gradients)
+matmul_all_reduce = _operator("matmul_all_reduce", _run_matmul_all_reduce, _reduced_shape, _all_reduce_gradients)
+all_to_all_matmul = _operator("all_to_all_matmul", _run_all_to_all_matmul, _exchanged_shape, _exchange_gradients)

@@ -1,0 +1,84 @@
+"""The contract between operators and what moves their rows: a schedule is prepared once for a shape and run many times.
+
+Implementations: copy engines on symmetric memory (`copy_engines.py`), point-to-point messages on CPUs
+(`messages.py`). Where neither is to be had, or a schedule does not pay, `collectives.py` runs the library's
+collective.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import final
+
+import torch
+
+from counterpoint.schedule.actions import Buffer, CopySchedule, Region
+from counterpoint.value import Value
+
+Tensors = Mapping[str, torch.Tensor]
+
+
+class Place(Value, frozen=True, kw_only=True):
+    """Where a symmetric buffer begins, in bytes from the start of the symmetric memory; the same on every rank."""
+
+    buffer: str
+    start: int
+    num_bytes: int
+
+
+class AbstractPrepared(ABC):
+    """A schedule made ready for tensors of one shape and type."""
+
+    @abstractmethod
+    def run(self, tensors: Tensors, weight: torch.Tensor) -> None:
+        """Issue one call: `tensors` holds the given and result buffers by name; results are filled in.
+
+        On GPUs this returns when all is issued; whatever follows on the current stream comes after it.
+        """
+
+
+class AbstractTransport(ABC):
+    """Moves rows between the ranks of one group."""
+
+    @abstractmethod
+    def prepare(self, schedule: CopySchedule, dtype: torch.dtype) -> AbstractPrepared:
+        """Make a schedule ready. All ranks call it with the same schedule, in the same order."""
+
+    @abstractmethod
+    def num_symmetric_bytes(self) -> int:
+        """Bytes of symmetric memory held on this rank."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give back all memory. Prepared schedules cannot be run any more."""
+
+
+@final
+class Layout:
+    """Where the symmetric buffers of a schedule lie: one behind the other, each at a multiple of 512 bytes."""
+
+    ALIGNMENT = 512
+
+    def __init__(self, schedule: CopySchedule, element_bytes: int) -> None:
+        self._row_bytes = {buffer.name: buffer.num_columns * element_bytes for buffer in schedule.buffers}
+        self.places: dict[str, Place] = {}
+        end = 0
+        for buffer in schedule.buffers:
+            if buffer.home == "symmetric":
+                num_bytes = buffer.num_rows * self._row_bytes[buffer.name]
+                self.places[buffer.name] = Place(buffer=buffer.name, start=end, num_bytes=num_bytes)
+                end += -(-num_bytes // self.ALIGNMENT) * self.ALIGNMENT
+        self.num_bytes = end
+
+    def row_bytes(self, buffer: str) -> int:
+        """Bytes of one row."""
+        return self._row_bytes[buffer]
+
+    def offset(self, region: Region) -> int:
+        """First byte of a region, from the start of the symmetric memory or else of its tensor."""
+        place = self.places.get(region.buffer)
+        return (place.start if place else 0) + region.start * self._row_bytes[region.buffer]
+
+
+def view_of(memory: torch.Tensor, place: Place, buffer: Buffer, dtype: torch.dtype) -> torch.Tensor:
+    """A symmetric buffer as a matrix in `memory`, which is bytes."""
+    return memory[place.start : place.start + place.num_bytes].view(dtype).view(buffer.num_rows, buffer.num_columns)

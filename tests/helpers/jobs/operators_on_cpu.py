@@ -1,0 +1,322 @@
+"""Ranks on CPUs that run the operators in the way named by the argument and print `NAME: ok` for each thing that holds."""
+
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from counterpoint import ops
+from counterpoint.errors import CounterpointError
+from counterpoint.ops import operators
+from counterpoint.schedule import SEQUENTIAL, ScheduleDescription
+
+D = ScheduleDescription
+GATHERS = (
+    None,
+    SEQUENTIAL,
+    D(),
+    D(pattern="one_peer", chunks=3, local="last"),
+    D(pattern="all_peers", chunks=4, num_copy_streams=3),
+    D(pattern="all_peers", chunks=2, matmul="fused", num_compute_streams=1),
+    D(pattern="one_peer", chunks=2, matmul="peer"),
+    D(pattern="one_peer", matmul="rest"),
+    D(pattern="ring", chunks=2),
+)
+REDUCTIONS = (
+    None,
+    SEQUENTIAL,
+    D(),
+    D(pattern="one_peer", chunks=3, num_compute_streams=1),
+    D(pattern="one_peer", chunks=2, matmul="peer"),
+    D(pattern="all_peers", chunks=2, matmul="fused", num_copy_streams=3),
+    D(pattern="ring"),
+    D(pattern="ring", chunks=3),
+)
+EXCHANGES = tuple(each for each in GATHERS if each is None or each.pattern != "ring")
+Operator = Callable[..., torch.Tensor]
+OPERATORS: dict[str, tuple[Operator, tuple[ScheduleDescription | None, ...]]] = {
+    "all_gather_matmul": (ops.all_gather_matmul, GATHERS),
+    "matmul_reduce_scatter": (ops.matmul_reduce_scatter, REDUCTIONS),
+    "matmul_all_reduce": (ops.matmul_all_reduce, REDUCTIONS),
+    "all_to_all_matmul": (ops.all_to_all_matmul, EXCHANGES),
+}
+INNER, COLUMNS = 7, 5
+TOLERANCE = {torch.float64: 1e-13, torch.float32: 1e-5, torch.bfloat16: 0.02}  # of the largest entry, times ranks
+
+
+def operands(name: str, num_rows: int, dtype: torch.dtype, seed: int = 1) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Every rank's left operand and weight, the same on every rank."""
+    generator = torch.Generator().manual_seed(seed)
+    num_ranks = dist.get_world_size()
+    lengths = [part.numel() for part in torch.empty(num_rows).tensor_split(num_ranks)]
+    rows = lengths if name == "all_gather_matmul" else [num_rows] * num_ranks
+    lefts = [torch.randn(count, INNER, generator=generator, dtype=torch.float64).to(dtype) for count in rows]
+    weights = [torch.randn(INNER, COLUMNS, generator=generator, dtype=torch.float64).to(dtype) for _ in rows]
+    return lefts, weights
+
+
+def reference(name: str, lefts: list[torch.Tensor], weights: list[torch.Tensor], rank: int) -> torch.Tensor:
+    """The operator's definition, in double precision."""
+    num_ranks = len(lefts)
+    if name == "all_gather_matmul":
+        return torch.cat(lefts) @ weights[rank]
+    if name == "all_to_all_matmul":
+        return torch.cat([left.tensor_split(num_ranks)[rank] for left in lefts]) @ weights[rank]
+    total = torch.stack([left @ weight for left, weight in zip(lefts, weights, strict=True)]).sum(0)
+    return total if name == "matmul_all_reduce" else total.tensor_split(num_ranks)[rank]
+
+
+def keywords(name: str, num_rows: int) -> dict[str, int]:
+    return {"num_rows": num_rows} if name == "all_gather_matmul" else {}
+
+
+def assert_close(found: torch.Tensor, wanted: torch.Tensor, what: object) -> None:
+    assert found.shape == wanted.shape, (what, found.shape, wanted.shape)
+    if wanted.numel():
+        difference = ((found.double() - wanted).abs().max() / wanted.abs().max().clamp(min=1)).item()
+        assert difference <= TOLERANCE[found.dtype] * dist.get_world_size(), (what, difference)
+
+
+def call_and_compare(name: str, num_rows: int, description: ScheduleDescription | None, dtype: torch.dtype) -> None:
+    """One operator, forward twice and backward once, against its definition and that definition's gradients."""
+    what = (name, num_rows, description.label() if description else "picked", dtype)
+    rank, operator = dist.get_rank(), OPERATORS[name][0]
+    lefts, weights = operands(name, num_rows, dtype)
+    left, weight = lefts[rank].clone().requires_grad_(), weights[rank].clone().requires_grad_()
+    lefts = [each.double().requires_grad_() for each in lefts]
+    weights = [each.double().requires_grad_() for each in weights]
+    wanted = [reference(name, lefts, weights, other) for other in range(len(lefts))]
+
+    found = operator(left, weight, schedule=description, **keywords(name, num_rows))
+    again = operator(left, weight, schedule=description, **keywords(name, num_rows))
+    assert torch.equal(found, again), what
+    assert_close(found, wanted[rank], what)
+
+    generator = torch.Generator().manual_seed(9)
+    gradients = [torch.randn(each.shape, generator=generator, dtype=torch.float64).to(dtype) for each in wanted]
+    if name == "matmul_all_reduce":  # one product that all ranks have: its gradient counts once
+        gradients = gradients[:1] * len(wanted)
+        wanted = wanted[:1]
+    torch.autograd.backward(wanted, [each.double() for each in gradients[: len(wanted)]])
+    found.backward(gradients[rank])
+    assert_close(left.grad, lefts[rank].grad, (*what, "left gradient"))
+    assert_close(weight.grad, weights[rank].grad, (*what, "weight gradient"))
+
+
+def results() -> None:
+    """Every operator, description and size, odd ones too; fewer rows than ranks are among them."""
+    for name, (_, descriptions) in OPERATORS.items():
+        for description in descriptions:
+            for num_rows in (24, 23, 2):
+                call_and_compare(name, num_rows, description, torch.float64)
+        report(name)
+
+
+def few_results() -> None:
+    """Every operator and description with one odd size."""
+    for name, (_, descriptions) in OPERATORS.items():
+        for description in descriptions:
+            call_and_compare(name, 23, description, torch.float64)
+        report(name)
+
+
+def data_types() -> None:
+    """Single and half precision, and operands that are views."""
+    for name, (operator, _) in OPERATORS.items():
+        for dtype in (torch.float32, torch.bfloat16):
+            call_and_compare(name, 24, D(chunks=2), dtype)
+        rank = dist.get_rank()
+        lefts, weights = operands(name, 24, torch.float64)
+        wanted = reference(name, lefts, weights, rank)
+        left, weight = lefts[rank].t().contiguous().t(), weights[rank].t().contiguous().t()
+        assert not left.is_contiguous()
+        assert_close(operator(left, weight, schedule=D(chunks=2), **keywords(name, 24)), wanted, (name, "strided"))
+        report(name)
+
+
+def groups() -> None:
+    """A group whose ranks are not the world's, beside a group of one."""
+    rank = dist.get_rank()
+    pair, alone = dist.new_group([1, 2]), [dist.new_group([each]) for each in range(dist.get_world_size())]
+    for name, (operator, _) in OPERATORS.items():
+        lefts, weights = operands(name, 24, torch.float64)
+        if rank in (1, 2):
+            lengths = (24, 24) if name != "all_gather_matmul" else (8, 8)
+            members = [left[:length] for left, length in zip(lefts[1:], lengths, strict=True)]
+            found = operator(lefts[rank], weights[rank], pair, schedule=D(chunks=3))
+            assert_close(found, reference(name, members, weights[1:], rank - 1), (name, "pair"))
+        for description in (None, D(chunks=2)):
+            left, weight = lefts[rank].clone().requires_grad_(), weights[rank].clone().requires_grad_()
+            found = operator(left, weight, alone[rank], schedule=description)
+            assert_close(found, left @ weight, (name, "alone"))
+            found.sum().backward()
+            assert_close(left.grad, torch.ones_like(found) @ weight.t(), (name, "alone, left gradient"))
+            assert_close(weight.grad, left.t() @ torch.ones_like(found), (name, "alone, weight gradient"))
+        report(name)
+
+
+def same_bits() -> None:
+    """All-reduce gives every rank the same bits, though sums of floating-point numbers depend on their order."""
+    for description in REDUCTIONS:
+        lefts, weights = operands("matmul_all_reduce", 23, torch.float32)
+        rank = dist.get_rank()
+        found = ops.matmul_all_reduce(lefts[rank], weights[rank], schedule=description)
+        others = [torch.empty_like(found) for _ in lefts]
+        dist.all_gather(others, found)
+        assert all(torch.equal(found, other) for other in others), description
+    report("same bits")
+
+
+def pool() -> None:
+    """Memory is reported, grows with the largest shape only, and is given back; shapes are explained."""
+    rank, held = dist.get_rank(), []
+    ops.release()
+    for num_rows in (24, 240, 24):
+        lefts, weights = operands("all_gather_matmul", num_rows, torch.float64)
+        ops.all_gather_matmul(lefts[rank], weights[rank], schedule=D(chunks=2))
+        held.append(ops.pool_report()[0].num_bytes)
+    gathered_bytes = 240 * INNER * 8
+    assert held[0] < held[1] == held[2], held
+    assert gathered_bytes <= held[1] < gathered_bytes + 512, held
+    assert [each.num_schedules for each in ops.pool_report()] == [2]
+    ops.all_gather_matmul(lefts[rank], weights[rank])
+    first, _, picked = ops.explain()
+    assert first.request.startswith("all_gather_matmul of (24, 7) @ (7, 5) float64"), first
+    assert (first.schedule, first.reason) == (D(chunks=2), "named by the caller")
+    assert picked.schedule.is_sequential
+    assert "rank's block is" in picked.reason
+    ops.release()
+    assert ops.pool_report() == ()
+    assert ops.explain() == ()
+    call_and_compare("all_gather_matmul", 23, D(chunks=2), torch.float64)
+    report("pool")
+
+
+def compiled() -> None:
+    """Inside torch.compile, whole, forward and backward, the operators give what they give outside."""
+    lefts, weights = operands("all_gather_matmul", 24, torch.float64)
+    rank, down = dist.get_rank(), torch.full((COLUMNS, INNER), 0.5, dtype=torch.float64)
+
+    chunked = D(chunks=2)
+
+    def block(shard: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        hidden = torch.relu(ops.all_gather_matmul(shard, up, schedule=chunked))
+        reduced = ops.matmul_reduce_scatter(hidden, down, schedule=chunked)
+        return ops.all_to_all_matmul(reduced, up).sum() + ops.matmul_all_reduce(hidden, down).sum()
+
+    gradients = []
+    for run in (block, torch.compile(block, fullgraph=True, backend="aot_eager")):
+        shard, up = lefts[rank].clone().requires_grad_(), weights[rank].clone().requires_grad_()
+        found = run(shard, up)
+        found.backward()
+        gradients.append((found.detach(), shard.grad, up.grad))
+    for eager, whole in zip(*gradients, strict=True):
+        assert torch.equal(eager, whole)
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def gather(shard: torch.Tensor, up: torch.Tensor, schedule: ScheduleDescription) -> torch.Tensor:
+        return ops.all_gather_matmul(shard, up, schedule=schedule)
+
+    for description in (D(chunks=2), D(chunks=3), D(chunks=2)):
+        gather(lefts[rank], weights[rank], description)
+    run = {each.schedule.chunks for each in ops.explain() if each.request.startswith("all_gather_matmul of (24, 7)")}
+    assert run == {2, 3}, "a compiled function must not keep the schedule of its first call"
+    report("compiled")
+
+
+def registered() -> None:
+    """torch's own check of custom operators: schemas, shapes without numbers, gradients' registration."""
+    group_name = dist.group.WORLD.group_name
+    lefts, weights = operands("all_gather_matmul", 24, torch.float64)
+    rank = dist.get_rank()
+    left, weight = lefts[rank].requires_grad_(), weights[rank].requires_grad_()
+    whole = torch.randn(24, INNER, dtype=torch.float64, requires_grad=True)
+    torch.library.opcheck(operators.all_gather_matmul, (left, weight, 24, group_name, ""))
+    for operator in (operators.matmul_reduce_scatter, operators.matmul_all_reduce, operators.all_to_all_matmul):
+        torch.library.opcheck(operator, (whole, weight, group_name, ""))
+    report("registered")
+
+
+def faults() -> None:
+    """Calls that cannot be made, one after the other in the same processes; each is one line on every rank."""
+    rank = dist.get_rank()
+    shard, weight = torch.ones(4, INNER), torch.ones(INNER, COLUMNS)
+    of_rank = (torch.float32, torch.float64)[rank]
+    calls: dict[str, Callable[[], torch.Tensor]] = {
+        "shapes differ": lambda: ops.all_gather_matmul(torch.ones(4 + rank, INNER), weight, schedule=D()),
+        "operators differ": lambda: (ops.matmul_all_reduce if rank else ops.matmul_reduce_scatter)(shard, weight),
+        "schedules differ": lambda: ops.all_gather_matmul(shard, weight, schedule=D(chunks=1 + rank)),
+        "types differ": lambda: ops.all_gather_matmul(shard.double() if rank else shard, weight),
+        "types of ranks differ": lambda: ops.all_gather_matmul(shard.to(of_rank), weight.to(of_rank)),
+        "inner sizes differ": lambda: ops.matmul_all_reduce(shard, torch.ones(INNER + 1, COLUMNS)),
+        "not a matrix": lambda: ops.matmul_reduce_scatter(torch.ones(2, 4, INNER), weight),
+        "rows missing": lambda: ops.all_gather_matmul(shard, weight, num_rows=9, schedule=D()),
+        "no such schedule": lambda: ops.all_to_all_matmul(shard, weight, schedule=D(pattern="ring")),
+        "negative rows": lambda: ops.all_gather_matmul(shard, weight, num_rows=-8 if rank else 8),
+        "no rows": lambda: ops.matmul_reduce_scatter(torch.ones(4 * rank, INNER), weight),
+        "a vector": lambda: ops.matmul_reduce_scatter(shard, weight[0] if rank else weight),
+    }
+    for name, call in calls.items():
+        try:
+            call()
+            print(f"{name}: nothing was refused", flush=True)
+        except CounterpointError as problem:
+            print(f"{name}: {problem}", flush=True)
+    call_and_compare("all_gather_matmul", 23, D(chunks=2), torch.float64)
+    report("after all that")
+
+
+def stays_away() -> None:
+    """Rank 1 comes to the first call only, and waits until rank 0 has noticed."""
+    store = distributed_c10d._get_default_store()
+    shard, weight = torch.ones(4, INNER), torch.ones(INNER, COLUMNS)
+    ops.all_gather_matmul(shard, weight, schedule=D())
+    if dist.get_rank() == 1:
+        store.wait(["noticed"], timedelta(seconds=60))
+        return
+    try:
+        ops.all_gather_matmul(shard, weight, schedule=D(chunks=2))
+    except CounterpointError as problem:
+        print(f"counterpoint: {problem}", flush=True)
+    store.set("noticed", "")
+
+
+def dies() -> None:
+    """Rank 1 ends while rank 0 is in a call that both have prepared."""
+    shard, weight = torch.ones(4, INNER), torch.ones(INNER, COLUMNS)
+    ops.all_gather_matmul(shard, weight, schedule=D())
+    if dist.get_rank() == 1:
+        os._exit(0)
+    try:
+        for _ in range(3):
+            ops.all_gather_matmul(shard, weight, schedule=D())
+    except CounterpointError as problem:
+        print(f"counterpoint: {problem}", flush=True)
+
+
+def report(name: str) -> None:
+    print(f"{name}: ok", flush=True)
+
+
+if __name__ == "__main__":
+    try:
+        dist.init_process_group(
+            "gloo",
+            init_method=f"file://{os.environ['MEETING_FILE']}",
+            rank=int(os.environ["RANK"]),
+            world_size=int(os.environ["WORLD_SIZE"]),
+            timeout=timedelta(seconds=float(os.environ.get("LIMIT_S", "30"))),
+        )
+        for name in sys.argv[1:]:
+            globals()[name]()
+    except BaseException:
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)
+    sys.stdout.flush()
+    os._exit(0)

@@ -1,0 +1,222 @@
+"""Ranks that run the operators on GPUs in the way named by the argument and print `name: ok` for each thing that holds."""
+
+import os
+import random
+import sys
+import traceback
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+from counterpoint import ops
+from counterpoint.cuda.ranks import join_ranks
+from counterpoint.schedule import ScheduleDescription
+
+D = ScheduleDescription
+GATHERS = [
+    None,
+    D(pattern="sequential"),
+    *(D(pattern="one_peer", chunks=chunks) for chunks in (1, 3)),
+    D(pattern="all_peers", chunks=4, num_copy_streams=3),
+    D(pattern="all_peers", chunks=2, matmul="fused", num_compute_streams=1),
+    D(pattern="one_peer", matmul="rest", local="last"),
+    D(pattern="ring", chunks=2),
+]
+REDUCTIONS = [
+    None,
+    D(pattern="sequential"),
+    *(D(pattern="one_peer", chunks=chunks) for chunks in (1, 3)),
+    D(pattern="one_peer", chunks=2, matmul="peer"),
+    D(pattern="all_peers", chunks=2, matmul="fused", num_copy_streams=3),
+    *(D(pattern="ring", chunks=chunks) for chunks in (1, 3)),
+]
+EXCHANGES = [description for description in GATHERS if description is None or description.pattern != "ring"]
+Operator = Callable[..., torch.Tensor]
+OPERATORS: dict[str, tuple[Operator, list[ScheduleDescription | None]]] = {
+    "all_gather_matmul": (ops.all_gather_matmul, GATHERS),
+    "matmul_reduce_scatter": (ops.matmul_reduce_scatter, REDUCTIONS),
+    "matmul_all_reduce": (ops.matmul_all_reduce, REDUCTIONS),
+    "all_to_all_matmul": (ops.all_to_all_matmul, EXCHANGES),
+}
+
+
+def operands(
+    name: str, num_rows: int, seed: int, dtype: torch.dtype = torch.bfloat16
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Every rank's left operand and weight, the same on every rank."""
+    generator = torch.Generator(device="cuda").manual_seed(seed)
+    num_ranks, inner, columns = dist.get_world_size(), 256, 384
+    lengths = [part.numel() for part in torch.empty(num_rows).tensor_split(num_ranks)]
+    rows = lengths if name == "all_gather_matmul" else [num_rows] * num_ranks
+    lefts = [torch.randn(count, inner, generator=generator, device="cuda").to(dtype) for count in rows]
+    weights = [torch.randn(inner, columns, generator=generator, device="cuda").div(16).to(dtype) for _ in rows]
+    return lefts, weights
+
+
+def reference(name: str, lefts: list[torch.Tensor], weights: list[torch.Tensor], rank: int) -> torch.Tensor:
+    """The operator's definition, in double precision."""
+    lefts, weights = [each.double() for each in lefts], [each.double() for each in weights]
+    num_ranks = len(lefts)
+    if name == "all_gather_matmul":
+        return torch.cat(lefts) @ weights[rank]
+    if name == "all_to_all_matmul":
+        return torch.cat([left.tensor_split(num_ranks)[rank] for left in lefts]) @ weights[rank]
+    total = torch.stack([left @ weight for left, weight in zip(lefts, weights, strict=True)]).sum(0)
+    return total if name == "matmul_all_reduce" else total.tensor_split(num_ranks)[rank]
+
+
+def keywords(name: str, num_rows: int) -> dict[str, int]:
+    return {"num_rows": num_rows} if name == "all_gather_matmul" else {}
+
+
+def assert_close(found: torch.Tensor, wanted: torch.Tensor, what: object) -> None:
+    """Within the rounding of bf16, of which a ring does one per rank."""
+    # a rank without rows has gradients of zeros only
+    difference = (
+        ((found.double() - wanted).abs().max() / wanted.abs().max().clamp(min=1e-9)).item() if wanted.numel() else 0.0
+    )
+    assert found.shape == wanted.shape, (what, found.shape, wanted.shape)
+    assert difference < 0.01 * dist.get_world_size(), (what, difference)
+
+
+def results() -> None:
+    """Every operator, description and size agrees with its definition, twice with the same bits; gradients too."""
+    rank = dist.get_rank()
+    for name, (operator, descriptions) in OPERATORS.items():
+        for num_rows in (512, 515, 3):
+            for description in descriptions:
+                what = (name, num_rows, description.label() if description else "picked")
+                lefts, weights = operands(name, num_rows, seed=1)
+                for each in (*lefts, *weights):
+                    each.requires_grad_()
+                wanted = [reference(name, lefts, weights, other) for other in range(len(lefts))]
+                left, weight = lefts[rank].detach().clone().requires_grad_(), weights[rank].detach().clone().requires_grad_()
+                found = operator(left, weight, schedule=description, **keywords(name, num_rows))
+                again = operator(left, weight, schedule=description, **keywords(name, num_rows))
+                assert torch.equal(found, again), what
+                assert_close(found, wanted[rank], what)
+                gradients = [torch.ones_like(each) for each in wanted]
+                summed = wanted[:1] if name == "matmul_all_reduce" else wanted
+                torch.autograd.backward(summed, gradients[: len(summed)])
+                found.backward(gradients[rank].to(found.dtype))
+                assert_close(left.grad, lefts[rank].grad.double(), (*what, "left gradient"))
+                assert_close(weight.grad, weights[rank].grad.double(), (*what, "weight gradient"))
+        report(name)
+
+
+def captured() -> None:
+    """Calls in a graph, replayed among eager ones with new numbers, and a graph of an odd number of calls after another."""
+    rank = dist.get_rank()
+    for name, (operator, descriptions) in OPERATORS.items():
+        for description in descriptions:
+            if description is not None and description.is_sequential:
+                continue
+            lefts, weights = operands(name, 512, seed=2)
+            left, weight = lefts[rank].clone(), weights[rank].clone()
+            operator(left, weight, schedule=description)
+            torch.cuda.synchronize()
+            dist.barrier()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                found = operator(left, weight, schedule=description)
+            for seed in range(3, 9):
+                lefts, weights = operands(name, 512, seed)
+                left.copy_(lefts[rank])
+                weight.copy_(weights[rank])
+                graph.replay()
+                graph.replay()
+                wanted = reference(name, lefts, weights, rank)
+                assert_close(found, wanted, (name, description, seed))
+                if seed % 2:
+                    assert_close(operator(left, weight, schedule=description), wanted, (name, description, "eager"))
+        report(name)
+
+
+def stress(num_calls: int = 1000) -> None:
+    """Random operators, sizes and streams, issued without waiting; every result is compared."""
+    rank, chance = dist.get_rank(), random.Random(5)
+    streams = [torch.cuda.Stream() for _ in range(3)]
+    pending: list[tuple[torch.Tensor, torch.Tensor, object]] = []
+    for number in range(num_calls):
+        name = chance.choice(list(OPERATORS))
+        operator, descriptions = OPERATORS[name]
+        num_rows, description = chance.choice((64, 97, 512)), chance.choice(descriptions)
+        stream = chance.choice(streams)
+        with torch.cuda.stream(stream):
+            lefts, weights = operands(name, num_rows, seed=number)
+            found = operator(lefts[rank], weights[rank], schedule=description, **keywords(name, num_rows))
+            pending.append((found, reference(name, lefts, weights, rank), (name, num_rows, description, number)))
+        if len(pending) == 20:
+            torch.cuda.synchronize()
+            for result, wanted, what in pending:
+                assert_close(result, wanted, what)
+            pending.clear()
+    report(f"stress of {num_calls}")
+
+
+def compiled() -> None:
+    """The operators inside torch.compile, forward and backward."""
+    rank = dist.get_rank()
+    lefts, weights = operands("all_gather_matmul", 512, seed=3)
+    down = torch.randn(384, 256, device="cuda", dtype=torch.bfloat16) / 16
+
+    def block(shard: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        return ops.matmul_reduce_scatter(torch.relu(ops.all_gather_matmul(shard, up)), down)
+
+    shard, up = lefts[rank].clone().requires_grad_(), weights[rank].clone().requires_grad_()
+    eager = block(shard, up)
+    eager.sum().backward()
+    wanted = shard.grad.clone(), up.grad.clone()
+    shard.grad = up.grad = None
+    found = torch.compile(block, fullgraph=True)(shard, up)
+    found.sum().backward()
+    assert_close(found, eager.double(), "compiled")
+    assert_close(shard.grad, wanted[0].double(), "compiled, shard gradient")
+    assert_close(up.grad, wanted[1].double(), "compiled, weight gradient")
+    report("compiled")
+
+
+def memory() -> None:
+    """Memory is reported, grows with the largest shape only, and comes back: what the first use leaves is the libraries'."""
+    use_memory()
+    free = torch.cuda.mem_get_info()[0]
+    use_memory()
+    missing = free - torch.cuda.mem_get_info()[0]
+    assert missing < 16 << 20, f"{missing} bytes did not come back"
+    report("memory")
+
+
+def use_memory() -> None:
+    """Small, large and small sizes, then everything given back."""
+    rank = dist.get_rank()
+    description = D(pattern="one_peer", chunks=2)
+    held = []
+    for num_rows in (512, 1 << 19, 512):
+        lefts, weights = operands("all_gather_matmul", num_rows, seed=4)
+        ops.all_gather_matmul(lefts[rank], weights[rank], schedule=description)
+        held.append(ops.pool_report()[0].num_bytes)
+    assert held[0] < held[1] == held[2], held
+    del lefts, weights
+    ops.release()
+    torch.cuda.empty_cache()
+    assert ops.pool_report() == ()
+
+
+def report(name: str) -> None:
+    torch.cuda.synchronize()
+    if dist.get_rank() == 0:
+        print(f"{name}: ok", flush=True)
+
+
+if __name__ == "__main__":
+    try:
+        join_ranks()
+        for section in sys.argv[1:]:
+            {"results": results, "captured": captured, "stress": stress, "compiled": compiled, "memory": memory}[section]()
+    except BaseException:
+        traceback.print_exc(file=sys.stdout)
+        sys.stdout.flush()
+        os._exit(1)
+    sys.stdout.flush()
+    os._exit(0)

@@ -1,0 +1,46 @@
+"""The operators on two GPUs: results, gradients, captured graphs, torch.compile, many random calls, memory."""
+
+import subprocess
+from collections.abc import Callable
+
+import pytest
+
+Start = Callable[..., subprocess.CompletedProcess[str]]
+OPERATORS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", "all_to_all_matmul")
+
+
+@pytest.mark.parametrize(
+    ("section", "expected"),
+    [
+        ("results", OPERATORS),
+        ("captured", OPERATORS),
+        ("stress", ("stress of 1000",)),
+        ("compiled", ("compiled",)),
+        ("memory", ("memory",)),
+    ],
+)
+def test_the_operators_agree_with_their_definitions(start_ranks: Start, section: str, expected: tuple[str, ...]) -> None:
+    done = start_ranks("operators", section)
+    print(done.stdout[-4000:], done.stderr[-2000:])
+    assert done.returncode == 0
+    lines = done.stdout.splitlines()
+    assert all(f"{name}: ok" in lines for name in expected)
+
+
+@pytest.mark.parametrize(
+    ("fault", "expected", "num_ranks"),
+    [
+        ("shapes differ", "The ranks disagree", 2),
+        ("types differ", "operands of one type", 2),
+        ("captured unseen", "never run before this capture", 2),
+        ("no memory", "of symmetric memory cannot be had", 2),
+        ("a rank stays away", "did not end on the GPU", 1),
+    ],
+)
+def test_a_fault_is_one_line_on_every_rank_and_no_hang(
+    start_ranks: Start, fault: str, expected: str, num_ranks: int
+) -> None:
+    done = start_ranks("operator_faults", fault, limit_s=90)
+    lines = [line for line in done.stdout.splitlines() if line.startswith("counterpoint:")]
+    assert len(lines) == num_ranks, done.stdout + done.stderr[-3000:]
+    assert all(expected in line for line in lines), lines
