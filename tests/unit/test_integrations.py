@@ -1,0 +1,62 @@
+"""DDP, FSDP2 and tensor parallelism on copy engines against stock PyTorch, on CPUs over gloo; and ranks that die."""
+
+from pathlib import Path
+
+import pytest
+
+from helpers.gloo_ranks import Ended, run_ranks
+
+SECTIONS = (
+    "all_reduces",
+    "reduce_scatters",
+    "ddp_gradients",
+    "ddp_types",
+    "ddp_compression",
+    "ddp_falls_back",
+    "ddp_refuses",
+    "fsdp2_steps",
+    "fsdp2_small_groups_stay",
+    "fsdp2_refuses_a_buffer_in_use",
+    "tensor_parallel_blocks",
+    "tensor_parallel_trains",
+    "tensor_parallel_annotated",
+    "tensor_parallel_refuses",
+    "tensor_parallel_neighbors_part",
+    "tensor_parallel_with_fsdp2",
+    "memory_is_reported_and_given_back",
+)
+NUM_RANKS = 4
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory: pytest.TempPathFactory) -> list[Ended]:
+    """All sections in one job, for starting ranks takes longer than most of them."""
+    return run_ranks("integrations", NUM_RANKS, folder=tmp_path_factory.mktemp("ranks"), limit_s=180)
+
+
+@pytest.mark.parametrize("section", SECTIONS)
+def test_the_integrations_do_what_pytorch_does(ended: list[Ended], section: str) -> None:
+    output = ended[0].output
+    assert f"{section}: ok" in output.splitlines(), output + ended[0].errors[-3000:]
+
+
+def test_no_section_is_left_out(ended: list[Ended]) -> None:
+    found = [line.partition(":")[0] for line in ended[0].output.splitlines() if line.endswith(": ok")]
+    assert found == list(SECTIONS)
+    assert {rank.status for rank in ended} == {0}
+
+
+def test_what_the_library_does_instead_is_said_once(ended: list[Ended]) -> None:
+    said = [line for line in ended[0].errors.splitlines() if "gradient bucket is done by the library's collective" in line]
+    assert len(said) == 1
+    assert "below 4 MiB" in said[0]
+
+
+@pytest.mark.parametrize("integration", ["ddp", "fsdp2"])
+def test_a_rank_that_dies_is_one_line_on_the_others_and_no_hang(integration: str, tmp_path: Path) -> None:
+    first, dead = run_ranks("integration_faults", 2, integration, folder=tmp_path, limit_s=60)
+    assert dead.status == 9
+    assert first.status == 2, first.errors
+    (line,) = first.output.splitlines()
+    assert line.startswith("OperatorError: A rank of the group did not exchange its blocks")
+    assert line.endswith("start all ranks again.")
