@@ -9,9 +9,7 @@ from counterpoint.errors import EngagementError
 
 
 @given(every=st.integers(2 * GUARD_PAIRS, 50), num_periods=st.integers(1, 4))
-def test_each_period_times_as_many_originals_as_planned_and_is_due_once_after_them(
-    every: int, num_periods: int
-) -> None:
+def test_each_period_times_as_many_originals_as_planned_and_is_due_once_after_them(every: int, num_periods: int) -> None:
     guard = Guard(every)
     for _ in range(num_periods):
         turns, dues = [], []

@@ -12,7 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import counterpoint
+from counterpoint.doctor.surroundings import FoundGpu, Surroundings
 from counterpoint.errors import CounterpointError
+from counterpoint.launch_filter.rules import FilterRule
+from counterpoint.launch_filter.settings import LiveSettings
 from counterpoint.machine import load_machine
 from counterpoint.plan import (
     CommunicationCtas,
@@ -26,6 +29,8 @@ from counterpoint.plan import (
     ResidencyCap,
     Transport,
 )
+from counterpoint.report.schedule import Question
+from counterpoint.schedule.actions import Problem
 from counterpoint.step import Collective, Copy, Dependency, Footprint, Kernel, Step
 from counterpoint.timeline import Interval, Timeline
 from counterpoint.value import Value, write_json, write_toml
@@ -84,6 +89,17 @@ EXAMPLES: dict[type[Value], Value] = {
             expectation=Expectation(origin="simulated", baseline_us=2.0, planned_us=1.0),
             directives=(DIRECTIVE,),
             refusals=(Refusal(control="priority", target="gemm", reason="ignored by the driver"),),
+        ),
+        LiveSettings(is_tuning=True, plan=Plan(directives=(DIRECTIVE,)), budget_steps=200),
+        FilterRule(pattern="nccl*", kind="communication", priority=-5, hold_us=5.0, is_collective=True),
+        Surroundings(gpus=(FoundGpu(name="NVIDIA H200"), FoundGpu(name="NVIDIA H200")), blocked_peers=((0, 1),)),
+        Question(
+            problem=Problem(
+                operation="all_gather_matmul", num_ranks=4, num_rows=512, num_inner=64, num_columns=64, element_bytes=2
+            ),
+            dtype="bf16",
+            machine=MACHINE,
+            rank=3,
         ),
         GEMM,
         SUM,
