@@ -150,24 +150,12 @@ def _measure_paper(workloads: list[str] | None, output: Path | None) -> None:
     from counterpoint.cuda.ranks import join_ranks  # noqa: PLC0415
 
     rank = join_ranks()
-    from counterpoint.cuda.capture import capture  # noqa: PLC0415
-    from counterpoint.cuda.paper import PaperWorkload, paper_workload_names  # noqa: PLC0415
-    from counterpoint.planner.on_gpu import machine_of  # noqa: PLC0415
-    from counterpoint.planner.paper import measure_paper  # noqa: PLC0415
+    from counterpoint.cuda.paper import paper_workload_names  # noqa: PLC0415
+    from counterpoint.planner.paper_on_gpu import measure_workload  # noqa: PLC0415
 
     results = []
     for name in workloads or paper_workload_names():
-        workload = PaperWorkload(name)
-        sequential, overlapped = capture(workload.sequential, "sequential"), capture(workload.overlapped, name)
-        results.append(
-            measure_paper(
-                overlapped,
-                sequential.graph.instantiate(),
-                machine_of(overlapped),
-                workload.output_bits,
-                ROUNDS[name.split("_")[0]],
-            )
-        )
+        results.append(measure_workload(name, ROUNDS[name.split("_")[0]]))
         if rank == 0:
             _show(results[-1:], None)
             _save(results, output)

@@ -25,7 +25,7 @@ def lines_of(ended: list[Ended]) -> list[list[str]]:
     ("num_ranks", "sections", "lines"),
     [
         (2, ("results", "pool", "compiled", "registered"), (*OPERATORS, "pool", "compiled", "registered")),
-        (3, ("results", "groups"), (*OPERATORS, *OPERATORS)),
+        (3, ("results", "groups", "exchanged"), (*OPERATORS, *OPERATORS, "exchanged")),
         (4, ("few_results", "data_types", "same_bits"), (*OPERATORS, *OPERATORS, "same bits")),
     ],
 )

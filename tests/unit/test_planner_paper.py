@@ -1,5 +1,7 @@
 """The paper's grid measured on a graph in memory: its rows, what they say of each control, and that everything is freed."""
 
+from collections.abc import Callable
+
 import pytest
 
 from counterpoint import load_machine
@@ -9,10 +11,12 @@ from counterpoint.errors import DeviceError
 from counterpoint.plan import Plan
 from counterpoint.planner.paper import (
     CHOICE,
+    COPY_ENGINES,
     PLAIN,
     SEQUENTIAL,
     PaperResult,
     PaperRow,
+    Variant,
     measure_paper,
     paper_grid,
     simulation_accuracy,
@@ -44,9 +48,15 @@ class Bench:
         self.overlapped = GraphDouble(NODES, H200.gpu, faults)
         self.in_sequence = GraphDouble(NODES, H200.gpu)
 
-    def measure(self) -> PaperResult:
+    def measure(self, *, with_copies: bool = False) -> PaperResult:
         replays = ReplayDouble(self.overlapped, READ, clock)
-        return measure_paper(replays, self.in_sequence.instantiate(), H200, self.output_bits, 4)
+        forms = {SEQUENTIAL: self._form(self.output_bits)}
+        if with_copies:
+            forms[COPY_ENGINES] = self._form(lambda _: b"other")
+        return measure_paper(replays, H200, self.output_bits, forms=forms, num_rounds=4)
+
+    def _form(self, output_bits: Callable[[AbstractExecutable], bytes]) -> Variant:
+        return Variant(executable=self.in_sequence.instantiate(), is_engaged=True, output_bits=output_bits)
 
     def output_bits(self, executable: AbstractExecutable) -> bytes:
         assert isinstance(executable, ExecutableDouble)
@@ -107,6 +117,16 @@ def test_every_row_has_its_time_against_plain_overlap_beside_the_simulated_one()
     assert (rows["priority"].measured_us, rows["priority"].ratio) == (800.0, 0.8)
     assert (rows[PLAIN].measured_us, rows[PLAIN].ratio) == (1000.0, 1.0)
     assert all(row.simulated_us for row in rows.values())
+
+
+def test_a_form_that_no_rewriting_makes_is_a_row_with_outputs_of_its_own() -> None:
+    bench = Bench()
+    rows = {row.label: row for row in bench.measure(with_copies=True).rows}
+    assert list(rows)[:3] == [PLAIN, SEQUENTIAL, COPY_ENGINES]
+    assert rows[COPY_ENGINES].is_engaged
+    assert not rows[COPY_ENGINES].is_identical
+    assert rows[SEQUENTIAL].is_identical
+    assert bench.num_open() == 0
 
 
 def test_outputs_that_differ_from_plain_overlaps_are_reported() -> None:

@@ -29,17 +29,28 @@ LONE_REPLAYS = 3
 Activity = tuple[float, float, str]
 
 
+class Recording(msgspec.Struct, frozen=True, kw_only=True):
+    """A step function in a graph of torch's, the collectives that it issued, and whether it draws random numbers.
+
+    Those only torch's own `replay()` advances.
+    """
+
+    graph: torch.cuda.CUDAGraph
+    calls: list[CollectiveCall]
+    is_random: bool
+
+
 class Captured:
     """A captured step: its graph, the step it is, and the means to replay it. Made by `capture`."""
 
-    def __init__(
-        self, graph: torch.cuda.CUDAGraph, calls: list[CollectiveCall], name: str, *, limit_s: float, is_random: bool
-    ) -> None:
-        self._owner = graph
-        self.is_random = is_random  # the step draws random numbers, which only torch's own replay() advances
+    def __init__(self, recording: Recording, name: str, limit_s: float) -> None:
+        self._owner = recording.graph
+        self.is_random = recording.is_random
         self.rendezvous = Rendezvous(limit_s)
-        self.graph = DriverGraph(graph.raw_cuda_graph())
-        self.read: ReadGraph = read_graph(name, self.graph.nodes(), calls, self._lone_times(), self.rendezvous.num_ranks)
+        self.graph = DriverGraph(recording.graph.raw_cuda_graph())
+        self.read: ReadGraph = read_graph(
+            name, self.graph.nodes(), recording.calls, self._lone_times(), self.rendezvous.num_ranks
+        )
 
     def require_repeatable(self) -> None:
         """Raise `DeviceError` for a step that our replays would repeat instead of going on with."""
@@ -167,6 +178,11 @@ def capture(step_fn: Callable[[], object], name: str = "captured step", *, limit
     `limit_s`: how long ranks wait for each other. Raises `DeviceError` without a GPU, or where a rank is gone;
     `StepError` where the step cannot be captured.
     """
+    return Captured(record(step_fn), name, limit_s)
+
+
+def record(step_fn: Callable[[], object]) -> Recording:
+    """Call `step_fn` a few times, then once while a graph is captured. Raises as `capture` does."""
     if not torch.cuda.is_available():
         raise DeviceError("No GPU is visible, so nothing can be captured. Plan without one: counterpoint tune TRACE.")
     generator = torch.cuda.default_generators[torch.cuda.current_device()]
@@ -190,7 +206,7 @@ def capture(step_fn: Callable[[], object], name: str = "captured step", *, limit
         raise StepError(
             f"The step cannot be captured in a CUDA graph: {cause}. Leave synchronizations and host reads out of it."
         ) from problem
-    return Captured(graph, _collective_calls(profiler), name, limit_s=limit_s, is_random=is_random)
+    return Recording(graph=graph, calls=_collective_calls(profiler), is_random=is_random)
 
 
 def _collective_calls(profiler: profile) -> list[CollectiveCall]:

@@ -57,7 +57,7 @@ class CopyLane(AbstractLane):
         self._memory = SymmetricMemory((self.num_ranks + 1) * wanted, self._device, self._group, self._agreement)
         self._row_bytes = wanted
 
-    def exchange(self, blocks: Sequence[torch.Tensor]) -> torch.Tensor:
+    def exchange(self, blocks: Sequence[torch.Tensor], *, with_own: bool = True) -> torch.Tensor:
         """See `AbstractLane.exchange`."""
         stream, memory = self._current(), self._reserved()
         own, row = blocks[self.rank], self._row_bytes * (1 + self.rank)
@@ -68,9 +68,10 @@ class CopyLane(AbstractLane):
 
         *pushes, arrivals = self._moves.exchange
         self._issue(pushes, stream, push)
-        rows[self.rank].copy_(own)  # nobody else writes there; while the others' blocks are under way
+        if with_own:
+            rows[self.rank].copy_(own)  # nobody else writes there; while the others' blocks are under way
         self._issue([arrivals], stream)
-        self._signals.watch.sample(stream)
+        self._sample(stream)
         return rows
 
     def release(self) -> None:
@@ -103,7 +104,12 @@ class CopyLane(AbstractLane):
             _copy(target.data_ptr(), memory.addresses[peer] + peer * part_bytes, target.nbytes, stream)
 
         self._issue(self._moves.fetch, stream, pull)
-        self._signals.watch.sample(stream)
+        self._sample(stream)
+
+    def _sample(self, stream: Handle) -> None:
+        """Have the watch look at what was issued; what is captured runs later, unwatched."""
+        if not torch.cuda.is_current_stream_capturing():
+            self._signals.watch.sample(stream)
 
     def _issue(self, steps: Sequence[LaneStep], stream: Handle, copy: Callable[[int], None] | None = None) -> None:
         self._signals.watch.require_sound()

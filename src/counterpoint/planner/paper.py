@@ -28,7 +28,7 @@ from counterpoint.sim.simulator import COPY_ENGINE_COLLECTIVES
 from counterpoint.step import Collective, Kernel, Step
 from counterpoint.value import Value
 
-PLAIN, SEQUENTIAL, CHOICE = "plain overlap", "sequential", "planner's choice"
+PLAIN, SEQUENTIAL, CHOICE, COPY_ENGINES = "plain overlap", "sequential", "planner's choice", "copy engines"
 Parts = list[tuple[Match, Control]]
 
 
@@ -69,11 +69,15 @@ class SimulationAccuracy(Value, frozen=True, kw_only=True):
     rank_correlation: float
 
 
-class _Variant(msgspec.Struct, frozen=True, kw_only=True):
-    """One row of the grid, ready to be replayed."""
+class Variant(msgspec.Struct, frozen=True, kw_only=True):
+    """One row of the grid, ready to be replayed.
+
+    `output_bits` replays it once over poisoned outputs and returns their bits.
+    """
 
     executable: AbstractExecutable
     is_engaged: bool
+    output_bits: Callable[[AbstractExecutable], bytes]
 
 
 def paper_grid(step: Step, machine: Machine) -> dict[str, Plan]:
@@ -120,7 +124,7 @@ def _simulated_rows(step: Step, machine: Machine, choice: Plan) -> tuple[PaperRo
     plans = {**paper_grid(step, machine), CHOICE: choice}
     kinds = {operation.collective for operation in step.operations if isinstance(operation, Collective)}
     if kinds <= set(COPY_ENGINE_COLLECTIVES):
-        plans["copy engines"] = _plan([(Match(kind="communication"), Transport(transport="copy_engine"))])
+        plans[COPY_ENGINES] = _plan([(Match(kind="communication"), Transport(transport="copy_engine"))])
     rows = [PaperRow(label=SEQUENTIAL, simulated_us=sequential_us(step, simulator.lone_times_us(step, machine)))]
     for label, plan in plans.items():
         rows.append(PaperRow(label=label, simulated_us=measure(simulator.run(step, machine, plan)).makespan_us))
@@ -129,28 +133,35 @@ def _simulated_rows(step: Step, machine: Machine, choice: Plan) -> tuple[PaperRo
 
 def measure_paper(
     overlapped: Replayable,
-    sequential: AbstractExecutable,
     machine: Machine,
     output_bits: Callable[[AbstractExecutable], bytes],
+    *,
+    forms: Mapping[str, Variant],
     num_rounds: int,
 ) -> PaperResult:
     """The grid on GPUs, interleaved with plain overlap, beside what the simulator says of the captured step.
 
-    `output_bits` replays an executable once over poisoned outputs and returns their bits. `sequential` is closed here. The
-    planner chooses first, by measurements of its own; then its plan runs as a row of the grid, in the same rounds.
+    `output_bits` is as in `Variant`. `forms` are variants that no rewriting of the overlapped step makes, as sequential;
+    they are closed here. The planner chooses first, by measurements of its own; then its plan runs as a row of the grid, in
+    the same rounds.
     """
     step = overlapped.read.step
     with ExitStack() as opened:
-        opened.callback(sequential.close)
+        for form in forms.values():
+            opened.callback(form.executable.close)
         choice = tune_measured(overlapped, machine, num_rounds=num_rounds).plan
         simulated = {row.label: row.simulated_us for row in _simulated_rows(step, machine, choice)}
-        grid = _make_ready(overlapped, {**paper_grid(step, machine), CHOICE: choice}, opened)
-        variants = {PLAIN: grid[PLAIN], SEQUENTIAL: _Variant(executable=sequential, is_engaged=True), **grid}
+        plans = {**paper_grid(step, machine), CHOICE: choice}
+        grid = {
+            label: Variant(executable=executable, is_engaged=is_engaged, output_bits=output_bits)
+            for label, (executable, is_engaged) in _make_ready(overlapped, plans, opened).items()
+        }
+        variants = {PLAIN: grid[PLAIN], **forms, **grid}
         labels = list(variants)
         found = measure_interleaved(
             labels, lambda number: overlapped.time_us(variants[labels[number]].executable), num_rounds
         )
-        digests = {label: hashlib.sha256(output_bits(each.executable)).digest() for label, each in variants.items()}
+        digests = {label: hashlib.sha256(each.output_bits(each.executable)).digest() for label, each in variants.items()}
     rows = tuple(
         PaperRow(
             label=row.label,
@@ -197,13 +208,15 @@ def _ranks(values: NDArray[np.float64]) -> NDArray[np.float64]:
     return np.asarray(below + (equal - 1) / 2, np.float64)
 
 
-def _make_ready(overlapped: Replayable, plans: Mapping[str, Plan], opened: ExitStack) -> dict[str, _Variant]:
-    """Every plan on a copy of the graph, by label; `opened` closes what was made ready."""
+def _make_ready(
+    overlapped: Replayable, plans: Mapping[str, Plan], opened: ExitStack
+) -> dict[str, tuple[AbstractExecutable, bool]]:
+    """Every plan on a copy of the graph, by label, and whether all of it is verified; `opened` closes what was made."""
     variants = {}
     for label, plan in plans.items():
         rewritten = rewrite(overlapped.graph, overlapped.read, plan)
         with closing(rewritten.graph):
             executable = opened.enter_context(closing(rewritten.graph.instantiate()))
         is_engaged = all(entry.state == "verified" for entry in rewritten.engagements)
-        variants[label] = _Variant(executable=executable, is_engaged=is_engaged)
+        variants[label] = executable, is_engaged
     return variants
