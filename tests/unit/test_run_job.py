@@ -176,7 +176,8 @@ def test_whatever_ends_the_job_no_process_of_it_is_left(fault: str, tmp_path: Pa
     script = tmp_path / "waits.py"
     script.write_text(
         "import os, signal\n"
-        "print(os.environ['RANK'], os.getpid(), os.getppid(), flush=True)\n"
+        # in one write, so that lines of two ranks stay whole
+        "os.write(1, f\"{os.environ['RANK']} {os.getpid()} {os.getppid()}\\n\".encode())\n"
         "signal.sigwait({signal.SIGUSR1})\n"
     )
     command = [COUNTERPOINT, "run", "--plan", priority_plan(tmp_path), "--", *TORCHRUN, script]
