@@ -36,7 +36,7 @@ class Candidate(Value, frozen=True, kw_only=True):
 def candidate_descriptions(problem: Problem) -> tuple[ScheduleDescription, ...]:
     """The schedules worth a look for an operator."""
     is_reduction = problem.operation in ("matmul_reduce_scatter", "matmul_all_reduce")
-    patterns: tuple[Pattern, ...] = ("one_peer", "ring") if is_reduction else ("one_peer", "all_peers")
+    patterns: tuple[Pattern, ...] = ("one_peer", "all_peers", "ring") if is_reduction else ("one_peer", "all_peers")
     found = []
     for pattern in patterns:
         granularities: tuple[MatmulGranularity, ...] = ("chunk",) if is_reduction else ("chunk", "peer", "rest")
