@@ -128,12 +128,7 @@ def __getattr__(name: str) -> object:
     try:
         return getattr(import_module(_LAZY[name]), name)
     except ModuleNotFoundError as problem:
-        if (problem.name or "").startswith("counterpoint"):
-            raise
-        raise DeviceError(
-            f"counterpoint.{name} needs '{problem.name}', which is not installed. "
-            "Install it: pip install 'counterpoint[cuda]'."
-        ) from problem
+        raise DeviceError.of_missing(f"counterpoint.{name}", problem) from problem
 
 
 def __dir__() -> list[str]:

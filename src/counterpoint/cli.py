@@ -111,12 +111,14 @@ def tune(
     """
     from counterpoint import planner  # noqa: PLC0415  a fast --help
     from counterpoint.job import load_job  # noqa: PLC0415
-    from counterpoint.plan import save_plan  # noqa: PLC0415
+    from counterpoint.plan import check_plan_name, save_plan  # noqa: PLC0415
     from counterpoint.report.summary import summarize_tuning  # noqa: PLC0415
     from counterpoint.sim import Simulator  # noqa: PLC0415
 
     check_outputs(outputs=(output, timeline), inputs=(step, machine))
     _check_timeline(timeline)
+    if output is not None:
+        check_plan_name(output)
     if cli_gpu.names_function(step):
         cli_gpu.tune_function(step, machine, output, json)
     job = load_job(step, machine)

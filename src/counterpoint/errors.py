@@ -40,6 +40,13 @@ class EngagementError(CounterpointError):
 class DeviceError(CounterpointError):
     """There is no GPU to run on, or the driver or a library refuses what is asked of it."""
 
+    @classmethod
+    def of_missing(cls, what: str, problem: ModuleNotFoundError) -> "DeviceError":
+        """For a part that needs a package which is not installed; a module of our own that is missing is raised as it is."""
+        if (problem.name or "").startswith("counterpoint"):
+            raise problem
+        return cls(f"{what} needs '{problem.name}', which is not installed. Install it: pip install torch cuda-bindings.")
+
 
 class SurroundingsError(CounterpointError):
     """A file of surroundings, or a command to check, cannot be read."""

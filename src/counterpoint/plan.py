@@ -186,8 +186,14 @@ def load_plan(path: Path) -> Plan:
     return read_toml(path, Plan, PlanError)
 
 
+def check_plan_name(path: Path) -> None:
+    """Raise `PlanError` for a file whose name says that it holds something else than TOML."""
+    require(path.suffix != ".json", PlanError, f"Plans are TOML; found the name {path.name}. End it with .toml.")
+
+
 def save_plan(plan: Plan, path: Path) -> None:
-    """Write a plan as TOML. Raises `PlanError` if the file cannot be written."""
+    """Write a plan as TOML. Raises `PlanError` if the file cannot be written, or its name says that it is JSON."""
+    check_plan_name(path)
     try:
         write_whole(path, write_toml(plan).encode())
     except OSError as problem:

@@ -122,6 +122,16 @@ def test_a_plan_replaces_an_older_one_and_leaves_no_other_file(tmp_path: Path) -
     assert [path.name for path in tmp_path.iterdir()] == ["plan.toml"]
 
 
+@pytest.mark.parametrize("arguments", [("tune", "cb_ar_opt2"), ("run", "--tune")])
+def test_a_plan_whose_name_says_json_is_refused_before_any_work(arguments: tuple[str, ...], tmp_path: Path) -> None:
+    wanted = tmp_path / "plan.json"
+    command = ("--", "touch", str(tmp_path / "worked")) if "run" in arguments else ()
+    done = counterpoint(*arguments, "-o", str(wanted), *command)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "counterpoint: Plans are TOML; found the name plan.json. End it with .toml.\n"
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize("name", ["lanes.json", "lanes.json.gz"])
 def test_timelines_before_and_after_are_a_chrome_trace(name: str, tmp_path: Path) -> None:
     assert counterpoint("tune", "cb_ar_opt1", "--timeline", name, cwd=tmp_path).returncode == 0

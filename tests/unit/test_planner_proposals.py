@@ -222,3 +222,14 @@ def test_a_saved_plan_says_and_does_the_same_as_the_plan(workload: str, machine_
 def test_the_same_step_gives_the_same_plan() -> None:
     described = load_workload("cb_ar_opt2")
     assert tune(described, H200, Simulator()) == tune(described, H200, Simulator())
+
+
+@pytest.mark.parametrize(("workload", "machine"), [("mb_ar_opt1", "mi300x"), ("cb_ar_opt1", "mi250x")])
+def test_where_a_turned_race_brings_on_the_next_all_of_them_get_a_head_start(workload: str, machine: str) -> None:
+    """On these, priority is ignored, and a head start for the first race alone gains nothing."""
+    tuning = tune(load_workload(workload), load_machine(machine), Simulator())
+    alone = {trial.label: trial.makespan_us for trial in tuning.trials if trial.families == ("head_start",)}
+    without = tuning.trials[0].makespan_us
+    assert alone["head start 5 us"] > 0.99 * without
+    assert alone["head start 5 us in every race"] < 0.96 * without
+    assert any(part.match.kind == "computation" for part in tuning.plan.directives)

@@ -221,6 +221,6 @@ def _torch_access() -> GraphAccess:
     except ImportError as problem:
         raise DeviceError(
             f"'{problem.name}' is needed to reach captured graphs and cannot be imported. "
-            "Install it: pip install 'counterpoint[cuda]'."
+            "Install it: pip install torch cuda-bindings."
         ) from problem
     return torch_access()

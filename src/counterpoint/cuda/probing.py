@@ -112,7 +112,7 @@ def probe() -> Probed:
         query = import_module("counterpoint.cuda.device_query")
     except ImportError as problem:
         raise DeviceError(
-            "'cuda-bindings' is needed to probe GPUs and is not installed. Install it: pip install 'counterpoint[cuda]'."
+            "'cuda-bindings' is needed to probe GPUs and is not installed. Install it: pip install torch cuda-bindings."
         ) from problem
     queried = query.query_devices()
     shipped = shipped_machine(queried[0])

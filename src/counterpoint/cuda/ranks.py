@@ -26,7 +26,7 @@ def join_ranks() -> int:
             import_module(module)
         except ImportError as problem:
             raise DeviceError(
-                f"'{package}' is needed to run on GPUs and is not installed. Install it: pip install 'counterpoint[cuda]'."
+                f"'{package}' is needed to run on GPUs and is not installed. Install it: pip install torch cuda-bindings."
             ) from problem
     found = version("torch")
     if tuple(int(part) for part in found.split("+")[0].split(".")[:2]) < OLDEST_TORCH:

@@ -57,7 +57,7 @@ def propose(step: Step, machine: Machine, contention: Sequence[Contention]) -> P
     refusals: list[Refusal] = []
     for part in (
         _priority(machine.gpu, contention),
-        _head_starts(contention),
+        _head_starts(step, contention),
         _caps(step, machine.gpu, contention),
         _communication_ctas(step, machine.gpu, contention),
         _transports(step),
@@ -111,19 +111,22 @@ def _priority(gpu: Gpu, contention: Sequence[Contention]) -> Proposal:
     return _proposal([_one("priority", "priority", match, (Priority(priority=gpu.greatest_priority),), reason)])
 
 
-def _head_starts(contention: Sequence[Contention]) -> Proposal:
+def _head_starts(step: Step, contention: Sequence[Contention]) -> Proposal:
+    """For the races that are lost now; and for all there can be, because one that is turned brings on the next."""
     racers = tuple(sorted({racer for entry in contention for racer in entry.racers}))
     if not racers:
         reason = "no kernel becomes ready together with a collective and is placed before it"
         return _refusal("head_start", "all kernels", reason)
-    return _proposal(_head_starts_of(racers))
+    everyone = tuple(sorted({*racers, *find_rivals(step)}))
+    more = _head_starts_of(everyone, " in every race") if len(everyone) > len(racers) else ()
+    return _proposal((*_head_starts_of(racers), *more))
 
 
-def _head_starts_of(kernels: tuple[int, ...]) -> Iterator[Candidate]:
+def _head_starts_of(kernels: tuple[int, ...], where: str = "") -> Iterator[Candidate]:
     for hold_us in HOLDS_US:
         yield _one(
             "head_start",
-            f"head start {hold_us:g} us",
+            f"head start {hold_us:g} us{where}",
             Match(kind="computation", operations=kernels),
             (HeadStart(hold_us=hold_us),),
             "ready together with a collective, it takes the SMs first; held back that long, it lets the collective in",

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import TYPE_CHECKING, overload
 
-from counterpoint.errors import PlanError
+from counterpoint.errors import DeviceError, PlanError
 from counterpoint.executor import AbstractExecutor
 from counterpoint.machine import Machine
 from counterpoint.planner.search import Trial, Tuning
@@ -37,8 +37,10 @@ def tune(
     together. Raises `PlanError` where a step comes without a machine or an executor, and what `planner.on_gpu` raises.
     """
     if not isinstance(step, Step):
-        from counterpoint.planner.on_gpu import tune_step_function  # noqa: PLC0415  needs torch
-
+        try:
+            from counterpoint.planner.on_gpu import tune_step_function  # noqa: PLC0415  needs torch
+        except ModuleNotFoundError as problem:
+            raise DeviceError.of_missing("Tuning a function", problem) from problem
         return tune_step_function(step, machine)
     if machine is None or executor is None:
         raise PlanError("A described step needs a machine and an executor: tune(step, load_machine('h200'), Simulator()).")

@@ -121,10 +121,11 @@ def simulate_paper(step: Step, machine: Machine) -> PaperResult:
 
 def _simulated_rows(step: Step, machine: Machine, choice: Plan) -> tuple[PaperRow, ...]:
     simulator = Simulator()
-    plans = {**paper_grid(step, machine), CHOICE: choice}
+    plans = paper_grid(step, machine)
     kinds = {operation.collective for operation in step.operations if isinstance(operation, Collective)}
     if kinds <= set(COPY_ENGINE_COLLECTIVES):
         plans[COPY_ENGINES] = _plan([(Match(kind="communication"), Transport(transport="copy_engine"))])
+    plans[CHOICE] = choice
     rows = [PaperRow(label=SEQUENTIAL, simulated_us=sequential_us(step, simulator.lone_times_us(step, machine)))]
     for label, plan in plans.items():
         rows.append(PaperRow(label=label, simulated_us=measure(simulator.run(step, machine, plan)).makespan_us))
