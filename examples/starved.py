@@ -18,6 +18,8 @@ import time
 import torch
 import torch.distributed as dist
 
+STEPS_PER_LINE = 10
+
 
 def parse() -> argparse.Namespace:
     """Sizes are meant to let a layer's buckets take as long as one of its matmuls on H200s; that has not been measured."""
@@ -28,7 +30,12 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--width", type=int, default=8192, help="rows and columns of a weight")
     parser.add_argument("--tokens", type=int, default=2048, help="rows of a batch")
     parser.add_argument("--buckets", type=int, default=16, help="all-reduces per layer")
-    return parser.parse_args()
+    options = parser.parse_args()
+    if options.steps < STEPS_PER_LINE:
+        parser.error(f"--steps is {STEPS_PER_LINE} or more, since times are of so many; found {options.steps}")
+    if options.device == "cuda" and (options.width % 512 or options.tokens % 512):
+        parser.error(f"the GPU's matmul takes multiples of 512; found --width {options.width} --tokens {options.tokens}")
+    return options
 
 
 def make_matmul(device: str):
@@ -107,10 +114,10 @@ def main() -> None:
     for step in range(1, options.steps + 1):
         train_step(layers, matmul)
         optimizer.step()
-        if step % 10 == 0:
+        if step % STEPS_PER_LINE == 0:
             loss = torch.stack([layer.error.float().square().mean() for layer in layers]).sum().item()
             now = time.perf_counter()
-            times_ms.append((now - start) * 100)
+            times_ms.append((now - start) * 1000 / STEPS_PER_LINE)
             start = now
             if rank == 0:
                 print(f"step {step}  loss {loss!r}  {times_ms[-1]:.3f} ms per step", flush=True)

@@ -93,6 +93,8 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=4096)
     parser.add_argument("--tokens", type=int, default=4096)
     options = parser.parse_args()
+    if options.steps < LOSS_STEP:
+        parser.error(f"--steps is {LOSS_STEP} or more, since the loss after so many is printed; found {options.steps}")
     rank, on_gpu = int(os.environ["RANK"]), options.device == "cuda"
     if on_gpu:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))

@@ -48,13 +48,15 @@ def run(
     """
     from counterpoint.launch_filter.run import RunRequest, run_job  # noqa: PLC0415  a fast --help
     from counterpoint.launch_filter.settings import LiveSettings  # noqa: PLC0415
-    from counterpoint.plan import LEAVE_IT, load_plan  # noqa: PLC0415
+    from counterpoint.plan import LEAVE_IT, check_plan_name, load_plan  # noqa: PLC0415
 
     if output is not None and not tune:
         raise CounterpointError(f"'{output}' is for the plan that --tune finds. Add --tune, or leave out -o.")
     if step is not None and plan is None:
         raise CounterpointError(f"'{step}' says what the operation numbers of a plan mean. Add --plan, or leave out --step.")
     check_outputs((output,), (plan, step))
+    if output is not None:
+        check_plan_name(output)
     LiveSettings(is_tuning=tune, budget_steps=budget, guard_every_steps=guard)  # refused before anything starts
     request = RunRequest(
         command=tuple(command),
@@ -80,19 +82,13 @@ def _load_step(source: str) -> "Step":
 
 def _report(outcome: "RunOutcome", has_plan: bool, output: Path | None) -> str:
     """Print what came of it and save the plan; why `strict` would not be content, or nothing."""
-    from counterpoint.plan import save_plan  # noqa: PLC0415
     from counterpoint.report.run import new_error_console, print_line, print_measured, print_outcome  # noqa: PLC0415
 
     console = new_error_console()
     print_outcome(console, outcome)
     print_measured(console, outcome)
     if output is not None:
-        found = outcome.record.plan if outcome.record is not None else None
-        if found is not None:
-            save_plan(found, output)
-            print_line(console, f"plan saved to {output}")
-        else:
-            print_line(console, f"no plan was found, so none was saved to {output}")
+        print_line(console, _save(outcome, output))
     if not outcome.is_filtered:
         if has_plan:
             print_line(console, "the plan leaves everything as it is, so the command ran without the filter")
@@ -101,5 +97,23 @@ def _report(outcome: "RunOutcome", has_plan: bool, output: Path | None) -> str:
         return "strict: no process loaded the filter, so no control took effect."
     entry = outcome.first_unproven()
     if entry is None:
-        return ""
+        return f"strict: {outcome.why_stopped}." if outcome.why_stopped else ""
     return f"strict: {entry.control} on '{entry.target[:60]}' is {entry.state}: {entry.reason or 'no reason given'}."
+
+
+def _save(outcome: "RunOutcome", output: Path) -> str:
+    """Save the plan found, and what to say of it. Raises `PlanError` where it cannot, unless the job had failed already."""
+    from counterpoint.plan import save_plan  # noqa: PLC0415
+
+    found = outcome.record.plan if outcome.record is not None else None
+    if found is None:
+        elsewhere = bool(outcome.processes) and not outcome.has_rank_0
+        reason = "rank 0, which has the plan, did not run here" if elsewhere else "no plan was found"
+        return f"{reason}, so none was saved to {output}"
+    try:
+        save_plan(found, output)
+    except CounterpointError as problem:
+        if outcome.ended.exit_status == 0:
+            raise
+        return str(problem)  # the job's own exit status counts more
+    return f"plan saved to {output}"

@@ -12,6 +12,7 @@ import msgspec
 
 from counterpoint.cuda.running_job import AbstractExchange, AbstractStepClock, JobGpu
 from counterpoint.launch_filter.control_block import FilterRule, FilterState, RuleCounters, SeenFunction
+from counterpoint.launch_filter.live_messages import Decision
 from counterpoint.launch_filter.live_tuning import LiveJob, LiveTuner
 from counterpoint.launch_filter.settings import LiveRecord, LiveSettings, TableTotals
 
@@ -148,7 +149,15 @@ class FakeExchange(AbstractExchange):
 class FakeRank:
     """One rank with its tuner, and all that it said, recorded and had in force."""
 
-    def __init__(self, exchange: FakeExchange, functions: Sequence[SeenFunction], settings: LiveSettings, lag: int) -> None:
+    def __init__(
+        self,
+        exchange: FakeExchange,
+        functions: Sequence[SeenFunction],
+        settings: LiveSettings,
+        *,
+        lag: int,
+        earlier: Decision | None,
+    ) -> None:
         self.rank = exchange.rank
         self.table = FakeTable(functions, settings.rules)
         self.clock = FakeClock(lag)
@@ -166,7 +175,7 @@ class FakeRank:
             record=self.records.append,
             keep=self.totals.append,
         )
-        self.tuner = LiveTuner(job, settings)
+        self.tuner = LiveTuner(job, settings, earlier)
 
     def run_step(self, step_time: StepTime) -> None:
         """One step of the job: launches under the table in force, time, and the boundary."""
@@ -189,9 +198,11 @@ class FakeJob:
         lag: int = 2,
         most_ahead: int = 2,
         seed: int = 0,
+        earlier: Decision | None = None,
     ) -> None:
         shared: dict[str, str] = {}
-        self.ranks = [FakeRank(FakeExchange(shared, rank, num_ranks), functions, settings, lag) for rank in range(num_ranks)]
+        exchanges = [FakeExchange(shared, rank, num_ranks) for rank in range(num_ranks)]
+        self.ranks = [FakeRank(exchange, functions, settings, lag=lag, earlier=earlier) for exchange in exchanges]
         self._random = random.Random(seed)
         self._most_ahead = most_ahead
 

@@ -1,5 +1,7 @@
 """What is tried on a running job, and what rank 0 makes of times: from kernels seen to directives with their reasons."""
 
+import random
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -9,12 +11,14 @@ from counterpoint.cuda.running_job import JobGpu
 from counterpoint.cuda.timing import Measurement
 from counterpoint.launch_filter.control_block import rules_of
 from counterpoint.launch_filter.layout import MAX_RULES
-from counterpoint.launch_filter.live_candidates import LiveProposal, propose_live
-from counterpoint.launch_filter.live_decisions import Reference, look_at
+from counterpoint.launch_filter.live_candidates import LiveCandidate, LiveProposal, propose_live
+from counterpoint.launch_filter.live_decisions import Reference, decide, look_at
+from counterpoint.launch_filter.live_messages import RaceResult
 from counterpoint.launch_filter.live_rounds import (
     LEAST_ROUNDS,
     NUM_FINALISTS,
     TURN_STEPS,
+    best,
     judge,
     lay_out,
     num_final_rounds,
@@ -22,7 +26,7 @@ from counterpoint.launch_filter.live_rounds import (
 )
 from counterpoint.machine import load_machine
 from counterpoint.occupancy import residency
-from counterpoint.plan import HeadStart, Plan, Priority, ResidencyCap
+from counterpoint.plan import Directive, HeadStart, Match, Plan, Priority, Refusal, ResidencyCap
 from counterpoint.step import Footprint
 from helpers.live_job_double import GPU, NCCL, nccl, seen
 
@@ -145,6 +149,58 @@ def test_each_turn_takes_what_the_slowest_rank_took_and_gaps_drop_the_round(
 def test_too_few_rounds_are_no_judgement() -> None:
     assert judge(["a", "b"], [((1.0, 2.0),) * 3], least_rounds=4) is None
     assert judge(["a", "b"], [((1.0, 2.0),) * 4], least_rounds=4) is not None
+
+
+@pytest.mark.parametrize("num_rounds", [4, 6, 10, 15])
+def test_noise_alone_seldom_wins_a_final_of_two_however_few_its_rounds(num_rounds: int) -> None:
+    noise, gains, num_finals = random.Random(7), 0, 800
+    for _ in range(num_finals):
+        times = tuple(tuple(noise.gauss(1000, 20) for _ in range(3)) for _ in range(num_rounds))
+        measurements = judge(["as it is", "a", "b"], [times], LEAST_ROUNDS)
+        assert measurements is not None
+        gains += bool(best(measurements))
+    assert gains <= 0.07 * num_finals
+
+
+def test_a_gain_beyond_the_spread_of_few_rounds_may_still_be_noise() -> None:
+    def won(num_rounds: int, ratio: float) -> bool:
+        return bool(best([replace(each, num_rounds=num_rounds) for each in measured(ratio, spread=0.02)]))
+
+    assert won(15, 0.975)
+    assert not won(4, 0.975)
+    assert won(4, 0.96)
+
+
+def decided(refusals: list[Refusal], *times: tuple[float, float], engaged: bool = True) -> Plan:
+    """What rank 0 makes of rounds of one candidate, a priority."""
+    directive = Directive(match=Match(kind="communication"), controls=(Priority(priority=-5),), reason="test")
+    candidate = LiveCandidate(label="priority", directives=(directive,), rules=rules_of(Plan(directives=(directive,))))
+    control = ("priority", "communication kernels")
+    refused_there = Refusal(control=control[0], target=control[1], reason="not here")
+    result = RaceResult(times=times, engaged=(control,) * engaged, unengaged=(refused_there,) * (not engaged))
+    return decide([candidate] if times else [], [result], refusals, GPU).plan
+
+
+def test_a_summary_is_short_and_leaves_many_refusals_to_the_plan() -> None:
+    refusals = [Refusal(control="residency_cap", target=f"k{number}", reason=f"reason {number}") for number in range(9)]
+    assert decided(refusals).summary == "nothing to try (9 refusals)"
+    assert decided(refusals).refusals == tuple(refusals)
+    assert decided(refusals[:1]).summary == "nothing to try: reason 0"
+
+
+def test_a_gain_without_any_control_in_effect_is_not_called_noise() -> None:
+    gain = [(1000.0, 800.0)] * 6
+    assert decided([], *gain).verdict == "GAIN"
+    plan = decided([], *gain, engaged=False)
+    assert plan.verdict == "NO_GAIN"
+    assert "20.0 % faster, but none of its controls took effect" in plan.summary
+
+
+def test_a_gain_too_small_for_its_rounds_says_what_was_needed() -> None:
+    plan = decided([], (1000, 990), (1000, 960), (1000, 1010), (1000, 985))
+    assert plan.verdict == "NO_GAIN"
+    assert "1.2 % faster" in plan.summary
+    assert "needed to tell it from noise" in plan.summary
 
 
 def measured(ratio: float, spread: float = 0.01, median_us: float = 1000.0) -> tuple[Measurement, Measurement]:

@@ -101,6 +101,12 @@ def test_a_rank_without_a_gpu_says_so_in_one_line_and_goes_on(tmp_path: Path) ->
     assert "launched nothing on a GPU" in ended.stderr
 
 
+def test_a_rank_whose_standard_error_is_closed_goes_on(tmp_path: Path) -> None:
+    write_settings(tmp_path, LiveSettings(is_tuning=True))
+    ended = python(f"import sys\nsys.stderr.close()\n{STEP}", tmp_path, RANK="0")
+    assert (ended.returncode, ended.stdout) == (0, "done\n")
+
+
 @pytest.mark.parametrize("broken", ["import os\nraise ImportError('no counterpoint here')\n", "raise RuntimeError('odd')\n"])
 def test_a_python_that_cannot_import_us_says_so_in_one_line_and_goes_on(tmp_path: Path, broken: str) -> None:
     package = tmp_path / "other" / "counterpoint"

@@ -1,6 +1,7 @@
 """`counterpoint run` around real torchrun jobs on CPUs, with the real filter and a double of the driver."""
 
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -100,7 +101,7 @@ def test_tuning_finds_steps_by_itself_or_by_hand_and_saves_a_plan_that_runs_agai
     ended = run("--tune", "--budget", "120", "-o", found, "--", *TORCHRUN, JOB, driver, "--steps", "150", *hand)
     assert ended.returncode == 0, ended.stderr
     assert sum("within 120 steps" in line for line in own_lines(ended)) == 1, ended.stderr
-    assert any("GAIN after" in line for line in own_lines(ended)), ended.stderr
+    assert sum("GAIN after" in line for line in own_lines(ended)) == 1, ended.stderr
     plan = load_plan(found)
     assert plan.verdict == "GAIN"
     assert plan.expectation is not None
@@ -111,12 +112,57 @@ def test_tuning_finds_steps_by_itself_or_by_hand_and_saves_a_plan_that_runs_agai
     assert again.stdout.endswith("at 4000 us\n")
 
 
+def test_a_plan_that_cannot_be_saved_at_the_end_does_not_hide_the_jobs_own_exit_status(driver: Path, tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    job = shlex.join(map(str, (*TORCHRUN, JOB, driver, "--steps", "120")))
+    found = tmp_path / "folder" / "found.toml"
+    command = ["sh", "-c", f"{job}; rmdir {found.parent}; exit 5"]
+    ended = run("--tune", "--budget", "100", "-o", found, "--", *command)
+    assert ended.returncode == 5, ended.stderr
+    assert "Cannot write the plan" in own_lines(ended)[-1]
+
+
+def lone_job(driver: Path, folder: Path) -> Path:
+    """A job of one process without a process group; it prints the priority that the driver got in each step."""
+    script = folder / "alone.py"
+    script.write_text(
+        f"import sys, torch\nsys.path.insert(0, {str(JOB.parent)!r})\nimport launches\n"
+        f"driver, clock, found = launches.Driver({str(driver)!r}), launches.StepClock(), []\nlaunches.stand_in(clock)\n"
+        "optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))])\n"
+        "for _ in range(int(sys.argv[1])):\n    found.append(driver.step())\n"
+        "    clock.now_us += 800 if found[-1] < 0 else 1000\n    optimizer.step()\nprint(found)\n"
+    )
+    return script
+
+
+def test_a_job_that_is_started_again_keeps_the_plan_found_before(driver: Path, tmp_path: Path) -> None:
+    script, found = lone_job(driver, tmp_path), tmp_path / "found.toml"
+    job = shlex.join([sys.executable, str(script)])
+    command = ["sh", "-c", f"{job} 120 && {job} 20"]  # as a launcher does, which starts a failed job once more
+    ended = run("--tune", "--strict", "--budget", "100", "-o", found, "--", *command, RANK="0")
+    assert ended.returncode == 3, ended.stderr
+    assert load_plan(found).verdict == "GAIN"
+    assert any("ended after 20 steps" in line and "decided before is kept" in line for line in own_lines(ended))
+    assert "it was not in force in this process" in own_lines(ended)[-1]
+    assert "no launch matched" not in ended.stderr
+
+
+def test_ranks_that_cannot_agree_leave_the_job_as_it_was_and_fail_strict(driver: Path, tmp_path: Path) -> None:
+    arguments = ("--strict", "--plan", priority_plan(tmp_path), "--", sys.executable, lone_job(driver, tmp_path), "5")
+    ended = run(*arguments, RANK="0", WORLD_SIZE="2")
+    assert (ended.returncode, ended.stdout) == (3, "[-5, 0, 0, 0, 0]\n"), ended.stderr
+    row = next(line for line in ended.stderr.splitlines() if line.startswith("priority"))
+    assert "1 of 1" in row, "what was changed before is not forgotten"
+    assert "strict: rank 0 neither tunes nor guards" in own_lines(ended)[-1]
+
+
 def test_several_optimizers_make_one_step(driver: Path, tmp_path: Path) -> None:
     """Two optimizers step in each of 80 steps: a budget of 120 would be used up if each of their calls counted."""
     ended = run("--tune", "--budget", "120", "--", *TORCHRUN, JOB, driver, "--steps", "80")
     assert ended.returncode == 0
     assert not any("GAIN after" in line for line in own_lines(ended)), ended.stderr
-    assert any("the job ended while live tuning was" in line for line in own_lines(ended)), ended.stderr
+    told = next(line for line in own_lines(ended) if "ended after 80 steps while live tuning was" in line)
+    assert "until step 120" in told
 
 
 def test_the_guard_leaves_proof_of_the_plan_that_it_lifted_for_a_while(driver: Path, tmp_path: Path) -> None:

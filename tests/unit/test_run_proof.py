@@ -14,10 +14,10 @@ from counterpoint.launch_filter.control_block import FilterRule, FilterState, Ru
 from counterpoint.launch_filter.job_environment import IN_JOB, job_environment, plan_variables, variable_remarks
 from counterpoint.launch_filter.proof import Applied, ProcessProof, count_table, prove_process, prove_rule
 from counterpoint.launch_filter.run import RunOutcome
-from counterpoint.launch_filter.settings import TableTotals, add_counters
+from counterpoint.launch_filter.settings import LiveRecord, TableTotals, add_counters
 from counterpoint.launch_filter.supervise import Ended
 from counterpoint.plan import CommunicationCtas, Control, Directive, Match, Plan, Transport
-from counterpoint.report.run import print_outcome
+from counterpoint.report.run import print_measured, print_outcome
 from helpers.live_job_double import NCCL, nccl, seen
 
 CAP = FilterRule(pattern="long*", dynamic_shared_bytes=115_840, ctas_per_sm=1, carveout_percent=100)
@@ -169,11 +169,20 @@ def test_two_limits_in_one_plan_are_refused_and_one_for_some_collectives_is_rema
     assert variable_remarks(plan_of(CommunicationCtas(max_ctas=8))) == []
 
 
-def printed(*processes: ProcessProof) -> str:
+def outcome_of(*processes: ProcessProof, record: LiveRecord | None = None, is_tuned: bool = False) -> RunOutcome:
+    return RunOutcome(ended=Ended(exit_status=0), is_filtered=True, is_tuned=is_tuned, processes=processes, record=record)
+
+
+def printed(*processes: ProcessProof, width: int = 200) -> str:
     output = io.StringIO()
-    print_outcome(
-        Console(file=output, width=200), RunOutcome(ended=Ended(exit_status=0), is_filtered=True, processes=processes)
-    )
+    print_outcome(Console(file=output, width=width), outcome_of(*processes))
+    return output.getvalue()
+
+
+def told(record: LiveRecord | None, rank: int = 0, is_tuned: bool = True) -> str:
+    """What the end of a job says of its tuning."""
+    output = io.StringIO()
+    print_measured(Console(file=output, width=200), outcome_of(proof(rank, 10), record=record, is_tuned=is_tuned))
     return output.getvalue()
 
 
@@ -193,3 +202,53 @@ def test_equal_lines_of_ranks_are_one_with_ranges() -> None:
 
 def test_a_job_that_loaded_no_filter_is_said_in_one_line() -> None:
     assert printed().count("\n") == 1
+
+
+def test_long_reasons_stand_below_the_table_in_whole_words_and_once_for_all_kernels() -> None:
+    reason = "no launch matched; the plan may be for another step"
+    entries = [
+        Engagement(control="residency_cap", target=f"kernel{number}", state="failed", asked="cap of 1", reason=reason)
+        for number in range(3)
+    ]
+    applied = tuple(Applied(engagement=entry, num_matched=0, num_applied=0) for entry in entries)
+    text = printed(ProcessProof(pid=1, rank=0, num_launches=10, applied=applied), width=80)
+    assert " ".join(text.split()).count(f"residency_cap on kernel0 and 2 others failed: {reason}") == 1
+    assert max(map(len, text.splitlines())) <= 80
+
+
+FOUND = Plan(verdict="GAIN", summary="priority: 1 ms to 800 us")
+
+
+def test_a_job_that_ended_too_early_is_told_the_steps_it_had_and_those_it_needed() -> None:
+    record = LiveRecord(stage="trying candidates", num_steps=57, num_steps_needed=200, notes=("tuning on live steps",))
+    text = told(record)
+    assert "ended after 57 steps while live tuning was trying candidates" in text
+    assert "until step 200 (--budget); no plan was decided" in text
+    assert text.count("\n") == 1, "what was said while the job ran is not said again"
+    again = told(LiveRecord(stage="warming up", num_steps=700, num_steps_needed=800, plan=FOUND))
+    assert "the plan decided before is kept" in again
+    assert FOUND.summary in again
+
+
+def test_the_decision_is_the_plan_at_the_end_and_not_the_line_of_the_run_again() -> None:
+    text = told(LiveRecord(stage="decided", num_steps=190, plan=FOUND, notes=("GAIN after 190 of 200 steps",)))
+    assert text.count(FOUND.summary) == 1
+    assert "190" not in text
+
+
+@pytest.mark.parametrize("stage", ["reverted", "stopped"])
+def test_a_plan_that_is_no_longer_in_force_is_said_to_be_none(stage: str) -> None:
+    assert "the job runs as it was" in told(LiveRecord(stage=stage, notes=("the job runs as it was",)), is_tuned=False)  # type: ignore[arg-type]
+
+
+def test_a_job_without_steps_is_told_what_a_step_is_where_rank_0_ran() -> None:
+    assert "counterpoint.step()" in told(None)
+    assert "counterpoint.step()" in told(None, rank=-1)
+    assert told(None, rank=8) == ""
+    assert told(None, is_tuned=False) == ""
+
+
+def test_strict_is_not_content_where_the_agent_had_to_stop() -> None:
+    record = LiveRecord(stage="stopped", notes=("rank 0 neither tunes nor guards (why)",))
+    assert "(why)" in outcome_of(proof(0, 10), record=record).why_stopped
+    assert not outcome_of(proof(0, 10), record=LiveRecord(stage="reverted", notes=("slower",))).why_stopped

@@ -9,13 +9,25 @@ runs as it was. Needs torch only once a step has ended, when the job has loaded 
 import os
 import sys
 import weakref
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
+from msgspec.structs import replace
+
 from counterpoint.errors import LaunchFilterError
 from counterpoint.launch_filter.control_block import ControlBlock
+from counterpoint.launch_filter.live_messages import Decision
 from counterpoint.launch_filter.live_tuning import LiveJob, LiveTuner
-from counterpoint.launch_filter.settings import DIRECTORY_VARIABLE, read_settings, write_record, write_totals
+from counterpoint.launch_filter.settings import (
+    DIRECTORY_VARIABLE,
+    LiveRecord,
+    TableTotals,
+    read_record,
+    read_settings,
+    write_record,
+    write_totals,
+)
 
 
 class JobAgent:
@@ -77,24 +89,46 @@ class JobAgent:
             record=lambda record: write_record(self._directory, record),
             keep=lambda totals: write_totals(self._directory, totals),
         )
-        return LiveTuner(job, read_settings(self._directory))
+        return LiveTuner(job, read_settings(self._directory), self._earlier())
+
+    def _earlier(self) -> Decision | None:
+        """What was decided before a launcher such as torchrun started the job's processes again."""
+        record = read_record(self._directory)
+        if record is None or record.plan is None:
+            return None
+        return Decision(plan=record.plan, rules=record.rules, measurements=record.measurements)
 
     def _retire(self, problem: Exception) -> None:
         self._is_retired = True
         outcome = "the job runs as it was"
         try:
-            if self._block is not None:
-                self._block.swap(())
+            self._empty_table()
         except Exception:
             outcome = "the filter's table could not be emptied and stays in force"
         name = "" if isinstance(problem, LaunchFilterError) else f"{type(problem).__name__}: "
         reason = (str(problem).strip() or "no reason given").split("\n")[0][:200].rstrip(".")
-        _say(f"rank {os.environ.get('RANK', '0')} takes no part in live tuning ({name}{reason}); {outcome}")
+        rank = os.environ.get("RANK", "0")
+        line = f"rank {rank} neither tunes nor guards ({name}{reason}); {outcome}"
+        _say(line)
+        if rank == "0":
+            with suppress(Exception):  # a full disk, perhaps the very reason
+                record = read_record(self._directory) or LiveRecord(stage="stopped")
+                write_record(self._directory, replace(record, stage="stopped", notes=(line,)))
+
+    def _empty_table(self) -> None:
+        """Revert, and keep what was counted for the plan, so that the proof at the end does not say that nothing was."""
+        if self._tuner is not None:
+            self._tuner.revert()
+        elif self._block is not None:
+            state = self._block.state()
+            write_totals(self._directory, TableTotals(rules=state.rules, counters=state.counters))
+            self._block.swap(())
 
 
 def _say(line: str) -> None:
-    """One line among the job's own on standard error."""
-    print(f"counterpoint: {line}", file=sys.stderr, flush=True)
+    """One line among the job's own on standard error; nobody reads it where that is closed, and the job goes on."""
+    with suppress(OSError, ValueError):
+        print(f"counterpoint: {line}", file=sys.stderr, flush=True)
 
 
 @cache

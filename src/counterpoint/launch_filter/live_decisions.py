@@ -20,15 +20,16 @@ from counterpoint.launch_filter.live_messages import (
     keep_engaged,
     without_effect,
 )
-from counterpoint.launch_filter.live_rounds import LEAST_ROUNDS, NUM_FINALISTS, best, judge, lay_out
+from counterpoint.launch_filter.live_rounds import LEAST_ROUNDS, NUM_FINALISTS, best, judge, lay_out, needed_gain
 from counterpoint.launch_filter.settings import LiveSettings
 from counterpoint.machine import machine_for_device
 from counterpoint.plan import Directive, Expectation, Plan, Refusal, control_tag
-from counterpoint.units import format_percent, format_us
+from counterpoint.units import format_count, format_percent, format_us
 from counterpoint.value import Value
 
 AS_IT_IS = "as it is"
 GIVEN = "the plan given"
+TOO_FEW_ROUNDS = "too few rounds could be timed on all ranks to tell a gain from noise; leave it as it is"
 GUARD_TOLERANCE = 0.01  # of the job's time as it is; an assumption, as for captured steps
 SLOWER_STEP = 0.10  # a step this much slower than when the plan was found is another step
 CHANGED_SHARE = 0.10  # so is one of whose launches this share is of other kernels or grids
@@ -77,11 +78,9 @@ def decide(
     machine = machine_for_device(gpu.name) if gpu else None
     name = machine.name if machine else ""
     if measurements is None:
-        reasons = "; ".join(sorted({refusal.reason for refusal in refusals}))
-        few = "too few rounds could be timed on all ranks to tell a gain from noise; leave it as it is"
-        summary = f"nothing to try: {reasons}" if reasons and not candidates else few
+        summary = TOO_FEW_ROUNDS if candidates else _nothing_to_try(refusals)
         return Decision(plan=Plan(machine=name, summary=summary, refusals=tuple(refusals)))
-    number = best(measurements)
+    fastest = number = best(measurements)
     dropped = without_effect(tuple(results))
     chosen = candidates[number - 1].directives if number else ()
     kept = keep_engaged(chosen, {place: targets_of(each) for place, each in enumerate(chosen)}, dropped)
@@ -92,7 +91,7 @@ def decide(
         step_name="live steps",
         machine=name,
         verdict="GAIN" if number else "NO_GAIN",
-        summary=_summary(measurements, number),
+        summary=_summary(measurements, fastest, is_kept=bool(number)),
         expectation=Expectation(
             origin="measured", baseline_us=measurements[0].median_us, planned_us=measurements[number].median_us
         ),
@@ -115,19 +114,27 @@ def _as_refusals(kept: Sequence[Directive], dropped: Iterable[Refusal]) -> tuple
     return tuple(refusal for refusal in dropped if (refusal.control, refusal.target) not in in_plan)
 
 
-def _summary(measurements: Sequence[Measurement], chosen: int) -> str:
-    number = chosen or min(range(len(measurements)), key=lambda candidate: measurements[candidate].ratio)
+def _nothing_to_try(refusals: Sequence[Refusal]) -> str:
+    """One reason is said; more than one are listed in the plan."""
+    if len(refusals) == 1:
+        return f"nothing to try: {refusals[0].reason}"
+    return f"nothing to try ({format_count(len(refusals), 'refusal')})"
+
+
+def _summary(measurements: Sequence[Measurement], fastest: int, *, is_kept: bool) -> str:
+    """In one line; `fastest` is 0 where no candidate was faster by what is needed."""
+    number = fastest or min(range(len(measurements)), key=lambda candidate: measurements[candidate].ratio)
     without, found = measurements[0], measurements[number]
-    change = format_percent(1 - found.ratio)
-    if chosen:
+    change, spread = format_percent(1 - found.ratio), format_percent(found.spread)
+    if is_kept:
         times = f"{format_us(without.median_us)} to {format_us(found.median_us)}"
-        return f"{found.label}: {times}, {change} less, spread {format_percent(found.spread)}"
+        return f"{found.label}: {times}, {change} less, spread {spread}"
+    if fastest:
+        return f"{found.label} was {change} faster, but none of its controls took effect; leave it as it is"
     if not number:
         return "no candidate was faster; leave it as it is"
-    return (
-        f"the best candidate ({found.label}) was {change} faster, spread {format_percent(found.spread)}; that is noise, "
-        "leave it as it is"
-    )
+    needed = f"{format_percent(needed_gain(found))} needed to tell it from noise"
+    return f"the best candidate ({found.label}) was only {change} faster, {needed}; leave it as it is"
 
 
 def look_at(

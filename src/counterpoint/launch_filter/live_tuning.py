@@ -40,7 +40,14 @@ from counterpoint.launch_filter.live_messages import (
 )
 from counterpoint.launch_filter.live_rounds import AGREEING_STEPS, HEAT_ROUNDS, TURN_STEPS, judge, lay_out, num_final_rounds
 from counterpoint.launch_filter.proof import prove_rule
-from counterpoint.launch_filter.settings import LiveRecord, LiveSettings, Stage, TableTotals, add_counters
+from counterpoint.launch_filter.settings import (
+    UNDECIDED,
+    LiveRecord,
+    LiveSettings,
+    Stage,
+    TableTotals,
+    add_counters,
+)
 from counterpoint.plan import Plan, Refusal
 from counterpoint.units import format_count
 from counterpoint.value import Value
@@ -83,15 +90,20 @@ class TuningStopped(Exception):  # noqa: N818  an outcome, not a mistake
 
 
 class LiveTuner:
-    """One rank's part of the course. Call `step_ended` after each step; it never waits."""
+    """One rank's part of the course. Call `step_ended` after each step; it never waits.
 
-    def __init__(self, job: LiveJob, settings: LiveSettings) -> None:
+    `earlier` is what was decided before a launcher started the job again: its plan stays on record until there is another.
+    """
+
+    def __init__(self, job: LiveJob, settings: LiveSettings, earlier: Decision | None = None) -> None:
         self._job = job
         self._settings = settings
         self._is_first = job.exchange.rank == 0
         self._step = 0
         self._in_force: tuple[FilterRule, ...] = settings.rules
-        self._decision: Decision | None = None
+        self._decision = earlier
+        self._stage: Stage = "warming up"
+        self._num_steps_needed = settings.budget_steps
         self._totals = TableTotals(rules=settings.rules)
         self._launches: dict[str, int] = {}
         self._reference = Reference(grids={})
@@ -105,6 +117,8 @@ class LiveTuner:
             next(self._course)
         except StopIteration:
             return False
+        if self._settings.is_tuning and self._stage in UNDECIDED:
+            self._record(self._stage)  # a job may end at any step, and then it is told how many it had
         return True
 
     def revert(self) -> None:
@@ -112,7 +126,6 @@ class LiveTuner:
         self._use(())
 
     def _run(self) -> Steps[None]:
-        self._record("warming up")
         try:
             yield from self._until(WARM_UP_STEPS)
             if not self._settings.is_tuning:
@@ -133,6 +146,7 @@ class LiveTuner:
         """Find the best table on live steps; returns the step from which it holds."""
         self.revert()
         budget, gpu = self._settings.budget_steps, self._job.gpu
+        self._num_steps_needed = begun + budget
         census = Census(functions=self._job.table.state().functions)
         self._see_launches()
         start, trials = yield from self._agree(
@@ -342,6 +356,7 @@ class LiveTuner:
         self._record(stage, line)
 
     def _record(self, stage: Stage, line: str = "") -> None:
+        self._stage = stage
         if not self._is_first:
             return
         found = self._decision
@@ -349,6 +364,7 @@ class LiveTuner:
             LiveRecord(
                 stage=stage,
                 num_steps=self._step,
+                num_steps_needed=self._num_steps_needed,
                 plan=found.plan if found else None,
                 rules=found.rules if found else (),
                 measurements=found.measurements if found else (),

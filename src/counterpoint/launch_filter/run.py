@@ -10,6 +10,8 @@ import shutil
 import tempfile
 from pathlib import Path
 
+from msgspec.structs import replace
+
 from counterpoint.engagement import Engagement
 from counterpoint.errors import LaunchFilterError
 from counterpoint.launch_filter.control_block import (
@@ -31,6 +33,7 @@ from counterpoint.units import GIB
 from counterpoint.value import Value
 
 SHARED_MEMORY = Path("/dev/shm")
+NEVER_IN_FORCE = "it was not in force in this process, which ended too early, or began before the job was started again"
 LEAST_SHARED_BYTES = GIB  # containers often have 64 MiB, which NCCL needs itself
 
 
@@ -63,6 +66,17 @@ class RunOutcome(Value, frozen=True, kw_only=True):
     unasked: tuple[Applied, ...] = ()
     record: LiveRecord | None = None
     remarks: tuple[str, ...] = ()
+
+    @property
+    def has_rank_0(self) -> bool:
+        """Whether rank 0, which decides and records, may have run here: it did, or nobody had a rank."""
+        return any(process.rank <= 0 for process in self.processes)
+
+    @property
+    def why_stopped(self) -> str:
+        """Why rank 0 could not go on tuning or guarding, after which no control was in force; or nothing."""
+        record = self.record
+        return " ".join(record.notes) if record is not None and record.stage == "stopped" else ""
 
     def first_unproven(self) -> Engagement | None:
         """The first control that did not take effect in some process, or None."""
@@ -151,8 +165,9 @@ def _outcome(directory: Path, ended: Ended, request: RunRequest, translation: Tr
             remarks.append(str(problem).rstrip("."))
             continue
         if state.driver_found:
-            totals = count_table(rules, state, read_totals(directory, state.pid))
-            proofs.append(prove_process(state, plan, totals))
+            kept = read_totals(directory, state.pid)
+            proof = prove_process(state, plan, count_table(rules, state, kept))
+            proofs.append(proof if rules in (state.rules, kept.rules) else _never_in_force(proof))
     return RunOutcome(
         ended=ended,
         is_filtered=True,
@@ -162,6 +177,17 @@ def _outcome(directory: Path, ended: Ended, request: RunRequest, translation: Tr
         record=record,
         remarks=tuple(remarks),
     )
+
+
+def _never_in_force(proof: ProcessProof) -> ProcessProof:
+    """A table that this process never had: not for want of launches, as it would seem."""
+    applied = tuple(
+        replace(each, engagement=replace(each.engagement, reason=NEVER_IN_FORCE))
+        if each.engagement.state == "failed" and not each.num_matched
+        else each
+        for each in proof.applied
+    )
+    return replace(proof, applied=applied)
 
 
 def _read_state(path: Path) -> FilterState:

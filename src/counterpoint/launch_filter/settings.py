@@ -23,6 +23,7 @@ LEAST_BUDGET_STEPS = 100
 MOST_BUDGET_STEPS = 1_000_000
 
 Stage = Literal["warming up", "trying candidates", "decided", "reverted", "stopped"]
+UNDECIDED: tuple[Stage, ...] = ("warming up", "trying candidates")
 
 
 class LiveSettings(Value, frozen=True, kw_only=True):
@@ -54,10 +55,14 @@ class LiveSettings(Value, frozen=True, kw_only=True):
 
 
 class LiveRecord(Value, frozen=True, kw_only=True):
-    """How far the agent of rank 0 came: its stage, the steps it has seen, its plan with table and times, its words."""
+    """How far the agent of rank 0 came: its stage, the steps it has seen, its plan with table and times, its words.
+
+    `num_steps_needed` is the step by which a decision is due. A plan that is there before is that of an earlier decision.
+    """
 
     stage: Stage
     num_steps: int = 0
+    num_steps_needed: int = 0
     plan: Plan | None = None
     rules: tuple[FilterRule, ...] = ()
     measurements: tuple[Measurement, ...] = ()

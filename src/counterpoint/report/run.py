@@ -8,16 +8,21 @@ from collections.abc import Iterable, Sequence
 from rich.console import Console
 from rich.text import Text
 
-from counterpoint.engagement import Engagement
+from counterpoint.engagement import Engagement, State
 from counterpoint.launch_filter.proof import Applied, ProcessProof
 from counterpoint.launch_filter.run import RunOutcome
+from counterpoint.launch_filter.settings import UNDECIDED, LiveRecord
 from counterpoint.report.gpu import STATE_STYLES, print_measurements
-from counterpoint.report.text import MIN_WIDTH, new_table, shorten
+from counterpoint.report.text import MIN_WIDTH, new_table, print_plan, shorten
 from counterpoint.units import format_count
 
 NOTHING_LOADED = (
     "no process loaded the filter and launched on a GPU: nothing ran on one, or the command clears its environment "
     "(LD_PRELOAD); nothing was changed"
+)
+NO_STEP = (
+    "live tuning never began: no process with a rank (RANK, as torchrun sets it) came to the end of a step, which is a call "
+    "of an optimizer's step() or of counterpoint.step()"
 )
 
 
@@ -42,23 +47,36 @@ def print_outcome(console: Console, outcome: RunOutcome) -> None:
     for process in outcome.processes:
         if process.problem:
             print_line(console, f"{_who(process)}: {process.problem}")
-    print_proofs(console, outcome)
+    _print_proofs(console, outcome)
 
 
-def print_proofs(console: Console, outcome: RunOutcome) -> None:
-    """One table: control, kernels, ranks, launches that got it, asked, found, state."""
+def _print_proofs(console: Console, outcome: RunOutcome) -> None:
+    """One table: control, kernels, ranks, launches that got it, asked, found, state; below it the reasons in full."""
     rows = _group(outcome)
     if not rows:
         return
     table = new_table("control", "on", "ranks", "launches", "asked", "found", "state")
+    table.columns[0].no_wrap = True
     for column in (1, 2, 4, 5, 6):
         table.columns[column].justify = "left"
     for entry, ranks, launches in rows:
-        state = Text(entry.state if not entry.reason else f"{entry.state}: {entry.reason}", style=STATE_STYLES[entry.state])
+        state = Text(entry.state, style=STATE_STYLES[entry.state])
         asked = "" if entry.asked == entry.control else entry.asked
         found = "as asked" if entry.found == entry.asked else entry.found
         table.add_row(entry.control, shorten(entry.target), ranks, launches, asked, found, state)
     console.print(table)
+    _print_reasons(console, [entry for entry, _, _ in rows])
+
+
+def _print_reasons(console: Console, entries: Iterable[Engagement]) -> None:
+    """Why controls did not take effect, once for each reason: a column of 80 would cut it into pieces of a word."""
+    targets: dict[tuple[str, State, str], list[str]] = {}
+    for entry in entries:
+        if entry.reason:
+            targets.setdefault((entry.control, entry.state, entry.reason), []).append(shorten(entry.target))
+    for (control, state, reason), names in targets.items():
+        others = f" and {format_count(len(names) - 1, 'other')}" if len(names) > 1 else ""
+        console.print(Text(f" - {control} on {names[0]}{others} {state}: {reason}", style=STATE_STYLES[state]))
 
 
 def print_line(console: Console, line: str) -> None:
@@ -111,14 +129,32 @@ def _who(process: ProcessProof) -> str:
 
 
 def print_measured(console: Console, outcome: RunOutcome) -> None:
-    """What live tuning measured, and where it stood when the job ended, if rank 0 ran here."""
+    """What live tuning measured and decided, or where it stood when the job ended, if rank 0 ran here.
+
+    While the job ran, one line told the decision; here is the whole plan, since that line is far up by now.
+    """
     record = outcome.record
+    if not outcome.processes:
+        return  # said already
     if record is None:
+        if outcome.is_tuned and outcome.has_rank_0:
+            print_line(console, NO_STEP)
         return
     if record.measurements:
         print_measurements(console, record.measurements)
-    if record.stage in ("warming up", "trying candidates") and record.plan is None and outcome.is_tuned:
-        steps = format_count(record.num_steps, "step")
-        print_line(console, f"the job ended while live tuning was {record.stage} (since {steps}), so no plan was decided")
-    for note in record.notes:
-        print_line(console, note)
+    if outcome.is_tuned and record.plan is not None and record.stage != "reverted":
+        print_plan(console, record.plan)
+    if record.stage in UNDECIDED:
+        print_line(console, _unfinished(record))
+    elif record.stage != "decided":
+        for note in record.notes:
+            print_line(console, note)
+
+
+def _unfinished(record: LiveRecord) -> str:
+    """What was missing to a decision."""
+    steps, needed = format_count(record.num_steps, "step"), record.num_steps_needed
+    return (
+        f"the job ended after {steps} while live tuning was {record.stage}, and a decision may take until step {needed} "
+        f"(--budget); {'no plan was decided' if record.plan is None else 'the plan decided before is kept'}"
+    )

@@ -121,7 +121,7 @@ def _describe_directive(directive: Directive) -> Text:
     if match.operations is not None:
         target = format_count(len(match.operations), f"{match.kind or ''} operation".strip())
     else:
-        target = shorten(match.name)
+        target = f"{match.kind} kernels" if match.kind and match.name == "*" else shorten(match.name)
     return Text.assemble((controls, "bold"), " on ", (target, "cyan"), f": {directive.reason}")
 
 
