@@ -280,9 +280,10 @@ def test_a_timeline_of_another_format_is_refused_before_anything_is_written(tmp_
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("arguments", [["-o", "old.json"], ["--timeline", "old.json"]])
+@pytest.mark.parametrize("arguments", [["-o", "old.toml"], ["--timeline", "old.json"]])
 def test_a_full_disk_leaves_the_old_file_whole(arguments: list[str], tmp_path: Path) -> None:
-    (tmp_path / "old.json").write_text("precious")
+    old = tmp_path / arguments[1]
+    old.write_text("precious")
     done = subprocess.run(
         [COUNTERPOINT, "tune", "cb_ar_opt1", *arguments],
         cwd=tmp_path,
@@ -294,7 +295,7 @@ def test_a_full_disk_leaves_the_old_file_whole(arguments: list[str], tmp_path: P
     assert done.returncode == 2
     assert done.stderr.count("\n") == 1
     assert "File too large" in done.stderr
-    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("old.json", "precious")]
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [(old.name, "precious")]
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="nothing is forbidden to root")
