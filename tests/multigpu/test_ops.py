@@ -17,6 +17,7 @@ OPERATORS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", 
         ("stress", ("stress of 1000",)),
         ("compiled", ("compiled",)),
         ("memory", ("memory",)),
+        ("refused_memory", ("refused memory",)),
     ],
 )
 def test_the_operators_agree_with_their_definitions(start_ranks: Start, section: str, expected: tuple[str, ...]) -> None:

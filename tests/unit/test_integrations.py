@@ -20,6 +20,8 @@ SECTIONS = (
     "tensor_parallel_blocks",
     "tensor_parallel_trains",
     "tensor_parallel_annotated",
+    "tensor_parallel_hands_dtensors_on",
+    "tensor_parallel_frozen",
     "tensor_parallel_refuses",
     "tensor_parallel_neighbors_part",
     "tensor_parallel_with_fsdp2",

@@ -7,9 +7,14 @@ from pathlib import Path
 
 import pytest
 
+from counterpoint.schedule import ScheduleDescription
 from helpers.gloo_ranks import Ended, run_ranks
 
-pytest.importorskip("torch")
+torch = pytest.importorskip("torch")
+dist = pytest.importorskip("torch.distributed")
+ops = pytest.importorskip("counterpoint.ops")
+runtime_of = pytest.importorskip("counterpoint.ops.runtime").runtime_of
+
 OPERATORS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", "all_to_all_matmul")
 
 
@@ -25,7 +30,12 @@ def lines_of(ended: list[Ended]) -> list[list[str]]:
     ("num_ranks", "sections", "lines"),
     [
         (2, ("results", "pool", "compiled", "registered"), (*OPERATORS, "pool", "compiled", "registered")),
-        (3, ("results", "groups", "exchanged"), (*OPERATORS, *OPERATORS, "exchanged")),
+        (
+            2,
+            ("looked_at", "after_inference", "autocast", "frozen_weights_gather_nothing"),
+            (*OPERATORS, *OPERATORS, *OPERATORS, "frozen weights"),
+        ),
+        (3, ("results", "groups", "exchanged", "gradients"), (*OPERATORS, *OPERATORS, "exchanged", *OPERATORS)),
         (4, ("few_results", "data_types", "same_bits"), (*OPERATORS, *OPERATORS, "same bits")),
     ],
 )
@@ -75,3 +85,20 @@ def test_a_rank_that_is_not_there_is_one_line_and_no_hang(
     (line,) = first
     assert line.startswith(says)
     assert line.endswith("Look at its output, and start all ranks again.")
+
+
+def test_a_group_with_the_name_of_one_that_was_destroyed_gets_a_runtime_of_its_own() -> None:
+    shard, weight = torch.ones(4, 3), torch.ones(3, 2)
+    found = []
+    try:
+        for _ in range(2):
+            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+            ops.all_gather_matmul(shard, weight, schedule=ScheduleDescription(chunks=2))
+            assert dist.group.WORLD is not None
+            found.append(runtime_of(dist.group.WORLD.group_name, shard.device))
+            dist.destroy_process_group()
+    finally:
+        ops.release()
+    first, second = found
+    assert first.group is not second.group
+    assert first.num_symmetric_bytes() == 0, "what is not used any more is given back"

@@ -224,7 +224,7 @@ def test_whatever_ends_the_job_no_process_of_it_is_left(fault: str, tmp_path: Pa
         "import os, signal\n"
         # in one write, so that lines of two ranks stay whole
         "os.write(1, f\"{os.environ['RANK']} {os.getpid()} {os.getppid()}\\n\".encode())\n"
-        "signal.sigwait({signal.SIGUSR1})\n"
+        "signal.pause()\n"
     )
     command = [COUNTERPOINT, "run", "--plan", priority_plan(tmp_path), "--", *TORCHRUN, script]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
@@ -235,7 +235,9 @@ def test_whatever_ends_the_job_no_process_of_it_is_left(fault: str, tmp_path: Pa
         else:
             os.kill(ranks[0][1] if "rank" in fault else ranks[0][2], signal.SIGKILL)
         _, errors = process.communicate(timeout=LIMIT_S)
-    assert process.returncode == (137 if "torchrun" in fault else 1), errors
+    # torchrun itself ends in one way or another after Ctrl-C: with 1, or aborted by a thread of its own
+    expected = {"kill -9 of torchrun": {137}, "kill -9 of a rank": {1}, "Ctrl-C": {1, 134}}[fault]
+    assert process.returncode in expected, errors
     for _, rank, torchrun in ranks:
         assert not Path(f"/proc/{rank}").exists()
         assert not Path(f"/proc/{torchrun}").exists()

@@ -25,7 +25,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatt
 
 from counterpoint.errors import IntegrationError
 from counterpoint.integrations.in_flight import LEAST_PART_BYTES, Fallbacks, Lanes, reduce_scatter
-from counterpoint.ops.collectives import _all_gather, _reduce_scatter
+from counterpoint.ops.collectives import library_all_gather, library_reduce_scatter
 from counterpoint.ops.lane import AbstractLane
 from counterpoint.value import require
 
@@ -95,7 +95,7 @@ class GatherByCopies(AllGather):  # type: ignore[misc]  # torch is untyped here
         """Bring the other ranks' parts; FSDP waits for the current stream, or for the work that is returned."""
         lane = self._lane_of(output_tensor)
         if lane is None:
-            work: dist.Work | None = _all_gather(output_tensor, input_tensor, group=group, async_op=async_op)
+            work: dist.Work | None = library_all_gather(output_tensor, input_tensor, group=group, async_op=async_op)
             return work
         self.num_by_copies += 1
         if not async_op or output_tensor.device.type == "cpu":
@@ -139,7 +139,9 @@ class ReduceByCopies(ReduceScatter):  # type: ignore[misc]  # as above
         if not obstacle and op not in (dist.ReduceOp.AVG, dist.ReduceOp.SUM):
             obstacle = "a gradient divide factor of the user's is applied by the library"
         if async_op or self._fallbacks.is_due(output_tensor.nbytes, obstacle):
-            work: dist.Work | None = _reduce_scatter(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
+            work: dist.Work | None = library_reduce_scatter(
+                output_tensor, input_tensor, op=op, group=group, async_op=async_op
+            )
             return work
         self.num_by_copies += 1
         reduce_scatter(self._lanes.next(), output_tensor, input_tensor, is_mean=op == dist.ReduceOp.AVG)

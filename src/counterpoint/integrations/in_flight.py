@@ -5,8 +5,7 @@ Each one takes the next lane, so that one can wait for an SM while another copie
 one more; DDP cuts what is larger than `MAX_BUFFER_BYTES` into parts, so its memory is bounded.
 
 Where a rank's part is small the library's collective is faster (measured: with 6 MiB from each of 4 ranks copies still are;
-below 4 MiB an assumption), and where
-there is no peer access it is all there is; `Fallbacks` says so once.
+below 4 MiB an assumption), and where there is no peer access it is all there is; `Fallbacks` says so once.
 """
 
 import logging

@@ -16,16 +16,22 @@ from torch.distributed.tensor.parallel import PrepareModuleInput
 
 Hook = Callable[..., Any]
 Layouts = tuple[Any, ...]
+NUM_OUTPUT_ARGUMENTS = 2  # bound into the styles' functions for outputs: layouts, and whether to give local tensors
 
 
 class LinearLayout(msgspec.Struct, frozen=True, kw_only=True):
-    """A linear as it was parallelized: which way its weight is split, where its hooks take inputs from and outputs to."""
+    """A linear as it was parallelized: which way its weight is split, where its hooks take inputs from and outputs to.
+
+    `is_output_local`: its output hook only takes the local tensor out of what the linear gives by its nature.
+    """
 
     kind: Literal["column", "row"]
     mesh: DeviceMesh
     input_layouts: Layouts
     output_layouts: Layouts
     input_hook: int
+    output_hook: int
+    is_output_local: bool
 
 
 class GatheringHook(msgspec.Struct, frozen=True, kw_only=True):
@@ -48,16 +54,20 @@ def linear_layout(linear: nn.Linear) -> LinearLayout | str:
     if weight.placements[0] not in kinds:
         return f"its weight is {weight.placements[0]}, neither column- nor row-parallel. Leave it as it is"
     inputs = [(key, found) for key, hook in linear._forward_pre_hooks.items() if (found := _bound(hook, "input_fn"))]
-    outputs = [found for hook in linear._forward_hooks.values() if (found := _bound(hook, "output_fn"))]
-    if len(inputs) != 1 or len(outputs) != 1:
+    outputs = [(key, found) for key, hook in linear._forward_hooks.items() if (found := _bound(hook, "output_fn"))]
+    if len(inputs) != 1 or len(outputs) != 1 or len(outputs[0][1]) != NUM_OUTPUT_ARGUMENTS:
         return "its hooks are not those of ColwiseParallel or RowwiseParallel. Parallelize it by parallelize_module"
-    key, (input_layouts, *_) = inputs[0]
+    kind = kinds[weight.placements[0]]
+    input_hook, (input_layouts, *_) = inputs[0]
+    output_hook, (output_layouts, is_local) = outputs[0]
     return LinearLayout(
-        kind=kinds[weight.placements[0]],
+        kind=kind,
         mesh=mesh,
         input_layouts=input_layouts,
-        output_layouts=outputs[0][0],
-        input_hook=key,
+        output_layouts=output_layouts,
+        input_hook=input_hook,
+        output_hook=output_hook,
+        is_output_local=bool(is_local) and (kind == "row" or output_layouts == (Shard(-1),)),
     )
 
 

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from counterpoint.errors import IntegrationError
 from counterpoint.ops import operators
+from counterpoint.ops.dispatch import Kept, refuse_second_derivative
 from counterpoint.value import require
 
 
@@ -61,12 +62,13 @@ class _GatherMultiply(torch.autograd.Function):  # type: ignore[misc]  # torch i
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        refuse_second_derivative("all_gather_matmul")
         rows, *weights = ctx.saved_tensors
+        kept = Kept(rows, _stacked(weights).t(), ctx.group.group_name, ctx.schedule)
         gradient = gradients[0] if len(gradients) == 1 else torch.cat(gradients, 1)
-        of_rows, of_weights = operators.all_gather_matmul_backward(
-            gradient, rows, _stacked(weights).t(), ctx.group.group_name, ctx.schedule
-        )
-        return of_rows, None, None, *of_weights.t().split([len(weight) for weight in weights])
+        of_rows, of_weights = operators.all_gather_gradients(kept, gradient, any(ctx.needs_input_grad[3:]))
+        parts = [None] * len(weights) if of_weights is None else of_weights.t().split([len(weight) for weight in weights])
+        return of_rows, None, None, *parts
 
 
 def adjoin(parameters: Sequence[torch.Tensor]) -> None:

@@ -16,6 +16,7 @@ them, DTensor gathers itself. With FSDP2 call `overlap` first and `fully_shard` 
 
 import logging
 from collections.abc import Callable
+from functools import partial
 from typing import Any, final
 
 import msgspec
@@ -24,103 +25,19 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
 from counterpoint.errors import IntegrationError
-from counterpoint.integrations.layouts import GatheringHook, LinearLayout, gathering_hook, is_sequence, linear_layout
-from counterpoint.integrations.sequence_shards import adjoin, gather_multiply, multiply_scatter
+from counterpoint.integrations.layouts import (
+    GatheringHook,
+    Hook,
+    LinearLayout,
+    gathering_hook,
+    is_sequence,
+    linear_layout,
+)
+from counterpoint.integrations.parallel_linears import Column, Row, SharedInput
 from counterpoint.schedule import ScheduleDescription
 from counterpoint.value import require
 
 logger = logging.getLogger("counterpoint")
-
-
-@final
-class SharedInput:
-    """The column-parallel linears of one module, and who of them is taken to be called with one and the same input."""
-
-    def __init__(self) -> None:
-        self._groups: dict[Column, tuple[Column, ...]] = {}
-        self._ready: dict[Column, tuple[DTensor, torch.Tensor]] = {}
-        self._parting: set[Column] = set()
-
-    def join(self, columns: "list[Column]") -> None:
-        """Let these linears share a gather and a matmul, their weights adjoining in memory."""
-        adjoin([column.local_weight() for column in columns])
-        self._groups.update(dict.fromkeys(columns, tuple(columns)))
-
-    def product(self, column: "Column", given: DTensor) -> torch.Tensor:
-        """This linear's product; computed now, with those of its group, or before."""
-        ready = self._ready.pop(column, None)
-        if ready is not None and ready[0] is given:
-            return ready[1]
-        if not _is_in_backward():  # activations that are computed again must be computed as they were
-            self._part()
-        group = self._groups.get(column, (column,))
-        products = column.multiply(given, group)
-        for member, product in zip(group, products, strict=True):
-            self._ready[member] = (given, product)
-        return self._ready.pop(column)[1]
-
-    def finish(self, *_: object) -> None:
-        """The module's forward pass is over. A group with linears that nobody asked for is none in the next."""
-        self._parting.update(self._ready)
-        self._ready.clear()
-
-    def _part(self) -> None:
-        for column in self._parting:
-            for member in self._groups.get(column, ()):
-                self._groups.pop(member, None)
-        self._parting.clear()
-
-
-@final
-class Column:
-    """A column-parallel linear: what takes the place of its `forward`."""
-
-    def __init__(self, linear: nn.Linear, layout: LinearLayout, shared: SharedInput, schedule: str) -> None:
-        self._linear, self._forward, self._layout = linear, linear.forward, layout
-        self._shared, self._schedule = shared, schedule
-
-    def __call__(self, given: torch.Tensor) -> torch.Tensor:
-        """The linear of a sequence-sharded input; of any other as it was."""
-        if not _is_sharded_sequence(given):
-            return self._forward(given)
-        product = self._shared.product(self, given)
-        bias = self._linear.bias
-        if bias is not None:
-            product = product + _cast(bias.to_local())
-        return DTensor.from_local(product, self._layout.mesh, [Shard(product.ndim - 1)], run_check=False)
-
-    def multiply(self, given: DTensor, group: "tuple[Column, ...]") -> tuple[torch.Tensor, ...]:
-        """The products of the linears of a group, without their biases."""
-        mesh, dim = self._layout.mesh, given.placements[0].dim
-        require(
-            given.shape[dim] % mesh.size() == 0,
-            IntegrationError,
-            f"A sequence must divide by the {mesh.size()} ranks that share it; found {given.shape[dim]} tokens. Pad it.",
-        )
-        weights = [_cast(member._linear.weight.to_local()) for member in group]
-        return gather_multiply(_cast(given.to_local()), weights, dim, mesh.get_group(), self._schedule)
-
-    def local_weight(self) -> torch.Tensor:
-        """The memory of this rank's part of the weight."""
-        weight = self._linear.weight
-        assert isinstance(weight, DTensor)
-        return weight._local_tensor
-
-
-@final
-class Row:
-    """A row-parallel linear: what takes the place of its `forward`."""
-
-    def __init__(self, linear: nn.Linear, layout: LinearLayout, schedule: str) -> None:
-        self._linear, self._layout, self._schedule = linear, layout, schedule
-
-    def __call__(self, given: DTensor) -> torch.Tensor:
-        """This rank's part of the sequence."""
-        dim, mesh = self._layout.output_layouts[0].dim, self._layout.mesh
-        weight = _cast(self._linear.weight.to_local())
-        product = multiply_scatter(_cast(given.to_local()), weight, dim, mesh.get_group(), self._schedule)
-        output = DTensor.from_local(product, mesh, [Shard(dim)], run_check=False)
-        return output if self._linear.bias is None else output + _cast(self._linear.bias)
 
 
 @final
@@ -139,21 +56,19 @@ class Overlapped:
         self._undo.clear()
         self.taken.clear()
 
-    def replace_forward(self, name: str, linear: nn.Linear, forward: Callable[..., torch.Tensor]) -> None:
-        """Give a linear another `forward`."""
+    def replace_forward(self, name: str, linear: nn.Linear, forward: Column | Row) -> None:
+        """Give a linear another `forward`, whose result may be local already."""
         self.taken.append(name)
         vars(linear)["forward"] = forward
         self._undo.append(lambda: vars(linear).pop("forward"))
+        key = forward.layout.output_hook
+        self.replace_hook(linear._forward_hooks, key, _unless_local(linear._forward_hooks[key]))
 
-    def replace_hook(self, module: nn.Module, key: int, hook: Callable[..., Any]) -> None:
-        """Give a module another hook in place of one before its forward pass."""
-        earlier = module._forward_pre_hooks[key]
-        module._forward_pre_hooks[key] = hook
-
-        def put_back() -> None:
-            module._forward_pre_hooks[key] = earlier
-
-        self._undo.append(put_back)
+    def replace_hook(self, hooks: dict[int, Hook], key: int, hook: Hook) -> None:
+        """Put a hook in another's place."""
+        earlier = hooks[key]
+        hooks[key] = hook
+        self._undo.append(partial(hooks.__setitem__, key, earlier))
 
     def finish_with(self, module: nn.Module, shared: SharedInput) -> None:
         """Tell the linears of a module when its forward pass is over, also by an error."""
@@ -195,7 +110,7 @@ def overlap(module: nn.Module, *, schedule: ScheduleDescription | None = None) -
     for name, hook in gathering.items():
         if any(_nearest(taken, shared) is shared[name] for taken in overlapped.taken):
             container = module.get_submodule(name)
-            overlapped.replace_hook(container, hook.key, _keep_sharded(hook))
+            overlapped.replace_hook(container._forward_pre_hooks, hook.key, _keep_sharded(hook))
             overlapped.finish_with(container, shared[name])
     require(
         bool(overlapped.taken),
@@ -219,6 +134,7 @@ def _take_row(overlapped: Overlapped, name: str, linear: nn.Linear, rest: tuple[
         overlapped.refuse(name, f"its input is {layout.input_layouts[0]}, and Shard(-1) is served. Leave out input_layouts")
     else:
         overlapped.replace_forward(name, linear, Row(linear, layout, schedule))
+        overlapped.replace_hook(linear._forward_pre_hooks, layout.input_hook, _as_it_is)
 
 
 def _take_column(
@@ -229,7 +145,7 @@ def _take_column(
     if is_sequence(layout.input_layouts[0]):
         alone = SharedInput()
         overlapped.replace_forward(name, linear, Column(linear, layout, alone, schedule))
-        overlapped.replace_hook(linear, layout.input_hook, _annotate(layout))
+        overlapped.replace_hook(linear._forward_pre_hooks, layout.input_hook, _annotate(layout))
         overlapped.finish_with(linear, alone)
     elif shared is not None:
         column = Column(linear, layout, shared, schedule)
@@ -294,22 +210,18 @@ def _annotate(layout: LinearLayout) -> Callable[..., DTensor]:
     return prepare
 
 
+def _as_it_is(_module: nn.Module, _inputs: tuple[Any, ...]) -> None:
+    """What takes the place of a hook that makes a DTensor of an input, where the local tensor is what is needed."""
+
+
+def _unless_local(hook: Hook) -> Hook:
+    """What takes the place of a hook that makes outputs local: outputs that are stay as they are."""
+
+    def convert(module: nn.Module, inputs: tuple[Any, ...], outputs: torch.Tensor) -> Any:
+        return hook(module, inputs, outputs) if isinstance(outputs, DTensor) else outputs
+
+    return convert
+
+
 def _is_parallel(module: nn.Module) -> bool:
     return isinstance(module, nn.Linear) and isinstance(module.weight, DTensor)
-
-
-def _is_sharded_sequence(given: torch.Tensor) -> bool:
-    if not isinstance(given, DTensor) or len(given.placements) != 1:
-        return False
-    placement = given.placements[0]
-    return isinstance(placement, Shard) and placement.dim < given.ndim - 1
-
-
-def _is_in_backward() -> bool:
-    return int(torch._C._current_graph_task_id()) != -1
-
-
-def _cast(tensor: torch.Tensor) -> torch.Tensor:
-    """To the type that autocast gives to linears, if it is on."""
-    kind = tensor.device.type
-    return tensor.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else tensor

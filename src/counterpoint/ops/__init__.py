@@ -60,7 +60,7 @@ def all_gather_matmul(
     `num_rows` is M where it does not divide by W: shards are then as `torch.tensor_split` divides M rows, and without
     it all are as long as this one. `schedule` overrides the heuristic. Raises `OperatorError`.
     """
-    name, size = _named(group)
+    name, size = _name_and_size(group)
     rows = num_rows if num_rows is not None else shard.shape[0] * size
     return operators.all_gather_matmul(shard, weight, rows, name, _text(schedule))
 
@@ -76,7 +76,7 @@ def matmul_reduce_scatter(
 
     Where M does not divide by W, blocks are as `torch.tensor_split` divides M rows. Raises `OperatorError`.
     """
-    return operators.matmul_reduce_scatter(activation, weight, _named(group)[0], _text(schedule))
+    return operators.matmul_reduce_scatter(activation, weight, _name_and_size(group)[0], _text(schedule))
 
 
 def matmul_all_reduce(
@@ -91,7 +91,7 @@ def matmul_all_reduce(
     Backward takes the product's gradient to be the same on every rank, as in tensor parallelism. Raises
     `OperatorError`.
     """
-    return operators.matmul_all_reduce(activation, weight, _named(group)[0], _text(schedule))
+    return operators.matmul_all_reduce(activation, weight, _name_and_size(group)[0], _text(schedule))
 
 
 def all_to_all_matmul(
@@ -106,7 +106,7 @@ def all_to_all_matmul(
 
     Blocks are as `torch.tensor_split` divides M rows, so rank r gets W blocks of one length. Raises `OperatorError`.
     """
-    return operators.all_to_all_matmul(tokens, weight, _named(group)[0], _text(schedule))
+    return operators.all_to_all_matmul(tokens, weight, _name_and_size(group)[0], _text(schedule))
 
 
 def explain(group: dist.ProcessGroup | None = None) -> tuple[Explanation, ...]:
@@ -137,14 +137,14 @@ def release() -> None:
     forget_runtimes()
 
 
-def _named(group: dist.ProcessGroup | None) -> tuple[str, int]:
+def _name_and_size(group: dist.ProcessGroup | None) -> tuple[str, int]:
     found = group if group is not None else dist.group.WORLD
     assert found is not None
     return found.group_name, found.size()
 
 
 def _of_group(group: dist.ProcessGroup | None) -> list[Runtime]:
-    name = _named(group)[0]
+    name = _name_and_size(group)[0]
     return [runtime for runtime in all_runtimes() if runtime.group.group_name == name]
 
 

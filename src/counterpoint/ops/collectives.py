@@ -9,12 +9,13 @@ from typing import final
 import torch
 import torch.distributed as dist
 
+from counterpoint.ops.computation import multiply
 from counterpoint.ops.transport import AbstractPrepared, Tensors
 from counterpoint.schedule.actions import Operation, Pass, split
 
 # torch 2.13 renamed both; the old names warn there
-_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-_reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+library_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+library_reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
 @final
@@ -45,11 +46,11 @@ class Collectives(AbstractPrepared):
 
     def _gather_matmul_backward(self, tensors: Tensors, weight: torch.Tensor) -> None:
         gradient = tensors["activation"]
-        self._reduce(torch.mm(gradient, weight), tensors["product"])
+        self._reduce(multiply(gradient, weight), tensors["product"])
         torch.mm(self._gather(tensors["shard"]).t(), gradient, out=tensors["weight_gradient"])
 
     def _matmul_reduce(self, tensors: Tensors, weight: torch.Tensor) -> None:
-        self._reduce(torch.mm(tensors["activation"], weight), tensors["product"])
+        self._reduce(multiply(tensors["activation"], weight), tensors["product"])
 
     def _matmul_reduce_backward(self, tensors: Tensors, weight: torch.Tensor) -> None:
         gathered = self._gather(tensors["shard"])
@@ -65,7 +66,7 @@ class Collectives(AbstractPrepared):
 
     def _exchange_matmul_backward(self, tensors: Tensors, weight: torch.Tensor) -> None:
         gradient = tensors["activation"]
-        tensors["product"].copy_(self._exchange(torch.mm(gradient, weight), is_return=True))
+        tensors["product"].copy_(self._exchange(multiply(gradient, weight), is_return=True))
         torch.mm(self._exchange(tensors["shard"], is_return=False).t(), gradient, out=tensors["weight_gradient"])
 
     def _gather(self, shard: torch.Tensor) -> torch.Tensor:
@@ -74,7 +75,7 @@ class Collectives(AbstractPrepared):
         padded = shard.contiguous()
         if shard.shape[0] < self._longest:
             padded = torch.cat([shard, shard.new_zeros(self._longest - shard.shape[0], shard.shape[1])])
-        _all_gather(gathered, padded, group=self._group)
+        library_all_gather(gathered, padded, group=self._group)
         if gathered.shape[0] == self._blocks[-1][1]:
             return gathered
         parts = gathered.view(num_ranks, self._longest, -1)
@@ -87,13 +88,13 @@ class Collectives(AbstractPrepared):
             product.copy_(partial[slice(*self._blocks[self._rank])])
             return
         if partial.shape[0] == num_ranks * self._longest:
-            _reduce_scatter(product, partial, group=self._group)
+            library_reduce_scatter(product, partial, group=self._group)
             return
         padded = partial.new_zeros(num_ranks, self._longest, partial.shape[1])
         for number, (start, stop) in enumerate(self._blocks):
             padded[number, : stop - start] = partial[start:stop]
         reduced = partial.new_empty(self._longest, partial.shape[1])
-        _reduce_scatter(reduced, padded.flatten(0, 1), group=self._group)
+        library_reduce_scatter(reduced, padded.flatten(0, 1), group=self._group)
         product.copy_(reduced[: product.shape[0]])
 
     def _exchange(self, tokens: torch.Tensor, *, is_return: bool) -> torch.Tensor:

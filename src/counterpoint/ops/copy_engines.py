@@ -16,12 +16,11 @@ from typing import Any, final
 
 import torch
 import torch.distributed as dist
-import torch.distributed._symmetric_memory as symmetric_memory
 from cuda.bindings import driver as cu
 
 from counterpoint.cuda.driver import check
 from counterpoint.errors import OperatorError
-from counterpoint.ops.agreement import Agreement, Proposal
+from counterpoint.ops.agreement import Agreement
 from counterpoint.ops.issuing import (
     Call,
     Issue,
@@ -33,40 +32,16 @@ from counterpoint.ops.issuing import (
     use_stream,
     wait_event,
 )
+from counterpoint.ops.signals import Flags
+from counterpoint.ops.symmetric import SymmetricMemory
 from counterpoint.ops.transport import AbstractPrepared, AbstractTransport, Layout, Tensors, view_of
-from counterpoint.ops.watch import Watch
 from counterpoint.schedule.actions import Buffer, CopySchedule
 from counterpoint.schedule.program import FREE, Flag, Program, Step, make_program
-from counterpoint.units import format_bytes
 from counterpoint.value import require
 
 Handle = Any  # cuda-bindings has no types
 NO_TIMING = int(cu.CUevent_flags.CU_EVENT_DISABLE_TIMING)
-FLAG_BYTES = 4
 MAX_FLAGS = 1024
-
-
-@final
-class SymmetricMemory:
-    """This rank's part of a memory that all ranks of a group have allocated, and the addresses of the others' parts."""
-
-    def __init__(
-        self, num_bytes: int, device: torch.device, group: dist.ProcessGroup, agreement: Agreement | None = None
-    ) -> None:
-        problem = ""
-        try:
-            self.local = symmetric_memory.empty(num_bytes, dtype=torch.uint8, device=device)
-        except RuntimeError as error:
-            problem = (
-                f"{format_bytes(num_bytes)} of symmetric memory cannot be had ({str(error).strip().splitlines()[0][:160]}). "
-                "Free GPU memory, or call counterpoint.ops.release() on every rank."
-            )
-        if agreement is not None:  # all ranks find out together, before any of them waits for the others' memory
-            agreement.compare(Proposal(request=f"{num_bytes} bytes of symmetric memory", problem=problem))
-        elif problem:
-            raise OperatorError(problem)
-        self._handle = symmetric_memory.rendezvous(self.local, group.group_name)
-        self.addresses = [int(address) for address in self._handle.buffer_ptrs]
 
 
 @final
@@ -80,13 +55,7 @@ class CopyEngines(AbstractTransport):
         self._prepared: list[PreparedCopies] = []
         self._is_captured = False
         self._retired: list[SymmetricMemory] = []  # captured graphs still use them
-        self._flags = SymmetricMemory(MAX_FLAGS * self.num_ranks * FLAG_BYTES, device, group, agreement)
-        words = self._flags.local.view(torch.int32)
-        words.zero_()
-        words[FREE * self.num_ranks : (FREE + 1) * self.num_ranks] = 1
-        torch.cuda.synchronize(device)
-        self._watch = Watch((self._flags.addresses[self.rank], words.numel()), agreement.limit_s)
-        agreement.exchange(b"flags at rest")  # nobody raises one before they are
+        self.flags = Flags(group, device, agreement, [int(number == FREE) for number in range(MAX_FLAGS)])
         self._streams: dict[str, torch.cuda.Stream] = {}
         self.start_event, *ends = (check("Making an event", cu.cuEventCreate(NO_TIMING)) for _ in range(3))
         self._ends = dict(zip(("eager", "captured"), ends, strict=True))
@@ -102,11 +71,15 @@ class CopyEngines(AbstractTransport):
             OperatorError,
             f"A schedule may use {MAX_FLAGS} flags per peer; this one needs {program.num_flags}. Ask for fewer chunks.",
         )
-        if self.memory is None or self.memory.local.numel() < layout.num_bytes:
-            self._grow(layout.num_bytes)
+        self.require_memory(layout.num_bytes)
         prepared = PreparedCopies(self, schedule, program, (layout, dtype))
         self._prepared.append(prepared)
         return prepared
+
+    def require_memory(self, num_bytes: int = 0) -> None:
+        """Have so much, and enough for all schedules so far: they have none where an attempt to get more has failed."""
+        if self.memory is None or self.memory.local.numel() < num_bytes:
+            self._grow(max([num_bytes, *(prepared.num_bytes for prepared in self._prepared)]))
 
     def _grow(self, num_bytes: int) -> None:
         """Take larger memory in place of the present one, which lives on only if a captured graph may write to it."""
@@ -124,13 +97,13 @@ class CopyEngines(AbstractTransport):
 
     def num_symmetric_bytes(self) -> int:
         """See `AbstractTransport.num_symmetric_bytes`."""
-        held = [self._flags, *self._retired, *([self.memory] if self.memory else [])]
-        return sum(int(memory.local.numel()) for memory in held)
+        held = [*self._retired, *([self.memory] if self.memory else [])]
+        return self.flags.num_bytes() + sum(int(memory.local.numel()) for memory in held)
 
     def close(self) -> None:
         """See `AbstractTransport.close`."""
         torch.cuda.synchronize(self.device)
-        self._watch.close()
+        self.flags.watch.close()
         self._let_go()
         self._prepared.clear()
         self._retired.clear()
@@ -142,17 +115,9 @@ class CopyEngines(AbstractTransport):
             self._streams[name] = torch.cuda.Stream(self.device)
         return self._streams[name]
 
-    def own_flag(self, flag: Flag) -> int:
-        """Address of the flag that `flag.peer` raises on this rank."""
-        return int(self._flags.addresses[self.rank]) + FLAG_BYTES * (flag.number * self.num_ranks + flag.peer)
-
-    def peer_flag(self, flag: Flag) -> int:
-        """Address of the flag that this rank raises on `flag.peer`."""
-        return int(self._flags.addresses[flag.peer]) + FLAG_BYTES * (flag.number * self.num_ranks + self.rank)
-
     def follow(self, current: Handle) -> None:
         """Let this call come after the last one, which may have been issued on another stream, and fork from it."""
-        self._watch.require_sound()
+        self.flags.watch.require_sound()
         stream, capture = int(current), _capture_id(current)
         kind = "captured" if capture else "eager"
         last_stream, last_capture = self._last.get(kind, (stream, capture))
@@ -172,7 +137,7 @@ class CopyEngines(AbstractTransport):
         """Mark the end of a call."""
         check("Ending a call", cu.cuEventRecord(self._end_event, current))
         if not self.is_in_capture:
-            self._watch.sample(current)
+            self.flags.watch.sample(current)
 
 
 @final
@@ -188,6 +153,7 @@ class PreparedCopies(AbstractPrepared):
     ) -> None:
         self._transport, self._schedule, self._program = transport, schedule, program
         self._layout, self._dtype = layout
+        self.num_bytes = self._layout.num_bytes  # of symmetric memory
         self._local = [buffer for buffer in schedule.buffers if buffer.home == "local"]
         self._streams = {name: transport.stream(name) for name in program.streams if name != "compute 0"}
         self._handles = {name: cu.CUstream(stream.cuda_stream) for name, stream in self._streams.items()}
@@ -202,6 +168,7 @@ class PreparedCopies(AbstractPrepared):
     def run(self, tensors: Tensors, weight: torch.Tensor) -> None:
         """See `AbstractPrepared.run`."""
         transport = self._transport
+        transport.require_memory()
         if self._memory is not transport.memory:
             self._bind()
         current = torch.cuda.current_stream(transport.device)
@@ -286,10 +253,10 @@ class PreparedCopies(AbstractPrepared):
         return copy_to_peer(step.action.stream, to, (source.buffer, offset, num_bytes))
 
     def _takes(self, name: str, flags: Sequence[Flag]) -> list[Issue]:
-        return take_flags(name, [self._transport.own_flag(flag) for flag in flags])
+        return take_flags(name, [self._transport.flags.own(flag.number, flag.peer) for flag in flags])
 
     def _raises(self, name: str, flags: Sequence[Flag]) -> list[Issue]:
-        return raise_flags(name, [self._transport.peer_flag(flag) for flag in flags])
+        return raise_flags(name, [self._transport.flags.of_peer(flag.number, flag.peer) for flag in flags])
 
 
 def _capture_id(stream: Handle) -> int:

@@ -13,10 +13,10 @@ from cuda.bindings import driver as cu
 
 from counterpoint.cuda.driver import check
 from counterpoint.ops.agreement import Agreement
-from counterpoint.ops.copy_engines import SymmetricMemory
 from counterpoint.ops.lane import AbstractLane, aligned
 from counterpoint.ops.lane_steps import RESTING, LaneStep, lane_moves
-from counterpoint.ops.signals import Signals
+from counterpoint.ops.signals import Flags, Signals
+from counterpoint.ops.symmetric import SymmetricMemory
 
 Handle = Any  # cuda-bindings has no types
 GREATEST_PRIORITY = -5  # of the driver; torch takes the greatest that it has
@@ -34,7 +34,8 @@ class CopyLane(AbstractLane):
         self.rank, self.num_ranks = int(group.rank()), int(group.size())
         self._group, self._device, self._agreement = group, device, agreement
         self._moves = lane_moves(self.rank, self.num_ranks)
-        self._signals = Signals(group, device, agreement, RESTING)
+        self._flags = Flags(group, device, agreement, RESTING)
+        self._signals = Signals(self._flags)
         self._memory: SymmetricMemory | None = None
         self._row_bytes = 0
         # sums are placed as soon as a matmul's CTA retires: the scheduler looks at priority only then
@@ -53,7 +54,7 @@ class CopyLane(AbstractLane):
         if wanted <= self._row_bytes:
             return
         torch.cuda.synchronize(self._device)
-        self._memory = None
+        self._memory, self._row_bytes = None, 0  # if there is no more, the next one to reserve must not count on it
         self._memory = SymmetricMemory((self.num_ranks + 1) * wanted, self._device, self._group, self._agreement)
         self._row_bytes = wanted
 
@@ -109,10 +110,10 @@ class CopyLane(AbstractLane):
     def _sample(self, stream: Handle) -> None:
         """Have the watch look at what was issued; what is captured runs later, unwatched."""
         if not torch.cuda.is_current_stream_capturing():
-            self._signals.watch.sample(stream)
+            self._flags.watch.sample(stream)
 
     def _issue(self, steps: Sequence[LaneStep], stream: Handle, copy: Callable[[int], None] | None = None) -> None:
-        self._signals.watch.require_sound()
+        self._flags.watch.require_sound()
         for step in steps:
             if step.kind == "take":
                 self._signals.take(step.flag, step.peers, stream)
@@ -131,12 +132,12 @@ class CopyLane(AbstractLane):
 
     def num_symmetric_bytes(self) -> int:
         """See `AbstractLane.num_symmetric_bytes`."""
-        return self._signals.num_bytes() + (self._memory.local.numel() if self._memory else 0)
+        return self._flags.num_bytes() + (self._memory.local.numel() if self._memory else 0)
 
     def close(self) -> None:
         """See `AbstractLane.close`."""
         torch.cuda.synchronize(self._device)
-        self._signals.watch.close()
+        self._flags.watch.close()
         self._memory = None
         self._row_bytes = 0
 

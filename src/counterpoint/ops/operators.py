@@ -5,17 +5,19 @@ backward: the shard is sent again while the gradient's matmul runs, which keeps 
 saves. Groups travel by name and schedules as JSON text, because an operator's arguments must be plain.
 """
 
-from collections.abc import Callable
-from typing import Any
-
+import msgspec
 import torch
 from torch.distributed import distributed_c10d
 
-from counterpoint.errors import ScheduleError
+from counterpoint.ops.computation import multiply
+from counterpoint.ops.dispatch import Kept, Operator
 from counterpoint.ops.runtime import Request, Runtime, runtime_of
-from counterpoint.schedule.actions import Operation, Pass, Problem
+from counterpoint.ops.transport import AbstractPrepared
+from counterpoint.schedule import ScheduleDescription, backward_description
+from counterpoint.schedule.actions import Operation, Pass
 
 Pair = tuple[torch.Tensor, torch.Tensor]
+Gradient = tuple[torch.Tensor | None, torch.Tensor | None]
 
 
 def _group_size(group_name: str) -> int:
@@ -35,8 +37,9 @@ def _run_all_gather_matmul(
     """See `counterpoint.ops.all_gather_matmul`."""
     run = _Run("all_gather_matmul", "forward", (shard, weight, group_name))
     run.require_shard(num_rows)
+    run.plan((num_rows, *weight.shape), schedule)
     product = shard.new_empty(num_rows, weight.shape[1])
-    run({"shard": shard.contiguous(), "product": product}, (num_rows, weight.shape[0], weight.shape[1]), schedule)
+    run({"shard": shard.contiguous(), "product": product})
     return product
 
 
@@ -45,9 +48,9 @@ def _run_all_gather_matmul_backward(
 ) -> Pair:
     """Gradients of `all_gather_matmul` for its shard and its weight."""
     run = _Run("all_gather_matmul", "backward", (gradient, weight.t(), group_name))
-    results = torch.empty_like(shard, memory_format=torch.contiguous_format), torch.empty_like(weight)
-    given = {"activation": gradient.contiguous(), "shard": shard.contiguous()}
-    run({**given, **_named(results)}, (gradient.shape[0], *weight.shape), schedule)
+    run.plan((gradient.shape[0], *weight.shape), schedule)
+    results = shard.new_empty(shard.shape), torch.empty_like(weight)
+    run({"activation": gradient.contiguous(), "shard": shard.contiguous(), **_result_buffers(results)})
     return results
 
 
@@ -57,8 +60,9 @@ def _run_matmul_reduce_scatter(
     """See `counterpoint.ops.matmul_reduce_scatter`."""
     run = _Run("matmul_reduce_scatter", "forward", (activation, weight, group_name))
     num_rows = activation.shape[0]
+    run.plan((num_rows, *weight.shape), schedule)
     product = activation.new_empty(_own_rows(num_rows, group_name), weight.shape[1])
-    run({"activation": activation, "product": product}, (num_rows, *weight.shape), schedule)
+    run({"activation": activation, "product": product})
     return product
 
 
@@ -67,26 +71,28 @@ def _run_matmul_reduce_scatter_backward(
 ) -> Pair:
     """Gradients of `matmul_reduce_scatter` for its activation and its weight."""
     run = _Run("matmul_reduce_scatter", "backward", (gradient, weight.t(), group_name))
+    run.plan((activation.shape[0], *weight.shape), schedule)
     results = activation.new_empty(activation.shape), torch.empty_like(weight)
-    given = {"shard": gradient.contiguous(), "activation": activation.contiguous()}
-    run({**given, **_named(results)}, (activation.shape[0], *weight.shape), schedule)
+    run({"shard": gradient.contiguous(), "activation": activation.contiguous(), **_result_buffers(results)})
     return results
 
 
 def _run_matmul_all_reduce(activation: torch.Tensor, weight: torch.Tensor, group_name: str, schedule: str) -> torch.Tensor:
     """See `counterpoint.ops.matmul_all_reduce`."""
     run = _Run("matmul_all_reduce", "forward", (activation, weight, group_name))
+    run.plan((activation.shape[0], *weight.shape), schedule)
     product = activation.new_empty(activation.shape[0], weight.shape[1])
-    run({"activation": activation, "product": product}, (activation.shape[0], *weight.shape), schedule)
+    run({"activation": activation, "product": product})
     return product
 
 
 def _run_all_to_all_matmul(tokens: torch.Tensor, weight: torch.Tensor, group_name: str, schedule: str) -> torch.Tensor:
     """See `counterpoint.ops.all_to_all_matmul`."""
     run = _Run("all_to_all_matmul", "forward", (tokens, weight, group_name))
+    run.plan((tokens.shape[0], *weight.shape), schedule)
     num_received = _group_size(group_name) * _own_rows(tokens.shape[0], group_name)
     product = tokens.new_empty(num_received, weight.shape[1])
-    run({"shard": tokens.contiguous(), "product": product}, (tokens.shape[0], *weight.shape), schedule)
+    run({"shard": tokens.contiguous(), "product": product})
     return product
 
 
@@ -95,18 +101,20 @@ def _run_all_to_all_matmul_backward(
 ) -> Pair:
     """Gradients of `all_to_all_matmul` for its tokens and its weight."""
     run = _Run("all_to_all_matmul", "backward", (gradient, weight.t(), group_name))
+    run.plan((tokens.shape[0], *weight.shape), schedule)
     results = tokens.new_empty(tokens.shape), torch.empty_like(weight)
-    given = {"activation": gradient.contiguous(), "shard": tokens.contiguous()}
-    run({**given, **_named(results)}, (tokens.shape[0], *weight.shape), schedule)
+    run({"activation": gradient.contiguous(), "shard": tokens.contiguous(), **_result_buffers(results)})
     return results
 
 
-def _named(results: Pair) -> dict[str, torch.Tensor]:
+def _result_buffers(results: Pair) -> dict[str, torch.Tensor]:
     return {"product": results[0], "weight_gradient": results[1]}
 
 
 class _Run:
-    """One call: checks its operands, finds the plan, runs it."""
+    """One call: checks its operands, finds the plan, runs it, in this order."""
+
+    _prepared: AbstractPrepared
 
     def __init__(self, operation: Operation, direction: Pass, operands: tuple[torch.Tensor, torch.Tensor, str]) -> None:
         self._operation, self._direction = operation, direction
@@ -118,12 +126,22 @@ class _Run:
         if problem:
             self._runtime.refuse(problem)
 
-    def __call__(self, tensors: dict[str, torch.Tensor], sizes: tuple[int, int, int], schedule: str) -> None:
-        try:
-            request = self._request(sizes, schedule)
-        except ScheduleError as problem:
-            self._runtime.refuse(f"{self._operation}: {problem}")
-        self._runtime.plan(request, self._left.dtype).prepared.run(tensors, self._weight)
+    def plan(self, sizes: tuple[int, int, int], schedule: str) -> None:
+        """Find the plan for (rows, inner, columns), before memory for results is taken: ranks fail together here."""
+        num_rows, num_inner, num_columns = sizes
+        request = Request(
+            operation=self._operation,
+            direction=self._direction,
+            num_rows=num_rows,
+            num_inner=num_inner,
+            num_columns=num_columns,
+            dtype=self._left.dtype,
+            schedule=schedule,
+        )
+        self._prepared = self._runtime.plan(request).prepared
+
+    def __call__(self, tensors: dict[str, torch.Tensor]) -> None:
+        self._prepared.run(tensors, self._weight)
 
     def require_shard(self, num_rows: int) -> None:
         """Refuse a shard that is not this rank's part of `num_rows` rows."""
@@ -134,22 +152,6 @@ class _Run:
                 f"{self._operation} of {num_rows} rows needs {own_rows} of them on rank {group.rank()} of {group.size()}; "
                 f"found {found}. Split them as torch.tensor_split does, or give the right num_rows."
             )
-
-    def _request(self, sizes: tuple[int, int, int], schedule: str) -> Request:
-        num_rows, num_inner, num_columns = sizes
-        return Request(
-            problem=Problem(
-                operation=self._operation,
-                num_ranks=self._runtime.group.size(),
-                num_rows=num_rows,
-                num_inner=num_inner,
-                num_columns=num_columns,
-                element_bytes=self._left.element_size(),
-            ),
-            direction=self._direction,
-            dtype=str(self._left.dtype),
-            schedule=schedule,
-        )
 
     def _problem_of_operands(self) -> str:
         """What is wrong with the operands, in one line, or nothing."""
@@ -188,46 +190,56 @@ def _exchanged_shape(tokens: torch.Tensor, weight: torch.Tensor, group_name: str
     return tokens.new_empty(_group_size(group_name) * _own_rows(tokens.shape[0], group_name), weight.shape[1])
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    left, weight, *_, ctx.group_name, ctx.schedule = inputs
-    ctx.save_for_backward(left, weight)
+def _gather_gradients(kept: Kept, gradient: torch.Tensor, is_wanted: tuple[bool, bool]) -> Gradient:
+    return all_gather_gradients(kept, gradient, is_wanted[1])
 
 
-def _gather_gradients(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    left, weight = ctx.saved_tensors
-    return *all_gather_matmul_backward(gradient, left, weight, ctx.group_name, ctx.schedule), None, None, None
+def all_gather_gradients(kept: Kept, gradient: torch.Tensor, is_weight_wanted: bool) -> Gradient:
+    """Gradients of `all_gather_matmul`; of a weight that needs none, nothing is gathered again."""
+    weight, group_name = kept.weight, kept.group_name
+    if is_weight_wanted:
+        pair: Pair = all_gather_matmul_backward(gradient, kept.left, weight, group_name, kept.schedule)
+        return pair
+    schedule = _backward_text("all_gather_matmul", kept.schedule)
+    return matmul_reduce_scatter(gradient, weight.t(), group_name, schedule), None
 
 
-def _reduce_gradients(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    left, weight = ctx.saved_tensors
-    return *matmul_reduce_scatter_backward(gradient, left, weight, ctx.group_name, ctx.schedule), None, None
+def _reduce_gradients(kept: Kept, gradient: torch.Tensor, is_wanted: tuple[bool, bool]) -> Gradient:
+    left, weight, group_name = kept.left, kept.weight, kept.group_name
+    if is_wanted[1]:
+        pair: Pair = matmul_reduce_scatter_backward(gradient, left, weight, group_name, kept.schedule)
+        return pair
+    schedule = _backward_text("matmul_reduce_scatter", kept.schedule)
+    return all_gather_matmul(gradient, weight.t(), left.shape[0], group_name, schedule), None
 
 
-def _all_reduce_gradients(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+def _all_reduce_gradients(kept: Kept, gradient: torch.Tensor, is_wanted: tuple[bool, bool]) -> Gradient:
     """The product is the same on every rank, and so is what follows: its gradient is not summed again."""
-    left, weight = ctx.saved_tensors
-    return gradient @ weight.t(), left.t() @ gradient, None, None
+    return (
+        multiply(gradient, kept.weight.t()) if is_wanted[0] else None,
+        multiply(kept.left.t(), gradient) if is_wanted[1] else None,
+    )
 
 
-def _exchange_gradients(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    left, weight = ctx.saved_tensors
-    return *all_to_all_matmul_backward(gradient, left, weight, ctx.group_name, ctx.schedule), None, None
+def _exchange_gradients(kept: Kept, gradient: torch.Tensor, _is_wanted: tuple[bool, bool]) -> Gradient:
+    pair: Pair = all_to_all_matmul_backward(gradient, kept.left, kept.weight, kept.group_name, kept.schedule)
+    return pair
 
 
-def _operator(name: str, run: Callable[..., Any], shape: Callable[..., Any], gradients: Callable[..., Any] | None) -> Any:
-    operator = torch.library.custom_op(f"counterpoint::{name}", run, mutates_args=())
-    operator.register_fake(shape)
-    if gradients is not None:
-        operator.register_autograd(gradients, setup_context=_keep)
-    return operator
+def _backward_text(operation: Operation, schedule: str) -> str:
+    """The schedule that the backward pass of an operator takes, for an operator that is one half of it."""
+    if not schedule:
+        return ""
+    description = backward_description(operation, msgspec.json.decode(schedule, type=ScheduleDescription))
+    return msgspec.json.encode(description).decode()
 
 
-all_gather_matmul_backward = _operator("all_gather_matmul_backward", _run_all_gather_matmul_backward, _gradient_shapes, None)
-matmul_reduce_scatter_backward = _operator(
-    "matmul_reduce_scatter_backward", _run_matmul_reduce_scatter_backward, _gradient_shapes, None
+all_gather_matmul_backward = Operator("all_gather_matmul_backward", _run_all_gather_matmul_backward, _gradient_shapes)
+matmul_reduce_scatter_backward = Operator(
+    "matmul_reduce_scatter_backward", _run_matmul_reduce_scatter_backward, _gradient_shapes
 )
-all_to_all_matmul_backward = _operator("all_to_all_matmul_backward", _run_all_to_all_matmul_backward, _gradient_shapes, None)
-all_gather_matmul = _operator("all_gather_matmul", _run_all_gather_matmul, _gathered_shape, _gather_gradients)
-matmul_reduce_scatter = _operator("matmul_reduce_scatter", _run_matmul_reduce_scatter, _scattered_shape, _reduce_gradients)
-matmul_all_reduce = _operator("matmul_all_reduce", _run_matmul_all_reduce, _reduced_shape, _all_reduce_gradients)
-all_to_all_matmul = _operator("all_to_all_matmul", _run_all_to_all_matmul, _exchanged_shape, _exchange_gradients)
+all_to_all_matmul_backward = Operator("all_to_all_matmul_backward", _run_all_to_all_matmul_backward, _gradient_shapes)
+all_gather_matmul = Operator("all_gather_matmul", _run_all_gather_matmul, _gathered_shape, _gather_gradients)
+matmul_reduce_scatter = Operator("matmul_reduce_scatter", _run_matmul_reduce_scatter, _scattered_shape, _reduce_gradients)
+matmul_all_reduce = Operator("matmul_all_reduce", _run_matmul_all_reduce, _reduced_shape, _all_reduce_gradients)
+all_to_all_matmul = Operator("all_to_all_matmul", _run_all_to_all_matmul, _exchanged_shape, _exchange_gradients)

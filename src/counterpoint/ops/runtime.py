@@ -8,14 +8,14 @@ names a schedule), prepares and allocates; later calls look the result up. Runti
 import socket
 from functools import cache
 from importlib.util import find_spec
-from typing import final
+from typing import NoReturn, final
 
 import msgspec
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from counterpoint.errors import OperatorError
+from counterpoint.errors import OperatorError, ScheduleError
 from counterpoint.machine import Machine, load_machine, machine_for_device
 from counterpoint.ops.agreement import Agreement, Proposal
 from counterpoint.ops.collectives import Collectives
@@ -23,29 +23,41 @@ from counterpoint.ops.lane import AbstractLane
 from counterpoint.ops.message_lane import MessageLane
 from counterpoint.ops.messages import Messages
 from counterpoint.ops.transport import AbstractPrepared, AbstractTransport
-from counterpoint.schedule import Problem, ScheduleDescription, backward_description, make_schedule
-from counterpoint.schedule.actions import Pass
+from counterpoint.schedule import SEQUENTIAL, Problem, ScheduleDescription, backward_description, make_schedule
+from counterpoint.schedule.actions import Operation, Pass
 from counterpoint.schedule.heuristic import Pick, pick_schedule
-from counterpoint.value import Value
 
 DEFAULT_MACHINE = "h200"
 
 
-class Request(Value, frozen=True, kw_only=True):
-    """What one call asks for, apart from the numbers in its tensors."""
+class Request(msgspec.Struct, frozen=True, kw_only=True):
+    """What one call asks for, apart from the numbers in its tensors; flat, because every call looks one up."""
 
-    problem: Problem
+    operation: Operation
     direction: Pass
-    dtype: str
+    num_rows: int
+    num_inner: int
+    num_columns: int
+    dtype: torch.dtype
     schedule: str
+
+    def problem(self, num_ranks: int) -> Problem:
+        """The sizes, checked. Raises `ScheduleError`."""
+        return Problem(
+            operation=self.operation,
+            num_ranks=num_ranks,
+            num_rows=self.num_rows,
+            num_inner=self.num_inner,
+            num_columns=self.num_columns,
+            element_bytes=self.dtype.itemsize,
+        )
 
     def words(self) -> str:
         """For messages: the operator and its sizes."""
-        problem = self.problem
-        sizes = f"({problem.num_rows}, {problem.num_inner}) @ ({problem.num_inner}, {problem.num_columns})"
+        sizes = f"({self.num_rows}, {self.num_inner}) @ ({self.num_inner}, {self.num_columns})"
         passes = "" if self.direction == "forward" else " backward"
         schedule = f" with {self.schedule}" if self.schedule else ""
-        return f"{problem.operation}{passes} of {sizes} {self.dtype.removeprefix('torch.')}{schedule}"
+        return f"{self.operation}{passes} of {sizes} {str(self.dtype).removeprefix('torch.')}{schedule}"
 
 
 @final
@@ -68,43 +80,46 @@ class Runtime:
         self.transport, self.obstacle = self._open_transport()
         self._machine = _machine_of(device)
 
-    def plan(self, request: Request, dtype: torch.dtype) -> Plan:
+    def plan(self, request: Request) -> Plan:
         """The plan for a request; made with the other ranks when it is first asked for."""
         found = self.plans.get(request)
-        return found if found is not None else self._make(request, dtype)
+        return found if found is not None else self._make(request)
 
-    def refuse(self, problem: str) -> None:
+    def refuse(self, problem: str) -> NoReturn:
         """Tell the other ranks of a call that cannot be made, so that none waits for it; raises `OperatorError`."""
         if self.device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
             self._agreement.compare(Proposal(problem=problem))
         raise OperatorError(problem)
 
-    def _make(self, request: Request, dtype: torch.dtype) -> Plan:
+    def _make(self, request: Request) -> Plan:
+        try:
+            problem = request.problem(self.group.size())
+        except ScheduleError as refusal:
+            self.refuse(f"{request.operation}: {refusal}")
         if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise OperatorError(
                 f"{request.words()} was never run before this capture, and what it needs cannot be made within one. "
                 "Run it once before."
             )
         self._agreement.compare(Proposal(request=request.words()))
-        pick = self._pick(request)
-        plan = self.plans[request] = Plan(pick, self._prepare(pick, request, dtype))
+        pick = self._pick(request, problem)
+        plan = self.plans[request] = Plan(pick, self._prepare(pick, request, problem))
         return plan
 
-    def _pick(self, request: Request) -> Pick:
+    def _pick(self, request: Request, problem: Problem) -> Pick:
         if self.transport is None:
-            return Pick(description=ScheduleDescription(pattern="sequential"), reason=self.obstacle)
+            return Pick(description=SEQUENTIAL, reason=self.obstacle)
         if request.schedule:
             description = msgspec.json.decode(request.schedule, type=ScheduleDescription)
             if request.direction == "backward":
-                description = backward_description(request.problem.operation, description)
+                description = backward_description(request.operation, description)
             return Pick(description=description, reason="named by the caller")
-        return pick_schedule(request.problem, self._machine, request.direction)
+        return pick_schedule(problem, self._machine, request.direction)
 
-    def _prepare(self, pick: Pick, request: Request, dtype: torch.dtype) -> AbstractPrepared:
-        problem = request.problem
+    def _prepare(self, pick: Pick, request: Request, problem: Problem) -> AbstractPrepared:
         if pick.description.is_sequential or self.transport is None:
-            return Collectives(self.group, problem.operation, request.direction, problem.num_rows)
-        return self.transport.prepare(make_schedule(problem, pick.description, request.direction), dtype)
+            return Collectives(self.group, request.operation, request.direction, request.num_rows)
+        return self.transport.prepare(make_schedule(problem, pick.description, request.direction), request.dtype)
 
     def _open_transport(self) -> tuple[AbstractTransport | None, str]:
         """The transport, or None and why there is none, which all ranks find alike."""
@@ -159,7 +174,7 @@ def _whereabouts(device: torch.device) -> str:
 def _obstacle(device: torch.device, found: list[str]) -> str:
     """Why this rank cannot use copy engines, or nothing. GPUs that are not visible here are taken to be reachable."""
     if find_spec("cuda") is None or find_spec("cuda.bindings") is None:
-        return "cuda-bindings is not installed: pip install 'counterpoint[cuda]'"
+        return "cuda-bindings is not installed: pip install torch cuda-bindings"
     wanted = {entry.split("/")[1] for entry in found}
     for number in range(torch.cuda.device_count()):
         is_wanted = str(torch.cuda.get_device_properties(number).uuid) in wanted
@@ -175,7 +190,7 @@ def _machine_of(device: torch.device) -> Machine:
 
 
 @cache
-def _runtimes() -> dict[tuple[str, str], Runtime]:
+def _runtimes() -> dict[tuple[str, torch.device], Runtime]:
     """The runtimes of this process: what the operators, which take a group's name, find theirs by."""
     return {}
 
@@ -184,9 +199,11 @@ def runtime_of(group_name: str, device: torch.device) -> Runtime:
     """The runtime of a group on a device; made, by all ranks together, when first asked for."""
     group = distributed_c10d._resolve_process_group(group_name)
     runtimes = _runtimes()
-    found = runtimes.get((group_name, str(device)))
+    found = runtimes.get((group_name, device))
     if found is None or found.group is not group:  # a group may be destroyed and another one get its name
-        found = runtimes[group_name, str(device)] = Runtime(group, device)
+        if found is not None:
+            found.close()
+        found = runtimes[group_name, device] = Runtime(group, device)
     return found
 
 

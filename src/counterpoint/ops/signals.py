@@ -15,16 +15,20 @@ from cuda.bindings import driver as cu
 
 from counterpoint.cuda.driver import check
 from counterpoint.ops.agreement import Agreement
-from counterpoint.ops.copy_engines import FLAG_BYTES, SymmetricMemory
 from counterpoint.ops.issuing import WAIT, WRITE, memory_operation
+from counterpoint.ops.symmetric import SymmetricMemory
 from counterpoint.ops.watch import Watch
 
 Handle = Any  # cuda-bindings has no types
+FLAG_BYTES = 4
 
 
 @final
-class Signals:
-    """Flags by number between every two ranks of a group. `resting` holds the value of each number between calls."""
+class Flags:
+    """32-bit words in symmetric memory: of each number one that every rank raises on every other.
+
+    `resting` holds the value of each number between calls. `watch` ends waits for a rank that is gone.
+    """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, agreement: Agreement, resting: Sequence[int]) -> None:
         self._rank, self._num_ranks = int(group.rank()), int(group.size())
@@ -33,30 +37,45 @@ class Signals:
         words = self._memory.local.view(torch.int32).view(len(resting), self._num_ranks)
         words.copy_(torch.tensor(resting, dtype=torch.int32, device=device)[:, None].expand_as(words))
         torch.cuda.synchronize(device)
-        self.watch = Watch((self._memory.addresses[self._rank], num_flags), agreement.limit_s)
         agreement.exchange(b"flags at rest")  # nobody raises one before they are
+        self.watch = Watch((self._memory.addresses[self._rank], num_flags), agreement.limit_s)
+
+    def own(self, number: int, peer: int) -> int:
+        """Address of the flag that `peer` raises on this rank."""
+        return self._memory.addresses[self._rank] + FLAG_BYTES * (number * self._num_ranks + peer)
+
+    def of_peer(self, number: int, peer: int) -> int:
+        """Address of the flag that this rank raises on `peer`."""
+        return self._memory.addresses[peer] + FLAG_BYTES * (number * self._num_ranks + self._rank)
+
+    def num_bytes(self) -> int:
+        """Bytes of symmetric memory."""
+        return int(self._memory.local.numel())
+
+
+@final
+class Signals:
+    """Flags raised and awaited by number, for all of some peers at once."""
+
+    def __init__(self, flags: Flags) -> None:
+        self._flags = flags
         self._batches: dict[tuple[Handle, int, tuple[int, ...]], list[Handle]] = {}  # made once, issued often
 
     def raise_to(self, number: int, peers: tuple[int, ...], stream: Handle) -> None:
         """Raise this rank's flag on these peers, behind what is on the stream."""
         key = (WRITE, number, peers)
         if key not in self._batches:
-            offset = FLAG_BYTES * (number * self._num_ranks + self._rank)
-            self._batches[key] = [memory_operation(WRITE, self._memory.addresses[peer] + offset, 1) for peer in peers]
+            self._batches[key] = [memory_operation(WRITE, self._flags.of_peer(number, peer), 1) for peer in peers]
         _issue(self._batches[key], stream)
 
     def take(self, number: int, peers: tuple[int, ...], stream: Handle) -> None:
         """Let the stream wait for the flags of these peers, and lower them."""
         key = (WAIT, number, peers)
         if key not in self._batches:
-            own = self._memory.addresses[self._rank] + FLAG_BYTES * number * self._num_ranks
-            waits = [memory_operation(WAIT, own + FLAG_BYTES * peer, 1) for peer in peers]
-            self._batches[key] = waits + [memory_operation(WRITE, own + FLAG_BYTES * peer, 0) for peer in peers]
+            own = [self._flags.own(number, peer) for peer in peers]
+            waits = [memory_operation(WAIT, address, 1) for address in own]
+            self._batches[key] = waits + [memory_operation(WRITE, address, 0) for address in own]
         _issue(self._batches[key], stream)
-
-    def num_bytes(self) -> int:
-        """Bytes of symmetric memory."""
-        return int(self._memory.local.numel())
 
 
 def _issue(operations: list[Handle], stream: Handle) -> None:

@@ -319,6 +319,10 @@ def block_results(block: nn.Module, batch: int, length: int, dtype: torch.dtype 
     ]
 
 
+def hooks_of(block: nn.Module) -> list[dict[int, Callable[..., object]]]:
+    return [dict(hooks) for module in block.modules() for hooks in (module._forward_pre_hooks, module._forward_hooks)]
+
+
 def tensor_parallel_blocks() -> None:
     """Outputs and gradients are those of DTensor's own linears, with and without bias, whoever gathers."""
     num_ranks = dist.get_world_size()
@@ -327,7 +331,7 @@ def tensor_parallel_blocks() -> None:
         for batch, schedule in zip((1, 3, 2), schedules, strict=True):
             stock, block = parallel_block(bias=bias), parallel_block(bias=bias)
             wanted = block_results(stock, batch, 4 * num_ranks)
-            hooks_before = [dict(module._forward_pre_hooks) for module in block.modules()]
+            hooks_before = hooks_of(block)
             overlapped = tensor_parallel.overlap(block, schedule=schedule)
             assert len(overlapped.taken) == 7
             assert not overlapped.refused
@@ -336,7 +340,7 @@ def tensor_parallel_blocks() -> None:
                 assert_close(found, wanted, 1e-12)
             assert_equal(results[1], results[2])
             overlapped.undo()
-            assert [dict(module._forward_pre_hooks) for module in block.modules()] == hooks_before
+            assert hooks_of(block) == hooks_before
             assert not any("forward" in vars(module) for module in block.modules())
             assert_equal(block_results(block, batch, 4 * num_ranks), wanted)
 
@@ -372,6 +376,59 @@ def tensor_parallel_annotated() -> None:
     with torch.autocast(DEVICE.type, torch.bfloat16):
         wanted, found = (block_results(each, 1, 2 * num_ranks, torch.float32) for each in (stock, block))
     assert_close(found, wanted, 0.05)
+
+
+class Between(FeedForward):
+    """Its linears hand DTensors on, and the last one gets one that is whole if it asks for it."""
+
+    is_whole = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.gate(x) * self.up(x)
+        assert isinstance(hidden, DTensor)
+        return self.down(hidden.redistribute(placements=[Replicate()]) if self.is_whole else hidden)
+
+
+def tensor_parallel_hands_dtensors_on() -> None:
+    """`use_local_output=False` is kept, and inputs that are DTensors are taken as they are laid out."""
+    mesh = init_device_mesh(DEVICE.type, (dist.get_world_size(),))
+    results: list[list[torch.Tensor]] = []
+    for is_ours in (False, True):
+        found: list[torch.Tensor] = []
+        for is_whole in (False, True):
+            torch.manual_seed(0)
+            mlp = Between(64).to(DEVICE, torch.float64)
+            mlp.is_whole, mlp.down.bias = is_whole, None
+            column = ColwiseParallel(use_local_output=False)
+            plan = {"gate": column, "up": column, "down": RowwiseParallel(output_layouts=Shard(1), use_local_output=False)}
+            parallelize_module(mlp, mesh, plan)
+            parallelize_module(mlp, mesh, PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate()))
+            if is_ours:
+                assert len(tensor_parallel.overlap(mlp).taken) == 3
+            output = mlp(torch.ones(1, 4, 64, device=DEVICE, dtype=torch.float64))
+            assert isinstance(output, DTensor)
+            assert output.placements == (Shard(1),)
+            found += block_results(mlp, 1, 4 * dist.get_world_size())
+        results.append(found)
+    assert_close(results[1], results[0], 1e-12)
+
+
+def tensor_parallel_frozen() -> None:
+    """Weights that are not trained get no gradient; those beside them, and inputs, get theirs."""
+    num_ranks = dist.get_world_size()
+    for frozen in (("attention.q.weight", "mlp.gate.weight"), tuple(name for name, _ in Block().named_parameters())):
+        results = []
+        for is_ours in (False, True):
+            block = parallel_block()
+            for name, parameter in block.named_parameters():
+                parameter.requires_grad_(name not in frozen)
+            if is_ours:
+                tensor_parallel.overlap(block)
+            results.append(block_results(block, 1, 4 * num_ranks))
+            assert [name for name, each in block.named_parameters() if each.grad is None] == [
+                name for name, _ in block.named_parameters() if name in frozen
+            ]
+        assert_close(results[1], results[0], 1e-12)
 
 
 def tensor_parallel_refuses() -> None:
@@ -479,6 +536,8 @@ SECTIONS: dict[str, Callable[[], None]] = {
         tensor_parallel_blocks,
         tensor_parallel_trains,
         tensor_parallel_annotated,
+        tensor_parallel_hands_dtensors_on,
+        tensor_parallel_frozen,
         tensor_parallel_refuses,
         tensor_parallel_neighbors_part,
         tensor_parallel_with_fsdp2,

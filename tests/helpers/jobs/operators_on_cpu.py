@@ -4,11 +4,14 @@ import os
 import sys
 import traceback
 from collections.abc import Callable
+from contextlib import nullcontext
 from datetime import timedelta
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from counterpoint import ops
 from counterpoint.errors import CounterpointError
@@ -47,7 +50,13 @@ OPERATORS: dict[str, tuple[Operator, tuple[ScheduleDescription | None, ...]]] = 
     "all_to_all_matmul": (ops.all_to_all_matmul, EXCHANGES),
 }
 INNER, COLUMNS = 7, 5
-TOLERANCE = {torch.float64: 1e-13, torch.float32: 1e-5, torch.bfloat16: 0.02}  # of the largest entry, times ranks
+# of the largest entry, times ranks
+TOLERANCE = {
+    torch.float64: 1e-13,
+    torch.float32: 1e-5,
+    torch.float16: 0.003,
+    torch.bfloat16: 0.02,
+}  # of the largest entry, times ranks
 
 
 def operands(name: str, num_rows: int, dtype: torch.dtype, seed: int = 1) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
@@ -129,7 +138,7 @@ def few_results() -> None:
 def data_types() -> None:
     """Single and half precision, and operands that are views."""
     for name, (operator, _) in OPERATORS.items():
-        for dtype in (torch.float32, torch.bfloat16):
+        for dtype in (torch.float32, torch.float16, torch.bfloat16):
             call_and_compare(name, 24, D(chunks=2), dtype)
         rank = dist.get_rank()
         lefts, weights = operands(name, 24, torch.float64)
@@ -137,6 +146,103 @@ def data_types() -> None:
         left, weight = lefts[rank].t().contiguous().t(), weights[rank].t().contiguous().t()
         assert not left.is_contiguous()
         assert_close(operator(left, weight, schedule=D(chunks=2), **keywords(name, 24)), wanted, (name, "strided"))
+        report(name)
+
+
+def gradients() -> None:
+    """Frozen operands, gradients that are views, calls without gradients, and second derivatives, which are refused."""
+    rank = dist.get_rank()
+    for name, (operator, descriptions) in OPERATORS.items():
+        lefts, weights = operands(name, 23, torch.float64)
+        rest = keywords(name, 23)
+        for description in descriptions:
+            found = []
+            for needs in ((True, True), (True, False), (False, True)):
+                left, weight = lefts[rank].clone(), weights[rank].t().contiguous()  # a linear's weight, seen transposed
+                left.requires_grad_(needs[0])
+                weight.requires_grad_(needs[1])
+                product = operator(left, weight.t(), schedule=description, **rest)
+                product.backward(torch.ones((), dtype=torch.float64).expand(product.shape))
+                found.append((left.grad, weight.grad))
+            both, of_left, of_weight = found
+            assert_close(of_left[0], both[0], (name, description, "the weight is frozen"))
+            assert_close(of_weight[1], both[1], (name, description, "the left operand is frozen"))
+            assert of_left[1] is None
+            assert of_weight[0] is None
+        left, weight = lefts[rank].clone().requires_grad_(), weights[rank].clone().requires_grad_()
+        with torch.no_grad():
+            assert not operator(left, weight, **rest).requires_grad
+        assert operator(left, weight, **rest).requires_grad
+        with pytest.raises(CounterpointError, match=rf"^{name} has no second derivative\. .* without create_graph=True\.$"):
+            torch.autograd.grad(operator(left, weight, **rest).sum(), left, create_graph=True)
+        report(name)
+
+
+def frozen_weights_gather_nothing() -> None:
+    """What a weight's gradient alone would need is not communicated for a weight that needs none."""
+    rank = dist.get_rank()
+    runs = {"all_gather_matmul": "matmul_reduce_scatter of (24,", "matmul_reduce_scatter": "all_gather_matmul of (24,"}
+    for name, wanted in runs.items():
+        ops.release()
+        lefts, weights = operands(name, 24, torch.float64)
+        for schedule in (None, D(pattern="ring", chunks=2)):
+            OPERATORS[name][0](lefts[rank].requires_grad_(), weights[rank], schedule=schedule).sum().backward()
+        assert [each.request.startswith(wanted) for each in ops.explain()] == [False, True] * 2, ops.explain()
+    report("frozen weights")
+
+
+def after_inference() -> None:
+    """Memory that a call in inference mode was the first to need serves training afterwards."""
+    rank = dist.get_rank()
+    for name, (operator, _) in OPERATORS.items():
+        ops.release()
+        lefts, weights = operands(name, 24, torch.float64)
+        with torch.inference_mode():
+            found = operator(lefts[rank], weights[rank], schedule=D(chunks=2), **keywords(name, 24))
+        assert_close(found, reference(name, lefts, weights, rank), (name, "in inference mode"))
+        call_and_compare(name, 24, D(chunks=2), torch.float64)
+        report(name)
+
+
+def autocast() -> None:
+    """Operands are taken as they are, forward and backward, whatever type autocast gives to others."""
+    for name in OPERATORS:
+        for description in (SEQUENTIAL, D(chunks=2)):
+            with torch.autocast("cpu", torch.bfloat16):
+                call_and_compare(name, 24, description, torch.float32)
+        report(name)
+
+
+class Seen(TorchDispatchMode):
+    """Remembers the operators that pass the dispatcher."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.add(func._schema.name)
+        return func(*args, **(kwargs or {}))
+
+
+def looked_at() -> None:
+    """Whoever looks at operators sees ours whole, forward and backward; results are the same bits as without."""
+    rank = dist.get_rank()
+    for name, (operator, _) in OPERATORS.items():
+        lefts, weights = operands(name, 24, torch.float64)
+        mode, profile = Seen(), torch.profiler.profile()
+        found = []
+        for context in (nullcontext(), mode, profile):
+            left, weight = lefts[rank].clone().requires_grad_(), weights[rank].clone().requires_grad_()
+            with context:
+                product = operator(left, weight, schedule=D(chunks=2), **keywords(name, 24))
+                product.sum().backward()
+            found.append((product.detach(), left.grad, weight.grad))
+        backward = set() if name == "matmul_all_reduce" else {f"counterpoint::{name}_backward"}
+        for names in (mode.names, {entry.key for entry in profile.key_averages()}):
+            assert {f"counterpoint::{name}", *backward} <= names, (name, names)
+        for other in found[1:]:
+            assert all(torch.equal(one, same) for one, same in zip(found[0], other, strict=True)), name
         report(name)
 
 
@@ -241,6 +347,12 @@ def compiled() -> None:
         gather(lefts[rank], weights[rank], description)
     run = {each.schedule.chunks for each in ops.explain() if each.request.startswith("all_gather_matmul of (24, 7)")}
     assert run == {2, 3}, "a compiled function must not keep the schedule of its first call"
+
+    frozen = weights[rank].clone()
+    left, again = (lefts[rank].clone().requires_grad_() for _ in range(2))
+    gather(left, frozen, chunked).sum().backward()
+    ops.all_gather_matmul(again, frozen, schedule=chunked).sum().backward()
+    assert torch.equal(left.grad, again.grad)
     report("compiled")
 
 
@@ -251,9 +363,9 @@ def registered() -> None:
     rank = dist.get_rank()
     left, weight = lefts[rank].requires_grad_(), weights[rank].requires_grad_()
     whole = torch.randn(24, INNER, dtype=torch.float64, requires_grad=True)
-    torch.library.opcheck(operators.all_gather_matmul, (left, weight, 24, group_name, ""))
+    torch.library.opcheck(operators.all_gather_matmul.custom, (left, weight, 24, group_name, ""))
     for operator in (operators.matmul_reduce_scatter, operators.matmul_all_reduce, operators.all_to_all_matmul):
-        torch.library.opcheck(operator, (whole, weight, group_name, ""))
+        torch.library.opcheck(operator.custom, (whole, weight, group_name, ""))
     report("registered")
 
 

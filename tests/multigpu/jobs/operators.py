@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from counterpoint import ops
 from counterpoint.cuda.ranks import join_ranks
+from counterpoint.errors import OperatorError
 from counterpoint.schedule import ScheduleDescription
 
 D = ScheduleDescription
@@ -187,6 +188,29 @@ def memory() -> None:
     report("memory")
 
 
+def refused_memory() -> None:
+    """After memory for a larger shape was refused, shapes that ran before run on, though theirs was given back for it."""
+    rank, description = dist.get_rank(), D(pattern="one_peer", chunks=2)
+    lefts, weights = operands("all_gather_matmul", 512, seed=5)
+    wanted = reference("all_gather_matmul", lefts, weights, rank)
+    assert_close(ops.all_gather_matmul(lefts[rank], weights[rank], schedule=description), wanted, "before")
+    large = torch.ones(1 << 20, 256, device="cuda", dtype=torch.bfloat16)
+    torch.cuda.empty_cache()
+    ballast = (
+        torch.empty(torch.cuda.mem_get_info()[0] - (256 << 20), dtype=torch.uint8, device="cuda") if rank == 1 else None
+    )
+    try:
+        ops.all_gather_matmul(large, weights[rank], schedule=description)
+        raise AssertionError("nothing was refused")
+    except OperatorError as problem:
+        assert "of symmetric memory cannot be had" in str(problem), problem  # noqa: PT017  a job, not a test
+    del ballast, large
+    torch.cuda.empty_cache()
+    for _ in range(2):
+        assert_close(ops.all_gather_matmul(lefts[rank], weights[rank], schedule=description), wanted, "after")
+    report("refused memory")
+
+
 def use_memory() -> None:
     """Small, large and small sizes, then everything given back."""
     rank = dist.get_rank()
@@ -209,11 +233,13 @@ def report(name: str) -> None:
         print(f"{name}: ok", flush=True)
 
 
+SECTIONS = {each.__name__: each for each in (results, captured, stress, compiled, memory, refused_memory)}
+
 if __name__ == "__main__":
     try:
         join_ranks()
         for section in sys.argv[1:]:
-            {"results": results, "captured": captured, "stress": stress, "compiled": compiled, "memory": memory}[section]()
+            SECTIONS[section]()
     except BaseException:
         traceback.print_exc(file=sys.stdout)
         sys.stdout.flush()
