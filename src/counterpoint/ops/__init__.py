@@ -11,6 +11,7 @@ Needs torch.
 import msgspec
 import torch
 import torch.distributed as dist
+from torch.utils import _pytree
 
 from counterpoint.ops import operators
 from counterpoint.ops.runtime import Runtime, all_runtimes, forget_runtimes
@@ -28,6 +29,10 @@ __all__ = [
     "pool_report",
     "release",
 ]
+
+
+# to torch.compile a description is a constant: another one is compiled anew. Without this torch 2.11 cannot take it at all
+_pytree.register_constant(ScheduleDescription)
 
 
 class Explanation(Value, frozen=True, kw_only=True):
