@@ -7,10 +7,6 @@ Push and pull by size and number of streams; a copy beside a matmul that fills e
 accumulating matmuls.
 """
 
-import faulthandler
-import os
-import sys
-import traceback
 from collections.abc import Callable
 
 import torch
@@ -18,6 +14,7 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric_memory
 from cuda.bindings import driver as cu
 
+from benchmarks.on_gpus import join, log, run_and_leave
 from benchmarks.ops_timing import time_interleaved
 from counterpoint.cuda.driver import check
 
@@ -56,11 +53,6 @@ class Copies:
                 current.wait_stream(stream)
 
         return call
-
-
-def log(*words: object) -> None:
-    if dist.get_rank() == 0:
-        print(*words, flush=True)
 
 
 def bandwidth(copies: Copies) -> None:
@@ -146,10 +138,7 @@ def reductions() -> None:
 
 
 def main() -> None:
-    faulthandler.dump_traceback_later(120, exit=True)
-    local_rank = int(os.environ["LOCAL_RANK"])
-    torch.cuda.set_device(local_rank)
-    dist.init_process_group("nccl", device_id=torch.device("cuda", local_rank))
+    join(120)
     copies = Copies()
     bandwidth(copies)
     beside_a_matmul(copies)
@@ -157,12 +146,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except BaseException:
-        traceback.print_exc()
-        sys.stderr.flush()
-        os._exit(1)
-    torch.cuda.synchronize()
-    sys.stdout.flush()
-    os._exit(0)
+    run_and_leave(main)

@@ -8,11 +8,7 @@ line and is left out.
 """
 
 import argparse
-import faulthandler
-import json
 import math
-import os
-import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +17,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric_memory
 
+from benchmarks.on_gpus import join, log, run_and_leave, save
 from benchmarks.ops_shapes import HELD_OUT, Shape, shapes_named
 from benchmarks.ops_timing import Timed, time_interleaved
 from counterpoint import ops
@@ -144,11 +141,6 @@ def check(calls: dict[str, Call]) -> tuple[dict[str, float], dict[str, Call]]:
     return differences, runnable
 
 
-def log(*words: object) -> None:
-    if dist.get_rank() == 0:
-        print(*words, flush=True)
-
-
 def run_case(op: str, shape: Shape, num_rounds: int) -> dict[str, object]:
     case = Case(op, shape, seed=17)
     differences, calls = check(case.calls())
@@ -234,17 +226,6 @@ def _geometric_mean(values: list[float]) -> float:
     return math.exp(sum(math.log(value) for value in values) / len(values))
 
 
-def conditions() -> dict[str, object]:
-    return {
-        "gpu": torch.cuda.get_device_name(),
-        "num_gpus": dist.get_world_size(),
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda,
-        "nccl": ".".join(str(part) for part in torch.cuda.nccl.version()),
-        "nvls": os.environ.get("NCCL_NVLS_ENABLE", "default"),
-    }
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ops", default="ag_mm,mm_rs")
@@ -253,10 +234,7 @@ def main() -> None:
     parser.add_argument("--limit-s", type=int, default=280)
     parser.add_argument("-o", "--output", type=Path)
     arguments = parser.parse_args()
-    faulthandler.dump_traceback_later(arguments.limit_s, exit=True)
-    local_rank = int(os.environ["LOCAL_RANK"])
-    torch.cuda.set_device(local_rank)
-    dist.init_process_group("nccl", device_id=torch.device("cuda", local_rank))
+    join(arguments.limit_s)
     assert symmetric_memory is not None
     results: list[dict] = []
     for shape in shapes_named(arguments.shapes):
@@ -266,19 +244,10 @@ def main() -> None:
             except Exception as problem:
                 traceback.print_exc()
                 log(f"{op} {shape.name} left out: {str(problem).strip().splitlines()[0][:200]}")
-            if dist.get_rank() == 0 and arguments.output:
-                arguments.output.write_text(json.dumps({"conditions": conditions(), "results": results}, indent=1) + "\n")
+            save(arguments.output, results)
     if dist.get_rank() == 0:
         summarize(results)
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except BaseException:
-        traceback.print_exc()
-        sys.stderr.flush()
-        os._exit(1)
-    torch.cuda.synchronize()
-    sys.stdout.flush()
-    os._exit(0)
+    run_and_leave(main)

@@ -10,13 +10,9 @@ variant that fails prints one line and is left out.
 """
 
 import argparse
-import faulthandler
 import gc
-import json
-import os
 import random
 import statistics
-import sys
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -31,6 +27,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
+from benchmarks.on_gpus import join, log, run_and_leave, save
 from benchmarks.training_models import GPT_1B, LLAMA, Sizes, blocks, sequence_parallel_plan
 from counterpoint import ops
 from counterpoint.integrations import ddp, fsdp2, tensor_parallel
@@ -283,24 +280,6 @@ def run_family(family: str, num_rounds: int) -> dict[str, object]:
     return {"family": family, "symmetric_bytes": symmetric_bytes, "variants": rows}
 
 
-def log(*words: object) -> None:
-    if dist.get_rank() == 0:
-        print(*words, flush=True)
-
-
-def conditions() -> dict[str, object]:
-    return {
-        "gpu": torch.cuda.get_device_name(),
-        "num_gpus": dist.get_world_size(),
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda,
-        "nccl": ".".join(str(part) for part in torch.cuda.nccl.version()),
-        "nvls": os.environ.get("NCCL_NVLS_ENABLE", "default"),
-        "tokens": {"ddp": TOKENS, "ddp32": TOKENS, "fsdp2": TOKENS, "tp": TP_TOKENS},
-        "blocks": {"gpt": GPT_BLOCKS, **TP_BLOCKS},
-    }
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--families", default=",".join(FAMILIES))
@@ -308,10 +287,7 @@ def main() -> None:
     parser.add_argument("--limit-s", type=int, default=240)
     parser.add_argument("-o", "--output", type=Path)
     arguments = parser.parse_args()
-    faulthandler.dump_traceback_later(arguments.limit_s, exit=True)
-    local_rank = int(os.environ["LOCAL_RANK"])
-    torch.cuda.set_device(local_rank)
-    dist.init_process_group("nccl", device_id=torch.device("cuda", local_rank))
+    join(arguments.limit_s)
     results: list[dict[str, object]] = []
     for family in arguments.families.split(","):
         try:
@@ -319,20 +295,16 @@ def main() -> None:
         except Exception as problem:
             traceback.print_exc()
             log(f"{family} left out: {str(problem).strip().splitlines()[0][:200]}")
-        if dist.get_rank() == 0 and arguments.output:
-            arguments.output.write_text(json.dumps({"conditions": conditions(), "results": results}, indent=1) + "\n")
+        save(
+            arguments.output,
+            results,
+            tokens={"ddp": TOKENS, "ddp32": TOKENS, "fsdp2": TOKENS, "tp": TP_TOKENS},
+            blocks={"gpt": GPT_BLOCKS, **TP_BLOCKS},
+        )
         ops.release()
         gc.collect()
         torch.cuda.empty_cache()
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except BaseException:
-        traceback.print_exc()
-        sys.stderr.flush()
-        os._exit(1)
-    torch.cuda.synchronize()
-    sys.stdout.flush()
-    os._exit(0)
+    run_and_leave(main)

@@ -1,0 +1,61 @@
+"""What benchmarks on several GPUs share: ranks that meet and leave at once, one that prints, and the conditions.
+
+
+A rank that fails shows why and ends, because the others may wait in its collectives; a hang shows all stacks and ends, too.
+"""
+
+import faulthandler
+import json
+import os
+import traceback
+from collections.abc import Callable, Sequence
+from datetime import date
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from counterpoint.cuda.driver import driver_version
+from counterpoint.cuda.ranks import join_ranks, leave
+
+
+def join(limit_s: int) -> None:
+    """Take this rank's GPU and join the others; everything must be over within the limit."""
+    faulthandler.dump_traceback_later(limit_s, exit=True)
+    join_ranks()
+
+
+def log(*words: object) -> None:
+    """Print on the first rank."""
+    if dist.get_rank() == 0:
+        print(*words, flush=True)
+
+
+def conditions(**more: object) -> dict[str, object]:
+    """Date, GPUs, versions, and what else the benchmark wants to be known."""
+    return {
+        "date": date.today().isoformat(),
+        "gpus": f"{dist.get_world_size()} x {torch.cuda.get_device_name()}",
+        "cuda": driver_version(),
+        "torch": torch.__version__,
+        "nccl": ".".join(str(part) for part in torch.cuda.nccl.version()),
+        "nvls": os.environ.get("NCCL_NVLS_ENABLE", "default"),
+        **more,
+    }
+
+
+def save(output: Path | None, result: Sequence[object], **more: object) -> None:
+    """Write what there is so far, on the first rank."""
+    if output is not None and dist.get_rank() == 0:
+        output.write_text(json.dumps({"conditions": conditions(**more), "result": result}, indent=1) + "\n")
+
+
+def run_and_leave(main: Callable[[], None]) -> None:
+    """Run the benchmark and end this process at once, however it went."""
+    try:
+        main()
+    except BaseException:
+        traceback.print_exc()
+        leave(1)
+    torch.cuda.synchronize()
+    leave(0)
