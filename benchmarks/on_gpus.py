@@ -1,6 +1,5 @@
 """What benchmarks on several GPUs share: ranks that meet and leave at once, one that prints, and the conditions.
 
-
 A rank that fails shows why and ends, because the others may wait in its collectives; a hang shows all stacks and ends, too.
 """
 
