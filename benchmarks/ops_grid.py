@@ -21,10 +21,9 @@ from benchmarks.on_gpus import join, log, run_and_leave, save
 from benchmarks.ops_shapes import HELD_OUT, Shape, shapes_named
 from benchmarks.ops_timing import Timed, time_interleaved
 from counterpoint import ops
+from counterpoint.ops.collectives import library_all_gather, library_reduce_scatter
 from counterpoint.schedule import ScheduleDescription
 
-all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 D = ScheduleDescription
 DESCRIPTIONS = {
     "ag_mm": (
@@ -79,11 +78,11 @@ class Case:
         if self.op == "ag_mm":
 
             def sequential() -> torch.Tensor:
-                all_gather(whole, left)
+                library_all_gather(whole, left)
                 return torch.mm(whole, weight)
 
             parts: dict[str, Call] = {
-                "collective": lambda: all_gather(whole, left),
+                "collective": lambda: library_all_gather(whole, left),
                 "matmul": lambda: torch.mm(whole, weight),
                 "sequential": sequential,
                 "peer": lambda: torch.ops.symm_mem.fused_all_gather_matmul(left, [weight], 0, group_name, return_A=False)[1][
@@ -95,11 +94,11 @@ class Case:
 
             def sequential() -> torch.Tensor:
                 result = torch.empty_like(self.part)
-                reduce_scatter(result, torch.mm(left, weight))
+                library_reduce_scatter(result, torch.mm(left, weight))
                 return result
 
             parts = {
-                "collective": lambda: reduce_scatter(self.part, whole),
+                "collective": lambda: library_reduce_scatter(self.part, whole),
                 "matmul": lambda: torch.mm(left, weight),
                 "sequential": sequential,
                 "peer": lambda: torch.ops.symm_mem.fused_matmul_reduce_scatter(left, weight, "sum", 0, group_name),

@@ -12,8 +12,9 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
+from counterpoint.cuda.timing import WARM_UP_ROUNDS, order_of_round
+
 SPIN_CYCLES = 1_500_000
-WARM_UP_ROUNDS = 3
 
 
 class Timed:
@@ -36,14 +37,13 @@ class Timed:
 
 
 def time_interleaved(calls: dict[str, Callable[[], object]], num_rounds: int) -> dict[str, Timed]:
-    """Every call once per round, in an order that rotates."""
+    """Every call once per round, in an order of its own, the same on all ranks."""
     names = list(calls)
     token = torch.ones(1, device="cuda")
     events = {name: [] for name in names}
     host: dict[str, list[float]] = {name: [] for name in names}
     for number in range(WARM_UP_ROUNDS + num_rounds):
-        for place in range(len(names)):
-            name = names[(place + number) % len(names)]
+        for name in (names[place] for place in order_of_round(number, len(names))):
             torch.cuda._sleep(SPIN_CYCLES)
             dist.all_reduce(token)
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)

@@ -11,7 +11,6 @@ variant that fails prints one line and is left out.
 
 import argparse
 import gc
-import random
 import statistics
 import traceback
 from collections.abc import Callable, Iterator
@@ -30,7 +29,9 @@ from torch.nn.parallel import DistributedDataParallel
 from benchmarks.on_gpus import join, log, run_and_leave, save
 from benchmarks.training_models import GPT_1B, LLAMA, Sizes, blocks, sequence_parallel_plan
 from counterpoint import ops
+from counterpoint.cuda.timing import order_of_round
 from counterpoint.integrations import ddp, fsdp2, tensor_parallel
+from counterpoint.ops.collectives import library_all_gather, library_reduce_scatter
 
 TOKENS = 4096
 TP_TOKENS = 8192
@@ -180,12 +181,10 @@ class _Collectives(Variant):
 
     def backward(self) -> None:
         for _ in range(self._num_times):
-            all_gather(self._whole, self._shard)
-            reduce_scatter(self._shard, self._whole)
+            library_all_gather(self._whole, self._shard)
+            library_reduce_scatter(self._shard, self._whole)
 
 
-all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 FAMILIES: dict[str, Callable[[], Builds]] = {
     "ddp": ddp_variants,
     "ddp32": ddp32_variants,
@@ -216,11 +215,10 @@ def warmed(builds: Builds) -> Iterator[tuple[str, Variant]]:
 
 def time_variants(steps: dict[str, Step], num_rounds: int) -> dict[str, list[float]]:
     """Milliseconds per step of every round, the slowest rank's; a fresh order in each round, the same on all ranks."""
-    order, shuffled = list(steps), random.Random(0)
+    names = list(steps)
     times: dict[str, list[float]] = {name: [] for name in steps}
-    for _ in range(num_rounds):
-        shuffled.shuffle(order)
-        for name in order:
+    for number in range(num_rounds):
+        for name in (names[place] for place in order_of_round(number, len(names))):
             torch.cuda.synchronize()
             dist.barrier()
             for _ in range(STEPS_BEFORE):
