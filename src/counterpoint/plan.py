@@ -16,6 +16,7 @@ from counterpoint.units import format_count
 from counterpoint.value import Value, read_toml, require, write_toml, write_whole
 
 Verdict = Literal["GAIN", "NO_GAIN"]
+HOLDS_US = (5.0, 20.0)  # head starts worth a try: the two that were measured on H200s (tests/data/head_start_h200.csv)
 
 
 class ResidencyCap(Value, frozen=True, kw_only=True, tag_field="control", tag="residency_cap"):

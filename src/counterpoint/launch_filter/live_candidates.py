@@ -14,13 +14,12 @@ from counterpoint.errors import OccupancyError, StepError
 from counterpoint.launch_filter.control_block import FilterRule, SeenFunction, rules_of
 from counterpoint.machine import Gpu, machine_for_device
 from counterpoint.occupancy import cap_shared_bytes, largest_residency_beside, residency, shared_bytes_per_cta
-from counterpoint.plan import Directive, HeadStart, Match, Plan, Priority, Refusal, ResidencyCap
+from counterpoint.plan import HOLDS_US, Directive, HeadStart, Match, Plan, Priority, Refusal, ResidencyCap
 from counterpoint.step import Footprint
 from counterpoint.traces.classify import is_communication
 from counterpoint.units import format_count
 from counterpoint.value import Value
 
-HOLDS_US = (5.0, 20.0)  # the two that were measured on H200s (tests/data/head_start_h200.csv)
 MOST_HELD, MOST_CAPPED = 64, 32  # the filter's table has 128 rows
 
 

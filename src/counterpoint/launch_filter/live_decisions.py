@@ -6,6 +6,7 @@ was.
 
 from collections.abc import Iterable, Sequence
 
+from counterpoint.cuda.guard import TOLERANCE
 from counterpoint.cuda.running_job import JobGpu
 from counterpoint.cuda.timing import Measurement
 from counterpoint.launch_filter.control_block import SeenFunction, rules_of, translate
@@ -30,7 +31,6 @@ from counterpoint.value import Value
 AS_IT_IS = "as it is"
 GIVEN = "the plan given"
 TOO_FEW_ROUNDS = "too few rounds could be timed on all ranks to tell a gain from noise; leave it as it is"
-GUARD_TOLERANCE = 0.01  # of the job's time as it is; an assumption, as for captured steps
 SLOWER_STEP = 0.10  # a step this much slower than when the plan was found is another step
 CHANGED_SHARE = 0.10  # so is one of whose launches this share is of other kernels or grids
 
@@ -149,7 +149,7 @@ def look_at(
     """
     if times is not None and len(times) > 1:
         planned = times[1]
-        if planned.is_slower() and planned.ratio > 1 + GUARD_TOLERANCE:
+        if planned.is_slower() and planned.ratio > 1 + TOLERANCE:
             by = f"{format_percent(planned.ratio - 1)}, spread {format_percent(planned.spread)}"
             return Look(verdict="revert", reason=f"the plan has become slower than the job as it is by {by}")
     total = sum(launches.values())

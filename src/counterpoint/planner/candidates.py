@@ -11,6 +11,7 @@ from counterpoint.footprints import communication_footprint
 from counterpoint.machine import Gpu, Machine
 from counterpoint.occupancy import cap_shared_bytes, largest_residency_beside, residency
 from counterpoint.plan import (
+    HOLDS_US,
     CommunicationCtas,
     Control,
     Directive,
@@ -27,7 +28,6 @@ from counterpoint.step import Collective, Footprint, Kernel, Step
 from counterpoint.units import MIB, format_bytes, format_us
 from counterpoint.value import Value
 
-HOLDS_US = (5.0, 20.0)  # the two that were measured on H200s (tests/data/head_start_h200.csv)
 CTA_COUNTS = (4, 8, 16)
 FEWER_THREADS = 256
 LEAST_COPIED_BYTES = 16 * MIB  # what one rank sends another; reported by users of copy engines, not measured here

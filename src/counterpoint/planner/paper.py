@@ -19,8 +19,7 @@ from counterpoint.cuda.timing import measure_interleaved
 from counterpoint.machine import Machine
 from counterpoint.metrics import ideal_us, measure, sequential_us
 from counterpoint.occupancy import cap_shared_bytes, residency
-from counterpoint.plan import Control, Directive, HeadStart, Match, Plan, Priority, ResidencyCap, Transport
-from counterpoint.planner.candidates import HOLDS_US
+from counterpoint.plan import HOLDS_US, Control, Directive, HeadStart, Match, Plan, Priority, ResidencyCap, Transport
 from counterpoint.planner.measured import Replayable, tune_measured
 from counterpoint.planner.search import tune
 from counterpoint.sim import Simulator

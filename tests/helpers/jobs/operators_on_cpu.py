@@ -56,7 +56,7 @@ TOLERANCE = {
     torch.float32: 1e-5,
     torch.float16: 0.003,
     torch.bfloat16: 0.02,
-}  # of the largest entry, times ranks
+}
 
 
 def operands(name: str, num_rows: int, dtype: torch.dtype, seed: int = 1) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
