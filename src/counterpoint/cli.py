@@ -27,24 +27,26 @@ app = typer.Typer(
     help="Plan how the communication of a multi-GPU PyTorch job hides behind its computation.",
 )
 
-app.add_typer(cli_gpu.bench, name="bench")
-app.add_typer(cli_schedule.schedule, name="schedule")
-app.command(context_settings=cli_check.CONTEXT)(cli_check.check)
-app.command(context_settings=cli_run.CONTEXT)(cli_run.run)
-
-StepArgument = Annotated[
-    str,
-    typer.Argument(
-        metavar="STEP",
-        help="A profiler trace (.json, .json.gz), a workload file (.toml), a workload's name; tune: also module:function.",
-    ),
+STEP = "A profiler trace (.json, .json.gz), a workload file (.toml) or a workload's name"
+StepArgument = Annotated[str, typer.Argument(metavar="STEP", help=f"{STEP}.")]
+StepOrFunctionArgument = Annotated[
+    str, typer.Argument(metavar="STEP", help=f"{STEP}; or module:function, to measure on the GPUs at hand.")
 ]
 MachineOption = Annotated[
-    str | None, typer.Option("--machine", metavar="NAME", help="A machine's name, or the path of a machine file (.toml).")
+    str | None,
+    typer.Option(
+        "--machine",
+        metavar="NAME",
+        help="A machine's name, or the path of a machine file (.toml).  [default: that of STEP; h200 for a workload]",
+    ),
 ]
 TimelineOption = Annotated[
     Path | None,
-    typer.Option("--timeline", metavar="FILE", help="Write the timelines as a Chrome trace (.json, .json.gz) for Perfetto."),
+    typer.Option(
+        "--timeline",
+        metavar="FILE",
+        help="Write the timelines, in microseconds, as a Chrome trace (.json, .json.gz) for Perfetto.",
+    ),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON for programs instead of text for people.")]
 
@@ -96,11 +98,11 @@ def show_help(
         print(context.get_help())
 
 
-@app.command()
+@app.command(short_help="Find the plan that hides the most communication of a step.")
 def tune(
-    step: StepArgument,
+    step: StepOrFunctionArgument,
     machine: MachineOption = None,
-    output: Annotated[Path | None, typer.Option("-o", "--output", metavar="FILE", help="Save the plan as TOML.")] = None,
+    output: Annotated[Path | None, typer.Option("-o", "--output", metavar="FILE", help="Save the plan (.toml).")] = None,
     timeline: TimelineOption = None,
     json: JsonOption = False,
 ) -> None:
@@ -134,11 +136,14 @@ def tune(
         print(f"Plan saved to {output}.")
 
 
-@app.command()
+@app.command(short_help="Simulate a step, with a plan or as it is.")
 def simulate(
     step: StepArgument,
     machine: MachineOption = None,
-    plan: Annotated[Path | None, typer.Option("--plan", metavar="FILE", help="A plan that `tune` saved.")] = None,
+    plan: Annotated[
+        Path | None,
+        typer.Option("--plan", metavar="FILE", help="A plan (.toml) that `tune` saved.  [default: the step as it is]"),
+    ] = None,
     timeline: TimelineOption = None,
     json: JsonOption = False,
 ) -> None:
@@ -157,10 +162,13 @@ def simulate(
     _print_summary(job, summarize_simulation(job, simulated, chosen), [("simulated", simulated)], json)
 
 
-@app.command()
+@app.command(short_help="List the machines that can be planned for, or show one.")
 def machines(
     name: Annotated[
-        str | None, typer.Argument(metavar="NAME", help="A machine's name, or the path of a machine file.")
+        str | None,
+        typer.Argument(
+            metavar="NAME", help="A machine's name, or the path of a machine file (.toml).  [default: list them all]"
+        ),
     ] = None,
     probe: Annotated[bool, typer.Option("--probe", help="Ask and measure the GPUs of this machine instead.")] = False,
     output: Annotated[
@@ -207,6 +215,16 @@ def _probe_machine(name: str | None, is_asked: bool, output: Path | None, is_jso
     text.print_probed(text.new_console(), probed)
     if output is not None:
         print(f"Machine saved to {output}. Use it: --machine {output}")
+
+
+app.command(context_settings=cli_check.CONTEXT, short_help="Name settings known to defeat overlap, before a run.")(
+    cli_check.check
+)
+app.command(context_settings=cli_run.CONTEXT, short_help="Run a job that nobody edits with a plan, or tune it meanwhile.")(
+    cli_run.run
+)
+app.add_typer(cli_schedule.schedule, name="schedule", short_help="Draw copy schedules: how a collective is cut and ordered.")
+app.add_typer(cli_gpu.bench, name="bench")
 
 
 class _Progress:

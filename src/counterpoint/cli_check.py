@@ -19,7 +19,9 @@ def check(
     surroundings_file: Annotated[
         Path | None,
         typer.Option(
-            "--surroundings", metavar="FILE", help="Check for the machine that this file describes, not for this one."
+            "--surroundings",
+            metavar="FILE",
+            help="Check for the machine that this file (.toml, saved by -o) describes.  [default: this machine]",
         ),
     ] = None,
     output: Annotated[

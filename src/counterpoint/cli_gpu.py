@@ -107,19 +107,21 @@ def bench_group() -> None:
     """Group of benchmarks; `paper` is one of them."""
 
 
-@bench.command("paper")
+@bench.command("paper", short_help="The first paper's grid of controls, on GPUs or simulated.")
 def bench_paper(
     workloads: Annotated[
         list[str] | None,
-        typer.Argument(metavar="WORKLOAD", help="Workloads such as cb_ar_opt2; all of them if none is named."),
+        typer.Argument(metavar="WORKLOAD", help="Names of workloads, such as cb_ar_opt2.  [default: all of them]"),
     ] = None,
     simulate: Annotated[
         str | None,
         typer.Option(
-            "--simulate", metavar="MACHINE", help="Simulate for this machine, or 'all', instead of running on GPUs."
+            "--simulate",
+            metavar="MACHINE",
+            help="Simulate for this machine, or for 'all'.  [default: run on the GPUs at hand]",
         ),
     ] = None,
-    output: Annotated[Path | None, typer.Option("-o", "--output", metavar="FILE", help="Save the results as JSON.")] = None,
+    output: Annotated[Path | None, typer.Option("-o", "--output", metavar="FILE", help="Save the results (.json).")] = None,
 ) -> None:
     """The first paper's grid: sequential, plain overlap, priority, caps, head start, and the planner's choice.
 

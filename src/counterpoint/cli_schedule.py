@@ -6,34 +6,65 @@ import typer
 
 from counterpoint.errors import ScheduleError
 from counterpoint.schedule.actions import ELEMENT_BYTES, DataType, Operation, Problem
-from counterpoint.schedule.description import MatmulGranularity, Pattern, ScheduleDescription
+from counterpoint.schedule.description import MAX_CHUNKS, MAX_COPY_STREAMS, MatmulGranularity, Pattern, ScheduleDescription
 from counterpoint.value import write_json
 
 schedule = typer.Typer(
     help="Look at copy schedules: how a collective and its matmul are cut and ordered.", rich_markup_mode=None
 )
+USUAL = ScheduleDescription()  # what the choices that are not made have, once one is made
 OPERATIONS = "all_gather_matmul, matmul_reduce_scatter, matmul_all_reduce or all_to_all_matmul."
-OperationArgument = Annotated[Operation, typer.Argument(metavar="OPERATION", help=OPERATIONS)]
-RanksOption = Annotated[int, typer.Option("--ranks", metavar="W", help="GPUs that take part.")]
-RowsOption = Annotated[int, typer.Option("--rows", metavar="M", help="Rows of the undivided left matrix.")]
-InnerOption = Annotated[int, typer.Option("--inner", metavar="K", help="Its columns; the rows of a rank's weight.")]
-ColumnsOption = Annotated[int, typer.Option("--columns", metavar="N", help="Columns of a rank's weight.")]
+OperationArgument = Annotated[Operation, typer.Argument(metavar="OPERATION", help=OPERATIONS, show_choices=False)]
+RanksOption = Annotated[int, typer.Option("--ranks", metavar="W", help="Number of GPUs that take part, all of one node.")]
+RowsOption = Annotated[int, typer.Option("--rows", metavar="M", help="Number of rows of the undivided left matrix.")]
+InnerOption = Annotated[int, typer.Option("--inner", metavar="K", help="Number of its columns, and of a weight's rows.")]
+ColumnsOption = Annotated[int, typer.Option("--columns", metavar="N", help="Number of columns of a rank's weight.")]
 DataTypeOption = Annotated[DataType, typer.Option("--dtype", metavar="TYPE", help="fp8, bf16, fp16, fp32 or fp64.")]
 PatternOption = Annotated[
-    Pattern | None, typer.Option("--pattern", metavar="NAME", help="sequential, ring, one_peer or all_peers.")
+    Pattern | None,
+    typer.Option(
+        "--pattern",
+        metavar="NAME",
+        help="Who sends to whom: sequential (the library's collective), ring, one_peer or all_peers."
+        f"  [default: {USUAL.pattern}]",
+    ),
 ]
-ChunksOption = Annotated[int | None, typer.Option("--chunks", metavar="N", help="Pieces that a rank's block travels in.")]
+ChunksOption = Annotated[
+    int | None,
+    typer.Option(
+        "--chunks",
+        metavar="N",
+        help=f"Number of pieces that a rank's block travels in, 1 to {MAX_CHUNKS}.  [default: {USUAL.chunks}]",
+    ),
+]
 MatmulOption = Annotated[
     MatmulGranularity | None,
-    typer.Option("--matmul", metavar="NAME", help="One matmul for each chunk or peer; fused: for a chunk of all; or rest."),
+    typer.Option(
+        "--matmul",
+        metavar="NAME",
+        help="One matmul for each chunk or peer; fused: for a chunk of all; rest: for all that arrives."
+        f"  [default: {USUAL.matmul}]",
+    ),
 ]
-LocalOption = Annotated[bool, typer.Option("--local-last", help="The matmul of a rank's own rows comes last.")]
-CopyStreamsOption = Annotated[int | None, typer.Option("--copy-streams", metavar="N", help="Streams of copies.")]
+LocalOption = Annotated[bool, typer.Option("--local-last", help="The matmul of a rank's own rows comes last, not first.")]
+CopyStreamsOption = Annotated[
+    int | None,
+    typer.Option(
+        "--copy-streams",
+        metavar="N",
+        help=f"Number of streams that copies take turns on, 1 to {MAX_COPY_STREAMS}.  [default: {USUAL.num_copy_streams}]",
+    ),
+]
 ComputeStreamsOption = Annotated[
-    int | None, typer.Option("--compute-streams", metavar="N", help="Streams that matmul pieces take turns on, 1 or 2.")
+    int | None,
+    typer.Option(
+        "--compute-streams",
+        metavar="N",
+        help=f"Number of streams that matmul pieces take turns on, 1 or 2.  [default: {USUAL.num_compute_streams}]",
+    ),
 ]
 BackwardOption = Annotated[bool, typer.Option("--backward", help="The backward pass of the same operator.")]
-RankOption = Annotated[int, typer.Option("--rank", metavar="R", help="The rank that is drawn.")]
+RankOption = Annotated[int, typer.Option("--rank", metavar="R", help="The number of the rank that is drawn, from 0.")]
 MachineOption = Annotated[
     str, typer.Option("--machine", metavar="NAME", help="A machine's name, or the path of a machine file (.toml).")
 ]
@@ -45,7 +76,7 @@ def _group() -> None:
     """A group with one command so far: without this, typer would make the command the group."""
 
 
-@schedule.command()
+@schedule.command(short_help="Draw one schedule, with its estimated time.")
 def show(
     operation: OperationArgument,
     *,
@@ -67,7 +98,8 @@ def show(
 ) -> None:
     """Draw the schedule of (M, K) @ (K, N) over W ranks with its estimated time against sequential and ideal.
 
-    Without a choice of the schedule's, from --pattern to --compute-streams, it is the one that the heuristic takes.
+    Where no choice is made from --pattern to --compute-streams, the heuristic makes them all; where one is, the others have
+    their defaults.
     """
     from counterpoint.machine import load_machine  # noqa: PLC0415  a fast --help
     from counterpoint.report.schedule import Question, print_schedule, summarize_schedule  # noqa: PLC0415

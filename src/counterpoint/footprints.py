@@ -4,13 +4,12 @@ It knows nothing of time. Each entry of the table says whether it was measured o
 """
 
 from functools import cache
-from importlib import resources
 from typing import Literal
 
 from counterpoint.errors import MachineError
 from counterpoint.machine import Gpu
 from counterpoint.step import Footprint
-from counterpoint.value import Value, read_toml
+from counterpoint.value import Value, read_shipped
 
 
 class KnownFootprint(Value, frozen=True, kw_only=True):
@@ -47,8 +46,7 @@ class _FootprintTable(Value, frozen=True, kw_only=True):
 @cache
 def known_footprints() -> tuple[KnownFootprint, ...]:
     """The shipped table of communication kernels' footprints."""
-    with resources.as_file(resources.files("counterpoint").joinpath("footprints.toml")) as file:
-        return read_toml(file, _FootprintTable, MachineError).footprints
+    return read_shipped("footprints.toml", _FootprintTable, MachineError).footprints
 
 
 def usual_footprint(library: str, compute_capability: str) -> Footprint:

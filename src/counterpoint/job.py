@@ -4,6 +4,7 @@ The source is a profiler trace (.json, .json.gz), a workload file (.toml) or the
 carries times of one GPU, so it can be planned only for that GPU; a workload can be planned for any machine.
 """
 
+import re
 from pathlib import Path
 
 from counterpoint.errors import StepError
@@ -33,11 +34,21 @@ def load_job(source: str, machine_name: str | None = None) -> Job:
     if source.endswith((".json", ".json.gz")):
         return _traced_job(source, machine_name)
     if not source.endswith(".toml") and source not in workload_names():
+        _check_function(source)
         what = (
             "is neither a trace (.json, .json.gz) nor a workload file (.toml)" if Path(source).exists() else "does not exist"
         )
         raise StepError(f"'{source}' {what}. Shipped workloads: {', '.join(workload_names())}.")
     return Job(step=load_workload(source), machine=load_machine(DEFAULT_MACHINE if machine_name is None else machine_name))
+
+
+def _check_function(source: str) -> None:
+    """Functions run on GPUs; here nothing runs."""
+    if re.fullmatch(r"[^\W\d][\w.]*:\w+", source) and not Path(source).exists():
+        raise StepError(
+            f"'{source}' names a function, and this simulates without running any. Give a trace of it that torch.profiler "
+            f"exported (.json, .json.gz), or measure it on GPUs: counterpoint tune {source}."
+        )
 
 
 def _check_text(source: str) -> None:

@@ -4,14 +4,13 @@ A machine knows nothing of what runs on it. Every figure in a shipped file carri
 table. On AMD a compute unit is modelled as an SM, a workgroup as a CTA and a wavefront as a warp.
 """
 
-from importlib import resources
 from pathlib import Path
 from typing import Literal
 
 import msgspec
 
 from counterpoint.errors import MachineError
-from counterpoint.value import Value, read_toml, require, write_toml, write_whole
+from counterpoint.value import Value, read_shipped, read_toml, require, save_toml, shipped_names
 
 LEAST_ABSURD_FIGURE = 1e18
 # Anything outside is a slip of the pen: a size in GiB, a clock in GHz, a rate in GB/s.
@@ -197,8 +196,7 @@ class Machine(Value, frozen=True, kw_only=True):
 
 def machine_names() -> list[str]:
     """Names of the shipped machines, sorted."""
-    files = resources.files("counterpoint").joinpath("machines").iterdir()
-    return sorted(file.name.removesuffix(".toml") for file in files if file.name.endswith(".toml"))
+    return shipped_names("machines")
 
 
 def load_machine(name_or_path: str) -> Machine:
@@ -214,8 +212,7 @@ def load_machine(name_or_path: str) -> Machine:
         raise MachineError(
             f"Unknown machine '{name_or_path}'. Known: {', '.join(names)}; or give the path of a machine file (.toml)."
         )
-    with resources.as_file(resources.files("counterpoint").joinpath("machines", f"{name_or_path.lower()}.toml")) as file:
-        return read_toml(file, Machine, MachineError)
+    return read_shipped(f"machines/{name_or_path.lower()}.toml", Machine, MachineError)
 
 
 def check_machine_path(path: Path) -> None:
@@ -226,10 +223,7 @@ def check_machine_path(path: Path) -> None:
 def save_machine(machine: Machine, path: Path) -> None:
     """Write a machine file. Raises `MachineError` if it cannot be written, or could not be loaded by that path."""
     check_machine_path(path)
-    try:
-        write_whole(path, write_toml(machine).encode())
-    except OSError as problem:
-        raise MachineError(f"Cannot write the machine to {path}: {problem.strerror}.") from problem
+    save_toml(path, machine, "machine", MachineError)
 
 
 def machine_for_device(device_name: str) -> Machine | None:

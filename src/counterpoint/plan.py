@@ -13,7 +13,7 @@ import msgspec
 from counterpoint.errors import PlanError
 from counterpoint.step import Operation, OperationKind, Step, TransportKind
 from counterpoint.units import format_count
-from counterpoint.value import Value, read_toml, require, write_toml, write_whole
+from counterpoint.value import Value, read_toml, require, save_toml
 
 Verdict = Literal["GAIN", "NO_GAIN"]
 HOLDS_US = (5.0, 20.0)  # head starts worth a try: the two that were measured on H200s (tests/data/head_start_h200.csv)
@@ -195,7 +195,4 @@ def check_plan_name(path: Path) -> None:
 def save_plan(plan: Plan, path: Path) -> None:
     """Write a plan as TOML. Raises `PlanError` if the file cannot be written, or its name says that it is JSON."""
     check_plan_name(path)
-    try:
-        write_whole(path, write_toml(plan).encode())
-    except OSError as problem:
-        raise PlanError(f"Cannot write the plan to {path}: {problem.strerror}.") from problem
+    save_toml(path, plan, "plan", PlanError)

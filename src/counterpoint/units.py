@@ -47,4 +47,10 @@ def format_count(number: int, singular: str, plural: str = "") -> str:
 
 def format_percent(fraction: float) -> str:
     """Print a fraction as a percentage with one decimal."""
-    return f"{100 * fraction:.1f} %"
+    return f"{100 * fraction:z.1f} %"
+
+
+def format_change(fraction: float) -> str:
+    """Print a change as a percentage with its sign and one decimal; what rounds to nothing has no sign."""
+    shown = f"{100 * fraction:+.1f} %"
+    return shown[1:] if shown[1:] == "0.0 %" else shown

@@ -5,14 +5,17 @@ A value is frozen, built by keyword, checked when built, comparable, printable, 
 
 import os
 from collections.abc import Sequence
+from importlib import resources
 from pathlib import Path
 from typing import TypeVar
 
 import msgspec
 
 from counterpoint.errors import CounterpointError
+from counterpoint.mismatch import describe_mismatch, place_of
 
 T = TypeVar("T")
+GZIP_MAGIC = b"\x1f\x8b"
 
 
 class Value(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -30,6 +33,8 @@ def read_toml(path: Path, kind: type[T], error: type[CounterpointError]) -> T:
     try:
         content = path.read_bytes()
         require(bool(content.strip()), error, "the file is empty; make it again.")  # a plan of nothing would be a valid one
+        require(not content.startswith(GZIP_MAGIC), error, "the file is compressed; give the TOML text itself (gunzip).")
+        require(not content.lstrip().startswith(b"{"), error, "the file is JSON; give a TOML file.")
         return msgspec.toml.decode(content, type=kind)
     except OSError as problem:
         raise error(f"Cannot read {path}: {problem.strerror}; give a TOML file.") from problem
@@ -38,10 +43,38 @@ def read_toml(path: Path, kind: type[T], error: type[CounterpointError]) -> T:
     except CounterpointError as problem:
         raise error(f"{path}: {problem}") from problem
     except msgspec.ValidationError as problem:
-        cause = problem.__cause__ or problem
-        raise error(f"{path}: {cause}" if isinstance(cause, CounterpointError) else f"{path}: {problem}.") from problem
+        raise error(f"{path}: {_mismatch(problem, kind, content)}") from problem
     except (msgspec.DecodeError, ValueError, RecursionError) as problem:  # the last two: numbers or nesting without end
-        raise error(f"{path} is not TOML: {problem}.") from problem
+        raise error(f"{path} is not TOML: {problem}. Correct it there, or make the file again.") from problem
+
+
+def _mismatch(problem: msgspec.ValidationError, kind: type[T], content: bytes) -> str:
+    """What a value says of itself, and where it stands unless it says or names that, too; else what the decoder says."""
+    cause, document = problem.__cause__, msgspec.toml.decode(content)
+    if not isinstance(cause, CounterpointError):
+        return ". ".join(describe_mismatch(problem, kind, document))
+    place = place_of(problem, document)
+    return f"{place}: {cause}" if place and not str(cause).startswith(place) else str(cause)
+
+
+def shipped_names(folder: str) -> list[str]:
+    """Names of the TOML files that a folder of this package holds, sorted."""
+    files = resources.files("counterpoint").joinpath(folder).iterdir()
+    return sorted(file.name.removesuffix(".toml") for file in files if file.name.endswith(".toml"))
+
+
+def read_shipped(name: str, kind: type[T], error: type[CounterpointError]) -> T:
+    """Read a TOML file of this package, named as in "sim/calibration.toml", into `kind`."""
+    with resources.as_file(resources.files("counterpoint").joinpath(*name.split("/"))) as file:
+        return read_toml(file, kind, error)
+
+
+def save_toml(path: Path, value: object, what: str, error: type[CounterpointError]) -> None:
+    """Write `value`, in words `what`, as TOML; where that is impossible, one `error` says why."""
+    try:
+        write_whole(path, write_toml(value).encode())
+    except OSError as problem:
+        raise error(f"Cannot write the {what} to {path}: {problem.strerror}. Name a file that you may write.") from problem
 
 
 def check_outputs(outputs: Sequence[Path | None], inputs: Sequence[str | Path | None] = ()) -> None:

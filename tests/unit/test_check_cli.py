@@ -99,6 +99,27 @@ def test_text_stays_within_the_terminal(node: Path, columns: str) -> None:
     assert max(map(len, done.stdout.splitlines())) <= int(columns)
 
 
+def test_what_a_file_leaves_out_is_said_and_not_taken_for_absent(tmp_path: Path, node: Path) -> None:
+    file = tmp_path / "written.toml"
+    file.write_text('vendor = "nvidia"\n[environment]\nNCCL_MAX_CTAS = "4"\n')
+    found = json.loads(counterpoint("check", "--surroundings", file, "--json").stdout)
+    gpus, versions = found["not_looked_at"]
+    assert gpus.startswith("GPUs: the file gives none")
+    assert gpus.endswith("add a [[gpus]] with name and compute_capability for each")
+    assert versions == "versions: the file gives no torch_version and no nccl_version; add what the job has"
+    assert json.loads(counterpoint("check", "--surroundings", node, "--json").stdout)["not_looked_at"] == []
+    file.write_text('unknown = ["GPUs, driver and peer access: none", "versions: none"]\n')
+    assert len(json.loads(counterpoint("check", "--surroundings", file, "--json").stdout)["not_looked_at"]) == 2
+
+
+def test_blocked_peers_need_gpus(tmp_path: Path) -> None:
+    file = tmp_path / "written.toml"
+    file.write_text("blocked_peers = [[0, 1]]\n")
+    assert "there are none; found [[0, 1]]. Add a [[gpus]] for each" in refusal("check", "--surroundings", file)
+    file.write_text('blocked_peers = [[0, 5]]\n[[gpus]]\nname = "NVIDIA H200"\n')
+    assert "from 0 to 0; found [[0, 5]]. Correct it." in refusal("check", "--surroundings", file)
+
+
 def test_bad_input_is_one_line_and_2(tmp_path: Path, node: Path) -> None:
     assert "names no program" in refusal("check", "--", "A=1")
     assert "'-S' is not understood" in refusal("check", "--", "env", "-S", "python train.py")
@@ -107,4 +128,4 @@ def test_bad_input_is_one_line_and_2(tmp_path: Path, node: Path) -> None:
     assert "does not exist" in refusal("check", "-o", tmp_path / "nowhere" / "a.toml")
     assert "already uses that file" in refusal("check", "-o", node, "--surroundings", node)
     node.write_text("gpus = 1")
-    assert "Expected `array`" in refusal("check", "--surroundings", node)
+    assert "gpus must be a list; found 1. Correct it." in refusal("check", "--surroundings", node)

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from counterpoint.units import format_rate
 from helpers.command import COUNTERPOINT, TRACES, counterpoint
 
 FSDP2 = TRACES / "fsdp2.rank0.json.gz"
@@ -51,6 +52,26 @@ def test_without_a_command_the_help_names_the_commands() -> None:
     assert bare.stdout == counterpoint("--help").stdout
     for command in ("tune", "simulate", "machines"):
         assert re.search(rf"^  {command} ", bare.stdout, re.MULTILINE)
+
+
+COMMANDS = ("", "tune", "simulate", "machines", "check", "run", "bench", "bench paper", "schedule", "schedule show")
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_fits_80_columns_and_cuts_no_sentence(command: str) -> None:
+    shown = counterpoint(*command.split(), "--help", COLUMNS="80").stdout
+    assert max(map(len, shown.splitlines())) <= 80
+    assert "..." not in shown.partition("Commands:")[2]
+
+
+@pytest.mark.parametrize("command", COMMANDS[1:])
+def test_every_option_with_a_value_tells_its_default_unless_there_is_nothing_without_it(command: str) -> None:
+    shown = counterpoint(*command.split(), "--help", COLUMNS="80").stdout
+    options = [" ".join(option.split()) for option in re.split(r"\n  (?=-)", shown.partition("Options:")[2])[1:]]
+    valued = [option for option in options if re.match(r"(-\w, )?--[a-z-]+ [A-Z]+ ", option)]
+    for option in valued:
+        if not re.match(r"-o, --output|--timeline|--plan FILE A plan that|--step", option):
+            assert re.search(r"\[default: .+\]|\[required\]", option), option
 
 
 def test_tune_prints_the_step_the_verdict_the_reasons_and_the_lanes() -> None:
@@ -164,7 +185,32 @@ def test_machines_are_listed_and_shown_with_sources() -> None:
     one = as_json("machines", "h200")
     assert one["gpu"]["num_sms"] == 132
     shown = counterpoint("machines", "h200", COLUMNS="200").stdout
-    assert re.search(r"^gpu\.num_sms +132 +measured on NVIDIA H200", shown, re.MULTILINE)
+    found = re.search(r"^gpu\.num_sms +132 +\[(\d+)\]$", shown, re.MULTILINE)
+    assert found
+    assert re.search(rf"^\[{found[1]}\] +measured on NVIDIA H200", shown, re.MULTILINE)
+
+
+@pytest.mark.parametrize("columns", [60, 76, 80, 200])
+def test_tables_of_machines_cut_no_name_and_no_figure(columns: int) -> None:
+    machines = as_json("machines")
+    listed = counterpoint("machines", COLUMNS=str(columns)).stdout
+    assert max(map(len, listed.splitlines())) <= columns
+    assert "…" not in listed
+    for machine in machines:
+        row = re.search(rf"^{machine['name']} .*/s\b.*$", listed, re.MULTILINE)
+        assert row
+        assert format_rate(machine["gpu"]["hbm_bytes_per_s"]) in row[0]
+        assert f"{machine['link']['kind']} {format_rate(machine['link']['bytes_per_s'])}" in row[0]
+    words = set(listed.split())
+    assert {word for machine in machines for word in machine["title"].split()} <= words
+    shown = counterpoint("machines", "h200", COLUMNS=str(columns)).stdout
+    assert max(map(len, shown.splitlines())) <= columns
+    if columns >= 76:
+        assert re.search(r"^gpu\.registers_per_sub_partition +16,384 +\[\d+\]", shown, re.MULTILINE)
+    sources = {
+        source for name, source in as_json("machines", "h200")["sources"].items() if re.search(rf"^{name} ", shown, re.M)
+    }
+    assert all(source in " ".join(shown.split()) for source in sources)
 
 
 def test_a_machine_of_ones_own_may_hold_any_text(tmp_path: Path) -> None:

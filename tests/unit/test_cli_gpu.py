@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from counterpoint.cli_gpu import names_function
-from counterpoint.cuda.plan_cache import Surroundings, cache_folder, find_plan, keep_plan, plan_path
+from counterpoint.cuda.plan_cache import Conditions, cache_folder, find_plan, keep_plan, plan_path
 from counterpoint.errors import PlanError
 from counterpoint.machine import load_machine, machine_names
 from counterpoint.plan import Plan
@@ -16,7 +16,7 @@ from counterpoint.planner.paper import PLAIN, SEQUENTIAL, PaperResult
 from counterpoint.workloads import load_workload
 from helpers.command import counterpoint, refusal
 
-HERE = Surroundings(
+HERE = Conditions(
     device_name="NVIDIA H200", driver_version="13.0", nccl_version="2.28.9", torch_version="2.11.0", num_ranks=4
 )
 
@@ -42,6 +42,14 @@ def test_without_torch_the_gpu_commands_name_what_to_install(arguments: tuple[st
     if find_spec("torch") and find_spec("cuda"):
         pytest.skip("torch and cuda-bindings are installed here")
     assert "pip install torch cuda-bindings" in refusal(*arguments)
+
+
+def test_a_function_cannot_be_simulated_and_the_line_says_what_can() -> None:
+    message = refusal("simulate", "train.jobs:make_step")
+    assert message.startswith("'train.jobs:make_step' names a function")
+    assert "Give a trace of it" in message
+    assert message.endswith("counterpoint tune train.jobs:make_step.")
+    assert "does not exist" in refusal("simulate", "a:b:c")
 
 
 def test_the_papers_grid_is_simulated_for_a_machine(tmp_path: Path) -> None:
@@ -83,7 +91,7 @@ def test_results_that_cannot_be_saved_are_refused_before_any_work(tmp_path: Path
     assert "does not exist" in refusal("bench", "paper", *rest, "-o", str(tmp_path / "nowhere" / "paper.json"))
 
 
-def test_a_kept_plan_is_found_again_and_only_under_the_same_surroundings(
+def test_a_kept_plan_is_found_again_and_only_under_the_same_conditions(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COUNTERPOINT_CACHE_DIR", str(tmp_path / "plans"))

@@ -29,6 +29,7 @@ from counterpoint.report import text
 from counterpoint.report.lanes import ASCII_BLOCKS, BLOCKS, Lane, draw_lanes
 from counterpoint.step import Collective, Copy, Footprint, Kernel, OperationKind, Step
 from counterpoint.timeline import Interval, Timeline
+from counterpoint.units import format_change, format_percent
 
 LONG_NAME = "void at::native::elementwise_kernel<128, 4, " + "at::native::gpu_kernel_impl<" * 20
 Span = tuple[OperationKind, float, float]
@@ -208,6 +209,35 @@ def test_what_was_measured_is_not_called_simulated() -> None:
 
     assert "Simulated, not measured" in printed_plan(plan("simulated"))
     assert "Simulated" not in printed_plan(plan("measured"))
+
+
+@pytest.mark.parametrize(
+    ("fraction", "change", "share"),
+    [
+        (0.0, "0.0 %", "0.0 %"),
+        (-0.0, "0.0 %", "0.0 %"),
+        (-0.0004, "0.0 %", "0.0 %"),
+        (0.0004, "0.0 %", "0.0 %"),
+        (-0.0006, "-0.1 %", "-0.1 %"),
+        (0.0006, "+0.1 %", "0.1 %"),
+        (1.0, "+100.0 %", "100.0 %"),
+        (0.1, "+10.0 %", "10.0 %"),
+    ],
+)
+def test_what_rounds_to_nothing_has_no_sign(fraction: float, change: str, share: str) -> None:
+    assert format_change(fraction) == change
+    assert format_percent(fraction) == share
+
+
+def test_trials_and_measurements_that_change_nothing_say_so_without_a_sign() -> None:
+    out, file = console()
+    trials = [
+        Trial(label=f"trial {n}", families=(), directives=(), makespan_us=100 + change, exposed_us=0)
+        for n, change in enumerate((0, -0.01, 0.01))
+    ]
+    text.print_trials(out, trials)
+    assert printed(file).count(" 0.0 %") == 2
+    assert not re.search(r"[-+]0\.0 %", printed(file))
 
 
 @pytest.mark.parametrize(("num_trials", "says"), [(12, None), (13, "and 1 slower"), (20, "and 8 slower")])

@@ -1,6 +1,7 @@
 """`counterpoint schedule show`: the picture fits the terminal and says what it shows; bad input is one line."""
 
 import json
+import re
 from typing import Any
 
 import msgspec
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 
 from counterpoint.machine import load_machine
 from counterpoint.report.schedule import ScheduleSummary
-from counterpoint.report.schedule_lanes import LaneSpan, StreamLane, draw_lane, lanes_of, letters
+from counterpoint.report.schedule_lanes import LaneSpan, StreamLane, draw_lane, lanes_of, letters, tell_order
 from counterpoint.schedule import CopySchedule, Problem
 from counterpoint.schedule.estimate import Estimate, estimate
 from helpers.command import counterpoint, refusal
@@ -165,7 +166,41 @@ def test_a_label_is_written_where_there_is_room_for_it() -> None:
         LaneSpan(label="d", start_us=10, end_us=10.5),
         LaneSpan(label="e", start_us=14, end_us=17),
     )
-    assert draw_lane(StreamLane(name="compute 0", spans=spans), 20, 20.0) == "[-own-][-]|   [e]   "
+    assert draw_lane(StreamLane(name="compute 0", spans=spans), 20, 20.0) == "[-own-]a-cd   [e]   "
+
+
+@given(schedule=schedules(least_ranks=2), num_columns=st.integers(1, 150))
+def test_every_label_is_drawn_or_told_in_its_order(schedule: CopySchedule, num_columns: int) -> None:
+    times = estimated(schedule)
+    for lane in lanes_of(schedule, times, 0):
+        drawn, told = draw_lane(lane, num_columns, times.makespan_us), tell_order(lane, num_columns, times.makespan_us)
+        if not told:
+            place = 0
+            for span in lane.spans:  # in this order, none of them within another
+                place = drawn.index(span.label, place) + len(span.label)
+            assert re.sub(r"[\[\]\- ]", "", drawn) == re.sub("-", "", "".join(span.label for span in lane.spans))
+            continue
+        name, _, labels = told.partition(": ")
+        assert name == lane.name
+        assert [
+            label
+            for times_label in labels.split(", ")
+            for count, _, label in [times_label.rpartition(" x ")]
+            for label in [label] * int(count or 1)
+        ] == [span.label for span in lane.spans]
+
+
+def test_eight_ranks_in_80_columns_keep_their_labels() -> None:
+    sizes = ("--ranks", "8", *SIZES[2:])
+    output = counterpoint("schedule", "show", "all_gather_matmul", *sizes, COLUMNS="80").stdout
+    (copies,) = [line for line in output.splitlines() if line.lstrip().startswith("copy 0")]
+    assert re.findall(r">\d", copies) == [f">{rank}" for rank in range(7, 0, -1)]
+    assert "in order" not in output
+    output = counterpoint("schedule", "show", "all_gather_matmul", *sizes, "--chunks", "8", COLUMNS="80").stdout
+    assert "in order, copy 0: 8 x >7, 8 x >6, 8 x >5, 8 x >4, 8 x >3, 8 x >2, 8 x >1\n" in output
+    assert max(map(len, output.splitlines())) <= 80
+    output = counterpoint("schedule", "show", "matmul_reduce_scatter", *sizes, "--chunks", "4", COLUMNS="80").stdout
+    assert re.search(r"^in order, collective: [0-9.]+ us$", output, re.MULTILINE)
 
 
 @pytest.mark.parametrize(

@@ -72,15 +72,18 @@ def last_kernel(trace: TraceBuilder) -> dict[str, Any]:
         (lambda trace: last_kernel(trace).update(ts=-5), "times must be from 0"),
         (lambda trace: last_kernel(trace).update(dur=-5), "times must be from 0"),
         (lambda trace: last_kernel(trace).update(ts=1e18), "times must be from 0"),
-        (lambda trace: last_kernel(trace)["args"].pop("stream"), "missing required field `stream`"),
-        (lambda trace: last_kernel(trace)["args"].update(stream="seven"), "Expected `int`"),
+        (lambda trace: last_kernel(trace)["args"].pop("stream"), "args lacks 'stream', a whole number; record the trace"),
+        (lambda trace: last_kernel(trace)["args"].update(stream="seven"), "args.stream must be a whole number; found text"),
         (lambda trace: last_kernel(trace)["args"].update(grid=[0, 1, 1]), "positive grid"),
         (lambda trace: last_kernel(trace)["args"].update({"shared memory": -1}), "sizes from 0"),
         (lambda trace: last_kernel(trace).update(ts=20_300.0), "overlap their predecessor"),
         (lambda trace: trace.events.append(last_kernel(trace)), "names two GPU operations"),
         (lambda trace: trace.events.append(trace.events[1]), "names two host calls"),
         (lambda trace: trace.document["distributedInfo"].update(world_size=0), "at least 1 rank"),
-        (lambda trace: trace.document["distributedInfo"].update(world_size="many"), "Expected `int"),
+        (
+            lambda trace: trace.document["distributedInfo"].update(world_size="many"),
+            "distributedInfo.world_size must be a whole number; found text",
+        ),
     ],
 )
 def test_a_trace_that_contradicts_itself_is_refused(

@@ -201,7 +201,7 @@ BAD_FILES = {
     "unknown wait": (COLLECTIVE + 'waits_for = ["nothing"]\n', ["'sum'", "'nothing'"]),
     "cycle": (GEMM + 'waits_for = ["sum"]\n' + COLLECTIVE + 'waits_for = ["up"]\n', ["cycle", "up -> sum -> up"]),
     "waits for itself": (GEMM + 'waits_for = ["up"]\n', ["up -> up"]),
-    "missing figure": (GEMM.replace("k = 256\n", ""), ["gemms[0]", "`k`"]),
+    "missing figure": (GEMM.replace("k = 256\n", ""), ["gemms[0] lacks 'k'"]),
     "no work": (
         '[[kernels]]\nname = "act"\nstream = 0\nnum_ctas = 1\nthreads_per_cta = 1\nregisters_per_thread = 1\n',
         ["'act'", "lone_us"],
@@ -210,7 +210,7 @@ BAD_FILES = {
     "bad tile": (GEMM.replace("64x32x16", "64x32"), ["'up'", "'64x32'"]),
     "endless tile": (GEMM.replace("64x32x16", "9" * 5000 + "x1x1"), ["'up'", "4096"]),
     "bad kind": (COLLECTIVE.replace('"all_reduce"', '"gossip"'), ["gossip", "collectives[0]"]),
-    "wrong type": (GEMM.replace("m = 1000", 'm = "wide"'), ["int", "gemms[0].m"]),
+    "wrong type": (GEMM.replace("m = 1000", 'm = "wide"'), ["gemms[0].m must be a whole number; found 'wide'"]),
     "negative size": (GEMM.replace("m = 1000", "m = -1000"), ["'up'", "m must be", "-1000"]),
     "huge size": (GEMM.replace("m = 1000", "m = " + "9" * 400), ["mine.toml"]),
     "longer than Python reads": (GEMM.replace("m = 1000", "m = " + "9" * 5000), ["TOML"]),

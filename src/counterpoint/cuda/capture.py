@@ -18,7 +18,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from counterpoint.cuda.driver import DriverGraph, driver_version
 from counterpoint.cuda.graph import AbstractExecutable
-from counterpoint.cuda.plan_cache import Surroundings
+from counterpoint.cuda.plan_cache import Conditions
 from counterpoint.cuda.reading import CollectiveCall, GraphTimes, ReadGraph, read_calls, read_graph
 from counterpoint.cuda.rendezvous import Rendezvous
 from counterpoint.errors import DeviceError, StepError
@@ -110,10 +110,10 @@ class Captured:
         """Whether it is true on every rank; all of them must ask."""
         return self.rendezvous.slowest(float(not is_true)) == 0.0
 
-    def surroundings(self) -> Surroundings:
+    def conditions(self) -> Conditions:
         """What a plan measured here depends on."""
         nccl = torch.cuda.nccl.version() if dist.is_nccl_available() else ()
-        return Surroundings(
+        return Conditions(
             device_name=torch.cuda.get_device_name(),
             driver_version=driver_version(),
             nccl_version=".".join(str(part) for part in nccl),

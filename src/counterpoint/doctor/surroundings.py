@@ -4,6 +4,7 @@ What could not be looked at is None or empty, with the reason under `unknown`; r
 """
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
@@ -96,11 +97,17 @@ class Surroundings(Value, frozen=True, kw_only=True):
     unknown: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        pairs = self.blocked_peers or ()
+        pairs = [list(pair) for pair in self.blocked_peers or ()]
+        require(
+            not pairs or bool(self.gpus),
+            SurroundingsError,
+            f"blocked_peers names GPUs by their number among gpus, and there are none; found {pairs}. Add a [[gpus]] for "
+            "each, or leave blocked_peers out.",
+        )
         require(
             all(0 <= number < len(self.gpus) for pair in pairs for number in pair),
             SurroundingsError,
-            f"blocked_peers must name GPUs from 0 to {len(self.gpus) - 1}; found {[list(pair) for pair in pairs]}.",
+            f"blocked_peers must name GPUs from 0 to {len(self.gpus) - 1}; found {pairs}. Correct it.",
         )
 
     def value(self, name: str) -> str:
@@ -111,6 +118,10 @@ class Surroundings(Value, frozen=True, kw_only=True):
         """A variable's value and its origin, for people."""
         origin = self.origins.get(name)
         return f"{self.value(name)} (in {origin})" if origin else self.value(name)
+
+    def first(self, is_set: Callable[[str], bool], *names: str) -> str | None:
+        """The first of these variables whose value `is_set` accepts."""
+        return next((name for name in names if is_set(self.value(name))), None)
 
     def sign(self, *kinds: SignKind) -> Sign | None:
         """The first sign of one of these kinds."""
@@ -154,5 +165,20 @@ def is_nonzero(value: str) -> bool:
 
 
 def load_surroundings(path: Path) -> Surroundings:
-    """Read surroundings that `counterpoint check -o` wrote on another machine. Raises `SurroundingsError`."""
-    return read_toml(path, Surroundings, SurroundingsError)
+    """Read surroundings that `counterpoint check -o` wrote on another machine. Raises `SurroundingsError`.
+
+    What a file that was edited leaves out, and does not call unknown, becomes unknown here.
+    """
+    read = read_toml(path, Surroundings, SurroundingsError)
+    unknown = [line for line in _left_out(read) if not any(said.startswith(line.split(":")[0]) for said in read.unknown)]
+    return msgspec.structs.replace(read, unknown=(*read.unknown, *unknown))
+
+
+def _left_out(read: Surroundings) -> list[str]:
+    """What rules need and a file does not give, each with what to add."""
+    versions = {"torch_version": read.torch_version, "nccl_version": read.nccl_version}
+    absent = [name for name, number in versions.items() if not number]
+    fields = "name" if read.vendor == "amd" else "name and compute_capability"
+    gpus = f"GPUs: the file gives none, so no rule that depends on them can speak; add a [[gpus]] with {fields} for each"
+    missing = f"versions: the file gives no {' and no '.join(absent)}; add what the job has"
+    return [line for line, is_left_out in ((gpus, not read.gpus), (missing, bool(absent))) if is_left_out]

@@ -29,7 +29,7 @@ def tune_captured(captured: Captured, machine: Machine | None = None) -> Measure
     """Find the plan of a captured step by measurement and keep it; rank 0 writes the cache."""
     tuning = tune_measured(captured, machine or machine_of(captured))
     if captured.rendezvous.is_first_rank:
-        keep_plan(tuning.plan, captured.read.step, captured.surroundings())
+        keep_plan(tuning.plan, captured.read.step, captured.conditions())
     return tuning
 
 
@@ -53,5 +53,5 @@ def tune_step_function(
 
 def kept_plan(captured: Captured) -> Plan | None:
     """The cached plan of rank 0, on every rank, or None."""
-    kept = find_plan(captured.read.step, captured.surroundings()) if captured.rendezvous.is_first_rank else None
+    kept = find_plan(captured.read.step, captured.conditions()) if captured.rendezvous.is_first_rank else None
     return msgspec.json.decode(captured.agree(msgspec.json.encode(kept).decode()), type=Plan | None)

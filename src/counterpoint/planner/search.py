@@ -166,7 +166,7 @@ def _summary(trials: Sequence[Trial], chosen: Trial) -> str:
     if change <= NEGLIGIBLE:
         return "no control shortens this step; leave it as it is"
     return (
-        f"the best candidate ({best.label}) would save {100 * change:.2f} %, less than the {format_percent(MIN_GAIN)} "
+        f"the best candidate ({best.label}) would save {100 * change:z.2f} %, less than the {format_percent(MIN_GAIN)} "
         "that a simulation can be trusted with; leave it as it is"
     )
 

@@ -9,7 +9,7 @@ from counterpoint.cuda.timing import Measurement
 from counterpoint.engagement import Engagement, summarize_engagements
 from counterpoint.planner.paper import PLAIN, SEQUENTIAL, PaperResult, simulation_accuracy
 from counterpoint.report.text import new_table, shorten
-from counterpoint.units import format_percent, format_us
+from counterpoint.units import format_change, format_percent, format_us
 
 STATE_STYLES = {"verified": "green", "refused": "yellow", "failed": "bold red"}
 
@@ -19,7 +19,7 @@ def print_measurements(console: Console, measurements: Sequence[Measurement]) ->
     table = new_table("candidate (measured)", "median", "change", "spread", "rounds")
     for number, row in enumerate(measurements):
         style = "green" if row.is_faster() else "red" if row.is_slower() else ""
-        change = Text("" if number == 0 else f"{100 * (row.ratio - 1):+.1f} %", style=style)
+        change = Text("" if number == 0 else format_change(row.ratio - 1), style=style)
         spread = format_percent(row.spread)
         table.add_row(row.label, format_us(row.median_us), change, spread, str(row.num_rounds))
     console.print(table)
@@ -60,7 +60,7 @@ def print_paper(console: Console, result: PaperResult) -> None:
             continue
         remarks = [] if row.is_engaged else ["NOT ENGAGED"]
         remarks += [] if row.is_identical else ["OUTPUTS DIFFER"]
-        change = f"{100 * (row.ratio - 1):+.1f} %"
+        change = format_change(row.ratio - 1)
         table.add_row(
             name, format_us(row.measured_us), change, format_percent(row.spread), simulated, Text(", ".join(remarks), "red")
         )
@@ -76,8 +76,8 @@ def _print_accuracy(console: Console, result: PaperResult) -> None:
     if accuracy is not None:
         console.print(
             Text(
-                f"simulated against measured: {100 * accuracy.mean_absolute_error:.1f} % off on average, at most "
-                f"{100 * accuracy.worst_error:+.1f} % ({accuracy.worst_label}); rank correlation "
-                f"{accuracy.rank_correlation:.2f} over {accuracy.num_rows} variants"
+                f"simulated against measured: {format_percent(accuracy.mean_absolute_error)} off on average, at most "
+                f"{format_change(accuracy.worst_error)} ({accuracy.worst_label}); rank correlation "
+                f"{accuracy.rank_correlation:z.2f} over {accuracy.num_rows} variants"
             )
         )

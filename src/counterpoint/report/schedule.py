@@ -12,7 +12,7 @@ from rich.text import Text
 
 from counterpoint.errors import ScheduleError
 from counterpoint.machine import Machine
-from counterpoint.report.schedule_lanes import LaneSpan, StreamLane, draw_lane, lanes_of
+from counterpoint.report.schedule_lanes import LaneSpan, StreamLane, draw_lane, lanes_of, tell_order
 from counterpoint.report.text import new_table
 from counterpoint.schedule import CopySchedule, Problem, ScheduleDescription, backward_description, make_schedule
 from counterpoint.schedule.actions import DataType, Pass
@@ -26,7 +26,7 @@ from counterpoint.schedule.estimate import (
 )
 from counterpoint.schedule.heuristic import Candidate, Pick, pick_schedule, rank_candidates
 from counterpoint.schedule.program import make_program
-from counterpoint.units import format_bytes, format_count, format_us
+from counterpoint.units import format_bytes, format_change, format_count, format_us
 from counterpoint.value import Value, require
 
 SHOWN_CANDIDATES = 6
@@ -160,7 +160,7 @@ def _times(found: ScheduleSummary) -> Table:
     table.columns[-1].justify = "left"
 
     def add(name: str, time_us: float, remark: str, style: str = "") -> None:
-        change = f"{100 * (time_us / found.sequential_us - 1):+.1f} %" if time_us != found.sequential_us else ""
+        change = format_change(time_us / found.sequential_us - 1) if time_us != found.sequential_us else ""
         table.add_row(Text(name, style=style), format_us(time_us), change, Text(remark, style="dim"))
 
     add("sequential", found.sequential_us, "first one, then the other", "bold" if found.description.is_sequential else "")
@@ -188,6 +188,9 @@ def _print_picture(console: Console, found: ScheduleSummary) -> None:
             drawn = draw_lane(lane, width, total_us)
             console.print(Text.assemble(f"{lane.name:>{LABEL_WIDTH - 1}} ", (drawn.rstrip(), style)), overflow="crop")
     console.print(Text(f"{'':{LABEL_WIDTH}}0{format_us(total_us):>{width - 1}}", style="dim"))
+    orders = [tell_order(lane, width, total_us) for _, lanes in pictures for lane in lanes]
+    for order in filter(None, orders):
+        console.print(Text(f"in order, {order}"))
 
 
 def _remarks(found: ScheduleSummary) -> list[str]:
@@ -196,8 +199,8 @@ def _remarks(found: ScheduleSummary) -> list[str]:
         traffic = found.traffic
         sums = f", {format_count(traffic.num_sums, 'sum')}" if traffic.num_sums else ""
         lines += [
-            "[a] arrives from another rank; a matmul piece with a letter needs it, own needs none; >2 goes to rank 2; "
-            "| is too short for more.",
+            "[a] arrives from another rank; a matmul piece with a letter needs it, own needs none; >2 goes to rank 2. "
+            "Short pieces lack brackets; [], [-] and | are too short for a label.",
             f"Rank {found.rank} issues {format_count(traffic.num_copies, 'copy', 'copies')} of "
             f"{format_bytes(traffic.num_sent_bytes)} in all, {format_count(traffic.num_matmuls, 'matmul')}{sums}; "
             f"{format_bytes(traffic.symmetric_bytes)} of symmetric memory on each rank.",

@@ -1,11 +1,13 @@
 """A copy schedule's estimate as lanes of one rank: what arrives, its computation streams, its copies to others.
 
-A lane is a row of brackets, one pair for each action, as wide as the action is long: `[a-------]`. Arrivals are lettered
+A lane is a row of brackets, one pair for each action, as wide as the action is long: `[a-------]`. Where a label leaves no
+room for brackets it stands with one or none, and what is too short for its label is told in words. Arrivals are lettered
 in the order in which they start; a matmul piece carries the letters of what it needs, `>` and the ranks that its result
 goes to, or `own`. It draws what the estimate says and knows nothing of how that was made.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import groupby
 
 from counterpoint.schedule import Action, CopySchedule
 from counterpoint.schedule.actions import Region
@@ -77,23 +79,36 @@ def letters(numbers: Iterable[int]) -> str:
 
 
 def draw_lane(lane: StreamLane, num_columns: int, total_us: float) -> str:
-    """The lane over `total_us` microseconds in `num_columns` characters; what is too short for brackets is `|`."""
+    """The lane over `total_us` microseconds in `num_columns` characters; what is too short for any label is `[-]` or `|`."""
     row = [" "] * num_columns
-    taken = 0
-    for span in lane.spans:
-        start = max(taken, min(num_columns - 1, int(span.start_us / total_us * num_columns)))
-        stop = min(num_columns, max(start + 1, int(span.end_us / total_us * num_columns)))
-        if start < num_columns:
-            row[start:stop] = _bracketed(span.label, stop - start)
-            taken = stop
+    for span, start, stop in _placed(lane, num_columns, total_us):
+        row[start:stop] = _labelled(span.label, stop - start)
     return "".join(row)
 
 
-def _bracketed(label: str, width: int) -> str:
-    if width == 1:
-        return "|"
-    shown = label if len(label) <= width - 2 else ""
-    return f"[{shown:-^{width - 2}}]"
+def tell_order(lane: StreamLane, num_columns: int, total_us: float) -> str:
+    """The labels in their order, where `draw_lane` has no room for all of them; otherwise nothing."""
+    if all(len(span.label) <= stop - start for span, start, stop in _placed(lane, num_columns, total_us)):
+        return ""
+    runs = ((label, len(list(equal))) for label, equal in groupby(span.label for span in lane.spans))
+    return f"{lane.name}: {', '.join(label if count == 1 else f'{count} x {label}' for label, count in runs)}"
+
+
+def _placed(lane: StreamLane, num_columns: int, total_us: float) -> Iterator[tuple[LaneSpan, int, int]]:
+    """Every span with its first column and the one after its last; none is left but where the columns are used up."""
+    taken = 0
+    for span in lane.spans:
+        start = max(taken, min(num_columns - 1, int(span.start_us / total_us * num_columns)))
+        taken = max(taken, min(num_columns, max(start + 1, int(span.end_us / total_us * num_columns))))
+        yield span, min(start, num_columns), taken
+
+
+def _labelled(label: str, width: int) -> str:
+    """A label with as many of its brackets as have room. Two letters never follow each other within one label."""
+    room = width - len(label)
+    if room < 0:
+        return f"[{'':-^{width - 2}}]" if width > 1 else "|" * width
+    return f"[{label:-^{width - 2}}]" if room > 1 else f"{'[' * room}{label}"
 
 
 def _label(action: Action, arrivals: Sequence[tuple[Region, int]], departures: Sequence[tuple[Region, int]]) -> str:

@@ -11,7 +11,7 @@ from counterpoint.plan import LEAVE_IT, Plan
 from counterpoint.planner import Trial, Tuning
 from counterpoint.sim import Simulator
 from counterpoint.timeline import Timeline
-from counterpoint.units import format_count, format_percent
+from counterpoint.units import format_change, format_count, format_percent
 from counterpoint.value import Value
 
 
@@ -117,7 +117,7 @@ def _replayed_row(job: Job, scale: _Scale, name: str, simulated: Timeline) -> Ro
     if error is None:
         return _planned_row(scale, name, simulated)
     metrics = measure(simulated)
-    return Row(name=name, makespan_us=metrics.makespan_us, metrics=metrics, remark=f"replay error {100 * error:+.1f} %")
+    return Row(name=name, makespan_us=metrics.makespan_us, metrics=metrics, remark=f"replay error {format_change(error)}")
 
 
 def _planned_row(scale: _Scale, name: str, simulated: Timeline) -> Row:

@@ -15,11 +15,12 @@ from counterpoint.report.lanes import ASCII_BLOCKS, BLOCKS, draw_lanes
 from counterpoint.report.summary import Row
 from counterpoint.step import Collective, Copy, Step
 from counterpoint.timeline import Timeline
-from counterpoint.units import format_bytes, format_count, format_percent, format_rate, format_us
+from counterpoint.units import format_bytes, format_change, format_count, format_percent, format_rate, format_us
 
 SHOWN_TRIALS = 12
 NAME_WIDTH = 60
 MIN_WIDTH = 40
+WHOLE_WIDTH = 76  # from here on, names in tables of machines are not folded
 LABEL_WIDTH = 15
 VISIBLE = 0.0005
 HALF = 0.5
@@ -77,7 +78,7 @@ def print_trials(console: Console, trials: Sequence[Trial]) -> None:
     for trial in [baseline, *list(best.values())[:SHOWN_TRIALS]]:
         change = trial.makespan_us / baseline.makespan_us - 1
         style = "green" if change < -VISIBLE else "red" if change > VISIBLE else ""
-        shown = Text("" if trial is baseline else f"{100 * change:+.1f} %", style=style)
+        shown = Text("" if trial is baseline else format_change(change), style=style)
         table.add_row(trial.label, format_us(trial.makespan_us), shown, format_us(trial.exposed_us))
     console.print(table)
     if len(best) > SHOWN_TRIALS:
@@ -157,9 +158,13 @@ def print_lanes(console: Console, timelines: Sequence[tuple[str, Timeline]]) -> 
 
 
 def print_machines(console: Console, machines: Sequence[Machine]) -> None:
-    """One line per machine."""
-    table = new_table("name", "SMs", "shared/SM", "HBM", "link, one way", "node")
-    table.columns[-1].justify = "left"
+    """One line per machine; where that leaves its node no room, the node stands below, else in whole words."""
+    is_wide = console.width >= WHOLE_WIDTH
+    table = new_table("name", "SMs", "shared/SM", "HBM", "link, one way", *(["node"] if is_wide else []))
+    for column in table.columns:
+        column.no_wrap = is_wide
+    if is_wide:
+        table.columns[-1].justify, table.columns[-1].no_wrap = "left", False
     for machine in machines:
         gpu = machine.gpu
         table.add_row(
@@ -168,27 +173,48 @@ def print_machines(console: Console, machines: Sequence[Machine]) -> None:
             format_bytes(gpu.shared_bytes_per_sm),
             format_rate(gpu.hbm_bytes_per_s),
             f"{machine.link.kind} {format_rate(machine.link.bytes_per_s)}",
-            Text(machine.title, overflow="ellipsis", no_wrap=True),
+            *([machine.title] if is_wide else []),
         )
     console.print(table)
+    if not is_wide:
+        console.print(_labelled((machine.name, machine.title) for machine in machines))
 
 
 def format_figure(value: object) -> str:
-    """A figure of a machine: numbers with thousands set apart, anything else as it is."""
-    return f"{value:,}" if isinstance(value, int | float) and not isinstance(value, bool) else str(value)
+    """A figure of a machine: numbers with thousands set apart, lists without brackets, anything else in a word."""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, tuple):
+        return " ".join(format_figure(each) for each in value)
+    if isinstance(value, float):
+        return f"{value:,.15g}"
+    return f"{value:,}" if isinstance(value, int) else str(value)
 
 
 def print_machine(console: Console, machine: Machine) -> None:
-    """Every figure of one machine with its source."""
+    """Every figure of one machine with the number of its source; many share one, so each is told once, below."""
     console.print(Text.assemble((machine.name, "bold"), f": {machine.title}"))
     table = new_table("figure", "value", "source")
-    table.columns[-1].justify = "left"
-    for prefix, part in (("gpu", machine.gpu), ("link", machine.link), ("network", machine.network)):
-        for name in part.__struct_fields__ if part is not None else ():
-            shown = format_figure(getattr(part, name))
-            table.add_row(f"{prefix}.{name}", shown, machine.sources.get(f"{prefix}.{name}", ""))
-    table.add_row("num_gpus", str(machine.num_gpus), machine.sources.get("num_gpus", ""))
+    table.columns[0].no_wrap, table.columns[-1].no_wrap = console.width >= WHOLE_WIDTH, True
+    figures = {
+        f"{prefix}.{name}": getattr(part, name)
+        for prefix, part in (("gpu", machine.gpu), ("link", machine.link), ("network", machine.network))
+        for name in (part.__struct_fields__ if part is not None else ())
+    }
+    numbers: dict[str, int] = {}
+    for name, figure in (figures | {"num_gpus": machine.num_gpus}).items():
+        source = machine.sources.get(name)
+        number = "" if source is None else f"[{numbers.setdefault(source, len(numbers) + 1)}]"
+        table.add_row(name, format_figure(figure), number)
     console.print(table)
+    console.print(_labelled((f"[{count}]", source) for source, count in numbers.items()))
+
+
+def _labelled(lines: Iterable[tuple[str, str]]) -> Table:
+    grid = Table.grid(padding=(0, 1, 0, 0))
+    for label, line in lines:
+        grid.add_row(Text(label, style="dim"), line)
+    return grid
 
 
 def print_probed(console: Console, probed: Probed) -> None:

@@ -1,12 +1,11 @@
 """The simulator's constants, read from `calibration.toml`: each has a source, a date and a status."""
 
 from functools import cache
-from importlib import resources
 from typing import Literal
 
 from counterpoint.errors import MachineError
 from counterpoint.step import Character, CollectiveKind
-from counterpoint.value import Value, read_toml
+from counterpoint.value import Value, read_shipped
 
 Status = Literal["measured", "assumed"]
 
@@ -65,5 +64,4 @@ class Calibration(Value, frozen=True, kw_only=True):
 @cache
 def load_calibration() -> Calibration:
     """The shipped constants."""
-    with resources.as_file(resources.files("counterpoint.sim").joinpath("calibration.toml")) as file:
-        return read_toml(file, Calibration, MachineError)
+    return read_shipped("sim/calibration.toml", Calibration, MachineError)

@@ -6,11 +6,10 @@ carries the source of its pattern.
 
 import re
 from functools import cache, lru_cache
-from importlib import resources
 
 from counterpoint.errors import TraceError
 from counterpoint.step import Character, CollectiveKind, CopyDirection
-from counterpoint.value import Value, read_toml
+from counterpoint.value import Value, read_shipped
 
 COPY_DIRECTIONS: tuple[tuple[str, CopyDirection], ...] = (
     ("memset", "set"),
@@ -60,8 +59,7 @@ UNKNOWN = Rule(pattern="", source="no rule knows the name")
 @cache
 def load_rules() -> RuleTable:
     """The shipped rule table."""
-    with resources.as_file(resources.files("counterpoint.traces").joinpath("rules.toml")) as file:
-        return read_toml(file, RuleTable, TraceError)
+    return read_shipped("traces/rules.toml", RuleTable, TraceError)
 
 
 @lru_cache(maxsize=4096)

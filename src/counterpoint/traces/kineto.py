@@ -12,6 +12,7 @@ from pathlib import Path
 import msgspec
 
 from counterpoint.errors import TraceError
+from counterpoint.mismatch import describe_mismatch
 from counterpoint.traces.activity import (
     Category,
     GpuOperation,
@@ -21,7 +22,7 @@ from counterpoint.traces.activity import (
     LaunchArguments,
     SyncArguments,
 )
-from counterpoint.value import require
+from counterpoint.value import GZIP_MAGIC, require
 
 GPU_CATEGORIES: dict[str, Category] = {
     "kernel": "kernel",
@@ -33,7 +34,6 @@ GPU_CATEGORIES: dict[str, Category] = {
 }
 HOST_CATEGORIES = ("cuda_runtime", "cuda_driver", "Runtime", "Driver", "hip_runtime", "hip_driver")
 MAX_US = 1e17  # above this a double no longer resolves a microsecond
-GZIP_MAGIC = b"\x1f\x8b"
 
 
 class _Event(msgspec.Struct, gc=False):
@@ -104,7 +104,8 @@ def _read_bytes(path: Path) -> bytes:
         raise TraceError(f"Cannot read {path}: {problem.strerror}; give a .json or .json.gz file.") from problem
     except ValueError as problem:
         raise TraceError(f"Cannot read {str(path)!r}: {problem}; give a .json or .json.gz file.") from problem
-    require(bool(raw), TraceError, f"{path} is empty; profile again and let the profiler finish writing.")
+    is_empty = not raw or raw.isspace()
+    require(not is_empty, TraceError, f"{path} is empty; profile again and let the profiler finish writing.")
     if not raw.startswith(GZIP_MAGIC):
         require(path.suffix != ".gz", TraceError, f"{path} is named .gz but is not gzip; rename it or compress it.")
         return raw
@@ -118,11 +119,14 @@ def _decode(path: Path, raw: bytes) -> _File:
     try:
         return msgspec.json.decode(raw, type=_File)
     except msgspec.ValidationError as problem:
-        raise TraceError(f"{path} is not a profiler trace: {problem}; give the file torch.profiler exported.") from problem
+        said, _ = describe_mismatch(problem, _File)  # names no value: a large trace is not decoded twice for that
+        raise TraceError(f"{path} is not a profiler trace: {said}; give the file torch.profiler exported.") from problem
     except (msgspec.DecodeError, UnicodeDecodeError) as problem:
-        raise TraceError(f"{path} is not whole JSON: {problem}; copy or record it again.") from problem
+        said = str(problem).removeprefix("JSON is malformed: ")
+        raise TraceError(f"{path} is not whole JSON: {said}; copy or record it again.") from problem
     except RecursionError as problem:
-        raise TraceError(f"{path} is not a profiler trace: it is nested too deeply.") from problem
+        said = "it is nested too deeply"
+        raise TraceError(f"{path} is not a profiler trace: {said}; give the file torch.profiler exported.") from problem
 
 
 def _gpu_operations(path: Path, events: list[_Event]) -> tuple[list[GpuOperation], int]:
@@ -137,7 +141,7 @@ def _gpu_operations(path: Path, events: list[_Event]) -> tuple[list[GpuOperation
         try:
             arguments = decoder.decode(event.args)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as problem:
-            raise TraceError(f"{path}: GPU operation '{event.name[:60]}' at {event.ts} us: {problem}.") from problem
+            raise _bad_arguments(path, f"GPU operation '{event.name[:60]}'", event, problem, LaunchArguments) from problem
         operation = GpuOperation(
             name=event.name, category=category, start_us=event.ts, end_us=event.ts + event.dur, arguments=arguments
         )
@@ -148,6 +152,13 @@ def _gpu_operations(path: Path, events: list[_Event]) -> tuple[list[GpuOperation
         f"{path} holds no GPU activity; profile with activities=[CPU, CUDA] and leave no other profiler attached.",
     )
     return max(by_device.values(), key=len), len(by_device)
+
+
+def _bad_arguments(path: Path, name: str, event: _Event, problem: Exception, kind: type[msgspec.Struct]) -> TraceError:
+    said = str(problem)
+    if isinstance(problem, msgspec.ValidationError):
+        said, _ = describe_mismatch(problem, kind, whole="args")
+    return TraceError(f"{path}: {name} at {event.ts:.15g} us: {said}; record the trace again with torch.profiler.")
 
 
 def _check_times(path: Path, event: _Event) -> None:
@@ -172,7 +183,8 @@ def _host_calls(path: Path, events: list[_Event], device: int) -> dict[int, Host
             elif event.cat == "cuda_sync" and event.name == "Stream Wait Event":
                 waits.append(sync_decoder.decode(event.args))
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as problem:
-            raise TraceError(f"{path}: '{event.name[:60]}' at {event.ts} us: {problem}.") from problem
+            kind = _Correlation if event.cat in HOST_CATEGORIES else SyncArguments
+            raise _bad_arguments(path, f"'{event.name[:60]}'", event, problem, kind) from problem
     for wait in waits:
         call = calls.get(wait.correlation)
         if call is not None and wait.stream >= 0 and wait.device in (None, device):

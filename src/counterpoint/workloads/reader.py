@@ -5,7 +5,6 @@ issued iteration by iteration; within one, an entry comes after all it waits for
 file's tables (GEMMs, kernels, collectives, copies). The format is documented in `docs/workloads.md`.
 """
 
-from importlib import resources
 from pathlib import Path
 
 from msgspec.structs import replace
@@ -13,7 +12,7 @@ from msgspec.structs import replace
 from counterpoint.errors import StepError, WorkloadError
 from counterpoint.footprints import usual_footprint
 from counterpoint.step import Collective, Copy, Dependency, Footprint, Kernel, Operation, Step
-from counterpoint.value import read_toml
+from counterpoint.value import read_shipped, read_toml, shipped_names
 from counterpoint.workloads.description import (
     CollectiveEntry,
     CopyEntry,
@@ -33,8 +32,7 @@ STATED_FOR = "9.0"
 
 def workload_names() -> list[str]:
     """Names of the shipped workloads, sorted."""
-    files = resources.files("counterpoint").joinpath("workloads").iterdir()
-    return sorted(file.name.removesuffix(".toml") for file in files if file.name.endswith(".toml"))
+    return shipped_names("workloads")
 
 
 def load_workload(name_or_path: str, *, num_ctas: int | None = None) -> Step:
@@ -46,22 +44,21 @@ def load_workload(name_or_path: str, *, num_ctas: int | None = None) -> Step:
     """
     path = Path(name_or_path)
     if path.suffix == ".toml":
-        return _load(path, num_ctas)
+        return _load(str(path), read_toml(path, Description, WorkloadError), num_ctas)
     names = workload_names()
     if name_or_path.lower() not in names:
         raise WorkloadError(
             f"Unknown workload {name_or_path!r}. Known: {', '.join(names)}; or give the path of a workload file (.toml)."
         )
-    with resources.as_file(resources.files("counterpoint").joinpath("workloads", f"{name_or_path.lower()}.toml")) as file:
-        return _load(file, num_ctas)
+    file = f"workloads/{name_or_path.lower()}.toml"
+    return _load(file, read_shipped(file, Description, WorkloadError), num_ctas)
 
 
-def _load(path: Path, num_ctas: int | None) -> Step:
-    description = read_toml(path, Description, WorkloadError)
+def _load(file: str, description: Description, num_ctas: int | None) -> Step:
     try:
         return _to_step(description, num_ctas)
     except StepError as problem:
-        raise WorkloadError(f"{path}: {problem}") from problem
+        raise WorkloadError(f"{file}: {problem}") from problem
 
 
 def _to_step(description: Description, num_ctas: int | None) -> Step:

@@ -13,7 +13,7 @@ SERIALIZING = {
 
 def blocking_launches(surroundings: Surroundings) -> Finding | None:
     """Every launch waits for its kernel."""
-    name = next((name for name in BLOCKING if is_nonzero(surroundings.value(name))), None)
+    name = surroundings.first(is_nonzero, *BLOCKING)
     if name is None:
         return None
     return Finding(
@@ -44,14 +44,7 @@ def serializing_profiler(surroundings: Surroundings) -> Finding | None:
 
 def uncached_memory(surroundings: Surroundings) -> Finding | None:
     """Every tensor is allocated and freed by the driver."""
-    name = next(
-        (
-            name
-            for name in ("PYTORCH_NO_CUDA_MEMORY_CACHING", "PYTORCH_NO_HIP_MEMORY_CACHING")
-            if is_nonzero(surroundings.value(name))
-        ),
-        None,
-    )
+    name = surroundings.first(is_nonzero, "PYTORCH_NO_CUDA_MEMORY_CACHING", "PYTORCH_NO_HIP_MEMORY_CACHING")
     if name is None:
         return None
     return Finding(

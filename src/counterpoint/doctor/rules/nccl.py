@@ -143,7 +143,7 @@ def nvlink_sharp_off(surroundings: Surroundings) -> Finding | None:
 
 def forced_algorithm(surroundings: Surroundings) -> Finding | None:
     """An algorithm or protocol chosen for all sizes."""
-    name = next((name for name in ("NCCL_PROTO", "NCCL_ALGO") if surroundings.value(name)), None)
+    name = surroundings.first(bool, "NCCL_PROTO", "NCCL_ALGO")
     if name is None:
         return None
     return Finding(

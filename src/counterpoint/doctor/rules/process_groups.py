@@ -4,14 +4,9 @@ from counterpoint.doctor.finding import Finding
 from counterpoint.doctor.surroundings import Surroundings, is_on
 
 
-def _first_on(surroundings: Surroundings, *names: str) -> str | None:
-    """The first of a switch's names (the new one, the old one) that is on."""
-    return next((name for name in names if is_on(surroundings.value(name))), None)
-
-
 def blocking_wait(surroundings: Surroundings) -> Finding | None:
     """The host waits for collectives."""
-    name = _first_on(surroundings, "TORCH_NCCL_BLOCKING_WAIT", "NCCL_BLOCKING_WAIT")
+    name = surroundings.first(is_on, "TORCH_NCCL_BLOCKING_WAIT", "NCCL_BLOCKING_WAIT")
     if name is None:
         return None
     return Finding(
@@ -27,7 +22,7 @@ def blocking_wait(surroundings: Surroundings) -> Finding | None:
 
 def timed_collectives(surroundings: Surroundings) -> Finding | None:
     """Events with times around collectives, in one queue."""
-    name = _first_on(surroundings, "TORCH_NCCL_ENABLE_TIMING", "NCCL_ENABLE_TIMING")
+    name = surroundings.first(is_on, "TORCH_NCCL_ENABLE_TIMING", "NCCL_ENABLE_TIMING")
     queues = "CUDA_DEVICE_MAX_CONNECTIONS"
     if name is None or surroundings.value(queues) != "1" or surroundings.vendor == "amd":
         return None

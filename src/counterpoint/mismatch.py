@@ -1,0 +1,178 @@
+"""What does not fit in a file, in words: where, what belongs there, what was found, what to do next.
+
+The decoder's own message names the place and what is wrong with it ("Expected `int`, got `str` - at `$.gpu.num_sms`"); the
+rest is looked up in the type that was asked for and in the document as it stands. It knows no value of ours and reads no
+file. A message in a form that is not known here is passed on as it is.
+"""
+
+import re
+from collections.abc import Iterator, Sequence
+from difflib import get_close_matches
+from typing import Any
+
+import msgspec
+from msgspec import inspect
+
+MAX_LISTED = 12
+MAX_SHOWN = 40
+Steps = tuple[str | int, ...]
+
+_FORM = re.compile(r"(?P<what>.*?)(?: - at `\$(?P<path>[^`]*)`)?")
+_STEP = re.compile(r"\.(?P<field>[^.\[\]]+)|\[(?P<position>\d+|\.\.\.)\]")
+_WORDS = {
+    "int": "a whole number",
+    "float": "a number",
+    "str": "text",
+    "bool": "true or false",
+    "array": "a list",
+    "object": "a table of fields",
+    "null": "nothing",
+    "datetime": "a date",
+    "date": "a date",
+    "time": "a time of day",
+}
+_KINDS: tuple[tuple[type[inspect.Type], str], ...] = (
+    (inspect.BoolType, "bool"),
+    (inspect.IntType, "int"),
+    (inspect.FloatType, "float"),
+    (inspect.StrType, "str"),
+    (inspect.VarTupleType, "array"),
+    (inspect.ListType, "array"),
+    (inspect.StructType, "object"),
+    (inspect.DictType, "object"),
+)
+
+
+def describe_mismatch(
+    problem: msgspec.ValidationError, kind: object, document: object = None, whole: str = ""
+) -> tuple[str, str]:
+    """Why `document` is no `kind`, without a full stop, and what to do, as a sentence.
+
+    Without `document` no value found is named. `whole` is what the document is called if it is not a file.
+    """
+    form = _FORM.fullmatch(" ".join(str(problem).split()))
+    assert form is not None, "any text has this form"
+    steps = _steps(form["path"] or "")
+    where, found = _where(steps, whole), _shown(document, steps)
+    types = _types_at(inspect.type_info(kind), steps, document)
+    if told := re.fullmatch(r"Expected (.*), got (.*)", form["what"]):
+        return f"{where} must be {_in_words(types) or _as_told(told[1])}; found {found or _as_told(told[2])}", "Correct it."
+    if told := re.fullmatch(r"Object missing required field `(.*)`", form["what"]):
+        belongs = _in_words(_types_at(inspect.type_info(kind), (*steps, told[1]), document))
+        return f"{where} lacks '{told[1]}'{f', {belongs}' if belongs else ''}", "Add it."
+    if told := re.fullmatch(r"Object contains unknown field `(.*)`", form["what"]):
+        return f"{where} has no field '{told[1]}'", _instead(told[1], types)
+    if told := re.fullmatch(r"Invalid (?:enum )?value (.*)", form["what"]):
+        return f"{where} must be {_in_words(types) or 'another value'}; found {found or told[1]}", "Correct it."
+    if form["what"].endswith("out of range"):
+        return f"{where} must be {_in_words(types) or 'a number'}; found {found or 'one'} out of range", "Correct it."
+    return f"{where}: {form['what']}", "Correct it."
+
+
+def place_of(problem: msgspec.ValidationError, document: object) -> str:
+    """Where in the document it is, as in "directives[0].match"; empty for the whole of it, and for what has a name."""
+    form = _FORM.fullmatch(" ".join(str(problem).split()))
+    steps = _steps(form["path"] or "") if form else ()
+    for step in steps:
+        document = _inside(document, step)
+    has_name = isinstance(document, dict) and "name" in document
+    return "" if has_name or not steps else _where(steps, "")
+
+
+def _steps(path: str) -> Steps:
+    """Fields and positions; "..." stands for any value of a table whose keys are free."""
+    found = ((step["field"], step["position"]) for step in _STEP.finditer(path))
+    return tuple(field or (int(position) if position.isdigit() else position) for field, position in found)
+
+
+def _where(steps: Steps, whole: str) -> str:
+    named = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in steps if step != "...")
+    place = f"{whole}{named}".removeprefix(".") or "the file"
+    return f"a value of {place}" if "..." in steps else place
+
+
+def _shown(document: object, steps: Steps) -> str:
+    """The value in the document, or nothing where it cannot be told."""
+    if document is None or "..." in steps:
+        return ""
+    for step in steps:
+        if isinstance(step, int):
+            inside = isinstance(document, list) and step < len(document)
+        else:
+            inside = isinstance(document, dict) and step in document
+        if not inside:
+            return ""
+        document = document[step]  # type: ignore[index]
+    if isinstance(document, dict | list):
+        return f"a list of {len(document)}" if isinstance(document, list) else _WORDS["object"]
+    if isinstance(document, bool) or document is None:
+        return {True: "true", False: "false", None: "nothing"}[document]
+    text = " ".join(str(document).split())
+    shown = text if len(text) <= MAX_SHOWN else f"{text[: MAX_SHOWN - 3]}..."
+    return f"'{shown}'" if isinstance(document, str) else shown
+
+
+def _types_at(kind: inspect.Type, steps: Steps, document: object) -> list[inspect.Type]:
+    """What may stand at a place: several types where the document does not say which of a union it is."""
+    candidates = list(_alternatives(kind, document))
+    for step in steps:
+        document = _inside(document, step)
+        inner = [below for candidate in candidates for below in _below(candidate, step)]
+        candidates = [alternative for below in inner for alternative in _alternatives(below, document)]
+    return candidates
+
+
+def _inside(document: Any, step: str | int) -> object:
+    if isinstance(step, int):
+        return document[step] if isinstance(document, list) and step < len(document) else None
+    return document.get(step) if isinstance(document, dict) else None
+
+
+def _alternatives(kind: inspect.Type, document: object) -> Iterator[inspect.Type]:
+    """The members of a union, without what the document's tag rules out."""
+    members = kind.types if isinstance(kind, inspect.UnionType) else (kind,)
+    structs = [member for member in members if isinstance(member, inspect.StructType)]
+    tagged = [member for member in structs if isinstance(document, dict) and document.get(member.tag_field) == member.tag]
+    for member in members:
+        if not isinstance(member, inspect.NoneType) and not (tagged and member in structs and member not in tagged):
+            yield member
+
+
+def _below(kind: inspect.Type, step: str | int) -> Iterator[inspect.Type]:
+    if isinstance(kind, inspect.StructType) and step == kind.tag_field:
+        yield inspect.LiteralType(values=(kind.tag,))
+    elif isinstance(kind, inspect.StructType):
+        yield from (field.type for field in kind.fields if field.encode_name == step)
+    elif isinstance(kind, inspect.DictType):
+        yield kind.value_type
+    elif isinstance(kind, inspect.VarTupleType | inspect.ListType):
+        yield kind.item_type
+    elif isinstance(kind, inspect.TupleType) and isinstance(step, int) and step < len(kind.item_types):
+        yield kind.item_types[step]
+
+
+def _in_words(types: Sequence[inspect.Type]) -> str:
+    """What may stand there: "a whole number", "one of 'a', 'b'"; nothing where that is not known."""
+    literals = [repr(value) for kind in types if isinstance(kind, inspect.LiteralType) for value in kind.values]
+    parts = [f"one of {', '.join(dict.fromkeys(literals))}" if len(literals) > 1 else literals[0]] if literals else []
+    for kind in types:
+        if isinstance(kind, inspect.TupleType):
+            parts.append(f"a list of {len(kind.item_types)}")
+        parts += [_WORDS[name] for family, name in _KINDS if isinstance(kind, family)]
+    return " or ".join(dict.fromkeys(parts))
+
+
+def _as_told(text: str) -> str:
+    """The decoder's own names for types, in words."""
+    names = re.findall(r"\w+", text)
+    return " or ".join(_WORDS.get(name, name) for name in names if name != "null" or len(names) == 1)
+
+
+def _instead(name: str, types: Sequence[inspect.Type]) -> str:
+    """What to write in place of a field that nobody knows."""
+    structs = [kind for kind in types if isinstance(kind, inspect.StructType)]
+    fields = [field.encode_name for kind in structs for field in kind.fields]
+    close = get_close_matches(name, fields, n=1)
+    if close:
+        return f"Did you mean '{close[0]}'? Correct or remove it."
+    return f"Remove it; it may have {', '.join(fields)}." if 0 < len(fields) <= MAX_LISTED else "Remove it."
