@@ -1,6 +1,7 @@
 """`counterpoint run` on one GPU: PyTorch's own launches reach the filter, are changed as planned, and compute the same."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -44,7 +45,9 @@ def test_a_cap_reaches_pytorchs_launches_is_verified_and_changes_no_result(tmp_p
     assert capped.stdout == bare.stdout != ""
     row = next(line for line in capped.stderr.splitlines() if line.startswith("residency_cap"))
     assert row.rstrip().endswith("verified")
-    assert "of 100" in row or "of 101" in row, "a multiplication and an addition in each of 50 rounds"
+    applied, matched = (int(number) for number in re.findall(r"(\d+) of (\d+)", row)[-1])
+    # arange and the conversion to double are kernels of that name, too; how many is torch's business
+    assert applied == matched >= 100, "a multiplication and an addition in each of 50 rounds, and all of them capped"
 
 
 def test_a_plan_for_a_kernel_that_never_runs_fails_only_under_strict(tmp_path: Path) -> None:

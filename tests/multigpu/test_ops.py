@@ -14,6 +14,7 @@ OPERATORS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", 
     [
         ("results", OPERATORS),
         ("captured", OPERATORS),
+        ("recorded", ("recorded",)),
         ("stress", ("stress of 1000",)),
         ("compiled", ("compiled",)),
         ("memory", ("memory",)),
@@ -33,15 +34,18 @@ def test_the_operators_agree_with_their_definitions(start_ranks: Start, section:
     [
         ("shapes differ", "The ranks disagree", 2),
         ("types differ", "operands of one type", 2),
-        ("captured unseen", "never run before this capture", 2),
+        ("captured first", "was never run before this capture", 2),
+        ("captured unseen", "all_gather_matmul of (192, 512) @ (512, 256) bfloat16", 2),
+        ("captured lane", "A collective on a lane named a test was never run before this capture", 2),
         ("no memory", "of symmetric memory cannot be had", 2),
         ("a rank stays away", "did not end on the GPU", 1),
+        ("a rank stays away from a host that goes on", "did not end on the GPU", 1),
     ],
 )
 def test_a_fault_is_one_line_on_every_rank_and_no_hang(
     start_ranks: Start, fault: str, expected: str, num_ranks: int
 ) -> None:
-    done = start_ranks("operator_faults", fault, limit_s=90)
+    done = start_ranks("operator_faults", fault, limit_s=120)
     lines = [line for line in done.stdout.splitlines() if line.startswith("counterpoint:")]
     assert len(lines) == num_ranks, done.stdout + done.stderr[-3000:]
     assert all(expected in line for line in lines), lines

@@ -44,12 +44,13 @@ class Explanation(Value, frozen=True, kw_only=True):
 
 
 class PoolReport(Value, frozen=True, kw_only=True):
-    """Symmetric memory that one group holds on this rank."""
+    """Symmetric memory that one group holds on this rank, and its calls that are recorded as CUDA graphs."""
 
     group: str
     device: str
     num_bytes: int
     num_schedules: int
+    num_recordings: int
 
 
 def all_gather_matmul(
@@ -131,6 +132,7 @@ def pool_report() -> tuple[PoolReport, ...]:
             device=str(runtime.device),
             num_bytes=runtime.num_symmetric_bytes(),
             num_schedules=len(runtime.plans),
+            num_recordings=runtime.num_recordings(),
         )
         for runtime in all_runtimes()
     )

@@ -13,10 +13,13 @@ from cuda.bindings import driver as cu
 
 from counterpoint.cuda.driver import check
 from counterpoint.ops.agreement import Agreement
+from counterpoint.ops.captures import is_capturing, refuse_in_capture
 from counterpoint.ops.lane import AbstractLane, aligned
 from counterpoint.ops.lane_steps import RESTING, LaneStep, lane_moves
 from counterpoint.ops.signals import Flags, Signals
+from counterpoint.ops.streams import stream_of
 from counterpoint.ops.symmetric import SymmetricMemory
+from counterpoint.units import format_bytes
 
 Handle = Any  # cuda-bindings has no types
 GREATEST_PRIORITY = -5  # of the driver; torch takes the greatest that it has
@@ -30,7 +33,7 @@ class CopyLane(AbstractLane):
     The memory holds a shared part, then a row for every rank; or all of it is what `gathered` gives.
     """
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device, agreement: Agreement) -> None:
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, agreement: Agreement, name: str) -> None:
         self.rank, self.num_ranks = int(group.rank()), int(group.size())
         self._group, self._device, self._agreement = group, device, agreement
         self._moves = lane_moves(self.rank, self.num_ranks)
@@ -39,7 +42,7 @@ class CopyLane(AbstractLane):
         self._memory: SymmetricMemory | None = None
         self._row_bytes = 0
         # sums are placed as soon as a matmul's CTA retires: the scheduler looks at priority only then
-        self.stream = torch.cuda.Stream(device, priority=GREATEST_PRIORITY)
+        self.stream = stream_of(group.group_name, device, f"lane {name}", GREATEST_PRIORITY)
 
     @contextmanager
     def issuing(self) -> Iterator[None]:
@@ -53,6 +56,7 @@ class CopyLane(AbstractLane):
         wanted = aligned(num_bytes)
         if wanted <= self._row_bytes:
             return
+        refuse_in_capture(f"A collective with blocks of {format_bytes(num_bytes)}", self._device)
         torch.cuda.synchronize(self._device)
         self._memory, self._row_bytes = None, 0  # if there is no more, the next one to reserve must not count on it
         self._memory = SymmetricMemory((self.num_ranks + 1) * wanted, self._device, self._group, self._agreement)
@@ -109,7 +113,7 @@ class CopyLane(AbstractLane):
 
     def _sample(self, stream: Handle) -> None:
         """Have the watch look at what was issued; what is captured runs later, unwatched."""
-        if not torch.cuda.is_current_stream_capturing():
+        if not is_capturing(self._device):
             self._flags.watch.sample(stream)
 
     def _issue(self, steps: Sequence[LaneStep], stream: Handle, copy: Callable[[int], None] | None = None) -> None:

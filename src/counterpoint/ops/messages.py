@@ -37,6 +37,10 @@ class Messages(AbstractTransport):
         """See `AbstractTransport.num_symmetric_bytes`."""
         return int(self.memory.numel())
 
+    def num_recordings(self) -> int:
+        """None: there are no graphs on CPUs."""
+        return 0
+
     def close(self) -> None:
         """See `AbstractTransport.close`."""
         self.memory = torch.empty(0, dtype=torch.uint8)

@@ -18,6 +18,7 @@ from torch.distributed import distributed_c10d
 from counterpoint.errors import OperatorError, ScheduleError
 from counterpoint.machine import Machine, load_machine, machine_for_device
 from counterpoint.ops.agreement import Agreement, Proposal
+from counterpoint.ops.captures import is_capturing, refuse_in_capture
 from counterpoint.ops.collectives import Collectives
 from counterpoint.ops.lane import AbstractLane
 from counterpoint.ops.message_lane import MessageLane
@@ -77,8 +78,8 @@ class Runtime:
         self.plans: dict[Request, Plan] = {}
         self._lanes: dict[str, AbstractLane] = {}
         self._agreement = Agreement(group, f"{device.type}")
-        self.transport, self.obstacle = self._open_transport()
         self._machine = _machine_of(device)
+        self.transport, self.obstacle = self._open_transport()
 
     def plan(self, request: Request) -> Plan:
         """The plan for a request; made with the other ranks when it is first asked for."""
@@ -87,7 +88,7 @@ class Runtime:
 
     def refuse(self, problem: str) -> NoReturn:
         """Tell the other ranks of a call that cannot be made, so that none waits for it; raises `OperatorError`."""
-        if self.device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
+        if not is_capturing(self.device):
             self._agreement.compare(Proposal(problem=problem))
         raise OperatorError(problem)
 
@@ -96,11 +97,7 @@ class Runtime:
             problem = request.problem(self.group.size())
         except ScheduleError as refusal:
             self.refuse(f"{request.operation}: {refusal}")
-        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            raise OperatorError(
-                f"{request.words()} was never run before this capture, and what it needs cannot be made within one. "
-                "Run it once before."
-            )
+        refuse_in_capture(request.words(), self.device)
         self._agreement.compare(Proposal(request=request.words()))
         pick = self._pick(request, problem)
         plan = self.plans[request] = Plan(pick, self._prepare(pick, request, problem))
@@ -141,21 +138,26 @@ class Runtime:
     def lane(self, name: str) -> AbstractLane | None:
         """The lane of that name, made by all ranks together when first asked for; None without a transport."""
         if name not in self._lanes and self.transport is not None:
+            refuse_in_capture(f"A collective on a lane named {name}", self.device)
             self._agreement.compare(Proposal(request=f"a lane named {name}"))
-            self._lanes[name] = self._open_lane()
+            self._lanes[name] = self._open_lane(name)
         return self._lanes.get(name)
 
-    def _open_lane(self) -> AbstractLane:
+    def _open_lane(self, name: str) -> AbstractLane:
         if self.device.type == "cpu":
             return MessageLane(self.group)
         from counterpoint.ops.copy_lane import CopyLane  # noqa: PLC0415  needs cuda-bindings
 
-        return CopyLane(self.group, self.device, self._agreement)
+        return CopyLane(self.group, self.device, self._agreement, name)
 
     def num_symmetric_bytes(self) -> int:
         """Bytes of symmetric memory held on this rank."""
         of_lanes = sum(lane.num_symmetric_bytes() for lane in self._lanes.values())
         return of_lanes + (self.transport.num_symmetric_bytes() if self.transport else 0)
+
+    def num_recordings(self) -> int:
+        """Calls recorded as CUDA graphs on this rank."""
+        return self.transport.num_recordings() if self.transport else 0
 
     def close(self) -> None:
         """Give back all memory."""
@@ -201,8 +203,9 @@ def runtime_of(group_name: str, device: torch.device) -> Runtime:
     runtimes = _runtimes()
     found = runtimes.get((group_name, device))
     if found is None or found.group is not group:  # a group may be destroyed and another one get its name
+        refuse_in_capture("What this group does by copy engines", device)
         if found is not None:
-            found.close()
+            runtimes.pop((group_name, device)).close()
         found = runtimes[group_name, device] = Runtime(group, device)
     return found
 
@@ -214,6 +217,6 @@ def all_runtimes() -> list[Runtime]:
 
 def forget_runtimes() -> None:
     """Close all runtimes."""
-    for runtime in all_runtimes():
-        runtime.close()
-    _runtimes().clear()
+    runtimes = _runtimes()
+    while runtimes:
+        runtimes.popitem()[1].close()

@@ -16,6 +16,7 @@ from cuda.bindings import driver as cu
 from counterpoint.cuda.driver import check
 from counterpoint.ops.agreement import Agreement
 from counterpoint.ops.issuing import WAIT, WRITE, memory_operation
+from counterpoint.ops.numbered_calls import NumberedCalls
 from counterpoint.ops.symmetric import SymmetricMemory
 from counterpoint.ops.watch import Watch
 
@@ -38,7 +39,7 @@ class Flags:
         words.copy_(torch.tensor(resting, dtype=torch.int32, device=device)[:, None].expand_as(words))
         torch.cuda.synchronize(device)
         agreement.exchange(b"flags at rest")  # nobody raises one before they are
-        self.watch = Watch((self._memory.addresses[self._rank], num_flags), agreement.limit_s)
+        self.watch = Watch(NumberedCalls((self._memory.addresses[self._rank], num_flags)), agreement.limit_s)
 
     def own(self, number: int, peer: int) -> int:
         """Address of the flag that `peer` raises on this rank."""

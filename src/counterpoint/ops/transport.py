@@ -48,6 +48,10 @@ class AbstractTransport(ABC):
         """Bytes of symmetric memory held on this rank."""
 
     @abstractmethod
+    def num_recordings(self) -> int:
+        """Calls recorded as CUDA graphs."""
+
+    @abstractmethod
     def close(self) -> None:
         """Give back all memory. Prepared schedules cannot be run any more."""
 

@@ -1,39 +1,80 @@
 """Notices GPU work that waits for a rank which does not come, and ends the wait, so that a fault is an error and not a
 hang.
 
-A stream that waits for a flag waits for ever. A thread samples calls: it looks whether one call in flight ends within
-the limit. If not, it says so on standard error, raises this rank's own flags until the GPU is through (results are
-then meaningless), and every later call of the group raises the same error. Calls inside replayed graphs are not
-sampled.
+A stream that waits for a flag waits for ever. So calls are numbered, and the stream that a call ends on says its number
+when it gets there. A thread looks: where calls are in flight and none has ended within the limit, it says so on
+standard error, and every later call of the group raises the same error. Then it frees whatever waits, until the group
+is released: the host may have been stuck in the middle of issuing a call and go on to issue more waits. Results are
+meaningless from then on.
+
+The clock starts anew whenever a call ends, so a long queue is no fault. Calls of one watch end in the order of their
+issue: a transport orders its calls, and those who use a lane order theirs. Calls in graphs that the caller captured are
+not watched. What is done with the driver is in `numbered_calls.py`.
 """
 
 import sys
 import threading
 import time
+from abc import ABC, abstractmethod
 from typing import Any, final
 
-from cuda.bindings import driver as cu
-
-from counterpoint.cuda.driver import check
 from counterpoint.errors import DeviceError, OperatorError
 
 Handle = Any  # cuda-bindings has no types
-NO_TIMING = int(cu.CUevent_flags.CU_EVENT_DISABLE_TIMING)
-NON_BLOCKING = 1
 POLL_S = 0.25
-FREEING_S = 10.0
+FREEING_S = 0.001  # between two rounds: each frees one wait of every queue, and a queue may hold a thousand
+LAST_NUMBER = 2**31 - 1
+
+
+class AbstractCalls(ABC):
+    """What a watch needs of the GPU."""
+
+    @abstractmethod
+    def enter_thread(self) -> None:
+        """Make the calling thread one that may call `free_waits`."""
+
+    @abstractmethod
+    def mark(self, number: int, stream: Handle) -> None:
+        """Let the stream say this number when it has done all that was issued on it so far."""
+
+    @abstractmethod
+    def last_ended(self) -> int:
+        """The number said last; 0 before any. Never waits for the driver, which may be stuck."""
+
+    @abstractmethod
+    def free_waits(self) -> None:
+        """End the waits of this rank's streams that have begun. Raises `DeviceError`."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give back what the driver holds; nothing is in flight any more."""
+
+
+@final
+class Patience:
+    """Tells when calls in flight have come to a stop: none has ended for longer than the limit."""
+
+    def __init__(self, limit_s: float) -> None:
+        self._limit_s = limit_s
+        self._ended = -1  # the call that had ended last when the clock was started; -1: nothing was in flight
+        self._since_s = 0.0
+
+    def is_over(self, last_issued: int, last_ended: int, now_s: float) -> bool:
+        """Whether to give up, as things stand now."""
+        if last_ended == last_issued:
+            self._ended = -1
+        elif last_ended != self._ended:
+            self._ended, self._since_s = last_ended, now_s
+        return self._ended >= 0 and now_s - self._since_s > self._limit_s
 
 
 @final
 class Watch:
-    """Watches the calls of one transport; `flags` is the address and the number of the words its streams wait for."""
+    """Watches the calls of one transport or lane."""
 
-    def __init__(self, flags: tuple[int, int], limit_s: float) -> None:
-        self._flags, self._limit_s = flags, limit_s
-        self._context = check("Finding the CUDA context", cu.cuCtxGetCurrent())
-        self._event = check("Making an event", cu.cuEventCreate(NO_TIMING))
-        self._stream = check("Making a stream", cu.cuStreamCreate(NON_BLOCKING))
-        self._sampled_at: float | None = None
+    def __init__(self, calls: AbstractCalls, limit_s: float) -> None:
+        self._calls, self._limit_s = calls, limit_s
+        self._last_issued = 0
         self._problem = ""
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="counterpoint-watch", daemon=True)
@@ -45,29 +86,27 @@ class Watch:
             raise OperatorError(self._problem)
 
     def sample(self, stream: Handle) -> None:
-        """A call was issued that ends on `stream`; it is looked at if none other is."""
-        if self._sampled_at is None:
-            check("Marking a call", cu.cuEventRecord(self._event, stream))
-            self._sampled_at = time.monotonic()
+        """A call was issued that ends on `stream`."""
+        number = self._last_issued % LAST_NUMBER + 1
+        self._calls.mark(number, stream)
+        self._last_issued = number
 
     def close(self) -> None:
-        """Stop watching."""
-        self._closed.set()
-        self._thread.join()
+        """Stop watching; everything has ended."""
+        if not self._closed.is_set():
+            self._closed.set()
+            self._thread.join()
+            self._calls.close()
 
     def _run(self) -> None:
-        cu.cuCtxSetCurrent(self._context)
-        while not self._closed.wait(POLL_S):
-            if self._sampled_at is None:
-                continue
-            if self._is_done():
-                self._sampled_at = None
-            elif time.monotonic() - self._sampled_at > self._limit_s:
-                self._give_up()
-                return
-
-    def _is_done(self) -> bool:
-        return bool(cu.cuEventQuery(self._event)[0] == cu.CUresult.CUDA_SUCCESS)
+        patience = Patience(self._limit_s)
+        try:
+            self._calls.enter_thread()
+            while not self._closed.wait(POLL_S):
+                if patience.is_over(self._last_issued, self._calls.last_ended(), time.monotonic()):
+                    self._give_up()
+        except DeviceError as problem:
+            print(f"counterpoint: {problem}", file=sys.stderr, flush=True)
 
     def _give_up(self) -> None:
         self._problem = (
@@ -75,11 +114,7 @@ class Watch:
             "other operators. Its results are meaningless. Look at the other ranks' output, and start all of them again."
         )
         print(f"counterpoint: {self._problem}", file=sys.stderr, flush=True)
-        deadline = time.monotonic() + FREEING_S
-        address, count = self._flags
-        try:
-            while not self._is_done() and time.monotonic() < deadline:
-                check("Ending a wait", cu.cuMemsetD32Async(cu.CUdeviceptr(address), 1, count, self._stream))
-                time.sleep(POLL_S / 10)
-        except DeviceError as problem:
-            print(f"counterpoint: {problem}", file=sys.stderr, flush=True)
+        pause_s = 0.0
+        while not self._closed.wait(pause_s):
+            self._calls.free_waits()
+            pause_s = POLL_S if self._calls.last_ended() == self._last_issued else FREEING_S

@@ -18,6 +18,7 @@ from counterpoint.errors import CounterpointError
 from counterpoint.ops import operators
 from counterpoint.ops.exchange import open_exchange
 from counterpoint.schedule import SEQUENTIAL, ScheduleDescription
+from helpers.operator_definitions import draw, keywords, reference, with_schedules
 
 D = ScheduleDescription
 GATHERS = (
@@ -41,14 +42,7 @@ REDUCTIONS = (
     D(pattern="ring"),
     D(pattern="ring", chunks=3),
 )
-EXCHANGES = tuple(each for each in GATHERS if each is None or each.pattern != "ring")
-Operator = Callable[..., torch.Tensor]
-OPERATORS: dict[str, tuple[Operator, tuple[ScheduleDescription | None, ...]]] = {
-    "all_gather_matmul": (ops.all_gather_matmul, GATHERS),
-    "matmul_reduce_scatter": (ops.matmul_reduce_scatter, REDUCTIONS),
-    "matmul_all_reduce": (ops.matmul_all_reduce, REDUCTIONS),
-    "all_to_all_matmul": (ops.all_to_all_matmul, EXCHANGES),
-}
+OPERATORS = with_schedules(GATHERS, REDUCTIONS)
 INNER, COLUMNS = 7, 5
 # of the largest entry, times ranks
 TOLERANCE = {
@@ -61,28 +55,7 @@ TOLERANCE = {
 
 def operands(name: str, num_rows: int, dtype: torch.dtype, seed: int = 1) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Every rank's left operand and weight, the same on every rank."""
-    generator = torch.Generator().manual_seed(seed)
-    num_ranks = dist.get_world_size()
-    lengths = [part.numel() for part in torch.empty(num_rows).tensor_split(num_ranks)]
-    rows = lengths if name == "all_gather_matmul" else [num_rows] * num_ranks
-    lefts = [torch.randn(count, INNER, generator=generator, dtype=torch.float64).to(dtype) for count in rows]
-    weights = [torch.randn(INNER, COLUMNS, generator=generator, dtype=torch.float64).to(dtype) for _ in rows]
-    return lefts, weights
-
-
-def reference(name: str, lefts: list[torch.Tensor], weights: list[torch.Tensor], rank: int) -> torch.Tensor:
-    """The operator's definition, in double precision."""
-    num_ranks = len(lefts)
-    if name == "all_gather_matmul":
-        return torch.cat(lefts) @ weights[rank]
-    if name == "all_to_all_matmul":
-        return torch.cat([left.tensor_split(num_ranks)[rank] for left in lefts]) @ weights[rank]
-    total = torch.stack([left @ weight for left, weight in zip(lefts, weights, strict=True)]).sum(0)
-    return total if name == "matmul_all_reduce" else total.tensor_split(num_ranks)[rank]
-
-
-def keywords(name: str, num_rows: int) -> dict[str, int]:
-    return {"num_rows": num_rows} if name == "all_gather_matmul" else {}
+    return draw(name, (num_rows, INNER, COLUMNS), torch.Generator().manual_seed(seed), dtype)
 
 
 def assert_close(found: torch.Tensor, wanted: torch.Tensor, what: object) -> None:

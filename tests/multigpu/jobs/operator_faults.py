@@ -3,6 +3,7 @@
 import os
 import sys
 import traceback
+from collections.abc import Callable
 from datetime import timedelta
 
 import torch
@@ -11,16 +12,25 @@ from torch.distributed import distributed_c10d
 
 from counterpoint import ops
 from counterpoint.errors import CounterpointError
+from counterpoint.ops.exchange import open_exchange
 from counterpoint.schedule import ScheduleDescription
 
 LIMIT = timedelta(seconds=10)
 CHUNKED = ScheduleDescription(chunks=2)
+# calls that rank 0 makes alone: few, and more than the driver's queues hold, so that the host blocks while it issues one
+STAYS_AWAY = {"a rank stays away": 3, "a rank stays away from a host that goes on": 5000}
 
 
 def call(rows: int, dtype: torch.dtype = torch.bfloat16) -> None:
-    shard = torch.ones(rows, 512, device="cuda", dtype=dtype)
-    weight = torch.ones(512, 256, device="cuda", dtype=torch.bfloat16)
-    ops.all_gather_matmul(shard, weight, schedule=CHUNKED)
+    ops.all_gather_matmul(*operands(rows, dtype), schedule=CHUNKED)
+
+
+def operands(rows: int, dtype: torch.dtype = torch.bfloat16) -> tuple[torch.Tensor, torch.Tensor]:
+    """This rank's shard and weight."""
+    return (
+        torch.ones(rows, 512, device="cuda", dtype=dtype),
+        torch.ones(512, 256, device="cuda", dtype=torch.bfloat16),
+    )
 
 
 def main(fault: str) -> None:
@@ -31,28 +41,46 @@ def main(fault: str) -> None:
         call(64 + rank)
     if fault == "types differ":
         call(64, torch.float32 if rank == 1 else torch.bfloat16)
+    if fault == "captured first":
+        capture(lambda: call(64))
     if fault == "captured unseen":
-        with torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="thread_local"):
-            call(64)
+        call(64)
+        capture(lambda: call(96))
+    if fault == "captured lane":
+        call(64)
+        capture(lambda: open_exchange("a test", 1 << 20))
     if fault == "no memory":
+        given = operands(1 << 20)  # before memory is scarce: the rows of both ranks take 2 GiB more
+        call(64)
+        torch.cuda.empty_cache()
         left = torch.cuda.mem_get_info()[0] - (256 << 20)
         ballast = torch.empty(left, dtype=torch.uint8, device="cuda") if rank == 1 else None
-        call(1 << 20)
+        ops.all_gather_matmul(*given, schedule=CHUNKED)
         del ballast
-    if fault == "a rank stays away":
-        store = distributed_c10d._get_default_store()
+    if fault in STAYS_AWAY:
+        stay_away(rank, STAYS_AWAY[fault])
+
+
+def capture(what: Callable[[], object]) -> None:
+    with torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="thread_local"):
+        what()
+
+
+def stay_away(rank: int, num_calls: int) -> None:
+    """Rank 1 comes to the first call only; rank 0 goes on, waits for the GPU and calls once more."""
+    store = distributed_c10d._get_default_store()
+    call(64)
+    torch.cuda.synchronize()
+    if rank == 1:
+        store.wait(["done"], timedelta(seconds=100))
+        return
+    try:
+        for _ in range(num_calls):
+            call(64)
+        torch.cuda.synchronize()
         call(64)
-        torch.cuda.synchronize()
-        if rank == 1:
-            store.wait(["done"], timedelta(seconds=60))
-            return
-        for _ in range(3):
-            call(64)
-        torch.cuda.synchronize()
-        try:
-            call(64)
-        finally:
-            store.set("done", "")
+    finally:
+        store.set("done", "")
 
 
 if __name__ == "__main__":

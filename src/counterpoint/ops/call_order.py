@@ -1,0 +1,64 @@
+"""The order of a group's calls on one GPU: each follows the last one, whatever streams they are issued on.
+
+Eager calls and calls that a user captures have ends of their own: an event that was recorded in a capture is none that
+an eager stream could wait for.
+"""
+
+from typing import Any, final
+
+import torch
+from cuda.bindings import driver as cu
+
+from counterpoint.cuda.driver import check
+from counterpoint.ops.watch import Watch
+
+Handle = Any  # cuda-bindings has no types
+NO_TIMING = int(cu.CUevent_flags.CU_EVENT_DISABLE_TIMING)
+
+
+@final
+class CallOrder:
+    """Begins and ends the calls of one group; the watch is told of those that run at once."""
+
+    def __init__(self, watch: Watch) -> None:
+        self._watch = watch
+        self.start_event, *ends = (check("Making an event", cu.cuEventCreate(NO_TIMING)) for _ in range(3))
+        self._ends = dict(zip(("eager", "captured"), ends, strict=True))
+        self._end_event: Handle = self._ends["eager"]  # of the call being issued
+        self._last: dict[str, tuple[int, int]] = {}  # stream and capture of the last call of each kind
+        self.has_captured = False  # whether graphs of users hold calls
+
+    @property
+    def is_in_capture(self) -> bool:
+        """Whether the call being issued is captured by its caller."""
+        return self._end_event is self._ends["captured"]
+
+    def follow(self, current: Handle) -> None:
+        """Let this call come after the last one, which may have been issued on another stream."""
+        self._watch.require_sound()
+        stream, capture = int(current), _capture_id(current)
+        kind = "captured" if capture else "eager"
+        last_stream, last_capture = self._last.get(kind, (stream, capture))
+        if last_stream != stream and last_capture == capture:
+            check("Ordering calls", cu.cuStreamWaitEvent(current, self._ends[kind], 0))
+        self._last[kind] = (stream, capture)
+        self.has_captured = self.has_captured or bool(capture)
+        self._end_event = self._ends[kind]
+
+    def finish(self, current: Handle) -> None:
+        """Mark the end of a call."""
+        check("Ending a call", cu.cuEventRecord(self._end_event, current))
+        if not self.is_in_capture:
+            self._watch.sample(current)
+
+    def close(self) -> None:
+        """Give back what the driver holds."""
+        for event in (self.start_event, *self._ends.values()):
+            check("Destroying an event", cu.cuEventDestroy(event))
+
+
+def _capture_id(stream: Handle) -> int:
+    """Number of the graph capture that the stream is in; 0 outside of any."""
+    if not torch.cuda.is_current_stream_capturing():
+        return 0
+    return int(check("Asking for the capture", cu.cuStreamGetCaptureInfo(stream))[1])

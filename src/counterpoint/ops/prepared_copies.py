@@ -1,0 +1,221 @@
+"""One schedule for one shape and type on GPUs: the driver calls and matmuls of a call, listed once and issued each time.
+
+A call that comes again at the same addresses is recorded and replayed (`recordings.py`), unless its caller captures it.
+"""
+
+import logging
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, NamedTuple, final
+
+import torch
+from cuda.bindings import driver as cu
+
+from counterpoint.cuda.driver import check
+from counterpoint.errors import DeviceError
+from counterpoint.ops.call_order import NO_TIMING, CallOrder
+from counterpoint.ops.issuing import (
+    Call,
+    Issue,
+    compute,
+    copy_to_peer,
+    raise_flags,
+    record_event,
+    take_flags,
+    use_stream,
+    wait_event,
+)
+from counterpoint.ops.recordings import Recordings, capture
+from counterpoint.ops.signals import Flags
+from counterpoint.ops.streams import stream_of
+from counterpoint.ops.symmetric import SymmetricMemory
+from counterpoint.ops.transport import AbstractPrepared, Layout, Tensors, view_of
+from counterpoint.schedule.actions import Buffer, CopySchedule
+from counterpoint.schedule.program import Flag, Program, Step
+
+Handle = Any  # cuda-bindings has no types
+RECORDED_TYPES = (torch.bfloat16, torch.float16)  # how other types are multiplied depends on more of torch's settings
+LOGGER = logging.getLogger("counterpoint")
+
+
+class Shared(NamedTuple):
+    """What all schedules of one group on one GPU share. `memory` gives the present one; asking may make it anew."""
+
+    device: torch.device
+    group_name: str
+    flags: Flags
+    order: CallOrder
+    recordings: Recordings
+    memory: Callable[[], SymmetricMemory]
+
+    def stream(self, name: str) -> torch.cuda.Stream:
+        """The group's stream of that name."""
+        return stream_of(self.group_name, self.device, name)
+
+
+class Branches:
+    """The streams of a call that fork from the current one, by name, for torch and for the driver."""
+
+    def __init__(self, streams: dict[str, torch.cuda.Stream]) -> None:
+        self.streams = streams
+        self.handles = {name: cu.CUstream(stream.cuda_stream) for name, stream in streams.items()}
+
+
+@final
+class PreparedCopies(AbstractPrepared):
+    """One schedule for one shape and type, as a list of driver calls and matmuls."""
+
+    def __init__(self, shared: Shared, planned: tuple[CopySchedule, Program], layout: tuple[Layout, torch.dtype]) -> None:
+        self._shared = shared
+        self._schedule, self._program = planned
+        self._layout, self._dtype = layout
+        self.num_bytes = self._layout.num_bytes  # of symmetric memory
+        self._local = [buffer for buffer in self._schedule.buffers if buffer.home == "local"]
+        forked = [name for name in self._program.streams if name != "compute 0"]
+        self._branches = Branches({name: shared.stream(name) for name in forked})
+        self._recorded_branches = Branches({name: shared.stream(f"recording {name}") for name in forked})
+        self._events = {
+            step.position: check("Making an event", cu.cuEventCreate(NO_TIMING))
+            for step in self._program.steps
+            if step.is_awaited
+        }
+        self._tails: dict[str, Handle] = {}  # events at the end of each stream's part of a captured call
+        self._memory: SymmetricMemory | None = None
+        self._symmetric: dict[str, torch.Tensor] = {}
+        self._issues: list[Issue] = []
+
+    def run(self, tensors: Tensors, weight: torch.Tensor) -> None:
+        """See `AbstractPrepared.run`."""
+        memory, order = self._shared.memory(), self._shared.order
+        if self._memory is not memory:
+            self._bind(memory)
+        current = torch.cuda.current_stream(self._shared.device)
+        handle = cu.CUstream(current.cuda_stream)
+        operands = {**tensors, **{buffer.name: self._allocate(buffer) for buffer in self._local}}
+        order.follow(handle)
+        graph = None if order.is_in_capture else self._recorded(operands, weight)
+        if graph is not None:
+            graph.replay()
+        else:
+            self._issue(self._call(operands, weight, current, self._branches), is_joined=order.is_in_capture)
+        order.finish(handle)
+
+    def _recorded(self, operands: Tensors, weight: torch.Tensor) -> torch.cuda.CUDAGraph | None:
+        """The recording of this call; made now if it has come often enough."""
+        recordings = self._shared.recordings
+        if self._dtype not in RECORDED_TYPES or not recordings.is_enabled:
+            return None
+        key = self._key(operands, weight)
+        graph = recordings.find(key)
+        if graph is None and recordings.is_due(key):
+            current = self._shared.stream("recording")
+            call = self._call(operands, weight, current, self._recorded_branches)
+            try:
+                graph = capture(current, lambda: self._issue(call, is_joined=True))
+            except (RuntimeError, DeviceError) as problem:
+                recordings.is_enabled = False
+                reason = str(problem).strip().splitlines()[0]
+                LOGGER.warning("Operators are issued call by call: recording one as a CUDA graph failed (%s).", reason)
+            else:
+                recordings.keep(key, graph)
+        return graph
+
+    def _key(self, operands: Tensors, weight: torch.Tensor) -> Hashable:
+        """All that decides what a call issues: addresses, strides, and torch's settings for half-precision matmuls."""
+        settings = torch.backends.cuda.matmul
+        return (
+            id(self),  # as long as there are recordings, their schedules live
+            weight.data_ptr(),
+            weight.stride(),
+            *((tensor.data_ptr(), tensor.stride()) for tensor in operands.values()),
+            settings.allow_bf16_reduced_precision_reduction,
+            settings.allow_fp16_reduced_precision_reduction,
+        )
+
+    def _call(self, operands: Tensors, weight: torch.Tensor, current: torch.cuda.Stream, branches: Branches) -> Call:
+        handles = {**branches.handles, "compute 0": cu.CUstream(current.cuda_stream)}
+        return Call({**operands, **self._symmetric}, weight, handles, {**branches.streams, "compute 0": current})
+
+    def _issue(self, call: Call, *, is_joined: bool) -> None:
+        """Issue everything behind what is on the current stream; a capture must end with every stream joined again."""
+        current = call.handles["compute 0"]
+        check("Starting a call", cu.cuEventRecord(self._shared.order.start_event, current))
+        before = torch.cuda.current_stream(self._shared.device)
+        try:
+            for issue in self._issues:
+                issue(call)
+        finally:
+            torch.cuda.set_stream(before)
+        if is_joined:
+            for name in self._branches.handles:
+                self._join(name, call.handles[name], current)
+
+    def _join(self, name: str, handle: Handle, current: Handle) -> None:
+        """Let the current stream wait for another."""
+        if name not in self._tails:
+            self._tails[name] = check("Making an event", cu.cuEventCreate(NO_TIMING))
+        event = self._tails[name]
+        check("Ending a stream's part", cu.cuEventRecord(event, handle))
+        check("Joining a stream", cu.cuStreamWaitEvent(current, event, 0))
+
+    def close(self) -> None:
+        """Give back what CUDA holds for this schedule, which is not run any more."""
+        for event in (*self._events.values(), *self._tails.values()):
+            check("Destroying an event", cu.cuEventDestroy(event))
+
+    def unbind(self) -> None:
+        """Let go of the group's memory, which is about to be replaced or freed."""
+        self._memory = None
+        self._symmetric.clear()
+        self._issues.clear()
+
+    def _allocate(self, buffer: Buffer) -> torch.Tensor:
+        shape = (buffer.num_rows, buffer.num_columns)
+        return torch.empty(shape, dtype=self._dtype, device=self._shared.device)
+
+    def _bind(self, memory: SymmetricMemory) -> None:
+        """Take the addresses of the group's present memory."""
+        self._memory = memory
+        self._symmetric = {
+            name: view_of(memory.local, place, self._schedule.buffer(name), self._dtype)
+            for name, place in self._layout.places.items()
+        }
+        self._issues = self._listed(memory.addresses)
+
+    def _listed(self, addresses: Sequence[int]) -> list[Issue]:
+        """All driver calls of a call, in order; those without effect are left out here, once."""
+        issues: list[Issue] = []
+        forked = {"compute 0"}
+        position_of_stream = ""
+        for step in self._program.steps:
+            if step.is_incoming:
+                continue
+            name = step.action.stream
+            if name not in forked:
+                forked.add(name)
+                issues.append(wait_event(name, self._shared.order.start_event))
+            issues += [wait_event(name, self._events[earlier]) for earlier in step.waits]
+            issues += self._takes(name, step.takes)
+            if step.action.kind == "copy":
+                issues.append(self._copy(step, addresses[step.action.writes[0].rank]))
+            elif step.action.kind not in ("begin", "end"):
+                if name != position_of_stream:
+                    issues.append(use_stream(name))
+                    position_of_stream = name
+                issues.append(compute(step))
+            if step.is_awaited:
+                issues.append(record_event(name, self._events[step.position]))
+            issues += self._raises(name, step.raises)
+        return issues
+
+    def _copy(self, step: Step, peer: int) -> Issue:
+        source, target = step.action.reads[0], step.action.writes[0]
+        num_bytes = source.num_rows * self._layout.row_bytes(source.buffer)
+        offset = source.start * self._layout.row_bytes(source.buffer)
+        to = peer + self._layout.offset(target)
+        return copy_to_peer(step.action.stream, to, (source.buffer, offset, num_bytes))
+
+    def _takes(self, name: str, flags: Sequence[Flag]) -> list[Issue]:
+        return take_flags(name, [self._shared.flags.own(flag.number, flag.peer) for flag in flags])
+
+    def _raises(self, name: str, flags: Sequence[Flag]) -> list[Issue]:
+        return raise_flags(name, [self._shared.flags.of_peer(flag.number, flag.peer) for flag in flags])

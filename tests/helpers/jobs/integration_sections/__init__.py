@@ -1,0 +1,1 @@
+"""The sections of the job `integrations`, each held against stock PyTorch."""

@@ -1,0 +1,125 @@
+"""Tensor-parallel linears whose inputs, outputs and neighbors are laid out in other ways, and what is refused."""
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel, parallelize_module
+from torch.utils.checkpoint import checkpoint
+
+from counterpoint.integrations import tensor_parallel
+from integration_sections.comparing import DEVICE, assert_close, refused
+from integration_sections.layered import gradients
+from integration_sections.parallel_blocks import FeedForward, block_results, parallel_block
+
+
+class Between(FeedForward):
+    """Its linears hand DTensors on, and the last one gets one that is whole if it asks for it."""
+
+    is_whole = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.gate(x) * self.up(x)
+        assert isinstance(hidden, DTensor)
+        return self.down(hidden.redistribute(placements=[Replicate()]) if self.is_whole else hidden)
+
+
+def tensor_parallel_hands_dtensors_on() -> None:
+    """`use_local_output=False` is kept, and inputs that are DTensors are taken as they are laid out."""
+    mesh = init_device_mesh(DEVICE.type, (dist.get_world_size(),))
+    results: list[list[torch.Tensor]] = []
+    for is_ours in (False, True):
+        found: list[torch.Tensor] = []
+        for is_whole in (False, True):
+            torch.manual_seed(0)
+            mlp = Between(64).to(DEVICE, torch.float64)
+            mlp.is_whole, mlp.down.bias = is_whole, None
+            column = ColwiseParallel(use_local_output=False)
+            plan = {"gate": column, "up": column, "down": RowwiseParallel(output_layouts=Shard(1), use_local_output=False)}
+            parallelize_module(mlp, mesh, plan)
+            parallelize_module(mlp, mesh, PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate()))
+            if is_ours:
+                assert len(tensor_parallel.overlap(mlp).taken) == 3
+            output = mlp(torch.ones(1, 4, 64, device=DEVICE, dtype=torch.float64))
+            assert isinstance(output, DTensor)
+            assert output.placements == (Shard(1),)
+            found += block_results(mlp, 1, 4 * dist.get_world_size())
+        results.append(found)
+    assert_close(results[1], results[0], 1e-12)
+
+
+def tensor_parallel_refuses() -> None:
+    num_ranks = dist.get_world_size()
+    block = parallel_block()
+    tensor_parallel.overlap(block)
+    mesh = init_device_mesh(DEVICE.type, (num_ranks,))
+    odd = distribute_tensor(torch.randn(1, 4 * num_ranks + 1, 64, device=DEVICE, dtype=torch.float64), mesh, [Shard(1)])
+    refused(lambda: block(odd), "Pad it")
+    plan = {"gate": ColwiseParallel(), "up": ColwiseParallel(), "down": RowwiseParallel()}
+    whole = parallelize_module(FeedForward(64).to(DEVICE), mesh, plan)
+    refused(lambda: tensor_parallel.overlap(whole), "comes whole")
+    refused(lambda: tensor_parallel.overlap(FeedForward(64)), "parallelize_module")
+
+
+class Sometimes(FeedForward):
+    """Its gate has an input of its own in some steps, and is not called in others."""
+
+    mode = "both"
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.mode == "up":
+            return self.down(self.up(x))
+        return self.down(self.up(x) * self.gate(x * 2 if self.mode == "apart" else x))
+
+
+def tensor_parallel_neighbors_part() -> None:
+    """Linears that turn out not to share an input give the same results; so do recomputed activations."""
+    mesh = init_device_mesh(DEVICE.type, (dist.get_world_size(),))
+    results: list[list[torch.Tensor]] = []
+    for is_ours in (False, True):
+        found: list[torch.Tensor] = []
+        for modes in (("both", "both"), ("both", "up", "both"), ("apart", "both"), ("up", "apart")):
+            torch.manual_seed(0)
+            mlp = Sometimes(64).to(DEVICE, torch.float64)
+            plan = {"gate": ColwiseParallel(), "up": ColwiseParallel(), "down": RowwiseParallel(output_layouts=Shard(1))}
+            parallelize_module(mlp, mesh, plan)
+            whole = PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate())
+            parallelize_module(mlp, mesh, whole)
+            if is_ours:
+                tensor_parallel.overlap(mlp)
+            for mode in modes:
+                mlp.mode = mode
+                given = torch.randn(1, 4, 64, generator=torch.Generator().manual_seed(dist.get_rank())).to(DEVICE).double()
+                mlp.zero_grad()
+                given = torch.randn(1, 4, 64, generator=torch.Generator().manual_seed(dist.get_rank())).to(DEVICE).double()
+                checkpoint(mlp, given.requires_grad_(), use_reentrant=False).pow(2).sum().backward()
+                assert given.grad is not None
+                grads = [each.grad.full_tensor() for each in mlp.parameters() if each.grad is not None]
+                found += [given.grad, *(each.clone() for each in grads if each.any())]  # of what is unused: zero, or none
+        results.append(found)
+    assert_close(results[1], results[0], 1e-12)
+
+
+def tensor_parallel_with_fsdp2() -> None:
+    """`overlap`, then `fully_shard` over another dimension of the mesh."""
+    num_ranks = dist.get_world_size()
+    if num_ranks % 2:
+        return
+    mesh = init_device_mesh(DEVICE.type, (2, num_ranks // 2), mesh_dim_names=("dp", "tp"))
+    results = []
+    for is_ours in (False, True):
+        torch.manual_seed(0)
+        mlp = FeedForward(64).to(DEVICE)
+        plan = {"gate": ColwiseParallel(), "up": ColwiseParallel(), "down": RowwiseParallel(output_layouts=Shard(1))}
+        parallelize_module(mlp, mesh["tp"], plan)
+        parallelize_module(mlp, mesh["tp"], PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate()))
+        if is_ours:
+            tensor_parallel.overlap(mlp)
+        fully_shard(mlp, mesh=mesh["dp"])
+        assert isinstance(mlp, FSDPModule)
+        given = torch.randn(1, 4, 64, generator=torch.Generator().manual_seed(dist.get_rank())).to(DEVICE)
+        for _ in range(2):
+            results.append(gradients(mlp, given))
+    assert_close(results[2], results[0], 1e-5)
+    assert_close(results[3], results[1], 1e-5)
