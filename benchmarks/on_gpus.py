@@ -32,9 +32,10 @@ def log(*words: object) -> None:
 
 def conditions(**more: object) -> dict[str, object]:
     """Date, GPUs, versions, and what else the benchmark wants to be known."""
+    num_gpus = dist.get_world_size() if dist.is_initialized() else 1
     return {
         "date": date.today().isoformat(),
-        "gpus": f"{dist.get_world_size()} x {torch.cuda.get_device_name()}",
+        "gpus": f"{num_gpus} x {torch.cuda.get_device_name()}",
         "cuda": driver_version(),
         "torch": torch.__version__,
         "nccl": ".".join(str(part) for part in torch.cuda.nccl.version()),

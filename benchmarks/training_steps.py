@@ -148,10 +148,10 @@ def fsdp2_variants() -> Builds:
     }
 
 
-def tp_variants(name: str) -> Builds:
+def tp_variants(name: str, num_tokens: int) -> Builds:
     sizes, num_blocks, num_ranks = LLAMA[name], TP_BLOCKS[name], dist.get_world_size()
     torch.manual_seed(1)
-    whole = torch.randn(1, TP_TOKENS, sizes.features, device="cuda", dtype=torch.bfloat16)
+    whole = torch.randn(1, num_tokens, sizes.features, device="cuda", dtype=torch.bfloat16)
     shard = whole.chunk(num_ranks, 1)[dist.get_rank()].contiguous()
     mesh = init_device_mesh("cuda", (num_ranks,))
 
@@ -166,16 +166,16 @@ def tp_variants(name: str) -> Builds:
         "no communication": lambda: Variant(blocks(sizes, num_blocks, torch.bfloat16, num_ranks), whole),
         "nccl": lambda: build(is_ours=False),
         "copies": lambda: build(is_ours=True),
-        "communication alone": lambda: _Collectives(sizes, num_blocks),
+        "communication alone": lambda: _Collectives(sizes, num_blocks, num_tokens),
     }
 
 
 class _Collectives(Variant):
     """The collectives of sequence-parallel blocks, forward and backward: four all-gathers and four reduce-scatters each."""
 
-    def __init__(self, sizes: Sizes, num_blocks: int) -> None:
+    def __init__(self, sizes: Sizes, num_blocks: int, num_tokens: int) -> None:
         super().__init__(nn.Module(), torch.empty(0))
-        self._whole = torch.randn(TP_TOKENS, sizes.features, device="cuda", dtype=torch.bfloat16)
+        self._whole = torch.randn(num_tokens, sizes.features, device="cuda", dtype=torch.bfloat16)
         self._shard = self._whole.chunk(dist.get_world_size())[dist.get_rank()].clone()
         self._num_times = 4 * num_blocks
 
@@ -185,12 +185,12 @@ class _Collectives(Variant):
             library_reduce_scatter(self._shard, self._whole)
 
 
-FAMILIES: dict[str, Callable[[], Builds]] = {
-    "ddp": ddp_variants,
-    "ddp32": ddp32_variants,
-    "fsdp2": fsdp2_variants,
-    "tp8b": lambda: tp_variants("8B"),
-    "tp70b": lambda: tp_variants("70B"),
+FAMILIES: dict[str, Callable[[int], Builds]] = {
+    "ddp": lambda _: ddp_variants(),
+    "ddp32": lambda _: ddp32_variants(),
+    "fsdp2": lambda _: fsdp2_variants(),
+    "tp8b": lambda num_tokens: tp_variants("8B", num_tokens),
+    "tp70b": lambda num_tokens: tp_variants("70B", num_tokens),
 }
 
 
@@ -254,8 +254,8 @@ def differences(variants: dict[str, Variant]) -> dict[str, float]:
     return found
 
 
-def run_family(family: str, num_rounds: int) -> dict[str, object]:
-    variants = dict(warmed(FAMILIES[family]()))
+def run_family(family: str, num_rounds: int, tp_tokens: int) -> dict[str, object]:
+    variants = dict(warmed(FAMILIES[family](tp_tokens)))
     errors = differences(variants)
     held = ops.pool_report()
     timed = time_variants({name: variant.step for name, variant in variants.items()}, num_rounds)
@@ -282,6 +282,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--families", default=",".join(FAMILIES))
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--tp-tokens", type=int, default=TP_TOKENS, help="of tp8b and tp70b")
     parser.add_argument("--limit-s", type=int, default=240)
     parser.add_argument("-o", "--output", type=Path)
     arguments = parser.parse_args()
@@ -289,14 +290,14 @@ def main() -> None:
     results: list[dict[str, object]] = []
     for family in arguments.families.split(","):
         try:
-            results.append(run_family(family, arguments.rounds))
+            results.append(run_family(family, arguments.rounds, arguments.tp_tokens))
         except Exception as problem:
             traceback.print_exc()
             log(f"{family} left out: {str(problem).strip().splitlines()[0][:200]}")
         save(
             arguments.output,
             results,
-            tokens={"ddp": TOKENS, "ddp32": TOKENS, "fsdp2": TOKENS, "tp": TP_TOKENS},
+            tokens={"ddp": TOKENS, "ddp32": TOKENS, "fsdp2": TOKENS, "tp": arguments.tp_tokens},
             blocks={"gpt": GPT_BLOCKS, **TP_BLOCKS},
         )
         ops.release()
