@@ -1,8 +1,9 @@
 """Steps: the stock training jobs of `examples/stock_jobs.py`, ms per step under each way to let collectives win.
 
 Each model is built twice, for the plain process group and for the one with high-priority streams. Head starts are given to
-the kernels that can take every SM, as `counterpoint run --tune` gives them. The optimizer's rate is 0, so that all steps are
-the same: losses must be bit-identical under all variants, gradients equal but for attention's own noise.
+the kernels that hold every SM to their end, as `counterpoint run --tune` gives them first (2026-11-21: to all that can take
+every SM). The optimizer's rate is 0, so that all steps are the same: losses must be bit-identical under all variants,
+gradients equal but for attention's own noise.
 """
 
 import gc

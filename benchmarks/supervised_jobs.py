@@ -1,78 +1,183 @@
 """Jobs with and without `counterpoint run`, on the GPUs at hand: ms per step, losses and what was decided, as JSON.
 
     python -m benchmarks.supervised_jobs --ranks 2 --jobs starved ddp fsdp2 tp -o results.json
+    python -m benchmarks.supervised_jobs --ranks 2 --jobs starved --tokens 4096 --steps 240 --budget 120 -o starved.json
 
 Each job runs bare, under --tune and, if that found one, under its plan; then bare again, so that drift of the cards shows.
-A job's figure is its own: the median over the second half of its steps, which the tuning of the first 200 is not in.
+A job's figure is its own: the median over the second half of its steps, which the tuning is not in. Slower or faster means
+by more than the spread: the largest half-width of the quartiles of the runs compared, or the distance of the two bare runs.
+Losses are compared bit by bit; where the two bare runs differ from each other, the job itself is not deterministic, and the
+losses of the others say nothing.
 """
 
 import argparse
 import json
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
+import time
+from datetime import date
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from counterpoint.plan import load_plan
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
-STEPS = {"starved": 440, "ddp": 440, "fsdp2": 440, "tp": 440}
-LIMIT_S = 300
+JOBS = ("starved", "ddp", "fsdp2", "tp")
+GRACE_S = 20
+LAST_HALF = re.compile(r"last half: ([\d.]+) ms per step, quartiles ([\d.]+) to ([\d.]+)")
 
 
-def command(job: str, num_ranks: int) -> list[str]:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
-    if job == "starved":
-        return [*torchrun, str(EXAMPLES / "starved.py"), "--steps", str(STEPS[job])]
-    return [*torchrun, str(EXAMPLES / "stock_jobs.py"), job, "--steps", str(STEPS[job])]
+def command(job: str, options: argparse.Namespace) -> list[str]:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(options.ranks)]
+    script = ["starved.py"] if job == "starved" else ["stock_jobs.py", job]
+    tokens = ["--tokens", str(options.tokens)] if job == "starved" and options.tokens is not None else []
+    return [*torchrun, str(EXAMPLES / script[0]), *script[1:], "--steps", str(options.steps), *tokens]
 
 
-def run(job: str, num_ranks: int, *options: str) -> dict[str, Any]:
-    """One run; `options` are those of `counterpoint run`, none for the bare job."""
-    prefix = [sys.executable, "-m", "counterpoint", "run", *options, "--"] if options else []
-    ended = subprocess.run([*prefix, *command(job, num_ranks)], capture_output=True, text=True, timeout=LIMIT_S, check=False)
-    found = re.search(r"last half: ([\d.]+) ms", ended.stdout)
-    ours = ("counterpoint:", "priority", "head_start", "residency_cap")
-    said = [line for line in ended.stderr.splitlines() if line.startswith(ours)]
+def run(job: str, options: argparse.Namespace, *ours: str) -> dict[str, Any]:
+    """One run; `ours` are options of `counterpoint run`, none for the bare job."""
+    guard = ["--guard", str(options.guard)] if options.guard is not None else []
+    prefix = [sys.executable, "-m", "counterpoint", "run", *ours, *guard, "--"] if ours else []
+    started = time.monotonic()
+    status, output, errors = finish([*prefix, *command(job, options)], options.limit)
+    found = LAST_HALF.search(output)
+    shown = ("counterpoint:", "priority", "head_start", "residency_cap")
     return {
-        "options": [Path(option).name for option in options],
-        "exit_status": ended.returncode,
+        "options": [Path(option).name for option in ours],
+        "exit_status": status,
+        "seconds": round(time.monotonic() - started, 1),
         "ms_per_step": float(found[1]) if found else None,
-        "losses": re.findall(r"loss (?:after 50 steps )?([-\d.e]+)", ended.stdout),
-        "said": said,
-        "errors": "" if ended.returncode == 0 else ended.stderr[-3000:],
+        "quartiles_ms": [float(found[2]), float(found[3])] if found else None,
+        "losses": re.findall(r"loss (?:after 50 steps )?([-\d.e]+)", output),
+        "said": [line for line in errors.splitlines() if line.startswith(shown)],
+        "errors": "" if status == 0 else errors[-3000:],
     }
 
 
-def compare(job: str, num_ranks: int, folder: Path) -> list[dict[str, Any]]:
+def finish(words: list[str], limit_s: float) -> tuple[int, str, str]:
+    """The end of a command. One that takes too long gets a SIGTERM, which launchers pass on to their ranks, then SIGKILL."""
+    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    for seconds, end in ((limit_s, process.terminate), (GRACE_S, process.kill)):
+        try:
+            output, errors = process.communicate(timeout=seconds)
+            return process.returncode, output, errors
+        except subprocess.TimeoutExpired:
+            end()
+    return process.wait(), "", f"It was still there {limit_s:g} + {GRACE_S} s after its start."
+
+
+def compare(job: str, options: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
     plan = folder / f"{job}.toml"
-    runs = [run(job, num_ranks), run(job, num_ranks, "--tune", "-o", str(plan))]
+    runs = [run(job, options), run(job, options, "--tune", "--budget", str(options.budget), "-o", str(plan))]
     if plan.exists() and load_plan(plan).directives:
-        runs.append(run(job, num_ranks, "--strict", "--plan", str(plan)))
+        runs.append(run(job, options, "--strict", "--plan", str(plan)))
         runs[-1]["plan"] = plan.read_text()
-    runs.append(run(job, num_ranks))
+    runs.append(run(job, options))
     return runs
 
 
-def main() -> None:
+def verdict(entry: dict[str, Any], bare: list[dict[str, Any]]) -> dict[str, Any]:
+    """A run against the bare runs before and after."""
+    if any(each["ms_per_step"] is None for each in (entry, *bare)):
+        return {"is_comparable": False, "is_slower": None}
+    as_it_is = sum(each["ms_per_step"] for each in bare) / len(bare)
+    widths = [(high - low) / 2 for low, high in (each["quartiles_ms"] for each in (entry, *bare))]
+    spread = max(*widths, abs(bare[0]["ms_per_step"] - bare[-1]["ms_per_step"]))
+    change = entry["ms_per_step"] - as_it_is
+    return {
+        "is_comparable": True,
+        "is_slower": change > spread,
+        "is_faster": change < -spread,
+        "bare_ms": round(as_it_is, 3),
+        "spread_ms": round(spread, 3),
+        "change": round(change / as_it_is, 4),
+    }
+
+
+def describe(job: str, entry: dict[str, Any]) -> str:
+    """One line of the table: a run's figures and what they say."""
+    name = next((option for option in ("--tune", "--plan") if option in entry["options"]), "bare")
+    if entry["ms_per_step"] is None:
+        return f"{job:8} {name:6} FAILED with {entry['exit_status']}"
+    low, high = entry["quartiles_ms"]
+    said = ""
+    if "verdict" in entry and entry["verdict"]["is_comparable"]:
+        found = entry["verdict"]
+        word = "SLOWER beyond" if found["is_slower"] else "faster beyond" if found["is_faster"] else "within"
+        said = f"  {found['change']:+.1%} of bare {found['bare_ms']:.3f}: {word} the spread ({found['spread_ms']:.3f} ms)"
+    return f"{job:8} {name:6} {entry['ms_per_step']:9.3f} ms ({low:.3f} to {high:.3f}){said}"
+
+
+def judge(job: str, runs: list[dict[str, Any]]) -> str:
+    """Add a verdict to each run under `counterpoint run`; the line that sums them up."""
+    bare, others = [runs[0], runs[-1]], runs[1:-1]
+    for entry in others:
+        entry["verdict"] = verdict(entry, bare)
+    slower = [entry["verdict"]["is_slower"] for entry in others]
+    speed = "NOT KNOWN" if None in slower else "NO" if any(slower) else "yes"
+    ended = "" if all(entry["exit_status"] == 0 for entry in runs) else ", SOME RUNS FAILED"
+    return f"{job}: never slower beyond the spread: {speed}; {compare_losses(bare, others)}{ended}"
+
+
+def compare_losses(bare: list[dict[str, Any]], others: list[dict[str, Any]]) -> str:
+    """What the losses of runs under `counterpoint run` say beside those of the two bare runs."""
+    losses = [entry["losses"] for entry in (*bare, *others)]
+    if not all(losses):
+        return "losses NOT KNOWN: some runs printed none"
+    if losses[0] != losses[1]:
+        return "losses differ between the two bare runs, too: the job itself is not deterministic"
+    return "losses bit-identical" if all(found == losses[0] for found in losses) else "losses DIFFERENT"
+
+
+def gpus() -> str:
+    """What nvidia-smi calls the GPUs; this process itself uses none."""
+    if shutil.which("nvidia-smi") is None:
+        return "no nvidia-smi"
+    query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+    return "; ".join(subprocess.run(query, capture_output=True, text=True, timeout=60, check=False).stdout.splitlines())
+
+
+def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, required=True)
-    parser.add_argument("--jobs", nargs="+", choices=tuple(STEPS), default=list(STEPS))
+    parser.add_argument("--jobs", nargs="+", choices=JOBS, default=list(JOBS))
+    parser.add_argument("--steps", type=int, default=440, help="of each run")
+    parser.add_argument("--budget", type=int, default=200, help="steps that --tune may use")
+    parser.add_argument("--guard", type=int, help="as of `counterpoint run`, for the runs under it")
+    parser.add_argument("--tokens", type=int, help="of starved.py")
+    parser.add_argument("--limit", type=float, default=120, help="seconds that one run may take")
     parser.add_argument("-o", "--output", type=Path)
     options = parser.parse_args()
+    if options.steps < 2 * options.budget:
+        parser.error(
+            f"--steps is twice --budget ({options.budget}) or more, so that the second half has no tuning in it; "
+            f"found {options.steps}"
+        )
+    return options
+
+
+def main() -> None:
+    options = parse()
+    asked = {"ranks": options.ranks, "steps": options.steps, "budget": options.budget}
+    asked |= {"guard": options.guard, "tokens": options.tokens}
+    where: dict[str, object] = {"date": date.today().isoformat(), "gpus": gpus(), "torch": version("torch")}
     results: dict[str, list[dict[str, Any]]] = {}
+    summary: list[str] = []
     with tempfile.TemporaryDirectory() as folder:
         for job in options.jobs:
-            results[job] = compare(job, options.ranks, Path(folder))
-            for entry in results[job]:
-                print(job, entry["options"], entry["ms_per_step"], "ms per step", *entry["said"], sep="  ", flush=True)
-            bare, *others = results[job]
-            same = all(entry["losses"] == bare["losses"] for entry in others)
-            print(job, "losses are bit-identical" if same else "LOSSES DIFFER", flush=True)
+            runs = results[job] = compare(job, options, Path(folder))
+            for entry in runs:
+                print(job, entry["options"], *entry["said"], entry["errors"], sep="  ", flush=True)
+            last = judge(job, runs)
+            summary += [*(describe(job, entry) for entry in runs), last]
             if options.output is not None:
-                options.output.write_text(json.dumps({"ranks": options.ranks, "results": results}, indent=2) + "\n")
+                stored = {"conditions": where | asked, "result": results, "summary": summary}
+                options.output.write_text(json.dumps(stored, indent=2) + "\n")
+            print("\n" + "\n".join(summary), flush=True)
 
 
 if __name__ == "__main__":

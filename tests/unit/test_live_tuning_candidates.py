@@ -9,11 +9,11 @@ from msgspec.structs import replace
 
 from counterpoint.cuda.running_job import JobGpu
 from counterpoint.cuda.timing import Measurement
-from counterpoint.launch_filter.control_block import rules_of
+from counterpoint.launch_filter.control_block import SeenFunction, rules_of
 from counterpoint.launch_filter.layout import MAX_RULES
 from counterpoint.launch_filter.live_candidates import LiveCandidate, LiveProposal, propose_live
-from counterpoint.launch_filter.live_decisions import Reference, decide, look_at
-from counterpoint.launch_filter.live_messages import RaceResult
+from counterpoint.launch_filter.live_decisions import Reference, decide, look_at, propose
+from counterpoint.launch_filter.live_messages import Census, RaceResult
 from counterpoint.launch_filter.live_rounds import (
     LEAST_ROUNDS,
     NUM_FINALISTS,
@@ -24,6 +24,7 @@ from counterpoint.launch_filter.live_rounds import (
     num_final_rounds,
     slowest_ranks,
 )
+from counterpoint.launch_filter.settings import LiveSettings
 from counterpoint.machine import load_machine
 from counterpoint.occupancy import residency
 from counterpoint.plan import Directive, HeadStart, Match, Plan, Priority, Refusal, ResidencyCap
@@ -31,6 +32,9 @@ from counterpoint.step import Footprint
 from helpers.live_job_double import GPU, NCCL, nccl, seen
 
 LONG, SMALL = seen("_Z4longPf"), seen("_Z5smallPf", num_ctas=131)
+# As in examples/traces/ddp.rank0.json.gz: a matmul of cuBLAS, an attention of cuDNN
+MATMUL = seen("nvjet_sm90", grid=(2, 66, 1), block=(384, 1, 1), registers_per_thread=168, dynamic_shared_bytes=213188)
+ATTENTION = seen("cudnn_flash", 132, block=(384, 1, 1), registers_per_thread=168, dynamic_shared_bytes=232448)
 TIMES = st.lists(st.lists(st.none() | st.floats(1, 1e6), min_size=3, max_size=3).map(tuple), max_size=6).map(tuple)
 
 
@@ -49,12 +53,91 @@ def test_collectives_get_the_drivers_greatest_priority() -> None:
     assert controls(propose_live([LONG, nccl()], unknown), "priority") == [Priority(priority=-3)]
 
 
+def held(proposal: LiveProposal, label: str) -> dict[str, float]:
+    """Head starts in us by the kernel they are for; empty where there is no such candidate."""
+    return {
+        directive.match.name: control.hold_us
+        for candidate in proposal.candidates
+        if candidate.label == label
+        for directive in candidate.directives
+        for control in directive.controls
+        if isinstance(control, HeadStart)
+    }
+
+
 def test_only_kernels_with_a_cta_for_every_sm_are_held_back() -> None:
-    proposal = propose_live([LONG, SMALL, nccl()], GPU)
-    (candidate,) = [each for each in proposal.candidates if each.label == "head start 5 us"]
-    assert [directive.match.name for directive in candidate.directives] == [LONG.name]
-    assert controls(proposal, "head start 20 us") == [HeadStart(hold_us=20)]
+    proposal = propose_live([LONG, SMALL, MATMUL, nccl()], GPU)
+    assert held(proposal, "head start 5 us") == {MATMUL.name: 5}
+    assert held(proposal, "priority + head start 5 us in every race") == {LONG.name: 5, MATMUL.name: 5}
+    assert held(proposal, "priority + head start 20 us in every race") == {LONG.name: 20, MATMUL.name: 20}
     assert "none keeps a collective out" in refused(propose_live([SMALL, nccl()], GPU), "head_start")
+
+
+def test_what_won_races_is_tried_first_and_is_all_that_the_least_budget_tries() -> None:
+    """docs/race.md: priority, and a head start against kernels that hold every SM to their end."""
+    functions = [LONG, MATMUL, ATTENTION, nccl()]
+    labels = [candidate.label for candidate in propose_live(functions, GPU).candidates]
+    assert labels[:2] == ["priority", "priority + head start 5 us"]
+    settings = LiveSettings(is_tuning=True, budget_steps=100)
+    trials = propose([Census(functions=tuple(functions))], GPU, settings, steps_left=75)
+    assert [candidate.label for candidate in trials.candidates] == labels[:2]
+    _, second = trials.candidates
+    prioritized, *others = second.directives
+    assert prioritized.controls == (Priority(priority=-5),)
+    assert {directive.match.name: directive.controls for directive in others} == {
+        MATMUL.name: (HeadStart(hold_us=5),),
+        ATTENTION.name: (HeadStart(hold_us=5),),
+    }
+
+
+def test_a_job_of_many_waves_alone_gets_head_starts_after_priority_alone() -> None:
+    labels = [candidate.label for candidate in propose_live([LONG, nccl()], GPU).candidates]
+    assert labels[:2] == ["priority", "priority + head start 5 us in every race"]
+    assert "head start 5 us" not in labels
+
+
+@pytest.mark.parametrize(
+    ("function", "is_holder"),
+    [
+        (MATMUL, True),
+        (ATTENTION, True),
+        (replace(MATMUL, grid=(2, 67, 1)), False),  # a second wave: SMs become free before its end
+        (seen("elementwise", 16384, registers_per_thread=34), False),
+        (seen("unshared", 132), True),  # its SMs are configured to little shared memory while it is there
+        (seen("full", 132 * 16), True),  # a single wave that takes all the threads of every SM
+        (seen("one", 132, dynamic_shared_bytes=12_000), False),  # 1,024 registers of a sub-partition; NCCL's CTA 15,360
+        (seen("two", 264, dynamic_shared_bytes=12_000), True),  # 2,048: it no longer fits the 16,384
+    ],
+)
+def test_a_head_start_is_for_kernels_that_hold_every_sm_to_their_end(function: SeenFunction, is_holder: bool) -> None:
+    assert bool(held(propose_live([function, nccl()], GPU), "head start 5 us")) is is_holder
+
+
+@given(num_ctas=st.integers(1, 5000), warps=st.integers(1, 32), registers=st.integers(1, 64))
+def test_a_kernel_without_shared_memory_is_held_back_just_where_it_has_one_wave(
+    num_ctas: int, warps: int, registers: int
+) -> None:
+    function = seen("k", num_ctas, block=(32 * warps, 1, 1), registers_per_thread=registers)
+    allocated = -(-registers * 32 // 256) * 256
+    most_on_an_sm = min(32, 64 // warps, 4 * (16384 // allocated) // warps)  # H200: CTAs, warps, registers
+    is_held = bool(held(propose_live([function, nccl()], GPU), "head start 5 us"))
+    assert is_held is (132 <= num_ctas <= 132 * most_on_an_sm)
+
+
+@pytest.mark.parametrize("functions", [[LONG, SMALL], [LONG, MATMUL], [MATMUL, ATTENTION]])
+def test_without_priority_the_same_is_tried_without_it(functions: list[SeenFunction]) -> None:
+    without = propose_live([*functions, nccl()], replace(GPU, name="NVIDIA Unheard Of", greatest_priority=0))
+    assert [each.label for each in without.candidates] == ["head start 5 us", "head start 20 us in every race"]
+    assert held(without, "head start 5 us") == {each.name: 5 for each in functions if each is not SMALL}
+    assert "no priorities" in refused(without, "priority")
+
+
+@given(st.lists(st.sampled_from([LONG, SMALL, MATMUL, ATTENTION]), unique_by=lambda each: each.name), st.booleans())
+def test_no_two_candidates_are_alike(functions: list[SeenFunction], is_known: bool) -> None:
+    gpu = GPU if is_known else replace(GPU, name="NVIDIA Unheard Of")
+    candidates = propose_live([*functions, nccl()], gpu).candidates
+    assert len({candidate.label for candidate in candidates}) == len(candidates)
+    assert len({frozenset(candidate.rules) for candidate in candidates}) == len(candidates)
 
 
 def test_a_cap_lets_the_collectives_cta_live_beside_and_asks_for_the_carveout() -> None:
@@ -114,8 +197,7 @@ def test_every_candidate_fits_the_filters_table(num_kernels: int) -> None:
 
 def test_a_truncated_name_is_matched_by_its_beginning() -> None:
     proposal = propose_live([seen("_Z4long", pattern="_Z4long*"), nccl()], GPU)
-    (candidate,) = [each for each in proposal.candidates if each.label == "head start 5 us"]
-    assert candidate.directives[0].match.name == "_Z4long*"
+    assert held(proposal, "priority + head start 5 us in every race") == {"_Z4long*": 5}
 
 
 @given(st.integers(0, 30), st.integers(0, 2000))

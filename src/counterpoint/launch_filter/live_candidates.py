@@ -1,10 +1,11 @@
 """What to try on a running job: candidates from the kernels that it was seen to launch and the limits of its GPU.
 
 A running job has no timeline, so nothing here knows which kernel waits for which. What is known is what each kernel takes
-of an SM, and that a kernel with at least one CTA for every SM can hold a collective up: a collective starts when the
-kernel before it has placed all its CTAs, and a persistent kernel holds every SM to its end (measured on H200s,
-docs/simulator.md). Such kernels get head starts and caps; collectives get priority. Whether any of it pays is for the
-live steps to say.
+of an SM, and what won races of a collective and a kernel on H200s (docs/race.md). Against a kernel of many waves priority
+won, and a head start added nothing; against a kernel that holds every SM to its end only a head start won. So collectives
+get priority, and such *holders* a head start. That is tried first. What is wider comes after it: head starts for all
+kernels with a CTA for every SM, which cost a little where the collective wins by itself but paid on captured steps
+(docs/gpu.md), and caps. Whether any of it pays is for the live steps to say.
 """
 
 from collections.abc import Sequence
@@ -13,7 +14,7 @@ from counterpoint.cuda.running_job import JobGpu
 from counterpoint.errors import OccupancyError, StepError
 from counterpoint.launch_filter.control_block import FilterRule, SeenFunction, rules_of
 from counterpoint.machine import Gpu, machine_for_device
-from counterpoint.occupancy import cap_shared_bytes, largest_residency_beside, residency, shared_bytes_per_cta
+from counterpoint.occupancy import cap_shared_bytes, largest_residency_beside, residency, room_for, shared_bytes_per_cta
 from counterpoint.plan import HOLDS_US, Directive, HeadStart, Match, Plan, Priority, Refusal, ResidencyCap
 from counterpoint.step import Footprint
 from counterpoint.traces.classify import is_communication
@@ -21,6 +22,20 @@ from counterpoint.units import format_count
 from counterpoint.value import Value
 
 MOST_HELD, MOST_CAPPED = 64, 32  # the filter's table has 128 rows
+SHORT_US, LONG_US = HOLDS_US
+PRIORITY, CAPS, HELD = "priority", "caps", f"head start {SHORT_US:g} us"
+ALL_HELD, ALL_HELD_LONGER = f"{HELD} in every race", f"head start {LONG_US:g} us in every race"
+# The most promising first: a small budget tries two of these. A hold of 20 us won nothing that 5 us did not, and cost more.
+IN_ORDER = (
+    (PRIORITY,),
+    (PRIORITY, HELD),
+    (PRIORITY, ALL_HELD),
+    (CAPS, PRIORITY),
+    (HELD,),
+    (CAPS, PRIORITY, HELD),
+    (CAPS,),
+    (PRIORITY, ALL_HELD_LONGER),
+)
 
 
 class LiveCandidate(Value, frozen=True, kw_only=True):
@@ -45,29 +60,36 @@ def propose_live(functions: Sequence[SeenFunction], job_gpu: JobGpu | None) -> L
         return _nothing("no kernel that communicates was launched" if job_gpu else "the job computes on no GPU")
     fillers = _fillers([function for function in functions if function not in collectives], job_gpu.num_sms)
     machine = machine_for_device(job_gpu.name)
-    priority = _priority(machine.gpu if machine else None, job_gpu)
-    held = [_head_starts(fillers, hold_us) for hold_us in HOLDS_US]
-    capped, refusals = _caps(machine.gpu if machine else None, job_gpu, fillers, collectives)
+    gpu = machine.gpu if machine else None
+    holders = fillers if gpu is None else [each for each in fillers if _is_holder(gpu, each, collectives)]
+    priority = _priority(gpu, job_gpu)
+    capped, refusals = _caps(gpu, job_gpu, fillers, collectives)
     parts = {
-        "priority": priority,
-        f"priority + head start {HOLDS_US[0]:g} us": priority and held[0] and priority + held[0],
-        f"head start {HOLDS_US[0]:g} us": held[0],
-        "caps + priority": priority and capped and capped + priority,
-        f"head start {HOLDS_US[1]:g} us": held[1],
-        f"caps + priority + head start {HOLDS_US[0]:g} us": priority and capped and held[0] and capped + priority + held[0],
-        "caps": capped,
+        PRIORITY: priority,
+        HELD: _head_starts(holders, SHORT_US),
+        ALL_HELD: _head_starts(fillers, SHORT_US) if holders != fillers else (),
+        ALL_HELD_LONGER: _head_starts(fillers, LONG_US),
+        CAPS: capped,
     }
-    candidates = tuple(
-        LiveCandidate(label=label, directives=part, rules=rules_of(Plan(directives=part)))
-        for label, part in parts.items()
-        if part
-    )
+    candidates = _combine(parts)
     if not priority:
         refusals += (Refusal(control="priority", target="all collectives", reason=_no_priority(job_gpu)),)
     if not fillers:
         reason = f"no kernel has a CTA for each of the {job_gpu.num_sms} SMs, so none keeps a collective out"
         refusals += (Refusal(control="head_start", target="all kernels", reason=reason),)
     return LiveProposal(candidates=candidates, refusals=refusals)
+
+
+def _combine(parts: dict[str, tuple[Directive, ...]]) -> tuple[LiveCandidate, ...]:
+    """The combinations whose parts are all there; where there is no priority, the others go without it."""
+    found: dict[str, LiveCandidate] = {}
+    for names in IN_ORDER:
+        usable = [name for name in names if parts[PRIORITY] or name != PRIORITY]
+        if usable and all(parts[name] for name in usable):
+            label, directives = " + ".join(usable), tuple(each for name in usable for each in parts[name])
+            rules = rules_of(Plan(directives=directives))
+            found.setdefault(label, LiveCandidate(label=label, directives=directives, rules=rules))
+    return tuple(found.values())
 
 
 def _nothing(reason: str) -> LiveProposal:
@@ -92,6 +114,23 @@ def _fillers(functions: Sequence[SeenFunction], num_sms: int) -> list[SeenFuncti
             threads = _num_ctas(function) * _threads_per_cta(function) * function.num_launches
             work[function.name] = work.get(function.name, 0) + threads
     return sorted(first.values(), key=lambda function: (-work[function.name], function.name))
+
+
+def _is_holder(gpu: Gpu, function: SeenFunction, collectives: Sequence[SeenFunction]) -> bool:
+    """Whether a kernel's CTAs all live at once, to its end, and leave no room for a CTA of one of the collectives.
+
+    A function is known by its last launch alone. One whose footprint the GPU cannot have is none; its cap is refused.
+    """
+    try:
+        footprint = _footprint(function)
+        alone = residency(gpu, footprint)
+        here = -(-footprint.num_ctas // gpu.num_sms)  # on the fullest SM
+        residents = ((footprint, here),)
+        return here <= alone.ctas_per_sm and not all(
+            room_for(gpu, residents, alone.carveout_bytes, _footprint(collective)) for collective in collectives
+        )
+    except (OccupancyError, StepError):
+        return False
 
 
 def _priority(gpu: Gpu | None, job_gpu: JobGpu) -> tuple[Directive, ...]:
