@@ -143,6 +143,13 @@ def test_the_environment_has_the_filter_and_the_agent_in_front_and_keeps_the_res
     assert "PYTHONPATH" not in bare
 
 
+def test_operators_record_no_calls_because_the_filter_sees_a_graph_only_once(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    recordings = pytest.importorskip("counterpoint.ops.recordings")
+    found = job_environment({recordings.SWITCH: "1"}, tmp_path, Path("/cache/filter.so"), Plan(), has_agent=True)
+    assert found[recordings.SWITCH] == "0"
+
+
 @pytest.mark.parametrize("folder", ["/with space", "/with:colon"])
 def test_a_path_that_cannot_be_preloaded_is_refused(folder: str, tmp_path: Path) -> None:
     with pytest.raises(LaunchFilterError, match="COUNTERPOINT_CACHE_DIR"):

@@ -15,6 +15,7 @@ from counterpoint.launch_filter.settings import DIRECTORY_VARIABLE
 from counterpoint.plan import CommunicationCtas, Plan
 
 IN_JOB = Path(__file__).with_name("in_job")
+RECORDINGS_VARIABLE = "COUNTERPOINT_RECORDINGS"  # of `ops`: of calls replayed as graphs the filter would see the first only
 
 
 def job_environment(
@@ -33,6 +34,7 @@ def job_environment(
         )
     environment["LD_PRELOAD"] = _in_front(str(library), inherited.get("LD_PRELOAD"))
     environment[DIRECTORY_VARIABLE] = str(directory)
+    environment[RECORDINGS_VARIABLE] = "0"
     if has_agent:
         environment["PYTHONPATH"] = _in_front(str(IN_JOB), inherited.get("PYTHONPATH"))
     for name, wanted in plan_variables(plan).items():
