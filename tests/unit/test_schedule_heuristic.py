@@ -1,6 +1,7 @@
 """The estimate obeys streams, dependencies and engines, and the choice that rests on it can be explained."""
 
 import itertools
+import math
 from typing import Any
 
 import msgspec
@@ -10,9 +11,9 @@ from hypothesis import strategies as st
 
 from counterpoint.machine import Machine, load_machine
 from counterpoint.schedule import CopySchedule, Problem, ScheduleDescription, make_schedule
-from counterpoint.schedule.actions import COMPUTATION_KINDS
+from counterpoint.schedule.actions import Region
+from counterpoint.schedule.costs import DEFAULT_COSTS, TILES, Clock, Costs, kernels_of
 from counterpoint.schedule.estimate import (
-    Costs,
     communication_us,
     computation_us,
     estimate,
@@ -20,6 +21,7 @@ from counterpoint.schedule.estimate import (
     estimate_sequential,
 )
 from counterpoint.schedule.heuristic import LEAST_GAIN, pick_schedule, rank_candidates
+from counterpoint.schedule.waves import Piece, Sms
 from counterpoint.units import MIB, format_us
 from helpers.schedules import OPERATIONS, schedules
 
@@ -66,7 +68,9 @@ def problems(draw: st.DrawFn) -> Problem:
 
 
 @given(schedule=schedules())
-def test_nothing_starts_before_what_it_waits_for_and_no_engine_does_two_things_at_once(schedule: CopySchedule) -> None:
+def test_nothing_starts_before_what_it_waits_for_and_no_stream_or_port_does_two_things_at_once(
+    schedule: CopySchedule,
+) -> None:
     estimated = estimate(schedule, problem_of(schedule, 3, 2), H200)
     users: dict[tuple[int, str], list[tuple[float, float]]] = {}
     for action, span in zip(schedule.actions, estimated.spans, strict=True):
@@ -75,12 +79,90 @@ def test_nothing_starts_before_what_it_waits_for_and_no_engine_does_two_things_a
         users.setdefault((action.rank, action.stream), []).append((span.start_us, span.end_us))
         if action.kind == "copy":
             users.setdefault((action.rank, "the port"), []).append((span.start_us, span.end_us))
-        if action.kind in COMPUTATION_KINDS:
-            users.setdefault((action.rank, "the SMs"), []).append((span.start_us, span.end_us))
     for spans in users.values():
         in_order = sorted(spans)
         assert all(one[1] <= other[0] + ROUNDING_US for one, other in itertools.pairwise(in_order))
-    assert estimated.makespan_us == max(span.end_us for span in estimated.spans)
+    assert estimated.makespan_us == max(span.end_us for span in estimated.spans) <= estimated.expected_us
+
+
+@given(schedule=schedules())
+def test_no_rank_computes_more_than_its_sms_can_in_the_time(schedule: CopySchedule) -> None:
+    """Counted by hand, without waves and waiting: tiles times their time, over all SMs."""
+    asked = problem_of(schedule, 4096, 4096)
+    clock, columns = Clock(asked, H200), {buffer.name: buffer.num_columns for buffer in schedule.buffers}
+    busy_us = [0.0] * schedule.num_ranks
+    for action in schedule.actions:
+        if action.kind in ("matmul", "add_matmul"):
+            piece = clock.piece(action.writes[0].num_rows, columns[action.reads[0].buffer], columns[action.writes[0].buffer])
+            busy_us[action.rank] += piece.num_tiles * piece.tile_us / H200.gpu.num_sms
+    assert max(busy_us) <= estimate(schedule, asked, H200).makespan_us + ROUNDING_US
+
+
+def test_of_two_streams_that_start_together_either_may_be_first() -> None:
+    """Two chunks of a ring: if the second comes first, the first one's copy is late and both wait for it."""
+    asked = problem("matmul_reduce_scatter", num_ranks=2, num_rows=32768, num_inner=3072, num_columns=4096)
+    ring = make_schedule(asked, ScheduleDescription(pattern="ring", chunks=2))
+    one_stream = make_schedule(asked, ScheduleDescription(pattern="ring", chunks=2, num_compute_streams=1))
+    raced, fixed = estimate(ring, asked, H200), estimate(ring, asked, H200, Costs(start_race=0.0))
+    assert raced.expected_us > 1.01 * fixed.expected_us
+    assert fixed.expected_us == fixed.makespan_us == raced.makespan_us
+    alone = estimate(one_stream, asked, H200)
+    assert alone.expected_us == alone.makespan_us
+
+
+def test_a_piece_less_than_a_wave_takes_smaller_tiles() -> None:
+    clock = Clock(problem(num_ranks=1), H200)
+    small, large = clock.piece(512, 8192, 4608), clock.piece(16384, 8192, 4608)
+    assert small.tile_us < large.tile_us
+    assert small.num_tiles > math.ceil(512 / 128) * math.ceil(4608 / 256)
+    assert (128, 256) in TILES
+
+
+def test_equally_distant_rows_are_one_kernel_and_others_several() -> None:
+    def rows(*starts: int) -> list[Region]:
+        return [Region(rank=0, buffer="left", start=start, stop=start + 8) for start in starts]
+
+    assert kernels_of(rows(0)) == [(1, 8)]
+    assert kernels_of(rows(0, 16, 32)) == [(3, 8)]
+    assert kernels_of(rows(0, 32, 48)) == [(2, 8), (1, 8)]
+    assert kernels_of([]) == []
+
+
+def test_a_long_call_gets_back_some_of_what_empty_sms_lose() -> None:
+    """Long calls run at the power limit: a short one pays a whole wave for its last tiles, a long one less."""
+    assert Clock(problem(num_rows=1024), H200).smoothing == 0
+    assert Clock(problem(num_rows=1 << 17, num_columns=8192), H200).smoothing == DEFAULT_COSTS.power_returned
+
+
+@given(first=st.integers(1, 40), second=st.integers(1, 40), ready_us=st.floats(0, 50))
+def test_tiles_of_two_pieces_go_to_the_sms_that_are_free_first(first: int, second: int, ready_us: float) -> None:
+    """Against one SM after the other, for equal tiles and pieces of up to a wave and a half or so."""
+    num_sms, tile_us = 24, 10.0
+    sms, free_us = Sms(num_sms), [0.0] * num_sms
+    for tiles, ready in ((first, 0.0), (second, ready_us)):
+        end_us = sms.run(ready, Piece(num_tiles=tiles, tile_us=tile_us, start_us=1.0), 0.0)
+        free_us = [max(time_us, ready) + 1.0 for time_us in free_us]
+        ends = []
+        for _ in range(tiles):
+            free_us.sort()
+            free_us[0] += tile_us
+            ends.append(free_us[0])
+        assert end_us == pytest.approx(max(ends))
+    assert sms.first_free_us() == pytest.approx(min(free_us))
+
+
+@given(tiles=st.integers(1, 1000), smoothing=st.floats(0, 1))
+def test_a_piece_alone_takes_whole_waves_or_less_where_power_comes_back(tiles: int, smoothing: float) -> None:
+    end_us = Sms(24).run(0.0, Piece(num_tiles=tiles, tile_us=10.0, start_us=0.0), smoothing)
+    whole_us, even_us = 10.0 * math.ceil(tiles / 24), 10.0 * tiles / 24
+    assert end_us == pytest.approx(whole_us - smoothing * (whole_us - even_us))
+
+
+def test_work_on_all_sms_follows_what_they_do() -> None:
+    sms = Sms(4)
+    sms.run(0.0, Piece(num_tiles=2, tile_us=10.0, start_us=0.0), 0.0)
+    assert sms.fill(0.0, 3.0) == pytest.approx(8.0)
+    assert sms.run(0.0, Piece(num_tiles=0, tile_us=1.0, start_us=1.0), 0.0) == pytest.approx(8.0)
 
 
 @given(schedule=schedules(least_ranks=2), factor=st.floats(1.0, 100.0))

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from counterpoint.machine import load_machine
@@ -143,6 +143,7 @@ def test_a_matmul_piece_has_the_letters_of_what_it_waits_for(schedule: CopySched
     lengths=st.lists(st.tuples(st.floats(0, 50), st.floats(0.001, 50)), max_size=30),
     num_columns=st.integers(1, 150),
 )
+@example(lengths=[(1.8120336160947055, 21.38671875), (9.38671875, 13.812033616094705)], num_columns=74)
 def test_a_lane_is_as_wide_as_asked_for_and_busy_where_its_spans_are(
     lengths: list[tuple[float, float]], num_columns: int
 ) -> None:
@@ -199,7 +200,8 @@ def test_eight_ranks_in_80_columns_keep_their_labels() -> None:
     output = counterpoint("schedule", "show", "all_gather_matmul", *sizes, "--chunks", "8", COLUMNS="80").stdout
     assert "in order, copy 0: 8 x >7, 8 x >6, 8 x >5, 8 x >4, 8 x >3, 8 x >2, 8 x >1\n" in output
     assert max(map(len, output.splitlines())) <= 80
-    output = counterpoint("schedule", "show", "matmul_reduce_scatter", *sizes, "--chunks", "4", COLUMNS="80").stdout
+    long_matmul = (*sizes, "--inner", "65536", "--chunks", "4")
+    output = counterpoint("schedule", "show", "matmul_reduce_scatter", *long_matmul, COLUMNS="80").stdout
     assert re.search(r"^in order, collective: [0-9.]+ us$", output, re.MULTILINE)
 
 

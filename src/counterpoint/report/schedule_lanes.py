@@ -16,6 +16,7 @@ from counterpoint.value import Value
 
 ARRIVING = "arriving"
 NUM_LETTERS = 26
+ROUNDING = 1e-9  # of a column: one that is covered but for the rounding of floats is covered
 SHORT_LABELS = {"sum": "sum", "weight_gradient": "dW", "place": "put"}
 
 
@@ -96,10 +97,14 @@ def tell_order(lane: StreamLane, num_columns: int, total_us: float) -> str:
 
 def _placed(lane: StreamLane, num_columns: int, total_us: float) -> Iterator[tuple[LaneSpan, int, int]]:
     """Every span with its first column and the one after its last; none is left but where the columns are used up."""
+
+    def column(time_us: float) -> int:
+        return int(time_us / total_us * num_columns + ROUNDING)
+
     taken = 0
     for span in lane.spans:
-        start = max(taken, min(num_columns - 1, int(span.start_us / total_us * num_columns)))
-        taken = max(taken, min(num_columns, max(start + 1, int(span.end_us / total_us * num_columns))))
+        start = max(taken, min(num_columns - 1, column(span.start_us)))
+        taken = max(taken, min(num_columns, max(start + 1, column(span.end_us))))
         yield span, min(start, num_columns), taken
 
 

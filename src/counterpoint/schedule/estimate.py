@@ -1,51 +1,20 @@
-"""How long a schedule takes on a machine, by arithmetic: list scheduling of its actions with a cost for each.
+"""How long a schedule takes on a machine, by arithmetic: list scheduling of its actions with a cost for each (`costs.py`).
 
-Four losses decide between schedules. Decomposition: a matmul piece runs in waves of tiles over the SMs, and a part of
-its last wave is lost unless the next piece, on another stream, fills it. Contention: copies take HBM bandwidth and
-power from matmuls, sums take SMs. Latency: every copy costs a few microseconds before its first byte. Bandwidth: a
-rank's copies share its port. It is a model to rank schedules with, not a measurement; `sim/` models SMs in far more
+Five losses decide between schedules. Decomposition: a matmul piece runs in waves of tiles over the SMs, and a part of
+its last wave is lost unless the next piece, on another stream, fills it (`waves.py`). Latency: every copy costs
+microseconds before its first byte, and its flag some on the way. Bandwidth: a rank's copies share its port. Memory:
+sums, and adding inside a matmul, read and write rows once more. Order: where the first matmuls of two streams are ready
+together, either may come first. It is a model to rank schedules with, not a measurement; `sim/` models SMs in far more
 detail and knows nothing of chunks.
 """
 
-import math
 from collections.abc import Sequence
 
 from counterpoint.machine import Machine
-from counterpoint.schedule.actions import COMPUTATION_KINDS, Action, CopySchedule, Pass, Problem
-from counterpoint.units import US_PER_S
+from counterpoint.schedule.actions import COMPUTATION_KINDS, Action, CopySchedule, Pass, Problem, Region
+from counterpoint.schedule.costs import DEFAULT_COSTS, Clock, Costs, kernels_of
+from counterpoint.schedule.waves import Sms
 from counterpoint.value import Value
-
-
-class Costs(Value, frozen=True, kw_only=True):
-    """Constants of the model. Source of each: measured, fitted or assumed, as the comment says.
-
-    Fitted: to the times of 7 or 8 schedules of each of 17 shapes, all-gather + matmul and matmul + reduce-scatter, on 4
-    H200s (2026-11-21, benchmarks/results/ops_grid_4x_h200.json); 7 more shapes were held out.
-    """
-
-    # fitted; a bf16 matmul of 8192^3 alone reaches 790 of 989 TFLOP/s
-    matmul_efficiency: float = 0.78
-    # assumed: the tile of cuBLAS's large bf16 kernels on sm_90
-    tile_rows: int = 128
-    tile_columns: int = 256
-    # fitted: filling and draining the pipeline of a tile, and the start of a kernel behind another
-    tile_us: float = 2.0
-    kernel_us: float = 1.0
-    # fitted; large copies alone run at 359 to 392 of 450 GB/s, small ones take 17 us
-    copy_efficiency: float = 0.84
-    copy_us: float = 10.0
-    # fitted: a flag's way to another GPU, and the stream's to see it
-    signal_us: float = 6.5
-    # fitted: what copies beside a matmul cost it; mostly power
-    contention: float = 0.033
-    # measured: NCCL all-gather at 303 GB/s on 4, 244 GB/s on 2 H200s
-    collective_efficiency: float = 0.65
-    collective_us: float = 20.0
-    # fitted: of the HBM's bandwidth, what a sum over strided rows reaches
-    memory_efficiency: float = 0.75
-
-
-DEFAULT_COSTS = Costs()
 
 
 class Span(Value, frozen=True, kw_only=True):
@@ -56,69 +25,80 @@ class Span(Value, frozen=True, kw_only=True):
 
 
 class Estimate(Value, frozen=True, kw_only=True):
-    """The spans of all actions in their order, and the end of the last."""
+    """The spans of all actions in their order, and the end of the last.
+
+    `expected_us` is the makespan to rank by: the mean over the orders that the hardware may choose at the start.
+    """
 
     spans: tuple[Span, ...]
     makespan_us: float
-
-
-class Clock:
-    """Costs of actions for one problem on one machine."""
-
-    def __init__(self, problem: Problem, machine: Machine, costs: Costs = DEFAULT_COSTS) -> None:
-        self._problem, self._machine, self._costs = problem, machine, costs
-
-    def matmul_us(self, num_rows: int, num_inner: int, num_columns: int, *, is_shared: bool = False) -> float:
-        """A matmul; `is_shared`: its last wave is filled by the next piece."""
-        if 0 in (num_rows, num_inner, num_columns):
-            return 0.0
-        costs, gpu = self._costs, self._machine.gpu
-        tiles = math.ceil(num_rows / costs.tile_rows) * math.ceil(num_columns / costs.tile_columns)
-        waves = tiles / gpu.num_sms
-        flops = 2 * costs.tile_rows * costs.tile_columns * num_inner
-        peak = gpu.bf16_flops_per_s if self._problem.element_bytes <= 2 else gpu.bf16_flops_per_s / 8
-        tile_us = costs.tile_us + flops / (costs.matmul_efficiency * peak / gpu.num_sms) * US_PER_S
-        return costs.kernel_us + tile_us * (max(1.0, waves) if is_shared else math.ceil(waves))
-
-    def copy_us(self, num_bytes: int) -> float:
-        """A copy to a peer."""
-        rate = self._costs.copy_efficiency * self._machine.link.per_peer_bytes_per_s
-        return self._costs.copy_us + num_bytes / rate * US_PER_S
-
-    def memory_us(self, num_bytes: int) -> float:
-        """A kernel that reads and writes so many bytes."""
-        return (
-            self._costs.kernel_us
-            + num_bytes / (self._costs.memory_efficiency * self._machine.gpu.hbm_bytes_per_s) * US_PER_S
-        )
-
-    def collective_us(self, num_bytes: int) -> float:
-        """A collective of the library in which every rank receives so many bytes."""
-        rate = self._costs.collective_efficiency * self._machine.link.bytes_per_s
-        return self._costs.collective_us + num_bytes / rate * US_PER_S
+    expected_us: float
 
 
 def estimate(schedule: CopySchedule, problem: Problem, machine: Machine, costs: Costs = DEFAULT_COSTS) -> Estimate:
-    """Times of all actions, in issue order on each stream; matmuls share a rank's SMs, copies its port, first come
-    first served."""
+    """Times of all actions, in issue order on each stream; matmuls share a rank's SMs, copies its port, in issue order."""
     clock = Clock(problem, machine, costs)
+    spans = _place(schedule, clock, machine, range(len(schedule.actions)))
+    makespan_us = _end_us(spans)
+    raced = _raced_order(schedule)
+    expected_us = makespan_us
+    if raced and costs.start_race:
+        raced_us = max(makespan_us, _end_us(_place(schedule, clock, machine, raced)))
+        expected_us += costs.start_race * (raced_us - makespan_us)
+    return Estimate(spans=tuple(spans[number] for number in sorted(spans)), makespan_us=makespan_us, expected_us=expected_us)
+
+
+def _place(schedule: CopySchedule, clock: Clock, machine: Machine, order: Sequence[int]) -> dict[int, Span]:
+    """A span for each action by its position; of what shares SMs or a port, first in `order` is first served."""
     columns = {buffer.name: buffer.num_columns for buffer in schedule.buffers}
     stream_ends: dict[tuple[int, str], float] = {}
-    engine_ends: dict[tuple[int, str], float] = {}
-    spans: list[Span] = []
-    is_shared = schedule.description.num_compute_streams > 1
-    for action in schedule.actions:
-        engine = (action.rank, _engine(action))
-        start = max(stream_ends.get((action.rank, action.stream), 0.0), engine_ends.get(engine, 0.0))
+    port_ends = [0.0] * schedule.num_ranks
+    sms = [Sms(machine.gpu.num_sms) for _ in range(schedule.num_ranks)]
+    spans: dict[int, Span] = {}
+    for position in order:
+        action = schedule.actions[position]
+        rank, stream = action.rank, (action.rank, action.stream)
+        ready_us = stream_ends.get(stream, 0.0)
         for before in action.after:
-            flag_us = costs.signal_us if schedule.actions[before].rank != action.rank else 0.0
-            start = max(start, spans[before].end_us + flag_us)
-        duration = _duration_us(action, clock, (columns, problem.element_bytes), is_shared)
+            is_told = schedule.actions[before].rank != rank
+            ready_us = max(ready_us, spans[before].end_us + (clock.signal_us if is_told else 0.0))
         if action.kind in COMPUTATION_KINDS:
-            duration *= 1 + costs.contention
-        spans.append(Span(start_us=start, end_us=start + duration))
-        stream_ends[action.rank, action.stream] = engine_ends[engine] = start + duration
-    return Estimate(spans=tuple(spans), makespan_us=max((span.end_us for span in spans), default=0.0))
+            start_us = max(ready_us, sms[rank].first_free_us())
+            end_us = _compute(action, clock, columns, (sms[rank], ready_us))
+        else:
+            start_us = max(ready_us, port_ends[rank]) if action.kind == "copy" else ready_us
+            end_us = start_us + _moved_us(action, clock, columns)
+            if action.kind == "copy":
+                port_ends[rank] = end_us
+        spans[position] = Span(start_us=start_us, end_us=end_us)
+        stream_ends[stream] = end_us
+    return spans
+
+
+def _end_us(spans: dict[int, Span]) -> float:
+    return max((span.end_us for span in spans.values()), default=0.0)
+
+
+def _raced_order(schedule: CopySchedule) -> list[int]:
+    """Issue order, but where the first matmuls of two streams of a rank wait for nothing, the second one before the first;
+    empty if there is no such pair."""
+    first_of: dict[tuple[int, str], int] = {}
+    for position, action in enumerate(schedule.actions):
+        first_of.setdefault((action.rank, action.stream), position)
+    waiting_for_nothing: dict[int, list[int]] = {}
+    for (rank, _), position in first_of.items():
+        action = schedule.actions[position]
+        if action.kind in COMPUTATION_KINDS and not action.after:
+            waiting_for_nothing.setdefault(rank, []).append(position)
+    overtaken = {min(pair): max(pair) for pair in waiting_for_nothing.values() if len(pair) == 2}
+    overtaking = set(overtaken.values())
+    order: list[int] = []
+    for position in range(len(schedule.actions)):
+        if position in overtaken:
+            order.append(overtaken[position])
+        if position not in overtaking:
+            order.append(position)
+    return order if overtaken else []
 
 
 def estimate_sequential(
@@ -136,8 +116,8 @@ def estimate_ideal(
     collectives or copies without a pause.
     """
     clock = Clock(problem, machine, costs)
-    num_bytes, count = _communicated(problem, direction)
-    alone_us = min(communication_us(problem, machine, costs, direction=direction), clock.copy_us(count * num_bytes))
+    num_elements, count = _communicated(problem, direction)
+    alone_us = min(communication_us(problem, machine, costs, direction=direction), clock.copy_us(count * num_elements))
     return max(alone_us, computation_us(problem, machine, costs, direction=direction))
 
 
@@ -145,8 +125,8 @@ def communication_us(
     problem: Problem, machine: Machine, costs: Costs = DEFAULT_COSTS, *, direction: Pass = "forward"
 ) -> float:
     """The library's collectives alone."""
-    num_bytes, count = _communicated(problem, direction)
-    return count * Clock(problem, machine, costs).collective_us(num_bytes) if num_bytes else 0.0
+    num_elements, count = _communicated(problem, direction)
+    return count * Clock(problem, machine, costs).collective_us(num_elements) if num_elements else 0.0
 
 
 def computation_us(
@@ -161,7 +141,7 @@ def computation_us(
 
 
 def _communicated(problem: Problem, direction: Pass) -> tuple[int, int]:
-    """Bytes that a rank receives in one collective, and how many collectives there are.
+    """Elements that a rank receives in one collective, and how many collectives there are.
 
     All-reduce counts twice, as a reduce-scatter and an all-gather. Backward, gathered rows come a second time and their
     gradients go back; the gradient of matmul + reduce-scatter is gathered once, that of matmul + all-reduce is there.
@@ -169,34 +149,38 @@ def _communicated(problem: Problem, direction: Pass) -> tuple[int, int]:
     operation = problem.operation
     is_reduction = operation in ("matmul_reduce_scatter", "matmul_all_reduce")
     width = problem.num_columns if is_reduction else problem.num_inner
-    num_bytes = problem.num_rows * width * problem.element_bytes * (problem.num_ranks - 1) // problem.num_ranks
+    num_elements = problem.num_rows * width * (problem.num_ranks - 1) // problem.num_ranks
     if operation == "matmul_all_reduce":
-        return 2 * num_bytes, 1 if direction == "forward" else 0
-    return num_bytes, 1 if direction == "forward" or operation == "matmul_reduce_scatter" else 2
+        return 2 * num_elements, 1 if direction == "forward" else 0
+    return num_elements, 1 if direction == "forward" or operation == "matmul_reduce_scatter" else 2
 
 
-def _engine(action: Action) -> str:
-    """What the action occupies on its rank: the SMs, the port, or nothing."""
-    if action.kind == "copy":
-        return "port"
-    return "SMs" if action.kind in COMPUTATION_KINDS else f"none {action.stream}"
-
-
-def _duration_us(action: Action, clock: Clock, shape: tuple[dict[str, int], int], is_shared: bool) -> float:
-    columns, element_bytes = shape
-
-    def num_bytes(regions: Sequence[object]) -> int:
-        return sum(each.num_rows * columns[each.buffer] * element_bytes for each in regions)  # type: ignore[attr-defined]
-
+def _moved_us(action: Action, clock: Clock, columns: dict[str, int]) -> float:
+    """What computes nothing: copies to a peer and within the rank; `begin` and `end` take no time."""
     if action.kind in ("begin", "end"):
         return 0.0
     if action.kind == "copy":
-        return clock.copy_us(num_bytes(action.reads))
-    if action.kind in ("sum", "place"):
-        return clock.memory_us(num_bytes([*action.reads, *action.writes]))
+        return clock.copy_us(_num_elements(action.reads, columns))
+    return clock.memory_us(_num_elements([*action.reads, *action.writes], columns))
+
+
+def _compute(action: Action, clock: Clock, columns: dict[str, int], where: tuple[Sms, float]) -> float:
+    """Let the SMs do an action that is ready at a time; its end."""
+    sms, ready_us = where
+    if action.kind == "sum":
+        return sms.fill(ready_us, clock.memory_us(_num_elements([*action.reads, *action.writes], columns)))
     if action.kind == "weight_gradient":
         left, right = action.reads
-        return clock.matmul_us(columns[left.buffer], left.num_rows, columns[right.buffer], is_shared=is_shared)
-    rows = sum(region.num_rows for region in action.writes)
-    inner = columns[action.reads[0].buffer]
-    return clock.matmul_us(rows, inner, columns[action.writes[0].buffer], is_shared=is_shared)
+        piece = clock.piece(columns[left.buffer], left.num_rows, columns[right.buffer])
+        return sms.run(ready_us, piece, clock.smoothing)
+    inner, out = columns[action.reads[0].buffer], columns[action.writes[0].buffer]
+    end_us = ready_us
+    is_added = action.kind == "add_matmul"
+    for count, num_rows in kernels_of(action.reads[:1] if is_added else action.reads):
+        piece = clock.piece(num_rows, inner, out, count, is_added=is_added)
+        end_us = sms.run(end_us, piece, clock.smoothing)
+    return end_us
+
+
+def _num_elements(regions: Sequence[Region], columns: dict[str, int]) -> int:
+    return sum(region.num_rows * columns[region.buffer] for region in regions)

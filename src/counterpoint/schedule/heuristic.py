@@ -8,7 +8,8 @@ planner can choose by measurement instead.
 
 from counterpoint.machine import Machine
 from counterpoint.schedule.actions import Pass, Problem
-from counterpoint.schedule.description import SEQUENTIAL, MatmulGranularity, Pattern, ScheduleDescription
+from counterpoint.schedule.costs import DEFAULT_COSTS, Costs
+from counterpoint.schedule.description import SEQUENTIAL, ScheduleDescription
 from counterpoint.schedule.estimate import estimate, estimate_sequential
 from counterpoint.schedule.generate import backward_description, make_schedule
 from counterpoint.units import MIB, format_bytes, format_us
@@ -16,7 +17,28 @@ from counterpoint.value import Value
 
 LEAST_GAIN = 0.03  # assumed: what the model cannot tell apart
 LEAST_BLOCK_BYTES = 2 * MIB  # assumed: below this, latency and host time of chunks are all that is left
-CHUNKS = (1, 2, 4)
+# Measured on 2 and 4 H200s (benchmarks/ops_grid.py), less those that the model cannot tell from others and that never were
+# the best on both: rings of an all-gather, several copy streams.
+GATHERING = (
+    ScheduleDescription(pattern="one_peer", chunks=1),
+    ScheduleDescription(pattern="one_peer", chunks=1, num_compute_streams=1),
+    ScheduleDescription(pattern="one_peer", chunks=2),
+    ScheduleDescription(pattern="one_peer", chunks=4),
+    ScheduleDescription(pattern="all_peers", chunks=2),
+    ScheduleDescription(pattern="all_peers", chunks=4, matmul="fused"),
+    ScheduleDescription(pattern="one_peer", chunks=1, matmul="rest"),
+)
+REDUCING = (
+    ScheduleDescription(pattern="one_peer", chunks=1),
+    ScheduleDescription(pattern="one_peer", chunks=1, num_compute_streams=1),
+    ScheduleDescription(pattern="one_peer", chunks=2),
+    ScheduleDescription(pattern="one_peer", chunks=2, matmul="peer"),
+    ScheduleDescription(pattern="all_peers", chunks=2),
+    ScheduleDescription(pattern="ring", chunks=1),
+    ScheduleDescription(pattern="ring", chunks=2),
+    ScheduleDescription(pattern="ring", chunks=4),
+    ScheduleDescription(pattern="ring", chunks=2, num_compute_streams=1),
+)
 
 
 class Pick(Value, frozen=True, kw_only=True):
@@ -35,18 +57,12 @@ class Candidate(Value, frozen=True, kw_only=True):
 
 def candidate_descriptions(problem: Problem) -> tuple[ScheduleDescription, ...]:
     """The schedules worth a look for an operator."""
-    is_reduction = problem.operation in ("matmul_reduce_scatter", "matmul_all_reduce")
-    patterns: tuple[Pattern, ...] = ("one_peer", "all_peers", "ring") if is_reduction else ("one_peer", "all_peers")
-    found = []
-    for pattern in patterns:
-        granularities: tuple[MatmulGranularity, ...] = ("chunk",) if is_reduction else ("chunk", "peer", "rest")
-        for granularity in granularities:
-            chunks = CHUNKS if granularity == "chunk" else (1,) if pattern == "one_peer" else ()
-            found += [ScheduleDescription(pattern=pattern, chunks=number, matmul=granularity) for number in chunks]
-    return tuple(found)
+    return REDUCING if problem.operation in ("matmul_reduce_scatter", "matmul_all_reduce") else GATHERING
 
 
-def rank_candidates(problem: Problem, machine: Machine, direction: Pass = "forward") -> tuple[Candidate, ...]:
+def rank_candidates(
+    problem: Problem, machine: Machine, direction: Pass = "forward", costs: Costs = DEFAULT_COSTS
+) -> tuple[Candidate, ...]:
     """All candidates with their estimated times, fastest first."""
     candidates = []
     descriptions = candidate_descriptions(problem)
@@ -54,12 +70,12 @@ def rank_candidates(problem: Problem, machine: Machine, direction: Pass = "forwa
         descriptions = tuple(dict.fromkeys(backward_description(problem.operation, each) for each in descriptions))
     for description in descriptions:
         schedule = make_schedule(problem, description, direction)
-        estimated_us = estimate(schedule, problem, machine).makespan_us
+        estimated_us = estimate(schedule, problem, machine, costs).expected_us
         candidates.append(Candidate(description=description, estimated_us=estimated_us))
     return tuple(sorted(candidates, key=lambda each: each.estimated_us))
 
 
-def pick_schedule(problem: Problem, machine: Machine, direction: Pass = "forward") -> Pick:
+def pick_schedule(problem: Problem, machine: Machine, direction: Pass = "forward", costs: Costs = DEFAULT_COSTS) -> Pick:
     """The description to use for these sizes on this machine; may be `sequential`."""
     if problem.num_ranks == 1:
         return Pick(description=SEQUENTIAL, reason="one rank has nobody to exchange rows with")
@@ -73,8 +89,8 @@ def pick_schedule(problem: Problem, machine: Machine, direction: Pass = "forward
             reason=f"a rank's block is {format_bytes(block_bytes)}; below {least} the host's time for each chunk, which the "
             "estimate leaves out, is more than cutting gains",
         )
-    best = rank_candidates(problem, machine, direction)[0]
-    sequential_us = estimate_sequential(problem, machine, direction=direction)
+    best = rank_candidates(problem, machine, direction, costs)[0]
+    sequential_us = estimate_sequential(problem, machine, costs, direction=direction)
     estimated = f"estimated {format_us(best.estimated_us)} against {format_us(sequential_us)} one after the other"
     if best.estimated_us > (1 - LEAST_GAIN) * sequential_us:
         return Pick(description=SEQUENTIAL, reason=f"no schedule promises enough: {estimated}")

@@ -1,0 +1,79 @@
+"""The table of docs/schedules.md says what the stored evaluation of the heuristic says, and that what the sources pick."""
+
+import json
+from pathlib import Path
+
+import pytest
+from benchmarks.heuristic_accuracy import SHIPPED, STORED, Choice, evaluation, figures, stored_cases
+
+from counterpoint.schedule.costs import DEFAULT_COSTS
+from counterpoint.schedule.heuristic import GATHERING, REDUCING
+
+ROOT = Path(__file__).parents[2]
+DOCUMENT = ROOT / "docs" / "schedules.md"
+STORED_EVALUATION = ROOT / "benchmarks" / "results" / "heuristic_accuracy.json"
+
+
+@pytest.fixture(scope="module")
+def stored() -> dict[str, dict]:
+    return json.loads(STORED_EVALUATION.read_text())["result"]
+
+
+def rows(heading: str) -> dict[str, list[str]]:
+    """Cells of the table whose first heading is `heading`, by their first cell."""
+    table = DOCUMENT.read_text().split(f"\n| {heading} |", maxsplit=1)[1].split("\n\n", maxsplit=1)[0]
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()[2:]]
+    return {first: rest for first, *rest in cells}
+
+
+def cells(found: dict[str, float]) -> list[str]:
+    """A row of the table: the cases, three counts with the share of the second, the regrets, and against PyTorch's."""
+    num_cases, near = found["cases"], found["within_one_percent"]
+    return [
+        f"{num_cases}",
+        f"{found['within_half_percent']}",
+        f"{near} ({100 * near / num_cases:.0f} %)",
+        f"{found['within_spread']}",
+        f"{100 * found['mean_regret']:.1f} %",
+        f"{100 * found['worst_regret']:.1f} %",
+        f"{found['peer_over_picked']:.3f}",
+    ]
+
+
+def test_the_stored_evaluation_is_that_of_the_sources(stored: dict[str, dict]) -> None:
+    assert {name: stored[name] for name in evaluation()} == evaluation()
+
+
+def test_the_table_of_the_document_is_the_stored_evaluation(stored: dict[str, dict]) -> None:
+    expected = {name: cells(found) for name, found in stored["figures"].items()}
+    expected |= {f"{part}, {SHIPPED}": cells(found) for part, found in stored["as_shipped"].items()}
+    expected |= {f"leave one out, {name}": cells(found) for name, found in stored["leave_one_out"]["figures"].items()}
+    assert rows("cases") == expected
+
+
+def test_the_constants_in_the_document_are_those_of_the_model() -> None:
+    named = {name: f"{getattr(DEFAULT_COSTS, name):g}" for name in DEFAULT_COSTS.__struct_fields__}
+    assert {name.strip("`"): values[0] for name, values in rows("constant").items()} == named
+
+
+@pytest.mark.parametrize("num_gpus", STORED)
+def test_every_candidate_was_measured(num_gpus: int) -> None:
+    for case in stored_cases(num_gpus):
+        candidates = GATHERING if case.op == "ag_mm" else REDUCING
+        assert {description.label() for description in candidates} <= set(case.times_us)
+
+
+def test_the_fastest_schedules_themselves_have_no_regret() -> None:
+    cases = stored_cases(2)
+    best = figures([Choice(case, min(case.times_us, key=lambda label, case=case: case.times_us[label])) for case in cases])
+    worst = figures([Choice(case, max(case.times_us, key=lambda label, case=case: case.times_us[label])) for case in cases])
+    assert best["within_half_percent"] == best["within_spread"] == best["cases"] == len(cases)
+    assert (best["mean_regret"], best["worst_regret"]) == (0, 0)
+    assert worst["within_one_percent"] == 0
+    assert worst["mean_regret"] > 0.1
+    assert worst["peer_over_picked"] < 1 < best["peer_over_picked"]
+
+
+def test_the_heuristic_is_never_slower_than_the_fused_operator_on_average(stored: dict[str, dict]) -> None:
+    assert all(found["peer_over_picked"] > 1 for found in stored["figures"].values())
+    assert all(found["mean_regret"] <= 0.02 for found in stored["figures"].values())
