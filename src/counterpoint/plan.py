@@ -11,6 +11,7 @@ from typing import Literal
 import msgspec
 
 from counterpoint.errors import PlanError
+from counterpoint.schedule.description import ScheduleDescription
 from counterpoint.step import Operation, OperationKind, Step, TransportKind
 from counterpoint.units import format_count
 from counterpoint.value import Value, read_toml, require, save_toml
@@ -78,7 +79,14 @@ class HeadStart(Value, frozen=True, kw_only=True, tag_field="control", tag="head
         require(0 < self.hold_us <= 1000, PlanError, f"A head start is above 0 and at most 1000 us; found {self.hold_us}.")
 
 
-Control = ResidencyCap | Priority | CommunicationCtas | Transport | HeadStart
+class ScheduleChoice(Value, frozen=True, kw_only=True, tag_field="control", tag="copy_schedule"):
+    """Run an operator of `counterpoint.ops` by this copy schedule; `sequential` is the library's collective and a matmul."""
+
+    schedule: ScheduleDescription
+
+
+Control = ResidencyCap | Priority | CommunicationCtas | Transport | HeadStart | ScheduleChoice
+FOR_OPERATORS = "it is for operators: counterpoint.ops.use_plan takes it"
 
 
 def describe_control(control: Control) -> str:
@@ -96,6 +104,8 @@ def describe_control(control: Control) -> str:
             return f"transport {control.transport}"
         case HeadStart():
             return f"head start {control.hold_us:g} us"
+        case ScheduleChoice():
+            return f"copy schedule {control.schedule.label()}"
 
 
 def control_tag(control: Control) -> str:
@@ -115,8 +125,12 @@ class Match(Value, frozen=True, kw_only=True):
         return (
             (self.kind is None or operation.kind == self.kind)
             and (self.operations is None or index in self.operations)
-            and (operation.name == self.name or fnmatchcase(operation.name, self.name))
+            and self.accepts_name(operation.name)
         )
+
+    def accepts_name(self, name: str) -> bool:
+        """Whether the pattern fits, or is the name itself, which may hold a pattern's characters."""
+        return name == self.name or fnmatchcase(name, self.name)
 
 
 class Directive(Value, frozen=True, kw_only=True):
@@ -166,6 +180,7 @@ class Plan(Value, frozen=True, kw_only=True):
 
     def check_step(self, step: Step) -> None:
         """Raise `PlanError` if this plan was made for another step, or a directive of it would do nothing to `step`."""
+        self.refuse_schedules()
         if self.step_fingerprint and self.step_fingerprint != step.fingerprint():
             raise PlanError(
                 f"The plan was made for step '{self.step_name}' ({self.step_fingerprint}), not for '{step.name}' "
@@ -176,6 +191,15 @@ class Plan(Value, frozen=True, kw_only=True):
                 raise PlanError(
                     f"Directive {number} of the plan matches none of the {len(step.operations)} operations of step "
                     f"'{step.name}'. Correct its match, or leave it out."
+                )
+
+    def refuse_schedules(self) -> None:
+        """Raise `PlanError` for a plan of operators' schedules: nothing else can apply them."""
+        for number, directive in enumerate(self.directives):
+            if any(isinstance(control, ScheduleChoice) for control in directive.controls):
+                raise PlanError(
+                    f"Directive {number} of the plan holds a copy_schedule for '{directive.match.name}'; {FOR_OPERATORS}. "
+                    "Leave it out here."
                 )
 
 

@@ -2,6 +2,7 @@
 
 import re
 import subprocess
+from collections.abc import Iterable
 from ctypes import sizeof
 from pathlib import Path
 
@@ -208,7 +209,6 @@ def test_controls_of_the_process_group_are_neither_rules_nor_refusals(controls: 
 @pytest.mark.parametrize(
     ("match", "said"),
     [
-        ({"operations": (0,)}, "names operations by number"),
         ({"kind": "copy"}, "it is for copies"),
         ({"name": "gemm[12]"}, r"not \[...\]"),
     ],
@@ -218,6 +218,24 @@ def test_without_the_step_what_names_cannot_say_is_refused(match: dict[str, obje
     assert translation.rules == ()
     assert [refusal.control for refusal in translation.refusals] == ["residency_cap", "head_start"]
     assert all(re.search(said, refusal.reason) for refusal in translation.refusals)
+
+
+@pytest.mark.parametrize(
+    ("operations", "shown"),
+    [((), r"\(\)"), ((7,), r"\(7\)"), ((0, 1, 2, 3), r"\(0, 1, 2, 3\)"), (range(9), r"\(0, 1, 2, 3, ...\)")],
+)
+def test_operation_numbers_without_the_step_are_an_error_that_names_the_directive(
+    operations: Iterable[int], shown: str
+) -> None:
+    by_number = plan(CAP, HOLD, operations=tuple(operations)).directives
+    with pytest.raises(
+        PlanError, match=rf"Directive 1 of the plan \(residency_cap and head_start\) .* {shown}.*--step TRACE"
+    ):
+        translate(Plan(directives=(*plan(GREATEST).directives, *by_number)))
+
+
+def test_settings_of_the_process_group_for_numbered_operations_need_no_step() -> None:
+    assert translate(plan(CommunicationCtas(max_ctas=8), operations=(3,))).rules == ()
 
 
 def test_with_the_step_operation_numbers_become_names_taken_literally() -> None:

@@ -1,5 +1,7 @@
 """When calls are given up: one that does not end always, slow ones never; and what happens then, on a double of the GPU."""
 
+import io
+import sys
 import threading
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
@@ -132,6 +134,15 @@ def test_a_driver_that_cannot_free_is_one_line_and_the_watch_can_be_closed(
     assert capfd.readouterr().err.splitlines()[1:] == ["counterpoint: Ending a wait failed."]
     with pytest.raises(OperatorError):
         watch.require_sound()
+
+
+def test_waits_are_freed_though_nobody_listens_any_more(gpu: Gpu, watch: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    closed = io.StringIO()
+    closed.close()
+    monkeypatch.setattr(sys, "stderr", closed)
+    gpu.is_stuck = True
+    watch.sample("stream")
+    gpu.wait_until(lambda: gpu.ended == 1)
 
 
 def test_closing_ends_the_thread_and_gives_back_what_the_driver_holds_once(gpu: Gpu, watch: Any) -> None:

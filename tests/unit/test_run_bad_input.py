@@ -100,8 +100,9 @@ def test_a_plan_that_leaves_everything_as_it_is_needs_no_filter(tmp_path: Path) 
     assert "leaves everything as it is" in done.stderr
 
 
-def test_operation_numbers_without_the_step_are_refused_by_name_and_fail_strict(tmp_path: Path) -> None:
+@pytest.mark.parametrize("options", [(), ("--strict",), ("--tune",)])
+def test_operation_numbers_without_the_step(tmp_path: Path, options: tuple[str, ...]) -> None:
     path = plan(tmp_path, Priority(priority=-5), match=Match(kind="communication", operations=(3,)))
-    done = counterpoint("run", "--strict", "--plan", path, "--", "true", cwd=tmp_path)
-    assert done.returncode == 3
-    assert "names operations by number" in " ".join(done.stderr.split())
+    said = refused(tmp_path, *options, "--plan", path)
+    assert "Directive 0 of the plan (priority) names operations by number (3)" in said
+    assert "--step TRACE" in said

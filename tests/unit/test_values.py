@@ -27,9 +27,11 @@ from counterpoint.plan import (
     Priority,
     Refusal,
     ResidencyCap,
+    ScheduleChoice,
     Transport,
 )
 from counterpoint.report.schedule import Question
+from counterpoint.schedule import ScheduleDescription
 from counterpoint.schedule.actions import Problem
 from counterpoint.step import Collective, Copy, Dependency, Footprint, Kernel, Step
 from counterpoint.timeline import Interval, Timeline
@@ -61,6 +63,7 @@ CONTROLS = (
     CommunicationCtas(max_ctas=16, num_threads=512),
     Transport(transport="copy_engine"),
     HeadStart(hold_us=5.0),
+    ScheduleChoice(schedule=ScheduleDescription(chunks=2)),
 )
 DIRECTIVE = Directive(match=Match(name="gemm*", kind="computation", operations=(0, 2)), controls=CONTROLS, reason="why")
 

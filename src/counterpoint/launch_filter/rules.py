@@ -10,7 +10,19 @@ It knows nothing of the layout of the control block, nor of what the driver make
 from collections.abc import Sequence
 
 from counterpoint.errors import PlanError
-from counterpoint.plan import Control, Directive, HeadStart, Match, Plan, Priority, Refusal, ResidencyCap, control_tag
+from counterpoint.plan import (
+    FOR_OPERATORS,
+    Control,
+    Directive,
+    HeadStart,
+    Match,
+    Plan,
+    Priority,
+    Refusal,
+    ResidencyCap,
+    ScheduleChoice,
+    control_tag,
+)
 from counterpoint.step import Copy, OperationKind, Step
 from counterpoint.units import format_count
 from counterpoint.value import Value, require
@@ -24,6 +36,7 @@ COMMUNICATION_PATTERNS = (
     "*nvshmem*",
     "*mscclpp*",
 )
+NUM_SHOWN = 4  # operation numbers in a message; a plan may have hundreds
 FILTER_CONTROLS = (ResidencyCap, Priority, HeadStart)  # the others are settings of the process group
 
 
@@ -87,19 +100,25 @@ def rules_of(plan: Plan, step: Step | None = None) -> tuple[FilterRule, ...]:
 
 
 def translate(plan: Plan, step: Step | None = None) -> Translation:
-    """Turn a plan's directives into rules by name. Raises `PlanError` where the plan was made for another step than `step`.
+    """Turn a plan's directives into rules by name.
 
-    Controls that the filter has no part in (communication CTAs, transport) are neither rules nor refusals.
+    Raises `PlanError` where the plan was made for another step than `step`, or names operations by number and there is no
+    step: nothing of such a directive could be applied, and a job may run for days before anybody looks. Controls that the
+    filter has no part in (communication CTAs, transport) are neither rules nor refusals.
     """
     if step is not None:
         plan.check_step(step)
     rules: list[FilterRule] = []
     refusals: list[Refusal] = []
     remarks: list[str] = []
-    for directive in plan.directives:
+    for number, directive in enumerate(plan.directives):
+        schedules = [control for control in directive.controls if isinstance(control, ScheduleChoice)]
+        refusals.extend(_refusal(control, directive.match.name, FOR_OPERATORS) for control in schedules)
         controls = tuple(control for control in directive.controls if isinstance(control, FILTER_CONTROLS))
         if not controls:
             continue
+        if step is None:
+            _check_has_names(number, directive)
         part = _by_match(directive.match, controls) if step is None else _by_step(directive, controls, step)
         rules.extend(part.rules)
         refusals.extend(part.refusals)
@@ -114,13 +133,21 @@ def literal_pattern(name: str) -> str:
     return "".join(f"\\{letter}" if letter in "\\*?" else letter for letter in name)
 
 
+def _check_has_names(number: int, directive: Directive) -> None:
+    operations = directive.match.operations
+    if operations is None:
+        return
+    shown = ", ".join(map(str, operations[:NUM_SHOWN])) + (", ..." if len(operations) > NUM_SHOWN else "")
+    controls = " and ".join(control_tag(control) for control in directive.controls)
+    raise PlanError(
+        f"Directive {number} of the plan ({controls}) names operations by number ({shown}), and launches have only names. "
+        "Give the trace or step that the plan was made from: --step TRACE."
+    )
+
+
 def _by_match(match: Match, controls: Sequence[Control]) -> Translation:
     """Without the step a directive can go by name and kind alone."""
-    if match.operations is not None:
-        reason = (
-            "it names operations by number, and launches have only names; give the trace or step that the plan was made from"
-        )
-    elif match.kind == "copy":
+    if match.kind == "copy":
         reason = "it is for copies, and the launch filter sees kernels only"
     elif "[" in match.name:
         reason = "the launch filter knows * and ? only, not [...]; give the trace or step that the plan was made from"

@@ -14,13 +14,16 @@ import torch.distributed as dist
 from torch.utils import _pytree
 
 from counterpoint.ops import operators
-from counterpoint.ops.runtime import Runtime, all_runtimes, forget_runtimes
+from counterpoint.ops.plan_in_force import put_in_force
+from counterpoint.ops.runtime import Request, Runtime, all_runtimes, forget_runtimes
+from counterpoint.plan import Plan, Refusal
 from counterpoint.schedule import ScheduleDescription
 from counterpoint.value import Value
 
 __all__ = [
     "Explanation",
     "PoolReport",
+    "Request",
     "all_gather_matmul",
     "all_to_all_matmul",
     "explain",
@@ -28,6 +31,7 @@ __all__ = [
     "matmul_reduce_scatter",
     "pool_report",
     "release",
+    "use_plan",
 ]
 
 
@@ -41,6 +45,7 @@ class Explanation(Value, frozen=True, kw_only=True):
     request: str
     schedule: ScheduleDescription
     reason: str
+    name: str  # what a plan's directives match
 
 
 class PoolReport(Value, frozen=True, kw_only=True):
@@ -64,7 +69,7 @@ def all_gather_matmul(
     """All ranks' shards, one below the other, times this rank's weight: (M / W, K), (K, N) -> (M, N).
 
     `num_rows` is M where it does not divide by W: shards are then as `torch.tensor_split` divides M rows, and without
-    it all are as long as this one. `schedule` overrides the heuristic. Raises `OperatorError`.
+    it all are as long as this one. `schedule` overrides the plan in force and the heuristic. Raises `OperatorError`.
     """
     name, size = _name_and_size(group)
     rows = num_rows if num_rows is not None else shard.shape[0] * size
@@ -118,10 +123,28 @@ def all_to_all_matmul(
 def explain(group: dist.ProcessGroup | None = None) -> tuple[Explanation, ...]:
     """What was picked for every shape that the group has run so far on this rank, in the order of first calls."""
     return tuple(
-        Explanation(request=request.words(), schedule=plan.pick.description, reason=plan.pick.reason)
+        Explanation(
+            request=request.words(),
+            schedule=plan.pick.description,
+            reason=plan.pick.reason,
+            name=request.name(runtime.group.size()),
+        )
         for runtime in _of_group(group)
         for request, plan in runtime.plans.items()
     )
+
+
+def use_plan(plan: Plan) -> tuple[Refusal, ...]:
+    """Run the schedules that a plan names for requests, from their next calls on; `LEAVE_IT` takes it back.
+
+    A schedule that a call names counts more than the plan, and the plan more than the heuristic. Call it on every rank,
+    with the same plan: ranks compare at the next call of every shape. Graphs that were captured before keep what they
+    hold. Returns what of the plan is not for operators.
+    """
+    refusals = put_in_force(plan).refusals
+    for runtime in all_runtimes():
+        runtime.pick_anew()
+    return refusals
 
 
 def pool_report() -> tuple[PoolReport, ...]:

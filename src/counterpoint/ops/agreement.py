@@ -21,6 +21,7 @@ class Proposal(Value, frozen=True, kw_only=True):
 
     request: str = ""
     problem: str = ""
+    plan: str = ""  # fingerprint of the plan that it goes by
 
 
 @final
@@ -51,6 +52,11 @@ class Agreement:
                 raise OperatorError(
                     f"The ranks disagree: rank 0 calls {first}, rank {rank} calls {other.request}. Call the same operator "
                     "with the same shapes on every rank."
+                )
+            if other.plan != proposals[0].plan:
+                raise OperatorError(
+                    f"The ranks go by different plans in {first}: rank 0 by {proposals[0].plan or 'none'}, rank {rank} by "
+                    f"{other.plan or 'none'}. Give ops.use_plan the same plan on every rank."
                 )
 
     def exchange(self, content: bytes) -> list[bytes]:

@@ -11,6 +11,7 @@ Calls of a group follow each other, whatever streams they are issued on. Waits a
 one order that all ranks share, so streams that share a hardware queue cannot block each other for ever.
 """
 
+from collections.abc import Sequence
 from typing import final
 
 import torch
@@ -21,7 +22,7 @@ from counterpoint.ops.agreement import Agreement
 from counterpoint.ops.call_order import CallOrder
 from counterpoint.ops.captures import refuse_in_capture
 from counterpoint.ops.prepared_copies import PreparedCopies, Shared
-from counterpoint.ops.recordings import Recordings
+from counterpoint.ops.recordings import Recordings, is_possible
 from counterpoint.ops.signals import Flags
 from counterpoint.ops.symmetric import SymmetricMemory
 from counterpoint.ops.transport import AbstractPrepared, AbstractTransport, Layout
@@ -45,7 +46,7 @@ class CopyEngines(AbstractTransport):
         self._retired: list[SymmetricMemory] = []  # captured graphs still use them
         self._flags = Flags(group, device, agreement, [int(number == FREE) for number in range(MAX_FLAGS)])
         self._order = CallOrder(self._flags.watch)
-        self._recordings = Recordings()
+        self._recordings = Recordings(is_enabled=is_possible())
 
     def prepare(self, schedule: CopySchedule, dtype: torch.dtype) -> AbstractPrepared:
         """See `AbstractTransport.prepare`."""
@@ -92,6 +93,23 @@ class CopyEngines(AbstractTransport):
         self._recordings.clear()
         for prepared in self._prepared:
             prepared.unbind()
+
+    def forget(self, prepared: Sequence[AbstractPrepared]) -> None:
+        """See `AbstractTransport.forget`."""
+        refuse_in_capture("Giving back schedules", self._device)
+        torch.cuda.synchronize(self._device)
+        self._recordings.clear()  # they hold events and addresses of schedules that go
+        gone = [each for each in self._prepared if each in prepared]
+        self._prepared = [each for each in self._prepared if each not in gone]
+        for each in gone:
+            each.unbind()
+            each.close()
+        needed = max((each.num_bytes for each in self._prepared), default=0)
+        if self._memory is not None and self._memory.local.numel() > needed:
+            if needed:
+                self._memory = self._grown(needed)
+            else:
+                self._let_go()
 
     def num_symmetric_bytes(self) -> int:
         """See `AbstractTransport.num_symmetric_bytes`."""

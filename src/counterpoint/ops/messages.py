@@ -6,6 +6,7 @@ Every rank goes through the schedule in its one order and does its part of each 
 overlaps here.
 """
 
+from collections.abc import Sequence
 from typing import final
 
 import torch
@@ -25,13 +26,23 @@ class Messages(AbstractTransport):
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
         self.memory = torch.empty(0, dtype=torch.uint8)
+        self._prepared: list[PreparedMessages] = []
 
     def prepare(self, schedule: CopySchedule, dtype: torch.dtype) -> AbstractPrepared:
         """See `AbstractTransport.prepare`."""
         layout = Layout(schedule, dtype.itemsize)
         if self.memory.numel() < layout.num_bytes:
             self.memory = torch.empty(layout.num_bytes, dtype=torch.uint8)
-        return PreparedMessages(self, schedule, layout, dtype)
+        prepared = PreparedMessages(self, schedule, layout, dtype)
+        self._prepared.append(prepared)
+        return prepared
+
+    def forget(self, prepared: Sequence[AbstractPrepared]) -> None:
+        """See `AbstractTransport.forget`."""
+        self._prepared = [each for each in self._prepared if each not in prepared]
+        needed = max((each.num_bytes for each in self._prepared), default=0)
+        if self.memory.numel() > needed:
+            self.memory = torch.empty(needed, dtype=torch.uint8)
 
     def num_symmetric_bytes(self) -> int:
         """See `AbstractTransport.num_symmetric_bytes`."""
@@ -43,6 +54,7 @@ class Messages(AbstractTransport):
 
     def close(self) -> None:
         """See `AbstractTransport.close`."""
+        self._prepared.clear()
         self.memory = torch.empty(0, dtype=torch.uint8)
 
 
@@ -52,6 +64,7 @@ class PreparedMessages(AbstractPrepared):
 
     def __init__(self, transport: Messages, schedule: CopySchedule, layout: Layout, dtype: torch.dtype) -> None:
         self._transport, self._schedule, self._layout, self._dtype = transport, schedule, layout, dtype
+        self.num_bytes = layout.num_bytes  # of symmetric memory
         steps = make_program(schedule, transport.group.rank()).steps
         self._steps: list[tuple[Step, Compute | None]] = [
             (step, None if step.action.kind == "copy" else bind_computation(step.action))

@@ -61,4 +61,5 @@ class NumberedCalls(AbstractCalls):
 
     def close(self) -> None:
         """See `AbstractCalls.close`."""
+        check("Waiting for the last wait to end", cu.cuStreamSynchronize(self._stream))  # it writes to flags, freed next
         check("Destroying a stream", cu.cuStreamDestroy(self._stream))

@@ -9,10 +9,12 @@ from typing import Any, NamedTuple, final
 
 import torch
 from cuda.bindings import driver as cu
+from torch._C import _CUDAGraph as Graph
 
 from counterpoint.cuda.driver import check
 from counterpoint.errors import DeviceError
 from counterpoint.ops.call_order import NO_TIMING, CallOrder
+from counterpoint.ops.computation import half_precision_settings
 from counterpoint.ops.issuing import (
     Call,
     Issue,
@@ -26,7 +28,7 @@ from counterpoint.ops.issuing import (
 )
 from counterpoint.ops.recordings import Recordings, capture
 from counterpoint.ops.signals import Flags
-from counterpoint.ops.streams import stream_of
+from counterpoint.ops.streams import recording_stream_of, stream_of
 from counterpoint.ops.symmetric import SymmetricMemory
 from counterpoint.ops.transport import AbstractPrepared, Layout, Tensors, view_of
 from counterpoint.schedule.actions import Buffer, CopySchedule
@@ -34,6 +36,7 @@ from counterpoint.schedule.program import Flag, Program, Step
 
 Handle = Any  # cuda-bindings has no types
 RECORDED_TYPES = (torch.bfloat16, torch.float16)  # how other types are multiplied depends on more of torch's settings
+CAPTURING = cu.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_ACTIVE
 LOGGER = logging.getLogger("counterpoint")
 
 
@@ -50,6 +53,10 @@ class Shared(NamedTuple):
     def stream(self, name: str) -> torch.cuda.Stream:
         """The group's stream of that name."""
         return stream_of(self.group_name, self.device, name)
+
+    def recording_stream(self, name: str) -> torch.cuda.Stream:
+        """The group's stream of that name that calls are only recorded on."""
+        return recording_stream_of(self.group_name, self.device, name)
 
 
 class Branches:
@@ -72,7 +79,7 @@ class PreparedCopies(AbstractPrepared):
         self._local = [buffer for buffer in self._schedule.buffers if buffer.home == "local"]
         forked = [name for name in self._program.streams if name != "compute 0"]
         self._branches = Branches({name: shared.stream(name) for name in forked})
-        self._recorded_branches = Branches({name: shared.stream(f"recording {name}") for name in forked})
+        self._recorded_branches = Branches({name: shared.recording_stream(name) for name in forked})
         self._events = {
             step.position: check("Making an event", cu.cuEventCreate(NO_TIMING))
             for step in self._program.steps
@@ -99,7 +106,7 @@ class PreparedCopies(AbstractPrepared):
             self._issue(self._call(operands, weight, current, self._branches), is_joined=order.is_in_capture)
         order.finish(handle)
 
-    def _recorded(self, operands: Tensors, weight: torch.Tensor) -> torch.cuda.CUDAGraph | None:
+    def _recorded(self, operands: Tensors, weight: torch.Tensor) -> Graph | None:
         """The recording of this call; made now if it has come often enough."""
         recordings = self._shared.recordings
         if self._dtype not in RECORDED_TYPES or not recordings.is_enabled:
@@ -107,28 +114,32 @@ class PreparedCopies(AbstractPrepared):
         key = self._key(operands, weight)
         graph = recordings.find(key)
         if graph is None and recordings.is_due(key):
-            current = self._shared.stream("recording")
-            call = self._call(operands, weight, current, self._recorded_branches)
-            try:
-                graph = capture(current, lambda: self._issue(call, is_joined=True))
-            except (RuntimeError, DeviceError) as problem:
-                recordings.is_enabled = False
-                reason = str(problem).strip().splitlines()[0]
-                LOGGER.warning("Operators are issued call by call: recording one as a CUDA graph failed (%s).", reason)
-            else:
+            graph = self._record(operands, weight)
+            if graph is not None:
                 recordings.keep(key, graph)
         return graph
 
+    def _record(self, operands: Tensors, weight: torch.Tensor) -> Graph | None:
+        """Record this call; None, and no other is tried, where that fails: the call can be issued as it stands."""
+        current = self._shared.recording_stream("compute 0")
+        call = self._call(operands, weight, current, self._recorded_branches)
+        try:
+            return capture(current, lambda: self._issue(call, is_joined=True))
+        except (RuntimeError, DeviceError) as problem:
+            self._shared.recordings.is_enabled = False
+            reason = str(problem).strip().split("\n")[0]
+            LOGGER.warning("Operators are issued call by call: recording one as a CUDA graph failed (%s).", reason)
+            return None
+
     def _key(self, operands: Tensors, weight: torch.Tensor) -> Hashable:
-        """All that decides what a call issues: addresses, strides, and torch's settings for half-precision matmuls."""
-        settings = torch.backends.cuda.matmul
+        """All that decides what a call issues: addresses, strides, and torch's settings for half-precision matmuls. The
+        schedule stands for shapes and type."""
         return (
-            id(self),  # as long as there are recordings, their schedules live
+            self,  # and not its id, which another schedule could get one day
             weight.data_ptr(),
             weight.stride(),
             *((tensor.data_ptr(), tensor.stride()) for tensor in operands.values()),
-            settings.allow_bf16_reduced_precision_reduction,
-            settings.allow_fp16_reduced_precision_reduction,
+            half_precision_settings(),
         )
 
     def _call(self, operands: Tensors, weight: torch.Tensor, current: torch.cuda.Stream, branches: Branches) -> Call:
@@ -136,7 +147,8 @@ class PreparedCopies(AbstractPrepared):
         return Call({**operands, **self._symmetric}, weight, handles, {**branches.streams, "compute 0": current})
 
     def _issue(self, call: Call, *, is_joined: bool) -> None:
-        """Issue everything behind what is on the current stream; a capture must end with every stream joined again."""
+        """Issue everything behind what is on the current stream; a capture must end with every stream joined again, also
+        after an error."""
         current = call.handles["compute 0"]
         check("Starting a call", cu.cuEventRecord(self._shared.order.start_event, current))
         before = torch.cuda.current_stream(self._shared.device)
@@ -145,12 +157,14 @@ class PreparedCopies(AbstractPrepared):
                 issue(call)
         finally:
             torch.cuda.set_stream(before)
-        if is_joined:
-            for name in self._branches.handles:
-                self._join(name, call.handles[name], current)
+            if is_joined:
+                for name in self._branches.handles:
+                    self._join(name, call.handles[name], current)
 
     def _join(self, name: str, handle: Handle, current: Handle) -> None:
-        """Let the current stream wait for another."""
+        """Let the current stream wait for another, if that is part of the capture: after an error it may not be yet."""
+        if check("Asking for the capture", cu.cuStreamIsCapturing(handle)) != CAPTURING:
+            return
         if name not in self._tails:
             self._tails[name] = check("Making an event", cu.cuEventCreate(NO_TIMING))
         event = self._tails[name]

@@ -1,14 +1,16 @@
 """What a group of ranks keeps between operator calls: its transport, and for each shape the schedule that was chosen
 and prepared.
 
-The first call for a shape compares notes with the other ranks, chooses (`schedule/heuristic.py`, unless the caller
-names a schedule), prepares and allocates; later calls look the result up. Runtimes live until `release()`.
+The first call for a shape compares notes with the other ranks, chooses (the schedule that the caller names, else the
+plan in force, else `schedule/heuristic.py`), prepares and allocates; later calls look the result up. Runtimes live until
+`release()`.
 """
 
 import socket
+from collections.abc import Sequence
 from functools import cache
 from importlib.util import find_spec
-from typing import NoReturn, final
+from typing import NoReturn, TypeAlias, final
 
 import msgspec
 import torch
@@ -23,12 +25,15 @@ from counterpoint.ops.collectives import Collectives
 from counterpoint.ops.lane import AbstractLane
 from counterpoint.ops.message_lane import MessageLane
 from counterpoint.ops.messages import Messages
+from counterpoint.ops.plan_in_force import Choice, plan_in_force
 from counterpoint.ops.transport import AbstractPrepared, AbstractTransport
 from counterpoint.schedule import SEQUENTIAL, Problem, ScheduleDescription, backward_description, make_schedule
 from counterpoint.schedule.actions import Operation, Pass
 from counterpoint.schedule.heuristic import Pick, pick_schedule
+from counterpoint.units import format_count
 
 DEFAULT_MACHINE = "h200"
+Group: TypeAlias = dist.ProcessGroup
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
@@ -40,7 +45,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     num_inner: int
     num_columns: int
     dtype: torch.dtype
-    schedule: str
+    schedule: str = ""
 
     def problem(self, num_ranks: int) -> Problem:
         """The sizes, checked. Raises `ScheduleError`."""
@@ -53,12 +58,18 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
             element_bytes=self.dtype.itemsize,
         )
 
+    def name(self, num_ranks: int) -> str:
+        """What a plan's directives match, whatever schedule the call names."""
+        return f"{self._sizes()} on {format_count(num_ranks, 'rank')}"
+
     def words(self) -> str:
         """For messages: the operator and its sizes."""
+        return self._sizes() + (f" with {self.schedule}" if self.schedule else "")
+
+    def _sizes(self) -> str:
         sizes = f"({self.num_rows}, {self.num_inner}) @ ({self.num_inner}, {self.num_columns})"
         passes = "" if self.direction == "forward" else " backward"
-        schedule = f" with {self.schedule}" if self.schedule else ""
-        return f"{self.operation}{passes} of {sizes} {str(self.dtype).removeprefix('torch.')}{schedule}"
+        return f"{self.operation}{passes} of {sizes} {str(self.dtype).removeprefix('torch.')}"
 
 
 @final
@@ -76,9 +87,12 @@ class Runtime:
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self.group, self.device = group, device
         self.plans: dict[Request, Plan] = {}
+        self.requests: dict[Request, None] = {}  # that named no schedule, in the order of first calls
+        self._prepared: dict[tuple[Request, ScheduleDescription], AbstractPrepared] = {}
         self._lanes: dict[str, AbstractLane] = {}
         self._agreement = Agreement(group, f"{device.type}")
-        self._machine = _machine_of(device)
+        self.machine = _machine_of(device)
+        self.machine_name = _machine_name(device)
         self.transport, self.obstacle = self._open_transport()
 
     def plan(self, request: Request) -> Plan:
@@ -98,12 +112,31 @@ class Runtime:
         except ScheduleError as refusal:
             self.refuse(f"{request.operation}: {refusal}")
         refuse_in_capture(request.words(), self.device)
-        self._agreement.compare(Proposal(request=request.words()))
-        pick = self._pick(request, problem)
-        plan = self.plans[request] = Plan(pick, self._prepare(pick, request, problem))
+        choice = self._agree(request)
+        try:
+            pick = self._pick(request, problem, choice)
+            plan = self.plans[request] = Plan(pick, self._prepared_once(request, pick.description))
+        except ScheduleError as refusal:
+            if choice is None:
+                raise
+            raise OperatorError(
+                f"Directive {choice.number} of the plan is not for {request.words()}: {refusal}"
+            ) from refusal
+        if not request.schedule:
+            self.requests[request] = None
         return plan
 
-    def _pick(self, request: Request, problem: Problem) -> Pick:
+    def _agree(self, request: Request) -> Choice | None:
+        """Compare notes with the other ranks; returns what the plan in force says, unless the call names a schedule."""
+        if request.schedule:
+            self._agreement.compare(Proposal(request=request.words()))
+            return None
+        in_force = plan_in_force()
+        unfit = in_force.problem_on(self.machine_name)
+        self._agreement.compare(Proposal(request=request.words(), problem=unfit, plan=in_force.fingerprint))
+        return in_force.choice(request.name(self.group.size()))
+
+    def _pick(self, request: Request, problem: Problem, choice: Choice | None) -> Pick:
         if self.transport is None:
             return Pick(description=SEQUENTIAL, reason=self.obstacle)
         if request.schedule:
@@ -111,12 +144,35 @@ class Runtime:
             if request.direction == "backward":
                 description = backward_description(request.operation, description)
             return Pick(description=description, reason="named by the caller")
-        return pick_schedule(problem, self._machine, request.direction)
+        if choice is not None:
+            return Pick(description=choice.schedule, reason=choice.reason)
+        return pick_schedule(problem, self.machine, request.direction)
 
-    def _prepare(self, pick: Pick, request: Request, problem: Problem) -> AbstractPrepared:
-        if pick.description.is_sequential or self.transport is None:
+    def _prepared_once(self, request: Request, description: ScheduleDescription) -> AbstractPrepared:
+        key = msgspec.structs.replace(request, schedule=""), description
+        if key not in self._prepared:
+            self._prepared[key] = self.prepare(request, description)
+        return self._prepared[key]
+
+    def prepare(self, request: Request, description: ScheduleDescription) -> AbstractPrepared:
+        """Make a schedule ready for a request, by all ranks together. Raises `ScheduleError` where it does not fit."""
+        if description.is_sequential or self.transport is None:
             return Collectives(self.group, request.operation, request.direction, request.num_rows)
-        return self.transport.prepare(make_schedule(problem, pick.description, request.direction), request.dtype)
+        problem = request.problem(self.group.size())
+        return self.transport.prepare(make_schedule(problem, description, request.direction), request.dtype)
+
+    def forget(self, prepared: Sequence[AbstractPrepared]) -> None:
+        """Give back what `prepare` made, by all ranks together."""
+        if self.transport is not None:
+            self.transport.forget(prepared)
+
+    def pick_anew(self) -> None:
+        """Let the next call of every shape choose again, with the other ranks; what is prepared stays."""
+        self.plans = {request: plan for request, plan in self.plans.items() if request.schedule}
+
+    def propose(self, what: str, problem: str = "") -> None:
+        """Raise `OperatorError` on every rank unless all of them are about to do the same, and can."""
+        self._agreement.compare(Proposal(request=what, problem=problem))
 
     def _open_transport(self) -> tuple[AbstractTransport | None, str]:
         """The transport, or None and why there is none, which all ranks find alike."""
@@ -165,6 +221,8 @@ class Runtime:
             lane.close()
         self._lanes.clear()
         self.plans.clear()
+        self.requests.clear()
+        self._prepared.clear()
         if self.transport is not None:
             self.transport.close()
 
@@ -191,6 +249,14 @@ def _machine_of(device: torch.device) -> Machine:
     return found or load_machine(DEFAULT_MACHINE)
 
 
+def _machine_name(device: torch.device) -> str:
+    """What plans call this GPU's machine: its shipped name, or else the GPU's own; a CPU has none."""
+    if device.type != "cuda":
+        return ""
+    found = machine_for_device(torch.cuda.get_device_name(device))
+    return found.name if found else torch.cuda.get_device_name(device)
+
+
 @cache
 def _runtimes() -> dict[tuple[str, torch.device], Runtime]:
     """The runtimes of this process: what the operators, which take a group's name, find theirs by."""
@@ -208,6 +274,19 @@ def runtime_of(group_name: str, device: torch.device) -> Runtime:
             runtimes.pop((group_name, device)).close()
         found = runtimes[group_name, device] = Runtime(group, device)
     return found
+
+
+def runtime_of_group(group: Group | None) -> Runtime:
+    """The runtime of a group's calls so far, of those on GPUs if there are any; without calls, one for where it can run."""
+    found = group if group is not None else dist.group.WORLD
+    if found is None:
+        raise OperatorError("There is no process group. Call torch.distributed.init_process_group first, on every rank.")
+    known = [runtime for runtime in all_runtimes() if runtime.group is found]
+    if known:
+        return max(known, key=lambda runtime: runtime.device.type == "cuda")
+    has_gpus = torch.cuda.is_available() and "nccl" in str(dist.get_backend(found))
+    device = torch.device("cuda", torch.cuda.current_device()) if has_gpus else torch.device("cpu")
+    return runtime_of(found.group_name, device)
 
 
 def all_runtimes() -> list[Runtime]:

@@ -6,7 +6,7 @@ collective.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import final
 
 import torch
@@ -42,6 +42,11 @@ class AbstractTransport(ABC):
     @abstractmethod
     def prepare(self, schedule: CopySchedule, dtype: torch.dtype) -> AbstractPrepared:
         """Make a schedule ready. All ranks call it with the same schedule, in the same order."""
+
+    @abstractmethod
+    def forget(self, prepared: Sequence[AbstractPrepared]) -> None:
+        """Give back what only these schedules need; they are not run any more. All ranks call it alike, when no call of
+        theirs is in a graph that a user captured."""
 
     @abstractmethod
     def num_symmetric_bytes(self) -> int:

@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 from abc import ABC, abstractmethod
+from contextlib import suppress
 from typing import Any, final
 
 from counterpoint.errors import DeviceError, OperatorError
@@ -106,15 +107,21 @@ class Watch:
                 if patience.is_over(self._last_issued, self._calls.last_ended(), time.monotonic()):
                     self._give_up()
         except DeviceError as problem:
-            print(f"counterpoint: {problem}", file=sys.stderr, flush=True)
+            _say(str(problem))
 
     def _give_up(self) -> None:
         self._problem = (
             f"An operator did not end on the GPU within {self._limit_s:g} s: it waits for a rank that is gone, or that runs "
             "other operators. Its results are meaningless. Look at the other ranks' output, and start all of them again."
         )
-        print(f"counterpoint: {self._problem}", file=sys.stderr, flush=True)
+        _say(self._problem)
         pause_s = 0.0
         while not self._closed.wait(pause_s):
             self._calls.free_waits()
             pause_s = POLL_S if self._calls.last_ended() == self._last_issued else FREEING_S
+
+
+def _say(problem: str) -> None:
+    """One line on standard error; where nobody listens any more, waits are to be freed all the same."""
+    with suppress(OSError, ValueError):
+        print(f"counterpoint: {problem}", file=sys.stderr, flush=True)

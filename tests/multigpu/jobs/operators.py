@@ -4,12 +4,14 @@ import os
 import random
 import sys
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from counterpoint import ops
+from counterpoint.cuda.hook import reach_graphs
 from counterpoint.cuda.ranks import join_ranks
 from counterpoint.errors import OperatorError
 from counterpoint.schedule import ScheduleDescription
@@ -124,7 +126,8 @@ def recorded() -> None:
 
 
 def repeat(name: str, operator: Operator, description: ScheduleDescription, num_rows: int) -> None:
-    """Two sets of numbers in turn at the same addresses: the first of each is issued call by call."""
+    """Two sets of numbers in turn at the same addresses: the first of each is issued call by call. Memory that torch gives
+    back meanwhile and takes anew may come at the same addresses."""
     rank = dist.get_rank()
     numbers = [operands(name, num_rows, seed) for seed in (3, 4)]
     left, weight = (each[rank].clone().requires_grad_() for each in numbers[0])
@@ -139,6 +142,8 @@ def repeat(name: str, operator: Operator, description: ScheduleDescription, num_
         product.backward(product.detach())
         found = [product.detach().clone(), left.grad.clone(), weight.grad.clone()]
         del product
+        if turn == 8:
+            torch.cuda.empty_cache()
         if turn < 2:
             assert_close(found[0], reference(name, lefts, weights, rank), (name, description.label()))
             first.append(found)
@@ -146,6 +151,90 @@ def repeat(name: str, operator: Operator, description: ScheduleDescription, num_
         for each, wanted in zip(found, first[turn % 2], strict=True):
             assert torch.equal(each, wanted), (name, description.label(), num_rows, turn)
     assert num_recordings() > before, (name, description.label(), num_rows, "is not recorded")
+
+
+def unreached() -> None:
+    """Whoever reaches the graphs that a job captures reaches no recordings."""
+    with reach_graphs(lambda graph: None) as reached:
+        repeat("all_gather_matmul", ops.all_gather_matmul, GATHERS[2], 512)
+        assert reached.graphs == (), len(reached.graphs)
+    report("unreached")
+
+
+def random_numbers() -> None:
+    """What is drawn beside calls that are issued, recorded and replayed, in eager code or a graph, is as without them."""
+    rank = dist.get_rank()
+    lefts, weights = operands("all_gather_matmul", 512, seed=6)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        drawn = torch.rand(1 << 20, device="cuda")
+
+    def draw_beside(call: Callable[[], object]) -> torch.Tensor:
+        torch.cuda.manual_seed(7)
+        found = torch.empty(8, 2, 1 << 20, device="cuda")
+        for in_graph, eager in found:
+            graph.replay()
+            call()
+            in_graph.copy_(drawn)
+            torch.rand(1 << 20, out=eager)
+        return found
+
+    wanted = draw_beside(lambda: None)
+    before = num_recordings()
+    found = draw_beside(lambda: ops.all_gather_matmul(lefts[rank], weights[rank], schedule=GATHERS[2]))
+    assert num_recordings() > before
+    assert torch.equal(found, wanted)
+    report("random numbers")
+
+
+def failed_recording() -> None:
+    """A recording that ends with an error, and one that CUDA ends, leave torch as it was, and calls are issued."""
+    rank, multiply = dist.get_rank(), torch.mm
+    lefts, weights = operands("all_gather_matmul", 512, seed=8)
+    wanted = reference("all_gather_matmul", lefts, weights, rank)
+    for disturb in (run_out_of_memory, torch.cuda.synchronize):
+        ops.release()
+        disturbances: list[object] = []
+
+        def disturbed(*arguments: object, **named: object) -> torch.Tensor:
+            if torch.cuda.is_current_stream_capturing():
+                disturbances.append(disturb)  # noqa: B023  called within this turn only
+                disturb()  # noqa: B023
+            return multiply(*arguments, **named)
+
+        torch.mm = disturbed
+        for _ in range(8):
+            assert_close(ops.all_gather_matmul(lefts[rank], weights[rank], schedule=GATHERS[2]), wanted, disturb)
+        torch.mm = multiply
+        assert len(disturbances) == 1, "after one failure no other is tried"
+        assert num_recordings() == 0
+        assert_no_capture_goes_on()
+    ops.release()
+    repeat("all_gather_matmul", ops.all_gather_matmul, GATHERS[2], 512)
+    report("failed recording")
+
+
+def assert_no_capture_goes_on() -> None:
+    """To torch: it would refuse to draw, and keep memory that another stream has used."""
+    torch.rand(1, device="cuda")
+    used_elsewhere = torch.ones(1 << 28, dtype=torch.uint8, device="cuda")
+    used_elsewhere.record_stream(torch.cuda.Stream())
+    held = torch.cuda.memory_stats()["active_bytes.all.current"]
+    del used_elsewhere
+    torch.cuda.synchronize()
+    torch.empty(1, device="cuda")
+    assert torch.cuda.memory_stats()["active_bytes.all.current"] < held
+
+
+def run_out_of_memory() -> None:
+    raise torch.OutOfMemoryError("said by the test")
+
+
+def leave() -> None:
+    """The process ends by itself with recordings alive."""
+    repeat("all_gather_matmul", ops.all_gather_matmul, GATHERS[2], 512)
+    dist.destroy_process_group()
+    print("leave: ok", flush=True)
 
 
 def num_recordings() -> int:
@@ -255,7 +344,22 @@ def report(name: str) -> None:
         print(f"{name}: ok", flush=True)
 
 
-SECTIONS = {each.__name__: each for each in (results, captured, recorded, stress, compiled, memory, refused_memory)}
+SECTIONS = {
+    each.__name__: each
+    for each in (
+        results,
+        captured,
+        recorded,
+        unreached,
+        random_numbers,
+        failed_recording,
+        stress,
+        compiled,
+        memory,
+        refused_memory,
+        leave,
+    )
+}
 
 if __name__ == "__main__":
     try:
@@ -267,4 +371,5 @@ if __name__ == "__main__":
         sys.stdout.flush()
         os._exit(1)
     sys.stdout.flush()
-    os._exit(0)
+    if sys.argv[-1] != "leave":
+        os._exit(0)

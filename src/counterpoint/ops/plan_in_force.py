@@ -1,0 +1,96 @@
+"""The plan that operators go by: which schedule it names for a request, and what of it is not for operators.
+
+One plan is in force in a process, for all groups: a request's name holds the operator, its sizes and the number of ranks.
+Whoever asks for a schedule asks here first; ranks compare fingerprints before they run what a plan names.
+"""
+
+import hashlib
+from functools import cache
+from typing import final
+
+import msgspec
+
+from counterpoint.plan import LEAVE_IT, Directive, Match, Plan, Refusal, ScheduleChoice, control_tag
+from counterpoint.schedule import ScheduleDescription
+from counterpoint.value import Value
+
+NOT_FOR_OPERATORS = "operators take only copy schedules; give the others to counterpoint.apply or counterpoint run"
+BY_NAME_ONLY = "operators are matched by their name alone; leave kind and operations out of the match"
+
+
+class Choice(Value, frozen=True, kw_only=True):
+    """What one directive says: the schedule for requests of such names, and why. `number` is its place in the plan."""
+
+    number: int
+    match: Match
+    schedule: ScheduleDescription
+    reason: str
+
+
+@final
+class PlanInForce:
+    """What a plan holds for operators."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.machine = plan.machine
+        self._choices: list[Choice] = []
+        refusals: list[Refusal] = []
+        for number, directive in enumerate(plan.directives):
+            for control in directive.controls:
+                problem = _why_not(directive, isinstance(control, ScheduleChoice))
+                if problem:
+                    refusals.append(Refusal(control=control_tag(control), target=directive.match.name, reason=problem))
+                elif isinstance(control, ScheduleChoice):
+                    self._choices.append(
+                        Choice(
+                            number=number,
+                            match=directive.match,
+                            schedule=control.schedule,
+                            reason=directive.reason or "planned",
+                        )
+                    )
+        self.refusals = tuple(refusals)
+        self.fingerprint = self._fingerprint()
+
+    def choice(self, name: str) -> Choice | None:
+        """What the plan names for a request; of several directives the last one, as everywhere a plan is applied."""
+        return next((choice for choice in reversed(self._choices) if choice.match.accepts_name(name)), None)
+
+    def problem_on(self, machine: str) -> str:
+        """Why a plan is not for GPUs of that machine, in one line, or nothing. CPUs are no machine: they only try it out."""
+        if not (self._choices and self.machine and machine) or self.machine == machine:
+            return ""
+        return (
+            f"the plan in force was measured on '{self.machine}', and this GPU is of '{machine}'. Measure here, or take the "
+            "line 'machine' out of the plan."
+        )
+
+    def _fingerprint(self) -> str:
+        """The same for plans that name the same schedules; empty where a plan names none."""
+        named = [(choice.match.name, choice.schedule) for choice in self._choices]
+        return hashlib.sha256(msgspec.json.encode(named)).hexdigest()[:12] if named else ""
+
+
+def _why_not(directive: Directive, is_schedule: bool) -> str:
+    """Why a control of a directive is nothing for operators; empty if it is."""
+    if not is_schedule:
+        return NOT_FOR_OPERATORS
+    match = directive.match
+    return "" if match.kind is None and match.operations is None else BY_NAME_ONLY
+
+
+@cache
+def _holder() -> list[PlanInForce]:
+    """The one plan of this process."""
+    return [PlanInForce(LEAVE_IT)]
+
+
+def plan_in_force() -> PlanInForce:
+    """The plan that operators of this process go by; one that names nothing until another was put in force."""
+    return _holder()[0]
+
+
+def put_in_force(plan: Plan) -> PlanInForce:
+    """Go by this plan from now on."""
+    _holder()[0] = PlanInForce(plan)
+    return plan_in_force()
