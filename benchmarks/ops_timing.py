@@ -13,9 +13,7 @@ import torch
 import torch.distributed as dist
 
 from counterpoint.cuda.timing import order_of_round
-
-SPIN_CYCLES = 1_500_000
-WARM_UP_ROUNDS = 12  # a call is recorded when it comes for the third time at its addresses, of which a few take turns
+from counterpoint.ops.gpu_call_timer import SPIN_CYCLES, WARM_UP_ROUNDS
 
 
 class Timed:

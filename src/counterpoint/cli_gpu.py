@@ -5,7 +5,6 @@ so that no other waits for it for ever.
 """
 
 import sys
-import traceback
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
-from counterpoint.errors import CounterpointError, StepError
+from counterpoint.errors import StepError
 from counterpoint.value import check_outputs, write_json, write_whole
 
 if TYPE_CHECKING:
@@ -31,23 +30,9 @@ def names_function(step: str) -> bool:
 
 def tune_function(step: str, machine_name: str | None, output: Path | None, is_json: bool) -> NoReturn:
     """Tune a step function on the GPUs at hand, print the result from rank 0, and end the process."""
-    _run_and_leave(lambda: _tune_function(step, machine_name, output, is_json))
+    from counterpoint.cuda.ranks import run_and_leave  # noqa: PLC0415
 
-
-def _run_and_leave(command: Callable[[], None]) -> NoReturn:
-    """Run a command that other ranks run, too, and end this process at once, however it went."""
-    from counterpoint.cuda.ranks import leave  # noqa: PLC0415
-
-    try:
-        command()
-    except CounterpointError as problem:
-        print(f"counterpoint: {problem}", file=sys.stderr)
-        leave(2)
-    except BaseException:
-        # a fault of ours or of the user's step: show all of it, but do not wait for ranks that will never answer
-        traceback.print_exc()
-        leave(1)
-    leave(0)
+    run_and_leave(lambda: _tune_function(step, machine_name, output, is_json))
 
 
 def _tune_function(step: str, machine_name: str | None, output: Path | None, is_json: bool) -> None:
@@ -131,7 +116,9 @@ def bench_paper(
     if simulate is not None:
         _simulate_paper(workloads, simulate, output)
         return
-    _run_and_leave(lambda: _measure_paper(workloads, output))
+    from counterpoint.cuda.ranks import run_and_leave  # noqa: PLC0415
+
+    run_and_leave(lambda: _measure_paper(workloads, output))
 
 
 def _simulate_paper(workloads: list[str] | None, machine_name: str, output: Path | None) -> None:

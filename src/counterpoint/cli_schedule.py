@@ -1,18 +1,23 @@
-"""The command line's part for `schedule`: copy schedules looked at without running anything."""
+"""The command line's part for `schedule`: copy schedules looked at without running anything, or measured on GPUs."""
 
+import os
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from counterpoint.errors import ScheduleError
-from counterpoint.schedule.actions import ELEMENT_BYTES, DataType, Operation, Problem
+from counterpoint.errors import DeviceError, ScheduleError
+from counterpoint.schedule.actions import ELEMENT_BYTES, DataType, Operation, Pass, Problem
 from counterpoint.schedule.description import MAX_CHUNKS, MAX_COPY_STREAMS, MatmulGranularity, Pattern, ScheduleDescription
-from counterpoint.value import write_json
+from counterpoint.value import check_outputs, write_json
 
 schedule = typer.Typer(
-    help="Look at copy schedules: how a collective and its matmul are cut and ordered.", rich_markup_mode=None
+    help="Look at copy schedules, or measure them: how a collective and its matmul are cut and ordered.",
+    rich_markup_mode=None,
 )
 USUAL = ScheduleDescription()  # what the choices that are not made have, once one is made
+TORCHRUN = "torchrun --nproc-per-node W -m counterpoint schedule tune OPERATION"
+ESTIMATE = "Without GPUs, counterpoint schedule show estimates."
 OPERATIONS = "all_gather_matmul, matmul_reduce_scatter, matmul_all_reduce or all_to_all_matmul."
 OperationArgument = Annotated[Operation, typer.Argument(metavar="OPERATION", help=OPERATIONS, show_choices=False)]
 RanksOption = Annotated[int, typer.Option("--ranks", metavar="W", help="Number of GPUs that take part, all of one node.")]
@@ -68,12 +73,10 @@ RankOption = Annotated[int, typer.Option("--rank", metavar="R", help="The number
 MachineOption = Annotated[
     str, typer.Option("--machine", metavar="NAME", help="A machine's name, or the path of a machine file (.toml).")
 ]
+OutputOption = Annotated[
+    Path | None, typer.Option("-o", "--output", metavar="FILE", help="Save the plan (.toml), for counterpoint.ops.use_plan.")
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON for programs instead of text for people.")]
-
-
-@schedule.callback()
-def _group() -> None:
-    """A group with one command so far: without this, typer would make the command the group."""
 
 
 @schedule.command(short_help="Draw one schedule, with its estimated time.")
@@ -127,6 +130,67 @@ def show(
         print(write_json(found))
     else:
         print_schedule(new_console(), found)
+
+
+@schedule.command(short_help="Choose schedules by measurement on the GPUs at hand.")
+def tune(
+    operation: OperationArgument,
+    *,
+    num_rows: RowsOption,
+    num_inner: InnerOption,
+    num_columns: ColumnsOption,
+    dtype: DataTypeOption = "bf16",
+    output: OutputOption = None,
+    json: JsonOption = False,
+) -> None:
+    """Measure the schedules of (M, K) @ (K, N), forward and backward, against sequential, and keep the fastest.
+
+    Start it once for every GPU: torchrun --nproc-per-node W -m counterpoint schedule tune OPERATION --rows M ...
+    It has not run on GPUs yet, only with a scripted clock.
+    """
+    from counterpoint.plan import check_plan_name  # noqa: PLC0415  a fast --help
+
+    check_outputs((output,))
+    if output is not None:
+        check_plan_name(output)
+    started = os.environ.get("WORLD_SIZE", "1")  # torchrun's
+    num_ranks = int(started) if started.isdecimal() else 1
+    sizes = {"num_ranks": num_ranks, "num_rows": num_rows, "num_inner": num_inner, "num_columns": num_columns}
+    problem = Problem(operation=operation, element_bytes=ELEMENT_BYTES[dtype], **sizes)
+    if num_ranks == 1:
+        raise DeviceError(
+            f"Schedules are measured by several ranks, and this process is alone. Start it on W GPUs: {TORCHRUN}. {ESTIMATE}"
+        )
+    from counterpoint.cuda.ranks import run_and_leave  # noqa: PLC0415
+
+    run_and_leave(lambda: _tune(problem, dtype, output, json))
+
+
+def _tune(problem: Problem, dtype: DataType, output: Path | None, is_json: bool) -> None:
+    from counterpoint.cuda.ranks import join_ranks  # noqa: PLC0415
+
+    rank = join_ranks(ESTIMATE)
+    from counterpoint.ops.contest import request_for  # noqa: PLC0415  needs torch
+    from counterpoint.plan import save_plan  # noqa: PLC0415
+    from counterpoint.planner.operators_on_gpu import measure_operators  # noqa: PLC0415
+
+    passes: tuple[Pass, ...] = ("forward",) if problem.operation == "matmul_all_reduce" else ("forward", "backward")
+    tuning = measure_operators(requests=[request_for(problem, direction, dtype) for direction in passes])
+    if rank != 0:
+        return
+    if output is not None:
+        save_plan(tuning.plan, output)
+    if is_json:
+        print(write_json(tuning))
+        return
+    from counterpoint.report import gpu, text  # noqa: PLC0415
+
+    console = text.new_console()
+    for tuned in tuning.operators:
+        gpu.print_tuned_operator(console, tuned)
+    text.print_plan(console, tuning.plan)
+    if output is not None:
+        print(f"Plan saved to {output}, for counterpoint.ops.use_plan.")
 
 
 def _description(choices: dict[str, Any]) -> ScheduleDescription | None:

@@ -35,6 +35,7 @@ PUBLIC = [
     "Priority",
     "RankMetrics",
     "ResidencyCap",
+    "ScheduleChoice",
     "Simulator",
     "Step",
     "StepError",

@@ -5,19 +5,23 @@ that fails says why and leaves at once, so that the others' rendezvous time out 
 """
 
 import os
+import sys
+import traceback
+from collections.abc import Callable
 from datetime import timedelta
 from importlib import import_module
 from importlib.metadata import version
 from typing import NoReturn
 
-from counterpoint.errors import DeviceError
+from counterpoint.errors import CounterpointError, DeviceError
 
 JOIN_TIMEOUT = timedelta(seconds=300)
 OLDEST_TORCH = (2, 11)
+FROM_TRACE = "Without GPUs, plan from a trace: counterpoint tune TRACE."
 
 
-def join_ranks() -> int:
-    """Take this process's GPU and join the others; returns the rank.
+def join_ranks(instead: str = FROM_TRACE) -> int:
+    """Take this process's GPU and join the others; returns the rank. `instead` says what can be had without GPUs.
 
     Raises `DeviceError` without torch or cuda-bindings, with a torch that is too old, or without a GPU.
     """
@@ -26,16 +30,17 @@ def join_ranks() -> int:
             import_module(module)
         except ImportError as problem:
             raise DeviceError(
-                f"'{package}' is needed to run on GPUs and is not installed. Install it: pip install torch cuda-bindings."
+                f"'{package}' is needed to run on GPUs and is not installed. Install it: pip install torch cuda-bindings. "
+                f"{instead}"
             ) from problem
     found = version("torch")
     if tuple(int(part) for part in found.split("+")[0].split(".")[:2]) < OLDEST_TORCH:
-        raise DeviceError(f"torch {found} is too old; 2.11 or later is needed. Update it, or plan from a trace.")
+        raise DeviceError(f"torch {found} is too old; 2.11 or later is needed. Update it. {instead}")
     import torch  # noqa: PLC0415  only after the check above
     import torch.distributed as dist  # noqa: PLC0415
 
     if not torch.cuda.is_available():
-        raise DeviceError("No GPU is visible, so nothing can be measured. Plan from a trace: counterpoint tune TRACE.")
+        raise DeviceError(f"No GPU is visible, so nothing can be measured. {instead}")
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     if local_rank >= torch.cuda.device_count():
         raise DeviceError(f"Rank {local_rank} has no GPU: {torch.cuda.device_count()} are visible. Start fewer processes.")
@@ -45,10 +50,22 @@ def join_ranks() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
 
+def run_and_leave(command: Callable[[], None]) -> NoReturn:
+    """Run a command that other ranks run, too, and end this process at once, however it went."""
+    try:
+        command()
+    except CounterpointError as problem:
+        print(f"counterpoint: {problem}", file=sys.stderr)
+        leave(2)
+    except BaseException:
+        # a fault of ours or of the user's step: show all of it, but do not wait for ranks that will never answer
+        traceback.print_exc()
+        leave(1)
+    leave(0)
+
+
 def leave(exit_code: int) -> NoReturn:
     """End this process now; a normal exit would wait for collectives that will never finish."""
-    import sys  # noqa: PLC0415
-
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(exit_code)

@@ -7,6 +7,7 @@ from rich.text import Text
 
 from counterpoint.cuda.timing import Measurement
 from counterpoint.engagement import Engagement, summarize_engagements
+from counterpoint.planner.operators import TunedOperator
 from counterpoint.planner.paper import PLAIN, SEQUENTIAL, PaperResult, simulation_accuracy
 from counterpoint.report.text import new_table, shorten
 from counterpoint.units import format_change, format_percent, format_us
@@ -22,6 +23,25 @@ def print_measurements(console: Console, measurements: Sequence[Measurement]) ->
         change = Text("" if number == 0 else format_change(row.ratio - 1), style=style)
         spread = format_percent(row.spread)
         table.add_row(row.label, format_us(row.median_us), change, spread, str(row.num_rounds))
+    console.print(table)
+    console.print()
+
+
+def print_tuned_operator(console: Console, tuned: TunedOperator) -> None:
+    """One call of an operator: its schedules against sequential, which of them is kept, and the ideal by the estimate."""
+    console.print(Text(tuned.name, style="bold"))
+    table = new_table("schedule (measured)", "median", "change", "spread", "")
+    table.columns[-1].justify = "left"
+    for number, row in enumerate(tuned.measurements):
+        remarks = ["the estimate's pick"] if number == tuned.estimated else []
+        remarks += ["kept"] if number == tuned.chosen else []
+        style = "green" if row.is_faster() else "red" if row.is_slower() else ""
+        change = Text(format_change(row.ratio - 1) if number else "", style=style)
+        remark = Text(", ".join(remarks), style="dim")
+        name = Text(row.label, style="bold" if number == tuned.chosen else "")
+        table.add_row(name, format_us(row.median_us), change, format_percent(row.spread), remark)
+    ideal = Text("ideal (estimated)", style="dim")
+    table.add_row(ideal, format_us(tuned.ideal_us), "", "", Text("the longer of both, each alone", style="dim"))
     console.print(table)
     console.print()
 

@@ -1,0 +1,84 @@
+"""Choosing operators' copy schedules by measurement on the GPUs at hand: every call in turn, its schedules interleaved.
+
+All ranks measure the same calls by the same schedules; what counts is the slowest rank's time, so all come to the same
+plan. Results are compared with those of `sequential` before and after. Has run on CPUs with a scripted clock only, not on
+GPUs yet.
+"""
+
+from collections.abc import Sequence
+from contextlib import closing
+
+from counterpoint.cuda.timing import measure_in_heats, order_of_round
+from counterpoint.ops.call_timer import AbstractCallTimer
+from counterpoint.ops.contest import Contest
+from counterpoint.ops.gpu_call_timer import open_call_timer
+from counterpoint.ops.runtime import Group, Request, Runtime, runtime_of_group
+from counterpoint.plan import Plan
+from counterpoint.planner.operators import OperatorTuning, TunedOperator, choose, descriptions_to_measure, plan_of
+from counterpoint.schedule.estimate import estimate_ideal
+from counterpoint.schedule.heuristic import pick_schedule
+
+
+def tune_operators(
+    group: Group | None = None,
+    requests: Sequence[Request] | None = None,
+    *,
+    timer: AbstractCallTimer | None = None,
+    num_rounds: int = 15,
+) -> Plan:
+    """The plan of the fastest schedule for every shape that the group has run so far, or for the given ones.
+
+    All ranks call it together, between steps and outside of captures. It changes nothing: give the plan to
+    `counterpoint.ops.use_plan` on every rank. `timer` takes the place of events on GPUs in tests. Raises `DeviceError` on
+    CPUs, `OperatorError` on every rank where ranks disagree or results differ.
+    """
+    return measure_operators(group, requests, timer=timer, num_rounds=num_rounds).plan
+
+
+def measure_operators(
+    group: Group | None = None,
+    requests: Sequence[Request] | None = None,
+    *,
+    timer: AbstractCallTimer | None = None,
+    num_rounds: int = 15,
+) -> OperatorTuning:
+    """As `tune_operators`, with what was measured."""
+    runtime = runtime_of_group(group)
+    own_timer = timer or open_call_timer(runtime)
+    wanted = tuple(dict.fromkeys(runtime.requests if requests is None else requests))
+    names = [request.name(runtime.group.size()) for request in wanted]
+    runtime.propose(f"tuning of {', '.join(names)}", _problem_of(wanted))
+    return plan_of(
+        [_measured(runtime, request, own_timer, num_rounds=num_rounds) for request in wanted], runtime.machine_name
+    )
+
+
+def _problem_of(requests: Sequence[Request]) -> str:
+    """Why these cannot be tuned, or nothing."""
+    if not requests:
+        return (
+            "there is no call to tune: the group has run none that leaves its schedule to the plan. Run a step first, or "
+            "give the requests."
+        )
+    named = next((request for request in requests if request.schedule), None)
+    return f"a request to tune names no schedule; found {named.words()}. Leave the schedule out." if named else ""
+
+
+def _measured(runtime: Runtime, request: Request, timer: AbstractCallTimer, *, num_rounds: int) -> TunedOperator:
+    problem = request.problem(runtime.group.size())
+    with closing(Contest(runtime, request, descriptions_to_measure(problem, runtime.machine, request.direction))) as contest:
+        labels = [description.label() for description in contest.descriptions]
+        contest.require_right()
+        for number in range(timer.num_warm_up_rounds):
+            contest.warm_up(order_of_round(number, len(labels)))
+        measurements = measure_in_heats(labels, lambda number: contest.time_us(number, timer), num_rounds)
+        contest.require_right()
+    picked = pick_schedule(problem, runtime.machine, request.direction).description
+    return TunedOperator(
+        name=contest.name,
+        descriptions=contest.descriptions,
+        measurements=measurements,
+        estimated=contest.descriptions.index(picked),
+        chosen=choose(measurements),
+        ideal_us=estimate_ideal(problem, runtime.machine, direction=request.direction),
+    )
