@@ -61,7 +61,8 @@ def main() -> None:
     except CounterpointError as problem:
         _fail(str(problem))
     except TyperException as problem:
-        _fail(f"{problem.format_message().rstrip('.')}. Try 'counterpoint --help'.")
+        message = problem.format_message().replace("Value error, ", "")  # words of the parser's own, for programmers
+        _fail(f"{message.rstrip('.')}{'' if message.endswith('?') else '.'} Try 'counterpoint --help'.")
     except (Abort, KeyboardInterrupt):
         sys.exit(130)
     except BrokenPipeError:  # whoever read our output, `head` say, has seen enough
@@ -223,7 +224,7 @@ app.command(context_settings=cli_check.CONTEXT, short_help="Name settings known 
 app.command(context_settings=cli_run.CONTEXT, short_help="Run a job that nobody edits with a plan, or tune it meanwhile.")(
     cli_run.run
 )
-app.add_typer(cli_schedule.schedule, name="schedule", short_help="Draw copy schedules: how a collective is cut and ordered.")
+app.add_typer(cli_schedule.schedule, name="schedule", short_help="Draw copy schedules, or choose them by measurement.")
 app.add_typer(cli_gpu.bench, name="bench")
 
 

@@ -187,6 +187,12 @@ class Plan(Value, frozen=True, kw_only=True):
                 f"({step.fingerprint()}). Run `counterpoint tune` on this step."
             )
         for number, directive in enumerate(self.directives):
+            beyond = [each for each in directive.match.operations or () if not 0 <= each < len(step.operations)]
+            if beyond:
+                raise PlanError(
+                    f"Directive {number} of the plan names operation {beyond[0]}, and step '{step.name}' has operations 0 "
+                    f"to {len(step.operations) - 1}. Correct its match, or leave it out."
+                )
             if not any(directive.match.accepts(index, operation) for index, operation in enumerate(step.operations)):
                 raise PlanError(
                     f"Directive {number} of the plan matches none of the {len(step.operations)} operations of step "

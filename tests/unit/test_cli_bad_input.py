@@ -238,7 +238,10 @@ CAP = 'control = "residency_cap", ctas_per_sm = {}, dynamic_shared_bytes = {}'
             directive('control = "priority", priority = -1', match=', name = "nothing*"'),
             ["matches none of the 8", "Correct"],
         ),
-        (directive('control = "priority", priority = -1', match=", operations = [99]"), ["matches none of the 8"]),
+        (
+            directive('control = "priority", priority = -1', match=", operations = [0, 99]"),
+            ["names operation 99, and step 'cb_ar_opt1' has operations 0 to 7.", "Correct"],
+        ),
     ],
 )
 def test_a_plan_that_does_not_work(content: bytes | str | None, says: list[str], tmp_path: Path) -> None:
@@ -336,6 +339,7 @@ def test_an_input_without_permission(name: str, tmp_path: Path) -> None:
         (["tune", "cb_ar_opt1", "--machine"], "'--machine' requires an argument."),
         (["tune", "cb_ar_opt1", "cb_ar_opt2"], "unexpected extra argument(s) (cb_ar_opt2). Try"),
         (["fly"], "No such command 'fly'. Try 'counterpoint --help'."),
+        (["bench", "papers"], "Did you mean 'paper'? Try"),
     ],
 )
 def test_wrong_usage_points_to_the_help(arguments: list[str], says: str) -> None:

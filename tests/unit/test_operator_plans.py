@@ -7,11 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from counterpoint.cuda.timing import Measurement, summarize_rounds
-from counterpoint.errors import PlanError
+from counterpoint.errors import PlanError, ScheduleError
 from counterpoint.launch_filter.rules import translate
 from counterpoint.machine import load_machine
 from counterpoint.plan import (
-    FOR_OPERATORS,
     Directive,
     Match,
     Plan,
@@ -184,17 +183,35 @@ def test_nothing_but_operators_takes_a_copy_schedule_and_the_line_says_who_does(
         plan.check_step(step)  # as captured graphs do before they are rewritten
     with pytest.raises(PlanError, match=r"counterpoint\.ops\.use_plan"):
         translate(plan, step)
-    translated = translate(plan)
-    assert [(each.control, each.target, each.reason) for each in translated.refusals] == [
-        ("copy_schedule", name, FOR_OPERATORS)
-    ]
-    assert [rule.priority for rule in translated.rules if rule.priority is not None] == [-5]
+    with pytest.raises(PlanError, match=r"counterpoint\.ops\.use_plan"):
+        translate(plan)  # as `counterpoint run` does without --step
 
 
-def test_simulating_a_plan_of_schedules_is_one_line(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("before", "after"), [(["simulate", "cb_ar_opt1"], []), (["run"], ["--", "echo", "the job must not start"])]
+)
+def test_simulating_or_running_a_plan_of_schedules_is_one_line(before: list[str], after: list[str], tmp_path: Path) -> None:
     save_plan(OF_OPERATORS, tmp_path / "plan.toml")
-    line = refusal("simulate", "cb_ar_opt1", "--plan", tmp_path / "plan.toml")
+    line = refusal(*before, "--plan", tmp_path / "plan.toml", *after)
     assert "it is for operators: counterpoint.ops.use_plan takes it" in line
+
+
+@pytest.mark.parametrize("found", [None, "schedules.toml", Path("schedules.toml")])
+def test_what_is_no_plan_is_not_put_in_force_and_the_line_says_how_to_read_one(found: object) -> None:
+    ops = pytest.importorskip("counterpoint.ops")
+    with pytest.raises(PlanError, match=r"use_plan takes a plan; found a \w+\. Read a file by counterpoint\.load_plan"):
+        ops.use_plan(found)
+
+
+def test_a_call_by_the_label_of_a_schedule_is_one_line() -> None:
+    torch = pytest.importorskip("torch")
+    dist, ops = pytest.importorskip("torch.distributed"), pytest.importorskip("counterpoint.ops")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with pytest.raises(ScheduleError, match=r"takes a ScheduleDescription; found a str\. Make one: "):
+            ops.all_gather_matmul(torch.ones(4, 2), torch.ones(2, 3), schedule="ring/1 chunk 1+2")
+    finally:
+        dist.destroy_process_group()
 
 
 @given(measurements=rows())

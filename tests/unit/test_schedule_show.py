@@ -85,7 +85,7 @@ def shown(operation: str, *arguments: str) -> ScheduleSummary:
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (("nothing", *SIZES), ["'nothing' is not one of", "all_to_all_matmul"]),
+        (("nothing", *SIZES), ["'OPERATION': 'nothing' is not one of", "all_to_all_matmul"]),
         (("all_gather_matmul", *SIZES[2:]), ["Missing option '--ranks'"]),
         (("all_gather_matmul", "--ranks", "9", *SIZES[2:]), ["which on h200 are 8; found 9 ranks", "8 or fewer"]),
         (("all_gather_matmul", "--ranks", "0", *SIZES[2:]), ["for 1 to 64 ranks; found 0"]),

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 
 from counterpoint.errors import PlanError
 from counterpoint.plan import (
-    FOR_OPERATORS,
     Control,
     Directive,
     HeadStart,
@@ -20,7 +19,6 @@ from counterpoint.plan import (
     Priority,
     Refusal,
     ResidencyCap,
-    ScheduleChoice,
     control_tag,
 )
 from counterpoint.step import Copy, OperationKind, Step
@@ -102,18 +100,17 @@ def rules_of(plan: Plan, step: Step | None = None) -> tuple[FilterRule, ...]:
 def translate(plan: Plan, step: Step | None = None) -> Translation:
     """Turn a plan's directives into rules by name.
 
-    Raises `PlanError` where the plan was made for another step than `step`, or names operations by number and there is no
-    step: nothing of such a directive could be applied, and a job may run for days before anybody looks. Controls that the
-    filter has no part in (communication CTAs, transport) are neither rules nor refusals.
+    Raises `PlanError` where the plan was made for another step than `step`, names operations by number and there is no
+    step, or holds operators' schedules: nothing of such a directive could be applied, and a job may run for days before
+    anybody looks. Controls that the filter has no part in (communication CTAs, transport) are neither rules nor refusals.
     """
+    plan.refuse_schedules()
     if step is not None:
         plan.check_step(step)
     rules: list[FilterRule] = []
     refusals: list[Refusal] = []
     remarks: list[str] = []
     for number, directive in enumerate(plan.directives):
-        schedules = [control for control in directive.controls if isinstance(control, ScheduleChoice)]
-        refusals.extend(_refusal(control, directive.match.name, FOR_OPERATORS) for control in schedules)
         controls = tuple(control for control in directive.controls if isinstance(control, FILTER_CONTROLS))
         if not controls:
             continue

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.utils import _pytree
 
+from counterpoint.errors import PlanError, ScheduleError
 from counterpoint.ops import operators
 from counterpoint.ops.plan_in_force import put_in_force
 from counterpoint.ops.runtime import Request, Runtime, all_runtimes, forget_runtimes
@@ -141,6 +142,10 @@ def use_plan(plan: Plan) -> tuple[Refusal, ...]:
     with the same plan: ranks compare at the next call of every shape. Graphs that were captured before keep what they
     hold. Returns what of the plan is not for operators.
     """
+    if not isinstance(plan, Plan):
+        raise PlanError(
+            f"use_plan takes a plan; found a {type(plan).__name__}. Read a file by counterpoint.load_plan(Path(...))."
+        )
     refusals = put_in_force(plan).refusals
     for runtime in all_runtimes():
         runtime.pick_anew()
@@ -180,4 +185,11 @@ def _of_group(group: dist.ProcessGroup | None) -> list[Runtime]:
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # compiled code is for one schedule
 def _text(schedule: ScheduleDescription | None) -> str:
-    return "" if schedule is None else msgspec.json.encode(schedule).decode()
+    if schedule is None:
+        return ""
+    if not isinstance(schedule, ScheduleDescription):
+        raise ScheduleError(
+            f"schedule takes a ScheduleDescription; found a {type(schedule).__name__}. Make one: "
+            'ScheduleDescription(pattern="ring").'
+        )
+    return msgspec.json.encode(schedule).decode()
