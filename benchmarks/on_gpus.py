@@ -6,7 +6,6 @@ A rank that fails shows why and ends, because the others may wait in its collect
 import faulthandler
 import json
 import os
-import traceback
 from collections.abc import Callable, Sequence
 from datetime import date
 from pathlib import Path
@@ -14,14 +13,13 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from counterpoint.cuda.driver import driver_version
-from counterpoint.cuda.ranks import join_ranks, leave
+from counterpoint.cuda import ranks
 
 
 def join(limit_s: int) -> None:
     """Take this rank's GPU and join the others; everything must be over within the limit."""
     faulthandler.dump_traceback_later(limit_s, exit=True)
-    join_ranks()
+    ranks.join_ranks()
 
 
 def log(*words: object) -> None:
@@ -32,6 +30,8 @@ def log(*words: object) -> None:
 
 def conditions(**more: object) -> dict[str, object]:
     """Date, GPUs, versions, and what else the benchmark wants to be known."""
+    from counterpoint.cuda.driver import driver_version  # noqa: PLC0415  --help needs no cuda-bindings
+
     num_gpus = dist.get_world_size() if dist.is_initialized() else 1
     return {
         "date": date.today().isoformat(),
@@ -51,11 +51,10 @@ def save(output: Path | None, result: Sequence[object], **more: object) -> None:
 
 
 def run_and_leave(main: Callable[[], None]) -> None:
-    """Run the benchmark and end this process at once, however it went."""
-    try:
+    """Run the benchmark and end this process at once, however it went; what fails on the GPU only now counts, too."""
+
+    def complete() -> None:
         main()
-    except BaseException:
-        traceback.print_exc()
-        leave(1)
-    torch.cuda.synchronize()
-    leave(0)
+        torch.cuda.synchronize()
+
+    ranks.run_and_leave(complete)

@@ -57,6 +57,8 @@ def run_and_leave(command: Callable[[], None]) -> NoReturn:
     except CounterpointError as problem:
         print(f"counterpoint: {problem}", file=sys.stderr)
         leave(2)
+    except SystemExit as ended:  # a parser of arguments has said why
+        leave(ended.code if isinstance(ended.code, int) else int(ended.code is not None))
     except BaseException:
         # a fault of ours or of the user's step: show all of it, but do not wait for ranks that will never answer
         traceback.print_exc()

@@ -16,7 +16,7 @@ from torch.utils import _pytree
 from counterpoint.errors import PlanError, ScheduleError
 from counterpoint.ops import operators
 from counterpoint.ops.plan_in_force import put_in_force
-from counterpoint.ops.runtime import Request, Runtime, all_runtimes, forget_runtimes
+from counterpoint.ops.runtime import Request, Runtime, all_runtimes, forget_runtimes, group_or_world
 from counterpoint.plan import Plan, Refusal
 from counterpoint.schedule import ScheduleDescription
 from counterpoint.value import Value
@@ -173,8 +173,7 @@ def release() -> None:
 
 
 def _name_and_size(group: dist.ProcessGroup | None) -> tuple[str, int]:
-    found = group if group is not None else dist.group.WORLD
-    assert found is not None
+    found = group_or_world(group)
     return found.group_name, found.size()
 
 

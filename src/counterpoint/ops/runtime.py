@@ -276,11 +276,19 @@ def runtime_of(group_name: str, device: torch.device) -> Runtime:
     return found
 
 
-def runtime_of_group(group: Group | None) -> Runtime:
-    """The runtime of a group's calls so far, of those on GPUs if there are any; without calls, one for where it can run."""
+def group_or_world(group: Group | None) -> Group:
+    """The group that is meant; None is all ranks. Raises `OperatorError` where there is none."""
     found = group if group is not None else dist.group.WORLD
     if found is None:
         raise OperatorError("There is no process group. Call torch.distributed.init_process_group first, on every rank.")
+    if not isinstance(found, dist.ProcessGroup):
+        raise OperatorError(f"A group is a torch.distributed.ProcessGroup or None; found a {type(found).__name__}.")
+    return found
+
+
+def runtime_of_group(group: Group | None) -> Runtime:
+    """The runtime of a group's calls so far, of those on GPUs if there are any; without calls, one for where it can run."""
+    found = group_or_world(group)
     known = [runtime for runtime in all_runtimes() if runtime.group is found]
     if known:
         return max(known, key=lambda runtime: runtime.device.type == "cuda")
