@@ -1,11 +1,8 @@
 """Ranks on CPUs that run operators under plans, or choose schedules by a scripted clock, as the argument says."""
 
 import os
-import sys
-import traceback
 from collections import Counter
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 from unittest import mock
 
@@ -21,6 +18,7 @@ from counterpoint.planner.operators import descriptions_to_measure
 from counterpoint.planner.operators_on_gpu import measure_operators, tune_operators
 from counterpoint.schedule import SEQUENTIAL, Problem, ScheduleDescription
 from counterpoint.value import write_toml
+from helpers.gloo_sections import report, run_sections
 from helpers.operator_definitions import draw, keywords, reference, with_schedules
 
 D = ScheduleDescription
@@ -391,26 +389,10 @@ def problem_of(attempt: Callable[[], object]) -> str:
     return "nothing was refused"
 
 
-def report(name: str) -> None:
-    print(f"{name}: ok", flush=True)
+def start_anew() -> None:
+    ops.use_plan(LEAVE_IT)
+    ops.release()
 
 
 if __name__ == "__main__":
-    try:
-        dist.init_process_group(
-            "gloo",
-            init_method=f"file://{os.environ['MEETING_FILE']}",
-            rank=int(os.environ["RANK"]),
-            world_size=int(os.environ["WORLD_SIZE"]),
-            timeout=timedelta(seconds=float(os.environ.get("LIMIT_S", "30"))),
-        )
-        for section in sys.argv[1:]:
-            globals()[section]()
-            ops.use_plan(LEAVE_IT)
-            ops.release()
-    except BaseException:
-        traceback.print_exc()
-        sys.stderr.flush()
-        os._exit(1)
-    sys.stdout.flush()
-    os._exit(0)
+    run_sections(globals(), after_each=start_anew)

@@ -1,8 +1,6 @@
 """Ranks on CPUs that run the operators in the way named by the argument and print `NAME: ok` for each thing that holds."""
 
 import os
-import sys
-import traceback
 from collections.abc import Callable
 from contextlib import nullcontext
 from datetime import timedelta
@@ -18,6 +16,7 @@ from counterpoint.errors import CounterpointError
 from counterpoint.ops import operators
 from counterpoint.ops.exchange import open_exchange
 from counterpoint.schedule import SEQUENTIAL, ScheduleDescription
+from helpers.gloo_sections import report, run_sections
 from helpers.operator_definitions import draw, keywords, reference, with_schedules
 
 D = ScheduleDescription
@@ -399,24 +398,5 @@ def dies() -> None:
         print(f"counterpoint: {problem}", flush=True)
 
 
-def report(name: str) -> None:
-    print(f"{name}: ok", flush=True)
-
-
 if __name__ == "__main__":
-    try:
-        dist.init_process_group(
-            "gloo",
-            init_method=f"file://{os.environ['MEETING_FILE']}",
-            rank=int(os.environ["RANK"]),
-            world_size=int(os.environ["WORLD_SIZE"]),
-            timeout=timedelta(seconds=float(os.environ.get("LIMIT_S", "30"))),
-        )
-        for name in sys.argv[1:]:
-            globals()[name]()
-    except BaseException:
-        traceback.print_exc()
-        sys.stderr.flush()
-        os._exit(1)
-    sys.stdout.flush()
-    os._exit(0)
+    run_sections(globals())
