@@ -9,6 +9,7 @@ import os
 from collections.abc import Callable, Sequence
 from datetime import date
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -48,6 +49,13 @@ def save(output: Path | None, result: Sequence[object], **more: object) -> None:
     """Write what there is so far, on the first rank."""
     if output is not None and dist.get_rank() == 0:
         output.write_text(json.dumps({"conditions": conditions(**more), "result": result}, indent=1) + "\n")
+
+
+def largest(values: Sequence[Any]) -> Any:
+    """Each number's largest over the ranks; numbers in a list, or in lists of equal length."""
+    shared = torch.tensor(values, device="cuda", dtype=torch.float64)
+    dist.all_reduce(shared, op=dist.ReduceOp.MAX)
+    return shared.tolist()
 
 
 def run_and_leave(main: Callable[[], None]) -> None:

@@ -21,34 +21,15 @@ from benchmarks.on_gpus import join, log, run_and_leave, save
 from benchmarks.ops_shapes import HELD_OUT, Shape, shapes_named
 from benchmarks.ops_timing import Timed, time_interleaved
 from counterpoint import ops
+from counterpoint.errors import cause_of
 from counterpoint.ops.collectives import library_all_gather, library_reduce_scatter
 from counterpoint.schedule import ScheduleDescription
+from counterpoint.schedule.heuristic import GATHERING, REDUCING
 
 D = ScheduleDescription
-DESCRIPTIONS = {
-    "ag_mm": (
-        D(pattern="one_peer", chunks=1),
-        D(pattern="one_peer", chunks=1, num_compute_streams=1),
-        D(pattern="one_peer", chunks=2),
-        D(pattern="one_peer", chunks=4),
-        D(pattern="all_peers", chunks=2),
-        D(pattern="all_peers", chunks=2, num_copy_streams=3),
-        D(pattern="all_peers", chunks=4, matmul="fused"),
-        D(pattern="one_peer", chunks=1, matmul="rest"),
-        D(pattern="ring", chunks=2),
-    ),
-    "mm_rs": (
-        D(pattern="one_peer", chunks=1),
-        D(pattern="one_peer", chunks=1, num_compute_streams=1),
-        D(pattern="one_peer", chunks=2),
-        D(pattern="one_peer", chunks=2, matmul="peer"),
-        D(pattern="all_peers", chunks=2),
-        D(pattern="ring", chunks=1),
-        D(pattern="ring", chunks=2),
-        D(pattern="ring", chunks=4),
-        D(pattern="ring", chunks=2, num_compute_streams=1),
-        D(pattern="ring", chunks=4, num_compute_streams=1),
-    ),
+DESCRIPTIONS = {  # what the heuristic picks from, and more
+    "ag_mm": (*GATHERING, D(pattern="all_peers", chunks=2, num_copy_streams=3), D(pattern="ring", chunks=2)),
+    "mm_rs": (*REDUCING, D(pattern="ring", chunks=4, num_compute_streams=1)),
 }
 Call = Callable[[], object]
 
@@ -137,7 +118,7 @@ def check(calls: dict[str, Call]) -> tuple[dict[str, float], dict[str, Call]]:
             torch.cuda.synchronize()
             runnable[name] = call
         except Exception as problem:
-            log(f"   {name} left out: {str(problem).strip().splitlines()[0][:200]}")
+            log(f"   {name} left out: {cause_of(problem, 200)}")
     return differences, runnable
 
 
@@ -243,7 +224,7 @@ def main() -> None:
                 results.append(run_case(op, shape, arguments.rounds))
             except Exception as problem:
                 traceback.print_exc()
-                log(f"{op} {shape.name} left out: {str(problem).strip().splitlines()[0][:200]}")
+                log(f"{op} {shape.name} left out: {cause_of(problem, 200)}")
             save(arguments.output, results)
     if dist.get_rank() == 0:
         summarize(results)

@@ -12,6 +12,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
+from benchmarks.on_gpus import largest
 from counterpoint.cuda.timing import order_of_round
 from counterpoint.ops.gpu_call_timer import SPIN_CYCLES, WARM_UP_ROUNDS
 
@@ -55,6 +56,5 @@ def time_interleaved(calls: dict[str, Callable[[], object]], num_rounds: int) ->
                 events[name].append((start, end))
                 host[name].append(took_us)
         torch.cuda.synchronize()
-    times = torch.tensor([[1000 * a.elapsed_time(b) for a, b in events[name]] for name in names], device="cuda")
-    dist.all_reduce(times, op=dist.ReduceOp.MAX)
-    return {name: Timed(row, host[name]) for name, row in zip(names, times.tolist(), strict=True)}
+    times_us = largest([[1000 * a.elapsed_time(b) for a, b in events[name]] for name in names])
+    return {name: Timed(row, host[name]) for name, row in zip(names, times_us, strict=True)}

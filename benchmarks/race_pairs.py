@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch.nn import functional
 
 from benchmarks.example_jobs import load_example
-from benchmarks.on_gpus import log
-from benchmarks.race_variants import Case, Race, Variant, all_variants, largest, measure
+from benchmarks.on_gpus import largest, log
+from benchmarks.race_variants import Case, Race, Variant, all_variants, measure
 
 SPIN_CYCLES = 1_500_000
 NUM_UNTIMED, NUM_TIMED = 1, 3

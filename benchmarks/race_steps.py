@@ -15,8 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from benchmarks.example_jobs import load_example
-from benchmarks.on_gpus import log
-from benchmarks.race_variants import Case, Race, Variant, all_variants, largest, measure
+from benchmarks.on_gpus import largest, log
+from benchmarks.race_variants import Case, Race, Variant, all_variants, measure
 from counterpoint.cuda.torch_job import job_gpu
 from counterpoint.launch_filter.live_candidates import propose_live
 from counterpoint.plan import HOLDS_US

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from benchmarks.on_gpus import largest
 from counterpoint.cuda.timing import Measurement, order_of_round, summarize_rounds
 from counterpoint.launch_filter.control_block import ControlBlock, FilterRule, RuleCounters, SeenFunction, rules_of
 from counterpoint.launch_filter.settings import add_counters
@@ -141,14 +142,6 @@ class Race:
             for name, counters in self.counts.items()
         }
         return {**found, "the group has the option": self.has_option}
-
-
-def largest(values: Sequence[float]) -> list[float]:
-    """Each value's largest over the ranks."""
-    shared = torch.tensor(values, device="cuda", dtype=torch.float64)
-    dist.all_reduce(shared, op=dist.ReduceOp.MAX)
-    found: list[float] = shared.tolist()
-    return found
 
 
 def measure(variants: Sequence[Variant], rounds_ms: Sequence[Sequence[float]]) -> tuple[Measurement, ...]:

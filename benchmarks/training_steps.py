@@ -26,10 +26,11 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.on_gpus import join, log, run_and_leave, save
+from benchmarks.on_gpus import join, largest, log, run_and_leave, save
 from benchmarks.training_models import GPT_1B, LLAMA, Sizes, blocks, sequence_parallel_plan
 from counterpoint import ops
 from counterpoint.cuda.timing import order_of_round
+from counterpoint.errors import cause_of
 from counterpoint.integrations import ddp, fsdp2, tensor_parallel
 from counterpoint.ops.collectives import library_all_gather, library_reduce_scatter
 
@@ -208,7 +209,7 @@ def warmed(builds: Builds) -> Iterator[tuple[str, Variant]]:
             torch.cuda.synchronize()
         except Exception as problem:
             traceback.print_exc()
-            log(f"   {name} left out: {str(problem).strip().splitlines()[0][:200]}")
+            log(f"   {name} left out: {cause_of(problem, 200)}")
             continue
         yield name, variant
 
@@ -230,9 +231,7 @@ def time_variants(steps: dict[str, Step], num_rounds: int) -> dict[str, list[flo
             end.record()
             end.synchronize()
             times[name].append(start.elapsed_time(end) / STEPS_TIMED)
-    slowest = torch.tensor([times[name] for name in steps], device="cuda")
-    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-    return dict(zip(steps, slowest.tolist(), strict=True))
+    return dict(zip(steps, largest([times[name] for name in steps]), strict=True))
 
 
 def differences(variants: dict[str, Variant]) -> dict[str, float]:
@@ -248,9 +247,7 @@ def differences(variants: dict[str, Variant]) -> dict[str, float]:
             continue
         pairs = zip(wanted, variant.gradients(), strict=True)
         worst = max(((a - b).abs().max() / a.abs().max().clamp_min(1e-20)).item() for a, b in pairs)
-        shared = torch.tensor([worst], device="cuda")
-        dist.all_reduce(shared, op=dist.ReduceOp.MAX)
-        found[name] = shared.item()
+        (found[name],) = largest([worst])
     return found
 
 
@@ -293,7 +290,7 @@ def main() -> None:
             results.append(run_family(family, arguments.rounds, arguments.tp_tokens))
         except Exception as problem:
             traceback.print_exc()
-            log(f"{family} left out: {str(problem).strip().splitlines()[0][:200]}")
+            log(f"{family} left out: {cause_of(problem, 200)}")
         save(
             arguments.output,
             results,

@@ -66,3 +66,8 @@ class OperatorError(CounterpointError):
 
 class IntegrationError(CounterpointError):
     """A model cannot be served by an integration: it is not wrapped, not parallelized, or laid out in another way."""
+
+
+def cause_of(problem: BaseException, max_length: int | None = None) -> str:
+    """The first line of somebody else's error, cut if need be, for a line of ours; empty where it says nothing."""
+    return str(problem).strip().split("\n")[0][:max_length]

@@ -21,7 +21,7 @@ from counterpoint.cuda.graph import AbstractExecutable
 from counterpoint.cuda.plan_cache import Conditions
 from counterpoint.cuda.reading import CollectiveCall, GraphTimes, ReadGraph, read_calls, read_graph
 from counterpoint.cuda.rendezvous import Rendezvous
-from counterpoint.errors import DeviceError, StepError
+from counterpoint.errors import DeviceError, StepError, cause_of
 from counterpoint.timeline import Interval, Timeline
 
 WARM_UP_CALLS = 3
@@ -202,9 +202,9 @@ def record(step_fn: Callable[[], object]) -> Recording:
         ):
             step_fn()
     except torch.AcceleratorError as problem:
-        cause = str(problem).strip().split("\n")[0]
         raise StepError(
-            f"The step cannot be captured in a CUDA graph: {cause}. Leave synchronizations and host reads out of it."
+            f"The step cannot be captured in a CUDA graph: {cause_of(problem)}. "
+            "Leave synchronizations and host reads out of it."
         ) from problem
     return Recording(graph=graph, calls=_collective_calls(profiler), is_random=is_random)
 

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from counterpoint.cuda.graph import AbstractExecutable, AbstractGraph
-from counterpoint.errors import DeviceError
+from counterpoint.errors import DeviceError, cause_of
 
 MAX_CAUSE_LENGTH = 200
 ONLY_TORCH_REPLAYS = "it draws random numbers, and only torch's own replay moves their state on"
@@ -127,5 +127,5 @@ class ReachedGraph:
 
 def first_line(problem: Exception) -> str:
     """The first line of an error, as the end of a note."""
-    first = str(problem).strip().split("\n")[0][:MAX_CAUSE_LENGTH].rstrip(".")
+    first = cause_of(problem, MAX_CAUSE_LENGTH).rstrip(".")
     return f"{first}." if isinstance(problem, DeviceError) else f"{type(problem).__name__}: {first}."

@@ -11,7 +11,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from counterpoint.errors import DeviceError, PlanError
+from counterpoint.errors import DeviceError, PlanError, cause_of
 
 T = TypeVar("T")
 
@@ -69,7 +69,7 @@ class Rendezvous:
                 )
 
     def _lost(self, problem: RuntimeError) -> DeviceError:
-        cause = str(problem).strip().split("\n")[0][:160]
+        cause = cause_of(problem, 160)
         return DeviceError(
             f"Another rank did not answer within {self._limit_s:g} s, or ended ({cause}). Look at its output, and start all "
             "ranks again."

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from counterpoint.errors import LaunchFilterError
+from counterpoint.errors import LaunchFilterError, cause_of
 from counterpoint.launch_filter.control_block import ControlBlock
 from counterpoint.launch_filter.live_messages import Decision
 from counterpoint.launch_filter.live_tuning import LiveJob, LiveTuner
@@ -106,7 +106,7 @@ class JobAgent:
         except Exception:
             outcome = "the filter's table could not be emptied and stays in force"
         name = "" if isinstance(problem, LaunchFilterError) else f"{type(problem).__name__}: "
-        reason = (str(problem).strip() or "no reason given").split("\n")[0][:200].rstrip(".")
+        reason = (cause_of(problem, 200) or "no reason given").rstrip(".")
         rank = os.environ.get("RANK", "0")
         line = f"rank {rank} neither tunes nor guards ({name}{reason}); {outcome}"
         _say(line)

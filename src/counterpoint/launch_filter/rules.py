@@ -10,17 +10,7 @@ It knows nothing of the layout of the control block, nor of what the driver make
 from collections.abc import Sequence
 
 from counterpoint.errors import PlanError
-from counterpoint.plan import (
-    Control,
-    Directive,
-    HeadStart,
-    Match,
-    Plan,
-    Priority,
-    Refusal,
-    ResidencyCap,
-    control_tag,
-)
+from counterpoint.plan import Control, Directive, HeadStart, Match, Plan, Priority, Refusal, ResidencyCap, control_tag
 from counterpoint.step import Copy, OperationKind, Step
 from counterpoint.units import format_count
 from counterpoint.value import Value, require

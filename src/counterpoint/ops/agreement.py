@@ -12,7 +12,7 @@ import msgspec
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from counterpoint.errors import OperatorError
+from counterpoint.errors import OperatorError, cause_of
 from counterpoint.value import Value
 
 
@@ -75,7 +75,7 @@ class Agreement:
         except RuntimeError:
             missing = []
         names = f"rank {', '.join(missing)}" if missing else "a rank"
-        cause = str(problem).strip().splitlines()[0][:120]
+        cause = cause_of(problem, 120)
         return (
             f"{names.capitalize()} did not come to the same call within {self.limit_s:g} s, or ended ({cause}). "
             "Look at its output, and start all ranks again."

@@ -12,7 +12,7 @@ from typing import final
 import torch
 import torch.distributed as dist
 
-from counterpoint.errors import OperatorError
+from counterpoint.errors import OperatorError, cause_of
 from counterpoint.ops.call_timer import AbstractCallTimer
 from counterpoint.ops.captures import refuse_in_capture
 from counterpoint.ops.runtime import Request, Runtime
@@ -104,11 +104,12 @@ class Contest:
             for name, shape in results.items():
                 self._tensors[name] = torch.empty(shape, dtype=request.dtype, device=device)
             if "weight_gradient" in results:  # lies as its weight does
-                self._tensors["weight_gradient"] = self._tensors["weight_gradient"].view(*reversed(shape)).t()
+                num_inner, num_columns = results["weight_gradient"]
+                self._tensors["weight_gradient"] = self._tensors["weight_gradient"].view(num_columns, num_inner).t()
             weight = torch.randn(request.num_columns, request.num_inner, generator=generator, device=device)
             linear = weight.mul_(request.num_inner**-0.5).to(request.dtype)
         except RuntimeError as problem:  # among them torch.OutOfMemoryError
-            return f"operands of {self.name} cannot be had ({str(problem).strip().splitlines()[0][:160]}). Free memory."
+            return f"operands of {self.name} cannot be had ({cause_of(problem, 160)}). Free memory."
         self._results = [self._tensors[name] for name in results]
         self._weight = linear.t() if request.direction == "forward" else linear
         return ""

@@ -10,7 +10,7 @@ from typing import final
 import torch
 import torch.distributed as dist
 
-from counterpoint.errors import OperatorError
+from counterpoint.errors import OperatorError, cause_of
 from counterpoint.ops.lane import AbstractLane, aligned
 
 
@@ -80,7 +80,7 @@ class MessageLane(AbstractLane):
                 work.wait()
         except RuntimeError as problem:
             raise OperatorError(
-                f"A rank of the group did not exchange its blocks ({str(problem).strip().splitlines()[0][:120]}). "
+                f"A rank of the group did not exchange its blocks ({cause_of(problem, 120)}). "
                 "Look at the other ranks' output, and start all ranks again."
             ) from problem
 

@@ -12,7 +12,7 @@ from typing import final
 import torch
 import torch.distributed as dist
 
-from counterpoint.errors import OperatorError
+from counterpoint.errors import OperatorError, cause_of
 from counterpoint.ops.computation import Compute, bind_computation
 from counterpoint.ops.transport import AbstractPrepared, AbstractTransport, Layout, Tensors, view_of
 from counterpoint.schedule.actions import CopySchedule, Region
@@ -105,7 +105,7 @@ class PreparedMessages(AbstractPrepared):
             act(as_bytes, dist.get_global_rank(group, peer), group, tag)  # type: ignore[operator]
         except RuntimeError as problem:
             raise OperatorError(
-                f"Rank {peer} of the group did not exchange its rows ({str(problem).strip().splitlines()[0][:120]}). "
+                f"Rank {peer} of the group did not exchange its rows ({cause_of(problem, 120)}). "
                 "Look at its output, and start all ranks again."
             ) from problem
 

@@ -12,7 +12,7 @@ from cuda.bindings import driver as cu
 from torch._C import _CUDAGraph as Graph
 
 from counterpoint.cuda.driver import check
-from counterpoint.errors import DeviceError
+from counterpoint.errors import DeviceError, cause_of
 from counterpoint.ops.call_order import NO_TIMING, CallOrder
 from counterpoint.ops.computation import half_precision_settings
 from counterpoint.ops.issuing import (
@@ -127,7 +127,7 @@ class PreparedCopies(AbstractPrepared):
             return capture(current, lambda: self._issue(call, is_joined=True))
         except (RuntimeError, DeviceError) as problem:
             self._shared.recordings.is_enabled = False
-            reason = str(problem).strip().split("\n")[0]
+            reason = cause_of(problem)
             LOGGER.warning("Operators are issued call by call: recording one as a CUDA graph failed (%s).", reason)
             return None
 

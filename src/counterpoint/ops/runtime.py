@@ -91,8 +91,7 @@ class Runtime:
         self._prepared: dict[tuple[Request, ScheduleDescription], AbstractPrepared] = {}
         self._lanes: dict[str, AbstractLane] = {}
         self._agreement = Agreement(group, f"{device.type}")
-        self.machine = _machine_of(device)
-        self.machine_name = _machine_name(device)
+        self.machine, self.machine_name = _machine_of(device)
         self.transport, self.obstacle = self._open_transport()
 
     def plan(self, request: Request) -> Plan:
@@ -243,18 +242,12 @@ def _obstacle(device: torch.device, found: list[str]) -> str:
     return ""
 
 
-def _machine_of(device: torch.device) -> Machine:
-    """The machine whose figures the heuristic takes: this GPU's, or where none is shipped the default."""
-    found = machine_for_device(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
-    return found or load_machine(DEFAULT_MACHINE)
-
-
-def _machine_name(device: torch.device) -> str:
-    """What plans call this GPU's machine: its shipped name, or else the GPU's own; a CPU has none."""
-    if device.type != "cuda":
-        return ""
-    found = machine_for_device(torch.cuda.get_device_name(device))
-    return found.name if found else torch.cuda.get_device_name(device)
+def _machine_of(device: torch.device) -> tuple[Machine, str]:
+    """The machine whose figures the heuristic takes, this GPU's or where none is shipped the default; and what plans call
+    this GPU's machine: its shipped name, or else the GPU's own. A CPU has none."""
+    gpu_name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    found = machine_for_device(gpu_name) if gpu_name else None
+    return found or load_machine(DEFAULT_MACHINE), found.name if found else gpu_name
 
 
 @cache

@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric_memory
 
+from counterpoint.errors import cause_of
 from counterpoint.ops.agreement import Agreement, Proposal
 from counterpoint.units import format_bytes
 
@@ -23,7 +24,7 @@ class SymmetricMemory:
             self.local = symmetric_memory.empty(num_bytes, dtype=torch.uint8, device=device)
         except RuntimeError as error:
             problem = (
-                f"{format_bytes(num_bytes)} of symmetric memory cannot be had ({str(error).strip().splitlines()[0][:160]}). "
+                f"{format_bytes(num_bytes)} of symmetric memory cannot be had ({cause_of(error, 160)}). "
                 "Free GPU memory, or call counterpoint.ops.release() on every rank."
             )
         # all ranks find out together, before any of them waits for the others' memory
