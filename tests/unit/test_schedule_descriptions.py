@@ -18,6 +18,7 @@ from counterpoint.schedule import (
     make_schedule,
     split,
 )
+from counterpoint.schedule.actions import COMPUTATION_KINDS
 from counterpoint.schedule.program import make_program
 from helpers.schedules import descriptions, made, schedules
 
@@ -32,6 +33,17 @@ def schedule_of(operation: str, num_rows: int = 16, **choices: object) -> CopySc
 
 def of_kind(schedule: CopySchedule, kind: str, rank: int = 0) -> list[Action]:
     return [action for action in schedule.actions if action.kind == kind and action.rank == rank]
+
+
+@given(schedule=schedules())
+def test_of_the_first_pieces_of_two_streams_only_one_waits_for_nothing(schedule: CopySchedule) -> None:
+    """Were both ready at once, the hardware could run the second before the first, whose copy is waited for."""
+    opened: dict[tuple[int, str], Action] = {}
+    for action in schedule.actions:
+        if action.kind in COMPUTATION_KINDS:
+            opened.setdefault((action.rank, action.stream), action)
+    for rank in range(schedule.num_ranks):
+        assert sum(not action.after for (owner, _), action in opened.items() if owner == rank) <= 1
 
 
 @given(st.integers(0, 1000), st.integers(1, 70))

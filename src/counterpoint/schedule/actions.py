@@ -29,6 +29,7 @@ Kind = Literal["begin", "copy", "place", "matmul", "add_matmul", "sum", "weight_
 # given: the caller's. symmetric: one part on every rank, which the others write. local: a rank's own. result: returned.
 Home = Literal["given", "symmetric", "local", "result"]
 MAX_SIZE = 1 << 40  # of a matrix, in rows or columns: more is a slip of the pen
+FIRST_COMPUTE = "compute 0"  # the stream that a call is issued on
 COMPUTATION_KINDS = frozenset({"matmul", "add_matmul", "sum", "weight_gradient"})
 
 

@@ -8,7 +8,20 @@ which all ranks can issue.
 from collections.abc import Iterable, Iterator, Sequence
 
 from counterpoint.errors import ScheduleError
-from counterpoint.schedule.actions import Action, Buffer, CopySchedule, Home, Kind, Pass, Problem, Region, adjoining, split
+from counterpoint.schedule.actions import (
+    COMPUTATION_KINDS,
+    FIRST_COMPUTE,
+    Action,
+    Buffer,
+    CopySchedule,
+    Home,
+    Kind,
+    Pass,
+    Problem,
+    Region,
+    adjoining,
+    split,
+)
 from counterpoint.schedule.description import ScheduleDescription
 from counterpoint.value import require
 
@@ -26,6 +39,7 @@ class Builder:
         self.buffers: list[Buffer] = []
         self._num_pieces = [0] * problem.num_ranks
         self._begins: list[int] = []
+        self._streams: list[set[str]] = [set() for _ in range(problem.num_ranks)]
 
     def buffer(self, name: str, home: Home, num_rows: int, num_columns: int) -> None:
         """Declare a buffer that every rank has."""
@@ -41,7 +55,15 @@ class Builder:
         writes: Sequence[Region] = (),
         after: Iterable[int] = (),
     ) -> int:
-        """Add an action and return its position. Of several on one stream that it comes after, it names the last."""
+        """Add an action and return its position. Of several on one stream that it comes after, it names the last.
+
+        What opens a second computation stream comes after its rank's `begin` at least: were it ready together with the
+        first piece, the hardware could run it before that, and what the first piece sends would leave late.
+        """
+        after = list(after)
+        if kind in COMPUTATION_KINDS and stream not in {FIRST_COMPUTE, *self._streams[rank]} and not after:
+            after = [self._begins[rank]]
+        self._streams[rank].add(stream)
         latest: dict[tuple[int, str], int] = {}
         for position in after:
             earlier = self.actions[position]
@@ -99,7 +121,7 @@ class Builder:
             own = [position for position, action in enumerate(self.actions) if action.rank == rank]
             heard = {self.actions[before].rank for position in own for before in self.actions[position].after}
             silent = [begin for peer, begin in enumerate(self._begins) if peer not in heard and peer != rank]
-            self.add("end", "compute 0", rank, after=[*own, *silent])
+            self.add("end", FIRST_COMPUTE, rank, after=[*own, *silent])
         return CopySchedule(
             operation=self.problem.operation,
             direction=operation_pass,

@@ -8,7 +8,7 @@ per turn.
 
 from collections.abc import Callable, Sequence
 
-from counterpoint.schedule.actions import Region
+from counterpoint.schedule.actions import FIRST_COMPUTE, Region
 from counterpoint.schedule.building import Arrivals, Builder, Rows, group_units, merged, region, require_pattern
 
 # (sender, receiver) -> the sender's buffer, its first row there, the receiver's first row, and how many rows
@@ -80,7 +80,7 @@ def place_own(builder: Builder, route: Route) -> list[int]:
         rows = (0, num_rows)
         reads = merged([region(rank, buffer, source_start, rows)])
         writes = merged([region(rank, "gathered", target_start, rows)])
-        positions.append(builder.add("place", "compute 0", rank, reads=reads, writes=writes))
+        positions.append(builder.add("place", FIRST_COMPUTE, rank, reads=reads, writes=writes))
     return positions
 
 

@@ -5,7 +5,7 @@ remains is what the hardware must be told. A flag belongs to one dependency of o
 number it alike, because both derive all numbers from the same schedule.
 """
 
-from counterpoint.schedule.actions import Action, CopySchedule
+from counterpoint.schedule.actions import FIRST_COMPUTE, Action, CopySchedule
 from counterpoint.value import Value
 
 FREE = 0  # the flag that says of a rank's symmetric buffers: nobody reads them any more, you may write
@@ -82,7 +82,7 @@ def make_program(schedule: CopySchedule, rank: int) -> Program:
                 is_awaited=position in awaited,
             )
         )
-    streams = sorted({step.action.stream for step in steps if not step.is_incoming} | {"compute 0"})
+    streams = sorted({step.action.stream for step in steps if not step.is_incoming} | {FIRST_COMPUTE})
     most = max((flag.number for step in steps for flag in (*step.takes, *step.raises)), default=FREE)
     return Program(rank=rank, steps=tuple(steps), streams=tuple(streams), num_flags=most + 1)
 

@@ -240,31 +240,47 @@ def _reduce_in_matmul(
                 rows = dict(builder.chunks(_length(builder, block))).get(chunk, (0, 0))
                 if rows[0] == rows[1]:
                     continue
-                activation = region(rank, "activation", blocks[block][0], rows)
                 here = region(rank, "accumulated", blocks[block][0], rows)
-                is_last = step == num_ranks - 1
-                target = (
-                    region(rank, "product", product_starts[rank], rows)
-                    if is_last
-                    else (region(rank, "partial", 0, rows) if step == 0 else here)
-                )
-                is_alone = step == 0
-                position = builder.add(
-                    "matmul" if is_alone else "add_matmul",
-                    builder.compute_stream(rank),
-                    rank,
-                    reads=[activation] if is_alone else [activation, here],
-                    writes=[target],
-                    after=[] if is_alone else arrivals.of([here]),
-                )
-                if is_last:
-                    finished(rank, rows, position)
+                if step == num_ranks - 1:
+                    target = region(rank, "product", product_starts[rank], rows)
+                    finished(rank, rows, _finish(builder, arrivals, here, target))
                     continue
+                source, position = _accumulate(builder, arrivals, here, rows, is_first=step == 0)
                 sent = region((rank - 1) % num_ranks, "accumulated", blocks[block][0], rows)
                 stream = builder.copy_stream(1, chunk)
                 arrivals.note(
-                    sent, builder.add("copy", stream, rank, reads=[target], writes=[sent], after=[position, begins[rank]])
+                    sent, builder.add("copy", stream, rank, reads=[source], writes=[sent], after=[position, begins[rank]])
                 )
+
+
+def _accumulate(builder: Builder, arrivals: Arrivals, here: Region, rows: Rows, *, is_first: bool) -> tuple[Region, int]:
+    """A rank's part of a chunk on its way: the rows to send on, and the action that finished them."""
+    if is_first:
+        target = region(here.rank, "partial", 0, rows)
+        activation = [_same_rows(here, "activation")]
+        return target, builder.add("matmul", builder.compute_stream(here.rank), here.rank, reads=activation, writes=[target])
+    return here, _add_own(builder, here, here, arrivals.of([here]))
+
+
+def _finish(builder: Builder, arrivals: Arrivals, here: Region, target: Region) -> int:
+    """The last part of a chunk: what came is placed in the product as soon as it is there, beside other matmuls, and the
+    rank's own part added to it."""
+    came = arrivals.of([here])
+    if not came:  # of one rank
+        activation = [_same_rows(here, "activation")]
+        return builder.add("matmul", builder.compute_stream(here.rank), here.rank, reads=activation, writes=[target])
+    placed = builder.add("place", "place 0", here.rank, reads=[here], writes=[target], after=came)
+    return _add_own(builder, here, target, [placed])
+
+
+def _add_own(builder: Builder, here: Region, target: Region, after: list[int]) -> int:
+    reads = [_same_rows(here, "activation"), target]
+    stream = builder.compute_stream(here.rank)
+    return builder.add("add_matmul", stream, here.rank, reads=reads, writes=[target], after=after)
+
+
+def _same_rows(here: Region, buffer: str) -> Region:
+    return Region(rank=here.rank, buffer=buffer, start=here.start, stop=here.stop)
 
 
 def _own_pieces(builder: Builder) -> list[Callable[[int], Rows]]:
