@@ -3,6 +3,8 @@
 And what a capture leaves behind, on a double of torch: nothing, if it fails at any point.
 """
 
+import gc
+import weakref
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 
@@ -168,8 +170,10 @@ class Gpu:
     def __init__(self) -> None:
         self.log: list[str] = []
         self.underway: list[object] = []
+        self.underway_for_pinned_memory: list[object] = []  # which nobody can end from Python
         self.may_draw = True
         self.cannot: set[str] = set()
+        self.on_begin: Callable[[CudaGraph], object] = lambda graph: None
         self.current = Stream(self, "current")
 
     @contextmanager
@@ -194,9 +198,13 @@ class CudaGraph:
 
     def capture_begin(self, pool: object, capture_error_mode: str) -> None:
         assert capture_error_mode == "relaxed"
+        self.gpu.on_begin(self)
         self.own_pool = pool or self
         self.gpu.may_draw = False
-        self.gpu.underway.append(self.own_pool)
+        for underway in (self.gpu.underway, self.gpu.underway_for_pinned_memory):
+            if self.own_pool in underway:
+                raise RuntimeError("beginAllocateToPool: already recording to mempool_id")
+            underway.append(self.own_pool)
         self.gpu.log.append(f"begin on {self.gpu.current.name}")
         self.fail("begin")
 
@@ -204,6 +212,7 @@ class CudaGraph:
         self.fail("end")
         self.gpu.log.append(f"end on {self.gpu.current.name}")
         self.gpu.underway.remove(self.own_pool)
+        self.gpu.underway_for_pinned_memory.remove(self.own_pool)
         self.gpu.may_draw = True
         self.fail("instantiate")
 
@@ -225,7 +234,18 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: found.current)
     monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", found.end_allocate_to_pool)
     yield found
-    recordings._first_graph.cache_clear()
+    recordings._first_graphs.cache_clear()
+    recordings._failed_graphs.cache_clear()
+
+
+def test_a_graph_whose_capture_failed_is_kept_as_torch_goes_on_asking_it(gpu: Gpu) -> None:
+    made: list[weakref.ref[CudaGraph]] = []
+    gpu.cannot = {"end"}
+    gpu.on_begin = lambda graph: made.append(weakref.ref(graph))
+    with pytest.raises(RuntimeError, match="CUDA error: end"):
+        capture(Stream(gpu, "ours"), lambda: None)
+    gc.collect()
+    assert made[0]() is not None
 
 
 def test_what_torch_writes_when_a_capture_begins_is_ordered_among_the_callers_work(gpu: Gpu) -> None:
@@ -259,4 +279,4 @@ def test_a_capture_that_fails_leaves_torch_as_it_was_and_the_next_one_works(gpu:
     assert gpu.underway == []
     assert gpu.log[-1] == "current waits for ours"
     gpu.cannot.clear()
-    assert capture(stream, lambda: None).pool() is recordings._first_graph(stream).pool()
+    assert capture(stream, lambda: None).pool() is capture(stream, lambda: None).pool()

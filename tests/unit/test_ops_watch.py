@@ -55,9 +55,10 @@ class Gpu(watch_module.AbstractCalls):
 
     def __init__(self) -> None:
         self.changed = threading.Condition()
-        self.is_stuck, self.fault = False, ""
+        self.is_stuck, self.fault, self.can_free = False, "", True
         self.marked: list[int] = []
-        self.ended = self.num_closed = 0
+        self.ended = self.num_closed = self.num_freed = 0
+        self.statuses: list[int] = []
         self.thread: threading.Thread | None = None
 
     def enter_thread(self) -> None:
@@ -74,13 +75,20 @@ class Gpu(watch_module.AbstractCalls):
     def free_waits(self) -> None:
         assert threading.current_thread() is self.thread
         with self.changed:
-            self.ended = self.marked[-1]
+            self.num_freed += 1
+            if self.can_free:
+                self.ended = self.marked[-1]
             self.changed.notify_all()
         if self.fault:
             raise DeviceError(self.fault)
 
     def close(self) -> None:
         self.num_closed += 1
+
+    def end_process(self, status: int) -> None:
+        with self.changed:
+            self.statuses.append(status)
+            self.changed.notify_all()
 
     def wait_until(self, holds: Callable[[], bool]) -> None:
         with self.changed:
@@ -94,7 +102,7 @@ def gpu() -> Gpu:
 
 @pytest.fixture
 def watch(gpu: Gpu) -> Iterator[Any]:
-    opened = Watch(gpu, 0)
+    opened = Watch(gpu, 0, gpu.end_process)
     yield opened
     opened.close()
 
@@ -130,10 +138,24 @@ def test_a_driver_that_cannot_free_is_one_line_and_the_watch_can_be_closed(
     gpu.is_stuck, gpu.fault = True, "Ending a wait failed."
     watch.sample("stream")
     gpu.wait_until(lambda: gpu.ended == 1)
+    tried = gpu.num_freed
+    gpu.wait_until(lambda: gpu.num_freed > tried)
     watch.close()
+    assert gpu.statuses == []
     assert capfd.readouterr().err.splitlines()[1:] == ["counterpoint: Ending a wait failed."]
     with pytest.raises(OperatorError):
         watch.require_sound()
+
+
+def test_a_process_whose_waits_cannot_be_ended_is_ended_with_a_line(
+    gpu: Gpu, watch: Any, capfd: pytest.CaptureFixture[str]
+) -> None:
+    gpu.is_stuck, gpu.can_free = True, False
+    watch.sample("stream")
+    gpu.wait_until(lambda: gpu.statuses == [1])
+    watch.close()
+    _, line = capfd.readouterr().err.splitlines()
+    assert line == "counterpoint: Its wait could not be ended within another 0 s either, so this process ends."
 
 
 def test_waits_are_freed_though_nobody_listens_any_more(gpu: Gpu, watch: Any, monkeypatch: pytest.MonkeyPatch) -> None:

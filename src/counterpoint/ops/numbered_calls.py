@@ -16,6 +16,9 @@ Handle = Any  # cuda-bindings has no types
 SUCCESS = cu.CUresult.CUDA_SUCCESS
 NON_BLOCKING = int(cu.CUstream_flags.CU_STREAM_NON_BLOCKING)
 THREAD_LOCAL = cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
+# In one hardware queue with a stream that waits, what ends the wait would lie behind it. CUDA has 8 such queues by default
+# and gives them to streams in turn (assumed), so one of as many streams has a queue that nothing blocks, if there is one.
+NUM_FREEING_STREAMS = 8
 
 
 @final
@@ -30,10 +33,12 @@ class NumberedCalls(AbstractCalls):
         found = check("Finding the address of host memory", cu.cuMemHostGetDevicePointer(self._number.data_ptr(), 0))
         self._number_on_gpu = cu.CUdeviceptr(int(found))
         _, greatest = check("Asking for priorities", cu.cuCtxGetStreamPriorityRange())
-        # a priority that nobody else is likely to take: in one hardware queue with a stream that waits, what ends the wait
-        # would lie behind it (assumed: streams of other priorities have other queues)
+        # a priority that nobody else is likely to take (assumed: streams of other priorities have other queues)
         priority = min(0, int(greatest) + 1)
-        self._stream = check("Making a stream", cu.cuStreamCreateWithPriority(NON_BLOCKING, priority))
+        self._streams = [
+            check("Making a stream", cu.cuStreamCreateWithPriority(NON_BLOCKING, priority))
+            for _ in range(NUM_FREEING_STREAMS)
+        ]
 
     def enter_thread(self) -> None:
         """See `AbstractCalls.enter_thread`."""
@@ -53,13 +58,18 @@ class NumberedCalls(AbstractCalls):
 
     def free_waits(self) -> None:
         """See `AbstractCalls.free_waits`."""
-        (state,) = cu.cuStreamQuery(self._stream)
-        if state == cu.CUresult.CUDA_ERROR_NOT_READY:  # the last round is still to come, and this queue is not to fill up
-            return
-        check("Looking at a stream", (state,))
-        check("Ending a wait", cu.cuMemsetD32Async(self._flags, 1, self._num_flags, self._stream))
+        results = []
+        for stream in self._streams:
+            (result,) = cu.cuStreamQuery(stream)
+            if result == SUCCESS:
+                (result,) = cu.cuMemsetD32Async(self._flags, 1, self._num_flags, stream)
+            if result != cu.CUresult.CUDA_ERROR_NOT_READY:  # its last round is still to come; its queue is not to fill up
+                results.append(result)
+        for result in results:
+            check("Ending a wait", (result,))
 
     def close(self) -> None:
         """See `AbstractCalls.close`."""
-        check("Waiting for the last wait to end", cu.cuStreamSynchronize(self._stream))  # it writes to flags, freed next
-        check("Destroying a stream", cu.cuStreamDestroy(self._stream))
+        for stream in self._streams:
+            check("Waiting for the last wait to end", cu.cuStreamSynchronize(stream))  # it writes to flags, freed next
+            check("Destroying a stream", cu.cuStreamDestroy(stream))

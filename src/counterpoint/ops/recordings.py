@@ -102,7 +102,7 @@ def capture(stream: torch.cuda.Stream, issue: Callable[[], object]) -> Graph:
     """What `issue` puts on this stream, and on streams that it forks and joins again, as a graph; nothing runs yet.
 
     Memory that torch takes meanwhile, cuBLAS's workspaces above all, comes from a pool of this stream that lives as long as
-    the process: graphs hold its addresses, and others may make torch forget the workspaces. (A pool that the caller has
+    its graphs: they hold its addresses, and others may make torch forget the workspaces. (A pool that the caller has
     made the thread's own, `torch.cuda.use_mem_pool`, comes first in torch's allocator, and nothing says so: docs/ops.md
     warns.) After an error torch is as it was.
     """
@@ -111,18 +111,31 @@ def capture(stream: torch.cuda.Stream, issue: Callable[[], object]) -> Graph:
     # caller that are still to run read them
     stream.wait_stream(current)
     try:
-        return _captured(stream, issue, _first_graph(stream).pool())
+        return _captured(stream, issue, _pool(stream))
     finally:
         current.wait_stream(stream)
 
 
-@cache
-def _first_graph(stream: torch.cuda.Stream) -> Graph:
-    """A graph that keeps the stream's pool alive: torch 2.11 fails to capture into a pool whose graphs are all gone.
+def _pool(stream: torch.cuda.Stream) -> Pool:
+    """The stream's pool. Streams of other groups have pools of their own: their graphs may run at the same time."""
+    first = _first_graphs()
+    if stream not in first:
+        first[stream] = _captured(stream, lambda: torch.zeros(1, device=stream.device), None)
+    pool: Pool = first[stream].pool()
+    return pool
 
-    Streams of other groups have pools of their own: their graphs may run at the same time.
-    """
-    return _captured(stream, lambda: torch.zeros(1, device=stream.device), None)
+
+@cache
+def _first_graphs() -> dict[torch.cuda.Stream, Graph]:
+    """By stream, a graph that keeps its pool alive: torch 2.11 fails to capture into a pool whose graphs are all gone."""
+    return {}
+
+
+@cache
+def _failed_graphs() -> list[Graph]:
+    """Graphs whose capture failed, kept for as long as the process lives: torch's allocator of pinned memory may go on
+    asking them which stream they capture."""
+    return []
 
 
 def _captured(stream: torch.cuda.Stream, issue: Callable[[], object], pool: Pool | None) -> Graph:
@@ -136,6 +149,8 @@ def _captured(stream: torch.cuda.Stream, issue: Callable[[], object], pool: Pool
             finally:
                 graph.capture_end()
         except BaseException:
+            _failed_graphs().append(graph)
+            _first_graphs().pop(stream, None)
             _tidy_up(stream.device, pool)
             raise
     return graph
@@ -146,7 +161,8 @@ def _tidy_up(device: torch.device, pool: Pool | None) -> None:
 
     Its allocator would take the capture to go on, and its generator would refuse to draw random numbers for the rest of the
     process (CUDAGraph::capture_end in its CUDAGraph.cpp: both come after the driver's call). A capture that ends well sets
-    the generator right.
+    the generator right. Its allocator of pinned memory cannot be told, and refuses another capture into this pool: the next
+    one gets a new pool.
     """
     if pool is not None:
         with suppress(RuntimeError):  # torch came so far itself

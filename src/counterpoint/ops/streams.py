@@ -26,7 +26,8 @@ def stream_of(group_name: str, device: torch.device, name: str, priority: int = 
 
 @cache
 def recording_stream_of(group_name: str, device: torch.device, name: str) -> torch.cuda.Stream:
-    """The stream of that name of a group on a device that work is only captured on; nothing ever runs there."""
+    """The stream of that name of a group on a device that work is only captured on. All that runs there is what torch writes
+    when it begins a capture."""
     from cuda.bindings import driver as cu  # noqa: PLC0415  streams to run on need torch only
 
     from counterpoint.cuda.driver import check  # noqa: PLC0415  it needs cuda-bindings

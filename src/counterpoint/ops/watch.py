@@ -5,17 +5,20 @@ A stream that waits for a flag waits for ever. So calls are numbered, and the st
 when it gets there. A thread looks: where calls are in flight and none has ended within the limit, it says so on
 standard error, and every later call of the group raises the same error. Then it frees whatever waits, until the group
 is released: the host may have been stuck in the middle of issuing a call and go on to issue more waits. Results are
-meaningless from then on.
+meaningless from then on. Where freeing does not help within the limit once more, because the driver itself is stuck, a
+second thread, which needs no driver, ends the process: nothing else could.
 
 The clock starts anew whenever a call ends, so a long queue is no fault. Calls of one watch end in the order of their
 issue: a transport orders its calls, and those who use a lane order theirs. Calls in graphs that the caller captured are
 not watched. What is done with the driver is in `numbered_calls.py`.
 """
 
+import os
 import sys
 import threading
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, final
 
@@ -25,6 +28,7 @@ Handle = Any  # cuda-bindings has no types
 POLL_S = 0.25
 FREEING_S = 0.001  # between two rounds: each frees one wait of every queue, and a queue may hold a thousand
 LAST_NUMBER = 2**31 - 1
+STATUS = 1  # of a process that is ended
 
 
 class AbstractCalls(ABC):
@@ -44,7 +48,7 @@ class AbstractCalls(ABC):
 
     @abstractmethod
     def free_waits(self) -> None:
-        """End the waits of this rank's streams that have begun. Raises `DeviceError`."""
+        """End the waits of this rank's streams that have begun. Raises `DeviceError` where only some or none could be."""
 
     @abstractmethod
     def close(self) -> None:
@@ -73,8 +77,8 @@ class Patience:
 class Watch:
     """Watches the calls of one transport or lane."""
 
-    def __init__(self, calls: AbstractCalls, limit_s: float) -> None:
-        self._calls, self._limit_s = calls, limit_s
+    def __init__(self, calls: AbstractCalls, limit_s: float, end_process: Callable[[int], object] = os._exit) -> None:
+        self._calls, self._limit_s, self._end_process = calls, limit_s, end_process
         self._last_issued = 0
         self._problem = ""
         self._closed = threading.Event()
@@ -115,10 +119,24 @@ class Watch:
             "other operators. Its results are meaningless. Look at the other ranks' output, and start all of them again."
         )
         _say(self._problem)
-        pause_s = 0.0
+        threading.Thread(target=self._end_if_stuck, name="counterpoint-last-resort", daemon=True).start()
+        said, pause_s = "", 0.0
         while not self._closed.wait(pause_s):
-            self._calls.free_waits()
+            try:
+                self._calls.free_waits()
+            except DeviceError as problem:
+                if str(problem) != said:
+                    said = str(problem)
+                    _say(said)
             pause_s = POLL_S if self._calls.last_ended() == self._last_issued else FREEING_S
+
+    def _end_if_stuck(self) -> None:
+        patience = Patience(self._limit_s)
+        while not self._closed.wait(POLL_S):
+            if patience.is_over(self._last_issued, self._calls.last_ended(), time.monotonic()):
+                _say(f"Its wait could not be ended within another {self._limit_s:g} s either, so this process ends.")
+                self._end_process(STATUS)
+                return
 
 
 def _say(problem: str) -> None:

@@ -2,6 +2,7 @@
 
 import os
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
@@ -16,6 +17,7 @@ from counterpoint.ops.exchange import open_exchange
 from counterpoint.schedule import ScheduleDescription
 
 LIMIT = timedelta(seconds=10)
+TO_PRINT_S = 2  # torchrun ends the other ranks as soon as one has ended
 CHUNKED = ScheduleDescription(chunks=2)
 # calls that rank 0 makes alone: few, and more than the driver's queues hold, so that the host blocks while it issues one
 STAYS_AWAY = {"a rank stays away": 3, "a rank stays away from a host that goes on": 5000}
@@ -92,4 +94,5 @@ if __name__ == "__main__":
     except BaseException:
         traceback.print_exc(file=sys.stdout)
         sys.stdout.flush()
+    time.sleep(TO_PRINT_S)
     os._exit(2)
