@@ -51,6 +51,19 @@ def reference(name: str, lefts: list[torch.Tensor], weights: list[torch.Tensor],
     return total if name == "matmul_all_reduce" else total.tensor_split(num_ranks)[rank]
 
 
+def products_and_gradients(
+    left: torch.Tensor, weights: Sequence[torch.Tensor], description: ScheduleDescription | None, num_rows: int
+) -> list[torch.Tensor | None]:
+    """Of one gather for several weights: the products, the left operand's gradient, and each weight's, for gradients of
+    ones."""
+    left.grad = None
+    for weight in weights:
+        weight.grad = None
+    products = ops.all_gather_matmul(left, weights, schedule=description, num_rows=num_rows)
+    torch.autograd.backward(products, [torch.ones_like(product) for product in products])
+    return [*(product.detach() for product in products), left.grad, *(weight.grad for weight in weights)]
+
+
 def keywords(name: str, num_rows: int) -> dict[str, int]:
     """What a call needs besides its operands where rows do not divide by ranks."""
     return {"num_rows": num_rows} if name == "all_gather_matmul" else {}

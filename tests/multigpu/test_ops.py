@@ -13,6 +13,7 @@ OPERATORS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", 
     ("section", "expected"),
     [
         ("results", OPERATORS),
+        ("several_weights", ("several weights",)),
         ("captured", OPERATORS),
         ("recorded", ("recorded",)),
         ("unreached", ("unreached",)),

@@ -1,8 +1,8 @@
 """The linears of tensor parallelism with sequence shards: what takes the place of their `forward`.
 
-Column-parallel linears that are taken to have the same input share one gather and one matmul; where that proves wrong they
-part. What a linear gives is a local tensor where its output hook would make it one anyway: a trip through DTensor and back
-takes the host some 100 us, forward and backward together (measured on a CPU, 2026-11-21).
+Column-parallel linears that are taken to have the same input share one gather; where that proves wrong they part. What a
+linear gives is a local tensor where its output hook would make it one anyway: a trip through DTensor and back takes the
+host some 100 us, forward and backward together (measured on a CPU, 2026-11-21).
 """
 
 from typing import final
@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from counterpoint.errors import IntegrationError
 from counterpoint.integrations.layouts import LinearLayout
-from counterpoint.integrations.sequence_shards import adjoin, gather_multiply, multiply_scatter
+from counterpoint.integrations.sequence_shards import gather_multiply, multiply_scatter
 from counterpoint.value import require
 
 
@@ -27,8 +27,7 @@ class SharedInput:
         self._parting: set[Column] = set()
 
     def join(self, columns: "list[Column]") -> None:
-        """Let these linears share a gather and a matmul, their weights adjoining in memory."""
-        adjoin([column.local_weight() for column in columns])
+        """Let these linears share a gather."""
         self._groups.update(dict.fromkeys(columns, tuple(columns)))
 
     def product(self, column: "Column", given: DTensor) -> torch.Tensor:
@@ -88,7 +87,7 @@ class Column:
         return gather_multiply(_cast(given.to_local()), weights, dim, mesh.get_group(), self._schedule)
 
     def local_weight(self) -> torch.Tensor:
-        """The memory of this rank's part of the weight."""
+        """This rank's part of the weight."""
         weight = self._linear.weight
         assert isinstance(weight, DTensor)
         return weight._local_tensor

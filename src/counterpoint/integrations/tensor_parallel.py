@@ -7,8 +7,8 @@
 
 Column-parallel linears become all-gather + matmul, row-parallel ones matmul + reduce-scatter, forward and backward, without
 torch.compile. Those that are neighbors in a module (q, k and v; gate and up) are taken to have the same input and share one
-gather and one matmul, their weights adjoining in memory; where that proves wrong they part, with no harm to results. A
-module that cannot be served stays as it was, and `refused` and the log say why.
+gather; where that proves wrong they part, with no harm to results. A module that cannot be served stays as it was, and
+`refused` and the log say why.
 
 Inputs that `PrepareModuleInput` gathered arrive as sharded DTensors of the same shape; whatever else a module does with
 them, DTensor gathers itself. With FSDP2 call `overlap` first and `fully_shard` after it.

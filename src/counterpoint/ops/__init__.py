@@ -8,6 +8,9 @@ same order.
 Needs torch.
 """
 
+from collections.abc import Iterable, Sequence
+from typing import overload
+
 import msgspec
 import torch
 import torch.distributed as dist
@@ -16,7 +19,7 @@ from torch.utils import _pytree
 from counterpoint.errors import PlanError, ScheduleError
 from counterpoint.ops import operators
 from counterpoint.ops.plan_in_force import put_in_force
-from counterpoint.ops.runtime import Request, Runtime, all_runtimes, forget_runtimes, group_or_world
+from counterpoint.ops.runtime import Request, Runtime, all_runtimes, forget_runtimes, group_or_world, runtime_of
 from counterpoint.plan import Plan, Refusal
 from counterpoint.schedule import ScheduleDescription
 from counterpoint.value import Value
@@ -59,6 +62,7 @@ class PoolReport(Value, frozen=True, kw_only=True):
     num_recordings: int
 
 
+@overload
 def all_gather_matmul(
     shard: torch.Tensor,
     weight: torch.Tensor,
@@ -66,15 +70,58 @@ def all_gather_matmul(
     *,
     schedule: ScheduleDescription | None = None,
     num_rows: int | None = None,
-) -> torch.Tensor:
+) -> torch.Tensor: ...
+
+
+@overload
+def all_gather_matmul(  # type: ignore[overload-cannot-match]  # torch is untyped here
+    shard: torch.Tensor,
+    weight: Sequence[torch.Tensor],
+    group: dist.ProcessGroup | None = None,
+    *,
+    schedule: ScheduleDescription | None = None,
+    num_rows: int | None = None,
+) -> tuple[torch.Tensor, ...]: ...
+
+
+def all_gather_matmul(
+    shard: torch.Tensor,
+    weight: torch.Tensor | Sequence[torch.Tensor],
+    group: dist.ProcessGroup | None = None,
+    *,
+    schedule: ScheduleDescription | None = None,
+    num_rows: int | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, ...]:
     """All ranks' shards, one below the other, times this rank's weight: (M / W, K), (K, N) -> (M, N).
 
-    `num_rows` is M where it does not divide by W: shards are then as `torch.tensor_split` divides M rows, and without
-    it all are as long as this one. `schedule` overrides the plan in force and the heuristic. Raises `OperatorError`.
+    Several weights (K, N1), (K, N2) ... give as many products, and rows are gathered once; to plans and the heuristic it is
+    one call of N1 + N2 + ... columns. The shard's gradient is then a sum of as many products, rounded once for each, and the
+    gradients of all weights are computed where one of them needs its.
+
+    `num_rows` is M where it does not divide by W: shards are then as `torch.tensor_split` divides M rows, and without it all
+    are as long as this one. `schedule` overrides the plan in force and the heuristic. Raises `OperatorError`.
     """
     name, size = _name_and_size(group)
     rows = num_rows if num_rows is not None else shard.shape[0] * size
-    return operators.all_gather_matmul(shard, weight, rows, name, _text(schedule))
+    if isinstance(weight, torch.Tensor):
+        product: torch.Tensor = operators.all_gather_matmul(shard, [weight], rows, name, _text(schedule))[0]
+        return product
+    weights = list(weight) if isinstance(weight, Iterable) else [weight]
+    problem = _problem_of_weights(weights)
+    if problem:
+        runtime_of(name, shard.device).refuse(problem)
+    return tuple(operators.all_gather_matmul(shard, weights, rows, name, _text(schedule)))
+
+
+def _problem_of_weights(weights: Sequence[object]) -> str:
+    """What is wrong with a list of weights, in one line, or nothing."""
+    if not weights:
+        return "all_gather_matmul needs a weight; found an empty list. Give one or more."
+    number = next((number for number, weight in enumerate(weights) if not isinstance(weight, torch.Tensor)), None)
+    if number is None:
+        return ""
+    found = type(weights[number]).__name__
+    return f"all_gather_matmul takes a tensor or several as its weight; number {number} is a {found}. Give tensors."
 
 
 def matmul_reduce_scatter(

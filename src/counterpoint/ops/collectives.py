@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from counterpoint.ops.computation import multiply
-from counterpoint.ops.transport import AbstractPrepared, Tensors
+from counterpoint.ops.transport import AbstractPrepared, Tensors, Weights, parts_of
 from counterpoint.schedule.actions import Operation, Pass, split
 
 # torch 2.13 renamed both; the old names warn there
@@ -28,7 +28,7 @@ class Collectives(AbstractPrepared):
         self._longest = max(stop - start for start, stop in self._blocks)
         self._rank = group.rank()
 
-    def run(self, tensors: Tensors, weight: torch.Tensor) -> None:
+    def run(self, tensors: Tensors, weights: Weights) -> None:
         """See `AbstractPrepared.run`."""
         runs = {
             ("all_gather_matmul", "forward"): self._gather_matmul,
@@ -39,34 +39,41 @@ class Collectives(AbstractPrepared):
             ("all_to_all_matmul", "forward"): self._exchange_matmul,
             ("all_to_all_matmul", "backward"): self._exchange_matmul_backward,
         }
-        runs[self._operation, self._direction](tensors, weight)
+        runs[self._operation, self._direction](tensors, weights)
 
-    def _gather_matmul(self, tensors: Tensors, weight: torch.Tensor) -> None:
-        torch.mm(self._gather(tensors["shard"]), weight, out=tensors["product"])
-
-    def _gather_matmul_backward(self, tensors: Tensors, weight: torch.Tensor) -> None:
-        gradient = tensors["activation"]
-        self._reduce(multiply(gradient, weight), tensors["product"])
-        torch.mm(self._gather(tensors["shard"]).t(), gradient, out=tensors["weight_gradient"])
-
-    def _matmul_reduce(self, tensors: Tensors, weight: torch.Tensor) -> None:
-        self._reduce(multiply(tensors["activation"], weight), tensors["product"])
-
-    def _matmul_reduce_backward(self, tensors: Tensors, weight: torch.Tensor) -> None:
+    def _gather_matmul(self, tensors: Tensors, weights: Weights) -> None:
         gathered = self._gather(tensors["shard"])
-        torch.mm(gathered, weight, out=tensors["product"])
+        for weight, product in zip(weights, parts_of(tensors, "product"), strict=True):
+            torch.mm(gathered, weight, out=product)
+
+    def _gather_matmul_backward(self, tensors: Tensors, weights: Weights) -> None:
+        self._matmul_reduce(tensors, weights)
+        gathered = self._gather(tensors["shard"])
+        for gradient, out in zip(parts_of(tensors, "activation"), parts_of(tensors, "weight_gradient"), strict=True):
+            torch.mm(gathered.t(), gradient, out=out)
+
+    def _matmul_reduce(self, tensors: Tensors, weights: Weights) -> None:
+        first, *others = zip(parts_of(tensors, "activation"), weights, strict=True)
+        partial = multiply(*first)
+        for activation, weight in others:
+            torch.addmm(partial, activation, weight, out=partial)
+        self._reduce(partial, tensors["product"])
+
+    def _matmul_reduce_backward(self, tensors: Tensors, weights: Weights) -> None:
+        gathered = self._gather(tensors["shard"])
+        torch.mm(gathered, weights[0], out=tensors["product"])
         torch.mm(tensors["activation"].t(), gathered, out=tensors["weight_gradient"])
 
-    def _matmul_all_reduce(self, tensors: Tensors, weight: torch.Tensor) -> None:
-        torch.mm(tensors["activation"], weight, out=tensors["product"])
+    def _matmul_all_reduce(self, tensors: Tensors, weights: Weights) -> None:
+        torch.mm(tensors["activation"], weights[0], out=tensors["product"])
         dist.all_reduce(tensors["product"], group=self._group)
 
-    def _exchange_matmul(self, tensors: Tensors, weight: torch.Tensor) -> None:
-        torch.mm(self._exchange(tensors["shard"], is_return=False), weight, out=tensors["product"])
+    def _exchange_matmul(self, tensors: Tensors, weights: Weights) -> None:
+        torch.mm(self._exchange(tensors["shard"], is_return=False), weights[0], out=tensors["product"])
 
-    def _exchange_matmul_backward(self, tensors: Tensors, weight: torch.Tensor) -> None:
+    def _exchange_matmul_backward(self, tensors: Tensors, weights: Weights) -> None:
         gradient = tensors["activation"]
-        tensors["product"].copy_(self._exchange(multiply(gradient, weight), is_return=True))
+        tensors["product"].copy_(self._exchange(multiply(gradient, weights[0]), is_return=True))
         torch.mm(self._exchange(tensors["shard"], is_return=False).t(), gradient, out=tensors["weight_gradient"])
 
     def _gather(self, shard: torch.Tensor) -> torch.Tensor:

@@ -1,20 +1,21 @@
 """The matmul pieces and sums of a schedule as calls of torch: plain `mm`, `bmm` where the same chunk of several peers
 is one piece.
 
-Bound once to the rows of an action, called with the tensors of each call. Sums add the partial products of all ranks
-in rank order in one kernel, which accumulates in single precision for half-precision types, so they are the same bits
-in every run.
+Bound once to the rows of an action, called with the tensors of each call. Of several weights, each has a matmul of its
+own: one as wide as all of them would give strided products, on which what follows takes up to twice the time. Sums add
+the partial products of all ranks in rank order in one kernel, which accumulates in single precision for half-precision
+types, so they are the same bits in every run.
 """
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from counterpoint.ops.transport import Tensors
+from counterpoint.ops.transport import Tensors, Weights, parts_of
 from counterpoint.schedule.actions import Action, Region
 
-Compute = Callable[[Tensors, torch.Tensor], None]
+Compute = Callable[[Tensors, Weights], None]
 
 
 def multiply(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
@@ -56,9 +57,9 @@ def _matmul(reads: Sequence[Region], writes: Sequence[Region]) -> Compute:
     if stride is None or stride != _equal_stride(writes):
         pieces = _split_evenly(reads, writes)
 
-        def compute(tensors: Tensors, weight: torch.Tensor) -> None:
+        def compute(tensors: Tensors, weights: Weights) -> None:
             for piece in pieces:
-                piece(tensors, weight)
+                piece(tensors, weights)
 
         return compute
     return _batched_matmul(reads, writes, stride)
@@ -68,10 +69,29 @@ def _one_matmul(source: Region, target: Region) -> Compute:
     left, start, num_rows = source.buffer, source.start, source.num_rows
     out, out_start = target.buffer, target.start
 
-    def compute(tensors: Tensors, weight: torch.Tensor) -> None:
-        torch.mm(tensors[left].narrow(0, start, num_rows), weight, out=tensors[out].narrow(0, out_start, num_rows))
+    def compute(tensors: Tensors, weights: Weights) -> None:
+        for factor, weight, product, is_added in _products(tensors, weights, left, out):
+            rows, there = factor.narrow(0, start, num_rows), product.narrow(0, out_start, num_rows)
+            if is_added:
+                torch.addmm(there, rows, weight, out=there)
+            else:
+                torch.mm(rows, weight, out=there)
 
     return compute
+
+
+def _products(
+    tensors: Tensors, weights: Weights, left: str, out: str
+) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor, bool]]:
+    """The matmul of each weight: left matrix, weight, result, and whether it is added to what is there.
+
+    The same rows times each weight are as many results; a matrix for each weight gives one sum.
+    """
+    factors, products = parts_of(tensors, left), parts_of(tensors, out)
+    for number, weight in enumerate(weights):
+        factor = factors[number] if len(factors) > 1 else factors[0]
+        is_own = number < len(products)
+        yield factor, weight, products[number] if is_own else products[0], not is_own
 
 
 def _batched_matmul(reads: Sequence[Region], writes: Sequence[Region], stride: int) -> Compute:
@@ -84,8 +104,14 @@ def _batched_matmul(reads: Sequence[Region], writes: Sequence[Region], stride: i
         shape = (count, num_rows, tensor.shape[1])
         return tensor.as_strided(shape, (stride * row, row, column), tensor.storage_offset() + first * row)
 
-    def compute(tensors: Tensors, weight: torch.Tensor) -> None:
-        torch.bmm(batch(tensors[left], start), weight.expand(count, *weight.shape), out=batch(tensors[out], out_start))
+    def compute(tensors: Tensors, weights: Weights) -> None:
+        for factor, weight, product, is_added in _products(tensors, weights, left, out):
+            rows, there = batch(factor, start), batch(product, out_start)
+            repeated = weight.expand(count, *weight.shape)
+            if is_added:
+                torch.baddbmm(there, rows, repeated, out=there)
+            else:
+                torch.bmm(rows, repeated, out=there)
 
     return compute
 
@@ -114,25 +140,27 @@ def _split_evenly(reads: Sequence[Region], writes: Sequence[Region]) -> list[Com
 
 
 def _add_matmul(action: Action) -> Compute:
+    """In place: to add to other rows than those that are written, torch would copy them first."""
     source, added = action.reads
-    target = action.writes[0]
-    left, start, num_rows = source.buffer, source.start, source.num_rows
+    assert action.writes == (added,)
+    start, num_rows = source.start, source.num_rows
 
-    def compute(tensors: Tensors, weight: torch.Tensor) -> None:
-        rows = tensors[left].narrow(0, start, num_rows)
-        there = tensors[added.buffer].narrow(0, added.start, num_rows)
-        out = there if target == added else tensors[target.buffer].narrow(0, target.start, num_rows)
-        torch.addmm(there, rows, weight, out=out)
+    def compute(tensors: Tensors, weights: Weights) -> None:
+        there = rows_of(tensors, added)
+        for factor, weight in zip(parts_of(tensors, source.buffer), weights, strict=True):
+            torch.addmm(there, factor.narrow(0, start, num_rows), weight, out=there)
 
     return compute
 
 
 def _sum(action: Action) -> Compute:
     parts, target = action.reads, action.writes[0]
+    if len(parts) == 2:
+        return _sum_of_two(action)
     count, name, start, num_rows = len(parts), parts[0].buffer, parts[0].start, parts[0].num_rows
     stride = parts[1].start - start if count > 1 else num_rows
 
-    def compute(tensors: Tensors, _weight: torch.Tensor) -> None:
+    def compute(tensors: Tensors, _weights: Weights) -> None:
         staged, out = tensors[name], tensors[target.buffer].narrow(0, target.start, num_rows)
         shape, strides = (count, num_rows, staged.shape[1]), (stride * staged.stride(0), staged.stride(0), 1)
         stacked = staged.as_strided(shape, strides, staged.storage_offset() + start * staged.stride(0))
@@ -141,24 +169,41 @@ def _sum(action: Action) -> Compute:
     return compute
 
 
+def _sum_of_two(action: Action) -> Compute:
+    """The same as a sum over a dimension of two, but for the sign of zero, in a third of the time: 23 us for two times
+    32 MiB (H200)."""
+    (first, second), target = action.reads, action.writes[0]
+
+    def compute(tensors: Tensors, _weights: Weights) -> None:
+        one, other, out = (rows_of(tensors, each) for each in (first, second, target))
+        torch.add(one, other, out=out)
+
+    return compute
+
+
+def rows_of(tensors: Tensors, region: Region) -> torch.Tensor:
+    """The rows of a region, as a view."""
+    return tensors[region.buffer].narrow(0, region.start, region.num_rows)
+
+
 def _weight_gradient(action: Action) -> Compute:
     left, right = action.reads
     out = action.writes[0].buffer
 
-    def compute(tensors: Tensors, _weight: torch.Tensor) -> None:
-        transposed = tensors[left.buffer].narrow(0, left.start, left.num_rows).t()
-        torch.mm(transposed, tensors[right.buffer].narrow(0, right.start, right.num_rows), out=tensors[out])
+    def compute(tensors: Tensors, _weights: Weights) -> None:
+        transposed = rows_of(tensors, left).t()
+        for factor, gradient in zip(parts_of(tensors, right.buffer), parts_of(tensors, out), strict=True):
+            torch.mm(transposed, factor.narrow(0, right.start, right.num_rows), out=gradient)
 
     return compute
 
 
 def _place(action: Action) -> Compute:
     if not action.reads:
-        return lambda _tensors, _weight: None
+        return lambda _tensors, _weights: None
     source, target = action.reads[0], action.writes[0]
 
-    def compute(tensors: Tensors, _weight: torch.Tensor) -> None:
-        rows = tensors[source.buffer].narrow(0, source.start, source.num_rows)
-        tensors[target.buffer].narrow(0, target.start, target.num_rows).copy_(rows)
+    def compute(tensors: Tensors, _weights: Weights) -> None:
+        rows_of(tensors, target).copy_(rows_of(tensors, source))
 
     return compute

@@ -85,7 +85,7 @@ class Contest:
         del self._weight
 
     def _run(self, number: int) -> None:
-        self._prepared[number].run(self._tensors, self._weight)
+        self._prepared[number].run(self._tensors, (self._weight,))
 
     def _take_operands(self) -> str:
         """Make operands and results; why they cannot be had, or nothing."""

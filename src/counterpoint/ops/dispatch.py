@@ -6,7 +6,7 @@ profiler must see an operator whole. In plain eager code they are not there, and
 same functions on both ways.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, final
 
 import torch
@@ -15,76 +15,91 @@ from counterpoint.errors import OperatorError
 
 PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
 
-# (what forward kept, the product's gradient, whether the left operand and the weight need theirs) -> their gradients
-Gradients = Callable[["Kept", torch.Tensor, tuple[bool, bool]], tuple[torch.Tensor | None, torch.Tensor | None]]
+Matrices = Sequence[torch.Tensor]
+Gradients = tuple[torch.Tensor | None, Sequence[torch.Tensor | None]]  # of the left operand and of the weights
+# (what forward kept, the products' gradients, whether the left operand and any weight need theirs) -> their gradients
+Differentiate = Callable[["Kept", Matrices, tuple[bool, bool]], Gradients]
 
 
 class Kept:
     """What backward needs of a forward call."""
 
-    __slots__ = ("group_name", "left", "schedule", "weight")
+    __slots__ = ("group_name", "left", "schedule", "weights")
 
-    def __init__(self, left: torch.Tensor, weight: torch.Tensor, group_name: str, schedule: str) -> None:
-        self.left, self.weight, self.group_name, self.schedule = left, weight, group_name, schedule
+    def __init__(self, left: torch.Tensor, weights: list[torch.Tensor], group_name: str, schedule: str) -> None:
+        self.left, self.weights, self.group_name, self.schedule = left, weights, group_name, schedule
 
 
 @final
 class Operator:
-    """A function of two tensors, what else it takes, a group's name and a schedule's text.
+    """A function of a tensor, of a weight or a list of them, what else it takes, a group's name and a schedule's text.
 
-    `run` computes, `shape` makes an empty result for tensors without numbers, `gradients` is the derivative; an operator
-    without one is part of another's backward pass.
+    `run` computes, `shape` makes empty results for tensors without numbers, `gradients` is the derivative; an operator
+    without one is part of another's backward pass, and may take its tensors in any order. A list of weights gives a list.
     """
 
     def __init__(
-        self, name: str, run: Callable[..., Any], shape: Callable[..., Any], gradients: Gradients | None = None
+        self, name: str, run: Callable[..., Any], shape: Callable[..., Any], gradients: Differentiate | None = None
     ) -> None:
         self.name, self._run, self._gradients = name, run, gradients
         self.custom = torch.library.custom_op(f"counterpoint::{name}", run, mutates_args=())
         self.custom.register_fake(shape)
         if gradients is not None:
-            self.custom.register_autograd(self.differentiate, setup_context=_keep)
+            self.custom.register_autograd(self._differentiate_custom, setup_context=_keep_custom)
 
     def __call__(self, *arguments: Any) -> Any:
         """Run; arguments as `run` takes them."""
         if torch.compiler.is_compiling() or _is_looked_at(arguments):
             return self.custom(*arguments)
-        if torch.is_grad_enabled() and (arguments[0].requires_grad or arguments[1].requires_grad):
-            return _Differentiable.apply(*arguments, self) if self._gradients is not None else self.custom(*arguments)
-        return self._run_plainly(arguments)
+        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in _tensors(arguments)):
+            return self._run_with_gradients(*arguments) if self._gradients is not None else self.custom(*arguments)
+        return self.run_plainly(arguments)
 
-    def forward(self, ctx: Any, arguments: tuple[Any, ...]) -> torch.Tensor:
-        """Run, and keep what the derivative needs."""
-        product: torch.Tensor = self._run_plainly(arguments)
-        _keep(ctx, arguments, product)
-        return product
-
-    def _run_plainly(self, arguments: tuple[Any, ...]) -> Any:
+    def run_plainly(self, arguments: tuple[Any, ...]) -> Any:
         """Run as torch runs a custom operator: what is called within has nothing to do with gradients."""
         with torch._C._AutoDispatchBelowAutograd():
             return self._run(*arguments)
 
-    def differentiate(self, ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """The gradients of all arguments."""
+    def _run_with_gradients(self, left: torch.Tensor, weights: Any, *others: Any) -> Any:
+        """Without torch's dispatcher."""
+        if isinstance(weights, torch.Tensor):
+            return _Differentiable.apply(self, others, False, left, weights)
+        return list(_Differentiable.apply(self, others, True, left, *weights))
+
+    def differentiate(self, ctx: Any, gradients: Matrices, is_wanted: tuple[bool, bool]) -> Gradients:
+        """The gradients of the left operand and of the weights."""
         assert self._gradients is not None
         refuse_second_derivative(self.name)
-        left, weight = ctx.saved_tensors
-        kept = Kept(left, weight, ctx.group_name, ctx.schedule)
-        is_wanted = ctx.needs_input_grad[0], ctx.needs_input_grad[1]
-        return *self._gradients(kept, gradient, is_wanted), *[None] * ctx.num_others
+        left, *weights = ctx.saved_tensors
+        return self._gradients(Kept(left, weights, ctx.group_name, ctx.schedule), gradients, is_wanted)
+
+    def _differentiate_custom(self, ctx: Any, gradient: Any) -> tuple[Any, ...]:
+        """The gradients of all arguments of the custom operator."""
+        of_left, of_weights = ctx.needs_input_grad[:2]
+        if not ctx.is_list:
+            found, (of_weight,) = self.differentiate(ctx, [gradient], (of_left, of_weights))
+            return found, of_weight, *[None] * ctx.num_others
+        return *self.differentiate(ctx, gradient, (of_left, any(of_weights))), *[None] * ctx.num_others
 
 
 class _Differentiable(torch.autograd.Function):  # type: ignore[misc]  # torch is untyped here
-    """An operator, its last argument, with gradients and without torch's dispatcher."""
+    """An operator, the first argument, with gradients and without torch's dispatcher; tensors come last."""
 
     @staticmethod
-    def forward(ctx: Any, *arguments: Any) -> torch.Tensor:
-        ctx.operator = arguments[-1]
-        return ctx.operator.forward(ctx, arguments[:-1])
+    def forward(
+        ctx: Any, operator: Operator, others: tuple[Any, ...], is_list: bool, left: torch.Tensor, *weights: torch.Tensor
+    ) -> Any:
+        ctx.operator = operator
+        arguments = left, (list(weights) if is_list else weights[0]), *others
+        _keep(ctx, left, weights, others)
+        products = operator.run_plainly(arguments)
+        return tuple(products) if is_list else products
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return *ctx.operator.differentiate(ctx, gradient), None
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        is_wanted = ctx.needs_input_grad[3], any(ctx.needs_input_grad[4:])
+        found, of_each = ctx.operator.differentiate(ctx, gradients, is_wanted)
+        return None, None, None, found, *of_each
 
 
 def refuse_second_derivative(name: str) -> None:
@@ -93,18 +108,30 @@ def refuse_second_derivative(name: str) -> None:
         raise OperatorError(f"{name} has no second derivative. Call backward() without create_graph=True.")
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    left, weight, *others = inputs
+def _keep(ctx: Any, left: torch.Tensor, weights: Matrices, others: tuple[Any, ...]) -> None:
     ctx.group_name, ctx.schedule = others[-2:]
-    ctx.num_others = len(others)
-    ctx.save_for_backward(left, weight)
+    ctx.save_for_backward(left, *weights)
+
+
+def _keep_custom(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    left, weights, *others = inputs
+    ctx.is_list, ctx.num_others = not isinstance(weights, torch.Tensor), len(others)
+    _keep(ctx, left, weights if ctx.is_list else [weights], tuple(others))
+
+
+def _tensors(arguments: tuple[Any, ...]) -> Iterator[torch.Tensor]:
+    """Those of the first two arguments, and of lists of them."""
+    for argument in arguments[:2]:
+        if isinstance(argument, torch.Tensor):
+            yield argument
+        else:
+            yield from argument
 
 
 def _is_looked_at(arguments: tuple[Any, ...]) -> bool:
     """Whether somebody other than autograd has to see this call as an operator."""
     return (
-        type(arguments[0]) not in PLAIN_TYPES
-        or type(arguments[1]) not in PLAIN_TYPES
+        any(type(tensor) not in PLAIN_TYPES for tensor in _tensors(arguments))
         or torch._C._len_torch_dispatch_stack() > 0
         or torch._C._are_functorch_transforms_active()
         or torch.autograd._profiler_enabled()

@@ -1,8 +1,7 @@
 """One operator call timed by events on a GPU, as the benchmarks do it.
 
 A spinning kernel gives the host time to issue everything behind it, and the GPUs meet in a tiny all-reduce; what lies
-between the events is then the GPUs' work, and not the host's. Has not run on GPUs as part of the planner yet; the same way
-of timing has, in benchmarks/ops_timing.py.
+between the events is then the GPUs' work, and not the host's.
 """
 
 from collections.abc import Callable

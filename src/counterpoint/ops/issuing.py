@@ -11,7 +11,7 @@ from cuda.bindings import driver as cu
 
 from counterpoint.cuda.driver import check
 from counterpoint.ops.computation import bind_computation
-from counterpoint.ops.transport import Tensors
+from counterpoint.ops.transport import Tensors, Weights
 from counterpoint.schedule.program import Step
 
 Handle = Any  # cuda-bindings has no types
@@ -23,12 +23,12 @@ MAX_MEMORY_OPERATIONS = 255  # of one cuStreamBatchMemOp
 
 
 class Call:
-    """What differs from call to call: the tensors and the current stream."""
+    """What differs from call to call: the tensors, the weights and the streams."""
 
-    __slots__ = ("handles", "streams", "tensors", "weight")
+    __slots__ = ("handles", "streams", "tensors", "weights")
 
-    def __init__(self, tensors: Tensors, weight: torch.Tensor, handles: dict[str, Handle], streams: dict[str, Any]) -> None:
-        self.tensors, self.weight, self.handles, self.streams = tensors, weight, handles, streams
+    def __init__(self, tensors: Tensors, weights: Weights, handles: dict[str, Handle], streams: dict[str, Any]) -> None:
+        self.tensors, self.weights, self.handles, self.streams = tensors, weights, handles, streams
 
 
 Issue = Callable[[Call], None]
@@ -94,7 +94,7 @@ def compute(step: Step) -> Issue:
     bound = bind_computation(step.action)
 
     def issue(call: Call) -> None:
-        bound(call.tensors, call.weight)
+        bound(call.tensors, call.weights)
 
     return issue
 

@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 
 from counterpoint.errors import OperatorError, cause_of
-from counterpoint.ops.computation import Compute, bind_computation
-from counterpoint.ops.transport import AbstractPrepared, AbstractTransport, Layout, Tensors, view_of
-from counterpoint.schedule.actions import CopySchedule, Region
+from counterpoint.ops.computation import Compute, bind_computation, rows_of
+from counterpoint.ops.transport import AbstractPrepared, AbstractTransport, Layout, Tensors, Weights, view_of
+from counterpoint.schedule.actions import CopySchedule
 from counterpoint.schedule.program import Step, make_program
 
 
@@ -72,13 +72,13 @@ class PreparedMessages(AbstractPrepared):
             if step.action.kind not in ("begin", "end")
         ]
 
-    def run(self, tensors: Tensors, weight: torch.Tensor) -> None:
+    def run(self, tensors: Tensors, weights: Weights) -> None:
         """See `AbstractPrepared.run`."""
         own = {buffer.name: self._own(buffer.name) for buffer in self._schedule.buffers if buffer.home != "given"}
         everything = {**own, **tensors}
         for step, compute in self._steps:
             if compute is not None:
-                compute(everything, weight)
+                compute(everything, weights)
             elif step.is_incoming:
                 self._receive(step, everything)
             else:
@@ -93,10 +93,10 @@ class PreparedMessages(AbstractPrepared):
 
     def _send(self, step: Step, tensors: Tensors) -> None:
         source, target = step.action.reads[0], step.action.writes[0]
-        self._message(dist.send, _rows(tensors, source), target.rank, step.position)
+        self._message(dist.send, rows_of(tensors, source), target.rank, step.position)
 
     def _receive(self, step: Step, tensors: Tensors) -> None:
-        self._message(dist.recv, _rows(tensors, step.action.writes[0]), step.action.rank, step.position)
+        self._message(dist.recv, rows_of(tensors, step.action.writes[0]), step.action.rank, step.position)
 
     def _message(self, act: object, rows: torch.Tensor, peer: int, tag: int) -> None:
         group = self._transport.group
@@ -108,7 +108,3 @@ class PreparedMessages(AbstractPrepared):
                 f"Rank {peer} of the group did not exchange its rows ({cause_of(problem, 120)}). "
                 "Look at its output, and start all ranks again."
             ) from problem
-
-
-def _rows(tensors: Tensors, region: Region) -> torch.Tensor:
-    return tensors[region.buffer].narrow(0, region.start, region.num_rows)

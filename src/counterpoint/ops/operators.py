@@ -5,19 +5,21 @@ backward: the shard is sent again while the gradient's matmul runs, which keeps 
 saves. Groups travel by name and schedules as JSON text, because an operator's arguments must be plain.
 """
 
+from collections.abc import Sequence
+
 import msgspec
 import torch
 from torch.distributed import distributed_c10d
 
 from counterpoint.ops.computation import multiply
-from counterpoint.ops.dispatch import Kept, Operator
+from counterpoint.ops.dispatch import Gradients, Kept, Operator
 from counterpoint.ops.runtime import Request, Runtime, runtime_of
-from counterpoint.ops.transport import AbstractPrepared
+from counterpoint.ops.transport import AbstractPrepared, named_parts
 from counterpoint.schedule import ScheduleDescription, backward_description
 from counterpoint.schedule.actions import Operation, Pass
 
 Pair = tuple[torch.Tensor, torch.Tensor]
-Gradient = tuple[torch.Tensor | None, torch.Tensor | None]
+Matrices = Sequence[torch.Tensor]
 
 
 def _group_size(group_name: str) -> int:
@@ -32,37 +34,44 @@ def _own_rows(num_rows: int, group_name: str) -> int:
 
 
 def _run_all_gather_matmul(
-    shard: torch.Tensor, weight: torch.Tensor, num_rows: int, group_name: str, schedule: str
-) -> torch.Tensor:
-    """See `counterpoint.ops.all_gather_matmul`."""
-    run = _Run("all_gather_matmul", "forward", (shard, weight, group_name))
+    shard: torch.Tensor, weights: Matrices, num_rows: int, group_name: str, schedule: str
+) -> list[torch.Tensor]:
+    """See `counterpoint.ops.all_gather_matmul`; the products of all weights."""
+    run = _Run("all_gather_matmul", "forward", ([shard], weights, group_name))
     run.require_shard(num_rows)
-    run.plan((num_rows, *weight.shape), schedule)
-    product = shard.new_empty(num_rows, weight.shape[1])
-    run({"shard": shard.contiguous(), "product": product})
-    return product
+    run.plan((num_rows, shard.shape[1], _num_columns(weights)), schedule)
+    products = [shard.new_empty(num_rows, weight.shape[1]) for weight in weights]
+    run({"shard": shard.contiguous(), **named_parts("product", products)})
+    return products
 
 
 def _run_all_gather_matmul_backward(
-    gradient: torch.Tensor, shard: torch.Tensor, weight: torch.Tensor, group_name: str, schedule: str
-) -> Pair:
-    """Gradients of `all_gather_matmul` for its shard and its weight."""
-    run = _Run("all_gather_matmul", "backward", (gradient, weight.t(), group_name))
-    run.plan((gradient.shape[0], *weight.shape), schedule)
-    results = shard.new_empty(shard.shape), torch.empty_like(weight)
-    run({"activation": gradient.contiguous(), "shard": shard.contiguous(), **_result_buffers(results)})
-    return results
+    gradients: Matrices, shard: torch.Tensor, weights: Matrices, group_name: str, schedule: str
+) -> list[torch.Tensor]:
+    """Gradients of `all_gather_matmul` for its shard and for each of its weights."""
+    run = _Run("all_gather_matmul", "backward", (gradients, [weight.t() for weight in weights], group_name))
+    run.plan((gradients[0].shape[0], shard.shape[1], _num_columns(weights)), schedule)
+    of_shard, of_weights = shard.new_empty(shard.shape), [torch.empty_like(weight) for weight in weights]
+    activations = named_parts("activation", [gradient.contiguous() for gradient in gradients])
+    results = {"product": of_shard, **named_parts("weight_gradient", of_weights)}
+    run({**activations, "shard": shard.contiguous(), **results})
+    return [of_shard, *of_weights]
 
 
 def _run_matmul_reduce_scatter(
     activation: torch.Tensor, weight: torch.Tensor, group_name: str, schedule: str
 ) -> torch.Tensor:
     """See `counterpoint.ops.matmul_reduce_scatter`."""
-    run = _Run("matmul_reduce_scatter", "forward", (activation, weight, group_name))
-    num_rows = activation.shape[0]
-    run.plan((num_rows, *weight.shape), schedule)
-    product = activation.new_empty(_own_rows(num_rows, group_name), weight.shape[1])
-    run({"activation": activation, "product": product})
+    return _run_matmuls_reduce_scatter([activation], [weight], group_name, schedule)
+
+
+def _run_matmuls_reduce_scatter(activations: Matrices, weights: Matrices, group_name: str, schedule: str) -> torch.Tensor:
+    """This rank's block of the sum of all products and all ranks."""
+    run = _Run("matmul_reduce_scatter", "forward", (activations, weights, group_name))
+    num_rows, num_columns = activations[0].shape[0], weights[0].shape[1]
+    run.plan((num_rows, sum(weight.shape[0] for weight in weights), num_columns), schedule)
+    product = activations[0].new_empty(_own_rows(num_rows, group_name), num_columns)
+    run({**named_parts("activation", activations), "product": product})
     return product
 
 
@@ -70,7 +79,7 @@ def _run_matmul_reduce_scatter_backward(
     gradient: torch.Tensor, activation: torch.Tensor, weight: torch.Tensor, group_name: str, schedule: str
 ) -> Pair:
     """Gradients of `matmul_reduce_scatter` for its activation and its weight."""
-    run = _Run("matmul_reduce_scatter", "backward", (gradient, weight.t(), group_name))
+    run = _Run("matmul_reduce_scatter", "backward", ([gradient], [weight.t()], group_name))
     run.plan((activation.shape[0], *weight.shape), schedule)
     results = activation.new_empty(activation.shape), torch.empty_like(weight)
     run({"shard": gradient.contiguous(), "activation": activation.contiguous(), **_result_buffers(results)})
@@ -79,7 +88,7 @@ def _run_matmul_reduce_scatter_backward(
 
 def _run_matmul_all_reduce(activation: torch.Tensor, weight: torch.Tensor, group_name: str, schedule: str) -> torch.Tensor:
     """See `counterpoint.ops.matmul_all_reduce`."""
-    run = _Run("matmul_all_reduce", "forward", (activation, weight, group_name))
+    run = _Run("matmul_all_reduce", "forward", ([activation], [weight], group_name))
     run.plan((activation.shape[0], *weight.shape), schedule)
     product = activation.new_empty(activation.shape[0], weight.shape[1])
     run({"activation": activation, "product": product})
@@ -88,7 +97,7 @@ def _run_matmul_all_reduce(activation: torch.Tensor, weight: torch.Tensor, group
 
 def _run_all_to_all_matmul(tokens: torch.Tensor, weight: torch.Tensor, group_name: str, schedule: str) -> torch.Tensor:
     """See `counterpoint.ops.all_to_all_matmul`."""
-    run = _Run("all_to_all_matmul", "forward", (tokens, weight, group_name))
+    run = _Run("all_to_all_matmul", "forward", ([tokens], [weight], group_name))
     run.plan((tokens.shape[0], *weight.shape), schedule)
     num_received = _group_size(group_name) * _own_rows(tokens.shape[0], group_name)
     product = tokens.new_empty(num_received, weight.shape[1])
@@ -100,11 +109,15 @@ def _run_all_to_all_matmul_backward(
     gradient: torch.Tensor, tokens: torch.Tensor, weight: torch.Tensor, group_name: str, schedule: str
 ) -> Pair:
     """Gradients of `all_to_all_matmul` for its tokens and its weight."""
-    run = _Run("all_to_all_matmul", "backward", (gradient, weight.t(), group_name))
+    run = _Run("all_to_all_matmul", "backward", ([gradient], [weight.t()], group_name))
     run.plan((tokens.shape[0], *weight.shape), schedule)
     results = tokens.new_empty(tokens.shape), torch.empty_like(weight)
     run({"activation": gradient.contiguous(), "shard": tokens.contiguous(), **_result_buffers(results)})
     return results
+
+
+def _num_columns(weights: Matrices) -> int:
+    return sum(weight.shape[1] for weight in weights)
 
 
 def _result_buffers(results: Pair) -> dict[str, torch.Tensor]:
@@ -112,17 +125,22 @@ def _result_buffers(results: Pair) -> dict[str, torch.Tensor]:
 
 
 class _Run:
-    """One call: checks its operands, finds the plan, runs it, in this order."""
+    """One call: checks its operands, finds the plan, runs it, in this order.
+
+    Left matrices are one for all weights, or one for each.
+    """
 
     _prepared: AbstractPrepared
 
-    def __init__(self, operation: Operation, direction: Pass, operands: tuple[torch.Tensor, torch.Tensor, str]) -> None:
+    def __init__(self, operation: Operation, direction: Pass, operands: tuple[Matrices, Matrices, str]) -> None:
         self._operation, self._direction = operation, direction
-        self._left, self._weight, group_name = operands
+        lefts, self._weights, group_name = operands
+        self._left = lefts[0]
         # if one operand was left on the CPU, the other ranks meet where the GPU is
-        device = self._left.device if self._left.is_cuda else self._weight.device
+        device = next((each.device for each in (*lefts, *self._weights) if each.is_cuda), self._left.device)
         self._runtime: Runtime = runtime_of(group_name, device)
-        problem = self._problem_of_operands()
+        pairs = zip(lefts if len(lefts) > 1 else [self._left] * len(self._weights), self._weights, strict=True)
+        problem = next((found for left, weight in pairs if (found := self._problem_of(left, weight))), "")
         if problem:
             self._runtime.refuse(problem)
 
@@ -141,7 +159,7 @@ class _Run:
         self._prepared = self._runtime.plan(request).prepared
 
     def __call__(self, tensors: dict[str, torch.Tensor]) -> None:
-        self._prepared.run(tensors, self._weight)
+        self._prepared.run(tensors, self._weights)
 
     def require_shard(self, num_rows: int) -> None:
         """Refuse a shard that is not this rank's part of `num_rows` rows."""
@@ -153,9 +171,8 @@ class _Run:
                 f"found {found}. Split them as torch.tensor_split does, or give the right num_rows."
             )
 
-    def _problem_of_operands(self) -> str:
-        """What is wrong with the operands, in one line, or nothing."""
-        left, weight = self._left, self._weight
+    def _problem_of(self, left: torch.Tensor, weight: torch.Tensor) -> str:
+        """What is wrong with two operands, in one line, or nothing."""
         if left.device != weight.device:
             return f"{self._operation} needs its operands on one device; found {left.device} and {weight.device}. Move one."
         if left.dtype != weight.dtype:
@@ -166,10 +183,16 @@ class _Run:
         return ""
 
 
-def _gathered_shape(
-    shard: torch.Tensor, weight: torch.Tensor, num_rows: int, group_name: str, schedule: str
-) -> torch.Tensor:
-    return shard.new_empty(num_rows, weight.shape[1])
+def _gathered_shapes(
+    shard: torch.Tensor, weights: Matrices, num_rows: int, group_name: str, schedule: str
+) -> list[torch.Tensor]:
+    return [shard.new_empty(num_rows, weight.shape[1]) for weight in weights]
+
+
+def _gathered_gradient_shapes(
+    gradients: Matrices, shard: torch.Tensor, weights: Matrices, group_name: str, schedule: str
+) -> list[torch.Tensor]:
+    return [shard.new_empty(shard.shape), *(torch.empty_like(weight) for weight in weights)]
 
 
 def _gradient_shapes(
@@ -182,6 +205,10 @@ def _scattered_shape(activation: torch.Tensor, weight: torch.Tensor, group_name:
     return activation.new_empty(_own_rows(activation.shape[0], group_name), weight.shape[1])
 
 
+def _scattered_sum_shape(activations: Matrices, weights: Matrices, group_name: str, schedule: str) -> torch.Tensor:
+    return _scattered_shape(activations[0], weights[0], group_name, schedule)
+
+
 def _reduced_shape(activation: torch.Tensor, weight: torch.Tensor, group_name: str, schedule: str) -> torch.Tensor:
     return activation.new_empty(activation.shape[0], weight.shape[1])
 
@@ -190,40 +217,38 @@ def _exchanged_shape(tokens: torch.Tensor, weight: torch.Tensor, group_name: str
     return tokens.new_empty(_group_size(group_name) * _own_rows(tokens.shape[0], group_name), weight.shape[1])
 
 
-def _gather_gradients(kept: Kept, gradient: torch.Tensor, is_wanted: tuple[bool, bool]) -> Gradient:
-    return all_gather_gradients(kept, gradient, is_wanted[1])
-
-
-def all_gather_gradients(kept: Kept, gradient: torch.Tensor, is_weight_wanted: bool) -> Gradient:
-    """Gradients of `all_gather_matmul`; of a weight that needs none, nothing is gathered again."""
-    weight, group_name = kept.weight, kept.group_name
-    if is_weight_wanted:
-        pair: Pair = all_gather_matmul_backward(gradient, kept.left, weight, group_name, kept.schedule)
-        return pair
-    schedule = _backward_text("all_gather_matmul", kept.schedule)
-    return matmul_reduce_scatter(gradient, weight.t(), group_name, schedule), None
-
-
-def _reduce_gradients(kept: Kept, gradient: torch.Tensor, is_wanted: tuple[bool, bool]) -> Gradient:
-    left, weight, group_name = kept.left, kept.weight, kept.group_name
+def _gather_gradients(kept: Kept, gradients: Matrices, is_wanted: tuple[bool, bool]) -> Gradients:
+    """Of weights that need none, nothing is gathered again."""
     if is_wanted[1]:
-        pair: Pair = matmul_reduce_scatter_backward(gradient, left, weight, group_name, kept.schedule)
-        return pair
+        found = all_gather_matmul_backward(list(gradients), kept.left, kept.weights, kept.group_name, kept.schedule)
+        return found[0], found[1:]
+    schedule = _backward_text("all_gather_matmul", kept.schedule)
+    weights = [weight.t() for weight in kept.weights]
+    return matmuls_reduce_scatter(list(gradients), weights, kept.group_name, schedule), [None] * len(weights)
+
+
+def _reduce_gradients(kept: Kept, gradients: Matrices, is_wanted: tuple[bool, bool]) -> Gradients:
+    (gradient,), (weight,), left, group_name = gradients, kept.weights, kept.left, kept.group_name
+    if is_wanted[1]:
+        of_left, of_weight = matmul_reduce_scatter_backward(gradient, left, weight, group_name, kept.schedule)
+        return of_left, [of_weight]
     schedule = _backward_text("matmul_reduce_scatter", kept.schedule)
-    return all_gather_matmul(gradient, weight.t(), left.shape[0], group_name, schedule), None
+    return all_gather_matmul(gradient, [weight.t()], left.shape[0], group_name, schedule)[0], [None]
 
 
-def _all_reduce_gradients(kept: Kept, gradient: torch.Tensor, is_wanted: tuple[bool, bool]) -> Gradient:
+def _all_reduce_gradients(kept: Kept, gradients: Matrices, is_wanted: tuple[bool, bool]) -> Gradients:
     """The product is the same on every rank, and so is what follows: its gradient is not summed again."""
+    (gradient,), (weight,) = gradients, kept.weights
     return (
-        multiply(gradient, kept.weight.t()) if is_wanted[0] else None,
-        multiply(kept.left.t(), gradient) if is_wanted[1] else None,
+        multiply(gradient, weight.t()) if is_wanted[0] else None,
+        [multiply(kept.left.t(), gradient) if is_wanted[1] else None],
     )
 
 
-def _exchange_gradients(kept: Kept, gradient: torch.Tensor, _is_wanted: tuple[bool, bool]) -> Gradient:
-    pair: Pair = all_to_all_matmul_backward(gradient, kept.left, kept.weight, kept.group_name, kept.schedule)
-    return pair
+def _exchange_gradients(kept: Kept, gradients: Matrices, _is_wanted: tuple[bool, bool]) -> Gradients:
+    (gradient,), (weight,) = gradients, kept.weights
+    of_tokens, of_weight = all_to_all_matmul_backward(gradient, kept.left, weight, kept.group_name, kept.schedule)
+    return of_tokens, [of_weight]
 
 
 def _backward_text(operation: Operation, schedule: str) -> str:
@@ -234,12 +259,15 @@ def _backward_text(operation: Operation, schedule: str) -> str:
     return msgspec.json.encode(description).decode()
 
 
-all_gather_matmul_backward = Operator("all_gather_matmul_backward", _run_all_gather_matmul_backward, _gradient_shapes)
+all_gather_matmul_backward = Operator(
+    "all_gather_matmul_backward", _run_all_gather_matmul_backward, _gathered_gradient_shapes
+)
 matmul_reduce_scatter_backward = Operator(
     "matmul_reduce_scatter_backward", _run_matmul_reduce_scatter_backward, _gradient_shapes
 )
+matmuls_reduce_scatter = Operator("matmuls_reduce_scatter", _run_matmuls_reduce_scatter, _scattered_sum_shape)
 all_to_all_matmul_backward = Operator("all_to_all_matmul_backward", _run_all_to_all_matmul_backward, _gradient_shapes)
-all_gather_matmul = Operator("all_gather_matmul", _run_all_gather_matmul, _gathered_shape, _gather_gradients)
+all_gather_matmul = Operator("all_gather_matmul", _run_all_gather_matmul, _gathered_shapes, _gather_gradients)
 matmul_reduce_scatter = Operator("matmul_reduce_scatter", _run_matmul_reduce_scatter, _scattered_shape, _reduce_gradients)
 matmul_all_reduce = Operator("matmul_all_reduce", _run_matmul_all_reduce, _reduced_shape, _all_reduce_gradients)
 all_to_all_matmul = Operator("all_to_all_matmul", _run_all_to_all_matmul, _exchanged_shape, _exchange_gradients)

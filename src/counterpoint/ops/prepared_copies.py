@@ -30,8 +30,8 @@ from counterpoint.ops.recordings import Recordings, capture
 from counterpoint.ops.signals import Flags
 from counterpoint.ops.streams import recording_stream_of, stream_of
 from counterpoint.ops.symmetric import SymmetricMemory
-from counterpoint.ops.transport import AbstractPrepared, Layout, Tensors, view_of
-from counterpoint.schedule.actions import Buffer, CopySchedule
+from counterpoint.ops.transport import AbstractPrepared, Layout, Tensors, Weights, view_of
+from counterpoint.schedule.actions import FIRST_COMPUTE, Buffer, CopySchedule
 from counterpoint.schedule.program import Flag, Program, Step
 
 Handle = Any  # cuda-bindings has no types
@@ -77,9 +77,11 @@ class PreparedCopies(AbstractPrepared):
         self._layout, self._dtype = layout
         self.num_bytes = self._layout.num_bytes  # of symmetric memory
         self._local = [buffer for buffer in self._schedule.buffers if buffer.home == "local"]
-        forked = [name for name in self._program.streams if name != "compute 0"]
+        forked = [name for name in self._program.streams if name != FIRST_COMPUTE]
         self._branches = Branches({name: shared.stream(name) for name in forked})
+        # made now, and not when a call is recorded: calls before it may be stuck then, and the driver wait for them
         self._recorded_branches = Branches({name: shared.recording_stream(name) for name in forked})
+        self._recording_stream = shared.recording_stream(FIRST_COMPUTE)
         self._events = {
             step.position: check("Making an event", cu.cuEventCreate(NO_TIMING))
             for step in self._program.steps
@@ -90,7 +92,7 @@ class PreparedCopies(AbstractPrepared):
         self._symmetric: dict[str, torch.Tensor] = {}
         self._issues: list[Issue] = []
 
-    def run(self, tensors: Tensors, weight: torch.Tensor) -> None:
+    def run(self, tensors: Tensors, weights: Weights) -> None:
         """See `AbstractPrepared.run`."""
         memory, order = self._shared.memory(), self._shared.order
         if self._memory is not memory:
@@ -99,30 +101,30 @@ class PreparedCopies(AbstractPrepared):
         handle = cu.CUstream(current.cuda_stream)
         operands = {**tensors, **{buffer.name: self._allocate(buffer) for buffer in self._local}}
         order.follow(handle)
-        graph = None if order.is_in_capture else self._recorded(operands, weight)
+        graph = None if order.is_in_capture else self._recorded(operands, weights)
         if graph is not None:
             graph.replay()
         else:
-            self._issue(self._call(operands, weight, current, self._branches), is_joined=order.is_in_capture)
+            self._issue(self._call(operands, weights, current, self._branches), is_joined=order.is_in_capture)
         order.finish(handle)
 
-    def _recorded(self, operands: Tensors, weight: torch.Tensor) -> Graph | None:
+    def _recorded(self, operands: Tensors, weights: Weights) -> Graph | None:
         """The recording of this call; made now if it has come often enough."""
         recordings = self._shared.recordings
         if self._dtype not in RECORDED_TYPES or not recordings.is_enabled:
             return None
-        key = self._key(operands, weight)
+        key = self._key(operands, weights)
         graph = recordings.find(key)
         if graph is None and recordings.is_due(key):
-            graph = self._record(operands, weight)
+            graph = self._record(operands, weights)
             if graph is not None:
                 recordings.keep(key, graph)
         return graph
 
-    def _record(self, operands: Tensors, weight: torch.Tensor) -> Graph | None:
+    def _record(self, operands: Tensors, weights: Weights) -> Graph | None:
         """Record this call; None, and no other is tried, where that fails: the call can be issued as it stands."""
-        current = self._shared.recording_stream("compute 0")
-        call = self._call(operands, weight, current, self._recorded_branches)
+        current = self._recording_stream
+        call = self._call(operands, weights, current, self._recorded_branches)
         try:
             return capture(current, lambda: self._issue(call, is_joined=True))
         except (RuntimeError, DeviceError) as problem:
@@ -131,25 +133,24 @@ class PreparedCopies(AbstractPrepared):
             LOGGER.warning("Operators are issued call by call: recording one as a CUDA graph failed (%s).", reason)
             return None
 
-    def _key(self, operands: Tensors, weight: torch.Tensor) -> Hashable:
+    def _key(self, operands: Tensors, weights: Weights) -> Hashable:
         """All that decides what a call issues: addresses, strides, and torch's settings for half-precision matmuls. The
         schedule stands for shapes and type."""
         return (
             self,  # and not its id, which another schedule could get one day
-            weight.data_ptr(),
-            weight.stride(),
-            *((tensor.data_ptr(), tensor.stride()) for tensor in operands.values()),
+            *((tensor.data_ptr(), tensor.stride()) for tensor in (*weights, *operands.values())),
+            *(weight.shape for weight in weights[1:]),  # how columns are divided among several
             half_precision_settings(),
         )
 
-    def _call(self, operands: Tensors, weight: torch.Tensor, current: torch.cuda.Stream, branches: Branches) -> Call:
-        handles = {**branches.handles, "compute 0": cu.CUstream(current.cuda_stream)}
-        return Call({**operands, **self._symmetric}, weight, handles, {**branches.streams, "compute 0": current})
+    def _call(self, operands: Tensors, weights: Weights, current: torch.cuda.Stream, branches: Branches) -> Call:
+        handles = {**branches.handles, FIRST_COMPUTE: cu.CUstream(current.cuda_stream)}
+        return Call({**operands, **self._symmetric}, weights, handles, {**branches.streams, FIRST_COMPUTE: current})
 
     def _issue(self, call: Call, *, is_joined: bool) -> None:
         """Issue everything behind what is on the current stream; a capture must end with every stream joined again, also
         after an error."""
-        current = call.handles["compute 0"]
+        current = call.handles[FIRST_COMPUTE]
         check("Starting a call", cu.cuEventRecord(self._shared.order.start_event, current))
         before = torch.cuda.current_stream(self._shared.device)
         try:
@@ -198,7 +199,7 @@ class PreparedCopies(AbstractPrepared):
     def _listed(self, addresses: Sequence[int]) -> list[Issue]:
         """All driver calls of a call, in order; those without effect are left out here, once."""
         issues: list[Issue] = []
-        forked = {"compute 0"}
+        forked = {FIRST_COMPUTE}
         position_of_stream = ""
         for step in self._program.steps:
             if step.is_incoming:

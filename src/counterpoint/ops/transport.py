@@ -14,7 +14,9 @@ import torch
 from counterpoint.schedule.actions import Buffer, CopySchedule, Region
 from counterpoint.value import Value
 
+# By the buffer's name. Of a call with several weights, what has a part for each of them has the others by `part_name`
 Tensors = Mapping[str, torch.Tensor]
+Weights = Sequence[torch.Tensor]
 
 
 class Place(Value, frozen=True, kw_only=True):
@@ -29,8 +31,10 @@ class AbstractPrepared(ABC):
     """A schedule made ready for tensors of one shape and type."""
 
     @abstractmethod
-    def run(self, tensors: Tensors, weight: torch.Tensor) -> None:
+    def run(self, tensors: Tensors, weights: Weights) -> None:
         """Issue one call: `tensors` holds the given and result buffers by name; results are filled in.
+
+        Several weights stand side by side: as many products of the same rows, or the sum of as many matrices' products.
 
         On GPUs this returns when all is issued; whatever follows on the current stream comes after it.
         """
@@ -59,6 +63,24 @@ class AbstractTransport(ABC):
     @abstractmethod
     def close(self) -> None:
         """Give back all memory. Prepared schedules cannot be run any more."""
+
+
+def part_name(buffer: str, number: int) -> str:
+    """What a buffer's part for the weight of that number is called."""
+    return f"{buffer} {number}" if number else buffer
+
+
+def parts_of(tensors: Tensors, buffer: str) -> list[torch.Tensor]:
+    """A buffer's parts: one for each weight, or one for all."""
+    parts = [tensors[buffer]]
+    while (more := tensors.get(part_name(buffer, len(parts)))) is not None:
+        parts.append(more)
+    return parts
+
+
+def named_parts(buffer: str, parts: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+    """A buffer's parts by their names."""
+    return {part_name(buffer, number): part for number, part in enumerate(parts)}
 
 
 @final

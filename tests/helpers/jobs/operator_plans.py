@@ -2,7 +2,7 @@
 
 import os
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from unittest import mock
 
@@ -262,8 +262,8 @@ def wrong() -> None:
     before = ops.pool_report()
     run = PreparedMessages.run
 
-    def spoiled(self: PreparedMessages, tensors: dict[str, torch.Tensor], weight: torch.Tensor) -> None:
-        run(self, tensors, weight)
+    def spoiled(self: PreparedMessages, tensors: dict[str, torch.Tensor], weights: Sequence[torch.Tensor]) -> None:
+        run(self, tensors, weights)
         if dist.get_rank() == dist.get_world_size() - 1:
             tensors["product"][-1] = tensors["product"][0]
 
@@ -282,8 +282,8 @@ def idle() -> None:
     call("all_gather_matmul")
     run = PreparedMessages.run
 
-    def spoiled(self: PreparedMessages, tensors: dict[str, torch.Tensor], weight: torch.Tensor) -> None:
-        run(self, {name: tensor.clone() for name, tensor in tensors.items()}, weight)
+    def spoiled(self: PreparedMessages, tensors: dict[str, torch.Tensor], weights: Sequence[torch.Tensor]) -> None:
+        run(self, {name: tensor.clone() for name, tensor in tensors.items()}, weights)
 
     PreparedMessages.run = spoiled
     print(f"idle: {problem_of(lambda: tune_operators(timer=Clock(lambda label, rank: 1.0), num_rounds=3))}", flush=True)
@@ -295,10 +295,11 @@ def operands() -> None:
     found: dict[tuple[str, str], set[object]] = {}
     run = Collectives.run
 
-    def noted(self: Collectives, tensors: dict[str, torch.Tensor], weight: torch.Tensor) -> None:
+    def noted(self: Collectives, tensors: dict[str, torch.Tensor], weights: Sequence[torch.Tensor]) -> None:
+        (weight,) = weights
         given = {name: (tensor.shape, tensor.stride(), tensor.dtype) for name, tensor in {**tensors, "": weight}.items()}
         found.setdefault((self._operation, self._direction), set()).add(frozenset(given.items()))
-        run(self, tensors, weight)
+        run(self, tensors, weights)
 
     Collectives.run = noted
     for name in OPERATORS:
@@ -321,8 +322,8 @@ def late() -> None:
     run = PreparedMessages.run
     clock = Clock(lambda label, rank: 1.0)
 
-    def spoiled(self: PreparedMessages, tensors: dict[str, torch.Tensor], weight: torch.Tensor) -> None:
-        run(self, tensors, weight)
+    def spoiled(self: PreparedMessages, tensors: dict[str, torch.Tensor], weights: Sequence[torch.Tensor]) -> None:
+        run(self, tensors, weights)
         if len(clock.timed) > 20:
             tensors["product"].fill_(float("nan"))
 

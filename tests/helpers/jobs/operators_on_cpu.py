@@ -17,7 +17,7 @@ from counterpoint.ops import operators
 from counterpoint.ops.exchange import open_exchange
 from counterpoint.schedule import SEQUENTIAL, ScheduleDescription
 from helpers.gloo_sections import report, run_sections
-from helpers.operator_definitions import draw, keywords, reference, with_schedules
+from helpers.operator_definitions import draw, keywords, products_and_gradients, reference, with_schedules
 
 D = ScheduleDescription
 GATHERS = (
@@ -160,6 +160,12 @@ def frozen_weights_gather_nothing() -> None:
         for schedule in (None, D(pattern="ring", chunks=2)):
             OPERATORS[name][0](lefts[rank].requires_grad_(), weights[rank], schedule=schedule).sum().backward()
         assert [each.request.startswith(wanted) for each in ops.explain()] == [False, True] * 2, ops.explain()
+    ops.release()
+    lefts, weights = operands("all_gather_matmul", 24, torch.float64)
+    products = ops.all_gather_matmul(lefts[rank].requires_grad_(), weights[rank].split([2, 3], 1), schedule=D(chunks=2))
+    sum(product.sum() for product in products).backward()
+    wanted = runs["all_gather_matmul"]
+    assert [each.request.startswith(wanted) for each in ops.explain()] == [False, True], ops.explain()
     report("frozen weights")
 
 
@@ -328,6 +334,49 @@ def compiled() -> None:
     report("compiled")
 
 
+def several_weights() -> None:
+    """One gather for several weights gives what one for each of them gives, and the sum of their shards' gradients."""
+    rank = dist.get_rank()
+    for description in GATHERS:
+        for num_rows in (24, 23):
+            lefts, weights = operands("all_gather_matmul", num_rows, torch.float64)
+            left = lefts[rank].clone().requires_grad_()
+            parts = [part.clone().requires_grad_() for part in weights[rank].split([1, 3, 1], 1)]
+            found = products_and_gradients(left, parts, description, num_rows)
+            alone = [products_and_gradients(left, [part], description, num_rows) for part in parts]
+            wanted = [each[0] for each in alone], [sum(each[1] for each in alone)], [each[2] for each in alone]
+            for one, other in zip(found, [each for group in wanted for each in group], strict=True):
+                assert_close(one, other, (description, num_rows))
+            for frozen in (parts[:1], parts):
+                for part in frozen:
+                    part.requires_grad_(False)
+                again = products_and_gradients(left, parts, description, num_rows)
+                assert all(torch.equal(*pair) for pair in zip(found[:3], again[:3], strict=True))
+                assert_close(again[3], found[3], "of the shard")
+                assert [each is None for each in again[4:]] == [not part.requires_grad for part in parts]
+    report("several weights")
+
+
+def several_weights_looked_at() -> None:
+    """torch.compile, dispatch modes and torch's own check take a list of weights."""
+    rank, group_name = dist.get_rank(), dist.group.WORLD.group_name
+    lefts, weights = operands("all_gather_matmul", 24, torch.float64)
+    left = lefts[rank].clone().requires_grad_()
+    parts = [part.clone().requires_grad_() for part in weights[rank].split([2, 3], 1)]
+    torch.library.opcheck(operators.all_gather_matmul.custom, (left, parts, 24, group_name, ""))
+    wanted = products_and_gradients(left, parts, None, 24)
+    with Seen() as mode:
+        found = products_and_gradients(left, parts, None, 24)
+    assert {"counterpoint::all_gather_matmul", "counterpoint::all_gather_matmul_backward"} <= mode.names
+    left.grad = parts[0].grad = parts[1].grad = None
+    compiled = torch.compile(lambda *given: ops.all_gather_matmul(given[0], given[1:]), backend="aot_eager", fullgraph=True)
+    products = compiled(left, *parts)
+    torch.autograd.backward(products, [torch.ones_like(product) for product in products])
+    for others in (found, [*products, left.grad, *(part.grad for part in parts)]):
+        assert all(torch.equal(*pair) for pair in zip(wanted, others, strict=True))
+    report("several weights looked at")
+
+
 def registered() -> None:
     """torch's own check of custom operators: schemas, shapes without numbers, gradients' registration."""
     group_name = dist.group.WORLD.group_name
@@ -335,7 +384,7 @@ def registered() -> None:
     rank = dist.get_rank()
     left, weight = lefts[rank].requires_grad_(), weights[rank].requires_grad_()
     whole = torch.randn(24, INNER, dtype=torch.float64, requires_grad=True)
-    torch.library.opcheck(operators.all_gather_matmul.custom, (left, weight, 24, group_name, ""))
+    torch.library.opcheck(operators.all_gather_matmul.custom, (left, [weight], 24, group_name, ""))
     for operator in (operators.matmul_reduce_scatter, operators.matmul_all_reduce, operators.all_to_all_matmul):
         torch.library.opcheck(operator.custom, (whole, weight, group_name, ""))
     report("registered")
@@ -353,6 +402,8 @@ def faults() -> None:
         "types differ": lambda: ops.all_gather_matmul(shard.double() if rank else shard, weight),
         "types of ranks differ": lambda: ops.all_gather_matmul(shard.to(of_rank), weight.to(of_rank)),
         "inner sizes differ": lambda: ops.matmul_all_reduce(shard, torch.ones(INNER + 1, COLUMNS)),
+        "no weight": lambda: ops.all_gather_matmul(shard, [weight][rank:], schedule=D()),
+        "not a weight": lambda: ops.all_gather_matmul(shard, [weight, None if rank else weight], schedule=D()),
         "not a matrix": lambda: ops.matmul_reduce_scatter(torch.ones(2, 4, INNER), weight),
         "rows missing": lambda: ops.all_gather_matmul(shard, weight, num_rows=9, schedule=D()),
         "no such schedule": lambda: ops.all_to_all_matmul(shard, weight, schedule=D(pattern="ring")),

@@ -17,7 +17,7 @@ from counterpoint.errors import OperatorError
 from counterpoint.schedule import ScheduleDescription
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a job is run as a script: tests are not on the path
-from helpers.operator_definitions import Operator, draw, keywords, reference, with_schedules
+from helpers.operator_definitions import Operator, draw, keywords, products_and_gradients, reference, with_schedules
 
 D = ScheduleDescription
 GATHERS = [
@@ -81,6 +81,28 @@ def results() -> None:
                 assert_close(left.grad, lefts[rank].grad.double(), (*what, "left gradient"))
                 assert_close(weight.grad, weights[rank].grad.double(), (*what, "weight gradient"))
         report(name)
+
+
+def several_weights() -> None:
+    """One gather for several weights, issued, recorded and replayed, gives what one for each of them gives."""
+    rank = dist.get_rank()
+    for description in GATHERS:
+        lefts, weights = operands("all_gather_matmul", 512, seed=5)
+        left = lefts[rank].clone().requires_grad_()
+        parts = [part.clone().requires_grad_() for part in weights[rank].split([256, 64, 64], 1)]
+        alone = [products_and_gradients(left, [part], description, 512) for part in parts]
+        of_left = sum(each[1].double() for each in alone)
+        wanted = [*(each[0] for each in alone), of_left, *(each[2] for each in alone)]
+        before = num_recordings()
+        first = products_and_gradients(left, parts, description, 512)
+        for _ in range(12):
+            found = products_and_gradients(left, parts, description, 512)
+            assert all(torch.equal(*pair) for pair in zip(found, first, strict=True)), description
+        for one, other in zip(first, wanted, strict=True):
+            assert_close(one, other.double(), description)
+        is_cut = description is not None and not description.is_sequential
+        assert num_recordings() > before or not is_cut, (description, "is not recorded")
+    report("several weights")
 
 
 def captured() -> None:
@@ -348,6 +370,7 @@ SECTIONS = {
     each.__name__: each
     for each in (
         results,
+        several_weights,
         captured,
         recorded,
         unreached,
@@ -365,6 +388,7 @@ if __name__ == "__main__":
     try:
         join_ranks()
         for section in sys.argv[1:]:
+            ops.release()  # addresses that another section recorded may come again
             SECTIONS[section]()
     except BaseException:
         traceback.print_exc(file=sys.stdout)

@@ -32,7 +32,7 @@ def tensor_parallel_blocks() -> None:
 
 
 def tensor_parallel_trains() -> None:
-    """Weights that adjoin in memory train like any other, and checkpoints load into them."""
+    """Weights train as without us, and checkpoints load into them."""
     num_ranks = dist.get_world_size()
     trained = []
     for is_ours in (False, True):
