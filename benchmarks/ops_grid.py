@@ -28,8 +28,21 @@ from counterpoint.schedule.heuristic import GATHERING, REDUCING
 
 D = ScheduleDescription
 DESCRIPTIONS = {  # what the heuristic picks from, and more
-    "ag_mm": (*GATHERING, D(pattern="all_peers", chunks=2, num_copy_streams=3), D(pattern="ring", chunks=2)),
-    "mm_rs": (*REDUCING, D(pattern="ring", chunks=4, num_compute_streams=1)),
+    "ag_mm": (
+        *GATHERING,
+        D(pattern="all_peers", chunks=2),
+        D(pattern="all_peers", chunks=4, matmul="fused"),
+        D(pattern="all_peers", chunks=2, num_copy_streams=3),
+        D(pattern="ring", chunks=2),
+    ),
+    "mm_rs": (
+        *REDUCING,
+        D(pattern="one_peer", chunks=1),
+        D(pattern="one_peer", chunks=1, num_compute_streams=1),
+        D(pattern="one_peer", chunks=2, matmul="peer"),
+        D(pattern="ring", chunks=1),
+        D(pattern="ring", chunks=4, num_compute_streams=1),
+    ),
 }
 Call = Callable[[], object]
 

@@ -20,7 +20,13 @@ from counterpoint.schedule.estimate import (
     estimate_ideal,
     estimate_sequential,
 )
-from counterpoint.schedule.heuristic import LEAST_GAIN, pick_schedule, rank_candidates
+from counterpoint.schedule.heuristic import (
+    LEAST_GAIN,
+    NEAR_TIE,
+    candidate_descriptions,
+    pick_schedule,
+    rank_candidates,
+)
 from counterpoint.schedule.waves import Piece, Sms
 from counterpoint.units import MIB, format_us
 from helpers.schedules import OPERATIONS, schedules
@@ -82,7 +88,7 @@ def test_nothing_starts_before_what_it_waits_for_and_no_stream_or_port_does_two_
     for spans in users.values():
         in_order = sorted(spans)
         assert all(one[1] <= other[0] + ROUNDING_US for one, other in itertools.pairwise(in_order))
-    assert estimated.makespan_us == max(span.end_us for span in estimated.spans) <= estimated.expected_us
+    assert estimated.makespan_us == max(span.end_us for span in estimated.spans)
 
 
 @given(schedule=schedules())
@@ -98,16 +104,15 @@ def test_no_rank_computes_more_than_its_sms_can_in_the_time(schedule: CopySchedu
     assert max(busy_us) <= estimate(schedule, asked, H200).makespan_us + ROUNDING_US
 
 
-def test_of_two_streams_that_start_together_either_may_be_first() -> None:
-    """Two chunks of a ring: if the second comes first, the first one's copy is late and both wait for it."""
-    asked = problem("matmul_reduce_scatter", num_ranks=2, num_rows=32768, num_inner=3072, num_columns=4096)
-    ring = make_schedule(asked, ScheduleDescription(pattern="ring", chunks=2))
-    one_stream = make_schedule(asked, ScheduleDescription(pattern="ring", chunks=2, num_compute_streams=1))
-    raced, fixed = estimate(ring, asked, H200), estimate(ring, asked, H200, Costs(start_race=0.0))
-    assert raced.expected_us > 1.01 * fixed.expected_us
-    assert fixed.expected_us == fixed.makespan_us == raced.makespan_us
-    alone = estimate(one_stream, asked, H200)
-    assert alone.expected_us == alone.makespan_us
+def test_a_second_stream_hides_what_lies_between_two_kernels() -> None:
+    """Pieces of whole waves: nothing but the kernels' gaps tells one stream from two."""
+    num_sms, piece = 4, Piece(num_tiles=8, tile_us=10.0, start_us=0.0, after_us=5.0)
+    sms = Sms(num_sms)
+    first_us = sms.run(0.0, piece, 0.0)
+    assert first_us == pytest.approx(25.0)
+    assert sms.run(0.0, piece, 0.0) == pytest.approx(45.0)
+    one_stream = Sms(num_sms)
+    assert one_stream.run(one_stream.run(0.0, piece, 0.0), piece, 0.0) == pytest.approx(50.0)
 
 
 def test_a_piece_less_than_a_wave_takes_smaller_tiles() -> None:
@@ -195,15 +200,17 @@ def test_ideal_lies_between_the_matmul_alone_and_sequential(asked: Problem, dire
 
 @settings(max_examples=40)
 @given(asked=problems())
-def test_the_pick_is_the_fastest_candidate_or_sequential_if_that_gains_too_little(asked: Problem) -> None:
+def test_the_pick_is_preferred_among_the_fastest_or_sequential_if_that_gains_too_little(asked: Problem) -> None:
     pick = pick_schedule(asked, H200)
     assert pick == pick_schedule(asked, H200)
     if pick.description.is_sequential:
         return
-    fastest = min(rank_candidates(asked, H200), key=lambda each: each.estimated_us)
-    assert pick.description == fastest.description
-    assert fastest.estimated_us <= (1 - LEAST_GAIN) * estimate_sequential(asked, H200)
-    assert format_us(fastest.estimated_us) in pick.reason
+    estimated_us = {each.description: each.estimated_us for each in rank_candidates(asked, H200)}
+    near_us = (1 + NEAR_TIE) * min(estimated_us.values())
+    near = [each for each in candidate_descriptions(asked) if estimated_us[each] <= near_us]
+    assert pick.description == near[0]
+    assert estimated_us[near[0]] <= (1 - LEAST_GAIN) * estimate_sequential(asked, H200)
+    assert format_us(estimated_us[near[0]]) in pick.reason
     assert format_us(estimate_sequential(asked, H200)) in pick.reason
 
 

@@ -51,7 +51,7 @@ def test_the_report_says_what_it_shows_and_that_nothing_was_measured() -> None:
 def test_where_nothing_is_described_the_pick_of_the_heuristic_is_drawn() -> None:
     found = shown("all_gather_matmul", *SIZES)
     assert found.description == found.pick.description
-    assert found.estimated_us == found.candidates[0].estimated_us < found.sequential_us
+    assert found.candidates[0].estimated_us <= found.estimated_us < found.sequential_us
     small = shown("all_gather_matmul", "--ranks", "4", "--rows", "64", "--inner", "64", "--columns", "64")
     assert small.description.is_sequential
     assert small.schedule is None

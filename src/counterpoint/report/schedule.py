@@ -114,7 +114,7 @@ def summarize_schedule(question: Question) -> ScheduleSummary:
         schedule = make_schedule(problem, description, direction)
         check_schedule(schedule)
         estimated = estimate(schedule, problem, machine)
-        estimated_us, lanes = estimated.expected_us, lanes_of(schedule, estimated, question.rank)
+        estimated_us, lanes = estimated.makespan_us, lanes_of(schedule, estimated, question.rank)
     return ScheduleSummary(
         problem=problem,
         dtype=question.dtype,

@@ -9,6 +9,8 @@ import itertools
 import math
 from collections.abc import Sequence
 
+import msgspec
+
 from counterpoint.machine import Machine
 from counterpoint.schedule.actions import Problem, Region
 from counterpoint.schedule.waves import Piece
@@ -30,36 +32,37 @@ USUAL_TILE = (128, 256)
 class Costs(Value, frozen=True, kw_only=True):
     """Constants of the model.
 
-    Fitted: to the times of 9 schedules of each of 17 shapes, all-gather + matmul and matmul + reduce-scatter, on 2 and on 4
-    H200s (2026-11-21, benchmarks/results/ops_grid_2x_h200.json and ops_grid_4x_h200.json); 7 more shapes were held out.
+    Fitted: to the times of 5 schedules of each of 17 shapes, all-gather + matmul and matmul + reduce-scatter, on 4 H200s
+    (benchmarks/results/ops_grid_4x_h200.json) and on 2 (earlier runs of ops_grid_2x_h200.json, on the same day, 2026-11-21);
+    7 more shapes were held out.
     """
 
     # assumed: a bf16 matmul of 8192^3 alone reaches 790 of 989 TFLOP/s
     matmul_efficiency: float = 0.80
     # fitted: a tile's time grows with its edge, by which operands come, over its area, by which they are multiplied
-    tile_edge: float = 7.5
-    # fitted: filling and draining the pipeline of a tile
-    tile_us: float = 1.4
-    # assumed: the start of a kernel behind another
-    kernel_us: float = 1.0
+    tile_edge: float = 5.8
+    # assumed: filling and draining the pipeline of a tile
+    tile_us: float = 2.0
+    # fitted: from a kernel's end to the start of what waits for it, the next on its stream included; SMs do not wait for it
+    kernel_us: float = 3.5
     # fitted: the share of a wave that each piece loses, because its tiles do not start and end together
-    ramp_waves: float = 0.057
+    ramp_waves: float = 0.077
     # from lone matmuls: up to so long a call runs at full clock, and from so long on the power limit sets its speed
     full_clock_us: float = 2000.0
     power_limited_us: float = 6000.0
-    # fitted: of what empty SMs lose, the share that comes back as clock speed where the power limit sets the speed
-    power_returned: float = 0.37
+    # fitted: of what idle SMs lose, the share that comes back as clock speed where the power limit sets the speed
+    power_returned: float = 0.5
     # measured: large copies alone run at 359 to 392 of 450 GB/s
     copy_efficiency: float = 0.84
-    # fitted; small copies take 17 us, flag included
+    # fitted; a copy of 1 MiB takes 17 us, flag included
     copy_us: float = 13.0
-    # fitted: from a copy's end to the start of what waits for it on another GPU, all that a fast copy still hides included
-    signal_us: float = 40.0
-    # fitted: how often the first matmul of the second stream comes before that of the first, where nothing orders them
-    start_race: float = 0.43
-    # fitted: of the HBM's bandwidth, what a sum over strided rows reaches, and the passes that adding in a matmul costs
-    memory_efficiency: float = 0.51
-    add_passes: float = 0.86
+    # assumed: the flag, from a copy's end to the start of what waits for it on another GPU
+    signal_us: float = 5.0
+    # measured, of the HBM's bandwidth: the sum of two matrices (100 MB in 23 us); assumed: that of more, over strided rows
+    memory_efficiency: float = 0.9
+    strided_efficiency: float = 0.6
+    # assumed: passes over the rows that a matmul adds its product to
+    add_passes: float = 1.0
     # measured: NCCL all-gather from 128 MiB on at 280 to 312 GB/s on 4, at 216 to 244 on 2 H200s
     collective_efficiency: float = 0.65
     collective_us: float = 20.0
@@ -107,15 +110,15 @@ class Clock:
             )
 
         best = min((shaped(*shape) for shape in TILES), key=lambda each: math.ceil(each.num_tiles / num_sms) * each.tile_us)
-        start_us = costs.kernel_us + costs.ramp_waves * best.tile_us + added_us
-        return Piece(num_tiles=best.num_tiles, tile_us=best.tile_us, start_us=start_us)
+        start_us = (1 - self.smoothing) * costs.ramp_waves * best.tile_us + added_us
+        return msgspec.structs.replace(best, start_us=start_us, after_us=costs.kernel_us)
 
     def matmul_us(self, num_rows: int, num_inner: int, num_columns: int) -> float:
         """A matmul that has the SMs for itself."""
         piece, num_sms = self.piece(num_rows, num_inner, num_columns), self._machine.gpu.num_sms
         waves = piece.num_tiles / num_sms
         waves += (1 - self.smoothing) * (math.ceil(waves) - waves)
-        return piece.start_us + piece.tile_us * waves
+        return piece.start_us + piece.tile_us * waves + piece.after_us
 
     def _added_us(self, num_rows: int, num_columns: int) -> float:
         num_bytes = num_rows * num_columns * self._element_bytes
@@ -127,10 +130,11 @@ class Clock:
         rate = self._costs.copy_efficiency * self._machine.link.per_peer_bytes_per_s
         return self._costs.copy_us + num_bytes / rate * US_PER_S
 
-    def memory_us(self, num_elements: int) -> float:
+    def memory_us(self, num_elements: int, *, is_strided: bool = False) -> float:
         """A kernel that reads and writes so many elements."""
         num_bytes = num_elements * self._element_bytes
-        rate = self._costs.memory_efficiency * self._machine.gpu.hbm_bytes_per_s
+        efficiency = self._costs.strided_efficiency if is_strided else self._costs.memory_efficiency
+        rate = efficiency * self._machine.gpu.hbm_bytes_per_s
         return self._costs.kernel_us + num_bytes / rate * US_PER_S
 
     def collective_us(self, num_elements: int) -> float:

@@ -1,11 +1,10 @@
 """How long a schedule takes on a machine, by arithmetic: list scheduling of its actions with a cost for each (`costs.py`).
 
-Five losses decide between schedules. Decomposition: a matmul piece runs in waves of tiles over the SMs, and a part of
+Four losses decide between schedules. Decomposition: a matmul piece runs in waves of tiles over the SMs, and a part of
 its last wave is lost unless the next piece, on another stream, fills it (`waves.py`). Latency: every copy costs
 microseconds before its first byte, and its flag some on the way. Bandwidth: a rank's copies share its port. Memory:
-sums, and adding inside a matmul, read and write rows once more. Order: where the first matmuls of two streams are ready
-together, either may come first. It is a model to rank schedules with, not a measurement; `sim/` models SMs in far more
-detail and knows nothing of chunks.
+sums, and adding inside a matmul, read and write rows once more. It is a model to rank schedules with, not a measurement;
+`sim/` models SMs in far more detail and knows nothing of chunks.
 """
 
 from collections.abc import Sequence
@@ -25,38 +24,21 @@ class Span(Value, frozen=True, kw_only=True):
 
 
 class Estimate(Value, frozen=True, kw_only=True):
-    """The spans of all actions in their order, and the end of the last.
-
-    `expected_us` is the makespan to rank by: the mean over the orders that the hardware may choose at the start.
-    """
+    """The spans of all actions in their order, and the end of the last."""
 
     spans: tuple[Span, ...]
     makespan_us: float
-    expected_us: float
 
 
 def estimate(schedule: CopySchedule, problem: Problem, machine: Machine, costs: Costs = DEFAULT_COSTS) -> Estimate:
     """Times of all actions, in issue order on each stream; matmuls share a rank's SMs, copies its port, in issue order."""
     clock = Clock(problem, machine, costs)
-    spans = _place(schedule, clock, machine, range(len(schedule.actions)))
-    makespan_us = _end_us(spans)
-    raced = _raced_order(schedule)
-    expected_us = makespan_us
-    if raced and costs.start_race:
-        raced_us = max(makespan_us, _end_us(_place(schedule, clock, machine, raced)))
-        expected_us += costs.start_race * (raced_us - makespan_us)
-    return Estimate(spans=tuple(spans[number] for number in sorted(spans)), makespan_us=makespan_us, expected_us=expected_us)
-
-
-def _place(schedule: CopySchedule, clock: Clock, machine: Machine, order: Sequence[int]) -> dict[int, Span]:
-    """A span for each action by its position; of what shares SMs or a port, first in `order` is first served."""
     columns = {buffer.name: buffer.num_columns for buffer in schedule.buffers}
     stream_ends: dict[tuple[int, str], float] = {}
     port_ends = [0.0] * schedule.num_ranks
     sms = [Sms(machine.gpu.num_sms) for _ in range(schedule.num_ranks)]
-    spans: dict[int, Span] = {}
-    for position in order:
-        action = schedule.actions[position]
+    spans: list[Span] = []
+    for action in schedule.actions:
         rank, stream = action.rank, (action.rank, action.stream)
         ready_us = stream_ends.get(stream, 0.0)
         for before in action.after:
@@ -70,35 +52,9 @@ def _place(schedule: CopySchedule, clock: Clock, machine: Machine, order: Sequen
             end_us = start_us + _moved_us(action, clock, columns)
             if action.kind == "copy":
                 port_ends[rank] = end_us
-        spans[position] = Span(start_us=start_us, end_us=end_us)
+        spans.append(Span(start_us=start_us, end_us=end_us))
         stream_ends[stream] = end_us
-    return spans
-
-
-def _end_us(spans: dict[int, Span]) -> float:
-    return max((span.end_us for span in spans.values()), default=0.0)
-
-
-def _raced_order(schedule: CopySchedule) -> list[int]:
-    """Issue order, but where the first matmuls of two streams of a rank wait for nothing, the second one before the first;
-    empty if there is no such pair."""
-    first_of: dict[tuple[int, str], int] = {}
-    for position, action in enumerate(schedule.actions):
-        first_of.setdefault((action.rank, action.stream), position)
-    waiting_for_nothing: dict[int, list[int]] = {}
-    for (rank, _), position in first_of.items():
-        action = schedule.actions[position]
-        if action.kind in COMPUTATION_KINDS and not action.after:
-            waiting_for_nothing.setdefault(rank, []).append(position)
-    overtaken = {min(pair): max(pair) for pair in waiting_for_nothing.values() if len(pair) == 2}
-    overtaking = set(overtaken.values())
-    order: list[int] = []
-    for position in range(len(schedule.actions)):
-        if position in overtaken:
-            order.append(overtaken[position])
-        if position not in overtaking:
-            order.append(position)
-    return order if overtaken else []
+    return Estimate(spans=tuple(spans), makespan_us=max((span.end_us for span in spans), default=0.0))
 
 
 def estimate_sequential(
@@ -168,7 +124,8 @@ def _compute(action: Action, clock: Clock, columns: dict[str, int], where: tuple
     """Let the SMs do an action that is ready at a time; its end."""
     sms, ready_us = where
     if action.kind == "sum":
-        return sms.fill(ready_us, clock.memory_us(_num_elements([*action.reads, *action.writes], columns)))
+        num_elements = _num_elements([*action.reads, *action.writes], columns)
+        return sms.fill(ready_us, clock.memory_us(num_elements, is_strided=len(action.reads) > 2))
     if action.kind == "weight_gradient":
         left, right = action.reads
         piece = clock.piece(columns[left.buffer], left.num_rows, columns[right.buffer])

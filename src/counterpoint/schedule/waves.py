@@ -11,11 +11,13 @@ Group = tuple[float, int]  # a time, and how many SMs are free from then on
 
 
 class Piece(Value, frozen=True, kw_only=True):
-    """Equal tiles; the first of them start `start_us` after the SMs are free."""
+    """Equal tiles; the first of them start `start_us` after the SMs are free. What waits for the piece starts `after_us`
+    after the last tile, when the SMs may already run another piece's."""
 
     num_tiles: int
     tile_us: float
     start_us: float
+    after_us: float = 0.0
 
 
 class Sms:
@@ -34,7 +36,7 @@ class Sms:
         return self._all_free_at(self._mean_us(ready_us) + duration_us)
 
     def run(self, ready_us: float, piece: Piece, smoothing: float) -> float:
-        """The tiles of a piece; the end of the last.
+        """The tiles of a piece; when what waits for it may start.
 
         `smoothing` from 0 to 1: how much of what SMs lose that have no tile in the last wave comes back, as power that
         the others may draw.
@@ -49,7 +51,7 @@ class Sms:
             return time_us + smoothing * (even_us - time_us)
 
         self._groups = [(smoothed(time_us), count) for time_us, count in ends]
-        return smoothed(last_us)
+        return smoothed(last_us) + piece.after_us
 
     def _place(self, ready_us: float, piece: Piece) -> list[Group]:
         """All whole waves but the last to every SM alike, as a persistent kernel's CTAs share them; the rest tile by tile to
