@@ -146,7 +146,6 @@ def tune(
     """Measure the schedules of (M, K) @ (K, N), forward and backward, against sequential, and keep the fastest.
 
     Start it once for every GPU: torchrun --nproc-per-node W -m counterpoint schedule tune OPERATION --rows M ...
-    It has not run on GPUs yet, only with a scripted clock.
     """
     from counterpoint.plan import check_plan_name  # noqa: PLC0415  a fast --help
 

@@ -1,8 +1,7 @@
 """Choosing operators' copy schedules by measurement on the GPUs at hand: every call in turn, its schedules interleaved.
 
 All ranks measure the same calls by the same schedules; what counts is the slowest rank's time, so all come to the same
-plan. Results are compared with those of `sequential` before and after. Has run on CPUs with a scripted clock only, not on
-GPUs yet.
+plan. Results are compared with those of `sequential` before and after. Has run on 2 H200s; not on more.
 """
 
 from collections.abc import Sequence
