@@ -1,5 +1,6 @@
 """Ranks that use the operators wrongly in the way named by the argument; each prints the one line a user would see."""
 
+import faulthandler
 import os
 import sys
 import time
@@ -17,6 +18,7 @@ from counterpoint.ops.exchange import open_exchange
 from counterpoint.schedule import ScheduleDescription
 
 LIMIT = timedelta(seconds=10)
+MOST_S = 60  # a fault that hangs shows where, and ends
 TO_PRINT_S = 2  # torchrun ends the other ranks as soon as one has ended
 CHUNKED = ScheduleDescription(chunks=2)
 # calls that rank 0 makes alone: few, and more than the driver's queues hold, so that the host blocks while it issues one
@@ -86,6 +88,7 @@ def stay_away(rank: int, num_calls: int) -> None:
 
 
 if __name__ == "__main__":
+    faulthandler.dump_traceback_later(MOST_S, exit=True)
     try:
         main(sys.argv[1])
         print("nothing was refused", flush=True)
