@@ -60,7 +60,7 @@ def test_a_call_that_cannot_be_made_is_one_line_on_every_rank_and_the_next_call_
         "types of ranks differ": "The ranks disagree",
         "inner sizes differ": "multiplies (rows, K) by (K, columns); found (4, 7) and (8, 5)",
         "no weight": "Rank 1 of the group: all_gather_matmul needs a weight; found an empty list. Give one or more.",
-        "not a weight": "Rank 1 of the group: all_gather_matmul takes a tensor or several as its weight; number 1 is a",
+        "not a weight": "Rank 1 of the group: all_gather_matmul takes a tensor or several as its weight; number 1 is of",
         "not a matrix": "found (2, 4, 7) and (7, 5)",
         "a vector": "Rank 1 of the group: matmul_reduce_scatter multiplies (rows, K) by (K, columns); found (4, 7) and (5,)",
         "rows missing": "all_gather_matmul of 9 rows needs 5 of them on rank 0 of 2; found 4",

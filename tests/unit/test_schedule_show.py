@@ -139,6 +139,13 @@ def test_a_matmul_piece_has_the_letters_of_what_it_waits_for(schedule: CopySched
         assert {span.label for span in pieces} - {"own"} == arriving
 
 
+def test_what_a_ring_places_before_it_adds_to_it_keeps_its_letter() -> None:
+    found = shown("matmul_reduce_scatter", "--ranks", "2", *SIZES[2:], "--pattern", "ring", "--chunks", "2")
+    labels = {lane.name: [span.label for span in lane.spans] for lane in found.lanes}
+    assert labels["arriving"] == ["a", "b"]
+    assert (labels["compute 0"], labels["compute 1"]) == ([">1", "a"], [">1", "b"])
+
+
 @given(
     lengths=st.lists(st.tuples(st.floats(0, 50), st.floats(0.001, 50)), max_size=30),
     num_columns=st.integers(1, 150),

@@ -121,7 +121,7 @@ def _problem_of_weights(weights: Sequence[object]) -> str:
     if number is None:
         return ""
     found = type(weights[number]).__name__
-    return f"all_gather_matmul takes a tensor or several as its weight; number {number} is a {found}. Give tensors."
+    return f"all_gather_matmul takes a tensor or several as its weight; number {number} is of type {found}. Give tensors."
 
 
 def matmul_reduce_scatter(

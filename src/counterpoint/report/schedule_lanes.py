@@ -63,6 +63,10 @@ def label_actions(schedule: CopySchedule, estimated: Estimate, rank: int) -> dic
     incoming.sort(key=lambda position: (estimated.spans[position].start_us, position))
     order = {position: number for number, position in enumerate(incoming)}
     arrivals = [(schedule.actions[position].writes[0], number) for position, number in order.items()]
+    for action in map(schedule.actions.__getitem__, schedule.of_rank(rank)):
+        if action.kind == "place":  # what came is somewhere else from then on
+            came = [number for region, number in arrivals if any(region.overlaps(each) for each in action.reads)]
+            arrivals += [(action.writes[0], number) for number in came]
     departures = [
         (action.reads[0], action.writes[0].rank)
         for action in schedule.actions
