@@ -41,7 +41,7 @@ def bind_computation(action: Action) -> Compute:
     if action.kind == "matmul":
         return _matmul(action.reads, action.writes)
     if action.kind == "add_matmul":
-        return _add_matmul(action)
+        return _add_matmul(*action.reads, *action.writes)
     if action.kind == "sum":
         return _sum(action)
     if action.kind == "weight_gradient":
@@ -65,14 +65,15 @@ def _matmul(reads: Sequence[Region], writes: Sequence[Region]) -> Compute:
     return _batched_matmul(reads, writes, stride)
 
 
-def _one_matmul(source: Region, target: Region) -> Compute:
+def _one_matmul(source: Region, target: Region, *, is_sum: bool = False) -> Compute:
+    """`is_sum`: the product is added to what is there."""
     left, start, num_rows = source.buffer, source.start, source.num_rows
     out, out_start = target.buffer, target.start
 
     def compute(tensors: Tensors, weights: Weights) -> None:
         for factor, weight, product, is_added in _products(tensors, weights, left, out):
             rows, there = factor.narrow(0, start, num_rows), product.narrow(0, out_start, num_rows)
-            if is_added:
+            if is_sum or is_added:
                 torch.addmm(there, rows, weight, out=there)
             else:
                 torch.mm(rows, weight, out=there)
@@ -139,18 +140,10 @@ def _split_evenly(reads: Sequence[Region], writes: Sequence[Region]) -> list[Com
     return pieces
 
 
-def _add_matmul(action: Action) -> Compute:
+def _add_matmul(source: Region, added: Region, target: Region) -> Compute:
     """In place: to add to other rows than those that are written, torch would copy them first."""
-    source, added = action.reads
-    assert action.writes == (added,)
-    start, num_rows = source.start, source.num_rows
-
-    def compute(tensors: Tensors, weights: Weights) -> None:
-        there = rows_of(tensors, added)
-        for factor, weight in zip(parts_of(tensors, source.buffer), weights, strict=True):
-            torch.addmm(there, factor.narrow(0, start, num_rows), weight, out=there)
-
-    return compute
+    assert added == target
+    return _one_matmul(source, target, is_sum=True)
 
 
 def _sum(action: Action) -> Compute:
@@ -161,7 +154,7 @@ def _sum(action: Action) -> Compute:
     stride = parts[1].start - start if count > 1 else num_rows
 
     def compute(tensors: Tensors, _weights: Weights) -> None:
-        staged, out = tensors[name], tensors[target.buffer].narrow(0, target.start, num_rows)
+        staged, out = tensors[name], rows_of(tensors, target)
         shape, strides = (count, num_rows, staged.shape[1]), (stride * staged.stride(0), staged.stride(0), 1)
         stacked = staged.as_strided(shape, strides, staged.storage_offset() + start * staged.stride(0))
         torch.sum(stacked, 0, dtype=out.dtype, out=out)

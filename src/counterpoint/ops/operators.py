@@ -5,21 +5,18 @@ backward: the shard is sent again while the gradient's matmul runs, which keeps 
 saves. Groups travel by name and schedules as JSON text, because an operator's arguments must be plain.
 """
 
-from collections.abc import Sequence
-
 import msgspec
 import torch
 from torch.distributed import distributed_c10d
 
 from counterpoint.ops.computation import multiply
-from counterpoint.ops.dispatch import Gradients, Kept, Operator
+from counterpoint.ops.dispatch import Gradients, Kept, Matrices, Operator
 from counterpoint.ops.runtime import Request, Runtime, runtime_of
 from counterpoint.ops.transport import AbstractPrepared, named_parts
 from counterpoint.schedule import ScheduleDescription, backward_description
 from counterpoint.schedule.actions import Operation, Pass
 
 Pair = tuple[torch.Tensor, torch.Tensor]
-Matrices = Sequence[torch.Tensor]
 
 
 def _group_size(group_name: str) -> int:

@@ -104,14 +104,21 @@ class Watch:
             self._calls.close()
 
     def _run(self) -> None:
-        patience = Patience(self._limit_s)
         try:
             self._calls.enter_thread()
-            while not self._closed.wait(POLL_S):
-                if patience.is_over(self._last_issued, self._calls.last_ended(), time.monotonic()):
-                    self._give_up()
         except DeviceError as problem:
             _say(str(problem))
+            return
+        if self._comes_to_a_stop():
+            self._give_up()
+
+    def _comes_to_a_stop(self) -> bool:
+        """Wait until no call has ended for longer than the limit; False if watching ends before."""
+        patience = Patience(self._limit_s)
+        while not self._closed.wait(POLL_S):
+            if patience.is_over(self._last_issued, self._calls.last_ended(), time.monotonic()):
+                return True
+        return False
 
     def _give_up(self) -> None:
         self._problem = (
@@ -131,12 +138,9 @@ class Watch:
             pause_s = POLL_S if self._calls.last_ended() == self._last_issued else FREEING_S
 
     def _end_if_stuck(self) -> None:
-        patience = Patience(self._limit_s)
-        while not self._closed.wait(POLL_S):
-            if patience.is_over(self._last_issued, self._calls.last_ended(), time.monotonic()):
-                _say(f"Its wait could not be ended within another {self._limit_s:g} s either, so this process ends.")
-                self._end_process(STATUS)
-                return
+        if self._comes_to_a_stop():
+            _say(f"Its wait could not be ended within another {self._limit_s:g} s either, so this process ends.")
+            self._end_process(STATUS)
 
 
 def _say(problem: str) -> None:

@@ -215,7 +215,7 @@ def _sequential_lanes(question: Question) -> tuple[StreamLane, ...]:
     problem, machine, direction = question.problem, question.machine, question.direction
     computed = computation_us(problem, machine, direction=direction)
     communicated = communication_us(problem, machine, direction=direction)
-    is_matmul_first = (problem.operation in ("matmul_reduce_scatter", "matmul_all_reduce")) == (direction == "forward")
+    is_matmul_first = problem.is_reduction == (direction == "forward")
     first_us = computed if is_matmul_first else communicated
     total_us = computed + communicated
     spans = [

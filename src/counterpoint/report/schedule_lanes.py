@@ -63,10 +63,10 @@ def label_actions(schedule: CopySchedule, estimated: Estimate, rank: int) -> dic
     incoming.sort(key=lambda position: (estimated.spans[position].start_us, position))
     order = {position: number for number, position in enumerate(incoming)}
     arrivals = [(schedule.actions[position].writes[0], number) for position, number in order.items()]
-    for action in map(schedule.actions.__getitem__, schedule.of_rank(rank)):
+    for position in schedule.of_rank(rank):
+        action = schedule.actions[position]
         if action.kind == "place":  # what came is somewhere else from then on
-            came = [number for region, number in arrivals if any(region.overlaps(each) for each in action.reads)]
-            arrivals += [(action.writes[0], number) for number in came]
+            arrivals += [(action.writes[0], number) for number in _needs(action, arrivals)]
     departures = [
         (action.reads[0], action.writes[0].rank)
         for action in schedule.actions
@@ -125,10 +125,14 @@ def _label(action: Action, arrivals: Sequence[tuple[Region, int]], departures: S
         return f">{action.writes[0].rank}"
     if action.kind in SHORT_LABELS:
         return SHORT_LABELS[action.kind]
-    needs = [number for region, number in arrivals if any(region.overlaps(each) for each in action.reads)]
     goes = {rank for region, rank in departures if any(region.overlaps(each) for each in action.writes)}
-    label = letters(needs) + (f">{_ranges(goes, str)}" if goes else "")
+    label = letters(_needs(action, arrivals)) + (f">{_ranges(goes, str)}" if goes else "")
     return label or "own"
+
+
+def _needs(action: Action, arrivals: Sequence[tuple[Region, int]]) -> list[int]:
+    """The arrivals that an action reads rows of."""
+    return [number for region, number in arrivals if any(region.overlaps(each) for each in action.reads)]
 
 
 def _packed(spans: Sequence[LaneSpan]) -> list[StreamLane]:

@@ -103,9 +103,7 @@ def _communicated(problem: Problem, direction: Pass) -> tuple[int, int]:
     gradients go back; the gradient of matmul + reduce-scatter is gathered once, that of matmul + all-reduce is there.
     """
     operation = problem.operation
-    is_reduction = operation in ("matmul_reduce_scatter", "matmul_all_reduce")
-    width = problem.num_columns if is_reduction else problem.num_inner
-    num_elements = problem.num_rows * width * (problem.num_ranks - 1) // problem.num_ranks
+    num_elements = problem.num_rows * problem.num_sent_columns * (problem.num_ranks - 1) // problem.num_ranks
     if operation == "matmul_all_reduce":
         return 2 * num_elements, 1 if direction == "forward" else 0
     return num_elements, 1 if direction == "forward" or operation == "matmul_reduce_scatter" else 2

@@ -53,7 +53,7 @@ class Candidate(Value, frozen=True, kw_only=True):
 
 def candidate_descriptions(problem: Problem) -> tuple[ScheduleDescription, ...]:
     """The schedules worth a look for an operator."""
-    return REDUCING if problem.operation in ("matmul_reduce_scatter", "matmul_all_reduce") else GATHERING
+    return REDUCING if problem.is_reduction else GATHERING
 
 
 def rank_candidates(
@@ -80,9 +80,7 @@ def pick_schedule(problem: Problem, machine: Machine, direction: Pass = "forward
     """The description to use for these sizes on this machine; may be `sequential`."""
     if problem.num_ranks == 1:
         return Pick(description=SEQUENTIAL, reason="one rank has nobody to exchange rows with")
-    is_reduction = problem.operation in ("matmul_reduce_scatter", "matmul_all_reduce")
-    width = problem.num_columns if is_reduction else problem.num_inner
-    block_bytes = problem.num_rows // problem.num_ranks * width * problem.element_bytes
+    block_bytes = problem.num_rows // problem.num_ranks * problem.num_sent_columns * problem.element_bytes
     if block_bytes < LEAST_BLOCK_BYTES:
         least = format_bytes(LEAST_BLOCK_BYTES)
         return Pick(

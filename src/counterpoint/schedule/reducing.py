@@ -257,9 +257,8 @@ def _accumulate(builder: Builder, arrivals: Arrivals, here: Region, rows: Rows, 
     """A rank's part of a chunk on its way: the rows to send on, and the action that finished them."""
     if is_first:
         target = region(here.rank, "partial", 0, rows)
-        activation = [_same_rows(here, "activation")]
-        return target, builder.add("matmul", builder.compute_stream(here.rank), here.rank, reads=activation, writes=[target])
-    return here, _add_own(builder, here, here, arrivals.of([here]))
+        return target, _multiply(builder, here, target)
+    return here, _multiply(builder, here, here, arrivals.of([here]))
 
 
 def _finish(builder: Builder, arrivals: Arrivals, here: Region, target: Region) -> int:
@@ -267,20 +266,18 @@ def _finish(builder: Builder, arrivals: Arrivals, here: Region, target: Region) 
     rank's own part added to it."""
     came = arrivals.of([here])
     if not came:  # of one rank
-        activation = [_same_rows(here, "activation")]
-        return builder.add("matmul", builder.compute_stream(here.rank), here.rank, reads=activation, writes=[target])
+        return _multiply(builder, here, target)
     placed = builder.add("place", "place 0", here.rank, reads=[here], writes=[target], after=came)
-    return _add_own(builder, here, target, [placed])
+    return _multiply(builder, here, target, [placed])
 
 
-def _add_own(builder: Builder, here: Region, target: Region, after: list[int]) -> int:
-    reads = [_same_rows(here, "activation"), target]
+def _multiply(builder: Builder, here: Region, target: Region, after: Sequence[int] = ()) -> int:
+    """A rank's part of a chunk, written to `target`; or added to what is there `after` these actions."""
+    activation = Region(rank=here.rank, buffer="activation", start=here.start, stop=here.stop)
     stream = builder.compute_stream(here.rank)
-    return builder.add("add_matmul", stream, here.rank, reads=reads, writes=[target], after=after)
-
-
-def _same_rows(here: Region, buffer: str) -> Region:
-    return Region(rank=here.rank, buffer=buffer, start=here.start, stop=here.stop)
+    if after:
+        return builder.add("add_matmul", stream, here.rank, reads=[activation, target], writes=[target], after=after)
+    return builder.add("matmul", stream, here.rank, reads=[activation], writes=[target])
 
 
 def _own_pieces(builder: Builder) -> list[Callable[[int], Rows]]:
