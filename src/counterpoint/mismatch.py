@@ -8,6 +8,7 @@ file. A message in a form that is not known here is passed on as it is.
 import re
 from collections.abc import Iterator, Sequence
 from difflib import get_close_matches
+from functools import reduce
 from typing import Any
 
 import msgspec
@@ -50,39 +51,37 @@ def describe_mismatch(
 
     Without `document` no value found is named. `whole` is what the document is called if it is not a file.
     """
-    form = _FORM.fullmatch(" ".join(str(problem).split()))
-    assert form is not None, "any text has this form"
-    steps = _steps(form["path"] or "")
+    what, steps = _read(problem)
     where, found = _where(steps, whole), _shown(document, steps)
     types = _types_at(inspect.type_info(kind), steps, document)
-    if told := re.fullmatch(r"Expected (.*), got (.*)", form["what"]):
+    if told := re.fullmatch(r"Expected (.*), got (.*)", what):
         return f"{where} must be {_in_words(types) or _as_told(told[1])}; found {found or _as_told(told[2])}", "Correct it."
-    if told := re.fullmatch(r"Object missing required field `(.*)`", form["what"]):
+    if told := re.fullmatch(r"Object missing required field `(.*)`", what):
         belongs = _in_words(_types_at(inspect.type_info(kind), (*steps, told[1]), document))
         return f"{where} lacks '{told[1]}'{f', {belongs}' if belongs else ''}", "Add it."
-    if told := re.fullmatch(r"Object contains unknown field `(.*)`", form["what"]):
+    if told := re.fullmatch(r"Object contains unknown field `(.*)`", what):
         return f"{where} has no field '{told[1]}'", _instead(told[1], types)
-    if told := re.fullmatch(r"Invalid (?:enum )?value (.*)", form["what"]):
+    if told := re.fullmatch(r"Invalid (?:enum )?value (.*)", what):
         return f"{where} must be {_in_words(types) or 'another value'}; found {found or told[1]}", "Correct it."
-    if form["what"].endswith("out of range"):
+    if what.endswith("out of range"):
         return f"{where} must be {_in_words(types) or 'a number'}; found {found or 'one'} out of range", "Correct it."
-    return f"{where}: {form['what']}", "Correct it."
+    return f"{where}: {what}", "Correct it."
 
 
 def place_of(problem: msgspec.ValidationError, document: object) -> str:
     """Where in the document it is, as in "directives[0].match"; empty for the whole of it, and for what has a name."""
-    form = _FORM.fullmatch(" ".join(str(problem).split()))
-    steps = _steps(form["path"] or "") if form else ()
-    for step in steps:
-        document = _inside(document, step)
-    has_name = isinstance(document, dict) and "name" in document
+    _, steps = _read(problem)
+    found = reduce(_inside, steps, document)
+    has_name = isinstance(found, dict) and "name" in found
     return "" if has_name or not steps else _where(steps, "")
 
 
-def _steps(path: str) -> Steps:
-    """Fields and positions; "..." stands for any value of a table whose keys are free."""
-    found = ((step["field"], step["position"]) for step in _STEP.finditer(path))
-    return tuple(field or (int(position) if position.isdigit() else position) for field, position in found)
+def _read(problem: msgspec.ValidationError) -> tuple[str, Steps]:
+    """What the decoder says, and where: fields and positions; "..." stands for any value of a table whose keys are free."""
+    form = _FORM.fullmatch(" ".join(str(problem).split()))
+    assert form is not None, "any text has this form"
+    found = ((step["field"], step["position"]) for step in _STEP.finditer(form["path"] or ""))
+    return form["what"], tuple(field or (int(position) if position.isdigit() else position) for field, position in found)
 
 
 def _where(steps: Steps, whole: str) -> str:

@@ -52,10 +52,25 @@ def measure_in_heats(labels: Sequence[str], run: Callable[[int], float], num_rou
     Whoever did not reach the final keeps what the heat measured; `num_rounds` of a measurement tells which it was.
     """
     heat = measure_interleaved(labels, run, -(-num_rounds // 2))
-    finalists = [0, *sorted(range(1, len(labels)), key=lambda candidate: heat[candidate].ratio)[:NUM_FINALISTS]]
-    final = measure_interleaved([labels[number] for number in finalists], lambda place: run(finalists[place]), num_rounds)
-    found = dict(zip(finalists, final, strict=True))
+    places = [0, *sorted(range(1, len(labels)), key=lambda candidate: heat[candidate].ratio)[:NUM_FINALISTS]]
+    final = measure_interleaved([labels[number] for number in places], lambda place: run(places[place]), num_rounds)
+    found = dict(zip(places, final, strict=True))
     return tuple(found.get(number, heat[number]) for number in range(len(labels)))
+
+
+def finalists(measurements: Sequence[Measurement]) -> list[int]:
+    """Places of those that `measure_in_heats` measured in as many rounds as the first, which is one of them."""
+    return [number for number, row in enumerate(measurements) if row.num_rounds == measurements[0].num_rounds]
+
+
+def fastest(measurements: Sequence[Measurement], least_gain: float = 0.0) -> int:
+    """The fastest finalist that beats the first beyond its spread and by `least_gain`; 0, the first, if none does."""
+    better = [
+        number
+        for number in finalists(measurements)
+        if measurements[number].is_faster() and measurements[number].ratio < 1 - least_gain
+    ]
+    return min(better, key=lambda number: measurements[number].ratio, default=0)
 
 
 def summarize_rounds(labels: Sequence[str], rounds: Sequence[Sequence[float]]) -> tuple[Measurement, ...]:

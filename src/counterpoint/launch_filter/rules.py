@@ -94,8 +94,9 @@ def translate(plan: Plan, step: Step | None = None) -> Translation:
     step, or holds operators' schedules: nothing of such a directive could be applied, and a job may run for days before
     anybody looks. Controls that the filter has no part in (communication CTAs, transport) are neither rules nor refusals.
     """
-    plan.refuse_schedules()
-    if step is not None:
+    if step is None:
+        plan.refuse_schedules()
+    else:
         plan.check_step(step)
     rules: list[FilterRule] = []
     refusals: list[Refusal] = []

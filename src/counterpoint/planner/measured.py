@@ -16,7 +16,7 @@ import msgspec
 from counterpoint.cuda.graph import AbstractExecutable, AbstractGraph
 from counterpoint.cuda.reading import ReadGraph
 from counterpoint.cuda.rewriting import rewrite
-from counterpoint.cuda.timing import Measurement, measure_in_heats
+from counterpoint.cuda.timing import Measurement, fastest, finalists, measure_in_heats
 from counterpoint.engagement import Engagement
 from counterpoint.errors import DeviceError
 from counterpoint.machine import Machine
@@ -93,7 +93,7 @@ def tune_measured(captured: Replayable, machine: Machine, num_candidates: int = 
             lambda number: captured.time_us(entrants[number].executable),
             num_rounds,
         )
-    chosen = _choose(measurements)
+    chosen = fastest(measurements)
     directives, engagements = entrants[chosen].contender.directives, entrants[chosen].engagements
     plan = Plan(
         step_name=step.name,
@@ -192,16 +192,6 @@ def _make_ready(captured: Replayable, contender: Contender, opened: ExitStack) -
     return Entrant(contender=contender, executable=executable, engagements=rewritten.engagements)
 
 
-def _choose(measurements: Sequence[Measurement]) -> int:
-    """The fastest finalist of those that are faster beyond their spread; 0, as it is, if there is none."""
-    faster = [number for number in _finalists(measurements) if measurements[number].is_faster()]
-    return min(faster, key=lambda number: measurements[number].ratio, default=0)
-
-
-def _finalists(measurements: Sequence[Measurement]) -> list[int]:
-    return [number for number, row in enumerate(measurements) if row.num_rounds == measurements[0].num_rounds]
-
-
 def _left_out(
     directives: Sequence[Directive], inapplicable: Iterable[Refusal], simulated: Iterable[Refusal]
 ) -> list[Refusal]:
@@ -220,7 +210,7 @@ def _agree(captured: Replayable, contenders: list[Contender]) -> list[Contender]
 
 
 def _summary(measurements: Sequence[Measurement], chosen: int) -> str:
-    number = chosen or min(_finalists(measurements), key=lambda candidate: measurements[candidate].ratio)
+    number = chosen or min(finalists(measurements), key=lambda candidate: measurements[candidate].ratio)
     without, best = measurements[0], measurements[number]
     times = f"{format_us(without.median_us)} to {format_us(best.median_us)}"
     change = format_percent(1 - best.ratio)

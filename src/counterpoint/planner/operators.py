@@ -7,7 +7,7 @@ and then the matmul, beyond the spread and by `LEAST_MEASURED_GAIN`. Knows nothi
 
 from collections.abc import Sequence
 
-from counterpoint.cuda.timing import Measurement
+from counterpoint.cuda.timing import Measurement, fastest, finalists
 from counterpoint.machine import Machine
 from counterpoint.plan import Directive, Expectation, Match, Plan, ScheduleChoice
 from counterpoint.schedule import SEQUENTIAL, Problem, ScheduleDescription
@@ -17,7 +17,7 @@ from counterpoint.units import format_count, format_percent, format_us
 from counterpoint.value import Value
 
 NUM_CANDIDATES = 4  # beside sequential: the best by the estimate, which seldom misses by more than that
-LEAST_MEASURED_GAIN = 0.005  # as for every plan: less is not worth a change
+LEAST_MEASURED_GAIN = 0.005  # less is not worth a plan, as for steps under `run --tune`
 
 
 class TunedOperator(Value, frozen=True, kw_only=True):
@@ -44,7 +44,7 @@ class TunedOperator(Value, frozen=True, kw_only=True):
     @property
     def fastest(self) -> int:
         """The schedule with the best ratio to sequential, of those that were in the final; 0 where there is no other."""
-        return min(_finalists(self.measurements), key=lambda number: self.measurements[number].ratio, default=0)
+        return min(finalists(self.measurements)[1:], key=lambda number: self.measurements[number].ratio, default=0)
 
     def reason(self) -> str:
         """Why this schedule, in words for the plan."""
@@ -89,12 +89,7 @@ def descriptions_to_measure(problem: Problem, machine: Machine, direction: Pass)
 
 def choose(measurements: Sequence[Measurement]) -> int:
     """The fastest that beats the first, `sequential`, beyond its spread and the least gain; 0, the first, if none does."""
-    better = [
-        number
-        for number in _finalists(measurements)
-        if measurements[number].is_faster() and measurements[number].ratio < 1 - LEAST_MEASURED_GAIN
-    ]
-    return min(better, key=lambda number: measurements[number].ratio, default=0)
+    return fastest(measurements, LEAST_MEASURED_GAIN)
 
 
 def plan_of(operators: Sequence[TunedOperator], machine: str) -> OperatorTuning:
@@ -130,9 +125,3 @@ def _summary(operators: Sequence[TunedOperator], baseline_us: float, planned_us:
         f"{format_us(planned_us)} in all, {format_percent(1 - planned_us / baseline_us)} less; "
         f"{format_us(estimated_us)} by the estimate's picks"
     )
-
-
-def _finalists(measurements: Sequence[Measurement]) -> list[int]:
-    """Places of all but the first that were measured in as many rounds as the first."""
-    num_rounds = measurements[0].num_rounds
-    return [number for number, row in enumerate(measurements) if number and row.num_rounds == num_rounds]

@@ -15,12 +15,16 @@ from counterpoint.units import format_change, format_percent, format_us
 STATE_STYLES = {"verified": "green", "refused": "yellow", "failed": "bold red"}
 
 
+def _change(row: Measurement) -> Text:
+    style = "green" if row.is_faster() else "red" if row.is_slower() else ""
+    return Text(format_change(row.ratio - 1), style=style)
+
+
 def print_measurements(console: Console, measurements: Sequence[Measurement]) -> None:
     """Every measured candidate against the first, which is the step as it is."""
     table = new_table("candidate (measured)", "median", "change", "spread", "rounds")
     for number, row in enumerate(measurements):
-        style = "green" if row.is_faster() else "red" if row.is_slower() else ""
-        change = Text("" if number == 0 else format_change(row.ratio - 1), style=style)
+        change = _change(row) if number else ""
         spread = format_percent(row.spread)
         table.add_row(row.label, format_us(row.median_us), change, spread, str(row.num_rounds))
     console.print(table)
@@ -35,8 +39,7 @@ def print_tuned_operator(console: Console, tuned: TunedOperator) -> None:
     for number, row in enumerate(tuned.measurements):
         remarks = ["the estimate's pick"] if number == tuned.estimated else []
         remarks += ["kept"] if number == tuned.chosen else []
-        style = "green" if row.is_faster() else "red" if row.is_slower() else ""
-        change = Text(format_change(row.ratio - 1) if number else "", style=style)
+        change = _change(row) if number else ""
         remark = Text(", ".join(remarks), style="dim")
         name = Text(row.label, style="bold" if number == tuned.chosen else "")
         table.add_row(name, format_us(row.median_us), change, format_percent(row.spread), remark)

@@ -161,10 +161,10 @@ def print_machines(console: Console, machines: Sequence[Machine]) -> None:
     """One line per machine; where that leaves its node no room, the node stands below, else in whole words."""
     is_wide = console.width >= WHOLE_WIDTH
     table = new_table("name", "SMs", "shared/SM", "HBM", "link, one way", *(["node"] if is_wide else []))
-    for column in table.columns:
-        column.no_wrap = is_wide
     if is_wide:
-        table.columns[-1].justify, table.columns[-1].no_wrap = "left", False
+        table.columns[-1].justify = "left"
+        for column in table.columns[:-1]:
+            column.no_wrap = True
     for machine in machines:
         gpu = machine.gpu
         table.add_row(
