@@ -16,7 +16,7 @@ import concurrent.futures
 import json
 import math
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import msgspec
@@ -98,6 +98,11 @@ def stored_cases(num_gpus: int) -> list[Case]:
     return cases
 
 
+def all_cases() -> list[Case]:
+    """The cases of all stored results."""
+    return [case for num_gpus in STORED for case in stored_cases(num_gpus)]
+
+
 def choices(cases: Iterable[Case], costs: Costs = DEFAULT_COSTS) -> list[Choice]:
     """The pick for each case."""
     return [Choice(case, pick_schedule(case.problem, MACHINE, "forward", costs).description.label()) for case in cases]
@@ -121,18 +126,20 @@ def figures(chosen: list[Choice]) -> dict[str, float]:
 
 def grouped(chosen: list[Choice]) -> dict[str, dict[str, float]]:
     """Figures for each operator and number of GPUs, and for all, of fitted and held-out shapes apart."""
-    groups: dict[str, Callable[[Case], bool]] = {
-        f"{num_gpus} GPUs, {op}": lambda case, num_gpus=num_gpus, op=op: (case.num_gpus, case.op) == (num_gpus, op)
-        for num_gpus in STORED
-        for op in OPERATIONS
-    }
     found = {}
     for part, is_held_out in (("fitted", False), ("held out", True)):
         of_part = [choice for choice in chosen if (choice.case.shape in HELD_OUT) == is_held_out]
-        for name, belongs in groups.items():
-            found[f"{part}, {name}"] = figures([choice for choice in of_part if belongs(choice.case)])
-        found[f"{part}, all"] = figures(of_part)
+        found |= {f"{part}, {name}": figures(group) for name, group in {**by_group(of_part), "all": of_part}.items()}
     return found
+
+
+def by_group(chosen: list[Choice]) -> dict[str, list[Choice]]:
+    """The picks of each operator on each number of GPUs."""
+    return {
+        f"{num_gpus} GPUs, {op}": [each for each in chosen if (each.case.num_gpus, each.case.op) == (num_gpus, op)]
+        for num_gpus in STORED
+        for op in OPERATIONS
+    }
 
 
 def found_again(cases: Iterable[Case]) -> float:
@@ -154,15 +161,10 @@ def found_again(cases: Iterable[Case]) -> float:
 
 def evaluation() -> dict[str, object]:
     """The result without leave-one-out."""
-    cases = [case for num_gpus in STORED for case in stored_cases(num_gpus)]
-    chosen = choices(cases)
+    chosen = choices(all_cases())
     return {
         "figures": grouped(chosen),
-        "found_again": {
-            f"{num_gpus} GPUs, {op}": found_again(case for case in cases if (case.num_gpus, case.op) == (num_gpus, op))
-            for num_gpus in STORED
-            for op in OPERATIONS
-        },
+        "found_again": {name: found_again(each.case for each in group) for name, group in by_group(chosen).items()},
         "picks": {f"{each.case.num_gpus} GPUs, {each.case.op}, {each.case.shape}": each.label for each in chosen},
     }
 
@@ -221,7 +223,7 @@ def _shared_regret(estimated: list[float], measured: list[float]) -> float:
 
 def without(shape: str) -> tuple[dict[str, float], list[str]]:
     """The constants fitted without a shape, and the picks for it by those, in the order of the stored cases."""
-    cases = [case for num_gpus in STORED for case in stored_cases(num_gpus)]
+    cases = all_cases()
     costs = Fit(case for case in cases if case.shape != shape).search()
     fitted = {name: round(getattr(costs, name), 4) for name in START}
     return fitted, [choice.label for choice in choices((case for case in cases if case.shape == shape), costs)]
@@ -229,7 +231,7 @@ def without(shape: str) -> tuple[dict[str, float], list[str]]:
 
 def leave_one_out() -> dict[str, object]:
     """Figures over all shapes, each by constants fitted without it."""
-    cases = [case for num_gpus in STORED for case in stored_cases(num_gpus)]
+    cases = all_cases()
     names = [shape.name for shape in SHAPES]
     with concurrent.futures.ProcessPoolExecutor() as pool:
         found = dict(zip(names, pool.map(without, names), strict=True))
@@ -237,13 +239,8 @@ def leave_one_out() -> dict[str, object]:
     for name, (_, labels) in found.items():
         of_shape = [case for case in cases if case.shape == name]
         chosen += [Choice(case, label) for case, label in zip(of_shape, labels, strict=True)]
-    parts = {
-        f"{n} GPUs, {op}": [each for each in chosen if (each.case.num_gpus, each.case.op) == (n, op)]
-        for n in STORED
-        for op in OPERATIONS
-    }
     return {
-        "figures": {name: figures(part) for name, part in {**parts, "all": chosen}.items()},
+        "figures": {name: figures(group) for name, group in {**by_group(chosen), "all": chosen}.items()},
         "constants": {name: fitted for name, (fitted, _) in found.items()},
     }
 

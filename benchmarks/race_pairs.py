@@ -16,8 +16,8 @@ from torch.nn import functional
 from benchmarks.example_jobs import load_example
 from benchmarks.on_gpus import largest, log
 from benchmarks.race_variants import Case, Race, Variant, all_variants, measure
+from counterpoint.ops.gpu_call_timer import SPIN_CYCLES
 
-SPIN_CYCLES = 1_500_000
 NUM_UNTIMED, NUM_TIMED = 1, 3
 DDP_BYTES, FSDP_BYTES, TP_BYTES = 100 << 20, 256 << 20, 64 << 20
 MOST_VALUE = 4  # small whole numbers, so that sums are exact in bf16

@@ -18,8 +18,7 @@ from benchmarks.example_jobs import load_example
 from benchmarks.on_gpus import largest, log
 from benchmarks.race_variants import Case, Race, Variant, all_variants, measure
 from counterpoint.cuda.torch_job import job_gpu
-from counterpoint.launch_filter.live_candidates import propose_live
-from counterpoint.plan import HOLDS_US
+from counterpoint.launch_filter.live_candidates import HELD, propose_live
 
 STOCK_JOBS = load_example("stock_jobs")
 LAYERS, WIDTH, HEAD, TOKENS = 6, 4096, 128, 4096
@@ -39,7 +38,7 @@ class Trainee:
         with torch.device("cuda"):
             blocks = nn.Sequential(*(STOCK_JOBS.Block(WIDTH, HEAD) for _ in range(LAYERS))).to(torch.bfloat16)
         self.model = self._parallelize(job, blocks, group)
-        self._optimizer = torch.optim.SGD(self.model.parameters(), lr=0.0, foreach=job != "tp")
+        self._optimizer = STOCK_JOBS.make_optimizer(job, self.model, learning_rate=0.0)
         torch.manual_seed(0 if job == "tp" else 1 + dist.get_rank())  # tensor parallel ranks share their batch
         self._batch = torch.randn(1, TOKENS, WIDTH, device="cuda", dtype=torch.bfloat16)
 
@@ -76,7 +75,7 @@ class Trainee:
 def tables_of_run(race: Race) -> tuple[Variant, ...]:
     """The variants with the head starts that `run --tune` would try on the kernels seen so far."""
     candidates = propose_live(race.seen(), job_gpu()).candidates
-    head_starts = next(each for each in candidates if each.label == f"head start {HOLDS_US[0]:g} us")
+    head_starts = next(each for each in candidates if each.label == HELD)
     return all_variants(race.priority, [directive.match.name for directive in head_starts.directives])
 
 

@@ -21,7 +21,7 @@ def print_part(part: str, cases: Sequence[Case], race: Race) -> Iterator[str]:
 
 
 def _labels(cases: Sequence[Case]) -> list[str]:
-    return [each.label for found in cases[0].timed.values() for each in found][: len(next(iter(cases[0].timed.values())))]
+    return [each.label for each in next(iter(cases[0].timed.values()))]
 
 
 def _times(cases: Sequence[Case]) -> Iterator[str]:

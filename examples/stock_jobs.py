@@ -83,6 +83,12 @@ def parallelize(job: str, model: nn.Sequential, mesh: DeviceMesh) -> nn.Module:
     return model
 
 
+def make_optimizer(job: str, model: nn.Module, learning_rate: float = 1e-3) -> torch.optim.Optimizer:
+    """Plain SGD."""
+    # torch 2.11 cannot update plain and distributed parameters, which tensor parallelism mixes, in one kernel
+    return torch.optim.SGD(model.parameters(), lr=learning_rate, foreach=job != "tp")
+
+
 def print_last_half(times_ms: list[float]) -> None:
     """The median of the second half, and how far apart its quartiles are."""
     half = times_ms[len(times_ms) // 2 :]
@@ -111,8 +117,7 @@ def main() -> None:
     torch.manual_seed(0)
     blocks = nn.Sequential(*(Block(options.width, min(128, options.width // 4)) for _ in range(options.layers)))
     model = parallelize(options.job, blocks.to(options.device, kind), mesh)
-    # torch 2.11 cannot update plain and distributed parameters, which tensor parallelism mixes, in one kernel
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, foreach=options.job != "tp")
+    optimizer = make_optimizer(options.job, model)
     torch.manual_seed(0 if options.job == "tp" else 1 + rank)  # tensor parallel ranks share their batch
     batch = torch.randn(1, options.tokens, options.width, device=options.device, dtype=kind)
     times_ms: list[float] = []

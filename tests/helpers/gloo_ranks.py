@@ -47,6 +47,18 @@ def run_ranks(job: str, num_ranks: int, *arguments: str, folder: Path, limit_s: 
                 rank.communicate()
 
 
+def lines_of(ended: list[Ended]) -> list[list[str]]:
+    """What each rank printed; every rank must have ended well."""
+    for rank, each in enumerate(ended):
+        assert each.status == 0, f"rank {rank} ended with {each.status}: {each.output[-1000:]}{each.errors[-3000:]}"
+    return [each.output.splitlines() for each in ended]
+
+
+def said(lines: list[str]) -> dict[str, str]:
+    """Sections' lines by what stands before the colon."""
+    return dict(line.split(": ", 1) for line in lines)
+
+
 def _ended(rank: subprocess.Popen[str], deadline: float) -> Ended:
     output, errors = rank.communicate(timeout=max(0.1, deadline - time.monotonic()))
     return Ended(rank.returncode, output, errors)

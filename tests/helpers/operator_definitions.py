@@ -64,6 +64,14 @@ def products_and_gradients(
     return [*(product.detach() for product in products), left.grad, *(weight.grad for weight in weights)]
 
 
+def products_and_gradients_apart(
+    left: torch.Tensor, weights: Sequence[torch.Tensor], description: ScheduleDescription | None, num_rows: int
+) -> list[torch.Tensor]:
+    """The same of one gather for each weight; the left operand's gradients are summed in double precision."""
+    alone = [products_and_gradients(left, [weight], description, num_rows) for weight in weights]
+    return [*(each[0] for each in alone), sum(each[1].double() for each in alone), *(each[2] for each in alone)]
+
+
 def keywords(name: str, num_rows: int) -> dict[str, int]:
     """What a call needs besides its operands where rows do not divide by ranks."""
     return {"num_rows": num_rows} if name == "all_gather_matmul" else {}

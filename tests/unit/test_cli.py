@@ -54,7 +54,19 @@ def test_without_a_command_the_help_names_the_commands() -> None:
         assert re.search(rf"^  {command} ", bare.stdout, re.MULTILINE)
 
 
-COMMANDS = ("", "tune", "simulate", "machines", "check", "run", "bench", "bench paper", "schedule", "schedule show")
+COMMANDS = (
+    "",
+    "tune",
+    "simulate",
+    "machines",
+    "check",
+    "run",
+    "bench",
+    "bench paper",
+    "schedule",
+    "schedule show",
+    "schedule tune",
+)
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -10,21 +10,9 @@ from pathlib import Path
 import pytest
 
 from counterpoint.plan import load_plan
-from helpers.gloo_ranks import Ended, run_ranks
+from helpers.gloo_ranks import lines_of, run_ranks, said
 
 pytest.importorskip("torch")
-
-
-def lines_of(ended: list[Ended]) -> list[list[str]]:
-    """What each rank printed; every rank must have ended well."""
-    for rank, each in enumerate(ended):
-        assert each.status == 0, f"rank {rank} ended with {each.status}: {each.output[-1000:]}{each.errors[-3000:]}"
-    return [each.output.splitlines() for each in ended]
-
-
-def said(lines: list[str]) -> dict[str, str]:
-    """Sections' lines by what stands before the colon."""
-    return dict(line.split(": ", 1) for line in lines)
 
 
 def assert_says(found: dict[str, str], wanted: dict[str, str]) -> None:

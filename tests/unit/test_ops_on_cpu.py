@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from counterpoint.schedule import ScheduleDescription
-from helpers.gloo_ranks import Ended, run_ranks
+from helpers.gloo_ranks import lines_of, run_ranks, said
 
 torch = pytest.importorskip("torch")
 dist = pytest.importorskip("torch.distributed")
@@ -16,13 +16,6 @@ ops = pytest.importorskip("counterpoint.ops")
 runtime_of = pytest.importorskip("counterpoint.ops.runtime").runtime_of
 
 OPERATORS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", "all_to_all_matmul")
-
-
-def lines_of(ended: list[Ended]) -> list[list[str]]:
-    """What each rank printed; every rank must have ended well."""
-    for rank, each in enumerate(ended):
-        assert each.status == 0, f"rank {rank} ended with {each.status}: {each.output[-1000:]}{each.errors[-3000:]}"
-    return [each.output.splitlines() for each in ended]
 
 
 # each start of the ranks takes seconds, so several sections share one
@@ -69,7 +62,7 @@ def test_a_call_that_cannot_be_made_is_one_line_on_every_rank_and_the_next_call_
         "no rows": "Rank 0 of the group: matmul_reduce_scatter: num_rows must be from 1 to",
     }
     for lines in lines_of(run_ranks("operators_on_cpu", 2, "faults", folder=tmp_path)):
-        found = dict(line.split(": ", 1) for line in lines)
+        found = said(lines)
         assert found.pop("after all that") == "ok"
         assert set(found) == set(says)
         assert {name: words for name, words in says.items() if words not in found[name]} == {}

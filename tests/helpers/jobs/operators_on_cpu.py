@@ -17,7 +17,14 @@ from counterpoint.ops import operators
 from counterpoint.ops.exchange import open_exchange
 from counterpoint.schedule import SEQUENTIAL, ScheduleDescription
 from helpers.gloo_sections import report, run_sections
-from helpers.operator_definitions import draw, keywords, products_and_gradients, reference, with_schedules
+from helpers.operator_definitions import (
+    draw,
+    keywords,
+    products_and_gradients,
+    products_and_gradients_apart,
+    reference,
+    with_schedules,
+)
 
 D = ScheduleDescription
 GATHERS = (
@@ -343,9 +350,8 @@ def several_weights() -> None:
             left = lefts[rank].clone().requires_grad_()
             parts = [part.clone().requires_grad_() for part in weights[rank].split([1, 3, 1], 1)]
             found = products_and_gradients(left, parts, description, num_rows)
-            alone = [products_and_gradients(left, [part], description, num_rows) for part in parts]
-            wanted = [each[0] for each in alone], [sum(each[1] for each in alone)], [each[2] for each in alone]
-            for one, other in zip(found, [each for group in wanted for each in group], strict=True):
+            wanted = products_and_gradients_apart(left, parts, description, num_rows)
+            for one, other in zip(found, wanted, strict=True):
                 assert_close(one, other, (description, num_rows))
             for frozen in (parts[:1], parts):
                 for part in frozen:

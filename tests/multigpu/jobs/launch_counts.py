@@ -40,7 +40,7 @@ def main(job: str) -> None:
     torch.manual_seed(0)
     blocks = nn.Sequential(*(stock_jobs.Block(WIDTH, HEAD) for _ in range(LAYERS))).to("cuda", torch.bfloat16)
     model = stock_jobs.parallelize(job, blocks, init_device_mesh("cuda", (dist.get_world_size(),)))
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, foreach=job != "tp")
+    optimizer = stock_jobs.make_optimizer(job, model)
     batch = torch.randn(1, TOKENS, WIDTH, device="cuda", dtype=torch.bfloat16)
 
     def step() -> None:

@@ -17,7 +17,15 @@ from counterpoint.errors import OperatorError
 from counterpoint.schedule import ScheduleDescription
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a job is run as a script: tests are not on the path
-from helpers.operator_definitions import Operator, draw, keywords, products_and_gradients, reference, with_schedules
+from helpers.operator_definitions import (
+    Operator,
+    draw,
+    keywords,
+    products_and_gradients,
+    products_and_gradients_apart,
+    reference,
+    with_schedules,
+)
 
 D = ScheduleDescription
 GATHERS = [
@@ -90,9 +98,7 @@ def several_weights() -> None:
         lefts, weights = operands("all_gather_matmul", 512, seed=5)
         left = lefts[rank].clone().requires_grad_()
         parts = [part.clone().requires_grad_() for part in weights[rank].split([256, 64, 64], 1)]
-        alone = [products_and_gradients(left, [part], description, 512) for part in parts]
-        of_left = sum(each[1].double() for each in alone)
-        wanted = [*(each[0] for each in alone), of_left, *(each[2] for each in alone)]
+        wanted = products_and_gradients_apart(left, parts, description, 512)
         before = num_recordings()
         first = products_and_gradients(left, parts, description, 512)
         for _ in range(12):

@@ -90,7 +90,6 @@ def tensor_parallel_neighbors_part() -> None:
                 tensor_parallel.overlap(mlp)
             for mode in modes:
                 mlp.mode = mode
-                given = torch.randn(1, 4, 64, generator=torch.Generator().manual_seed(dist.get_rank())).to(DEVICE).double()
                 mlp.zero_grad()
                 given = torch.randn(1, 4, 64, generator=torch.Generator().manual_seed(dist.get_rank())).to(DEVICE).double()
                 checkpoint(mlp, given.requires_grad_(), use_reentrant=False).pow(2).sum().backward()
