@@ -1,7 +1,12 @@
 """What a watch needs of the CUDA driver: calls that say their number when they end, and waits that are freed.
 
 The number is a word of pinned host memory, written by a stream memory operation, so looking at it takes no driver call:
-the driver may be held by a thread whose queue is full. Freeing raises all flags that this rank's streams wait for.
+the driver may be held by a thread whose queue is full.
+
+Freeing raises all flags that this rank's streams wait for, from a CUDA context that is made when it comes to that. In the
+job's own context nothing gets through once a thread is stuck issuing into a full queue, for it holds the driver's lock; nor
+once a kernel is loaded behind a wait, because whatever is issued later waits for its code. Another context has locks and
+queues of its own (H200, driver 580: docs/log.md, 2026-11-21).
 """
 
 from typing import Any, final
@@ -16,9 +21,6 @@ Handle = Any  # cuda-bindings has no types
 SUCCESS = cu.CUresult.CUDA_SUCCESS
 NON_BLOCKING = int(cu.CUstream_flags.CU_STREAM_NON_BLOCKING)
 THREAD_LOCAL = cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
-# In one hardware queue with a stream that waits, what ends the wait would lie behind it. CUDA has 8 such queues by default
-# and gives them to streams in turn (assumed), so one of as many streams has a queue that nothing blocks, if there is one.
-NUM_FREEING_STREAMS = 8
 
 
 @final
@@ -29,16 +31,13 @@ class NumberedCalls(AbstractCalls):
         address, self._num_flags = flags
         self._flags = cu.CUdeviceptr(address)
         self._context = check("Finding the CUDA context", cu.cuCtxGetCurrent())
+        self._device = check("Finding the GPU", cu.cuCtxGetDevice())
         self._number = torch.zeros(1, dtype=torch.int32, device="cpu", pin_memory=True)
         found = check("Finding the address of host memory", cu.cuMemHostGetDevicePointer(self._number.data_ptr(), 0))
         self._number_on_gpu = cu.CUdeviceptr(int(found))
-        _, greatest = check("Asking for priorities", cu.cuCtxGetStreamPriorityRange())
-        # a priority that nobody else is likely to take (assumed: streams of other priorities have other queues)
-        priority = min(0, int(greatest) + 1)
-        self._streams = [
-            check("Making a stream", cu.cuStreamCreateWithPriority(NON_BLOCKING, priority))
-            for _ in range(NUM_FREEING_STREAMS)
-        ]
+        self._stream = check("Making a stream", cu.cuStreamCreate(NON_BLOCKING))  # for want of another context
+        self._other_context: Handle | None = None
+        self._freeing_stream: Handle | None = None
 
     def enter_thread(self) -> None:
         """See `AbstractCalls.enter_thread`."""
@@ -58,18 +57,29 @@ class NumberedCalls(AbstractCalls):
 
     def free_waits(self) -> None:
         """See `AbstractCalls.free_waits`."""
-        results = []
-        for stream in self._streams:
-            (result,) = cu.cuStreamQuery(stream)
-            if result == SUCCESS:
-                (result,) = cu.cuMemsetD32Async(self._flags, 1, self._num_flags, stream)
-            if result != cu.CUresult.CUDA_ERROR_NOT_READY:  # its last round is still to come; its queue is not to fill up
-                results.append(result)
-        for result in results:
+        if self._freeing_stream is None:
+            self._freeing_stream = self._enter_other_context()
+        (result,) = cu.cuStreamQuery(self._freeing_stream)
+        if result == SUCCESS:
+            (result,) = cu.cuMemsetD32Async(self._flags, 1, self._num_flags, self._freeing_stream)
+        if result != cu.CUresult.CUDA_ERROR_NOT_READY:  # the last round is still to come; the queue is not to fill up
             check("Ending a wait", (result,))
+
+    def _enter_other_context(self) -> Handle:
+        """The default stream of a context made for this thread. Where there is no memory for one, about 0.5 GiB, a stream of
+        the job's own, which ends waits unless one of the two obstacles is there."""
+        result, context = cu.cuCtxCreate(None, 0, self._device)
+        if result != SUCCESS:
+            return self._stream
+        self._other_context = context
+        return cu.CUstream(0)
 
     def close(self) -> None:
         """See `AbstractCalls.close`."""
-        for stream in self._streams:
-            check("Waiting for the last wait to end", cu.cuStreamSynchronize(stream))  # it writes to flags, freed next
-            check("Destroying a stream", cu.cuStreamDestroy(stream))
+        check("Waiting for the last wait to end", cu.cuStreamSynchronize(self._stream))  # it writes to flags, freed next
+        check("Destroying a stream", cu.cuStreamDestroy(self._stream))
+        if self._other_context is not None:
+            check("Entering a CUDA context", cu.cuCtxPushCurrent(self._other_context))
+            check("Waiting for the last wait to end", cu.cuCtxSynchronize())
+            check("Leaving a CUDA context", cu.cuCtxPopCurrent())
+            check("Destroying a CUDA context", cu.cuCtxDestroy(self._other_context))

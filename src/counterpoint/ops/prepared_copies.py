@@ -79,7 +79,6 @@ class PreparedCopies(AbstractPrepared):
         self._local = [buffer for buffer in self._schedule.buffers if buffer.home == "local"]
         forked = [name for name in self._program.streams if name != FIRST_COMPUTE]
         self._branches = Branches({name: shared.stream(name) for name in forked})
-        # made now, and not when a call is recorded: calls before it may be stuck then, and the driver wait for them
         self._recorded_branches = Branches({name: shared.recording_stream(name) for name in forked})
         self._recording_stream = shared.recording_stream(FIRST_COMPUTE)
         self._events = {

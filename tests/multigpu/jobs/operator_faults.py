@@ -22,7 +22,11 @@ MOST_S = 60  # a fault that hangs shows where, and ends
 TO_PRINT_S = 2  # torchrun ends the other ranks as soon as one has ended
 CHUNKED = ScheduleDescription(chunks=2)
 # calls that rank 0 makes alone: few, and more than the driver's queues hold, so that the host blocks while it issues one
-STAYS_AWAY = {"a rank stays away": 3, "a rank stays away from a host that goes on": 5000}
+STAYS_AWAY = {
+    "a rank stays away": 3,
+    "a rank stays away from a host that goes on": 5000,
+    "a rank stays away from a host without memory": 5000,
+}
 
 
 def call(rows: int, dtype: torch.dtype = torch.bfloat16) -> None:
@@ -57,12 +61,16 @@ def main(fault: str) -> None:
         given = operands(1 << 20)  # before memory is scarce: the rows of both ranks take 2 GiB more
         call(64)
         torch.cuda.empty_cache()
-        left = torch.cuda.mem_get_info()[0] - (256 << 20)
-        ballast = torch.empty(left, dtype=torch.uint8, device="cuda") if rank == 1 else None
+        ballast = all_but(256 << 20) if rank == 1 else None
         ops.all_gather_matmul(*given, schedule=CHUNKED)
         del ballast
     if fault in STAYS_AWAY:
-        stay_away(rank, STAYS_AWAY[fault])
+        stay_away(rank, STAYS_AWAY[fault], with_memory="without memory" not in fault)
+
+
+def all_but(num_bytes: int) -> torch.Tensor:
+    """Takes the GPU's memory up to so much."""
+    return torch.empty(torch.cuda.mem_get_info()[0] - num_bytes, dtype=torch.uint8, device="cuda")
 
 
 def capture(what: Callable[[], object]) -> None:
@@ -70,19 +78,22 @@ def capture(what: Callable[[], object]) -> None:
         what()
 
 
-def stay_away(rank: int, num_calls: int) -> None:
-    """Rank 1 comes to the first call only; rank 0 goes on, waits for the GPU and calls once more."""
+def stay_away(rank: int, num_calls: int, *, with_memory: bool) -> None:
+    """Rank 1 comes to the first call only; rank 0 goes on, runs what it never ran, waits for the GPU and calls once more."""
     store = distributed_c10d._get_default_store()
     call(64)
     torch.cuda.synchronize()
     if rank == 1:
         store.wait(["done"], timedelta(seconds=100))
         return
+    ballast = None if with_memory else all_but(128 << 20)
     try:
         for _ in range(num_calls):
             call(64)
+        torch.special.i0(torch.ones(64, device="cuda"))  # a kernel that is loaded now
         torch.cuda.synchronize()
         call(64)
+        del ballast
     finally:
         store.set("done", "")
 
