@@ -145,7 +145,7 @@ class DriverGraph(AbstractGraph):
         if node not in self._holds:
             return 0.0
         hold, hold_us = self._holds[node]
-        return hold_us if int(hold) in _waits_of(self._handles[node]) else 0.0
+        return hold_us if int(hold) in waits_of(self._handles[node]) else 0.0
 
     def residency(self, node: int) -> int:
         """See `AbstractGraph.residency`."""
@@ -180,8 +180,8 @@ def _waits(graph: Handle) -> dict[int, list[int]]:
     return waits
 
 
-def _waits_of(node: Handle) -> list[int]:
-    """The handles of what one node waits for now."""
+def waits_of(node: Handle) -> list[int]:
+    """The handles of what one node of a graph waits for now."""
     _, _, number = check("Counting a node's dependencies", cu.cuGraphNodeGetDependencies(node, 0))
     if not number:
         return []

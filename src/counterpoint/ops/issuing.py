@@ -23,12 +23,20 @@ MAX_MEMORY_OPERATIONS = 255  # of one cuStreamBatchMemOp
 
 
 class Call:
-    """What differs from call to call: the tensors, the weights and the streams."""
+    """What differs from call to call: the tensors, the weights, the streams, and whether it becomes part of a graph."""
 
-    __slots__ = ("handles", "streams", "tensors", "weights")
+    __slots__ = ("handles", "is_captured", "streams", "tensors", "weights")
 
-    def __init__(self, tensors: Tensors, weights: Weights, handles: dict[str, Handle], streams: dict[str, Any]) -> None:
-        self.tensors, self.weights, self.handles, self.streams = tensors, weights, handles, streams
+    def __init__(
+        self,
+        operands: tuple[Tensors, Weights],
+        handles: dict[str, Handle],
+        streams: dict[str, Any],
+        *,
+        is_captured: bool,
+    ) -> None:
+        self.tensors, self.weights = operands
+        self.handles, self.streams, self.is_captured = handles, streams, is_captured
 
 
 Issue = Callable[[Call], None]

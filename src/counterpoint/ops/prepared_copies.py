@@ -26,12 +26,13 @@ from counterpoint.ops.issuing import (
     use_stream,
     wait_event,
 )
+from counterpoint.ops.launch_order import launch_behind
 from counterpoint.ops.recordings import Recordings, capture
 from counterpoint.ops.signals import Flags
 from counterpoint.ops.streams import recording_stream_of, stream_of
 from counterpoint.ops.symmetric import SymmetricMemory
 from counterpoint.ops.transport import AbstractPrepared, Layout, Tensors, Weights, view_of
-from counterpoint.schedule.actions import FIRST_COMPUTE, Buffer, CopySchedule
+from counterpoint.schedule.actions import COMPUTATION_KINDS, FIRST_COMPUTE, Buffer, CopySchedule
 from counterpoint.schedule.program import Flag, Program, Step
 
 Handle = Any  # cuda-bindings has no types
@@ -104,7 +105,8 @@ class PreparedCopies(AbstractPrepared):
         if graph is not None:
             graph.replay()
         else:
-            self._issue(self._call(operands, weights, current, self._branches), is_joined=order.is_in_capture)
+            call = self._call((operands, weights), current, self._branches, is_captured=order.is_in_capture)
+            self._issue(call)
         order.finish(handle)
 
     def _recorded(self, operands: Tensors, weights: Weights) -> Graph | None:
@@ -123,9 +125,9 @@ class PreparedCopies(AbstractPrepared):
     def _record(self, operands: Tensors, weights: Weights) -> Graph | None:
         """Record this call; None, and no other is tried, where that fails: the call can be issued as it stands."""
         current = self._recording_stream
-        call = self._call(operands, weights, current, self._recorded_branches)
+        call = self._call((operands, weights), current, self._recorded_branches, is_captured=True)
         try:
-            return capture(current, lambda: self._issue(call, is_joined=True))
+            return capture(current, lambda: self._issue(call))
         except (RuntimeError, DeviceError) as problem:
             self._shared.recordings.is_enabled = False
             reason = cause_of(problem)
@@ -142,11 +144,15 @@ class PreparedCopies(AbstractPrepared):
             half_precision_settings(),
         )
 
-    def _call(self, operands: Tensors, weights: Weights, current: torch.cuda.Stream, branches: Branches) -> Call:
+    def _call(
+        self, operands: tuple[Tensors, Weights], current: torch.cuda.Stream, branches: Branches, *, is_captured: bool
+    ) -> Call:
+        tensors, weights = operands
         handles = {**branches.handles, FIRST_COMPUTE: cu.CUstream(current.cuda_stream)}
-        return Call({**operands, **self._symmetric}, weights, handles, {**branches.streams, FIRST_COMPUTE: current})
+        streams = {**branches.streams, FIRST_COMPUTE: current}
+        return Call(({**tensors, **self._symmetric}, weights), handles, streams, is_captured=is_captured)
 
-    def _issue(self, call: Call, *, is_joined: bool) -> None:
+    def _issue(self, call: Call) -> None:
         """Issue everything behind what is on the current stream; a capture must end with every stream joined again, also
         after an error."""
         current = call.handles[FIRST_COMPUTE]
@@ -157,7 +163,7 @@ class PreparedCopies(AbstractPrepared):
                 issue(call)
         finally:
             torch.cuda.set_stream(before)
-            if is_joined:
+            if call.is_captured:
                 for name in self._branches.handles:
                     self._join(name, call.handles[name], current)
 
@@ -204,7 +210,8 @@ class PreparedCopies(AbstractPrepared):
             if step.is_incoming:
                 continue
             name = step.action.stream
-            if name not in forked:
+            is_first = name not in forked
+            if is_first:
                 forked.add(name)
                 issues.append(wait_event(name, self._shared.order.start_event))
             issues += [wait_event(name, self._events[earlier]) for earlier in step.waits]
@@ -215,7 +222,8 @@ class PreparedCopies(AbstractPrepared):
                 if name != position_of_stream:
                     issues.append(use_stream(name))
                     position_of_stream = name
-                issues.append(compute(step))
+                opens_stream = is_first and step.action.kind in COMPUTATION_KINDS
+                issues.append(launch_behind(FIRST_COMPUTE, name, compute(step)) if opens_stream else compute(step))
             if step.is_awaited:
                 issues.append(record_event(name, self._events[step.position]))
             issues += self._raises(name, step.raises)

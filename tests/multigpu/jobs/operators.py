@@ -9,8 +9,10 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from cuda.bindings import driver as cu
 
 from counterpoint import ops
+from counterpoint.cuda.driver import check, waits_of
 from counterpoint.cuda.hook import reach_graphs
 from counterpoint.cuda.ranks import join_ranks
 from counterpoint.errors import OperatorError
@@ -138,6 +140,30 @@ def captured() -> None:
                 if seed % 2:
                     assert_close(operator(left, weight, schedule=description), wanted, (name, description, "eager"))
         report(name)
+
+
+def launch_order() -> None:
+    """A captured call on two computation streams launches the second one's first matmul behind the first one's."""
+    rank = dist.get_rank()
+    lefts, weights = operands("matmul_reduce_scatter", 512, seed=2)
+    for description in (D(pattern="one_peer"), D(pattern="ring", chunks=2), D(pattern="ring", num_compute_streams=1)):
+        ops.matmul_reduce_scatter(lefts[rank], weights[rank], schedule=description)
+        graph = torch.cuda.CUDAGraph(keep_graph=True)
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            ops.matmul_reduce_scatter(lefts[rank], weights[rank], schedule=description)
+        found = edges_between_launches(cu.CUgraph(graph.raw_cuda_graph()))
+        assert len(found) == description.num_compute_streams - 1, (description, found)
+    report("launch order")
+
+
+def edges_between_launches(graph: cu.CUgraph) -> list[tuple[int, int]]:
+    """The kernels of which one is launched when all blocks of the other have begun."""
+    _, _, _, number = check("Counting edges", cu.cuGraphGetEdges(graph, 0))
+    earlier, later, edges, _ = check("Reading edges", cu.cuGraphGetEdges(graph, number))
+    port = cu.CU_GRAPH_KERNEL_NODE_PORT_LAUNCH_ORDER
+    found = [pair for *pair, edge in zip(earlier, later, edges, strict=False) if edge.from_port == port]
+    assert all(int(one) in waits_of(other) for one, other in found)
+    return [(int(one), int(other)) for one, other in found]
 
 
 def recorded() -> None:
@@ -379,6 +405,7 @@ SECTIONS = {
         results,
         several_weights,
         captured,
+        launch_order,
         recorded,
         unreached,
         random_numbers,
