@@ -11,7 +11,7 @@ import typer
 from typer.exceptions import Abort, TyperException
 
 from counterpoint import cli_check, cli_gpu, cli_run, cli_schedule
-from counterpoint.errors import CounterpointError
+from counterpoint.errors import CounterpointError, say
 from counterpoint.value import check_outputs
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ def main() -> None:
 
 
 def _fail(message: str) -> None:
-    print(f"counterpoint: {' '.join(message.split())}", file=sys.stderr)  # a file's name may hold line breaks
+    say(" ".join(message.split()))  # a file's name may hold line breaks
     sys.exit(2)
 
 

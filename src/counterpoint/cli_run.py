@@ -1,12 +1,11 @@
 """The command line's part for supervised jobs: `counterpoint run -- command`. What it says goes to standard error."""
 
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from counterpoint.errors import CounterpointError
+from counterpoint.errors import CounterpointError, say
 from counterpoint.value import check_outputs
 
 if TYPE_CHECKING:
@@ -69,7 +68,7 @@ def run(
     outcome = run_job(request)
     unproven = _report(outcome, plan is not None, output)
     if strict and unproven and outcome.ended.exit_status == 0:
-        print(f"counterpoint: {unproven}", file=sys.stderr)
+        say(unproven)
         raise typer.Exit(NOT_ENGAGED)
     raise typer.Exit(outcome.ended.exit_status)
 

@@ -52,6 +52,20 @@ def test_a_fault_is_one_line_on_every_rank_and_no_hang(
     start_ranks: Start, fault: str, expected: str, num_ranks: int
 ) -> None:
     done = start_ranks("operator_faults", fault, limit_s=120)
-    lines = [line for line in done.stdout.splitlines() if line.startswith("counterpoint:")]
+    lines = own_lines(done.stdout)
     assert len(lines) == num_ranks, done.stdout + done.stderr[-3000:]
     assert all(expected in line for line in lines), lines
+
+
+def test_a_process_whose_wait_cannot_be_ended_for_want_of_memory_ends_with_a_second_line(start_ranks: Start) -> None:
+    done = start_ranks("operator_faults", "a rank stays away from a host without memory", limit_s=120)
+    assert not own_lines(done.stdout)
+    first, second = own_lines(done.stderr)
+    assert "did not end on the GPU" in first
+    assert "this process ends" in second
+    assert done.returncode
+
+
+def own_lines(output: str) -> list[str]:
+    """What our users read."""
+    return [line for line in output.splitlines() if line.startswith("counterpoint:")]

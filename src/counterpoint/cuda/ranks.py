@@ -13,7 +13,7 @@ from importlib import import_module
 from importlib.metadata import version
 from typing import NoReturn
 
-from counterpoint.errors import CounterpointError, DeviceError
+from counterpoint.errors import CounterpointError, DeviceError, say
 
 JOIN_TIMEOUT = timedelta(seconds=300)
 OLDEST_TORCH = (2, 11)
@@ -55,7 +55,7 @@ def run_and_leave(command: Callable[[], None]) -> NoReturn:
     try:
         command()
     except CounterpointError as problem:
-        print(f"counterpoint: {problem}", file=sys.stderr)
+        say(str(problem))
         leave(2)
     except SystemExit as ended:  # a parser of arguments has said why
         leave(ended.code if isinstance(ended.code, int) else int(ended.code is not None))

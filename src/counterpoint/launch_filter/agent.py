@@ -7,7 +7,6 @@ runs as it was. Needs torch only once a step has ended, when the job has loaded 
 """
 
 import os
-import sys
 import weakref
 from contextlib import suppress
 from functools import cache
@@ -15,7 +14,7 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from counterpoint.errors import LaunchFilterError, cause_of
+from counterpoint.errors import LaunchFilterError, cause_of, say
 from counterpoint.launch_filter.control_block import ControlBlock
 from counterpoint.launch_filter.live_messages import Decision
 from counterpoint.launch_filter.live_tuning import LiveJob, LiveTuner
@@ -85,7 +84,7 @@ class JobAgent:
             exchange=torch_job.job_exchange(),
             table=self._block,
             gpu=torch_job.job_gpu(),
-            say=_say,
+            say=say,
             record=lambda record: write_record(self._directory, record),
             keep=lambda totals: write_totals(self._directory, totals),
         )
@@ -109,7 +108,7 @@ class JobAgent:
         reason = (cause_of(problem, 200) or "no reason given").rstrip(".")
         rank = os.environ.get("RANK", "0")
         line = f"rank {rank} neither tunes nor guards ({name}{reason}); {outcome}"
-        _say(line)
+        say(line)
         if rank == "0":
             with suppress(Exception):  # a full disk, perhaps the very reason
                 record = read_record(self._directory) or LiveRecord(stage="stopped")
@@ -123,12 +122,6 @@ class JobAgent:
             state = self._block.state()
             write_totals(self._directory, TableTotals(rules=state.rules, counters=state.counters))
             self._block.swap(())
-
-
-def _say(line: str) -> None:
-    """One line among the job's own on standard error; nobody reads it where that is closed, and the job goes on."""
-    with suppress(OSError, ValueError):
-        print(f"counterpoint: {line}", file=sys.stderr, flush=True)
 
 
 @cache

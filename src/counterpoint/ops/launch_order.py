@@ -27,35 +27,41 @@ def launch_behind(earlier: str, name: str, piece: Issue) -> Issue:
             piece(call)
             return
         first, second = call.handles[earlier], call.handles[name]
-        _, before = _captured(second)
+        graph, before = _captured(second)
         piece(call)
-        graph, ahead = _captured(first)
-        kernel = _first_kernel(second, before)
-        if kernel is not None and len(ahead) == 1 and _is_kernel(ahead[0]):
-            check("Ordering two matmuls", cu.cuGraphAddDependencies(graph, ahead, [kernel], [_launch_edge()], 1))
+        leader, follower = _last_kernel(first, before), _first_kernel(second, before)
+        if leader is not None and follower is not None:
+            check("Ordering two matmuls", cu.cuGraphAddDependencies(graph, [leader], [follower], [_launch_edge()], 1))
 
     return issue
 
 
-def _captured(stream: Handle) -> tuple[Handle, list[Handle]]:
+def _captured(stream: Handle) -> tuple[Handle, list[int]]:
     """The graph that a stream is captured into, and the nodes that whatever is captured next waits for."""
     _, _, graph, nodes, _, number = check("Asking for the capture", cu.cuStreamGetCaptureInfo(stream))
-    return graph, list(nodes[:number])
+    return graph, [int(node) for node in nodes[:number]]
 
 
-def _first_kernel(stream: Handle, before: list[Handle]) -> Handle | None:
-    """The first kernel that a stream got after these nodes, if what it got is a chain."""
-    known = {int(node) for node in before}
+def _last_kernel(stream: Handle, before: list[int]) -> Handle | None:
+    """What a stream did last, if that is a kernel and none of these nodes: rows may be too few for a matmul."""
     _, latest = _captured(stream)
-    kernel = None
-    while len(latest) == 1 and int(latest[0]) not in known:
-        kernel = latest[0] if _is_kernel(latest[0]) else kernel
-        latest = [cu.CUgraphNode(node) for node in waits_of(latest[0]) if node not in known]
-    return kernel
+    return _kernel(latest[0]) if len(latest) == 1 and latest[0] not in before else None
 
 
-def _is_kernel(node: Handle) -> bool:
-    return bool(check("Asking for a node's type", cu.cuGraphNodeGetType(node)) == KERNEL)
+def _first_kernel(stream: Handle, before: list[int]) -> Handle | None:
+    """The first kernel that a stream got after these nodes, if what it got is a chain."""
+    _, latest = _captured(stream)
+    found = None
+    while len(latest) == 1 and latest[0] not in before:
+        found = _kernel(latest[0]) or found
+        latest = [node for node in waits_of(cu.CUgraphNode(latest[0])) if node not in before]
+    return found
+
+
+def _kernel(number: int) -> Handle | None:
+    """The node of this number, if it is a kernel."""
+    node = cu.CUgraphNode(number)
+    return node if check("Asking for a node's type", cu.cuGraphNodeGetType(node)) == KERNEL else None
 
 
 def _launch_edge() -> Handle:

@@ -67,7 +67,7 @@ class NumberedCalls(AbstractCalls):
 
     def _enter_other_context(self) -> Handle:
         """The default stream of a context made for this thread. Where there is no memory for one, about 0.5 GiB, a stream of
-        the job's own, which ends waits unless one of the two obstacles is there."""
+        the job's own, which ends waits as long as neither obstacle is there."""
         result, context = cu.cuCtxCreate(None, 0, self._device)
         if result != SUCCESS:
             return self._stream

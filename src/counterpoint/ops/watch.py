@@ -5,7 +5,7 @@ A stream that waits for a flag waits for ever. So calls are numbered, and the st
 when it gets there. A thread looks: where calls are in flight and none has ended within the limit, it says so on
 standard error, and every later call of the group raises the same error. Then it frees whatever waits, until the group
 is released: the host may have been stuck in the middle of issuing a call and go on to issue more waits. Results are
-meaningless from then on. Where freeing does not help within the limit once more, because the driver itself is stuck, a
+meaningless from then on. Where freeing does not help within the limit once more (`numbered_calls.py` says when), a
 second thread, which needs no driver, ends the process: nothing else could.
 
 The clock starts anew whenever a call ends, so a long queue is no fault. Calls of one watch end in the order of their
@@ -14,15 +14,13 @@ not watched. What is done with the driver is in `numbered_calls.py`.
 """
 
 import os
-import sys
 import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Any, final
 
-from counterpoint.errors import DeviceError, OperatorError
+from counterpoint.errors import DeviceError, OperatorError, say
 
 Handle = Any  # cuda-bindings has no types
 POLL_S = 0.25
@@ -48,7 +46,7 @@ class AbstractCalls(ABC):
 
     @abstractmethod
     def free_waits(self) -> None:
-        """End the waits of this rank's streams that have begun. Raises `DeviceError` where only some or none could be."""
+        """End the waits of this rank's streams that have begun. Raises `DeviceError` where that fails."""
 
     @abstractmethod
     def close(self) -> None:
@@ -107,7 +105,7 @@ class Watch:
         try:
             self._calls.enter_thread()
         except DeviceError as problem:
-            _say(str(problem))
+            say(str(problem))
             return
         if self._comes_to_a_stop():
             self._give_up()
@@ -125,7 +123,7 @@ class Watch:
             f"An operator did not end on the GPU within {self._limit_s:g} s: it waits for a rank that is gone, or that runs "
             "other operators. Its results are meaningless. Look at the other ranks' output, and start all of them again."
         )
-        _say(self._problem)
+        say(self._problem)
         threading.Thread(target=self._end_if_stuck, name="counterpoint-last-resort", daemon=True).start()
         said, pause_s = "", 0.0
         while not self._closed.wait(pause_s):
@@ -134,16 +132,10 @@ class Watch:
             except DeviceError as problem:
                 if str(problem) != said:
                     said = str(problem)
-                    _say(said)
+                    say(said)
             pause_s = POLL_S if self._calls.last_ended() == self._last_issued else FREEING_S
 
     def _end_if_stuck(self) -> None:
         if self._comes_to_a_stop():
-            _say(f"Its wait could not be ended within another {self._limit_s:g} s either, so this process ends.")
+            say(f"Its wait could not be ended within another {self._limit_s:g} s either, so this process ends.")
             self._end_process(STATUS)
-
-
-def _say(problem: str) -> None:
-    """One line on standard error; where nobody listens any more, waits are to be freed all the same."""
-    with suppress(OSError, ValueError):
-        print(f"counterpoint: {problem}", file=sys.stderr, flush=True)

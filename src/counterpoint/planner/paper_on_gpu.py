@@ -4,12 +4,10 @@ Copy engines are no rewriting of a captured collective, so an all-to-all moved b
 the others. Where it cannot be had, the grid runs without it and says why.
 """
 
-import sys
-
 from counterpoint.cuda.capture import capture, record
 from counterpoint.cuda.driver import DriverGraph
 from counterpoint.cuda.paper import BUFFER_BYTES, ITERATIONS, PaperWorkload
-from counterpoint.errors import CounterpointError
+from counterpoint.errors import CounterpointError, say
 from counterpoint.ops.exchange import open_exchange
 from counterpoint.planner.on_gpu import machine_of
 from counterpoint.planner.paper import COPY_ENGINES, SEQUENTIAL, PaperResult, Variant, measure_paper
@@ -26,7 +24,7 @@ def measure_workload(name: str, num_rounds: int) -> PaperResult:
         try:
             forms[COPY_ENGINES], owner = _by_copy_engines(workload, overlapped.read.step.num_ranks)
         except CounterpointError as problem:
-            print(f"counterpoint: {name} by copy engines is left out: {problem}", file=sys.stderr)
+            say(f"{name} by copy engines is left out: {problem}")
     result = measure_paper(overlapped, machine_of(overlapped), workload.output_bits, forms=forms, num_rounds=num_rounds)
     del owner  # what was captured needs its memory until here
     return result

@@ -438,7 +438,7 @@ def stays_away() -> None:
     try:
         ops.all_gather_matmul(shard, weight, schedule=D(chunks=2))
     except CounterpointError as problem:
-        print(f"counterpoint: {problem}", flush=True)
+        print(f"counterpoint: {problem}\n", end="", flush=True)  # in one write: ranks share it
     store.set("noticed", "")
 
 
@@ -452,7 +452,7 @@ def dies() -> None:
         for _ in range(3):
             ops.all_gather_matmul(shard, weight, schedule=D())
     except CounterpointError as problem:
-        print(f"counterpoint: {problem}", flush=True)
+        print(f"counterpoint: {problem}\n", end="", flush=True)  # in one write: ranks share it
 
 
 if __name__ == "__main__":

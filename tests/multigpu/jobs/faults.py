@@ -34,6 +34,6 @@ if __name__ == "__main__":
     try:
         main(sys.argv[1])
     except CounterpointError as problem:
-        print(f"counterpoint: {problem}", flush=True)
+        print(f"counterpoint: {problem}\n", end="", flush=True)  # in one write: ranks share it
         leave(2)
     leave(0)

@@ -104,7 +104,7 @@ if __name__ == "__main__":
         main(sys.argv[1])
         print("nothing was refused", flush=True)
     except CounterpointError as problem:
-        print(f"counterpoint: {problem}", flush=True)
+        print(f"counterpoint: {problem}\n", end="", flush=True)  # in one write: ranks share it
     except BaseException:
         traceback.print_exc(file=sys.stdout)
         sys.stdout.flush()
