@@ -113,7 +113,7 @@ def tune(
     captured and measured on the GPUs at hand; start it with torchrun --no-python for several.
     """
     from counterpoint import planner  # noqa: PLC0415  a fast --help
-    from counterpoint.job import load_job  # noqa: PLC0415
+    from counterpoint.job import load_job, names_function  # noqa: PLC0415
     from counterpoint.plan import check_plan_name, save_plan  # noqa: PLC0415
     from counterpoint.report.summary import summarize_tuning  # noqa: PLC0415
     from counterpoint.sim import Simulator  # noqa: PLC0415
@@ -122,7 +122,7 @@ def tune(
     _check_timeline(timeline)
     if output is not None:
         check_plan_name(output)
-    if cli_gpu.names_function(step):
+    if names_function(step):
         cli_gpu.tune_function(step, machine, output, json)
     job = load_job(step, machine)
     with _Progress(is_shown=not json) as on_trial:

@@ -22,12 +22,6 @@ bench = typer.Typer(help="Run the paper's workloads over all controls.", rich_ma
 ROUNDS = {"cb": 11, "mb": 5}
 
 
-def names_function(step: str) -> bool:
-    """Whether STEP is `module:function` rather than a file or a workload."""
-    module, _, function = step.partition(":")
-    return bool(function) and all(part.isidentifier() for part in [*module.split("."), function])
-
-
 def tune_function(step: str, machine_name: str | None, output: Path | None, is_json: bool) -> NoReturn:
     """Tune a step function on the GPUs at hand, print the result from rank 0, and end the process."""
     from counterpoint.cuda.ranks import run_and_leave  # noqa: PLC0415

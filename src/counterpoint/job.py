@@ -4,7 +4,7 @@ The source is a profiler trace (.json, .json.gz), a workload file (.toml) or the
 carries times of one GPU, so it can be planned only for that GPU; a workload can be planned for any machine.
 """
 
-import re
+import os
 from pathlib import Path
 
 from counterpoint.errors import StepError
@@ -34,21 +34,31 @@ def load_job(source: str, machine_name: str | None = None) -> Job:
     if source.endswith((".json", ".json.gz")):
         return _traced_job(source, machine_name)
     if not source.endswith(".toml") and source not in workload_names():
-        _check_function(source)
-        what = (
-            "is neither a trace (.json, .json.gz) nor a workload file (.toml)" if Path(source).exists() else "does not exist"
-        )
-        raise StepError(f"'{source}' {what}. Shipped workloads: {', '.join(workload_names())}.")
+        raise StepError(_why_no_job(source))
     return Job(step=load_workload(source), machine=load_machine(DEFAULT_MACHINE if machine_name is None else machine_name))
 
 
-def _check_function(source: str) -> None:
-    """Functions run on GPUs; here nothing runs."""
-    if re.fullmatch(r"[^\W\d][\w.]*:\w+", source) and not Path(source).exists():
-        raise StepError(
+def names_function(source: str) -> bool:
+    """Whether this is `module:function`, written as Python imports it. A file that has the name is a file."""
+    module, _, function = source.partition(":")
+    is_written_so = all(part.isidentifier() for part in (*module.split("."), function))
+    return is_written_so and not os.path.exists(source)  # unlike Path.exists, no error for a name too long for a file
+
+
+def _why_no_job(source: str) -> str:
+    """What to say of a name that is neither a file to read nor a workload. Functions run on GPUs, and here nothing runs."""
+    if names_function(source):
+        return (
             f"'{source}' names a function, and this simulates without running any. Give a trace of it that torch.profiler "
             f"exported (.json, .json.gz), or measure it on GPUs: counterpoint tune {source}."
         )
+    if Path(source).exists():
+        what = "is neither a trace (.json, .json.gz) nor a workload file (.toml)"
+    elif ":" in source:
+        what = "does not exist, and functions are named as Python imports them, as in jobs.train:make_step"
+    else:
+        what = "does not exist"
+    return f"'{source}' {what}. Shipped workloads: {', '.join(workload_names())}."
 
 
 def _check_text(source: str) -> None:

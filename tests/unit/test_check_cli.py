@@ -1,6 +1,7 @@
 """`counterpoint check` as a user runs it: exit codes, text, JSON, files."""
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -66,7 +67,7 @@ def test_the_shells_variables_count_and_the_command_is_not_run(tmp_path: Path) -
     proof = tmp_path / "ran"
     script = tmp_path / "train.py"
     script.write_text(f"open({str(proof)!r}, 'w')\n")
-    done = counterpoint("check", "python", str(script), "--bf16", CUDA_LAUNCH_BLOCKING="1")
+    done = counterpoint("check", sys.executable, str(script), "--bf16", CUDA_LAUNCH_BLOCKING="1")
     assert done.returncode == 1, done.stderr
     assert "CUDA_LAUNCH_BLOCKING" in done.stdout
     assert not proof.exists()
@@ -120,8 +121,46 @@ def test_blocked_peers_need_gpus(tmp_path: Path) -> None:
     assert "from 0 to 0; found [[0, 5]]. Correct it." in refusal("check", "--surroundings", file)
 
 
+@pytest.mark.parametrize("name", ["nosuch", "./nosuch", "script.sh", "./script.sh", "folder", "./folder"])
+def test_a_command_that_cannot_start_is_refused_in_the_words_of_run(tmp_path: Path, name: str) -> None:
+    (tmp_path / "script.sh").write_text("echo\n")
+    (tmp_path / "folder").mkdir()
+    words = refusal("run", "--", name, "--lr", "1", cwd=tmp_path)
+    said = refusal("check", "--", name, "--lr", "1", cwd=tmp_path)
+    elsewhere = "" if (tmp_path / name).exists() else " For a command of another machine, add --surroundings FILE."
+    assert said == words + elsewhere
+    assert name in said
+
+
+def test_the_path_of_the_shell_and_of_the_command_are_heeded(tmp_path: Path) -> None:
+    program = tmp_path / "bin" / "starts-a-job"
+    program.parent.mkdir()
+    program.write_text("#!/bin/sh\nexit 7\n")
+    program.chmod(0o755)
+    assert "'starts-a-job' was not found. Check its name and the PATH." in refusal("check", "--", "starts-a-job")
+    assert counterpoint("check", "--", "starts-a-job", PATH=str(program.parent)).returncode == 0
+    assert counterpoint("check", "--", "env", f"PATH={program.parent}", "starts-a-job").returncode == 0
+    assert counterpoint("check", "--", "bin/starts-a-job", cwd=tmp_path).returncode == 0
+    assert "in its PATH, '/nowhere'" in refusal("check", "--", "env", "PATH=/nowhere", "python", "train.py")
+
+
+def test_what_an_interpreter_or_a_shell_does_not_find_is_theirs_to_say(tmp_path: Path) -> None:
+    for command, words in (
+        ((sys.executable, "nosuch.py"), "the script nosuch.py was not read: its source is not at hand"),
+        (("sh", "nosuch.sh"), "what sh runs: a shell script is not read"),
+    ):
+        done = counterpoint("check", "--", *command, cwd=tmp_path)
+        assert (done.returncode, done.stderr) == (0, "")
+        assert words in " ".join(done.stdout.split())
+
+
+def test_a_command_of_a_described_machine_need_not_be_here(node: Path) -> None:
+    assert counterpoint("check", "--surroundings", node, "--", "nosuch", "train.py").returncode == 0
+
+
 def test_bad_input_is_one_line_and_2(tmp_path: Path, node: Path) -> None:
     assert "names no program" in refusal("check", "--", "A=1")
+    assert "names no program" in refusal("check", "--", "")
     assert "'-S' is not understood" in refusal("check", "--", "env", "-S", "python train.py")
     assert "No such file" in refusal("check", "--surroundings", tmp_path / "nowhere.toml")
     assert "-o saves this machine alone" in refusal("check", "-o", tmp_path / "a.toml", "--", "python", "train.py")

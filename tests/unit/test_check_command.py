@@ -137,10 +137,34 @@ def test_what_cannot_be_seen_of_a_command_is_said(command: str, expected: str) -
     assert any(expected in line for line in read(command).unknown)
 
 
+@pytest.mark.parametrize(
+    ("command", "expected"),
+    [
+        ("python train.py", ("python", "/own")),
+        ("A=1 ./bin/train.py", ("./bin/train.py", "/own")),
+        ("PATH=/other torchrun train.py", ("torchrun", "/other")),
+        ("env PATH=/other timeout 60 torchrun train.py", ("timeout", "/other")),
+        ("srun --export=PATH=/other python train.py", ("srun", "/own")),
+        ("mpirun -x PATH=/other python train.py", ("mpirun", "/own")),
+        ("timeout 60 env PATH=/other python train.py", ("timeout", "/own")),
+        ("/usr/bin/env -i python train.py", ("python", None)),
+    ],
+)
+def test_the_first_program_comes_with_the_path_it_is_looked_for_in(command: str, expected: tuple[str, str | None]) -> None:
+    found = read(command, PATH="/own")
+    assert (found.first_word, found.first_path) == expected
+
+
 @pytest.mark.parametrize("command", ["A=1", "env A=1", "env -i", ""])
 def test_a_command_without_a_program_is_refused(command: str) -> None:
     with pytest.raises(SurroundingsError, match="names no program"):
         read(command)
+
+
+@pytest.mark.parametrize("words", [[""], ["A=1", ""], ["env", ""], ["", "python", "train.py"]])
+def test_an_empty_word_is_no_program(words: list[str]) -> None:
+    with pytest.raises(SurroundingsError, match="names no program"):
+        read_command(words, {})
 
 
 def test_an_option_of_env_that_changes_the_meaning_is_refused() -> None:

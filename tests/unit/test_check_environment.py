@@ -210,8 +210,71 @@ def test_versions_are_those_of_the_python_that_the_command_runs(tmp_path: Path) 
     assert look(str(torchrun), "train.py").torch_version == "2.9.1+cu130"
 
 
-def test_a_program_that_is_not_on_the_path_is_said(tmp_path: Path) -> None:
-    assert any("not on the path" in line for line in look("accelerate", "launch", "train.py", PATH=str(tmp_path)).unknown)
+def program(file: Path, content: str = "#!/bin/sh\n") -> str:
+    """A file that may be executed."""
+    file.parent.mkdir(exist_ok=True)
+    file.write_text(content)
+    file.chmod(0o755)
+    return str(file)
+
+
+def test_a_launcher_that_is_not_on_the_path_is_said_where_a_wrapper_starts_it(tmp_path: Path) -> None:
+    program(tmp_path / "srun")
+    found = look("srun", "accelerate", "launch", "train.py", PATH=str(tmp_path))
+    assert any("accelerate: it is not on the path" in line for line in found.unknown)
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        ("accelerate launch train.py", "'accelerate' was not found in its PATH, '{path}'. Check its name and the PATH."),
+        ("env A=1 nosuch train.py", "'nosuch' was not found in its PATH, '{path}'."),
+        ("srun python train.py", "'srun' was not found in its PATH, '{path}'."),
+        ("PATH=/nowhere job", "'job' was not found in its PATH, '/nowhere'."),
+        ("env PATH=/nowhere job", "'job' was not found in its PATH, '/nowhere'."),
+    ],
+)
+def test_a_first_program_that_is_not_in_the_jobs_path_is_refused(tmp_path: Path, command: str, words: str) -> None:
+    program(tmp_path / "job")
+    with pytest.raises(SurroundingsError) as problem:
+        look(*command.split(), PATH=str(tmp_path))
+    assert words.format(path=tmp_path) in str(problem.value)
+    assert str(problem.value).endswith("For a command of another machine, add --surroundings FILE.")
+
+
+@pytest.mark.parametrize("command", ["env -i job", "env -u PATH job"])
+def test_without_a_path_programs_are_where_the_system_has_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    program(tmp_path / "job")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(SurroundingsError, match="'job' was not found in its PATH, '/bin:/usr/bin'"):
+        look(*command.split(), PATH=str(tmp_path))
+
+
+def test_the_path_that_the_command_sets_is_where_its_programs_are(tmp_path: Path) -> None:
+    here, there = tmp_path / "here", tmp_path / "there"
+    program(here / "srun")
+    program(there / "accelerate", f"#!{sys.executable}\n")
+    for command in ("env PATH={there} accelerate launch train.py", "srun --export=PATH={there} accelerate launch train.py"):
+        found = look(*command.format(there=there).split(), PATH=str(here))
+        assert not any("not on the path" in line for line in found.unknown)
+        assert "PATH" not in found.environment | found.origins
+    with pytest.raises(SurroundingsError, match="'srun' was not found"):
+        look("env", f"PATH={there}", "srun", "accelerate", "launch", "train.py", PATH=str(here))
+
+
+def test_what_shells_know_themselves_need_not_be_on_the_path(tmp_path: Path) -> None:
+    job = look("time", "python", "train.py", PATH=str(tmp_path)).job
+    assert job is not None
+    assert job.programs == ("time", "python")
+
+
+def test_a_command_of_another_machine_need_not_be_here() -> None:
+    job = at_command(Surroundings(), ["env", "PATH=/there", "nosuch", "train.py"]).job
+    assert job is not None
+    assert job.programs == ("nosuch",)
+    assert at_command(Surroundings(), ["env", "PATH=/there", "nosuch"]).environment == {}
 
 
 def test_nccl_of_a_container_is_asked_for_its_version(driver: Path) -> None:

@@ -7,7 +7,6 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from counterpoint.cli_gpu import names_function
 from counterpoint.cuda.plan_cache import Conditions, cache_folder, find_plan, keep_plan, plan_path
 from counterpoint.errors import PlanError
 from counterpoint.machine import load_machine, machine_names
@@ -19,22 +18,6 @@ from helpers.command import counterpoint, refusal
 HERE = Conditions(
     device_name="NVIDIA H200", driver_version="13.0", nccl_version="2.28.9", torch_version="2.11.0", num_ranks=4
 )
-
-
-@pytest.mark.parametrize(
-    ("step", "expected"),
-    [
-        ("train:make_step", True),
-        ("jobs.train:make_step", True),
-        ("cb_ar_opt2", False),
-        ("trace.json.gz", False),
-        ("C:/trace.json", False),
-        ("train:", False),
-        (":make_step", False),
-    ],
-)
-def test_a_step_function_is_told_from_files_and_workloads(step: str, expected: bool) -> None:
-    assert names_function(step) is expected
 
 
 @pytest.mark.parametrize("arguments", [("tune", "train:make_step"), ("bench", "paper")])
@@ -49,7 +32,21 @@ def test_a_function_cannot_be_simulated_and_the_line_says_what_can() -> None:
     assert message.startswith("'train.jobs:make_step' names a function")
     assert "Give a trace of it" in message
     assert message.endswith("counterpoint tune train.jobs:make_step.")
-    assert "does not exist" in refusal("simulate", "a:b:c")
+
+
+@pytest.mark.parametrize("command", ["tune", "simulate"])
+@pytest.mark.parametrize("step", ["jobs..train:make_step", "train:1", "a:b:c"])
+def test_what_only_looks_like_a_function_is_none_for_any_command(command: str, step: str) -> None:
+    message = refusal(command, step)
+    assert message.startswith(f"'{step}' does not exist, and functions are named as Python imports them")
+    assert "as in jobs.train:make_step. Shipped workloads: cb_a2a_opt1, " in message
+
+
+@pytest.mark.parametrize("command", ["tune", "simulate"])
+def test_a_file_that_is_named_like_a_function_is_a_file_for_any_command(command: str, tmp_path: Path) -> None:
+    (tmp_path / "rank0:trace").write_text("{}")
+    message = refusal(command, "rank0:trace", cwd=tmp_path)
+    assert message.startswith("'rank0:trace' is neither a trace (.json, .json.gz) nor a workload file (.toml). Shipped")
 
 
 def test_the_papers_grid_is_simulated_for_a_machine(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from counterpoint.errors import MachineError, StepError, WorkloadError
-from counterpoint.job import DEFAULT_MACHINE, load_job
+from counterpoint.job import DEFAULT_MACHINE, load_job, names_function
 from counterpoint.machine import load_machine
 from counterpoint.workloads import load_workload
 from helpers.trace_builder import DEVICE, small_trace
@@ -69,6 +69,44 @@ def test_a_trace_without_a_device_needs_a_machine_and_takes_any(tmp_path: Path) 
     with pytest.raises(StepError, match="--machine"):
         load_job(source)
     assert load_job(source, "h100").machine.name == "h100"
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("train:make_step", True),
+        ("jobs.train:make_step", True),
+        ("schritte.größe:mache_schritt", True),
+        ("too_long_for_a_file" * 20 + ":make_step", True),
+        ("cb_ar_opt2", False),
+        ("trace.json.gz", False),
+        ("C:/trace.json", False),
+        ("train:", False),
+        (":make_step", False),
+        ("a:b:c", False),
+        ("jobs..train:make_step", False),
+        ("train.:make_step", False),
+        ("jobs.1st:make_step", False),
+        ("train:1", False),
+        ("jobs/train.py:make_step", False),
+        ("\udcff:make_step", False),
+        ("train:\0", False),
+    ],
+)
+def test_a_step_function_is_told_from_files_and_workloads(source: str, expected: bool) -> None:
+    assert names_function(source) is expected
+
+
+def test_a_file_goes_before_the_function_of_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert names_function("train:make_step")
+    Path("train:make_step").touch()
+    assert not names_function("train:make_step")
+
+
+def test_a_function_cannot_be_simulated() -> None:
+    with pytest.raises(StepError, match=r"names a function, .*: counterpoint tune train:make_step\.$"):
+        load_job("train:make_step")
 
 
 @pytest.mark.parametrize("source", ["nothing", "", "cb_ar_opt9"])

@@ -48,10 +48,16 @@ FLAG_SIGNS: dict[str, SignKind] = {
 
 
 class ReadCommand(Value, frozen=True, kw_only=True):
-    """A command's job, the variables it runs with, and what could not be read of it."""
+    """A command's job, the variables it runs with, and what could not be read of it.
+
+    `first_word` is the first program as it is written, after assignments and `env`; `first_path` the PATH that it is looked
+    for in, None where there is none. `program_path` is what starts the job's Python, behind wrappers too.
+    """
 
     job: JobCommand
     environment: dict[str, str]
+    first_word: str
+    first_path: str | None = None
     program_path: str = ""
     unknown: tuple[str, ...] = ()
 
@@ -61,7 +67,7 @@ def read_command(words: Sequence[str], environment: Mapping[str, str]) -> ReadCo
     reader = _Reader(words, environment)
     reader.read_wrappers()
     reader.read_program()
-    if not reader.programs:
+    if not reader.first_word:
         raise SurroundingsError(f"'{' '.join(words)}' names no program. Give the command that starts the job after --.")
     return reader.result()
 
@@ -71,6 +77,8 @@ class _Reader:
 
     def __init__(self, words: Sequence[str], environment: Mapping[str, str]) -> None:
         self.programs: list[str] = []
+        self.first_word = ""
+        self._first_path: str | None = None
         self._rest = list(words)
         self._environment = dict(environment)
         self._launch_options: dict[str, str] = {}
@@ -95,7 +103,12 @@ class _Reader:
             signs=(*_option_signs(options | self._launch_options), *(found or ())),
         )
         return ReadCommand(
-            job=job, environment=self._environment, program_path=self._program_path, unknown=tuple(self._unknown)
+            job=job,
+            environment=self._environment,
+            first_word=self.first_word,
+            first_path=self._first_path,
+            program_path=self._program_path,
+            unknown=tuple(self._unknown),
         )
 
     def read_wrappers(self) -> None:
@@ -108,10 +121,18 @@ class _Reader:
                 self._rest.pop(0)
                 self._read_env()
             elif _name(word) in WRAPPERS:
-                self.programs.append(_name(self._rest.pop(0)))
+                self._take_program()
                 self._read_wrapper()
             else:
                 return
+
+    def _take_program(self) -> str:
+        """The next word, which is a program's. What a wrapper sets comes after the wrapper itself was found."""
+        word = self._rest.pop(0)
+        if not self.programs:
+            self.first_word, self._first_path = word, self._environment.get("PATH")
+        self.programs.append(_name(word))
+        return word
 
     def _assign(self, word: str) -> None:
         name, _, value = word.partition("=")
@@ -162,9 +183,8 @@ class _Reader:
         """The program, its own options, and the script; the job's options remain."""
         if not self._rest:
             return
-        word = self._rest.pop(0)
+        word = self._take_program()
         name = _name(word)
-        self.programs.append(name)
         self._program_path = word if PYTHON.match(name) or name in LAUNCHERS else ""
         if name in SHELLS:
             self._unknown.append(f"what {name} runs: a shell script is not read. Give the command in it")

@@ -2,7 +2,8 @@
 
 The GPUs are asked in a process with the job's variables, so CUDA_VISIBLE_DEVICES counts. Versions are those of the
 interpreter that the command would run; where it is not this one, it is asked for its packages and nothing else. Both
-questions have a time limit.
+questions have a time limit. The command's first program must be here, as for `counterpoint run`; what a wrapper, a launcher
+or an interpreter starts may lie in a container or on other nodes, and is theirs to find.
 """
 
 import os
@@ -19,12 +20,15 @@ from counterpoint.doctor import versions_query
 from counterpoint.doctor.command import ReadCommand, read_command
 from counterpoint.doctor.driver_query import Answer
 from counterpoint.doctor.surroundings import JobCommand, PreloadedLibrary, Surroundings, whole_number
+from counterpoint.errors import LaunchFilterError, SurroundingsError
+from counterpoint.launch_filter.run import find_executable
 
 QUERY_LIMIT_S = 60
 RELEVANT = (
     "AMD_", "CUDA_", "DEBUG_HIP_", "GPU_", "HIP_", "HSA_", "LD_PRELOAD", "NCCL_", "PYTORCH_", "RCCL_", "ROCR_",
     "SLURM_JOB_NUM_NODES", "SLURM_NNODES", "TORCH_",
 )  # fmt: skip
+SHELL_KEYWORDS = ("time",)  # wrappers that shells are themselves: they need not be on the PATH
 ENTRY_POINTS = ("cuLaunchKernel", "cuLaunchKernelEx", "cuGetProcAddress", "hipLaunchKernel", "hipModuleLaunchKernel")
 # the name that our own launch filter is linked with; its file's name differs from build to build
 OUR_FILTER = b"libcounterpoint_filter.so"
@@ -35,18 +39,24 @@ SYSTEM_NCCL_FILE = Path("/etc/nccl.conf")
 
 
 def gather(command: Sequence[str] = (), environment: Mapping[str, str] | None = None) -> Surroundings:
-    """Look at this machine, and at `command` if there is one. Raises `SurroundingsError` for a command without a program."""
+    """Look at this machine, and at `command` if there is one.
+
+    Raises `SurroundingsError` for a command without a program, and for one whose first program cannot be started here.
+    """
     outer = dict(os.environ if environment is None else environment)
     read = read_for(command, outer)
-    inner = _without_relevant(outer) | read.environment
+    if command:
+        _check_program(read.first_word, read.first_path)
+    inner = {name: value for name, value in outer.items() if not _is_followed(name)} | read.environment
+    relevant = _relevant(read.environment)
     answer, driver_unknown = ask_driver(inner)
     versions, versions_unknown = _versions(read.program_path, inner)
     nccl_file_settings = read_nccl_files(inner)
-    origins = {name: file for name, (_, file) in nccl_file_settings.items() if name not in read.environment}
+    origins = {name: file for name, (_, file) in nccl_file_settings.items() if name not in relevant}
     return Surroundings(
         vendor="amd" if versions.get("torch_hip") and not answer.gpus else answer.vendor,
-        environment={name: setting for name, (setting, _) in nccl_file_settings.items()} | read.environment,
-        origins=origins | _assigned_by_command(read.environment, outer),
+        environment={name: setting for name, (setting, _) in nccl_file_settings.items()} | relevant,
+        origins=origins | _assigned_by_command(relevant, outer),
         gpus=answer.gpus,
         blocked_peers=answer.blocked_peers if answer.gpus else None,
         driver_version=_kernel_module_version() if answer.vendor == "nvidia" else "",
@@ -64,22 +74,52 @@ def gather(command: Sequence[str] = (), environment: Mapping[str, str] | None = 
 def at_command(elsewhere: Surroundings, command: Sequence[str]) -> Surroundings:
     """Surroundings that were gathered on another machine, for a command that would start there."""
     read = read_for(command, elsewhere.environment)
-    set_by_command = _assigned_by_command(read.environment, elsewhere.environment)
-    origins = {name: origin for name, origin in elsewhere.origins.items() if name in read.environment} | set_by_command
+    relevant = _relevant(read.environment)
+    set_by_command = _assigned_by_command(relevant, elsewhere.environment)
+    origins = {name: origin for name, origin in elsewhere.origins.items() if name in relevant} | set_by_command
     return msgspec.structs.replace(
-        elsewhere, environment=read.environment, origins=origins, job=read.job, unknown=(*elsewhere.unknown, *read.unknown)
+        elsewhere, environment=relevant, origins=origins, job=read.job, unknown=(*elsewhere.unknown, *read.unknown)
     )
 
 
 def read_for(command: Sequence[str], outer: Mapping[str, str]) -> ReadCommand:
-    """The command with the relevant variables of its environment; without a command, those alone."""
-    relevant = {name: value for name, value in outer.items() if name.startswith(RELEVANT)}
+    """The command with the relevant variables of its environment and its PATH; without a command, those alone."""
+    followed = {name: value for name, value in outer.items() if _is_followed(name)}
     if not command:
-        return ReadCommand(job=JobCommand(), environment=relevant)
-    read = read_command(command, relevant)
+        return ReadCommand(job=JobCommand(), environment=followed, first_word="")
+    read = read_command(command, followed)
     nodes = read.job.num_nodes or _slurm_nodes(read.environment)
-    kept = {name: value for name, value in read.environment.items() if name.startswith(RELEVANT)}
+    kept = {name: value for name, value in read.environment.items() if _is_followed(name)}
     return msgspec.structs.replace(read, job=msgspec.structs.replace(read.job, num_nodes=nodes), environment=kept)
+
+
+def _check_program(word: str, path: str | None) -> None:
+    """Raise `SurroundingsError` where a program cannot be started here, in the words of `counterpoint run`.
+
+    `path` is the PATH that it is looked for in, None where there is none; a message names it if the command changed it.
+    """
+    if word in SHELL_KEYWORDS:
+        return
+    is_own = os.sep in word or path == os.environ.get("PATH")
+    try:
+        find_executable((word,), None if is_own else _searched(path))
+    except LaunchFilterError as problem:
+        elsewhere = "" if os.path.exists(word) else " For a command of another machine, add --surroundings FILE."
+        raise SurroundingsError(f"{problem}{elsewhere}") from problem
+
+
+def _searched(path: str | None) -> str:
+    """Where programs are looked for under this PATH; the C library has a default where there is none."""
+    return os.defpath if path is None else path
+
+
+def _is_followed(name: str) -> bool:
+    """Whether a variable is read through the command: those that matter to overlap, and PATH, which is not kept."""
+    return name.startswith(RELEVANT) or name == "PATH"
+
+
+def _relevant(environment: Mapping[str, str]) -> dict[str, str]:
+    return {name: value for name, value in environment.items() if name.startswith(RELEVANT)}
 
 
 def _slurm_nodes(environment: Mapping[str, str]) -> int | None:
@@ -89,10 +129,6 @@ def _slurm_nodes(environment: Mapping[str, str]) -> int | None:
 
 def _assigned_by_command(inner: Mapping[str, str], outer: Mapping[str, str]) -> dict[str, str]:
     return {name: "the command" for name, value in inner.items() if outer.get(name) != value}
-
-
-def _without_relevant(outer: Mapping[str, str]) -> dict[str, str]:
-    return {name: value for name, value in outer.items() if not name.startswith(RELEVANT)}
 
 
 def ask_driver(environment: Mapping[str, str]) -> tuple[Answer, tuple[str, ...]]:
@@ -124,7 +160,7 @@ def _run(command: Sequence[str], environment: Mapping[str, str]) -> tuple[bytes,
 
 def _versions(program_path: str, environment: Mapping[str, str]) -> tuple[dict[str, str], tuple[str, ...]]:
     """Versions of the interpreter beside the program, else of this one."""
-    found = shutil.which(program_path, path=environment.get("PATH")) if program_path else None
+    found = shutil.which(program_path, path=_searched(environment.get("PATH"))) if program_path else None
     here = Path(sys.executable).parent
     if program_path and found is None:
         return versions_query.query_versions(), (

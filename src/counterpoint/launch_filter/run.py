@@ -114,21 +114,25 @@ def run_job(request: RunRequest) -> RunOutcome:
         ) from problem
 
 
-def find_executable(command: tuple[str, ...]) -> Path:
-    """The file that a shell would run. Raises `LaunchFilterError` where there is none, or it may not be run."""
+def find_executable(command: tuple[str, ...], path: str | None = None) -> Path:
+    """The file that a shell would run, looked for in `path` or, without one, this process's PATH.
+
+    Raises `LaunchFilterError` where there is none, or it may not be run.
+    """
     if not command or not command[0]:
         raise LaunchFilterError(
             "There is no command to run. Write it after --, as in counterpoint run -- torchrun train.py."
         )
     name = command[0]
-    found = shutil.which(name)
+    found = shutil.which(name, path=path)
     if found is not None:
         return Path(found)
     if os.path.isdir(name):
         raise LaunchFilterError(f"'{name}' is a folder, not a command. Name a program after --.")
     if os.path.exists(name) and os.sep in name:
         raise LaunchFilterError(f"'{name}' may not be executed. Make it executable, or start it with its interpreter.")
-    raise LaunchFilterError(f"The command '{name}' was not found. Check its name and the PATH.")
+    where = "" if path is None else f" in its PATH, '{path}'"
+    raise LaunchFilterError(f"The command '{name}' was not found{where}. Check its name and the PATH.")
 
 
 def _start(command: tuple[str, ...], environment: dict[str, str]) -> Ended:

@@ -6,7 +6,7 @@ the driver may be held by a thread whose queue is full.
 Freeing raises all flags that this rank's streams wait for, from a CUDA context that is made when it comes to that. In the
 job's own context nothing gets through once a thread is stuck issuing into a full queue, for it holds the driver's lock; nor
 once a kernel is loaded behind a wait, because whatever is issued later waits for its code. Another context has locks and
-queues of its own (H200, driver 580: docs/log.md, 2026-11-21).
+queues of its own (H200, driver 580; docs/log.md, "how a wait is ended").
 """
 
 from typing import Any, final
@@ -15,6 +15,7 @@ import torch
 from cuda.bindings import driver as cu
 
 from counterpoint.cuda.driver import check
+from counterpoint.errors import DeviceError
 from counterpoint.ops.watch import AbstractCalls
 
 Handle = Any  # cuda-bindings has no types
@@ -56,30 +57,33 @@ class NumberedCalls(AbstractCalls):
         return int(self._number.item())
 
     def free_waits(self) -> None:
-        """See `AbstractCalls.free_waits`."""
+        """See `AbstractCalls.free_waits`. Raises `DeviceError` once if it has to be from the job's own context."""
         if self._freeing_stream is None:
-            self._freeing_stream = self._enter_other_context()
+            self._freeing_stream = self._stream
+            self._enter_other_context()
         (result,) = cu.cuStreamQuery(self._freeing_stream)
         if result == SUCCESS:
             (result,) = cu.cuMemsetD32Async(self._flags, 1, self._num_flags, self._freeing_stream)
         if result != cu.CUresult.CUDA_ERROR_NOT_READY:  # the last round is still to come; the queue is not to fill up
             check("Ending a wait", (result,))
 
-    def _enter_other_context(self) -> Handle:
-        """The default stream of a context made for this thread. Where there is no memory for one, about 0.5 GiB, a stream of
-        the job's own, which ends waits as long as neither obstacle is there."""
-        result, context = cu.cuCtxCreate(None, 0, self._device)
-        if result != SUCCESS:
-            return self._stream
-        self._other_context = context
-        return cu.CUstream(0)
+    def _enter_other_context(self) -> None:
+        """Have this thread free from a context made for it. It takes about 0.5 GiB, and the GPU must allow a second one."""
+        try:
+            self._other_context = check("Making another CUDA context", cu.cuCtxCreate(None, 0, self._device))
+        except DeviceError as problem:
+            raise DeviceError(
+                f"{problem} Waits are ended from the job's own context, unless the driver is stuck there."
+            ) from None
+        self._freeing_stream = cu.CUstream(0)  # the default stream of the thread's context, which it is now
 
     def close(self) -> None:
         """See `AbstractCalls.close`."""
         check("Waiting for the last wait to end", cu.cuStreamSynchronize(self._stream))  # it writes to flags, freed next
         check("Destroying a stream", cu.cuStreamDestroy(self._stream))
         if self._other_context is not None:
-            check("Entering a CUDA context", cu.cuCtxPushCurrent(self._other_context))
-            check("Waiting for the last wait to end", cu.cuCtxSynchronize())
-            check("Leaving a CUDA context", cu.cuCtxPopCurrent())
-            check("Destroying a CUDA context", cu.cuCtxDestroy(self._other_context))
+            check("Entering the other CUDA context", cu.cuCtxPushCurrent(self._other_context))
+            ended = cu.cuCtxSynchronize()
+            check("Leaving the other CUDA context", cu.cuCtxPopCurrent())
+            check("Waiting for the last wait to end", ended)
+            check("Destroying the other CUDA context", cu.cuCtxDestroy(self._other_context))

@@ -222,8 +222,9 @@ class PreparedCopies(AbstractPrepared):
                 if name != position_of_stream:
                     issues.append(use_stream(name))
                     position_of_stream = name
-                opens_stream = is_first and step.action.kind in COMPUTATION_KINDS
-                issues.append(launch_behind(FIRST_COMPUTE, name, compute(step)) if opens_stream else compute(step))
+                # what waits for another rank's rows need not be told to come second
+                is_early = is_first and step.action.kind in COMPUTATION_KINDS and not step.takes
+                issues.append(launch_behind(FIRST_COMPUTE, name, compute(step)) if is_early else compute(step))
             if step.is_awaited:
                 issues.append(record_event(name, self._events[step.position]))
             issues += self._raises(name, step.raises)

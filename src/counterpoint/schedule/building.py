@@ -58,7 +58,8 @@ class Builder:
         """Add an action and return its position. Of several on one stream that it comes after, it names the last.
 
         What opens a second computation stream comes after its rank's `begin` at least: were it ready together with the
-        first piece, the hardware could run it before that, and what the first piece sends would leave late.
+        first piece, the hardware could run it before that, and what the first piece sends would leave late. (In a graph
+        `begin` is often over by then, and the transport says more.)
         """
         after = list(after)
         if kind in COMPUTATION_KINDS and stream not in {FIRST_COMPUTE, *self._streams[rank]} and not after:

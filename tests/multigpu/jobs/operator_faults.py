@@ -21,11 +21,13 @@ LIMIT = timedelta(seconds=10)
 MOST_S = 60  # a fault that hangs shows where, and ends
 TO_PRINT_S = 2  # torchrun ends the other ranks as soon as one has ended
 CHUNKED = ScheduleDescription(chunks=2)
-# calls that rank 0 makes alone: few, and more than the driver's queues hold, so that the host blocks while it issues one
+# calls that rank 0 makes alone: few, or more than the driver's queues hold, so that the host blocks while it issues one; and
+# whether there is GPU memory left
+FEW, MANY = 3, 5000
 STAYS_AWAY = {
-    "a rank stays away": 3,
-    "a rank stays away from a host that goes on": 5000,
-    "a rank stays away from a host without memory": 5000,
+    "a rank stays away": (FEW, True),
+    "a rank stays away from a host that goes on": (MANY, True),
+    "a rank stays away from a host without memory": (MANY, False),
 }
 
 
@@ -65,7 +67,7 @@ def main(fault: str) -> None:
         ops.all_gather_matmul(*given, schedule=CHUNKED)
         del ballast
     if fault in STAYS_AWAY:
-        stay_away(rank, STAYS_AWAY[fault], with_memory="without memory" not in fault)
+        stay_away(rank, *STAYS_AWAY[fault])
 
 
 def all_but(num_bytes: int) -> torch.Tensor:
@@ -78,7 +80,7 @@ def capture(what: Callable[[], object]) -> None:
         what()
 
 
-def stay_away(rank: int, num_calls: int, *, with_memory: bool) -> None:
+def stay_away(rank: int, num_calls: int, has_memory: bool) -> None:
     """Rank 1 comes to the first call only; rank 0 goes on, runs what it never ran, waits for the GPU and calls once more."""
     store = distributed_c10d._get_default_store()
     call(64)
@@ -86,7 +88,7 @@ def stay_away(rank: int, num_calls: int, *, with_memory: bool) -> None:
     if rank == 1:
         store.wait(["done"], timedelta(seconds=100))
         return
-    ballast = None if with_memory else all_but(128 << 20)
+    ballast = None if has_memory else all_but(128 << 20)
     try:
         for _ in range(num_calls):
             call(64)

@@ -1,5 +1,6 @@
 """Ranks that run the operators on GPUs in the way named by the argument and print `name: ok` for each thing that holds."""
 
+import ctypes
 import os
 import random
 import sys
@@ -9,10 +10,8 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from cuda.bindings import driver as cu
 
 from counterpoint import ops
-from counterpoint.cuda.driver import check, waits_of
 from counterpoint.cuda.hook import reach_graphs
 from counterpoint.cuda.ranks import join_ranks
 from counterpoint.errors import OperatorError
@@ -48,7 +47,19 @@ REDUCTIONS = [
     *(D(pattern="ring", chunks=chunks) for chunks in (1, 3)),
 ]
 OPERATORS = with_schedules(GATHERS, REDUCTIONS)
+LAUNCH_ORDER = 2  # CU_GRAPH_KERNEL_NODE_PORT_LAUNCH_ORDER
 NUM_CALLS = 30  # addresses may take 12 calls to settle, and then alternate between two sets
+
+
+class EdgeData(ctypes.Structure):
+    """CUgraphEdgeData of cuda.h."""
+
+    _fields_ = (
+        ("from_port", ctypes.c_ubyte),
+        ("to_port", ctypes.c_ubyte),
+        ("type", ctypes.c_ubyte),
+        ("reserved", ctypes.c_ubyte * 5),
+    )
 
 
 def operands(
@@ -160,19 +171,18 @@ def launch_order() -> None:
         graph = torch.cuda.CUDAGraph(keep_graph=True)
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
             ops.matmul_reduce_scatter(lefts[rank], weights[rank], schedule=description)
-        found = edges_between_launches(cu.CUgraph(graph.raw_cuda_graph()))
-        assert len(found) == description.num_compute_streams - 1, (description, found)
+        assert ports(graph.raw_cuda_graph()).count(LAUNCH_ORDER) == description.num_compute_streams - 1, description
     report("launch order")
 
 
-def edges_between_launches(graph: cu.CUgraph) -> list[tuple[int, int]]:
-    """The kernels of which one is launched when all blocks of the other have begun."""
-    _, _, _, number = check("Counting edges", cu.cuGraphGetEdges(graph, 0))
-    earlier, later, edges, _ = check("Reading edges", cu.cuGraphGetEdges(graph, number))
-    port = cu.CU_GRAPH_KERNEL_NODE_PORT_LAUNCH_ORDER
-    found = [pair for *pair, edge in zip(earlier, later, edges, strict=False) if edge.from_port == port]
-    assert all(int(one) in waits_of(other) for one, other in found)
-    return [(int(one), int(other)) for one, other in found]
+def ports(graph: int) -> list[int]:
+    """What each edge of a graph waits for, as CUDA numbers it. (cuda-bindings 13.0 frees edges before it returns them.)"""
+    count = ctypes.c_size_t()
+    read = ctypes.CDLL("libcuda.so.1").cuGraphGetEdges_v2
+    assert read(ctypes.c_void_p(graph), None, None, None, ctypes.byref(count)) == 0
+    earlier, later, edges = ((kind * count.value)() for kind in (ctypes.c_void_p, ctypes.c_void_p, EdgeData))
+    assert read(ctypes.c_void_p(graph), earlier, later, edges, ctypes.byref(count)) == 0
+    return [edge.from_port for edge in edges]
 
 
 def recorded() -> None:
