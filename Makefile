@@ -26,7 +26,7 @@ demo: setup
 
 test-gpu: torch
 	@ls -d tests/gpu tests/multigpu >/dev/null 2>&1 || { echo "There are no GPU tests in this checkout; make test runs the others." >&2; exit 2; }
-	$(BIN)/pytest $(wildcard tests/gpu tests/multigpu)
+	$(BIN)/pytest -rs $(wildcard tests/gpu tests/multigpu)
 
 bench: setup
 	@test -d benchmarks || { echo "There are no benchmarks in this checkout." >&2; exit 2; }

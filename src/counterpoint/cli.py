@@ -49,6 +49,11 @@ TimelineOption = Annotated[
     ),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON for programs instead of text for people.")]
+PARSERS_WORDS = {  # which are for programmers, and ours for them
+    "Value error, ": "",
+    "Input should be a valid integer, unable to parse string as an integer": "it must be a whole number in digits",
+    "Unable to parse input string as an integer, exceeded maximum size": "it must be a whole number of fewer digits",
+}
 
 
 def main() -> None:
@@ -61,8 +66,7 @@ def main() -> None:
     except CounterpointError as problem:
         _fail(str(problem))
     except TyperException as problem:
-        message = problem.format_message().replace("Value error, ", "")  # words of the parser's own, for programmers
-        _fail(f"{message.rstrip('.')}{'' if message.endswith('?') else '.'} Try 'counterpoint --help'.")
+        _fail(_misuse(problem))
     except (Abort, KeyboardInterrupt):
         sys.exit(130)
     except BrokenPipeError:  # whoever read our output, `head` say, has seen enough
@@ -72,6 +76,21 @@ def main() -> None:
         _drop_output()
         _fail(f"Cannot use {problem.filename or 'standard output'}: {problem.strerror}.")
     sys.exit(status)
+
+
+def _misuse(problem: TyperException) -> str:
+    """What the parser says, with the value that it found and the help of the command that was meant."""
+    message = problem.format_message()
+    for words, ours in PARSERS_WORDS.items():
+        message = message.replace(words, ours)
+    find_errors = getattr(problem.__cause__, "errors", None)  # where a value was refused: what pydantic says of it
+    for error in find_errors() if callable(find_errors) else ():
+        found = f"'{str(error['input'])[:60]}'"
+        if found not in message:
+            message = f"{message.rstrip('.')}; found {found}"
+    context = getattr(problem, "ctx", None)  # all errors of usage have one
+    command = context.command_path if context is not None else "counterpoint"
+    return f"{message.rstrip('.')}{'' if message.endswith('?') else '.'} Try '{command} --help'."
 
 
 def _fail(message: str) -> None:
@@ -123,6 +142,8 @@ def tune(
     if output is not None:
         check_plan_name(output)
     if names_function(step):
+        if timeline is not None:
+            raise CounterpointError(f"--timeline writes what was simulated, and '{step}' is measured. Leave --timeline out.")
         cli_gpu.tune_function(step, machine, output, json)
     job = load_job(step, machine)
     with _Progress(is_shown=not json) as on_trial:
@@ -135,6 +156,8 @@ def tune(
     _print_summary(job, summarize_tuning(job, tuning), shown, json)
     if output is not None and not json:
         print(f"Plan saved to {output}.")
+    if timeline is not None and not json:
+        print(f"Timelines saved to {timeline}.")
 
 
 @app.command(short_help="Simulate a step, with a plan or as it is.")
@@ -161,6 +184,8 @@ def simulate(
     simulated = Simulator().run(job.step, job.machine, chosen)
     _write_timelines(timeline, {"simulated": simulated})
     _print_summary(job, summarize_simulation(job, simulated, chosen), [("simulated", simulated)], json)
+    if timeline is not None and not json:
+        print(f"Timeline saved to {timeline}.")
 
 
 @app.command(short_help="List the machines that can be planned for, or show one.")

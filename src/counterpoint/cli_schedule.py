@@ -1,6 +1,9 @@
 """The command line's part for `schedule`: copy schedules looked at without running anything, or measured on GPUs."""
 
 import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,6 +22,18 @@ USUAL = ScheduleDescription()  # what the choices that are not made have, once o
 TORCHRUN = "torchrun --nproc-per-node W -m counterpoint schedule tune OPERATION"
 ESTIMATE = "Without GPUs, counterpoint schedule show estimates."
 OPERATIONS = "all_gather_matmul, matmul_reduce_scatter, matmul_all_reduce or all_to_all_matmul."
+OPTIONS = {  # the fields that errors name, as they are typed
+    "num_ranks": "--ranks",
+    "num_rows": "--rows",
+    "num_inner": "--inner",
+    "num_columns": "--columns",
+    "pattern": "--pattern",
+    "chunks": "--chunks",
+    "matmul": "--matmul",
+    "local": "--local-last",
+    "num_copy_streams": "--copy-streams",
+    "num_compute_streams": "--compute-streams",
+}
 OperationArgument = Annotated[Operation, typer.Argument(metavar="OPERATION", help=OPERATIONS, show_choices=False)]
 RanksOption = Annotated[int, typer.Option("--ranks", metavar="W", help="Number of GPUs that take part, all of one node.")]
 RowsOption = Annotated[int, typer.Option("--rows", metavar="M", help="Number of rows of the undivided left matrix.")]
@@ -117,14 +132,15 @@ def show(
         "num_copy_streams": num_copy_streams,
         "num_compute_streams": num_compute_streams,
     }
-    question = Question(
-        problem=Problem(operation=operation, element_bytes=ELEMENT_BYTES[dtype], **sizes),
-        dtype=dtype,
-        machine=load_machine(machine),
-        direction="backward" if is_backward else "forward",
-        description=_description({name: choice for name, choice in choices.items() if choice is not None}),
-        rank=rank,
-    )
+    with _fields_as_options():
+        question = Question(
+            problem=Problem(operation=operation, element_bytes=ELEMENT_BYTES[dtype], **sizes),
+            dtype=dtype,
+            machine=load_machine(machine),
+            direction="backward" if is_backward else "forward",
+            description=_description({name: choice for name, choice in choices.items() if choice is not None}),
+            rank=rank,
+        )
     found = summarize_schedule(question)
     if json:
         print(write_json(found))
@@ -155,7 +171,8 @@ def tune(
     started = os.environ.get("WORLD_SIZE", "1")  # torchrun's
     num_ranks = int(started) if started.isdecimal() else 1
     sizes = {"num_ranks": num_ranks, "num_rows": num_rows, "num_inner": num_inner, "num_columns": num_columns}
-    problem = Problem(operation=operation, element_bytes=ELEMENT_BYTES[dtype], **sizes)
+    with _fields_as_options():
+        problem = Problem(operation=operation, element_bytes=ELEMENT_BYTES[dtype], **sizes)
     if num_ranks == 1:
         raise DeviceError(
             f"Schedules are measured by several ranks, and this process is alone. Start it on W GPUs: {TORCHRUN}. {ESTIMATE}"
@@ -192,10 +209,20 @@ def _tune(problem: Problem, dtype: DataType, output: Path | None, is_json: bool)
         print(f"Plan saved to {output}, for counterpoint.ops.use_plan.")
 
 
+@contextmanager
+def _fields_as_options() -> Iterator[None]:
+    """An error about a field names the option that was typed: one that starts with its name, and any `num_`."""
+    try:
+        yield
+    except ScheduleError as problem:
+        message = re.sub(r"^\w+\b|\bnum_\w+", lambda found: OPTIONS.get(found[0], found[0]), str(problem))
+        raise ScheduleError(message) from problem
+
+
 def _description(choices: dict[str, Any]) -> ScheduleDescription | None:
     """What the user described, or None where the heuristic is to choose."""
     if choices.get("pattern") == "sequential" and len(choices) > 1:
-        others = ", ".join(name for name in choices if name != "pattern")
+        others = ", ".join(OPTIONS[name] for name in choices if name != "pattern")
         raise ScheduleError(
             f"The pattern 'sequential' has nothing to cut or order; found also {others}. Leave out one or the other."
         )

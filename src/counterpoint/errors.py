@@ -7,6 +7,8 @@ exits with code 2; it never shows a traceback for these.
 import sys
 from contextlib import suppress
 
+INSTALL = "Install it: pip install 'torch>=2.11,<3' 'cuda-bindings>=13,<14'."  # the extra `cuda`, quoted for a shell
+
 
 class CounterpointError(ValueError):
     """Base of every error that a user can cause; the message is one complete line."""
@@ -48,7 +50,7 @@ class DeviceError(CounterpointError):
         """For a part that needs a package which is not installed; a module of our own that is missing is raised as it is."""
         if (problem.name or "").startswith("counterpoint"):
             raise problem
-        return cls(f"{what} needs '{problem.name}', which is not installed. Install it: pip install torch cuda-bindings.")
+        return cls(f"{what} needs '{problem.name}', which is not installed. {INSTALL}")
 
 
 class SurroundingsError(CounterpointError):

@@ -129,6 +129,14 @@ def test_no_plan_is_said_to_gain_more_than_is_possible(workload: str) -> None:
     assert found["with the plan"]["makespan_us"] >= found["ideal"]["makespan_us"]
 
 
+@pytest.mark.parametrize("workload", ["cb_a2a_opt1", "mb_a2a_opt2", "cb_ar_opt2"])
+def test_a_step_has_one_ideal_whichever_command_tells_it(workload: str, tmp_path: Path) -> None:
+    counterpoint("bench", "paper", workload, "--simulate", "h200", "-o", "paper.json", cwd=tmp_path)
+    (paper,) = json.loads((tmp_path / "paper.json").read_text())
+    ideals_us = {rows(as_json(command, workload))["ideal"]["makespan_us"] for command in ("tune", "simulate")}
+    assert ideals_us == {paper["ideal_us"]}
+
+
 @pytest.mark.parametrize("source", [FSDP2, "cb_ar_opt1"])
 def test_a_saved_plan_simulates_to_the_makespan_it_promised(source: str | Path, tmp_path: Path) -> None:
     found = as_json("tune", source, "-o", "plan.toml", cwd=tmp_path)
@@ -179,6 +187,14 @@ def test_timelines_before_and_after_are_a_chrome_trace(name: str, tmp_path: Path
     (before,) = [end for name, end in ends.items() if name.startswith("before")]
     (after,) = [end for name, end in ends.items() if name.startswith("after")]
     assert after < before
+
+
+def test_what_is_saved_is_said_and_not_among_json(tmp_path: Path) -> None:
+    tuned = counterpoint("tune", "cb_ar_opt1", "-o", "plan.toml", "--timeline", "lanes.json", cwd=tmp_path)
+    assert tuned.stdout.splitlines()[-2:] == ["Plan saved to plan.toml.", "Timelines saved to lanes.json."]
+    simulated = counterpoint("simulate", "cb_ar_opt1", "--timeline", "lanes.json", cwd=tmp_path)
+    assert simulated.stdout.splitlines()[-1] == "Timeline saved to lanes.json."
+    as_json("tune", "cb_ar_opt1", "--timeline", "lanes.json", cwd=tmp_path)
 
 
 def test_simulate_writes_its_timeline(tmp_path: Path) -> None:

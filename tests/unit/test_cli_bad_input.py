@@ -333,16 +333,21 @@ def test_an_input_without_permission(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["tune"], "Missing argument 'STEP'. Try 'counterpoint --help'."),
-        (["simulate"], "Missing argument 'STEP'. Try 'counterpoint --help'."),
-        (["tune", "--nope"], "No such option: --nope"),
+        (["tune"], "Missing argument 'STEP'. Try 'counterpoint tune --help'."),
+        (["simulate"], "Missing argument 'STEP'. Try 'counterpoint simulate --help'."),
+        (["tune", "--nope"], "No such option: --nope. Try 'counterpoint tune --help'."),
+        (["run", "--budget", "many"], "; found 'many'. Try 'counterpoint run --help'."),
+        (["check", "--nope"], "Try 'counterpoint check --help'."),
+        (["schedule", "show"], "Try 'counterpoint schedule show --help'."),
+        (["schedule", "fly"], "No such command 'fly'. Try 'counterpoint schedule --help'."),
+        (["bench", "paper", "--nope"], "Try 'counterpoint bench paper --help'."),
         (["tune", "cb_ar_opt1", "--machine"], "'--machine' requires an argument."),
         (["tune", "cb_ar_opt1", "cb_ar_opt2"], "unexpected extra argument(s) (cb_ar_opt2). Try"),
         (["fly"], "No such command 'fly'. Try 'counterpoint --help'."),
-        (["bench", "papers"], "Did you mean 'paper'? Try"),
+        (["bench", "papers"], "Did you mean 'paper'? Try 'counterpoint bench --help'."),
     ],
 )
-def test_wrong_usage_points_to_the_help(arguments: list[str], says: str) -> None:
+def test_wrong_usage_points_to_the_help_of_the_command_that_was_meant(arguments: list[str], says: str) -> None:
     assert says in refusal(*arguments)
 
 

@@ -20,11 +20,20 @@ HERE = Conditions(
 )
 
 
-@pytest.mark.parametrize("arguments", [("tune", "train:make_step"), ("bench", "paper")])
-def test_without_torch_the_gpu_commands_name_what_to_install(arguments: tuple[str, ...]) -> None:
-    if find_spec("torch") and find_spec("cuda"):
-        pytest.skip("torch and cuda-bindings are installed here")
-    assert "pip install torch cuda-bindings" in refusal(*arguments)
+@pytest.mark.skipif(find_spec("torch") is None, reason="torch is not installed")
+@pytest.mark.parametrize(
+    "command",
+    [
+        "tune train:make_step",
+        "bench paper",
+        "schedule tune all_gather_matmul --rows 8 --inner 8 --columns 8",
+    ],
+)
+def test_where_torch_sees_no_gpu_that_is_said_and_nothing_is_to_be_installed(command: str) -> None:
+    done = counterpoint(*command.split(), CUDA_VISIBLE_DEVICES="", WORLD_SIZE="2", LOCAL_RANK="0")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("counterpoint: No GPU is visible, so nothing can be measured. Without GPUs, ")
+    assert "pip install" not in done.stderr
 
 
 def test_a_function_cannot_be_simulated_and_the_line_says_what_can() -> None:
@@ -32,6 +41,11 @@ def test_a_function_cannot_be_simulated_and_the_line_says_what_can() -> None:
     assert message.startswith("'train.jobs:make_step' names a function")
     assert "Give a trace of it" in message
     assert message.endswith("counterpoint tune train.jobs:make_step.")
+
+
+def test_a_timeline_of_a_function_is_refused_rather_than_not_written() -> None:
+    message = refusal("tune", "train:make_step", "--timeline", "lanes.json")
+    assert message == "--timeline writes what was simulated, and 'train:make_step' is measured. Leave --timeline out."
 
 
 @pytest.mark.parametrize("command", ["tune", "simulate"])

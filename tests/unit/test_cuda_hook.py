@@ -204,6 +204,6 @@ def test_there_is_one_hook_at_a_time(torch: Torch) -> None:
 def test_without_torch_or_bindings_one_line_says_what_to_install(monkeypatch: pytest.MonkeyPatch, module: str) -> None:
     monkeypatch.setitem(sys.modules, module, None)
     monkeypatch.delitem(sys.modules, "counterpoint.cuda.torch_graphs", raising=False)
-    with pytest.raises(DeviceError, match=r"Install it: pip install torch cuda-bindings") as problem:
+    with pytest.raises(DeviceError, match=r"Install it: pip install 'torch>=2\.11,<3' 'cuda-bindings>=13,<14'") as problem:
         reach_graphs(leave)
     assert "\n" not in str(problem.value)

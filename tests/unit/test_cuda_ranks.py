@@ -1,9 +1,15 @@
 """How a command that several ranks run ends this process, whatever happened."""
 
+import shlex
 import subprocess
 import sys
+import tomllib
+from pathlib import Path
 
 import pytest
+
+from counterpoint.cuda.ranks import join_ranks
+from counterpoint.errors import INSTALL, DeviceError
 
 
 @pytest.mark.parametrize(
@@ -29,3 +35,26 @@ def test_every_ending_has_its_status_and_no_thread_is_waited_for(ending: str, st
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert ended.returncode == status
     assert ended.stderr.strip().splitlines()[-1:] == ([said] if said else [])
+
+
+def test_what_is_to_be_installed_has_the_bounds_of_the_extra_and_can_be_pasted() -> None:
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    assert f"Install it: pip install {shlex.join(project['optional-dependencies']['cuda'])}." == INSTALL
+
+
+def test_without_torch_it_is_named_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
+    with pytest.raises(DeviceError) as problem:
+        join_ranks("Estimate.")
+    assert str(problem.value) == f"'torch' is needed to run on GPUs and is not installed. {INSTALL} Estimate."
+
+
+def test_the_bindings_are_asked_for_only_where_there_is_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = pytest.importorskip("torch").cuda
+    monkeypatch.setitem(sys.modules, "cuda.bindings.driver", None)
+    monkeypatch.setattr(cuda, "is_available", lambda: False)
+    with pytest.raises(DeviceError, match=r"^No GPU is visible"):
+        join_ranks()
+    monkeypatch.setattr(cuda, "is_available", lambda: True)
+    with pytest.raises(DeviceError, match=r"^'cuda-bindings' is needed to run on GPUs and is not installed"):
+        join_ranks()

@@ -1,4 +1,4 @@
-"""The table of docs/schedules.md says what the stored evaluation of the heuristic says, and that what the sources pick."""
+"""The table of docs/heuristic.md says what the stored evaluation of the heuristic says, and that what the sources pick."""
 
 import json
 from pathlib import Path
@@ -10,7 +10,7 @@ from counterpoint.schedule.costs import DEFAULT_COSTS
 from counterpoint.schedule.heuristic import GATHERING, REDUCING
 
 ROOT = Path(__file__).parents[2]
-DOCUMENT = ROOT / "docs" / "schedules.md"
+DOCUMENT = ROOT / "docs" / "heuristic.md"
 STORED_EVALUATION = ROOT / "benchmarks" / "results" / "heuristic_accuracy.json"
 
 
@@ -78,3 +78,17 @@ def test_the_fastest_schedules_themselves_have_no_regret() -> None:
 def test_the_heuristic_is_never_slower_than_the_fused_operator_on_average(stored: dict[str, dict]) -> None:
     assert all(found["peer_over_picked"] > 1 for found in stored["figures"].values())
     assert all(found["mean_regret"] <= 0.02 for found in stored["figures"].values())
+
+
+def test_the_result_in_the_page_on_schedules_is_the_stored_evaluation(stored: dict[str, dict]) -> None:
+    text = (ROOT / "docs" / "schedules.md").read_text().split("## The heuristic\n", maxsplit=1)[1].replace("\n", " ")
+    for num_gpus, ending in ((2, "on 2 GPUs"), (4, "on 4")):
+        groups = [found for name, found in stored["figures"].items() if name.startswith(f"held out, {num_gpus} GPUs")]
+        near, num_cases = (sum(found[name] for found in groups) for name in ("within_one_percent", "cases"))
+        assert f"{near} of {num_cases} {ending}" in text
+    every = stored["figures"]["held out, all"]
+    assert f"{every['within_one_percent']} of {every['cases']} cases" in text
+    regrets = (
+        f"{100 * every['mean_regret']:.1f} % longer than the fastest on average and {100 * every['worst_regret']:.1f} %"
+    )
+    assert regrets in text

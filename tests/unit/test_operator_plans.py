@@ -244,7 +244,7 @@ SIZES = ("--rows", "8192", "--inner", "4096", "--columns", "3584")
         ),
         (("all_gather_matmul", *SIZES, "-o", "plan.json"), ["Plans are TOML; found the name plan.json"]),
         (("all_gather_matmul", *SIZES, "-o", "no/such/plan.toml"), ["the folder", "does not exist"]),
-        (("all_gather_matmul", *SIZES, "--rows", "0"), ["num_rows must be from 1 to", "found 0"]),
+        (("all_gather_matmul", *SIZES, "--rows", "0"), ["--rows must be from 1 to", "found 0"]),
         (("all_gather_matmul", *SIZES[:4]), ["Missing option '--columns'"]),
         (("nothing", *SIZES), ["'nothing' is not one of"]),
     ],

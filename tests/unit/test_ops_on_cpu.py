@@ -59,6 +59,16 @@ def test_a_call_that_cannot_be_made_is_one_line_on_every_rank_and_the_next_call_
         "rows missing": "all_gather_matmul of 9 rows needs 5 of them on rank 0 of 2; found 4",
         "negative rows": "Rank 1 of the group: all_gather_matmul of -8 rows needs",
         "no such schedule": "takes the pattern one_peer or all_peers; found 'ring'",
+        "no shard": "Rank 1 of the group: all_gather_matmul takes a tensor as its shard; found one of type NoneType",
+        "no tensors": "Rank 1 of the group: matmul_all_reduce takes a tensor as its activation; found one of type NoneType",
+        "a list": "Rank 1 of the group: matmul_reduce_scatter takes a tensor as its activation; found one of type list",
+        "an array": "Rank 1 of the group: all_to_all_matmul takes a tensor as its tokens; found one of type ndarray. Give",
+        "a list of weights": "Rank 1 of the group: matmul_reduce_scatter takes a tensor as its weight; found one of",
+        "no dimensions": "Rank 1 of the group: all_gather_matmul multiplies (rows, K) by (K, columns); found a tensor",
+        "rows in words": "Rank 1 of the group: all_gather_matmul takes a whole number as num_rows; found one of type str",
+        "rows in parts": "Rank 1 of the group: all_gather_matmul takes a whole number as num_rows; found one of type float",
+        "no memory": "Rank 1 of the group: Operators run on GPUs and CPUs; found a tensor on 'meta'. Move it",
+        "no group": "found one of type int. Give what new_group() or a mesh's get_group() returns",
         "no rows": "Rank 0 of the group: matmul_reduce_scatter: num_rows must be from 1 to",
     }
     for lines in lines_of(run_ranks("operators_on_cpu", 2, "faults", folder=tmp_path)):
@@ -72,8 +82,8 @@ def test_a_call_that_cannot_be_made_is_one_line_on_every_rank_and_the_next_call_
 @pytest.mark.parametrize(
     ("fault", "says"),
     [
-        ("stays_away", "counterpoint: Rank 1 did not come to the same call within 2 s, or ended"),
-        ("dies", "counterpoint: Rank 1 of the group did not exchange its rows"),
+        ("stays_away", "counterpoint: Rank 1 did not come to the same call within 2 s, or ended. Look"),
+        ("dies", "counterpoint: Rank 1 of the group did not exchange its rows in time, or ended. Look"),
     ],
 )
 def test_a_rank_that_is_not_there_is_one_line_and_no_hang(
@@ -85,6 +95,41 @@ def test_a_rank_that_is_not_there_is_one_line_and_no_hang(
     (line,) = first
     assert line.startswith(says)
     assert line.endswith("Look at its output, and start all ranks again.")
+
+
+START_AGAIN = "start all ranks again."
+MISSED = "did not come to all_gather_matmul in time, or ended"
+
+
+def test_after_a_time_out_every_later_comparison_is_refused_at_once_and_none_is_false(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LIMIT_S", "2")
+    first, second = (said(lines) for lines in lines_of(run_ranks("operators_on_cpu", 2, "out_of_step", folder=tmp_path)))
+    assert first["apart"] == f"A rank of the group {MISSED}. Look at the other ranks' output, and {START_AGAIN}"
+    assert first["apart comes from"] == "RuntimeError"
+    by_itself = f"Rank 0 did not come to the same call within 2 s, or ended. Look at its output, and {START_AGAIN}"
+    by_rank_0 = f"The ranks of the group are out of step since rank 0 gave up: a rank of the group {MISSED}. Start all"
+    assert second["apart"].startswith((by_itself, by_rank_0)), "both time-outs end at one time"
+    for found in (first, second):
+        for name in ("next", "next but one"):
+            assert found[f"{name} takes"] == "no time"
+            assert found[name].startswith("The ranks of the group are out of step since rank ")
+            assert found[name].endswith(f"or ended. S{START_AGAIN[1:]}")
+
+
+def test_a_rank_that_gives_up_tells_those_that_wait_and_those_that_come_and_release_begins_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LIMIT_S", "4")
+    found = [said(lines) for lines in lines_of(run_ranks("operators_on_cpu", 3, "gives_up", folder=tmp_path))]
+    assert found[1]["late"].startswith("Rank 0 did not come to the same call within 4 s, or ended. Look at its output")
+    why = "rank 1 gave up: rank 0 did not come to the same call within 4 s, or ended"
+    wanted = f"The ranks of the group are out of step since {why}. S{START_AGAIN[1:]}"
+    assert found[2]["late"] == wanted, "woken by rank 1, before its own time-out"
+    for lines in found:
+        assert (lines["next"], lines["next takes"]) == (wanted, "no time")
+        assert lines["after release"] == "ok"
 
 
 def test_a_group_with_the_name_of_one_that_was_destroyed_gets_a_runtime_of_its_own() -> None:

@@ -4,11 +4,13 @@ from collections.abc import Callable
 
 import pytest
 
-from counterpoint import load_machine
+from counterpoint import ideal_us, load_machine
 from counterpoint.cuda.graph import AbstractExecutable, GraphNode
 from counterpoint.cuda.reading import CollectiveCall, GraphTimes, read_graph
 from counterpoint.errors import DeviceError
-from counterpoint.plan import Plan
+from counterpoint.machine import machine_names
+from counterpoint.plan import Directive, Match, Plan, Transport
+from counterpoint.planner.ideal import scale_of
 from counterpoint.planner.paper import (
     CHOICE,
     COPY_ENGINES,
@@ -19,9 +21,13 @@ from counterpoint.planner.paper import (
     Variant,
     measure_paper,
     paper_grid,
+    simulate_paper,
     simulation_accuracy,
 )
-from counterpoint.step import Footprint
+from counterpoint.sim import Simulator
+from counterpoint.step import Collective, Footprint, Step
+from counterpoint.units import MIB
+from counterpoint.workloads import load_workload, workload_names
 from helpers.graph_double import ExecutableDouble, Faults, GraphDouble, ReplayDouble, controls_of
 from helpers.toy_steps import NCCL
 from helpers.trace_builder import NCCL as ALL_REDUCE
@@ -76,6 +82,29 @@ def test_the_planners_choice_runs_in_the_same_rounds_as_the_grid() -> None:
     rows = {row.label: row for row in result.rows}
     assert result.choice.verdict == "GAIN"
     assert rows[CHOICE].ratio == rows["priority"].ratio == 0.8
+
+
+@pytest.mark.parametrize("machine", machine_names())
+@pytest.mark.parametrize("workload", workload_names())
+def test_no_variant_of_the_grid_is_said_to_take_less_than_the_ideal(workload: str, machine: str) -> None:
+    result = simulate_paper(load_workload(workload), load_machine(machine))
+    assert min(row.simulated_us or 0.0 for row in result.rows) >= result.ideal_us
+
+
+def test_the_ideal_takes_the_faster_transport_of_each_collective_that_may_be_moved_or_that_a_plan_moves() -> None:
+    def gather(num_bytes: int) -> Step:
+        moved = Collective(name="gather", stream=0, collective="all_gather", num_bytes=num_bytes, group_size=4)
+        return Step(name="gather", num_ranks=4, operations=(moved,))
+
+    by_engines = Directive(match=Match(kind="communication"), controls=(Transport(transport="copy_engine"),), reason="test")
+    plan = Plan(directives=(by_engines,))
+    for num_bytes, moved_unasked in ((1024 * MIB, True), (32 * MIB, False)):
+        step = gather(num_bytes)
+        by_kernels_us, moved_us = (ideal_us(step, Simulator().lone_times_us(step, H200, each)) for each in (Plan(), plan))
+        assert moved_us < by_kernels_us
+        assert scale_of(step, H200).ideal_us == (moved_us if moved_unasked else by_kernels_us)
+        assert scale_of(step, H200, [plan]).ideal_us == moved_us
+        assert scale_of(step, H200, [plan]).sequential_us == by_kernels_us
 
 
 def rows_of(measured: list[float], simulated: list[float]) -> PaperResult:

@@ -95,8 +95,8 @@ def test_a_name_whose_packages_are_missing_says_what_to_install(monkeypatch: pyt
     monkeypatch.setitem(sys.modules, "torch", None)
     for name in [name for name in sys.modules if name.startswith("counterpoint.cuda.")]:
         monkeypatch.delitem(sys.modules, name)
-    with pytest.raises(counterpoint.DeviceError, match=r"counterpoint\.capture needs 'torch', .* torch cuda-bindings"):
+    with pytest.raises(counterpoint.DeviceError, match=r"counterpoint\.capture needs 'torch', .* 'cuda-bindings>=13,<14'"):
         _ = counterpoint.capture
     monkeypatch.delitem(sys.modules, "counterpoint.planner.on_gpu", raising=False)
-    with pytest.raises(counterpoint.DeviceError, match=r"Tuning a function needs 'torch', .* torch cuda-bindings"):
+    with pytest.raises(counterpoint.DeviceError, match=r"Tuning a function needs 'torch', .* 'cuda-bindings>=13,<14'"):
         counterpoint.tune(lambda: None)

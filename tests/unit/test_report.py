@@ -150,6 +150,12 @@ def test_counts_read_well(counts: tuple[int, int, int, int], says: str) -> None:
     assert printed(file).splitlines() == [says, "on 8 x NVIDIA H200 141 GB SXM, NVSwitch", ""]
 
 
+def test_notes_stand_apart_from_the_table_that_follows() -> None:
+    out, file = console(200)
+    text.print_step(out, step(1, 1, 0, 2), load_machine("h200"), notes=["one", "two"])
+    assert printed(file).splitlines()[2:] == [" - one", " - two", ""]
+
+
 @pytest.mark.parametrize(
     ("control", "says"),
     [

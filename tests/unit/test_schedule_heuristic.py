@@ -218,7 +218,8 @@ def test_the_pick_is_preferred_among_the_fastest_or_sequential_if_that_gains_too
 def test_small_messages_are_left_to_the_library_and_the_reason_says_so(operation: str) -> None:
     pick = pick_schedule(problem(operation, num_rows=256, num_inner=512, num_columns=512), H200)
     assert pick.description.is_sequential
-    assert "a rank's block is 64 KiB; below 2 MiB" in pick.reason
+    assert "a rank's block is at most 64 KiB; below 2 MiB" in pick.reason
+    assert "is assumed to be more than cutting gains" in pick.reason
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
@@ -227,6 +228,11 @@ def test_as_rows_double_the_choice_changes_once_from_sequential_to_a_schedule(op
     choices = [pick.description.is_sequential for pick in picks]
     assert choices == sorted(choices, reverse=True)
     assert (choices[0], choices[-1]) == (True, False)
+
+
+def test_the_block_that_the_reason_names_is_the_largest_ranks() -> None:
+    assert "at most 1 KiB;" in pick_schedule(problem(num_rows=3, num_inner=512), H200).reason  # three ranks have a row
+    assert "at most 2 KiB;" in pick_schedule(problem(num_rows=5, num_inner=512), H200).reason
 
 
 def test_one_rank_has_nobody_to_exchange_rows_with() -> None:

@@ -89,15 +89,22 @@ def shown(operation: str, *arguments: str) -> ScheduleSummary:
         (("all_gather_matmul", *SIZES[2:]), ["Missing option '--ranks'"]),
         (("all_gather_matmul", "--ranks", "9", *SIZES[2:]), ["which on h200 are 8; found 9 ranks", "8 or fewer"]),
         (("all_gather_matmul", "--ranks", "0", *SIZES[2:]), ["for 1 to 64 ranks; found 0"]),
-        (("all_gather_matmul", *SIZES, "--rows", "0"), ["num_rows must be from 1 to", "found 0"]),
-        (("all_gather_matmul", *SIZES, "--rows", "many"), ["Invalid value for '--rows'", "integer"]),
-        (("all_gather_matmul", *SIZES, "--inner", "9" * 400), ["num_inner must be from 1 to"]),
-        (("all_gather_matmul", *SIZES, "--chunks", "65"), ["chunks of a schedule must be from 1 to 64; found 65"]),
+        (("all_gather_matmul", *SIZES, "--rows", "0"), ["--rows must be from 1 to", "found 0"]),
+        (("all_gather_matmul", *SIZES, "--rows", "16k"), ["value for '--rows': it must be a whole", "; found '16k'. Try"]),
+        (("all_gather_matmul", *SIZES, "--rows", ""), ["value for '--rows'", "; found ''. Try"]),
+        (("all_gather_matmul", *SIZES, "--rows", "9" * 5000), ["value for '--rows'", "fewer digits; found '999", "9'. Try"]),
+        (("all_gather_matmul", *SIZES, "--inner", "9" * 400), ["--inner must be from 1 to"]),
+        (("all_gather_matmul", *SIZES, "--chunks", "65"), ["--chunks of a schedule must be from 1 to 64; found 65"]),
+        (
+            ("all_gather_matmul", *SIZES, "--copy-streams", "9"),
+            ["--copy-streams of a schedule must be from 1 to 8; found 9"],
+        ),
+        (("all_gather_matmul", *SIZES, "--compute-streams", "3"), ["--compute-streams of a schedule must", "found 3"]),
         (("all_gather_matmul", *SIZES, "--pattern", "star"), ["'star' is not one of", "one_peer"]),
         (("all_gather_matmul", *SIZES, "--rank", "4"), ["must be from 0 to 3; found 4"]),
         (("all_gather_matmul", *SIZES, "--dtype", "int8"), ["'int8' is not one of", "'bf16'"]),
         (("all_gather_matmul", *SIZES, "--machine", "abacus"), ["Unknown machine 'abacus'"]),
-        (("all_gather_matmul", *SIZES, "--pattern", "sequential", "--chunks", "2"), ["found also chunks"]),
+        (("all_gather_matmul", *SIZES, "--pattern", "sequential", "--chunks", "2"), ["found also --chunks."]),
         (("all_to_all_matmul", *SIZES, "--pattern", "ring"), ["takes the pattern one_peer or all_peers; found 'ring'"]),
         (("matmul_reduce_scatter", *SIZES, "--matmul", "rest"), ["takes matmul granularity", "found 'rest'"]),
         (("matmul_all_reduce", *SIZES, "--backward"), ["copies nothing in its backward pass", "Take the forward pass"]),
@@ -106,6 +113,12 @@ def shown(operation: str, *arguments: str) -> ScheduleSummary:
 def test_bad_input_is_one_line(arguments: tuple[str, ...], says: list[str]) -> None:
     line = refusal("schedule", "show", *arguments)
     assert all(each in line for each in says), line
+    assert "num_" not in line, "the user typed an option, not a field"
+
+
+def test_sizes_to_tune_are_refused_by_the_names_that_were_typed() -> None:
+    line = refusal("schedule", "tune", "all_gather_matmul", "--rows", "4", "--inner", "0", "--columns", "4")
+    assert line.startswith("--inner must be from 1 to ")
 
 
 @given(schedule=schedules(), data=st.data())

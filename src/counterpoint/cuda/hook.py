@@ -19,7 +19,7 @@ import msgspec
 
 from counterpoint.cuda.graph import AbstractExecutable, AbstractGraph
 from counterpoint.cuda.reached import CudaGraph, GraphAccess, ReachedGraph, first_line
-from counterpoint.errors import DeviceError
+from counterpoint.errors import INSTALL, DeviceError
 
 OnCapture = Callable[[AbstractGraph], AbstractExecutable | None]
 
@@ -220,7 +220,6 @@ def _torch_access() -> GraphAccess:
         from counterpoint.cuda.torch_graphs import torch_access  # noqa: PLC0415  the hook itself needs no torch
     except ImportError as problem:
         raise DeviceError(
-            f"'{problem.name}' is needed to reach captured graphs and cannot be imported. "
-            "Install it: pip install torch cuda-bindings."
+            f"'{problem.name}' is needed to reach captured graphs and cannot be imported. {INSTALL}"
         ) from problem
     return torch_access()

@@ -10,7 +10,7 @@ import statistics
 from datetime import date
 from importlib import import_module
 
-from counterpoint.errors import DeviceError
+from counterpoint.errors import INSTALL, DeviceError
 from counterpoint.machine import Gpu, Link, Machine, load_machine, machine_for_device, machine_names
 from counterpoint.value import Value
 
@@ -111,9 +111,7 @@ def probe() -> Probed:
     try:
         query = import_module("counterpoint.cuda.device_query")
     except ImportError as problem:
-        raise DeviceError(
-            "'cuda-bindings' is needed to probe GPUs and is not installed. Install it: pip install torch cuda-bindings."
-        ) from problem
+        raise DeviceError(f"'cuda-bindings' is needed to probe GPUs and is not installed. {INSTALL}") from problem
     queried = query.query_devices()
     shipped = shipped_machine(queried[0])
     return describe(shipped, queried, query.measure_copies(len(queried)), date.today())

@@ -13,7 +13,7 @@ from importlib import import_module
 from importlib.metadata import version
 from typing import NoReturn
 
-from counterpoint.errors import CounterpointError, DeviceError, say
+from counterpoint.errors import INSTALL, CounterpointError, DeviceError, say
 
 JOIN_TIMEOUT = timedelta(seconds=300)
 OLDEST_TORCH = (2, 11)
@@ -23,24 +23,19 @@ FROM_TRACE = "Without GPUs, plan from a trace: counterpoint tune TRACE."
 def join_ranks(instead: str = FROM_TRACE) -> int:
     """Take this process's GPU and join the others; returns the rank. `instead` says what can be had without GPUs.
 
-    Raises `DeviceError` without torch or cuda-bindings, with a torch that is too old, or without a GPU.
+    Raises `DeviceError` without torch, with a torch that is too old, without a GPU, or without cuda-bindings, in this order:
+    nothing is to be installed for GPUs that are not there.
     """
-    for module, package in (("torch", "torch"), ("cuda.bindings.driver", "cuda-bindings")):
-        try:
-            import_module(module)
-        except ImportError as problem:
-            raise DeviceError(
-                f"'{package}' is needed to run on GPUs and is not installed. Install it: pip install torch cuda-bindings. "
-                f"{instead}"
-            ) from problem
+    _require("torch", "torch", instead)
     found = version("torch")
     if tuple(int(part) for part in found.split("+")[0].split(".")[:2]) < OLDEST_TORCH:
         raise DeviceError(f"torch {found} is too old; 2.11 or later is needed. Update it. {instead}")
-    import torch  # noqa: PLC0415  only after the check above
+    import torch  # noqa: PLC0415  only after the checks above
     import torch.distributed as dist  # noqa: PLC0415
 
     if not torch.cuda.is_available():
         raise DeviceError(f"No GPU is visible, so nothing can be measured. {instead}")
+    _require("cuda.bindings.driver", "cuda-bindings", instead)
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     if local_rank >= torch.cuda.device_count():
         raise DeviceError(f"Rank {local_rank} has no GPU: {torch.cuda.device_count()} are visible. Start fewer processes.")
@@ -48,6 +43,13 @@ def join_ranks(instead: str = FROM_TRACE) -> int:
     if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not dist.is_initialized():
         dist.init_process_group("nccl", device_id=torch.device("cuda", local_rank), timeout=JOIN_TIMEOUT)
     return dist.get_rank() if dist.is_initialized() else 0
+
+
+def _require(module: str, package: str, instead: str) -> None:
+    try:
+        import_module(module)
+    except ImportError as problem:
+        raise DeviceError(f"'{package}' is needed to run on GPUs and is not installed. {INSTALL} {instead}") from problem
 
 
 def run_and_leave(command: Callable[[], None]) -> NoReturn:

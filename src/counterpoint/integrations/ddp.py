@@ -21,6 +21,7 @@ from counterpoint.integrations.in_flight import (
     Fallbacks,
     Lanes,
     all_reduce_mean,
+    require_least_part,
 )
 from counterpoint.integrations.wire import AbstractWire, AsBfloat16, AsIs, AsScaledFloat8
 from counterpoint.value import require
@@ -111,17 +112,20 @@ def register(
         f"register() takes a model wrapped in DistributedDataParallel; found {type(model).__name__}. Wrap it first.",
     )
     require(
-        1 <= in_flight <= MAX_IN_FLIGHT,
+        isinstance(in_flight, int) and 1 <= in_flight <= MAX_IN_FLIGHT,
         IntegrationError,
-        f"in_flight must be from 1 to {MAX_IN_FLIGHT}; found {in_flight}. Three are enough on 4 GPUs.",
+        f"in_flight must be from 1 to {MAX_IN_FLIGHT}; found {in_flight!r}. Three are enough on 4 GPUs.",
+    )
+    require_least_part(least_part_bytes)
+    require(
+        isinstance(max_buffer_bytes, int) and max_buffer_bytes >= LEAST_BUFFER_BYTES,
+        IntegrationError,
+        f"max_buffer_bytes must be {LEAST_BUFFER_BYTES} or more; found {max_buffer_bytes!r}. Leave it out, or raise it.",
     )
     require(
-        max_buffer_bytes >= LEAST_BUFFER_BYTES,
+        compression in list(WIRES),
         IntegrationError,
-        f"max_buffer_bytes must be {LEAST_BUFFER_BYTES} or more; found {max_buffer_bytes}. Leave it out, or raise it.",
-    )
-    require(
-        compression in WIRES, IntegrationError, f"compression is None, 'bf16' or 'fp8'; found {compression!r}. Choose one."
+        f"compression is None, 'bf16' or 'fp8'; found {compression!r}. Choose one.",
     )
     dtypes = {parameter.dtype for parameter in model.parameters() if parameter.requires_grad}
     require(

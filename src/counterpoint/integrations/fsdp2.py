@@ -24,7 +24,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
 from counterpoint.errors import IntegrationError
-from counterpoint.integrations.in_flight import LEAST_PART_BYTES, Fallbacks, Lanes, reduce_scatter
+from counterpoint.integrations.in_flight import LEAST_PART_BYTES, Fallbacks, Lanes, reduce_scatter, require_least_part
 from counterpoint.ops.collectives import library_all_gather, library_reduce_scatter
 from counterpoint.ops.lane import AbstractLane
 from counterpoint.value import require
@@ -199,6 +199,11 @@ def use_copy_engines(
     `num_buffers`: gathered groups at once. `least_part_bytes`: groups with less on each rank stay the library's.
     Raises `IntegrationError`.
     """
+    require(
+        isinstance(model, nn.Module),
+        IntegrationError,
+        f"use_copy_engines() takes a module sharded by FSDP2; found one of type {type(model).__name__}. Give the model.",
+    )
     modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
     require(
         bool(modules),
@@ -206,11 +211,12 @@ def use_copy_engines(
         f"No module of {type(model).__name__} is sharded by FSDP2. Call torch.distributed.fsdp.fully_shard on it first.",
     )
     require(
-        2 <= num_buffers <= MAX_BUFFERS,
+        isinstance(num_buffers, int) and 2 <= num_buffers <= MAX_BUFFERS,
         IntegrationError,
-        f"num_buffers must be from 2 to {MAX_BUFFERS}, for FSDP gathers a group while it uses another; found {num_buffers}."
-        " Three are enough without explicit prefetching.",
+        f"num_buffers must be from 2 to {MAX_BUFFERS}, for FSDP gathers a group while it uses another; found "
+        f"{num_buffers!r}. Three are enough without explicit prefetching.",
     )
+    require_least_part(least_part_bytes)
     in_use = CopyEnginesInUse()
     for module in modules:
         in_use.take_over(module, num_buffers, least_part_bytes)

@@ -14,10 +14,12 @@ from typing import final
 import torch
 import torch.distributed as dist
 
+from counterpoint.errors import IntegrationError
 from counterpoint.integrations.wire import AbstractWire
 from counterpoint.ops.lane import AbstractLane
 from counterpoint.ops.runtime import runtime_of
 from counterpoint.units import MIB, format_bytes
+from counterpoint.value import require
 
 LEAST_PART_BYTES = 4 * MIB
 MAX_BUFFER_BYTES = 256 * MIB
@@ -76,6 +78,15 @@ class Fallbacks:
         if reason not in self._said:
             self._said.add(reason)
             logger.warning("counterpoint: %s is done by the library's collective: %s", self._what, words)
+
+
+def require_least_part(least_part_bytes: object) -> None:
+    """Raise `IntegrationError` unless this is a number of bytes."""
+    require(
+        isinstance(least_part_bytes, int) and least_part_bytes >= 0,
+        IntegrationError,
+        f"least_part_bytes must be a whole number, 0 or more; found {least_part_bytes!r}. 0 leaves nothing to the library.",
+    )
 
 
 def all_reduce_mean(lane: AbstractLane, bucket: torch.Tensor, wire: AbstractWire) -> None:

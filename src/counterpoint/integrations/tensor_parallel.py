@@ -85,6 +85,18 @@ def overlap(module: nn.Module, *, schedule: ScheduleDescription | None = None) -
 
     `schedule` overrides the heuristic for all of them. Raises `IntegrationError` if there is none that can be served.
     """
+    require(
+        isinstance(module, nn.Module),
+        IntegrationError,
+        f"overlap() takes a module that parallelize_module has split; found one of type {type(module).__name__}. "
+        "Give the model.",
+    )
+    require(
+        schedule is None or isinstance(schedule, ScheduleDescription),
+        IntegrationError,
+        f"schedule takes a ScheduleDescription or None; found one of type {type(schedule).__name__}. Make one: "
+        'ScheduleDescription(pattern="ring").',
+    )
     text = "" if schedule is None else msgspec.json.encode(schedule).decode()
     overlapped = Overlapped()
     linears = [(name, each) for name, each in module.named_modules() if _is_parallel(each)]

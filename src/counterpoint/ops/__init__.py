@@ -18,8 +18,9 @@ from torch.utils import _pytree
 
 from counterpoint.errors import PlanError, ScheduleError
 from counterpoint.ops import operators
+from counterpoint.ops.arguments import refuse_arguments
 from counterpoint.ops.plan_in_force import put_in_force
-from counterpoint.ops.runtime import Request, Runtime, all_runtimes, forget_runtimes, group_or_world, runtime_of
+from counterpoint.ops.runtime import Request, Runtime, all_runtimes, forget_runtimes, group_or_world
 from counterpoint.plan import Plan, Refusal
 from counterpoint.schedule import ScheduleDescription
 from counterpoint.value import Value
@@ -37,6 +38,8 @@ __all__ = [
     "release",
     "use_plan",
 ]
+
+ROW_TYPES = (int, torch.SymInt)
 
 
 # to torch.compile a description is a constant: another one is compiled anew. Without this torch 2.11 cannot take it at all
@@ -102,26 +105,16 @@ def all_gather_matmul(
     are as long as this one. `schedule` overrides the plan in force and the heuristic. Raises `OperatorError`.
     """
     name, size = _name_and_size(group)
+    if not (isinstance(shard, torch.Tensor) and shard.dim() and (num_rows is None or isinstance(num_rows, ROW_TYPES))):
+        refuse_arguments("all_gather_matmul", shard, weight, group, num_rows)
     rows = num_rows if num_rows is not None else shard.shape[0] * size
     if isinstance(weight, torch.Tensor):
         product: torch.Tensor = operators.all_gather_matmul(shard, [weight], rows, name, _text(schedule))[0]
         return product
-    weights = list(weight) if isinstance(weight, Iterable) else [weight]
-    problem = _problem_of_weights(weights)
-    if problem:
-        runtime_of(name, shard.device).refuse(problem)
+    weights = list(weight) if isinstance(weight, Iterable) else []
+    if not weights or not all(isinstance(each, torch.Tensor) for each in weights):
+        refuse_arguments("all_gather_matmul", shard, weights or weight, group)
     return tuple(operators.all_gather_matmul(shard, weights, rows, name, _text(schedule)))
-
-
-def _problem_of_weights(weights: Sequence[object]) -> str:
-    """What is wrong with a list of weights, in one line, or nothing."""
-    if not weights:
-        return "all_gather_matmul needs a weight; found an empty list. Give one or more."
-    number = next((number for number, weight in enumerate(weights) if not isinstance(weight, torch.Tensor)), None)
-    if number is None:
-        return ""
-    found = type(weights[number]).__name__
-    return f"all_gather_matmul takes a tensor or several as its weight; number {number} is of type {found}. Give tensors."
 
 
 def matmul_reduce_scatter(
@@ -135,7 +128,10 @@ def matmul_reduce_scatter(
 
     Where M does not divide by W, blocks are as `torch.tensor_split` divides M rows. Raises `OperatorError`.
     """
-    return operators.matmul_reduce_scatter(activation, weight, _name_and_size(group)[0], _text(schedule))
+    name, _ = _name_and_size(group)
+    if not (isinstance(activation, torch.Tensor) and isinstance(weight, torch.Tensor)):
+        refuse_arguments("matmul_reduce_scatter", activation, weight, group)
+    return operators.matmul_reduce_scatter(activation, weight, name, _text(schedule))
 
 
 def matmul_all_reduce(
@@ -150,7 +146,10 @@ def matmul_all_reduce(
     Backward takes the product's gradient to be the same on every rank, as in tensor parallelism. Raises
     `OperatorError`.
     """
-    return operators.matmul_all_reduce(activation, weight, _name_and_size(group)[0], _text(schedule))
+    name, _ = _name_and_size(group)
+    if not (isinstance(activation, torch.Tensor) and isinstance(weight, torch.Tensor)):
+        refuse_arguments("matmul_all_reduce", activation, weight, group)
+    return operators.matmul_all_reduce(activation, weight, name, _text(schedule))
 
 
 def all_to_all_matmul(
@@ -165,7 +164,10 @@ def all_to_all_matmul(
 
     Blocks are as `torch.tensor_split` divides M rows, so rank r gets W blocks of one length. Raises `OperatorError`.
     """
-    return operators.all_to_all_matmul(tokens, weight, _name_and_size(group)[0], _text(schedule))
+    name, _ = _name_and_size(group)
+    if not (isinstance(tokens, torch.Tensor) and isinstance(weight, torch.Tensor)):
+        refuse_arguments("all_to_all_matmul", tokens, weight, group)
+    return operators.all_to_all_matmul(tokens, weight, name, _text(schedule))
 
 
 def explain(group: dist.ProcessGroup | None = None) -> tuple[Explanation, ...]:

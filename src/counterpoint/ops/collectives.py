@@ -4,11 +4,14 @@ It is the baseline that schedules are compared with, what the heuristic picks wh
 left where GPUs cannot reach each other's memory. Collectives that need equal blocks get padded ones.
 """
 
+from collections.abc import Callable
 from typing import final
 
 import torch
 import torch.distributed as dist
 
+from counterpoint.errors import cause_of
+from counterpoint.ops.agreement import Agreement
 from counterpoint.ops.computation import multiply
 from counterpoint.ops.transport import AbstractPrepared, Tensors, Weights, parts_of
 from counterpoint.schedule.actions import Operation, Pass, split
@@ -16,14 +19,18 @@ from counterpoint.schedule.actions import Operation, Pass, split
 # torch 2.13 renamed both; the old names warn there
 library_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 library_reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+LOST = ("timed out", "timeout", "connection", "closed by peer", "broken pipe")  # in what gloo says when a rank is missing
 
 
 @final
 class Collectives(AbstractPrepared):
     """One operator in one direction, by whole collectives of the group's backend."""
 
-    def __init__(self, group: dist.ProcessGroup, operation: Operation, direction: Pass, num_rows: int) -> None:
-        self._group, self._operation, self._direction = group, operation, direction
+    def __init__(
+        self, group: dist.ProcessGroup, agreement: Agreement, operation: Operation, direction: Pass, num_rows: int
+    ) -> None:
+        self._group, self._agreement = group, agreement
+        self._operation, self._direction = operation, direction
         self._blocks = split(num_rows, group.size())
         self._longest = max(stop - start for start, stop in self._blocks)
         self._rank = group.rank()
@@ -66,7 +73,7 @@ class Collectives(AbstractPrepared):
 
     def _matmul_all_reduce(self, tensors: Tensors, weights: Weights) -> None:
         torch.mm(tensors["activation"], weights[0], out=tensors["product"])
-        dist.all_reduce(tensors["product"], group=self._group)
+        self._together(dist.all_reduce, tensors["product"])
 
     def _exchange_matmul(self, tensors: Tensors, weights: Weights) -> None:
         torch.mm(self._exchange(tensors["shard"], is_return=False), weights[0], out=tensors["product"])
@@ -82,7 +89,7 @@ class Collectives(AbstractPrepared):
         padded = shard.contiguous()
         if shard.shape[0] < self._longest:
             padded = torch.cat([shard, shard.new_zeros(self._longest - shard.shape[0], shard.shape[1])])
-        library_all_gather(gathered, padded, group=self._group)
+        self._together(library_all_gather, gathered, padded)
         if gathered.shape[0] == self._blocks[-1][1]:
             return gathered
         parts = gathered.view(num_ranks, self._longest, -1)
@@ -91,7 +98,7 @@ class Collectives(AbstractPrepared):
     def _reduce(self, partial: torch.Tensor, product: torch.Tensor) -> None:
         num_ranks = len(self._blocks)
         if partial.is_cpu:  # gloo reduces whole tensors only
-            dist.all_reduce(partial, group=self._group)
+            self._together(dist.all_reduce, partial)
             product.copy_(partial[slice(*self._blocks[self._rank])])
             return
         if partial.shape[0] == num_ranks * self._longest:
@@ -109,5 +116,16 @@ class Collectives(AbstractPrepared):
         own = [lengths[self._rank]] * len(lengths)
         sent, received = (own, lengths) if is_return else (lengths, own)
         result = tokens.new_empty(sum(received), tokens.shape[1])
-        dist.all_to_all_single(result, tokens.contiguous(), received, sent, group=self._group)
+        self._together(dist.all_to_all_single, result, tokens.contiguous(), received, sent)
         return result
+
+    def _together(self, collective: Callable[..., object], first: torch.Tensor, *others: object) -> None:
+        """Run a collective of the library; on CPUs a rank that is missing is one line."""
+        try:
+            collective(first, *others, group=self._group)
+        except RuntimeError as problem:
+            if not (first.is_cpu and any(words in cause_of(problem).lower() for words in LOST)):
+                raise
+            raise self._agreement.give_up(
+                f"a rank of the group did not come to {self._operation} in time, or ended"
+            ) from problem

@@ -10,7 +10,7 @@ from typing import final
 import torch
 import torch.distributed as dist
 
-from counterpoint.errors import OperatorError, cause_of
+from counterpoint.ops.agreement import Agreement
 from counterpoint.ops.lane import AbstractLane, aligned
 
 
@@ -18,9 +18,9 @@ from counterpoint.ops.lane import AbstractLane, aligned
 class MessageLane(AbstractLane):
     """Messages of one group; the symmetric memory is ordinary, and counted as a GPU's would be."""
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    def __init__(self, group: dist.ProcessGroup, agreement: Agreement) -> None:
         self.rank, self.num_ranks = group.rank(), group.size()
-        self._group = group
+        self._group, self._agreement = group, agreement
         self._row_bytes = 0
         self._memory = torch.empty(0, dtype=torch.uint8)
 
@@ -79,10 +79,8 @@ class MessageLane(AbstractLane):
             for work in dist.batch_isend_irecv(messages) if messages else []:
                 work.wait()
         except RuntimeError as problem:
-            raise OperatorError(
-                f"A rank of the group did not exchange its blocks ({cause_of(problem, 120)}). "
-                "Look at the other ranks' output, and start all ranks again."
-            ) from problem
+            what = "a rank of the group did not exchange its blocks in time, or ended"
+            raise self._agreement.give_up(what) from problem
 
     def num_symmetric_bytes(self) -> int:
         """See `AbstractLane.num_symmetric_bytes`."""

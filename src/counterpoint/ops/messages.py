@@ -12,7 +12,7 @@ from typing import final
 import torch
 import torch.distributed as dist
 
-from counterpoint.errors import OperatorError, cause_of
+from counterpoint.ops.agreement import Agreement
 from counterpoint.ops.computation import Compute, bind_computation, rows_of
 from counterpoint.ops.transport import AbstractPrepared, AbstractTransport, Layout, Tensors, Weights, view_of
 from counterpoint.schedule.actions import CopySchedule
@@ -23,8 +23,8 @@ from counterpoint.schedule.program import Step, make_program
 class Messages(AbstractTransport):
     """Point-to-point messages of one group; the symmetric memory is ordinary."""
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self.group = group
+    def __init__(self, group: dist.ProcessGroup, agreement: Agreement) -> None:
+        self.group, self.agreement = group, agreement
         self.memory = torch.empty(0, dtype=torch.uint8)
         self._prepared: list[PreparedMessages] = []
 
@@ -104,7 +104,5 @@ class PreparedMessages(AbstractPrepared):
             as_bytes = rows.contiguous().view(torch.uint8) if act is dist.send else rows.view(torch.uint8)
             act(as_bytes, dist.get_global_rank(group, peer), group, tag)  # type: ignore[operator]
         except RuntimeError as problem:
-            raise OperatorError(
-                f"Rank {peer} of the group did not exchange its rows ({cause_of(problem, 120)}). "
-                "Look at its output, and start all ranks again."
-            ) from problem
+            what = f"rank {peer} of the group did not exchange its rows in time, or ended"
+            raise self._transport.agreement.give_up(what, "its") from problem

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from counterpoint.errors import OperatorError, ScheduleError
+from counterpoint.errors import INSTALL, OperatorError, ScheduleError
 from counterpoint.machine import Machine, load_machine, machine_for_device
 from counterpoint.ops.agreement import Agreement, Proposal
 from counterpoint.ops.captures import is_capturing, refuse_in_capture
@@ -33,6 +33,7 @@ from counterpoint.schedule.heuristic import Pick, pick_schedule
 from counterpoint.units import format_count
 
 DEFAULT_MACHINE = "h200"
+DEVICE_TYPES = ("cpu", "cuda")
 Group: TypeAlias = dist.ProcessGroup
 
 
@@ -156,7 +157,7 @@ class Runtime:
     def prepare(self, request: Request, description: ScheduleDescription) -> AbstractPrepared:
         """Make a schedule ready for a request, by all ranks together. Raises `ScheduleError` where it does not fit."""
         if description.is_sequential or self.transport is None:
-            return Collectives(self.group, request.operation, request.direction, request.num_rows)
+            return Collectives(self.group, self._agreement, request.operation, request.direction, request.num_rows)
         problem = request.problem(self.group.size())
         return self.transport.prepare(make_schedule(problem, description, request.direction), request.dtype)
 
@@ -176,7 +177,7 @@ class Runtime:
     def _open_transport(self) -> tuple[AbstractTransport | None, str]:
         """The transport, or None and why there is none, which all ranks find alike."""
         if self.device.type == "cpu":
-            return Messages(self.group), ""
+            return Messages(self.group, self._agreement), ""
         found = [content.decode() for content in self._agreement.exchange(_whereabouts(self.device).encode())]
         hosts = {entry.split("/")[0] for entry in found}
         if len(hosts) > 1:
@@ -200,7 +201,7 @@ class Runtime:
 
     def _open_lane(self, name: str) -> AbstractLane:
         if self.device.type == "cpu":
-            return MessageLane(self.group)
+            return MessageLane(self.group, self._agreement)
         from counterpoint.ops.copy_lane import CopyLane  # noqa: PLC0415  needs cuda-bindings
 
         return CopyLane(self.group, self.device, self._agreement, name)
@@ -233,7 +234,7 @@ def _whereabouts(device: torch.device) -> str:
 def _obstacle(device: torch.device, found: list[str]) -> str:
     """Why this rank cannot use copy engines, or nothing. GPUs that are not visible here are taken to be reachable."""
     if find_spec("cuda") is None or find_spec("cuda.bindings") is None:
-        return "cuda-bindings is not installed: pip install torch cuda-bindings"
+        return f"cuda-bindings is not installed. {INSTALL}".rstrip(".")
     wanted = {entry.split("/")[1] for entry in found}
     for number in range(torch.cuda.device_count()):
         is_wanted = str(torch.cuda.get_device_properties(number).uuid) in wanted
@@ -262,6 +263,8 @@ def runtime_of(group_name: str, device: torch.device) -> Runtime:
     runtimes = _runtimes()
     found = runtimes.get((group_name, device))
     if found is None or found.group is not group:  # a group may be destroyed and another one get its name
+        if device.type not in DEVICE_TYPES:
+            runtime_of_group(group).refuse(f"Operators run on GPUs and CPUs; found a tensor on '{device}'. Move it to one.")
         refuse_in_capture("What this group does by copy engines", device)
         if found is not None:
             runtimes.pop((group_name, device)).close()
@@ -275,7 +278,10 @@ def group_or_world(group: Group | None) -> Group:
     if found is None:
         raise OperatorError("There is no process group. Call torch.distributed.init_process_group first, on every rank.")
     if not isinstance(found, dist.ProcessGroup):
-        raise OperatorError(f"A group is a torch.distributed.ProcessGroup or None; found a {type(found).__name__}.")
+        raise OperatorError(
+            f"A group is a torch.distributed.ProcessGroup or None; found one of type {type(found).__name__}. Give what "
+            "new_group() or a mesh's get_group() returns, or leave it out for all ranks."
+        )
     return found
 
 

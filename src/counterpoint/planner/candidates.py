@@ -60,7 +60,7 @@ def propose(step: Step, machine: Machine, contention: Sequence[Contention]) -> P
         _head_starts(step, contention),
         _caps(step, machine.gpu, contention),
         _communication_ctas(step, machine.gpu, contention),
-        _transports(step),
+        propose_transports(step),
     ):
         candidates.extend(part.candidates)
         refusals.extend(part.refusals)
@@ -230,7 +230,8 @@ def _communication_ctas(step: Step, gpu: Gpu, contention: Sequence[Contention]) 
     return _proposal(candidates)
 
 
-def _transports(step: Step) -> Proposal:
+def propose_transports(step: Step) -> Proposal:
+    """Copy engines for the collectives that they may move, and why not for the others."""
     able: list[int] = []
     refusals: dict[str, Refusal] = {}
     for index, operation in enumerate(step.operations):

@@ -17,9 +17,10 @@ from counterpoint.cuda.graph import AbstractExecutable
 from counterpoint.cuda.rewriting import rewrite
 from counterpoint.cuda.timing import measure_interleaved
 from counterpoint.machine import Machine
-from counterpoint.metrics import ideal_us, measure, sequential_us
+from counterpoint.metrics import measure
 from counterpoint.occupancy import cap_shared_bytes, residency
 from counterpoint.plan import HOLDS_US, Control, Directive, HeadStart, Match, Plan, Priority, ResidencyCap, Transport
+from counterpoint.planner.ideal import Scale, scale_of
 from counterpoint.planner.measured import Replayable, tune_measured
 from counterpoint.planner.search import tune
 from counterpoint.sim import Simulator
@@ -48,7 +49,7 @@ class PaperRow(Value, frozen=True, kw_only=True):
 
 
 class PaperResult(Value, frozen=True, kw_only=True):
-    """One workload on one machine. `choice` is the planner's plan."""
+    """One workload on one machine. `choice` is the planner's plan, `ideal_us` as in `planner/ideal.py`."""
 
     workload: str
     machine: str
@@ -108,25 +109,34 @@ def _plan(parts: Parts) -> Plan:
 def simulate_paper(step: Step, machine: Machine) -> PaperResult:
     """The grid on the simulator, copy engines included where the collective only moves data."""
     choice = tune(step, machine, Simulator()).plan
+    scale = _scale(step, machine, choice)
     return PaperResult(
         workload=step.name,
         machine=machine.name,
         num_ranks=step.num_ranks,
-        ideal_us=ideal_us(step, Simulator().lone_times_us(step, machine)),
-        rows=_simulated_rows(step, machine, choice),
+        ideal_us=scale.ideal_us,
+        rows=_simulated_rows(step, machine, choice, scale),
         choice=choice,
     )
 
 
-def _simulated_rows(step: Step, machine: Machine, choice: Plan) -> tuple[PaperRow, ...]:
-    simulator = Simulator()
+def _simulated_plans(step: Step, machine: Machine, choice: Plan) -> dict[str, Plan]:
     plans = paper_grid(step, machine)
     kinds = {operation.collective for operation in step.operations if isinstance(operation, Collective)}
     if kinds <= set(COPY_ENGINE_COLLECTIVES):
         plans[COPY_ENGINES] = _plan([(Match(kind="communication"), Transport(transport="copy_engine"))])
     plans[CHOICE] = choice
-    rows = [PaperRow(label=SEQUENTIAL, simulated_us=sequential_us(step, simulator.lone_times_us(step, machine)))]
-    for label, plan in plans.items():
+    return plans
+
+
+def _scale(step: Step, machine: Machine, choice: Plan) -> Scale:
+    return scale_of(step, machine, _simulated_plans(step, machine, choice).values())
+
+
+def _simulated_rows(step: Step, machine: Machine, choice: Plan, scale: Scale) -> tuple[PaperRow, ...]:
+    simulator = Simulator()
+    rows = [PaperRow(label=SEQUENTIAL, simulated_us=scale.sequential_us)]
+    for label, plan in _simulated_plans(step, machine, choice).items():
         rows.append(PaperRow(label=label, simulated_us=measure(simulator.run(step, machine, plan)).makespan_us))
     return tuple(rows)
 
@@ -150,7 +160,8 @@ def measure_paper(
         for form in forms.values():
             opened.callback(form.executable.close)
         choice = tune_measured(overlapped, machine, num_rounds=num_rounds).plan
-        simulated = {row.label: row.simulated_us for row in _simulated_rows(step, machine, choice)}
+        scale = _scale(step, machine, choice)
+        simulated = {row.label: row.simulated_us for row in _simulated_rows(step, machine, choice, scale)}
         plans = {**paper_grid(step, machine), CHOICE: choice}
         grid = {
             label: Variant(executable=executable, is_engaged=is_engaged, output_bits=output_bits)
@@ -178,7 +189,7 @@ def measure_paper(
         workload=step.name,
         machine=machine.name,
         num_ranks=step.num_ranks,
-        ideal_us=ideal_us(step, Simulator().lone_times_us(step, machine)),
+        ideal_us=scale.ideal_us,
         rows=rows,
         choice=choice,
     )

@@ -6,10 +6,10 @@ The replay error compares the makespan simulated without any control with the tr
 from collections.abc import Sequence
 
 from counterpoint.job import Job
-from counterpoint.metrics import Metrics, ideal_us, measure, sequential_us, share_of_ideal
+from counterpoint.metrics import Metrics, measure, share_of_ideal
 from counterpoint.plan import LEAVE_IT, Plan
 from counterpoint.planner import Trial, Tuning
-from counterpoint.sim import Simulator
+from counterpoint.planner.ideal import Scale, scale_of
 from counterpoint.timeline import Timeline
 from counterpoint.units import format_change, format_count, format_percent
 from counterpoint.value import Value
@@ -41,16 +41,9 @@ class Summary(Value, frozen=True, kw_only=True):
     trials: tuple[Trial, ...] = ()
 
 
-class _Scale(Value, frozen=True, kw_only=True):
-    """The two ends of what overlap can reach."""
-
-    sequential_us: float
-    ideal_us: float
-
-
 def summarize_tuning(job: Job, tuning: Tuning) -> Summary:
     """The figures of `tune`."""
-    scale = _scale(job, tuning.plan)
+    scale = scale_of(job.step, job.machine, [tuning.plan])
     rows = [_replayed_row(job, scale, "as replayed" if job.traced else "as it is", tuning.baseline)]
     if tuning.plan.directives:
         rows.append(_planned_row(scale, "with the plan", tuning.planned))
@@ -60,7 +53,7 @@ def summarize_tuning(job: Job, tuning: Tuning) -> Summary:
 
 def summarize_simulation(job: Job, simulated: Timeline, plan: Plan = LEAVE_IT) -> Summary:
     """The figures of `simulate`; under a plan that changes the step, there is no replay error."""
-    scale = _scale(job, plan)
+    scale = scale_of(job.step, job.machine, [plan])
     if plan.directives:
         return _summary(job, scale, [_planned_row(scale, "with the plan", simulated)], None, plan=plan)
     return _summary(job, scale, [_replayed_row(job, scale, "simulated", simulated)], _replay_error(job, simulated))
@@ -68,7 +61,7 @@ def summarize_simulation(job: Job, simulated: Timeline, plan: Plan = LEAVE_IT) -
 
 def _summary(
     job: Job,
-    scale: _Scale,
+    scale: Scale,
     rows: Sequence[Row],
     error: float | None,
     *,
@@ -95,24 +88,13 @@ def _summary(
     )
 
 
-def _scale(job: Job, plan: Plan) -> _Scale:
-    """Copy engines can be faster than the kernels they replace, so the ideal is the better one of both."""
-    simulator = Simulator()
-    lone_us = simulator.lone_times_us(job.step, job.machine)
-    planned_us = simulator.lone_times_us(job.step, job.machine, plan)
-    return _Scale(
-        sequential_us=sequential_us(job.step, lone_us),
-        ideal_us=min(ideal_us(job.step, lone_us), ideal_us(job.step, planned_us)),
-    )
-
-
 def _replay_error(job: Job, simulated: Timeline) -> float | None:
     if job.traced is None:
         return None
     return measure(simulated).makespan_us / measure(job.traced.timeline).makespan_us - 1
 
 
-def _replayed_row(job: Job, scale: _Scale, name: str, simulated: Timeline) -> Row:
+def _replayed_row(job: Job, scale: Scale, name: str, simulated: Timeline) -> Row:
     error = _replay_error(job, simulated)
     if error is None:
         return _planned_row(scale, name, simulated)
@@ -120,7 +102,7 @@ def _replayed_row(job: Job, scale: _Scale, name: str, simulated: Timeline) -> Ro
     return Row(name=name, makespan_us=metrics.makespan_us, metrics=metrics, remark=f"replay error {format_change(error)}")
 
 
-def _planned_row(scale: _Scale, name: str, simulated: Timeline) -> Row:
+def _planned_row(scale: Scale, name: str, simulated: Timeline) -> Row:
     metrics = measure(simulated)
     share = share_of_ideal(scale.sequential_us, metrics.makespan_us, scale.ideal_us)
     remark = "" if share is None else f"{format_percent(share)} of the possible gain"

@@ -53,7 +53,10 @@ def print_step(console: Console, step: Step, machine: Machine, notes: Iterable[s
         parts.append(format_count(copies, "copy or fill", "copies and fills"))
     console.print(Text.assemble((step.name, "bold"), f": {', '.join(parts)}; {format_count(step.num_ranks, 'rank')}"))
     console.print(Text(f"on {machine.title}"))
-    console.print(_bullets(Text(note, style="dim") for note in notes))
+    lines = [Text(note, style="dim") for note in notes]
+    if lines:
+        console.print(_bullets(lines))
+    console.print()
 
 
 def print_metrics(console: Console, rows: Sequence[Row]) -> None:

@@ -5,13 +5,14 @@ independently) and beyond: ring accumulation inside the matmul, and matmul piece
 that the last wave of one piece shares the SMs with the first of the next.
 """
 
-from typing import Literal
+from typing import Literal, get_args
 
 from counterpoint.errors import ScheduleError
 from counterpoint.value import Value, require
 
 Pattern = Literal["sequential", "ring", "one_peer", "all_peers"]
 MatmulGranularity = Literal["chunk", "peer", "fused", "rest"]
+Local = Literal["first", "last"]
 MAX_CHUNKS = 64
 MAX_COPY_STREAMS = 8
 
@@ -30,17 +31,24 @@ class ScheduleDescription(Value, frozen=True, kw_only=True):
     pattern: Pattern = "one_peer"
     chunks: int = 1
     matmul: MatmulGranularity = "chunk"
-    local: Literal["first", "last"] = "first"
+    local: Local = "first"
     num_copy_streams: int = 1
     num_compute_streams: int = 2
 
     def __post_init__(self) -> None:
+        for name, names in (("pattern", Pattern), ("matmul", MatmulGranularity), ("local", Local)):
+            found, allowed = getattr(self, name), get_args(names)
+            require(
+                found in allowed,
+                ScheduleError,
+                f"{name} of a schedule must be {', '.join(allowed[:-1])} or {allowed[-1]}; found {found!r}. Change it.",
+            )
         for name, most in (("chunks", MAX_CHUNKS), ("num_copy_streams", MAX_COPY_STREAMS), ("num_compute_streams", 2)):
             number = getattr(self, name)
             require(
-                1 <= number <= most,
+                isinstance(number, int) and 1 <= number <= most,
                 ScheduleError,
-                f"{name} of a schedule must be from 1 to {most}; found {number}. Change it.",
+                f"{name} of a schedule must be from 1 to {most}; found {number!r}. Change it.",
             )
 
     @property

@@ -2,7 +2,7 @@
 if it pays.
 
 It knows the sizes and the machine, not the libraries that run on it. A schedule that promises less than `LEAST_GAIN`
-over the library's collective is not taken: the answer is then `sequential`. docs/schedules.md explains the model; the
+over the library's collective is not taken: the answer is then `sequential`. docs/heuristic.md explains the model; the
 planner can choose by measurement instead.
 """
 
@@ -80,13 +80,14 @@ def pick_schedule(problem: Problem, machine: Machine, direction: Pass = "forward
     """The description to use for these sizes on this machine; may be `sequential`."""
     if problem.num_ranks == 1:
         return Pick(description=SEQUENTIAL, reason="one rank has nobody to exchange rows with")
-    block_bytes = problem.num_rows // problem.num_ranks * problem.num_sent_columns * problem.element_bytes
+    most_rows = -(-problem.num_rows // problem.num_ranks)  # of the ranks whose blocks are the largest
+    block_bytes = most_rows * problem.num_sent_columns * problem.element_bytes
     if block_bytes < LEAST_BLOCK_BYTES:
         least = format_bytes(LEAST_BLOCK_BYTES)
         return Pick(
             description=SEQUENTIAL,
-            reason=f"a rank's block is {format_bytes(block_bytes)}; below {least} the host's time for each chunk, which the "
-            "estimate leaves out, is more than cutting gains",
+            reason=f"a rank's block is at most {format_bytes(block_bytes)}; below {least} the host's time for each chunk, "
+            "which the estimate leaves out, is assumed to be more than cutting gains",
         )
     candidates = _in_order_of_preference(problem, machine, direction, costs)
     least_us = min(each.estimated_us for each in candidates)

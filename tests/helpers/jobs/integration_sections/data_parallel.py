@@ -58,7 +58,11 @@ def ddp_falls_back() -> None:
 def ddp_refuses() -> None:
     wide, narrow = DistributedDataParallel(deep_model()), DistributedDataParallel(deep_model(torch.bfloat16))
     refused(lambda: ddp.register(wide, in_flight=0), "in_flight")
+    refused(lambda: ddp.register(wide, in_flight="3"), "in_flight must be from 1 to 8; found '3'")
+    refused(lambda: ddp.register(wide, least_part_bytes=-1), "least_part_bytes .* 0 or more; found -1")
+    refused(lambda: ddp.register(wide, max_buffer_bytes="1 MiB"), "max_buffer_bytes must be .*; found '1 MiB'")
     refused(lambda: ddp.register(wide, compression="zip"), "compression")
+    refused(lambda: ddp.register(wide, compression=["fp8"]), "compression")
     refused(lambda: ddp.register(wide, max_buffer_bytes=1), "max_buffer_bytes")
     refused(lambda: ddp.register(narrow, compression="bf16"), "makes nothing smaller")
 

@@ -59,6 +59,9 @@ def fsdp2_small_groups_stay() -> None:
 def fsdp2_refuses_a_buffer_in_use() -> None:
     """Prefetching more groups than there are buffers is refused, and enough buffers serve it."""
     given, model = given_to(dist.get_rank()), sharded()
+    refused(lambda: fsdp2.use_copy_engines(None), "sharded by FSDP2; found one of type NoneType")
+    refused(lambda: fsdp2.use_copy_engines(model, num_buffers="3"), "num_buffers must be from 2 to 16, .* found '3'")
+    refused(lambda: fsdp2.use_copy_engines(model, least_part_bytes=-1), "least_part_bytes .* 0 or more; found -1")
     wanted = gradients(sharded(), given)
     model.set_modules_to_forward_prefetch(list(model.layers))
     in_use = fsdp2.use_copy_engines(model, least_part_bytes=0, num_buffers=2)

@@ -60,6 +60,8 @@ def tensor_parallel_refuses() -> None:
     whole = parallelize_module(FeedForward(64).to(DEVICE), mesh, plan)
     refused(lambda: tensor_parallel.overlap(whole), "comes whole")
     refused(lambda: tensor_parallel.overlap(FeedForward(64)), "parallelize_module")
+    refused(lambda: tensor_parallel.overlap(None), "parallelize_module has split; found one of type NoneType")
+    refused(lambda: tensor_parallel.overlap(whole, schedule="ring"), "takes a ScheduleDescription or None; found .* str")
 
 
 class Sometimes(FeedForward):

@@ -1,0 +1,73 @@
+"""What is refused of a call's arguments before there is a request: things that are no tensors, and a number of rows that is
+none.
+
+The operators ask only whether their arguments are tensors, for every call pays for it; what is wrong is put in words here,
+and told to the ranks that wait.
+"""
+
+from collections.abc import Iterable
+from typing import NoReturn
+
+import torch
+import torch.distributed as dist
+
+from counterpoint.ops.runtime import group_or_world, runtime_of, runtime_of_group
+from counterpoint.schedule.actions import Operation
+
+LEFT_NAMES: dict[Operation, str] = {
+    "all_gather_matmul": "shard",
+    "matmul_reduce_scatter": "activation",
+    "matmul_all_reduce": "activation",
+    "all_to_all_matmul": "tokens",
+}
+
+
+def refuse_arguments(
+    operation: Operation, left: object, weight: object, group: dist.ProcessGroup | None, num_rows: object = None
+) -> NoReturn:
+    """Raise `OperatorError` on every rank for arguments of which one is of a wrong type."""
+    found = group_or_world(group)
+    operands = [left, *_several(weight)]
+    devices = [each.device for each in operands if isinstance(each, torch.Tensor)]
+    # as elsewhere, one operand on a GPU tells where the other ranks meet; without any, what the group did so far does
+    device = next((each for each in devices if each.type == "cuda"), next(iter(devices), None))
+    runtime = runtime_of_group(found) if device is None else runtime_of(found.group_name, device)
+    problem = _problem_of(operation, left, weight) or _problem_of_rows(operation, left, num_rows)
+    assert problem, "only wrong arguments come here"
+    runtime.refuse(problem)
+
+
+def _problem_of(operation: Operation, left: object, weight: object) -> str:
+    """What is wrong with operands that are no tensors, in one line, or nothing."""
+    if not isinstance(left, torch.Tensor):
+        return f"{operation} takes a tensor as its {LEFT_NAMES[operation]}; {_found(left)}. Give a tensor."
+    if isinstance(weight, torch.Tensor):
+        return ""
+    if operation != "all_gather_matmul":
+        return f"{operation} takes a tensor as its weight; {_found(weight)}. Give a tensor."
+    weights = _several(weight)
+    if not weights:
+        return f"{operation} needs a weight; found an empty list. Give one or more."
+    number = next((number for number, each in enumerate(weights) if not isinstance(each, torch.Tensor)), None)
+    if number is None:
+        return ""
+    kind = type(weights[number]).__name__
+    return f"{operation} takes a tensor or several as its weight; number {number} is of type {kind}. Give tensors."
+
+
+def _problem_of_rows(operation: Operation, left: object, num_rows: object) -> str:
+    if num_rows is not None and not isinstance(num_rows, (int, torch.SymInt)):
+        return f"{operation} takes a whole number as num_rows; {_found(num_rows)}. Give an int, or leave it out."
+    if isinstance(left, torch.Tensor) and not left.dim():
+        return f"{operation} multiplies (rows, K) by (K, columns); found a tensor without dimensions. Give a matrix."
+    return ""
+
+
+def _several(weight: object) -> list[object]:
+    return list(weight) if isinstance(weight, Iterable) and not isinstance(weight, (torch.Tensor, str)) else [weight]
+
+
+def _found(given: object) -> str:
+    """The type, and the value where it is short; an array would be many lines."""
+    value = f", {given!r}" if isinstance(given, (int, float, str)) and len(repr(given)) <= 40 else ""
+    return f"found one of type {type(given).__name__}{value}"

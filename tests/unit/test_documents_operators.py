@@ -1,0 +1,88 @@
+"""The figures of operators in docs/ops.md and docs/ops_measured.md are those of the stored runs."""
+
+import json
+import statistics
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+OPERATIONS = ("ag_mm", "mm_rs")
+BESIDE = ("collective", "matmul", "sequential", "peer", "picked")  # candidates that are not schedules of ours by name
+NUM_GPUS = {"Two GPUs": 2, "Four GPUs, an earlier run": 4}
+
+
+def stored(num_gpus: int) -> dict[tuple[str, str], dict]:
+    """Cases of a stored run by operator and by the sizes of all-gather + matmul as the documents print them."""
+    cases = json.loads((ROOT / "benchmarks" / "results" / f"ops_grid_{num_gpus}x_h200.json").read_text())["result"]
+    sizes = {case["shape"]["name"]: case["sizes_m_n_k"] for case in cases if case["op"] == "ag_mm"}
+    return {(case["op"], ", ".join(map(str, sizes[case["shape"]["name"]]))): case for case in cases}
+
+
+def rows(document: str, heading: str) -> list[list[str]]:
+    """Cells of the first table below a heading."""
+    text = (ROOT / "docs" / document).read_text().split(f"## {heading}\n", maxsplit=1)[1]
+    table = text.split("\n|---|", maxsplit=1)[1].split("\n\n", maxsplit=1)[0]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()[1:]]
+
+
+def time_us(case: dict, name: str) -> float:
+    return case["candidates"][name]["median_us"]
+
+
+def ratio(case: dict, name: str) -> float:
+    """How many times as fast the pick is as another candidate."""
+    return time_us(case, name) / time_us(case, "picked")
+
+
+def five_times(case: dict) -> str:
+    best = min(each["median_us"] for name, each in case["candidates"].items() if name not in BESIDE)
+    times = (*(time_us(case, name) for name in ("sequential", "peer", "picked")), best, case["ideal_us"])
+    return " / ".join(f"{each:,.0f}" for each in times)
+
+
+@pytest.mark.parametrize("heading", NUM_GPUS)
+def test_the_full_tables_are_the_stored_runs(heading: str) -> None:
+    cases = stored(NUM_GPUS[heading])
+    found = rows("ops_measured.md", heading)
+    assert len(found) == len(cases) / 2 == 24
+    for shape, sizes, *cells in found:
+        of_row = [cases[operation, sizes] for operation in OPERATIONS]
+        assert shape == of_row[0]["shape"]["name"] + (" *" if of_row[0]["held_out"] else "")
+        assert cells == [five_times(case) for case in of_row]
+
+
+def test_the_short_table_is_of_the_run_on_two_gpus() -> None:
+    cases = stored(2)
+    *found, means = rows("ops.md", "When it pays")
+    for sizes, *cells in found:
+        expected = []
+        for operation in OPERATIONS:
+            case = cases[operation, sizes.removesuffix(" *")]
+            assert case["held_out"] == sizes.endswith(" *")
+            expected += [
+                f"{time_us(case, 'picked'):,.0f} us",
+                f"{ratio(case, 'sequential'):.2f}",
+                f"{ratio(case, 'peer'):.3f}",
+            ]
+        assert cells == expected
+    assert [cell for cell in means[1:] if cell] == geometric_means(2)
+
+
+@pytest.mark.parametrize("num_gpus", [2, 4])
+def test_the_means_in_the_readme_are_of_the_stored_runs(num_gpus: int) -> None:
+    text = (ROOT / "README.md").read_text()
+    table = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line.startswith("|")]
+    names = ("all-gather + matmul", "matmul + reduce-scatter")
+    found = {(row[0], row[1][0]): row[2:] for row in table if row[0] in names}
+    assert [cell for name in names for cell in found[name, str(num_gpus)]] == geometric_means(num_gpus)
+
+
+def geometric_means(num_gpus: int) -> list[str]:
+    """Of both operators: sequential and the fused operator over the pick."""
+    cases = [[case for (found, _), case in stored(num_gpus).items() if found == operation] for operation in OPERATIONS]
+    return [
+        f"{statistics.geometric_mean([ratio(case, name) for case in of_operation]):.{digits}f}"
+        for of_operation in cases
+        for name, digits in (("sequential", 2), ("peer", 3))
+    ]
