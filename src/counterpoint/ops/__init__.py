@@ -23,6 +23,7 @@ from counterpoint.ops.plan_in_force import put_in_force
 from counterpoint.ops.runtime import Request, Runtime, all_runtimes, forget_runtimes, group_or_world
 from counterpoint.plan import Plan, Refusal
 from counterpoint.schedule import ScheduleDescription
+from counterpoint.schedule.actions import Operation
 from counterpoint.value import Value
 
 __all__ = [
@@ -128,9 +129,7 @@ def matmul_reduce_scatter(
 
     Where M does not divide by W, blocks are as `torch.tensor_split` divides M rows. Raises `OperatorError`.
     """
-    name, _ = _name_and_size(group)
-    if not (isinstance(activation, torch.Tensor) and isinstance(weight, torch.Tensor)):
-        refuse_arguments("matmul_reduce_scatter", activation, weight, group)
+    name = _name_for("matmul_reduce_scatter", activation, weight, group)
     return operators.matmul_reduce_scatter(activation, weight, name, _text(schedule))
 
 
@@ -146,9 +145,7 @@ def matmul_all_reduce(
     Backward takes the product's gradient to be the same on every rank, as in tensor parallelism. Raises
     `OperatorError`.
     """
-    name, _ = _name_and_size(group)
-    if not (isinstance(activation, torch.Tensor) and isinstance(weight, torch.Tensor)):
-        refuse_arguments("matmul_all_reduce", activation, weight, group)
+    name = _name_for("matmul_all_reduce", activation, weight, group)
     return operators.matmul_all_reduce(activation, weight, name, _text(schedule))
 
 
@@ -164,9 +161,7 @@ def all_to_all_matmul(
 
     Blocks are as `torch.tensor_split` divides M rows, so rank r gets W blocks of one length. Raises `OperatorError`.
     """
-    name, _ = _name_and_size(group)
-    if not (isinstance(tokens, torch.Tensor) and isinstance(weight, torch.Tensor)):
-        refuse_arguments("all_to_all_matmul", tokens, weight, group)
+    name = _name_for("all_to_all_matmul", tokens, weight, group)
     return operators.all_to_all_matmul(tokens, weight, name, _text(schedule))
 
 
@@ -224,6 +219,14 @@ def release() -> None:
 def _name_and_size(group: dist.ProcessGroup | None) -> tuple[str, int]:
     found = group_or_world(group)
     return found.group_name, found.size()
+
+
+def _name_for(operation: Operation, left: object, weight: object, group: dist.ProcessGroup | None) -> str:
+    """The group's name, for operands that are tensors; others are refused on every rank."""
+    name, _ = _name_and_size(group)
+    if not (isinstance(left, torch.Tensor) and isinstance(weight, torch.Tensor)):
+        refuse_arguments(operation, left, weight, group)
+    return name
 
 
 def _of_group(group: dist.ProcessGroup | None) -> list[Runtime]:
