@@ -1,6 +1,6 @@
 """The operators between processes of this machine's CPU: results, gradients, compiled graphs, memory, and faults.
 
-What each section holds is in `helpers/jobs/operators_on_cpu.py`.
+What each section holds is in `helpers/jobs/operators_on_cpu.py` and, of faults, `helpers/jobs/operator_faults_on_cpu.py`.
 """
 
 from pathlib import Path
@@ -71,7 +71,7 @@ def test_a_call_that_cannot_be_made_is_one_line_on_every_rank_and_the_next_call_
         "no group": "found one of type int. Give what new_group() or a mesh's get_group() returns",
         "no rows": "Rank 0 of the group: matmul_reduce_scatter: num_rows must be from 1 to",
     }
-    for lines in lines_of(run_ranks("operators_on_cpu", 2, "faults", folder=tmp_path)):
+    for lines in lines_of(run_ranks("operator_faults_on_cpu", 2, "faults", folder=tmp_path)):
         found = said(lines)
         assert found.pop("after all that") == "ok"
         assert set(found) == set(says)
@@ -90,7 +90,7 @@ def test_a_rank_that_is_not_there_is_one_line_and_no_hang(
     fault: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("LIMIT_S", "2")
-    first, second = lines_of(run_ranks("operators_on_cpu", 2, fault, folder=tmp_path, limit_s=60))
+    first, second = lines_of(run_ranks("operator_faults_on_cpu", 2, fault, folder=tmp_path, limit_s=60))
     assert second == []
     (line,) = first
     assert line.startswith(says)
@@ -105,7 +105,9 @@ def test_after_a_time_out_every_later_comparison_is_refused_at_once_and_none_is_
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("LIMIT_S", "2")
-    first, second = (said(lines) for lines in lines_of(run_ranks("operators_on_cpu", 2, "out_of_step", folder=tmp_path)))
+    first, second = (
+        said(lines) for lines in lines_of(run_ranks("operator_faults_on_cpu", 2, "out_of_step", folder=tmp_path))
+    )
     assert first["apart"] == f"A rank of the group {MISSED}. Look at the other ranks' output, and {START_AGAIN}"
     assert first["apart comes from"] == "RuntimeError"
     by_itself = f"Rank 0 did not come to the same call within 2 s, or ended. Look at its output, and {START_AGAIN}"
@@ -122,7 +124,7 @@ def test_a_rank_that_gives_up_tells_those_that_wait_and_those_that_come_and_rele
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("LIMIT_S", "4")
-    found = [said(lines) for lines in lines_of(run_ranks("operators_on_cpu", 3, "gives_up", folder=tmp_path))]
+    found = [said(lines) for lines in lines_of(run_ranks("operator_faults_on_cpu", 3, "gives_up", folder=tmp_path))]
     assert found[1]["late"].startswith("Rank 0 did not come to the same call within 4 s, or ended. Look at its output")
     why = "rank 1 gave up: rank 0 did not come to the same call within 4 s, or ended"
     wanted = f"The ranks of the group are out of step since {why}. S{START_AGAIN[1:]}"

@@ -109,13 +109,14 @@ def _plan(parts: Parts) -> Plan:
 def simulate_paper(step: Step, machine: Machine) -> PaperResult:
     """The grid on the simulator, copy engines included where the collective only moves data."""
     choice = tune(step, machine, Simulator()).plan
-    scale = _scale(step, machine, choice)
+    plans = _simulated_plans(step, machine, choice)
+    scale = scale_of(step, machine, plans.values())
     return PaperResult(
         workload=step.name,
         machine=machine.name,
         num_ranks=step.num_ranks,
         ideal_us=scale.ideal_us,
-        rows=_simulated_rows(step, machine, choice, scale),
+        rows=_simulated_rows(step, machine, plans, scale),
         choice=choice,
     )
 
@@ -129,14 +130,10 @@ def _simulated_plans(step: Step, machine: Machine, choice: Plan) -> dict[str, Pl
     return plans
 
 
-def _scale(step: Step, machine: Machine, choice: Plan) -> Scale:
-    return scale_of(step, machine, _simulated_plans(step, machine, choice).values())
-
-
-def _simulated_rows(step: Step, machine: Machine, choice: Plan, scale: Scale) -> tuple[PaperRow, ...]:
+def _simulated_rows(step: Step, machine: Machine, plans: Mapping[str, Plan], scale: Scale) -> tuple[PaperRow, ...]:
     simulator = Simulator()
     rows = [PaperRow(label=SEQUENTIAL, simulated_us=scale.sequential_us)]
-    for label, plan in _simulated_plans(step, machine, choice).items():
+    for label, plan in plans.items():
         rows.append(PaperRow(label=label, simulated_us=measure(simulator.run(step, machine, plan)).makespan_us))
     return tuple(rows)
 
@@ -160,9 +157,10 @@ def measure_paper(
         for form in forms.values():
             opened.callback(form.executable.close)
         choice = tune_measured(overlapped, machine, num_rounds=num_rounds).plan
-        scale = _scale(step, machine, choice)
-        simulated = {row.label: row.simulated_us for row in _simulated_rows(step, machine, choice, scale)}
-        plans = {**paper_grid(step, machine), CHOICE: choice}
+        simulated_plans = _simulated_plans(step, machine, choice)
+        scale = scale_of(step, machine, simulated_plans.values())
+        simulated = {row.label: row.simulated_us for row in _simulated_rows(step, machine, simulated_plans, scale)}
+        plans = {label: plan for label, plan in simulated_plans.items() if label != COPY_ENGINES}  # that is a form
         grid = {
             label: Variant(executable=executable, is_engaged=is_engaged, output_bits=output_bits)
             for label, (executable, is_engaged) in _make_ready(overlapped, plans, opened).items()
