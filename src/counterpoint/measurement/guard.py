@@ -1,0 +1,118 @@
+"""The guard of a plan: takes it out once it is proven slower than the job as it is, and puts it back once it is proven
+faster.
+
+Now and then a *look* lets the plan and the job as it is take turns. Each round is a bet that the plan is slower, at the odds
+of its order; if the plan is not slower, the winnings of all looks of the job's life exceed 1 / `GUARD_ERROR_RATE` in at most
+that share of all jobs (`evidence.Wealth`). While the winnings grow a look goes on, so that a plan that is slower is found
+within few looks. A plan that was taken out is tried again much later, by the proof that a tuning would ask for. Each time
+that it is taken out or tried again halves the error rate of the next time, so that the rates of all times together hold for
+life.
+"""
+
+from collections.abc import Sequence
+from typing import Literal, final
+
+from counterpoint.measurement.evidence import Turn, Wealth, is_timed, log_time, step_deviation
+from counterpoint.measurement.proof import Proof
+from counterpoint.measurement.values import (
+    CHANGED_SHARE,
+    ERROR_RATE,
+    GUARD_ERROR_RATE,
+    LONGER_STEP,
+    Measurement,
+    Order,
+    summarize_turns,
+)
+
+LOOK_ROUNDS = 6
+MOST_LOOK_ROUNDS = 96  # of one look that goes on
+SUSPICION = 1.5  # winnings from which on a look goes on
+RETRIAL_ROUNDS = 40
+LOOKS_BEFORE_RETRIAL = 10  # and twice as many each further time
+
+Outcome = Literal["keep", "go on", "remove", "put back"]
+
+
+@final
+class Guard:
+    """The evidence for and against one plan, over its life. Variant 0 is the job as it is, variant 1 the plan."""
+
+    def __init__(self, seed: int) -> None:
+        self.is_in_force = True
+        self._order = Order(number=-1, entrants=(0, 1), seed=seed, num_rounds=0)
+        self._rounds = self._order.rounds()
+        self._wealth = Wealth()
+        self._look: list[tuple[Turn, Turn]] = []  # turns of the present look
+        self._proof: Proof | None = None
+        self._num_removals = self._num_retrials = 0
+
+    def look(self) -> Order:
+        """The first rounds of a new look: of a retrial, if the plan was taken out."""
+        self._look = []
+        if self.is_in_force:
+            self._wealth.start()
+            return self.go_on()
+        order = self._give(RETRIAL_ROUNDS)
+        self._num_retrials += 1
+        self._proof = Proof(1, order, ERROR_RATE / 2**self._num_retrials)
+        return order
+
+    def go_on(self) -> Order:
+        """More rounds for a look that goes on."""
+        return self._give(LOOK_ROUNDS)
+
+    def add(self, number: int, turns: Sequence[Turn | None]) -> None:
+        """The turns of round `number`; a round that misses one (None) is left out."""
+        first, second = turns
+        if first is None or second is None or not (is_timed(first) and is_timed(second)):
+            return
+        self._look.append((first, second))
+        if self._proof is not None:
+            self._proof.add(number, first, second)
+            return
+        deviation = step_deviation([turn for pair in self._look for turn in pair])
+        self._wealth.add(log_time(second, deviation) - log_time(first, deviation), self._rounds.odds(number))
+
+    def settle(self) -> Outcome:
+        """What follows from the look, once the rounds that were given out are in."""
+        if self._proof is not None:
+            self.is_in_force = self._proof.judge(is_over=True) == "proven"
+            self._proof = None
+            return "put back" if self.is_in_force else "keep"
+        if self._wealth.total() >= 2**self._num_removals / GUARD_ERROR_RATE:
+            self.is_in_force = False
+            self._num_removals += 1
+            self._wealth = Wealth()
+            return "remove"
+        is_suspicious = self._wealth.best_start() >= SUSPICION and len(self._look) >= LOOK_ROUNDS // 2
+        return "go on" if is_suspicious and len(self._look) + LOOK_ROUNDS <= MOST_LOOK_ROUNDS else "keep"
+
+    @property
+    def looks_until_next(self) -> int:
+        """How many times as long as from look to look it is until the next: longer for a plan that was taken out."""
+        return 1 if self.is_in_force else LOOKS_BEFORE_RETRIAL * 2**self._num_retrials
+
+    def measurements(self, labels: Sequence[str]) -> tuple[Measurement, ...]:
+        """The rounds of the present look; empty without any."""
+        return summarize_turns(labels, [dict(enumerate(pair)) for pair in self._look])
+
+    def _give(self, num_rounds: int) -> Order:
+        last = self._order
+        self._order = Order(
+            number=last.number + 1,
+            entrants=(0, 1),
+            seed=last.seed,
+            num_rounds=num_rounds,
+            first_round=last.first_round + last.num_rounds,
+        )
+        return self._order
+
+
+def is_longer_step(now_us: float, then_us: float) -> bool:
+    """Whether a step, as it is, takes so much longer than when the job was tuned that it is another one."""
+    return now_us > (1 + LONGER_STEP) * then_us
+
+
+def are_other_launches(num_changed: int, num_launches: int) -> bool:
+    """Whether so many launches are of other kernels or grids that the step is another than the one that was tuned."""
+    return num_changed > CHANGED_SHARE * num_launches
