@@ -5,8 +5,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from counterpoint import load_machine
-from counterpoint.planner import MIN_GAIN, Trial, Tuning, tune
-from counterpoint.planner.search import MIN_ADDED_GAIN
+from counterpoint.measurement.values import LEAST_ADDED_GAIN, LEAST_SIMULATED_GAIN
+from counterpoint.planner import Trial, Tuning, tune
 from helpers.scripted_executor import ScriptedExecutor, contended_step, words_of
 
 H200 = load_machine("h200")
@@ -44,13 +44,13 @@ def test_two_caps_belong_together_and_are_one_candidate() -> None:
 
 
 def test_a_second_control_that_adds_next_to_nothing_is_left_out() -> None:
-    almost = 180.0 * (1 - 0.9 * MIN_ADDED_GAIN)
+    almost = 180.0 * (1 - 0.9 * LEAST_ADDED_GAIN)
     tuning, _ = tuned({plan("priority"): 180.0, plan("priority", "hold 5"): almost})
     assert chosen(tuning) == plan("priority")
 
 
 def test_a_second_control_that_adds_enough_is_kept() -> None:
-    better = 180.0 * (1 - 1.1 * MIN_ADDED_GAIN)
+    better = 180.0 * (1 - 1.1 * LEAST_ADDED_GAIN)
     tuning, _ = tuned({plan("priority"): 180.0, plan("priority", "hold 5"): better})
     assert chosen(tuning) == plan("priority", "hold 5")
 
@@ -65,7 +65,11 @@ def test_a_plan_never_holds_two_controls_of_one_family() -> None:
 
 @pytest.mark.parametrize(
     ("planned_us", "verdict"),
-    [(BASELINE_US * (1 - MIN_GAIN), "GAIN"), (BASELINE_US * (1 - MIN_GAIN) + 0.001, "NO_GAIN"), (BASELINE_US, "NO_GAIN")],
+    [
+        (BASELINE_US * (1 - LEAST_SIMULATED_GAIN), "GAIN"),
+        (BASELINE_US * (1 - LEAST_SIMULATED_GAIN) + 0.001, "NO_GAIN"),
+        (BASELINE_US, "NO_GAIN"),
+    ],
 )
 def test_a_plan_must_gain_one_percent(planned_us: float, verdict: str) -> None:
     tuning, _ = tuned({plan("priority"): planned_us})
@@ -151,9 +155,9 @@ def test_whatever_the_executor_answers_the_plan_keeps_its_promises(seed: object)
     assert expected.planned_us == answers[chosen(first)]
     assert bool(first.plan.directives) == (first.plan.verdict == "GAIN")
     if first.plan.verdict == "GAIN":
-        assert expected.planned_us <= (1 - MIN_GAIN) * expected.baseline_us
+        assert expected.planned_us <= (1 - LEAST_SIMULATED_GAIN) * expected.baseline_us
     singles = [trial.makespan_us for trial in first.trials if len(trial.families) == 1 and trial.label != "as it is"]
-    if min(singles) <= (1 - MIN_GAIN) * expected.baseline_us:
+    if min(singles) <= (1 - LEAST_SIMULATED_GAIN) * expected.baseline_us:
         assert expected.planned_us <= min(singles) * 1.002
     assert all(refusal.reason and refusal.target for refusal in first.plan.refusals)
     assert all(directive.reason for directive in first.plan.directives)

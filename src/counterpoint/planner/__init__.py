@@ -1,6 +1,6 @@
 """One planner over all controls. It may answer that none pays."""
 
-from counterpoint.planner.front import tune
-from counterpoint.planner.search import MIN_GAIN, Trial, Tuning
+from counterpoint.planner.search import Trial, Tuning
+from counterpoint.planner.tuning import tune
 
-__all__ = ["MIN_GAIN", "Trial", "Tuning", "tune"]
+__all__ = ["Trial", "Tuning", "tune"]

@@ -6,7 +6,7 @@ effect; the search decides whether it pays.
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from counterpoint.errors import OccupancyError
+from counterpoint.errors import OccupancyError, StepError
 from counterpoint.footprints import communication_footprint
 from counterpoint.machine import Gpu, Machine
 from counterpoint.occupancy import cap_shared_bytes, largest_residency_beside, residency
@@ -33,6 +33,11 @@ FEWER_THREADS = 256
 LEAST_COPIED_BYTES = 16 * MIB  # what one rank sends another; reported by users of copy engines, not measured here
 
 
+ALL_COLLECTIVES = "all collectives"
+PRIORITY_IGNORED = "this driver ignores stream priority unless DEBUG_HIP_IGNORE_STREAM_PRIORITY=0 is set"
+IN_EVERY_RACE = " in every race"
+
+
 class Candidate(Value, frozen=True, kw_only=True):
     """Directives that belong together under one control; `family` names the control, `label` is for people."""
 
@@ -48,6 +53,15 @@ class Proposal(Value, frozen=True, kw_only=True):
     refusals: tuple[Refusal, ...]
 
 
+class Blocker(Value, frozen=True, kw_only=True):
+    """A kernel that a collective waits for, and what a CTA of that collective takes of an SM."""
+
+    name: str
+    footprint: Footprint
+    communication: Footprint
+    is_cooperative: bool = False
+
+
 def propose(step: Step, machine: Machine, contention: Sequence[Contention]) -> Proposal:
     """All single controls that could act on `step`, and refusals for the others.
 
@@ -58,7 +72,7 @@ def propose(step: Step, machine: Machine, contention: Sequence[Contention]) -> P
     for part in (
         _priority(machine.gpu, contention),
         _head_starts(step, contention),
-        _caps(step, machine.gpu, contention),
+        propose_caps(machine.gpu, _blockers(step, machine.gpu, contention)),
         _communication_ctas(step, machine.gpu, contention),
         propose_transports(step),
     ):
@@ -67,7 +81,7 @@ def propose(step: Step, machine: Machine, contention: Sequence[Contention]) -> P
     return Proposal(candidates=tuple(candidates), refusals=tuple(refusals))
 
 
-def propose_untold(step: Step, machine: Machine) -> tuple[Candidate, ...]:
+def propose_unsimulated(step: Step, machine: Machine) -> tuple[Candidate, ...]:
     """Controls that can turn a race whose outcome no simulation tells, for whoever can measure."""
     rivals = find_rivals(step)
     if not rivals:
@@ -96,19 +110,23 @@ def _one(family: str, label: str, match: Match, controls: tuple[Control, ...], r
 
 
 def _priority(gpu: Gpu, contention: Sequence[Contention]) -> Proposal:
-    everything = "all collectives"
-    if not gpu.priority_is_effective:
-        reason = "this driver ignores stream priority unless DEBUG_HIP_IGNORE_STREAM_PRIORITY=0 is set"
-        return _refusal("priority", everything, reason)
-    waited_us = sum(entry.waited_us for entry in contention)
     if not any(entry.blockers for entry in contention):
-        return _refusal("priority", everything, "no collective waits for another kernel's CTAs, so order changes nothing")
-    reason = (
-        f"collectives stand ready for {format_us(waited_us)} behind kernels that are still placing CTAs; "
-        "a greater priority lets them take the slots that become free"
-    )
+        reason = "no collective waits for another kernel's CTAs, so order changes nothing"
+        return _refusal("priority", ALL_COLLECTIVES, reason if gpu.priority_is_effective else PRIORITY_IGNORED)
+    waited_us = sum(entry.waited_us for entry in contention)
     match = Match(kind="communication", operations=tuple(entry.collective for entry in contention))
-    return _proposal([_one("priority", "priority", match, (Priority(priority=gpu.greatest_priority),), reason)])
+    greatest = gpu.greatest_priority if gpu.priority_is_effective else 0
+    return propose_priority(greatest, match, f"collectives stand ready for {format_us(waited_us)}")
+
+
+def propose_priority(greatest_priority: int, match: Match, trouble: str, ignored: str = PRIORITY_IGNORED) -> Proposal:
+    """The driver's greatest priority for the collectives that `match` means; `ignored` is why, where it is 0."""
+    if greatest_priority >= 0:
+        return _refusal("priority", ALL_COLLECTIVES, ignored)
+    reason = (
+        f"{trouble} behind kernels that are still placing CTAs; a greater priority lets them take the slots that become free"
+    )
+    return _proposal([_one("priority", "priority", match, (Priority(priority=greatest_priority),), reason)])
 
 
 def _head_starts(step: Step, contention: Sequence[Contention]) -> Proposal:
@@ -117,9 +135,15 @@ def _head_starts(step: Step, contention: Sequence[Contention]) -> Proposal:
     if not racers:
         reason = "no kernel becomes ready together with a collective and is placed before it"
         return _refusal("head_start", "all kernels", reason)
-    everyone = tuple(sorted({*racers, *find_rivals(step)}))
-    more = _head_starts_of(everyone, " in every race") if len(everyone) > len(racers) else ()
-    return _proposal((*_head_starts_of(racers), *more))
+    return _proposal(propose_head_starts(racers, tuple(sorted({*racers, *find_rivals(step)}))))
+
+
+def propose_head_starts(racers: tuple[int, ...], rivals: tuple[int, ...]) -> Iterator[Candidate]:
+    """Head starts before kernels, by number, that win their races now, and before all that may race a collective."""
+    if racers:
+        yield from _head_starts_of(racers)
+    if len(rivals) > len(racers):
+        yield from _head_starts_of(rivals, IN_EVERY_RACE)
 
 
 def _head_starts_of(kernels: tuple[int, ...], where: str = "") -> Iterator[Candidate]:
@@ -133,43 +157,47 @@ def _head_starts_of(kernels: tuple[int, ...], where: str = "") -> Iterator[Candi
         )
 
 
-def _caps(step: Step, gpu: Gpu, contention: Sequence[Contention]) -> Proposal:
-    """Caps only on kernels that a collective waits for: at the residency that leaves it room, and at two thirds of that."""
-    blockers = _blockers(step, gpu, contention)
+def propose_caps(gpu: Gpu, blockers: Sequence[Blocker]) -> Proposal:
+    """Caps for kernels that a collective waits for: at the residency that leaves it room, and at two thirds of that."""
     if not blockers:
         return _refusal("residency_cap", "all kernels", "no collective waits for another kernel's CTAs to leave")
     directives: dict[str, list[Directive]] = {"caps": [], "lower caps": []}
     refusals: list[Refusal] = []
-    for kernel, communication in blockers:
-        usual = residency(gpu, kernel.footprint).ctas_per_sm
+    for blocker in blockers:
         try:
-            beside = largest_residency_beside(gpu, kernel.footprint, communication)
-            most, percent = beside.ctas_per_sm, beside.carveout_percent
-            effect = "so that a communication CTA fits beside"
-        except OccupancyError as problem:
-            if usual < 2:
-                refusals.append(Refusal(control="residency_cap", target=kernel.name, reason=str(problem)))
-                continue
-            most, percent = usual * 3 // 4, 100
-            effect = "to empty an SM sooner; no cap lets a communication CTA in beside"
+            usual = residency(gpu, blocker.footprint).ctas_per_sm
+            most, percent, effect = _largest_useful_cap(gpu, blocker, usual)
+        except (OccupancyError, StepError) as problem:
+            refusals.append(Refusal(control="residency_cap", target=blocker.name, reason=str(problem)))
+            continue
         for label, ctas_per_sm in (("caps", most), ("lower caps", most * 2 // 3)):
-            if 1 <= ctas_per_sm < usual or (ctas_per_sm == usual and percent != kernel.footprint.carveout_percent):
-                directives[label].append(
-                    _cap(gpu, kernel, ctas_per_sm, percent, f"{ctas_per_sm} instead of {usual} CTAs per SM, {effect}")
-                )
-    return _proposal(
-        (
-            Candidate(family="residency_cap", label=label, directives=tuple(chosen))
-            for label, chosen in directives.items()
-            if chosen
-        ),
-        refusals,
+            if 1 <= ctas_per_sm < usual or (ctas_per_sm == usual and percent != blocker.footprint.carveout_percent):
+                reason = f"{ctas_per_sm} instead of {usual} CTAs per SM, {effect}"
+                directives[label].append(_cap(gpu, blocker, ctas_per_sm, percent, reason))
+    candidates = (
+        Candidate(family="residency_cap", label=label, directives=tuple(chosen))
+        for label, chosen in directives.items()
+        if chosen
     )
+    return _proposal(candidates, refusals)
 
 
-def _blockers(step: Step, gpu: Gpu, contention: Sequence[Contention]) -> list[tuple[Kernel, Footprint]]:
-    """Each kernel that a collective waits for, once per name, with that collective's footprint."""
-    found: dict[str, tuple[Kernel, Footprint]] = {}
+def _largest_useful_cap(gpu: Gpu, blocker: Blocker, usual: int) -> tuple[int, int, str]:
+    """CTAs per SM, the carveout, and what the cap is for. Raises `OccupancyError` where no cap is of use."""
+    if blocker.is_cooperative:
+        raise OccupancyError("It has a grid barrier and needs all its CTAs resident at once.")
+    try:
+        beside = largest_residency_beside(gpu, blocker.footprint, blocker.communication)
+    except OccupancyError:
+        if usual < 2:
+            raise
+        return usual * 3 // 4, 100, "to empty an SM sooner; no cap lets a communication CTA in beside"
+    return beside.ctas_per_sm, beside.carveout_percent, "so that a communication CTA fits beside"
+
+
+def _blockers(step: Step, gpu: Gpu, contention: Sequence[Contention]) -> list[Blocker]:
+    """Each kernel that a collective waits for, once per name."""
+    found: dict[str, Blocker] = {}
     for entry in contention:
         collective = step.operations[entry.collective]
         assert isinstance(collective, Collective), "contention is listed for collectives"
@@ -177,16 +205,17 @@ def _blockers(step: Step, gpu: Gpu, contention: Sequence[Contention]) -> list[tu
         for number in entry.blockers:
             kernel = step.operations[number]
             assert isinstance(kernel, Kernel), "blockers are kernels"
-            found.setdefault(kernel.name, (kernel, footprint))
+            blocker = Blocker(name=kernel.name, footprint=kernel.footprint, communication=footprint)
+            found.setdefault(kernel.name, blocker)
     return list(found.values())
 
 
-def _cap(gpu: Gpu, kernel: Kernel, ctas_per_sm: int, carveout_percent: int, reason: str) -> Directive:
-    footprint = kernel.footprint
+def _cap(gpu: Gpu, blocker: Blocker, ctas_per_sm: int, carveout_percent: int, reason: str) -> Directive:
+    footprint = blocker.footprint
     is_raised = ctas_per_sm < residency(gpu, footprint).ctas_per_sm
     dynamic = cap_shared_bytes(gpu, footprint, ctas_per_sm) if is_raised else footprint.dynamic_shared_bytes
     cap = ResidencyCap(ctas_per_sm=ctas_per_sm, dynamic_shared_bytes=dynamic, carveout_percent=carveout_percent)
-    return Directive(match=Match(name=kernel.name, kind="computation"), controls=(cap,), reason=reason)
+    return Directive(match=Match(name=blocker.name, kind="computation"), controls=(cap,), reason=reason)
 
 
 def _communication_ctas(step: Step, gpu: Gpu, contention: Sequence[Contention]) -> Proposal:

@@ -1,9 +1,9 @@
-"""The choice by measurement: the simulator prunes, the best few candidates are measured interleaved with the baseline.
+"""The choice by measurement: the simulator prunes, and the best few candidates are compared with the step as it is.
 
-A plan is kept only if its gain exceeds the spread; otherwise the step stays as it was. All ranks measure the same
-candidates, rank 0's, and each candidate's time is that of the slowest rank, so all come to the same choice. A candidate that
-cannot be made ready on some rank, as for want of memory, is left out on all; one that was started and fails ends it all,
-because other ranks may already wait in its collectives.
+A plan is kept only if it is proven faster (`measurement.tournament`); otherwise the step stays as it was. All ranks measure
+the same candidates, rank 0's, and each candidate's time is that of the slowest rank, so all come to the same choice. A
+candidate that cannot be made ready on some rank, as for want of memory, is left out on all; one that was started and fails
+ends it all, because other ranks may already wait in its collectives.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -14,18 +14,19 @@ from typing import Protocol
 import msgspec
 
 from counterpoint.cuda.graph import AbstractExecutable, AbstractGraph
-from counterpoint.cuda.reading import ReadGraph
-from counterpoint.cuda.rewriting import rewrite
-from counterpoint.cuda.timing import Measurement, fastest, finalists, measure_in_heats
+from counterpoint.cuda.graph_reading import ReadGraph
+from counterpoint.cuda.graph_rewriting import rewrite
 from counterpoint.engagement import Engagement
 from counterpoint.errors import DeviceError
 from counterpoint.machine import Machine
+from counterpoint.measurement.orders import draw_seed
+from counterpoint.measurement.tournament import compare
+from counterpoint.measurement.values import Comparison
 from counterpoint.plan import Directive, Expectation, Plan, Refusal, control_tag
-from counterpoint.planner.candidates import propose_untold
+from counterpoint.planner.candidates import propose_unsimulated
 from counterpoint.planner.search import AS_IT_IS, Trial, Tuning, attempt, tune
 from counterpoint.sim import Simulator
 from counterpoint.step import Step
-from counterpoint.units import format_percent, format_us
 from counterpoint.value import Value
 
 SIMULATION_ERROR = 0.05  # on average over the paper's grid on 4 H200s
@@ -71,49 +72,52 @@ class MeasuredTuning(Value, frozen=True, kw_only=True):
     """The plan, what was measured, and what became of each control of the plan."""
 
     plan: Plan
-    measurements: tuple[Measurement, ...]
+    comparison: Comparison
     engagements: tuple[Engagement, ...]
     simulated: Tuning
 
 
 def tune_measured(captured: Replayable, machine: Machine, num_candidates: int = 6, num_rounds: int = 15) -> MeasuredTuning:
-    """Find the best plan for a captured step on the GPUs at hand.
+    """Find the best plan for a captured step on the GPUs at hand, in so many replays as `num_rounds` rounds of all take.
 
     Raises `DeviceError` if the step cannot be made ready as it is, or a replay fails; a candidate that cannot be made ready
     is among the plan's refusals.
     """
     step = captured.read.step
     simulated = tune(step, machine, Simulator())
-    applicable, inapplicable = _applicable(captured, [*simulated.trials, *_untold(step, machine, simulated)])
+    applicable, inapplicable = _applicable(captured, [*simulated.trials, *_unsimulated(step, machine, simulated)])
     contenders = _agree(captured, applicable[:num_candidates])
     with ExitStack() as opened:
         entrants, dropped = _admit_all(captured, contenders, opened)
-        measurements = measure_in_heats(
+        comparison = compare(
             [entrant.contender.label for entrant in entrants],
             lambda number: captured.time_us(entrants[number].executable),
             num_rounds,
+            seed=int(captured.agree(str(draw_seed()))),
         )
-    chosen = fastest(measurements)
+    chosen, measurements = comparison.chosen, comparison.measurements
     directives, engagements = entrants[chosen].contender.directives, entrants[chosen].engagements
     plan = Plan(
         step_name=step.name,
         step_fingerprint=step.fingerprint(),
         machine=machine.name,
         verdict="GAIN" if chosen else "NO_GAIN",
-        summary=_summary(measurements, chosen),
+        summary=comparison.describe(),
         expectation=Expectation(
             origin="measured", baseline_us=measurements[0].median_us, planned_us=measurements[chosen].median_us
-        ),
+        )
+        if measurements
+        else None,
         directives=directives,
         refusals=(*_left_out(directives, inapplicable, simulated.plan.refusals), *dropped),
     )
-    return MeasuredTuning(plan=plan, measurements=measurements, engagements=engagements, simulated=simulated)
+    return MeasuredTuning(plan=plan, comparison=comparison, engagements=engagements, simulated=simulated)
 
 
-def _untold(step: Step, machine: Machine, simulated: Tuning) -> Iterator[Trial]:
+def _unsimulated(step: Step, machine: Machine, simulated: Tuning) -> Iterator[Trial]:
     """Trials of controls that the simulator saw no use for, but whose use hangs on a race that it cannot tell."""
     tried = {family for trial in simulated.trials for family in trial.families if len(trial.families) == 1}
-    for candidate in propose_untold(step, machine):
+    for candidate in propose_unsimulated(step, machine):
         if candidate.family not in tried:
             yield attempt(step, machine, Simulator(), candidate)
 
@@ -207,18 +211,3 @@ def _left_out(
 def _agree(captured: Replayable, contenders: list[Contender]) -> list[Contender]:
     text = captured.agree(msgspec.json.encode(contenders).decode())
     return msgspec.json.decode(text, type=list[Contender])
-
-
-def _summary(measurements: Sequence[Measurement], chosen: int) -> str:
-    number = chosen or min(finalists(measurements), key=lambda candidate: measurements[candidate].ratio)
-    without, best = measurements[0], measurements[number]
-    times = f"{format_us(without.median_us)} to {format_us(best.median_us)}"
-    change = format_percent(1 - best.ratio)
-    if chosen:
-        return f"{best.label}: {times}, {change} less, spread {format_percent(best.spread)}"
-    if not number:
-        return "no candidate was faster; leave it as it is"
-    return (
-        f"the best candidate ({best.label}) was {change} faster, within the spread of {format_percent(best.spread)}; "
-        "leave it as it is"
-    )

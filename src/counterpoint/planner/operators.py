@@ -1,14 +1,14 @@
 """The choice of operators' copy schedules from measured times: which are worth measuring, which is kept, and the plan of it.
 
-The estimate prunes and names its own pick; a schedule is kept only if it beats `sequential`, the library's collective
-and then the matmul, beyond the spread and by `LEAST_MEASURED_GAIN`. Knows nothing of tensors or GPUs; the measuring is in
+The estimate prunes and names its own pick; a schedule is kept only if it is proven faster than `sequential`, the library's
+collective and then the matmul (`measurement.tournament`). Knows nothing of tensors or GPUs; the measuring is in
 `operators_on_gpu.py`.
 """
 
 from collections.abc import Sequence
 
-from counterpoint.cuda.timing import Measurement, fastest, finalists
 from counterpoint.machine import Machine
+from counterpoint.measurement.values import Comparison, Measurement
 from counterpoint.plan import Directive, Expectation, Match, Plan, ScheduleChoice
 from counterpoint.schedule import SEQUENTIAL, Problem, ScheduleDescription
 from counterpoint.schedule.actions import Pass
@@ -17,19 +17,27 @@ from counterpoint.units import format_count, format_percent, format_us
 from counterpoint.value import Value
 
 NUM_CANDIDATES = 4  # beside sequential: the best by the estimate, which seldom misses by more than that
-LEAST_MEASURED_GAIN = 0.005  # less is not worth a plan, as for steps under `run --tune`
 
 
 class TunedOperator(Value, frozen=True, kw_only=True):
-    """One call and what its schedules took. `descriptions` and `measurements` go together, `sequential` first;
-    `estimated` and `chosen` are places in them: the heuristic's pick, and what is kept. `ideal_us` is estimated."""
+    """One call and what its schedules took. `descriptions` go with the measurements of `comparison`, `sequential` first;
+    `estimated` is the place of the heuristic's pick in them. `ideal_us` is estimated."""
 
     name: str
     descriptions: tuple[ScheduleDescription, ...]
-    measurements: tuple[Measurement, ...]
+    comparison: Comparison
     estimated: int
-    chosen: int
     ideal_us: float
+
+    @property
+    def measurements(self) -> tuple[Measurement, ...]:
+        """What the schedules took, `sequential` first."""
+        return self.comparison.measurements
+
+    @property
+    def chosen(self) -> int:
+        """The place of the schedule that is kept."""
+        return self.comparison.chosen
 
     @property
     def sequential_us(self) -> float:
@@ -40,11 +48,6 @@ class TunedOperator(Value, frozen=True, kw_only=True):
     def chosen_us(self) -> float:
         """What the call takes by the schedule that is kept."""
         return self.measurements[self.chosen].median_us
-
-    @property
-    def fastest(self) -> int:
-        """The schedule with the best ratio to sequential, of those that were in the final; 0 where there is no other."""
-        return min(finalists(self.measurements)[1:], key=lambda number: self.measurements[number].ratio, default=0)
 
     def reason(self) -> str:
         """Why this schedule, in words for the plan."""
@@ -63,14 +66,15 @@ class TunedOperator(Value, frozen=True, kw_only=True):
         return f" and {format_us(estimated.median_us)} as estimated ({estimated.label})"
 
     def _no_gain(self) -> str:
-        if not self.fastest:
+        others = self.measurements[1:]
+        if not others:
             return "no schedule was measured beside it"
-        best = self.measurements[self.fastest]
+        verdict = self.comparison.verdict
+        best = self.measurements[verdict.best] if verdict.best else min(others, key=lambda row: row.ratio)
         taken = f"the fastest schedule ({best.label}) takes {format_us(best.median_us)}"
-        if best.ratio >= 1:
+        if not verdict.best:
             return taken
-        least = max(best.spread, LEAST_MEASURED_GAIN)
-        return f"{taken}, {format_percent(1 - best.ratio)} less, which is within {format_percent(least)}"
+        return f"{taken}, {format_percent(verdict.gain)} less, and {format_percent(verdict.needed_gain)} has to be proven"
 
 
 class OperatorTuning(Value, frozen=True, kw_only=True):
@@ -85,11 +89,6 @@ def descriptions_to_measure(problem: Problem, machine: Machine, direction: Pass)
     picked = pick_schedule(problem, machine, direction).description
     ranked = [candidate.description for candidate in rank_candidates(problem, machine, direction)]
     return tuple(dict.fromkeys((SEQUENTIAL, picked, *ranked[:NUM_CANDIDATES])))
-
-
-def choose(measurements: Sequence[Measurement]) -> int:
-    """The fastest that beats the first, `sequential`, beyond its spread and the least gain; 0, the first, if none does."""
-    return fastest(measurements, LEAST_MEASURED_GAIN)
 
 
 def plan_of(operators: Sequence[TunedOperator], machine: str) -> OperatorTuning:
@@ -118,7 +117,7 @@ def plan_of(operators: Sequence[TunedOperator], machine: str) -> OperatorTuning:
 def _summary(operators: Sequence[TunedOperator], baseline_us: float, planned_us: float) -> str:
     num_gains = sum(tuned.chosen > 0 for tuned in operators)
     if not num_gains:
-        return "no schedule beats sequential beyond the spread; leave the calls to the library"
+        return "no schedule is proven faster than sequential; leave the calls to the library"
     estimated_us = sum(tuned.measurements[tuned.estimated].median_us for tuned in operators)
     return (
         f"{num_gains} of {format_count(len(operators), 'call')} by copy schedules: {format_us(baseline_us)} sequential to "

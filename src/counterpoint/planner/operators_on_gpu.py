@@ -7,13 +7,14 @@ plan. Results are compared with those of `sequential` before and after. Has run 
 from collections.abc import Sequence
 from contextlib import closing
 
-from counterpoint.cuda.timing import measure_in_heats, order_of_round
+from counterpoint.measurement.orders import Rounds, draw_seed
+from counterpoint.measurement.tournament import compare
 from counterpoint.ops.call_timer import AbstractCallTimer
-from counterpoint.ops.contest import Contest
 from counterpoint.ops.gpu_call_timer import open_call_timer
 from counterpoint.ops.runtime import Group, Request, Runtime, runtime_of_group
+from counterpoint.ops.schedule_benchmark import Contest
 from counterpoint.plan import Plan
-from counterpoint.planner.operators import OperatorTuning, TunedOperator, choose, descriptions_to_measure, plan_of
+from counterpoint.planner.operators import OperatorTuning, TunedOperator, descriptions_to_measure, plan_of
 from counterpoint.schedule.estimate import estimate_ideal
 from counterpoint.schedule.heuristic import pick_schedule
 
@@ -68,16 +69,17 @@ def _measured(runtime: Runtime, request: Request, timer: AbstractCallTimer, *, n
     with closing(Contest(runtime, request, descriptions_to_measure(problem, runtime.machine, request.direction))) as contest:
         labels = [description.label() for description in contest.descriptions]
         contest.require_right()
+        seed = int(runtime.text_of_first(str(draw_seed())))
+        rounds = Rounds(seed, len(labels))
         for number in range(timer.num_warm_up_rounds):
-            contest.warm_up(order_of_round(number, len(labels)))
-        measurements = measure_in_heats(labels, lambda number: contest.time_us(number, timer), num_rounds)
+            contest.warm_up(rounds.order(number))
+        comparison = compare(labels, lambda number: contest.time_us(number, timer), num_rounds, seed)
         contest.require_right()
     picked = pick_schedule(problem, runtime.machine, request.direction).description
     return TunedOperator(
         name=contest.name,
         descriptions=contest.descriptions,
-        measurements=measurements,
+        comparison=comparison,
         estimated=contest.descriptions.index(picked),
-        chosen=choose(measurements),
         ideal_us=estimate_ideal(problem, runtime.machine, direction=request.direction),
     )

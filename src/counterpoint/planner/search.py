@@ -1,29 +1,26 @@
 """The search: try each control alone, then add to the best what still helps, then drop what the plan does not need.
 
 It knows nothing of how a candidate is executed; it compares timelines that an executor returns. A plan must gain at least
-`MIN_GAIN` of the baseline's makespan, else the verdict is NO_GAIN and the plan is empty; a further control must add
-`MIN_ADDED_GAIN`.
+`LEAST_SIMULATED_GAIN` of the baseline's makespan, else the verdict is NO_GAIN and the plan is empty; a further control must
+add `LEAST_ADDED_GAIN`.
 """
 
 from collections.abc import Callable, Sequence
 
 import msgspec
 
-from counterpoint.executor import AbstractExecutor
 from counterpoint.machine import Machine
+from counterpoint.measurement.values import LEAST_ADDED_GAIN, LEAST_SIMULATED_GAIN, NEGLIGIBLE
 from counterpoint.metrics import measure
 from counterpoint.plan import Directive, Expectation, Plan, Refusal
 from counterpoint.planner.candidates import Candidate, Proposal, propose
 from counterpoint.planner.contention import find_contention
 from counterpoint.step import Step
-from counterpoint.timeline import Timeline
+from counterpoint.timeline import AbstractExecutor, Timeline
 from counterpoint.units import format_count, format_percent, format_us
 from counterpoint.value import Value
 
 AS_IT_IS = "as it is"
-MIN_GAIN = 0.01
-MIN_ADDED_GAIN = 0.005
-NEGLIGIBLE = 0.0005
 
 
 class Trial(Value, frozen=True, kw_only=True):
@@ -112,7 +109,7 @@ def tune(
     parts = _shrink(bench, _grow(bench, without))
     best = bench.attempt(parts)
     baseline = bench.run(())
-    is_gain = best.makespan_us <= (1 - MIN_GAIN) * without.makespan_us
+    is_gain = best.makespan_us <= (1 - LEAST_SIMULATED_GAIN) * without.makespan_us
     chosen = best if is_gain else without
     plan = Plan(
         step_name=step.name,
@@ -138,7 +135,7 @@ def _grow(bench: _Bench, without: Trial) -> list[Candidate]:
         if not trials:
             return parts
         trial, candidate = min(trials, key=lambda entry: (entry[0].makespan_us, entry[0].exposed_us))
-        if trial.makespan_us > best.makespan_us * (1 - MIN_ADDED_GAIN):
+        if trial.makespan_us > best.makespan_us * (1 - LEAST_ADDED_GAIN):
             return parts
         best = trial
         parts.append(candidate)
@@ -166,8 +163,8 @@ def _summary(trials: Sequence[Trial], chosen: Trial) -> str:
     if change <= NEGLIGIBLE:
         return "no control shortens this step; leave it as it is"
     return (
-        f"the best candidate ({best.label}) would save {100 * change:z.2f} %, less than the {format_percent(MIN_GAIN)} "
-        "that a simulation can be trusted with; leave it as it is"
+        f"the best candidate ({best.label}) would save {100 * change:z.2f} %, less than the "
+        f"{format_percent(LEAST_SIMULATED_GAIN)} that a simulation can be trusted with; leave it as it is"
     )
 
 
