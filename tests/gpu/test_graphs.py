@@ -15,11 +15,11 @@ from torch.profiler import ProfilerActivity, profile
 from counterpoint.cuda.applied import apply
 from counterpoint.cuda.capture import capture
 from counterpoint.cuda.driver import DriverExecutable, DriverGraph, check
-from counterpoint.cuda.reading import GraphTimes, read_graph
-from counterpoint.cuda.rewriting import rewrite
-from counterpoint.cuda.timing import measure_interleaved
+from counterpoint.cuda.graph_reading import GraphTimes, read_graph
+from counterpoint.cuda.graph_rewriting import rewrite
 from counterpoint.errors import DeviceError
 from counterpoint.machine import machine_for_device
+from counterpoint.measurement.tournament import measure_rounds
 from counterpoint.occupancy import cap_shared_bytes
 from counterpoint.plan import Directive, Match, Plan, Priority, ResidencyCap
 from counterpoint.step import Footprint
@@ -438,7 +438,7 @@ def test_a_replay_costs_the_host_no_more_than_that_of_torch(thousand: Captured) 
         torch.cuda.synchronize()
         return 1000 * elapsed_ms(ways[way])[0]
 
-    by_torch, ours = measure_interleaved(["torch", "ours"], host_us, 30)
+    by_torch, ours = measure_rounds(["torch", "ours"], host_us, 30, seed=1)
     print(f"\nreplay of 1000 nodes, host time: torch {by_torch.median_us:.1f} us, ours {ours.median_us:.1f} us")
     executable.close()
     # what else runs on the host only ever adds

@@ -10,8 +10,8 @@ import torch
 
 from counterpoint.cuda import device_query
 from counterpoint.cuda.probing import Probed, probe
-from counterpoint.cuda.timing import measure_interleaved
 from counterpoint.machine import Gpu, Link, load_machine, machine_for_device
+from counterpoint.measurement.tournament import measure_rounds
 
 MAIN = "from counterpoint.cli import main; main()"
 
@@ -60,7 +60,7 @@ def test_the_copy_within_the_gpu_is_as_fast_as_one_of_torch(probed: Probed) -> N
         end.synchronize()
         return 1000 * start.elapsed_time(end)
 
-    rate = 2e6 * source.numel() / measure_interleaved(["torch"], copy_us, 7)[0].median_us
+    rate = 2e6 * source.numel() / measure_rounds(["torch"], copy_us, 7, seed=1)[0].median_us
     print(f"\nHBM copy: {probed.measured.hbm_copy_bytes_per_s / 1e12:.3f} TB/s, by torch {rate / 1e12:.3f} TB/s")
     assert probed.measured.hbm_copy_bytes_per_s == pytest.approx(rate, rel=0.1)
 

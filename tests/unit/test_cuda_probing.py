@@ -13,21 +13,16 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 from rich.console import Console
 
-from counterpoint.cuda.probing import (
+from counterpoint.cuda.device_facts import (
     ATTRIBUTES,
-    COPY_ENGINE_FRACTION,
     OLDEST_CUDA,
     Measured,
     Peer,
-    Probed,
     Queried,
     check_alike,
     check_driver,
-    describe,
-    probe,
-    shipped_machine,
-    spread_sms,
 )
+from counterpoint.cuda.probing import COPY_ENGINE_FRACTION, Probed, describe, probe, shipped_machine, spread_sms
 from counterpoint.errors import DeviceError, MachineError
 from counterpoint.machine import Gpu, Link, load_machine, save_machine
 from counterpoint.report.text import print_probed

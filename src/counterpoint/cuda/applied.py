@@ -1,7 +1,7 @@
 """A plan in force on a captured step: replays go to the rewritten graph, with a guard and a way back.
 
-The guard costs no extra step: now and then it lets ordinary replays alternate between the original and the planned graph,
-compares their times over all ranks, and goes back to the original for good where the plan has become slower.
+The guard costs no extra step: now and then it lets ordinary replays alternate between the original and the planned graph and
+compares their times over all ranks. A plan that is proven slower is taken out, and tried again much later.
 """
 
 from contextlib import ExitStack, closing
@@ -10,10 +10,11 @@ import torch
 
 from counterpoint.cuda.capture import Captured
 from counterpoint.cuda.graph import AbstractExecutable
-from counterpoint.cuda.guard import Guard, Turn, is_slower
-from counterpoint.cuda.rewriting import rewrite
+from counterpoint.cuda.graph_rewriting import rewrite
+from counterpoint.cuda.guarded_replays import GuardedReplays
 from counterpoint.engagement import Engagement, require_engaged
 from counterpoint.errors import DeviceError
+from counterpoint.measurement.orders import draw_seed
 from counterpoint.plan import Plan
 
 Events = tuple[torch.cuda.Event, torch.cuda.Event]
@@ -24,7 +25,7 @@ class Applied:
 
     def __init__(self, captured: Captured, plan: Plan, guard_every: int, is_strict: bool) -> None:
         captured.require_repeatable()
-        self._guard = Guard(guard_every)
+        self._replays = GuardedReplays(guard_every, int(captured.agree(str(draw_seed()))))
         rewritten = rewrite(captured.graph, captured.read, plan)
         self.plan = plan
         self.engagements: tuple[Engagement, ...] = rewritten.engagements
@@ -38,32 +39,38 @@ class Applied:
             opened.callback(self._planned.close)
             self._opened = opened.pop_all()
         self._is_open = True
-        self._events: dict[Turn, list[Events]] = {"original": [], "planned": []}
-        self.is_active = bool(plan.directives)
+        self._events: list[Events] = []  # of the timed replays of a look
+        self._is_reverted = not plan.directives
+
+    @property
+    def is_active(self) -> bool:
+        """Whether the plan is in force: it holds a control, was not reverted, and its guard has not taken it out."""
+        return not self._is_reverted and self._replays.is_in_force
 
     def replay(self) -> None:
         """Run the step once on the current stream, on every rank alike. Raises `DeviceError` after `close`."""
         if not self._is_open:
             raise DeviceError("The plan is closed, so its step cannot be replayed. Apply it again.")
         stream = torch.cuda.current_stream()
-        if not self.is_active:
+        if self._is_reverted:
             self._original.launch(stream.cuda_stream)
             return
-        turn = self._guard.next_turn()
-        if turn == "untimed":
-            self._planned.launch(stream.cuda_stream)
+        replay = self._replays.next()
+        executable = self._planned if replay.is_planned else self._original
+        if not replay.is_timed:
+            executable.launch(stream.cuda_stream)
             return
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record(stream)
-        (self._original if turn == "original" else self._planned).launch(stream.cuda_stream)
+        executable.launch(stream.cuda_stream)
         end.record(stream)
-        self._events[turn].append((start, end))
-        if self._guard.is_due():
+        self._events.append((start, end))
+        if self._replays.is_due():
             self._judge()
 
     def revert(self) -> None:
-        """Go back to the graph as it was captured; `is_active` is false from then on."""
-        self.is_active = False
+        """Go back to the graph as it was captured for good; `is_active` is false from then on."""
+        self._is_reverted = True
 
     def close(self) -> None:
         """Free both graphs; a replay that still runs ends as usual. A second call does nothing."""
@@ -71,21 +78,17 @@ class Applied:
         self._opened.close()
 
     def _judge(self) -> None:
-        """Compare the replays that the guard has timed; every rank comes to the same answer."""
+        """Judge the timed replays of a look; every rank comes to the same answer."""
         torch.cuda.synchronize()
-        original, planned = (
-            [start.elapsed_time(end) for start, end in self._events[turn]] for turn in ("original", "planned")
-        )
-        if is_slower(original, planned, self._captured.rendezvous.slowest):
-            self.revert()
-        for events in self._events.values():
-            events.clear()
+        times_us = [1000.0 * start.elapsed_time(end) for start, end in self._events]
+        self._events.clear()
+        self._replays.judge(times_us, self._captured.rendezvous.slowest_of)
 
 
 def apply(captured: Captured, plan: Plan, *, guard_every: int = 1000, is_strict: bool = False) -> Applied:
     """Put `plan` in force on a captured step.
 
-    `guard_every`: replays between two checks of the guard, 0 for none, else at least 2 x 5. With `is_strict`, raises
+    `guard_every`: replays between two looks of the guard, 0 for none, else at least 48. With `is_strict`, raises
     `EngagementError` where a control did not take effect; otherwise `engagements` say so. Raises `DeviceError` for a step
     that draws random numbers.
     """

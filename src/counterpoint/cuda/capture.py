@@ -18,8 +18,8 @@ from torch.profiler import ProfilerActivity, profile
 
 from counterpoint.cuda.driver import DriverGraph, driver_version
 from counterpoint.cuda.graph import AbstractExecutable
+from counterpoint.cuda.graph_reading import CollectiveCall, GraphTimes, ReadGraph, read_calls, read_graph
 from counterpoint.cuda.plan_cache import Conditions
-from counterpoint.cuda.reading import CollectiveCall, GraphTimes, ReadGraph, read_calls, read_graph
 from counterpoint.cuda.rendezvous import Rendezvous
 from counterpoint.errors import DeviceError, StepError, cause_of
 from counterpoint.timeline import Interval, Timeline
@@ -120,21 +120,6 @@ class Captured:
             torch_version=torch.__version__,
             num_ranks=self.read.step.num_ranks,
         )
-
-    def outputs_are_identical(self, executable: AbstractExecutable, outputs: list[torch.Tensor]) -> bool:
-        """Whether a replay leaves the same bits in `outputs` as the graph as it was captured; both start from NaN.
-
-        `outputs` are tensors that the step writes and does not read.
-        """
-        with closing(self.graph.instantiate()) as original:
-            first, second = (self._outputs_of(each, outputs) for each in (original, executable))
-        return all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
-
-    def _outputs_of(self, executable: AbstractExecutable, outputs: list[torch.Tensor]) -> list[torch.Tensor]:
-        for tensor in outputs:
-            tensor.fill_(float("nan"))
-        self.time_us(executable)
-        return [tensor.detach().clone().contiguous().view(torch.uint8) for tensor in outputs]
 
     def _profile(self, executable: AbstractExecutable) -> list[Activity]:
         """Start, end and name of each operation on the GPU in one replay, in microseconds, in the order of their starts."""

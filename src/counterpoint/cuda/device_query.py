@@ -9,10 +9,11 @@ from contextlib import ExitStack, contextmanager
 
 from cuda.bindings import driver as cu
 
+from counterpoint.cuda.device_facts import ATTRIBUTES, Measured, Peer, Queried, check_alike, check_driver
 from counterpoint.cuda.driver import Handle, check
-from counterpoint.cuda.probing import ATTRIBUTES, Measured, Peer, Queried, check_alike, check_driver
-from counterpoint.cuda.timing import measure_interleaved
 from counterpoint.errors import DeviceError
+from counterpoint.measurement.orders import draw_seed
+from counterpoint.measurement.tournament import measure_rounds
 from counterpoint.units import MIB, US_PER_S
 
 BUFFER_BYTES = 256 * MIB
@@ -146,7 +147,7 @@ def _measure(gpus: Sequence[OpenedGpu], accesses: dict[tuple[int, int], bool]) -
     if len(gpus) > 1:
         runs.append(lambda: _send_us(gpus[0], gpus[1:]))
     labels = [str(number) for number in range(len(runs))]
-    times = [entry.median_us for entry in measure_interleaved(labels, lambda number: runs[number](), NUM_ROUNDS)]
+    times = [entry.median_us for entry in measure_rounds(labels, lambda number: runs[number](), NUM_ROUNDS, draw_seed())]
     rates = [BUFFER_BYTES * US_PER_S / time_us for time_us in times]
     peers = tuple(
         Peer(

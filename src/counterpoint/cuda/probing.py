@@ -8,14 +8,12 @@ nothing of other nodes; the network is the shipped machine's.
 
 import statistics
 from datetime import date
-from importlib import import_module
 
+from counterpoint.cuda.device_facts import QUERIED, Measured, Queried
 from counterpoint.errors import INSTALL, DeviceError
 from counterpoint.machine import Gpu, Link, Machine, load_machine, machine_for_device, machine_names
 from counterpoint.value import Value
 
-# the oldest CUDA that torch 2.11 is built for; its driver knows the carveout of a graph's kernel
-OLDEST_CUDA = (12, 6)
 COPY_ENGINE_FRACTION = 0.80
 HBM_FRACTION = 0.90
 MEASURED_TOLERANCE = 0.10
@@ -29,60 +27,7 @@ TOLERANCES = {
     "link.per_peer_bytes_per_s": MEASURED_TOLERANCE,
     "measured.hbm_copy_bytes_per_s": MEASURED_TOLERANCE,
 }
-# figures that are one attribute of the device, named as the driver names it
-QUERIED = {
-    "num_sms": "MULTIPROCESSOR_COUNT",
-    "warp_size": "WARP_SIZE",
-    "max_ctas_per_sm": "MAX_BLOCKS_PER_MULTIPROCESSOR",
-    "max_threads_per_cta": "MAX_THREADS_PER_BLOCK",
-    "shared_bytes_per_sm": "MAX_SHARED_MEMORY_PER_MULTIPROCESSOR",
-    "max_shared_bytes_per_cta": "MAX_SHARED_MEMORY_PER_BLOCK_OPTIN",
-    "reserved_shared_bytes_per_cta": "RESERVED_SHARED_MEMORY_PER_BLOCK",
-    "l2_bytes": "L2_CACHE_SIZE",
-    "num_copy_engines": "ASYNC_ENGINE_COUNT",
-}
-ATTRIBUTES = (
-    *QUERIED.values(),
-    "COMPUTE_CAPABILITY_MAJOR",
-    "COMPUTE_CAPABILITY_MINOR",
-    "CLOCK_RATE",
-    "MAX_THREADS_PER_MULTIPROCESSOR",
-    "MAX_REGISTERS_PER_MULTIPROCESSOR",
-    "MEMORY_CLOCK_RATE",
-    "GLOBAL_MEMORY_BUS_WIDTH",
-)
 Figure = bool | int | float | str | tuple[int, ...]
-
-
-class Peer(Value, frozen=True, kw_only=True):
-    """One direction between two GPUs, by their numbers: what the driver allows, and the rate of a copy alone."""
-
-    source: int
-    destination: int
-    has_access: bool
-    has_native_atomics: bool
-    copy_bytes_per_s: float
-
-
-class Queried(Value, frozen=True, kw_only=True):
-    """What the driver says of one GPU. `attributes` are those of `ATTRIBUTES`, as the driver counts them."""
-
-    device_name: str
-    cuda_version: tuple[int, int]
-    attributes: dict[str, int]
-    hbm_bytes: int
-    greatest_priority: int
-
-
-class Measured(Value, frozen=True, kw_only=True):
-    """Rates that copies of 256 MiB reach, bytes per second; HBM counts bytes read and written.
-
-    `all_peers_bytes_per_s` is what the first GPU sends to all others at once, None where it is alone.
-    """
-
-    hbm_copy_bytes_per_s: float
-    peers: tuple[Peer, ...] = ()
-    all_peers_bytes_per_s: float | None = None
 
 
 class Difference(Value, frozen=True, kw_only=True):
@@ -109,33 +54,12 @@ def probe() -> Probed:
     driver, where the visible GPUs differ, and for a compute capability of which no machine is shipped.
     """
     try:
-        query = import_module("counterpoint.cuda.device_query")
+        from counterpoint.cuda.device_query import measure_copies, query_devices  # noqa: PLC0415  needs cuda-bindings
     except ImportError as problem:
         raise DeviceError(f"'cuda-bindings' is needed to probe GPUs and is not installed. {INSTALL}") from problem
-    queried = query.query_devices()
+    queried = query_devices()
     shipped = shipped_machine(queried[0])
-    return describe(shipped, queried, query.measure_copies(len(queried)), date.today())
-
-
-def check_driver(version: int) -> tuple[int, int]:
-    """Split a driver's version (1000 x major + 10 x minor). Raises `DeviceError` where it is older than needed."""
-    found = (version // 1000, version % 1000 // 10)
-    if found < OLDEST_CUDA:
-        raise DeviceError(
-            f"The driver is too old: {OLDEST_CUDA[0]}.{OLDEST_CUDA[1]} or later is needed, and it supports CUDA "
-            f"{found[0]}.{found[1]}. Update the NVIDIA driver."
-        )
-    return found
-
-
-def check_alike(queried: tuple[Queried, ...]) -> None:
-    """Raise `DeviceError` unless the visible GPUs are of one kind, as the GPUs of a machine are."""
-    names = sorted({each.device_name for each in queried})
-    if len(names) > 1:
-        raise DeviceError(
-            f"A machine has equal GPUs, but {len(names)} kinds are visible: {', '.join(names)}. "
-            "Choose one kind with CUDA_VISIBLE_DEVICES."
-        )
+    return describe(shipped, queried, measure_copies(len(queried)), date.today())
 
 
 def shipped_machine(queried: Queried) -> Machine:

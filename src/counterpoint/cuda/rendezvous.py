@@ -4,52 +4,61 @@ Every wait has a limit. A rank that does not answer within it, or a replay that 
 instead of a hang.
 """
 
+import os
 import time
+from collections.abc import Sequence
 from datetime import timedelta
-from typing import TypeVar
 
+import msgspec
 import torch
 import torch.distributed as dist
 
-from counterpoint.errors import DeviceError, PlanError, cause_of
+from counterpoint.errors import DeviceError, PlanError
+from counterpoint.ranks import Exchange, LocalStore
 
-T = TypeVar("T")
+
+def open_exchange(purpose: str, limit_s: float) -> Exchange:
+    """An exchange of all ranks of the job, through the store of their process group; of this process where it is alone.
+
+    All ranks open it for the same purpose, as often and in the same order. It has a connection of its own, so its limit is
+    not the job's, and other threads may use the job's connection meanwhile.
+    """
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+        return Exchange(LocalStore(), rank=0, num_ranks=1, limit_s=limit_s)
+    own = dist.distributed_c10d._get_default_store().clone()  # torch has no public name for it
+    own.set_timeout(timedelta(seconds=limit_s))
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    whole = dist.PrefixStore(f"counterpoint/{purpose}/{attempt}", own)
+    rank = dist.get_rank()
+    number = whole.add(f"opened by {rank}", 1)
+    return Exchange(dist.PrefixStore(f"{number}", whole), rank=rank, num_ranks=dist.get_world_size(), limit_s=limit_s)
 
 
 class Rendezvous:
     """All ranks of the job, or this process alone where there is no process group."""
 
     def __init__(self, limit_s: float) -> None:
-        self._limit_s = limit_s
-        is_joined = dist.is_initialized()
-        self.num_ranks = dist.get_world_size() if is_joined else 1
-        self.is_first_rank = not is_joined or dist.get_rank() == 0
-        self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=limit_s)) if is_joined else None
+        self._exchange = open_exchange("rendezvous", limit_s)
+        self.num_ranks = self._exchange.num_ranks
+        self.is_first_rank = self._exchange.rank == 0
 
     def meet(self) -> None:
         """Wait for all ranks."""
-        self.slowest(0.0)
+        self._exchange.round(b"", "start together")
 
     def slowest(self, value: float) -> float:
         """The largest value of all ranks, on every rank."""
-        if self._group is None:
-            return value
-        shared = torch.tensor([value], dtype=torch.float64)
-        try:
-            dist.all_reduce(shared, op=dist.ReduceOp.MAX, group=self._group)
-        except RuntimeError as problem:
-            raise self._lost(problem) from problem
-        return float(shared.item())
+        return self.slowest_of([value])[0]
 
-    def agree(self, fingerprint: str, value: T) -> T:
-        """Rank 0's value on every rank. Raises `PlanError` on all of them if their fingerprints differ."""
-        if self._group is None:
-            return value
-        everyone: list[tuple[str, T]] = [(fingerprint, value)] * self.num_ranks
-        try:
-            dist.all_gather_object(everyone, (fingerprint, value), group=self._group)
-        except RuntimeError as problem:
-            raise self._lost(problem) from problem
+    def slowest_of(self, values: Sequence[float]) -> list[float]:
+        """The largest of each of these values, of which every rank has as many, on every rank."""
+        texts = self._exchange.round(msgspec.json.encode(values), "compare times")
+        return [max(each) for each in zip(*(msgspec.json.decode(text, type=list[float]) for text in texts), strict=True)]
+
+    def agree(self, fingerprint: str, text: str) -> str:
+        """Rank 0's text on every rank. Raises `PlanError` on all of them if their fingerprints differ."""
+        own = msgspec.json.encode((fingerprint, text))
+        everyone = [msgspec.json.decode(each, type=tuple[str, str]) for each in self._exchange.round(own, "agree on a plan")]
         found = [entry for entry, _ in everyone]
         if len(set(found)) > 1:
             raise PlanError(
@@ -60,17 +69,10 @@ class Rendezvous:
 
     def wait_for(self, event: torch.cuda.Event) -> None:
         """Wait until the GPU has passed `event`; a collective whose peer is gone never ends by itself."""
-        deadline = time.monotonic() + self._limit_s
+        deadline = time.monotonic() + self._exchange.limit_s
         while not event.query():
             if time.monotonic() > deadline:
                 raise DeviceError(
-                    f"A replay did not end within {self._limit_s:g} s: a collective waits for a rank that is gone or runs "
-                    "another step. Look at the other ranks' output, and start all of them again."
+                    f"A replay did not end within {self._exchange.limit_s:g} s: a collective waits for a rank that is gone "
+                    "or runs another step. Look at the other ranks' output, and start all of them again."
                 )
-
-    def _lost(self, problem: RuntimeError) -> DeviceError:
-        cause = cause_of(problem, 160)
-        return DeviceError(
-            f"Another rank did not answer within {self._limit_s:g} s, or ended ({cause}). Look at its output, and start all "
-            "ranks again."
-        )

@@ -1,0 +1,165 @@
+"""A captured graph as a step: exact dependencies and footprints from the graph, times from replays.
+
+A graph has no streams; each node continues the chain of a node it waits for where that chain is free, else it starts a new
+one, so that streams here say what is serial. Sizes of collectives are not in the graph: they come from what was recorded
+while it was captured, in the order of issue.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from msgspec.structs import replace
+
+from counterpoint.cuda.graph import GraphNode
+from counterpoint.errors import StepError
+from counterpoint.step import Collective, CollectiveKind, Copy, Dependency, Kernel, Operation, Step
+from counterpoint.traces.classify import classify_kernel, element_bytes, known_collective
+from counterpoint.value import Value
+
+RECORDED_LIBRARIES = ("nccl", "rccl")  # what torch.distributed calls, and so records
+
+
+class CollectiveCall(Value, frozen=True, kw_only=True):
+    """One collective as torch.distributed issued it; `num_bytes` as nccl-tests counts it."""
+
+    collective: CollectiveKind
+    num_bytes: int
+    group_size: int
+
+
+class GraphTimes(Value, frozen=True, kw_only=True):
+    """Time of each node alone, in microseconds, by node number; 0 for nodes without work.
+
+    `names` are the full names that the profiler shows, by node number, where they are known.
+    """
+
+    device_name: str
+    lone_us: tuple[float, ...]
+    names: tuple[str, ...] = ()
+
+
+class ReadGraph(Value, frozen=True, kw_only=True):
+    """The step, and for each of its operations the number of its node in the graph."""
+
+    step: Step
+    nodes: tuple[int, ...]
+
+
+def read_graph(
+    name: str, nodes: Sequence[GraphNode], calls: Sequence[CollectiveCall], times: GraphTimes, num_ranks: int
+) -> ReadGraph:
+    """Build the step of a graph. Nodes without work (events, empty ones) become dependencies of those behind them.
+
+    Sizes of collectives are 0 where they are not known: of other libraries than NCCL and RCCL, or if no call was recorded
+    at all. Raises `StepError` where calls were recorded, but not as many as the graph holds.
+    """
+    if times.names:
+        nodes = [replace(node, name=full) for node, full in zip(nodes, times.names, strict=True)]
+    _check_calls(name, nodes, calls)
+    streams = _chains(nodes)
+    waiting_calls = list(calls)
+    numbers: dict[int, int] = {}
+    operations: list[Operation] = []
+    for number, node in enumerate(nodes):
+        if node.kind == "other":
+            continue
+        waits = tuple(Dependency(operation=numbers[wait]) for wait in _working(number, nodes))
+        numbers[number] = len(operations)
+        operations.append(_operation(node, streams[number], waits, times.lone_us[number], waiting_calls))
+    step = Step(name=name, num_ranks=num_ranks, operations=tuple(operations), device_name=times.device_name)
+    return ReadGraph(step=step, nodes=tuple(numbers))
+
+
+def read_calls(events: Iterable[Mapping[str, Any]]) -> list[CollectiveCall]:
+    """The collectives among a profiler's events, in the order of issue; a size that is not known is 0, as in traces."""
+    noted = sorted((event for event in events if event.get("name") == "record_param_comms"), key=lambda event: event["ts"])
+    calls = []
+    for event in noted:
+        args = event.get("args", {})
+        kind = known_collective(str(args.get("Collective name", "")))
+        if kind is None:
+            continue
+        size = element_bytes(str(args.get("dtype", ""))) or 0
+        elements = max(int(args.get("In msg nelems", 0)), int(args.get("Out msg nelems", 0)))
+        calls.append(CollectiveCall(collective=kind, num_bytes=elements * size, group_size=int(args.get("Group size", 1))))
+    return calls
+
+
+def _check_calls(name: str, nodes: Sequence[GraphNode], calls: Sequence[CollectiveCall]) -> None:
+    held = sum(node.kind == "kernel" and classify_kernel(node.name).library in RECORDED_LIBRARIES for node in nodes)
+    if calls and held != len(calls):
+        raise StepError(
+            f"The graph of '{name}' holds {held} collectives, but {len(calls)} were recorded while it was captured. "
+            "Issue all of them through torch.distributed, and do not coalesce them."
+        )
+
+
+def _operation(
+    node: GraphNode, stream: int, waits: tuple[Dependency, ...], lone_us: float, calls: list[CollectiveCall]
+) -> Operation:
+    if node.kind == "copy":
+        return Copy(
+            name=node.name,
+            stream=stream,
+            direction=node.direction,
+            num_bytes=node.num_bytes,
+            lone_us=lone_us,
+            waits_for=waits,
+        )
+    assert node.footprint is not None, "a kernel node has a footprint"
+    rule = classify_kernel(node.name)
+    if rule.kind != "communication":
+        return Kernel(
+            name=node.name,
+            stream=stream,
+            footprint=node.footprint,
+            character=rule.character,
+            lone_us=lone_us,
+            is_work_sharing=rule.is_work_sharing,
+            waits_for=waits,
+        )
+    is_recorded = bool(calls) and rule.library in RECORDED_LIBRARIES
+    call = calls.pop(0) if is_recorded else CollectiveCall(collective=rule.collective, num_bytes=0, group_size=1)
+    return Collective(
+        name=node.name,
+        stream=stream,
+        collective=call.collective,
+        num_bytes=call.num_bytes,
+        group_size=call.group_size,
+        library=rule.library or "nccl",
+        footprint=node.footprint,
+        lone_us=lone_us,
+        waits_for=waits,
+    )
+
+
+def _working(number: int, nodes: Sequence[GraphNode]) -> list[int]:
+    """The nodes with work that node `number` waits for, directly or through nodes without work."""
+    found: set[int] = set()
+    passed: set[int] = set()  # else layers of nodes without work would be walked once for every path through them
+    left = list(nodes[number].waits_for)
+    while left:
+        wait = left.pop()
+        if wait in passed:
+            continue
+        passed.add(wait)
+        if nodes[wait].kind == "other":
+            left.extend(nodes[wait].waits_for)
+        else:
+            found.add(wait)
+    return sorted(found)
+
+
+def _chains(nodes: Sequence[GraphNode]) -> list[int]:
+    """A stream number for each node, so that each stream is a chain of dependencies."""
+    last_of_chain: list[int] = []
+    chains = []
+    for number, node in enumerate(nodes):
+        free = [chain for chain, last in enumerate(last_of_chain) if last in node.waits_for]
+        if free:
+            chains.append(free[0])
+            last_of_chain[free[0]] = number
+        else:
+            chains.append(len(last_of_chain))
+            last_of_chain.append(number)
+    return chains

@@ -1,0 +1,129 @@
+"""Apply a plan to a copy of a captured graph, and prove from the driver what took effect.
+
+Edits go to the nodes that the plan's directives match and to no others; the captured graph is never touched, so leaving
+the plan is launching the original. A control that cannot apply is refused with the reason, never skipped in silence.
+"""
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+
+import msgspec
+
+from counterpoint.cuda.graph import AbstractGraph, GraphNode
+from counterpoint.cuda.graph_reading import ReadGraph
+from counterpoint.engagement import Engagement
+from counterpoint.plan import (
+    CommunicationCtas,
+    Control,
+    HeadStart,
+    Plan,
+    Priority,
+    ResidencyCap,
+    Transport,
+    control_tag,
+    describe_control,
+)
+from counterpoint.units import format_count
+
+REFUSED_IN_GRAPHS = {
+    CommunicationCtas: "a process group takes it when it is made: "
+    "set options.config.max_ctas in dist.ProcessGroupNCCL.Options() and pass it as pg_options",
+    Transport: "a captured collective keeps its transport; capture it on copy engines instead",
+}
+
+
+class Rewritten(msgspec.Struct, frozen=True, kw_only=True):
+    """The edited copy, which the caller closes, and what became of each control."""
+
+    graph: AbstractGraph
+    engagements: tuple[Engagement, ...]
+
+
+def rewrite(graph: AbstractGraph, read: ReadGraph, plan: Plan) -> Rewritten:
+    """Copy `graph` and apply `plan` to it. Raises `PlanError` for a plan of another step, `DeviceError` from the driver."""
+    plan.check_step(read.step)
+    with ExitStack() as on_failure:
+        edited = graph.copy()
+        on_failure.callback(edited.close)
+        engagements = _edit(edited, graph.nodes(), read, plan)
+        on_failure.pop_all()
+    return Rewritten(graph=edited, engagements=engagements)
+
+
+def _edit(graph: AbstractGraph, before: Sequence[GraphNode], read: ReadGraph, plan: Plan) -> tuple[Engagement, ...]:
+    """Apply what can be applied to a copy, and read the edited nodes again; refusals come first."""
+    wanted: list[tuple[int, Control]] = []
+    engagements: list[Engagement] = []
+    for index, (number, operation) in enumerate(zip(read.nodes, read.step.operations, strict=True)):
+        for control in plan.controls_for(index, operation):
+            reason = _why_not(before[number], control)
+            if reason:
+                engagements.append(_refused(before[number], control, reason))
+            else:
+                _apply(graph, number, control)
+                wanted.append((number, control))
+    after = {number: graph.node(number) for number in dict.fromkeys(number for number, _ in wanted)}
+    return (*engagements, *(_verify(graph, number, after[number], control) for number, control in wanted))
+
+
+def _why_not(node: GraphNode, control: Control) -> str:
+    """Why a control must not be applied to a node; empty if it may."""
+    if type(control) in REFUSED_IN_GRAPHS:
+        return REFUSED_IN_GRAPHS[type(control)]
+    if node.kind != "kernel" and not isinstance(control, HeadStart):
+        return "only kernels have it, and this is a " + node.kind
+    if isinstance(control, ResidencyCap) and node.is_cooperative:
+        return "the kernel has a grid barrier and needs all its CTAs resident at once"
+    if isinstance(control, ResidencyCap) and node.footprint is not None:
+        used = node.footprint.dynamic_shared_bytes
+        if used > control.dynamic_shared_bytes:
+            return (
+                f"the kernel uses {used:,} bytes of dynamic shared memory, and {control.dynamic_shared_bytes:,} are too few"
+            )
+    return ""
+
+
+def _apply(graph: AbstractGraph, number: int, control: Control) -> None:
+    match control:
+        case Priority():
+            graph.set_priority(number, control.priority)
+        case ResidencyCap():
+            graph.set_shared_memory(number, control.dynamic_shared_bytes, control.carveout_percent)
+        case HeadStart():
+            graph.hold_before(number, control.hold_us)
+        case _:
+            raise AssertionError(f"{control} is refused before it is applied")
+
+
+def _verify(graph: AbstractGraph, number: int, node: GraphNode, control: Control) -> Engagement:
+    """Ask the driver what is there now and compare it with what was asked."""
+    match control:
+        case Priority():
+            return _verified(node, control, f"priority {node.priority}", node.priority == control.priority)
+        case ResidencyCap():
+            residency = graph.residency(number)
+            assert node.footprint is not None, "a capped node is a kernel"
+            percent = node.footprint.carveout_percent
+            is_met = residency <= control.ctas_per_sm and percent == control.carveout_percent and residency > 0
+            return _verified(node, control, f"{format_count(residency, 'CTA')} per SM, carveout {percent} %", is_met)
+        case _:
+            held_us = graph.held_us(number)
+            assert isinstance(control, HeadStart), "every other control is refused or verified above"
+            return _verified(node, control, f"head start {held_us:g} us", held_us == control.hold_us)
+
+
+def _refused(node: GraphNode, control: Control, reason: str) -> Engagement:
+    asked = describe_control(control)
+    return Engagement(control=control_tag(control), target=node.name, state="refused", asked=asked, reason=reason)
+
+
+def _verified(node: GraphNode, control: Control, found: str, is_met: bool) -> Engagement:
+    """What the driver said of a control that was applied: verified if it holds, else failed."""
+    return Engagement(
+        control=control_tag(control),
+        target=node.name,
+        state="verified" if is_met else "failed",
+        asked=describe_control(control),
+        found=found,
+        reason="" if is_met else "the driver holds another value",
+    )
