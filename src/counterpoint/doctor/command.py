@@ -9,9 +9,9 @@ known.
 import re
 from collections.abc import Mapping, Sequence
 
+from counterpoint.doctor.job_context import Hint, HintKind, JobCommand, whole_number
 from counterpoint.doctor.script import read_script
-from counterpoint.doctor.surroundings import JobCommand, Sign, SignKind, whole_number
-from counterpoint.errors import SurroundingsError
+from counterpoint.errors import JobContextError
 from counterpoint.value import Value
 
 ASSIGNMENT = re.compile(r"[A-Za-z_][A-Za-z0-9_]*=")
@@ -33,7 +33,7 @@ MEGATRON_OPTIONS = (
     "--use-distributed-optimizer", "--overlap-grad-reduce", "--tp-comm-overlap", "--use-megatron-fsdp",
 )  # fmt: skip
 # an option of a job, and what its presence shows
-FLAG_SIGNS: dict[str, SignKind] = {
+FLAG_SIGNS: dict[str, HintKind] = {
     "--use-torch-fsdp2": "fsdp2",
     "--use-megatron-fsdp": "megatron_fsdp",
     "--use-custom-fsdp": "megatron_fsdp",
@@ -63,12 +63,12 @@ class ReadCommand(Value, frozen=True, kw_only=True):
 
 
 def read_command(words: Sequence[str], environment: Mapping[str, str]) -> ReadCommand:
-    """Read a command that would start with these variables. Raises `SurroundingsError` where no program is named."""
+    """Read a command that would start with these variables. Raises `JobContextError` where no program is named."""
     reader = _Reader(words, environment)
     reader.read_wrappers()
     reader.read_program()
     if not reader.first_word:
-        raise SurroundingsError(f"'{' '.join(words)}' names no program. Give the command that starts the job after --.")
+        raise JobContextError(f"'{' '.join(words)}' names no program. Give the command that starts the job after --.")
     return reader.result()
 
 
@@ -88,7 +88,7 @@ class _Reader:
         self._is_module = False
 
     def result(self) -> ReadCommand:
-        """What was read, with the signs of the options and of the script."""
+        """What was read, with the hints of the options and of the script."""
         options = read_options(self._rest)
         found = read_script(self._script) if self._script and not self._is_module else None
         if found is None and self._script:
@@ -100,7 +100,7 @@ class _Reader:
             num_nodes=self._count(NODE_OPTIONS, 1 if "torchrun" in self.programs and "srun" not in self.programs else None),
             num_processes_per_node=self._count(PROCESS_OPTIONS, None),
             options=options,
-            signs=(*_option_signs(options | self._launch_options), *(found or ())),
+            hints=(*_option_hints(options | self._launch_options), *(found or ())),
         )
         return ReadCommand(
             job=job,
@@ -150,7 +150,7 @@ class _Reader:
             elif option == "--":
                 return
             else:
-                raise SurroundingsError(
+                raise JobContextError(
                     f"env's option '{option}' is not understood. Known: -i, -u NAME; write the rest without env."
                 )
 
@@ -262,19 +262,19 @@ def read_options(words: Sequence[str]) -> dict[str, str]:
     return options
 
 
-def _option_signs(options: Mapping[str, str]) -> list[Sign]:
-    signs = [
-        Sign(kind=kind, where=option)
+def _option_hints(options: Mapping[str, str]) -> list[Hint]:
+    hints = [
+        Hint(kind=kind, where=option)
         for option, kind in FLAG_SIGNS.items()
         if options.get(option, "false").lower() != "false"
     ]
-    signs += [Sign(kind="megatron", where=option) for option in MEGATRON_OPTIONS if option in options][:1]
+    hints += [Hint(kind="megatron", where=option) for option in MEGATRON_OPTIONS if option in options][:1]
     for option in ("--tensor-model-parallel-size", "--context-parallel-size"):
         if (whole_number(options.get(option, "")) or 1) > 1:
-            signs.append(Sign(kind="megatron_tensor_parallel", where=f"{option} {options[option]}"))
+            hints.append(Hint(kind="megatron_tensor_parallel", where=f"{option} {options[option]}"))
     if options.get("--cuda-graph-impl", "none") != "none":
-        signs.append(Sign(kind="cuda_graph", where=f"--cuda-graph-impl {options['--cuda-graph-impl']}"))
-    return signs
+        hints.append(Hint(kind="cuda_graph", where=f"--cuda-graph-impl {options['--cuda-graph-impl']}"))
+    return hints
 
 
 def _is_known(word: str) -> bool:

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Literal
 
-from counterpoint.doctor.surroundings import FoundGpu
+from counterpoint.doctor.job_context import FoundGpu
 from counterpoint.value import Value, write_json
 
 CUDA_LIBRARIES = ("libcuda.so.1",)

@@ -1,4 +1,4 @@
-"""Gathers the surroundings of a job: variables, NCCL's files, GPUs, versions, preloaded libraries. Starts nothing of it.
+"""Gathers the context of a job: variables, NCCL's files, GPUs, versions, preloaded libraries. Starts nothing of it.
 
 The GPUs are asked in a process with the job's variables, so CUDA_VISIBLE_DEVICES counts. Versions are those of the
 interpreter that the command would run; where it is not this one, it is asked for its packages and nothing else. Both
@@ -19,9 +19,9 @@ import msgspec
 from counterpoint.doctor import versions_query
 from counterpoint.doctor.command import ReadCommand, read_command
 from counterpoint.doctor.driver_query import Answer
-from counterpoint.doctor.surroundings import JobCommand, PreloadedLibrary, Surroundings, whole_number
-from counterpoint.errors import LaunchFilterError, SurroundingsError
-from counterpoint.launch_filter.run import find_executable
+from counterpoint.doctor.job_context import JobCommand, JobContext, PreloadedLibrary, whole_number
+from counterpoint.errors import JobContextError, LaunchFilterError
+from counterpoint.launch_filter.executable import find_executable
 
 QUERY_LIMIT_S = 60
 RELEVANT = (
@@ -38,10 +38,10 @@ KERNEL_MODULE_VERSION = Path("/proc/driver/nvidia/version")
 SYSTEM_NCCL_FILE = Path("/etc/nccl.conf")
 
 
-def gather(command: Sequence[str] = (), environment: Mapping[str, str] | None = None) -> Surroundings:
+def gather(command: Sequence[str] = (), environment: Mapping[str, str] | None = None) -> JobContext:
     """Look at this machine, and at `command` if there is one.
 
-    Raises `SurroundingsError` for a command without a program, and for one whose first program cannot be started here.
+    Raises `JobContextError` for a command without a program, and for one whose first program cannot be started here.
     """
     outer = dict(os.environ if environment is None else environment)
     read = read_for(command, outer)
@@ -53,7 +53,7 @@ def gather(command: Sequence[str] = (), environment: Mapping[str, str] | None = 
     versions, versions_unknown = _versions(read.program_path, inner)
     nccl_file_settings = read_nccl_files(inner)
     origins = {name: file for name, (_, file) in nccl_file_settings.items() if name not in relevant}
-    return Surroundings(
+    return JobContext(
         vendor="amd" if versions.get("torch_hip") and not answer.gpus else answer.vendor,
         environment={name: setting for name, (setting, _) in nccl_file_settings.items()} | relevant,
         origins=origins | _assigned_by_command(relevant, outer),
@@ -71,8 +71,8 @@ def gather(command: Sequence[str] = (), environment: Mapping[str, str] | None = 
     )
 
 
-def at_command(elsewhere: Surroundings, command: Sequence[str]) -> Surroundings:
-    """Surroundings that were gathered on another machine, for a command that would start there."""
+def at_command(elsewhere: JobContext, command: Sequence[str]) -> JobContext:
+    """JobContext that were gathered on another machine, for a command that would start there."""
     read = read_for(command, elsewhere.environment)
     relevant = _relevant(read.environment)
     set_by_command = _assigned_by_command(relevant, elsewhere.environment)
@@ -94,7 +94,7 @@ def read_for(command: Sequence[str], outer: Mapping[str, str]) -> ReadCommand:
 
 
 def _check_program(word: str, path: str | None) -> None:
-    """Raise `SurroundingsError` where a program cannot be started here, in the words of `counterpoint run`.
+    """Raise `JobContextError` where a program cannot be started here, in the words of `counterpoint run`.
 
     `path` is the PATH that it is looked for in, None where there is none; a message names it if the command changed it.
     """
@@ -104,8 +104,8 @@ def _check_program(word: str, path: str | None) -> None:
     try:
         find_executable((word,), None if is_own else _searched(path))
     except LaunchFilterError as problem:
-        elsewhere = "" if os.path.exists(word) else " For a command of another machine, add --surroundings FILE."
-        raise SurroundingsError(f"{problem}{elsewhere}") from problem
+        elsewhere = "" if os.path.exists(word) else " For a command of another machine, add --context FILE."
+        raise JobContextError(f"{problem}{elsewhere}") from problem
 
 
 def _searched(path: str | None) -> str:

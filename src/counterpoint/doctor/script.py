@@ -1,6 +1,6 @@
 """Signs of a job's parallelism in the source of its script, read without running it.
 
-Only the script itself is read, not what it imports, and a name counts wherever it stands: a sign says that the script
+Only the script itself is read, not what it imports, and a name counts wherever it stands: a hint says that the script
 speaks of something, with the line, not that it runs.
 """
 
@@ -8,9 +8,9 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
-from counterpoint.doctor.surroundings import Sign, SignKind
+from counterpoint.doctor.job_context import Hint, HintKind
 
-NAME_SIGNS: dict[str, SignKind] = {
+NAME_SIGNS: dict[str, HintKind] = {
     "fully_shard": "fsdp2",
     "FullyShardedDataParallel": "fsdp1",
     "DistributedDataParallel": "data_parallel",
@@ -22,23 +22,23 @@ NAME_SIGNS: dict[str, SignKind] = {
     "make_graphed_callables": "cuda_graph",
 }
 # modes of torch.compile that replay CUDA graphs (documentation of torch.compile)
-TEXT_SIGNS: dict[str, SignKind] = {"reduce-overhead": "cuda_graph", "max-autotune": "cuda_graph"}
+TEXT_SIGNS: dict[str, HintKind] = {"reduce-overhead": "cuda_graph", "max-autotune": "cuda_graph"}
 
 
-def read_script(path: str) -> tuple[Sign, ...] | None:
-    """The first sign of each kind, in the order of lines; None where the source cannot be read or is not Python."""
+def read_script(path: str) -> tuple[Hint, ...] | None:
+    """The first hint of each kind, in the order of lines; None where the source cannot be read or is not Python."""
     try:
         tree = ast.parse(Path(path).read_bytes())
     except (OSError, SyntaxError, ValueError, RecursionError):
         return None
-    first: dict[SignKind, int] = {}
+    first: dict[HintKind, int] = {}
     for kind, line in _mentions(tree):
         first[kind] = min(line, first.get(kind, line))
     found = sorted(first.items(), key=lambda entry: entry[1])
-    return tuple(Sign(kind=kind, where=f"{Path(path).name}:{line}") for kind, line in found)
+    return tuple(Hint(kind=kind, where=f"{Path(path).name}:{line}") for kind, line in found)
 
 
-def _mentions(tree: ast.AST) -> Iterator[tuple[SignKind, int]]:
+def _mentions(tree: ast.AST) -> Iterator[tuple[HintKind, int]]:
     for node in ast.walk(tree):
         line = getattr(node, "lineno", 0)
         for name in _names(node):

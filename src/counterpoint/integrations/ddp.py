@@ -15,7 +15,8 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from counterpoint.errors import IntegrationError
-from counterpoint.integrations.in_flight import (
+from counterpoint.integrations.compression import AbstractWire, AsBfloat16, AsIs, AsScaledFloat8
+from counterpoint.integrations.lane_collectives import (
     LEAST_PART_BYTES,
     MAX_BUFFER_BYTES,
     Fallbacks,
@@ -23,7 +24,6 @@ from counterpoint.integrations.in_flight import (
     all_reduce_mean,
     require_least_part,
 )
-from counterpoint.integrations.wire import AbstractWire, AsBfloat16, AsIs, AsScaledFloat8
 from counterpoint.value import require
 
 Compression = Literal["bf16", "fp8"]

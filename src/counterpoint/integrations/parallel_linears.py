@@ -22,15 +22,15 @@ class SharedInput:
     """The column-parallel linears of one module, and who of them is taken to be called with one and the same input."""
 
     def __init__(self) -> None:
-        self._groups: dict[Column, tuple[Column, ...]] = {}
-        self._ready: dict[Column, tuple[DTensor, torch.Tensor]] = {}
-        self._parting: set[Column] = set()
+        self._groups: dict[ColumnwiseForward, tuple[ColumnwiseForward, ...]] = {}
+        self._ready: dict[ColumnwiseForward, tuple[DTensor, torch.Tensor]] = {}
+        self._parting: set[ColumnwiseForward] = set()
 
-    def join(self, columns: "list[Column]") -> None:
+    def join(self, columns: "list[ColumnwiseForward]") -> None:
         """Let these linears share a gather."""
         self._groups.update(dict.fromkeys(columns, tuple(columns)))
 
-    def product(self, column: "Column", given: DTensor) -> torch.Tensor:
+    def product(self, column: "ColumnwiseForward", given: DTensor) -> torch.Tensor:
         """This linear's product; computed now, with those of its group, or before."""
         ready = self._ready.pop(column, None)
         if ready is not None and ready[0] is given:
@@ -56,7 +56,7 @@ class SharedInput:
 
 
 @final
-class Column:
+class ColumnwiseForward:
     """A column-parallel linear: what takes the place of its `forward`."""
 
     def __init__(self, linear: nn.Linear, layout: LinearLayout, shared: SharedInput, schedule: str) -> None:
@@ -75,7 +75,7 @@ class Column:
             return product
         return DTensor.from_local(product, self.layout.mesh, [Shard(product.ndim - 1)], run_check=False)
 
-    def multiply(self, given: DTensor, group: "tuple[Column, ...]") -> tuple[torch.Tensor, ...]:
+    def multiply(self, given: DTensor, group: "tuple[ColumnwiseForward, ...]") -> tuple[torch.Tensor, ...]:
         """The products of the linears of a group, without their biases."""
         mesh, dim = self.layout.mesh, given.placements[0].dim
         require(
@@ -94,7 +94,7 @@ class Column:
 
 
 @final
-class Row:
+class RowwiseForward:
     """A row-parallel linear: what takes the place of its `forward`."""
 
     def __init__(self, linear: nn.Linear, layout: LinearLayout, schedule: str) -> None:

@@ -33,7 +33,7 @@ from counterpoint.integrations.layouts import (
     is_sequence,
     linear_layout,
 )
-from counterpoint.integrations.parallel_linears import Column, Row, SharedInput
+from counterpoint.integrations.parallel_linears import ColumnwiseForward, RowwiseForward, SharedInput
 from counterpoint.schedule import ScheduleDescription
 from counterpoint.value import require
 
@@ -56,7 +56,7 @@ class Overlapped:
         self._undo.clear()
         self.taken.clear()
 
-    def replace_forward(self, name: str, linear: nn.Linear, forward: Column | Row) -> None:
+    def replace_forward(self, name: str, linear: nn.Linear, forward: ColumnwiseForward | RowwiseForward) -> None:
         """Give a linear another `forward`, whose result may be local already."""
         self.taken.append(name)
         vars(linear)["forward"] = forward
@@ -107,7 +107,7 @@ def overlap(module: nn.Module, *, schedule: ScheduleDescription | None = None) -
     )
     gathering = {name: found for name, each in module.named_modules() if (found := gathering_hook(each))}
     shared = {name: SharedInput() for name in gathering}
-    columns: dict[str, Column] = {}
+    columns: dict[str, ColumnwiseForward] = {}
     for name, linear in linears:
         layout = linear_layout(linear)
         if isinstance(layout, str):
@@ -145,22 +145,22 @@ def _take_row(overlapped: Overlapped, name: str, linear: nn.Linear, rest: tuple[
     elif layout.input_layouts != (Shard(-1),):
         overlapped.refuse(name, f"its input is {layout.input_layouts[0]}, and Shard(-1) is served. Leave out input_layouts")
     else:
-        overlapped.replace_forward(name, linear, Row(linear, layout, schedule))
+        overlapped.replace_forward(name, linear, RowwiseForward(linear, layout, schedule))
         overlapped.replace_hook(linear._forward_pre_hooks, layout.input_hook, _as_it_is)
 
 
 def _take_column(
     overlapped: Overlapped, name: str, linear: nn.Linear, rest: tuple[LinearLayout, SharedInput | None, str]
-) -> Column | None:
+) -> ColumnwiseForward | None:
     """Take a column-parallel linear; the result is one that may have neighbors."""
     layout, shared, schedule = rest
     if is_sequence(layout.input_layouts[0]):
         alone = SharedInput()
-        overlapped.replace_forward(name, linear, Column(linear, layout, alone, schedule))
+        overlapped.replace_forward(name, linear, ColumnwiseForward(linear, layout, alone, schedule))
         overlapped.replace_hook(linear._forward_pre_hooks, layout.input_hook, _annotate(layout))
         overlapped.finish_with(linear, alone)
     elif shared is not None:
-        column = Column(linear, layout, shared, schedule)
+        column = ColumnwiseForward(linear, layout, shared, schedule)
         overlapped.replace_forward(name, linear, column)
         return column
     else:
@@ -172,9 +172,9 @@ def _take_column(
     return None
 
 
-def _join_neighbors(columns: dict[str, Column], shared: dict[str, SharedInput]) -> None:
+def _join_neighbors(columns: dict[str, ColumnwiseForward], shared: dict[str, SharedInput]) -> None:
     """Linears of one parent, with the same input features and type."""
-    neighbors: dict[tuple[object, ...], list[tuple[str, Column]]] = {}
+    neighbors: dict[tuple[object, ...], list[tuple[str, ColumnwiseForward]]] = {}
     for name, column in columns.items():
         weight = column.local_weight()
         key = (name.rpartition(".")[0], weight.shape[1], weight.dtype)

@@ -26,7 +26,7 @@ GAVE_UP = b"\0gave up"  # what stands in a round of which nothing comes any more
 NO_STORE = "the group's store does not answer, as a rule because rank 0, which holds it, has ended"
 
 
-class Proposal(Value, frozen=True, kw_only=True):
+class CallNotice(Value, frozen=True, kw_only=True):
     """What a rank is about to do, in words that must be equal on all ranks, or why it cannot."""
 
     request: str = ""
@@ -54,9 +54,9 @@ class Agreement:
         """How long a rank waits for the others, in seconds."""
         return float(self._store.timeout.total_seconds())
 
-    def compare(self, proposal: Proposal) -> None:
+    def compare(self, proposal: CallNotice) -> None:
         """Raise `OperatorError` on every rank unless all of them propose the same and none has a problem."""
-        proposals = [msgspec.json.decode(text, type=Proposal) for text in self.exchange(msgspec.json.encode(proposal))]
+        proposals = [msgspec.json.decode(text, type=CallNotice) for text in self.exchange(msgspec.json.encode(proposal))]
         for rank, other in enumerate(proposals):
             if other.problem:
                 raise OperatorError(f"Rank {rank} of the group: {other.problem}")

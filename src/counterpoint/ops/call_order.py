@@ -10,7 +10,7 @@ import torch
 from cuda.bindings import driver as cu
 
 from counterpoint.cuda.driver import check
-from counterpoint.ops.watch import Watch
+from counterpoint.ops.watchdog import Watch
 
 Handle = Any  # cuda-bindings has no types
 NO_TIMING = int(cu.CUevent_flags.CU_EVENT_DISABLE_TIMING)

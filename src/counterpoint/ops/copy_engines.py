@@ -21,8 +21,8 @@ from counterpoint.errors import OperatorError
 from counterpoint.ops.agreement import Agreement
 from counterpoint.ops.call_order import CallOrder
 from counterpoint.ops.captures import refuse_in_capture
+from counterpoint.ops.graph_cache import Recordings, is_possible
 from counterpoint.ops.prepared_copies import PreparedCopies, Shared
-from counterpoint.ops.recordings import Recordings, is_possible
 from counterpoint.ops.signals import Flags
 from counterpoint.ops.symmetric import SymmetricMemory
 from counterpoint.ops.transport import AbstractPrepared, AbstractTransport, Layout

@@ -12,7 +12,7 @@ from typing import Any
 from cuda.bindings import driver as cu
 
 from counterpoint.cuda.driver import check, waits_of
-from counterpoint.ops.issuing import Call, Issue
+from counterpoint.ops.driver_calls import Call, Issue
 
 Handle = Any  # cuda-bindings has no types
 KERNEL = cu.CUgraphNodeType.CU_GRAPH_NODE_TYPE_KERNEL

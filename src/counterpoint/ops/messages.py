@@ -16,7 +16,7 @@ from counterpoint.ops.agreement import Agreement
 from counterpoint.ops.computation import Compute, bind_computation, rows_of
 from counterpoint.ops.transport import AbstractPrepared, AbstractTransport, Layout, Tensors, Weights, view_of
 from counterpoint.schedule.actions import CopySchedule
-from counterpoint.schedule.program import Step, make_program
+from counterpoint.schedule.program import Instruction, make_program
 
 
 @final
@@ -66,7 +66,7 @@ class PreparedMessages(AbstractPrepared):
         self._transport, self._schedule, self._layout, self._dtype = transport, schedule, layout, dtype
         self.num_bytes = layout.num_bytes  # of symmetric memory
         steps = make_program(schedule, transport.group.rank()).steps
-        self._steps: list[tuple[Step, Compute | None]] = [
+        self._steps: list[tuple[Instruction, Compute | None]] = [
             (step, None if step.action.kind == "copy" else bind_computation(step.action))
             for step in steps
             if step.action.kind not in ("begin", "end")
@@ -91,11 +91,11 @@ class PreparedMessages(AbstractPrepared):
             return view_of(self._transport.memory, self._layout.places[name], buffer, self._dtype)
         return torch.empty(buffer.num_rows if buffer.home == "local" else 0, buffer.num_columns, dtype=self._dtype)
 
-    def _send(self, step: Step, tensors: Tensors) -> None:
+    def _send(self, step: Instruction, tensors: Tensors) -> None:
         source, target = step.action.reads[0], step.action.writes[0]
         self._message(dist.send, rows_of(tensors, source), target.rank, step.position)
 
-    def _receive(self, step: Step, tensors: Tensors) -> None:
+    def _receive(self, step: Instruction, tensors: Tensors) -> None:
         self._message(dist.recv, rows_of(tensors, step.action.writes[0]), step.action.rank, step.position)
 
     def _message(self, act: object, rows: torch.Tensor, peer: int, tag: int) -> None:

@@ -15,7 +15,7 @@ from counterpoint.cuda.driver import check
 from counterpoint.errors import DeviceError, cause_of
 from counterpoint.ops.call_order import NO_TIMING, CallOrder
 from counterpoint.ops.computation import half_precision_settings
-from counterpoint.ops.issuing import (
+from counterpoint.ops.driver_calls import (
     Call,
     Issue,
     compute,
@@ -26,14 +26,14 @@ from counterpoint.ops.issuing import (
     use_stream,
     wait_event,
 )
+from counterpoint.ops.graph_cache import Recordings, capture
 from counterpoint.ops.launch_order import launch_behind
-from counterpoint.ops.recordings import Recordings, capture
 from counterpoint.ops.signals import Flags
 from counterpoint.ops.streams import recording_stream_of, stream_of
 from counterpoint.ops.symmetric import SymmetricMemory
 from counterpoint.ops.transport import AbstractPrepared, Layout, Tensors, Weights, view_of
 from counterpoint.schedule.actions import COMPUTATION_KINDS, FIRST_COMPUTE, Buffer, CopySchedule
-from counterpoint.schedule.program import Flag, Program, Step
+from counterpoint.schedule.program import Flag, Instruction, Program
 
 Handle = Any  # cuda-bindings has no types
 RECORDED_TYPES = (torch.bfloat16, torch.float16)  # how other types are multiplied depends on more of torch's settings
@@ -230,7 +230,7 @@ class PreparedCopies(AbstractPrepared):
             issues += self._raises(name, step.raises)
         return issues
 
-    def _copy(self, step: Step, peer: int) -> Issue:
+    def _copy(self, step: Instruction, peer: int) -> Issue:
         source, target = step.action.reads[0], step.action.writes[0]
         num_bytes = source.num_rows * self._layout.row_bytes(source.buffer)
         offset = source.start * self._layout.row_bytes(source.buffer)

@@ -7,7 +7,7 @@ plan in force, else `schedule/heuristic.py`), prepares and allocates; later call
 """
 
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from importlib.util import find_spec
 from typing import NoReturn, TypeAlias, final
@@ -19,7 +19,7 @@ from torch.distributed import distributed_c10d
 
 from counterpoint.errors import INSTALL, OperatorError, ScheduleError
 from counterpoint.machine import Machine, load_machine, machine_for_device
-from counterpoint.ops.agreement import Agreement, Proposal
+from counterpoint.ops.agreement import Agreement, CallNotice
 from counterpoint.ops.captures import is_capturing, refuse_in_capture
 from counterpoint.ops.collectives import Collectives
 from counterpoint.ops.lane import AbstractLane
@@ -74,7 +74,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @final
-class Plan:
+class PickedSchedule:
     """The schedule that was picked for a request, and how it is run."""
 
     def __init__(self, pick: Pick, prepared: AbstractPrepared) -> None:
@@ -87,7 +87,7 @@ class Runtime:
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self.group, self.device = group, device
-        self.plans: dict[Request, Plan] = {}
+        self.plans: dict[Request, PickedSchedule] = {}
         self.requests: dict[Request, None] = {}  # that named no schedule, in the order of first calls
         self._prepared: dict[tuple[Request, ScheduleDescription], AbstractPrepared] = {}
         self._lanes: dict[str, AbstractLane] = {}
@@ -95,7 +95,7 @@ class Runtime:
         self.machine, self.machine_name = _machine_of(device)
         self.transport, self.obstacle = self._open_transport()
 
-    def plan(self, request: Request) -> Plan:
+    def plan(self, request: Request) -> PickedSchedule:
         """The plan for a request; made with the other ranks when it is first asked for."""
         found = self.plans.get(request)
         return found if found is not None else self._make(request)
@@ -103,10 +103,10 @@ class Runtime:
     def refuse(self, problem: str) -> NoReturn:
         """Tell the other ranks of a call that cannot be made, so that none waits for it; raises `OperatorError`."""
         if not is_capturing(self.device):
-            self._agreement.compare(Proposal(problem=problem))
+            self._agreement.compare(CallNotice(problem=problem))
         raise OperatorError(problem)
 
-    def _make(self, request: Request) -> Plan:
+    def _make(self, request: Request) -> PickedSchedule:
         try:
             problem = request.problem(self.group.size())
         except ScheduleError as refusal:
@@ -115,7 +115,7 @@ class Runtime:
         choice = self._agree(request)
         try:
             pick = self._pick(request, problem, choice)
-            plan = self.plans[request] = Plan(pick, self._prepared_once(request, pick.description))
+            plan = self.plans[request] = PickedSchedule(pick, self._prepared_once(request, pick.description))
         except ScheduleError as refusal:
             if choice is None:
                 raise
@@ -129,11 +129,11 @@ class Runtime:
     def _agree(self, request: Request) -> Choice | None:
         """Compare notes with the other ranks; returns what the plan in force says, unless the call names a schedule."""
         if request.schedule:
-            self._agreement.compare(Proposal(request=request.words()))
+            self._agreement.compare(CallNotice(request=request.words()))
             return None
         in_force = plan_in_force()
         unfit = in_force.problem_on(self.machine_name)
-        self._agreement.compare(Proposal(request=request.words(), problem=unfit, plan=in_force.fingerprint))
+        self._agreement.compare(CallNotice(request=request.words(), problem=unfit, plan=in_force.fingerprint))
         return in_force.choice(request.name(self.group.size()))
 
     def _pick(self, request: Request, problem: Problem, choice: Choice | None) -> Pick:
@@ -172,7 +172,11 @@ class Runtime:
 
     def propose(self, what: str, problem: str = "") -> None:
         """Raise `OperatorError` on every rank unless all of them are about to do the same, and can."""
-        self._agreement.compare(Proposal(request=what, problem=problem))
+        self._agreement.compare(CallNotice(request=what, problem=problem))
+
+    def text_of_first(self, text: str) -> str:
+        """Rank 0's text, on every rank; all of them call it together."""
+        return self._agreement.exchange(text.encode())[0].decode()
 
     def _open_transport(self) -> tuple[AbstractTransport | None, str]:
         """The transport, or None and why there is none, which all ranks find alike."""
@@ -195,7 +199,7 @@ class Runtime:
         """The lane of that name, made by all ranks together when first asked for; None without a transport."""
         if name not in self._lanes and self.transport is not None:
             refuse_in_capture(f"A collective on a lane named {name}", self.device)
-            self._agreement.compare(Proposal(request=f"a lane named {name}"))
+            self._agreement.compare(CallNotice(request=f"a lane named {name}"))
             self._lanes[name] = self._open_lane(name)
         return self._lanes.get(name)
 
@@ -306,3 +310,26 @@ def forget_runtimes() -> None:
     runtimes = _runtimes()
     while runtimes:
         runtimes.popitem()[1].close()
+
+
+def open_exchange(purpose: str, block_bytes: int) -> Callable[[Sequence[torch.Tensor]], torch.Tensor]:
+    """A function that sends block p to rank p and gives the rows that came; the row of this rank is left alone.
+
+    All ranks of the default group call it together; blocks are flat and have `block_bytes` each. Rows hold until the
+    next call. Raises `OperatorError` where there is no peer access, or no symmetric memory.
+    """
+    group = dist.group.WORLD
+    assert group is not None, "the process group was made before"
+    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    runtime = runtime_of(group.group_name, device)
+    lane = runtime.lane(purpose)
+    if lane is None:
+        raise OperatorError(f"Copy engines cannot exchange blocks here: {runtime.obstacle}.")
+    lane.reserve(block_bytes)
+
+    def exchange(blocks: Sequence[torch.Tensor]) -> torch.Tensor:
+        rows = lane.exchange(blocks, with_own=False)
+        lane.release()
+        return rows
+
+    return exchange

@@ -15,10 +15,10 @@ from cuda.bindings import driver as cu
 
 from counterpoint.cuda.driver import check
 from counterpoint.ops.agreement import Agreement
-from counterpoint.ops.issuing import WAIT, WRITE, memory_operation
-from counterpoint.ops.numbered_calls import NumberedCalls
+from counterpoint.ops.driver_calls import WAIT, WRITE, memory_operation
+from counterpoint.ops.gpu_progress import NumberedCalls
 from counterpoint.ops.symmetric import SymmetricMemory
-from counterpoint.ops.watch import Watch
+from counterpoint.ops.watchdog import Watch
 
 Handle = Any  # cuda-bindings has no types
 FLAG_BYTES = 4

@@ -7,7 +7,7 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric_memory
 
 from counterpoint.errors import cause_of
-from counterpoint.ops.agreement import Agreement, Proposal
+from counterpoint.ops.agreement import Agreement, CallNotice
 from counterpoint.units import format_bytes
 
 
@@ -28,6 +28,6 @@ class SymmetricMemory:
                 "Free GPU memory, or call counterpoint.ops.release() on every rank."
             )
         # all ranks find out together, before any of them waits for the others' memory
-        agreement.compare(Proposal(request=f"{num_bytes} bytes of symmetric memory", problem=problem))
+        agreement.compare(CallNotice(request=f"{num_bytes} bytes of symmetric memory", problem=problem))
         self._handle = symmetric_memory.rendezvous(self.local, group.group_name)
         self.addresses = [int(address) for address in self._handle.buffer_ptrs]

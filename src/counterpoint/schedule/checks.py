@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from counterpoint.errors import ScheduleError
 from counterpoint.schedule.actions import Action, CopySchedule, Region, adjoining
 from counterpoint.schedule.delivery import delivery_faults
-from counterpoint.schedule.ordering import HappensBefore
+from counterpoint.schedule.happens_before import HappensBefore
 
 NUM_CALLS = 2
 Access = tuple[int, Region, bool]  # who touches which rows, and whether it writes

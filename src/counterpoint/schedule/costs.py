@@ -13,7 +13,7 @@ import msgspec
 
 from counterpoint.machine import Machine
 from counterpoint.schedule.actions import Problem, Region
-from counterpoint.schedule.waves import Piece
+from counterpoint.schedule.wave_model import Piece
 from counterpoint.units import US_PER_S
 from counterpoint.value import Value
 

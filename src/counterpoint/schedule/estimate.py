@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from counterpoint.machine import Machine
 from counterpoint.schedule.actions import COMPUTATION_KINDS, Action, CopySchedule, Pass, Problem, Region
 from counterpoint.schedule.costs import DEFAULT_COSTS, Clock, Costs, kernels_of
-from counterpoint.schedule.waves import Sms
+from counterpoint.schedule.wave_model import Sms
 from counterpoint.value import Value
 
 

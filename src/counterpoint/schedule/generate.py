@@ -9,14 +9,14 @@ import msgspec
 
 from counterpoint.errors import ScheduleError
 from counterpoint.schedule.actions import CopySchedule, Operation, Pass, Problem
-from counterpoint.schedule.building import Builder
+from counterpoint.schedule.builder import Builder
 from counterpoint.schedule.description import ScheduleDescription
-from counterpoint.schedule.gathering import (
+from counterpoint.schedule.gather_schedules import (
     all_gather_matmul,
     all_to_all_matmul,
     matmul_reduce_scatter_backward,
 )
-from counterpoint.schedule.reducing import (
+from counterpoint.schedule.reduce_schedules import (
     all_gather_matmul_backward,
     all_to_all_matmul_backward,
     matmul_all_reduce,

@@ -44,7 +44,7 @@ class Pick(Value, frozen=True, kw_only=True):
     reason: str
 
 
-class Candidate(Value, frozen=True, kw_only=True):
+class RankedSchedule(Value, frozen=True, kw_only=True):
     """A description with the time that the model gives it."""
 
     description: ScheduleDescription
@@ -58,13 +58,13 @@ def candidate_descriptions(problem: Problem) -> tuple[ScheduleDescription, ...]:
 
 def rank_candidates(
     problem: Problem, machine: Machine, direction: Pass = "forward", costs: Costs = DEFAULT_COSTS
-) -> tuple[Candidate, ...]:
+) -> tuple[RankedSchedule, ...]:
     """All candidates with their estimated times, fastest first."""
     candidates = _in_order_of_preference(problem, machine, direction, costs)
     return tuple(sorted(candidates, key=lambda each: each.estimated_us))
 
 
-def _in_order_of_preference(problem: Problem, machine: Machine, direction: Pass, costs: Costs) -> list[Candidate]:
+def _in_order_of_preference(problem: Problem, machine: Machine, direction: Pass, costs: Costs) -> list[RankedSchedule]:
     descriptions = candidate_descriptions(problem)
     if direction == "backward":  # of which some come to the same there
         descriptions = tuple(dict.fromkeys(backward_description(problem.operation, each) for each in descriptions))
@@ -72,7 +72,7 @@ def _in_order_of_preference(problem: Problem, machine: Machine, direction: Pass,
     for description in descriptions:
         schedule = make_schedule(problem, description, direction)
         estimated_us = estimate(schedule, problem, machine, costs).makespan_us
-        candidates.append(Candidate(description=description, estimated_us=estimated_us))
+        candidates.append(RankedSchedule(description=description, estimated_us=estimated_us))
     return candidates
 
 

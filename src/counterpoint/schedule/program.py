@@ -18,7 +18,7 @@ class Flag(Value, frozen=True, kw_only=True):
     number: int
 
 
-class Step(Value, frozen=True, kw_only=True):
+class Instruction(Value, frozen=True, kw_only=True):
     """An action of this rank, or a copy that another rank sends to it (`is_incoming`).
 
     `takes`: flags to wait for, and to lower again. `waits`: earlier steps, by position in the schedule, on other
@@ -39,7 +39,7 @@ class Program(Value, frozen=True, kw_only=True):
     """The steps of one rank in issue order, its streams, and how many flag numbers it shares with a peer at most."""
 
     rank: int
-    steps: tuple[Step, ...]
+    steps: tuple[Instruction, ...]
     streams: tuple[str, ...]
     num_flags: int
 
@@ -69,11 +69,11 @@ def make_program(schedule: CopySchedule, rank: int) -> Program:
         is_incoming = action.kind == "copy" and action.rank != rank and action.writes[0].rank == rank
         if action.rank != rank:
             if is_incoming:
-                steps.append(Step(position=position, action=action, is_incoming=True))
+                steps.append(Instruction(position=position, action=action, is_incoming=True))
             continue
         free = tuple(Flag(peer=peer, number=FREE) for peer in peers)
         steps.append(
-            Step(
+            Instruction(
                 position=position,
                 action=action,
                 takes=free if action.kind == "begin" else tuple(takes.get(position, ())),

@@ -10,8 +10,8 @@ from counterpoint.errors import StepError
 from counterpoint.footprints import communication_footprint
 from counterpoint.machine import Link, Machine
 from counterpoint.occupancy import residency
-from counterpoint.sim.bandwidth import EXPONENT, smooth_minimum
 from counterpoint.sim.calibration import Calibration, CharacterConstants, CollectiveConstants
+from counterpoint.sim.rates import EXPONENT, smooth_minimum
 from counterpoint.sim.task import CopyWork, SmWork
 from counterpoint.step import Collective, CollectiveKind, Copy, Footprint, Kernel, Operation
 from counterpoint.units import PS_PER_US, US_PER_S

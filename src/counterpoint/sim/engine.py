@@ -10,11 +10,10 @@ import math
 from collections.abc import Sequence
 
 from counterpoint.machine import Machine
-from counterpoint.sim.copy_engine import CopyEngines
 from counterpoint.sim.dispatch import DispatchQueue
 from counterpoint.sim.rates import RateModel
 from counterpoint.sim.sm import SmArray
-from counterpoint.sim.task import DONE, CopyTask, SmTask
+from counterpoint.sim.task import DONE, CopyQueue, CopyTask, SmTask
 from counterpoint.value import Value
 
 
@@ -40,7 +39,7 @@ class Engine:
         self._launches = launches
         self._sms = SmArray(machine.gpu)
         self._queue = DispatchQueue()
-        self._copies = CopyEngines(machine.gpu.num_copy_engines)
+        self._copies = CopyQueue(machine.gpu.num_copy_engines)
         self._running: dict[int, SmTask | CopyTask] = {}
         self._timers: list[tuple[int, int]] = []
         self._has_spread = any(isinstance(task, SmTask) and task.work.cta_time_spread > 0 for task in tasks)

@@ -5,13 +5,18 @@ flight, smoothly limited by the SM's peak, so fewer CTAs run faster each once th
 what the resident CTAs of a kernel can keep in flight, smoothly limited by its max-min share of the HBM bandwidth. (3) For
 communication the link, shared max-min; and since a collective's CTA waits for memory latency, what it can keep in flight
 falls as others load the memory. The constants and their sources are in `calibration.toml`.
+
+Shares of bandwidth are max-min fair: no flow can get more without another that has no more than it getting less. Two limits
+(what the resident CTAs can keep in flight, what the memory or link delivers) combine by a smooth minimum with exponent 4.
+The same exponent fits how capped kernels slow down and how all-reduce time falls with CTAs (docs/simulator.md).
 """
 
 from collections.abc import Iterable, Sequence
 
-from counterpoint.sim.bandwidth import EXPONENT, available_to, smooth_minimum
 from counterpoint.sim.sm import SmGroup
 from counterpoint.sim.task import CopyTask, SmTask
+
+EXPONENT = 4
 
 
 class RateModel:
@@ -97,3 +102,28 @@ def _memory_factor(task: SmTask, demand: float, available: float) -> float:
     if not demand:
         return 1.0
     return smooth_minimum(demand, available) / demand / task.work.hbm_reference
+
+
+def max_min_shares(demands: Sequence[float], capacity: float) -> list[float]:
+    """Max-min fair allocation of `capacity` to `demands` (same unit, each 0 or more; infinity asks for all there is)."""
+    shares = [0.0] * len(demands)
+    left = capacity
+    ascending = sorted(range(len(demands)), key=lambda index: demands[index])
+    for position, index in enumerate(ascending):
+        shares[index] = min(demands[index], left / (len(ascending) - position))
+        left -= shares[index]
+    return shares
+
+
+def available_to(index: int, demands: Sequence[float], capacity: float) -> float:
+    """What flow `index` could get of `capacity` if it asked for everything, beside the demands of the others."""
+    asked = [float("inf") if other == index else demand for other, demand in enumerate(demands)]
+    return max_min_shares(asked, capacity)[index]
+
+
+def smooth_minimum(first: float, second: float) -> float:
+    """The smaller of two positive limits, rounded off where they are close: at equality 0.84 of either."""
+    if first <= 0 or second <= 0:
+        return 0.0
+    ratio = min(first, second) / max(first, second)
+    return float(min(first, second) / (1 + ratio**EXPONENT) ** (1 / EXPONENT))

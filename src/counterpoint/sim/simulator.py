@@ -8,7 +8,6 @@ the copy engines.
 import msgspec
 
 from counterpoint.errors import PlanError, StepError
-from counterpoint.executor import AbstractExecutor
 from counterpoint.machine import Machine
 from counterpoint.occupancy import residency
 from counterpoint.plan import LEAVE_IT, CommunicationCtas, HeadStart, Plan, Priority, ResidencyCap, Transport, control_tag
@@ -18,7 +17,7 @@ from counterpoint.sim.engine import Engine, Launch
 from counterpoint.sim.rates import RateModel
 from counterpoint.sim.task import CopyTask, SmTask
 from counterpoint.step import Collective, Copy, Footprint, Kernel, Operation, Step
-from counterpoint.timeline import Interval, Timeline
+from counterpoint.timeline import AbstractExecutor, Interval, Timeline
 from counterpoint.units import PS_PER_US, ps_to_us, us_to_ps
 
 COPY_ENGINE_COLLECTIVES = ("all_gather", "all_to_all", "broadcast", "send_recv")

@@ -1,4 +1,4 @@
-"""All rules, in the order of a report. A rule is a pure function: surroundings in, one finding or None out.
+"""All rules, in the order of a report. A rule is a pure function: context in, one finding or None out.
 
 A rule needs a source that says so, or a measurement: docs/check.md lists both. It stays silent where what it needs is
 unknown, or says that it does not know.
@@ -6,11 +6,10 @@ unknown, or says that it does not know.
 
 from collections.abc import Callable
 
-from counterpoint.doctor.finding import SEVERITIES, Finding
+from counterpoint.doctor.job_context import SEVERITIES, Finding, JobContext
 from counterpoint.doctor.rules import controls, frameworks, launches, nccl, process_groups, queues
-from counterpoint.doctor.surroundings import Surroundings
 
-Rule = Callable[[Surroundings], Finding | None]
+Rule = Callable[[JobContext], Finding | None]
 RULES: tuple[Rule, ...] = (
     launches.blocking_launches,
     launches.serializing_profiler,
@@ -50,7 +49,7 @@ RULES: tuple[Rule, ...] = (
 )
 
 
-def find(surroundings: Surroundings) -> tuple[Finding, ...]:
+def find(context: JobContext) -> tuple[Finding, ...]:
     """What every rule says, the worst first."""
-    found = [finding for rule in RULES if (finding := rule(surroundings)) is not None]
+    found = [finding for rule in RULES if (finding := rule(context)) is not None]
     return tuple(sorted(found, key=lambda finding: SEVERITIES.index(finding.severity)))

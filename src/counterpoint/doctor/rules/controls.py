@@ -1,7 +1,6 @@
 """Controls asked for where they cannot take effect: priority, zero-CTA collectives, symmetric memory, an SM carveout."""
 
-from counterpoint.doctor.finding import Finding
-from counterpoint.doctor.surroundings import Surroundings, is_on
+from counterpoint.doctor.job_context import Finding, JobContext, is_on
 
 PRIORITY = "TORCH_NCCL_HIGH_PRIORITY"
 POLICY = "NCCL_CTA_POLICY"
@@ -9,25 +8,25 @@ HIP_PRIORITY = "DEBUG_HIP_IGNORE_STREAM_PRIORITY"
 MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
 
 
-def _asked_priority(surroundings: Surroundings) -> str:
+def _asked_priority(context: JobContext) -> str:
     """Where a high priority for collectives is asked, or ''."""
-    if is_on(surroundings.value(PRIORITY)):
-        return f"{PRIORITY}={surroundings.found(PRIORITY)}"
-    sign = surroundings.sign("high_priority")
-    return sign.where if sign else ""
+    if is_on(context.value(PRIORITY)):
+        return f"{PRIORITY}={context.found(PRIORITY)}"
+    hint = context.hint("high_priority")
+    return hint.where if hint else ""
 
 
-def priority_of_waited_collectives(surroundings: Surroundings) -> Finding | None:
+def priority_of_waited_collectives(context: JobContext) -> Finding | None:
     """Priority for collectives that run on the current stream since torch 2.8."""
-    asked = _asked_priority(surroundings)
-    if not asked or not surroundings.is_at_least(surroundings.torch_version, 2, 8):
+    asked = _asked_priority(context)
+    if not asked or not context.is_at_least(context.torch_version, 2, 8):
         return None
-    fsdp2 = surroundings.sign("fsdp2")
+    fsdp2 = context.hint("fsdp2")
     of_fsdp2 = " FSDP2's are such: they run on its own streams, which torch makes with priority -1." if fsdp2 else ""
     return Finding(
         severity="note",
         setting="priority of collectives",
-        found=f"{asked}, torch {surroundings.torch_version}{f', {fsdp2.where}' if fsdp2 else ''}",
+        found=f"{asked}, torch {context.torch_version}{f', {fsdp2.where}' if fsdp2 else ''}",
         fact="A collective called with async_op=False runs on the current stream, where the process group's priority "
         "does not "
         f"reach it.{of_fsdp2}",
@@ -38,61 +37,59 @@ def priority_of_waited_collectives(surroundings: Surroundings) -> Finding | None
     )
 
 
-def priority_in_graphs(surroundings: Surroundings) -> Finding | None:
+def priority_in_graphs(context: JobContext) -> Finding | None:
     """Priority of collectives captured in a graph that is instantiated without node priorities."""
-    asked, graph = _asked_priority(surroundings), surroundings.sign("cuda_graph")
-    is_old = surroundings.is_older_than(surroundings.torch_version, 2, 10)
-    if not asked or graph is None or not (is_old or surroundings.vendor == "amd"):
+    asked, graph = _asked_priority(context), context.hint("cuda_graph")
+    is_old = context.is_older_than(context.torch_version, 2, 10)
+    if not asked or graph is None or not (is_old or context.vendor == "amd"):
         return None
     reason = (
         "HIP has never heeded priorities of graph nodes"
-        if surroundings.vendor == "amd"
+        if context.vendor == "amd"
         else "torch instantiates graphs with node priorities only from 2.10"
     )
     return Finding(
         severity="may defeat overlap",
         setting="priority in captured graphs",
-        found=f"{asked}, {graph.where}, torch {surroundings.torch_version or 'of unknown version'}",
+        found=f"{asked}, {graph.where}, torch {context.torch_version or 'of unknown version'}",
         fact=f"{reason}, so the priority is lost in replays.",
-        source="ROCm/rocm-systems pull request 11278"
-        if surroundings.vendor == "amd"
-        else "pytorch/pytorch pull request 167346",
+        source="ROCm/rocm-systems pull request 11278" if context.vendor == "amd" else "pytorch/pytorch pull request 167346",
         remedy="Leave the priority out."
-        if surroundings.vendor == "amd"
+        if context.vendor == "amd"
         else "Use torch 2.10 or later, or let `counterpoint.apply` instantiate the graph with priorities.",
     )
 
 
-def priority_ignored_by_hip(surroundings: Surroundings) -> Finding | None:
+def priority_ignored_by_hip(context: JobContext) -> Finding | None:
     """Priority on AMD, where HIP ignores it unless told."""
-    asked = _asked_priority(surroundings)
-    value = surroundings.value(HIP_PRIORITY).lower()
-    if surroundings.vendor != "amd" or not asked or value in ("0", "false"):
+    asked = _asked_priority(context)
+    value = context.value(HIP_PRIORITY).lower()
+    if context.vendor != "amd" or not asked or value in ("0", "false"):
         return None
     return Finding(
         severity="may defeat overlap",
         setting=HIP_PRIORITY,
-        found=f"{surroundings.found(HIP_PRIORITY) or 'not set'}, with {asked}",
+        found=f"{context.found(HIP_PRIORITY) or 'not set'}, with {asked}",
         fact="HIP ignores stream priorities unless this is 0; the default since July 2026. Older releases heed them.",
         source="ROCm/rocm-systems pull request 8485; not tried here on AMD hardware",
         remedy=f"Set {HIP_PRIORITY}=0, measure, and keep it only if it pays: AMD turned it off because RCCL lost by it.",
     )
 
 
-def _zero_cta(surroundings: Surroundings) -> str:
-    words = {word.strip().upper() for word in surroundings.value(POLICY).split("|")}
+def _zero_cta(context: JobContext) -> str:
+    words = {word.strip().upper() for word in context.value(POLICY).split("|")}
     if words & {"ZERO", "2"}:
-        return f"{POLICY}={surroundings.found(POLICY)}"
-    sign = surroundings.sign("zero_cta")
-    return sign.where if sign else ""
+        return f"{POLICY}={context.found(POLICY)}"
+    hint = context.hint("zero_cta")
+    return hint.where if hint else ""
 
 
-def zero_cta_of_reductions(surroundings: Surroundings) -> Finding | None:
+def zero_cta_of_reductions(context: JobContext) -> Finding | None:
     """Collectives without SMs, which only all-gather and all-to-all can be."""
-    asked = _zero_cta(surroundings)
-    if not asked or surroundings.vendor == "amd":
+    asked = _zero_cta(context)
+    if not asked or context.vendor == "amd":
         return None
-    is_missing = surroundings.is_older_than(surroundings.nccl_version, 2, 28)
+    is_missing = context.is_older_than(context.nccl_version, 2, 28)
     fact = (
         "This NCCL has no collectives without SMs; they came with 2.28."
         if is_missing
@@ -103,7 +100,7 @@ def zero_cta_of_reductions(surroundings: Surroundings) -> Finding | None:
     return Finding(
         severity="may defeat overlap",
         setting="zero-CTA collectives",
-        found=f"{asked}, NCCL {surroundings.nccl_version or 'of unknown version'}",
+        found=f"{asked}, NCCL {context.nccl_version or 'of unknown version'}",
         fact=fact,
         source="NCCL documentation, communicator CTA policy flags; NCCL 2.28.9, src/ce_coll.cc",
         remedy="Do not count on it for DDP's or FSDP's gradients; register all-gather buffers in symmetric windows, and "
@@ -111,46 +108,46 @@ def zero_cta_of_reductions(surroundings: Surroundings) -> Finding | None:
     )
 
 
-def zero_cta_not_understood(surroundings: Surroundings) -> Finding | None:
+def zero_cta_not_understood(context: JobContext) -> Finding | None:
     """A policy by name, for an NCCL that reads numbers."""
-    value = surroundings.value(POLICY)
-    if not value or value.isdigit() or not surroundings.is_older_than(surroundings.nccl_version, 2, 29):
+    value = context.value(POLICY)
+    if not value or value.isdigit() or not context.is_older_than(context.nccl_version, 2, 29):
         return None
     return Finding(
         severity="may defeat overlap",
         setting=POLICY,
-        found=f"{surroundings.found(POLICY)}, NCCL {surroundings.nccl_version}",
+        found=f"{context.found(POLICY)}, NCCL {context.nccl_version}",
         fact="Names such as ZERO and EFFICIENCY are understood from NCCL 2.29; before, the variable is a number.",
         source="NCCL documentation, environment variables, NCCL_CTA_POLICY",
         remedy=f"Write {POLICY}=1 for EFFICIENCY or {POLICY}=2 for ZERO.",
     )
 
 
-def symmetric_memory_without_peer_access(surroundings: Surroundings) -> Finding | None:
+def symmetric_memory_without_peer_access(context: JobContext) -> Finding | None:
     """Symmetric memory between GPUs that cannot reach each other's memory."""
-    sign = surroundings.sign("symmetric_memory")
-    if sign is None or not surroundings.blocked_peers:
+    hint = context.hint("symmetric_memory")
+    if hint is None or not context.blocked_peers:
         return None
-    one, other = surroundings.blocked_peers[0]
+    one, other = context.blocked_peers[0]
     return Finding(
         severity="defeats overlap",
         setting="symmetric memory",
-        found=f"{sign.where}; no peer access from GPU {one} to GPU {other}",
+        found=f"{hint.where}; no peer access from GPU {one} to GPU {other}",
         fact="Symmetric memory is read and written by its peers directly; between these GPUs that is impossible.",
         source="asked of the driver (cuDeviceCanAccessPeer); PyTorch documentation, symmetric memory",
         remedy="Run on GPUs joined by NVLink or on one PCIe switch, or leave symmetric memory out.",
     )
 
 
-def symmetric_memory_without_multicast(surroundings: Surroundings) -> Finding | None:
+def symmetric_memory_without_multicast(context: JobContext) -> Finding | None:
     """Multicast switched off on GPUs that have it."""
-    has_multicast = any(gpu.has_multicast for gpu in surroundings.gpus)
-    if not is_on(surroundings.value(MULTICAST)) or not has_multicast:
+    has_multicast = any(gpu.has_multicast for gpu in context.gpus)
+    if not is_on(context.value(MULTICAST)) or not has_multicast:
         return None
     return Finding(
         severity="note",
         setting=MULTICAST,
-        found=surroundings.found(MULTICAST),
+        found=context.found(MULTICAST),
         fact="torch's symmetric memory does without the NVSwitch's multicast, which these GPUs have: its multimem "
         "reductions are not available.",
         source="PyTorch, torch/csrc/distributed/c10d/symm_mem/CUDASymmetricMemoryUtils.cpp; multicast asked of the "
@@ -159,15 +156,15 @@ def symmetric_memory_without_multicast(surroundings: Surroundings) -> Finding | 
     )
 
 
-def sm_carveout(surroundings: Surroundings) -> Finding | None:
+def sm_carveout(context: JobContext) -> Finding | None:
     """torch's experimental SM carveout, which matrix products do not heed."""
-    sign = surroundings.sign("sm_carveout")
-    if sign is None:
+    hint = context.hint("sm_carveout")
+    if hint is None:
         return None
     return Finding(
         severity="may defeat overlap",
         setting="torch._C._set_sm_carveout_experimental",
-        found=sign.where,
+        found=hint.where,
         fact="It changed nothing for torch.mm in bf16: with 8 to 32 SMs set aside, cuBLAS still launched a CTA on each "
         "of 132 SMs.",
         source="measured: H200, torch 2.11, CUDA 13.0",

@@ -1,15 +1,14 @@
 """What Megatron-LM's options say: overlap that is off unless asked for, and a combination that it refuses."""
 
-from counterpoint.doctor.finding import Finding
-from counterpoint.doctor.surroundings import SHARDED, Surroundings
+from counterpoint.doctor.job_context import SHARDED, Finding, JobContext
 
 SPLITS = ("--tensor-model-parallel-size", "--pipeline-model-parallel-size", "--context-parallel-size")
 
 
-def megatron_without_data_parallel_overlap(surroundings: Surroundings) -> Finding | None:
+def megatron_without_data_parallel_overlap(context: JobContext) -> Finding | None:
     """Gradients reduced, or parameters gathered, in one piece beside nothing."""
-    sign, job = surroundings.sign("megatron"), surroundings.job
-    if sign is None or job is None or surroundings.sign(*SHARDED) or _num_replicas(surroundings) == 1:
+    hint, job = context.hint("megatron"), context.job
+    if hint is None or job is None or context.hint(*SHARDED) or _num_replicas(context) == 1:
         return None
     wanted = ["--overlap-grad-reduce", *(["--overlap-param-gather"] if "--use-distributed-optimizer" in job.options else [])]
     missing = [option for option in wanted if option not in job.options]
@@ -22,7 +21,7 @@ def megatron_without_data_parallel_overlap(surroundings: Surroundings) -> Findin
     return Finding(
         severity="may defeat overlap",
         setting=" ".join(missing),
-        found=f"not given, with {sign.where}",
+        found=f"not given, with {hint.where}",
         fact="Megatron-LM overlaps data-parallel communication only if asked: without, "
         f"{' and '.join(what[option] for option in missing)}, exposed in full.",
         source="Megatron-LM, megatron/training/arguments.py; Megatron Bridge documentation, communication overlap",
@@ -30,9 +29,9 @@ def megatron_without_data_parallel_overlap(surroundings: Surroundings) -> Findin
     )
 
 
-def _num_replicas(surroundings: Surroundings) -> int | None:
+def _num_replicas(context: JobContext) -> int | None:
     """Data-parallel replicas, where the command says how many processes there are."""
-    job = surroundings.job
+    job = context.job
     if job is None or job.num_nodes is None or job.num_processes_per_node is None:
         return None
     ranks = job.num_nodes * job.num_processes_per_node
@@ -41,9 +40,9 @@ def _num_replicas(surroundings: Surroundings) -> int | None:
     return max(1, ranks)
 
 
-def megatron_tp_overlap_without_sequence_parallel(surroundings: Surroundings) -> Finding | None:
+def megatron_tp_overlap_without_sequence_parallel(context: JobContext) -> Finding | None:
     """Tensor-parallel overlap that Megatron-LM refuses."""
-    job = surroundings.job
+    job = context.job
     if job is None or "--tp-comm-overlap" not in job.options:
         return None
     is_split = job.number("--tensor-model-parallel-size") > 1

@@ -1,7 +1,6 @@
 """Settings under which kernels cannot run side by side at all, and libraries that stand between a job and the driver."""
 
-from counterpoint.doctor.finding import Finding
-from counterpoint.doctor.surroundings import Surroundings, is_nonzero
+from counterpoint.doctor.job_context import Finding, JobContext, is_nonzero
 
 BLOCKING = ("CUDA_LAUNCH_BLOCKING", "HIP_LAUNCH_BLOCKING", "AMD_SERIALIZE_KERNEL")
 # programs that run one kernel at a time while they look
@@ -11,24 +10,24 @@ SERIALIZING = {
 }
 
 
-def blocking_launches(surroundings: Surroundings) -> Finding | None:
+def blocking_launches(context: JobContext) -> Finding | None:
     """Every launch waits for its kernel."""
-    name = surroundings.first(is_nonzero, *BLOCKING)
+    name = context.first(is_nonzero, *BLOCKING)
     if name is None:
         return None
     return Finding(
         severity="defeats overlap",
         setting=name,
-        found=surroundings.found(name),
+        found=context.found(name),
         fact="The host waits for each kernel before it issues the next one, so no two kernels ever run side by side.",
         source="CUDA Programming Guide and HIP documentation, environment variables (for debugging only)",
         remedy=f"Unset {name}.",
     )
 
 
-def serializing_profiler(surroundings: Surroundings) -> Finding | None:
+def serializing_profiler(context: JobContext) -> Finding | None:
     """A profiler that measures one kernel at a time."""
-    programs = surroundings.job.programs if surroundings.job else ()
+    programs = context.job.programs if context.job else ()
     name = next((name for name in programs if name in SERIALIZING), None)
     if name is None:
         return None
@@ -42,24 +41,24 @@ def serializing_profiler(surroundings: Surroundings) -> Finding | None:
     )
 
 
-def uncached_memory(surroundings: Surroundings) -> Finding | None:
+def uncached_memory(context: JobContext) -> Finding | None:
     """Every tensor is allocated and freed by the driver."""
-    name = surroundings.first(is_nonzero, "PYTORCH_NO_CUDA_MEMORY_CACHING", "PYTORCH_NO_HIP_MEMORY_CACHING")
+    name = context.first(is_nonzero, "PYTORCH_NO_CUDA_MEMORY_CACHING", "PYTORCH_NO_HIP_MEMORY_CACHING")
     if name is None:
         return None
     return Finding(
         severity="defeats overlap",
         setting=name,
-        found=surroundings.found(name),
+        found=context.found(name),
         fact="Each tensor is freed by the driver, which first waits for the whole GPU, collectives in flight included.",
         source="PyTorch documentation, CUDA environment variables; CUDA Runtime API, cudaFree: implicit synchronization",
         remedy=f"Unset {name}.",
     )
 
 
-def preloaded_interceptor(surroundings: Surroundings) -> Finding | None:
+def preloaded_interceptor(context: JobContext) -> Finding | None:
     """Another library that answers for the driver's launches."""
-    for library in surroundings.preloaded:
+    for library in context.preloaded:
         if library.entry_points and not library.is_ours:
             return Finding(
                 severity="may defeat overlap",
@@ -74,9 +73,9 @@ def preloaded_interceptor(surroundings: Surroundings) -> Finding | None:
     return None
 
 
-def preloaded_but_missing(surroundings: Surroundings) -> Finding | None:
+def preloaded_but_missing(context: JobContext) -> Finding | None:
     """A preloaded library that does not exist."""
-    missing = next((library.path for library in surroundings.preloaded if not library.is_found), None)
+    missing = next((library.path for library in context.preloaded if not library.is_found), None)
     if missing is None:
         return None
     return Finding(

@@ -1,7 +1,6 @@
 """NCCL's variables that slow communication beyond what computation can hide, or take SMs from it; the peer access."""
 
-from counterpoint.doctor.finding import Finding
-from counterpoint.doctor.surroundings import Surroundings, is_nonzero, whole_number
+from counterpoint.doctor.job_context import Finding, JobContext, is_nonzero, whole_number
 
 DOCUMENTATION = "NCCL documentation, environment variables"
 HOPPER = (9,)
@@ -13,20 +12,20 @@ THREADS = ("64", "128", "256", "512")
 USUAL_THREADS = 512
 
 
-def peer_to_peer_off(surroundings: Surroundings) -> Finding | None:
+def peer_to_peer_off(context: JobContext) -> Finding | None:
     """GPUs of one host that are told not to reach each other."""
-    if is_nonzero(surroundings.value("NCCL_P2P_DISABLE")):
+    if is_nonzero(context.value("NCCL_P2P_DISABLE")):
         name = "NCCL_P2P_DISABLE"
-    elif surroundings.value("NCCL_P2P_LEVEL").upper() in ("LOC", "0"):
+    elif context.value("NCCL_P2P_LEVEL").upper() in ("LOC", "0"):
         name = "NCCL_P2P_LEVEL"
     else:
         return None
-    if len(surroundings.gpus) == 1 or _are_all_blocked(surroundings):  # there is nothing to switch off
+    if len(context.gpus) == 1 or _are_all_blocked(context):  # there is nothing to switch off
         return None
     return Finding(
         severity="may defeat overlap",
         setting=name,
-        found=surroundings.found(name),
+        found=context.found(name),
         fact="GPUs of one host then exchange everything through host memory, many times slower than NVLink: more than "
         "computation can hide.",
         source=f"{DOCUMENTATION}, {name} (for debugging, not for production)",
@@ -34,12 +33,12 @@ def peer_to_peer_off(surroundings: Surroundings) -> Finding | None:
     )
 
 
-def no_peer_access(surroundings: Surroundings) -> Finding | None:
+def no_peer_access(context: JobContext) -> Finding | None:
     """GPUs that cannot reach each other."""
-    if not surroundings.blocked_peers:
+    if not context.blocked_peers:
         return None
-    one, other = surroundings.blocked_peers[0]
-    count = len(surroundings.blocked_peers)
+    one, other = context.blocked_peers[0]
+    count = len(context.blocked_peers)
     return Finding(
         severity="note",
         setting="peer access",
@@ -52,20 +51,20 @@ def no_peer_access(surroundings: Surroundings) -> Finding | None:
     )
 
 
-def _are_all_blocked(surroundings: Surroundings) -> bool:
-    count = len(surroundings.gpus)
-    return count > 1 and len(surroundings.blocked_peers or ()) == count * (count - 1)
+def _are_all_blocked(context: JobContext) -> bool:
+    count = len(context.gpus)
+    return count > 1 and len(context.blocked_peers or ()) == count * (count - 1)
 
 
-def few_ctas(surroundings: Surroundings) -> Finding | None:
+def few_ctas(context: JobContext) -> Finding | None:
     """A limit of CTAs that slows large collectives more than it frees SMs."""
-    name, number = _extreme(surroundings, ("NCCL_MAX_CTAS", "NCCL_MAX_NCHANNELS"), is_least=True)
+    name, number = _extreme(context, ("NCCL_MAX_CTAS", "NCCL_MAX_NCHANNELS"), is_least=True)
     if number is None or not 1 <= number <= SLOW_CTAS:
         return None
     return Finding(
         severity="may defeat overlap",
         setting=name,
-        found=surroundings.found(name),
+        found=context.found(name),
         fact="A 256 MiB all-reduce takes 1.1 times as long with 16 CTAs as with NCCL's own 24, 1.9 times with 8, 3.6 "
         "times with 4.",
         source="measured: 2 H200s over NVLink, NCCL 2.28.9; over PCIe NCCL takes fewer by itself",
@@ -73,20 +72,16 @@ def few_ctas(surroundings: Surroundings) -> Finding | None:
     )
 
 
-def many_ctas(surroundings: Surroundings) -> Finding | None:
+def many_ctas(context: JobContext) -> Finding | None:
     """More CTAs than NCCL takes by itself."""
-    name, number = _extreme(surroundings, ("NCCL_MIN_CTAS", "NCCL_MIN_NCHANNELS"), is_least=False)
+    name, number = _extreme(context, ("NCCL_MIN_CTAS", "NCCL_MIN_NCHANNELS"), is_least=False)
     if number is None or number <= MANY_CTAS:
         return None
-    share = (
-        f" That is {number} of {surroundings.gpus[0].num_sms} SMs."
-        if surroundings.gpus and surroundings.gpus[0].num_sms
-        else ""
-    )
+    share = f" That is {number} of {context.gpus[0].num_sms} SMs." if context.gpus and context.gpus[0].num_sms else ""
     return Finding(
         severity="may defeat overlap",
         setting=name,
-        found=surroundings.found(name),
+        found=context.found(name),
         fact="A CTA of NCCL takes 52,224 of an SM's 65,536 registers (H200), so a GEMM finds no room on the SMs that "
         f"hold one.{share}",
         source=f"{DOCUMENTATION}, {name}; read from NCCL 2.28.9's kernels for sm_90",
@@ -94,19 +89,19 @@ def many_ctas(surroundings: Surroundings) -> Finding | None:
     )
 
 
-def _extreme(surroundings: Surroundings, names: tuple[str, str], is_least: bool) -> tuple[str, int | None]:
+def _extreme(context: JobContext, names: tuple[str, str], is_least: bool) -> tuple[str, int | None]:
     """The name that counts and its number: NCCL takes the most restrictive of the new variable and the old one."""
-    numbers = [(number, name) for name in names if (number := whole_number(surroundings.value(name))) is not None]
+    numbers = [(number, name) for name in names if (number := whole_number(context.value(name))) is not None]
     if not numbers:
         return names[0], None
     number, name = min(numbers) if is_least else max(numbers)
     return name, number
 
 
-def number_of_threads(surroundings: Surroundings) -> Finding | None:
+def number_of_threads(context: JobContext) -> Finding | None:
     """Fewer threads in a CTA, or a number that NCCL does not take."""
     name = "NCCL_NTHREADS"
-    value = surroundings.value(name)
+    value = context.value(name)
     if not value or value == str(USUAL_THREADS):
         return None
     fact = (
@@ -118,38 +113,38 @@ def number_of_threads(surroundings: Surroundings) -> Finding | None:
     return Finding(
         severity="note",
         setting=name,
-        found=surroundings.found(name),
+        found=context.found(name),
         fact=fact,
         source=f"{DOCUMENTATION}, {name}; read from NCCL 2.28.9's kernels for sm_90",
         remedy="Leave it out unless a measurement of the whole step speaks for it.",
     )
 
 
-def nvlink_sharp_off(surroundings: Surroundings) -> Finding | None:
+def nvlink_sharp_off(context: JobContext) -> Finding | None:
     """Reductions in the switch, switched off where the GPUs could have them."""
-    has_switch = all(gpu.has_multicast is not False for gpu in surroundings.gpus)
-    is_capable = has_switch and (surroundings.architecture() or (0,)) >= HOPPER
-    if surroundings.value("NCCL_NVLS_ENABLE") != "0" or not is_capable or len(surroundings.gpus) == 1:
+    has_switch = all(gpu.has_multicast is not False for gpu in context.gpus)
+    is_capable = has_switch and (context.architecture() or (0,)) >= HOPPER
+    if context.value("NCCL_NVLS_ENABLE") != "0" or not is_capable or len(context.gpus) == 1:
         return None
     return Finding(
         severity="note",
         setting="NCCL_NVLS_ENABLE",
-        found=surroundings.found("NCCL_NVLS_ENABLE"),
+        found=context.found("NCCL_NVLS_ENABLE"),
         fact="Since Hopper an NVSwitch can reduce by itself (NVLink SHARP); switched off, SMs do all of an all-reduce.",
         source=f"{DOCUMENTATION}, NCCL_NVLS_ENABLE",
         remedy="Unset it, unless NCCL fails to start without it; then measure both.",
     )
 
 
-def forced_algorithm(surroundings: Surroundings) -> Finding | None:
+def forced_algorithm(context: JobContext) -> Finding | None:
     """An algorithm or protocol chosen for all sizes."""
-    name = surroundings.first(bool, "NCCL_PROTO", "NCCL_ALGO")
+    name = context.first(bool, "NCCL_PROTO", "NCCL_ALGO")
     if name is None:
         return None
     return Finding(
         severity="note",
         setting=name,
-        found=surroundings.found(name),
+        found=context.found(name),
         fact="One choice for all sizes and collectives takes NCCL's own choice away; what is best for small messages is "
         "slow for large ones.",
         source=f"{DOCUMENTATION}, {name} (for debugging, not for production)",
@@ -157,12 +152,12 @@ def forced_algorithm(surroundings: Surroundings) -> Finding | None:
     )
 
 
-def network_by_sockets(surroundings: Surroundings) -> Finding | None:
+def network_by_sockets(context: JobContext) -> Finding | None:
     """Several nodes without RDMA."""
-    nodes = surroundings.job.num_nodes if surroundings.job else None
-    if is_nonzero(surroundings.value("NCCL_IB_DISABLE")):
+    nodes = context.job.num_nodes if context.job else None
+    if is_nonzero(context.value("NCCL_IB_DISABLE")):
         name = "NCCL_IB_DISABLE"
-    elif surroundings.value("NCCL_NET").lower() == "socket":
+    elif context.value("NCCL_NET").lower() == "socket":
         name = "NCCL_NET"
     else:
         return None
@@ -171,7 +166,7 @@ def network_by_sockets(surroundings: Surroundings) -> Finding | None:
     return Finding(
         severity="may defeat overlap" if nodes else "note",
         setting=name,
-        found=surroundings.found(name) + (f", {nodes} nodes" if nodes else ", an unknown number of nodes"),
+        found=context.found(name) + (f", {nodes} nodes" if nodes else ", an unknown number of nodes"),
         fact="Between nodes data then goes through IP sockets and host memory instead of InfiniBand or RoCE, if the "
         "nodes have it.",
         source=f"{DOCUMENTATION}, {name}",
@@ -179,17 +174,17 @@ def network_by_sockets(surroundings: Surroundings) -> Finding | None:
     )
 
 
-def serialized_communicators(surroundings: Surroundings) -> Finding | None:
+def serialized_communicators(context: JobContext) -> Finding | None:
     """An implicit order of communicators that an old CUDA can only keep by running them one by one."""
     name = "NCCL_LAUNCH_ORDER_IMPLICIT"
-    versions = (surroundings.cuda_version, surroundings.torch_cuda_version)
-    old = next((version for version in versions if surroundings.is_older_than(version, 12, 3)), None)
-    if not is_nonzero(surroundings.value(name)) or old is None:
+    versions = (context.cuda_version, context.torch_cuda_version)
+    old = next((version for version in versions if context.is_older_than(version, 12, 3)), None)
+    if not is_nonzero(context.value(name)) or old is None:
         return None
     return Finding(
         severity="may defeat overlap",
         setting=name,
-        found=f"{surroundings.found(name)}, CUDA {old}",
+        found=f"{context.found(name)}, CUDA {old}",
         fact="Before CUDA 12.3 (runtime and driver), NCCL keeps this order by running the operations of different "
         "communicators one by one.",
         source=f"{DOCUMENTATION}, {name}",

@@ -1,18 +1,17 @@
 """Variables of torch's process groups: what makes the host wait, and what has lost its effect."""
 
-from counterpoint.doctor.finding import Finding
-from counterpoint.doctor.surroundings import Surroundings, is_on
+from counterpoint.doctor.job_context import Finding, JobContext, is_on
 
 
-def blocking_wait(surroundings: Surroundings) -> Finding | None:
+def blocking_wait(context: JobContext) -> Finding | None:
     """The host waits for collectives."""
-    name = surroundings.first(is_on, "TORCH_NCCL_BLOCKING_WAIT", "NCCL_BLOCKING_WAIT")
+    name = context.first(is_on, "TORCH_NCCL_BLOCKING_WAIT", "NCCL_BLOCKING_WAIT")
     if name is None:
         return None
     return Finding(
         severity="may defeat overlap",
         setting=name,
-        found=surroundings.found(name),
+        found=context.found(name),
         fact="wait() holds the host until the collective has ended, instead of a stream: nothing further is issued "
         "meanwhile.",
         source="PyTorch documentation, ProcessGroupNCCL environment variables; ray-project/ray issue 29419",
@@ -20,31 +19,31 @@ def blocking_wait(surroundings: Surroundings) -> Finding | None:
     )
 
 
-def timed_collectives(surroundings: Surroundings) -> Finding | None:
+def timed_collectives(context: JobContext) -> Finding | None:
     """Events with times around collectives, in one queue."""
-    name = surroundings.first(is_on, "TORCH_NCCL_ENABLE_TIMING", "NCCL_ENABLE_TIMING")
+    name = context.first(is_on, "TORCH_NCCL_ENABLE_TIMING", "NCCL_ENABLE_TIMING")
     queues = "CUDA_DEVICE_MAX_CONNECTIONS"
-    if name is None or surroundings.value(queues) != "1" or surroundings.vendor == "amd":
+    if name is None or context.value(queues) != "1" or context.vendor == "amd":
         return None
     return Finding(
         severity="defeats overlap",
         setting=name,
-        found=f"{surroundings.found(name)}, with {queues}={surroundings.found(queues)}",
+        found=f"{context.found(name)}, with {queues}={context.found(queues)}",
         fact="The events that time each collective keep it from overlapping with kernels when all streams share one queue.",
         source="pytorch/pytorch issue 143890; NVIDIA/TransformerEngine issue 1353",
         remedy=f"Unset {name}, or allow more queues than one.",
     )
 
 
-def checked_collectives(surroundings: Surroundings) -> Finding | None:
+def checked_collectives(context: JobContext) -> Finding | None:
     """A barrier of all hosts before every collective."""
     name = "TORCH_DISTRIBUTED_DEBUG"
-    if surroundings.value(name).upper() != "DETAIL":
+    if context.value(name).upper() != "DETAIL":
         return None
     return Finding(
         severity="may defeat overlap",
         setting=name,
-        found=surroundings.found(name),
+        found=context.found(name),
         fact="Before each collective the hosts of all ranks meet (Gloo) and compare what they call; the host no longer "
         "runs ahead of the GPU.",
         source="PyTorch documentation, torch.distributed, debugging; pytorch/pytorch pull request 124447",
@@ -52,15 +51,15 @@ def checked_collectives(surroundings: Surroundings) -> Finding | None:
     )
 
 
-def record_streams(surroundings: Surroundings) -> Finding | None:
+def record_streams(context: JobContext) -> Finding | None:
     """A switch without effect since torch 2.8."""
     name = "TORCH_NCCL_AVOID_RECORD_STREAMS"
-    if not surroundings.value(name) or not surroundings.is_at_least(surroundings.torch_version, 2, 8):
+    if not context.value(name) or not context.is_at_least(context.torch_version, 2, 8):
         return None
     return Finding(
         severity="note",
         setting=name,
-        found=f"{surroundings.found(name)}, torch {surroundings.torch_version}",
+        found=f"{context.found(name)}, torch {context.torch_version}",
         fact="Without effect since torch 2.8: streams are never recorded any more.",
         source="pytorch/pytorch pull requests 150398 and 194701",
         remedy="Leave it out.",

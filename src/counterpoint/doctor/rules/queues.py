@@ -5,8 +5,7 @@ before the kernel that would take every SM (Megatron's tensor parallelism), and 
 (FSDP). On Blackwell Megatron does not ask for it any more.
 """
 
-from counterpoint.doctor.finding import Finding
-from counterpoint.doctor.surroundings import SHARDED, Surroundings, whole_number
+from counterpoint.doctor.job_context import SHARDED, Finding, JobContext, whole_number
 
 NAME = "CUDA_DEVICE_MAX_CONNECTIONS"
 MOST_QUEUES = 32
@@ -15,25 +14,25 @@ ARGUMENTS = "Megatron-LM, megatron/training/arguments.py, validate_args"
 HEAD_START = "A head start in a plan does the same for single kernels: see docs/planner.md."
 
 
-def _has_one_queue(surroundings: Surroundings) -> bool:
-    return surroundings.value(NAME) == "1" and surroundings.vendor != "amd"
+def _has_one_queue(context: JobContext) -> bool:
+    return context.value(NAME) == "1" and context.vendor != "amd"
 
 
-def _is_blackwell(surroundings: Surroundings) -> bool:
-    return (surroundings.architecture() or (0,)) >= BLACKWELL
+def _is_blackwell(context: JobContext) -> bool:
+    return (context.architecture() or (0,)) >= BLACKWELL
 
 
-def one_queue_for_sharded_data_parallel(surroundings: Surroundings) -> Finding | None:
+def one_queue_for_sharded_data_parallel(context: JobContext) -> Finding | None:
     """FSDP with one queue."""
-    sign = surroundings.sign(*SHARDED)
-    if sign is None or not _has_one_queue(surroundings):
+    hint = context.hint(*SHARDED)
+    if hint is None or not _has_one_queue(context):
         return None
-    both = surroundings.sign("megatron_tensor_parallel") and not _is_blackwell(surroundings)
+    both = context.hint("megatron_tensor_parallel") and not _is_blackwell(context)
     advice = "Tensor or context parallelism in the same job wants 1 before Blackwell: measure both. " if both else ""
     return Finding(
         severity="defeats overlap",
         setting=NAME,
-        found=f"{surroundings.found(NAME)}, with {sign.where}",
+        found=f"{context.found(NAME)}, with {hint.where}",
         fact="With one queue FSDP's prefetched all-gathers and its reduce-scatters wait in line with the computation.",
         source=f"{ARGUMENTS}; Megatron-FSDP documentation; verl-project/verl pull request 6976; pytorch/torchtitan issue "
         "1147",
@@ -41,17 +40,17 @@ def one_queue_for_sharded_data_parallel(surroundings: Surroundings) -> Finding |
     )
 
 
-def several_queues_for_megatron(surroundings: Surroundings) -> Finding | None:
+def several_queues_for_megatron(context: JobContext) -> Finding | None:
     """Megatron-LM's tensor or context parallelism without the one queue that it insists on before Blackwell."""
-    sign = surroundings.sign("megatron_tensor_parallel")
-    is_exempt = surroundings.sign(*SHARDED, "expert_overlap") is not None or surroundings.vendor == "amd"
-    if sign is None or is_exempt or surroundings.value(NAME) == "1" or _is_blackwell(surroundings):
+    hint = context.hint("megatron_tensor_parallel")
+    is_exempt = context.hint(*SHARDED, "expert_overlap") is not None or context.vendor == "amd"
+    if hint is None or is_exempt or context.value(NAME) == "1" or _is_blackwell(context):
         return None
-    is_known = surroundings.architecture() is not None
+    is_known = context.architecture() is not None
     return Finding(
         severity="defeats overlap" if is_known else "may defeat overlap",
         setting=NAME,
-        found=f"{surroundings.found(NAME) or 'not set'}, with {sign.where}",
+        found=f"{context.found(NAME) or 'not set'}, with {hint.where}",
         fact="Before Blackwell, Megatron-LM stops unless this is 1: a GEMM that starts before the collective issued "
         "ahead of it takes every SM.",
         source=f"{ARGUMENTS}; NVIDIA/Megatron-LM issue 5105",
@@ -59,44 +58,44 @@ def several_queues_for_megatron(surroundings: Surroundings) -> Finding | None:
     )
 
 
-def one_queue_for_expert_overlap(surroundings: Surroundings) -> Finding | None:
+def one_queue_for_expert_overlap(context: JobContext) -> Finding | None:
     """Megatron-LM's overlapped all-to-all of experts with one queue."""
-    sign = surroundings.sign("expert_overlap")
-    if sign is None or not _has_one_queue(surroundings):
+    hint = context.hint("expert_overlap")
+    if hint is None or not _has_one_queue(context):
         return None
     return Finding(
         severity="may defeat overlap",
         setting=NAME,
-        found=f"{surroundings.found(NAME)}, with {sign.where}",
+        found=f"{context.found(NAME)}, with {hint.where}",
         fact="The overlap of expert-parallel all-to-alls needs more queues than one.",
         source=f"{ARGUMENTS}; NVIDIA/Megatron-LM pull request 2730",
         remedy=f"Set {NAME}=32; with tensor or context parallelism on Hopper and older, measure 1 and 32.",
     )
 
 
-def one_queue_on_blackwell(surroundings: Surroundings) -> Finding | None:
+def one_queue_on_blackwell(context: JobContext) -> Finding | None:
     """One queue where the reason for it is gone."""
-    if not _has_one_queue(surroundings) or not _is_blackwell(surroundings) or surroundings.sign(*SHARDED, "expert_overlap"):
+    if not _has_one_queue(context) or not _is_blackwell(context) or context.hint(*SHARDED, "expert_overlap"):
         return None
     return Finding(
         severity="may defeat overlap",
         setting=NAME,
-        found=f"{surroundings.found(NAME)}, on {surroundings.gpus[0].name}",
+        found=f"{context.found(NAME)}, on {context.gpus[0].name}",
         fact="Since Blackwell Megatron-LM does not need one queue any more; it only keeps independent streams in line.",
         source=f"{ARGUMENTS}; NVIDIA/Megatron-LM issue 5105",
         remedy="Unset it.",
     )
 
 
-def one_queue_for_unknown_job(surroundings: Surroundings) -> Finding | None:
+def one_queue_for_unknown_job(context: JobContext) -> Finding | None:
     """One queue, and nothing known that would want it."""
-    is_judged = surroundings.sign(*SHARDED, "expert_overlap", "megatron_tensor_parallel") is not None
-    if not _has_one_queue(surroundings) or is_judged or _is_blackwell(surroundings):
+    is_judged = context.hint(*SHARDED, "expert_overlap", "megatron_tensor_parallel") is not None
+    if not _has_one_queue(context) or is_judged or _is_blackwell(context):
         return None
     return Finding(
         severity="may defeat overlap",
         setting=NAME,
-        found=surroundings.found(NAME),
+        found=context.found(NAME),
         fact="One queue keeps all streams in the order of the host's launches: right for Megatron-LM's tensor "
         "parallelism, wrong for FSDP.",
         source="NVIDIA/Megatron-LM issue 533; verl-project/verl pull request 6976; pytorch/torchtitan issue 1147",
@@ -104,30 +103,30 @@ def one_queue_for_unknown_job(surroundings: Surroundings) -> Finding | None:
     )
 
 
-def queues_out_of_range(surroundings: Surroundings) -> Finding | None:
+def queues_out_of_range(context: JobContext) -> Finding | None:
     """A number of queues that the driver does not take."""
-    value = surroundings.value(NAME)
+    value = context.value(NAME)
     if not value or 1 <= (whole_number(value) or 0) <= MOST_QUEUES:
         return None
     return Finding(
         severity="note",
         setting=NAME,
-        found=surroundings.found(NAME),
+        found=context.found(NAME),
         fact=f"The variable is a number from 1 to {MOST_QUEUES}; 8 where it is not set.",
         source="CUDA Programming Guide, CUDA environment variables",
         remedy=f"Unset it, or give a number from 1 to {MOST_QUEUES}.",
     )
 
 
-def one_hip_queue(surroundings: Surroundings) -> Finding | None:
+def one_hip_queue(context: JobContext) -> Finding | None:
     """All of HIP's streams in one hardware queue."""
     name = "GPU_MAX_HW_QUEUES"
-    if surroundings.vendor == "nvidia" or surroundings.value(name) != "1":
+    if context.vendor == "nvidia" or context.value(name) != "1":
         return None
     return Finding(
         severity="may defeat overlap",
         setting=name,
-        found=surroundings.found(name),
+        found=context.found(name),
         fact="All streams of one priority share a single hardware queue, so kernels of different streams run one after "
         "the other.",
         source="ROCm documentation, HIP environment variables (the default is 4); not tried here on AMD hardware",

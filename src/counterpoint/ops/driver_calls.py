@@ -1,0 +1,136 @@
+"""What a prepared call issues, each as a function bound once: copies, flags, events, the stream in use, computation.
+
+Every one is a single driver call or a call of torch, and looks up nothing but what differs from call to call.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from cuda.bindings import driver as cu
+
+from counterpoint.cuda.driver import check
+from counterpoint.ops.computation import bind_computation
+from counterpoint.ops.transport import Tensors, Weights
+from counterpoint.schedule.program import Instruction
+
+Handle = Any  # cuda-bindings has no types
+SUCCESS = cu.CUresult.CUDA_SUCCESS
+WAIT = cu.CUstreamBatchMemOpType.CU_STREAM_MEM_OP_WAIT_VALUE_32
+WRITE = cu.CUstreamBatchMemOpType.CU_STREAM_MEM_OP_WRITE_VALUE_32
+WAIT_EQUAL = int(cu.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_EQ)
+MAX_MEMORY_OPERATIONS = 255  # of one cuStreamBatchMemOp
+
+
+class Call:
+    """What differs from call to call: the tensors, the weights, the streams, and whether it becomes part of a graph."""
+
+    __slots__ = ("handles", "is_captured", "streams", "tensors", "weights")
+
+    def __init__(
+        self,
+        operands: tuple[Tensors, Weights],
+        handles: dict[str, Handle],
+        streams: dict[str, Any],
+        *,
+        is_captured: bool,
+    ) -> None:
+        self.tensors, self.weights = operands
+        self.handles, self.streams, self.is_captured = handles, streams, is_captured
+
+
+Issue = Callable[[Call], None]
+
+
+def copy_to_peer(name: str, to: int, source: tuple[str, int, int]) -> Issue:
+    """Copy part of a tensor, (its name, first byte, bytes), to the address `to` of a peer's memory."""
+    buffer, offset, num_bytes = source
+    target = cu.CUdeviceptr(to)
+
+    def issue(call: Call) -> None:
+        (result,) = cu.cuMemcpyAsync(target, call.tensors[buffer].data_ptr() + offset, num_bytes, call.handles[name])
+        if result != SUCCESS:
+            check("Copying to a peer", (result,))
+
+    return issue
+
+
+def take_flags(name: str, addresses: Sequence[int]) -> list[Issue]:
+    """Wait until all these flags are 1, then lower them."""
+    waits = [memory_operation(WAIT, address, 1) for address in addresses]
+    return _batches(name, waits + [memory_operation(WRITE, address, 0) for address in addresses])
+
+
+def raise_flags(name: str, addresses: Sequence[int]) -> list[Issue]:
+    """Set these flags to 1."""
+    return _batches(name, [memory_operation(WRITE, address, 1) for address in addresses])
+
+
+def wait_event(name: str, event: Handle) -> Issue:
+    """Let a stream wait for an event."""
+
+    def issue(call: Call) -> None:
+        (result,) = cu.cuStreamWaitEvent(call.handles[name], event, 0)
+        if result != SUCCESS:
+            check("Ordering streams", (result,))
+
+    return issue
+
+
+def record_event(name: str, event: Handle) -> Issue:
+    """Record an event on a stream."""
+
+    def issue(call: Call) -> None:
+        (result,) = cu.cuEventRecord(event, call.handles[name])
+        if result != SUCCESS:
+            check("Recording an event", (result,))
+
+    return issue
+
+
+def use_stream(name: str) -> Issue:
+    """Make a stream the one that torch issues on."""
+
+    def issue(call: Call) -> None:
+        torch.cuda.set_stream(call.streams[name])
+
+    return issue
+
+
+def compute(step: Instruction) -> Issue:
+    """The matmul, sum or placement of a step, on the stream in use."""
+    bound = bind_computation(step.action)
+
+    def issue(call: Call) -> None:
+        bound(call.tensors, call.weights)
+
+    return issue
+
+
+def memory_operation(kind: Handle, address: int, value: int) -> Handle:
+    """One operation of `cuStreamBatchMemOp`: wait until the word at `address` is `value` (WAIT), or write it (WRITE)."""
+    parameters = cu.CUstreamBatchMemOpParams()
+    parameters.operation = kind
+    fields = parameters.waitValue if kind == WAIT else parameters.writeValue
+    fields.operation = kind
+    fields.address = cu.CUdeviceptr(address)
+    fields.value = cu.cuuint32_t(value)
+    fields.flags = WAIT_EQUAL if kind == WAIT else 0
+    return parameters
+
+
+def _batches(name: str, operations: Sequence[Handle]) -> list[Issue]:
+    """The operations in order, in as few driver calls as it takes."""
+
+    def batch(part: list[Handle]) -> Issue:
+        count = len(part)
+
+        def issue(call: Call) -> None:
+            (result,) = cu.cuStreamBatchMemOp(call.handles[name], count, part, 0)
+            if result != SUCCESS:
+                check("Signalling between GPUs", (result,))
+
+        return issue
+
+    starts = range(0, len(operations), MAX_MEMORY_OPERATIONS)
+    return [batch(list(operations[start : start + MAX_MEMORY_OPERATIONS])) for start in starts]

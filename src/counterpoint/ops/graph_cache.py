@@ -1,0 +1,176 @@
+"""Calls that come again at the same addresses, recorded as CUDA graphs: one launch in place of dozens of driver calls.
+
+A training step calls an operator at the same addresses in every step, because torch's allocator repeats itself. What
+such a call issues is captured once and then replayed: launching the graph takes the host 11 to 18 us, where call by
+call the operator takes 98 to 192, and NCCL with a matmul 43 to 54 (2 H200s, 2026-11-21). A call at addresses that are
+new is issued as it stands.
+
+Knows nothing of schedules: a key says what a call would issue, to the last address. Graphs are of torch's native class,
+so a job that patches `torch.cuda.CUDAGraph` finds its own graphs and none of these.
+"""
+
+import os
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from contextlib import suppress
+from functools import cache
+from typing import final
+
+import torch
+from torch._C import _CUDAGraph as Graph
+
+Pool = tuple[int, int]  # torch's number of a memory pool
+
+MAX_RECORDINGS = 1024  # of one group: 32 layers with 4 linears, forward and backward, are 256
+SIGHTINGS_BEFORE = 2  # recording costs about a ms, and the first steps have addresses of their own
+IDLE_CALLS = 8 * MAX_RECORDINGS  # a recording that was not replayed for so many calls makes room
+SWITCH = "COUNTERPOINT_RECORDINGS"  # 0: none; for jobs whose other threads would disturb a capture
+CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
+UNCACHED = "PYTORCH_NO_CUDA_MEMORY_CACHING"
+LEAST_CONNECTIONS = 8  # CUDA's default; branches of a graph that wait for other GPUs must not block each other
+
+
+def is_possible() -> bool:
+    """Whether calls may be recorded in this process."""
+    connections = os.environ.get(CONNECTIONS, "")
+    return (
+        os.environ.get(SWITCH) != "0"
+        and not (connections.isdecimal() and int(connections) < LEAST_CONNECTIONS)
+        # memory taken in a capture is to stay what it is: without a cache it is given back at once, and cudaMallocAsync
+        # makes it part of that one graph, while the next would use it, too
+        and UNCACHED not in os.environ
+        and torch.cuda.get_allocator_backend() == "native"
+    )
+
+
+@final
+class Recordings:
+    """Which calls of one group on one GPU are recorded, and which are worth it."""
+
+    def __init__(self, *, is_enabled: bool) -> None:
+        self.is_enabled = is_enabled
+        self._graphs: OrderedDict[Hashable, Graph] = OrderedDict()  # least recently replayed first
+        self._last_call: dict[Hashable, int] = {}
+        self._sightings: OrderedDict[Hashable, int] = OrderedDict()  # of calls that are not recorded
+        self._num_calls = 0
+
+    def __len__(self) -> int:
+        return len(self._graphs)
+
+    def find(self, key: Hashable) -> Graph | None:
+        """The recording of a call, or None."""
+        self._num_calls += 1
+        graph = self._graphs.get(key)
+        if graph is not None:
+            self._graphs.move_to_end(key)
+            self._last_call[key] = self._num_calls
+        return graph
+
+    def is_due(self, key: Hashable) -> bool:
+        """Whether a call that has no recording, now seen once more, has come often enough, and there is room."""
+        seen = self._sightings.pop(key, 0)
+        if seen >= SIGHTINGS_BEFORE and self._has_room():
+            return True
+        self._sightings[key] = seen + 1
+        if len(self._sightings) > 2 * MAX_RECORDINGS:
+            self._sightings.popitem(last=False)
+        return False
+
+    def keep(self, key: Hashable, graph: Graph) -> None:
+        """Have this recording for this call from now on."""
+        self._graphs[key] = graph
+        self._last_call[key] = self._num_calls
+
+    def clear(self) -> None:
+        """Forget all; graphs in flight end first."""
+        self._graphs.clear()
+        self._last_call.clear()
+        self._sightings.clear()
+
+    def _has_room(self) -> bool:
+        """Whether one more may be recorded, in place of one that has been idle if need be."""
+        if len(self._graphs) < MAX_RECORDINGS:
+            return True
+        oldest = next(iter(self._graphs))
+        if self._num_calls - self._last_call[oldest] < IDLE_CALLS:
+            return False
+        del self._graphs[oldest], self._last_call[oldest]
+        return True
+
+
+def capture(stream: torch.cuda.Stream, issue: Callable[[], object]) -> Graph:
+    """What `issue` puts on this stream, and on streams that it forks and joins again, as a graph; nothing runs yet.
+
+    Memory that torch takes meanwhile, cuBLAS's workspaces above all, comes from a pool of this stream that lives as long as
+    its graphs: they hold its addresses, and others may make torch forget the workspaces. (A pool that the caller has
+    made the thread's own, `torch.cuda.use_mem_pool`, comes first in torch's allocator, and nothing says so: docs/ops.md
+    warns.) After an error torch is as it was.
+    """
+    current = torch.cuda.current_stream(stream.device)
+    # torch begins a capture by writing, on this stream, the words that random numbers in graphs start from: graphs of the
+    # caller that are still to run read them
+    stream.wait_stream(current)
+    try:
+        return _captured(stream, issue, _pool(stream))
+    finally:
+        current.wait_stream(stream)
+
+
+def _pool(stream: torch.cuda.Stream) -> Pool:
+    """The stream's pool. Streams of other groups have pools of their own: their graphs may run at the same time."""
+    first = _first_graphs()
+    if stream not in first:
+        first[stream] = _captured(stream, lambda: torch.zeros(1, device=stream.device), None)
+    pool: Pool = first[stream].pool()
+    return pool
+
+
+@cache
+def _first_graphs() -> dict[torch.cuda.Stream, Graph]:
+    """By stream, a graph that keeps its pool alive: torch 2.11 fails to capture into a pool whose graphs are all gone."""
+    return {}
+
+
+@cache
+def _failed_graphs() -> list[Graph]:
+    """Graphs whose capture failed, kept for as long as the process lives: torch's allocator of pinned memory may go on
+    asking them which stream they capture."""
+    return []
+
+
+def _captured(stream: torch.cuda.Stream, issue: Callable[[], object], pool: Pool | None) -> Graph:
+    graph = Graph()
+    with torch.cuda.stream(stream):
+        try:
+            # other threads, and this one's garbage collector, may call what a strict capture would forbid
+            graph.capture_begin(pool, capture_error_mode="relaxed")
+            try:
+                issue()
+            finally:
+                graph.capture_end()
+        except BaseException:
+            _failed_graphs().append(graph)
+            _first_graphs().pop(stream, None)
+            _tidy_up(stream.device, pool)
+            raise
+    return graph
+
+
+def _tidy_up(device: torch.device, pool: Pool | None) -> None:
+    """Undo what torch 2.11 leaves behind a capture that could not begin or end.
+
+    Its allocator would take the capture to go on, and its generator would refuse to draw random numbers for the rest of the
+    process (CUDAGraph::capture_end in its CUDAGraph.cpp: both come after the driver's call). A capture that ends well sets
+    the generator right. Its allocator of pinned memory cannot be told, and refuses another capture into this pool: the next
+    one gets a new pool.
+    """
+    if pool is not None:
+        with suppress(RuntimeError):  # torch came so far itself
+            torch._C._cuda_endAllocateToPool(device.index, pool)
+    with suppress(RuntimeError), torch.cuda.stream(torch.cuda.Stream(device)):
+        word, graph = torch.zeros(1, device=device), Graph()
+        graph.capture_begin(None, capture_error_mode="relaxed")
+        try:
+            word.zero_()
+        finally:
+            graph.capture_end()

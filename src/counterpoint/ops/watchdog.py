@@ -1,0 +1,141 @@
+"""Notices GPU work that waits for a rank which does not come, and ends the wait, so that a fault is an error and not a
+hang.
+
+A stream that waits for a flag waits for ever. So calls are numbered, and the stream that a call ends on says its number
+when it gets there. A thread looks: where calls are in flight and none has ended within the limit, it says so on
+standard error, and every later call of the group raises the same error. Then it frees whatever waits, until the group
+is released: the host may have been stuck in the middle of issuing a call and go on to issue more waits. Results are
+meaningless from then on. Where freeing does not help within the limit once more (`numbered_calls.py` says when), a
+second thread, which needs no driver, ends the process: nothing else could.
+
+The clock starts anew whenever a call ends, so a long queue is no fault. Calls of one watch end in the order of their
+issue: a transport orders its calls, and those who use a lane order theirs. Calls in graphs that the caller captured are
+not watched. What is done with the driver is in `numbered_calls.py`.
+"""
+
+import os
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any, final
+
+from counterpoint.errors import DeviceError, OperatorError, say
+
+Handle = Any  # cuda-bindings has no types
+POLL_S = 0.25
+FREEING_S = 0.001  # between two rounds: each frees one wait of every queue, and a queue may hold a thousand
+LAST_NUMBER = 2**31 - 1
+STATUS = 1  # of a process that is ended
+
+
+class AbstractCalls(ABC):
+    """What a watch needs of the GPU."""
+
+    @abstractmethod
+    def enter_thread(self) -> None:
+        """Make the calling thread one that may call `free_waits`."""
+
+    @abstractmethod
+    def mark(self, number: int, stream: Handle) -> None:
+        """Let the stream say this number when it has done all that was issued on it so far."""
+
+    @abstractmethod
+    def last_ended(self) -> int:
+        """The number said last; 0 before any. Never waits for the driver, which may be stuck."""
+
+    @abstractmethod
+    def free_waits(self) -> None:
+        """End the waits of this rank's streams that have begun. Raises `DeviceError` where that fails."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give back what the driver holds; nothing is in flight any more."""
+
+
+@final
+class Patience:
+    """Tells when calls in flight have come to a stop: none has ended for longer than the limit."""
+
+    def __init__(self, limit_s: float) -> None:
+        self._limit_s = limit_s
+        self._ended = -1  # the call that had ended last when the clock was started; -1: nothing was in flight
+        self._since_s = 0.0
+
+    def is_over(self, last_issued: int, last_ended: int, now_s: float) -> bool:
+        """Whether to give up, as things stand now."""
+        if last_ended == last_issued:
+            self._ended = -1
+        elif last_ended != self._ended:
+            self._ended, self._since_s = last_ended, now_s
+        return self._ended >= 0 and now_s - self._since_s > self._limit_s
+
+
+@final
+class Watch:
+    """Watches the calls of one transport or lane."""
+
+    def __init__(self, calls: AbstractCalls, limit_s: float, end_process: Callable[[int], object] = os._exit) -> None:
+        self._calls, self._limit_s, self._end_process = calls, limit_s, end_process
+        self._last_issued = 0
+        self._problem = ""
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="counterpoint-watch", daemon=True)
+        self._thread.start()
+
+    def require_sound(self) -> None:
+        """Raise `OperatorError` if an earlier call was given up."""
+        if self._problem:
+            raise OperatorError(self._problem)
+
+    def sample(self, stream: Handle) -> None:
+        """A call was issued that ends on `stream`."""
+        number = self._last_issued % LAST_NUMBER + 1
+        self._calls.mark(number, stream)
+        self._last_issued = number
+
+    def close(self) -> None:
+        """Stop watching; everything has ended."""
+        if not self._closed.is_set():
+            self._closed.set()
+            self._thread.join()
+            self._calls.close()
+
+    def _run(self) -> None:
+        try:
+            self._calls.enter_thread()
+        except DeviceError as problem:
+            say(str(problem))
+            return
+        if self._comes_to_a_stop():
+            self._give_up()
+
+    def _comes_to_a_stop(self) -> bool:
+        """Wait until no call has ended for longer than the limit; False if watching ends before."""
+        patience = Patience(self._limit_s)
+        while not self._closed.wait(POLL_S):
+            if patience.is_over(self._last_issued, self._calls.last_ended(), time.monotonic()):
+                return True
+        return False
+
+    def _give_up(self) -> None:
+        self._problem = (
+            f"An operator did not end on the GPU within {self._limit_s:g} s: it waits for a rank that is gone, or that runs "
+            "other operators. Its results are meaningless. Look at the other ranks' output, and start all of them again."
+        )
+        say(self._problem)
+        threading.Thread(target=self._end_if_stuck, name="counterpoint-last-resort", daemon=True).start()
+        said, pause_s = "", 0.0
+        while not self._closed.wait(pause_s):
+            try:
+                self._calls.free_waits()
+            except DeviceError as problem:
+                if str(problem) != said:
+                    said = str(problem)
+                    say(said)
+            pause_s = POLL_S if self._calls.last_ended() == self._last_issued else FREEING_S
+
+    def _end_if_stuck(self) -> None:
+        if self._comes_to_a_stop():
+            say(f"Its wait could not be ended within another {self._limit_s:g} s either, so this process ends.")
+            self._end_process(STATUS)

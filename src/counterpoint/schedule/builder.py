@@ -1,0 +1,192 @@
+"""What the generators share: actions are added in issue order, with their streams, and the phases of a call with them.
+
+A phase is all-gather (blocks go out, matmul pieces take them in) or reduce (matmul pieces go out, sums or
+accumulating matmuls take them in). Every loop runs over turns first and ranks second, so that the order is one in
+which all ranks can issue.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+
+from counterpoint.errors import ScheduleError
+from counterpoint.schedule.actions import (
+    COMPUTATION_KINDS,
+    FIRST_COMPUTE,
+    Action,
+    Buffer,
+    CopySchedule,
+    Home,
+    Kind,
+    Pass,
+    Problem,
+    Region,
+    adjoining,
+    split,
+)
+from counterpoint.schedule.description import ScheduleDescription
+from counterpoint.value import require
+
+Rows = tuple[int, int]
+
+
+class Builder:
+    """Collects the actions of all ranks."""
+
+    def __init__(self, problem: Problem, description: ScheduleDescription) -> None:
+        self.problem, self.description = problem, description
+        self.num_ranks = problem.num_ranks
+        self.blocks = split(problem.num_rows, problem.num_ranks)
+        self.actions: list[Action] = []
+        self.buffers: list[Buffer] = []
+        self._num_pieces = [0] * problem.num_ranks
+        self._begins: list[int] = []
+        self._streams: list[set[str]] = [set() for _ in range(problem.num_ranks)]
+
+    def buffer(self, name: str, home: Home, num_rows: int, num_columns: int) -> None:
+        """Declare a buffer that every rank has."""
+        self.buffers.append(Buffer(name=name, home=home, num_rows=num_rows, num_columns=num_columns))
+
+    def add(
+        self,
+        kind: Kind,
+        stream: str,
+        rank: int,
+        *,
+        reads: Sequence[Region] = (),
+        writes: Sequence[Region] = (),
+        after: Iterable[int] = (),
+    ) -> int:
+        """Add an action and return its position. Of several on one stream that it comes after, it names the last.
+
+        What opens a second computation stream comes after its rank's `begin` at least: were it ready together with the
+        first piece, the hardware could run it before that, and what the first piece sends would leave late. (In a graph
+        `begin` is often over by then, and the transport says more.)
+        """
+        after = list(after)
+        if kind in COMPUTATION_KINDS and stream not in {FIRST_COMPUTE, *self._streams[rank]} and not after:
+            after = [self._begins[rank]]
+        self._streams[rank].add(stream)
+        latest: dict[tuple[int, str], int] = {}
+        for position in after:
+            earlier = self.actions[position]
+            if (earlier.rank, earlier.stream) != (rank, stream):
+                key = (earlier.rank, earlier.stream)
+                latest[key] = max(position, latest.get(key, position))
+        self.actions.append(
+            Action(
+                kind=kind,
+                rank=rank,
+                stream=stream,
+                reads=tuple(reads),
+                writes=tuple(writes),
+                after=tuple(sorted(latest.values())),
+            )
+        )
+        return len(self.actions) - 1
+
+    def compute_stream(self, rank: int) -> str:
+        """The stream of this rank's next matmul piece: they alternate."""
+        self._num_pieces[rank] += 1
+        return f"compute {(self._num_pieces[rank] - 1) % self.description.num_compute_streams}"
+
+    def chunks(self, num_rows: int) -> tuple[tuple[int, Rows], ...]:
+        """The chunks of a block with their numbers; empty ones are left out."""
+        parts = split(num_rows, self.description.chunks)
+        return tuple((number, rows) for number, rows in enumerate(parts) if rows[0] < rows[1])
+
+    def units(self) -> Iterator[tuple[int, int]]:
+        """(turn, chunk) in the order of the pattern: turn t is the exchange with the t-th neighbor."""
+        turns, chunks = range(1, self.num_ranks), range(self.description.chunks)
+        if self.description.pattern == "all_peers":
+            yield from ((turn, chunk) for chunk in chunks for turn in turns)
+        else:
+            yield from ((turn, chunk) for turn in turns for chunk in chunks)
+
+    def copy_stream(self, turn: int, chunk: int) -> str:
+        """The stream of a copy: with several, they take turns over peers or chunks, whichever changes fastest."""
+        number = turn - 1 if self.description.pattern == "all_peers" else chunk
+        return f"copy {number % self.description.num_copy_streams}"
+
+    def begin(self) -> list[int]:
+        """Every rank's `begin`."""
+        self._begins = [self.add("begin", "copy 0", rank) for rank in range(self.num_ranks)]
+        return self._begins
+
+    def finish(self, operation_pass: Pass) -> CopySchedule:
+        """Every rank's `end`, after all that it issued, and the schedule.
+
+        A rank also hears in every call from those that send it nothing: that they began. Without that a fast rank
+        could end this call before a slow one has begun it, and say for a second time what the slow one has not heard
+        for the first.
+        """
+        for rank in range(self.num_ranks):
+            own = [position for position, action in enumerate(self.actions) if action.rank == rank]
+            heard = {self.actions[before].rank for position in own for before in self.actions[position].after}
+            silent = [begin for peer, begin in enumerate(self._begins) if peer not in heard and peer != rank]
+            self.add("end", FIRST_COMPUTE, rank, after=[*own, *silent])
+        return CopySchedule(
+            operation=self.problem.operation,
+            direction=operation_pass,
+            description=self.description,
+            num_ranks=self.num_ranks,
+            num_rows=self.problem.num_rows,
+            buffers=tuple(self.buffers),
+            actions=tuple(self.actions),
+        )
+
+
+class Arrivals:
+    """Which copy brought which rows of a rank's buffer."""
+
+    def __init__(self) -> None:
+        self._entries: list[tuple[Region, int]] = []
+
+    def note(self, region: Region, position: int) -> None:
+        """The copy at `position` writes `region`."""
+        self._entries.append((region, position))
+
+    def of(self, regions: Iterable[Region]) -> list[int]:
+        """Positions of the copies that write any of these rows."""
+        return [position for wanted in regions for region, position in self._entries if region.overlaps(wanted)]
+
+
+def region(rank: int, buffer: str, start: int, rows: Rows) -> Region:
+    """`rows` of a block that begins at row `start`."""
+    return Region(rank=rank, buffer=buffer, start=start + rows[0], stop=start + rows[1])
+
+
+def group_units(builder: Builder, units: Iterable[tuple[int, int]]) -> list[list[tuple[int, int]]]:
+    """The units that one matmul piece takes in, in order of the last of each group's arrival."""
+    granularity = builder.description.matmul
+    groups: dict[tuple[int, int], list[tuple[int, int]]] = {}
+    last: dict[tuple[int, int], int] = {}
+    for number, (turn, chunk) in enumerate(units):
+        key = {"chunk": (turn, chunk), "peer": (turn, 0), "fused": (0, chunk), "rest": (0, 0)}[granularity]
+        groups.setdefault(key, []).append((turn, chunk))
+        last[key] = number
+    return [groups[key] for key in sorted(groups, key=lambda each: last[each])]
+
+
+def require_granularity(builder: Builder, *allowed: str) -> None:
+    """Raise `ScheduleError` for a matmul granularity that a pattern has no use for."""
+    description = builder.description
+    require(
+        description.matmul in allowed,
+        ScheduleError,
+        f"{builder.problem.operation} with the pattern '{description.pattern}' takes matmul granularity "
+        f"{' or '.join(allowed)}; found '{description.matmul}'. Choose one of these.",
+    )
+
+
+def require_pattern(builder: Builder, *allowed: str) -> None:
+    """Raise `ScheduleError` for a pattern that an operation has no use for."""
+    pattern = builder.description.pattern
+    require(
+        pattern in allowed,
+        ScheduleError,
+        f"{builder.problem.operation} takes the pattern {' or '.join(allowed)}; found '{pattern}'. Choose one of these.",
+    )
+
+
+def merged(regions: Iterable[Region]) -> tuple[Region, ...]:
+    """Regions of one rank's buffer, joined where they touch; empty ones are dropped."""
+    return adjoining(each for each in regions if each.num_rows)

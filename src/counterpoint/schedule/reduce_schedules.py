@@ -1,0 +1,305 @@
+"""Schedules in which blocks leave the matmul: matmul + reduce-scatter, matmul + all-reduce, and the backward passes
+that need them.
+
+Direct patterns: matmul pieces for other ranks first; each goes to its rank, which keeps the W partial products apart
+and adds them up in rank order, once, in the accumulation precision of a sum. Ring: a block travels from rank to rank,
+and each adds its part inside its matmul, so there is no sum and no second buffer; it is rounded once per rank, as in
+NCCL's ring. Phases: begin; pieces and their copies; a rank's own piece last, which hides the last copies; sums; end.
+"""
+
+from collections.abc import Callable, Sequence
+
+from counterpoint.schedule.actions import Region
+from counterpoint.schedule.builder import (
+    Arrivals,
+    Builder,
+    Rows,
+    group_units,
+    merged,
+    region,
+    require_granularity,
+    require_pattern,
+)
+from counterpoint.schedule.gather_schedules import place_own, send_all, shard_route, token_route, weight_gradient
+
+# (rank, rows of its own block, position of the action that finished them)
+Finished = Callable[[int, Rows, int], None]
+
+
+def matmul_reduce_scatter(builder: Builder) -> None:
+    """product = reduce-scatter(activation @ weight)."""
+    problem = builder.problem
+    builder.buffer("activation", "given", problem.num_rows, problem.num_inner)
+    builder.buffer("product", "result", _longest(builder), problem.num_columns)
+    begins = builder.begin()
+    reduce_blocks(builder, begins, [0] * builder.num_ranks, _nothing, problem.num_columns)
+
+
+def matmul_all_reduce(builder: Builder) -> None:
+    """product = all-reduce(activation @ weight): what reduce-scatter finishes goes out to all peers, chunk by chunk."""
+    problem, num_ranks = builder.problem, builder.num_ranks
+    builder.buffer("activation", "given", problem.num_rows, problem.num_inner)
+    builder.buffer("product", "result", problem.num_rows, problem.num_columns)
+    builder.buffer("reduced", "symmetric", problem.num_rows, problem.num_columns)
+    starts = [start for start, _ in builder.blocks]
+    begins = builder.begin()
+    pushed: list[tuple[Region, int]] = []
+
+    def send_out(rank: int, rows: Rows, position: int) -> None:
+        source = region(rank, "product", starts[rank], rows)
+        for turn in range(1, num_ranks):
+            target = region((rank - turn) % num_ranks, "reduced", starts[rank], rows)
+            stream = builder.copy_stream(turn, turn)
+            after = [position, begins[rank]]
+            pushed.append((target, builder.add("copy", stream, rank, reads=[source], writes=[target], after=after)))
+
+    reduce_blocks(builder, begins, starts, send_out, problem.num_columns)
+    for target, position in pushed:
+        landed = Region(rank=target.rank, buffer="product", start=target.start, stop=target.stop)
+        builder.add("place", "place 0", target.rank, reads=[target], writes=[landed], after=[position])
+
+
+def all_gather_matmul_backward(builder: Builder) -> None:
+    """product = reduce-scatter(gradient @ weight^T); weight gradient = all-gather(shard)^T @ gradient.
+
+    The shards go out first and arrive beside the matmul pieces; the weight gradient's matmul hides the last pieces'
+    copies.
+    """
+    problem = builder.problem
+    builder.buffer("shard", "given", _longest(builder), problem.num_inner)
+    builder.buffer("activation", "given", problem.num_rows, problem.num_columns)
+    builder.buffer("gathered", "symmetric", problem.num_rows, problem.num_inner)
+    builder.buffer("product", "result", _longest(builder), problem.num_inner)
+    builder.buffer("weight_gradient", "result", problem.num_inner, problem.num_columns)
+
+    begins = builder.begin()
+    route = shard_route(builder)
+    places = place_own(builder, route)
+    gathered = send_all(builder, route, begins)
+
+    def multiply_gathered(rank: int) -> None:
+        everything = region(rank, "gathered", 0, (0, problem.num_rows))
+        weight_gradient(builder, ("gathered", "activation"), everything, [*gathered.of([everything]), places[rank]])
+
+    reduce_blocks(builder, begins, [0] * builder.num_ranks, _nothing, problem.num_inner, multiply_gathered)
+
+
+def all_to_all_matmul_backward(builder: Builder) -> None:
+    """product = all-to-all(gradient @ weight^T); weight gradient = all-to-all(tokens)^T @ gradient, as in
+    all-gather's."""
+    problem, num_ranks, blocks = builder.problem, builder.num_ranks, builder.blocks
+    longest = _longest(builder)
+    require_pattern(builder, "one_peer", "all_peers")
+    builder.buffer("shard", "given", problem.num_rows, problem.num_inner)
+    builder.buffer("activation", "given", num_ranks * longest, problem.num_columns)
+    builder.buffer("gathered", "symmetric", num_ranks * longest, problem.num_inner)
+    builder.buffer("partial", "local", num_ranks * longest, problem.num_inner)
+    builder.buffer("returned", "symmetric", problem.num_rows, problem.num_inner)
+    builder.buffer("product", "result", problem.num_rows, problem.num_inner)
+    builder.buffer("weight_gradient", "result", problem.num_inner, problem.num_columns)
+    lengths = [stop - start for start, stop in blocks]
+
+    def outgoing(rank: int, receiver: int, rows: Rows) -> tuple[Region, Region]:
+        source = region(rank, "partial", receiver * lengths[rank], rows)
+        return source, region(receiver, "returned", blocks[rank][0], rows)
+
+    begins = builder.begin()
+    route = token_route(builder)
+    places = place_own(builder, route)
+    gathered = send_all(builder, route, begins)
+    arrivals = send_partials(builder, begins, outgoing, lambda rank, _receiver: lengths[rank])
+    for rank in range(num_ranks):
+        own = (0, lengths[rank])
+        if lengths[rank]:
+            reads = [region(rank, "activation", rank * lengths[rank], own)]
+            writes = [region(rank, "product", blocks[rank][0], own)]
+            builder.add("matmul", builder.compute_stream(rank), rank, reads=reads, writes=writes)
+        everything = region(rank, "gathered", 0, (0, num_ranks * lengths[rank]))
+        weight_gradient(builder, ("gathered", "activation"), everything, [*gathered.of([everything]), places[rank]])
+    for target, position in arrivals:
+        landed = Region(rank=target.rank, buffer="product", start=target.start, stop=target.stop)
+        builder.add("place", "place 0", target.rank, reads=[target], writes=[landed], after=[position])
+
+
+def reduce_blocks(  # noqa: PLR0917
+    builder: Builder,
+    begins: Sequence[int],
+    product_starts: Sequence[int],
+    finished: Finished,
+    num_columns: int,
+    meanwhile: Callable[[int], None] | None = None,
+) -> None:
+    """Matmul pieces of all blocks, each reduced into its rank's `product` from row `product_starts[rank]` on.
+
+    `finished` is told of rows of the product as they are issued; `meanwhile` may add a rank's other work before its
+    own block.
+    """
+    if builder.description.pattern == "ring":
+        _reduce_in_matmul(builder, begins, product_starts, finished, (num_columns, meanwhile))
+        return
+    num_ranks, longest = builder.num_ranks, _longest(builder)
+    builder.buffer("partial", "local", builder.problem.num_rows, num_columns)
+    builder.buffer("staging", "symmetric", num_ranks * longest, num_columns)
+
+    def route(rank: int, receiver: int, rows: Rows) -> tuple[Region, Region]:
+        source = region(rank, "partial", builder.blocks[receiver][0], rows)
+        return source, region(receiver, "staging", rank * longest, rows)
+
+    arrivals = Arrivals()
+    for target, position in send_partials(builder, begins, route, lambda _rank, receiver: _length(builder, receiver)):
+        arrivals.note(target, position)
+    for rank in range(num_ranks):
+        if meanwhile:
+            meanwhile(rank)
+    for rows_of in _own_pieces(builder):
+        for rank in range(num_ranks):
+            rows = rows_of(rank)
+            if rows[0] < rows[1]:
+                position = _multiply_and_sum(builder, arrivals, rank, rows, product_starts[rank])
+                finished(rank, rows, position)
+
+
+def send_partials(
+    builder: Builder,
+    begins: Sequence[int],
+    route: Callable[[int, int, Rows], tuple[Region, Region]],
+    length: Callable[[int, int], int],
+) -> list[tuple[Region, int]]:
+    """Matmul pieces for other ranks and their copies, one step behind so that the next piece is issued before;
+    (target, copy)."""
+    require_granularity(builder, "chunk", "peer", "fused")
+    num_ranks = builder.num_ranks
+    sent: list[tuple[Region, int]] = []
+    waiting: list[tuple[int, str, Region, Region, int]] = []
+
+    def flush() -> None:
+        for rank, stream, source, target, position in waiting:
+            copy = builder.add("copy", stream, rank, reads=[source], writes=[target], after=[position, begins[rank]])
+            sent.append((target, copy))
+        waiting.clear()
+
+    for group in group_units(builder, builder.units()):
+        fresh = []
+        for rank in range(num_ranks):
+            pairs = []
+            for turn, chunk in group:
+                receiver = (rank - turn) % num_ranks
+                rows = dict(builder.chunks(length(rank, receiver))).get(chunk, (0, 0))
+                if rows[0] < rows[1]:
+                    pairs.append((builder.copy_stream(turn, chunk), *route(rank, receiver, rows)))
+            if not pairs:
+                continue
+            written = merged(source for _, source, _ in pairs)
+            position = builder.add(
+                "matmul",
+                builder.compute_stream(rank),
+                rank,
+                reads=[Region(rank=rank, buffer="activation", start=each.start, stop=each.stop) for each in written],
+                writes=written,
+            )
+            fresh += [(rank, stream, source, target, position) for stream, source, target in pairs]
+        flush()
+        waiting += fresh
+    flush()
+    return sent
+
+
+def _multiply_and_sum(builder: Builder, arrivals: Arrivals, rank: int, rows: Rows, product_start: int) -> int:
+    """The matmul of a rank's own rows, then the sum with what came from the others."""
+    longest = _longest(builder)
+    stream = builder.compute_stream(rank)
+    own = region(rank, "staging", rank * longest, rows)
+    activation = region(rank, "activation", builder.blocks[rank][0], rows)
+    builder.add("matmul", stream, rank, reads=[activation], writes=[own])
+    parts = [region(rank, "staging", other * longest, rows) for other in range(builder.num_ranks)]
+    target = region(rank, "product", product_start, rows)
+    return builder.add("sum", stream, rank, reads=parts, writes=[target], after=arrivals.of(parts))
+
+
+def _reduce_in_matmul(
+    builder: Builder,
+    begins: Sequence[int],
+    product_starts: Sequence[int],
+    finished: Finished,
+    rest: tuple[int, Callable[[int], None] | None],
+) -> None:
+    """The ring: block b starts at rank b - 1, goes down from rank to rank, and ends at rank b, which returns it."""
+    require_granularity(builder, "chunk")
+    num_columns, meanwhile = rest
+    num_ranks, blocks = builder.num_ranks, builder.blocks
+    builder.buffer("partial", "local", _longest(builder), num_columns)
+    builder.buffer("accumulated", "symmetric", builder.problem.num_rows, num_columns)
+    arrivals = Arrivals()
+    for step in range(num_ranks):
+        if step == num_ranks - 1 and meanwhile:
+            for rank in range(num_ranks):
+                meanwhile(rank)
+        for chunk in range(builder.description.chunks):
+            for rank in range(num_ranks):
+                block = (rank + 1 + step) % num_ranks
+                rows = dict(builder.chunks(_length(builder, block))).get(chunk, (0, 0))
+                if rows[0] == rows[1]:
+                    continue
+                here = region(rank, "accumulated", blocks[block][0], rows)
+                if step == num_ranks - 1:
+                    target = region(rank, "product", product_starts[rank], rows)
+                    finished(rank, rows, _finish(builder, arrivals, here, target))
+                    continue
+                source, position = _accumulate(builder, arrivals, here, rows, is_first=step == 0)
+                sent = region((rank - 1) % num_ranks, "accumulated", blocks[block][0], rows)
+                stream = builder.copy_stream(1, chunk)
+                arrivals.note(
+                    sent, builder.add("copy", stream, rank, reads=[source], writes=[sent], after=[position, begins[rank]])
+                )
+
+
+def _accumulate(builder: Builder, arrivals: Arrivals, here: Region, rows: Rows, *, is_first: bool) -> tuple[Region, int]:
+    """A rank's part of a chunk on its way: the rows to send on, and the action that finished them."""
+    if is_first:
+        target = region(here.rank, "partial", 0, rows)
+        return target, _multiply(builder, here, target)
+    return here, _multiply(builder, here, here, arrivals.of([here]))
+
+
+def _finish(builder: Builder, arrivals: Arrivals, here: Region, target: Region) -> int:
+    """The last part of a chunk: what came is placed in the product as soon as it is there, beside other matmuls, and the
+    rank's own part added to it."""
+    came = arrivals.of([here])
+    if not came:  # of one rank
+        return _multiply(builder, here, target)
+    placed = builder.add("place", "place 0", here.rank, reads=[here], writes=[target], after=came)
+    return _multiply(builder, here, target, [placed])
+
+
+def _multiply(builder: Builder, here: Region, target: Region, after: Sequence[int] = ()) -> int:
+    """A rank's part of a chunk, written to `target`; or added to what is there `after` these actions."""
+    activation = Region(rank=here.rank, buffer="activation", start=here.start, stop=here.stop)
+    stream = builder.compute_stream(here.rank)
+    if after:
+        return builder.add("add_matmul", stream, here.rank, reads=[activation, target], writes=[target], after=after)
+    return builder.add("matmul", stream, here.rank, reads=[activation], writes=[target])
+
+
+def _own_pieces(builder: Builder) -> list[Callable[[int], Rows]]:
+    """The pieces in which a rank multiplies its own block: whole where matmuls are whole blocks, else chunk by
+    chunk."""
+    if builder.description.matmul == "peer":
+        return [lambda rank: (0, _length(builder, rank))]
+    numbers = range(builder.description.chunks)
+    return [
+        lambda rank, number=number: dict(builder.chunks(_length(builder, rank))).get(number, (0, 0))  # type: ignore[misc]
+        for number in numbers
+    ]
+
+
+def _nothing(_rank: int, _rows: Rows, _position: int) -> None:
+    """Nobody waits for these rows."""
+
+
+def _length(builder: Builder, rank: int) -> int:
+    start, stop = builder.blocks[rank]
+    return stop - start
+
+
+def _longest(builder: Builder) -> int:
+    return max(stop - start for start, stop in builder.blocks)

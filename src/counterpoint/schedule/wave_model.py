@@ -1,0 +1,78 @@
+"""How matmul pieces share a rank's SMs: last tiles go to whichever SM is free first, so the last wave of one piece and
+the first of the next, if that is ready, run side by side.
+
+Every SM runs one tile at a time, as those of cuBLAS's persistent kernels do: a CTA fills an SM's registers. Knows
+nothing of what a tile costs.
+"""
+
+from counterpoint.value import Value
+
+Group = tuple[float, int]  # a time, and how many SMs are free from then on
+
+
+class Piece(Value, frozen=True, kw_only=True):
+    """Equal tiles; the first of them start `start_us` after the SMs are free. What waits for the piece starts `after_us`
+    after the last tile, when the SMs may already run another piece's."""
+
+    num_tiles: int
+    tile_us: float
+    start_us: float
+    after_us: float = 0.0
+
+
+class Sms:
+    """When each SM of a rank is free."""
+
+    def __init__(self, num_sms: int) -> None:
+        self._num_sms = num_sms
+        self._groups: list[Group] = [(0.0, num_sms)]  # in order of time
+
+    def first_free_us(self) -> float:
+        """When the first SM is free."""
+        return self._groups[0][0]
+
+    def fill(self, ready_us: float, duration_us: float) -> float:
+        """Work that spreads evenly over all SMs, as passes over memory do; its end."""
+        return self._all_free_at(self._mean_us(ready_us) + duration_us)
+
+    def run(self, ready_us: float, piece: Piece, smoothing: float) -> float:
+        """The tiles of a piece; when what waits for it may start.
+
+        `smoothing` from 0 to 1: how much of what SMs lose that have no tile in the last wave comes back, as power that
+        the others may draw.
+        """
+        if not piece.num_tiles:
+            return max(ready_us, self.first_free_us())
+        even_us = self._mean_us(ready_us) + piece.start_us + piece.num_tiles * piece.tile_us / self._num_sms
+        ends = self._place(ready_us, piece)
+        last_us = max(end_us for end_us, _ in ends)
+
+        def smoothed(time_us: float) -> float:
+            return time_us + smoothing * (even_us - time_us)
+
+        self._groups = [(smoothed(time_us), count) for time_us, count in ends]
+        return smoothed(last_us) + piece.after_us
+
+    def _place(self, ready_us: float, piece: Piece) -> list[Group]:
+        """All whole waves but the last to every SM alike, as a persistent kernel's CTAs share them; the rest tile by tile to
+        the SMs that are free first."""
+        num_waves = max(0, piece.num_tiles // self._num_sms - 1)
+        later_us = piece.start_us + num_waves * piece.tile_us
+        groups = [(max(time_us, ready_us) + later_us, count) for time_us, count in self._groups]
+        left = piece.num_tiles - num_waves * self._num_sms
+        while left > 0:
+            groups.sort()
+            time_us, count = groups.pop(0)
+            taken = min(count, left)
+            groups.append((time_us + piece.tile_us, taken))
+            if count > taken:
+                groups.append((time_us, count - taken))
+            left -= taken
+        return sorted(groups)
+
+    def _mean_us(self, ready_us: float) -> float:
+        return sum(max(time_us, ready_us) * count for time_us, count in self._groups) / self._num_sms
+
+    def _all_free_at(self, time_us: float) -> float:
+        self._groups = [(time_us, self._num_sms)]
+        return time_us
