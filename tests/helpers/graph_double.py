@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from counterpoint import Simulator
 from counterpoint.cuda.graph import AbstractExecutable, AbstractGraph, GraphNode
-from counterpoint.cuda.reading import ReadGraph
+from counterpoint.cuda.graph_reading import ReadGraph
 from counterpoint.errors import DeviceError, PlanError
 from counterpoint.machine import Gpu, Machine
 from counterpoint.metrics import measure

@@ -5,16 +5,19 @@ Tables are swapped in a double of the control block that counts launches as the 
 """
 
 import random
+from collections import Counter
 from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
 
 import msgspec
 
-from counterpoint.cuda.running_job import AbstractExchange, AbstractStepClock, JobGpu
 from counterpoint.launch_filter.control_block import FilterRule, FilterState, RuleCounters, SeenFunction
-from counterpoint.launch_filter.live_messages import Decision
-from counterpoint.launch_filter.live_tuning import LiveJob, LiveTuner
-from counterpoint.launch_filter.settings import LiveRecord, LiveSettings, TableTotals
+from counterpoint.ranks import Exchange, LocalStore
+from counterpoint.supervised.follower import LiveJob
+from counterpoint.supervised.messages import Decision
+from counterpoint.supervised.running_job import AbstractStepClock, JobGpu
+from counterpoint.supervised.settings import LiveRecord, LiveSettings, TableTotals
+from counterpoint.supervised.tuning import LiveTuner
 
 GPU = JobGpu(name="NVIDIA H200", num_sms=132, greatest_priority=-3)
 NCCL = "ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
@@ -120,43 +123,18 @@ class FakeClock(AbstractStepClock):
         return end[1] - start[1] if self.step >= end[0] + self._lag else None
 
 
-class FakeExchange(AbstractExchange):
-    """One dictionary for all ranks."""
-
-    def __init__(self, shared: dict[str, str], rank: int, num_ranks: int) -> None:
-        self._shared, self._rank, self._num_ranks = shared, rank, num_ranks
-
-    @property
-    def rank(self) -> int:
-        return self._rank
-
-    def offer(self, topic: str, text: str) -> None:
-        assert f"{topic}/{self._rank}" not in self._shared, "a topic is used once"
-        self._shared[f"{topic}/{self._rank}"] = text
-
-    def gathered(self, topic: str) -> list[str] | None:
-        texts = [self._shared.get(f"{topic}/{rank}") for rank in range(self._num_ranks)]
-        return None if None in texts else [text for text in texts if text is not None]
-
-    def announce(self, topic: str, text: str) -> None:
-        assert topic not in self._shared, "an announcement is made once"
-        self._shared[topic] = text
-
-    def heard(self, topic: str) -> str | None:
-        return self._shared.get(topic)
-
-
 class FakeRank:
     """One rank with its tuner, and all that it said, recorded and had in force."""
 
     def __init__(
         self,
-        exchange: FakeExchange,
+        exchange: Exchange,
         functions: Sequence[SeenFunction],
         settings: LiveSettings,
         *,
         lag: int,
         earlier: Decision | None,
+        draw_seed: Callable[[], int],
     ) -> None:
         self.rank = exchange.rank
         self.table = FakeTable(functions, settings.rules)
@@ -174,8 +152,13 @@ class FakeRank:
             say=self.said.append,
             record=self.records.append,
             keep=self.totals.append,
+            draw_seed=draw_seed,
         )
         self.tuner = LiveTuner(job, settings, earlier)
+
+    def mostly(self, num_steps: int = 100) -> Rules:
+        """The table that was in force in most of the last steps: a look of the guard takes turns."""
+        return Counter(self.in_force[-num_steps:]).most_common(1)[0][0]
 
     def run_step(self, step_time: StepTime) -> None:
         """One step of the job: launches under the table in force, time, and the boundary."""
@@ -200,9 +183,13 @@ class FakeJob:
         seed: int = 0,
         earlier: Decision | None = None,
     ) -> None:
-        shared: dict[str, str] = {}
-        exchanges = [FakeExchange(shared, rank, num_ranks) for rank in range(num_ranks)]
-        self.ranks = [FakeRank(exchange, functions, settings, lag=lag, earlier=earlier) for exchange in exchanges]
+        self.store = LocalStore()
+        drawn = random.Random(seed)
+        exchanges = [Exchange(self.store, rank, num_ranks, limit_s=1.0) for rank in range(num_ranks)]
+        self.ranks = [
+            FakeRank(exchange, functions, settings, lag=lag, earlier=earlier, draw_seed=lambda: drawn.getrandbits(48))
+            for exchange in exchanges
+        ]
         self._random = random.Random(seed)
         self._most_ahead = most_ahead
 

@@ -3,11 +3,10 @@
 from collections.abc import Callable
 from typing import Literal
 
-from counterpoint.executor import AbstractExecutor
 from counterpoint.machine import Machine
 from counterpoint.plan import Control, HeadStart, Plan, Priority, ResidencyCap, Transport
 from counterpoint.step import Collective, Dependency, Footprint, Kernel, Step
-from counterpoint.timeline import Interval, Timeline
+from counterpoint.timeline import AbstractExecutor, Interval, Timeline
 
 SPANS_US = ((0.0, 10.0), (100.0, 150.0), (10.0, 60.0), (60.0, 110.0), (110.0, 150.0))
 

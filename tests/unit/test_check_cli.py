@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from counterpoint.doctor.surroundings import FoundGpu, Surroundings
+from counterpoint.doctor.job_context import FoundGpu, JobContext
 from counterpoint.value import write_toml
 from helpers.command import counterpoint, refusal
 
 H200 = FoundGpu(name="NVIDIA H200", compute_capability="9.0", num_sms=132, has_multicast=True)
-NODE = Surroundings(
+NODE = JobContext(
     vendor="nvidia",
     gpus=(H200, H200),
     blocked_peers=(),
@@ -30,7 +30,7 @@ def node(tmp_path: Path) -> Path:
 
 
 def test_nothing_found_is_one_line_with_what_was_looked_at(node: Path) -> None:
-    done = counterpoint("check", "--surroundings", node, "--", "torchrun", "--nproc-per-node", "8", "nowhere.py")
+    done = counterpoint("check", "--context", node, "--", "torchrun", "--nproc-per-node", "8", "nowhere.py")
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith("Nothing found that is known to defeat overlap.\n")
     for part in (
@@ -47,7 +47,7 @@ def test_nothing_found_is_one_line_with_what_was_looked_at(node: Path) -> None:
 
 def test_a_setting_that_defeats_overlap_ends_with_1(node: Path) -> None:
     command = ("env", "CUDA_DEVICE_MAX_CONNECTIONS=1", "torchrun", "train.py", "--use-torch-fsdp2")
-    done = counterpoint("check", "--surroundings", node, "--", *command)
+    done = counterpoint("check", "--context", node, "--", *command)
     assert (done.returncode, done.stderr) == (1, "")
     text = " ".join(done.stdout.split())
     assert "defeats overlap CUDA_DEVICE_MAX_CONNECTIONS: 1 (in the command), with --use-torch-fsdp2" in text
@@ -57,7 +57,7 @@ def test_a_setting_that_defeats_overlap_ends_with_1(node: Path) -> None:
 
 
 def test_a_setting_that_only_may_defeat_overlap_ends_with_0(node: Path) -> None:
-    done = counterpoint("check", "--surroundings", node, "--", "NCCL_MAX_CTAS=4", "python", "train.py")
+    done = counterpoint("check", "--context", node, "--", "NCCL_MAX_CTAS=4", "python", "train.py")
     assert done.returncode == 0
     assert "may defeat overlap  NCCL_MAX_CTAS" in done.stdout
     assert "Nothing defeats overlap; 1 may; 0 notes." in done.stdout
@@ -74,12 +74,12 @@ def test_the_shells_variables_count_and_the_command_is_not_run(tmp_path: Path) -
 
 
 def test_json_holds_findings_and_what_they_rest_on(node: Path) -> None:
-    done = counterpoint("check", "--surroundings", node, "--json", "--", "NCCL_PROTO=LL", "ncu", "python", "train.py")
+    done = counterpoint("check", "--context", node, "--json", "--", "NCCL_PROTO=LL", "ncu", "python", "train.py")
     assert done.returncode == 1
     found = json.loads(done.stdout)
     assert [finding["severity"] for finding in found["findings"]] == ["defeats overlap", "note"]
     assert set(found["findings"][0]) == {"severity", "setting", "found", "fact", "source", "remedy"}
-    assert found["surroundings"]["gpus"][0]["name"] == "NVIDIA H200"
+    assert found["context"]["gpus"][0]["name"] == "NVIDIA H200"
     assert found["not_looked_at"]
 
 
@@ -87,15 +87,15 @@ def test_what_is_saved_here_is_checked_elsewhere(tmp_path: Path) -> None:
     file = tmp_path / "node.toml"
     saved = counterpoint("check", "-o", file, CUDA_LAUNCH_BLOCKING="1")
     assert saved.returncode == 1, saved.stderr
-    assert counterpoint("check", "--surroundings", file).returncode == 1
-    cleared = counterpoint("check", "--surroundings", file, "--", "env", "-u", "CUDA_LAUNCH_BLOCKING", "python", "train.py")
+    assert counterpoint("check", "--context", file).returncode == 1
+    cleared = counterpoint("check", "--context", file, "--", "env", "-u", "CUDA_LAUNCH_BLOCKING", "python", "train.py")
     assert cleared.returncode == 0, cleared.stdout
 
 
 @pytest.mark.parametrize("columns", ["40", "80", "110"])
 def test_text_stays_within_the_terminal(node: Path, columns: str) -> None:
     command = ("TORCH_NCCL_HIGH_PRIORITY=1", "CUDA_LAUNCH_BLOCKING=1", "NCCL_MAX_CTAS=4", "torchrun", "train.py")
-    done = counterpoint("check", "--surroundings", node, "--", *command, COLUMNS=columns)
+    done = counterpoint("check", "--context", node, "--", *command, COLUMNS=columns)
     assert done.returncode == 1
     assert max(map(len, done.stdout.splitlines())) <= int(columns)
 
@@ -103,22 +103,22 @@ def test_text_stays_within_the_terminal(node: Path, columns: str) -> None:
 def test_what_a_file_leaves_out_is_said_and_not_taken_for_absent(tmp_path: Path, node: Path) -> None:
     file = tmp_path / "written.toml"
     file.write_text('vendor = "nvidia"\n[environment]\nNCCL_MAX_CTAS = "4"\n')
-    found = json.loads(counterpoint("check", "--surroundings", file, "--json").stdout)
+    found = json.loads(counterpoint("check", "--context", file, "--json").stdout)
     gpus, versions = found["not_looked_at"]
     assert gpus.startswith("GPUs: the file gives none")
     assert gpus.endswith("add a [[gpus]] with name and compute_capability for each")
     assert versions == "versions: the file gives no torch_version and no nccl_version; add what the job has"
-    assert json.loads(counterpoint("check", "--surroundings", node, "--json").stdout)["not_looked_at"] == []
+    assert json.loads(counterpoint("check", "--context", node, "--json").stdout)["not_looked_at"] == []
     file.write_text('unknown = ["GPUs, driver and peer access: none", "versions: none"]\n')
-    assert len(json.loads(counterpoint("check", "--surroundings", file, "--json").stdout)["not_looked_at"]) == 2
+    assert len(json.loads(counterpoint("check", "--context", file, "--json").stdout)["not_looked_at"]) == 2
 
 
 def test_blocked_peers_need_gpus(tmp_path: Path) -> None:
     file = tmp_path / "written.toml"
     file.write_text("blocked_peers = [[0, 1]]\n")
-    assert "there are none; found [[0, 1]]. Add a [[gpus]] for each" in refusal("check", "--surroundings", file)
+    assert "there are none; found [[0, 1]]. Add a [[gpus]] for each" in refusal("check", "--context", file)
     file.write_text('blocked_peers = [[0, 5]]\n[[gpus]]\nname = "NVIDIA H200"\n')
-    assert "from 0 to 0; found [[0, 5]]. Correct it." in refusal("check", "--surroundings", file)
+    assert "from 0 to 0; found [[0, 5]]. Correct it." in refusal("check", "--context", file)
 
 
 @pytest.mark.parametrize("name", ["nosuch", "./nosuch", "script.sh", "./script.sh", "folder", "./folder"])
@@ -127,7 +127,7 @@ def test_a_command_that_cannot_start_is_refused_in_the_words_of_run(tmp_path: Pa
     (tmp_path / "folder").mkdir()
     words = refusal("run", "--", name, "--lr", "1", cwd=tmp_path)
     said = refusal("check", "--", name, "--lr", "1", cwd=tmp_path)
-    elsewhere = "" if (tmp_path / name).exists() else " For a command of another machine, add --surroundings FILE."
+    elsewhere = "" if (tmp_path / name).exists() else " For a command of another machine, add --context FILE."
     assert said == words + elsewhere
     assert name in said
 
@@ -155,16 +155,16 @@ def test_what_an_interpreter_or_a_shell_does_not_find_is_theirs_to_say(tmp_path:
 
 
 def test_a_command_of_a_described_machine_need_not_be_here(node: Path) -> None:
-    assert counterpoint("check", "--surroundings", node, "--", "nosuch", "train.py").returncode == 0
+    assert counterpoint("check", "--context", node, "--", "nosuch", "train.py").returncode == 0
 
 
 def test_bad_input_is_one_line_and_2(tmp_path: Path, node: Path) -> None:
     assert "names no program" in refusal("check", "--", "A=1")
     assert "names no program" in refusal("check", "--", "")
     assert "'-S' is not understood" in refusal("check", "--", "env", "-S", "python train.py")
-    assert "No such file" in refusal("check", "--surroundings", tmp_path / "nowhere.toml")
+    assert "No such file" in refusal("check", "--context", tmp_path / "nowhere.toml")
     assert "-o saves this machine alone" in refusal("check", "-o", tmp_path / "a.toml", "--", "python", "train.py")
     assert "does not exist" in refusal("check", "-o", tmp_path / "nowhere" / "a.toml")
-    assert "already uses that file" in refusal("check", "-o", node, "--surroundings", node)
+    assert "already uses that file" in refusal("check", "-o", node, "--context", node)
     node.write_text("gpus = 1")
-    assert "gpus must be a list; found 1. Correct it." in refusal("check", "--surroundings", node)
+    assert "gpus must be a list; found 1. Correct it." in refusal("check", "--context", node)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from counterpoint.doctor.command import ReadCommand, read_command, read_options
 from counterpoint.doctor.script import read_script
-from counterpoint.errors import SurroundingsError
+from counterpoint.errors import JobContextError
 
 
 def read(command: str, **environment: str) -> ReadCommand:
@@ -16,7 +16,7 @@ def read(command: str, **environment: str) -> ReadCommand:
 
 
 def kinds(command: str) -> dict[str, str]:
-    return {sign.kind: sign.where for sign in read(command).job.signs}
+    return {hint.kind: hint.where for hint in read(command).job.hints}
 
 
 @pytest.mark.parametrize(
@@ -157,18 +157,18 @@ def test_the_first_program_comes_with_the_path_it_is_looked_for_in(command: str,
 
 @pytest.mark.parametrize("command", ["A=1", "env A=1", "env -i", ""])
 def test_a_command_without_a_program_is_refused(command: str) -> None:
-    with pytest.raises(SurroundingsError, match="names no program"):
+    with pytest.raises(JobContextError, match="names no program"):
         read(command)
 
 
 @pytest.mark.parametrize("words", [[""], ["A=1", ""], ["env", ""], ["", "python", "train.py"]])
 def test_an_empty_word_is_no_program(words: list[str]) -> None:
-    with pytest.raises(SurroundingsError, match="names no program"):
+    with pytest.raises(JobContextError, match="names no program"):
         read_command(words, {})
 
 
 def test_an_option_of_env_that_changes_the_meaning_is_refused() -> None:
-    with pytest.raises(SurroundingsError, match="'-S' is not understood"):
+    with pytest.raises(JobContextError, match="'-S' is not understood"):
         read("env -S python train.py")
 
 
@@ -200,7 +200,7 @@ WORDS = st.sampled_from(
 def test_any_words_are_read_or_refused(words: list[str]) -> None:
     try:
         found = read_command(words, {"A": "0"})
-    except SurroundingsError:
+    except JobContextError:
         return
     assert found.job.programs
 

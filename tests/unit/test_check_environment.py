@@ -1,4 +1,4 @@
-"""Surroundings gathered from a machine: a driver built for the test, NCCL's files, other interpreters, preloading."""
+"""JobContext gathered from a machine: a driver built for the test, NCCL's files, other interpreters, preloading."""
 
 import subprocess
 import sys
@@ -11,9 +11,9 @@ import pytest
 from counterpoint.doctor import environment
 from counterpoint.doctor.driver_query import Answer
 from counterpoint.doctor.environment import at_command, gather, read_nccl_files, read_preloaded
-from counterpoint.doctor.surroundings import FoundGpu, Surroundings, load_surroundings, parse_version
+from counterpoint.doctor.job_context import FoundGpu, JobContext, load_context, parse_version
 from counterpoint.doctor.versions_query import query_versions
-from counterpoint.errors import SurroundingsError
+from counterpoint.errors import JobContextError
 from counterpoint.launch_filter.library import LINKED
 from counterpoint.value import write_json, write_toml
 
@@ -70,7 +70,7 @@ def no_system_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(environment, "SYSTEM_NCCL_FILE", tmp_path / "system.conf")
 
 
-def look(*command: str, libraries: Path | None = None, **variables: str) -> Surroundings:
+def look(*command: str, libraries: Path | None = None, **variables: str) -> JobContext:
     """Gather with these variables alone, and these libraries before the machine's own."""
     own = {"PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin", "HOME": "/nonexistent"}
     return gather(command, own | ({"LD_LIBRARY_PATH": str(libraries)} if libraries else {}) | variables)
@@ -236,10 +236,10 @@ def test_a_launcher_that_is_not_on_the_path_is_said_where_a_wrapper_starts_it(tm
 )
 def test_a_first_program_that_is_not_in_the_jobs_path_is_refused(tmp_path: Path, command: str, words: str) -> None:
     program(tmp_path / "job")
-    with pytest.raises(SurroundingsError) as problem:
+    with pytest.raises(JobContextError) as problem:
         look(*command.split(), PATH=str(tmp_path))
     assert words.format(path=tmp_path) in str(problem.value)
-    assert str(problem.value).endswith("For a command of another machine, add --surroundings FILE.")
+    assert str(problem.value).endswith("For a command of another machine, add --context FILE.")
 
 
 @pytest.mark.parametrize("command", ["env -i job", "env -u PATH job"])
@@ -248,7 +248,7 @@ def test_without_a_path_programs_are_where_the_system_has_them(
 ) -> None:
     program(tmp_path / "job")
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(SurroundingsError, match="'job' was not found in its PATH, '/bin:/usr/bin'"):
+    with pytest.raises(JobContextError, match="'job' was not found in its PATH, '/bin:/usr/bin'"):
         look(*command.split(), PATH=str(tmp_path))
 
 
@@ -260,7 +260,7 @@ def test_the_path_that_the_command_sets_is_where_its_programs_are(tmp_path: Path
         found = look(*command.format(there=there).split(), PATH=str(here))
         assert not any("not on the path" in line for line in found.unknown)
         assert "PATH" not in found.environment | found.origins
-    with pytest.raises(SurroundingsError, match="'srun' was not found"):
+    with pytest.raises(JobContextError, match="'srun' was not found"):
         look("env", f"PATH={there}", "srun", "accelerate", "launch", "train.py", PATH=str(here))
 
 
@@ -271,10 +271,10 @@ def test_what_shells_know_themselves_need_not_be_on_the_path(tmp_path: Path) -> 
 
 
 def test_a_command_of_another_machine_need_not_be_here() -> None:
-    job = at_command(Surroundings(), ["env", "PATH=/there", "nosuch", "train.py"]).job
+    job = at_command(JobContext(), ["env", "PATH=/there", "nosuch", "train.py"]).job
     assert job is not None
     assert job.programs == ("nosuch",)
-    assert at_command(Surroundings(), ["env", "PATH=/there", "nosuch"]).environment == {}
+    assert at_command(JobContext(), ["env", "PATH=/there", "nosuch"]).environment == {}
 
 
 def test_nccl_of_a_container_is_asked_for_its_version(driver: Path) -> None:
@@ -293,7 +293,7 @@ def test_saved_surroundings_come_back_and_take_a_command(tmp_path: Path, driver:
     found = look(libraries=driver, NCCL_DEBUG="INFO")
     file = tmp_path / "node.toml"
     file.write_text(write_toml(found))
-    assert load_surroundings(file) == found == msgspec.json.decode(write_json(found), type=Surroundings)
+    assert load_context(file) == found == msgspec.json.decode(write_json(found), type=JobContext)
     there = at_command(found, ["env", "-u", "NCCL_DEBUG", "NCCL_PROTO=LL", "python", "train.py"])
     assert (there.environment, there.origins) == ({"NCCL_PROTO": "LL"}, {"NCCL_PROTO": "the command"})
     assert there.gpus == found.gpus
@@ -303,8 +303,8 @@ def test_saved_surroundings_come_back_and_take_a_command(tmp_path: Path, driver:
 def test_a_wrong_file_of_surroundings_is_one_line(tmp_path: Path, content: str) -> None:
     file = tmp_path / "node.toml"
     file.write_text(content)
-    with pytest.raises(SurroundingsError) as problem:
-        load_surroundings(file)
+    with pytest.raises(JobContextError) as problem:
+        load_context(file)
     assert str(file) in str(problem.value)
     assert "\n" not in str(problem.value)
 

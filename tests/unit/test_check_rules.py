@@ -9,10 +9,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from counterpoint.doctor.command import FLAG_SIGNS, read_command
-from counterpoint.doctor.finding import SEVERITIES, Finding
+from counterpoint.doctor.job_context import (
+    SEVERITIES,
+    Finding,
+    FoundGpu,
+    Hint,
+    HintKind,
+    JobCommand,
+    JobContext,
+    PreloadedLibrary,
+)
 from counterpoint.doctor.rules import RULES, controls, find, frameworks, launches, nccl, process_groups, queues
 from counterpoint.doctor.script import NAME_SIGNS
-from counterpoint.doctor.surroundings import FoundGpu, JobCommand, PreloadedLibrary, Sign, SignKind, Surroundings
 
 H200 = FoundGpu(name="NVIDIA H200", compute_capability="9.0", num_sms=132, has_multicast=True)
 B200 = FoundGpu(name="NVIDIA B200", compute_capability="10.0", num_sms=148, has_multicast=True)
@@ -21,9 +29,9 @@ MI300X = FoundGpu(name="AMD Instinct MI300X")
 DEFEATS, MAY, NOTE = SEVERITIES
 
 
-def signs(*kinds: SignKind) -> JobCommand:
+def hints(*kinds: HintKind) -> JobCommand:
     return JobCommand(
-        programs=("torchrun",), script="train.py", signs=tuple(Sign(kind=kind, where=f"of {kind}") for kind in kinds)
+        programs=("torchrun",), script="train.py", hints=tuple(Hint(kind=kind, where=f"of {kind}") for kind in kinds)
     )
 
 
@@ -31,22 +39,22 @@ def megatron(words: str) -> JobCommand:
     return read_command(["torchrun", *words.split()], {}).job
 
 
-def on(*gpus: FoundGpu, job: JobCommand | None = None, **more: Any) -> Surroundings:
-    """Surroundings with GPUs; names in capitals are variables."""
+def on(*gpus: FoundGpu, job: JobCommand | None = None, **more: Any) -> JobContext:
+    """JobContext with GPUs; names in capitals are variables."""
     variables = {name: value for name, value in more.items() if name.isupper()}
     fields = {name: value for name, value in more.items() if not name.isupper()}
     vendor = "amd" if MI300X in gpus else "nvidia" if gpus else "unknown"
-    return Surroundings(**({"vendor": vendor} | fields), gpus=gpus, environment=variables, job=job)
+    return JobContext(**({"vendor": vendor} | fields), gpus=gpus, environment=variables, job=job)
 
 
 TWO = (H200, H200)
-FSDP2, TP = signs("fsdp2"), signs("megatron_tensor_parallel")
+FSDP2, TP = hints("fsdp2"), hints("megatron_tensor_parallel")
 PRELOADED = PreloadedLibrary(path="/opt/libvgpu.so", is_found=True, entry_points=("cuLaunchKernel",))
 OURS = PreloadedLibrary(path="/cache/filter.so", is_found=True, is_ours=True, entry_points=("cuLaunchKernel",))
 HARMLESS = PreloadedLibrary(path="/usr/lib/libjemalloc.so", is_found=True)
 
-Rule = Callable[[Surroundings], Finding | None]
-FIRES: list[tuple[Rule, Surroundings, str]] = [
+Rule = Callable[[JobContext], Finding | None]
+FIRES: list[tuple[Rule, JobContext, str]] = [
     (launches.blocking_launches, on(CUDA_LAUNCH_BLOCKING="1"), DEFEATS),
     (launches.blocking_launches, on(MI300X, AMD_SERIALIZE_KERNEL="3"), DEFEATS),
     (launches.serializing_profiler, on(job=JobCommand(programs=("ncu", "python"))), DEFEATS),
@@ -54,34 +62,34 @@ FIRES: list[tuple[Rule, Surroundings, str]] = [
     (launches.preloaded_interceptor, on(preloaded=(HARMLESS, PRELOADED)), MAY),
     (launches.preloaded_but_missing, on(preloaded=(PreloadedLibrary(path="/no/such.so", is_found=False),)), NOTE),
     (queues.one_queue_for_sharded_data_parallel, on(H200, job=FSDP2, CUDA_DEVICE_MAX_CONNECTIONS="1"), DEFEATS),
-    (queues.one_queue_for_sharded_data_parallel, on(B200, job=signs("fsdp1"), CUDA_DEVICE_MAX_CONNECTIONS="1"), DEFEATS),
+    (queues.one_queue_for_sharded_data_parallel, on(B200, job=hints("fsdp1"), CUDA_DEVICE_MAX_CONNECTIONS="1"), DEFEATS),
     (queues.several_queues_for_megatron, on(H200, job=TP), DEFEATS),
     (queues.several_queues_for_megatron, on(H200, job=TP, CUDA_DEVICE_MAX_CONNECTIONS="8"), DEFEATS),
     (queues.several_queues_for_megatron, on(job=TP), MAY),
-    (queues.one_queue_for_expert_overlap, on(H200, job=signs("expert_overlap"), CUDA_DEVICE_MAX_CONNECTIONS="1"), MAY),
+    (queues.one_queue_for_expert_overlap, on(H200, job=hints("expert_overlap"), CUDA_DEVICE_MAX_CONNECTIONS="1"), MAY),
     (queues.one_queue_on_blackwell, on(B200, job=TP, CUDA_DEVICE_MAX_CONNECTIONS="1"), MAY),
     (queues.one_queue_for_unknown_job, on(H200, CUDA_DEVICE_MAX_CONNECTIONS="1"), MAY),
-    (queues.one_queue_for_unknown_job, on(H200, job=signs("data_parallel"), CUDA_DEVICE_MAX_CONNECTIONS="1"), MAY),
+    (queues.one_queue_for_unknown_job, on(H200, job=hints("data_parallel"), CUDA_DEVICE_MAX_CONNECTIONS="1"), MAY),
     (queues.queues_out_of_range, on(CUDA_DEVICE_MAX_CONNECTIONS="64"), NOTE),
     (queues.queues_out_of_range, on(CUDA_DEVICE_MAX_CONNECTIONS="one"), NOTE),
     (queues.one_hip_queue, on(MI300X, GPU_MAX_HW_QUEUES="1"), MAY),
     (controls.priority_of_waited_collectives, on(torch_version="2.8.0", TORCH_NCCL_HIGH_PRIORITY="1"), NOTE),
     (controls.priority_of_waited_collectives, on(torch_version="2.11.0", job=FSDP2, TORCH_NCCL_HIGH_PRIORITY="true"), NOTE),
-    (controls.priority_of_waited_collectives, on(torch_version="2.11.0+cu130", job=signs("high_priority")), NOTE),
-    (controls.priority_in_graphs, on(torch_version="2.9.1", job=signs("high_priority", "cuda_graph")), MAY),
-    (controls.priority_in_graphs, on(MI300X, job=signs("cuda_graph"), TORCH_NCCL_HIGH_PRIORITY="1"), MAY),
+    (controls.priority_of_waited_collectives, on(torch_version="2.11.0+cu130", job=hints("high_priority")), NOTE),
+    (controls.priority_in_graphs, on(torch_version="2.9.1", job=hints("high_priority", "cuda_graph")), MAY),
+    (controls.priority_in_graphs, on(MI300X, job=hints("cuda_graph"), TORCH_NCCL_HIGH_PRIORITY="1"), MAY),
     (controls.priority_ignored_by_hip, on(MI300X, TORCH_NCCL_HIGH_PRIORITY="1"), MAY),
     (controls.zero_cta_of_reductions, on(nccl_version="2.28.9", NCCL_CTA_POLICY="2"), MAY),
     (controls.zero_cta_of_reductions, on(nccl_version="2.29.2", NCCL_CTA_POLICY="efficiency|zero"), MAY),
-    (controls.zero_cta_of_reductions, on(nccl_version="2.27.5", job=signs("zero_cta")), MAY),
+    (controls.zero_cta_of_reductions, on(nccl_version="2.27.5", job=hints("zero_cta")), MAY),
     (controls.zero_cta_not_understood, on(nccl_version="2.28.9", NCCL_CTA_POLICY="ZERO"), MAY),
     (
         controls.symmetric_memory_without_peer_access,
-        on(*TWO, job=signs("symmetric_memory"), blocked_peers=((0, 1), (1, 0))),
+        on(*TWO, job=hints("symmetric_memory"), blocked_peers=((0, 1), (1, 0))),
         DEFEATS,
     ),
     (controls.symmetric_memory_without_multicast, on(H200, TORCH_SYMM_MEM_DISABLE_MULTICAST="1"), NOTE),
-    (controls.sm_carveout, on(job=signs("sm_carveout")), MAY),
+    (controls.sm_carveout, on(job=hints("sm_carveout")), MAY),
     (nccl.peer_to_peer_off, on(*TWO, blocked_peers=(), NCCL_P2P_DISABLE="1"), MAY),
     (nccl.peer_to_peer_off, on(NCCL_P2P_LEVEL="loc"), MAY),
     (nccl.no_peer_access, on(*TWO, blocked_peers=((0, 1),)), NOTE),
@@ -118,7 +126,7 @@ FIRES: list[tuple[Rule, Surroundings, str]] = [
         DEFEATS,
     ),
 ]
-SILENT: list[tuple[Rule, Surroundings]] = [
+SILENT: list[tuple[Rule, JobContext]] = [
     (launches.blocking_launches, on(CUDA_LAUNCH_BLOCKING="0")),
     (launches.serializing_profiler, on(job=JobCommand(programs=("nsys", "python")))),
     (launches.uncached_memory, on(PYTORCH_NO_CUDA_MEMORY_CACHING="")),
@@ -128,10 +136,10 @@ SILENT: list[tuple[Rule, Surroundings]] = [
     (queues.one_queue_for_sharded_data_parallel, on(H200, job=TP, CUDA_DEVICE_MAX_CONNECTIONS="1")),
     (queues.several_queues_for_megatron, on(H200, job=TP, CUDA_DEVICE_MAX_CONNECTIONS="1")),
     (queues.several_queues_for_megatron, on(B200, job=TP)),
-    (queues.several_queues_for_megatron, on(H200, job=signs("megatron_tensor_parallel", "fsdp2"))),
+    (queues.several_queues_for_megatron, on(H200, job=hints("megatron_tensor_parallel", "fsdp2"))),
     (queues.several_queues_for_megatron, on(MI300X, job=TP)),
-    (queues.several_queues_for_megatron, on(H200, job=signs("data_parallel"))),
-    (queues.one_queue_for_expert_overlap, on(H200, job=signs("expert_overlap"), CUDA_DEVICE_MAX_CONNECTIONS="32")),
+    (queues.several_queues_for_megatron, on(H200, job=hints("data_parallel"))),
+    (queues.one_queue_for_expert_overlap, on(H200, job=hints("expert_overlap"), CUDA_DEVICE_MAX_CONNECTIONS="32")),
     (queues.one_queue_on_blackwell, on(H200, job=TP, CUDA_DEVICE_MAX_CONNECTIONS="1")),
     (queues.one_queue_on_blackwell, on(B200, job=FSDP2, CUDA_DEVICE_MAX_CONNECTIONS="1")),
     (queues.one_queue_for_unknown_job, on(H200, job=TP, CUDA_DEVICE_MAX_CONNECTIONS="1")),
@@ -142,9 +150,9 @@ SILENT: list[tuple[Rule, Surroundings]] = [
     (controls.priority_of_waited_collectives, on(torch_version="2.7.1", TORCH_NCCL_HIGH_PRIORITY="1")),
     (controls.priority_of_waited_collectives, on(torch_version="", TORCH_NCCL_HIGH_PRIORITY="1")),
     (controls.priority_of_waited_collectives, on(torch_version="2.11.0", TORCH_NCCL_HIGH_PRIORITY="0")),
-    (controls.priority_in_graphs, on(torch_version="2.10.0", job=signs("high_priority", "cuda_graph"))),
-    (controls.priority_in_graphs, on(torch_version="2.9.1", job=signs("cuda_graph"))),
-    (controls.priority_in_graphs, on(torch_version="2.9.1", job=signs("high_priority"))),
+    (controls.priority_in_graphs, on(torch_version="2.10.0", job=hints("high_priority", "cuda_graph"))),
+    (controls.priority_in_graphs, on(torch_version="2.9.1", job=hints("cuda_graph"))),
+    (controls.priority_in_graphs, on(torch_version="2.9.1", job=hints("high_priority"))),
     (controls.priority_ignored_by_hip, on(MI300X, TORCH_NCCL_HIGH_PRIORITY="1", DEBUG_HIP_IGNORE_STREAM_PRIORITY="0")),
     (controls.priority_ignored_by_hip, on(H200, TORCH_NCCL_HIGH_PRIORITY="1")),
     (controls.priority_ignored_by_hip, on(MI300X)),
@@ -152,12 +160,12 @@ SILENT: list[tuple[Rule, Surroundings]] = [
     (controls.zero_cta_not_understood, on(nccl_version="2.29.2", NCCL_CTA_POLICY="ZERO")),
     (controls.zero_cta_not_understood, on(nccl_version="2.28.9", NCCL_CTA_POLICY="2")),
     (controls.zero_cta_not_understood, on(NCCL_CTA_POLICY="ZERO")),
-    (controls.symmetric_memory_without_peer_access, on(*TWO, job=signs("symmetric_memory"), blocked_peers=())),
-    (controls.symmetric_memory_without_peer_access, on(job=signs("symmetric_memory"))),
+    (controls.symmetric_memory_without_peer_access, on(*TWO, job=hints("symmetric_memory"), blocked_peers=())),
+    (controls.symmetric_memory_without_peer_access, on(job=hints("symmetric_memory"))),
     (controls.symmetric_memory_without_peer_access, on(*TWO, NCCL_CTA_POLICY="2", blocked_peers=((0, 1), (1, 0)))),
     (controls.symmetric_memory_without_peer_access, on(*TWO, blocked_peers=((0, 1), (1, 0)))),
     (controls.symmetric_memory_without_multicast, on(TORCH_SYMM_MEM_DISABLE_MULTICAST="1")),
-    (controls.sm_carveout, on(job=signs("fsdp2"))),
+    (controls.sm_carveout, on(job=hints("fsdp2"))),
     (nccl.peer_to_peer_off, on(H200, NCCL_P2P_DISABLE="1")),
     (nccl.peer_to_peer_off, on(*TWO, blocked_peers=((0, 1), (1, 0)), NCCL_P2P_DISABLE="1")),
     (nccl.peer_to_peer_off, on(*TWO, NCCL_P2P_DISABLE="0", NCCL_P2P_LEVEL="NVL")),
@@ -195,17 +203,17 @@ SILENT: list[tuple[Rule, Surroundings]] = [
 ]
 
 
-@pytest.mark.parametrize(("rule", "surroundings", "severity"), FIRES)
-def test_a_rule_fires_with_its_severity(rule: Rule, surroundings: Surroundings, severity: str) -> None:
-    finding = rule(surroundings)
+@pytest.mark.parametrize(("rule", "context", "severity"), FIRES)
+def test_a_rule_fires_with_its_severity(rule: Rule, context: JobContext, severity: str) -> None:
+    finding = rule(context)
     assert finding is not None
     assert finding.severity == severity
-    assert finding in find(surroundings), "the report holds it, too"
+    assert finding in find(context), "the report holds it, too"
 
 
-@pytest.mark.parametrize(("rule", "surroundings"), SILENT)
-def test_a_rule_is_silent_where_its_reason_is_absent_or_unknown(rule: Rule, surroundings: Surroundings) -> None:
-    assert rule(surroundings) is None
+@pytest.mark.parametrize(("rule", "context"), SILENT)
+def test_a_rule_is_silent_where_its_reason_is_absent_or_unknown(rule: Rule, context: JobContext) -> None:
+    assert rule(context) is None
 
 
 def test_every_rule_is_tried_both_ways() -> None:
@@ -213,7 +221,7 @@ def test_every_rule_is_tried_both_ways() -> None:
 
 
 def test_nothing_known_finds_nothing() -> None:
-    assert find(Surroundings()) == ()
+    assert find(JobContext()) == ()
     assert find(on(*TWO, blocked_peers=(), torch_version="2.11.0", nccl_version="2.28.9", cuda_version="13.0")) == ()
 
 
@@ -224,13 +232,13 @@ def test_the_worst_comes_first() -> None:
 
 def test_a_finding_names_where_a_value_was_set() -> None:
     file = "/etc/nccl.conf"
-    finding = nccl.peer_to_peer_off(Surroundings(environment={"NCCL_P2P_DISABLE": "1"}, origins={"NCCL_P2P_DISABLE": file}))
+    finding = nccl.peer_to_peer_off(JobContext(environment={"NCCL_P2P_DISABLE": "1"}, origins={"NCCL_P2P_DISABLE": file}))
     assert finding is not None
     assert finding.found == "1 (in /etc/nccl.conf)"
 
 
 @pytest.mark.parametrize(
-    ("rule", "surroundings", "said", "unsaid"),
+    ("rule", "context", "said", "unsaid"),
     [
         (
             controls.zero_cta_of_reductions,
@@ -247,13 +255,13 @@ def test_a_finding_names_where_a_value_was_set() -> None:
         (controls.zero_cta_of_reductions, on(NCCL_CTA_POLICY="2"), "Only all-gather", "came with 2.28"),
         (
             controls.priority_of_waited_collectives,
-            on(torch_version="2.8.0", job=signs("high_priority")),
+            on(torch_version="2.8.0", job=hints("high_priority")),
             "async_op",
             "FSDP2",
         ),
         (
             controls.priority_of_waited_collectives,
-            on(torch_version="2.8.0", job=signs("high_priority", "fsdp2")),
+            on(torch_version="2.8.0", job=hints("high_priority", "fsdp2")),
             "FSDP2",
             "DTensor",
         ),
@@ -268,22 +276,22 @@ def test_a_finding_names_where_a_value_was_set() -> None:
         ),
     ],
 )
-def test_a_fact_fits_the_case(rule: Rule, surroundings: Surroundings, said: str, unsaid: str) -> None:
-    finding = rule(surroundings)
+def test_a_fact_fits_the_case(rule: Rule, context: JobContext, said: str, unsaid: str) -> None:
+    finding = rule(context)
     assert finding is not None
     assert said in finding.fact
     assert unsaid not in finding.fact
 
 
 def test_tensor_parallel_and_fsdp_together_are_told_to_measure() -> None:
-    both = signs("fsdp2", "megatron_tensor_parallel")
+    both = hints("fsdp2", "megatron_tensor_parallel")
     for gpu, is_told in ((H200, True), (B200, False)):
         finding = queues.one_queue_for_sharded_data_parallel(on(gpu, job=both, CUDA_DEVICE_MAX_CONNECTIONS="1"))
         assert finding is not None
         assert ("measure both" in finding.remedy) is is_told
 
 
-NAMES = sorted({name for _, surroundings, _ in FIRES for name in surroundings.environment})
+NAMES = sorted({name for _, context, _ in FIRES for name in context.environment})
 ODD_VALUES = st.sampled_from(["", "0", "1", "2", "-1", "ZERO|", "²", "1e3", "99999999999999999999", "on", " 1 "]) | st.text(
     max_size=8
 )
@@ -303,18 +311,18 @@ def test_no_value_makes_a_rule_fail_and_every_finding_is_complete(
     environment: dict[str, str],
     gpus: list[FoundGpu],
     version: str,
-    kinds: list[SignKind],
+    kinds: list[HintKind],
     vendor: Any,
 ) -> None:
-    surroundings = Surroundings(
+    context = JobContext(
         vendor=vendor,
         environment=environment,
         gpus=tuple(gpus),
         torch_version=version,
         nccl_version=version,
-        job=signs(*kinds),
+        job=hints(*kinds),
     )
-    for finding in find(surroundings):
+    for finding in find(context):
         for text in (finding.setting, finding.found, finding.fact, finding.source, finding.remedy):
             assert text.strip()
         for text in (finding.fact, finding.remedy):

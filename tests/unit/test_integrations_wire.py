@@ -8,7 +8,7 @@ from torch import nn
 
 from counterpoint.errors import IntegrationError
 from counterpoint.integrations import ddp, fsdp2, tensor_parallel
-from counterpoint.integrations.wire import GROUP_ELEMENTS, AbstractWire, AsBfloat16, AsIs, AsScaledFloat8
+from counterpoint.integrations.compression import GROUP_ELEMENTS, AbstractWire, AsBfloat16, AsIs, AsScaledFloat8
 
 WIRES = (AsIs(), AsBfloat16(), AsScaledFloat8())
 SIZES = st.integers(1, 5000)

@@ -11,7 +11,8 @@ import pytest
 
 from counterpoint.errors import LaunchFilterError
 from counterpoint.launch_filter import library
-from counterpoint.launch_filter.library import check_command, filter_library
+from counterpoint.launch_filter.executable import check_command
+from counterpoint.launch_filter.library import filter_library
 
 EM_MACHINE_AT = 18
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from counterpoint.doctor.surroundings import Surroundings
+from counterpoint.doctor.job_context import JobContext
 from counterpoint.errors import CounterpointError
 from counterpoint.machine import Machine
 from counterpoint.mismatch import describe_mismatch
@@ -46,7 +46,7 @@ def shipped(name: str) -> dict[str, Any]:
 
 DOCUMENTS: dict[type[Any], dict[str, Any]] = {
     Plan: PLAN,
-    Surroundings: SURROUNDINGS,
+    JobContext: SURROUNDINGS,
     Machine: shipped("machines/h200.toml"),
     Description: shipped("workloads/cb_ar_opt1.toml"),
 }
@@ -114,9 +114,9 @@ CONTROL, NAMED = ("directives", 0, "controls", 0), "directives[0].controls[0]"
             [3],
             "collectives[0].waits_for[0] must be text or a table of fields; found 3. Correct it.",
         ),
-        (Surroundings, ("environment", "A"), 3, "a value of environment must be text; found a whole number. Correct it."),
-        (Surroundings, ("blocked_peers", 0), [0], "blocked_peers[0] must be a list of 2; found a list of 1. Correct it."),
-        (Surroundings, ("blocked_peers", 0, 1), "x", "blocked_peers[0][1] must be a whole number; found 'x'. Correct it."),
+        (JobContext, ("environment", "A"), 3, "a value of environment must be text; found a whole number. Correct it."),
+        (JobContext, ("blocked_peers", 0), [0], "blocked_peers[0] must be a list of 2; found a list of 1. Correct it."),
+        (JobContext, ("blocked_peers", 0, 1), "x", "blocked_peers[0][1] must be a whole number; found 'x'. Correct it."),
     ],
 )
 def test_place_kind_and_value_are_told(kind: type[Any], steps: tuple[str | int, ...], to: object, says: str | None) -> None:

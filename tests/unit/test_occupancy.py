@@ -13,7 +13,6 @@ from counterpoint.machine import Gpu, load_machine
 from counterpoint.occupancy import (
     cap_shared_bytes,
     largest_residency_beside,
-    max_dynamic_shared_bytes_for,
     residency,
     room_for,
     shared_bytes_per_cta,
@@ -82,32 +81,6 @@ def test_residency_agrees_with_all_6000_reference_answers() -> None:
     assert wrong == []
 
 
-def test_largest_dynamic_shared_memory_agrees_with_all_6000_reference_answers_less_the_forgotten_reserve() -> None:
-    # The reference is CUDA's query, which forgets the reserved bytes where two or more CTAs are asked for: on an H200 it
-    # answers 116,736 for 2 CTAs, and the driver then lets 1 live; with 115,712 two live.
-    wrong = []
-    for row in rows("occupancy_vectors.csv"):
-        gpu, footprint = vector(row)
-        count, answer = int(row["for_ctas_per_sm"]), row["max_dynamic_shared_bytes_for_that"]
-        try:
-            ours = str(max_dynamic_shared_bytes_for(gpu, footprint, count) + (0 if count == 1 else 1024))
-        except OccupancyError:
-            ours = ""
-        if ours != answer:
-            wrong.append((row, ours))
-    assert wrong == []
-
-
-def test_the_largest_dynamic_shared_memory_keeps_the_residency_and_one_byte_more_does_not() -> None:
-    for row in rows("occupancy_vectors.csv"):
-        if row["max_dynamic_shared_bytes_for_that"]:
-            gpu, footprint = vector(row)
-            count = int(row["for_ctas_per_sm"])
-            largest = max_dynamic_shared_bytes_for(gpu, footprint, count)
-            assert residency(gpu, with_dynamic(footprint, largest)).ctas_per_sm >= count
-            assert residency(gpu, with_dynamic(footprint, largest + 1)).ctas_per_sm < count
-
-
 @pytest.mark.parametrize(("dynamic", "ctas"), [(28_288, 7), (32_384, 6), (45_696, 4), (76_928, 2), (115_840, 1)], ids=str)
 def test_caps_measured_on_h200_are_in_the_allocation_unit_that_the_cap_starts(dynamic: int, ctas: int) -> None:
     smallest = cap_shared_bytes(H200, SMALL, ctas)
@@ -135,19 +108,6 @@ def test_one_byte_less_would_break_the_cap(gpu: Gpu, footprint: Footprint, count
     cap = cap_shared_bytes(gpu, footprint, count)
     assert residency(gpu, with_dynamic(footprint, cap)).ctas_per_sm <= count
     assert residency(gpu, with_dynamic(footprint, cap - 1)).ctas_per_sm > count
-
-
-@settings(max_examples=300)
-@given(gpu=gpus, footprint=footprints, count=st.integers(1, 16))
-def test_one_byte_more_than_the_largest_would_break_the_residency(gpu: Gpu, footprint: Footprint, count: int) -> None:
-    without = residency(gpu, with_dynamic(footprint, 0)).ctas_per_sm
-    if without < count:
-        with pytest.raises(OccupancyError, match="fewer" if without else "Check the kernel's footprint"):
-            max_dynamic_shared_bytes_for(gpu, footprint, count)
-        return
-    largest = max_dynamic_shared_bytes_for(gpu, footprint, count)
-    assert residency(gpu, with_dynamic(footprint, largest)).ctas_per_sm >= count
-    assert residency(gpu, with_dynamic(footprint, largest + 1)).ctas_per_sm < count
 
 
 @settings(max_examples=300)
@@ -346,9 +306,8 @@ def test_a_cap_beyond_what_a_cta_may_use_says_how_low_it_can_go() -> None:
 
 @pytest.mark.parametrize("count", [0, -1])
 def test_a_count_below_one_is_refused(count: int) -> None:
-    for ask in (cap_shared_bytes, max_dynamic_shared_bytes_for):
-        with pytest.raises(OccupancyError, match="at least 1"):
-            ask(H200, SMALL, count)
+    with pytest.raises(OccupancyError, match="at least 1"):
+        cap_shared_bytes(H200, SMALL, count)
 
 
 @pytest.mark.parametrize("carveout_bytes", [-1, FULL + 1])

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from counterpoint.launch_filter.job_environment import IN_JOB
-from counterpoint.launch_filter.settings import DIRECTORY_VARIABLE, LiveSettings, write_settings
+from counterpoint.supervised.environment import IN_JOB
+from counterpoint.supervised.settings import DIRECTORY_VARIABLE, LiveSettings, write_settings
 
 STEP = (
     "import torch\n"

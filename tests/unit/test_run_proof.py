@@ -11,13 +11,13 @@ from rich.console import Console
 from counterpoint.engagement import Engagement
 from counterpoint.errors import LaunchFilterError, PlanError
 from counterpoint.launch_filter.control_block import FilterRule, FilterState, RuleCounters
-from counterpoint.launch_filter.job_environment import IN_JOB, job_environment, plan_variables, variable_remarks
-from counterpoint.launch_filter.proof import Applied, ProcessProof, count_table, prove_process, prove_rule
-from counterpoint.launch_filter.run import RunOutcome
-from counterpoint.launch_filter.settings import LiveRecord, TableTotals, add_counters
-from counterpoint.launch_filter.supervise import Ended
 from counterpoint.plan import CommunicationCtas, Control, Directive, Match, Plan, Transport
 from counterpoint.report.run import print_measured, print_outcome
+from counterpoint.supervised.environment import IN_JOB, job_environment, plan_variables, variable_remarks
+from counterpoint.supervised.process import Ended
+from counterpoint.supervised.proof import ControlProof, ProcessProof, count_table, prove_process, prove_rule
+from counterpoint.supervised.run import RunOutcome
+from counterpoint.supervised.settings import LiveRecord, TableTotals, add_counters
 from helpers.live_job_double import NCCL, nccl, seen
 
 CAP = FilterRule(pattern="long*", dynamic_shared_bytes=115_840, ctas_per_sm=1, carveout_percent=100)
@@ -145,7 +145,7 @@ def test_the_environment_has_the_filter_and_the_agent_in_front_and_keeps_the_res
 
 def test_operators_record_no_calls_because_the_filter_sees_a_graph_only_once(tmp_path: Path) -> None:
     pytest.importorskip("torch")
-    recordings = pytest.importorskip("counterpoint.ops.recordings")
+    recordings = pytest.importorskip("counterpoint.ops.graph_cache")
     found = job_environment({recordings.SWITCH: "1"}, tmp_path, Path("/cache/filter.so"), Plan(), has_agent=True)
     assert found[recordings.SWITCH] == "0"
 
@@ -195,7 +195,7 @@ def told(record: LiveRecord | None, rank: int = 0, is_tuned: bool = True) -> str
 
 def proof(rank: int, num_applied: int, pid: int = 1) -> ProcessProof:
     entry = Engagement(control="priority", target="nccl", state="verified", asked="priority -5", found="priority -5")
-    applied = Applied(engagement=entry, num_matched=10, num_applied=num_applied)
+    applied = ControlProof(engagement=entry, num_matched=10, num_applied=num_applied)
     return ProcessProof(pid=pid, rank=rank, num_launches=10, applied=(applied,))
 
 
@@ -217,7 +217,7 @@ def test_long_reasons_stand_below_the_table_in_whole_words_and_once_for_all_kern
         Engagement(control="residency_cap", target=f"kernel{number}", state="failed", asked="cap of 1", reason=reason)
         for number in range(3)
     ]
-    applied = tuple(Applied(engagement=entry, num_matched=0, num_applied=0) for entry in entries)
+    applied = tuple(ControlProof(engagement=entry, num_matched=0, num_applied=0) for entry in entries)
     text = printed(ProcessProof(pid=1, rank=0, num_launches=10, applied=applied), width=80)
     assert " ".join(text.split()).count(f"residency_cap on kernel0 and 2 others failed: {reason}") == 1
     assert max(map(len, text.splitlines())) <= 80

@@ -27,7 +27,7 @@ from counterpoint.schedule.heuristic import (
     pick_schedule,
     rank_candidates,
 )
-from counterpoint.schedule.waves import Piece, Sms
+from counterpoint.schedule.wave_model import Piece, Sms
 from counterpoint.units import MIB, format_us
 from helpers.schedules import OPERATIONS, schedules
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from counterpoint.plan import LEAVE_IT, ResidencyCap
 from counterpoint.sim import Simulator
-from counterpoint.sim.bandwidth import available_to, max_min_shares, smooth_minimum
+from counterpoint.sim.rates import available_to, max_min_shares, smooth_minimum
 from counterpoint.sim.sm import level_after_taking
 from counterpoint.step import Collective, Footprint, Kernel, Operation
 from counterpoint.timeline import Timeline

@@ -12,10 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import counterpoint
-from counterpoint.doctor.surroundings import FoundGpu, Surroundings
+from counterpoint.doctor.job_context import FoundGpu, JobContext
 from counterpoint.errors import CounterpointError
 from counterpoint.launch_filter.rules import FilterRule
-from counterpoint.launch_filter.settings import LiveSettings
 from counterpoint.machine import load_machine
 from counterpoint.plan import (
     CommunicationCtas,
@@ -34,6 +33,7 @@ from counterpoint.report.schedule import Question
 from counterpoint.schedule import ScheduleDescription
 from counterpoint.schedule.actions import Problem
 from counterpoint.step import Collective, Copy, Dependency, Footprint, Kernel, Step
+from counterpoint.supervised.settings import LiveSettings
 from counterpoint.timeline import Interval, Timeline
 from counterpoint.value import Value, write_json, write_toml
 from counterpoint.workloads.description import CollectiveEntry, CopyEntry, Description, Gemm, OtherKernel, Wait
@@ -95,7 +95,7 @@ EXAMPLES: dict[type[Value], Value] = {
         ),
         LiveSettings(is_tuning=True, plan=Plan(directives=(DIRECTIVE,)), budget_steps=200),
         FilterRule(pattern="nccl*", kind="communication", priority=-5, hold_us=5.0, is_collective=True),
-        Surroundings(gpus=(FoundGpu(name="NVIDIA H200"), FoundGpu(name="NVIDIA H200")), blocked_peers=((0, 1),)),
+        JobContext(gpus=(FoundGpu(name="NVIDIA H200"), FoundGpu(name="NVIDIA H200")), blocked_peers=((0, 1),)),
         Question(
             problem=Problem(
                 operation="all_gather_matmul", num_ranks=4, num_rows=512, num_inner=64, num_columns=64, element_bytes=2

@@ -61,8 +61,8 @@ class Driver:
 
 def stand_in(clock: object) -> None:
     """Let the agent take this process for one that computes on an H200."""
-    from counterpoint.cuda import torch_job  # noqa: PLC0415  the job itself does not know us
-    from counterpoint.cuda.running_job import JobGpu  # noqa: PLC0415
+    from counterpoint.supervised import torch_job  # noqa: PLC0415  the job itself does not know us
+    from counterpoint.supervised.running_job import JobGpu  # noqa: PLC0415
 
     torch_job.job_clock = lambda: clock
     torch_job.job_gpu = lambda: JobGpu(name="NVIDIA H200", num_sms=132, greatest_priority=-3)

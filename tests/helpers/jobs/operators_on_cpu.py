@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from counterpoint import ops
 from counterpoint.errors import CounterpointError
 from counterpoint.ops import operators
-from counterpoint.ops.exchange import open_exchange
+from counterpoint.ops.runtime import open_exchange
 from counterpoint.schedule import SEQUENTIAL, ScheduleDescription
 from helpers.gloo_sections import report, run_sections
 from helpers.operator_definitions import (

@@ -3,8 +3,8 @@
 import torch
 import torch.distributed as dist
 
-from counterpoint.integrations.in_flight import Lanes, all_reduce_mean, reduce_scatter
-from counterpoint.integrations.wire import AsBfloat16, AsIs, AsScaledFloat8
+from counterpoint.integrations.compression import AsBfloat16, AsIs, AsScaledFloat8
+from counterpoint.integrations.lane_collectives import Lanes, all_reduce_mean, reduce_scatter
 from integration_sections.comparing import DEVICE, ROUNDING, assert_close, assert_equal, everyones, same_on_every_rank
 
 

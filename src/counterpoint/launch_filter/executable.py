@@ -1,0 +1,139 @@
+"""What a command would run, and whether the launch filter can be preloaded into it; looked at before anything is run.
+
+The dynamic linker leaves a preloaded library out of a static program without a word, and out of one for another machine or
+C library with a warning only.
+"""
+
+import os
+import platform
+import shutil
+import stat
+import struct
+import sys
+from pathlib import Path
+
+from counterpoint.errors import LaunchFilterError
+from counterpoint.value import Value
+
+ELF_MACHINES = {"x86_64": 62, "aarch64": 183}
+MAX_INTERPRETERS = 4  # a script's interpreter may be a script
+PT_INTERP = 3
+
+
+class ElfHeader(Value, frozen=True, kw_only=True):
+    """What an ELF file says of itself: its machine's number, and the dynamic linker that loads it ("" for a static one)."""
+
+    machine: int
+    interpreter: str
+
+
+def find_executable(command: tuple[str, ...], path: str | None = None) -> Path:
+    """The file that a shell would run, looked for in `path` or, without one, this process's PATH.
+
+    Raises `LaunchFilterError` where there is none, or it may not be run.
+    """
+    if not command or not command[0]:
+        raise LaunchFilterError(
+            "There is no command to run. Write it after --, as in counterpoint run -- torchrun train.py."
+        )
+    name = command[0]
+    found = shutil.which(name, path=path)
+    if found is not None:
+        return Path(found)
+    if os.path.isdir(name):
+        raise LaunchFilterError(f"'{name}' is a folder, not a command. Name a program after --.")
+    if os.path.exists(name) and os.sep in name:
+        raise LaunchFilterError(f"'{name}' may not be executed. Make it executable, or start it with its interpreter.")
+    where = "" if path is None else f" in its PATH, '{path}'"
+    raise LaunchFilterError(f"The command '{name}' was not found{where}. Check its name and the PATH.")
+
+
+def check_command(executable: Path) -> None:
+    """Raise `LaunchFilterError` where the dynamic linker would not preload the filter into this program."""
+    check_platform()
+    for _ in range(MAX_INTERPRETERS):
+        content = _read_start(executable)
+        if not content.startswith(b"#!"):
+            break
+        found = _interpreter(content)
+        if found is None:
+            return  # running it says why it cannot be run
+        executable = found
+    else:
+        return
+    if not content.startswith(b"\x7fELF"):
+        return  # a script without a first line: the shell that runs it is dynamic wherever the job's python is
+    _check_program(executable, _read_program(executable))
+
+
+def _check_program(executable: Path, program: ElfHeader) -> None:
+    wanted = ELF_MACHINES[platform.machine()]
+    if program.machine != wanted:
+        raise LaunchFilterError(
+            f"'{executable}' is built for another machine (ELF machine {program.machine}; the launch filter's is {wanted}). "
+            "Run a program of this machine, or run without a plan."
+        )
+    if not program.interpreter:
+        raise LaunchFilterError(
+            f"'{executable}' is statically linked, so nothing can be preloaded into it. "
+            "Link it dynamically, or run without a plan."
+        )
+    if "ld-musl" in program.interpreter:
+        raise LaunchFilterError(
+            f"'{executable}' uses another C library ({program.interpreter}), and the launch filter is built for the GNU C "
+            "library. Run a program of this machine's C library, or run without a plan."
+        )
+    found = executable.stat()
+    changes_user = found.st_mode & stat.S_ISUID and found.st_uid != os.geteuid()
+    if changes_user or (found.st_mode & stat.S_ISGID and found.st_gid != os.getegid()):
+        raise LaunchFilterError(
+            f"'{executable}' changes its user or group when it starts, and such programs ignore preloaded libraries. "
+            "Run the program behind it, or run without a plan."
+        )
+
+
+def check_platform() -> None:
+    """Raise `LaunchFilterError` where the filter cannot be built."""
+    machine, libc = platform.machine(), platform.libc_ver()[0]
+    if sys.platform != "linux" or machine not in ELF_MACHINES or libc != "glibc":
+        raise LaunchFilterError(
+            f"The launch filter is for Linux with the GNU C library on x86_64 or aarch64; found {sys.platform}, "
+            f"{libc or 'another C library'}, {machine}. Run without a plan, or capture the step instead."
+        )
+
+
+def _read_start(path: Path, size: int = 4096) -> bytes:
+    try:
+        with path.open("rb") as file:
+            return file.read(size)
+    except OSError as problem:
+        raise LaunchFilterError(f"Cannot read '{path}': {problem.strerror}; name a program that you may read.") from problem
+
+
+def _interpreter(content: bytes) -> Path | None:
+    """What runs a script, through `env` too."""
+    words = content[2:].split(b"\n", 1)[0].decode(errors="replace").split()
+    if words and Path(words[0]).name == "env":
+        words = [word for word in words[1:] if not word.startswith("-") and "=" not in word]
+    found = shutil.which(words[0]) if words else None
+    return Path(found) if found else None
+
+
+def _read_program(path: Path) -> ElfHeader:
+    """Read the ELF header and the program headers (as in elf.h) of a 64-bit little-endian file."""
+    content = _read_start(path, 1 << 16)
+    is_64_bit_little = content[4:6] == b"\x02\x01"
+    if len(content) < 64 or not is_64_bit_little:
+        return ElfHeader(machine=0, interpreter="")
+    (machine,) = struct.unpack_from("<H", content, 18)
+    (offset,) = struct.unpack_from("<Q", content, 32)
+    size, count = struct.unpack_from("<HH", content, 54)
+    interpreter = ""
+    for index in range(count):
+        start = offset + index * size
+        if start + 56 > len(content):
+            break
+        kind, _, place, _, _, length = struct.unpack_from("<IIQQQQ", content, start)
+        if kind == PT_INTERP:
+            interpreter = content[place : place + length].rstrip(b"\0").decode(errors="replace")
+    return ElfHeader(machine=machine, interpreter=interpreter)

@@ -1,0 +1,165 @@
+"""How ranks exchange texts: through a key-value store, either all of them waiting for each other or none waiting at all.
+
+The store is the one that a process group was made with (torch's `Store`), or a dictionary for a process alone. A *round* is
+a rendezvous: every rank gives a text and waits for all others, up to a limit. *Topics* are polled: a rank offers a text,
+rank 0 gathers the texts of all ranks once they are there and announces an answer, and whoever finds no answer yet asks again
+later. Keys are deleted when nobody can need them any more. Knows nothing of torch, nor of what the texts mean.
+"""
+
+import threading
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Protocol, final
+
+from counterpoint.errors import DeviceError
+
+NO_STORE = "the store of the process group does not answer, as a rule because rank 0, which holds it, has ended"
+
+
+class KeyValueStore(Protocol):
+    """What is needed of a store, as `torch.distributed.Store` has it. Calls raise `RuntimeError` where the store is gone."""
+
+    def set(self, key: str, value: str | bytes, /) -> None:
+        """Store a value."""
+
+    def get(self, key: str, /) -> bytes:
+        """The value of a key; waits for it, up to the store's time-out."""
+
+    def check(self, keys: list[str], /) -> bool:
+        """Whether all keys are there; never waits for a key."""
+
+    def delete_key(self, key: str, /) -> bool:
+        """Delete a key; whether it was there."""
+
+
+@final
+class LocalStore:
+    """A store within one process: for a process alone, and for tests with a thread for each rank."""
+
+    def __init__(self, limit_s: float = 0.0) -> None:
+        self._values: dict[str, bytes] = {}
+        self._changed = threading.Condition()
+        self._limit_s = limit_s
+
+    def set(self, key: str, value: str | bytes, /) -> None:
+        """See `KeyValueStore.set`."""
+        with self._changed:
+            self._values[key] = value.encode() if isinstance(value, str) else value
+            self._changed.notify_all()
+
+    def get(self, key: str, /) -> bytes:
+        """See `KeyValueStore.get`."""
+        with self._changed:
+            if not self._changed.wait_for(lambda: key in self._values, self._limit_s):
+                raise RuntimeError(f"nobody set the key '{key}' within {self._limit_s:g} s")
+            return self._values[key]
+
+    def check(self, keys: list[str], /) -> bool:
+        """See `KeyValueStore.check`."""
+        return all(key in self._values for key in keys)
+
+    def delete_key(self, key: str, /) -> bool:
+        """See `KeyValueStore.delete_key`."""
+        with self._changed:
+            return self._values.pop(key, None) is not None
+
+    def num_keys(self) -> int:
+        """How many keys there are."""
+        return len(self._values)
+
+
+class RankLostError(DeviceError):
+    """A rank did not come to a round in time, or the store has ended."""
+
+
+@final
+class Exchange:
+    """Texts between the ranks of one group. `limit_s` is the store's time-out: how long a round waits."""
+
+    def __init__(self, store: KeyValueStore, rank: int, num_ranks: int, limit_s: float) -> None:
+        self.rank, self.num_ranks, self.limit_s = rank, num_ranks, limit_s
+        self._store = store
+        self._num_rounds = 0
+
+    # --- rounds: every rank waits for all others ---
+
+    def round(self, text: bytes, what: str = "the same call") -> list[bytes]:
+        """Every rank's text, by rank. Raises `RankLostError`, which names the ranks that did not come to `what`."""
+        self._num_rounds += 1
+        keys = self.keys_of_round(self._num_rounds)
+        try:
+            self._store.set(keys[self.rank], text)
+            found = [self._store.get(key) for key in keys]
+        except RuntimeError as problem:
+            raise RankLostError(self._who_is_gone(keys, what)) from problem
+        with suppress(RuntimeError):  # who came to this round has read all of the round before
+            self._store.delete_key(self.keys_of_round(self._num_rounds - 2)[self.rank])
+        return found
+
+    def keys_of_present_rounds(self) -> list[str]:
+        """The keys that ranks may be waiting for: of the round that this rank is in and of the next."""
+        return self.keys_of_round(self._num_rounds) + self.keys_of_round(self._num_rounds + 1)
+
+    def keys_of_round(self, number: int) -> list[str]:
+        """The keys of a round, by rank."""
+        return [f"{number}/{rank}" for rank in range(self.num_ranks)]
+
+    def _who_is_gone(self, keys: Sequence[str], what: str) -> str:
+        try:
+            missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
+        except RuntimeError:
+            return describe_lost(NO_STORE)
+        return describe_gone(missing, what, f"{self.limit_s:g} s")
+
+    # --- topics: nobody waits ---
+
+    def offer(self, topic: str, text: str) -> None:
+        """Give rank 0 a text of this rank. A topic is used once."""
+        self._store.set(f"{topic}/{self.rank}", text)
+
+    def gathered(self, topic: str) -> list[str] | None:
+        """On rank 0: every rank's text by rank, or None while one is missing. Gathering deletes them."""
+        keys = [f"{topic}/{rank}" for rank in range(self.num_ranks)]
+        if not self._store.check(keys):
+            return None
+        texts = [self._store.get(key).decode() for key in keys]
+        for key in keys:
+            self._store.delete_key(key)
+        return texts
+
+    def missing(self, topic: str) -> list[int]:
+        """On rank 0: the ranks that have offered nothing under a topic."""
+        return [rank for rank in range(self.num_ranks) if not self._store.check([f"{topic}/{rank}"])]
+
+    def announce(self, topic: str, text: str) -> None:
+        """On rank 0: tell all ranks."""
+        self._store.set(topic, text)
+
+    def heard(self, topic: str) -> str | None:
+        """What rank 0 announced, or None so far."""
+        return self._store.get(topic).decode() if self._store.check([topic]) else None
+
+    def note(self, topic: str, number: int) -> None:
+        """Let rank 0 know a number of this rank; a later one takes its place."""
+        self._store.set(f"{topic}/{self.rank}", str(number))
+
+    def noted(self, topic: str) -> list[int]:
+        """On rank 0: the numbers that ranks have noted so far, in no order."""
+        keys = [f"{topic}/{rank}" for rank in range(self.num_ranks)]
+        return [int(self._store.get(key)) for key in keys if self._store.check([key])]
+
+    def forget(self, topic: str) -> None:
+        """On rank 0: delete an announcement that every rank has heard."""
+        self._store.delete_key(topic)
+
+
+def describe_gone(missing: Sequence[int], what: str, limit: str) -> str:
+    """The one way to say that ranks are gone; `what` they did not come to, and within which `limit`."""
+    names = f"{'rank' if len(missing) == 1 else 'ranks'} {', '.join(map(str, missing))}" if missing else "a rank"
+    whose = "its" if len(missing) == 1 else "their" if missing else "the other ranks'"
+    return describe_lost(f"{names} did not come to {what} within {limit}, or ended", whose)
+
+
+def describe_lost(what: str, whose: str = "the other ranks'") -> str:
+    """What happened, and what to do: `whose` output tells more."""
+    return f"{what[0].upper()}{what[1:]}. Look at {whose} output, and start all ranks again."

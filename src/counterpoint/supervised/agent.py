@@ -1,0 +1,131 @@
+"""The agent inside each rank of a supervised job: finds steps, tunes live or guards the plan, never breaks the job.
+
+`in_job/sitecustomize.py` makes it known to torch's optimizers; `counterpoint.step()` calls it by hand. A step is the time
+from one call of the first optimizer that steps to its next; other optimizers are ignored, and all of them after the first
+mark by hand. Whatever fails here ends the agent and not the job: the table is emptied, one line says why, and the job
+runs as it was. Needs torch only once a step has ended, when the job has loaded it anyway.
+"""
+
+import os
+import weakref
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+
+from msgspec.structs import replace
+
+from counterpoint.errors import LaunchFilterError, cause_of, say
+from counterpoint.launch_filter.control_block import ControlBlock
+from counterpoint.supervised.follower import LiveJob
+from counterpoint.supervised.messages import Decision
+from counterpoint.supervised.settings import (
+    DIRECTORY_VARIABLE,
+    LiveRecord,
+    TableTotals,
+    read_record,
+    read_settings,
+    write_record,
+    write_totals,
+)
+from counterpoint.supervised.tuning import LiveTuner
+
+
+class JobAgent:
+    """One process's agent. It begins with the first step that ends."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._tuner: LiveTuner | None = None
+        self._block: ControlBlock | None = None
+        self._optimizer: weakref.ref[object] | None = None
+        self._has_marks = False
+        self._is_retired = False
+        self._pid = os.getpid()
+
+    @property
+    def is_retired(self) -> bool:
+        """Whether there is nothing more to do."""
+        return self._is_retired
+
+    def optimizer_stepped(self, optimizer: object) -> None:
+        """An optimizer has stepped; the first one that ever does marks the job's steps."""
+        if self._optimizer is None or self._optimizer() is None:
+            self._optimizer = weakref.ref(optimizer)
+        if self._optimizer() is optimizer and not self._has_marks:
+            self._step_ended()
+
+    def mark_step(self) -> None:
+        """The job's code says that a step has ended."""
+        self._has_marks = True
+        self._step_ended()
+
+    def _step_ended(self) -> None:
+        if self._is_retired or os.getpid() != self._pid:  # a fork of a rank is none
+            return
+        try:
+            if self._tuner is None:
+                self._tuner = self._begin()
+            if self._tuner is None or not self._tuner.step_ended():
+                self._is_retired = True
+        except Exception as problem:  # whatever it is, the job goes on without us
+            self._retire(problem)
+
+    def _begin(self) -> LiveTuner | None:
+        """What this process needs to take part; None in a process that is no rank."""
+        from counterpoint.supervised import torch_job  # noqa: PLC0415  the job has torch by now
+
+        if not torch_job.is_rank_of_job():
+            return None
+        path = self._directory / f"{self._pid}.block"
+        if not path.exists():
+            raise LaunchFilterError("This process has launched nothing on a GPU, so there is nothing to tune or to guard.")
+        self._block = ControlBlock.open(path)
+        job = LiveJob(
+            clock=torch_job.job_clock(),
+            exchange=torch_job.job_exchange(),
+            table=self._block,
+            gpu=torch_job.job_gpu(),
+            say=say,
+            record=lambda record: write_record(self._directory, record),
+            keep=lambda totals: write_totals(self._directory, totals),
+        )
+        return LiveTuner(job, read_settings(self._directory), self._earlier())
+
+    def _earlier(self) -> Decision | None:
+        """What was decided before a launcher such as torchrun started the job's processes again."""
+        record = read_record(self._directory)
+        if record is None or record.plan is None:
+            return None
+        return Decision(plan=record.plan, rules=record.rules, measurements=record.measurements)
+
+    def _retire(self, problem: Exception) -> None:
+        self._is_retired = True
+        outcome = "the job runs as it was"
+        try:
+            self._empty_table()
+        except Exception:
+            outcome = "the filter's table could not be emptied and stays in force"
+        name = "" if isinstance(problem, LaunchFilterError) else f"{type(problem).__name__}: "
+        reason = (cause_of(problem, 200) or "no reason given").rstrip(".")
+        rank = os.environ.get("RANK", "0")
+        line = f"rank {rank} neither tunes nor guards ({name}{reason}); {outcome}"
+        say(line)
+        if rank == "0":
+            with suppress(Exception):  # a full disk, perhaps the very reason
+                record = read_record(self._directory) or LiveRecord(stage="stopped")
+                write_record(self._directory, replace(record, stage="stopped", notes=(line,)))
+
+    def _empty_table(self) -> None:
+        """Revert, and keep what was counted for the plan, so that the proof at the end does not say that nothing was."""
+        if self._tuner is not None:
+            self._tuner.revert()
+        elif self._block is not None:
+            state = self._block.state()
+            write_totals(self._directory, TableTotals(rules=state.rules, counters=state.counters))
+            self._block.swap(())
+
+
+@cache
+def agent_of_job() -> JobAgent:
+    """The agent of this process; the same one however steps are marked."""
+    return JobAgent(Path(os.environ[DIRECTORY_VARIABLE]))

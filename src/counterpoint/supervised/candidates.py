@@ -1,0 +1,197 @@
+"""What to try on a running job: the planner's proposals for the kernels that it was seen to launch, in a good order.
+
+A running job has no timeline, so nothing here knows which kernel waits for which. What is known is what each kernel takes of
+an SM, and who won races on H200s (docs/race.md): against a kernel of many waves priority won, and a head start added
+nothing; against a kernel that holds every SM to its end only a head start won. So every kernel with a CTA for each SM counts
+as one that collectives may wait for, and the single-wave ones among them as those that win races now. Whether any of it pays
+is for the live steps to say.
+"""
+
+from collections.abc import Iterable, Sequence
+
+from counterpoint.errors import OccupancyError, StepError
+from counterpoint.launch_filter.control_block import FilterRule, SeenFunction, rules_of
+from counterpoint.machine import Gpu, machine_for_device
+from counterpoint.occupancy import residency, room_for, shared_bytes_per_cta
+from counterpoint.plan import HOLDS_US, Directive, Match, Plan, Refusal
+from counterpoint.planner.candidates import (
+    IN_EVERY_RACE,
+    Blocker,
+    Candidate,
+    propose_caps,
+    propose_head_starts,
+    propose_priority,
+)
+from counterpoint.step import Footprint
+from counterpoint.supervised.running_job import JobGpu
+from counterpoint.traces.classify import is_communication
+from counterpoint.value import Value
+
+MOST_HELD, MOST_CAPPED = 64, 32  # the filter's table has 128 rows
+PRIORITY, CAPS = "priority", "caps"
+HELD, HELD_LONGER = (f"head start {hold_us:g} us" for hold_us in HOLDS_US)
+ALL_HELD, ALL_HELD_LONGER = (f"head start {hold_us:g} us{IN_EVERY_RACE}" for hold_us in HOLDS_US)
+# The most promising first: a small budget tries two of these. A hold of 20 us won nothing that 5 us did not, and cost more.
+IN_ORDER = (
+    (PRIORITY,),
+    (PRIORITY, HELD),
+    (PRIORITY, ALL_HELD),
+    (CAPS, PRIORITY),
+    (HELD,),
+    (CAPS, PRIORITY, HELD),
+    (CAPS,),
+    (PRIORITY, ALL_HELD_LONGER),
+)
+
+
+class LiveCandidate(Value, frozen=True, kw_only=True):
+    """Directives to try together, and the filter's table for them."""
+
+    label: str
+    directives: tuple[Directive, ...]
+    rules: tuple[FilterRule, ...]
+
+
+class LiveProposal(Value, frozen=True, kw_only=True):
+    """What to try, the most promising first, and what not to try and why."""
+
+    candidates: tuple[LiveCandidate, ...]
+    refusals: tuple[Refusal, ...] = ()
+
+
+def propose_live(functions: Sequence[SeenFunction], job_gpu: JobGpu | None) -> LiveProposal:
+    """Candidates for a job that launched `functions`, on the GPU at hand."""
+    collectives = [function for function in functions if is_communication("kernel", function.name)]
+    if not collectives or job_gpu is None:
+        return _nothing("no kernel that communicates was launched" if job_gpu else "the job computes on no GPU")
+    blockers = _full_machine_kernels([each for each in functions if each not in collectives], job_gpu.num_sms)
+    machine = machine_for_device(job_gpu.name)
+    gpu = machine.gpu if machine else None
+    racers = [each for each in blockers if gpu is None or _is_single_wave(gpu, each, collectives)]
+    parts: dict[str, tuple[Directive, ...]] = {}
+    refusals: list[Refusal] = []
+    priority = propose_priority(
+        _greatest_priority(gpu, job_gpu),
+        Match(kind="communication"),
+        "collectives may wait",
+        f"{job_gpu.name} has no priorities, or its driver ignores them",
+    )
+    caps = propose_caps(gpu, _as_blockers(gpu, blockers, collectives)) if gpu is not None else None
+    for candidate in (*priority.candidates, *_head_starts(racers, blockers)):
+        parts[candidate.label] = candidate.directives
+    for candidate in caps.candidates if caps else ():
+        parts[candidate.label] = candidate.directives[:MOST_CAPPED]
+    if len(racers) == len(blockers) and HELD_LONGER in parts:
+        parts[ALL_HELD_LONGER] = parts[HELD_LONGER]
+    refusals.extend((*priority.refusals, *(caps.refusals if caps and blockers else ())))
+    if gpu is None:
+        reason = f"no shipped machine describes '{job_gpu.name}', so it is not known what fits on an SM"
+        refusals.append(Refusal(control="residency_cap", target="all kernels", reason=reason))
+    if not blockers:
+        reason = f"no kernel has a CTA for each of the {job_gpu.num_sms} SMs, so none keeps a collective out"
+        refusals.append(Refusal(control="head_start", target="all kernels", reason=reason))
+    return LiveProposal(candidates=_combine(parts), refusals=tuple(refusals))
+
+
+def _combine(parts: dict[str, tuple[Directive, ...]]) -> tuple[LiveCandidate, ...]:
+    """The combinations whose parts are all there; where there is no priority, the others go without it."""
+    found: dict[str, LiveCandidate] = {}
+    for names in IN_ORDER:
+        usable = [name for name in names if PRIORITY in parts or name != PRIORITY]
+        if usable and all(name in parts for name in usable):
+            label, directives = " + ".join(usable), tuple(each for name in usable for each in parts[name])
+            rules = rules_of(Plan(directives=directives))
+            found.setdefault(label, LiveCandidate(label=label, directives=directives, rules=rules))
+    return tuple(found.values())
+
+
+def _nothing(reason: str) -> LiveProposal:
+    return LiveProposal(candidates=(), refusals=(Refusal(control="all controls", target="the job", reason=reason),))
+
+
+def _greatest_priority(gpu: Gpu | None, job_gpu: JobGpu) -> int:
+    """As the machine file has it, since torch offers its streams fewer levels; 0 where priorities have no effect."""
+    if gpu is None:
+        return job_gpu.greatest_priority
+    return gpu.greatest_priority if gpu.priority_is_effective else 0
+
+
+def _head_starts(racers: Sequence[SeenFunction], blockers: Sequence[SeenFunction]) -> Iterable[Candidate]:
+    """The planner's head starts, with kernels by name: a launch has no number in a step."""
+    kernels = [*racers, *(each for each in blockers if each not in racers)]
+    for candidate in propose_head_starts(tuple(range(len(racers))), tuple(range(len(kernels)))):
+        yield Candidate(
+            family=candidate.family,
+            label=candidate.label,
+            directives=tuple(
+                Directive(match=_match(kernels[number]), controls=directive.controls, reason=directive.reason)
+                for directive in candidate.directives
+                for number in (directive.match.operations or ())[:MOST_HELD]
+            ),
+        )
+
+
+def _as_blockers(gpu: Gpu, functions: Sequence[SeenFunction], collectives: Sequence[SeenFunction]) -> list[Blocker]:
+    """Kernels that may keep the largest collective's CTA out."""
+    largest = max((_footprint(function) for function in collectives), key=lambda found: shared_bytes_per_cta(gpu, found))
+    return [
+        Blocker(
+            name=function.pattern,
+            footprint=_footprint(function),
+            communication=largest,
+            is_cooperative=function.is_cooperative,
+        )
+        for function in functions
+    ]
+
+
+def _match(function: SeenFunction) -> Match:
+    return Match(name=function.pattern, kind="computation")
+
+
+def _num_ctas(function: SeenFunction) -> int:
+    return function.grid[0] * function.grid[1] * function.grid[2]
+
+
+def _threads_per_cta(function: SeenFunction) -> int:
+    return function.block[0] * function.block[1] * function.block[2]
+
+
+def _full_machine_kernels(functions: Sequence[SeenFunction], num_sms: int) -> list[SeenFunction]:
+    """Kernels that can take every SM, those with the most threads launched in all first; a guess at where time goes."""
+    work: dict[str, int] = {}
+    first: dict[str, SeenFunction] = {}
+    for function in functions:
+        if _num_ctas(function) >= num_sms and "\\" not in function.pattern:  # a plan's patterns cannot say such a name
+            first.setdefault(function.name, function)
+            threads = _num_ctas(function) * _threads_per_cta(function) * function.num_launches
+            work[function.name] = work.get(function.name, 0) + threads
+    return sorted(first.values(), key=lambda function: (-work[function.name], function.name))
+
+
+def _is_single_wave(gpu: Gpu, function: SeenFunction, collectives: Sequence[SeenFunction]) -> bool:
+    """Whether a kernel's CTAs all live at once, to its end, and leave no room for a CTA of one of the collectives.
+
+    A function is known by its last launch alone. One whose footprint the GPU cannot have is none; its cap is refused.
+    """
+    try:
+        footprint = _footprint(function)
+        alone = residency(gpu, footprint)
+        here = -(-footprint.num_ctas // gpu.num_sms)  # on the fullest SM
+        residents = ((footprint, here),)
+        return here <= alone.ctas_per_sm and not all(
+            room_for(gpu, residents, alone.carveout_bytes, _footprint(collective)) for collective in collectives
+        )
+    except (OccupancyError, StepError):
+        return False
+
+
+def _footprint(function: SeenFunction) -> Footprint:
+    return Footprint(
+        num_ctas=_num_ctas(function),
+        threads_per_cta=_threads_per_cta(function),
+        registers_per_thread=function.registers_per_thread,
+        static_shared_bytes=function.static_shared_bytes,
+        dynamic_shared_bytes=function.dynamic_shared_bytes,
+        ctas_per_cluster=max(1, function.ctas_per_cluster),
+    )

@@ -1,0 +1,218 @@
+"""Rank 0's part of tuning and of the guard: gather what all ranks report, ask the judge, and say from which step on what
+follows.
+
+Nothing here waits. Reports come as late as the GPU is behind and the ranks are apart. An answer holds from some steps later,
+so that every rank has heard it by then. Steps that pass while the GPU or a rank is far behind do not count against a budget.
+"""
+
+from collections.abc import Sequence
+from typing import final
+
+import msgspec
+
+from counterpoint.measurement.evidence import Turn, is_timed
+from counterpoint.measurement.guard import Guard, Outcome
+from counterpoint.measurement.tournament import Tournament
+from counterpoint.measurement.values import Measurement, Order, Verdict, summarize_turns
+from counterpoint.ranks import Exchange
+from counterpoint.supervised.messages import RoundReport, report_topic
+from counterpoint.supervised.turns import TURN_STEPS, TurnTimes, slowest_rank
+
+STEPS_TOPIC = "at step"  # under which ranks that wait for an answer note how far they are
+LEAD_STEPS = 6  # from the foremost rank to the step that an answer holds from
+WAITING_STEPS = 22  # what one wait may cost of the budget at most
+SLACK_STEPS = 6  # by which a wait may be longer than the lag and the lead
+JOB_ROUNDS = 2  # of a look at a job without a plan: have its steps become longer?
+LOOK_LABELS = ("as it is", "the plan")
+
+
+@final
+class Lead:
+    """From which step on an answer can hold on all ranks: ahead of the foremost, and more so once one heard too late."""
+
+    def __init__(self, exchange: Exchange) -> None:
+        self._exchange = exchange
+        self._most_late = self._distance = 0
+
+    def learn(self, reports: Sequence[RoundReport]) -> None:
+        """Take note of how late ranks heard the last answer."""
+        self._most_late = max([self._most_late, *(report.late_steps for report in reports)])
+
+    @property
+    def steps(self) -> int:
+        """How many steps ahead an answer will about be."""
+        return self._distance + LEAD_STEPS + 2 * self._most_late
+
+    def start(self, step: int) -> int:
+        """The step that an answer holds from which is announced now."""
+        self._distance = max([0, *(at - step for at in self._exchange.noted(STEPS_TOPIC))])
+        return step + self.steps
+
+
+@final
+class Reports:
+    """The rounds of one order as all ranks report them, one after the other."""
+
+    def __init__(self, exchange: Exchange, topic: str, order: Order, order_step: int) -> None:
+        self._exchange, self._order, self._order_step = exchange, order, order_step
+        self._topic = report_topic(topic, order)
+        self._num_gathered = 0
+        self.latest: list[RoundReport] = []  # of every rank
+        self.last_end = order_step  # how many steps had ended when the last round was over that was gathered
+        self.delay = 0  # how many steps later that was
+
+    def gather(self, step: int) -> list[tuple[int, list[TurnTimes]]]:
+        """Rounds that all ranks have reported since the last call: the slowest rank's turns."""
+        found = []
+        while not self.are_complete() and step >= self._end_of_round(self._num_gathered + 1):
+            texts = self._exchange.gathered(self._next_topic())
+            if texts is None:
+                break
+            number = self._order.first_round + self._num_gathered
+            self._num_gathered += 1
+            self.latest = [msgspec.json.decode(text, type=RoundReport) for text in texts]
+            self.last_end = self._end_of_round(self._num_gathered)
+            self.delay = step - self.last_end
+            found.append((number, slowest_rank([report.turns for report in self.latest])))
+        return found
+
+    def are_complete(self) -> bool:
+        """Whether all ranks have reported all rounds."""
+        return self._num_gathered == self._order.num_rounds
+
+    def missing(self) -> list[int]:
+        """The ranks whose report of the next round is not there."""
+        return self._exchange.missing(self._next_topic())
+
+    def _next_topic(self) -> str:
+        return f"{self._topic}/{self._order.first_round + self._num_gathered}"
+
+    def _end_of_round(self, number: int) -> int:
+        return self._order_step + number * len(self._order.entrants) * TURN_STEPS
+
+
+@final
+class TuningConductor:
+    """Rank 0's part of one tuning, from its first order to the verdict, within a budget that ends with step `last_step`.
+
+    `lag`: how many steps the GPU is behind the host.
+    """
+
+    def __init__(self, exchange: Exchange, topic: str, lead: Lead, *, last_step: int, lag: int) -> None:
+        self._exchange, self._topic, self._lead = exchange, topic, lead
+        self._last_step = last_step
+        # what the way of an answer costs of the budget, from the end of a round to the step that it holds from
+        self._answer_steps = min(WAITING_STEPS, lag + lead.steps + SLACK_STEPS)
+        self._tournament = Tournament(1, 0)
+        self._order = Order(number=-1, entrants=(0,), seed=0, num_rounds=0)
+        self.reports: Reports | None = None  # of the present order
+
+    def num_turns(self, start_step: int, waited_since: int) -> int:
+        """How many turns the budget has from a step on, less the last answer's way; `waited_since` is when a wait began."""
+        last_step = self._last_step + self._excused(start_step, waited_since) - self._answer_steps
+        return max(0, last_step - start_step) // TURN_STEPS
+
+    def answer_turns(self) -> int:
+        """How many turns a new order costs."""
+        return -(-self._answer_steps // TURN_STEPS)
+
+    def begin(self, num_variants: int, seed: int, start_step: int, waited_since: int) -> Order | Verdict:
+        """The first order, from a step on, after a wait that began with another."""
+        self._tournament = Tournament(num_variants, seed)
+        answer = self._tournament.begin(self.num_turns(start_step, waited_since), self.answer_turns())
+        self._take(answer, start_step, waited_since)
+        return answer
+
+    def conduct(self, step: int) -> tuple[int, Order | Verdict] | None:
+        """What follows from the reports that have come, and from which step on."""
+        reports = self.reports
+        assert reports is not None, "there is an order"
+        found = reports.gather(step)
+        for place, (number, turns) in enumerate(found):
+            self._lead.learn(reports.latest)
+            self._tournament.add(self._order.number, number, turns)
+            is_over = reports.are_complete() and place == len(found) - 1
+            num_turns = self.num_turns(step + self._lead.steps, reports.last_end)
+            answer = self._tournament.next(num_turns, is_over=is_over)
+            if answer is not None:
+                start = self._lead.start(step)
+                self._take(answer, start, reports.last_end)
+                return start, answer
+        return None
+
+    def _excused(self, start_step: int, waited_since: int) -> int:
+        """The steps of a wait that do not count: what it took longer than was planned for."""
+        return max(0, start_step - waited_since - self._answer_steps)
+
+    def missing(self) -> list[int]:
+        """The ranks whose report of the next round is not there."""
+        return self.reports.missing() if self.reports is not None else []
+
+    def measurements(self, labels: Sequence[str]) -> tuple[Measurement, ...]:
+        """What was measured so far."""
+        return self._tournament.measurements(labels)
+
+    def _take(self, answer: Order | Verdict, start_step: int, waited_since: int) -> None:
+        self._last_step += self._excused(start_step, waited_since)
+        if isinstance(answer, Order):
+            self._order, self.reports = answer, Reports(self._exchange, self._topic, answer, start_step)
+
+
+@final
+class GuardConductor:
+    """Rank 0's part of the guard of one decision: looks at the plan and the job as it is, or at the job alone."""
+
+    def __init__(self, exchange: Exchange, topic: str, lead: Lead, *, seed: int, has_plan: bool) -> None:
+        self._exchange, self._topic, self._lead = exchange, topic, lead
+        self._guard = Guard(seed) if has_plan else None
+        self._order = Order(number=-1, entrants=(0,), seed=seed, num_rounds=0)
+        self._alone: list[Turn] = []  # of a job without a plan
+        self.reports: Reports | None = None  # of the present order
+
+    def look(self, order_step: int) -> Order:
+        """The rounds of a new look, from a step on."""
+        if self._guard is not None:
+            return self._take(self._guard.look(), order_step)
+        self._alone.clear()
+        last = self._order
+        first = last.first_round + last.num_rounds
+        order = Order(number=last.number + 1, entrants=(0,), seed=last.seed, num_rounds=JOB_ROUNDS, first_round=first)
+        return self._take(order, order_step)
+
+    def go_on(self, order_step: int) -> Order:
+        """More rounds of the same look."""
+        assert self._guard is not None, "only a look at a plan goes on"
+        return self._take(self._guard.go_on(), order_step)
+
+    def conduct(self, step: int) -> tuple[int, Outcome] | None:
+        """What a look comes to, and from which step on, once all ranks have reported its rounds."""
+        reports = self.reports
+        assert reports is not None, "there is an order"
+        for number, turns in reports.gather(step):
+            self._lead.learn(reports.latest)
+            if self._guard is not None:
+                self._guard.add(number, turns)
+            elif turns[0] is not None and is_timed(turns[0]):
+                self._alone.append(turns[0])
+        if not reports.are_complete():
+            return None
+        return self._lead.start(step), self._guard.settle() if self._guard is not None else "keep"
+
+    @property
+    def looks_until_next(self) -> int:
+        """How many times as long as from look to look it is until the next."""
+        return self._guard.looks_until_next if self._guard is not None else 1
+
+    def measurements(self) -> tuple[Measurement, ...]:
+        """The turns of this look: of the job as it is first."""
+        if self._guard is not None:
+            return self._guard.measurements(LOOK_LABELS)
+        return summarize_turns(LOOK_LABELS[:1], [{0: turn} for turn in self._alone])
+
+    def missing(self) -> list[int]:
+        """The ranks whose report of the next round is not there."""
+        return self.reports.missing() if self.reports is not None else []
+
+    def _take(self, order: Order, order_step: int) -> Order:
+        self._order, self.reports = order, Reports(self._exchange, self._topic, order, order_step)
+        return order

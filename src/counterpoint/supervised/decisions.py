@@ -1,0 +1,164 @@
+"""What rank 0 makes of what all ranks saw: the candidates, the plan to keep, and whether the job has become another.
+
+Pure functions. What is faster or slower, and when that is certain, is for `measurement` to say.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from counterpoint.launch_filter.control_block import SeenFunction, rules_of, translate
+from counterpoint.machine import machine_for_device
+from counterpoint.measurement.guard import are_other_launches, is_longer_step
+from counterpoint.measurement.tournament import num_admitted
+from counterpoint.measurement.values import Comparison, Measurement
+from counterpoint.plan import Directive, Expectation, Plan, Refusal, control_tag
+from counterpoint.supervised.candidates import LiveCandidate, LiveProposal, propose_live
+from counterpoint.supervised.messages import Census, ControlTarget, Decision, RoundReport, Trials
+from counterpoint.supervised.running_job import JobGpu
+from counterpoint.supervised.settings import LiveSettings
+from counterpoint.units import format_count, format_percent
+from counterpoint.value import Value
+
+AS_IT_IS = "as it is"
+GIVEN = "the plan given"
+Grid = tuple[int, int, int]
+
+
+class Reference(Value, frozen=True, kw_only=True):
+    """The job when its plan was found: grids by kernel, and a step's time as it is; 0 where it was not measured."""
+
+    grids: dict[str, Grid]
+    baseline_us: float = 0.0
+
+
+def propose(
+    censuses: Sequence[Census], gpu: JobGpu | None, settings: LiveSettings, num_turns: int, answer_turns: int = 0
+) -> Trials:
+    """Candidates from the kernels of all ranks, the plan given first, as many as so many turns let try (`num_admitted`)."""
+    seen: dict[str, SeenFunction] = {}
+    for census in censuses:
+        for function in census.functions:
+            seen.setdefault(function.name, function)
+    proposal: LiveProposal = propose_live(list(seen.values()), gpu)
+    candidates = list(proposal.candidates)
+    if settings.rules:
+        candidates.insert(0, LiveCandidate(label=GIVEN, directives=settings.plan.directives, rules=settings.rules))
+    number = num_admitted(len(candidates), num_turns, answer_turns)
+    too_many = tuple(
+        Refusal(control="candidate", target=candidate.label, reason="the budget of steps is too small to try it")
+        for candidate in candidates[number:]
+    )
+    return Trials(candidates=tuple(candidates[:number]), refusals=(*proposal.refusals, *too_many))
+
+
+def labels_of(candidates: Sequence[LiveCandidate]) -> list[str]:
+    """The job as it is, and the candidates."""
+    return [AS_IT_IS, *(candidate.label for candidate in candidates)]
+
+
+def decide(trials: Trials, comparison: Comparison, reports: Sequence[RoundReport], gpu: JobGpu | None) -> Decision:
+    """The plan to keep: what is proven faster, less the controls that had no effect anywhere; else nothing."""
+    machine = machine_for_device(gpu.name) if gpu else None
+    name = machine.name if machine else ""
+    measurements, chosen = comparison.measurements, comparison.chosen
+    if not measurements:
+        summary = comparison.describe() if trials.candidates else _nothing_to_try(trials.refusals)
+        return Decision(plan=Plan(machine=name, summary=summary, refusals=trials.refusals))
+    dropped = without_effect(reports)
+    candidate = trials.candidates[chosen - 1] if chosen else None
+    kept = _keep_engaged(candidate.directives if candidate else (), dropped)
+    is_kept = bool(kept)
+    plan = Plan(
+        step_name="live steps",
+        machine=name,
+        verdict="GAIN" if is_kept else "NO_GAIN",
+        summary=comparison.describe() if is_kept or not chosen else _without_any_effect(comparison),
+        expectation=Expectation(
+            origin="measured",
+            baseline_us=measurements[0].median_us,
+            planned_us=measurements[chosen if is_kept else 0].median_us,
+        ),
+        directives=kept,
+        refusals=(*trials.refusals, *_as_refusals(kept, dropped.values())),
+    )
+    is_given = candidate is not None and candidate.label == GIVEN and is_kept
+    return Decision(
+        plan=plan, rules=candidate.rules if candidate and is_given else rules_of(plan), measurements=measurements
+    )
+
+
+def why_another_job(
+    times: Sequence[Measurement], reference: Reference, grids: Mapping[str, Grid], launches: Mapping[str, int]
+) -> str:
+    """Why the job is another than the one that was tuned, or nothing.
+
+    `times` are the guard's, of the job as it is first; `grids` and `launches` those of the kernels launched since its last
+    look.
+    """
+    total = sum(launches.values())
+    changed = sum(number for name, number in launches.items() if reference.grids.get(name) != grids[name])
+    if are_other_launches(changed, total):
+        return f"{format_percent(changed / total)} of the launches are of other kernels or grids than when it was tuned"
+    if times and reference.baseline_us and is_longer_step(times[0].median_us, reference.baseline_us):
+        longer = format_percent(times[0].median_us / reference.baseline_us - 1)
+        return f"a step takes {longer} longer than when it was tuned"
+    return ""
+
+
+def why_removed(times: Sequence[Measurement]) -> str:
+    """What the look showed that proved a plan slower."""
+    planned = times[1]
+    by = f"{format_percent(planned.ratio - 1)}, spread {format_percent(planned.spread)}, in its last look"
+    return f"the plan has become slower than the job as it is (by {by})"
+
+
+def without_effect(reports: Iterable[RoundReport]) -> dict[ControlTarget, Refusal]:
+    """Controls that took effect on no rank, with the first reason given."""
+    every = list(reports)
+    engaged = {control for report in every for control in report.engaged}
+    found: dict[ControlTarget, Refusal] = {}
+    for report in every:
+        for refusal in report.unengaged:
+            key = (refusal.control, refusal.target)
+            if key not in engaged:
+                found.setdefault(key, refusal)
+    return found
+
+
+def targets_of(directive: Directive) -> frozenset[str]:
+    """What the rules of a directive are for, in the words of proofs."""
+    rules = translate(Plan(directives=(directive,))).rules
+    return frozenset(rule.target for rule in rules if not rule.is_collective)
+
+
+def _keep_engaged(directives: Sequence[Directive], dropped: Mapping[ControlTarget, Refusal]) -> tuple[Directive, ...]:
+    """Directives less the controls that had no effect anywhere."""
+    kept: list[Directive] = []
+    for directive in directives:
+        targets = targets_of(directive)
+        controls = tuple(
+            control
+            for control in directive.controls
+            if not targets or any((control_tag(control), target) not in dropped for target in targets)
+        )
+        if controls:
+            kept.append(Directive(match=directive.match, controls=controls, reason=directive.reason))
+    return tuple(kept)
+
+
+def _as_refusals(kept: Sequence[Directive], dropped: Iterable[Refusal]) -> tuple[Refusal, ...]:
+    """Dropped controls that are nowhere in the plan."""
+    in_plan = {(control_tag(control), target) for each in kept for control in each.controls for target in targets_of(each)}
+    return tuple(refusal for refusal in dropped if (refusal.control, refusal.target) not in in_plan)
+
+
+def _nothing_to_try(refusals: Sequence[Refusal]) -> str:
+    """One reason is said; more than one are listed in the plan."""
+    if len(refusals) == 1:
+        return f"nothing to try: {refusals[0].reason}"
+    return f"nothing to try ({format_count(len(refusals), 'refusal')})"
+
+
+def _without_any_effect(comparison: Comparison) -> str:
+    verdict = comparison.verdict
+    label, gain = comparison.measurements[verdict.best].label, format_percent(verdict.gain)
+    return f"{label} was {gain} faster, but none of its controls took effect; leave it as it is"

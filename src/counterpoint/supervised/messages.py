@@ -1,0 +1,70 @@
+"""What the ranks of a tuned job tell each other, as values: each reports what it saw, rank 0 announces what all then do."""
+
+from typing import Literal
+
+from counterpoint.launch_filter.control_block import FilterRule, SeenFunction
+from counterpoint.measurement.values import Measurement, Order
+from counterpoint.plan import Plan, Refusal
+from counterpoint.supervised.candidates import LiveCandidate
+from counterpoint.supervised.turns import TurnTimes
+from counterpoint.value import Value
+
+ControlTarget = tuple[str, str]  # a control's tag, and what it is for in words
+
+
+class Census(Value, frozen=True, kw_only=True):
+    """The kernels that one rank has launched."""
+
+    functions: tuple[SeenFunction, ...]
+
+
+class RoundReport(Value, frozen=True, kw_only=True):
+    """One round as a rank saw it: its turns by entrant, by how many steps it heard of the order too late, and so far in this
+    tuning the controls that took effect there, and why others did not."""
+
+    turns: tuple[TurnTimes, ...]
+    late_steps: int = 0
+    engaged: tuple[ControlTarget, ...] = ()
+    unengaged: tuple[Refusal, ...] = ()
+
+
+class Trials(Value, frozen=True, kw_only=True):
+    """What is tried: the candidates that fit the budget, and what is left out with the reason."""
+
+    candidates: tuple[LiveCandidate, ...]
+    refusals: tuple[Refusal, ...]
+
+
+class Decision(Value, frozen=True, kw_only=True):
+    """The plan that is in force from now on, its table, and the times behind it."""
+
+    plan: Plan
+    rules: tuple[FilterRule, ...] = ()
+    measurements: tuple[Measurement, ...] = ()
+
+
+class Look(Value, frozen=True, kw_only=True):
+    """What the guard found, and why: go on as before, or with more rounds, take the plan out, put it back, or tune again."""
+
+    verdict: Literal["keep", "go on", "remove", "put back", "reopen"]
+    reason: str = ""
+
+
+class Announcement(Value, frozen=True, kw_only=True):
+    """What rank 0 announces: in force on every rank when `start_step` steps have ended. A problem ends tuning on all ranks.
+
+    `order` are turns that begin at `order_step`.
+    """
+
+    start_step: int
+    problem: str = ""
+    trials: Trials | None = None
+    decision: Decision | None = None
+    look: Look | None = None
+    order: Order | None = None
+    order_step: int = 0
+
+
+def report_topic(topic: str, order: Order) -> str:
+    """Where ranks report the rounds of an order."""
+    return f"{topic}/order {order.number}"

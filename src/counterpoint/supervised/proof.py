@@ -1,0 +1,178 @@
+"""What became of a plan in the processes of a job: asked, applied, verified, refused, from the filters' own counters.
+
+A cap is verified where the driver's occupancy query, asked for the capped launch, gives no more CTAs than the plan
+allows. A priority and a head start are verified by launches: the driver took the launch with the attribute, or the hold
+before it. A limit on a collective's CTAs is a setting of NCCL, and is verified by the grids that were launched.
+"""
+
+from collections.abc import Iterable, Sequence
+
+from msgspec.structs import replace
+
+from counterpoint.engagement import Engagement, State
+from counterpoint.launch_filter.control_block import FilterRule, FilterState, RuleCounters, SeenFunction
+from counterpoint.plan import (
+    CommunicationCtas,
+    Control,
+    HeadStart,
+    Plan,
+    Priority,
+    Refusal,
+    ResidencyCap,
+    Transport,
+    control_tag,
+    describe_control,
+)
+from counterpoint.supervised.settings import TableTotals, add_counters
+from counterpoint.traces.classify import is_communication
+from counterpoint.units import format_count
+from counterpoint.value import Value
+
+NO_TRANSPORT = (
+    "the filter sees kernels and cannot move a collective to copy engines; use symmetric memory in the job's code, "
+    "or leave the control out of the plan"
+)
+WARPS_BESIDE = 4  # NCCL starts up to so many warps beyond NCCL_NTHREADS to synchronize (544 to 640 threads for 512)
+
+
+class ControlProof(Value, frozen=True, kw_only=True):
+    """One control in one process: how many launches it was meant for, how many got it, and the proof."""
+
+    engagement: Engagement
+    num_matched: int
+    num_applied: int
+
+
+class ProcessProof(Value, frozen=True, kw_only=True):
+    """One process that loaded the filter. `rank` is -1 where the launcher gave it none."""
+
+    pid: int
+    rank: int
+    num_launches: int
+    applied: tuple[ControlProof, ...]
+    problem: str = ""
+
+
+def prove_process(state: FilterState, plan: Plan, totals: TableTotals) -> ProcessProof:
+    """What became of a table (`totals`, all that was counted for it) and of a plan's settings in one process."""
+    counted = zip(totals.rules, totals.counters, strict=True)
+    by_rule = [entry for rule, counters in counted for entry in prove_rule(rule, counters)]
+    settings = [
+        _prove_setting(control, state.functions)
+        for directive in plan.directives
+        for control in directive.controls
+        if isinstance(control, CommunicationCtas | Transport)
+    ]
+    return ProcessProof(
+        pid=state.pid,
+        rank=state.rank,
+        num_launches=state.num_launches,
+        applied=(*by_rule, *settings),
+        problem=state.problem,
+    )
+
+
+def count_table(rules: Sequence[FilterRule], state: FilterState, kept: TableTotals) -> TableTotals:
+    """All that a process counted for a table: what it kept when it swapped, and what its filter holds now."""
+    counters = [RuleCounters() for _ in rules]
+    for found in (kept, TableTotals(rules=state.rules, counters=state.counters)):
+        if found.rules == tuple(rules) and found.counters:
+            counters = [add_counters(*pair) for pair in zip(counters, found.counters, strict=True)]
+    return TableTotals(rules=tuple(rules), counters=tuple(counters))
+
+
+def prove_rule(rule: FilterRule, counters: RuleCounters) -> list[ControlProof]:
+    """Each control of one rule."""
+    entries: list[ControlProof] = []
+    if rule.dynamic_shared_bytes is not None:
+        entries.append(_prove_cap(rule, counters))
+    if rule.priority is not None:
+        priority = Priority(priority=rule.priority)
+        entries.append(_by_launches(rule, counters, priority, counters.num_prioritized))
+    if rule.hold_us is not None:
+        entries.append(_by_launches(rule, counters, HeadStart(hold_us=rule.hold_us), counters.num_held))
+    return entries
+
+
+def _prove_cap(rule: FilterRule, counters: RuleCounters) -> ControlProof:
+    cap = ResidencyCap(
+        ctas_per_sm=rule.ctas_per_sm or 1,
+        dynamic_shared_bytes=rule.dynamic_shared_bytes or 0,
+        carveout_percent=-1 if rule.carveout_percent is None else rule.carveout_percent,
+    )
+    by_launches = _by_launches(rule, counters, cap, counters.num_capped)
+    found = counters.residency_found
+    if not counters.num_capped or found is None or rule.ctas_per_sm is None:
+        return by_launches
+    is_met = found <= rule.ctas_per_sm
+    engagement = replace(
+        by_launches.engagement,
+        state="verified" if is_met else "failed",
+        found=f"{format_count(found, 'CTA')} per SM",
+        reason="" if is_met else "the driver still lets more CTAs live on an SM",
+    )
+    return replace(by_launches, engagement=engagement)
+
+
+def _by_launches(rule: FilterRule, counters: RuleCounters, control: Control, num_applied: int) -> ControlProof:
+    """Verified where launches were changed; what stands in the way otherwise."""
+    state: State = "verified" if num_applied else "refused" if counters.refusal else "failed"
+    engagement = Engagement(
+        control=control_tag(control),
+        target=rule.target,
+        state=state,
+        asked=describe_control(control),
+        found=describe_control(control) if num_applied else "",
+        reason="" if num_applied else _why_not(counters, control),
+    )
+    return ControlProof(engagement=engagement, num_matched=counters.num_matched, num_applied=num_applied)
+
+
+def _why_not(counters: RuleCounters, control: Control) -> str:
+    if not counters.num_matched:
+        return "no launch matched; the plan may be for another step"
+    if counters.refusal:
+        return counters.refusal
+    return "no collective was launched just before it" if isinstance(control, HeadStart) else "no launch was changed"
+
+
+def refused(refusals: Iterable[Refusal]) -> list[ControlProof]:
+    """What of a plan could not even be asked of the filter."""
+    return [
+        ControlProof(
+            engagement=Engagement(
+                control=refusal.control, target=refusal.target, state="refused", asked=refusal.control, reason=refusal.reason
+            ),
+            num_matched=0,
+            num_applied=0,
+        )
+        for refusal in refusals
+    ]
+
+
+def _prove_setting(control: CommunicationCtas | Transport, functions: Sequence[SeenFunction]) -> ControlProof:
+    """A control that is no rule of the filter: from the kernels that were launched."""
+    everything = "all collectives"
+    collectives = [function for function in functions if is_communication("kernel", function.name)]
+    num_launches = sum(function.num_launches for function in collectives)
+    found, reason, state, num_applied = "", "", "verified", num_launches
+    if isinstance(control, Transport):
+        state, reason, num_applied = "refused", NO_TRANSPORT, 0
+    elif not collectives:
+        state, reason = "failed", "no collective was launched"
+    else:
+        most_ctas = max(function.grid[0] for function in collectives)
+        most_threads = max(function.block[0] for function in collectives)
+        found = f"{format_count(most_ctas, 'CTA')} of {most_threads} threads"
+        threads = control.num_threads
+        if most_ctas > control.max_ctas or (threads is not None and most_threads > threads + 32 * WARPS_BESIDE):
+            state, reason, num_applied = "failed", "the process group was made with other limits", 0
+    engagement = Engagement(
+        control=control_tag(control),
+        target=everything,
+        state=state,  # type: ignore[arg-type]
+        asked=describe_control(control),
+        found=found,
+        reason=reason,
+    )
+    return ControlProof(engagement=engagement, num_matched=num_launches, num_applied=num_applied)

@@ -1,0 +1,182 @@
+"""`counterpoint run`: a command under the launch filter, from the plan's rules to the proof of what became of them.
+
+Without a plan and without tuning the command is only supervised: nothing is preloaded and its environment is as it was.
+What the filter and the agent need lies in a folder that is removed at the end. It is in shared memory where that has
+room, because the filter writes counters there and a disk may hold a writer up.
+"""
+
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+from msgspec.structs import replace
+
+from counterpoint.engagement import Engagement
+from counterpoint.errors import LaunchFilterError
+from counterpoint.launch_filter.control_block import (
+    INITIAL_BLOCK,
+    ControlBlock,
+    FilterState,
+    Translation,
+    block_paths,
+    translate,
+)
+from counterpoint.launch_filter.executable import check_command, find_executable
+from counterpoint.launch_filter.library import filter_library
+from counterpoint.plan import Plan
+from counterpoint.step import Step
+from counterpoint.supervised.environment import job_environment, variable_remarks
+from counterpoint.supervised.process import Ended, supervise
+from counterpoint.supervised.proof import ControlProof, ProcessProof, count_table, prove_process, refused
+from counterpoint.supervised.settings import LiveRecord, LiveSettings, read_record, read_totals, write_settings
+from counterpoint.units import GIB
+from counterpoint.value import Value
+
+SHARED_MEMORY = Path("/dev/shm")
+NEVER_IN_FORCE = "it was not in force in this process, which ended too early, or began before the job was started again"
+LEAST_SHARED_BYTES = GIB  # containers often have 64 MiB, which NCCL needs itself
+
+
+class RunRequest(Value, frozen=True, kw_only=True):
+    """What to run and under what. `step` turns the operation numbers of a plan into kernel names."""
+
+    command: tuple[str, ...]
+    plan: Plan = Plan()
+    is_tuning: bool = False
+    budget_steps: int = 200
+    guard_every_steps: int = 500
+    step: Step | None = None
+
+    @property
+    def is_filtered(self) -> bool:
+        """Whether there is anything for the filter to do."""
+        return self.is_tuning or bool(self.plan.directives)
+
+
+class RunOutcome(Value, frozen=True, kw_only=True):
+    """What came of it: the command's end, the proof of each process that reached a GPU, what could not even be asked.
+
+    `record` is what tuning or the guard came to, as far as rank 0 ran here.
+    """
+
+    ended: Ended
+    is_filtered: bool
+    is_tuned: bool = False
+    processes: tuple[ProcessProof, ...] = ()
+    unasked: tuple[ControlProof, ...] = ()
+    record: LiveRecord | None = None
+    remarks: tuple[str, ...] = ()
+
+    @property
+    def has_rank_0(self) -> bool:
+        """Whether rank 0, which decides and records, may have run here: it did, or nobody had a rank."""
+        return any(process.rank <= 0 for process in self.processes)
+
+    @property
+    def why_stopped(self) -> str:
+        """Why rank 0 could not go on tuning or guarding, after which no control was in force; or nothing."""
+        record = self.record
+        return " ".join(record.notes) if record is not None and record.stage == "stopped" else ""
+
+    def first_unproven(self) -> Engagement | None:
+        """The first control that did not take effect in some process, or None."""
+        every = (*self.unasked, *(applied for process in self.processes for applied in process.applied))
+        return next((applied.engagement for applied in every if applied.engagement.state != "verified"), None)
+
+
+def run_job(request: RunRequest) -> RunOutcome:
+    """Run the command to its end. Raises a `CounterpointError` before it is started where something is wrong."""
+    executable = find_executable(request.command)
+    if not request.is_filtered:
+        return RunOutcome(ended=_start(request.command, dict(os.environ)), is_filtered=False)
+    check_command(executable)
+    translation = translate(request.plan, request.step)
+    settings = LiveSettings(
+        is_tuning=request.is_tuning,
+        plan=request.plan,
+        rules=translation.rules,
+        budget_steps=request.budget_steps,
+        guard_every_steps=request.guard_every_steps,
+    )
+    library = filter_library()
+    try:
+        with tempfile.TemporaryDirectory(prefix="counterpoint-", dir=_folder(), ignore_cleanup_errors=True) as name:
+            directory = Path(name)
+            ControlBlock.write_initial(directory / INITIAL_BLOCK, translation.rules)
+            write_settings(directory, settings)
+            has_agent = request.is_tuning or request.guard_every_steps > 0
+            environment = job_environment(os.environ, directory, library, request.plan, has_agent=has_agent)
+            ended = _start(request.command, environment)
+            return _outcome(directory, ended, request, translation)
+    except OSError as problem:
+        raise LaunchFilterError(
+            f"Cannot use {problem.filename or tempfile.gettempdir()}: {problem.strerror}; free space or set TMPDIR."
+        ) from problem
+
+
+def _start(command: tuple[str, ...], environment: dict[str, str]) -> Ended:
+    try:
+        return supervise(command, environment)
+    except OSError as problem:
+        raise LaunchFilterError(
+            f"'{command[0]}' cannot be started: {problem.strerror}. If it is a script, give it a first line with its "
+            "interpreter."
+        ) from problem
+
+
+def _folder() -> Path | None:
+    """Shared memory with room, else where temporary files go."""
+    try:
+        has_room = os.access(SHARED_MEMORY, os.W_OK) and shutil.disk_usage(SHARED_MEMORY).free >= LEAST_SHARED_BYTES
+    except OSError:
+        return None
+    return SHARED_MEMORY if has_room else None
+
+
+def _outcome(directory: Path, ended: Ended, request: RunRequest, translation: Translation) -> RunOutcome:
+    """Read what the filters and the agent left in the folder."""
+    record = read_record(directory)
+    plan, rules = request.plan, translation.rules
+    if request.is_tuning:
+        plan, rules = (record.plan or Plan(), record.rules) if record else (Plan(), ())
+    proofs: list[ProcessProof] = []
+    remarks = [*translation.remarks, *variable_remarks(request.plan)]
+    for path in block_paths(directory):
+        try:
+            state = _read_state(path)
+        except LaunchFilterError as problem:  # the disk was full, or the process was killed while it began
+            remarks.append(str(problem).rstrip("."))
+            continue
+        if state.driver_found:
+            kept = read_totals(directory, state.pid)
+            proof = prove_process(state, plan, count_table(rules, state, kept))
+            proofs.append(proof if rules in (state.rules, kept.rules) else _never_in_force(proof))
+    return RunOutcome(
+        ended=ended,
+        is_filtered=True,
+        is_tuned=request.is_tuning,
+        processes=tuple(sorted(proofs, key=lambda proof: (proof.rank, proof.pid))),
+        unasked=tuple(refused(translation.refusals)) if not request.is_tuning else (),
+        record=record,
+        remarks=tuple(remarks),
+    )
+
+
+def _never_in_force(proof: ProcessProof) -> ProcessProof:
+    """A table that this process never had: not for want of launches, as it would seem."""
+    applied = tuple(
+        replace(each, engagement=replace(each.engagement, reason=NEVER_IN_FORCE))
+        if each.engagement.state == "failed" and not each.num_matched
+        else each
+        for each in proof.applied
+    )
+    return replace(proof, applied=applied)
+
+
+def _read_state(path: Path) -> FilterState:
+    block = ControlBlock.open(path)
+    try:
+        return block.state()
+    finally:
+        block.close()

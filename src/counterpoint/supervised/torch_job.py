@@ -1,0 +1,67 @@
+"""The running job as torch knows it: GPU events at step boundaries, the store that connects its ranks, its GPU.
+
+Times come from CUDA events on the stream that is current at the boundary. They are only ever queried, so the host never
+waits for the GPU.
+"""
+
+import os
+from typing import final
+
+import torch
+import torch.distributed as dist
+
+from counterpoint.cuda.rendezvous import open_exchange
+from counterpoint.errors import DeviceError
+from counterpoint.ranks import Exchange
+from counterpoint.supervised.running_job import AbstractStepClock, HostClock, JobGpu
+
+STORE_LIMIT_S = 20.0  # for one request to a store that answers at once or is gone
+
+
+@final
+class EventClock(AbstractStepClock):
+    """Marks on the current CUDA stream."""
+
+    def mark(self) -> torch.cuda.Event:
+        """Record an event."""
+        if torch.cuda.is_current_stream_capturing():
+            raise DeviceError("The step is being captured in a CUDA graph, and a graph cannot be tuned while it runs.")
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def elapsed_us(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float | None:
+        """Milliseconds from the driver, once the GPU has passed `end`."""
+        return float(start.elapsed_time(end)) * 1000 if end.query() else None
+
+
+def is_rank_of_job() -> bool:
+    """Whether this process belongs to a process group, or a launcher gave it a rank."""
+    return "RANK" in os.environ or (dist.is_available() and dist.is_initialized())
+
+
+def job_exchange() -> Exchange:
+    """The exchange of this job's ranks; of this process alone where there is no process group.
+
+    Raises `DeviceError` where there are several ranks and no process group that could connect them.
+    """
+    is_joined = dist.is_available() and dist.is_initialized()
+    if not is_joined and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise DeviceError(
+            "There are several ranks, but torch.distributed is not initialized, so they cannot agree on a plan."
+        )
+    return open_exchange("run", STORE_LIMIT_S)
+
+
+def job_clock() -> AbstractStepClock:
+    """GPU time where the process uses a GPU, else host time."""
+    return EventClock() if torch.cuda.is_available() and torch.cuda.is_initialized() else HostClock()
+
+
+def job_gpu() -> JobGpu | None:
+    """The current GPU, or None on a CPU."""
+    if not (torch.cuda.is_available() and torch.cuda.is_initialized()):
+        return None
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    _, greatest = torch.cuda.Stream.priority_range()
+    return JobGpu(name=properties.name, num_sms=properties.multi_processor_count, greatest_priority=int(greatest))

@@ -1,0 +1,184 @@
+"""When calls are given up: one that does not end always, slow ones never; and what happens then, on a double of the GPU."""
+
+import io
+import sys
+import threading
+from bisect import bisect_right
+from collections.abc import Callable, Iterator
+from itertools import accumulate
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from counterpoint.errors import DeviceError, OperatorError
+
+watch_module = pytest.importorskip("counterpoint.ops.watchdog")
+Patience, Watch, POLL_S = watch_module.Patience, watch_module.Watch, watch_module.POLL_S
+
+LIMIT_S = 10
+WAIT_S = 30  # of a test, for a thread
+GAPS = st.lists(st.integers(0, 3 * LIMIT_S), min_size=1, max_size=20)
+
+
+@given(gaps=GAPS, data=st.data(), looks=GAPS)
+def test_calls_that_end_within_the_limit_are_never_given_up_however_long_their_queue(
+    gaps: list[int], data: st.DataObject, looks: list[int]
+) -> None:
+    issued = list(accumulate(gaps))
+    ended: list[int] = []
+    for time in issued:
+        ended.append(max([time, *ended[-1:]]) + data.draw(st.integers(0, LIMIT_S)))
+    patience = Patience(LIMIT_S)
+    for now in accumulate(looks):
+        assert not patience.is_over(bisect_right(issued, now), bisect_right(ended, now), now)
+
+
+@given(gaps=GAPS, num_ended=st.integers(0, 19), goes_on=st.booleans())
+def test_a_call_that_never_ends_is_given_up_in_time_though_calls_before_it_ended_and_others_follow(
+    gaps: list[int], num_ended: int, goes_on: bool
+) -> None:
+    issued = list(accumulate(gaps))
+    num_ended = min(num_ended, len(issued) - 1)
+    stuck_at = issued[num_ended]
+    issued = issued if goes_on else issued[: num_ended + 1]
+    patience, now = Patience(LIMIT_S), 0.0
+    while not patience.is_over(bisect_right(issued, now), bisect_right(issued[:num_ended], now), now):
+        now += POLL_S
+        assert now <= stuck_at + LIMIT_S + 2 * POLL_S
+    assert now > stuck_at + LIMIT_S
+
+
+class Gpu(watch_module.AbstractCalls):
+    """Calls end when they are marked, or if it is stuck, when they are freed."""
+
+    def __init__(self) -> None:
+        self.changed = threading.Condition()
+        self.is_stuck, self.fault, self.can_free = False, "", True
+        self.marked: list[int] = []
+        self.ended = self.num_closed = self.num_freed = 0
+        self.statuses: list[int] = []
+        self.thread: threading.Thread | None = None
+
+    def enter_thread(self) -> None:
+        self.thread = threading.current_thread()
+
+    def mark(self, number: int, stream: Any) -> None:
+        self.marked.append(number)
+        if not self.is_stuck:
+            self.ended = number
+
+    def last_ended(self) -> int:
+        return self.ended
+
+    def free_waits(self) -> None:
+        assert threading.current_thread() is self.thread
+        with self.changed:
+            self.num_freed += 1
+            if self.can_free:
+                self.ended = self.marked[-1]
+            self.changed.notify_all()
+        if self.fault:
+            raise DeviceError(self.fault)
+
+    def close(self) -> None:
+        self.num_closed += 1
+
+    def end_process(self, status: int) -> None:
+        with self.changed:
+            self.statuses.append(status)
+            self.changed.notify_all()
+
+    def wait_until(self, holds: Callable[[], bool]) -> None:
+        with self.changed:
+            assert self.changed.wait_for(holds, WAIT_S)
+
+
+@pytest.fixture
+def gpu() -> Gpu:
+    return Gpu()
+
+
+@pytest.fixture
+def watch(gpu: Gpu) -> Iterator[Any]:
+    opened = Watch(gpu, 0, gpu.end_process)
+    yield opened
+    opened.close()
+
+
+def test_a_call_right_after_one_that_ended_is_watched_and_given_up_with_one_line(
+    gpu: Gpu, watch: Any, capfd: pytest.CaptureFixture[str]
+) -> None:
+    watch.sample("stream")
+    watch.require_sound()
+    gpu.is_stuck = True
+    watch.sample("stream")
+    gpu.wait_until(lambda: gpu.ended == 2)
+    with pytest.raises(
+        OperatorError, match="did not end on the GPU within 0 s: it waits for a rank that is gone"
+    ) as problem:
+        watch.require_sound()
+    assert capfd.readouterr().err == f"counterpoint: {problem.value}\n"
+
+
+def test_calls_that_the_host_was_still_issuing_when_others_were_given_up_are_freed_too_without_another_line(
+    gpu: Gpu, watch: Any, capfd: pytest.CaptureFixture[str]
+) -> None:
+    gpu.is_stuck = True
+    for number in (1, 2, 3):
+        watch.sample("stream")
+        gpu.wait_until(lambda number=number: gpu.ended == number)
+    assert len(capfd.readouterr().err.splitlines()) == 1
+
+
+def test_a_driver_that_cannot_free_is_one_line_and_the_watch_can_be_closed(
+    gpu: Gpu, watch: Any, capfd: pytest.CaptureFixture[str]
+) -> None:
+    gpu.is_stuck, gpu.fault = True, "Ending a wait failed."
+    watch.sample("stream")
+    gpu.wait_until(lambda: gpu.ended == 1)
+    tried = gpu.num_freed
+    gpu.wait_until(lambda: gpu.num_freed > tried)
+    watch.close()
+    assert gpu.statuses == []
+    assert capfd.readouterr().err.splitlines()[1:] == ["counterpoint: Ending a wait failed."]
+    with pytest.raises(OperatorError):
+        watch.require_sound()
+
+
+def test_a_process_whose_waits_cannot_be_ended_is_ended_with_a_line(
+    gpu: Gpu, watch: Any, capfd: pytest.CaptureFixture[str]
+) -> None:
+    gpu.is_stuck, gpu.can_free = True, False
+    watch.sample("stream")
+    gpu.wait_until(lambda: gpu.statuses == [1])
+    watch.close()
+    _, line = capfd.readouterr().err.splitlines()
+    assert line == "counterpoint: Its wait could not be ended within another 0 s either, so this process ends."
+
+
+def test_waits_are_freed_though_nobody_listens_any_more(gpu: Gpu, watch: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    closed = io.StringIO()
+    closed.close()
+    monkeypatch.setattr(sys, "stderr", closed)
+    gpu.is_stuck = True
+    watch.sample("stream")
+    gpu.wait_until(lambda: gpu.ended == 1)
+
+
+def test_closing_ends_the_thread_and_gives_back_what_the_driver_holds_once(gpu: Gpu, watch: Any) -> None:
+    watch.sample("stream")
+    watch.close()
+    watch.close()
+    assert gpu.num_closed == 1
+    assert gpu.thread is None or not gpu.thread.is_alive()
+
+
+def test_numbers_of_calls_begin_anew_before_they_outgrow_their_word(
+    gpu: Gpu, watch: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watch_module, "LAST_NUMBER", 3)
+    for _ in range(7):
+        watch.sample("stream")
+    assert gpu.marked == [1, 2, 3, 1, 2, 3, 1]
