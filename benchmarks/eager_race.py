@@ -18,10 +18,10 @@ import tempfile
 from pathlib import Path
 
 from counterpoint.launch_filter.control_block import INITIAL_BLOCK, ControlBlock
-from counterpoint.launch_filter.job_environment import job_environment
 from counterpoint.launch_filter.library import filter_library
-from counterpoint.launch_filter.settings import DIRECTORY_VARIABLE
 from counterpoint.plan import LEAVE_IT
+from counterpoint.supervised.environment import job_environment
+from counterpoint.supervised.settings import DIRECTORY_VARIABLE
 
 START_S = 60
 PARTS = ("pairs", "steps")

@@ -22,12 +22,12 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.conditions import RESULTS
-from counterpoint.cuda.timing import order_of_round
 from counterpoint.launch_filter.control_block import INITIAL_BLOCK, ControlBlock, FilterRule
-from counterpoint.launch_filter.job_environment import job_environment
 from counterpoint.launch_filter.library import filter_library
-from counterpoint.launch_filter.settings import DIRECTORY_VARIABLE
+from counterpoint.measurement.orders import Rounds, draw_seed
 from counterpoint.plan import LEAVE_IT
+from counterpoint.supervised.environment import job_environment
+from counterpoint.supervised.settings import DIRECTORY_VARIABLE
 
 LAUNCHES, LAUNCHES_BEFORE = 2000, 200  # timed, and untimed before them: a process that waited is slow at first
 LIMIT_S, ROUNDS_S = 58, 40  # since the start
@@ -132,11 +132,12 @@ def take_turns(pairs: list[dict[str, Process]], num_rounds: int, deadline: float
     turns = [(pair, what, how) for pair in pairs for what in RULES for how in ("without", "with")]
     for pair, what, how in turns:  # not kept: the first round with a table decides on each kernel, and loads it
         pair[how].ask(ROUND, what)
+    rounds = Rounds(draw_seed(), len(turns))
     for number in range(num_rounds):
         if number >= LEAST_ROUNDS and time.monotonic() > deadline:
             return times, number
         taken: dict[int, float] = {}
-        for place in order_of_round(number, len(turns)):
+        for place in rounds.order(number):
             pair, what, how = turns[place]
             taken[place] = pair[how].ask(ROUND, what)
         for place, (_, what, how) in enumerate(turns):

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from counterpoint.cuda import ranks
+from counterpoint.measurement.orders import Rounds, draw_seed
 
 
 def join(limit_s: int) -> None:
@@ -56,6 +57,11 @@ def largest(values: Sequence[Any]) -> Any:
     shared = torch.tensor(values, device="cuda", dtype=torch.float64)
     dist.all_reduce(shared, op=dist.ReduceOp.MAX)
     return shared.tolist()
+
+
+def shared_rounds(num_variants: int) -> Rounds:
+    """Balanced orders of turns, drawn anew for each run and the same on all ranks."""
+    return Rounds(int(largest([float(draw_seed())])[0]), num_variants)
 
 
 def run_and_leave(main: Callable[[], None]) -> None:

@@ -12,8 +12,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from benchmarks.on_gpus import largest
-from counterpoint.cuda.timing import order_of_round
+from benchmarks.on_gpus import largest, shared_rounds
 from counterpoint.ops.gpu_call_timer import SPIN_CYCLES, WARM_UP_ROUNDS
 
 
@@ -42,8 +41,9 @@ def time_interleaved(calls: dict[str, Callable[[], object]], num_rounds: int) ->
     token = torch.ones(1, device="cuda")
     events = {name: [] for name in names}
     host: dict[str, list[float]] = {name: [] for name in names}
+    rounds = shared_rounds(len(names))
     for number in range(WARM_UP_ROUNDS + num_rounds):
-        for name in (names[place] for place in order_of_round(number, len(names))):
+        for name in (names[place] for place in rounds.order(number)):
             torch.cuda._sleep(SPIN_CYCLES)
             dist.all_reduce(token)
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)

@@ -183,7 +183,7 @@ def run_case(race: Race, number: int, share: float, name: str, pair: Pair) -> Ca
     pair.run(0)  # loads and compiles what is new
     pair.num_wrong = pair.num_late = 0
     flat: list[float] = []
-    for order in race.orders(number, len(pair.candidates), share):
+    for order in race.orders(len(pair.candidates), share):
         times = {candidate: pair.run(candidate) for candidate in order}
         flat.extend(value for candidate in range(len(pair.candidates)) for value in times[candidate])
     ends_ms = torch.tensor(largest(flat)).view(-1, len(pair.candidates), NUM_TIMED, 2)  # the last: collective, kernel

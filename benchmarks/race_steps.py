@@ -17,8 +17,8 @@ from torch.distributed.tensor import DTensor
 from benchmarks.example_jobs import load_example
 from benchmarks.on_gpus import largest, log
 from benchmarks.race_variants import Case, Race, Variant, all_variants, measure
-from counterpoint.cuda.torch_job import job_gpu
-from counterpoint.launch_filter.live_candidates import HELD, propose_live
+from counterpoint.supervised.candidates import HELD, propose_live
+from counterpoint.supervised.torch_job import job_gpu
 
 STOCK_JOBS = load_example("stock_jobs")
 LAYERS, WIDTH, HEAD, TOKENS = 6, 4096, 128, 4096
@@ -124,7 +124,7 @@ def run_family(race: Race, number: int, job: str) -> Case:
     course = Course(race, tables_of_run(race), trainees)
     difference = course.difference()
     rows: list[float] = []
-    for order in race.orders(number, len(course.variants), (number + 1) / len(FAMILIES)):
+    for order in race.orders(len(course.variants), (number + 1) / len(FAMILIES)):
         times = {candidate: course.run(candidate) for candidate in order}
         rows.extend(times[candidate] for candidate in range(len(course.variants)))
     slowest = largest(rows)

@@ -4,8 +4,8 @@ import statistics
 from collections.abc import Iterator, Sequence
 
 from benchmarks.race_variants import NOTHING, Case, Race
-from counterpoint.cuda.timing import Measurement
 from counterpoint.launch_filter.control_block import RuleCounters
+from counterpoint.measurement.values import Measurement
 
 NAME_WIDTH, WHAT_WIDTH, CELL_WIDTH = 36, 18, 15
 

@@ -12,12 +12,12 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from benchmarks.on_gpus import largest
-from counterpoint.cuda.timing import Measurement, order_of_round, summarize_rounds
+from benchmarks.on_gpus import largest, shared_rounds
 from counterpoint.launch_filter.control_block import ControlBlock, FilterRule, RuleCounters, SeenFunction, rules_of
-from counterpoint.launch_filter.settings import add_counters
+from counterpoint.measurement.values import Measurement, summarize_rounds
 from counterpoint.plan import HOLDS_US, Control, Directive, HeadStart, Match, Plan, Priority
 from counterpoint.step import OperationKind
+from counterpoint.supervised.settings import add_counters
 
 LEAST_ROUNDS = 3
 NOTHING = "nothing"
@@ -127,13 +127,13 @@ class Race:
             total = add_counters(total, counters)
         self.counts[variant.name] = total
 
-    def orders(self, case: int, num_candidates: int, share: float) -> Iterator[list[int]]:
+    def orders(self, num_candidates: int, share: float) -> Iterator[tuple[int, ...]]:
         """The order of each round, the same on all ranks, until there are enough or one has spent this share of the time."""
-        deadline = self._start + share * self._seconds
+        deadline, rounds = self._start + share * self._seconds, shared_rounds(num_candidates)
         for number in range(self._num_rounds):
             if number >= LEAST_ROUNDS and largest([float(time.monotonic() > deadline)])[0]:
                 return
-            yield order_of_round(1000 * case + number, num_candidates)
+            yield rounds.order(number)
 
     def counts_as_dict(self) -> dict[str, object]:
         figures = ("num_matched", "num_prioritized", "num_held", "num_refused", "num_retried", "refusal")

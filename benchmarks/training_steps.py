@@ -26,10 +26,9 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.on_gpus import join, largest, log, run_and_leave, save
+from benchmarks.on_gpus import join, largest, log, run_and_leave, save, shared_rounds
 from benchmarks.training_models import GPT_1B, LLAMA, Sizes, blocks, sequence_parallel_plan
 from counterpoint import ops
-from counterpoint.cuda.timing import order_of_round
 from counterpoint.errors import cause_of
 from counterpoint.integrations import ddp, fsdp2, tensor_parallel
 from counterpoint.ops.collectives import library_all_gather, library_reduce_scatter
@@ -218,8 +217,9 @@ def time_variants(steps: dict[str, Step], num_rounds: int) -> dict[str, list[flo
     """Milliseconds per step of every round, the slowest rank's; a fresh order in each round, the same on all ranks."""
     names = list(steps)
     times: dict[str, list[float]] = {name: [] for name in steps}
+    rounds = shared_rounds(len(names))
     for number in range(num_rounds):
-        for name in (names[place] for place in order_of_round(number, len(names))):
+        for name in (names[place] for place in rounds.order(number)):
             torch.cuda.synchronize()
             dist.barrier()
             for _ in range(STEPS_BEFORE):

@@ -20,7 +20,6 @@ from counterpoint.errors import (
     TraceError,
     WorkloadError,
 )
-from counterpoint.executor import AbstractExecutor
 from counterpoint.machine import Gpu, Link, Machine, load_machine, machine_for_device, machine_names
 from counterpoint.metrics import Metrics, RankMetrics, ideal_us, interference, measure, sequential_us, share_of_ideal
 from counterpoint.plan import (
@@ -38,10 +37,10 @@ from counterpoint.plan import (
     save_plan,
 )
 from counterpoint.step import Collective, Copy, Dependency, Footprint, Kernel, Operation, Step
-from counterpoint.timeline import Interval, Timeline
+from counterpoint.timeline import AbstractExecutor, Interval, Timeline
 
 # last, because the package's attribute of this name would otherwise be the module with the same name
-from counterpoint.launch_filter.boundary import step  # isort: skip
+from counterpoint.supervised import step  # isort: skip
 
 if TYPE_CHECKING:
     from counterpoint.cuda.applied import apply

@@ -16,10 +16,10 @@ def check(
         list[str] | None,
         typer.Argument(metavar="COMMAND", help="After --, the command that starts the job. It is read, not run."),
     ] = None,
-    surroundings_file: Annotated[
+    context_file: Annotated[
         Path | None,
         typer.Option(
-            "--surroundings",
+            "--context",
             metavar="FILE",
             help="Check for the machine that this file (.toml, saved by -o) describes.  [default: this machine]",
         ),
@@ -30,7 +30,7 @@ def check(
             "-o",
             "--output",
             metavar="FILE",
-            help="Save what was seen of this machine (.toml), for --surroundings elsewhere.",
+            help="Save what was seen of this machine (.toml), for --context elsewhere.",
         ),
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON for programs instead of text for people.")] = False,
@@ -40,29 +40,29 @@ def check(
     Exit code: 0 if nothing defeats overlap, 1 if something does, 2 for bad input.
     """
     from counterpoint.doctor.environment import at_command, gather  # noqa: PLC0415  a fast --help
+    from counterpoint.doctor.job_context import load_context  # noqa: PLC0415
     from counterpoint.doctor.rules import find  # noqa: PLC0415
-    from counterpoint.doctor.surroundings import load_surroundings  # noqa: PLC0415
     from counterpoint.report.check import print_check, summarize_check  # noqa: PLC0415
     from counterpoint.report.text import new_console  # noqa: PLC0415
 
-    check_outputs((output,), inputs=(surroundings_file,))
-    if output is not None and (command or surroundings_file is not None):
-        raise CounterpointError("-o saves this machine alone. Leave out the command and --surroundings, or leave out -o.")
+    check_outputs((output,), inputs=(context_file,))
+    if output is not None and (command or context_file is not None):
+        raise CounterpointError("-o saves this machine alone. Leave out the command and --context, or leave out -o.")
     words = command or []
-    if surroundings_file is None:
-        surroundings = gather(words)
+    if context_file is None:
+        context = gather(words)
     else:
-        surroundings = load_surroundings(surroundings_file)
-        surroundings = at_command(surroundings, words) if words else surroundings
-    findings = find(surroundings)
+        context = load_context(context_file)
+        context = at_command(context, words) if words else context
+    findings = find(context)
     if output is not None:
-        write_whole(output, write_toml(surroundings).encode())
-    checked = summarize_check(surroundings, findings)
+        write_whole(output, write_toml(context).encode())
+    checked = summarize_check(context, findings)
     if json:
         print(write_json(checked))
     else:
         print_check(new_console(), checked)
         if output is not None:
-            print(f"Saved to {output}. Use it elsewhere: counterpoint check --surroundings {output} -- COMMAND")
+            print(f"Saved to {output}. Use it elsewhere: counterpoint check --context {output} -- COMMAND")
     if any(finding.severity == "defeats overlap" for finding in findings):
         raise typer.Exit(1)

@@ -16,7 +16,7 @@ from counterpoint.errors import StepError
 from counterpoint.value import check_outputs, write_json, write_whole
 
 if TYPE_CHECKING:
-    from counterpoint.planner.paper import PaperResult
+    from counterpoint.paper.grid import PaperResult
 
 bench = typer.Typer(help="Run the paper's workloads over all controls.", rich_markup_mode=None)
 ROUNDS = {"cb": 11, "mb": 5}
@@ -51,13 +51,17 @@ def _tune_function(step: str, machine_name: str | None, output: Path | None, is_
     if output is not None:
         save_plan(tuning.plan, output)
     if is_json:
-        print(write_json({"plan": tuning.plan, "measurements": tuning.measurements, "engagements": tuning.engagements}))
+        print(
+            write_json(
+                {"plan": tuning.plan, "measurements": tuning.comparison.measurements, "engagements": tuning.engagements}
+            )
+        )
         return
     from counterpoint.report import gpu, text  # noqa: PLC0415
 
     console = text.new_console()
     text.print_step(console, captured.read.step, machine)
-    gpu.print_measurements(console, tuning.measurements)
+    gpu.print_measurements(console, tuning.comparison.measurements)
     text.print_plan(console, tuning.plan)
     gpu.print_engagements(console, tuning.engagements)
     if output is not None:
@@ -117,7 +121,7 @@ def bench_paper(
 
 def _simulate_paper(workloads: list[str] | None, machine_name: str, output: Path | None) -> None:
     from counterpoint.machine import load_machine, machine_names  # noqa: PLC0415
-    from counterpoint.planner.paper import simulate_paper  # noqa: PLC0415
+    from counterpoint.paper.grid import simulate_paper  # noqa: PLC0415
     from counterpoint.workloads import load_workload, workload_names  # noqa: PLC0415
 
     machines = machine_names() if machine_name == "all" else [machine_name]
@@ -133,8 +137,8 @@ def _measure_paper(workloads: list[str] | None, output: Path | None) -> None:
     from counterpoint.cuda.ranks import join_ranks  # noqa: PLC0415
 
     rank = join_ranks()
-    from counterpoint.cuda.paper import paper_workload_names  # noqa: PLC0415
-    from counterpoint.planner.paper_on_gpu import measure_workload  # noqa: PLC0415
+    from counterpoint.paper.on_gpu import measure_workload  # noqa: PLC0415
+    from counterpoint.paper.workloads import paper_workload_names  # noqa: PLC0415
 
     results = []
     for name in workloads or paper_workload_names():

@@ -9,8 +9,8 @@ from counterpoint.errors import CounterpointError, say
 from counterpoint.value import check_outputs
 
 if TYPE_CHECKING:
-    from counterpoint.launch_filter.run import RunOutcome
     from counterpoint.step import Step
+    from counterpoint.supervised.run import RunOutcome
 
 NOT_ENGAGED = 3
 CONTEXT = {"allow_interspersed_args": False}  # what follows the first word of the command is the command's
@@ -45,9 +45,9 @@ def run(
 
     Output, signals and exit status are the command's own. Without --plan and --tune it runs exactly as without us.
     """
-    from counterpoint.launch_filter.run import RunRequest, run_job  # noqa: PLC0415  a fast --help
-    from counterpoint.launch_filter.settings import LiveSettings  # noqa: PLC0415
     from counterpoint.plan import LEAVE_IT, check_plan_name, load_plan  # noqa: PLC0415
+    from counterpoint.supervised.run import RunRequest, run_job  # noqa: PLC0415  a fast --help
+    from counterpoint.supervised.settings import LiveSettings  # noqa: PLC0415
 
     if output is not None and not tune:
         raise CounterpointError(f"'{output}' is for the plan that --tune finds. Add --tune, or leave out -o.")

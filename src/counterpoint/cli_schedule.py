@@ -186,7 +186,7 @@ def _tune(problem: Problem, dtype: DataType, output: Path | None, is_json: bool)
     from counterpoint.cuda.ranks import join_ranks  # noqa: PLC0415
 
     rank = join_ranks(ESTIMATE)
-    from counterpoint.ops.contest import request_for  # noqa: PLC0415  needs torch
+    from counterpoint.ops.schedule_benchmark import request_for  # noqa: PLC0415  needs torch
     from counterpoint.plan import save_plan  # noqa: PLC0415
     from counterpoint.planner.operators_on_gpu import measure_operators  # noqa: PLC0415
 

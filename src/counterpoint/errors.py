@@ -53,8 +53,8 @@ class DeviceError(CounterpointError):
         return cls(f"{what} needs '{problem.name}', which is not installed. {INSTALL}")
 
 
-class SurroundingsError(CounterpointError):
-    """A file of surroundings, or a command to check, cannot be read."""
+class JobContextError(CounterpointError):
+    """A file of context, or a command to check, cannot be read."""
 
 
 class LaunchFilterError(CounterpointError):

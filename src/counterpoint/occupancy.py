@@ -108,28 +108,6 @@ def room_for(gpu: Gpu, residents: Residents, carveout_bytes: int, footprint: Foo
     return max(0, min(_rooms(gpu, _load(gpu, residents), carveout_bytes, footprint))[0])
 
 
-def max_dynamic_shared_bytes_for(gpu: Gpu, footprint: Footprint, ctas_per_sm: int) -> int:
-    """The largest dynamic shared memory with which `ctas_per_sm` CTAs still live on one SM.
-
-    CUDA's own query for this (`cudaOccupancyAvailableDynamicSMemPerBlock`) forgets the reserved bytes for two or more
-    CTAs: what it answers lets one CTA less live (measured on H200). Raises `OccupancyError` where even none is too much.
-    """
-    _check_count(ctas_per_sm)
-    present = residency(gpu, replace(footprint, dynamic_shared_bytes=0))
-    require(
-        present.ctas_per_sm >= ctas_per_sm,
-        OccupancyError,
-        f"{ctas_per_sm} CTAs per SM cannot be reached: without dynamic shared memory {present.ctas_per_sm} live on an SM, "
-        f"limited by {present.limiter}. "
-        + (f"Ask for {present.ctas_per_sm} or fewer." if present.ctas_per_sm else "Check the kernel's footprint."),
-    )
-    unit = gpu.shared_allocation_unit_bytes
-    shares = [(step, step // ctas_per_sm // unit * unit) for step in gpu.carveout_steps_bytes]
-    fitting = [share for step, share in shares if share and _offered_bytes(gpu, footprint.carveout_percent, share) >= step]
-    largest = min(max(fitting) - gpu.reserved_shared_bytes_per_cta, gpu.max_shared_bytes_per_cta)
-    return largest - footprint.static_shared_bytes
-
-
 def cap_shared_bytes(gpu: Gpu, footprint: Footprint, ctas_per_sm: int) -> int:
     """The smallest dynamic shared memory with which at most `ctas_per_sm` CTAs live on one SM, to the byte.
 

@@ -1,12 +1,16 @@
-"""A timeline: what happened when, per rank and stream. It may have been measured or simulated; readers never ask which.
+"""A timeline: what happened when, per rank and stream; and the contract of what makes one.
 
-`origin` is there to be printed, not to be branched on.
+A timeline may have been measured or simulated; readers never ask which. `origin` is there to be printed, and not to be
+branched on.
 """
 
+from abc import ABC, abstractmethod
 from typing import Literal
 
 from counterpoint.errors import StepError
-from counterpoint.step import OperationKind
+from counterpoint.machine import Machine
+from counterpoint.plan import Plan
+from counterpoint.step import OperationKind, Step
 from counterpoint.value import Value, require
 
 
@@ -51,3 +55,15 @@ class Timeline(Value, frozen=True, kw_only=True):
     def of_rank(self, rank: int) -> tuple[Interval, ...]:
         """The intervals of one rank."""
         return tuple(interval for interval in self.intervals if interval.rank == rank)
+
+
+class AbstractExecutor(ABC):
+    """Turns a step on a machine under a plan into a timeline. Final implementations: one per file, never subclassed."""
+
+    @abstractmethod
+    def run(self, step: Step, machine: Machine, plan: Plan) -> Timeline:
+        """Execute `step` under `plan` and say what happened when.
+
+        Raises `PlanError` if the plan was made for another step. An operation that no directive of the plan matches runs
+        as the step describes it.
+        """

@@ -9,7 +9,7 @@ import pytest
 
 from counterpoint.launch_filter.control_block import INITIAL_BLOCK, ControlBlock
 from counterpoint.launch_filter.library import filter_library
-from counterpoint.launch_filter.settings import DIRECTORY_VARIABLE
+from counterpoint.supervised.settings import DIRECTORY_VARIABLE
 
 Start = Callable[..., subprocess.CompletedProcess[str]]
 

@@ -6,8 +6,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from counterpoint.doctor.finding import Finding, Severity
-from counterpoint.doctor.surroundings import Surroundings
+from counterpoint.doctor.job_context import Finding, JobContext, Severity
 from counterpoint.units import format_count
 from counterpoint.value import Value
 
@@ -20,16 +19,16 @@ class Checked(Value, frozen=True, kw_only=True):
     findings: tuple[Finding, ...]
     looked_at: tuple[str, ...]
     not_looked_at: tuple[str, ...]
-    surroundings: Surroundings
+    context: JobContext
 
 
-def summarize_check(surroundings: Surroundings, findings: Sequence[Finding]) -> Checked:
+def summarize_check(context: JobContext, findings: Sequence[Finding]) -> Checked:
     """The findings, and in words what they rest on."""
     return Checked(
         findings=tuple(findings),
-        looked_at=describe(surroundings),
-        not_looked_at=surroundings.unknown,
-        surroundings=surroundings,
+        looked_at=describe(context),
+        not_looked_at=context.unknown,
+        context=context,
     )
 
 
@@ -50,44 +49,44 @@ def print_check(console: Console, checked: Checked) -> None:
     )
 
 
-def describe(surroundings: Surroundings) -> tuple[str, ...]:
+def describe(context: JobContext) -> tuple[str, ...]:
     """What was looked at, each in a few words."""
-    parts = [_describe_gpus(surroundings), *_describe_versions(surroundings)]
-    parts.append(f"{format_count(len(surroundings.environment), 'variable')} of CUDA, NCCL, torch and their like")
-    if surroundings.preloaded:
-        parts.append(format_count(len(surroundings.preloaded), "preloaded library", "preloaded libraries"))
-    if surroundings.job is not None:
-        parts.append(_describe_job(surroundings))
+    parts = [_describe_gpus(context), *_describe_versions(context)]
+    parts.append(f"{format_count(len(context.environment), 'variable')} of CUDA, NCCL, torch and their like")
+    if context.preloaded:
+        parts.append(format_count(len(context.preloaded), "preloaded library", "preloaded libraries"))
+    if context.job is not None:
+        parts.append(_describe_job(context))
     return tuple(part for part in parts if part)
 
 
-def _describe_gpus(surroundings: Surroundings) -> str:
-    if not surroundings.gpus:
+def _describe_gpus(context: JobContext) -> str:
+    if not context.gpus:
         return ""
-    first = surroundings.gpus[0]
+    first = context.gpus[0]
     capability = f" (compute capability {first.compute_capability})" if first.compute_capability else ""
-    several = f"{len(surroundings.gpus)} x " if len(surroundings.gpus) > 1 else ""
-    peers = " and their peer access" if len(surroundings.gpus) > 1 and surroundings.blocked_peers is not None else ""
+    several = f"{len(context.gpus)} x " if len(context.gpus) > 1 else ""
+    peers = " and their peer access" if len(context.gpus) > 1 and context.blocked_peers is not None else ""
     return f"{several}{first.name}{capability}{peers}"
 
 
-def _describe_versions(surroundings: Surroundings) -> list[str]:
-    driver = f"driver {surroundings.driver_version}".strip()
+def _describe_versions(context: JobContext) -> list[str]:
+    driver = f"driver {context.driver_version}".strip()
     versions = (
-        (driver if surroundings.driver_version else "", True),
-        (f"CUDA {surroundings.cuda_version}", bool(surroundings.cuda_version)),
-        (f"torch {surroundings.torch_version}", bool(surroundings.torch_version)),
-        (f"NCCL {surroundings.nccl_version}", bool(surroundings.nccl_version)),
+        (driver if context.driver_version else "", True),
+        (f"CUDA {context.cuda_version}", bool(context.cuda_version)),
+        (f"torch {context.torch_version}", bool(context.torch_version)),
+        (f"NCCL {context.nccl_version}", bool(context.nccl_version)),
     )
     return [text for text, is_known in versions if is_known]
 
 
-def _describe_job(surroundings: Surroundings) -> str:
-    job = surroundings.job
+def _describe_job(context: JobContext) -> str:
+    job = context.job
     assert job is not None
     nodes = f", {format_count(job.num_nodes, 'node')}" if job.num_nodes else ""
-    signs = ", ".join(f"{sign.kind.replace('_', ' ')} ({sign.where})" for sign in job.signs if sign.kind != "megatron")
-    return f"the command: {' '.join([*job.programs, job.script]).strip()}{nodes}; signs of {signs or 'no parallelism'}"
+    hints = ", ".join(f"{hint.kind.replace('_', ' ')} ({hint.where})" for hint in job.hints if hint.kind != "megatron")
+    return f"the command: {' '.join([*job.programs, job.script]).strip()}{nodes}; hints of {hints or 'no parallelism'}"
 
 
 def _verdict(findings: Sequence[Finding]) -> str:

@@ -5,10 +5,10 @@ from collections.abc import Iterable, Sequence
 from rich.console import Console
 from rich.text import Text
 
-from counterpoint.cuda.timing import Measurement
 from counterpoint.engagement import Engagement, summarize_engagements
+from counterpoint.measurement.values import Measurement
+from counterpoint.paper.grid import PLAIN, SEQUENTIAL, PaperResult, simulation_accuracy
 from counterpoint.planner.operators import TunedOperator
-from counterpoint.planner.paper import PLAIN, SEQUENTIAL, PaperResult, simulation_accuracy
 from counterpoint.report.text import new_table, shorten
 from counterpoint.units import format_change, format_percent, format_us
 

@@ -9,11 +9,11 @@ from rich.console import Console
 from rich.text import Text
 
 from counterpoint.engagement import Engagement, State
-from counterpoint.launch_filter.proof import Applied, ProcessProof
-from counterpoint.launch_filter.run import RunOutcome
-from counterpoint.launch_filter.settings import UNDECIDED, LiveRecord
 from counterpoint.report.gpu import STATE_STYLES, print_measurements
 from counterpoint.report.text import MIN_WIDTH, new_table, print_plan, shorten
+from counterpoint.supervised.proof import ControlProof, ProcessProof
+from counterpoint.supervised.run import RunOutcome
+from counterpoint.supervised.settings import UNDECIDED, LiveRecord
 from counterpoint.units import format_count
 
 NOTHING_LOADED = (
@@ -86,7 +86,7 @@ def print_line(console: Console, line: str) -> None:
 
 def _group(outcome: RunOutcome) -> list[tuple[Engagement, str, str]]:
     """Equal engagements of several ranks, with the ranks and the launches that were changed of those that matched."""
-    found: dict[Engagement, list[tuple[ProcessProof | None, Applied]]] = {}
+    found: dict[Engagement, list[tuple[ProcessProof | None, ControlProof]]] = {}
     for applied in outcome.unasked:
         found.setdefault(applied.engagement, []).append((None, applied))
     for process in outcome.processes:
@@ -113,7 +113,7 @@ def _ranks(processes: Iterable[ProcessProof | None]) -> str:
     return ", ".join(parts)
 
 
-def _launches(members: Sequence[Applied]) -> str:
+def _launches(members: Sequence[ControlProof]) -> str:
     """Launches that got the control of those it was meant for, on one rank; a range where ranks differ."""
 
     def span(numbers: list[int]) -> str:

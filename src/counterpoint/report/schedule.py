@@ -24,7 +24,7 @@ from counterpoint.schedule.estimate import (
     estimate_ideal,
     estimate_sequential,
 )
-from counterpoint.schedule.heuristic import Candidate, Pick, pick_schedule, rank_candidates
+from counterpoint.schedule.heuristic import Pick, RankedSchedule, pick_schedule, rank_candidates
 from counterpoint.schedule.program import make_program
 from counterpoint.units import format_bytes, format_change, format_count, format_us
 from counterpoint.value import Value, require
@@ -88,7 +88,7 @@ class ScheduleSummary(Value, frozen=True, kw_only=True):
     communication_us: float
     computation_us: float
     ideal_us: float
-    candidates: tuple[Candidate, ...]
+    candidates: tuple[RankedSchedule, ...]
     traffic: Traffic
     checks: tuple[str, ...]
     lanes: tuple[StreamLane, ...]
@@ -164,7 +164,7 @@ def _times(found: ScheduleSummary) -> Table:
         table.add_row(Text(name, style=style), format_us(time_us), change, Text(remark, style="dim"))
 
     add("sequential", found.sequential_us, "first one, then the other", "bold" if found.description.is_sequential else "")
-    shown = Candidate(description=found.description, estimated_us=found.estimated_us)
+    shown = RankedSchedule(description=found.description, estimated_us=found.estimated_us)
     rivals = [each for each in found.candidates if each.description != found.description][: SHOWN_CANDIDATES - 1]
     rows = rivals if found.description.is_sequential else sorted([shown, *rivals], key=lambda each: each.estimated_us)
     for row in rows:

@@ -15,7 +15,7 @@ from counterpoint.units import format_change, format_count, format_percent
 from counterpoint.value import Value
 
 
-class Row(Value, frozen=True, kw_only=True):
+class ReportRow(Value, frozen=True, kw_only=True):
     """One line about the whole step; `metrics` is None where only a time is known. `remark` is for people."""
 
     name: str
@@ -35,7 +35,7 @@ class Summary(Value, frozen=True, kw_only=True):
     machine: str
     origin: str
     notes: tuple[str, ...]
-    step: tuple[Row, ...]
+    step: tuple[ReportRow, ...]
     replay_error: float | None = None
     plan: Plan | None = None
     trials: tuple[Trial, ...] = ()
@@ -62,19 +62,19 @@ def summarize_simulation(job: Job, simulated: Timeline, plan: Plan = LEAVE_IT) -
 def _summary(
     job: Job,
     scale: Scale,
-    rows: Sequence[Row],
+    rows: Sequence[ReportRow],
     error: float | None,
     *,
     plan: Plan | None = None,
     trials: tuple[Trial, ...] = (),
 ) -> Summary:
     """Sequential, as traced, what was simulated and the ideal, in this order."""
-    first = [Row(name="sequential", makespan_us=scale.sequential_us, remark="sum of lone times")]
+    first = [ReportRow(name="sequential", makespan_us=scale.sequential_us, remark="sum of lone times")]
     if job.traced is not None:
         traced = measure(job.traced.timeline)
         remark = f"measured, {format_count(job.traced.num_steps, 'profiled step')}"
-        first.append(Row(name="as traced", makespan_us=traced.makespan_us, metrics=traced, remark=remark))
-    ideal = Row(name="ideal", makespan_us=scale.ideal_us, remark="busiest resource or critical path")
+        first.append(ReportRow(name="as traced", makespan_us=traced.makespan_us, metrics=traced, remark=remark))
+    ideal = ReportRow(name="ideal", makespan_us=scale.ideal_us, remark="busiest resource or critical path")
     return Summary(
         step_name=job.step.name,
         step_fingerprint=job.step.fingerprint(),
@@ -94,16 +94,18 @@ def _replay_error(job: Job, simulated: Timeline) -> float | None:
     return measure(simulated).makespan_us / measure(job.traced.timeline).makespan_us - 1
 
 
-def _replayed_row(job: Job, scale: Scale, name: str, simulated: Timeline) -> Row:
+def _replayed_row(job: Job, scale: Scale, name: str, simulated: Timeline) -> ReportRow:
     error = _replay_error(job, simulated)
     if error is None:
         return _planned_row(scale, name, simulated)
     metrics = measure(simulated)
-    return Row(name=name, makespan_us=metrics.makespan_us, metrics=metrics, remark=f"replay error {format_change(error)}")
+    return ReportRow(
+        name=name, makespan_us=metrics.makespan_us, metrics=metrics, remark=f"replay error {format_change(error)}"
+    )
 
 
-def _planned_row(scale: Scale, name: str, simulated: Timeline) -> Row:
+def _planned_row(scale: Scale, name: str, simulated: Timeline) -> ReportRow:
     metrics = measure(simulated)
     share = share_of_ideal(scale.sequential_us, metrics.makespan_us, scale.ideal_us)
     remark = "" if share is None else f"{format_percent(share)} of the possible gain"
-    return Row(name=name, makespan_us=metrics.makespan_us, metrics=metrics, remark=remark)
+    return ReportRow(name=name, makespan_us=metrics.makespan_us, metrics=metrics, remark=remark)

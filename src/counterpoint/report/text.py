@@ -12,7 +12,7 @@ from counterpoint.machine import Machine
 from counterpoint.plan import Directive, Plan, Refusal, describe_control
 from counterpoint.planner import Trial
 from counterpoint.report.lanes import ASCII_BLOCKS, BLOCKS, draw_lanes
-from counterpoint.report.summary import Row
+from counterpoint.report.summary import ReportRow
 from counterpoint.step import Collective, Copy, Step
 from counterpoint.timeline import Timeline
 from counterpoint.units import format_bytes, format_change, format_count, format_percent, format_rate, format_us
@@ -59,7 +59,7 @@ def print_step(console: Console, step: Step, machine: Machine, notes: Iterable[s
     console.print()
 
 
-def print_metrics(console: Console, rows: Sequence[Row]) -> None:
+def print_metrics(console: Console, rows: Sequence[ReportRow]) -> None:
     """A table of what the step takes, sequential to ideal."""
     table = new_table("step", "makespan", "exposed", "overlap", "")
     table.columns[-1].justify = "left"

@@ -17,7 +17,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from counterpoint.cuda.ranks import join_ranks, leave
 from counterpoint.launch_filter.control_block import ControlBlock, FilterState
-from counterpoint.launch_filter.settings import DIRECTORY_VARIABLE
+from counterpoint.supervised.settings import DIRECTORY_VARIABLE
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))  # a job is run as a script: the root is not on the path
 from benchmarks.example_jobs import load_example

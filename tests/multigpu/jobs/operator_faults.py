@@ -14,7 +14,7 @@ from torch.distributed import distributed_c10d
 
 from counterpoint import ops
 from counterpoint.errors import CounterpointError
-from counterpoint.ops.exchange import open_exchange
+from counterpoint.ops.runtime import open_exchange
 from counterpoint.schedule import ScheduleDescription
 
 LIMIT = timedelta(seconds=10)

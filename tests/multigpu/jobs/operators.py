@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 
 from counterpoint import ops
-from counterpoint.cuda.hook import reach_graphs
 from counterpoint.cuda.ranks import join_ranks
 from counterpoint.errors import OperatorError
 from counterpoint.schedule import ScheduleDescription
@@ -227,14 +226,6 @@ def repeat(name: str, operator: Operator, description: ScheduleDescription, num_
     assert num_recordings() > before, (name, description.label(), num_rows, "is not recorded")
 
 
-def unreached() -> None:
-    """Whoever reaches the graphs that a job captures reaches no recordings."""
-    with reach_graphs(lambda graph: None) as reached:
-        repeat("all_gather_matmul", ops.all_gather_matmul, GATHERS[2], 512)
-        assert reached.graphs == (), len(reached.graphs)
-    report("unreached")
-
-
 def random_numbers() -> None:
     """What is drawn beside calls that are issued, recorded and replayed, in eager code or a graph, is as without them."""
     rank = dist.get_rank()
@@ -426,7 +417,6 @@ SECTIONS = {
         captured,
         launch_order,
         recorded,
-        unreached,
         random_numbers,
         failed_recording,
         stress,

@@ -15,8 +15,8 @@ import triton.language as tl
 
 from counterpoint.cuda.applied import apply
 from counterpoint.cuda.capture import Captured, capture
+from counterpoint.cuda.graph_rewriting import rewrite
 from counterpoint.cuda.ranks import join_ranks
-from counterpoint.cuda.rewriting import rewrite
 from counterpoint.machine import load_machine
 from counterpoint.occupancy import cap_shared_bytes
 from counterpoint.plan import Directive, Match, Plan, Priority, ResidencyCap
@@ -94,8 +94,8 @@ def main() -> None:
     lines = [f"lone: kernel={kernel.lone_us:.1f}, collective={operations[collective].lone_us:.1f}"]
     plans = make_plans(kernel, spinning)
     lines += [f"{name}: {replay(captured, plan, spinning, collective)}" for name, plan in plans.items()]
-    applied = apply(captured, plans["cap"], is_strict=True, guard_every=20)
-    for _ in range(40):
+    applied = apply(captured, plans["cap"], is_strict=True, guard_every=48)
+    for _ in range(100):
         applied.replay()
     torch.cuda.synchronize()
     applied.close()
