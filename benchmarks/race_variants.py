@@ -13,9 +13,11 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.on_gpus import largest, shared_rounds
+from counterpoint.controls import Control, HeadStart, Priority
 from counterpoint.launch_filter.control_block import ControlBlock, FilterRule, RuleCounters, SeenFunction, rules_of
 from counterpoint.measurement.values import Measurement, summarize_rounds
-from counterpoint.plan import HOLDS_US, Control, Directive, HeadStart, Match, Plan, Priority
+from counterpoint.plan import Directive, Match, Plan
+from counterpoint.planner.candidates import HOLDS_US
 from counterpoint.step import OperationKind
 from counterpoint.supervised.settings import add_counters
 

@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.conditions import ROOT
+from counterpoint.controls import Control, HeadStart, Priority, ResidencyCap
 from counterpoint.machine import load_machine
 from counterpoint.metrics import measure
-from counterpoint.plan import Control, Directive, HeadStart, Match, Plan, Priority, ResidencyCap
+from counterpoint.plan import Directive, Match, Plan
 from counterpoint.sim import Simulator
 from counterpoint.step import Collective, Dependency, Footprint, Kernel, Step
 from counterpoint.timeline import Timeline

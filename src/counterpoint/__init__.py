@@ -9,6 +9,7 @@ from importlib import import_module
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
+from counterpoint.controls import CommunicationCtas, HeadStart, Priority, ResidencyCap, ScheduleChoice, Transport
 from counterpoint.errors import (
     CounterpointError,
     DeviceError,
@@ -22,20 +23,7 @@ from counterpoint.errors import (
 )
 from counterpoint.machine import Gpu, Link, Machine, load_machine, machine_for_device, machine_names
 from counterpoint.metrics import Metrics, RankMetrics, ideal_us, interference, measure, sequential_us, share_of_ideal
-from counterpoint.plan import (
-    LEAVE_IT,
-    CommunicationCtas,
-    Directive,
-    HeadStart,
-    Match,
-    Plan,
-    Priority,
-    ResidencyCap,
-    ScheduleChoice,
-    Transport,
-    load_plan,
-    save_plan,
-)
+from counterpoint.plan import LEAVE_IT, Directive, Match, Plan, load_plan, save_plan
 from counterpoint.step import Collective, Copy, Dependency, Footprint, Kernel, Operation, Step
 from counterpoint.timeline import AbstractExecutor, Interval, Timeline
 

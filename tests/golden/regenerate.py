@@ -8,9 +8,10 @@ you commit the new files.
 import json
 from pathlib import Path
 
+from counterpoint.controls import Priority
 from counterpoint.job import load_job
 from counterpoint.metrics import measure
-from counterpoint.plan import LEAVE_IT, Directive, Match, Plan, Priority
+from counterpoint.plan import LEAVE_IT, Directive, Match, Plan
 from counterpoint.sim import Simulator
 from counterpoint.timeline import Timeline
 

@@ -12,6 +12,7 @@ import triton.language as tl
 from cuda.bindings import driver as cu
 from torch.profiler import ProfilerActivity, profile
 
+from counterpoint.controls import Priority, ResidencyCap
 from counterpoint.cuda.applied import apply
 from counterpoint.cuda.capture import capture
 from counterpoint.cuda.driver import DriverExecutable, DriverGraph, check
@@ -21,7 +22,7 @@ from counterpoint.errors import DeviceError
 from counterpoint.machine import machine_for_device
 from counterpoint.measurement.tournament import measure_rounds
 from counterpoint.occupancy import cap_shared_bytes
-from counterpoint.plan import Directive, Match, Plan, Priority, ResidencyCap
+from counterpoint.plan import Directive, Match, Plan
 from counterpoint.step import Footprint
 from helpers.spin_kernels import Record, SpinKernels
 

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from counterpoint.plan import Control, Directive, Match, Plan, ResidencyCap, save_plan
+from counterpoint.controls import Control, ResidencyCap
+from counterpoint.plan import Directive, Match, Plan, save_plan
 
 CODE = (
     "import torch\n"

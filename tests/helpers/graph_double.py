@@ -12,13 +12,14 @@ import msgspec
 from msgspec.structs import replace
 
 from counterpoint import Simulator
+from counterpoint.controls import HeadStart, Priority, ResidencyCap
 from counterpoint.cuda.graph import AbstractExecutable, AbstractGraph, GraphNode
 from counterpoint.cuda.graph_reading import ReadGraph
 from counterpoint.errors import DeviceError, PlanError
 from counterpoint.machine import Gpu, Machine
 from counterpoint.metrics import measure
 from counterpoint.occupancy import residency
-from counterpoint.plan import Directive, HeadStart, Match, Plan, Priority, ResidencyCap
+from counterpoint.plan import Directive, Match, Plan
 from counterpoint.step import Footprint
 
 T = TypeVar("T")

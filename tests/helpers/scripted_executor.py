@@ -3,8 +3,9 @@
 from collections.abc import Callable
 from typing import Literal
 
+from counterpoint.controls import Control, HeadStart, Priority, ResidencyCap, Transport
 from counterpoint.machine import Machine
-from counterpoint.plan import Control, HeadStart, Plan, Priority, ResidencyCap, Transport
+from counterpoint.plan import Plan
 from counterpoint.step import Collective, Dependency, Footprint, Kernel, Step
 from counterpoint.timeline import AbstractExecutor, Interval, Timeline
 

@@ -5,8 +5,9 @@ Such CTAs draw on no bandwidth, so nothing but placement decides when they run. 
 
 import msgspec
 
+from counterpoint.controls import Control, Priority
 from counterpoint.machine import Machine, load_machine
-from counterpoint.plan import LEAVE_IT, Control, Directive, Match, Plan, Priority
+from counterpoint.plan import LEAVE_IT, Directive, Match, Plan
 from counterpoint.sim import Simulator
 from counterpoint.step import Collective, Copy, Dependency, Footprint, Kernel, Operation, Step
 from counterpoint.timeline import Timeline

@@ -5,7 +5,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from counterpoint.plan import ScheduleChoice, load_plan
+from counterpoint.controls import ScheduleChoice
+from counterpoint.plan import load_plan
 
 Start = Callable[..., subprocess.CompletedProcess[str]]
 

@@ -10,22 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from counterpoint.controls import CommunicationCtas, Control, HeadStart, Priority, ResidencyCap, Transport
 from counterpoint.errors import LaunchFilterError, PlanError
 from counterpoint.launch_filter import control_block, layout
 from counterpoint.launch_filter.control_block import ControlBlock, FilterRule, block_paths, rules_of, translate
 from counterpoint.launch_filter.library import SOURCES
 from counterpoint.launch_filter.rules import COMMUNICATION_PATTERNS, literal_pattern
-from counterpoint.plan import (
-    CommunicationCtas,
-    Control,
-    Directive,
-    HeadStart,
-    Match,
-    Plan,
-    Priority,
-    ResidencyCap,
-    Transport,
-)
+from counterpoint.plan import Directive, Match, Plan
 from counterpoint.step import Collective, Copy, Footprint, Kernel, Step
 from counterpoint.traces.classify import classify_kernel
 

@@ -4,24 +4,14 @@ import pytest
 from msgspec.structs import replace
 
 from counterpoint import load_machine
+from counterpoint.controls import CommunicationCtas, Control, HeadStart, Priority, ResidencyCap, Transport
 from counterpoint.cuda.graph import GraphNode
 from counterpoint.cuda.graph_reading import CollectiveCall, GraphTimes, ReadGraph, read_graph
 from counterpoint.cuda.graph_rewriting import rewrite
 from counterpoint.engagement import Engagement, require_engaged
 from counterpoint.errors import DeviceError, EngagementError, PlanError
 from counterpoint.occupancy import cap_shared_bytes
-from counterpoint.plan import (
-    LEAVE_IT,
-    CommunicationCtas,
-    Control,
-    Directive,
-    HeadStart,
-    Match,
-    Plan,
-    Priority,
-    ResidencyCap,
-    Transport,
-)
+from counterpoint.plan import LEAVE_IT, Directive, Match, Plan
 from counterpoint.step import Footprint
 from helpers.graph_double import Edit, ExecutableDouble, Faults, GraphDouble, contents
 from helpers.toy_steps import NCCL

@@ -19,6 +19,7 @@ ORDER = [
     {"step"},
     {"occupancy", "footprints"},
     {"schedule"},
+    {"controls"},
     {"plan"},
     {"timeline", "engagement"},
     {"metrics", "traces", "workloads"},

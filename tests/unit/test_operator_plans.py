@@ -6,20 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from counterpoint.controls import Priority, ScheduleChoice
 from counterpoint.errors import PlanError, ScheduleError
 from counterpoint.launch_filter.rules import translate
 from counterpoint.machine import load_machine
 from counterpoint.measurement.values import Comparison, Measurement, Verdict
-from counterpoint.plan import (
-    Directive,
-    Match,
-    Plan,
-    Priority,
-    ScheduleChoice,
-    describe_control,
-    load_plan,
-    save_plan,
-)
+from counterpoint.plan import Directive, Match, Plan, load_plan, save_plan
 from counterpoint.planner.operators import TunedOperator, descriptions_to_measure, plan_of
 from counterpoint.report.gpu import print_tuned_operator
 from counterpoint.report.text import new_console
@@ -142,7 +134,7 @@ def test_a_plan_of_schedules_comes_back_from_its_file_and_a_person_may_write_a_p
     (directive,) = load_plan(written).directives
     assert directive.match.accepts_name(NAME)
     assert not directive.match.accepts_name(NAME.replace(" of", " backward of"))
-    assert describe_control(directive.controls[0]) == "copy schedule all_peers/2 chunk 1+2"
+    assert directive.controls[0].describe() == "copy schedule all_peers/2 chunk 1+2"
 
 
 @pytest.mark.parametrize("name", [NAME, "*"])

@@ -5,6 +5,7 @@ from collections.abc import Callable
 import pytest
 
 from counterpoint import ideal_us, load_machine
+from counterpoint.controls import Transport
 from counterpoint.cuda.graph import AbstractExecutable, GraphNode
 from counterpoint.cuda.graph_reading import CollectiveCall, GraphTimes, read_graph
 from counterpoint.errors import DeviceError
@@ -22,7 +23,7 @@ from counterpoint.paper.grid import (
     simulate_paper,
     simulation_accuracy,
 )
-from counterpoint.plan import Directive, Match, Plan, Transport
+from counterpoint.plan import Directive, Match, Plan
 from counterpoint.planner.ideal import scale_of
 from counterpoint.sim import Simulator
 from counterpoint.step import Collective, Footprint, Step

@@ -7,9 +7,10 @@ import msgspec
 import pytest
 
 from counterpoint import Simulator, load_machine, load_plan, load_workload, save_plan
+from counterpoint.controls import ResidencyCap, Transport
 from counterpoint.job import load_job
 from counterpoint.machine import Machine
-from counterpoint.plan import LEAVE_IT, Plan, ResidencyCap, Transport
+from counterpoint.plan import LEAVE_IT, Plan
 from counterpoint.planner import Tuning, tune
 from counterpoint.planner.candidates import Proposal, propose
 from counterpoint.planner.contention import find_contention

@@ -10,20 +10,8 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from counterpoint import load_machine
-from counterpoint.plan import (
-    CommunicationCtas,
-    Control,
-    Directive,
-    Expectation,
-    HeadStart,
-    Match,
-    Plan,
-    Priority,
-    Refusal,
-    ResidencyCap,
-    Transport,
-    describe_control,
-)
+from counterpoint.controls import CommunicationCtas, Control, HeadStart, Priority, ResidencyCap, Transport
+from counterpoint.plan import Directive, Expectation, Match, Plan, Refusal
 from counterpoint.planner import Trial
 from counterpoint.report import text
 from counterpoint.report.lanes import ASCII_BLOCKS, BLOCKS, Lane, draw_lanes
@@ -172,7 +160,7 @@ def test_notes_stand_apart_from_the_table_that_follows() -> None:
     ],
 )
 def test_every_control_is_named_in_words(control: Control, says: str) -> None:
-    assert describe_control(control) == says
+    assert control.describe() == says
 
 
 @pytest.mark.parametrize(

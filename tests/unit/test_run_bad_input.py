@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from counterpoint.plan import CommunicationCtas, Control, Directive, Match, Plan, Priority, save_plan
+from counterpoint.controls import CommunicationCtas, Control, Priority
+from counterpoint.plan import Directive, Match, Plan, save_plan
 from helpers.command import counterpoint, refusal
 
 MARK = "started.txt"

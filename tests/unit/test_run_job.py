@@ -9,18 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from counterpoint.plan import (
-    CommunicationCtas,
-    Control,
-    Directive,
-    Match,
-    Plan,
-    Priority,
-    ResidencyCap,
-    Transport,
-    load_plan,
-    save_plan,
-)
+from counterpoint.controls import CommunicationCtas, Control, Priority, ResidencyCap, Transport
+from counterpoint.plan import Directive, Match, Plan, load_plan, save_plan
 from helpers.build_filter import build_double
 from helpers.command import COUNTERPOINT
 

@@ -8,10 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
+from counterpoint.controls import CommunicationCtas, Control, Transport
 from counterpoint.engagement import Engagement
 from counterpoint.errors import LaunchFilterError, PlanError
 from counterpoint.launch_filter.control_block import FilterRule, FilterState, RuleCounters
-from counterpoint.plan import CommunicationCtas, Control, Directive, Match, Plan, Transport
+from counterpoint.plan import Directive, Match, Plan
 from counterpoint.report.run import print_measured, print_outcome
 from counterpoint.supervised.environment import IN_JOB, job_environment, plan_variables, variable_remarks
 from counterpoint.supervised.process import Ended

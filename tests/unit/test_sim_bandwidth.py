@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from counterpoint.plan import LEAVE_IT, ResidencyCap
+from counterpoint.controls import ResidencyCap
+from counterpoint.plan import LEAVE_IT
 from counterpoint.sim import Simulator
 from counterpoint.sim.rates import available_to, max_min_shares, smooth_minimum
 from counterpoint.sim.sm import level_after_taking

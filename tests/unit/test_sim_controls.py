@@ -5,20 +5,10 @@ from typing import cast
 import msgspec
 import pytest
 
+from counterpoint.controls import CommunicationCtas, Control, HeadStart, Priority, ResidencyCap, Transport
 from counterpoint.errors import CounterpointError, MachineError, PlanError, StepError
 from counterpoint.machine import load_machine
-from counterpoint.plan import (
-    LEAVE_IT,
-    CommunicationCtas,
-    Control,
-    Directive,
-    HeadStart,
-    Match,
-    Plan,
-    Priority,
-    ResidencyCap,
-    Transport,
-)
+from counterpoint.plan import LEAVE_IT, Directive, Match, Plan
 from counterpoint.sim import Simulator
 from counterpoint.step import Collective, CollectiveKind, Copy, Footprint, Kernel
 from helpers.toy_steps import (

@@ -12,11 +12,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from counterpoint.controls import Priority
 from counterpoint.errors import PlanError
 from counterpoint.machine import Machine, load_machine, machine_names
 from counterpoint.metrics import ideal_us, measure, sequential_us, share_of_ideal
 from counterpoint.occupancy import residency
-from counterpoint.plan import LEAVE_IT, Directive, Match, Plan, Priority
+from counterpoint.plan import LEAVE_IT, Directive, Match, Plan
 from counterpoint.sim import Simulator
 from counterpoint.step import Kernel
 from counterpoint.workloads import load_workload, workload_names

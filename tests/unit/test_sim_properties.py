@@ -7,9 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from counterpoint.controls import Priority
 from counterpoint.machine import Machine, load_machine, machine_names
 from counterpoint.metrics import critical_path_us, ideal_us, sequential_us
-from counterpoint.plan import LEAVE_IT, Plan, Priority
+from counterpoint.plan import LEAVE_IT, Plan
 from counterpoint.sim import Simulator
 from counterpoint.sim.rates import RateModel
 from counterpoint.step import (

@@ -3,13 +3,8 @@
 import msgspec
 import pytest
 
-from counterpoint.plan import (
-    LEAVE_IT,
-    HeadStart,
-    Priority,
-    ResidencyCap,
-    Transport,
-)
+from counterpoint.controls import HeadStart, Priority, ResidencyCap, Transport
+from counterpoint.plan import LEAVE_IT
 from counterpoint.sim import Simulator
 from counterpoint.sim.sm import SmArray
 from counterpoint.sim.task import SmTask, SmWork

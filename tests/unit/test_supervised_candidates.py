@@ -5,13 +5,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from counterpoint.controls import HeadStart, Priority, ResidencyCap
 from counterpoint.launch_filter.control_block import SeenFunction, rules_of
 from counterpoint.launch_filter.layout import MAX_RULES
 from counterpoint.machine import load_machine
 from counterpoint.measurement.tournament import least_turns
 from counterpoint.measurement.values import Comparison, Measurement, Verdict
 from counterpoint.occupancy import residency
-from counterpoint.plan import Directive, HeadStart, Match, Plan, Priority, Refusal, ResidencyCap
+from counterpoint.plan import Directive, Match, Plan, Refusal
 from counterpoint.step import Footprint
 from counterpoint.supervised.candidates import LiveCandidate, LiveProposal, propose_live
 from counterpoint.supervised.decisions import Reference, decide, propose, why_another_job, why_removed

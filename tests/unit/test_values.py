@@ -12,23 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import counterpoint
+from counterpoint.controls import CommunicationCtas, HeadStart, Priority, ResidencyCap, ScheduleChoice, Transport
 from counterpoint.doctor.job_context import FoundGpu, JobContext
 from counterpoint.errors import CounterpointError
 from counterpoint.launch_filter.rules import FilterRule
 from counterpoint.machine import load_machine
-from counterpoint.plan import (
-    CommunicationCtas,
-    Directive,
-    Expectation,
-    HeadStart,
-    Match,
-    Plan,
-    Priority,
-    Refusal,
-    ResidencyCap,
-    ScheduleChoice,
-    Transport,
-)
+from counterpoint.plan import Directive, Expectation, Match, Plan, Refusal
 from counterpoint.report.schedule import Question
 from counterpoint.schedule import ScheduleDescription
 from counterpoint.schedule.actions import Problem

@@ -9,27 +9,12 @@ from contextlib import ExitStack
 
 import msgspec
 
+from counterpoint.controls import Control, HeadStart, Priority, ResidencyCap
 from counterpoint.cuda.graph import AbstractGraph, GraphNode
 from counterpoint.cuda.graph_reading import ReadGraph
 from counterpoint.engagement import Engagement
-from counterpoint.plan import (
-    CommunicationCtas,
-    Control,
-    HeadStart,
-    Plan,
-    Priority,
-    ResidencyCap,
-    Transport,
-    control_tag,
-    describe_control,
-)
+from counterpoint.plan import Plan
 from counterpoint.units import format_count
-
-REFUSED_IN_GRAPHS = {
-    CommunicationCtas: "a process group takes it when it is made: "
-    "set options.config.max_ctas in dist.ProcessGroupNCCL.Options() and pass it as pg_options",
-    Transport: "a captured collective keeps its transport; capture it on copy engines instead",
-}
 
 
 class Rewritten(msgspec.Struct, frozen=True, kw_only=True):
@@ -68,8 +53,8 @@ def _edit(graph: AbstractGraph, before: Sequence[GraphNode], read: ReadGraph, pl
 
 def _why_not(node: GraphNode, control: Control) -> str:
     """Why a control must not be applied to a node; empty if it may."""
-    if type(control) in REFUSED_IN_GRAPHS:
-        return REFUSED_IN_GRAPHS[type(control)]
+    if "graph" in control.refused_by:
+        return control.refused_by["graph"]
     if node.kind != "kernel" and not isinstance(control, HeadStart):
         return "only kernels have it, and this is a " + node.kind
     if isinstance(control, ResidencyCap) and node.is_cooperative:
@@ -113,17 +98,17 @@ def _verify(graph: AbstractGraph, number: int, node: GraphNode, control: Control
 
 
 def _refused(node: GraphNode, control: Control, reason: str) -> Engagement:
-    asked = describe_control(control)
-    return Engagement(control=control_tag(control), target=node.name, state="refused", asked=asked, reason=reason)
+    asked = control.describe()
+    return Engagement(control=control.tag, target=node.name, state="refused", asked=asked, reason=reason)
 
 
 def _verified(node: GraphNode, control: Control, found: str, is_met: bool) -> Engagement:
     """What the driver said of a control that was applied: verified if it holds, else failed."""
     return Engagement(
-        control=control_tag(control),
+        control=control.tag,
         target=node.name,
         state="verified" if is_met else "failed",
-        asked=describe_control(control),
+        asked=control.describe(),
         found=found,
         reason="" if is_met else "the driver holds another value",
     )

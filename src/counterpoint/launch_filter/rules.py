@@ -9,8 +9,9 @@ It knows nothing of the layout of the control block, nor of what the driver make
 
 from collections.abc import Sequence
 
+from counterpoint.controls import Control, HeadStart, Priority, ResidencyCap
 from counterpoint.errors import PlanError
-from counterpoint.plan import Control, Directive, HeadStart, Match, Plan, Priority, Refusal, ResidencyCap, control_tag
+from counterpoint.plan import Directive, Match, Plan, Refusal
 from counterpoint.step import Copy, OperationKind, Step
 from counterpoint.units import format_count
 from counterpoint.value import Value, require
@@ -25,7 +26,6 @@ COMMUNICATION_PATTERNS = (
     "*mscclpp*",
 )
 NUM_SHOWN = 4  # operation numbers in a message; a plan may have hundreds
-FILTER_CONTROLS = (ResidencyCap, Priority, HeadStart)  # the others are settings of the process group
 
 
 class FilterRule(Value, frozen=True, kw_only=True):
@@ -95,14 +95,14 @@ def translate(plan: Plan, step: Step | None = None) -> Translation:
     anybody looks. Controls that the filter has no part in (communication CTAs, transport) are neither rules nor refusals.
     """
     if step is None:
-        plan.refuse_schedules()
+        plan.refuse_for_steps()
     else:
         plan.check_step(step)
     rules: list[FilterRule] = []
     refusals: list[Refusal] = []
     remarks: list[str] = []
     for number, directive in enumerate(plan.directives):
-        controls = tuple(control for control in directive.controls if isinstance(control, FILTER_CONTROLS))
+        controls = tuple(control for control in directive.controls if _fields(control))
         if not controls:
             continue
         if step is None:
@@ -126,7 +126,7 @@ def _check_has_names(number: int, directive: Directive) -> None:
     if operations is None:
         return
     shown = ", ".join(map(str, operations[:NUM_SHOWN])) + (", ..." if len(operations) > NUM_SHOWN else "")
-    controls = " and ".join(control_tag(control) for control in directive.controls)
+    controls = " and ".join(control.tag for control in directive.controls)
     raise PlanError(
         f"Directive {number} of the plan ({controls}) names operations by number ({shown}), and launches have only names. "
         "Give the trace or step that the plan was made from: --step TRACE."
@@ -167,7 +167,7 @@ def _by_step(directive: Directive, controls: Sequence[Control], step: Step) -> T
             caps = [control for control in controls if isinstance(control, ResidencyCap)]
             refusals.extend(_refusal(cap, name, f"{shared}, and eager launches have only names") for cap in caps)
             fitting = [control for control in controls if control not in caps]
-            remarks.extend(f"{control_tag(control)} on '{name[:60]}': {shared}; all of them get it" for control in fitting)
+            remarks.extend(f"{control.tag} on '{name[:60]}': {shared}; all of them get it" for control in fitting)
         if fitting:
             rules.append(_rule(literal_pattern(name), None, fitting))
     return Translation(rules=tuple(rules), refusals=tuple(dict.fromkeys(refusals)), remarks=tuple(remarks))
@@ -175,21 +175,22 @@ def _by_step(directive: Directive, controls: Sequence[Control], step: Step) -> T
 
 def _rule(pattern: str, kind: OperationKind | None, controls: Sequence[Control]) -> FilterRule:
     """One rule with all the controls; of two alike the last one counts, as everywhere a plan is applied."""
-    fields: dict[str, int | float] = {}
-    for control in controls:
-        match control:
-            case ResidencyCap():
-                fields["dynamic_shared_bytes"] = control.dynamic_shared_bytes
-                fields["ctas_per_sm"] = control.ctas_per_sm
-                fields["carveout_percent"] = control.carveout_percent
-            case Priority():
-                fields["priority"] = control.priority
-            case HeadStart():
-                fields["hold_us"] = control.hold_us
-            case _:
-                raise AssertionError(f"{control} is no control of the launch filter")
+    fields = {name: value for control in controls for name, value in _fields(control).items()}
     return FilterRule(pattern=pattern, kind=kind, **fields)  # type: ignore[arg-type]
 
 
+def _fields(control: Control) -> dict[str, int | float]:
+    """What of a rule a control sets; nothing where it is no matter of a launch, but of the process group."""
+    match control:
+        case ResidencyCap():
+            return {name: getattr(control, name) for name in ("ctas_per_sm", "dynamic_shared_bytes", "carveout_percent")}
+        case Priority():
+            return {"priority": control.priority}
+        case HeadStart():
+            return {"hold_us": control.hold_us}
+        case _:
+            return {}
+
+
 def _refusal(control: Control, target: str, reason: str) -> Refusal:
-    return Refusal(control=control_tag(control), target=target, reason=reason)
+    return Refusal(control=control.tag, target=target, reason=reason)

@@ -10,11 +10,11 @@ from typing import final
 
 import msgspec
 
-from counterpoint.plan import LEAVE_IT, Directive, Match, Plan, Refusal, ScheduleChoice, control_tag
+from counterpoint.controls import Control, ScheduleChoice
+from counterpoint.plan import LEAVE_IT, Directive, Match, Plan, Refusal
 from counterpoint.schedule import ScheduleDescription
 from counterpoint.value import Value
 
-NOT_FOR_OPERATORS = "operators take only copy schedules; give the others to counterpoint.apply or counterpoint run"
 BY_NAME_ONLY = "operators are matched by their name alone; leave kind and operations out of the match"
 
 
@@ -37,9 +37,9 @@ class PlanInForce:
         refusals: list[Refusal] = []
         for number, directive in enumerate(plan.directives):
             for control in directive.controls:
-                problem = _why_not(directive, isinstance(control, ScheduleChoice))
+                problem = _why_not(directive, control)
                 if problem:
-                    refusals.append(Refusal(control=control_tag(control), target=directive.match.name, reason=problem))
+                    refusals.append(Refusal(control=control.tag, target=directive.match.name, reason=problem))
                 elif isinstance(control, ScheduleChoice):
                     self._choices.append(
                         Choice(
@@ -71,10 +71,10 @@ class PlanInForce:
         return hashlib.sha256(msgspec.json.encode(named)).hexdigest()[:12] if named else ""
 
 
-def _why_not(directive: Directive, is_schedule: bool) -> str:
+def _why_not(directive: Directive, control: Control) -> str:
     """Why a control of a directive is nothing for operators; empty if it is."""
-    if not is_schedule:
-        return NOT_FOR_OPERATORS
+    if "operators" in control.refused_by:
+        return control.refused_by["operators"]
     match = directive.match
     return "" if match.kind is None and match.operations is None else BY_NAME_ONLY
 

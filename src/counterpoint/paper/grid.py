@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from counterpoint.controls import Control, HeadStart, Priority, ResidencyCap, Transport
 from counterpoint.cuda.graph import AbstractExecutable
 from counterpoint.cuda.graph_rewriting import rewrite
 from counterpoint.machine import Machine
@@ -20,7 +21,8 @@ from counterpoint.measurement.orders import draw_seed
 from counterpoint.measurement.tournament import measure_rounds
 from counterpoint.metrics import measure
 from counterpoint.occupancy import cap_shared_bytes, residency
-from counterpoint.plan import HOLDS_US, Control, Directive, HeadStart, Match, Plan, Priority, ResidencyCap, Transport
+from counterpoint.plan import Directive, Match, Plan
+from counterpoint.planner.candidates import HOLDS_US
 from counterpoint.planner.ideal import Scale, scale_of
 from counterpoint.planner.measured import Replayable, tune_measured
 from counterpoint.planner.search import tune

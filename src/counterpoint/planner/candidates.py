@@ -6,22 +6,12 @@ effect; the search decides whether it pays.
 
 from collections.abc import Iterable, Iterator, Sequence
 
+from counterpoint.controls import CommunicationCtas, Control, HeadStart, Priority, ResidencyCap, Transport
 from counterpoint.errors import OccupancyError, StepError
 from counterpoint.footprints import communication_footprint
 from counterpoint.machine import Gpu, Machine
 from counterpoint.occupancy import cap_shared_bytes, largest_residency_beside, residency
-from counterpoint.plan import (
-    HOLDS_US,
-    CommunicationCtas,
-    Control,
-    Directive,
-    HeadStart,
-    Match,
-    Priority,
-    Refusal,
-    ResidencyCap,
-    Transport,
-)
+from counterpoint.plan import Directive, Match, Refusal
 from counterpoint.planner.contention import Contention, find_rivals
 from counterpoint.sim.simulator import COPY_ENGINE_COLLECTIVES
 from counterpoint.step import Collective, Footprint, Kernel, Step
@@ -29,6 +19,7 @@ from counterpoint.units import MIB, format_bytes, format_us
 from counterpoint.value import Value
 
 CTA_COUNTS = (4, 8, 16)
+HOLDS_US = (5.0, 20.0)  # head starts worth a try: the two that were measured on H200s (tests/data/head_start_h200.csv)
 FEWER_THREADS = 256
 LEAST_COPIED_BYTES = 16 * MIB  # what one rank sends another; reported by users of copy engines, not measured here
 

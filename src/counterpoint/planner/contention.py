@@ -6,7 +6,8 @@ a blocker that started only after the collective was ready won a race that a hea
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from counterpoint.plan import LEAVE_IT, Plan, Transport
+from counterpoint.controls import Transport
+from counterpoint.plan import LEAVE_IT, Plan
 from counterpoint.step import Collective, Kernel, Step
 from counterpoint.timeline import Interval, Timeline
 from counterpoint.value import Value

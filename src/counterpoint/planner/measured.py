@@ -22,7 +22,7 @@ from counterpoint.machine import Machine
 from counterpoint.measurement.orders import draw_seed
 from counterpoint.measurement.tournament import compare
 from counterpoint.measurement.values import Comparison
-from counterpoint.plan import Directive, Expectation, Plan, Refusal, control_tag
+from counterpoint.plan import Directive, Expectation, Plan, Refusal
 from counterpoint.planner.candidates import propose_unsimulated
 from counterpoint.planner.search import AS_IT_IS, Trial, Tuning, attempt, tune
 from counterpoint.sim import Simulator
@@ -200,7 +200,7 @@ def _left_out(
     directives: Sequence[Directive], inapplicable: Iterable[Refusal], simulated: Iterable[Refusal]
 ) -> list[Refusal]:
     """Refusals of the controls that are not in the plan: what cannot be applied here, else what the simulator says."""
-    chosen = {control_tag(control) for directive in directives for control in directive.controls}
+    chosen = {control.tag for directive in directives for control in directive.controls}
     first: dict[str, Refusal] = {}
     for refusal in inapplicable:
         first.setdefault(refusal.control, refusal)

@@ -7,9 +7,10 @@ collective and then the matmul (`measurement.tournament`). Knows nothing of tens
 
 from collections.abc import Sequence
 
+from counterpoint.controls import ScheduleChoice
 from counterpoint.machine import Machine
 from counterpoint.measurement.values import Comparison, Measurement
-from counterpoint.plan import Directive, Expectation, Match, Plan, ScheduleChoice
+from counterpoint.plan import Directive, Expectation, Match, Plan
 from counterpoint.schedule import SEQUENTIAL, Problem, ScheduleDescription
 from counterpoint.schedule.actions import Pass
 from counterpoint.schedule.heuristic import pick_schedule, rank_candidates

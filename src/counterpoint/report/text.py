@@ -9,7 +9,7 @@ from rich.text import Text
 
 from counterpoint.cuda.probing import Probed
 from counterpoint.machine import Machine
-from counterpoint.plan import Directive, Plan, Refusal, describe_control
+from counterpoint.plan import Directive, Plan, Refusal
 from counterpoint.planner import Trial
 from counterpoint.report.lanes import ASCII_BLOCKS, BLOCKS, draw_lanes
 from counterpoint.report.summary import ReportRow
@@ -120,7 +120,7 @@ def _describe_refusals(refusals: Iterable[Refusal]) -> Iterator[Text]:
 
 
 def _describe_directive(directive: Directive) -> Text:
-    controls = ", ".join(describe_control(control) for control in directive.controls)
+    controls = ", ".join(control.describe() for control in directive.controls)
     match = directive.match
     if match.operations is not None:
         target = format_count(len(match.operations), f"{match.kind or ''} operation".strip())

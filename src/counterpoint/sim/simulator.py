@@ -7,10 +7,11 @@ the copy engines.
 
 import msgspec
 
+from counterpoint.controls import CommunicationCtas, HeadStart, Priority, ResidencyCap, Transport
 from counterpoint.errors import PlanError, StepError
 from counterpoint.machine import Machine
 from counterpoint.occupancy import residency
-from counterpoint.plan import LEAVE_IT, CommunicationCtas, HeadStart, Plan, Priority, ResidencyCap, Transport, control_tag
+from counterpoint.plan import LEAVE_IT, Plan
 from counterpoint.sim.calibration import Calibration, load_calibration
 from counterpoint.sim.costs import CostModel
 from counterpoint.sim.engine import Engine, Launch
@@ -136,7 +137,7 @@ def _effect(index: int, operation: Operation, plan: Plan, costs: CostModel, mach
                 effect = msgspec.structs.replace(effect, uses_copy_engine=control.transport == "copy_engine")
             case _:
                 raise PlanError(
-                    f"A {control_tag(control)} control cannot apply to {where}, which is {operation.kind}. "
+                    f"A {control.tag} control cannot apply to {where}, which is {operation.kind}. "
                     "Give the directive's match the kind that it is for."
                 )
     return effect

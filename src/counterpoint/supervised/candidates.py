@@ -13,8 +13,9 @@ from counterpoint.errors import OccupancyError, StepError
 from counterpoint.launch_filter.control_block import FilterRule, SeenFunction, rules_of
 from counterpoint.machine import Gpu, machine_for_device
 from counterpoint.occupancy import residency, room_for, shared_bytes_per_cta
-from counterpoint.plan import HOLDS_US, Directive, Match, Plan, Refusal
+from counterpoint.plan import Directive, Match, Plan, Refusal
 from counterpoint.planner.candidates import (
+    HOLDS_US,
     IN_EVERY_RACE,
     Blocker,
     Candidate,

@@ -10,7 +10,7 @@ from counterpoint.machine import machine_for_device
 from counterpoint.measurement.guard import are_other_launches, is_longer_step
 from counterpoint.measurement.tournament import num_admitted
 from counterpoint.measurement.values import Comparison, Measurement
-from counterpoint.plan import Directive, Expectation, Plan, Refusal, control_tag
+from counterpoint.plan import Directive, Expectation, Plan, Refusal
 from counterpoint.supervised.candidates import LiveCandidate, LiveProposal, propose_live
 from counterpoint.supervised.messages import Census, ControlTarget, Decision, RoundReport, Trials
 from counterpoint.supervised.running_job import JobGpu
@@ -138,7 +138,7 @@ def _keep_engaged(directives: Sequence[Directive], dropped: Mapping[ControlTarge
         controls = tuple(
             control
             for control in directive.controls
-            if not targets or any((control_tag(control), target) not in dropped for target in targets)
+            if not targets or any((control.tag, target) not in dropped for target in targets)
         )
         if controls:
             kept.append(Directive(match=directive.match, controls=controls, reason=directive.reason))
@@ -147,7 +147,7 @@ def _keep_engaged(directives: Sequence[Directive], dropped: Mapping[ControlTarge
 
 def _as_refusals(kept: Sequence[Directive], dropped: Iterable[Refusal]) -> tuple[Refusal, ...]:
     """Dropped controls that are nowhere in the plan."""
-    in_plan = {(control_tag(control), target) for each in kept for control in each.controls for target in targets_of(each)}
+    in_plan = {(control.tag, target) for each in kept for control in each.controls for target in targets_of(each)}
     return tuple(refusal for refusal in dropped if (refusal.control, refusal.target) not in in_plan)
 
 

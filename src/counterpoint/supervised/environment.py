@@ -10,8 +10,9 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
+from counterpoint.controls import CommunicationCtas
 from counterpoint.errors import LaunchFilterError, PlanError
-from counterpoint.plan import CommunicationCtas, Plan
+from counterpoint.plan import Plan
 from counterpoint.supervised.settings import DIRECTORY_VARIABLE
 
 IN_JOB = Path(__file__).with_name("in_job")

@@ -9,29 +9,15 @@ from collections.abc import Iterable, Sequence
 
 from msgspec.structs import replace
 
+from counterpoint.controls import CommunicationCtas, Control, HeadStart, Priority, ResidencyCap
 from counterpoint.engagement import Engagement, State
 from counterpoint.launch_filter.control_block import FilterRule, FilterState, RuleCounters, SeenFunction
-from counterpoint.plan import (
-    CommunicationCtas,
-    Control,
-    HeadStart,
-    Plan,
-    Priority,
-    Refusal,
-    ResidencyCap,
-    Transport,
-    control_tag,
-    describe_control,
-)
+from counterpoint.plan import Plan, Refusal
 from counterpoint.supervised.settings import TableTotals, add_counters
 from counterpoint.traces.classify import is_communication
 from counterpoint.units import format_count
 from counterpoint.value import Value
 
-NO_TRANSPORT = (
-    "the filter sees kernels and cannot move a collective to copy engines; use symmetric memory in the job's code, "
-    "or leave the control out of the plan"
-)
 WARPS_BESIDE = 4  # NCCL starts up to so many warps beyond NCCL_NTHREADS to synchronize (544 to 640 threads for 512)
 
 
@@ -61,7 +47,7 @@ def prove_process(state: FilterState, plan: Plan, totals: TableTotals) -> Proces
         _prove_setting(control, state.functions)
         for directive in plan.directives
         for control in directive.controls
-        if isinstance(control, CommunicationCtas | Transport)
+        if isinstance(control, CommunicationCtas) or "job" in control.refused_by
     ]
     return ProcessProof(
         pid=state.pid,
@@ -118,11 +104,11 @@ def _by_launches(rule: FilterRule, counters: RuleCounters, control: Control, num
     """Verified where launches were changed; what stands in the way otherwise."""
     state: State = "verified" if num_applied else "refused" if counters.refusal else "failed"
     engagement = Engagement(
-        control=control_tag(control),
+        control=control.tag,
         target=rule.target,
         state=state,
-        asked=describe_control(control),
-        found=describe_control(control) if num_applied else "",
+        asked=control.describe(),
+        found=control.describe() if num_applied else "",
         reason="" if num_applied else _why_not(counters, control),
     )
     return ControlProof(engagement=engagement, num_matched=counters.num_matched, num_applied=num_applied)
@@ -150,14 +136,14 @@ def refused(refusals: Iterable[Refusal]) -> list[ControlProof]:
     ]
 
 
-def _prove_setting(control: CommunicationCtas | Transport, functions: Sequence[SeenFunction]) -> ControlProof:
+def _prove_setting(control: Control, functions: Sequence[SeenFunction]) -> ControlProof:
     """A control that is no rule of the filter: from the kernels that were launched."""
     everything = "all collectives"
     collectives = [function for function in functions if is_communication("kernel", function.name)]
     num_launches = sum(function.num_launches for function in collectives)
     found, reason, state, num_applied = "", "", "verified", num_launches
-    if isinstance(control, Transport):
-        state, reason, num_applied = "refused", NO_TRANSPORT, 0
+    if not isinstance(control, CommunicationCtas):
+        state, reason, num_applied = "refused", control.refused_by["job"], 0
     elif not collectives:
         state, reason = "failed", "no collective was launched"
     else:
@@ -168,10 +154,10 @@ def _prove_setting(control: CommunicationCtas | Transport, functions: Sequence[S
         if most_ctas > control.max_ctas or (threads is not None and most_threads > threads + 32 * WARPS_BESIDE):
             state, reason, num_applied = "failed", "the process group was made with other limits", 0
     engagement = Engagement(
-        control=control_tag(control),
+        control=control.tag,
         target=everything,
         state=state,  # type: ignore[arg-type]
-        asked=describe_control(control),
+        asked=control.describe(),
         found=found,
         reason=reason,
     )

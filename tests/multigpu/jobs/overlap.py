@@ -13,13 +13,14 @@ import torch.distributed as dist
 import triton
 import triton.language as tl
 
+from counterpoint.controls import Priority, ResidencyCap
 from counterpoint.cuda.applied import apply
 from counterpoint.cuda.capture import Captured, capture
 from counterpoint.cuda.graph_rewriting import rewrite
 from counterpoint.cuda.ranks import join_ranks
 from counterpoint.machine import load_machine
 from counterpoint.occupancy import cap_shared_bytes
-from counterpoint.plan import Directive, Match, Plan, Priority, ResidencyCap
+from counterpoint.plan import Directive, Match, Plan
 from counterpoint.step import Kernel
 
 SPIN_NS = 1_000_000

@@ -1,0 +1,150 @@
+"""The controls: what can be changed about one operation of a step, each as a value with its limits and its words.
+
+A control says itself what it is called, how a report words it, and who cannot apply it, and why. How it is applied is the
+business of each applier: the simulator, captured graphs, supervised jobs, operators. To add one: docs/extending.md.
+"""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import ClassVar, Literal
+
+from counterpoint.errors import PlanError
+from counterpoint.schedule.description import ScheduleDescription
+from counterpoint.step import TransportKind
+from counterpoint.units import format_count
+from counterpoint.value import Value, require
+
+__all__ = ["CommunicationCtas", "HeadStart", "Priority", "ResidencyCap", "ScheduleChoice", "Transport"]
+
+# Who applies a plan: the simulator to a step, `cuda/` to a captured graph, `counterpoint run` to a job, `ops` to operators.
+Applier = Literal["step", "graph", "job", "operators"]
+OPERATORS_TAKE_SCHEDULES = "operators take only copy schedules; give the others to counterpoint.apply or counterpoint run"
+FOR_OPERATORS = "it is for operators: counterpoint.ops.use_plan takes it"
+
+
+class AbstractControl(Value, frozen=True, kw_only=True, tag_field="control"):
+    """What every control has. `refused_by` names the appliers that cannot apply it, each with the reason."""
+
+    refused_by: ClassVar[Mapping[Applier, str]] = MappingProxyType({"operators": OPERATORS_TAKE_SCHEDULES})
+
+    @property
+    def tag(self) -> str:
+        """The name that files and reports call it by, as in "residency_cap"."""
+        return str(self.__struct_config__.tag)
+
+    def describe(self) -> str:
+        """The control in a few words, the same in every report and proof."""
+        raise NotImplementedError
+
+
+class ResidencyCap(AbstractControl, frozen=True, kw_only=True, tag="residency_cap"):
+    """At most `ctas_per_sm` CTAs of the kernel on an SM, by raising its dynamic shared memory to `dynamic_shared_bytes`.
+
+    `carveout_percent` raises the SM's shared-memory carveout to match; without it the freed room is not usable.
+    """
+
+    ctas_per_sm: int
+    dynamic_shared_bytes: int
+    carveout_percent: int = 100
+
+    def __post_init__(self) -> None:
+        require(self.ctas_per_sm >= 1, PlanError, f"A residency cap must allow at least 1 CTA; found {self.ctas_per_sm}.")
+        require(
+            self.dynamic_shared_bytes >= 0 and -1 <= self.carveout_percent <= 100,
+            PlanError,
+            f"A residency cap needs 0 or more bytes and a carveout of -1 to 100; found {self.dynamic_shared_bytes} and "
+            f"{self.carveout_percent}.",
+        )
+
+    def describe(self) -> str:
+        """As in "cap of 2 CTAs per SM (...)"."""
+        how = f"{self.dynamic_shared_bytes:,} B of shared memory, carveout {self.carveout_percent} %"
+        return f"cap of {format_count(self.ctas_per_sm, 'CTA')} per SM ({how})"
+
+
+class Priority(AbstractControl, frozen=True, kw_only=True, tag="priority"):
+    """Launch priority as the driver counts it: a lower number is greater, 0 is the least."""
+
+    priority: int
+
+    def __post_init__(self) -> None:
+        require(self.priority <= 0, PlanError, f"A priority is 0 or lower (lower is greater); found {self.priority}.")
+
+    def describe(self) -> str:
+        """As in "priority -5"."""
+        return f"priority {self.priority}"
+
+
+class CommunicationCtas(AbstractControl, frozen=True, kw_only=True, tag="communication_ctas"):
+    """How many CTAs (NCCL `max_ctas`), and threads in each (`NCCL_NTHREADS`; None leaves them), a collective runs with."""
+
+    refused_by = MappingProxyType(
+        {
+            "graph": "a process group takes it when it is made: "
+            "set options.config.max_ctas in dist.ProcessGroupNCCL.Options() and pass it as pg_options",
+            "operators": OPERATORS_TAKE_SCHEDULES,
+        }
+    )
+
+    max_ctas: int
+    num_threads: int | None = None
+
+    def __post_init__(self) -> None:
+        require(1 <= self.max_ctas <= 64, PlanError, f"max_ctas must be from 1 to 64; found {self.max_ctas}.")
+        require(
+            self.num_threads is None or (64 <= self.num_threads <= 512 and self.num_threads % 32 == 0),
+            PlanError,
+            f"num_threads must be a multiple of 32 from 64 to 512; found {self.num_threads}.",
+        )
+
+    def describe(self) -> str:
+        """As in "at most 8 CTAs of 256 threads"."""
+        threads = f" of {self.num_threads} threads" if self.num_threads else ""
+        return f"at most {format_count(self.max_ctas, 'CTA')}{threads}"
+
+
+class Transport(AbstractControl, frozen=True, kw_only=True, tag="transport"):
+    """Run a collective by kernels on SMs or by copy engines."""
+
+    refused_by = MappingProxyType(
+        {
+            "graph": "a captured collective keeps its transport; capture it on copy engines instead",
+            "job": "the filter sees kernels and cannot move a collective to copy engines; use symmetric memory in the job's "
+            "code, or leave the control out of the plan",
+            "operators": OPERATORS_TAKE_SCHEDULES,
+        }
+    )
+
+    transport: TransportKind
+
+    def describe(self) -> str:
+        """As in "transport copy_engine"."""
+        return f"transport {self.transport}"
+
+
+class HeadStart(AbstractControl, frozen=True, kw_only=True, tag="head_start"):
+    """Hold the computation stream for `hold_us` before the matched kernel when a collective was launched just before it."""
+
+    hold_us: float
+
+    def __post_init__(self) -> None:
+        require(0 < self.hold_us <= 1000, PlanError, f"A head start is above 0 and at most 1000 us; found {self.hold_us}.")
+
+    def describe(self) -> str:
+        """As in "head start 5 us"."""
+        return f"head start {self.hold_us:g} us"
+
+
+class ScheduleChoice(AbstractControl, frozen=True, kw_only=True, tag="copy_schedule"):
+    """Run an operator of `counterpoint.ops` by this copy schedule; `sequential` is the library's collective and a matmul."""
+
+    refused_by = MappingProxyType({"step": FOR_OPERATORS, "graph": FOR_OPERATORS, "job": FOR_OPERATORS})
+
+    schedule: ScheduleDescription
+
+    def describe(self) -> str:
+        """As in "copy schedule ring, 2 pieces"."""
+        return f"copy schedule {self.schedule.label()}"
+
+
+Control = ResidencyCap | Priority | CommunicationCtas | Transport | HeadStart | ScheduleChoice
