@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from counterpoint.machine import Machine, load_machine
+from counterpoint.measurement.values import LEAST_ESTIMATED_GAIN, NEAR_TIE
 from counterpoint.schedule import CopySchedule, Problem, ScheduleDescription, make_schedule
 from counterpoint.schedule.actions import Region
 from counterpoint.schedule.costs import DEFAULT_COSTS, TILES, Clock, Costs, kernels_of
@@ -21,8 +22,6 @@ from counterpoint.schedule.estimate import (
     estimate_sequential,
 )
 from counterpoint.schedule.heuristic import (
-    LEAST_GAIN,
-    NEAR_TIE,
     candidate_descriptions,
     pick_schedule,
     rank_candidates,
@@ -209,7 +208,7 @@ def test_the_pick_is_preferred_among_the_fastest_or_sequential_if_that_gains_too
     near_us = (1 + NEAR_TIE) * min(estimated_us.values())
     near = [each for each in candidate_descriptions(asked) if estimated_us[each] <= near_us]
     assert pick.description == near[0]
-    assert estimated_us[near[0]] <= (1 - LEAST_GAIN) * estimate_sequential(asked, H200)
+    assert estimated_us[near[0]] <= (1 - LEAST_ESTIMATED_GAIN) * estimate_sequential(asked, H200)
     assert format_us(estimated_us[near[0]]) in pick.reason
     assert format_us(estimate_sequential(asked, H200)) in pick.reason
 
@@ -247,7 +246,7 @@ def test_a_matmul_that_hides_nothing_gains_nothing() -> None:
     same_rate = Costs(copy_efficiency=Costs().collective_efficiency)
     schedule = make_schedule(asked, ScheduleDescription())
     in_pieces_us = estimate(schedule, asked, with_link(0.01), same_rate).makespan_us
-    assert in_pieces_us == pytest.approx(estimate_sequential(asked, with_link(0.01), same_rate), rel=LEAST_GAIN)
+    assert in_pieces_us == pytest.approx(estimate_sequential(asked, with_link(0.01), same_rate), rel=LEAST_ESTIMATED_GAIN)
 
 
 def test_backward_candidates_are_named_once() -> None:

@@ -21,15 +21,13 @@ from counterpoint.errors import DeviceError
 from counterpoint.machine import Machine
 from counterpoint.measurement.orders import draw_seed
 from counterpoint.measurement.tournament import compare
-from counterpoint.measurement.values import Comparison
+from counterpoint.measurement.values import SIMULATION_ERROR, Comparison
 from counterpoint.plan import Directive, Expectation, Plan, Refusal
 from counterpoint.planner.candidates import propose_unsimulated
 from counterpoint.planner.search import AS_IT_IS, Trial, Tuning, attempt, tune
 from counterpoint.sim import Simulator
 from counterpoint.step import Step
 from counterpoint.value import Value
-
-SIMULATION_ERROR = 0.05  # on average over the paper's grid on 4 H200s
 
 
 class Replayable(Protocol):

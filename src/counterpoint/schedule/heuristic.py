@@ -1,12 +1,13 @@
 """Which schedule to take, from the static sizes of the operator: every candidate is estimated, and the best one wins
 if it pays.
 
-It knows the sizes and the machine, not the libraries that run on it. A schedule that promises less than `LEAST_GAIN`
-over the library's collective is not taken: the answer is then `sequential`. docs/heuristic.md explains the model; the
-planner can choose by measurement instead.
+It knows the sizes and the machine, not the libraries that run on it. A schedule whose estimated gain over the library's
+collective is below `LEAST_ESTIMATED_GAIN` is not taken: the answer is then `sequential`. docs/heuristic.md explains the
+model; the planner can choose by measurement instead.
 """
 
 from counterpoint.machine import Machine
+from counterpoint.measurement.values import LEAST_ESTIMATED_GAIN, NEAR_TIE
 from counterpoint.schedule.actions import Pass, Problem
 from counterpoint.schedule.costs import DEFAULT_COSTS, Costs
 from counterpoint.schedule.description import SEQUENTIAL, ScheduleDescription
@@ -15,9 +16,7 @@ from counterpoint.schedule.generate import backward_description, make_schedule
 from counterpoint.units import MIB, format_bytes, format_percent, format_us
 from counterpoint.value import Value
 
-LEAST_GAIN = 0.03  # assumed: what the model cannot tell apart
 LEAST_BLOCK_BYTES = 2 * MIB  # assumed: below this, latency and host time of chunks are all that is left
-NEAR_TIE = 0.005  # chosen from 0 to 1 % by the shapes that the constants were fitted to
 # Measured on 2 and 4 H200s (benchmarks/ops_grid.py, which also times those that did not win on the fitted shapes). Of near
 # ties the first is taken: few pieces where rows are gathered; in rings many, which under the power limit were faster than
 # estimated.
@@ -94,7 +93,7 @@ def pick_schedule(problem: Problem, machine: Machine, direction: Pass = "forward
     taken = next(each for each in candidates if each.estimated_us <= (1 + NEAR_TIE) * least_us)
     sequential_us = estimate_sequential(problem, machine, costs, direction=direction)
     estimated = f"estimated {format_us(taken.estimated_us)} against {format_us(sequential_us)} one after the other"
-    if taken.estimated_us > (1 - LEAST_GAIN) * sequential_us:
+    if taken.estimated_us > (1 - LEAST_ESTIMATED_GAIN) * sequential_us:
         return Pick(description=SEQUENTIAL, reason=f"no schedule promises enough: {estimated}")
     tie = f", preferred to what is within {format_percent(NEAR_TIE)} of it" if taken.estimated_us > least_us else ""
     return Pick(description=taken.description, reason=estimated + tie)
