@@ -9,7 +9,8 @@ from importlib import import_module
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from counterpoint.controls import CommunicationCtas, HeadStart, Priority, ResidencyCap, ScheduleChoice, Transport
+from counterpoint import controls
+from counterpoint.controls import *  # noqa: F403  every control is public, so that a new one is named in one place
 from counterpoint.errors import (
     CounterpointError,
     DeviceError,
@@ -42,7 +43,6 @@ __all__ = [
     "LEAVE_IT",
     "AbstractExecutor",
     "Collective",
-    "CommunicationCtas",
     "Copy",
     "CounterpointError",
     "Dependency",
@@ -51,7 +51,6 @@ __all__ = [
     "EngagementError",
     "Footprint",
     "Gpu",
-    "HeadStart",
     "Interval",
     "Kernel",
     "Link",
@@ -63,17 +62,13 @@ __all__ = [
     "Operation",
     "Plan",
     "PlanError",
-    "Priority",
     "RankMetrics",
-    "ResidencyCap",
-    "ScheduleChoice",
     "Simulator",
     "Step",
     "StepError",
     "Timeline",
     "TraceError",
     "TracedStep",
-    "Transport",
     "Tuning",
     "WorkloadError",
     "apply",
@@ -94,6 +89,7 @@ __all__ = [
     "tune",
     "workload_names",
 ]
+__all__ += controls.__all__
 
 _LAZY = MappingProxyType(
     {
