@@ -2,8 +2,11 @@
 
     python -m benchmarks.supervised_jobs --ranks 2 --jobs starved ddp fsdp2 tp -o results.json
     python -m benchmarks.supervised_jobs --ranks 2 --jobs starved --tokens 4096 --steps 240 --budget 120 -o starved.json
+    python -m benchmarks.supervised_jobs --ranks 2 --jobs starved --steps 1600 --guard 200 --given slow.toml
 
 Each job runs bare, under --tune and, if that found one, under its plan; then bare again, so that drift of the cards shows.
+With --given, a plan of yours takes the place of both, to see what the guard makes of it. A bare run has 400 steps at most,
+unless the job changes half-way.
 A job's figure is its own: the median over the second half of its steps, which the tuning is not in. Slower or faster means
 by more than the spread: the largest half-width of the quartiles of the runs compared, or the distance of the two bare runs.
 Losses are compared bit by bit; where the two bare runs differ from each other, the job itself is not deterministic, and the
@@ -26,24 +29,29 @@ from typing import Any
 from counterpoint.plan import load_plan
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
-JOBS = ("starved", "ddp", "fsdp2", "tp")
+JOBS = ("starved", "ddp", "fsdp2", "tp", "unsynchronized", "changing")
+BARE_STEPS = 400
 GRACE_S = 20
 LAST_HALF = re.compile(r"last half: ([\d.]+) ms per step, quartiles ([\d.]+) to ([\d.]+)")
 
 
-def command(job: str, options: argparse.Namespace) -> list[str]:
+def command(job: str, options: argparse.Namespace, num_steps: int) -> list[str]:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(options.ranks)]
-    script = ["starved.py"] if job == "starved" else ["stock_jobs.py", job]
+    if job in ("unsynchronized", "changing"):
+        script = ["-m", "benchmarks.unusual_job", job]
+    else:
+        script = [str(EXAMPLES / "starved.py")] if job == "starved" else [str(EXAMPLES / "stock_jobs.py"), job]
     tokens = ["--tokens", str(options.tokens)] if job == "starved" and options.tokens is not None else []
-    return [*torchrun, str(EXAMPLES / script[0]), *script[1:], "--steps", str(options.steps), *tokens]
+    return [*torchrun, *script, "--steps", str(num_steps), *tokens]
 
 
 def run(job: str, options: argparse.Namespace, *ours: str) -> dict[str, Any]:
     """One run; `ours` are options of `counterpoint run`, none for the bare job."""
     guard = ["--guard", str(options.guard)] if options.guard is not None else []
     prefix = [sys.executable, "-m", "counterpoint", "run", *ours, *guard, "--"] if ours else []
+    num_steps = options.steps if ours or job == "changing" else min(options.steps, BARE_STEPS)
     started = time.monotonic()
-    status, output, errors = finish([*prefix, *command(job, options)], options.limit)
+    status, output, errors = finish([*prefix, *command(job, options, num_steps)], options.limit)
     found = LAST_HALF.search(output)
     shown = ("counterpoint:", "priority", "head_start", "residency_cap")
     return {
@@ -71,6 +79,8 @@ def finish(words: list[str], limit_s: float) -> tuple[int, str, str]:
 
 
 def compare(job: str, options: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
+    if options.given is not None:
+        return [run(job, options), run(job, options, "--plan", str(options.given)), run(job, options)]
     plan = folder / f"{job}.toml"
     runs = [run(job, options), run(job, options, "--tune", "--budget", str(options.budget), "-o", str(plan))]
     if plan.exists() and load_plan(plan).directives:
@@ -148,6 +158,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=440, help="of each run")
     parser.add_argument("--budget", type=int, default=200, help="steps that --tune may use")
     parser.add_argument("--guard", type=int, help="as of `counterpoint run`, for the runs under it")
+    parser.add_argument("--given", type=Path, metavar="PLAN", help="run under this plan, and tune nothing")
     parser.add_argument("--tokens", type=int, help="of starved.py")
     parser.add_argument("--limit", type=float, default=120, help="seconds that one run may take")
     parser.add_argument("-o", "--output", type=Path)
@@ -163,7 +174,7 @@ def parse() -> argparse.Namespace:
 def main() -> None:
     options = parse()
     asked = {"ranks": options.ranks, "steps": options.steps, "budget": options.budget}
-    asked |= {"guard": options.guard, "tokens": options.tokens}
+    asked |= {"guard": options.guard, "tokens": options.tokens, "given": options.given and options.given.read_text()}
     where: dict[str, object] = {"date": date.today().isoformat(), "gpus": gpus(), "torch": version("torch")}
     results: dict[str, list[dict[str, Any]]] = {}
     summary: list[str] = []

@@ -5,13 +5,15 @@
 
 `unsynchronized` never reads a result before its end, so the host runs as far ahead of the GPU as the driver lets it:
 attention and matmuls beside all-gathers of 64 MiB. `changing` is `examples/starved.py` whose batch doubles half-way: other
-grids, longer steps. Both print the GPU's time per step, of each quarter of their steps.
+grids, longer steps. Both print the GPU's time per step: of each quarter of their steps, and the median of the second half.
 """
 
 import argparse
 import os
+import statistics
 import time
 from collections.abc import Callable
+from itertools import pairwise
 
 import torch
 import torch.distributed as dist
@@ -20,6 +22,7 @@ import counterpoint
 from benchmarks.example_jobs import load_example
 
 GATHERED_BYTES = 64 << 20
+STEPS_PER_TIME = 10
 HEADS, TOKENS, WIDTH, LAYERS = 32, 8192, 4096, 4
 
 
@@ -64,26 +67,27 @@ def changing(num_steps: int) -> Callable[[int], None]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("job", choices=("unsynchronized", "changing"))
-    parser.add_argument("--steps", type=int, default=600)
+    parser.add_argument("--steps", type=int, default=600, help="a multiple of 40")
     options = parser.parse_args()
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl")
     step = unsynchronized() if options.job == "unsynchronized" else changing(options.steps)
-    ends = [torch.cuda.Event(enable_timing=True) for _ in range(5)]
-    began, most_behind = time.perf_counter(), 0.0
-    ends[0].record()
-    for number in range(options.steps):
-        step(number)
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(options.steps // STEPS_PER_TIME + 1)]
+    began = time.perf_counter()
+    events[0].record()
+    for number in range(1, options.steps + 1):
+        step(number - 1)
         counterpoint.step()
-        if (number + 1) % (options.steps // 4) == 0:
-            ends[(number + 1) // (options.steps // 4)].record()
-    most_behind = time.perf_counter() - began
+        if number % STEPS_PER_TIME == 0:
+            events[number // STEPS_PER_TIME].record()
+    issued_s = time.perf_counter() - began
     torch.cuda.synchronize()
     if dist.get_rank() == 0:
-        total = time.perf_counter() - began
-        quarters = [ends[place].elapsed_time(ends[place + 1]) / (options.steps // 4) for place in range(4)]
-        print(f"issued in {most_behind:.1f} s, done in {total:.1f} s")
-        print("ms per step by quarter: " + ", ".join(f"{quarter:.3f}" for quarter in quarters), flush=True)
+        print(f"issued in {issued_s:.1f} s, done in {time.perf_counter() - began:.1f} s")
+        times = [first.elapsed_time(second) / STEPS_PER_TIME for first, second in pairwise(events)]
+        quarters = [statistics.fmean(times[place * len(times) // 4 : (place + 1) * len(times) // 4]) for place in range(4)]
+        print("ms per step by quarter: " + ", ".join(f"{quarter:.3f}" for quarter in quarters))
+        load_example("starved").print_last_half(times)
     dist.barrier()
     torch.cuda.synchronize()
     os._exit(0)
