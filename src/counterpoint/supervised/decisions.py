@@ -8,18 +8,20 @@ from collections.abc import Iterable, Mapping, Sequence
 from counterpoint.launch_filter.control_block import SeenFunction, rules_of, translate
 from counterpoint.machine import machine_for_device
 from counterpoint.measurement.guard import are_other_launches, is_longer_step
-from counterpoint.measurement.tournament import num_admitted
+from counterpoint.measurement.tournament import least_turns, num_admitted
 from counterpoint.measurement.values import Comparison, Measurement
 from counterpoint.plan import Directive, Expectation, Plan, Refusal
 from counterpoint.supervised.candidates import LiveCandidate, LiveProposal, propose_live
 from counterpoint.supervised.messages import Census, ControlTarget, Decision, RoundReport, Trials
 from counterpoint.supervised.running_job import JobGpu
 from counterpoint.supervised.settings import LiveSettings
+from counterpoint.supervised.turns import TURN_STEPS
 from counterpoint.units import format_count, format_percent
 from counterpoint.value import Value
 
 AS_IT_IS = "as it is"
 GIVEN = "the plan given"
+CANDIDATE = "candidate"  # what is refused where no control is, but the trial of several
 Grid = tuple[int, int, int]
 
 
@@ -43,10 +45,13 @@ def propose(
     if settings.rules:
         candidates.insert(0, LiveCandidate(label=GIVEN, directives=settings.plan.directives, rules=settings.rules))
     number = num_admitted(len(candidates), num_turns, answer_turns)
-    too_many = tuple(
-        Refusal(control="candidate", target=candidate.label, reason="the budget of steps is too small to try it")
-        for candidate in candidates[number:]
-    )
+    reason = "the budget of steps is too small to try it"
+    if not number:
+        missing_steps = TURN_STEPS * (least_turns(1, answer_turns) - num_turns)
+        reason = (
+            f"--budget {settings.budget_steps} is too small to try any; {settings.budget_steps + missing_steps} is the least"
+        )
+    too_many = tuple(Refusal(control=CANDIDATE, target=candidate.label, reason=reason) for candidate in candidates[number:])
     return Trials(candidates=tuple(candidates[:number]), refusals=(*proposal.refusals, *too_many))
 
 
@@ -152,7 +157,10 @@ def _as_refusals(kept: Sequence[Directive], dropped: Iterable[Refusal]) -> tuple
 
 
 def _nothing_to_try(refusals: Sequence[Refusal]) -> str:
-    """One reason is said; more than one are listed in the plan."""
+    """One reason is said, or that the budget is too small; more than one are listed in the plan."""
+    untried = next((refusal for refusal in refusals if refusal.control == CANDIDATE), None)
+    if untried is not None:
+        return f"nothing was tried: {untried.reason}"
     if len(refusals) == 1:
         return f"nothing to try: {refusals[0].reason}"
     return f"nothing to try ({format_count(len(refusals), 'refusal')})"
