@@ -138,6 +138,8 @@ def compare_losses(bare: list[dict[str, Any]], others: list[dict[str, Any]]) -> 
     losses = [entry["losses"] for entry in (*bare, *others)]
     if not all(losses):
         return "losses NOT KNOWN: some runs printed none"
+    num_common = min(len(found) for found in losses)  # bare runs may be shorter
+    losses = [found[:num_common] for found in losses]
     if losses[0] != losses[1]:
         return "losses differ between the two bare runs, too: the job itself is not deterministic"
     return "losses bit-identical" if all(found == losses[0] for found in losses) else "losses DIFFERENT"

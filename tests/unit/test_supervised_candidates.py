@@ -198,6 +198,15 @@ def test_what_the_budget_does_not_let_try_is_refused_with_the_reason() -> None:
     assert all("budget" in refusal.reason for refusal in left_out)
 
 
+def test_a_budget_too_small_to_try_anything_says_which_one_is_enough() -> None:
+    settings = LiveSettings(is_tuning=True, budget_steps=100)
+    trials = propose([Census(functions=(LONG, nccl()))], GPU, settings, num_turns=15)
+    comparison = Comparison(measurements=(), verdict=Verdict(chosen=0, best=0, reason="no candidate"))
+    summary = decide(trials, comparison, [], GPU).plan.summary
+    assert summary == "nothing was tried: --budget 100 is too small to try any candidate here; 121 is the least"
+    assert propose([Census(functions=(LONG, nccl()))], GPU, settings, num_turns=15 + 7).candidates
+
+
 def test_a_plan_that_was_given_is_tried_first() -> None:
     plan = Plan(directives=(Directive(match=Match(kind="communication"), controls=(Priority(priority=-1),), reason="r"),))
     settings = LiveSettings(is_tuning=True, plan=plan, rules=rules_of(plan))

@@ -47,10 +47,9 @@ def propose(
     number = num_admitted(len(candidates), num_turns, answer_turns)
     reason = "the budget of steps is too small to try it"
     if not number:
-        missing_steps = TURN_STEPS * (least_turns(1, answer_turns) - num_turns)
-        reason = (
-            f"--budget {settings.budget_steps} is too small to try any; {settings.budget_steps + missing_steps} is the least"
-        )
+        given = settings.budget_steps
+        least = given + TURN_STEPS * (least_turns(1, answer_turns) - num_turns)
+        reason = f"--budget {given} is too small to try any candidate here; {least} is the least"
     too_many = tuple(Refusal(control=CANDIDATE, target=candidate.label, reason=reason) for candidate in candidates[number:])
     return Trials(candidates=tuple(candidates[:number]), refusals=(*proposal.refusals, *too_many))
 
