@@ -105,7 +105,9 @@ def describe(verdict: Verdict, measurements: Sequence[Measurement]) -> str:
     if verdict.chosen:
         times = f"{format_us(measurements[0].median_us)} to {format_us(best.median_us)}"
         return f"{best.label}: {times}, {change} less, spread {format_percent(best.spread)}"
-    if verdict.needed_gain <= LEAST_GAIN:
+    if verdict.gain > verdict.needed_gain:
+        wanted = "too few rounds were left to prove it"
+    elif verdict.needed_gain <= LEAST_GAIN:
         wanted = f"a plan has to gain {format_percent(LEAST_GAIN)}"
     else:
         wanted = f"{format_percent(verdict.needed_gain)} is needed to tell a gain from noise in so many rounds"

@@ -128,14 +128,14 @@ class TuningConductor:
         reports = self.reports
         assert reports is not None, "there is an order"
         found = reports.gather(step)
-        for place, (number, turns) in enumerate(found):
+        if found:
             self._lead.learn(reports.latest)
+            start = self._lead.start(step)
+        for place, (number, turns) in enumerate(found):
             self._tournament.add(self._order.number, number, turns)
             is_over = reports.are_complete() and place == len(found) - 1
-            num_turns = self.num_turns(step + self._lead.steps, reports.last_end)
-            answer = self._tournament.next(num_turns, is_over=is_over)
+            answer = self._tournament.next(self.num_turns(start, reports.last_end), is_over=is_over)
             if answer is not None:
-                start = self._lead.start(step)
                 self._take(answer, start, reports.last_end)
                 return start, answer
         return None
