@@ -5,6 +5,7 @@
 //   launch NAME SHARED STREAM [ex] [cooperative] [cluster=N] [priority=P] [block=N] [attributes=N]
 //   cooperative NAME SHARED STREAM cuLaunchCooperativeKernel
 //   unload NAME                    cuModuleUnload; the next `make` takes the handle
+//   unload_library NAME            cuLibraryUnload
 //   destroy                        cuCtxDestroy
 //   refuse NAME SHARED_ERROR SHARED_LIMIT PRIORITY_ERROR
 //   limit NAME BYTES               the program itself sets MAX_DYNAMIC_SHARED_SIZE_BYTES
@@ -14,6 +15,9 @@
 //   stress THREADS LAUNCHES        every thread launches every kernel in turn
 //   bench LAUNCHES                 nanoseconds per launch of the first kernel, the quickest of 15 rounds
 //   stress THREADS LAUNCHES PATTERN SWAPS   the same while tables are swapped, where the filter is linked in
+//   many KERNELS                   makes so many, and launches each once
+//   again ROUNDS                   launches each of those again; how many failed, calls that the filter made, nanoseconds per launch
+//   asked                          calls that the filter made to decide anew
 //   plant race|overflow            an error for sanitizers to find
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -28,7 +32,7 @@
 
 #include "libcuda_double.h"
 
-enum { MAX_KERNELS = 64, MAX_ATTRIBUTES = 40 };
+enum { MAX_KERNELS = 64, MAX_MANY = 32000, MAX_ATTRIBUTES = 40 };
 
 typedef struct {
     int id, pad;
@@ -54,7 +58,7 @@ typedef int proc2_function(const char *, void **, int, uint64_t, int *);
 launch_function cuLaunchKernel;
 launch_ex_function cuLaunchKernelEx;
 cooperative_function cuLaunchCooperativeKernel;
-unload_function cuModuleUnload, cuCtxDestroy_v2;
+unload_function cuModuleUnload, cuLibraryUnload, cuCtxDestroy_v2;
 int cuFuncSetAttribute(void *, int, int);
 
 static launch_function *launch_kernel;
@@ -231,7 +235,7 @@ static void *stress_thread(void *argument) {
         const int error = i % 2 ? launch_ex(&config, kernel, parameters, NULL)
                                 : launch_kernel(kernel, 8, 1, 1, 64, 1, 1, 0, stream, parameters, NULL);
         stress->num_failed += error != 0;
-        if (i % 1000 == 999) unload_module(NULL);  // fails, and makes every decision stale
+        if (i % 1000 == 999) cuLibraryUnload(&value);  // fails, and leaves every kernel in doubt
     }
     return NULL;
 }
@@ -311,6 +315,37 @@ static void bench(int num_launches) {
     printf("nanoseconds %.2f\n", best);
 }
 
+static void *many[MAX_MANY];
+static int num_many;
+
+static double nanoseconds(void) {
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (double)now.tv_sec * 1e9 + (double)now.tv_nsec;
+}
+
+static void launch_many(int num_rounds) {
+    int num_failed = 0;
+    const unsigned before = double_num_asked();
+    double_set_quiet(1);
+    const double start = nanoseconds();
+    for (int round = 0; round < num_rounds; round++)
+        for (int i = 0; i < num_many; i++)
+            num_failed += launch_kernel(many[(i * 7919L) % num_many], 1, 1, 1, 32, 1, 1, 0, NULL, NULL, NULL) != 0;
+    const double each = (nanoseconds() - start) / num_rounds / num_many;
+    double_set_quiet(0);
+    printf("failed %d asked %u nanoseconds %.1f\n", num_failed, double_num_asked() - before, each);
+}
+
+static void make_many(int count) {
+    char name[64];
+    for (num_many = 0; num_many < count && num_many < MAX_MANY; num_many++) {
+        snprintf(name, sizeof name, "kernel_number_%d_of_many", num_many);
+        many[num_many] = double_make(name, 0, 32, 0);
+    }
+    launch_many(1);
+}
+
 // Errors that a sanitizer must report.
 static int planted[4];
 
@@ -341,6 +376,7 @@ static void obey(char *line) {
         printf("result %d\n", unload_module(kernel_named(name)));
         if (!strcmp(kernels[num_kernels - 1].name, name)) num_kernels--;
     }
+    if (sscanf(line, "unload_library %2047s", name) == 1) printf("result %d\n", cuLibraryUnload(kernel_named(name)));
     if (!strcmp(line, "destroy")) printf("result %d\n", destroy_context((void *)1));
     if (sscanf(line, "refuse %2047s %d %d %d", name, &a, &b, &c) == 4) double_refuse(kernel_named(name), a, b, c);
     if (sscanf(line, "limit %2047s %d", name, &a) == 2) cuFuncSetAttribute(kernel_named(name), 8, a);
@@ -353,6 +389,9 @@ static void obey(char *line) {
     if (sscanf(line, "fork %2047s", name) == 1) fork_and_launch(name);
     if (sscanf(line, "stress %d %d %2047s %d", &a, &b, name, &c) >= 2) stress(a, b, name, c);
     if (sscanf(line, "bench %d", &a) == 1) bench(a);
+    if (sscanf(line, "many %d", &a) == 1) make_many(a);
+    if (sscanf(line, "again %d", &a) == 1) launch_many(a);
+    if (!strcmp(line, "asked")) printf("asked %u\n", double_num_asked());
     if (sscanf(line, "plant %63s", word) == 1) plant(word);
 }
 

@@ -265,12 +265,17 @@ static CUresult get_proc_address_v2(enum route route, const char *symbol, void *
 
 // --- what frees kernels: their handles may stand for others afterwards ----------------------------------------------------------------
 
+// What is known of the kernels goes first: another thread may get the handles again as soon as the driver has freed them, and no
+// program launches a kernel while it unloads it.
 static CUresult unload(unsigned place, enum route route, void *handle) {
     CUresult (*next)(void *) = (CUresult(*)(void *))real(place, route);
     if (!next) return CUDA_ERROR_SHARED_OBJECT_SYMBOL_NOT_FOUND;
-    const CUresult result = next(handle);
-    forget_handles();
-    return result;
+    if (place == LIBRARY_UNLOAD) {
+        forget_library((uintptr_t)handle);
+    } else {
+        forget_module((uintptr_t)handle);
+    }
+    return next(handle);
 }
 
 static CUresult end_context(unsigned place, enum route route, void *context) {

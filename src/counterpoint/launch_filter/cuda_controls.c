@@ -30,15 +30,17 @@ extern const char hold_image[] HIDDEN;
     FUNCTION(cuThreadExchangeStreamCaptureMode, int *)                                             \
     FUNCTION(cuModuleLoadData, CUmodule *, const void *)                                           \
     FUNCTION(cuModuleGetFunction, CUfunction *, CUmodule, const char *)                            \
-    FUNCTION(cuFuncLoad, CUfunction)
+    FUNCTION(cuFuncLoad, CUfunction)                                                               \
+    FUNCTION(cuFuncGetModule, CUmodule *, CUfunction)                                              \
+    FUNCTION(cuKernelGetLibrary, CUlibrary *, CUkernel)
 
 #define DECLARE(name, ...) CUresult (*name)(__VA_ARGS__);
-static struct {
+static struct driver_functions {
     DRIVER_FUNCTIONS(DECLARE)
     cuLaunchKernelEx_function *launch_ex[2];  // by per-thread default stream
     cuLaunchKernel_function *launch[2];
-    bool is_complete;
 } cu;
+static bool is_cu_complete;
 
 // One context's notes for head starts: the last collective, whether some kernel was held for it, and the kernel that holds.
 static struct context_notes {
@@ -50,16 +52,21 @@ static struct context_notes {
 } contexts[MAX_CONTEXTS];
 static uint32_t context_epoch = 1;
 
-#define FIND(name, ...) cu.name = (CUresult(*)(__VA_ARGS__))driver_symbol(&cuda_library, #name);
+// The dynamic loader is asked with no lock held; two threads may both ask, and they find the same.
+#define FIND(name, ...) found.name = (CUresult(*)(__VA_ARGS__))driver_symbol(&cuda_library, #name);
 static void find_driver_functions(void) {
-    if (LOAD(&cu.is_complete)) return;
+    if (LOAD(&is_cu_complete)) return;
+    struct driver_functions found;
     DRIVER_FUNCTIONS(FIND)
-    cu.launch[0] = (cuLaunchKernel_function *)driver_symbol(&cuda_library, "cuLaunchKernel");
-    cu.launch[1] = (cuLaunchKernel_function *)driver_symbol(&cuda_library, "cuLaunchKernel_ptsz");
-    cu.launch_ex[0] = (cuLaunchKernelEx_function *)driver_symbol(&cuda_library, "cuLaunchKernelEx");
-    cu.launch_ex[1] = (cuLaunchKernelEx_function *)driver_symbol(&cuda_library, "cuLaunchKernelEx_ptsz");
-    if (!cu.cuFuncGetName) report_problem("this CUDA driver is older than 12.3 and does not tell kernels' names; update it.");
-    STORE(&cu.is_complete, true);
+    found.launch[0] = (cuLaunchKernel_function *)driver_symbol(&cuda_library, "cuLaunchKernel");
+    found.launch[1] = (cuLaunchKernel_function *)driver_symbol(&cuda_library, "cuLaunchKernel_ptsz");
+    found.launch_ex[0] = (cuLaunchKernelEx_function *)driver_symbol(&cuda_library, "cuLaunchKernelEx");
+    found.launch_ex[1] = (cuLaunchKernelEx_function *)driver_symbol(&cuda_library, "cuLaunchKernelEx_ptsz");
+    pthread_mutex_lock(&filter_lock);
+    if (!is_cu_complete) cu = found;
+    STORE(&is_cu_complete, true);
+    pthread_mutex_unlock(&filter_lock);
+    if (!found.cuFuncGetName) report_problem("this CUDA driver is older than 12.3 and does not tell kernels' names; update it.");
 }
 
 HIDDEN cuLaunchKernelEx_function *launch_ex_of_driver(bool is_per_thread) { return cu.launch_ex[is_per_thread]; }
@@ -78,14 +85,23 @@ static CUfunction function_of(CUfunction handle, const char **name) {
     return function;
 }
 
+// Where a kernel lies: what `forget_module` and `forget_library` are told when it is unloaded.
+static uintptr_t owner_of(CUfunction handle, CUfunction function) {
+    CUlibrary library = NULL;
+    CUmodule module = NULL;
+    if (function != handle)
+        return cu.cuKernelGetLibrary && !cu.cuKernelGetLibrary(&library, (CUkernel)handle) ? (uintptr_t)library : 0;
+    return cu.cuFuncGetModule && !cu.cuFuncGetModule(&module, function) ? (uintptr_t)module : 0;
+}
+
 static bool describe(uintptr_t kernel, struct kernel_facts *facts) {
     int value = 0;
-    find_driver_functions();
-    const CUfunction function = function_of((CUfunction)kernel, &facts->name);
+    const CUfunction handle = (CUfunction)kernel, function = function_of(handle, &facts->name);
     if (!function || !cu.cuFuncGetAttribute) return facts->name != NULL;
     if (!cu.cuFuncGetAttribute(&value, CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES, function))
         facts->static_shared_bytes = (uint32_t)value;
     if (!cu.cuFuncGetAttribute(&value, CU_FUNC_ATTRIBUTE_NUM_REGS, function)) facts->registers_per_thread = (uint32_t)value;
+    facts->owner = owner_of(handle, function);
     return true;
 }
 
