@@ -9,6 +9,9 @@
 //   destroy                        cuCtxDestroy
 //   refuse NAME SHARED_ERROR SHARED_LIMIT PRIORITY_ERROR
 //   limit NAME BYTES               the program itself sets MAX_DYNAMIC_SHARED_SIZE_BYTES
+//   limit_kernel NAME BYTES        the same by cuKernelSetAttribute
+//   carveout NAME PERCENT          the program itself sets the carveout
+//   limit_beside NAME BYTES MICROSECONDS   a thread sets the limit while this one launches with 0 bytes; then a launch with BYTES
 //   attributes NAME                prints it and the carveout
 //   capture STREAM 0|1             broken STREAM       context N        refuse_modules ERROR
 //   fork NAME                      a child launches once; its pid
@@ -59,7 +62,7 @@ launch_function cuLaunchKernel;
 launch_ex_function cuLaunchKernelEx;
 cooperative_function cuLaunchCooperativeKernel;
 unload_function cuModuleUnload, cuLibraryUnload, cuCtxDestroy_v2;
-int cuFuncSetAttribute(void *, int, int);
+int cuFuncSetAttribute(void *, int, int), cuKernelSetAttribute(int, int, void *, int);
 
 static launch_function *launch_kernel;
 static launch_ex_function *launch_ex;
@@ -361,6 +364,32 @@ static void plant(const char *what) {
     for (int i = 0; i < 2; i++) pthread_join(threads[i], NULL);
 }
 
+struct limit {
+    void *kernel;
+    int bytes, after_us;
+};
+
+static void *set_limit(void *argument) {
+    const struct limit *limit = argument;
+    usleep((useconds_t)limit->after_us);
+    cuFuncSetAttribute(limit->kernel, 8, limit->bytes);
+    return NULL;
+}
+
+// This thread's sets take their time, so that the program's falls between the filter's question and its answer.
+static void limit_beside(const char *name, int bytes, int after_us) {
+    pthread_t thread;
+    struct limit limit = {.kernel = kernel_named(name), .bytes = bytes, .after_us = after_us};
+    double_delay_sets(20000);
+    pthread_create(&thread, NULL, set_limit, &limit);
+    const int first = launch_kernel(limit.kernel, 1, 1, 1, 32, 1, 1, 0, NULL, NULL, NULL);
+    pthread_join(thread, NULL);
+    double_delay_sets(0);
+    const int second = launch_kernel(limit.kernel, 1, 1, 1, 32, 1, 1, (unsigned)bytes, NULL, NULL, NULL);
+    printf("results %d %d\n", first, second);
+    print_launches();
+}
+
 static void obey(char *line) {
     char name[2048] = "", word[64] = "";
     int a = 0, b = 0, c = 0;
@@ -380,6 +409,9 @@ static void obey(char *line) {
     if (!strcmp(line, "destroy")) printf("result %d\n", destroy_context((void *)1));
     if (sscanf(line, "refuse %2047s %d %d %d", name, &a, &b, &c) == 4) double_refuse(kernel_named(name), a, b, c);
     if (sscanf(line, "limit %2047s %d", name, &a) == 2) cuFuncSetAttribute(kernel_named(name), 8, a);
+    if (sscanf(line, "limit_kernel %2047s %d", name, &a) == 2) cuKernelSetAttribute(8, a, kernel_named(name), 0);
+    if (sscanf(line, "carveout %2047s %d", name, &a) == 2) cuFuncSetAttribute(kernel_named(name), 9, a);
+    if (sscanf(line, "limit_beside %2047s %d %d", name, &a, &b) == 3) limit_beside(name, a, b);
     if (sscanf(line, "attributes %2047s", name) == 1)
         printf("attributes %d %d\n", double_attribute(kernel_named(name), 8), double_attribute(kernel_named(name), 9));
     if (sscanf(line, "capture %d %d", &a, &b) == 2) double_set_capturing(a, b);

@@ -11,11 +11,13 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
 #include "libcuda_double.h"
 
 #define EXPORT __attribute__((visibility("default")))
 enum { SUCCESS = 0, INVALID_VALUE = 1, INVALID_CONTEXT = 201, INVALID_HANDLE = 400, NOT_FOUND = 500, CAPTURE_UNSUPPORTED = 900 };
+enum { OPTIN_BYTES = 232448 };
 enum { MAX_HANDLES = 32768, FREE = 0, FUNCTION = 1, KERNEL = 2 };
 
 struct handle {
@@ -35,6 +37,7 @@ static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static struct double_launch noted[DOUBLE_LAUNCHES];
 static unsigned num_noted, num_asked;
 static int is_quiet, refuse_module;
+static __thread int set_delay_us;
 static __thread int capture_mode;
 static __thread uintptr_t current_context = 0xC0;
 
@@ -92,6 +95,7 @@ EXPORT void double_set_capturing(int stream, int is_capturing) {
 EXPORT int double_is_broken(int stream) { return streams_broken[stream]; }
 EXPORT void double_set_context(int number) { current_context = 0xC0 + (uintptr_t)number; }
 EXPORT unsigned double_num_asked(void) { return __atomic_load_n(&num_asked, __ATOMIC_RELAXED); }
+EXPORT void double_delay_sets(int microseconds) { set_delay_us = microseconds; }
 EXPORT void double_set_quiet(int quiet) { is_quiet = quiet; }
 EXPORT int double_attribute(void *function, int attribute) {
     const struct handle *handle = function_of(function);
@@ -213,10 +217,15 @@ EXPORT int cuFuncGetAttribute(int *value, int attribute, void *f) {
 EXPORT int cuFuncSetAttribute(void *f, int attribute, int value) {
     if (!is_handle(f, FUNCTION)) return INVALID_HANDLE;
     struct handle *handle = f;
-    if (attribute == 8 && value + handle->static_bytes > 232448) return INVALID_VALUE;
+    if (set_delay_us) usleep((useconds_t)set_delay_us);
+    if (attribute == 8 && value + handle->static_bytes > OPTIN_BYTES) return INVALID_VALUE;
     if (attribute == 8) __atomic_store_n(&handle->max_dynamic, value, __ATOMIC_RELEASE);
     if (attribute == 9) __atomic_store_n(&handle->carveout, value, __ATOMIC_RELEASE);
     return attribute == 8 || attribute == 9 ? SUCCESS : INVALID_VALUE;
+}
+EXPORT int cuKernelSetAttribute(int attribute, int value, void *k, int device) {
+    if (!is_handle(k, KERNEL) || device) return INVALID_HANDLE;
+    return cuFuncSetAttribute(((struct handle *)k)->function, attribute, value);
 }
 EXPORT int cuOccupancyMaxActiveBlocksPerMultiprocessor(int *count, void *f, int threads, size_t shared) {
     const struct handle *handle = function_of(f);
@@ -256,9 +265,12 @@ EXPORT int cuFuncLoad(void *f) {
 EXPORT int cuModuleUnload(void *module) {
     if (!is_handle(module, FUNCTION) && !is_handle(module, KERNEL)) return INVALID_HANDLE;
     pthread_mutex_lock(&lock);
-    const int place = (int)((struct handle *)module - handles);
-    handles[place].kind = FREE;
-    if (place < first_free) first_free = place;
+    struct handle *freed[] = {module, ((struct handle *)module)->function};  // a kernel's function goes with it
+    for (int i = 0; i < 2 && freed[i]; i++) {
+        const int place = (int)(freed[i] - handles);
+        handles[place].kind = FREE;
+        if (place < first_free) first_free = place;
+    }
     pthread_mutex_unlock(&lock);
     return SUCCESS;
 }
@@ -282,6 +294,14 @@ EXPORT int cuDevicePrimaryCtxRelease_v2(int device) { return device ? INVALID_VA
 EXPORT int cuCtxGetCurrent(void **context) {
     *context = (void *)current_context;
     return SUCCESS;
+}
+EXPORT int cuCtxGetDevice(int *device) {
+    *device = 0;
+    return SUCCESS;
+}
+EXPORT int cuDeviceGetAttribute(int *value, int attribute, int device) {
+    *value = OPTIN_BYTES;
+    return attribute == 97 && !device ? SUCCESS : INVALID_VALUE;
 }
 EXPORT int cuCtxGetStreamPriorityRange(int *least, int *greatest) {
     *least = 0;
@@ -315,6 +335,8 @@ EXPORT int cuGetProcAddress(const char *symbol, void **address, int version, uin
     ANSWER(cuLaunchCooperativeKernel, 9000);
     if (!strcmp(symbol, "cuGetProcAddress")) *address = version >= 12000 ? (void *)cuGetProcAddress_v2 : (void *)cuGetProcAddress;
     if (!strcmp(symbol, "cuModuleUnload")) *address = (void *)cuModuleUnload;
+    if (!strcmp(symbol, "cuFuncSetAttribute")) *address = (void *)cuFuncSetAttribute;
+    if (!strcmp(symbol, "cuKernelSetAttribute")) *address = (void *)cuKernelSetAttribute;
     return *address ? SUCCESS : NOT_FOUND;
 }
 EXPORT int cuGetProcAddress_v2(const char *symbol, void **address, int version, uint64_t flags, int *status) {

@@ -88,6 +88,7 @@ HIDDEN bool matches(const char *pattern, size_t pattern_bytes, const char *name)
 
 HIDDEN void forget_module(uintptr_t module);    // its kernels, and those whose module the driver does not tell
 HIDDEN void forget_library(uintptr_t library);  // its kernels, and all functions
+HIDDEN void note_programs_carveout(uintptr_t kernel);  // the program sets it: not ours to put back
 
 // --- decide.c -----------------------------------------------------------------------------------------------------------------
 
@@ -130,11 +131,13 @@ struct kernel_facts {
     uintptr_t owner;  // the module or library whose unloading frees it; 0: the driver does not tell
 };
 
-// What a cap changed on a kernel, to be put back when the cap goes.
+// What a cap changed on a kernel, to be put back when the cap goes. The limit of shared memory is not: a raised one makes no launch
+// fail, and a lowered one would, where the program raised it too or read that it need not.
 struct cap_state {
     bool is_set;
-    int bytes, carveout;                // as we set them
-    int bytes_before, carveout_before;
+    bool is_programs;  // the program has chosen the carveout since
+    int carveout;      // as we set it
+    int carveout_before;
 };
 
 struct refused {

@@ -55,6 +55,11 @@ static struct kernel_notes *notes_of(const struct kernel_entry *entry) { return 
 
 HIDDEN struct cap_state *cap_of(const struct kernel_entry *entry) { return &notes_of(entry)->cap; }
 
+HIDDEN void note_programs_carveout(uintptr_t kernel) {
+    const struct kernel_entry *entry = kernel && LOAD(&filter_block) ? find_kernel(kernel) : NULL;
+    if (entry) STORE_RELAXED(&cap_of(entry)->is_programs, true);
+}
+
 HIDDEN uint32_t lives_of(const struct kernel_entry *entry) { return notes_of(entry)->lives; }
 
 // --- which kernels an owner has -------------------------------------------------------------------------------------------------
