@@ -21,14 +21,19 @@
 //   many KERNELS                   makes so many, and launches each once
 //   again ROUNDS                   launches each of those again; how many failed, calls that the filter made, nanoseconds per launch
 //   asked                          calls that the filter made to decide anew
+//   handle_bus                     the program installs a handler of SIGBUS that prints a line and ends it with status 5
+//   reraise_bus                    it installs one that puts the handler before it back and raises the signal again
+//   plant bus                      SIGBUS by memory of the program's own
 //   plant race|overflow            an error for sanitizers to find
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <pthread.h>
+#include <signal.h>
 #include <stdbool.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/mman.h>
 #include <sys/wait.h>
 #include <time.h>
 #include <unistd.h>
@@ -357,7 +362,31 @@ static void *write_planted(void *place) {
     return NULL;
 }
 
+static struct sigaction bus_before;
+
+static void end_at_bus(int signal) {
+    (void)signal;
+    _exit(write(STDOUT_FILENO, "bus\n", 4) == 4 ? 5 : 6);
+}
+
+static void raise_bus_again(int signal) {
+    sigaction(SIGBUS, &bus_before, NULL);
+    raise(signal);
+}
+
+static void handle_bus(void (*handler)(int)) {
+    const struct sigaction ours = {.sa_handler = handler, .sa_flags = SA_NODEFER};
+    sigaction(SIGBUS, &ours, &bus_before);
+}
+
+static void plant_bus(void) {
+    FILE *file = tmpfile();
+    char *page = mmap(NULL, 4096, PROT_READ | PROT_WRITE, MAP_SHARED, fileno(file), 0);
+    *(volatile char *)page = 1;
+}
+
 static void plant(const char *what) {
+    if (!strcmp(what, "bus")) plant_bus();
     pthread_t threads[2];
     int place = !strcmp(what, "overflow") ? 5 : 1;
     for (int i = 0; i < 2; i++) pthread_create(&threads[i], NULL, write_planted, &place);
@@ -424,6 +453,8 @@ static void obey(char *line) {
     if (sscanf(line, "many %d", &a) == 1) make_many(a);
     if (sscanf(line, "again %d", &a) == 1) launch_many(a);
     if (!strcmp(line, "asked")) printf("asked %u\n", double_num_asked());
+    if (!strcmp(line, "handle_bus")) handle_bus(end_at_bus);
+    if (!strcmp(line, "reraise_bus")) handle_bus(raise_bus_again);
     if (sscanf(line, "plant %63s", word) == 1) plant(word);
 }
 

@@ -1,6 +1,7 @@
 // What the parts of the launch filter ask of each other. The parts, lowest first:
 //
 //   lookup.c   finds real functions, and answers the look-ups of launches (dlsym, dlvsym)
+//   guard.c    what keeps a damaged block from ending the job
 //   block.c    this process's control block: made at the first look-up, again in a forked child
 //   rules.c    the table of rules in force, and patterns
 //   kernels.c  kernels by their handles: names, modules, the census
@@ -65,6 +66,10 @@ HIDDEN void *driver_symbol(const struct driver_library *library, const char *sym
 HIDDEN void *real_function(const struct driver_library *, struct entry_point *, enum route);
 HIDDEN bool is_in_library(const struct driver_library *library, const void *function);
 HIDDEN void *answer_for(const struct driver_library *, struct entry_point *, void *found);  // ours for what a look-up found
+
+// --- guard.c ------------------------------------------------------------------------------------------------------------------
+
+HIDDEN void guard_block(const struct block_record *block, const char *path);  // under the mutex, before the block is used
 
 // --- block.c ------------------------------------------------------------------------------------------------------------------
 
