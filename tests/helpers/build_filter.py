@@ -45,6 +45,7 @@ def build_double(folder: Path, *flags: str) -> None:
         "libcuda.so.1",
         double,
         "-pthread",
+        "-ldl",
     )
     (folder / "libcuda.so").symlink_to("libcuda.so.1")
 

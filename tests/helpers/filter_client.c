@@ -5,30 +5,42 @@
 //   launch NAME SHARED STREAM [ex] [cooperative] [cluster=N] [priority=P] [block=N] [attributes=N]
 //   cooperative NAME SHARED STREAM cuLaunchCooperativeKernel
 //   unload NAME                    cuModuleUnload; the next `make` takes the handle
+//   unload_library NAME            cuLibraryUnload
 //   destroy                        cuCtxDestroy
 //   refuse NAME SHARED_ERROR SHARED_LIMIT PRIORITY_ERROR
 //   limit NAME BYTES               the program itself sets MAX_DYNAMIC_SHARED_SIZE_BYTES
+//   limit_kernel NAME BYTES        the same by cuKernelSetAttribute
+//   carveout NAME PERCENT          the program itself sets the carveout
+//   limit_beside NAME BYTES MICROSECONDS   a thread sets the limit while this one launches with 0 bytes; then a launch with BYTES
 //   attributes NAME                prints it and the carveout
 //   capture STREAM 0|1             broken STREAM       context N        refuse_modules ERROR
 //   fork NAME                      a child launches once; its pid
 //   stress THREADS LAUNCHES        every thread launches every kernel in turn
 //   bench LAUNCHES                 nanoseconds per launch of the first kernel, the quickest of 15 rounds
 //   stress THREADS LAUNCHES PATTERN SWAPS   the same while tables are swapped, where the filter is linked in
+//   many KERNELS                   makes so many, and launches each once
+//   again ROUNDS                   launches each of those again; how many failed, calls that the filter made, nanoseconds per launch
+//   asked                          calls that the filter made to decide anew
+//   handle_bus                     the program installs a handler of SIGBUS that prints a line and ends it with status 5
+//   reraise_bus                    it installs one that puts the handler before it back and raises the signal again
+//   plant bus                      SIGBUS by memory of the program's own
 //   plant race|overflow            an error for sanitizers to find
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <pthread.h>
+#include <signal.h>
 #include <stdbool.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/mman.h>
 #include <sys/wait.h>
 #include <time.h>
 #include <unistd.h>
 
 #include "libcuda_double.h"
 
-enum { MAX_KERNELS = 64, MAX_ATTRIBUTES = 40 };
+enum { MAX_KERNELS = 64, MAX_MANY = 32000, MAX_ATTRIBUTES = 40 };
 
 typedef struct {
     int id, pad;
@@ -54,8 +66,8 @@ typedef int proc2_function(const char *, void **, int, uint64_t, int *);
 launch_function cuLaunchKernel;
 launch_ex_function cuLaunchKernelEx;
 cooperative_function cuLaunchCooperativeKernel;
-unload_function cuModuleUnload, cuCtxDestroy_v2;
-int cuFuncSetAttribute(void *, int, int);
+unload_function cuModuleUnload, cuLibraryUnload, cuCtxDestroy_v2;
+int cuFuncSetAttribute(void *, int, int), cuKernelSetAttribute(int, int, void *, int);
 
 static launch_function *launch_kernel;
 static launch_ex_function *launch_ex;
@@ -231,7 +243,7 @@ static void *stress_thread(void *argument) {
         const int error = i % 2 ? launch_ex(&config, kernel, parameters, NULL)
                                 : launch_kernel(kernel, 8, 1, 1, 64, 1, 1, 0, stream, parameters, NULL);
         stress->num_failed += error != 0;
-        if (i % 1000 == 999) unload_module(NULL);  // fails, and makes every decision stale
+        if (i % 1000 == 999) cuLibraryUnload(&value);  // fails, and leaves every kernel in doubt
     }
     return NULL;
 }
@@ -311,6 +323,37 @@ static void bench(int num_launches) {
     printf("nanoseconds %.2f\n", best);
 }
 
+static void *many[MAX_MANY];
+static int num_many;
+
+static double nanoseconds(void) {
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (double)now.tv_sec * 1e9 + (double)now.tv_nsec;
+}
+
+static void launch_many(int num_rounds) {
+    int num_failed = 0;
+    const unsigned before = double_num_asked();
+    double_set_quiet(1);
+    const double start = nanoseconds();
+    for (int round = 0; round < num_rounds; round++)
+        for (int i = 0; i < num_many; i++)
+            num_failed += launch_kernel(many[(i * 7919L) % num_many], 1, 1, 1, 32, 1, 1, 0, NULL, NULL, NULL) != 0;
+    const double each = (nanoseconds() - start) / num_rounds / num_many;
+    double_set_quiet(0);
+    printf("failed %d asked %u nanoseconds %.1f\n", num_failed, double_num_asked() - before, each);
+}
+
+static void make_many(int count) {
+    char name[64];
+    for (num_many = 0; num_many < count && num_many < MAX_MANY; num_many++) {
+        snprintf(name, sizeof name, "kernel_number_%d_of_many", num_many);
+        many[num_many] = double_make(name, 0, 32, 0);
+    }
+    launch_many(1);
+}
+
 // Errors that a sanitizer must report.
 static int planted[4];
 
@@ -319,11 +362,61 @@ static void *write_planted(void *place) {
     return NULL;
 }
 
+static struct sigaction bus_before;
+
+static void end_at_bus(int signal) {
+    (void)signal;
+    _exit(write(STDOUT_FILENO, "bus\n", 4) == 4 ? 5 : 6);
+}
+
+static void raise_bus_again(int signal) {
+    sigaction(SIGBUS, &bus_before, NULL);
+    raise(signal);
+}
+
+static void handle_bus(void (*handler)(int)) {
+    const struct sigaction ours = {.sa_handler = handler, .sa_flags = SA_NODEFER};
+    sigaction(SIGBUS, &ours, &bus_before);
+}
+
+static void plant_bus(void) {
+    FILE *file = tmpfile();
+    char *page = mmap(NULL, 4096, PROT_READ | PROT_WRITE, MAP_SHARED, fileno(file), 0);
+    *(volatile char *)page = 1;
+}
+
 static void plant(const char *what) {
+    if (!strcmp(what, "bus")) plant_bus();
     pthread_t threads[2];
     int place = !strcmp(what, "overflow") ? 5 : 1;
     for (int i = 0; i < 2; i++) pthread_create(&threads[i], NULL, write_planted, &place);
     for (int i = 0; i < 2; i++) pthread_join(threads[i], NULL);
+}
+
+struct limit {
+    void *kernel;
+    int bytes, after_us;
+};
+
+static void *set_limit(void *argument) {
+    const struct limit *limit = argument;
+    usleep((useconds_t)limit->after_us);
+    cuFuncSetAttribute(limit->kernel, 8, limit->bytes);
+    return NULL;
+}
+
+// This thread's sets take their time, so that the program's falls between the filter's question and its answer.
+static void limit_beside(const char *name, int bytes, int after_us) {
+    pthread_t thread;
+    struct limit limit = {.kernel = kernel_named(name), .bytes = bytes, .after_us = after_us};
+    double_delay_sets(20000);
+    pthread_create(&thread, NULL, set_limit, &limit);
+    const int first = launch_kernel(limit.kernel, 1, 1, 1, 32, 1, 1, 0, NULL, NULL, NULL);
+    pthread_join(thread, NULL);
+    double_delay_sets(0);
+    const int second = launch_kernel(limit.kernel, 1, 1, 1, 32, 1, 1, (unsigned)bytes, NULL, NULL, NULL);
+    printf("results %d %d\n", first, second);
+    print_launches();
 }
 
 static void obey(char *line) {
@@ -341,9 +434,13 @@ static void obey(char *line) {
         printf("result %d\n", unload_module(kernel_named(name)));
         if (!strcmp(kernels[num_kernels - 1].name, name)) num_kernels--;
     }
+    if (sscanf(line, "unload_library %2047s", name) == 1) printf("result %d\n", cuLibraryUnload(kernel_named(name)));
     if (!strcmp(line, "destroy")) printf("result %d\n", destroy_context((void *)1));
     if (sscanf(line, "refuse %2047s %d %d %d", name, &a, &b, &c) == 4) double_refuse(kernel_named(name), a, b, c);
     if (sscanf(line, "limit %2047s %d", name, &a) == 2) cuFuncSetAttribute(kernel_named(name), 8, a);
+    if (sscanf(line, "limit_kernel %2047s %d", name, &a) == 2) cuKernelSetAttribute(8, a, kernel_named(name), 0);
+    if (sscanf(line, "carveout %2047s %d", name, &a) == 2) cuFuncSetAttribute(kernel_named(name), 9, a);
+    if (sscanf(line, "limit_beside %2047s %d %d", name, &a, &b) == 3) limit_beside(name, a, b);
     if (sscanf(line, "attributes %2047s", name) == 1)
         printf("attributes %d %d\n", double_attribute(kernel_named(name), 8), double_attribute(kernel_named(name), 9));
     if (sscanf(line, "capture %d %d", &a, &b) == 2) double_set_capturing(a, b);
@@ -353,6 +450,11 @@ static void obey(char *line) {
     if (sscanf(line, "fork %2047s", name) == 1) fork_and_launch(name);
     if (sscanf(line, "stress %d %d %2047s %d", &a, &b, name, &c) >= 2) stress(a, b, name, c);
     if (sscanf(line, "bench %d", &a) == 1) bench(a);
+    if (sscanf(line, "many %d", &a) == 1) make_many(a);
+    if (sscanf(line, "again %d", &a) == 1) launch_many(a);
+    if (!strcmp(line, "asked")) printf("asked %u\n", double_num_asked());
+    if (!strcmp(line, "handle_bus")) handle_bus(end_at_bus);
+    if (!strcmp(line, "reraise_bus")) handle_bus(raise_bus_again);
     if (sscanf(line, "plant %63s", word) == 1) plant(word);
 }
 

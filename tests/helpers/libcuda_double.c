@@ -3,18 +3,22 @@
 // Structures and numbers are written here a second time, after cuda.h, so that a slip in the filter's own declarations shows. What it
 // imitates: limits of dynamic shared memory, the carveout, occupancy by shared memory on an SM of 228 KiB, handles of either kind,
 // modules whose handles are used again, stream capture that an error ends, errors on request.
+#define _GNU_SOURCE
+#include <dlfcn.h>
 #include <pthread.h>
 #include <stdbool.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
 #include "libcuda_double.h"
 
 #define EXPORT __attribute__((visibility("default")))
 enum { SUCCESS = 0, INVALID_VALUE = 1, INVALID_CONTEXT = 201, INVALID_HANDLE = 400, NOT_FOUND = 500, CAPTURE_UNSUPPORTED = 900 };
-enum { MAX_HANDLES = 512, FREE = 0, FUNCTION = 1, KERNEL = 2 };
+enum { OPTIN_BYTES = 232448 };
+enum { MAX_HANDLES = 32768, FREE = 0, FUNCTION = 1, KERNEL = 2 };
 
 struct handle {
     int kind;
@@ -27,11 +31,13 @@ struct handle {
 };
 
 static struct handle handles[MAX_HANDLES];
+static int first_free;  // no handle before it is free
 static bool streams_capturing[DOUBLE_STREAMS], streams_broken[DOUBLE_STREAMS];
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static struct double_launch noted[DOUBLE_LAUNCHES];
-static unsigned num_noted;
+static unsigned num_noted, num_asked;
 static int is_quiet, refuse_module;
+static __thread int set_delay_us;
 static __thread int capture_mode;
 static __thread uintptr_t current_context = 0xC0;
 
@@ -58,8 +64,9 @@ static int any_capturing(void) {
 EXPORT void *double_make(const char *name, int static_bytes, int registers, int is_kernel) {
     pthread_mutex_lock(&lock);
     struct handle *made[2] = {NULL, NULL};
-    for (int i = 0, n = 0; i < MAX_HANDLES && n < 1 + is_kernel; i++)
-        if (handles[i].kind == FREE) made[n++] = &handles[i];
+    for (int n = 0; first_free < MAX_HANDLES && n < 1 + is_kernel; first_free++)
+        if (handles[first_free].kind == FREE) made[n++] = &handles[first_free];
+    if (!made[is_kernel]) abort();  // a test makes too many
     for (int i = 0; i <= is_kernel; i++) {
         *made[i] = (struct handle){.kind = FUNCTION, .static_bytes = static_bytes, .registers = registers,
                                    .max_dynamic = 49152 - static_bytes, .carveout = -1};
@@ -87,6 +94,8 @@ EXPORT void double_set_capturing(int stream, int is_capturing) {
 }
 EXPORT int double_is_broken(int stream) { return streams_broken[stream]; }
 EXPORT void double_set_context(int number) { current_context = 0xC0 + (uintptr_t)number; }
+EXPORT unsigned double_num_asked(void) { return __atomic_load_n(&num_asked, __ATOMIC_RELAXED); }
+EXPORT void double_delay_sets(int microseconds) { set_delay_us = microseconds; }
 EXPORT void double_set_quiet(int quiet) { is_quiet = quiet; }
 EXPORT int double_attribute(void *function, int attribute) {
     const struct handle *handle = function_of(function);
@@ -179,6 +188,7 @@ EXPORT int cuLaunchCooperativeKernel_ptsz(void *f, SHAPE, void **parameters) {
 // --- kernels and modules --------------------------------------------------------------------------------------------------------
 
 EXPORT int cuFuncGetName(const char **name, void *f) {
+    __atomic_fetch_add(&num_asked, 1, __ATOMIC_RELAXED);
     if (!is_handle(f, FUNCTION)) return INVALID_HANDLE;
     *name = ((struct handle *)f)->name;
     return SUCCESS;
@@ -207,10 +217,15 @@ EXPORT int cuFuncGetAttribute(int *value, int attribute, void *f) {
 EXPORT int cuFuncSetAttribute(void *f, int attribute, int value) {
     if (!is_handle(f, FUNCTION)) return INVALID_HANDLE;
     struct handle *handle = f;
-    if (attribute == 8 && value + handle->static_bytes > 232448) return INVALID_VALUE;
+    if (set_delay_us) usleep((useconds_t)set_delay_us);
+    if (attribute == 8 && value + handle->static_bytes > OPTIN_BYTES) return INVALID_VALUE;
     if (attribute == 8) __atomic_store_n(&handle->max_dynamic, value, __ATOMIC_RELEASE);
     if (attribute == 9) __atomic_store_n(&handle->carveout, value, __ATOMIC_RELEASE);
     return attribute == 8 || attribute == 9 ? SUCCESS : INVALID_VALUE;
+}
+EXPORT int cuKernelSetAttribute(int attribute, int value, void *k, int device) {
+    if (!is_handle(k, KERNEL) || device) return INVALID_HANDLE;
+    return cuFuncSetAttribute(((struct handle *)k)->function, attribute, value);
 }
 EXPORT int cuOccupancyMaxActiveBlocksPerMultiprocessor(int *count, void *f, int threads, size_t shared) {
     const struct handle *handle = function_of(f);
@@ -230,6 +245,7 @@ EXPORT int cuModuleLoadData(void **module, const void *image) {
     const int capturing = any_capturing();
     if (capturing >= 0 && capture_mode != 2) return fail(capturing, CAPTURE_UNSUPPORTED);
     if (refuse_module) return refuse_module;
+    dlclose(dlopen(NULL, RTLD_LAZY));  // as a driver that loads its PTX compiler
     if (!strstr(image, ".visible .entry counterpoint_hold")) return INVALID_VALUE;
     *module = (void *)"module of the head start";
     return SUCCESS;
@@ -248,7 +264,24 @@ EXPORT int cuFuncLoad(void *f) {
 // In this double a module holds one function, and its handle is the module's; what is made next takes its place.
 EXPORT int cuModuleUnload(void *module) {
     if (!is_handle(module, FUNCTION) && !is_handle(module, KERNEL)) return INVALID_HANDLE;
-    ((struct handle *)module)->kind = FREE;
+    pthread_mutex_lock(&lock);
+    struct handle *freed[] = {module, ((struct handle *)module)->function};  // a kernel's function goes with it
+    for (int i = 0; i < 2 && freed[i]; i++) {
+        const int place = (int)(freed[i] - handles);
+        handles[place].kind = FREE;
+        if (place < first_free) first_free = place;
+    }
+    pthread_mutex_unlock(&lock);
+    return SUCCESS;
+}
+EXPORT int cuFuncGetModule(void **module, void *f) {
+    if (!is_handle(f, FUNCTION)) return INVALID_HANDLE;
+    *module = f;
+    return SUCCESS;
+}
+EXPORT int cuKernelGetLibrary(void **library, void *k) {
+    if (!is_handle(k, KERNEL)) return INVALID_HANDLE;
+    *library = k;
     return SUCCESS;
 }
 EXPORT int cuLibraryUnload(void *library) { return cuModuleUnload(library); }
@@ -262,6 +295,14 @@ EXPORT int cuCtxGetCurrent(void **context) {
     *context = (void *)current_context;
     return SUCCESS;
 }
+EXPORT int cuCtxGetDevice(int *device) {
+    *device = 0;
+    return SUCCESS;
+}
+EXPORT int cuDeviceGetAttribute(int *value, int attribute, int device) {
+    *value = OPTIN_BYTES;
+    return attribute == 97 && !device ? SUCCESS : INVALID_VALUE;
+}
 EXPORT int cuCtxGetStreamPriorityRange(int *least, int *greatest) {
     *least = 0;
     *greatest = -5;
@@ -273,6 +314,7 @@ EXPORT int cuStreamIsCapturing(void *stream, int *status) {
 }
 EXPORT int cuStreamIsCapturing_ptsz(void *stream, int *status) { return cuStreamIsCapturing(stream, status); }
 EXPORT int cuThreadExchangeStreamCaptureMode(int *mode) {
+    __atomic_fetch_add(&num_asked, 1, __ATOMIC_RELAXED);
     const int before = capture_mode;
     capture_mode = *mode;
     *mode = before;
@@ -293,6 +335,8 @@ EXPORT int cuGetProcAddress(const char *symbol, void **address, int version, uin
     ANSWER(cuLaunchCooperativeKernel, 9000);
     if (!strcmp(symbol, "cuGetProcAddress")) *address = version >= 12000 ? (void *)cuGetProcAddress_v2 : (void *)cuGetProcAddress;
     if (!strcmp(symbol, "cuModuleUnload")) *address = (void *)cuModuleUnload;
+    if (!strcmp(symbol, "cuFuncSetAttribute")) *address = (void *)cuFuncSetAttribute;
+    if (!strcmp(symbol, "cuKernelSetAttribute")) *address = (void *)cuKernelSetAttribute;
     return *address ? SUCCESS : NOT_FOUND;
 }
 EXPORT int cuGetProcAddress_v2(const char *symbol, void **address, int version, uint64_t flags, int *status) {

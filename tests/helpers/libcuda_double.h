@@ -21,7 +21,9 @@ void double_refuse_modules(int error);
 void double_set_capturing(int stream, int is_capturing);
 int double_is_broken(int stream);
 void double_set_context(int number);
+void double_delay_sets(int microseconds);  // this thread's, between a kernel's attribute being asked for and set
 void double_set_quiet(int quiet);
+unsigned double_num_asked(void);  // calls that the filter makes when it decides anew
 int double_attribute(void *function, int attribute);
 unsigned double_take_launches(struct double_launch *to, unsigned most);
 

@@ -167,7 +167,7 @@ def test_a_cap_that_no_cluster_would_survive_is_refused(built: Built, tmp_path: 
         client.make("large")
         assert client.launch("small", how="cluster=4").last.shared == 100_000
         assert client.launch("large", how="cluster=4").last.shared == 0
-        assert client.attributes("large") == (49_152, -1)
+        assert client.attributes("large") == (200_000, -1)
         assert client.state().counters[1].refusal == "not one of its clusters would fit the GPU with so much shared memory"
         assert [seen.ctas_per_cluster for seen in client.state().functions] == [4, 4]
 

@@ -110,6 +110,7 @@ static struct block_record *map_block(const char *directory) {
     void *memory = error ? MAP_FAILED : mmap(NULL, sizeof(struct block_record), PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
     if (memory == MAP_FAILED) report_file("cannot reserve", path, error ? error : errno);
     close(file);
+    if (memory != MAP_FAILED) guard_block(memory, path);
     if (memory != MAP_FAILED && copy_template(directory, memory)) return memory;
     if (memory != MAP_FAILED) munmap(memory, sizeof(struct block_record));
     unlink(path);

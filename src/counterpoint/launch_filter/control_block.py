@@ -1,12 +1,14 @@
-"""The mapped file between one process's launch filter and Python: rules one way, counters and a census of kernels the other.
+"""The file between one process's launch filter and Python: rules one way, counters and a census of kernels the other.
 
 Needs neither torch nor CUDA. One writer swaps tables (two at once would tear them); any number may read. A swap fills the
 oldest of the table slots and then raises the generation, so the filter sees either the old table or the new one, whole: it
 checks the slot's generation and checksum before it uses a new table. A launch that is being decided meanwhile keeps the old
 table; if as many swaps as there are slots happened within that one launch, it would be counted in a wrong table.
+
+The file is read and written by calls and not mapped here: where it was cut short a call says so, and a mapped page would end
+the process.
 """
 
-import mmap
 import os
 import zlib
 from collections.abc import Sequence
@@ -34,6 +36,7 @@ __all__ = [
 ]
 
 INITIAL_BLOCK = "initial.block"
+NUM_READS = 5  # of a table, before it is said to be damaged
 DRIVERS = {0: "", 1: "cuda", 2: "hip"}
 REFUSALS = {
     1: "the launch is cooperative (a grid barrier needs all its CTAs resident at once), and such launches are left alone",
@@ -123,7 +126,7 @@ class ControlBlock:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._map: mmap.mmap | None = _open_map(path)
+        self._file: int | None = _open_file(path)
         header = self._read(BlockRecord.magic.offset, 16)
         expected = _header()
         if header != expected:
@@ -152,21 +155,22 @@ class ControlBlock:
 
     def swap(self, rules: Sequence[FilterRule]) -> int:
         """Put another table in force from the next launch on; counters start at 0. Returns the new generation."""
-        mapped = self._mapped()
-        generation = self._number(BlockRecord.generation.offset) + 1
-        slot = SlotRecord.from_buffer(mapped, _slot_offset(generation))
+        if os.fstat(self._opened()).st_size != sizeof(BlockRecord):
+            raise self._damaged("was cut short")
+        generation = self._number(BlockRecord.generation.offset) + 1 & (1 << 64) - 1
+        slot = SlotRecord()
         _fill(slot, rules, generation)
-        del slot
-        with memoryview(mapped) as view, view.cast("Q") as words:  # one store of 8 bytes, which struct would not promise
-            words[BlockRecord.generation.offset // 8] = generation
+        self._write(bytes(slot), _slot_offset(generation))
+        self._write(generation.to_bytes(8, "little"), BlockRecord.generation.offset)
         return generation
 
     def state(self) -> FilterState:
-        """What the filter has seen and done so far; counters move on while they are read."""
-        generation = self._number(BlockRecord.generation.offset)
-        slot = self._copy(SlotRecord, _slot_offset(generation))
+        """What the filter has seen and done so far; counters move on while they are read. Raises `LaunchFilterError`."""
+        generation, slot = self._table()
         header = self._read(0, BlockRecord.slots.offset)
         block = BlockRecord.from_buffer_copy(header + bytes(sizeof(BlockRecord) - len(header)))
+        if block.driver not in DRIVERS:
+            raise self._damaged(f"names a driver {block.driver} that there is not")
         functions = tuple(self._function(index) for index in range(min(block.num_functions, layout.MAX_FUNCTIONS)))
         return FilterState(
             pid=block.pid,
@@ -183,21 +187,40 @@ class ControlBlock:
 
     def close(self) -> None:
         """Let go of the file."""
-        if self._map is not None:
-            self._map.close()
-            self._map = None
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+
+    def _table(self) -> tuple[int, SlotRecord]:
+        """The table in force; a swap meanwhile makes it be read again."""
+        for _ in range(NUM_READS):
+            generation = self._number(BlockRecord.generation.offset)
+            slot = self._copy(SlotRecord, _slot_offset(generation))
+            if slot.generation == generation and _is_whole(slot):
+                return generation, slot
+        raise self._damaged(f"holds no table of generation {generation}")
 
     def _function(self, index: int) -> tuple[SeenFunction, int]:
         record = self._copy(FunctionRecord, BlockRecord.functions.offset + index * sizeof(FunctionRecord))
         return _seen(record), record.num_launches_ex
 
-    def _mapped(self) -> mmap.mmap:
-        if self._map is None:
+    def _opened(self) -> int:
+        if self._file is None:
             raise LaunchFilterError(f"The control block {self._path} is closed; open it again.")
-        return self._map
+        return self._file
 
     def _read(self, offset: int, size: int) -> bytes:
-        return self._mapped()[offset : offset + size]
+        content = os.pread(self._opened(), size, offset)
+        if len(content) != size:
+            raise self._damaged("was cut short")
+        return content
+
+    def _write(self, content: bytes, offset: int) -> None:
+        if os.pwrite(self._opened(), content, offset) != len(content):
+            raise self._damaged("could not be written whole")
+
+    def _damaged(self, how: str) -> LaunchFilterError:
+        return LaunchFilterError(f"The control block {self._path} is damaged: it {how}; start the job again.")
 
     def _number(self, offset: int) -> int:
         return int.from_bytes(self._read(offset, 8), "little")
@@ -216,22 +239,20 @@ def _header() -> bytes:
     return bytes(block)[:16]
 
 
-def _open_map(path: Path) -> mmap.mmap:
+def _open_file(path: Path) -> int:
     try:
-        descriptor = os.open(path, os.O_RDWR)
+        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     except OSError as problem:
         raise LaunchFilterError(
             f"Cannot open {path}: {problem.strerror}; name the control block of a running job."
         ) from problem
-    try:
-        size = os.fstat(descriptor).st_size
-        if size != sizeof(BlockRecord):
-            raise LaunchFilterError(
-                f"{path} has {size:,} bytes, and a control block has {sizeof(BlockRecord):,}; name one of this version."
-            )
-        return mmap.mmap(descriptor, size)
-    finally:
+    size = os.fstat(descriptor).st_size
+    if size != sizeof(BlockRecord):
         os.close(descriptor)
+        raise LaunchFilterError(
+            f"{path} has {size:,} bytes, and a control block has {sizeof(BlockRecord):,}; name one of this version."
+        )
+    return descriptor
 
 
 def _slot_offset(generation: int) -> int:
@@ -261,9 +282,20 @@ def _fill(slot: Any, rules: Sequence[FilterRule], generation: int) -> None:
     memmove(addressof(slot) + SlotRecord.pool.offset, pool, len(pool))
     slot.num_rules = len(rules)
     slot.pool_bytes = len(pool)
-    used = string_at(addressof(slot) + SlotRecord.rules.offset, len(rules) * sizeof(RuleRecord))
-    slot.checksum = zlib.crc32(pool, zlib.crc32(used))
+    slot.checksum = _checksum(slot)
     slot.generation = generation
+
+
+def _checksum(slot: Any) -> int:
+    used = string_at(addressof(slot) + SlotRecord.rules.offset, slot.num_rules * sizeof(RuleRecord))
+    pool = string_at(addressof(slot) + SlotRecord.pool.offset, slot.pool_bytes)
+    return zlib.crc32(pool, zlib.crc32(used))
+
+
+def _is_whole(slot: SlotRecord) -> bool:
+    """Whether a table is what was once written, so that every figure in it is in its range."""
+    has_sizes = slot.num_rules <= layout.MAX_RULES and slot.pool_bytes <= layout.PATTERN_POOL_BYTES
+    return has_sizes and bool(_checksum(slot) == slot.checksum)
 
 
 def _record(rule: FilterRule, offset: int, size: int) -> RuleRecord:
@@ -317,7 +349,7 @@ def _counters(record: CounterRecord) -> RuleCounters:
         num_refused=record.num_refused,
         num_retried=record.num_retried,
         residency_found=None if record.residency_found < 0 else record.residency_found,
-        refusal=REFUSALS[code].format(value=value) if code else "",
+        refusal=REFUSALS.get(code, f"reason {code}, which this version does not know").format(value=value) if code else "",
     )
 
 

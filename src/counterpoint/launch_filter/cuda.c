@@ -245,7 +245,10 @@ static void replace_address(const char *symbol, void **address, int version, uin
     if (point) *address = answer_for(&cuda_library, point, *address);
 }
 
-enum { GET_PROC_ADDRESS = 6, GET_PROC_ADDRESS_V2, MODULE_UNLOAD, LIBRARY_UNLOAD, FIRST_OF_CONTEXTS };
+enum {
+    GET_PROC_ADDRESS = 6, GET_PROC_ADDRESS_V2, FUNC_SET_ATTRIBUTE, KERNEL_SET_ATTRIBUTE, MODULE_UNLOAD, LIBRARY_UNLOAD,
+    FIRST_OF_CONTEXTS,
+};
 
 static CUresult get_proc_address(enum route route, const char *symbol, void **address, int version, uint64_t flags) {
     cuGetProcAddress_function *next = (cuGetProcAddress_function *)real(GET_PROC_ADDRESS, route);
@@ -263,14 +266,48 @@ static CUresult get_proc_address_v2(enum route route, const char *symbol, void *
     return result;
 }
 
+// --- what the program sets on kernels itself ------------------------------------------------------------------------------------------
+
+static void begin_programs_attribute(uintptr_t kernel, int attribute) {
+    if (attribute == CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES) begin_programs_limit();
+    if (attribute == CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT) note_programs_carveout(kernel);
+}
+
+static void end_programs_attribute(int attribute) {
+    if (attribute == CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES) end_programs_limit();
+}
+
+static CUresult set_of_function(enum route route, CUfunction function, int attribute, int value) {
+    cuFuncSetAttribute_function *next = (cuFuncSetAttribute_function *)real(FUNC_SET_ATTRIBUTE, route);
+    if (!next) return CUDA_ERROR_SHARED_OBJECT_SYMBOL_NOT_FOUND;
+    begin_programs_attribute((uintptr_t)function, attribute);
+    const CUresult result = next(function, attribute, value);
+    end_programs_attribute(attribute);
+    return result;
+}
+
+static CUresult set_of_kernel(enum route route, int attribute, int value, CUkernel kernel, CUdevice device) {
+    cuKernelSetAttribute_function *next = (cuKernelSetAttribute_function *)real(KERNEL_SET_ATTRIBUTE, route);
+    if (!next) return CUDA_ERROR_SHARED_OBJECT_SYMBOL_NOT_FOUND;
+    begin_programs_attribute((uintptr_t)kernel, attribute);
+    const CUresult result = next(attribute, value, kernel, device);
+    end_programs_attribute(attribute);
+    return result;
+}
+
 // --- what frees kernels: their handles may stand for others afterwards ----------------------------------------------------------------
 
+// What is known of the kernels goes first: another thread may get the handles again as soon as the driver has freed them, and no
+// program launches a kernel while it unloads it.
 static CUresult unload(unsigned place, enum route route, void *handle) {
     CUresult (*next)(void *) = (CUresult(*)(void *))real(place, route);
     if (!next) return CUDA_ERROR_SHARED_OBJECT_SYMBOL_NOT_FOUND;
-    const CUresult result = next(handle);
-    forget_handles();
-    return result;
+    if (place == LIBRARY_UNLOAD) {
+        forget_library((uintptr_t)handle);
+    } else {
+        forget_module((uintptr_t)handle);
+    }
+    return next(handle);
 }
 
 static CUresult end_context(unsigned place, enum route route, void *context) {
@@ -316,6 +353,9 @@ BOTH_ROUTES(cuGetProcAddress, (const char *symbol, void **address, int version, 
             get_proc_address(route, symbol, address, version, flags))
 BOTH_ROUTES(cuGetProcAddress_v2, (const char *symbol, void **address, int version, uint64_t flags, int *status),
             get_proc_address_v2(route, symbol, address, version, flags, status))
+BOTH_ROUTES(cuFuncSetAttribute, (CUfunction function, int attribute, int value), set_of_function(route, function, attribute, value))
+BOTH_ROUTES(cuKernelSetAttribute, (int attribute, int value, CUkernel kernel, CUdevice device),
+            set_of_kernel(route, attribute, value, kernel, device))
 BOTH_ROUTES(cuModuleUnload, (CUmodule module), unload(MODULE_UNLOAD, route, module))
 BOTH_ROUTES(cuLibraryUnload, (CUlibrary library), unload(LIBRARY_UNLOAD, route, library))
 BOTH_ROUTES(cuCtxDestroy, (CUcontext context), end_context(FIRST_OF_CONTEXTS, route, context))
@@ -338,6 +378,8 @@ static struct entry_point entry_points[] = {  // in the order that the enums abo
     POINT(cuLaunchCooperativeKernel_ptsz, cuLaunchCooperativeKernel, 9000, true, true),
     POINT(cuGetProcAddress, cuGetProcAddress, 11030, false, false),
     POINT(cuGetProcAddress_v2, cuGetProcAddress, 12000, false, false),
+    POINT(cuFuncSetAttribute, cuFuncSetAttribute, 9000, false, false),
+    POINT(cuKernelSetAttribute, cuKernelSetAttribute, 12000, false, false),
     POINT(cuModuleUnload, cuModuleUnload, 2000, false, false),
     POINT(cuLibraryUnload, cuLibraryUnload, 12000, false, false),
     POINT(cuCtxDestroy, cuCtxDestroy, 2000, false, false),

@@ -12,6 +12,8 @@ HIDDEN bool is_capturing(CUstream stream, bool is_per_thread);              // a
 HIDDEN bool has_room_for_cap(CUfunction kernel, uint32_t bytes);  // the kernel may use so much dynamic shared memory now
 HIDDEN void note_collective(CUstream stream, bool is_per_thread);
 HIDDEN void hold_if_racing(const struct decision *, CUstream stream, bool is_per_thread);
+HIDDEN void begin_programs_limit(void);  // around a call by which the program sets a kernel's limit of shared memory
+HIDDEN void end_programs_limit(void);
 HIDDEN void forget_contexts(void);  // contexts may have been destroyed, and what was loaded in them
 
 #endif

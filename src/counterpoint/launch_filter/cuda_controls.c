@@ -2,8 +2,8 @@
 // start. Nothing here launches for the user, and nothing here can make a launch of the user's fail.
 //
 // A cap raises MAX_DYNAMIC_SHARED_SIZE_BYTES and the carveout of the function, since the driver refuses more shared memory without the
-// first and freed room is not usable without the second (measured: co-residency with NCCL starts only with the carveout raised). A
-// head start is a kernel of one thread that waits, launched in the stream of a kernel that would race a collective.
+// first and freed room is not usable without the second (measured: co-residency with NCCL starts only with the carveout raised). The
+// limit is only ever raised; the carveout, which makes no launch fail, is put back. A head start is a kernel of one thread that waits, launched in the stream of a kernel that would race a collective.
 #define _GNU_SOURCE
 #include <string.h>
 
@@ -30,15 +30,19 @@ extern const char hold_image[] HIDDEN;
     FUNCTION(cuThreadExchangeStreamCaptureMode, int *)                                             \
     FUNCTION(cuModuleLoadData, CUmodule *, const void *)                                           \
     FUNCTION(cuModuleGetFunction, CUfunction *, CUmodule, const char *)                            \
-    FUNCTION(cuFuncLoad, CUfunction)
+    FUNCTION(cuCtxGetDevice, CUdevice *)                                                           \
+    FUNCTION(cuDeviceGetAttribute, int *, int, CUdevice)                                           \
+    FUNCTION(cuFuncLoad, CUfunction)                                                               \
+    FUNCTION(cuFuncGetModule, CUmodule *, CUfunction)                                              \
+    FUNCTION(cuKernelGetLibrary, CUlibrary *, CUkernel)
 
 #define DECLARE(name, ...) CUresult (*name)(__VA_ARGS__);
-static struct {
+static struct driver_functions {
     DRIVER_FUNCTIONS(DECLARE)
     cuLaunchKernelEx_function *launch_ex[2];  // by per-thread default stream
     cuLaunchKernel_function *launch[2];
-    bool is_complete;
 } cu;
+static bool is_cu_complete;
 
 // One context's notes for head starts: the last collective, whether some kernel was held for it, and the kernel that holds.
 static struct context_notes {
@@ -50,16 +54,21 @@ static struct context_notes {
 } contexts[MAX_CONTEXTS];
 static uint32_t context_epoch = 1;
 
-#define FIND(name, ...) cu.name = (CUresult(*)(__VA_ARGS__))driver_symbol(&cuda_library, #name);
+// The dynamic loader is asked with no lock held; two threads may both ask, and they find the same.
+#define FIND(name, ...) found.name = (CUresult(*)(__VA_ARGS__))driver_symbol(&cuda_library, #name);
 static void find_driver_functions(void) {
-    if (LOAD(&cu.is_complete)) return;
+    if (LOAD(&is_cu_complete)) return;
+    struct driver_functions found;
     DRIVER_FUNCTIONS(FIND)
-    cu.launch[0] = (cuLaunchKernel_function *)driver_symbol(&cuda_library, "cuLaunchKernel");
-    cu.launch[1] = (cuLaunchKernel_function *)driver_symbol(&cuda_library, "cuLaunchKernel_ptsz");
-    cu.launch_ex[0] = (cuLaunchKernelEx_function *)driver_symbol(&cuda_library, "cuLaunchKernelEx");
-    cu.launch_ex[1] = (cuLaunchKernelEx_function *)driver_symbol(&cuda_library, "cuLaunchKernelEx_ptsz");
-    if (!cu.cuFuncGetName) report_problem("this CUDA driver is older than 12.3 and does not tell kernels' names; update it.");
-    STORE(&cu.is_complete, true);
+    found.launch[0] = (cuLaunchKernel_function *)driver_symbol(&cuda_library, "cuLaunchKernel");
+    found.launch[1] = (cuLaunchKernel_function *)driver_symbol(&cuda_library, "cuLaunchKernel_ptsz");
+    found.launch_ex[0] = (cuLaunchKernelEx_function *)driver_symbol(&cuda_library, "cuLaunchKernelEx");
+    found.launch_ex[1] = (cuLaunchKernelEx_function *)driver_symbol(&cuda_library, "cuLaunchKernelEx_ptsz");
+    pthread_mutex_lock(&filter_lock);
+    if (!is_cu_complete) cu = found;
+    STORE(&is_cu_complete, true);
+    pthread_mutex_unlock(&filter_lock);
+    if (!found.cuFuncGetName) report_problem("this CUDA driver is older than 12.3 and does not tell kernels' names; update it.");
 }
 
 HIDDEN cuLaunchKernelEx_function *launch_ex_of_driver(bool is_per_thread) { return cu.launch_ex[is_per_thread]; }
@@ -78,14 +87,23 @@ static CUfunction function_of(CUfunction handle, const char **name) {
     return function;
 }
 
+// Where a kernel lies: what `forget_module` and `forget_library` are told when it is unloaded.
+static uintptr_t owner_of(CUfunction handle, CUfunction function) {
+    CUlibrary library = NULL;
+    CUmodule module = NULL;
+    if (function != handle)
+        return cu.cuKernelGetLibrary && !cu.cuKernelGetLibrary(&library, (CUkernel)handle) ? (uintptr_t)library : 0;
+    return cu.cuFuncGetModule && !cu.cuFuncGetModule(&module, function) ? (uintptr_t)module : 0;
+}
+
 static bool describe(uintptr_t kernel, struct kernel_facts *facts) {
     int value = 0;
-    find_driver_functions();
-    const CUfunction function = function_of((CUfunction)kernel, &facts->name);
+    const CUfunction handle = (CUfunction)kernel, function = function_of(handle, &facts->name);
     if (!function || !cu.cuFuncGetAttribute) return facts->name != NULL;
     if (!cu.cuFuncGetAttribute(&value, CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES, function))
         facts->static_shared_bytes = (uint32_t)value;
     if (!cu.cuFuncGetAttribute(&value, CU_FUNC_ATTRIBUTE_NUM_REGS, function)) facts->registers_per_thread = (uint32_t)value;
+    facts->owner = owner_of(handle, function);
     return true;
 }
 
@@ -95,10 +113,8 @@ static void undo_cap(uintptr_t kernel, struct cap_state *cap) {
     const char *name;
     const CUfunction function = function_of((CUfunction)kernel, &name);
     int now;
-    if (function && !cu.cuFuncGetAttribute(&now, CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, function) && now == cap->bytes)
-        cu.cuFuncSetAttribute(function, CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, cap->bytes_before);
-    if (function && !cu.cuFuncGetAttribute(&now, CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, function) &&
-        now == cap->carveout)  // else the program has chosen anew
+    if (function && !LOAD_RELAXED(&cap->is_programs) &&
+        !cu.cuFuncGetAttribute(&now, CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, function) && now == cap->carveout)
         cu.cuFuncSetAttribute(function, CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, cap->carveout_before);
     cap->is_set = false;
 }
@@ -119,19 +135,49 @@ static struct refused ask_driver(CUfunction function, const struct launch *launc
     return num_clusters < 1 ? (struct refused){REFUSED_NO_CLUSTER_FITS, 0} : (struct refused){0};
 }
 
-static CUresult raise(CUfunction function, const struct rule_record *rule, struct cap_state *cap) {
-    int bytes = 0, carveout = -1;
-    const int wanted = (int)rule->dynamic_shared_bytes;
+// How often the program has set a limit of shared memory itself, on any kernel.
+static uint64_t num_limits_begun, num_limits_done;
+
+HIDDEN void begin_programs_limit(void) { __atomic_fetch_add(&num_limits_begun, 1, __ATOMIC_SEQ_CST); }
+HIDDEN void end_programs_limit(void) { __atomic_fetch_add(&num_limits_done, 1, __ATOMIC_SEQ_CST); }
+
+// The most dynamic shared memory that the function can be allowed on this device; 0 where the driver does not say.
+static int most_bytes(CUfunction function) {
+    CUdevice device;
+    int all = 0, fixed = 0;
+    if (!cu.cuCtxGetDevice || !cu.cuDeviceGetAttribute || cu.cuCtxGetDevice(&device)) return 0;
+    if (cu.cuDeviceGetAttribute(&all, CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN, device)) return 0;
+    if (cu.cuFuncGetAttribute(&fixed, CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES, function)) return 0;
+    return all - fixed;
+}
+
+// The program may set this limit between our question and our answer, and ours would take its place. Where it set any limit
+// meanwhile, this one becomes the most that there is: no launch needs more.
+static CUresult raise_limit(CUfunction function, int wanted) {
+    int bytes = 0;
+    const uint64_t done = __atomic_load_n(&num_limits_done, __ATOMIC_SEQ_CST);
+    const uint64_t begun = __atomic_load_n(&num_limits_begun, __ATOMIC_SEQ_CST);
     CUresult error = cu.cuFuncGetAttribute(&bytes, CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, function);
+    if (error || bytes >= wanted) return error;
+    error = cu.cuFuncSetAttribute(function, CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, wanted);
+    if (done == begun && begun == __atomic_load_n(&num_limits_begun, __ATOMIC_SEQ_CST)) return error;
+    const int most = most_bytes(function);
+    if (!error && most > wanted)
+        cu.cuFuncSetAttribute(function, CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, most);
+    return error;
+}
+
+static CUresult raise(CUfunction function, const struct rule_record *rule, struct cap_state *cap) {
+    int carveout = -1;
+    CUresult error = raise_limit(function, (int)rule->dynamic_shared_bytes);
     if (!error) error = cu.cuFuncGetAttribute(&carveout, CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, function);
     if (error) return error;
-    if (!cap->is_set) *cap = (struct cap_state){.is_set = true, .bytes_before = bytes, .carveout_before = carveout};
-    cap->bytes = bytes < wanted ? wanted : bytes;
+    if (!cap->is_set || LOAD_RELAXED(&cap->is_programs)) cap->carveout_before = carveout;
+    cap->is_set = true;
+    STORE_RELAXED(&cap->is_programs, false);
     cap->carveout = rule->sets & HAS_CARVEOUT ? rule->carveout_percent : cap->carveout_before;
-    if (bytes < wanted) error = cu.cuFuncSetAttribute(function, CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, wanted);
-    if (!error && cap->carveout != carveout)
-        error = cu.cuFuncSetAttribute(function, CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, cap->carveout);
-    return error;
+    if (cap->carveout == carveout) return CUDA_SUCCESS;
+    return cu.cuFuncSetAttribute(function, CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, cap->carveout);
 }
 
 static struct refused set_cap(const struct launch *launch, const struct rule_record *rule, struct cap_state *cap, int *residency) {

@@ -1,137 +1,51 @@
 // Which kernel gets which controls: decided once for each kernel and table, remembered without a lock, counted in the block.
 //
-// A kernel is a handle. The table below maps handles to decisions by open addressing; entries are never taken out, so a look-up
-// needs no lock. A decision carries a stamp, (generation of the rules, epoch of the handles); with any other stamp than the present
-// one it is made again under the mutex. The words of a decision are read between two readings of its stamp, each an acquire load, and
-// written between taking the stamp away and putting the new one there, each a release store: a reader that saw one new word sees
-// that the stamp has gone, and goes the slow way.
+// A decision carries a stamp, (generation of the rules, epoch of the handles); with any other stamp than the present one it is made
+// again. The words of a decision are read between two readings of its stamp, each an acquire load, and written between taking the
+// stamp away and putting the new one there, each a release store: a reader that saw one new word sees that the stamp has gone, and
+// goes the slow way.
+//
+// The slow way asks the driver, which may wait for other threads of the program. So it holds no lock then, only the turn: one thread at
+// a time asks. Who gets no turn in `TURN_LIMIT` attempts launches as it was and asks again at the next launch, so a thread
+// that the driver or the loader needs to go on never waits for ever.
 //
 // It knows nothing of CUDA or HIP beyond `struct driver_calls`.
 #define _GNU_SOURCE
-#include <dlfcn.h>
-#include <stdlib.h>
+#include <errno.h>
+#include <sched.h>
 #include <string.h>
+#include <time.h>
 
-#include "filter.h"
+#include "kernels.h"
 
-#define CAPACITY 16384  // kernels of one process; a power of two
-#define MAX_PROBES 64
+#define TURN_LIMIT 2000  // attempts, of 50 us and what the system adds
+#define TURN_YIELDS 64   // attempts before those
+#define MAX_DOUBTS 16
 
-struct kernel_entry {
-    uintptr_t kernel;  // 0: free
-    uint64_t stamp;    // 0: not decided
-    uint64_t words[3];
-    struct function_record *record;
-    uint64_t proven_stamp, given_up_stamp;
-};
-
-// What only the mutex's holder reads.
-struct kernel_notes {
-    uint32_t epoch;  // of what follows
-    char *name, *demangled;
-    struct cap_state cap;
-};
-
-static struct kernel_entry entries[CAPACITY];
-static struct kernel_notes notes[CAPACITY];
-static uint32_t num_entries;
+static bool is_turn_taken;
 static __thread bool is_deciding;  // a profiler's callback may launch from inside a driver call that we make
 
 HIDDEN void filter_started(void) {
-    for (size_t i = 0; i < CAPACITY; i++) {
-        free(notes[i].name);
-        free(notes[i].demangled);
-    }
-    memset(entries, 0, sizeof entries);
-    memset(notes, 0, sizeof notes);
+    forget_kernels();
     forget_rules();
-    num_entries = 0;
+    STORE(&is_turn_taken, false);  // by a thread that a forked child does not have
     is_deciding = false;
 }
 
-static bool rule_names(const struct rule_record *rule, const struct kernel_notes *kernel) {
-    const char *pattern = rules_now.pool + rule->pattern_offset;
-    return matches(pattern, rule->pattern_bytes, kernel->name) ||
-           (kernel->demangled && matches(pattern, rule->pattern_bytes, kernel->demangled));
-}
-
-// --- kernels ----------------------------------------------------------------------------------------------------------------------
-
-static uint32_t place_of(uintptr_t kernel) { return (uint32_t)((uint64_t)kernel * 0x9E3779B97F4A7C15ULL >> 50); }
-
-static struct kernel_entry *find(uintptr_t kernel) {
-    uint32_t place = place_of(kernel);
-    for (int probe = 0; probe < MAX_PROBES; probe++, place = (place + 1) % CAPACITY) {
-        const uintptr_t found = LOAD(&entries[place].kernel);
-        if (found == kernel) return &entries[place];
-        if (!found) return NULL;
-    }
-    return NULL;
-}
-
-static struct kernel_entry *insert(uintptr_t kernel) {
-    uint32_t place = place_of(kernel);
-    for (int probe = 0; probe < MAX_PROBES; probe++, place = (place + 1) % CAPACITY)
-        if (!entries[place].kernel) {
-            STORE(&entries[place].kernel, kernel);
-            return &entries[place];
+static bool take_turn(void) {
+    static const struct timespec pause = {.tv_nsec = 50000};
+    for (int attempt = 0; attempt < TURN_YIELDS + TURN_LIMIT; attempt++) {
+        if (!__atomic_exchange_n(&is_turn_taken, true, __ATOMIC_ACQUIRE)) return true;
+        if (attempt < TURN_YIELDS) {
+            sched_yield();
+        } else {
+            nanosleep(&pause, NULL);
         }
-    report_problem("more kernels than the launch filter keeps; the others are left as they are.");
-    return NULL;
-}
-
-// The C++ name, where the process has a demangler loaded: profilers show it, and so plans hold it.
-static char *demangle(const char *name) {
-    typedef char *demangle_function(const char *, char *, size_t *, int *);
-    if (strncmp(name, "_Z", 2)) return NULL;
-    void *library = dlopen("libstdc++.so.6", RTLD_LAZY | RTLD_NOLOAD);
-    if (!library) return NULL;
-    demangle_function *demangler = (demangle_function *)dlsym(library, "__cxa_demangle");
-    int status = -1;
-    char *text = demangler ? demangler(name, NULL, NULL, &status) : NULL;
-    dlclose(library);
-    return text;
-}
-
-// The census entry of a kernel: one for each name, registers and static shared memory.
-static struct function_record *record_of(struct block_record *block, const struct kernel_facts *facts) {
-    const size_t size = strlen(facts->name), kept = size < MAX_NAME_BYTES ? size : MAX_NAME_BYTES;
-    const uint32_t num_known = LOAD_RELAXED(&block->num_functions);
-    for (uint32_t i = 0; i < num_known; i++) {
-        struct function_record *known = &block->functions[i];
-        if (known->name_bytes == kept && known->static_shared_bytes == facts->static_shared_bytes &&
-            known->registers_per_thread == facts->registers_per_thread && !memcmp(known->name, facts->name, kept))
-            return known;
     }
-    if (num_known == MAX_FUNCTIONS) return NULL;
-    struct function_record *record = &block->functions[num_known];
-    memcpy(record->name, facts->name, kept);
-    record->name_bytes = (uint32_t)kept;
-    record->static_shared_bytes = facts->static_shared_bytes;
-    record->registers_per_thread = facts->registers_per_thread;
-    record->residency_found = -1;
-    record->traits = kept < size ? TRAIT_TRUNCATED : 0;
-    STORE(&block->num_functions, num_known + 1);
-    return record;
+    return false;
 }
 
-// Ask the driver about a kernel whose handle is new, or may stand for another kernel by now.
-static bool learn(const struct driver_calls *driver, struct kernel_entry *entry, uint32_t epoch) {
-    struct kernel_notes *known = &notes[entry - entries];
-    struct kernel_facts facts = {0};
-    if (known->epoch == epoch) return known->name != NULL;
-    const bool is_named = driver->describe(entry->kernel, &facts) && facts.name;
-    if (!is_named || !known->name || strcmp(known->name, facts.name)) {
-        free(known->name);
-        free(known->demangled);
-        *known = (struct kernel_notes){0};  // another kernel, so no cap of ours is on it
-        if (is_named) known->name = strdup(facts.name);
-        if (known->name) known->demangled = demangle(known->name);
-    }
-    known->epoch = epoch;
-    STORE(&entry->record, known->name ? record_of(filter_block, &facts) : NULL);
-    return known->name != NULL;
-}
+static void end_turn(void) { STORE(&is_turn_taken, false); }
 
 // --- decisions --------------------------------------------------------------------------------------------------------------------
 
@@ -167,13 +81,24 @@ HIDDEN void set_proven(const struct decision *decision) {
 
 HIDDEN void give_up(const struct decision *decision) { STORE_RELAXED(&decision->entry->given_up_stamp, decision->stamp); }
 
+// The rules that set each control of a kernel, copied so that the table may change meanwhile. An index below 0: none.
+struct choice {
+    int index;
+    struct rule_record rule;
+};
+struct choices {
+    struct choice cap, priority, hold, collective;
+    bool has_holds;
+    uint32_t lives;
+};
+
 // The rule that sets a control: the last one that names the kernel. Rules before it that set the same are told so.
-static int choose_rule(const struct decision *decision, const bool *named, uint32_t sets) {
-    int chosen = -1;
+static struct choice choose_rule(const struct decision *decision, const bool *named, uint32_t sets) {
+    struct choice chosen = {.index = -1};
     for (int rule = (int)rules_now.num_rules - 1; rule >= 0; rule--) {
         if (!named[rule] || !(rules_now.rules[rule].sets & sets)) continue;
-        if (chosen < 0) {
-            chosen = rule;
+        if (chosen.index < 0) {
+            chosen = (struct choice){rule, rules_now.rules[rule]};
         } else if (!(sets & IS_COLLECTIVE)) {
             note_refusal(counters_of(decision, (unsigned)rule), (struct refused){REFUSED_OVERRIDDEN, 0});
         }
@@ -181,72 +106,81 @@ static int choose_rule(const struct decision *decision, const bool *named, uint3
     return chosen;
 }
 
-static void name_rules(const struct kernel_notes *kernel, bool *named) {
+static void name_rules(const struct kernel_entry *entry, bool *named) {
     bool is_collective = false;
     for (uint32_t i = 0; i < rules_now.num_rules; i++) {
-        named[i] = rule_names(&rules_now.rules[i], kernel);
+        named[i] = rule_names_kernel(&rules_now.rules[i], entry);
         is_collective |= named[i] && rules_now.rules[i].sets & IS_COLLECTIVE;
     }
     for (uint32_t i = 0; i < rules_now.num_rules; i++)
         named[i] &= !(rules_now.rules[i].sets & (is_collective ? NOT_COLLECTIVE : ONLY_COLLECTIVE));
 }
 
-static bool has_holds(void) {
-    for (uint32_t i = 0; i < rules_now.num_rules; i++)
-        if (rules_now.rules[i].sets & HAS_HOLD) return true;
-    return false;
+static void choose(const struct decision *decision, struct choices *choices) {
+    bool named[MAX_RULES];
+    name_rules(decision->entry, named);
+    choices->cap = choose_rule(decision, named, HAS_CAP);
+    choices->priority = choose_rule(decision, named, HAS_PRIORITY);
+    choices->hold = choose_rule(decision, named, HAS_HOLD);
+    choices->collective = choose_rule(decision, named, IS_COLLECTIVE);
+    choices->has_holds = false;
+    for (uint32_t i = 0; i < rules_now.num_rules; i++) choices->has_holds |= rules_now.rules[i].sets & HAS_HOLD;
+    choices->lives = lives_of(decision->entry);
 }
 
-static void decide_cap(const struct driver_calls *driver, const struct launch *launch, struct decision *out, int rule) {
-    struct kernel_notes *kernel = &notes[out->entry - entries];
+static void decide_cap(const struct driver_calls *driver, const struct launch *launch, const struct choice *chosen,
+                       struct decision *out) {
+    struct cap_state *cap = cap_of(out->entry);
     int residency = -1;
-    const bool is_wanted = rule >= 0 && !launch->is_cooperative;
-    if (kernel->cap.is_set && !is_wanted) driver->undo_cap(launch->kernel, &kernel->cap);
-    if (rule < 0) return;
+    const bool is_wanted = chosen->index >= 0 && !launch->is_cooperative;
+    if (cap->is_set && !is_wanted) driver->undo_cap(launch->kernel, cap);
+    if (chosen->index < 0) return;
     struct refused refused = {REFUSED_COOPERATIVE, 0};
-    if (is_wanted) refused = driver->set_cap(launch, &rules_now.rules[rule], &kernel->cap, &residency);
-    out->cap_rule = (uint8_t)rule;
-    out->cap_bytes = rules_now.rules[rule].dynamic_shared_bytes;
+    if (is_wanted) refused = driver->set_cap(launch, &chosen->rule, cap, &residency);
+    out->cap_rule = (uint8_t)chosen->index;
+    out->cap_bytes = chosen->rule.dynamic_shared_bytes;
     out->actions |= refused.code ? CAP_REFUSED : CAP;
-    struct counter_record *counters = counters_of(out, (unsigned)rule);
+    struct counter_record *counters = counters_of(out, out->cap_rule);
     if (refused.code) note_refusal(counters, refused);
     if (residency < 0) return;
     if (residency > LOAD_RELAXED(&counters->residency_found)) STORE_RELAXED(&counters->residency_found, residency);
     if (out->record) STORE_RELAXED(&out->record->residency_found, residency);
 }
 
-static void decide_priority(const struct driver_calls *driver, struct decision *out, int rule) {
-    if (rule < 0) return;
-    const struct refused refused = driver->check_priority(rules_now.rules[rule].priority);
-    out->priority_rule = (uint8_t)rule;
-    out->priority = rules_now.rules[rule].priority;
+static void decide_priority(const struct driver_calls *driver, const struct choice *chosen, struct decision *out) {
+    if (chosen->index < 0) return;
+    const struct refused refused = driver->check_priority(chosen->rule.priority);
+    out->priority_rule = (uint8_t)chosen->index;
+    out->priority = chosen->rule.priority;
     out->actions |= refused.code ? PRIORITY_REFUSED : PRIORITIZE;
-    if (refused.code) note_refusal(counters_of(out, (unsigned)rule), refused);
+    if (refused.code) note_refusal(counters_of(out, out->priority_rule), refused);
 }
 
-static void decide_hold(const struct driver_calls *driver, struct decision *out, int rule) {
-    if (rule < 0) return;
+static void decide_hold(const struct driver_calls *driver, const struct choice *chosen, struct decision *out) {
+    if (chosen->index < 0) return;
     const struct refused refused = driver->prepare_hold();
-    out->hold_rule = (uint8_t)rule;
-    out->hold_ns = (uint64_t)(rules_now.rules[rule].hold_us * 1000.0 + 0.5);
+    out->hold_rule = (uint8_t)chosen->index;
+    out->hold_ns = (uint64_t)(chosen->rule.hold_us * 1000.0 + 0.5);
     out->actions |= refused.code ? HOLD_REFUSED : HOLD;
-    if (refused.code) note_refusal(counters_of(out, (unsigned)rule), refused);
+    if (refused.code) note_refusal(counters_of(out, out->hold_rule), refused);
 }
 
-static void make_decision(const struct driver_calls *driver, const struct launch *launch, struct decision *out) {
-    bool named[MAX_RULES];
-    name_rules(&notes[out->entry - entries], named);
-    decide_cap(driver, launch, out, choose_rule(out, named, HAS_CAP));
-    decide_priority(driver, out, choose_rule(out, named, HAS_PRIORITY));
-    decide_hold(driver, out, choose_rule(out, named, HAS_HOLD));
-    const int collective = choose_rule(out, named, IS_COLLECTIVE);
-    if (collective >= 0 && has_holds()) out->actions |= NOTE_COLLECTIVE;
-    out->collective_rule = collective >= 0 ? (uint8_t)collective : 0;
-    if (out->record) {
-        const uint32_t traits = LOAD_RELAXED(&out->record->traits) & ~(uint32_t)TRAIT_COLLECTIVE;
-        STORE_RELAXED(&out->record->traits, traits | (collective >= 0 ? TRAIT_COLLECTIVE : 0) |
-                                                (launch->is_cooperative ? TRAIT_COOPERATIVE : 0));
-    }
+static void note_traits(const struct launch *launch, bool is_collective, struct function_record *record) {
+    const uint32_t traits = LOAD_RELAXED(&record->traits) & ~(uint32_t)TRAIT_COLLECTIVE;
+    STORE_RELAXED(&record->traits,
+                  traits | (is_collective ? TRAIT_COLLECTIVE : 0) | (launch->is_cooperative ? TRAIT_COOPERATIVE : 0));
+}
+
+// Ask the driver for what the rules want. It holds the turn and no lock.
+static void make_decision(const struct driver_calls *driver, const struct launch *launch, const struct choices *choices,
+                          struct decision *out) {
+    decide_cap(driver, launch, &choices->cap, out);
+    decide_priority(driver, &choices->priority, out);
+    decide_hold(driver, &choices->hold, out);
+    const bool is_collective = choices->collective.index >= 0;
+    if (is_collective && choices->has_holds) out->actions |= NOTE_COLLECTIVE;
+    out->collective_rule = is_collective ? (uint8_t)choices->collective.index : 0;
+    if (out->record) note_traits(launch, is_collective, out->record);
 }
 
 static void remember(const struct decision *decision) {
@@ -280,34 +214,90 @@ static uint64_t present_stamp(const struct block_record *block) {
     return LOAD(&block->generation) << 32 | LOAD(&filter_epoch);
 }
 
-// Decide anew, under the mutex. False where the kernel cannot be told or kept.
+// --- the slow way -------------------------------------------------------------------------------------------------------------------
+
+enum found { NOT_KEPT, UNKNOWN, UNDECIDED, DECIDED };
+
+static struct decision begin(struct kernel_entry *entry) {
+    const uint64_t stamp = rules_now.generation << 32 | LOAD(&filter_epoch);
+    return (struct decision){.stamp = stamp, .entry = entry, .record = LOAD(&entry->record)};
+}
+
+static enum found look_again(struct decision *out) {
+    refresh_rules(filter_block);
+    struct kernel_entry *entry = out->entry;
+    if (!is_kernel_known(entry)) return UNKNOWN;
+    *out = begin(entry);
+    return recall(entry, out->stamp, out) ? DECIDED : UNDECIDED;
+}
+
+// Under the mutex: what is known of the launch's kernel now.
+static enum found look_up(const struct driver_calls *driver, const struct launch *launch, struct decision *out) {
+    enum found found = NOT_KEPT;
+    pthread_mutex_lock(&filter_lock);
+    if (filter_block) {
+        STORE_RELAXED(&filter_block->driver, (uint32_t)driver->kind);
+        out->entry = keep_kernel(launch->kernel);
+        if (out->entry) found = look_again(out);
+    }
+    const bool is_full = filter_block && !out->entry;
+    pthread_mutex_unlock(&filter_lock);
+    if (is_full) report_problem("more kernels than the launch filter keeps; the others are left as they are.");
+    return found;
+}
+
+// Under the mutex and with the turn: the rules for the kernel, unless another thread was faster.
+static enum found choose_again(struct identity *identity, struct decision *out, struct choices *choices) {
+    pthread_mutex_lock(&filter_lock);
+    enum found found = filter_block ? look_again(out) : NOT_KEPT;
+    if (found == UNKNOWN && identity) {
+        learn_kernel(out->entry, identity);
+        *out = begin(out->entry);
+        found = UNDECIDED;
+    }
+    if (found == UNDECIDED) choose(out, choices);
+    pthread_mutex_unlock(&filter_lock);
+    return found;
+}
+
+static void settle(const struct decision *decision, const struct choices *choices) {
+    pthread_mutex_lock(&filter_lock);
+    if (filter_block && lives_of(decision->entry) == choices->lives) remember(decision);
+    pthread_mutex_unlock(&filter_lock);
+}
+
+static enum found decide_in_turn(const struct driver_calls *driver, const struct launch *launch, struct identity *identity,
+                                 struct decision *out) {
+    struct choices choices;
+    if (!take_turn()) return NOT_KEPT;
+    const enum found found = choose_again(identity, out, &choices);
+    if (found == UNDECIDED) {
+        make_decision(driver, launch, &choices, out);
+        settle(out, &choices);
+    }
+    end_turn();
+    return found == UNDECIDED ? DECIDED : found;
+}
+
+// Decide anew. False where the kernel cannot be kept, or another thread has the turn for too long.
 static bool decide_slowly(const struct driver_calls *driver, const struct launch *launch, struct decision *out) {
     if (is_deciding || !launch->kernel) return false;
+    const int error = errno;
     is_deciding = true;
-    pthread_mutex_lock(&filter_lock);
-    struct block_record *block = filter_block;
-    bool is_decided = false;
-    if (block) {
-        STORE_RELAXED(&block->driver, (uint32_t)driver->kind);
-        refresh_rules(block);
-        const uint32_t epoch = LOAD(&filter_epoch);
-        const uint64_t stamp = rules_now.generation << 32 | epoch;
-        struct kernel_entry *entry = find(launch->kernel);
-        if (!entry) entry = insert(launch->kernel);
-        driver->enter();
-        if (entry && recall(entry, stamp, out)) {
-            is_decided = true;  // another thread was faster
-        } else if (entry && learn(driver, entry, epoch)) {
-            *out = (struct decision){.stamp = stamp, .entry = entry, .record = entry->record};
-            make_decision(driver, launch, out);
-            remember(out);
-            is_decided = true;
-        }
-        driver->leave();
+    driver->enter();
+    enum found found = UNKNOWN;
+    for (int attempt = 0; attempt < MAX_DOUBTS && found == UNKNOWN; attempt++) {  // unloads may raise doubts meanwhile
+        struct identity identity = {0};
+        found = look_up(driver, launch, out);
+        if (found == UNKNOWN) identify(driver, launch->kernel, &identity);
+        if (found == UNKNOWN || found == UNDECIDED)
+            found = decide_in_turn(driver, launch, found == UNKNOWN ? &identity : NULL, out);
+        free_identity(&identity);
     }
-    pthread_mutex_unlock(&filter_lock);
+    driver->leave();
     is_deciding = false;
-    return is_decided;
+    errno = error;
+    return found == DECIDED;
 }
 
 static void count_launch(const struct launch *launch, struct function_record *record) {
@@ -344,8 +334,9 @@ HIDDEN bool decide(const struct driver_calls *driver, const struct launch *launc
         if (!filter_is_on()) return false;
         block = LOAD(&filter_block);
     }
-    struct kernel_entry *entry = launch->kernel ? find(launch->kernel) : NULL;
-    if (UNLIKELY(!entry || !recall(entry, present_stamp(block), out)) && !decide_slowly(driver, launch, out)) {
+    struct kernel_entry *entry = launch->kernel ? find_kernel(launch->kernel) : NULL;
+    const bool is_left = UNLIKELY(!entry) && (!launch->kernel || LOAD(&is_kernel_table_full));
+    if (UNLIKELY(is_left || ((!entry || !recall(entry, present_stamp(block), out)) && !decide_slowly(driver, launch, out)))) {
         ADD(&block->num_untracked, 1);
         return false;
     }
@@ -362,14 +353,14 @@ HIDDEN bool decide(const struct driver_calls *driver, const struct launch *launc
 HIDDEN struct refused set_cap_again(const struct driver_calls *driver, const struct launch *launch, const struct decision *decision) {
     struct refused refused = {REFUSED_ATTRIBUTE, 0};
     int residency;
-    if (is_deciding) return refused;
+    if (is_deciding || !take_turn()) return refused;
     is_deciding = true;
     pthread_mutex_lock(&filter_lock);
-    if (rules_now.generation == decision->stamp >> 32) {
-        const struct rule_record *rule = &rules_now.rules[decision->cap_rule];
-        refused = driver->set_cap(launch, rule, &notes[decision->entry - entries].cap, &residency);
-    }
+    const bool is_present = rules_now.generation == decision->stamp >> 32;
+    const struct rule_record rule = rules_now.rules[decision->cap_rule];
     pthread_mutex_unlock(&filter_lock);
+    if (is_present) refused = driver->set_cap(launch, &rule, cap_of(decision->entry), &residency);
+    end_turn();
     is_deciding = false;
     return refused;
 }

@@ -35,6 +35,8 @@ enum {
     CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT = 9,
 };
 
+enum { CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN = 97 };
+
 enum {
     CU_LAUNCH_ATTRIBUTE_COOPERATIVE = 2,
     CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION = 4,
@@ -70,6 +72,8 @@ typedef CUresult cuLaunchKernel_function(CUfunction, unsigned, unsigned, unsigne
 typedef CUresult cuLaunchKernelEx_function(const CUlaunchConfig *, CUfunction, void **parameters, void **extra);
 typedef CUresult cuLaunchCooperativeKernel_function(CUfunction, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned,
                                                     CUstream, void **parameters);
+typedef CUresult cuFuncSetAttribute_function(CUfunction, int attribute, int value);
+typedef CUresult cuKernelSetAttribute_function(int attribute, int value, CUkernel, CUdevice);
 typedef CUresult cuGetProcAddress_function(const char *, void **, int version, uint64_t flags);
 typedef CUresult cuGetProcAddress_v2_function(const char *, void **, int version, uint64_t flags, int *symbol_status);
 

@@ -1,15 +1,19 @@
 // What the parts of the launch filter ask of each other. The parts, lowest first:
 //
 //   lookup.c   finds real functions, and answers the look-ups of launches (dlsym, dlvsym)
+//   guard.c    what keeps a damaged block from ending the job
 //   block.c    this process's control block: made at the first look-up, again in a forked child
 //   rules.c    the table of rules in force, and patterns
+//   kernels.c  kernels by their handles: names, modules, the census
 //   decide.c   which kernel gets which controls: decided once per kernel and table, remembered, counted
 //   cuda.c     CUDA's entry points      cuda_controls.c   what the controls ask of the CUDA driver
 //   hip.c      HIP's entry points and controls; it has not run on AMD hardware
 //
 // Memory rules. The hot path takes no lock: it reads words that others may write, all through the atomics below (gcc's, so that
 // plain structures of the mapped file can be read that way too). Everything else happens under one mutex, `filter_lock`, which
-// fork waits for. A driver may be called under the mutex, the mutex is never taken inside a driver call that we make.
+// fork waits for. Under it nothing is called that could wait for another thread: not the dynamic loader (whose lock a thread holds
+// that launches from a library's constructor), not the driver, not the demangler. Who asks the driver about a kernel takes turns
+// instead (decide.c), and nobody waits for a turn for ever.
 #ifndef COUNTERPOINT_FILTER_H
 #define COUNTERPOINT_FILTER_H
 
@@ -63,6 +67,10 @@ HIDDEN void *real_function(const struct driver_library *, struct entry_point *, 
 HIDDEN bool is_in_library(const struct driver_library *library, const void *function);
 HIDDEN void *answer_for(const struct driver_library *, struct entry_point *, void *found);  // ours for what a look-up found
 
+// --- guard.c ------------------------------------------------------------------------------------------------------------------
+
+HIDDEN void guard_block(const struct block_record *block, const char *path);  // under the mutex, before the block is used
+
 // --- block.c ------------------------------------------------------------------------------------------------------------------
 
 HIDDEN extern pthread_mutex_t filter_lock;
@@ -70,9 +78,9 @@ HIDDEN extern struct block_record *filter_block;  // NULL: not started, or passi
 HIDDEN extern uint32_t filter_epoch;              // rises whenever handles of kernels may have been freed
 
 HIDDEN bool filter_is_on(void);   // starts the filter of this process if need be
-HIDDEN void filter_started(void); // decide.c: forget everything that was known in another process
+HIDDEN void filter_started(void); // decide.c, under the mutex: forget everything that was known in another process
 HIDDEN void report_problem(const char *text);  // the first problem only: one line on stderr, and in the block
-HIDDEN void forget_handles(void);              // kernels may have been freed: decide again
+HIDDEN void forget_handles(void);              // any kernel may have been freed: ask and decide again
 
 // --- rules.c ------------------------------------------------------------------------------------------------------------------
 
@@ -80,6 +88,12 @@ HIDDEN extern struct slot_record rules_now;  // a copy of the table in force; on
 HIDDEN void refresh_rules(struct block_record *block);
 HIDDEN void forget_rules(void);
 HIDDEN bool matches(const char *pattern, size_t pattern_bytes, const char *name);
+
+// --- kernels.c: what frees kernels says so before it does, and with no lock held ---------------------------------------------------
+
+HIDDEN void forget_module(uintptr_t module);    // its kernels, and those whose module the driver does not tell
+HIDDEN void forget_library(uintptr_t library);  // its kernels, and all functions
+HIDDEN void note_programs_carveout(uintptr_t kernel);  // the program sets it: not ours to put back
 
 // --- decide.c -----------------------------------------------------------------------------------------------------------------
 
@@ -115,17 +129,20 @@ struct decision {
     struct kernel_entry *entry;
 };
 
-// What the driver says of a kernel. The name stays valid until `forget_handles`.
+// What the driver says of a kernel. The name is the driver's, and valid as long as the kernel.
 struct kernel_facts {
     const char *name;
     uint32_t static_shared_bytes, registers_per_thread;
+    uintptr_t owner;  // the module or library whose unloading frees it; 0: the driver does not tell
 };
 
-// What a cap changed on a kernel, to be put back when the cap goes.
+// What a cap changed on a kernel, to be put back when the cap goes. The limit of shared memory is not: a raised one makes no launch
+// fail, and a lowered one would, where the program raised it too or read that it need not.
 struct cap_state {
     bool is_set;
-    int bytes, carveout;                // as we set them
-    int bytes_before, carveout_before;
+    bool is_programs;  // the program has chosen the carveout since
+    int carveout;      // as we set it
+    int carveout_before;
 };
 
 struct refused {
@@ -133,7 +150,8 @@ struct refused {
     uint32_t value;
 };
 
-// A driver as decide.c needs it; every call is made under the mutex, in the context of the launch.
+// A driver as decide.c needs it; every call is made in the context of the launch and without the mutex. Caps are set and taken back,
+// and head starts prepared, by one thread at a time.
 struct driver_calls {
     enum driver_kind kind;
     bool (*describe)(uintptr_t kernel, struct kernel_facts *facts);
@@ -141,7 +159,7 @@ struct driver_calls {
     void (*undo_cap)(uintptr_t kernel, struct cap_state *);
     struct refused (*check_priority)(int priority);
     struct refused (*prepare_hold)(void);
-    void (*enter)(void);  // before and after a decision
+    void (*enter)(void);  // before and after a decision; finds the driver's functions
     void (*leave)(void);
 };
 

@@ -22,16 +22,20 @@ static struct entry_point entry_points[];
     FUNCTION(hipError_t, hipStreamIsCapturing, hipStream_t, int *)
 
 #define DECLARE(result, name, ...) result (*name)(__VA_ARGS__);
-static struct {
+static struct hip_functions {
     HIP_FUNCTIONS(DECLARE)
-    bool is_complete;
 } hip;
+static bool is_hip_complete;
 
-#define FIND(result, name, ...) hip.name = (result(*)(__VA_ARGS__))driver_symbol(&hip_library, #name);
-static void enter(void) {
-    if (LOAD(&hip.is_complete)) return;
+#define FIND(result, name, ...) found.name = (result(*)(__VA_ARGS__))driver_symbol(&hip_library, #name);
+static void enter(void) {  // the dynamic loader is asked with no lock held
+    if (LOAD(&is_hip_complete)) return;
+    struct hip_functions found;
     HIP_FUNCTIONS(FIND)
-    STORE(&hip.is_complete, true);
+    pthread_mutex_lock(&filter_lock);
+    if (!is_hip_complete) hip = found;
+    STORE(&is_hip_complete, true);
+    pthread_mutex_unlock(&filter_lock);
 }
 
 static void leave(void) {}

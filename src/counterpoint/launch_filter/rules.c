@@ -5,6 +5,7 @@
 #define _GNU_SOURCE
 #include "filter.h"
 
+#define MAX_HOLD_US 1000.0  // as rules.py has it
 #define CRC_POLYNOMIAL 0xEDB88320U  // of CRC-32 as zlib has it, bits reversed
 
 HIDDEN struct slot_record rules_now;
@@ -30,10 +31,16 @@ static void copy_shared(void *to, const void *from, size_t size) {
     for (size_t i = 0; i < (size + 7) / 8; i++) target[i] = LOAD(&source[i]);
 }
 
+static bool is_rule_sound(const struct slot_record *table, const struct rule_record *rule) {
+    const bool has_pattern = (uint64_t)rule->pattern_offset + rule->pattern_bytes <= table->pool_bytes;
+    return has_pattern && rule->dynamic_shared_bytes <= INT32_MAX && rule->hold_us >= 0 && rule->hold_us <= MAX_HOLD_US;
+}
+
+// Whether a copy of a table is what Python wrote. Every figure that is used later is checked here, once.
 static bool is_table_whole(const struct slot_record *table) {
     if (table->num_rules > MAX_RULES || table->pool_bytes > PATTERN_POOL_BYTES) return false;
     for (uint32_t i = 0; i < table->num_rules; i++)
-        if ((uint64_t)table->rules[i].pattern_offset + table->rules[i].pattern_bytes > table->pool_bytes) return false;
+        if (!is_rule_sound(table, &table->rules[i])) return false;
     const uint32_t crc = crc32(0, table->rules, table->num_rules * sizeof *table->rules);
     return crc32(crc, table->pool, table->pool_bytes) == table->checksum;
 }
