@@ -17,6 +17,7 @@ from counterpoint.errors import LaunchFilterError
 from counterpoint.launch_filter.control_block import (
     INITIAL_BLOCK,
     ControlBlock,
+    FilterRule,
     FilterState,
     Translation,
     block_paths,
@@ -29,7 +30,7 @@ from counterpoint.step import Step
 from counterpoint.supervised.environment import job_environment, variable_remarks
 from counterpoint.supervised.process import Ended, supervise
 from counterpoint.supervised.proof import ControlProof, ProcessProof, count_table, prove_process, refused
-from counterpoint.supervised.settings import LiveRecord, LiveSettings, read_record, read_totals, write_settings
+from counterpoint.supervised.settings import LiveRecord, LiveSettings, TableTotals, read_record, read_totals, write_settings
 from counterpoint.units import GIB
 from counterpoint.value import Value
 
@@ -150,8 +151,7 @@ def _outcome(directory: Path, ended: Ended, request: RunRequest, translation: Tr
             continue
         if state.driver_found:
             kept = read_totals(directory, state.pid)
-            proof = prove_process(state, plan, count_table(rules, state, kept))
-            proofs.append(proof if rules in (state.rules, kept.rules) else _never_in_force(proof))
+            proofs.append(prove_table(state, plan, rules, kept, is_tuned=request.is_tuning))
     return RunOutcome(
         ended=ended,
         is_filtered=True,
@@ -161,6 +161,20 @@ def _outcome(directory: Path, ended: Ended, request: RunRequest, translation: Tr
         record=record,
         remarks=tuple(remarks),
     )
+
+
+def prove_table(
+    state: FilterState, plan: Plan, rules: tuple[FilterRule, ...], kept: TableTotals, *, is_tuned: bool
+) -> ProcessProof:
+    """What became of the plan with this table in one process.
+
+    What `kept` says was in force for the plan. The filter's own table proves as much only where nothing was tuned: in a
+    tuned process it may be a trial of the same rules, and how it stands when a job ends is chance.
+    """
+    if is_tuned and rules != kept.rules:
+        state = replace(state, rules=(), counters=())
+    proof = prove_process(state, plan, count_table(rules, state, kept))
+    return proof if rules in (state.rules, kept.rules) else _never_in_force(proof)
 
 
 def _never_in_force(proof: ProcessProof) -> ProcessProof:
