@@ -48,6 +48,7 @@ def run(
     from counterpoint.plan import LEAVE_IT, check_plan_name, load_plan  # noqa: PLC0415
     from counterpoint.supervised.run import RunRequest, run_job  # noqa: PLC0415  a fast --help
     from counterpoint.supervised.settings import LiveSettings  # noqa: PLC0415
+    from counterpoint.supervised.signals import HeldSignals  # noqa: PLC0415
 
     if output is not None and not tune:
         raise CounterpointError(f"'{output}' is for the plan that --tune finds. Add --tune, or leave out -o.")
@@ -65,12 +66,13 @@ def run(
         guard_every_steps=guard,
         step=_load_step(step) if step is not None else None,
     )
-    outcome = run_job(request)
-    unproven = _report(outcome, plan is not None, output)
-    if strict and unproven and outcome.ended.exit_status == 0:
-        say(unproven)
-        raise typer.Exit(NOT_ENGAGED)
-    raise typer.Exit(outcome.ended.exit_status)
+    with HeldSignals(is_last=True) as signals:  # a second signal must not cost the plan found, nor the exit status
+        outcome = run_job(request, signals)
+        unproven = _report(outcome, plan is not None, output)
+        if strict and unproven and outcome.ended.exit_status == 0:
+            say(unproven)
+            raise typer.Exit(NOT_ENGAGED)
+        raise typer.Exit(outcome.ended.exit_status)
 
 
 def _load_step(source: str) -> "Step":

@@ -181,7 +181,7 @@ class Follower:
         self._in_force = rules
 
     def count_for(self, rules: Rules) -> None:
-        """Count launches for this plan from now on, whenever it is in force; the file that says so is the proof that it was."""
+        """Count launches for this plan from now on, whenever it is in force; that this is kept proves that it was."""
         self._totals = TableTotals(rules=rules)
         self._job.keep(self._totals)
 

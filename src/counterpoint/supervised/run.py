@@ -31,6 +31,7 @@ from counterpoint.supervised.environment import job_environment, variable_remark
 from counterpoint.supervised.process import Ended, supervise
 from counterpoint.supervised.proof import ControlProof, ProcessProof, count_table, prove_process, refused
 from counterpoint.supervised.settings import LiveRecord, LiveSettings, TableTotals, read_record, read_totals, write_settings
+from counterpoint.supervised.signals import HeldSignals
 from counterpoint.units import GIB
 from counterpoint.value import Value
 
@@ -86,11 +87,13 @@ class RunOutcome(Value, frozen=True, kw_only=True):
         return next((applied.engagement for applied in every if applied.engagement.state != "verified"), None)
 
 
-def run_job(request: RunRequest) -> RunOutcome:
-    """Run the command to its end. Raises a `CounterpointError` before it is started where something is wrong."""
+def run_job(request: RunRequest, signals: HeldSignals) -> RunOutcome:
+    """Run the command to its end, and hold signals from its start on. Raises a `CounterpointError` before it is started
+    where something is wrong.
+    """
     executable = find_executable(request.command)
     if not request.is_filtered:
-        return RunOutcome(ended=_start(request.command, dict(os.environ)), is_filtered=False)
+        return RunOutcome(ended=_start(request.command, dict(os.environ), signals), is_filtered=False)
     check_command(executable)
     translation = translate(request.plan, request.step)
     settings = LiveSettings(
@@ -101,6 +104,7 @@ def run_job(request: RunRequest) -> RunOutcome:
         guard_every_steps=request.guard_every_steps,
     )
     library = filter_library()
+    signals.hold()
     try:
         with tempfile.TemporaryDirectory(prefix="counterpoint-", dir=_folder(), ignore_cleanup_errors=True) as name:
             directory = Path(name)
@@ -108,7 +112,7 @@ def run_job(request: RunRequest) -> RunOutcome:
             write_settings(directory, settings)
             has_agent = request.is_tuning or request.guard_every_steps > 0
             environment = job_environment(os.environ, directory, library, request.plan, has_agent=has_agent)
-            ended = _start(request.command, environment)
+            ended = _start(request.command, environment, signals)
             return _outcome(directory, ended, request, translation)
     except OSError as problem:
         raise LaunchFilterError(
@@ -116,9 +120,9 @@ def run_job(request: RunRequest) -> RunOutcome:
         ) from problem
 
 
-def _start(command: tuple[str, ...], environment: dict[str, str]) -> Ended:
+def _start(command: tuple[str, ...], environment: dict[str, str], signals: HeldSignals) -> Ended:
     try:
-        return supervise(command, environment)
+        return supervise(command, environment, signals)
     except OSError as problem:
         raise LaunchFilterError(
             f"'{command[0]}' cannot be started: {problem.strerror}. If it is a script, give it a first line with its "
