@@ -164,6 +164,43 @@ def test_further_signals_cost_neither_the_plan_found_nor_the_exit_status(
     assert not is_running(sleeping[0])
 
 
+def begin_with_folder(command: str, **options: object) -> tuple[subprocess.Popen[str], Path]:
+    """A tuned command that has told its control folder, and runs on."""
+    script = f"echo $COUNTERPOINT_FILTER_DIRECTORY; {command}"
+    arguments = [COUNTERPOINT, "run", "--tune", "--", "bash", "-c", script]
+    process = subprocess.Popen(arguments, text=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, **options)
+    assert process.stdout is not None
+    return process, Path(process.stdout.readline().strip())
+
+
+def test_the_folder_of_a_supervisor_that_was_killed_is_removed_by_the_next_one_and_no_other_is() -> None:
+    killed, abandoned = begin_with_folder("exec sleep 600")
+    living, in_use = begin_with_folder("read -r", stdin=subprocess.PIPE)
+    foreign = in_use.with_name("counterpoint-of-something-else")
+    foreign.mkdir(exist_ok=True)
+    with killed, living:
+        killed.kill()
+        killed.wait(LIMIT_S)
+        assert abandoned.is_dir(), "nobody could remove it"
+        next_one, last = begin_with_folder("exit 0")
+        with next_one:
+            assert next_one.wait(LIMIT_S) == 0
+        assert not abandoned.exists()
+        assert not last.exists()
+        assert in_use.is_dir()
+        assert foreign.is_dir()
+        living.communicate("\n", timeout=LIMIT_S)
+    foreign.rmdir()
+    assert not in_use.exists()
+
+
+def test_a_umask_that_takes_our_own_rights_does_not_keep_us_from_our_files() -> None:
+    script = "stat -c %a $COUNTERPOINT_FILTER_DIRECTORY $COUNTERPOINT_FILTER_DIRECTORY/*[bj]*[kn]; umask"
+    command = [COUNTERPOINT, "run", "--tune", "--", "bash", "-c", script]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False, umask=0o777)
+    assert ended.stdout.split() == ["700", "600", "600", "0777"], ended.stderr
+
+
 def test_a_killed_command_leaves_no_orphan_even_one_that_ignores_sigterm(sleeping: list[int]) -> None:
     script = "(trap '' TERM; echo $BASHPID; exec setsid sleep 600) & sleep 0; read -r; kill -9 $$"
     with start("bash", "-c", script, stdin=subprocess.PIPE) as process:

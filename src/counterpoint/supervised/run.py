@@ -1,12 +1,10 @@
 """`counterpoint run`: a command under the launch filter, from the plan's rules to the proof of what became of them.
 
 Without a plan and without tuning the command is only supervised: nothing is preloaded and its environment is as it was.
-What the filter and the agent need lies in a folder that is removed at the end. It is in shared memory where that has
-room, because the filter writes counters there and a disk may hold a writer up.
+What the filter and the agent need lies in a folder that is removed at the end.
 """
 
 import os
-import shutil
 import tempfile
 from pathlib import Path
 
@@ -27,17 +25,15 @@ from counterpoint.launch_filter.executable import check_command, find_executable
 from counterpoint.launch_filter.library import filter_library
 from counterpoint.plan import Plan
 from counterpoint.step import Step
+from counterpoint.supervised.control_folder import control_folder, make_readable, private_files
 from counterpoint.supervised.environment import job_environment, variable_remarks
 from counterpoint.supervised.process import Ended, supervise
 from counterpoint.supervised.proof import ControlProof, ProcessProof, count_table, prove_process, refused
 from counterpoint.supervised.settings import LiveRecord, LiveSettings, TableTotals, read_record, read_totals, write_settings
 from counterpoint.supervised.signals import HeldSignals
-from counterpoint.units import GIB
 from counterpoint.value import Value
 
-SHARED_MEMORY = Path("/dev/shm")
 NEVER_IN_FORCE = "it was not in force in this process, which ended too early, or began before the job was started again"
-LEAST_SHARED_BYTES = GIB  # containers often have 64 MiB, which NCCL needs itself
 
 
 class RunRequest(Value, frozen=True, kw_only=True):
@@ -106,13 +102,14 @@ def run_job(request: RunRequest, signals: HeldSignals) -> RunOutcome:
     library = filter_library()
     signals.hold()
     try:
-        with tempfile.TemporaryDirectory(prefix="counterpoint-", dir=_folder(), ignore_cleanup_errors=True) as name:
-            directory = Path(name)
-            ControlBlock.write_initial(directory / INITIAL_BLOCK, translation.rules)
-            write_settings(directory, settings)
+        with control_folder() as directory:
+            with private_files():
+                ControlBlock.write_initial(directory / INITIAL_BLOCK, translation.rules)
+                write_settings(directory, settings)
             has_agent = request.is_tuning or request.guard_every_steps > 0
             environment = job_environment(os.environ, directory, library, request.plan, has_agent=has_agent)
             ended = _start(request.command, environment, signals)
+            make_readable(directory)
             return _outcome(directory, ended, request, translation)
     except OSError as problem:
         raise LaunchFilterError(
@@ -128,15 +125,6 @@ def _start(command: tuple[str, ...], environment: dict[str, str], signals: HeldS
             f"'{command[0]}' cannot be started: {problem.strerror}. If it is a script, give it a first line with its "
             "interpreter."
         ) from problem
-
-
-def _folder() -> Path | None:
-    """Shared memory with room, else where temporary files go."""
-    try:
-        has_room = os.access(SHARED_MEMORY, os.W_OK) and shutil.disk_usage(SHARED_MEMORY).free >= LEAST_SHARED_BYTES
-    except OSError:
-        return None
-    return SHARED_MEMORY if has_room else None
 
 
 def _outcome(directory: Path, ended: Ended, request: RunRequest, translation: Translation) -> RunOutcome:
