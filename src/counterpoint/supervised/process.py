@@ -88,7 +88,7 @@ def _wait(child: int, signals: HeldSignals, has_terminal: bool) -> tuple[int, se
         received.add(number)
         if has_terminal and (is_for_group or (number == signal.SIGCONT and not _is_stopped(child))):
             continue  # the child, in our group, has got it as well
-        with suppress(ProcessLookupError):
+        with suppress(ProcessLookupError, PermissionError):  # it has ended, or runs as another user (sudo)
             os.kill(child, number)
 
 
@@ -120,7 +120,7 @@ def _end_leftovers(signals: HeldSignals) -> int:
             if not children:
                 return len(asked)
             for pid in children - told:  # ending one may bring its children to us
-                with suppress(ProcessLookupError):
+                with suppress(ProcessLookupError, PermissionError):
                     os.kill(pid, number)
             told |= children
             asked |= children

@@ -6,12 +6,14 @@ What the filter and the agent need lies in a folder that is removed at the end.
 
 import os
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 from msgspec.structs import replace
 
 from counterpoint.engagement import Engagement
-from counterpoint.errors import LaunchFilterError
+from counterpoint.errors import LaunchFilterError, cause_of
 from counterpoint.launch_filter.control_block import (
     INITIAL_BLOCK,
     ControlBlock,
@@ -29,10 +31,19 @@ from counterpoint.supervised.control_folder import control_folder, make_readable
 from counterpoint.supervised.environment import job_environment, variable_remarks
 from counterpoint.supervised.process import Ended, supervise
 from counterpoint.supervised.proof import ControlProof, ProcessProof, count_table, prove_process, refused
-from counterpoint.supervised.settings import LiveRecord, LiveSettings, TableTotals, read_record, read_totals, write_settings
+from counterpoint.supervised.settings import (
+    RECORD_FILE,
+    LiveRecord,
+    LiveSettings,
+    TableTotals,
+    read_record,
+    read_totals,
+    write_settings,
+)
 from counterpoint.supervised.signals import HeldSignals
 from counterpoint.value import Value
 
+T = TypeVar("T")
 NEVER_IN_FORCE = "it was not in force in this process, which ended too early, or began before the job was started again"
 
 
@@ -55,7 +66,8 @@ class RunRequest(Value, frozen=True, kw_only=True):
 class RunOutcome(Value, frozen=True, kw_only=True):
     """What came of it: the command's end, the proof of each process that reached a GPU, what could not even be asked.
 
-    `record` is what tuning or the guard came to, as far as rank 0 ran here.
+    `record` is what tuning or the guard came to, as far as rank 0 ran here. `damaged` says of files of the control folder,
+    by name, why they cannot be read.
     """
 
     ended: Ended
@@ -65,6 +77,7 @@ class RunOutcome(Value, frozen=True, kw_only=True):
     unasked: tuple[ControlProof, ...] = ()
     record: LiveRecord | None = None
     remarks: tuple[str, ...] = ()
+    damaged: tuple[str, ...] = ()
 
     @property
     def has_rank_0(self) -> bool:
@@ -128,22 +141,22 @@ def _start(command: tuple[str, ...], environment: dict[str, str], signals: HeldS
 
 
 def _outcome(directory: Path, ended: Ended, request: RunRequest, translation: Translation) -> RunOutcome:
-    """Read what the filters and the agent left in the folder."""
-    record = read_record(directory)
+    """Read what the filters and the agent left in the folder. Never raises: the job has ended with a status of its own."""
+    damaged: list[str] = []
+    record = _read_or_note(directory / RECORD_FILE, lambda: read_record(directory), damaged)
     plan, rules = request.plan, translation.rules
     if request.is_tuning:
         plan, rules = (record.plan or Plan(), record.rules) if record else (Plan(), ())
-    proofs: list[ProcessProof] = []
-    remarks = [*translation.remarks, *variable_remarks(request.plan)]
-    for path in block_paths(directory):
-        try:
-            state = _read_state(path)
-        except LaunchFilterError as problem:  # the disk was full, or the process was killed while it began
-            remarks.append(str(problem).rstrip("."))
-            continue
-        if state.driver_found:
-            kept = read_totals(directory, state.pid)
-            proofs.append(prove_table(state, plan, rules, kept, is_tuned=request.is_tuning))
+
+    def prove(path: Path) -> ProcessProof | None:
+        state = _read_state(path)
+        if not state.driver_found:
+            return None
+        kept = read_totals(directory, state.pid)
+        return prove_table(state, plan, rules, kept, is_tuned=request.is_tuning)
+
+    found = [_read_or_note(path, lambda path=path: prove(path), damaged) for path in block_paths(directory)]  # type: ignore[misc]
+    proofs = [proof for proof in found if proof is not None]
     return RunOutcome(
         ended=ended,
         is_filtered=True,
@@ -151,8 +164,19 @@ def _outcome(directory: Path, ended: Ended, request: RunRequest, translation: Tr
         processes=tuple(sorted(proofs, key=lambda proof: (proof.rank, proof.pid))),
         unasked=tuple(refused(translation.refusals)) if not request.is_tuning else (),
         record=record,
-        remarks=tuple(remarks),
+        remarks=(*translation.remarks, *variable_remarks(request.plan)),
+        damaged=tuple(damaged),
     )
+
+
+def _read_or_note(path: Path, read: Callable[[], T], damaged: list[str]) -> T | None:
+    """What a file holds; where it cannot be read, its name and the reason are added to `damaged`."""
+    try:
+        return read()
+    except Exception as problem:  # the disk was full, the process was killed while it wrote, or something wrote over it
+        name = "" if isinstance(problem, LaunchFilterError) else f"{type(problem).__name__}: "
+        damaged.append(f"{path.name}: {name}{cause_of(problem, 200).rstrip('.')}")
+        return None
 
 
 def prove_table(
