@@ -1,11 +1,14 @@
 """The command line's part for supervised jobs: `counterpoint run -- command`. What it says goes to standard error."""
 
+import os
+import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from counterpoint.errors import CounterpointError, say
+from counterpoint.errors import CounterpointError, cause_of, say
 from counterpoint.value import check_outputs
 
 if TYPE_CHECKING:
@@ -48,6 +51,7 @@ def run(
     from counterpoint.plan import LEAVE_IT, check_plan_name, load_plan  # noqa: PLC0415
     from counterpoint.supervised.run import RunRequest, run_job  # noqa: PLC0415  a fast --help
     from counterpoint.supervised.settings import LiveSettings  # noqa: PLC0415
+    from counterpoint.supervised.signals import HeldSignals  # noqa: PLC0415
 
     if output is not None and not tune:
         raise CounterpointError(f"'{output}' is for the plan that --tune finds. Add --tune, or leave out -o.")
@@ -65,12 +69,15 @@ def run(
         guard_every_steps=guard,
         step=_load_step(step) if step is not None else None,
     )
-    outcome = run_job(request)
-    unproven = _report(outcome, plan is not None, output)
-    if strict and unproven and outcome.ended.exit_status == 0:
-        say(unproven)
-        raise typer.Exit(NOT_ENGAGED)
-    raise typer.Exit(outcome.ended.exit_status)
+    with HeldSignals(is_last=True) as signals:  # a second signal must not cost the plan found, nor the exit status
+        outcome = run_job(request, signals)
+        status = outcome.ended.exit_status
+        unproven = _report(outcome, plan is not None, output)
+        if strict and unproven and status == 0:
+            say(unproven)
+            status = NOT_ENGAGED
+        _finish_streams()
+        raise typer.Exit(status)
 
 
 def _load_step(source: str) -> "Step":
@@ -80,18 +87,34 @@ def _load_step(source: str) -> "Step":
 
 
 def _report(outcome: "RunOutcome", has_plan: bool, output: Path | None) -> str:
-    """Print what came of it and save the plan; why `strict` would not be content, or nothing."""
+    """Save the plan and print what came of it; why `strict` would not be content, or nothing.
+
+    Nothing that fails here changes the exit status, which is the command's.
+    """
     from counterpoint.report.run import new_error_console, print_line, print_measured, print_outcome  # noqa: PLC0415
 
-    console = new_error_console()
-    print_outcome(console, outcome)
-    print_measured(console, outcome)
-    if output is not None:
-        print_line(console, _save(outcome, output))
-    if not outcome.is_filtered:
-        if has_plan:
+    saved, unsaved = _save(outcome, output) if output is not None else ("", "")
+    try:
+        console = new_error_console()
+        print_outcome(console, outcome)
+        print_measured(console, outcome)
+        if saved:
+            print_line(console, saved)
+        if has_plan and not outcome.is_filtered:
             print_line(console, "the plan leaves everything as it is, so the command ran without the filter")
+    except (OSError, SystemExit):  # the latter is rich's, for a reader that is gone
+        pass  # standard error is full, or nobody reads it any more
+    except Exception as problem:
+        say(f"the report cannot be printed ({type(problem).__name__}: {cause_of(problem, 200)})")
+    return unsaved or _why_unproven(outcome)
+
+
+def _why_unproven(outcome: "RunOutcome") -> str:
+    """Why it is not proven that everything took effect, or nothing."""
+    if not outcome.is_filtered:
         return ""
+    if outcome.damaged:
+        return f"strict: {outcome.damaged[0]}, so there is no proof of what took effect."
     if not outcome.processes:
         return "strict: no process loaded the filter, so no control took effect."
     entry = outcome.first_unproven()
@@ -100,19 +123,36 @@ def _report(outcome: "RunOutcome", has_plan: bool, output: Path | None) -> str:
     return f"strict: {entry.control} on '{entry.target[:60]}' is {entry.state}: {entry.reason or 'no reason given'}."
 
 
-def _save(outcome: "RunOutcome", output: Path) -> str:
-    """Save the plan found, and what to say of it. Raises `PlanError` where it cannot, unless the job had failed already."""
+def _save(outcome: "RunOutcome", output: Path) -> tuple[str, str]:
+    """Save the plan found; what to say of it, and why `strict` would not be content."""
     from counterpoint.plan import save_plan  # noqa: PLC0415
 
     found = outcome.record.plan if outcome.record is not None else None
     if found is None:
         elsewhere = bool(outcome.processes) and not outcome.has_rank_0
         reason = "rank 0, which has the plan, did not run here" if elsewhere else "no plan was found"
-        return f"{reason}, so none was saved to {output}"
+        return f"{reason}, so none was saved to {output}", ""
     try:
         save_plan(found, output)
     except CounterpointError as problem:
-        if outcome.ended.exit_status == 0:
-            raise
-        return str(problem)  # the job's own exit status counts more
-    return f"plan saved to {output}"
+        return str(problem), f"strict: the plan found was not saved to {output}."
+    return f"plan saved to {output}", ""
+
+
+def _finish_streams() -> None:
+    """Write what is left for standard error; drop what cannot be written.
+
+    Standard output was the command's. Python would flush both once more, and end with a status of its own where that fails.
+    """
+    is_written = True
+    with suppress(OSError, ValueError):
+        if sys.stderr is not None:
+            is_written = False
+            sys.stderr.flush()
+            is_written = True
+    with suppress(OSError, ValueError):
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        for stream in (sys.stdout, *(() if is_written else (sys.stderr,))):
+            if stream is not None:
+                os.dup2(nowhere, stream.fileno())
+        os.close(nowhere)

@@ -81,5 +81,7 @@ def cause_of(problem: BaseException, max_length: int | None = None) -> str:
 def say(line: str) -> None:
     """This line on standard error, marked as ours. In one write: ranks share it, and under torchrun Python buffers nothing.
     Where nobody listens any more, the job goes on."""
+    if sys.stderr is None:  # it was closed when Python started, and `print` would take standard output
+        return
     with suppress(OSError, ValueError):
         print(f"counterpoint: {line}\n", end="", file=sys.stderr, flush=True)

@@ -11,9 +11,14 @@ from select import select
 
 import pytest
 
+from counterpoint.plan import load_plan
 from helpers.command import COUNTERPOINT
 
 LIMIT_S = 60
+PASSED_ON = [
+    *(signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM, signal.SIGXCPU),
+    *(signal.SIGTSTP, signal.SIGRTMIN, signal.SIGRTMAX),
+]
 
 
 def start(*command: str, **options: object) -> subprocess.Popen[str]:
@@ -91,22 +96,21 @@ def test_options_behind_the_command_are_the_commands() -> None:
     assert run("echo", "--plan", "x", "--help").stdout == "--plan x --help\n"
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2])
-def test_a_signal_reaches_the_command_once_and_its_status_counts(number: signal.Signals) -> None:
-    name = number.name.removeprefix("SIG")
+@pytest.mark.parametrize("number", PASSED_ON)
+def test_a_signal_reaches_the_command_once_and_its_status_counts(number: int) -> None:
     code = (
         "import signal, sys\n"
-        f"signal.pthread_sigmask(signal.SIG_BLOCK, {{signal.{number.name}}})\n"
+        f"signal.pthread_sigmask(signal.SIG_BLOCK, {{{int(number)}}})\n"
         "print('ready', flush=True)\n"
-        f"signal.sigwait({{signal.{number.name}}})\n"
-        f"print(signal.sigtimedwait({{signal.{number.name}}}, 0.2), flush=True)\n"
+        f"signal.sigwait({{{int(number)}}})\n"
+        f"print(signal.sigtimedwait({{{int(number)}}}, 0.2), flush=True)\n"
         "sys.exit(7)\n"
     )
     with start(sys.executable, "-c", code) as process:
         await_line(process, "ready")
         process.send_signal(number)
         output, _ = process.communicate(timeout=LIMIT_S)
-    assert (process.returncode, output) == (7, "None\n"), name
+    assert (process.returncode, output) == (7, "None\n")
 
 
 def test_what_nohup_ignores_stays_ignored() -> None:
@@ -127,6 +131,74 @@ def test_ctrl_c_ends_processes_in_sessions_of_their_own(sleeping: list[int]) -> 
     assert process.returncode == 130
     assert not is_running(sleeping[0])
     assert "1 process that it left behind" in errors
+
+
+@pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGINT, signal.SIGALRM])
+def test_further_signals_cost_neither_the_plan_found_nor_the_exit_status(
+    second: signal.Signals, tmp_path: Path, sleeping: list[int]
+) -> None:
+    """They come while what the command left behind is being ended, which may take 10 s."""
+    found = tmp_path / "found.toml"
+    record = '{"stage":"decided","plan":{"verdict":"GAIN","summary":"found"}}'
+    folder = "$COUNTERPOINT_FILTER_DIRECTORY"
+    script = (
+        f"printf %s '{record}' > {folder}/record.json; echo {folder}\n"
+        "(trap 'echo told' TERM; echo $BASHPID; while true; do sleep 0.05; done) & wait"
+    ).replace("\\n", "\n")
+    command = [COUNTERPOINT, "run", "--tune", "-o", found, "--", "bash", "-c", script]
+    with subprocess.Popen(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        control = Path(process.stdout.readline().strip())
+        sleeping.append(int(process.stdout.readline()))
+        assert control.is_dir()
+        process.send_signal(signal.SIGTERM)
+        await_line(process, "told")  # the command has ended, and its leftover ignores what it was asked
+        process.send_signal(second)
+        if second != signal.SIGINT:  # which shortens the waiting
+            process.send_signal(second)
+            os.kill(sleeping[0], signal.SIGKILL)
+        _, errors = process.communicate(timeout=LIMIT_S)
+    assert process.returncode == 128 + signal.SIGTERM, errors
+    assert load_plan(found).summary == "found"
+    assert not control.exists()
+    assert not is_running(sleeping[0])
+
+
+def begin_with_folder(command: str, **options: object) -> tuple[subprocess.Popen[str], Path]:
+    """A tuned command that has told its control folder, and runs on."""
+    script = f"echo $COUNTERPOINT_FILTER_DIRECTORY; {command}"
+    arguments = [COUNTERPOINT, "run", "--tune", "--", "bash", "-c", script]
+    process = subprocess.Popen(arguments, text=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, **options)
+    assert process.stdout is not None
+    return process, Path(process.stdout.readline().strip())
+
+
+def test_the_folder_of_a_supervisor_that_was_killed_is_removed_by_the_next_one_and_no_other_is() -> None:
+    killed, abandoned = begin_with_folder("exec sleep 600")
+    living, in_use = begin_with_folder("read -r", stdin=subprocess.PIPE)
+    foreign = in_use.with_name("counterpoint-of-something-else")
+    foreign.mkdir(exist_ok=True)
+    with killed, living:
+        killed.kill()
+        killed.wait(LIMIT_S)
+        assert abandoned.is_dir(), "nobody could remove it"
+        next_one, last = begin_with_folder("exit 0")
+        with next_one:
+            assert next_one.wait(LIMIT_S) == 0
+        assert not abandoned.exists()
+        assert not last.exists()
+        assert in_use.is_dir()
+        assert foreign.is_dir()
+        living.communicate("\n", timeout=LIMIT_S)
+    foreign.rmdir()
+    assert not in_use.exists()
+
+
+def test_a_umask_that_takes_our_own_rights_does_not_keep_us_from_our_files() -> None:
+    script = "stat -c %a $COUNTERPOINT_FILTER_DIRECTORY $COUNTERPOINT_FILTER_DIRECTORY/*[bj]*[kn]; umask"
+    command = [COUNTERPOINT, "run", "--tune", "--", "bash", "-c", script]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False, umask=0o777)
+    assert ended.stdout.split() == ["700", "600", "600", "0777"], ended.stderr
 
 
 def test_a_killed_command_leaves_no_orphan_even_one_that_ignores_sigterm(sleeping: list[int]) -> None:

@@ -17,7 +17,7 @@ from counterpoint.report.run import print_measured, print_outcome
 from counterpoint.supervised.environment import IN_JOB, job_environment, plan_variables, variable_remarks
 from counterpoint.supervised.process import Ended
 from counterpoint.supervised.proof import ControlProof, ProcessProof, count_table, prove_process, prove_rule
-from counterpoint.supervised.run import RunOutcome
+from counterpoint.supervised.run import RunOutcome, prove_table
 from counterpoint.supervised.settings import LiveRecord, TableTotals, add_counters
 from helpers.live_job_double import NCCL, nccl, seen
 
@@ -108,6 +108,21 @@ def test_a_table_counts_what_was_kept_and_what_is_in_force_but_no_other_table() 
     assert count_table((PRIORITY,), state((), ()), kept).counters == counted
     assert count_table((PRIORITY,), state((CAP,), counted), TableTotals()).counters == (RuleCounters(),)
     assert count_table((), state((CAP,), counted), kept) == TableTotals()
+
+
+def test_a_trial_of_the_same_table_does_not_prove_a_plan_that_was_decided_in_an_earlier_process() -> None:
+    """Whether the last step of a job falls into such a trial is chance, and `--strict` must not depend on it."""
+    counted = (RuleCounters(num_matched=3, num_prioritized=3),)
+    trial, idle, rules = state((PRIORITY,), counted), state((), ()), (PRIORITY,)
+    for last in (trial, idle):
+        (applied,) = prove_table(last, Plan(), rules, TableTotals(), is_tuned=True).applied
+        assert applied.engagement.state == "failed"
+        assert "it was not in force in this process" in applied.engagement.reason
+        assert (applied.num_matched, applied.num_applied) == (0, 0)
+    decided_here = prove_table(trial, Plan(), rules, TableTotals(rules=rules), is_tuned=True)
+    given = prove_table(trial, Plan(), rules, TableTotals(), is_tuned=False)
+    for proof in (decided_here, given):
+        assert [applied.engagement.state for applied in proof.applied] == ["verified"]
 
 
 @pytest.mark.parametrize(

@@ -42,12 +42,21 @@ def print_outcome(console: Console, outcome: RunOutcome) -> None:
         return
     for remark in outcome.remarks:
         print_line(console, remark)
-    if not outcome.processes:
+    if outcome.damaged:
+        print_line(console, describe_damage(outcome.damaged))
+    elif not outcome.processes:
         print_line(console, NOTHING_LOADED)
     for process in outcome.processes:
         if process.problem:
             print_line(console, f"{_who(process)}: {process.problem}")
     _print_proofs(console, outcome)
+
+
+def describe_damage(damaged: Sequence[str]) -> str:
+    """One line for all files that cannot be read."""
+    first, *others = damaged
+    more = f", and {format_count(len(others), 'other')}" if others else ""
+    return f"what took effect is not known in full, because files of this run are damaged ({first}{more})"
 
 
 def _print_proofs(console: Console, outcome: RunOutcome) -> None:
@@ -137,7 +146,7 @@ def print_measured(console: Console, outcome: RunOutcome) -> None:
     if not outcome.processes:
         return  # said already
     if record is None:
-        if outcome.is_tuned and outcome.has_rank_0:
+        if outcome.is_tuned and outcome.has_rank_0 and not outcome.damaged:
             print_line(console, NO_STEP)
         return
     if record.measurements:

@@ -181,8 +181,9 @@ class Follower:
         self._in_force = rules
 
     def count_for(self, rules: Rules) -> None:
-        """Count launches for this plan from now on, whenever it is in force."""
+        """Count launches for this plan from now on, whenever it is in force; that this is kept proves that it was."""
         self._totals = TableTotals(rules=rules)
+        self._job.keep(self._totals)
 
     def forget_proofs(self) -> None:
         """A tuning begins: what took effect before does not count."""

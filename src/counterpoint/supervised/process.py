@@ -1,7 +1,9 @@
 """Run a command as a shell would: its streams, its signals, its exit status; and leave nothing of it behind.
 
-The command is the leader of a process group of its own. At a terminal that group is put in the foreground, so that
-Ctrl-C, Ctrl-Z and reading reach it as they would without us; everywhere else each signal that we get goes on to it, once.
+Where there is a terminal, the command is in our own process group, as it would be without us: the terminal's signals and
+its rules for reading and writing hold for it, in a pipeline and in the background as well, and when it is stopped, we
+stop too, so that the shell sees it. Elsewhere it leads a group of its own, and whatever is sent to ours reaches it once.
+
 Processes whose parent ends come to us (a subreaper, Linux): where the command was ended by a signal, those still there
 are asked to end, and killed after a limit, because launchers such as torchrun start their workers in sessions that no
 other signal reaches. After an end without a signal they are left alone: a command may have meant them to go on. If we are
@@ -12,24 +14,14 @@ import ctypes
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 
+from counterpoint.supervised.signals import ENDING, HeldSignals
 from counterpoint.value import Value
 
-PASSED_ON = (
-    signal.SIGINT,
-    signal.SIGTERM,
-    signal.SIGHUP,
-    signal.SIGQUIT,
-    signal.SIGUSR1,
-    signal.SIGUSR2,
-    signal.SIGCONT,
-)
-ENDING = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT})
 LEFTOVER_LIMIT_S = 10.0
 SET_PARENT_DEATH_SIGNAL, SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 
@@ -41,100 +33,69 @@ class Ended(Value, frozen=True, kw_only=True):
     num_leftover: int = 0
 
 
-def supervise(command: Sequence[str], environment: Mapping[str, str]) -> Ended:
-    """Run `command` to its end. Raises `OSError` if it cannot be started."""
+def supervise(command: Sequence[str], environment: Mapping[str, str], signals: HeldSignals) -> Ended:
+    """Run `command` to its end; `signals` are held from here on. Raises `OSError` if it cannot be started."""
     prctl = ctypes.CDLL(None, use_errno=True).prctl
     prctl(SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    wanted = {number for number in PASSED_ON if signal.getsignal(number) != signal.SIG_IGN}  # nohup stays nohup
-    with _waiting_for(wanted | {signal.SIGCHLD}) as mask_before, _Terminal() as terminal:
-        prepare = _in_child(prctl, terminal, mask_before, os.getpid())
-        # one thread runs here, so what the child does before exec cannot meet a lock that another thread held
-        process = subprocess.Popen(command, env=environment, process_group=0, preexec_fn=prepare)  # noqa: PLW1509
-        status, received = _wait(process.pid, wanted, terminal)
-        process.returncode = status  # it was reaped here
-        is_interrupted = status < 0 or bool(received & ENDING)
-        num_leftover = _end_leftovers() if is_interrupted else 0
+    signals.hold()
+    has_terminal = _has_terminal()
+    prepare = _in_child(prctl, signals.mask_before, os.getpid())
+    group = None if has_terminal else 0
+    # one thread runs here, so what the child does before exec cannot meet a lock that another thread held
+    process = subprocess.Popen(command, env=environment, process_group=group, preexec_fn=prepare)  # noqa: PLW1509
+    status, received = _wait(process.pid, signals, has_terminal)
+    process.returncode = status  # it was reaped here
+    is_interrupted = status < 0 or bool(received & ENDING)
+    num_leftover = _end_leftovers(signals) if is_interrupted else 0
     return Ended(exit_status=128 - status if status < 0 else status, num_leftover=num_leftover)
 
 
-def _in_child(prctl: Callable[..., int], terminal: "_Terminal", mask: Iterable[int], parent: int) -> Callable[[], None]:
+def _in_child(prctl: Callable[..., int], mask: Iterable[int], parent: int) -> Callable[[], None]:
     """What runs in the child between fork and exec."""
 
     def prepare() -> None:
         prctl(SET_PARENT_DEATH_SIGNAL, signal.SIGTERM, 0, 0, 0)
         if os.getppid() != parent:  # we were killed before the line above
             os._exit(128 + signal.SIGTERM)
-        terminal.give_to(os.getpid())
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
     return prepare
 
 
-@contextmanager
-def _waiting_for(signals: Iterable[int]) -> Iterator[set[signal.Signals | int]]:
-    """Block the signals, so that none is lost between two looks; yields the mask from before."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
-    child_before = signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # where it is ignored, nothing can be waited for
+def _has_terminal() -> bool:
+    """Whether our session has a terminal, on whatever stream or on none."""
     try:
-        yield before
-    finally:
-        signal.signal(signal.SIGCHLD, child_before)
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        os.close(os.open("/dev/tty", os.O_RDWR | os.O_NOCTTY))
+    except OSError:
+        return False
+    return True
 
 
-class _Terminal:
-    """The terminal on standard input, while our process group is the one in its foreground; else nothing."""
-
-    def __init__(self) -> None:
-        self._descriptor: int | None = None
-        with suppress(OSError, ValueError, AttributeError):  # no standard input, or one that is no terminal
-            descriptor = sys.stdin.fileno()
-            if os.isatty(descriptor) and os.tcgetpgrp(descriptor) == os.getpgrp():
-                self._descriptor = descriptor
-
-    def __enter__(self) -> "_Terminal":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.give_to(os.getpgrp())
-
-    def give_to(self, group: int) -> None:
-        """Put a process group into the foreground."""
-        if self._descriptor is None:
-            return
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTTOU})  # else a background group is stopped for it
-        with suppress(OSError):  # the terminal was closed, or the group has ended
-            os.tcsetpgrp(self._descriptor, group)
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-    def stop_with(self, child: int) -> None:
-        """The child was stopped by Ctrl-Z: stop as well, so that the shell sees it; when continued, continue the child."""
-        if self._descriptor is None:
-            return
-        self.give_to(os.getpgrp())
-        os.kill(os.getpid(), signal.SIGSTOP)
-        if os.tcgetpgrp(self._descriptor) == os.getpgrp():
-            self.give_to(child)
-        with suppress(ProcessLookupError):
-            os.killpg(child, signal.SIGCONT)
-
-
-def _wait(child: int, wanted: set[signal.Signals], terminal: _Terminal) -> tuple[int, set[int]]:
-    """Pass signals on until the child ends; its exit code, negative for a signal, and the signals that were passed on."""
+def _wait(child: int, signals: HeldSignals, has_terminal: bool) -> tuple[int, set[int]]:
+    """Pass signals on until the child ends; its exit code, negative for a signal, and the signals that we got."""
     received: set[int] = set()
     while True:
-        number = signal.sigwaitinfo(wanted | {signal.SIGCHLD}).si_signo
-        if number != signal.SIGCHLD:
-            received.add(number)
-            with suppress(ProcessLookupError):
-                os.kill(child, number)
+        number, is_for_group = signals.wait()
+        if number == signal.SIGCHLD:
+            for pid, status in _reap():
+                if pid != child:
+                    continue
+                if not os.WIFSTOPPED(status):
+                    return os.waitstatus_to_exitcode(status), received
+                if has_terminal:
+                    signals.stop_like(os.WSTOPSIG(status))
             continue
-        for pid, status in _reap():
-            if os.WIFSTOPPED(status):
-                if pid == child:
-                    terminal.stop_with(child)
-            elif pid == child:
-                return os.waitstatus_to_exitcode(status), received
+        received.add(number)
+        if has_terminal and (is_for_group or (number == signal.SIGCONT and not _is_stopped(child))):
+            continue  # the child, in our group, has got it as well
+        with suppress(ProcessLookupError, PermissionError):  # it has ended, or runs as another user (sudo)
+            os.kill(child, number)
+
+
+def _is_stopped(pid: int) -> bool:
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0] == "T"
+    return False
 
 
 def _reap() -> Iterator[tuple[int, int]]:
@@ -147,8 +108,8 @@ def _reap() -> Iterator[tuple[int, int]]:
             yield pid, status
 
 
-def _end_leftovers() -> int:
-    """End the processes that came to us and are still there; how many there were."""
+def _end_leftovers(signals: HeldSignals) -> int:
+    """End the processes that came to us and are still there; how many there were. Ctrl-C shortens the waiting."""
     asked: set[int] = set()
     for number in (signal.SIGTERM, signal.SIGKILL):
         deadline, told = time.monotonic() + LEFTOVER_LIMIT_S, set[int]()
@@ -159,11 +120,12 @@ def _end_leftovers() -> int:
             if not children:
                 return len(asked)
             for pid in children - told:  # ending one may bring its children to us
-                with suppress(ProcessLookupError):
+                with suppress(ProcessLookupError, PermissionError):
                     os.kill(pid, number)
             told |= children
             asked |= children
-            signal.sigtimedwait({signal.SIGCHLD}, left_s)
+            if signals.wait_for({signal.SIGCHLD, signal.SIGINT}, left_s) == signal.SIGINT:
+                break
     return len(asked)
 
 

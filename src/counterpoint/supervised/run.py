@@ -1,22 +1,23 @@
 """`counterpoint run`: a command under the launch filter, from the plan's rules to the proof of what became of them.
 
 Without a plan and without tuning the command is only supervised: nothing is preloaded and its environment is as it was.
-What the filter and the agent need lies in a folder that is removed at the end. It is in shared memory where that has
-room, because the filter writes counters there and a disk may hold a writer up.
+What the filter and the agent need lies in a folder that is removed at the end.
 """
 
 import os
-import shutil
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 from msgspec.structs import replace
 
 from counterpoint.engagement import Engagement
-from counterpoint.errors import LaunchFilterError
+from counterpoint.errors import LaunchFilterError, cause_of
 from counterpoint.launch_filter.control_block import (
     INITIAL_BLOCK,
     ControlBlock,
+    FilterRule,
     FilterState,
     Translation,
     block_paths,
@@ -26,16 +27,24 @@ from counterpoint.launch_filter.executable import check_command, find_executable
 from counterpoint.launch_filter.library import filter_library
 from counterpoint.plan import Plan
 from counterpoint.step import Step
+from counterpoint.supervised.control_folder import control_folder, make_readable, private_files
 from counterpoint.supervised.environment import job_environment, variable_remarks
 from counterpoint.supervised.process import Ended, supervise
 from counterpoint.supervised.proof import ControlProof, ProcessProof, count_table, prove_process, refused
-from counterpoint.supervised.settings import LiveRecord, LiveSettings, read_record, read_totals, write_settings
-from counterpoint.units import GIB
+from counterpoint.supervised.settings import (
+    RECORD_FILE,
+    LiveRecord,
+    LiveSettings,
+    TableTotals,
+    read_record,
+    read_totals,
+    write_settings,
+)
+from counterpoint.supervised.signals import HeldSignals
 from counterpoint.value import Value
 
-SHARED_MEMORY = Path("/dev/shm")
+T = TypeVar("T")
 NEVER_IN_FORCE = "it was not in force in this process, which ended too early, or began before the job was started again"
-LEAST_SHARED_BYTES = GIB  # containers often have 64 MiB, which NCCL needs itself
 
 
 class RunRequest(Value, frozen=True, kw_only=True):
@@ -57,7 +66,8 @@ class RunRequest(Value, frozen=True, kw_only=True):
 class RunOutcome(Value, frozen=True, kw_only=True):
     """What came of it: the command's end, the proof of each process that reached a GPU, what could not even be asked.
 
-    `record` is what tuning or the guard came to, as far as rank 0 ran here.
+    `record` is what tuning or the guard came to, as far as rank 0 ran here. `damaged` says of files of the control folder,
+    by name, why they cannot be read.
     """
 
     ended: Ended
@@ -67,6 +77,7 @@ class RunOutcome(Value, frozen=True, kw_only=True):
     unasked: tuple[ControlProof, ...] = ()
     record: LiveRecord | None = None
     remarks: tuple[str, ...] = ()
+    damaged: tuple[str, ...] = ()
 
     @property
     def has_rank_0(self) -> bool:
@@ -85,11 +96,13 @@ class RunOutcome(Value, frozen=True, kw_only=True):
         return next((applied.engagement for applied in every if applied.engagement.state != "verified"), None)
 
 
-def run_job(request: RunRequest) -> RunOutcome:
-    """Run the command to its end. Raises a `CounterpointError` before it is started where something is wrong."""
+def run_job(request: RunRequest, signals: HeldSignals) -> RunOutcome:
+    """Run the command to its end, and hold signals from its start on. Raises a `CounterpointError` before it is started
+    where something is wrong.
+    """
     executable = find_executable(request.command)
     if not request.is_filtered:
-        return RunOutcome(ended=_start(request.command, dict(os.environ)), is_filtered=False)
+        return RunOutcome(ended=_start(request.command, dict(os.environ), signals), is_filtered=False)
     check_command(executable)
     translation = translate(request.plan, request.step)
     settings = LiveSettings(
@@ -100,14 +113,16 @@ def run_job(request: RunRequest) -> RunOutcome:
         guard_every_steps=request.guard_every_steps,
     )
     library = filter_library()
+    signals.hold()
     try:
-        with tempfile.TemporaryDirectory(prefix="counterpoint-", dir=_folder(), ignore_cleanup_errors=True) as name:
-            directory = Path(name)
-            ControlBlock.write_initial(directory / INITIAL_BLOCK, translation.rules)
-            write_settings(directory, settings)
+        with control_folder() as directory:
+            with private_files():
+                ControlBlock.write_initial(directory / INITIAL_BLOCK, translation.rules)
+                write_settings(directory, settings)
             has_agent = request.is_tuning or request.guard_every_steps > 0
             environment = job_environment(os.environ, directory, library, request.plan, has_agent=has_agent)
-            ended = _start(request.command, environment)
+            ended = _start(request.command, environment, signals)
+            make_readable(directory)
             return _outcome(directory, ended, request, translation)
     except OSError as problem:
         raise LaunchFilterError(
@@ -115,9 +130,9 @@ def run_job(request: RunRequest) -> RunOutcome:
         ) from problem
 
 
-def _start(command: tuple[str, ...], environment: dict[str, str]) -> Ended:
+def _start(command: tuple[str, ...], environment: dict[str, str], signals: HeldSignals) -> Ended:
     try:
-        return supervise(command, environment)
+        return supervise(command, environment, signals)
     except OSError as problem:
         raise LaunchFilterError(
             f"'{command[0]}' cannot be started: {problem.strerror}. If it is a script, give it a first line with its "
@@ -125,33 +140,23 @@ def _start(command: tuple[str, ...], environment: dict[str, str]) -> Ended:
         ) from problem
 
 
-def _folder() -> Path | None:
-    """Shared memory with room, else where temporary files go."""
-    try:
-        has_room = os.access(SHARED_MEMORY, os.W_OK) and shutil.disk_usage(SHARED_MEMORY).free >= LEAST_SHARED_BYTES
-    except OSError:
-        return None
-    return SHARED_MEMORY if has_room else None
-
-
 def _outcome(directory: Path, ended: Ended, request: RunRequest, translation: Translation) -> RunOutcome:
-    """Read what the filters and the agent left in the folder."""
-    record = read_record(directory)
+    """Read what the filters and the agent left in the folder. Never raises: the job has ended with a status of its own."""
+    damaged: list[str] = []
+    record = _read_or_note(directory / RECORD_FILE, lambda: read_record(directory), damaged)
     plan, rules = request.plan, translation.rules
     if request.is_tuning:
         plan, rules = (record.plan or Plan(), record.rules) if record else (Plan(), ())
-    proofs: list[ProcessProof] = []
-    remarks = [*translation.remarks, *variable_remarks(request.plan)]
-    for path in block_paths(directory):
-        try:
-            state = _read_state(path)
-        except LaunchFilterError as problem:  # the disk was full, or the process was killed while it began
-            remarks.append(str(problem).rstrip("."))
-            continue
-        if state.driver_found:
-            kept = read_totals(directory, state.pid)
-            proof = prove_process(state, plan, count_table(rules, state, kept))
-            proofs.append(proof if rules in (state.rules, kept.rules) else _never_in_force(proof))
+
+    def prove(path: Path) -> ProcessProof | None:
+        state = _read_state(path)
+        if not state.driver_found:
+            return None
+        kept = read_totals(directory, state.pid)
+        return prove_table(state, plan, rules, kept, is_tuned=request.is_tuning)
+
+    found = [_read_or_note(path, lambda path=path: prove(path), damaged) for path in block_paths(directory)]  # type: ignore[misc]
+    proofs = [proof for proof in found if proof is not None]
     return RunOutcome(
         ended=ended,
         is_filtered=True,
@@ -159,8 +164,33 @@ def _outcome(directory: Path, ended: Ended, request: RunRequest, translation: Tr
         processes=tuple(sorted(proofs, key=lambda proof: (proof.rank, proof.pid))),
         unasked=tuple(refused(translation.refusals)) if not request.is_tuning else (),
         record=record,
-        remarks=tuple(remarks),
+        remarks=(*translation.remarks, *variable_remarks(request.plan)),
+        damaged=tuple(damaged),
     )
+
+
+def _read_or_note(path: Path, read: Callable[[], T], damaged: list[str]) -> T | None:
+    """What a file holds; where it cannot be read, its name and the reason are added to `damaged`."""
+    try:
+        return read()
+    except Exception as problem:  # the disk was full, the process was killed while it wrote, or something wrote over it
+        name = "" if isinstance(problem, LaunchFilterError) else f"{type(problem).__name__}: "
+        damaged.append(f"{path.name}: {name}{cause_of(problem, 200).rstrip('.')}")
+        return None
+
+
+def prove_table(
+    state: FilterState, plan: Plan, rules: tuple[FilterRule, ...], kept: TableTotals, *, is_tuned: bool
+) -> ProcessProof:
+    """What became of the plan with this table in one process.
+
+    What `kept` says was in force for the plan. The filter's own table proves as much only where nothing was tuned: in a
+    tuned process it may be a trial of the same rules, and how it stands when a job ends is chance.
+    """
+    if is_tuned and rules != kept.rules:
+        state = replace(state, rules=(), counters=())
+    proof = prove_process(state, plan, count_table(rules, state, kept))
+    return proof if rules in (state.rules, kept.rules) else _never_in_force(proof)
 
 
 def _never_in_force(proof: ProcessProof) -> ProcessProof:

@@ -1,0 +1,106 @@
+"""The signals of a supervising process: held from the command's start to the end of our own work, so that none is lost.
+
+A signal that we get goes on to the command, unless the command has got it already: where both are in one process group, a
+terminal sends Ctrl-C, Ctrl-Z and its own end to both. Once the command has ended, further signals change nothing more:
+what was found is saved and reported, and the exit status is the command's, however often a scheduler repeats itself.
+"""
+
+import os
+import signal
+from collections.abc import Iterable
+from contextlib import suppress
+from types import TracebackType
+from typing import final
+
+SI_KERNEL = 0x80  # asm-generic/siginfo.h: not sent by a process
+ENDING = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT})
+STOPPING = frozenset({signal.SIGTSTP, signal.SIGTTIN, signal.SIGTTOU})
+OF_TERMINAL = STOPPING | {signal.SIGINT, signal.SIGQUIT, signal.SIGHUP}
+PASSED_ON = frozenset(
+    {
+        *ENDING,
+        *STOPPING,
+        signal.SIGUSR1,
+        signal.SIGUSR2,
+        signal.SIGCONT,
+        signal.SIGALRM,
+        signal.SIGVTALRM,
+        signal.SIGPROF,
+        signal.SIGXCPU,
+        signal.SIGXFSZ,
+        signal.SIGIO,
+        signal.SIGPWR,
+        signal.SIGABRT,
+        *range(signal.SIGRTMIN, signal.SIGRTMAX + 1),
+    }
+)
+
+
+@final
+class HeldSignals:
+    """The signals that a command is to get from us, blocked from `hold` to the end of the `with` block.
+
+    With `is_last`, the process ends with the block: the signals stay without effect.
+    """
+
+    def __init__(self, *, is_last: bool = False) -> None:
+        # what is ignored stays ignored: the command of a `nohup` inherits it
+        self.wanted = frozenset(number for number in PASSED_ON if signal.getsignal(number) != signal.SIG_IGN)
+        self.mask_before: frozenset[int] = frozenset()
+        self._is_last = is_last
+        self._is_held = False
+        self._child_before: object = None
+
+    def hold(self) -> None:
+        """Block them, if they are not already."""
+        if self._is_held:
+            return
+        self.mask_before = frozenset(signal.pthread_sigmask(signal.SIG_BLOCK, self.wanted | {signal.SIGCHLD}))
+        self._child_before = signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # where it is ignored, nothing can be waited for
+        self._is_held = True
+
+    def wait(self) -> tuple[int, bool]:
+        """The next signal, and whether a terminal sent it, to its whole foreground group."""
+        found = signal.sigwaitinfo(self.wanted | {signal.SIGCHLD})
+        number = found.si_signo
+        is_of_terminal = found.si_code == SI_KERNEL and number in OF_TERMINAL
+        # of a terminal that is gone, the session's leader hears alone
+        return number, is_of_terminal and not (number == signal.SIGHUP and os.getsid(0) == os.getpid())
+
+    def wait_for(self, numbers: Iterable[int], limit_s: float) -> int | None:
+        """The next of these signals within a limit; the others stay pending."""
+        found = signal.sigtimedwait(numbers, limit_s)
+        return None if found is None else found.si_signo
+
+    def stop_like(self, number: int) -> None:
+        """Stop this process as the command was stopped, so that the shell sees it; returns when it is continued."""
+        if number not in STOPPING & self.wanted:
+            os.kill(os.getpid(), signal.SIGSTOP)
+            return
+        os.kill(os.getpid(), number)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {number})
+        signal.pthread_sigmask(signal.SIG_BLOCK, {number})
+
+    def __enter__(self) -> "HeldSignals":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, problem: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if not self._is_held:
+            return
+        if self._is_last:
+            _ignore(self.wanted)
+        else:
+            while signal.sigtimedwait(self.wanted, 0) is not None:
+                pass
+        signal.signal(signal.SIGCHLD, self._child_before)  # type: ignore[arg-type]
+        signal.pthread_sigmask(signal.SIG_SETMASK, self.mask_before)
+        self._is_held = False
+
+
+def _ignore(numbers: Iterable[int]) -> None:
+    """Let signals have no effect, those that are pending as well."""
+    for number in numbers:
+        with suppress(OSError, ValueError):
+            signal.signal(number, signal.SIG_IGN)
