@@ -21,7 +21,7 @@ from counterpoint.errors import INSTALL, OperatorError, ScheduleError
 from counterpoint.machine import Machine, load_machine, machine_for_device
 from counterpoint.ops.agreement import Agreement, CallNotice
 from counterpoint.ops.captures import is_capturing, refuse_in_capture
-from counterpoint.ops.collectives import Collectives
+from counterpoint.ops.collectives import Collectives, Sequential
 from counterpoint.ops.lane import AbstractLane
 from counterpoint.ops.message_lane import MessageLane
 from counterpoint.ops.messages import Messages
@@ -95,10 +95,10 @@ class Runtime:
         self.machine, self.machine_name = _machine_of(device)
         self.transport, self.obstacle = self._open_transport()
 
-    def plan(self, request: Request) -> PickedSchedule:
-        """The plan for a request; made with the other ranks when it is first asked for."""
+    def plan(self, request: Request, sequential: Sequential) -> PickedSchedule:
+        """The plan for a request, made with the other ranks when it is first asked for; it may be to run `sequential`."""
         found = self.plans.get(request)
-        return found if found is not None else self._make(request)
+        return found if found is not None else self._make(request, sequential)
 
     def refuse(self, problem: str) -> NoReturn:
         """Tell the other ranks of a call that cannot be made, so that none waits for it; raises `OperatorError`."""
@@ -106,7 +106,7 @@ class Runtime:
             self._agreement.compare(CallNotice(problem=problem))
         raise OperatorError(problem)
 
-    def _make(self, request: Request) -> PickedSchedule:
+    def _make(self, request: Request, sequential: Sequential) -> PickedSchedule:
         try:
             problem = request.problem(self.group.size())
         except ScheduleError as refusal:
@@ -115,7 +115,7 @@ class Runtime:
         choice = self._agree(request)
         try:
             pick = self._pick(request, problem, choice)
-            plan = self.plans[request] = PickedSchedule(pick, self._prepared_once(request, pick.description))
+            plan = self.plans[request] = PickedSchedule(pick, self._prepared_once(request, pick.description, sequential))
         except ScheduleError as refusal:
             if choice is None:
                 raise
@@ -148,16 +148,16 @@ class Runtime:
             return Pick(description=choice.schedule, reason=choice.reason)
         return pick_schedule(problem, self.machine, request.direction)
 
-    def _prepared_once(self, request: Request, description: ScheduleDescription) -> AbstractPrepared:
+    def _prepared_once(self, request: Request, description: ScheduleDescription, sequential: Sequential) -> AbstractPrepared:
         key = msgspec.structs.replace(request, schedule=""), description
         if key not in self._prepared:
-            self._prepared[key] = self.prepare(request, description)
+            self._prepared[key] = self.prepare(request, description, sequential)
         return self._prepared[key]
 
-    def prepare(self, request: Request, description: ScheduleDescription) -> AbstractPrepared:
+    def prepare(self, request: Request, description: ScheduleDescription, sequential: Sequential) -> AbstractPrepared:
         """Make a schedule ready for a request, by all ranks together. Raises `ScheduleError` where it does not fit."""
         if description.is_sequential or self.transport is None:
-            return Collectives(self.group, self._agreement, request.operation, request.direction, request.num_rows)
+            return Collectives(self.group, self._agreement, (request.operation, request.num_rows), sequential)
         problem = request.problem(self.group.size())
         return self.transport.prepare(make_schedule(problem, description, request.direction), request.dtype)
 
