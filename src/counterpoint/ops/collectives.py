@@ -6,13 +6,15 @@ calls stands with it, in `operators.py`.
 """
 
 from collections.abc import Callable
-from typing import final
+from contextlib import nullcontext
+from typing import NamedTuple, final
 
 import torch
 import torch.distributed as dist
 
 from counterpoint.errors import cause_of
 from counterpoint.ops.agreement import Agreement
+from counterpoint.ops.message_watchdog import MessageWatchdog
 from counterpoint.ops.transport import AbstractPrepared, Tensors, Weights
 from counterpoint.schedule.actions import Operation, split
 
@@ -22,18 +24,25 @@ library_reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scat
 LOST = ("timed out", "timeout", "connection", "closed by peer", "broken pipe")  # in what gloo says when a rank is missing
 
 
+class Ranks(NamedTuple):
+    """A group, how its ranks agree, and what ends their waits for messages."""
+
+    group: dist.ProcessGroup
+    agreement: Agreement
+    watchdog: MessageWatchdog
+
+
 @final
 class Collectives(AbstractPrepared):
     """One pass of an operator by whole collectives of the group's backend, which its `sequential` form calls."""
 
-    def __init__(
-        self, group: dist.ProcessGroup, agreement: Agreement, sized: tuple[Operation, int], sequential: "Sequential"
-    ) -> None:
-        self._group, self._agreement, self._sequential = group, agreement, sequential
+    def __init__(self, ranks: Ranks, sized: tuple[Operation, int], sequential: "Sequential") -> None:
+        self._group, self._agreement, self._watchdog = ranks
         self._operation, num_rows = sized
-        self._blocks = split(num_rows, group.size())
+        self._sequential = sequential
+        self._blocks = split(num_rows, self._group.size())
         self._longest = max(stop - start for start, stop in self._blocks)
-        self._rank = group.rank()
+        self._rank = self._group.rank()
 
     def run(self, tensors: Tensors, weights: Weights) -> None:
         """See `AbstractPrepared.run`."""
@@ -85,7 +94,8 @@ class Collectives(AbstractPrepared):
     def _together(self, collective: Callable[..., object], first: torch.Tensor, *others: object) -> None:
         """Run a collective of the library; on CPUs a rank that is missing is one line."""
         try:
-            collective(first, *others, group=self._group)
+            with self._watchdog.waiting() if first.is_cpu else nullcontext():
+                collective(first, *others, group=self._group)
         except RuntimeError as problem:
             if not (first.is_cpu and any(words in cause_of(problem).lower() for words in LOST)):
                 raise

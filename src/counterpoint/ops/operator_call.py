@@ -75,10 +75,22 @@ class OperatorCall:
             return f"{self._operation} needs its operands on one device; found {left.device} and {weight.device}. Move one."
         if left.dtype != weight.dtype:
             return f"{self._operation} needs operands of one type; found {left.dtype} and {weight.dtype}. Convert one."
+        if not _is_multiplied(left):
+            return (
+                f"{self._operation} multiplies by torch.mm, which has no {left.dtype} on this device. Convert both operands."
+            )
         if left.dim() != 2 or weight.dim() != 2 or left.shape[1] != weight.shape[0]:
             shapes = f"{tuple(left.shape)} and {tuple(weight.shape)}"
             return f"{self._operation} multiplies (rows, K) by (K, columns); found {shapes}. Change one."
         return ""
+
+
+def _is_multiplied(matrix: torch.Tensor) -> bool:
+    """Whether torch.mm takes matrices of that type: none of 8 bits or fewer in floating point, and on GPUs no integers."""
+    dtype = matrix.dtype
+    if dtype.is_floating_point:
+        return bool(dtype.itemsize > 1)
+    return bool(dtype.is_complex or (dtype != torch.bool and not matrix.is_cuda))
 
 
 def group_size(group_name: str) -> int:
