@@ -10,8 +10,9 @@ from typing import Annotated, Any
 import typer
 
 from counterpoint.errors import DeviceError, ScheduleError
-from counterpoint.schedule.actions import ELEMENT_BYTES, DataType, Operation, Pass, Problem
+from counterpoint.schedule.actions import ELEMENT_BYTES, DataType, Operation, Problem
 from counterpoint.schedule.description import MAX_CHUNKS, MAX_COPY_STREAMS, MatmulGranularity, Pattern, ScheduleDescription
+from counterpoint.schedule.operations import OPERATORS
 from counterpoint.value import check_outputs, write_json
 
 schedule = typer.Typer(
@@ -21,7 +22,7 @@ schedule = typer.Typer(
 USUAL = ScheduleDescription()  # what the choices that are not made have, once one is made
 TORCHRUN = "torchrun --nproc-per-node W -m counterpoint schedule tune OPERATION"
 ESTIMATE = "Without GPUs, counterpoint schedule show estimates."
-OPERATIONS = "all_gather_matmul, matmul_reduce_scatter, matmul_all_reduce or all_to_all_matmul."
+OPERATIONS = f"{', '.join(list(OPERATORS)[:-1])} or {list(OPERATORS)[-1]}."
 OPTIONS = {  # the fields that errors name, as they are typed
     "num_ranks": "--ranks",
     "num_rows": "--rows",
@@ -190,7 +191,7 @@ def _tune(problem: Problem, dtype: DataType, output: Path | None, is_json: bool)
     from counterpoint.plan import save_plan  # noqa: PLC0415
     from counterpoint.planner.operators_on_gpu import measure_operators  # noqa: PLC0415
 
-    passes: tuple[Pass, ...] = ("forward",) if problem.operation == "matmul_all_reduce" else ("forward", "backward")
+    passes = OPERATORS[problem.operation].passes()
     tuning = measure_operators(requests=[request_for(problem, direction, dtype) for direction in passes])
     if rank != 0:
         return

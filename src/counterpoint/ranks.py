@@ -69,7 +69,11 @@ class LocalStore:
 
 
 class RankLostError(DeviceError):
-    """A rank did not come to a round in time, or the store has ended."""
+    """A rank did not come to a round in time, or the store has ended: `what` happened, and `whose` output tells more."""
+
+    def __init__(self, what: str, whose: str = "the other ranks'") -> None:
+        super().__init__(describe_lost(what, whose))
+        self.what, self.whose = what, whose
 
 
 @final
@@ -80,6 +84,12 @@ class Exchange:
         self.rank, self.num_ranks, self.limit_s = rank, num_ranks, limit_s
         self._store = store
         self._num_rounds = 0
+        self._num_deleted = 0  # rounds of which this rank's text is gone from the store
+
+    @property
+    def num_rounds(self) -> int:
+        """The rounds that this rank has come to."""
+        return self._num_rounds
 
     # --- rounds: every rank waits for all others ---
 
@@ -91,25 +101,31 @@ class Exchange:
             self._store.set(keys[self.rank], text)
             found = [self._store.get(key) for key in keys]
         except RuntimeError as problem:
-            raise RankLostError(self._who_is_gone(keys, what)) from problem
+            raise self._who_is_gone(keys, what) from problem
         with suppress(RuntimeError):  # who came to this round has read all of the round before
-            self._store.delete_key(self.keys_of_round(self._num_rounds - 2)[self.rank])
+            while self._num_deleted < self._num_rounds - 2:
+                self._num_deleted += 1
+                self._store.delete_key(self.keys_of_round(self._num_deleted)[self.rank])
         return found
 
-    def keys_of_present_rounds(self) -> list[str]:
-        """The keys that ranks may be waiting for: of the round that this rank is in and of the next."""
-        return self.keys_of_round(self._num_rounds) + self.keys_of_round(self._num_rounds + 1)
+    def come_alone(self, text: bytes) -> None:
+        """Come to a round without waiting: the others read this rank's text when they come. Raises `RankLostError`."""
+        self._num_rounds += 1
+        try:
+            self._store.set(self.keys_of_round(self._num_rounds)[self.rank], text)
+        except RuntimeError as problem:
+            raise RankLostError(NO_STORE) from problem
 
     def keys_of_round(self, number: int) -> list[str]:
         """The keys of a round, by rank."""
         return [f"{number}/{rank}" for rank in range(self.num_ranks)]
 
-    def _who_is_gone(self, keys: Sequence[str], what: str) -> str:
+    def _who_is_gone(self, keys: Sequence[str], what: str) -> RankLostError:
         try:
             missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
         except RuntimeError:
-            return describe_lost(NO_STORE)
-        return describe_gone(missing, what, f"{self.limit_s:g} s")
+            return RankLostError(NO_STORE)
+        return RankLostError(*_gone(missing, what, f"{self.limit_s:g} s"))
 
     # --- topics: nobody waits ---
 
@@ -155,9 +171,14 @@ class Exchange:
 
 def describe_gone(missing: Sequence[int], what: str, limit: str) -> str:
     """The one way to say that ranks are gone; `what` they did not come to, and within which `limit`."""
+    return describe_lost(*_gone(missing, what, limit))
+
+
+def _gone(missing: Sequence[int], what: str, limit: str) -> tuple[str, str]:
+    """What happened, and whose output tells more."""
     names = f"{'rank' if len(missing) == 1 else 'ranks'} {', '.join(map(str, missing))}" if missing else "a rank"
     whose = "its" if len(missing) == 1 else "their" if missing else "the other ranks'"
-    return describe_lost(f"{names} did not come to {what} within {limit}, or ended", whose)
+    return f"{names} did not come to {what} within {limit}, or ended", whose
 
 
 def describe_lost(what: str, whose: str = "the other ranks'") -> str:

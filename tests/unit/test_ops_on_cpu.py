@@ -69,6 +69,8 @@ def test_a_call_that_cannot_be_made_is_one_line_on_every_rank_and_the_next_call_
         "rows in parts": "Rank 1 of the group: all_gather_matmul takes a whole number as num_rows; found one of type float",
         "no memory": "Rank 1 of the group: Operators run on GPUs and CPUs; found a tensor on 'meta'. Move it",
         "no group": "found one of type int. Give what new_group() or a mesh's get_group() returns",
+        "truth values": "all_gather_matmul multiplies by torch.mm, which has no torch.bool on this device. Convert both",
+        "eight bits": "matmul_all_reduce multiplies by torch.mm, which has no torch.float8_e4m3fn on this device.",
         "no rows": "Rank 0 of the group: matmul_reduce_scatter: num_rows must be from 1 to",
     }
     for lines in lines_of(run_ranks("operator_faults_on_cpu", 2, "faults", folder=tmp_path)):
@@ -77,6 +79,32 @@ def test_a_call_that_cannot_be_made_is_one_line_on_every_rank_and_the_next_call_
         assert set(found) == set(says)
         assert {name: words for name, words in says.items() if words not in found[name]} == {}
         assert all(line.endswith(".") for line in found.values())
+
+
+@pytest.mark.parametrize("is_sequential", ["", "1"])
+def test_a_wrong_operand_in_a_shape_that_ran_before_is_told_to_every_rank_at_once(
+    is_sequential: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("IS_SEQUENTIAL", is_sequential)
+    problem = "all_gather_matmul needs operands of one type; found torch.float32 and torch.float64. Convert one."
+    for lines in lines_of(run_ranks("operator_faults_on_cpu", 2, "refused_later", folder=tmp_path)):
+        found = said(lines)
+        assert found["later"] == f"Rank 1 of the group: {problem}"
+        assert float(found["later takes"]) < 3  # of a time-out of 30
+        assert found["next"].startswith(
+            "The ranks of the group are out of step since a call was refused. Rank 1 of the group"
+        )
+        assert found["next takes"] == "no time"
+
+
+def test_forward_mode_derivatives_and_vmap_are_refused_in_one_line(tmp_path: Path) -> None:
+    for lines in lines_of(run_ranks("operator_faults_on_cpu", 2, "transforms", folder=tmp_path)):
+        found = said(lines)
+        assert len(found) == 4 * len(OPERATORS)
+        for name in OPERATORS:
+            for kind in ("jvp", "weight", "dual"):
+                assert found[f"{name} {kind}"].startswith(f"{name} has no forward-mode derivative (torch.func.jvp, ")
+            assert found[f"{name} vmap"] == f"{name} has no batching rule for torch.vmap. Call it once for each matrix."
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from counterpoint.errors import DeviceError, OperatorError
 
 watch_module = pytest.importorskip("counterpoint.ops.watchdog")
-Patience, Watch, POLL_S = watch_module.Patience, watch_module.Watch, watch_module.POLL_S
+StallTimer, Watchdog, POLL_S = watch_module.StallTimer, watch_module.Watchdog, watch_module.POLL_S
 
 LIMIT_S = 10
 WAIT_S = 30  # of a test, for a thread
@@ -30,7 +30,7 @@ def test_calls_that_end_within_the_limit_are_never_given_up_however_long_their_q
     ended: list[int] = []
     for time in issued:
         ended.append(max([time, *ended[-1:]]) + data.draw(st.integers(0, LIMIT_S)))
-    patience = Patience(LIMIT_S)
+    patience = StallTimer(LIMIT_S)
     for now in accumulate(looks):
         assert not patience.is_over(bisect_right(issued, now), bisect_right(ended, now), now)
 
@@ -43,7 +43,7 @@ def test_a_call_that_never_ends_is_given_up_in_time_though_calls_before_it_ended
     num_ended = min(num_ended, len(issued) - 1)
     stuck_at = issued[num_ended]
     issued = issued if goes_on else issued[: num_ended + 1]
-    patience, now = Patience(LIMIT_S), 0.0
+    patience, now = StallTimer(LIMIT_S), 0.0
     while not patience.is_over(bisect_right(issued, now), bisect_right(issued[:num_ended], now), now):
         now += POLL_S
         assert now <= stuck_at + LIMIT_S + 2 * POLL_S
@@ -102,7 +102,7 @@ def gpu() -> Gpu:
 
 @pytest.fixture
 def watch(gpu: Gpu) -> Iterator[Any]:
-    opened = Watch(gpu, 0, gpu.end_process)
+    opened = Watchdog(gpu, 0, gpu.end_process)
     yield opened
     opened.close()
 

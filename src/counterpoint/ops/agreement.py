@@ -5,6 +5,10 @@ It costs a few store requests, once per shape. Ranks that ask for different thin
 become the same one-line error on every rank that waits. The limit is the store's time-out, which
 `init_process_group(timeout=...)` sets.
 
+A rank that cannot make a call says so and waits for nobody. Ranks that compare read it in their round. Ranks that run the
+call, because its shape was compared before, wait for rows: their watchdog asks here (`overheard`) and ends that wait. Calls
+are counted, so that a rank which is still at an earlier call goes on.
+
 Rounds are counted, so ranks of which one gave up would compare different calls from then on. It tells the others by the
 store: every later comparison of the group is refused at once, and those that wait are woken. `release()` on every rank
 begins anew, under new keys; whether the group's messages still come through after a time-out is up to its backend
@@ -12,18 +16,19 @@ begins anew, under new keys; whether the group's messages still come through aft
 """
 
 from contextlib import suppress
-from typing import final
+from typing import NoReturn, final
 
 import msgspec
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from counterpoint.errors import OperatorError
+from counterpoint.ranks import NO_STORE, Exchange, RankLostError, describe_lost
 from counterpoint.value import Value
 
 OUT_OF_STEP = "out of step"  # the key of why
+REFUSED = "refused"  # the key of the last call that a rank refused
 GAVE_UP = b"\0gave up"  # what stands in a round of which nothing comes any more; no content begins like it
-NO_STORE = "the group's store does not answer, as a rule because rank 0, which holds it, has ended"
 
 
 class CallNotice(Value, frozen=True, kw_only=True):
@@ -32,34 +37,48 @@ class CallNotice(Value, frozen=True, kw_only=True):
     request: str = ""
     problem: str = ""
     plan: str = ""  # fingerprint of the plan that it goes by
+    refused_call: int = 0  # its number, where the rank does not wait for the others
+
+
+class RefusedCall(Value, frozen=True, kw_only=True):
+    """The number of a call that a rank refused, and of the round in which it said so."""
+
+    call: int
+    round: int
+    problem: str
 
 
 @final
 class Agreement:
-    """Numbered rounds of all ranks of one group."""
+    """Numbered rounds of all ranks of one group, and the count of its calls."""
 
     def __init__(self, group: dist.ProcessGroup, purpose: str) -> None:
-        self._rank, self._num_ranks = group.rank(), group.size()
+        self._rank = int(group.rank())
         whole = dist.PrefixStore(f"counterpoint/{purpose}", distributed_c10d._get_process_group_store(group))
         try:
             number = whole.add(f"opened by {self._rank}", 1)  # after release() the rounds begin again, under new keys
         except RuntimeError as problem:
-            raise OperatorError(f"T{NO_STORE[1:]}. Look at the other ranks' output, and start all ranks again.") from problem
+            raise OperatorError(describe_lost(NO_STORE)) from problem
         self._store = dist.PrefixStore(f"{number}", whole)
-        self._round = 0
+        self._exchange = Exchange(self._store, self._rank, int(group.size()), self._store.timeout.total_seconds())
+        self.num_calls = 0  # that this rank has begun or refused
         self._why_out_of_step = ""
+        self._never_ends = ""  # why a call that this rank is in will not end
 
     @property
     def limit_s(self) -> float:
         """How long a rank waits for the others, in seconds."""
-        return float(self._store.timeout.total_seconds())
+        return self._exchange.limit_s
 
     def compare(self, proposal: CallNotice) -> None:
         """Raise `OperatorError` on every rank unless all of them propose the same and none has a problem."""
-        proposals = [msgspec.json.decode(text, type=CallNotice) for text in self.exchange(msgspec.json.encode(proposal))]
-        for rank, other in enumerate(proposals):
+        notice = msgspec.structs.replace(proposal, problem=self.named(proposal.problem))
+        proposals = [msgspec.json.decode(text, type=CallNotice) for text in self.exchange(msgspec.json.encode(notice))]
+        for other in proposals:
+            if 0 < other.refused_call < self.num_calls:  # the host is ahead of the GPU, which waits in the call refused
+                self._hear_of(other.problem, self._exchange.num_rounds)
             if other.problem:
-                raise OperatorError(f"Rank {rank} of the group: {other.problem}")
+                raise OperatorError(other.problem)
         first = proposals[0].request
         for rank, other in enumerate(proposals):
             if other.request != first:
@@ -73,41 +92,71 @@ class Agreement:
                     f"{other.plan or 'none'}. Give ops.use_plan the same plan on every rank."
                 )
 
+    def named(self, problem: str) -> str:
+        """A problem of this rank, as every rank says it; nothing where there is none."""
+        return f"Rank {self._rank} of the group: {problem}" if problem else ""
+
+    def refuse(self, problem: str) -> NoReturn:
+        """Refuse the call that is counted last, without waiting for anybody: raises `OperatorError`, on the others, too."""
+        self._require_in_step()
+        problem = self.named(problem)
+        with suppress(RankLostError, RuntimeError):  # what is wrong with this call is known in any case
+            notice = CallNotice(problem=problem, refused_call=self.num_calls)
+            self._exchange.come_alone(msgspec.json.encode(notice))
+            refused = RefusedCall(call=self.num_calls, round=self._exchange.num_rounds, problem=problem)
+            self._store.set(REFUSED, msgspec.json.encode(refused))
+        raise OperatorError(problem)
+
+    def overheard(self) -> str:
+        """Why a call that this rank is in will not end, because another rank refused it; nothing where none did. From then on
+        the group is out of step."""
+        with suppress(RuntimeError):
+            if not self._never_ends and self._store.check([REFUSED]):
+                refused = msgspec.json.decode(self._store.get(REFUSED), type=RefusedCall)
+                if refused.call <= self.num_calls and refused.round > self._exchange.num_rounds:
+                    self._hear_of(refused.problem, refused.round)
+        return self._never_ends
+
+    def _hear_of(self, problem: str, last_round: int) -> None:
+        self._never_ends = problem
+        self._fall_out_of_step(f"a call was refused. {problem}", last_round)
+
     def exchange(self, content: bytes) -> list[bytes]:
         """Every rank's content, in the order of ranks. Raises `OperatorError` where the ranks are out of step."""
         self._require_in_step()
-        self._round += 1
-        keys = self._keys(self._round)
         try:
-            self._store.set(keys[self._rank], content)
-            found = [self._store.get(key) for key in keys]
-        except RuntimeError as problem:
-            raise self._missed(keys) from problem
+            found = self._exchange.round(content)
+        except RankLostError as problem:
+            raise self.give_up(problem.what, problem.whose) from problem
         if GAVE_UP in found:
             self._require_in_step()
             raise self.give_up("another rank gave up")
         return found
 
     def give_up(self, what: str, whose: str = "the other ranks'") -> OperatorError:
-        """The error of a rank that waited in vain: `what` happened, and `whose` output tells more. The group is out of step
-        from here on, on all ranks."""
-        if not self._why_out_of_step:
-            self._why_out_of_step = f"rank {self._rank} gave up: {what}"
-            with suppress(RuntimeError):  # the store may have ended with the rank that is missed
-                self._tell_others()
-        return OperatorError(f"{what[0].upper()}{what[1:]}. Look at {whose} output, and start all ranks again.")
+        """The error of a rank that waited in vain: another rank's, if that refused the call; or `what` happened, and `whose`
+        output tells more. The group is out of step from here on, on all ranks."""
+        refused = self.overheard()
+        if refused:
+            return OperatorError(refused)
+        self._fall_out_of_step(f"rank {self._rank} gave up: {what}")
+        return OperatorError(describe_lost(what, whose))
 
-    def _tell_others(self) -> None:
-        """Say why the group is out of step, unless another rank has, and wake whoever waits in a round."""
-        if self._store.check([OUT_OF_STEP]):
-            self._why_out_of_step = self._store.get(OUT_OF_STEP).decode()
+    def _fall_out_of_step(self, why: str, last_round: int = 0) -> None:
+        """Say why the group is out of step, unless another rank has, and wake whoever waits in a round. Nobody is further
+        than in the next one, or than one behind `last_round`, where somebody went ahead."""
+        if self._why_out_of_step:
             return
-        self._store.set(OUT_OF_STEP, self._why_out_of_step)
-        for key in self._keys(self._round) + self._keys(self._round + 1):  # nobody can be further
-            self._store.set(key, GAVE_UP)
-
-    def _keys(self, number: int) -> list[str]:
-        return [f"{number}/{rank}" for rank in range(self._num_ranks)]
+        self._why_out_of_step = why
+        with suppress(RuntimeError):  # the store may have ended with the rank that is missed
+            if self._store.check([OUT_OF_STEP]):
+                self._why_out_of_step = self._store.get(OUT_OF_STEP).decode()
+                return
+            self._store.set(OUT_OF_STEP, why)
+            present = self._exchange.num_rounds
+            for number in range(present, max(present, last_round) + 2):
+                for key in self._exchange.keys_of_round(number):
+                    self._store.set(key, GAVE_UP)
 
     def _require_in_step(self) -> None:
         if not self._why_out_of_step:
@@ -116,14 +165,5 @@ class Agreement:
                     self._why_out_of_step = self._store.get(OUT_OF_STEP).decode()
         if self._why_out_of_step:
             raise OperatorError(
-                f"The ranks of the group are out of step since {self._why_out_of_step}. Start all ranks again."
+                f"The ranks of the group are out of step since {self._why_out_of_step.rstrip('.')}. Start all ranks again."
             )
-
-    def _missed(self, keys: list[str]) -> OperatorError:
-        try:
-            missing = [str(rank) for rank, key in enumerate(keys) if not self._store.check([key])]
-        except RuntimeError:
-            return self.give_up(NO_STORE)
-        names = f"{'rank' if len(missing) == 1 else 'ranks'} {', '.join(missing)}" if missing else "a rank"
-        whose = "its" if len(missing) == 1 else "their" if missing else "the other ranks'"
-        return self.give_up(f"{names} did not come to the same call within {self.limit_s:g} s, or ended", whose)

@@ -13,13 +13,7 @@ import torch.distributed as dist
 
 from counterpoint.ops.runtime import group_or_world, runtime_of, runtime_of_group
 from counterpoint.schedule.actions import Operation
-
-LEFT_NAMES: dict[Operation, str] = {
-    "all_gather_matmul": "shard",
-    "matmul_reduce_scatter": "activation",
-    "matmul_all_reduce": "activation",
-    "all_to_all_matmul": "tokens",
-}
+from counterpoint.schedule.operations import OPERATORS
 
 
 def refuse_arguments(
@@ -40,10 +34,10 @@ def refuse_arguments(
 def _problem_of(operation: Operation, left: object, weight: object) -> str:
     """What is wrong with operands that are no tensors, in one line, or nothing."""
     if not isinstance(left, torch.Tensor):
-        return f"{operation} takes a tensor as its {LEFT_NAMES[operation]}; {_found(left)}. Give a tensor."
+        return f"{operation} takes a tensor as its {OPERATORS[operation].left_name}; {_found(left)}. Give a tensor."
     if isinstance(weight, torch.Tensor):
         return ""
-    if operation != "all_gather_matmul":
+    if not OPERATORS[operation].takes_several_weights:
         return f"{operation} takes a tensor as its weight; {_found(weight)}. Give a tensor."
     weights = _several(weight)
     if not weights:

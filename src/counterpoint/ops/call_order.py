@@ -10,7 +10,7 @@ import torch
 from cuda.bindings import driver as cu
 
 from counterpoint.cuda.driver import check
-from counterpoint.ops.watchdog import Watch
+from counterpoint.ops.watchdog import Watchdog
 
 Handle = Any  # cuda-bindings has no types
 NO_TIMING = int(cu.CUevent_flags.CU_EVENT_DISABLE_TIMING)
@@ -20,7 +20,7 @@ NO_TIMING = int(cu.CUevent_flags.CU_EVENT_DISABLE_TIMING)
 class CallOrder:
     """Begins and ends the calls of one group; the watch is told of those that run at once."""
 
-    def __init__(self, watch: Watch) -> None:
+    def __init__(self, watch: Watchdog) -> None:
         self._watch = watch
         self.start_event, *ends = (check("Making an event", cu.cuEventCreate(NO_TIMING)) for _ in range(3))
         self._ends = dict(zip(("eager", "captured"), ends, strict=True))

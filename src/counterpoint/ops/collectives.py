@@ -1,20 +1,22 @@
 """The way without a schedule: the library's collective, then one matmul, or the other way round.
 
 It is the baseline that schedules are compared with, what the heuristic picks where cutting does not pay, and what is
-left where GPUs cannot reach each other's memory. Collectives that need equal blocks get padded ones.
+left where GPUs cannot reach each other's memory. Collectives that need equal blocks get padded ones. What each operator
+calls stands with it, in `operators.py`.
 """
 
 from collections.abc import Callable
-from typing import final
+from contextlib import nullcontext
+from typing import NamedTuple, final
 
 import torch
 import torch.distributed as dist
 
 from counterpoint.errors import cause_of
 from counterpoint.ops.agreement import Agreement
-from counterpoint.ops.computation import multiply
-from counterpoint.ops.transport import AbstractPrepared, Tensors, Weights, parts_of
-from counterpoint.schedule.actions import Operation, Pass, split
+from counterpoint.ops.message_watchdog import MessageWatchdog
+from counterpoint.ops.transport import AbstractPrepared, Tensors, Weights
+from counterpoint.schedule.actions import Operation, split
 
 # torch 2.13 renamed both; the old names warn there
 library_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -22,68 +24,32 @@ library_reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scat
 LOST = ("timed out", "timeout", "connection", "closed by peer", "broken pipe")  # in what gloo says when a rank is missing
 
 
+class Ranks(NamedTuple):
+    """A group, how its ranks agree, and what ends their waits for messages."""
+
+    group: dist.ProcessGroup
+    agreement: Agreement
+    watchdog: MessageWatchdog
+
+
 @final
 class Collectives(AbstractPrepared):
-    """One operator in one direction, by whole collectives of the group's backend."""
+    """One pass of an operator by whole collectives of the group's backend, which its `sequential` form calls."""
 
-    def __init__(
-        self, group: dist.ProcessGroup, agreement: Agreement, operation: Operation, direction: Pass, num_rows: int
-    ) -> None:
-        self._group, self._agreement = group, agreement
-        self._operation, self._direction = operation, direction
-        self._blocks = split(num_rows, group.size())
+    def __init__(self, ranks: Ranks, sized: tuple[Operation, int], sequential: "Sequential") -> None:
+        self._group, self._agreement, self._watchdog = ranks
+        self._operation, num_rows = sized
+        self._sequential = sequential
+        self._blocks = split(num_rows, self._group.size())
         self._longest = max(stop - start for start, stop in self._blocks)
-        self._rank = group.rank()
+        self._rank = self._group.rank()
 
     def run(self, tensors: Tensors, weights: Weights) -> None:
         """See `AbstractPrepared.run`."""
-        runs = {
-            ("all_gather_matmul", "forward"): self._gather_matmul,
-            ("all_gather_matmul", "backward"): self._gather_matmul_backward,
-            ("matmul_reduce_scatter", "forward"): self._matmul_reduce,
-            ("matmul_reduce_scatter", "backward"): self._matmul_reduce_backward,
-            ("matmul_all_reduce", "forward"): self._matmul_all_reduce,
-            ("all_to_all_matmul", "forward"): self._exchange_matmul,
-            ("all_to_all_matmul", "backward"): self._exchange_matmul_backward,
-        }
-        runs[self._operation, self._direction](tensors, weights)
+        self._sequential(self, tensors, weights)
 
-    def _gather_matmul(self, tensors: Tensors, weights: Weights) -> None:
-        gathered = self._gather(tensors["shard"])
-        for weight, product in zip(weights, parts_of(tensors, "product"), strict=True):
-            torch.mm(gathered, weight, out=product)
-
-    def _gather_matmul_backward(self, tensors: Tensors, weights: Weights) -> None:
-        self._matmul_reduce(tensors, weights)
-        gathered = self._gather(tensors["shard"])
-        for gradient, out in zip(parts_of(tensors, "activation"), parts_of(tensors, "weight_gradient"), strict=True):
-            torch.mm(gathered.t(), gradient, out=out)
-
-    def _matmul_reduce(self, tensors: Tensors, weights: Weights) -> None:
-        first, *others = zip(parts_of(tensors, "activation"), weights, strict=True)
-        partial = multiply(*first)
-        for activation, weight in others:
-            torch.addmm(partial, activation, weight, out=partial)
-        self._reduce(partial, tensors["product"])
-
-    def _matmul_reduce_backward(self, tensors: Tensors, weights: Weights) -> None:
-        gathered = self._gather(tensors["shard"])
-        torch.mm(gathered, weights[0], out=tensors["product"])
-        torch.mm(tensors["activation"].t(), gathered, out=tensors["weight_gradient"])
-
-    def _matmul_all_reduce(self, tensors: Tensors, weights: Weights) -> None:
-        torch.mm(tensors["activation"], weights[0], out=tensors["product"])
-        self._together(dist.all_reduce, tensors["product"])
-
-    def _exchange_matmul(self, tensors: Tensors, weights: Weights) -> None:
-        torch.mm(self._exchange(tensors["shard"], is_return=False), weights[0], out=tensors["product"])
-
-    def _exchange_matmul_backward(self, tensors: Tensors, weights: Weights) -> None:
-        gradient = tensors["activation"]
-        tensors["product"].copy_(self._exchange(multiply(gradient, weights[0]), is_return=True))
-        torch.mm(self._exchange(tensors["shard"], is_return=False).t(), gradient, out=tensors["weight_gradient"])
-
-    def _gather(self, shard: torch.Tensor) -> torch.Tensor:
+    def gather(self, shard: torch.Tensor) -> torch.Tensor:
+        """All ranks' shards, one below the other."""
         num_ranks = len(self._blocks)
         gathered = shard.new_empty(num_ranks * self._longest, shard.shape[1])
         padded = shard.contiguous()
@@ -95,7 +61,8 @@ class Collectives(AbstractPrepared):
         parts = gathered.view(num_ranks, self._longest, -1)
         return torch.cat([part[: stop - start] for part, (start, stop) in zip(parts, self._blocks, strict=True)])
 
-    def _reduce(self, partial: torch.Tensor, product: torch.Tensor) -> None:
+    def reduce(self, partial: torch.Tensor, product: torch.Tensor) -> None:
+        """Fill `product` with this rank's block of the sum of all ranks' `partial`, which may be overwritten."""
         num_ranks = len(self._blocks)
         if partial.is_cpu:  # gloo reduces whole tensors only
             self._together(dist.all_reduce, partial)
@@ -111,7 +78,12 @@ class Collectives(AbstractPrepared):
         library_reduce_scatter(reduced, padded.flatten(0, 1), group=self._group)
         product.copy_(reduced[: product.shape[0]])
 
-    def _exchange(self, tokens: torch.Tensor, *, is_return: bool) -> torch.Tensor:
+    def reduce_all(self, product: torch.Tensor) -> None:
+        """Sum all ranks' `product` in place."""
+        self._together(dist.all_reduce, product)
+
+    def exchange(self, tokens: torch.Tensor, *, is_return: bool = False) -> torch.Tensor:
+        """This rank's block of every rank's tokens; `is_return` gives back what came."""
         lengths = [stop - start for start, stop in self._blocks]
         own = [lengths[self._rank]] * len(lengths)
         sent, received = (own, lengths) if is_return else (lengths, own)
@@ -122,10 +94,14 @@ class Collectives(AbstractPrepared):
     def _together(self, collective: Callable[..., object], first: torch.Tensor, *others: object) -> None:
         """Run a collective of the library; on CPUs a rank that is missing is one line."""
         try:
-            collective(first, *others, group=self._group)
+            with self._watchdog.waiting() if first.is_cpu else nullcontext():
+                collective(first, *others, group=self._group)
         except RuntimeError as problem:
             if not (first.is_cpu and any(words in cause_of(problem).lower() for words in LOST)):
                 raise
             raise self._agreement.give_up(
                 f"a rank of the group did not come to {self._operation} in time, or ended"
             ) from problem
+
+
+Sequential = Callable[[Collectives, Tensors, Weights], None]  # one pass of an operator, its results filled in

@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, final
 
 import torch
+from torch._C._functorch import get_unwrapped, is_batchedtensor, is_functorch_wrapped_tensor
+from torch.autograd import forward_ad
 
 from counterpoint.errors import OperatorError
 
@@ -49,7 +51,10 @@ class Operator:
 
     def __call__(self, *arguments: Any) -> Any:
         """Run; arguments as `run` takes them."""
-        if torch.compiler.is_compiling() or _is_looked_at(arguments):
+        if torch.compiler.is_compiling():
+            return self.custom(*arguments)
+        if needs_dispatcher(arguments):
+            refuse_transforms(self.name, arguments)
             return self.custom(*arguments)
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in _tensors(arguments)):
             return self._run_with_gradients(*arguments) if self._gradients is not None else self.custom(*arguments)
@@ -108,6 +113,27 @@ def refuse_second_derivative(name: str) -> None:
         raise OperatorError(f"{name} has no second derivative. Call backward() without create_graph=True.")
 
 
+def refuse_transforms(name: str, arguments: tuple[Any, ...]) -> None:
+    """Raise `OperatorError` for operands of forward-mode derivatives, which would get lost, and of vmap."""
+    for tensor in _tensors(arguments):
+        if _is_batched(tensor):
+            raise OperatorError(f"{name} has no batching rule for torch.vmap. Call it once for each matrix.")
+        if forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None:
+            raise OperatorError(
+                f"{name} has no forward-mode derivative (torch.func.jvp, torch.autograd.forward_ad). Use backward(), or "
+                "call it on the tangent: it is linear in each operand."
+            )
+
+
+def _is_batched(tensor: torch.Tensor) -> bool:
+    """Whether vmap is among the function transforms that look at a tensor."""
+    while is_functorch_wrapped_tensor(tensor):
+        if is_batchedtensor(tensor):
+            return True
+        tensor = get_unwrapped(tensor)
+    return False
+
+
 def _keep(ctx: Any, left: torch.Tensor, weights: Matrices, others: tuple[Any, ...]) -> None:
     ctx.group_name, ctx.schedule = others[-2:]
     ctx.save_for_backward(left, *weights)
@@ -128,10 +154,11 @@ def _tensors(arguments: tuple[Any, ...]) -> Iterator[torch.Tensor]:
             yield from argument
 
 
-def _is_looked_at(arguments: tuple[Any, ...]) -> bool:
-    """Whether somebody other than autograd has to see this call as an operator."""
+def needs_dispatcher(arguments: tuple[Any, ...]) -> bool:
+    """Whether somebody other than reverse-mode autograd has to see this call as an operator."""
     return (
-        any(type(tensor) not in PLAIN_TYPES for tensor in _tensors(arguments))
+        forward_ad._current_level >= 0
+        or any(type(tensor) not in PLAIN_TYPES for tensor in _tensors(arguments))
         or torch._C._len_torch_dispatch_stack() > 0
         or torch._C._are_functorch_transforms_active()
         or torch.autograd._profiler_enabled()

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from counterpoint.ops.agreement import Agreement
 from counterpoint.ops.computation import Compute, bind_computation, rows_of
+from counterpoint.ops.message_watchdog import MessageWatchdog
 from counterpoint.ops.transport import AbstractPrepared, AbstractTransport, Layout, Tensors, Weights, view_of
 from counterpoint.schedule.actions import CopySchedule
 from counterpoint.schedule.program import Instruction, make_program
@@ -23,8 +24,8 @@ from counterpoint.schedule.program import Instruction, make_program
 class Messages(AbstractTransport):
     """Point-to-point messages of one group; the symmetric memory is ordinary."""
 
-    def __init__(self, group: dist.ProcessGroup, agreement: Agreement) -> None:
-        self.group, self.agreement = group, agreement
+    def __init__(self, group: dist.ProcessGroup, agreement: Agreement, watchdog: MessageWatchdog) -> None:
+        self.group, self.agreement, self.watchdog = group, agreement, watchdog
         self.memory = torch.empty(0, dtype=torch.uint8)
         self._prepared: list[PreparedMessages] = []
 
@@ -102,7 +103,8 @@ class PreparedMessages(AbstractPrepared):
         group = self._transport.group
         try:
             as_bytes = rows.contiguous().view(torch.uint8) if act is dist.send else rows.view(torch.uint8)
-            act(as_bytes, dist.get_global_rank(group, peer), group, tag)  # type: ignore[operator]
+            with self._transport.watchdog.waiting():
+                act(as_bytes, dist.get_global_rank(group, peer), group, tag)  # type: ignore[operator]
         except RuntimeError as problem:
             what = f"rank {peer} of the group did not exchange its rows in time, or ended"
             raise self._transport.agreement.give_up(what, "its") from problem

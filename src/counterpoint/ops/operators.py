@@ -1,4 +1,4 @@
-"""The operators as torch custom operators, with their shapes for torch.compile and their gradients.
+"""The operators as torch custom operators: what runs where nothing is cut, their shapes for torch.compile, their gradients.
 
 Forward and backward are operators of their own, so a compiled graph holds both whole. Nothing gathered is kept for
 backward: the shard is sent again while the gradient's matmul runs, which keeps the memory that sequence parallelism
@@ -7,38 +7,85 @@ saves. Groups travel by name and schedules as JSON text, because an operator's a
 
 import msgspec
 import torch
-from torch.distributed import distributed_c10d
 
+from counterpoint.ops.collectives import Collectives
 from counterpoint.ops.computation import multiply
 from counterpoint.ops.dispatch import Gradients, Kept, Matrices, Operator
-from counterpoint.ops.runtime import Request, Runtime, runtime_of
-from counterpoint.ops.transport import AbstractPrepared, named_parts
+from counterpoint.ops.operator_call import OperatorCall, TorchPass, group_size, own_rows
+from counterpoint.ops.transport import Tensors, Weights, named_parts, parts_of
 from counterpoint.schedule import ScheduleDescription, backward_description
-from counterpoint.schedule.actions import Operation, Pass
+from counterpoint.schedule.actions import Operation
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 
 
-def _group_size(group_name: str) -> int:
-    return int(distributed_c10d._resolve_process_group(group_name).size())
+# --- without a schedule: the library's collectives and the matmuls, one after the other ---
 
 
-def _own_rows(num_rows: int, group_name: str) -> int:
-    """Rows of this rank's block, as `torch.tensor_split` divides them."""
-    group = distributed_c10d._resolve_process_group(group_name)
-    size, rank = int(group.size()), int(group.rank())
-    return num_rows // size + int(rank < num_rows % size)
+def _gather_then_multiply(library: Collectives, tensors: Tensors, weights: Weights) -> None:
+    gathered = library.gather(tensors["shard"])
+    for weight, product in zip(weights, parts_of(tensors, "product"), strict=True):
+        torch.mm(gathered, weight, out=product)
+
+
+def _gather_then_multiply_backward(library: Collectives, tensors: Tensors, weights: Weights) -> None:
+    _multiply_then_reduce(library, tensors, weights)
+    gathered = library.gather(tensors["shard"])
+    for gradient, out in zip(parts_of(tensors, "activation"), parts_of(tensors, "weight_gradient"), strict=True):
+        torch.mm(gathered.t(), gradient, out=out)
+
+
+def _multiply_then_reduce(library: Collectives, tensors: Tensors, weights: Weights) -> None:
+    first, *others = zip(parts_of(tensors, "activation"), weights, strict=True)
+    partial = multiply(*first)
+    for activation, weight in others:
+        torch.addmm(partial, activation, weight, out=partial)
+    library.reduce(partial, tensors["product"])
+
+
+def _multiply_then_reduce_backward(library: Collectives, tensors: Tensors, weights: Weights) -> None:
+    gathered = library.gather(tensors["shard"])
+    torch.mm(gathered, weights[0], out=tensors["product"])
+    torch.mm(tensors["activation"].t(), gathered, out=tensors["weight_gradient"])
+
+
+def _multiply_then_all_reduce(library: Collectives, tensors: Tensors, weights: Weights) -> None:
+    torch.mm(tensors["activation"], weights[0], out=tensors["product"])
+    library.reduce_all(tensors["product"])
+
+
+def _exchange_then_multiply(library: Collectives, tensors: Tensors, weights: Weights) -> None:
+    torch.mm(library.exchange(tensors["shard"]), weights[0], out=tensors["product"])
+
+
+def _exchange_then_multiply_backward(library: Collectives, tensors: Tensors, weights: Weights) -> None:
+    gradient = tensors["activation"]
+    tensors["product"].copy_(library.exchange(multiply(gradient, weights[0]), is_return=True))
+    torch.mm(library.exchange(tensors["shard"]).t(), gradient, out=tensors["weight_gradient"])
+
+
+GATHER = TorchPass("all_gather_matmul", "forward", _gather_then_multiply)
+GATHER_BACKWARD = TorchPass("all_gather_matmul", "backward", _gather_then_multiply_backward)
+REDUCE = TorchPass("matmul_reduce_scatter", "forward", _multiply_then_reduce)
+REDUCE_BACKWARD = TorchPass("matmul_reduce_scatter", "backward", _multiply_then_reduce_backward)
+ALL_REDUCE = TorchPass("matmul_all_reduce", "forward", _multiply_then_all_reduce)
+EXCHANGE = TorchPass("all_to_all_matmul", "forward", _exchange_then_multiply)
+EXCHANGE_BACKWARD = TorchPass("all_to_all_matmul", "backward", _exchange_then_multiply_backward)
+PASSES = (GATHER, GATHER_BACKWARD, REDUCE, REDUCE_BACKWARD, ALL_REDUCE, EXCHANGE, EXCHANGE_BACKWARD)
+
+
+# --- forward and backward ---
 
 
 def _run_all_gather_matmul(
     shard: torch.Tensor, weights: Matrices, num_rows: int, group_name: str, schedule: str
 ) -> list[torch.Tensor]:
     """See `counterpoint.ops.all_gather_matmul`; the products of all weights."""
-    run = _Run("all_gather_matmul", "forward", ([shard], weights, group_name))
-    run.require_shard(num_rows)
-    run.plan((num_rows, shard.shape[1], _num_columns(weights)), schedule)
+    call = OperatorCall(GATHER, ([shard], weights, group_name))
+    call.require_shard(num_rows)
+    call.plan((num_rows, shard.shape[1], _num_columns(weights)), schedule)
     products = [shard.new_empty(num_rows, weight.shape[1]) for weight in weights]
-    run({"shard": shard.contiguous(), **named_parts("product", products)})
+    call({"shard": shard.contiguous(), **named_parts("product", products)})
     return products
 
 
@@ -46,12 +93,12 @@ def _run_all_gather_matmul_backward(
     gradients: Matrices, shard: torch.Tensor, weights: Matrices, group_name: str, schedule: str
 ) -> list[torch.Tensor]:
     """Gradients of `all_gather_matmul` for its shard and for each of its weights."""
-    run = _Run("all_gather_matmul", "backward", (gradients, [weight.t() for weight in weights], group_name))
-    run.plan((gradients[0].shape[0], shard.shape[1], _num_columns(weights)), schedule)
+    call = OperatorCall(GATHER_BACKWARD, (gradients, [weight.t() for weight in weights], group_name))
+    call.plan((gradients[0].shape[0], shard.shape[1], _num_columns(weights)), schedule)
     of_shard, of_weights = shard.new_empty(shard.shape), [torch.empty_like(weight) for weight in weights]
     activations = named_parts("activation", [gradient.contiguous() for gradient in gradients])
     results = {"product": of_shard, **named_parts("weight_gradient", of_weights)}
-    run({**activations, "shard": shard.contiguous(), **results})
+    call({**activations, "shard": shard.contiguous(), **results})
     return [of_shard, *of_weights]
 
 
@@ -64,11 +111,11 @@ def _run_matmul_reduce_scatter(
 
 def _run_matmuls_reduce_scatter(activations: Matrices, weights: Matrices, group_name: str, schedule: str) -> torch.Tensor:
     """This rank's block of the sum of all products and all ranks."""
-    run = _Run("matmul_reduce_scatter", "forward", (activations, weights, group_name))
+    call = OperatorCall(REDUCE, (activations, weights, group_name))
     num_rows, num_columns = activations[0].shape[0], weights[0].shape[1]
-    run.plan((num_rows, sum(weight.shape[0] for weight in weights), num_columns), schedule)
-    product = activations[0].new_empty(_own_rows(num_rows, group_name), num_columns)
-    run({**named_parts("activation", activations), "product": product})
+    call.plan((num_rows, sum(weight.shape[0] for weight in weights), num_columns), schedule)
+    product = activations[0].new_empty(own_rows(num_rows, group_name), num_columns)
+    call({**named_parts("activation", activations), "product": product})
     return product
 
 
@@ -76,29 +123,29 @@ def _run_matmul_reduce_scatter_backward(
     gradient: torch.Tensor, activation: torch.Tensor, weight: torch.Tensor, group_name: str, schedule: str
 ) -> Pair:
     """Gradients of `matmul_reduce_scatter` for its activation and its weight."""
-    run = _Run("matmul_reduce_scatter", "backward", ([gradient], [weight.t()], group_name))
-    run.plan((activation.shape[0], *weight.shape), schedule)
+    call = OperatorCall(REDUCE_BACKWARD, ([gradient], [weight.t()], group_name))
+    call.plan((activation.shape[0], *weight.shape), schedule)
     results = activation.new_empty(activation.shape), torch.empty_like(weight)
-    run({"shard": gradient.contiguous(), "activation": activation.contiguous(), **_result_buffers(results)})
+    call({"shard": gradient.contiguous(), "activation": activation.contiguous(), **_result_buffers(results)})
     return results
 
 
 def _run_matmul_all_reduce(activation: torch.Tensor, weight: torch.Tensor, group_name: str, schedule: str) -> torch.Tensor:
     """See `counterpoint.ops.matmul_all_reduce`."""
-    run = _Run("matmul_all_reduce", "forward", ([activation], [weight], group_name))
-    run.plan((activation.shape[0], *weight.shape), schedule)
+    call = OperatorCall(ALL_REDUCE, ([activation], [weight], group_name))
+    call.plan((activation.shape[0], *weight.shape), schedule)
     product = activation.new_empty(activation.shape[0], weight.shape[1])
-    run({"activation": activation, "product": product})
+    call({"activation": activation, "product": product})
     return product
 
 
 def _run_all_to_all_matmul(tokens: torch.Tensor, weight: torch.Tensor, group_name: str, schedule: str) -> torch.Tensor:
     """See `counterpoint.ops.all_to_all_matmul`."""
-    run = _Run("all_to_all_matmul", "forward", ([tokens], [weight], group_name))
-    run.plan((tokens.shape[0], *weight.shape), schedule)
-    num_received = _group_size(group_name) * _own_rows(tokens.shape[0], group_name)
+    call = OperatorCall(EXCHANGE, ([tokens], [weight], group_name))
+    call.plan((tokens.shape[0], *weight.shape), schedule)
+    num_received = group_size(group_name) * own_rows(tokens.shape[0], group_name)
     product = tokens.new_empty(num_received, weight.shape[1])
-    run({"shard": tokens.contiguous(), "product": product})
+    call({"shard": tokens.contiguous(), "product": product})
     return product
 
 
@@ -106,10 +153,10 @@ def _run_all_to_all_matmul_backward(
     gradient: torch.Tensor, tokens: torch.Tensor, weight: torch.Tensor, group_name: str, schedule: str
 ) -> Pair:
     """Gradients of `all_to_all_matmul` for its tokens and its weight."""
-    run = _Run("all_to_all_matmul", "backward", ([gradient], [weight.t()], group_name))
-    run.plan((tokens.shape[0], *weight.shape), schedule)
+    call = OperatorCall(EXCHANGE_BACKWARD, ([gradient], [weight.t()], group_name))
+    call.plan((tokens.shape[0], *weight.shape), schedule)
     results = tokens.new_empty(tokens.shape), torch.empty_like(weight)
-    run({"activation": gradient.contiguous(), "shard": tokens.contiguous(), **_result_buffers(results)})
+    call({"activation": gradient.contiguous(), "shard": tokens.contiguous(), **_result_buffers(results)})
     return results
 
 
@@ -121,63 +168,7 @@ def _result_buffers(results: Pair) -> dict[str, torch.Tensor]:
     return {"product": results[0], "weight_gradient": results[1]}
 
 
-class _Run:
-    """One call: checks its operands, finds the plan, runs it, in this order.
-
-    Left matrices are one for all weights, or one for each.
-    """
-
-    _prepared: AbstractPrepared
-
-    def __init__(self, operation: Operation, direction: Pass, operands: tuple[Matrices, Matrices, str]) -> None:
-        self._operation, self._direction = operation, direction
-        lefts, self._weights, group_name = operands
-        self._left = lefts[0]
-        # if one operand was left on the CPU, the other ranks meet where the GPU is
-        device = next((each.device for each in (*lefts, *self._weights) if each.is_cuda), self._left.device)
-        self._runtime: Runtime = runtime_of(group_name, device)
-        pairs = zip(lefts if len(lefts) > 1 else [self._left] * len(self._weights), self._weights, strict=True)
-        problem = next((found for left, weight in pairs if (found := self._problem_of(left, weight))), "")
-        if problem:
-            self._runtime.refuse(problem)
-
-    def plan(self, sizes: tuple[int, int, int], schedule: str) -> None:
-        """Find the plan for (rows, inner, columns), before memory for results is taken: ranks fail together here."""
-        num_rows, num_inner, num_columns = sizes
-        request = Request(
-            operation=self._operation,
-            direction=self._direction,
-            num_rows=num_rows,
-            num_inner=num_inner,
-            num_columns=num_columns,
-            dtype=self._left.dtype,
-            schedule=schedule,
-        )
-        self._prepared = self._runtime.plan(request).prepared
-
-    def __call__(self, tensors: dict[str, torch.Tensor]) -> None:
-        self._prepared.run(tensors, self._weights)
-
-    def require_shard(self, num_rows: int) -> None:
-        """Refuse a shard that is not this rank's part of `num_rows` rows."""
-        group, found = self._runtime.group, self._left.shape[0]
-        own_rows = _own_rows(num_rows, group.group_name)
-        if found != own_rows:
-            self._runtime.refuse(
-                f"{self._operation} of {num_rows} rows needs {own_rows} of them on rank {group.rank()} of {group.size()}; "
-                f"found {found}. Split them as torch.tensor_split does, or give the right num_rows."
-            )
-
-    def _problem_of(self, left: torch.Tensor, weight: torch.Tensor) -> str:
-        """What is wrong with two operands, in one line, or nothing."""
-        if left.device != weight.device:
-            return f"{self._operation} needs its operands on one device; found {left.device} and {weight.device}. Move one."
-        if left.dtype != weight.dtype:
-            return f"{self._operation} needs operands of one type; found {left.dtype} and {weight.dtype}. Convert one."
-        if left.dim() != 2 or weight.dim() != 2 or left.shape[1] != weight.shape[0]:
-            shapes = f"{tuple(left.shape)} and {tuple(weight.shape)}"
-            return f"{self._operation} multiplies (rows, K) by (K, columns); found {shapes}. Change one."
-        return ""
+# --- results without numbers, for torch.compile ---
 
 
 def _gathered_shapes(
@@ -199,7 +190,7 @@ def _gradient_shapes(
 
 
 def _scattered_shape(activation: torch.Tensor, weight: torch.Tensor, group_name: str, schedule: str) -> torch.Tensor:
-    return activation.new_empty(_own_rows(activation.shape[0], group_name), weight.shape[1])
+    return activation.new_empty(own_rows(activation.shape[0], group_name), weight.shape[1])
 
 
 def _scattered_sum_shape(activations: Matrices, weights: Matrices, group_name: str, schedule: str) -> torch.Tensor:
@@ -211,7 +202,10 @@ def _reduced_shape(activation: torch.Tensor, weight: torch.Tensor, group_name: s
 
 
 def _exchanged_shape(tokens: torch.Tensor, weight: torch.Tensor, group_name: str, schedule: str) -> torch.Tensor:
-    return tokens.new_empty(_group_size(group_name) * _own_rows(tokens.shape[0], group_name), weight.shape[1])
+    return tokens.new_empty(group_size(group_name) * own_rows(tokens.shape[0], group_name), weight.shape[1])
+
+
+# --- derivatives ---
 
 
 def _gather_gradients(kept: Kept, gradients: Matrices, is_wanted: tuple[bool, bool]) -> Gradients:

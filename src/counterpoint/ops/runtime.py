@@ -21,9 +21,10 @@ from counterpoint.errors import INSTALL, OperatorError, ScheduleError
 from counterpoint.machine import Machine, load_machine, machine_for_device
 from counterpoint.ops.agreement import Agreement, CallNotice
 from counterpoint.ops.captures import is_capturing, refuse_in_capture
-from counterpoint.ops.collectives import Collectives
+from counterpoint.ops.collectives import Collectives, Ranks, Sequential
 from counterpoint.ops.lane import AbstractLane
 from counterpoint.ops.message_lane import MessageLane
+from counterpoint.ops.message_watchdog import MessageWatchdog
 from counterpoint.ops.messages import Messages
 from counterpoint.ops.plan_in_force import Choice, plan_in_force
 from counterpoint.ops.transport import AbstractPrepared, AbstractTransport
@@ -91,31 +92,37 @@ class Runtime:
         self.requests: dict[Request, None] = {}  # that named no schedule, in the order of first calls
         self._prepared: dict[tuple[Request, ScheduleDescription], AbstractPrepared] = {}
         self._lanes: dict[str, AbstractLane] = {}
-        self._agreement = Agreement(group, f"{device.type}")
+        self.agreement = Agreement(group, f"{device.type}")
+        self._watchdog = MessageWatchdog(group, self.agreement.overheard)
         self.machine, self.machine_name = _machine_of(device)
         self.transport, self.obstacle = self._open_transport()
 
-    def plan(self, request: Request) -> PickedSchedule:
-        """The plan for a request; made with the other ranks when it is first asked for."""
+    def plan(self, request: Request, sequential: Sequential) -> PickedSchedule:
+        """The plan for a request, made with the other ranks when it is first asked for; it may be to run `sequential`."""
+        self.agreement.num_calls += 1
         found = self.plans.get(request)
-        return found if found is not None else self._make(request)
+        return found if found is not None else self._make(request, sequential)
 
     def refuse(self, problem: str) -> NoReturn:
-        """Tell the other ranks of a call that cannot be made, so that none waits for it; raises `OperatorError`."""
-        if not is_capturing(self.device):
-            self._agreement.compare(CallNotice(problem=problem))
-        raise OperatorError(problem)
+        """Tell the other ranks of a call that cannot be made, so that none waits for it; raises `OperatorError` at once."""
+        self.agreement.num_calls += 1
+        self._refuse_counted(problem)
 
-    def _make(self, request: Request) -> PickedSchedule:
+    def _refuse_counted(self, problem: str) -> NoReturn:
+        if is_capturing(self.device):
+            raise OperatorError(problem)
+        self.agreement.refuse(problem)
+
+    def _make(self, request: Request, sequential: Sequential) -> PickedSchedule:
         try:
             problem = request.problem(self.group.size())
         except ScheduleError as refusal:
-            self.refuse(f"{request.operation}: {refusal}")
+            self._refuse_counted(f"{request.operation}: {refusal}")
         refuse_in_capture(request.words(), self.device)
         choice = self._agree(request)
         try:
             pick = self._pick(request, problem, choice)
-            plan = self.plans[request] = PickedSchedule(pick, self._prepared_once(request, pick.description))
+            plan = self.plans[request] = PickedSchedule(pick, self._prepared_once(request, pick.description, sequential))
         except ScheduleError as refusal:
             if choice is None:
                 raise
@@ -129,11 +136,11 @@ class Runtime:
     def _agree(self, request: Request) -> Choice | None:
         """Compare notes with the other ranks; returns what the plan in force says, unless the call names a schedule."""
         if request.schedule:
-            self._agreement.compare(CallNotice(request=request.words()))
+            self.agreement.compare(CallNotice(request=request.words()))
             return None
         in_force = plan_in_force()
         unfit = in_force.problem_on(self.machine_name)
-        self._agreement.compare(CallNotice(request=request.words(), problem=unfit, plan=in_force.fingerprint))
+        self.agreement.compare(CallNotice(request=request.words(), problem=unfit, plan=in_force.fingerprint))
         return in_force.choice(request.name(self.group.size()))
 
     def _pick(self, request: Request, problem: Problem, choice: Choice | None) -> Pick:
@@ -148,16 +155,18 @@ class Runtime:
             return Pick(description=choice.schedule, reason=choice.reason)
         return pick_schedule(problem, self.machine, request.direction)
 
-    def _prepared_once(self, request: Request, description: ScheduleDescription) -> AbstractPrepared:
+    def _prepared_once(self, request: Request, description: ScheduleDescription, sequential: Sequential) -> AbstractPrepared:
         key = msgspec.structs.replace(request, schedule=""), description
         if key not in self._prepared:
-            self._prepared[key] = self.prepare(request, description)
+            self._prepared[key] = self.prepare(request, description, sequential)
         return self._prepared[key]
 
-    def prepare(self, request: Request, description: ScheduleDescription) -> AbstractPrepared:
+    def prepare(self, request: Request, description: ScheduleDescription, sequential: Sequential) -> AbstractPrepared:
         """Make a schedule ready for a request, by all ranks together. Raises `ScheduleError` where it does not fit."""
         if description.is_sequential or self.transport is None:
-            return Collectives(self.group, self._agreement, request.operation, request.direction, request.num_rows)
+            return Collectives(
+                Ranks(self.group, self.agreement, self._watchdog), (request.operation, request.num_rows), sequential
+            )
         problem = request.problem(self.group.size())
         return self.transport.prepare(make_schedule(problem, description, request.direction), request.dtype)
 
@@ -172,43 +181,43 @@ class Runtime:
 
     def propose(self, what: str, problem: str = "") -> None:
         """Raise `OperatorError` on every rank unless all of them are about to do the same, and can."""
-        self._agreement.compare(CallNotice(request=what, problem=problem))
+        self.agreement.compare(CallNotice(request=what, problem=problem))
 
     def text_of_first(self, text: str) -> str:
         """Rank 0's text, on every rank; all of them call it together."""
-        return self._agreement.exchange(text.encode())[0].decode()
+        return self.agreement.exchange(text.encode())[0].decode()
 
     def _open_transport(self) -> tuple[AbstractTransport | None, str]:
         """The transport, or None and why there is none, which all ranks find alike."""
         if self.device.type == "cpu":
-            return Messages(self.group, self._agreement), ""
-        found = [content.decode() for content in self._agreement.exchange(_whereabouts(self.device).encode())]
+            return Messages(self.group, self.agreement, self._watchdog), ""
+        found = [content.decode() for content in self.agreement.exchange(_whereabouts(self.device).encode())]
         hosts = {entry.split("/")[0] for entry in found}
         if len(hosts) > 1:
             return None, f"the group spans {len(hosts)} hosts, and copy engines reach peers of one host only"
         obstacle = _obstacle(self.device, found)
-        obstacles = [content.decode() for content in self._agreement.exchange(obstacle.encode())]
+        obstacles = [content.decode() for content in self.agreement.exchange(obstacle.encode())]
         first = next((f"rank {rank}: {text}" for rank, text in enumerate(obstacles) if text), "")
         if first:
             return None, first
         from counterpoint.ops.copy_engines import CopyEngines  # noqa: PLC0415  needs cuda-bindings
 
-        return CopyEngines(self.group, self.device, self._agreement), ""
+        return CopyEngines(self.group, self.device, self.agreement), ""
 
     def lane(self, name: str) -> AbstractLane | None:
         """The lane of that name, made by all ranks together when first asked for; None without a transport."""
         if name not in self._lanes and self.transport is not None:
             refuse_in_capture(f"A collective on a lane named {name}", self.device)
-            self._agreement.compare(CallNotice(request=f"a lane named {name}"))
+            self.agreement.compare(CallNotice(request=f"a lane named {name}"))
             self._lanes[name] = self._open_lane(name)
         return self._lanes.get(name)
 
     def _open_lane(self, name: str) -> AbstractLane:
         if self.device.type == "cpu":
-            return MessageLane(self.group, self._agreement)
+            return MessageLane(self.group, self.agreement)
         from counterpoint.ops.copy_lane import CopyLane  # noqa: PLC0415  needs cuda-bindings
 
-        return CopyLane(self.group, self.device, self._agreement, name)
+        return CopyLane(self.group, self.device, self.agreement, name)
 
     def num_symmetric_bytes(self) -> int:
         """Bytes of symmetric memory held on this rank."""
@@ -221,6 +230,7 @@ class Runtime:
 
     def close(self) -> None:
         """Give back all memory."""
+        self._watchdog.close()
         for lane in self._lanes.values():
             lane.close()
         self._lanes.clear()

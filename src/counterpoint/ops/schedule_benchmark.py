@@ -15,10 +15,13 @@ import torch.distributed as dist
 from counterpoint.errors import OperatorError, cause_of
 from counterpoint.ops.call_timer import AbstractCallTimer
 from counterpoint.ops.captures import refuse_in_capture
+from counterpoint.ops.operators import PASSES
 from counterpoint.ops.runtime import Request, Runtime
 from counterpoint.ops.transport import AbstractPrepared
 from counterpoint.schedule import Problem, ScheduleDescription, split
-from counterpoint.schedule.actions import DataType, Operation, Pass
+from counterpoint.schedule.actions import DataType, Pass
+from counterpoint.schedule.generate import scheduled_pass
+from counterpoint.schedule.operations import OPERATORS
 
 SEED = 17
 ROUNDINGS = 2  # of results in their type, by each rank
@@ -43,9 +46,10 @@ class Contest:
         refuse_in_capture(f"Measuring {self.name}", runtime.device)
         labels = ", ".join(description.label() for description in self.descriptions)
         self._runtime.propose(f"measuring {self.name} by {labels}", self._take_operands())
+        sequential = next(each.sequential for each in PASSES if each[:2] == (request.operation, request.direction))
         try:
             for description in self.descriptions:
-                self._prepared.append(runtime.prepare(request, description))
+                self._prepared.append(runtime.prepare(request, description, sequential))
         except BaseException:
             self.close()
             raise
@@ -94,8 +98,11 @@ class Contest:
         request, device = self._request, self._runtime.device
         if not request.dtype.is_floating_point:
             return f"measuring draws numbers at random, of floating-point types only; found {request.dtype}. Leave it out."
-        if (request.operation, request.direction) == ("matmul_all_reduce", "backward"):
-            return "matmul_all_reduce copies nothing in its backward pass, so there is nothing to measure. Leave it out."
+        if OPERATORS[request.operation].of_pass(request.direction) is None:
+            return (
+                f"{request.operation} copies nothing in its {request.direction} pass, so there is nothing to measure. "
+                "Leave it out."
+            )
         generator = torch.Generator(device).manual_seed(SEED + self._runtime.group.rank())
         given, results = _shapes(request, self._runtime.group.size(), self._runtime.group.rank())
         try:
@@ -143,29 +150,17 @@ def request_for(problem: Problem, direction: Pass, data_type: DataType) -> Reque
 
 def _shapes(request: Request, num_ranks: int, rank: int) -> tuple[dict[str, Shape], dict[str, Shape]]:
     """Shapes of the buffers that are given and of those that are results, by name, as the operators make them."""
-    rows, inner, columns = request.num_rows, request.num_inner, request.num_columns
-    start, stop = split(rows, num_ranks)[rank]
-    own = stop - start
-    gradients: dict[str, Shape] = {"weight_gradient": (inner, columns)}
-    of: dict[tuple[Operation, Pass], tuple[dict[str, Shape], dict[str, Shape]]] = {
-        ("all_gather_matmul", "forward"): ({"shard": (own, inner)}, {"product": (rows, columns)}),
-        ("matmul_reduce_scatter", "forward"): ({"activation": (rows, inner)}, {"product": (own, columns)}),
-        ("matmul_all_reduce", "forward"): ({"activation": (rows, inner)}, {"product": (rows, columns)}),
-        ("all_to_all_matmul", "forward"): ({"shard": (rows, inner)}, {"product": (num_ranks * own, columns)}),
-        ("all_gather_matmul", "backward"): (
-            {"activation": (rows, columns), "shard": (own, inner)},
-            {"product": (own, inner), **gradients},
-        ),
-        ("matmul_reduce_scatter", "backward"): (
-            {"shard": (own, columns), "activation": (rows, inner)},
-            {"product": (rows, inner), **gradients},
-        ),
-        ("all_to_all_matmul", "backward"): (
-            {"activation": (num_ranks * own, columns), "shard": (rows, inner)},
-            {"product": (rows, inner), **gradients},
-        ),
-    }
-    return of[request.operation, request.direction]
+    start, stop = split(request.num_rows, num_ranks)[rank]
+    problem = request.problem(num_ranks)
+    given, results = (
+        {
+            buffer.name: buffer.shape(problem, stop - start)
+            for buffer in scheduled_pass(request.operation, request.direction).buffers
+            if buffer.home == home
+        }
+        for home in ("given", "result")
+    )
+    return given, results
 
 
 def _difference(found: torch.Tensor, wanted: torch.Tensor) -> float:

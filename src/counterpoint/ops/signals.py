@@ -18,7 +18,7 @@ from counterpoint.ops.agreement import Agreement
 from counterpoint.ops.driver_calls import WAIT, WRITE, memory_operation
 from counterpoint.ops.gpu_progress import NumberedCalls
 from counterpoint.ops.symmetric import SymmetricMemory
-from counterpoint.ops.watchdog import Watch
+from counterpoint.ops.watchdog import Watchdog
 
 Handle = Any  # cuda-bindings has no types
 FLAG_BYTES = 4
@@ -39,7 +39,9 @@ class Flags:
         words.copy_(torch.tensor(resting, dtype=torch.int32, device=device)[:, None].expand_as(words))
         torch.cuda.synchronize(device)
         agreement.exchange(b"flags at rest")  # nobody raises one before they are
-        self.watch = Watch(NumberedCalls((self._memory.addresses[self._rank], num_flags)), agreement.limit_s)
+        self.watch = Watchdog(
+            NumberedCalls((self._memory.addresses[self._rank], num_flags)), agreement.limit_s, overheard=agreement.overheard
+        )
 
     def own(self, number: int, peer: int) -> int:
         """Address of the flag that `peer` raises on this rank."""

@@ -5,12 +5,14 @@ A stream that waits for a flag waits for ever. So calls are numbered, and the st
 when it gets there. A thread looks: where calls are in flight and none has ended within the limit, it says so on
 standard error, and every later call of the group raises the same error. Then it frees whatever waits, until the group
 is released: the host may have been stuck in the middle of issuing a call and go on to issue more waits. Results are
-meaningless from then on. Where freeing does not help within the limit once more (`numbered_calls.py` says when), a
+meaningless from then on. Where freeing does not help within the limit once more (`gpu_progress.py` says when), a
 second thread, which needs no driver, ends the process: nothing else could.
+
+Where another rank has refused a call that is in flight here, the wait ends at once, with that rank's words.
 
 The clock starts anew whenever a call ends, so a long queue is no fault. Calls of one watch end in the order of their
 issue: a transport orders its calls, and those who use a lane order theirs. Calls in graphs that the caller captured are
-not watched. What is done with the driver is in `numbered_calls.py`.
+not watched. What is done with the driver is in `gpu_progress.py`.
 """
 
 import os
@@ -54,7 +56,7 @@ class AbstractCalls(ABC):
 
 
 @final
-class Patience:
+class StallTimer:
     """Tells when calls in flight have come to a stop: none has ended for longer than the limit."""
 
     def __init__(self, limit_s: float) -> None:
@@ -72,11 +74,17 @@ class Patience:
 
 
 @final
-class Watch:
+class Watchdog:
     """Watches the calls of one transport or lane."""
 
-    def __init__(self, calls: AbstractCalls, limit_s: float, end_process: Callable[[int], object] = os._exit) -> None:
-        self._calls, self._limit_s, self._end_process = calls, limit_s, end_process
+    def __init__(
+        self,
+        calls: AbstractCalls,
+        limit_s: float,
+        end_process: Callable[[int], object] = os._exit,
+        overheard: Callable[[], str] = lambda: "",
+    ) -> None:
+        self._calls, self._limit_s, self._end_process, self._overheard = calls, limit_s, end_process, overheard
         self._last_issued = 0
         self._problem = ""
         self._closed = threading.Event()
@@ -107,23 +115,30 @@ class Watch:
         except DeviceError as problem:
             say(str(problem))
             return
-        if self._comes_to_a_stop():
-            self._give_up()
+        why = self._wait_for_stall(self._overheard)
+        if why:
+            self._give_up(why)
 
-    def _comes_to_a_stop(self) -> bool:
-        """Wait until no call has ended for longer than the limit; False if watching ends before."""
-        patience = Patience(self._limit_s)
+    def _wait_for_stall(self, overheard: Callable[[], str] = lambda: "") -> str:
+        """Wait until calls in flight will not end, and say why: none has ended for longer than the limit, or another rank
+        refused one of them. Nothing if watching ends before."""
+        timer = StallTimer(self._limit_s)
         while not self._closed.wait(POLL_S):
-            if patience.is_over(self._last_issued, self._calls.last_ended(), time.monotonic()):
-                return True
-        return False
+            last_ended = self._calls.last_ended()
+            if timer.is_over(self._last_issued, last_ended, time.monotonic()):
+                return (
+                    f"An operator did not end on the GPU within {self._limit_s:g} s: it waits for a rank that is gone, or "
+                    "that runs other operators. Its results are meaningless. Look at the other ranks' output, and start all "
+                    "of them again."
+                )
+            refused = overheard() if last_ended != self._last_issued else ""
+            if refused:
+                return refused
+        return ""
 
-    def _give_up(self) -> None:
-        self._problem = (
-            f"An operator did not end on the GPU within {self._limit_s:g} s: it waits for a rank that is gone, or that runs "
-            "other operators. Its results are meaningless. Look at the other ranks' output, and start all of them again."
-        )
-        say(self._problem)
+    def _give_up(self, why: str) -> None:
+        self._problem = why
+        say(why)
         threading.Thread(target=self._end_if_stuck, name="counterpoint-last-resort", daemon=True).start()
         said, pause_s = "", 0.0
         while not self._closed.wait(pause_s):
@@ -136,6 +151,6 @@ class Watch:
             pause_s = POLL_S if self._calls.last_ended() == self._last_issued else FREEING_S
 
     def _end_if_stuck(self) -> None:
-        if self._comes_to_a_stop():
+        if self._wait_for_stall():
             say(f"Its wait could not be ended within another {self._limit_s:g} s either, so this process ends.")
             self._end_process(STATUS)

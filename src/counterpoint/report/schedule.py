@@ -24,6 +24,7 @@ from counterpoint.schedule.estimate import (
     estimate_ideal,
     estimate_sequential,
 )
+from counterpoint.schedule.generate import scheduled_pass
 from counterpoint.schedule.heuristic import Pick, RankedSchedule, pick_schedule, rank_candidates
 from counterpoint.schedule.program import make_program
 from counterpoint.units import format_bytes, format_change, format_count, format_us
@@ -99,11 +100,7 @@ class ScheduleSummary(Value, frozen=True, kw_only=True):
 def summarize_schedule(question: Question) -> ScheduleSummary:
     """Make the schedule, check it, estimate it and its rivals. Raises `ScheduleError`."""
     problem, machine, direction = question.problem, question.machine, question.direction
-    require(
-        (problem.operation, direction) != ("matmul_all_reduce", "backward"),
-        ScheduleError,
-        "matmul_all_reduce copies nothing in its backward pass, so it has no schedule. Take the forward pass.",
-    )
+    scheduled_pass(problem.operation, direction)  # or there is nothing to show
     pick = pick_schedule(problem, machine, direction)
     description = question.description or pick.description
     if direction == "backward":
@@ -215,7 +212,7 @@ def _sequential_lanes(question: Question) -> tuple[StreamLane, ...]:
     problem, machine, direction = question.problem, question.machine, question.direction
     computed = computation_us(problem, machine, direction=direction)
     communicated = communication_us(problem, machine, direction=direction)
-    is_matmul_first = problem.is_reduction == (direction == "forward")
+    is_matmul_first = scheduled_pass(problem.operation, direction).is_reduction
     first_us = computed if is_matmul_first else communicated
     total_us = computed + communicated
     spans = [

@@ -122,16 +122,6 @@ class Problem(Value, frozen=True, kw_only=True):
                 f"{name} must be from 1 to {MAX_SIZE:,}; found {number:,}. Give the sizes of the whole matrix.",
             )
 
-    @property
-    def is_reduction(self) -> bool:
-        """Whether forward rows of the product travel, to be summed; otherwise rows of the left operand do."""
-        return self.operation in ("matmul_reduce_scatter", "matmul_all_reduce")
-
-    @property
-    def num_sent_columns(self) -> int:
-        """Columns of the rows that travel."""
-        return self.num_columns if self.is_reduction else self.num_inner
-
 
 def split(num_rows: int, num_parts: int) -> tuple[tuple[int, int], ...]:
     """Rows as `torch.tensor_split` divides them: the first `num_rows % num_parts` parts have one row more."""

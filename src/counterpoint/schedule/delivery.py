@@ -1,7 +1,7 @@
 """What a schedule delivers: it is executed on rows that remember where they are from, and compared with the definition.
 
 Contents are kept in runs of rows, so sizes do not matter. A row of a result is a sum of terms; a term is a row of a
-given buffer of some rank, multiplied with the weights of some ranks. Nothing here knows how schedules are generated.
+given buffer of some rank, multiplied with the weights of some ranks. Of how schedules are generated nothing is used here.
 """
 
 import itertools
@@ -10,6 +10,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from counterpoint.schedule.actions import Action, CopySchedule, Region, split
+from counterpoint.schedule.generate import scheduled_pass
+from counterpoint.schedule.operations import Content
 
 
 class Term(NamedTuple):
@@ -80,7 +82,7 @@ class Contents:
 
 def delivery_faults(schedule: CopySchedule) -> Iterator[str]:
     """Results that are not what the operator defines, and rows that cross a link twice."""
-    contents = Contents(schedule)
+    contents, definition = Contents(schedule), scheduled_pass(schedule.operation, schedule.direction)
     arrived: dict[tuple[int, str], list[Region]] = {}
     for position, action in enumerate(schedule.actions):
         if action.kind == "copy":
@@ -96,7 +98,7 @@ def delivery_faults(schedule: CopySchedule) -> Iterator[str]:
             if counts[rank] != 1:
                 yield f"rank {rank} computes its weight gradient {counts[rank]} times"
     for rank in range(schedule.num_ranks):
-        expected = _merged(_expected(schedule, rank))
+        expected = _merged(_runs_of(definition.product, schedule, rank))
         product = Region(rank=rank, buffer="product", start=0, stop=expected[-1].stop if expected else 0)
         if _merged(contents.read(product)) != expected:
             yield f"the product of rank {rank} is not what {schedule.operation} defines"
@@ -133,41 +135,22 @@ def _lengths_fit(action: Action) -> bool:
 
 def _weight_gradient_faults(schedule: CopySchedule, action: Action, read: Sequence[list[Run]]) -> Iterator[str]:
     """Both operands must be complete; the gathered one must be the rows of all ranks in order."""
+    definition = scheduled_pass(schedule.operation, schedule.direction)
+    assert definition.gathered is not None, "a pass with a weight's gradient"
+    wanted = _merged(_runs_of(definition.gathered, schedule, action.rank))
     for region, runs in zip(action.reads, read, strict=True):
-        if region.buffer == "gathered" and _merged(runs) != _merged(_gathered(schedule, action.rank)):
+        if region.buffer == "gathered" and _merged(runs) != wanted:
             yield f"the weight gradient of rank {action.rank} reads rows of '{region.buffer}' that are not the gathered ones"
 
 
-def _gathered(schedule: CopySchedule, rank: int) -> list[Run]:
-    """All ranks' rows in order, as all-gather, or as all-to-all gives them to `rank`."""
-    blocks, runs, start = split(schedule.num_rows, schedule.num_ranks), [], 0
-    for owner in range(schedule.num_ranks):
-        first, stop = blocks[rank] if schedule.operation == "all_to_all_matmul" else blocks[owner]
-        source = first if schedule.operation == "all_to_all_matmul" else 0
-        runs.append(Run(start, start + stop - first, Counter({Term(owner, "shard", source - start): 1})))
-        start += stop - first
+def _runs_of(content: Content, schedule: CopySchedule, rank: int) -> list[Run]:
+    """What a rank's matrix holds by definition, as runs."""
+    runs, start = [], 0
+    for part in content(split(schedule.num_rows, schedule.num_ranks), rank):
+        terms = Counter(Term(each.owner, each.buffer, each.start - start, each.weights) for each in part.sources)
+        runs.append(Run(start, start + part.num_rows, terms))
+        start += part.num_rows
     return runs
-
-
-def _expected(schedule: CopySchedule, rank: int) -> list[Run]:
-    """The product of `rank` by definition."""
-    operation, is_forward, num_ranks = schedule.operation, schedule.direction == "forward", schedule.num_ranks
-    blocks = split(schedule.num_rows, num_ranks)
-
-    def summed(start: int, stop: int) -> list[Run]:
-        return [Run(0, stop - start, Counter({Term(each, "activation", start, (each,)): 1 for each in range(num_ranks)}))]
-
-    if operation == "matmul_all_reduce":
-        return summed(0, schedule.num_rows)
-    if operation == "all_to_all_matmul" and not is_forward:
-        lengths = [stop - start for start, stop in blocks]
-        return [
-            Run(start, stop, Counter({Term(owner, "activation", rank * lengths[owner] - start, (owner,)): 1}))
-            for owner, (start, stop) in enumerate(blocks)
-        ]
-    if (operation == "matmul_reduce_scatter") == is_forward and operation != "all_to_all_matmul":
-        return summed(*blocks[rank])
-    return _times(_gathered(schedule, rank), rank)
 
 
 def _times(runs: Iterable[Run], rank: int) -> list[Run]:

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from counterpoint.machine import Machine
 from counterpoint.schedule.actions import COMPUTATION_KINDS, Action, CopySchedule, Pass, Problem, Region
 from counterpoint.schedule.costs import DEFAULT_COSTS, Clock, Costs, kernels_of
+from counterpoint.schedule.operations import OPERATORS, num_sent_columns
 from counterpoint.schedule.wave_model import Sms
 from counterpoint.value import Value
 
@@ -97,16 +98,12 @@ def computation_us(
 
 
 def _communicated(problem: Problem, direction: Pass) -> tuple[int, int]:
-    """Elements that a rank receives in one collective, and how many collectives there are.
-
-    All-reduce counts twice, as a reduce-scatter and an all-gather. Backward, gathered rows come a second time and their
-    gradients go back; the gradient of matmul + reduce-scatter is gathered once, that of matmul + all-reduce is there.
-    """
-    operation = problem.operation
-    num_elements = problem.num_rows * problem.num_sent_columns * (problem.num_ranks - 1) // problem.num_ranks
-    if operation == "matmul_all_reduce":
-        return 2 * num_elements, 1 if direction == "forward" else 0
-    return num_elements, 1 if direction == "forward" or operation == "matmul_reduce_scatter" else 2
+    """Elements that a rank receives in one collective, and how many collectives there are."""
+    definition = OPERATORS[problem.operation].of_pass(direction)
+    if definition is None:
+        return 0, 0
+    num_elements = problem.num_rows * num_sent_columns(problem) * (problem.num_ranks - 1) // problem.num_ranks
+    return definition.num_crossings * num_elements, definition.num_collectives
 
 
 def _moved_us(action: Action, clock: Clock, columns: dict[str, int]) -> float:

@@ -1,5 +1,5 @@
-"""Schedules in which blocks come to the matmul: all-gather + matmul, all-to-all + matmul, and backward of matmul +
-reduce-scatter.
+"""The phases in which blocks come to the matmul: of all-gather + matmul, all-to-all + matmul, and backward of matmul +
+reduce-scatter. `operations.py` puts them together.
 
 Phases: begin; blocks go out chunk by chunk, beside the matmul of a rank's own rows; matmul pieces as chunks arrive;
 end. In turn t a rank sends to its t-th neighbor below and receives from the t-th above, so every port is in use once
@@ -9,47 +9,10 @@ per turn.
 from collections.abc import Callable, Sequence
 
 from counterpoint.schedule.actions import FIRST_COMPUTE, Region
-from counterpoint.schedule.builder import Arrivals, Builder, Rows, group_units, merged, region, require_pattern
+from counterpoint.schedule.builder import Arrivals, Builder, Rows, group_units, merged, region
 
 # (sender, receiver) -> the sender's buffer, its first row there, the receiver's first row, and how many rows
 Route = Callable[[int, int], tuple[str, int, int, int]]
-
-
-def all_gather_matmul(builder: Builder) -> None:
-    """product = all-gather(shard) @ weight."""
-    problem = builder.problem
-    builder.buffer("shard", "given", _longest(builder.blocks), problem.num_inner)
-    builder.buffer("gathered", "symmetric", problem.num_rows, problem.num_inner)
-    builder.buffer("product", "result", problem.num_rows, problem.num_columns)
-    gather_and_multiply(builder, shard_route(builder), builder.begin())
-
-
-def all_to_all_matmul(builder: Builder) -> None:
-    """product = all-to-all(tokens) @ weight; block d of a rank's tokens goes to rank d."""
-    problem = builder.problem
-    num_received = builder.num_ranks * _longest(builder.blocks)
-    require_pattern(builder, "one_peer", "all_peers")
-    builder.buffer("shard", "given", problem.num_rows, problem.num_inner)
-    builder.buffer("gathered", "symmetric", num_received, problem.num_inner)
-    builder.buffer("product", "result", num_received, problem.num_columns)
-    gather_and_multiply(builder, token_route(builder), builder.begin())
-
-
-def matmul_reduce_scatter_backward(builder: Builder) -> None:
-    """product = all-gather(gradient) @ weight^T; weight gradient = activation^T @ all-gather(gradient)."""
-    problem = builder.problem
-    builder.buffer("shard", "given", _longest(builder.blocks), problem.num_columns)
-    builder.buffer("activation", "given", problem.num_rows, problem.num_inner)
-    builder.buffer("gathered", "symmetric", problem.num_rows, problem.num_columns)
-    builder.buffer("product", "result", problem.num_rows, problem.num_inner)
-    builder.buffer("weight_gradient", "result", problem.num_inner, problem.num_columns)
-    begins = builder.begin()
-    route = shard_route(builder)
-    places = place_own(builder, route)
-    arrivals = gather_and_multiply(builder, route, begins)
-    for rank in range(builder.num_ranks):
-        everything = region(rank, "gathered", 0, (0, problem.num_rows))
-        weight_gradient(builder, ("activation", "gathered"), everything, [*arrivals.of([everything]), places[rank]])
 
 
 def shard_route(builder: Builder) -> Route:
@@ -175,7 +138,3 @@ def _multiply_own(builder: Builder, route: Route) -> None:
 def _multiply(builder: Builder, rank: int, rows: Sequence[Region], after: Sequence[int]) -> None:
     products = [Region(rank=rank, buffer="product", start=each.start, stop=each.stop) for each in rows]
     builder.add("matmul", builder.compute_stream(rank), rank, reads=rows, writes=products, after=after)
-
-
-def _longest(blocks: Sequence[Rows]) -> int:
-    return max(stop - start for start, stop in blocks)

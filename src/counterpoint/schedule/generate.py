@@ -1,8 +1,8 @@
 """From a description and sizes to a schedule: one front door for all operators, forward and backward.
 
-What each phase does is in `gathering.py` (blocks come to the matmul) and `reducing.py` (blocks leave the matmul).
-Nothing here is particular to a machine. All copies are pushes: the rank that has rows writes them into the other's
-symmetric buffer, so the input needs no copy of its own, and an arrival is one flag written behind the rows.
+What each operator is made of is in `operations.py`. Nothing here is particular to a machine. All copies are pushes: the
+rank that has rows writes them into the other's symmetric buffer, so the input needs no copy of its own, and an arrival is
+one flag written behind the rows.
 """
 
 import msgspec
@@ -11,17 +11,7 @@ from counterpoint.errors import ScheduleError
 from counterpoint.schedule.actions import CopySchedule, Operation, Pass, Problem
 from counterpoint.schedule.builder import Builder
 from counterpoint.schedule.description import ScheduleDescription
-from counterpoint.schedule.gather_schedules import (
-    all_gather_matmul,
-    all_to_all_matmul,
-    matmul_reduce_scatter_backward,
-)
-from counterpoint.schedule.reduce_schedules import (
-    all_gather_matmul_backward,
-    all_to_all_matmul_backward,
-    matmul_all_reduce,
-    matmul_reduce_scatter,
-)
+from counterpoint.schedule.operations import OPERATORS, PassDefinition
 from counterpoint.value import require
 
 
@@ -31,7 +21,8 @@ def backward_description(operation: Operation, description: ScheduleDescription)
     All-gather becomes reduce-scatter there, whose pieces cannot wait for all peers (`rest`), and in a ring only go
     chunk by chunk.
     """
-    if operation == "matmul_reduce_scatter" or description.is_sequential:
+    backward = OPERATORS[operation].backward
+    if description.is_sequential or (backward is not None and not backward.is_reduction):
         return description
     if description.pattern == "ring":
         return msgspec.structs.replace(description, matmul="chunk")
@@ -42,28 +33,27 @@ def make_schedule(problem: Problem, description: ScheduleDescription, direction:
     """The schedule that `description` means for these sizes.
 
     `problem` is the forward operator's in both directions. Raises `ScheduleError` for `sequential`, which has no
-    chunks to schedule, for choices that a pattern has no use for, and for the backward pass of `matmul_all_reduce`,
-    which copies nothing.
+    chunks to schedule, for choices that a pattern has no use for, and for a backward pass that copies nothing.
     """
     require(
         not description.is_sequential,
         ScheduleError,
         "The pattern 'sequential' runs the library's collective and has no copies. Choose ring, one_peer or all_peers.",
     )
-    generators = {
-        ("all_gather_matmul", "forward"): all_gather_matmul,
-        ("all_to_all_matmul", "forward"): all_to_all_matmul,
-        ("matmul_reduce_scatter", "forward"): matmul_reduce_scatter,
-        ("matmul_all_reduce", "forward"): matmul_all_reduce,
-        ("all_gather_matmul", "backward"): all_gather_matmul_backward,
-        ("all_to_all_matmul", "backward"): all_to_all_matmul_backward,
-        ("matmul_reduce_scatter", "backward"): matmul_reduce_scatter_backward,
-    }
-    require(
-        (problem.operation, direction) in generators,
-        ScheduleError,
-        f"{problem.operation} copies nothing in its {direction} pass, so it has no schedule. Take the forward pass.",
-    )
+    definition = scheduled_pass(problem.operation, direction)
     builder = Builder(problem, description)
-    generators[problem.operation, direction](builder)
+    longest = max(stop - start for start, stop in builder.blocks)
+    for buffer in definition.buffers:
+        builder.buffer(buffer.name, buffer.home, *buffer.shape(problem, longest))
+    definition.generate(builder)
     return builder.finish(direction)
+
+
+def scheduled_pass(operation: Operation, direction: Pass) -> PassDefinition:
+    """The definition of a pass that has schedules. Raises `ScheduleError` for one that copies nothing."""
+    definition = OPERATORS[operation].of_pass(direction)
+    if definition is None:
+        raise ScheduleError(
+            f"{operation} copies nothing in its {direction} pass, so it has no schedule. Take the forward pass."
+        )
+    return definition

@@ -13,6 +13,7 @@ from counterpoint.schedule.costs import DEFAULT_COSTS, Costs
 from counterpoint.schedule.description import SEQUENTIAL, ScheduleDescription
 from counterpoint.schedule.estimate import estimate, estimate_sequential
 from counterpoint.schedule.generate import backward_description, make_schedule
+from counterpoint.schedule.operations import OPERATORS, num_sent_columns
 from counterpoint.units import MIB, format_bytes, format_percent, format_us
 from counterpoint.value import Value
 
@@ -52,7 +53,7 @@ class RankedSchedule(Value, frozen=True, kw_only=True):
 
 def candidate_descriptions(problem: Problem) -> tuple[ScheduleDescription, ...]:
     """The schedules worth a look for an operator."""
-    return REDUCING if problem.is_reduction else GATHERING
+    return REDUCING if OPERATORS[problem.operation].forward.is_reduction else GATHERING
 
 
 def rank_candidates(
@@ -80,7 +81,7 @@ def pick_schedule(problem: Problem, machine: Machine, direction: Pass = "forward
     if problem.num_ranks == 1:
         return Pick(description=SEQUENTIAL, reason="one rank has nobody to exchange rows with")
     most_rows = -(-problem.num_rows // problem.num_ranks)  # of the ranks whose blocks are the largest
-    block_bytes = most_rows * problem.num_sent_columns * problem.element_bytes
+    block_bytes = most_rows * num_sent_columns(problem) * problem.element_bytes
     if block_bytes < LEAST_BLOCK_BYTES:
         least = format_bytes(LEAST_BLOCK_BYTES)
         return Pick(

@@ -1,5 +1,5 @@
-"""Schedules in which blocks leave the matmul: matmul + reduce-scatter, matmul + all-reduce, and the backward passes
-that need them.
+"""The phases in which blocks leave the matmul: of matmul + reduce-scatter, matmul + all-reduce, and the backward passes
+that need them. `operations.py` puts them together.
 
 Direct patterns: matmul pieces for other ranks first; each goes to its rank, which keeps the W partial products apart
 and adds them up in rank order, once, in the accumulation precision of a sum. Ring: a block travels from rank to rank,
@@ -18,107 +18,10 @@ from counterpoint.schedule.builder import (
     merged,
     region,
     require_granularity,
-    require_pattern,
 )
-from counterpoint.schedule.gather_schedules import place_own, send_all, shard_route, token_route, weight_gradient
 
 # (rank, rows of its own block, position of the action that finished them)
 Finished = Callable[[int, Rows, int], None]
-
-
-def matmul_reduce_scatter(builder: Builder) -> None:
-    """product = reduce-scatter(activation @ weight)."""
-    problem = builder.problem
-    builder.buffer("activation", "given", problem.num_rows, problem.num_inner)
-    builder.buffer("product", "result", _longest(builder), problem.num_columns)
-    begins = builder.begin()
-    reduce_blocks(builder, begins, [0] * builder.num_ranks, _nothing, problem.num_columns)
-
-
-def matmul_all_reduce(builder: Builder) -> None:
-    """product = all-reduce(activation @ weight): what reduce-scatter finishes goes out to all peers, chunk by chunk."""
-    problem, num_ranks = builder.problem, builder.num_ranks
-    builder.buffer("activation", "given", problem.num_rows, problem.num_inner)
-    builder.buffer("product", "result", problem.num_rows, problem.num_columns)
-    builder.buffer("reduced", "symmetric", problem.num_rows, problem.num_columns)
-    starts = [start for start, _ in builder.blocks]
-    begins = builder.begin()
-    pushed: list[tuple[Region, int]] = []
-
-    def send_out(rank: int, rows: Rows, position: int) -> None:
-        source = region(rank, "product", starts[rank], rows)
-        for turn in range(1, num_ranks):
-            target = region((rank - turn) % num_ranks, "reduced", starts[rank], rows)
-            stream = builder.copy_stream(turn, turn)
-            after = [position, begins[rank]]
-            pushed.append((target, builder.add("copy", stream, rank, reads=[source], writes=[target], after=after)))
-
-    reduce_blocks(builder, begins, starts, send_out, problem.num_columns)
-    for target, position in pushed:
-        landed = Region(rank=target.rank, buffer="product", start=target.start, stop=target.stop)
-        builder.add("place", "place 0", target.rank, reads=[target], writes=[landed], after=[position])
-
-
-def all_gather_matmul_backward(builder: Builder) -> None:
-    """product = reduce-scatter(gradient @ weight^T); weight gradient = all-gather(shard)^T @ gradient.
-
-    The shards go out first and arrive beside the matmul pieces; the weight gradient's matmul hides the last pieces'
-    copies.
-    """
-    problem = builder.problem
-    builder.buffer("shard", "given", _longest(builder), problem.num_inner)
-    builder.buffer("activation", "given", problem.num_rows, problem.num_columns)
-    builder.buffer("gathered", "symmetric", problem.num_rows, problem.num_inner)
-    builder.buffer("product", "result", _longest(builder), problem.num_inner)
-    builder.buffer("weight_gradient", "result", problem.num_inner, problem.num_columns)
-
-    begins = builder.begin()
-    route = shard_route(builder)
-    places = place_own(builder, route)
-    gathered = send_all(builder, route, begins)
-
-    def multiply_gathered(rank: int) -> None:
-        everything = region(rank, "gathered", 0, (0, problem.num_rows))
-        weight_gradient(builder, ("gathered", "activation"), everything, [*gathered.of([everything]), places[rank]])
-
-    reduce_blocks(builder, begins, [0] * builder.num_ranks, _nothing, problem.num_inner, multiply_gathered)
-
-
-def all_to_all_matmul_backward(builder: Builder) -> None:
-    """product = all-to-all(gradient @ weight^T); weight gradient = all-to-all(tokens)^T @ gradient, as in
-    all-gather's."""
-    problem, num_ranks, blocks = builder.problem, builder.num_ranks, builder.blocks
-    longest = _longest(builder)
-    require_pattern(builder, "one_peer", "all_peers")
-    builder.buffer("shard", "given", problem.num_rows, problem.num_inner)
-    builder.buffer("activation", "given", num_ranks * longest, problem.num_columns)
-    builder.buffer("gathered", "symmetric", num_ranks * longest, problem.num_inner)
-    builder.buffer("partial", "local", num_ranks * longest, problem.num_inner)
-    builder.buffer("returned", "symmetric", problem.num_rows, problem.num_inner)
-    builder.buffer("product", "result", problem.num_rows, problem.num_inner)
-    builder.buffer("weight_gradient", "result", problem.num_inner, problem.num_columns)
-    lengths = [stop - start for start, stop in blocks]
-
-    def outgoing(rank: int, receiver: int, rows: Rows) -> tuple[Region, Region]:
-        source = region(rank, "partial", receiver * lengths[rank], rows)
-        return source, region(receiver, "returned", blocks[rank][0], rows)
-
-    begins = builder.begin()
-    route = token_route(builder)
-    places = place_own(builder, route)
-    gathered = send_all(builder, route, begins)
-    arrivals = send_partials(builder, begins, outgoing, lambda rank, _receiver: lengths[rank])
-    for rank in range(num_ranks):
-        own = (0, lengths[rank])
-        if lengths[rank]:
-            reads = [region(rank, "activation", rank * lengths[rank], own)]
-            writes = [region(rank, "product", blocks[rank][0], own)]
-            builder.add("matmul", builder.compute_stream(rank), rank, reads=reads, writes=writes)
-        everything = region(rank, "gathered", 0, (0, num_ranks * lengths[rank]))
-        weight_gradient(builder, ("gathered", "activation"), everything, [*gathered.of([everything]), places[rank]])
-    for target, position in arrivals:
-        landed = Region(rank=target.rank, buffer="product", start=target.start, stop=target.stop)
-        builder.add("place", "place 0", target.rank, reads=[target], writes=[landed], after=[position])
 
 
 def reduce_blocks(  # noqa: PLR0917
@@ -290,10 +193,6 @@ def _own_pieces(builder: Builder) -> list[Callable[[int], Rows]]:
         lambda rank, number=number: dict(builder.chunks(_length(builder, rank))).get(number, (0, 0))  # type: ignore[misc]
         for number in numbers
     ]
-
-
-def _nothing(_rank: int, _rows: Rows, _position: int) -> None:
-    """Nobody waits for these rows."""
 
 
 def _length(builder: Builder, rank: int) -> int:

@@ -8,12 +8,14 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.autograd import forward_ad
 from torch.distributed import distributed_c10d
 
 from counterpoint import ops
 from counterpoint.errors import CounterpointError
+from counterpoint.schedule import SEQUENTIAL
 from helpers.gloo_sections import LIMIT_S, report, run_sections
-from helpers.jobs.operators_on_cpu import COLUMNS, INNER, D, call_and_compare
+from helpers.jobs.operators_on_cpu import COLUMNS, INNER, OPERATORS, D, call_and_compare
 
 
 def faults() -> None:
@@ -46,11 +48,48 @@ def faults() -> None:
         "rows in parts": lambda: ops.all_gather_matmul(shard, weight, num_rows=8.0 if rank else 8),
         "no memory": lambda: ops.all_gather_matmul(*(each.to("meta" if rank else "cpu") for each in (shard, weight))),
         "no group": lambda: ops.all_gather_matmul(shard, weight, 2),
+        "truth values": lambda: ops.all_gather_matmul(shard.bool(), weight.bool()),
+        "eight bits": lambda: ops.matmul_all_reduce(*(each.to(torch.float8_e4m3fn) for each in (shard, weight))),
     }
     for name, call in calls.items():
         say_refusal(name, call)
     call_and_compare("all_gather_matmul", 23, D(chunks=2), torch.float64)
     report("after all that")
+
+
+def refused_later() -> None:
+    """Rank 1 gives a wrong operand in a call whose shape ran before, which no rank compares any more."""
+    rank, shard, weight = dist.get_rank(), torch.ones(4, INNER), torch.ones(INNER, COLUMNS)
+    description = SEQUENTIAL if os.environ.get("IS_SEQUENTIAL") else D()
+    for _ in range(3):
+        ops.all_gather_matmul(shard, weight, schedule=description)
+    meet("begun")
+    began_s = time.monotonic()
+    say_refusal("later", lambda: ops.all_gather_matmul(shard, weight.double() if rank else weight, schedule=description))
+    print(f"later takes: {time.monotonic() - began_s:.3f}", flush=True)
+    meet("ended")
+    say_whole_refusal("next", lambda: ops.all_gather_matmul(shard, weight, schedule=D(chunks=2)))
+
+
+def transforms() -> None:
+    """Forward-mode derivatives and vmap are refused by every operator; what has no tangent runs within them."""
+    shard, weight = torch.ones(4, INNER), torch.ones(INNER, COLUMNS)
+    for name, (operator, _) in OPERATORS.items():
+        calls = {
+            "jvp": lambda operator=operator: torch.func.jvp(lambda x: operator(x, weight), (shard,), (shard,)),
+            "weight": lambda operator=operator: torch.func.jvp(lambda x: operator(shard, x), (weight,), (weight,)),
+            "dual": lambda operator=operator: in_dual_level(lambda: operator(forward_ad.make_dual(shard, shard), weight)),
+            "vmap": lambda operator=operator: torch.vmap(lambda x: operator(x, weight))(torch.ones(2, 4, INNER)),
+        }
+        for kind, call in calls.items():
+            say_refusal(f"{name} {kind}", call)
+        apart = in_dual_level(lambda operator=operator: operator(shard, weight))
+        assert torch.equal(apart, operator(shard, weight))
+
+
+def in_dual_level(call: Callable[[], torch.Tensor]) -> torch.Tensor:
+    with forward_ad.dual_level():
+        return call()
 
 
 def stays_away() -> None:

@@ -290,13 +290,13 @@ def idle() -> None:
 
 def operands() -> None:
     """What is measured has the shapes and strides of a call with a linear's weight."""
-    found: dict[tuple[str, str], set[object]] = {}
+    found: dict[object, set[object]] = {}
     run = Collectives.run
 
     def noted(self: Collectives, tensors: dict[str, torch.Tensor], weights: Sequence[torch.Tensor]) -> None:
         (weight,) = weights
         given = {name: (tensor.shape, tensor.stride(), tensor.dtype) for name, tensor in {**tensors, "": weight}.items()}
-        found.setdefault((self._operation, self._direction), set()).add(frozenset(given.items()))
+        found.setdefault(self._sequential, set()).add(frozenset(given.items()))
         run(self, tensors, weights)
 
     Collectives.run = noted

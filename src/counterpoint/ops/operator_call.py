@@ -1,0 +1,105 @@
+"""One call of an operator: its operands are checked, the schedule that was picked is looked up, and it is run."""
+
+from typing import NamedTuple, final
+
+import torch
+from torch.distributed import distributed_c10d
+
+from counterpoint.ops.collectives import Sequential
+from counterpoint.ops.dispatch import Matrices
+from counterpoint.ops.runtime import Request, Runtime, runtime_of
+from counterpoint.ops.transport import AbstractPrepared
+from counterpoint.schedule.actions import Operation, Pass
+
+
+class TorchPass(NamedTuple):
+    """One pass of an operator, and what runs where nothing is cut."""
+
+    operation: Operation
+    direction: Pass
+    sequential: Sequential
+
+
+@final
+class OperatorCall:
+    """One call: checks its operands, finds the plan, runs it, in this order.
+
+    Left matrices are one for all weights, or one for each.
+    """
+
+    _prepared: AbstractPrepared
+
+    def __init__(self, torch_pass: TorchPass, operands: tuple[Matrices, Matrices, str]) -> None:
+        self._operation, self._direction, self._sequential = torch_pass
+        lefts, self._weights, group_name = operands
+        self._left = lefts[0]
+        # if one operand was left on the CPU, the other ranks meet where the GPU is
+        device = next((each.device for each in (*lefts, *self._weights) if each.is_cuda), self._left.device)
+        self._runtime: Runtime = runtime_of(group_name, device)
+        pairs = zip(lefts if len(lefts) > 1 else [self._left] * len(self._weights), self._weights, strict=True)
+        problem = next((found for left, weight in pairs if (found := self._problem_of(left, weight))), "")
+        if problem:
+            self._runtime.refuse(problem)
+
+    def plan(self, sizes: tuple[int, int, int], schedule: str) -> None:
+        """Find the plan for (rows, inner, columns), before memory for results is taken: ranks fail together here."""
+        num_rows, num_inner, num_columns = sizes
+        request = Request(
+            operation=self._operation,
+            direction=self._direction,
+            num_rows=num_rows,
+            num_inner=num_inner,
+            num_columns=num_columns,
+            dtype=self._left.dtype,
+            schedule=schedule,
+        )
+        self._prepared = self._runtime.plan(request, self._sequential).prepared
+
+    def __call__(self, tensors: dict[str, torch.Tensor]) -> None:
+        """Run it; `tensors` are the given and the result buffers by name."""
+        self._prepared.run(tensors, self._weights)
+
+    def require_shard(self, num_rows: int) -> None:
+        """Refuse a shard that is not this rank's part of `num_rows` rows."""
+        group, found = self._runtime.group, self._left.shape[0]
+        wanted = own_rows(num_rows, group.group_name)
+        if found != wanted:
+            self._runtime.refuse(
+                f"{self._operation} of {num_rows} rows needs {wanted} of them on rank {group.rank()} of {group.size()}; "
+                f"found {found}. Split them as torch.tensor_split does, or give the right num_rows."
+            )
+
+    def _problem_of(self, left: torch.Tensor, weight: torch.Tensor) -> str:
+        """What is wrong with two operands, in one line, or nothing."""
+        if left.device != weight.device:
+            return f"{self._operation} needs its operands on one device; found {left.device} and {weight.device}. Move one."
+        if left.dtype != weight.dtype:
+            return f"{self._operation} needs operands of one type; found {left.dtype} and {weight.dtype}. Convert one."
+        if not _is_multiplied(left):
+            return (
+                f"{self._operation} multiplies by torch.mm, which has no {left.dtype} on this device. Convert both operands."
+            )
+        if left.dim() != 2 or weight.dim() != 2 or left.shape[1] != weight.shape[0]:
+            shapes = f"{tuple(left.shape)} and {tuple(weight.shape)}"
+            return f"{self._operation} multiplies (rows, K) by (K, columns); found {shapes}. Change one."
+        return ""
+
+
+def _is_multiplied(matrix: torch.Tensor) -> bool:
+    """Whether torch.mm takes matrices of that type: none of 8 bits or fewer in floating point, and on GPUs no integers."""
+    dtype = matrix.dtype
+    if dtype.is_floating_point:
+        return bool(dtype.itemsize > 1)
+    return bool(dtype.is_complex or (dtype != torch.bool and not matrix.is_cuda))
+
+
+def group_size(group_name: str) -> int:
+    """How many ranks the group has."""
+    return int(distributed_c10d._resolve_process_group(group_name).size())
+
+
+def own_rows(num_rows: int, group_name: str) -> int:
+    """Rows of this rank's block, as `torch.tensor_split` divides them."""
+    group = distributed_c10d._resolve_process_group(group_name)
+    size, rank = int(group.size()), int(group.rank())
+    return num_rows // size + int(rank < num_rows % size)
