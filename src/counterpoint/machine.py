@@ -9,7 +9,7 @@ from typing import Literal
 
 import msgspec
 
-from counterpoint.errors import MachineError
+from counterpoint.errors import MachineError, shown
 from counterpoint.value import Value, read_shipped, read_toml, require, save_toml, shipped_names
 
 LEAST_ABSURD_FIGURE = 1e18
@@ -199,30 +199,35 @@ def machine_names() -> list[str]:
     return shipped_names("machines")
 
 
-def load_machine(name_or_path: str) -> Machine:
+def load_machine(name_or_path: Path | str) -> Machine:
     """Load a shipped machine by name, or a user's own from a path that ends in `.toml`.
 
     Raises `MachineError` for an unknown name and for a file with a missing or absurd figure.
     """
     path = Path(name_or_path)
-    if path.suffix == ".toml":
+    if path.suffix.lower() == ".toml":
         return read_toml(path, Machine, MachineError)
-    names = machine_names()
-    if name_or_path.lower() not in names:
+    name, names = str(name_or_path).lower(), machine_names()
+    if name not in names:
         raise MachineError(
-            f"Unknown machine '{name_or_path}'. Known: {', '.join(names)}; or give the path of a machine file (.toml)."
+            f"Unknown machine '{shown(name_or_path)}'. Known: {', '.join(names)}; or give the path of a machine "
+            "file (.toml)."
         )
-    return read_shipped(f"machines/{name_or_path.lower()}.toml", Machine, MachineError)
+    return read_shipped(f"machines/{name}.toml", Machine, MachineError)
 
 
 def check_machine_path(path: Path) -> None:
     """Raise `MachineError` for a path that `load_machine` would take for a name."""
-    require(path.suffix == ".toml", MachineError, f"The path of a machine file ends in .toml; found '{path}'. Name it so.")
+    require(
+        path.suffix.lower() == ".toml",
+        MachineError,
+        f"The path of a machine file ends in .toml; found '{path}'. Name it so.",
+    )
 
 
-def save_machine(machine: Machine, path: Path) -> None:
+def save_machine(machine: Machine, path: Path | str) -> None:
     """Write a machine file. Raises `MachineError` if it cannot be written, or could not be loaded by that path."""
-    check_machine_path(path)
+    check_machine_path(Path(path))
     save_toml(path, machine, "machine", MachineError)
 
 

@@ -212,7 +212,7 @@ class Plan(Value, frozen=True, kw_only=True):
 LEAVE_IT = Plan()
 
 
-def load_plan(path: Path) -> Plan:
+def load_plan(path: Path | str) -> Plan:
     """Read a plan from TOML. Raises `PlanError`."""
     return read_toml(path, Plan, PlanError)
 
@@ -222,7 +222,7 @@ def check_plan_name(path: Path) -> None:
     require(path.suffix != ".json", PlanError, f"Plans are TOML; found the name {path.name}. End it with .toml.")
 
 
-def save_plan(plan: Plan, path: Path) -> None:
+def save_plan(plan: Plan, path: Path | str) -> None:
     """Write a plan as TOML. Raises `PlanError` if the file cannot be written, or its name says that it is JSON."""
-    check_plan_name(path)
+    check_plan_name(Path(path))
     save_toml(path, plan, "plan", PlanError)

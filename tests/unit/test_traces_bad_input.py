@@ -31,7 +31,7 @@ def failure(path: Path | str) -> str:
     [
         ("a.json", b"", "is empty"),
         ("a.json.gz", b"", "is empty"),
-        ("a.json.gz", b'{"traceEvents": []}', "is not gzip"),
+        ("a.json.gz", b'{"traceEvents": []}', "no GPU activity"),
         ("a.json.gz", gzip.compress(small_trace().text(), mtime=0)[:200], "damaged gzip"),
         ("a.json", gzip.compress(b"x", mtime=0)[:12], "damaged gzip"),
         ("a.json", small_trace().text()[:500], "not whole JSON"),

@@ -5,13 +5,12 @@ few kinds of event that matter here: a trace of 200 MB has some 700,000 events, 
 not know what a step is, nor what a kernel does. On AMD the launches are called `hip...`; the categories are the same.
 """
 
-import gzip
-import zlib
 from pathlib import Path
 
 import msgspec
 
 from counterpoint.errors import TraceError
+from counterpoint.files import MAX_TRACE_BYTES, PIECE_BYTES, read_limited
 from counterpoint.mismatch import describe_mismatch
 from counterpoint.traces.activity import (
     Category,
@@ -22,7 +21,7 @@ from counterpoint.traces.activity import (
     LaunchArguments,
     SyncArguments,
 )
-from counterpoint.value import GZIP_MAGIC, require
+from counterpoint.value import require
 
 GPU_CATEGORIES: dict[str, Category] = {
     "kernel": "kernel",
@@ -97,25 +96,14 @@ def read_kineto(path: Path) -> KinetoTrace:
     )
 
 
-def _read_bytes(path: Path) -> bytes:
-    try:
-        raw = path.read_bytes()
-    except OSError as problem:
-        raise TraceError(f"Cannot read {path}: {problem.strerror}; give a .json or .json.gz file.") from problem
-    except ValueError as problem:
-        raise TraceError(f"Cannot read {str(path)!r}: {problem}; give a .json or .json.gz file.") from problem
-    is_empty = not raw or raw.isspace()
+def _read_bytes(path: Path) -> bytearray:
+    raw = read_limited(path, TraceError, "give a .json or .json.gz file", most=MAX_TRACE_BYTES, is_unpacked=True)
+    is_empty = not raw[:PIECE_BYTES].strip()
     require(not is_empty, TraceError, f"{path} is empty; profile again and let the profiler finish writing.")
-    if not raw.startswith(GZIP_MAGIC):
-        require(path.suffix != ".gz", TraceError, f"{path} is named .gz but is not gzip; rename it or compress it.")
-        return raw
-    try:
-        return gzip.decompress(raw)
-    except (OSError, EOFError, zlib.error) as problem:
-        raise TraceError(f"{path} is damaged gzip ({problem}); copy or record it again.") from problem
+    return raw
 
 
-def _decode(path: Path, raw: bytes) -> _File:
+def _decode(path: Path, raw: bytearray) -> _File:
     try:
         return msgspec.json.decode(raw, type=_File)
     except msgspec.ValidationError as problem:
@@ -124,6 +112,9 @@ def _decode(path: Path, raw: bytes) -> _File:
     except (msgspec.DecodeError, UnicodeDecodeError) as problem:
         said = str(problem).removeprefix("JSON is malformed: ")
         raise TraceError(f"{path} is not whole JSON: {said}; copy or record it again.") from problem
+    except MemoryError as problem:
+        said = f"{len(raw):,} bytes of it, decoded, do not fit the memory of this machine"
+        raise TraceError(f"{path}: {said}; profile fewer steps.") from problem
     except RecursionError as problem:
         said = "it is nested too deeply"
         raise TraceError(f"{path} is not a profiler trace: {said}; give the file torch.profiler exported.") from problem

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from counterpoint.errors import StepError, WorkloadError
+from counterpoint.errors import StepError, WorkloadError, shown
 from counterpoint.footprints import usual_footprint
 from counterpoint.step import Collective, Copy, Dependency, Footprint, Kernel, Operation, Step
 from counterpoint.value import read_shipped, read_toml, shipped_names
@@ -35,7 +35,7 @@ def workload_names() -> list[str]:
     return shipped_names("workloads")
 
 
-def load_workload(name_or_path: str, *, num_ctas: int | None = None) -> Step:
+def load_workload(name_or_path: Path | str, *, num_ctas: int | None = None) -> Step:
     """Load a shipped workload by name, or a user's own from a path that ends in `.toml`.
 
     `num_ctas`, from 1 to the number of tiles, runs every GEMM of the file with that many persistent CTAs, whatever the
@@ -43,14 +43,15 @@ def load_workload(name_or_path: str, *, num_ctas: int | None = None) -> Step:
     entry and the value.
     """
     path = Path(name_or_path)
-    if path.suffix == ".toml":
+    if path.suffix.lower() == ".toml":
         return _load(str(path), read_toml(path, Description, WorkloadError), num_ctas)
-    names = workload_names()
-    if name_or_path.lower() not in names:
+    name, names = str(name_or_path).lower(), workload_names()
+    if name not in names:
         raise WorkloadError(
-            f"Unknown workload {name_or_path!r}. Known: {', '.join(names)}; or give the path of a workload file (.toml)."
+            f"Unknown workload '{shown(name_or_path)}'. Known: {', '.join(names)}; or give the path of a workload "
+            "file (.toml)."
         )
-    file = f"workloads/{name_or_path.lower()}.toml"
+    file = f"workloads/{name}.toml"
     return _load(file, read_shipped(file, Description, WorkloadError), num_ctas)
 
 
