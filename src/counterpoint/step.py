@@ -20,6 +20,8 @@ CollectiveKind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_a
 TransportKind = Literal["sm", "copy_engine"]
 CopyDirection = Literal["device_to_device", "host_to_device", "device_to_host", "peer_to_peer", "set"]
 
+MAX_CTAS = 1 << 50  # more are no launch: at a nanosecond each on every slot of a GPU they would take minutes
+
 
 class Footprint(Value, frozen=True, kw_only=True):
     """What a launch asks of the SMs: CTAs, threads, registers, shared memory, cluster.
@@ -38,7 +40,12 @@ class Footprint(Value, frozen=True, kw_only=True):
     carveout_percent: int = -1
 
     def __post_init__(self) -> None:
-        for name, least in (("num_ctas", 1), ("threads_per_cta", 1), ("registers_per_thread", 0), ("ctas_per_cluster", 1)):
+        require(
+            1 <= self.num_ctas <= MAX_CTAS,
+            StepError,
+            f"num_ctas of a kernel must be from 1 to {MAX_CTAS:,}; found {self.num_ctas:,}. Check the grid.",
+        )
+        for name, least in (("threads_per_cta", 1), ("registers_per_thread", 0), ("ctas_per_cluster", 1)):
             number = getattr(self, name)
             require(number >= least, StepError, f"{name} of a kernel must be at least {least}; found {number}.")
         require(
