@@ -11,7 +11,7 @@ import typer
 from typer.exceptions import Abort, TyperException
 
 from counterpoint import cli_check, cli_gpu, cli_run, cli_schedule
-from counterpoint.errors import CounterpointError, say
+from counterpoint.errors import MAX_LINE, CounterpointError, say, shown
 from counterpoint.value import check_outputs
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ def _misuse(problem: TyperException) -> str:
         message = message.replace(words, ours)
     find_errors = getattr(problem.__cause__, "errors", None)  # where a value was refused: what pydantic says of it
     for error in find_errors() if callable(find_errors) else ():
-        found = f"'{str(error['input'])[:60]}'"
+        found = f"'{shown(error['input'])}'"
         if found not in message:
             message = f"{message.rstrip('.')}; found {found}"
     context = getattr(problem, "ctx", None)  # all errors of usage have one
@@ -94,7 +94,7 @@ def _misuse(problem: TyperException) -> str:
 
 
 def _fail(message: str) -> None:
-    say(" ".join(message.split()))  # a file's name may hold line breaks
+    say(shown(" ".join(message.split()), MAX_LINE))  # a file's name may hold line breaks
     sys.exit(2)
 
 

@@ -13,6 +13,7 @@ from counterpoint.errors import MachineError, shown
 from counterpoint.value import Value, read_shipped, read_toml, require, save_toml, shipped_names
 
 LEAST_ABSURD_FIGURE = 1e18
+MAX_NAME = 200  # letters of a name or a title
 # Anything outside is a slip of the pen: a size in GiB, a clock in GHz, a rate in GB/s.
 PLAUSIBLE_RANGES: tuple[tuple[str, float, float], ...] = (
     ("num_sms", 1, 4096),
@@ -191,6 +192,12 @@ class Machine(Value, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         require(bool(self.name), MachineError, "A machine needs a name, which its plans carry; found ''. Give it one.")
+        for what, text in (("name", self.name), ("title", self.title)):
+            require(
+                len(text) <= MAX_NAME and text.isprintable(),
+                MachineError,
+                f"The {what} of a machine is at most {MAX_NAME} printable characters; found '{shown(text)}'.",
+            )
         require(1 <= self.num_gpus <= 1024, MachineError, f"num_gpus must be from 1 to 1024; found {self.num_gpus}.")
 
 

@@ -10,7 +10,7 @@ from typing import Literal
 
 import msgspec
 
-from counterpoint.errors import PlanError
+from counterpoint.errors import PlanError, shown
 from counterpoint.schedule.description import ScheduleDescription
 from counterpoint.step import Operation, OperationKind, Step, TransportKind
 from counterpoint.units import format_count
@@ -183,20 +183,22 @@ class Plan(Value, frozen=True, kw_only=True):
         self.refuse_schedules()
         if self.step_fingerprint and self.step_fingerprint != step.fingerprint():
             raise PlanError(
-                f"The plan was made for step '{self.step_name}' ({self.step_fingerprint}), not for '{step.name}' "
+                f"The plan was made for step '{shown(self.step_name)}' ({self.step_fingerprint}), not for "
+                f"'{shown(step.name)}' "
                 f"({step.fingerprint()}). Run `counterpoint tune` on this step."
             )
         for number, directive in enumerate(self.directives):
             beyond = [each for each in directive.match.operations or () if not 0 <= each < len(step.operations)]
             if beyond:
                 raise PlanError(
-                    f"Directive {number} of the plan names operation {beyond[0]}, and step '{step.name}' has operations 0 "
+                    f"Directive {number} of the plan names operation {beyond[0]}, and step '{shown(step.name)}' "
+                    f"has operations 0 "
                     f"to {len(step.operations) - 1}. Correct its match, or leave it out."
                 )
             if not any(directive.match.accepts(index, operation) for index, operation in enumerate(step.operations)):
                 raise PlanError(
                     f"Directive {number} of the plan matches none of the {len(step.operations)} operations of step "
-                    f"'{step.name}'. Correct its match, or leave it out."
+                    f"'{shown(step.name)}'. Correct its match, or leave it out."
                 )
 
     def refuse_schedules(self) -> None:
@@ -204,7 +206,8 @@ class Plan(Value, frozen=True, kw_only=True):
         for number, directive in enumerate(self.directives):
             if any(isinstance(control, ScheduleChoice) for control in directive.controls):
                 raise PlanError(
-                    f"Directive {number} of the plan holds a copy_schedule for '{directive.match.name}'; {FOR_OPERATORS}. "
+                    f"Directive {number} of the plan holds a copy_schedule for '{shown(directive.match.name)}'; "
+                    f"{FOR_OPERATORS}. "
                     "Leave it out here."
                 )
 
@@ -219,7 +222,7 @@ def load_plan(path: Path | str) -> Plan:
 
 def check_plan_name(path: Path) -> None:
     """Raise `PlanError` for a file whose name says that it holds something else than TOML."""
-    require(path.suffix != ".json", PlanError, f"Plans are TOML; found the name {path.name}. End it with .toml.")
+    require(path.suffix != ".json", PlanError, f"Plans are TOML; found the name {shown(path.name)}. End it with .toml.")
 
 
 def save_plan(plan: Plan, path: Path | str) -> None:

@@ -10,7 +10,7 @@ from typing import Literal
 
 import msgspec
 
-from counterpoint.errors import StepError
+from counterpoint.errors import StepError, shown
 from counterpoint.value import Value, require
 
 DependencyOrigin = Literal["exact", "inferred"]
@@ -161,8 +161,10 @@ class Step(Value, frozen=True, kw_only=True):
     launch_gap_us: float | None = None
 
     def __post_init__(self) -> None:
-        require(bool(self.operations), StepError, f"Step '{self.name}' holds no operation; there is nothing to plan.")
-        require(self.num_ranks >= 1, StepError, f"Step '{self.name}' must have at least 1 rank; found {self.num_ranks}.")
+        require(bool(self.operations), StepError, f"Step '{shown(self.name)}' holds no operation; there is nothing to plan.")
+        require(
+            self.num_ranks >= 1, StepError, f"Step '{shown(self.name)}' must have at least 1 rank; found {self.num_ranks}."
+        )
         for index, operation in enumerate(self.operations):
             _check_operation(index, operation)
 
@@ -178,7 +180,7 @@ class Step(Value, frozen=True, kw_only=True):
 
 
 def _check_operation(index: int, operation: Operation) -> None:
-    where = f"Operation {index} ('{operation.name[:60]}')"
+    where = f"Operation {index} ('{shown(operation.name)}')"
     for dependency in operation.waits_for:
         require(
             0 <= dependency.operation < index,

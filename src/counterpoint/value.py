@@ -87,15 +87,16 @@ def check_outputs(outputs: Sequence[Path | None], inputs: Sequence[str | Path | 
             continue
         folder = path.absolute().parent
         if path.is_dir():
-            raise CounterpointError(f"Cannot write '{path}': it is a folder. Name a file.")
+            raise CounterpointError(f"Cannot write '{shown_path(path)}': it is a folder. Name a file.")
         if not folder.is_dir():
             raise CounterpointError(
-                f"Cannot write '{path}': the folder '{folder}' does not exist. Name a file in an existing folder."
+                f"Cannot write '{shown_path(path)}': the folder '{shown_path(folder)}' does not exist. Name a file "
+                f"in an existing folder."
             )
         if not os.access(path if path.exists() else folder, os.W_OK):
-            raise CounterpointError(f"Cannot write '{path}': permission denied. Name a file that you may write.")
+            raise CounterpointError(f"Cannot write '{shown_path(path)}': permission denied. Name a file that you may write.")
         if path.resolve() in taken:
-            raise CounterpointError(f"Cannot write '{path}': this command already uses that file. Name another.")
+            raise CounterpointError(f"Cannot write '{shown_path(path)}': this command already uses that file. Name another.")
         taken.add(path.resolve())
 
 

@@ -7,7 +7,7 @@ the copy engines.
 
 import msgspec
 
-from counterpoint.errors import PlanError, StepError
+from counterpoint.errors import PlanError, StepError, shown
 from counterpoint.machine import Machine
 from counterpoint.occupancy import residency
 from counterpoint.plan import LEAVE_IT, CommunicationCtas, HeadStart, Plan, Priority, ResidencyCap, Transport, control_tag
@@ -47,7 +47,8 @@ class Simulator(AbstractExecutor):
         plan.check_step(step)
         if plan.machine and plan.machine != machine.name:
             raise PlanError(
-                f"The plan was made for machine '{plan.machine}', not for '{machine.name}'. Run `counterpoint tune` for "
+                f"The plan was made for machine '{shown(plan.machine)}', not for '{machine.name}'. Run "
+                f"`counterpoint tune` for "
                 f"'{machine.name}'."
             )
         costs = CostModel(machine, self._calibration)
@@ -143,7 +144,7 @@ def _effect(index: int, operation: Operation, plan: Plan, costs: CostModel, mach
 
 
 def _label(index: int, operation: Operation) -> str:
-    return f"{index} ('{operation.name[:60]}')"
+    return f"{index} ('{shown(operation.name)}')"
 
 
 def _check_priority(control: Priority, machine: Machine) -> None:

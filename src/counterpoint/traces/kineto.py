@@ -9,7 +9,7 @@ from pathlib import Path
 
 import msgspec
 
-from counterpoint.errors import TraceError
+from counterpoint.errors import TraceError, shown
 from counterpoint.files import MAX_TRACE_BYTES, PIECE_BYTES, read_limited
 from counterpoint.mismatch import describe_mismatch
 from counterpoint.traces.activity import (
@@ -132,7 +132,7 @@ def _gpu_operations(path: Path, events: list[_Event]) -> tuple[list[GpuOperation
         try:
             arguments = decoder.decode(event.args)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as problem:
-            raise _bad_arguments(path, f"GPU operation '{event.name[:60]}'", event, problem, LaunchArguments) from problem
+            raise _bad_arguments(path, f"GPU operation '{shown(event.name)}'", event, problem, LaunchArguments) from problem
         operation = GpuOperation(
             name=event.name, category=category, start_us=event.ts, end_us=event.ts + event.dur, arguments=arguments
         )
@@ -156,7 +156,7 @@ def _check_times(path: Path, event: _Event) -> None:
     require(
         0 <= event.ts < MAX_US and 0 <= event.dur < MAX_US,
         TraceError,
-        f"{path}: times must be from 0 to 1e17 us; '{event.name[:60]}' has {event.ts} for {event.dur}.",
+        f"{path}: times must be from 0 to 1e17 us; '{shown(event.name)}' has {event.ts} for {event.dur}.",
     )
 
 
@@ -175,7 +175,7 @@ def _host_calls(path: Path, events: list[_Event], device: int) -> dict[int, Host
                 waits.append(sync_decoder.decode(event.args))
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as problem:
             kind = _Correlation if event.cat in HOST_CATEGORIES else SyncArguments
-            raise _bad_arguments(path, f"'{event.name[:60]}'", event, problem, kind) from problem
+            raise _bad_arguments(path, f"'{shown(event.name)}'", event, problem, kind) from problem
     for wait in waits:
         call = calls.get(wait.correlation)
         if call is not None and wait.stream >= 0 and wait.device in (None, device):
@@ -189,7 +189,7 @@ def _add_call(path: Path, calls: dict[int, HostCall], event: _Event, correlation
     require(
         correlation not in calls,
         TraceError,
-        f"{path}: correlation {correlation} names two host calls, the second '{event.name[:60]}'; trace one process.",
+        f"{path}: correlation {correlation} names two host calls, the second '{shown(event.name)}'; trace one process.",
     )
     kind: HostKind = "record" if "EventRecord" in event.name else "launch"
     calls[correlation] = HostCall(
@@ -210,7 +210,8 @@ def _attach_launches(path: Path, operations: list[GpuOperation], calls: dict[int
         require(
             correlation not in seen or "GraphLaunch" in call.name,
             TraceError,
-            f"{path}: correlation {correlation} names two GPU operations, the second '{operation.name[:60]}'; record again.",
+            f"{path}: correlation {correlation} names two GPU operations, the second '{shown(operation.name)}'; "
+            f"record again.",
         )
         seen.add(correlation)
         launched.append(msgspec.structs.replace(operation, launched_us=call.time_us, launch_call=call.name))

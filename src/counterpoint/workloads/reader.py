@@ -75,7 +75,7 @@ def _to_step(description: Description, num_ctas: int | None) -> Step:
             try:
                 operation = _to_operation(entry, _dependencies(entry, current, previous), description, num_ctas)
             except StepError as problem:
-                raise WorkloadError(f"{entry.name!r}: {problem}") from problem
+                raise WorkloadError(f"'{shown(entry.name)}': {problem}") from problem
             operations.append(operation)
         previous = current
     return Step(name=description.name, num_ranks=description.num_ranks, operations=tuple(operations))
@@ -83,12 +83,14 @@ def _to_step(description: Description, num_ctas: int | None) -> Step:
 
 def _check_num_ctas(description: Description, num_ctas: int) -> None:
     if not description.gemms:
-        raise WorkloadError(f"Workload {description.name!r} has no GEMM to run with {num_ctas} CTAs; leave num_ctas out.")
+        raise WorkloadError(
+            f"Workload '{shown(description.name)}' has no GEMM to run with {num_ctas} CTAs; leave num_ctas out."
+        )
     for gemm in description.gemms:
         tiles = tile_count(gemm.m, gemm.n, gemm.tile_sizes)
         if not 1 <= num_ctas <= tiles:
             raise WorkloadError(
-                f"GEMM {gemm.name!r}: num_ctas of a grid of tiles must be from 1 to {tiles}; found {num_ctas}."
+                f"GEMM '{shown(gemm.name)}': num_ctas of a grid of tiles must be from 1 to {tiles}; found {num_ctas}."
             )
 
 
@@ -103,8 +105,8 @@ def _issue_order(description: Description) -> list[Entry]:
         for wait in _waits(entry):
             if wait.name not in names:
                 raise WorkloadError(
-                    f"{entry.name!r} waits for {wait.name!r}, which the file does not describe. "
-                    f"It describes {', '.join(sorted(names))}."
+                    f"'{shown(entry.name)}' waits for '{shown(wait.name)}', which the file does not describe. "
+                    f"It describes {shown(', '.join(sorted(names)), 400)}."
                 )
     waiting = list(description.entries)
     ordered: list[Entry] = []
@@ -113,7 +115,7 @@ def _issue_order(description: Description) -> list[Entry]:
         ready = next((entry for entry in waiting if all(w.previous or w.name in issued for w in _waits(entry))), None)
         if ready is None:
             raise WorkloadError(
-                f"These entries wait for each other in a cycle: {_cycle(waiting)}. "
+                f"These entries wait for each other in a cycle: {shown(_cycle(waiting), 400)}. "
                 f"Break it, or make one wait for the previous iteration (previous = true)."
             )
         waiting.remove(ready)
