@@ -78,6 +78,14 @@ class DeviceError(CounterpointError):
         return cls(f"{what} needs '{problem.name}', which is not installed. {INSTALL}")
 
 
+class MissingPackageError(DeviceError, AttributeError):
+    """A public name needs a package that is not installed; to whoever looks through the module, the name is not there."""
+
+
+class ArgumentError(CounterpointError, TypeError):
+    """A function was called with a value of another kind than it takes."""
+
+
 class JobContextError(CounterpointError):
     """A file of context, or a command to check, cannot be read."""
 
@@ -96,6 +104,14 @@ class OperatorError(CounterpointError):
 
 class IntegrationError(CounterpointError):
     """A model cannot be served by an integration: it is not wrapped, not parallelized, or laid out in another way."""
+
+
+def require_kind(found: object, kinds: type | tuple[type, ...], what: str, remedy: str) -> None:
+    """Raise `ArgumentError` unless `found` is one of `kinds`; `what` says what must be what, `remedy` is a sentence."""
+    if not isinstance(found, kinds) or (isinstance(found, bool) and kinds is int):
+        kind = type(found).__name__
+        value = f"'{shown(found)}'" if isinstance(found, str) else "None" if found is None else f"a value of type {kind}"
+        raise ArgumentError(f"{what}; found {value}. {remedy}")
 
 
 def cause_of(problem: BaseException, max_length: int | None = None) -> str:

@@ -9,7 +9,7 @@ from typing import Literal
 
 import msgspec
 
-from counterpoint.errors import MachineError, shown
+from counterpoint.errors import MachineError, require_kind, shown
 from counterpoint.value import Value, read_shipped, read_toml, require, save_toml, shipped_names
 
 LEAST_ABSURD_FIGURE = 1e18
@@ -211,6 +211,7 @@ def load_machine(name_or_path: Path | str) -> Machine:
 
     Raises `MachineError` for an unknown name and for a file with a missing or absurd figure.
     """
+    require_kind(name_or_path, (str, Path), "load_machine takes a name or a path", f"Known: {', '.join(machine_names())}.")
     path = Path(name_or_path)
     if path.suffix.lower() == ".toml":
         return read_toml(path, Machine, MachineError)

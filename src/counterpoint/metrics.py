@@ -7,7 +7,7 @@ whole picoseconds, so they are exact and do not depend on the order of the inter
 
 from collections.abc import Iterable, Sequence
 
-from counterpoint.errors import StepError, shown
+from counterpoint.errors import StepError, require_kind, shown
 from counterpoint.step import Step
 from counterpoint.timeline import Interval, Timeline
 from counterpoint.units import ps_to_us, us_to_ps
@@ -46,6 +46,7 @@ class Metrics(Value, frozen=True, kw_only=True):
 
 def measure(timeline: Timeline) -> Metrics:
     """Read the metrics off a timeline."""
+    require_kind(timeline, Timeline, "measure takes a Timeline", "Pass what an executor's run returns.")
     by_rank: dict[int, list[Interval]] = {}
     for interval in timeline.intervals:
         by_rank.setdefault(interval.rank, []).append(interval)

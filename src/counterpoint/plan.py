@@ -10,7 +10,7 @@ from typing import Literal
 
 import msgspec
 
-from counterpoint.errors import PlanError, shown
+from counterpoint.errors import PlanError, require_kind, shown
 from counterpoint.schedule.description import ScheduleDescription
 from counterpoint.step import Operation, OperationKind, Step, TransportKind
 from counterpoint.units import format_count
@@ -217,6 +217,7 @@ LEAVE_IT = Plan()
 
 def load_plan(path: Path | str) -> Plan:
     """Read a plan from TOML. Raises `PlanError`."""
+    require_kind(path, (str, Path), "load_plan takes a path", "Pass that of a plan file (.toml).")
     return read_toml(path, Plan, PlanError)
 
 
@@ -227,5 +228,6 @@ def check_plan_name(path: Path) -> None:
 
 def save_plan(plan: Plan, path: Path | str) -> None:
     """Write a plan as TOML. Raises `PlanError` if the file cannot be written, or its name says that it is JSON."""
+    require_kind(plan, Plan, "save_plan takes a Plan first", "Pass the plan, then the path: save_plan(tuning.plan, path).")
     check_plan_name(Path(path))
     save_toml(path, plan, "plan", PlanError)

@@ -7,7 +7,7 @@ the copy engines.
 
 import msgspec
 
-from counterpoint.errors import PlanError, StepError, shown
+from counterpoint.errors import PlanError, StepError, require_kind, shown
 from counterpoint.machine import Machine
 from counterpoint.occupancy import residency
 from counterpoint.plan import LEAVE_IT, CommunicationCtas, HeadStart, Plan, Priority, ResidencyCap, Transport, control_tag
@@ -44,6 +44,9 @@ class Simulator(AbstractExecutor):
 
         Raises `StepError` where a launch does not fit the machine, `PlanError` where a control cannot apply.
         """
+        require_kind(step, Step, "run takes a Step", "Pass what load_workload returns, or read_trace(...).step.")
+        require_kind(machine, Machine, "run takes a Machine", "Pass what load_machine returns.")
+        require_kind(plan, Plan, "run takes a Plan", "Pass what load_plan returns, or LEAVE_IT.")
         plan.check_step(step)
         if plan.machine and plan.machine != machine.name:
             raise PlanError(

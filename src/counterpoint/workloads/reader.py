@@ -9,7 +9,7 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from counterpoint.errors import StepError, WorkloadError, shown
+from counterpoint.errors import StepError, WorkloadError, require_kind, shown
 from counterpoint.footprints import usual_footprint
 from counterpoint.step import Collective, Copy, Dependency, Footprint, Kernel, Operation, Step
 from counterpoint.value import read_shipped, read_toml, shipped_names
@@ -42,6 +42,10 @@ def load_workload(name_or_path: Path | str, *, num_ctas: int | None = None) -> S
     file says: the way to sweep the CTA count of the computation. Raises `WorkloadError`: one line that names the file, the
     entry and the value.
     """
+    known = f"Known: {', '.join(workload_names())}."
+    require_kind(name_or_path, (str, Path), "load_workload takes a name or a path", known)
+    if num_ctas is not None:
+        require_kind(num_ctas, int, "num_ctas must be a whole number", "Pass one, or leave it out.")
     path = Path(name_or_path)
     if path.suffix.lower() == ".toml":
         return _load(str(path), read_toml(path, Description, WorkloadError), num_ctas)
