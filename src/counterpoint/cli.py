@@ -174,6 +174,7 @@ def simulate(
     """Simulate STEP, with a plan or as it is, and print its metrics."""
     from counterpoint.job import load_job  # noqa: PLC0415
     from counterpoint.plan import LEAVE_IT, load_plan  # noqa: PLC0415
+    from counterpoint.planner.idle import review_plan  # noqa: PLC0415
     from counterpoint.report.summary import summarize_simulation  # noqa: PLC0415
     from counterpoint.sim import Simulator  # noqa: PLC0415
 
@@ -182,8 +183,11 @@ def simulate(
     chosen = load_plan(plan) if plan is not None else LEAVE_IT
     job = load_job(step, machine)
     simulated = Simulator().run(job.step, job.machine, chosen)
+    remarks = review_plan(job.step, job.machine, chosen)
+    if chosen.directives and Simulator().run(job.step, job.machine, LEAVE_IT).intervals == simulated.intervals:
+        remarks = (*remarks, "With the plan, no operation starts or ends at another time than without it.")
     _write_timelines(timeline, {"simulated": simulated})
-    _print_summary(job, summarize_simulation(job, simulated, chosen), [("simulated", simulated)], json)
+    _print_summary(job, summarize_simulation(job, simulated, chosen, remarks), [("simulated", simulated)], json)
     if timeline is not None and not json:
         print(f"Timeline saved to {timeline}.")
 

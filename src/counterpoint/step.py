@@ -17,6 +17,7 @@ DependencyOrigin = Literal["exact", "inferred"]
 OperationKind = Literal["computation", "communication", "copy"]
 Character = Literal["matmul", "attention", "streaming", "other"]
 CollectiveKind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "reduce", "send_recv"]
+REDUCING_COLLECTIVES: tuple[CollectiveKind, ...] = ("all_reduce", "reduce_scatter", "reduce")
 TransportKind = Literal["sm", "copy_engine"]
 CopyDirection = Literal["device_to_device", "host_to_device", "device_to_host", "peer_to_peer", "set"]
 
@@ -202,5 +203,10 @@ def _check_operation(index: int, operation: Operation) -> None:
             f"{where}: cta_time_spread must be from 0 to 10; found {operation.cta_time_spread}.",
         )
     if isinstance(operation, Collective):
+        require(
+            operation.transport != "copy_engine" or operation.collective not in REDUCING_COLLECTIVES,
+            StepError,
+            f"{where}: copy engines cannot reduce, as {operation.collective} does. Leave its transport sm.",
+        )
         size = operation.group_size
         require(size >= 1, StepError, f"{where}: group_size must be at least 1; found {size}.")
