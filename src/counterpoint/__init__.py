@@ -12,10 +12,12 @@ from typing import TYPE_CHECKING
 from counterpoint import controls
 from counterpoint.controls import *  # noqa: F403  every control is public, so that a new one is named in one place
 from counterpoint.errors import (
+    ArgumentError,
     CounterpointError,
     DeviceError,
     EngagementError,
     MachineError,
+    MissingPackageError,
     OccupancyError,
     PlanError,
     StepError,
@@ -32,16 +34,17 @@ from counterpoint.timeline import AbstractExecutor, Interval, Timeline
 from counterpoint.supervised import step  # isort: skip
 
 if TYPE_CHECKING:
-    from counterpoint.cuda.applied import apply
-    from counterpoint.cuda.capture import capture
+    from counterpoint.cuda.applied import apply as apply  # "as", because `__all__` leaves them out
+    from counterpoint.cuda.capture import capture as capture
     from counterpoint.planner import Tuning, tune
     from counterpoint.sim import Simulator
     from counterpoint.traces import TracedStep, read_trace
     from counterpoint.workloads import load_workload, workload_names
 
-__all__ = [
+__all__ = [  # without what needs a package for GPUs, so that `import *` always works
     "LEAVE_IT",
     "AbstractExecutor",
+    "ArgumentError",
     "Collective",
     "Copy",
     "CounterpointError",
@@ -71,8 +74,6 @@ __all__ = [
     "TracedStep",
     "Tuning",
     "WorkloadError",
-    "apply",
-    "capture",
     "ideal_us",
     "interference",
     "load_machine",
@@ -108,13 +109,15 @@ _LAZY = MappingProxyType(
 
 def __getattr__(name: str) -> object:
     """Load the part that a lazy public name lives in (PEP 562)."""
+    if name == "__version__":
+        return import_module("importlib.metadata").version("counterpoint")
     if name not in _LAZY:
         raise AttributeError(f"module 'counterpoint' has no attribute '{name}'")
     try:
         return getattr(import_module(_LAZY[name]), name)
     except ModuleNotFoundError as problem:
-        raise DeviceError.of_missing(f"counterpoint.{name}", problem) from problem
+        raise MissingPackageError.of_missing(f"counterpoint.{name}", problem) from problem
 
 
 def __dir__() -> list[str]:
-    return sorted(__all__)
+    return sorted([*__all__, *_LAZY.keys() - __all__, "__version__"])

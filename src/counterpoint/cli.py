@@ -11,7 +11,7 @@ import typer
 from typer.exceptions import Abort, TyperException
 
 from counterpoint import cli_check, cli_gpu, cli_run, cli_schedule
-from counterpoint.errors import CounterpointError, say
+from counterpoint.errors import MAX_LINE, CounterpointError, say, shown
 from counterpoint.value import check_outputs
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ def _misuse(problem: TyperException) -> str:
         message = message.replace(words, ours)
     find_errors = getattr(problem.__cause__, "errors", None)  # where a value was refused: what pydantic says of it
     for error in find_errors() if callable(find_errors) else ():
-        found = f"'{str(error['input'])[:60]}'"
+        found = f"'{shown(error['input'])}'"
         if found not in message:
             message = f"{message.rstrip('.')}; found {found}"
     context = getattr(problem, "ctx", None)  # all errors of usage have one
@@ -94,7 +94,7 @@ def _misuse(problem: TyperException) -> str:
 
 
 def _fail(message: str) -> None:
-    say(" ".join(message.split()))  # a file's name may hold line breaks
+    say(shown(" ".join(message.split()), MAX_LINE))  # a file's name may hold line breaks
     sys.exit(2)
 
 
@@ -174,6 +174,7 @@ def simulate(
     """Simulate STEP, with a plan or as it is, and print its metrics."""
     from counterpoint.job import load_job  # noqa: PLC0415
     from counterpoint.plan import LEAVE_IT, load_plan  # noqa: PLC0415
+    from counterpoint.planner.idle import review_plan  # noqa: PLC0415
     from counterpoint.report.summary import summarize_simulation  # noqa: PLC0415
     from counterpoint.sim import Simulator  # noqa: PLC0415
 
@@ -182,8 +183,11 @@ def simulate(
     chosen = load_plan(plan) if plan is not None else LEAVE_IT
     job = load_job(step, machine)
     simulated = Simulator().run(job.step, job.machine, chosen)
+    remarks = review_plan(job.step, job.machine, chosen)
+    if chosen.directives and Simulator().run(job.step, job.machine, LEAVE_IT).intervals == simulated.intervals:
+        remarks = (*remarks, "With the plan, no operation starts or ends at another time than without it.")
     _write_timelines(timeline, {"simulated": simulated})
-    _print_summary(job, summarize_simulation(job, simulated, chosen), [("simulated", simulated)], json)
+    _print_summary(job, summarize_simulation(job, simulated, chosen, remarks), [("simulated", simulated)], json)
     if timeline is not None and not json:
         print(f"Timeline saved to {timeline}.")
 

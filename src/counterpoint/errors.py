@@ -7,11 +7,36 @@ exits with code 2; it never shows a traceback for these.
 import sys
 from contextlib import suppress
 
+MAX_SHOWN = 60  # letters of a name or value that an error repeats
+MAX_PATH_SHOWN = 200
+MAX_LINE = 2000  # letters of a whole error line
 INSTALL = "Install it: pip install 'torch>=2.11,<3' 'cuda-bindings>=13,<14'."  # the extra `cuda`, quoted for a shell
 
 
+def shown(value: object, most: int = MAX_SHOWN) -> str:
+    """A name or a value from outside as an error line repeats it: on one line, without control characters, and cut in the
+    middle where it is long, so that a path keeps its end."""
+    text = str(value)
+    if len(text) > most:
+        text = f"{text[: most - most // 2 - 3]}...{text[-(most // 2) :]}"
+    return printable(text)
+
+
+def shown_path(path: object) -> str:
+    """A path as an error line repeats it: whole, unless it is longer than people's paths are."""
+    return shown(path, MAX_PATH_SHOWN)
+
+
+def printable(text: str) -> str:
+    """The text with control characters, which a terminal would obey, written as escapes."""
+    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
+
+
 class CounterpointError(ValueError):
-    """Base of every error that a user can cause; the message is one complete line."""
+    """Base of every error that a user can cause; the message is one complete line, and never longer than `MAX_LINE`."""
+
+    def __init__(self, message: str = "") -> None:
+        super().__init__(shown(" ".join(message.split()), MAX_LINE) if message else message)
 
 
 class MachineError(CounterpointError):
@@ -53,6 +78,14 @@ class DeviceError(CounterpointError):
         return cls(f"{what} needs '{problem.name}', which is not installed. {INSTALL}")
 
 
+class MissingPackageError(DeviceError, AttributeError):
+    """A public name needs a package that is not installed; to whoever looks through the module, the name is not there."""
+
+
+class ArgumentError(CounterpointError, TypeError):
+    """A function was called with a value of another kind than it takes."""
+
+
 class JobContextError(CounterpointError):
     """A file of context, or a command to check, cannot be read."""
 
@@ -71,6 +104,14 @@ class OperatorError(CounterpointError):
 
 class IntegrationError(CounterpointError):
     """A model cannot be served by an integration: it is not wrapped, not parallelized, or laid out in another way."""
+
+
+def require_kind(found: object, kinds: type | tuple[type, ...], what: str, remedy: str) -> None:
+    """Raise `ArgumentError` unless `found` is one of `kinds`; `what` says what must be what, `remedy` is a sentence."""
+    if not isinstance(found, kinds) or (isinstance(found, bool) and kinds is int):
+        kind = type(found).__name__
+        value = f"'{shown(found)}'" if isinstance(found, str) else "None" if found is None else f"a value of type {kind}"
+        raise ArgumentError(f"{what}; found {value}. {remedy}")
 
 
 def cause_of(problem: BaseException, max_length: int | None = None) -> str:

@@ -5,9 +5,8 @@ carries times of one GPU, so it can be planned only for that GPU; a workload can
 """
 
 import os
-from pathlib import Path
 
-from counterpoint.errors import StepError
+from counterpoint.errors import StepError, shown, shown_path
 from counterpoint.machine import Machine, load_machine, machine_for_device
 from counterpoint.step import Step
 from counterpoint.traces import TracedStep, read_trace
@@ -49,16 +48,19 @@ def _why_no_job(source: str) -> str:
     """What to say of a name that is neither a file to read nor a workload. Functions run on GPUs, and here nothing runs."""
     if names_function(source):
         return (
-            f"'{source}' names a function, and this simulates without running any. Give a trace of it that torch.profiler "
-            f"exported (.json, .json.gz), or measure it on GPUs: counterpoint tune {source}."
+            f"'{shown_path(source)}' names a function, and this simulates without running any. Give a trace of it "
+            f"that torch.profiler "
+            f"exported (.json, .json.gz), or measure it on GPUs: counterpoint tune {shown_path(source)}."
         )
-    if Path(source).exists():
+    if not source.strip():
+        what = "is no name; STEP is a trace (.json, .json.gz), a workload file (.toml) or a workload's name"
+    elif os.path.exists(source):
         what = "is neither a trace (.json, .json.gz) nor a workload file (.toml)"
     elif ":" in source:
         what = "does not exist, and functions are named as Python imports them, as in jobs.train:make_step"
     else:
         what = "does not exist"
-    return f"'{source}' {what}. Shipped workloads: {', '.join(workload_names())}."
+    return f"'{shown_path(source)}' {what}. Shipped workloads: {', '.join(workload_names())}."
 
 
 def _check_text(source: str) -> None:
@@ -79,12 +81,13 @@ def _traced_job(source: str, machine_name: str | None) -> Job:
     else:
         machine = machine_for_device(device) if device else None
     if machine is None:
-        known = f"on '{device}', which no shipped machine describes" if device else "on a GPU that it does not name"
+        known = f"on '{shown(device)}', which no shipped machine describes" if device else "on a GPU that it does not name"
         raise StepError(f"The trace was recorded {known}. Name the machine, or a file that describes it, with --machine.")
     if device and device not in machine.device_names:
         raise StepError(
-            f"The trace holds times of '{device}', which are no guide to '{machine.name}' "
-            f"({', '.join(machine.device_names) or 'no device_names'}). Leave --machine out, add '{device}' to the "
+            f"The trace holds times of '{shown(device)}', which are no guide to '{machine.name}' "
+            f"({shown(', '.join(machine.device_names), 200) or 'no device_names'}). Leave --machine out, add "
+            f"'{shown(device)}' to the "
             "device_names of your machine file, or describe the step as a workload."
         )
     return Job(step=traced.step, machine=machine, traced=traced)

@@ -9,10 +9,11 @@ from typing import Literal
 
 import msgspec
 
-from counterpoint.errors import MachineError
+from counterpoint.errors import MachineError, require_kind, shown
 from counterpoint.value import Value, read_shipped, read_toml, require, save_toml, shipped_names
 
 LEAST_ABSURD_FIGURE = 1e18
+MAX_NAME = 200  # letters of a name or a title
 # Anything outside is a slip of the pen: a size in GiB, a clock in GHz, a rate in GB/s.
 PLAUSIBLE_RANGES: tuple[tuple[str, float, float], ...] = (
     ("num_sms", 1, 4096),
@@ -191,6 +192,12 @@ class Machine(Value, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         require(bool(self.name), MachineError, "A machine needs a name, which its plans carry; found ''. Give it one.")
+        for what, text in (("name", self.name), ("title", self.title)):
+            require(
+                len(text) <= MAX_NAME and text.isprintable(),
+                MachineError,
+                f"The {what} of a machine is at most {MAX_NAME} printable characters; found '{shown(text)}'.",
+            )
         require(1 <= self.num_gpus <= 1024, MachineError, f"num_gpus must be from 1 to 1024; found {self.num_gpus}.")
 
 
@@ -199,30 +206,36 @@ def machine_names() -> list[str]:
     return shipped_names("machines")
 
 
-def load_machine(name_or_path: str) -> Machine:
+def load_machine(name_or_path: Path | str) -> Machine:
     """Load a shipped machine by name, or a user's own from a path that ends in `.toml`.
 
     Raises `MachineError` for an unknown name and for a file with a missing or absurd figure.
     """
+    require_kind(name_or_path, (str, Path), "load_machine takes a name or a path", f"Known: {', '.join(machine_names())}.")
     path = Path(name_or_path)
-    if path.suffix == ".toml":
+    if path.suffix.lower() == ".toml":
         return read_toml(path, Machine, MachineError)
-    names = machine_names()
-    if name_or_path.lower() not in names:
+    name, names = str(name_or_path).lower(), machine_names()
+    if name not in names:
         raise MachineError(
-            f"Unknown machine '{name_or_path}'. Known: {', '.join(names)}; or give the path of a machine file (.toml)."
+            f"Unknown machine '{shown(name_or_path)}'. Known: {', '.join(names)}; or give the path of a machine "
+            "file (.toml)."
         )
-    return read_shipped(f"machines/{name_or_path.lower()}.toml", Machine, MachineError)
+    return read_shipped(f"machines/{name}.toml", Machine, MachineError)
 
 
 def check_machine_path(path: Path) -> None:
     """Raise `MachineError` for a path that `load_machine` would take for a name."""
-    require(path.suffix == ".toml", MachineError, f"The path of a machine file ends in .toml; found '{path}'. Name it so.")
+    require(
+        path.suffix.lower() == ".toml",
+        MachineError,
+        f"The path of a machine file ends in .toml; found '{path}'. Name it so.",
+    )
 
 
-def save_machine(machine: Machine, path: Path) -> None:
+def save_machine(machine: Machine, path: Path | str) -> None:
     """Write a machine file. Raises `MachineError` if it cannot be written, or could not be loaded by that path."""
-    check_machine_path(path)
+    check_machine_path(Path(path))
     save_toml(path, machine, "machine", MachineError)
 
 

@@ -7,7 +7,7 @@ whole picoseconds, so they are exact and do not depend on the order of the inter
 
 from collections.abc import Iterable, Sequence
 
-from counterpoint.errors import StepError
+from counterpoint.errors import StepError, require_kind, shown
 from counterpoint.step import Step
 from counterpoint.timeline import Interval, Timeline
 from counterpoint.units import ps_to_us, us_to_ps
@@ -46,6 +46,7 @@ class Metrics(Value, frozen=True, kw_only=True):
 
 def measure(timeline: Timeline) -> Metrics:
     """Read the metrics off a timeline."""
+    require_kind(timeline, Timeline, "measure takes a Timeline", "Pass what an executor's run returns.")
     by_rank: dict[int, list[Interval]] = {}
     for interval in timeline.intervals:
         by_rank.setdefault(interval.rank, []).append(interval)
@@ -121,18 +122,18 @@ def interference(step: Step, timeline: Timeline, lone_us: Sequence[float]) -> tu
     not hold one time for each operation, or if the timeline shows an operation that the step does not have.
     """
     _check_lone_times(step, lone_us)
-    shown: dict[tuple[int, int], list[Interval]] = {}
+    found: dict[tuple[int, int], list[Interval]] = {}
     for interval in timeline.intervals:
-        shown.setdefault((interval.operation, interval.rank), []).append(interval)
+        found.setdefault((interval.operation, interval.rank), []).append(interval)
     slowest_ps = [0] * len(step.operations)
-    for (operation, _), intervals in shown.items():
+    for (operation, _), intervals in found.items():
         if not 0 <= operation < len(step.operations):
             raise StepError(
-                f"The timeline shows operation {operation}, but step '{step.name}' has operations 0 to "
+                f"The timeline shows operation {operation}, but step '{shown(step.name)}' has operations 0 to "
                 f"{len(step.operations) - 1}. Pass the step that this timeline belongs to."
             )
         slowest_ps[operation] = max(slowest_ps[operation], _length(_union(intervals)))
-    is_shown = {operation for operation, _ in shown}
+    is_shown = {operation for operation, _ in found}
     return tuple(
         ps_to_us(slowest_ps[index]) / alone_us if index in is_shown and alone_us > 0 else None
         for index, alone_us in enumerate(lone_us)
@@ -195,7 +196,7 @@ def _ratio(overlapped_ps: int, communication_ps: int) -> float | None:
 def _check_lone_times(step: Step, lone_us: Sequence[float]) -> None:
     if len(lone_us) != len(step.operations):
         raise StepError(
-            f"Step '{step.name}' has {len(step.operations)} operations, but {len(lone_us)} lone times were given. "
+            f"Step '{shown(step.name)}' has {len(step.operations)} operations, but {len(lone_us)} lone times were given. "
             f"Give one for each operation."
         )
     for index, time_us in enumerate(lone_us):

@@ -11,7 +11,7 @@ from typing import Literal
 import msgspec
 
 from counterpoint.controls import Control
-from counterpoint.errors import PlanError
+from counterpoint.errors import PlanError, require_kind, shown
 from counterpoint.step import Operation, OperationKind, Step
 from counterpoint.value import Value, read_toml, require, save_toml
 
@@ -88,20 +88,22 @@ class Plan(Value, frozen=True, kw_only=True):
         self.refuse_for_steps()
         if self.step_fingerprint and self.step_fingerprint != step.fingerprint():
             raise PlanError(
-                f"The plan was made for step '{self.step_name}' ({self.step_fingerprint}), not for '{step.name}' "
+                f"The plan was made for step '{shown(self.step_name)}' ({self.step_fingerprint}), not for "
+                f"'{shown(step.name)}' "
                 f"({step.fingerprint()}). Run `counterpoint tune` on this step."
             )
         for number, directive in enumerate(self.directives):
             beyond = [each for each in directive.match.operations or () if not 0 <= each < len(step.operations)]
             if beyond:
                 raise PlanError(
-                    f"Directive {number} of the plan names operation {beyond[0]}, and step '{step.name}' has operations 0 "
+                    f"Directive {number} of the plan names operation {beyond[0]}, and step '{shown(step.name)}' "
+                    f"has operations 0 "
                     f"to {len(step.operations) - 1}. Correct its match, or leave it out."
                 )
             if not any(directive.match.accepts(index, operation) for index, operation in enumerate(step.operations)):
                 raise PlanError(
                     f"Directive {number} of the plan matches none of the {len(step.operations)} operations of step "
-                    f"'{step.name}'. Correct its match, or leave it out."
+                    f"'{shown(step.name)}'. Correct its match, or leave it out."
                 )
 
     def refuse_for_steps(self) -> None:
@@ -110,7 +112,7 @@ class Plan(Value, frozen=True, kw_only=True):
             for control in directive.controls:
                 if "step" in control.refused_by:
                     raise PlanError(
-                        f"Directive {number} of the plan holds a {control.tag} for '{directive.match.name}'; "
+                        f"Directive {number} of the plan holds a {control.tag} for '{shown(directive.match.name)}'; "
                         f"{control.refused_by['step']}. Leave it out here."
                     )
 
@@ -118,17 +120,19 @@ class Plan(Value, frozen=True, kw_only=True):
 LEAVE_IT = Plan()
 
 
-def load_plan(path: Path) -> Plan:
+def load_plan(path: Path | str) -> Plan:
     """Read a plan from TOML. Raises `PlanError`."""
+    require_kind(path, (str, Path), "load_plan takes a path", "Pass that of a plan file (.toml).")
     return read_toml(path, Plan, PlanError)
 
 
 def check_plan_name(path: Path) -> None:
     """Raise `PlanError` for a file whose name says that it holds something else than TOML."""
-    require(path.suffix != ".json", PlanError, f"Plans are TOML; found the name {path.name}. End it with .toml.")
+    require(path.suffix != ".json", PlanError, f"Plans are TOML; found the name {shown(path.name)}. End it with .toml.")
 
 
-def save_plan(plan: Plan, path: Path) -> None:
+def save_plan(plan: Plan, path: Path | str) -> None:
     """Write a plan as TOML. Raises `PlanError` if the file cannot be written, or its name says that it is JSON."""
-    check_plan_name(path)
+    require_kind(plan, Plan, "save_plan takes a Plan first", "Pass the plan, then the path: save_plan(tuning.plan, path).")
+    check_plan_name(Path(path))
     save_toml(path, plan, "plan", PlanError)

@@ -10,15 +10,18 @@ from typing import Literal
 
 import msgspec
 
-from counterpoint.errors import StepError
+from counterpoint.errors import StepError, shown
 from counterpoint.value import Value, require
 
 DependencyOrigin = Literal["exact", "inferred"]
 OperationKind = Literal["computation", "communication", "copy"]
 Character = Literal["matmul", "attention", "streaming", "other"]
 CollectiveKind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "reduce", "send_recv"]
+REDUCING_COLLECTIVES: tuple[CollectiveKind, ...] = ("all_reduce", "reduce_scatter", "reduce")
 TransportKind = Literal["sm", "copy_engine"]
 CopyDirection = Literal["device_to_device", "host_to_device", "device_to_host", "peer_to_peer", "set"]
+
+MAX_CTAS = 1 << 50  # more are no launch: at a nanosecond each on every slot of a GPU they would take minutes
 
 
 class Footprint(Value, frozen=True, kw_only=True):
@@ -38,7 +41,12 @@ class Footprint(Value, frozen=True, kw_only=True):
     carveout_percent: int = -1
 
     def __post_init__(self) -> None:
-        for name, least in (("num_ctas", 1), ("threads_per_cta", 1), ("registers_per_thread", 0), ("ctas_per_cluster", 1)):
+        require(
+            1 <= self.num_ctas <= MAX_CTAS,
+            StepError,
+            f"num_ctas of a kernel must be from 1 to {MAX_CTAS:,}; found {self.num_ctas:,}. Check the grid.",
+        )
+        for name, least in (("threads_per_cta", 1), ("registers_per_thread", 0), ("ctas_per_cluster", 1)):
             number = getattr(self, name)
             require(number >= least, StepError, f"{name} of a kernel must be at least {least}; found {number}.")
         require(
@@ -154,8 +162,10 @@ class Step(Value, frozen=True, kw_only=True):
     launch_gap_us: float | None = None
 
     def __post_init__(self) -> None:
-        require(bool(self.operations), StepError, f"Step '{self.name}' holds no operation; there is nothing to plan.")
-        require(self.num_ranks >= 1, StepError, f"Step '{self.name}' must have at least 1 rank; found {self.num_ranks}.")
+        require(bool(self.operations), StepError, f"Step '{shown(self.name)}' holds no operation; there is nothing to plan.")
+        require(
+            self.num_ranks >= 1, StepError, f"Step '{shown(self.name)}' must have at least 1 rank; found {self.num_ranks}."
+        )
         for index, operation in enumerate(self.operations):
             _check_operation(index, operation)
 
@@ -171,7 +181,7 @@ class Step(Value, frozen=True, kw_only=True):
 
 
 def _check_operation(index: int, operation: Operation) -> None:
-    where = f"Operation {index} ('{operation.name[:60]}')"
+    where = f"Operation {index} ('{shown(operation.name)}')"
     for dependency in operation.waits_for:
         require(
             0 <= dependency.operation < index,
@@ -193,5 +203,10 @@ def _check_operation(index: int, operation: Operation) -> None:
             f"{where}: cta_time_spread must be from 0 to 10; found {operation.cta_time_spread}.",
         )
     if isinstance(operation, Collective):
+        require(
+            operation.transport != "copy_engine" or operation.collective not in REDUCING_COLLECTIVES,
+            StepError,
+            f"{where}: copy engines cannot reduce, as {operation.collective} does. Leave its transport sm.",
+        )
         size = operation.group_size
         require(size >= 1, StepError, f"{where}: group_size must be at least 1; found {size}.")

@@ -7,7 +7,7 @@ branched on.
 from abc import ABC, abstractmethod
 from typing import Literal
 
-from counterpoint.errors import StepError
+from counterpoint.errors import StepError, shown
 from counterpoint.machine import Machine
 from counterpoint.plan import Plan
 from counterpoint.step import OperationKind, Step
@@ -29,7 +29,7 @@ class Interval(Value, frozen=True, kw_only=True):
         require(
             0 <= self.start_us <= self.end_us,
             StepError,
-            f"An interval must start at 0 or later and end no earlier; '{self.name[:60]}' runs from {self.start_us} to "
+            f"An interval must start at 0 or later and end no earlier; '{shown(self.name)}' runs from {self.start_us} to "
             f"{self.end_us} us.",
         )
 
@@ -46,7 +46,7 @@ class Timeline(Value, frozen=True, kw_only=True):
     intervals: tuple[Interval, ...]
 
     def __post_init__(self) -> None:
-        require(bool(self.intervals), StepError, f"The timeline of '{self.step_name}' is empty.")
+        require(bool(self.intervals), StepError, f"The timeline of '{shown(self.step_name)}' is empty.")
 
     def ranks(self) -> list[int]:
         """The ranks that appear, ascending."""

@@ -11,11 +11,11 @@ from typing import TypeVar
 
 import msgspec
 
-from counterpoint.errors import CounterpointError
+from counterpoint.errors import CounterpointError, shown_path
+from counterpoint.files import GZIP_MAGIC, read_limited
 from counterpoint.mismatch import describe_mismatch, place_of
 
 T = TypeVar("T")
-GZIP_MAGIC = b"\x1f\x8b"
 
 
 class Value(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -28,24 +28,24 @@ def require(condition: bool, error: type[CounterpointError], message: str) -> No
         raise error(message)
 
 
-def read_toml(path: Path, kind: type[T], error: type[CounterpointError]) -> T:
+def read_toml(path: Path | str, kind: type[T], error: type[CounterpointError]) -> T:
     """Read a TOML file into `kind`; whatever is wrong with it becomes one `error` that names the file."""
+    content = bytes(read_limited(path, error, "give a TOML file"))
     try:
-        content = path.read_bytes()
         require(bool(content.strip()), error, "the file is empty; make it again.")  # a plan of nothing would be a valid one
         require(not content.startswith(GZIP_MAGIC), error, "the file is compressed; give the TOML text itself (gunzip).")
         require(not content.lstrip().startswith(b"{"), error, "the file is JSON; give a TOML file.")
         return msgspec.toml.decode(content, type=kind)
-    except OSError as problem:
-        raise error(f"Cannot read {path}: {problem.strerror}; give a TOML file.") from problem
     except UnicodeDecodeError as problem:
-        raise error(f"{path} is not text: {problem.reason} at byte {problem.start}; give a TOML file.") from problem
+        raise error(
+            f"{shown_path(path)} is not text: {problem.reason} at byte {problem.start}; give a TOML file."
+        ) from problem
     except CounterpointError as problem:
-        raise error(f"{path}: {problem}") from problem
+        raise error(f"{shown_path(path)}: {problem}") from problem
     except msgspec.ValidationError as problem:
-        raise error(f"{path}: {_mismatch(problem, kind, content)}") from problem
+        raise error(f"{shown_path(path)}: {_mismatch(problem, kind, content)}") from problem
     except (msgspec.DecodeError, ValueError, RecursionError) as problem:  # the last two: numbers or nesting without end
-        raise error(f"{path} is not TOML: {problem}. Correct it there, or make the file again.") from problem
+        raise error(f"{shown_path(path)} is not TOML: {problem}. Correct it there, or make the file again.") from problem
 
 
 def _mismatch(problem: msgspec.ValidationError, kind: type[T], content: bytes) -> str:
@@ -69,12 +69,14 @@ def read_shipped(name: str, kind: type[T], error: type[CounterpointError]) -> T:
         return read_toml(file, kind, error)
 
 
-def save_toml(path: Path, value: object, what: str, error: type[CounterpointError]) -> None:
+def save_toml(path: Path | str, value: object, what: str, error: type[CounterpointError]) -> None:
     """Write `value`, in words `what`, as TOML; where that is impossible, one `error` says why."""
     try:
-        write_whole(path, write_toml(value).encode())
+        write_whole(Path(path), write_toml(value).encode())
     except OSError as problem:
-        raise error(f"Cannot write the {what} to {path}: {problem.strerror}. Name a file that you may write.") from problem
+        raise error(
+            f"Cannot write the {what} to {shown_path(path)}: {problem.strerror}. Name a file that you may write."
+        ) from problem
 
 
 def check_outputs(outputs: Sequence[Path | None], inputs: Sequence[str | Path | None] = ()) -> None:
@@ -85,15 +87,16 @@ def check_outputs(outputs: Sequence[Path | None], inputs: Sequence[str | Path | 
             continue
         folder = path.absolute().parent
         if path.is_dir():
-            raise CounterpointError(f"Cannot write '{path}': it is a folder. Name a file.")
+            raise CounterpointError(f"Cannot write '{shown_path(path)}': it is a folder. Name a file.")
         if not folder.is_dir():
             raise CounterpointError(
-                f"Cannot write '{path}': the folder '{folder}' does not exist. Name a file in an existing folder."
+                f"Cannot write '{shown_path(path)}': the folder '{shown_path(folder)}' does not exist. Name a file "
+                f"in an existing folder."
             )
         if not os.access(path if path.exists() else folder, os.W_OK):
-            raise CounterpointError(f"Cannot write '{path}': permission denied. Name a file that you may write.")
+            raise CounterpointError(f"Cannot write '{shown_path(path)}': permission denied. Name a file that you may write.")
         if path.resolve() in taken:
-            raise CounterpointError(f"Cannot write '{path}': this command already uses that file. Name another.")
+            raise CounterpointError(f"Cannot write '{shown_path(path)}': this command already uses that file. Name another.")
         taken.add(path.resolve())
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from counterpoint.machine import load_machine, save_machine
 from helpers.command import COUNTERPOINT, TRACES, counterpoint, refusal
 from helpers.trace_builder import MATMUL, TraceBuilder, small_trace
 
@@ -78,7 +79,7 @@ def test_a_step_that_cannot_be_read(name: str, content: bytes | None, says: list
 
 @pytest.mark.parametrize(
     ("name", "says"),
-    [("two\nlines", "'two lines' does not exist"), ("x" * 300, "File name too long"), ("x" * 300 + ".json", "too long")],
+    [("two\nlines", r"'two\nlines' does not exist"), ("x" * 300, "does not exist"), ("x" * 300 + ".json", "too long")],
 )
 def test_an_odd_file_name_still_gives_one_line(name: str, says: str) -> None:
     assert says in refusal("tune", name)
@@ -351,8 +352,41 @@ def test_wrong_usage_points_to_the_help_of_the_command_that_was_meant(arguments:
     assert says in refusal(*arguments)
 
 
-def test_a_compressed_trace_under_the_wrong_name_is_told(tmp_path: Path) -> None:
+def test_a_trace_is_read_by_its_content_whatever_its_name_says_of_compression(tmp_path: Path) -> None:
     (tmp_path / "plain.json.gz").write_bytes(small_trace().text())
-    assert "is not gzip" in refusal("tune", "plain.json.gz", cwd=tmp_path)
+    assert counterpoint("tune", "plain.json.gz", cwd=tmp_path).returncode == 0
     (tmp_path / "packed.json").write_bytes(gzip.compress(small_trace().text()))
     assert counterpoint("tune", "packed.json", cwd=tmp_path).returncode == 0
+
+
+LONG = "n" * 1_000_000
+
+
+@pytest.mark.parametrize(
+    ("content", "arguments"),
+    [
+        (f'step_name = "{LONG}"\nstep_fingerprint = "0"\n', ["simulate", "cb_ar_opt2", "--plan", "x.toml"]),
+        (f'machine = "{LONG}"\n', ["simulate", "cb_ar_opt2", "--plan", "x.toml"]),
+        (f'name = "{LONG}"\nnum_ranks = 0\n', ["tune", "x.toml"]),
+        (f'verdict = "{LONG}"\n', ["simulate", "cb_ar_opt2", "--plan", "x.toml"]),
+        (f"{LONG} = 1\n", ["machines", "x.toml"]),
+    ],
+)
+def test_an_error_line_repeats_little_of_what_it_found(tmp_path: Path, content: str, arguments: list[str]) -> None:
+    (tmp_path / "x.toml").write_text(content)
+    assert len(refusal(*arguments, cwd=tmp_path)) < 2100
+
+
+def test_names_on_the_command_line_are_shortened_and_an_empty_one_is_told() -> None:
+    assert len(refusal("tune", "n" * 5000)) < 600
+    assert len(refusal("machines", "n" * 5000)) < 300
+    assert "'' is no name; STEP is a trace (.json, .json.gz)" in refusal("tune", "")
+
+
+def test_control_characters_of_a_machine_reach_no_terminal(tmp_path: Path) -> None:
+    path = tmp_path / "x.toml"
+    machine = load_machine("h200")
+    save_machine(machine, path)
+    path.write_text(path.read_text().replace(f'"{machine.title}"', '"\\u001b[31mred"'))
+    line = refusal("machines", "x.toml", cwd=tmp_path)
+    assert "The title of a machine is at most 200 printable characters; found '\\x1b[31mred'" in line

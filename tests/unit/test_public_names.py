@@ -2,13 +2,17 @@
 
 import subprocess
 import sys
+from collections.abc import Callable
+from importlib.metadata import version
 
 import pytest
 
 import counterpoint
+from helpers.command import TRACES
 
 PUBLIC = [
     "AbstractExecutor",
+    "ArgumentError",
     "Collective",
     "CommunicationCtas",
     "Copy",
@@ -69,8 +73,64 @@ LIST_MODULES = "import sys; import counterpoint; print(*sys.modules)"
 
 
 def test_the_public_names_are_these() -> None:
-    assert sorted(counterpoint.__all__) == sorted(PUBLIC)
-    assert dir(counterpoint) == sorted(PUBLIC)
+    assert sorted(counterpoint.__all__) == sorted(set(PUBLIC) - NEED_A_GPU_LIBRARY)
+    assert dir(counterpoint) == sorted([*PUBLIC, "__version__"])
+
+
+def test_the_version_is_that_of_the_package() -> None:
+    assert counterpoint.__version__ == version("counterpoint")
+
+
+WITHOUT_GPU_PACKAGES = """
+import sys
+sys.modules["torch"] = sys.modules["cuda"] = None
+import inspect, pydoc
+import counterpoint
+from counterpoint import *
+assert not hasattr(counterpoint, "apply") and not hasattr(counterpoint, "capture")
+assert getattr(counterpoint, "apply", None) is None
+assert "tune" in dict(inspect.getmembers(counterpoint))
+assert "load_plan" in pydoc.plain(pydoc.render_doc(counterpoint))
+print(tune, load_plan)
+"""
+
+
+def test_without_packages_for_gpus_the_module_can_be_looked_through() -> None:
+    subprocess.run([sys.executable, "-c", WITHOUT_GPU_PACKAGES], check=True, capture_output=True, timeout=60)
+
+
+STEP = counterpoint.load_workload("cb_ar_opt2")
+H200 = counterpoint.load_machine("h200")
+WRONG: list[tuple[Callable[[], object], str]] = [
+    (lambda: counterpoint.tune("cb_ar_opt2"), "found 'cb_ar_opt2'. Load it: tune(load_workload"),
+    (lambda: counterpoint.tune(counterpoint.read_trace(TRACES / "moe.rank0.json.gz")), "TracedStep. Pass its step"),
+    (lambda: counterpoint.tune(None), "found None. Pass what load_workload returns"),
+    (lambda: counterpoint.tune(STEP), "tune needs a Machine; found None. Load it: tune(step, load_machine('h200'))."),
+    (lambda: counterpoint.tune(STEP, "mi300x"), "found 'mi300x'. Load it: tune(step, load_machine('mi300x'))."),
+    (lambda: counterpoint.tune(STEP, H200, counterpoint.Simulator), "an executor third; found a value of type ABCMeta."),
+    (lambda: counterpoint.measure(None), "measure takes a Timeline; found None."),
+    (lambda: counterpoint.Simulator().run(STEP, H200, None), "run takes a Plan; found None."),
+    (lambda: counterpoint.Simulator().run(STEP, "h200", counterpoint.LEAVE_IT), "run takes a Machine; found 'h200'."),
+    (lambda: counterpoint.load_workload("cb_ar_opt2", num_ctas="3"), "num_ctas must be a whole number; found '3'."),
+    (lambda: counterpoint.load_workload(None), "load_workload takes a name or a path; found None. Known: cb_a2a_opt1"),
+    (lambda: counterpoint.load_machine(H200), "load_machine takes a name or a path; found a value of type Machine."),
+    (lambda: counterpoint.read_trace(7), "read_trace takes a path; found a value of type int."),
+    (lambda: counterpoint.load_plan(None), "load_plan takes a path; found None."),
+    (lambda: counterpoint.save_plan("plan.toml", counterpoint.LEAVE_IT), "save_plan takes a Plan first; found 'plan.toml'."),
+]
+
+
+@pytest.mark.parametrize(("call", "says"), WRONG)
+def test_a_natural_mistake_gives_one_line(call: Callable[[], object], says: str) -> None:
+    with pytest.raises(counterpoint.ArgumentError) as caught:
+        call()
+    assert says in str(caught.value)
+    assert isinstance(caught.value, TypeError)
+    assert isinstance(caught.value, counterpoint.CounterpointError)
+
+
+def test_a_described_step_is_simulated_where_no_executor_is_named() -> None:
+    assert counterpoint.tune(STEP, H200).plan == counterpoint.tune(STEP, H200, counterpoint.Simulator()).plan
 
 
 @pytest.mark.parametrize("name", [name for name in PUBLIC if name not in NEED_A_GPU_LIBRARY])

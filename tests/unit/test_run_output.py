@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from counterpoint.plan import Directive, Match, Plan, Priority, load_plan, save_plan
+from counterpoint.controls import Priority
+from counterpoint.plan import Directive, Match, Plan, load_plan, save_plan
 from helpers.command import COUNTERPOINT
 
 LIMIT_S = 60

@@ -31,7 +31,7 @@ def failure(path: Path | str) -> str:
     [
         ("a.json", b"", "is empty"),
         ("a.json.gz", b"", "is empty"),
-        ("a.json.gz", b'{"traceEvents": []}', "is not gzip"),
+        ("a.json.gz", b'{"traceEvents": []}', "no GPU activity"),
         ("a.json.gz", gzip.compress(small_trace().text(), mtime=0)[:200], "damaged gzip"),
         ("a.json", gzip.compress(b"x", mtime=0)[:12], "damaged gzip"),
         ("a.json", small_trace().text()[:500], "not whole JSON"),
@@ -157,3 +157,12 @@ def test_a_mutated_trace_reads_or_is_refused(changes: list[tuple[tuple[Any, ...]
         except CounterpointError as problem:
             outcome = str(problem)
         assert isinstance(outcome, TracedStep) or (isinstance(outcome, str) and "\n" not in outcome)
+
+
+def test_a_grid_that_no_gpu_could_work_through_is_refused_in_one_line(tmp_path: Path) -> None:
+    trace = small_trace()
+    for event in trace.events:
+        if event["cat"] == "kernel":
+            event["args"]["grid"] = [2147483647, 65535, 65535]
+    (tmp_path / "huge.json").write_bytes(trace.text())
+    assert "num_ctas of a kernel must be from 1 to 1,125,899,906,842,624; found 9,223," in failure(tmp_path / "huge.json")

@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from counterpoint.doctor.job_context import Hint, HintKind
+from counterpoint.errors import JobContextError
+from counterpoint.files import read_limited
 
 NAME_SIGNS: dict[str, HintKind] = {
     "fully_shard": "fsdp2",
@@ -28,7 +30,7 @@ TEXT_SIGNS: dict[str, HintKind] = {"reduce-overhead": "cuda_graph", "max-autotun
 def read_script(path: str) -> tuple[Hint, ...] | None:
     """The first hint of each kind, in the order of lines; None where the source cannot be read or is not Python."""
     try:
-        tree = ast.parse(Path(path).read_bytes())
+        tree = ast.parse(bytes(read_limited(path, JobContextError, "give a script")))
     except (OSError, SyntaxError, ValueError, RecursionError):
         return None
     first: dict[HintKind, int] = {}

@@ -3,12 +3,13 @@
 from collections.abc import Callable
 from typing import TYPE_CHECKING, overload
 
-from counterpoint.errors import DeviceError, PlanError
+from counterpoint.errors import DeviceError, require_kind, shown
 from counterpoint.machine import Machine
 from counterpoint.planner.search import Trial, Tuning
 from counterpoint.planner.search import tune as tune_by_executor
 from counterpoint.step import Step
 from counterpoint.timeline import AbstractExecutor
+from counterpoint.traces import TracedStep
 
 if TYPE_CHECKING:
     from counterpoint.cuda.applied import Applied
@@ -16,7 +17,10 @@ if TYPE_CHECKING:
 
 @overload
 def tune(
-    step: Step, machine: Machine, executor: AbstractExecutor, on_trial: Callable[[Trial], None] | None = None
+    step: Step,
+    machine: Machine,
+    executor: AbstractExecutor | None = None,
+    on_trial: Callable[[Trial], None] | None = None,
 ) -> Tuning: ...
 
 
@@ -32,16 +36,39 @@ def tune(
 ) -> "Tuning | Applied":
     """Find the plan that hides the most communication of `step`, or the verdict that none pays.
 
-    A `Step` is tried on `executor` for `machine`, and the `Tuning` holds the plan. A function without arguments is captured
-    on the GPUs at hand, tuned by measurement, and comes back with its plan in force; all ranks call this
-    together. Raises `PlanError` where a step comes without a machine or an executor, and what `planner.on_gpu` raises.
+    A `Step` is tried on `executor`, the simulator if none is given, for `machine`; the `Tuning` holds the plan. A function
+    without arguments is captured on the GPUs at hand, tuned by measurement, and comes back with its plan in force; all ranks
+    call this together. Raises `ArgumentError` where a step comes without a machine, or anything else is passed, and what
+    `planner.on_gpu` raises.
     """
+    _check_arguments(step, machine, executor)
     if not isinstance(step, Step):
         try:
             from counterpoint.planner.on_gpu import tune_step_function  # noqa: PLC0415  needs torch
         except ModuleNotFoundError as problem:
             raise DeviceError.of_missing("Tuning a function", problem) from problem
         return tune_step_function(step, machine)
-    if machine is None or executor is None:
-        raise PlanError("A described step needs a machine and an executor: tune(step, load_machine('h200'), Simulator()).")
+    assert machine is not None, "checked above"
+    if executor is None:
+        from counterpoint.sim import Simulator  # noqa: PLC0415  a function is tuned without it
+
+        executor = Simulator()
     return tune_by_executor(step, machine, executor, on_trial)
+
+
+def _check_arguments(step: object, machine: object, executor: object) -> None:
+    if isinstance(step, TracedStep):
+        remedy = "Pass its step: tune(traced.step, load_machine('h200'))."
+    elif isinstance(step, str):
+        remedy = (
+            "Load it: tune(load_workload(...), load_machine('h200')), or tune(read_trace(...).step, load_machine('h200'))."
+        )
+    else:
+        remedy = "Pass what load_workload returns, the step of what read_trace returns, or a function that runs a step."
+    if not callable(step):
+        require_kind(step, Step, "tune takes a Step, or a function without arguments", remedy)
+    if machine is not None or isinstance(step, Step):
+        name = shown(machine) if isinstance(machine, str) else "h200"
+        require_kind(machine, Machine, "tune needs a Machine", f"Load it: tune(step, load_machine('{name}')).")
+    if executor is not None:
+        require_kind(executor, AbstractExecutor, "tune takes an executor third", "Leave it out, or pass Simulator().")

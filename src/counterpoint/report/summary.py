@@ -10,9 +10,14 @@ from counterpoint.metrics import Metrics, measure, share_of_ideal
 from counterpoint.plan import LEAVE_IT, Plan
 from counterpoint.planner import Trial, Tuning
 from counterpoint.planner.ideal import Scale, scale_of
+from counterpoint.sim.calibration import MEASURED_GPU
 from counterpoint.timeline import Timeline
 from counterpoint.units import format_change, format_count, format_percent
 from counterpoint.value import Value
+
+NO_COMMUNICATION = (
+    "The step holds no communication, so there is nothing to hide: a job of one GPU, or collectives under unknown names?"
+)
 
 
 class ReportRow(Value, frozen=True, kw_only=True):
@@ -51,11 +56,11 @@ def summarize_tuning(job: Job, tuning: Tuning) -> Summary:
     return _summary(job, scale, rows, error, plan=tuning.plan, trials=tuning.trials)
 
 
-def summarize_simulation(job: Job, simulated: Timeline, plan: Plan = LEAVE_IT) -> Summary:
-    """The figures of `simulate`; under a plan that changes the step, there is no replay error."""
+def summarize_simulation(job: Job, simulated: Timeline, plan: Plan = LEAVE_IT, remarks: tuple[str, ...] = ()) -> Summary:
+    """The figures of `simulate`; under a plan that changes the step, there is no replay error. `remarks` are on the plan."""
     scale = scale_of(job.step, job.machine, [plan])
     if plan.directives:
-        return _summary(job, scale, [_planned_row(scale, "with the plan", simulated)], None, plan=plan)
+        return _summary(job, scale, [_planned_row(scale, "with the plan", simulated)], None, plan=plan, remarks=remarks)
     return _summary(job, scale, [_replayed_row(job, scale, "simulated", simulated)], _replay_error(job, simulated))
 
 
@@ -67,6 +72,7 @@ def _summary(
     *,
     plan: Plan | None = None,
     trials: tuple[Trial, ...] = (),
+    remarks: tuple[str, ...] = (),
 ) -> Summary:
     """Sequential, as traced, what was simulated and the ideal, in this order."""
     first = [ReportRow(name="sequential", makespan_us=scale.sequential_us, remark="sum of lone times")]
@@ -80,12 +86,23 @@ def _summary(
         step_fingerprint=job.step.fingerprint(),
         machine=job.machine.name,
         origin="simulated",
-        notes=job.traced.notes if job.traced else (),
+        notes=(*_notes(job), *remarks),
         step=(*first, *rows, ideal),
         replay_error=error,
         plan=plan,
         trials=trials,
     )
+
+
+def _notes(job: Job) -> tuple[str, ...]:
+    """What the user should know of the step as it was read, and of the machine."""
+    notes = job.traced.notes if job.traced else ()
+    if not any(operation.kind == "communication" for operation in job.step.operations):
+        notes = (*notes, NO_COMMUNICATION)
+    if MEASURED_GPU not in job.machine.device_names:
+        gpu = next(iter(job.machine.device_names), job.machine.name)
+        notes = (*notes, f"{gpu}: never compared with hardware; the simulator's constants are scaled from {MEASURED_GPU}.")
+    return notes
 
 
 def _replay_error(job: Job, simulated: Timeline) -> float | None:

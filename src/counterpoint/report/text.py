@@ -8,6 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from counterpoint.cuda.probing import Probed
+from counterpoint.errors import printable, shown_path
 from counterpoint.machine import Machine
 from counterpoint.plan import Directive, Plan, Refusal
 from counterpoint.planner import Trial
@@ -51,9 +52,11 @@ def print_step(console: Console, step: Step, machine: Machine, notes: Iterable[s
     parts = [format_count(kernels, "kernel"), f"{format_count(len(collectives), 'collective')} of {moved} in all"]
     if copies:
         parts.append(format_count(copies, "copy or fill", "copies and fills"))
-    console.print(Text.assemble((step.name, "bold"), f": {', '.join(parts)}; {format_count(step.num_ranks, 'rank')}"))
+    console.print(
+        Text.assemble((shown_path(step.name), "bold"), f": {', '.join(parts)}; {format_count(step.num_ranks, 'rank')}")
+    )
     console.print(Text(f"on {machine.title}"))
-    lines = [Text(note, style="dim") for note in notes]
+    lines = [Text(printable(note), style="dim") for note in notes]
     if lines:
         console.print(_bullets(lines))
     console.print()
@@ -92,7 +95,7 @@ def print_trials(console: Console, trials: Sequence[Trial]) -> None:
 def print_plan(console: Console, plan: Plan) -> None:
     """The verdict, each control with its reason, and what was refused."""
     style = "bold green" if plan.verdict == "GAIN" else "bold yellow"
-    console.print(Text.assemble((plan.verdict, style), "  ", plan.summary))
+    console.print(Text.assemble((plan.verdict, style), "  ", printable(plan.summary)))
     console.print(_bullets(_describe_directive(directive) for directive in plan.directives))
     if plan.refusals:
         console.print(Text("left out", style="bold"))
@@ -126,12 +129,12 @@ def _describe_directive(directive: Directive) -> Text:
         target = format_count(len(match.operations), f"{match.kind or ''} operation".strip())
     else:
         target = f"{match.kind} kernels" if match.kind and match.name == "*" else shorten(match.name)
-    return Text.assemble((controls, "bold"), " on ", (target, "cyan"), f": {directive.reason}")
+    return Text.assemble((controls, "bold"), " on ", (target, "cyan"), f": {printable(directive.reason)}")
 
 
 def shorten(name: str) -> str:
     """A kernel's name, cut where it is longer than a line can bear."""
-    return name if len(name) <= NAME_WIDTH else name[: NAME_WIDTH - 3] + "..."
+    return printable(name if len(name) <= NAME_WIDTH else name[: NAME_WIDTH - 3] + "...")
 
 
 def print_lanes(console: Console, timelines: Sequence[tuple[str, Timeline]]) -> None:

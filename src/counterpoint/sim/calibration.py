@@ -7,6 +7,7 @@ from counterpoint.errors import MachineError
 from counterpoint.step import Character, CollectiveKind
 from counterpoint.value import Value, read_shipped
 
+MEASURED_GPU = "NVIDIA H200"  # the only one that the simulator was compared with
 Status = Literal["measured", "assumed"]
 
 

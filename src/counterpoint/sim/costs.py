@@ -6,7 +6,7 @@ bytes from HBM, each over what `calibration.toml` says is reached; a collective'
 
 import math
 
-from counterpoint.errors import StepError
+from counterpoint.errors import StepError, shown
 from counterpoint.footprints import communication_footprint
 from counterpoint.machine import Link, Machine
 from counterpoint.occupancy import residency
@@ -206,7 +206,7 @@ class CostModel:
             return self._machine.link
         if self._machine.network is None:
             raise StepError(
-                f"'{collective.name}' joins {collective.group_size} ranks, but machine '{self._machine.name}' has "
+                f"'{shown(collective.name)}' joins {collective.group_size} ranks, but machine '{self._machine.name}' has "
                 f"{self._machine.num_gpus} GPUs and no [network]. Add one to the machine file, or choose a larger machine."
             )
         return self._machine.network

@@ -2,7 +2,7 @@
 
 Cost grows with operations and with changes of state, not with CTAs: SMs in the same state are one group, and while nothing
 but the same kernel could refill a slot, its next CTAs are handed to the slot at once (`_hand_out`) and taken back
-(`_recall`) when anything changes.
+(`_recall`) when anything changes. CTAs that differ in length are followed SM by SM, in batches where they are many.
 """
 
 import heapq
@@ -12,9 +12,15 @@ from collections.abc import Sequence
 from counterpoint.machine import Machine
 from counterpoint.sim.dispatch import DispatchQueue
 from counterpoint.sim.rates import RateModel
-from counterpoint.sim.sm import SmArray
-from counterpoint.sim.task import DONE, CopyQueue, CopyTask, SmTask
+from counterpoint.sim.sm import SmArray, length_shift
+from counterpoint.sim.task import DONE, Cohort, CopyQueue, CopyTask, SmTask
 from counterpoint.value import Value
+
+# Where CTAs differ in length (`cta_time_spread`):
+MAX_FOLLOWED_CTAS = 1024  # so many in a step are followed one by one; above, as below
+BATCH = 1 / 64  # CTAs that end within this part of a CTA's time, and a quarter of the spread, end together
+FOLLOWED_WAVES = 2  # the last waves of a kernel are followed, so that its end and its neighbors' starts are as they would be
+LEAST_HANDED_WAVES = 2  # fewer are not worth handing out
 
 
 class Launch(Value, frozen=True, kw_only=True):
@@ -42,7 +48,10 @@ class Engine:
         self._copies = CopyQueue(machine.gpu.num_copy_engines)
         self._running: dict[int, SmTask | CopyTask] = {}
         self._timers: list[tuple[int, int]] = []
-        self._has_spread = any(isinstance(task, SmTask) and task.work.cta_time_spread > 0 for task in tasks)
+        uneven = [task.num_unplaced for task in tasks if isinstance(task, SmTask) and task.work.cta_time_spread]
+        self._has_spread = bool(uneven)
+        self._is_exact = 0 < sum(uneven) <= MAX_FOLLOWED_CTAS
+        self._batch: list[Cohort] = []
         self._starts = [-1] * len(tasks)
         self._ends = [-1] * len(tasks)
         self._now = 0
@@ -66,7 +75,7 @@ class Engine:
             self._recall()
             self._queue.place(self._sms)
             self._note_starts()
-            if not self._has_spread:
+            if not self._has_spread or not (self._is_exact or self._runs_uneven()):
                 self._sms.merge()
             self._rates.update(self._sms.groups, self._running.values())
             self._hand_out()
@@ -98,17 +107,46 @@ class Engine:
         """The next time at which anything can change: a timer, the end of CTAs, of shared work or of a copy."""
         soonest = self._timers[0][0] if self._timers else None
         waits = [wait for wait in map(_time_left, self._running.values()) if wait is not None]
+        uneven: list[tuple[float, Cohort]] = []
         for group in self._sms.groups:
             for cohort in group.cohorts:
-                if not cohort.task.work.is_work_sharing:
-                    # a slot with several CTAs handed to it matters when it begins the last one
-                    left = cohort.remaining - 1 if cohort.remaining > 1 + DONE and not self._has_spread else cohort.remaining
-                    waits.append(left / cohort.rate)
+                work = cohort.task.work
+                if work.is_work_sharing:
+                    continue
+                if work.cta_time_spread:
+                    uneven.append((cohort.remaining / cohort.rate, cohort))
+                    continue
+                # a slot with several CTAs handed to it matters when it begins the last one
+                left = cohort.remaining - 1 if cohort.ahead and cohort.remaining > 1 + DONE else cohort.remaining
+                waits.append(left / cohort.rate)
+        if uneven:
+            waits.append(self._batch_end(uneven))
         if waits:
             end = self._now + max(1, math.ceil(min(waits)))
             soonest = end if soonest is None else min(soonest, end)
         assert soonest is not None, "running tasks always have a next event"
+        if uneven and soonest < self._now + waits[-1]:
+            self._batch = []
         return soonest
+
+    def _batch_end(self, uneven: Sequence[tuple[float, Cohort]]) -> float:
+        """When the next CTAs of different lengths end; few CTAs end each at its own time.
+
+        Those that end within a small part of a CTA's time end together: at the mean of their times where others follow, so
+        that no time is gained or lost; at the last of their times where none follow, for that is the end of their kernel.
+        """
+        first, earliest = min(uneven, key=lambda entry: entry[0])
+        if self._is_exact:
+            return first
+        last = first + min(BATCH, earliest.task.work.cta_time_spread / 4) / earliest.rate
+        together = [entry for entry in uneven if entry[0] <= last]
+        self._batch = [cohort for _, cohort in together]
+        if not earliest.task.num_unplaced:
+            return max(wait for wait, _ in together)
+        return sum(wait for wait, _ in together) / len(together)
+
+    def _runs_uneven(self) -> bool:
+        return any(isinstance(task, SmTask) and task.work.cta_time_spread for task in self._running.values())
 
     def _advance_to(self, time_ps: int) -> None:
         elapsed = time_ps - self._now
@@ -116,6 +154,9 @@ class Engine:
         for group in self._sms.groups:
             for cohort in group.cohorts:
                 cohort.remaining -= cohort.rate * elapsed
+        for cohort in self._batch:
+            cohort.remaining = 0.0
+        self._batch = []
         for task in self._running.values():
             if isinstance(task, CopyTask):
                 task.remaining -= task.rate * elapsed
@@ -149,19 +190,19 @@ class Engine:
 
     def _recall(self) -> None:
         """Take back the CTAs that were handed to slots ahead of time."""
-        if self._has_spread:
-            return
         for group in self._sms.groups:
             for cohort in group.cohorts:
-                ahead = math.ceil(cohort.remaining - DONE) - 1
-                if ahead > 0:
-                    cohort.remaining -= ahead
+                if ahead := cohort.recall():
                     cohort.task.num_unplaced += ahead * cohort.count * group.num_sms()
 
     def _hand_out(self) -> None:
-        """Give the slots of the first waiting task its next CTAs in proportion to their speed, as far as whole waves go."""
+        """Give the slots of the first waiting task its next CTAs in proportion to their speed, as far as whole waves go.
+
+        Where CTAs differ in length, the last waves are followed, and those handed out shift each slot by what their lengths
+        add up to: by chance, up to half a CTA.
+        """
         task = self._queue.head()
-        if task is None or self._has_spread or task.work.is_work_sharing:
+        if task is None or self._is_exact or task.work.is_work_sharing:
             return
         cohorts = [(group, cohort) for group in self._sms.groups for cohort in group.cohorts if cohort.task is task]
         speed = sum(cohort.count * group.num_sms() * cohort.rate for group, cohort in cohorts)
@@ -170,7 +211,13 @@ class Engine:
         duration = task.num_unplaced / speed
         for group, cohort in cohorts:
             ahead = math.floor(duration * cohort.rate + DONE)
-            cohort.remaining += ahead
+            length = 1.0
+            if task.work.cta_time_spread:
+                ahead -= FOLLOWED_WAVES
+                if ahead < LEAST_HANDED_WAVES:
+                    continue
+                length += length_shift(task, ahead) / ahead
+            cohort.hand(ahead, length)
             task.num_unplaced -= ahead * cohort.count * group.num_sms()
 
 

@@ -84,11 +84,14 @@ def _share_sms(groups: Sequence[SmGroup], numbers: dict[SmTask | CopyTask, int])
         asked = 0.0
         for cohort in group.cohorts:
             asked += cohort.count * cohort.task.work.issue_per_cta
-        crowding = 1 + asked**EXPONENT
+        crowding, num_sms = 1 + asked**EXPONENT, group.num_sms()
+        task, share = None, 0.0
         for cohort in group.cohorts:
-            reference = 1 + cohort.task.work.issue_reference**EXPONENT
-            shares.append((reference / crowding) ** (1 / EXPONENT))
-            effective[numbers[cohort.task]] += shares[-1] * cohort.count * group.num_sms()
+            if cohort.task is not task:
+                task = cohort.task
+                share = ((1 + task.work.issue_reference**EXPONENT) / crowding) ** (1 / EXPONENT)
+            shares.append(share)
+            effective[numbers[task]] += share * cohort.count * num_sms
     return shares, effective
 
 

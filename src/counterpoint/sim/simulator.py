@@ -8,7 +8,7 @@ the copy engines.
 import msgspec
 
 from counterpoint.controls import CommunicationCtas, HeadStart, Priority, ResidencyCap, Transport
-from counterpoint.errors import PlanError, StepError
+from counterpoint.errors import PlanError, StepError, require_kind, shown
 from counterpoint.machine import Machine
 from counterpoint.occupancy import residency
 from counterpoint.plan import LEAVE_IT, Plan
@@ -45,10 +45,14 @@ class Simulator(AbstractExecutor):
 
         Raises `StepError` where a launch does not fit the machine, `PlanError` where a control cannot apply.
         """
+        require_kind(step, Step, "run takes a Step", "Pass what load_workload returns, or read_trace(...).step.")
+        require_kind(machine, Machine, "run takes a Machine", "Pass what load_machine returns.")
+        require_kind(plan, Plan, "run takes a Plan", "Pass what load_plan returns, or LEAVE_IT.")
         plan.check_step(step)
         if plan.machine and plan.machine != machine.name:
             raise PlanError(
-                f"The plan was made for machine '{plan.machine}', not for '{machine.name}'. Run `counterpoint tune` for "
+                f"The plan was made for machine '{shown(plan.machine)}', not for '{machine.name}'. Run "
+                f"`counterpoint tune` for "
                 f"'{machine.name}'."
             )
         costs = CostModel(machine, self._calibration)
@@ -144,7 +148,7 @@ def _effect(index: int, operation: Operation, plan: Plan, costs: CostModel, mach
 
 
 def _label(index: int, operation: Operation) -> str:
-    return f"{index} ('{operation.name[:60]}')"
+    return f"{index} ('{shown(operation.name)}')"
 
 
 def _check_priority(control: Priority, machine: Machine) -> None:

@@ -5,6 +5,7 @@ goes to the SM with the most room for that kernel, ties in a fixed order. An SM'
 by the first kernel placed on it while it is empty and cannot change until it is empty again.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -32,7 +33,7 @@ class SmGroup:
 
     def copied_cohorts(self) -> list[Cohort]:
         """Its cohorts for a group that splits off."""
-        return [Cohort(cohort.task, cohort.count, cohort.remaining) for cohort in self.cohorts]
+        return [Cohort(each.task, each.count, each.remaining, 0.0, each.ahead, each.ahead_length) for each in self.cohorts]
 
     def key(self) -> GroupKey:
         """Equal for groups that may be merged."""
@@ -193,3 +194,16 @@ def relative_length(task: SmTask) -> float:
     task.num_placed += 1
     spread = task.work.cta_time_spread
     return (1 + spread * (level + 0.5) / SPREAD_LEVELS) / (1 + spread / 2)
+
+
+def length_shift(task: SmTask, number: int) -> float:
+    """By how much `number` of the task's CTAs, one after the other, are longer than so many mean ones: hashed by index.
+
+    Their sum varies by the root of their number times the deviation of one. Whole CTAs do not matter: who runs late by one
+    has one less to run. So the shift is at most half a CTA to either side.
+    """
+    level = (task.num_placed * HASH_MULTIPLIER % 2**32) % SPREAD_LEVELS
+    task.num_placed += 1
+    spread = task.work.cta_time_spread
+    width = min(1.0, math.sqrt(number) * spread / (1 + spread / 2))
+    return width * ((level + 0.5) / SPREAD_LEVELS - 0.5)

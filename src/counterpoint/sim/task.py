@@ -4,6 +4,7 @@
 change while the engine runs.
 """
 
+import math
 from collections import deque
 from dataclasses import dataclass
 
@@ -79,13 +80,32 @@ class CopyTask:
 class Cohort:
     """CTAs of one task that were placed together on each SM of a group and run in step.
 
-    `remaining` counts CTAs to be run one after the other in each slot: above 1, the slot will be refilled by the same task.
+    `remaining` is what is left of the CTAs to be run one after the other in each slot, in mean CTAs. `ahead` of them were
+    handed to the slot before it can begin them, each `ahead_length` long.
     """
 
     task: SmTask
     count: int
     remaining: float
     rate: float = 0.0
+    ahead: int = 0
+    ahead_length: float = 1.0
+
+    def hand(self, number: int, length: float) -> None:
+        """Let each slot run `number` further CTAs of this length when it has done the present one."""
+        self.ahead, self.ahead_length = number, length
+        self.remaining += number * length
+
+    def recall(self) -> int:
+        """Take back the CTAs that were handed to each slot and have not begun; returns how many."""
+        if not self.ahead:
+            return 0
+        # whether what ran when they were handed out runs still
+        is_first = self.remaining > self.ahead * self.ahead_length + DONE
+        left = self.ahead if is_first else max(0, math.ceil(self.remaining / self.ahead_length - DONE) - 1)
+        self.remaining -= left * self.ahead_length
+        self.ahead = 0
+        return left
 
 
 class CopyQueue:

@@ -5,13 +5,12 @@ few kinds of event that matter here: a trace of 200 MB has some 700,000 events, 
 not know what a step is, nor what a kernel does. On AMD the launches are called `hip...`; the categories are the same.
 """
 
-import gzip
-import zlib
 from pathlib import Path
 
 import msgspec
 
-from counterpoint.errors import TraceError
+from counterpoint.errors import TraceError, shown
+from counterpoint.files import MAX_TRACE_BYTES, PIECE_BYTES, read_limited
 from counterpoint.mismatch import describe_mismatch
 from counterpoint.traces.activity import (
     Category,
@@ -22,7 +21,7 @@ from counterpoint.traces.activity import (
     LaunchArguments,
     SyncArguments,
 )
-from counterpoint.value import GZIP_MAGIC, require
+from counterpoint.value import require
 
 GPU_CATEGORIES: dict[str, Category] = {
     "kernel": "kernel",
@@ -97,25 +96,14 @@ def read_kineto(path: Path) -> KinetoTrace:
     )
 
 
-def _read_bytes(path: Path) -> bytes:
-    try:
-        raw = path.read_bytes()
-    except OSError as problem:
-        raise TraceError(f"Cannot read {path}: {problem.strerror}; give a .json or .json.gz file.") from problem
-    except ValueError as problem:
-        raise TraceError(f"Cannot read {str(path)!r}: {problem}; give a .json or .json.gz file.") from problem
-    is_empty = not raw or raw.isspace()
+def _read_bytes(path: Path) -> bytearray:
+    raw = read_limited(path, TraceError, "give a .json or .json.gz file", most=MAX_TRACE_BYTES, is_unpacked=True)
+    is_empty = not raw[:PIECE_BYTES].strip()
     require(not is_empty, TraceError, f"{path} is empty; profile again and let the profiler finish writing.")
-    if not raw.startswith(GZIP_MAGIC):
-        require(path.suffix != ".gz", TraceError, f"{path} is named .gz but is not gzip; rename it or compress it.")
-        return raw
-    try:
-        return gzip.decompress(raw)
-    except (OSError, EOFError, zlib.error) as problem:
-        raise TraceError(f"{path} is damaged gzip ({problem}); copy or record it again.") from problem
+    return raw
 
 
-def _decode(path: Path, raw: bytes) -> _File:
+def _decode(path: Path, raw: bytearray) -> _File:
     try:
         return msgspec.json.decode(raw, type=_File)
     except msgspec.ValidationError as problem:
@@ -124,6 +112,9 @@ def _decode(path: Path, raw: bytes) -> _File:
     except (msgspec.DecodeError, UnicodeDecodeError) as problem:
         said = str(problem).removeprefix("JSON is malformed: ")
         raise TraceError(f"{path} is not whole JSON: {said}; copy or record it again.") from problem
+    except MemoryError as problem:
+        said = f"{len(raw):,} bytes of it, decoded, do not fit the memory of this machine"
+        raise TraceError(f"{path}: {said}; profile fewer steps.") from problem
     except RecursionError as problem:
         said = "it is nested too deeply"
         raise TraceError(f"{path} is not a profiler trace: {said}; give the file torch.profiler exported.") from problem
@@ -141,7 +132,7 @@ def _gpu_operations(path: Path, events: list[_Event]) -> tuple[list[GpuOperation
         try:
             arguments = decoder.decode(event.args)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as problem:
-            raise _bad_arguments(path, f"GPU operation '{event.name[:60]}'", event, problem, LaunchArguments) from problem
+            raise _bad_arguments(path, f"GPU operation '{shown(event.name)}'", event, problem, LaunchArguments) from problem
         operation = GpuOperation(
             name=event.name, category=category, start_us=event.ts, end_us=event.ts + event.dur, arguments=arguments
         )
@@ -165,7 +156,7 @@ def _check_times(path: Path, event: _Event) -> None:
     require(
         0 <= event.ts < MAX_US and 0 <= event.dur < MAX_US,
         TraceError,
-        f"{path}: times must be from 0 to 1e17 us; '{event.name[:60]}' has {event.ts} for {event.dur}.",
+        f"{path}: times must be from 0 to 1e17 us; '{shown(event.name)}' has {event.ts} for {event.dur}.",
     )
 
 
@@ -184,7 +175,7 @@ def _host_calls(path: Path, events: list[_Event], device: int) -> dict[int, Host
                 waits.append(sync_decoder.decode(event.args))
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as problem:
             kind = _Correlation if event.cat in HOST_CATEGORIES else SyncArguments
-            raise _bad_arguments(path, f"'{event.name[:60]}'", event, problem, kind) from problem
+            raise _bad_arguments(path, f"'{shown(event.name)}'", event, problem, kind) from problem
     for wait in waits:
         call = calls.get(wait.correlation)
         if call is not None and wait.stream >= 0 and wait.device in (None, device):
@@ -198,7 +189,7 @@ def _add_call(path: Path, calls: dict[int, HostCall], event: _Event, correlation
     require(
         correlation not in calls,
         TraceError,
-        f"{path}: correlation {correlation} names two host calls, the second '{event.name[:60]}'; trace one process.",
+        f"{path}: correlation {correlation} names two host calls, the second '{shown(event.name)}'; trace one process.",
     )
     kind: HostKind = "record" if "EventRecord" in event.name else "launch"
     calls[correlation] = HostCall(
@@ -219,7 +210,8 @@ def _attach_launches(path: Path, operations: list[GpuOperation], calls: dict[int
         require(
             correlation not in seen or "GraphLaunch" in call.name,
             TraceError,
-            f"{path}: correlation {correlation} names two GPU operations, the second '{operation.name[:60]}'; record again.",
+            f"{path}: correlation {correlation} names two GPU operations, the second '{shown(operation.name)}'; "
+            f"record again.",
         )
         seen.add(correlation)
         launched.append(msgspec.structs.replace(operation, launched_us=call.time_us, launch_call=call.name))

@@ -7,6 +7,7 @@ profiler gives the sum of static and dynamic shared memory; it goes into the dyn
 from collections import Counter
 from math import prod
 
+from counterpoint.errors import shown
 from counterpoint.step import Collective, Copy, Dependency, Footprint, Kernel, Operation
 from counterpoint.traces.activity import GpuOperation, KinetoTrace
 from counterpoint.traces.classify import (
@@ -94,7 +95,7 @@ def _collective(trace: KinetoTrace, traced: GpuOperation, rule: Rule, timing: Ti
     arguments = traced.arguments
     kind, is_known = collective_kind(arguments.collective_name, rule)
     if not is_known:
-        missing[f"are called '{arguments.collective_name}', which is unknown here; they are left as they are"] += 1
+        missing[f"are called '{shown(arguments.collective_name)}', which is unknown here; they are left as they are"] += 1
     elements = max(arguments.in_elements or 0, arguments.out_elements or 0)
     size = element_bytes(arguments.dtype)
     if arguments.in_elements is None or size is None:

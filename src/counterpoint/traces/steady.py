@@ -10,7 +10,7 @@ from bisect import bisect_right
 from collections import Counter
 from itertools import pairwise
 
-from counterpoint.errors import TraceError
+from counterpoint.errors import TraceError, shown
 from counterpoint.traces.activity import GpuOperation, KinetoTrace
 from counterpoint.value import Value, require
 
@@ -87,8 +87,10 @@ def check_streams(path: str, operations: tuple[GpuOperation, ...]) -> tuple[str,
     if impossible:
         previous, operation = impossible[0]
         raise TraceError(
-            f"{path}: {len(impossible)} operations overlap their predecessor on a stream, first '{operation.name[:60]}' on "
-            f"stream {operation.stream}, {previous.end_us - operation.start_us:.3f} us before '{previous.name[:60]}' ends. "
+            f"{path}: {len(impossible)} operations overlap their predecessor on a stream, first "
+            f"'{shown(operation.name)}' on "
+            f"stream {operation.stream}, {previous.end_us - operation.start_us:.3f} us before "
+            f"'{shown(previous.name)}' ends. "
             "Record the trace again, of one process."
         )
     return (f"{early} kernels start before their predecessor on the stream has ended (dependent launch).",) if early else ()

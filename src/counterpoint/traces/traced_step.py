@@ -6,7 +6,7 @@ times, build the operations. What the user should know of the reading is in the 
 
 from pathlib import Path
 
-from counterpoint.errors import CounterpointError, TraceError
+from counterpoint.errors import CounterpointError, TraceError, require_kind
 from counterpoint.step import Dependency, OperationKind, Step
 from counterpoint.timeline import Interval, Timeline
 from counterpoint.traces.activity import GpuOperation, KinetoTrace
@@ -41,6 +41,7 @@ def read_trace(path: Path | str, *, rank: int | None = None) -> TracedStep:
     `rank` labels the timeline; left out, it is the trace's own, or 0. Raises `TraceError`, in one line, for whatever is
     wrong with the file.
     """
+    require_kind(path, (str, Path), "read_trace takes a path", "Pass that of a trace (.json, .json.gz).")
     file = Path(path)
     try:
         return _read(file, rank)

@@ -7,7 +7,7 @@ documented in `docs/workloads.md`.
 import re
 from typing import NoReturn
 
-from counterpoint.errors import WorkloadError
+from counterpoint.errors import WorkloadError, shown
 from counterpoint.step import Character, CollectiveKind, CopyDirection, TransportKind
 from counterpoint.value import Value
 from counterpoint.workloads.gemm import ElementType, Tile, parse_tile, stage_bytes, tile_count
@@ -58,7 +58,7 @@ class Gemm(Value, frozen=True, kw_only=True):
     waits_for: tuple[str | Wait, ...] = ()
 
     def __post_init__(self) -> None:
-        where = f"GEMM {self.name!r}"
+        where = f"GEMM '{shown(self.name)}'"
         _check_range(where, "m", self.m, (1, MAX_DIMENSION))
         _check_range(where, "n", self.n, (1, MAX_DIMENSION))
         _check_range(where, "k", self.k, (1, MAX_DIMENSION))
@@ -77,7 +77,7 @@ class Gemm(Value, frozen=True, kw_only=True):
     @property
     def tile_sizes(self) -> Tile:
         """The tile's M, N and K."""
-        return parse_tile(self.tile, f"GEMM {self.name!r}")
+        return parse_tile(self.tile, f"GEMM '{shown(self.name)}'")
 
     @property
     def shared_bytes(self) -> int:
@@ -107,9 +107,9 @@ class OtherKernel(Value, frozen=True, kw_only=True):
     waits_for: tuple[str | Wait, ...] = ()
 
     def __post_init__(self) -> None:
-        parse_traffic(self.hbm_bytes, f"Kernel {self.name!r}")
+        parse_traffic(self.hbm_bytes, f"Kernel '{shown(self.name)}'")
         if self.lone_us is None and self.flops is None and self.hbm_bytes is None:
-            _refuse(f"Kernel {self.name!r} has neither a time nor work; give lone_us, flops or hbm_bytes.")
+            _refuse(f"Kernel '{shown(self.name)}' has neither a time nor work; give lone_us, flops or hbm_bytes.")
 
 
 class CollectiveEntry(Value, frozen=True, kw_only=True):
@@ -135,12 +135,15 @@ class CollectiveEntry(Value, frozen=True, kw_only=True):
     waits_for: tuple[str | Wait, ...] = ()
 
     def __post_init__(self) -> None:
-        parse_bytes(self.bytes, f"Collective {self.name!r}: bytes")
+        parse_bytes(self.bytes, f"Collective '{shown(self.name)}': bytes")
         figures = (self.threads_per_cta, self.registers_per_thread, self.shared_bytes_per_cta, self.ctas_per_cluster)
         if self.num_ctas is None and any(figure is not None for figure in figures):
-            _refuse(f"Collective {self.name!r} gives launch figures without num_ctas; add num_ctas, or leave them all out.")
+            _refuse(
+                f"Collective '{shown(self.name)}' gives launch figures without num_ctas; add num_ctas, or leave "
+                f"them all out."
+            )
         if self.num_ctas is not None:
-            _check_range(f"Collective {self.name!r}", "num_ctas", self.num_ctas, (1, 1024))
+            _check_range(f"Collective '{shown(self.name)}'", "num_ctas", self.num_ctas, (1, 1024))
 
 
 class CopyEntry(Value, frozen=True, kw_only=True):
@@ -154,7 +157,7 @@ class CopyEntry(Value, frozen=True, kw_only=True):
     waits_for: tuple[str | Wait, ...] = ()
 
     def __post_init__(self) -> None:
-        parse_bytes(self.bytes, f"Copy {self.name!r}: bytes")
+        parse_bytes(self.bytes, f"Copy '{shown(self.name)}': bytes")
 
 
 Entry = Gemm | OtherKernel | CollectiveEntry | CopyEntry
@@ -172,18 +175,20 @@ class Description(Value, frozen=True, kw_only=True):
     copies: tuple[CopyEntry, ...] = ()
 
     def __post_init__(self) -> None:
-        _check_range(f"Workload {self.name!r}", "num_ranks", self.num_ranks, (1, 1 << 20))
-        _check_range(f"Workload {self.name!r}", "iterations", self.iterations, (1, MAX_ITERATIONS))
+        _check_range(f"Workload '{shown(self.name)}'", "num_ranks", self.num_ranks, (1, 1 << 20))
+        _check_range(f"Workload '{shown(self.name)}'", "iterations", self.iterations, (1, MAX_ITERATIONS))
         if not self.entries:
-            _refuse(f"Workload {self.name!r} holds no entry; add [[gemms]], [[kernels]], [[collectives]] or [[copies]].")
+            _refuse(
+                f"Workload '{shown(self.name)}' holds no entry; add [[gemms]], [[kernels]], [[collectives]] or [[copies]]."
+            )
         _check_name(self.name)
         seen: set[str] = set()
         for entry in self.entries:
             _check_name(entry.name)
             if entry.name in seen:
-                _refuse(f"Workload {self.name!r} has two entries called {entry.name!r}; names must differ.")
+                _refuse(f"Workload '{shown(self.name)}' has two entries called '{shown(entry.name)}'; names must differ.")
             seen.add(entry.name)
-            _check_range(f"{entry.name!r}", "stream", entry.stream, (0, MAX_DIMENSION))
+            _check_range(f"'{shown(entry.name)}'", "stream", entry.stream, (0, MAX_DIMENSION))
 
     @property
     def entries(self) -> tuple[Entry, ...]:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from counterpoint.errors import StepError, WorkloadError
+from counterpoint.errors import StepError, WorkloadError, require_kind, shown
 from counterpoint.footprints import usual_footprint
 from counterpoint.step import Collective, Copy, Dependency, Footprint, Kernel, Operation, Step
 from counterpoint.value import read_shipped, read_toml, shipped_names
@@ -35,22 +35,27 @@ def workload_names() -> list[str]:
     return shipped_names("workloads")
 
 
-def load_workload(name_or_path: str, *, num_ctas: int | None = None) -> Step:
+def load_workload(name_or_path: Path | str, *, num_ctas: int | None = None) -> Step:
     """Load a shipped workload by name, or a user's own from a path that ends in `.toml`.
 
     `num_ctas`, from 1 to the number of tiles, runs every GEMM of the file with that many persistent CTAs, whatever the
     file says: the way to sweep the CTA count of the computation. Raises `WorkloadError`: one line that names the file, the
     entry and the value.
     """
+    known = f"Known: {', '.join(workload_names())}."
+    require_kind(name_or_path, (str, Path), "load_workload takes a name or a path", known)
+    if num_ctas is not None:
+        require_kind(num_ctas, int, "num_ctas must be a whole number", "Pass one, or leave it out.")
     path = Path(name_or_path)
-    if path.suffix == ".toml":
+    if path.suffix.lower() == ".toml":
         return _load(str(path), read_toml(path, Description, WorkloadError), num_ctas)
-    names = workload_names()
-    if name_or_path.lower() not in names:
+    name, names = str(name_or_path).lower(), workload_names()
+    if name not in names:
         raise WorkloadError(
-            f"Unknown workload {name_or_path!r}. Known: {', '.join(names)}; or give the path of a workload file (.toml)."
+            f"Unknown workload '{shown(name_or_path)}'. Known: {', '.join(names)}; or give the path of a workload "
+            "file (.toml)."
         )
-    file = f"workloads/{name_or_path.lower()}.toml"
+    file = f"workloads/{name}.toml"
     return _load(file, read_shipped(file, Description, WorkloadError), num_ctas)
 
 
@@ -74,7 +79,7 @@ def _to_step(description: Description, num_ctas: int | None) -> Step:
             try:
                 operation = _to_operation(entry, _dependencies(entry, current, previous), description, num_ctas)
             except StepError as problem:
-                raise WorkloadError(f"{entry.name!r}: {problem}") from problem
+                raise WorkloadError(f"'{shown(entry.name)}': {problem}") from problem
             operations.append(operation)
         previous = current
     return Step(name=description.name, num_ranks=description.num_ranks, operations=tuple(operations))
@@ -82,12 +87,14 @@ def _to_step(description: Description, num_ctas: int | None) -> Step:
 
 def _check_num_ctas(description: Description, num_ctas: int) -> None:
     if not description.gemms:
-        raise WorkloadError(f"Workload {description.name!r} has no GEMM to run with {num_ctas} CTAs; leave num_ctas out.")
+        raise WorkloadError(
+            f"Workload '{shown(description.name)}' has no GEMM to run with {num_ctas} CTAs; leave num_ctas out."
+        )
     for gemm in description.gemms:
         tiles = tile_count(gemm.m, gemm.n, gemm.tile_sizes)
         if not 1 <= num_ctas <= tiles:
             raise WorkloadError(
-                f"GEMM {gemm.name!r}: num_ctas of a grid of tiles must be from 1 to {tiles}; found {num_ctas}."
+                f"GEMM '{shown(gemm.name)}': num_ctas of a grid of tiles must be from 1 to {tiles}; found {num_ctas}."
             )
 
 
@@ -102,8 +109,8 @@ def _issue_order(description: Description) -> list[Entry]:
         for wait in _waits(entry):
             if wait.name not in names:
                 raise WorkloadError(
-                    f"{entry.name!r} waits for {wait.name!r}, which the file does not describe. "
-                    f"It describes {', '.join(sorted(names))}."
+                    f"'{shown(entry.name)}' waits for '{shown(wait.name)}', which the file does not describe. "
+                    f"It describes {shown(', '.join(sorted(names)), 400)}."
                 )
     waiting = list(description.entries)
     ordered: list[Entry] = []
@@ -112,7 +119,7 @@ def _issue_order(description: Description) -> list[Entry]:
         ready = next((entry for entry in waiting if all(w.previous or w.name in issued for w in _waits(entry))), None)
         if ready is None:
             raise WorkloadError(
-                f"These entries wait for each other in a cycle: {_cycle(waiting)}. "
+                f"These entries wait for each other in a cycle: {shown(_cycle(waiting), 400)}. "
                 f"Break it, or make one wait for the previous iteration (previous = true)."
             )
         waiting.remove(ready)
