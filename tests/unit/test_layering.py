@@ -40,6 +40,7 @@ DEVICE_MODULES = {"paper.workloads", "supervised.torch_job"}  # of parts that ot
 DEVICE_LIBRARIES = {"torch", "cuda", "cupy", "triton"}
 MAX_FUNCTION_LINES = 60
 MAX_FILE_LINES = 500
+MOST_SMALL_MODULES = 5
 
 
 def name_of(path: Path) -> str:
@@ -119,3 +120,26 @@ def test_functions_and_files_stay_short(path: Path) -> None:
 def test_every_module_says_what_it_is(path: Path) -> None:
     if path.read_text().strip():
         assert ast.get_docstring(ast.parse(path.read_text()))
+
+
+def test_no_class_name_has_two_meanings() -> None:
+    places: dict[str, list[str]] = {}
+    for path in SOURCES:
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef):
+                places.setdefault(node.name, []).append(name_of(path))
+    assert {name: found for name, found in places.items() if len(found) > 1} == {}
+
+
+def test_few_modules_are_very_small() -> None:
+    """Packages' faces are; any other module of a few lines belongs to a neighbor."""
+    faces = ("__init__.py", "__main__.py")
+    small = [name_of(path) for path in SOURCES if path.name not in faces and len(path.read_text().splitlines()) < 40]
+    assert len(small) <= MOST_SMALL_MODULES, small
+
+
+def test_no_import_hides_in_a_string() -> None:
+    """Exempt are public names that load late, the question whether a package is there, and a user's own function."""
+    exempt = {"__init__", "cuda.ranks", "cli_gpu"}
+    hidden = {name_of(path) for path in SOURCES if "import_module" in path.read_text() or "__import__(" in path.read_text()}
+    assert hidden == exempt
