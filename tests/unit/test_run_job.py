@@ -188,10 +188,48 @@ def test_controls_that_are_no_launches_are_settings_or_refused(driver: Path, tmp
     limit = plan_of(tmp_path / "limit.toml", Match(kind="communication"), CommunicationCtas(max_ctas=8))
     ended = run("--plan", limit, "--", *TORCHRUN, JOB, driver, "--steps", "2")
     assert "the process group was made with other limits" in ended.stderr, "the double's collective has 24 CTAs"
-    engines = plan_of(tmp_path / "engines.toml", Match(kind="communication"), Transport(transport="copy_engine"))
-    refused = run("--strict", "--plan", engines, "--", *TORCHRUN, JOB, driver, "--steps", "2")
-    assert refused.returncode == 3
-    assert "cannot move a collective to copy engines" in refused.stderr
+
+
+def test_a_plan_of_which_nothing_can_be_applied_is_refused_before_the_job_starts(tmp_path: Path) -> None:
+    chosen, engines = Match(operations=(3, 28)), Transport(transport="copy_engine")
+    copies = Match(kind="copy", name="Memcpy*")
+    for plan, words in (
+        (plan_of(tmp_path / "engines.toml", chosen, engines), "fsdp2.use_copy_engines(model)"),
+        (plan_of(tmp_path / "copies.toml", copies, Priority(priority=-5)), "it is for copies"),
+    ):
+        for options in ((), ("--tune",)):
+            ended = run("--plan", plan, *options, "--", "echo", "started")
+            assert (ended.returncode, ended.stdout) == (2, ""), ended.stderr
+            assert len(ended.stderr.splitlines()) == 1
+            assert "can apply nothing of this plan" in ended.stderr
+            assert words in ended.stderr
+
+
+def test_a_plan_that_can_be_applied_in_part_says_at_the_start_what_is_left_out(driver: Path, tmp_path: Path) -> None:
+    plan = plan_of(
+        tmp_path / "plan.toml", Match(kind="communication"), Priority(priority=-5), Transport(transport="copy_engine")
+    )
+    script = lone_job(driver, tmp_path)
+    ended = run("--strict", "--plan", plan, "--guard", "0", "--", "sh", "-c", f"echo >&2 began; {sys.executable} {script} 3")
+    assert ended.returncode == 3
+    assert ended.stdout == "[-5, -5, -5]\n"
+    lines = ended.stderr.splitlines()
+    assert "does not apply everything" in lines[0]
+    assert "use_copy_engines(model)" in lines[0]
+    assert lines[1] == "began"
+    assert "cannot move a collective to copy engines" in ended.stderr
+
+
+def test_a_job_that_launches_nothing_on_a_gpu_is_told_so_in_one_line(tmp_path: Path) -> None:
+    script = tmp_path / "cpu.py"
+    script.write_text(
+        "import torch\noptimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))])\n"
+        "for _ in range(3):\n    optimizer.step()\n"
+    )
+    for options in (("--tune",), ("--plan", priority_plan(tmp_path))):
+        ended = run(*options, "--", sys.executable, script, RANK="0")
+        assert (ended.returncode, len(ended.stderr.splitlines())) == (0, 1), ended.stderr
+        assert "no process of the command launched a kernel on a GPU" in ended.stderr
 
 
 def test_a_failing_rank_gives_its_jobs_own_status_also_under_strict(driver: Path, tmp_path: Path) -> None:
@@ -247,7 +285,7 @@ def test_a_child_that_clears_its_environment_is_named_in_one_line(tmp_path: Path
     ended = run("--plan", priority_plan(tmp_path), "--", *command)
     assert (ended.returncode, ended.stdout) == (0, "ran\n")
     assert len(own_lines(ended)) == 1
-    assert "clears its environment" in ended.stderr
+    assert "clears LD_PRELOAD" in ended.stderr
     assert run("--strict", "--plan", priority_plan(tmp_path), "--", *command).returncode == 3
 
 

@@ -84,6 +84,18 @@ def test_streams_pass_through_untouched() -> None:
     assert (ended.stdout, ended.stderr) == ("one\ntwo", "to stderr\n")
 
 
+@pytest.mark.parametrize("options", [[], ["--tune"]])
+def test_what_was_opened_for_the_command_stays_open_and_nothing_of_ours_is(options: list[str]) -> None:
+    listing = "for each in /proc/$$/fd/*; do test -e $each && echo $each; done; cat <&9"
+    script = 'exec 9< <(echo through); "$@"'
+    found = []
+    for prefix in ([], [str(COUNTERPOINT), "run", *options, "--"]):
+        command = ["bash", "-c", script, "bash", *prefix, "bash", "-c", listing.replace("$$", "self")]
+        found.append(subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False).stdout)
+    assert found[0] == found[1]
+    assert found[0].endswith("through\n")
+
+
 def test_the_environment_is_as_it_was_without_a_plan() -> None:
     ended = run(sys.executable, "-c", "import os; print(sorted(os.environ.items()))")
     bare = subprocess.run(

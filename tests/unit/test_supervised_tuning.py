@@ -69,6 +69,17 @@ def test_a_candidate_that_makes_steps_shorter_is_kept_on_every_rank_and_recorded
     assert not job.ranks[1].said
 
 
+@pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize("settings", ["tuning", "guarded"])
+def test_steps_that_take_no_time_prove_nothing_and_break_nothing(settings: str, share: float) -> None:
+    """As the first events of a GPU may say, or a clock that is too coarse for the steps."""
+    drawn = random.Random(7)
+    job = FakeJob(TUNING if settings == "tuning" else GUARDED, [LONG, nccl()])
+    job.run(700, lambda rank, step, rules: 0.0 if drawn.random() < share else 1000.0)
+    assert not any("stopped" in line or "Error" in line for line in job.ranks[0].said)
+    assert all("GAIN" not in line or "NO_GAIN" in line for line in job.ranks[0].said)
+
+
 @given(
     num_ranks=st.integers(1, 4),
     lag=st.integers(0, 6),

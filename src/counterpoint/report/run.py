@@ -17,8 +17,8 @@ from counterpoint.supervised.settings import UNDECIDED, LiveRecord
 from counterpoint.units import format_count
 
 NOTHING_LOADED = (
-    "no process loaded the filter and launched on a GPU: nothing ran on one, or the command clears its environment "
-    "(LD_PRELOAD); nothing was changed"
+    "nothing was changed, because no process of the command launched a kernel on a GPU; if some did, the command clears "
+    "LD_PRELOAD, through which Counterpoint sees launches"
 )
 NO_STEP = (
     "live tuning never began: no process with a rank (RANK, as torchrun sets it) came to the end of a step, which is a call "

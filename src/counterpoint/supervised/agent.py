@@ -30,6 +30,10 @@ from counterpoint.supervised.settings import (
 from counterpoint.supervised.tuning import LiveTuner
 
 
+class NothingLaunchedError(LaunchFilterError):
+    """This process has launched nothing that could be tuned."""
+
+
 class JobAgent:
     """One process's agent. It begins with the first step that ends."""
 
@@ -78,7 +82,7 @@ class JobAgent:
             return None
         path = self._directory / f"{self._pid}.block"
         if not path.exists():
-            raise LaunchFilterError("This process has launched nothing on a GPU, so there is nothing to tune or to guard.")
+            raise NothingLaunchedError("This process has launched nothing on a GPU, so nothing can be tuned or guarded.")
         self._block = ControlBlock.open(path)
         job = LiveJob(
             clock=torch_job.job_clock(),
@@ -109,7 +113,8 @@ class JobAgent:
         reason = (cause_of(problem, 200) or "no reason given").rstrip(".")
         rank = os.environ.get("RANK", "0")
         line = f"rank {rank} neither tunes nor guards ({name}{reason}); {outcome}"
-        say(line)
+        if not isinstance(problem, NothingLaunchedError):  # of a job without a GPU, `run` says so once at the end
+            say(line)
         if rank == "0":
             with suppress(Exception):  # a full disk, perhaps the very reason
                 record = read_record(self._directory) or LiveRecord(stage="stopped")

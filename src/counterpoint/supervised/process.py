@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from counterpoint.supervised.signals import ENDING, HeldSignals
 from counterpoint.value import Value
@@ -42,7 +43,9 @@ def supervise(command: Sequence[str], environment: Mapping[str, str], signals: H
     prepare = _in_child(prctl, signals.mask_before, os.getpid())
     group = None if has_terminal else 0
     # one thread runs here, so what the child does before exec cannot meet a lock that another thread held
-    process = subprocess.Popen(command, env=environment, process_group=group, preexec_fn=prepare)  # noqa: PLW1509
+    # what was opened for the command stays open, such as bash's <(...); all that we open ourselves ends with exec
+    options: dict[str, Any] = {"env": environment, "process_group": group, "close_fds": False}
+    process = subprocess.Popen(command, preexec_fn=prepare, **options)  # noqa: PLW1509
     status, received = _wait(process.pid, signals, has_terminal)
     process.returncode = status  # it was reaped here
     is_interrupted = status < 0 or bool(received & ENDING)

@@ -13,7 +13,7 @@ from typing import TypeVar
 from msgspec.structs import replace
 
 from counterpoint.engagement import Engagement
-from counterpoint.errors import LaunchFilterError, cause_of
+from counterpoint.errors import LaunchFilterError, cause_of, say
 from counterpoint.launch_filter.control_block import (
     INITIAL_BLOCK,
     ControlBlock,
@@ -27,6 +27,7 @@ from counterpoint.launch_filter.executable import check_command, find_executable
 from counterpoint.launch_filter.library import filter_library
 from counterpoint.plan import Plan
 from counterpoint.step import Step
+from counterpoint.supervised.applicable import check_applicable
 from counterpoint.supervised.control_folder import control_folder, make_readable, private_files
 from counterpoint.supervised.environment import job_environment, variable_remarks
 from counterpoint.supervised.process import Ended, supervise
@@ -105,6 +106,7 @@ def run_job(request: RunRequest, signals: HeldSignals) -> RunOutcome:
         return RunOutcome(ended=_start(request.command, dict(os.environ), signals), is_filtered=False)
     check_command(executable)
     translation = translate(request.plan, request.step)
+    left_out = check_applicable(request.plan, translation)
     settings = LiveSettings(
         is_tuning=request.is_tuning,
         plan=request.plan,
@@ -113,6 +115,8 @@ def run_job(request: RunRequest, signals: HeldSignals) -> RunOutcome:
         guard_every_steps=request.guard_every_steps,
     )
     library = filter_library()
+    if left_out:
+        say(left_out)
     signals.hold()
     try:
         with control_folder() as directory:
