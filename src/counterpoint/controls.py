@@ -109,8 +109,8 @@ class Transport(AbstractControl, frozen=True, kw_only=True, tag="transport"):
     refused_by = MappingProxyType(
         {
             "graph": "a captured collective keeps its transport; capture it on copy engines instead",
-            "job": "the filter sees kernels and cannot move a collective to copy engines; use symmetric memory in the job's "
-            "code, or leave the control out of the plan",
+            "job": "a collective is moved to copy engines by the job's own code: for FSDP2, call "
+            "counterpoint.integrations.fsdp2.use_copy_engines(model) there (docs/integrations.md)",
             "operators": OPERATORS_TAKE_SCHEDULES,
         }
     )

@@ -14,7 +14,8 @@ from counterpoint.errors import LaunchFilterError, PlanError
 from counterpoint.launch_filter.control_block import FilterRule, FilterState, RuleCounters
 from counterpoint.plan import Directive, Match, Plan
 from counterpoint.report.run import print_measured, print_outcome
-from counterpoint.supervised.environment import IN_JOB, job_environment, plan_variables, variable_remarks
+from counterpoint.supervised.applicable import plan_variables, variable_remarks
+from counterpoint.supervised.environment import IN_JOB, job_environment
 from counterpoint.supervised.process import Ended
 from counterpoint.supervised.proof import ControlProof, ProcessProof, count_table, prove_process, prove_rule
 from counterpoint.supervised.run import RunOutcome, prove_table

@@ -1,13 +1,16 @@
-"""What of a plan `run` can apply, said before the job starts: it may run for days before anybody reads a table."""
+"""What of a plan `run` can apply, said before the job starts: it may run for days before anybody reads a table.
 
+The launch filter takes rules by name; limits on a collective's CTAs are NCCL's variables (NCCL_MAX_CTAS, NCCL_NTHREADS),
+which hold for the whole process and are read once. Priority is given launch by launch by the filter, so no variable asks for
+it: torch's own switch (TORCH_NCCL_HIGH_PRIORITY) does not reach collectives that run on the current stream, and the guard
+could not take it back.
+"""
+
+from counterpoint.controls import CommunicationCtas
 from counterpoint.errors import PlanError
 from counterpoint.launch_filter.control_block import Translation
-from counterpoint.plan import CommunicationCtas, Plan, Transport, control_tag
+from counterpoint.plan import Plan
 
-INSTEAD = (
-    "a collective is moved to copy engines by the job's own code: for FSDP2, call "
-    "counterpoint.integrations.fsdp2.use_copy_engines(model) there (docs/integrations.md)"
-)
 NUM_SHOWN = 3
 
 
@@ -21,18 +24,43 @@ def check_applicable(plan: Plan, translation: Translation) -> str:
         return ""
     shown = "; ".join(left_out[:NUM_SHOWN])
     more = f"; and {len(left_out) - NUM_SHOWN} more" if len(left_out) > NUM_SHOWN else ""
-    is_any = any(not rule.is_collective for rule in translation.rules) or any(
-        isinstance(control, CommunicationCtas) for directive in plan.directives for control in directive.controls
-    )
-    if not is_any:
+    if not plan_variables(plan) and all(rule.is_collective for rule in translation.rules):
         raise PlanError(f"`run` can apply nothing of this plan: {shown}{more}. Start the job without it, or use --tune.")
     return f"of the plan `run` does not apply everything: {shown}{more}"
 
 
 def _not_applied(plan: Plan, translation: Translation) -> list[str]:
     """Each control that is not applied, on what, and why or what to do instead."""
-    found = [f"{refusal.control} on '{refusal.target[:60]}': {refusal.reason}" for refusal in translation.refusals]
-    has_transport = any(isinstance(control, Transport) for directive in plan.directives for control in directive.controls)
-    if has_transport:
-        found.insert(0, f"{control_tag(Transport(transport='copy_engine'))}: {INSTEAD}")
+    controls = [control for directive in plan.directives for control in directive.controls]
+    found = [f"{control.tag}: {control.refused_by['job']}" for control in controls if "job" in control.refused_by]
+    found += [f"{refusal.control} on '{refusal.target[:60]}': {refusal.reason}" for refusal in translation.refusals]
     return list(dict.fromkeys(found))
+
+
+def plan_variables(plan: Plan) -> dict[str, str]:
+    """What a plan's process-group controls ask of NCCL. Raises `PlanError` where it asks for two things at once."""
+    variables: dict[str, str] = {}
+    for directive in plan.directives:
+        for control in directive.controls:
+            if not isinstance(control, CommunicationCtas):
+                continue
+            wanted = {"NCCL_MAX_CTAS": str(control.max_ctas)}
+            if control.num_threads is not None:
+                wanted["NCCL_NTHREADS"] = str(control.num_threads)
+            for name, value in wanted.items():
+                if variables.setdefault(name, value) != value:
+                    raise PlanError(
+                        f"The plan asks for {name} {variables[name]} and {value}, and NCCL takes one for the whole process. "
+                        "Keep one of the two."
+                    )
+    return variables
+
+
+def variable_remarks(plan: Plan) -> list[str]:
+    """Where a setting reaches more collectives than the plan means."""
+    return [
+        f"communication_ctas: the plan means some collectives, and NCCL takes one limit for all of them ({names})"
+        for directive in plan.directives
+        if directive.match.operations is not None or directive.match.name != "*"
+        if (names := ", ".join(plan_variables(Plan(directives=(directive,)))))
+    ]

@@ -27,9 +27,9 @@ from counterpoint.launch_filter.executable import check_command, find_executable
 from counterpoint.launch_filter.library import filter_library
 from counterpoint.plan import Plan
 from counterpoint.step import Step
-from counterpoint.supervised.applicable import check_applicable
+from counterpoint.supervised.applicable import check_applicable, variable_remarks
 from counterpoint.supervised.control_folder import control_folder, make_readable, private_files
-from counterpoint.supervised.environment import job_environment, variable_remarks
+from counterpoint.supervised.environment import job_environment
 from counterpoint.supervised.process import Ended, supervise
 from counterpoint.supervised.proof import ControlProof, ProcessProof, count_table, prove_process, refused
 from counterpoint.supervised.settings import (
