@@ -12,6 +12,7 @@ from typer.exceptions import Abort, TyperException
 
 from counterpoint import cli_check, cli_gpu, cli_run, cli_schedule
 from counterpoint.errors import MAX_LINE, CounterpointError, say, shown
+from counterpoint.units import format_count
 from counterpoint.value import check_outputs
 
 if TYPE_CHECKING:
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 app = typer.Typer(
     add_completion=False,
     rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
     help="Plan how the communication of a multi-GPU PyTorch job hides behind its computation.",
 )
@@ -272,7 +274,7 @@ class _Progress:
     """A line on standard error that counts trials while a person waits; silent where nobody looks."""
 
     def __init__(self, is_shown: bool) -> None:
-        self._is_shown = is_shown and sys.stderr.isatty()
+        self._is_shown = is_shown and sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
         self._count = 0
 
     def __enter__(self) -> Callable[["Trial"], None] | None:
@@ -284,7 +286,7 @@ class _Progress:
 
     def _show(self, trial: "Trial") -> None:
         self._count += 1
-        sys.stderr.write(f"\r\x1b[Ksimulated {self._count} candidates; now: {trial.label[:60]}")
+        sys.stderr.write(f"\r\x1b[Ksimulated {format_count(self._count, 'candidate')}; now: {trial.label[:60]}")
         sys.stderr.flush()
 
 

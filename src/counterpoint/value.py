@@ -95,6 +95,8 @@ def check_outputs(outputs: Sequence[Path | None], inputs: Sequence[str | Path | 
     for path in outputs:
         if path is None:
             continue
+        if str(path) == "-":
+            raise CounterpointError("'-' is no file, and standard output has the report. Name a file, as in ./plan.toml.")
         folder = path.absolute().parent
         if path.is_dir():
             raise CounterpointError(f"Cannot write '{shown_path(path)}': it is a folder. Name a file.")
