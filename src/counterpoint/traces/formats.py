@@ -37,7 +37,7 @@ SUFFIXES_IN_WORDS = ", ".join(SUFFIXES)
 
 def read_activity(path: Path) -> ActivityTrace:
     """Read a trace, packed by gzip or not. Raises `TraceError` for a file that is none, or holds no GPU activity."""
-    raw = read_limited(path, TraceError, f"give a trace ({SUFFIXES_IN_WORDS})", most=MAX_TRACE_BYTES, is_unpacked=True)
+    raw = read_limited(path, TraceError, f"give a {' or '.join(SUFFIXES)} file", most=MAX_TRACE_BYTES, is_unpacked=True)
     head = bytes(raw[:HEAD_BYTES])
     is_empty = not raw[:PIECE_BYTES].strip()
     require(not is_empty, TraceError, f"{path} is empty; profile again and let the profiler finish writing.")
