@@ -1,6 +1,16 @@
 """`python -m counterpoint` is the `counterpoint` command; torchrun starts it as `torchrun -m counterpoint ...`."""
 
-from counterpoint.cli import main
+import sys
+
+
+def main() -> None:
+    """Entry point of the command: Ctrl-C while it is still being loaded ends it as any later one does."""
+    try:
+        from counterpoint import cli  # noqa: PLC0415
+    except KeyboardInterrupt:
+        sys.exit(130)
+    cli.main()
+
 
 if __name__ == "__main__":
     main()

@@ -12,6 +12,7 @@ from typer.exceptions import Abort, TyperException
 
 from counterpoint import cli_check, cli_gpu, cli_run, cli_schedule
 from counterpoint.errors import MAX_LINE, CounterpointError, say, shown
+from counterpoint.units import format_count
 from counterpoint.value import check_outputs
 
 if TYPE_CHECKING:
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 app = typer.Typer(
     add_completion=False,
     rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
     help="Plan how the communication of a multi-GPU PyTorch job hides behind its computation.",
 )
@@ -202,35 +204,46 @@ def machines(
     ] = None,
     probe: Annotated[bool, typer.Option("--probe", help="Ask and measure the GPUs of this machine instead.")] = False,
     output: Annotated[
-        Path | None, typer.Option("-o", "--output", metavar="FILE", help="With --probe: save the machine file (.toml).")
+        Path | None,
+        typer.Option(
+            "-o",
+            "--output",
+            metavar="FILE",
+            help="Save the machine file (.toml), to change it or to keep what --probe found.",
+        ),
     ] = None,
     json: JsonOption = False,
 ) -> None:
     """List the machines that can be planned for, or show every figure of one, or of this one, with its source."""
-    from counterpoint.machine import load_machine, machine_names  # noqa: PLC0415
+    from counterpoint.machine import load_machine, machine_names, save_template  # noqa: PLC0415
     from counterpoint.report import text  # noqa: PLC0415
     from counterpoint.value import write_json  # noqa: PLC0415
 
-    if probe or output is not None:
-        _probe_machine(name, probe, output, json)
+    if probe:
+        _probe_machine(name, output, json)
         return
+    if output is not None:
+        if name is None:
+            raise CounterpointError(f"Which machine should '{shown(output)}' hold? Name one, or add --probe for this one.")
+        check_outputs((output,), (name,))
+        save_template(name, output)
     found = [load_machine(each) for each in ([name] if name is not None else machine_names())]
     if json:
         print(write_json(found[0] if name is not None else found))
     elif name is not None:
         text.print_machine(text.new_console(), found[0])
+        if output is not None:
+            print(f"Machine saved to {output}. Change its name and figures, then use it: --machine {output}")
     else:
         text.print_machines(text.new_console(), found)
 
 
-def _probe_machine(name: str | None, is_asked: bool, output: Path | None, is_json: bool) -> None:
+def _probe_machine(name: str | None, output: Path | None, is_json: bool) -> None:
     from counterpoint.cuda.probing import probe  # noqa: PLC0415
     from counterpoint.machine import check_machine_path, save_machine  # noqa: PLC0415
     from counterpoint.report import text  # noqa: PLC0415
     from counterpoint.value import write_json  # noqa: PLC0415
 
-    if not is_asked:
-        raise CounterpointError(f"'{output}' is for a probed machine. Add --probe, or leave out -o.")
     if name is not None:
         raise CounterpointError(f"--probe looks at the GPUs of this machine, not at '{name}'. Leave out one of the two.")
     check_outputs((output,))
@@ -261,7 +274,7 @@ class _Progress:
     """A line on standard error that counts trials while a person waits; silent where nobody looks."""
 
     def __init__(self, is_shown: bool) -> None:
-        self._is_shown = is_shown and sys.stderr.isatty()
+        self._is_shown = is_shown and sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
         self._count = 0
 
     def __enter__(self) -> Callable[["Trial"], None] | None:
@@ -273,7 +286,7 @@ class _Progress:
 
     def _show(self, trial: "Trial") -> None:
         self._count += 1
-        sys.stderr.write(f"\r\x1b[Ksimulated {self._count} candidates; now: {trial.label[:60]}")
+        sys.stderr.write(f"\r\x1b[Ksimulated {format_count(self._count, 'candidate')}; now: {trial.label[:60]}")
         sys.stderr.flush()
 
 

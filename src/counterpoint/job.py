@@ -1,7 +1,7 @@
 """A job: a step together with the machine it is planned for, read from what a user names.
 
-The source is a profiler trace (.json, .json.gz), a workload file (.toml) or the name of a shipped workload. A traced step
-carries times of one GPU, so it can be planned only for that GPU; a workload can be planned for any machine.
+The source is a profiler trace (`traces/formats.py` knows which files are), a workload file (.toml) or the name of a shipped
+workload. A traced step carries times of one GPU, so it can be planned only for that GPU; a workload for any machine.
 """
 
 import os
@@ -10,6 +10,7 @@ from counterpoint.errors import StepError, shown, shown_path
 from counterpoint.machine import Machine, load_machine, machine_for_device
 from counterpoint.step import Step
 from counterpoint.traces import TracedStep, read_trace
+from counterpoint.traces.formats import SUFFIXES_IN_WORDS, is_trace
 from counterpoint.value import Value
 from counterpoint.workloads import load_workload, workload_names
 
@@ -30,9 +31,12 @@ def load_job(source: str, machine_name: str | None = None) -> Job:
     Raises `TraceError`, `WorkloadError`, `MachineError`, or `StepError` where the machine is not the traced GPU.
     """
     _check_text(source)
-    if source.endswith((".json", ".json.gz")):
+    if "://" in source:
+        raise StepError(f"'{shown_path(source)}' is an address, and only files are read. Download it, and name the file.")
+    is_workload = source.lower().endswith(".toml") or source.lower() in workload_names()
+    if not is_workload and is_trace(source):
         return _traced_job(source, machine_name)
-    if not source.endswith(".toml") and source not in workload_names():
+    if not is_workload:
         raise StepError(_why_no_job(source))
     return Job(step=load_workload(source), machine=load_machine(DEFAULT_MACHINE if machine_name is None else machine_name))
 
@@ -49,13 +53,12 @@ def _why_no_job(source: str) -> str:
     if names_function(source):
         return (
             f"'{shown_path(source)}' names a function, and this simulates without running any. Give a trace of it "
-            f"that torch.profiler "
-            f"exported (.json, .json.gz), or measure it on GPUs: counterpoint tune {shown_path(source)}."
+            f"({SUFFIXES_IN_WORDS}), or measure it on GPUs: counterpoint tune {shown_path(source)}."
         )
     if not source.strip():
-        what = "is no name; STEP is a trace (.json, .json.gz), a workload file (.toml) or a workload's name"
+        what = f"is no name; STEP is a trace ({SUFFIXES_IN_WORDS}), a workload file (.toml) or a workload's name"
     elif os.path.exists(source):
-        what = "is neither a trace (.json, .json.gz) nor a workload file (.toml)"
+        what = f"is neither a trace ({SUFFIXES_IN_WORDS}) nor a workload file (.toml)"
     elif ":" in source:
         what = "does not exist, and functions are named as Python imports them, as in jobs.train:make_step"
     else:

@@ -10,9 +10,12 @@ from typing import Literal
 import msgspec
 
 from counterpoint.errors import MachineError, require_kind, shown
-from counterpoint.value import Value, read_shipped, read_toml, require, save_toml, shipped_names
+from counterpoint.value import Value, read_shipped, read_toml, require, save_text, save_toml, shipped_names, shipped_text
 
 LEAST_ABSURD_FIGURE = 1e18
+TEMPLATE_HEAD = """\
+# Give it a name of its own: plans carry the name. What each figure means: docs/machines.md.
+"""
 MAX_NAME = 200  # letters of a name or a title
 # Anything outside is a slip of the pen: a size in GiB, a clock in GHz, a rate in GB/s.
 PLAUSIBLE_RANGES: tuple[tuple[str, float, float], ...] = (
@@ -237,6 +240,17 @@ def save_machine(machine: Machine, path: Path | str) -> None:
     """Write a machine file. Raises `MachineError` if it cannot be written, or could not be loaded by that path."""
     check_machine_path(Path(path))
     save_toml(path, machine, "machine", MachineError)
+
+
+def save_template(name_or_path: Path | str, path: Path | str) -> None:
+    """Write a machine's file as a start for one's own, a shipped one with its comments; raises as `save_machine` does."""
+    check_machine_path(Path(path))
+    machine = load_machine(name_or_path)
+    if Path(name_or_path).suffix.lower() == ".toml":
+        save_machine(machine, path)
+        return
+    text = TEMPLATE_HEAD + shipped_text(f"machines/{machine.name}.toml")
+    save_text(path, text, "machine", MachineError)
 
 
 def machine_for_device(device_name: str) -> Machine | None:

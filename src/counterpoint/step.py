@@ -190,7 +190,9 @@ def _check_operation(index: int, operation: Operation) -> None:
         )
     for name in ("lone_us", "cta_us", "flops", "hbm_bytes", "l2_bytes", "num_bytes", "peer_wait_us"):
         number = getattr(operation, name, None)
-        require(number is None or 0 <= number < 1e18, StepError, f"{where}: {name} must be 0 or more; found {number}.")
+        require(
+            number is None or 0 <= number < 1e18, StepError, f"{where}: {name} must be from 0 to below 1e18; found {number}."
+        )
     if isinstance(operation, Kernel):
         require(
             any(known is not None for known in (operation.lone_us, operation.cta_us, operation.flops, operation.hbm_bytes)),

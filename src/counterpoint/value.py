@@ -69,10 +69,20 @@ def read_shipped(name: str, kind: type[T], error: type[CounterpointError]) -> T:
         return read_toml(file, kind, error)
 
 
+def shipped_text(name: str) -> str:
+    """A file of this package as it stands, named as in "sim/calibration.toml"."""
+    return resources.files("counterpoint").joinpath(*name.split("/")).read_text("utf-8")
+
+
 def save_toml(path: Path | str, value: object, what: str, error: type[CounterpointError]) -> None:
     """Write `value`, in words `what`, as TOML; where that is impossible, one `error` says why."""
+    save_text(path, write_toml(value), what, error)
+
+
+def save_text(path: Path | str, text: str, what: str, error: type[CounterpointError]) -> None:
+    """Write a text, in words `what`; where that is impossible, one `error` says why."""
     try:
-        write_whole(Path(path), write_toml(value).encode())
+        write_whole(Path(path), text.encode())
     except OSError as problem:
         raise error(
             f"Cannot write the {what} to {shown_path(path)}: {problem.strerror}. Name a file that you may write."
@@ -85,6 +95,8 @@ def check_outputs(outputs: Sequence[Path | None], inputs: Sequence[str | Path | 
     for path in outputs:
         if path is None:
             continue
+        if str(path) == "-":
+            raise CounterpointError("'-' is no file, and standard output has the report. Name a file, as in ./plan.toml.")
         folder = path.absolute().parent
         if path.is_dir():
             raise CounterpointError(f"Cannot write '{shown_path(path)}': it is a folder. Name a file.")

@@ -14,8 +14,9 @@ from typing import Any
 
 import pytest
 
+from counterpoint.machine import Gpu, Link, Machine, load_machine, machine_names, save_template
 from counterpoint.units import format_rate
-from helpers.command import COUNTERPOINT, TRACES, counterpoint
+from helpers.command import COUNTERPOINT, TRACES, counterpoint, refusal
 
 FSDP2 = TRACES / "fsdp2.rank0.json.gz"
 MOE = TRACES / "moe.rank0.json.gz"
@@ -203,6 +204,29 @@ def test_simulate_writes_its_timeline(tmp_path: Path) -> None:
     spans = [event for event in events if event["ph"] == "X"]
     assert len(spans) == 8
     assert max(e["ts"] + e["dur"] for e in spans) == pytest.approx(rows(found)["simulated"]["makespan_us"])
+
+
+@pytest.mark.parametrize("name", machine_names())
+def test_a_machine_is_saved_as_a_template_that_is_read_back(name: str, tmp_path: Path) -> None:
+    save_template(name, tmp_path / "my.toml")
+    assert load_machine(tmp_path / "my.toml") == load_machine(name)
+    save_template(tmp_path / "my.toml", str(tmp_path / "again.toml"))
+    assert load_machine(tmp_path / "again.toml") == load_machine(name)
+
+
+def test_machines_writes_a_template(tmp_path: Path) -> None:
+    done = counterpoint("machines", "h200", "-o", "my.toml", cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.endswith("Change its name and figures, then use it: --machine my.toml\n")
+    assert counterpoint("simulate", "cb_ar_opt2", "--machine", "my.toml", cwd=tmp_path).returncode == 0
+    assert "Name one, or add --probe" in refusal("machines", "-o", "my.toml", cwd=tmp_path)
+    assert "ends in .toml" in refusal("machines", "h200", "-o", "my.txt", cwd=tmp_path)
+
+
+def test_the_page_on_machines_names_every_figure() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "machines.md").read_text()
+    for kind in (Machine, Gpu, Link):
+        assert [name for name in kind.__struct_fields__ if name not in page] == []
 
 
 def test_machines_are_listed_and_shown_with_sources() -> None:

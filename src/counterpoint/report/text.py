@@ -1,6 +1,9 @@
 """What the command line prints for people. Nothing is computed here but widths and wording."""
 
+import re
+import sys
 from collections.abc import Iterable, Iterator, Sequence
+from typing import IO, TextIO, cast
 
 from rich import box
 from rich.console import Console
@@ -30,9 +33,31 @@ HIDDEN_BY, HIDDEN, EXPOSED = "blue", "green", "red"
 
 def new_console() -> Console:
     """Where reports go: standard output, never narrower than `MIN_WIDTH` columns."""
-    console = Console(soft_wrap=False, markup=False, emoji=False)  # names of kernels and files hold brackets and colons
+    file = None if sys.stdout.isatty() else cast(IO[str], _Trimmed(sys.stdout))
+    # no markup, no emoji: names of kernels and files hold brackets and colons
+    console = Console(file=file, soft_wrap=False, markup=False, emoji=False)
     console.width = max(MIN_WIDTH, console.width)
     return console
+
+
+class _Trimmed:
+    """Writes to a file or a pipe without the blanks that tables end their lines with."""
+
+    def __init__(self, file: TextIO) -> None:
+        self._file = file
+        self.encoding = file.encoding
+
+    def write(self, text: str) -> int:
+        """Lines come whole from a console."""
+        return self._file.write(re.sub(r" +(?=\n)", "", text))
+
+    def flush(self) -> None:
+        """As of any file."""
+        self._file.flush()
+
+    def isatty(self) -> bool:
+        """Never: what a terminal shows is left as it is."""
+        return False
 
 
 def new_table(*headers: str) -> Table:

@@ -93,7 +93,7 @@ class HostCall(Value, frozen=True, kw_only=True):
     sync: SyncArguments | None = None
 
 
-class KinetoTrace(Value, frozen=True, kw_only=True):
+class ActivityTrace(Value, frozen=True, kw_only=True):
     """A trace's contents that matter here: operations in issue order, host calls in time order, step windows."""
 
     path: str

@@ -12,7 +12,7 @@ operation of the producer's stream that had ended takes its place, or none.
 from collections import Counter
 
 from counterpoint.step import DependencyOrigin
-from counterpoint.traces.activity import KinetoTrace, SyncArguments
+from counterpoint.traces.activity import ActivityTrace, SyncArguments
 from counterpoint.traces.host_order import FARTHEST_LOOK, HostOrder, index_host, records_of_waits
 from counterpoint.value import Value
 
@@ -38,7 +38,7 @@ class Dependencies(Value, frozen=True, kw_only=True):
     are_from_times: bool = False
 
 
-def find_dependencies(trace: KinetoTrace) -> Dependencies:
+def find_dependencies(trace: ActivityTrace) -> Dependencies:
     """All waits across streams in a trace, exact where the profiler states them."""
     host = index_host(trace)
     waits = [position for position, call in enumerate(trace.host_calls) if call.kind == "wait"]

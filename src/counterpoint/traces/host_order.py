@@ -17,7 +17,7 @@ The module does not know what an operation does, except that it communicates.
 from bisect import bisect_left
 from collections import Counter
 
-from counterpoint.traces.activity import GpuOperation, HostCall, KinetoTrace
+from counterpoint.traces.activity import ActivityTrace, GpuOperation, HostCall
 from counterpoint.traces.classify import is_communication
 from counterpoint.value import Value
 
@@ -92,7 +92,7 @@ class HostOrder(Value, frozen=True, kw_only=True):
         )
 
 
-def index_host(trace: KinetoTrace) -> HostOrder:
+def index_host(trace: ActivityTrace) -> HostOrder:
     """Index a trace's host calls."""
     by_thread: dict[str, list[int]] = {}
     launches: list[int] = []

@@ -10,14 +10,14 @@ from pathlib import Path
 import msgspec
 
 from counterpoint.errors import TraceError, shown
-from counterpoint.files import MAX_TRACE_BYTES, PIECE_BYTES, read_limited
+from counterpoint.files import UTF8_MARK
 from counterpoint.mismatch import describe_mismatch
 from counterpoint.traces.activity import (
+    ActivityTrace,
     Category,
     GpuOperation,
     HostCall,
     HostKind,
-    KinetoTrace,
     LaunchArguments,
     SyncArguments,
 )
@@ -67,9 +67,14 @@ class _Correlation(msgspec.Struct, gc=False):
     correlation: int = 0
 
 
-def read_kineto(path: Path) -> KinetoTrace:
-    """Read a `.json` or `.json.gz` trace. Raises `TraceError` for a file that is none, or holds no GPU activity."""
-    file = _decode(path, _read_bytes(path))
+def knows(head: bytes) -> bool:
+    """Whether a file that begins with these bytes is JSON, as this format is."""
+    return head.removeprefix(UTF8_MARK).lstrip()[:1] in (b"{", b"[")
+
+
+def decode(path: Path, raw: bytearray) -> ActivityTrace:
+    """The activity in the bytes of a trace. Raises `TraceError`, with `path`, for what is none, or holds no GPU activity."""
+    file = _decode(path, raw)
     found, num_devices = _gpu_operations(path, file.traceEvents)
     number = found[0].arguments.device
     calls = _host_calls(path, file.traceEvents, number)
@@ -81,7 +86,7 @@ def read_kineto(path: Path) -> KinetoTrace:
         for event in file.traceEvents
         if event.cat == "user_annotation" and event.name.startswith("ProfilerStep#")
     )
-    return KinetoTrace(
+    return ActivityTrace(
         path=str(path),
         operations=operations,
         host_calls=_relevant_calls(operations, calls),
@@ -94,13 +99,6 @@ def read_kineto(path: Path) -> KinetoTrace:
         world_size=distributed.world_size,
         nccl_version=distributed.nccl_version,
     )
-
-
-def _read_bytes(path: Path) -> bytearray:
-    raw = read_limited(path, TraceError, "give a .json or .json.gz file", most=MAX_TRACE_BYTES, is_unpacked=True)
-    is_empty = not raw[:PIECE_BYTES].strip()
-    require(not is_empty, TraceError, f"{path} is empty; profile again and let the profiler finish writing.")
-    return raw
 
 
 def _decode(path: Path, raw: bytearray) -> _File:

@@ -11,7 +11,7 @@ from bisect import bisect_left
 from collections.abc import Iterable
 from statistics import median
 
-from counterpoint.traces.activity import GpuOperation, KinetoTrace
+from counterpoint.traces.activity import ActivityTrace, GpuOperation
 from counterpoint.traces.classify import is_communication
 from counterpoint.traces.steady import TracedSteps
 from counterpoint.value import Value
@@ -54,7 +54,7 @@ class LoneTimes(Value, frozen=True, kw_only=True):
     num_estimated: int
 
 
-def find_lone_times(trace: KinetoTrace, steps: TracedSteps) -> LoneTimes:
+def find_lone_times(trace: ActivityTrace, steps: TracedSteps) -> LoneTimes:
     """Lone times of the steady step's operations, in microseconds."""
     communication = _communication(trace)
     untouched = [_untouched(trace, communication, steps.steady_operations)]
@@ -79,7 +79,7 @@ def find_lone_times(trace: KinetoTrace, steps: TracedSteps) -> LoneTimes:
     return LoneTimes(lone_us=tuple(lone), num_contended=num_contended, num_estimated=num_estimated)
 
 
-def _without_held(trace: KinetoTrace, traced_us: float, held: float) -> float:
+def _without_held(trace: ActivityTrace, traced_us: float, held: float) -> float:
     """The traced time less the share of the SMs that communication held; as traced where the GPU's SMs are unknown.
 
     Communication cannot have held more than all SMs but one: the kernel did run.
@@ -108,7 +108,7 @@ def collective_signature(operation: GpuOperation) -> tuple[object, ...]:
     )
 
 
-def _communication(trace: KinetoTrace) -> Communication:
+def _communication(trace: ActivityTrace) -> Communication:
     found = sorted(
         (operation.start_us, operation.end_us, min(_num_ctas(operation), trace.num_sms or 0))
         for operation in trace.operations
@@ -130,7 +130,7 @@ def _num_ctas(operation: GpuOperation) -> int:
     return count
 
 
-def _untouched(trace: KinetoTrace, communication: Communication, indices: Iterable[int]) -> dict[Signature, list[float]]:
+def _untouched(trace: ActivityTrace, communication: Communication, indices: Iterable[int]) -> dict[Signature, list[float]]:
     """Traced times of the kernels that communication hardly touched, ascending, by signature."""
     times: dict[Signature, list[float]] = {}
     for index in indices:
@@ -152,7 +152,7 @@ def _like(operation: GpuOperation, untouched: list[dict[Signature, list[float]]]
     return None
 
 
-def _collective_times(trace: KinetoTrace, steps: TracedSteps) -> dict[tuple[object, ...], list[float]]:
+def _collective_times(trace: ActivityTrace, steps: TracedSteps) -> dict[tuple[object, ...], list[float]]:
     """Traced times of communication by signature, without the first profiled step where others have the like."""
     times: dict[tuple[object, ...], list[float]] = {}
     for step in steps.steps[1:]:
@@ -162,7 +162,7 @@ def _collective_times(trace: KinetoTrace, steps: TracedSteps) -> dict[tuple[obje
     return first | times
 
 
-def _add_collectives(trace: KinetoTrace, step: tuple[int, ...], times: dict[tuple[object, ...], list[float]]) -> None:
+def _add_collectives(trace: ActivityTrace, step: tuple[int, ...], times: dict[tuple[object, ...], list[float]]) -> None:
     for index in step:
         operation = trace.operations[index]
         if is_communication(operation.category, operation.name):

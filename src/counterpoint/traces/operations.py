@@ -9,7 +9,7 @@ from math import prod
 
 from counterpoint.errors import shown
 from counterpoint.step import Collective, Copy, Dependency, Footprint, Kernel, Operation
-from counterpoint.traces.activity import GpuOperation, KinetoTrace
+from counterpoint.traces.activity import ActivityTrace, GpuOperation
 from counterpoint.traces.classify import (
     Rule,
     classify_kernel,
@@ -39,7 +39,7 @@ class BuiltOperations(Value, frozen=True, kw_only=True):
     notes: tuple[str, ...]
 
 
-def build_operations(trace: KinetoTrace, indices: tuple[int, ...], timings: list[Timing]) -> BuiltOperations:
+def build_operations(trace: ActivityTrace, indices: tuple[int, ...], timings: list[Timing]) -> BuiltOperations:
     """The step's operations, in the order of `indices`; `timings` are in the same order."""
     missing: Counter[str] = Counter()
     streams_with_counter: set[int] = set()
@@ -66,7 +66,7 @@ def _note(what: str, count: int) -> str:
     return f"{count} collectives {what}."
 
 
-def _footprint(trace: KinetoTrace, traced: GpuOperation, rule: Rule) -> Footprint:
+def _footprint(trace: ActivityTrace, traced: GpuOperation, rule: Rule) -> Footprint:
     arguments = traced.arguments
     num_ctas = prod(arguments.grid)
     return Footprint(
@@ -78,7 +78,7 @@ def _footprint(trace: KinetoTrace, traced: GpuOperation, rule: Rule) -> Footprin
     )
 
 
-def _kernel(trace: KinetoTrace, traced: GpuOperation, rule: Rule, timing: Timing, is_work_sharing: bool) -> Kernel:
+def _kernel(trace: ActivityTrace, traced: GpuOperation, rule: Rule, timing: Timing, is_work_sharing: bool) -> Kernel:
     return Kernel(
         name=traced.name,
         stream=traced.stream,
@@ -91,7 +91,7 @@ def _kernel(trace: KinetoTrace, traced: GpuOperation, rule: Rule, timing: Timing
     )
 
 
-def _collective(trace: KinetoTrace, traced: GpuOperation, rule: Rule, timing: Timing, missing: Counter[str]) -> Collective:
+def _collective(trace: ActivityTrace, traced: GpuOperation, rule: Rule, timing: Timing, missing: Counter[str]) -> Collective:
     arguments = traced.arguments
     kind, is_known = collective_kind(arguments.collective_name, rule)
     if not is_known:

@@ -11,7 +11,7 @@ from collections import Counter
 from itertools import pairwise
 
 from counterpoint.errors import TraceError, shown
-from counterpoint.traces.activity import GpuOperation, KinetoTrace
+from counterpoint.traces.activity import ActivityTrace, GpuOperation
 from counterpoint.value import Value, require
 
 LEAST_COVERAGE = 0.6
@@ -35,7 +35,7 @@ class TracedSteps(Value, frozen=True, kw_only=True):
         return self.steps[self.steady]
 
 
-def divide_into_steps(trace: KinetoTrace) -> TracedSteps:
+def divide_into_steps(trace: ActivityTrace) -> TracedSteps:
     """Divide a trace into steps and choose the steady one. Raises `TraceError` if no step holds an operation."""
     steps, notes = _steps_by_annotation(trace) if trace.step_windows else _steps_by_repetition(trace)
     steps = [step for step in steps if step]
@@ -96,7 +96,7 @@ def check_streams(path: str, operations: tuple[GpuOperation, ...]) -> tuple[str,
     return (f"{early} kernels start before their predecessor on the stream has ended (dependent launch).",) if early else ()
 
 
-def _steps_by_annotation(trace: KinetoTrace) -> tuple[list[list[int]], list[str]]:
+def _steps_by_annotation(trace: ActivityTrace) -> tuple[list[list[int]], list[str]]:
     """Operations by the annotation in which the host launched them."""
     starts = [start for start, _ in trace.step_windows]
     steps: list[list[int]] = [[] for _ in starts]
@@ -119,7 +119,7 @@ def _steps_by_annotation(trace: KinetoTrace) -> tuple[list[list[int]], list[str]
     return steps, notes
 
 
-def _steps_by_repetition(trace: KinetoTrace) -> tuple[list[list[int]], list[str]]:
+def _steps_by_repetition(trace: ActivityTrace) -> tuple[list[list[int]], list[str]]:
     """Operations by the repeating sequence of their names, or all of them as one step."""
     names = [operation.name for operation in trace.operations]
     first, period, repeats = find_repetition(names)

@@ -9,16 +9,18 @@ from pathlib import Path
 from counterpoint.errors import CounterpointError, TraceError, require_kind
 from counterpoint.step import Dependency, OperationKind, Step
 from counterpoint.timeline import Interval, Timeline
-from counterpoint.traces.activity import GpuOperation, KinetoTrace
+from counterpoint.traces.activity import ActivityTrace, GpuOperation
 from counterpoint.traces.classify import is_communication
 from counterpoint.traces.dependencies import Dependencies, find_dependencies
+from counterpoint.traces.formats import SUFFIXES, read_activity
 from counterpoint.traces.issue import LAUNCH_BOUND_SHARE, IssueTimes, find_issue_times
-from counterpoint.traces.kineto import read_kineto
 from counterpoint.traces.lone_times import LoneTimes, find_lone_times
 from counterpoint.traces.operations import Timing, build_operations
 from counterpoint.traces.steady import check_streams, divide_into_steps
 from counterpoint.units import format_percent
 from counterpoint.value import Value
+
+LONGEST_FIRST = sorted(SUFFIXES, key=len, reverse=True)
 
 
 class TracedStep(Value, frozen=True, kw_only=True):
@@ -51,7 +53,7 @@ def read_trace(path: Path | str, *, rank: int | None = None) -> TracedStep:
 
 
 def _read(path: Path, rank: int | None) -> TracedStep:
-    trace = read_kineto(path)
+    trace = read_activity(path)
     early = check_streams(trace.path, trace.operations)
     steps = divide_into_steps(trace)
     operations = [trace.operations[index] for index in steps.steady_operations]
@@ -64,7 +66,7 @@ def _read(path: Path, rank: int | None) -> TracedStep:
         for lone_us, waits_for, issued_us in zip(lone.lone_us, inside, issue.issued_us, strict=True)
     ]
     built = build_operations(trace, steps.steady_operations, timings)
-    name = path.name.removesuffix(".gz").removesuffix(".json")
+    name = next((path.name[: -len(each)] for each in LONGEST_FIRST if path.name.lower().endswith(each)), path.name)
     step = Step(
         name=name,
         num_ranks=_num_ranks(trace, operations),
@@ -90,7 +92,7 @@ def _read(path: Path, rank: int | None) -> TracedStep:
     )
 
 
-def _num_ranks(trace: KinetoTrace, operations: list[GpuOperation]) -> int:
+def _num_ranks(trace: ActivityTrace, operations: list[GpuOperation]) -> int:
     """Ranks of the job: as the trace says, else the largest group of a collective."""
     if trace.world_size is not None:
         return trace.world_size
@@ -131,7 +133,7 @@ def _kind(operation: GpuOperation) -> OperationKind:
     return "computation" if operation.category == "kernel" else "copy"
 
 
-def _notes_on_file(trace: KinetoTrace, operations: list[GpuOperation]) -> list[str]:
+def _notes_on_file(trace: ActivityTrace, operations: list[GpuOperation]) -> list[str]:
     notes = []
     if trace.num_devices > 1:
         device = operations[0].arguments.device
@@ -156,7 +158,7 @@ def _notes_on_dependencies(dependencies: Dependencies, inside: list[tuple[Depend
     return [note]
 
 
-def _notes_on_times(trace: KinetoTrace, lone: LoneTimes, issue: IssueTimes) -> list[str]:
+def _notes_on_times(trace: ActivityTrace, lone: LoneTimes, issue: IssueTimes) -> list[str]:
     notes = []
     if issue.late_share > LAUNCH_BOUND_SHARE:
         notes.append(f"The host is late for {format_percent(issue.late_share)} of the step: launch-bound.")

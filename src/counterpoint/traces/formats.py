@@ -1,0 +1,62 @@
+"""Formats of traces: one line each. A file is read by the first format that knows its content, whatever the file is called.
+
+A format turns the bytes of a file into an `ActivityTrace`; all that follows, from steps to dependencies and lone times, is
+the same for every format. A new format is a module beside `kineto.py` and a line in `FORMATS`.
+"""
+
+import os
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+
+from counterpoint.errors import TraceError
+from counterpoint.files import GZIP_MAGIC, MAX_TRACE_BYTES, PIECE_BYTES, read_limited
+from counterpoint.traces import kineto
+from counterpoint.traces.activity import ActivityTrace
+from counterpoint.value import Value, require
+
+HEAD_BYTES = 4096  # enough to know a format by
+
+
+class TraceFormat(Value, frozen=True, kw_only=True):
+    """`knows` tells by the first bytes, unpacked; `decode` takes the path, for its messages, and all bytes, unpacked.
+
+    `suffixes` are those that files of this format usually have, in lower case.
+    """
+
+    name: str
+    suffixes: tuple[str, ...]
+    knows: Callable[[bytes], bool]
+    decode: Callable[[Path, bytearray], ActivityTrace]
+
+
+FORMATS = (TraceFormat(name="torch.profiler", suffixes=(".json", ".json.gz"), knows=kineto.knows, decode=kineto.decode),)
+SUFFIXES = tuple(suffix for each in FORMATS for suffix in each.suffixes)
+SUFFIXES_IN_WORDS = ", ".join(SUFFIXES)
+
+
+def read_activity(path: Path) -> ActivityTrace:
+    """Read a trace, packed by gzip or not. Raises `TraceError` for a file that is none, or holds no GPU activity."""
+    raw = read_limited(path, TraceError, f"give a {' or '.join(SUFFIXES)} file", most=MAX_TRACE_BYTES, is_unpacked=True)
+    head = bytes(raw[:HEAD_BYTES])
+    is_empty = not raw[:PIECE_BYTES].strip()
+    require(not is_empty, TraceError, f"{path} is empty; profile again and let the profiler finish writing.")
+    named = [each for each in FORMATS if path.name.lower().endswith(each.suffixes)]
+    known = [each for each in FORMATS if each.knows(head)]
+    return next(iter([*known, *named, *FORMATS])).decode(path, raw)
+
+
+def is_trace(source: str) -> bool:
+    """Whether this names a trace: by its suffix, or a file that one of the formats knows by its content."""
+    if source.lower().endswith(SUFFIXES):
+        return True
+    if not os.path.isfile(source):
+        return False
+    try:
+        with open(source, "rb") as file:
+            head = file.read(HEAD_BYTES)
+        if head.startswith(GZIP_MAGIC):
+            head = zlib.decompressobj(wbits=31).decompress(head, HEAD_BYTES)
+    except (OSError, zlib.error):
+        return False
+    return any(each.knows(head) for each in FORMATS)
