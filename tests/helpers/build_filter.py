@@ -64,13 +64,13 @@ def build_for_hip(folder: Path) -> Built:
     compile_c(folder, "-shared", "-fPIC", soname, "-o", "libamdhip64.so.6", str(HELPERS / "hip_double.c"), "-ldl")
     (folder / "libamdhip64.so").symlink_to("libamdhip64.so.6")
     compile_c(folder, "-o", "client", str(HELPERS / "hip_client.c"), "-L.", "-lamdhip64", "-Wl,-rpath,$ORIGIN", "-ldl")
-    return Built(folder=folder, client=folder / "client", preload=build_filter(folder))
+    return Built(folder=folder, client=folder / "client", preload=build_filter(folder, with_amd=True))
 
 
-def build_filter(folder: Path) -> Path:
+def build_filter(folder: Path, *, with_amd: bool = False) -> Path:
     """The filter as it is shipped."""
     library = folder / "filter.so"
-    command = build_command(COMPILER, c_sources(), library)
+    command = build_command(COMPILER, c_sources(with_amd=with_amd), library)
     ended = subprocess.run(
         [*command, "-Werror"], cwd=HOLD_PTX.parent, capture_output=True, text=True, check=False, timeout=120
     )
