@@ -1,8 +1,8 @@
 """The launch filter as a file to preload: built from its C sources on first use, and kept.
 
 Building needs a C compiler and no CUDA. The library lies in the cache folder under a name that changes with the sources, the
-machine and the C library. Every process of a job runs its code, so only this user or root may own it or the folder, and nobody
-else may write to either. The file ends in a digest of the rest: one that was damaged is built again.
+machine and the C library. Every process of a job runs its code, so only this user or root may own it or the folder, and
+nobody else may write to either. The file ends in a digest of the rest: one that was damaged is built again.
 
 The part for AMD is experimental, has never run on AMD hardware, and is built on request only.
 """
