@@ -1,9 +1,9 @@
-"""Randomised launches before a double of the driver: no launch may fail under the filter that would have succeeded without it.
+"""Randomised launches before a double of the driver: none may fail under the filter that would have succeeded without it.
 
-A program (`filter_campaign.c`) launches from several threads, sets, reads and lowers limits, unloads and loads modules, forks,
-and opens libraries whose constructors launch, while tables of random rules are swapped from outside. It knows which of its launches must
-succeed and counts those that fail: 0 is required. A shorter part runs under AddressSanitizer with
-UndefinedBehaviorSanitizer, and under ThreadSanitizer (without forks, which it does not follow). No GPU is used.
+A program (`filter_campaign.c`) launches from several threads, sets, reads and lowers limits, unloads and loads modules,
+forks, and opens libraries whose constructors launch, while tables of random rules are swapped from outside. It knows which
+of its launches must succeed and counts those that fail: 0 is required. A shorter part runs under AddressSanitizer with
+UndefinedBehaviorSanitizer, and one under ThreadSanitizer (without forks, which it does not follow). No GPU is used.
 """
 
 import argparse
@@ -24,7 +24,7 @@ from counterpoint.errors import LaunchFilterError
 from counterpoint.launch_filter.control_block import INITIAL_BLOCK, ControlBlock, FilterRule
 
 SOURCE = Path(__file__).with_name("filter_campaign.c")
-LAUNCHES, SANITIZED_LAUNCHES = 10_000_000, 300_000
+LAUNCHES, SANITIZED_LAUNCHES = 10_000_000, 1_500_000
 THREADS, FORKS, SANITIZED_FORKS = 4, 200, 10
 SWAP_EVERY_S = 0.004
 LIMIT_S = 900

@@ -1,7 +1,6 @@
 """The campaign of randomised launches, in small: no launch fails that would have succeeded without the filter."""
 
 import pytest
-
 from benchmarks.filter_campaign import Part, run
 
 
