@@ -8,6 +8,7 @@ from pathlib import Path
 from counterpoint.launch_filter.library import HOLD_PTX, SOURCES, VERSIONS, build_command, c_sources
 
 HELPERS = Path(__file__).parent
+CLIENT = HELPERS / "filter_client.c"
 COMPILER = ["cc"]
 SANITIZERS = {
     "address": ("-fsanitize=address,undefined", "-fno-sanitize-recover=all"),
@@ -50,11 +51,11 @@ def build_double(folder: Path, *flags: str) -> None:
     (folder / "libcuda.so").symlink_to("libcuda.so.1")
 
 
-def build_preloaded(folder: Path) -> Built:
+def build_preloaded(folder: Path, *, client: Path = CLIENT) -> Built:
     """The filter as it is shipped, and a client that knows nothing of it."""
     build_double(folder)
     linked = ("-L.", "-lcuda", "-Wl,-rpath,$ORIGIN", "-pthread", "-ldl")
-    compile_c(folder, "-o", "client", str(HELPERS / "filter_client.c"), *linked)
+    compile_c(folder, "-o", "client", str(client), *linked)
     return Built(folder=folder, client=folder / "client", preload=build_filter(folder))
 
 
@@ -64,13 +65,13 @@ def build_for_hip(folder: Path) -> Built:
     compile_c(folder, "-shared", "-fPIC", soname, "-o", "libamdhip64.so.6", str(HELPERS / "hip_double.c"), "-ldl")
     (folder / "libamdhip64.so").symlink_to("libamdhip64.so.6")
     compile_c(folder, "-o", "client", str(HELPERS / "hip_client.c"), "-L.", "-lamdhip64", "-Wl,-rpath,$ORIGIN", "-ldl")
-    return Built(folder=folder, client=folder / "client", preload=build_filter(folder))
+    return Built(folder=folder, client=folder / "client", preload=build_filter(folder, with_amd=True))
 
 
-def build_filter(folder: Path) -> Path:
+def build_filter(folder: Path, *, with_amd: bool = False) -> Path:
     """The filter as it is shipped."""
     library = folder / "filter.so"
-    command = build_command(COMPILER, c_sources(), library)
+    command = build_command(COMPILER, c_sources(with_amd=with_amd), library)
     ended = subprocess.run(
         [*command, "-Werror"], cwd=HOLD_PTX.parent, capture_output=True, text=True, check=False, timeout=120
     )
@@ -78,7 +79,7 @@ def build_filter(folder: Path) -> Path:
     return library
 
 
-def build_sanitized(folder: Path, sanitizer: str) -> Built:
+def build_sanitized(folder: Path, sanitizer: str, *, client: Path = CLIENT) -> Built:
     """The filter linked into the client, all but its look-ups under a sanitizer.
 
     A sanitizer's own start calls dlsym, which is the filter's, before the sanitizer can watch anything.
@@ -92,9 +93,8 @@ def build_sanitized(folder: Path, sanitizer: str) -> Built:
         common = ("-std=c11", "-fPIC", "-fvisibility=hidden", f'-DHOLD_PTX="{HOLD_PTX.name}"')
         compile_c(folder, *watched, *common, "-c", "-o", str(target), str(source), cwd=HOLD_PTX.parent)
         objects.append(str(target))
-    client = str(HELPERS / "filter_client.c")
     linked = ("-L.", "-lcuda", "-Wl,-rpath,$ORIGIN", "-pthread", "-ldl", "-rdynamic", f"-Wl,--version-script={VERSIONS}")
-    compile_c(folder, *flags, "-DFILTER_LINKED_IN", f"-I{SOURCES}", "-o", "client", client, *objects, *linked)
+    compile_c(folder, *flags, "-DFILTER_LINKED_IN", f"-I{SOURCES}", "-o", "client", str(client), *objects, *linked)
     return Built(folder=folder, client=folder / "client", preload=None)
 
 

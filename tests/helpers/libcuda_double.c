@@ -59,6 +59,12 @@ static int any_capturing(void) {
     return -1;
 }
 
+static void lock_before_fork(void) { pthread_mutex_lock(&lock); }
+static void unlock_after_fork(void) { pthread_mutex_unlock(&lock); }
+__attribute__((constructor)) static void watch_forks(void) {
+    pthread_atfork(lock_before_fork, unlock_after_fork, unlock_after_fork);
+}
+
 // --- what tests set up and read -------------------------------------------------------------------------------------------------
 
 EXPORT void *double_make(const char *name, int static_bytes, int registers, int is_kernel) {

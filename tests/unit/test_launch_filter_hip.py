@@ -1,12 +1,13 @@
-"""The launch filter before a double of HIP: it has not run on AMD hardware, and these tests say nothing of that hardware."""
+"""The experimental filter for AMD before a double of HIP: never run on AMD hardware, of which these tests say nothing."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from counterpoint.launch_filter.control_block import FilterRule
-from helpers.build_filter import Built, build_for_hip
-from helpers.filter_session import Session, run_directory
+from helpers.build_filter import Built, build_filter, build_for_hip
+from helpers.filter_session import Session, blocks_in, run_directory
 
 STUB_APIS = ("hipLaunchKernel", "hipLaunchKernel_spt", "hipExtLaunchKernel", "hipLaunchKernelExC")
 FUNCTION_APIS = ("hipModuleLaunchKernel", "hipExtModuleLaunchKernel", "hipDrvLaunchKernelEx")
@@ -46,6 +47,27 @@ def test_every_entry_point_gets_the_cap(built: Built, tmp_path: Path, route: str
             100,
             64,
         )
+
+
+def test_it_says_once_that_it_is_experimental(built: Built, tmp_path: Path) -> None:
+    with Session(built, run_directory(tmp_path, CAP)) as client:
+        client.ask("find dlsym")
+        client.ask("make capped 0 stub")
+        for _ in range(2):
+            client.ask("launch hipLaunchKernel capped 0")
+    assert (
+        client.stderr == "counterpoint: the launch filter for AMD GPUs is experimental: it has never run on AMD hardware.\n"
+    )
+
+
+def test_the_usual_build_leaves_launches_on_amd_alone(built: Built, tmp_path: Path) -> None:
+    usual = replace(built, preload=build_filter(tmp_path))
+    with Session(usual, run_directory(tmp_path, CAP)) as client:
+        client.ask("find dlsym")
+        client.ask("make capped 0 stub")
+        assert client.ask("launch hipLaunchKernel capped 5")[0].startswith("reached hipLaunchKernel capped shared=5 ")
+    assert client.stderr == ""
+    assert blocks_in(tmp_path / "run") == []
 
 
 @pytest.mark.parametrize("api", [*STUB_APIS, *FUNCTION_APIS, *COOPERATIVE_APIS])

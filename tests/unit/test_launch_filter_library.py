@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from counterpoint.errors import LaunchFilterError
+from counterpoint.errors import CounterpointError, LaunchFilterError
 from counterpoint.launch_filter import library
 from counterpoint.launch_filter.executable import check_command
 from counterpoint.launch_filter.library import filter_library
@@ -56,6 +56,126 @@ def test_it_asks_for_nothing_but_the_c_library() -> None:
     assert set(needed) <= {"libc.so.6", "libdl.so.2", "libpthread.so.0", "ld-linux-x86-64.so.2", "ld-linux-aarch64.so.1"}
 
 
+def mode(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+@pytest.mark.parametrize("umask", [0o000, 0o002, 0o022, 0o777])
+def test_what_is_kept_is_this_users_alone_whatever_the_umask(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, umask: int
+) -> None:
+    folder = cache / "two" / "deep"
+    monkeypatch.setenv("COUNTERPOINT_CACHE_DIR", str(folder))
+    before = os.umask(umask)
+    try:
+        path = filter_library()
+    finally:
+        os.umask(before)
+    assert [mode(each) for each in (path, folder, folder.parent, cache)] == [0o600, 0o700, 0o700, 0o700]
+
+
+@pytest.mark.parametrize("wrong", [0o770, 0o707, 0o777])
+def test_a_folder_that_others_may_write_to_is_refused(cache: Path, wrong: int) -> None:
+    filter_library()
+    cache.chmod(wrong)
+    with pytest.raises(LaunchFilterError, match=rf"where others may write \(owner \d+, mode {wrong:o}\)") as raised:
+        filter_library()
+    assert "\n" not in str(raised.value)
+
+
+def test_a_folder_of_another_user_is_refused_and_roots_is_not(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = filter_library()
+    owner = cache.stat().st_uid
+    monkeypatch.setattr("os.geteuid", lambda: owner + 1)
+    if owner == 0:
+        assert filter_library() == path
+        if os.getuid() == 0:
+            os.chown(cache, 54321, -1)
+    with pytest.raises(LaunchFilterError, match="where others may write"):
+        filter_library()
+
+
+PLANTED = b"\x7fELF planted"
+
+
+def plant(path: Path, how: str) -> None:
+    """Something else under the library's name."""
+    content = path.read_bytes()
+    path.unlink()
+    if how == "link":
+        (path.parent / "elsewhere").write_bytes(content)
+        path.symlink_to("elsewhere")
+    elif how == "writable":
+        path.write_bytes(content)
+        path.chmod(0o666)
+    elif how == "pipe":
+        os.mkfifo(path)
+    else:
+        path.write_bytes(
+            {"empty": b"", "planted": PLANTED, "short": content[:-1], "flipped": content[:-99] + bytes(99)}[how]
+        )
+
+
+@pytest.mark.parametrize("how", ["empty", "short", "flipped", "planted", "writable", "link", "pipe"])
+def test_a_library_that_is_damaged_or_may_be_anothers_is_built_again(cache: Path, how: str) -> None:
+    path = filter_library()
+    whole = path.read_bytes()
+    plant(path, how)
+    assert filter_library() == path
+    assert path.read_bytes() == whole
+    assert not path.is_symlink()
+    assert mode(path) == 0o600
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="needs to give a file to another user")
+def test_a_library_of_another_user_is_built_again(cache: Path) -> None:
+    path = filter_library()
+    os.chown(path, 54321, -1)
+    assert filter_library() == path
+    assert path.stat().st_uid == 0
+
+
+def test_a_relative_folder_is_the_same_from_everywhere(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COUNTERPOINT_CACHE_DIR", "cache")
+    assert filter_library().parent == cache
+
+
+@pytest.mark.parametrize("users", ["", "relative/cache"])
+def test_an_empty_or_relative_xdg_folder_is_as_if_it_were_not_set(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, users: str
+) -> None:
+    monkeypatch.delenv("COUNTERPOINT_CACHE_DIR")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("XDG_CACHE_HOME", users)
+    assert filter_library().parent == tmp_path / "home" / ".cache" / "counterpoint"
+    assert [path.name for path in tmp_path.iterdir()] == ["home"]
+
+
+def test_a_user_without_a_home_is_told_what_to_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("COUNTERPOINT_CACHE_DIR")
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", no_home)
+    with pytest.raises(CounterpointError, match=r"no home folder .*; set COUNTERPOINT_CACHE_DIR"):
+        filter_library()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "users"))
+    assert filter_library().parent == tmp_path / "users" / "counterpoint"
+
+
+def test_the_part_for_amd_is_built_on_request_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    usual = filter_library()
+    assert "hip.c" not in {path.name for path in library.c_sources()}
+    assert b"hipLaunchKernel" not in usual.read_bytes()
+    monkeypatch.setenv("COUNTERPOINT_EXPERIMENTAL_AMD", "1")
+    experimental = filter_library()
+    assert experimental != usual
+    assert b"hipLaunchKernel" in experimental.read_bytes()
+
+
 def test_another_compiler_or_a_changed_source_is_another_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = library._fingerprint()
     monkeypatch.setenv("CC", "gcc -m64")
@@ -64,7 +184,7 @@ def test_another_compiler_or_a_changed_source_is_another_library(tmp_path: Path,
     changed = tmp_path / "decide.c"
     changed.write_text("// changed\n")
     sources = [changed if path.name == changed.name else path for path in library.c_sources()]
-    monkeypatch.setattr(library, "c_sources", lambda: sources)
+    monkeypatch.setattr(library, "c_sources", lambda **_: sources)
     assert library._fingerprint() != first
 
 
@@ -73,6 +193,8 @@ def test_another_compiler_or_a_changed_source_is_another_library(tmp_path: Path,
     [
         (None, "none of cc, gcc, clang was found. Install one"),
         ("no-such-compiler -O2", "CC names 'no-such-compiler', which was not found. Install one"),
+        ("'x", r"CC is no command .* No closing quotation\. Correct it"),
+        ("true", "'/.*true' ended well but made no library, so it is no C compiler"),
         ("false", "could not be built with '/.*false', which says: nothing"),
     ],
 )
@@ -92,7 +214,7 @@ def test_without_a_compiler_there_is_one_line(
 def test_a_compilers_complaint_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     broken = tmp_path / "broken.c"
     broken.write_text("int broken(void) { return missing; }\n")
-    monkeypatch.setattr(library, "c_sources", lambda: [broken])
+    monkeypatch.setattr(library, "c_sources", lambda **_: [broken])
     with pytest.raises(LaunchFilterError, match=r"which says: .*error: .missing. undeclared"):
         filter_library()
 

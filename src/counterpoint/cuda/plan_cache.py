@@ -10,6 +10,7 @@ from pathlib import Path
 
 import msgspec
 
+from counterpoint.errors import CounterpointError
 from counterpoint.plan import Plan, load_plan, save_plan
 from counterpoint.step import Step
 from counterpoint.value import Value
@@ -26,9 +27,20 @@ class Conditions(Value, frozen=True, kw_only=True):
 
 
 def cache_folder() -> Path:
-    """Where plans are kept."""
+    """Where plans are kept, as an absolute path. Raises `CounterpointError` where there is neither a setting nor a home."""
     chosen = os.environ.get("COUNTERPOINT_CACHE_DIR")
-    return Path(chosen) if chosen else Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "counterpoint"
+    if chosen:
+        return Path(os.path.abspath(chosen))  # a child of the job may have another working folder
+    users = os.environ.get("XDG_CACHE_HOME", "")
+    if os.path.isabs(users):  # empty or relative: as if it were not set, says the XDG specification
+        return Path(users) / "counterpoint"
+    try:
+        return Path.home() / ".cache" / "counterpoint"
+    except RuntimeError as problem:
+        raise CounterpointError(
+            "This user has no home folder (HOME is not set and there is no entry in the password file); "
+            "set COUNTERPOINT_CACHE_DIR to a folder of this user's."
+        ) from problem
 
 
 def plan_path(step: Step, conditions: Conditions) -> Path:

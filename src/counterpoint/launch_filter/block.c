@@ -29,7 +29,7 @@ static struct block_record *mapped_block;  // also in a forked child, where it i
 static bool is_watching_forks;
 static bool is_problem_told;
 
-static void tell(const char *text) {
+HIDDEN void say(const char *text) {
     char line[MAX_PROBLEM_BYTES + 32];
     const int size = snprintf(line, sizeof line, "counterpoint: %s\n", text);
     const ssize_t written = write(STDERR_FILENO, line, size < (int)sizeof line ? (size_t)size : sizeof line - 1);
@@ -38,7 +38,7 @@ static void tell(const char *text) {
 
 HIDDEN void report_problem(const char *text) {
     if (__atomic_exchange_n(&is_problem_told, true, __ATOMIC_ACQ_REL)) return;
-    tell(text);
+    say(text);
     struct block_record *block = LOAD(&filter_block);
     if (!block) return;
     const size_t size = strnlen(text, MAX_PROBLEM_BYTES);

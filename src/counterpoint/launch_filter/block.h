@@ -8,9 +8,9 @@
 #include <stdint.h>
 
 #define BLOCK_MAGIC 0x544E494F5043464CULL
-#define LAYOUT_VERSION 1
+#define LAYOUT_VERSION 2
 #define NUM_SLOTS 4
-#define MAX_RULES 128
+#define MAX_RULES 256
 #define PATTERN_POOL_BYTES 65536
 #define MAX_FUNCTIONS 4096
 #define MAX_NAME_BYTES 512

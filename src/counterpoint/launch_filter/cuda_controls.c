@@ -2,8 +2,9 @@
 // start. Nothing here launches for the user, and nothing here can make a launch of the user's fail.
 //
 // A cap raises MAX_DYNAMIC_SHARED_SIZE_BYTES and the carveout of the function, since the driver refuses more shared memory without the
-// first and freed room is not usable without the second (measured: co-residency with NCCL starts only with the carveout raised). The
-// limit is only ever raised; the carveout, which makes no launch fail, is put back. A head start is a kernel of one thread that waits, launched in the stream of a kernel that would race a collective.
+// first and freed room is not usable without the second (measured: co-residency with NCCL starts only with the carveout raised).
+// The limit is only ever raised; the carveout, which makes no launch fail, is put back. A head start is a kernel of one thread that
+// waits, launched in the stream of a kernel that would race a collective.
 #define _GNU_SOURCE
 #include <string.h>
 

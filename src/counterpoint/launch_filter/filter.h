@@ -7,7 +7,7 @@
 //   kernels.c  kernels by their handles: names, modules, the census
 //   decide.c   which kernel gets which controls: decided once per kernel and table, remembered, counted
 //   cuda.c     CUDA's entry points      cuda_controls.c   what the controls ask of the CUDA driver
-//   hip.c      HIP's entry points and controls; it has not run on AMD hardware
+//   hip.c      HIP's entry points and controls: experimental, never run on AMD hardware, built on request only (WITH_HIP)
 //
 // Memory rules. The hot path takes no lock: it reads words that others may write, all through the atomics below (gcc's, so that
 // plain structures of the mapped file can be read that way too). Everything else happens under one mutex, `filter_lock`, which
@@ -79,6 +79,7 @@ HIDDEN extern uint32_t filter_epoch;              // rises whenever handles of k
 
 HIDDEN bool filter_is_on(void);   // starts the filter of this process if need be
 HIDDEN void filter_started(void); // decide.c, under the mutex: forget everything that was known in another process
+HIDDEN void say(const char *text);             // one line on stderr
 HIDDEN void report_problem(const char *text);  // the first problem only: one line on stderr, and in the block
 HIDDEN void forget_handles(void);              // any kernel may have been freed: ask and decide again
 

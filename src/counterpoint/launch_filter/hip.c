@@ -1,4 +1,5 @@
-// HIP's entry points and controls, from the same table of rules. IT HAS NOT RUN ON AMD HARDWARE: it is tested against a double.
+// HIP's entry points and controls, from the same table of rules. EXPERIMENTAL, and built on request only: it has never run on AMD
+// hardware and is tested against a double.
 //
 // What differs from CUDA: a kernel is the address of its host stub, or a function of a module; raised dynamic shared memory needs no
 // attribute, up to 64 KiB for a workgroup; a launch has no priority of its own (streams get theirs when they are made, and ROCm ignores
@@ -33,9 +34,11 @@ static void enter(void) {  // the dynamic loader is asked with no lock held
     struct hip_functions found;
     HIP_FUNCTIONS(FIND)
     pthread_mutex_lock(&filter_lock);
-    if (!is_hip_complete) hip = found;
+    const bool is_first = !is_hip_complete;
+    if (is_first) hip = found;
     STORE(&is_hip_complete, true);
     pthread_mutex_unlock(&filter_lock);
+    if (is_first) say("the launch filter for AMD GPUs is experimental: it has never run on AMD hardware.");
 }
 
 static void leave(void) {}

@@ -7,9 +7,9 @@ both sides run on it.
 from ctypes import Structure, c_char, c_double, c_int32, c_int64, c_uint32, c_uint64
 
 MAGIC = 0x54_4E_49_4F_50_43_46_4C  # "LFCPOINT" read as a little-endian number
-LAYOUT_VERSION = 1
+LAYOUT_VERSION = 2
 NUM_SLOTS = 4
-MAX_RULES = 128
+MAX_RULES = 256  # a byte holds a rule's number
 PATTERN_POOL_BYTES = 65536
 MAX_FUNCTIONS = 4096
 MAX_NAME_BYTES = 512

@@ -102,7 +102,12 @@ static void find_real_dlsym(void) {
 
 // --- what we answer for -----------------------------------------------------------------------------------------------------------
 
-static const struct driver_library *const libraries[] = {&cuda_library, &hip_library};
+static const struct driver_library *const libraries[] = {
+    &cuda_library,
+#ifdef WITH_HIP
+    &hip_library,
+#endif
+};
 
 static struct entry_point *find_entry_point(const char *name, const struct driver_library **library) {
     if ((name[0] != 'c' || name[1] != 'u') && (name[0] != 'h' || name[1] != 'i')) return NULL;

@@ -13,18 +13,10 @@ from counterpoint.controls import Control, HeadStart, Priority, ResidencyCap
 from counterpoint.errors import PlanError
 from counterpoint.plan import Directive, Match, Plan, Refusal
 from counterpoint.step import Copy, OperationKind, Step
+from counterpoint.traces.classify import communication_patterns
 from counterpoint.units import format_count
 from counterpoint.value import Value, require
 
-# Kernels that communicate, as `traces/rules.toml` knows them; names that the driver reports and their demangled form.
-COMMUNICATION_PATTERNS = (
-    "nccl*Kernel*",  # NCCL and RCCL, generic, symmetric and send/receive
-    "*deep_ep::*",
-    "*symmetric_memory*::*_kernel*",  # torch's own collectives on symmetric memory
-    "*cross_device_reduce_?stage*",
-    "*nvshmem*",
-    "*mscclpp*",
-)
 NUM_SHOWN = 4  # operation numbers in a message; a plan may have hundreds
 
 
@@ -112,7 +104,7 @@ def translate(plan: Plan, step: Step | None = None) -> Translation:
         refusals.extend(part.refusals)
         remarks.extend(part.remarks)
     if any(rule.hold_us is not None or rule.kind is not None for rule in rules):
-        rules = [FilterRule(pattern=pattern, is_collective=True) for pattern in COMMUNICATION_PATTERNS] + rules
+        rules = [FilterRule(pattern=pattern, is_collective=True) for pattern in communication_patterns()] + rules
     return Translation(rules=tuple(rules), refusals=tuple(refusals), remarks=tuple(remarks))
 
 

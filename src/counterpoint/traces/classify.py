@@ -1,7 +1,8 @@
-"""What a kernel is, by its name: the rules of `rules.toml`, in order, the first that is found.
+"""What a kernel is, by its name: the rules of `rules.toml`, in order, the first that knows it.
 
 The module knows nothing of traces or times. The rules are data so that a new library is a few lines of TOML; each rule
-carries the source of its pattern.
+carries the source of its names. Which kernels communicate is said there and nowhere else: the launch filter takes the
+patterns that `communication_patterns` gives.
 """
 
 import re
@@ -24,10 +25,14 @@ COPY_DIRECTIONS: tuple[tuple[str, CopyDirection], ...] = (
 
 
 class Rule(Value, frozen=True, kw_only=True):
-    """One rule: a pattern on the kernel name and what a kernel of that name is."""
+    """One rule: which kernel names, and what a kernel of such a name is.
 
-    pattern: str
+    One of `names` fits the whole name (`*` and `?` as in a shell), or `pattern`, a regular expression, is found in it.
+    """
+
     source: str
+    names: tuple[str, ...] = ()
+    pattern: str = ""
     kind: str = "computation"
     library: str = ""
     collective: CollectiveKind = "send_recv"
@@ -53,7 +58,7 @@ class RuleTable(Value, frozen=True, kw_only=True):
     dtype_bytes: dict[str, int]
 
 
-UNKNOWN = Rule(pattern="", source="no rule knows the name")
+UNKNOWN = Rule(source="no rule knows the name")
 
 
 @cache
@@ -62,13 +67,39 @@ def load_rules() -> RuleTable:
     return read_shipped("traces/rules.toml", RuleTable, TraceError)
 
 
+@cache
+def communication_patterns() -> tuple[str, ...]:
+    """The names of all kernels that communicate, in the launch filter's words; none that another one covers."""
+    names = tuple(dict.fromkeys(name for rule in load_rules().rule if rule.kind == "communication" for name in rule.names))
+    return tuple(name for name in names if not any(other != name and _covers(other, name) for other in names))
+
+
 @lru_cache(maxsize=4096)
 def classify_kernel(name: str) -> Rule:
-    """The first rule whose pattern is found in `name`; a rule of character "other" if none is."""
-    for rule in load_rules().rule:
-        if re.search(rule.pattern, name):
+    """The first rule that knows `name`; a rule of character "other" if none does."""
+    for rule, expression in _compiled_rules():
+        if expression.search(name):
             return rule
     return UNKNOWN
+
+
+@cache
+def _compiled_rules() -> tuple[tuple[Rule, re.Pattern[str]], ...]:
+    return tuple(
+        (rule, re.compile("|".join(filter(None, (*map(_whole, rule.names), rule.pattern))))) for rule in load_rules().rule
+    )
+
+
+def _whole(pattern: str) -> str:
+    """A shell pattern as a regular expression for the whole name."""
+    words = "".join({"*": ".*", "?": "."}.get(letter, re.escape(letter)) for letter in pattern)
+    return rf"\A(?s:{words})\Z"
+
+
+def _covers(wide: str, narrow: str) -> bool:
+    """Whether every name that fits `narrow` fits `wide`: then `wide` fits `narrow` itself, its stars taken as letters."""
+    words = "".join({"*": ".*", "?": "[^*]"}.get(letter, re.escape(letter)) for letter in wide)
+    return re.fullmatch(words, narrow) is not None
 
 
 def ctas_per_cluster(rule: Rule, compute_major: int, num_ctas: int) -> int:
