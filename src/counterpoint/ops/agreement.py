@@ -108,8 +108,8 @@ class Agreement:
         raise OperatorError(problem)
 
     def overheard(self) -> str:
-        """Why a call that this rank is in will not end, because another rank refused it; nothing where none did. From then on
-        the group is out of step."""
+        """Why a call that this rank is in will not end, because another rank refused it; nothing where none did. The group
+        is out of step from then on."""
         with suppress(RuntimeError):
             if not self._never_ends and self._store.check([REFUSED]):
                 refused = msgspec.json.decode(self._store.get(REFUSED), type=RefusedCall)
