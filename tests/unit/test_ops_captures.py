@@ -84,7 +84,7 @@ def test_a_call_that_is_wrong_is_refused_in_a_capture_without_asking_the_other_r
     call(4)
     capture.is_on = True
     found = runtime.runtime_of(dist.group.WORLD.group_name, CPU)
-    monkeypatch.setattr(found._agreement, "compare", lambda proposal: pytest.fail("the host waits for others in a capture"))
+    monkeypatch.setattr(found.agreement, "refuse", lambda problem: pytest.fail("the host waits for others in a capture"))
     with pytest.raises(OperatorError, match="operands of one type"):
         ops.all_gather_matmul(torch.ones(4, 3), torch.ones(3, 2).double())
 

@@ -101,6 +101,9 @@ def test_there_are_never_more_than_the_limit_and_only_what_was_recorded_is_repla
         ("CUDA_DEVICE_MAX_CONNECTIONS", "8", True),
         ("CUDA_DEVICE_MAX_CONNECTIONS", "32", True),
         ("CUDA_DEVICE_MAX_CONNECTIONS", "1", False),
+        ("CUDA_DEVICE_MAX_CONNECTIONS", " 1", False),
+        ("CUDA_DEVICE_MAX_CONNECTIONS", "+2", False),
+        ("CUDA_DEVICE_MAX_CONNECTIONS", "4 # as Megatron has it", False),
         ("CUDA_DEVICE_MAX_CONNECTIONS", "", True),
         ("CUDA_DEVICE_MAX_CONNECTIONS", "many", True),
         ("COUNTERPOINT_RECORDINGS", "0", False),
@@ -280,3 +283,13 @@ def test_a_capture_that_fails_leaves_torch_as_it_was_and_the_next_one_works(gpu:
     assert gpu.log[-1] == "current waits for ours"
     gpu.cannot.clear()
     assert capture(stream, lambda: None).pool() is capture(stream, lambda: None).pool()
+
+
+def test_calls_of_a_schedule_that_goes_are_forgotten_and_no_others(few: Recordings) -> None:
+    for _ in range(SIGHTINGS_BEFORE + 1):
+        for key in (("goes", 1), ("stays", 1)):
+            call(few, key)
+    call(few, ("goes", 2))
+    few.forget(["goes"])
+    assert [call(few, key) for key in (("goes", 1), ("stays", 1))] == ["issued", "replayed"]
+    assert len(few) == 1

@@ -10,15 +10,17 @@ so a job that patches `torch.cuda.CUDAGraph` finds its own graphs and none of th
 """
 
 import os
+import re
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
 from functools import cache
-from typing import final
+from typing import Any, final
 
 import torch
 from torch._C import _CUDAGraph as Graph
 
+Key = tuple[Hashable, ...]  # a schedule, and what else decides what a call issues
 Pool = tuple[int, int]  # torch's number of a memory pool
 
 MAX_RECORDINGS = 1024  # of one group: 32 layers with 4 linears, forward and backward, are 256
@@ -32,15 +34,20 @@ LEAST_CONNECTIONS = 8  # CUDA's default; branches of a graph that wait for other
 
 def is_possible() -> bool:
     """Whether calls may be recorded in this process."""
-    connections = os.environ.get(CONNECTIONS, "")
     return (
         os.environ.get(SWITCH) != "0"
-        and not (connections.isdecimal() and int(connections) < LEAST_CONNECTIONS)
+        and _num_connections() >= LEAST_CONNECTIONS
         # memory taken in a capture is to stay what it is: without a cache it is given back at once, and cudaMallocAsync
         # makes it part of that one graph, while the next would use it, too
         and UNCACHED not in os.environ
         and torch.cuda.get_allocator_backend() == "native"
     )
+
+
+def _num_connections() -> int:
+    """How many hardware queues the process has, as CUDA reads its variable: by the number that it begins with."""
+    found = re.match(r"\s*\+?(\d+)", os.environ.get(CONNECTIONS, ""))
+    return int(found[1]) if found else LEAST_CONNECTIONS
 
 
 @final
@@ -49,15 +56,15 @@ class Recordings:
 
     def __init__(self, *, is_enabled: bool) -> None:
         self.is_enabled = is_enabled
-        self._graphs: OrderedDict[Hashable, Graph] = OrderedDict()  # least recently replayed first
-        self._last_call: dict[Hashable, int] = {}
-        self._sightings: OrderedDict[Hashable, int] = OrderedDict()  # of calls that are not recorded
+        self._graphs: OrderedDict[Key, Graph] = OrderedDict()  # least recently replayed first
+        self._last_call: dict[Key, int] = {}
+        self._sightings: OrderedDict[Key, int] = OrderedDict()  # of calls that are not recorded
         self._num_calls = 0
 
     def __len__(self) -> int:
         return len(self._graphs)
 
-    def find(self, key: Hashable) -> Graph | None:
+    def find(self, key: Key) -> Graph | None:
         """The recording of a call, or None."""
         self._num_calls += 1
         graph = self._graphs.get(key)
@@ -66,7 +73,7 @@ class Recordings:
             self._last_call[key] = self._num_calls
         return graph
 
-    def is_due(self, key: Hashable) -> bool:
+    def is_due(self, key: Key) -> bool:
         """Whether a call that has no recording, now seen once more, has come often enough, and there is room."""
         seen = self._sightings.pop(key, 0)
         if seen >= SIGHTINGS_BEFORE and self._has_room():
@@ -76,10 +83,17 @@ class Recordings:
             self._sightings.popitem(last=False)
         return False
 
-    def keep(self, key: Hashable, graph: Graph) -> None:
+    def keep(self, key: Key, graph: Graph) -> None:
         """Have this recording for this call from now on."""
         self._graphs[key] = graph
         self._last_call[key] = self._num_calls
+
+    def forget(self, schedules: Sequence[Hashable]) -> None:
+        """Forget the calls of these schedules, which are the first of their keys; graphs in flight end first."""
+        of_these: list[OrderedDict[Key, Any] | dict[Key, Any]] = [self._graphs, self._last_call, self._sightings]
+        for entries in of_these:
+            for key in [key for key in entries if key[0] in schedules]:
+                del entries[key]
 
     def clear(self) -> None:
         """Forget all; graphs in flight end first."""

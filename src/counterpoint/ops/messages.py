@@ -38,11 +38,11 @@ class Messages(AbstractTransport):
         self._prepared.append(prepared)
         return prepared
 
-    def forget(self, prepared: Sequence[AbstractPrepared]) -> None:
+    def forget(self, prepared: Sequence[AbstractPrepared], *, keeps_memory: bool = False) -> None:
         """See `AbstractTransport.forget`."""
         self._prepared = [each for each in self._prepared if each not in prepared]
         needed = max((each.num_bytes for each in self._prepared), default=0)
-        if self.memory.numel() > needed:
+        if self.memory.numel() > needed and not keeps_memory:
             self.memory = torch.empty(needed, dtype=torch.uint8)
 
     def num_symmetric_bytes(self) -> int:

@@ -134,7 +134,7 @@ class PreparedCopies(AbstractPrepared):
             LOGGER.warning("Operators are issued call by call: recording one as a CUDA graph failed (%s).", reason)
             return None
 
-    def _key(self, operands: Tensors, weights: Weights) -> Hashable:
+    def _key(self, operands: Tensors, weights: Weights) -> tuple[Hashable, ...]:
         """All that decides what a call issues: addresses, strides, and torch's settings for half-precision matmuls. The
         schedule stands for shapes and type."""
         return (
@@ -142,6 +142,7 @@ class PreparedCopies(AbstractPrepared):
             *((tensor.data_ptr(), tensor.stride()) for tensor in (*weights, *operands.values())),
             *(weight.shape for weight in weights[1:]),  # how columns are divided among several
             half_precision_settings(),
+            torch._C._cuda_tunableop_is_enabled(),  # builds for CPUs lack it
         )
 
     def _call(
@@ -238,7 +239,8 @@ class PreparedCopies(AbstractPrepared):
         return copy_to_peer(step.action.stream, to, (source.buffer, offset, num_bytes))
 
     def _takes(self, name: str, flags: Sequence[Flag]) -> list[Issue]:
-        return take_flags(name, [self._shared.flags.own(flag.number, flag.peer) for flag in flags])
+        own = [self._shared.flags.own(flag.number, flag.peer) for flag in flags]
+        return take_flags(name, own, is_flushing=self._shared.flags.is_flushing)
 
     def _raises(self, name: str, flags: Sequence[Flag]) -> list[Issue]:
         return raise_flags(name, [self._shared.flags.of_peer(flag.number, flag.peer) for flag in flags])

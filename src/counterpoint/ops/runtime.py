@@ -6,10 +6,9 @@ plan in force, else `schedule/heuristic.py`), prepares and allocates; later call
 `release()`.
 """
 
-import socket
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from functools import cache
-from importlib.util import find_spec
 from typing import NoReturn, TypeAlias, final
 
 import msgspec
@@ -17,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from counterpoint.errors import INSTALL, OperatorError, ScheduleError
+from counterpoint.errors import OperatorError, ScheduleError
 from counterpoint.machine import Machine, load_machine, machine_for_device
 from counterpoint.ops.agreement import Agreement, CallNotice
 from counterpoint.ops.captures import is_capturing, refuse_in_capture
@@ -26,6 +25,7 @@ from counterpoint.ops.lane import AbstractLane
 from counterpoint.ops.message_lane import MessageLane
 from counterpoint.ops.message_watchdog import MessageWatchdog
 from counterpoint.ops.messages import Messages
+from counterpoint.ops.peer_access import obstacle_on, whereabouts
 from counterpoint.ops.plan_in_force import Choice, plan_in_force
 from counterpoint.ops.transport import AbstractPrepared, AbstractTransport
 from counterpoint.schedule import SEQUENTIAL, Problem, ScheduleDescription, backward_description, make_schedule
@@ -34,6 +34,8 @@ from counterpoint.schedule.heuristic import Pick, pick_schedule
 from counterpoint.units import format_count
 
 DEFAULT_MACHINE = "h200"
+MAX_SCHEDULES = 256  # of one group; each holds CUDA events, and a model has a few shapes
+NUM_EVICTED = 64  # at once, because it waits for the GPU
 DEVICE_TYPES = ("cpu", "cuda")
 Group: TypeAlias = dist.ProcessGroup
 
@@ -88,7 +90,7 @@ class Runtime:
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self.group, self.device = group, device
-        self.plans: dict[Request, PickedSchedule] = {}
+        self.plans: OrderedDict[Request, PickedSchedule] = OrderedDict()  # an LRU cache: the one called longest ago is first
         self.requests: dict[Request, None] = {}  # that named no schedule, in the order of first calls
         self._prepared: dict[tuple[Request, ScheduleDescription], AbstractPrepared] = {}
         self._lanes: dict[str, AbstractLane] = {}
@@ -101,7 +103,10 @@ class Runtime:
         """The plan for a request, made with the other ranks when it is first asked for; it may be to run `sequential`."""
         self.agreement.num_calls += 1
         found = self.plans.get(request)
-        return found if found is not None else self._make(request, sequential)
+        if found is None:
+            return self._make(request, sequential)
+        self.plans.move_to_end(request)
+        return found
 
     def refuse(self, problem: str) -> NoReturn:
         """Tell the other ranks of a call that cannot be made, so that none waits for it; raises `OperatorError` at once."""
@@ -120,6 +125,7 @@ class Runtime:
             self._refuse_counted(f"{request.operation}: {refusal}")
         refuse_in_capture(request.words(), self.device)
         choice = self._agree(request)
+        self._make_room()
         try:
             pick = self._pick(request, problem, choice)
             plan = self.plans[request] = PickedSchedule(pick, self._prepared_once(request, pick.description, sequential))
@@ -132,6 +138,21 @@ class Runtime:
         if not request.schedule:
             self.requests[request] = None
         return plan
+
+    def _make_room(self) -> None:
+        """Evict the shapes that were called longest ago. All ranks evict the same in the same call, for all make the same
+        calls in the same order."""
+        if max(len(self.plans), len(self._prepared)) < MAX_SCHEDULES:
+            return
+        for _ in range(min(NUM_EVICTED, len(self.plans))):
+            request, _plan = self.plans.popitem(last=False)
+            self.requests.pop(request, None)
+        in_use = {plan.prepared for plan in self.plans.values()}
+        gone = {key: prepared for key, prepared in self._prepared.items() if prepared not in in_use}
+        for key in gone:
+            del self._prepared[key]
+        if self.transport is not None:
+            self.transport.forget(list(gone.values()), keeps_memory=True)
 
     def _agree(self, request: Request) -> Choice | None:
         """Compare notes with the other ranks; returns what the plan in force says, unless the call names a schedule."""
@@ -177,7 +198,8 @@ class Runtime:
 
     def pick_anew(self) -> None:
         """Let the next call of every shape choose again, with the other ranks; what is prepared stays."""
-        self.plans = {request: plan for request, plan in self.plans.items() if request.schedule}
+        for request in [request for request in self.plans if not request.schedule]:
+            del self.plans[request]
 
     def propose(self, what: str, problem: str = "") -> None:
         """Raise `OperatorError` on every rank unless all of them are about to do the same, and can."""
@@ -191,11 +213,11 @@ class Runtime:
         """The transport, or None and why there is none, which all ranks find alike."""
         if self.device.type == "cpu":
             return Messages(self.group, self.agreement, self._watchdog), ""
-        found = [content.decode() for content in self.agreement.exchange(_whereabouts(self.device).encode())]
+        found = [content.decode() for content in self.agreement.exchange(whereabouts(self.device).encode())]
         hosts = {entry.split("/")[0] for entry in found}
         if len(hosts) > 1:
             return None, f"the group spans {len(hosts)} hosts, and copy engines reach peers of one host only"
-        obstacle = _obstacle(self.device, found)
+        obstacle = obstacle_on(self.device, found)
         obstacles = [content.decode() for content in self.agreement.exchange(obstacle.encode())]
         first = next((f"rank {rank}: {text}" for rank, text in enumerate(obstacles) if text), "")
         if first:
@@ -239,22 +261,6 @@ class Runtime:
         self._prepared.clear()
         if self.transport is not None:
             self.transport.close()
-
-
-def _whereabouts(device: torch.device) -> str:
-    return f"{socket.gethostname()}/{torch.cuda.get_device_properties(device).uuid}"
-
-
-def _obstacle(device: torch.device, found: list[str]) -> str:
-    """Why this rank cannot use copy engines, or nothing. GPUs that are not visible here are taken to be reachable."""
-    if find_spec("cuda") is None or find_spec("cuda.bindings") is None:
-        return f"cuda-bindings is not installed. {INSTALL}".rstrip(".")
-    wanted = {entry.split("/")[1] for entry in found}
-    for number in range(torch.cuda.device_count()):
-        is_wanted = str(torch.cuda.get_device_properties(number).uuid) in wanted
-        if is_wanted and number != device.index and not torch.cuda.can_device_access_peer(device.index, number):
-            return f"GPU {device.index} cannot reach the memory of GPU {number}"
-    return ""
 
 
 def _machine_of(device: torch.device) -> tuple[Machine, str]:

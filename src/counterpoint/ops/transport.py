@@ -48,9 +48,9 @@ class AbstractTransport(ABC):
         """Make a schedule ready. All ranks call it with the same schedule, in the same order."""
 
     @abstractmethod
-    def forget(self, prepared: Sequence[AbstractPrepared]) -> None:
+    def forget(self, prepared: Sequence[AbstractPrepared], *, keeps_memory: bool = False) -> None:
         """Give back what only these schedules need; they are not run any more. All ranks call it alike, when no call of
-        theirs is in a graph that a user captured."""
+        theirs is in a graph that a user captured, or with `keeps_memory`, which keeps the symmetric memory for others."""
 
     @abstractmethod
     def num_symmetric_bytes(self) -> int:
