@@ -7,7 +7,7 @@ exits with code 2; it never shows a traceback for these.
 import sys
 from contextlib import suppress
 
-INSTALL = "Install it: pip install 'torch>=2.11,<3' 'cuda-bindings>=13,<14'."  # the extra `cuda`, quoted for a shell
+INSTALL = "Install it: pip install 'torch>=2.11,<2.14' 'cuda-bindings>=13,<14'."  # the extra `cuda`, quoted for a shell
 
 
 class CounterpointError(ValueError):
