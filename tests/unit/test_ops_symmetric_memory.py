@@ -20,7 +20,7 @@ MODULES = (
     "counterpoint.ops.signals",
     "counterpoint.ops.call_order",
     "counterpoint.ops.launch_order",
-    "counterpoint.ops.prepared_copies",
+    "counterpoint.ops.compiled_copies",
     "counterpoint.ops.copy_engines",
     "counterpoint.ops.copy_lane",
 )

@@ -20,12 +20,11 @@ import torch.distributed as dist
 from counterpoint.errors import OperatorError
 from counterpoint.ops.agreement import Agreement
 from counterpoint.ops.call_order import CallOrder
-from counterpoint.ops.captures import refuse_in_capture
-from counterpoint.ops.graph_cache import Recordings, is_possible
-from counterpoint.ops.prepared_copies import PreparedCopies, Shared
+from counterpoint.ops.compiled_copies import CompiledCopies, Shared
+from counterpoint.ops.graph_cache import Recordings, is_possible, refuse_in_capture
 from counterpoint.ops.signals import Flags
 from counterpoint.ops.symmetric import SymmetricMemory, SymmetricPool
-from counterpoint.ops.transport import AbstractPrepared, AbstractTransport, Layout
+from counterpoint.ops.transport import AbstractCompiledSchedule, AbstractTransport, Layout
 from counterpoint.schedule.actions import CopySchedule
 from counterpoint.schedule.program import FREE, make_program
 from counterpoint.units import format_bytes
@@ -42,12 +41,12 @@ class CopyEngines(AbstractTransport):
         self._group, self._device = group, device
         self._rank = int(group.rank())
         self._pool = SymmetricPool(device, group, agreement)
-        self._prepared: list[PreparedCopies] = []
+        self._prepared: list[CompiledCopies] = []
         self._flags = Flags(group, device, agreement, [int(number == FREE) for number in range(MAX_FLAGS)])
         self._order = CallOrder(self._flags.watch)
         self._recordings = Recordings(is_enabled=is_possible())
 
-    def prepare(self, schedule: CopySchedule, dtype: torch.dtype) -> AbstractPrepared:
+    def prepare(self, schedule: CopySchedule, dtype: torch.dtype) -> AbstractCompiledSchedule:
         """See `AbstractTransport.prepare`."""
         layout = Layout(schedule, dtype.itemsize)
         program = make_program(schedule, self._rank)
@@ -57,7 +56,7 @@ class CopyEngines(AbstractTransport):
             f"A schedule may use {MAX_FLAGS} flags per peer; this one needs {program.num_flags}. Ask for fewer chunks.",
         )
         self._require_memory(layout.num_bytes)
-        prepared = PreparedCopies(self._shared(), (schedule, program), (layout, dtype))
+        prepared = CompiledCopies(self._shared(), (schedule, program), (layout, dtype))
         self._prepared.append(prepared)
         return prepared
 
@@ -92,7 +91,7 @@ class CopyEngines(AbstractTransport):
         for prepared in self._prepared:
             prepared.unbind()
 
-    def forget(self, prepared: Sequence[AbstractPrepared], *, keeps_memory: bool = False) -> None:
+    def forget(self, prepared: Sequence[AbstractCompiledSchedule], *, keeps_memory: bool = False) -> None:
         """See `AbstractTransport.forget`."""
         refuse_in_capture("Giving back schedules", self._device)
         torch.cuda.synchronize(self._device)

@@ -13,7 +13,7 @@ from cuda.bindings import driver as cu
 
 from counterpoint.cuda.driver import check
 from counterpoint.ops.agreement import Agreement
-from counterpoint.ops.captures import is_capturing, refuse_in_capture
+from counterpoint.ops.graph_cache import is_capturing, refuse_in_capture
 from counterpoint.ops.lane import AbstractLane, aligned
 from counterpoint.ops.lane_steps import RESTING, LaneStep, lane_moves
 from counterpoint.ops.signals import Flags, Signals

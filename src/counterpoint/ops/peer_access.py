@@ -3,7 +3,7 @@ the peer's rows have come.
 
 CUDA promises the latter only to a wait that flushes remote writes (CU_STREAM_WAIT_VALUE_FLUSH), and not every platform can.
 Where it cannot, the flag is waited for without, on the one kind of link where results were compared bit for bit over many
-calls: NVLink between H100s or H200s (docs/ops_measured.md).
+calls: NVLink between H200s (docs/ops.md, "State"). H100s are taken to be the same: they have the same link.
 """
 
 import socket

@@ -6,7 +6,7 @@ plan in force, else `schedule/heuristic.py`), prepares and allocates; later call
 `release()`.
 """
 
-from collections import OrderedDict
+import logging
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import NoReturn, TypeAlias, final
@@ -19,15 +19,15 @@ from torch.distributed import distributed_c10d
 from counterpoint.errors import OperatorError, ScheduleError
 from counterpoint.machine import Machine, load_machine, machine_for_device
 from counterpoint.ops.agreement import Agreement, CallNotice
-from counterpoint.ops.captures import is_capturing, refuse_in_capture
 from counterpoint.ops.collectives import Collectives, Ranks, Sequential
+from counterpoint.ops.graph_cache import is_capturing, refuse_in_capture
 from counterpoint.ops.lane import AbstractLane
 from counterpoint.ops.message_lane import MessageLane
 from counterpoint.ops.message_watchdog import MessageWatchdog
 from counterpoint.ops.messages import Messages
 from counterpoint.ops.peer_access import obstacle_on, whereabouts
 from counterpoint.ops.plan_in_force import Choice, plan_in_force
-from counterpoint.ops.transport import AbstractPrepared, AbstractTransport
+from counterpoint.ops.transport import AbstractCompiledSchedule, AbstractTransport
 from counterpoint.schedule import SEQUENTIAL, Problem, ScheduleDescription, backward_description, make_schedule
 from counterpoint.schedule.actions import Operation, Pass
 from counterpoint.schedule.heuristic import Pick, pick_schedule
@@ -37,6 +37,8 @@ DEFAULT_MACHINE = "h200"
 MAX_SCHEDULES = 256  # of one group; each holds CUDA events, and a model has a few shapes
 NUM_EVICTED = 64  # at once, because it waits for the GPU
 DEVICE_TYPES = ("cpu", "cuda")
+NEWEST_TORCH = (2, 13)  # pyproject.toml has the same bound
+LOGGER = logging.getLogger("counterpoint")
 Group: TypeAlias = dist.ProcessGroup
 
 
@@ -80,8 +82,9 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
 class PickedSchedule:
     """The schedule that was picked for a request, and how it is run."""
 
-    def __init__(self, pick: Pick, prepared: AbstractPrepared) -> None:
+    def __init__(self, pick: Pick, prepared: AbstractCompiledSchedule) -> None:
         self.pick, self.prepared = pick, prepared
+        self.last_call = 0  # its number
 
 
 @final
@@ -89,10 +92,11 @@ class Runtime:
     """One group of ranks on one kind of device."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        _note_untested_torch()
         self.group, self.device = group, device
-        self.plans: OrderedDict[Request, PickedSchedule] = OrderedDict()  # an LRU cache: the one called longest ago is first
+        self.plans: dict[Request, PickedSchedule] = {}  # an LRU cache, in the order of first calls
         self.requests: dict[Request, None] = {}  # that named no schedule, in the order of first calls
-        self._prepared: dict[tuple[Request, ScheduleDescription], AbstractPrepared] = {}
+        self._prepared: dict[tuple[Request, ScheduleDescription], AbstractCompiledSchedule] = {}
         self._lanes: dict[str, AbstractLane] = {}
         self.agreement = Agreement(group, f"{device.type}")
         self._watchdog = MessageWatchdog(group, self.agreement.overheard)
@@ -104,8 +108,8 @@ class Runtime:
         self.agreement.num_calls += 1
         found = self.plans.get(request)
         if found is None:
-            return self._make(request, sequential)
-        self.plans.move_to_end(request)
+            found = self._make(request, sequential)
+        found.last_call = self.agreement.num_calls
         return found
 
     def refuse(self, problem: str) -> NoReturn:
@@ -144,8 +148,8 @@ class Runtime:
         calls in the same order."""
         if max(len(self.plans), len(self._prepared)) < MAX_SCHEDULES:
             return
-        for _ in range(min(NUM_EVICTED, len(self.plans))):
-            request, _plan = self.plans.popitem(last=False)
+        for request in sorted(self.plans, key=lambda each: self.plans[each].last_call)[:NUM_EVICTED]:
+            del self.plans[request]
             self.requests.pop(request, None)
         in_use = {plan.prepared for plan in self.plans.values()}
         gone = {key: prepared for key, prepared in self._prepared.items() if prepared not in in_use}
@@ -176,13 +180,17 @@ class Runtime:
             return Pick(description=choice.schedule, reason=choice.reason)
         return pick_schedule(problem, self.machine, request.direction)
 
-    def _prepared_once(self, request: Request, description: ScheduleDescription, sequential: Sequential) -> AbstractPrepared:
+    def _prepared_once(
+        self, request: Request, description: ScheduleDescription, sequential: Sequential
+    ) -> AbstractCompiledSchedule:
         key = msgspec.structs.replace(request, schedule=""), description
         if key not in self._prepared:
             self._prepared[key] = self.prepare(request, description, sequential)
         return self._prepared[key]
 
-    def prepare(self, request: Request, description: ScheduleDescription, sequential: Sequential) -> AbstractPrepared:
+    def prepare(
+        self, request: Request, description: ScheduleDescription, sequential: Sequential
+    ) -> AbstractCompiledSchedule:
         """Make a schedule ready for a request, by all ranks together. Raises `ScheduleError` where it does not fit."""
         if description.is_sequential or self.transport is None:
             return Collectives(
@@ -191,7 +199,7 @@ class Runtime:
         problem = request.problem(self.group.size())
         return self.transport.prepare(make_schedule(problem, description, request.direction), request.dtype)
 
-    def forget(self, prepared: Sequence[AbstractPrepared]) -> None:
+    def forget(self, prepared: Sequence[AbstractCompiledSchedule]) -> None:
         """Give back what `prepare` made, by all ranks together."""
         if self.transport is not None:
             self.transport.forget(prepared)
@@ -269,6 +277,21 @@ def _machine_of(device: torch.device) -> tuple[Machine, str]:
     gpu_name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
     found = machine_for_device(gpu_name) if gpu_name else None
     return found or load_machine(DEFAULT_MACHINE), found.name if found else gpu_name
+
+
+@cache
+def _note_untested_torch() -> None:
+    """Say once that torch is newer than what operators, which use private names of it, were tested with."""
+    version = tuple(int(part) for part in torch.__version__.split(".")[:2])
+    if version > NEWEST_TORCH:
+        newest = ".".join(map(str, NEWEST_TORCH))
+        LOGGER.warning(
+            "torch %s is newer than %s, the newest that operators were tested with. If they fail, install torch<%d.%d.",
+            torch.__version__,
+            newest,
+            NEWEST_TORCH[0],
+            NEWEST_TORCH[1] + 1,
+        )
 
 
 @cache

@@ -16,7 +16,7 @@ from cuda.bindings import driver as cu
 from counterpoint.cuda.driver import check
 from counterpoint.ops.agreement import Agreement
 from counterpoint.ops.driver_calls import WAIT, WRITE, can_flush_remote_writes, memory_operation, taking
-from counterpoint.ops.gpu_progress import NumberedCalls
+from counterpoint.ops.gpu_progress import GpuProgress
 from counterpoint.ops.symmetric import SymmetricMemory
 from counterpoint.ops.watchdog import Watchdog
 
@@ -42,7 +42,7 @@ class Flags:
         torch.cuda.synchronize(device)
         agreement.exchange(b"flags at rest")  # nobody raises one before they are
         self.watch = Watchdog(
-            NumberedCalls((self._memory.addresses[self._rank], num_flags)), agreement.limit_s, overheard=agreement.overheard
+            GpuProgress((self._memory.addresses[self._rank], num_flags)), agreement.limit_s, overheard=agreement.overheard
         )
 
     def own(self, number: int, peer: int) -> int:

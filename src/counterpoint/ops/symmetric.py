@@ -8,7 +8,7 @@ import torch.distributed._symmetric_memory as symmetric_memory
 
 from counterpoint.errors import cause_of
 from counterpoint.ops.agreement import Agreement, CallNotice
-from counterpoint.ops.captures import refuse_in_capture
+from counterpoint.ops.graph_cache import refuse_in_capture
 from counterpoint.units import format_bytes
 
 

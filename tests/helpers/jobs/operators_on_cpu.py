@@ -398,7 +398,7 @@ def many_shapes() -> None:
     rank, weight = dist.get_rank(), torch.ones(INNER, COLUMNS)
     store = distributed_c10d._get_default_store()
     kept, num_keys = [], []
-    for number in [*range(1, 501), 1, 2]:
+    for number in [*range(1, 501), 1, 2, 500]:
         shard = torch.full((number, INNER), float(rank + 1))
         product = ops.all_gather_matmul(shard, weight, schedule=D(chunks=2))
         assert torch.equal(product[:, 0], INNER * torch.tensor([1.0] * number + [2.0] * number)), number

@@ -1,6 +1,6 @@
 """One schedule for one shape and type on GPUs: the driver calls and matmuls of a call, listed once and issued each time.
 
-A call that comes again at the same addresses is recorded and replayed (`recordings.py`), unless its caller captures it.
+A call that comes again at the same addresses is recorded and replayed (`graph_cache.py`), unless its caller captures it.
 """
 
 import logging
@@ -31,7 +31,7 @@ from counterpoint.ops.launch_order import launch_behind
 from counterpoint.ops.signals import Flags
 from counterpoint.ops.streams import recording_stream_of, stream_of
 from counterpoint.ops.symmetric import SymmetricMemory
-from counterpoint.ops.transport import AbstractPrepared, Layout, Tensors, Weights, view_of
+from counterpoint.ops.transport import AbstractCompiledSchedule, Layout, Tensors, Weights, view_of
 from counterpoint.schedule.actions import COMPUTATION_KINDS, FIRST_COMPUTE, Buffer, CopySchedule
 from counterpoint.schedule.program import Flag, Instruction, Program
 
@@ -69,7 +69,7 @@ class Branches:
 
 
 @final
-class PreparedCopies(AbstractPrepared):
+class CompiledCopies(AbstractCompiledSchedule):
     """One schedule for one shape and type, as a list of driver calls and matmuls."""
 
     def __init__(self, shared: Shared, planned: tuple[CopySchedule, Program], layout: tuple[Layout, torch.dtype]) -> None:
@@ -93,7 +93,7 @@ class PreparedCopies(AbstractPrepared):
         self._issues: list[Issue] = []
 
     def run(self, tensors: Tensors, weights: Weights) -> None:
-        """See `AbstractPrepared.run`."""
+        """See `AbstractCompiledSchedule.run`."""
         memory, order = self._shared.memory(), self._shared.order
         if self._memory is not memory:
             self._bind(memory)
