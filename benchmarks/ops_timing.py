@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.on_gpus import largest, shared_rounds
-from counterpoint.ops.gpu_call_timer import SPIN_CYCLES, WARM_UP_ROUNDS
+from counterpoint.ops.call_timer import SPIN_CYCLES, WARM_UP_ROUNDS
 
 
 class Timed:

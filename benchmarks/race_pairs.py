@@ -16,7 +16,7 @@ from torch.nn import functional
 from benchmarks.example_jobs import load_example
 from benchmarks.on_gpus import largest, log
 from benchmarks.race_variants import Case, Race, Variant, all_variants, measure
-from counterpoint.ops.gpu_call_timer import SPIN_CYCLES
+from counterpoint.ops.call_timer import SPIN_CYCLES
 
 NUM_UNTIMED, NUM_TIMED = 1, 3
 DDP_BYTES, FSDP_BYTES, TP_BYTES = 100 << 20, 256 << 20, 64 << 20

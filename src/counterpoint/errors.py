@@ -10,7 +10,7 @@ from contextlib import suppress
 MAX_SHOWN = 60  # letters of a name or value that an error repeats
 MAX_PATH_SHOWN = 200
 MAX_LINE = 2000  # letters of a whole error line
-INSTALL = "Install it: pip install 'torch>=2.11,<3' 'cuda-bindings>=13,<14'."  # the extra `cuda`, quoted for a shell
+INSTALL = "Install it: pip install 'torch>=2.11,<2.14' 'cuda-bindings>=13,<14'."  # the extra `cuda`, quoted for a shell
 
 
 def shown(value: object, most: int = MAX_SHOWN) -> str:

@@ -48,7 +48,7 @@ def calls(driver: MagicMock, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     module = importlib.import_module(UNDER_TEST[-1])
     pageable = SimpleNamespace(zeros=lambda size, **_: torch.zeros(size, dtype=torch.int32), int32=torch.int32)
     monkeypatch.setattr(module, "torch", pageable)
-    yield module.NumberedCalls(FLAGS)
+    yield module.GpuProgress(FLAGS)
     for name, before in known.items():
         del sys.modules[name]
         if before is not None:

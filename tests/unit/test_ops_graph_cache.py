@@ -18,7 +18,7 @@ import torch
 
 from counterpoint.ops import graph_cache
 from counterpoint.ops.computation import half_precision_settings
-from counterpoint.ops.graph_cache import SIGHTINGS_BEFORE, Recordings, capture, is_possible
+from counterpoint.ops.graph_cache import NUM_SEEN_BEFORE, Recordings, capture, is_possible
 
 
 class Graph:
@@ -44,15 +44,15 @@ def few(monkeypatch: pytest.MonkeyPatch) -> Recordings:
 
 def test_a_call_is_issued_until_it_has_come_often_enough_then_recorded_then_replayed() -> None:
     kept = Recordings(is_enabled=True)
-    found = [call(kept, ("op", 1)) for _ in range(SIGHTINGS_BEFORE + 3)]
-    assert found == ["issued"] * SIGHTINGS_BEFORE + ["recorded", "replayed", "replayed"]
+    found = [call(kept, ("op", 1)) for _ in range(NUM_SEEN_BEFORE + 3)]
+    assert found == ["issued"] * NUM_SEEN_BEFORE + ["recorded", "replayed", "replayed"]
     assert len(kept) == 1
 
 
 def test_addresses_that_never_come_again_are_never_recorded_and_do_not_pile_up(few: Recordings) -> None:
     assert {call(few, number) for number in range(100)} == {"issued"}
     assert len(few) == 0
-    assert len(few._sightings) <= 2 * 3
+    assert len(few._num_seen) <= 2 * 3
 
 
 def test_without_room_further_calls_are_issued_as_long_as_the_others_are_in_use(few: Recordings) -> None:
@@ -74,7 +74,7 @@ def test_what_is_idle_makes_room(few: Recordings) -> None:
 
 def test_nothing_is_replayed_after_memory_has_changed() -> None:
     kept = Recordings(is_enabled=True)
-    for _ in range(SIGHTINGS_BEFORE + 1):
+    for _ in range(NUM_SEEN_BEFORE + 1):
         call(kept, "op")
     kept.clear()
     assert call(kept, "op") == "issued"
@@ -101,6 +101,9 @@ def test_there_are_never_more_than_the_limit_and_only_what_was_recorded_is_repla
         ("CUDA_DEVICE_MAX_CONNECTIONS", "8", True),
         ("CUDA_DEVICE_MAX_CONNECTIONS", "32", True),
         ("CUDA_DEVICE_MAX_CONNECTIONS", "1", False),
+        ("CUDA_DEVICE_MAX_CONNECTIONS", " 1", False),
+        ("CUDA_DEVICE_MAX_CONNECTIONS", "+2", False),
+        ("CUDA_DEVICE_MAX_CONNECTIONS", "4 # as Megatron has it", False),
         ("CUDA_DEVICE_MAX_CONNECTIONS", "", True),
         ("CUDA_DEVICE_MAX_CONNECTIONS", "many", True),
         ("COUNTERPOINT_RECORDINGS", "0", False),
@@ -280,3 +283,13 @@ def test_a_capture_that_fails_leaves_torch_as_it_was_and_the_next_one_works(gpu:
     assert gpu.log[-1] == "current waits for ours"
     gpu.cannot.clear()
     assert capture(stream, lambda: None).pool() is capture(stream, lambda: None).pool()
+
+
+def test_calls_of_a_schedule_that_goes_are_forgotten_and_no_others(few: Recordings) -> None:
+    for _ in range(NUM_SEEN_BEFORE + 1):
+        for key in (("goes", 1), ("stays", 1)):
+            call(few, key)
+    call(few, ("goes", 2))
+    few.forget(["goes"])
+    assert [call(few, key) for key in (("goes", 1), ("stays", 1))] == ["issued", "replayed"]
+    assert len(few) == 1

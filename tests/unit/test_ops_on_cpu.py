@@ -81,6 +81,12 @@ def test_a_call_that_cannot_be_made_is_one_line_on_every_rank_and_the_next_call_
         assert all(line.endswith(".") for line in found.values())
 
 
+def test_shapes_without_end_leave_bounded_memory_on_every_rank(tmp_path: Path) -> None:
+    first, second = lines_of(run_ranks("operators_on_cpu", 2, "many_shapes", folder=tmp_path))
+    assert first == second
+    assert first[0].startswith("kept: ")
+
+
 @pytest.mark.parametrize("is_sequential", ["", "1"])
 def test_a_wrong_operand_in_a_shape_that_ran_before_is_told_to_every_rank_at_once(
     is_sequential: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

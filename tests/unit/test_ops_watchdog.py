@@ -50,7 +50,7 @@ def test_a_call_that_never_ends_is_given_up_in_time_though_calls_before_it_ended
     assert now > stuck_at + LIMIT_S
 
 
-class Gpu(watch_module.AbstractCalls):
+class Gpu(watch_module.AbstractProgress):
     """Calls end when they are marked, or if it is stuck, when they are freed."""
 
     def __init__(self) -> None:

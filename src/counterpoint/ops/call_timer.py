@@ -1,7 +1,21 @@
-"""The contract of what times one operator call on this rank: GPUs by events, a double by a script."""
+"""What times one operator call on this rank: GPUs by events, as the benchmarks do it, and a double in tests by a script.
+
+A spinning kernel gives the host time to issue everything behind it, and the GPUs meet in a tiny all-reduce; what lies
+between the events is then the GPUs' work, and not the host's.
+"""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from typing import final
+
+import torch
+import torch.distributed as dist
+
+from counterpoint.errors import DeviceError
+from counterpoint.ops.runtime import Runtime
+
+SPIN_CYCLES = 1_500_000  # some 0.8 ms on an H200, where issuing a call takes up to 0.8 ms
+WARM_UP_ROUNDS = 12  # a call is recorded when it comes for the third time at its addresses, of which a few take turns
 
 
 class AbstractCallTimer(ABC):
@@ -18,3 +32,40 @@ class AbstractCallTimer(ABC):
 
         `label` says in words what the call is.
         """
+
+
+@final
+class GpuCallTimer(AbstractCallTimer):
+    """Events around a call on the current stream of one GPU."""
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        self._group = group
+        self._token = torch.ones(1, device=device)
+        self._start, self._end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+
+    @property
+    def num_warm_up_rounds(self) -> int:
+        """See `AbstractCallTimer.num_warm_up_rounds`."""
+        return WARM_UP_ROUNDS
+
+    def time_us(self, label: str, call: Callable[[], None]) -> float:
+        """See `AbstractCallTimer.time_us`."""
+        torch.cuda._sleep(SPIN_CYCLES)
+        dist.all_reduce(self._token, dist.ReduceOp.MAX, group=self._group)
+        self._start.record()
+        call()
+        self._end.record()
+        self._end.synchronize()
+        return 1000.0 * float(self._start.elapsed_time(self._end))
+
+
+def open_call_timer(runtime: Runtime) -> AbstractCallTimer:
+    """A timer for the calls of a group. Raises `DeviceError` where there is nothing that a copy schedule could gain."""
+    instead = "Take the estimate: counterpoint schedule show, or no plan at all."
+    if runtime.device.type != "cuda":
+        raise DeviceError(f"The group runs on CPUs, where nothing overlaps, so schedules cannot be measured. {instead}")
+    if runtime.transport is None:
+        raise DeviceError(f"Copy schedules cannot run in this group: {runtime.obstacle}. There is nothing to choose.")
+    if runtime.group.size() == 1:
+        raise DeviceError(f"One rank has nobody to exchange rows with, so there is nothing to measure. {instead}")
+    return GpuCallTimer(runtime.group, runtime.device)

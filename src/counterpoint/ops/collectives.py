@@ -15,7 +15,7 @@ import torch.distributed as dist
 from counterpoint.errors import cause_of
 from counterpoint.ops.agreement import Agreement
 from counterpoint.ops.message_watchdog import MessageWatchdog
-from counterpoint.ops.transport import AbstractPrepared, Tensors, Weights
+from counterpoint.ops.transport import AbstractCompiledSchedule, Tensors, Weights
 from counterpoint.schedule.actions import Operation, split
 
 # torch 2.13 renamed both; the old names warn there
@@ -33,7 +33,7 @@ class Ranks(NamedTuple):
 
 
 @final
-class Collectives(AbstractPrepared):
+class Collectives(AbstractCompiledSchedule):
     """One pass of an operator by whole collectives of the group's backend, which its `sequential` form calls."""
 
     def __init__(self, ranks: Ranks, sized: tuple[Operation, int], sequential: "Sequential") -> None:
@@ -45,7 +45,7 @@ class Collectives(AbstractPrepared):
         self._rank = self._group.rank()
 
     def run(self, tensors: Tensors, weights: Weights) -> None:
-        """See `AbstractPrepared.run`."""
+        """See `AbstractCompiledSchedule.run`."""
         self._sequential(self, tensors, weights)
 
     def gather(self, shard: torch.Tensor) -> torch.Tensor:

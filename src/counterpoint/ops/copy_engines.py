@@ -20,12 +20,11 @@ import torch.distributed as dist
 from counterpoint.errors import OperatorError
 from counterpoint.ops.agreement import Agreement
 from counterpoint.ops.call_order import CallOrder
-from counterpoint.ops.captures import refuse_in_capture
-from counterpoint.ops.graph_cache import Recordings, is_possible
-from counterpoint.ops.prepared_copies import PreparedCopies, Shared
+from counterpoint.ops.compiled_copies import CompiledCopies, Shared
+from counterpoint.ops.graph_cache import Recordings, is_possible, refuse_in_capture
 from counterpoint.ops.signals import Flags
-from counterpoint.ops.symmetric import SymmetricMemory
-from counterpoint.ops.transport import AbstractPrepared, AbstractTransport, Layout
+from counterpoint.ops.symmetric import SymmetricMemory, SymmetricPool
+from counterpoint.ops.transport import AbstractCompiledSchedule, AbstractTransport, Layout
 from counterpoint.schedule.actions import CopySchedule
 from counterpoint.schedule.program import FREE, make_program
 from counterpoint.units import format_bytes
@@ -39,16 +38,15 @@ class CopyEngines(AbstractTransport):
     """Symmetric memory and schedules of one group on one GPU."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, agreement: Agreement) -> None:
-        self._group, self._device, self._agreement = group, device, agreement
+        self._group, self._device = group, device
         self._rank = int(group.rank())
-        self._memory: SymmetricMemory | None = None
-        self._prepared: list[PreparedCopies] = []
-        self._retired: list[SymmetricMemory] = []  # captured graphs still use them
+        self._pool = SymmetricPool(device, group, agreement)
+        self._prepared: list[CompiledCopies] = []
         self._flags = Flags(group, device, agreement, [int(number == FREE) for number in range(MAX_FLAGS)])
         self._order = CallOrder(self._flags.watch)
         self._recordings = Recordings(is_enabled=is_possible())
 
-    def prepare(self, schedule: CopySchedule, dtype: torch.dtype) -> AbstractPrepared:
+    def prepare(self, schedule: CopySchedule, dtype: torch.dtype) -> AbstractCompiledSchedule:
         """See `AbstractTransport.prepare`."""
         layout = Layout(schedule, dtype.itemsize)
         program = make_program(schedule, self._rank)
@@ -58,7 +56,7 @@ class CopyEngines(AbstractTransport):
             f"A schedule may use {MAX_FLAGS} flags per peer; this one needs {program.num_flags}. Ask for fewer chunks.",
         )
         self._require_memory(layout.num_bytes)
-        prepared = PreparedCopies(self._shared(), (schedule, program), (layout, dtype))
+        prepared = CompiledCopies(self._shared(), (schedule, program), (layout, dtype))
         self._prepared.append(prepared)
         return prepared
 
@@ -74,47 +72,48 @@ class CopyEngines(AbstractTransport):
 
     def _require_memory(self, num_bytes: int = 0) -> SymmetricMemory:
         """So much, and enough for all schedules so far: they have none where an attempt to get more has failed."""
-        if self._memory is None or self._memory.local.numel() < num_bytes:
-            self._memory = self._grown(max([num_bytes, *(prepared.num_bytes for prepared in self._prepared)]))
-        return self._memory
+        memory = self._pool.memory
+        if memory is None or memory.local.numel() < num_bytes:
+            memory = self._replaced(max([num_bytes, *(prepared.num_bytes for prepared in self._prepared)]))
+        return memory
 
-    def _grown(self, num_bytes: int) -> SymmetricMemory:
-        """Larger memory in place of the present one, which lives on only if a captured graph may write to it."""
-        refuse_in_capture(f"An operator with {format_bytes(num_bytes)} of symmetric memory", self._device)
+    def _replaced(self, num_bytes: int) -> SymmetricMemory:
+        """Memory of another size in place of the present one."""
+        what = f"An operator with {format_bytes(num_bytes)} of symmetric memory"
+        refuse_in_capture(what, self._device)
         torch.cuda.synchronize(self._device)
-        if self._order.has_captured and self._memory is not None:
-            self._retired.append(self._memory)
-        self._order.has_captured = False
-        self._let_go()
-        return SymmetricMemory(num_bytes, self._device, self._group, self._agreement)
+        self._unbind()
+        has_captured, self._order.has_captured = self._order.has_captured, False
+        return self._pool.replace(num_bytes, what, has_captured=has_captured)
 
-    def _let_go(self) -> None:
-        self._memory = None
+    def _unbind(self) -> None:
         self._recordings.clear()
         for prepared in self._prepared:
             prepared.unbind()
 
-    def forget(self, prepared: Sequence[AbstractPrepared]) -> None:
+    def forget(self, prepared: Sequence[AbstractCompiledSchedule], *, keeps_memory: bool = False) -> None:
         """See `AbstractTransport.forget`."""
         refuse_in_capture("Giving back schedules", self._device)
         torch.cuda.synchronize(self._device)
-        self._recordings.clear()  # they hold events and addresses of schedules that go
         gone = [each for each in self._prepared if each in prepared]
+        self._recordings.forget(gone)  # they hold events and addresses of schedules that go
         self._prepared = [each for each in self._prepared if each not in gone]
         for each in gone:
             each.unbind()
             each.close()
         needed = max((each.num_bytes for each in self._prepared), default=0)
-        if self._memory is not None and self._memory.local.numel() > needed:
-            if needed:
-                self._memory = self._grown(needed)
-            else:
-                self._let_go()
+        memory = self._pool.memory
+        if keeps_memory or memory is None or memory.local.numel() <= needed:
+            return
+        if needed:
+            self._replaced(needed)
+        else:
+            self._unbind()
+            self._pool.memory = None
 
     def num_symmetric_bytes(self) -> int:
         """See `AbstractTransport.num_symmetric_bytes`."""
-        held = [*self._retired, *([self._memory] if self._memory else [])]
-        return self._flags.num_bytes() + sum(int(memory.local.numel()) for memory in held)
+        return self._flags.num_bytes() + self._pool.num_bytes()
 
     def num_recordings(self) -> int:
         """See `AbstractTransport.num_recordings`."""
@@ -124,9 +123,9 @@ class CopyEngines(AbstractTransport):
         """See `AbstractTransport.close`."""
         torch.cuda.synchronize(self._device)
         self._flags.watch.close()
-        self._let_go()
+        self._unbind()
         for prepared in self._prepared:
             prepared.close()
         self._prepared.clear()
-        self._retired.clear()
+        self._pool.close()
         self._order.close()

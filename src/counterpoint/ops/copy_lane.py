@@ -13,12 +13,12 @@ from cuda.bindings import driver as cu
 
 from counterpoint.cuda.driver import check
 from counterpoint.ops.agreement import Agreement
-from counterpoint.ops.captures import is_capturing, refuse_in_capture
+from counterpoint.ops.graph_cache import is_capturing, refuse_in_capture
 from counterpoint.ops.lane import AbstractLane, aligned
 from counterpoint.ops.lane_steps import RESTING, LaneStep, lane_moves
 from counterpoint.ops.signals import Flags, Signals
 from counterpoint.ops.streams import stream_of
-from counterpoint.ops.symmetric import SymmetricMemory
+from counterpoint.ops.symmetric import SymmetricMemory, SymmetricPool
 from counterpoint.units import format_bytes
 
 Handle = Any  # cuda-bindings has no types
@@ -35,12 +35,13 @@ class CopyLane(AbstractLane):
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, agreement: Agreement, name: str) -> None:
         self.rank, self.num_ranks = int(group.rank()), int(group.size())
-        self._group, self._device, self._agreement = group, device, agreement
+        self._device = device
         self._moves = lane_moves(self.rank, self.num_ranks)
         self._flags = Flags(group, device, agreement, RESTING)
         self._signals = Signals(self._flags)
-        self._memory: SymmetricMemory | None = None
+        self._pool = SymmetricPool(device, group, agreement)
         self._row_bytes = 0
+        self._has_captured = False  # whether graphs of users hold the present memory's addresses
         # sums are placed as soon as a matmul's CTA retires: the scheduler looks at priority only then
         self.stream = stream_of(group.group_name, device, f"lane {name}", GREATEST_PRIORITY)
 
@@ -56,11 +57,11 @@ class CopyLane(AbstractLane):
         wanted = aligned(num_bytes)
         if wanted <= self._row_bytes:
             return
-        refuse_in_capture(f"A collective with blocks of {format_bytes(num_bytes)}", self._device)
-        torch.cuda.synchronize(self._device)
-        self._memory, self._row_bytes = None, 0  # if there is no more, the next one to reserve must not count on it
-        self._memory = SymmetricMemory((self.num_ranks + 1) * wanted, self._device, self._group, self._agreement)
-        self._row_bytes = wanted
+        what = f"A collective with blocks of {format_bytes(num_bytes)}"
+        refuse_in_capture(what, self._device)
+        self._row_bytes = 0  # if there is no more, the next one to reserve must not count on it
+        self._pool.replace((self.num_ranks + 1) * wanted, what, has_captured=self._has_captured)
+        self._row_bytes, self._has_captured = wanted, False
 
     def exchange(self, blocks: Sequence[torch.Tensor], *, with_own: bool = True) -> torch.Tensor:
         """See `AbstractLane.exchange`."""
@@ -112,8 +113,10 @@ class CopyLane(AbstractLane):
         self._sample(stream)
 
     def _sample(self, stream: Handle) -> None:
-        """Have the watch look at what was issued; what is captured runs later, unwatched."""
-        if not is_capturing(self._device):
+        """Have the watchdog look at what was issued; what is captured runs later, unwatched."""
+        if is_capturing(self._device):
+            self._has_captured = True
+        else:
             self._flags.watch.sample(stream)
 
     def _issue(self, steps: Sequence[LaneStep], stream: Handle, copy: Callable[[int], None] | None = None) -> None:
@@ -131,18 +134,18 @@ class CopyLane(AbstractLane):
         return cu.CUstream(torch.cuda.current_stream(self._device).cuda_stream)
 
     def _reserved(self) -> SymmetricMemory:
-        assert self._memory is not None, "reserve() comes first"
-        return self._memory
+        assert self._pool.memory is not None, "reserve() comes first"
+        return self._pool.memory
 
     def num_symmetric_bytes(self) -> int:
         """See `AbstractLane.num_symmetric_bytes`."""
-        return self._flags.num_bytes() + (self._memory.local.numel() if self._memory else 0)
+        return self._flags.num_bytes() + self._pool.num_bytes()
 
     def close(self) -> None:
         """See `AbstractLane.close`."""
         torch.cuda.synchronize(self._device)
         self._flags.watch.close()
-        self._memory = None
+        self._pool.close()
         self._row_bytes = 0
 
 

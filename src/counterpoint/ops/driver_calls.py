@@ -19,6 +19,9 @@ SUCCESS = cu.CUresult.CUDA_SUCCESS
 WAIT = cu.CUstreamBatchMemOpType.CU_STREAM_MEM_OP_WAIT_VALUE_32
 WRITE = cu.CUstreamBatchMemOpType.CU_STREAM_MEM_OP_WRITE_VALUE_32
 WAIT_EQUAL = int(cu.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_EQ)
+FLUSH = int(cu.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_FLUSH)
+CAN_FLUSH = cu.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_CAN_FLUSH_REMOTE_WRITES
+NATIVE_ATOMICS = cu.CUdevice_P2PAttribute.CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED  # across NVLink, not PCIe
 MAX_MEMORY_OPERATIONS = 255  # of one cuStreamBatchMemOp
 
 
@@ -55,10 +58,20 @@ def copy_to_peer(name: str, to: int, source: tuple[str, int, int]) -> Issue:
     return issue
 
 
-def take_flags(name: str, addresses: Sequence[int]) -> list[Issue]:
+def take_flags(name: str, addresses: Sequence[int], *, is_flushing: bool) -> list[Issue]:
     """Wait until all these flags are 1, then lower them."""
-    waits = [memory_operation(WAIT, address, 1) for address in addresses]
-    return _batches(name, waits + [memory_operation(WRITE, address, 0) for address in addresses])
+    return _batches(name, taking(addresses, is_flushing=is_flushing))
+
+
+def taking(addresses: Sequence[int], *, is_flushing: bool) -> list[Handle]:
+    """Operations that wait until all these flags are 1, then lower them. The last wait flushes: whatever peers wrote before
+    they raised the flags can be read behind it. Without a flush the link must be one that keeps the order of writes."""
+    last = len(addresses) - 1
+    waits = [
+        memory_operation(WAIT, address, 1, flags=WAIT_EQUAL | FLUSH if is_flushing and number == last else WAIT_EQUAL)
+        for number, address in enumerate(addresses)
+    ]
+    return waits + [memory_operation(WRITE, address, 0) for address in addresses]
 
 
 def raise_flags(name: str, addresses: Sequence[int]) -> list[Issue]:
@@ -107,7 +120,19 @@ def compute(step: Instruction) -> Issue:
     return issue
 
 
-def memory_operation(kind: Handle, address: int, value: int) -> Handle:
+def can_flush_remote_writes(number: int) -> bool:
+    """Whether waits on that GPU may flush what peers wrote to it."""
+    gpu = check("Finding a GPU", cu.cuDeviceGet(number))
+    return bool(check("Asking for CAN_FLUSH_REMOTE_WRITES", cu.cuDeviceGetAttribute(CAN_FLUSH, gpu)))
+
+
+def is_nvlink_to(number: int, peer: int) -> bool:
+    """Whether two GPUs are linked by NVLink, as peer atomics tell."""
+    first, second = (check("Finding a GPU", cu.cuDeviceGet(each)) for each in (number, peer))
+    return bool(check("Asking for peer atomics", cu.cuDeviceGetP2PAttribute(NATIVE_ATOMICS, first, second)))
+
+
+def memory_operation(kind: Handle, address: int, value: int, flags: int = 0) -> Handle:
     """One operation of `cuStreamBatchMemOp`: wait until the word at `address` is `value` (WAIT), or write it (WRITE)."""
     parameters = cu.CUstreamBatchMemOpParams()
     parameters.operation = kind
@@ -115,7 +140,7 @@ def memory_operation(kind: Handle, address: int, value: int) -> Handle:
     fields.operation = kind
     fields.address = cu.CUdeviceptr(address)
     fields.value = cu.cuuint32_t(value)
-    fields.flags = WAIT_EQUAL if kind == WAIT else 0
+    fields.flags = flags
     return parameters
 
 

@@ -16,7 +16,7 @@ from cuda.bindings import driver as cu
 
 from counterpoint.cuda.driver import check
 from counterpoint.errors import DeviceError
-from counterpoint.ops.watchdog import AbstractCalls
+from counterpoint.ops.watchdog import AbstractProgress
 
 Handle = Any  # cuda-bindings has no types
 SUCCESS = cu.CUresult.CUDA_SUCCESS
@@ -25,7 +25,7 @@ THREAD_LOCAL = cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
 
 
 @final
-class NumberedCalls(AbstractCalls):
+class GpuProgress(AbstractProgress):
     """The calls of one transport or lane; `flags` is the address and the number of the words its streams wait for."""
 
     def __init__(self, flags: tuple[int, int]) -> None:
@@ -41,23 +41,23 @@ class NumberedCalls(AbstractCalls):
         self._freeing_stream: Handle | None = None
 
     def enter_thread(self) -> None:
-        """See `AbstractCalls.enter_thread`."""
+        """See `AbstractProgress.enter_thread`."""
         check("Entering the CUDA context", cu.cuCtxSetCurrent(self._context))
         # otherwise a query here would end a capture that another thread has begun in the global mode, which is torch's
         check("Leaving captures alone", cu.cuThreadExchangeStreamCaptureMode(THREAD_LOCAL))
 
     def mark(self, number: int, stream: Handle) -> None:
-        """See `AbstractCalls.mark`."""
+        """See `AbstractProgress.mark`."""
         (result,) = cu.cuStreamWriteValue32(stream, self._number_on_gpu, number, 0)
         if result != SUCCESS:
             check("Marking a call", (result,))
 
     def last_ended(self) -> int:
-        """See `AbstractCalls.last_ended`."""
+        """See `AbstractProgress.last_ended`."""
         return int(self._number.item())
 
     def free_waits(self) -> None:
-        """See `AbstractCalls.free_waits`. Raises `DeviceError` once if it has to be from the job's own context."""
+        """See `AbstractProgress.free_waits`. Raises `DeviceError` once if it has to be from the job's own context."""
         if self._freeing_stream is None:
             self._freeing_stream = self._stream
             self._enter_other_context()
@@ -78,7 +78,7 @@ class NumberedCalls(AbstractCalls):
         self._freeing_stream = cu.CUstream(0)  # the default stream of the thread's context, which it is now
 
     def close(self) -> None:
-        """See `AbstractCalls.close`."""
+        """See `AbstractProgress.close`."""
         check("Waiting for the last wait to end", cu.cuStreamSynchronize(self._stream))  # it writes to flags, freed next
         check("Destroying a stream", cu.cuStreamDestroy(self._stream))
         if self._other_context is not None:

@@ -5,25 +5,32 @@ such a call issues is captured once and then replayed: launching the graph takes
 call the operator takes 98 to 192, and NCCL with a matmul 43 to 54 (2 H200s, 2026-11-21). A call at addresses that are
 new is issued as it stands.
 
+What runs for the first time cannot become part of a graph, ours or a user's: memory is made and ranks compare notes on the
+host. `refuse_in_capture` says so.
+
 Knows nothing of schedules: a key says what a call would issue, to the last address. Graphs are of torch's native class,
 so a job that patches `torch.cuda.CUDAGraph` finds its own graphs and none of these.
 """
 
 import os
+import re
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
 from functools import cache
-from typing import final
+from typing import Any, final
 
 import torch
 from torch._C import _CUDAGraph as Graph
 
+from counterpoint.errors import OperatorError
+
+Key = tuple[Hashable, ...]  # a schedule, and what else decides what a call issues
 Pool = tuple[int, int]  # torch's number of a memory pool
 
 MAX_RECORDINGS = 1024  # of one group: 32 layers with 4 linears, forward and backward, are 256
-SIGHTINGS_BEFORE = 2  # recording costs about a ms, and the first steps have addresses of their own
-IDLE_CALLS = 8 * MAX_RECORDINGS  # a recording that was not replayed for so many calls makes room
+NUM_SEEN_BEFORE = 2  # recording costs about a ms, and the first steps have addresses of their own
+IDLE_CALLS = 8 * MAX_RECORDINGS  # LRU eviction: only of what was not replayed for so many calls
 SWITCH = "COUNTERPOINT_RECORDINGS"  # 0: none; for jobs whose other threads would disturb a capture
 CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 UNCACHED = "PYTORCH_NO_CUDA_MEMORY_CACHING"
@@ -32,10 +39,9 @@ LEAST_CONNECTIONS = 8  # CUDA's default; branches of a graph that wait for other
 
 def is_possible() -> bool:
     """Whether calls may be recorded in this process."""
-    connections = os.environ.get(CONNECTIONS, "")
     return (
         os.environ.get(SWITCH) != "0"
-        and not (connections.isdecimal() and int(connections) < LEAST_CONNECTIONS)
+        and _num_connections() >= LEAST_CONNECTIONS
         # memory taken in a capture is to stay what it is: without a cache it is given back at once, and cudaMallocAsync
         # makes it part of that one graph, while the next would use it, too
         and UNCACHED not in os.environ
@@ -43,21 +49,40 @@ def is_possible() -> bool:
     )
 
 
+def _num_connections() -> int:
+    """How many hardware queues the process has, as CUDA reads its variable: by the number that it begins with."""
+    found = re.match(r"\s*\+?(\d+)", os.environ.get(CONNECTIONS, ""))
+    return int(found[1]) if found else LEAST_CONNECTIONS
+
+
+def is_capturing(device: torch.device) -> bool:
+    """Whether what is issued on that kind of device now is captured in a graph."""
+    return device.type == "cuda" and bool(torch.cuda.is_current_stream_capturing())
+
+
+def refuse_in_capture(what: str, device: torch.device) -> None:
+    """Raise `OperatorError` within a capture; `what` is about to run for the first time."""
+    if is_capturing(device):
+        raise OperatorError(
+            f"{what} was never run before this capture, and what it needs cannot be made within one. Run it once before."
+        )
+
+
 @final
 class Recordings:
-    """Which calls of one group on one GPU are recorded, and which are worth it."""
+    """An LRU cache of the calls of one group on one GPU that are recorded; which are worth it."""
 
     def __init__(self, *, is_enabled: bool) -> None:
         self.is_enabled = is_enabled
-        self._graphs: OrderedDict[Hashable, Graph] = OrderedDict()  # least recently replayed first
-        self._last_call: dict[Hashable, int] = {}
-        self._sightings: OrderedDict[Hashable, int] = OrderedDict()  # of calls that are not recorded
+        self._graphs: OrderedDict[Key, Graph] = OrderedDict()  # least recently replayed first
+        self._last_call: dict[Key, int] = {}
+        self._num_seen: OrderedDict[Key, int] = OrderedDict()  # of calls that are not recorded
         self._num_calls = 0
 
     def __len__(self) -> int:
         return len(self._graphs)
 
-    def find(self, key: Hashable) -> Graph | None:
+    def find(self, key: Key) -> Graph | None:
         """The recording of a call, or None."""
         self._num_calls += 1
         graph = self._graphs.get(key)
@@ -66,26 +91,33 @@ class Recordings:
             self._last_call[key] = self._num_calls
         return graph
 
-    def is_due(self, key: Hashable) -> bool:
+    def is_due(self, key: Key) -> bool:
         """Whether a call that has no recording, now seen once more, has come often enough, and there is room."""
-        seen = self._sightings.pop(key, 0)
-        if seen >= SIGHTINGS_BEFORE and self._has_room():
+        seen = self._num_seen.pop(key, 0)
+        if seen >= NUM_SEEN_BEFORE and self._has_room():
             return True
-        self._sightings[key] = seen + 1
-        if len(self._sightings) > 2 * MAX_RECORDINGS:
-            self._sightings.popitem(last=False)
+        self._num_seen[key] = seen + 1
+        if len(self._num_seen) > 2 * MAX_RECORDINGS:
+            self._num_seen.popitem(last=False)
         return False
 
-    def keep(self, key: Hashable, graph: Graph) -> None:
+    def keep(self, key: Key, graph: Graph) -> None:
         """Have this recording for this call from now on."""
         self._graphs[key] = graph
         self._last_call[key] = self._num_calls
+
+    def forget(self, schedules: Sequence[Hashable]) -> None:
+        """Forget the calls of these schedules, which are the first of their keys; graphs in flight end first."""
+        of_these: list[OrderedDict[Key, Any] | dict[Key, Any]] = [self._graphs, self._last_call, self._num_seen]
+        for entries in of_these:
+            for key in [key for key in entries if key[0] in schedules]:
+                del entries[key]
 
     def clear(self) -> None:
         """Forget all; graphs in flight end first."""
         self._graphs.clear()
         self._last_call.clear()
-        self._sightings.clear()
+        self._num_seen.clear()
 
     def _has_room(self) -> bool:
         """Whether one more may be recorded, in place of one that has been idle if need be."""

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from counterpoint.ops.agreement import Agreement
 from counterpoint.ops.computation import Compute, bind_computation, rows_of
 from counterpoint.ops.message_watchdog import MessageWatchdog
-from counterpoint.ops.transport import AbstractPrepared, AbstractTransport, Layout, Tensors, Weights, view_of
+from counterpoint.ops.transport import AbstractCompiledSchedule, AbstractTransport, Layout, Tensors, Weights, view_of
 from counterpoint.schedule.actions import CopySchedule
 from counterpoint.schedule.program import Instruction, make_program
 
@@ -27,22 +27,22 @@ class Messages(AbstractTransport):
     def __init__(self, group: dist.ProcessGroup, agreement: Agreement, watchdog: MessageWatchdog) -> None:
         self.group, self.agreement, self.watchdog = group, agreement, watchdog
         self.memory = torch.empty(0, dtype=torch.uint8)
-        self._prepared: list[PreparedMessages] = []
+        self._prepared: list[CompiledMessages] = []
 
-    def prepare(self, schedule: CopySchedule, dtype: torch.dtype) -> AbstractPrepared:
+    def prepare(self, schedule: CopySchedule, dtype: torch.dtype) -> AbstractCompiledSchedule:
         """See `AbstractTransport.prepare`."""
         layout = Layout(schedule, dtype.itemsize)
         if self.memory.numel() < layout.num_bytes:
             self.memory = torch.empty(layout.num_bytes, dtype=torch.uint8)
-        prepared = PreparedMessages(self, schedule, layout, dtype)
+        prepared = CompiledMessages(self, schedule, layout, dtype)
         self._prepared.append(prepared)
         return prepared
 
-    def forget(self, prepared: Sequence[AbstractPrepared]) -> None:
+    def forget(self, prepared: Sequence[AbstractCompiledSchedule], *, keeps_memory: bool = False) -> None:
         """See `AbstractTransport.forget`."""
         self._prepared = [each for each in self._prepared if each not in prepared]
         needed = max((each.num_bytes for each in self._prepared), default=0)
-        if self.memory.numel() > needed:
+        if self.memory.numel() > needed and not keeps_memory:
             self.memory = torch.empty(needed, dtype=torch.uint8)
 
     def num_symmetric_bytes(self) -> int:
@@ -60,7 +60,7 @@ class Messages(AbstractTransport):
 
 
 @final
-class PreparedMessages(AbstractPrepared):
+class CompiledMessages(AbstractCompiledSchedule):
     """One schedule for one shape and type."""
 
     def __init__(self, transport: Messages, schedule: CopySchedule, layout: Layout, dtype: torch.dtype) -> None:
@@ -74,7 +74,7 @@ class PreparedMessages(AbstractPrepared):
         ]
 
     def run(self, tensors: Tensors, weights: Weights) -> None:
-        """See `AbstractPrepared.run`."""
+        """See `AbstractCompiledSchedule.run`."""
         own = {buffer.name: self._own(buffer.name) for buffer in self._schedule.buffers if buffer.home != "given"}
         everything = {**own, **tensors}
         for step, compute in self._steps:

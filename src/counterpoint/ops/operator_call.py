@@ -8,7 +8,7 @@ from torch.distributed import distributed_c10d
 from counterpoint.ops.collectives import Sequential
 from counterpoint.ops.dispatch import Matrices
 from counterpoint.ops.runtime import Request, Runtime, runtime_of
-from counterpoint.ops.transport import AbstractPrepared
+from counterpoint.ops.transport import AbstractCompiledSchedule
 from counterpoint.schedule.actions import Operation, Pass
 
 
@@ -27,7 +27,7 @@ class OperatorCall:
     Left matrices are one for all weights, or one for each.
     """
 
-    _prepared: AbstractPrepared
+    _prepared: AbstractCompiledSchedule
 
     def __init__(self, torch_pass: TorchPass, operands: tuple[Matrices, Matrices, str]) -> None:
         self._operation, self._direction, self._sequential = torch_pass

@@ -6,10 +6,9 @@ plan in force, else `schedule/heuristic.py`), prepares and allocates; later call
 `release()`.
 """
 
-import socket
+import logging
 from collections.abc import Callable, Sequence
 from functools import cache
-from importlib.util import find_spec
 from typing import NoReturn, TypeAlias, final
 
 import msgspec
@@ -17,24 +16,29 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from counterpoint.errors import INSTALL, OperatorError, ScheduleError
+from counterpoint.errors import OperatorError, ScheduleError
 from counterpoint.machine import Machine, load_machine, machine_for_device
 from counterpoint.ops.agreement import Agreement, CallNotice
-from counterpoint.ops.captures import is_capturing, refuse_in_capture
 from counterpoint.ops.collectives import Collectives, Ranks, Sequential
+from counterpoint.ops.graph_cache import is_capturing, refuse_in_capture
 from counterpoint.ops.lane import AbstractLane
 from counterpoint.ops.message_lane import MessageLane
 from counterpoint.ops.message_watchdog import MessageWatchdog
 from counterpoint.ops.messages import Messages
+from counterpoint.ops.peer_access import obstacle_on, whereabouts
 from counterpoint.ops.plan_in_force import Choice, plan_in_force
-from counterpoint.ops.transport import AbstractPrepared, AbstractTransport
+from counterpoint.ops.transport import AbstractCompiledSchedule, AbstractTransport
 from counterpoint.schedule import SEQUENTIAL, Problem, ScheduleDescription, backward_description, make_schedule
 from counterpoint.schedule.actions import Operation, Pass
 from counterpoint.schedule.heuristic import Pick, pick_schedule
 from counterpoint.units import format_count
 
 DEFAULT_MACHINE = "h200"
+MAX_SCHEDULES = 256  # of one group; each holds CUDA events, and a model has a few shapes
+NUM_EVICTED = 64  # at once, because it waits for the GPU
 DEVICE_TYPES = ("cpu", "cuda")
+NEWEST_TORCH = (2, 13)  # pyproject.toml has the same bound
+LOGGER = logging.getLogger("counterpoint")
 Group: TypeAlias = dist.ProcessGroup
 
 
@@ -78,8 +82,9 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
 class PickedSchedule:
     """The schedule that was picked for a request, and how it is run."""
 
-    def __init__(self, pick: Pick, prepared: AbstractPrepared) -> None:
+    def __init__(self, pick: Pick, prepared: AbstractCompiledSchedule) -> None:
         self.pick, self.prepared = pick, prepared
+        self.last_call = 0  # its number
 
 
 @final
@@ -87,10 +92,11 @@ class Runtime:
     """One group of ranks on one kind of device."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        _note_untested_torch()
         self.group, self.device = group, device
-        self.plans: dict[Request, PickedSchedule] = {}
+        self.plans: dict[Request, PickedSchedule] = {}  # an LRU cache, in the order of first calls
         self.requests: dict[Request, None] = {}  # that named no schedule, in the order of first calls
-        self._prepared: dict[tuple[Request, ScheduleDescription], AbstractPrepared] = {}
+        self._prepared: dict[tuple[Request, ScheduleDescription], AbstractCompiledSchedule] = {}
         self._lanes: dict[str, AbstractLane] = {}
         self.agreement = Agreement(group, f"{device.type}")
         self._watchdog = MessageWatchdog(group, self.agreement.overheard)
@@ -101,7 +107,10 @@ class Runtime:
         """The plan for a request, made with the other ranks when it is first asked for; it may be to run `sequential`."""
         self.agreement.num_calls += 1
         found = self.plans.get(request)
-        return found if found is not None else self._make(request, sequential)
+        if found is None:
+            found = self._make(request, sequential)
+        found.last_call = self.agreement.num_calls
+        return found
 
     def refuse(self, problem: str) -> NoReturn:
         """Tell the other ranks of a call that cannot be made, so that none waits for it; raises `OperatorError` at once."""
@@ -120,6 +129,7 @@ class Runtime:
             self._refuse_counted(f"{request.operation}: {refusal}")
         refuse_in_capture(request.words(), self.device)
         choice = self._agree(request)
+        self._make_room()
         try:
             pick = self._pick(request, problem, choice)
             plan = self.plans[request] = PickedSchedule(pick, self._prepared_once(request, pick.description, sequential))
@@ -132,6 +142,21 @@ class Runtime:
         if not request.schedule:
             self.requests[request] = None
         return plan
+
+    def _make_room(self) -> None:
+        """Evict the shapes that were called longest ago. All ranks evict the same in the same call, for all make the same
+        calls in the same order."""
+        if max(len(self.plans), len(self._prepared)) < MAX_SCHEDULES:
+            return
+        for request in sorted(self.plans, key=lambda each: self.plans[each].last_call)[:NUM_EVICTED]:
+            del self.plans[request]
+            self.requests.pop(request, None)
+        in_use = {plan.prepared for plan in self.plans.values()}
+        gone = {key: prepared for key, prepared in self._prepared.items() if prepared not in in_use}
+        for key in gone:
+            del self._prepared[key]
+        if self.transport is not None:
+            self.transport.forget(list(gone.values()), keeps_memory=True)
 
     def _agree(self, request: Request) -> Choice | None:
         """Compare notes with the other ranks; returns what the plan in force says, unless the call names a schedule."""
@@ -155,13 +180,17 @@ class Runtime:
             return Pick(description=choice.schedule, reason=choice.reason)
         return pick_schedule(problem, self.machine, request.direction)
 
-    def _prepared_once(self, request: Request, description: ScheduleDescription, sequential: Sequential) -> AbstractPrepared:
+    def _prepared_once(
+        self, request: Request, description: ScheduleDescription, sequential: Sequential
+    ) -> AbstractCompiledSchedule:
         key = msgspec.structs.replace(request, schedule=""), description
         if key not in self._prepared:
             self._prepared[key] = self.prepare(request, description, sequential)
         return self._prepared[key]
 
-    def prepare(self, request: Request, description: ScheduleDescription, sequential: Sequential) -> AbstractPrepared:
+    def prepare(
+        self, request: Request, description: ScheduleDescription, sequential: Sequential
+    ) -> AbstractCompiledSchedule:
         """Make a schedule ready for a request, by all ranks together. Raises `ScheduleError` where it does not fit."""
         if description.is_sequential or self.transport is None:
             return Collectives(
@@ -170,14 +199,15 @@ class Runtime:
         problem = request.problem(self.group.size())
         return self.transport.prepare(make_schedule(problem, description, request.direction), request.dtype)
 
-    def forget(self, prepared: Sequence[AbstractPrepared]) -> None:
+    def forget(self, prepared: Sequence[AbstractCompiledSchedule]) -> None:
         """Give back what `prepare` made, by all ranks together."""
         if self.transport is not None:
             self.transport.forget(prepared)
 
     def pick_anew(self) -> None:
         """Let the next call of every shape choose again, with the other ranks; what is prepared stays."""
-        self.plans = {request: plan for request, plan in self.plans.items() if request.schedule}
+        for request in [request for request in self.plans if not request.schedule]:
+            del self.plans[request]
 
     def propose(self, what: str, problem: str = "") -> None:
         """Raise `OperatorError` on every rank unless all of them are about to do the same, and can."""
@@ -191,11 +221,11 @@ class Runtime:
         """The transport, or None and why there is none, which all ranks find alike."""
         if self.device.type == "cpu":
             return Messages(self.group, self.agreement, self._watchdog), ""
-        found = [content.decode() for content in self.agreement.exchange(_whereabouts(self.device).encode())]
+        found = [content.decode() for content in self.agreement.exchange(whereabouts(self.device).encode())]
         hosts = {entry.split("/")[0] for entry in found}
         if len(hosts) > 1:
             return None, f"the group spans {len(hosts)} hosts, and copy engines reach peers of one host only"
-        obstacle = _obstacle(self.device, found)
+        obstacle = obstacle_on(self.device, found)
         obstacles = [content.decode() for content in self.agreement.exchange(obstacle.encode())]
         first = next((f"rank {rank}: {text}" for rank, text in enumerate(obstacles) if text), "")
         if first:
@@ -241,28 +271,27 @@ class Runtime:
             self.transport.close()
 
 
-def _whereabouts(device: torch.device) -> str:
-    return f"{socket.gethostname()}/{torch.cuda.get_device_properties(device).uuid}"
-
-
-def _obstacle(device: torch.device, found: list[str]) -> str:
-    """Why this rank cannot use copy engines, or nothing. GPUs that are not visible here are taken to be reachable."""
-    if find_spec("cuda") is None or find_spec("cuda.bindings") is None:
-        return f"cuda-bindings is not installed. {INSTALL}".rstrip(".")
-    wanted = {entry.split("/")[1] for entry in found}
-    for number in range(torch.cuda.device_count()):
-        is_wanted = str(torch.cuda.get_device_properties(number).uuid) in wanted
-        if is_wanted and number != device.index and not torch.cuda.can_device_access_peer(device.index, number):
-            return f"GPU {device.index} cannot reach the memory of GPU {number}"
-    return ""
-
-
 def _machine_of(device: torch.device) -> tuple[Machine, str]:
     """The machine whose figures the heuristic takes, this GPU's or where none is shipped the default; and what plans call
     this GPU's machine: its shipped name, or else the GPU's own. A CPU has none."""
     gpu_name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
     found = machine_for_device(gpu_name) if gpu_name else None
     return found or load_machine(DEFAULT_MACHINE), found.name if found else gpu_name
+
+
+@cache
+def _note_untested_torch() -> None:
+    """Say once that torch is newer than what operators, which use private names of it, were tested with."""
+    version = tuple(int(part) for part in torch.__version__.split(".")[:2])
+    if version > NEWEST_TORCH:
+        newest = ".".join(map(str, NEWEST_TORCH))
+        LOGGER.warning(
+            "torch %s is newer than %s, the newest that operators were tested with. If they fail, install torch<%d.%d.",
+            torch.__version__,
+            newest,
+            NEWEST_TORCH[0],
+            NEWEST_TORCH[1] + 1,
+        )
 
 
 @cache

@@ -14,10 +14,10 @@ import torch.distributed as dist
 
 from counterpoint.errors import OperatorError, cause_of
 from counterpoint.ops.call_timer import AbstractCallTimer
-from counterpoint.ops.captures import refuse_in_capture
+from counterpoint.ops.graph_cache import refuse_in_capture
 from counterpoint.ops.operators import PASSES
 from counterpoint.ops.runtime import Request, Runtime
-from counterpoint.ops.transport import AbstractPrepared
+from counterpoint.ops.transport import AbstractCompiledSchedule
 from counterpoint.schedule import Problem, ScheduleDescription, split
 from counterpoint.schedule.actions import DataType, Pass
 from counterpoint.schedule.generate import scheduled_pass
@@ -30,7 +30,7 @@ Shape = tuple[int, int]
 
 
 @final
-class Contest:
+class ScheduleBenchmark:
     """A request and the schedules that take turns at it; the first is `sequential`, whose results are right.
 
     All ranks of the group make it and call it alike. Raises `OperatorError` on every rank where operands find no room on
@@ -42,7 +42,7 @@ class Contest:
         self.name = request.name(runtime.group.size())
         assert descriptions[0].is_sequential, "what the others are compared with"
         self.descriptions = tuple(descriptions)
-        self._prepared: list[AbstractPrepared] = []
+        self._prepared: list[AbstractCompiledSchedule] = []
         refuse_in_capture(f"Measuring {self.name}", runtime.device)
         labels = ", ".join(description.label() for description in self.descriptions)
         self._runtime.propose(f"measuring {self.name} by {labels}", self._take_operands())

@@ -15,8 +15,8 @@ from cuda.bindings import driver as cu
 
 from counterpoint.cuda.driver import check
 from counterpoint.ops.agreement import Agreement
-from counterpoint.ops.driver_calls import WAIT, WRITE, memory_operation
-from counterpoint.ops.gpu_progress import NumberedCalls
+from counterpoint.ops.driver_calls import WAIT, WRITE, can_flush_remote_writes, memory_operation, taking
+from counterpoint.ops.gpu_progress import GpuProgress
 from counterpoint.ops.symmetric import SymmetricMemory
 from counterpoint.ops.watchdog import Watchdog
 
@@ -28,7 +28,8 @@ FLAG_BYTES = 4
 class Flags:
     """32-bit words in symmetric memory: of each number one that every rank raises on every other.
 
-    `resting` holds the value of each number between calls. `watch` ends waits for a rank that is gone.
+    `resting` holds the value of each number between calls. `is_flushing`: waits for them flush remote writes.
+    `watch` ends waits for a rank that is gone.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, agreement: Agreement, resting: Sequence[int]) -> None:
@@ -37,10 +38,11 @@ class Flags:
         self._memory = SymmetricMemory(num_flags * FLAG_BYTES, device, group, agreement)
         words = self._memory.local.view(torch.int32).view(len(resting), self._num_ranks)
         words.copy_(torch.tensor(resting, dtype=torch.int32, device=device)[:, None].expand_as(words))
+        self.is_flushing = can_flush_remote_writes(device.index)
         torch.cuda.synchronize(device)
         agreement.exchange(b"flags at rest")  # nobody raises one before they are
         self.watch = Watchdog(
-            NumberedCalls((self._memory.addresses[self._rank], num_flags)), agreement.limit_s, overheard=agreement.overheard
+            GpuProgress((self._memory.addresses[self._rank], num_flags)), agreement.limit_s, overheard=agreement.overheard
         )
 
     def own(self, number: int, peer: int) -> int:
@@ -76,8 +78,7 @@ class Signals:
         key = (WAIT, number, peers)
         if key not in self._batches:
             own = [self._flags.own(number, peer) for peer in peers]
-            waits = [memory_operation(WAIT, address, 1) for address in own]
-            self._batches[key] = waits + [memory_operation(WRITE, address, 0) for address in own]
+            self._batches[key] = taking(own, is_flushing=self._flags.is_flushing)
         _issue(self._batches[key], stream)
 
 

@@ -8,6 +8,7 @@ import torch.distributed._symmetric_memory as symmetric_memory
 
 from counterpoint.errors import cause_of
 from counterpoint.ops.agreement import Agreement, CallNotice
+from counterpoint.ops.graph_cache import refuse_in_capture
 from counterpoint.units import format_bytes
 
 
@@ -31,3 +32,35 @@ class SymmetricMemory:
         agreement.compare(CallNotice(request=f"{num_bytes} bytes of symmetric memory", problem=problem))
         self._handle = symmetric_memory.rendezvous(self.local, group.group_name)
         self.addresses = [int(address) for address in self._handle.buffer_ptrs]
+
+
+@final
+class SymmetricPool:
+    """The symmetric memory of one transport or lane. Larger takes the place of smaller, which lives on where graphs that a
+    user captured write to it."""
+
+    def __init__(self, device: torch.device, group: dist.ProcessGroup, agreement: Agreement) -> None:
+        self._device, self._group, self._agreement = device, group, agreement
+        self.memory: SymmetricMemory | None = None
+        self._retired: list[SymmetricMemory] = []
+
+    def replace(self, num_bytes: int, what: str, *, has_captured: bool) -> SymmetricMemory:
+        """Memory of another size, for all ranks together; `what` needs it. Raises `OperatorError`, and then there is
+        none."""
+        refuse_in_capture(what, self._device)
+        torch.cuda.synchronize(self._device)
+        if has_captured and self.memory is not None:
+            self._retired.append(self.memory)
+        self.memory = None
+        self.memory = SymmetricMemory(num_bytes, self._device, self._group, self._agreement)
+        return self.memory
+
+    def num_bytes(self) -> int:
+        """Bytes held, with those that only graphs use."""
+        held = [*self._retired, *([self.memory] if self.memory else [])]
+        return sum(int(memory.local.numel()) for memory in held)
+
+    def close(self) -> None:
+        """Give all back."""
+        self.memory = None
+        self._retired.clear()

@@ -27,7 +27,7 @@ class Place(Value, frozen=True, kw_only=True):
     num_bytes: int
 
 
-class AbstractPrepared(ABC):
+class AbstractCompiledSchedule(ABC):
     """A schedule made ready for tensors of one shape and type."""
 
     @abstractmethod
@@ -44,13 +44,13 @@ class AbstractTransport(ABC):
     """Moves rows between the ranks of one group."""
 
     @abstractmethod
-    def prepare(self, schedule: CopySchedule, dtype: torch.dtype) -> AbstractPrepared:
+    def prepare(self, schedule: CopySchedule, dtype: torch.dtype) -> AbstractCompiledSchedule:
         """Make a schedule ready. All ranks call it with the same schedule, in the same order."""
 
     @abstractmethod
-    def forget(self, prepared: Sequence[AbstractPrepared]) -> None:
+    def forget(self, prepared: Sequence[AbstractCompiledSchedule], *, keeps_memory: bool = False) -> None:
         """Give back what only these schedules need; they are not run any more. All ranks call it alike, when no call of
-        theirs is in a graph that a user captured."""
+        theirs is in a graph that a user captured, or with `keeps_memory`, which keeps the symmetric memory for others."""
 
     @abstractmethod
     def num_symmetric_bytes(self) -> int:

@@ -31,7 +31,7 @@ LAST_NUMBER = 2**31 - 1
 STATUS = 1  # of a process that is ended
 
 
-class AbstractCalls(ABC):
+class AbstractProgress(ABC):
     """What a watch needs of the GPU."""
 
     @abstractmethod
@@ -79,7 +79,7 @@ class Watchdog:
 
     def __init__(
         self,
-        calls: AbstractCalls,
+        calls: AbstractProgress,
         limit_s: float,
         end_process: Callable[[int], object] = os._exit,
         overheard: Callable[[], str] = lambda: "",

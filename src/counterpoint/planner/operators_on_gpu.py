@@ -9,10 +9,9 @@ from contextlib import closing
 
 from counterpoint.measurement.orders import Rounds, draw_seed
 from counterpoint.measurement.tournament import compare
-from counterpoint.ops.call_timer import AbstractCallTimer
-from counterpoint.ops.gpu_call_timer import open_call_timer
+from counterpoint.ops.call_timer import AbstractCallTimer, open_call_timer
 from counterpoint.ops.runtime import Group, Request, Runtime, runtime_of_group
-from counterpoint.ops.schedule_benchmark import Contest
+from counterpoint.ops.schedule_benchmark import ScheduleBenchmark
 from counterpoint.plan import Plan
 from counterpoint.planner.operators import OperatorTuning, TunedOperator, descriptions_to_measure, plan_of
 from counterpoint.schedule.estimate import estimate_ideal
@@ -66,20 +65,22 @@ def _problem_of(requests: Sequence[Request]) -> str:
 
 def _measured(runtime: Runtime, request: Request, timer: AbstractCallTimer, *, num_rounds: int) -> TunedOperator:
     problem = request.problem(runtime.group.size())
-    with closing(Contest(runtime, request, descriptions_to_measure(problem, runtime.machine, request.direction))) as contest:
-        labels = [description.label() for description in contest.descriptions]
-        contest.require_right()
+    with closing(
+        ScheduleBenchmark(runtime, request, descriptions_to_measure(problem, runtime.machine, request.direction))
+    ) as benchmark:
+        labels = [description.label() for description in benchmark.descriptions]
+        benchmark.require_right()
         seed = int(runtime.text_of_first(str(draw_seed())))
         rounds = Rounds(seed, len(labels))
         for number in range(timer.num_warm_up_rounds):
-            contest.warm_up(rounds.order(number))
-        comparison = compare(labels, lambda number: contest.time_us(number, timer), num_rounds, seed)
-        contest.require_right()
+            benchmark.warm_up(rounds.order(number))
+        comparison = compare(labels, lambda number: benchmark.time_us(number, timer), num_rounds, seed)
+        benchmark.require_right()
     picked = pick_schedule(problem, runtime.machine, request.direction).description
     return TunedOperator(
-        name=contest.name,
-        descriptions=contest.descriptions,
+        name=benchmark.name,
+        descriptions=benchmark.descriptions,
         comparison=comparison,
-        estimated=contest.descriptions.index(picked),
+        estimated=benchmark.descriptions.index(picked),
         ideal_us=estimate_ideal(problem, runtime.machine, direction=request.direction),
     )

@@ -2,7 +2,7 @@
 
 A matmul is cut into tiles, of the shape that ends first; cuBLAS chooses among about as many shapes. Source of every
 constant: measured, fitted or assumed, as its comment says. Knows nothing of how actions wait for each other
-(`estimate.py`) and share SMs (`waves.py`).
+(`estimate.py`) and share SMs (`wave_model.py`).
 """
 
 import itertools

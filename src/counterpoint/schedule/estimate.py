@@ -1,7 +1,7 @@
 """How long a schedule takes on a machine, by arithmetic: list scheduling of its actions with a cost for each (`costs.py`).
 
 Four losses decide between schedules. Decomposition: a matmul piece runs in waves of tiles over the SMs, and a part of
-its last wave is lost unless the next piece, on another stream, fills it (`waves.py`). Latency: every copy costs
+its last wave is lost unless the next piece, on another stream, fills it (`wave_model.py`). Latency: every copy costs
 microseconds before its first byte, and its flag some on the way. Bandwidth: a rank's copies share its port. Memory:
 sums, and adding inside a matmul, read and write rows once more. It is a model to rank schedules with, not a measurement;
 `sim/` models SMs in far more detail and knows nothing of chunks.

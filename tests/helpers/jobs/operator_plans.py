@@ -13,7 +13,7 @@ from counterpoint import LEAVE_IT, Directive, Match, Plan, Priority, ScheduleCho
 from counterpoint.errors import CounterpointError
 from counterpoint.ops.call_timer import AbstractCallTimer
 from counterpoint.ops.collectives import Collectives
-from counterpoint.ops.messages import PreparedMessages
+from counterpoint.ops.messages import CompiledMessages
 from counterpoint.planner.operators import descriptions_to_measure
 from counterpoint.planner.operators_on_gpu import measure_operators, tune_operators
 from counterpoint.schedule import SEQUENTIAL, Problem, ScheduleDescription
@@ -49,7 +49,7 @@ RUNS: Counter[int] = Counter()
 
 def count_runs() -> None:
     """Count the calls of every prepared schedule."""
-    for kind in (PreparedMessages, Collectives):
+    for kind in (CompiledMessages, Collectives):
 
         def counted(self: object, *arguments: object, run: Callable[..., None] = kind.run) -> None:
             RUNS[id(self)] += 1
@@ -258,18 +258,18 @@ def wrong() -> None:
     """A schedule that gives other results on one rank is one line on every rank, its memory given back, and all works on."""
     call("all_gather_matmul")
     before = ops.pool_report()
-    run = PreparedMessages.run
+    run = CompiledMessages.run
 
-    def spoiled(self: PreparedMessages, tensors: dict[str, torch.Tensor], weights: Sequence[torch.Tensor]) -> None:
+    def spoiled(self: CompiledMessages, tensors: dict[str, torch.Tensor], weights: Sequence[torch.Tensor]) -> None:
         run(self, tensors, weights)
         if dist.get_rank() == dist.get_world_size() - 1:
             tensors["product"][-1] = tensors["product"][0]
 
-    PreparedMessages.run = spoiled
+    CompiledMessages.run = spoiled
     clock = Clock(lambda label, rank: 1.0)
     print(f"wrong: {problem_of(lambda: tune_operators(timer=clock, num_rounds=3))}", flush=True)
     assert clock.timed == [], "it is found out before anything is timed"
-    PreparedMessages.run = run
+    CompiledMessages.run = run
     assert ops.pool_report() == before
     call("all_gather_matmul")
     report("after it")
@@ -278,14 +278,14 @@ def wrong() -> None:
 def idle() -> None:
     """A schedule that leaves results as they were is found out, though what is there is right."""
     call("all_gather_matmul")
-    run = PreparedMessages.run
+    run = CompiledMessages.run
 
-    def spoiled(self: PreparedMessages, tensors: dict[str, torch.Tensor], weights: Sequence[torch.Tensor]) -> None:
+    def spoiled(self: CompiledMessages, tensors: dict[str, torch.Tensor], weights: Sequence[torch.Tensor]) -> None:
         run(self, {name: tensor.clone() for name, tensor in tensors.items()}, weights)
 
-    PreparedMessages.run = spoiled
+    CompiledMessages.run = spoiled
     print(f"idle: {problem_of(lambda: tune_operators(timer=Clock(lambda label, rank: 1.0), num_rounds=3))}", flush=True)
-    PreparedMessages.run = run
+    CompiledMessages.run = run
 
 
 def operands() -> None:
@@ -317,15 +317,15 @@ def operands() -> None:
 def late() -> None:
     """A schedule that goes wrong only once it was timed is found out, too."""
     call("all_gather_matmul")
-    run = PreparedMessages.run
+    run = CompiledMessages.run
     clock = Clock(lambda label, rank: 1.0)
 
-    def spoiled(self: PreparedMessages, tensors: dict[str, torch.Tensor], weights: Sequence[torch.Tensor]) -> None:
+    def spoiled(self: CompiledMessages, tensors: dict[str, torch.Tensor], weights: Sequence[torch.Tensor]) -> None:
         run(self, tensors, weights)
         if len(clock.timed) > 20:
             tensors["product"].fill_(float("nan"))
 
-    PreparedMessages.run = spoiled
+    CompiledMessages.run = spoiled
     print(f"late: {problem_of(lambda: tune_operators(timer=clock, num_rounds=3))}", flush=True)
 
 

@@ -5,12 +5,13 @@ from contextlib import nullcontext
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from counterpoint import ops
 from counterpoint.errors import CounterpointError
 from counterpoint.ops import operators
-from counterpoint.ops.runtime import open_exchange
+from counterpoint.ops.runtime import MAX_SCHEDULES, all_runtimes, open_exchange
 from counterpoint.schedule import SEQUENTIAL, ScheduleDescription
 from helpers.gloo_sections import report, run_sections
 from helpers.operator_definitions import (
@@ -390,6 +391,25 @@ def registered() -> None:
     for operator in (operators.matmul_reduce_scatter, operators.matmul_all_reduce, operators.all_to_all_matmul):
         torch.library.opcheck(operator.custom, (whole, weight, group_name, ""))
     report("registered")
+
+
+def many_shapes() -> None:
+    """Shapes that never end: what is kept for them does, on all ranks alike, and a shape that was evicted runs again."""
+    rank, weight = dist.get_rank(), torch.ones(INNER, COLUMNS)
+    store = distributed_c10d._get_default_store()
+    kept, num_keys = [], []
+    for number in [*range(1, 501), 1, 2, 500]:
+        shard = torch.full((number, INNER), float(rank + 1))
+        product = ops.all_gather_matmul(shard, weight, schedule=D(chunks=2))
+        assert torch.equal(product[:, 0], INNER * torch.tensor([1.0] * number + [2.0] * number)), number
+        assert len(ops.explain()) <= MAX_SCHEDULES
+        (runtime,) = all_runtimes()
+        kept.append((len(runtime._prepared), len(runtime.transport._prepared)))
+        num_keys.append(store.num_keys())
+    assert max(kept) == (MAX_SCHEDULES, MAX_SCHEDULES)
+    dist.barrier()
+    assert max(num_keys[300:]) - max(num_keys[:20]) <= 4, (num_keys[:20], num_keys[300:])
+    print(f"kept: {len(ops.explain())}", flush=True)
 
 
 if __name__ == "__main__":

@@ -10,8 +10,7 @@ import torch.distributed as dist
 
 from counterpoint import ops
 from counterpoint.cuda.ranks import join_ranks
-from counterpoint.ops.call_timer import AbstractCallTimer
-from counterpoint.ops.gpu_call_timer import open_call_timer
+from counterpoint.ops.call_timer import AbstractCallTimer, open_call_timer
 from counterpoint.planner.operators_on_gpu import measure_operators
 
 ROWS, INNER, COLUMNS = 8192, 4096, 3584

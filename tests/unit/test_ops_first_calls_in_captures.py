@@ -10,7 +10,7 @@ from counterpoint.schedule import ScheduleDescription
 torch = pytest.importorskip("torch")
 dist = pytest.importorskip("torch.distributed")
 ops = pytest.importorskip("counterpoint.ops")
-captures = pytest.importorskip("counterpoint.ops.captures")
+graph_cache = pytest.importorskip("counterpoint.ops.graph_cache")
 runtime = pytest.importorskip("counterpoint.ops.runtime")
 streams = pytest.importorskip("counterpoint.ops.streams")
 
@@ -31,7 +31,7 @@ class Capture:
 def capture(monkeypatch: pytest.MonkeyPatch) -> Iterator[Capture]:
     """A process group of this process alone, and a capture that can be switched on."""
     found = Capture()
-    monkeypatch.setattr(captures, "is_capturing", found)
+    monkeypatch.setattr(graph_cache, "is_capturing", found)
     monkeypatch.setattr(runtime, "is_capturing", found)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
@@ -84,13 +84,13 @@ def test_a_call_that_is_wrong_is_refused_in_a_capture_without_asking_the_other_r
     call(4)
     capture.is_on = True
     found = runtime.runtime_of(dist.group.WORLD.group_name, CPU)
-    monkeypatch.setattr(found._agreement, "compare", lambda proposal: pytest.fail("the host waits for others in a capture"))
+    monkeypatch.setattr(found.agreement, "refuse", lambda problem: pytest.fail("the host waits for others in a capture"))
     with pytest.raises(OperatorError, match="operands of one type"):
         ops.all_gather_matmul(torch.ones(4, 3), torch.ones(3, 2).double())
 
 
 def test_nothing_is_captured_on_cpus() -> None:
-    assert not captures.is_capturing(CPU)
+    assert not graph_cache.is_capturing(CPU)
 
 
 def test_a_groups_streams_are_made_once_for_each_name_and_priority(monkeypatch: pytest.MonkeyPatch) -> None:

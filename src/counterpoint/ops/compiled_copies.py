@@ -1,6 +1,6 @@
 """One schedule for one shape and type on GPUs: the driver calls and matmuls of a call, listed once and issued each time.
 
-A call that comes again at the same addresses is recorded and replayed (`recordings.py`), unless its caller captures it.
+A call that comes again at the same addresses is recorded and replayed (`graph_cache.py`), unless its caller captures it.
 """
 
 import logging
@@ -31,7 +31,7 @@ from counterpoint.ops.launch_order import launch_behind
 from counterpoint.ops.signals import Flags
 from counterpoint.ops.streams import recording_stream_of, stream_of
 from counterpoint.ops.symmetric import SymmetricMemory
-from counterpoint.ops.transport import AbstractPrepared, Layout, Tensors, Weights, view_of
+from counterpoint.ops.transport import AbstractCompiledSchedule, Layout, Tensors, Weights, view_of
 from counterpoint.schedule.actions import COMPUTATION_KINDS, FIRST_COMPUTE, Buffer, CopySchedule
 from counterpoint.schedule.program import Flag, Instruction, Program
 
@@ -69,7 +69,7 @@ class Branches:
 
 
 @final
-class PreparedCopies(AbstractPrepared):
+class CompiledCopies(AbstractCompiledSchedule):
     """One schedule for one shape and type, as a list of driver calls and matmuls."""
 
     def __init__(self, shared: Shared, planned: tuple[CopySchedule, Program], layout: tuple[Layout, torch.dtype]) -> None:
@@ -93,7 +93,7 @@ class PreparedCopies(AbstractPrepared):
         self._issues: list[Issue] = []
 
     def run(self, tensors: Tensors, weights: Weights) -> None:
-        """See `AbstractPrepared.run`."""
+        """See `AbstractCompiledSchedule.run`."""
         memory, order = self._shared.memory(), self._shared.order
         if self._memory is not memory:
             self._bind(memory)
@@ -134,7 +134,7 @@ class PreparedCopies(AbstractPrepared):
             LOGGER.warning("Operators are issued call by call: recording one as a CUDA graph failed (%s).", reason)
             return None
 
-    def _key(self, operands: Tensors, weights: Weights) -> Hashable:
+    def _key(self, operands: Tensors, weights: Weights) -> tuple[Hashable, ...]:
         """All that decides what a call issues: addresses, strides, and torch's settings for half-precision matmuls. The
         schedule stands for shapes and type."""
         return (
@@ -142,6 +142,7 @@ class PreparedCopies(AbstractPrepared):
             *((tensor.data_ptr(), tensor.stride()) for tensor in (*weights, *operands.values())),
             *(weight.shape for weight in weights[1:]),  # how columns are divided among several
             half_precision_settings(),
+            torch._C._cuda_tunableop_is_enabled(),  # builds for CPUs lack it
         )
 
     def _call(
@@ -238,7 +239,8 @@ class PreparedCopies(AbstractPrepared):
         return copy_to_peer(step.action.stream, to, (source.buffer, offset, num_bytes))
 
     def _takes(self, name: str, flags: Sequence[Flag]) -> list[Issue]:
-        return take_flags(name, [self._shared.flags.own(flag.number, flag.peer) for flag in flags])
+        own = [self._shared.flags.own(flag.number, flag.peer) for flag in flags]
+        return take_flags(name, own, is_flushing=self._shared.flags.is_flushing)
 
     def _raises(self, name: str, flags: Sequence[Flag]) -> list[Issue]:
         return raise_flags(name, [self._shared.flags.of_peer(flag.number, flag.peer) for flag in flags])

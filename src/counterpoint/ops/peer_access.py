@@ -1,0 +1,53 @@
+"""Whether the copy engines of a group's GPUs reach each other's memory, and whether a wait for a peer's flag also tells that
+the peer's rows have come.
+
+CUDA promises the latter only to a wait that flushes remote writes (CU_STREAM_WAIT_VALUE_FLUSH), and not every platform can.
+Where it cannot, the flag is waited for without, on the one kind of link where results were compared bit for bit over many
+calls: NVLink between H200s (docs/ops.md, "State"). H100s are taken to be the same: they have the same link.
+"""
+
+import socket
+from importlib.util import find_spec
+
+import torch
+
+from counterpoint.errors import INSTALL
+
+PROVEN_WITHOUT_FLUSH = ("H100", "H200")  # and linked by NVLink
+
+
+def whereabouts(device: torch.device) -> str:
+    """The host and the GPU, for the other ranks."""
+    return f"{socket.gethostname()}/{torch.cuda.get_device_properties(device).uuid}"
+
+
+def obstacle_on(device: torch.device, found: list[str]) -> str:
+    """Why this rank cannot use copy engines, or nothing. GPUs that are not visible here are taken to be reachable."""
+    if find_spec("cuda") is None or find_spec("cuda.bindings") is None:
+        return f"cuda-bindings is not installed. {INSTALL}".rstrip(".")
+    wanted = {entry.split("/")[1] for entry in found}
+    peers = [
+        number
+        for number in range(torch.cuda.device_count())
+        if number != device.index and str(torch.cuda.get_device_properties(number).uuid) in wanted
+    ]
+    for number in peers:
+        if not torch.cuda.can_device_access_peer(device.index, number):
+            return f"GPU {device.index} cannot reach the memory of GPU {number}"
+    return "" if len(found) == 1 else _flush_obstacle(device, peers)
+
+
+def _flush_obstacle(device: torch.device, peers: list[int]) -> str:
+    """Why rows might come after the flag behind them, or nothing."""
+    from counterpoint.ops.driver_calls import can_flush_remote_writes, is_nvlink_to  # noqa: PLC0415  needs cuda-bindings
+
+    if can_flush_remote_writes(device.index):
+        return ""
+    name = torch.cuda.get_device_name(device)
+    is_proven = any(each in name for each in PROVEN_WITHOUT_FLUSH)
+    if is_proven and all(is_nvlink_to(device.index, number) for number in peers):
+        return ""
+    return (
+        f"GPU {device.index} ({name}) cannot flush remote writes in a wait (CAN_FLUSH_REMOTE_WRITES is 0), and without that "
+        f"copy engines are proven only on NVLink between {' or '.join(PROVEN_WITHOUT_FLUSH)} GPUs"
+    )

@@ -1,0 +1,141 @@
+"""Symmetric memory that a captured graph uses outlives its successor, in operators and in lanes; and waits for peers' flags
+flush remote writes where the GPU can. On doubles of the driver and of torch's symmetric memory."""
+
+import importlib
+import sys
+import weakref
+from collections.abc import Iterator
+from types import ModuleType, SimpleNamespace
+from typing import Any
+from unittest.mock import MagicMock
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+MODULES = (
+    "counterpoint.cuda.driver",
+    "counterpoint.ops.driver_calls",
+    "counterpoint.ops.gpu_progress",
+    "counterpoint.ops.signals",
+    "counterpoint.ops.call_order",
+    "counterpoint.ops.launch_order",
+    "counterpoint.ops.compiled_copies",
+    "counterpoint.ops.copy_engines",
+    "counterpoint.ops.copy_lane",
+)
+EQUAL, FLUSH = 1, 1 << 30
+
+
+class Memory:
+    """Stands for a symmetric allocation."""
+
+    def __init__(self, num_bytes: int, *_: object) -> None:
+        self.local, self.addresses = torch.empty(num_bytes, dtype=torch.uint8), [0, 0]
+
+
+class Operation:
+    """Stands for CUstreamBatchMemOpParams."""
+
+    def __init__(self) -> None:
+        self.waitValue, self.writeValue = SimpleNamespace(), SimpleNamespace()
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[MagicMock]:
+    """The modules that need the CUDA driver, imported on a double of it."""
+    double = MagicMock()
+    double.CUresult = SimpleNamespace(CUDA_SUCCESS="success")
+    double.CUstreamWaitValue_flags = SimpleNamespace(CU_STREAM_WAIT_VALUE_EQ=EQUAL, CU_STREAM_WAIT_VALUE_FLUSH=FLUSH)
+    double.CUstreamBatchMemOpType = SimpleNamespace(
+        CU_STREAM_MEM_OP_WAIT_VALUE_32="wait", CU_STREAM_MEM_OP_WRITE_VALUE_32="write"
+    )
+    double.CUstreamBatchMemOpParams = Operation
+    double.CUdeviceptr = double.cuuint32_t = lambda number: number
+    double.cuDeviceGet = lambda number: ("success", number)
+    bindings = ModuleType("cuda.bindings")
+    bindings.driver = double  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "cuda", ModuleType("cuda"))
+    monkeypatch.setitem(sys.modules, "cuda.bindings", bindings)
+    known = {name: sys.modules.pop(name, None) for name in MODULES}
+    yield double
+    for name, before in known.items():
+        sys.modules.pop(name, None)
+        if before is not None:
+            sys.modules[name] = before
+
+
+@pytest.fixture
+def pool(monkeypatch: pytest.MonkeyPatch) -> Any:
+    symmetric = importlib.import_module("counterpoint.ops.symmetric")
+    monkeypatch.setattr(symmetric, "SymmetricMemory", Memory)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
+    return symmetric.SymmetricPool(torch.device("cpu"), None, None)
+
+
+@pytest.mark.parametrize("has_captured", [False, True])
+def test_a_lane_that_grows_keeps_the_memory_of_a_captured_exchange(
+    has_captured: bool, driver: MagicMock, pool: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = importlib.import_module("counterpoint.ops.copy_lane")
+    lane = object.__new__(module.CopyLane)
+    lane._pool, lane._row_bytes, lane._has_captured, lane.num_ranks = pool, 0, False, 2
+    lane._device, lane._flags = torch.device("cpu"), MagicMock()
+    lane.reserve(1024)
+    before = weakref.ref(pool.memory)
+    monkeypatch.setattr(module, "is_capturing", lambda _: has_captured)
+    lane._sample(stream=0)
+    lane.reserve(4096)
+    assert (before() is not None) == has_captured
+    assert pool.num_bytes() == 3 * 4096 + (3 * 1024 if has_captured else 0)
+
+
+@pytest.mark.parametrize("has_captured", [False, True])
+def test_operators_that_need_more_keep_the_memory_of_captured_calls(
+    has_captured: bool, driver: MagicMock, pool: Any
+) -> None:
+    module = importlib.import_module("counterpoint.ops.copy_engines")
+    engines = object.__new__(module.CopyEngines)
+    engines._pool, engines._prepared, engines._device = pool, [], torch.device("cpu")
+    engines._order, engines._recordings = SimpleNamespace(has_captured=False), MagicMock()
+    engines._require_memory(1024)
+    before = weakref.ref(pool.memory)
+    engines._order.has_captured = has_captured
+    engines._require_memory(4096)
+    assert (before() is not None) == has_captured
+    assert not engines._order.has_captured
+
+
+def test_the_last_wait_for_flags_flushes_remote_writes_where_the_gpu_can(driver: MagicMock) -> None:
+    module = importlib.import_module("counterpoint.ops.driver_calls")
+    for is_flushing in (False, True):
+        first, second, *lowered = module.taking([8, 12], is_flushing=is_flushing)
+        assert (first.waitValue.address, first.waitValue.flags) == (8, EQUAL)
+        assert (second.waitValue.address, second.waitValue.flags) == (12, EQUAL | FLUSH if is_flushing else EQUAL)
+        assert [(each.writeValue.value, each.writeValue.flags) for each in lowered] == [(0, 0), (0, 0)]
+
+
+@pytest.mark.parametrize(
+    ("gpu", "says"),
+    [
+        ((1, "NVIDIA L40S", 0), ""),
+        ((0, "NVIDIA H200", 1), ""),
+        ((0, "NVIDIA H100 PCIe", 0), "GPU 0 (NVIDIA H100 PCIe) cannot flush remote writes in a wait"),
+        ((0, "NVIDIA L40S", 0), "GPU 0 (NVIDIA L40S) cannot flush remote writes in a wait"),
+    ],
+)
+def test_gpus_that_cannot_flush_need_a_link_that_is_proven(
+    gpu: tuple[int, str, int], says: str, driver: MagicMock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    can_flush, name, has_nvlink = gpu
+    driver.cuDeviceGetAttribute = lambda _attribute, _gpu: ("success", can_flush)
+    driver.cuDeviceGetP2PAttribute = lambda _attribute, _gpu, _peer: ("success", has_nvlink)
+    peer_access = importlib.import_module("counterpoint.ops.peer_access")
+    monkeypatch.setattr(peer_access, "find_spec", lambda _: object())
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda number: SimpleNamespace(uuid=f"gpu-{number}"))
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda _one, _other: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: name)
+    found = peer_access.obstacle_on(torch.device("cuda", 0), ["host/gpu-0", "host/gpu-1"])
+    assert found.startswith(says)
+    assert bool(found) == bool(says)
