@@ -10,7 +10,6 @@ from helpers.build_filter import Built, build_preloaded
 from helpers.filter_session import Session, run_directory
 
 MORE_THAN_KEPT = 24_000
-SLOW_NS = 2_000  # a machine shared by several; the mutex and the driver's answers cost more than this for each launch
 
 
 @pytest.fixture(scope="module")
@@ -18,9 +17,10 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
     return build_preloaded(tmp_path_factory.mktemp("built"))
 
 
-def again(client: Session, rounds: int) -> tuple[int, int, float]:
-    _, failed, _, asked, _, nanoseconds = client.ask(f"again {rounds}")[0].split()
-    return int(failed), int(asked), float(nanoseconds)
+def again(client: Session, rounds: int) -> tuple[int, int]:
+    """Launches that failed, and questions that the driver was asked."""
+    _, failed, _, asked, *_ = client.ask(f"again {rounds}")[0].split()
+    return int(failed), int(asked)
 
 
 def asked(client: Session) -> int:
@@ -31,9 +31,7 @@ def test_kernels_beyond_the_table_are_launched_as_they_are_and_never_looked_at_a
     with Session(built, run_directory(tmp_path, FilterRule(pattern="*", priority=-1))) as client:
         client.find()
         assert client.ask(f"many {MORE_THAN_KEPT}")[0].startswith("failed 0 ")
-        failed, num_asked, nanoseconds = again(client, 3)
-        assert (failed, num_asked) == (0, 0)
-        assert nanoseconds < SLOW_NS
+        assert again(client, 3) == (0, 0)
         state = client.state()
         assert state.num_launches == 4 * MORE_THAN_KEPT
         assert len(state.functions) == layout.MAX_FUNCTIONS
@@ -65,7 +63,7 @@ def test_an_unload_makes_no_other_kernel_be_looked_at_again(built: Built, tmp_pa
             client.launch("temporary")
             before = asked(client)
             client.ask("unload temporary")
-            assert again(client, 1)[:2] == (0, 0)
+            assert again(client, 1) == (0, 0)
             for name in ("stays", "stays_too"):
                 assert client.launch(name).last.shared == 60_000
             assert asked(client) == before
