@@ -164,3 +164,20 @@ def test_times_that_no_clock_measures_are_left_out() -> None:
     for number, bad in enumerate([0.0, -1.0, math.nan, math.inf]):
         tournament.add(order.number, number, [[1000.0], [bad]])
     assert tournament.measurements("ab") == ()
+
+
+def test_a_candidate_that_nobody_had_time_to_prove_is_not_called_slow() -> None:
+    """The first of two that look alike in the heat turns out to be no faster, and no turns are left for the second."""
+    tournament = Tournament(3, seed=1)
+    order = tournament.begin(least_turns(2))
+    assert isinstance(order, Order)
+    for number in range(order.num_rounds):
+        tournament.add(order.number, number, [[1000.0 + 40 * number], [900.0], [890.0 + 60 * number]])
+    order = tournament.next(2 * LEAST_PROOF_ROUNDS, is_over=True)
+    assert isinstance(order, Order)
+    (first,) = order.entrants[1:]
+    for number in range(order.num_rounds):
+        tournament.add(order.number, number, [[1000.0], [1001.0]])
+    verdict = tournament.next(0, is_over=True)
+    assert isinstance(verdict, Verdict)
+    assert (verdict.chosen, verdict.best, verdict.reason) == (0, 3 - first, "not proven")

@@ -12,7 +12,7 @@ later.
 
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from typing import final
 
 from counterpoint.measurement.evidence import NORMAL_DEVIATION, Turn, is_timed, log_time, step_deviation
@@ -196,18 +196,23 @@ class Tournament:
         if reason in ("too few rounds", "no candidate"):
             return Verdict(chosen=0, best=0, reason=reason)
         tried = [proof for proof in self._proofs if len(proof.pairs) >= LEAST_PROOF_ROUNDS]
-        if tried:
-            proof = max(tried, key=lambda each: (each.is_proven, each.gain))
+        proof = max(tried, key=lambda each: (each.is_proven, each.gain), default=None)
+        if proof is not None and proof.gain > 0:
             best, gain, needed = proof.candidate, proof.gain, proof.needed_gain
         else:
-            gains, error = self._estimated_gains(range(1, self._num_variants)) if self._heat else ({}, 0.0)
-            best = max(gains, key=lambda candidate: gains[candidate], default=0)
-            gain, needed = gains.get(best, 0.0), min(1.0, SURE * math.sqrt(2) * error)
+            best, gain, needed = self._best_untried({each.candidate for each in tried})
         share = 1 - math.exp(-gain)
         if share <= 0:
             return Verdict(chosen=0, best=0, reason="no faster")
         needed = max(LEAST_GAIN, 1 - math.exp(-needed))
         return Verdict(chosen=best if reason == "proven" else 0, best=best, reason=reason, gain=share, needed_gain=needed)
+
+    def _best_untried(self, tried: Set[int]) -> tuple[int, float, float]:
+        """Of those that nobody tried to prove, the candidate that did best in the heat, its gain, and the gain that the heat
+        can tell from noise; 0 where a single round does not show the noise."""
+        gains, error = self._estimated_gains(range(1, self._num_variants)) if self._heat else ({}, 0.0)
+        best = max((each for each in gains if each not in tried), key=lambda each: gains[each], default=0)
+        return best, gains.get(best, 0.0), SURE * math.sqrt(2) * error if math.isfinite(error) else 0.0
 
 
 def compare(labels: Sequence[str], run: Callable[[int], float], num_rounds: int, seed: int) -> Comparison:
