@@ -155,6 +155,7 @@ def largest_residency_beside(gpu: Gpu, computation: Footprint, communication: Fo
         )
     limiter = alone.limiter
     for ctas_per_sm in range(alone.ctas_per_sm, 0, -1):
+        found: list[Beside] = []
         for percent in dict.fromkeys((computation.carveout_percent, 100)):
             capped = _capped(gpu, replace(computation, carveout_percent=percent), ctas_per_sm)
             fit = residency(gpu, capped)
@@ -162,12 +163,16 @@ def largest_residency_beside(gpu: Gpu, computation: Footprint, communication: Fo
             room, lacking = min(rooms)
             if room >= 1:
                 is_raised = capped.dynamic_shared_bytes > computation.dynamic_shared_bytes
-                return Beside(
-                    ctas_per_sm=fit.ctas_per_sm,
-                    dynamic_shared_bytes=capped.dynamic_shared_bytes if is_raised else None,
-                    carveout_percent=percent,
-                    limiter=limiter,
+                found.append(
+                    Beside(
+                        ctas_per_sm=fit.ctas_per_sm,
+                        dynamic_shared_bytes=capped.dynamic_shared_bytes if is_raised else None,
+                        carveout_percent=percent,
+                        limiter=limiter,
+                    )
                 )
+        if found:  # a cap to the byte may reach fewer CTAs under one carveout than under the other
+            return max(found, key=lambda each: each.ctas_per_sm)
         limiter = lacking
     raise OccupancyError(_why_nothing_fits(gpu, computation, communication, limiter))
 

@@ -4,7 +4,7 @@ import csv
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
@@ -247,6 +247,11 @@ def test_a_kernel_that_leaves_room_already_needs_no_cap() -> None:
 
 @settings(max_examples=200)
 @given(gpu=gpus, computation=footprints, communication=footprints)
+@example(
+    gpu=load_machine("a100").gpu,  # where 31 CTAs can be had with a carveout of 100 and not with the kernel's own
+    computation=Footprint(num_ctas=1, threads_per_cta=1, registers_per_thread=1, carveout_percent=50),
+    communication=Footprint(num_ctas=1, threads_per_cta=1, registers_per_thread=1),
+)
 def test_a_larger_residency_than_the_one_found_leaves_no_room(
     gpu: Gpu, computation: Footprint, communication: Footprint
 ) -> None:
