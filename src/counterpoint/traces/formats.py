@@ -8,17 +8,18 @@ import os
 import zlib
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 from counterpoint.errors import TraceError
 from counterpoint.files import GZIP_MAGIC, MAX_TRACE_BYTES, PIECE_BYTES, read_limited
 from counterpoint.traces import kineto
 from counterpoint.traces.activity import ActivityTrace
-from counterpoint.value import Value, require
+from counterpoint.value import require
 
 HEAD_BYTES = 4096  # enough to know a format by
 
 
-class TraceFormat(Value, frozen=True, kw_only=True):
+class TraceFormat(NamedTuple):
     """`knows` tells by the first bytes, unpacked; `decode` takes the path, for its messages, and all bytes, unpacked.
 
     `suffixes` are those that files of this format usually have, in lower case.
