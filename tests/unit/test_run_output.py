@@ -80,9 +80,8 @@ def test_a_damaged_file_is_one_line_and_the_exit_status_stays(damage: str, plan:
     assert ended.returncode == 7, ended.stderr
     assert "Traceback" not in ended.stderr
     lines = [line for line in ended.stderr.splitlines() if line.startswith("counterpoint:")]
-    is_readable = (
-        "chmod" in damage or "refusal" in damage
-    )  # root reads it all the same; a code that is not known is no reason
+    # root reads a block without permissions all the same, and an unknown code is no reason
+    is_readable = "chmod" in damage or "refusal" in damage
     assert len(lines) == (0 if is_readable else 1), ended.stderr
     assert all("damaged" in line for line in lines)
 
