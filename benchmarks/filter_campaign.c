@@ -16,29 +16,14 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
-typedef struct {
-    int id, pad;
-    union {
-        char bytes[64];
-        int number;
-        unsigned cluster[3];
-    } value;
-} Attribute;
-typedef struct {
-    unsigned grid[3], block[3], shared;
-    void *stream;
-    Attribute *attributes;
-    unsigned num_attributes;
-} Config;
+#include "../tests/helpers/cuda_launch.h"
+#include "../tests/helpers/libcuda_double.h"
 
 int cuLaunchKernel(void *, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void *, void **, void **);
 int cuLaunchKernelEx(const Config *, void *, void **, void **);
 int cuLaunchCooperativeKernel(void *, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void *, void **);
 int cuModuleUnload(void *), cuLibraryUnload(void *);
 int cuFuncSetAttribute(void *, int, int);
-void *double_make(const char *, int, int, int);
-void double_set_quiet(int);
-int double_attribute(void *, int);
 
 #ifdef PLUGIN
 static void *kernel;

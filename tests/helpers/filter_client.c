@@ -38,24 +38,11 @@
 #include <time.h>
 #include <unistd.h>
 
+#include "cuda_launch.h"
 #include "libcuda_double.h"
 
 enum { MAX_KERNELS = 64, MAX_MANY = 32000, MAX_ATTRIBUTES = 40 };
 
-typedef struct {
-    int id, pad;
-    union {
-        char bytes[64];
-        int number;
-        unsigned cluster[3];
-    } value;
-} Attribute;
-typedef struct {
-    unsigned grid[3], block[3], shared;
-    void *stream;
-    Attribute *attributes;
-    unsigned num_attributes;
-} Config;
 typedef int launch_function(void *, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void *, void **, void **);
 typedef int launch_ex_function(const Config *, void *, void **, void **);
 typedef int cooperative_function(void *, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void *, void **);
