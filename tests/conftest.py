@@ -1,6 +1,17 @@
-"""Settings of all tests: Hypothesis sets no time limit per example, since a busy machine is not a failure."""
+"""Settings of all tests.
+
+Hypothesis sets no time limit per example, since a busy machine is not a failure. Jobs that tests start can be interrupted, also
+where a shell runs the tests in the background and so ignores Ctrl-C for them.
+"""
+
+import signal
 
 from hypothesis import settings
 
 settings.register_profile("counterpoint", deadline=None)
 settings.load_profile("counterpoint")
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+if signal.getsignal(signal.SIGQUIT) is signal.SIG_IGN:
+    signal.signal(signal.SIGQUIT, signal.SIG_DFL)
