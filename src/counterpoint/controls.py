@@ -14,7 +14,7 @@ from counterpoint.step import TransportKind
 from counterpoint.units import format_count
 from counterpoint.value import Value, require
 
-__all__ = ["CommunicationCtas", "HeadStart", "Priority", "ResidencyCap", "ScheduleChoice", "Transport"]
+__all__ = ["CommunicationCtas", "HeadStart", "OverlapMatmul", "Priority", "ResidencyCap", "ScheduleChoice", "Transport"]
 
 # Who applies a plan: the simulator to a step, `cuda/` to a captured graph, `counterpoint run` to a job, `ops` to operators.
 Applier = Literal["step", "graph", "job", "operators"]
@@ -109,8 +109,6 @@ class Transport(AbstractControl, frozen=True, kw_only=True, tag="transport"):
     refused_by = MappingProxyType(
         {
             "graph": "a captured collective keeps its transport; capture it on copy engines instead",
-            "job": "a collective is moved to copy engines by the job's own code: for FSDP2, call "
-            "counterpoint.integrations.fsdp2.use_copy_engines(model) there (docs/integrations.md)",
             "operators": OPERATORS_TAKE_SCHEDULES,
         }
     )
@@ -120,6 +118,27 @@ class Transport(AbstractControl, frozen=True, kw_only=True, tag="transport"):
     def describe(self) -> str:
         """As in "transport copy_engine"."""
         return f"transport {self.transport}"
+
+
+class OverlapMatmul(AbstractControl, frozen=True, kw_only=True, tag="overlap_matmul"):
+    """Run a collective together with the matmul that needs or feeds it, as one operator of `counterpoint.ops`.
+
+    `schedule` is the operator's copy schedule; None leaves it to the heuristic, shape by shape.
+    """
+
+    refused_by = MappingProxyType(
+        {
+            "graph": "a captured collective and its matmul stay two; capture the step with "
+            "counterpoint.integrations.tensor_parallel.overlap in force",
+            "operators": OPERATORS_TAKE_SCHEDULES,
+        }
+    )
+
+    schedule: ScheduleDescription | None = None
+
+    def describe(self) -> str:
+        """As in "overlap with its matmul, ring, 2 pieces"."""
+        return "overlap with its matmul" + (f", {self.schedule.label()}" if self.schedule else "")
 
 
 class HeadStart(AbstractControl, frozen=True, kw_only=True, tag="head_start"):
@@ -147,4 +166,4 @@ class ScheduleChoice(AbstractControl, frozen=True, kw_only=True, tag="copy_sched
         return f"copy schedule {self.schedule.label()}"
 
 
-Control = ResidencyCap | Priority | CommunicationCtas | Transport | HeadStart | ScheduleChoice
+Control = ResidencyCap | Priority | CommunicationCtas | Transport | OverlapMatmul | HeadStart | ScheduleChoice

@@ -12,23 +12,28 @@ import msgspec
 
 from counterpoint.controls import Control
 from counterpoint.errors import PlanError, require_kind, shown
-from counterpoint.step import Operation, OperationKind, Step
+from counterpoint.step import CollectiveKind, Operation, OperationKind, Step
 from counterpoint.value import Value, read_toml, require, save_toml
 
 Verdict = Literal["GAIN", "NO_GAIN"]
 
 
 class Match(Value, frozen=True, kw_only=True):
-    """Which operations a directive is for: a shell pattern on the name, a kind, the operations' numbers; all must hold."""
+    """Which operations a directive is for: a shell pattern on the name, a kind, a collective, the operations' numbers.
+
+    All that is given must hold.
+    """
 
     name: str = "*"
     kind: OperationKind | None = None
+    collective: CollectiveKind | None = None
     operations: tuple[int, ...] | None = None
 
     def accepts(self, index: int, operation: Operation) -> bool:
         """Whether operation number `index` of the step is meant."""
         return (
             (self.kind is None or operation.kind == self.kind)
+            and (self.collective is None or getattr(operation, "collective", None) == self.collective)
             and (self.operations is None or index in self.operations)
             and self.accepts_name(operation.name)
         )

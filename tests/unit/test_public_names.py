@@ -34,6 +34,7 @@ PUBLIC = [
     "Metrics",
     "OccupancyError",
     "Operation",
+    "OverlapMatmul",
     "Plan",
     "PlanError",
     "Priority",

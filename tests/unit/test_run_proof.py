@@ -8,12 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from counterpoint.controls import CommunicationCtas, Control, Transport
+from counterpoint.controls import CommunicationCtas, Control, ScheduleChoice
 from counterpoint.engagement import Engagement
 from counterpoint.errors import LaunchFilterError, PlanError
 from counterpoint.launch_filter.control_block import FilterRule, FilterState, RuleCounters
 from counterpoint.plan import Directive, Match, Plan
 from counterpoint.report.run import print_measured, print_outcome
+from counterpoint.schedule import SEQUENTIAL
 from counterpoint.supervised.applicable import plan_variables, variable_remarks
 from counterpoint.supervised.environment import IN_JOB, job_environment
 from counterpoint.supervised.process import Ended
@@ -133,7 +134,7 @@ def test_a_trial_of_the_same_table_does_not_prove_a_plan_that_was_decided_in_an_
         (CommunicationCtas(max_ctas=8), "failed"),
         (CommunicationCtas(max_ctas=24, num_threads=512), "verified"),
         (CommunicationCtas(max_ctas=24, num_threads=256), "failed"),
-        (Transport(transport="copy_engine"), "refused"),
+        (ScheduleChoice(schedule=SEQUENTIAL), "refused"),
     ],
 )
 def test_settings_are_proven_by_the_collectives_that_were_launched(control: Control, expected: str) -> None:
