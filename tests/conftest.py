@@ -1,7 +1,7 @@
 """Settings of all tests.
 
-Hypothesis sets no time limit per example, since a busy machine is not a failure. Jobs that tests start can be interrupted, also
-where a shell runs the tests in the background and so ignores Ctrl-C for them.
+Hypothesis sets no time limit per example, since a busy machine is not a failure. Jobs that tests start can be interrupted,
+also where a shell runs the tests in the background and so ignores Ctrl-C for them.
 """
 
 import signal
