@@ -40,6 +40,9 @@ def run(
         int,
         typer.Option("--guard", metavar="STEPS", help="Compare the plan with the job as it is every STEPS steps; 0: never."),
     ] = 500,
+    bitwise: Annotated[
+        bool, typer.Option("--bitwise", help="Only what leaves every bit of the job's results: no sum in another order.")
+    ] = False,
     strict: Annotated[
         bool, typer.Option("--strict", help="Exit with 3 if a control of the plan did not take effect.")
     ] = False,
@@ -68,6 +71,7 @@ def run(
         budget_steps=budget,
         guard_every_steps=guard,
         step=_load_step(step) if step is not None else None,
+        keeps_bits=bitwise,
     )
     with HeldSignals(is_last=True) as signals:  # a second signal must not cost the plan found, nor the exit status
         outcome = run_job(request, signals)

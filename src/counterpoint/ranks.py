@@ -135,13 +135,15 @@ class Exchange:
 
     def gathered(self, topic: str) -> list[str] | None:
         """On rank 0: every rank's text by rank, or None while one is missing. Gathering deletes them."""
-        keys = [f"{topic}/{rank}" for rank in range(self.num_ranks)]
-        if not self._store.check(keys):
-            return None
-        texts = [self._store.get(key).decode() for key in keys]
-        for key in keys:
-            self._store.delete_key(key)
+        texts = self.offered(topic)
+        for rank in range(self.num_ranks if texts is not None else 0):
+            self._store.delete_key(f"{topic}/{rank}")
         return texts
+
+    def offered(self, topic: str) -> list[str] | None:
+        """On any rank: every rank's text by rank, or None while one is missing. The texts stay."""
+        keys = [f"{topic}/{rank}" for rank in range(self.num_ranks)]
+        return [self._store.get(key).decode() for key in keys] if self._store.check(keys) else None
 
     def missing(self, topic: str) -> list[int]:
         """On rank 0: the ranks that have offered nothing under a topic."""

@@ -11,16 +11,18 @@ from fnmatch import fnmatchcase
 
 import msgspec
 
+from counterpoint.integrations.paths import AbstractJobPaths, NoPaths
 from counterpoint.launch_filter.control_block import FilterRule, FilterState, RuleCounters, SeenFunction
 from counterpoint.ranks import Exchange, LocalStore
 from counterpoint.supervised.follower import LiveJob
 from counterpoint.supervised.messages import Decision
 from counterpoint.supervised.running_job import AbstractStepClock, JobGpu
-from counterpoint.supervised.settings import LiveRecord, LiveSettings, TableTotals
+from counterpoint.supervised.settings import LiveRecord, LiveSettings, Totals
 from counterpoint.supervised.tuning import LiveTuner
 
 GPU = JobGpu(name="NVIDIA H200", num_sms=132, greatest_priority=-3)
 NCCL = "ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
+HOLD_LIMIT_S = 0.2
 Rules = tuple[FilterRule, ...]
 StepTime = Callable[[int, int, Rules], float]  # rank, step, table: microseconds
 
@@ -135,13 +137,17 @@ class FakeRank:
         lag: int,
         earlier: Decision | None,
         draw_seed: Callable[[], int],
+        hold: Callable[["FakeRank"], None],
+        paths: AbstractJobPaths,
     ) -> None:
         self.rank = exchange.rank
-        self.table = FakeTable(functions, settings.rules)
+        self.paths = paths
+        self.is_held = False
+        self.table = FakeTable(functions, settings.given.rules)
         self.clock = FakeClock(lag)
         self.said: list[str] = []
         self.records: list[LiveRecord] = []
-        self.totals: list[TableTotals] = []
+        self.totals: list[Totals] = []
         self.in_force: list[Rules] = []
         self.is_running = True
         job = LiveJob(
@@ -153,6 +159,9 @@ class FakeRank:
             record=self.records.append,
             keep=self.totals.append,
             draw_seed=draw_seed,
+            hold=lambda: hold(self),
+            hold_limit_s=HOLD_LIMIT_S,
+            paths=paths,
         )
         self.tuner = LiveTuner(job, settings, earlier)
 
@@ -182,19 +191,31 @@ class FakeJob:
         most_ahead: int = 2,
         seed: int = 0,
         earlier: Decision | None = None,
+        paths: Callable[[int], AbstractJobPaths] = lambda rank: NoPaths(),
     ) -> None:
         self.store = LocalStore()
         drawn = random.Random(seed)
         exchanges = [Exchange(self.store, rank, num_ranks, limit_s=1.0) for rank in range(num_ranks)]
         self.ranks = [
-            FakeRank(exchange, functions, settings, lag=lag, earlier=earlier, draw_seed=lambda: drawn.getrandbits(48))
+            FakeRank(
+                exchange,
+                functions,
+                settings,
+                lag=lag,
+                earlier=earlier,
+                draw_seed=lambda: drawn.getrandbits(48),
+                hold=self._run_others,
+                paths=paths(exchange.rank),
+            )
             for exchange in exchanges
         ]
+        self._step_time: StepTime = lambda rank, step, rules: 0.0
         self._random = random.Random(seed)
         self._most_ahead = most_ahead
 
     def run(self, num_steps: int, step_time: StepTime, silent: frozenset[int] = frozenset()) -> None:
         """Until every rank has run `num_steps` more steps. Ranks in `silent` have lost their agent."""
+        self._step_time = step_time
         last = max(len(rank.in_force) for rank in self.ranks) + num_steps
         for rank in self.ranks:
             rank.is_running = rank.is_running and rank.rank not in silent
@@ -204,3 +225,11 @@ class FakeJob:
                 return
             able = [rank for rank in self.ranks if len(rank.in_force) < min(last, behind + self._most_ahead + 1)]
             self._random.choice(able).run_step(step_time)
+
+    def _run_others(self, held: FakeRank) -> None:
+        """What goes on while a rank is held: another one that is not runs a step."""
+        held.is_held = True
+        able = [rank for rank in self.ranks if not rank.is_held and len(rank.in_force) <= len(held.in_force)]
+        if able:
+            self._random.choice(able).run_step(self._step_time)
+        held.is_held = False

@@ -12,7 +12,7 @@ from counterpoint.launch_filter.control_block import rules_of
 from counterpoint.plan import Directive, Match, Plan
 from counterpoint.supervised.follower import PATIENCE_STEPS
 from counterpoint.supervised.messages import Decision
-from counterpoint.supervised.settings import LiveSettings
+from counterpoint.supervised.settings import LiveSettings, setting_of
 from counterpoint.supervised.tuning import MOST_REOPENED
 from helpers.live_job_double import NCCL, FakeJob, Rules, StepTime, nccl, seen
 
@@ -21,7 +21,7 @@ SMALL = seen("_Z5smallPf", num_ctas=8)
 UNGUARDED = LiveSettings(is_tuning=True, budget_steps=200, guard_every_steps=0)
 TUNING = LiveSettings(is_tuning=True, budget_steps=200, guard_every_steps=120)
 PRIORITY = Plan(directives=(Directive(match=Match(kind="communication"), controls=(Priority(priority=-5),), reason="test"),))
-GUARDED = LiveSettings(is_tuning=False, plan=PRIORITY, rules=rules_of(PRIORITY), guard_every_steps=100)
+GUARDED = LiveSettings(is_tuning=False, plan=PRIORITY, given=setting_of(PRIORITY), guard_every_steps=100)
 
 
 def has_priority(rules: Rules) -> bool:
@@ -137,7 +137,7 @@ def test_a_job_that_ends_before_a_decision_has_recorded_its_steps_and_those_it_n
 
 
 def test_what_was_decided_before_the_job_was_started_again_stays_on_record_until_there_is_another() -> None:
-    earlier = Decision(plan=PRIORITY, rules=rules_of(PRIORITY))
+    earlier = Decision(plan=PRIORITY, setting=setting_of(PRIORITY))
     job = FakeJob(TUNING, [LONG, nccl()], num_ranks=1, earlier=earlier)
     job.run(50, faster_by_priority)
     assert job.ranks[0].records[-1].stage == "trying candidates"
@@ -285,8 +285,8 @@ def test_counters_of_the_plan_survive_the_swaps_of_the_guard() -> None:
     job.run(60, faster_by_priority)
     rank = job.ranks[1]
     kept = rank.totals[-1]
-    assert kept.rules == GUARDED.rules
-    index = next(number for number, rule in enumerate(kept.rules) if rule.priority is not None)
+    assert kept.setting.rules == GUARDED.given.rules
+    index = next(number for number, rule in enumerate(kept.setting.rules) if rule.priority is not None)
     here = sum(has_priority(rules) for rules in rank.in_force)
     assert kept.counters[index].num_prioritized + rank.table.state().counters[index].num_prioritized == here
 
@@ -306,7 +306,7 @@ def test_a_change_of_the_job_reopens_the_question_a_limited_number_of_times(chan
 
 
 def test_a_plan_that_was_given_is_the_first_candidate() -> None:
-    both = LiveSettings(is_tuning=True, plan=PRIORITY, rules=GUARDED.rules)
+    both = LiveSettings(is_tuning=True, plan=PRIORITY, given=GUARDED.given)
     job = FakeJob(both, [SMALL, nccl()])
     job.run(230, faster_by_priority)
     plan = job.ranks[0].records[-1].plan
@@ -316,4 +316,4 @@ def test_a_plan_that_was_given_is_the_first_candidate() -> None:
 
 
 def test_the_collective_of_the_double_is_one_to_the_rules() -> None:
-    assert any(rule.is_collective for rule in GUARDED.rules), NCCL
+    assert any(rule.is_collective for rule in GUARDED.given.rules), NCCL

@@ -3,25 +3,30 @@
 `in_job/sitecustomize.py` makes it known to torch's optimizers; `counterpoint.step()` calls it by hand. A step is the time
 from one call of the first optimizer that steps to its next; other optimizers are ignored, and all of them after the first
 mark by hand. Whatever fails here ends the agent and not the job: the table is emptied, one line says why, and the job
-runs as it was. Needs torch only once a step has ended, when the job has loaded it anyway.
+runs as it was; where ranks switch paths together, this one goes on switching until rank 0 has ended it for all. Needs torch
+only once an optimizer was made or a step has ended, when the job has loaded it anyway.
 """
 
+import atexit
 import os
 import weakref
 from contextlib import suppress
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 
 from msgspec.structs import replace
 
 from counterpoint.errors import LaunchFilterError, cause_of, say
+from counterpoint.integrations.paths import AbstractJobPaths, NoPaths
 from counterpoint.launch_filter.control_block import ControlBlock
-from counterpoint.supervised.follower import LiveJob
+from counterpoint.supervised.follower import LiveJob, NoTable
 from counterpoint.supervised.messages import Decision
 from counterpoint.supervised.settings import (
     DIRECTORY_VARIABLE,
     LiveRecord,
-    TableTotals,
+    LiveSettings,
+    Setting,
+    Totals,
     read_record,
     read_settings,
     write_record,
@@ -43,13 +48,24 @@ class JobAgent:
         self._block: ControlBlock | None = None
         self._optimizer: weakref.ref[object] | None = None
         self._has_marks = False
-        self._is_retired = False
+        self._paths: AbstractJobPaths | None = None
+        self._is_retired = self._is_failed = False
         self._pid = os.getpid()
 
     @property
     def is_retired(self) -> bool:
         """Whether there is nothing more to do."""
         return self._is_retired
+
+    def optimizer_made(self) -> None:
+        """An optimizer was made, as a rule for a model that is complete and has not run yet."""
+        if self._is_retired or self._tuner is not None:
+            return
+        try:
+            if self._settings.may_switch_paths and "RANK" in os.environ:
+                self._job_paths().prepare()
+        except Exception as problem:  # whatever it is, the job goes on without us
+            self._retire(problem)
 
     def optimizer_stepped(self, optimizer: object) -> None:
         """An optimizer has stepped; the first one that ever does marks the job's steps."""
@@ -74,6 +90,17 @@ class JobAgent:
         except Exception as problem:  # whatever it is, the job goes on without us
             self._retire(problem)
 
+    @cached_property
+    def _settings(self) -> LiveSettings:
+        return read_settings(self._directory)
+
+    def _job_paths(self) -> AbstractJobPaths:
+        from counterpoint.supervised import torch_job  # noqa: PLC0415  the job has torch by now
+
+        if self._paths is None:
+            self._paths = torch_job.job_paths()
+        return self._paths
+
     def _begin(self) -> LiveTuner | None:
         """What this process needs to take part; None in a process that is no rank."""
         from counterpoint.supervised import torch_job  # noqa: PLC0415  the job has torch by now
@@ -81,36 +108,50 @@ class JobAgent:
         if not torch_job.is_rank_of_job():
             return None
         path = self._directory / f"{self._pid}.block"
-        if not path.exists():
+        if path.exists():
+            self._block = ControlBlock.open(path)
+        elif not self._settings.may_switch_paths:
             raise NothingLaunchedError("This process has launched nothing on a GPU, so nothing can be tuned or guarded.")
-        self._block = ControlBlock.open(path)
         job = LiveJob(
             clock=torch_job.job_clock(),
             exchange=torch_job.job_exchange(),
-            table=self._block,
+            table=self._block or NoTable(self._pid),
             gpu=torch_job.job_gpu(),
             say=say,
             record=lambda record: write_record(self._directory, record),
             keep=lambda totals: write_totals(self._directory, totals),
+            paths=self._job_paths() if self._settings.may_switch_paths else NoPaths(),
         )
-        return LiveTuner(job, read_settings(self._directory), self._earlier())
+        tuner = LiveTuner(job, self._settings, self._earlier())
+        atexit.register(self._job_ends)
+        return tuner
 
     def _earlier(self) -> Decision | None:
         """What was decided before a launcher such as torchrun started the job's processes again."""
         record = read_record(self._directory)
         if record is None or record.plan is None:
             return None
-        return Decision(plan=record.plan, rules=record.rules, measurements=record.measurements)
+        return Decision(plan=record.plan, setting=record.setting, measurements=record.measurements)
+
+    def _job_ends(self) -> None:
+        with suppress(Exception):  # the process ends, and what it kept before is nearly as good
+            if self._tuner is not None and os.getpid() == self._pid:
+                self._tuner.job_ends()
 
     def _retire(self, problem: Exception) -> None:
-        self._is_retired = True
         outcome = "the job runs as it was"
+        reason = (cause_of(problem, 200) or "no reason given").rstrip(".")
         try:
-            self._empty_table()
+            self._is_retired = self._is_failed or self._tuner is None or not self._tuner.fail(reason)
+            self._is_failed = True
+            if self._is_retired:
+                self._empty_table()
+            else:
+                outcome = "the ranks go back to the job as it was together"
         except Exception:
+            self._is_retired = True
             outcome = "the filter's table could not be emptied and stays in force"
         name = "" if isinstance(problem, LaunchFilterError) else f"{type(problem).__name__}: "
-        reason = (cause_of(problem, 200) or "no reason given").rstrip(".")
         rank = os.environ.get("RANK", "0")
         line = f"rank {rank} neither tunes nor guards ({name}{reason}); {outcome}"
         if not isinstance(problem, NothingLaunchedError):  # of a job without a GPU, `run` says so once at the end
@@ -126,7 +167,7 @@ class JobAgent:
             self._tuner.revert()
         elif self._block is not None:
             state = self._block.state()
-            write_totals(self._directory, TableTotals(rules=state.rules, counters=state.counters))
+            write_totals(self._directory, Totals(setting=Setting(rules=state.rules), counters=state.counters))
             self._block.swap(())
 
 

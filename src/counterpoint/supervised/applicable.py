@@ -8,23 +8,27 @@ could not take it back.
 
 from counterpoint.controls import CommunicationCtas
 from counterpoint.errors import PlanError
+from counterpoint.integrations.paths import LIBRARY, Paths
 from counterpoint.launch_filter.control_block import Translation
 from counterpoint.plan import Plan
 
 NUM_SHOWN = 3
 
 
-def check_applicable(plan: Plan, translation: Translation) -> str:
+def check_applicable(plan: Plan, translation: Translation, paths: Paths, *, keeps_bits: bool) -> str:
     """One line on what of the plan is not applied and how to get it; empty where all of it is.
 
     Raises `PlanError` for a plan of which nothing can be applied.
     """
+    if keeps_bits and not paths.keeps_bits:
+        names = ", ".join(f"{tag} on {target}" for tag, target in paths.targets)
+        raise PlanError(f"--bitwise excludes what sums in another order, and the plan holds {names}. Leave one of them out.")
     left_out = _not_applied(plan, translation)
     if not left_out:
         return ""
     shown = "; ".join(left_out[:NUM_SHOWN])
     more = f"; and {len(left_out) - NUM_SHOWN} more" if len(left_out) > NUM_SHOWN else ""
-    if not plan_variables(plan) and all(rule.is_collective for rule in translation.rules):
+    if not plan_variables(plan) and paths == LIBRARY and all(rule.is_collective for rule in translation.rules):
         raise PlanError(f"`run` can apply nothing of this plan: {shown}{more}. Start the job without it, or use --tune.")
     return f"of the plan `run` does not apply everything: {shown}{more}"
 

@@ -10,7 +10,8 @@ is for the live steps to say.
 from collections.abc import Iterable, Sequence
 
 from counterpoint.errors import OccupancyError, StepError
-from counterpoint.launch_filter.control_block import FilterRule, SeenFunction, rules_of
+from counterpoint.integrations.paths import COPIED_KINDS, COPIES, OVERLAP, WORDS, PathOffer, paths_of
+from counterpoint.launch_filter.control_block import SeenFunction
 from counterpoint.machine import Gpu, machine_for_device
 from counterpoint.occupancy import residency, room_for, shared_bytes_per_cta
 from counterpoint.plan import Directive, Match, Plan, Refusal
@@ -23,8 +24,9 @@ from counterpoint.planner.candidates import (
     propose_head_starts,
     propose_priority,
 )
-from counterpoint.step import Footprint
+from counterpoint.step import REDUCING_COLLECTIVES, CollectiveKind, Footprint
 from counterpoint.supervised.running_job import JobGpu
+from counterpoint.supervised.settings import Setting, setting_of
 from counterpoint.traces.classify import is_communication
 from counterpoint.value import Value
 
@@ -45,12 +47,31 @@ IN_ORDER = (
 )
 
 
+OVERLAPPED = "matmuls overlapped"
+OTHER_BITS = "it sums in another order, which changes results within rounding, and --bitwise excludes that"
+
+
+def _by_copies(kind: CollectiveKind) -> str:
+    return f"{WORDS[kind]} by copies"
+
+
+GATHERED, SCATTERED, REDUCED = (_by_copies(kind) for kind in COPIED_KINDS)
+# The most promising first. Reductions by copies gained on 4 GPUs and lost on 2, so gathers are tried without them, too.
+PATHS_IN_ORDER = (
+    (OVERLAPPED, GATHERED),
+    (GATHERED,),
+    (OVERLAPPED, GATHERED, SCATTERED, REDUCED),
+    (GATHERED, SCATTERED),
+    (REDUCED,),
+)
+
+
 class LiveCandidate(Value, frozen=True, kw_only=True):
-    """Directives to try together, and the filter's table for them."""
+    """Directives to try together, and what they put in force."""
 
     label: str
     directives: tuple[Directive, ...]
-    rules: tuple[FilterRule, ...]
+    setting: Setting
 
 
 class LiveProposal(Value, frozen=True, kw_only=True):
@@ -60,8 +81,44 @@ class LiveProposal(Value, frozen=True, kw_only=True):
     refusals: tuple[Refusal, ...] = ()
 
 
+def propose_paths(offers: Iterable[PathOffer], *, keeps_bits: bool) -> LiveProposal:
+    """Candidates for what all ranks offer to move off the library's path, and why not for the rest."""
+    able: dict[str, Directive] = {}
+    refusals: list[Refusal] = []
+    for offer in offers:
+        directives = _path_directives(offer)
+        for label, directive in directives.items():
+            if offer.refusal:
+                refusals.append(Refusal(control=directive.controls[0].tag, target=offer.what, reason=offer.refusal))
+            elif keeps_bits and not paths_of([directive]).keeps_bits:
+                refusals.append(Refusal(control=directive.controls[0].tag, target=offer.what, reason=OTHER_BITS))
+            else:
+                able[label] = directive
+    candidates: dict[str, LiveCandidate] = {}
+    for names in PATHS_IN_ORDER:
+        usable = [name for name in names if name in able]
+        label = " + ".join(usable)
+        if usable and label not in candidates:
+            candidates[label] = _candidate(label, tuple(able[name] for name in usable))
+    return LiveProposal(candidates=tuple(candidates.values()), refusals=tuple(dict.fromkeys(refusals)))
+
+
+def _path_directives(offer: PathOffer) -> dict[str, Directive]:
+    """A directive for each control of an offer, by the control's label."""
+    if offer.integration == "tensor_parallel":
+        reason = f"{offer.what}: gathers and sums travel in pieces beside the matmuls that need and feed them"
+        return {OVERLAPPED: Directive(match=Match(kind="communication"), controls=(OVERLAP,), reason=reason)}
+    found = {}
+    for kind in offer.kinds:
+        needs = ", and only the sum needs some" if kind in REDUCING_COLLECTIVES else ""
+        reason = f"{offer.what}: copies leave the SMs to the kernels beside them{needs}"
+        match = Match(kind="communication", collective=kind)
+        found[_by_copies(kind)] = Directive(match=match, controls=(COPIES,), reason=reason)
+    return found
+
+
 def propose_live(functions: Sequence[SeenFunction], job_gpu: JobGpu | None) -> LiveProposal:
-    """Candidates for a job that launched `functions`, on the GPU at hand."""
+    """Candidates of the launch filter for a job that launched `functions`, on the GPU at hand."""
     collectives = [function for function in functions if is_communication("kernel", function.name)]
     if not collectives or job_gpu is None:
         return _nothing("no kernel that communicates was launched" if job_gpu else "the job computes on no GPU")
@@ -101,9 +158,12 @@ def _combine(parts: dict[str, tuple[Directive, ...]]) -> tuple[LiveCandidate, ..
         usable = [name for name in names if PRIORITY in parts or name != PRIORITY]
         if usable and all(name in parts for name in usable):
             label, directives = " + ".join(usable), tuple(each for name in usable for each in parts[name])
-            rules = rules_of(Plan(directives=directives))
-            found.setdefault(label, LiveCandidate(label=label, directives=directives, rules=rules))
+            found.setdefault(label, _candidate(label, directives))
     return tuple(found.values())
+
+
+def _candidate(label: str, directives: tuple[Directive, ...]) -> LiveCandidate:
+    return LiveCandidate(label=label, directives=directives, setting=setting_of(Plan(directives=directives)))
 
 
 def _nothing(reason: str) -> LiveProposal:

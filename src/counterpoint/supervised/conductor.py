@@ -15,11 +15,11 @@ from counterpoint.measurement.guard import Guard, Outcome
 from counterpoint.measurement.tournament import Tournament
 from counterpoint.measurement.values import Measurement, Order, Verdict, summarize_turns
 from counterpoint.ranks import Exchange
+from counterpoint.supervised.lockstep import LEAD_STEPS, Lockstep
 from counterpoint.supervised.messages import RoundReport, report_topic
 from counterpoint.supervised.turns import TURN_STEPS, TurnTimes, slowest_rank
 
 STEPS_TOPIC = "at step"  # under which ranks that wait for an answer note how far they are
-LEAD_STEPS = 6  # from the foremost rank to the step that an answer holds from
 WAITING_STEPS = 22  # what one wait may cost of the budget at most
 SLACK_STEPS = 6  # by which a wait may be longer than the lag and the lead
 JOB_ROUNDS = 2  # of a look at a job without a plan: have its steps become longer?
@@ -30,8 +30,8 @@ LOOK_LABELS = ("as it is", "the plan")
 class Lead:
     """From which step on an answer can hold on all ranks: ahead of the foremost, and more so once one heard too late."""
 
-    def __init__(self, exchange: Exchange) -> None:
-        self._exchange = exchange
+    def __init__(self, exchange: Exchange, lockstep: Lockstep) -> None:
+        self._exchange, self._lockstep = exchange, lockstep
         self._most_late = self._distance = 0
 
     def learn(self, reports: Sequence[RoundReport]) -> None:
@@ -46,7 +46,7 @@ class Lead:
     def start(self, step: int) -> int:
         """The step that an answer holds from which is announced now."""
         self._distance = max([0, *(at - step for at in self._exchange.noted(STEPS_TOPIC))])
-        return step + self.steps
+        return max(step + self.steps, self._lockstep.earliest_start)
 
 
 @final

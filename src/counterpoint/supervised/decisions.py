@@ -5,16 +5,19 @@ Pure functions. What is faster or slower, and when that is certain, is for `meas
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from counterpoint.launch_filter.control_block import SeenFunction, rules_of, translate
+from msgspec.structs import replace
+
+from counterpoint.integrations.paths import Integration, PathOffer, paths_of
+from counterpoint.launch_filter.control_block import SeenFunction, translate
 from counterpoint.machine import machine_for_device
 from counterpoint.measurement.guard import are_other_launches, is_longer_step
 from counterpoint.measurement.tournament import least_turns, num_admitted
 from counterpoint.measurement.values import Comparison, Measurement
 from counterpoint.plan import Directive, Expectation, Plan, Refusal
-from counterpoint.supervised.candidates import LiveCandidate, LiveProposal, propose_live
-from counterpoint.supervised.messages import Census, ControlTarget, Decision, RoundReport, Trials
+from counterpoint.supervised.candidates import LiveCandidate, propose_live, propose_paths
+from counterpoint.supervised.messages import Census, ControlTarget, Decision, PathsTaken, PathSurvey, RoundReport, Trials
 from counterpoint.supervised.running_job import JobGpu
-from counterpoint.supervised.settings import LiveSettings
+from counterpoint.supervised.settings import UNCHANGED, LiveSettings, Setting, setting_of
 from counterpoint.supervised.turns import TURN_STEPS
 from counterpoint.units import format_count, format_percent
 from counterpoint.value import Value
@@ -32,26 +35,77 @@ class Reference(Value, frozen=True, kw_only=True):
     baseline_us: float = 0.0
 
 
+def agree_on_paths(surveys: Sequence[PathSurvey]) -> tuple[PathOffer, ...]:
+    """What every rank offers alike, by integration; and refusals, with the rank, of what some rank cannot do."""
+    by_rank = [{offer.integration: offer for offer in survey.offers} for survey in surveys]
+    agreed = []
+    for integration, first in {name: offer for offers in by_rank for name, offer in offers.items()}.items():
+        problem = ""
+        for rank, offers in enumerate(by_rank):
+            found = offers.get(integration)
+            if found is None:
+                problem = problem or f"rank {rank} has nothing of the kind"
+            elif found.refusal:
+                problem = problem or found.refusal
+            elif (found.what, found.kinds) != (first.what, first.kinds):
+                problem = problem or f"rank {rank} has {found.what}, and another rank {first.what}"
+        agreed.append(replace(first, refusal=problem))
+    return tuple(agreed)
+
+
+def other_version(surveys: Sequence[PathSurvey]) -> str:
+    """That a rank runs another version of Counterpoint than rank 0, which could wait for what never comes; or nothing."""
+    own = surveys[0].version
+    found = next(((rank, each.version) for rank, each in enumerate(surveys) if each.version != own), None)
+    return f"rank {found[0]} runs Counterpoint {found[1]}, and rank 0 {own}; install one version" if found else ""
+
+
+def with_failures(offers: Sequence[PathOffer], taken: Sequence[PathsTaken]) -> tuple[PathOffer, ...]:
+    """The offers, refused where some rank could not make them ready."""
+    failed: dict[Integration, str] = {}
+    for rank, each in enumerate(taken):
+        for integration, reason in each.failed.items():
+            failed.setdefault(integration, f"rank {rank}: {reason}")
+    return tuple(replace(offer, refusal=offer.refusal or failed.get(offer.integration, "")) for offer in offers)
+
+
+class Room(Value, frozen=True, kw_only=True):
+    """How many turns a budget has left, and how many a new order costs."""
+
+    num_turns: int
+    answer_turns: int = 0
+
+
 def propose(
-    censuses: Sequence[Census], gpu: JobGpu | None, settings: LiveSettings, num_turns: int, answer_turns: int = 0
+    censuses: Sequence[Census],
+    gpu: JobGpu | None,
+    settings: LiveSettings,
+    room: Room,
+    offers: Sequence[PathOffer] = (),
 ) -> Trials:
-    """Candidates from the kernels of all ranks, the plan given first, as many as so many turns let try (`num_admitted`)."""
+    """Candidates from the kernels and the offers of all ranks, the plan given first, as many as there is room for."""
     seen: dict[str, SeenFunction] = {}
     for census in censuses:
         for function in census.functions:
             seen.setdefault(function.name, function)
-    proposal: LiveProposal = propose_live(list(seen.values()), gpu)
-    candidates = list(proposal.candidates)
-    if settings.rules:
-        candidates.insert(0, LiveCandidate(label=GIVEN, directives=settings.plan.directives, rules=settings.rules))
-    number = num_admitted(len(candidates), num_turns, answer_turns)
+    of_paths = propose_paths(offers, keeps_bits=settings.keeps_bits)
+    proposal = propose_live(list(seen.values()), gpu)
+    candidates = [*of_paths.candidates, *proposal.candidates]
+    if settings.given != UNCHANGED:
+        candidates.insert(0, LiveCandidate(label=GIVEN, directives=settings.plan.directives, setting=settings.given))
+    number = num_admitted(len(candidates), room.num_turns, room.answer_turns)
     reason = "the budget of steps is too small to try it"
     if not number:
         given = settings.budget_steps
-        least = given + TURN_STEPS * (least_turns(1, answer_turns) - num_turns)
+        least = given + TURN_STEPS * (least_turns(1, room.answer_turns) - room.num_turns)
         reason = f"--budget {given} is too small to try any candidate here; {least} is the least"
     too_many = tuple(Refusal(control=CANDIDATE, target=candidate.label, reason=reason) for candidate in candidates[number:])
-    return Trials(candidates=tuple(candidates[:number]), refusals=(*proposal.refusals, *too_many))
+    return Trials(candidates=tuple(candidates[:number]), refusals=(*of_paths.refusals, *proposal.refusals, *too_many))
+
+
+def settings_of(trials: Trials) -> tuple[Setting, ...]:
+    """What the variants put in force, by number: the job as it is, and the candidates."""
+    return (UNCHANGED, *(candidate.setting for candidate in trials.candidates))
 
 
 def labels_of(candidates: Sequence[LiveCandidate]) -> list[str]:
@@ -86,7 +140,7 @@ def decide(trials: Trials, comparison: Comparison, reports: Sequence[RoundReport
     )
     is_given = candidate is not None and candidate.label == GIVEN and is_kept
     return Decision(
-        plan=plan, rules=candidate.rules if candidate and is_given else rules_of(plan), measurements=measurements
+        plan=plan, setting=candidate.setting if candidate and is_given else setting_of(plan), measurements=measurements
     )
 
 
@@ -129,9 +183,10 @@ def without_effect(reports: Iterable[RoundReport]) -> dict[ControlTarget, Refusa
 
 
 def targets_of(directive: Directive) -> frozenset[str]:
-    """What the rules of a directive are for, in the words of proofs."""
+    """What the rules and paths of a directive are for, in the words of proofs."""
     rules = translate(Plan(directives=(directive,))).rules
-    return frozenset(rule.target for rule in rules if not rule.is_collective)
+    of_paths = {target for _, target in paths_of([directive]).targets}
+    return frozenset({rule.target for rule in rules if not rule.is_collective} | of_paths)
 
 
 def _keep_engaged(directives: Sequence[Directive], dropped: Mapping[ControlTarget, Refusal]) -> tuple[Directive, ...]:

@@ -2,14 +2,29 @@
 
 from typing import Literal
 
-from counterpoint.launch_filter.control_block import FilterRule, SeenFunction
+from counterpoint.integrations.paths import LIBRARY, Integration, PathOffer, Paths
+from counterpoint.launch_filter.control_block import SeenFunction
 from counterpoint.measurement.values import Measurement, Order
 from counterpoint.plan import Plan, Refusal
 from counterpoint.supervised.candidates import LiveCandidate
+from counterpoint.supervised.settings import UNCHANGED, Setting
 from counterpoint.supervised.turns import TurnTimes
 from counterpoint.value import Value
 
 ControlTarget = tuple[str, str]  # a control's tag, and what it is for in words
+
+
+class PathSurvey(Value, frozen=True, kw_only=True):
+    """What one rank could take over, and with which version of Counterpoint."""
+
+    version: str
+    offers: tuple[PathOffer, ...]
+
+
+class PathsTaken(Value, frozen=True, kw_only=True):
+    """Of what one rank was to make ready, what failed there and why."""
+
+    failed: dict[Integration, str]
 
 
 class Census(Value, frozen=True, kw_only=True):
@@ -36,10 +51,10 @@ class Trials(Value, frozen=True, kw_only=True):
 
 
 class Decision(Value, frozen=True, kw_only=True):
-    """The plan that is in force from now on, its table, and the times behind it."""
+    """The plan that is in force from now on, what it puts in force, and the times behind it."""
 
     plan: Plan
-    rules: tuple[FilterRule, ...] = ()
+    setting: Setting = UNCHANGED
     measurements: tuple[Measurement, ...] = ()
 
 
@@ -53,7 +68,8 @@ class Look(Value, frozen=True, kw_only=True):
 class Announcement(Value, frozen=True, kw_only=True):
     """What rank 0 announces: in force on every rank when `start_step` steps have ended. A problem ends tuning on all ranks.
 
-    `order` are turns that begin at `order_step`.
+    `order` are turns that begin at `order_step`. `variant_paths` are the paths of its variants, by number, and `rest_paths`
+    those at rest: who can no longer measure can still switch with the others.
     """
 
     start_step: int
@@ -63,6 +79,8 @@ class Announcement(Value, frozen=True, kw_only=True):
     look: Look | None = None
     order: Order | None = None
     order_step: int = 0
+    variant_paths: tuple[Paths, ...] = ()
+    rest_paths: Paths = LIBRARY
 
 
 def report_topic(topic: str, order: Order) -> str:

@@ -11,11 +11,12 @@ from msgspec.structs import replace
 
 from counterpoint.controls import CommunicationCtas, Control, HeadStart, Priority, ResidencyCap
 from counterpoint.engagement import Engagement, State
+from counterpoint.integrations.paths import COPIES, OVERLAP, PathCounts
 from counterpoint.launch_filter.control_block import FilterRule, FilterState, RuleCounters, SeenFunction
 from counterpoint.plan import Plan, Refusal
-from counterpoint.supervised.settings import TableTotals, add_counters
+from counterpoint.supervised.settings import Setting, Totals, add_counters
 from counterpoint.traces.classify import is_communication
-from counterpoint.units import format_count
+from counterpoint.units import format_bytes, format_count
 from counterpoint.value import Value
 
 WARPS_BESIDE = 4  # NCCL starts up to so many warps beyond NCCL_NTHREADS to synchronize (544 to 640 threads for 512)
@@ -39,9 +40,9 @@ class ProcessProof(Value, frozen=True, kw_only=True):
     problem: str = ""
 
 
-def prove_process(state: FilterState, plan: Plan, totals: TableTotals) -> ProcessProof:
-    """What became of a table (`totals`, all that was counted for it) and of a plan's settings in one process."""
-    counted = zip(totals.rules, totals.counters, strict=True)
+def prove_process(state: FilterState, plan: Plan, totals: Totals) -> ProcessProof:
+    """What became of a setting (`totals`, all that was counted for it) and of a plan's variables in one process."""
+    counted = zip(totals.setting.rules, totals.counters, strict=True)
     by_rule = [entry for rule, counters in counted for entry in prove_rule(rule, counters)]
     settings = [
         _prove_setting(control, state.functions)
@@ -53,18 +54,50 @@ def prove_process(state: FilterState, plan: Plan, totals: TableTotals) -> Proces
         pid=state.pid,
         rank=state.rank,
         num_launches=state.num_launches,
-        applied=(*by_rule, *settings),
+        applied=(*by_rule, *prove_paths(totals), *settings),
         problem=state.problem,
     )
 
 
-def count_table(rules: Sequence[FilterRule], state: FilterState, kept: TableTotals) -> TableTotals:
-    """All that a process counted for a table: what it kept when it swapped, and what its filter holds now."""
-    counters = [RuleCounters() for _ in rules]
-    for found in (kept, TableTotals(rules=state.rules, counters=state.counters)):
-        if found.rules == tuple(rules) and found.counters:
-            counters = [add_counters(*pair) for pair in zip(counters, found.counters, strict=True)]
-    return TableTotals(rules=tuple(rules), counters=tuple(counters))
+def prove_paths(totals: Totals) -> list[ControlProof]:
+    """Each control of the paths that were in force: calls that went by copies, of all calls."""
+    counted = totals.paths or tuple(PathCounts(control=tag, target=name) for tag, name in totals.setting.paths.targets)
+    return [_prove_path(counts) for counts in counted]
+
+
+def _prove_path(counts: PathCounts) -> ControlProof:
+    control = OVERLAP if counts.control == OVERLAP.tag else COPIES
+    is_met = counts.num_by_copies > 0
+    moved, held = format_bytes(counts.num_bytes), format_bytes(counts.symmetric_bytes)
+    engagement = Engagement(
+        control=counts.control,
+        target=counts.target,
+        state="verified" if is_met else "refused" if counts.problem else "failed",
+        asked=control.describe(),
+        found=f"{moved} sent by copies; {held} of symmetric memory" if is_met else "",
+        reason="" if is_met else why_no_copies(counts),
+    )
+    num_calls = counts.num_by_copies + counts.num_by_library
+    return ControlProof(engagement=engagement, num_matched=num_calls, num_applied=counts.num_by_copies)
+
+
+def why_no_copies(counts: PathCounts) -> str:
+    """Why nothing went by copies."""
+    if counts.problem:
+        return counts.problem
+    if counts.num_by_library:
+        return f"all {format_count(counts.num_by_library, 'call')} were left to the library, as a rule for being small"
+    return "the job made no such call"
+
+
+def count_setting(setting: Setting, state: FilterState, kept: Totals) -> Totals:
+    """All that a process counted for a setting: what it kept when it swapped, and what its filter holds now."""
+    counters = [RuleCounters() for _ in setting.rules]
+    of_kept = (kept.setting.rules, kept.counters) if kept.setting == setting else ((), ())
+    for rules, found in (of_kept, (state.rules, state.counters)):
+        if rules == setting.rules and found:
+            counters = [add_counters(*pair) for pair in zip(counters, found, strict=True)]
+    return Totals(setting=setting, counters=tuple(counters), paths=kept.paths if kept.setting == setting else ())
 
 
 def prove_rule(rule: FilterRule, counters: RuleCounters) -> list[ControlProof]:

@@ -14,10 +14,10 @@ from msgspec.structs import replace
 
 from counterpoint.engagement import Engagement
 from counterpoint.errors import LaunchFilterError, cause_of, say
+from counterpoint.integrations.paths import paths_of
 from counterpoint.launch_filter.control_block import (
     INITIAL_BLOCK,
     ControlBlock,
-    FilterRule,
     FilterState,
     Translation,
     block_paths,
@@ -31,14 +31,17 @@ from counterpoint.supervised.applicable import check_applicable, variable_remark
 from counterpoint.supervised.control_folder import control_folder, make_readable, private_files
 from counterpoint.supervised.environment import job_environment
 from counterpoint.supervised.process import Ended, supervise
-from counterpoint.supervised.proof import ControlProof, ProcessProof, count_table, prove_process, refused
+from counterpoint.supervised.proof import ControlProof, ProcessProof, count_setting, prove_paths, prove_process, refused
 from counterpoint.supervised.settings import (
     RECORD_FILE,
+    UNCHANGED,
     LiveRecord,
     LiveSettings,
-    TableTotals,
+    Setting,
+    Totals,
     read_record,
     read_totals,
+    totals_paths,
     write_settings,
 )
 from counterpoint.supervised.signals import HeldSignals
@@ -57,6 +60,7 @@ class RunRequest(Value, frozen=True, kw_only=True):
     budget_steps: int = 200
     guard_every_steps: int = 500
     step: Step | None = None
+    keeps_bits: bool = False
 
     @property
     def is_filtered(self) -> bool:
@@ -106,11 +110,13 @@ def run_job(request: RunRequest, signals: HeldSignals) -> RunOutcome:
         return RunOutcome(ended=_start(request.command, dict(os.environ), signals), is_filtered=False)
     check_command(executable)
     translation = translate(request.plan, request.step)
-    left_out = check_applicable(request.plan, translation)
+    paths = paths_of(request.plan.directives, request.step)
+    left_out = check_applicable(request.plan, translation, paths, keeps_bits=request.keeps_bits)
     settings = LiveSettings(
         is_tuning=request.is_tuning,
         plan=request.plan,
-        rules=translation.rules,
+        given=Setting(rules=translation.rules, paths=paths),
+        keeps_bits=request.keeps_bits,
         budget_steps=request.budget_steps,
         guard_every_steps=request.guard_every_steps,
     )
@@ -123,11 +129,18 @@ def run_job(request: RunRequest, signals: HeldSignals) -> RunOutcome:
             with private_files():
                 ControlBlock.write_initial(directory / INITIAL_BLOCK, translation.rules)
                 write_settings(directory, settings)
-            has_agent = request.is_tuning or request.guard_every_steps > 0
-            environment = job_environment(os.environ, directory, library, request.plan, has_agent=has_agent)
+            has_agent = settings.may_switch_paths or request.guard_every_steps > 0
+            environment = job_environment(
+                os.environ,
+                directory,
+                library,
+                request.plan,
+                has_agent=has_agent,
+                keeps_recordings=settings.may_switch_paths,
+            )
             ended = _start(request.command, environment, signals)
             make_readable(directory)
-            return _outcome(directory, ended, request, translation)
+            return _outcome(directory, ended, request, (translation, settings))
     except OSError as problem:
         raise LaunchFilterError(
             f"Cannot use {problem.filename or tempfile.gettempdir()}: {problem.strerror}; free space or set TMPDIR."
@@ -144,23 +157,33 @@ def _start(command: tuple[str, ...], environment: dict[str, str], signals: HeldS
         ) from problem
 
 
-def _outcome(directory: Path, ended: Ended, request: RunRequest, translation: Translation) -> RunOutcome:
+def _outcome(directory: Path, ended: Ended, request: RunRequest, asked: tuple[Translation, LiveSettings]) -> RunOutcome:
     """Read what the filters and the agent left in the folder. Never raises: the job has ended with a status of its own."""
     damaged: list[str] = []
+    translation, settings = asked
     record = _read_or_note(directory / RECORD_FILE, lambda: read_record(directory), damaged)
-    plan, rules = request.plan, translation.rules
+    plan, setting = request.plan, settings.given
     if request.is_tuning:
-        plan, rules = (record.plan or Plan(), record.rules) if record else (Plan(), ())
+        plan, setting = (record.plan or Plan(), record.setting) if record else (Plan(), UNCHANGED)
 
     def prove(path: Path) -> ProcessProof | None:
         state = _read_state(path)
         if not state.driver_found:
             return None
         kept = read_totals(directory, state.pid)
-        return prove_table(state, plan, rules, kept, is_tuned=request.is_tuning)
+        return prove_setting(state, plan, setting, kept, is_tuned=request.is_tuning)
+
+    def prove_without_launches(path: Path) -> ProcessProof | None:
+        kept = read_totals(directory, int(path.name.partition(".")[0]))
+        applied = tuple(prove_paths(kept)) if kept.setting == setting else ()
+        return ProcessProof(pid=int(path.name.partition(".")[0]), rank=kept.rank, num_launches=0, applied=applied)
 
     found = [_read_or_note(path, lambda path=path: prove(path), damaged) for path in block_paths(directory)]  # type: ignore[misc]
     proofs = [proof for proof in found if proof is not None]
+    launched = {f"{proof.pid}.totals.json" for proof in proofs}
+    others = [path for path in totals_paths(directory) if path.name not in launched]
+    found = [_read_or_note(path, lambda path=path: prove_without_launches(path), damaged) for path in others]  # type: ignore[misc]
+    proofs += [proof for proof in found if proof is not None and proof.applied]
     return RunOutcome(
         ended=ended,
         is_filtered=True,
@@ -183,18 +206,16 @@ def _read_or_note(path: Path, read: Callable[[], T], damaged: list[str]) -> T | 
         return None
 
 
-def prove_table(
-    state: FilterState, plan: Plan, rules: tuple[FilterRule, ...], kept: TableTotals, *, is_tuned: bool
-) -> ProcessProof:
-    """What became of the plan with this table in one process.
+def prove_setting(state: FilterState, plan: Plan, setting: Setting, kept: Totals, *, is_tuned: bool) -> ProcessProof:
+    """What became of the plan with what it puts in force in one process.
 
     What `kept` says was in force for the plan. The filter's own table proves as much only where nothing was tuned: in a
     tuned process it may be a trial of the same rules, and how it stands when a job ends is chance.
     """
-    if is_tuned and rules != kept.rules:
+    if is_tuned and setting != kept.setting:
         state = replace(state, rules=(), counters=())
-    proof = prove_process(state, plan, count_table(rules, state, kept))
-    return proof if rules in (state.rules, kept.rules) else _never_in_force(proof)
+    proof = prove_process(state, plan, count_setting(setting, state, kept))
+    return proof if setting == kept.setting or setting.rules == state.rules else _never_in_force(proof)
 
 
 def _never_in_force(proof: ProcessProof) -> ProcessProof:

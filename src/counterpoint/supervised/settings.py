@@ -11,9 +11,11 @@ from typing import Literal
 import msgspec
 
 from counterpoint.errors import PlanError
-from counterpoint.launch_filter.control_block import FilterRule, RuleCounters
+from counterpoint.integrations.paths import LIBRARY, PathCounts, Paths, paths_of
+from counterpoint.launch_filter.control_block import FilterRule, RuleCounters, rules_of
 from counterpoint.measurement.values import Measurement
 from counterpoint.plan import Plan
+from counterpoint.step import Step
 from counterpoint.value import Value, require, write_json, write_whole
 
 DIRECTORY_VARIABLE = "COUNTERPOINT_FILTER_DIRECTORY"
@@ -26,18 +28,39 @@ Stage = Literal["warming up", "trying candidates", "decided", "reverted", "stopp
 UNDECIDED: tuple[Stage, ...] = ("warming up", "trying candidates")
 
 
+class Setting(Value, frozen=True, kw_only=True):
+    """What is in force in a job: the launch filter's table, and the paths of its collectives."""
+
+    rules: tuple[FilterRule, ...] = ()
+    paths: Paths = LIBRARY
+
+
+UNCHANGED = Setting()
+
+
+def setting_of(plan: Plan, step: Step | None = None) -> Setting:
+    """What a plan puts in force in a job; `step` says what its operation numbers mean. Raises `PlanError` as `translate`."""
+    return Setting(rules=rules_of(plan, step), paths=paths_of(plan.directives, step))
+
+
 class LiveSettings(Value, frozen=True, kw_only=True):
     """What the agent is to do: tune within a budget of steps, or only guard the plan that is in force from the start.
 
-    `rules` are the filter's table for `plan`. Every `guard_every_steps` steps the plan is compared with the job as it is; 0
-    for never.
+    `given` is what `plan` puts in force. Every `guard_every_steps` steps the plan is compared with the job as it is; 0 for
+    never. `keeps_bits`: only what leaves every bit of the job's results is tried.
     """
 
     is_tuning: bool
     plan: Plan = Plan()
-    rules: tuple[FilterRule, ...] = ()
+    given: Setting = UNCHANGED
+    keeps_bits: bool = False
     budget_steps: int = 200
     guard_every_steps: int = 500
+
+    @property
+    def may_switch_paths(self) -> bool:
+        """Whether collectives may take other paths than the library's."""
+        return self.is_tuning or self.given.paths != LIBRARY
 
     def __post_init__(self) -> None:
         require(
@@ -55,7 +78,7 @@ class LiveSettings(Value, frozen=True, kw_only=True):
 
 
 class LiveRecord(Value, frozen=True, kw_only=True):
-    """How far the agent of rank 0 came: its stage, the steps it has seen, its plan with table and times, its words.
+    """How far the agent of rank 0 came: its stage, the steps it has seen, its plan with what it puts in force, times, words.
 
     `num_steps_needed` is the step by which a decision is due. A plan that is there before is that of an earlier decision.
     """
@@ -64,16 +87,21 @@ class LiveRecord(Value, frozen=True, kw_only=True):
     num_steps: int = 0
     num_steps_needed: int = 0
     plan: Plan | None = None
-    rules: tuple[FilterRule, ...] = ()
+    setting: Setting = UNCHANGED
     measurements: tuple[Measurement, ...] = ()
     notes: tuple[str, ...] = ()
 
 
-class TableTotals(Value, frozen=True, kw_only=True):
-    """What one rank's filter counted for a table while it was in force; a swap starts the filter's own counters anew."""
+class Totals(Value, frozen=True, kw_only=True):
+    """What one rank counted for a setting while it was in force; a swap starts the filter's own counters anew.
 
-    rules: tuple[FilterRule, ...] = ()
+    `paths` are the counts of its paths, control by control.
+    """
+
+    setting: Setting = UNCHANGED
     counters: tuple[RuleCounters, ...] = ()
+    paths: tuple[PathCounts, ...] = ()
+    rank: int = -1
 
 
 def add_counters(first: RuleCounters, second: RuleCounters) -> RuleCounters:
@@ -112,12 +140,17 @@ def read_record(directory: Path) -> LiveRecord | None:
     return msgspec.json.decode(path.read_bytes(), type=LiveRecord) if path.exists() else None
 
 
-def write_totals(directory: Path, totals: TableTotals) -> None:
-    """Keep this process's counters before a swap. Raises `OSError`."""
+def write_totals(directory: Path, totals: Totals) -> None:
+    """Keep this process's counts. Raises `OSError`."""
     write_whole(directory / f"{os.getpid()}.totals.json", write_json(totals).encode())
 
 
-def read_totals(directory: Path, pid: int) -> TableTotals:
-    """The counters that a process kept; of no table if it never swapped."""
+def read_totals(directory: Path, pid: int) -> Totals:
+    """What a process kept; of the job as it is if it never kept anything."""
     path = directory / f"{pid}.totals.json"
-    return msgspec.json.decode(path.read_bytes(), type=TableTotals) if path.exists() else TableTotals()
+    return msgspec.json.decode(path.read_bytes(), type=Totals) if path.exists() else Totals()
+
+
+def totals_paths(directory: Path) -> list[Path]:
+    """The files of the processes that kept counts, by name."""
+    return sorted(directory.glob("*.totals.json"))

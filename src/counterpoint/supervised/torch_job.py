@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from counterpoint.cuda.rendezvous import open_exchange
 from counterpoint.errors import DeviceError
+from counterpoint.integrations.paths import AbstractJobPaths, NoPaths
 from counterpoint.ranks import Exchange
 from counterpoint.supervised.running_job import AbstractStepClock, HostClock, JobGpu
 
@@ -51,6 +52,15 @@ def job_exchange() -> Exchange:
             "There are several ranks, but torch.distributed is not initialized, so they cannot agree on a plan."
         )
     return open_exchange("run", STORE_LIMIT_S)
+
+
+def job_paths() -> AbstractJobPaths:
+    """The models and collectives of this process; none where it has no torch.distributed."""
+    if not dist.is_available():
+        return NoPaths()
+    from counterpoint.integrations.job_paths import TorchJobPaths  # noqa: PLC0415  it loads all integrations
+
+    return TorchJobPaths()
 
 
 def job_clock() -> AbstractStepClock:

@@ -3,8 +3,8 @@
 The course is a generator: each `yield` is one step of the job. All ranks count steps alike, so a turn begins on all of them
 at the end of the same step.
 
-    warm up -> candidates -> turns, as the judge gives them -> the plan, or nothing -> guard -> (again, where the job has
-    changed)
+    paths that all ranks can take -> warm up -> candidates -> turns, as the judge gives them -> the plan, or nothing -> guard
+    -> (again, where the job has changed)
 
 What all ranks do is in `follower.py`, what rank 0 does beside in `conductor.py`.
 """
@@ -15,16 +15,31 @@ from typing import final
 import msgspec
 from msgspec.structs import replace
 
+from counterpoint import __version__
+from counterpoint.integrations.paths import LIBRARY, PathOffer, path_problems
 from counterpoint.measurement.values import Comparison, Measurement, Order, Verdict
 from counterpoint.plan import Plan
 from counterpoint.supervised.conductor import GuardConductor, Lead, TuningConductor
-from counterpoint.supervised.decisions import Reference, decide, labels_of, propose, why_another_job, why_removed
-from counterpoint.supervised.follower import Follower, LiveJob, Steps, TuningStopped, Waited
-from counterpoint.supervised.messages import Announcement, Census, Decision, Look, Trials
-from counterpoint.supervised.settings import UNDECIDED, LiveRecord, LiveSettings, Stage
+from counterpoint.supervised.decisions import (
+    Reference,
+    Room,
+    agree_on_paths,
+    decide,
+    labels_of,
+    other_version,
+    propose,
+    settings_of,
+    why_another_job,
+    why_removed,
+    with_failures,
+)
+from counterpoint.supervised.follower import HELD, NO_ANSWER, Follower, LiveJob, Patience, Steps, TuningStopped, Waited
+from counterpoint.supervised.messages import Announcement, Census, Decision, Look, PathsTaken, PathSurvey, Trials
+from counterpoint.supervised.settings import UNCHANGED, UNDECIDED, LiveRecord, LiveSettings, Setting, Stage
 from counterpoint.units import format_count
 
 WARM_UP_STEPS = 10
+KEPT_EVERY_STEPS = 50  # a job that is killed loses what was counted since
 MOST_REOPENED = 2
 
 
@@ -37,34 +52,62 @@ class LiveTuner:
 
     def __init__(self, job: LiveJob, settings: LiveSettings, earlier: Decision | None = None) -> None:
         self._job, self._settings = job, settings
-        self._follower = Follower(job, settings.rules)
-        self._lead = Lead(job.exchange)
+        self._follower = Follower(job, replace(settings.given, paths=LIBRARY))
+        self._lead = Lead(job.exchange, self._follower.lockstep)
+        self._offers: tuple[PathOffer, ...] = ()  # agreed on by all ranks
         self._decision = earlier
         self._stage: Stage = "warming up"
         self._num_steps_needed = settings.budget_steps
         self._reference = Reference(grids={})
         self._num_reopened = 0
         self._guard: GuardConductor | None = None  # on rank 0
+        self._guarded = self._at_rest = UNCHANGED
         self._course = self._run()
 
     def step_ended(self) -> bool:
-        """A step has ended. False once there is nothing more to do."""
+        """A step has ended. False once there is nothing more to do. The job is held here where the others are not so far."""
         self._follower.step += 1
+        held = Patience(self._job)
         try:
-            next(self._course)
+            while self._follower.lockstep.is_held(self._follower.step):
+                if not held.wait():
+                    self._course.throw(TuningStopped(f"{NO_ANSWER} within {self._job.hold_limit_s:g} s"))
+            while next(self._course) is HELD:
+                if not held.wait():
+                    self._course.throw(TuningStopped(f"a rank did not come to this step in {self._job.hold_limit_s:g} s"))
         except StopIteration:
+            self._follower.lockstep.end()
+            self._follower.keep_paths()
             return False
+        if self._follower.step % KEPT_EVERY_STEPS == 0:
+            self._follower.keep_paths()
         if self._settings.is_tuning and self._stage in UNDECIDED:
             self._record(self._stage)  # a job may end at any step, and then it is told how many it had
         return True
 
+    def fail(self, reason: str) -> bool:
+        """This rank can no longer measure, for this reason. True where it still has to take paths with the others; then go
+        on calling `step_ended`."""
+        if not self._follower.lockstep.is_on:
+            return False
+        self._settings = replace(self._settings, is_tuning=False)
+        self._course = self._follower.follow_blindly(reason)
+        return True
+
     def revert(self) -> None:
         """Back to the job as it was."""
-        self._follower.use(())
+        self._follower.use(UNCHANGED)
+
+    def job_ends(self) -> None:
+        """Keep what was counted."""
+        self._follower.keep_paths()
 
     def _run(self) -> Steps[None]:
         try:
+            if self._settings.may_switch_paths and self._job.exchange.num_ranks > 1:
+                yield from self._take_paths()
             if not self._settings.is_tuning:
+                self._follower.use(self._settings.given)
                 yield from self._follower.until(WARM_UP_STEPS)
                 yield from self._watch_given()
                 return
@@ -76,6 +119,29 @@ class LiveTuner:
         except TuningStopped as problem:
             self.revert()
             self._tell("stopped", f"live tuning stopped after {self._steps()}: {problem}; the job runs as it was")
+
+    # --- paths ---
+
+    def _take_paths(self) -> Steps[None]:
+        """Make ready what all ranks can switch. All of them come here after the same step, and wait for each other."""
+        survey = PathSurvey(version=__version__, offers=self._job.paths.survey())
+        texts = yield from self._follower.everyone("paths offered", msgspec.json.encode(survey).decode())
+        surveys = [msgspec.json.decode(text, type=PathSurvey) for text in texts]
+        problem = other_version(surveys)
+        if problem:
+            raise TuningStopped(problem)
+        offers = agree_on_paths(surveys)
+        able = [offer.integration for offer in offers if not offer.refusal]
+        if able:
+            taken = PathsTaken(failed=self._job.paths.take(able))
+            texts = yield from self._follower.everyone("paths taken", msgspec.json.encode(taken).decode())
+            offers = with_failures(offers, [msgspec.json.decode(text, type=PathsTaken) for text in texts])
+            self._job.paths.drop([offer.integration for offer in offers if offer.refusal and offer.integration in able])
+        self._offers = offers
+        self._follower.know_offers(offers)
+        self._tell_refused(offers)
+        if any(not offer.refusal for offer in offers):
+            self._follower.lockstep.begin(self._follower.step)
 
     # --- tuning ---
 
@@ -91,12 +157,12 @@ class LiveTuner:
         given = yield from self._agree_on_trials(topic, conductor)
         trials = given.trials
         assert trials is not None, "the first answer names what is tried"
-        tables = [(), *(candidate.rules for candidate in trials.candidates)]
+        settings = settings_of(trials)
         while given.decision is None:
             waited = Waited(conduct=lambda: self._conduct(conductor, trials), missing=conductor.missing)
-            given = yield from follower.take_turns(topic, given, tables, waited, at_rest=())
-        follower.count_for(given.decision.rules)
-        follower.use(given.decision.rules)
+            given = yield from follower.take_turns(topic, given, settings, waited, at_rest=UNCHANGED)
+        follower.count_for(given.decision.setting)
+        follower.use(given.decision.setting)
         self._settle(given.decision, begun)
         return given
 
@@ -114,7 +180,8 @@ class LiveTuner:
             start = self._lead.start(self._follower.step)
             everyone = [msgspec.json.decode(text, type=Census) for text in texts]
             num_turns = conductor.num_turns(start, offered_at)
-            trials = propose(everyone, self._job.gpu, self._settings, num_turns, conductor.answer_turns())
+            room = Room(num_turns=num_turns, answer_turns=conductor.answer_turns())
+            trials = propose(everyone, self._job.gpu, self._settings, room, self._offers)
             if trials.candidates:
                 self._tell_trials(trials)
             first = conductor.begin(1 + len(trials.candidates), self._job.draw_seed(), start, offered_at)
@@ -122,7 +189,7 @@ class LiveTuner:
 
         return (
             yield from self._follower.answer(
-                Waited(conduct=conduct, missing=lambda: exchange.missing(f"{topic}/census")), ()
+                Waited(conduct=conduct, missing=lambda: exchange.missing(f"{topic}/census")), UNCHANGED
             )
         )
 
@@ -134,14 +201,15 @@ class LiveTuner:
     def _announced(self, start: int, answer: Order | Verdict, trials: Trials, conductor: TuningConductor) -> Announcement:
         """On rank 0: an order or a verdict of the judge in words for all ranks."""
         if isinstance(answer, Order):
-            return Announcement(start_step=start, trials=trials, order=answer, order_step=start)
+            paths = tuple(setting.paths for setting in settings_of(trials))
+            return Announcement(start_step=start, trials=trials, order=answer, order_step=start, variant_paths=paths)
         comparison = Comparison(measurements=conductor.measurements(labels_of(trials.candidates)), verdict=answer)
         latest = conductor.reports.latest if conductor.reports is not None else []
         decision = decide(trials, comparison, latest, self._job.gpu)
         return self._with_first_look(
             Announcement(start_step=start, trials=trials, decision=decision),
+            decision,
             start + self._settings.guard_every_steps,
-            has_plan=bool(decision.rules),
         )
 
     def _settle(self, decision: Decision, begun: int) -> None:
@@ -157,45 +225,56 @@ class LiveTuner:
 
     def _watch_given(self) -> Steps[None]:
         """Guard a plan that was given from the start."""
-        decision = Decision(plan=self._settings.plan, rules=self._settings.rules)
+        decision = Decision(plan=self._settings.plan, setting=self._settings.given)
+        self._follower.count_for(decision.setting)
 
         def conduct() -> Announcement:
             start = self._lead.start(self._follower.step)
-            return self._with_first_look(Announcement(start_step=start, decision=decision), start, has_plan=True)
+            return self._with_first_look(Announcement(start_step=start, decision=decision), decision, start)
 
-        if self._settings.guard_every_steps and decision.rules:
+        if self._settings.guard_every_steps and decision.setting != UNCHANGED:
             waited = Waited(conduct=conduct, missing=list)
-            yield from self._watch((yield from self._follower.answer(waited, decision.rules)))
+            yield from self._watch((yield from self._follower.answer(waited, decision.setting)))
 
-    def _with_first_look(self, announcement: Announcement, order_step: int, *, has_plan: bool) -> Announcement:
+    def _with_first_look(self, announcement: Announcement, decision: Decision, order_step: int) -> Announcement:
         """On rank 0: the announcement with the turns of the guard's first look, if there is one."""
+        rest_paths = decision.setting.paths
         if not self._settings.guard_every_steps:
-            return announcement
+            return replace(announcement, rest_paths=rest_paths)
         topic, seed = f"guard {self._num_reopened}", self._job.draw_seed()
+        has_plan = decision.setting != UNCHANGED
         self._guard = GuardConductor(self._job.exchange, topic, self._lead, seed=seed, has_plan=has_plan)
-        return replace(announcement, order=self._guard.look(order_step), order_step=order_step)
+        return self._looking(
+            replace(announcement, rest_paths=rest_paths), self._guard.look(order_step), order_step, decision.setting
+        )
+
+    def _looking(self, announcement: Announcement, order: Order, order_step: int, guarded: Setting) -> Announcement:
+        """On rank 0: an announcement with turns of the guard."""
+        paths = (LIBRARY, guarded.paths)
+        return replace(announcement, order=order, order_step=order_step, variant_paths=paths)
 
     def _watch(self, given: Announcement) -> Steps[int | None]:
         """Guard the decision for as long as the job runs; the step from which the question is open again, or None."""
         decision, follower = given.decision, self._follower
         assert decision is not None, "only a decision is guarded"
-        topic, tables, in_force = f"guard {self._num_reopened}", [(), decision.rules], decision.rules
+        topic, settings = f"guard {self._num_reopened}", [UNCHANGED, decision.setting]
+        self._guarded = self._at_rest = decision.setting
         waited = Waited(conduct=self._conduct_guard, missing=lambda: self._guard.missing() if self._guard else ())
         while given.order is not None:
-            given = yield from follower.take_turns(topic, given, tables, waited, in_force)
+            given = yield from follower.take_turns(topic, given, settings, waited, self._at_rest)
             look = given.look
             assert look is not None, "an answer to a look is a look"
             if look.verdict == "reopen":
                 self._tell("warming up", f"{look.reason}; tuning again")
                 return given.start_step
             if look.verdict == "remove":
-                in_force = ()
+                self._at_rest = UNCHANGED
                 self._decision = Decision(plan=Plan(machine=decision.plan.machine, summary=look.reason))
                 self._tell("reverted", f"{look.reason}; taken out after {self._steps()}, and tried again much later")
             if look.verdict == "put back":
-                in_force, self._decision = decision.rules, decision
+                self._at_rest, self._decision = decision.setting, decision
                 self._tell("decided", f"the plan is faster again, and back in force after {self._steps()}")
-            follower.use(in_force)
+            follower.use(self._at_rest)
         return None
 
     def _conduct_guard(self) -> Announcement | None:
@@ -209,7 +288,8 @@ class LiveTuner:
         times = guard.measurements()
         if outcome == "go on":
             look = Look(verdict="go on")
-            return Announcement(start_step=start, look=look, order=guard.go_on(start), order_step=start)
+            answer = Announcement(start_step=start, look=look, rest_paths=self._at_rest.paths)
+            return self._looking(answer, guard.go_on(start), start, self._guarded)
         if outcome == "remove":
             look = Look(verdict="remove", reason=why_removed(times))
         else:
@@ -218,11 +298,15 @@ class LiveTuner:
         if look.verdict == "reopen":
             return Announcement(start_step=start, look=look)
         order_step = start + self._settings.guard_every_steps * guard.looks_until_next
-        return Announcement(start_step=start, look=look, order=guard.look(order_step), order_step=order_step)
+        rest = {"remove": UNCHANGED, "put back": self._guarded}.get(look.verdict, self._at_rest)
+        answer = Announcement(start_step=start, look=look, rest_paths=rest.paths)
+        return self._looking(answer, guard.look(order_step), order_step, self._guarded)
 
     def _why_reopened(self, times: Sequence[Measurement]) -> str:
         """On rank 0: why the job has to be tuned again, or nothing."""
         grids, launches = self._follower.see_launches()
+        if self._guarded.paths != LIBRARY:  # a kernel has other grids by each path, and the last one counts
+            grids = {name: self._reference.grids.get(name, grid) for name, grid in grids.items()}
         if not self._reference.grids:  # a plan that was given: the first look is what later ones are compared with
             self._reference = Reference(grids=grids, baseline_us=times[0].median_us if times else 0.0)
         can_reopen = self._settings.is_tuning and self._num_reopened < MOST_REOPENED
@@ -234,6 +318,12 @@ class LiveTuner:
         number = format_count(len(trials.candidates), "candidate")
         steps = format_count(self._settings.budget_steps, "step")
         self._tell("trying candidates", f"tuning on live steps: {number} within {steps}; the job's results do not change")
+
+    def _tell_refused(self, offers: Sequence[PathOffer]) -> None:
+        """What of a plan that was given nobody can have: said at once, because the job may run for days."""
+        if self._follower.is_first:
+            for target, reason in path_problems(self._settings.given.paths, offers).items():
+                self._job.say(f"{target} stay as they are: {reason}")
 
     def _steps(self) -> str:
         return format_count(self._follower.step, "step")
@@ -255,7 +345,7 @@ class LiveTuner:
                 num_steps=self._follower.step,
                 num_steps_needed=self._num_steps_needed,
                 plan=found.plan if found else None,
-                rules=found.rules if found else (),
+                setting=found.setting if found else UNCHANGED,
                 measurements=found.measurements if found else (),
                 notes=(line,) if line else (),
             )

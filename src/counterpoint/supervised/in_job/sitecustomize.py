@@ -8,6 +8,7 @@ ended, because the job's Python need not be ours.
 
 from __future__ import annotations
 
+import functools
 import importlib.machinery
 import importlib.util
 import os
@@ -35,13 +36,25 @@ class OptimizerWatch:
         self.is_done = False
 
     def register(self, module: Any) -> None:
-        """Ask torch to be called."""
+        """Ask torch to be called, also when an optimizer is made: torch has no hook for that, so `__init__` is wrapped."""
         module.register_optimizer_step_post_hook(self.stepped)
+        make = module.Optimizer.__init__
+
+        @functools.wraps(make)
+        def make_and_tell(optimizer: Any, *args: Any, **kwargs: Any) -> None:
+            make(optimizer, *args, **kwargs)
+            if not self.is_done:
+                self.tell(lambda agent: agent.optimizer_made())
+
+        module.Optimizer.__init__ = make_and_tell
 
     def stepped(self, optimizer: object, _args: object, _kwargs: object) -> None:
-        """Hand the step on to the agent, which never raises."""
-        if self.is_done:
-            return
+        """Hand the step on to the agent."""
+        if not self.is_done:
+            self.tell(lambda agent: agent.optimizer_stepped(optimizer))
+
+    def tell(self, what: Callable[[Any], None]) -> None:
+        """Call the agent, which never raises."""
         try:
             from counterpoint.supervised.agent import agent_of_job  # noqa: PLC0415  at the first step, not at start-up
 
@@ -50,7 +63,7 @@ class OptimizerWatch:
             self.is_done = True
             report(problem)
             return
-        agent.optimizer_stepped(optimizer)
+        what(agent)
         self.is_done = agent.is_retired
 
 

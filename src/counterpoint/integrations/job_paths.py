@@ -1,0 +1,238 @@
+"""The models and collectives of a process that nobody edits, switched between the library's path and ours.
+
+Models are found among the objects that Python's garbage collector knows, so it does not matter which framework built them,
+nor when. What is found is taken over by the integrations that a user would call by hand, switched off; `use` switches them
+on and off between steps. Tensor-parallel linears are taken over when an optimizer is made, before torch.compile sees them.
+"""
+
+import gc
+from collections.abc import Callable, Sequence
+from typing import final
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
+
+from counterpoint.errors import IntegrationError, OperatorError, cause_of
+from counterpoint.integrations import collectives, ddp, fsdp2, tensor_parallel
+from counterpoint.integrations.paths import (
+    COPIED_KINDS,
+    COPIES,
+    LIBRARY,
+    MATMULS,
+    OVERLAP,
+    WORDS,
+    AbstractJobPaths,
+    Integration,
+    PathCounts,
+    PathOffer,
+    Paths,
+)
+from counterpoint.ops import pool_report
+from counterpoint.units import format_count
+
+OLDEST_TORCH = (2, 11)
+Key = tuple[str, str]  # a control's tag, and what it is for
+Tally = tuple[int, int, int]  # calls by copies, calls by the library, bytes
+
+
+@final
+class TorchJobPaths(AbstractJobPaths):
+    """The paths of this process. See `AbstractJobPaths`."""
+
+    def __init__(self) -> None:
+        self._overlapped: list[tensor_parallel.Overlapped] = []
+        self._averages: list[ddp.BucketAverages] = []
+        self._sharded: list[fsdp2.CopyEnginesInUse] = []
+        self._replaced: collectives.Replaced | None = None
+        self._refused: dict[Integration, str] = {}
+        self._in_force = LIBRARY
+        self._tallies: dict[Paths, dict[Key, Tally]] = {}
+        self._counted: dict[Key, Tally] = {}  # when the paths in force were put there
+
+    def prepare(self) -> None:
+        """See `AbstractJobPaths.prepare`. What cannot be served is the survey's to say."""
+        if _obstacle():
+            return
+        for root in _roots(_modules()):
+            if not tensor_parallel.is_parallelized(root) or tensor_parallel.is_overlapped(root):
+                continue
+            try:
+                self._overlapped.append(tensor_parallel.overlap(root, is_on=False))
+            except IntegrationError as problem:
+                self._refused["tensor_parallel"] = cause_of(problem, 200)
+
+    def survey(self) -> tuple[PathOffer, ...]:
+        """See `AbstractJobPaths.survey`."""
+        obstacle = _obstacle()
+        modules = _modules()
+        offers = [self._offer_overlap(), *_offers_of(modules)]
+        if obstacle:
+            return tuple(
+                PathOffer(integration=offer.integration, what=offer.what, refusal=obstacle) for offer in offers if offer
+            )
+        return tuple(offer for offer in offers if offer)
+
+    def _offer_overlap(self) -> PathOffer | None:
+        self.prepare()  # models that were parallelized after the first optimizer was made
+        number = sum(len(each.taken) for each in self._overlapped)
+        if number:
+            return PathOffer(integration="tensor_parallel", what=format_count(number, "tensor-parallel linear"))
+        refusal = self._refused.get("tensor_parallel")
+        return PathOffer(integration="tensor_parallel", what=MATMULS, refusal=refusal) if refusal else None
+
+    def take(self, integrations: Sequence[Integration]) -> dict[Integration, str]:
+        """See `AbstractJobPaths.take`."""
+        takes: dict[Integration, Callable[[], None]] = {
+            "tensor_parallel": lambda: None,  # prepared already
+            "fsdp2": self._take_fsdp2,
+            "ddp": self._take_ddp,
+            "collectives": self._take_collectives,
+        }
+        failed: dict[Integration, str] = {}
+        for integration in integrations:
+            try:
+                takes[integration]()
+            except (IntegrationError, OperatorError, RuntimeError) as problem:  # torch raises the last, such as for memory
+                failed[integration] = cause_of(problem, 200)
+        return failed
+
+    def _take_fsdp2(self) -> None:
+        for root in _sharded_roots(_modules()):
+            self._sharded.append(fsdp2.use_copy_engines(root, is_on=False))
+
+    def _take_ddp(self) -> None:
+        for model in _data_parallel(_modules()):
+            self._averages.append(ddp.register(model, is_on=False))
+
+    def _take_collectives(self) -> None:
+        self._replaced = collectives.replace(is_on=False)
+
+    def drop(self, integrations: Sequence[Integration]) -> None:
+        """See `AbstractJobPaths.drop`."""
+        if "tensor_parallel" in integrations:
+            self._overlapped.clear()
+        if "fsdp2" in integrations:
+            for sharded in self._sharded:
+                sharded.undo()
+            self._sharded.clear()
+        if "ddp" in integrations:
+            self._averages.clear()  # the hook stays, switched off: DDP takes one in its life
+        if "collectives" in integrations and self._replaced is not None:
+            self._replaced.undo()
+            self._replaced = None
+
+    def use(self, paths: Paths) -> None:
+        """See `AbstractJobPaths.use`."""
+        if paths == self._in_force:
+            return
+        self._tallies[self._in_force] = self._tally()
+        self._counted = self._count()
+        self._in_force = paths
+        for overlapped in self._overlapped:
+            overlapped.use(paths.overlaps_matmuls)
+        for averages in self._averages:
+            averages.use("all_reduce" in paths.copies)
+        for sharded in self._sharded:
+            sharded.use(gathers="all_gather" in paths.copies, reduces="reduce_scatter" in paths.copies)
+        if self._replaced is not None:
+            self._replaced.use(paths.copies)
+
+    def counts(self, paths: Paths) -> tuple[PathCounts, ...]:
+        """See `AbstractJobPaths.counts`."""
+        tally = self._tally() if paths == self._in_force else self._tallies.get(paths, {})
+        symmetric_bytes = sum(pool.num_bytes for pool in pool_report())
+        found = []
+        for control, target in paths.targets:
+            by_copies, by_library, num_bytes = tally.get((control, target), (0, 0, 0))
+            found.append(
+                PathCounts(
+                    control=control,
+                    target=target,
+                    num_by_copies=by_copies,
+                    num_by_library=by_library,
+                    num_bytes=num_bytes,
+                    symmetric_bytes=symmetric_bytes,
+                )
+            )
+        return tuple(found)
+
+    def _tally(self) -> dict[Key, Tally]:
+        """All that was counted under the paths in force, now and before."""
+        earlier, now = self._tallies.get(self._in_force, {}), self._count()
+        return {key: _add(earlier.get(key), _subtract(now[key], self._counted.get(key))) for key in now}
+
+    def _count(self) -> dict[Key, Tally]:
+        """All that the integrations have counted so far, by control."""
+        found: dict[Key, Tally] = {}
+        for overlapped in self._overlapped:
+            key = (OVERLAP.tag, MATMULS)
+            found[key] = _add(found.get(key), _tally_of(overlapped))
+        of_kinds = [("all_reduce", averages) for averages in self._averages]
+        of_kinds += [("all_gather", gather) for sharded in self._sharded for gather in sharded.gathers]
+        of_kinds += [("reduce_scatter", reduce) for sharded in self._sharded for reduce in sharded.reduces]
+        if self._replaced is not None:
+            of_kinds += [(kind, self._replaced.counts[kind]) for kind in COPIED_KINDS]
+        for kind, counted in of_kinds:
+            key = (COPIES.tag, WORDS[kind])
+            found[key] = _add(found.get(key), _tally_of(counted))
+        return found
+
+
+def _tally_of(counted: object) -> Tally:
+    return counted.num_by_copies, counted.num_by_library, counted.num_bytes
+
+
+def _add(one: Tally | None, other: Tally) -> Tally:
+    return other if one is None else (one[0] + other[0], one[1] + other[1], one[2] + other[2])
+
+
+def _subtract(one: Tally, other: Tally | None) -> Tally:
+    return one if other is None else (one[0] - other[0], one[1] - other[1], one[2] - other[2])
+
+
+def _obstacle() -> str:
+    """Why nothing can be taken over in this process, or nothing."""
+    version = tuple(int(part) for part in torch.__version__.split(".")[:2])
+    if version < OLDEST_TORCH:
+        oldest = ".".join(map(str, OLDEST_TORCH))
+        return f"the job's torch is {torch.__version__}, and integrations need {oldest} or later"
+    return ""
+
+
+def _modules() -> list[nn.Module]:
+    """Every module that is alive. `type` is asked, not `isinstance`, which would run the code of lazy proxies."""
+    return [each for each in gc.get_objects() if issubclass(type(each), nn.Module) and "_modules" in vars(each)]
+
+
+def _roots(modules: Sequence[nn.Module]) -> list[nn.Module]:
+    """Modules that lie in no other."""
+    inner = {id(child) for module in modules for child in module.children()}
+    return [module for module in modules if id(module) not in inner]
+
+
+def _data_parallel(modules: Sequence[nn.Module]) -> list[DistributedDataParallel]:
+    return [module for module in modules if isinstance(module, DistributedDataParallel)]
+
+
+def _sharded_roots(modules: Sequence[nn.Module]) -> list[nn.Module]:
+    return [root for root in _roots(modules) if any(isinstance(each, FSDPModule) for each in root.modules())]
+
+
+def _offers_of(modules: Sequence[nn.Module]) -> list[PathOffer]:
+    """What the data-parallel models and the process's own collectives could take over."""
+    offers = []
+    replicated, sharded = _data_parallel(modules), _sharded_roots(modules)
+    if replicated:
+        what = f"gradient buckets of {format_count(len(replicated), 'DDP model')}"
+        refusal = next((found for model in replicated if (found := ddp.obstacle_of(model))), "")
+        offers.append(PathOffer(integration="ddp", what=what, kinds=("all_reduce",), refusal=refusal))
+    if sharded:
+        what = format_count(len(sharded), "FSDP2 model")
+        offers.append(PathOffer(integration="fsdp2", what=what, kinds=("all_gather", "reduce_scatter")))
+    if dist.is_initialized() and collectives.num_large_calls():
+        what = "collectives that the job calls itself"
+        offers.append(PathOffer(integration="collectives", what=what, kinds=collectives.kinds_called()))
+    return offers

@@ -1,0 +1,170 @@
+"""The paths that a job's collectives take: the library's, or copies and operators in their place, as values without torch.
+
+A supervised job switches between them at step boundaries, all ranks together. `job_paths.py` does it where torch runs.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from typing import Literal, final
+
+from counterpoint.controls import OverlapMatmul, Transport
+from counterpoint.plan import Directive, Match
+from counterpoint.step import REDUCING_COLLECTIVES, Collective, CollectiveKind, Step
+from counterpoint.traces.classify import classify_kernel
+from counterpoint.value import Value
+
+COPIES, OVERLAP = Transport(transport="copy_engine"), OverlapMatmul()
+Integration = Literal["tensor_parallel", "fsdp2", "ddp", "collectives"]
+COPIED_KINDS: tuple[CollectiveKind, ...] = ("all_gather", "reduce_scatter", "all_reduce")
+MATMULS = "tensor-parallel linears"  # what overlap_matmul is for, in words
+WORDS: dict[CollectiveKind, str] = {
+    "all_gather": "all-gathers",
+    "reduce_scatter": "reduce-scatters",
+    "all_reduce": "all-reduces",
+}
+
+
+class Paths(Value, frozen=True, kw_only=True):
+    """Which collectives travel by copies instead of the library's kernels, and whether matmuls overlap with theirs."""
+
+    copies: tuple[CollectiveKind, ...] = ()
+    overlaps_matmuls: bool = False
+
+    @property
+    def targets(self) -> tuple[tuple[str, str], ...]:
+        """The controls in it, each by its tag and what it is for."""
+        copies = tuple((COPIES.tag, WORDS[kind]) for kind in self.copies)
+        return (*copies, *([(OVERLAP.tag, MATMULS)] if self.overlaps_matmuls else []))
+
+    @property
+    def keeps_bits(self) -> bool:
+        """Whether results are the same bits as by the library: what only moves data keeps them, a sum in another order may
+        not."""
+        return not self.overlaps_matmuls and not any(kind in REDUCING_COLLECTIVES for kind in self.copies)
+
+
+LIBRARY = Paths()
+
+
+class PathOffer(Value, frozen=True, kw_only=True):
+    """What one integration could take over in one rank's process: `what` in words, or the `refusal`."""
+
+    integration: Integration
+    what: str = ""
+    kinds: tuple[CollectiveKind, ...] = ()
+    refusal: str = ""
+
+
+class PathCounts(Value, frozen=True, kw_only=True):
+    """What became of one control on one rank while certain paths were in force.
+
+    `num_bytes` were sent by copies. `symmetric_bytes` are what this rank's GPU holds for all of them now.
+    """
+
+    control: str
+    target: str
+    num_by_copies: int = 0
+    num_by_library: int = 0
+    num_bytes: int = 0
+    symmetric_bytes: int = 0
+    problem: str = ""
+
+
+class AbstractJobPaths(ABC):
+    """The models and collectives of one rank's process, between two paths."""
+
+    @abstractmethod
+    def prepare(self) -> None:
+        """An optimizer was made: put in place what has to be there before the first forward pass, switched off."""
+
+    @abstractmethod
+    def survey(self) -> tuple[PathOffer, ...]:
+        """What could be taken over here; changes nothing."""
+
+    @abstractmethod
+    def take(self, integrations: Sequence[Integration]) -> dict[Integration, str]:
+        """Make these ready, switched off, by all ranks together; of those that failed here, why."""
+
+    @abstractmethod
+    def drop(self, integrations: Sequence[Integration]) -> None:
+        """Leave these to the library for good; some rank could not make them ready."""
+
+    @abstractmethod
+    def use(self, paths: Paths) -> None:
+        """Let the next step's collectives take these paths; at the same step on every rank."""
+
+    @abstractmethod
+    def counts(self, paths: Paths) -> tuple[PathCounts, ...]:
+        """What was done while these paths were in force, control by control."""
+
+
+@final
+class NoPaths(AbstractJobPaths):
+    """A job whose collectives are the library's."""
+
+    def prepare(self) -> None:
+        """See `AbstractJobPaths.prepare`."""
+
+    def survey(self) -> tuple[PathOffer, ...]:
+        """See `AbstractJobPaths.survey`."""
+        return ()
+
+    def take(self, integrations: Sequence[Integration]) -> dict[Integration, str]:
+        """See `AbstractJobPaths.take`."""
+        return {}
+
+    def drop(self, integrations: Sequence[Integration]) -> None:
+        """See `AbstractJobPaths.drop`."""
+
+    def use(self, paths: Paths) -> None:
+        """See `AbstractJobPaths.use`."""
+
+    def counts(self, paths: Paths) -> tuple[PathCounts, ...]:
+        """See `AbstractJobPaths.counts`."""
+        return tuple(PathCounts(control=control, target=target) for control, target in paths.targets)
+
+
+def path_problems(paths: Paths, offers: Iterable[PathOffer]) -> dict[str, str]:
+    """Why controls of these paths cannot be had from what all ranks offer, by what they are for."""
+    found: dict[str, str] = {}
+    given = list(offers)
+    wanted: list[tuple[str, list[PathOffer]]] = [
+        (WORDS[kind], [offer for offer in given if kind in offer.kinds]) for kind in paths.copies
+    ]
+    if paths.overlaps_matmuls:
+        wanted.append((MATMULS, [offer for offer in given if offer.integration == "tensor_parallel"]))
+    for target, fitting in wanted:
+        if not fitting:
+            found[target] = "no model or call of the job was found that could take it"
+        elif all(offer.refusal for offer in fitting):
+            found[target] = fitting[0].refusal
+    return found
+
+
+def paths_of(directives: Iterable[Directive], step: Step | None = None) -> Paths:
+    """The paths that directives ask for; `step` says what their operation numbers mean.
+
+    A running job knows a collective by its kind, so all collectives of a kind take the same path.
+    """
+    copies: set[CollectiveKind] = set()
+    overlaps = False
+    for directive in directives:
+        for control in directive.controls:
+            if isinstance(control, OverlapMatmul):
+                overlaps = True
+            elif isinstance(control, Transport) and control.transport == "copy_engine":
+                copies.update(_kinds_of(directive.match, step))
+    return Paths(copies=tuple(kind for kind in COPIED_KINDS if kind in copies), overlaps_matmuls=overlaps)
+
+
+def _kinds_of(match: Match, step: Step | None) -> set[CollectiveKind]:
+    """The kinds of collectives that a match means: as it says, as the step's operations are, or as kernels' names say."""
+    if match.kind not in (None, "communication"):
+        return set()
+    if match.collective is not None:
+        return {match.collective}
+    if step is not None:
+        accepted = [each for index, each in enumerate(step.operations) if match.accepts(index, each)]
+        return {each.collective for each in accepted if isinstance(each, Collective)}
+    rule = classify_kernel(match.name)
+    return {rule.collective} if rule.kind == "communication" else set(COPIED_KINDS) if match.name == "*" else set()
