@@ -30,6 +30,7 @@ from counterpoint.integrations.lane_collectives import (
     require_in_flight,
     require_least_part,
     require_switch,
+    streams_of,
 )
 from counterpoint.value import require
 
@@ -118,12 +119,12 @@ class BucketAverages:
                     self._lanes.give_up(refusal)
                     break
                 finally:
-                    streams += _current_streams(flat)
+                    streams += streams_of(flat)
             done += part.numel()
         if done < flat.numel():  # memory ran out, on all ranks alike
             self._tally.count_library(self._lanes.obstacle)
             dist.all_reduce(_scaled(flat[done:], self._lanes.group), group=self._lanes.group)
-            return [*streams, *_current_streams(flat)]
+            return [*streams, *streams_of(flat)]
         self._tally.count_copies(num_bytes)
         return streams
 
@@ -221,11 +222,6 @@ def _average_by_library(flat: torch.Tensor, group: dist.ProcessGroup) -> torch.f
 def _scaled(flat: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """The bucket by the number of ranks: DDP multiplies dense gradients while it copies them in, and divides sparse ones."""
     return flat.mul_(1.0 / group.size()) if flat.layout == torch.strided else flat.div_(group.size())
-
-
-def _current_streams(flat: torch.Tensor) -> list[Any]:
-    """The current stream, where there are streams."""
-    return [torch.cuda.current_stream(flat.device)] if flat.is_cuda else []
 
 
 def _names(dtypes: set[torch.dtype]) -> str:

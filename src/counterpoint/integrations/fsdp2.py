@@ -37,6 +37,7 @@ from counterpoint.integrations.lane_collectives import (
     reduce_scatter,
     require_least_part,
     require_switch,
+    streams_of,
 )
 from counterpoint.ops.collectives import library_all_gather, library_reduce_scatter
 from counterpoint.value import require
@@ -75,7 +76,7 @@ class GatherByCopies(AllGather):  # type: ignore[misc]  # torch is untyped here
             return None
         with lane.issuing():
             lane.gather(output_tensor)
-            future = future_of(output_tensor, [torch.cuda.current_stream(output_tensor.device)])
+            future = future_of(output_tensor, streams_of(output_tensor))
         return torch._C._distributed_c10d._create_work_from_future(future)
 
 
@@ -242,7 +243,7 @@ def use_copy_engines(
     """Let copy engines gather and reduce for every FSDP2 module of the model; on every rank, between two steps.
 
     `num_buffers`: gathered groups at once; without it as many as FSDP turns out to hold. `least_part_bytes`: groups with
-    less on each rank stay the library's. `is_on`: False leaves all to the library until `use(...)`. Raises `IntegrationError`.
+    less on each rank stay the library's. `is_on`: False leaves all to it until `use(...)`. Raises `IntegrationError`.
     """
     require(
         isinstance(model, nn.Module),

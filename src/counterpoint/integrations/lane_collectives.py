@@ -79,6 +79,13 @@ class Lanes:
         self._next = (self._next + 1) % self._num_lanes
         return lane
 
+    def reserve(self, num_bytes: int, num_turns: int) -> None:
+        """Have memory for blocks of so many bytes in the lanes of the next turns. Raises `RefusedTogetherError`."""
+        for turn in range(min(num_turns, self._num_lanes)):
+            lane = self._lane((self._next + turn) % self._num_lanes)
+            assert lane is not None, "obstacle is asked for first"
+            lane.reserve(num_bytes)
+
     def grow(self) -> None:
         """Have one more lane, whose turn it is. Raises `RefusedTogetherError` where a rank has no memory for it."""
         self._next = self._num_lanes
@@ -166,11 +173,18 @@ def require_switch(**switches: object) -> None:
         require(isinstance(found, bool), IntegrationError, f"{name} is True or False; found {found!r}. Give one of them.")
 
 
-def future_of(result: torch.Tensor, streams: Sequence[Any]) -> torch.futures.Future[torch.Tensor]:
-    """A future of a result that these streams fill in: whoever waits for it waits for them."""
+def streams_of(tensor: torch.Tensor) -> list[Any]:
+    """The tensor's current stream, where there are streams."""
+    return [torch.cuda.current_stream(tensor.device)] if tensor.is_cuda else []
+
+
+def future_of(result: torch.Tensor, streams: Sequence[Any], value: Any = None) -> torch.futures.Future[Any]:
+    """A future of a result that these streams fill in: whoever waits for it waits for them. `value` is what it gives, if
+    that is not the result itself."""
+    value = result if value is None else value
     if not result.is_cuda:
-        future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-        future.set_result(result)
+        future: torch.futures.Future[Any] = torch.futures.Future()
+        future.set_result(value)
         return future
     future = torch.futures.Future(devices=[result.device])
     *others, last = streams
@@ -179,7 +193,7 @@ def future_of(result: torch.Tensor, streams: Sequence[Any]) -> torch.futures.Fut
         for stream in others:
             last.wait_stream(stream)
         result.record_stream(last)
-        future.set_result(result)
+        future.set_result(value)
     return future
 
 

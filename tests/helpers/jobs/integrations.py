@@ -10,6 +10,13 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
+from integration_sections.bare_collectives import (
+    bare_collectives_compiled,
+    bare_collectives_give_the_librarys_results,
+    bare_collectives_in_place,
+    bare_collectives_left_to_the_library,
+    bare_collectives_without_memory,
+)
 from integration_sections.comparing import DEVICE
 from integration_sections.data_parallel import (
     ddp_compression,
@@ -18,6 +25,16 @@ from integration_sections.data_parallel import (
     ddp_refuses,
     ddp_types,
     memory_is_reported_and_given_back,
+)
+from integration_sections.data_parallel_switching import (
+    ddp_checkpoints,
+    ddp_compiled,
+    ddp_models_that_come_and_go,
+    ddp_refuses_a_second_hook,
+    ddp_sparse_gradients,
+    ddp_switched_off_is_a_bare_job,
+    ddp_switches_between_steps,
+    ddp_without_memory,
 )
 from integration_sections.lanes import all_reduces, reduce_scatters
 from integration_sections.sharded_data_parallel import fsdp2_refuses_a_buffer_in_use, fsdp2_small_groups_stay, fsdp2_steps
@@ -39,11 +56,24 @@ SECTIONS: dict[str, Callable[[], None]] = {
     for section in (
         all_reduces,
         reduce_scatters,
+        bare_collectives_give_the_librarys_results,
+        bare_collectives_in_place,
+        bare_collectives_left_to_the_library,
+        bare_collectives_compiled,
+        bare_collectives_without_memory,
         ddp_gradients,
         ddp_types,
         ddp_compression,
         ddp_falls_back,
         ddp_refuses,
+        ddp_switched_off_is_a_bare_job,
+        ddp_switches_between_steps,
+        ddp_compiled,
+        ddp_refuses_a_second_hook,
+        ddp_models_that_come_and_go,
+        ddp_checkpoints,
+        ddp_sparse_gradients,
+        ddp_without_memory,
         fsdp2_steps,
         fsdp2_small_groups_stay,
         fsdp2_refuses_a_buffer_in_use,
