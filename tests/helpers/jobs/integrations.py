@@ -38,6 +38,16 @@ from integration_sections.data_parallel_switching import (
 )
 from integration_sections.lanes import all_reduces, reduce_scatters
 from integration_sections.sharded_data_parallel import fsdp2_refuses_a_buffer_in_use, fsdp2_small_groups_stay, fsdp2_steps
+from integration_sections.sharded_switching import (
+    fsdp2_as_frameworks_use_it,
+    fsdp2_checkpoints,
+    fsdp2_divides_gradients_as_told,
+    fsdp2_on_a_mesh_of_two_dimensions,
+    fsdp2_refuses_a_second_call,
+    fsdp2_switches_between_steps,
+    fsdp2_two_models,
+    fsdp2_without_memory,
+)
 from integration_sections.tensor_parallel_blocks import (
     tensor_parallel_annotated,
     tensor_parallel_blocks,
@@ -77,6 +87,14 @@ SECTIONS: dict[str, Callable[[], None]] = {
         fsdp2_steps,
         fsdp2_small_groups_stay,
         fsdp2_refuses_a_buffer_in_use,
+        fsdp2_as_frameworks_use_it,
+        fsdp2_divides_gradients_as_told,
+        fsdp2_on_a_mesh_of_two_dimensions,
+        fsdp2_switches_between_steps,
+        fsdp2_refuses_a_second_call,
+        fsdp2_two_models,
+        fsdp2_checkpoints,
+        fsdp2_without_memory,
         tensor_parallel_blocks,
         tensor_parallel_trains,
         tensor_parallel_annotated,
