@@ -5,6 +5,7 @@ With GPUs over NCCL and copy engines, without over gloo: the sections are the sa
 
 import os
 import sys
+import time
 import traceback
 from collections.abc import Callable
 
@@ -118,7 +119,10 @@ def main(names: list[str]) -> int:
     failed = 0
     for name in names or SECTIONS:
         try:
+            began = time.monotonic()
             SECTIONS[name]()
+            if dist.get_rank() == 0:
+                print(f"{name} took {time.monotonic() - began:.1f} s", file=sys.stderr, flush=True)
             outcome = "ok"
         except Exception:
             outcome, failed = f"failed\n{traceback.format_exc()}", 1

@@ -182,11 +182,14 @@ def ddp_sparse_gradients() -> None:
         torch.manual_seed(0)
         model = DistributedDataParallel(Words().to(DEVICE))
         state = ddp.register(model, least_part_bytes=0) if is_ours else None
-        model(given_to(dist.get_rank())).pow(2).sum().backward()
+        given = given_to(dist.get_rank())
+        said = said_of(lambda: model(given).pow(2).sum().backward())  # noqa: B023  called within this turn
         results.append([each.grad.to_dense() for each in model.parameters()])
     assert_close(results[1], results[0], 1e-5)
     assert state is not None
     assert (state.num_by_copies, state.num_by_library) == (1, 1)
+    assert len(said) == 1
+    assert said[0].endswith("its gradients are sparse.")
 
 
 def ddp_without_memory() -> None:

@@ -46,7 +46,7 @@ def everywhere(model: Deep, call: str, *arguments: object) -> None:
 
 
 def fsdp2_as_frameworks_use_it() -> None:
-    """Every way within rounding of stock FSDP2, the same bits twice, and nothing left to the library."""
+    """Every way within rounding of stock FSDP2, and nothing left to the library."""
     bf16 = {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)}
     fp16 = {"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float16)}
     ways: dict[str, tuple[dict[str, object], int, Prepare, float]] = {
@@ -62,7 +62,7 @@ def fsdp2_as_frameworks_use_it() -> None:
     torch._dynamo.reset()
     for name, (options, num_micro_steps, prepare, limit) in ways.items():
         results = []
-        for is_ours in (False, True, True):
+        for is_ours in (False, True):
             model = sharded(**options)
             prepare(model)
             in_use = fsdp2.use_copy_engines(model, least_part_bytes=0) if is_ours else None
@@ -70,8 +70,8 @@ def fsdp2_as_frameworks_use_it() -> None:
         assert in_use is not None
         assert in_use.num_by_copies > 3 * NUM_STEPS, name
         assert in_use.num_by_library == 0, (name, str(in_use))
+        assert ("(3 buffers)" in str(in_use)) == (name != "prefetches"), (name, str(in_use))
         assert_close(results[1], results[0], limit)
-        assert_equal(results[1], results[2])
 
 
 def _prefetch_all(model: Deep) -> None:
