@@ -102,6 +102,10 @@ class OperatorError(CounterpointError):
     """An operator was called with tensors that do not fit, or ranks do not agree, or one of them is gone."""
 
 
+class RefusedTogetherError(OperatorError):
+    """A rank cannot do what all ranks of its group were about to do; all of them raise this, and stay in step."""
+
+
 class IntegrationError(CounterpointError):
     """A model cannot be served by an integration: it is not wrapped, not parallelized, or laid out in another way."""
 

@@ -11,6 +11,34 @@ GROUPS = {
     "collectives": ("all_reduces", "reduce_scatters"),
     "ddp": ("ddp_gradients", "ddp_types", "ddp_compression", "ddp_falls_back", "ddp_refuses"),
     "fsdp2": ("fsdp2_steps", "fsdp2_small_groups_stay", "fsdp2_refuses_a_buffer_in_use"),
+    "the job's own collectives": (
+        "bare_collectives_give_the_librarys_results",
+        "bare_collectives_in_place",
+        "bare_collectives_left_to_the_library",
+        "bare_collectives_compiled",
+        "bare_collectives_without_memory",
+    ),
+    "ddp, switched": (
+        "ddp_switched_off_is_a_bare_job",
+        "ddp_switches_between_steps",
+        "ddp_compiled",
+        "ddp_refuses_a_second_hook",
+        "ddp_models_that_come_and_go",
+        "ddp_checkpoints",
+        "ddp_without_memory",
+    ),
+    "fsdp2, as frameworks use it": (
+        "fsdp2_as_frameworks_use_it",
+        "fsdp2_divides_gradients_as_told",
+        "fsdp2_on_a_mesh_of_two_dimensions",
+    ),
+    "fsdp2, switched": (
+        "fsdp2_switches_between_steps",
+        "fsdp2_refuses_a_second_call",
+        "fsdp2_two_models",
+        "fsdp2_checkpoints",
+        "fsdp2_without_memory",
+    ),
     "tensor parallel": ("tensor_parallel_blocks", "tensor_parallel_trains", "tensor_parallel_annotated"),
     "the rest": (
         "tensor_parallel_refuses",
@@ -29,8 +57,16 @@ def test_the_integrations_do_what_pytorch_does(start_ranks: Start, group: str) -
     assert all(f"{section}: ok" in done.stdout.splitlines() for section in GROUPS[group])
 
 
-@pytest.mark.parametrize("integration", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("integration", ["ddp", "fsdp2", "collectives"])
 def test_a_rank_that_stays_away_is_one_line_on_the_others_and_no_hang(start_ranks: Start, integration: str) -> None:
     done = start_ranks(f"{JOBS}/integration_faults", integration, limit_s=90)
     print(done.stdout[-4000:], done.stderr[-3000:])
     assert any("OperatorError" in line and "did not end on the GPU" in line for line in done.stdout.splitlines())
+
+
+def test_asynchronous_and_captured_collectives_and_the_librarys_own_divisor(start_ranks: Start) -> None:
+    done = start_ranks("bare_collectives")
+    print(done.stdout[-4000:], done.stderr[-3000:])
+    assert done.returncode == 0
+    said = [line for line in done.stdout.splitlines() if line.startswith("rank 0: ")]
+    assert said == [f"rank 0: {name}: ok" for name in ("overlapping", "streams", "captured", "divisor")]

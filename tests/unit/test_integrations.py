@@ -9,14 +9,35 @@ from helpers.gloo_ranks import Ended, run_ranks
 SECTIONS = (
     "all_reduces",
     "reduce_scatters",
+    "bare_collectives_give_the_librarys_results",
+    "bare_collectives_in_place",
+    "bare_collectives_left_to_the_library",
+    "bare_collectives_compiled",
+    "bare_collectives_without_memory",
     "ddp_gradients",
     "ddp_types",
     "ddp_compression",
     "ddp_falls_back",
     "ddp_refuses",
+    "ddp_switched_off_is_a_bare_job",
+    "ddp_switches_between_steps",
+    "ddp_compiled",
+    "ddp_refuses_a_second_hook",
+    "ddp_models_that_come_and_go",
+    "ddp_checkpoints",
+    "ddp_sparse_gradients",
+    "ddp_without_memory",
     "fsdp2_steps",
     "fsdp2_small_groups_stay",
     "fsdp2_refuses_a_buffer_in_use",
+    "fsdp2_as_frameworks_use_it",
+    "fsdp2_divides_gradients_as_told",
+    "fsdp2_on_a_mesh_of_two_dimensions",
+    "fsdp2_switches_between_steps",
+    "fsdp2_refuses_a_second_call",
+    "fsdp2_two_models",
+    "fsdp2_checkpoints",
+    "fsdp2_without_memory",
     "tensor_parallel_blocks",
     "tensor_parallel_trains",
     "tensor_parallel_annotated",
@@ -33,7 +54,7 @@ NUM_RANKS = 4
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory: pytest.TempPathFactory) -> list[Ended]:
     """All sections in one job, for starting ranks takes longer than most of them."""
-    return run_ranks("integrations", NUM_RANKS, folder=tmp_path_factory.mktemp("ranks"), limit_s=180)
+    return run_ranks("integrations", NUM_RANKS, folder=tmp_path_factory.mktemp("ranks"), limit_s=300)
 
 
 @pytest.mark.parametrize("section", SECTIONS)
@@ -48,13 +69,21 @@ def test_no_section_is_left_out(ended: list[Ended]) -> None:
     assert {rank.status for rank in ended} == {0}
 
 
+def test_what_only_an_odd_number_of_ranks_shows(tmp_path: Path) -> None:
+    """Dividing by 3 and multiplying by a third differ in the last bit."""
+    sections = ("ddp_switched_off_is_a_bare_job", "bare_collectives_in_place")
+    first, *others = run_ranks("integrations", 3, *sections, folder=tmp_path, limit_s=60)
+    assert first.output.splitlines() == [f"{section}: ok" for section in sections], first.output + first.errors[-3000:]
+    assert all(rank.status == 0 for rank in others)
+
+
 def test_what_the_library_does_instead_is_said_once(ended: list[Ended]) -> None:
     said = [line for line in ended[0].errors.splitlines() if "gradient bucket is done by the library's collective" in line]
     assert len(said) == 1
     assert "below 4 MiB" in said[0]
 
 
-@pytest.mark.parametrize("integration", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("integration", ["ddp", "fsdp2", "collectives"])
 def test_a_rank_that_dies_is_one_line_on_the_others_and_no_hang(integration: str, tmp_path: Path) -> None:
     first, dead = run_ranks("integration_faults", 2, integration, folder=tmp_path, limit_s=60)
     assert dead.status == 9

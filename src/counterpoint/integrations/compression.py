@@ -30,8 +30,8 @@ class AbstractWire(ABC):
         """The bucket as one flat block per rank; parts of the bucket itself where nothing needs converting."""
 
     @abstractmethod
-    def average(self, rows: torch.Tensor, out: torch.Tensor) -> None:
-        """The mean of the ranks' blocks, one row for each rank, as a block."""
+    def reduce(self, rows: torch.Tensor, out: torch.Tensor) -> None:
+        """The mean of the ranks' blocks (or the sum, if the format is made for it), one row for each rank, as a block."""
 
     @abstractmethod
     def decode(self, blocks: list[torch.Tensor], bucket: torch.Tensor) -> None:
@@ -40,7 +40,10 @@ class AbstractWire(ABC):
 
 @final
 class AsIs(AbstractWire):
-    """Gradients travel as they are."""
+    """Gradients travel as they are; `is_mean` is False for sums."""
+
+    def __init__(self, *, is_mean: bool = True) -> None:
+        self._is_mean = is_mean
 
     def encode(self, bucket: torch.Tensor, num_ranks: int) -> list[torch.Tensor]:
         """See `AbstractWire.encode`. Blocks are parts of the bucket; the last ones may be shorter, or empty."""
@@ -48,9 +51,9 @@ class AsIs(AbstractWire):
         starts = [min(rank * block, bucket.numel()) for rank in range(num_ranks + 1)]
         return [bucket[start:stop] for start, stop in itertools.pairwise(starts)]
 
-    def average(self, rows: torch.Tensor, out: torch.Tensor) -> None:
-        """See `AbstractWire.average`."""
-        torch.mean(rows, 0, out=out)
+    def reduce(self, rows: torch.Tensor, out: torch.Tensor) -> None:
+        """See `AbstractWire.reduce`."""
+        reduce_rows(rows, out, len(rows) if self._is_mean else 1)
 
     def decode(self, blocks: list[torch.Tensor], bucket: torch.Tensor) -> None:
         """See `AbstractWire.decode`: the blocks are the bucket."""
@@ -67,9 +70,9 @@ class AsBfloat16(AbstractWire):
         """See `AbstractWire.encode`."""
         return self._as_is.encode(bucket.to(torch.bfloat16), num_ranks)
 
-    def average(self, rows: torch.Tensor, out: torch.Tensor) -> None:
-        """See `AbstractWire.average`."""
-        self._as_is.average(rows, out)
+    def reduce(self, rows: torch.Tensor, out: torch.Tensor) -> None:
+        """See `AbstractWire.reduce`."""
+        self._as_is.reduce(rows, out)
 
     def decode(self, blocks: list[torch.Tensor], bucket: torch.Tensor) -> None:
         """See `AbstractWire.decode`."""
@@ -93,8 +96,8 @@ class AsScaledFloat8(AbstractWire):
         _quantize(padded.view(num_ranks, groups, GROUP_ELEMENTS), wire)
         return list(wire.unbind())
 
-    def average(self, rows: torch.Tensor, out: torch.Tensor) -> None:
-        """See `AbstractWire.average`."""
+    def reduce(self, rows: torch.Tensor, out: torch.Tensor) -> None:
+        """See `AbstractWire.reduce`."""
         elements, scales = _parts(rows)
         total = elements[0].float() * scales[0]
         for rank in range(1, len(rows)):
@@ -109,6 +112,17 @@ class AsScaledFloat8(AbstractWire):
             values = (elements[0].float() * scales[0]).flatten()[: bucket.numel() - start]
             bucket[start : start + len(values)].copy_(values)
             start += len(values)
+
+
+def reduce_rows(rows: torch.Tensor, out: torch.Tensor, divisor: float) -> None:
+    """The sum of the rows divided by `divisor`. Sums accumulate in single precision; another divisor than 1 and the number
+    of rows costs one more rounding, of the result."""
+    if divisor == len(rows):
+        torch.mean(rows, 0, out=out)
+        return
+    torch.sum(rows, 0, dtype=out.dtype, out=out)
+    if divisor != 1:
+        out.div_(divisor)
 
 
 def _quantize(groups: torch.Tensor, wire: torch.Tensor) -> None:

@@ -5,7 +5,9 @@
 
 Beside NCCL's kernels matmuls lose SMs; beside copies they run at their lone speed, and only the sums of a bucket need SMs.
 Large buckets pay (100 MB; DDP's 25 MB are below the limit on 4 ranks and stay NCCL's). docs/integrations.md has figures.
-It knows nothing of static graphs, of join() and of sparse gradients beyond what a communication hook is told.
+It knows nothing of static graphs and of join() beyond what a communication hook is told. DDP keeps a hook for good, so when
+copies are off the hook does what DDP does without one, to the bit; with 3, 5, 6 or 7 ranks the last bit may differ for
+gradients that live on as views of buckets (`zero_grad(set_to_none=False)`), which DDP divides where it multiplies others.
 """
 
 from typing import Any, Literal, final
@@ -14,66 +16,91 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from counterpoint.errors import IntegrationError
+from counterpoint.errors import IntegrationError, RefusedTogetherError
 from counterpoint.integrations.compression import AbstractWire, AsBfloat16, AsIs, AsScaledFloat8
 from counterpoint.integrations.lane_collectives import (
     LEAST_PART_BYTES,
     MAX_BUFFER_BYTES,
-    Fallbacks,
+    SWITCHED_OFF,
     Lanes,
-    all_reduce_mean,
+    Tally,
+    all_reduce,
+    future_of,
+    require_buffer,
+    require_in_flight,
     require_least_part,
+    require_switch,
+    streams_of,
 )
 from counterpoint.value import require
 
 Compression = Literal["bf16", "fp8"]
-MAX_IN_FLIGHT = 8
-LEAST_BUFFER_BYTES = 4096
 WIRES: dict[Compression | None, type[AbstractWire]] = {None: AsIs, "bf16": AsBfloat16, "fp8": AsScaledFloat8}
 WIDER_THAN_BFLOAT16 = (torch.float32, torch.float64)
+IS_SPARSE = "its gradients are sparse"
 
 
 @final
 class BucketAverages:
-    """State of the hook: lanes, the wire format, and what was done how."""
+    """State of the hook: lanes, the wire format, whether it is on, and what was done how."""
 
     def __init__(self, lanes: Lanes, compression: Compression | None, limits: tuple[int, int]) -> None:
         self._lanes = lanes
         least_part_bytes, self._max_buffer_bytes = limits
         self._wire, self._as_is = WIRES[compression](), AsIs()
         self._compression = compression
-        self._fallbacks = Fallbacks("a gradient bucket", least_part_bytes)
-        self.num_by_copies = 0
+        self._tally = Tally("a gradient bucket", least_part_bytes)
+        self._is_on = False
+
+    def use(self, is_on: bool) -> None:
+        """Average by copies from the next backward pass on, or by the library as DDP does without a hook.
+
+        Call it between steps, on every rank alike. Raises `IntegrationError`.
+        """
+        require_switch(is_on=is_on)
+        self._is_on = is_on
+        if is_on:
+            _ = self._lanes.obstacle  # makes the lanes, where they are missing
+
+    @property
+    def is_on(self) -> bool:
+        """Whether buckets go by copies, if nothing is in the way."""
+        return self._is_on
+
+    @property
+    def num_by_copies(self) -> int:
+        """Buckets that copies averaged."""
+        return self._tally.num_by_copies
 
     @property
     def num_by_library(self) -> int:
         """Buckets that the library's collective averaged."""
-        return self._fallbacks.num_times
+        return self._tally.num_by_library
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that copies moved from this rank to others."""
+        return self._tally.num_bytes
+
+    def __str__(self) -> str:
+        """What was done how, and whether copies are on."""
+        return f"{self._tally}; copies are {'on' if self._is_on else 'off'}"
 
     def average(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         """What DDP calls for every bucket."""
         flat = bucket.buffer()
-        num_ranks = self._lanes.group.size()
-        if self._fallbacks.is_due(-(-flat.nbytes // num_ranks), self._lanes.obstacle):
+        if self._is_librarys(flat):
             return _average_by_library(flat, self._lanes.group)
-        self.num_by_copies += 1
-        wire = self._wire_for(flat.dtype)
-        if flat.device.type == "cpu":
-            self._average_parts(flat, wire)
-            future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-            future.set_result(flat)
-            return future
-        future = torch.futures.Future(devices=[flat.device])
-        current = torch.cuda.current_stream(flat.device)
-        lane_streams = self._average_parts(flat, wire)
-        # a future remembers the streams that are current when it is set: whoever waits for it waits for them
-        with torch.cuda.stream(lane_streams[-1]):
-            for stream in lane_streams[:-1]:
-                lane_streams[-1].wait_stream(stream)
-            flat.record_stream(lane_streams[-1])
-            future.set_result(flat)
-        assert torch.cuda.current_stream(flat.device) == current
-        return future
+        return future_of(flat, self._average_parts(flat, self._wire_for(flat.dtype)))
+
+    def _is_librarys(self, flat: torch.Tensor) -> bool:
+        if not self._is_on:
+            obstacle, part_bytes = SWITCHED_OFF, 0
+        elif flat.layout != torch.strided:
+            obstacle, part_bytes = IS_SPARSE, 0
+        else:
+            obstacle, part_bytes = self._lanes.obstacle, -(-flat.nbytes // self._lanes.group.size())
+        return self._tally.is_librarys(part_bytes, obstacle)
 
     def _wire_for(self, dtype: torch.dtype) -> AbstractWire:
         """Buckets that bf16 would not make smaller travel as they are."""
@@ -81,13 +108,24 @@ class BucketAverages:
 
     def _average_parts(self, flat: torch.Tensor, wire: AbstractWire) -> list[Any]:
         """Average the bucket in as many parts as the buffers ask for; the streams on which that is done."""
-        streams = []
+        streams: list[Any] = []
+        num_bytes = done = 0
         for part in flat.split(self._max_buffer_bytes // flat.itemsize):
             lane = self._lanes.next()
             with lane.issuing():
-                all_reduce_mean(lane, part, wire)
-                if flat.is_cuda:
-                    streams.append(torch.cuda.current_stream(flat.device))
+                try:
+                    num_bytes += all_reduce(lane, part, wire)
+                except RefusedTogetherError as refusal:
+                    self._lanes.give_up(refusal)
+                    break
+                finally:
+                    streams += streams_of(flat)
+            done += part.numel()
+        if done < flat.numel():  # memory ran out, on all ranks alike
+            self._tally.count_library(self._lanes.obstacle)
+            dist.all_reduce(_scaled(flat[done:], self._lanes.group), group=self._lanes.group)
+            return [*streams, *streams_of(flat)]
+        self._tally.count_copies(num_bytes)
         return streams
 
 
@@ -98,35 +136,42 @@ def register(
     compression: Compression | None = None,
     least_part_bytes: int = LEAST_PART_BYTES,
     max_buffer_bytes: int = MAX_BUFFER_BYTES,
+    is_on: bool = True,
 ) -> BucketAverages:
-    """Average the model's gradient buckets by copy engines from now on; on every rank, before the first step.
+    """Average the model's gradient buckets by copy engines from now on; on every rank, between two steps.
 
-    `in_flight`: buckets at a time, each with buffers of its own. `compression`: what travels (see `wire.py` for its error).
+    `in_flight`: buckets at a time, each with buffers of its own. `compression`: what travels (errors: `compression.py`).
     `least_part_bytes`: a bucket with less from each rank stays the library's. `max_buffer_bytes`: larger ones go through in
-    parts. Returns the hook's state with its counts. DDP takes one hook in its life: to undo, wrap the model again.
-    Raises `IntegrationError`.
+    parts. `is_on`: False leaves all to the library until `use(True)`, and makes no buffers. Returns the hook's state, with
+    switch and counts. DDP takes one hook in its life: to be rid of it, wrap the model again. Raises `IntegrationError`.
     """
     require(
         isinstance(model, DistributedDataParallel),
         IntegrationError,
         f"register() takes a model wrapped in DistributedDataParallel; found {type(model).__name__}. Wrap it first.",
     )
-    require(
-        isinstance(in_flight, int) and 1 <= in_flight <= MAX_IN_FLIGHT,
-        IntegrationError,
-        f"in_flight must be from 1 to {MAX_IN_FLIGHT}; found {in_flight!r}. Three are enough on 4 GPUs.",
-    )
+    require_in_flight(in_flight)
     require_least_part(least_part_bytes)
-    require(
-        isinstance(max_buffer_bytes, int) and max_buffer_bytes >= LEAST_BUFFER_BYTES,
-        IntegrationError,
-        f"max_buffer_bytes must be {LEAST_BUFFER_BYTES} or more; found {max_buffer_bytes!r}. Leave it out, or raise it.",
-    )
+    require_buffer(max_buffer_bytes)
+    require_switch(is_on=is_on)
     require(
         compression in list(WIRES),
         IntegrationError,
         f"compression is None, 'bf16' or 'fp8'; found {compression!r}. Choose one.",
     )
+    _require_types(model, compression)
+    _require_no_hook(model)
+    lanes = Lanes(model.process_group, next(iter(model.parameters())).device, "ddp", in_flight)
+    state = BucketAverages(lanes, compression, (least_part_bytes, max_buffer_bytes))
+    try:
+        model.register_comm_hook(state, BucketAverages.average)
+    except RuntimeError as problem:  # one of torch's built-in hooks, which the model does not list
+        raise IntegrationError(_has_hook("a built-in one of torch's")) from problem
+    state.use(is_on)
+    return state
+
+
+def _require_types(model: DistributedDataParallel, compression: Compression | None) -> None:
     dtypes = {parameter.dtype for parameter in model.parameters() if parameter.requires_grad}
     require(
         compression != "bf16" or any(dtype in WIDER_THAN_BFLOAT16 for dtype in dtypes),
@@ -138,18 +183,45 @@ def register(
         IntegrationError,
         f"Only gradients of floating-point types can be averaged; found {_names(dtypes)}. Keep them out of DDP.",
     )
-    group = model.process_group
-    device = next(iter(model.parameters())).device
-    lanes = Lanes(group, device, "ddp", in_flight)
-    state = BucketAverages(lanes, compression, (least_part_bytes, max_buffer_bytes))
-    model.register_comm_hook(state, BucketAverages.average)
-    return state
+
+
+def _require_no_hook(model: DistributedDataParallel) -> None:
+    require(
+        not model._use_python_reducer,
+        IntegrationError,
+        "torch._dynamo's optimize_ddp is 'python_reducer', which knows no gradient buckets. Set it to 'ddp_optimizer'.",
+    )
+    for hook, state in model._comm_hooks:
+        require(
+            not isinstance(state, BucketAverages),
+            IntegrationError,
+            "register() has this model already. Switch what it returned then, by use(True) and use(False).",
+        )
+        raise IntegrationError(_has_hook(getattr(hook, "__qualname__", type(hook).__name__)))
+
+
+def _has_hook(name: str) -> str:
+    return (
+        f"The model has a communication hook already, {name}, and DDP takes one in its life. Leave that hook out, or do "
+        "without register()."
+    )
 
 
 def _average_by_library(flat: torch.Tensor, group: dist.ProcessGroup) -> torch.futures.Future[torch.Tensor]:
-    work = dist.all_reduce(flat.div_(group.size()), group=group, async_op=True)
+    """As DDP without a hook does it, to the bit."""
+    num_ranks = group.size()
+    # NCCL's mean multiplies what it reads by 1 / ranks. Powers of two are exact, and a pass over the bucket is saved
+    if flat.is_cuda and flat.layout == torch.strided and num_ranks & (num_ranks - 1) == 0 and num_ranks > 1:
+        work = dist.all_reduce(flat, op=dist.ReduceOp.AVG, group=group, async_op=True)
+    else:
+        work = dist.all_reduce(_scaled(flat, group), group=group, async_op=True)
     assert work is not None
     return work.get_future().then(lambda done: done.value()[0])
+
+
+def _scaled(flat: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """The bucket by the number of ranks: DDP multiplies dense gradients while it copies them in, and divides sparse ones."""
+    return flat.mul_(1.0 / group.size()) if flat.layout == torch.strided else flat.div_(group.size())
 
 
 def _names(dtypes: set[torch.dtype]) -> str:

@@ -5,17 +5,19 @@ Each one takes the next lane, so that one can wait for an SM while another copie
 one more; DDP cuts what is larger than `MAX_BUFFER_BYTES` into parts, so its memory is bounded.
 
 Where a rank's part is small the library's collective is faster (measured: with 6 MiB from each of 4 ranks copies still are;
-below 4 MiB an assumption), and where there is no peer access it is all there is; `Fallbacks` says so once.
+below 4 MiB an assumption), and where there is no peer access, or symmetric memory runs out, it is all there is; `Tally`
+says so once. Ranks find that out together, so none of them waits for copies of another that calls the library.
 """
 
 import logging
-from typing import final
+from collections.abc import Sequence
+from typing import Any, final
 
 import torch
 import torch.distributed as dist
 
-from counterpoint.errors import IntegrationError
-from counterpoint.integrations.compression import AbstractWire
+from counterpoint.errors import IntegrationError, RefusedTogetherError
+from counterpoint.integrations.compression import AbstractWire, reduce_rows
 from counterpoint.ops.lane import AbstractLane
 from counterpoint.ops.runtime import runtime_of
 from counterpoint.units import MIB, format_bytes
@@ -23,61 +25,119 @@ from counterpoint.value import require
 
 LEAST_PART_BYTES = 4 * MIB
 MAX_BUFFER_BYTES = 256 * MIB
+MAX_IN_FLIGHT = 8
+LEAST_BUFFER_BYTES = 4096
+SWITCHED_OFF = "switched off"
 
 logger = logging.getLogger("counterpoint")
 
 
 @final
 class Lanes:
-    """The lanes of one group for one purpose, taken in turn. All ranks ask for them in the same order."""
+    """The lanes of one group for one purpose, taken in turn. All ranks ask for them in the same order.
+
+    They are made by all ranks together, when `obstacle` is first asked for.
+    """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, purpose: str, num_lanes: int) -> None:
         self.group, self.device = group, device
-        self._names = [f"{purpose} {number}" for number in range(num_lanes)]
+        self._purpose, self._num_lanes = purpose, num_lanes
         self._next = 0
-        self.obstacle = self._find_obstacle()
+        self._obstacle: str | None = None
 
-    def _find_obstacle(self) -> str:
-        """Why there are none, or nothing; they are made here, by all ranks together."""
-        lanes = [self._lane(name) for name in self._names]
-        return "" if all(lanes) else runtime_of(self.group.group_name, self.device).obstacle
+    @property
+    def obstacle(self) -> str:
+        """Why there are none, or nothing."""
+        if self._obstacle is None:
+            try:
+                is_there = all(self._lane(number) is not None for number in range(self._num_lanes))
+                self._obstacle = "" if is_there else runtime_of(self.group.group_name, self.device).obstacle
+            except RefusedTogetherError as refusal:
+                self.give_up(refusal)
+        assert self._obstacle is not None
+        return self._obstacle
 
-    def _lane(self, name: str) -> AbstractLane | None:
-        return runtime_of(self.group.group_name, self.device).lane(name)
+    def give_up(self, refusal: RefusedTogetherError) -> None:
+        """The library does everything from here on, on all ranks: one of them has no more memory."""
+        self._obstacle = str(refusal).rstrip(".")
 
-    def next(self) -> AbstractLane:
-        """The lane whose turn it is."""
-        lane = self._lane(self._names[self._next])
-        self._next = (self._next + 1) % len(self._names)
+    def _lane(self, number: int) -> AbstractLane | None:
+        return runtime_of(self.group.group_name, self.device).lane(f"{self._purpose} {number}")
+
+    def __len__(self) -> int:
+        return self._num_lanes
+
+    def present(self) -> AbstractLane:
+        """The lane whose turn it is; it remains so."""
+        lane = self._lane(self._next)
         assert lane is not None, "obstacle is asked for first"
         return lane
 
+    def next(self) -> AbstractLane:
+        """The lane whose turn it is; the next one follows."""
+        lane = self.present()
+        self._next = (self._next + 1) % self._num_lanes
+        return lane
+
+    def reserve(self, num_bytes: int, num_turns: int) -> None:
+        """Have memory for blocks of so many bytes in the lanes of the next turns. Raises `RefusedTogetherError`."""
+        for turn in range(min(num_turns, self._num_lanes)):
+            lane = self._lane((self._next + turn) % self._num_lanes)
+            assert lane is not None, "obstacle is asked for first"
+            lane.reserve(num_bytes)
+
+    def grow(self) -> None:
+        """Have one more lane, whose turn it is. Raises `RefusedTogetherError` where a rank has no memory for it."""
+        self._next = self._num_lanes
+        self._num_lanes += 1
+        self.present()
+
 
 @final
-class Fallbacks:
-    """Says, once for each reason, that the library's collective runs in place of copies."""
+class Tally:
+    """How often copies did a collective, and how often the library and why; the why of all but the switch is said once."""
 
     def __init__(self, what: str, least_part_bytes: int) -> None:
         self._what, self._least_part_bytes = what, least_part_bytes
-        self._said: set[str] = set()
-        self.num_times = 0
+        self._by_library: dict[str, int] = {}
+        self.num_by_copies = 0
+        self.num_bytes = 0  # that copies moved from this rank to others
 
-    def is_due(self, part_bytes: int, obstacle: str) -> bool:
-        """Whether a collective with so many bytes from each rank is the library's to do."""
+    @property
+    def num_by_library(self) -> int:
+        """Collectives that the library did."""
+        return sum(self._by_library.values())
+
+    def is_librarys(self, part_bytes: int, obstacle: str) -> bool:
+        """Whether a collective with so many bytes from each rank is the library's to do; if so it is counted."""
         if obstacle:
-            self._say(obstacle, f"{obstacle}.")
-        elif part_bytes < self._least_part_bytes:
-            found, least = format_bytes(part_bytes), format_bytes(self._least_part_bytes)
-            self._say("small", f"{found} from each rank, and below {least} it is the faster one.")
-        else:
-            return False
-        self.num_times += 1
-        return True
+            self.count_library(obstacle)
+            return True
+        if part_bytes < self._least_part_bytes:
+            self.count_library(
+                f"less than {format_bytes(self._least_part_bytes)} from each rank",
+                f"{format_bytes(part_bytes)} from each rank, and below {format_bytes(self._least_part_bytes)} it is the "
+                "faster one",
+            )
+            return True
+        return False
 
-    def _say(self, reason: str, words: str) -> None:
-        if reason not in self._said:
-            self._said.add(reason)
-            logger.warning("counterpoint: %s is done by the library's collective: %s", self._what, words)
+    def count_library(self, reason: str, words: str = "") -> None:
+        """The library does one more, for this reason; `words` say it where they tell more."""
+        if reason not in self._by_library and reason != SWITCHED_OFF:
+            logger.warning("counterpoint: %s is done by the library's collective: %s.", self._what, words or reason)
+        self._by_library[reason] = self._by_library.get(reason, 0) + 1
+
+    def count_copies(self, num_bytes: int) -> None:
+        """Copies did one more, which moved so many bytes from this rank to others."""
+        self.num_by_copies += 1
+        self.num_bytes += num_bytes
+
+    def __str__(self) -> str:
+        """For example: a gradient bucket: 12 times by copies (3 GiB sent), 2 times by the library (2: switched off)."""
+        reasons = "; ".join(f"{number}: {reason}" for reason, number in self._by_library.items())
+        library = f"{self.num_by_library} times by the library" + (f" ({reasons})" if reasons else "")
+        return f"{self._what}: {self.num_by_copies} times by copies ({format_bytes(self.num_bytes)} sent), {library}"
 
 
 def require_least_part(least_part_bytes: object) -> None:
@@ -89,26 +149,93 @@ def require_least_part(least_part_bytes: object) -> None:
     )
 
 
-def all_reduce_mean(lane: AbstractLane, bucket: torch.Tensor, wire: AbstractWire) -> None:
-    """Replace the flat bucket by the mean of all ranks' buckets."""
+def require_in_flight(in_flight: object) -> None:
+    """Raise `IntegrationError` unless so many collectives can be in flight."""
+    require(
+        isinstance(in_flight, int) and 1 <= in_flight <= MAX_IN_FLIGHT,
+        IntegrationError,
+        f"in_flight must be from 1 to {MAX_IN_FLIGHT}; found {in_flight!r}. Three are enough on 4 GPUs.",
+    )
+
+
+def require_buffer(max_buffer_bytes: object) -> None:
+    """Raise `IntegrationError` unless a buffer can be as small."""
+    require(
+        isinstance(max_buffer_bytes, int) and max_buffer_bytes >= LEAST_BUFFER_BYTES,
+        IntegrationError,
+        f"max_buffer_bytes must be {LEAST_BUFFER_BYTES} or more; found {max_buffer_bytes!r}. Leave it out, or raise it.",
+    )
+
+
+def require_switch(**switches: object) -> None:
+    """Raise `IntegrationError` unless these are True or False."""
+    for name, found in switches.items():
+        require(isinstance(found, bool), IntegrationError, f"{name} is True or False; found {found!r}. Give one of them.")
+
+
+def streams_of(tensor: torch.Tensor) -> list[Any]:
+    """The tensor's current stream, where there are streams."""
+    return [torch.cuda.current_stream(tensor.device)] if tensor.is_cuda else []
+
+
+def future_of(result: torch.Tensor, streams: Sequence[Any], value: Any = None) -> torch.futures.Future[Any]:
+    """A future of a result that these streams fill in: whoever waits for it waits for them. `value` is what it gives, if
+    that is not the result itself."""
+    value = result if value is None else value
+    if not result.is_cuda:
+        future: torch.futures.Future[Any] = torch.futures.Future()
+        future.set_result(value)
+        return future
+    future = torch.futures.Future(devices=[result.device])
+    *others, last = streams
+    # a future remembers the streams that are current when it is set
+    with torch.cuda.stream(last):
+        for stream in others:
+            last.wait_stream(stream)
+        result.record_stream(last)
+        future.set_result(value)
+    return future
+
+
+def all_reduce(lane: AbstractLane, bucket: torch.Tensor, wire: AbstractWire) -> int:
+    """Replace the flat bucket by what the wire format makes of all ranks' buckets: their mean, or their sum.
+
+    The bytes sent from this rank. Raises `RefusedTogetherError` before anything of the bucket has changed.
+    """
     blocks = wire.encode(bucket, lane.num_ranks)
     lane.reserve(max(block.nbytes for block in blocks))
     rows = lane.exchange(blocks)
     own = blocks[lane.rank]
     shared = lane.shared(own.numel(), own.dtype)
-    wire.average(rows, shared)
+    wire.reduce(rows, shared)
     lane.release()
     lane.fetch(blocks)
     own.copy_(shared)
     wire.decode(blocks, bucket)
+    return sum(int(block.nbytes) for block in blocks) + (lane.num_ranks - 2) * int(own.nbytes)
 
 
-def reduce_scatter(lane: AbstractLane, output: torch.Tensor, given: torch.Tensor, *, is_mean: bool) -> None:
-    """Sum or mean over ranks of this rank's block of every rank's `given`; both flat."""
+def reduce_scatter(lane: AbstractLane, output: torch.Tensor, blocks: Sequence[torch.Tensor], divisor: float) -> int:
+    """Sum over ranks of this rank's block, divided; all flat. The bytes sent from this rank.
+
+    Raises `RefusedTogetherError` before anything has changed.
+    """
     lane.reserve(output.nbytes)
-    rows = lane.exchange(given.chunk(lane.num_ranks))
-    if is_mean:
-        torch.mean(rows, 0, out=output)
-    else:
-        torch.sum(rows, 0, dtype=output.dtype, out=output)
+    reduce_rows(lane.exchange(blocks), output, divisor)
     lane.release()
+    return (lane.num_ranks - 1) * int(output.nbytes)
+
+
+def all_gather(lane: AbstractLane, outputs: Sequence[torch.Tensor], given: torch.Tensor) -> int:
+    """Fill output p with rank p's `given`; all flat. The bytes sent from this rank.
+
+    Raises `RefusedTogetherError` before anything has changed.
+    """
+    lane.reserve(given.nbytes)
+    shared = lane.shared(given.numel(), given.dtype)
+    shared.copy_(given)
+    own = outputs[lane.rank]
+    if own.data_ptr() != given.data_ptr():
+        own.copy_(given)
+    lane.fetch(outputs)
+    return (lane.num_ranks - 1) * int(given.nbytes)

@@ -22,7 +22,7 @@ import msgspec
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from counterpoint.errors import OperatorError
+from counterpoint.errors import OperatorError, RefusedTogetherError
 from counterpoint.ranks import NO_STORE, Exchange, RankLostError, describe_lost
 from counterpoint.value import Value
 
@@ -71,14 +71,17 @@ class Agreement:
         return self._exchange.limit_s
 
     def compare(self, proposal: CallNotice) -> None:
-        """Raise `OperatorError` on every rank unless all of them propose the same and none has a problem."""
+        """Raise `OperatorError` on every rank unless all of them propose the same and none has a problem.
+
+        Where one has a problem with what all propose, it is a `RefusedTogetherError`, and the ranks stay in step.
+        """
         notice = msgspec.structs.replace(proposal, problem=self.named(proposal.problem))
         proposals = [msgspec.json.decode(text, type=CallNotice) for text in self.exchange(msgspec.json.encode(notice))]
         for other in proposals:
             if 0 < other.refused_call < self.num_calls:  # the host is ahead of the GPU, which waits in the call refused
                 self._hear_of(other.problem, self._exchange.num_rounds)
             if other.problem:
-                raise OperatorError(other.problem)
+                raise (OperatorError if other.refused_call else RefusedTogetherError)(other.problem)
         first = proposals[0].request
         for rank, other in enumerate(proposals):
             if other.request != first:

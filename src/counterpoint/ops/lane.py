@@ -30,7 +30,10 @@ class AbstractLane(ABC):
 
     @abstractmethod
     def reserve(self, num_bytes: int) -> None:
-        """Have symmetric memory for blocks of so many bytes; all ranks together. Raises `OperatorError`."""
+        """Have symmetric memory for blocks of so many bytes; all ranks together.
+
+        Where a rank has no room, every rank raises `RefusedTogetherError`, and the lane has no memory until it is reserved.
+        """
 
     @abstractmethod
     def exchange(self, blocks: Sequence[torch.Tensor], *, with_own: bool = True) -> torch.Tensor:

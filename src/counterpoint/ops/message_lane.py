@@ -10,8 +10,10 @@ from typing import final
 import torch
 import torch.distributed as dist
 
-from counterpoint.ops.agreement import Agreement
+from counterpoint.errors import cause_of
+from counterpoint.ops.agreement import Agreement, CallNotice
 from counterpoint.ops.lane import AbstractLane, aligned
+from counterpoint.units import format_bytes
 
 
 @final
@@ -30,9 +32,18 @@ class MessageLane(AbstractLane):
 
     def reserve(self, num_bytes: int) -> None:
         """See `AbstractLane.reserve`."""
-        if aligned(num_bytes) > self._row_bytes:
-            self._row_bytes = aligned(num_bytes)
-            self._memory = torch.empty((self.num_ranks + 1) * self._row_bytes, dtype=torch.uint8)
+        wanted = aligned(num_bytes)
+        if wanted <= self._row_bytes:
+            return
+        self.close()
+        memory, problem = self._memory, ""
+        try:
+            memory = torch.empty((self.num_ranks + 1) * wanted, dtype=torch.uint8)
+        except RuntimeError as error:
+            problem = f"memory for blocks of {format_bytes(num_bytes)} cannot be had ({cause_of(error, 160)})"
+        # all ranks find out together, as on GPUs
+        self._agreement.compare(CallNotice(request=f"{wanted} bytes for each block of a lane", problem=problem))
+        self._row_bytes, self._memory = wanted, memory
 
     def exchange(self, blocks: Sequence[torch.Tensor], *, with_own: bool = True) -> torch.Tensor:
         """See `AbstractLane.exchange`."""

@@ -16,7 +16,7 @@ from counterpoint.units import format_bytes
 class SymmetricMemory:
     """This rank's part, `num_bytes` as on every rank, and the addresses of all parts.
 
-    Raises `OperatorError` on every rank where one of them has no room.
+    Raises `RefusedTogetherError` on every rank where one of them has no room.
     """
 
     def __init__(self, num_bytes: int, device: torch.device, group: dist.ProcessGroup, agreement: Agreement) -> None:

@@ -14,7 +14,7 @@ from torch.distributed import distributed_c10d
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from counterpoint.integrations import ddp, fsdp2
+from counterpoint.integrations import collectives, ddp, fsdp2
 
 LOCAL_RANK = int(os.environ.get("LOCAL_RANK", "0"))
 DEVICE = torch.device("cuda", LOCAL_RANK) if torch.cuda.is_available() else torch.device("cpu")
@@ -49,6 +49,11 @@ def build(name: str) -> nn.Module:
         wrapped = DistributedDataParallel(model, bucket_cap_mb=0.001)
         ddp.register(wrapped, least_part_bytes=0)
         return wrapped
+    if name == "collectives":  # gradients averaged by the job itself
+        collectives.replace(least_part_bytes=0)
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(lambda found: dist.all_reduce(found.grad, op=dist.ReduceOp.AVG))
+        return model
     for layer in model.layers:
         fully_shard(layer)
     fully_shard(model)

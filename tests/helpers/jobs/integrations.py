@@ -5,11 +5,19 @@ With GPUs over NCCL and copy engines, without over gloo: the sections are the sa
 
 import os
 import sys
+import time
 import traceback
 from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
+from integration_sections.bare_collectives import (
+    bare_collectives_compiled,
+    bare_collectives_give_the_librarys_results,
+    bare_collectives_in_place,
+    bare_collectives_left_to_the_library,
+    bare_collectives_without_memory,
+)
 from integration_sections.comparing import DEVICE
 from integration_sections.data_parallel import (
     ddp_compression,
@@ -19,8 +27,28 @@ from integration_sections.data_parallel import (
     ddp_types,
     memory_is_reported_and_given_back,
 )
+from integration_sections.data_parallel_switching import (
+    ddp_checkpoints,
+    ddp_compiled,
+    ddp_models_that_come_and_go,
+    ddp_refuses_a_second_hook,
+    ddp_sparse_gradients,
+    ddp_switched_off_is_a_bare_job,
+    ddp_switches_between_steps,
+    ddp_without_memory,
+)
 from integration_sections.lanes import all_reduces, reduce_scatters
 from integration_sections.sharded_data_parallel import fsdp2_refuses_a_buffer_in_use, fsdp2_small_groups_stay, fsdp2_steps
+from integration_sections.sharded_switching import (
+    fsdp2_as_frameworks_use_it,
+    fsdp2_checkpoints,
+    fsdp2_divides_gradients_as_told,
+    fsdp2_on_a_mesh_of_two_dimensions,
+    fsdp2_refuses_a_second_call,
+    fsdp2_switches_between_steps,
+    fsdp2_two_models,
+    fsdp2_without_memory,
+)
 from integration_sections.tensor_parallel_blocks import (
     tensor_parallel_annotated,
     tensor_parallel_blocks,
@@ -39,14 +67,35 @@ SECTIONS: dict[str, Callable[[], None]] = {
     for section in (
         all_reduces,
         reduce_scatters,
+        bare_collectives_give_the_librarys_results,
+        bare_collectives_in_place,
+        bare_collectives_left_to_the_library,
+        bare_collectives_compiled,
+        bare_collectives_without_memory,
         ddp_gradients,
         ddp_types,
         ddp_compression,
         ddp_falls_back,
         ddp_refuses,
+        ddp_switched_off_is_a_bare_job,
+        ddp_switches_between_steps,
+        ddp_compiled,
+        ddp_refuses_a_second_hook,
+        ddp_models_that_come_and_go,
+        ddp_checkpoints,
+        ddp_sparse_gradients,
+        ddp_without_memory,
         fsdp2_steps,
         fsdp2_small_groups_stay,
         fsdp2_refuses_a_buffer_in_use,
+        fsdp2_as_frameworks_use_it,
+        fsdp2_divides_gradients_as_told,
+        fsdp2_on_a_mesh_of_two_dimensions,
+        fsdp2_switches_between_steps,
+        fsdp2_refuses_a_second_call,
+        fsdp2_two_models,
+        fsdp2_checkpoints,
+        fsdp2_without_memory,
         tensor_parallel_blocks,
         tensor_parallel_trains,
         tensor_parallel_annotated,
@@ -70,7 +119,10 @@ def main(names: list[str]) -> int:
     failed = 0
     for name in names or SECTIONS:
         try:
+            began = time.monotonic()
             SECTIONS[name]()
+            if dist.get_rank() == 0:
+                print(f"{name} took {time.monotonic() - began:.1f} s", file=sys.stderr, flush=True)
             outcome = "ok"
         except Exception:
             outcome, failed = f"failed\n{traceback.format_exc()}", 1

@@ -1,11 +1,16 @@
 """What the sections share: the device, the same tensors on every rank, how near is near, and refusals."""
 
+import logging
+import math
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed._symmetric_memory as symmetric_memory
 
 from counterpoint.errors import IntegrationError
 
@@ -44,3 +49,36 @@ def refused(call: Callable[[], object], word: str) -> None:
     with pytest.raises(IntegrationError, match=word) as caught:
         call()
     assert "\n" not in str(caught.value)
+
+
+def said_of(work: Callable[[], None]) -> list[str]:
+    """What the logger `counterpoint` says meanwhile."""
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("counterpoint")
+    logger.addHandler(handler)
+    try:
+        work()
+    finally:
+        logger.removeHandler(handler)
+    return said
+
+
+@contextmanager
+def without_memory_above(num_bytes: int, on_rank: int) -> Iterator[None]:
+    """Within it, one rank's larger pieces of memory for lanes cannot be had, as on a GPU that others have filled."""
+    module, name = (symmetric_memory, "empty") if DEVICE.type == "cuda" else (torch, "empty")
+    real = getattr(module, name)
+
+    def limited(*sizes: Any, **options: Any) -> torch.Tensor:
+        wanted = math.prod(size for size in sizes if isinstance(size, int))
+        if options.get("dtype") is torch.uint8 and wanted > num_bytes and dist.get_rank() == on_rank:
+            raise RuntimeError("out of memory")
+        return real(*sizes, **options)
+
+    setattr(module, name, limited)
+    try:
+        yield
+    finally:
+        setattr(module, name, real)

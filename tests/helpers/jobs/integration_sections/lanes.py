@@ -4,7 +4,7 @@ import torch
 import torch.distributed as dist
 
 from counterpoint.integrations.compression import AsBfloat16, AsIs, AsScaledFloat8
-from counterpoint.integrations.lane_collectives import Lanes, all_reduce_mean, reduce_scatter
+from counterpoint.integrations.lane_collectives import Lanes, all_reduce, reduce_scatter
 from integration_sections.comparing import DEVICE, ROUNDING, assert_close, assert_equal, everyones, same_on_every_rank
 
 
@@ -14,6 +14,7 @@ def all_reduces() -> None:
     rank = dist.get_rank()
     for dtype, limit in ROUNDING.items():
         cases = [everyones(size, dtype, seed) for seed, size in enumerate((1, 127, 128, 1000, 4097, 100_003, 64))]
+        assert not lanes.obstacle
         for wire, rounding in ((AsIs(), limit), (AsBfloat16(), 2e-2), (AsScaledFloat8(), 0.15)):
             results = []
             for _ in range(2):
@@ -21,7 +22,7 @@ def all_reduces() -> None:
                 for bucket in buckets:
                     lane = lanes.next()
                     with lane.issuing():
-                        all_reduce_mean(lane, bucket, wire)
+                        all_reduce(lane, bucket, wire)
                 if DEVICE.type == "cuda":
                     torch.cuda.synchronize()
                 results.append(buckets)
@@ -35,10 +36,11 @@ def all_reduces() -> None:
 def reduce_scatters() -> None:
     lanes = Lanes(dist.group.WORLD, DEVICE, "job", 2)
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    assert not lanes.obstacle
     for seed, size in enumerate((1, 100, 5000)):
         given = everyones(size * num_ranks, torch.float32, seed)
         wanted = torch.stack(given).double().sum(0).chunk(num_ranks)[rank]
         for is_mean in (False, True):
             output = torch.empty(size, device=DEVICE)
-            reduce_scatter(lanes.next(), output, given[rank], is_mean=is_mean)
+            reduce_scatter(lanes.next(), output, given[rank].chunk(num_ranks), num_ranks if is_mean else 1)
             assert_close([output], [wanted / num_ranks if is_mean else wanted], 1e-5)

@@ -1,0 +1,329 @@
+"""Large collectives that a job calls itself (`torch.distributed.all_reduce` and its like), by copy engines.
+
+    replaced = collectives.replace()       # on every rank, between two steps
+    replaced.use(False)                    # the library's again, from the next call on
+    replaced.undo()
+
+The functions are exchanged where jobs find them, in `torch.distributed` and `torch.distributed.distributed_c10d`; a job that
+imported one by name before keeps the library's. Whatever else calls the library (DDP's reducer, functional collectives,
+compiled code) is not touched. All ranks of a group must call alike, in the same order, as torch itself asks for: the same
+sizes and types, and contiguous tensors on all ranks or on none.
+
+Tensors of jobs are not symmetric memory: a gathered part is copied into the lane and pulled from there; reduced blocks are
+pushed as they are. A collective runs on its lane's stream, behind what the current stream holds, which waits for it unless
+the collective is asynchronous.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any, TypeAlias, final
+
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives  # binds the library's functions before they are exchanged
+from torch.distributed import distributed_c10d
+
+from counterpoint.errors import IntegrationError, RefusedTogetherError
+from counterpoint.integrations.compression import BLOCK_ELEMENTS, AsIs
+from counterpoint.integrations.lane_collectives import (
+    LEAST_PART_BYTES,
+    MAX_BUFFER_BYTES,
+    SWITCHED_OFF,
+    Lanes,
+    Tally,
+    all_gather,
+    all_reduce,
+    future_of,
+    reduce_scatter,
+    require_buffer,
+    require_in_flight,
+    require_least_part,
+    require_switch,
+    streams_of,
+)
+from counterpoint.ops.collectives import library_all_gather, library_reduce_scatter
+from counterpoint.ops.graph_cache import is_capturing
+from counterpoint.ops.lane import AbstractLane
+from counterpoint.value import require
+
+Group: TypeAlias = dist.ProcessGroup
+Piece = Callable[[AbstractLane], int]  # issues a part of a collective on a lane; the bytes sent
+SUM, AVG = dist.ReduceOp.SUM, dist.ReduceOp.AVG
+PLAIN = (torch.Tensor, torch.nn.Parameter)
+library_all_reduce = dist.all_reduce
+
+
+@final
+class ReplacedCollectives:
+    """What `replace` put in place, with its switch and its counts; printed, it says what was done how."""
+
+    def __init__(self, groups: Sequence[Group] | None, in_flight: int, limits: tuple[int, int]) -> None:
+        self._groups = None if groups is None else list(groups)
+        self._in_flight = in_flight
+        least_part_bytes, self._max_buffer_bytes = limits
+        self._device_type = "cuda" if torch.cuda.is_available() else "cpu"
+        self._lanes: dict[str, Lanes] = {}
+        self._tally = Tally("a collective that the job calls", least_part_bytes)
+        self._exchanged: list[tuple[Any, str, Any, Any]] = []  # module, name, the library's, ours
+        self._is_on = False
+
+    @property
+    def is_on(self) -> bool:
+        """Whether collectives go by copies, if nothing is in the way."""
+        return self._is_on
+
+    @property
+    def num_by_copies(self) -> int:
+        """Collectives that copies did."""
+        return self._tally.num_by_copies
+
+    @property
+    def num_by_library(self) -> int:
+        """Collectives that the library did."""
+        return self._tally.num_by_library
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that copies moved from this rank to others."""
+        return self._tally.num_bytes
+
+    def __str__(self) -> str:
+        """What was done how, and whether copies are on."""
+        return f"{self._tally}; copies are {'on' if self._is_on else 'off'}"
+
+    def use(self, is_on: bool) -> None:
+        """Let copies do large collectives from the next call on, or the library. On every rank, between the same calls.
+
+        Raises `IntegrationError`.
+        """
+        require_switch(is_on=is_on)
+        require(
+            bool(self._exchanged),
+            IntegrationError,
+            "undo() has put the library's functions back. Call collectives.replace() again, on every rank.",
+        )
+        self._is_on = is_on
+
+    def put_in_place(self) -> None:
+        """Exchange the functions of torch."""
+        for name, ours in (
+            ("all_gather_into_tensor", self._all_gather),
+            ("all_gather_single", self._all_gather),  # torch 2.13's name
+            ("reduce_scatter_tensor", self._reduce_scatter),
+            ("reduce_scatter_single", self._reduce_scatter),
+            ("all_reduce", self._all_reduce),
+        ):
+            for module in (dist, distributed_c10d):
+                theirs = getattr(module, name, None)
+                if theirs is not None:
+                    replacement = _like(theirs, ours)
+                    self._exchanged.append((module, name, theirs, replacement))
+                    setattr(module, name, replacement)
+
+    def undo(self) -> None:
+        """Put the library's functions back, but for those that somebody else exchanged after us: these now pass through."""
+        self._is_on = False
+        for module, name, theirs, replacement in self._exchanged:
+            if getattr(module, name) is replacement:
+                setattr(module, name, theirs)
+        self._exchanged.clear()
+        in_place = _in_place()
+        if self in in_place:
+            in_place.remove(self)
+
+    def _all_gather(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Group | None = None, async_op: bool = False
+    ) -> Any:
+        lanes = self._lanes_for(group, (output_tensor, input_tensor), lambda: input_tensor.nbytes)
+        if lanes is None or output_tensor.numel() != input_tensor.numel() * lanes.group.size():
+            return library_all_gather(output_tensor, input_tensor, group=group, async_op=async_op)
+        given = input_tensor.view(-1)
+        outputs = output_tensor.view(lanes.group.size(), -1)
+        pieces: list[Piece] = []
+        length = self._part_elements(given, given.numel(), lanes)
+        for start in range(0, given.numel(), length):
+            part = slice(start, start + length)
+            pieces.append(functools.partial(all_gather, outputs=[row[part] for row in outputs], given=given[part]))
+        if not self._has_memory(lanes, length * given.itemsize, len(pieces)):
+            return library_all_gather(output_tensor, input_tensor, group=group, async_op=async_op)
+        return self._issue(lanes, pieces, (output_tensor, input_tensor), async_op=async_op)
+
+    def _reduce_scatter(
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        op: Any = SUM,
+        group: Group | None = None,
+        async_op: bool = False,
+    ) -> Any:
+        lanes = self._lanes_for(group, (output, input), lambda: output.nbytes, op)
+        if lanes is None or input.numel() != output.numel() * lanes.group.size():
+            return library_reduce_scatter(output, input, op=op, group=group, async_op=async_op)
+        flat, blocks = output.view(-1), input.view(lanes.group.size(), -1)
+        divisor = lanes.group.size() if op == AVG else 1
+        pieces: list[Piece] = []
+        length = self._part_elements(flat, flat.numel(), lanes)
+        for start in range(0, flat.numel(), length):
+            part = slice(start, start + length)
+            sent = [row[part] for row in blocks]
+            pieces.append(functools.partial(reduce_scatter, output=flat[part], blocks=sent, divisor=divisor))
+        if not self._has_memory(lanes, length * flat.itemsize, len(pieces)):
+            return library_reduce_scatter(output, input, op=op, group=group, async_op=async_op)
+        return self._issue(lanes, pieces, (output, input), async_op=async_op)
+
+    def _all_reduce(self, tensor: torch.Tensor, op: Any = SUM, group: Group | None = None, async_op: bool = False) -> Any:
+        lanes = self._lanes_for(group, (tensor,), lambda: -(-tensor.nbytes // _size_of(group)), op)
+        if lanes is None:
+            return library_all_reduce(tensor, op=op, group=group, async_op=async_op)
+        length = self._part_elements(tensor, -(-tensor.numel() // lanes.group.size()), lanes)
+        parts = tensor.view(-1).split(length * lanes.group.size())
+        pieces: list[Piece] = [functools.partial(all_reduce, bucket=part, wire=AsIs(is_mean=op == AVG)) for part in parts]
+        if not self._has_memory(lanes, length * tensor.itemsize, len(pieces)):
+            return library_all_reduce(tensor, op=op, group=group, async_op=async_op)
+        return self._issue(lanes, pieces, (tensor,), async_op=async_op)
+
+    def _lanes_for(
+        self, group: Group | None, tensors: Sequence[torch.Tensor], part_bytes: Callable[[], int], op: Any = None
+    ) -> Lanes | None:
+        """The lanes that this collective goes by, or None where it is the library's; that is counted, with the reason."""
+        found = dist.group.WORLD if group is None else group
+        obstacle = self._obstacle(found, tensors, op)
+        if obstacle:
+            self._tally.count_library(obstacle)
+            return None
+        assert isinstance(found, dist.ProcessGroup)
+        if self._tally.is_librarys(part_bytes(), ""):  # before lanes are made, which small collectives need none of
+            return None
+        lanes = self._lanes_of(found, tensors[0].device)
+        if lanes.obstacle:
+            self._tally.count_library(lanes.obstacle)
+            return None
+        return lanes
+
+    def _obstacle(self, group: Any, tensors: Sequence[Any], op: Any) -> str:
+        """Why a collective is the library's whatever its size, or nothing; the same on every rank that calls alike."""
+        if not self._is_on:
+            return SWITCHED_OFF
+        if not isinstance(group, dist.ProcessGroup) or group.size() == 1:
+            return "its group has no other rank"
+        if self._groups is not None and all(group is not each for each in self._groups):
+            return "its group is none of those given to replace()"
+        if distributed_c10d._world.pg_coalesce_state:
+            return "it is coalesced with others"
+        if not all(type(each) in PLAIN and each.is_contiguous() and not each.is_inference() for each in tensors):
+            return "its tensors are not plain and contiguous"
+        if not all(each.numel() for each in tensors):
+            return "its tensors are empty"
+        first = tensors[0]
+        if any(each.device != first.device or each.dtype != first.dtype for each in tensors):
+            return "its tensors differ in type or device"
+        if op is not None and (op not in (SUM, AVG) or not first.is_floating_point()):
+            return "it is no sum or mean of floating-point numbers"
+        if first.device.type != self._device_type:
+            return f"its tensors are not on '{self._device_type}'"
+        if first.is_cuda and "cuda:nccl" not in str(dist.get_backend_config(group)):
+            return "its group does not use NCCL"
+        return "it is captured in a graph" if is_capturing(first.device) else ""
+
+    def _lanes_of(self, group: Group, device: torch.device) -> Lanes:
+        found = self._lanes.get(group.group_name)
+        if found is None or found.group is not group:  # a group may be destroyed and another one get its name
+            found = self._lanes[group.group_name] = Lanes(group, device, "collectives", self._in_flight)
+        return found
+
+    def _part_elements(self, tensor: torch.Tensor, num_elements: int, lanes: Lanes) -> int:
+        """Elements from each rank at a time, of `num_elements` in all: as many as a buffer has room for."""
+        most = self._max_buffer_bytes // int(lanes.group.size()) // int(tensor.itemsize)
+        return max(1, min(most // BLOCK_ELEMENTS, -(-num_elements // BLOCK_ELEMENTS))) * BLOCK_ELEMENTS
+
+    def _has_memory(self, lanes: Lanes, block_bytes: int, num_pieces: int) -> bool:
+        """Whether all ranks have it, before anything is issued: collectives in place cannot be begun twice."""
+        try:
+            lanes.reserve(block_bytes, num_pieces)
+        except RefusedTogetherError as refusal:
+            lanes.give_up(refusal)
+            self._tally.count_library(lanes.obstacle)
+            return False
+        return True
+
+    def _issue(
+        self, lanes: Lanes, pieces: Sequence[Piece], tensors: Sequence[torch.Tensor], *, async_op: bool
+    ) -> dist.Work | None:
+        """Every piece on the next lane; the first of `tensors` is the result."""
+        streams: list[Any] = []
+        num_bytes = 0
+        with torch.no_grad():
+            for piece in pieces:
+                lane = lanes.next()
+                with lane.issuing():
+                    num_bytes += piece(lane)
+                    streams += streams_of(tensors[0])
+        self._tally.count_copies(num_bytes)
+        if not async_op:
+            for stream in streams:
+                torch.cuda.current_stream(tensors[0].device).wait_stream(stream)
+            return None
+        for tensor in tensors:
+            for stream in streams:
+                tensor.record_stream(stream)
+        # the library's futures give lists of results
+        return torch._C._distributed_c10d._create_work_from_future(future_of(tensors[0], streams, [tensors[0]]))
+
+
+def replace(
+    groups: Sequence[Group] | None = None,
+    *,
+    in_flight: int = 3,
+    least_part_bytes: int = LEAST_PART_BYTES,
+    max_buffer_bytes: int = MAX_BUFFER_BYTES,
+    is_on: bool = True,
+) -> ReplacedCollectives:
+    """Let copy engines do large all-gathers, reduce-scatters and all-reduces that the job calls; on every rank.
+
+    `groups`: only in these; without it in all of the process. `in_flight`: collectives of a group at a time, each with
+    buffers of its own. `least_part_bytes`: less from each rank stays the library's. `max_buffer_bytes`: larger tensors go
+    through in parts. `is_on`: False exchanges the functions only, until `use(True)`. Raises `IntegrationError`.
+    """
+    require_in_flight(in_flight)
+    require_least_part(least_part_bytes)
+    require_buffer(max_buffer_bytes)
+    require_switch(is_on=is_on)
+    require(
+        not _in_place(),
+        IntegrationError,
+        "collectives.replace() has torch's functions already. Switch what it returned then, or call undo() on it first.",
+    )
+    for group in groups or ():
+        require(
+            isinstance(group, dist.ProcessGroup),
+            IntegrationError,
+            f"groups are process groups that this rank belongs to; found one of type {type(group).__name__}. Leave it out.",
+        )
+    replaced = ReplacedCollectives(groups, in_flight, (least_part_bytes, max_buffer_bytes))
+    replaced.put_in_place()
+    _in_place().append(replaced)
+    replaced.use(is_on)
+    return replaced
+
+
+@cache
+def _in_place() -> list[ReplacedCollectives]:
+    """What has torch's functions in this process: one at most."""
+    return []
+
+
+def _like(theirs: Any, ours: Any) -> Any:
+    """Ours with the name, the docstring and the signature of theirs."""
+
+    @functools.wraps(theirs)
+    def collective(*arguments: Any, **named: Any) -> Any:
+        if torch.compiler.is_compiling():  # dynamo knows the library's functions, and makes functional ones of them
+            return theirs(*arguments, **named)
+        return ours(*arguments, **named)
+
+    return collective
+
+
+def _size_of(group: Group | None) -> int:
+    return int((dist.group.WORLD if group is None else group).size())

@@ -1,0 +1,187 @@
+"""Collectives that a job calls itself, by copies in place of the library's: results, handles, and what is left alone."""
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from counterpoint import ops
+from counterpoint.integrations import collectives
+from counterpoint.ops.collectives import library_all_gather, library_reduce_scatter
+from integration_sections.comparing import (
+    DEVICE,
+    ROUNDING,
+    assert_close,
+    assert_equal,
+    everyones,
+    refused,
+    said_of,
+    without_memory_above,
+)
+
+SIZES = (1, 127, 128, 1000, 4097, 30_001)
+GATHER = "all_gather_single" if "all_gather_single" in dir(dist) else "all_gather_into_tensor"
+REDUCE = GATHER.replace("all_gather", "reduce_scatter").replace("into_", "")
+
+
+def bare_collectives_give_the_librarys_results() -> None:
+    """Any size and type, in parts, at once and asynchronously, the same bits twice; undone, the library's again."""
+    known = [getattr(module, name) for module in (dist, distributed_c10d) for name in (GATHER, REDUCE, "all_reduce")]
+    replaced = collectives.replace(least_part_bytes=0, max_buffer_bytes=32768)
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    for is_async in (False, True):
+        for dtype, limit in ROUNDING.items():
+            cases = [everyones(size, dtype, size) for size in SIZES]
+            first, again = (_everything(cases, is_async=is_async) for _ in range(2))
+            assert_equal(first, again)
+            for number, case in enumerate(cases):
+                gathered, summed, mean, scattered = first[4 * number : 4 * number + 4]
+                assert torch.equal(gathered, torch.cat(case))
+                total = torch.stack(case).double().sum(0)
+                assert_close([summed, mean], [total, total / num_ranks], 3 * limit)
+                whole = total.repeat(num_ranks).chunk(num_ranks)[rank]
+                assert_close([scattered], [whole], 3 * limit)
+    assert replaced.num_by_copies == 2 * len(ROUNDING) * 2 * 4 * len(SIZES)
+    assert replaced.num_by_library == 0
+    assert replaced.num_bytes > 0
+    assert f"{replaced.num_by_copies} times by copies" in str(replaced)
+    refused(collectives.replace, "collectives.replace\\(\\) has torch's functions already")
+    replaced.undo()
+    assert known == [getattr(module, name) for module in (dist, distributed_c10d) for name in (GATHER, REDUCE, "all_reduce")]
+    refused(lambda: replaced.use(True), "put the library's functions back")
+
+
+def _everything(cases: list[list[torch.Tensor]], *, is_async: bool) -> list[torch.Tensor]:
+    """Of each case the gathered, the sum, the mean and the scattered sum; all begun before the first is waited for."""
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    results, handles = [], []
+    for case in cases:
+        given = case[rank]
+        gathered, scattered = given.new_empty(num_ranks * len(given)), torch.empty_like(given)
+        summed, mean = given.clone(), given.clone()
+        handles += [
+            getattr(dist, GATHER)(gathered, given, async_op=is_async),
+            distributed_c10d.all_reduce(summed, async_op=is_async),
+            dist.all_reduce(mean, op=dist.ReduceOp.AVG, group=dist.group.WORLD, async_op=is_async),
+            getattr(distributed_c10d, REDUCE)(scattered, given.repeat(num_ranks), async_op=is_async),
+        ]
+        results += [gathered, summed, mean, scattered]
+    for handle in handles:
+        assert (handle is not None) == is_async
+        if is_async:
+            handle.wait()
+    return results
+
+
+def bare_collectives_in_place() -> None:
+    """A rank's part that lies in the result already, a futures' value as the library gives it, and groups of some ranks."""
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    replaced = collectives.replace(least_part_bytes=0, max_buffer_bytes=8192)
+    case = everyones(3000, torch.float32, 1)
+    whole = torch.zeros(num_ranks, 3000, device=DEVICE)
+    whole[rank] = case[rank]
+    getattr(dist, GATHER)(whole, whole[rank])
+    assert torch.equal(whole, torch.stack(case))
+    given = torch.stack(case) * (rank + 1)
+    getattr(dist, REDUCE)(given[rank], given)
+    assert_close([given[rank]], [case[rank] * (num_ranks * (num_ranks + 1) / 2)], 1e-5)
+    summed = case[rank].clone()
+    future = dist.all_reduce(summed, async_op=True).get_future().then(lambda done: done.value()[0])
+    assert_close([future.wait()], [torch.stack(case).sum(0)], 1e-5)
+    halves = [dist.new_group(list(range(half, num_ranks, 2))) for half in range(2)]
+    mine = halves[rank % 2]
+    if mine.size() > 1:
+        before = replaced.num_by_copies
+        partial = case[rank].clone()
+        dist.all_reduce(partial, group=mine)
+        assert_close([partial], [sum(case[rank % 2 :: 2])], 1e-5)
+        assert replaced.num_by_copies == before + 1
+    replaced.undo()
+    for half in halves:
+        if half is not dist.GroupMember.NON_GROUP_MEMBER:
+            dist.destroy_process_group(half)
+
+
+def bare_collectives_left_to_the_library() -> None:
+    """What copies do not serve is the library's, with its results and its errors, and each reason is said once."""
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    said = said_of(lambda: _left_alone(rank, num_ranks))
+    for words in ("no sum or mean", "less than 1 KiB", "not plain and contiguous", "differ in type", "no other rank"):
+        assert len([line for line in said if words in line]) <= 1, said
+    assert any("no sum or mean" in line for line in said), said
+
+
+def _left_alone(rank: int, num_ranks: int) -> None:
+    replaced = collectives.replace(least_part_bytes=1024)
+    largest = torch.full((4096,), float(rank), device=DEVICE)
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+    assert torch.equal(largest, torch.full_like(largest, num_ranks - 1.0))
+    numbers = torch.full((4096,), rank, device=DEVICE)
+    dist.all_reduce(numbers)
+    assert torch.equal(numbers, torch.full_like(numbers, num_ranks * (num_ranks - 1) // 2))
+    small = torch.ones(3, device=DEVICE)
+    dist.all_reduce(small)
+    assert torch.equal(small, torch.full_like(small, float(num_ranks)))
+    wanted = torch.empty(4096 * num_ranks, dtype=torch.int64, device=DEVICE)
+    library_all_gather(wanted, numbers + rank)
+    found = torch.empty_like(wanted)
+    getattr(dist, GATHER)(found, numbers + rank)  # a gathering takes any type
+    assert torch.equal(found, wanted)
+    assert (replaced.num_by_library, replaced.num_by_copies) == (3, 1)
+    replaced.use(False)
+    scattered, plain = torch.empty(4096, device=DEVICE), torch.empty(4096, device=DEVICE)
+    given = everyones(4096 * num_ranks, torch.float32, 3)[rank]
+    getattr(dist, REDUCE)(scattered, given)
+    library_reduce_scatter(plain, given)
+    assert torch.equal(scattered, plain)
+    assert replaced.num_by_copies == 1
+    assert "switched off" in str(replaced)
+    replaced.use(True)
+    dist.all_reduce(scattered)
+    assert replaced.num_by_copies == 2
+    replaced.undo()
+    refused(lambda: collectives.replace([None]), "groups are process groups")
+    refused(lambda: collectives.replace(in_flight=0), "in_flight")
+    refused(lambda: collectives.replace(is_on="yes"), "is_on is True or False; found 'yes'")
+
+
+def bare_collectives_compiled() -> None:
+    """Compiled code keeps the library's functional collectives."""
+    replaced = collectives.replace(least_part_bytes=0)
+
+    def work(tensor: torch.Tensor) -> torch.Tensor:
+        doubled = tensor * 2
+        dist.all_reduce(doubled)
+        return doubled + 1
+
+    compiled = torch.compile(work, backend="aot_eager", fullgraph=True)
+    given = torch.ones(1000, device=DEVICE)
+    assert torch.equal(compiled(given), torch.full_like(given, 2.0 * dist.get_world_size() + 1))
+    assert replaced.num_by_copies == 0
+    assert torch.equal(work(given), compiled(given))
+    assert replaced.num_by_copies == 1
+    replaced.undo()
+
+
+def bare_collectives_without_memory() -> None:
+    """One rank has no memory in mid-job: all go on with the library, and say so once."""
+    ops.release()
+    replaced = collectives.replace(least_part_bytes=0)
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    small, large = everyones(1000, torch.float32, 5), everyones(200_000, torch.float32, 6)
+
+    def work() -> None:
+        for case in (small, large, small, large):
+            summed = case[rank].clone()
+            dist.all_reduce(summed)
+            assert_close([summed], [torch.stack(case).sum(0)], 1e-5)
+        gathered = large[0].new_empty(num_ranks * 200_000)
+        getattr(dist, GATHER)(gathered, large[rank], async_op=True).wait()
+        assert torch.equal(gathered, torch.cat(large))
+
+    with without_memory_above(8192, on_rank=num_ranks - 1):
+        said = said_of(work)
+    assert len(said) == 1, said
+    assert f"Rank {num_ranks - 1} of the group" in said[0]
+    assert (replaced.num_by_copies, replaced.num_by_library) == (1, 4)
+    replaced.undo()
+    ops.release()

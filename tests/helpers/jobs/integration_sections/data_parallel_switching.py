@@ -1,0 +1,207 @@
+"""DDP that changes between copies and the library between steps: the same bits as a bare job whenever copies are off."""
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn.parallel import DistributedDataParallel
+
+from counterpoint import ops
+from counterpoint.integrations import ddp
+from integration_sections.comparing import DEVICE, assert_close, assert_equal, refused, said_of, without_memory_above
+from integration_sections.layered import deep_model, given_to
+
+Job = Callable[[int], None]  # what is done before a step of that number
+NUM_STEPS = 5
+
+
+def trained(
+    model: DistributedDataParallel, before_step: Job = lambda _: None, num_micro_steps: int = 1, *, to_none: bool = True
+) -> list[torch.Tensor]:
+    """The parameters after some steps, each of several micro-batches whose gradients are summed before they are averaged."""
+    return trained_by(model, model, before_step, num_micro_steps, to_none=to_none)
+
+
+def trained_by(
+    called: nn.Module, model: DistributedDataParallel, before_step: Job, num_micro_steps: int = 1, *, to_none: bool = True
+) -> list[torch.Tensor]:
+    """As above, where what is called is a compiled form of the model."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    for step in range(NUM_STEPS):
+        before_step(step)
+        # torch itself fails where the first step of a static graph does not synchronize
+        num_now = num_micro_steps if step or not model.static_graph else 1
+        for micro in range(num_now):
+            model.require_backward_grad_sync = micro == num_now - 1  # as no_sync() does
+            given = given_to(dist.get_rank() + 10 * step + 1000 * micro)
+            called(given).float().pow(2).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=to_none)
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def wrapped(**options: object) -> DistributedDataParallel:
+    return DistributedDataParallel(deep_model(), bucket_cap_mb=0.01, **options)
+
+
+VARIANTS: tuple[dict[str, object], ...] = (
+    {},
+    {"gradient_as_bucket_view": True},
+    {"find_unused_parameters": True},
+    {"static_graph": True},
+    {"static_graph": True, "gradient_as_bucket_view": True},
+)
+
+
+def ddp_switched_off_is_a_bare_job() -> None:
+    """Off from the start, or registered off in the middle of training: the bits of a job that never heard of us."""
+    for options in VARIANTS:
+        for num_micro_steps in (1, 3):
+            bare = trained(wrapped(**options), num_micro_steps=num_micro_steps)
+            for registered_at in (0, 2):
+                model, states = wrapped(**options), []
+
+                def register(step: int) -> None:
+                    if step == registered_at:  # noqa: B023  called within this turn
+                        states.append(ddp.register(model, is_on=False, least_part_bytes=0))  # noqa: B023  as above
+
+                assert_equal(trained(model, register, num_micro_steps), bare)
+                assert states[0].num_by_copies == 0
+                assert states[0].num_by_library >= NUM_STEPS - registered_at
+                assert "switched off" in str(states[0])
+
+
+def ddp_switches_between_steps() -> None:
+    """On and off by turns, from the start or from the middle: within rounding of the bare job, and both were used."""
+    for options in VARIANTS:
+        bare = trained(wrapped(**options), num_micro_steps=2)
+        results = []
+        for _ in range(2):
+            model, states = wrapped(**options), []
+
+            def switch(step: int) -> None:
+                if step == 1:
+                    states.append(ddp.register(model, least_part_bytes=0))  # noqa: B023  called within this turn
+                elif step > 1:
+                    states[0].use(step % 2 == 0)  # noqa: B023  as above
+
+            results.append(trained(model, switch, 2))
+            assert states[0].num_by_copies >= 3
+            assert states[0].num_by_library >= 1
+            assert states[0].num_bytes > 0
+        assert_close(results[0], bare, 1e-4)
+        assert_equal(*results)
+
+
+def ddp_compiled() -> None:
+    """Both ways of compiling, registered before the first step and after two."""
+    torch._dynamo.reset()
+    bare = trained(wrapped())
+    for is_around in (True, False):
+        for registered_at in (0, 2):
+            plain = deep_model()
+            inner = plain if is_around else torch.compile(plain, backend="aot_eager")
+            model = DistributedDataParallel(inner)  # compiled models want buckets of 1 MB or more
+            called = torch.compile(model, backend="aot_eager") if is_around else model
+            states = []
+
+            def register(step: int) -> None:
+                if step == registered_at:  # noqa: B023  called within this turn
+                    states.append(ddp.register(model, least_part_bytes=0))  # noqa: B023  as above
+                if step == NUM_STEPS - 1:
+                    states[0].use(False)  # noqa: B023  as above
+
+            assert_close(trained_by(called, model, register), bare, 1e-4)
+            assert states[0].num_by_copies >= 2
+
+
+def ddp_refuses_a_second_hook() -> None:
+    """One line, whoever's the first hook is; the model goes on as it was."""
+    model = wrapped()
+    first = ddp.register(model, least_part_bytes=0)
+    refused(lambda: ddp.register(model), r"register\(\) has this model already. Switch what it returned")
+    refused(lambda: first.use("on"), "is_on is True or False; found 'on'")
+    with_hook = wrapped()
+    with_hook.register_comm_hook(None, default_hooks.allreduce_hook)
+    refused(lambda: ddp.register(with_hook), "has a communication hook already, allreduce_hook, and DDP takes one")
+    built_in = wrapped()
+    built_in._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE)
+    refused(lambda: ddp.register(built_in), "has a communication hook already, a built-in one of torch's")
+    assert_close(trained(model), trained(with_hook), 1e-4)
+
+
+def ddp_models_that_come_and_go() -> None:
+    """A second model in the process, and the first wrapped again: each has its own state, and all train as without us."""
+    bare = trained(wrapped(), to_none=False)
+    teacher = wrapped()
+    model = deep_model()
+    first = DistributedDataParallel(model, bucket_cap_mb=0.01)
+    states = [ddp.register(each, least_part_bytes=0) for each in (first, teacher)]
+
+    def train_teacher(step: int) -> None:
+        teacher(given_to(step)).sum().backward()
+
+    found = trained(first, train_teacher, to_none=False)
+    assert_close(found, bare, 1e-4)
+    again = DistributedDataParallel(model, bucket_cap_mb=0.01)
+    states.append(ddp.register(again, least_part_bytes=0))
+    trained(again)
+    assert all(state.num_by_copies >= NUM_STEPS for state in states)
+    counts = [state.num_by_copies for state in states]
+    trained(first)
+    assert states[0].num_by_copies > counts[0]
+    assert [state.num_by_copies for state in states[1:]] == counts[1:]
+
+
+def ddp_checkpoints() -> None:
+    """What is saved under the integration is what a bare job would save, and loads into one."""
+    model = wrapped()
+    ddp.register(model, least_part_bytes=0)
+    trained(model)
+    saved, other = model.state_dict(), wrapped()
+    assert list(saved) == list(other.state_dict())
+    other.load_state_dict(saved)
+    assert_equal(other.state_dict().values(), saved.values())
+
+
+def ddp_sparse_gradients() -> None:
+    """Sparse buckets are the library's, divided as DDP does."""
+
+    class Words(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table, self.out = nn.Embedding(50, 33, sparse=True), nn.Linear(33, 7)
+
+        def forward(self, given: torch.Tensor) -> torch.Tensor:
+            return self.out(self.table((given[:, 0].abs() * 10).long()))
+
+    results = []
+    for is_ours in (False, True):
+        torch.manual_seed(0)
+        model = DistributedDataParallel(Words().to(DEVICE))
+        state = ddp.register(model, least_part_bytes=0) if is_ours else None
+        given = given_to(dist.get_rank())
+        said = said_of(lambda: model(given).pow(2).sum().backward())  # noqa: B023  called within this turn
+        results.append([each.grad.to_dense() for each in model.parameters()])
+    assert_close(results[1], results[0], 1e-5)
+    assert state is not None
+    assert (state.num_by_copies, state.num_by_library) == (1, 1)
+    assert len(said) == 1
+    assert said[0].endswith("its gradients are sparse.")
+
+
+def ddp_without_memory() -> None:
+    """One rank has no memory in mid-job, within a bucket of several parts: all go on with the library, and say so once."""
+    ops.release()
+    model, bare = wrapped(), trained(wrapped())
+    state = ddp.register(model, least_part_bytes=0, max_buffer_bytes=4096)
+    last = dist.get_world_size() - 1
+    with without_memory_above(2048, on_rank=last):
+        said = said_of(lambda: assert_close(trained(model), bare, 1e-4))
+    assert len(said) == 1, said
+    assert f"Rank {last} of the group" in said[0]
+    assert state.num_by_copies == 0
+    assert state.num_by_library >= NUM_STEPS
+    ops.release()
