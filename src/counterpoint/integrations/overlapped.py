@@ -84,7 +84,7 @@ class Overlapped:
         self._counts.setdefault(group_name, (counts, _figures(counts)))
         self.taken.append(name)
         earlier = vars(linear).get("forward")
-        vars(linear)["forward"] = forward
+        vars(linear)["forward"] = forward.run
         self._undo.append(
             partial(vars(linear).pop, "forward") if earlier is None else partial(vars(linear).update, forward=earlier)
         )
@@ -99,8 +99,11 @@ class Overlapped:
         self._undo.append(partial(hooks.__setitem__, key, earlier))
 
     def finish_with(self, module: nn.Module, shared: SharedInput) -> None:
-        """Tell the linears of a module when its forward pass is over, also by an error."""
-        self._undo.append(module.register_forward_hook(shared.finish, always_call=True).remove)
+        """Tell the linears of a module when its forward pass is over.
+
+        Not by an error, for of hooks that are always called dynamo guards on the number, and compiles every block anew.
+        """
+        self._undo.append(module.register_forward_hook(shared.finish).remove)
 
     def say_refused(self) -> None:
         """Log why linears stay as they are, once for each reason."""

@@ -4,8 +4,9 @@ Column-parallel linears that are taken to have the same input share one gather; 
 linear gives is a local tensor where its output hook would make it one anyway: a trip through DTensor and back takes the
 host some 100 us, forward and backward together (measured on a CPU, 2026-11-21).
 
-One `Switch` decides for all linears of a model. torch.compile guards on it like on any attribute: each of its two states
-is compiled once, and the compiled code of neither asks for it again.
+One `Switch` decides for all linears of a model. torch.compile guards on it as on any attribute: each of its two states is
+compiled once, and the compiled code of neither asks for it again. Linears get a bound method as their `forward`: of an object
+that can be called dynamo would guard on the identity, and compile every block anew.
 """
 
 from typing import Any, TypeAlias, final
@@ -61,7 +62,10 @@ class SharedInput:
         return products[column.position]
 
     def finish(self, *_: object) -> None:
-        """The module's forward pass is over. A group with linears that nobody asked for is none in the next."""
+        """The module's forward pass is over. A group with linears that nobody asked for is none in the next.
+
+        What an error left here is replaced in the next pass: products count for the very tensor that they were made of.
+        """
         if self._ready:
             self._parting.update(self._ready)
             self._ready.clear()
@@ -92,7 +96,7 @@ class ColumnwiseForward:
         """Share the gather of the linears of a group."""
         self.group, self.position = group, group.index(self)
 
-    def __call__(self, given: torch.Tensor) -> torch.Tensor:
+    def run(self, given: torch.Tensor) -> torch.Tensor:
         """The linear of a sequence-sharded input; of any other as it was."""
         if not (self._switch.is_on and _is_sharded_sequence(given)):
             return self._forward(given)
@@ -130,7 +134,7 @@ class RowwiseForward:
         self._mesh, self._is_output_local, self._dim = layout.mesh, layout.is_output_local, layout.output_layouts[0].dim
         self._route = layout.route(schedule)
 
-    def __call__(self, given: torch.Tensor) -> torch.Tensor:
+    def run(self, given: torch.Tensor) -> torch.Tensor:
         """This rank's part of the sequence, from its part of the features; a plain tensor is that part."""
         if not self._switch.is_on:
             return self._forward(given)
@@ -152,7 +156,7 @@ class AllReduceForward:
         self._mesh, self._is_output_local = layout.mesh, layout.is_output_local
         self._route = layout.route(schedule)
 
-    def __call__(self, given: torch.Tensor) -> torch.Tensor:
+    def run(self, given: torch.Tensor) -> torch.Tensor:
         """All tokens with all features, from this rank's part of the features; a plain tensor is that part."""
         if not self._switch.is_on:
             return self._forward(given)

@@ -60,7 +60,7 @@ def overlap(module: nn.Module, *, schedule: ScheduleDescription | None = None, i
         IntegrationError,
         f"{type(module).__name__} has no linear that parallelize_module has split. Parallelize it first.",
     )
-    twice = next((name for name, each in linears if isinstance(vars(each).get("forward"), ParallelForward)), None)
+    twice = next((name for name, each in linears if _is_overlapped(each)), None)
     require(
         twice is None,
         IntegrationError,
@@ -139,11 +139,9 @@ def _take_column(
     layout, shared, schedule = rest
     key, hooks = layout.input_hook, linear._forward_pre_hooks
     if key is not None and is_sequence(layout.input_layouts[0]):
-        alone = SharedInput()
-        forward = ColumnwiseForward(linear, layout, (alone, overlapped.switch, schedule))
+        forward = ColumnwiseForward(linear, layout, (SharedInput(), overlapped.switch, schedule))
         overlapped.replace_forward(name, linear, forward)
         overlapped.replace_hook(hooks, key, annotate(layout, hooks[key], overlapped.switch))
-        overlapped.finish_with(linear, alone)
     elif key is not None and shared is not None:
         column = ColumnwiseForward(linear, layout, (shared, overlapped.switch, schedule))
         overlapped.replace_forward(name, linear, column)
@@ -177,3 +175,7 @@ def _nearest(name: str, shared: dict[str, SharedInput]) -> SharedInput | None:
 
 def _is_parallel(module: nn.Module) -> bool:
     return isinstance(module, nn.Linear) and isinstance(module.weight, DTensor)
+
+
+def _is_overlapped(linear: nn.Linear) -> bool:
+    return isinstance(getattr(vars(linear).get("forward"), "__self__", None), ParallelForward)
