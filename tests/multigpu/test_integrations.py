@@ -12,6 +12,12 @@ GROUPS = {
     "ddp": ("ddp_gradients", "ddp_types", "ddp_compression", "ddp_falls_back", "ddp_refuses"),
     "fsdp2": ("fsdp2_steps", "fsdp2_small_groups_stay", "fsdp2_refuses_a_buffer_in_use"),
     "tensor parallel": ("tensor_parallel_blocks", "tensor_parallel_trains", "tensor_parallel_annotated"),
+    "tensor parallel, switched": ("tensor_parallel_switches", "tensor_parallel_whole_outputs", "tensor_parallel_in_a_job"),
+    "tensor parallel, compiled": (
+        "tensor_parallel_compiled",
+        "tensor_parallel_checkpointed",
+        "tensor_parallel_compiled_with_fsdp2",
+    ),
     "the rest": (
         "tensor_parallel_refuses",
         "tensor_parallel_neighbors_part",

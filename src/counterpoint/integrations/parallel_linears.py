@@ -5,8 +5,8 @@ linear gives is a local tensor where its output hook would make it one anyway: a
 host some 100 us, forward and backward together (measured on a CPU, 2026-11-21).
 
 One `Switch` decides for all linears of a model. torch.compile guards on it as on any attribute: each of its two states is
-compiled once, and the compiled code of neither asks for it again. Linears get a bound method as their `forward`: of an object
-that can be called dynamo would guard on the identity, and compile every block anew.
+compiled once, and the compiled code of neither asks for it again. Linears get a bound method as their `forward`: of an
+object that can be called dynamo would guard on the identity, and compile every block anew.
 """
 
 from typing import Any, TypeAlias, final
@@ -102,7 +102,7 @@ class ColumnwiseForward:
             return self._forward(given)
         if torch.compiler.is_compiling():
             weights = [member.linear.weight for member in self.group]
-            product = neighbor_product(given, weights, self.position, *self._route)
+            product = neighbor_product(given, weights, self.position, tuple(self._route))
         else:
             product = self.shared.product(self, given)
         bias = self.linear.bias

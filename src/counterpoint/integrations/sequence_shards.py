@@ -64,9 +64,7 @@ def multiply_all_reduce(activation: torch.Tensor, weight: torch.Tensor, route: R
 
 
 @torch.compiler.allow_in_graph  # type: ignore[untyped-decorator]  # torch is untyped here
-def neighbor_product(
-    given: DTensor, weights: list[DTensor], position: int, group_name: str, num_ranks: int, schedule: str
-) -> torch.Tensor:
+def neighbor_product(given: DTensor, weights: list[DTensor], position: int, route: tuple[str, int, str]) -> torch.Tensor:
     """The product of the weight at `position`, for code that torch.compile makes; (tokens, K) as in `gather_multiply`.
 
     Dynamo does not look inside: neighbors must share one operator, and under activation checkpointing dynamo refuses code
@@ -77,8 +75,7 @@ def neighbor_product(
     if waiting is None or position not in waiting:
         dim = given.placements[0].dim
         parts = [cast_for_matmul(weight.to_local()) for weight in weights]
-        route = Route(group_name, num_ranks, schedule)
-        products = gather_multiply(cast_for_matmul(given.to_local()), parts, dim, route)
+        products = gather_multiply(cast_for_matmul(given.to_local()), parts, dim, Route(*route))
         waiting = vars(given)[READY] = dict(enumerate(products))
     product = waiting.pop(position)
     if not waiting:

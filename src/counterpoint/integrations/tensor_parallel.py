@@ -148,7 +148,9 @@ def _take_column(
         return column
     else:
         overlapped.refused[name] = (
-            "its input comes whole, so there is nothing to gather. Give the module around it "
+            "its input comes whole, so there is nothing to gather in its forward pass"
+            if key is None
+            else "its input comes whole, so there is nothing to gather. Give the module around it "
             "PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate())"
         )
     return None
