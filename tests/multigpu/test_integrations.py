@@ -40,6 +40,12 @@ GROUPS = {
         "fsdp2_without_memory",
     ),
     "tensor parallel": ("tensor_parallel_blocks", "tensor_parallel_trains", "tensor_parallel_annotated"),
+    "tensor parallel, switched": ("tensor_parallel_switches", "tensor_parallel_whole_outputs", "tensor_parallel_in_a_job"),
+    "tensor parallel, compiled": (
+        "tensor_parallel_compiled",
+        "tensor_parallel_checkpointed",
+        "tensor_parallel_compiled_with_fsdp2",
+    ),
     "the rest": (
         "tensor_parallel_refuses",
         "tensor_parallel_neighbors_part",

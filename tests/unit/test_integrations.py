@@ -46,21 +46,37 @@ SECTIONS = (
     "tensor_parallel_refuses",
     "tensor_parallel_neighbors_part",
     "tensor_parallel_with_fsdp2",
+    "tensor_parallel_switches",
+    "tensor_parallel_whole_outputs",
+    "tensor_parallel_in_a_job",
+    "tensor_parallel_compiled_with_fsdp2",
     "memory_is_reported_and_given_back",
 )
 NUM_RANKS = 4
+COMPILED = ("tensor_parallel_compiled", "tensor_parallel_checkpointed")  # two ranks are enough, and compile sooner
 
 
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory: pytest.TempPathFactory) -> list[Ended]:
     """All sections in one job, for starting ranks takes longer than most of them."""
-    return run_ranks("integrations", NUM_RANKS, folder=tmp_path_factory.mktemp("ranks"), limit_s=300)
+    return run_ranks("integrations", NUM_RANKS, *SECTIONS, folder=tmp_path_factory.mktemp("ranks"), limit_s=300)
+
+
+@pytest.fixture(scope="module")
+def ended_compiled(tmp_path_factory: pytest.TempPathFactory) -> list[Ended]:
+    return run_ranks("integrations", 2, *COMPILED, folder=tmp_path_factory.mktemp("ranks"), limit_s=300)
 
 
 @pytest.mark.parametrize("section", SECTIONS)
 def test_the_integrations_do_what_pytorch_does(ended: list[Ended], section: str) -> None:
     output = ended[0].output
     assert f"{section}: ok" in output.splitlines(), output + ended[0].errors[-3000:]
+
+
+@pytest.mark.parametrize("section", COMPILED)
+def test_compiled_blocks_do_what_they_do_eagerly(ended_compiled: list[Ended], section: str) -> None:
+    output = ended_compiled[0].output
+    assert f"{section}: ok" in output.splitlines(), output + ended_compiled[0].errors[-3000:]
 
 
 def test_no_section_is_left_out(ended: list[Ended]) -> None:

@@ -1,7 +1,9 @@
-"""What `parallelize_module` left on a module: DTensor parameters, and hooks that hold the layouts of inputs and outputs.
+"""What `parallelize_module`, or the `tp_plan` of a Hugging Face model, left on a module: DTensor parameters, and functions
+that hold the layouts of inputs and outputs.
 
-Its styles keep layouts nowhere but in the closures of the hooks that they register, the same in torch 2.11 to 2.13; a hook
-that looks different is not recognized, and its module is then refused rather than guessed at.
+The styles of torch keep layouts nowhere but in the closures of the hooks that they register, the same in torch 2.11 to 2.13;
+those of transformers (read in 5.23) in the closure of the `forward` that they put in the linear's place. What looks
+different is not recognized, and its module is then refused rather than guessed at.
 """
 
 from collections.abc import Callable
@@ -14,6 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import PrepareModuleInput
 
+from counterpoint.integrations.sequence_shards import Route
+
 Hook = Callable[..., Any]
 Layouts = tuple[Any, ...]
 NUM_OUTPUT_ARGUMENTS = 2  # bound into the styles' functions for outputs: layouts, and whether to give local tensors
@@ -22,16 +26,24 @@ NUM_OUTPUT_ARGUMENTS = 2  # bound into the styles' functions for outputs: layout
 class LinearLayout(msgspec.Struct, frozen=True, kw_only=True):
     """A linear as it was parallelized: which way its weight is split, where its hooks take inputs from and outputs to.
 
-    `is_output_local`: its output hook only takes the local tensor out of what the linear gives by its nature.
+    `is_output_local`: its output hook only takes the local tensor out of what the linear gives by its nature. Linears of
+    Hugging Face models have no hooks.
     """
 
     kind: Literal["column", "row"]
     mesh: DeviceMesh
     input_layouts: Layouts
     output_layouts: Layouts
-    input_hook: int
-    output_hook: int
+    input_hook: int | None = None
+    output_hook: int | None = None
     is_output_local: bool
+
+    def __deepcopy__(self, _memo: dict[int, Any]) -> "LinearLayout":
+        return self  # a mesh cannot be copied
+
+    def route(self, schedule: str) -> Route:
+        """What the linear's operator is told besides its tensors."""
+        return Route(self.mesh.get_group().group_name, self.mesh.size(), schedule)
 
 
 class GatheringHook(msgspec.Struct, frozen=True, kw_only=True):
@@ -53,21 +65,48 @@ def linear_layout(linear: nn.Linear) -> LinearLayout | str:
     kinds: dict[Any, Literal["column", "row"]] = {Shard(0): "column", Shard(1): "row"}
     if weight.placements[0] not in kinds:
         return f"its weight is {weight.placements[0]}, neither column- nor row-parallel. Leave it as it is"
+    kind = kinds[weight.placements[0]]
+    divided, num_ranks = weight.shape[0 if kind == "column" else 1], mesh.size()
+    if divided % num_ranks:
+        return f"its {divided} {kind}s do not divide by the {num_ranks} ranks, and equal parts are served. Pad its weight"
+    return _transformers_layout(linear, kind) or _torch_layout(linear, kind)
+
+
+def _torch_layout(linear: nn.Linear, kind: Literal["column", "row"]) -> LinearLayout | str:
+    """Of what ColwiseParallel and RowwiseParallel of torch left."""
     inputs = [(key, found) for key, hook in linear._forward_pre_hooks.items() if (found := _bound(hook, "input_fn"))]
     outputs = [(key, found) for key, hook in linear._forward_hooks.items() if (found := _bound(hook, "output_fn"))]
     if len(inputs) != 1 or len(outputs) != 1 or len(outputs[0][1]) != NUM_OUTPUT_ARGUMENTS:
         return "its hooks are not those of ColwiseParallel or RowwiseParallel. Parallelize it by parallelize_module"
-    kind = kinds[weight.placements[0]]
     input_hook, (input_layouts, *_) = inputs[0]
     output_hook, (output_layouts, is_local) = outputs[0]
     return LinearLayout(
         kind=kind,
-        mesh=mesh,
+        mesh=linear.weight.device_mesh,
         input_layouts=input_layouts,
         output_layouts=output_layouts,
         input_hook=input_hook,
         output_hook=output_hook,
         is_output_local=bool(is_local) and (kind == "row" or output_layouts == (Shard(-1),)),
+    )
+
+
+def _transformers_layout(linear: nn.Linear, kind: Literal["column", "row"]) -> LinearLayout | str | None:
+    """Of what a style of transformers left; None where there is none."""
+    style = _closure(vars(linear).get("forward")).get("self")
+    if not type(style).__module__.startswith("transformers."):
+        return None
+    name = type(style).__name__
+    if name not in ("ColwiseParallel", "RowwiseParallel"):
+        return f"its style in the model's tp_plan is {name}, and ColwiseParallel and RowwiseParallel are served"
+    if vars(linear).get("_hf_quantized_needs_local_tp"):
+        return "its weight is quantized, and operators multiply by torch.mm. Load the model without quantization"
+    return LinearLayout(
+        kind=kind,
+        mesh=linear.weight.device_mesh,
+        input_layouts=(style.input_layouts,),
+        output_layouts=(style.output_layouts,),
+        is_output_local=bool(style.use_local_output),
     )
 
 
@@ -96,7 +135,7 @@ def _bound(hook: Hook, name: str) -> Layouts:
     return function.args if isinstance(function, partial) else ()
 
 
-def _closure(hook: Hook) -> dict[str, Any]:
+def _closure(hook: Hook | None) -> dict[str, Any]:
     code, cells = getattr(hook, "__code__", None), getattr(hook, "__closure__", None)
     return (
         {} if code is None or not cells else dict(zip(code.co_freevars, [cell.cell_contents for cell in cells], strict=True))

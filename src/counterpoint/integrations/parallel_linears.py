@@ -1,117 +1,181 @@
-"""The linears of tensor parallelism with sequence shards: what takes the place of their `forward`.
+"""The linears of tensor parallelism: what takes the place of their `forward`.
 
 Column-parallel linears that are taken to have the same input share one gather; where that proves wrong they part. What a
 linear gives is a local tensor where its output hook would make it one anyway: a trip through DTensor and back takes the
 host some 100 us, forward and backward together (measured on a CPU, 2026-11-21).
+
+One `Switch` decides for all linears of a model. torch.compile guards on it as on any attribute: each of its two states is
+compiled once, and the compiled code of neither asks for it again. Linears get a bound method as their `forward`: of an
+object that can be called dynamo would guard on the identity, and compile every block anew.
 """
 
-from typing import final
+from typing import Any, TypeAlias, final
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from counterpoint.errors import IntegrationError
 from counterpoint.integrations.layouts import LinearLayout
-from counterpoint.integrations.sequence_shards import gather_multiply, multiply_scatter
+from counterpoint.integrations.sequence_shards import (
+    cast_for_matmul,
+    gather_multiply,
+    multiply_all_reduce,
+    multiply_scatter,
+    neighbor_product,
+)
 from counterpoint.value import require
 
 
 @final
+class Switch:
+    """Whether the linears of a model run operators; a copy of the model has the same one."""
+
+    def __init__(self, *, is_on: bool) -> None:
+        self.is_on = is_on
+
+    def __deepcopy__(self, _memo: dict[int, Any]) -> "Switch":
+        return self
+
+
+@final
 class SharedInput:
-    """The column-parallel linears of one module, and who of them is taken to be called with one and the same input."""
+    """The column-parallel linears of one module, and the products that some of them have ready for the others."""
 
     def __init__(self) -> None:
-        self._groups: dict[ColumnwiseForward, tuple[ColumnwiseForward, ...]] = {}
         self._ready: dict[ColumnwiseForward, tuple[DTensor, torch.Tensor]] = {}
         self._parting: set[ColumnwiseForward] = set()
 
-    def join(self, columns: "list[ColumnwiseForward]") -> None:
-        """Let these linears share a gather."""
-        self._groups.update(dict.fromkeys(columns, tuple(columns)))
-
     def product(self, column: "ColumnwiseForward", given: DTensor) -> torch.Tensor:
         """This linear's product; computed now, with those of its group, or before."""
-        ready = self._ready.pop(column, None)
-        if ready is not None and ready[0] is given:
-            return ready[1]
-        if not _is_in_backward():  # activations that are computed again must be computed as they were
+        if self._ready:
+            ready = self._ready.pop(column, None)
+            if ready is not None and ready[0] is given:
+                return ready[1]
+        if self._parting and not _is_in_backward():  # activations that are computed again must be computed as they were
             self._part()
-        group = self._groups.get(column, (column,))
-        products = column.multiply(given, group)
-        for member, product in zip(group, products, strict=True):
-            self._ready[member] = (given, product)
-        return self._ready.pop(column)[1]
+        products = column.multiply(given)
+        if len(products) > 1:
+            for member, product in zip(column.group, products, strict=True):
+                if member is not column:
+                    self._ready[member] = (given, product)
+        return products[column.position]
 
     def finish(self, *_: object) -> None:
-        """The module's forward pass is over. A group with linears that nobody asked for is none in the next."""
-        self._parting.update(self._ready)
-        self._ready.clear()
+        """The module's forward pass is over. A group with linears that nobody asked for is none in the next.
+
+        What an error left here is replaced in the next pass: products count for the very tensor that they were made of.
+        """
+        if self._ready:
+            self._parting.update(self._ready)
+            self._ready.clear()
 
     def _part(self) -> None:
         for column in self._parting:
-            for member in self._groups.get(column, ()):
-                self._groups.pop(member, None)
+            for member in column.group:
+                member.join((member,))
         self._parting.clear()
 
 
 @final
 class ColumnwiseForward:
-    """A column-parallel linear: what takes the place of its `forward`."""
+    """A column-parallel linear with a sequence-sharded input.
 
-    def __init__(self, linear: nn.Linear, layout: LinearLayout, shared: SharedInput, schedule: str) -> None:
-        self._linear, self._forward, self.layout = linear, linear.forward, layout
-        self._shared, self._schedule = shared, schedule
+    `group`: the linears that are taken to be called with the same input, this one at `position`.
+    """
 
-    def __call__(self, given: torch.Tensor) -> torch.Tensor:
+    def __init__(self, linear: nn.Linear, layout: LinearLayout, rest: tuple[SharedInput, Switch, str]) -> None:
+        self.linear, self.layout, self._forward = linear, layout, linear.forward
+        self.shared, self._switch, schedule = rest
+        self._mesh, self._is_output_local = layout.mesh, layout.is_output_local
+        self._route = layout.route(schedule)
+        self.group: tuple[ColumnwiseForward, ...] = (self,)
+        self.position = 0
+
+    def join(self, group: "tuple[ColumnwiseForward, ...]") -> None:
+        """Share the gather of the linears of a group."""
+        self.group, self.position = group, group.index(self)
+
+    def run(self, given: torch.Tensor) -> torch.Tensor:
         """The linear of a sequence-sharded input; of any other as it was."""
-        if not _is_sharded_sequence(given):
+        if not (self._switch.is_on and _is_sharded_sequence(given)):
             return self._forward(given)
-        product = self._shared.product(self, given)
-        bias = self._linear.bias
+        if torch.compiler.is_compiling():
+            weights = [member.linear.weight for member in self.group]
+            product = neighbor_product(given, weights, self.position, tuple(self._route))
+        else:
+            product = self.shared.product(self, given)
+        bias = self.linear.bias
         if bias is not None:
-            product = product + _cast(bias.to_local())
-        if self.layout.is_output_local:
+            product = product + cast_for_matmul(bias.to_local())
+        if self._is_output_local:
             return product
-        return DTensor.from_local(product, self.layout.mesh, [Shard(product.ndim - 1)], run_check=False)
+        return DTensor.from_local(product, self._mesh, [Shard(product.ndim - 1)], run_check=False)
 
-    def multiply(self, given: DTensor, group: "tuple[ColumnwiseForward, ...]") -> tuple[torch.Tensor, ...]:
-        """The products of the linears of a group, without their biases."""
-        mesh, dim = self.layout.mesh, given.placements[0].dim
+    def multiply(self, given: DTensor) -> tuple[torch.Tensor, ...]:
+        """The products of the linears of the group, without their biases."""
+        dim, num_ranks = given.placements[0].dim, self._route.num_ranks
         require(
-            given.shape[dim] % mesh.size() == 0,
+            given.shape[dim] % num_ranks == 0,
             IntegrationError,
-            f"A sequence must divide by the {mesh.size()} ranks that share it; found {given.shape[dim]} tokens. Pad it.",
+            f"A sequence must divide by the {num_ranks} ranks that share it; found {given.shape[dim]} tokens. Pad it.",
         )
-        weights = [_cast(member._linear.weight.to_local()) for member in group]
-        return gather_multiply(_cast(given.to_local()), weights, dim, mesh.get_group(), self._schedule)
-
-    def local_weight(self) -> torch.Tensor:
-        """This rank's part of the weight."""
-        weight = self._linear.weight
-        assert isinstance(weight, DTensor)
-        return weight._local_tensor
+        weights = [cast_for_matmul(member.linear.weight.to_local()) for member in self.group]
+        return gather_multiply(cast_for_matmul(given.to_local()), weights, dim, self._route)
 
 
 @final
 class RowwiseForward:
-    """A row-parallel linear: what takes the place of its `forward`."""
+    """A row-parallel linear whose output is sharded along the sequence."""
 
-    def __init__(self, linear: nn.Linear, layout: LinearLayout, schedule: str) -> None:
-        self._linear, self.layout, self._schedule = linear, layout, schedule
+    def __init__(self, linear: nn.Linear, layout: LinearLayout, rest: tuple[Switch, str]) -> None:
+        self.linear, self.layout, self._forward = linear, layout, linear.forward
+        self._switch, schedule = rest
+        self._mesh, self._is_output_local, self._dim = layout.mesh, layout.is_output_local, layout.output_layouts[0].dim
+        self._route = layout.route(schedule)
 
-    def __call__(self, given: torch.Tensor) -> torch.Tensor:
+    def run(self, given: torch.Tensor) -> torch.Tensor:
         """This rank's part of the sequence, from its part of the features; a plain tensor is that part."""
-        dim, mesh, bias = self.layout.output_layouts[0].dim, self.layout.mesh, self._linear.bias
-        if isinstance(given, DTensor):
-            features = (Shard(given.ndim - 1),)
-            given = (given if given.placements == features else given.redistribute(placements=features)).to_local()
-        weight = _cast(self._linear.weight.to_local())
-        product = multiply_scatter(_cast(given), weight, dim, mesh.get_group(), self._schedule)
-        if bias is None and self.layout.is_output_local:
+        if not self._switch.is_on:
+            return self._forward(given)
+        weight, bias = cast_for_matmul(self.linear.weight.to_local()), self.linear.bias
+        product = multiply_scatter(cast_for_matmul(_features_of(given)), weight, self._dim, self._route)
+        if bias is None and self._is_output_local:
             return product
-        output = DTensor.from_local(product, mesh, [Shard(dim)], run_check=False)
-        return output if bias is None else output + _cast(bias)
+        output = DTensor.from_local(product, self._mesh, [Shard(self._dim)], run_check=False)
+        return output if bias is None else output + cast_for_matmul(bias)
+
+
+@final
+class AllReduceForward:
+    """A row-parallel linear whose output is whole on every rank."""
+
+    def __init__(self, linear: nn.Linear, layout: LinearLayout, rest: tuple[Switch, str]) -> None:
+        self.linear, self.layout, self._forward = linear, layout, linear.forward
+        self._switch, schedule = rest
+        self._mesh, self._is_output_local = layout.mesh, layout.is_output_local
+        self._route = layout.route(schedule)
+
+    def run(self, given: torch.Tensor) -> torch.Tensor:
+        """All tokens with all features, from this rank's part of the features; a plain tensor is that part."""
+        if not self._switch.is_on:
+            return self._forward(given)
+        weight, bias = cast_for_matmul(self.linear.weight.to_local()), self.linear.bias
+        product = multiply_all_reduce(cast_for_matmul(_features_of(given)), weight, self._route)
+        if bias is not None:
+            product = product + cast_for_matmul(bias.to_local())
+        return product if self._is_output_local else DTensor.from_local(product, self._mesh, [Replicate()], run_check=False)
+
+
+ParallelForward: TypeAlias = ColumnwiseForward | RowwiseForward | AllReduceForward
+
+
+def _features_of(given: torch.Tensor) -> torch.Tensor:
+    """This rank's part of the features, as a local tensor."""
+    if not isinstance(given, DTensor):
+        return given
+    features = (Shard(given.ndim - 1),)
+    return (given if given.placements == features else given.redistribute(placements=features)).to_local()
 
 
 def _is_sharded_sequence(given: torch.Tensor) -> bool:
@@ -123,9 +187,3 @@ def _is_sharded_sequence(given: torch.Tensor) -> bool:
 
 def _is_in_backward() -> bool:
     return int(torch._C._current_graph_task_id()) != -1
-
-
-def _cast(tensor: torch.Tensor) -> torch.Tensor:
-    """To the type that autocast gives to linears, if it is on."""
-    kind = tensor.device.type
-    return tensor.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else tensor

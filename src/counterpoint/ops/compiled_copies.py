@@ -77,6 +77,7 @@ class CompiledCopies(AbstractCompiledSchedule):
         self._schedule, self._program = planned
         self._layout, self._dtype = layout
         self.num_bytes = self._layout.num_bytes  # of symmetric memory
+        self.num_sent_bytes = self._layout.sent_bytes(self._program.steps)
         self._local = [buffer for buffer in self._schedule.buffers if buffer.home == "local"]
         forked = [name for name in self._program.streams if name != FIRST_COMPUTE]
         self._branches = Branches({name: shared.stream(name) for name in forked})

@@ -67,6 +67,7 @@ class CompiledMessages(AbstractCompiledSchedule):
         self._transport, self._schedule, self._layout, self._dtype = transport, schedule, layout, dtype
         self.num_bytes = layout.num_bytes  # of symmetric memory
         steps = make_program(schedule, transport.group.rank()).steps
+        self.num_sent_bytes = layout.sent_bytes(steps)
         self._steps: list[tuple[Instruction, Compute | None]] = [
             (step, None if step.action.kind == "copy" else bind_computation(step.action))
             for step in steps

@@ -1,11 +1,12 @@
 """One call of an operator: its operands are checked, the schedule that was picked is looked up, and it is run."""
 
+from functools import cache
 from typing import NamedTuple, final
 
 import torch
 from torch.distributed import distributed_c10d
 
-from counterpoint.ops.collectives import Sequential
+from counterpoint.ops.collectives import Collectives, Sequential
 from counterpoint.ops.dispatch import Matrices
 from counterpoint.ops.runtime import Request, Runtime, runtime_of
 from counterpoint.ops.transport import AbstractCompiledSchedule
@@ -21,6 +22,35 @@ class TorchPass(NamedTuple):
 
 
 @final
+class CallCounts:
+    """Calls of operators so far, forward and backward: those whose rows went by copies, and the bytes these sent from this
+    rank; those that ran the library's collective.
+
+    A call counts where the operator runs, so code that torch.compile made counts as well. A CUDA graph that holds a call
+    counts once, when it is captured.
+    """
+
+    __slots__ = ("num_by_copies", "num_by_library", "num_bytes")
+
+    def __init__(self) -> None:
+        self.num_by_copies = self.num_by_library = self.num_bytes = 0
+
+    def add(self, prepared: AbstractCompiledSchedule) -> None:
+        """Count a call that ran this schedule."""
+        if isinstance(prepared, Collectives):
+            self.num_by_library += 1
+        else:
+            self.num_by_copies += 1
+            self.num_bytes += prepared.num_sent_bytes
+
+
+@cache
+def calls_of(group_name: str) -> CallCounts:
+    """The counts of a group of this process; they go on where its memory was released."""
+    return CallCounts()
+
+
+@final
 class OperatorCall:
     """One call: checks its operands, finds the plan, runs it, in this order.
 
@@ -32,7 +62,7 @@ class OperatorCall:
     def __init__(self, torch_pass: TorchPass, operands: tuple[Matrices, Matrices, str]) -> None:
         self._operation, self._direction, self._sequential = torch_pass
         lefts, self._weights, group_name = operands
-        self._left = lefts[0]
+        self._left, self._counts = lefts[0], calls_of(group_name)
         # if one operand was left on the CPU, the other ranks meet where the GPU is
         device = next((each.device for each in (*lefts, *self._weights) if each.is_cuda), self._left.device)
         self._runtime: Runtime = runtime_of(group_name, device)
@@ -58,6 +88,7 @@ class OperatorCall:
     def __call__(self, tensors: dict[str, torch.Tensor]) -> None:
         """Run it; `tensors` are the given and the result buffers by name."""
         self._prepared.run(tensors, self._weights)
+        self._counts.add(self._prepared)
 
     def require_shard(self, num_rows: int) -> None:
         """Refuse a shard that is not this rank's part of `num_rows` rows."""

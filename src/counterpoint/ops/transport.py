@@ -12,6 +12,7 @@ from typing import final
 import torch
 
 from counterpoint.schedule.actions import Buffer, CopySchedule, Region
+from counterpoint.schedule.program import Instruction
 from counterpoint.value import Value
 
 # By the buffer's name. Of a call with several weights, what has a part for each of them has the others by `part_name`
@@ -28,7 +29,12 @@ class Place(Value, frozen=True, kw_only=True):
 
 
 class AbstractCompiledSchedule(ABC):
-    """A schedule made ready for tensors of one shape and type."""
+    """A schedule made ready for tensors of one shape and type.
+
+    `num_sent_bytes`: what this rank's copies send in one call; 0 where the library's collective moves the rows.
+    """
+
+    num_sent_bytes = 0
 
     @abstractmethod
     def run(self, tensors: Tensors, weights: Weights) -> None:
@@ -103,6 +109,11 @@ class Layout:
     def row_bytes(self, buffer: str) -> int:
         """Bytes of one row."""
         return self._row_bytes[buffer]
+
+    def sent_bytes(self, steps: Sequence[Instruction]) -> int:
+        """Bytes that the copies of one rank's program send in one call."""
+        sources = [step.action.reads[0] for step in steps if step.action.kind == "copy" and not step.is_incoming]
+        return sum(source.num_rows * self._row_bytes[source.buffer] for source in sources)
 
     def offset(self, region: Region) -> int:
         """First byte of a region, from the start of the symmetric memory or else of its tensor."""

@@ -61,6 +61,14 @@ from integration_sections.tensor_parallel_layouts import (
     tensor_parallel_refuses,
     tensor_parallel_with_fsdp2,
 )
+from integration_sections.tensor_parallel_switched import (
+    tensor_parallel_checkpointed,
+    tensor_parallel_compiled,
+    tensor_parallel_compiled_with_fsdp2,
+    tensor_parallel_in_a_job,
+    tensor_parallel_switches,
+    tensor_parallel_whole_outputs,
+)
 
 SECTIONS: dict[str, Callable[[], None]] = {
     section.__name__: section
@@ -104,6 +112,12 @@ SECTIONS: dict[str, Callable[[], None]] = {
         tensor_parallel_refuses,
         tensor_parallel_neighbors_part,
         tensor_parallel_with_fsdp2,
+        tensor_parallel_switches,
+        tensor_parallel_compiled,
+        tensor_parallel_checkpointed,
+        tensor_parallel_whole_outputs,
+        tensor_parallel_in_a_job,
+        tensor_parallel_compiled_with_fsdp2,
         memory_is_reported_and_given_back,
     )
 }

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -57,6 +57,13 @@ class Block(nn.Module):
 def parallel_block(*, dtype: torch.dtype = torch.float64, bias: bool = True, is_annotated: bool = False) -> Block:
     """A block over all ranks; with `is_annotated` linears gather their own inputs."""
     torch.manual_seed(0)
+    block = Block(bias=bias).to(DEVICE, dtype)
+    mesh = init_device_mesh(DEVICE.type, (dist.get_world_size(),))
+    return parallelize_block(block, mesh, is_annotated=is_annotated)
+
+
+def parallelize_block(block: Block, mesh: DeviceMesh, *, is_annotated: bool = False) -> Block:
+    """Split a block over the ranks of a mesh, with its inputs and outputs sharded along the sequence."""
     whole = PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate())
     column = {"input_layouts": Shard(1)} if is_annotated else {}
     plan = {"norm1": SequenceParallel(), "norm2": SequenceParallel()}
@@ -65,8 +72,14 @@ def parallel_block(*, dtype: torch.dtype = torch.float64, bias: bool = True, is_
     for name in ("attention.q", "attention.k", "attention.v", "mlp.gate", "mlp.up"):
         plan[name] = ColwiseParallel(**column)
     plan |= {name: RowwiseParallel(output_layouts=Shard(1)) for name in ("attention.o", "mlp.down")}
-    block = Block(bias=bias).to(DEVICE, dtype)
-    return parallelize_module(block, init_device_mesh(DEVICE.type, (dist.get_world_size(),)), plan)
+    return parallelize_module(block, mesh, plan)
+
+
+def parallelize_feed_forward(mlp: FeedForward, mesh: DeviceMesh) -> FeedForward:
+    """Split one over the ranks of a mesh, as `parallelize_block` does."""
+    plan = {"gate": ColwiseParallel(), "up": ColwiseParallel(), "down": RowwiseParallel(output_layouts=Shard(1))}
+    parallelize_module(mlp, mesh, plan)
+    return parallelize_module(mlp, mesh, PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate()))
 
 
 def block_results(block: nn.Module, batch: int, length: int, dtype: torch.dtype = torch.float64) -> list[torch.Tensor]:

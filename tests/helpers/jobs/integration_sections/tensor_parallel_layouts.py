@@ -58,6 +58,7 @@ def tensor_parallel_refuses() -> None:
     refused(lambda: block(odd), "Pad it")
     plan = {"gate": ColwiseParallel(), "up": ColwiseParallel(), "down": RowwiseParallel()}
     whole = parallelize_module(FeedForward(64).to(DEVICE), mesh, plan)
+    whole.down = None
     refused(lambda: tensor_parallel.overlap(whole), "comes whole")
     refused(lambda: tensor_parallel.overlap(FeedForward(64)), "parallelize_module")
     refused(lambda: tensor_parallel.overlap(None), "parallelize_module has split; found one of type NoneType")
