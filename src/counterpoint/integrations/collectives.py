@@ -42,9 +42,11 @@ from counterpoint.integrations.lane_collectives import (
     require_switch,
     streams_of,
 )
+from counterpoint.integrations.paths import COPIED_KINDS
 from counterpoint.ops.collectives import library_all_gather, library_reduce_scatter
 from counterpoint.ops.graph_cache import is_capturing
 from counterpoint.ops.lane import AbstractLane
+from counterpoint.step import CollectiveKind
 from counterpoint.value import require
 
 Group: TypeAlias = dist.ProcessGroup
@@ -64,38 +66,46 @@ class ReplacedCollectives:
         least_part_bytes, self._max_buffer_bytes = limits
         self._device_type = "cuda" if torch.cuda.is_available() else "cpu"
         self._lanes: dict[str, Lanes] = {}
-        self._tally = Tally("a collective that the job calls", least_part_bytes)
+        self._least_part_bytes = least_part_bytes
+        self.tallies = {kind: Tally(f"an {kind} that the job calls", least_part_bytes) for kind in COPIED_KINDS}
+        self._num_large: dict[CollectiveKind, int] = dict.fromkeys(COPIED_KINDS, 0)
         self._exchanged: list[tuple[Any, str, Any, Any]] = []  # module, name, the library's, ours
-        self._is_on = False
+        self._on: frozenset[CollectiveKind] = frozenset()
 
     @property
     def is_on(self) -> bool:
-        """Whether collectives go by copies, if nothing is in the way."""
-        return self._is_on
+        """Whether any collectives go by copies, if nothing is in the way."""
+        return bool(self._on)
 
     @property
     def num_by_copies(self) -> int:
         """Collectives that copies did."""
-        return self._tally.num_by_copies
+        return sum(tally.num_by_copies for tally in self.tallies.values())
 
     @property
     def num_by_library(self) -> int:
         """Collectives that the library did."""
-        return self._tally.num_by_library
+        return sum(tally.num_by_library for tally in self.tallies.values())
 
     @property
     def num_bytes(self) -> int:
         """Bytes that copies moved from this rank to others."""
-        return self._tally.num_bytes
+        return sum(tally.num_bytes for tally in self.tallies.values())
+
+    @property
+    def large_kinds(self) -> tuple[CollectiveKind, ...]:
+        """The kinds of collectives that were called, large enough for copies, whether they went by copies or not."""
+        return tuple(kind for kind, number in self._num_large.items() if number)
 
     def __str__(self) -> str:
-        """What was done how, and whether copies are on."""
-        return f"{self._tally}; copies are {'on' if self._is_on else 'off'}"
+        """What was done how, and which kinds copies are on for."""
+        done = "; ".join(map(str, self.tallies.values()))
+        return f"{done}; copies are {'on for ' + ', '.join(sorted(self._on)) if self._on else 'off'}"
 
-    def use(self, is_on: bool) -> None:
-        """Let copies do large collectives from the next call on, or the library. On every rank, between the same calls.
+    def use(self, is_on: bool, kinds: Sequence[CollectiveKind] = COPIED_KINDS) -> None:
+        """Let copies do large collectives of these kinds from the next call on; all others are the library's.
 
-        Raises `IntegrationError`.
+        On every rank, between the same calls. Raises `IntegrationError`.
         """
         require_switch(is_on=is_on)
         require(
@@ -103,7 +113,7 @@ class ReplacedCollectives:
             IntegrationError,
             "undo() has put the library's functions back. Call collectives.replace() again, on every rank.",
         )
-        self._is_on = is_on
+        self._on = frozenset(kinds) if is_on else frozenset()
 
     def put_in_place(self) -> None:
         """Exchange the functions of torch."""
@@ -123,7 +133,7 @@ class ReplacedCollectives:
 
     def undo(self) -> None:
         """Put the library's functions back, but for those that somebody else exchanged after us: these now pass through."""
-        self._is_on = False
+        self._on = frozenset()
         for module, name, theirs, replacement in self._exchanged:
             if getattr(module, name) is replacement:
                 setattr(module, name, theirs)
@@ -135,7 +145,7 @@ class ReplacedCollectives:
     def _all_gather(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Group | None = None, async_op: bool = False
     ) -> Any:
-        lanes = self._lanes_for(group, (output_tensor, input_tensor), lambda: input_tensor.nbytes)
+        lanes = self._lanes_for("all_gather", group, (output_tensor, input_tensor), lambda: input_tensor.nbytes)
         if lanes is None or output_tensor.numel() != input_tensor.numel() * lanes.group.size():
             return library_all_gather(output_tensor, input_tensor, group=group, async_op=async_op)
         given = input_tensor.view(-1)
@@ -145,9 +155,9 @@ class ReplacedCollectives:
         for start in range(0, given.numel(), length):
             part = slice(start, start + length)
             pieces.append(functools.partial(all_gather, outputs=[row[part] for row in outputs], given=given[part]))
-        if not self._has_memory(lanes, length * given.itemsize, len(pieces)):
+        if not self._has_memory("all_gather", lanes, length * given.itemsize, len(pieces)):
             return library_all_gather(output_tensor, input_tensor, group=group, async_op=async_op)
-        return self._issue(lanes, pieces, (output_tensor, input_tensor), async_op=async_op)
+        return self._issue("all_gather", lanes, pieces, (output_tensor, input_tensor), async_op=async_op)
 
     def _reduce_scatter(
         self,
@@ -157,7 +167,7 @@ class ReplacedCollectives:
         group: Group | None = None,
         async_op: bool = False,
     ) -> Any:
-        lanes = self._lanes_for(group, (output, input), lambda: output.nbytes, op)
+        lanes = self._lanes_for("reduce_scatter", group, (output, input), lambda: output.nbytes, op)
         if lanes is None or input.numel() != output.numel() * lanes.group.size():
             return library_reduce_scatter(output, input, op=op, group=group, async_op=async_op)
         flat, blocks = output.view(-1), input.view(lanes.group.size(), -1)
@@ -168,43 +178,49 @@ class ReplacedCollectives:
             part = slice(start, start + length)
             sent = [row[part] for row in blocks]
             pieces.append(functools.partial(reduce_scatter, output=flat[part], blocks=sent, divisor=divisor))
-        if not self._has_memory(lanes, length * flat.itemsize, len(pieces)):
+        if not self._has_memory("reduce_scatter", lanes, length * flat.itemsize, len(pieces)):
             return library_reduce_scatter(output, input, op=op, group=group, async_op=async_op)
-        return self._issue(lanes, pieces, (output, input), async_op=async_op)
+        return self._issue("reduce_scatter", lanes, pieces, (output, input), async_op=async_op)
 
     def _all_reduce(self, tensor: torch.Tensor, op: Any = SUM, group: Group | None = None, async_op: bool = False) -> Any:
-        lanes = self._lanes_for(group, (tensor,), lambda: -(-tensor.nbytes // _size_of(group)), op)
+        lanes = self._lanes_for("all_reduce", group, (tensor,), lambda: -(-tensor.nbytes // _size_of(group)), op)
         if lanes is None:
             return library_all_reduce(tensor, op=op, group=group, async_op=async_op)
         length = self._part_elements(tensor, -(-tensor.numel() // lanes.group.size()), lanes)
         parts = tensor.view(-1).split(length * lanes.group.size())
         pieces: list[Piece] = [functools.partial(all_reduce, bucket=part, wire=AsIs(is_mean=op == AVG)) for part in parts]
-        if not self._has_memory(lanes, length * tensor.itemsize, len(pieces)):
+        if not self._has_memory("all_reduce", lanes, length * tensor.itemsize, len(pieces)):
             return library_all_reduce(tensor, op=op, group=group, async_op=async_op)
-        return self._issue(lanes, pieces, (tensor,), async_op=async_op)
+        return self._issue("all_reduce", lanes, pieces, (tensor,), async_op=async_op)
 
     def _lanes_for(
-        self, group: Group | None, tensors: Sequence[torch.Tensor], part_bytes: Callable[[], int], op: Any = None
+        self,
+        kind: CollectiveKind,
+        group: Group | None,
+        tensors: Sequence[torch.Tensor],
+        part_bytes: Callable[[], int],
+        op: Any = None,
     ) -> Lanes | None:
         """The lanes that this collective goes by, or None where it is the library's; that is counted, with the reason."""
         found = dist.group.WORLD if group is None else group
+        tally = self.tallies[kind]
         obstacle = self._obstacle(found, tensors, op)
-        if obstacle:
-            self._tally.count_library(obstacle)
+        is_large = not obstacle and part_bytes() >= self._least_part_bytes
+        self._num_large[kind] += is_large
+        if obstacle or kind not in self._on:
+            tally.count_library(obstacle if kind in self._on else SWITCHED_OFF)
             return None
         assert isinstance(found, dist.ProcessGroup)
-        if self._tally.is_librarys(part_bytes(), ""):  # before lanes are made, which small collectives need none of
+        if tally.is_librarys(part_bytes(), ""):  # before lanes are made, which small collectives need none of
             return None
         lanes = self._lanes_of(found, tensors[0].device)
         if lanes.obstacle:
-            self._tally.count_library(lanes.obstacle)
+            tally.count_library(lanes.obstacle)
             return None
         return lanes
 
     def _obstacle(self, group: Any, tensors: Sequence[Any], op: Any) -> str:
         """Why a collective is the library's whatever its size, or nothing; the same on every rank that calls alike."""
-        if not self._is_on:
-            return SWITCHED_OFF
         if not isinstance(group, dist.ProcessGroup) or group.size() == 1:
             return "its group has no other rank"
         if self._groups is not None and all(group is not each for each in self._groups):
@@ -237,18 +253,24 @@ class ReplacedCollectives:
         most = self._max_buffer_bytes // int(lanes.group.size()) // int(tensor.itemsize)
         return max(1, min(most // BLOCK_ELEMENTS, -(-num_elements // BLOCK_ELEMENTS))) * BLOCK_ELEMENTS
 
-    def _has_memory(self, lanes: Lanes, block_bytes: int, num_pieces: int) -> bool:
+    def _has_memory(self, kind: CollectiveKind, lanes: Lanes, block_bytes: int, num_pieces: int) -> bool:
         """Whether all ranks have it, before anything is issued: collectives in place cannot be begun twice."""
         try:
             lanes.reserve(block_bytes, num_pieces)
         except RefusedTogetherError as refusal:
             lanes.give_up(refusal)
-            self._tally.count_library(lanes.obstacle)
+            self.tallies[kind].count_library(lanes.obstacle)
             return False
         return True
 
     def _issue(
-        self, lanes: Lanes, pieces: Sequence[Piece], tensors: Sequence[torch.Tensor], *, async_op: bool
+        self,
+        kind: CollectiveKind,
+        lanes: Lanes,
+        pieces: Sequence[Piece],
+        tensors: Sequence[torch.Tensor],
+        *,
+        async_op: bool,
     ) -> dist.Work | None:
         """Every piece on the next lane; the first of `tensors` is the result."""
         streams: list[Any] = []
@@ -259,7 +281,7 @@ class ReplacedCollectives:
                 with lane.issuing():
                     num_bytes += piece(lane)
                     streams += streams_of(tensors[0])
-        self._tally.count_copies(num_bytes)
+        self.tallies[kind].count_copies(num_bytes)
         if not async_op:
             for stream in streams:
                 torch.cuda.current_stream(tensors[0].device).wait_stream(stream)

@@ -180,8 +180,18 @@ class CopyEnginesInUse:
         """Bytes that copies moved from this rank to others."""
         return sum(tally.num_bytes for tally in self._tallies())
 
+    @property
+    def gather_tallies(self) -> list[Tally]:
+        """What was done with gatherings of parameters, one for each group of ranks."""
+        return [each.tally for each in self._buffers.values()]
+
+    @property
+    def reduce_tallies(self) -> list[Tally]:
+        """What was done with reductions of gradients, one for each group of ranks."""
+        return [tally for _, tally in self._reduces.values()]
+
     def _tallies(self) -> list[Tally]:
-        return [*(each.tally for each in self._buffers.values()), *(tally for _, tally in self._reduces.values())]
+        return [*self.gather_tallies, *self.reduce_tallies]
 
     def __str__(self) -> str:
         """What was done how for each group of ranks, what is on, and which modules were refused."""

@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from counterpoint.errors import IntegrationError, OperatorError, cause_of
 from counterpoint.integrations import collectives, ddp, fsdp2, tensor_parallel
+from counterpoint.integrations.lane_collectives import Tally
 from counterpoint.integrations.paths import (
     COPIED_KINDS,
     COPIES,
@@ -31,36 +32,43 @@ from counterpoint.integrations.paths import (
     Paths,
 )
 from counterpoint.ops import pool_report
+from counterpoint.schedule import ScheduleDescription
+from counterpoint.step import CollectiveKind
 from counterpoint.units import format_count
 
 OLDEST_TORCH = (2, 11)
+Counting = tensor_parallel.Overlapped | ddp.BucketAverages | Tally
 Key = tuple[str, str]  # a control's tag, and what it is for
-Tally = tuple[int, int, int]  # calls by copies, calls by the library, bytes
+Counts = tuple[int, int, int]  # calls by copies, calls by the library, bytes
 
 
 @final
 class TorchJobPaths(AbstractJobPaths):
-    """The paths of this process. See `AbstractJobPaths`."""
+    """The paths of this process. See `AbstractJobPaths`. `schedule` is that of all operators, if a plan names one."""
 
-    def __init__(self) -> None:
+    def __init__(self, schedule: ScheduleDescription | None = None) -> None:
+        self._schedule = schedule
         self._overlapped: list[tensor_parallel.Overlapped] = []
         self._averages: list[ddp.BucketAverages] = []
         self._sharded: list[fsdp2.CopyEnginesInUse] = []
-        self._replaced: collectives.Replaced | None = None
+        self._replaced: collectives.ReplacedCollectives | None = None
+        self._owns_collectives = False  # else they are a framework's, which has an integration of its own
         self._refused: dict[Integration, str] = {}
         self._in_force = LIBRARY
-        self._tallies: dict[Paths, dict[Key, Tally]] = {}
-        self._counted: dict[Key, Tally] = {}  # when the paths in force were put there
+        self._tallies: dict[Paths, dict[Key, Counts]] = {}
+        self._counted: dict[Key, Counts] = {}  # when the paths in force were put there
 
     def prepare(self) -> None:
         """See `AbstractJobPaths.prepare`. What cannot be served is the survey's to say."""
         if _obstacle():
             return
+        if self._replaced is None and dist.is_initialized():
+            self._replaced = collectives.replace(is_on=False)  # counts, so that the survey knows what the job calls
         for root in _roots(_modules()):
-            if not tensor_parallel.is_parallelized(root) or tensor_parallel.is_overlapped(root):
+            if not tensor_parallel.is_waiting(root):
                 continue
             try:
-                self._overlapped.append(tensor_parallel.overlap(root, is_on=False))
+                self._overlapped.append(tensor_parallel.overlap(root, schedule=self._schedule, is_on=False))
             except IntegrationError as problem:
                 self._refused["tensor_parallel"] = cause_of(problem, 200)
 
@@ -69,6 +77,11 @@ class TorchJobPaths(AbstractJobPaths):
         obstacle = _obstacle()
         modules = _modules()
         offers = [self._offer_overlap(), *_offers_of(modules)]
+        if not any(offers):
+            offers.append(self._offer_collectives())
+        elif self._replaced is not None:
+            self._replaced.undo()  # the frameworks' own calls have integrations of their own
+            self._replaced = None
         if obstacle:
             return tuple(
                 PathOffer(integration=offer.integration, what=offer.what, refusal=obstacle) for offer in offers if offer
@@ -82,6 +95,13 @@ class TorchJobPaths(AbstractJobPaths):
             return PathOffer(integration="tensor_parallel", what=format_count(number, "tensor-parallel linear"))
         refusal = self._refused.get("tensor_parallel")
         return PathOffer(integration="tensor_parallel", what=MATMULS, refusal=refusal) if refusal else None
+
+    def _offer_collectives(self) -> PathOffer | None:
+        """What the job calls itself; in other jobs these are the frameworks' own calls."""
+        kinds = COPIED_KINDS if self._replaced is None else self._replaced.large_kinds
+        if not kinds or not dist.is_initialized():
+            return None
+        return PathOffer(integration="collectives", what="the job's own collectives", kinds=kinds)
 
     def take(self, integrations: Sequence[Integration]) -> dict[Integration, str]:
         """See `AbstractJobPaths.take`."""
@@ -108,7 +128,9 @@ class TorchJobPaths(AbstractJobPaths):
             self._averages.append(ddp.register(model, is_on=False))
 
     def _take_collectives(self) -> None:
-        self._replaced = collectives.replace(is_on=False)
+        self._owns_collectives = True
+        if self._replaced is None:
+            self._replaced = collectives.replace(is_on=False)
 
     def drop(self, integrations: Sequence[Integration]) -> None:
         """See `AbstractJobPaths.drop`."""
@@ -120,9 +142,8 @@ class TorchJobPaths(AbstractJobPaths):
             self._sharded.clear()
         if "ddp" in integrations:
             self._averages.clear()  # the hook stays, switched off: DDP takes one in its life
-        if "collectives" in integrations and self._replaced is not None:
-            self._replaced.undo()
-            self._replaced = None
+        if "collectives" in integrations:
+            self._owns_collectives = False
 
     def use(self, paths: Paths) -> None:
         """See `AbstractJobPaths.use`."""
@@ -138,7 +159,7 @@ class TorchJobPaths(AbstractJobPaths):
         for sharded in self._sharded:
             sharded.use(gathers="all_gather" in paths.copies, reduces="reduce_scatter" in paths.copies)
         if self._replaced is not None:
-            self._replaced.use(paths.copies)
+            self._replaced.use(bool(paths.copies) and self._owns_collectives, paths.copies)
 
     def counts(self, paths: Paths) -> tuple[PathCounts, ...]:
         """See `AbstractJobPaths.counts`."""
@@ -159,37 +180,37 @@ class TorchJobPaths(AbstractJobPaths):
             )
         return tuple(found)
 
-    def _tally(self) -> dict[Key, Tally]:
+    def _tally(self) -> dict[Key, Counts]:
         """All that was counted under the paths in force, now and before."""
         earlier, now = self._tallies.get(self._in_force, {}), self._count()
         return {key: _add(earlier.get(key), _subtract(now[key], self._counted.get(key))) for key in now}
 
-    def _count(self) -> dict[Key, Tally]:
+    def _count(self) -> dict[Key, Counts]:
         """All that the integrations have counted so far, by control."""
-        found: dict[Key, Tally] = {}
+        found: dict[Key, Counts] = {}
         for overlapped in self._overlapped:
             key = (OVERLAP.tag, MATMULS)
             found[key] = _add(found.get(key), _tally_of(overlapped))
-        of_kinds = [("all_reduce", averages) for averages in self._averages]
-        of_kinds += [("all_gather", gather) for sharded in self._sharded for gather in sharded.gathers]
-        of_kinds += [("reduce_scatter", reduce) for sharded in self._sharded for reduce in sharded.reduces]
-        if self._replaced is not None:
-            of_kinds += [(kind, self._replaced.counts[kind]) for kind in COPIED_KINDS]
+        of_kinds: list[tuple[CollectiveKind, Counting]] = [("all_reduce", averages) for averages in self._averages]
+        of_kinds += [("all_gather", tally) for sharded in self._sharded for tally in sharded.gather_tallies]
+        of_kinds += [("reduce_scatter", tally) for sharded in self._sharded for tally in sharded.reduce_tallies]
+        if self._replaced is not None and self._owns_collectives:
+            of_kinds += [(kind, self._replaced.tallies[kind]) for kind in COPIED_KINDS]
         for kind, counted in of_kinds:
             key = (COPIES.tag, WORDS[kind])
             found[key] = _add(found.get(key), _tally_of(counted))
         return found
 
 
-def _tally_of(counted: object) -> Tally:
+def _tally_of(counted: Counting) -> Counts:
     return counted.num_by_copies, counted.num_by_library, counted.num_bytes
 
 
-def _add(one: Tally | None, other: Tally) -> Tally:
+def _add(one: Counts | None, other: Counts) -> Counts:
     return other if one is None else (one[0] + other[0], one[1] + other[1], one[2] + other[2])
 
 
-def _subtract(one: Tally, other: Tally | None) -> Tally:
+def _subtract(one: Counts, other: Counts | None) -> Counts:
     return one if other is None else (one[0] - other[0], one[1] - other[1], one[2] - other[2])
 
 
@@ -227,12 +248,8 @@ def _offers_of(modules: Sequence[nn.Module]) -> list[PathOffer]:
     replicated, sharded = _data_parallel(modules), _sharded_roots(modules)
     if replicated:
         what = f"gradient buckets of {format_count(len(replicated), 'DDP model')}"
-        refusal = next((found for model in replicated if (found := ddp.obstacle_of(model))), "")
-        offers.append(PathOffer(integration="ddp", what=what, kinds=("all_reduce",), refusal=refusal))
+        offers.append(PathOffer(integration="ddp", what=what, kinds=("all_reduce",)))
     if sharded:
         what = format_count(len(sharded), "FSDP2 model")
         offers.append(PathOffer(integration="fsdp2", what=what, kinds=("all_gather", "reduce_scatter")))
-    if dist.is_initialized() and collectives.num_large_calls():
-        what = "collectives that the job calls itself"
-        offers.append(PathOffer(integration="collectives", what=what, kinds=collectives.kinds_called()))
     return offers

@@ -9,6 +9,7 @@ from typing import Literal, final
 
 from counterpoint.controls import OverlapMatmul, Transport
 from counterpoint.plan import Directive, Match
+from counterpoint.schedule import ScheduleDescription
 from counterpoint.step import REDUCING_COLLECTIVES, Collective, CollectiveKind, Step
 from counterpoint.traces.classify import classify_kernel
 from counterpoint.value import Value
@@ -25,10 +26,14 @@ WORDS: dict[CollectiveKind, str] = {
 
 
 class Paths(Value, frozen=True, kw_only=True):
-    """Which collectives travel by copies instead of the library's kernels, and whether matmuls overlap with theirs."""
+    """Which collectives travel by copies instead of the library's kernels, and whether matmuls overlap with theirs.
+
+    `schedule` is that of the operators; None leaves it to the heuristic.
+    """
 
     copies: tuple[CollectiveKind, ...] = ()
     overlaps_matmuls: bool = False
+    schedule: ScheduleDescription | None = None
 
     @property
     def targets(self) -> tuple[tuple[str, str], ...]:
@@ -147,14 +152,15 @@ def paths_of(directives: Iterable[Directive], step: Step | None = None) -> Paths
     A running job knows a collective by its kind, so all collectives of a kind take the same path.
     """
     copies: set[CollectiveKind] = set()
-    overlaps = False
+    overlaps, schedule = False, None
     for directive in directives:
         for control in directive.controls:
             if isinstance(control, OverlapMatmul):
-                overlaps = True
+                overlaps, schedule = True, control.schedule
             elif isinstance(control, Transport) and control.transport == "copy_engine":
                 copies.update(_kinds_of(directive.match, step))
-    return Paths(copies=tuple(kind for kind in COPIED_KINDS if kind in copies), overlaps_matmuls=overlaps)
+    in_order = tuple(kind for kind in COPIED_KINDS if kind in copies)
+    return Paths(copies=in_order, overlaps_matmuls=overlaps, schedule=schedule)
 
 
 def _kinds_of(match: Match, step: Step | None) -> set[CollectiveKind]:

@@ -98,7 +98,7 @@ class JobAgent:
         from counterpoint.supervised import torch_job  # noqa: PLC0415  the job has torch by now
 
         if self._paths is None:
-            self._paths = torch_job.job_paths()
+            self._paths = torch_job.job_paths(self._settings.given.paths.schedule)
         return self._paths
 
     def _begin(self) -> LiveTuner | None:

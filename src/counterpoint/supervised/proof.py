@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from counterpoint.controls import CommunicationCtas, Control, HeadStart, Priority, ResidencyCap
 from counterpoint.engagement import Engagement, State
-from counterpoint.integrations.paths import COPIES, OVERLAP, PathCounts
+from counterpoint.integrations.paths import PathCounts
 from counterpoint.launch_filter.control_block import FilterRule, FilterState, RuleCounters, SeenFunction
 from counterpoint.plan import Plan, Refusal
 from counterpoint.supervised.settings import Setting, Totals, add_counters
@@ -66,15 +66,14 @@ def prove_paths(totals: Totals) -> list[ControlProof]:
 
 
 def _prove_path(counts: PathCounts) -> ControlProof:
-    control = OVERLAP if counts.control == OVERLAP.tag else COPIES
     is_met = counts.num_by_copies > 0
     moved, held = format_bytes(counts.num_bytes), format_bytes(counts.symmetric_bytes)
     engagement = Engagement(
         control=counts.control,
         target=counts.target,
         state="verified" if is_met else "refused" if counts.problem else "failed",
-        asked=control.describe(),
-        found=f"{moved} sent by copies; {held} of symmetric memory" if is_met else "",
+        asked="by copies",
+        found=f"{moved} sent, {held} held" if is_met else "",
         reason="" if is_met else why_no_copies(counts),
     )
     num_calls = counts.num_by_copies + counts.num_by_library

@@ -14,6 +14,7 @@ from counterpoint.cuda.rendezvous import open_exchange
 from counterpoint.errors import DeviceError
 from counterpoint.integrations.paths import AbstractJobPaths, NoPaths
 from counterpoint.ranks import Exchange
+from counterpoint.schedule import ScheduleDescription
 from counterpoint.supervised.running_job import AbstractStepClock, HostClock, JobGpu
 
 STORE_LIMIT_S = 20.0  # for one request to a store that answers at once or is gone
@@ -54,13 +55,13 @@ def job_exchange() -> Exchange:
     return open_exchange("run", STORE_LIMIT_S)
 
 
-def job_paths() -> AbstractJobPaths:
+def job_paths(schedule: ScheduleDescription | None) -> AbstractJobPaths:
     """The models and collectives of this process; none where it has no torch.distributed."""
     if not dist.is_available():
         return NoPaths()
     from counterpoint.integrations.job_paths import TorchJobPaths  # noqa: PLC0415  it loads all integrations
 
-    return TorchJobPaths()
+    return TorchJobPaths(schedule)
 
 
 def job_clock() -> AbstractStepClock:
