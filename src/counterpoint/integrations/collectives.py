@@ -41,9 +41,10 @@ from counterpoint.integrations.lane_collectives import (
     require_least_part,
     require_switch,
     streams_of,
+    uses_nccl,
 )
 from counterpoint.integrations.paths import COPIED_KINDS
-from counterpoint.ops.collectives import library_all_gather, library_reduce_scatter
+from counterpoint.ops.collectives import library_all_gather, library_all_reduce, library_reduce_scatter
 from counterpoint.ops.graph_cache import is_capturing
 from counterpoint.ops.lane import AbstractLane
 from counterpoint.step import CollectiveKind
@@ -53,7 +54,6 @@ Group: TypeAlias = dist.ProcessGroup
 Piece = Callable[[AbstractLane], int]  # issues a part of a collective on a lane; the bytes sent
 SUM, AVG = dist.ReduceOp.SUM, dist.ReduceOp.AVG
 PLAIN = (torch.Tensor, torch.nn.Parameter)
-library_all_reduce = dist.all_reduce
 
 
 @final
@@ -238,7 +238,7 @@ class ReplacedCollectives:
             return "it is no sum or mean of floating-point numbers"
         if first.device.type != self._device_type:
             return f"its tensors are not on '{self._device_type}'"
-        if first.is_cuda and "cuda:nccl" not in str(dist.get_backend_config(group)):
+        if first.is_cuda and not uses_nccl(group, first.device):
             return "its group does not use NCCL"
         return "it is captured in a graph" if is_capturing(first.device) else ""
 

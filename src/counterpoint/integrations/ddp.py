@@ -31,7 +31,9 @@ from counterpoint.integrations.lane_collectives import (
     require_least_part,
     require_switch,
     streams_of,
+    uses_nccl,
 )
+from counterpoint.ops.collectives import library_all_reduce
 from counterpoint.value import require
 
 Compression = Literal["bf16", "fp8"]
@@ -123,7 +125,7 @@ class BucketAverages:
             done += part.numel()
         if done < flat.numel():  # memory ran out, on all ranks alike
             self._tally.count_library(self._lanes.obstacle)
-            dist.all_reduce(_scaled(flat[done:], self._lanes.group), group=self._lanes.group)
+            library_all_reduce(_scaled(flat[done:], self._lanes.group), group=self._lanes.group)
             return [*streams, *streams_of(flat)]
         self._tally.count_copies(num_bytes)
         return streams
@@ -209,12 +211,12 @@ def _has_hook(name: str) -> str:
 
 def _average_by_library(flat: torch.Tensor, group: dist.ProcessGroup) -> torch.futures.Future[torch.Tensor]:
     """As DDP without a hook does it, to the bit."""
-    num_ranks = group.size()
+    is_power_of_two = group.size() & (group.size() - 1) == 0
     # NCCL's mean multiplies what it reads by 1 / ranks. Powers of two are exact, and a pass over the bucket is saved
-    if flat.is_cuda and flat.layout == torch.strided and num_ranks & (num_ranks - 1) == 0 and num_ranks > 1:
-        work = dist.all_reduce(flat, op=dist.ReduceOp.AVG, group=group, async_op=True)
+    if is_power_of_two and flat.layout == torch.strided and uses_nccl(group, flat.device):
+        work = library_all_reduce(flat, op=dist.ReduceOp.AVG, group=group, async_op=True)
     else:
-        work = dist.all_reduce(_scaled(flat, group), group=group, async_op=True)
+        work = library_all_reduce(_scaled(flat, group), group=group, async_op=True)
     assert work is not None
     return work.get_future().then(lambda done: done.value()[0])
 

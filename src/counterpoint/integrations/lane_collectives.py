@@ -173,6 +173,14 @@ def require_switch(**switches: object) -> None:
         require(isinstance(found, bool), IntegrationError, f"{name} is True or False; found {found!r}. Give one of them.")
 
 
+def uses_nccl(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Whether the group's collectives on this kind of device are NCCL's."""
+    try:
+        return str(group._get_backend(device).name()) == "nccl"
+    except RuntimeError:  # it has none for such a device
+        return False
+
+
 def streams_of(tensor: torch.Tensor) -> list[Any]:
     """The tensor's current stream, where there are streams."""
     return [torch.cuda.current_stream(tensor.device)] if tensor.is_cuda else []

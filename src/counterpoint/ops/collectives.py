@@ -18,7 +18,8 @@ from counterpoint.ops.message_watchdog import MessageWatchdog
 from counterpoint.ops.transport import AbstractCompiledSchedule, Tensors, Weights
 from counterpoint.schedule.actions import Operation, split
 
-# torch 2.13 renamed both; the old names warn there
+# The library's own, also where a job's functions were exchanged. torch 2.13 renamed two, and the old names warn there
+library_all_reduce = dist.all_reduce
 library_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 library_reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 LOST = ("timed out", "timeout", "connection", "closed by peer", "broken pipe")  # in what gloo says when a rank is missing
@@ -65,7 +66,7 @@ class Collectives(AbstractCompiledSchedule):
         """Fill `product` with this rank's block of the sum of all ranks' `partial`, which may be overwritten."""
         num_ranks = len(self._blocks)
         if partial.is_cpu:  # gloo reduces whole tensors only
-            self._together(dist.all_reduce, partial)
+            self._together(library_all_reduce, partial)
             product.copy_(partial[slice(*self._blocks[self._rank])])
             return
         if partial.shape[0] == num_ranks * self._longest:
@@ -80,7 +81,7 @@ class Collectives(AbstractCompiledSchedule):
 
     def reduce_all(self, product: torch.Tensor) -> None:
         """Sum all ranks' `product` in place."""
-        self._together(dist.all_reduce, product)
+        self._together(library_all_reduce, product)
 
     def exchange(self, tokens: torch.Tensor, *, is_return: bool = False) -> torch.Tensor:
         """This rank's block of every rank's tokens; `is_return` gives back what came."""

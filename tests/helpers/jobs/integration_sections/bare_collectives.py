@@ -3,9 +3,10 @@
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
+from torch.nn.parallel import DistributedDataParallel
 
 from counterpoint import ops
-from counterpoint.integrations import collectives
+from counterpoint.integrations import collectives, ddp
 from counterpoint.ops.collectives import library_all_gather, library_reduce_scatter
 from integration_sections.comparing import (
     DEVICE,
@@ -17,6 +18,7 @@ from integration_sections.comparing import (
     said_of,
     without_memory_above,
 )
+from integration_sections.layered import deep_model, given_to, gradients
 
 SIZES = (1, 127, 128, 1000, 4097, 30_001)
 GATHER = "all_gather_single" if "all_gather_single" in dir(dist) else "all_gather_into_tensor"
@@ -142,6 +144,19 @@ def _left_alone(rank: int, num_ranks: int) -> None:
     refused(lambda: collectives.replace([None]), "groups are process groups")
     refused(lambda: collectives.replace(in_flight=0), "in_flight")
     refused(lambda: collectives.replace(is_on="yes"), "is_on is True or False; found 'yes'")
+
+
+def bare_collectives_leave_ddp_alone() -> None:
+    """DDP's buckets have a switch of their own: switched off they are the library's, to the bit."""
+    given = given_to(dist.get_rank())
+    bare = gradients(DistributedDataParallel(deep_model()), given)
+    replaced = collectives.replace(least_part_bytes=0)
+    model = DistributedDataParallel(deep_model())
+    averages = ddp.register(model, is_on=False)
+    assert_equal(gradients(model, given), bare)
+    assert replaced.num_by_copies == 0
+    assert averages.num_by_library == 1
+    replaced.undo()
 
 
 def bare_collectives_compiled() -> None:
