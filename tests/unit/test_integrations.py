@@ -1,10 +1,11 @@
 """DDP, FSDP2 and tensor parallelism on copy engines against stock PyTorch, on CPUs over gloo; and ranks that die."""
 
+import re
 from pathlib import Path
 
 import pytest
 
-from helpers.gloo_ranks import Ended, run_ranks
+from helpers.gloo_ranks import JOBS, Ended, run_ranks
 
 SECTIONS = (
     "all_reduces",
@@ -83,6 +84,8 @@ def test_compiled_blocks_do_what_they_do_eagerly(ended_compiled: list[Ended], se
 def test_no_section_is_left_out(ended: list[Ended]) -> None:
     found = [line.partition(":")[0] for line in ended[0].output.splitlines() if line.endswith(": ok")]
     assert found == list(SECTIONS)
+    listed = re.findall(r"^        (\w+),$", (JOBS / "integrations.py").read_text(), re.MULTILINE)
+    assert sorted(listed) == sorted(SECTIONS + COMPILED)
     assert {rank.status for rank in ended} == {0}
 
 

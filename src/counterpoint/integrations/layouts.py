@@ -94,7 +94,7 @@ def _torch_layout(linear: nn.Linear, kind: Literal["column", "row"]) -> LinearLa
 def _transformers_layout(linear: nn.Linear, kind: Literal["column", "row"]) -> LinearLayout | str | None:
     """Of what a style of transformers left; None where there is none."""
     style = _closure(vars(linear).get("forward")).get("self")
-    if not type(style).__module__.startswith("transformers."):
+    if style is None or not type(style).__module__.startswith("transformers."):
         return None
     name = type(style).__name__
     if name not in ("ColwiseParallel", "RowwiseParallel"):

@@ -73,8 +73,8 @@ def tensor_parallel_switches() -> None:
         assert_equal(results_of(block), wanted)
     assert hooks_of(block) == hooks
     assert overlapped.num_by_library == 0
-    # a gather or a reduction sends W - 1 shards of 2 x 4 tokens with 64 features in 8 bytes from each rank; a forward pass has
-    # four, a gather's backward pass two (it gathers again, and reduces), a reduction's one
+    # a gather or a reduction sends W - 1 shards of 2 x 4 tokens with 64 features in 8 bytes from each rank; a forward pass
+    # has four, a gather's backward pass two (it gathers again, and reduces), a reduction's one
     assert overlapped.num_bytes == 3 * (4 + 2 * 2 + 2 * 1) * (dist.get_world_size() - 1) * 2 * 4 * 64 * 8
     words = str(overlapped)
     assert words.startswith("overlap: off for 7 linears: attention.q, attention.k")
