@@ -93,7 +93,7 @@ def translate(plan: Plan, step: Step | None = None) -> Translation:
     refusals: list[Refusal] = []
     remarks = list(plan.remarks_on(step)) if step is not None else []
     for number, directive in enumerate(plan.directives):
-        controls = tuple(control for control in directive.controls if _fields(control))
+        controls = tuple(control for control in directive.controls if is_by_launch(control))
         if not controls:
             continue
         if step is None:
@@ -133,7 +133,7 @@ def _by_match(match: Match, controls: Sequence[Control]) -> Translation:
         reason = "the launch filter knows * and ? only, not [...]; give the trace or step that the plan was made from"
     if reason:
         return Translation(rules=(), refusals=tuple(_refusal(control, match.name, reason) for control in controls))
-    narrower = _beyond_names(match)
+    narrower = beyond_names(match)
     refusals: tuple[Refusal, ...] = ()
     remarks: tuple[str, ...] = ()
     fitting = list(controls)
@@ -150,7 +150,7 @@ def _by_match(match: Match, controls: Sequence[Control]) -> Translation:
     return Translation(rules=rules, refusals=refusals, remarks=remarks)
 
 
-def _beyond_names(match: Match) -> str:
+def beyond_names(match: Match) -> str:
     """What a match tells apart that names of kernels do not, in words; empty where it is nothing."""
     told: list[str] = []
     if match.collective is not None and match.name == "*":
@@ -197,6 +197,11 @@ def _rule(pattern: str, kind: OperationKind | None, controls: Sequence[Control])
     """One rule with all the controls; of two alike the last one counts, as everywhere a plan is applied."""
     fields = {name: value for control in controls for name, value in _fields(control).items()}
     return FilterRule(pattern=pattern, kind=kind, **fields)  # type: ignore[arg-type]
+
+
+def is_by_launch(control: Control) -> bool:
+    """Whether the launch filter applies it, launch by launch."""
+    return bool(_fields(control))
 
 
 def _fields(control: Control) -> dict[str, int | float]:

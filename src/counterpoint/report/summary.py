@@ -5,11 +5,14 @@ The replay error compares the makespan simulated without any control with the tr
 
 from collections.abc import Sequence
 
+from msgspec.structs import replace
+
 from counterpoint.job import Job
 from counterpoint.metrics import Metrics, measure, share_of_ideal
 from counterpoint.plan import LEAVE_IT, Plan
 from counterpoint.planner import Trial, Tuning
 from counterpoint.planner.ideal import Scale, scale_of
+from counterpoint.report.to_apply import NOWHERE, Application, PlanOrigin, ways_to_apply
 from counterpoint.sim.calibration import MEASURED_GPU
 from counterpoint.timeline import Timeline
 from counterpoint.units import format_change, format_count, format_percent
@@ -44,16 +47,18 @@ class Summary(Value, frozen=True, kw_only=True):
     replay_error: float | None = None
     plan: Plan | None = None
     trials: tuple[Trial, ...] = ()
+    to_apply: tuple[Application, ...] = ()
 
 
-def summarize_tuning(job: Job, tuning: Tuning) -> Summary:
-    """The figures of `tune`."""
+def summarize_tuning(job: Job, tuning: Tuning, origin: PlanOrigin = NOWHERE) -> Summary:
+    """The figures of `tune`, and how to apply the plan that it found; `origin` says where the plan is."""
     scale = scale_of(job.step, job.machine, [tuning.plan])
     rows = [_replayed_row(job, scale, "as replayed" if job.traced else "as it is", tuning.baseline)]
     if tuning.plan.directives:
         rows.append(_planned_row(scale, "with the plan", tuning.planned))
     error = _replay_error(job, tuning.baseline)
-    return _summary(job, scale, rows, error, plan=tuning.plan, trials=tuning.trials)
+    found = _summary(job, scale, rows, error, plan=tuning.plan, trials=tuning.trials)
+    return replace(found, to_apply=ways_to_apply(tuning.plan, origin))
 
 
 def summarize_simulation(job: Job, simulated: Timeline, plan: Plan = LEAVE_IT, remarks: tuple[str, ...] = ()) -> Summary:
