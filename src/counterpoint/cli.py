@@ -317,7 +317,7 @@ def _write_timelines(path: Path | None, timelines: dict[str, "Timeline"]) -> Non
 def _print_summary(job: "Job", found: "Summary", timelines: "Sequence[tuple[str, Timeline]]", is_json: bool) -> None:
     """What a command found: JSON for programs; for people the step, the trials and the plan if any were made, and lanes."""
     from counterpoint.report import text  # noqa: PLC0415
-    from counterpoint.report.to_apply import print_to_apply  # noqa: PLC0415
+    from counterpoint.report.plan import print_job_changes, print_to_apply  # noqa: PLC0415
     from counterpoint.value import write_json  # noqa: PLC0415
 
     if is_json:
@@ -330,4 +330,6 @@ def _print_summary(job: "Job", found: "Summary", timelines: "Sequence[tuple[str,
         text.print_trials(console, found.trials)
         text.print_plan(console, found.plan)
         print_to_apply(console, found.to_apply)
+        if found.job_changes is not None:
+            print_job_changes(console, found.job_changes)
     text.print_lanes(console, timelines)

@@ -52,12 +52,16 @@ def _tune_function(step: str, machine_name: str | None, output: Path | None, is_
         return
     if output is not None:
         save_plan(tuning.plan, output)
+    from counterpoint.planner.job_changes import find_job_changes  # noqa: PLC0415
     from counterpoint.report import gpu, text  # noqa: PLC0415
-    from counterpoint.report.to_apply import PlanOrigin, print_to_apply, ways_to_apply  # noqa: PLC0415
+    from counterpoint.report.plan import print_job_changes, print_to_apply  # noqa: PLC0415
+    from counterpoint.report.to_apply import PlanOrigin, ways_to_apply  # noqa: PLC0415
+    from counterpoint.sim import Simulator  # noqa: PLC0415
 
     finding = ("counterpoint", "tune", step, *(("--machine", machine_name) if machine_name else ()))
     origin = PlanOrigin(file=None if output is None else str(output), finding=finding, is_captured=True)
     to_apply = ways_to_apply(tuning.plan, origin)
+    job_changes = None if to_apply else find_job_changes(captured.read.step, machine, Simulator())
     if is_json:
         print(
             write_json(
@@ -66,6 +70,7 @@ def _tune_function(step: str, machine_name: str | None, output: Path | None, is_
                     "measurements": tuning.comparison.measurements,
                     "engagements": tuning.engagements,
                     "to_apply": to_apply,
+                    "job_changes": job_changes,
                 }
             )
         )
@@ -77,6 +82,8 @@ def _tune_function(step: str, machine_name: str | None, output: Path | None, is_
     text.print_plan(console, tuning.plan)
     gpu.print_engagements(console, tuning.engagements)
     print_to_apply(console, to_apply)
+    if job_changes is not None:
+        print_job_changes(console, job_changes)
     if output is not None:
         print(f"Plan saved to {output}.")
 
@@ -174,7 +181,8 @@ def _show(results: list["PaperResult"], output: Path | None) -> None:
 
 def _show_how_to_apply(console: "Console", results: list["PaperResult"]) -> None:
     """How to apply the choice for one workload; of many, and of measured ones, how to get there."""
-    from counterpoint.report.to_apply import PlanOrigin, print_to_apply, ways_to_apply  # noqa: PLC0415
+    from counterpoint.report.plan import print_to_apply  # noqa: PLC0415
+    from counterpoint.report.to_apply import PlanOrigin, ways_to_apply  # noqa: PLC0415
 
     chosen = [result for result in results if result.choice.directives]
     if any(result.choice.expectation and result.choice.expectation.origin == "measured" for result in chosen):

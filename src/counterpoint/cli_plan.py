@@ -18,9 +18,9 @@ def show(
 ) -> None:
     """Print the plan in FILE: verdict, where it comes from, what each directive changes and why, and how to apply it."""
     from counterpoint.plan import load_plan  # noqa: PLC0415  a fast --help
-    from counterpoint.report.plan import print_plan_file  # noqa: PLC0415
+    from counterpoint.report.plan import print_plan_file, print_to_apply  # noqa: PLC0415
     from counterpoint.report.text import new_console  # noqa: PLC0415
-    from counterpoint.report.to_apply import PlanOrigin, print_to_apply, ways_to_apply  # noqa: PLC0415
+    from counterpoint.report.to_apply import PlanOrigin, ways_to_apply  # noqa: PLC0415
 
     found = load_plan(file)
     ways = ways_to_apply(found, PlanOrigin(file=str(file), is_captured=True))

@@ -116,8 +116,9 @@ def _report(outcome: "RunOutcome", request: "RunRequest", *, has_plan: bool, out
 
 def _print_to_apply(outcome: "RunOutcome", request: "RunRequest", output: Path | None) -> None:
     """How to start the job with the plan found; where none pays, what says how the job itself could be changed."""
+    from counterpoint.report.plan import print_to_apply  # noqa: PLC0415
     from counterpoint.report.run import new_error_console, print_line  # noqa: PLC0415
-    from counterpoint.report.to_apply import PlanOrigin, print_to_apply, ways_to_apply  # noqa: PLC0415
+    from counterpoint.report.to_apply import PlanOrigin, ways_to_apply  # noqa: PLC0415
 
     record = outcome.record
     if record is None or record.plan is None or record.stage == "reverted":

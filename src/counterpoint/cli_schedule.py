@@ -201,7 +201,8 @@ def _tune(problem: Problem, dtype: DataType, output: Path | None, is_json: bool)
         print(write_json(tuning))
         return
     from counterpoint.report import gpu, text  # noqa: PLC0415
-    from counterpoint.report.to_apply import PlanOrigin, print_to_apply, ways_to_apply  # noqa: PLC0415
+    from counterpoint.report.plan import print_to_apply  # noqa: PLC0415
+    from counterpoint.report.to_apply import PlanOrigin, ways_to_apply  # noqa: PLC0415
 
     console = text.new_console()
     for tuned in tuning.operators:

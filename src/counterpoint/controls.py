@@ -124,9 +124,10 @@ class CommunicationCtas(AbstractControl, frozen=True, kw_only=True, tag="communi
         if self.num_threads is not None:
             return (Way(where=ALL_GROUPS, lines=(*variables, f"export NCCL_NTHREADS={self.num_threads}")),)
         lines = (
-            "options = torch.distributed.ProcessGroupNCCL.Options()",
+            "import torch.distributed as dist",
+            "options = dist.ProcessGroupNCCL.Options()",
             f"options.config.max_ctas = {self.max_ctas}",
-            'torch.distributed.init_process_group("nccl", pg_options=options)',
+            'dist.init_process_group("nccl", pg_options=options)',
         )
         return (Way(where=ALL_GROUPS, lines=tuple(variables)), Way(where="in the job's code, for one group", lines=lines))
 
@@ -182,7 +183,9 @@ class OverlapMatmul(AbstractControl, frozen=True, kw_only=True, tag="overlap_mat
         """The integration for DTensor models; experts' all-to-alls have an operator."""
         if collective == "all_to_all":
             where = "in the job's code, instead of the all-to-all and the matmul"
-            return (Way(where=where, lines=("product = counterpoint.ops.all_to_all_matmul(tokens, weight)",)),)
+            return (
+                Way(where=where, lines=("from counterpoint import ops", "product = ops.all_to_all_matmul(tokens, weight)")),
+            )
         lines = ("from counterpoint.integrations import tensor_parallel", "tensor_parallel.overlap(model)")
         return (Way(where="in the code of a DTensor tensor-parallel job", lines=lines),)
 

@@ -1,22 +1,25 @@
-"""What `counterpoint plan` prints: one plan in words, and in what two of them differ, as values and as text."""
+"""What is printed of plans: a file in words, in what two differ, how to apply one, what to change where none pays."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from rich.console import Console
 from rich.text import Text
 
 from counterpoint.controls import Control
 from counterpoint.errors import printable
+from counterpoint.measurement.values import LEAST_SIMULATED_GAIN
 from counterpoint.plan import Expectation, Match, Plan
+from counterpoint.planner.job_changes import JobChange, JobChanges
 from counterpoint.report.text import bullets, describe_directives, describe_refusals
-from counterpoint.units import format_percent, format_us
+from counterpoint.report.to_apply import Application
+from counterpoint.units import format_change, format_percent, format_us
 from counterpoint.value import Value
 
 SAME = "the plans are the same"
 SAME_CONTROLS = "the plans hold the same controls; the order of directives, reasons or what was left out differ"
 
 
-class Difference(Value, frozen=True, kw_only=True):
+class PlanDifference(Value, frozen=True, kw_only=True):
     """One thing that two plans say otherwise; `first` and `second` are in words."""
 
     what: str
@@ -32,7 +35,7 @@ class PlanDiff(Value, frozen=True, kw_only=True):
 
     is_same: bool
 
-    differences: tuple[Difference, ...] = ()
+    differences: tuple[PlanDifference, ...] = ()
     only_first: tuple[str, ...] = ()
     only_second: tuple[str, ...] = ()
 
@@ -41,10 +44,10 @@ def compare_plans(first: Plan, second: Plan) -> PlanDiff:
     """In what `second` differs from `first`."""
     before, after = (_controls_by_match(plan) for plan in (first, second))
     facts = [
-        Difference(what=what, first=a, second=b) for (what, a), (_, b) in zip(_facts(first), _facts(second), strict=True)
+        PlanDifference(what=what, first=a, second=b) for (what, a), (_, b) in zip(_facts(first), _facts(second), strict=True)
     ]
     changed = [
-        Difference(what=match.describe(), first=_in_words(controls), second=_in_words(after[match]))
+        PlanDifference(what=match.describe(), first=_in_words(controls), second=_in_words(after[match]))
         for match, controls in before.items()
         if match in after
     ]
@@ -85,6 +88,37 @@ def print_diff(console: Console, names: tuple[str, str], diff: PlanDiff) -> None
         if only:
             console.print(Text(f"only in {printable(name)}", style="bold"))
             console.print(bullets(Text(printable(line)) for line in only))
+
+
+def print_job_changes(console: Console, changes: JobChanges) -> None:
+    """What the user could change where no control remains, with the simulated times; or that nothing of it would help."""
+    if not changes.simulated:
+        console.print(Text("No change of streams, bucket sizes or prefetch has a place in this step.", style="dim"))
+    elif not changes.helpful:
+        tried = "; ".join(f"{each.change} ({_against(each)})" for each in changes.simulated)
+        least = format_percent(LEAST_SIMULATED_GAIN)
+        console.print(Text(f"No change of the job would shorten it by {least} or more. Simulated: {tried}.", style="dim"))
+    else:
+        console.print(Text("what could be changed in the job (simulated; only if the data flow allows it)", style="bold"))
+        console.print(bullets(Text(f"{each.change}: {_against(each)}") for each in changes.helpful))
+    console.print()
+
+
+def _against(change: JobChange) -> str:
+    before, after = change.baseline_us, change.changed_us
+    return f"{format_us(before)} to {format_us(after)}, {format_change(after / before - 1)}"
+
+
+def print_to_apply(console: Console, ways: Sequence[Application]) -> None:
+    """Each way with what it applies; what is to be typed stands on lines of its own, whole."""
+    if not ways:
+        return
+    console.print(Text("to apply", style="bold"))
+    for way in ways:
+        console.print(Text.assemble(" - ", (", ".join(way.controls), "bold"), ", " if way.controls else "", f"{way.where}:"))
+        for line in way.lines:
+            console.print(Text(f"     {line}", style="cyan"), soft_wrap=True)
+    console.print()
 
 
 def _facts(plan: Plan) -> Iterator[tuple[str, str]]:

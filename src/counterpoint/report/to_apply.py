@@ -1,14 +1,11 @@
 """How to apply a plan: for each control the command, the lines of Python or the variables, as they are typed.
 
-What is printed can be pasted: it is never folded. What a user has to put in the place of something is named as in the
+What is printed of it can be pasted. What a user has to put in the place of something is named as in the
 documents: `torchrun train.py` for the job, `model` for its model, `step` for a function that runs one step.
 """
 
 import shlex
 from collections.abc import Iterable, Iterator, Sequence
-
-from rich.console import Console
-from rich.text import Text
 
 from counterpoint.controls import Control
 from counterpoint.launch_filter.rules import beyond_names, is_by_launch
@@ -61,7 +58,7 @@ def _by_file(plan: Plan, origin: PlanOrigin) -> Iterator[Application]:
     file = origin.file or PLAN_FILE
     if origin.file is None and origin.finding:
         yield Application(controls=(), where="save the plan first", lines=(_save_command(origin, file),))
-    loading = f"plan = counterpoint.load_plan({file!r})"
+    loading = f"plan = load_plan({file!r})"
     for_jobs = _applied_by(plan, "job")
     if for_jobs:
         step = ("--step", origin.step) if origin.step is not None and _needs_step(plan) else ()
@@ -70,14 +67,15 @@ def _by_file(plan: Plan, origin: PlanOrigin) -> Iterator[Application]:
     for_graphs = _applied_by(plan, "graph")
     if for_graphs and origin.is_captured:
         lines: tuple[str, ...] = (
+            "from counterpoint import apply, capture, load_plan",
             loading,
-            "applied = counterpoint.apply(counterpoint.capture(step), plan)",
+            "applied = apply(capture(step), plan)",
             "applied.replay()",
         )
         yield Application(controls=for_graphs, where="to a captured step, in Python", lines=lines)
     for_operators = _applied_by(plan, "operators")
     if for_operators:
-        lines = (loading, "counterpoint.ops.use_plan(plan)")
+        lines = ("from counterpoint import load_plan, ops", loading, "ops.use_plan(plan)")
         yield Application(controls=for_operators, where="to operators, in Python, on every rank", lines=lines)
 
 
@@ -116,15 +114,3 @@ def _needs_step(plan: Plan) -> bool:
 
 def _in_words(controls: Iterable[Control]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(control.describe() for control in controls))
-
-
-def print_to_apply(console: Console, ways: Sequence[Application]) -> None:
-    """Each way with what it applies; what is to be typed stands on lines of its own, whole."""
-    if not ways:
-        return
-    console.print(Text("to apply", style="bold"))
-    for way in ways:
-        console.print(Text.assemble(" - ", (", ".join(way.controls), "bold"), ", " if way.controls else "", f"{way.where}:"))
-        for line in way.lines:
-            console.print(Text(f"     {line}", style="cyan"), soft_wrap=True)
-    console.print()
