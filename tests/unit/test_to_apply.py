@@ -8,6 +8,7 @@ from typer.testing import CliRunner
 
 import counterpoint as package
 from counterpoint.cli import app
+from counterpoint.cli_run import _print_to_apply
 from counterpoint.controls import (
     CommunicationCtas,
     Control,
@@ -21,6 +22,9 @@ from counterpoint.controls import (
 from counterpoint.plan import LEAVE_IT, Directive, Match, Plan, load_plan
 from counterpoint.report.to_apply import NOWHERE, Application, PlanOrigin, ways_to_apply
 from counterpoint.schedule.description import ScheduleDescription
+from counterpoint.supervised.process import Ended
+from counterpoint.supervised.run import RunOutcome, RunRequest
+from counterpoint.supervised.settings import LiveRecord
 from helpers.command import counterpoint
 
 COPIES = Transport(transport="copy_engine")
@@ -142,3 +146,32 @@ def test_where_no_control_pays_the_report_says_what_the_job_could_change_or_that
         told["ddp"].split()
     )
     assert "to apply" not in told["moe"] + told["ddp"]
+
+
+@pytest.mark.parametrize(("stage", "is_told"), [("decided", True), ("reverted", False)])
+def test_a_tuned_run_says_how_the_job_is_started_with_what_it_found(
+    stage: str, is_told: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    request = RunRequest(command=("torchrun", "train it.py"), is_tuning=True, budget_steps=300)
+    record = LiveRecord(stage=stage, plan=plan(Priority(priority=-5)))  # type: ignore[arg-type]
+    outcome = RunOutcome(ended=Ended(exit_status=0), is_filtered=True, is_tuned=True, record=record)
+    _print_to_apply(outcome, request, None)
+    said = capsys.readouterr().err
+    assert ("     counterpoint run --tune --budget 300 -o plan.toml -- torchrun 'train it.py'\n" in said) == is_told
+    assert ("     counterpoint run --plan plan.toml -- torchrun 'train it.py'\n" in said) == is_told
+    _print_to_apply(outcome, request, Path("kept.toml"))
+    assert ("     counterpoint run --plan kept.toml -- torchrun 'train it.py'\n" in capsys.readouterr().err) == is_told
+
+
+def test_a_tuned_run_that_found_nothing_says_what_tells_more(capsys: pytest.CaptureFixture[str]) -> None:
+    record = LiveRecord(stage="decided", plan=Plan(verdict="NO_GAIN"))
+    outcome = RunOutcome(ended=Ended(exit_status=0), is_filtered=True, is_tuned=True, record=record)
+    _print_to_apply(outcome, RunRequest(command=("true",), is_tuning=True), None)
+    said = capsys.readouterr().err
+    assert "`counterpoint tune` says of a profiler trace" in said
+    assert "to apply" not in said
+
+
+def test_the_grid_says_how_its_choice_is_applied() -> None:
+    said = counterpoint("bench", "paper", "cb_ar_opt2", "--simulate", "h200").stdout
+    assert "     counterpoint tune cb_ar_opt2 --machine h200 -o plan.toml\n" in said
