@@ -17,6 +17,7 @@ from counterpoint.units import format_bytes, format_numbers
 from counterpoint.value import Value, read_toml, require, save_toml
 
 Verdict = Literal["GAIN", "NO_GAIN"]
+WILDCARDS = frozenset("*?[")
 NUM_SHOWN = 4  # ranges of numbers in a message; a plan may have hundreds
 
 
@@ -44,11 +45,12 @@ class Match(Value, frozen=True, kw_only=True):
 
     def candidates(self, step: Step) -> tuple[int, ...]:
         """Numbers of the operations that all fields but `ordinals` accept, ascending; ordinals count these."""
-        named = None if self.operations is None else frozenset(self.operations)
+        numbers = None if self.operations is None else frozenset(self.operations)
+        names = {name for name in {operation.name for operation in step.operations} if self.accepts_name(name)}
         return tuple(
             index
             for index, operation in enumerate(step.operations)
-            if (named is None or index in named) and self._fits(operation)
+            if operation.name in names and (numbers is None or index in numbers) and self._fits(operation)
         )
 
     def accepted(self, step: Step) -> tuple[int, ...]:
@@ -59,17 +61,17 @@ class Match(Value, frozen=True, kw_only=True):
         return tuple(candidates[ordinal] for ordinal in sorted(set(self.ordinals)) if ordinal < len(candidates))
 
     def _fits(self, operation: Operation) -> bool:
+        """Whether an operation of a fitting name is meant, as far as it can be told without the step."""
         return (
             (self.kind is None or operation.kind == self.kind)
             and (self.collective is None or getattr(operation, "collective", None) == self.collective)
             and (self.process_group is None or getattr(operation, "process_group", None) == self.process_group)
             and (self.num_bytes is None or getattr(operation, "num_bytes", None) == self.num_bytes)
-            and self.accepts_name(operation.name)
         )
 
     def accepts_name(self, name: str) -> bool:
         """Whether the pattern fits, or is the name itself, which may hold a pattern's characters."""
-        return self.name in ("*", name) or fnmatchcase(name, self.name)
+        return self.name in ("*", name) or (not WILDCARDS.isdisjoint(self.name) and fnmatchcase(name, self.name))
 
     def describe(self, most_shown: int | None = None) -> str:
         """In words, as in "all_gather of 416 MiB in process group default_pg, numbers 0-11".
