@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from typer.exceptions import Abort, TyperException
 
-from counterpoint import cli_check, cli_gpu, cli_run, cli_schedule
+from counterpoint import cli_check, cli_gpu, cli_plan, cli_run, cli_schedule
 from counterpoint.errors import MAX_LINE, CounterpointError, say, shown
 from counterpoint.units import format_count
 from counterpoint.value import check_outputs
@@ -137,6 +137,7 @@ def tune(
     from counterpoint.job import load_job, names_function  # noqa: PLC0415
     from counterpoint.plan import check_plan_name, save_plan  # noqa: PLC0415
     from counterpoint.report.summary import summarize_tuning  # noqa: PLC0415
+    from counterpoint.report.to_apply import PlanOrigin  # noqa: PLC0415
     from counterpoint.sim import Simulator  # noqa: PLC0415
 
     check_outputs(outputs=(output, timeline), inputs=(step, machine))
@@ -155,7 +156,10 @@ def tune(
     _write_timelines(timeline, {"before": tuning.baseline, "after": tuning.planned})
     timelines = [("before", tuning.baseline), ("after", tuning.planned)]
     shown = timelines if tuning.plan.directives else [("as it is", tuning.baseline)]
-    _print_summary(job, summarize_tuning(job, tuning), shown, json)
+    origin = PlanOrigin(
+        file=None if output is None else str(output), finding=("counterpoint", "tune", step, *_option(machine)), step=step
+    )
+    _print_summary(job, summarize_tuning(job, tuning, origin), shown, json)
     if output is not None and not json:
         print(f"Plan saved to {output}.")
     if timeline is not None and not json:
@@ -266,6 +270,7 @@ app.command(context_settings=cli_check.CONTEXT, short_help="Name settings known 
 app.command(context_settings=cli_run.CONTEXT, short_help="Run a job that nobody edits with a plan, or tune it meanwhile.")(
     cli_run.run
 )
+app.add_typer(cli_plan.plan, name="plan", short_help="Print plan files in words, or compare two.")
 app.add_typer(cli_schedule.schedule, name="schedule", short_help="Draw copy schedules, or choose them by measurement.")
 app.add_typer(cli_gpu.bench, name="bench")
 
@@ -290,6 +295,11 @@ class _Progress:
         sys.stderr.flush()
 
 
+def _option(machine: str | None) -> tuple[str, ...]:
+    """The option that named the machine, as it was typed."""
+    return () if machine is None else ("--machine", machine)
+
+
 def _check_timeline(path: Path | None) -> None:
     if path is not None:
         from counterpoint.traces.chrome import check_chrome_path  # noqa: PLC0415
@@ -307,6 +317,7 @@ def _write_timelines(path: Path | None, timelines: dict[str, "Timeline"]) -> Non
 def _print_summary(job: "Job", found: "Summary", timelines: "Sequence[tuple[str, Timeline]]", is_json: bool) -> None:
     """What a command found: JSON for programs; for people the step, the trials and the plan if any were made, and lanes."""
     from counterpoint.report import text  # noqa: PLC0415
+    from counterpoint.report.plan import print_job_changes, print_to_apply  # noqa: PLC0415
     from counterpoint.value import write_json  # noqa: PLC0415
 
     if is_json:
@@ -318,4 +329,7 @@ def _print_summary(job: "Job", found: "Summary", timelines: "Sequence[tuple[str,
     if found.trials and found.plan is not None:
         text.print_trials(console, found.trials)
         text.print_plan(console, found.plan)
+        print_to_apply(console, found.to_apply)
+        if found.job_changes is not None:
+            print_job_changes(console, found.job_changes)
     text.print_lanes(console, timelines)

@@ -16,6 +16,8 @@ from counterpoint.errors import StepError
 from counterpoint.value import check_outputs, write_json, write_whole
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from counterpoint.paper.grid import PaperResult
 
 bench = typer.Typer(help="Run the paper's workloads over all controls.", rich_markup_mode=None)
@@ -50,20 +52,38 @@ def _tune_function(step: str, machine_name: str | None, output: Path | None, is_
         return
     if output is not None:
         save_plan(tuning.plan, output)
+    from counterpoint.planner.job_changes import find_job_changes  # noqa: PLC0415
+    from counterpoint.report import gpu, text  # noqa: PLC0415
+    from counterpoint.report.plan import print_job_changes, print_to_apply  # noqa: PLC0415
+    from counterpoint.report.to_apply import PlanOrigin, ways_to_apply  # noqa: PLC0415
+    from counterpoint.sim import Simulator  # noqa: PLC0415
+
+    finding = ("counterpoint", "tune", step, *(("--machine", machine_name) if machine_name else ()))
+    origin = PlanOrigin(file=None if output is None else str(output), finding=finding, is_captured=True)
+    to_apply = ways_to_apply(tuning.plan, origin)
+    job_changes = None if to_apply else find_job_changes(captured.read.step, machine, Simulator())
     if is_json:
         print(
             write_json(
-                {"plan": tuning.plan, "measurements": tuning.comparison.measurements, "engagements": tuning.engagements}
+                {
+                    "plan": tuning.plan,
+                    "measurements": tuning.comparison.measurements,
+                    "engagements": tuning.engagements,
+                    "to_apply": to_apply,
+                    "job_changes": job_changes,
+                }
             )
         )
         return
-    from counterpoint.report import gpu, text  # noqa: PLC0415
 
     console = text.new_console()
     text.print_step(console, captured.read.step, machine)
     gpu.print_measurements(console, tuning.comparison.measurements)
     text.print_plan(console, tuning.plan)
     gpu.print_engagements(console, tuning.engagements)
+    print_to_apply(console, to_apply)
+    if job_changes is not None:
+        print_job_changes(console, job_changes)
     if output is not None:
         print(f"Plan saved to {output}.")
 
@@ -155,7 +175,24 @@ def _show(results: list["PaperResult"], output: Path | None) -> None:
     console = new_console()
     for result in results:
         print_paper(console, result)
+    _show_how_to_apply(console, results)
     _save(results, output)
+
+
+def _show_how_to_apply(console: "Console", results: list["PaperResult"]) -> None:
+    """How to apply the choice for one workload; of many, and of measured ones, how to get there."""
+    from counterpoint.report.plan import print_to_apply  # noqa: PLC0415
+    from counterpoint.report.to_apply import PlanOrigin, ways_to_apply  # noqa: PLC0415
+
+    chosen = [result for result in results if result.choice.directives]
+    if any(result.choice.expectation and result.choice.expectation.origin == "measured" for result in chosen):
+        print("The workloads are the paper's. For a step of your own: counterpoint tune module:function -o plan.toml")
+    elif len(results) > 1 and chosen:
+        print("To apply a choice: counterpoint tune WORKLOAD --machine NAME -o plan.toml, which then says how.")
+    else:
+        for result in chosen:
+            finding = ("counterpoint", "tune", result.workload, "--machine", result.machine)
+            print_to_apply(console, ways_to_apply(result.choice, PlanOrigin(finding=finding, step=result.workload)))
 
 
 def _save(results: list["PaperResult"], output: Path | None) -> None:

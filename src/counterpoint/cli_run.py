@@ -13,9 +13,12 @@ from counterpoint.value import check_outputs
 
 if TYPE_CHECKING:
     from counterpoint.step import Step
-    from counterpoint.supervised.run import RunOutcome
+    from counterpoint.supervised.run import RunOutcome, RunRequest
 
 NOT_ENGAGED = 3
+NO_CONTROL_PAYS = (
+    "no control pays; what could be changed in the job itself, `counterpoint tune` says of a profiler trace of some steps"
+)
 CONTEXT = {"allow_interspersed_args": False}  # what follows the first word of the command is the command's
 
 
@@ -76,7 +79,7 @@ def run(
     with HeldSignals(is_last=True) as signals:  # a second signal must not cost the plan found, nor the exit status
         outcome = run_job(request, signals)
         status = outcome.ended.exit_status
-        unproven = _report(outcome, plan is not None, output)
+        unproven = _report(outcome, request, has_plan=plan is not None, output=output)
         if strict and unproven and status == 0:
             say(unproven)
             status = NOT_ENGAGED
@@ -90,7 +93,7 @@ def _load_step(source: str) -> "Step":
     return load_job(source).step
 
 
-def _report(outcome: "RunOutcome", has_plan: bool, output: Path | None) -> str:
+def _report(outcome: "RunOutcome", request: "RunRequest", *, has_plan: bool, output: Path | None) -> str:
     """Save the plan and print what came of it; why `strict` would not be content, or nothing.
 
     Nothing that fails here changes the exit status, which is the command's.
@@ -104,6 +107,8 @@ def _report(outcome: "RunOutcome", has_plan: bool, output: Path | None) -> str:
         print_measured(console, outcome)
         if saved:
             print_line(console, saved)
+        if outcome.is_tuned:
+            _print_to_apply(outcome, request, output)
         if has_plan and not outcome.is_filtered:
             print_line(console, "the plan leaves everything as it is, so the command ran without the filter")
     except (OSError, SystemExit):  # the latter is rich's, for a reader that is gone
@@ -111,6 +116,23 @@ def _report(outcome: "RunOutcome", has_plan: bool, output: Path | None) -> str:
     except Exception as problem:
         say(f"the report cannot be printed ({type(problem).__name__}: {cause_of(problem, 200)})")
     return unsaved or _why_unproven(outcome)
+
+
+def _print_to_apply(outcome: "RunOutcome", request: "RunRequest", output: Path | None) -> None:
+    """How to start the job with the plan found; where none pays, what says how the job itself could be changed."""
+    from counterpoint.report.plan import print_to_apply  # noqa: PLC0415
+    from counterpoint.report.run import new_error_console, print_line  # noqa: PLC0415
+    from counterpoint.report.to_apply import PlanOrigin, ways_to_apply  # noqa: PLC0415
+
+    record = outcome.record
+    if record is None or record.plan is None or record.stage == "reverted":
+        return
+    console = new_error_console()
+    if record.plan.verdict == "NO_GAIN":
+        print_line(console, NO_CONTROL_PAYS)
+    finding = ("counterpoint", "run", "--tune", "--budget", str(request.budget_steps), "--", *request.command)
+    origin = PlanOrigin(file=None if output is None else str(output), finding=finding, job=request.command)
+    print_to_apply(console, ways_to_apply(record.plan, origin))
 
 
 def _why_unproven(outcome: "RunOutcome") -> str:

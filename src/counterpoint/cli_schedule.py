@@ -201,11 +201,14 @@ def _tune(problem: Problem, dtype: DataType, output: Path | None, is_json: bool)
         print(write_json(tuning))
         return
     from counterpoint.report import gpu, text  # noqa: PLC0415
+    from counterpoint.report.plan import print_to_apply  # noqa: PLC0415
+    from counterpoint.report.to_apply import PlanOrigin, ways_to_apply  # noqa: PLC0415
 
     console = text.new_console()
     for tuned in tuning.operators:
         gpu.print_tuned_operator(console, tuned)
     text.print_plan(console, tuning.plan)
+    print_to_apply(console, ways_to_apply(tuning.plan, PlanOrigin(file=None if output is None else str(output))))
     if output is not None:
         print(f"Plan saved to {output}, for counterpoint.ops.use_plan.")
 

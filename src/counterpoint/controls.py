@@ -10,7 +10,7 @@ from typing import ClassVar, Literal
 
 from counterpoint.errors import PlanError
 from counterpoint.schedule.description import ScheduleDescription
-from counterpoint.step import TransportKind
+from counterpoint.step import CollectiveKind, TransportKind
 from counterpoint.units import format_count
 from counterpoint.value import Value, require
 
@@ -18,8 +18,20 @@ __all__ = ["CommunicationCtas", "HeadStart", "OverlapMatmul", "Priority", "Resid
 
 # Who applies a plan: the simulator to a step, `cuda/` to a captured graph, `counterpoint run` to a job, `ops` to operators.
 Applier = Literal["step", "graph", "job", "operators"]
+ALL_GROUPS = "in the environment of the job, for all its groups"
+COPYING_INTEGRATIONS: tuple[tuple[str, str, str, tuple[CollectiveKind, ...]], ...] = (
+    ("fsdp2", "fsdp2.use_copy_engines(model)", "in the code of an FSDP2 job", ("all_gather", "reduce_scatter")),
+    ("ddp", "ddp.register(model)", "in the code of a DDP job", ("all_reduce",)),
+)
 OPERATORS_TAKE_SCHEDULES = "operators take only copy schedules; give the others to counterpoint.apply or counterpoint run"
 FOR_OPERATORS = "it is for operators: counterpoint.ops.use_plan takes it"
+
+
+class Way(Value, frozen=True, kw_only=True):
+    """One way to get a control without us applying the plan: what to write, line by line, and where."""
+
+    where: str
+    lines: tuple[str, ...]
 
 
 class AbstractControl(Value, frozen=True, kw_only=True, tag_field="control"):
@@ -35,6 +47,10 @@ class AbstractControl(Value, frozen=True, kw_only=True, tag_field="control"):
     def describe(self) -> str:
         """The control in a few words, the same in every report and proof."""
         raise NotImplementedError
+
+    def ways(self, collective: CollectiveKind | None = None) -> tuple[Way, ...]:
+        """What a user can write to get it for a `collective` (None: not told) without a plan file; often nothing."""
+        return ()
 
 
 class ResidencyCap(AbstractControl, frozen=True, kw_only=True, tag="residency_cap"):
@@ -102,6 +118,19 @@ class CommunicationCtas(AbstractControl, frozen=True, kw_only=True, tag="communi
         threads = f" of {self.num_threads} threads" if self.num_threads else ""
         return f"at most {format_count(self.max_ctas, 'CTA')}{threads}"
 
+    def ways(self, collective: CollectiveKind | None = None) -> tuple[Way, ...]:
+        """NCCL's variables, for the whole process; without a number of threads, the options of a process group, too."""
+        variables = [f"export NCCL_MAX_CTAS={self.max_ctas}"]
+        if self.num_threads is not None:
+            return (Way(where=ALL_GROUPS, lines=(*variables, f"export NCCL_NTHREADS={self.num_threads}")),)
+        lines = (
+            "import torch.distributed as dist",
+            "options = dist.ProcessGroupNCCL.Options()",
+            f"options.config.max_ctas = {self.max_ctas}",
+            'dist.init_process_group("nccl", pg_options=options)',
+        )
+        return (Way(where=ALL_GROUPS, lines=tuple(variables)), Way(where="in the job's code, for one group", lines=lines))
+
 
 class Transport(AbstractControl, frozen=True, kw_only=True, tag="transport"):
     """Run a collective by kernels on SMs or by copy engines."""
@@ -118,6 +147,16 @@ class Transport(AbstractControl, frozen=True, kw_only=True, tag="transport"):
     def describe(self) -> str:
         """As in "transport copy_engine"."""
         return f"transport {self.transport}"
+
+    def ways(self, collective: CollectiveKind | None = None) -> tuple[Way, ...]:
+        """The integrations that move such a collective; of an unknown one, all that there are."""
+        if self.transport != "copy_engine":
+            return ()
+        return tuple(
+            Way(where=where, lines=(f"from counterpoint.integrations import {module}", line))
+            for module, line, where, collectives in COPYING_INTEGRATIONS
+            if collective is None or collective in collectives
+        )
 
 
 class OverlapMatmul(AbstractControl, frozen=True, kw_only=True, tag="overlap_matmul"):
@@ -139,6 +178,16 @@ class OverlapMatmul(AbstractControl, frozen=True, kw_only=True, tag="overlap_mat
     def describe(self) -> str:
         """As in "overlap with its matmul, ring, 2 pieces"."""
         return "overlap with its matmul" + (f", {self.schedule.label()}" if self.schedule else "")
+
+    def ways(self, collective: CollectiveKind | None = None) -> tuple[Way, ...]:
+        """The integration for DTensor models; experts' all-to-alls have an operator."""
+        if collective == "all_to_all":
+            where = "in the job's code, instead of the all-to-all and the matmul"
+            return (
+                Way(where=where, lines=("from counterpoint import ops", "product = ops.all_to_all_matmul(tokens, weight)")),
+            )
+        lines = ("from counterpoint.integrations import tensor_parallel", "tensor_parallel.overlap(model)")
+        return (Way(where="in the code of a DTensor tensor-parallel job", lines=lines),)
 
 
 class HeadStart(AbstractControl, frozen=True, kw_only=True, tag="head_start"):

@@ -13,34 +13,82 @@ import msgspec
 from counterpoint.controls import Control
 from counterpoint.errors import PlanError, require_kind, shown
 from counterpoint.step import CollectiveKind, Operation, OperationKind, Step
+from counterpoint.units import format_bytes, format_numbers
 from counterpoint.value import Value, read_toml, require, save_toml
 
 Verdict = Literal["GAIN", "NO_GAIN"]
+WILDCARDS = frozenset("*?[")
+NUM_SHOWN = 4  # ranges of numbers in a message; a plan may have hundreds
 
 
 class Match(Value, frozen=True, kw_only=True):
-    """Which operations a directive is for: a shell pattern on the name, a kind, a collective, the operations' numbers.
+    """Which operations a directive is for; all that is given must hold.
 
-    All that is given must hold.
+    `name` is a shell pattern, or the name itself. `process_group` is the group's description or name, as a trace has it;
+    `num_bytes` the size of a collective or a copy. `ordinals` choose among the operations that all other fields accept,
+    counted from 0 in the order of the step. These hold for the next run of a job, too. `operations` are bare numbers
+    in one step; plan files of earlier versions have them, and planners do not write them.
     """
 
     name: str = "*"
     kind: OperationKind | None = None
     collective: CollectiveKind | None = None
+    process_group: str | None = None
+    num_bytes: int | None = None
+    ordinals: tuple[int, ...] | None = None
     operations: tuple[int, ...] | None = None
 
-    def accepts(self, index: int, operation: Operation) -> bool:
-        """Whether operation number `index` of the step is meant."""
+    def __post_init__(self) -> None:
+        lowest = min(self.ordinals or (0,))
+        require(lowest >= 0, PlanError, f"ordinals count from 0; found {lowest}. Give numbers of 0 or more.")
+        require((self.num_bytes or 0) >= 0, PlanError, f"num_bytes must be 0 or more; found {self.num_bytes}.")
+
+    def candidates(self, step: Step) -> tuple[int, ...]:
+        """Numbers of the operations that all fields but `ordinals` accept, ascending; ordinals count these."""
+        numbers = None if self.operations is None else frozenset(self.operations)
+        names = {name for name in {operation.name for operation in step.operations} if self.accepts_name(name)}
+        return tuple(
+            index
+            for index, operation in enumerate(step.operations)
+            if operation.name in names and (numbers is None or index in numbers) and self._fits(operation)
+        )
+
+    def accepted(self, step: Step) -> tuple[int, ...]:
+        """Numbers of the operations of `step` that are meant, ascending; an ordinal that the step lacks means none."""
+        candidates = self.candidates(step)
+        if self.ordinals is None:
+            return candidates
+        return tuple(candidates[ordinal] for ordinal in sorted(set(self.ordinals)) if ordinal < len(candidates))
+
+    def _fits(self, operation: Operation) -> bool:
+        """Whether an operation of a fitting name is meant, as far as it can be told without the step."""
         return (
             (self.kind is None or operation.kind == self.kind)
             and (self.collective is None or getattr(operation, "collective", None) == self.collective)
-            and (self.operations is None or index in self.operations)
-            and self.accepts_name(operation.name)
+            and (self.process_group is None or getattr(operation, "process_group", None) == self.process_group)
+            and (self.num_bytes is None or getattr(operation, "num_bytes", None) == self.num_bytes)
         )
 
     def accepts_name(self, name: str) -> bool:
         """Whether the pattern fits, or is the name itself, which may hold a pattern's characters."""
-        return name == self.name or fnmatchcase(name, self.name)
+        return self.name in ("*", name) or (not WILDCARDS.isdisjoint(self.name) and fnmatchcase(name, self.name))
+
+    def describe(self, most_shown: int | None = None) -> str:
+        """In words, as in "all_gather of 416 MiB in process group default_pg, numbers 0-11".
+
+        `most_shown` is how many ranges of numbers are told; None tells all.
+        """
+        words = self.collective or {"copy": "copies", None: "operations"}.get(self.kind, f"{self.kind} kernels")
+        if self.name != "*":
+            words = f"{words} '{self.name}'" if self.collective else self.name
+        if self.num_bytes is not None:
+            words += f" of {format_bytes(self.num_bytes)}" if self.num_bytes else " of unknown size"
+        if self.process_group is not None:
+            words += f" in process group {self.process_group}"
+        for what, numbers in (("number", self.ordinals), ("operation", self.operations)):
+            if numbers is not None:
+                words += f", {what}{'s' * (len(numbers) != 1)} {format_numbers(numbers, most_shown)}"
+        return words
 
 
 class Directive(Value, frozen=True, kw_only=True):
@@ -79,37 +127,56 @@ class Plan(Value, frozen=True, kw_only=True):
     directives: tuple[Directive, ...] = ()
     refusals: tuple[Refusal, ...] = ()
 
-    def controls_for(self, index: int, operation: Operation) -> tuple[Control, ...]:
-        """The controls of every directive that matches, in the plan's order."""
-        return tuple(
-            control
-            for directive in self.directives
-            if directive.match.accepts(index, operation)
-            for control in directive.controls
-        )
+    def controls_of(self, step: Step) -> tuple[tuple[Control, ...], ...]:
+        """For each operation of `step`, the controls of every directive that matches it, in the plan's order."""
+        controls: dict[int, tuple[Control, ...]] = {}
+        for directive in self.directives:
+            for index in directive.match.accepted(step):
+                controls[index] = (*controls.get(index, ()), *directive.controls)
+        return tuple(controls.get(index, ()) for index in range(len(step.operations)))
 
     def check_step(self, step: Step) -> None:
-        """Raise `PlanError` if this plan was made for another step, or a directive of it would do nothing to `step`."""
+        """Raise `PlanError` if the plan cannot be applied to `step`: a directive of it would do nothing.
+
+        A plan of another step is applied where every directive matches (`remarks_on` says so), unless it names operations by
+        number, which mean nothing in another step, or holds the verdict alone.
+        """
         self.refuse_for_steps()
-        if self.step_fingerprint and self.step_fingerprint != step.fingerprint():
+        is_other = self._is_of_another(step)
+        by_number = any(directive.match.operations is not None for directive in self.directives)
+        if is_other and (by_number or not self.directives):
             raise PlanError(
                 f"The plan was made for step '{shown(self.step_name)}' ({self.step_fingerprint}), not for "
                 f"'{shown(step.name)}' "
-                f"({step.fingerprint()}). Run `counterpoint tune` on this step."
+                f"({step.fingerprint()}){', and names operations by number' if by_number else ''}. "
+                f"Run `counterpoint tune` on this step."
             )
         for number, directive in enumerate(self.directives):
-            beyond = [each for each in directive.match.operations or () if not 0 <= each < len(step.operations)]
+            problem = _why_idle(directive.match, step, is_other)
+            if problem:
+                raise PlanError(f"Directive {number} of the plan {problem}. Correct its match, or leave it out.")
+
+    def remarks_on(self, step: Step) -> tuple[str, ...]:
+        """What a user should know where the plan fits `step`, and was made for another; one line each."""
+        if not self._is_of_another(step):
+            return ()
+        remarks = [
+            f"The plan was made for step '{shown(self.step_name)}' ({self.step_fingerprint}), and this is "
+            f"'{shown(step.name)}' ({step.fingerprint()}). Every directive matches here; what the plan expects is of the "
+            "other step."
+        ]
+        for number, directive in enumerate(self.directives):
+            count = len(directive.match.candidates(step)) if directive.match.ordinals else 0
+            beyond = [ordinal for ordinal in directive.match.ordinals or () if ordinal >= count]
             if beyond:
-                raise PlanError(
-                    f"Directive {number} of the plan names operation {beyond[0]}, and step '{shown(step.name)}' "
-                    f"has operations 0 "
-                    f"to {len(step.operations) - 1}. Correct its match, or leave it out."
+                remarks.append(
+                    f"Directive {number}: this step has {count} of '{shown(_others(directive.match))}', so numbers "
+                    f"{format_numbers(beyond, NUM_SHOWN)} are nothing here."
                 )
-            if not any(directive.match.accepts(index, operation) for index, operation in enumerate(step.operations)):
-                raise PlanError(
-                    f"Directive {number} of the plan matches none of the {len(step.operations)} operations of step "
-                    f"'{shown(step.name)}'. Correct its match, or leave it out."
-                )
+        return tuple(remarks)
+
+    def _is_of_another(self, step: Step) -> bool:
+        return bool(self.step_fingerprint) and self.step_fingerprint != step.fingerprint()
 
     def refuse_for_steps(self) -> None:
         """Raise `PlanError` for a plan with a control that is for no operation of a step, such as an operator's schedule."""
@@ -120,6 +187,29 @@ class Plan(Value, frozen=True, kw_only=True):
                         f"Directive {number} of the plan holds a {control.tag} for '{shown(directive.match.name)}'; "
                         f"{control.refused_by['step']}. Leave it out here."
                     )
+
+
+def _others(match: Match) -> str:
+    """What the ordinals of a match count, in words."""
+    return msgspec.structs.replace(match, ordinals=None).describe(NUM_SHOWN)
+
+
+def _why_idle(match: Match, step: Step, is_other: bool) -> str:
+    """Why a directive would do nothing to `step`, or not all that its numbers say; empty where it does."""
+    where = f"step '{shown(step.name)}'"
+    beyond = [each for each in match.operations or () if not 0 <= each < len(step.operations)]
+    if beyond:
+        return f"names operation {beyond[0]}, and {where} has operations 0 to {len(step.operations) - 1}"
+    candidates = match.candidates(step)
+    if not candidates or match.ordinals == ():
+        return f"matches none of the {len(step.operations)} operations of {where}"
+    missing = [ordinal for ordinal in match.ordinals or () if ordinal >= len(candidates)]
+    if missing and (not is_other or len(missing) == len(match.ordinals or ())):
+        return (
+            f"means number {missing[0]} of '{shown(_others(match))}', and {where} has {len(candidates)} of them, numbers 0 "
+            f"to {len(candidates) - 1}"
+        )
+    return ""
 
 
 LEAVE_IT = Plan()

@@ -1,5 +1,7 @@
 """Conversions and the way quantities are printed. Times are microseconds outside the simulator, picoseconds inside."""
 
+from collections.abc import Iterable
+
 PS_PER_US = 1_000_000
 US_PER_S = 1_000_000.0
 KIB = 1 << 10
@@ -43,6 +45,17 @@ def format_rate(bytes_per_s: float) -> str:
 def format_count(number: int, singular: str, plural: str = "") -> str:
     """Print a number with its noun: "1 CTA", "2 CTAs"; `plural` where an s at the end is not enough."""
     return f"{number} {singular if number == 1 else plural or singular + 's'}"
+
+
+def format_numbers(numbers: Iterable[int], most_shown: int | None = None) -> str:
+    """Print whole numbers as ranges, ascending: "0-3, 6"; of more than `most_shown` ranges the first, and the count."""
+    ordered = sorted(set(numbers))
+    starts = [n for place, n in enumerate(ordered) if not place or ordered[place - 1] != n - 1]
+    ends = [n for place, n in enumerate(ordered) if place + 1 == len(ordered) or ordered[place + 1] != n + 1]
+    ranges = [str(start) if start == end else f"{start}-{end}" for start, end in zip(starts, ends, strict=True)]
+    if most_shown is not None and len(ranges) > most_shown:
+        ranges = [*ranges[:most_shown], f"... ({len(ordered)} in all)"]
+    return ", ".join(ranges)
 
 
 def format_percent(fraction: float) -> str:

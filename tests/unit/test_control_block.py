@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from ctypes import sizeof
 from pathlib import Path
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -209,6 +210,44 @@ def test_without_the_step_what_names_cannot_say_is_refused(match: dict[str, obje
     assert translation.rules == ()
     assert [refusal.control for refusal in translation.refusals] == ["residency_cap", "head_start"]
     assert all(re.search(said, refusal.reason) for refusal in translation.refusals)
+
+
+@pytest.mark.parametrize(
+    ("match", "target", "means", "rule"),
+    [
+        (
+            {"name": "gemm", "kind": "computation", "ordinals": (0, 3)},
+            "gemm, numbers 0, 3",
+            "the plan means 2 launches by number, and eager launches have only names",
+            ("gemm", "computation"),
+        ),
+        (
+            {"kind": "communication", "collective": "all_gather", "process_group": "mesh_dp", "num_bytes": 1 << 20},
+            "all_gather of 1 MiB in process group mesh_dp",
+            "the plan means all_gather and process group mesh_dp and 1 MiB, and eager launches have only names",
+            ("*", "communication"),
+        ),
+    ],
+)
+def test_without_the_step_what_names_do_not_tell_refuses_a_cap_and_remarks_on_a_head_start(
+    match: dict[str, object], target: str, means: str, rule: tuple[str, str]
+) -> None:
+    translation = translate(plan(CAP, HOLD, **match))
+    (refusal,) = translation.refusals
+    assert (refusal.control, refusal.target, refusal.reason) == ("residency_cap", target, means)
+    (remark,) = translation.remarks
+    assert remark.startswith(f"head_start on '{target}': {means}; all ")
+    *_, found = translation.rules
+    assert ((found.pattern, found.kind), found.hold_us, found.ctas_per_sm) == (rule, 5.0, None)
+
+
+def test_with_the_step_ordinals_become_names_and_a_plan_of_another_step_is_remarked() -> None:
+    by_ordinal = plan(GREATEST, name="gemm", ordinals=(0,))
+    translation = translate(msgspec.structs.replace(by_ordinal, step_name="other", step_fingerprint="0"), STEP)
+    assert translation.rules[-1] == FilterRule(pattern="gemm", priority=-5)
+    another, shared = translation.remarks
+    assert "was made for step 'other'" in another
+    assert "1 of the 2 launches of this name; all of them get it" in shared
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import sys
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from counterpoint.cuda.graph import GraphNode
 from counterpoint.cuda.graph_reading import CollectiveCall, GraphTimes, ReadGraph, read_calls, read_graph
@@ -199,6 +200,26 @@ def test_the_fingerprint_is_that_of_the_work_not_of_its_times() -> None:
 def test_graphs_are_read_rewritten_and_measured_without_torch_or_cuda() -> None:
     ended = subprocess.run([sys.executable, "-c", WITHOUT_LIBRARIES], capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stderr
+
+
+def test_calls_carry_the_description_of_their_process_group_or_its_name_where_that_says_more() -> None:
+    def noted(ts: float, **group: str) -> dict[str, object]:
+        args = {"Collective name": "allreduce", "dtype": "Float", "In msg nelems": 1, "Out msg nelems": 1}
+        return {"name": "record_param_comms", "ts": ts, "args": args | {f"Process Group {k}": v for k, v in group.items()}}
+
+    groups = [
+        {"Name": "0", "Description": "default_pg"},
+        {"Name": "3", "Description": "mesh_tp"},
+        {"Name": "4", "Description": "undefined"},
+        {"Name": "5", "Description": "mesh_dp"},
+        {"Name": "6", "Description": "mesh_dp"},
+        {"Name": "0", "Description": "default_pg"},
+        {},
+    ]
+    calls = read_calls([noted(float(ts), **group) for ts, group in enumerate(groups)])
+    assert [made.process_group for made in calls] == ["default_pg", "mesh_tp", "4", "5", "6", "default_pg", None]
+    read_step = read(work(), reduction(0), calls=(replace(call(), process_group="mesh_tp"),)).step
+    assert read_step.operations[1].process_group == "mesh_tp"  # type: ignore[union-attr]
 
 
 def test_calls_are_read_in_order_of_issue_with_their_sizes_in_bytes() -> None:

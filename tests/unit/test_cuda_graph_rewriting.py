@@ -229,10 +229,18 @@ def test_of_two_head_starts_for_one_kernel_the_last_stands_and_the_one_that_lost
 
 def test_a_plan_of_another_step_is_refused_before_the_driver_is_asked_anything() -> None:
     captured = GraphDouble(NODES, GPU)
-    other = replace(plan(GREATEST), step_fingerprint=read(NODES[:4]).step.fingerprint(), step_name="other")
+    other = replace(plan(GREATEST, operations=(2,)), step_fingerprint=read(NODES[:4]).step.fingerprint(), step_name="other")
     with pytest.raises(PlanError, match="made for step 'other'"):
         rewrite(captured, read(), other)
     assert captured.log.num_calls == 0
+
+
+def test_a_plan_of_another_step_is_applied_where_its_directives_say_what_they_mean() -> None:
+    other = replace(plan(GREATEST, kind="communication"), step_fingerprint=read(NODES[:4]).step.fingerprint())
+    _, engagements = outcome(other)
+    assert [engagement.state for engagement in engagements] == ["verified"] * len(engagements)
+    assert engagements
+    assert "Every directive matches here" in other.remarks_on(read().step)[0]
 
 
 def test_a_directive_that_matches_nothing_is_refused() -> None:

@@ -30,7 +30,7 @@ ORDER = [
     {"planner", "doctor", "job"},
     {"paper", "supervised"},
     {"report"},
-    {"cli_check", "cli_gpu", "cli_run", "cli_schedule"},
+    {"cli_check", "cli_gpu", "cli_plan", "cli_run", "cli_schedule"},
     {"cli"},
     {"__init__", "__main__"},
 ]

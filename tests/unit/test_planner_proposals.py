@@ -10,7 +10,7 @@ from counterpoint import Simulator, load_machine, load_plan, load_workload, save
 from counterpoint.controls import ResidencyCap, Transport
 from counterpoint.job import load_job
 from counterpoint.machine import Machine
-from counterpoint.plan import LEAVE_IT, Plan
+from counterpoint.plan import LEAVE_IT, Match, Plan
 from counterpoint.planner import Tuning, tune
 from counterpoint.planner.candidates import Proposal, propose
 from counterpoint.planner.contention import find_contention
@@ -185,7 +185,8 @@ def test_fsdp_gains_a_few_percent_by_copy_engines() -> None:
     assert 0.03 <= 1 - plan.expectation.planned_us / plan.expectation.baseline_us <= 0.06
     (directive,) = plan.directives
     assert directive.controls == (Transport(transport="copy_engine"),)
-    assert len(directive.match.operations) == 12
+    assert directive.match == Match(kind="communication", collective="all_gather")
+    assert len(directive.match.accepted(load_job(str(TRACES / "fsdp2.rank0.json.gz")).step)) == 12
     assert any("register file" in reason for _, reason in refused(plan, "residency_cap"))
 
 

@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from counterpoint import load_machine
 from counterpoint.measurement.values import LEAST_ADDED_GAIN, LEAST_SIMULATED_GAIN
+from counterpoint.plan import Plan
 from counterpoint.planner import Trial, Tuning, tune
 from helpers.scripted_executor import ScriptedExecutor, contended_step, words_of
 
@@ -122,10 +123,23 @@ def test_every_distinct_candidate_is_told_once_the_baseline_first() -> None:
     told: list[Trial] = []
     executor = ScriptedExecutor(lambda words: BASELINE_US - 10 * len(words))
     tuning = tune(contended_step(), H200, executor, told.append)
-    assert tuple(told) == tuning.trials
+    assert [(trial.label, trial.makespan_us) for trial in told] == [
+        (trial.label, trial.makespan_us) for trial in tuning.trials
+    ]
     assert (told[0].label, told[0].directives, told[0].makespan_us) == ("as it is", (), BASELINE_US)
     assert len({trial.directives for trial in told}) == len(told)
-    assert {tried.directives for tried in executor.plans} - {tuning.plan.directives} <= {trial.directives for trial in told}
+    assert {tried.directives for tried in executor.plans} <= {trial.directives for trial in told}
+
+
+def test_plan_and_trials_name_no_operation_by_number_and_mean_those_that_were_tried() -> None:
+    told: list[Trial] = []
+    tuning = tune(contended_step(), H200, ScriptedExecutor(lambda words: BASELINE_US - 10 * len(words)), told.append)
+    assert any(directive.match.operations for trial in told for directive in trial.directives)
+    for tried, kept in zip(told, tuning.trials, strict=True):
+        assert all(directive.match.operations is None for directive in kept.directives)
+        before, after = (Plan(directives=trial.directives).controls_of(contended_step()) for trial in (tried, kept))
+        assert before == after
+    assert tuning.plan.directives in [trial.directives for trial in tuning.trials]
 
 
 def test_what_was_measured_is_not_called_simulated() -> None:

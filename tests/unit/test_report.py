@@ -164,13 +164,31 @@ def test_every_control_is_named_in_words(control: Control, says: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("operations", "says"), [((4,), "1 communication operation:"), ((4, 5), "2 communication operations:")]
+    ("match", "says"),
+    [
+        (Match(kind="communication"), "communication kernels:"),
+        (Match(collective="all_gather", num_bytes=64 << 20), "all_gather of 64 MiB:"),
+        (
+            Match(collective="all_gather", process_group="tp", ordinals=(0, 1, 2, 5)),
+            "all_gather in process group tp, numbers 0-2, 5:",
+        ),
+        (Match(name="gemm", kind="computation", ordinals=(3,)), "gemm, number 3:"),
+        (Match(name="gemm", ordinals=tuple(range(0, 20, 2))), "gemm, numbers 0, 2, 4, 6, ... (10 in all):"),
+        (Match(kind="communication", operations=(4, 5)), "communication kernels, operations 4-5:"),
+    ],
 )
-def test_a_directive_says_how_many_operations_it_is_for(operations: tuple[int, ...], says: str) -> None:
-    directive = Directive(
-        match=Match(kind="communication", operations=operations), controls=(Priority(priority=-5),), reason="why"
-    )
-    assert f" - priority -5 on {says} why" in printed_plan(Plan(verdict="GAIN", directives=(directive,)))
+def test_a_directive_says_what_it_is_for(match: Match, says: str) -> None:
+    directive = Directive(match=match, controls=(Priority(priority=-5),), reason="why")
+    assert f" - priority -5 on {says} why" in printed_plan(Plan(verdict="GAIN", directives=(directive,)), width=200)
+
+
+def test_directives_that_differ_in_their_match_alone_are_one_line() -> None:
+    matches = [Match(name=f"k{number}", kind="computation") for number in range(6)]
+    hold = (HeadStart(hold_us=5),)
+    directives = tuple(Directive(match=match, controls=hold, reason="why") for match in matches)
+    shown = printed_plan(Plan(verdict="GAIN", directives=directives), width=200)
+    assert "head start 5 us on k0; k1; k2; k3 and 2 others: why" in shown
+    assert shown.count("head start") == 1
 
 
 def test_long_kernel_names_are_shortened_in_directives_and_refusals() -> None:

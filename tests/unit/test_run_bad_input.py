@@ -62,7 +62,7 @@ def test_the_step_of_another_plan(tmp_path: Path) -> None:
     save_plan(Plan(step_name="other", step_fingerprint="0" * 16, directives=Plan().directives), tmp_path / "p.toml")
     path = tmp_path / "p.toml"
     path.write_text(
-        path.read_text() + '[[directives]]\nreason = "test"\n[directives.match]\nkind = "communication"\n'
+        path.read_text() + '[[directives]]\nreason = "test"\n[directives.match]\noperations = [3]\n'
         '[[directives.controls]]\ncontrol = "priority"\npriority = -5\n'
     )
     assert "was made for step 'other'" in refused(tmp_path, "--plan", path, "--step", "cb_ar_opt2")

@@ -28,6 +28,7 @@ class Applied:
         self._replays = GuardedReplays(guard_every, int(captured.agree(str(draw_seed()))))
         rewritten = rewrite(captured.graph, captured.read, plan)
         self.plan = plan
+        self.remarks = plan.remarks_on(captured.read.step)  # what to know where it was made for another step; mostly nothing
         self.engagements: tuple[Engagement, ...] = rewritten.engagements
         self._captured = captured
         with ExitStack() as opened, closing(rewritten.graph):

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from counterpoint.cuda.graph import GraphNode
 from counterpoint.errors import StepError
 from counterpoint.step import Collective, CollectiveKind, Copy, Dependency, Kernel, Operation, Step
-from counterpoint.traces.classify import classify_kernel, element_bytes, known_collective
+from counterpoint.traces.classify import Group, classify_kernel, element_bytes, known_collective, name_groups
 from counterpoint.value import Value
 
 RECORDED_LIBRARIES = ("nccl", "rccl")  # what torch.distributed calls, and so records
@@ -25,6 +25,7 @@ class CollectiveCall(Value, frozen=True, kw_only=True):
     collective: CollectiveKind
     num_bytes: int
     group_size: int
+    process_group: str | None = None
 
 
 class GraphTimes(Value, frozen=True, kw_only=True):
@@ -73,6 +74,7 @@ def read_graph(
 def read_calls(events: Iterable[Mapping[str, Any]]) -> list[CollectiveCall]:
     """The collectives among a profiler's events, in the order of issue; a size that is not known is 0, as in traces."""
     noted = sorted((event for event in events if event.get("name") == "record_param_comms"), key=lambda event: event["ts"])
+    groups = name_groups(_group_of(event.get("args", {})) for event in noted)
     calls = []
     for event in noted:
         args = event.get("args", {})
@@ -81,8 +83,21 @@ def read_calls(events: Iterable[Mapping[str, Any]]) -> list[CollectiveCall]:
             continue
         size = element_bytes(str(args.get("dtype", ""))) or 0
         elements = max(int(args.get("In msg nelems", 0)), int(args.get("Out msg nelems", 0)))
-        calls.append(CollectiveCall(collective=kind, num_bytes=elements * size, group_size=int(args.get("Group size", 1))))
+        calls.append(
+            CollectiveCall(
+                collective=kind,
+                num_bytes=elements * size,
+                group_size=int(args.get("Group size", 1)),
+                process_group=groups.get(_group_of(args)),
+            )
+        )
     return calls
+
+
+def _group_of(args: Mapping[str, Any]) -> Group:
+    """The name and the description of the process group that a call was made on."""
+    name, description = (args.get(f"Process Group {what}") for what in ("Name", "Description"))
+    return (None if name is None else str(name), None if description is None else str(description))
 
 
 def _check_calls(name: str, nodes: Sequence[GraphNode], calls: Sequence[CollectiveCall]) -> None:
@@ -126,6 +141,7 @@ def _operation(
         collective=call.collective,
         num_bytes=call.num_bytes,
         group_size=call.group_size,
+        process_group=call.process_group,
         library=rule.library or "nccl",
         footprint=node.footprint,
         lone_us=lone_us,

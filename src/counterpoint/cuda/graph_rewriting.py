@@ -39,8 +39,8 @@ def _edit(graph: AbstractGraph, before: Sequence[GraphNode], read: ReadGraph, pl
     """Apply what can be applied to a copy, and read the edited nodes again; refusals come first."""
     wanted: list[tuple[int, Control]] = []
     engagements: list[Engagement] = []
-    for index, (number, operation) in enumerate(zip(read.nodes, read.step.operations, strict=True)):
-        for control in plan.controls_for(index, operation):
+    for number, controls in zip(read.nodes, plan.controls_of(read.step), strict=True):
+        for control in controls:
             reason = _why_not(before[number], control)
             if reason:
                 engagements.append(_refused(before[number], control, reason))

@@ -1,8 +1,9 @@
 """A plan as the launch filter can apply it: rules on the names of kernels.
 
-An eager launch has a name and nothing else: no place in a step. With the step, a plan's operation numbers become names.
-Where names cannot say what the plan means, a cap is refused (it would slow kernels that nobody chose); a priority or a head
-start acts only where there is something to race, so it is given to all launches of that name, and a remark says so.
+An eager launch has a name and nothing else: no place in a step, no process group, no size. With the step, what a plan's
+directives match becomes names. Where names cannot say what the plan means, a cap is refused (it would slow kernels that
+nobody chose); a priority or a head start acts only where there is something to race, so it is given to all launches of that
+name (all that communicate, where the plan means a collective), and a remark says so.
 
 It knows nothing of the layout of the control block, nor of what the driver makes of a rule.
 """
@@ -10,14 +11,12 @@ It knows nothing of the layout of the control block, nor of what the driver make
 from collections.abc import Sequence
 
 from counterpoint.controls import Control, HeadStart, Priority, ResidencyCap
-from counterpoint.errors import PlanError
-from counterpoint.plan import Directive, Match, Plan, Refusal
+from counterpoint.errors import PlanError, shown
+from counterpoint.plan import NUM_SHOWN, Directive, Match, Plan, Refusal
 from counterpoint.step import Copy, OperationKind, Step
 from counterpoint.traces.classify import communication_patterns
-from counterpoint.units import format_count
+from counterpoint.units import format_bytes, format_count
 from counterpoint.value import Value, require
-
-NUM_SHOWN = 4  # operation numbers in a message; a plan may have hundreds
 
 
 class FilterRule(Value, frozen=True, kw_only=True):
@@ -82,7 +81,7 @@ def rules_of(plan: Plan, step: Step | None = None) -> tuple[FilterRule, ...]:
 def translate(plan: Plan, step: Step | None = None) -> Translation:
     """Turn a plan's directives into rules by name.
 
-    Raises `PlanError` where the plan was made for another step than `step`, names operations by number and there is no
+    Raises `PlanError` where the plan cannot be applied to `step`, names operations by number and there is no
     step, or holds operators' schedules: nothing of such a directive could be applied, and a job may run for days before
     anybody looks. Controls that the filter has no part in (communication CTAs, transport) are neither rules nor refusals.
     """
@@ -92,9 +91,9 @@ def translate(plan: Plan, step: Step | None = None) -> Translation:
         plan.check_step(step)
     rules: list[FilterRule] = []
     refusals: list[Refusal] = []
-    remarks: list[str] = []
+    remarks = list(plan.remarks_on(step)) if step is not None else []
     for number, directive in enumerate(plan.directives):
-        controls = tuple(control for control in directive.controls if _fields(control))
+        controls = tuple(control for control in directive.controls if is_by_launch(control))
         if not controls:
             continue
         if step is None:
@@ -126,15 +125,43 @@ def _check_has_names(number: int, directive: Directive) -> None:
 
 
 def _by_match(match: Match, controls: Sequence[Control]) -> Translation:
-    """Without the step a directive can go by name and kind alone."""
+    """Without the step a directive can go by name, kind and collective alone."""
+    reason = ""
     if match.kind == "copy":
         reason = "it is for copies, and the launch filter sees kernels only"
     elif "[" in match.name:
         reason = "the launch filter knows * and ? only, not [...]; give the trace or step that the plan was made from"
-    else:
-        pattern = match.name.replace("\\", "\\\\")
-        return Translation(rules=(_rule(pattern, match.kind, controls),))
-    return Translation(rules=(), refusals=tuple(_refusal(control, match.name, reason) for control in controls))
+    if reason:
+        return Translation(rules=(), refusals=tuple(_refusal(control, match.name, reason) for control in controls))
+    narrower = beyond_names(match)
+    refusals: tuple[Refusal, ...] = ()
+    remarks: tuple[str, ...] = ()
+    fitting = list(controls)
+    if narrower:
+        target = match.describe(NUM_SHOWN)
+        means = f"the plan means {narrower}, and eager launches have only names"
+        caps = [control for control in controls if isinstance(control, ResidencyCap)]
+        refusals = tuple(_refusal(cap, target, means) for cap in caps)
+        fitting = [control for control in controls if control not in caps]
+        reached = "all collectives" if match.name == "*" else "all of that name"
+        remarks = tuple(f"{control.tag} on '{shown(target)}': {means}; {reached} get it" for control in fitting)
+    kind: OperationKind | None = "communication" if match.collective else match.kind
+    rules = (_rule(match.name.replace("\\", "\\\\"), kind, fitting),) if fitting else ()
+    return Translation(rules=rules, refusals=refusals, remarks=remarks)
+
+
+def beyond_names(match: Match) -> str:
+    """What a match tells apart that names of kernels do not, in words; empty where it is nothing."""
+    told: list[str] = []
+    if match.collective is not None and match.name == "*":
+        told.append(match.collective)
+    if match.ordinals is not None:
+        told.append(f"{format_count(len(match.ordinals), 'launch', 'launches')} by number")
+    if match.process_group is not None:
+        told.append(f"process group {match.process_group}")
+    if match.num_bytes is not None:
+        told.append(format_bytes(match.num_bytes))
+    return " and ".join(told)
 
 
 def _by_step(directive: Directive, controls: Sequence[Control], step: Step) -> Translation:
@@ -143,8 +170,9 @@ def _by_step(directive: Directive, controls: Sequence[Control], step: Step) -> T
     refusals: list[Refusal] = []
     remarks: list[str] = []
     launches: dict[str, list[bool]] = {}  # by name: is this launch chosen?
+    accepted = frozenset(directive.match.accepted(step))
     for index, operation in enumerate(step.operations):
-        is_chosen = directive.match.accepts(index, operation)
+        is_chosen = index in accepted
         if is_chosen and isinstance(operation, Copy):
             reason = "it is a copy, and the launch filter sees kernels only"
             refusals.extend(_refusal(control, operation.name, reason) for control in controls)
@@ -169,6 +197,11 @@ def _rule(pattern: str, kind: OperationKind | None, controls: Sequence[Control])
     """One rule with all the controls; of two alike the last one counts, as everywhere a plan is applied."""
     fields = {name: value for control in controls for name, value in _fields(control).items()}
     return FilterRule(pattern=pattern, kind=kind, **fields)  # type: ignore[arg-type]
+
+
+def is_by_launch(control: Control) -> bool:
+    """Whether the launch filter applies it, launch by launch."""
+    return bool(_fields(control))
 
 
 def _fields(control: Control) -> dict[str, int | float]:

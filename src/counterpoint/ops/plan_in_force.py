@@ -15,7 +15,7 @@ from counterpoint.plan import LEAVE_IT, Directive, Match, Plan, Refusal
 from counterpoint.schedule import ScheduleDescription
 from counterpoint.value import Value
 
-BY_NAME_ONLY = "operators are matched by their name alone; leave kind and operations out of the match"
+BY_NAME_ONLY = "operators are matched by their name alone; leave everything else out of the match"
 
 
 class Choice(Value, frozen=True, kw_only=True):
@@ -75,8 +75,7 @@ def _why_not(directive: Directive, control: Control) -> str:
     """Why a control of a directive is nothing for operators; empty if it is."""
     if "operators" in control.refused_by:
         return control.refused_by["operators"]
-    match = directive.match
-    return "" if match.kind is None and match.operations is None else BY_NAME_ONLY
+    return "" if directive.match == Match(name=directive.match.name) else BY_NAME_ONLY
 
 
 @cache

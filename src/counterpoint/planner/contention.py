@@ -6,7 +6,7 @@ a blocker that started only after the collective was ready won a race that a hea
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from counterpoint.controls import Transport
+from counterpoint.controls import Control, Transport
 from counterpoint.plan import LEAVE_IT, Plan
 from counterpoint.step import Collective, Kernel, Step
 from counterpoint.timeline import Interval, Timeline
@@ -35,14 +35,14 @@ def find_contention(step: Step, timeline: Timeline, plan: Plan = LEAVE_IT) -> tu
     kernels = [(index, spans[index]) for index, operation in enumerate(step.operations) if isinstance(operation, Kernel)]
     kernels.sort(key=lambda entry: entry[1].start_us)
     found = []
-    for index, operation in enumerate(step.operations):
-        if isinstance(operation, Collective) and not _uses_copy_engine(index, operation, plan):
+    for index, (operation, controls) in enumerate(zip(step.operations, plan.controls_of(step), strict=True)):
+        if isinstance(operation, Collective) and not _uses_copy_engine(operation, controls):
             found.append(_contention_of(step, index, spans, kernels))
     return tuple(found)
 
 
-def _uses_copy_engine(index: int, collective: Collective, plan: Plan) -> bool:
-    planned = [control.transport for control in plan.controls_for(index, collective) if isinstance(control, Transport)]
+def _uses_copy_engine(collective: Collective, controls: Sequence[Control]) -> bool:
+    planned = [control.transport for control in controls if isinstance(control, Transport)]
     return [collective.transport, *planned][-1] == "copy_engine"
 
 

@@ -26,13 +26,14 @@ def review_plan(step: Step, machine: Machine, plan: Plan) -> tuple[str, ...]:
     A plan without directives says nothing and is none of these. Raises `PlanError` where all of a plan's controls are idle.
     """
     winners: dict[tuple[int, str], Place] = {}
+    accepted = [directive.match.accepted(step) for directive in plan.directives]
     for place, control in _controls(plan):
-        for index in _targets(step, plan, place[0]):
+        for index in accepted[place[0]]:
             winners[index, control.tag] = place
     notes = [f"Directive {number} holds no control." for number, each in enumerate(plan.directives) if not each.controls]
     num_active = 0
     for place, control in _controls(plan):
-        targets = _targets(step, plan, place[0])
+        targets = accepted[place[0]]
         replaced = [index for index in targets if winners[index, control.tag] != place]
         idle = [i for i in targets if i not in set(replaced) and not _changes(step.operations[i], control, machine.gpu)]
         num_active += len(targets) - len(replaced) - len(idle)
@@ -47,18 +48,13 @@ def review_plan(step: Step, machine: Machine, plan: Plan) -> tuple[str, ...]:
             )
     if plan.directives and not num_active:
         raise PlanError(f"The plan does nothing to step '{shown(step.name)}'. {notes[0]} Correct the plan, or leave it out.")
-    return tuple(notes)
+    return (*plan.remarks_on(step), *notes)
 
 
 def _controls(plan: Plan) -> Iterator[tuple[Place, Control]]:
     for number, directive in enumerate(plan.directives):
         for position, control in enumerate(directive.controls):
             yield (number, position), control
-
-
-def _targets(step: Step, plan: Plan, number: int) -> list[int]:
-    match = plan.directives[number].match
-    return [index for index, operation in enumerate(step.operations) if match.accepts(index, operation)]
 
 
 def _replaced(what: str, control: Control, later: Control, number: int, count: int) -> str:

@@ -24,6 +24,7 @@ from counterpoint.measurement.tournament import compare
 from counterpoint.measurement.values import SIMULATION_ERROR, Comparison
 from counterpoint.plan import Directive, Expectation, Plan, Refusal
 from counterpoint.planner.candidates import propose_unsimulated
+from counterpoint.planner.durable import DurableMatches
 from counterpoint.planner.search import AS_IT_IS, Trial, Tuning, attempt, tune
 from counterpoint.sim import Simulator
 from counterpoint.step import Step
@@ -117,7 +118,8 @@ def _unsimulated(step: Step, machine: Machine, simulated: Tuning) -> Iterator[Tr
     tried = {family for trial in simulated.trials for family in trial.families if len(trial.families) == 1}
     for candidate in propose_unsimulated(step, machine):
         if candidate.family not in tried:
-            yield attempt(step, machine, Simulator(), candidate)
+            trial = attempt(step, machine, Simulator(), candidate)
+            yield msgspec.structs.replace(trial, directives=DurableMatches(step).directives(trial.directives))
 
 
 def _applicable(captured: Replayable, trials: Sequence[Trial]) -> tuple[list[Contender], list[Refusal]]:

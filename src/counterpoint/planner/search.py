@@ -15,6 +15,7 @@ from counterpoint.metrics import measure
 from counterpoint.plan import Directive, Expectation, Plan, Refusal
 from counterpoint.planner.candidates import Candidate, Proposal, propose
 from counterpoint.planner.contention import find_contention
+from counterpoint.planner.durable import DurableMatches
 from counterpoint.step import Step
 from counterpoint.timeline import AbstractExecutor, Timeline
 from counterpoint.units import format_count, format_percent, format_us
@@ -34,7 +35,10 @@ class Trial(Value, frozen=True, kw_only=True):
 
 
 class Tuning(Value, frozen=True, kw_only=True):
-    """The outcome: the plan, the timelines without and with it, and every trial in the order it was made."""
+    """The outcome: the plan, the timelines without and with it, and every trial in the order it was made.
+
+    Directives say what operations are, and name none by number.
+    """
 
     plan: Plan
     baseline: Timeline
@@ -109,6 +113,7 @@ def tune(
     parts = _shrink(bench, _grow(bench, without))
     best = bench.attempt(parts)
     baseline = bench.run(())
+    trials, durable = bench.trials(), DurableMatches(step)
     is_gain = best.makespan_us <= (1 - LEAST_SIMULATED_GAIN) * without.makespan_us
     chosen = best if is_gain else without
     plan = Plan(
@@ -116,12 +121,13 @@ def tune(
         step_fingerprint=step.fingerprint(),
         machine=machine.name,
         verdict="GAIN" if is_gain else "NO_GAIN",
-        summary=_summary(bench.trials(), chosen),
+        summary=_summary(trials, chosen),
         expectation=Expectation(origin=baseline.origin, baseline_us=without.makespan_us, planned_us=chosen.makespan_us),
-        directives=chosen.directives,
-        refusals=_refusals(proposal, bench.trials(), chosen),
+        directives=durable.directives(chosen.directives),
+        refusals=_refusals(proposal, trials, chosen),
     )
-    return Tuning(plan=plan, baseline=baseline, planned=bench.run(parts if is_gain else ()), trials=bench.trials())
+    told = tuple(msgspec.structs.replace(trial, directives=durable.directives(trial.directives)) for trial in trials)
+    return Tuning(plan=plan, baseline=baseline, planned=bench.run(parts if is_gain else ()), trials=told)
 
 
 def _grow(bench: _Bench, without: Trial) -> list[Candidate]:

@@ -14,7 +14,7 @@ from counterpoint.report.text import MIN_WIDTH, new_table, print_plan, shorten
 from counterpoint.supervised.proof import ControlProof, ProcessProof
 from counterpoint.supervised.run import RunOutcome
 from counterpoint.supervised.settings import UNDECIDED, LiveRecord
-from counterpoint.units import format_count
+from counterpoint.units import format_count, format_numbers
 
 NOTHING_LOADED = (
     "nothing was changed, because no process of the command launched a kernel on a GPU; if some did, the command clears "
@@ -110,14 +110,8 @@ def _group(outcome: RunOutcome) -> list[tuple[Engagement, str, str]]:
 def _ranks(processes: Iterable[ProcessProof | None]) -> str:
     """Ranks as ranges: "0-3, 6"; processes without a rank by their number."""
     named = [process for process in processes if process is not None]
-    ranks = sorted({process.rank for process in named if process.rank >= 0})
-    parts: list[str] = []
-    while ranks:
-        last = next(
-            (place for place in range(len(ranks)) if place + 1 == len(ranks) or ranks[place + 1] != ranks[place] + 1), 0
-        )
-        parts.append(f"{ranks[0]}-{ranks[last]}" if last else f"{ranks[0]}")
-        ranks = ranks[last + 1 :]
+    ranks = format_numbers(process.rank for process in named if process.rank >= 0)
+    parts = [ranks] if ranks else []
     parts += [f"process {process.pid}" for process in named if process.rank < 0]
     return ", ".join(parts)
 

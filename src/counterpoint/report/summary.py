@@ -5,11 +5,16 @@ The replay error compares the makespan simulated without any control with the tr
 
 from collections.abc import Sequence
 
+from msgspec.structs import replace
+
 from counterpoint.job import Job
 from counterpoint.metrics import Metrics, measure, share_of_ideal
 from counterpoint.plan import LEAVE_IT, Plan
 from counterpoint.planner import Trial, Tuning
 from counterpoint.planner.ideal import Scale, scale_of
+from counterpoint.planner.job_changes import JobChanges, find_job_changes
+from counterpoint.report.to_apply import NOWHERE, Application, PlanOrigin, ways_to_apply
+from counterpoint.sim import Simulator
 from counterpoint.sim.calibration import MEASURED_GPU
 from counterpoint.timeline import Timeline
 from counterpoint.units import format_change, format_count, format_percent
@@ -33,6 +38,7 @@ class Summary(Value, frozen=True, kw_only=True):
     """What a command found.
 
     `replay_error` is signed, a fraction of the traced makespan; None without a trace and for a step under a plan.
+    `job_changes` are simulated only where `tune` found no plan.
     """
 
     step_name: str
@@ -44,16 +50,24 @@ class Summary(Value, frozen=True, kw_only=True):
     replay_error: float | None = None
     plan: Plan | None = None
     trials: tuple[Trial, ...] = ()
+    to_apply: tuple[Application, ...] = ()
+    job_changes: JobChanges | None = None
 
 
-def summarize_tuning(job: Job, tuning: Tuning) -> Summary:
-    """The figures of `tune`."""
+def summarize_tuning(job: Job, tuning: Tuning, origin: PlanOrigin = NOWHERE) -> Summary:
+    """The figures of `tune`, and how to apply the plan; without one, what could be changed in the job.
+
+    `origin` says where the plan is.
+    """
     scale = scale_of(job.step, job.machine, [tuning.plan])
     rows = [_replayed_row(job, scale, "as replayed" if job.traced else "as it is", tuning.baseline)]
     if tuning.plan.directives:
         rows.append(_planned_row(scale, "with the plan", tuning.planned))
     error = _replay_error(job, tuning.baseline)
-    return _summary(job, scale, rows, error, plan=tuning.plan, trials=tuning.trials)
+    found = _summary(job, scale, rows, error, plan=tuning.plan, trials=tuning.trials)
+    if tuning.plan.directives:
+        return replace(found, to_apply=ways_to_apply(tuning.plan, origin))
+    return replace(found, job_changes=find_job_changes(job.step, job.machine, Simulator()))
 
 
 def summarize_simulation(job: Job, simulated: Timeline, plan: Plan = LEAVE_IT, remarks: tuple[str, ...] = ()) -> Summary:

@@ -5,15 +5,17 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from typing import IO, TextIO, cast
 
+from msgspec.structs import replace
 from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from counterpoint.controls import Control
 from counterpoint.cuda.probing import Probed
 from counterpoint.errors import printable, shown_path
 from counterpoint.machine import Machine
-from counterpoint.plan import Directive, Plan, Refusal
+from counterpoint.plan import NUM_SHOWN, Directive, Match, Plan, Refusal
 from counterpoint.planner import Trial
 from counterpoint.report.lanes import ASCII_BLOCKS, BLOCKS, draw_lanes
 from counterpoint.report.summary import ReportRow
@@ -83,7 +85,7 @@ def print_step(console: Console, step: Step, machine: Machine, notes: Iterable[s
     console.print(Text(f"on {machine.title}"))
     lines = [Text(printable(note), style="dim") for note in notes]
     if lines:
-        console.print(_bullets(lines))
+        console.print(bullets(lines))
     console.print()
 
 
@@ -121,23 +123,24 @@ def print_plan(console: Console, plan: Plan) -> None:
     """The verdict, each control with its reason, and what was refused."""
     style = "bold green" if plan.verdict == "GAIN" else "bold yellow"
     console.print(Text.assemble((plan.verdict, style), "  ", printable(plan.summary)))
-    console.print(_bullets(_describe_directive(directive) for directive in plan.directives))
+    console.print(bullets(describe_directives(plan.directives)))
     if plan.refusals:
         console.print(Text("left out", style="bold"))
-    console.print(_bullets(_describe_refusals(plan.refusals)))
+    console.print(bullets(describe_refusals(plan.refusals)))
     if plan.expectation is not None and plan.expectation.origin == "simulated":
         console.print(Text("Simulated, not measured: no GPU was used.", style="dim"))
     console.print()
 
 
-def _bullets(lines: Iterable[Text]) -> Table:
+def bullets(lines: Iterable[Text]) -> Table:
+    """Lines with a dash before each."""
     grid = Table.grid(padding=(0, 1, 0, 0))
     for line in lines:
         grid.add_row(" -", line)
     return grid
 
 
-def _describe_refusals(refusals: Iterable[Refusal]) -> Iterator[Text]:
+def describe_refusals(refusals: Iterable[Refusal]) -> Iterator[Text]:
     """One line for each control and reason, however many targets they share."""
     targets: dict[tuple[str, str], list[str]] = {}
     for refusal in refusals:
@@ -147,14 +150,21 @@ def _describe_refusals(refusals: Iterable[Refusal]) -> Iterator[Text]:
         yield Text.assemble((control, "bold"), f" on {shorten(names[0])}{others}: {reason}", style="dim")
 
 
-def _describe_directive(directive: Directive) -> Text:
-    controls = ", ".join(control.describe() for control in directive.controls)
-    match = directive.match
-    if match.operations is not None:
-        target = format_count(len(match.operations), f"{match.kind or ''} operation".strip())
-    else:
-        target = f"{match.kind} kernels" if match.kind and match.name == "*" else shorten(match.name)
-    return Text.assemble((controls, "bold"), " on ", (target, "cyan"), f": {printable(directive.reason)}")
+def describe_directives(directives: Iterable[Directive], most_shown: int | None = NUM_SHOWN) -> Iterator[Text]:
+    """One line for each set of controls with its reason, however many matches share it; `most_shown` of them are told."""
+    matches: dict[tuple[tuple[Control, ...], str], list[Match]] = {}
+    for directive in directives:
+        matches.setdefault((directive.controls, directive.reason), []).append(directive.match)
+    for (controls, reason), found in matches.items():
+        told = [_shortened(match).describe(most_shown) for match in found[:most_shown]]
+        others = len(found) - len(told)
+        target = printable("; ".join(told)) + (f" and {format_count(others, 'other')}" if others else "")
+        words = ", ".join(control.describe() for control in controls) or "no control"
+        yield Text.assemble((words, "bold"), " on ", (target, "cyan"), f": {printable(reason)}")
+
+
+def _shortened(match: Match) -> Match:
+    return replace(match, name=shorten(match.name))
 
 
 def shorten(name: str) -> str:

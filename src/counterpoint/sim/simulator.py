@@ -5,9 +5,11 @@ shared memory and carveout, a priority reorders dispatch, a head start delays on
 the copy engines.
 """
 
+from collections.abc import Sequence
+
 import msgspec
 
-from counterpoint.controls import CommunicationCtas, HeadStart, Priority, ResidencyCap, Transport
+from counterpoint.controls import CommunicationCtas, Control, HeadStart, Priority, ResidencyCap, Transport
 from counterpoint.errors import PlanError, StepError, require_kind, shown
 from counterpoint.machine import Machine
 from counterpoint.occupancy import residency
@@ -56,7 +58,7 @@ class Simulator(AbstractExecutor):
                 f"'{machine.name}'."
             )
         costs = CostModel(machine, self._calibration)
-        effects = [_effect(index, operation, plan, costs, machine) for index, operation in enumerate(step.operations)]
+        effects = _effects(step, plan, costs, machine)
         tasks = [
             _task(index, operation, effect, machine, costs)
             for index, (operation, effect) in enumerate(zip(step.operations, effects, strict=True))
@@ -85,9 +87,8 @@ class Simulator(AbstractExecutor):
         """
         costs = CostModel(machine, self._calibration)
         times = []
-        for index, operation in enumerate(step.operations):
-            is_moved = _effect(index, operation, plan, costs, machine).uses_copy_engine
-            if isinstance(operation, Collective) and is_moved:
+        for operation, effect in zip(step.operations, _effects(step, plan, costs, machine), strict=True):
+            if isinstance(operation, Collective) and effect.uses_copy_engine:
                 times.append(costs.copy_work(operation).lone_ps / PS_PER_US)
             else:
                 times.append(costs.lone_us(operation))
@@ -114,12 +115,18 @@ class Simulator(AbstractExecutor):
         return launches
 
 
-def _effect(index: int, operation: Operation, plan: Plan, costs: CostModel, machine: Machine) -> Effect:
+def _effects(step: Step, plan: Plan, costs: CostModel, machine: Machine) -> list[Effect]:
+    """What a plan amounts to for each operation of a step."""
+    each = zip(step.operations, plan.controls_of(step), strict=True)
+    return [_effect(index, operation, controls, costs, machine) for index, (operation, controls) in enumerate(each)]
+
+
+def _effect(index: int, operation: Operation, controls: Sequence[Control], costs: CostModel, machine: Machine) -> Effect:
     """Fold the plan's controls for one operation into what it will be launched with."""
     footprint = None if isinstance(operation, Copy) else costs.footprint(operation)
     is_moved = isinstance(operation, Collective) and operation.transport == "copy_engine"
     effect = Effect(footprint=footprint, uses_copy_engine=is_moved)
-    for control in plan.controls_for(index, operation):
+    for control in controls:
         where = f"operation {_label(index, operation)}"
         match control:
             case Priority() if footprint is not None:

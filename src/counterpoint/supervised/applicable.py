@@ -10,7 +10,7 @@ from counterpoint.controls import CommunicationCtas
 from counterpoint.errors import PlanError
 from counterpoint.integrations.paths import LIBRARY, Paths
 from counterpoint.launch_filter.control_block import Translation
-from counterpoint.plan import Plan
+from counterpoint.plan import Match, Plan
 
 NUM_SHOWN = 3
 
@@ -65,6 +65,6 @@ def variable_remarks(plan: Plan) -> list[str]:
     return [
         f"communication_ctas: the plan means some collectives, and NCCL takes one limit for all of them ({names})"
         for directive in plan.directives
-        if directive.match.operations is not None or directive.match.name != "*"
+        if directive.match not in (Match(), Match(kind="communication"))
         if (names := ", ".join(plan_variables(Plan(directives=(directive,)))))
     ]

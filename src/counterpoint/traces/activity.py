@@ -31,6 +31,7 @@ class LaunchArguments(Value, frozen=True, kw_only=True, forbid_unknown_fields=Fa
     out_elements: int | None = msgspec.field(default=None, name="Out msg nelems")
     group_size: int | None = msgspec.field(default=None, name="Group size")
     group_name: str | None = msgspec.field(default=None, name="Process Group Name")
+    group_description: str | None = msgspec.field(default=None, name="Process Group Description")
     dtype: str | None = None
 
     def __post_init__(self) -> None:

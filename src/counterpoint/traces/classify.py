@@ -6,6 +6,8 @@ patterns that `communication_patterns` gives.
 """
 
 import re
+from collections import Counter
+from collections.abc import Iterable
 from functools import cache, lru_cache
 
 from counterpoint.errors import TraceError
@@ -22,6 +24,9 @@ COPY_DIRECTIONS: tuple[tuple[str, CopyDirection], ...] = (
     ("devicetohost", "device_to_host"),
     ("devicetodevice", "device_to_device"),
 )
+
+
+Group = tuple[str | None, str | None]  # a process group's name and its description
 
 
 class Rule(Value, frozen=True, kw_only=True):
@@ -130,6 +135,20 @@ def known_collective(traced_name: str) -> CollectiveKind | None:
 def element_bytes(dtype: str | None) -> int | None:
     """Bytes of one element of a PyTorch type, or None for a type the table does not hold."""
     return load_rules().dtype_bytes.get(dtype) if dtype else None
+
+
+def name_groups(groups: Iterable[Group]) -> dict[Group, str | None]:
+    """What each process group is called here, by its name and description: what stays when a job is started again.
+
+    torch counts groups for their names, in the order in which they are made; a description ("default_pg", "mesh_tp") says
+    more, unless it is none ("undefined") or several groups share it.
+    """
+    distinct = set(groups)
+    shared = Counter(description for _, description in distinct)
+    return {
+        group: group[1] if group[1] not in (None, "", "undefined") and shared[group[1]] == 1 else group[0] or None
+        for group in distinct
+    }
 
 
 def copy_direction(name: str) -> CopyDirection:

@@ -1,0 +1,270 @@
+"""What a user could change in a job where no control pays, each simulated as a step that is put together otherwise.
+
+A step says in what order its operations ran, and not which data each of them needs. So these are bounds under an assumption
+that is part of the words of each change: whether the data flow allows it, the user has to say. Collectives that are cut or
+joined move their bytes at the rate that they have now.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise
+
+from msgspec.structs import replace
+
+from counterpoint.machine import Machine
+from counterpoint.measurement.values import LEAST_SIMULATED_GAIN
+from counterpoint.metrics import measure
+from counterpoint.plan import LEAVE_IT
+from counterpoint.step import Collective, Dependency, Kernel, Operation, Step
+from counterpoint.timeline import AbstractExecutor
+from counterpoint.units import MIB
+from counterpoint.value import Value
+
+MOST_CHANGES = 3
+LEAST_BUCKET_BYTES = MIB  # smaller all-reduces are no gradient buckets
+LEAST_BUCKETS = 3
+OWN_STREAM = (
+    "issue each {} on a stream of its own, beside the next matmul or attention kernel; possible where that kernel does not "
+    "need its result"
+)
+PREFETCH = (
+    "issue each all_gather one layer earlier (FSDP2: set_modules_to_forward_prefetch), for the memory of one more layer; "
+    "possible where it gathers parameters"
+)
+LARGER_BUCKETS = "gradient buckets twice as large (DDP: bucket_cap_mb)"
+SMALLER_BUCKETS = "gradient buckets half as large (DDP: bucket_cap_mb)"
+
+Entry = tuple[tuple[int, ...], Operation]  # the operations, by number, that it stands for, and what it is
+
+
+class JobChange(Value, frozen=True, kw_only=True):
+    """One change of the job, in words, and the step's simulated makespan with it and without."""
+
+    change: str
+    baseline_us: float
+    changed_us: float
+
+
+class JobChanges(Value, frozen=True, kw_only=True):
+    """What was simulated, and what of it would shorten the step noticeably, the shortest first."""
+
+    simulated: tuple[JobChange, ...] = ()
+    helpful: tuple[JobChange, ...] = ()
+
+
+def find_job_changes(step: Step, machine: Machine, executor: AbstractExecutor) -> JobChanges:
+    """Simulate the changes that `step` has a place for, each by itself; at most `MOST_CHANGES` are told as helpful.
+
+    A helpful one saves `LEAST_SIMULATED_GAIN` of the makespan or more.
+    """
+    changed = list(_changed_steps(step))
+    if not changed:
+        return JobChanges()
+    baseline_us = measure(executor.run(step, machine, LEAVE_IT)).makespan_us
+    found = [
+        JobChange(
+            change=words, baseline_us=baseline_us, changed_us=measure(executor.run(other, machine, LEAVE_IT)).makespan_us
+        )
+        for words, other in changed
+    ]
+    helpful = [each for each in found if each.changed_us <= (1 - LEAST_SIMULATED_GAIN) * baseline_us]
+    helpful.sort(key=lambda each: each.changed_us)
+    return JobChanges(simulated=tuple(found), helpful=tuple(helpful[:MOST_CHANGES]))
+
+
+def _changed_steps(step: Step) -> Iterator[tuple[str, Step]]:
+    """Each change in words, with the step as it then would be; only where the step has a place for it."""
+    kernels = Counter(operation.stream for operation in step.operations if isinstance(operation, Kernel))
+    if not kernels:
+        return
+    main = kernels.most_common(1)[0][0]
+    on_main = [n for n, each in enumerate(step.operations) if isinstance(each, Collective) and each.stream == main]
+    if on_main:
+        names = dict.fromkeys(each.collective for each in step.operations if isinstance(each, Collective))
+        used = dict.fromkeys(_collective(step, number).collective for number in on_main)
+        yield OWN_STREAM.format(" and ".join(name for name in names if name in used)), _on_own_stream(step, main, on_main)
+    gathers = _beside(step, main, "all_gather")
+    if len(gathers) > 1:
+        earlier = _prefetched(step, main, gathers)
+        if earlier != step:
+            yield PREFETCH, earlier
+    for buckets in _bucket_runs(step, main):
+        yield LARGER_BUCKETS, _merged(step, buckets)
+        halves = _halved(step, main, buckets)
+        if halves != step:
+            yield SMALLER_BUCKETS, halves
+
+
+def _collective(step: Step, number: int) -> Collective:
+    operation = step.operations[number]
+    assert isinstance(operation, Collective), "asked for collectives only"
+    return operation
+
+
+def _beside(step: Step, main: int, collective: str) -> list[int]:
+    """Collectives of one kind on other streams than the computation's."""
+    return [
+        number
+        for number, each in enumerate(step.operations)
+        if isinstance(each, Collective) and each.collective == collective and each.stream != main
+    ]
+
+
+def _on_own_stream(step: Step, main: int, moved: Sequence[int]) -> Step:
+    """Collectives of the computation's stream on a new one; what follows the next matmul there waits for each."""
+    operations = list(step.operations)
+    own = max(operation.stream for operation in operations) + 1
+    rest = [n for n, each in enumerate(step.operations) if each.stream == main and n not in set(moved)]
+    for number in moved:
+        before = max((n for n in rest if n < number), default=None)
+        waits = () if before is None else (before,)
+        operations[number] = replace(_waiting(operations[number], waits), stream=own)
+        after = [n for n in rest if n > number]
+        large = next((place for place, n in enumerate(after) if _is_large(step.operations[n])), len(after))
+        for consumer in after[large + 1 : large + 2]:
+            operations[consumer] = _waiting(operations[consumer], (number,))
+    return replace(step, operations=tuple(operations))
+
+
+def _is_large(operation: Operation) -> bool:
+    return isinstance(operation, Kernel) and operation.character in ("matmul", "attention")
+
+
+def _waiting(operation: Operation, numbers: Iterable[int]) -> Operation:
+    """The operation, waiting for these as well."""
+    known = {wait.operation for wait in operation.waits_for}
+    added = tuple(Dependency(operation=number) for number in numbers if number not in known)
+    return replace(operation, waits_for=(*operation.waits_for, *added))
+
+
+def _prefetched(step: Step, main: int, gathers: Sequence[int]) -> Step:
+    """Each all-gather, with what prepares it, waits for no later computation than the one before it does now."""
+    operations = list(step.operations)
+    latest = -1
+    for previous, gather in zip([-1, *gathers], gathers, strict=False):
+        part = _prepared_by(step, main, gather, previous)
+        needed = [wait.operation for n in part for wait in step.operations[n].waits_for]
+        newest = max((n for n in needed if step.operations[n].stream == main), default=-1)
+        if previous >= 0 and newest > latest:
+            for number in part:
+                operations[number] = _waiting_no_later(step, number, main, latest)
+        latest = max(latest, newest)
+    return replace(step, operations=tuple(operations))
+
+
+def _waiting_no_later(step: Step, number: int, main: int, latest: int) -> Operation:
+    """Operation `number`, with `latest` instead of what it waits for on the main stream after that; not held by the host."""
+    operation = step.operations[number]
+    kept = [
+        wait for wait in operation.waits_for if step.operations[wait.operation].stream != main or wait.operation <= latest
+    ]
+    is_changed = len(kept) < len(operation.waits_for)
+    issued_us = step.operations[latest].issued_us if latest >= 0 else None
+    fewer = replace(operation, waits_for=tuple(kept), issued_us=issued_us)
+    return _waiting(fewer, (latest,) if is_changed and latest >= 0 else ())
+
+
+def _prepared_by(step: Step, main: int, gather: int, previous: int) -> list[int]:
+    """The gather, and what it waits for on other streams since the previous one, directly or through others."""
+    part, left = {gather}, [gather]
+    while left:
+        for wait in step.operations[left.pop()].waits_for:
+            number = wait.operation
+            if number > previous and number not in part and step.operations[number].stream != main:
+                part.add(number)
+                left.append(number)
+    return sorted(part)
+
+
+def _bucket_runs(step: Step, main: int) -> Iterator[list[int]]:
+    """The longest run of all-reduces of which nobody waits for one before the next is issued, as of gradient buckets."""
+    reductions = [n for n in _beside(step, main, "all_reduce") if _collective(step, n).num_bytes >= LEAST_BUCKET_BYTES]
+    first_use: dict[int, int] = {}
+    for number, operation in enumerate(step.operations):
+        for wait in operation.waits_for:
+            first_use.setdefault(wait.operation, number)
+    runs: list[list[int]] = []
+    for number in reductions:
+        last = runs[-1][-1] if runs else None
+        if last is not None and first_use.get(last, len(step.operations)) > number and _are_alike(step, last, number):
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    longest = max(runs, key=len, default=[])
+    if len(longest) >= LEAST_BUCKETS:
+        yield longest
+
+
+def _are_alike(step: Step, one: int, other: int) -> bool:
+    first, second = _collective(step, one), _collective(step, other)
+    return (first.stream, first.group_size, first.process_group) == (second.stream, second.group_size, second.process_group)
+
+
+def _merged(step: Step, buckets: Sequence[int]) -> Step:
+    """Every second bucket together with the one before it."""
+    partner = dict(zip(buckets[1::2], buckets[::2], strict=False))
+    gone = set(partner.values())
+    entries: list[Entry] = []
+    for number, operation in enumerate(step.operations):
+        if number in gone:
+            continue
+        if number not in partner:
+            entries.append(((number,), operation))
+            continue
+        first, second = _collective(step, partner[number]), _collective(step, number)
+        together = replace(
+            _waiting(second, (wait.operation for wait in first.waits_for)),
+            num_bytes=first.num_bytes + second.num_bytes,
+            lone_us=None if first.lone_us is None or second.lone_us is None else first.lone_us + second.lone_us,
+        )
+        entries.append(((partner[number], number), together))
+    return _assembled(step, entries)
+
+
+def _halved(step: Step, main: int, buckets: Sequence[int]) -> Step:
+    """Every bucket but the first in two; the first half goes out when half of its gradients are there.
+
+    They are taken to be spread evenly over the computation since the bucket before was full.
+    """
+    halves: dict[int, int] = {}  # after which operation the first half of which bucket is issued
+    for before, number in pairwise(buckets):
+        filled, full = _filled_by(step, main, before), _filled_by(step, main, number)
+        filling = [n for n in range(filled + 1, full + 1) if step.operations[n].stream == main]
+        middle = filling[len(filling) // 2 - 1] if len(filling) > 1 else before
+        if middle > before:
+            halves[middle] = number
+    cut = set(halves.values())
+    entries: list[Entry] = []
+    for number, operation in enumerate(step.operations):
+        entries.append(((number,), _half(step, number, 1) if number in cut else operation))
+        if number in halves:
+            first = _half(step, halves[number], 0)
+            entries.append(((), replace(first, waits_for=(Dependency(operation=number),), issued_us=operation.issued_us)))
+    return _assembled(step, entries) if cut else step
+
+
+def _filled_by(step: Step, main: int, bucket: int) -> int:
+    """The last operation of the computation that a bucket waits for."""
+    waits = (wait.operation for wait in step.operations[bucket].waits_for)
+    return max((number for number in waits if step.operations[number].stream == main), default=bucket)
+
+
+def _half(step: Step, number: int, which: int) -> Collective:
+    whole = _collective(step, number)
+    num_bytes = whole.num_bytes // 2
+    return replace(
+        whole,
+        num_bytes=whole.num_bytes - num_bytes if which else num_bytes,
+        lone_us=None if whole.lone_us is None else whole.lone_us / 2,
+        peer_wait_us=whole.peer_wait_us / 2,
+    )
+
+
+def _assembled(step: Step, entries: Sequence[Entry]) -> Step:
+    """A step of these entries; what they wait for, by the numbers of `step`, is numbered anew."""
+    places = {number: place for place, (numbers, _) in enumerate(entries) for number in numbers}
+    operations = []
+    for _, operation in entries:
+        waits = sorted({places[wait.operation] for wait in operation.waits_for})
+        operations.append(replace(operation, waits_for=tuple(Dependency(operation=place) for place in waits)))
+    return replace(step, operations=tuple(operations))

@@ -1,0 +1,152 @@
+"""What is printed of plans: a file in words, in what two differ, how to apply one, what to change where none pays."""
+
+from collections.abc import Iterable, Iterator, Sequence
+
+from rich.console import Console
+from rich.text import Text
+
+from counterpoint.controls import Control
+from counterpoint.errors import printable
+from counterpoint.measurement.values import LEAST_SIMULATED_GAIN
+from counterpoint.plan import Expectation, Match, Plan
+from counterpoint.planner.job_changes import JobChange, JobChanges
+from counterpoint.report.text import bullets, describe_directives, describe_refusals
+from counterpoint.report.to_apply import Application
+from counterpoint.units import format_change, format_percent, format_us
+from counterpoint.value import Value
+
+SAME = "the plans are the same"
+SAME_CONTROLS = "the plans hold the same controls; the order of directives, reasons or what was left out differ"
+
+
+class PlanDifference(Value, frozen=True, kw_only=True):
+    """One thing that two plans say otherwise; `first` and `second` are in words."""
+
+    what: str
+    first: str
+    second: str
+
+
+class PlanDiff(Value, frozen=True, kw_only=True):
+    """In what two plans differ: facts and controls that both have, and directives that one of them alone has, in words.
+
+    Of reasons, refusals and the order of directives it says only that they are not the same.
+    """
+
+    is_same: bool
+
+    differences: tuple[PlanDifference, ...] = ()
+    only_first: tuple[str, ...] = ()
+    only_second: tuple[str, ...] = ()
+
+
+def compare_plans(first: Plan, second: Plan) -> PlanDiff:
+    """In what `second` differs from `first`."""
+    before, after = (_controls_by_match(plan) for plan in (first, second))
+    facts = [
+        PlanDifference(what=what, first=a, second=b) for (what, a), (_, b) in zip(_facts(first), _facts(second), strict=True)
+    ]
+    changed = [
+        PlanDifference(what=match.describe(), first=_in_words(controls), second=_in_words(after[match]))
+        for match, controls in before.items()
+        if match in after
+    ]
+    return PlanDiff(
+        is_same=first == second,
+        differences=tuple(each for each in (*facts, *changed) if each.first != each.second),
+        only_first=tuple(_told(match, controls) for match, controls in before.items() if match not in after),
+        only_second=tuple(_told(match, controls) for match, controls in after.items() if match not in before),
+    )
+
+
+def print_plan_file(console: Console, plan: Plan) -> None:
+    """A plan in words: verdict, where it comes from, each directive with its reason, and what was left out."""
+    style = "bold green" if plan.verdict == "GAIN" else "bold yellow"
+    console.print(Text.assemble((plan.verdict, style), "  ", printable(plan.summary)))
+    for what, said in list(_facts(plan))[1:]:
+        if said:
+            console.print(Text.assemble((f"{what}: ", "bold"), printable(said)))
+    console.print(Text("directives" if plan.directives else "no directive: it leaves everything as it is", style="bold"))
+    console.print(bullets(describe_directives(plan.directives, most_shown=None)))
+    if any(directive.match.ordinals is not None for directive in plan.directives):
+        console.print(Text("Numbers count from 0, in the order of the step.", style="dim"))
+    if plan.refusals:
+        console.print(Text("left out", style="bold"))
+        console.print(bullets(describe_refusals(plan.refusals)))
+    console.print()
+
+
+def print_diff(console: Console, names: tuple[str, str], diff: PlanDiff) -> None:
+    """What differs, what only the one has, what only the other has; `names` are the files'."""
+    if not (diff.differences or diff.only_first or diff.only_second):
+        console.print(SAME if diff.is_same else SAME_CONTROLS)
+        return
+    for each in diff.differences:
+        first, second = (printable(said) or "nothing" for said in (each.first, each.second))
+        console.print(Text.assemble((printable(each.what), "bold"), f": {first} -> {second}"))
+    for name, only in zip(names, (diff.only_first, diff.only_second), strict=True):
+        if only:
+            console.print(Text(f"only in {printable(name)}", style="bold"))
+            console.print(bullets(Text(printable(line)) for line in only))
+
+
+def print_job_changes(console: Console, changes: JobChanges) -> None:
+    """What the user could change where no control remains, with the simulated times; or that nothing of it would help."""
+    if not changes.simulated:
+        console.print(Text("No change of streams, bucket sizes or prefetch has a place in this step.", style="dim"))
+    elif not changes.helpful:
+        tried = "; ".join(f"{each.change} ({_against(each)})" for each in changes.simulated)
+        least = format_percent(LEAST_SIMULATED_GAIN)
+        console.print(Text(f"No change of the job would shorten it by {least} or more. Simulated: {tried}.", style="dim"))
+    else:
+        console.print(Text("what could be changed in the job (simulated; only if the data flow allows it)", style="bold"))
+        console.print(bullets(Text(f"{each.change}: {_against(each)}") for each in changes.helpful))
+    console.print()
+
+
+def _against(change: JobChange) -> str:
+    before, after = change.baseline_us, change.changed_us
+    return f"{format_us(before)} to {format_us(after)}, {format_change(after / before - 1)}"
+
+
+def print_to_apply(console: Console, ways: Sequence[Application]) -> None:
+    """Each way with what it applies; what is to be typed stands on lines of its own, whole."""
+    if not ways:
+        return
+    console.print(Text("to apply", style="bold"))
+    for way in ways:
+        console.print(Text.assemble(" - ", (", ".join(way.controls), "bold"), ", " if way.controls else "", f"{way.where}:"))
+        for line in way.lines:
+            console.print(Text(f"     {line}", style="cyan"), soft_wrap=True)
+    console.print()
+
+
+def _facts(plan: Plan) -> Iterator[tuple[str, str]]:
+    """What a plan says of itself, the verdict first; a fact that it does not say is empty."""
+    yield "verdict", plan.verdict
+    step = f"'{plan.step_name}'" if plan.step_name else ""
+    yield "step", " ".join(filter(None, (step, f"({plan.step_fingerprint})" if plan.step_fingerprint else "")))
+    yield "machine", plan.machine
+    yield "expected", "" if plan.expectation is None else _expected(plan.expectation)
+
+
+def _expected(expectation: Expectation) -> str:
+    before, after = expectation.baseline_us, expectation.planned_us
+    change = f", {format_percent(1 - after / before)} less" if before > 0 and after < before else ""
+    return f"{format_us(before)} as it is, {format_us(after)} with the plan{change} ({expectation.origin})"
+
+
+def _controls_by_match(plan: Plan) -> dict[Match, tuple[Control, ...]]:
+    """What a plan does to each match, in its order; of several directives for one match, all controls."""
+    found: dict[Match, tuple[Control, ...]] = {}
+    for directive in plan.directives:
+        found[directive.match] = (*found.get(directive.match, ()), *directive.controls)
+    return found
+
+
+def _told(match: Match, controls: tuple[Control, ...]) -> str:
+    return f"{_in_words(controls)} on {match.describe()}"
+
+
+def _in_words(controls: Iterable[Control]) -> str:
+    return ", ".join(control.describe() for control in controls) or "no control"

@@ -1,0 +1,116 @@
+"""How to apply a plan: for each control the command, the lines of Python or the variables, as they are typed.
+
+What is printed of it can be pasted. What a user has to put in the place of something is named as in the
+documents: `torchrun train.py` for the job, `model` for its model, `step` for a function that runs one step.
+"""
+
+import shlex
+from collections.abc import Iterable, Iterator, Sequence
+
+from counterpoint.controls import Control
+from counterpoint.launch_filter.rules import beyond_names, is_by_launch
+from counterpoint.plan import Directive, Plan
+from counterpoint.step import CollectiveKind
+from counterpoint.value import Value
+
+PLAN_FILE = "plan.toml"
+JOB = ("torchrun", "train.py")
+
+
+class Application(Value, frozen=True, kw_only=True):
+    """One way to apply `controls`, in words: `lines` of a shell or of Python, and `where` they belong.
+
+    No controls: the lines are for the whole plan.
+    """
+
+    controls: tuple[str, ...]
+    where: str
+    lines: tuple[str, ...]
+
+
+class PlanOrigin(Value, frozen=True, kw_only=True):
+    """Where a report has its plan from.
+
+    `file` is where it is saved, None if nowhere; `finding` is the command that found it, without an option to save it.
+    `job` is the command of the job that it is for. `step` is the trace or workload that it was made from, if any. A plan
+    `is_captured` if it was found for a step function that the user captures.
+    """
+
+    file: str | None = None
+    finding: tuple[str, ...] = ()
+    job: tuple[str, ...] = JOB
+    step: str | None = None
+    is_captured: bool = False
+
+
+NOWHERE = PlanOrigin()
+
+
+def ways_to_apply(plan: Plan, origin: PlanOrigin) -> tuple[Application, ...]:
+    """Every way to apply what is in a plan, the plan file first, since it needs no change of the job; nothing for none."""
+    if not plan.directives:
+        return ()
+    return (*_by_file(plan, origin), *_by_hand(plan.directives))
+
+
+def _by_file(plan: Plan, origin: PlanOrigin) -> Iterator[Application]:
+    """What a plan file does: in a job, in a captured step, for operators."""
+    file = origin.file or PLAN_FILE
+    if origin.file is None and origin.finding:
+        yield Application(controls=(), where="save the plan first", lines=(_save_command(origin, file),))
+    loading = f"plan = load_plan({file!r})"
+    for_jobs = _applied_by(plan, "job")
+    if for_jobs:
+        step = ("--step", origin.step) if origin.step is not None and _needs_step(plan) else ()
+        words: tuple[str, ...] = ("counterpoint", "run", "--plan", file, *step, "--", *origin.job)
+        yield Application(controls=for_jobs, where="to a job that nobody edits", lines=(shlex.join(words),))
+    for_graphs = _applied_by(plan, "graph")
+    if for_graphs and origin.is_captured:
+        lines: tuple[str, ...] = (
+            "from counterpoint import apply, capture, load_plan",
+            loading,
+            "applied = apply(capture(step), plan)",
+            "applied.replay()",
+        )
+        yield Application(controls=for_graphs, where="to a captured step, in Python", lines=lines)
+    for_operators = _applied_by(plan, "operators")
+    if for_operators:
+        lines = ("from counterpoint import load_plan, ops", loading, "ops.use_plan(plan)")
+        yield Application(controls=for_operators, where="to operators, in Python, on every rank", lines=lines)
+
+
+def _by_hand(directives: Sequence[Directive]) -> Iterator[Application]:
+    """What a user can write without any plan file: each way once, with all controls that it gives."""
+    found: dict[tuple[str, tuple[str, ...]], list[Control]] = {}
+    for directive in directives:
+        collective: CollectiveKind | None = directive.match.collective
+        for control in directive.controls:
+            for way in control.ways(collective):
+                found.setdefault((way.where, way.lines), []).append(control)
+    for (where, lines), controls in found.items():
+        yield Application(controls=_in_words(controls), where=where, lines=lines)
+
+
+def _save_command(origin: PlanOrigin, file: str) -> str:
+    """The finding command with `-o`; before `--`, where the words of a job begin."""
+    words = list(origin.finding)
+    place = words.index("--") if "--" in words else len(words)
+    return shlex.join([*words[:place], "-o", file, *words[place:]])
+
+
+def _applied_by(plan: Plan, applier: str) -> tuple[str, ...]:
+    controls = (control for directive in plan.directives for control in directive.controls)
+    return _in_words(control for control in controls if applier not in control.refused_by)
+
+
+def _needs_step(plan: Plan) -> bool:
+    """Whether a job's launches cannot tell by name what the plan means, so that the step is needed to turn it into names."""
+    return any(
+        (directive.match.operations is not None or "[" in directive.match.name or beyond_names(directive.match))
+        and any(is_by_launch(control) for control in directive.controls)
+        for directive in plan.directives
+    )
+
+
+def _in_words(controls: Iterable[Control]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(control.describe() for control in controls))

@@ -1,0 +1,177 @@
+"""How reports say a plan is applied: what is printed can be typed, and names only what there is."""
+
+import shlex
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+import counterpoint as package
+from counterpoint.cli import app
+from counterpoint.cli_run import _print_to_apply
+from counterpoint.controls import (
+    CommunicationCtas,
+    Control,
+    HeadStart,
+    OverlapMatmul,
+    Priority,
+    ResidencyCap,
+    ScheduleChoice,
+    Transport,
+)
+from counterpoint.plan import LEAVE_IT, Directive, Match, Plan, load_plan
+from counterpoint.report.to_apply import NOWHERE, Application, PlanOrigin, ways_to_apply
+from counterpoint.schedule.description import ScheduleDescription
+from counterpoint.supervised.process import Ended
+from counterpoint.supervised.run import RunOutcome, RunRequest
+from counterpoint.supervised.settings import LiveRecord
+from helpers.command import counterpoint
+
+COPIES = Transport(transport="copy_engine")
+CONTROLS: tuple[Control, ...] = (
+    ResidencyCap(ctas_per_sm=4, dynamic_shared_bytes=45_696),
+    Priority(priority=-5),
+    HeadStart(hold_us=5.0),
+    CommunicationCtas(max_ctas=8),
+    CommunicationCtas(max_ctas=24, num_threads=256),
+    COPIES,
+    OverlapMatmul(),
+    ScheduleChoice(schedule=ScheduleDescription(chunks=2)),
+)
+
+
+def plan(*controls: Control, match: Match = Match()) -> Plan:  # noqa: B008  a frozen value
+    return Plan(verdict="GAIN", directives=(Directive(match=match, controls=controls, reason="test"),))
+
+
+def lines_of(ways: tuple[Application, ...]) -> list[str]:
+    return [line for way in ways for line in way.lines]
+
+
+@pytest.mark.parametrize("control", CONTROLS)
+def test_every_control_has_a_way(control: Control) -> None:
+    ways = ways_to_apply(plan(control), PlanOrigin(file="p.toml", is_captured=True))
+    assert any(control.describe() in way.controls for way in ways)
+    assert all(way.lines and way.where for way in ways)
+    by_run = [line for line in lines_of(ways) if line.startswith("counterpoint run")]
+    assert bool(by_run) == ("job" not in control.refused_by)
+    captured = [line for line in lines_of(ways) if "capture(" in line]
+    assert bool(captured) == ("graph" not in control.refused_by)
+
+
+@pytest.mark.parametrize(
+    ("collective", "expected"),
+    [
+        ("all_gather", {"fsdp2.use_copy_engines(model)"}),
+        ("reduce_scatter", {"fsdp2.use_copy_engines(model)"}),
+        ("all_reduce", {"ddp.register(model)"}),
+        ("all_to_all", set()),
+        (None, {"ddp.register(model)", "fsdp2.use_copy_engines(model)"}),
+    ],
+)
+def test_copies_are_had_by_the_integration_that_makes_them(collective: str | None, expected: set[str]) -> None:
+    found = ways_to_apply(plan(COPIES, match=Match(collective=collective)), NOWHERE)  # type: ignore[arg-type]
+    assert {line for line in lines_of(found) if "model" in line} == expected
+
+
+@pytest.mark.parametrize("control", CONTROLS)
+@pytest.mark.parametrize("collective", [None, "all_gather", "all_to_all"])
+def test_lines_of_python_name_what_there_is(control: Control, collective: str | None) -> None:
+    torch = pytest.importorskip("torch")
+    assert torch is not None
+    directives = plan(control, match=Match(collective=collective))  # type: ignore[arg-type]
+    for way in ways_to_apply(directives, PlanOrigin(file="p.toml", is_captured=True)):
+        if way.lines[0].startswith(("counterpoint ", "export ")):
+            continue
+        imports = [line for line in way.lines if line.startswith(("import ", "from "))]
+        if "from counterpoint import apply, capture, load_plan" in imports:  # they need CUDA's bindings when they are taken
+            assert {"apply", "capture", "load_plan"} <= set(dir(package))
+            continue
+        names: dict[str, object] = {}
+        exec("\n".join(imports), names)
+        for line in way.lines[len(imports) :]:
+            compile(line, "line", "exec")
+            called = line.split(" = ")[-1].split("(")[0]
+            module, _, attribute = called.partition(".")
+            if attribute and module in names:
+                assert callable(getattr(names[module], attribute.split(".")[0], None)) or "ProcessGroupNCCL" in line
+
+
+def test_a_plan_that_is_nowhere_is_saved_first_and_options_stand_before_the_words_of_the_job() -> None:
+    finding = ("counterpoint", "run", "--tune", "--", "torchrun", "train it.py", "-x")
+    first, second = ways_to_apply(plan(Priority(priority=-5)), PlanOrigin(finding=finding, job=finding[4:]))
+    assert first.lines == ("counterpoint run --tune -o plan.toml -- torchrun 'train it.py' -x",)
+    assert second.lines == ("counterpoint run --plan plan.toml -- torchrun 'train it.py' -x",)
+
+
+@pytest.mark.parametrize(
+    ("match", "controls", "is_named"),
+    [
+        (Match(name="gemm"), (HeadStart(hold_us=5),), False),
+        (Match(kind="communication"), (Priority(priority=-5),), False),
+        (Match(name="gemm", ordinals=(1,)), (HeadStart(hold_us=5),), True),
+        (Match(operations=(1,)), (HeadStart(hold_us=5),), True),
+        (Match(collective="all_gather"), (Priority(priority=-5),), True),
+        (Match(collective="all_gather"), (COPIES,), False),
+    ],
+)
+def test_the_step_is_named_only_where_names_of_launches_do_not_tell(
+    match: Match, controls: tuple[Control, ...], is_named: bool
+) -> None:
+    ways = ways_to_apply(plan(*controls, match=match), PlanOrigin(file="p.toml", step="t.json.gz"))
+    assert ("--step t.json.gz" in lines_of(ways)[0]) == is_named
+
+
+def test_a_plan_that_leaves_all_as_it_is_has_no_way() -> None:
+    assert ways_to_apply(LEAVE_IT, PlanOrigin(finding=("counterpoint", "tune"))) == ()
+
+
+def test_the_commands_that_tune_prints_run_as_they_stand(tmp_path: Path) -> None:
+    """Save, show and run: each line is typed as it was printed, with a command of this machine for the job."""
+    printed = counterpoint("tune", "cb_ar_opt1", cwd=tmp_path).stdout.splitlines()
+    save, run = (line.strip() for line in printed if line.startswith("     counterpoint "))
+    assert counterpoint(*shlex.split(save)[1:], cwd=tmp_path).returncode == 0
+    assert load_plan(tmp_path / "plan.toml").verdict == "GAIN"
+    words = [*shlex.split(run)[1:-2], "sh", "-c", "echo the job ran"]
+    assert shlex.split(run)[-2:] == ["torchrun", "train.py"]
+    done = counterpoint(*words, cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (0, "the job ran\n"), done.stderr
+
+
+def test_where_no_control_pays_the_report_says_what_the_job_could_change_or_that_nothing_would_help() -> None:
+    traces = Path(__file__).parents[2] / "examples" / "traces"
+    told = {name: CliRunner().invoke(app, ["tune", str(traces / f"{name}.rank0.json.gz")]).stdout for name in ("moe", "ddp")}
+    assert "issue each all_to_all on a stream of its own" in " ".join(told["moe"].split())
+    assert "No change of the job would shorten it by 1.0 % or more. Simulated: gradient buckets" in " ".join(
+        told["ddp"].split()
+    )
+    assert "to apply" not in told["moe"] + told["ddp"]
+
+
+@pytest.mark.parametrize(("stage", "is_told"), [("decided", True), ("reverted", False)])
+def test_a_tuned_run_says_how_the_job_is_started_with_what_it_found(
+    stage: str, is_told: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    request = RunRequest(command=("torchrun", "train it.py"), is_tuning=True, budget_steps=300)
+    record = LiveRecord(stage=stage, plan=plan(Priority(priority=-5)))  # type: ignore[arg-type]
+    outcome = RunOutcome(ended=Ended(exit_status=0), is_filtered=True, is_tuned=True, record=record)
+    _print_to_apply(outcome, request, None)
+    said = capsys.readouterr().err
+    assert ("     counterpoint run --tune --budget 300 -o plan.toml -- torchrun 'train it.py'\n" in said) == is_told
+    assert ("     counterpoint run --plan plan.toml -- torchrun 'train it.py'\n" in said) == is_told
+    _print_to_apply(outcome, request, Path("kept.toml"))
+    assert ("     counterpoint run --plan kept.toml -- torchrun 'train it.py'\n" in capsys.readouterr().err) == is_told
+
+
+def test_a_tuned_run_that_found_nothing_says_what_tells_more(capsys: pytest.CaptureFixture[str]) -> None:
+    record = LiveRecord(stage="decided", plan=Plan(verdict="NO_GAIN"))
+    outcome = RunOutcome(ended=Ended(exit_status=0), is_filtered=True, is_tuned=True, record=record)
+    _print_to_apply(outcome, RunRequest(command=("true",), is_tuning=True), None)
+    said = capsys.readouterr().err
+    assert "`counterpoint tune` says of a profiler trace" in said
+    assert "to apply" not in said
+
+
+def test_the_grid_says_how_its_choice_is_applied() -> None:
+    said = counterpoint("bench", "paper", "cb_ar_opt2", "--simulate", "h200").stdout
+    assert "     counterpoint tune cb_ar_opt2 --machine h200 -o plan.toml\n" in said
