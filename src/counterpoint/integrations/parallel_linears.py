@@ -110,7 +110,7 @@ class ColumnwiseForward:
             product = product + cast_for_matmul(bias.to_local())
         if self._is_output_local:
             return product
-        return DTensor.from_local(product, self._mesh, [Shard(product.ndim - 1)], run_check=False)
+        return DTensor.from_local(product.contiguous(), self._mesh, [Shard(product.ndim - 1)], run_check=False)
 
     def multiply(self, given: DTensor) -> tuple[torch.Tensor, ...]:
         """The products of the linears of the group, without their biases."""
@@ -142,7 +142,7 @@ class RowwiseForward:
         product = multiply_scatter(cast_for_matmul(_features_of(given)), weight, self._dim, self._route)
         if bias is None and self._is_output_local:
             return product
-        output = DTensor.from_local(product, self._mesh, [Shard(self._dim)], run_check=False)
+        output = DTensor.from_local(product.contiguous(), self._mesh, [Shard(self._dim)], run_check=False)
         return output if bias is None else output + cast_for_matmul(bias)
 
 

@@ -39,7 +39,7 @@ def gather_multiply(
     transposed = [weight.t() for weight in weights]
     products = operators.all_gather_matmul(rows, transposed, num_rows, route.group_name, route.schedule)
     shape = (front.shape[0] * route.num_ranks, *front.shape[1:-1])
-    return tuple(product.view(*shape, product.shape[1]).movedim(0, dim) for product in products)
+    return tuple(_with_tokens_at(dim, product, shape) for product in products)
 
 
 def multiply_scatter(activation: torch.Tensor, weight: torch.Tensor, dim: int, route: Route) -> torch.Tensor:
@@ -53,7 +53,18 @@ def multiply_scatter(activation: torch.Tensor, weight: torch.Tensor, dim: int, r
     )
     rows = front.reshape(-1, front.shape[-1])
     product = operators.matmul_reduce_scatter(rows, weight.t(), route.group_name, route.schedule)
-    return product.view(front.shape[0] // num_ranks, *front.shape[1:-1], product.shape[1]).movedim(0, dim)
+    return _with_tokens_at(dim, product, (front.shape[0] // num_ranks, *front.shape[1:-1]))
+
+
+def _with_tokens_at(dim: int, product: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    """Rows of `shape` as they were before their tokens came to the front.
+
+    With one sequence the strides are a linear's own, too: torch.compile takes others for another tensor, and torch 2.11 and
+    2.13 fail on a DTensor whose strides it therefore holds to be dynamic ("unhashable type: non-nested SymInt").
+    """
+    if all(size == 1 for size in shape[1 : dim + 1]):
+        return product.view(*shape[1 : dim + 1], shape[0], *shape[dim + 1 :], product.shape[1])
+    return product.view(*shape, product.shape[1]).movedim(0, dim)
 
 
 def multiply_all_reduce(activation: torch.Tensor, weight: torch.Tensor, route: Route) -> torch.Tensor:
