@@ -23,8 +23,9 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
+from counterpoint.controls import LEAST_PART_BYTES
 from counterpoint.errors import IntegrationError
-from counterpoint.integrations.lane_collectives import LEAST_PART_BYTES, Fallbacks, Lanes, reduce_scatter, require_least_part
+from counterpoint.integrations.lane_collectives import Fallbacks, Lanes, reduce_scatter, require_least_part
 from counterpoint.ops.collectives import library_all_gather, library_reduce_scatter
 from counterpoint.ops.lane import AbstractLane
 from counterpoint.value import require
