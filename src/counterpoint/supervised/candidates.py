@@ -18,11 +18,11 @@ from counterpoint.planner.candidates import (
     HOLDS_US,
     IN_EVERY_RACE,
     Blocker,
-    Candidate,
     propose_caps,
     propose_head_starts,
     propose_priority,
 )
+from counterpoint.planner.proposal import Candidate
 from counterpoint.step import Footprint
 from counterpoint.supervised.running_job import JobGpu
 from counterpoint.traces.classify import is_communication
