@@ -15,7 +15,7 @@ from counterpoint.sim import Simulator
 from counterpoint.sim.calibration import load_calibration
 from counterpoint.sim.costs import SUMMED_COLLECTIVES
 from counterpoint.sim.effects import COPY_ENGINE_COLLECTIVES
-from counterpoint.sim.matmul_pairs import MatmulPairs
+from counterpoint.sim.matmul_pairs import OPERATOR_OF, MatmulPairs
 from counterpoint.sim.overlapped import OverlapModel
 from counterpoint.step import Collective, Kernel, Step
 from counterpoint.units import MIB, format_bytes, format_us
@@ -109,7 +109,11 @@ def propose_overlaps(step: Step, machine: Machine, plan: Plan = LEAVE_IT) -> Pro
     if not able:
         return proposal(refusals=refusals.values())
     match = Match(kind="communication", operations=tuple(able))
-    reason = "its matmul stands beside it and waits; cut into pieces, copies run beside the matmul as one operator"
+    operators = sorted({OPERATOR_OF[each.collective] for index, each in _collectives(step, plan) if index in able})
+    reason = (
+        "its matmul has ended or not begun while it moves data; cut into pieces, its copies run beside the matmul, as "
+        f"operators do: {', '.join(operators)}"
+    )
     if all(each.matmul_sizes is None for each in matmuls):
         reason += " (the matmuls' sizes are inferred from times; record shapes to have them)"
     return proposal([one("overlap_matmul", "overlap with matmuls", match, (OverlapMatmul(),), reason)], refusals.values())
