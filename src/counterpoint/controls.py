@@ -11,10 +11,19 @@ from typing import ClassVar, Literal
 from counterpoint.errors import PlanError
 from counterpoint.schedule.description import ScheduleDescription
 from counterpoint.step import CollectiveKind, TransportKind
-from counterpoint.units import format_count
+from counterpoint.units import MIB, format_count
 from counterpoint.value import Value, require
 
-__all__ = ["CommunicationCtas", "HeadStart", "OverlapMatmul", "Priority", "ResidencyCap", "ScheduleChoice", "Transport"]
+__all__ = [
+    "CommunicationCtas",
+    "HeadStart",
+    "OverlapMatmul",
+    "OwnStream",
+    "Priority",
+    "ResidencyCap",
+    "ScheduleChoice",
+    "Transport",
+]
 
 # Who applies a plan: the simulator to a step, `cuda/` to a captured graph, `counterpoint run` to a job, `ops` to operators.
 Applier = Literal["step", "graph", "job", "operators"]
@@ -24,6 +33,13 @@ COPYING_INTEGRATIONS: tuple[tuple[str, str, str, tuple[CollectiveKind, ...]], ..
     ("ddp", "ddp.register(model)", "in the code of a DDP job", ("all_reduce",)),
 )
 OPERATORS_TAKE_SCHEDULES = "operators take only copy schedules; give the others to counterpoint.apply or counterpoint run"
+OWN_STREAM_IN_THE_JOB = (
+    "only the job knows what needs the result; issue the collective with async_op=True there, and wait() where it is needed"
+)
+# Of copies with a sum, as the integrations do them. Measured: with 6 MiB from each of 4 ranks copies are faster than the
+# library's collective; below 4 MiB an assumption.
+LEAST_PART_BYTES = 4 * MIB
+ALL_REDUCES_IN_FLIGHT = 3  # so that one can wait for an SM while another copies; measured on 4 H200s (docs/integrations.md)
 FOR_OPERATORS = "it is for operators: counterpoint.ops.use_plan takes it"
 
 
@@ -133,7 +149,10 @@ class CommunicationCtas(AbstractControl, frozen=True, kw_only=True, tag="communi
 
 
 class Transport(AbstractControl, frozen=True, kw_only=True, tag="transport"):
-    """Run a collective by kernels on SMs or by copy engines."""
+    """Run a collective by kernels on SMs or by copy engines.
+
+    An all-reduce or reduce-scatter by copy engines is copies of blocks and a sum, whose kernel needs SMs.
+    """
 
     refused_by = MappingProxyType(
         {
@@ -190,6 +209,18 @@ class OverlapMatmul(AbstractControl, frozen=True, kw_only=True, tag="overlap_mat
         return (Way(where="in the code of a DTensor tensor-parallel job", lines=lines),)
 
 
+class OwnStream(AbstractControl, frozen=True, kw_only=True, tag="own_stream"):
+    """Run a collective on a stream of its own: it waits for what it waited for; only what needs it waits for it."""
+
+    refused_by = MappingProxyType(
+        {"graph": OWN_STREAM_IN_THE_JOB, "job": OWN_STREAM_IN_THE_JOB, "operators": OPERATORS_TAKE_SCHEDULES}
+    )
+
+    def describe(self) -> str:
+        """As in "a stream of its own"."""
+        return "a stream of its own"
+
+
 class HeadStart(AbstractControl, frozen=True, kw_only=True, tag="head_start"):
     """Hold the computation stream for `hold_us` before the matched kernel when a collective was launched just before it."""
 
@@ -215,4 +246,4 @@ class ScheduleChoice(AbstractControl, frozen=True, kw_only=True, tag="copy_sched
         return f"copy schedule {self.schedule.label()}"
 
 
-Control = ResidencyCap | Priority | CommunicationCtas | Transport | OverlapMatmul | HeadStart | ScheduleChoice
+Control = ResidencyCap | Priority | CommunicationCtas | Transport | OverlapMatmul | OwnStream | HeadStart | ScheduleChoice

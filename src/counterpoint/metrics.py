@@ -8,7 +8,7 @@ whole picoseconds, so they are exact and do not depend on the order of the inter
 from collections.abc import Iterable, Sequence
 
 from counterpoint.errors import StepError, require_kind, shown
-from counterpoint.step import Step
+from counterpoint.step import Operation, Step
 from counterpoint.timeline import Interval, Timeline
 from counterpoint.units import ps_to_us, us_to_ps
 from counterpoint.value import Value
@@ -68,10 +68,10 @@ def sequential_us(step: Step, lone_us: Sequence[float]) -> float:
     Raises `StepError` if `lone_us` does not hold one time for each operation.
     """
     _check_lone_times(step, lone_us)
-    end_us = 0.0
+    end_us: list[float] = []
     for operation, time_us in zip(step.operations, lone_us, strict=True):
-        end_us = max(end_us, operation.issued_us or 0.0) + time_us
-    return end_us
+        end_us.append(max(end_us[-1] if end_us else 0.0, _issued_us(operation, end_us)) + time_us)
+    return end_us[-1]
 
 
 def ideal_us(step: Step, lone_us: Sequence[float]) -> float:
@@ -87,6 +87,19 @@ def ideal_us(step: Step, lone_us: Sequence[float]) -> float:
     return max(totals_us["computation"], totals_us["communication"], critical_path_us(step, lone_us))
 
 
+def ideal_in_pieces_us(step: Step, lone_us: Sequence[float]) -> float:
+    """The least time of the step if collectives are cut into pieces: max(computation, communication, path of the rest).
+
+    Whatever needs a collective then needs only a piece of it, so that communication holds nothing back: the critical path is
+    that of the other operations. Raises `StepError` if `lone_us` does not hold one time for each operation.
+    """
+    _check_lone_times(step, lone_us)
+    is_moved = [operation.kind == "communication" for operation in step.operations]
+    communication_us = sum(time_us for time_us, moved in zip(lone_us, is_moved, strict=True) if moved)
+    others_us = [0.0 if moved else time_us for time_us, moved in zip(lone_us, is_moved, strict=True)]
+    return max(communication_us, ideal_us(step, others_us))
+
+
 def critical_path_us(step: Step, lone_us: Sequence[float]) -> float:
     """The makespan when each operation takes its lone time and only stream order, dependencies and issue hold it back.
 
@@ -96,12 +109,18 @@ def critical_path_us(step: Step, lone_us: Sequence[float]) -> float:
     end_us: list[float] = []
     stream_end_us: dict[int, float] = {}
     for operation, time_us in zip(step.operations, lone_us, strict=True):
-        start_us = max(operation.issued_us or 0.0, stream_end_us.get(operation.stream, 0.0))
+        start_us = max(_issued_us(operation, end_us), stream_end_us.get(operation.stream, 0.0))
         for dependency in operation.waits_for:
             start_us = max(start_us, end_us[dependency.operation])
         end_us.append(start_us + time_us)
         stream_end_us[operation.stream] = end_us[-1]
     return max(end_us)
+
+
+def _issued_us(operation: Operation, end_us: Sequence[float]) -> float:
+    """When the host issued the operation, from the start of the step, given the ends of the earlier ones."""
+    waited_us = 0.0 if operation.issued_after is None else end_us[operation.issued_after]
+    return waited_us + (operation.issued_us or 0.0)
 
 
 def share_of_ideal(sequential_us: float, measured_us: float, ideal_us: float) -> float | None:

@@ -80,8 +80,10 @@ class Kernel(Value, frozen=True, kw_only=True, tag_field="type", tag="kernel"):
     Either `lone_us` (its time alone, uncapped, on the machine of the step) or `flops`, `hbm_bytes` and `l2_bytes` (what its
     CTAs read from L2) say how much work it is, or `cta_us` says how long one CTA lasts (the shortest, where they differ).
     `is_work_sharing`: its CTAs take tiles from a shared counter, so those that find no SM cost nothing but their share of
-    the machine. `cta_time_spread`: CTAs last between 1 and 1 + spread times the shortest, by index. `issued_us`: when the
-    host issued it, from the start of the step, where that can delay it.
+    the machine. `matmul_sizes`: rows, inner size and columns of a matrix multiplication, where they are known.
+    `cta_time_spread`: CTAs last between 1 and 1 + spread times the shortest, by index. `issued_us`: when the
+    host issued it, from the start of the step, or, where the host waited for an operation first, from the end of that one
+    (`issued_after`); None where that cannot delay it.
     """
 
     name: str
@@ -93,10 +95,12 @@ class Kernel(Value, frozen=True, kw_only=True, tag_field="type", tag="kernel"):
     flops: float | None = None
     hbm_bytes: float | None = None
     l2_bytes: float | None = None
+    matmul_sizes: tuple[int, int, int] | None = None
     is_work_sharing: bool = False
     cta_time_spread: float = 0.0
     waits_for: tuple[Dependency, ...] = ()
     issued_us: float | None = None
+    issued_after: int | None = None
 
     @property
     def kind(self) -> OperationKind:
@@ -125,6 +129,7 @@ class Collective(Value, frozen=True, kw_only=True, tag_field="type", tag="collec
     peer_wait_us: float = 0.0
     waits_for: tuple[Dependency, ...] = ()
     issued_us: float | None = None
+    issued_after: int | None = None
 
     @property
     def kind(self) -> OperationKind:
@@ -141,6 +146,7 @@ class Copy(Value, frozen=True, kw_only=True, tag_field="type", tag="copy"):
     lone_us: float | None = None
     waits_for: tuple[Dependency, ...] = ()
     issued_us: float | None = None
+    issued_after: int | None = None
 
     @property
     def kind(self) -> OperationKind:
@@ -190,6 +196,11 @@ def _check_operation(index: int, operation: Operation) -> None:
             StepError,
             f"{where} waits for operation {dependency.operation}; it can wait only for an earlier one, 0 to {index - 1}.",
         )
+    require(
+        operation.issued_after is None or 0 <= operation.issued_after < index,
+        StepError,
+        f"{where} was issued after operation {operation.issued_after}; only an earlier one is possible, 0 to {index - 1}.",
+    )
     for name in ("lone_us", "cta_us", "flops", "hbm_bytes", "l2_bytes", "num_bytes", "peer_wait_us"):
         number = getattr(operation, name, None)
         require(
@@ -210,7 +221,8 @@ def _check_operation(index: int, operation: Operation) -> None:
         require(
             operation.transport != "copy_engine" or operation.collective not in REDUCING_COLLECTIVES,
             StepError,
-            f"{where}: copy engines cannot reduce, as {operation.collective} does. Leave its transport sm.",
+            f"{where}: copy engines cannot reduce, as {operation.collective} does. Leave its transport sm; a plan may ask "
+            "for copies and a sum.",
         )
         size = operation.group_size
         require(size >= 1, StepError, f"{where}: group_size must be at least 1; found {size}.")

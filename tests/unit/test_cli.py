@@ -19,7 +19,7 @@ from counterpoint.units import format_rate
 from helpers.command import COUNTERPOINT, TRACES, counterpoint, refusal
 
 FSDP2 = TRACES / "fsdp2.rank0.json.gz"
-MOE = TRACES / "moe.rank0.json.gz"
+TP = TRACES / "tp.rank0.json.gz"
 
 
 def as_json(*arguments: str | Path, cwd: Path | None = None) -> Any:
@@ -92,7 +92,7 @@ def test_tune_prints_the_step_the_verdict_the_reasons_and_the_lanes() -> None:
     assert (done.returncode, done.stderr) == (0, "")
     lines = done.stdout.splitlines()
     assert lines[0].startswith("fsdp2.rank0: 276 kernels, 18 collectives of 6.751 GiB")
-    assert any(line.startswith("GAIN  copy engines: ") for line in lines)
+    assert any(line.startswith("GAIN  copy engines, reductions too: ") for line in lines)
     assert "left out" in lines
     assert "Simulated, not measured: no GPU was used." in lines
     assert [line.split()[0] for line in lines if line.startswith(("before ", "after "))] == ["before", "after"]
@@ -109,7 +109,7 @@ def test_tune_as_json_holds_the_figures_of_the_text() -> None:
         found
     )
     assert (found["step_name"], found["machine"], found["origin"]) == ("fsdp2.rank0", "h200", "simulated")
-    assert list(rows(found)) == ["sequential", "as traced", "as replayed", "with the plan", "ideal"]
+    assert list(rows(found)) == ["sequential", "as traced", "as replayed", "with the plan", "ideal", "ideal in pieces"]
     assert abs(found["replay_error"]) < 0.03
     assert found["plan"]["verdict"] == "GAIN"
     expected = found["plan"]["expectation"]
@@ -119,7 +119,7 @@ def test_tune_as_json_holds_the_figures_of_the_text() -> None:
 
 
 def test_json_says_no_gain_rather_than_nothing() -> None:
-    found = as_json("tune", MOE)
+    found = as_json("tune", TP)
     assert found["plan"]["verdict"] == "NO_GAIN"
     assert "with the plan" not in rows(found)
 
@@ -149,12 +149,12 @@ def test_a_saved_plan_simulates_to_the_makespan_it_promised(source: str | Path, 
 
 
 def test_an_empty_plan_is_saved_with_its_verdict_and_changes_nothing(tmp_path: Path) -> None:
-    saved = counterpoint("tune", MOE, "-o", "plan.toml", cwd=tmp_path)
+    saved = counterpoint("tune", TP, "-o", "plan.toml", cwd=tmp_path)
     assert saved.stdout.splitlines()[-1] == "Plan saved to plan.toml."
     assert 'verdict = "NO_GAIN"' in (tmp_path / "plan.toml").read_text()
-    simulated = counterpoint("simulate", MOE, "--plan", "plan.toml", cwd=tmp_path)
+    simulated = counterpoint("simulate", TP, "--plan", "plan.toml", cwd=tmp_path)
     assert simulated.returncode == 0
-    assert simulated.stdout == counterpoint("simulate", MOE).stdout
+    assert simulated.stdout == counterpoint("simulate", TP).stdout
 
 
 def test_a_plan_replaces_an_older_one_and_leaves_no_other_file(tmp_path: Path) -> None:
@@ -278,7 +278,7 @@ def test_a_machine_of_ones_own_may_hold_any_text(tmp_path: Path) -> None:
 def test_any_width_keeps_the_verdict(columns: str) -> None:
     done = counterpoint("tune", "cb_ar_opt1", COLUMNS=columns)
     assert (done.returncode, done.stderr) == (0, "")
-    assert "GAIN  priority + head start 5 us" in done.stdout
+    assert "GAIN  copies and sums" in done.stdout
     if columns == "60":
         typed = "     counterpoint "  # what is to be pasted is never folded
         assert max(len(line) for line in done.stdout.splitlines() if not line.startswith(typed)) <= 60

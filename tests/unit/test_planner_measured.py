@@ -16,6 +16,8 @@ from counterpoint.errors import DeviceError, PlanError
 from counterpoint.measurement.tournament import WARM_UP_ROUNDS
 from counterpoint.plan import Plan
 from counterpoint.planner.measured import AS_IT_IS, MeasuredTuning, tune_measured
+from counterpoint.planner.search import tune
+from counterpoint.sim import Simulator
 from counterpoint.step import Footprint
 from helpers.graph_double import Faults, GraphDouble, Ranks, ReplayDouble, contents, controls_of, simulated_us
 from helpers.toy_steps import NCCL
@@ -102,7 +104,7 @@ def test_the_truly_best_combination_is_picked_whatever_the_simulator_thinks(best
 
 def test_with_the_simulator_for_a_clock_the_choice_is_its_best_applicable_trial() -> None:
     tuning = tuned(simulated_us(read(), H200))
-    able = [trial for trial in tuning.simulated.trials if not {"communication_ctas", "transport"} & set(trial.families)]
+    able = tune(read().step, H200, Simulator(), applier="graph").trials
     best = min(able, key=lambda trial: trial.makespan_us)
     assert tuning.plan.directives == best.directives
     assert tuning.plan.expectation.planned_us == pytest.approx(best.makespan_us)
@@ -201,8 +203,10 @@ def test_a_step_without_communication_is_left_as_it_is() -> None:
 
 def test_what_a_process_group_takes_is_refused_with_the_line_to_add_though_the_simulator_chose_it() -> None:
     tuning = tuned(taking({only("priority"): 800.0}))
-    assert "communication_ctas" in controls_of(tuning.simulated.plan)
-    assert not any("communication CTAs" in label for label in labels(tuning))
+    assert controls_of(tuning.simulated.plan) == {"transport"}
+    assert not any("communication CTAs" in label or "copies" in label for label in labels(tuning))
+    (reason,) = refused(tuning, "transport")
+    assert "capture it on copy engines" in reason
     (reason,) = refused(tuning, "communication_ctas")
     assert "options.config.max_ctas" in reason
 
@@ -309,7 +313,7 @@ def test_all_ranks_measure_what_rank_0_proposes() -> None:
         )
 
     first, second = (each.result() for each in on_two_ranks(make))
-    assert [trial.label for trial in first.simulated.trials] != [trial.label for trial in second.simulated.trials]
+    assert first.simulated.plan.directives != second.simulated.plan.directives
     assert labels(first) == labels(second)
     assert first.plan.directives == second.plan.directives != ()
 

@@ -112,7 +112,14 @@ def test_directives_that_matter_stay() -> None:
 def test_what_was_tried_and_left_out_is_refused_with_its_best_figure() -> None:
     tuning, _ = tuned({plan("copy engines"): 150.0, plan("8 CTAs"): 196.0, plan("4 CTAs"): 198.0})
     refusals = {refusal.control: refusal for refusal in tuning.plan.refusals}
-    assert set(refusals) == {"priority", "head_start", "residency_cap", "communication_ctas"}
+    assert set(refusals) == {
+        "priority",
+        "head_start",
+        "residency_cap",
+        "communication_ctas",
+        "overlap_matmul",
+        "own_stream",
+    }
     assert refusals["communication_ctas"].reason == (
         "alone (8 communication CTAs) it shortens the step by 2.0 % and adds too little to the plan"
     )

@@ -35,6 +35,7 @@ PUBLIC = [
     "OccupancyError",
     "Operation",
     "OverlapMatmul",
+    "OwnStream",
     "Plan",
     "PlanError",
     "Priority",

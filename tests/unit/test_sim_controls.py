@@ -1,16 +1,23 @@
 """What a plan's controls do in the simulator, and what is refused: one line that says why and what to do."""
 
-from typing import cast
-
 import msgspec
 import pytest
 
-from counterpoint.controls import CommunicationCtas, Control, HeadStart, Priority, ResidencyCap, Transport
+from counterpoint.controls import (
+    CommunicationCtas,
+    Control,
+    HeadStart,
+    OverlapMatmul,
+    OwnStream,
+    Priority,
+    ResidencyCap,
+    Transport,
+)
 from counterpoint.errors import CounterpointError, MachineError, PlanError, StepError
 from counterpoint.machine import load_machine
 from counterpoint.plan import LEAVE_IT, Directive, Match, Plan
 from counterpoint.sim import Simulator
-from counterpoint.step import Collective, CollectiveKind, Copy, Footprint, Kernel
+from counterpoint.step import Collective, Copy, Footprint, Kernel
 from helpers.toy_steps import (
     GREATEST,
     H200,
@@ -67,7 +74,9 @@ def test_a_cluster_larger_than_any_gpc_is_refused() -> None:
         (ResidencyCap(ctas_per_sm=1, dynamic_shared_bytes=115_840), all_reduce(10.0)),
         (CommunicationCtas(max_ctas=8), kernel(1, 1.0)),
         (Transport(transport="copy_engine"), kernel(1, 1.0)),
-        (Transport(transport="copy_engine"), all_reduce(10.0)),
+        (OverlapMatmul(), all_reduce(10.0)),
+        (OverlapMatmul(), kernel(1, 1.0)),
+        (OwnStream(), kernel(1, 1.0)),
         (GREATEST, copy(10.0, stream=1)),
         (HeadStart(hold_us=5.0), copy(10.0, stream=1)),
     ],
@@ -77,10 +86,9 @@ def test_a_control_that_cannot_apply_is_refused(control: Control, operation: Ker
     refused(PlanError, operation, plan=plan_of({0: control}))
 
 
-@pytest.mark.parametrize("kind", ["all_reduce", "reduce_scatter", "reduce"])
-def test_copy_engines_cannot_reduce(kind: str) -> None:
-    collective = Collective(name=kind, stream=1, collective=cast(CollectiveKind, kind), num_bytes=1 << 20, group_size=2)
-    assert "cannot reduce" in refused(PlanError, collective, plan=plan_of({0: Transport(transport="copy_engine")}))
+def test_copies_do_not_reduce_to_one_rank() -> None:
+    collective = Collective(name="reduce", stream=1, collective="reduce", num_bytes=1 << 20, group_size=2)
+    assert "cannot do a reduce" in refused(PlanError, collective, plan=plan_of({0: Transport(transport="copy_engine")}))
 
 
 def test_a_cap_of_more_bytes_than_a_cta_may_have_is_refused() -> None:

@@ -2,10 +2,14 @@
 
 from pathlib import Path
 
+import msgspec
 import pytest
 
+from counterpoint import Simulator, load_machine
 from counterpoint.errors import TraceError
-from counterpoint.step import Collective, Copy, Kernel
+from counterpoint.metrics import critical_path_us, sequential_us
+from counterpoint.plan import LEAVE_IT
+from counterpoint.step import Collective, Copy, Kernel, Step
 from counterpoint.traces import TracedStep, read_trace
 from counterpoint.traces.steady import find_repetition
 from helpers.trace_builder import ELEMENTWISE, MATMUL, NCCL, TraceBuilder, small_trace
@@ -302,3 +306,51 @@ def test_dependent_launches_may_overlap_but_plain_ones_may_not(tmp_path: Path) -
     trace.kernel(ELEMENTWISE, 90, 50, host=3)
     with pytest.raises(TraceError, match=r"1 operations overlap.*stream 7, 15\.000 us before"):
         read_trace(trace.write(tmp_path))
+
+
+def test_what_the_host_issued_after_it_waited_for_the_gpu_counts_from_the_end_of_what_it_waited_for(tmp_path: Path) -> None:
+    trace = TraceBuilder()
+    trace.step(0, 10_000)
+    trace.kernel(MATMUL, 10, 800, host=0)
+    trace._add("cuda_runtime", "cudaStreamSynchronize", 20, 800, tid=1, args={"correlation": 900_000})
+    trace.kernel(MATMUL, 860, 20, host=850)
+    first, second = read_trace(trace.write(tmp_path)).step.operations
+    assert (first.issued_after, second.issued_after) == (None, 0)
+    assert second.issued_us == pytest.approx(860 - 810)
+    earlier = Step(name="faster", num_ranks=1, operations=(msgspec.structs.replace(first, lone_us=100.0), second))
+    assert critical_path_us(earlier, [100.0, 20.0]) == pytest.approx(100 + 50 + 20)
+    assert sequential_us(earlier, [100.0, 20.0]) == pytest.approx(100 + 50 + 20)
+    end_us = max(each.end_us for each in Simulator().run(earlier, load_machine("h200"), LEAVE_IT).intervals)
+    assert end_us == pytest.approx(170, abs=1)
+
+
+def test_a_short_wait_of_the_host_ties_nothing(tmp_path: Path) -> None:
+    trace = TraceBuilder()
+    trace.step(0, 10_000)
+    trace.kernel(MATMUL, 10, 800, host=0)
+    trace._add("cuda_runtime", "cudaStreamSynchronize", 805, 10, tid=1, args={"correlation": 900_000})
+    trace.kernel(MATMUL, 860, 20, host=850)
+    operations = read_trace(trace.write(tmp_path)).step.operations
+    assert [operation.issued_after for operation in operations] == [None, None]
+
+
+@pytest.mark.parametrize(
+    ("name", "dims", "sizes"),
+    [
+        ("aten::mm", [[8192, 4096], [4096, 512], [8192, 512]], (8192, 4096, 512)),
+        ("aten::addmm", [[512], [8192, 4096], [4096, 512]], (8192, 4096, 512)),
+        ("aten::mm", [[8192, 4096], [512, 4096]], None),
+        ("aten::mm", [[], "no list"], None),
+        ("aten::add", [[8192, 4096], [4096, 512]], None),
+    ],
+)
+def test_a_matmul_has_the_sizes_that_the_profiler_recorded(
+    name: str, dims: list[object], sizes: tuple[int, int, int] | None, tmp_path: Path
+) -> None:
+    trace = TraceBuilder()
+    trace.step(0, 10_000)
+    trace._add("cpu_op", name, 0, 4, tid=1, args={"External id": 77, "Input Dims": dims})
+    trace.kernel(MATMUL, 10, 800, host=1, args={"External id": 77})
+    trace.kernel(ELEMENTWISE, 900, 8, host=3, args={"External id": 77})
+    matmul, other = read_trace(trace.write(tmp_path)).step.operations
+    assert (matmul.matmul_sizes, other.matmul_sizes) == (sizes, None)

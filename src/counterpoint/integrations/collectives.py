@@ -24,10 +24,10 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives  # binds the library's functions before they are exchanged
 from torch.distributed import distributed_c10d
 
+from counterpoint.controls import LEAST_PART_BYTES
 from counterpoint.errors import IntegrationError, RefusedTogetherError
 from counterpoint.integrations.compression import BLOCK_ELEMENTS, AsIs
 from counterpoint.integrations.lane_collectives import (
-    LEAST_PART_BYTES,
     MAX_BUFFER_BYTES,
     SWITCHED_OFF,
     Lanes,

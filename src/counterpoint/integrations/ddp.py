@@ -16,10 +16,10 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from counterpoint.controls import ALL_REDUCES_IN_FLIGHT, LEAST_PART_BYTES
 from counterpoint.errors import IntegrationError, RefusedTogetherError
 from counterpoint.integrations.compression import AbstractWire, AsBfloat16, AsIs, AsScaledFloat8
 from counterpoint.integrations.lane_collectives import (
-    LEAST_PART_BYTES,
     MAX_BUFFER_BYTES,
     SWITCHED_OFF,
     Lanes,
@@ -134,7 +134,7 @@ class BucketAverages:
 def register(
     model: DistributedDataParallel,
     *,
-    in_flight: int = 3,
+    in_flight: int = ALL_REDUCES_IN_FLIGHT,
     compression: Compression | None = None,
     least_part_bytes: int = LEAST_PART_BYTES,
     max_buffer_bytes: int = MAX_BUFFER_BYTES,

@@ -26,10 +26,10 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatt
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
+from counterpoint.controls import LEAST_PART_BYTES
 from counterpoint.errors import IntegrationError, RefusedTogetherError
 from counterpoint.integrations.gather_buffers import MAX_BUFFERS, GatherBuffers, claim, give_back
 from counterpoint.integrations.lane_collectives import (
-    LEAST_PART_BYTES,
     SWITCHED_OFF,
     Lanes,
     Tally,

@@ -23,7 +23,6 @@ from counterpoint.ops.runtime import runtime_of
 from counterpoint.units import MIB, format_bytes
 from counterpoint.value import require
 
-LEAST_PART_BYTES = 4 * MIB
 MAX_BUFFER_BYTES = 256 * MIB
 MAX_IN_FLIGHT = 8
 LEAST_BUFFER_BYTES = 4096

@@ -170,7 +170,7 @@ def _kinds_of(match: Match, step: Step | None) -> set[CollectiveKind]:
     if match.collective is not None:
         return {match.collective}
     if step is not None:
-        accepted = [each for index, each in enumerate(step.operations) if match.accepts(index, each)]
+        accepted = (step.operations[index] for index in match.accepted(step))
         return {each.collective for each in accepted if isinstance(each, Collective)}
     rule = classify_kernel(match.name)
     return {rule.collective} if rule.kind == "communication" else set(COPIED_KINDS) if match.name == "*" else set()

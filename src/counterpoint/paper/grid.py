@@ -27,7 +27,7 @@ from counterpoint.planner.ideal import Scale, scale_of
 from counterpoint.planner.measured import Replayable, tune_measured
 from counterpoint.planner.search import tune
 from counterpoint.sim import Simulator
-from counterpoint.sim.simulator import COPY_ENGINE_COLLECTIVES
+from counterpoint.sim.effects import COPY_ENGINE_COLLECTIVES
 from counterpoint.step import Collective, Kernel, Step
 from counterpoint.value import Value
 

@@ -4,44 +4,28 @@ A control is proposed only where the baseline's timeline shows something for it 
 effect; the search decides whether it pays.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
-from counterpoint.controls import CommunicationCtas, Control, HeadStart, Priority, ResidencyCap, Transport
+from counterpoint.controls import CommunicationCtas, HeadStart, Priority, ResidencyCap
 from counterpoint.errors import OccupancyError, StepError
 from counterpoint.footprints import communication_footprint
 from counterpoint.machine import Gpu, Machine
 from counterpoint.occupancy import cap_shared_bytes, largest_residency_beside, residency
-from counterpoint.plan import Directive, Match, Refusal
+from counterpoint.plan import LEAVE_IT, Directive, Match, Plan, Refusal
 from counterpoint.planner.contention import Contention, find_rivals
-from counterpoint.sim.simulator import COPY_ENGINE_COLLECTIVES
+from counterpoint.planner.movements import propose_overlaps, propose_own_streams, propose_transports
+from counterpoint.planner.proposal import ALL_COLLECTIVES, Candidate, Proposal, one, proposal, refusal
 from counterpoint.step import Collective, Footprint, Kernel, Step
-from counterpoint.units import MIB, format_bytes, format_us
+from counterpoint.units import format_us
 from counterpoint.value import Value
 
 CTA_COUNTS = (4, 8, 16)
 HOLDS_US = (5.0, 20.0)  # head starts worth a try: the two that were measured on H200s (tests/data/head_start_h200.csv)
 FEWER_THREADS = 256
-LEAST_COPIED_BYTES = 16 * MIB  # what one rank sends another; reported by users of copy engines, not measured here
 
 
-ALL_COLLECTIVES = "all collectives"
 PRIORITY_IGNORED = "this driver ignores stream priority unless DEBUG_HIP_IGNORE_STREAM_PRIORITY=0 is set"
 IN_EVERY_RACE = " in every race"
-
-
-class Candidate(Value, frozen=True, kw_only=True):
-    """Directives that belong together under one control; `family` names the control, `label` is for people."""
-
-    family: str
-    label: str
-    directives: tuple[Directive, ...]
-
-
-class Proposal(Value, frozen=True, kw_only=True):
-    """What to try, and what not to try and why."""
-
-    candidates: tuple[Candidate, ...]
-    refusals: tuple[Refusal, ...]
 
 
 class Blocker(Value, frozen=True, kw_only=True):
@@ -53,8 +37,8 @@ class Blocker(Value, frozen=True, kw_only=True):
     is_cooperative: bool = False
 
 
-def propose(step: Step, machine: Machine, contention: Sequence[Contention]) -> Proposal:
-    """All single controls that could act on `step`, and refusals for the others.
+def propose(step: Step, machine: Machine, contention: Sequence[Contention], plan: Plan = LEAVE_IT) -> Proposal:
+    """All single controls that could act on `step` as it runs under `plan`, and refusals for the others.
 
     `contention` is empty for collectives that no longer run on SMs.
     """
@@ -65,11 +49,13 @@ def propose(step: Step, machine: Machine, contention: Sequence[Contention]) -> P
         _head_starts(step, contention),
         propose_caps(machine.gpu, _blockers(step, machine.gpu, contention)),
         _communication_ctas(step, machine.gpu, contention),
-        propose_transports(step),
+        propose_transports(step, plan),
+        propose_overlaps(step, machine, plan),
+        propose_own_streams(step, machine, plan),
     ):
         candidates.extend(part.candidates)
         refusals.extend(part.refusals)
-    return Proposal(candidates=tuple(candidates), refusals=tuple(refusals))
+    return proposal(candidates, refusals)
 
 
 def propose_unsimulated(step: Step, machine: Machine) -> tuple[Candidate, ...]:
@@ -82,28 +68,14 @@ def propose_unsimulated(step: Step, machine: Machine) -> tuple[Candidate, ...]:
     if machine.gpu.priority_is_effective:
         reason = "kernels become ready together with collectives; a greater priority lets the collectives be placed first"
         controls = (Priority(priority=machine.gpu.greatest_priority),)
-        candidates.append(
-            _one("priority", "priority", Match(kind="communication", operations=collectives), controls, reason)
-        )
+        candidates.append(one("priority", "priority", Match(kind="communication", operations=collectives), controls, reason))
     return tuple(candidates)
-
-
-def _proposal(candidates: Iterable[Candidate] = (), refusals: Iterable[Refusal] = ()) -> Proposal:
-    return Proposal(candidates=tuple(candidates), refusals=tuple(refusals))
-
-
-def _refusal(control: str, target: str, reason: str) -> Proposal:
-    return _proposal(refusals=[Refusal(control=control, target=target, reason=reason)])
-
-
-def _one(family: str, label: str, match: Match, controls: tuple[Control, ...], reason: str) -> Candidate:
-    return Candidate(family=family, label=label, directives=(Directive(match=match, controls=controls, reason=reason),))
 
 
 def _priority(gpu: Gpu, contention: Sequence[Contention]) -> Proposal:
     if not any(entry.blockers for entry in contention):
         reason = "no collective waits for another kernel's CTAs, so order changes nothing"
-        return _refusal("priority", ALL_COLLECTIVES, reason if gpu.priority_is_effective else PRIORITY_IGNORED)
+        return refusal("priority", ALL_COLLECTIVES, reason if gpu.priority_is_effective else PRIORITY_IGNORED)
     waited_us = sum(entry.waited_us for entry in contention)
     match = Match(kind="communication", operations=tuple(entry.collective for entry in contention))
     greatest = gpu.greatest_priority if gpu.priority_is_effective else 0
@@ -113,11 +85,11 @@ def _priority(gpu: Gpu, contention: Sequence[Contention]) -> Proposal:
 def propose_priority(greatest_priority: int, match: Match, trouble: str, ignored: str = PRIORITY_IGNORED) -> Proposal:
     """The driver's greatest priority for the collectives that `match` means; `ignored` is why, where it is 0."""
     if greatest_priority >= 0:
-        return _refusal("priority", ALL_COLLECTIVES, ignored)
+        return refusal("priority", ALL_COLLECTIVES, ignored)
     reason = (
         f"{trouble} behind kernels that are still placing CTAs; a greater priority lets them take the slots that become free"
     )
-    return _proposal([_one("priority", "priority", match, (Priority(priority=greatest_priority),), reason)])
+    return proposal([one("priority", "priority", match, (Priority(priority=greatest_priority),), reason)])
 
 
 def _head_starts(step: Step, contention: Sequence[Contention]) -> Proposal:
@@ -125,8 +97,8 @@ def _head_starts(step: Step, contention: Sequence[Contention]) -> Proposal:
     racers = tuple(sorted({racer for entry in contention for racer in entry.racers}))
     if not racers:
         reason = "no kernel becomes ready together with a collective and is placed before it"
-        return _refusal("head_start", "all kernels", reason)
-    return _proposal(propose_head_starts(racers, tuple(sorted({*racers, *find_rivals(step)}))))
+        return refusal("head_start", "all kernels", reason)
+    return proposal(propose_head_starts(racers, tuple(sorted({*racers, *find_rivals(step)}))))
 
 
 def propose_head_starts(racers: tuple[int, ...], rivals: tuple[int, ...]) -> Iterator[Candidate]:
@@ -139,7 +111,7 @@ def propose_head_starts(racers: tuple[int, ...], rivals: tuple[int, ...]) -> Ite
 
 def _head_starts_of(kernels: tuple[int, ...], where: str = "") -> Iterator[Candidate]:
     for hold_us in HOLDS_US:
-        yield _one(
+        yield one(
             "head_start",
             f"head start {hold_us:g} us{where}",
             Match(kind="computation", operations=kernels),
@@ -151,7 +123,7 @@ def _head_starts_of(kernels: tuple[int, ...], where: str = "") -> Iterator[Candi
 def propose_caps(gpu: Gpu, blockers: Sequence[Blocker]) -> Proposal:
     """Caps for kernels that a collective waits for: at the residency that leaves it room, and at two thirds of that."""
     if not blockers:
-        return _refusal("residency_cap", "all kernels", "no collective waits for another kernel's CTAs to leave")
+        return refusal("residency_cap", "all kernels", "no collective waits for another kernel's CTAs to leave")
     directives: dict[str, list[Directive]] = {"caps": [], "lower caps": []}
     refusals: list[Refusal] = []
     for blocker in blockers:
@@ -170,7 +142,7 @@ def propose_caps(gpu: Gpu, blockers: Sequence[Blocker]) -> Proposal:
         for label, chosen in directives.items()
         if chosen
     )
-    return _proposal(candidates, refusals)
+    return proposal(candidates, refusals)
 
 
 def _largest_useful_cap(gpu: Gpu, blocker: Blocker, usual: int) -> tuple[int, int, str]:
@@ -212,7 +184,7 @@ def _cap(gpu: Gpu, blocker: Blocker, ctas_per_sm: int, carveout_percent: int, re
 def _communication_ctas(step: Step, gpu: Gpu, contention: Sequence[Contention]) -> Proposal:
     beside = [entry for entry in contention if entry.companions]
     if not beside:
-        return _refusal("communication_ctas", "all collectives", "no kernel runs beside a collective that could use its SMs")
+        return refusal("communication_ctas", "all collectives", "no kernel runs beside a collective that could use its SMs")
     collectives = [(entry.collective, step.operations[entry.collective]) for entry in beside]
     managed = tuple(
         index
@@ -220,7 +192,7 @@ def _communication_ctas(step: Step, gpu: Gpu, contention: Sequence[Contention]) 
         if isinstance(operation, Collective) and operation.library in ("nccl", "rccl")
     )
     if not managed:
-        return _refusal("communication_ctas", "all collectives", "only NCCL and RCCL take a limit on their CTAs")
+        return refusal("communication_ctas", "all collectives", "only NCCL and RCCL take a limit on their CTAs")
     match = Match(kind="communication", operations=managed)
     usual = max(
         (operation.footprint or communication_footprint(gpu, operation.library)).num_ctas
@@ -229,7 +201,7 @@ def _communication_ctas(step: Step, gpu: Gpu, contention: Sequence[Contention]) 
     )
     counts = [count for count in CTA_COUNTS if count < usual]
     candidates = [
-        _one(
+        one(
             "communication_ctas",
             f"{count} communication CTAs",
             match,
@@ -239,7 +211,7 @@ def _communication_ctas(step: Step, gpu: Gpu, contention: Sequence[Contention]) 
         for count in counts
     ]
     candidates.append(
-        _one(
+        one(
             "communication_ctas",
             f"{usual} communication CTAs of {FEWER_THREADS} threads",
             match,
@@ -247,37 +219,4 @@ def _communication_ctas(step: Step, gpu: Gpu, contention: Sequence[Contention]) 
             f"CTAs of {FEWER_THREADS} threads take fewer registers, so that more computation CTAs fit beside them",
         )
     )
-    return _proposal(candidates)
-
-
-def propose_transports(step: Step) -> Proposal:
-    """Copy engines for the collectives that they may move, and why not for the others."""
-    able: list[int] = []
-    refusals: dict[str, Refusal] = {}
-    for index, operation in enumerate(step.operations):
-        if not isinstance(operation, Collective) or operation.transport == "copy_engine":
-            continue
-        obstacle = _obstacle_to_copying(operation)
-        if obstacle is None:
-            able.append(index)
-        else:
-            refusals[obstacle] = Refusal(control="transport", target=operation.collective, reason=obstacle)
-    if not able:
-        return _proposal(refusals=refusals.values())
-    subject = "it only moves" if len(able) == 1 else "they only move"
-    reason = f"{subject} data, and copy engines do that without taking SMs"
-    match = Match(kind="communication", operations=tuple(able))
-    candidate = _one("transport", "copy engines", match, (Transport(transport="copy_engine"),), reason)
-    return _proposal([candidate], refusals.values())
-
-
-def _obstacle_to_copying(collective: Collective) -> str | None:
-    """Why copy engines should not move the collective, or None."""
-    if collective.collective not in COPY_ENGINE_COLLECTIVES:
-        return "it reduces, and copy engines cannot; the sum needs SMs"
-    if not collective.num_bytes:
-        return "its size is not known, so the time that copy engines would take is not, either"
-    pieces = collective.group_size if collective.collective in ("all_gather", "all_to_all") else 1
-    if collective.num_bytes < pieces * LEAST_COPIED_BYTES:
-        return f"it moves less than {format_bytes(LEAST_COPIED_BYTES)} to a rank; kernels are faster for so little"
-    return None
+    return proposal(candidates)

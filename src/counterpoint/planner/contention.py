@@ -6,7 +6,7 @@ a blocker that started only after the collective was ready won a race that a hea
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from counterpoint.controls import Control, Transport
+from counterpoint.controls import Control, OverlapMatmul, Transport
 from counterpoint.plan import LEAVE_IT, Plan
 from counterpoint.step import Collective, Kernel, Step
 from counterpoint.timeline import Interval, Timeline
@@ -42,6 +42,8 @@ def find_contention(step: Step, timeline: Timeline, plan: Plan = LEAVE_IT) -> tu
 
 
 def _uses_copy_engine(collective: Collective, controls: Sequence[Control]) -> bool:
+    if any(isinstance(control, OverlapMatmul) for control in controls):
+        return True
     planned = [control.transport for control in controls if isinstance(control, Transport)]
     return [collective.transport, *planned][-1] == "copy_engine"
 
@@ -74,7 +76,8 @@ def _ready_us(step: Step, index: int, spans: Mapping[int, Interval]) -> float:
     operation = step.operations[index]
     earlier = [number for number in range(index) if step.operations[number].stream == operation.stream][-1:]
     ends = [spans[number].end_us for number in [*earlier, *(wait.operation for wait in operation.waits_for)]]
-    return max([operation.issued_us or 0.0, *ends])
+    waited_us = 0.0 if operation.issued_after is None else spans[operation.issued_after].end_us
+    return max([waited_us + (operation.issued_us or 0.0), *ends])
 
 
 def find_rivals(step: Step) -> tuple[int, ...]:

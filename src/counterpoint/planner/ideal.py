@@ -1,29 +1,44 @@
-"""The two ends of what overlap can reach on a step, for every report: one after the other, and the ideal.
+"""The ends of what overlap can reach on a step, one after the other, and two ideals.
 
-Copy engines can be faster than the kernels they replace, so the ideal takes each collective by the faster of both, wherever
-copy engines may move it. It belongs to the step and the machine: a step has one ideal, whichever plan is looked at.
+With today's dependencies a kernel waits for the whole of a collective that it needs. Operators and streams of their own undo
+that: cut into pieces, a collective holds nobody back. Copy engines can be faster than the kernels they replace, so both take
+each collective by the faster of the two, wherever copy engines may move it. They belong to the step and the machine,
+whichever plan is looked at. Neither is above what was traced: where lone times or inferred dependencies say so, they are
+inexact.
 """
 
 from collections.abc import Iterable
 
+from counterpoint.controls import OverlapMatmul, OwnStream
 from counterpoint.machine import Machine
-from counterpoint.metrics import ideal_us, sequential_us
+from counterpoint.metrics import ideal_in_pieces_us, ideal_us, sequential_us
 from counterpoint.plan import Plan
-from counterpoint.planner.candidates import propose_transports
+from counterpoint.planner.movements import propose_transports
 from counterpoint.sim import Simulator
 from counterpoint.step import Step
 from counterpoint.value import Value
 
 
 class Scale(Value, frozen=True, kw_only=True):
-    """`sequential_us` is with every collective as the step has it, `ideal_us` with each by the faster transport."""
+    """`sequential_us` is with every collective as the step has it, the ideals with each by the faster transport.
+
+    `ideal_us` is with today's dependencies, `in_pieces_us` with collectives cut into pieces. `inexact_us` is what the step
+    says of the first, where that is above what was traced.
+    """
 
     sequential_us: float
     ideal_us: float
+    in_pieces_us: float
+    inexact_us: float | None = None
+
+    def ideal_of(self, plan: Plan) -> float:
+        """The ideal that a plan can reach: in pieces, where it changes what waits for what."""
+        controls = (control for directive in plan.directives for control in directive.controls)
+        return self.in_pieces_us if any(isinstance(each, OverlapMatmul | OwnStream) for each in controls) else self.ideal_us
 
 
-def scale_of(step: Step, machine: Machine, plans: Iterable[Plan] = ()) -> Scale:
-    """The scale of a step by the simulator's lone times.
+def scale_of(step: Step, machine: Machine, plans: Iterable[Plan] = (), traced_us: float | None = None) -> Scale:
+    """The scale of a step by the simulator's lone times; `traced_us` is its makespan where that was measured.
 
     `plans` are those shown beside it. What they move by copy engines counts even where the planner would not move it.
     """
@@ -32,4 +47,11 @@ def scale_of(step: Step, machine: Machine, plans: Iterable[Plan] = ()) -> Scale:
     moving = [Plan(directives=candidate.directives) for candidate in propose_transports(step).candidates]
     times_us = [lone_us, *(simulator.lone_times_us(step, machine, plan) for plan in (*moving, *plans))]
     least_us = [min(of_operation) for of_operation in zip(*times_us, strict=True)]
-    return Scale(sequential_us=sequential_us(step, lone_us), ideal_us=ideal_us(step, least_us))
+    found_us = ideal_us(step, least_us)
+    most_us = found_us if traced_us is None else min(found_us, traced_us)
+    return Scale(
+        sequential_us=sequential_us(step, lone_us),
+        ideal_us=most_us,
+        in_pieces_us=min(most_us, ideal_in_pieces_us(step, least_us)),
+        inexact_us=found_us if found_us > most_us else None,
+    )

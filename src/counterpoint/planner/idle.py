@@ -5,7 +5,7 @@ is that of those who apply plans: of several controls of one kind for one operat
 time; a control that takes effect may still change no time.
 """
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 from counterpoint.controls import CommunicationCtas, Control, Priority, ResidencyCap, Transport
 from counterpoint.errors import PlanError, shown
@@ -13,7 +13,7 @@ from counterpoint.footprints import communication_footprint
 from counterpoint.machine import Gpu, Machine
 from counterpoint.occupancy import residency
 from counterpoint.plan import Plan
-from counterpoint.sim.simulator import capped, with_ctas
+from counterpoint.sim.effects import capped, with_ctas
 from counterpoint.step import Collective, Kernel, Operation, Step
 from counterpoint.units import format_count
 
@@ -35,7 +35,13 @@ def review_plan(step: Step, machine: Machine, plan: Plan) -> tuple[str, ...]:
     for place, control in _controls(plan):
         targets = accepted[place[0]]
         replaced = [index for index in targets if winners[index, control.tag] != place]
-        idle = [i for i in targets if i not in set(replaced) and not _changes(step.operations[i], control, machine.gpu)]
+        overlapped = {index for index, tag in winners if tag == "overlap_matmul"}
+        idle = [
+            i
+            for i in targets
+            if i not in set(replaced)
+            and (_is_overruled(i, control, overlapped) or not _changes(step.operations[i], control, machine.gpu))
+        ]
         num_active += len(targets) - len(replaced) - len(idle)
         what = f"Directive {place[0]}: {control.describe()}"
         if replaced:
@@ -62,6 +68,11 @@ def _replaced(what: str, control: Control, later: Control, number: int, count: i
     if control == later:
         return f"{what} is said again by directive {number} for {targets}."
     return f"{what} does not count for {targets}: directive {number} says {later.describe()}, and the last one counts."
+
+
+def _is_overruled(index: int, control: Control, overlapped: Collection[int]) -> bool:
+    """Whether the collective runs together with its matmul, where neither transport nor CTAs matter."""
+    return index in overlapped and isinstance(control, Transport | CommunicationCtas)
 
 
 def _changes(operation: Operation, control: Control, gpu: Gpu) -> bool:

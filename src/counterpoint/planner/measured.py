@@ -84,7 +84,10 @@ def tune_measured(captured: Replayable, machine: Machine, num_candidates: int = 
     """
     step = captured.read.step
     simulated = tune(step, machine, Simulator())
-    applicable, inapplicable = _applicable(captured, [*simulated.trials, *_unsimulated(step, machine, simulated)])
+    # where copies would be best, the search above tries little beside them, and a captured step does not take them
+    able = tune(step, machine, Simulator(), applier="graph")
+    trials = [*simulated.trials, *able.trials[1:], *_unsimulated(step, machine, simulated)]
+    applicable, inapplicable = _applicable(captured, trials)
     contenders = _agree(captured, applicable[:num_candidates])
     with ExitStack() as opened:
         entrants, dropped = _admit_all(captured, contenders, opened)

@@ -9,13 +9,15 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
+from counterpoint.controls import Applier
 from counterpoint.machine import Machine
 from counterpoint.measurement.values import LEAST_ADDED_GAIN, LEAST_SIMULATED_GAIN, NEGLIGIBLE
 from counterpoint.metrics import measure
 from counterpoint.plan import Directive, Expectation, Plan, Refusal
-from counterpoint.planner.candidates import Candidate, Proposal, propose
+from counterpoint.planner.candidates import propose
 from counterpoint.planner.contention import find_contention
 from counterpoint.planner.durable import DurableMatches
+from counterpoint.planner.proposal import Candidate, Proposal, proposal
 from counterpoint.step import Step
 from counterpoint.timeline import AbstractExecutor, Timeline
 from counterpoint.units import format_count, format_percent, format_us
@@ -50,12 +52,18 @@ class _Bench:
     """Executes each candidate of one step on one machine once, and remembers what came of it."""
 
     def __init__(
-        self, step: Step, machine: Machine, executor: AbstractExecutor, on_trial: Callable[[Trial], None] | None
+        self,
+        step: Step,
+        machine: Machine,
+        executor: AbstractExecutor,
+        on_trial: Callable[[Trial], None] | None,
+        applier: Applier,
     ) -> None:
         self._step = step
         self._machine = machine
         self._executor = executor
         self._on_trial = on_trial
+        self._applier = applier
         self._timelines: dict[tuple[Directive, ...], Timeline] = {}
         self._known: dict[tuple[Directive, ...], Trial] = {}
 
@@ -76,7 +84,13 @@ class _Bench:
     def propose(self, parts: Sequence[Candidate]) -> Proposal:
         """What could act on the step as it runs with `parts`."""
         plan = Plan(directives=_directives(parts))
-        return propose(self._step, self._machine, find_contention(self._step, self.run(parts), plan))
+        found = propose(self._step, self._machine, find_contention(self._step, self.run(parts), plan), plan)
+        able = (each for each in found.candidates if not self._is_refused(each))
+        return proposal(able, found.refusals)
+
+    def _is_refused(self, candidate: Candidate) -> bool:
+        controls = (control for directive in candidate.directives for control in directive.controls)
+        return any(self._applier in control.refused_by for control in controls)
 
     def trials(self) -> tuple[Trial, ...]:
         """All trials in the order they were made."""
@@ -104,12 +118,19 @@ def _directives(parts: Sequence[Candidate]) -> tuple[Directive, ...]:
 
 
 def tune(
-    step: Step, machine: Machine, executor: AbstractExecutor, on_trial: Callable[[Trial], None] | None = None
+    step: Step,
+    machine: Machine,
+    executor: AbstractExecutor,
+    on_trial: Callable[[Trial], None] | None = None,
+    applier: Applier = "step",
 ) -> Tuning:
-    """Find the plan with the shortest makespan. `on_trial` is called after each new trial, the baseline first."""
-    bench = _Bench(step, machine, executor, on_trial)
+    """Find the plan with the shortest makespan, of controls that `applier` can apply.
+
+    `on_trial` is called after each new trial, the baseline first.
+    """
+    bench = _Bench(step, machine, executor, on_trial, applier)
     without = bench.attempt(())
-    proposal = bench.propose(())
+    proposed = bench.propose(())
     parts = _shrink(bench, _grow(bench, without))
     best = bench.attempt(parts)
     baseline = bench.run(())
@@ -124,7 +145,7 @@ def tune(
         summary=_summary(trials, chosen),
         expectation=Expectation(origin=baseline.origin, baseline_us=without.makespan_us, planned_us=chosen.makespan_us),
         directives=durable.directives(chosen.directives),
-        refusals=_refusals(proposal, trials, chosen),
+        refusals=_refusals(proposed, trials, chosen),
     )
     told = tuple(msgspec.structs.replace(trial, directives=durable.directives(trial.directives)) for trial in trials)
     return Tuning(plan=plan, baseline=baseline, planned=bench.run(parts if is_gain else ()), trials=told)
@@ -174,10 +195,10 @@ def _summary(trials: Sequence[Trial], chosen: Trial) -> str:
     )
 
 
-def _refusals(proposal: Proposal, trials: Sequence[Trial], chosen: Trial) -> tuple[Refusal, ...]:
+def _refusals(proposed: Proposal, trials: Sequence[Trial], chosen: Trial) -> tuple[Refusal, ...]:
     """What could not act, and each family that was tried and is not in the plan, with the figure of its best member."""
-    refusals = [refusal for refusal in proposal.refusals if refusal.control not in chosen.families]
-    for family in dict.fromkeys(candidate.family for candidate in proposal.candidates):
+    refusals = [refusal for refusal in proposed.refusals if refusal.control not in chosen.families]
+    for family in dict.fromkeys(candidate.family for candidate in proposed.candidates):
         alone = [trial for trial in trials if trial.families == (family,)]
         if family in chosen.families or not alone:
             continue

@@ -3,7 +3,7 @@
 The replay error compares the makespan simulated without any control with the traced one.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from msgspec.structs import replace
 
@@ -17,7 +17,7 @@ from counterpoint.report.to_apply import NOWHERE, Application, PlanOrigin, ways_
 from counterpoint.sim import Simulator
 from counterpoint.sim.calibration import MEASURED_GPU
 from counterpoint.timeline import Timeline
-from counterpoint.units import format_change, format_count, format_percent
+from counterpoint.units import format_change, format_count, format_percent, format_us
 from counterpoint.value import Value
 
 NO_COMMUNICATION = (
@@ -59,10 +59,10 @@ def summarize_tuning(job: Job, tuning: Tuning, origin: PlanOrigin = NOWHERE) -> 
 
     `origin` says where the plan is.
     """
-    scale = scale_of(job.step, job.machine, [tuning.plan])
+    scale = _scale(job, tuning.plan)
     rows = [_replayed_row(job, scale, "as replayed" if job.traced else "as it is", tuning.baseline)]
     if tuning.plan.directives:
-        rows.append(_planned_row(scale, "with the plan", tuning.planned))
+        rows.append(_planned_row(scale, "with the plan", tuning.planned, tuning.plan))
     error = _replay_error(job, tuning.baseline)
     found = _summary(job, scale, rows, error, plan=tuning.plan, trials=tuning.trials)
     if tuning.plan.directives:
@@ -72,9 +72,11 @@ def summarize_tuning(job: Job, tuning: Tuning, origin: PlanOrigin = NOWHERE) -> 
 
 def summarize_simulation(job: Job, simulated: Timeline, plan: Plan = LEAVE_IT, remarks: tuple[str, ...] = ()) -> Summary:
     """The figures of `simulate`; under a plan that changes the step, there is no replay error. `remarks` are on the plan."""
-    scale = scale_of(job.step, job.machine, [plan])
+    scale = _scale(job, plan)
     if plan.directives:
-        return _summary(job, scale, [_planned_row(scale, "with the plan", simulated)], None, plan=plan, remarks=remarks)
+        return _summary(
+            job, scale, [_planned_row(scale, "with the plan", simulated, plan)], None, plan=plan, remarks=remarks
+        )
     return _summary(job, scale, [_replayed_row(job, scale, "simulated", simulated)], _replay_error(job, simulated))
 
 
@@ -88,20 +90,19 @@ def _summary(
     trials: tuple[Trial, ...] = (),
     remarks: tuple[str, ...] = (),
 ) -> Summary:
-    """Sequential, as traced, what was simulated and the ideal, in this order."""
+    """Sequential, as traced, what was simulated and the ideals, in this order."""
     first = [ReportRow(name="sequential", makespan_us=scale.sequential_us, remark="sum of lone times")]
     if job.traced is not None:
         traced = measure(job.traced.timeline)
         remark = f"measured, {format_count(job.traced.num_steps, 'profiled step')}"
         first.append(ReportRow(name="as traced", makespan_us=traced.makespan_us, metrics=traced, remark=remark))
-    ideal = ReportRow(name="ideal", makespan_us=scale.ideal_us, remark="busiest resource or critical path")
     return Summary(
         step_name=job.step.name,
         step_fingerprint=job.step.fingerprint(),
         machine=job.machine.name,
         origin="simulated",
         notes=(*_notes(job), *remarks),
-        step=(*first, *rows, ideal),
+        step=(*first, *rows, *_ideal_rows(scale)),
         replay_error=error,
         plan=plan,
         trials=trials,
@@ -135,8 +136,22 @@ def _replayed_row(job: Job, scale: Scale, name: str, simulated: Timeline) -> Rep
     )
 
 
-def _planned_row(scale: Scale, name: str, simulated: Timeline) -> ReportRow:
+def _scale(job: Job, plan: Plan) -> Scale:
+    traced_us = None if job.traced is None else measure(job.traced.timeline).makespan_us
+    return scale_of(job.step, job.machine, [plan], traced_us)
+
+
+def _ideal_rows(scale: Scale) -> Iterator[ReportRow]:
+    """Both ideals, each with what it takes for granted."""
+    remark = "with today's dependencies"
+    if scale.inexact_us is not None:
+        remark = f"as traced; lone times and inferred dependencies say {format_us(scale.inexact_us)}, so they are inexact"
+    yield ReportRow(name="ideal", makespan_us=scale.ideal_us, remark=remark)
+    yield ReportRow(name="ideal in pieces", makespan_us=scale.in_pieces_us, remark="with collectives cut into pieces")
+
+
+def _planned_row(scale: Scale, name: str, simulated: Timeline, plan: Plan = LEAVE_IT) -> ReportRow:
     metrics = measure(simulated)
-    share = share_of_ideal(scale.sequential_us, metrics.makespan_us, scale.ideal_us)
+    share = share_of_ideal(scale.sequential_us, metrics.makespan_us, scale.ideal_of(plan))
     remark = "" if share is None else f"{format_percent(share)} of the possible gain"
     return ReportRow(name=name, makespan_us=metrics.makespan_us, metrics=metrics, remark=remark)

@@ -57,6 +57,9 @@ class Calibration(Value, frozen=True, kw_only=True):
     hbm_bytes_per_wire_byte: Constant
     copy_engine_fraction: Constant
     copy_latency_us: Constant
+    flag_latency_us: Constant
+    gather_exposed_us: Constant
+    reduction_exposed_us: Constant
     host_link_bytes_per_s: Constant
     characters: dict[Character, CharacterConstants]
     collectives: dict[CollectiveKind, CollectiveConstants]

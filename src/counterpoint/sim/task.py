@@ -8,6 +8,8 @@ import math
 from collections import deque
 from dataclasses import dataclass
 
+import msgspec
+
 from counterpoint.step import Footprint
 from counterpoint.value import Value
 
@@ -42,6 +44,10 @@ class CopyWork(Value, frozen=True, kw_only=True):
     hbm_demand: float = 0.0
     link_demand: float = 0.0
     link_limit: float = 0.0
+
+    def less(self, elapsed_ps: float) -> "CopyWork":
+        """What is left of it after a time alone; at least a picosecond, since rates are work per time."""
+        return msgspec.structs.replace(self, lone_ps=max(1.0, self.lone_ps - elapsed_ps))
 
 
 @dataclass(slots=True, eq=False)

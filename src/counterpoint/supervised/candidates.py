@@ -19,11 +19,11 @@ from counterpoint.planner.candidates import (
     HOLDS_US,
     IN_EVERY_RACE,
     Blocker,
-    Candidate,
     propose_caps,
     propose_head_starts,
     propose_priority,
 )
+from counterpoint.planner.proposal import Candidate
 from counterpoint.step import REDUCING_COLLECTIVES, CollectiveKind, Footprint
 from counterpoint.supervised.running_job import JobGpu
 from counterpoint.supervised.settings import Setting, setting_of

@@ -33,6 +33,7 @@ class LaunchArguments(Value, frozen=True, kw_only=True, forbid_unknown_fields=Fa
     group_name: str | None = msgspec.field(default=None, name="Process Group Name")
     group_description: str | None = msgspec.field(default=None, name="Process Group Description")
     dtype: str | None = None
+    external_id: int | None = msgspec.field(default=None, name="External id")
 
     def __post_init__(self) -> None:
         sizes = (self.registers_per_thread, self.shared_bytes, self.num_bytes, self.in_elements or 0, self.out_elements or 0)
@@ -45,7 +46,11 @@ class LaunchArguments(Value, frozen=True, kw_only=True, forbid_unknown_fields=Fa
 
 
 class GpuOperation(Value, frozen=True, kw_only=True):
-    """One kernel, copy or fill on the GPU. `launched_us` is None where the trace does not hold the launch."""
+    """One kernel, copy or fill on the GPU. `launched_us` is None where the trace does not hold the launch.
+
+    `matmul_sizes`: rows, inner size and columns of the matrix multiplication that launched it, where the profiler recorded
+    shapes.
+    """
 
     name: str
     category: Category
@@ -54,6 +59,7 @@ class GpuOperation(Value, frozen=True, kw_only=True):
     arguments: LaunchArguments
     launched_us: float | None = None
     launch_call: str = ""
+    matmul_sizes: tuple[int, int, int] | None = None
 
     @property
     def stream(self) -> int:
@@ -95,7 +101,10 @@ class HostCall(Value, frozen=True, kw_only=True):
 
 
 class ActivityTrace(Value, frozen=True, kw_only=True):
-    """A trace's contents that matter here: operations in issue order, host calls in time order, step windows."""
+    """A trace's contents that matter here: operations in issue order, host calls in time order, step windows.
+
+    `host_waits`: from when to when the host stood still for the GPU, in order of time.
+    """
 
     path: str
     operations: tuple[GpuOperation, ...]
@@ -108,3 +117,4 @@ class ActivityTrace(Value, frozen=True, kw_only=True):
     rank: int | None
     world_size: int | None
     nccl_version: str | None
+    host_waits: tuple[tuple[float, float], ...] = ()

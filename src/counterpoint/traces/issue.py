@@ -1,9 +1,13 @@
 """When the host issued each operation, where that can matter, and how far the GPU waited for the host.
 
 A host that runs far ahead of the GPU never delays it. Where it does not, an operation is issued at its launch call plus
-the launch latency, measured on the operations that started on an idle stream. Nothing here knows what an operation does.
+the launch latency, measured on the operations that started on an idle stream. Where the host had waited for the GPU before,
+it would issue sooner if the GPU were faster: such times count from the end of the operation that it waited for. Nothing here
+knows what an operation does.
 """
 
+from bisect import bisect_right
+from collections.abc import Sequence
 from itertools import pairwise
 from statistics import median
 
@@ -19,32 +23,59 @@ LAUNCH_BOUND_SHARE = 0.10
 
 
 class IssueTimes(Value, frozen=True, kw_only=True):
-    """Issue times from the step's first GPU start (None: cannot bind), the usual gap, and the share the host was late."""
+    """Issue times from the step's first GPU start (None: cannot bind), the usual gap, and the share the host was late.
+
+    Where `issued_after` names an operation, the issue time counts from its end.
+    """
 
     issued_us: tuple[float | None, ...]
+    issued_after: tuple[int | None, ...]
     launch_gap_us: float | None
     late_share: float
 
 
-def find_issue_times(operations: list[GpuOperation]) -> IssueTimes:
-    """Issue times of a step's operations, given in issue order."""
+def find_issue_times(operations: list[GpuOperation], host_waits: Sequence[tuple[float, float]] = ()) -> IssueTimes:
+    """Issue times of a step's operations, given in issue order. `host_waits` are those of the whole trace, in order."""
     begin_us = min(operation.start_us for operation in operations)
     makespan_us = max(operation.end_us for operation in operations) - begin_us
     idle_starts = _idle_starts(operations)
     usual_us = median(_lead(operation) for operation in idle_starts) if idle_starts else 0.0
     issued: list[float | None] = []
-    for operation in operations:
+    after: list[int | None] = []
+    for index, operation in enumerate(operations):
+        after.append(None)
         lead_us = _lead(operation)
         if operation.launched_us is None or lead_us > NEAR_SHARE * makespan_us:
             issued.append(None)
             continue
         time_us = operation.launched_us + min(lead_us, usual_us if lead_us > LATE_LATENCY_US else lead_us) - begin_us
+        waited_for = _waited_for(operations, index, host_waits)
+        if waited_for is not None:
+            after[index] = waited_for
+            issued.append(max(0.0, time_us + begin_us - operations[waited_for].end_us))
+            continue
         issued.append(time_us if time_us > 0 else None)
     return IssueTimes(
         issued_us=tuple(issued),
+        issued_after=tuple(after),
         launch_gap_us=_launch_gap(operations),
         late_share=_late_us(operations) / makespan_us if makespan_us > 0 else 0.0,
     )
+
+
+def _waited_for(operations: list[GpuOperation], index: int, host_waits: Sequence[tuple[float, float]]) -> int | None:
+    """The operation whose end let the host go on, if it stood still for one since the step began."""
+    launched_us = operations[index].launched_us
+    place = 0 if launched_us is None else bisect_right(host_waits, launched_us, key=lambda wait: wait[1])
+    for begun_us, ended_us in reversed(host_waits[:place]):
+        if ended_us < operations[0].start_us:
+            return None
+        if ended_us - begun_us > LATE_LATENCY_US:
+            ended = [
+                (each.end_us, number) for number, each in enumerate(operations[:index]) if begun_us < each.end_us <= ended_us
+            ]
+            return max(ended)[1] if ended else None
+    return None
 
 
 def _lead(operation: GpuOperation) -> float:

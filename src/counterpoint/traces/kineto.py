@@ -32,6 +32,7 @@ GPU_CATEGORIES: dict[str, Category] = {
     "Memset": "memset",
 }
 HOST_CATEGORIES = ("cuda_runtime", "cuda_driver", "Runtime", "Driver", "hip_runtime", "hip_driver")
+LEFT_OPERAND = {"aten::mm": 0, "aten::addmm": 1}  # which input of a host operation is the left matrix; the right one follows
 MAX_US = 1e17  # above this a double no longer resolves a microsecond
 
 
@@ -63,6 +64,13 @@ class _File(msgspec.Struct):
     distributedInfo: _Distributed | None = None  # noqa: N815
 
 
+class _MatmulArguments(msgspec.Struct, gc=False):
+    """What the profiler writes beside a host operation where it recorded shapes."""
+
+    external_id: int = msgspec.field(default=-1, name="External id")
+    dims: list[list[int]] = msgspec.field(default_factory=list, name="Input Dims")
+
+
 class _Correlation(msgspec.Struct, gc=False):
     correlation: int = 0
 
@@ -78,7 +86,7 @@ def decode(path: Path, raw: bytearray) -> ActivityTrace:
     found, num_devices = _gpu_operations(path, file.traceEvents)
     number = found[0].arguments.device
     calls = _host_calls(path, file.traceEvents, number)
-    operations = _attach_launches(path, found, calls)
+    operations = _attach_launches(path, _attach_sizes(found, file.traceEvents), calls)
     device = next((item for item in file.deviceProperties if item.id == number), _Device())
     distributed = file.distributedInfo or _Distributed()
     windows = sorted(
@@ -98,6 +106,7 @@ def decode(path: Path, raw: bytearray) -> ActivityTrace:
         rank=distributed.rank,
         world_size=distributed.world_size,
         nccl_version=distributed.nccl_version,
+        host_waits=_host_waits(file.traceEvents),
     )
 
 
@@ -143,6 +152,27 @@ def _gpu_operations(path: Path, events: list[_Event]) -> tuple[list[GpuOperation
     return max(by_device.values(), key=len), len(by_device)
 
 
+def _attach_sizes(operations: list[GpuOperation], events: list[_Event]) -> list[GpuOperation]:
+    """Add to each kernel the sizes of the matrix multiplication that launched it, where the profiler recorded shapes."""
+    decoder = msgspec.json.Decoder(_MatmulArguments)
+    sizes: dict[int, tuple[int, int, int]] = {}
+    for event in events:
+        left = LEFT_OPERAND.get(event.name) if event.cat == "cpu_op" else None
+        if left is None:
+            continue
+        try:
+            arguments = decoder.decode(event.args)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            continue  # shapes are an extra: without them sizes are inferred from times
+        match arguments.dims[left : left + 2]:
+            case [[rows, inner], [other, columns]] if inner == other and min(rows, inner, columns) > 0:
+                sizes[arguments.external_id] = (rows, inner, columns)
+    if not sizes:
+        return operations
+    found = ((operation, sizes.get(operation.arguments.external_id or -1)) for operation in operations)
+    return [msgspec.structs.replace(operation, matmul_sizes=known) if known else operation for operation, known in found]
+
+
 def _bad_arguments(path: Path, name: str, event: _Event, problem: Exception, kind: type[msgspec.Struct]) -> TraceError:
     said = str(problem)
     if isinstance(problem, msgspec.ValidationError):
@@ -179,6 +209,17 @@ def _host_calls(path: Path, events: list[_Event], device: int) -> dict[int, Host
         if call is not None and wait.stream >= 0 and wait.device in (None, device):
             calls[wait.correlation] = msgspec.structs.replace(call, kind="wait", sync=wait)
     return calls
+
+
+def _host_waits(events: list[_Event]) -> tuple[tuple[float, float], ...]:
+    """Calls in which the host waited for the GPU."""
+    return tuple(
+        sorted(
+            (event.ts, event.ts + event.dur)
+            for event in events
+            if event.cat in HOST_CATEGORIES and event.name.endswith("Synchronize")
+        )
+    )
 
 
 def _add_call(path: Path, calls: dict[int, HostCall], event: _Event, correlation: int) -> None:

@@ -34,6 +34,7 @@ class Timing(Value, frozen=True, kw_only=True):
     lone_us: float
     waits_for: tuple[Dependency, ...]
     issued_us: float | None
+    issued_after: int | None = None
 
 
 class BuiltOperations(Value, frozen=True, kw_only=True):
@@ -95,9 +96,11 @@ def _kernel(trace: ActivityTrace, traced: GpuOperation, rule: Rule, timing: Timi
         footprint=_footprint(trace, traced, rule),
         character=rule.character,
         lone_us=timing.lone_us,
+        matmul_sizes=traced.matmul_sizes if rule.character == "matmul" else None,
         is_work_sharing=is_work_sharing,
         waits_for=timing.waits_for,
         issued_us=timing.issued_us,
+        issued_after=timing.issued_after,
     )
 
 
@@ -124,6 +127,7 @@ def _collective(trace: ActivityTrace, traced: GpuOperation, rule: Rule, timing: 
         peer_wait_us=max(0.0, traced.duration_us - timing.lone_us),
         waits_for=timing.waits_for,
         issued_us=timing.issued_us,
+        issued_after=timing.issued_after,
     )
 
 
@@ -136,4 +140,5 @@ def _copy(traced: GpuOperation, timing: Timing) -> Copy:
         lone_us=timing.lone_us,
         waits_for=timing.waits_for,
         issued_us=timing.issued_us,
+        issued_after=timing.issued_after,
     )

@@ -60,10 +60,12 @@ def _read(path: Path, rank: int | None) -> TracedStep:
     dependencies = find_dependencies(trace)
     inside = _dependencies_inside(dependencies, steps.steady_operations)
     lone = find_lone_times(trace, steps)
-    issue = find_issue_times(operations)
+    issue = find_issue_times(operations, trace.host_waits)
     timings = [
-        Timing(lone_us=lone_us, waits_for=waits_for, issued_us=issued_us)
-        for lone_us, waits_for, issued_us in zip(lone.lone_us, inside, issue.issued_us, strict=True)
+        Timing(lone_us=lone_us, waits_for=waits_for, issued_us=issued_us, issued_after=issued_after)
+        for lone_us, waits_for, issued_us, issued_after in zip(
+            lone.lone_us, inside, issue.issued_us, issue.issued_after, strict=True
+        )
     ]
     built = build_operations(trace, steps.steady_operations, timings)
     name = next((path.name[: -len(each)] for each in LONGEST_FIRST if path.name.lower().endswith(each)), path.name)

@@ -189,6 +189,7 @@ def _gemm_kernel(gemm: Gemm, waits_for: tuple[Dependency, ...], num_ctas: int | 
         flops=matmul_flops(gemm.m, gemm.n, gemm.k),
         hbm_bytes=modelled_bytes if stated_bytes is None else stated_bytes,
         l2_bytes=matmul_l2_bytes(gemm.m, gemm.n, gemm.k, gemm.dtype, tile),
+        matmul_sizes=(gemm.m, gemm.k, gemm.n),
         is_work_sharing=gemm.is_work_sharing,
         cta_time_spread=gemm.cta_time_spread,
         waits_for=waits_for,

@@ -1,0 +1,145 @@
+"""How a collective's data could move otherwise: by copy engines, beside its matmul, on a stream of its own.
+
+Each is proposed for the collectives that can bear it, and refused with the reason for the others. What is moved in one of
+these ways is left alone by the others. The rules are those of who carries it out: sizes below which the integrations leave a
+collective to the library, the schedules that operators have.
+"""
+
+from collections.abc import Iterator, Sequence
+
+from counterpoint.controls import LEAST_PART_BYTES, OverlapMatmul, OwnStream, Transport
+from counterpoint.machine import Machine
+from counterpoint.plan import LEAVE_IT, Match, Plan, Refusal
+from counterpoint.planner.proposal import ALL_COLLECTIVES, Candidate, Proposal, one, proposal, refusal
+from counterpoint.sim import Simulator
+from counterpoint.sim.calibration import load_calibration
+from counterpoint.sim.costs import SUMMED_COLLECTIVES
+from counterpoint.sim.effects import COPY_ENGINE_COLLECTIVES
+from counterpoint.sim.matmul_pairs import OPERATOR_OF, MatmulPairs
+from counterpoint.sim.overlapped import OverlapModel
+from counterpoint.step import Collective, Kernel, Step
+from counterpoint.units import MIB, format_bytes, format_us
+
+LEAST_COPIED_BYTES = 16 * MIB  # what one rank sends another; reported by users of copy engines, not measured here
+
+
+def propose_transports(step: Step, plan: Plan = LEAVE_IT) -> Proposal:
+    """Copy engines for the collectives that only move data, for those that reduce, for both; why not for the others."""
+    moving: list[int] = []
+    reducing: list[int] = []
+    refusals: dict[str, Refusal] = {}
+    for index, operation in _collectives(step, plan, OverlapMatmul):
+        if operation.transport == "copy_engine":
+            continue
+        obstacle = _obstacle_to_copying(operation)
+        if obstacle is None:
+            (reducing if operation.collective in SUMMED_COLLECTIVES else moving).append(index)
+        else:
+            refusals[obstacle] = Refusal(control="transport", target=operation.collective, reason=obstacle)
+    return proposal(_transports(moving, reducing), refusals.values())
+
+
+def _transports(moving: Sequence[int], reducing: Sequence[int]) -> Iterator[Candidate]:
+    control = (Transport(transport="copy_engine"),)
+    if moving:
+        subject = "it only moves" if len(moving) == 1 else "they only move"
+        reason = f"{subject} data, and copy engines do that without taking SMs"
+        match = Match(kind="communication", operations=tuple(moving))
+        by_engines = one("transport", "copy engines", match, control, reason)
+        yield by_engines
+    if reducing:
+        reason = "blocks travel by copy engines, and each rank sums what came: only the sum takes SMs"
+        match = Match(kind="communication", operations=tuple(reducing))
+        by_sums = one("transport", "copies and sums", match, control, reason)
+        yield by_sums
+    if moving and reducing:
+        yield Candidate(
+            family="transport",
+            label="copy engines, reductions too",
+            directives=(*by_engines.directives, *by_sums.directives),
+        )
+
+
+def _collectives(step: Step, plan: Plan, *taken_by: type) -> Iterator[tuple[int, Collective]]:
+    """The collectives, with their numbers, that no control of these kinds is for."""
+    for index, (operation, controls) in enumerate(zip(step.operations, plan.controls_of(step), strict=True)):
+        if isinstance(operation, Collective) and not any(isinstance(control, taken_by) for control in controls):
+            yield index, operation
+
+
+def _obstacle_to_copying(collective: Collective) -> str | None:
+    """Why copy engines should not move the collective, or None."""
+    is_summed = collective.collective in SUMMED_COLLECTIVES
+    if not is_summed and collective.collective not in COPY_ENGINE_COLLECTIVES:
+        return "it reduces to one rank, and no integration does that by copies"
+    if not collective.num_bytes:
+        return "its size is not known, so the time that copy engines would take is not, either"
+    if is_summed:
+        if collective.num_bytes < collective.group_size * LEAST_PART_BYTES:
+            least = format_bytes(LEAST_PART_BYTES)
+            return f"it sums less than {least} from each rank, which the integrations leave to the library"
+        return None
+    pieces = collective.group_size if collective.collective in ("all_gather", "all_to_all") else 1
+    if collective.num_bytes < pieces * LEAST_COPIED_BYTES:
+        return f"it moves less than {format_bytes(LEAST_COPIED_BYTES)} to a rank; kernels are faster for so little"
+    return None
+
+
+def propose_overlaps(step: Step, machine: Machine, plan: Plan = LEAVE_IT) -> Proposal:
+    """Each collective together with the matmul that needs or feeds it, where a copy schedule promises enough."""
+    pairs = MatmulPairs(step)
+    model = OverlapModel(step, machine, load_calibration())
+    able: list[int] = []
+    matmuls: list[Kernel] = []
+    refusals: dict[tuple[str, str], Refusal] = {}
+    for index, operation in _collectives(step, plan, Transport, OwnStream):
+        obstacle = pairs.obstacles.get(index)
+        if index in pairs.found:
+            found = model.estimate(pairs.found[index])
+            obstacle = found if isinstance(found, str) else None
+        if obstacle is None:
+            able.append(index)
+            numbers = pairs.found[index].matmuls
+            matmuls.extend(each for number in numbers if isinstance(each := step.operations[number], Kernel))
+        else:
+            key = operation.collective, obstacle.split(":")[0]  # the same but for the times is one refusal
+            refusals.setdefault(key, Refusal(control="overlap_matmul", target=operation.collective, reason=obstacle))
+    if not able:
+        return proposal(refusals=refusals.values())
+    match = Match(kind="communication", operations=tuple(able))
+    operators = sorted({OPERATOR_OF[each.collective] for index, each in _collectives(step, plan) if index in able})
+    reason = (
+        "its matmul has ended or not begun while it moves data; cut into pieces, its copies run beside the matmul, as "
+        f"operators do: {', '.join(operators)}"
+    )
+    if all(each.matmul_sizes is None for each in matmuls):
+        reason += " (the matmuls' sizes are inferred from times; record shapes to have them)"
+    return proposal([one("overlap_matmul", "overlap with matmuls", match, (OverlapMatmul(),), reason)], refusals.values())
+
+
+def propose_own_streams(step: Step, machine: Machine, plan: Plan = LEAVE_IT) -> Proposal:
+    """A stream of its own for each collective on a computation's stream, where the step says what needs its result."""
+    busy = {operation.stream for operation in step.operations if isinstance(operation, Kernel)}
+    inside = [(index, each) for index, each in _collectives(step, plan, OverlapMatmul) if each.stream in busy]
+    if not inside:
+        return refusal("own_stream", ALL_COLLECTIVES, "none runs on a stream that computes")
+    if step.device_name is not None:
+        times_us = Simulator().lone_times_us(step, machine)
+        most = format_us(sum(times_us[index] for index, _ in inside))
+        return refusal(
+            "own_stream",
+            f"{len(inside)} on the computation's stream",
+            "a trace or a captured step says in which order a stream ran, not which kernel needs the result; where kernels "
+            f"after it do not, issue it with async_op=True and wait() for it later: it hides {most} at most",
+        )
+    waited_for = {dependency.operation for operation in step.operations for dependency in operation.waits_for}
+    able = tuple(index for index, _ in inside if index in waited_for)
+    if not able:
+        return refusal(
+            "own_stream",
+            f"{len(inside)} on the computation's stream",
+            "nothing says what needs the result; let what does name it in waits_for",
+        )
+    reason = "kernels behind it on its stream do not need its result; on a stream of its own it runs beside them"
+    match = Match(kind="communication", operations=able)
+    return proposal([one("own_stream", "a stream of its own", match, (OwnStream(),), reason)])

@@ -1,0 +1,168 @@
+"""What a plan's controls amount to for each operation of a step: what it is launched with, and what moves its data.
+
+Refuses what cannot be: a control for another kind of operation, a priority that the driver does not have, a cap that does
+not fit, an operator where there is no matmul. Knows nothing of times, but for what the estimate of an operator says.
+"""
+
+from collections.abc import Sequence
+
+import msgspec
+
+from counterpoint.controls import (
+    CommunicationCtas,
+    Control,
+    HeadStart,
+    OverlapMatmul,
+    OwnStream,
+    Priority,
+    ResidencyCap,
+    Transport,
+)
+from counterpoint.errors import PlanError, shown
+from counterpoint.machine import Machine
+from counterpoint.plan import Plan
+from counterpoint.sim.calibration import Calibration
+from counterpoint.sim.costs import SUMMED_COLLECTIVES, CostModel
+from counterpoint.sim.matmul_pairs import MatmulPair, MatmulPairs
+from counterpoint.sim.overlapped import OverlapEstimate, OverlapModel
+from counterpoint.step import Collective, Copy, Footprint, Kernel, Operation, Step
+
+COPY_ENGINE_COLLECTIVES = ("all_gather", "all_to_all", "broadcast", "send_recv")  # copy engines alone do them
+NCCL_EXTRA_THREADS = 32  # ring kernels have one warp above NCCL_NTHREADS: 544 threads at its usual 512 (NCCL 2.28.9)
+
+
+class Overlap(msgspec.Struct, frozen=True, kw_only=True):
+    """A collective as one operator with its matmuls, and what that leaves exposed."""
+
+    pair: MatmulPair
+    exposed_us: float
+
+
+class Effect(msgspec.Struct, frozen=True, kw_only=True):
+    """What a plan's controls amount to for one operation. `overlap` goes before `uses_copy_engine`."""
+
+    footprint: Footprint | None
+    priority: int = 0
+    hold_us: float = 0.0
+    uses_copy_engine: bool = False
+    has_own_stream: bool = False
+    overlap: Overlap | None = None
+
+
+class EffectReader:
+    """Reads the effects of one plan on one step and machine."""
+
+    def __init__(self, step: Step, machine: Machine, plan: Plan, calibration: Calibration) -> None:
+        self._step, self._machine, self._plan, self._calibration = step, machine, plan, calibration
+        self._costs = CostModel(machine, calibration)
+        self._pairs: MatmulPairs | None = None
+        self._model: OverlapModel | None = None
+
+    def effects(self) -> list[Effect]:
+        """One for each operation, in the order of the step. Raises `PlanError` for a control that cannot apply."""
+        each = zip(self._step.operations, self._plan.controls_of(self._step), strict=True)
+        return [self._effect(index, operation, controls) for index, (operation, controls) in enumerate(each)]
+
+    def _effect(self, index: int, operation: Operation, controls: Sequence[Control]) -> Effect:
+        """Fold the plan's controls for one operation into what it will be launched with."""
+        footprint = None if isinstance(operation, Copy) else self._costs.footprint(operation)
+        is_moved = isinstance(operation, Collective) and operation.transport == "copy_engine"
+        effect = Effect(footprint=footprint, uses_copy_engine=is_moved)
+        for control in controls:
+            where = f"operation {_label(index, operation)}"
+            match control:
+                case Priority() if footprint is not None:
+                    _check_priority(control, self._machine)
+                    effect = msgspec.structs.replace(effect, priority=control.priority)
+                case ResidencyCap() if isinstance(operation, Kernel):
+                    _check_cap(control, operation, where, self._machine)
+                    effect = msgspec.structs.replace(effect, footprint=capped(operation.footprint, control))
+                case HeadStart() if isinstance(operation, Kernel):
+                    effect = msgspec.structs.replace(effect, hold_us=control.hold_us)
+                case CommunicationCtas() if isinstance(operation, Collective) and footprint is not None:
+                    effect = msgspec.structs.replace(effect, footprint=with_ctas(footprint, control))
+                case Transport() if isinstance(operation, Collective):
+                    _check_transport(control, operation, where)
+                    effect = msgspec.structs.replace(effect, uses_copy_engine=control.transport == "copy_engine")
+                case OverlapMatmul() if isinstance(operation, Collective):
+                    effect = msgspec.structs.replace(effect, overlap=self._overlap(index, control, where))
+                case OwnStream() if isinstance(operation, Collective):
+                    effect = msgspec.structs.replace(effect, has_own_stream=True)
+                case _:
+                    raise PlanError(
+                        f"A {control.tag} control cannot apply to {where}, which is {operation.kind}. "
+                        "Give the directive's match the kind that it is for."
+                    )
+        return effect
+
+    def _overlap(self, index: int, control: OverlapMatmul, where: str) -> Overlap:
+        if self._pairs is None or self._model is None:
+            self._pairs = MatmulPairs(self._step)
+            self._model = OverlapModel(self._step, self._machine, self._calibration)
+        pair = self._pairs.found.get(index)
+        found = self._pairs.obstacles[index] if pair is None else self._model.estimate(pair, control.schedule)
+        if pair is None or not isinstance(found, OverlapEstimate):
+            raise PlanError(
+                f"An {control.tag} control cannot apply to {where}: {found}. Leave that collective out of the "
+                "directive's match."
+            )
+        return Overlap(pair=pair, exposed_us=found.exposed_us)
+
+
+def _label(index: int, operation: Operation) -> str:
+    return f"{index} ('{shown(operation.name)}')"
+
+
+def _check_transport(control: Transport, collective: Collective, where: str) -> None:
+    able = (*COPY_ENGINE_COLLECTIVES, *SUMMED_COLLECTIVES)
+    if control.transport == "copy_engine" and collective.collective not in able:
+        raise PlanError(
+            f"Copy engines cannot do a {collective.collective}, which {where} is; they do {', '.join(able)}, the last two "
+            "with a sum. Narrow the directive's match to those."
+        )
+
+
+def _check_priority(control: Priority, machine: Machine) -> None:
+    """A priority that the driver ignores, or does not have, would be no control at all."""
+    gpu = machine.gpu
+    if control.priority and not gpu.priority_is_effective:
+        raise PlanError(
+            f"The driver of {machine.name} ignores stream priority, so priority {control.priority} would do nothing. Leave "
+            "it out of the plan; DEBUG_HIP_IGNORE_STREAM_PRIORITY=0 makes the driver heed it."
+        )
+    if control.priority < gpu.greatest_priority:
+        raise PlanError(
+            f"Priorities of {machine.name} are from {gpu.greatest_priority} (greatest) to 0; found {control.priority}. "
+            f"Ask for {gpu.greatest_priority} or more."
+        )
+
+
+def _check_cap(cap: ResidencyCap, kernel: Kernel, where: str, machine: Machine) -> None:
+    most = machine.gpu.max_shared_bytes_per_cta - kernel.footprint.static_shared_bytes
+    if cap.dynamic_shared_bytes > most:
+        raise PlanError(
+            f"A residency cap of {cap.dynamic_shared_bytes:,} bytes does not fit {where}: a CTA of {machine.name} may have "
+            f"{most:,} bytes of dynamic shared memory there. Ask for fewer bytes, or let `counterpoint tune` choose them."
+        )
+
+
+def capped(footprint: Footprint, cap: ResidencyCap) -> Footprint:
+    """The footprint under a residency cap: more dynamic shared memory, and the carveout to match."""
+    return msgspec.structs.replace(
+        footprint,
+        dynamic_shared_bytes=max(cap.dynamic_shared_bytes, footprint.dynamic_shared_bytes),
+        carveout_percent=cap.carveout_percent,
+    )
+
+
+def with_ctas(footprint: Footprint, control: CommunicationCtas) -> Footprint:
+    """The footprint of a collective limited to `max_ctas`, in clusters no larger than that."""
+    num_ctas = min(footprint.num_ctas, control.max_ctas)
+    cluster = max(size for size in (1, 2, 4, 8, 16) if size <= footprint.ctas_per_cluster and num_ctas % size == 0)
+    threads = footprint.threads_per_cta if control.num_threads is None else control.num_threads + NCCL_EXTRA_THREADS
+    return msgspec.structs.replace(
+        footprint,
+        num_ctas=num_ctas,
+        ctas_per_cluster=cluster,
+        threads_per_cta=min(threads, footprint.threads_per_cta),
+    )

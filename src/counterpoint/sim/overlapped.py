@@ -1,0 +1,128 @@
+"""What a collective costs when it runs together with its matmuls as one operator of `counterpoint.ops`.
+
+The estimate of `schedule/` says how much longer the operator takes than the matmul alone: that much stays exposed; the rest
+of the copies runs beside the matmul. No operator is taken to expose less than what was measured on short matmuls, since the
+estimate is there to rank schedules. Sizes come from the step; where it has none, from bytes and times: elements of 2 bytes,
+a gathered matrix of twice as many rows as columns (an assumption that the estimate hardly depends on), and the other size
+from the matmul's time. What the schedule's estimate leaves out (the host, clocks under a power limit), this leaves out.
+"""
+
+import math
+from collections.abc import Sequence
+
+from counterpoint.machine import Machine
+from counterpoint.measurement.values import LEAST_ESTIMATED_GAIN
+from counterpoint.schedule.actions import Problem
+from counterpoint.schedule.costs import DEFAULT_COSTS
+from counterpoint.schedule.description import ScheduleDescription
+from counterpoint.schedule.estimate import computation_us, estimate
+from counterpoint.schedule.generate import make_schedule
+from counterpoint.schedule.heuristic import pick_schedule
+from counterpoint.schedule.operations import OPERATORS
+from counterpoint.sim.calibration import Calibration
+from counterpoint.sim.costs import CostModel
+from counterpoint.sim.matmul_pairs import FED_COLLECTIVES, OPERATOR_OF, MatmulPair
+from counterpoint.step import Collective, Kernel, Step
+from counterpoint.units import US_PER_S, format_us
+from counterpoint.value import Value
+
+USUAL_ELEMENT_BYTES = 2
+LEAST_MATMUL_SHARE = 0.25  # of the collective's time; assumed: below, copies alone gain as much as the operator
+SIZE_STEP = 64  # inferred sizes are multiples of it
+
+
+class OverlapEstimate(Value, frozen=True, kw_only=True):
+    """A pair as one operator: the schedule, and what of the collective is not hidden beside the matmuls."""
+
+    description: ScheduleDescription
+    exposed_us: float
+
+
+class OverlapModel:
+    """Estimates for the pairs of one step on one machine; each problem is estimated once."""
+
+    def __init__(self, step: Step, machine: Machine, calibration: Calibration) -> None:
+        self._step, self._machine, self._calibration = step, machine, calibration
+        self._costs = CostModel(machine, calibration)
+        self._known: dict[tuple[Problem, ScheduleDescription | None], OverlapEstimate | str] = {}
+
+    def estimate(self, pair: MatmulPair, schedule: ScheduleDescription | None = None) -> OverlapEstimate | str:
+        """By `schedule`, or by what the heuristic picks; or why it would not pay."""
+        collective = self._step.operations[pair.collective]
+        assert isinstance(collective, Collective), "pairs are of collectives"
+        matmuls_us = sum(self._costs.lone_us(self._step.operations[number]) for number in pair.matmuls)
+        alone_us = self._costs.lone_us(collective)
+        if schedule is None and matmuls_us < LEAST_MATMUL_SHARE * alone_us:
+            return (
+                f"its matmul of {format_us(matmuls_us)} is much shorter than the {format_us(alone_us)} of the data: "
+                "there is little to hide that beside"
+            )
+        matmuls = [self._step.operations[number] for number in pair.matmuls]
+        problem = self._problem(collective, [each for each in matmuls if isinstance(each, Kernel)])
+        key = problem, schedule
+        if key not in self._known:
+            self._known[key] = self._estimate(problem, schedule)
+        found = self._known[key]
+        if isinstance(found, str) or schedule is not None:
+            return found
+        if alone_us - found.exposed_us < LEAST_ESTIMATED_GAIN * (alone_us + matmuls_us):
+            return (
+                f"beside its matmul of {format_us(matmuls_us)} copies would leave {format_us(found.exposed_us)} exposed, "
+                f"and the library's collective takes {format_us(alone_us)} as a whole"
+            )
+        return found
+
+    def _estimate(self, problem: Problem, schedule: ScheduleDescription | None) -> OverlapEstimate | str:
+        if schedule is None:
+            pick = pick_schedule(problem, self._machine)
+            if pick.description.is_sequential:
+                return pick.reason
+            schedule = pick.description
+        taken_us = estimate(make_schedule(problem, schedule), problem, self._machine).makespan_us
+        is_reduction = OPERATORS[problem.operation].forward.is_reduction
+        least = self._calibration.reduction_exposed_us if is_reduction else self._calibration.gather_exposed_us
+        exposed_us = max(least.value, taken_us - computation_us(problem, self._machine))
+        return OverlapEstimate(description=schedule, exposed_us=exposed_us)
+
+    def _problem(self, collective: Collective, matmuls: Sequence[Kernel]) -> Problem:
+        """The operator's sizes; several matmuls that read one gathered matrix count as one with more columns."""
+        is_fed = collective.collective in FED_COLLECTIVES
+        sizes = matmuls[0].matmul_sizes
+        num_elements = collective.num_bytes // USUAL_ELEMENT_BYTES
+        multiplied = sum(self._multiplications(each) for each in matmuls)
+        if sizes is not None and is_fed:
+            rows, inner, columns = sizes
+        elif sizes is not None:
+            # of the gradient of a weight the gathered matrix is the right operand, and its rows are the inner size
+            rows, inner = sizes[:2] if collective.num_bytes % (sizes[0] * sizes[1]) == 0 else sizes[1:]
+            columns = _round(multiplied / (rows * inner))
+        elif is_fed:
+            columns = _round(math.sqrt(num_elements / 2))
+            rows = max(1, num_elements // columns)
+            inner = _round(multiplied / num_elements)
+        else:
+            inner = _round(math.sqrt(num_elements / 2))
+            rows = max(1, num_elements // inner)
+            columns = _round(multiplied / num_elements)
+        moved = rows * columns if is_fed else rows * inner
+        return Problem(
+            operation=OPERATOR_OF[collective.collective],
+            num_ranks=collective.group_size,
+            num_rows=rows,
+            num_inner=inner,
+            num_columns=columns,
+            element_bytes=max(1, round(collective.num_bytes / moved)),
+        )
+
+    def _multiplications(self, matmul: Kernel) -> float:
+        """Multiplications with addition: by its sizes, its operations, or its time at the usual rate."""
+        if matmul.matmul_sizes is not None:
+            return float(math.prod(matmul.matmul_sizes))
+        if matmul.flops is not None:
+            return matmul.flops / 2
+        rate = DEFAULT_COSTS.matmul_efficiency * self._machine.gpu.bf16_flops_per_s
+        return self._costs.lone_us(matmul) / US_PER_S * rate / 2
+
+
+def _round(size: float) -> int:
+    return max(1, round(size / SIZE_STEP)) * SIZE_STEP

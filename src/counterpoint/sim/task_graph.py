@@ -1,0 +1,186 @@
+"""What the engine runs: the tasks of a step under a plan, and what each of them waits for.
+
+Most operations are one task. A reduction by copies is three: blocks to their ranks, a sum that waits for SMs, and for an
+all-reduce the sums back. A collective that runs together with its matmul is two copies: what is hidden beside the matmul,
+and what is not, which comes first where the matmul needs the data, and last where it makes them.
+"""
+
+from collections.abc import Sequence
+
+from counterpoint.controls import ALL_REDUCES_IN_FLIGHT
+from counterpoint.errors import StepError, shown
+from counterpoint.machine import Machine
+from counterpoint.occupancy import residency
+from counterpoint.sim.calibration import Calibration
+from counterpoint.sim.costs import SUMMED_COLLECTIVES, CostModel
+from counterpoint.sim.effects import Effect, Overlap
+from counterpoint.sim.engine import Launch
+from counterpoint.sim.matmul_pairs import FED_COLLECTIVES
+from counterpoint.sim.task import CopyTask, CopyWork, SmTask
+from counterpoint.step import Collective, Copy, Footprint, Kernel, Operation, Step
+from counterpoint.units import PS_PER_US, us_to_ps
+
+Task = SmTask | CopyTask
+
+
+class TaskGraph:
+    """Tasks with their launches, and the first and the last task of each operation."""
+
+    def __init__(self, step: Step, effects: Sequence[Effect], machine: Machine, calibration: Calibration) -> None:
+        self._step, self._effects, self._machine = step, effects, machine
+        self._costs = CostModel(machine, calibration)
+        gap_us = step.launch_gap_us if step.launch_gap_us is not None else calibration.launch_gap_us.value
+        self._gap_ps = us_to_ps(gap_us)
+        self._latency_ps = us_to_ps(calibration.dependency_latency_us.value)
+        self._flag_ps = us_to_ps(calibration.flag_latency_us.value)
+        self.tasks: list[Task] = []
+        self.launches: list[Launch] = []
+        self.first: list[int] = []
+        self.last: list[int] = []
+        self._awaited: list[int] = []  # the task that those who wait for an operation wait for
+        self._on_stream: dict[int, list[int]] = {}
+        self._held_up: dict[int, list[int]] = {}  # operations that also wait for tasks which are not their neighbors'
+        for index, operation in enumerate(step.operations):
+            self._add(index, operation)
+
+    def spans(self, of_tasks: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+        """Start and end of every operation from those of its tasks."""
+        parts = (of_tasks[first : last + 1] for first, last in zip(self.first, self.last, strict=True))
+        return [(min(start for start, _ in each), max(end for _, end in each)) for each in parts]
+
+    def _add(self, index: int, operation: Operation) -> None:
+        effect = self._effects[index]
+        launch = self._launch(index, operation)
+        self.first.append(len(self.tasks))
+        if isinstance(operation, Collective) and effect.overlap is not None:
+            self._add_overlapped(operation, effect.overlap, launch)
+        elif isinstance(operation, Collective) and is_summed(operation, effect):
+            self._add_summed(index, operation, launch)
+        else:
+            self._append(self._task(index, operation), launch)
+        self.last.append(len(self.tasks) - 1)
+        if len(self._awaited) == index:
+            self._awaited.append(self.last[index])
+        if not effect.has_own_stream:
+            self._on_stream.setdefault(operation.stream, []).append(index)
+
+    def _launch(self, index: int, operation: Operation) -> Launch:
+        waits = {self._awaited[dependency.operation]: self._latency_ps for dependency in operation.waits_for}
+        for task in self._held_up.get(index, ()):
+            waits[task] = self._latency_ps
+        for earlier in self._before_on_stream(index, operation):
+            waits[self._awaited[earlier]] = self._gap_ps
+        issued_ps = us_to_ps(max(0.0, operation.issued_us or 0.0))
+        if operation.issued_after is not None:
+            task = self.last[operation.issued_after]
+            waits[task] = max(waits.get(task, 0), issued_ps)
+        return Launch(
+            waits_for=tuple(sorted(waits.items())),
+            earliest_ps=0 if operation.issued_after is not None else issued_ps,
+            hold_ps=us_to_ps(self._effects[index].hold_us),
+        )
+
+    def _before_on_stream(self, index: int, operation: Operation) -> list[int]:
+        """What the operation follows on its stream; all-reduces by copies follow each other with several in flight."""
+        line = self._on_stream.get(operation.stream, [])
+        in_flight: list[int] = []
+        for earlier in reversed(line[-ALL_REDUCES_IN_FLIGHT:]):
+            if not self._is_on_lanes(earlier):
+                break
+            in_flight.append(earlier)
+        if not self._is_on_lanes(index):
+            return in_flight or line[-1:]
+        if len(in_flight) == ALL_REDUCES_IN_FLIGHT:
+            return in_flight[-1:]
+        others = line[: len(line) - len(in_flight)]
+        return others[-1:]
+
+    def _is_on_lanes(self, index: int) -> bool:
+        operation, effect = self._step.operations[index], self._effects[index]
+        is_reduced = isinstance(operation, Collective) and operation.collective == "all_reduce"
+        return is_reduced and effect.uses_copy_engine and effect.overlap is None
+
+    def _add_summed(self, index: int, collective: Collective, launch: Launch) -> None:
+        """Copies out, the sum, and copies back; the sum's stream has the greatest priority, as a lane's has."""
+        out, total, back = self._costs.reducing_copies(collective)
+        task = len(self.tasks)
+        gpu = self._machine.gpu
+        self._append(CopyTask(task, out), launch)
+        priority = gpu.greatest_priority if gpu.priority_is_effective else 0
+        self._append(self._sm_task(index, total, total.footprint, priority), self._after(task))
+        if back is not None:
+            self._append(CopyTask(task + 2, back), self._after(task + 1))
+
+    def _add_overlapped(self, collective: Collective, overlap: Overlap, launch: Launch) -> None:
+        """Two copies: exposed, then hidden, where a matmul needs the data; the other way round where one makes them."""
+        whole = self._costs.all_copies(collective)
+        exposed_ps = (overlap.exposed_us + collective.peer_wait_us) * PS_PER_US
+        exposed = CopyWork(lone_ps=exposed_ps)
+        hidden = whole.less(exposed_ps)
+        task = len(self.tasks)
+        if collective.collective in FED_COLLECTIVES:
+            begun = self.launches[self.first[overlap.pair.matmuls[0]]]
+            self._append(CopyTask(task, hidden), begun)
+            waits = dict(launch.waits_for) | {task: 0}
+            self._append(
+                CopyTask(task + 1, exposed), Launch(waits_for=tuple(sorted(waits.items())), earliest_ps=launch.earliest_ps)
+            )
+            return
+        self._append(CopyTask(task, exposed), launch)
+        self._append(CopyTask(task + 1, hidden), Launch(waits_for=((task, 0),)))
+        self._awaited.append(task)
+        if overlap.pair.follower is not None:
+            self._held_up.setdefault(overlap.pair.follower, []).append(task + 1)
+
+    def _after(self, task: int) -> Launch:
+        return Launch(waits_for=((task, self._flag_ps),))
+
+    def _append(self, task: Task, launch: Launch) -> None:
+        self.tasks.append(task)
+        self.launches.append(launch)
+
+    def _task(self, index: int, operation: Operation) -> Task:
+        effect = self._effects[index]
+        if isinstance(operation, Copy) or effect.uses_copy_engine:
+            assert not isinstance(operation, Kernel), "only collectives change their transport"
+            return CopyTask(len(self.tasks), self._costs.copy_work(operation))
+        assert effect.footprint is not None, "every kernel and collective has a footprint"
+        priority = effect.priority if self._machine.gpu.priority_is_effective else 0
+        return self._sm_task(index, operation, effect.footprint, priority)
+
+    def _sm_task(self, index: int, operation: Kernel | Collective, footprint: Footprint, priority: int) -> SmTask:
+        self._check_fit(f"{index} ('{shown(operation.name)}')", footprint)
+        if isinstance(operation, Kernel):
+            work, shared_work = self._costs.kernel_work(operation), self._costs.shared_work(operation)
+        else:
+            work, shared_work = self._costs.collective_work(operation, footprint), 0.0
+        return SmTask(
+            index=len(self.tasks),
+            footprint=footprint,
+            priority=priority,
+            work=work,
+            carveout_bytes=residency(self._machine.gpu, footprint).carveout_bytes,
+            num_unplaced=footprint.num_ctas,
+            shared_work=shared_work,
+        )
+
+    def _check_fit(self, label: str, footprint: Footprint) -> None:
+        fit = residency(self._machine.gpu, footprint)
+        if fit.ctas_per_sm < 1 or footprint.ctas_per_cluster > fit.ctas_per_sm * max(self._machine.gpu.sms_per_gpc):
+            raise StepError(
+                f"Operation {label} does not fit {self._machine.name}: not one CTA of "
+                f"{footprint.threads_per_cta} threads x {footprint.registers_per_thread} registers with "
+                f"{footprint.shared_bytes} bytes of shared memory fits, limited by {fit.limiter}. Check the footprint, or "
+                "name the machine it was made for."
+            )
+        if footprint.num_ctas % footprint.ctas_per_cluster:
+            raise StepError(
+                f"Operation {label} launches {footprint.num_ctas} CTAs in clusters of "
+                f"{footprint.ctas_per_cluster}, but a launch consists of whole clusters. Correct num_ctas or "
+                "ctas_per_cluster."
+            )
+
+
+def is_summed(collective: Collective, effect: Effect) -> bool:
+    """Whether the collective is done by copies and a sum."""
+    return effect.uses_copy_engine and collective.collective in SUMMED_COLLECTIVES
