@@ -19,6 +19,7 @@ from torch.profiler import ProfilerActivity, profile
 from counterpoint.cuda.driver import DriverGraph, driver_version
 from counterpoint.cuda.graph import AbstractExecutable
 from counterpoint.cuda.graph_reading import CollectiveCall, GraphTimes, ReadGraph, read_calls, read_graph
+from counterpoint.cuda.issued_collectives import IssuedCollective, NotedCollectives
 from counterpoint.cuda.plan_cache import Conditions
 from counterpoint.cuda.rendezvous import Rendezvous
 from counterpoint.errors import DeviceError, StepError, cause_of
@@ -37,6 +38,7 @@ class Recording(msgspec.Struct, frozen=True, kw_only=True):
 
     graph: torch.cuda.CUDAGraph
     calls: list[CollectiveCall]
+    collectives: list[IssuedCollective]
     is_random: bool
 
 
@@ -46,6 +48,7 @@ class Captured:
     def __init__(self, recording: Recording, name: str, limit_s: float) -> None:
         self._owner = recording.graph
         self.is_random = recording.is_random
+        self.collectives = recording.collectives
         self.rendezvous = Rendezvous(limit_s)
         self.graph = DriverGraph(recording.graph.raw_cuda_graph())
         self.read: ReadGraph = read_graph(
@@ -184,6 +187,7 @@ def record(step_fn: Callable[[], object]) -> Recording:
         with (
             profile(activities=[ProfilerActivity.CPU], acc_events=True) as profiler,
             torch.cuda.graph(graph, capture_error_mode="thread_local"),
+            NotedCollectives() as noted,
         ):
             step_fn()
     except torch.AcceleratorError as problem:
@@ -191,7 +195,7 @@ def record(step_fn: Callable[[], object]) -> Recording:
             f"The step cannot be captured in a CUDA graph: {cause_of(problem)}. "
             "Leave synchronizations and host reads out of it."
         ) from problem
-    return Recording(graph=graph, calls=_collective_calls(profiler), is_random=is_random)
+    return Recording(graph=graph, calls=_collective_calls(profiler), collectives=noted.collectives, is_random=is_random)
 
 
 def _collective_calls(profiler: profile) -> list[CollectiveCall]:

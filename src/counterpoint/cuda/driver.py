@@ -7,6 +7,7 @@ survive the edits.
 
 import ctypes
 import heapq
+from collections.abc import Mapping
 from functools import cache
 from importlib import resources
 from itertools import pairwise
@@ -26,6 +27,7 @@ EXPLAINED = {
     "CUDA_ERROR_INVALID_VALUE": "the driver rejects the value",
     "CUDA_ERROR_INSUFFICIENT_DRIVER": "the driver is older than the CUDA libraries; update it",
 }
+NOT_NOTED = "torch.distributed did not issue it by itself while the step was captured"
 Handle = Any  # cuda-bindings has no types
 
 
@@ -73,6 +75,9 @@ class DriverGraph(AbstractGraph):
         self._holds: dict[int, tuple[Handle, float]] = {}  # by node: the head start's own node, and how long it is
         # nodes as they were last read, for those that were not edited since
         self._known: dict[int, GraphNode] = {}
+        # by node: the graph that may take its place, or why none can
+        self._stand_ins: Mapping[int, Handle | str] = copied_from._stand_ins if copied_from is not None else {}
+        self._replaced: dict[int, Handle] = {}  # by node: the node that stands in its place
         if copied_from is None:
             waits = _waits(graph)
             self._handles = _topological(graph, waits)
@@ -147,6 +152,40 @@ class DriverGraph(AbstractGraph):
         hold, hold_us = self._holds[node]
         return hold_us if int(hold) in waits_of(self._handles[node]) else 0.0
 
+    def offer_copies(self, stand_ins: "Mapping[int, Handle | str]") -> None:
+        """Say for collectives, by node, which graph of copies may take the node's place, or why none can.
+
+        The graphs stay the caller's, and must live as long as this one and all that is made of it.
+        """
+        self._stand_ins = dict(stand_ins)
+
+    def number_of(self, handle: int) -> int | None:
+        """The number of a node, or None for a handle that is none of this graph's."""
+        return next((number for number, each in enumerate(self._handles) if int(each) == handle), None)
+
+    def obstacle_to_copies(self, node: int) -> str:
+        """See `AbstractGraph.obstacle_to_copies`."""
+        stand_in = self._stand_ins.get(node, NOT_NOTED)
+        return stand_in if isinstance(stand_in, str) else ""
+
+    def move_to_copies(self, node: int) -> None:
+        """See `AbstractGraph.move_to_copies`."""
+        old, earlier = self._edited(node), waits_of(self._handles[node])
+        waits = [cu.CUgraphNode(handle) for handle in earlier]
+        child = check("Adding copies", cu.cuGraphAddChildGraphNode(self._graph, waits, len(waits), self._stand_ins[node]))
+        for later in _followers_of(old):
+            check("Ordering copies", cu.cuGraphAddDependencies(self._graph, [child], [later], None, 1))
+        check("Taking out a collective", cu.cuGraphDestroyNode(old))
+        self._handles[node] = self._replaced[node] = child
+
+    def copied_bytes(self, node: int) -> int:
+        """See `AbstractGraph.copied_bytes`."""
+        if node not in self._replaced:
+            return 0
+        inner = check("Reading a node's own graph", cu.cuGraphChildGraphNodeGetGraph(self._replaced[node]))
+        device = check("Finding the GPU", cu.cuCtxGetDevice())
+        return sum(_bytes_to_others(handle, int(device)) for handle in handles_of(inner))
+
     def residency(self, node: int) -> int:
         """See `AbstractGraph.residency`."""
         params = _kernel_params(self._handles[node])
@@ -189,12 +228,40 @@ def waits_of(node: Handle) -> list[int]:
     return [int(handle) for handle in earlier[:number]]
 
 
+def _followers_of(node: Handle) -> list[Handle]:
+    """What waits for one node of a graph now."""
+    _, _, number = check("Counting a node's followers", cu.cuGraphNodeGetDependentNodes(node, 0))
+    if not number:
+        return []
+    later, _, _ = check("Reading a node's followers", cu.cuGraphNodeGetDependentNodes(node, number))
+    return list(later[:number])
+
+
+def handles_of(graph: Handle) -> list[Handle]:
+    """The graph's nodes, as the driver lists them."""
+    _, number = check("Counting the graph's nodes", cu.cuGraphGetNodes(graph, 0))
+    if not number:
+        return []
+    nodes, _ = check("Reading the graph's nodes", cu.cuGraphGetNodes(graph, number))
+    return list(nodes[:number])
+
+
+def _bytes_to_others(handle: Handle, device: int) -> int:
+    """How many bytes a node brings to another GPU; 0 unless it is such a copy."""
+    if check("Reading a node's type", cu.cuGraphNodeGetType(handle)) != cu.CUgraphNodeType.CU_GRAPH_NODE_TYPE_MEMCPY:
+        return 0
+    params = check("Reading a copy", cu.cuGraphMemcpyNodeGetParams(handle))
+    ordinal = cu.CUpointer_attribute.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
+    places = (int(params.srcDevice), int(params.dstDevice))
+    owners = {int(check("Asking where memory lies", cu.cuPointerGetAttribute(ordinal, place))) for place in places}
+    return params.WidthInBytes * max(1, params.Height) * max(1, params.Depth) if owners - {device} else 0
+
+
 def _topological(graph: Handle, waits: dict[int, list[int]]) -> list[Handle]:
     """The graph's nodes, each after all it waits for, otherwise as the driver lists them: the order of capture."""
-    _, number = check("Counting the graph's nodes", cu.cuGraphGetNodes(graph, 0))
-    nodes, _ = check("Reading the graph's nodes", cu.cuGraphGetNodes(graph, number))
-    places = {int(node): place for place, node in enumerate(nodes[:number])}
-    missing = [len(waits.get(int(node), ())) for node in nodes[:number]]
+    nodes = handles_of(graph)
+    places = {int(node): place for place, node in enumerate(nodes)}
+    missing = [len(waits.get(int(node), ())) for node in nodes]
     followers: dict[int, list[int]] = {}
     for later, earlier in waits.items():
         for handle in earlier:

@@ -70,7 +70,7 @@ class CopyLane(AbstractLane):
         rows = memory.local[self._row_bytes :].view(self.num_ranks, self._row_bytes)[:, : own.nbytes].view(own.dtype)
 
         def push(peer: int) -> None:
-            _copy(memory.addresses[peer] + row, blocks[peer].data_ptr(), blocks[peer].nbytes, stream)
+            copy_bytes(memory.addresses[peer] + row, blocks[peer].data_ptr(), blocks[peer].nbytes, stream)
 
         *pushes, arrivals = self._moves.exchange
         self._issue(pushes, stream, push)
@@ -107,7 +107,7 @@ class CopyLane(AbstractLane):
 
         def pull(peer: int) -> None:
             target = targets[peer]
-            _copy(target.data_ptr(), memory.addresses[peer] + peer * part_bytes, target.nbytes, stream)
+            copy_bytes(target.data_ptr(), memory.addresses[peer] + peer * part_bytes, target.nbytes, stream)
 
         self._issue(self._moves.fetch, stream, pull)
         self._sample(stream)
@@ -149,7 +149,8 @@ class CopyLane(AbstractLane):
         self._row_bytes = 0
 
 
-def _copy(target: int, source: int, num_bytes: int, stream: Handle) -> None:
+def copy_bytes(target: int, source: int, num_bytes: int, stream: Handle) -> None:
+    """Copy between addresses, of whichever GPUs, behind what is on the stream."""
     if not num_bytes:
         return
     (result,) = cu.cuMemcpyAsync(cu.CUdeviceptr(target), cu.CUdeviceptr(source), num_bytes, stream)
