@@ -106,13 +106,6 @@ class CommunicationCtas(AbstractControl, frozen=True, kw_only=True, tag="communi
 class Transport(AbstractControl, frozen=True, kw_only=True, tag="transport"):
     """Run a collective by kernels on SMs or by copy engines."""
 
-    refused_by = MappingProxyType(
-        {
-            "graph": "a captured collective keeps its transport; capture it on copy engines instead",
-            "operators": OPERATORS_TAKE_SCHEDULES,
-        }
-    )
-
     transport: TransportKind
 
     def describe(self) -> str:

@@ -49,11 +49,16 @@ class Captured:
         self._owner = recording.graph
         self.is_random = recording.is_random
         self.collectives = recording.collectives
+        self._kept: list[object] = []
         self.rendezvous = Rendezvous(limit_s)
         self.graph = DriverGraph(recording.graph.raw_cuda_graph())
         self.read: ReadGraph = read_graph(
             name, self.graph.nodes(), recording.calls, self._lone_times(), self.rendezvous.num_ranks
         )
+
+    def keep(self, owned: object) -> None:
+        """Keep what the graph's copies use alive for as long as the step."""
+        self._kept.append(owned)
 
     def require_repeatable(self) -> None:
         """Raise `DeviceError` for a step that our replays would repeat instead of going on with."""

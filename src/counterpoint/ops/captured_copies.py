@@ -18,9 +18,10 @@ import msgspec
 import torch
 from cuda.bindings import driver as cu
 
+from counterpoint.cuda.capture import Captured
 from counterpoint.cuda.driver import check
 from counterpoint.cuda.issued_collectives import IssuedCollective
-from counterpoint.errors import DeviceError
+from counterpoint.errors import CounterpointError, DeviceError
 from counterpoint.ops.copy_lane import copy_bytes
 from counterpoint.ops.peer_memory import PeerMemory, Whereabouts, whereabouts_of
 from counterpoint.ops.runtime import runtime_of
@@ -56,8 +57,8 @@ class StandIn(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Parts(msgspec.Struct, frozen=True, kw_only=True):
-    """One collective cut into blocks: where this rank's block for each rank begins and ends, in bytes, and where that of each
-    rank goes, from the beginning of `rows` where blocks are to be summed, else of what this rank gets."""
+    """One collective cut into blocks: where this rank's block for each rank begins and ends, in bytes, and where that of
+    each rank goes, from the beginning of `rows` where blocks are to be summed, else of what this rank gets."""
 
     issued: IssuedCollective
     given: tuple[tuple[int, int], ...]
@@ -293,3 +294,28 @@ def recorded(issue: Callable[[Handle, Handle], None]) -> Handle:
             cu.cuStreamEndCapture(streams[0])
             raise
         return check("Recording a collective", cu.cuStreamEndCapture(streams[0]))
+
+
+def offer_copies(captured: Captured) -> None:
+    """Prepare copies in place of the step's collectives, so that plans may move them; the graph says why where it cannot be.
+
+    All ranks call it together, before they tune or apply. Raises `PlanError` where they captured different steps.
+    """
+    captured.agree("")
+    by_group: dict[str, list[int]] = {}
+    for number, issued in enumerate(captured.collectives):
+        by_group.setdefault(issued.group.group_name, []).append(number)
+    stand_ins: dict[int, Handle | str] = {}
+    device = torch.device("cuda", torch.cuda.current_device())
+    for numbers in by_group.values():
+        found: list[StandIn | str]
+        try:
+            copies = DirectCopies([captured.collectives[number] for number in numbers], device)
+            captured.keep(copies)
+            found = copies.stand_ins
+        except CounterpointError as problem:  # which every rank of the group sees
+            found = [str(problem).rstrip(".")] * len(numbers)
+        for number, made in zip(numbers, found, strict=True):
+            nodes = [captured.graph.number_of(handle) for handle in captured.collectives[number].nodes]
+            stand_ins |= {node: made if isinstance(made, str) else made.graph for node in nodes if node is not None}
+    captured.graph.offer_copies(stand_ins)

@@ -133,6 +133,20 @@ def _simulated_plans(step: Step, machine: Machine, choice: Plan) -> dict[str, Pl
     return plans
 
 
+def _measured_plans(overlapped: Replayable, simulated: Mapping[str, Plan]) -> dict[str, Plan]:
+    """The simulated plans, with copy engines for all that can be captured as copies, sums included, or without."""
+    plans = {label: plan for label, plan in simulated.items() if label != COPY_ENGINES}
+    step = overlapped.read.step
+    able = tuple(
+        index
+        for index, operation in enumerate(step.operations)
+        if isinstance(operation, Collective) and not overlapped.graph.obstacle_to_copies(overlapped.read.nodes[index])
+    )
+    if able:
+        plans[COPY_ENGINES] = _plan([(Match(operations=able), Transport(transport="copy_engine"))])
+    return plans
+
+
 def _simulated_rows(step: Step, machine: Machine, plans: Mapping[str, Plan], scale: Scale) -> tuple[PaperRow, ...]:
     simulator = Simulator()
     rows = [PaperRow(label=SEQUENTIAL, simulated_us=scale.sequential_us)]
@@ -163,7 +177,7 @@ def measure_paper(
         simulated_plans = _simulated_plans(step, machine, choice)
         scale = scale_of(step, machine, simulated_plans.values())
         simulated = {row.label: row.simulated_us for row in _simulated_rows(step, machine, simulated_plans, scale)}
-        plans = {label: plan for label, plan in simulated_plans.items() if label != COPY_ENGINES}  # that is a form
+        plans = _measured_plans(overlapped, simulated_plans)
         grid = {
             label: Variant(executable=executable, is_engaged=is_engaged, output_bits=output_bits)
             for label, (executable, is_engaged) in _make_ready(overlapped, plans, opened).items()
