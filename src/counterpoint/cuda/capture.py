@@ -8,7 +8,7 @@ from replays of a serialized copy: every node alone, in an order that is the sam
 import statistics
 import tempfile
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import msgspec
@@ -16,10 +16,12 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
-from counterpoint.cuda.driver import DriverGraph, driver_version
+from counterpoint.cuda.collective_blocks import IssuedCollective
+from counterpoint.cuda.driver import driver_version
+from counterpoint.cuda.driver_graph import DriverGraph
 from counterpoint.cuda.graph import AbstractExecutable
 from counterpoint.cuda.graph_reading import CollectiveCall, GraphTimes, ReadGraph, read_calls, read_graph
-from counterpoint.cuda.issued_collectives import IssuedCollective, NotedCollectives
+from counterpoint.cuda.issued_collectives import NotedCollectives
 from counterpoint.cuda.plan_cache import Conditions
 from counterpoint.cuda.rendezvous import Rendezvous
 from counterpoint.errors import DeviceError, StepError, cause_of
@@ -49,16 +51,20 @@ class Captured:
         self._owner = recording.graph
         self.is_random = recording.is_random
         self.collectives = recording.collectives
-        self._kept: list[object] = []
+        self._kept = ExitStack()
         self.rendezvous = Rendezvous(limit_s)
         self.graph = DriverGraph(recording.graph.raw_cuda_graph())
         self.read: ReadGraph = read_graph(
             name, self.graph.nodes(), recording.calls, self._lone_times(), self.rendezvous.num_ranks
         )
 
-    def keep(self, owned: object) -> None:
-        """Keep what the graph's copies use alive for as long as the step."""
-        self._kept.append(owned)
+    def keep(self, close: Callable[[], None]) -> None:
+        """Have `close` called when the step is closed: it gives back what is used by graphs made of the step's."""
+        self._kept.callback(close)
+
+    def close(self) -> None:
+        """Give back what is kept, which waits for the GPU. Nothing that was made of the step's graph may run any more."""
+        self._kept.close()
 
     def require_repeatable(self) -> None:
         """Raise `DeviceError` for a step that our replays would repeat instead of going on with."""

@@ -3,10 +3,13 @@
 torch.distributed calls an operator of torch's dispatcher for every collective, whichever way it was called, and
 `NotedCollectives` looks at those. The nodes are those that the captured graph holds after the call and did not hold before
 it, so that no collective is mistaken for another one's kernel.
+
+Event nodes are left out: NCCL's graph mixing puts one before and one after each collective (2.28: wait_event, kernel,
+event_record), which keep the communicator's work in and out of graphs in order whatever does the collective.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, final
+from typing import Any, final
 
 import msgspec
 import torch
@@ -14,41 +17,12 @@ import torch.distributed as dist
 from cuda.bindings import driver as cu
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from counterpoint.cuda.collective_blocks import Extent, IssuedCollective, Reduction
 from counterpoint.cuda.driver import check, handles_of
-from counterpoint.step import CollectiveKind
 
-Reduction = Literal["", "sum", "mean", "other"]
+TYPES = cu.CUgraphNodeType
+ORDERING = (TYPES.CU_GRAPH_NODE_TYPE_WAIT_EVENT, TYPES.CU_GRAPH_NODE_TYPE_EVENT_RECORD, TYPES.CU_GRAPH_NODE_TYPE_EMPTY)
 REDUCTIONS: dict[int, Reduction] = {0: "sum", 1: "mean"}  # torch's c10d::ReduceOp::RedOpType
-
-
-class Extent(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a tensor lies. The tensor itself is not kept: the captured step may give its memory to another one."""
-
-    address: int
-    num_elements: int
-    dtype: torch.dtype
-    is_contiguous: bool
-
-    @property
-    def num_bytes(self) -> int:
-        """Its size."""
-        return self.num_elements * int(self.dtype.itemsize)
-
-
-class IssuedCollective(msgspec.Struct, frozen=True, kw_only=True):
-    """One collective: what this rank gives and gets, in the order of ranks, and its nodes, by handle.
-
-    `lengths_given` and `lengths_got` are elements for and from each rank where the caller said so; empty: even parts.
-    """
-
-    collective: CollectiveKind
-    group: dist.ProcessGroup
-    given: Extent
-    got: Extent
-    reduction: Reduction = ""
-    lengths_given: tuple[int, ...] = ()
-    lengths_got: tuple[int, ...] = ()
-    nodes: tuple[int, ...] = ()
 
 
 def extent_of(tensor: torch.Tensor) -> Extent:
@@ -139,7 +113,7 @@ class NotedCollectives(TorchDispatchMode):  # type: ignore[misc]  # torch is unt
         noted = reader(*args, **(kwargs or {}))
         if noted is not None:
             known = set(before)
-            added = tuple(node for node in _nodes_of_capture() if node not in known)
+            added = tuple(node for node in _nodes_of_capture() if node not in known and _is_work(node))
             self.collectives.append(msgspec.structs.replace(noted, nodes=added))
         return result
 
@@ -149,3 +123,8 @@ def _nodes_of_capture() -> list[int]:
     stream = cu.CUstream(torch.cuda.current_stream().cuda_stream)
     _, _, graph, *_ = check("Asking for the graph under capture", cu.cuStreamGetCaptureInfo(stream))
     return [int(node) for node in handles_of(graph)] if graph is not None and int(graph) else []
+
+
+def _is_work(node: int) -> bool:
+    """Whether a node does work, other than ordering what does."""
+    return check("Reading a node's type", cu.cuGraphNodeGetType(cu.CUgraphNode(node))) not in ORDERING

@@ -63,7 +63,7 @@ class CopyLane(AbstractLane):
         self._pool.replace((self.num_ranks + 1) * wanted, what, has_captured=self._has_captured)
         self._row_bytes, self._has_captured = wanted, False
 
-    def exchange(self, blocks: Sequence[torch.Tensor], *, with_own: bool = True) -> torch.Tensor:
+    def exchange(self, blocks: Sequence[torch.Tensor]) -> torch.Tensor:
         """See `AbstractLane.exchange`."""
         stream, memory = self._current(), self._reserved()
         own, row = blocks[self.rank], self._row_bytes * (1 + self.rank)
@@ -74,8 +74,7 @@ class CopyLane(AbstractLane):
 
         *pushes, arrivals = self._moves.exchange
         self._issue(pushes, stream, push)
-        if with_own:
-            rows[self.rank].copy_(own)  # nobody else writes there; while the others' blocks are under way
+        rows[self.rank].copy_(own)  # nobody else writes there; while the others' blocks are under way
         self._issue([arrivals], stream)
         self._sample(stream)
         return rows

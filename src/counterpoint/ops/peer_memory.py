@@ -11,6 +11,7 @@ from typing import Any, final
 from cuda.bindings import driver as cu
 
 from counterpoint.cuda.driver import check
+from counterpoint.errors import DeviceError
 from counterpoint.value import Value
 
 Handle = Any  # cuda-bindings has no types
@@ -25,10 +26,14 @@ class Whereabouts(Value, frozen=True, kw_only=True):
 
 
 def whereabouts_of(address: int) -> Whereabouts:
-    """Where the memory at `address` lies. Raises `DeviceError` for memory that the driver does not share, as torch's
-    expandable segments."""
+    """Where the memory at `address` lies. Raises `DeviceError` for memory that other processes cannot open."""
     base, _ = check("Finding an allocation", cu.cuMemGetAddressRange(cu.CUdeviceptr(address)))
-    handle = check("Sharing an allocation with the other ranks", cu.cuIpcGetMemHandle(base))
+    error, handle = cu.cuIpcGetMemHandle(base)
+    if error != cu.CUresult.CUDA_SUCCESS:
+        raise DeviceError(
+            f"its memory cannot be opened by other ranks ({error.name}), as that of expandable segments cannot; take "
+            "expandable_segments out of PYTORCH_CUDA_ALLOC_CONF"
+        )
     return Whereabouts(allocation=bytes(handle.reserved), offset=address - int(base))
 
 

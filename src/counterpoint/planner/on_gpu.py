@@ -53,7 +53,7 @@ def tune_step_function(
         plan = tune_captured(captured, machine).plan
     elif any(isinstance(control, Transport) for directive in plan.directives for control in directive.controls):
         offer_copies(captured)
-    return apply(captured, plan, guard_every=guard_every)
+    return apply(captured, plan, guard_every=guard_every, is_owner=True)
 
 
 def kept_plan(captured: Captured) -> Plan | None:
