@@ -77,7 +77,7 @@ class MeasuredTuning(Value, frozen=True, kw_only=True):
     simulated: Tuning
 
 
-def tune_measured(captured: Replayable, machine: Machine, num_candidates: int = 6, num_rounds: int = 15) -> MeasuredTuning:
+def tune_measured(captured: Replayable, machine: Machine, num_candidates: int = 8, num_rounds: int = 15) -> MeasuredTuning:
     """Find the best plan for a captured step on the GPUs at hand, in so many replays as `num_rounds` rounds of all take.
 
     Raises `DeviceError` if the step cannot be made ready as it is, or a replay fails; a candidate that cannot be made ready
@@ -127,7 +127,7 @@ def _applicable(captured: Replayable, trials: Sequence[Trial]) -> tuple[list[Con
     """The best simulated candidate of each combination of controls, best first, and what cannot be applied here.
 
     One of each combination, and every pair of controls that may help alone, because what the simulator cannot tell apart is
-    often apart on a GPU.
+    often apart on a GPU. Copies are paired only where they leave collectives on SMs, for others to act on.
     """
     best: dict[tuple[str, ...], Contender] = {}
     refusals: list[Refusal] = []
@@ -147,7 +147,8 @@ def _applicable(captured: Replayable, trials: Sequence[Trial]) -> tuple[list[Con
         parts = [best[family,] for family in pair]
         directives = tuple(directive for part in parts for directive in part.directives)
         label = " + ".join(part.label for part in parts)
-        if "transport" not in pair or not _unmet(captured, label, directives):
+        is_moving = "transport" in pair
+        if not is_moving or (_is_some_left(captured, directives) and not _unmet(captured, label, directives)):
             best.setdefault(tuple(sorted(pair)), Contender(label=label, directives=directives))
     ordered = list(best.values())
     # the simulator's favorite, then pairs that it may have found no better than one of the two, then the others
@@ -183,6 +184,16 @@ def _able(captured: Replayable, match: Match) -> tuple[tuple[int, ...], dict[str
         else:
             able.append(index)
     return tuple(able), obstacles
+
+
+def _is_some_left(captured: Replayable, directives: tuple[Directive, ...]) -> bool:
+    """Whether collectives stay on SMs under these directives."""
+    plan = Plan(directives=directives)
+    operations = captured.read.step.operations
+    return any(
+        isinstance(operation, Collective) and MOVED not in plan.controls_for(index, operation)
+        for index, operation in enumerate(operations)
+    )
 
 
 def _sums_by_copies(captured: Replayable) -> list[Contender]:
