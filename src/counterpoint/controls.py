@@ -154,13 +154,6 @@ class Transport(AbstractControl, frozen=True, kw_only=True, tag="transport"):
     An all-reduce or reduce-scatter by copy engines is copies of blocks and a sum, whose kernel needs SMs.
     """
 
-    refused_by = MappingProxyType(
-        {
-            "graph": "a captured collective keeps its transport; capture it on copy engines instead",
-            "operators": OPERATORS_TAKE_SCHEDULES,
-        }
-    )
-
     transport: TransportKind
 
     def describe(self) -> str:

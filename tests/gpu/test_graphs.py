@@ -15,7 +15,8 @@ from torch.profiler import ProfilerActivity, profile
 from counterpoint.controls import Priority, ResidencyCap
 from counterpoint.cuda.applied import apply
 from counterpoint.cuda.capture import capture
-from counterpoint.cuda.driver import DriverExecutable, DriverGraph, check
+from counterpoint.cuda.driver import check
+from counterpoint.cuda.driver_graph import DriverExecutable, DriverGraph
 from counterpoint.cuda.graph_reading import GraphTimes, read_graph
 from counterpoint.cuda.graph_rewriting import rewrite
 from counterpoint.errors import DeviceError

@@ -12,7 +12,7 @@ import msgspec
 from msgspec.structs import replace
 
 from counterpoint import Simulator
-from counterpoint.controls import HeadStart, Priority, ResidencyCap
+from counterpoint.controls import HeadStart, Priority, ResidencyCap, Transport
 from counterpoint.cuda.graph import AbstractExecutable, AbstractGraph, GraphNode
 from counterpoint.cuda.graph_reading import ReadGraph
 from counterpoint.errors import DeviceError, PlanError
@@ -35,6 +35,7 @@ class Faults(msgspec.Struct, frozen=True, kw_only=True):
     ignores_carveout: bool = False
     ignores_shared_memory: bool = False
     ignores_holds: bool = False
+    ignores_copies: bool = False
     lacks_memory_for: Callable[["GraphDouble"], bool] = lambda graph: False
 
 
@@ -81,7 +82,14 @@ class ExecutableDouble(AbstractExecutable):
 class GraphDouble(AbstractGraph):
     """A graph of the given nodes on the given GPU."""
 
-    def __init__(self, nodes: Sequence[GraphNode], gpu: Gpu, faults: Faults | None = None, log: Log | None = None) -> None:
+    def __init__(
+        self,
+        nodes: Sequence[GraphNode],
+        gpu: Gpu,
+        faults: Faults | None = None,
+        log: Log | None = None,
+        obstacles: Mapping[int, str] | None = None,
+    ) -> None:
         self.gpu = gpu
         self.faults = faults or Faults()
         self.log = log or Log()
@@ -89,6 +97,8 @@ class GraphDouble(AbstractGraph):
         self._nodes = list(nodes)
         self.is_open = True
         self._holds: dict[int, float] = {}
+        self._copied: dict[int, int] = {}
+        self._obstacles = dict(obstacles or {})  # by node: why no copies can take its place; empty: they can
 
     def nodes(self) -> tuple[GraphNode, ...]:
         return tuple(self.node(number) for number in range(len(self._nodes)))
@@ -102,7 +112,7 @@ class GraphDouble(AbstractGraph):
         self.log.num_calls += len(self._nodes)
         if self.faults.refuses_copy:
             raise DeviceError("Copying the graph failed with CUDA_ERROR_NOT_SUPPORTED: update the driver.")
-        self.log.copies.append(GraphDouble(self._nodes, self.gpu, self.faults, self.log))
+        self.log.copies.append(GraphDouble(self._nodes, self.gpu, self.faults, self.log, self._obstacles))
         return self.log.copies[-1]
 
     def set_shared_memory(self, node: int, dynamic_bytes: int, carveout_percent: int) -> None:
@@ -127,6 +137,19 @@ class GraphDouble(AbstractGraph):
     def held_us(self, node: int) -> float:
         self.log.num_calls += 1
         return self._holds.get(node, 0.0)
+
+    def obstacle_to_copies(self, node: int) -> str:
+        return self._obstacles.get(node, "no copies were prepared")
+
+    def move_to_copies(self, node: int) -> None:
+        assert not self.obstacle_to_copies(node), "an obstacle is asked for first"
+        assert node not in self._copied, "a collective is moved once"
+        self._note("copies", node)
+        self._copied[node] = 0 if self.faults.ignores_copies else 1 << 20
+
+    def copied_bytes(self, node: int) -> int:
+        self.log.num_calls += 1
+        return self._copied.get(node, 0)
 
     def residency(self, node: int) -> int:
         self.log.num_calls += 1
@@ -229,8 +252,10 @@ def plan_of(executable: ExecutableDouble, read: ReadGraph) -> Plan:
     directives = []
     for edit in executable.edits:
         match edit.method:
+            case "copies":
+                control: Priority | ResidencyCap | HeadStart | Transport = Transport(transport="copy_engine")
             case "priority":
-                control: Priority | ResidencyCap | HeadStart = Priority(priority=int(edit.figures[0]))
+                control = Priority(priority=int(edit.figures[0]))
             case "hold":
                 control = HeadStart(hold_us=edit.figures[0])
             case _:

@@ -20,9 +20,9 @@ def num_gpus() -> int:
     return torch.cuda.device_count()
 
 
-@pytest.fixture
-def start_ranks() -> Start:
-    """Runs `jobs/NAME.py` on two ranks and returns what it printed."""
+@pytest.fixture(scope="session")
+def start_ranks_once() -> Start:
+    """As `start_ranks`, for fixtures that several tests share."""
     if num_gpus() < 2:
         pytest.skip(f"needs 2 GPUs, found {num_gpus()}")
 
@@ -39,3 +39,9 @@ def start_ranks() -> Start:
         return subprocess.run(command, capture_output=True, text=True, timeout=limit_s, check=False)
 
     return start
+
+
+@pytest.fixture
+def start_ranks(start_ranks_once: Start) -> Start:
+    """Runs `jobs/NAME.py` on two ranks and returns what it printed."""
+    return start_ranks_once

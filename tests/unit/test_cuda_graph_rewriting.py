@@ -162,11 +162,52 @@ def test_a_limit_on_ctas_is_refused_with_the_line_that_the_user_must_add() -> No
         assert words in engagement.reason
 
 
-def test_a_transport_is_refused_because_a_captured_collective_keeps_its_own() -> None:
-    graph, engagements = outcome(plan(Transport(transport="copy_engine"), kind="communication"))
+BY_COPIES = Transport(transport="copy_engine")
+
+
+def moved(wanted: Plan, *, faults: Faults | None = None) -> tuple[GraphDouble, tuple[Engagement, ...]]:
+    """As `outcome`, on a graph in which copies may take the reduction's place."""
+    rewritten = rewrite(GraphDouble(NODES, GPU, faults, obstacles={REDUCTION: ""}), read(), wanted)
+    assert isinstance(rewritten.graph, GraphDouble)
+    return rewritten.graph, rewritten.engagements
+
+
+def test_a_collective_without_copies_in_store_keeps_its_transport_and_the_graph_says_why() -> None:
+    graph, engagements = outcome(plan(BY_COPIES, kind="communication"))
     assert graph.edits == []
     assert (engagements[0].state, engagements[0].asked) == ("refused", "transport copy_engine")
-    assert "capture it on copy engines" in engagements[0].reason
+    assert engagements[0].reason == "no copies were prepared"
+
+
+def test_a_collective_is_moved_once_however_often_the_plan_says_so_and_its_bytes_are_the_proof() -> None:
+    directive = Directive(match=Match(kind="communication"), controls=(BY_COPIES,), reason="test")
+    graph, (engagement,) = moved(Plan(directives=(directive, directive)))
+    assert graph.edits == [Edit("copies", REDUCTION, ())]
+    assert (engagement.state, engagement.target) == ("verified", ALL_REDUCE)
+    assert engagement.found == "copies of 1 MiB to other GPUs"
+
+
+def test_copies_that_the_driver_does_not_hold_are_a_failure() -> None:
+    _, (engagement,) = moved(plan(BY_COPIES, kind="communication"), faults=Faults(ignores_copies=True))
+    assert engagement.state == "failed"
+
+
+def test_a_moved_collective_takes_no_control_of_kernels_and_others_keep_theirs() -> None:
+    graph, engagements = moved(plan(BY_COPIES, GREATEST, kind="communication"))
+    assert [edit.method for edit in graph.edits] == ["copies"]
+    assert {each.control: each.state for each in engagements} == {"transport": "verified", "priority": "refused"}
+    assert "copy engines move it" in next(each.reason for each in engagements if each.control == "priority")
+
+
+def test_only_collectives_can_be_moved() -> None:
+    _, engagements = moved(plan(BY_COPIES, kind="computation"))
+    assert {each.state for each in engagements} == {"refused"}
+    assert "only collectives" in engagements[0].reason
+
+
+def test_kernels_are_the_transport_that_a_collective_is_captured_with() -> None:
+    _, (engagement,) = moved(plan(Transport(transport="sm"), kind="communication"))
+    assert (engagement.state, engagement.reason) == ("refused", "so it is captured")
 
 
 @pytest.mark.parametrize("control", [GREATEST, CAP])

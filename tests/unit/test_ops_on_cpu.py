@@ -29,7 +29,7 @@ OPERATORS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", 
             (*OPERATORS, *OPERATORS, *OPERATORS, "frozen weights"),
         ),
         (2, ("several_weights", "several_weights_looked_at"), ("several weights", "several weights looked at")),
-        (3, ("results", "groups", "exchanged", "gradients"), (*OPERATORS, *OPERATORS, "exchanged", *OPERATORS)),
+        (3, ("results", "groups", "gradients"), (*OPERATORS, *OPERATORS, *OPERATORS)),
         (
             4,
             ("few_results", "data_types", "same_bits", "several_weights"),

@@ -45,21 +45,19 @@ READ = read_graph("made up", NODES, [CALL], GraphTimes(device_name="NVIDIA H200"
 
 
 def clock(plan: Plan) -> float:
-    return 800.0 if controls_of(plan) == {"priority"} else 1000.0
+    return {frozenset({"priority"}): 800.0, frozenset({"transport"}): 700.0}.get(controls_of(plan), 1000.0)
 
 
 class Bench:
-    """A captured workload in memory, its sequential form, and outputs that differ where a head start is in force."""
+    """A captured workload in memory, its sequential form, and outputs that differ under head starts and copies."""
 
-    def __init__(self, faults: Faults | None = None) -> None:
-        self.overlapped = GraphDouble(NODES, H200.gpu, faults)
+    def __init__(self, faults: Faults | None = None, obstacles: dict[int, str] | None = None) -> None:
+        self.overlapped = GraphDouble(NODES, H200.gpu, faults, obstacles=obstacles)
         self.in_sequence = GraphDouble(NODES, H200.gpu)
 
-    def measure(self, *, with_copies: bool = False) -> PaperResult:
+    def measure(self) -> PaperResult:
         replays = ReplayDouble(self.overlapped, READ, clock)
         forms = {SEQUENTIAL: self._form(self.output_bits)}
-        if with_copies:
-            forms[COPY_ENGINES] = self._form(lambda _: b"other")
         return measure_paper(replays, H200, self.output_bits, forms=forms, num_rounds=4)
 
     def _form(self, output_bits: Callable[[AbstractExecutable], bytes]) -> Variant:
@@ -67,7 +65,7 @@ class Bench:
 
     def output_bits(self, executable: AbstractExecutable) -> bytes:
         assert isinstance(executable, ExecutableDouble)
-        return b"other" if any(edit.method == "hold" for edit in executable.edits) else b"same"
+        return b"other" if any(edit.method in {"hold", "copies"} for edit in executable.edits) else b"same"
 
     def num_open(self) -> int:
         return self.overlapped.log.num_open() + self.in_sequence.log.num_open()
@@ -149,14 +147,26 @@ def test_every_row_has_its_time_against_plain_overlap_beside_the_simulated_one()
     assert all(row.simulated_us for row in rows.values())
 
 
-def test_a_form_that_no_rewriting_makes_is_a_row_with_outputs_of_its_own() -> None:
-    bench = Bench()
-    rows = {row.label: row for row in bench.measure(with_copies=True).rows}
-    assert list(rows)[:3] == [PLAIN, SEQUENTIAL, COPY_ENGINES]
+def test_collectives_that_can_be_copies_are_a_row_whose_outputs_are_compared_and_that_nothing_simulates() -> None:
+    bench = Bench(obstacles={2: ""})
+    rows = {row.label: row for row in bench.measure().rows}
     assert rows[COPY_ENGINES].is_engaged
+    assert rows[COPY_ENGINES].measured_us == 700.0
+    assert rows[COPY_ENGINES].simulated_us is None, "the simulator knows no reduction by copies"
     assert not rows[COPY_ENGINES].is_identical
     assert rows[SEQUENTIAL].is_identical
     assert bench.num_open() == 0
+
+
+def test_a_choice_that_moves_sums_is_a_row_without_a_simulated_time() -> None:
+    result = Bench(obstacles={2: ""}).measure()
+    assert controls_of(result.choice) == {"transport"}
+    (row,) = [row for row in result.rows if row.label == CHOICE]
+    assert (row.measured_us, row.simulated_us) == (700.0, None)
+
+
+def test_without_copies_in_store_there_is_no_such_row() -> None:
+    assert COPY_ENGINES not in {row.label for row in Bench().measure().rows}
 
 
 def test_outputs_that_differ_from_plain_overlaps_are_reported() -> None:

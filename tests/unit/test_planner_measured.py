@@ -18,7 +18,7 @@ from counterpoint.plan import Plan
 from counterpoint.planner.measured import AS_IT_IS, MeasuredTuning, tune_measured
 from counterpoint.planner.search import tune
 from counterpoint.sim import Simulator
-from counterpoint.step import Footprint
+from counterpoint.step import CollectiveKind, Footprint
 from helpers.graph_double import Faults, GraphDouble, Ranks, ReplayDouble, contents, controls_of, simulated_us
 from helpers.toy_steps import NCCL
 from helpers.trace_builder import NCCL as ALL_REDUCE
@@ -52,8 +52,13 @@ NODES = (
 )
 
 
-def read(nodes: tuple[GraphNode, ...] = NODES, lone_us: tuple[float, ...] = LONE_US, num_bytes: int = 1 << 28) -> ReadGraph:
-    call = CollectiveCall(collective="all_reduce", num_bytes=num_bytes, group_size=4)
+def read(
+    nodes: tuple[GraphNode, ...] = NODES,
+    lone_us: tuple[float, ...] = LONE_US,
+    num_bytes: int = 1 << 28,
+    collective: CollectiveKind = "all_reduce",
+) -> ReadGraph:
+    call = CollectiveCall(collective=collective, num_bytes=num_bytes, group_size=4)
     calls = [call] * sum(node.name == ALL_REDUCE for node in nodes)
     return read_graph("made up", nodes, calls, GraphTimes(device_name="NVIDIA H200", lone_us=lone_us), 4)
 
@@ -386,3 +391,50 @@ def test_a_step_without_a_race_gets_no_untold_controls() -> None:
     replays = ReplayDouble(GraphDouble(nodes, H200.gpu), read(nodes, (50.0, 900.0, 50.0)), lambda _: BASELINE_US)
     found = tune_measured(replays, H200, num_rounds=5)
     assert [row.label for row in found.comparison.measurements] == [AS_IT_IS]
+
+
+# a second all-reduce behind the first, that copies cannot replace
+TWICE = (*NODES, GraphNode(kind="kernel", name=ALL_REDUCE, footprint=NCCL, waits_for=(4,)))
+TWICE_US = (*LONE_US, 900.0)
+
+
+def movable(
+    clock: Clock, obstacles: dict[int, str], collective: CollectiveKind = "all_reduce", num_bytes: int = 1 << 28
+) -> MeasuredTuning:
+    """Tune the step with two collectives, for which copies are prepared where the obstacle is empty."""
+    graph = GraphDouble(TWICE, H200.gpu, obstacles=obstacles)
+    return tune_measured(ReplayDouble(graph, read(TWICE, TWICE_US, num_bytes, collective), clock), H200, num_rounds=7)
+
+
+@pytest.mark.parametrize("collective", ["all_reduce", "all_to_all"])
+def test_copies_are_measured_and_planned_for_what_can_be_moved_and_for_nothing_else(collective: CollectiveKind) -> None:
+    tuning = movable(taking({only("transport"): 700.0}, otherwise=900.0), {3: "", 5: "on rank 1: too far"}, collective)
+    assert controls_of(tuning.plan) == {"transport"}
+    (directive,) = tuning.plan.directives
+    assert directive.match.operations == (3,)
+    assert [engagement.state for engagement in tuning.engagements] == ["verified"]
+    assert tuning.plan.expectation.planned_us == 700.0
+
+
+@pytest.mark.parametrize("collective", ["all_reduce", "all_to_all"])
+def test_copies_that_are_slower_are_measured_and_left_out(collective: CollectiveKind) -> None:
+    tuning = movable(taking({only("transport"): 950.0, only("priority"): 800.0}), {3: "", 5: ""}, collective)
+    assert controls_of(tuning.plan) == {"priority"}
+    assert any("copy engines" in label for label in labels(tuning))
+
+
+def test_where_nothing_can_be_moved_the_plan_says_why() -> None:
+    tuning = movable(taking({}), {3: "on rank 1: too far", 5: "on rank 1: too far"}, "all_to_all")
+    assert not any("copy engines" in label for label in labels(tuning))
+    assert "on rank 1: too far" in refused(tuning, "transport")
+
+
+def test_controls_that_still_help_are_measured_on_top_of_copies() -> None:
+    both = only("transport", "head_start"), only("transport", "priority")
+    tuning = movable(taking(dict.fromkeys(both, 600.0), otherwise=900.0), {3: "", 5: "too far"}, "all_to_all")
+    assert any("copy engines +" in label or "+ copy engines" in label for label in labels(tuning)), labels(tuning)
+
+
+def test_small_reductions_are_not_moved() -> None:
+    tuning = movable(taking({}), {3: "", 5: ""}, num_bytes=1 << 20)
+    assert not any("copy engines" in label for label in labels(tuning))

@@ -23,7 +23,7 @@ Events = tuple[torch.cuda.Event, torch.cuda.Event]
 class Applied:
     """Replays of a captured step under a plan, until `close`. Made by `apply`."""
 
-    def __init__(self, captured: Captured, plan: Plan, guard_every: int, is_strict: bool) -> None:
+    def __init__(self, captured: Captured, plan: Plan, guard_every: int, *, is_strict: bool, is_owner: bool) -> None:
         captured.require_repeatable()
         self._replays = GuardedReplays(guard_every, int(captured.agree(str(draw_seed()))))
         rewritten = rewrite(captured.graph, captured.read, plan)
@@ -32,6 +32,8 @@ class Applied:
         self.engagements: tuple[Engagement, ...] = rewritten.engagements
         self._captured = captured
         with ExitStack() as opened, closing(rewritten.graph):
+            if is_owner:
+                opened.callback(captured.close)
             if is_strict:
                 require_engaged(self.engagements)
             self._original: AbstractExecutable = captured.graph.instantiate()
@@ -74,7 +76,7 @@ class Applied:
         self._is_reverted = True
 
     def close(self) -> None:
-        """Free both graphs; a replay that still runs ends as usual. A second call does nothing."""
+        """Free both graphs and what they use; a replay that still runs ends as usual. A second call does nothing."""
         self._is_open = False
         self._opened.close()
 
@@ -86,11 +88,13 @@ class Applied:
         self._replays.judge(times_us, self._captured.rendezvous.slowest_of)
 
 
-def apply(captured: Captured, plan: Plan, *, guard_every: int = 1000, is_strict: bool = False) -> Applied:
+def apply(
+    captured: Captured, plan: Plan, *, guard_every: int = 1000, is_strict: bool = False, is_owner: bool = False
+) -> Applied:
     """Put `plan` in force on a captured step.
 
     `guard_every`: replays between two looks of the guard, 0 for none, else at least 48. With `is_strict`, raises
-    `EngagementError` where a control did not take effect; otherwise `engagements` say so. Raises `DeviceError` for a step
-    that draws random numbers.
+    `EngagementError` where a control did not take effect; otherwise `engagements` say so. With `is_owner`, the captured step
+    is closed together with the plan. Raises `DeviceError` for a step that draws random numbers.
     """
-    return Applied(captured, plan, guard_every, is_strict)
+    return Applied(captured, plan, guard_every, is_strict=is_strict, is_owner=is_owner)

@@ -8,7 +8,7 @@ from replays of a serialized copy: every node alone, in an order that is the sam
 import statistics
 import tempfile
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import msgspec
@@ -16,9 +16,12 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
-from counterpoint.cuda.driver import DriverGraph, driver_version
+from counterpoint.cuda.collective_blocks import IssuedCollective
+from counterpoint.cuda.driver import driver_version
+from counterpoint.cuda.driver_graph import DriverGraph
 from counterpoint.cuda.graph import AbstractExecutable
 from counterpoint.cuda.graph_reading import CollectiveCall, GraphTimes, ReadGraph, read_calls, read_graph
+from counterpoint.cuda.issued_collectives import NotedCollectives
 from counterpoint.cuda.plan_cache import Conditions
 from counterpoint.cuda.rendezvous import Rendezvous
 from counterpoint.errors import DeviceError, StepError, cause_of
@@ -37,6 +40,7 @@ class Recording(msgspec.Struct, frozen=True, kw_only=True):
 
     graph: torch.cuda.CUDAGraph
     calls: list[CollectiveCall]
+    collectives: list[IssuedCollective]
     is_random: bool
 
 
@@ -46,11 +50,21 @@ class Captured:
     def __init__(self, recording: Recording, name: str, limit_s: float) -> None:
         self._owner = recording.graph
         self.is_random = recording.is_random
+        self.collectives = recording.collectives
+        self._kept = ExitStack()
         self.rendezvous = Rendezvous(limit_s)
         self.graph = DriverGraph(recording.graph.raw_cuda_graph())
         self.read: ReadGraph = read_graph(
             name, self.graph.nodes(), recording.calls, self._lone_times(), self.rendezvous.num_ranks
         )
+
+    def keep(self, close: Callable[[], None]) -> None:
+        """Have `close` called when the step is closed: it gives back what is used by graphs made of the step's."""
+        self._kept.callback(close)
+
+    def close(self) -> None:
+        """Give back what is kept, which waits for the GPU. Nothing that was made of the step's graph may run any more."""
+        self._kept.close()
 
     def require_repeatable(self) -> None:
         """Raise `DeviceError` for a step that our replays would repeat instead of going on with."""
@@ -184,6 +198,7 @@ def record(step_fn: Callable[[], object]) -> Recording:
         with (
             profile(activities=[ProfilerActivity.CPU], acc_events=True) as profiler,
             torch.cuda.graph(graph, capture_error_mode="thread_local"),
+            NotedCollectives() as noted,
         ):
             step_fn()
     except torch.AcceleratorError as problem:
@@ -191,7 +206,7 @@ def record(step_fn: Callable[[], object]) -> Recording:
             f"The step cannot be captured in a CUDA graph: {cause_of(problem)}. "
             "Leave synchronizations and host reads out of it."
         ) from problem
-    return Recording(graph=graph, calls=_collective_calls(profiler), is_random=is_random)
+    return Recording(graph=graph, calls=_collective_calls(profiler), collectives=noted.collectives, is_random=is_random)
 
 
 def _collective_calls(profiler: profile) -> list[CollectiveCall]:

@@ -1,24 +1,16 @@
-"""Captured graphs through the CUDA driver: `graph.py`'s contract on real handles.
+"""The CUDA driver's calls: their errors as ours, and what can be read of a graph's nodes.
 
-The calls, and what they need, were tried on CUDA 13.0: a residency cap needs MAX_DYNAMIC_SHARED_SIZE_BYTES raised first; a
-kernel node's handle may be a CUkernel; node priority counts only in a graph instantiated with USE_NODE_PRIORITY; clusters
-survive the edits.
+A kernel node's handle may be a CUkernel, as tried on CUDA 13.0. `driver_graph.py` edits and runs graphs.
 """
 
-import ctypes
-import heapq
-from functools import cache
-from importlib import resources
-from itertools import pairwise
 from typing import Any
 
 from cuda.bindings import driver as cu
 
-from counterpoint.cuda.graph import AbstractExecutable, AbstractGraph, GraphNode
+from counterpoint.cuda.graph import GraphNode
 from counterpoint.errors import DeviceError
 from counterpoint.step import Footprint
 
-USE_NODE_PRIORITY = 8  # CUDA_GRAPH_INSTANTIATE_FLAG_USE_NODE_PRIORITY
 EXPLAINED = {
     "CUDA_ERROR_NO_DEVICE": "no GPU is visible; run on a machine with one, or check CUDA_VISIBLE_DEVICES",
     "CUDA_ERROR_OUT_OF_MEMORY": "GPU memory is used up; free some, or measure fewer candidates",
@@ -44,142 +36,6 @@ def driver_version() -> str:
     return f"{number // 1000}.{number % 1000 // 10}"
 
 
-class DriverExecutable(AbstractExecutable):
-    """An instantiated graph."""
-
-    def __init__(self, graph: Handle) -> None:
-        self._exec = check("Instantiating the graph", cu.cuGraphInstantiate(graph, USE_NODE_PRIORITY))
-        try:
-            # takes what memory the replays need now, not when other ranks already wait in the first of them
-            check("Uploading the graph", cu.cuGraphUpload(self._exec, cu.CUstream(0)))
-        except DeviceError:
-            self.close()
-            raise
-
-    def launch(self, stream: int) -> None:
-        """See `AbstractExecutable.launch`."""
-        check("Launching the graph", cu.cuGraphLaunch(self._exec, cu.CUstream(stream)))
-
-    def close(self) -> None:
-        """See `AbstractExecutable.close`."""
-        check("Freeing the graph", cu.cuGraphExecDestroy(self._exec))
-
-
-class DriverGraph(AbstractGraph):
-    """A captured graph, or a copy of one. The owner of the capture keeps the original handle alive."""
-
-    def __init__(self, graph: Handle, copied_from: "DriverGraph | None" = None) -> None:
-        self._graph = graph
-        self._holds: dict[int, tuple[Handle, float]] = {}  # by node: the head start's own node, and how long it is
-        # nodes as they were last read, for those that were not edited since
-        self._known: dict[int, GraphNode] = {}
-        if copied_from is None:
-            waits = _waits(graph)
-            self._handles = _topological(graph, waits)
-            numbers = {int(handle): number for number, handle in enumerate(self._handles)}
-            earlier = [[numbers[wait] for wait in waits.get(int(handle), ())] for handle in self._handles]
-            self._waits_for = [tuple(sorted(found)) for found in earlier]
-            return
-        self._handles = [
-            check("Finding a copied node", cu.cuGraphNodeFindInClone(handle, graph)) for handle in copied_from._handles
-        ]
-        self._waits_for = copied_from._waits_for
-        self._known = dict(copied_from._known)
-
-    def nodes(self) -> tuple[GraphNode, ...]:
-        """See `AbstractGraph.nodes`."""
-        return tuple(self.node(number) for number in range(len(self._handles)))
-
-    def node(self, number: int) -> GraphNode:
-        """See `AbstractGraph.node`."""
-        if number not in self._known:
-            self._known[number] = _describe(self._handles[number], self._waits_for[number])
-        return self._known[number]
-
-    def copy(self) -> "DriverGraph":
-        """See `AbstractGraph.copy`."""
-        clone = check("Copying the graph (graphs that allocate memory cannot be copied)", cu.cuGraphClone(self._graph))
-        return DriverGraph(clone, self)
-
-    def set_shared_memory(self, node: int, dynamic_bytes: int, carveout_percent: int) -> None:
-        """See `AbstractGraph.set_shared_memory`."""
-        handle = self._edited(node)
-        params = _kernel_params(handle)
-        limit = cu.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-        function = _function(params)
-        if dynamic_bytes > _attribute(function, "MAX_DYNAMIC_SHARED_SIZE_BYTES"):
-            check("Raising a kernel's shared memory limit", cu.cuFuncSetAttribute(function, limit, dynamic_bytes))
-        params.sharedMemBytes = dynamic_bytes
-        check("Setting a kernel's shared memory", cu.cuGraphKernelNodeSetParams(handle, params))
-        if carveout_percent >= 0:
-            value = cu.CUkernelNodeAttrValue()
-            value.sharedMemCarveout = carveout_percent
-            _set_attribute(handle, "PREFERRED_SHARED_MEMORY_CARVEOUT", value)
-
-    def set_priority(self, node: int, priority: int) -> None:
-        """See `AbstractGraph.set_priority`."""
-        value = cu.CUkernelNodeAttrValue()
-        value.priority = priority
-        _set_attribute(self._edited(node), "PRIORITY", value)
-
-    def _edited(self, node: int) -> Handle:
-        """The handle of a node that is about to change, so that what was read of it is forgotten."""
-        self._known.pop(node, None)
-        return self._handles[node]
-
-    def hold_before(self, node: int, hold_us: float) -> None:
-        """See `AbstractGraph.hold_before`."""
-        handle, params = self._handles[node], _hold_params(hold_us)
-        if node in self._holds:
-            hold, _ = self._holds[node]
-            check("Changing a head start", cu.cuGraphKernelNodeSetParams(hold, params))
-            self._holds[node] = hold, hold_us
-            return
-        earlier = [self._handles[number] for number in self._waits_for[node]]
-        hold = check("Adding a head start", cu.cuGraphAddKernelNode(self._graph, earlier, len(earlier), params))
-        check("Ordering a head start", cu.cuGraphAddDependencies(self._graph, [hold], [handle], None, 1))
-        self._holds[node] = hold, hold_us
-
-    def held_us(self, node: int) -> float:
-        """See `AbstractGraph.held_us`."""
-        if node not in self._holds:
-            return 0.0
-        hold, hold_us = self._holds[node]
-        return hold_us if int(hold) in waits_of(self._handles[node]) else 0.0
-
-    def residency(self, node: int) -> int:
-        """See `AbstractGraph.residency`."""
-        params = _kernel_params(self._handles[node])
-        threads = params.blockDimX * params.blockDimY * params.blockDimZ
-        query = cu.cuOccupancyMaxActiveBlocksPerMultiprocessor(_function(params), threads, params.sharedMemBytes)
-        return int(check("Asking for a kernel's occupancy", query))
-
-    def serialize(self) -> None:
-        """See `AbstractGraph.serialize`."""
-        for number, (earlier, later) in enumerate(pairwise(self._handles), start=1):
-            if number - 1 not in self._waits_for[number]:
-                check("Ordering two nodes", cu.cuGraphAddDependencies(self._graph, [earlier], [later], None, 1))
-
-    def instantiate(self) -> DriverExecutable:
-        """See `AbstractGraph.instantiate`."""
-        return DriverExecutable(self._graph)
-
-    def close(self) -> None:
-        """See `AbstractGraph.close`."""
-        check("Freeing a copied graph", cu.cuGraphDestroy(self._graph))
-
-
-def _waits(graph: Handle) -> dict[int, list[int]]:
-    """For each node, by handle, the handles of what it waits for."""
-    _, _, _, number = check("Counting the graph's edges", cu.cuGraphGetEdges(graph, 0))
-    waits: dict[int, list[int]] = {}
-    if number:
-        earlier, later, _, _ = check("Reading the graph's edges", cu.cuGraphGetEdges(graph, number))
-        for one, other in zip(earlier[:number], later[:number], strict=True):
-            waits.setdefault(int(other), []).append(int(one))
-    return waits
-
-
 def waits_of(node: Handle) -> list[int]:
     """The handles of what one node of a graph waits for now."""
     _, _, number = check("Counting a node's dependencies", cu.cuGraphNodeGetDependencies(node, 0))
@@ -189,29 +45,26 @@ def waits_of(node: Handle) -> list[int]:
     return [int(handle) for handle in earlier[:number]]
 
 
-def _topological(graph: Handle, waits: dict[int, list[int]]) -> list[Handle]:
-    """The graph's nodes, each after all it waits for, otherwise as the driver lists them: the order of capture."""
+def followers_of(node: Handle) -> list[Handle]:
+    """What waits for one node of a graph now."""
+    _, _, number = check("Counting a node's followers", cu.cuGraphNodeGetDependentNodes(node, 0))
+    if not number:
+        return []
+    later, _, _ = check("Reading a node's followers", cu.cuGraphNodeGetDependentNodes(node, number))
+    return list(later[:number])
+
+
+def handles_of(graph: Handle) -> list[Handle]:
+    """The graph's nodes, as the driver lists them."""
     _, number = check("Counting the graph's nodes", cu.cuGraphGetNodes(graph, 0))
+    if not number:
+        return []
     nodes, _ = check("Reading the graph's nodes", cu.cuGraphGetNodes(graph, number))
-    places = {int(node): place for place, node in enumerate(nodes[:number])}
-    missing = [len(waits.get(int(node), ())) for node in nodes[:number]]
-    followers: dict[int, list[int]] = {}
-    for later, earlier in waits.items():
-        for handle in earlier:
-            followers.setdefault(handle, []).append(places[later])
-    ready = [place for place, count in enumerate(missing) if count == 0]
-    ordered = []
-    while ready:
-        place = heapq.heappop(ready)
-        ordered.append(nodes[place])
-        for follower in followers.get(int(nodes[place]), ()):
-            missing[follower] -= 1
-            if missing[follower] == 0:
-                heapq.heappush(ready, follower)
-    return ordered
+    return list(nodes[:number])
 
 
-def _describe(handle: Handle, waits_for: tuple[int, ...]) -> GraphNode:
+def describe_node(handle: Handle, waits_for: tuple[int, ...]) -> GraphNode:
+    """A node of a graph as it is now; `waits_for` are the numbers of earlier nodes."""
     kind = check("Reading a node's type", cu.cuGraphNodeGetType(handle))
     types = cu.CUgraphNodeType
     if kind == types.CU_GRAPH_NODE_TYPE_KERNEL:
@@ -228,16 +81,16 @@ def _describe(handle: Handle, waits_for: tuple[int, ...]) -> GraphNode:
 
 
 def _describe_kernel(handle: Handle, waits_for: tuple[int, ...]) -> GraphNode:
-    params = _kernel_params(handle)
-    function = _function(params)
+    params = kernel_params(handle)
+    function = function_of(params)
     cluster = _get_attribute(handle, "CLUSTER_DIMENSION").clusterDim
     # the driver reports 0 for a node that never asked for a carveout
     carveout = int(_get_attribute(handle, "PREFERRED_SHARED_MEMORY_CARVEOUT").sharedMemCarveout) or -1
     footprint = Footprint(
         num_ctas=params.gridDimX * params.gridDimY * params.gridDimZ,
         threads_per_cta=params.blockDimX * params.blockDimY * params.blockDimZ,
-        registers_per_thread=_attribute(function, "NUM_REGS"),
-        static_shared_bytes=_attribute(function, "SHARED_SIZE_BYTES"),
+        registers_per_thread=function_attribute(function, "NUM_REGS"),
+        static_shared_bytes=function_attribute(function, "SHARED_SIZE_BYTES"),
         dynamic_shared_bytes=params.sharedMemBytes,
         ctas_per_cluster=max(1, cluster.x) * max(1, cluster.y) * max(1, cluster.z),
         carveout_percent=carveout if carveout <= 100 else -1,
@@ -252,11 +105,13 @@ def _describe_kernel(handle: Handle, waits_for: tuple[int, ...]) -> GraphNode:
     )
 
 
-def _kernel_params(handle: Handle) -> Handle:
+def kernel_params(handle: Handle) -> Handle:
+    """A kernel node's launch parameters."""
     return check("Reading a kernel node", cu.cuGraphKernelNodeGetParams(handle))
 
 
-def _function(params: Handle) -> Handle:
+def function_of(params: Handle) -> Handle:
+    """The function that a kernel node launches, in the current context."""
     if int(params.func):
         return params.func
     return check("Resolving a kernel", cu.cuKernelGetFunction(params.kern))
@@ -268,7 +123,8 @@ def _kernel_name(params: Handle) -> str:
     return name.decode() if isinstance(name, bytes) else str(name)
 
 
-def _attribute(function: Handle, name: str) -> int:
+def function_attribute(function: Handle, name: str) -> int:
+    """One of the driver's CU_FUNC_ATTRIBUTE figures of a kernel."""
     attribute = getattr(cu.CUfunction_attribute, f"CU_FUNC_ATTRIBUTE_{name}")
     return int(check(f"Reading {name} of a kernel", cu.cuFuncGetAttribute(attribute, function)))
 
@@ -278,24 +134,7 @@ def _get_attribute(handle: Handle, name: str) -> Handle:
     return check(f"Reading {name} of a node", cu.cuGraphKernelNodeGetAttribute(handle, attribute))
 
 
-def _set_attribute(handle: Handle, name: str, value: Handle) -> None:
+def set_attribute(handle: Handle, name: str, value: Handle) -> None:
+    """Set one of the driver's CU_LAUNCH_ATTRIBUTE values of a kernel node."""
     attribute = getattr(cu.CUlaunchAttributeID, f"CU_LAUNCH_ATTRIBUTE_{name}")
     check(f"Setting {name} of a node", cu.cuGraphKernelNodeSetAttribute(handle, attribute, value))
-
-
-@cache
-def _hold_function(context: int) -> Handle:
-    """The head start kernel in the CUDA context of that handle."""
-    image = resources.files("counterpoint.cuda").joinpath("hold.ptx").read_bytes() + b"\0"
-    module = check(f"Loading the head start kernel in context {context:#x}", cu.cuModuleLoadData(image))
-    return check("Finding the head start kernel", cu.cuModuleGetFunction(module, b"counterpoint_hold"))
-
-
-def _hold_params(hold_us: float) -> Handle:
-    """Launch parameters of a one-thread kernel that ends after `hold_us`."""
-    params = cu.CUDA_KERNEL_NODE_PARAMS()
-    params.func = _hold_function(int(check("Finding the CUDA context", cu.cuCtxGetCurrent())))
-    params.gridDimX = params.gridDimY = params.gridDimZ = 1
-    params.blockDimX = params.blockDimY = params.blockDimZ = 1
-    params.kernelParams = ((round(hold_us * 1000),), (ctypes.c_ulonglong,))
-    return params

@@ -70,6 +70,18 @@ class AbstractGraph(ABC):
         """The delay that stands before a node, 0 if none."""
 
     @abstractmethod
+    def obstacle_to_copies(self, node: int) -> str:
+        """Why copies cannot take a node's place; empty if they can."""
+
+    @abstractmethod
+    def move_to_copies(self, node: int) -> None:
+        """Put copies between the GPUs in a collective's place, which `obstacle_to_copies` allows."""
+
+    @abstractmethod
+    def copied_bytes(self, node: int) -> int:
+        """Bytes that copies in a node's place bring to other GPUs, as the driver has them; 0 where there are none."""
+
+    @abstractmethod
     def residency(self, node: int) -> int:
         """CTAs per SM of a kernel as it would be launched now, from the driver's occupancy query."""
 

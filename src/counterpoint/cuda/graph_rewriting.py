@@ -9,12 +9,15 @@ from contextlib import ExitStack
 
 import msgspec
 
-from counterpoint.controls import Control, HeadStart, Priority, ResidencyCap
+from counterpoint.controls import Control, HeadStart, Priority, ResidencyCap, Transport
 from counterpoint.cuda.graph import AbstractGraph, GraphNode
 from counterpoint.cuda.graph_reading import ReadGraph
 from counterpoint.engagement import Engagement
 from counterpoint.plan import Plan
-from counterpoint.units import format_count
+from counterpoint.step import Collective, Operation
+from counterpoint.units import format_bytes, format_count
+
+MOVED = Transport(transport="copy_engine")
 
 
 class Rewritten(msgspec.Struct, frozen=True, kw_only=True):
@@ -39,15 +42,23 @@ def _edit(graph: AbstractGraph, before: Sequence[GraphNode], read: ReadGraph, pl
     """Apply what can be applied to a copy, and read the edited nodes again; refusals come first."""
     wanted: list[tuple[int, Control]] = []
     engagements: list[Engagement] = []
-    for number, controls in zip(read.nodes, plan.controls_of(read.step), strict=True):
-        for control in controls:
+    each = zip(read.nodes, read.step.operations, plan.controls_of(read.step), strict=True)
+    for number, operation, controls in each:
+        is_moved = MOVED in controls and not graph.obstacle_to_copies(number)
+        for control in dict.fromkeys(controls):
             reason = _why_not(before[number], control)
+            if isinstance(control, Transport):
+                reason = _why_not_moved(graph, number, operation, control)
+            elif is_moved:
+                reason = "copy engines move it, and they know no such thing"
             if reason:
                 engagements.append(_refused(before[number], control, reason))
             else:
                 _apply(graph, number, control)
                 wanted.append((number, control))
-    after = {number: graph.node(number) for number in dict.fromkeys(number for number, _ in wanted)}
+    edited = dict.fromkeys(number for number, _ in wanted)
+    moved = {number for number, control in wanted if isinstance(control, Transport)}  # their nodes are gone
+    after = {number: before[number] if number in moved else graph.node(number) for number in edited}
     return (*engagements, *(_verify(graph, number, after[number], control) for number, control in wanted))
 
 
@@ -68,6 +79,15 @@ def _why_not(node: GraphNode, control: Control) -> str:
     return ""
 
 
+def _why_not_moved(graph: AbstractGraph, number: int, operation: Operation, control: Transport) -> str:
+    """Why a collective cannot be moved to the transport that a control asks for; empty if it can."""
+    if not isinstance(operation, Collective):
+        return f"only collectives have it, and this is a {operation.kind}"
+    if control.transport == operation.transport:
+        return "so it is captured"
+    return graph.obstacle_to_copies(number)
+
+
 def _apply(graph: AbstractGraph, number: int, control: Control) -> None:
     match control:
         case Priority():
@@ -76,6 +96,8 @@ def _apply(graph: AbstractGraph, number: int, control: Control) -> None:
             graph.set_shared_memory(number, control.dynamic_shared_bytes, control.carveout_percent)
         case HeadStart():
             graph.hold_before(number, control.hold_us)
+        case Transport():
+            graph.move_to_copies(number)
         case _:
             raise AssertionError(f"{control} is refused before it is applied")
 
@@ -91,6 +113,9 @@ def _verify(graph: AbstractGraph, number: int, node: GraphNode, control: Control
             percent = node.footprint.carveout_percent
             is_met = residency <= control.ctas_per_sm and percent == control.carveout_percent and residency > 0
             return _verified(node, control, f"{format_count(residency, 'CTA')} per SM, carveout {percent} %", is_met)
+        case Transport():
+            moved = graph.copied_bytes(number)
+            return _verified(node, control, f"copies of {format_bytes(moved)} to other GPUs", moved > 0)
         case _:
             held_us = graph.held_us(number)
             assert isinstance(control, HeadStart), "every other control is refused or verified above"

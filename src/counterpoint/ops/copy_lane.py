@@ -63,19 +63,18 @@ class CopyLane(AbstractLane):
         self._pool.replace((self.num_ranks + 1) * wanted, what, has_captured=self._has_captured)
         self._row_bytes, self._has_captured = wanted, False
 
-    def exchange(self, blocks: Sequence[torch.Tensor], *, with_own: bool = True) -> torch.Tensor:
+    def exchange(self, blocks: Sequence[torch.Tensor]) -> torch.Tensor:
         """See `AbstractLane.exchange`."""
         stream, memory = self._current(), self._reserved()
         own, row = blocks[self.rank], self._row_bytes * (1 + self.rank)
         rows = memory.local[self._row_bytes :].view(self.num_ranks, self._row_bytes)[:, : own.nbytes].view(own.dtype)
 
         def push(peer: int) -> None:
-            _copy(memory.addresses[peer] + row, blocks[peer].data_ptr(), blocks[peer].nbytes, stream)
+            copy_bytes(memory.addresses[peer] + row, blocks[peer].data_ptr(), blocks[peer].nbytes, stream)
 
         *pushes, arrivals = self._moves.exchange
         self._issue(pushes, stream, push)
-        if with_own:
-            rows[self.rank].copy_(own)  # nobody else writes there; while the others' blocks are under way
+        rows[self.rank].copy_(own)  # nobody else writes there; while the others' blocks are under way
         self._issue([arrivals], stream)
         self._sample(stream)
         return rows
@@ -107,7 +106,7 @@ class CopyLane(AbstractLane):
 
         def pull(peer: int) -> None:
             target = targets[peer]
-            _copy(target.data_ptr(), memory.addresses[peer] + peer * part_bytes, target.nbytes, stream)
+            copy_bytes(target.data_ptr(), memory.addresses[peer] + peer * part_bytes, target.nbytes, stream)
 
         self._issue(self._moves.fetch, stream, pull)
         self._sample(stream)
@@ -149,7 +148,8 @@ class CopyLane(AbstractLane):
         self._row_bytes = 0
 
 
-def _copy(target: int, source: int, num_bytes: int, stream: Handle) -> None:
+def copy_bytes(target: int, source: int, num_bytes: int, stream: Handle) -> None:
+    """Copy between addresses, of whichever GPUs, behind what is on the stream."""
     if not num_bytes:
         return
     (result,) = cu.cuMemcpyAsync(cu.CUdeviceptr(target), cu.CUdeviceptr(source), num_bytes, stream)

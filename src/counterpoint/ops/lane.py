@@ -36,11 +36,10 @@ class AbstractLane(ABC):
         """
 
     @abstractmethod
-    def exchange(self, blocks: Sequence[torch.Tensor], *, with_own: bool = True) -> torch.Tensor:
+    def exchange(self, blocks: Sequence[torch.Tensor]) -> torch.Tensor:
         """Send block p to rank p; what the ranks sent to this one, as rows in the order of ranks.
 
-        Blocks are flat; block p is as long on every rank. `with_own`: this rank's own block is copied into its row, too; a
-        copy within one GPU waits for SMs. The rows are the lane's memory: `release` gives them back.
+        Blocks are flat; block p is as long on every rank. The rows are the lane's memory: `release` gives them back.
         """
 
     @abstractmethod

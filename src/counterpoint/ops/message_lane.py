@@ -45,13 +45,12 @@ class MessageLane(AbstractLane):
         self._agreement.compare(CallNotice(request=f"{wanted} bytes for each block of a lane", problem=problem))
         self._row_bytes, self._memory = wanted, memory
 
-    def exchange(self, blocks: Sequence[torch.Tensor], *, with_own: bool = True) -> torch.Tensor:
+    def exchange(self, blocks: Sequence[torch.Tensor]) -> torch.Tensor:
         """See `AbstractLane.exchange`."""
         own = blocks[self.rank]
         staged = self._memory[self._row_bytes :].view(self.num_ranks, self._row_bytes)
         rows = staged[:, : own.nbytes].view(own.dtype)
-        if with_own:
-            rows[self.rank].copy_(own)
+        rows[self.rank].copy_(own)
         self._move(blocks, [rows[peer] for peer in range(self.num_ranks)])
         return rows
 

@@ -7,7 +7,7 @@ plan in force, else `schedule/heuristic.py`), prepares and allocates; later call
 """
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache
 from typing import NoReturn, TypeAlias, final
 
@@ -349,26 +349,3 @@ def forget_runtimes() -> None:
     runtimes = _runtimes()
     while runtimes:
         runtimes.popitem()[1].close()
-
-
-def open_exchange(purpose: str, block_bytes: int) -> Callable[[Sequence[torch.Tensor]], torch.Tensor]:
-    """A function that sends block p to rank p and gives the rows that came; the row of this rank is left alone.
-
-    All ranks of the default group call it together; blocks are flat and have `block_bytes` each. Rows hold until the
-    next call. Raises `OperatorError` where there is no peer access, or no symmetric memory.
-    """
-    group = dist.group.WORLD
-    assert group is not None, "the process group was made before"
-    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-    runtime = runtime_of(group.group_name, device)
-    lane = runtime.lane(purpose)
-    if lane is None:
-        raise OperatorError(f"Copy engines cannot exchange blocks here: {runtime.obstacle}.")
-    lane.reserve(block_bytes)
-
-    def exchange(blocks: Sequence[torch.Tensor]) -> torch.Tensor:
-        rows = lane.exchange(blocks, with_own=False)
-        lane.release()
-        return rows
-
-    return exchange

@@ -13,9 +13,9 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from counterpoint.controls import Control, HeadStart, Priority, ResidencyCap, Transport
+from counterpoint.controls import Control, HeadStart, Priority, ResidencyCap
 from counterpoint.cuda.graph import AbstractExecutable
-from counterpoint.cuda.graph_rewriting import rewrite
+from counterpoint.cuda.graph_rewriting import MOVED, rewrite
 from counterpoint.machine import Machine
 from counterpoint.measurement.orders import draw_seed
 from counterpoint.measurement.tournament import measure_rounds
@@ -27,6 +27,7 @@ from counterpoint.planner.ideal import Scale, scale_of
 from counterpoint.planner.measured import Replayable, tune_measured
 from counterpoint.planner.search import tune
 from counterpoint.sim import Simulator
+from counterpoint.sim.costs import SUMMED_COLLECTIVES
 from counterpoint.sim.effects import COPY_ENGINE_COLLECTIVES
 from counterpoint.step import Collective, Kernel, Step
 from counterpoint.value import Value
@@ -127,10 +128,24 @@ def simulate_paper(step: Step, machine: Machine) -> PaperResult:
 def _simulated_plans(step: Step, machine: Machine, choice: Plan) -> dict[str, Plan]:
     plans = paper_grid(step, machine)
     kinds = {operation.collective for operation in step.operations if isinstance(operation, Collective)}
-    if kinds <= set(COPY_ENGINE_COLLECTIVES):
-        plans[COPY_ENGINES] = _plan([(Match(kind="communication"), Transport(transport="copy_engine"))])
+    if kinds <= {*COPY_ENGINE_COLLECTIVES, *SUMMED_COLLECTIVES}:
+        plans[COPY_ENGINES] = _plan([(Match(kind="communication"), MOVED)])
     plans[CHOICE] = choice
     return plans
+
+
+def _measured_plans(overlapped: Replayable, simulated: Mapping[str, Plan], choice: Plan) -> dict[str, Plan]:
+    """The simulated plans, with copy engines for all that can be captured as copies, sums included, or without."""
+    plans = {label: plan for label, plan in simulated.items() if label != COPY_ENGINES}
+    step = overlapped.read.step
+    able = tuple(
+        index
+        for index, operation in enumerate(step.operations)
+        if isinstance(operation, Collective) and not overlapped.graph.obstacle_to_copies(overlapped.read.nodes[index])
+    )
+    if able:
+        plans[COPY_ENGINES] = _plan([(Match(operations=able), MOVED)])
+    return {**plans, CHOICE: choice}
 
 
 def _simulated_rows(step: Step, machine: Machine, plans: Mapping[str, Plan], scale: Scale) -> tuple[PaperRow, ...]:
@@ -163,7 +178,7 @@ def measure_paper(
         simulated_plans = _simulated_plans(step, machine, choice)
         scale = scale_of(step, machine, simulated_plans.values())
         simulated = {row.label: row.simulated_us for row in _simulated_rows(step, machine, simulated_plans, scale)}
-        plans = {label: plan for label, plan in simulated_plans.items() if label != COPY_ENGINES}  # that is a form
+        plans = _measured_plans(overlapped, simulated_plans, choice)
         grid = {
             label: Variant(executable=executable, is_engaged=is_engaged, output_bits=output_bits)
             for label, (executable, is_engaged) in _make_ready(overlapped, plans, opened).items()

@@ -4,7 +4,6 @@ In each iteration the collective waits for its own matmul and may run beside the
 torch. The matmul follows the grouped order of tiles, so that rows of A stay in L2.
 """
 
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -19,8 +18,6 @@ ITERATIONS = 4
 BUFFER_BYTES = 896 << 20
 SIZES = {"cb": (8192, 8192, 8192), "mb": (8192, 57344, 8192)}
 COLLECTIVES = ("ar", "a2a")
-# sends block p to rank p; gives the rows that came, this rank's own left as it was
-Exchange = Callable[[Sequence[torch.Tensor]], torch.Tensor]
 # tile M, N, K, warps, pipeline stages; opt1 and opt2 are the paper's, large is one more
 TILES = {"opt1": (64, 64, 32, 4, 2), "opt2": (64, 64, 64, 4, 2), "large": (128, 128, 64, 8, 3)}
 
@@ -70,7 +67,6 @@ class PaperWorkload:
         # all-reduce works in place, and the average of equal buffers is the buffer
         dist.broadcast(self._sent, 0)
         self._received = self._sent if collective == "ar" else torch.empty_like(self._sent)
-        self._rows = torch.empty(0)  # of the last `exchanged`
         self._communication = torch.cuda.Stream()
 
     def _matmul(self) -> None:
@@ -106,38 +102,14 @@ class PaperWorkload:
         """Whether its collective only moves data."""
         return self._received is not self._sent
 
-    def exchanged(self, exchange: Exchange) -> None:
-        """As `overlapped`, with the all-to-all left to `exchange`."""
-        current = torch.cuda.current_stream()
-        for _ in range(ITERATIONS):
-            self._matmul()
-            self._communication.wait_stream(current)
-            with torch.cuda.stream(self._communication):
-                self._rows = exchange(self._blocks())
-        current.wait_stream(self._communication)
-
-    def _blocks(self) -> Sequence[torch.Tensor]:
-        blocks: Sequence[torch.Tensor] = self._sent.chunk(dist.get_world_size())
-        return blocks
-
     def output_bits(self, executable: AbstractExecutable) -> bytes:
         """Poison the outputs, replay once, and return their bits: a sample of every 61st element of each, as bytes."""
         if self.is_all_to_all:
             self._received.fill_(float("nan"))
-        return self._bits(executable, self._received)
-
-    def exchanged_bits(self, executable: AbstractExecutable) -> bytes:
-        """The same of a graph of `exchanged`."""
-        rank = dist.get_rank()
-        self._rows.fill_(float("nan"))
-        self._rows[rank].copy_(self._blocks()[rank])
-        return self._bits(executable, self._rows)
-
-    def _bits(self, executable: AbstractExecutable, received: torch.Tensor) -> bytes:
         self._product.fill_(float("nan"))
         torch.cuda.synchronize()
         dist.barrier()  # others write into this rank's memory as soon as they start
         executable.launch(torch.cuda.current_stream().cuda_stream)
         torch.cuda.synchronize()
-        sampled = [tensor.flatten()[::61].contiguous() for tensor in (self._product, received)]
+        sampled = [tensor.flatten()[::61].contiguous() for tensor in (self._product, self._received)]
         return b"".join(sample.view(torch.int16).cpu().numpy().tobytes() for sample in sampled)

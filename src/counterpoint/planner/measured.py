@@ -12,22 +12,25 @@ from itertools import combinations
 from typing import Protocol
 
 import msgspec
+from msgspec.structs import replace
 
 from counterpoint.cuda.graph import AbstractExecutable, AbstractGraph
 from counterpoint.cuda.graph_reading import ReadGraph
-from counterpoint.cuda.graph_rewriting import rewrite
+from counterpoint.cuda.graph_rewriting import MOVED, rewrite
 from counterpoint.engagement import Engagement
 from counterpoint.errors import DeviceError
 from counterpoint.machine import Machine
 from counterpoint.measurement.orders import draw_seed
 from counterpoint.measurement.tournament import compare
 from counterpoint.measurement.values import SIMULATION_ERROR, Comparison
-from counterpoint.plan import Directive, Expectation, Plan, Refusal
+from counterpoint.plan import Directive, Expectation, Match, Plan, Refusal
 from counterpoint.planner.candidates import propose_unsimulated
 from counterpoint.planner.durable import DurableMatches
+from counterpoint.planner.movements import LEAST_COPIED_BYTES
 from counterpoint.planner.search import AS_IT_IS, Trial, Tuning, attempt, tune
 from counterpoint.sim import Simulator
-from counterpoint.step import Step
+from counterpoint.sim.effects import COPY_ENGINE_COLLECTIVES
+from counterpoint.step import Collective, Operation, Step
 from counterpoint.value import Value
 
 
@@ -76,7 +79,7 @@ class MeasuredTuning(Value, frozen=True, kw_only=True):
     simulated: Tuning
 
 
-def tune_measured(captured: Replayable, machine: Machine, num_candidates: int = 6, num_rounds: int = 15) -> MeasuredTuning:
+def tune_measured(captured: Replayable, machine: Machine, num_candidates: int = 8, num_rounds: int = 15) -> MeasuredTuning:
     """Find the best plan for a captured step on the GPUs at hand, in so many replays as `num_rounds` rounds of all take.
 
     Raises `DeviceError` if the step cannot be made ready as it is, or a replay fails; a candidate that cannot be made ready
@@ -84,10 +87,11 @@ def tune_measured(captured: Replayable, machine: Machine, num_candidates: int = 
     """
     step = captured.read.step
     simulated = tune(step, machine, Simulator())
-    # where copies would be best, the search above tries little beside them, and a captured step does not take them
+    # where operators would be best, the search above tries little beside them, and a captured step does not take them
     able = tune(step, machine, Simulator(), applier="graph")
     trials = [*simulated.trials, *able.trials[1:], *_unsimulated(step, machine, simulated)]
     applicable, inapplicable = _applicable(captured, trials)
+    applicable[1:1] = _sums_by_copies(captured)
     contenders = _agree(captured, applicable[:num_candidates])
     with ExitStack() as opened:
         entrants, dropped = _admit_all(captured, contenders, opened)
@@ -110,7 +114,7 @@ def tune_measured(captured: Replayable, machine: Machine, num_candidates: int = 
         )
         if measurements
         else None,
-        directives=directives,
+        directives=DurableMatches(step).directives(directives),
         refusals=(*_left_out(directives, inapplicable, simulated.plan.refusals), *dropped),
     )
     return MeasuredTuning(plan=plan, comparison=comparison, engagements=engagements, simulated=simulated)
@@ -129,7 +133,7 @@ def _applicable(captured: Replayable, trials: Sequence[Trial]) -> tuple[list[Con
     """The best simulated candidate of each combination of controls, best first, and what cannot be applied here.
 
     One of each combination, and every pair of controls that may help alone, because what the simulator cannot tell apart is
-    often apart on a GPU.
+    often apart on a GPU. Copies are paired only where they leave collectives on SMs, for others to act on.
     """
     best: dict[tuple[str, ...], Contender] = {}
     refusals: list[Refusal] = []
@@ -138,30 +142,93 @@ def _applicable(captured: Replayable, trials: Sequence[Trial]) -> tuple[list[Con
         families = tuple(sorted(trial.families))
         if families in best:
             continue
-        unmet = _unmet(captured, trial)
+        directives, unmet = _movable(captured, trial.directives)
+        unmet += _unmet(captured, trial.label, directives) if directives else []
         refusals.extend(unmet)
-        if not unmet:
-            best[families] = Contender(label=trial.label, directives=trial.directives)
+        if directives and not unmet:
+            best[families] = Contender(label=trial.label, directives=directives)
             if len(families) == 1 and trial.makespan_us < trials[0].makespan_us * (1 + SIMULATION_ERROR):
                 promising.append(families[0])
     for pair in combinations(promising, 2):
         parts = [best[family,] for family in pair]
         directives = tuple(directive for part in parts for directive in part.directives)
-        best.setdefault(
-            tuple(sorted(pair)), Contender(label=" + ".join(part.label for part in parts), directives=directives)
-        )
+        label = " + ".join(part.label for part in parts)
+        is_moving = "transport" in pair
+        if not is_moving or (_is_some_left(captured, directives) and not _unmet(captured, label, directives)):
+            best.setdefault(tuple(sorted(pair)), Contender(label=label, directives=directives))
     ordered = list(best.values())
     # the simulator's favorite, then pairs that it may have found no better than one of the two, then the others
     return sorted(ordered, key=lambda contender: (contender is not ordered[0], "+" not in contender.label)), refusals
 
 
-def _unmet(captured: Replayable, trial: Trial) -> list[Refusal]:
-    """The controls of a trial that do not take effect on a copy of the graph."""
+def _movable(captured: Replayable, directives: tuple[Directive, ...]) -> tuple[tuple[Directive, ...], list[Refusal]]:
+    """The directives without collectives that copies cannot replace; nothing, and why, if those are all that they move."""
+    obstacles: dict[str, Refusal] = {}
+    kept: list[Directive] = []
+    for directive in directives:
+        if MOVED not in directive.controls:
+            kept.append(directive)
+            continue
+        able, found = _able(captured, directive.match)
+        obstacles |= found
+        if able:
+            kept.append(replace(directive, match=replace(directive.match, ordinals=None, operations=able)))
+    is_moving = any(MOVED in directive.controls for directive in kept)
+    return (tuple(kept), []) if is_moving or not obstacles else ((), list(obstacles.values()))
+
+
+def _able(captured: Replayable, match: Match) -> tuple[tuple[int, ...], dict[str, Refusal]]:
+    """The matched operations that may be captured as copies, and for the others why not, once for each reason."""
+    able: list[int] = []
+    obstacles: dict[str, Refusal] = {}
+    for index in match.accepted(captured.read.step):
+        operation = captured.read.step.operations[index]
+        if not isinstance(operation, Collective):
+            continue
+        obstacle = captured.graph.obstacle_to_copies(captured.read.nodes[index])
+        if obstacle:
+            obstacles[obstacle] = Refusal(control="transport", target=operation.collective, reason=obstacle)
+        else:
+            able.append(index)
+    return tuple(able), obstacles
+
+
+def _is_some_left(captured: Replayable, directives: tuple[Directive, ...]) -> bool:
+    """Whether collectives stay on SMs under these directives."""
+    step = captured.read.step
+    each = zip(step.operations, Plan(directives=directives).controls_of(step), strict=True)
+    return any(isinstance(operation, Collective) and MOVED not in controls for operation, controls in each)
+
+
+def _sums_by_copies(captured: Replayable) -> list[Contender]:
+    """All large collectives by copies, those that reduce included: the simulator moves only what needs no sum."""
+    able, _ = _able(captured, Match(kind="communication"))
+    step = captured.read.step
+    large = tuple(index for index in able if _bytes_to_a_rank(step.operations[index]) >= LEAST_COPIED_BYTES)
+    if not any(_is_reducing(step.operations[index]) for index in large):
+        return []
+    reason = "copy engines move the blocks without taking SMs, which add up what came; sums may round in another order"
+    match = Match(kind="communication", operations=large)
+    directive = Directive(match=match, controls=(MOVED,), reason=reason)
+    return [Contender(label="copy engines, sums on SMs", directives=(directive,))]
+
+
+def _is_reducing(operation: Operation) -> bool:
+    return isinstance(operation, Collective) and operation.collective not in COPY_ENGINE_COLLECTIVES
+
+
+def _bytes_to_a_rank(operation: Operation) -> float:
+    return operation.num_bytes / operation.group_size if isinstance(operation, Collective) else 0.0
+
+
+def _unmet(captured: Replayable, label: str, directives: tuple[Directive, ...]) -> list[Refusal]:
+    """The controls of a candidate that do not take effect on a copy of the graph."""
     try:
-        rewritten = rewrite(captured.graph, captured.read, Plan(directives=trial.directives))
+        rewritten = rewrite(captured.graph, captured.read, Plan(directives=directives))
         rewritten.graph.close()
     except DeviceError as problem:
-        return [Refusal(control=family, target=trial.label, reason=str(problem).rstrip(".")) for family in trial.families]
+        tags = dict.fromkeys(control.tag for directive in directives for control in directive.controls)
+        return [Refusal(control=tag, target=label, reason=str(problem).rstrip(".")) for tag in tags]
     return [
         Refusal(control=engagement.control, target=engagement.target, reason=engagement.reason)
         for engagement in rewritten.engagements

@@ -4,11 +4,13 @@ from collections.abc import Callable
 
 import msgspec
 
+from counterpoint.controls import Transport
 from counterpoint.cuda.applied import Applied, apply
 from counterpoint.cuda.capture import Captured, capture
 from counterpoint.cuda.plan_cache import find_plan, keep_plan
 from counterpoint.errors import MachineError
 from counterpoint.machine import Machine, machine_for_device
+from counterpoint.ops.captured_copies import offer_copies
 from counterpoint.plan import Plan
 from counterpoint.planner.measured import MeasuredTuning, tune_measured
 
@@ -27,6 +29,7 @@ def machine_of(captured: Captured) -> Machine:
 
 def tune_captured(captured: Captured, machine: Machine | None = None) -> MeasuredTuning:
     """Find the plan of a captured step by measurement and keep it; rank 0 writes the cache."""
+    offer_copies(captured)
     tuning = tune_measured(captured, machine or machine_of(captured))
     if captured.rendezvous.is_first_rank:
         keep_plan(tuning.plan, captured.read.step, captured.conditions())
@@ -48,7 +51,9 @@ def tune_step_function(
     plan = kept_plan(captured) if use_cache else None
     if plan is None:
         plan = tune_captured(captured, machine).plan
-    return apply(captured, plan, guard_every=guard_every)
+    elif any(isinstance(control, Transport) for directive in plan.directives for control in directive.controls):
+        offer_copies(captured)
+    return apply(captured, plan, guard_every=guard_every, is_owner=True)
 
 
 def kept_plan(captured: Captured) -> Plan | None:

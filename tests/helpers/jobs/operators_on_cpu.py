@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from counterpoint import ops
 from counterpoint.errors import CounterpointError
 from counterpoint.ops import operators
-from counterpoint.ops.runtime import MAX_SCHEDULES, all_runtimes, open_exchange
+from counterpoint.ops.runtime import MAX_SCHEDULES, all_runtimes
 from counterpoint.schedule import SEQUENTIAL, ScheduleDescription
 from helpers.gloo_sections import report, run_sections
 from helpers.operator_definitions import (
@@ -284,20 +284,6 @@ def pool() -> None:
     assert ops.explain() == ()
     call_and_compare("all_gather_matmul", 23, D(chunks=2), torch.float64)
     report("pool")
-
-
-def exchanged() -> None:
-    """Rows of all others' blocks, call after call; this rank's own row is left alone."""
-    rank, num_ranks = dist.get_rank(), dist.get_world_size()
-    exchange = open_exchange("a test", 12)
-    for call in range(3):
-        blocks = [torch.full((3,), float(100 * call + 10 * rank + peer)) for peer in range(num_ranks)]
-        rows = exchange(blocks)
-        if call == 0:
-            rows[rank] = -1.0
-        wanted = [torch.full((3,), -1.0 if peer == rank else 100.0 * call + 10 * peer + rank) for peer in range(num_ranks)]
-        assert torch.equal(rows, torch.stack(wanted)), (call, rows)
-    report("exchanged")
 
 
 def compiled() -> None:

@@ -14,7 +14,7 @@ from torch.distributed import distributed_c10d
 
 from counterpoint import ops
 from counterpoint.errors import CounterpointError
-from counterpoint.ops.runtime import open_exchange
+from counterpoint.ops.runtime import runtime_of_group
 from counterpoint.schedule import ScheduleDescription
 
 LIMIT = timedelta(seconds=10)
@@ -58,7 +58,7 @@ def main(fault: str) -> None:
         capture(lambda: call(96))
     if fault == "captured lane":
         call(64)
-        capture(lambda: open_exchange("a test", 1 << 20))
+        capture(lambda: runtime_of_group(None).lane("a test"))
     if fault == "no memory":
         given = operands(1 << 20)  # before memory is scarce: the rows of both ranks take 2 GiB more
         call(64)

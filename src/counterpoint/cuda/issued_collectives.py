@@ -1,0 +1,130 @@
+"""The collectives that a step issues while it is captured: what each moves, between whom, and the nodes that it became.
+
+torch.distributed calls an operator of torch's dispatcher for every collective, whichever way it was called, and
+`NotedCollectives` looks at those. The nodes are those that the captured graph holds after the call and did not hold before
+it, so that no collective is mistaken for another one's kernel.
+
+Event nodes are left out: NCCL's graph mixing puts one before and one after each collective (2.28: wait_event, kernel,
+event_record), which keep the communicator's work in and out of graphs in order whatever does the collective.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, final
+
+import msgspec
+import torch
+import torch.distributed as dist
+from cuda.bindings import driver as cu
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from counterpoint.cuda.collective_blocks import Extent, IssuedCollective, Reduction
+from counterpoint.cuda.driver import check, handles_of
+
+TYPES = cu.CUgraphNodeType
+ORDERING = (TYPES.CU_GRAPH_NODE_TYPE_WAIT_EVENT, TYPES.CU_GRAPH_NODE_TYPE_EVENT_RECORD, TYPES.CU_GRAPH_NODE_TYPE_EMPTY)
+REDUCTIONS: dict[int, Reduction] = {0: "sum", 1: "mean"}  # torch's c10d::ReduceOp::RedOpType
+
+
+def extent_of(tensor: torch.Tensor) -> Extent:
+    """Where a tensor lies."""
+    return Extent(
+        address=tensor.data_ptr(), num_elements=tensor.numel(), dtype=tensor.dtype, is_contiguous=tensor.is_contiguous()
+    )
+
+
+def _all_reduce(tensors: Sequence[torch.Tensor], group: Any, reduction: Any, *_: object) -> IssuedCollective | None:
+    if len(tensors) != 1:
+        return None
+    place = extent_of(tensors[0])
+    return IssuedCollective(
+        collective="all_reduce", group=_group(group), given=place, got=place, reduction=_reduction(reduction)
+    )
+
+
+def _all_gather(output: torch.Tensor, given: torch.Tensor, group: Any, *_: object) -> IssuedCollective:
+    return IssuedCollective(collective="all_gather", group=_group(group), given=extent_of(given), got=extent_of(output))
+
+
+def _reduce_scatter(output: torch.Tensor, given: torch.Tensor, group: Any, reduction: Any, *_: object) -> IssuedCollective:
+    return IssuedCollective(
+        collective="reduce_scatter",
+        group=_group(group),
+        given=extent_of(given),
+        got=extent_of(output),
+        reduction=_reduction(reduction),
+    )
+
+
+def _all_to_all(
+    output: torch.Tensor, given: torch.Tensor, group: Any, rows_got: list[int], rows_given: list[int], *_: object
+) -> IssuedCollective:
+    return IssuedCollective(
+        collective="all_to_all",
+        group=_group(group),
+        given=extent_of(given),
+        got=extent_of(output),
+        lengths_given=_elements(given, rows_given),
+        lengths_got=_elements(output, rows_got),
+    )
+
+
+def _group(group: Any) -> dist.ProcessGroup:
+    return dist.ProcessGroup.unbox(group)
+
+
+def _reduction(reduction: Any) -> Reduction:
+    return REDUCTIONS.get(int(reduction.op()), "other")
+
+
+def _elements(tensor: torch.Tensor, rows: Sequence[int]) -> tuple[int, ...]:
+    row = tensor.numel() // tensor.shape[0] if tensor.numel() else 0
+    return tuple(number * row for number in rows)
+
+
+READERS: dict[object, Callable[..., IssuedCollective | None]] = {
+    torch.ops.c10d.allreduce_.default: _all_reduce,
+    torch.ops.c10d._allgather_base_.default: _all_gather,
+    torch.ops.c10d._reduce_scatter_base_.default: _reduce_scatter,
+    torch.ops.c10d.alltoall_base_.default: _all_to_all,
+}
+
+
+@final
+class NotedCollectives(TorchDispatchMode):  # type: ignore[misc]  # torch is untyped here
+    """Notes the collectives that are issued while it is in force, in a capture, in their order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.collectives: list[IssuedCollective] = []
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Compiled parts of a step are captured as they are, not run eagerly for our sake."""
+        return True
+
+    def __torch_dispatch__(
+        self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        reader = READERS.get(func)
+        if reader is None:
+            return func(*args, **(kwargs or {}))
+        before = _nodes_of_capture()
+        result = func(*args, **(kwargs or {}))
+        noted = reader(*args, **(kwargs or {}))
+        if noted is not None:
+            known = set(before)
+            added = tuple(node for node in _nodes_of_capture() if node not in known and _is_work(node))
+            self.collectives.append(msgspec.structs.replace(noted, nodes=added))
+        return result
+
+
+def _nodes_of_capture() -> list[int]:
+    """The handles of the nodes that the graph under capture holds so far."""
+    stream = cu.CUstream(torch.cuda.current_stream().cuda_stream)
+    _, _, graph, *_ = check("Asking for the graph under capture", cu.cuStreamGetCaptureInfo(stream))
+    return [int(node) for node in handles_of(graph)] if graph is not None and int(graph) else []
+
+
+def _is_work(node: int) -> bool:
+    """Whether a node does work, other than ordering what does."""
+    return check("Reading a node's type", cu.cuGraphNodeGetType(cu.CUgraphNode(node))) not in ORDERING

@@ -1,0 +1,184 @@
+"""Collectives of a captured step by copy engines: for each, a small graph that takes its node's place.
+
+A captured step keeps its addresses, so blocks go from where one rank has them straight to where the other wants them; what
+is reduced goes to rows of the receiving rank and is summed there, on SMs. Ranks open each other's memory once, before
+anything is replayed. What is recorded, and its flags, is in `recorded_copies.py`.
+"""
+
+from collections.abc import Sequence
+from typing import final
+
+import msgspec
+import torch
+from cuda.bindings import driver as cu
+
+from counterpoint.cuda.capture import Captured
+from counterpoint.cuda.collective_blocks import Blocks, IssuedCollective, are_in_turn, cut, obstacle_of
+from counterpoint.cuda.driver import check
+from counterpoint.cuda.driver_graph import StandIn
+from counterpoint.errors import CounterpointError, DeviceError, cause_of
+from counterpoint.ops.peer_memory import PeerMemory, Whereabouts, whereabouts_of
+from counterpoint.ops.recorded_copies import NUM_FLAGS, Destinations, Parts, Recorder
+from counterpoint.ops.runtime import runtime_of
+from counterpoint.ops.signals import Flags, Signals
+from counterpoint.value import Value
+
+
+class Landing(Value, frozen=True, kw_only=True):
+    """Where the blocks of the other ranks go on one rank, by sender in bytes from `place`, and its tensor for sums.
+
+    `obstacle` says why there is none.
+    """
+
+    obstacle: str = ""
+    place: Whereabouts | None = None
+    offsets: tuple[int, ...] = ()
+    sums: Whereabouts | None = None
+
+
+@final
+class DirectCopies:
+    """The stand-ins of one group's collectives; all ranks make it together, for the same collectives in the same order.
+
+    `stand_ins` holds for each collective what takes its place, or why nothing can. `is_in_turn`: on this rank no two of them
+    run at once, so they can share the rows that they sum.
+    """
+
+    def __init__(self, collectives: Sequence[IssuedCollective], device: torch.device, *, is_in_turn: bool) -> None:
+        group = collectives[0].group
+        self._device, self._runtime = device, runtime_of(group.group_name, device)
+        self._rank, self._num_ranks = int(group.rank()), int(group.size())
+        self._peers = tuple((self._rank + turn) % self._num_ranks for turn in range(1, self._num_ranks))
+        self._memory = PeerMemory()
+        self._rows: list[torch.Tensor] = []
+        self._flags: Flags | None = None
+        self.stand_ins: list[StandIn | str] = self._make(collectives, is_in_turn)
+
+    def _make(self, collectives: Sequence[IssuedCollective], is_in_turn: bool) -> list[StandIn | str]:
+        if self._runtime.obstacle:
+            return [self._runtime.obstacle] * len(collectives)
+        obstacles = [obstacle_of(issued, self._num_ranks) for issued in collectives]
+        blocks = [cut(issued, self._rank, self._num_ranks) for issued in collectives]
+        lengths = [0 if obstacle else each.row_bytes for each, obstacle in zip(blocks, obstacles, strict=True)]
+        memory, problem = self._allocate(lengths, is_in_turn)
+        parts = [self._parts(*each) for each in zip(collectives, blocks, memory, strict=True)]
+        own = [
+            self._landing(each, obstacle or (problem if length else ""))
+            for each, obstacle, length in zip(parts, obstacles, lengths, strict=True)
+        ]
+        everyone = [msgspec.json.decode(text, type=list[Landing]) for text in self._exchange(own)]
+        self._flags = flags = Flags(
+            self._runtime.group, self._device, self._runtime.agreement, (0,) * (NUM_FLAGS * len(collectives))
+        )
+        made = [
+            self._stand_in(Recorder(self._rank, self._peers, Signals(flags), NUM_FLAGS * number), each, landings)
+            for number, (each, landings) in enumerate(zip(parts, zip(*everyone, strict=True), strict=True))
+        ]
+        problems = [msgspec.json.decode(text, type=list[str]) for text in self._exchange([_problem(each) for each in made])]
+        return [
+            next((problem for problem in found if problem), each)
+            for each, found in zip(made, zip(*problems, strict=True), strict=True)
+        ]
+
+    def _exchange(self, content: object) -> list[bytes]:
+        return self._runtime.agreement.exchange(msgspec.json.encode(content))
+
+    def _allocate(self, lengths: Sequence[int], is_in_turn: bool) -> tuple[list[torch.Tensor | None], str]:
+        """Memory for the rows of each collective, of so many bytes a row, 0 for none; or none at all, and why."""
+        try:
+            shared = self._bytes(max(lengths)) if is_in_turn else None
+            return [(self._bytes(each) if shared is None else shared) if each else None for each in lengths], ""
+        except torch.OutOfMemoryError:
+            return [None] * len(lengths), "no memory is left for the blocks that it sums; free some"
+
+    def _bytes(self, row_bytes: int) -> torch.Tensor:
+        return torch.empty(self._num_ranks * row_bytes, dtype=torch.uint8, device=self._device)
+
+    def _parts(self, issued: IssuedCollective, blocks: Blocks, memory: torch.Tensor | None) -> Parts:
+        rows = None
+        if memory is not None:
+            self._rows.append(memory)
+            used = memory[: self._num_ranks * blocks.row_bytes]
+            rows = used.view(issued.given.dtype).view(self._num_ranks, -1)
+        return Parts(issued=issued, blocks=blocks, rows=rows)
+
+    def _landing(self, parts: Parts, obstacle: str) -> Landing:
+        """What the others need to know to bring this rank its blocks."""
+        if obstacle:
+            return Landing(obstacle=obstacle)
+        issued, rows = parts.issued, parts.rows
+        try:
+            return Landing(
+                place=whereabouts_of(issued.got.address if rows is None else rows.data_ptr()),
+                offsets=tuple(start for start, _ in parts.blocks.got),
+                sums=whereabouts_of(issued.got.address) if issued.collective == "all_reduce" else None,
+            )
+        except DeviceError as problem:
+            return Landing(obstacle=str(problem).rstrip("."))
+
+    def _stand_in(self, recorder: Recorder, parts: Parts, landings: Sequence[Landing]) -> StandIn | str:
+        obstacle = next((f"on rank {rank}: {each.obstacle}" for rank, each in enumerate(landings) if each.obstacle), "")
+        if obstacle:
+            return obstacle
+        try:
+            return recorder.record(parts, self._destinations(landings, parts.blocks.given[self._rank][0]))
+        except (DeviceError, RuntimeError) as problem:  # torch's own where it knows no such sum
+            return f"its copies cannot be recorded: {cause_of(problem)}".rstrip(".")
+
+    def _destinations(self, landings: Sequence[Landing], start: int) -> Destinations:
+        """Where this rank's blocks go, and its sums, which begin `start` bytes into the others' tensors."""
+        blocks: dict[int, int] = {}
+        sums: dict[int, int] = {}
+        for peer in self._peers:
+            landing = landings[peer]
+            assert landing.place is not None, "obstacles are asked for first"
+            blocks[peer] = self._memory.address_of(landing.place) + landing.offsets[self._rank]
+            if landing.sums is not None:
+                sums[peer] = self._memory.address_of(landing.sums) + start
+        return Destinations(blocks=blocks, sums=sums)
+
+    def close(self) -> None:
+        """Give back all memory, when what runs has ended; no graph that holds a stand-in may run any more."""
+        torch.cuda.synchronize(self._device)
+        for each in self.stand_ins:
+            if isinstance(each, StandIn):
+                check("Freeing a recorded collective", cu.cuGraphDestroy(each.graph))
+        self.stand_ins = []
+        self._rows = []
+        self._memory.close()
+        if self._flags is not None:
+            self._flags.watch.close()
+            self._flags = None
+
+
+def _problem(made: StandIn | str) -> str:
+    return made if isinstance(made, str) else ""
+
+
+def offer_copies(captured: Captured) -> None:
+    """Prepare copies in place of the step's collectives, so that plans may move them; the graph says why where it cannot be.
+
+    All ranks call it together, before they tune or apply. Raises `PlanError` where they captured different steps.
+    """
+    captured.agree("")
+    by_group: dict[str, list[int]] = {}
+    for number, issued in enumerate(captured.collectives):
+        by_group.setdefault(issued.group.group_name, []).append(number)
+    nodes = captured.graph.nodes()
+    stand_ins: dict[int, StandIn | str] = {}
+    device = torch.device("cuda", torch.cuda.current_device())
+    for numbers in by_group.values():
+        collectives = [captured.collectives[number] for number in numbers]
+        places = [[captured.graph.number_of(handle) for handle in issued.nodes] for issued in collectives]
+        known = [[place for place in of_one if place is not None] for of_one in places]
+        found: list[StandIn | str]
+        try:
+            in_turn = are_in_turn(nodes, [place for of_one in known for place in of_one])
+            copies = DirectCopies(collectives, device, is_in_turn=in_turn)
+            captured.keep(copies.close)
+            found = copies.stand_ins
+        except CounterpointError as problem:  # which every rank of the group sees
+            found = [str(problem).rstrip(".")] * len(numbers)
+        for of_one, made in zip(known, found, strict=True):
+            stand_ins |= dict.fromkeys(of_one, made)
+    captured.graph.offer_copies(stand_ins)

@@ -1,0 +1,136 @@
+"""One collective of a captured step, recorded as a small graph of copies, flags and a sum.
+
+Flags, for each collective and peer: ENTERED, my memory may be written; ARRIVED, your blocks are there; RETURNED, so are
+your sums. All rest at 0. No flag is raised before it was lowered, at whatever distance ranks replay: a rank raises ENTERED
+when the replay before has ended on it, which took the peer's ARRIVED, which the peer raised after it had lowered ENTERED.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import msgspec
+import torch
+from cuda.bindings import driver as cu
+
+from counterpoint.cuda.collective_blocks import Blocks, IssuedCollective
+from counterpoint.cuda.driver import check
+from counterpoint.cuda.driver_graph import StandIn
+from counterpoint.ops.copy_lane import copy_bytes
+from counterpoint.ops.signals import Signals
+from counterpoint.value import Value
+
+Handle = Any  # cuda-bindings has no types
+ENTERED, ARRIVED, RETURNED = range(3)
+NUM_FLAGS = 3  # of each collective
+NON_BLOCKING = int(cu.CUstream_flags.CU_STREAM_NON_BLOCKING)
+RELAXED = cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+
+
+class Parts(msgspec.Struct, frozen=True, kw_only=True):
+    """A collective of this rank, how it is cut, and the rows that it sums, if any: one for each rank, of its data's type."""
+
+    issued: IssuedCollective
+    blocks: Blocks
+    rows: torch.Tensor | None = None
+
+
+class Destinations(Value, frozen=True, kw_only=True):
+    """Where one rank's blocks and sums go on each peer: addresses at which this process reaches that memory."""
+
+    blocks: Mapping[int, int]
+    sums: Mapping[int, int]
+
+
+class Recorder:
+    """Records one collective's copies, flags and sum as a graph, for one rank."""
+
+    def __init__(self, rank: int, peers: tuple[int, ...], signals: Signals, first_flag: int) -> None:
+        self._rank, self._peers, self._signals, self._first_flag = rank, peers, signals, first_flag
+
+    def record(self, parts: Parts, destinations: Destinations) -> StandIn:
+        """Record it. Raises `DeviceError`."""
+        issued, blocks, rows = parts.issued, parts.blocks, parts.rows
+        start, end = blocks.given[self._rank]
+        own_sums = issued.got.address + (start if destinations.sums else 0)
+
+        def issue(stream: Handle, side: Handle) -> None:
+            self._raise(ENTERED, stream)
+            with _beside(stream, side):
+                self._own_copy(parts, side)
+                self._take(ENTERED, stream)
+                for peer in self._peers:
+                    first, last = blocks.given[peer]
+                    copy_bytes(destinations.blocks[peer], issued.given.address + first, last - first, stream)
+                self._raise(ARRIVED, stream)
+                self._take(ARRIVED, stream)
+            if rows is not None:
+                with torch.cuda.stream(torch.cuda.ExternalStream(int(stream), rows.device)):
+                    reduce_rows(rows, tensor_at(own_sums, rows[0]), issued.reduction)
+            for target in destinations.sums.values():
+                copy_bytes(target, own_sums, end - start, stream)
+            if destinations.sums:
+                self._raise(RETURNED, stream)
+                self._take(RETURNED, stream)
+
+        targets = frozenset((*destinations.blocks.values(), *destinations.sums.values()))
+        return StandIn(graph=recorded(issue), targets=targets)
+
+    def _own_copy(self, parts: Parts, stream: Handle) -> None:
+        start, end = parts.blocks.given[self._rank]
+        place = parts.issued.got.address if parts.rows is None else parts.rows.data_ptr()
+        target, source = place + parts.blocks.got[self._rank][0], parts.issued.given.address + start
+        if target != source:
+            copy_bytes(target, source, end - start, stream)
+
+    def _raise(self, flag: int, stream: Handle) -> None:
+        self._signals.raise_to(self._first_flag + flag, self._peers, stream)
+
+    def _take(self, flag: int, stream: Handle) -> None:
+        self._signals.take(self._first_flag + flag, self._peers, stream)
+
+
+def tensor_at(address: int, like: torch.Tensor) -> torch.Tensor:
+    """The memory at an address as a tensor of that shape, type and device; whose memory it is keeps it."""
+    storage = torch._C._construct_storage_from_data_pointer(address, like.device, like.nbytes)
+    return torch.empty(0, dtype=like.dtype, device=like.device).set_(storage, 0, like.shape)
+
+
+def reduce_rows(rows: torch.Tensor, out: torch.Tensor, reduction: str) -> None:
+    """Sum or mean of the rows, added up in float32 where they are shorter, and rounded once."""
+    if reduction == "mean":
+        torch.mean(rows, 0, out=out)
+    else:
+        torch.sum(rows, 0, dtype=out.dtype, out=out)
+
+
+@contextmanager
+def _beside(stream: Handle, side: Handle) -> Iterator[None]:
+    """`side` follows what is on `stream` so far; afterwards `stream` follows `side`."""
+    _follow(side, stream)
+    yield
+    _follow(stream, side)
+
+
+def _follow(later: Handle, earlier: Handle) -> None:
+    event = check("Making an event", cu.cuEventCreate(int(cu.CUevent_flags.CU_EVENT_DISABLE_TIMING)))
+    check("Recording an event", cu.cuEventRecord(event, earlier))
+    check("Ordering streams", cu.cuStreamWaitEvent(later, event, 0))
+    check("Freeing an event", cu.cuEventDestroy(event))
+
+
+def recorded(issue: Callable[[Handle, Handle], None]) -> Handle:
+    """What `issue` puts on two streams, the second forked from the first, as a graph. Nothing runs."""
+    _, greatest = check("Asking for the range of priorities", cu.cuCtxGetStreamPriorityRange())
+    with ExitStack() as opened:
+        streams = []
+        for _ in range(2):
+            streams.append(check("Making a stream", cu.cuStreamCreateWithPriority(NON_BLOCKING, greatest)))
+            opened.callback(cu.cuStreamDestroy, streams[-1])
+        check("Beginning to record a collective", cu.cuStreamBeginCapture(streams[0], RELAXED))
+        try:
+            issue(*streams)
+        except BaseException:
+            cu.cuStreamEndCapture(streams[0])
+            raise
+        return check("Recording a collective", cu.cuStreamEndCapture(streams[0]))
