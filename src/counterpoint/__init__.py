@@ -110,11 +110,7 @@ _LAZY = MappingProxyType(
 def __getattr__(name: str) -> object:
     """Load the part that a lazy public name lives in (PEP 562)."""
     if name == "__version__":
-        metadata = import_module("importlib.metadata")
-        try:
-            return metadata.version("counterpoint")
-        except metadata.PackageNotFoundError:  # imported from a folder that nobody installed
-            return "not installed"
+        return import_module("counterpoint.errors").package_version()
     if name not in _LAZY:
         raise AttributeError(f"module 'counterpoint' has no attribute '{name}'")
     try:

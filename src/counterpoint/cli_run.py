@@ -50,22 +50,16 @@ def run(
         bool, typer.Option("--strict", help="Exit with 3 if a control of the plan did not take effect.")
     ] = False,
 ) -> None:
-    """Run COMMAND with a plan applied to every launch of its processes, unedited, and print what took effect.
+    """Run COMMAND with a plan applied to its processes, unedited, and print what took effect.
 
     Output, signals and exit status are the command's own. Without --plan and --tune it runs exactly as without us.
     """
-    from counterpoint.plan import LEAVE_IT, check_plan_name, load_plan  # noqa: PLC0415
+    from counterpoint.plan import LEAVE_IT, load_plan  # noqa: PLC0415
     from counterpoint.supervised.run import RunRequest, run_job  # noqa: PLC0415  a fast --help
     from counterpoint.supervised.settings import LiveSettings  # noqa: PLC0415
     from counterpoint.supervised.signals import HeldSignals  # noqa: PLC0415
 
-    if output is not None and not tune:
-        raise CounterpointError(f"'{output}' is for the plan that --tune finds. Add --tune, or leave out -o.")
-    if step is not None and plan is None:
-        raise CounterpointError(f"'{step}' says what the operation numbers of a plan mean. Add --plan, or leave out --step.")
-    check_outputs((output,), (plan, step))
-    if output is not None:
-        check_plan_name(output)
+    _check_options(plan, step, output, is_tuning=tune)
     LiveSettings(is_tuning=tune, budget_steps=budget, guard_every_steps=guard)  # refused before anything starts
     request = RunRequest(
         command=tuple(command),
@@ -85,6 +79,19 @@ def run(
             status = NOT_ENGAGED
         _finish_streams()
         raise typer.Exit(status)
+
+
+def _check_options(plan: Path | None, step: str | None, output: Path | None, *, is_tuning: bool) -> None:
+    """Raise `CounterpointError` for options that do not go together, and for a file that cannot be written."""
+    from counterpoint.plan import check_plan_name  # noqa: PLC0415
+
+    if output is not None and not is_tuning:
+        raise CounterpointError(f"'{output}' is for the plan that --tune finds. Add --tune, or leave out -o.")
+    if step is not None and plan is None:
+        raise CounterpointError(f"'{step}' says what the operation numbers of a plan mean. Add --plan, or leave out --step.")
+    check_outputs((output,), (plan, step))
+    if output is not None:
+        check_plan_name(output)
 
 
 def _load_step(source: str) -> "Step":

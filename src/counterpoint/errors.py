@@ -130,3 +130,13 @@ def say(line: str) -> None:
         return
     with suppress(OSError, ValueError):
         print(f"counterpoint: {line}\n", end="", file=sys.stderr, flush=True)
+
+
+def package_version() -> str:
+    """The version that is installed, for messages; that none is, where the package is imported from a folder."""
+    from importlib.metadata import PackageNotFoundError, version  # noqa: PLC0415  `import counterpoint` does without
+
+    try:
+        return version("counterpoint")
+    except PackageNotFoundError:
+        return "not installed"

@@ -19,7 +19,7 @@ from msgspec.structs import replace
 from counterpoint.errors import LaunchFilterError, cause_of, say
 from counterpoint.integrations.paths import AbstractJobPaths, NoPaths
 from counterpoint.launch_filter.control_block import ControlBlock
-from counterpoint.supervised.follower import LiveJob, NoTable
+from counterpoint.supervised.follower import NOTHING_LAUNCHED, LiveJob, NoTable
 from counterpoint.supervised.messages import Decision
 from counterpoint.supervised.settings import (
     DIRECTORY_VARIABLE,
@@ -108,13 +108,14 @@ class JobAgent:
         if not torch_job.is_rank_of_job():
             return None
         path = self._directory / f"{self._pid}.block"
+        exchange = torch_job.job_exchange()
         if path.exists():
             self._block = ControlBlock.open(path)
-        elif not self._settings.may_switch_paths:
-            raise NothingLaunchedError("This process has launched nothing on a GPU, so nothing can be tuned or guarded.")
+        elif not self._settings.may_switch_paths or exchange.num_ranks == 1:
+            raise NothingLaunchedError(f"{NOTHING_LAUNCHED}.")
         job = LiveJob(
             clock=torch_job.job_clock(),
-            exchange=torch_job.job_exchange(),
+            exchange=exchange,
             table=self._block or NoTable(self._pid),
             gpu=torch_job.job_gpu(),
             say=say,

@@ -30,6 +30,7 @@ from counterpoint.supervised.turns import Turns
 HOLD_S = 0.0005  # between two looks of a rank that is held
 PATIENCE_STEPS = 100  # how long rank 0 waits for another rank; the others wait for rank 0 twice as long
 
+NOTHING_LAUNCHED = "this process has launched nothing on a GPU, so nothing can be tuned or guarded"
 NO_ANSWER = "rank 0 gave no answer"
 
 T = TypeVar("T")

@@ -15,7 +15,7 @@ from typing import final
 import msgspec
 from msgspec.structs import replace
 
-from counterpoint import __version__
+from counterpoint.errors import package_version
 from counterpoint.integrations.paths import LIBRARY, PathOffer, path_problems
 from counterpoint.measurement.values import Comparison, Measurement, Order, Verdict
 from counterpoint.plan import Plan
@@ -33,7 +33,18 @@ from counterpoint.supervised.decisions import (
     why_removed,
     with_failures,
 )
-from counterpoint.supervised.follower import HELD, NO_ANSWER, Follower, LiveJob, Patience, Steps, TuningStopped, Waited
+from counterpoint.supervised.follower import (
+    HELD,
+    NO_ANSWER,
+    NOTHING_LAUNCHED,
+    Follower,
+    LiveJob,
+    NoTable,
+    Patience,
+    Steps,
+    TuningStopped,
+    Waited,
+)
 from counterpoint.supervised.messages import Announcement, Census, Decision, Look, PathsTaken, PathSurvey, Trials
 from counterpoint.supervised.settings import UNCHANGED, UNDECIDED, LiveRecord, LiveSettings, Setting, Stage
 from counterpoint.units import format_count
@@ -106,6 +117,8 @@ class LiveTuner:
         try:
             if self._settings.may_switch_paths and self._job.exchange.num_ranks > 1:
                 yield from self._take_paths()
+            if isinstance(self._job.table, NoTable) and not self._follower.lockstep.is_on:
+                raise TuningStopped(NOTHING_LAUNCHED)
             if not self._settings.is_tuning:
                 self._follower.use(self._settings.given)
                 yield from self._follower.until(WARM_UP_STEPS)
@@ -124,7 +137,7 @@ class LiveTuner:
 
     def _take_paths(self) -> Steps[None]:
         """Make ready what all ranks can switch. All of them come here after the same step, and wait for each other."""
-        survey = PathSurvey(version=__version__, offers=self._job.paths.survey())
+        survey = PathSurvey(version=package_version(), offers=self._job.paths.survey())
         texts = yield from self._follower.everyone("paths offered", msgspec.json.encode(survey).decode())
         surveys = [msgspec.json.decode(text, type=PathSurvey) for text in texts]
         problem = other_version(surveys)
