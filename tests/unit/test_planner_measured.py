@@ -12,6 +12,7 @@ from msgspec.structs import replace
 from counterpoint import load_machine
 from counterpoint.cuda.graph import GraphNode
 from counterpoint.cuda.graph_reading import CollectiveCall, GraphTimes, ReadGraph, read_graph
+from counterpoint.cuda.graph_rewriting import MOVED
 from counterpoint.errors import DeviceError, PlanError
 from counterpoint.measurement.tournament import WARM_UP_ROUNDS
 from counterpoint.plan import Plan
@@ -107,10 +108,15 @@ def test_the_truly_best_combination_is_picked_whatever_the_simulator_thinks(best
     assert "20.0 % less" in tuning.plan.summary
 
 
-def test_with_the_simulator_for_a_clock_the_choice_is_its_best_applicable_trial() -> None:
-    tuning = tuned(simulated_us(read(), H200))
-    able = tune(read().step, H200, Simulator(), applier="graph").trials
+@pytest.mark.parametrize("obstacle", ["", "too far"], ids=["copies prepared", "no copies"])
+def test_with_the_simulator_for_a_clock_the_choice_is_its_best_applicable_trial(obstacle: str) -> None:
+    found = read()
+    graph = GraphDouble(NODES, H200.gpu, obstacles={3: obstacle})
+    tuning = tune_measured(ReplayDouble(graph, found, simulated_us(found, H200)), H200, num_rounds=7)
+    trials = tune(found.step, H200, Simulator(), applier="graph").trials
+    able = [trial for trial in trials if not obstacle or "transport" not in trial.families]
     best = min(able, key=lambda trial: trial.makespan_us)
+    assert ("transport" in best.families) == (not obstacle)
     assert tuning.plan.directives == best.directives
     assert tuning.plan.expectation.planned_us == pytest.approx(best.makespan_us)
     assert tuning.plan.expectation.planned_us < tuning.plan.expectation.baseline_us
@@ -206,12 +212,11 @@ def test_a_step_without_communication_is_left_as_it_is() -> None:
     assert tuning.plan.verdict == "NO_GAIN"
 
 
-def test_what_a_process_group_takes_is_refused_with_the_line_to_add_though_the_simulator_chose_it() -> None:
+def test_what_a_captured_step_does_not_take_is_refused_with_the_reason_though_the_simulator_chose_it() -> None:
     tuning = tuned(taking({only("priority"): 800.0}))
     assert controls_of(tuning.simulated.plan) == {"transport"}
     assert not any("communication CTAs" in label or "copies" in label for label in labels(tuning))
-    (reason,) = refused(tuning, "transport")
-    assert "capture it on copy engines" in reason
+    assert refused(tuning, "transport") == ["no copies were prepared"]
     (reason,) = refused(tuning, "communication_ctas")
     assert "options.config.max_ctas" in reason
 
@@ -411,7 +416,8 @@ def test_copies_are_measured_and_planned_for_what_can_be_moved_and_for_nothing_e
     tuning = movable(taking({only("transport"): 700.0}, otherwise=900.0), {3: "", 5: "on rank 1: too far"}, collective)
     assert controls_of(tuning.plan) == {"transport"}
     (directive,) = tuning.plan.directives
-    assert directive.match.operations == (3,)
+    assert directive.match.operations is None
+    assert directive.match.accepted(read(TWICE, TWICE_US, collective=collective).step) == (3,)
     assert [engagement.state for engagement in tuning.engagements] == ["verified"]
     assert tuning.plan.expectation.planned_us == 700.0
 
@@ -420,7 +426,7 @@ def test_copies_are_measured_and_planned_for_what_can_be_moved_and_for_nothing_e
 def test_copies_that_are_slower_are_measured_and_left_out(collective: CollectiveKind) -> None:
     tuning = movable(taking({only("transport"): 950.0, only("priority"): 800.0}), {3: "", 5: ""}, collective)
     assert controls_of(tuning.plan) == {"priority"}
-    assert any("copy engines" in label for label in labels(tuning))
+    assert any(label in ("copy engines", "copies and sums") for label in labels(tuning))
 
 
 def test_where_nothing_can_be_moved_the_plan_says_why() -> None:
@@ -437,4 +443,35 @@ def test_controls_that_still_help_are_measured_on_top_of_copies() -> None:
 
 def test_small_reductions_are_not_moved() -> None:
     tuning = movable(taking({}), {3: "", 5: ""}, num_bytes=1 << 20)
-    assert not any("copy engines" in label for label in labels(tuning))
+    assert not any("cop" in label for label in labels(tuning)), labels(tuning)
+
+
+KINDS: tuple[CollectiveKind, ...] = ("all_gather", "all_reduce")
+CALLS = [CollectiveCall(collective=kind, num_bytes=1 << 28, group_size=4) for kind in KINDS]
+GATHER_AND_REDUCE = read_graph("made up", TWICE, CALLS, GraphTimes(device_name="NVIDIA H200", lone_us=TWICE_US), 4)
+
+
+def gather_and_reduce(moved_us: dict[frozenset[int], float], obstacles: dict[int, str]) -> MeasuredTuning:
+    """Tune the step with two collectives, of which the second reduces; the clock goes by which of them copies move."""
+    found = GATHER_AND_REDUCE
+
+    def clock(plan: Plan) -> float:
+        each = enumerate(plan.controls_of(found.step))
+        return moved_us.get(frozenset(number for number, controls in each if MOVED in controls), BASELINE_US)
+
+    return tune_measured(ReplayDouble(GraphDouble(TWICE, H200.gpu, obstacles=obstacles), found, clock), H200, num_rounds=7)
+
+
+@pytest.mark.parametrize("best", [{3}, {3, 5}], ids=["without", "with"])
+def test_copies_with_and_without_reductions_are_both_measured_since_simulated_sums_may_be_too_fast(best: set[int]) -> None:
+    tuning = gather_and_reduce({frozenset(best): 700.0}, {3: "", 5: ""})
+    assert {"copy engines", "copy engines, reductions too"} < set(labels(tuning))
+    moved = {number for number, controls in enumerate(tuning.plan.controls_of(GATHER_AND_REDUCE.step)) if MOVED in controls}
+    assert moved == best
+
+
+def test_a_candidate_is_called_by_what_of_it_can_be_moved() -> None:
+    without_sums = gather_and_reduce({frozenset({3}): 700.0}, {3: "", 5: "too far"})
+    assert [label for label in labels(without_sums) if "cop" in label and "+" not in label] == ["copy engines"]
+    only_sums = gather_and_reduce({frozenset({5}): 700.0}, {3: "too far", 5: ""})
+    assert [label for label in labels(only_sums) if "cop" in label and "+" not in label] == ["copies and sums"]

@@ -8,7 +8,7 @@ ends it all, because other ranks may already wait in its collectives.
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing
-from itertools import combinations
+from itertools import chain, combinations
 from typing import Protocol
 
 import msgspec
@@ -26,12 +26,15 @@ from counterpoint.measurement.values import SIMULATION_ERROR, Comparison
 from counterpoint.plan import Directive, Expectation, Match, Plan, Refusal
 from counterpoint.planner.candidates import propose_unsimulated
 from counterpoint.planner.durable import DurableMatches
-from counterpoint.planner.movements import LEAST_COPIED_BYTES
 from counterpoint.planner.search import AS_IT_IS, Trial, Tuning, attempt, tune
 from counterpoint.sim import Simulator
-from counterpoint.sim.effects import COPY_ENGINE_COLLECTIVES
-from counterpoint.step import Collective, Operation, Step
+from counterpoint.sim.costs import SUMMED_COLLECTIVES
+from counterpoint.step import Collective, Step
 from counterpoint.value import Value
+
+Kinds = tuple[str, ...]
+SUMS = "transport of reductions"
+MOVES = frozenset({("transport",), (SUMS,)})
 
 
 class Replayable(Protocol):
@@ -91,7 +94,6 @@ def tune_measured(captured: Replayable, machine: Machine, num_candidates: int = 
     able = tune(step, machine, Simulator(), applier="graph")
     trials = [*simulated.trials, *able.trials[1:], *_unsimulated(step, machine, simulated)]
     applicable, inapplicable = _applicable(captured, trials)
-    applicable[1:1] = _sums_by_copies(captured)
     contenders = _agree(captured, applicable[:num_candidates])
     with ExitStack() as opened:
         entrants, dropped = _admit_all(captured, contenders, opened)
@@ -133,32 +135,37 @@ def _applicable(captured: Replayable, trials: Sequence[Trial]) -> tuple[list[Con
     """The best simulated candidate of each combination of controls, best first, and what cannot be applied here.
 
     One of each combination, and every pair of controls that may help alone, because what the simulator cannot tell apart is
-    often apart on a GPU. Copies are paired only where they leave collectives on SMs, for others to act on.
+    often apart on a GPU. Copies with and without reductions both take part. Copies are paired only where they leave
+    collectives on SMs, for others to act on.
     """
-    best: dict[tuple[str, ...], Contender] = {}
+    best: dict[Kinds, Contender] = {}
     refusals: list[Refusal] = []
     promising: list[str] = []
     for trial in sorted(trials[1:], key=lambda entry: (entry.makespan_us, len(entry.families))):
-        families = tuple(sorted(trial.families))
-        if families in best:
+        moves = _moves(captured, trial.directives)
+        kinds = _kinds(trial.families, moves)
+        if kinds in best:
             continue
         directives, unmet = _movable(captured, trial.directives)
         unmet += _unmet(captured, trial.label, directives) if directives else []
         refusals.extend(unmet)
-        if directives and not unmet:
-            best[families] = Contender(label=trial.label, directives=directives)
-            if len(families) == 1 and trial.makespan_us < trials[0].makespan_us * (1 + SIMULATION_ERROR):
-                promising.append(families[0])
+        # a candidate that can move but its reductions, or all but those, is another one, which is among the trials too
+        if directives and not unmet and _moves(captured, directives) == moves:
+            best[kinds] = Contender(label=trial.label, directives=directives)
+            if len(kinds) == 1 and trial.makespan_us < trials[0].makespan_us * (1 + SIMULATION_ERROR):
+                promising.append(kinds[0])
     for pair in combinations(promising, 2):
-        parts = [best[family,] for family in pair]
+        parts = [best[kind,] for kind in pair]
         directives = tuple(directive for part in parts for directive in part.directives)
         label = " + ".join(part.label for part in parts)
-        is_moving = "transport" in pair
-        if not is_moving or (_is_some_left(captured, directives) and not _unmet(captured, label, directives)):
+        num_moving = sum((kind,) in MOVES for kind in pair)
+        is_effective = num_moving == 0 or (_is_some_left(captured, directives) and not _unmet(captured, label, directives))
+        if num_moving < 2 and is_effective:
             best.setdefault(tuple(sorted(pair)), Contender(label=label, directives=directives))
-    ordered = list(best.values())
-    # the simulator's favorite, then pairs that it may have found no better than one of the two, then the others
-    return sorted(ordered, key=lambda contender: (contender is not ordered[0], "+" not in contender.label)), refusals
+    favorite = next(iter(best), ())
+    # the simulator's favorite, copies, then pairs that it may have found no better than one of the two, then the others
+    ordered = sorted(best, key=lambda kinds: (kinds != favorite, kinds not in MOVES, len(kinds) < 2))
+    return [best[kinds] for kinds in ordered], refusals
 
 
 def _movable(captured: Replayable, directives: tuple[Directive, ...]) -> tuple[tuple[Directive, ...], list[Refusal]]:
@@ -200,25 +207,17 @@ def _is_some_left(captured: Replayable, directives: tuple[Directive, ...]) -> bo
     return any(isinstance(operation, Collective) and MOVED not in controls for operation, controls in each)
 
 
-def _sums_by_copies(captured: Replayable) -> list[Contender]:
-    """All large collectives by copies, those that reduce included: the simulator moves only what needs no sum."""
-    able, _ = _able(captured, Match(kind="communication"))
+def _moves(captured: Replayable, directives: Iterable[Directive]) -> frozenset[bool]:
+    """Of the collectives that the directives move to copies, whether they reduce: true, false, both, or none are moved."""
     step = captured.read.step
-    large = tuple(index for index in able if _bytes_to_a_rank(step.operations[index]) >= LEAST_COPIED_BYTES)
-    if not any(_is_reducing(step.operations[index]) for index in large):
-        return []
-    reason = "copy engines move the blocks without taking SMs, which add up what came; sums may round in another order"
-    match = Match(kind="communication", operations=large)
-    directive = Directive(match=match, controls=(MOVED,), reason=reason)
-    return [Contender(label="copy engines, sums on SMs", directives=(directive,))]
+    moved = (directive.match.accepted(step) for directive in directives if MOVED in directive.controls)
+    each = (step.operations[index] for index in chain.from_iterable(moved))
+    return frozenset(operation.collective in SUMMED_COLLECTIVES for operation in each if isinstance(operation, Collective))
 
 
-def _is_reducing(operation: Operation) -> bool:
-    return isinstance(operation, Collective) and operation.collective not in COPY_ENGINE_COLLECTIVES
-
-
-def _bytes_to_a_rank(operation: Operation) -> float:
-    return operation.num_bytes / operation.group_size if isinstance(operation, Collective) else 0.0
+def _kinds(families: Iterable[str], moves: frozenset[bool]) -> Kinds:
+    """The kinds of controls in a candidate, sorted; copies that reduce are a kind of their own, which its sums may slow."""
+    return tuple(sorted(SUMS if family == "transport" and True in moves else family for family in families))
 
 
 def _unmet(captured: Replayable, label: str, directives: tuple[Directive, ...]) -> list[Refusal]:

@@ -131,7 +131,7 @@ def tune(
     bench = _Bench(step, machine, executor, on_trial, applier)
     without = bench.attempt(())
     proposed = bench.propose(())
-    parts = _shrink(bench, _grow(bench, without))
+    parts = _shrink(bench, _grow(bench, without), proposed.candidates)
     best = bench.attempt(parts)
     baseline = bench.run(())
     trials, durable = bench.trials(), DurableMatches(step)
@@ -168,13 +168,17 @@ def _grow(bench: _Bench, without: Trial) -> list[Candidate]:
         parts.append(candidate)
 
 
-def _shrink(bench: _Bench, parts: list[Candidate]) -> list[Candidate]:
-    """Drop every directive without which the step is not noticeably slower, so that the plan holds only what it needs."""
+def _shrink(bench: _Bench, parts: list[Candidate], proposed: Sequence[Candidate]) -> list[Candidate]:
+    """Drop every directive without which the step is not noticeably slower, so that the plan holds only what it needs.
+
+    What is left is called as the candidate that was `proposed` with just these directives, if there is one.
+    """
     best = bench.attempt(parts)
     for position, part in enumerate(parts):
         for directive in part.directives if len(part.directives) > 1 else ():
             kept = tuple(other for other in parts[position].directives if other is not directive)
-            fewer = msgspec.structs.replace(part, directives=kept)
+            same = (candidate for candidate in proposed if candidate.directives == kept)
+            fewer = next(same, msgspec.structs.replace(part, directives=kept))
             shorter = [*parts[:position], fewer, *parts[position + 1 :]]
             if kept and bench.attempt(shorter).makespan_us <= best.makespan_us * (1 + NEGLIGIBLE):
                 parts = shorter
