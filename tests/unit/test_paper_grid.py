@@ -5,9 +5,9 @@ from collections.abc import Callable
 import pytest
 
 from counterpoint import ideal_us, load_machine
-from counterpoint.controls import Transport
 from counterpoint.cuda.graph import AbstractExecutable, GraphNode
 from counterpoint.cuda.graph_reading import CollectiveCall, GraphTimes, read_graph
+from counterpoint.cuda.graph_rewriting import MOVED
 from counterpoint.errors import DeviceError
 from counterpoint.machine import machine_names
 from counterpoint.paper.grid import (
@@ -29,7 +29,7 @@ from counterpoint.sim import Simulator
 from counterpoint.step import Collective, Footprint, Step
 from counterpoint.units import MIB
 from counterpoint.workloads import load_workload, workload_names
-from helpers.graph_double import ExecutableDouble, Faults, GraphDouble, ReplayDouble, controls_of
+from helpers.graph_double import ExecutableDouble, Faults, GraphDouble, ReplayDouble, controls_of, simulated_us
 from helpers.toy_steps import NCCL
 from helpers.trace_builder import NCCL as ALL_REDUCE
 
@@ -42,6 +42,7 @@ NODES = (
 )
 CALL = CollectiveCall(collective="all_reduce", num_bytes=1 << 28, group_size=4)
 READ = read_graph("made up", NODES, [CALL], GraphTimes(device_name="NVIDIA H200", lone_us=(600.0, 600.0, 900.0)), 4)
+MOVED_PLAN = Plan(directives=(Directive(match=Match(kind="communication"), controls=(MOVED,), reason="test"),))
 
 
 def clock(plan: Plan) -> float:
@@ -95,15 +96,15 @@ def test_the_ideal_takes_the_faster_transport_of_each_collective_that_may_be_mov
         moved = Collective(name="gather", stream=0, collective="all_gather", num_bytes=num_bytes, group_size=4)
         return Step(name="gather", num_ranks=4, operations=(moved,))
 
-    by_engines = Directive(match=Match(kind="communication"), controls=(Transport(transport="copy_engine"),), reason="test")
-    plan = Plan(directives=(by_engines,))
     for num_bytes, moved_unasked in ((1024 * MIB, True), (32 * MIB, False)):
         step = gather(num_bytes)
-        by_kernels_us, moved_us = (ideal_us(step, Simulator().lone_times_us(step, H200, each)) for each in (Plan(), plan))
+        by_kernels_us, moved_us = (
+            ideal_us(step, Simulator().lone_times_us(step, H200, plan)) for plan in (Plan(), MOVED_PLAN)
+        )
         assert moved_us < by_kernels_us
         assert scale_of(step, H200).ideal_us == (moved_us if moved_unasked else by_kernels_us)
-        assert scale_of(step, H200, [plan]).ideal_us == moved_us
-        assert scale_of(step, H200, [plan]).sequential_us == by_kernels_us
+        assert scale_of(step, H200, [MOVED_PLAN]).ideal_us == moved_us
+        assert scale_of(step, H200, [MOVED_PLAN]).sequential_us == by_kernels_us
 
 
 def rows_of(measured: list[float], simulated: list[float]) -> PaperResult:
@@ -147,22 +148,24 @@ def test_every_row_has_its_time_against_plain_overlap_beside_the_simulated_one()
     assert all(row.simulated_us for row in rows.values())
 
 
-def test_collectives_that_can_be_copies_are_a_row_whose_outputs_are_compared_and_that_nothing_simulates() -> None:
+def test_collectives_that_can_be_copies_are_a_row_that_is_measured_simulated_and_whose_outputs_are_compared() -> None:
     bench = Bench(obstacles={2: ""})
     rows = {row.label: row for row in bench.measure().rows}
     assert rows[COPY_ENGINES].is_engaged
     assert rows[COPY_ENGINES].measured_us == 700.0
-    assert rows[COPY_ENGINES].simulated_us is None, "the simulator knows no reduction by copies"
+    assert rows[COPY_ENGINES].simulated_us == pytest.approx(simulated_us(READ, H200)(MOVED_PLAN))
+    assert rows[COPY_ENGINES].simulated_us != rows[PLAIN].simulated_us
     assert not rows[COPY_ENGINES].is_identical
     assert rows[SEQUENTIAL].is_identical
     assert bench.num_open() == 0
 
 
-def test_a_choice_that_moves_sums_is_a_row_without_a_simulated_time() -> None:
+def test_a_choice_that_moves_sums_is_a_row_like_the_others() -> None:
     result = Bench(obstacles={2: ""}).measure()
     assert controls_of(result.choice) == {"transport"}
-    (row,) = [row for row in result.rows if row.label == CHOICE]
-    assert (row.measured_us, row.simulated_us) == (700.0, None)
+    rows = {row.label: row for row in result.rows}
+    assert rows[CHOICE].measured_us == 700.0
+    assert rows[CHOICE].simulated_us == rows[COPY_ENGINES].simulated_us
 
 
 def test_without_copies_in_store_there_is_no_such_row() -> None:

@@ -221,8 +221,12 @@ def test_ddp_gains_by_copies_and_sums() -> None:
     plan = tuned("ddp").plan
     assert plan.verdict == "GAIN"
     assert 0.032 - 0.01 <= 1 - plan.expectation.planned_us / plan.expectation.baseline_us <= 0.032 + 0.01
-    (directive,) = plan.directives
-    assert len(directive.match.operations) == 18
+    step = load_job(str(TRACES / "ddp.rank0.json.gz")).step
+    reduced = [operation.num_bytes for operation in step.operations if isinstance(operation, Collective)]
+    moved = [step.operations[number].num_bytes for each in plan.directives for number in each.match.accepted(step)]
+    assert len(moved) == 18
+    assert sorted(moved) == sorted(reduced)[1:], "the last bucket has 16 KiB and stays with the library"
+    assert [each.match.operations for each in plan.directives] == [None, None], "the other buckets are of two sizes"
     assert any("less than 4 MiB" not in reason for _, reason in refused(plan, "overlap_matmul"))
 
 
