@@ -18,9 +18,9 @@ from counterpoint.schedule import SEQUENTIAL
 from counterpoint.supervised.applicable import plan_variables, variable_remarks
 from counterpoint.supervised.environment import IN_JOB, job_environment
 from counterpoint.supervised.process import Ended
-from counterpoint.supervised.proof import ControlProof, ProcessProof, count_table, prove_process, prove_rule
-from counterpoint.supervised.run import RunOutcome, prove_table
-from counterpoint.supervised.settings import LiveRecord, TableTotals, add_counters
+from counterpoint.supervised.proof import ControlProof, ProcessProof, count_setting, prove_process, prove_rule
+from counterpoint.supervised.run import RunOutcome, prove_setting
+from counterpoint.supervised.settings import LiveRecord, Setting, Totals, add_counters
 from helpers.live_job_double import NCCL, nccl, seen
 
 CAP = FilterRule(pattern="long*", dynamic_shared_bytes=115_840, ctas_per_sm=1, carveout_percent=100)
@@ -104,25 +104,26 @@ def test_counters_add_up_whichever_comes_first(first: RuleCounters, second: Rule
 
 def test_a_table_counts_what_was_kept_and_what_is_in_force_but_no_other_table() -> None:
     counted = (RuleCounters(num_matched=1, num_prioritized=1),)
-    kept = TableTotals(rules=(PRIORITY,), counters=counted)
-    both = count_table((PRIORITY,), state((PRIORITY,), counted), kept)
+    prioritized = Setting(rules=(PRIORITY,))
+    kept = Totals(setting=prioritized, counters=counted)
+    both = count_setting(prioritized, state((PRIORITY,), counted), kept)
     assert both.counters == (RuleCounters(num_matched=2, num_prioritized=2),)
-    assert count_table((PRIORITY,), state((), ()), kept).counters == counted
-    assert count_table((PRIORITY,), state((CAP,), counted), TableTotals()).counters == (RuleCounters(),)
-    assert count_table((), state((CAP,), counted), kept) == TableTotals()
+    assert count_setting(prioritized, state((), ()), kept).counters == counted
+    assert count_setting(prioritized, state((CAP,), counted), Totals()).counters == (RuleCounters(),)
+    assert count_setting(Setting(), state((CAP,), counted), kept) == Totals()
 
 
 def test_a_trial_of_the_same_table_does_not_prove_a_plan_that_was_decided_in_an_earlier_process() -> None:
     """Whether the last step of a job falls into such a trial is chance, and `--strict` must not depend on it."""
     counted = (RuleCounters(num_matched=3, num_prioritized=3),)
-    trial, idle, rules = state((PRIORITY,), counted), state((), ()), (PRIORITY,)
+    trial, idle, setting = state((PRIORITY,), counted), state((), ()), Setting(rules=(PRIORITY,))
     for last in (trial, idle):
-        (applied,) = prove_table(last, Plan(), rules, TableTotals(), is_tuned=True).applied
+        (applied,) = prove_setting(last, Plan(), setting, Totals(), is_tuned=True).applied
         assert applied.engagement.state == "failed"
         assert "it was not in force in this process" in applied.engagement.reason
         assert (applied.num_matched, applied.num_applied) == (0, 0)
-    decided_here = prove_table(trial, Plan(), rules, TableTotals(rules=rules), is_tuned=True)
-    given = prove_table(trial, Plan(), rules, TableTotals(), is_tuned=False)
+    decided_here = prove_setting(trial, Plan(), setting, Totals(setting=setting), is_tuned=True)
+    given = prove_setting(trial, Plan(), setting, Totals(), is_tuned=False)
     for proof in (decided_here, given):
         assert [applied.engagement.state for applied in proof.applied] == ["verified"]
 
@@ -138,12 +139,12 @@ def test_a_trial_of_the_same_table_does_not_prove_a_plan_that_was_decided_in_an_
     ],
 )
 def test_settings_are_proven_by_the_collectives_that_were_launched(control: Control, expected: str) -> None:
-    found = prove_process(state(functions=(nccl(), seen("other"))), plan_of(control), TableTotals())
+    found = prove_process(state(functions=(nccl(), seen("other"))), plan_of(control), Totals())
     assert [applied.engagement.state for applied in found.applied] == [expected]
 
 
 def test_a_setting_without_any_collective_is_not_verified() -> None:
-    found = prove_process(state(functions=(seen("other"),)), plan_of(CommunicationCtas(max_ctas=64)), TableTotals())
+    found = prove_process(state(functions=(seen("other"),)), plan_of(CommunicationCtas(max_ctas=64)), Totals())
     assert found.applied[0].engagement.state == "failed"
     assert NCCL not in str(found)
 
@@ -151,27 +152,30 @@ def test_a_setting_without_any_collective_is_not_verified() -> None:
 def test_the_environment_has_the_filter_and_the_agent_in_front_and_keeps_the_rest(tmp_path: Path) -> None:
     inherited = {"LD_PRELOAD": "/a.so:/b.so", "PYTHONPATH": "/p", "HOME": "/h"}
     library = Path("/cache/filter.so")
-    found = job_environment(inherited, tmp_path, library, Plan(), has_agent=True)
+    found = job_environment(inherited, tmp_path, library, Plan(), has_agent=True, keeps_recordings=False)
     assert found["LD_PRELOAD"] == "/cache/filter.so:/a.so:/b.so"
     assert found["PYTHONPATH"] == f"{IN_JOB}:/p"
     assert found["HOME"] == "/h"
     assert inherited["PYTHONPATH"] == "/p"
-    bare = job_environment({}, tmp_path, library, Plan(), has_agent=False)
+    bare = job_environment({}, tmp_path, library, Plan(), has_agent=False, keeps_recordings=False)
     assert bare["LD_PRELOAD"] == str(library), "no empty part, which would stand for the current folder"
     assert "PYTHONPATH" not in bare
 
 
-def test_operators_record_no_calls_because_the_filter_sees_a_graph_only_once(tmp_path: Path) -> None:
+def test_operators_record_calls_only_where_paths_are_switched_for_the_filter_sees_a_graph_once(
+    tmp_path: Path,
+) -> None:
     pytest.importorskip("torch")
     recordings = pytest.importorskip("counterpoint.ops.graph_cache")
-    found = job_environment({recordings.SWITCH: "1"}, tmp_path, Path("/cache/filter.so"), Plan(), has_agent=True)
-    assert found[recordings.SWITCH] == "0"
+    arguments = ({recordings.SWITCH: "1"}, tmp_path, Path("/cache/filter.so"), Plan())
+    assert job_environment(*arguments, has_agent=True, keeps_recordings=False)[recordings.SWITCH] == "0"
+    assert job_environment(*arguments, has_agent=True, keeps_recordings=True)[recordings.SWITCH] == "1"
 
 
 @pytest.mark.parametrize("folder", ["/with space", "/with:colon"])
 def test_a_path_that_cannot_be_preloaded_is_refused(folder: str, tmp_path: Path) -> None:
     with pytest.raises(LaunchFilterError, match="COUNTERPOINT_CACHE_DIR"):
-        job_environment({}, tmp_path, Path(folder) / "filter.so", Plan(), has_agent=True)
+        job_environment({}, tmp_path, Path(folder) / "filter.so", Plan(), has_agent=True, keeps_recordings=False)
 
 
 def test_a_limit_on_communication_is_what_nccl_calls_it() -> None:
@@ -182,8 +186,9 @@ def test_a_limit_on_communication_is_what_nccl_calls_it() -> None:
 def test_a_setting_of_the_user_is_not_overwritten(tmp_path: Path) -> None:
     plan, library = plan_of(CommunicationCtas(max_ctas=8)), Path("/filter.so")
     with pytest.raises(PlanError, match="NCCL_MAX_CTAS=8, but it is set to 16"):
-        job_environment({"NCCL_MAX_CTAS": "16"}, tmp_path, library, plan, has_agent=True)
-    assert job_environment({"NCCL_MAX_CTAS": "8"}, tmp_path, library, plan, has_agent=True)["NCCL_MAX_CTAS"] == "8"
+        job_environment({"NCCL_MAX_CTAS": "16"}, tmp_path, library, plan, has_agent=True, keeps_recordings=False)
+    found = job_environment({"NCCL_MAX_CTAS": "8"}, tmp_path, library, plan, has_agent=True, keeps_recordings=False)
+    assert found["NCCL_MAX_CTAS"] == "8"
 
 
 def test_two_limits_in_one_plan_are_refused_and_one_for_some_collectives_is_remarked() -> None:

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from counterpoint.controls import HeadStart, Priority, ResidencyCap
-from counterpoint.launch_filter.control_block import SeenFunction, rules_of
+from counterpoint.launch_filter.control_block import SeenFunction
 from counterpoint.launch_filter.layout import MAX_RULES
 from counterpoint.machine import load_machine
 from counterpoint.measurement.tournament import least_turns
@@ -15,10 +15,10 @@ from counterpoint.occupancy import residency
 from counterpoint.plan import Directive, Match, Plan, Refusal
 from counterpoint.step import Footprint
 from counterpoint.supervised.candidates import LiveCandidate, LiveProposal, propose_live
-from counterpoint.supervised.decisions import Reference, decide, propose, why_another_job, why_removed
+from counterpoint.supervised.decisions import Reference, Room, decide, propose, why_another_job, why_removed
 from counterpoint.supervised.messages import Census, RoundReport, Trials
 from counterpoint.supervised.running_job import JobGpu
-from counterpoint.supervised.settings import LiveSettings
+from counterpoint.supervised.settings import LiveSettings, setting_of
 from helpers.live_job_double import GPU, NCCL, nccl, seen
 
 LONG, SMALL = seen("_Z4longPf"), seen("_Z5smallPf", num_ctas=131)
@@ -68,7 +68,7 @@ def test_what_won_races_is_tried_first_and_is_all_that_the_least_budget_tries() 
     labels = [candidate.label for candidate in propose_live(functions, GPU).candidates]
     assert labels[:2] == ["priority", "priority + head start 5 us"]
     settings = LiveSettings(is_tuning=True, budget_steps=100)
-    trials = propose([Census(functions=tuple(functions))], GPU, settings, num_turns=least_turns(2))
+    trials = propose([Census(functions=tuple(functions))], GPU, settings, Room(num_turns=least_turns(2)))
     assert [candidate.label for candidate in trials.candidates] == labels[:2]
     _, second = trials.candidates
     prioritized, *others = second.directives
@@ -126,7 +126,7 @@ def test_no_two_candidates_are_alike(functions: list[SeenFunction], is_known: bo
     gpu = GPU if is_known else replace(GPU, name="NVIDIA Unheard Of")
     candidates = propose_live([*functions, nccl()], gpu).candidates
     assert len({candidate.label for candidate in candidates}) == len(candidates)
-    assert len({frozenset(candidate.rules) for candidate in candidates}) == len(candidates)
+    assert len({frozenset(candidate.setting.rules) for candidate in candidates}) == len(candidates)
 
 
 def test_a_cap_lets_the_collectives_cta_live_beside_and_asks_for_the_carveout() -> None:
@@ -180,8 +180,8 @@ def test_every_candidate_fits_the_filters_table(num_kernels: int) -> None:
     proposal = propose_live([seen(f"_Z4long{number}Pf") for number in range(num_kernels)] + [nccl()], GPU)
     assert proposal.candidates
     for candidate in proposal.candidates:
-        assert len(candidate.rules) <= MAX_RULES
-        assert candidate.rules == rules_of(Plan(directives=candidate.directives))
+        assert len(candidate.setting.rules) <= MAX_RULES
+        assert candidate.setting == setting_of(Plan(directives=candidate.directives))
 
 
 def test_a_truncated_name_is_matched_by_its_beginning() -> None:
@@ -191,7 +191,7 @@ def test_a_truncated_name_is_matched_by_its_beginning() -> None:
 
 def test_what_the_budget_does_not_let_try_is_refused_with_the_reason() -> None:
     settings = LiveSettings(is_tuning=True, budget_steps=100)
-    trials = propose([Census(functions=(LONG, MATMUL, nccl()))], GPU, settings, num_turns=least_turns(1))
+    trials = propose([Census(functions=(LONG, MATMUL, nccl()))], GPU, settings, Room(num_turns=least_turns(1)))
     assert [candidate.label for candidate in trials.candidates] == ["priority"]
     left_out = [refusal for refusal in trials.refusals if refusal.control == "candidate"]
     assert left_out
@@ -200,24 +200,24 @@ def test_what_the_budget_does_not_let_try_is_refused_with_the_reason() -> None:
 
 def test_a_budget_too_small_to_try_anything_says_which_one_is_enough() -> None:
     settings = LiveSettings(is_tuning=True, budget_steps=100)
-    trials = propose([Census(functions=(LONG, nccl()))], GPU, settings, num_turns=15)
+    trials = propose([Census(functions=(LONG, nccl()))], GPU, settings, Room(num_turns=15))
     comparison = Comparison(measurements=(), verdict=Verdict(chosen=0, best=0, reason="no candidate"))
     summary = decide(trials, comparison, [], GPU).plan.summary
     assert summary == "nothing was tried: --budget 100 is too small to try any candidate here; 121 is the least"
-    assert propose([Census(functions=(LONG, nccl()))], GPU, settings, num_turns=15 + 7).candidates
+    assert propose([Census(functions=(LONG, nccl()))], GPU, settings, Room(num_turns=15 + 7)).candidates
 
 
 def test_a_plan_that_was_given_is_tried_first() -> None:
     plan = Plan(directives=(Directive(match=Match(kind="communication"), controls=(Priority(priority=-1),), reason="r"),))
-    settings = LiveSettings(is_tuning=True, plan=plan, rules=rules_of(plan))
-    trials = propose([Census(functions=(LONG, nccl()))], GPU, settings, num_turns=1000)
+    settings = LiveSettings(is_tuning=True, plan=plan, given=setting_of(plan))
+    trials = propose([Census(functions=(LONG, nccl()))], GPU, settings, Room(num_turns=1000))
     assert [candidate.label for candidate in trials.candidates][:2] == ["the plan given", "priority"]
 
 
 def decided(refusals: list[Refusal], gain: float | None = None, *, engaged: bool = True, reason: str = "proven") -> Plan:
     """What rank 0 makes of a verdict on one candidate, a priority; None where there was none."""
     directive = Directive(match=Match(kind="communication"), controls=(Priority(priority=-5),), reason="test")
-    candidate = LiveCandidate(label="priority", directives=(directive,), rules=rules_of(Plan(directives=(directive,))))
+    candidate = LiveCandidate(label="priority", directives=(directive,), setting=setting_of(Plan(directives=(directive,))))
     control = ("priority", "communication kernels")
     refused_there = Refusal(control=control[0], target=control[1], reason="not here")
     report = RoundReport(turns=(), engaged=(control,) * engaged, unengaged=(refused_there,) * (not engaged))

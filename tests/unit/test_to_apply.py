@@ -138,14 +138,55 @@ def test_the_commands_that_tune_prints_run_as_they_stand(tmp_path: Path) -> None
     assert (done.returncode, done.stdout) == (0, "the job ran\n"), done.stderr
 
 
-def test_where_no_control_pays_the_report_says_what_the_job_could_change_or_that_nothing_would_help() -> None:
-    traces = Path(__file__).parents[2] / "examples" / "traces"
-    told = {name: CliRunner().invoke(app, ["tune", str(traces / f"{name}.rank0.json.gz")]).stdout for name in ("moe", "ddp")}
-    assert "issue each all_to_all on a stream of its own" in " ".join(told["moe"].split())
-    assert "No change of the job would shorten it by 1.0 % or more. Simulated: gradient buckets" in " ".join(
-        told["ddp"].split()
-    )
-    assert "to apply" not in told["moe"] + told["ddp"]
+ON_ONE_STREAM = """
+name = "on_one_stream"
+num_ranks = 4
+iterations = 4
+
+[[gemms]]
+name = "gemm"
+stream = 0
+m = 4096
+n = 4096
+k = {inner}
+dtype = "bf16"
+tile = "128x128x64"
+threads_per_cta = 256
+registers_per_thread = 128
+stages = 3
+
+[[collectives]]
+name = "sum"
+stream = 0
+collective = "all_reduce"
+bytes = "{size}"
+"""
+
+
+@pytest.mark.parametrize(
+    ("size", "inner", "says"),
+    [
+        (
+            "8 MiB",
+            "what could be changed in the job (simulated; only if the data flow allows it) - issue each all_reduce on",
+        ),
+        ("1 KiB", 65536, "No change of the job would shorten it by 1.0 % or more. Simulated: issue each all_reduce on"),
+    ],
+)
+def test_where_no_control_pays_the_report_says_what_the_job_could_change_or_that_nothing_would_help(
+    size: str, inner: int, says: str, tmp_path: Path
+) -> None:
+    (tmp_path / "step.toml").write_text(ON_ONE_STREAM.format(size=size, inner=inner))
+    told = CliRunner().invoke(app, ["tune", str(tmp_path / "step.toml"), "--machine", "h200"]).stdout
+    assert says in " ".join(told.split())
+    assert "to apply" not in told
+
+
+def test_where_a_step_has_no_place_for_a_change_the_report_says_so() -> None:
+    trace = Path(__file__).parents[2] / "examples" / "traces" / "tp.rank0.json.gz"
+    told = CliRunner().invoke(app, ["tune", str(trace)]).stdout
+    assert "No change of streams, bucket sizes or prefetch has a place in this step." in " ".join(told.split())
+    assert "to apply" not in told
 
 
 @pytest.mark.parametrize(("stage", "is_told"), [("decided", True), ("reverted", False)])

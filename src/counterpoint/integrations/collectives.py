@@ -43,7 +43,7 @@ from counterpoint.integrations.lane_collectives import (
     streams_of,
     uses_nccl,
 )
-from counterpoint.integrations.paths import COPIED_KINDS
+from counterpoint.integrations.paths import COPIED_KINDS, WORDS
 from counterpoint.ops.collectives import library_all_gather, library_all_reduce, library_reduce_scatter
 from counterpoint.ops.graph_cache import is_capturing
 from counterpoint.ops.lane import AbstractLane
@@ -67,7 +67,7 @@ class ReplacedCollectives:
         self._device_type = "cuda" if torch.cuda.is_available() else "cpu"
         self._lanes: dict[str, Lanes] = {}
         self._least_part_bytes = least_part_bytes
-        self.tallies = {kind: Tally(f"{kind} that the job calls", least_part_bytes) for kind in COPIED_KINDS}
+        self.tallies = {kind: Tally(f"one of the job's own {WORDS[kind]}", least_part_bytes) for kind in COPIED_KINDS}
         self._num_large: dict[CollectiveKind, int] = dict.fromkeys(COPIED_KINDS, 0)
         self._exchanged: list[tuple[Any, str, Any, Any]] = []  # module, name, the library's, ours
         self._on: frozenset[CollectiveKind] = frozenset()
@@ -99,10 +99,7 @@ class ReplacedCollectives:
 
     def __str__(self) -> str:
         """What was done how, and which kinds copies are on for."""
-        total = f"{self.num_by_copies} times by copies, {self.num_by_library} times by the library"
-        done = "; ".join(
-            [total, *(str(tally) for tally in self.tallies.values() if tally.num_by_copies + tally.num_by_library)]
-        )
+        done = "; ".join(map(str, self.tallies.values()))
         return f"{done}; copies are {'on for ' + ', '.join(sorted(self._on)) if self._on else 'off'}"
 
     def use(self, is_on: bool, kinds: Sequence[CollectiveKind] = COPIED_KINDS) -> None:

@@ -7,6 +7,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from counterpoint import ops
 from counterpoint.integrations import collectives, ddp
+from counterpoint.integrations.paths import WORDS
 from counterpoint.ops.collectives import library_all_gather, library_reduce_scatter
 from integration_sections.comparing import (
     DEVICE,
@@ -45,7 +46,8 @@ def bare_collectives_give_the_librarys_results() -> None:
     assert replaced.num_by_copies == 2 * len(ROUNDING) * 2 * 4 * len(SIZES)
     assert replaced.num_by_library == 0
     assert replaced.num_bytes > 0
-    assert f"{replaced.num_by_copies} times by copies" in str(replaced)
+    for kind, tally in replaced.tallies.items():
+        assert f"one of the job's own {WORDS[kind]}: {tally.num_by_copies} times by copies" in str(replaced)
     refused(collectives.replace, "collectives.replace\\(\\) has torch's functions already")
     replaced.undo()
     assert known == [getattr(module, name) for module in (dist, distributed_c10d) for name in (GATHER, REDUCE, "all_reduce")]
@@ -178,7 +180,7 @@ def bare_collectives_compiled() -> None:
 
 
 def bare_collectives_without_memory() -> None:
-    """One rank has no memory in mid-job: all go on with the library, and say so once."""
+    """One rank has no memory in mid-job: all go on with the library, and say so once of each kind of collective."""
     ops.release()
     replaced = collectives.replace(least_part_bytes=0)
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
@@ -195,8 +197,8 @@ def bare_collectives_without_memory() -> None:
 
     with without_memory_above(8192, on_rank=num_ranks - 1):
         said = said_of(work)
-    assert len(said) == 1, said
-    assert f"Rank {num_ranks - 1} of the group" in said[0]
+    assert [line.partition(" is done by")[0].split()[-1] for line in said] == ["all-reduces", "all-gathers"], said
+    assert all(f"Rank {num_ranks - 1} of the group" in line for line in said)
     assert (replaced.num_by_copies, replaced.num_by_library) == (1, 4)
     replaced.undo()
     ops.release()
