@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from counterpoint.controls import CommunicationCtas, Control, Priority, ResidencyCap, Transport
+from counterpoint.controls import CommunicationCtas, Control, OwnStream, Priority, ResidencyCap, Transport
 from counterpoint.plan import Directive, Match, Plan, load_plan, save_plan
 from helpers.build_filter import build_double
 from helpers.command import COUNTERPOINT
@@ -191,10 +191,9 @@ def test_controls_that_are_no_launches_are_settings_or_refused(driver: Path, tmp
 
 
 def test_a_plan_of_which_nothing_can_be_applied_is_refused_before_the_job_starts(tmp_path: Path) -> None:
-    chosen, engines = Match(operations=(3, 28)), Transport(transport="copy_engine")
-    copies = Match(kind="copy", name="Memcpy*")
+    collectives, copies = Match(kind="communication"), Match(kind="copy", name="Memcpy*")
     for plan, words in (
-        (plan_of(tmp_path / "engines.toml", chosen, engines), "fsdp2.use_copy_engines(model)"),
+        (plan_of(tmp_path / "streams.toml", collectives, OwnStream()), "issue the collective with async_op=True there"),
         (plan_of(tmp_path / "copies.toml", copies, Priority(priority=-5)), "it is for copies"),
     ):
         for options in ((), ("--tune",)):
@@ -205,19 +204,29 @@ def test_a_plan_of_which_nothing_can_be_applied_is_refused_before_the_job_starts
             assert words in ended.stderr
 
 
+def test_a_plan_of_transports_alone_is_taken_but_not_where_it_names_collectives_by_number(tmp_path: Path) -> None:
+    engines = Transport(transport="copy_engine")
+    by_kind = plan_of(tmp_path / "kind.toml", Match(kind="communication", collective="all_gather"), engines)
+    by_number = plan_of(tmp_path / "number.toml", Match(operations=(3, 28)), engines)
+    taken, refused = (run("--plan", plan, "--", "echo", "started") for plan in (by_kind, by_number))
+    assert (taken.returncode, taken.stdout) == (0, "started\n"), taken.stderr
+    assert (refused.returncode, refused.stdout) == (2, ""), refused.stderr
+    (line,) = refused.stderr.splitlines()
+    assert "(transport) names operations by number (3, 28)" in line
+    assert "--step TRACE" in line
+
+
 def test_a_plan_that_can_be_applied_in_part_says_at_the_start_what_is_left_out(driver: Path, tmp_path: Path) -> None:
-    plan = plan_of(
-        tmp_path / "plan.toml", Match(kind="communication"), Priority(priority=-5), Transport(transport="copy_engine")
-    )
+    plan = plan_of(tmp_path / "plan.toml", Match(kind="communication"), Priority(priority=-5), OwnStream())
     script = lone_job(driver, tmp_path)
     ended = run("--strict", "--plan", plan, "--guard", "0", "--", "sh", "-c", f"echo >&2 began; {sys.executable} {script} 3")
     assert ended.returncode == 3
     assert ended.stdout == "[-5, -5, -5]\n"
     lines = ended.stderr.splitlines()
     assert "does not apply everything" in lines[0]
-    assert "use_copy_engines(model)" in lines[0]
+    assert "async_op=True" in lines[0]
     assert lines[1] == "began"
-    assert "moved to copy engines by the job's own code" in ended.stderr.split("began")[1]
+    assert "only the job knows what needs the result" in " ".join(ended.stderr.split("began")[1].split())
 
 
 def test_a_job_that_launches_nothing_on_a_gpu_is_told_so_in_one_line(tmp_path: Path) -> None:

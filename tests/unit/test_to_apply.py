@@ -168,6 +168,7 @@ bytes = "{size}"
     [
         (
             "8 MiB",
+            4096,
             "what could be changed in the job (simulated; only if the data flow allows it) - issue each all_reduce on",
         ),
         ("1 KiB", 65536, "No change of the job would shorten it by 1.0 % or more. Simulated: issue each all_reduce on"),

@@ -10,7 +10,7 @@ It knows nothing of the layout of the control block, nor of what the driver make
 
 from collections.abc import Sequence
 
-from counterpoint.controls import Control, HeadStart, Priority, ResidencyCap
+from counterpoint.controls import CommunicationCtas, Control, HeadStart, Priority, ResidencyCap
 from counterpoint.errors import PlanError, shown
 from counterpoint.plan import NUM_SHOWN, Directive, Match, Plan, Refusal
 from counterpoint.step import Copy, OperationKind, Step
@@ -83,7 +83,8 @@ def translate(plan: Plan, step: Step | None = None) -> Translation:
 
     Raises `PlanError` where the plan cannot be applied to `step`, names operations by number and there is no
     step, or holds operators' schedules: nothing of such a directive could be applied, and a job may run for days before
-    anybody looks. Controls that the filter has no part in (communication CTAs, transport) are neither rules nor refusals.
+    anybody looks. Controls that the filter has no part in (communication CTAs, transport) are neither rules nor refusals;
+    of these, only communication CTAs hold for the whole process, whatever operations a directive names.
     """
     if step is None:
         plan.refuse_for_steps()
@@ -93,11 +94,11 @@ def translate(plan: Plan, step: Step | None = None) -> Translation:
     refusals: list[Refusal] = []
     remarks = list(plan.remarks_on(step)) if step is not None else []
     for number, directive in enumerate(plan.directives):
+        if step is None and any(not isinstance(control, CommunicationCtas) for control in directive.controls):
+            _check_has_names(number, directive)
         controls = tuple(control for control in directive.controls if is_by_launch(control))
         if not controls:
             continue
-        if step is None:
-            _check_has_names(number, directive)
         part = _by_match(directive.match, controls) if step is None else _by_step(directive, controls, step)
         rules.extend(part.rules)
         refusals.extend(part.refusals)
@@ -119,7 +120,7 @@ def _check_has_names(number: int, directive: Directive) -> None:
     shown = ", ".join(map(str, operations[:NUM_SHOWN])) + (", ..." if len(operations) > NUM_SHOWN else "")
     controls = " and ".join(control.tag for control in directive.controls)
     raise PlanError(
-        f"Directive {number} of the plan ({controls}) names operations by number ({shown}), and launches have only names. "
+        f"Directive {number} of the plan ({controls}) names operations by number ({shown}), and jobs have only names. "
         "Give the trace or step that the plan was made from: --step TRACE."
     )
 
