@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from counterpoint.controls import Priority
-from counterpoint.integrations.paths import COPIES, LIBRARY, PathOffer, Paths
+from counterpoint.integrations import job_paths
+from counterpoint.integrations.paths import COPIES, LIBRARY, PathOffer, Paths, path_problems
 from counterpoint.plan import Directive, Match, Plan
 from counterpoint.supervised import tuning
 from counterpoint.supervised.settings import LiveSettings, setting_of
@@ -88,12 +89,21 @@ def test_in_every_step_all_ranks_have_the_same_paths_in_force(
     assert not any("stopped" in line for rank in job.ranks for line in rank.said)
 
 
-def test_the_phases_of_the_property_hold_removal_putting_back_and_tuning_again() -> None:
+@pytest.mark.parametrize(
+    ("phases", "words"),
+    [
+        (((300, 0.2, 1000.0), (300, -0.2, 1000.0), (1600, 0.2, 1000.0)), ("GAIN after", "taken out after", "back in force")),
+        (((300, 0.2, 1000.0), (800, 0.2, 1400.0)), ("GAIN after", "tuning again", "GAIN after")),
+    ],
+)
+def test_removal_putting_back_and_tuning_again_part_no_ranks(
+    phases: Sequence[tuple[int, float, float]], words: Sequence[str]
+) -> None:
     job = PathsJob(TUNING, num_ranks=3, most_ahead=30)
-    for num_steps, gain, us in ((300, 0.2, 1000.0), (300, -0.2, 1000.0), (1600, 0.2, 1000.0), (600, 0.2, 1400.0)):
+    for num_steps, gain, us in phases:
         job.run(num_steps, by_paths(gain, us))
-    said = " ".join(job.ranks[0].said)
-    assert all(words in said for words in ("GAIN after", "taken out after", "back in force", "tuning again"))
+    told = [line for line in job.ranks[0].said if "live steps" not in line]
+    assert [word in line for word, line in zip(words, told, strict=True)] == [True] * len(words)
     assert not job.apart()
 
 
@@ -135,14 +145,12 @@ def test_what_one_rank_refuses_is_tried_on_none_and_the_plan_says_why() -> None:
     assert "the job's torch is too old" in why_not(job)
 
 
-@pytest.mark.parametrize("refusing", [0, 1])
-def test_a_refusal_of_what_is_missing_elsewhere_reaches_the_plan(refusing: int) -> None:
-    """A job's paths name no kinds with a refusal that holds for the whole process."""
-    offer = PathOffer(integration="fsdp2", what=FSDP2.what, refusal="the job's torch is too old")
-    job = PathsJob(UNGUARDED, lambda rank: (offer,) if rank == refusing else (FSDP2,))
-    job.run(60, by_paths(0.2))
-    assert was_in_force(job) == {LIBRARY}
-    assert "the job's torch is too old" in why_not(job)
+def test_what_a_process_refuses_as_a_whole_names_the_kinds_that_a_plan_asks_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a user reads that no such call was found, where torch is too old."""
+    monkeypatch.setattr(job_paths, "OLDEST_TORCH", (99, 0))
+    monkeypatch.setattr(job_paths, "_offers_of", lambda modules: [FSDP2])
+    offers = job_paths.TorchJobPaths().survey()
+    assert "integrations need 99.0 or later" in path_problems(GATHERED, offers)["all-gathers"]
 
 
 @pytest.mark.parametrize("missing", [0, 1])
@@ -201,10 +209,10 @@ def test_a_rank_with_another_version_ends_it_in_one_line_with_nothing_switched(m
 @given(
     failing=st.integers(0, 2),
     fails_from=st.integers(1, 700),
-    settings=st.sampled_from([TUNING, GUARDED]),
+    settings=st.sampled_from([TUNING, GUARDED, UNGUARDED]),
     apart=RANKS_APART,
 )
-@settings(max_examples=40)
+@settings(max_examples=30)
 def test_a_rank_whose_agent_fails_goes_on_switching_until_all_are_on_the_librarys_path(
     failing: int, fails_from: int, settings: LiveSettings, apart: dict[str, int]
 ) -> None:
@@ -212,9 +220,13 @@ def test_a_rank_whose_agent_fails_goes_on_switching_until_all_are_on_the_library
     job.ranks[failing].clock.fails_from = fails_from
     job.run(1000, noisy(by_paths(0.2), 0.01, apart["seed"]))
     assert not job.apart()
-    assert job.ranks[failing].is_failed
     assert not any(rank.is_running for rank in job.ranks)
-    assert all(paths.in_force == LIBRARY for paths in job.paths)
+    in_force = {paths.in_force for paths in job.paths}
+    if settings is UNGUARDED and fails_from > 150:
+        assert len(in_force) == 1, "a decision may have been announced that nothing follows"
+        return
+    assert job.ranks[failing].is_failed
+    assert in_force == {LIBRARY}
     told = [line for line in job.ranks[0].said if "stopped" in line]
     if failing:
         assert len(told) == 1
