@@ -1,10 +1,12 @@
 """A job of several ranks without GPUs: each step takes what a function of the rank, the step and the table in force says.
 
 Ranks run ahead of each other as a seed says, and the "GPU" is some steps behind the host, so that times become known late.
+A rank whose job is held waits in a thread of its own; one rank runs at a time, and the seed says which.
 Tables are swapped in a double of the control block that counts launches as the filter would.
 """
 
 import random
+import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
@@ -22,7 +24,8 @@ from counterpoint.supervised.tuning import LiveTuner
 
 GPU = JobGpu(name="NVIDIA H200", num_sms=132, greatest_priority=-3)
 NCCL = "ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
-HOLD_LIMIT_S = 0.2
+HOLD_LIMIT_S = 30.0
+NEVER = 1 << 60
 Rules = tuple[FilterRule, ...]
 StepTime = Callable[[int, int, Rules], float]  # rank, step, table: microseconds
 
@@ -112,17 +115,20 @@ class FakeClock(AbstractStepClock):
     def __init__(self, lag: int) -> None:
         self.now_us = 0.0
         self.step = 0
-        self._lag = lag
+        self.fails_from = NEVER
+        self.lag = lag
 
     def advance(self, step_us: float) -> None:
         self.now_us += step_us
         self.step += 1
 
     def mark(self) -> tuple[int, float]:
+        if self.step >= self.fails_from:
+            raise RuntimeError("the clock has stopped")
         return self.step, self.now_us
 
     def elapsed_us(self, start: tuple[int, float], end: tuple[int, float]) -> float | None:
-        return end[1] - start[1] if self.step >= end[0] + self._lag else None
+        return end[1] - start[1] if self.step >= end[0] + self.lag else None
 
 
 class FakeRank:
@@ -137,19 +143,21 @@ class FakeRank:
         lag: int,
         earlier: Decision | None,
         draw_seed: Callable[[], int],
-        hold: Callable[["FakeRank"], None],
+        hold: Callable[[], None],
+        hold_limit_s: float,
         paths: AbstractJobPaths,
     ) -> None:
         self.rank = exchange.rank
         self.paths = paths
-        self.is_held = False
+        self.held_steps: set[int] = set()  # after which the job was held
+        self._let_others_run = hold
         self.table = FakeTable(functions, settings.given.rules)
         self.clock = FakeClock(lag)
         self.said: list[str] = []
         self.records: list[LiveRecord] = []
         self.totals: list[Totals] = []
         self.in_force: list[Rules] = []
-        self.is_running = True
+        self.is_running, self.is_failed = True, False
         job = LiveJob(
             clock=self.clock,
             exchange=exchange,
@@ -159,8 +167,8 @@ class FakeRank:
             record=self.records.append,
             keep=self.totals.append,
             draw_seed=draw_seed,
-            hold=lambda: hold(self),
-            hold_limit_s=HOLD_LIMIT_S,
+            hold=self._hold,
+            hold_limit_s=hold_limit_s,
             paths=paths,
         )
         self.tuner = LiveTuner(job, settings, earlier)
@@ -175,7 +183,69 @@ class FakeRank:
         self.table.launch_all()
         self.clock.advance(step_time(self.rank, len(self.in_force), self.table.rules))
         if self.is_running:
+            self._step_ended()
+
+    def _hold(self) -> None:
+        self.held_steps.add(len(self.in_force))
+        self._let_others_run()
+
+    def _step_ended(self) -> None:
+        """As the agent in a job does it: what fails ends it, once no other rank depends on it."""
+        try:
             self.is_running = self.tuner.step_ended()
+        except Exception as problem:
+            self.is_running = not self.is_failed and self.tuner.fail(str(problem))
+            self.is_failed = True
+            if not self.is_running:
+                self.tuner.revert()
+
+
+class Baton:
+    """Runs the steps of one rank in a thread, which goes on only while the scheduler waits for it."""
+
+    def __init__(self) -> None:
+        self.is_busy = False  # within a step, where the rank is held
+        self._begin, self._pause = threading.Semaphore(0), threading.Semaphore(0)
+        self._step: Callable[[], None] | None = None
+        self._problem: BaseException | None = None
+        self._thread: threading.Thread | None = None
+
+    def go_on(self, step: Callable[[], None]) -> None:
+        """Let the rank run until its step ends or it is held."""
+        if not self.is_busy:
+            self.is_busy, self._step = True, step
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, daemon=True)
+            self._thread.start()
+        self._begin.release()
+        self._pause.acquire()
+        if self._problem is not None:
+            raise self._problem
+
+    def hold(self) -> None:
+        """On the rank: let others run."""
+        self._pause.release()
+        self._begin.acquire()
+
+    def end(self) -> None:
+        """End the thread, between two steps."""
+        if self._thread is not None:
+            self._step = None
+            self._begin.release()
+            self._thread.join()
+            self._thread = None
+
+    def _work(self) -> None:
+        while True:
+            self._begin.acquire()
+            if self._step is None:
+                return
+            try:
+                self._step()
+            except BaseException as problem:  # the test's to see
+                self._problem = problem
+            self.is_busy = False
+            self._pause.release()
 
 
 class FakeJob:
@@ -192,10 +262,12 @@ class FakeJob:
         seed: int = 0,
         earlier: Decision | None = None,
         paths: Callable[[int], AbstractJobPaths] = lambda rank: NoPaths(),
+        hold_limit_s: float = HOLD_LIMIT_S,
     ) -> None:
         self.store = LocalStore()
         drawn = random.Random(seed)
         exchanges = [Exchange(self.store, rank, num_ranks, limit_s=1.0) for rank in range(num_ranks)]
+        self._batons = [Baton() for _ in exchanges]
         self.ranks = [
             FakeRank(
                 exchange,
@@ -204,32 +276,38 @@ class FakeJob:
                 lag=lag,
                 earlier=earlier,
                 draw_seed=lambda: drawn.getrandbits(48),
-                hold=self._run_others,
+                hold=baton.hold,
+                hold_limit_s=hold_limit_s,
                 paths=paths(exchange.rank),
             )
-            for exchange in exchanges
+            for exchange, baton in zip(exchanges, self._batons, strict=True)
         ]
-        self._step_time: StepTime = lambda rank, step, rules: 0.0
+        self._may_be_held = settings.may_switch_paths and num_ranks > 1
         self._random = random.Random(seed)
         self._most_ahead = most_ahead
 
     def run(self, num_steps: int, step_time: StepTime, silent: frozenset[int] = frozenset()) -> None:
         """Until every rank has run `num_steps` more steps. Ranks in `silent` have lost their agent."""
-        self._step_time = step_time
         last = max(len(rank.in_force) for rank in self.ranks) + num_steps
         for rank in self.ranks:
             rank.is_running = rank.is_running and rank.rank not in silent
-        while True:
-            behind = min(len(rank.in_force) for rank in self.ranks)
-            if behind >= last:
-                return
-            able = [rank for rank in self.ranks if len(rank.in_force) < min(last, behind + self._most_ahead + 1)]
-            self._random.choice(able).run_step(step_time)
+        try:
+            while able := self._able(last):
+                rank = self._random.choice(able)
+                self._go_on(rank, step_time)
+        finally:
+            for baton in self._batons:
+                if not baton.is_busy:
+                    baton.end()
 
-    def _run_others(self, held: FakeRank) -> None:
-        """What goes on while a rank is held: another one that is not runs a step."""
-        held.is_held = True
-        able = [rank for rank in self.ranks if not rank.is_held and len(rank.in_force) <= len(held.in_force)]
-        if able:
-            self._random.choice(able).run_step(self._step_time)
-        held.is_held = False
+    def _able(self, last: int) -> list[FakeRank]:
+        """The ranks within a step, and those that may begin one."""
+        behind = min(len(rank.in_force) for rank in self.ranks)
+        most = min(last, behind + self._most_ahead + 1)
+        return [rank for rank in self.ranks if self._batons[rank.rank].is_busy or len(rank.in_force) < most]
+
+    def _go_on(self, rank: FakeRank, step_time: StepTime) -> None:
+        if self._may_be_held:
+            self._batons[rank.rank].go_on(lambda: rank.run_step(step_time))
+        else:
+            rank.run_step(step_time)

@@ -11,6 +11,7 @@ from typing import final
 
 import torch
 import torch.distributed as dist
+from msgspec.structs import replace
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
@@ -83,9 +84,7 @@ class TorchJobPaths(AbstractJobPaths):
             self._replaced.undo()  # the frameworks' own calls have integrations of their own
             self._replaced = None
         if obstacle:
-            return tuple(
-                PathOffer(integration=offer.integration, what=offer.what, refusal=obstacle) for offer in offers if offer
-            )
+            return tuple(replace(offer, refusal=obstacle) for offer in offers if offer)
         return tuple(offer for offer in offers if offer)
 
     def _offer_overlap(self) -> PathOffer | None:

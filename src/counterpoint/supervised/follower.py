@@ -137,13 +137,15 @@ class Follower:
         self._proofs: dict[ControlTarget, Refusal | None] = {}  # why a control had no effect here; None if it had
         self._num_heard = 0
         self._late_steps = 0
+        self._listens_from = 0  # the step before which no rank asks for answers
 
     # --- answers of rank 0 ---
 
     def announce(self, answer: Announcement) -> None:
         """On rank 0: tell all ranks. Whoever reported under the answer before has heard the one before that."""
-        self._job.exchange.announce(f"answer/{self._num_heard}", msgspec.json.encode(answer).decode())
-        self._job.exchange.forget(f"answer/{self._num_heard - 2}")
+        number = self._num_heard + (self._next_answer() is not None)  # what was announced is never another answer later
+        self._job.exchange.announce(f"answer/{number}", msgspec.json.encode(answer).decode())
+        self._job.exchange.forget(f"answer/{number - 2}")
         self.lockstep.extend(answer.order_step)
 
     def everyone(self, topic: str, text: str) -> Steps[list[str]]:
@@ -171,17 +173,18 @@ class Follower:
     def follow_blindly(self, reason: str) -> Steps[None]:
         """After a failure here: take the paths that the others take and measure nothing, until rank 0 ends the tuning."""
         if self.is_first:
-            self.announce(self._end(f"rank 0 can no longer measure: {reason}"))
+            pending = self._next_answer()
+            if pending is None or not pending.is_last:
+                self.announce(self._end(f"rank 0 can no longer measure: {reason}"))
             self.lockstep.extend(FOREVER)
         else:
             self.lockstep.tell_failure(reason)
         while True:
-            answer = self._next_answer()
-            if answer is not None and self.step >= answer.start_step:
+            while (answer := self._next_answer()) is not None and self.step >= answer.start_step:
                 self._num_heard += 1
                 self._latest = answer
-                if answer.problem:
-                    self._job.paths.use(LIBRARY)
+                if answer.is_last:
+                    self._job.paths.use(answer.rest_paths)
                     return
             self._job.paths.use(self._paths_announced())
             yield BEGUN
@@ -216,7 +219,7 @@ class Follower:
             yield BEGUN
             is_waiting = taken is None or self._report(*taken)
             num_waited += is_waiting and answer is None
-            if num_waited > 2 * PATIENCE_STEPS:
+            if num_waited > 2 * PATIENCE_STEPS and not self.lockstep.is_on:  # else who leaves alone parts from the others
                 raise TuningStopped(NO_ANSWER)
 
     def _conduct(self, waited: Waited, num_waited: int) -> bool:
@@ -232,7 +235,11 @@ class Follower:
 
     def _end(self, problem: str) -> Announcement:
         """On rank 0: that all ranks go back to the job as it was."""
-        return Announcement(start_step=max(self.step, self.lockstep.earliest_start), problem=problem)
+        pending = self._next_answer()
+        start = max(self.step, self.lockstep.earliest_start, self._listens_from)
+        if pending is not None:
+            start = max(start, pending.start_step, pending.order_step)
+        return Announcement(start_step=start, problem=problem)
 
     def _next_answer(self) -> Announcement | None:
         """The answer that is not in force yet, if it was announced."""
@@ -255,12 +262,14 @@ class Follower:
 
     def until(self, step: int) -> Steps[None]:
         """Run on until so many steps have ended."""
+        self._listens_from = step
         while self.step < step:
             yield BEGUN
 
     def warm_up(self, step: int) -> Steps[int]:
         """Run on until so many steps have ended; by how many steps the GPU is behind then, as far as it can be seen."""
         marks = []
+        self._listens_from = step
         while self.step < step:
             marks.append(self._job.clock.mark())
             yield BEGUN

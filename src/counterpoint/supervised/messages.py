@@ -82,6 +82,11 @@ class Announcement(Value, frozen=True, kw_only=True):
     variant_paths: tuple[Paths, ...] = ()
     rest_paths: Paths = LIBRARY
 
+    @property
+    def is_last(self) -> bool:
+        """Whether nothing follows it: the end, or a decision that nobody guards."""
+        return bool(self.problem) or (self.decision is not None and self.order is None)
+
 
 def report_topic(topic: str, order: Order) -> str:
     """Where ranks report the rounds of an order."""

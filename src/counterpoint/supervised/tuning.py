@@ -103,6 +103,9 @@ class LiveTuner:
             return False
         self._settings = replace(self._settings, is_tuning=False)
         self._course = self._follower.follow_blindly(reason)
+        if next(self._course, None) is None:  # the step that begins now may be one from which other paths hold
+            self._follower.lockstep.end()
+            return False
         return True
 
     def revert(self) -> None:

@@ -1,0 +1,295 @@
+"""Ranks that switch paths together, on doubles: in every step all of them have the same paths in force, whatever happens.
+
+A collective that one rank hands to copy engines and another to the library never ends, so `apart()` has to stay empty.
+"""
+
+import random
+import time
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from counterpoint.controls import Priority
+from counterpoint.integrations import job_paths
+from counterpoint.integrations.paths import COPIES, LIBRARY, PathOffer, Paths, path_problems
+from counterpoint.plan import Directive, Match, Plan
+from counterpoint.supervised import tuning
+from counterpoint.supervised.settings import LiveSettings, setting_of
+from helpers.live_job_double import nccl, seen
+from helpers.paths_double import DDP, FSDP2, LINEARS, PathsJob, PathTime
+
+LONG = seen("_Z4longPf")
+GATHERS = Directive(match=Match(kind="communication", collective="all_gather"), controls=(COPIES,), reason="test")
+RULES = Directive(match=Match(kind="communication"), controls=(Priority(priority=-5),), reason="test")
+
+
+def guarding(*directives: Directive) -> LiveSettings:
+    plan = Plan(verdict="GAIN", directives=directives)
+    return LiveSettings(is_tuning=False, plan=plan, given=setting_of(plan), guard_every_steps=100)
+
+
+TUNING = LiveSettings(is_tuning=True, budget_steps=200, guard_every_steps=120)
+UNGUARDED = LiveSettings(is_tuning=True, budget_steps=200, guard_every_steps=0)
+BITWISE = LiveSettings(is_tuning=True, budget_steps=200, guard_every_steps=0, keeps_bits=True)
+GUARDED = guarding(GATHERS)
+GATHERED = Paths(copies=("all_gather",))
+
+
+def by_paths(gain: float, us: float = 1000.0) -> PathTime:
+    """Steps that paths make shorter by a share."""
+    return lambda rank, step, paths: us * (1 - gain * (paths != LIBRARY))
+
+
+def noisy(path_time: PathTime, jitter: float, seed: int) -> PathTime:
+    noise = random.Random(seed)
+    return lambda rank, step, paths: path_time(rank, step, paths) * (1 + jitter * (2 * noise.random() - 1))
+
+
+def found_plan(job: PathsJob) -> Plan:
+    plan = job.ranks[0].records[-1].plan
+    assert plan is not None
+    return plan
+
+
+def why_not(job: PathsJob) -> list[str]:
+    return [refusal.reason for refusal in found_plan(job).refusals]
+
+
+def was_in_force(job: PathsJob) -> set[Paths]:
+    return {paths for each in job.paths for paths in each.history}
+
+
+RANKS_APART = st.fixed_dictionaries(
+    {
+        "num_ranks": st.integers(1, 4),
+        "lag": st.integers(0, 8),
+        "most_ahead": st.integers(0, 30),
+        "seed": st.integers(0, 10_000),
+    }
+)
+PHASES = st.lists(
+    st.tuples(st.integers(20, 350), st.sampled_from([0.2, 0.05, 0.0, -0.2]), st.sampled_from([1000.0, 1400.0])),
+    min_size=2,
+    max_size=5,
+)
+
+
+@given(phases=PHASES, settings=st.sampled_from([TUNING, GUARDED]), apart=RANKS_APART)
+@settings(max_examples=30)
+def test_in_every_step_all_ranks_have_the_same_paths_in_force(
+    phases: Sequence[tuple[int, float, float]], settings: LiveSettings, apart: dict[str, int]
+) -> None:
+    """Through tuning, decision, the guard's looks, removal, putting back and tuning again."""
+    job = PathsJob(settings, lambda rank: (FSDP2, LINEARS), functions=[LONG, nccl()], **apart)
+    for num_steps, gain, us in phases:
+        job.run(num_steps, noisy(by_paths(gain, us), 0.01, apart["seed"]))
+        assert not job.apart()
+    assert not any("stopped" in line for rank in job.ranks for line in rank.said)
+
+
+@pytest.mark.parametrize(
+    ("phases", "words"),
+    [
+        (((300, 0.2, 1000.0), (300, -0.2, 1000.0), (1600, 0.2, 1000.0)), ("GAIN after", "taken out after", "back in force")),
+        (((300, 0.2, 1000.0), (800, 0.2, 1400.0)), ("GAIN after", "tuning again", "GAIN after")),
+    ],
+)
+def test_removal_putting_back_and_tuning_again_part_no_ranks(
+    phases: Sequence[tuple[int, float, float]], words: Sequence[str]
+) -> None:
+    job = PathsJob(TUNING, num_ranks=3, most_ahead=30)
+    for num_steps, gain, us in phases:
+        job.run(num_steps, by_paths(gain, us))
+    told = [line for line in job.ranks[0].said if "live steps" not in line]
+    assert [word in line for word, line in zip(words, told, strict=True)] == [True] * len(words)
+    assert not job.apart()
+
+
+def test_a_gain_by_paths_is_found_kept_proven_and_guarded() -> None:
+    job = PathsJob(TUNING)
+    job.run(600, by_paths(0.2))
+    assert not job.apart()
+    plan = found_plan(job)
+    assert plan.verdict == "GAIN"
+    assert plan.expectation is not None
+    assert plan.expectation.planned_us == pytest.approx(800)
+    found = setting_of(plan).paths
+    assert "all_gather" in found.copies
+    for rank, paths in zip(job.ranks, job.paths, strict=True):
+        assert (paths.taken, paths.dropped) == (["fsdp2"], [])
+        assert paths.history[-100:].count(found) > 50, "but for a look of the guard"
+        rank.tuner.job_ends()
+        kept = rank.totals[-1]
+        assert kept.setting.paths == found
+        assert [counts.num_by_copies for counts in kept.paths] == [paths.history.count(found)] * len(found.targets)
+
+
+def test_copies_that_cost_time_are_tried_and_left() -> None:
+    job = PathsJob(UNGUARDED)
+    job.run(260, by_paths(-0.1))
+    assert not job.apart()
+    assert len(was_in_force(job)) > 1
+    assert all(paths.in_force == LIBRARY for paths in job.paths)
+    assert found_plan(job).verdict == "NO_GAIN"
+
+
+def test_what_one_rank_refuses_is_tried_on_none_and_the_plan_says_why() -> None:
+    refusing = PathOffer(integration="fsdp2", what=FSDP2.what, kinds=FSDP2.kinds, refusal="the job's torch is too old")
+    job = PathsJob(UNGUARDED, lambda rank: (refusing if rank == 2 else FSDP2, LINEARS), num_ranks=3)
+    job.run(260, by_paths(0.2))
+    assert not job.apart()
+    assert was_in_force(job) == {LIBRARY, Paths(overlaps_matmuls=True)}
+    assert all(each.taken == ["tensor_parallel"] for each in job.paths)
+    assert "the job's torch is too old" in why_not(job)
+
+
+def test_what_a_process_refuses_as_a_whole_names_the_kinds_that_a_plan_asks_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a user reads that no such call was found, where torch is too old."""
+    monkeypatch.setattr(job_paths, "OLDEST_TORCH", (99, 0))
+    monkeypatch.setattr(job_paths, "_offers_of", lambda modules: [FSDP2])
+    offers = job_paths.TorchJobPaths().survey()
+    assert "integrations need 99.0 or later" in path_problems(GATHERED, offers)["all-gathers"]
+
+
+@pytest.mark.parametrize("missing", [0, 1])
+def test_what_one_rank_has_not_is_tried_on_none(missing: int) -> None:
+    job = PathsJob(UNGUARDED, lambda rank: () if rank == missing else (FSDP2,))
+    job.run(60, by_paths(0.2))
+    assert all(each.taken == [] for each in job.paths)
+    assert was_in_force(job) == {LIBRARY}
+    assert f"rank {missing} has nothing of the kind" in why_not(job)
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_what_one_rank_cannot_make_ready_is_dropped_on_all_with_the_reason(failing: int) -> None:
+    job = PathsJob(
+        UNGUARDED,
+        lambda rank: (FSDP2, DDP),
+        failing=lambda rank: {"ddp": "the model has a hook of its own"} if rank == failing else {},
+    )
+    job.run(260, by_paths(0.2))
+    assert not job.apart()
+    assert all((each.taken, each.dropped) == (["fsdp2", "ddp"], ["ddp"]) for each in job.paths)
+    assert not any("all_reduce" in paths.copies for paths in was_in_force(job))
+    assert found_plan(job).verdict == "GAIN"
+    assert f"rank {failing}: the model has a hook of its own" in why_not(job)
+
+
+def test_when_nothing_could_be_made_ready_nobody_is_held_any_more() -> None:
+    job = PathsJob(UNGUARDED, failing=lambda rank: {"fsdp2": "no memory"} if rank else {}, functions=[LONG, nccl()])
+    job.run(260, by_paths(0.2))
+    assert was_in_force(job) == {LIBRARY}
+    assert all(rank.held_steps <= {1} for rank in job.ranks)
+
+
+def test_only_what_keeps_every_bit_is_tried_where_that_is_asked_for() -> None:
+    job = PathsJob(BITWISE, lambda rank: (FSDP2, DDP, LINEARS))
+    job.run(260, by_paths(0.2))
+    assert not job.apart()
+    assert was_in_force(job) == {LIBRARY, GATHERED}
+    assert found_plan(job).verdict == "GAIN"
+    assert sum("sums in another order" in reason for reason in why_not(job)) == 3
+
+
+def test_a_rank_with_another_version_ends_it_in_one_line_with_nothing_switched(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = PathsJob(TUNING, num_ranks=3, functions=[LONG, nccl()])
+    versions = iter(["0.3", "0.3", "0.2"])
+    monkeypatch.setattr(tuning, "package_version", lambda: next(versions))
+    job.run(60, by_paths(0.2))
+    assert was_in_force(job) == {LIBRARY}
+    assert all(each.taken == [] for each in job.paths)
+    assert not any(rank.is_running for rank in job.ranks)
+    assert len(job.ranks[0].said) == 1
+    assert "install one version" in job.ranks[0].said[0]
+    assert not job.ranks[1].said
+
+
+@given(
+    failing=st.integers(0, 2),
+    fails_from=st.integers(1, 700),
+    settings=st.sampled_from([TUNING, GUARDED, UNGUARDED]),
+    apart=RANKS_APART,
+)
+@settings(max_examples=30)
+def test_a_rank_whose_agent_fails_goes_on_switching_until_all_are_on_the_librarys_path(
+    failing: int, fails_from: int, settings: LiveSettings, apart: dict[str, int]
+) -> None:
+    job = PathsJob(settings, **(apart | {"num_ranks": 3}))
+    job.ranks[failing].clock.fails_from = fails_from
+    job.run(1000, noisy(by_paths(0.2), 0.01, apart["seed"]))
+    assert not job.apart()
+    assert not any(rank.is_running for rank in job.ranks)
+    in_force = {paths.in_force for paths in job.paths}
+    if settings is UNGUARDED and fails_from > 150:
+        assert len(in_force) == 1, "a decision may have been announced that nothing follows"
+        return
+    assert job.ranks[failing].is_failed
+    assert in_force == {LIBRARY}
+    told = [line for line in job.ranks[0].said if "stopped" in line]
+    if failing:
+        assert len(told) == 1
+        assert f"rank {failing}: the clock has stopped; it can no longer measure" in told[0]
+
+
+@pytest.mark.parametrize("most_ahead", [0, 5, 30])
+def test_a_plan_with_paths_is_in_force_from_the_second_step_and_guarded(most_ahead: int) -> None:
+    job = PathsJob(GUARDED, num_ranks=3, most_ahead=most_ahead)
+    job.run(10, by_paths(0.2))
+    assert all(paths.history[:5] == [LIBRARY, *[GATHERED] * 4] for paths in job.paths), "agreed on after the first"
+    job.run(300, by_paths(-0.2))
+    assert not job.apart()
+    assert all(paths.in_force == LIBRARY for paths in job.paths)
+    assert "the plan has become slower" in job.ranks[0].said[-1]
+    job.run(1500, by_paths(0.2))
+    assert not job.apart()
+    assert all(paths.history[-100:].count(GATHERED) > 50 for paths in job.paths)
+    assert "back in force" in job.ranks[0].said[-1]
+
+
+def test_a_plan_that_nobody_can_take_is_said_at_once_by_rank_0_alone() -> None:
+    job = PathsJob(GUARDED, lambda rank: (DDP,))
+    job.run(150, by_paths(0.2))
+    assert job.ranks[0].said == ["all-gathers stay as they are: no model or call of the job was found that could take it"]
+    assert not job.ranks[1].said
+
+
+@pytest.mark.parametrize("silent", [0, 1])
+@pytest.mark.parametrize("settings", [TUNING, GUARDED])
+def test_a_rank_that_never_comes_ends_the_wait_within_the_limit_in_one_line(silent: int, settings: LiveSettings) -> None:
+    job = PathsJob(settings, hold_limit_s=0.1)
+    start = time.monotonic()
+    job.run(300, by_paths(0.2), silent=frozenset({silent}))
+    assert time.monotonic() - start < 10
+    assert was_in_force(job) == {LIBRARY}
+    assert not job.ranks[1 - silent].is_running
+    assert len(job.ranks[0].said) == silent, "rank 0 speaks for all"
+    assert all("did not come to this step in 0.1 s; the job runs as it was" in line for line in job.ranks[0].said)
+
+
+@pytest.mark.parametrize("lag_of_rank_0", [150, 400])
+def test_a_gpu_far_behind_on_rank_0_parts_nobody(lag_of_rank_0: int) -> None:
+    """Another rank has reported long before rank 0 can, and may not lose patience: rank 0 still goes by the plan."""
+    job = PathsJob(GUARDED)
+    job.ranks[0].clock.lag = lag_of_rank_0
+    job.run(1200, by_paths(0.2))
+    assert not job.apart()
+    assert all(rank.is_running for rank in job.ranks)
+
+
+@given(apart=RANKS_APART)
+@settings(max_examples=10)
+def test_a_job_that_offers_nothing_is_never_held_after_its_first_step(apart: dict[str, int]) -> None:
+    job = PathsJob(TUNING, lambda rank: (), functions=[LONG, nccl()], **apart)
+    job.run(300, by_paths(0.0))
+    assert was_in_force(job) == {LIBRARY}
+    assert all(rank.held_steps <= {1} for rank in job.ranks)
+    assert any(record.stage == "decided" for record in job.ranks[0].records)
+
+
+def test_a_job_whose_plan_has_no_paths_is_never_held_nor_looked_through() -> None:
+    job = PathsJob(guarding(RULES), functions=[LONG, nccl()], most_ahead=30)
+    job.run(300, by_paths(0.0))
+    assert not any(rank.held_steps for rank in job.ranks)
+    assert not any(paths.num_surveys for paths in job.paths)
