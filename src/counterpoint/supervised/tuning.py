@@ -54,6 +54,11 @@ KEPT_EVERY_STEPS = 50  # a job that is killed loses what was counted since
 MOST_REOPENED = 2
 
 
+def is_kept_after(step: int) -> bool:
+    """Whether counts are kept when so many steps have ended: now and then, and more often in the first, for short jobs."""
+    return step % KEPT_EVERY_STEPS == 0 or (step < KEPT_EVERY_STEPS and step & (step - 1) == 0)
+
+
 @final
 class LiveTuner:
     """One rank's part of the course. Call `step_ended` after each step; it never waits.
@@ -90,7 +95,7 @@ class LiveTuner:
             self._follower.lockstep.end()
             self._follower.keep_paths()
             return False
-        if self._follower.step % KEPT_EVERY_STEPS == 0:
+        if is_kept_after(self._follower.step):
             self._follower.keep_paths()
         if self._settings.is_tuning and self._stage in UNDECIDED:
             self._record(self._stage)  # a job may end at any step, and then it is told how many it had
@@ -123,6 +128,7 @@ class LiveTuner:
             if isinstance(self._job.table, NoTable) and not self._follower.lockstep.is_on:
                 raise TuningStopped(NOTHING_LAUNCHED)
             if not self._settings.is_tuning:
+                self._follower.count_for(self._settings.given)
                 self._follower.use(self._settings.given)
                 yield from self._follower.until(WARM_UP_STEPS)
                 yield from self._watch_given()
@@ -242,7 +248,6 @@ class LiveTuner:
     def _watch_given(self) -> Steps[None]:
         """Guard a plan that was given from the start."""
         decision = Decision(plan=self._settings.plan, setting=self._settings.given)
-        self._follower.count_for(decision.setting)
 
         def conduct() -> Announcement:
             start = self._lead.start(self._follower.step)

@@ -1,0 +1,119 @@
+"""Small trainings on CPUs that do not know Counterpoint, or call an integration by hand; each prints one line.
+
+    torchrun --nproc-per-node 2 paths.py KIND[:VARIANT]...
+
+KIND is ddp, fsdp2, tp or bare. VARIANT is nothing, `hand` (an integration from the second step on, as `run` does it), `hook`
+(a communication hook of its own), `evaluates` (with a second model), or `killed` (after some steps). A line has the sum of the
+parameters, exactly, and the names in a checkpoint.
+"""
+
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+sys.path.insert(0, str(Path(__file__).parents[3] / "examples"))
+import stock_jobs
+
+NUM_STEPS, KILLED_AFTER = 8, 6
+WIDTH, TOKENS = 512, 16
+PART = 1 << 20  # elements: 4 MiB from each rank, which copies take
+
+
+class Row(nn.Module):
+    """Parameters whose gradients the job itself reduces and gathers."""
+
+    def __init__(self, num_ranks: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(-1, 1, num_ranks * PART))
+
+    def learn(self, batch: torch.Tensor) -> None:
+        (self.weight * batch).square().mean().backward()
+        gradient = self.weight.grad
+        assert gradient is not None
+        dist.all_reduce(gradient)
+        gathered = torch.empty_like(gradient)
+        dist.all_gather_into_tensor(gathered, gradient[:PART].contiguous())
+        gradient += gathered / 8
+
+
+def by_hand(kind: str, model: Any) -> Any:
+    """What docs/integrations.md says to write."""
+    from counterpoint.integrations import collectives, ddp, fsdp2, tensor_parallel  # noqa: PLC0415
+    from counterpoint.schedule import ScheduleDescription  # noqa: PLC0415
+
+    if kind == "ddp":
+        return ddp.register(model)
+    if kind == "fsdp2":
+        return fsdp2.use_copy_engines(model)
+    if kind == "bare":
+        return collectives.replace()
+    return tensor_parallel.overlap(model, schedule=ScheduleDescription(pattern="ring"))
+
+
+def model_of(kind: str, num_ranks: int) -> nn.Module:
+    torch.manual_seed(0)
+    if kind == "bare":
+        return Row(num_ranks)
+    num_blocks = num_ranks // 2  # so that a rank's part of a block is above 4 MiB
+    blocks = nn.Sequential(*(stock_jobs.Block(WIDTH * num_blocks, 64) for _ in range(1)))
+    return stock_jobs.parallelize(kind, blocks, init_device_mesh("cpu", (num_ranks,)))
+
+
+def train(kind: str, variant: str) -> None:
+    """Train, and print."""
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    model = model_of(kind, num_ranks)
+    torch.manual_seed(0 if kind == "tp" else 1 + rank)
+    batch = torch.full((num_ranks * PART,), 1.0 + rank) if kind == "bare" else torch.randn(1, TOKENS, WIDTH * num_ranks // 2)
+    if variant == "hook":
+        model.register_comm_hook(None, allreduce_hook)
+    second = DistributedDataParallel(nn.Linear(8, 8)) if variant == "evaluates" else None
+    optimizer = stock_jobs.make_optimizer(kind, model, 0.1)
+    in_use: Any = None
+    for step in range(1, NUM_STEPS + 1):
+        if variant == "hand" and step == 2:
+            in_use = by_hand(kind, model)
+        if isinstance(model, Row):
+            model.learn(batch)
+        else:
+            model(batch).float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        if second is not None:
+            with torch.no_grad():
+                second(torch.ones(2, 8))
+        if variant == "killed" and step == KILLED_AFTER:
+            os.kill(os.getpid(), signal.SIGKILL)
+    calls = "" if in_use is None else f" {in_use.num_by_copies} {in_use.num_bytes}"
+    if kind == "bare" and in_use is not None:
+        in_use.undo()
+    own = [each.to_local() if isinstance(each, DTensor) else each for each in (each.detach() for each in model.parameters())]
+    sums = [torch.zeros((), dtype=torch.float64) for _ in range(num_ranks)]
+    dist.all_gather(sums, torch.stack([each.double().sum() * (1 + place) for place, each in enumerate(own)]).sum())
+    if rank == 0:
+        total = ",".join(each.item().hex() for each in sums)
+        print(f"{kind}:{variant} {total} {','.join(sorted(model.state_dict()))}{calls}", flush=True)
+
+
+def main() -> None:
+    """Train each that the command line names."""
+    dist.init_process_group("gloo")
+    for name in sys.argv[1:]:
+        kind, _, variant = name.partition(":")
+        train(kind, variant)
+    dist.barrier()
+    os._exit(0)  # torch 2.13 aborts now and then when a process with gloo threads ends by itself
+
+
+if __name__ == "__main__":
+    main()

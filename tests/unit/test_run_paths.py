@@ -1,0 +1,140 @@
+"""`counterpoint run --plan` around real torchrun jobs on CPUs: collectives of unmodified jobs by copies and operators.
+
+What a job computes then is, bit for bit, what it computes with the integration called by hand in its code.
+"""
+
+import os
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from counterpoint.controls import Control, OverlapMatmul
+from counterpoint.integrations.paths import COPIES
+from counterpoint.plan import Directive, Match, Plan, save_plan
+from counterpoint.schedule import ScheduleDescription
+from counterpoint.step import CollectiveKind
+from counterpoint.units import format_bytes
+from helpers.command import COUNTERPOINT
+
+JOB = Path(__file__).parents[1] / "helpers" / "jobs" / "paths.py"
+TORCHRUN = str(Path(sys.executable).with_name("torchrun"))
+LIMIT_S = 240
+RING = OverlapMatmul(schedule=ScheduleDescription(pattern="ring"))  # the heuristic leaves blocks this small to the library
+CONTROLS: dict[str, tuple[tuple[CollectiveKind | None, Control], ...]] = {
+    "ddp": (("all_reduce", COPIES),),
+    "fsdp2": (("all_gather", COPIES), ("reduce_scatter", COPIES)),
+    "tp": ((None, RING),),
+    "bare": (("all_gather", COPIES), ("all_reduce", COPIES)),
+}
+TARGETS = {
+    "ddp": ("all-reduces",),
+    "fsdp2": ("all-gathers", "reduce-scatters"),
+    "tp": ("tensor-parallel linears",),
+    "bare": ("all-gathers", "all-reduces"),
+}
+Ended = subprocess.CompletedProcess[str]
+Result = tuple[list[float], str, list[int]]  # sums of parameters by rank, names in a checkpoint, calls and bytes by copies
+
+
+def job(num_ranks: int, *names: str) -> list[str]:
+    return [TORCHRUN, "--standalone", "--nproc-per-node", str(num_ranks), str(JOB), *names]
+
+
+def start(*command: str | Path) -> Ended:
+    inherited = {name: value for name, value in os.environ.items() if name not in ("LD_PRELOAD", "RANK", "WORLD_SIZE")}
+    return subprocess.run(
+        command,
+        env=inherited | {"COLUMNS": "200", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
+    )
+
+
+def results(ended: Ended) -> dict[str, Result]:
+    found = {}
+    for name, sums, names, *calls in map(str.split, ended.stdout.splitlines()):
+        found[name] = ([float.fromhex(each) for each in sums.split(",")], names, [int(each) for each in calls])
+    return found
+
+
+@cache
+def references(num_ranks: int) -> dict[str, Result]:
+    """The jobs without us, and with integrations called by hand."""
+    kinds = ("ddp", "fsdp2", "tp", "bare") if num_ranks == 2 else ("ddp", "fsdp2", "tp")
+    ended = start(*job(num_ranks, *(f"{kind}:{variant}" for kind in kinds for variant in ("", "hand"))))
+    assert ended.returncode == 0, ended.stderr
+    return results(ended)
+
+
+def plan_for(kind: str, folder: Path) -> Path:
+    directives = tuple(
+        Directive(match=Match(kind="communication", collective=collective), controls=(control,), reason="test")
+        for collective, control in CONTROLS[kind]
+    )
+    save_plan(Plan(verdict="GAIN", directives=directives), folder / "plan.toml")
+    return folder / "plan.toml"
+
+
+def run_planned(kind: str, folder: Path, *command: str) -> Ended:
+    return start(COUNTERPOINT, "run", "--strict", "--plan", plan_for(kind, folder), "--", *command)
+
+
+def row(ended: Ended, target: str) -> str:
+    return next(line for line in ended.stderr.splitlines() if f" {target} " in line and "by copies" in line)
+
+
+@pytest.mark.parametrize(
+    ("kind", "num_ranks"),
+    [("ddp", 2), ("fsdp2", 2), ("tp", 2), ("bare", 2), ("ddp", 4), ("fsdp2", 4), ("tp", 4)],
+)
+def test_a_plan_moves_the_collectives_of_an_unmodified_job_as_the_integration_called_by_hand(
+    kind: str, num_ranks: int, tmp_path: Path
+) -> None:
+    variant = "evaluates" if kind == "ddp" else ""  # a second model in the process does no harm
+    ended = run_planned(kind, tmp_path, *job(num_ranks, f"{kind}:{variant}"))
+    assert ended.returncode == 0, ended.stderr
+    sums, names, _ = results(ended)[f"{kind}:{variant}"]
+    sums_by_hand, _, (num_calls, num_bytes) = references(num_ranks)[f"{kind}:hand"]
+    bare_sums, bare_names, _ = references(num_ranks)[f"{kind}:"]
+    assert sums == sums_by_hand, "bit for bit"
+    assert sums == pytest.approx(bare_sums, rel=1e-5)
+    assert names == bare_names, "a checkpoint is as without us"
+    rows = [row(ended, target) for target in TARGETS[kind]]
+    assert all(f" 0-{num_ranks - 1} " in each and each.rstrip().endswith("verified") for each in rows)
+    done, matched = zip(*((words[words.index("of") - 1], words[words.index("of") + 1]) for words in map(str.split, rows)))
+    assert sum(map(int, done)) == num_calls > 0
+    if len(rows) == 1:
+        assert done == matched
+        assert f"{format_bytes(num_bytes)} sent" in rows[0]
+
+
+def test_a_model_with_a_hook_of_its_own_is_refused_with_the_reason_and_computes_as_without_us(tmp_path: Path) -> None:
+    ended = run_planned("ddp", tmp_path, *job(2, "ddp:hook"))
+    assert ended.returncode == 3, "--strict"
+    assert results(ended)["ddp:hook"][0] == references(2)["ddp:"][0], "this hook averages as DDP does without one"
+    lines = [line for line in ended.stderr.splitlines() if line.startswith("counterpoint:")]
+    assert (
+        sum("all-reduces stay as they are: rank 0: The model has a communication hook already" in line for line in lines)
+        == 1
+    )
+    assert "strict: transport on 'all-reduces' is refused: rank 0: The model has a communication hook already" in lines[-1]
+
+
+def test_a_job_that_is_killed_leaves_proof_of_its_last_steps(tmp_path: Path) -> None:
+    ended = run_planned("ddp", tmp_path, *job(2, "ddp:killed"))
+    assert ended.returncode == 1, "torchrun's own"
+    assert "3 of 3" in row(ended, "all-reduces"), "kept after the fourth step; it was killed after the sixth"
+    assert row(ended, "all-reduces").rstrip().endswith("verified")
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2", "tp"])
+def test_bitwise_refuses_a_plan_of_sums_before_the_job_starts(kind: str, tmp_path: Path) -> None:
+    ended = start(COUNTERPOINT, "run", "--bitwise", "--plan", plan_for(kind, tmp_path), "--", "echo", "started")
+    assert (ended.returncode, ended.stdout) == (2, ""), ended.stderr
+    assert len(ended.stderr.splitlines()) == 1
+    assert "--bitwise excludes what sums in another order" in ended.stderr
