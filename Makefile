@@ -18,7 +18,7 @@ test: torch compiler
 	$(BIN)/ruff check $(CHECKED)
 	$(BIN)/ruff format --check $(CHECKED)
 	$(BIN)/mypy --strict src
-	$(BIN)/pytest -n 2 tests/unit tests/golden
+	$(BIN)/pytest -n 2 --dist loadgroup tests/unit tests/golden
 
 demo: setup
 	$(BIN)/counterpoint tune examples/traces/ddp.rank0.json.gz

@@ -7,6 +7,8 @@ import pytest
 
 from helpers.gloo_ranks import JOBS, Ended, run_ranks
 
+pytestmark = pytest.mark.xdist_group("integrations")  # one worker, for all of these read what one job printed
+
 SECTIONS = (
     "all_reduces",
     "reduce_scatters",

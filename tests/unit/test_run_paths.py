@@ -19,6 +19,8 @@ from counterpoint.step import CollectiveKind
 from counterpoint.units import format_bytes
 from helpers.command import COUNTERPOINT
 
+pytestmark = pytest.mark.xdist_group("run_paths")  # one worker, for all of these read what one job printed
+
 JOB = Path(__file__).parents[1] / "helpers" / "jobs" / "paths.py"
 TORCHRUN = str(Path(sys.executable).with_name("torchrun"))
 LIMIT_S = 240
@@ -106,7 +108,9 @@ def test_a_plan_moves_the_collectives_of_an_unmodified_job_as_the_integration_ca
     assert names == bare_names, "a checkpoint is as without us"
     rows = [row(ended, target) for target in TARGETS[kind]]
     assert all(f" 0-{num_ranks - 1} " in each and each.rstrip().endswith("verified") for each in rows)
-    done, matched = zip(*((words[words.index("of") - 1], words[words.index("of") + 1]) for words in map(str.split, rows)))
+    done, matched = zip(
+        *((words[words.index("of") - 1], words[words.index("of") + 1]) for words in map(str.split, rows)), strict=True
+    )
     assert sum(map(int, done)) == num_calls > 0
     if len(rows) == 1:
         assert done == matched

@@ -108,10 +108,10 @@ class JobAgent:
         if not torch_job.is_rank_of_job():
             return None
         path = self._directory / f"{self._pid}.block"
-        exchange = torch_job.job_exchange()
         if path.exists():
-            self._block = ControlBlock.open(path)
-        elif not self._settings.may_switch_paths or exchange.num_ranks == 1:
+            self._block = ControlBlock.open(path)  # first, so that whatever fails below can empty its table
+        exchange = torch_job.job_exchange()
+        if self._block is None and (not self._settings.may_switch_paths or exchange.num_ranks == 1):
             raise NothingLaunchedError(f"{NOTHING_LAUNCHED}.")
         job = LiveJob(
             clock=torch_job.job_clock(),

@@ -3,8 +3,8 @@
     torchrun --nproc-per-node 2 paths.py KIND[:VARIANT]...
 
 KIND is ddp, fsdp2, tp or bare. VARIANT is nothing, `hand` (an integration from the second step on, as `run` does it), `hook`
-(a communication hook of its own), `evaluates` (with a second model), or `killed` (after some steps). A line has the sum of the
-parameters, exactly, and the names in a checkpoint.
+(a communication hook of its own), `evaluates` (with a second model), or `killed` (after some steps). A line has the sum of
+the parameters, exactly, and the names in a checkpoint.
 """
 
 import os
