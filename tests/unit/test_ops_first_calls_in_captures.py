@@ -31,6 +31,7 @@ class Capture:
 def capture(monkeypatch: pytest.MonkeyPatch) -> Iterator[Capture]:
     """A process group of this process alone, and a capture that can be switched on."""
     found = Capture()
+    ops.release()  # what another test of this process left
     monkeypatch.setattr(graph_cache, "is_capturing", found)
     monkeypatch.setattr(runtime, "is_capturing", found)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

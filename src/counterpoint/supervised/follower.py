@@ -7,6 +7,7 @@ whoever conducts. It knows nothing of torch or of the driver: clock, exchange, t
 
 import time
 from collections.abc import Callable, Generator, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Protocol, TypeVar, final
 
@@ -171,7 +172,12 @@ class Follower:
         return (yield from self._follow(waited, (report_topic(topic, order), turns), entrants, at_rest))
 
     def follow_blindly(self, reason: str) -> Steps[None]:
-        """After a failure here: take the paths that the others take and measure nothing, until rank 0 ends the tuning."""
+        """After a failure here: take the paths that the others take and measure nothing, until rank 0 ends the tuning.
+
+        The table is a rank's own matter, and is empty from the start.
+        """
+        with suppress(Exception):  # it may be what failed
+            self._empty_table()
         if self.is_first:
             pending = self._next_answer()
             if pending is None or not pending.is_last:
@@ -188,6 +194,13 @@ class Follower:
                     return
             self._job.paths.use(self._paths_announced())
             yield BEGUN
+
+    def _empty_table(self) -> None:
+        if self._in_force == self._totals.setting:
+            self.keep_totals()
+        if self._in_force.rules:
+            self._job.table.swap(())
+            self._in_force = replace(self._in_force, rules=())
 
     def _paths_announced(self) -> Paths:
         """The paths of the step that begins, as the latest answer says."""

@@ -108,9 +108,7 @@ class LiveTuner:
             return False
         self._settings = replace(self._settings, is_tuning=False)
         self._course = self._follower.follow_blindly(reason)
-        if next(self._course, None) is None:  # the step that begins now may be one from which other paths hold
-            self._follower.lockstep.end()
-            return False
+        next(self._course, None)  # the step that begins now may be one from which other paths hold
         return True
 
     def revert(self) -> None:
@@ -125,10 +123,12 @@ class LiveTuner:
         try:
             if self._settings.may_switch_paths and self._job.exchange.num_ranks > 1:
                 yield from self._take_paths()
+            if not self._settings.is_tuning:
+                self._follower.count_for(self._settings.given)
+                self._follower.keep_paths()  # also what nobody can have, and why
             if isinstance(self._job.table, NoTable) and not self._follower.lockstep.is_on:
                 raise TuningStopped(NOTHING_LAUNCHED)
             if not self._settings.is_tuning:
-                self._follower.count_for(self._settings.given)
                 self._follower.use(self._settings.given)
                 yield from self._follower.until(WARM_UP_STEPS)
                 yield from self._watch_given()
@@ -328,7 +328,7 @@ class LiveTuner:
         grids, launches = self._follower.see_launches()
         if self._guarded.paths != LIBRARY:  # a kernel has other grids by each path, and the last one counts
             grids = {name: self._reference.grids.get(name, grid) for name, grid in grids.items()}
-        if not self._reference.grids:  # a plan that was given: the first look is what later ones are compared with
+        if self._reference == Reference(grids={}):  # of a plan that was given later looks are compared with the first
             self._reference = Reference(grids=grids, baseline_us=times[0].median_us if times else 0.0)
         can_reopen = self._settings.is_tuning and self._num_reopened < MOST_REOPENED
         return why_another_job(times, self._reference, grids, launches) if can_reopen else ""

@@ -3,8 +3,8 @@
     torchrun --nproc-per-node 2 paths.py KIND[:VARIANT]...
 
 KIND is ddp, fsdp2, tp or bare. VARIANT is nothing, `hand` (an integration from the second step on, as `run` does it), `hook`
-(a communication hook of its own), `evaluates` (with a second model), or `killed` (after some steps). A line has the sum of
-the parameters, exactly, and the names in a checkpoint.
+(a communication hook of its own), `evaluates` (with a second model), or `killed` (after some steps). A line has the sums of
+the ranks' parameters, exactly, and the names in a checkpoint.
 """
 
 import os
@@ -24,8 +24,8 @@ from torch.nn.parallel import DistributedDataParallel
 sys.path.insert(0, str(Path(__file__).parents[3] / "examples"))
 import stock_jobs
 
-NUM_STEPS, KILLED_AFTER = 8, 6
-WIDTH, TOKENS = 512, 16
+NUM_STEPS, KILLED_AFTER = 8, 5  # counts are kept after steps 1, 2, 4 and 8
+WIDTHS, TOKENS = {2: 448, 4: 640}, 8  # a rank's part of a block is just above the 4 MiB that copies take
 PART = 1 << 20  # elements: 4 MiB from each rank, which copies take
 
 
@@ -64,9 +64,8 @@ def model_of(kind: str, num_ranks: int) -> nn.Module:
     torch.manual_seed(0)
     if kind == "bare":
         return Row(num_ranks)
-    num_blocks = num_ranks // 2  # so that a rank's part of a block is above 4 MiB
-    blocks = nn.Sequential(*(stock_jobs.Block(WIDTH * num_blocks, 64) for _ in range(1)))
-    return stock_jobs.parallelize(kind, blocks, init_device_mesh("cpu", (num_ranks,)))
+    block = nn.Sequential(stock_jobs.Block(WIDTHS[num_ranks], WIDTHS[num_ranks] // num_ranks))
+    return stock_jobs.parallelize(kind, block, init_device_mesh("cpu", (num_ranks,)))
 
 
 def train(kind: str, variant: str) -> None:
@@ -74,7 +73,7 @@ def train(kind: str, variant: str) -> None:
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     model = model_of(kind, num_ranks)
     torch.manual_seed(0 if kind == "tp" else 1 + rank)
-    batch = torch.full((num_ranks * PART,), 1.0 + rank) if kind == "bare" else torch.randn(1, TOKENS, WIDTH * num_ranks // 2)
+    batch = torch.full((num_ranks * PART,), 1.0 + rank) if kind == "bare" else torch.randn(1, TOKENS, WIDTHS[num_ranks])
     if variant == "hook":
         model.register_comm_hook(None, allreduce_hook)
     second = DistributedDataParallel(nn.Linear(8, 8)) if variant == "evaluates" else None
