@@ -94,17 +94,17 @@ class LiveJob(msgspec.Struct, frozen=True, kw_only=True):
 
 @final
 class Patience:
-    """How long this rank's job has been held before a step."""
+    """How long this rank's job has been held before a step, and whether that is longer than the limit."""
 
-    def __init__(self, job: LiveJob) -> None:
-        self._job = job
+    def __init__(self, job: LiveJob, limit_s: float) -> None:
+        self._job, self._limit_s = job, limit_s
         self._since_s: float | None = None
 
     def wait(self) -> bool:
         """Wait a little; False once that was too long."""
         now_s = time.monotonic()
         self._since_s = now_s if self._since_s is None else self._since_s
-        if now_s - self._since_s > self._job.hold_limit_s:
+        if now_s - self._since_s > self._limit_s:
             return False
         self._job.hold()
         return True

@@ -50,6 +50,9 @@ from counterpoint.supervised.settings import UNCHANGED, UNDECIDED, LiveRecord, L
 from counterpoint.units import format_count
 
 WARM_UP_STEPS = 10
+# Once ranks may switch, one that gave up alone would leave the others waiting in a collective. So its limit, half an hour,
+# is longer than a process group's usual time-out, after which torch ends the job.
+TIMES_AS_PATIENT = 15
 KEPT_EVERY_STEPS = 50  # a job that is killed loses what was counted since
 MOST_REOPENED = 2
 
@@ -71,6 +74,7 @@ class LiveTuner:
         self._follower = Follower(job, replace(settings.given, paths=LIBRARY))
         self._lead = Lead(job.exchange, self._follower.lockstep)
         self._offers: tuple[PathOffer, ...] = ()  # agreed on by all ranks
+        self._hold_limit_s = job.hold_limit_s
         self._decision = earlier
         self._stage: Stage = "warming up"
         self._num_steps_needed = settings.budget_steps
@@ -83,14 +87,14 @@ class LiveTuner:
     def step_ended(self) -> bool:
         """A step has ended. False once there is nothing more to do. The job is held here where the others are not so far."""
         self._follower.step += 1
-        held = Patience(self._job)
+        held = Patience(self._job, self._hold_limit_s)
         try:
             while self._follower.lockstep.is_held(self._follower.step):
                 if not held.wait():
-                    self._course.throw(TuningStopped(f"{NO_ANSWER} within {self._job.hold_limit_s:g} s"))
+                    self._course.throw(TuningStopped(f"{NO_ANSWER} within {self._hold_limit_s:g} s"))
             while next(self._course) is HELD:
                 if not held.wait():
-                    self._course.throw(TuningStopped(f"a rank did not come to this step in {self._job.hold_limit_s:g} s"))
+                    self._course.throw(TuningStopped(f"a rank did not come to this step in {self._hold_limit_s:g} s"))
         except StopIteration:
             self._follower.lockstep.end()
             self._follower.keep_paths()
@@ -152,6 +156,7 @@ class LiveTuner:
         problem = other_version(surveys)
         if problem:
             raise TuningStopped(problem)
+        self._hold_limit_s *= TIMES_AS_PATIENT
         offers = agree_on_paths(surveys)
         able = [offer.integration for offer in offers if not offer.refusal]
         if able:
