@@ -84,7 +84,7 @@ class AbstractJobPaths(ABC):
 
     @abstractmethod
     def survey(self) -> tuple[PathOffer, ...]:
-        """What could be taken over here; changes nothing."""
+        """What could be taken over here; what has to be prepared for that is, and stays switched off."""
 
     @abstractmethod
     def take(self, integrations: Sequence[Integration]) -> dict[Integration, str]:

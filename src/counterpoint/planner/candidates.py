@@ -22,8 +22,6 @@ from counterpoint.value import Value
 CTA_COUNTS = (4, 8, 16)
 HOLDS_US = (5.0, 20.0)  # head starts worth a try: the two that were measured on H200s (tests/data/head_start_h200.csv)
 FEWER_THREADS = 256
-
-
 PRIORITY_IGNORED = "this driver ignores stream priority unless DEBUG_HIP_IGNORE_STREAM_PRIORITY=0 is set"
 IN_EVERY_RACE = " in every race"
 

@@ -133,7 +133,7 @@ class Follower:
         self._in_force = in_force
         self._totals = Totals(setting=in_force, rank=job.exchange.rank)
         self._latest: Announcement | None = None  # that holds
-        self._offers: Sequence[PathOffer] = ()
+        self.offers: Sequence[PathOffer] = ()  # of paths, as all ranks agreed
         self._launches: dict[str, int] = {}
         self._proofs: dict[ControlTarget, Refusal | None] = {}  # why a control had no effect here; None if it had
         self._num_heard = 0
@@ -336,13 +336,9 @@ class Follower:
         if self._totals.setting.paths != LIBRARY:
             self._job.keep(replace(self._totals, paths=self._counts_of(self._totals.setting.paths)))
 
-    def know_offers(self, offers: Sequence[PathOffer]) -> None:
-        """What the ranks agreed that they can switch."""
-        self._offers = offers
-
     def _counts_of(self, paths: Paths) -> tuple[PathCounts, ...]:
         """What was counted under these paths; of what nobody could take, why."""
-        problems = path_problems(paths, self._offers)
+        problems = path_problems(paths, self.offers)
         return tuple(replace(each, problem=problems.get(each.target, "")) for each in self._job.paths.counts(paths))
 
     def _prove(self) -> None:

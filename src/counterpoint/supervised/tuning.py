@@ -64,7 +64,7 @@ def is_kept_after(step: int) -> bool:
 
 @final
 class LiveTuner:
-    """One rank's part of the course. Call `step_ended` after each step; it never waits.
+    """One rank's part of the course. Call `step_ended` after each step; it waits for other ranks where paths are switched.
 
     `earlier` is what was decided before a launcher started the job again: its plan stays on record until there is another.
     """
@@ -73,7 +73,6 @@ class LiveTuner:
         self._job, self._settings = job, settings
         self._follower = Follower(job, replace(settings.given, paths=LIBRARY))
         self._lead = Lead(job.exchange, self._follower.lockstep)
-        self._offers: tuple[PathOffer, ...] = ()  # agreed on by all ranks
         self._hold_limit_s = job.hold_limit_s
         self._decision = earlier
         self._stage: Stage = "warming up"
@@ -164,8 +163,7 @@ class LiveTuner:
             texts = yield from self._follower.everyone("paths taken", msgspec.json.encode(taken).decode())
             offers = with_failures(offers, [msgspec.json.decode(text, type=PathsTaken) for text in texts])
             self._job.paths.drop([offer.integration for offer in offers if offer.refusal and offer.integration in able])
-        self._offers = offers
-        self._follower.know_offers(offers)
+        self._follower.offers = offers
         self._tell_refused(offers)
         if any(not offer.refusal for offer in offers):
             self._follower.lockstep.begin(self._follower.step)
@@ -208,7 +206,7 @@ class LiveTuner:
             everyone = [msgspec.json.decode(text, type=Census) for text in texts]
             num_turns = conductor.num_turns(start, offered_at)
             room = Room(num_turns=num_turns, answer_turns=conductor.answer_turns())
-            trials = propose(everyone, self._job.gpu, self._settings, room, self._offers)
+            trials = propose(everyone, self._job.gpu, self._settings, room, self._follower.offers)
             if trials.candidates:
                 self._tell_trials(trials)
             first = conductor.begin(1 + len(trials.candidates), self._job.draw_seed(), start, offered_at)
@@ -343,7 +341,9 @@ class LiveTuner:
     def _tell_trials(self, trials: Trials) -> None:
         number = format_count(len(trials.candidates), "candidate")
         steps = format_count(self._settings.budget_steps, "step")
-        self._tell("trying candidates", f"tuning on live steps: {number} within {steps}; the job's results do not change")
+        keep_bits = all(candidate.setting.paths.keeps_bits for candidate in trials.candidates)
+        results = "the job's results do not change" if keep_bits else "the job's results may change within rounding"
+        self._tell("trying candidates", f"tuning on live steps: {number} within {steps}; {results}")
 
     def _tell_refused(self, offers: Sequence[PathOffer]) -> None:
         """What of a plan that was given nobody can have: said at once, because the job may run for days."""
