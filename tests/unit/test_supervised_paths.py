@@ -126,6 +126,22 @@ def test_a_gain_by_paths_is_found_kept_proven_and_guarded() -> None:
         assert [counts.num_by_copies for counts in kept.paths] == [paths.history.count(found)] * len(found.targets)
 
 
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_the_first_steps_on_a_path_which_compile_and_record_are_not_held_against_it(num_ranks: int) -> None:
+    """Among many candidates each has two turns, and such steps would be most of a path's."""
+    job = PathsJob(UNGUARDED, lambda rank: (LINEARS,), functions=[LONG, nccl()], num_ranks=num_ranks, most_ahead=4)
+
+    def step_us(rank: int, step: int, paths: Paths) -> float:
+        num_before = job.paths[rank].history[:-1].count(paths)
+        slower = (9.0, 1.3, 1.3, 1.2, 1.2, 1.1)[num_before : num_before + 1] if paths != LIBRARY else ()
+        return 1000.0 * (slower[0] if slower else 0.92 if paths != LIBRARY else 1.0)
+
+    job.run(260, step_us)
+    assert not job.apart()
+    assert found_plan(job).verdict == "GAIN"
+    assert setting_of(found_plan(job)).paths == Paths(overlaps_matmuls=True)
+
+
 def test_copies_that_cost_time_are_tried_and_left() -> None:
     job = PathsJob(UNGUARDED)
     job.run(260, by_paths(-0.1))

@@ -17,7 +17,7 @@ from counterpoint.measurement.values import Measurement, Order, Verdict, summari
 from counterpoint.ranks import Exchange
 from counterpoint.supervised.lockstep import LEAD_STEPS, Lockstep
 from counterpoint.supervised.messages import RoundReport, report_topic
-from counterpoint.supervised.turns import TURN_STEPS, TurnTimes, slowest_rank
+from counterpoint.supervised.turns import PATH_WARM_UP_TURNS, TURN_STEPS, TurnTimes, slowest_rank
 
 STEPS_TOPIC = "at step"  # under which ranks that wait for an answer note how far they are
 WAITING_STEPS = 22  # what one wait may cost of the budget at most
@@ -105,6 +105,7 @@ class TuningConductor:
         self._answer_steps = min(WAITING_STEPS, lag + lead.steps + SLACK_STEPS)
         self._tournament = Tournament(1, 0)
         self._order = Order(number=-1, entrants=(0,), seed=0, num_rounds=0)
+        self._after_warm_up: tuple[int, Order | Verdict] | None = None  # the first answer, until it is announced
         self.reports: Reports | None = None  # of the present order
 
     def num_turns(self, start_step: int, waited_since: int) -> int:
@@ -116,15 +117,29 @@ class TuningConductor:
         """How many turns a new order costs."""
         return -(-self._answer_steps // TURN_STEPS)
 
-    def begin(self, num_variants: int, seed: int, start_step: int, waited_since: int) -> Order | Verdict:
-        """The first order, from a step on, after a wait that began with another."""
+    def begin(
+        self, num_variants: int, seed: int, start_step: int, waited_since: int, warmed: Sequence[int] = ()
+    ) -> Order | Verdict:
+        """The first order, from a step on, after a wait that began with another.
+
+        Variants in `warmed` take turns before that count for nothing; then `conduct` gives the tournament's first order.
+        """
+        warm_up = Order(number=-1, entrants=tuple(warmed), seed=seed, num_rounds=PATH_WARM_UP_TURNS)
+        num_steps = len(warmed) * PATH_WARM_UP_TURNS * TURN_STEPS
+        begins, since = start_step + num_steps, waited_since + num_steps
         self._tournament = Tournament(num_variants, seed)
-        answer = self._tournament.begin(self.num_turns(start_step, waited_since), self.answer_turns())
-        self._take(answer, start_step, waited_since)
-        return answer
+        answer = self._tournament.begin(self.num_turns(begins, since), self.answer_turns())
+        self._take(answer, begins, since)
+        if not warmed or isinstance(answer, Verdict):
+            return answer
+        self._after_warm_up = begins, answer
+        return warm_up
 
     def conduct(self, step: int) -> tuple[int, Order | Verdict] | None:
         """What follows from the reports that have come, and from which step on."""
+        if self._after_warm_up is not None:
+            first, self._after_warm_up = self._after_warm_up, None
+            return first
         reports = self.reports
         assert reports is not None, "there is an order"
         found = reports.gather(step)

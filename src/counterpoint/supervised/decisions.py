@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from msgspec.structs import replace
 
-from counterpoint.integrations.paths import Integration, PathOffer, paths_of
+from counterpoint.integrations.paths import LIBRARY, Integration, PathOffer, paths_of
 from counterpoint.launch_filter.control_block import SeenFunction, translate
 from counterpoint.machine import machine_for_device
 from counterpoint.measurement.guard import are_other_launches, is_longer_step
@@ -18,7 +18,7 @@ from counterpoint.supervised.candidates import LiveCandidate, propose_live, prop
 from counterpoint.supervised.messages import Census, ControlTarget, Decision, PathsTaken, PathSurvey, RoundReport, Trials
 from counterpoint.supervised.running_job import JobGpu
 from counterpoint.supervised.settings import UNCHANGED, LiveSettings, Setting, setting_of
-from counterpoint.supervised.turns import TURN_STEPS
+from counterpoint.supervised.turns import PATH_WARM_UP_TURNS, TURN_STEPS
 from counterpoint.units import format_count, format_percent
 from counterpoint.value import Value
 
@@ -93,11 +93,12 @@ def propose(
     candidates = [*of_paths.candidates, *proposal.candidates]
     if settings.given != UNCHANGED:
         candidates.insert(0, LiveCandidate(label=GIVEN, directives=settings.plan.directives, setting=settings.given))
-    number = num_admitted(len(candidates), room.num_turns, room.answer_turns)
+    num_turns = room.num_turns - PATH_WARM_UP_TURNS * sum(each.setting.paths != LIBRARY for each in candidates)
+    number = num_admitted(len(candidates), num_turns, room.answer_turns)
     reason = "the budget of steps is too small to try it"
     if not number:
         given = settings.budget_steps
-        least = given + TURN_STEPS * (least_turns(1, room.answer_turns) - room.num_turns)
+        least = given + TURN_STEPS * (least_turns(1, room.answer_turns) - num_turns)
         reason = f"--budget {given} is too small to try any candidate here; {least} is the least"
     too_many = tuple(Refusal(control=CANDIDATE, target=candidate.label, reason=reason) for candidate in candidates[number:])
     return Trials(candidates=tuple(candidates[:number]), refusals=(*of_paths.refusals, *proposal.refusals, *too_many))

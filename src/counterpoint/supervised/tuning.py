@@ -209,7 +209,9 @@ class LiveTuner:
             trials = propose(everyone, self._job.gpu, self._settings, room, self._follower.offers)
             if trials.candidates:
                 self._tell_trials(trials)
-            first = conductor.begin(1 + len(trials.candidates), self._job.draw_seed(), start, offered_at)
+            switched = [number for number, each in enumerate(settings_of(trials)) if each.paths != LIBRARY]
+            seed = self._job.draw_seed()
+            first = conductor.begin(1 + len(trials.candidates), seed, start, offered_at, switched)
             return self._announced(start, first, trials, conductor)
 
         return (

@@ -14,6 +14,9 @@ from counterpoint.measurement.values import Order
 from counterpoint.supervised.running_job import AbstractStepClock
 
 TURN_STEPS = 3  # of which the first is not timed
+# Before anything is timed, each path runs for so many turns: the job compiles for it, torch's allocator finds the addresses
+# that come again, and operators record their calls at these (2 H200s, torchtitan: 129, 151, 123, then 109 and 106 ms)
+PATH_WARM_UP_TURNS = 3
 TurnTimes = tuple[float, ...] | None  # of the timed steps, in microseconds; None for a turn that this rank missed
 
 

@@ -1,0 +1,96 @@
+"""Host time that a call of `tensor_parallel.overlap`'s linears takes, beside NCCL and a matmul, eager and compiled.
+
+    torchrun --nproc-per-node 2 -m benchmarks.overlap_host -o results.json
+
+A call is one linear: half of a column-parallel and a row-parallel linear in a row, on a sharded sequence. "nccl
+and matmul" are `all_gather_into_tensor`, two `torch.mm` and `reduce_scatter_tensor` on plain tensors, the least that eager
+PyTorch can do; the others are modules that `parallelize_module` split. Host times are medians over interleaved rounds while
+the GPU is kept busy, of the slowest rank; GPU times stand beside them.
+"""
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from benchmarks.on_gpus import join, largest, log, run_and_leave, save
+from benchmarks.ops_timing import time_interleaved
+from counterpoint.integrations import tensor_parallel
+
+SIZES = ((2048, 4096, 14336), (8192, 4096, 14336))  # tokens, features, hidden features
+LINEARS = 2
+Call = Callable[[], object]
+
+
+class Pair(nn.Sequential):
+    """A column-parallel and a row-parallel linear, split over the ranks."""
+
+    def __init__(self, features: int, hidden: int) -> None:
+        with torch.device("cuda"):
+            super().__init__(nn.Linear(features, hidden, bias=False), nn.Linear(hidden, features, bias=False))
+        self.to(torch.bfloat16)
+        plan = {"0": ColwiseParallel(input_layouts=Shard(1)), "1": RowwiseParallel(output_layouts=Shard(1))}
+        parallelize_module(self, init_device_mesh("cuda", (dist.get_world_size(),)), plan)
+
+
+def by_hand(x: torch.Tensor, features: int, hidden: int) -> Call:
+    num_ranks = dist.get_world_size()
+    up = torch.randn(hidden // num_ranks, features, device="cuda", dtype=x.dtype)
+    down = torch.randn(features, hidden // num_ranks, device="cuda", dtype=x.dtype)
+    rows = x.view(-1, features)
+    gathered, reduced = rows.new_empty(rows.shape[0] * num_ranks, features), torch.empty_like(rows)
+
+    def call() -> None:
+        dist.all_gather_into_tensor(gathered, rows)
+        dist.reduce_scatter_tensor(reduced, torch.mm(torch.mm(gathered, up.t()), down.t()))
+
+    return call
+
+
+def calls_of(tokens: int, features: int, hidden: int) -> dict[str, dict[str, Call]]:
+    """Variants by what they do: a forward pass without gradients, and a forward and a backward pass."""
+    x = torch.randn(1, tokens // dist.get_world_size(), features, device="cuda", dtype=torch.bfloat16)
+    forward: dict[str, Call] = {"nccl and matmul": by_hand(x, features, hidden)}
+    both: dict[str, Call] = {}
+    for is_compiled in (False, True):
+        for is_overlapped in (False, True):
+            module: nn.Module = Pair(features, hidden)
+            if is_overlapped:
+                tensor_parallel.overlap(module)
+            called = torch.compile(module) if is_compiled else module
+            name = f"{'overlap' if is_overlapped else 'torch'}, {'compiled' if is_compiled else 'eager'}"
+            forward[name] = torch.no_grad()(lambda called=called: called(x))
+            gradient = torch.ones_like(x)
+            both[name] = lambda called=called, gradient=gradient: called(x).backward(gradient)
+    return {"forward": forward, "forward and backward": both}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=60)
+    parser.add_argument("--limit-s", type=int, default=200)
+    parser.add_argument("-o", "--output", type=Path)
+    options = parser.parse_args()
+    join(options.limit_s)
+    results: list[object] = []
+    for sizes in SIZES:
+        for passes, calls in calls_of(*sizes).items():
+            timed = time_interleaved(calls, options.rounds)
+            (hosts,) = largest([[each.host_us / LINEARS for each in timed.values()]])
+            log(f"{passes}, {sizes[0]} tokens, {sizes[1]} to {sizes[2]} features: host and GPU us per linear")
+            for name, host_us in zip(timed, hosts, strict=True):
+                gpu_us = timed[name].median_us / LINEARS
+                log(f"   {name:18}{host_us:9.1f}{gpu_us:9.1f}")
+                row = {"passes": passes, "sizes": sizes, "variant": name}
+                results.append({**row, "host_us": round(host_us, 1), "gpu_us": round(gpu_us, 1)})
+        save(options.output, results)
+
+
+if __name__ == "__main__":
+    run_and_leave(main)
