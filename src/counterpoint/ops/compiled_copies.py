@@ -98,14 +98,14 @@ class CompiledCopies(AbstractCompiledSchedule):
         memory, order = self._shared.memory(), self._shared.order
         if self._memory is not memory:
             self._bind(memory)
-        current = torch.cuda.current_stream(self._shared.device)
-        handle = cu.CUstream(current.cuda_stream)
+        handle = cu.CUstream(torch._C._cuda_getCurrentRawStream(self._shared.device.index))
         operands = {**tensors, **{buffer.name: self._allocate(buffer) for buffer in self._local}}
         order.follow(handle)
         graph = None if order.is_in_capture else self._recorded(operands, weights)
         if graph is not None:
             graph.replay()
         else:
+            current = torch.cuda.current_stream(self._shared.device)
             call = self._call((operands, weights), current, self._branches, is_captured=order.is_in_capture)
             self._issue(call)
         order.finish(handle)
@@ -138,9 +138,11 @@ class CompiledCopies(AbstractCompiledSchedule):
     def _key(self, operands: Tensors, weights: Weights) -> tuple[Hashable, ...]:
         """All that decides what a call issues: addresses, strides, and torch's settings for half-precision matmuls. The
         schedule stands for shapes and type."""
+        tensors = (*weights, *operands.values())
         return (
             self,  # and not its id, which another schedule could get one day
-            *((tensor.data_ptr(), tensor.stride()) for tensor in (*weights, *operands.values())),
+            *map(torch.Tensor.data_ptr, tensors),
+            *map(torch.Tensor.stride, tensors),
             *(weight.shape for weight in weights[1:]),  # how columns are divided among several
             half_precision_settings(),
             torch._C._cuda_tunableop_is_enabled(),  # builds for CPUs lack it

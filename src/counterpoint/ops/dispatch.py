@@ -10,11 +10,14 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, final
 
 import torch
+from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch._C._functorch import get_unwrapped, is_batchedtensor, is_functorch_wrapped_tensor
+from torch._library.autograd import make_autograd_impl
 from torch.autograd import forward_ad
 
 from counterpoint.errors import OperatorError
 
+LIBRARY = torch.library.Library("counterpoint", "FRAGMENT")
 PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
 
 Matrices = Sequence[torch.Tensor]
@@ -48,6 +51,9 @@ class Operator:
         self.custom.register_fake(shape)
         if gradients is not None:
             self.custom.register_autograd(self._differentiate_custom, setup_context=_keep_custom)
+        self._whole_way = make_autograd_impl(self.custom._opoverload, self.custom)
+        for key in ("AutogradCPU", "AutogradCUDA"):
+            LIBRARY.impl(name, self._run_from_dispatcher, key, with_keyset=True)
 
     def __call__(self, *arguments: Any) -> Any:
         """Run; arguments as `run` takes them."""
@@ -58,6 +64,14 @@ class Operator:
             return self.custom(*arguments)
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in _tensors(arguments)):
             return self._run_with_gradients(*arguments) if self._gradients is not None else self.custom(*arguments)
+        return self.run_plainly(arguments)
+
+    def _run_from_dispatcher(self, keyset: Any, *arguments: Any) -> Any:
+        """What torch's dispatcher comes to first, such as from compiled code: where nobody else has to see the operator, the
+        rest of the dispatcher's way is left out."""
+        is_watched = callable(get_eval_frame_callback()) or needs_dispatcher(arguments, is_profiled=False)
+        if is_watched or (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in _tensors(arguments))):
+            return self._whole_way(keyset, *arguments)
         return self.run_plainly(arguments)
 
     def run_plainly(self, arguments: tuple[Any, ...]) -> Any:
@@ -154,12 +168,13 @@ def _tensors(arguments: tuple[Any, ...]) -> Iterator[torch.Tensor]:
             yield from argument
 
 
-def needs_dispatcher(arguments: tuple[Any, ...]) -> bool:
-    """Whether somebody other than reverse-mode autograd has to see this call as an operator."""
+def needs_dispatcher(arguments: tuple[Any, ...], *, is_profiled: bool = True) -> bool:
+    """Whether somebody other than reverse-mode autograd has to see this call as an operator; the profiler sees what comes
+    through the dispatcher (`is_profiled` is False) without that."""
     return (
         forward_ad._current_level >= 0
         or any(type(tensor) not in PLAIN_TYPES for tensor in _tensors(arguments))
         or torch._C._len_torch_dispatch_stack() > 0
         or torch._C._are_functorch_transforms_active()
-        or torch.autograd._profiler_enabled()
+        or (is_profiled and torch.autograd._profiler_enabled())
     )
