@@ -133,7 +133,7 @@ def test_no_plan_is_said_to_gain_more_than_is_possible(workload: str) -> None:
 @pytest.mark.parametrize("workload", ["cb_a2a_opt1", "mb_a2a_opt2", "cb_ar_opt2"])
 def test_a_step_has_one_ideal_whichever_command_tells_it(workload: str, tmp_path: Path) -> None:
     counterpoint("bench", "paper", workload, "--simulate", "h200", "-o", "paper.json", cwd=tmp_path)
-    (paper,) = json.loads((tmp_path / "paper.json").read_text())
+    (paper,) = json.loads((tmp_path / "paper.json").read_text())["result"]
     ideals_us = {rows(as_json(command, workload))["ideal"]["makespan_us"] for command in ("tune", "simulate")}
     assert ideals_us == {paper["ideal_us"]}
 

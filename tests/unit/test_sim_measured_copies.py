@@ -58,7 +58,7 @@ def captured(name: str) -> Step:
 
 def measured_us(name: str) -> dict[str, float]:
     """The measured time of each row of a workload."""
-    (result,) = [each for each in json.loads(RESULTS.read_text()) if each["workload"] == name]
+    (result,) = [each for each in json.loads(RESULTS.read_text())["result"] if each["workload"] == name]
     return {row["label"]: row["measured_us"] for row in result["rows"]}
 
 
