@@ -5,9 +5,7 @@ A rank that fails shows why and ends, because the others may wait in its collect
 
 import faulthandler
 import json
-import os
 from collections.abc import Callable, Sequence
-from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -32,18 +30,9 @@ def log(*words: object) -> None:
 
 def conditions(**more: object) -> dict[str, object]:
     """Date, GPUs, versions, and what else the benchmark wants to be known."""
-    from counterpoint.cuda.driver import driver_version  # noqa: PLC0415  --help needs no cuda-bindings
+    from counterpoint.cuda.conditions import measuring_conditions  # noqa: PLC0415  --help needs no cuda-bindings
 
-    num_gpus = dist.get_world_size() if dist.is_initialized() else 1
-    return {
-        "date": date.today().isoformat(),
-        "gpus": f"{num_gpus} x {torch.cuda.get_device_name()}",
-        "cuda": driver_version(),
-        "torch": torch.__version__,
-        "nccl": ".".join(str(part) for part in torch.cuda.nccl.version()),
-        "nvls": os.environ.get("NCCL_NVLS_ENABLE", "default"),
-        **more,
-    }
+    return measuring_conditions(**more)
 
 
 def save(output: Path | None, result: Sequence[object], **more: object) -> None:

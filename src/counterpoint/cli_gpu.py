@@ -157,6 +157,7 @@ def _measure_paper(workloads: list[str] | None, output: Path | None) -> None:
     from counterpoint.cuda.ranks import join_ranks  # noqa: PLC0415
 
     rank = join_ranks()
+    from counterpoint.cuda.conditions import measuring_conditions  # noqa: PLC0415
     from counterpoint.paper.on_gpu import measure_workload  # noqa: PLC0415
     from counterpoint.paper.workloads import paper_workload_names  # noqa: PLC0415
 
@@ -165,7 +166,7 @@ def _measure_paper(workloads: list[str] | None, output: Path | None) -> None:
         results.append(measure_workload(name, ROUNDS[name.split("_")[0]]))
         if rank == 0:
             _show(results[-1:], None)
-            _save(results, output)
+            _save(results, output, measuring_conditions(rounds=ROUNDS))
 
 
 def _show(results: list["PaperResult"], output: Path | None) -> None:
@@ -176,7 +177,7 @@ def _show(results: list["PaperResult"], output: Path | None) -> None:
     for result in results:
         print_paper(console, result)
     _show_how_to_apply(console, results)
-    _save(results, output)
+    _save(results, output, {"gpus": "none used, simulated"})
 
 
 def _show_how_to_apply(console: "Console", results: list["PaperResult"]) -> None:
@@ -195,6 +196,7 @@ def _show_how_to_apply(console: "Console", results: list["PaperResult"]) -> None
             print_to_apply(console, ways_to_apply(result.choice, PlanOrigin(finding=finding, step=result.workload)))
 
 
-def _save(results: list["PaperResult"], output: Path | None) -> None:
+def _save(results: list["PaperResult"], output: Path | None, conditions: dict[str, object]) -> None:
+    """Store the results, and under what conditions they were had; both in one object, as benchmarks store theirs."""
     if output is not None:
-        write_whole(output, f"{write_json(results)}\n".encode())
+        write_whole(output, f"{write_json({'conditions': conditions, 'result': results})}\n".encode())

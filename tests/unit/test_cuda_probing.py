@@ -21,6 +21,7 @@ from counterpoint.cuda.device_facts import (
     Queried,
     check_alike,
     check_driver,
+    kernel_module_version,
 )
 from counterpoint.cuda.probing import COPY_ENGINE_FRACTION, Probed, describe, probe, shipped_machine, spread_sms
 from counterpoint.errors import DeviceError, MachineError
@@ -252,3 +253,22 @@ def test_without_the_bindings_probing_is_refused_with_what_to_install(monkeypatc
     monkeypatch.delitem(sys.modules, "counterpoint.cuda.driver", raising=False)
     with pytest.raises(DeviceError, match=r"'cuda-bindings' is needed .* 'torch>=2\.11,<2\.14' 'cuda-bindings>=13,<14'"):
         probe()
+
+
+@pytest.mark.parametrize(
+    ("text", "version"),
+    [
+        (
+            "NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.159.04  Release Build\nGCC version: gcc 13.3.0\n",
+            "580.159.04",
+        ),
+        ("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65  Release Build\n", "580.65"),
+        ("no number here\n", ""),
+        (None, ""),
+    ],
+)
+def test_the_kernel_modules_version_is_read_where_it_is_loaded(text: str | None, version: str, tmp_path: Path) -> None:
+    file = tmp_path / "version"
+    if text is not None:
+        file.write_text(text)
+    assert kernel_module_version(file) == version

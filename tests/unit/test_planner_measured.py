@@ -110,7 +110,7 @@ def test_the_truly_best_combination_is_picked_whatever_the_simulator_thinks(best
 
 @pytest.mark.parametrize("obstacle", ["", "too far"], ids=["copies prepared", "no copies"])
 def test_with_the_simulator_for_a_clock_the_choice_is_its_best_applicable_trial(obstacle: str) -> None:
-    found = read()
+    found = read(num_bytes=1 << 27)  # so few in the kernel's time that copies and a sum are best
     graph = GraphDouble(NODES, H200.gpu, obstacles={3: obstacle})
     tuning = tune_measured(ReplayDouble(graph, found, simulated_us(found, H200)), H200, num_rounds=7)
     trials = tune(found.step, H200, Simulator(), applier="graph").trials
@@ -214,7 +214,8 @@ def test_a_step_without_communication_is_left_as_it_is() -> None:
 
 def test_what_a_captured_step_does_not_take_is_refused_with_the_reason_though_the_simulator_chose_it() -> None:
     tuning = tuned(taking({only("priority"): 800.0}))
-    assert controls_of(tuning.simulated.plan) == {"transport"}
+    assert "communication_ctas" in controls_of(tuning.simulated.plan)
+    assert "transport" in {family for trial in tuning.simulated.trials for family in trial.families}
     assert not any("communication CTAs" in label or "copies" in label for label in labels(tuning))
     assert refused(tuning, "transport") == ["no copies were prepared"]
     (reason,) = refused(tuning, "communication_ctas")

@@ -197,7 +197,7 @@ def test_a_sum_waits_for_an_sm_and_the_copies_do_not() -> None:
     plan = plan_of(0, control=Transport(transport="copy_engine"))
     alone_us = makespan_us(alone, plan)
     spans = spans_of(beside, plan_of(1, control=Transport(transport="copy_engine")))
-    assert alone_us < 200
+    assert alone_us < 300
     assert spans[1].start_us < alone_us
     assert spans[1].end_us >= spans[0].end_us
     # the copies draw on memory and take no SM, so the matmul hardly notices

@@ -202,25 +202,25 @@ def test_a_step_with_nothing_to_overlap_has_nothing_to_gain(made_up: Step) -> No
     assert all(refusal.reason for refusal in tuning.plan.refusals)
 
 
-def test_fsdp_gains_a_few_percent_by_copies_of_gathers_and_reductions() -> None:
-    """On the GPUs of this trace the same change was measured: 3.2 to 6.3 % less (docs/integrations.md)."""
+def test_fsdp_gains_a_few_percent_by_copies_with_and_without_reductions() -> None:
+    """On the GPUs of this trace copies with reductions were measured: 3.2 to 6.3 % less (docs/integrations.md)."""
     tuning = tuned("fsdp2")
     plan = tuning.plan
     assert plan.verdict == "GAIN"
-    assert 0.032 - 0.01 <= 1 - plan.expectation.planned_us / plan.expectation.baseline_us <= 0.063 + 0.01
-    assert [directive.controls for directive in plan.directives] == 2 * [(Transport(transport="copy_engine"),)]
+    assert [directive.controls for directive in plan.directives] == [(Transport(transport="copy_engine"),)]
     step = load_job(str(TRACES / "fsdp2.rank0.json.gz")).step
-    assert [len(directive.match.accepted(step)) for directive in plan.directives] == [12, 6]
+    assert [len(directive.match.accepted(step)) for directive in plan.directives] == [12]
     alone = {trial.label: trial.makespan_us for trial in tuning.trials}
-    assert alone["copy engines, reductions too"] < alone["copy engines"] < alone["copies and sums"] < alone["as it is"]
+    for label in ("copy engines", "copy engines, reductions too"):
+        assert 0.032 - 0.01 <= 1 - alone[label] / alone["as it is"] <= 0.063 + 0.01
     assert any("register file" in reason for _, reason in refused(plan, "residency_cap"))
 
 
 def test_ddp_gains_by_copies_and_sums() -> None:
-    """Measured with buckets of 100 MB and three in flight: 62.75 to 61.39 ms; with other buckets 3.2 % at best."""
+    """Measured with buckets of 100 MB, as in this trace, and three in flight: 62.75 to 61.39 ms, 2.2 % less."""
     plan = tuned("ddp").plan
     assert plan.verdict == "GAIN"
-    assert 0.032 - 0.01 <= 1 - plan.expectation.planned_us / plan.expectation.baseline_us <= 0.032 + 0.01
+    assert 0.022 - 0.01 <= 1 - plan.expectation.planned_us / plan.expectation.baseline_us <= 0.022 + 0.01
     step = load_job(str(TRACES / "ddp.rank0.json.gz")).step
     reduced = [operation.num_bytes for operation in step.operations if isinstance(operation, Collective)]
     moved = [step.operations[number].num_bytes for each in plan.directives for number in each.match.accepted(step)]

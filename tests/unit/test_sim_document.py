@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from statistics import median
 
-from counterpoint.sim.calibration import CharacterConstants, load_calibration
+from counterpoint.sim.calibration import CharacterConstants, CollectiveConstants, load_calibration
 
 ROOT = Path(__file__).parents[2]
 DOCUMENT = ROOT / "docs" / "simulator.md"
@@ -28,6 +28,11 @@ def saturated_by(constants: CharacterConstants) -> str:
     )
 
 
+def link_fraction(constants: CollectiveConstants) -> str:
+    more = constants.link_fraction_of_more
+    return f"{constants.link_fraction:g}" + ("" if more is None else f"; {more:g} of more than 2 ranks")
+
+
 def test_the_constants_are_those_of_the_calibration_file() -> None:
     calibration = load_calibration()
     named = {name: getattr(calibration, name) for name in calibration.__struct_fields__}
@@ -45,7 +50,7 @@ def test_the_characters_are_those_of_the_calibration_file() -> None:
 
 def test_the_collectives_are_those_of_the_calibration_file() -> None:
     assert rows("collective") == {
-        name: [f"{entry.bytes_per_s_per_cta / 1e9:g}", f"{entry.link_fraction:g}", f"{entry.latency_us:g}", entry.status]
+        name: [f"{entry.bytes_per_s_per_cta / 1e9:g}", link_fraction(entry), f"{entry.latency_us:g}", entry.status]
         for name, entry in load_calibration().collectives.items()
     }
 

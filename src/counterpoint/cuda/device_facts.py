@@ -3,9 +3,13 @@
 `device_query.py` asks, and `probing.py` makes a machine of the answers.
 """
 
+import re
+from pathlib import Path
+
 from counterpoint.errors import DeviceError
 from counterpoint.value import Value
 
+KERNEL_MODULE_VERSION = Path("/proc/driver/nvidia/version")
 # the oldest CUDA that torch 2.11 is built for; its driver knows the carveout of a graph's kernel
 OLDEST_CUDA = (12, 6)
 # figures that are one attribute of the device, named as the driver names it
@@ -30,6 +34,15 @@ ATTRIBUTES = (
     "MEMORY_CLOCK_RATE",
     "GLOBAL_MEMORY_BUS_WIDTH",
 )
+
+
+def kernel_module_version(file: Path = KERNEL_MODULE_VERSION) -> str:
+    """The version of NVIDIA's kernel module, as in "580.159.04"; empty where it is not loaded or does not say."""
+    try:
+        found = re.search(r"\s(\d+\.\d+(\.\d+)*)\s", file.read_text())
+    except OSError:
+        return ""
+    return found[1] if found else ""
 
 
 class Peer(Value, frozen=True, kw_only=True):

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import msgspec
 
+from counterpoint.cuda.device_facts import kernel_module_version
 from counterpoint.doctor import versions_query
 from counterpoint.doctor.command import ReadCommand, read_command
 from counterpoint.doctor.driver_query import Answer
@@ -34,7 +35,6 @@ ENTRY_POINTS = ("cuLaunchKernel", "cuLaunchKernelEx", "cuGetProcAddress", "hipLa
 OUR_FILTER = b"libcounterpoint_filter.so"
 # a larger file is a whole runtime, not a filter; reading it would take longer than it tells
 LARGEST_PRELOADED_BYTES = 64 << 20
-KERNEL_MODULE_VERSION = Path("/proc/driver/nvidia/version")
 SYSTEM_NCCL_FILE = Path("/etc/nccl.conf")
 
 
@@ -59,7 +59,7 @@ def gather(command: Sequence[str] = (), environment: Mapping[str, str] | None = 
         origins=origins | _assigned_by_command(relevant, outer),
         gpus=answer.gpus,
         blocked_peers=answer.blocked_peers if answer.gpus else None,
-        driver_version=_kernel_module_version() if answer.vendor == "nvidia" else "",
+        driver_version=kernel_module_version() if answer.vendor == "nvidia" else "",
         cuda_version=answer.driver_api_version,
         torch_version=versions.get("torch", ""),
         torch_cuda_version=versions.get("torch_cuda", ""),
@@ -201,14 +201,6 @@ def _missing_versions(versions: Mapping[str, str], answer: Answer) -> list[str]:
         [f"versions: torch {versions['torch']} is a build for CPUs, so the job has another one"] if is_for_cpus else []
     )
     return [*cpu_build, *([f"versions: no {' and no '.join(absent)} is installed in the job's Python"] if absent else [])]
-
-
-def _kernel_module_version() -> str:
-    try:
-        found = re.search(r"\s(\d+\.\d+(\.\d+)*)\s", KERNEL_MODULE_VERSION.read_text())
-    except OSError:
-        return ""
-    return found[1] if found else ""
 
 
 def read_nccl_files(environment: Mapping[str, str]) -> dict[str, tuple[str, str]]:

@@ -33,7 +33,10 @@ class CharacterConstants(Value, frozen=True, kw_only=True):
 
 
 class CollectiveConstants(Value, frozen=True, kw_only=True):
-    """Bandwidth of one kind of collective by SM kernels, on the wire."""
+    """Bandwidth of one kind of collective by SM kernels, on the wire.
+
+    `link_fraction` is of 2 ranks, and of more where `link_fraction_of_more` is None.
+    """
 
     bytes_per_s_per_cta: float
     link_fraction: float
@@ -41,6 +44,13 @@ class CollectiveConstants(Value, frozen=True, kw_only=True):
     status: Status
     date: str
     source: str
+    link_fraction_of_more: float | None = None
+
+    def fraction_of_link(self, group_size: int) -> float:
+        """What groups of that many ranks reach of the link's direction, if they have CTAs enough."""
+        if group_size > 2 and self.link_fraction_of_more is not None:
+            return self.link_fraction_of_more
+        return self.link_fraction
 
 
 class Calibration(Value, frozen=True, kw_only=True):
@@ -58,6 +68,7 @@ class Calibration(Value, frozen=True, kw_only=True):
     copy_engine_fraction: Constant
     copy_latency_us: Constant
     flag_latency_us: Constant
+    sum_cta_us: Constant
     gather_exposed_us: Constant
     reduction_exposed_us: Constant
     host_link_bytes_per_s: Constant

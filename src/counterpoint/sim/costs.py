@@ -114,6 +114,20 @@ class CostModel:
             return kernel.cta_us * (1 + kernel.cta_time_spread / 2)
         if kernel.lone_us is not None:
             return kernel.lone_us / self._waves(kernel)
+        memory_us = US_PER_S * (kernel.hbm_bytes or 0.0) / (hbm_achieved or self.hbm_bytes_per_s)
+        resident, total = self._resident(kernel), float(kernel.footprint.num_ctas)
+        if kernel.is_work_sharing:
+            total = self.shared_work(kernel)
+        return max(self._busy_us(kernel, issue_reference, per_sm), memory_us) * resident / total
+
+    def _resident(self, kernel: Kernel) -> float:
+        """CTAs of the kernel on the GPU in its reference state; of a work-sharing one, weighted by their speed."""
+        if kernel.is_work_sharing:
+            return self._effective_ctas(kernel)
+        return min(kernel.footprint.num_ctas, residency(self._gpu, kernel.footprint).ctas_per_sm * self._gpu.num_sms)
+
+    def _busy_us(self, kernel: Kernel, issue_reference: float, per_sm: int) -> float:
+        """Time that the SMs take for the kernel's operations and for its bytes from L2, in its reference state."""
         gpu, constants = self._gpu, self._calibration
         peak = (
             gpu.bf16_flops_per_s * constants.matmul_peak_fraction.value
@@ -122,24 +136,24 @@ class CostModel:
         )
         l2 = constants.l2_bytes_per_cycle_per_sm.value * gpu.num_sms * gpu.clock_mhz * 1e6
         busy_us = US_PER_S * max((kernel.flops or 0.0) / peak, (kernel.l2_bytes or 0.0) / l2)
-        memory_us = US_PER_S * (kernel.hbm_bytes or 0.0) / (hbm_achieved or self.hbm_bytes_per_s)
         sm_share = smooth_minimum(issue_reference, 1.0) if issue_reference else 1.0
-        resident: float = min(kernel.footprint.num_ctas, residency(gpu, kernel.footprint).ctas_per_sm * gpu.num_sms)
-        total: float = kernel.footprint.num_ctas
-        if kernel.is_work_sharing:
-            resident, total = self._effective_ctas(kernel), self.shared_work(kernel)
         # busy_us needs every SM; a kernel of few CTAs leaves SMs empty, and each of its CTAs has that much more to do
-        return max(busy_us / sm_share * per_sm * gpu.num_sms, memory_us * resident) / total
+        return busy_us / sm_share * per_sm * gpu.num_sms / self._resident(kernel)
 
     def _hbm_per_cta(self, kernel: Kernel, constants: CharacterConstants, effective_ctas: float) -> float:
         """Bytes per second that one CTA can keep in flight."""
         if kernel.cta_us is not None:
-            return 0.0
+            return (kernel.hbm_bytes or 0.0) / kernel.footprint.num_ctas * US_PER_S / kernel.cta_us
         if constants.bottleneck == "hbm":
             return self.hbm_bytes_per_s / self._gpu.num_sms / _saturating_ctas(constants, kernel.footprint)
         fraction = constants.hbm_fraction
         if kernel.hbm_bytes is not None and kernel.lone_us:
             fraction = min(1.0, kernel.hbm_bytes * US_PER_S / kernel.lone_us / self.hbm_bytes_per_s)
+        elif kernel.hbm_bytes:
+            # stated bytes count where they are fewer than is usual for the character
+            per_sm = self._ctas_per_sm(kernel)
+            busy_us = self._busy_us(kernel, self._issue_per_cta(kernel) * per_sm, per_sm)
+            fraction = min(fraction, kernel.hbm_bytes * US_PER_S / self.hbm_bytes_per_s / busy_us) if busy_us else fraction
         return fraction * self.hbm_bytes_per_s / effective_ctas
 
     def _waves(self, kernel: Kernel) -> float:
@@ -166,7 +180,7 @@ class CostModel:
         """What one CTA of a collective is when it runs with `planned.num_ctas` CTAs instead of its own number."""
         usual = self.footprint(collective)
         constants = self._calibration.collectives[collective.collective]
-        link_limit = self._link(collective).bytes_per_s * constants.link_fraction
+        link_limit = self._link(collective).bytes_per_s * constants.fraction_of_link(collective.group_size)
         reference = smooth_minimum(usual.num_ctas * constants.bytes_per_s_per_cta, link_limit) / usual.num_ctas
         link_per_cta = constants.bytes_per_s_per_cta * planned.threads_per_cta / usual.threads_per_cta
         alone = smooth_minimum(planned.num_ctas * link_per_cta, link_limit) / planned.num_ctas
@@ -219,15 +233,26 @@ class CostModel:
         own_us = US_PER_S * 2 * block_bytes / self.hbm_bytes_per_s
         moved_us = latency_us + own_us + US_PER_S * block_bytes * (ranks - 1) / rate
         copies = CopyWork(lone_ps=moved_us * PS_PER_US, hbm_demand=2 * rate, link_demand=rate, link_limit=rate)
+        return copies, self._sum(collective), copies if collective.collective == "all_reduce" else None
+
+    def _sum(self, collective: Collective) -> Kernel:
+        """The sum of the ranks' blocks: each CTA waits for its own loads, so its time hardly depends on how many those are.
+
+        Where all CTAs that fit would load more than the memory delivers, the memory sets their time.
+        """
+        block_bytes, num_blocks = collective.num_bytes / collective.group_size, collective.group_size + 1
         num_ctas = max(1, math.ceil(block_bytes / SUM_BYTES_PER_CTA))
-        total = Kernel(
+        footprint = msgspec.structs.replace(SUM_FOOTPRINT, num_ctas=num_ctas)
+        num_resident = min(num_ctas, residency(self._gpu, footprint).ctas_per_sm * self._gpu.num_sms)
+        memory_us = US_PER_S * num_resident * num_blocks * SUM_BYTES_PER_CTA / self.hbm_bytes_per_s
+        return Kernel(
             name=f"sum of {collective.name}",
             stream=collective.stream,
-            footprint=msgspec.structs.replace(SUM_FOOTPRINT, num_ctas=num_ctas),
-            character="streaming",
-            hbm_bytes=(ranks + 1) * block_bytes,
+            footprint=footprint,
+            character="other",
+            cta_us=max(self._calibration.sum_cta_us.value, memory_us),
+            hbm_bytes=num_blocks * block_bytes,
         )
-        return copies, total, copies if collective.collective == "all_reduce" else None
 
     def all_copies(self, collective: Collective) -> CopyWork:
         """All copies of a collective that copy engines move, one after the other."""
@@ -252,7 +277,7 @@ class CostModel:
 
     def _collective_us(self, collective: Collective, footprint: Footprint) -> float:
         constants: CollectiveConstants = self._calibration.collectives[collective.collective]
-        limit = self._link(collective).bytes_per_s * constants.link_fraction
+        limit = self._link(collective).bytes_per_s * constants.fraction_of_link(collective.group_size)
         rate = smooth_minimum(footprint.num_ctas * constants.bytes_per_s_per_cta, limit)
         moved = wire_bytes(collective.collective, collective.num_bytes, collective.group_size)
         return constants.latency_us + US_PER_S * moved / rate

@@ -1,0 +1,35 @@
+"""Under what conditions GPUs measured something: what stands beside every stored result.
+
+Times hang on the GPUs, the driver and the libraries, and NCCL's on whether it uses NVLS, so a result without them cannot be
+compared with another.
+"""
+
+import os
+from datetime import date
+
+import torch
+import torch.distributed as dist
+
+from counterpoint.cuda.device_facts import kernel_module_version
+from counterpoint.cuda.driver import driver_version
+
+NVLS_VARIABLE = "NCCL_NVLS_ENABLE"
+
+
+def measuring_conditions(**more: object) -> dict[str, object]:
+    """Date, GPUs, versions, and what else is given, by name.
+
+    `driver` is the version of the kernel module, `cuda` the newest CUDA that it supports, `nvls` the value of
+    `NCCL_NVLS_ENABLE` or "default". Counts one GPU for each rank, and one where no process group exists.
+    """
+    num_gpus = dist.get_world_size() if dist.is_initialized() else 1
+    return {
+        "date": date.today().isoformat(),
+        "gpus": f"{num_gpus} x {torch.cuda.get_device_name()}",
+        "driver": kernel_module_version() or "unknown",
+        "cuda": driver_version(),
+        "torch": torch.__version__,
+        "nccl": ".".join(str(part) for part in torch.cuda.nccl.version()),
+        "nvls": os.environ.get(NVLS_VARIABLE, "default"),
+        **more,
+    }
