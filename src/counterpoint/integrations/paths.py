@@ -60,6 +60,13 @@ class PathOffer(Value, frozen=True, kw_only=True):
     refusal: str = ""
 
 
+# what a job may have, where a rank could not look
+UNKNOWN_OFFERS = (
+    PathOffer(integration="tensor_parallel", what=MATMULS),
+    PathOffer(integration="collectives", what="the job's collectives", kinds=COPIED_KINDS),
+)
+
+
 class PathCounts(Value, frozen=True, kw_only=True):
     """What became of one control on one rank while certain paths were in force.
 
@@ -87,8 +94,12 @@ class AbstractJobPaths(ABC):
         """What could be taken over here; what has to be prepared for that is, and stays switched off."""
 
     @abstractmethod
-    def take(self, integrations: Sequence[Integration]) -> dict[Integration, str]:
-        """Make these ready, switched off, by all ranks together; of those that failed here, why."""
+    def take(self, offers: Sequence[PathOffer]) -> dict[Integration, str]:
+        """Make ready what all ranks offer, switched off; of those integrations that failed here, why."""
+
+    @abstractmethod
+    def late_models(self) -> tuple[str, ...]:
+        """Models, in words, that were made parallel since the survey, or since this was asked before; each once."""
 
     @abstractmethod
     def drop(self, integrations: Sequence[Integration]) -> None:
@@ -114,9 +125,13 @@ class NoPaths(AbstractJobPaths):
         """See `AbstractJobPaths.survey`."""
         return ()
 
-    def take(self, integrations: Sequence[Integration]) -> dict[Integration, str]:
+    def take(self, offers: Sequence[PathOffer]) -> dict[Integration, str]:
         """See `AbstractJobPaths.take`."""
         return {}
+
+    def late_models(self) -> tuple[str, ...]:
+        """See `AbstractJobPaths.late_models`."""
+        return ()
 
     def drop(self, integrations: Sequence[Integration]) -> None:
         """See `AbstractJobPaths.drop`."""

@@ -10,12 +10,12 @@ What all ranks do is in `follower.py`, what rank 0 does beside in `conductor.py`
 """
 
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import final
 
 import msgspec
 from msgspec.structs import replace
 
-from counterpoint.errors import package_version
 from counterpoint.integrations.paths import LIBRARY, PathOffer, path_problems
 from counterpoint.measurement.values import Comparison, Measurement, Order, Verdict
 from counterpoint.plan import Plan
@@ -23,29 +23,24 @@ from counterpoint.supervised.conductor import GuardConductor, Lead, TuningConduc
 from counterpoint.supervised.decisions import (
     Reference,
     Room,
-    agree_on_paths,
     decide,
     labels_of,
-    other_version,
     propose,
     settings_of,
     why_another_job,
     why_removed,
-    with_failures,
 )
 from counterpoint.supervised.follower import (
     HELD,
     NO_ANSWER,
-    NOTHING_LAUNCHED,
     Follower,
-    LiveJob,
-    NoTable,
-    Patience,
     Steps,
     TuningStopped,
     Waited,
 )
-from counterpoint.supervised.messages import Announcement, Census, Decision, Look, PathsTaken, PathSurvey, Trials
+from counterpoint.supervised.messages import Announcement, Census, Decision, Look, Trials
+from counterpoint.supervised.path_agreement import agree_on_paths, everyones_surveys, make_ready
+from counterpoint.supervised.running_job import NOTHING_LAUNCHED, LiveJob, NoTable, Patience
 from counterpoint.supervised.settings import UNCHANGED, UNDECIDED, LiveRecord, LiveSettings, Setting, Stage
 from counterpoint.units import format_count
 
@@ -55,6 +50,7 @@ WARM_UP_STEPS = 10
 TIMES_AS_PATIENT = 15
 KEPT_EVERY_STEPS = 50  # a job that is killed loses what was counted since
 MOST_REOPENED = 2
+IN_TIME = "to have them switched, make it parallel before the first optimizer steps, and do not wrap it again"
 
 
 def is_kept_after(step: int) -> bool:
@@ -81,6 +77,7 @@ class LiveTuner:
         self._num_reopened = 0
         self._guard: GuardConductor | None = None  # on rank 0
         self._guarded = self._at_rest = UNCHANGED
+        self._looks_for_models = False
         self._course = self._run()
 
     def step_ended(self) -> bool:
@@ -96,13 +93,19 @@ class LiveTuner:
                     self._course.throw(TuningStopped(f"a rank did not come to this step in {self._hold_limit_s:g} s"))
         except StopIteration:
             self._follower.lockstep.end()
-            self._follower.keep_paths()
+            self._follower.in_force.keep_paths()
             return False
         if is_kept_after(self._follower.step):
-            self._follower.keep_paths()
+            self._follower.in_force.keep_paths()
+        if self._looks_for_models or self._follower.step == WARM_UP_STEPS:
+            self._tell_late_models()
         if self._settings.is_tuning and self._stage in UNDECIDED:
             self._record(self._stage)  # a job may end at any step, and then it is told how many it had
         return True
+
+    def optimizer_made(self) -> None:
+        """An optimizer was made, perhaps for a model that nobody has seen yet."""
+        self._looks_for_models = True
 
     def fail(self, reason: str) -> bool:
         """This rank can no longer measure, for this reason. True where it still has to take paths with the others; then go
@@ -116,23 +119,23 @@ class LiveTuner:
 
     def revert(self) -> None:
         """Back to the job as it was."""
-        self._follower.use(UNCHANGED)
+        self._follower.in_force.use(UNCHANGED)
 
     def job_ends(self) -> None:
         """Keep what was counted."""
-        self._follower.keep_paths()
+        self._follower.in_force.keep_paths()
 
     def _run(self) -> Steps[None]:
         try:
             if self._settings.may_switch_paths and self._job.exchange.num_ranks > 1:
                 yield from self._take_paths()
             if not self._settings.is_tuning:
-                self._follower.count_for(self._settings.given)
-                self._follower.keep_paths()  # also what nobody can have, and why
+                self._follower.in_force.count_for(self._settings.given)
+                self._follower.in_force.keep_paths()  # also what nobody can have, and why
             if isinstance(self._job.table, NoTable) and not self._follower.lockstep.is_on:
                 raise TuningStopped(NOTHING_LAUNCHED)
             if not self._settings.is_tuning:
-                self._follower.use(self._settings.given)
+                self._follower.in_force.use(self._settings.given)
                 yield from self._follower.until(WARM_UP_STEPS)
                 yield from self._watch_given()
                 return
@@ -149,21 +152,10 @@ class LiveTuner:
 
     def _take_paths(self) -> Steps[None]:
         """Make ready what all ranks can switch. All of them come here after the same step, and wait for each other."""
-        survey = PathSurvey(version=package_version(), offers=self._job.paths.survey())
-        texts = yield from self._follower.everyone("paths offered", msgspec.json.encode(survey).decode())
-        surveys = [msgspec.json.decode(text, type=PathSurvey) for text in texts]
-        problem = other_version(surveys)
-        if problem:
-            raise TuningStopped(problem)
+        surveys = yield from everyones_surveys(self._follower, self._job.paths)
         self._hold_limit_s *= TIMES_AS_PATIENT
-        offers = agree_on_paths(surveys)
-        able = [offer.integration for offer in offers if not offer.refusal]
-        if able:
-            taken = PathsTaken(failed=self._job.paths.take(able))
-            texts = yield from self._follower.everyone("paths taken", msgspec.json.encode(taken).decode())
-            offers = with_failures(offers, [msgspec.json.decode(text, type=PathsTaken) for text in texts])
-            self._job.paths.drop([offer.integration for offer in offers if offer.refusal and offer.integration in able])
-        self._follower.offers = offers
+        offers = yield from make_ready(self._follower, self._job.paths, agree_on_paths(surveys))
+        self._follower.in_force.offers = offers
         self._tell_refused(offers)
         if any(not offer.refusal for offer in offers):
             self._follower.lockstep.begin(self._follower.step)
@@ -174,7 +166,7 @@ class LiveTuner:
         """Find the best table on live steps; the decision, from the step on that it holds from."""
         follower, topic = self._follower, f"tuning {self._num_reopened}"
         self.revert()
-        follower.forget_proofs()
+        follower.in_force.forget_proofs()
         self._num_steps_needed = begun + self._settings.budget_steps
         lag = yield from follower.warm_up(begun + WARM_UP_STEPS)
         last_step = begun + self._settings.budget_steps
@@ -186,8 +178,8 @@ class LiveTuner:
         while given.decision is None:
             waited = Waited(conduct=lambda: self._conduct(conductor, trials), missing=conductor.missing)
             given = yield from follower.take_turns(topic, given, settings, waited, at_rest=UNCHANGED)
-        follower.count_for(given.decision.setting)
-        follower.use(given.decision.setting)
+        follower.in_force.count_for(given.decision.setting)
+        follower.in_force.use(given.decision.setting)
         self._settle(given.decision, begun)
         return given
 
@@ -195,7 +187,7 @@ class LiveTuner:
         """Every rank says which kernels it has launched; rank 0 says what is tried, and who takes turns first."""
         exchange, offered_at = self._job.exchange, self._follower.step
         census = Census(functions=self._job.table.state().functions)
-        self._follower.see_launches()
+        self._follower.in_force.see_launches()
         exchange.offer(f"{topic}/census", msgspec.json.encode(census).decode())
 
         def conduct() -> Announcement | None:
@@ -206,7 +198,7 @@ class LiveTuner:
             everyone = [msgspec.json.decode(text, type=Census) for text in texts]
             num_turns = conductor.num_turns(start, offered_at)
             room = Room(num_turns=num_turns, answer_turns=conductor.answer_turns())
-            trials = propose(everyone, self._job.gpu, self._settings, room, self._follower.offers)
+            trials = propose(everyone, self._job.gpu, self._settings, room, self._follower.in_force.offers)
             if trials.candidates:
                 self._tell_trials(trials)
             first = conductor.begin(1 + len(trials.candidates), self._job.draw_seed(), start, offered_at)
@@ -239,7 +231,7 @@ class LiveTuner:
 
     def _settle(self, decision: Decision, begun: int) -> None:
         """Remember the job as it is now, and tell what was decided."""
-        grids, _ = self._follower.see_launches()
+        grids, _ = self._follower.in_force.see_launches()
         baseline_us = decision.measurements[0].median_us if decision.measurements else 0.0
         self._reference = Reference(grids=grids, baseline_us=baseline_us)
         self._decision = decision
@@ -298,7 +290,7 @@ class LiveTuner:
             if look.verdict == "put back":
                 self._at_rest, self._decision = decision.setting, decision
                 self._tell("decided", f"the plan is faster again, and back in force after {self._steps()}")
-            follower.use(self._at_rest)
+            follower.in_force.use(self._at_rest)
         return None
 
     def _conduct_guard(self) -> Announcement | None:
@@ -328,7 +320,7 @@ class LiveTuner:
 
     def _why_reopened(self, times: Sequence[Measurement]) -> str:
         """On rank 0: why the job has to be tuned again, or nothing."""
-        grids, launches = self._follower.see_launches()
+        grids, launches = self._follower.in_force.see_launches()
         if self._guarded.paths != LIBRARY:  # a kernel has other grids by each path, and the last one counts
             grids = {name: self._reference.grids.get(name, grid) for name, grid in grids.items()}
         if self._reference == Reference(grids={}):  # of a plan that was given later looks are compared with the first
@@ -350,6 +342,15 @@ class LiveTuner:
         if self._follower.is_first:
             for target, reason in path_problems(self._settings.given.paths, offers).items():
                 self._job.say(f"{target} stay as they are: {reason}")
+
+    def _tell_late_models(self) -> None:
+        """Models that came too late to be switched, once each. Looking takes a walk through all objects, so it is rare."""
+        self._looks_for_models = False
+        if not (self._follower.is_first and self._settings.may_switch_paths and self._job.exchange.num_ranks > 1):
+            return
+        with suppress(Exception):  # the job, and what is in force, go on as they are
+            for what in self._job.paths.late_models():
+                self._job.say(f"{what} came after the first step, so its collectives stay as they are; {IN_TIME}")
 
     def _steps(self) -> str:
         return format_count(self._follower.step, "step")
