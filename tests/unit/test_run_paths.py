@@ -140,6 +140,21 @@ def test_a_model_with_a_hook_of_its_own_is_refused_with_the_reason_and_computes_
     assert "strict: transport on 'all-reduces' is refused: rank 0: The model has a communication hook already" in lines[-1]
 
 
+@pytest.mark.parametrize(
+    ("variant", "line"),
+    [
+        ("broken", "all-reduces stay as they are: rank 1 could not look for models: KeyError: 'a module'"),
+        ("late", "1 DDP model came after the first step, so its collectives stay as they are"),
+    ],
+)
+def test_what_cannot_be_taken_is_said_once_and_the_job_goes_on(
+    variant: str, line: str, tmp_path: Path, references: Callable[[int], dict[str, Result]]
+) -> None:
+    ended = run_planned("ddp", tmp_path, *job(2, f"ddp:{variant}"))
+    assert results(ended.stdout)[f"ddp:{variant}"][0] == pytest.approx(references(2)["ddp:"][0], rel=1e-5)
+    assert ended.stderr.count(f"counterpoint: {line}") == 1, ended.stderr
+
+
 def test_a_job_that_is_killed_leaves_proof_of_its_last_steps(tmp_path: Path) -> None:
     ended = run_planned("ddp", tmp_path, *job(2, "ddp:killed"))
     assert ended.returncode == 1, "torchrun's own"

@@ -3,10 +3,12 @@
     torchrun --nproc-per-node 2 paths.py KIND[:VARIANT]...
 
 KIND is ddp, fsdp2, tp or bare. VARIANT is nothing, `hand` (an integration from the second step on, as `run` does it), `hook`
-(a communication hook of its own), `evaluates` (with a second model), or `killed` (after some steps). A line has the sums of
-the ranks' parameters, exactly, and the names in a checkpoint.
+(a communication hook of its own), `evaluates` (with a second model), `late` (wrapped in DDP again, with a new optimizer, after
+some steps), `broken` (rank 1 cannot look for models), or `killed` (after some steps). A line has the sums of the ranks'
+parameters, exactly, and the names in a checkpoint.
 """
 
+import importlib
 import os
 import signal
 import sys
@@ -24,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 sys.path.insert(0, str(Path(__file__).parents[3] / "examples"))
 import stock_jobs
 
-NUM_STEPS, KILLED_AFTER = 8, 5  # counts are kept after steps 1, 2, 4 and 8
+NUM_STEPS, KILLED_AFTER, WRAPPED_AFTER = 8, 5, 3  # counts are kept after steps 1, 2, 4 and 8
 WIDTHS, TOKENS = {2: 448, 4: 640}, 8  # a rank's part of a block is just above the 4 MiB that copies take
 PART = 1 << 20  # elements: 4 MiB from each rank, which copies take
 
@@ -79,6 +81,9 @@ def train(kind: str, variant: str) -> None:
     second = DistributedDataParallel(nn.Linear(8, 8)) if variant == "evaluates" else None
     optimizer = stock_jobs.make_optimizer(kind, model, 0.1)
     in_use: Any = None
+    if variant == "broken" and rank == 1:
+        job_paths = importlib.import_module("counterpoint.integrations.job_paths")
+        vars(job_paths)["_modules"] = lambda: {}["a module"]
     for step in range(1, NUM_STEPS + 1):
         if variant == "hand" and step == 2:
             in_use = by_hand(kind, model)
@@ -91,6 +96,9 @@ def train(kind: str, variant: str) -> None:
         if second is not None:
             with torch.no_grad():
                 second(torch.ones(2, 8))
+        if variant == "late" and step == WRAPPED_AFTER:
+            model = DistributedDataParallel(model.module)
+            optimizer = stock_jobs.make_optimizer(kind, model, 0.1)
         if variant == "killed" and step == KILLED_AFTER:
             os.kill(os.getpid(), signal.SIGKILL)
     calls = "" if in_use is None else f" {in_use.num_by_copies} {in_use.num_bytes}"
