@@ -8,10 +8,8 @@ from collections.abc import Iterable, Sequence
 from typing import Literal, final
 
 from counterpoint.controls import OverlapMatmul, Transport
-from counterpoint.plan import Directive, Match
 from counterpoint.schedule import ScheduleDescription
-from counterpoint.step import REDUCING_COLLECTIVES, Collective, CollectiveKind, Step
-from counterpoint.traces.classify import classify_kernel
+from counterpoint.step import REDUCING_COLLECTIVES, CollectiveKind
 from counterpoint.value import Value
 
 COPIES, OVERLAP = Transport(transport="copy_engine"), OverlapMatmul()
@@ -159,33 +157,3 @@ def path_problems(paths: Paths, offers: Iterable[PathOffer]) -> dict[str, str]:
         elif all(offer.refusal for offer in fitting):
             found[target] = fitting[0].refusal
     return found
-
-
-def paths_of(directives: Iterable[Directive], step: Step | None = None) -> Paths:
-    """The paths that directives ask for; `step` says what their operation numbers mean.
-
-    A running job knows a collective by its kind, so all collectives of a kind take the same path.
-    """
-    copies: set[CollectiveKind] = set()
-    overlaps, schedule = False, None
-    for directive in directives:
-        for control in directive.controls:
-            if isinstance(control, OverlapMatmul):
-                overlaps, schedule = True, control.schedule
-            elif isinstance(control, Transport) and control.transport == "copy_engine":
-                copies.update(_kinds_of(directive.match, step))
-    in_order = tuple(kind for kind in COPIED_KINDS if kind in copies)
-    return Paths(copies=in_order, overlaps_matmuls=overlaps, schedule=schedule)
-
-
-def _kinds_of(match: Match, step: Step | None) -> set[CollectiveKind]:
-    """The kinds of collectives that a match means: as it says, as the step's operations are, or as kernels' names say."""
-    if match.kind not in (None, "communication"):
-        return set()
-    if match.collective is not None:
-        return {match.collective}
-    if step is not None:
-        accepted = (step.operations[index] for index in match.accepted(step))
-        return {each.collective for each in accepted if isinstance(each, Collective)}
-    rule = classify_kernel(match.name)
-    return {rule.collective} if rule.kind == "communication" else set(COPIED_KINDS) if match.name == "*" else set()

@@ -5,7 +5,8 @@ Pure functions. What is faster or slower, and when that is certain, is for `meas
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from counterpoint.integrations.paths import PathOffer, paths_of
+from counterpoint.integrations.paths import PathOffer
+from counterpoint.integrations.planned_paths import paths_of
 from counterpoint.launch_filter.control_block import SeenFunction, translate
 from counterpoint.machine import machine_for_device
 from counterpoint.measurement.guard import are_other_launches, is_longer_step

@@ -3,9 +3,9 @@
     torchrun --nproc-per-node 2 paths.py KIND[:VARIANT]...
 
 KIND is ddp, fsdp2, tp or bare. VARIANT is nothing, `hand` (an integration from the second step on, as `run` does it), `hook`
-(a communication hook of its own), `evaluates` (with a second model), `late` (wrapped in DDP again, with a new optimizer, after
-some steps), `broken` (rank 1 cannot look for models), or `killed` (after some steps). A line has the sums of the ranks'
-parameters, exactly, and the names in a checkpoint.
+(a communication hook of its own), `evaluates` (with a second model), `late` (wrapped in DDP again, with a new optimizer,
+after some steps), `broken` (rank 1 cannot look for models), or `killed` (after some steps). A line has the sums of the
+ranks' parameters, exactly, and the names in a checkpoint.
 """
 
 import importlib
