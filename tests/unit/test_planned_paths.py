@@ -1,4 +1,4 @@
-"""The paths that a plan asks for in a running job, which knows collectives by kind: what means only some of them is refused."""
+"""The paths that a plan asks for in a running job, which knows collectives by kind: what means only some is refused."""
 
 from pathlib import Path
 
