@@ -29,13 +29,15 @@ CONTROLS: dict[str, tuple[tuple[CollectiveKind | None, Control], ...]] = {
     "fsdp2": (("all_gather", COPIES), ("reduce_scatter", COPIES)),
     "tp": ((None, RING),),
     "bare": (("all_gather", COPIES), ("all_reduce", COPIES)),
+    "2d": ((None, RING),),
 }
-KINDS = tuple(CONTROLS)
+KINDS = {2: ("ddp", "fsdp2", "tp", "bare"), 4: ("ddp", "fsdp2", "tp", "2d")}  # by ranks
 TARGETS = {
     "ddp": ("all-reduces",),
     "fsdp2": ("all-gathers", "reduce-scatters"),
     "tp": ("tensor-parallel linears",),
     "bare": ("all-gathers", "all-reduces"),
+    "2d": ("tensor-parallel linears",),
 }
 Ended = subprocess.CompletedProcess[str]
 Result = tuple[list[float], str, list[int]]  # sums of parameters by rank, names in a checkpoint, calls and bytes by copies
@@ -75,8 +77,8 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], dict
         with path.open("a+") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             if not path.stat().st_size:
-                kinds = KINDS if num_ranks == 2 else KINDS[:3]
-                ended = start(*job(num_ranks, *(f"{kind}:{variant}" for kind in kinds for variant in ("", "hand"))))
+                names = [f"{kind}:{variant}" for kind in KINDS[num_ranks] for variant in ("", "hand")]
+                ended = start(*job(num_ranks, *names))
                 assert ended.returncode == 0, ended.stderr
                 path.write_text(ended.stdout)
             return results(path.read_text())
@@ -103,7 +105,7 @@ def row(ended: Ended, target: str) -> str:
 
 @pytest.mark.parametrize(
     ("kind", "num_ranks"),
-    [("ddp", 2), ("fsdp2", 2), ("tp", 2), ("bare", 2), ("ddp", 4), ("fsdp2", 4), ("tp", 4)],
+    [("ddp", 2), ("fsdp2", 2), ("tp", 2), ("bare", 2), ("ddp", 4), ("fsdp2", 4), ("tp", 4), ("2d", 4)],
 )
 def test_a_plan_moves_the_collectives_of_an_unmodified_job_as_the_integration_called_by_hand(
     kind: str, num_ranks: int, tmp_path: Path, references: Callable[[int], dict[str, Result]]

@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any, Literal
 
 import msgspec
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -84,10 +85,12 @@ def tensor_parallel_mesh(linear: nn.Linear) -> DeviceMesh | None:
     whole = linear.weight.device_mesh
     if whole.ndim == 1:
         return whole
-    last = whole.get_group(whole.ndim - 1).group_name
+    last = dist.get_process_group_ranks(
+        whole.get_group(whole.ndim - 1)
+    )  # torch takes equal meshes for one; groups may differ
     for hook in (*linear._forward_pre_hooks.values(), vars(linear).get("forward")):
         mesh = _closure(hook).get("device_mesh")
-        if isinstance(mesh, DeviceMesh) and mesh.ndim == 1 and mesh.get_group().group_name == last:
+        if isinstance(mesh, DeviceMesh) and mesh.ndim == 1 and dist.get_process_group_ranks(mesh.get_group()) == last:
             return mesh
     return None
 

@@ -12,7 +12,8 @@ a module (q, k and v; gate and up) are taken to have the same input and share on
 with no harm to results. A module that cannot be served stays as it was, and `refused` and the log say why.
 
 Inputs that `PrepareModuleInput` gathered arrive as sharded DTensors of the same shape; whatever else a module does with
-them, DTensor gathers itself. With FSDP2 call `overlap` first and `fully_shard` after it.
+them, DTensor gathers itself. With FSDP2 `overlap` may come before `fully_shard` or after it, not between forward and
+backward pass.
 """
 
 import msgspec
