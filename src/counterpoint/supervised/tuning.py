@@ -10,13 +10,12 @@ What all ranks do is in `follower.py`, what rank 0 does beside in `conductor.py`
 """
 
 from collections.abc import Sequence
-from contextlib import suppress
 from typing import final
 
 import msgspec
 from msgspec.structs import replace
 
-from counterpoint.integrations.paths import LIBRARY, PathOffer, path_problems
+from counterpoint.integrations.paths import LIBRARY
 from counterpoint.measurement.values import Comparison, Measurement, Order, Verdict
 from counterpoint.plan import Plan
 from counterpoint.supervised.conductor import GuardConductor, Lead, TuningConductor
@@ -41,8 +40,8 @@ from counterpoint.supervised.follower import (
 from counterpoint.supervised.messages import Announcement, Census, Decision, Look, Trials
 from counterpoint.supervised.path_agreement import agree_on_paths, everyones_surveys, make_ready
 from counterpoint.supervised.running_job import NOTHING_LAUNCHED, LiveJob, NoTable, Patience
-from counterpoint.supervised.settings import UNCHANGED, UNDECIDED, LiveRecord, LiveSettings, Setting, Stage
-from counterpoint.units import format_count
+from counterpoint.supervised.settings import UNCHANGED, UNDECIDED, LiveSettings, Setting
+from counterpoint.supervised.telling import Teller
 
 WARM_UP_STEPS = 10
 # Once ranks may switch, one that gave up alone would leave the others waiting in a collective. So its limit, half an hour,
@@ -50,7 +49,6 @@ WARM_UP_STEPS = 10
 TIMES_AS_PATIENT = 15
 KEPT_EVERY_STEPS = 50  # a job that is killed loses what was counted since
 MOST_REOPENED = 2
-IN_TIME = "to have them switched, make it parallel before the first optimizer steps, and do not wrap it again"
 
 
 def is_kept_after(step: int) -> bool:
@@ -70,9 +68,7 @@ class LiveTuner:
         self._follower = Follower(job, replace(settings.given, paths=LIBRARY))
         self._lead = Lead(job.exchange, self._follower.lockstep)
         self._hold_limit_s = job.hold_limit_s
-        self._decision = earlier
-        self._stage: Stage = "warming up"
-        self._num_steps_needed = settings.budget_steps
+        self._teller = Teller(job, settings, self._follower, earlier)
         self._reference = Reference(grids={})
         self._num_reopened = 0
         self._guard: GuardConductor | None = None  # on rank 0
@@ -98,9 +94,10 @@ class LiveTuner:
         if is_kept_after(self._follower.step):
             self._follower.in_force.keep_paths()
         if self._looks_for_models or self._follower.step == WARM_UP_STEPS:
-            self._tell_late_models()
-        if self._settings.is_tuning and self._stage in UNDECIDED:
-            self._record(self._stage)  # a job may end at any step, and then it is told how many it had
+            self._looks_for_models = False
+            self._teller.tell_late_models()
+        if self._settings.is_tuning and self._teller.stage in UNDECIDED:
+            self._teller.record(self._teller.stage)  # a job may end at any step, and then it is told how many it had
         return True
 
     def optimizer_made(self) -> None:
@@ -146,7 +143,9 @@ class LiveTuner:
                 self._num_reopened += 1
         except TuningStopped as problem:
             self.revert()
-            self._tell("stopped", f"live tuning stopped after {self._steps()}: {problem}; the job runs as it was")
+            self._teller.tell(
+                "stopped", f"live tuning stopped after {self._teller.steps()}: {problem}; the job runs as it was"
+            )
 
     # --- paths ---
 
@@ -156,7 +155,7 @@ class LiveTuner:
         self._hold_limit_s *= TIMES_AS_PATIENT
         offers = yield from make_ready(self._follower, self._job.paths, agree_on_paths(surveys))
         self._follower.in_force.offers = offers
-        self._tell_refused(offers)
+        self._teller.tell_refused(offers)
         if any(not offer.refusal for offer in offers):
             self._follower.lockstep.begin(self._follower.step)
 
@@ -167,7 +166,7 @@ class LiveTuner:
         follower, topic = self._follower, f"tuning {self._num_reopened}"
         self.revert()
         follower.in_force.forget_proofs()
-        self._num_steps_needed = begun + self._settings.budget_steps
+        self._teller.num_steps_needed = begun + self._settings.budget_steps
         lag = yield from follower.warm_up(begun + WARM_UP_STEPS)
         last_step = begun + self._settings.budget_steps
         conductor = TuningConductor(self._job.exchange, topic, self._lead, last_step=last_step, lag=lag)
@@ -200,7 +199,7 @@ class LiveTuner:
             room = Room(num_turns=num_turns, answer_turns=conductor.answer_turns())
             trials = propose(everyone, self._job.gpu, self._settings, room, self._follower.in_force.offers)
             if trials.candidates:
-                self._tell_trials(trials)
+                self._teller.tell_trials(trials)
             first = conductor.begin(1 + len(trials.candidates), self._job.draw_seed(), start, offered_at)
             return self._announced(start, first, trials, conductor)
 
@@ -234,9 +233,9 @@ class LiveTuner:
         grids, _ = self._follower.in_force.see_launches()
         baseline_us = decision.measurements[0].median_us if decision.measurements else 0.0
         self._reference = Reference(grids=grids, baseline_us=baseline_us)
-        self._decision = decision
+        self._teller.decision = decision
         took = f"{self._follower.step - begun} of {self._settings.budget_steps} steps"
-        self._tell("decided", f"{decision.plan.verdict} after {took}: {decision.plan.summary}")
+        self._teller.tell("decided", f"{decision.plan.verdict} after {took}: {decision.plan.summary}")
 
     # --- the guard ---
 
@@ -281,15 +280,17 @@ class LiveTuner:
             look = given.look
             assert look is not None, "an answer to a look is a look"
             if look.verdict == "reopen":
-                self._tell("warming up", f"{look.reason}; tuning again")
+                self._teller.tell("warming up", f"{look.reason}; tuning again")
                 return given.start_step
             if look.verdict == "remove":
                 self._at_rest = UNCHANGED
-                self._decision = Decision(plan=Plan(machine=decision.plan.machine, summary=look.reason))
-                self._tell("reverted", f"{look.reason}; taken out after {self._steps()}, and tried again much later")
+                self._teller.decision = Decision(plan=Plan(machine=decision.plan.machine, summary=look.reason))
+                self._teller.tell(
+                    "reverted", f"{look.reason}; taken out after {self._teller.steps()}, and tried again much later"
+                )
             if look.verdict == "put back":
-                self._at_rest, self._decision = decision.setting, decision
-                self._tell("decided", f"the plan is faster again, and back in force after {self._steps()}")
+                self._at_rest, self._teller.decision = decision.setting, decision
+                self._teller.tell("decided", f"the plan is faster again, and back in force after {self._teller.steps()}")
             follower.in_force.use(self._at_rest)
         return None
 
@@ -327,53 +328,3 @@ class LiveTuner:
             self._reference = Reference(grids=grids, baseline_us=times[0].median_us if times else 0.0)
         can_reopen = self._settings.is_tuning and self._num_reopened < MOST_REOPENED
         return why_another_job(times, self._reference, grids, launches) if can_reopen else ""
-
-    # --- what is said ---
-
-    def _tell_trials(self, trials: Trials) -> None:
-        number = format_count(len(trials.candidates), "candidate")
-        steps = format_count(self._settings.budget_steps, "step")
-        keep_bits = all(candidate.setting.paths.keeps_bits for candidate in trials.candidates)
-        results = "the job's results do not change" if keep_bits else "the job's results may change within rounding"
-        self._tell("trying candidates", f"tuning on live steps: {number} within {steps}; {results}")
-
-    def _tell_refused(self, offers: Sequence[PathOffer]) -> None:
-        """What of a plan that was given nobody can have: said at once, because the job may run for days."""
-        if self._follower.is_first:
-            for target, reason in path_problems(self._settings.given.paths, offers).items():
-                self._job.say(f"{target} stay as they are: {reason}")
-
-    def _tell_late_models(self) -> None:
-        """Models that came too late to be switched, once each. Looking takes a walk through all objects, so it is rare."""
-        self._looks_for_models = False
-        if not (self._follower.is_first and self._settings.may_switch_paths and self._job.exchange.num_ranks > 1):
-            return
-        with suppress(Exception):  # the job, and what is in force, go on as they are
-            for what in self._job.paths.late_models():
-                self._job.say(f"{what} came after the first step, so its collectives stay as they are; {IN_TIME}")
-
-    def _steps(self) -> str:
-        return format_count(self._follower.step, "step")
-
-    def _tell(self, stage: Stage, line: str) -> None:
-        """One line, and the record of it; rank 0 speaks for all."""
-        if self._follower.is_first:
-            self._job.say(line)
-        self._record(stage, line)
-
-    def _record(self, stage: Stage, line: str = "") -> None:
-        self._stage = stage
-        if not self._follower.is_first:
-            return
-        found = self._decision
-        self._job.record(
-            LiveRecord(
-                stage=stage,
-                num_steps=self._follower.step,
-                num_steps_needed=self._num_steps_needed,
-                plan=found.plan if found else None,
-                setting=found.setting if found else UNCHANGED,
-                measurements=found.measurements if found else (),
-                notes=(line,) if line else (),
-            )
-        )
