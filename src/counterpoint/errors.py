@@ -123,6 +123,12 @@ def cause_of(problem: BaseException, max_length: int | None = None) -> str:
     return str(problem).strip().split("\n")[0][:max_length]
 
 
+def reason_of(problem: Exception) -> str:
+    """What went wrong, for a line of ours that names it: our errors' words, and of others' the type as well."""
+    cause = cause_of(problem, 200).rstrip(".")
+    return cause if cause and isinstance(problem, CounterpointError) else f"{type(problem).__name__}: {cause}".rstrip(": ")
+
+
 def say(line: str) -> None:
     """This line on standard error, marked as ours. In one write: ranks share it, and under torchrun Python buffers nothing.
     Where nobody listens any more, the job goes on."""

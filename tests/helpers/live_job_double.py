@@ -16,9 +16,8 @@ import msgspec
 from counterpoint.integrations.paths import AbstractJobPaths, NoPaths
 from counterpoint.launch_filter.control_block import FilterRule, FilterState, RuleCounters, SeenFunction
 from counterpoint.ranks import Exchange, LocalStore
-from counterpoint.supervised.follower import LiveJob
 from counterpoint.supervised.messages import Decision
-from counterpoint.supervised.running_job import AbstractStepClock, JobGpu
+from counterpoint.supervised.running_job import AbstractStepClock, JobGpu, LiveJob
 from counterpoint.supervised.settings import LiveRecord, LiveSettings, Totals
 from counterpoint.supervised.tuning import LiveTuner
 

@@ -16,6 +16,7 @@ from helpers.live_job_double import HOLD_LIMIT_S, FakeJob, FakeRank, Rules
 
 FSDP2 = PathOffer(integration="fsdp2", what="1 FSDP2 model", kinds=("all_gather", "reduce_scatter"))
 DDP = PathOffer(integration="ddp", what="gradient buckets of 1 DDP model", kinds=("all_reduce",))
+CALLS = PathOffer(integration="collectives", what="the job's own collectives", kinds=("all_gather", "all_reduce"))
 LINEARS = PathOffer(integration="tensor_parallel", what="4 tensor-parallel linears")
 BYTES_PER_CALL = 1024
 PathTime = Callable[[int, int, Paths], float]  # rank, step, paths in force: microseconds
@@ -31,17 +32,31 @@ class FakePaths(AbstractJobPaths):
         self.taken: list[Integration] = []
         self.dropped: list[Integration] = []
         self.num_surveys = 0
+        self.fails_in = ""  # the method that raises
+        self.late: list[str] = []  # models that came since
 
     def prepare(self) -> None:
         pass
 
     def survey(self) -> tuple[PathOffer, ...]:
         self.num_surveys += 1
+        self._may_fail("survey")
         return self.offers
 
-    def take(self, integrations: Sequence[Integration]) -> dict[Integration, str]:
-        self.taken.extend(integrations)
-        return {name: self.failing[name] for name in integrations if name in self.failing}
+    def take(self, offers: Sequence[PathOffer]) -> dict[Integration, str]:
+        self._may_fail("take")
+        names = [offer.integration for offer in offers]
+        self.taken.extend(names)
+        return {name: self.failing[name] for name in names if name in self.failing}
+
+    def late_models(self) -> tuple[str, ...]:
+        found = tuple(self.late)
+        self.late.clear()
+        return found
+
+    def _may_fail(self, method: str) -> None:
+        if self.fails_in == method:
+            raise KeyError(method)
 
     def drop(self, integrations: Sequence[Integration]) -> None:
         self.dropped.extend(integrations)

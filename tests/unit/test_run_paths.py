@@ -29,13 +29,15 @@ CONTROLS: dict[str, tuple[tuple[CollectiveKind | None, Control], ...]] = {
     "fsdp2": (("all_gather", COPIES), ("reduce_scatter", COPIES)),
     "tp": ((None, RING),),
     "bare": (("all_gather", COPIES), ("all_reduce", COPIES)),
+    "2d": ((None, RING),),
 }
-KINDS = tuple(CONTROLS)
+KINDS = {2: ("ddp", "fsdp2", "tp", "bare"), 4: ("ddp", "fsdp2", "tp", "2d")}  # by ranks
 TARGETS = {
     "ddp": ("all-reduces",),
     "fsdp2": ("all-gathers", "reduce-scatters"),
     "tp": ("tensor-parallel linears",),
     "bare": ("all-gathers", "all-reduces"),
+    "2d": ("tensor-parallel linears",),
 }
 Ended = subprocess.CompletedProcess[str]
 Result = tuple[list[float], str, list[int]]  # sums of parameters by rank, names in a checkpoint, calls and bytes by copies
@@ -75,8 +77,8 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], dict
         with path.open("a+") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             if not path.stat().st_size:
-                kinds = KINDS if num_ranks == 2 else KINDS[:3]
-                ended = start(*job(num_ranks, *(f"{kind}:{variant}" for kind in kinds for variant in ("", "hand"))))
+                names = [f"{kind}:{variant}" for kind in KINDS[num_ranks] for variant in ("", "hand")]
+                ended = start(*job(num_ranks, *names))
                 assert ended.returncode == 0, ended.stderr
                 path.write_text(ended.stdout)
             return results(path.read_text())
@@ -103,7 +105,7 @@ def row(ended: Ended, target: str) -> str:
 
 @pytest.mark.parametrize(
     ("kind", "num_ranks"),
-    [("ddp", 2), ("fsdp2", 2), ("tp", 2), ("bare", 2), ("ddp", 4), ("fsdp2", 4), ("tp", 4)],
+    [("ddp", 2), ("fsdp2", 2), ("tp", 2), ("bare", 2), ("ddp", 4), ("fsdp2", 4), ("tp", 4), ("2d", 4)],
 )
 def test_a_plan_moves_the_collectives_of_an_unmodified_job_as_the_integration_called_by_hand(
     kind: str, num_ranks: int, tmp_path: Path, references: Callable[[int], dict[str, Result]]
@@ -138,6 +140,21 @@ def test_a_model_with_a_hook_of_its_own_is_refused_with_the_reason_and_computes_
         == 1
     )
     assert "strict: transport on 'all-reduces' is refused: rank 0: The model has a communication hook already" in lines[-1]
+
+
+@pytest.mark.parametrize(
+    ("variant", "line"),
+    [
+        ("broken", "all-reduces stay as they are: rank 1 could not look for models: KeyError: 'a module'"),
+        ("late", "1 DDP model came after the first step, so its collectives stay as they are"),
+    ],
+)
+def test_what_cannot_be_taken_is_said_once_and_the_job_goes_on(
+    variant: str, line: str, tmp_path: Path, references: Callable[[int], dict[str, Result]]
+) -> None:
+    ended = run_planned("ddp", tmp_path, *job(2, f"ddp:{variant}"))
+    assert results(ended.stdout)[f"ddp:{variant}"][0] == pytest.approx(references(2)["ddp:"][0], rel=1e-5)
+    assert ended.stderr.count(f"counterpoint: {line}") == 1, ended.stderr
 
 
 def test_a_job_that_is_killed_leaves_proof_of_its_last_steps(tmp_path: Path) -> None:

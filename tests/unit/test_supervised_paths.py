@@ -10,15 +10,19 @@ from collections.abc import Sequence
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
-from counterpoint.controls import Priority
+from counterpoint.controls import OverlapMatmul, Priority
 from counterpoint.integrations import job_paths
 from counterpoint.integrations.paths import COPIES, LIBRARY, PathOffer, Paths, path_problems
 from counterpoint.plan import Directive, Match, Plan
-from counterpoint.supervised import tuning
+from counterpoint.step import CollectiveKind
+from counterpoint.supervised import path_agreement
+from counterpoint.supervised.messages import PathSurvey
+from counterpoint.supervised.path_agreement import agree_on_paths
 from counterpoint.supervised.settings import LiveSettings, setting_of
 from helpers.live_job_double import nccl, seen
-from helpers.paths_double import DDP, FSDP2, LINEARS, PathsJob, PathTime
+from helpers.paths_double import CALLS, DDP, FSDP2, LINEARS, PathsJob, PathTime
 
 LONG = seen("_Z4longPf")
 GATHERS = Directive(match=Match(kind="communication", collective="all_gather"), controls=(COPIES,), reason="test")
@@ -34,6 +38,7 @@ TUNING = LiveSettings(is_tuning=True, budget_steps=200, guard_every_steps=120)
 UNGUARDED = LiveSettings(is_tuning=True, budget_steps=200, guard_every_steps=0)
 BITWISE = LiveSettings(is_tuning=True, budget_steps=200, guard_every_steps=0, keeps_bits=True)
 GUARDED = guarding(GATHERS)
+OVERLAPPING = guarding(Directive(match=Match(kind="communication"), controls=(OverlapMatmul(),), reason="test"))
 GATHERED = Paths(copies=("all_gather",))
 
 
@@ -158,7 +163,61 @@ def test_what_one_rank_refuses_is_tried_on_none_and_the_plan_says_why() -> None:
     assert not job.apart()
     assert was_in_force(job) == {LIBRARY, Paths(overlaps_matmuls=True)}
     assert all(each.taken == ["tensor_parallel"] for each in job.paths)
-    assert "the job's torch is too old" in why_not(job)
+    assert "rank 2: the job's torch is too old" in why_not(job)
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+@pytest.mark.parametrize("method", ["survey", "take"])
+def test_what_fails_unexpectedly_on_one_rank_is_a_refusal_that_holds_nobody(method: str, failing: int) -> None:
+    job = PathsJob(UNGUARDED, lambda rank: (FSDP2, LINEARS), num_ranks=3, hold_limit_s=0.5)
+    job.paths[failing].fails_in = method
+    job.run(60, by_paths(0.2))
+    assert was_in_force(job) == {LIBRARY}
+    assert all(rank.held_steps <= {1} for rank in job.ranks)
+    assert not any("did not come" in line for rank in job.ranks for line in rank.said)
+    assert any(reason.startswith(f"rank {failing}") and f"KeyError: '{method}'" in reason for reason in why_not(job))
+
+
+@pytest.mark.parametrize("settings", [OVERLAPPING, GUARDED])
+def test_what_another_rank_refuses_is_dropped_where_it_was_prepared(settings: LiveSettings) -> None:
+    """A plan that is given puts its paths in force whatever was agreed, so only what is ready may be there to switch."""
+    refusing = [replace(offer, refusal="not here") for offer in (LINEARS, FSDP2)]
+    job = PathsJob(settings, lambda rank: refusing if rank else (LINEARS, FSDP2))
+    job.run(10, by_paths(0.2))
+    assert all((each.taken, sorted(each.dropped)) == ([], ["fsdp2", "tensor_parallel"]) for each in job.paths)
+    assert "stay as they are: rank 1: not here" in job.ranks[0].said[0]
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_ranks_switch_the_kinds_that_all_of_them_call(order: int) -> None:
+    kinds: list[tuple[CollectiveKind, ...]] = [("all_gather", "all_reduce"), ("all_gather",)][::order]
+    job = PathsJob(UNGUARDED, lambda rank: (replace(CALLS, kinds=kinds[rank]),))
+    job.run(260, by_paths(0.2))
+    assert not job.apart()
+    assert was_in_force(job) == {LIBRARY, GATHERED}
+    assert all((each.taken, each.dropped) == (["collectives"], []) for each in job.paths)
+    assert f"rank {kinds.index(('all_gather',))} has called no all-reduces that are large enough" in why_not(job)
+
+
+def test_models_that_differ_are_refused_with_both_ranks() -> None:
+    offers = (FSDP2, FSDP2, replace(FSDP2, what="2 FSDP2 models"))
+    assert [offer.refusal for offer in agree_on_paths([PathSurvey(version="", offers=(each,)) for each in offers])] == [
+        "rank 2 has 2 FSDP2 models, and rank 0 1 FSDP2 model"
+    ]
+
+
+@pytest.mark.parametrize("at", ["an optimizer", "the end of the warm-up"])
+def test_a_model_that_comes_after_the_survey_is_told_once_by_rank_0(at: str) -> None:
+    job = PathsJob(GUARDED)
+    job.run(20 if at == "an optimizer" else 5, by_paths(0.2))
+    for rank, paths in zip(job.ranks, job.paths, strict=True):
+        paths.late = ["1 DDP model"]
+        if at == "an optimizer":
+            rank.tuner.optimizer_made()
+    job.run(30, by_paths(0.2))
+    assert [line for line in job.ranks[0].said if "1 DDP model came after the first step" in line] == job.ranks[0].said
+    assert len(job.ranks[0].said) == 1
+    assert not job.ranks[1].said
 
 
 def test_what_a_process_refuses_as_a_whole_names_the_kinds_that_a_plan_asks_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -212,7 +271,7 @@ def test_only_what_keeps_every_bit_is_tried_where_that_is_asked_for() -> None:
 def test_a_rank_with_another_version_ends_it_in_one_line_with_nothing_switched(monkeypatch: pytest.MonkeyPatch) -> None:
     job = PathsJob(TUNING, num_ranks=3, functions=[LONG, nccl()])
     versions = iter(["0.3", "0.3", "0.2"])
-    monkeypatch.setattr(tuning, "package_version", lambda: next(versions))
+    monkeypatch.setattr(path_agreement, "package_version", lambda: next(versions))
     job.run(60, by_paths(0.2))
     assert was_in_force(job) == {LIBRARY}
     assert all(each.taken == [] for each in job.paths)

@@ -25,7 +25,7 @@ import torch.distributed._functional_collectives  # binds the library's function
 from torch.distributed import distributed_c10d
 
 from counterpoint.controls import LEAST_PART_BYTES
-from counterpoint.errors import IntegrationError, RefusedTogetherError
+from counterpoint.errors import IntegrationError
 from counterpoint.integrations.compression import BLOCK_ELEMENTS, AsIs
 from counterpoint.integrations.lane_collectives import (
     MAX_BUFFER_BYTES,
@@ -34,24 +34,21 @@ from counterpoint.integrations.lane_collectives import (
     Tally,
     all_gather,
     all_reduce,
-    future_of,
     reduce_scatter,
     require_buffer,
     require_in_flight,
     require_least_part,
     require_switch,
-    streams_of,
     uses_nccl,
 )
 from counterpoint.integrations.paths import COPIED_KINDS, WORDS
+from counterpoint.integrations.piecewise import Piece, PiecewiseCopies
 from counterpoint.ops.collectives import library_all_gather, library_all_reduce, library_reduce_scatter
 from counterpoint.ops.graph_cache import is_capturing
-from counterpoint.ops.lane import AbstractLane
 from counterpoint.step import CollectiveKind
 from counterpoint.value import require
 
 Group: TypeAlias = dist.ProcessGroup
-Piece = Callable[[AbstractLane], int]  # issues a part of a collective on a lane; the bytes sent
 SUM, AVG = dist.ReduceOp.SUM, dist.ReduceOp.AVG
 PLAIN = (torch.Tensor, torch.nn.Parameter)
 
@@ -145,19 +142,19 @@ class ReplacedCollectives:
     def _all_gather(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Group | None = None, async_op: bool = False
     ) -> Any:
-        lanes = self._lanes_for("all_gather", group, (output_tensor, input_tensor), lambda: input_tensor.nbytes)
-        if lanes is None or output_tensor.numel() != input_tensor.numel() * lanes.group.size():
+        copies = self._copies_for("all_gather", group, (output_tensor, input_tensor), lambda: input_tensor.nbytes)
+        if copies is None or output_tensor.numel() != input_tensor.numel() * copies.num_ranks:
             return library_all_gather(output_tensor, input_tensor, group=group, async_op=async_op)
         given = input_tensor.view(-1)
-        outputs = output_tensor.view(lanes.group.size(), -1)
+        outputs = output_tensor.view(copies.num_ranks, -1)
         pieces: list[Piece] = []
-        length = self._part_elements(given, given.numel(), lanes)
+        length = self._part_elements(given, given.numel(), copies.num_ranks)
         for start in range(0, given.numel(), length):
             part = slice(start, start + length)
             pieces.append(functools.partial(all_gather, outputs=[row[part] for row in outputs], given=given[part]))
-        if not self._has_memory("all_gather", lanes, length * given.itemsize, len(pieces)):
+        if not copies.have_memory(length * given.itemsize, len(pieces)):
             return library_all_gather(output_tensor, input_tensor, group=group, async_op=async_op)
-        return self._issue("all_gather", lanes, pieces, (output_tensor, input_tensor), async_op=async_op)
+        return copies.issue(pieces, (output_tensor, input_tensor), async_op=async_op)
 
     def _reduce_scatter(
         self,
@@ -167,41 +164,41 @@ class ReplacedCollectives:
         group: Group | None = None,
         async_op: bool = False,
     ) -> Any:
-        lanes = self._lanes_for("reduce_scatter", group, (output, input), lambda: output.nbytes, op)
-        if lanes is None or input.numel() != output.numel() * lanes.group.size():
+        copies = self._copies_for("reduce_scatter", group, (output, input), lambda: output.nbytes, op)
+        if copies is None or input.numel() != output.numel() * copies.num_ranks:
             return library_reduce_scatter(output, input, op=op, group=group, async_op=async_op)
-        flat, blocks = output.view(-1), input.view(lanes.group.size(), -1)
-        divisor = lanes.group.size() if op == AVG else 1
+        flat, blocks = output.view(-1), input.view(copies.num_ranks, -1)
+        divisor = copies.num_ranks if op == AVG else 1
         pieces: list[Piece] = []
-        length = self._part_elements(flat, flat.numel(), lanes)
+        length = self._part_elements(flat, flat.numel(), copies.num_ranks)
         for start in range(0, flat.numel(), length):
             part = slice(start, start + length)
             sent = [row[part] for row in blocks]
             pieces.append(functools.partial(reduce_scatter, output=flat[part], blocks=sent, divisor=divisor))
-        if not self._has_memory("reduce_scatter", lanes, length * flat.itemsize, len(pieces)):
+        if not copies.have_memory(length * flat.itemsize, len(pieces)):
             return library_reduce_scatter(output, input, op=op, group=group, async_op=async_op)
-        return self._issue("reduce_scatter", lanes, pieces, (output, input), async_op=async_op)
+        return copies.issue(pieces, (output, input), async_op=async_op)
 
     def _all_reduce(self, tensor: torch.Tensor, op: Any = SUM, group: Group | None = None, async_op: bool = False) -> Any:
-        lanes = self._lanes_for("all_reduce", group, (tensor,), lambda: -(-tensor.nbytes // _size_of(group)), op)
-        if lanes is None:
+        copies = self._copies_for("all_reduce", group, (tensor,), lambda: -(-tensor.nbytes // _size_of(group)), op)
+        if copies is None:
             return library_all_reduce(tensor, op=op, group=group, async_op=async_op)
-        length = self._part_elements(tensor, -(-tensor.numel() // lanes.group.size()), lanes)
-        parts = tensor.view(-1).split(length * lanes.group.size())
+        length = self._part_elements(tensor, -(-tensor.numel() // copies.num_ranks), copies.num_ranks)
+        parts = tensor.view(-1).split(length * copies.num_ranks)
         pieces: list[Piece] = [functools.partial(all_reduce, bucket=part, wire=AsIs(is_mean=op == AVG)) for part in parts]
-        if not self._has_memory("all_reduce", lanes, length * tensor.itemsize, len(pieces)):
+        if not copies.have_memory(length * tensor.itemsize, len(pieces)):
             return library_all_reduce(tensor, op=op, group=group, async_op=async_op)
-        return self._issue("all_reduce", lanes, pieces, (tensor,), async_op=async_op)
+        return copies.issue(pieces, (tensor,), async_op=async_op)
 
-    def _lanes_for(
+    def _copies_for(
         self,
         kind: CollectiveKind,
         group: Group | None,
         tensors: Sequence[torch.Tensor],
         part_bytes: Callable[[], int],
         op: Any = None,
-    ) -> Lanes | None:
-        """The lanes that this collective goes by, or None where it is the library's; that is counted, with the reason."""
+    ) -> PiecewiseCopies | None:
+        """What does this collective, or None where it is the library's; that is counted, with the reason."""
         found = dist.group.WORLD if group is None else group
         tally = self.tallies[kind]
         obstacle = self._obstacle(found, tensors, op)
@@ -217,7 +214,7 @@ class ReplacedCollectives:
         if lanes.obstacle:
             tally.count_library(lanes.obstacle)
             return None
-        return lanes
+        return PiecewiseCopies(lanes, tally)
 
     def _obstacle(self, group: Any, tensors: Sequence[Any], op: Any) -> str:
         """Why a collective is the library's whatever its size, or nothing; the same on every rank that calls alike."""
@@ -248,49 +245,10 @@ class ReplacedCollectives:
             found = self._lanes[group.group_name] = Lanes(group, device, "collectives", self._in_flight)
         return found
 
-    def _part_elements(self, tensor: torch.Tensor, num_elements: int, lanes: Lanes) -> int:
+    def _part_elements(self, tensor: torch.Tensor, num_elements: int, num_ranks: int) -> int:
         """Elements from each rank at a time, of `num_elements` in all: as many as a buffer has room for."""
-        most = self._max_buffer_bytes // int(lanes.group.size()) // int(tensor.itemsize)
+        most = self._max_buffer_bytes // num_ranks // int(tensor.itemsize)
         return max(1, min(most // BLOCK_ELEMENTS, -(-num_elements // BLOCK_ELEMENTS))) * BLOCK_ELEMENTS
-
-    def _has_memory(self, kind: CollectiveKind, lanes: Lanes, block_bytes: int, num_pieces: int) -> bool:
-        """Whether all ranks have it, before anything is issued: collectives in place cannot be begun twice."""
-        try:
-            lanes.reserve(block_bytes, num_pieces)
-        except RefusedTogetherError as refusal:
-            lanes.give_up(refusal)
-            self.tallies[kind].count_library(lanes.obstacle)
-            return False
-        return True
-
-    def _issue(
-        self,
-        kind: CollectiveKind,
-        lanes: Lanes,
-        pieces: Sequence[Piece],
-        tensors: Sequence[torch.Tensor],
-        *,
-        async_op: bool,
-    ) -> dist.Work | None:
-        """Every piece on the next lane; the first of `tensors` is the result."""
-        streams: list[Any] = []
-        num_bytes = 0
-        with torch.no_grad():
-            for piece in pieces:
-                lane = lanes.next()
-                with lane.issuing():
-                    num_bytes += piece(lane)
-                    streams += streams_of(tensors[0])
-        self.tallies[kind].count_copies(num_bytes)
-        if not async_op:
-            for stream in streams:
-                torch.cuda.current_stream(tensors[0].device).wait_stream(stream)
-            return None
-        for tensor in tensors:
-            for stream in streams:
-                tensor.record_stream(stream)
-        # the library's futures give lists of results
-        return torch._C._distributed_c10d._create_work_from_future(future_of(tensors[0], streams, [tensors[0]]))
 
 
 def replace(

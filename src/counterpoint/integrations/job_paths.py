@@ -7,7 +7,9 @@ on and off between steps. Tensor-parallel linears are taken over when an optimiz
 
 import gc
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import final
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -16,7 +18,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
-from counterpoint.errors import IntegrationError, OperatorError, cause_of
+from counterpoint.errors import IntegrationError, cause_of, reason_of
 from counterpoint.integrations import collectives, ddp, fsdp2, tensor_parallel
 from counterpoint.integrations.lane_collectives import Tally
 from counterpoint.integrations.paths import (
@@ -53,8 +55,10 @@ class TorchJobPaths(AbstractJobPaths):
         self._averages: list[ddp.BucketAverages] = []
         self._sharded: list[fsdp2.CopyEnginesInUse] = []
         self._replaced: collectives.ReplacedCollectives | None = None
-        self._owns_collectives = False  # else they are a framework's, which has an integration of its own
-        self._refused: dict[Integration, str] = {}
+        self._own_kinds: tuple[CollectiveKind, ...] = ()  # of collectives that the job calls itself
+        self._refused: dict[Integration, str] = {}  # of some models; the others may be taken
+        self._failed: dict[Integration, str] = {}
+        self._seen: WeakSet[nn.Module] = WeakSet()  # parts of models, for what is put around a model changes its root
         self._in_force = LIBRARY
         self._tallies: dict[Paths, dict[Key, Counts]] = {}
         self._counted: dict[Key, Counts] = {}  # when the paths in force were put there
@@ -66,18 +70,21 @@ class TorchJobPaths(AbstractJobPaths):
         if self._replaced is None and dist.is_initialized():
             self._replaced = collectives.replace(is_on=False)  # counts, so that the survey knows what the job calls
         for root in _roots(_modules()):
-            if not tensor_parallel.is_waiting(root):
+            if not tensor_parallel.waiting_linears(root):
                 continue
             try:
                 self._overlapped.append(tensor_parallel.overlap(root, schedule=self._schedule, is_on=False))
             except IntegrationError as problem:
                 self._refused["tensor_parallel"] = cause_of(problem, 200)
+            except Exception as problem:  # the survey says so, and the other ranks hear it
+                self._failed["tensor_parallel"] = reason_of(problem)
 
     def survey(self) -> tuple[PathOffer, ...]:
         """See `AbstractJobPaths.survey`."""
         obstacle = _obstacle()
         modules = _modules()
         offers = [self._offer_overlap(), *_offers_of(modules)]
+        self._seen.update(part for models in _parts_by_kind(modules).values() for parts in models for part in parts)
         if not any(offers):
             offers.append(self._offer_collectives())
         elif self._replaced is not None:
@@ -90,9 +97,10 @@ class TorchJobPaths(AbstractJobPaths):
     def _offer_overlap(self) -> PathOffer | None:
         self.prepare()  # models that were parallelized after the first optimizer was made
         number = sum(len(each.taken) for each in self._overlapped)
-        if number:
+        failure = self._failed.get("tensor_parallel")
+        if number and not failure:
             return PathOffer(integration="tensor_parallel", what=format_count(number, "tensor-parallel linear"))
-        refusal = self._refused.get("tensor_parallel")
+        refusal = failure or self._refused.get("tensor_parallel")
         return PathOffer(integration="tensor_parallel", what=MATMULS, refusal=refusal) if refusal else None
 
     def _offer_collectives(self) -> PathOffer | None:
@@ -102,47 +110,56 @@ class TorchJobPaths(AbstractJobPaths):
             return None
         return PathOffer(integration="collectives", what="the job's own collectives", kinds=kinds)
 
-    def take(self, integrations: Sequence[Integration]) -> dict[Integration, str]:
+    def take(self, offers: Sequence[PathOffer]) -> dict[Integration, str]:
         """See `AbstractJobPaths.take`."""
-        takes: dict[Integration, Callable[[], None]] = {
-            "tensor_parallel": lambda: None,  # prepared already
+        takes: dict[Integration, Callable[[PathOffer], None]] = {
+            "tensor_parallel": lambda _: None,  # prepared already
             "fsdp2": self._take_fsdp2,
             "ddp": self._take_ddp,
             "collectives": self._take_collectives,
         }
         failed: dict[Integration, str] = {}
-        for integration in integrations:
+        for offer in offers:
             try:
-                takes[integration]()
-            except (IntegrationError, OperatorError, RuntimeError) as problem:  # torch raises the last, such as for memory
-                failed[integration] = cause_of(problem, 200)
+                takes[offer.integration](offer)
+            except Exception as problem:  # whatever it is, the other ranks wait for the answer
+                failed[offer.integration] = reason_of(problem)
         return failed
 
-    def _take_fsdp2(self) -> None:
+    def _take_fsdp2(self, _: PathOffer) -> None:
         for root in _sharded_roots(_modules()):
             self._sharded.append(fsdp2.use_copy_engines(root, is_on=False))
 
-    def _take_ddp(self) -> None:
+    def _take_ddp(self, _: PathOffer) -> None:
         for model in _data_parallel(_modules()):
             self._averages.append(ddp.register(model, is_on=False))
 
-    def _take_collectives(self) -> None:
-        self._owns_collectives = True
+    def _take_collectives(self, offer: PathOffer) -> None:
+        self._own_kinds = offer.kinds
         if self._replaced is None:
             self._replaced = collectives.replace(is_on=False)
+
+    def late_models(self) -> tuple[str, ...]:
+        """See `AbstractJobPaths.late_models`."""
+        found = []
+        for kind, models in _parts_by_kind(_modules()).items():
+            late = [parts for parts in models if self._seen.isdisjoint(parts)]
+            self._seen.update(part for parts in late for part in parts)
+            found += [format_count(len(late), kind)] if late else []
+        return tuple(found)
 
     def drop(self, integrations: Sequence[Integration]) -> None:
         """See `AbstractJobPaths.drop`."""
         if "tensor_parallel" in integrations:
             self._overlapped.clear()
         if "fsdp2" in integrations:
-            for sharded in self._sharded:
-                sharded.undo()
-            self._sharded.clear()
+            while self._sharded:
+                with suppress(Exception):  # it stays, switched off
+                    self._sharded.pop().undo()
         if "ddp" in integrations:
             self._averages.clear()  # the hook stays, switched off: DDP takes one in its life
         if "collectives" in integrations:
-            self._owns_collectives = False
+            self._own_kinds = ()
 
     def use(self, paths: Paths) -> None:
         """See `AbstractJobPaths.use`."""
@@ -158,7 +175,8 @@ class TorchJobPaths(AbstractJobPaths):
         for sharded in self._sharded:
             sharded.use(gathers="all_gather" in paths.copies, reduces="reduce_scatter" in paths.copies)
         if self._replaced is not None:
-            self._replaced.use(bool(paths.copies) and self._owns_collectives, paths.copies)
+            kinds = [kind for kind in self._own_kinds if kind in paths.copies]
+            self._replaced.use(bool(kinds), kinds)
 
     def counts(self, paths: Paths) -> tuple[PathCounts, ...]:
         """See `AbstractJobPaths.counts`."""
@@ -193,8 +211,8 @@ class TorchJobPaths(AbstractJobPaths):
         of_kinds: list[tuple[CollectiveKind, Counting]] = [("all_reduce", averages) for averages in self._averages]
         of_kinds += [("all_gather", tally) for sharded in self._sharded for tally in sharded.gather_tallies]
         of_kinds += [("reduce_scatter", tally) for sharded in self._sharded for tally in sharded.reduce_tallies]
-        if self._replaced is not None and self._owns_collectives:
-            of_kinds += [(kind, self._replaced.tallies[kind]) for kind in COPIED_KINDS]
+        if self._replaced is not None:
+            of_kinds += [(kind, self._replaced.tallies[kind]) for kind in self._own_kinds]
         for kind, counted in of_kinds:
             key = (COPIES.tag, WORDS[kind])
             found[key] = _add(found.get(key), _tally_of(counted))
@@ -239,6 +257,18 @@ def _data_parallel(modules: Sequence[nn.Module]) -> list[DistributedDataParallel
 
 def _sharded_roots(modules: Sequence[nn.Module]) -> list[nn.Module]:
     return [root for root in _roots(modules) if any(isinstance(each, FSDPModule) for each in root.modules())]
+
+
+def _parts_by_kind(modules: Sequence[nn.Module]) -> dict[str, list[list[nn.Module]]]:
+    """The parallel models: of each the modules that make it one, by how a line names it."""
+    roots = _roots(modules)
+    sharded = [[each for each in root.modules() if isinstance(each, FSDPModule)] for root in roots]
+    split = [tensor_parallel.waiting_linears(root) for root in roots]
+    return {
+        "DDP model": [[model] for model in _data_parallel(modules)],
+        "FSDP2 model": [parts for parts in sharded if parts],
+        "tensor-parallel model": [parts for parts in split if parts],
+    }
 
 
 def _offers_of(modules: Sequence[nn.Module]) -> list[PathOffer]:

@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any, Literal
 
 import msgspec
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -59,20 +60,42 @@ def linear_layout(linear: nn.Linear) -> LinearLayout | str:
     """The layout of a linear with a DTensor weight, or why it cannot be told."""
     weight = linear.weight
     assert isinstance(weight, DTensor)
-    mesh = weight.device_mesh
-    if mesh.ndim != 1:
-        return f"its weight lies on a mesh of {mesh.ndim} dimensions, and one is served. Parallelize over mesh['tp']"
+    mesh = tensor_parallel_mesh(linear)
+    if mesh is None:
+        return (
+            f"its weight lies on a mesh of {weight.device_mesh.ndim} dimensions, and none of them is known as that of its "
+            "tensor parallelism. Parallelize over mesh['tp'], then call overlap, then fully_shard"
+        )
     kinds: dict[Any, Literal["column", "row"]] = {Shard(0): "column", Shard(1): "row"}
-    if weight.placements[0] not in kinds:
-        return f"its weight is {weight.placements[0]}, neither column- nor row-parallel. Leave it as it is"
-    kind = kinds[weight.placements[0]]
+    placement = weight.placements[-1]  # FSDP2 puts its own dimensions in front
+    if placement not in kinds:
+        return f"its weight is {placement}, neither column- nor row-parallel. Leave it as it is"
+    kind = kinds[placement]
     divided, num_ranks = weight.shape[0 if kind == "column" else 1], mesh.size()
     if divided % num_ranks:
         return f"its {divided} {kind}s do not divide by the {num_ranks} ranks, and equal parts are served. Pad its weight"
-    return _transformers_layout(linear, kind) or _torch_layout(linear, kind)
+    return _transformers_layout(linear, kind, mesh) or _torch_layout(linear, kind, mesh)
 
 
-def _torch_layout(linear: nn.Linear, kind: Literal["column", "row"]) -> LinearLayout | str:
+def tensor_parallel_mesh(linear: nn.Linear) -> DeviceMesh | None:
+    """The mesh that a linear was parallelized over, of one dimension; None where it cannot be told.
+
+    Outside of forward passes `fully_shard` keeps a weight on a mesh of more dimensions, whose last one is this.
+    """
+    whole = linear.weight.device_mesh
+    if whole.ndim == 1:
+        return whole
+    last = dist.get_process_group_ranks(
+        whole.get_group(whole.ndim - 1)
+    )  # torch takes equal meshes for one; groups may differ
+    for hook in (*linear._forward_pre_hooks.values(), vars(linear).get("forward")):
+        mesh = _closure(hook).get("device_mesh")
+        if isinstance(mesh, DeviceMesh) and mesh.ndim == 1 and dist.get_process_group_ranks(mesh.get_group()) == last:
+            return mesh
+    return None
+
+
+def _torch_layout(linear: nn.Linear, kind: Literal["column", "row"], mesh: DeviceMesh) -> LinearLayout | str:
     """Of what ColwiseParallel and RowwiseParallel of torch left."""
     inputs = [(key, found) for key, hook in linear._forward_pre_hooks.items() if (found := _bound(hook, "input_fn"))]
     outputs = [(key, found) for key, hook in linear._forward_hooks.items() if (found := _bound(hook, "output_fn"))]
@@ -82,7 +105,7 @@ def _torch_layout(linear: nn.Linear, kind: Literal["column", "row"]) -> LinearLa
     output_hook, (output_layouts, is_local) = outputs[0]
     return LinearLayout(
         kind=kind,
-        mesh=linear.weight.device_mesh,
+        mesh=mesh,
         input_layouts=input_layouts,
         output_layouts=output_layouts,
         input_hook=input_hook,
@@ -91,7 +114,7 @@ def _torch_layout(linear: nn.Linear, kind: Literal["column", "row"]) -> LinearLa
     )
 
 
-def _transformers_layout(linear: nn.Linear, kind: Literal["column", "row"]) -> LinearLayout | str | None:
+def _transformers_layout(linear: nn.Linear, kind: Literal["column", "row"], mesh: DeviceMesh) -> LinearLayout | str | None:
     """Of what a style of transformers left; None where there is none."""
     style = _closure(vars(linear).get("forward")).get("self")
     if style is None or not type(style).__module__.startswith("transformers."):
@@ -103,7 +126,7 @@ def _transformers_layout(linear: nn.Linear, kind: Literal["column", "row"]) -> L
         return "its weight is quantized, and operators multiply by torch.mm. Load the model without quantization"
     return LinearLayout(
         kind=kind,
-        mesh=linear.weight.device_mesh,
+        mesh=mesh,
         input_layouts=(style.input_layouts,),
         output_layouts=(style.output_layouts,),
         is_output_local=bool(style.use_local_output),

@@ -8,10 +8,8 @@ from collections.abc import Iterable, Sequence
 from typing import Literal, final
 
 from counterpoint.controls import OverlapMatmul, Transport
-from counterpoint.plan import Directive, Match
 from counterpoint.schedule import ScheduleDescription
-from counterpoint.step import REDUCING_COLLECTIVES, Collective, CollectiveKind, Step
-from counterpoint.traces.classify import classify_kernel
+from counterpoint.step import REDUCING_COLLECTIVES, CollectiveKind
 from counterpoint.value import Value
 
 COPIES, OVERLAP = Transport(transport="copy_engine"), OverlapMatmul()
@@ -60,6 +58,13 @@ class PathOffer(Value, frozen=True, kw_only=True):
     refusal: str = ""
 
 
+# what a job may have, where a rank could not look
+UNKNOWN_OFFERS = (
+    PathOffer(integration="tensor_parallel", what=MATMULS),
+    PathOffer(integration="collectives", what="the job's collectives", kinds=COPIED_KINDS),
+)
+
+
 class PathCounts(Value, frozen=True, kw_only=True):
     """What became of one control on one rank while certain paths were in force.
 
@@ -87,8 +92,12 @@ class AbstractJobPaths(ABC):
         """What could be taken over here; what has to be prepared for that is, and stays switched off."""
 
     @abstractmethod
-    def take(self, integrations: Sequence[Integration]) -> dict[Integration, str]:
-        """Make these ready, switched off, by all ranks together; of those that failed here, why."""
+    def take(self, offers: Sequence[PathOffer]) -> dict[Integration, str]:
+        """Make ready what all ranks offer, switched off; of those integrations that failed here, why."""
+
+    @abstractmethod
+    def late_models(self) -> tuple[str, ...]:
+        """Models, in words, that were made parallel since the survey, or since this was asked before; each once."""
 
     @abstractmethod
     def drop(self, integrations: Sequence[Integration]) -> None:
@@ -114,9 +123,13 @@ class NoPaths(AbstractJobPaths):
         """See `AbstractJobPaths.survey`."""
         return ()
 
-    def take(self, integrations: Sequence[Integration]) -> dict[Integration, str]:
+    def take(self, offers: Sequence[PathOffer]) -> dict[Integration, str]:
         """See `AbstractJobPaths.take`."""
         return {}
+
+    def late_models(self) -> tuple[str, ...]:
+        """See `AbstractJobPaths.late_models`."""
+        return ()
 
     def drop(self, integrations: Sequence[Integration]) -> None:
         """See `AbstractJobPaths.drop`."""
@@ -144,33 +157,3 @@ def path_problems(paths: Paths, offers: Iterable[PathOffer]) -> dict[str, str]:
         elif all(offer.refusal for offer in fitting):
             found[target] = fitting[0].refusal
     return found
-
-
-def paths_of(directives: Iterable[Directive], step: Step | None = None) -> Paths:
-    """The paths that directives ask for; `step` says what their operation numbers mean.
-
-    A running job knows a collective by its kind, so all collectives of a kind take the same path.
-    """
-    copies: set[CollectiveKind] = set()
-    overlaps, schedule = False, None
-    for directive in directives:
-        for control in directive.controls:
-            if isinstance(control, OverlapMatmul):
-                overlaps, schedule = True, control.schedule
-            elif isinstance(control, Transport) and control.transport == "copy_engine":
-                copies.update(_kinds_of(directive.match, step))
-    in_order = tuple(kind for kind in COPIED_KINDS if kind in copies)
-    return Paths(copies=in_order, overlaps_matmuls=overlaps, schedule=schedule)
-
-
-def _kinds_of(match: Match, step: Step | None) -> set[CollectiveKind]:
-    """The kinds of collectives that a match means: as it says, as the step's operations are, or as kernels' names say."""
-    if match.kind not in (None, "communication"):
-        return set()
-    if match.collective is not None:
-        return {match.collective}
-    if step is not None:
-        accepted = (step.operations[index] for index in match.accepted(step))
-        return {each.collective for each in accepted if isinstance(each, Collective)}
-    rule = classify_kernel(match.name)
-    return {rule.collective} if rule.kind == "communication" else set(COPIED_KINDS) if match.name == "*" else set()

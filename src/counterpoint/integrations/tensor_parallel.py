@@ -12,7 +12,8 @@ a module (q, k and v; gate and up) are taken to have the same input and share on
 with no harm to results. A module that cannot be served stays as it was, and `refused` and the log say why.
 
 Inputs that `PrepareModuleInput` gathered arrive as sharded DTensors of the same shape; whatever else a module does with
-them, DTensor gathers itself. With FSDP2 call `overlap` first and `fully_shard` after it.
+them, DTensor gathers itself. With FSDP2 `overlap` may come before `fully_shard` or after it, not between forward and
+backward pass.
 """
 
 import msgspec
@@ -35,7 +36,7 @@ from counterpoint.ops import operators
 from counterpoint.schedule import ScheduleDescription
 from counterpoint.value import require
 
-__all__ = ["OPERATORS", "Overlapped", "is_waiting", "overlap"]
+__all__ = ["OPERATORS", "Overlapped", "overlap", "waiting_linears"]
 
 # What a policy of selective activation checkpointing sees instead of matmuls and collectives: those whose results it saves
 # are not computed and communicated again in the backward pass
@@ -97,10 +98,10 @@ def overlap(module: nn.Module, *, schedule: ScheduleDescription | None = None, i
     return overlapped
 
 
-def is_waiting(module: nn.Module) -> bool:
-    """Whether there are linears in it that parallelize_module has split and that `overlap` has not taken."""
+def waiting_linears(module: nn.Module) -> list[nn.Module]:
+    """The linears in it that parallelize_module has split and that `overlap` has not taken."""
     linears = (each for each in module.modules() if _is_parallel(each) and not _is_overlapped(each))
-    return any(not isinstance(linear_layout(each), str) for each in linears)  # FSDP2's weights are DTensors, too
+    return [each for each in linears if not isinstance(linear_layout(each), str)]  # FSDP2's weights are DTensors, too
 
 
 def _check_arguments(module: object, schedule: object) -> None:

@@ -6,7 +6,8 @@ anything is replayed. What is recorded, and its flags, is in `recorded_copies.py
 """
 
 from collections.abc import Sequence
-from typing import final
+from contextlib import ExitStack
+from typing import Any, final
 
 import msgspec
 import torch
@@ -22,6 +23,8 @@ from counterpoint.ops.recorded_copies import NUM_FLAGS, Destinations, Parts, Rec
 from counterpoint.ops.runtime import runtime_of
 from counterpoint.ops.signals import Flags, Signals
 from counterpoint.value import Value
+
+Handle = Any  # cuda-bindings has no types
 
 
 class Landing(Value, frozen=True, kw_only=True):
@@ -52,7 +55,13 @@ class DirectCopies:
         self._memory = PeerMemory()
         self._rows: list[torch.Tensor] = []
         self._flags: Flags | None = None
-        self.stand_ins: list[StandIn | str] = self._make(collectives, is_in_turn)
+        self._graphs: list[Handle] = []  # all that were recorded, also those that another rank has no use for
+        self.stand_ins: list[StandIn | str] = []
+        try:
+            self.stand_ins = self._make(collectives, is_in_turn)
+        except BaseException:
+            self.close()
+            raise
 
     def _make(self, collectives: Sequence[IssuedCollective], is_in_turn: bool) -> list[StandIn | str]:
         if self._runtime.obstacle:
@@ -121,9 +130,11 @@ class DirectCopies:
         if obstacle:
             return obstacle
         try:
-            return recorder.record(parts, self._destinations(landings, parts.blocks.given[self._rank][0]))
+            made = recorder.record(parts, self._destinations(landings, parts.blocks.given[self._rank][0]))
         except (DeviceError, RuntimeError) as problem:  # torch's own where it knows no such sum
             return f"its copies cannot be recorded: {cause_of(problem)}".rstrip(".")
+        self._graphs.append(made.graph)
+        return made
 
     def _destinations(self, landings: Sequence[Landing], start: int) -> Destinations:
         """Where this rank's blocks go, and its sums, which begin `start` bytes into the others' tensors."""
@@ -139,16 +150,20 @@ class DirectCopies:
 
     def close(self) -> None:
         """Give back all memory, when what runs has ended; no graph that holds a stand-in may run any more."""
-        torch.cuda.synchronize(self._device)
-        for each in self.stand_ins:
-            if isinstance(each, StandIn):
-                check("Freeing a recorded collective", cu.cuGraphDestroy(each.graph))
-        self.stand_ins = []
-        self._rows = []
-        self._memory.close()
-        if self._flags is not None:
-            self._flags.watch.close()
-            self._flags = None
+        flags, self._flags = self._flags, None
+        with ExitStack() as freeing:  # the last first, and all of it whatever fails
+            if flags is not None:
+                freeing.callback(flags.watch.close)
+            freeing.callback(self._memory.close)
+            freeing.callback(self._rows.clear)
+            while self._graphs:
+                freeing.callback(_destroy, self._graphs.pop())
+            self.stand_ins = []
+            torch.cuda.synchronize(self._device)
+
+
+def _destroy(graph: Handle) -> None:
+    check("Freeing a recorded collective", cu.cuGraphDestroy(graph))
 
 
 def _problem(made: StandIn | str) -> str:

@@ -16,11 +16,13 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from counterpoint.errors import LaunchFilterError, cause_of, say
+from counterpoint.errors import LaunchFilterError, cause_of, reason_of, say
 from counterpoint.integrations.paths import AbstractJobPaths, NoPaths
 from counterpoint.launch_filter.control_block import ControlBlock
-from counterpoint.supervised.follower import NOTHING_LAUNCHED, LiveJob, NoTable
+from counterpoint.ranks import Exchange
 from counterpoint.supervised.messages import Decision
+from counterpoint.supervised.path_agreement import answer_for_failed
+from counterpoint.supervised.running_job import NOTHING_LAUNCHED, LiveJob, NoTable
 from counterpoint.supervised.settings import (
     DIRECTORY_VARIABLE,
     LiveRecord,
@@ -49,6 +51,7 @@ class JobAgent:
         self._optimizer: weakref.ref[object] | None = None
         self._has_marks = False
         self._paths: AbstractJobPaths | None = None
+        self._exchange: Exchange | None = None
         self._is_retired = self._is_failed = False
         self._pid = os.getpid()
 
@@ -58,14 +61,18 @@ class JobAgent:
         return self._is_retired
 
     def optimizer_made(self) -> None:
-        """An optimizer was made, as a rule for a model that is complete and has not run yet."""
-        if self._is_retired or self._tuner is not None:
+        """An optimizer was made, as a rule for a model that is complete and has not run yet.
+
+        What fails here fails again when the first step has ended, and is said then: the other ranks wait for the answer.
+        """
+        if self._is_retired:
             return
-        try:
+        if self._tuner is not None:
+            self._tuner.optimizer_made()
+            return
+        with suppress(Exception):
             if self._settings.may_switch_paths and "RANK" in os.environ:
                 self._job_paths().prepare()
-        except Exception as problem:  # whatever it is, the job goes on without us
-            self._retire(problem)
 
     def optimizer_stepped(self, optimizer: object) -> None:
         """An optimizer has stepped; the first one that ever does marks the job's steps."""
@@ -109,8 +116,8 @@ class JobAgent:
             return None
         path = self._directory / f"{self._pid}.block"
         if path.exists():
-            self._block = ControlBlock.open(path)  # first, so that whatever fails below can empty its table
-        exchange = torch_job.job_exchange()
+            self._block = ControlBlock.open(path)  # before the rest, so that whatever fails there can empty its table
+        self._exchange = exchange = torch_job.job_exchange()
         if self._block is None and (not self._settings.may_switch_paths or exchange.num_ranks == 1):
             raise NothingLaunchedError(f"{NOTHING_LAUNCHED}.")
         job = LiveJob(
@@ -142,6 +149,8 @@ class JobAgent:
     def _retire(self, problem: Exception) -> None:
         outcome = "the job runs as it was"
         reason = (cause_of(problem, 200) or "no reason given").rstrip(".")
+        if self._tuner is None and not isinstance(problem, NothingLaunchedError):
+            self._answer_others(reason_of(problem))
         try:
             self._is_retired = self._is_failed or self._tuner is None or not self._tuner.fail(reason)
             self._is_failed = True
@@ -161,6 +170,13 @@ class JobAgent:
             with suppress(Exception):  # a full disk, perhaps the very reason
                 record = read_record(self._directory) or LiveRecord(stage="stopped")
                 write_record(self._directory, replace(record, stage="stopped", notes=(line,)))
+
+    def _answer_others(self, reason: str) -> None:
+        """This rank fails before it takes part, and the others may wait for what it could take over."""
+        from counterpoint.supervised import torch_job  # noqa: PLC0415  the job has torch by now
+
+        with suppress(Exception):  # there may be no process group, and then nobody waits
+            answer_for_failed(self._exchange or torch_job.job_exchange(), reason)
 
     def _empty_table(self) -> None:
         """Revert, and keep what was counted for the plan, so that the proof at the end does not say that nothing was."""

@@ -10,7 +10,8 @@ is for the live steps to say.
 from collections.abc import Iterable, Sequence
 
 from counterpoint.errors import OccupancyError, StepError
-from counterpoint.integrations.paths import COPIED_KINDS, COPIES, OVERLAP, WORDS, PathOffer, paths_of
+from counterpoint.integrations.paths import COPIED_KINDS, COPIES, OVERLAP, WORDS, PathOffer
+from counterpoint.integrations.planned_paths import paths_of
 from counterpoint.launch_filter.control_block import SeenFunction
 from counterpoint.machine import Gpu, machine_for_device
 from counterpoint.occupancy import residency, room_for, shared_bytes_per_cta

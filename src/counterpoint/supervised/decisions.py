@@ -5,9 +5,8 @@ Pure functions. What is faster or slower, and when that is certain, is for `meas
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from msgspec.structs import replace
-
-from counterpoint.integrations.paths import LIBRARY, Integration, PathOffer, paths_of
+from counterpoint.integrations.paths import LIBRARY, PathOffer
+from counterpoint.integrations.planned_paths import paths_of
 from counterpoint.launch_filter.control_block import SeenFunction, translate
 from counterpoint.machine import machine_for_device
 from counterpoint.measurement.guard import are_other_launches, is_longer_step
@@ -15,7 +14,7 @@ from counterpoint.measurement.tournament import least_turns, num_admitted
 from counterpoint.measurement.values import Comparison, Measurement
 from counterpoint.plan import Directive, Expectation, Plan, Refusal
 from counterpoint.supervised.candidates import LiveCandidate, propose_live, propose_paths
-from counterpoint.supervised.messages import Census, ControlTarget, Decision, PathsTaken, PathSurvey, RoundReport, Trials
+from counterpoint.supervised.messages import Census, ControlTarget, Decision, RoundReport, Trials
 from counterpoint.supervised.running_job import JobGpu
 from counterpoint.supervised.settings import UNCHANGED, LiveSettings, Setting, setting_of
 from counterpoint.supervised.turns import PATH_WARM_UP_TURNS, TURN_STEPS
@@ -33,40 +32,6 @@ class Reference(Value, frozen=True, kw_only=True):
 
     grids: dict[str, Grid]
     baseline_us: float = 0.0
-
-
-def agree_on_paths(surveys: Sequence[PathSurvey]) -> tuple[PathOffer, ...]:
-    """What every rank offers alike, by integration; and refusals, with the rank, of what some rank cannot do."""
-    by_rank = [{offer.integration: offer for offer in survey.offers} for survey in surveys]
-    agreed = []
-    for integration, first in {name: offer for offers in by_rank for name, offer in offers.items()}.items():
-        problem = ""
-        for rank, offers in enumerate(by_rank):
-            found = offers.get(integration)
-            if found is None:
-                problem = problem or f"rank {rank} has nothing of the kind"
-            elif found.refusal:
-                problem = problem or found.refusal
-            elif (found.what, found.kinds) != (first.what, first.kinds):
-                problem = problem or f"rank {rank} has {found.what}, and another rank {first.what}"
-        agreed.append(replace(first, refusal=problem))
-    return tuple(agreed)
-
-
-def other_version(surveys: Sequence[PathSurvey]) -> str:
-    """That a rank runs another version of Counterpoint than rank 0, which could wait for what never comes; or nothing."""
-    own = surveys[0].version
-    found = next(((rank, each.version) for rank, each in enumerate(surveys) if each.version != own), None)
-    return f"rank {found[0]} runs Counterpoint {found[1]}, and rank 0 {own}; install one version" if found else ""
-
-
-def with_failures(offers: Sequence[PathOffer], taken: Sequence[PathsTaken]) -> tuple[PathOffer, ...]:
-    """The offers, refused where some rank could not make them ready."""
-    failed: dict[Integration, str] = {}
-    for rank, each in enumerate(taken):
-        for integration, reason in each.failed.items():
-            failed.setdefault(integration, f"rank {rank}: {reason}")
-    return tuple(replace(offer, refusal=offer.refusal or failed.get(offer.integration, "")) for offer in offers)
 
 
 class Room(Value, frozen=True, kw_only=True):

@@ -15,10 +15,11 @@ ControlTarget = tuple[str, str]  # a control's tag, and what it is for in words
 
 
 class PathSurvey(Value, frozen=True, kw_only=True):
-    """What one rank could take over, and with which version of Counterpoint."""
+    """What one rank could take over, and with which version of Counterpoint; or the `problem` that kept it from looking."""
 
     version: str
-    offers: tuple[PathOffer, ...]
+    offers: tuple[PathOffer, ...] = ()
+    problem: str = ""
 
 
 class PathsTaken(Value, frozen=True, kw_only=True):

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from counterpoint.engagement import Engagement
 from counterpoint.errors import LaunchFilterError, cause_of, say
-from counterpoint.integrations.paths import paths_of
+from counterpoint.integrations.planned_paths import planned_paths
 from counterpoint.launch_filter.control_block import (
     INITIAL_BLOCK,
     ControlBlock,
@@ -110,12 +110,13 @@ def run_job(request: RunRequest, signals: HeldSignals) -> RunOutcome:
         return RunOutcome(ended=_start(request.command, dict(os.environ), signals), is_filtered=False)
     check_command(executable)
     translation = translate(request.plan, request.step)
-    paths = paths_of(request.plan.directives, request.step)
-    left_out = check_applicable(request.plan, translation, paths, keeps_bits=request.keeps_bits)
+    planned = planned_paths(request.plan.directives, request.step)
+    translation = replace(translation, refusals=(*translation.refusals, *planned.refusals))
+    left_out = check_applicable(request.plan, translation, planned.paths, keeps_bits=request.keeps_bits)
     settings = LiveSettings(
         is_tuning=request.is_tuning,
         plan=request.plan,
-        given=Setting(rules=translation.rules, paths=paths),
+        given=Setting(rules=translation.rules, paths=planned.paths),
         keeps_bits=request.keeps_bits,
         budget_steps=request.budget_steps,
         guard_every_steps=request.guard_every_steps,

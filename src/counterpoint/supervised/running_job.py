@@ -1,15 +1,27 @@
-"""What tuning needs of a job that runs beside the exchange of its ranks: its GPU, and a clock of its steps.
+"""The running job, as tuning is given it: a clock of its steps, its GPU, the filter's table, its ranks and their paths.
 
-The contract, and what does without torch: host time. A clock never waits: a time that is not known yet is None, and one asks
-again a step later. So the job is never held up.
+The contracts, and what does without torch or launches. A clock never waits: a time that is not known yet is None, and one
+asks again a step later. So the job is never held up, but where its ranks wait for each other (`lockstep.py`).
 """
 
 import time
 from abc import ABC, abstractmethod
-from typing import Any, final
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Protocol, final
 
+import msgspec
+
+from counterpoint.integrations.paths import AbstractJobPaths, NoPaths
+from counterpoint.launch_filter.control_block import FilterRule, FilterState
+from counterpoint.measurement.orders import draw_seed
+from counterpoint.ranks import Exchange
+from counterpoint.supervised.settings import LiveRecord, Totals
 from counterpoint.units import US_PER_S
 from counterpoint.value import Value
+
+HOLD_S = 0.0005  # between two looks of a rank that is held
+NOTHING_LAUNCHED = "this process has launched nothing on a GPU, so nothing can be tuned or guarded"
 
 
 class JobGpu(Value, frozen=True, kw_only=True):
@@ -43,3 +55,74 @@ class HostClock(AbstractStepClock):
     def elapsed_us(self, start: float, end: float) -> float:
         """Always known."""
         return (end - start) * US_PER_S
+
+
+class SwappableTable(Protocol):
+    """The filter's table in this process: `ControlBlock`, or a double."""
+
+    def swap(self, rules: Sequence[FilterRule]) -> int:
+        """Put another table in force."""
+
+    def state(self) -> FilterState:
+        """Counters of the table in force, and the kernels seen."""
+
+
+@final
+class NoTable:
+    """The table of a process without launches: what is put in force changes nothing."""
+
+    def __init__(self, pid: int) -> None:
+        self._state = FilterState(
+            pid=pid,
+            rank=-1,
+            generation=0,
+            num_launches=0,
+            num_launches_ex=0,
+            driver="",
+            rules=(),
+            counters=(),
+            functions=(),
+            problem="",
+        )
+
+    def swap(self, rules: Sequence[FilterRule]) -> int:
+        """See `SwappableTable.swap`."""
+        return 0
+
+    def state(self) -> FilterState:
+        """See `SwappableTable.state`."""
+        return self._state
+
+
+class LiveJob(msgspec.Struct, frozen=True, kw_only=True):
+    """What a tuner is given of the job that it runs in."""
+
+    clock: AbstractStepClock
+    exchange: Exchange
+    table: SwappableTable
+    gpu: JobGpu | None
+    say: Callable[[str], None]
+    record: Callable[[LiveRecord], None]
+    keep: Callable[[Totals], None]
+    paths: AbstractJobPaths = NoPaths()
+    hold: Callable[[], None] = partial(time.sleep, HOLD_S)
+    hold_limit_s: float = 120.0
+    draw_seed: Callable[[], int] = draw_seed
+
+
+@final
+class Patience:
+    """How long this rank's job has been held before a step, and whether that is longer than the limit."""
+
+    def __init__(self, job: LiveJob, limit_s: float) -> None:
+        self._job, self._limit_s = job, limit_s
+        self._since_s: float | None = None
+
+    def wait(self) -> bool:
+        """Wait a little; False once that was too long."""
+        now_s = time.monotonic()
+        self._since_s = now_s if self._since_s is None else self._since_s
+        if now_s - self._since_s > self._limit_s:
+            return False
+        self._job.hold()
+        return True

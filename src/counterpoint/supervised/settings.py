@@ -11,7 +11,8 @@ from typing import Literal
 import msgspec
 
 from counterpoint.errors import PlanError
-from counterpoint.integrations.paths import LIBRARY, PathCounts, Paths, paths_of
+from counterpoint.integrations.paths import LIBRARY, PathCounts, Paths
+from counterpoint.integrations.planned_paths import paths_of
 from counterpoint.launch_filter.control_block import FilterRule, RuleCounters, rules_of
 from counterpoint.measurement.values import Measurement
 from counterpoint.plan import Plan

@@ -15,39 +15,33 @@ from typing import final
 import msgspec
 from msgspec.structs import replace
 
-from counterpoint.errors import package_version
-from counterpoint.integrations.paths import LIBRARY, PathOffer, path_problems
+from counterpoint.integrations.paths import LIBRARY
 from counterpoint.measurement.values import Comparison, Measurement, Order, Verdict
 from counterpoint.plan import Plan
 from counterpoint.supervised.conductor import GuardConductor, Lead, TuningConductor
 from counterpoint.supervised.decisions import (
     Reference,
     Room,
-    agree_on_paths,
     decide,
     labels_of,
-    other_version,
     propose,
     settings_of,
     why_another_job,
     why_removed,
-    with_failures,
 )
 from counterpoint.supervised.follower import (
     HELD,
     NO_ANSWER,
-    NOTHING_LAUNCHED,
     Follower,
-    LiveJob,
-    NoTable,
-    Patience,
     Steps,
     TuningStopped,
     Waited,
 )
-from counterpoint.supervised.messages import Announcement, Census, Decision, Look, PathsTaken, PathSurvey, Trials
-from counterpoint.supervised.settings import UNCHANGED, UNDECIDED, LiveRecord, LiveSettings, Setting, Stage
-from counterpoint.units import format_count
+from counterpoint.supervised.messages import Announcement, Census, Decision, Look, Trials
+from counterpoint.supervised.path_agreement import agree_on_paths, everyones_surveys, make_ready
+from counterpoint.supervised.running_job import NOTHING_LAUNCHED, LiveJob, NoTable, Patience
+from counterpoint.supervised.settings import UNCHANGED, UNDECIDED, LiveSettings, Setting
+from counterpoint.supervised.telling import Teller
 
 WARM_UP_STEPS = 10
 # Once ranks may switch, one that gave up alone would leave the others waiting in a collective. So its limit, half an hour,
@@ -74,13 +68,12 @@ class LiveTuner:
         self._follower = Follower(job, replace(settings.given, paths=LIBRARY))
         self._lead = Lead(job.exchange, self._follower.lockstep)
         self._hold_limit_s = job.hold_limit_s
-        self._decision = earlier
-        self._stage: Stage = "warming up"
-        self._num_steps_needed = settings.budget_steps
+        self._teller = Teller(job, settings, self._follower, earlier)
         self._reference = Reference(grids={})
         self._num_reopened = 0
         self._guard: GuardConductor | None = None  # on rank 0
         self._guarded = self._at_rest = UNCHANGED
+        self._looks_for_models = False
         self._course = self._run()
 
     def step_ended(self) -> bool:
@@ -96,13 +89,20 @@ class LiveTuner:
                     self._course.throw(TuningStopped(f"a rank did not come to this step in {self._hold_limit_s:g} s"))
         except StopIteration:
             self._follower.lockstep.end()
-            self._follower.keep_paths()
+            self._follower.in_force.keep_paths()
             return False
         if is_kept_after(self._follower.step):
-            self._follower.keep_paths()
-        if self._settings.is_tuning and self._stage in UNDECIDED:
-            self._record(self._stage)  # a job may end at any step, and then it is told how many it had
+            self._follower.in_force.keep_paths()
+        if self._looks_for_models or self._follower.step == WARM_UP_STEPS:
+            self._looks_for_models = False
+            self._teller.tell_late_models()
+        if self._settings.is_tuning and self._teller.stage in UNDECIDED:
+            self._teller.record(self._teller.stage)  # a job may end at any step, and then it is told how many it had
         return True
+
+    def optimizer_made(self) -> None:
+        """An optimizer was made, perhaps for a model that nobody has seen yet."""
+        self._looks_for_models = True
 
     def fail(self, reason: str) -> bool:
         """This rank can no longer measure, for this reason. True where it still has to take paths with the others; then go
@@ -116,23 +116,23 @@ class LiveTuner:
 
     def revert(self) -> None:
         """Back to the job as it was."""
-        self._follower.use(UNCHANGED)
+        self._follower.in_force.use(UNCHANGED)
 
     def job_ends(self) -> None:
         """Keep what was counted."""
-        self._follower.keep_paths()
+        self._follower.in_force.keep_paths()
 
     def _run(self) -> Steps[None]:
         try:
             if self._settings.may_switch_paths and self._job.exchange.num_ranks > 1:
                 yield from self._take_paths()
             if not self._settings.is_tuning:
-                self._follower.count_for(self._settings.given)
-                self._follower.keep_paths()  # also what nobody can have, and why
+                self._follower.in_force.count_for(self._settings.given)
+                self._follower.in_force.keep_paths()  # also what nobody can have, and why
             if isinstance(self._job.table, NoTable) and not self._follower.lockstep.is_on:
                 raise TuningStopped(NOTHING_LAUNCHED)
             if not self._settings.is_tuning:
-                self._follower.use(self._settings.given)
+                self._follower.in_force.use(self._settings.given)
                 yield from self._follower.until(WARM_UP_STEPS)
                 yield from self._watch_given()
                 return
@@ -143,28 +143,19 @@ class LiveTuner:
                 self._num_reopened += 1
         except TuningStopped as problem:
             self.revert()
-            self._tell("stopped", f"live tuning stopped after {self._steps()}: {problem}; the job runs as it was")
+            self._teller.tell(
+                "stopped", f"live tuning stopped after {self._teller.steps()}: {problem}; the job runs as it was"
+            )
 
     # --- paths ---
 
     def _take_paths(self) -> Steps[None]:
         """Make ready what all ranks can switch. All of them come here after the same step, and wait for each other."""
-        survey = PathSurvey(version=package_version(), offers=self._job.paths.survey())
-        texts = yield from self._follower.everyone("paths offered", msgspec.json.encode(survey).decode())
-        surveys = [msgspec.json.decode(text, type=PathSurvey) for text in texts]
-        problem = other_version(surveys)
-        if problem:
-            raise TuningStopped(problem)
+        surveys = yield from everyones_surveys(self._follower, self._job.paths)
         self._hold_limit_s *= TIMES_AS_PATIENT
-        offers = agree_on_paths(surveys)
-        able = [offer.integration for offer in offers if not offer.refusal]
-        if able:
-            taken = PathsTaken(failed=self._job.paths.take(able))
-            texts = yield from self._follower.everyone("paths taken", msgspec.json.encode(taken).decode())
-            offers = with_failures(offers, [msgspec.json.decode(text, type=PathsTaken) for text in texts])
-            self._job.paths.drop([offer.integration for offer in offers if offer.refusal and offer.integration in able])
-        self._follower.offers = offers
-        self._tell_refused(offers)
+        offers = yield from make_ready(self._follower, self._job.paths, agree_on_paths(surveys))
+        self._follower.in_force.offers = offers
+        self._teller.tell_refused(offers)
         if any(not offer.refusal for offer in offers):
             self._follower.lockstep.begin(self._follower.step)
 
@@ -174,8 +165,8 @@ class LiveTuner:
         """Find the best table on live steps; the decision, from the step on that it holds from."""
         follower, topic = self._follower, f"tuning {self._num_reopened}"
         self.revert()
-        follower.forget_proofs()
-        self._num_steps_needed = begun + self._settings.budget_steps
+        follower.in_force.forget_proofs()
+        self._teller.num_steps_needed = begun + self._settings.budget_steps
         lag = yield from follower.warm_up(begun + WARM_UP_STEPS)
         last_step = begun + self._settings.budget_steps
         conductor = TuningConductor(self._job.exchange, topic, self._lead, last_step=last_step, lag=lag)
@@ -186,8 +177,8 @@ class LiveTuner:
         while given.decision is None:
             waited = Waited(conduct=lambda: self._conduct(conductor, trials), missing=conductor.missing)
             given = yield from follower.take_turns(topic, given, settings, waited, at_rest=UNCHANGED)
-        follower.count_for(given.decision.setting)
-        follower.use(given.decision.setting)
+        follower.in_force.count_for(given.decision.setting)
+        follower.in_force.use(given.decision.setting)
         self._settle(given.decision, begun)
         return given
 
@@ -195,7 +186,7 @@ class LiveTuner:
         """Every rank says which kernels it has launched; rank 0 says what is tried, and who takes turns first."""
         exchange, offered_at = self._job.exchange, self._follower.step
         census = Census(functions=self._job.table.state().functions)
-        self._follower.see_launches()
+        self._follower.in_force.see_launches()
         exchange.offer(f"{topic}/census", msgspec.json.encode(census).decode())
 
         def conduct() -> Announcement | None:
@@ -206,9 +197,9 @@ class LiveTuner:
             everyone = [msgspec.json.decode(text, type=Census) for text in texts]
             num_turns = conductor.num_turns(start, offered_at)
             room = Room(num_turns=num_turns, answer_turns=conductor.answer_turns())
-            trials = propose(everyone, self._job.gpu, self._settings, room, self._follower.offers)
+            trials = propose(everyone, self._job.gpu, self._settings, room, self._follower.in_force.offers)
             if trials.candidates:
-                self._tell_trials(trials)
+                self._teller.tell_trials(trials)
             switched = [number for number, each in enumerate(settings_of(trials)) if each.paths != LIBRARY]
             seed = self._job.draw_seed()
             first = conductor.begin(1 + len(trials.candidates), seed, start, offered_at, switched)
@@ -241,12 +232,12 @@ class LiveTuner:
 
     def _settle(self, decision: Decision, begun: int) -> None:
         """Remember the job as it is now, and tell what was decided."""
-        grids, _ = self._follower.see_launches()
+        grids, _ = self._follower.in_force.see_launches()
         baseline_us = decision.measurements[0].median_us if decision.measurements else 0.0
         self._reference = Reference(grids=grids, baseline_us=baseline_us)
-        self._decision = decision
+        self._teller.decision = decision
         took = f"{self._follower.step - begun} of {self._settings.budget_steps} steps"
-        self._tell("decided", f"{decision.plan.verdict} after {took}: {decision.plan.summary}")
+        self._teller.tell("decided", f"{decision.plan.verdict} after {took}: {decision.plan.summary}")
 
     # --- the guard ---
 
@@ -291,16 +282,18 @@ class LiveTuner:
             look = given.look
             assert look is not None, "an answer to a look is a look"
             if look.verdict == "reopen":
-                self._tell("warming up", f"{look.reason}; tuning again")
+                self._teller.tell("warming up", f"{look.reason}; tuning again")
                 return given.start_step
             if look.verdict == "remove":
                 self._at_rest = UNCHANGED
-                self._decision = Decision(plan=Plan(machine=decision.plan.machine, summary=look.reason))
-                self._tell("reverted", f"{look.reason}; taken out after {self._steps()}, and tried again much later")
+                self._teller.decision = Decision(plan=Plan(machine=decision.plan.machine, summary=look.reason))
+                self._teller.tell(
+                    "reverted", f"{look.reason}; taken out after {self._teller.steps()}, and tried again much later"
+                )
             if look.verdict == "put back":
-                self._at_rest, self._decision = decision.setting, decision
-                self._tell("decided", f"the plan is faster again, and back in force after {self._steps()}")
-            follower.use(self._at_rest)
+                self._at_rest, self._teller.decision = decision.setting, decision
+                self._teller.tell("decided", f"the plan is faster again, and back in force after {self._teller.steps()}")
+            follower.in_force.use(self._at_rest)
         return None
 
     def _conduct_guard(self) -> Announcement | None:
@@ -330,51 +323,10 @@ class LiveTuner:
 
     def _why_reopened(self, times: Sequence[Measurement]) -> str:
         """On rank 0: why the job has to be tuned again, or nothing."""
-        grids, launches = self._follower.see_launches()
+        grids, launches = self._follower.in_force.see_launches()
         if self._guarded.paths != LIBRARY:  # a kernel has other grids by each path, and the last one counts
             grids = {name: self._reference.grids.get(name, grid) for name, grid in grids.items()}
         if self._reference == Reference(grids={}):  # of a plan that was given later looks are compared with the first
             self._reference = Reference(grids=grids, baseline_us=times[0].median_us if times else 0.0)
         can_reopen = self._settings.is_tuning and self._num_reopened < MOST_REOPENED
         return why_another_job(times, self._reference, grids, launches) if can_reopen else ""
-
-    # --- what is said ---
-
-    def _tell_trials(self, trials: Trials) -> None:
-        number = format_count(len(trials.candidates), "candidate")
-        steps = format_count(self._settings.budget_steps, "step")
-        keep_bits = all(candidate.setting.paths.keeps_bits for candidate in trials.candidates)
-        results = "the job's results do not change" if keep_bits else "the job's results may change within rounding"
-        self._tell("trying candidates", f"tuning on live steps: {number} within {steps}; {results}")
-
-    def _tell_refused(self, offers: Sequence[PathOffer]) -> None:
-        """What of a plan that was given nobody can have: said at once, because the job may run for days."""
-        if self._follower.is_first:
-            for target, reason in path_problems(self._settings.given.paths, offers).items():
-                self._job.say(f"{target} stay as they are: {reason}")
-
-    def _steps(self) -> str:
-        return format_count(self._follower.step, "step")
-
-    def _tell(self, stage: Stage, line: str) -> None:
-        """One line, and the record of it; rank 0 speaks for all."""
-        if self._follower.is_first:
-            self._job.say(line)
-        self._record(stage, line)
-
-    def _record(self, stage: Stage, line: str = "") -> None:
-        self._stage = stage
-        if not self._follower.is_first:
-            return
-        found = self._decision
-        self._job.record(
-            LiveRecord(
-                stage=stage,
-                num_steps=self._follower.step,
-                num_steps_needed=self._num_steps_needed,
-                plan=found.plan if found else None,
-                setting=found.setting if found else UNCHANGED,
-                measurements=found.measurements if found else (),
-                notes=(line,) if line else (),
-            )
-        )

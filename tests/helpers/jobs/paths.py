@@ -2,11 +2,13 @@
 
     torchrun --nproc-per-node 2 paths.py KIND[:VARIANT]...
 
-KIND is ddp, fsdp2, tp or bare. VARIANT is nothing, `hand` (an integration from the second step on, as `run` does it), `hook`
-(a communication hook of its own), `evaluates` (with a second model), or `killed` (after some steps). A line has the sums of
-the ranks' parameters, exactly, and the names in a checkpoint.
+KIND is ddp, fsdp2, tp, 2d (tensor parallel within FSDP2) or bare. VARIANT is nothing, `hand` (an integration from the second
+step on, as `run` does it), `hook` (a communication hook of its own), `evaluates` (with a second model), `late` (wrapped in
+DDP again, with a new optimizer, after some steps), `broken` (rank 1 cannot look for models), or `killed` (after some steps).
+A line has the sums of the ranks' parameters, exactly, and the names in a checkpoint.
 """
 
+import importlib
 import os
 import signal
 import sys
@@ -24,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 sys.path.insert(0, str(Path(__file__).parents[3] / "examples"))
 import stock_jobs
 
-NUM_STEPS, KILLED_AFTER = 8, 5  # counts are kept after steps 1, 2, 4 and 8
+NUM_STEPS, KILLED_AFTER, WRAPPED_AFTER = 8, 5, 3  # counts are kept after steps 1, 2, 4 and 8
 WIDTHS, TOKENS = {2: 448, 4: 640}, 8  # a rank's part of a block is just above the 4 MiB that copies take
 PART = 1 << 20  # elements: 4 MiB from each rank, which copies take
 
@@ -57,6 +59,7 @@ def by_hand(kind: str, model: Any) -> Any:
         return fsdp2.use_copy_engines(model)
     if kind == "bare":
         return collectives.replace()
+    assert kind in ("tp", "2d")
     return tensor_parallel.overlap(model, schedule=ScheduleDescription(pattern="ring"))
 
 
@@ -65,6 +68,9 @@ def model_of(kind: str, num_ranks: int) -> nn.Module:
     if kind == "bare":
         return Row(num_ranks)
     block = nn.Sequential(stock_jobs.Block(WIDTHS[num_ranks], WIDTHS[num_ranks] // num_ranks))
+    if kind == "2d":
+        mesh = init_device_mesh("cpu", (2, num_ranks // 2), mesh_dim_names=("dp", "tp"))
+        return stock_jobs.parallelize("fsdp2", stock_jobs.parallelize("tp", block, mesh["tp"]), mesh["dp"])
     return stock_jobs.parallelize(kind, block, init_device_mesh("cpu", (num_ranks,)))
 
 
@@ -72,13 +78,16 @@ def train(kind: str, variant: str) -> None:
     """Train, and print."""
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     model = model_of(kind, num_ranks)
-    torch.manual_seed(0 if kind == "tp" else 1 + rank)
+    torch.manual_seed({"tp": 0, "2d": 1 + rank // 2}.get(kind, 1 + rank))
     batch = torch.full((num_ranks * PART,), 1.0 + rank) if kind == "bare" else torch.randn(1, TOKENS, WIDTHS[num_ranks])
     if variant == "hook":
         model.register_comm_hook(None, allreduce_hook)
     second = DistributedDataParallel(nn.Linear(8, 8)) if variant == "evaluates" else None
-    optimizer = stock_jobs.make_optimizer(kind, model, 0.1)
+    optimizer = stock_jobs.make_optimizer("tp" if kind == "2d" else kind, model, 0.1)
     in_use: Any = None
+    if variant == "broken" and rank == 1:
+        job_paths = importlib.import_module("counterpoint.integrations.job_paths")
+        vars(job_paths)["_modules"] = lambda: {}["a module"]
     for step in range(1, NUM_STEPS + 1):
         if variant == "hand" and step == 2:
             in_use = by_hand(kind, model)
@@ -91,6 +100,9 @@ def train(kind: str, variant: str) -> None:
         if second is not None:
             with torch.no_grad():
                 second(torch.ones(2, 8))
+        if variant == "late" and step == WRAPPED_AFTER:
+            model = DistributedDataParallel(model.module)
+            optimizer = stock_jobs.make_optimizer(kind, model, 0.1)
         if variant == "killed" and step == KILLED_AFTER:
             os.kill(os.getpid(), signal.SIGKILL)
     calls = "" if in_use is None else f" {in_use.num_by_copies} {in_use.num_bytes}"

@@ -4,10 +4,7 @@ Every case is replayed as captured and as planned, several times each and in tur
 flags that are not lowered, or blocks that come too late, show.
 """
 
-import os
 import statistics
-import sys
-import traceback
 from collections.abc import Callable
 from contextlib import closing
 
@@ -18,7 +15,7 @@ from counterpoint.cuda.applied import apply
 from counterpoint.cuda.capture import Captured, capture
 from counterpoint.cuda.graph import AbstractExecutable
 from counterpoint.cuda.graph_rewriting import MOVED, rewrite
-from counterpoint.cuda.ranks import join_ranks
+from counterpoint.cuda.ranks import join_ranks, run_and_leave
 from counterpoint.ops.captured_copies import offer_copies
 from counterpoint.plan import Directive, Match, Plan
 
@@ -143,12 +140,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except BaseException:
-        traceback.print_exc(file=sys.stdout)
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(1)
-    sys.stdout.flush()
-    os._exit(0)
+    run_and_leave(main)

@@ -3,9 +3,6 @@
 The kernel's CTAs hold their slots for a known time, so what overlaps does not depend on clocks.
 """
 
-import os
-import sys
-import traceback
 from collections.abc import Callable
 
 import torch
@@ -17,7 +14,7 @@ from counterpoint.controls import Priority, ResidencyCap
 from counterpoint.cuda.applied import apply
 from counterpoint.cuda.capture import Captured, capture
 from counterpoint.cuda.graph_rewriting import rewrite
-from counterpoint.cuda.ranks import join_ranks
+from counterpoint.cuda.ranks import join_ranks, run_and_leave
 from counterpoint.machine import load_machine
 from counterpoint.occupancy import cap_shared_bytes
 from counterpoint.plan import Directive, Match, Plan
@@ -105,12 +102,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except BaseException:
-        traceback.print_exc(file=sys.stdout)
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(1)
-    sys.stdout.flush()
-    os._exit(0)
+    run_and_leave(main)

@@ -1,15 +1,12 @@
 """Ranks on GPUs that run operators, choose their schedules by measurement, and go by the plan; prints `tuned: ok`."""
 
-import os
-import sys
-import traceback
 from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
 
 from counterpoint import ops
-from counterpoint.cuda.ranks import join_ranks
+from counterpoint.cuda.ranks import join_ranks, run_and_leave
 from counterpoint.ops.call_timer import AbstractCallTimer, open_call_timer
 from counterpoint.planner.operators_on_gpu import measure_operators
 
@@ -77,13 +74,10 @@ def tuned() -> None:
         print("tuned: ok", flush=True)
 
 
+def main() -> None:
+    join_ranks()
+    tuned()
+
+
 if __name__ == "__main__":
-    try:
-        join_ranks()
-        tuned()
-    except BaseException:
-        traceback.print_exc(file=sys.stdout)
-        sys.stdout.flush()
-        os._exit(1)
-    sys.stdout.flush()
-    os._exit(0)
+    run_and_leave(main)

@@ -104,24 +104,28 @@ def tensor_parallel_neighbors_part() -> None:
 
 
 def tensor_parallel_with_fsdp2() -> None:
-    """`overlap`, then `fully_shard` over another dimension of the mesh."""
+    """`overlap`, and before it or after it `fully_shard` over another dimension of the mesh."""
     num_ranks = dist.get_world_size()
     if num_ranks % 2:
         return
     mesh = init_device_mesh(DEVICE.type, (2, num_ranks // 2), mesh_dim_names=("dp", "tp"))
     results = []
-    for is_ours in (False, True):
+    for order in ("bare", "before", "after"):
         torch.manual_seed(0)
         mlp = FeedForward(64).to(DEVICE)
         plan = {"gate": ColwiseParallel(), "up": ColwiseParallel(), "down": RowwiseParallel(output_layouts=Shard(1))}
         parallelize_module(mlp, mesh["tp"], plan)
         parallelize_module(mlp, mesh["tp"], PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate()))
-        if is_ours:
+        if order == "before":
             tensor_parallel.overlap(mlp)
         fully_shard(mlp, mesh=mesh["dp"])
         assert isinstance(mlp, FSDPModule)
+        overlapped = tensor_parallel.overlap(mlp) if order == "after" else None
+        assert overlapped is None or (overlapped.taken, overlapped.refused) == (["gate", "up", "down"], {})
         given = torch.randn(1, 4, 64, generator=torch.Generator().manual_seed(dist.get_rank())).to(DEVICE)
         for _ in range(2):
             results.append(gradients(mlp, given))
-    assert_close(results[2], results[0], 1e-5)
-    assert_close(results[3], results[1], 1e-5)
+        assert overlapped is None or overlapped.num_by_copies + overlapped.num_by_library > 0
+    for ours in (results[2:4], results[4:]):
+        assert_close(ours[0], results[0], 1e-5)
+        assert_close(ours[1], results[1], 1e-5)

@@ -1,0 +1,53 @@
+"""One collective by copies: cut into pieces that fit the buffers, each on the next lane."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, final
+
+import torch
+import torch.distributed as dist
+
+from counterpoint.errors import RefusedTogetherError
+from counterpoint.integrations.lane_collectives import Lanes, Tally, future_of, streams_of
+from counterpoint.ops.lane import AbstractLane
+
+Piece = Callable[[AbstractLane], int]  # issues a part of a collective on a lane; the bytes sent
+
+
+@final
+class PiecewiseCopies:
+    """The lanes that one collective goes by, and where it is counted."""
+
+    def __init__(self, lanes: Lanes, tally: Tally) -> None:
+        self._lanes, self._tally = lanes, tally
+        self.num_ranks = int(lanes.group.size())
+
+    def have_memory(self, block_bytes: int, num_pieces: int) -> bool:
+        """Whether all ranks have it, before anything is issued: collectives in place cannot be begun twice."""
+        try:
+            self._lanes.reserve(block_bytes, num_pieces)
+        except RefusedTogetherError as refusal:
+            self._lanes.give_up(refusal)
+            self._tally.count_library(self._lanes.obstacle)
+            return False
+        return True
+
+    def issue(self, pieces: Sequence[Piece], tensors: Sequence[torch.Tensor], *, async_op: bool) -> dist.Work | None:
+        """Every piece on the next lane; the first of `tensors` is the result."""
+        streams: list[Any] = []
+        num_bytes = 0
+        with torch.no_grad():
+            for piece in pieces:
+                lane = self._lanes.next()
+                with lane.issuing():
+                    num_bytes += piece(lane)
+                    streams += streams_of(tensors[0])
+        self._tally.count_copies(num_bytes)
+        if not async_op:
+            for stream in streams:
+                torch.cuda.current_stream(tensors[0].device).wait_stream(stream)
+            return None
+        for tensor in tensors:
+            for stream in streams:
+                tensor.record_stream(stream)
+        # the library's futures give lists of results
+        return torch._C._distributed_c10d._create_work_from_future(future_of(tensors[0], streams, [tensors[0]]))

@@ -1,0 +1,112 @@
+"""The paths that a plan asks for in a running job, and what of it such a job cannot tell apart.
+
+A running job knows a collective by its kind, so all collectives of a kind take the same path. A plan that means only some of
+them is refused, unless these are, in the step that it was made from, all that copies would take.
+"""
+
+from collections.abc import Iterable, Sequence
+
+from counterpoint.controls import LEAST_PART_BYTES, Control, OverlapMatmul, Transport
+from counterpoint.integrations.paths import COPIED_KINDS, WORDS, Paths
+from counterpoint.plan import NUM_SHOWN, Directive, Match, Refusal
+from counterpoint.step import Collective, CollectiveKind, Step
+from counterpoint.traces.classify import classify_kernel
+from counterpoint.units import format_count
+from counterpoint.value import Value
+
+NARROWING = ("process_group", "num_bytes", "ordinals")  # fields of a match that nothing of a running job answers to
+BY_KIND = "a running job knows collectives by kind"
+
+
+class PlannedPaths(Value, frozen=True, kw_only=True):
+    """What a plan asks for, and what of it is refused, with the reason."""
+
+    paths: Paths
+    refusals: tuple[Refusal, ...] = ()
+
+
+def paths_of(directives: Iterable[Directive], step: Step | None = None) -> Paths:
+    """The paths that directives ask for; `planned_paths` also says what is missing from them."""
+    return planned_paths(directives, step).paths
+
+
+def planned_paths(directives: Iterable[Directive], step: Step | None = None) -> PlannedPaths:
+    """The paths that directives ask for; `step`, which the plan was made from, says which collectives these are."""
+    copies: set[CollectiveKind] = set()
+    overlaps, schedule = False, None
+    refusals: list[Refusal] = []
+    asked = [(each, control) for each in directives for control in each.controls if _is_path(control)]
+    meant = [] if step is None else [number for each, _ in asked for number in each.match.accepted(step)]
+    for directive, control in asked:
+        kinds = _kinds_of(directive.match, step)
+        reason = _obstacle(directive.match, control, kinds) if step is None else _obstacle_in(step, control, kinds, meant)
+        if reason:
+            refusals.append(Refusal(control=control.tag, target=directive.match.describe(NUM_SHOWN), reason=reason))
+        elif isinstance(control, OverlapMatmul):
+            overlaps, schedule = True, control.schedule
+        else:
+            copies.update(kinds)
+    in_order = tuple(kind for kind in COPIED_KINDS if kind in copies)
+    paths = Paths(copies=in_order, overlaps_matmuls=overlaps, schedule=schedule)
+    return PlannedPaths(paths=paths, refusals=tuple(dict.fromkeys(refusals)))
+
+
+def _is_path(control: Control) -> bool:
+    return isinstance(control, OverlapMatmul) or (isinstance(control, Transport) and control.transport == "copy_engine")
+
+
+def _obstacle(match: Match, control: Control, kinds: set[CollectiveKind]) -> str:
+    """Why a directive cannot be had, as its match says; or nothing."""
+    ignored = [name for name in NARROWING if getattr(match, name) is not None]
+    if ignored:
+        names = " and ".join(ignored)
+        return f"it goes by {names}, and {BY_KIND}; take {names} out, or give the trace that the plan was made from: --step"
+    return _obstacle_to_copies(control, kinds)
+
+
+def _obstacle_in(step: Step, control: Control, kinds: set[CollectiveKind], meant: Sequence[int]) -> str:
+    """Why a directive cannot be had, where the plan means these operations of the step; or nothing."""
+    accepted = {number: each for number in meant if isinstance(each := step.operations[number], Collective)}
+    groups = {each.process_group for each in accepted.values()}
+    for kind in kinds:
+        large = {
+            number
+            for number, each in enumerate(step.operations)
+            if isinstance(each, Collective)
+            and each.collective == kind
+            and _may_be_moved(each)
+            and (isinstance(control, Transport) or each.process_group in groups)
+        }
+        num_left = len(large - accepted.keys())
+        if num_left:
+            number = format_count(len(large), kind, WORDS.get(kind, kind))
+            return f"the plan means {len(large) - num_left} of {number} that are large enough, and {BY_KIND}"
+    return _obstacle_to_copies(control, kinds)
+
+
+def _may_be_moved(collective: Collective) -> bool:
+    """Whether copies would take a collective of this size; one of unknown size might be."""
+    return not collective.num_bytes or collective.num_bytes >= collective.group_size * LEAST_PART_BYTES
+
+
+def _obstacle_to_copies(control: Control, kinds: set[CollectiveKind]) -> str:
+    """Why no integration moves these, or nothing."""
+    if isinstance(control, OverlapMatmul):
+        return ""
+    if not kinds:
+        return "it names no kind of collective; give its match one, such as collective = 'all_gather'"
+    others = sorted(kind for kind in kinds if kind not in COPIED_KINDS)
+    return f"no integration moves {' and '.join(others)} by copies in a running job" if len(others) == len(kinds) else ""
+
+
+def _kinds_of(match: Match, step: Step | None) -> set[CollectiveKind]:
+    """The kinds of collectives that a match means: as it says, as the step's operations are, or as kernels' names say."""
+    if match.kind not in (None, "communication"):
+        return set()
+    if match.collective is not None:
+        return {match.collective}
+    if step is not None:
+        accepted = (step.operations[index] for index in match.accepted(step))
+        return {each.collective for each in accepted if isinstance(each, Collective)}
+    rule = classify_kernel(match.name)
+    return {rule.collective} if rule.kind == "communication" else set(COPIED_KINDS) if match.name == "*" else set()

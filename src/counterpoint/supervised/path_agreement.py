@@ -1,0 +1,123 @@
+"""How ranks agree, after the first step, on what all of them can switch: each says what it could take over, and makes ready
+what all of them offer.
+
+Every rank gives an answer whatever fails in it, because the others wait for it: a failure is a refusal, with its reason.
+"""
+
+from collections.abc import Sequence
+
+import msgspec
+from msgspec.structs import replace
+
+from counterpoint.errors import package_version, reason_of
+from counterpoint.integrations.paths import (
+    COPIED_KINDS,
+    UNKNOWN_OFFERS,
+    WORDS,
+    AbstractJobPaths,
+    Integration,
+    PathOffer,
+)
+from counterpoint.ranks import Exchange
+from counterpoint.supervised.follower import Follower, Steps, TuningStopped
+from counterpoint.supervised.messages import PathsTaken, PathSurvey
+
+OFFERED_TOPIC, TAKEN_TOPIC = "paths offered", "paths taken"
+
+
+def everyones_surveys(follower: Follower, paths: AbstractJobPaths) -> Steps[list[PathSurvey]]:
+    """What each rank could take over, by rank. All come here after the same step, and wait for each other.
+
+    Raises `TuningStopped` where ranks run several versions of Counterpoint.
+    """
+    try:
+        own = PathSurvey(version=package_version(), offers=paths.survey())
+    except Exception as problem:  # whatever it is, the others wait for an answer
+        own = failed_survey(reason_of(problem))
+    texts = yield from follower.everyone(OFFERED_TOPIC, msgspec.json.encode(own).decode())
+    surveys = [msgspec.json.decode(text, type=PathSurvey) for text in texts]
+    difference = other_version(surveys)
+    if difference:
+        raise TuningStopped(difference)
+    return surveys
+
+
+def make_ready(follower: Follower, paths: AbstractJobPaths, offers: Sequence[PathOffer]) -> Steps[tuple[PathOffer, ...]]:
+    """Take over what all ranks offer, on all of them or on none; the offers, refused where that failed."""
+    able = [offer for offer in offers if not offer.refusal]
+    if able:
+        try:
+            own = PathsTaken(failed=paths.take(able))
+        except Exception as problem:  # as above
+            own = PathsTaken(failed=dict.fromkeys((offer.integration for offer in able), reason_of(problem)))
+        texts = yield from follower.everyone(TAKEN_TOPIC, msgspec.json.encode(own).decode())
+        offers = with_failures(offers, [msgspec.json.decode(text, type=PathsTaken) for text in texts])
+    ready = {offer.integration for offer in offers if not offer.refusal}
+    # what is prepared here must not be switched where another rank has refused it
+    paths.drop(list(dict.fromkeys(offer.integration for offer in offers if offer.integration not in ready)))
+    return tuple(offers)
+
+
+def failed_survey(reason: str) -> PathSurvey:
+    """The answer of a rank that could not look."""
+    return PathSurvey(version=package_version(), problem=reason)
+
+
+def answer_for_failed(exchange: Exchange, reason: str) -> None:
+    """Give the answer of a rank that does not take part."""
+    exchange.offer(OFFERED_TOPIC, msgspec.json.encode(failed_survey(reason)).decode())
+
+
+def agree_on_paths(surveys: Sequence[PathSurvey]) -> tuple[PathOffer, ...]:
+    """What every rank offers, by integration; and refusals, with the rank, of what some rank cannot do or does not have."""
+    failed = next(((rank, survey.problem) for rank, survey in enumerate(surveys) if survey.problem), None)
+    if failed is not None:
+        reason = f"rank {failed[0]} could not look for models: {failed[1]}"
+        return tuple(replace(offer, refusal=reason) for offer in UNKNOWN_OFFERS)
+    by_rank = [{offer.integration: offer for offer in survey.offers} for survey in surveys]
+    names = dict.fromkeys(name for offers in by_rank for name in offers)
+    return tuple(agreed for name in names for agreed in _agree_on([offers.get(name) for offers in by_rank]))
+
+
+def _agree_on(offers: Sequence[PathOffer | None]) -> list[PathOffer]:
+    """What all ranks offer of one integration, and apart from it the kinds of collectives that only some of them offer."""
+    given = [(rank, offer) for rank, offer in enumerate(offers) if offer is not None]
+    first_rank, first = given[0]
+    every = tuple(kind for kind in COPIED_KINDS if any(kind in offer.kinds for _, offer in given))
+    problem = ""
+    for rank, offer in enumerate(offers):
+        if offer is None:
+            problem = problem or f"rank {rank} has nothing of the kind"
+        elif offer.refusal:
+            problem = problem or (f"rank {rank}: {offer.refusal}" if _differ(offers) else offer.refusal)
+        elif offer.what != first.what:
+            problem = problem or f"rank {rank} has {offer.what}, and rank {first_rank} {first.what}"
+    if problem:
+        return [replace(first, kinds=every, refusal=problem)]
+    lacking = {kind: rank for rank, offer in reversed(given) for kind in every if kind not in offer.kinds}
+    common = tuple(kind for kind in every if kind not in lacking)
+    agreed = [replace(first, kinds=common)] if common or not every else []
+    return agreed + [
+        replace(first, kinds=(kind,), refusal=f"rank {rank} has called no {WORDS[kind]} that are large enough")
+        for kind, rank in lacking.items()
+    ]
+
+
+def _differ(offers: Sequence[PathOffer | None]) -> bool:
+    return len({offer.refusal if offer else None for offer in offers}) > 1
+
+
+def other_version(surveys: Sequence[PathSurvey]) -> str:
+    """That a rank runs another version of Counterpoint than rank 0, which could wait for what never comes; or nothing."""
+    own = surveys[0].version
+    found = next(((rank, each.version) for rank, each in enumerate(surveys) if each.version != own), None)
+    return f"rank {found[0]} runs Counterpoint {found[1]}, and rank 0 {own}; install one version" if found else ""
+
+
+def with_failures(offers: Sequence[PathOffer], taken: Sequence[PathsTaken]) -> tuple[PathOffer, ...]:
+    """The offers, refused where some rank could not make them ready."""
+    failed: dict[Integration, str] = {}
+    for rank, each in enumerate(taken):
+        for integration, reason in each.failed.items():
+            failed.setdefault(integration, f"rank {rank}: {reason}")
+    return tuple(replace(offer, refusal=offer.refusal or failed.get(offer.integration, "")) for offer in offers)

@@ -1,0 +1,100 @@
+"""The paths that a plan asks for in a running job, which knows collectives by kind: what means only some is refused."""
+
+from pathlib import Path
+
+import pytest
+
+from counterpoint.controls import OverlapMatmul
+from counterpoint.integrations.paths import COPIES, Paths
+from counterpoint.integrations.planned_paths import planned_paths
+from counterpoint.plan import Directive, Match, Plan, save_plan
+from counterpoint.step import Collective, CollectiveKind, Step
+from counterpoint.units import MIB
+from helpers.command import counterpoint
+from helpers.toy_steps import step_of
+
+GATHERS = Match(kind="communication", collective="all_gather")
+
+
+def collective(kind: CollectiveKind, num_mib: int, group: str) -> Collective:
+    return Collective(
+        name=f"nccl {kind}",
+        stream=2,
+        collective=kind,
+        num_bytes=num_mib * MIB,
+        group_size=2,
+        process_group=group,
+        lone_us=1.0,
+    )
+
+
+STEP: Step = step_of(
+    collective("all_gather", 64, "fsdp"),
+    collective("all_gather", 64, "fsdp"),
+    collective("all_gather", 1, "norms"),
+    collective("all_reduce", 64, "tp"),
+    collective("all_reduce", 64, "dp"),
+    collective("all_to_all", 64, "ep"),
+)
+
+
+def match(**fields: object) -> Match:
+    return Match(kind="communication", **fields)  # type: ignore[arg-type]
+
+
+def asked(found: Match, control: OverlapMatmul | None = None) -> Directive:
+    return Directive(match=found, controls=(control or COPIES,), reason="test")
+
+
+@pytest.mark.parametrize(
+    ("narrower", "names"),
+    [
+        ({"process_group": "fsdp"}, "process_group"),
+        ({"num_bytes": 64 * MIB}, "num_bytes"),
+        ({"process_group": "fsdp", "ordinals": (0, 1)}, "process_group and ordinals"),
+    ],
+)
+@pytest.mark.parametrize("control", [None, OverlapMatmul()])
+def test_without_the_step_a_match_by_more_than_kind_is_refused_and_says_by_what(
+    narrower: dict[str, object], names: str, control: OverlapMatmul | None
+) -> None:
+    found = planned_paths(
+        [asked(match(collective="all_gather", **narrower), control), asked(match(collective="all_reduce"))]
+    )
+    assert found.paths == Paths(copies=("all_reduce",))
+    assert [refusal.reason.partition(", and ")[0] for refusal in found.refusals] == [f"it goes by {names}"]
+
+
+@pytest.mark.parametrize(
+    ("matches", "copies", "reasons"),
+    [
+        ([match(collective="all_gather", process_group="fsdp")], ("all_gather",), []),
+        ([match(operations=(0,)), match(operations=(1,))], ("all_gather",), []),
+        ([match(collective="all_gather", ordinals=(0,))], (), ["the plan means 1 of 2 all-gathers that are large enough"]),
+        ([match(collective="all_reduce", process_group="tp")], (), ["the plan means 1 of 2 all-reduces"]),
+        ([match(collective="all_to_all"), GATHERS], ("all_gather",), ["no integration moves all_to_all by copies"]),
+    ],
+)
+def test_with_the_step_a_match_is_had_where_it_means_all_that_copies_would_take(
+    matches: list[Match], copies: tuple[CollectiveKind, ...], reasons: list[str]
+) -> None:
+    found = planned_paths(map(asked, matches), STEP)
+    assert found.paths.copies == copies
+    assert [refusal.reason[: len(reason)] for refusal, reason in zip(found.refusals, reasons, strict=True)] == reasons
+
+
+def test_overlapped_matmuls_are_a_matter_of_their_own_group() -> None:
+    assert planned_paths([asked(match(collective="all_reduce", process_group="tp"), OverlapMatmul())], STEP).refusals == ()
+    both = [asked(match(collective="all_reduce", process_group="tp"), OverlapMatmul()), asked(match(operations=(4,)))]
+    assert planned_paths(both, STEP).paths == Paths(copies=("all_reduce",), overlaps_matmuls=True)
+
+
+@pytest.mark.parametrize("has_more", [True, False])
+def test_run_says_before_the_job_starts_what_of_a_plan_it_ignores(has_more: bool, tmp_path: Path) -> None:
+    directives = [asked(match(collective="all_gather", process_group="fsdp"))] + [
+        asked(match(collective="all_reduce"))
+    ] * has_more
+    save_plan(Plan(verdict="GAIN", directives=tuple(directives)), tmp_path / "plan.toml")
+    ended = counterpoint("run", "--plan", tmp_path / "plan.toml", "--", "echo", "started")
+    assert (ended.returncode, ended.stdout) == ((0, "started\n") if has_more else (2, ""))
+    assert "'all_gather in process group fsdp': it goes by process_group" in ended.stderr.splitlines()[0]
