@@ -28,9 +28,9 @@ ORDER = [
     {"launch_filter", "ops"},
     {"integrations"},
     {"planner", "doctor", "job"},
-    {"paper", "supervised"},
+    {"analysis", "paper", "supervised"},
     {"report"},
-    {"cli_check", "cli_gpu", "cli_plan", "cli_run", "cli_schedule"},
+    {"cli_analyze", "cli_check", "cli_gpu", "cli_plan", "cli_run", "cli_schedule"},
     {"cli"},
     {"__init__", "__main__"},
 ]

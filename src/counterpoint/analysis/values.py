@@ -1,0 +1,315 @@
+"""What an analysis consists of, as values: of one rank first (`RankAnalysis`), then of all of them (`Analysis`).
+
+Times are in microseconds on the clock of a rank's own trace, from its first GPU operation; those of an `Analysis` are on the
+clock of its first rank. What one rank's trace holds is reduced to a `RankAnalysis` at once, so that memory depends on the
+number of collectives and of different kernels, and not on the size of the files.
+"""
+
+from typing import Literal
+
+from counterpoint.step import CollectiveKind
+from counterpoint.value import Value
+
+SCHEMA = "counterpoint.analysis/1"  # of the JSON; a change that breaks readers counts it up
+
+# Communication moves data between GPUs, or belongs to a collective that does (its sums and staging copies). Waiting is a
+# kernel that does nothing but wait for other ranks (barriers, signals); it counts as communication in every union of times.
+Role = Literal["computation", "communication", "waiting", "copy"]
+Phase = Literal["forward", "backward", "optimizer", "unknown"]
+Cause = Literal[
+    "dependent",  # the next kernel needs the result
+    "starved",  # launched, but waiting for SMs that kernels hold
+    "own_stream",  # on the computation's own stream
+    "queued",  # behind another collective
+    "hardware_queue",  # serialised in a hardware queue
+    "launched_late",  # the host issued it late
+    "slow_rank",  # waiting for a rank that arrived later
+    "uneven",  # an uneven split gives this rank more to move than others
+    "tail",  # at the end of the step, where nothing is left to compute
+]
+Aspect = Literal["collective", "process_group", "stream", "module", "phase", "transport"]
+
+
+class StepFigures(Value, frozen=True, kw_only=True):
+    """One step of one rank, as the GPU ran it: unions of intervals of whatever ran within its window.
+
+    `communication_us` holds waiting, too. `launch_bound_us` is the idle time that ended with an operation only just
+    launched. `overlap_ratio` is None without communication. A step that is not steady is an outlier, or the first.
+    """
+
+    rank: int
+    step: int
+    start_us: float
+    end_us: float
+    computation_us: float
+    communication_us: float
+    waiting_us: float
+    copy_us: float
+    exposed_us: float
+    overlapped_us: float
+    idle_us: float
+    launch_bound_us: float
+    overlap_ratio: float | None = None
+    is_steady: bool = True
+
+    @property
+    def makespan_us(self) -> float:
+        """From the window's start to its end."""
+        return self.end_us - self.start_us
+
+
+class TracedCollective(Value, frozen=True, kw_only=True):
+    """One collective as one rank ran it: a kernel, or the copies, sums and signals that carry it together.
+
+    `number` counts the rank's collectives by start, `group_number` those of its process group. `before` says in words what
+    the rank did before it came to the collective, for ranks that waited for this one. `issued_us` is the host's launch;
+    `imbalance` the largest part over the mean part of an uneven all-to-all, 1 where parts are even, 0 if unknown.
+    """
+
+    rank: int
+    number: int
+    group_number: int
+    step: int
+    name: str
+    collective: CollectiveKind
+    transport: str
+    stream: int
+    start_us: float
+    end_us: float
+    num_bytes: int = 0
+    group_size: int = 1
+    process_group: str | None = None
+    dtype: str | None = None
+    phase: Phase = "unknown"
+    module: str = ""
+    issued_us: float | None = None
+    waiting_us: float = 0.0
+    exposed_us: float = 0.0
+    imbalance: float = 0.0
+    before: str = ""
+
+
+class ExposedInterval(Value, frozen=True, kw_only=True):
+    """A stretch of a step in which a rank communicates and computes nothing; it has exactly one cause.
+
+    `collective` is the number of the rank's collective that runs, the first to have started where several do. `evidence` is
+    one sentence with times. `other_rank` is the rank that was waited for.
+    """
+
+    rank: int
+    step: int
+    start_us: float
+    end_us: float
+    collective: int
+    cause: Cause
+    evidence: str
+    other_rank: int | None = None
+
+    @property
+    def duration_us(self) -> float:
+        """How long."""
+        return self.end_us - self.start_us
+
+
+class Breakdown(Value, frozen=True, kw_only=True):
+    """Communication of the steady steps by one aspect: mean times per step and rank."""
+
+    aspect: Aspect
+    name: str
+    num_collectives: int
+    communication_us: float
+    exposed_us: float
+    num_bytes: int = 0
+
+
+class OperatorRow(Value, frozen=True, kw_only=True):
+    """Kernels of one operator and shape in the steady steps: mean count and time per step; TFLOP/s where shapes say so."""
+
+    name: str
+    kernel: str
+    shapes: str = ""
+    count: float
+    total_us: float
+    mean_us: float
+    tflops: float | None = None
+
+
+class IdleRow(Value, frozen=True, kw_only=True):
+    """Idle time of one stream in the steady steps, mean per step, by cause: "host", "event", "launch gap" or "nothing"."""
+
+    rank: int
+    stream: int
+    cause: Literal["host", "event", "launch gap", "nothing"]
+    time_us: float
+
+
+class PathRow(Value, frozen=True, kw_only=True):
+    """The critical path of the steady steps by what it goes through, mean per step."""
+
+    rank: int
+    cause: Literal["computation", "communication", "waiting", "copy", "host", "launch gap"]
+    time_us: float
+
+
+class Slowdown(Value, frozen=True, kw_only=True):
+    """A kernel that communication beside it made slower than its like that ran alone; times per step.
+
+    `by`: what they shared, "SMs" (its CTAs and the collective's do not fit together), "bandwidth" or "clocks".
+    """
+
+    rank: int
+    kernel: str
+    beside: str
+    count: float
+    alone_us: float
+    beside_us: float
+    lost_us: float
+    by: Literal["SMs", "bandwidth", "clocks"]
+
+
+class LaneInterval(Value, frozen=True, kw_only=True, array_like=True):
+    """One operation of the representative step, for drawing: `name` numbers `RankAnalysis.names`."""
+
+    stream: int
+    start_us: float
+    end_us: float
+    name: int
+    role: Role
+
+
+class RankAnalysis(Value, frozen=True, kw_only=True):
+    """All that is kept of one rank's trace. `shown_step` is the representative (median steady) step, whose operations are
+    `lanes`, at most some ten thousand. `problems` are what could not be known, one sentence each; `notes` what a reader should
+    know besides."""
+
+    path: str
+    rank: int
+    world_size: int | None = None
+    device_name: str | None = None
+    num_operations: int = 0
+    steps: tuple[StepFigures, ...] = ()
+    collectives: tuple[TracedCollective, ...] = ()
+    exposed: tuple[ExposedInterval, ...] = ()
+    operators: tuple[OperatorRow, ...] = ()
+    idle: tuple[IdleRow, ...] = ()
+    critical_path: tuple[PathRow, ...] = ()
+    slowdowns: tuple[Slowdown, ...] = ()
+    shown_step: int = 0
+    lanes: tuple[LaneInterval, ...] = ()
+    names: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    problems: tuple[str, ...] = ()
+
+
+# --- all ranks ---
+
+
+class CauseTotal(Value, frozen=True, kw_only=True):
+    """Exposed time of one cause, mean per steady step and rank. The shares of all causes add up to 1."""
+
+    cause: Cause
+    exposed_us: float
+    share: float
+    num_intervals: int
+    example: str
+
+
+class RankWaits(Value, frozen=True, kw_only=True):
+    """How long one rank waited in the collectives that all present ranks of a group ran, and when it came last or first."""
+
+    rank: int
+    waited_us: float
+    mean_us: float
+    times_last: int
+    times_first: int
+    num_collectives: int
+
+
+class CollectiveSkew(Value, frozen=True, kw_only=True):
+    """One collective across ranks: who came first and last, how far apart, and what it took once all were there."""
+
+    name: str
+    process_group: str | None
+    group_number: int
+    step: int
+    first_rank: int
+    last_rank: int
+    skew_us: float
+    latency_us: float
+    waits_us: tuple[tuple[int, float], ...]  # by rank
+    last_did: str = ""
+
+
+class CollectiveSize(Value, frozen=True, kw_only=True):
+    """Collectives of one kind, size, group and transport. Bus bandwidth is as nccl-tests counts it, from the latency once all
+    present ranks had come where several are known, else from the shortest time."""
+
+    collective: CollectiveKind
+    transport: str
+    process_group: str | None
+    num_bytes: int
+    group_size: int
+    count: int
+    mean_us: float
+    least_us: float
+    most_us: float
+    bus_bytes_per_s: float | None = None
+    imbalance: float = 0.0
+
+
+class Recoverable(Value, frozen=True, kw_only=True):
+    """What a control, operator, integration or change to the job would bring, per step; simulated. `apply` are lines to paste.
+
+    Values of several entries do not add up: each is for that change alone.
+    """
+
+    causes: tuple[Cause, ...]
+    what: str
+    recovers_us: float
+    apply: tuple[str, ...] = ()
+    is_within_replay_error: bool = False
+
+
+class Headline(Value, frozen=True, kw_only=True):
+    """The box of one screen: verdict, why, next."""
+
+    verdict: str
+    why: tuple[str, ...]
+    next: tuple[str, ...]
+
+
+class Change(Value, frozen=True, kw_only=True):
+    """One figure in two analyses; `spread` is the half-width of the middle half over steady steps, of the wider one."""
+
+    what: str
+    before: float
+    after: float
+    spread: float
+    unit: Literal["us", "share", "count"]
+
+
+class Analysis(Value, frozen=True, kw_only=True):
+    """Traces of one job, of one rank or many. The means of `steps` are over steady steps and ranks."""
+
+    schema: str = SCHEMA
+    ranks: tuple[RankAnalysis, ...]
+    headline: Headline
+    step_us: float
+    communication_us: float
+    exposed_us: float
+    overlap_ratio: float | None = None
+    idle_us: float = 0.0
+    launch_bound_us: float = 0.0
+    causes: tuple[CauseTotal, ...] = ()
+    exposed: tuple[ExposedInterval, ...] = ()
+    breakdowns: tuple[Breakdown, ...] = ()
+    sizes: tuple[CollectiveSize, ...] = ()
+    waits: tuple[RankWaits, ...] = ()
+    skews: tuple[CollectiveSkew, ...] = ()
+    clock_offsets_us: tuple[tuple[int, float], ...] = ()  # by rank: what is added to its times
+    missing_ranks: tuple[int, ...] = ()
+    recoverable: tuple[Recoverable, ...] = ()
+    unrecoverable_us: float | None = None
+    changes: tuple[Change, ...] = ()
+    notes: tuple[str, ...] = ()
+    problems: tuple[str, ...] = ()
