@@ -178,9 +178,11 @@ class LaneInterval(Value, frozen=True, kw_only=True, array_like=True):
 
 
 class RankAnalysis(Value, frozen=True, kw_only=True):
-    """All that is kept of one rank's trace. `shown_step` is the representative (median steady) step, whose operations are
-    `lanes`, at most some ten thousand. `problems` are what could not be known, one sentence each; `notes` what a reader should
-    know besides."""
+    """All that is kept of one rank's trace.
+
+    `shown_step` is the representative (median steady) step, whose operations are `lanes`, at most some ten thousand.
+    `problems` are what could not be known, one sentence each; `notes` what a reader should know besides.
+    """
 
     path: str
     rank: int
@@ -241,8 +243,11 @@ class CollectiveSkew(Value, frozen=True, kw_only=True):
 
 
 class CollectiveSize(Value, frozen=True, kw_only=True):
-    """Collectives of one kind, size, group and transport. Bus bandwidth is as nccl-tests counts it, from the latency once all
-    present ranks had come where several are known, else from the shortest time."""
+    """Collectives of one kind, size, group and transport.
+
+    Bus bandwidth is as nccl-tests counts it, from the latency once all present ranks had come where several are known, else
+    from the shortest time.
+    """
 
     collective: CollectiveKind
     transport: str
@@ -258,9 +263,9 @@ class CollectiveSize(Value, frozen=True, kw_only=True):
 
 
 class Recoverable(Value, frozen=True, kw_only=True):
-    """What a control, operator, integration or change to the job would bring, per step; simulated. `apply` are lines to paste.
+    """What a control, operator, integration or change to the job would bring, per step; simulated.
 
-    Values of several entries do not add up: each is for that change alone.
+    `apply` are lines to paste. Values of several entries do not add up: each is for that change alone.
     """
 
     causes: tuple[Cause, ...]
