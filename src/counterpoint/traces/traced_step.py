@@ -77,6 +77,7 @@ def _read(path: Path, rank: int | None) -> TracedStep:
         launch_gap_us=issue.launch_gap_us,
     )
     notes = (
+        *trace.notes,
         *_notes_on_file(trace, operations),
         *steps.notes,
         *early,
