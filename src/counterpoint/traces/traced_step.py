@@ -4,7 +4,6 @@ It puts the parts together: read, divide into steps and choose the steady one, f
 times, build the operations. What the user should know of the reading is in the notes, one line each.
 """
 
-from collections import Counter
 from pathlib import Path
 
 from counterpoint.errors import CounterpointError, TraceError, require_kind
@@ -88,7 +87,7 @@ def _read(path: Path, rank: int | None) -> TracedStep:
     notes = (
         *_notes_on_file(trace, operations),
         *steps.notes,
-        *_notes_on_neighbours(timeline, len(operations)),
+        *_notes_on_neighbours(trace, steps),
         *early,
         *_notes_on_dependencies(dependencies, inside),
         *_notes_on_times(trace, lone, issue),
@@ -173,16 +172,15 @@ def _notes_on_file(trace: ActivityTrace, operations: list[GpuOperation]) -> list
     return notes
 
 
-def _notes_on_neighbours(timeline: Timeline, num_operations: int) -> list[str]:
+def _notes_on_neighbours(trace: ActivityTrace, steps: TracedSteps) -> list[str]:
     """Whether streams run a step ahead: then operations of other steps run in this one's time."""
-    shown = Counter(interval.operation for interval in timeline.intervals)
-    strange = shown.pop(NO_OPERATION, 0) + sum(count - 1 for count in shown.values())
-    missing = num_operations - len(shown)
-    if not strange and not missing:
+    inside = set(ran_within(trace, gpu_windows(trace, steps))[steps.steady])
+    own = set(steps.steady_operations)
+    if inside == own:
         return []
     return [
-        f"Streams run ahead of each other: {missing} of the step's {num_operations} operations ran outside its time on the "
-        f"GPU, and {format_count(strange, 'operation')} of other steps ran inside it and counted as what they are."
+        f"Streams run ahead of each other: {len(own - inside)} of the step's {len(own)} operations ran outside its time on the "
+        f"GPU, and {format_count(len(inside - own), 'operation')} of other steps ran inside it and counted as what they are."
     ]
 
 
