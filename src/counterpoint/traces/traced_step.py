@@ -8,7 +8,7 @@ from pathlib import Path
 
 from counterpoint.errors import CounterpointError, TraceError, require_kind
 from counterpoint.step import Dependency, OperationKind, Step
-from counterpoint.timeline import Interval, Timeline
+from counterpoint.timeline import NO_OPERATION, Interval, Timeline
 from counterpoint.traces.activity import ActivityTrace, GpuOperation
 from counterpoint.traces.classify import is_communication
 from counterpoint.traces.dependencies import Dependencies, find_dependencies
@@ -16,8 +16,14 @@ from counterpoint.traces.formats import SUFFIXES, read_activity
 from counterpoint.traces.issue import LAUNCH_BOUND_SHARE, IssueTimes, find_issue_times
 from counterpoint.traces.lone_times import LoneTimes, find_lone_times
 from counterpoint.traces.operations import Timing, build_operations
-from counterpoint.traces.steady import check_streams, divide_into_steps
-from counterpoint.units import format_percent
+from counterpoint.traces.steady import (
+    TracedSteps,
+    check_streams,
+    divide_into_steps,
+    gpu_windows,
+    ran_within,
+)
+from counterpoint.units import format_count, format_percent
 from counterpoint.value import Value
 
 LONGEST_FIRST = sorted(SUFFIXES, key=len, reverse=True)
@@ -26,7 +32,8 @@ LONGEST_FIRST = sorted(SUFFIXES, key=len, reverse=True)
 class TracedStep(Value, frozen=True, kw_only=True):
     """A trace's steady step, as a step to plan and as the timeline that was measured.
 
-    `timeline` counts from the step's first GPU operation. `step_makespans_us` are of all profiled steps, in order.
+    `timeline` holds whatever ran in the step's time on the GPU, of neighbouring steps, too, cut to it; it counts from the
+    start of that time (`traces.steady.gpu_windows`). `step_makespans_us` are of all profiled steps, in order.
     """
 
     step: Step
@@ -60,7 +67,7 @@ def _read(path: Path, rank: int | None) -> TracedStep:
     dependencies = find_dependencies(trace)
     inside = _dependencies_inside(dependencies, steps.steady_operations)
     lone = find_lone_times(trace, steps)
-    issue = find_issue_times(operations, trace.host_waits)
+    issue = find_issue_times(operations, trace.host_waits, gpu_windows(trace, steps)[steps.steady][0])
     timings = [
         Timing(lone_us=lone_us, waits_for=waits_for, issued_us=issued_us, issued_after=issued_after)
         for lone_us, waits_for, issued_us, issued_after in zip(
@@ -76,9 +83,11 @@ def _read(path: Path, rank: int | None) -> TracedStep:
         device_name=trace.device_name,
         launch_gap_us=issue.launch_gap_us,
     )
+    timeline = _timeline(name, trace, steps, trace.rank or 0 if rank is None else rank)
     notes = (
         *_notes_on_file(trace, operations),
         *steps.notes,
+        *_notes_on_neighbours(trace, steps),
         *early,
         *_notes_on_dependencies(dependencies, inside),
         *_notes_on_times(trace, lone, issue),
@@ -86,7 +95,7 @@ def _read(path: Path, rank: int | None) -> TracedStep:
     )
     return TracedStep(
         step=step,
-        timeline=_timeline(name, operations, trace.rank or 0 if rank is None else rank),
+        timeline=timeline,
         num_steps=len(steps.steps),
         step_makespans_us=steps.makespans_us,
         notes=notes,
@@ -111,22 +120,38 @@ def _dependencies_inside(dependencies: Dependencies, indices: tuple[int, ...]) -
     return [tuple(sorted(line, key=lambda dependency: dependency.operation)) for line in found]
 
 
-def _timeline(name: str, operations: list[GpuOperation], rank: int) -> Timeline:
-    begin_us = min(operation.start_us for operation in operations)
-    intervals = [
-        Interval(
-            rank=rank,
-            stream=operation.stream,
-            operation=place,
-            name=operation.name,
-            kind=_kind(operation),
-            start_us=operation.start_us - begin_us,
-            end_us=operation.end_us - begin_us,
+def _timeline(name: str, trace: ActivityTrace, steps: TracedSteps, rank: int) -> Timeline:
+    """What ran in the steady step's window, cut to it."""
+    windows = gpu_windows(trace, steps)
+    begin_us, end_us = windows[steps.steady]
+    places = _places(trace, steps)
+    intervals = []
+    for index in ran_within(trace, windows)[steps.steady]:
+        operation = trace.operations[index]
+        intervals.append(
+            Interval(
+                rank=rank,
+                stream=operation.stream,
+                operation=places.get(index, NO_OPERATION),
+                name=operation.name,
+                kind=_kind(operation),
+                start_us=max(operation.start_us, begin_us) - begin_us,
+                end_us=min(operation.end_us, end_us) - begin_us,
+            )
         )
-        for place, operation in enumerate(operations)
-    ]
     intervals.sort(key=lambda interval: (interval.start_us, interval.operation))
     return Timeline(step_name=name, origin="measured", intervals=tuple(intervals))
+
+
+def _places(trace: ActivityTrace, steps: TracedSteps) -> dict[int, int]:
+    """Which operation of the steady step each operation of the trace is, or is alike in a step of the same sequence."""
+    sequences = [[trace.operations[index].name for index in step] for step in steps.steps]
+    return {
+        index: place
+        for step, sequence in zip(steps.steps, sequences, strict=True)
+        if sequence == sequences[steps.steady]
+        for place, index in enumerate(step)
+    }
 
 
 def _kind(operation: GpuOperation) -> OperationKind:
@@ -145,6 +170,18 @@ def _notes_on_file(trace: ActivityTrace, operations: list[GpuOperation]) -> list
     if trace.device_name is None:
         notes.append("The trace does not name its GPU; name the machine yourself.")
     return notes
+
+
+def _notes_on_neighbours(trace: ActivityTrace, steps: TracedSteps) -> list[str]:
+    """Whether streams run a step ahead: then operations of other steps run in this one's time."""
+    inside = set(ran_within(trace, gpu_windows(trace, steps))[steps.steady])
+    own = set(steps.steady_operations)
+    if inside == own:
+        return []
+    return [
+        f"Streams run ahead of each other: {len(own - inside)} of the step's {len(own)} operations ran outside its time on the "
+        f"GPU, and {format_count(len(inside - own), 'operation')} of other steps ran inside it and counted as what they are."
+    ]
 
 
 def _notes_on_dependencies(dependencies: Dependencies, inside: list[tuple[Dependency, ...]]) -> list[str]:
