@@ -41,6 +41,7 @@ EXPECTED = "expected.json"
 CASE_LIMIT_S = 30
 MEETING_LIMIT_S = 20.0
 WARM_UP_STEPS = 4  # recordings of our operators begin at the third call of a shape
+MAX_BYTES = 60_000  # of a trace that is to be test data; a larger one is kept, and said
 ONE_QUEUE = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
 WITHOUT_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
 
@@ -123,11 +124,13 @@ class Recorder:
         for _ in range(WARM_UP_STEPS):
             known.step()
         self._synchronize()
-        sizes = self._trace(name, known)
+        size = self._trace(name, known)
         parts = {part: self._stage.time_us(call) for part, call in known.parts.items()}
         whole = self._stage.time_us(known.step)
-        slowest = dict(zip(["step", *parts], self._meeting.slowest_of([whole, *parts.values()]), strict=True))
-        step_us = slowest.pop("step")
+        slowest = dict(zip(["bytes", "step", *parts], self._meeting.slowest_of([size, whole, *parts.values()]), strict=True))
+        size, step_us = round(slowest.pop("bytes")), slowest.pop("step")
+        if size > MAX_BYTES:
+            log(f"{name}: a trace has {size:,} bytes, more than {MAX_BYTES:,}: record fewer steps")
         ranks = {
             str(rank): {cause: round(time_us, 1) for cause, time_us in causes.items()}
             for rank, causes in enumerate(known.exposed(slowest))
@@ -139,7 +142,7 @@ class Recorder:
             "parts_us": {part: round(time_us, 1) for part, time_us in slowest.items()},
             "step_us": round(step_us, 1),
             "steps": self._steps,
-            "bytes_of_rank_0": sizes,
+            "bytes": size,
             "conditions": self._conditions(),
         }
 

@@ -14,7 +14,6 @@ UNREAD = ("python_function", "ac2g", "fwdbwd")
 GPU = ("kernel", "gpu_memcpy", "gpu_memset")
 RUNTIME = ("cuda_runtime", "cuda_driver")
 ORDERING = ("EventRecord", "StreamWaitEvent", "Synchronize", "GraphLaunch")
-MAX_BYTES = 60_000
 
 
 def trim(document: dict[str, Any]) -> dict[str, Any]:
@@ -38,15 +37,10 @@ def _correlation(event: dict[str, Any]) -> int:
 def write_small(exported: Path, path: Path) -> int:
     """Trim the trace that torch.profiler exported, write it to `path` packed by gzip, and return its bytes.
 
-    The same trace gives the same bytes. Raises `ValueError` for one that stays larger than 60 KB.
+    The same trace gives the same bytes.
     """
     document = trim(json.loads(exported.read_text()))
     document["traceName"] = path.name  # torch writes where it was exported to
     packed = gzip.compress(json.dumps(document, separators=(",", ":")).encode(), compresslevel=9, mtime=0)
-    if len(packed) > MAX_BYTES:
-        events = len(document["traceEvents"])
-        raise ValueError(
-            f"{path.name} has {len(packed):,} bytes in {events:,} events; at most {MAX_BYTES:,}: record fewer steps"
-        )
     path.write_bytes(packed)
     return len(packed)

@@ -3,7 +3,6 @@
 import gzip
 import json
 import os
-import random
 import subprocess
 import sys
 from pathlib import Path
@@ -52,18 +51,12 @@ def test_a_small_trace_reads_like_the_whole_one(name: str, tmp_path: Path) -> No
     assert found == wanted
 
 
-def test_the_same_trace_gives_the_same_bytes_and_a_large_one_is_refused(tmp_path: Path) -> None:
+def test_the_same_trace_gives_the_same_bytes(tmp_path: Path) -> None:
     exported, path = tmp_path / "exported.json", tmp_path / "small.json.gz"
     exported.write_text(json.dumps({"traceEvents": [], "traceName": "elsewhere"}))
     sizes = [write_small(exported, path) for _ in range(2)]
     assert sizes == [len(path.read_bytes())] * 2
     assert json.loads(gzip.decompress(path.read_bytes()))["traceName"] == path.name
-    drawn = random.Random(1)
-    events = [{"ph": "X", "cat": "kernel", "name": str(drawn.random()), "ts": drawn.random()} for _ in range(5000)]
-    exported.write_text(json.dumps({"traceEvents": events}))
-    with pytest.raises(ValueError, match="at most 60,000: record fewer steps"):
-        write_small(exported, tmp_path / "large.json.gz")
-    assert not (tmp_path / "large.json.gz").exists()
 
 
 def test_a_case_recorded_again_takes_the_place_of_its_failure(tmp_path: Path) -> None:
@@ -92,6 +85,7 @@ def test_two_ranks_record_steps_with_their_collectives(tmp_path: Path) -> None:
     found = json.loads((tmp_path / "expected.json").read_text())
     assert list(found["cases"]) == cases
     assert not found["failed"]
+    assert all(1000 < case["bytes"] < 60_000 for case in found["cases"].values())
     slow = found["cases"]["slow_rank"]
     assert slow["ranks"]["0"] == {"slow_rank": slow["parts_us"]["more"], "dependent": slow["parts_us"]["collective"]}
     assert slow["ranks"]["1"] == {"dependent": slow["parts_us"]["collective"]}
