@@ -12,6 +12,7 @@ from counterpoint.analysis.values import Cause
 
 Call = Callable[[], object]
 Causes = dict[Cause, float]
+PAUSE_CYCLES = 2_000_000  # about 1 ms
 
 
 class Known(NamedTuple):
@@ -57,16 +58,22 @@ class Stage:
         return torch.cuda.Stream() if self.on_gpu else None
 
     def time_us(self, call: Call, times: int = 7) -> float:
-        """The median of single calls after two that are not timed."""
+        """The median of single calls, of which two before are not timed.
+
+        Before each the GPU pauses, so that the host is ahead, and a call that is not timed brings the ranks together.
+        """
         measured = [self._once_us(call) for _ in range(times + 2)][2:]
         return sorted(measured)[len(measured) // 2]
 
     def _once_us(self, call: Call) -> float:
         if not self.on_gpu:
+            call()
             start_s = time.perf_counter()
             call()
             return (time.perf_counter() - start_s) * 1e6
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        torch.cuda._sleep(PAUSE_CYCLES)
+        call()
         start.record()
         call()
         end.record()
