@@ -33,7 +33,7 @@ def exposed_by_cause(case: str) -> dict[int, Counter[str]]:
 
 @pytest.mark.parametrize("case", CASES)
 def test_the_cause_that_a_trace_was_built_to_have_is_named(case: str) -> None:
-    """Where a rank's time has more than one cause by construction, the largest must be right, and half of the case's found."""
+    """Where a rank's time has several causes by construction, the largest is named, and half of the case's own found."""
     cause, found = CASES[case]["cause"], exposed_by_cause(case)
     assert set(found) == {int(number) for number in CASES[case]["ranks"]}
     for number, expected in ((int(number), causes) for number, causes in CASES[case]["ranks"].items()):
