@@ -34,8 +34,9 @@ class Outputs(NamedTuple):
 def analyze(
     traces: Annotated[
         list[str],
-        typer.Argument(metavar="TRACE...", help="Profiler traces (.json, .json.gz) of one job, one for each rank."),
+        typer.Argument(metavar="TRACE", help="Profiler traces (.json, .json.gz) of one job, one for each rank."),
     ],
+    *,
     compare: Annotated[
         list[str] | None,
         typer.Option("--compare", metavar="TRACE", help="A trace of another run to compare with; repeat it for more ranks."),
@@ -62,7 +63,7 @@ def analyze(
     merge: Annotated[
         Path | None,
         typer.Option(
-            "--merge", metavar="FILE", help="Write all ranks and the causes as one trace for Perfetto (.json, .json.gz)."
+            "--merge", metavar="FILE", help="Write all ranks and causes as one trace for Perfetto (.json, .json.gz)."
         ),
     ] = None,
     fail_if: Annotated[
@@ -84,8 +85,8 @@ def analyze(
 ) -> None:
     """Say what communication is exposed in TRACE..., why, and how much of it can be recovered.
 
-    The first figures are of the job as it was traced; what is recovered is simulated. Traces of several ranks show who waited
-    for whom.
+    The first figures are of the job as it was traced; what can be recovered is simulated. Traces of several ranks show who
+    waited for whom.
     """
     from counterpoint.analysis.gate import load_baseline, parse_condition, violations  # noqa: PLC0415  a fast --help
     from counterpoint.traces.chrome import check_chrome_path  # noqa: PLC0415

@@ -6,7 +6,8 @@
     overlap < 80%             share of the communication that computation hides
     step > baseline + 3%      longer than in the baseline by more than 3 %, and by more than the spread of both
 
-A condition says what fails. Against a baseline a figure that differs by less than the wider spread of the steady steps holds.
+A condition says what fails. A figure that differs from the baseline's by less than the wider spread of the steady steps is
+noise, and fails nothing.
 """
 
 import operator

@@ -1,7 +1,7 @@
-"""What of the exposed time can be recovered: controls, operators, integrations and changes to the job, each simulated alone.
+"""What of the exposed time can be recovered: controls, operators, integrations and changes to the job, each by itself.
 
-The planner tries them on the representative step. What it finds is listed by value, with the lines that apply it. A value below
-the error of the replay is marked: the simulator cannot tell it from nothing.
+The planner simulates them on the representative step. What it finds is listed by value, with the lines that apply it. A
+value below the error of the replay is marked: the simulator cannot tell it from nothing.
 """
 
 import shlex
