@@ -293,10 +293,9 @@ class Change(Value, frozen=True, kw_only=True):
     unit: Literal["us", "share", "count"]
 
 
-class Analysis(Value, frozen=True, kw_only=True):
+class Analysis(Value, frozen=True, kw_only=True, tag_field="schema", tag=SCHEMA):
     """Traces of one job, of one rank or many. The means of `steps` are over steady steps and ranks."""
 
-    schema: str = SCHEMA
     ranks: tuple[RankAnalysis, ...]
     headline: Headline
     step_us: float

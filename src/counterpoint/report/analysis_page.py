@@ -86,7 +86,7 @@ def _render(analysis: Analysis, limits: Limits) -> str:
         "apply": _apply(analysis),
         "remarks": _remarks("notes", "Notes", notes_of(analysis)) + _remarks("unknown", "Not known", problems),
         "version": _safe(package_version()),
-        "schema": _safe(analysis.schema),
+        "schema": SCHEMA,
         "data": _json(timeline_data(analysis, limits)),
     }
     pieces = shipped_text("report/analysis_page.html").split("[[")
