@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from counterpoint.analysis.values import Analysis, Cause
+from counterpoint.analysis.values import SCHEMA, Analysis, Cause
 from counterpoint.errors import CounterpointError, package_version, printable
 from counterpoint.report.analysis_tables import Cell, FigureColumn, FigureTable, format_cell, tables_of
 from counterpoint.report.analysis_timeline import ROLES, Limits, cut, describe_timeline, is_one_clock, timeline_data
