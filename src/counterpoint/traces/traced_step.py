@@ -179,8 +179,8 @@ def _notes_on_neighbours(trace: ActivityTrace, steps: TracedSteps) -> list[str]:
     if inside == own:
         return []
     return [
-        f"Streams run ahead of each other: {len(own - inside)} of the step's {len(own)} operations ran outside its time on the "
-        f"GPU, and {format_count(len(inside - own), 'operation')} of other steps ran inside it and counted as what they are."
+        f"Streams run ahead of each other: {len(own - inside)} of the step's {len(own)} operations ran outside its time on "
+        f"the GPU, and {format_count(len(inside - own), 'operation')} of other steps ran inside it and count there."
     ]
 
 
