@@ -195,8 +195,7 @@ def _notes_on_neighbours(trace: ActivityTrace, steps: TracedSteps) -> list[str]:
         return []
     return [
         f"Streams run ahead of each other: {len(own - inside)} of the step's {len(own)} operations ran outside its time on "
-        f"the GPU, and {format_count(len(inside - own), 'operation')} of other steps ran inside it and counted as what they "
-        "are."
+        f"the GPU, and {format_count(len(inside - own), 'operation')} of other steps ran inside it and count there."
     ]
 
 
