@@ -100,6 +100,7 @@ def _steady_step(trace: ActivityTrace, rank: int | None) -> TracedStep:
     )
     timeline = _timeline(name, trace, steps, trace.rank or 0 if rank is None else rank)
     notes = (
+        *trace.notes,
         *_notes_on_file(trace, operations),
         *steps.notes,
         *_notes_on_neighbours(trace, steps),
