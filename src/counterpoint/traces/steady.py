@@ -8,10 +8,12 @@ most common sequence of operations. The module does not know what an operation d
 
 from bisect import bisect_right
 from collections import Counter
-from itertools import pairwise
+from collections.abc import Iterable
+from itertools import accumulate, pairwise
 
 from counterpoint.errors import TraceError, shown
 from counterpoint.traces.activity import ActivityTrace, GpuOperation
+from counterpoint.traces.classify import is_communication
 from counterpoint.value import Value, require
 
 LEAST_COVERAGE = 0.6
@@ -58,6 +60,41 @@ def divide_into_steps(trace: ActivityTrace) -> TracedSteps:
         makespans_us=tuple(makespans),
         notes=tuple(notes),
     )
+
+
+def gpu_windows(trace: ActivityTrace, steps: TracedSteps) -> tuple[tuple[float, float], ...]:
+    """The window of each step in GPU time: start and end in microseconds, on the trace's clock.
+
+    A window begins with the step's first operation on the computation's stream and ends where the next one begins, so that
+    windows follow each other without gap or overlap. The first begins with the first operation of its step on any stream,
+    the last ends with the last one. What runs in a window may belong to a neighbouring step: a stream that waits for
+    nothing can be a step ahead.
+    """
+    main = _computation_stream(trace, (index for step in steps.steps for index in step))
+    starts = [_first_start_us(trace, step, main) for step in steps.steps]
+    starts[0] = min(trace.operations[index].start_us for index in steps.steps[0])
+    starts = list(accumulate(starts, max))
+    end_us = max(trace.operations[index].end_us for index in steps.steps[-1])
+    return tuple(pairwise((*starts, max(end_us, starts[-1]))))
+
+
+def _computation_stream(trace: ActivityTrace, indices: Iterable[int]) -> int:
+    """The stream with most computation; without any, the busiest."""
+    busy_us: dict[int, list[float]] = {}
+    for index in indices:
+        operation = trace.operations[index]
+        computes = operation.category == "kernel" and not is_communication(operation.category, operation.name)
+        times = busy_us.setdefault(operation.stream, [0.0, 0.0])
+        times[0] += operation.duration_us if computes else 0.0
+        times[1] += operation.duration_us
+    return max(busy_us, key=lambda stream: busy_us[stream])
+
+
+def _first_start_us(trace: ActivityTrace, step: tuple[int, ...], main: int) -> float:
+    """When the step's first operation on the computation's stream starts; without one there, the first on its busiest."""
+    streams = {trace.operations[index].stream for index in step}
+    stream = main if main in streams else _computation_stream(trace, step)
+    return min(trace.operations[index].start_us for index in step if trace.operations[index].stream == stream)
 
 
 def makespan_us(operations: list[GpuOperation]) -> float:
