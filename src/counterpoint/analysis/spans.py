@@ -32,14 +32,14 @@ def without(spans: Sequence[Span], taken: Sequence[Span]) -> list[Span]:
     for start, end in spans:
         while place < len(taken) and taken[place][1] <= start:
             place += 1
-        at = place
-        while start < end and at < len(taken) and taken[at][0] < end:
-            if taken[at][0] > start:
-                left.append((start, taken[at][0]))
-            start = max(start, taken[at][1])
+        at, reached = place, start
+        while reached < end and at < len(taken) and taken[at][0] < end:
+            if taken[at][0] > reached:
+                left.append((reached, taken[at][0]))
+            reached = max(reached, taken[at][1])
             at += 1
-        if start < end:
-            left.append((start, end))
+        if reached < end:
+            left.append((reached, end))
     return left
 
 

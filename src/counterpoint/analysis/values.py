@@ -63,9 +63,9 @@ class TracedCollective(Value, frozen=True, kw_only=True):
     """One collective as one rank ran it: a kernel, or the copies, sums and signals that carry it together.
 
     `number` counts the rank's collectives by start, `group_number` those of its process group. `step` is -1 outside the
-    profiled steps. `before` says in words what
-    the rank did before it came to the collective, for ranks that waited for this one. `issued_us` is the host's launch;
-    `imbalance` the largest part over the mean part of an uneven all-to-all, 1 where parts are even, 0 if unknown.
+    profiled steps. `before` says in words what the rank did before it came to the collective, for ranks that waited for this
+    one. `issued_us` is the host's launch; `imbalance` the largest part over the mean part of an uneven all-to-all, 1 where
+    parts are even, 0 if unknown.
     """
 
     rank: int
