@@ -200,9 +200,9 @@ def _write(outputs: Outputs, found: "Analysis", failures: Sequence[str]) -> None
     if outputs.saved is not None:
         save_text(outputs.saved, write_json(found), "analysis", AnalysisError)
     if outputs.html is not None:
-        from counterpoint.report.analysis_page import analysis_page  # noqa: PLC0415
+        from counterpoint.report.analysis_page import write_page  # noqa: PLC0415
 
-        save_text(outputs.html, analysis_page(found), "page", AnalysisError)
+        write_page(outputs.html, found)
     if outputs.markdown is not None:
         from counterpoint.report.analysis_markdown import markdown_summary  # noqa: PLC0415
 

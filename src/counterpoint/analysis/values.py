@@ -26,6 +26,7 @@ Cause = Literal[
     "slow_rank",  # waiting for a rank that arrived later
     "uneven",  # an uneven split gives this rank more to move than others
     "tail",  # at the end of the step, where nothing is left to compute
+    "gap",  # between two kernels of the computation that need nothing of it: a launch gap, a fill or a copy
 ]
 Aspect = Literal["collective", "process_group", "stream", "module", "phase", "transport"]
 
@@ -61,10 +62,10 @@ class StepFigures(Value, frozen=True, kw_only=True):
 class TracedCollective(Value, frozen=True, kw_only=True):
     """One collective as one rank ran it: a kernel, or the copies, sums and signals that carry it together.
 
-    `number` counts the rank's collectives by start, `group_number` those of its process group. `before` says in words what
-    the rank did before it came to the collective, for ranks that waited for this one. `issued_us` is the host's launch;
-    `imbalance` the largest part over the mean part of an uneven all-to-all, 1 where parts are even, 0 if unknown.
-    `group_ranks` are the ranks of the process group where the trace lists them all.
+    `number` counts the rank's collectives by start, `group_number` those of its process group. `step` is -1 outside the
+    profiled steps. `before` says in words what the rank did before it came to the collective, for ranks that waited for this
+    one. `issued_us` is the host's launch; `imbalance` the largest part over the mean part of an uneven all-to-all, 1 where
+    parts are even, 0 if unknown. `group_ranks` are the ranks of the process group where the trace lists them all.
     """
 
     rank: int
