@@ -1,4 +1,4 @@
-"""Headless Chromium over its debugging pipe, with nothing but the standard library: for tests of pages as people use them."""
+"""Headless Chromium over its debugging pipe, with the standard library alone: pages tested as people use them."""
 
 import base64
 import contextlib
@@ -32,9 +32,10 @@ class Browser:
         read_there, self._out = os.pipe()
         self._in, write_there = os.pipe()
         self._log = (folder / "chromium.log").open("wb")
+        pipes = f'exec "$@" 3<&{read_there} 4>&{write_there}'
+        profile = f"--user-data-dir={folder / 'profile'}"
         self._process = subprocess.Popen(
-            ["bash", "-c", f'exec "$@" 3<&{read_there} 4>&{write_there}', "bash", CHROMIUM, *OPTIONS]
-            + [f"--user-data-dir={folder / 'profile'}", "about:blank"],
+            ["bash", "-c", pipes, "bash", CHROMIUM, *OPTIONS, profile, "about:blank"],
             pass_fds=(read_there, write_there),
             stdout=self._log,
             stderr=self._log,

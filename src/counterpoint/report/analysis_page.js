@@ -56,7 +56,7 @@
       accent: read("--accent"), on: read("--on-role"),
       lane: ROLES.map((_, i) => read("--role-" + i)), cause: CAUSES.map((_, i) => read("--cause-" + i)) };
     [colors.laneWords, colors.causeWords] = [colors.lane, colors.cause].map((list) => list.map(wordOf));
-    colors.causeText = colors.cause.map((color) => brightness(color) > 0.36 ? "#10161d" : "#ffffff");
+    colors.causeText = colors.cause.map((color) => brightness(color) > 0.18 ? "#10161d" : "#ffffff");
   }
   const wordOf = (color) => parseInt(color.slice(5, 7) + color.slice(3, 5) + color.slice(1, 3), 16); // the bytes red, green, blue
   function brightness(color) {
