@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from counterpoint.analysis.values import Analysis, Cause
+from counterpoint.analysis.values import SCHEMA, Analysis, Cause
 from counterpoint.errors import CounterpointError, package_version, printable
 from counterpoint.report.analysis_tables import Cell, FigureColumn, FigureTable, format_cell, tables_of
 from counterpoint.report.analysis_timeline import ROLES, Limits, cut, describe_timeline, is_one_clock, timeline_data
@@ -86,7 +86,7 @@ def _render(analysis: Analysis, limits: Limits) -> str:
         "apply": _apply(analysis),
         "remarks": _remarks("notes", "Notes", notes_of(analysis)) + _remarks("unknown", "Not known", problems),
         "version": _safe(package_version()),
-        "schema": _safe(analysis.schema),
+        "schema": SCHEMA,
         "data": _json(timeline_data(analysis, limits)),
     }
     pieces = shipped_text("report/analysis_page.html").split("[[")
