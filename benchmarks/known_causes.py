@@ -35,6 +35,7 @@ from benchmarks.small_traces import write_small
 from counterpoint.analysis.values import Cause
 from counterpoint.cuda import ranks
 from counterpoint.cuda.rendezvous import Rendezvous
+from counterpoint.errors import DeviceError
 
 SCHEMA = "counterpoint.known_causes/1"
 EXPECTED = "expected.json"
@@ -192,6 +193,9 @@ def add_to_expected(path: Path, name: str, entry: dict[str, object], failure: st
 
 
 def record_all(options: argparse.Namespace) -> None:
+    num_ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    if num_ranks < 2:
+        raise DeviceError(f"2 ranks or more are needed; found {num_ranks}. Start it by torchrun --nproc-per-node 2.")
     if options.device == "cuda":
         on_gpus.join(CASE_LIMIT_S * 2)
     else:
