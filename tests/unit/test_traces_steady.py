@@ -2,6 +2,10 @@
 
 from pathlib import Path
 
+import pytest
+
+from counterpoint.metrics import measure
+from counterpoint.traces import read_trace
 from counterpoint.traces.formats import read_activity
 from counterpoint.traces.steady import divide_into_steps, gpu_windows
 from helpers.trace_builder import MATMUL, TraceBuilder
@@ -23,3 +27,32 @@ def test_windows_follow_the_computation_when_the_host_and_a_side_stream_run_ahea
     trace = read_activity(running_ahead().write(tmp_path))
     windows = gpu_windows(trace, divide_into_steps(trace))
     assert windows == ((1, 105), (105, 205), (205, 305), (305, 390))
+
+
+def test_what_runs_in_a_step_counts_whichever_step_launched_it(tmp_path: Path) -> None:
+    result = read_trace(running_ahead().write(tmp_path))
+    # The window from 105 to 205 holds the next step's collective from 115 to 175, of which 145 to 150 is exposed.
+    rank = measure(result.timeline).ranks[0]
+    assert (rank.makespan_us, rank.communication_us, rank.exposed_us) == (85, 60, 5)
+    assert any("Streams run ahead of each other: 1 of the step's 3 operations" in note for note in result.notes)
+
+
+@pytest.mark.parametrize("num_steps", [2, 3])
+def test_steps_are_alike_when_buckets_rotate_over_streams(tmp_path: Path, num_steps: int) -> None:
+    trace = TraceBuilder()
+    for number in range(num_steps):
+        trace.step(1000.0 * number, 1000.0 * number + 900)
+        trace.kernel(MATMUL, 1000.0 * number + 10, 50 + 5 * number, host=1000.0 * number + 1)
+        trace.collective(1000.0 * number + 70, 20, host=1000.0 * number + 2, stream=19 + number)
+    found = divide_into_steps(read_activity(trace.write(tmp_path)))
+    # The first step of two finds the GPU idle, so the second is the steady one; of three the one with the median makespan.
+    assert (len(found.steps), found.steady, found.notes) == (num_steps, 1, ())
+
+
+def test_of_steps_that_all_differ_the_median_is_read_with_a_note(tmp_path: Path) -> None:
+    trace = TraceBuilder()
+    for number in range(3):
+        trace.step(1000.0 * number, 1000.0 * number + 900)
+        trace.kernel(f"step_{number}", 1000.0 * number + 10, (50, 300, 100)[number], host=1000.0 * number + 1)
+    found = divide_into_steps(read_activity(trace.write(tmp_path)))
+    assert (found.steady, found.notes) == (2, ("All 3 steps run different operations; the median one was read.",))
