@@ -67,7 +67,7 @@ def imbalance(operation: GpuOperation) -> float:
     return max((max(line) * len(line) / sum(line) for line in parts if sum(line) > 0), default=0.0)
 
 
-def _splits(stated: Any) -> list[int]:
+def _splits(stated: str | None) -> list[int]:
     """Numbers of a list that the profiler wrote as text; none where it is cut short ("...")."""
     text = stated or ""
     return [] if "..." in text else [int(digits) for digits in re.findall(r"\d+", text)]

@@ -50,7 +50,7 @@ def find_members(timed: TimedTrace, roles: tuple[Role, ...]) -> tuple[Members, .
 
 
 def kind_of_copies(timed: TimedTrace, members: Members) -> CollectiveKind:
-    """What a collective carried by copies does: as its operator or module is called, else by the order of sums and copies."""
+    """What a collective carried by copies does: as its operator is called, else by the order of sums and copies."""
     operator = timed.operator_of(members.operations[0])
     named = [] if operator is None else [kind for kind in NAMED_KINDS if kind in f"{operator.module} {operator.name}"]
     if named:
