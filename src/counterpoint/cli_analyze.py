@@ -147,11 +147,12 @@ def _each_rank(traces: Sequence[str], rules: Path | None) -> "Iterator[tuple[Ran
 def _analyze_file(path: str, is_planned: bool, rules: Path | None) -> "tuple[RankAnalysis, TracedStep | None]":
     """In a process of its own where there are several: what a trace holds is reduced before it is handed back."""
     from counterpoint.analysis.rank import analyze_rank  # noqa: PLC0415
-    from counterpoint.traces.classify import use_rules  # noqa: PLC0415
     from counterpoint.traces.formats import read_activity  # noqa: PLC0415
     from counterpoint.traces.traced_step import traced_step_of  # noqa: PLC0415
 
     if rules is not None:
+        from counterpoint.traces.classify import use_rules  # noqa: PLC0415
+
         use_rules(rules)
     trace = read_activity(Path(path))
     rank = analyze_rank(trace)
@@ -200,9 +201,9 @@ def _write(outputs: Outputs, found: "Analysis", failures: Sequence[str]) -> None
     if outputs.saved is not None:
         save_text(outputs.saved, write_json(found), "analysis", AnalysisError)
     if outputs.html is not None:
-        from counterpoint.report.analysis_page import analysis_page  # noqa: PLC0415
+        from counterpoint.report.analysis_page import write_page  # noqa: PLC0415
 
-        save_text(outputs.html, analysis_page(found), "page", AnalysisError)
+        write_page(outputs.html, found)
     if outputs.markdown is not None:
         from counterpoint.report.analysis_markdown import markdown_summary  # noqa: PLC0415
 

@@ -24,7 +24,7 @@ CAUSE_WORDS: Mapping[Cause, str] = {
     "slow_rank": "ranks wait for slower ones",
     "uneven": "parts of all-to-alls are uneven",
     "tail": "nothing is left to compute at the end of the step",
-    "gap": "there are gaps between the kernels of the computation",
+    "gap": "of gaps between kernels",
 }
 
 

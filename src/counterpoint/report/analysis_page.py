@@ -81,7 +81,7 @@ def _render(analysis: Analysis, limits: Limits) -> str:
         "unknown": _pointer(len(problems)),
         "legends": _legend("operations", "role", ROLES) + _legend("exposed", "cause", [name for name, _ in CAUSES.values()]),
         "words": _items([*describe_timeline(analysis), *([] if is_one_clock(analysis) else [NOT_ONE_CLOCK])]),
-        "links": "".join(f'<li><a href="#{table.key}">{_safe(table.title)}</a></li>' for table in tables),
+        "links": _links(tables),
         "tables": "".join(_table(table, limits.num_rows) for table in tables),
         "apply": _apply(analysis),
         "remarks": _remarks("notes", "Notes", notes_of(analysis)) + _remarks("unknown", "Not known", problems),
@@ -119,6 +119,11 @@ def _items(lines: Iterable[str]) -> str:
 
 def _titled_list(title: str, lines: tuple[str, ...]) -> str:
     return f"<div><h3>{title}</h3><ul>{_items(lines)}</ul></div>" if lines else ""
+
+
+def _links(tables: Iterable[FigureTable]) -> str:
+    links = "".join(f'<li><a href="#{table.key}">{_safe(table.title)}</a></li>' for table in tables)
+    return f'<nav aria-label="Tables"><ul>{links}</ul></nav>' if links else ""
 
 
 def _pointer(num_problems: int) -> str:

@@ -18,7 +18,7 @@ CAUSES: dict[Cause, tuple[str, str]] = {
     "slow_rank": ("slow rank", "waiting for a rank that arrived later"),
     "uneven": ("uneven split", "this rank has more to move than others"),
     "tail": ("tail", "at the end of the step, where nothing is left to compute"),
-    "gap": ("gap", "between two kernels of the computation that need nothing of it"),
+    "gap": ("gap", "between two kernels that need nothing of it: a launch gap, a fill or a copy"),
 }
 ASPECTS: dict[Aspect, str] = {
     "collective": "collective",
