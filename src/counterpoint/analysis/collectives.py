@@ -63,13 +63,13 @@ def short_name(name: str) -> str:
 
 def imbalance(operation: GpuOperation) -> float:
     """Largest over mean part of an all-to-all, of what is sent or received, whichever is more uneven; 0 if unknown."""
-    parts = [_splits(operation.arguments.in_split_sizes), _splits(operation.arguments.out_split_sizes)]
+    parts = [_splits(operation.arguments.in_splits), _splits(operation.arguments.out_splits)]
     return max((max(line) * len(line) / sum(line) for line in parts if sum(line) > 0), default=0.0)
 
 
-def _splits(stated: str | None) -> list[int]:
+def _splits(stated: object) -> list[int]:
     """Numbers of a list that the profiler wrote as text; none where it is cut short ("...")."""
-    text = stated or ""
+    text = "" if stated is None else str(stated)
     return [] if "..." in text else [int(digits) for digits in re.findall(r"\d+", text)]
 
 
