@@ -216,7 +216,12 @@ class CauseFinder:
         timed = self._timed
         kernel = short_name(timed.trace.operations[follower].name)
         before = timed.before_on_stream(follower)
-        if before is not None and self._roles[before] == "copy" and timed.ends[before] > start:
+        is_copy = before is not None and self._roles[before] == "copy"
+        if (
+            before is not None
+            and is_copy
+            and 2 * (timed.ends[before] - max(start, timed.starts[before])) > piece.end - start
+        ):
             said = f"{short_name(timed.trace.operations[before].name)} runs on the computation's stream before {kernel}."
         else:
             said = f"{kernel} starts {format_us((timed.starts[follower] - start) / 1000)} later and needs no collective."
