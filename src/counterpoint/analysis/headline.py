@@ -24,7 +24,7 @@ CAUSE_WORDS: Mapping[Cause, str] = {
     "slow_rank": "ranks wait for slower ones",
     "uneven": "parts of all-to-alls are uneven",
     "tail": "nothing is left to compute at the end of the step",
-    "gap": "of gaps between kernels",
+    "gap": "kernels that need nothing of it leave gaps",
 }
 
 
