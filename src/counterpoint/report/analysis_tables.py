@@ -250,7 +250,7 @@ def _breakdown(aspect: Aspect, rows: Iterable[Breakdown]) -> FigureTable:
     return _table(
         f"by-{aspect.replace('_', '-')}",
         f"Communication by {ASPECTS[aspect]}",
-        "Mean per steady step and rank.",
+        "Mean times per steady step and rank; collectives and sizes are sums over steady steps and ranks.",
         [
             _text(ASPECTS[aspect]),
             *_figure("us", "communication", "exposed"),
