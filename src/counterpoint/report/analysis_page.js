@@ -388,6 +388,7 @@
     }
     if (table.told) table.told.textContent = wanted ? shown + " found" : "";
   }
+  document.addEventListener("click", (event) => { const cell = event.target.closest(".clamp"); if (cell) cell.classList.toggle("open"); });
   for (const table of document.querySelectorAll("table")) {
     [...table.tHead.rows[0].cells].forEach((cell, place) => {
       const text = cell.textContent;
