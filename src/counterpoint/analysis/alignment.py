@@ -6,7 +6,9 @@ duration; the offset is the median under these weights. Where the differences of
 than those of the first, the clock drifts, and a line is taken. Ranks that share no group are aligned through others.
 """
 
+from collections import Counter
 from collections.abc import Sequence
+from itertools import permutations
 
 from counterpoint.analysis.matching import SharedCollective
 from counterpoint.analysis.values import RankAnalysis
@@ -40,11 +42,12 @@ def align_clocks(
     """Clocks of all ranks that collectives join with the first, directly or through others; and who is not among them."""
     if not ranks:
         return {}, ()
-    pairs = _pairs(shared)
+    usual = [c for c in shared if c.members[0].collective not in SELDOM_ENDING_TOGETHER] or shared
+    counts = _num_shared(usual)
     clocks = {ranks[0].rank: RankClock()}
-    while reachable := [(len(p), pair) for pair, p in pairs.items() if pair[0] in clocks and pair[1] not in clocks]:
+    while reachable := [(count, pair) for pair, count in counts.items() if pair[0] in clocks and pair[1] not in clocks]:
         _, (known, rank) = max(reachable, key=lambda entry: (entry[0], -entry[1][0], -entry[1][1]))
-        clocks[rank] = _clock(pairs[known, rank], clocks[known])
+        clocks[rank] = _clock(_ends(usual, known, rank), clocks[known])
     lonely = [analysis.rank for analysis in ranks if analysis.rank not in clocks]
     problems = [
         f"Rank {rank} shares no collective with rank {ranks[0].rank}: its clock is not aligned, and its waits are not known."
@@ -58,17 +61,24 @@ def align_clocks(
     return clocks, (*problems, *drifts)
 
 
-def _pairs(shared: Sequence[SharedCollective]) -> dict[tuple[int, int], list[tuple[float, float, float]]]:
-    """Of each ordered pair of ranks, each shared collective: its end on the one, on the other, the shorter duration."""
-    pairs: dict[tuple[int, int], list[tuple[float, float, float]]] = {}
-    usual = [c for c in shared if c.members[0].collective not in SELDOM_ENDING_TOGETHER] or shared
-    for collective in usual:
-        for known in collective.members:
-            for other in collective.members:
-                if known.rank != other.rank:
-                    shorter = min(known.end_us - known.start_us, other.end_us - other.start_us)
-                    pairs.setdefault((known.rank, other.rank), []).append((known.end_us, other.end_us, shorter))
-    return pairs
+def _num_shared(shared: Sequence[SharedCollective]) -> dict[tuple[int, int], int]:
+    """How many collectives each ordered pair of ranks shares."""
+    counts: Counter[tuple[int, int]] = Counter()
+    for ranks, count in Counter(tuple(member.rank for member in c.members) for c in shared).items():
+        for pair in permutations(ranks, 2):
+            counts[pair] += count
+    return counts
+
+
+def _ends(shared: Sequence[SharedCollective], known: int, rank: int) -> list[tuple[float, float, float]]:
+    """Of each collective that two ranks share: its end on the one, on the other, the shorter duration."""
+    ends: list[tuple[float, float, float]] = []
+    for collective in shared:
+        both = [member for number in (known, rank) for member in collective.members if member.rank == number]
+        if len(both) == 2:
+            one, other = both
+            ends.append((one.end_us, other.end_us, min(one.end_us - one.start_us, other.end_us - other.start_us)))
+    return ends
 
 
 def _clock(ends: Sequence[tuple[float, float, float]], known: RankClock) -> RankClock:

@@ -169,14 +169,9 @@ def _longest_run(tokens: Sequence[tuple[str, int]], others: Sequence[tuple[str, 
     """The longest run of equal tokens at one shift, begun within the window and then followed to its end."""
     low = max(0, -shift)
     high = min(len(tokens), len(others) - shift)
-    best, start = (0, 0), None
-    for i in range(low, min(high, low + WINDOW)):
-        if tokens[i] != others[i + shift]:
-            start = None
-            continue
-        start = i if start is None else start
-        best = max(best, (i + 1 - start, start))
-    length, start = best
+    ends = [i for i in range(low, min(high, low + WINDOW)) if tokens[i] != others[i + shift]]
+    edges = pairwise([low - 1, *ends, min(high, low + WINDOW)])
+    length, start = max((after - before - 1, before + 1) for before, after in edges)
     end = start + length
     while length and end < high and tokens[end] == others[end + shift]:
         end += 1
