@@ -99,7 +99,7 @@ def test_matching_goes_on_after_lost_events() -> None:
     shared, problems = match_collectives([ranks[0], without(ranks[1], [20, 21])])
 
     assert len(shared) == 38
-    assert "2 of rank 0's 40 collectives have no counterpart" in problems[0]
+    assert "38 collectives are in the traces of all its ranks present; up to 2 more (of rank 0)" in problems[0]
 
 
 def test_ranks_of_different_runs_are_not_matched() -> None:
@@ -109,6 +109,17 @@ def test_ranks_of_different_runs_are_not_matched() -> None:
 
     assert analysis.waits == ()
     assert "nothing is matched" in " ".join(analysis.problems)
+
+
+@pytest.mark.parametrize("stranger", [0, 2])
+def test_a_rank_of_another_run_is_left_out_and_the_others_are_matched(stranger: int) -> None:
+    ranks, _ = job(4, 30, seed=1)
+    ranks[stranger] = job(4, 30, seed=2)[0][stranger]
+    analysis = combine(ranks)
+
+    assert [(waits.rank, waits.num_collectives) for waits in analysis.waits] == [(r, 30) for r in range(4) if r != stranger]
+    assert stranger not in dict(analysis.clock_offsets_us)
+    assert f"rank {stranger} ran other collectives than rank" in analysis.problems[0]
 
 
 def test_groups_that_share_a_name_are_told_apart_by_their_ranks_or_not_matched() -> None:

@@ -7,7 +7,7 @@ than those of the first, the clock drifts, and a line is taken. Ranks that share
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import permutations
 
 from counterpoint.analysis.matching import SharedCollective
@@ -39,22 +39,26 @@ class RankClock(Value, frozen=True, kw_only=True):
 def align_clocks(
     ranks: Sequence[RankAnalysis], shared: Sequence[SharedCollective]
 ) -> tuple[dict[int, RankClock], tuple[str, ...]]:
-    """Clocks of all ranks that collectives join with the first, directly or through others; and who is not among them."""
+    """Clocks of all ranks that collectives join, directly or through others, and who is not among them.
+
+    They are joined with the first rank, unless more ranks are joined with each other without it.
+    """
     if not ranks:
         return {}, ()
     usual = [c for c in shared if c.members[0].collective not in SELDOM_ENDING_TOGETHER] or shared
     counts = _num_shared(usual)
-    clocks = {ranks[0].rank: RankClock()}
+    reference = max((analysis.rank for analysis in ranks), key=lambda rank: (len(_joined(counts, rank)), -rank))
+    clocks = {reference: RankClock()}
     while reachable := [(count, pair) for pair, count in counts.items() if pair[0] in clocks and pair[1] not in clocks]:
         _, (known, rank) = max(reachable, key=lambda entry: (entry[0], -entry[1][0], -entry[1][1]))
         clocks[rank] = _clock(_ends(usual, known, rank), clocks[known])
     lonely = [analysis.rank for analysis in ranks if analysis.rank not in clocks]
     problems = [
-        f"Rank {rank} shares no collective with rank {ranks[0].rank}: its clock is not aligned, and its waits are not known."
+        f"Rank {rank} shares no collective with rank {reference}: its clock is not aligned, and its waits are not known."
         for rank in lonely
     ]
     drifts = [
-        f"The clock of rank {rank} drifts by {format_us(abs(clock.drift) * 1e6)} per second against rank {ranks[0].rank}'s."
+        f"The clock of rank {rank} drifts by {format_us(abs(clock.drift) * 1e6)} per second against rank {reference}'s."
         for rank, clock in sorted(clocks.items())
         if clock.drift
     ]
@@ -68,6 +72,17 @@ def _num_shared(shared: Sequence[SharedCollective]) -> dict[tuple[int, int], int
         for pair in permutations(ranks, 2):
             counts[pair] += count
     return counts
+
+
+def _joined(counts: Mapping[tuple[int, int], int], rank: int) -> set[int]:
+    """The ranks that one shares collectives with, directly or through others, and itself."""
+    joined, new = {rank}, [rank]
+    while new:
+        known = new.pop()
+        found = {other for one, other in counts if one == known} - joined
+        joined |= found
+        new += found
+    return joined
 
 
 def _ends(shared: Sequence[SharedCollective], known: int, rank: int) -> list[tuple[float, float, float]]:

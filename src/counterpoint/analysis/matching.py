@@ -5,12 +5,12 @@ their longest run of equal entries. Steps repeat, and many shifts may give long 
 the ends of the collectives coincide, whatever the clocks are. What does not fit is left out and named.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from statistics import median
 
 from counterpoint.analysis.values import RankAnalysis, TracedCollective
-from counterpoint.units import format_count
+from counterpoint.units import format_count, format_numbers
 from counterpoint.value import Value
 
 WINDOW = 1024  # collectives of each rank that a shift is sought in; more on either side are profiles of different steps
@@ -71,15 +71,29 @@ def _match_group(group: Group, sequences: dict[int, list[TracedCollective]]) -> 
         return [], [
             f"{count} ran collectives of {name}, which has {min(sizes)}: several groups share the name, none is matched."
         ]
-    first = sequences[ranks[0]]
-    places: list[dict[int, TracedCollective]] = []
-    problems: list[str] = []
-    for rank in ranks[1:]:
-        pairs = match_sequences(first, sequences[rank])
-        places.append({i: sequences[rank][j] for i, j in pairs})
-        problems += _unmatched(name, (ranks[0], rank), (len(first), len(sequences[rank])), len(pairs))
-    common = [i for i in range(len(first)) if all(i in place for place in places)]
-    return [SharedCollective(members=(first[i], *(place[i] for place in places))) for i in common], problems
+    base, matched = _best_base(sequences)
+    strangers = [rank for rank in ranks if rank != base and rank not in matched]
+    problems = [_describe_strangers(name, base, strangers)] if strangers else []
+    if not matched:
+        return [], problems
+    places = {rank: {i: sequences[rank][j] for i, j in pairs} for rank, pairs in matched.items()}
+    places[base] = dict(enumerate(sequences[base]))
+    alike = [rank for rank in ranks if rank in places]
+    common = [i for i in range(len(sequences[base])) if all(i in place for place in places.values())]
+    problems += _describe_rest(name, {rank: len(sequences[rank]) for rank in alike}, len(common))
+    return [SharedCollective(members=tuple(places[rank][i] for rank in alike)) for i in common], problems
+
+
+def _best_base(sequences: Mapping[int, Sequence[TracedCollective]]) -> tuple[int, dict[int, Pairs]]:
+    """The first rank that most others match, else the one that the most match, and the pairs of those that do."""
+    best: tuple[int, dict[int, Pairs]] = (min(sequences), {})
+    for base in sorted(sequences):
+        pairs = {rank: match_sequences(sequences[base], sequences[rank]) for rank in sorted(sequences) if rank != base}
+        matched = {rank: found for rank, found in pairs.items() if found}
+        best = max(best, (base, matched), key=lambda entry: len(entry[1]))
+        if 2 * len(matched) >= len(pairs):
+            break
+    return best
 
 
 def _named(group: Group) -> str:
@@ -88,21 +102,24 @@ def _named(group: Group) -> str:
     return f"process group '{name}'{listed}" if name is not None else f"an unnamed process group of {size} ranks{listed}"
 
 
-def _unmatched(name: str, ranks: tuple[int, int], counts: tuple[int, int], num_pairs: int) -> list[str]:
-    """What to say of collectives that only one of two ranks has."""
-    if not num_pairs:
-        return [
-            f"Ranks {ranks[0]} and {ranks[1]} ran different collectives in {name}, or at times that do not coincide: "
-            f"nothing is matched. Give traces of the same steps of one job."
-        ]
-    if max(counts) == num_pairs:
-        return []
-    lonely = ", ".join(
-        f"{count - num_pairs} of rank {rank}'s {count}"
-        for rank, count in zip(ranks, counts, strict=True)
-        if count > num_pairs
+def _describe_strangers(name: str, base: int, strangers: Sequence[int]) -> str:
+    """What to say of ranks with which nothing is matched."""
+    noun = "rank" if len(strangers) == 1 else "ranks"
+    return (
+        f"In {name}, {noun} {format_numbers(strangers)} ran other collectives than rank {base}, or at times that do not "
+        f"coincide: nothing is matched with them. Give traces of the same steps of one job."
     )
-    return [f"Of {name}, {lonely} collectives have no counterpart between ranks {ranks[0]} and {ranks[1]}."]
+
+
+def _describe_rest(name: str, counts: Mapping[int, int], num_common: int) -> list[str]:
+    """What to say of collectives that not all ranks have; nothing where all have them."""
+    rank = max(counts, key=lambda rank: (counts[rank], -rank))
+    if counts[rank] == num_common:
+        return []
+    return [
+        f"Of {name}, {num_common} collectives are in the traces of all its ranks present; up to {counts[rank] - num_common} "
+        f"more (of rank {rank}) are not, since profiles began or ended at other calls or lost events."
+    ]
 
 
 def match_sequences(first: Sequence[TracedCollective], second: Sequence[TracedCollective]) -> Pairs:
