@@ -147,11 +147,12 @@ def _each_rank(traces: Sequence[str], rules: Path | None) -> "Iterator[tuple[Ran
 def _analyze_file(path: str, is_planned: bool, rules: Path | None) -> "tuple[RankAnalysis, TracedStep | None]":
     """In a process of its own where there are several: what a trace holds is reduced before it is handed back."""
     from counterpoint.analysis.rank import analyze_rank  # noqa: PLC0415
-    from counterpoint.traces.classify import use_rules  # noqa: PLC0415
     from counterpoint.traces.formats import read_activity  # noqa: PLC0415
     from counterpoint.traces.traced_step import traced_step_of  # noqa: PLC0415
 
     if rules is not None:
+        from counterpoint.traces.classify import use_rules  # noqa: PLC0415
+
         use_rules(rules)
     trace = read_activity(Path(path))
     rank = analyze_rank(trace)
@@ -209,9 +210,9 @@ def _write(outputs: Outputs, found: "Analysis", failures: Sequence[str]) -> None
         failed = "".join(f"- **fails**: {line}\n" for line in failures)
         save_text(outputs.markdown, failed + markdown_summary(found), "summary", AnalysisError)
     if outputs.merged is not None:
-        from counterpoint.report.analysis_trace import write_analysis_trace  # noqa: PLC0415
+        from counterpoint.report.analysis_trace import write_merged_trace  # noqa: PLC0415
 
-        write_analysis_trace(outputs.merged, found)
+        write_merged_trace(outputs.merged, found)
 
 
 def _print(found: "Analysis", *, is_json: bool) -> None:

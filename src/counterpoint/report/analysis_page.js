@@ -4,7 +4,7 @@
   const $ = (id) => document.getElementById(id);
   const DATA = JSON.parse($("data").textContent);
   const ROLES = DATA.roles, CAUSES = DATA.causes;
-  const AXIS = 24, HEAD = 22, CAUSE = 22, LANE = 19, GAP = 2, LEAST_WIDTH = 1.5, SHADES = 4, SPAN_LEAST_US = 0.02;
+  const AXIS = 24, HEAD = 22, CAUSE = 22, LANE = 19, GAP = 2, LEAST_WIDTH = 1.5, SPAN_LEAST_US = 0.02;
 
   // --- times ---
   const four = (number) => String(Number(number.toPrecision(4)));
@@ -55,8 +55,10 @@
     colors = { panel: read("--panel"), text: read("--text"), muted: read("--muted"), line: read("--line"), shade: read("--shade"),
       accent: read("--accent"), on: read("--on-role"),
       lane: ROLES.map((_, i) => read("--role-" + i)), cause: CAUSES.map((_, i) => read("--cause-" + i)) };
-    colors.causeText = colors.cause.map((color) => brightness(color) > 0.36 ? "#10161d" : "#ffffff");
+    [colors.laneWords, colors.causeWords] = [colors.lane, colors.cause].map((list) => list.map(wordOf));
+    colors.causeText = colors.cause.map((color) => brightness(color) > 0.18 ? "#10161d" : "#ffffff");
   }
+  const wordOf = (color) => parseInt(color.slice(5, 7) + color.slice(3, 5) + color.slice(1, 3), 16); // the bytes red, green, blue
   function brightness(color) {
     const part = (i) => (parseInt(color.slice(i, i + 2), 16) / 255) ** 2.2;
     return 0.2126 * part(1) + 0.7152 * part(3) + 0.0722 * part(5);
@@ -74,6 +76,11 @@
     canvas.height = Math.round(shownHeight * scale);
     canvas.style.height = shownHeight + "px";
     pen.setTransform(scale, 0, 0, scale, 0, 0);
+    pen.imageSmoothingEnabled = false;
+    strip.width = Math.max(1, width - gutter);
+    strip.height = 1;
+    line = stripPen.createImageData(strip.width, 1);
+    pixels = new Uint32Array(line.data.buffer);
     draw();
   }
   const perUs = () => (width - gutter) / (to - from);
@@ -99,42 +106,42 @@
     return low;
   }
 
-  // --- drawing: only what is visible; what is narrower than a pixel becomes one shaded pixel of the role that fills most of it ---
+  // --- drawing: only what is visible; what is narrower than a pixel becomes one shaded pixel of the role that fills most of it.
+  // These pixels are written into a strip of one line, drawn at once: tens of thousands of rectangles would be too slow. ---
+  const strip = document.createElement("canvas"), stripPen = strip.getContext("2d");
+  let line = null, pixels = null;
   function drawRow(row, top) {
-    const palette = row.kind === "cause" ? colors.cause : colors.lane, kinds = palette.length;
-    const batches = Array.from({ length: kinds * SHADES }, () => []), labels = [], filled = new Float64Array(kinds);
-    const { start, end, paint } = row, scale = perUs(), right = width;
-    let pixel = -1, sum = 0;
+    const palette = row.kind === "cause" ? colors.cause : colors.lane, words = row.kind === "cause" ? colors.causeWords : colors.laneWords;
+    const kinds = palette.length, batches = palette.map(() => []), labels = [], filled = new Float64Array(kinds);
+    const { start, end, paint } = row, scale = perUs(), size = line.width;
+    let pixel = -1, sum = 0, isStrip = false;
+    pixels.fill(0);
     const flush = () => {
-      if (sum > 0) {
-        let best = 0;
-        for (let k = 1; k < kinds; k++) if (filled[k] > filled[best]) best = k;
-        const shade = Math.min(SHADES - 1, Math.floor(sum * SHADES)), batch = batches[best * SHADES + shade], last = batch.length;
-        if (last && batch[last - 2] + batch[last - 1] === pixel) batch[last - 1] += 1; else batch.push(pixel, 1);
-        filled.fill(0); sum = 0;
-      }
+      if (sum <= 0) return;
+      let best = 0;
+      for (let k = 1; k < kinds; k++) if (filled[k] > filled[best]) best = k;
+      if (pixel >= 0 && pixel < size) { pixels[pixel] = words[best] | (Math.round(255 * Math.min(1, 0.3 + 0.7 * sum)) << 24); isStrip = true; }
+      filled.fill(0); sum = 0;
     };
     for (let i = firstAfter(row.latest, from); i < row.n && start[i] < to; i++) {
       if (end[i] < from) continue;
-      const x0 = Math.max(gutter - 2, gutter + (start[i] - from) * scale), x1 = Math.min(right + 2, gutter + (end[i] - from) * scale);
-      if (x1 - x0 >= LEAST_WIDTH) {
+      const x0 = Math.max(-2, (start[i] - from) * scale), x1 = Math.min(size + 2, (end[i] - from) * scale), long = x1 - x0;
+      if (long >= LEAST_WIDTH) {
         flush();
-        batches[paint[i] * SHADES + SHADES - 1].push(x0, Math.max(1, x1 - x0 - (x1 - x0 > 4 ? 0.7 : 0)));
-        if (x1 - x0 > 30) labels.push(i, x0, x1);
+        batches[paint[i]].push(gutter + x0, long > 4 ? long - 0.7 : long);
+        if (long > 30) labels.push(i, gutter + x0, gutter + x1);
       } else {
-        const place = Math.floor(x0);
+        const place = Math.floor(x0), part = Math.max(0.05, long);
         if (place !== pixel) { flush(); pixel = place; }
-        filled[paint[i]] += Math.max(0.05, x1 - x0); sum += Math.max(0.05, x1 - x0);
+        filled[paint[i]] += part; sum += part;
       }
     }
     flush();
+    if (isStrip) { stripPen.putImageData(line, 0, 0); pen.drawImage(strip, 0, 0, size, 1, gutter, top, size, row.h); }
     batches.forEach((batch, place) => {
-      if (!batch.length) return;
-      pen.globalAlpha = (place % SHADES + 1) / SHADES;
-      pen.fillStyle = palette[Math.floor(place / SHADES)];
+      pen.fillStyle = palette[place];
       for (let j = 0; j < batch.length; j += 2) pen.fillRect(batch[j], top, batch[j + 1], row.h);
     });
-    pen.globalAlpha = 1;
     for (let j = 0; j < labels.length; j += 3) label(row, labels[j], labels[j + 1], labels[j + 2], top);
   }
   function label(row, i, x0, x1, top) {
@@ -381,6 +388,7 @@
     }
     if (table.told) table.told.textContent = wanted ? shown + " found" : "";
   }
+  document.addEventListener("click", (event) => { const cell = event.target.closest(".clamp"); if (cell) cell.classList.toggle("open"); });
   for (const table of document.querySelectorAll("table")) {
     [...table.tHead.rows[0].cells].forEach((cell, place) => {
       const text = cell.textContent;

@@ -21,7 +21,7 @@ from counterpoint.units import MIB, format_bytes, format_count, format_us
 from counterpoint.value import save_text, shipped_text
 
 MAX_PAGE_BYTES = 8 * MIB
-LONG_TEXT = 60  # letters from which a cell gets a wider column
+LONG_TEXT = 60  # letters from which a cell gets a wider column, and is cut to three lines until it is clicked
 FRAME_HEIGHT = 900  # pixels of the page within a notebook
 NOT_ONE_CLOCK = "The clocks of the ranks could not be aligned for one step: each rank starts at zero."
 
@@ -81,7 +81,7 @@ def _render(analysis: Analysis, limits: Limits) -> str:
         "unknown": _pointer(len(problems)),
         "legends": _legend("operations", "role", ROLES) + _legend("exposed", "cause", [name for name, _ in CAUSES.values()]),
         "words": _items([*describe_timeline(analysis), *([] if is_one_clock(analysis) else [NOT_ONE_CLOCK])]),
-        "links": "".join(f'<li><a href="#{table.key}">{_safe(table.title)}</a></li>' for table in tables),
+        "links": _links(tables),
         "tables": "".join(_table(table, limits.num_rows) for table in tables),
         "apply": _apply(analysis),
         "remarks": _remarks("notes", "Notes", notes_of(analysis)) + _remarks("unknown", "Not known", problems),
@@ -119,6 +119,11 @@ def _items(lines: Iterable[str]) -> str:
 
 def _titled_list(title: str, lines: tuple[str, ...]) -> str:
     return f"<div><h3>{title}</h3><ul>{_items(lines)}</ul></div>" if lines else ""
+
+
+def _links(tables: Iterable[FigureTable]) -> str:
+    links = "".join(f'<li><a href="#{table.key}">{_safe(table.title)}</a></li>' for table in tables)
+    return f'<nav aria-label="Tables"><ul>{links}</ul></nav>' if links else ""
 
 
 def _pointer(num_problems: int) -> str:
@@ -194,8 +199,10 @@ def _cells(columns: Iterable[FigureColumn], row: tuple[Cell, ...]) -> Iterator[s
     """Cells with the figure itself beside its text, so that the page sorts by figures."""
     for column, cell in zip(columns, row, strict=True):
         shown = escape(cut(format_cell(column.kind, cell)))
-        if column.kind == "text":
-            yield f'<td class="text{" long" if len(shown) > LONG_TEXT else ""}">{shown}</td>'
+        if column.kind == "text" and len(shown) > LONG_TEXT:
+            yield f'<td class="text long"><div class="clamp">{shown}</div></td>'
+        elif column.kind == "text":
+            yield f'<td class="text">{shown}</td>'
         else:
             yield f"<td{_FIGURE}{'' if cell is None else f' data-v={chr(34)}{cell:.10g}{chr(34)}'}>{shown}</td>"
 

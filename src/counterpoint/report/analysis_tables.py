@@ -24,6 +24,7 @@ from counterpoint.report.analysis_words import ASPECTS, CAUSES, ratio
 from counterpoint.units import format_bytes, format_percent, format_rate, format_us
 from counterpoint.value import Value
 
+UNKNOWN = "unknown"  # a module or phase that the trace does not tell; a table of nothing else is left out
 Cell = str | float | int | None
 Kind = Literal["text", "us", "share", "bytes", "rate", "number"]
 
@@ -240,14 +241,16 @@ def _by_aspect(rows: Iterable[Breakdown]) -> Iterator[tuple[Aspect, list[Breakdo
     order = {aspect: place for place, aspect in enumerate(ASPECTS)}
     ordered = sorted(rows, key=lambda row: (order[row.aspect], -row.exposed_us, -row.communication_us))
     for aspect, group in groupby(ordered, key=lambda row: row.aspect):
-        yield aspect, list(group)
+        found = list(group)
+        if [row.name for row in found] != [UNKNOWN]:
+            yield aspect, found
 
 
 def _breakdown(aspect: Aspect, rows: Iterable[Breakdown]) -> FigureTable:
     return _table(
         f"by-{aspect.replace('_', '-')}",
         f"Communication by {ASPECTS[aspect]}",
-        "Mean per steady step and rank.",
+        "Mean times per steady step and rank; collectives and sizes are sums over steady steps and ranks.",
         [
             _text(ASPECTS[aspect]),
             *_figure("us", "communication", "exposed"),

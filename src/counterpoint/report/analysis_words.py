@@ -18,6 +18,7 @@ CAUSES: dict[Cause, tuple[str, str]] = {
     "slow_rank": ("slow rank", "waiting for a rank that arrived later"),
     "uneven": ("uneven split", "this rank has more to move than others"),
     "tail": ("tail", "at the end of the step, where nothing is left to compute"),
+    "gap": ("gap", "between two kernels that need nothing of it: a launch gap, a fill or a copy"),
 }
 ASPECTS: dict[Aspect, str] = {
     "collective": "collective",
@@ -78,10 +79,11 @@ def problems_of(analysis: Analysis) -> list[str]:
 
 
 def _each_once(whole: Iterable[str], ranks: Iterable[tuple[int, tuple[str, ...]]]) -> list[str]:
-    """Sentences of the whole, then those of ranks with the ranks that share them."""
+    """Sentences of the whole, then those of ranks that are not said of the whole, with the ranks that share them."""
     owners: dict[str, list[int]] = {}
+    told = list(whole)
     for rank, lines in ranks:
-        for line in lines:
+        for line in (each for each in dict.fromkeys(lines) if each not in told):
             owners.setdefault(line, []).append(rank)
     of_ranks = (f"{name_ranks(numbers).capitalize()}: {line}" for line, numbers in owners.items())
-    return [printable(line) for line in (*whole, *of_ranks)]
+    return [printable(line) for line in (*told, *of_ranks)]

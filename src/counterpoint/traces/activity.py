@@ -34,8 +34,6 @@ class LaunchArguments(Value, frozen=True, kw_only=True, forbid_unknown_fields=Fa
     group_name: str | None = msgspec.field(default=None, name="Process Group Name")
     group_description: str | None = msgspec.field(default=None, name="Process Group Description")
     group_ranks: str | None = msgspec.field(default=None, name="Process Group Ranks")
-    in_split_sizes: str | None = msgspec.field(default=None, name="In split size")
-    out_split_sizes: str | None = msgspec.field(default=None, name="Out split size")
     dtype: str | None = None
     in_splits: Any = msgspec.field(default=None, name="In split size")
     out_splits: Any = msgspec.field(default=None, name="Out split size")

@@ -11,8 +11,10 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from sys import intern
+from typing import TypeVar
 
 import msgspec
+from msgspec.structs import force_setattr
 
 from counterpoint.errors import TraceError, shown
 from counterpoint.files import UTF8_MARK
@@ -32,7 +34,7 @@ GPU_CATEGORIES: dict[str, Category] = {
     "Memset": "memset",
 }
 HOST_CATEGORIES = frozenset(("cuda_runtime", "cuda_driver", "Runtime", "Driver", "hip_runtime", "hip_driver"))
-_READ_ELSEWHERE = HOST_CATEGORIES | {"cpu_op", "ac2g", "fwdbwd", "", "gpu_user_annotation"}  # or not at all
+K = TypeVar("K", bound=msgspec.Struct)
 MAX_US = 1e17  # above this a double no longer resolves a microsecond
 _LAUNCHES_NOTHING = re.compile(
     "Get|Query|Capturing|Occupancy|SetDevice|SetAttribute|Exchange|Malloc|Free|EventCreate|EventDestroy|HostAlloc|PeekAt"
@@ -84,53 +86,64 @@ class _Collected:
         self.windows: list[tuple[float, float]] = []
         self.operators = HostOperators()
         self._shapes: dict[tuple[int, ...], tuple[int, ...]] = {}
-        self._launch_decoder = msgspec.json.Decoder(LaunchArguments)
-        self._call_decoder = msgspec.json.Decoder(_Correlation)
-        self._call_list_decoder = msgspec.json.Decoder(list[_Correlation])
-        self._sync_decoder = msgspec.json.Decoder(SyncArguments)
+        self._launch_decoders = _decoders(LaunchArguments)
+        self._call_decoders = _decoders(_Correlation)
+        self._sync_decoders = _decoders(SyncArguments)
 
     def add(self, events: list[Event]) -> None:
         """Keep what matters of these events."""
-        self.operators.add_operators(
-            [event for event in events if event.cat == "cpu_op" and event.name not in LAUNCHES_NOTHING]
-        )
-        self._add_calls([event for event in events if event.cat in HOST_CATEGORIES and not launches_nothing(event.name)])
+        kinds: dict[str, list[Event]] = {}
         for event in events:
-            category = event.cat
-            if category in _READ_ELSEWHERE:
-                continue
-            if category in GPU_CATEGORIES:
-                self._add_operation(event, GPU_CATEGORIES[category])
-            elif category == "user_annotation":
-                if event.name.startswith("ProfilerStep#"):
-                    self.windows.append((event.ts, event.ts + event.dur))
-                self.operators.add_annotation(event)
+            try:
+                kinds[event.cat].append(event)
+            except KeyError:
+                kinds[event.cat] = [event]
+        for category, found in kinds.items():
+            if category == "cpu_op":
+                self.operators.add_operators([event for event in found if event.name not in LAUNCHES_NOTHING])
+            elif category in HOST_CATEGORIES:
+                self._add_calls([event for event in found if not launches_nothing(event.name)])
+            elif category in GPU_CATEGORIES:
+                self._add_operations(found, GPU_CATEGORIES[category])
+            elif category in ("user_annotation", "python_function"):
+                self._add_annotations(found, is_python=category == "python_function")
             elif category == "cuda_sync":
-                if event.name == "Stream Wait Event":
-                    self._add_wait(event)
-            elif category == "python_function" and event.name.startswith(MODULE):
-                self.operators.add_annotation(event)
+                self._add_waits([event for event in found if event.name == "Stream Wait Event"])
 
-    def _add_operation(self, event: Event, category: Category) -> None:
-        _check_times(self.path, event)
-        try:
-            arguments = self._launch_decoder.decode(event.args)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as problem:
-            name = f"GPU operation '{shown(event.name)}'"
-            raise _bad_arguments(self.path, name, event, problem, LaunchArguments) from problem
-        for field, shape in (("grid", arguments.grid), ("block", arguments.block)):
-            if shape:
-                msgspec.structs.force_setattr(arguments, field, self._shapes.setdefault(shape, shape))
-        operation = GpuOperation(
-            name=intern(event.name), category=category, start_us=event.ts, end_us=event.ts + event.dur, arguments=arguments
-        )
-        self.operations.setdefault(arguments.device, []).append(operation)
+    def _add_operations(self, events: list[Event], category: Category) -> None:
+        for event in events:
+            _check_times(self.path, event)
+        shapes = self._shapes
+        for event, arguments in zip(events, self._decode(events, *self._launch_decoders, LaunchArguments), strict=True):
+            grid, block = arguments.grid, arguments.block
+            if grid or block:
+                force_setattr(arguments, "grid", shapes.setdefault(grid, grid))
+                force_setattr(arguments, "block", shapes.setdefault(block, block))
+            start_us = event.ts
+            operation = GpuOperation(
+                name=intern(event.name),
+                category=category,
+                start_us=start_us,
+                end_us=start_us + event.dur,
+                arguments=arguments,
+            )
+            try:
+                self.operations[arguments.device].append(operation)
+            except KeyError:
+                self.operations[arguments.device] = [operation]
+
+    def _add_annotations(self, events: list[Event], *, is_python: bool) -> None:
+        for event in events:
+            if is_python:
+                if event.name.startswith(MODULE):
+                    self.operators.add_annotation(event)
+                continue
+            if event.name.startswith("ProfilerStep#"):
+                self.windows.append((event.ts, event.ts + event.dur))
+            self.operators.add_annotation(event)
 
     def _add_calls(self, events: list[Event]) -> None:
-        _, arguments = decode_arguments(events, self._call_decoder, self._call_list_decoder)
-        if len(arguments) != len(events):
-            self._refuse_call(events)
-        for event, found in zip(events, arguments, strict=True):
+        for event, found in zip(events, self._decode(events, *self._call_decoders, _Correlation), strict=True):
             _check_times(self.path, event)
             name, correlation = event.name, found.correlation
             if name.endswith("Synchronize"):
@@ -150,19 +163,32 @@ class _Collected:
                 correlation=correlation,
             )
 
-    def _refuse_call(self, events: list[Event]) -> None:
-        """Say which of these events has arguments that cannot be read."""
+    def _add_waits(self, events: list[Event]) -> None:
+        self.waits += self._decode(events, *self._sync_decoders, SyncArguments)
+
+    def _decode(
+        self,
+        events: list[Event],
+        decoder: msgspec.json.Decoder[K],
+        list_decoder: msgspec.json.Decoder[list[K]],
+        kind: type[K],
+    ) -> list[K]:
+        """The arguments of all these events. Raises `TraceError` for the first that has other ones."""
+        _, found = decode_arguments(events, decoder, list_decoder)
+        if len(found) == len(events):
+            return found
         for event in events:
             try:
-                self._call_decoder.decode(event.args)
+                decoder.decode(event.args)
             except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as problem:
-                raise _bad_arguments(self.path, f"'{shown(event.name)}'", event, problem, _Correlation) from problem
-
-    def _add_wait(self, event: Event) -> None:
-        try:
-            self.waits.append(self._sync_decoder.decode(event.args))
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as problem:
-            raise _bad_arguments(self.path, f"'{shown(event.name)}'", event, problem, SyncArguments) from problem
+                said = str(problem)
+                if isinstance(problem, msgspec.ValidationError):
+                    said, _ = describe_mismatch(problem, kind, whole="args")
+                name = f"{'GPU operation ' if kind is LaunchArguments else ''}'{shown(event.name)}'"
+                raise TraceError(
+                    f"{self.path}: {name} at {event.ts:.15g} us: {said}; record the trace again with torch.profiler."
+                ) from problem
+        return found
 
     def trace(self, surroundings: Surroundings, damage: str | None) -> ActivityTrace:
         """All of it together, of the device with most operations."""
@@ -205,11 +231,8 @@ def launches_nothing(call: str) -> bool:
     return _LAUNCHES_NOTHING.search(call) is not None
 
 
-def _bad_arguments(path: Path, name: str, event: Event, problem: Exception, kind: type[msgspec.Struct]) -> TraceError:
-    said = str(problem)
-    if isinstance(problem, msgspec.ValidationError):
-        said, _ = describe_mismatch(problem, kind, whole="args")
-    return TraceError(f"{path}: {name} at {event.ts:.15g} us: {said}; record the trace again with torch.profiler.")
+def _decoders(kind: type[K]) -> tuple[msgspec.json.Decoder[K], msgspec.json.Decoder[list[K]]]:
+    return msgspec.json.Decoder(kind), msgspec.json.Decoder(list[kind])  # type: ignore[valid-type]
 
 
 def _check_times(path: Path, event: Event) -> None:
