@@ -12,7 +12,7 @@ from itertools import permutations
 
 from counterpoint.analysis.matching import SharedCollective
 from counterpoint.analysis.values import RankAnalysis
-from counterpoint.units import format_us
+from counterpoint.units import US_PER_S, format_us
 from counterpoint.value import Value
 
 LEAST_ERROR_US = 1.0  # a microsecond between ends of the shortest collectives
@@ -57,12 +57,16 @@ def align_clocks(
         f"Rank {rank} shares no collective with rank {reference}: its clock is not aligned, and its waits are not known."
         for rank in lonely
     ]
-    drifts = [
-        f"The clock of rank {rank} drifts by {format_us(abs(clock.drift) * 1e6)} per second against rank {reference}'s."
+    return clocks, tuple(problems)
+
+
+def describe_drifts(clocks: Mapping[int, RankClock]) -> tuple[str, ...]:
+    """One sentence for each clock that drifts."""
+    return tuple(
+        f"The clock of rank {rank} drifts by {format_us(abs(clock.drift) * US_PER_S)} per second against other ranks'."
         for rank, clock in sorted(clocks.items())
         if clock.drift
-    ]
-    return clocks, (*problems, *drifts)
+    )
 
 
 def _num_shared(shared: Sequence[SharedCollective]) -> dict[tuple[int, int], int]:

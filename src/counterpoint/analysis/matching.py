@@ -17,6 +17,7 @@ WINDOW = 1024  # collectives of each rank that a shift is sought in; more on eit
 LEAST_RUN = 3  # collectives whose ends say something about a shift
 LEAST_SPREAD_US = 100.0  # ends of one collective on two ranks were seen up to 80 us apart on H200s
 SPREAD_PER_DURATION = 0.5  # five times the tenth of a duration that they were apart: not the same collective
+SPREAD_BY_CHANCE_US = 5.0  # spreads that differ by less say nothing
 MOST_CONFLICTS = 0.25  # of the matched ones: with more they are matched by chance
 
 Group = tuple[str | None, tuple[int, ...], int]
@@ -164,12 +165,13 @@ def _best_run(first: Sequence[TracedCollective], second: Sequence[TracedCollecti
             return whole
     runs = [run for shift in _shifts(len(first), len(second)) if (run := _longest_run(tokens, others, shift))]
     longest = max((len(run) for run in runs), default=0)
-    least = max(LEAST_RUN, longest / 2) if longest >= LEAST_RUN and distance_us is None else min(LEAST_RUN, max(longest, 1))
-    fitting = [run for run in runs if len(run) >= least and _do_coincide(first, second, run, distance_us)]
-    if not fitting or (distance_us is not None and longest < LEAST_RUN):
+    if distance_us is not None and longest < LEAST_RUN:
         return []
-    closest = min(_spread_us(first, second, run) for run in fitting)
-    return max((run for run in fitting if _spread_us(first, second, run) <= 2 * closest + 5.0), key=len)
+    least = longest / 2 if longest >= 2 * LEAST_RUN else longest
+    fitting = [run for run in runs if len(run) >= least and _do_coincide(first, second, run, distance_us)]
+    spreads = [_spread_us(first, second, run) for run in fitting]
+    close = [run for run, spread in zip(fitting, spreads, strict=True) if spread <= 2 * min(spreads) + SPREAD_BY_CHANCE_US]
+    return _followed(max(close, key=len), tokens, others) if close else []
 
 
 def _token(collective: TracedCollective) -> tuple[str, int]:
@@ -183,16 +185,22 @@ def _shifts(num_first: int, num_second: int) -> range:
 
 
 def _longest_run(tokens: Sequence[tuple[str, int]], others: Sequence[tuple[str, int]], shift: int) -> Pairs:
-    """The longest run of equal tokens at one shift, begun within the window and then followed to its end."""
+    """The longest run of equal tokens at one shift, within the window."""
     low = max(0, -shift)
-    high = min(len(tokens), len(others) - shift)
-    ends = [i for i in range(low, min(high, low + WINDOW)) if tokens[i] != others[i + shift]]
-    edges = pairwise([low - 1, *ends, min(high, low + WINDOW)])
+    high = min(len(tokens), len(others) - shift, low + WINDOW)
+    unequal = [i for i in range(low, high) if tokens[i] != others[i + shift]]
+    edges = pairwise([low - 1, *unequal, high])
     length, start = max((after - before - 1, before + 1) for before, after in edges)
-    end = start + length
-    while length and end < high and tokens[end] == others[end + shift]:
-        end += 1
-    return [(i, i + shift) for i in range(start, end)] if length else []
+    return [(i, i + shift) for i in range(start, start + length)]
+
+
+def _followed(run: Pairs, tokens: Sequence[tuple[str, int]], others: Sequence[tuple[str, int]]) -> Pairs:
+    """The run with what is equal after it, beyond the window."""
+    i, j = run[-1]
+    while i + 1 < len(tokens) and j + 1 < len(others) and tokens[i + 1] == others[j + 1]:
+        i, j = i + 1, j + 1
+        run.append((i, j))
+    return run
 
 
 def _distances(first: Sequence[TracedCollective], second: Sequence[TracedCollective], run: Pairs) -> list[float]:
