@@ -2,15 +2,17 @@
 
 from pathlib import Path
 from random import Random
+from typing import get_args
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from counterpoint.analysis.combine import combine
-from counterpoint.analysis.headline import with_recoverable
+from counterpoint.analysis.headline import CAUSE_WORDS, with_recoverable
 from counterpoint.analysis.values import Analysis, Cause, ExposedInterval, RankAnalysis, Recoverable, TracedCollective
-from counterpoint.errors import TraceError
+from counterpoint.errors import AnalysisError
 from helpers.rank_builder import MIB, rank_of, rank_of_raw_trace, traced
 
 TRACES = Path(__file__).parents[2] / "examples" / "traces"
@@ -165,13 +167,20 @@ def test_ranks_that_do_not_belong_are_named_and_left_out() -> None:
     assert any("again.json and rank0.json are both of rank 0" in problem for problem in analysis.problems)
 
 
+def test_a_rank_that_got_its_number_later_has_it_everywhere() -> None:
+    first, second = pair()
+    nameless = rank_of(-1, [replace(c, rank=-1) for c in second.collectives], world_size=2)
+
+    assert exposed_by_cause(combine([first, replace(nameless, rank=1)]), 1) == exposed_by_cause(combine(pair()), 1)
+
+
 def test_missing_ranks_are_named_wherever_figures_depend_on_them() -> None:
     ranks = [rank_of(r, [traced(r, 0, 0, 50, group_size=4)], world_size=4) for r in (0, 2)]
     analysis = combine(ranks)
 
     assert analysis.missing_ranks == (1, 3)
     assert "the 2 ranks present of 4" in analysis.headline.verdict
-    assert "Traces of ranks 1, 3 are missing" in analysis.problems[0]
+    assert "of the 2 ranks present of 4: time spent waiting for ranks 1, 3" in analysis.problems[0]
     assert any("Give the traces of ranks 1, 3" in line for line in analysis.headline.next)
 
 
@@ -201,6 +210,10 @@ def test_the_verdict_where_nothing_is_exposed(
     assert analysis.causes == ()
 
 
+def test_every_cause_has_words() -> None:
+    assert set(get_args(Cause)) <= CAUSE_WORDS.keys()
+
+
 def test_what_cannot_be_known_is_unknown() -> None:
     ranks = [rank_of(0, [traced(0, 0, 0, 100)], world_size=1)]
     wrong = combine([RankAnalysis(path="a", rank=0, steps=ranks[0].steps, collectives=ranks[0].collectives)])
@@ -211,7 +224,7 @@ def test_what_cannot_be_known_is_unknown() -> None:
     assert empty.headline.verdict.startswith("UNKNOWN: the traces hold no step")
     assert empty.headline.why == ("No GPU operation.",)
 
-    with pytest.raises(TraceError, match="There is no trace to analyze"):
+    with pytest.raises(AnalysisError, match="There is no trace to analyze"):
         combine([])
 
 

@@ -7,7 +7,8 @@ First what kept computation from running in the piece, in this order:
 3. dependent: the next computation waits for it, through events, stream order, or the host, which waited for it. Where only a
    collective queued behind it is waited for: queued.
 4. launched_late: the next computation had not been launched yet.
-5. gap: a launch gap, a copy or a fill between two kernels of the computation, which needs nothing of the collective.
+5. starved: the stream of the next computation was ready, but a sum or a staging copy of the collective took all SMs.
+6. gap: a launch gap, a copy or a fill between two kernels of the computation, which needs nothing of the collective.
 
 Of what is dependent or tail, as much goes to the delays of the collective (`delays.py`) as these held it back: had it begun
 so much earlier, it would have ended so much earlier.
@@ -15,10 +16,12 @@ so much earlier, it would have ended so much earlier.
 
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
+from math import prod
 
 from counterpoint.analysis.collectives import RankCollectives, short_name
 from counterpoint.analysis.delays import Delay, Delays
 from counterpoint.analysis.exposure import ExposedPiece
+from counterpoint.analysis.roles import is_staging
 from counterpoint.analysis.spans import Span
 from counterpoint.analysis.timed import TimedTrace, ns_to_us
 from counterpoint.analysis.values import Cause, ExposedInterval, Role
@@ -99,8 +102,11 @@ class CauseFinder:
         late_until = piece.start if launch is None else min(max(launch, piece.start), piece.end)
         if late_until > piece.start:
             yield self._computation_late(piece, follower, late_until)
-        if late_until < piece.end:
-            yield self._gap(piece, follower, late_until)
+        held_until = self._held_until(piece, follower, late_until)
+        if held_until > late_until:
+            yield self._starved(piece, follower, late_until, held_until)
+        if held_until < piece.end:
+            yield self._gap(piece, follower, held_until)
 
     def _waited_for(self, follower: int, piece: ExposedPiece) -> Reason | None:
         """The reason where the next computation waits for communication of the piece, directly or through the host."""
@@ -181,11 +187,41 @@ class CauseFinder:
         said = f"The host issued the next computation, {kernel}, {format_us((until - piece.start) / 1000)} into it{why}."
         return Reason(start=piece.start, end=until, cause="launched_late", evidence=said)
 
+    def _held_until(self, piece: ExposedPiece, follower: int, start: int) -> int:
+        """Until when a sum or staging copy of the collective kept the computation's stream from starting anything.
+
+        Both take all SMs: a copy within the GPU is a kernel of the driver.
+        """
+        timed = self._timed
+        operation = timed.trace.operations[piece.operation]
+        num_sms = timed.trace.num_sms or 0
+        takes_all = is_staging(operation) or (
+            operation.category == "kernel" and prod(operation.arguments.grid) >= num_sms > 0
+        )
+        first = follower
+        while (before := timed.before_on_stream(first)) is not None and timed.ends[before] > start:
+            first = before
+        until = min(timed.starts[first], piece.end)
+        return until if takes_all and until - start > SHORT_GAP_NS else start
+
+    def _starved(self, piece: ExposedPiece, follower: int, start: int, end: int) -> Reason:
+        timed = self._timed
+        kernel, holder = (short_name(timed.trace.operations[index].name) for index in (follower, piece.operation))
+        name = self._found.values[piece.collective].name
+        time = format_us((end - start) / 1000)
+        said = f"{kernel}, or what is before it, was launched and waited {time} for SMs that {holder} of {name} held."
+        return Reason(start=start, end=end, cause="starved", evidence=said)
+
     def _gap(self, piece: ExposedPiece, follower: int, start: int) -> Reason:
         timed = self._timed
         kernel = short_name(timed.trace.operations[follower].name)
         before = timed.before_on_stream(follower)
-        if before is not None and self._roles[before] == "copy" and timed.ends[before] > start:
+        is_copy = before is not None and self._roles[before] == "copy"
+        if (
+            before is not None
+            and is_copy
+            and 2 * (timed.ends[before] - max(start, timed.starts[before])) > piece.end - start
+        ):
             said = f"{short_name(timed.trace.operations[before].name)} runs on the computation's stream before {kernel}."
         else:
             said = f"{kernel} starts {format_us((timed.starts[follower] - start) / 1000)} later and needs no collective."

@@ -3,7 +3,6 @@
 import re
 from bisect import bisect_right
 from functools import lru_cache
-from typing import Any
 
 from msgspec.structs import replace
 
@@ -68,9 +67,9 @@ def imbalance(operation: GpuOperation) -> float:
     return max((max(line) * len(line) / sum(line) for line in parts if sum(line) > 0), default=0.0)
 
 
-def _splits(stated: Any) -> list[int]:
+def _splits(stated: object) -> list[int]:
     """Numbers of a list that the profiler wrote as text; none where it is cut short ("...")."""
-    text = str(stated or "")
+    text = "" if stated is None else str(stated)
     return [] if "..." in text else [int(digits) for digits in re.findall(r"\d+", text)]
 
 
@@ -78,7 +77,7 @@ def _collective(
     timed: TimedTrace, roles: tuple[Role, ...], members: Members, number: int, groups: dict[Group, str | None]
 ) -> TracedCollective:
     operations = [timed.trace.operations[index] for index in members.operations]
-    first = operations[0]
+    first, operator = operations[0], timed.operator_of(members.operations[0])
     launches = [time for index in members.operations if (time := timed.launches[index]) is not None]
     waiting = sum(timed.ends[i] - timed.starts[i] for i in members.operations if roles[i] == "waiting")
     kind, num_bytes, transport, name, group_size = _what(timed, members, operations)
@@ -97,10 +96,19 @@ def _collective(
         group_size=group_size,
         process_group=groups.get(_group_of(first)) if members.is_library else None,
         dtype=first.arguments.dtype,
+        phase="unknown" if operator is None else operator.phase,
+        module="" if operator is None else operator.module,
+        group_ranks=_ranks(first.arguments.group_ranks, group_size),
         issued_us=ns_to_us(min(launches)) if launches else None,
         waiting_us=ns_to_us(waiting),
         imbalance=imbalance(first) if kind == "all_to_all" else 0.0,
     )
+
+
+def _ranks(stated: str | None, group_size: int) -> tuple[int, ...]:
+    """The ranks of a process group, where the profiler lists them all."""
+    ranks = _splits(stated)
+    return tuple(ranks) if len(ranks) == group_size else ()
 
 
 def _what(timed: TimedTrace, members: Members, operations: list[GpuOperation]) -> tuple[CollectiveKind, int, str, str, int]:

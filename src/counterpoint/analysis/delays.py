@@ -89,9 +89,20 @@ class Delays:
             is_queue = of is not None and (timed.stream_of(other) == stream or self._found.values[of].process_group == group)
             if timed.ends[other] <= timed.starts[index]:
                 (queue if is_queue else needed).append((timed.ends[other], other))
+        if not needed:  # what it needs is not known: nothing later than the last computation issued before it
+            needed = self._issued_earlier(index)
         data_end, data = max(needed, default=(-1, None))
         queue_end, behind = max(queue, default=(-1, None))
         return data, data_end, behind, queue_end
+
+    def _issued_earlier(self, index: int) -> list[tuple[int, int]]:
+        """The computation issued last before an operation on another stream that had ended by its start."""
+        timed = self._timed
+        for other in range(index - 1, max(-1, index - FARTHEST_BACK), -1):
+            is_other = timed.stream_of(other) != timed.stream_of(index) and self._roles[other] == "computation"
+            if is_other and timed.ends[other] <= timed.starts[index]:
+                return [(timed.ends[other], other)]
+        return []
 
     def _late(self, index: int, after: int | None, time: int) -> Delay:
         timed = self._timed

@@ -14,7 +14,7 @@ MOST_LINES = 3
 LEAST_EXPOSED_SHARE = 0.0005  # of the step; less prints as 0.0 %
 LEAST_LAUNCH_BOUND_SHARE = 0.05  # of the step, for a line about the host
 
-CAUSE_WORDS: Mapping[Cause, str] = {
+CAUSE_WORDS: Mapping[str, str] = {
     "dependent": "the next kernel needs the result",
     "starved": "collectives wait for SMs that other kernels hold",
     "own_stream": "collectives run on the computation's own stream",
@@ -24,7 +24,7 @@ CAUSE_WORDS: Mapping[Cause, str] = {
     "slow_rank": "ranks wait for slower ones",
     "uneven": "parts of all-to-alls are uneven",
     "tail": "nothing is left to compute at the end of the step",
-    "gap": "kernels that need nothing of it leave gaps",
+    "gap": "the computation pauses between two kernels",
 }
 
 
@@ -33,7 +33,7 @@ def headline(
 ) -> Headline:
     """Verdict, why and next of an analysis without recoverable times; `unknown` says why its causes cannot be known."""
     if analysis.step_us <= 0:
-        why = analysis.problems[:MOST_LINES]
+        why = (*analysis.problems, *(line for rank in analysis.ranks for line in rank.problems))[:MOST_LINES]
         return Headline(verdict="UNKNOWN: the traces hold no step with GPU operations.", why=why, next=())
     if analysis.communication_us <= 0:
         return Headline(verdict=f"No communication in {_scope(analysis)}.", why=(), next=_next_lines(analysis))

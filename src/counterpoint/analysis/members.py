@@ -5,7 +5,7 @@ signals are joined: operations that the host issued one after the other carry on
 
 - it issues computation that is no matmul (operators of matmuls and communication issue matmuls between the pieces), or any
   computation where the copies run on a stream that only communicates;
-- the copies move to another stream that only communicates;
+- the copies move to another stream that only communicates, or another module's or annotation's begin;
 - a sum on a stream that also computes has ended it, or a new staging copy follows copies that followed a sum (an all-reduce
   by copies is a sum between two rounds of them).
 """
@@ -18,6 +18,7 @@ from counterpoint.traces.activity import GpuOperation
 from counterpoint.traces.classify import classify_kernel
 from counterpoint.value import Value
 
+NAMED_KINDS: tuple[CollectiveKind, ...] = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
 TRIFLE_US = 5.0
 """Kernels below this between the pieces of a collective (spins, counters) do not end it."""
 
@@ -49,7 +50,11 @@ def find_members(timed: TimedTrace, roles: tuple[Role, ...]) -> tuple[Members, .
 
 
 def kind_of_copies(timed: TimedTrace, members: Members) -> CollectiveKind:
-    """What a collective carried by copies does, by the order of its sums and copies."""
+    """What a collective carried by copies does: as its operator is called, else by the order of sums and copies."""
+    operator = timed.operator_of(members.operations[0])
+    named = [] if operator is None else [kind for kind in NAMED_KINDS if kind in f"{operator.module} {operator.name}"]
+    if named:
+        return named[0]
     operations = [timed.trace.operations[index] for index in members.operations]
     sums = [place for place, operation in enumerate(operations) if is_sum(operation)]
     copies = [place for place, operation in enumerate(operations) if is_between_gpus(operation)]
@@ -91,6 +96,7 @@ class _Pieces:
         self._is_open = False
         self._lane: int | None = None  # the stream that only communicates, where the open collective has one
         self._has_sum = self._has_copy_after_sum = False
+        self._module = ""
         self._computes = {
             stream
             for stream, line in timed.streams.items()
@@ -105,9 +111,11 @@ class _Pieces:
         is_other_lane = self._is_open and lane is not None and self._lane is not None and lane != self._lane
         is_next_round = self._has_copy_after_sum and is_staging(operation)
         is_past_sum = self._has_sum and lane is None and not is_sum(operation)
-        if not self._is_open or is_other_lane or is_next_round or is_past_sum:
+        operator = self._timed.operator_of(index)
+        module = operator.module if operator is not None else ""
+        if not self._is_open or is_other_lane or is_next_round or is_past_sum or module != self._module:
             self.groups.append([])
-            self._lane, self._has_sum, self._has_copy_after_sum = None, False, False
+            self._lane, self._has_sum, self._has_copy_after_sum, self._module = None, False, False, module
         self.groups[-1].append(index)
         self._is_open = True
         self._lane = lane if self._lane is None else self._lane

@@ -20,7 +20,9 @@ def find_operators(timed: TimedTrace, roles: tuple[Role, ...], windows: Sequence
         if roles[index] != "computation":
             continue
         operation = timed.trace.operations[index]
-        key = ("", operation.name, "", operation.matmul_sizes)
+        operator = timed.operator_of(index)
+        name, shapes = ("", "") if operator is None else (operator.name, operator.shapes)
+        key = (name, operation.name, shapes, operation.matmul_sizes)
         row = rows.setdefault(key, [0, 0])
         row[0] += 1
         row[1] += timed.ends[index] - timed.starts[index]

@@ -60,7 +60,7 @@ def analyze_rank(trace: ActivityTrace) -> RankAnalysis:
         shown_step=shown.step,
         lanes=lanes,
         names=names,
-        notes=(*found_windows.notes, *_notes(timed, roles)),
+        notes=(*trace.notes, *found_windows.notes, *_notes(timed, roles)),
         problems=(*found_windows.problems, *_problems(timed)),
     )
 

@@ -8,6 +8,8 @@ import shlex
 from collections.abc import Iterable, Iterator
 from typing import Final
 
+from msgspec.structs import replace
+
 from counterpoint.analysis.values import Analysis, Cause, Recoverable
 from counterpoint.job import Job
 from counterpoint.measurement.values import LEAST_SIMULATED_GAIN
@@ -15,6 +17,7 @@ from counterpoint.metrics import measure
 from counterpoint.planner.job_changes import find_job_changes
 from counterpoint.planner.search import Trial, Tuning, tune
 from counterpoint.sim import Simulator
+from counterpoint.step import Collective, Operation, Step
 
 RUN = "counterpoint run --plan plan.toml -- torchrun train.py"
 # The causes of exposed time that a control acts upon.
@@ -27,12 +30,14 @@ ACTS_ON: Final[dict[str, tuple[Cause, ...]]] = {
     "overlap_matmul": ("dependent", "own_stream"),
     "own_stream": ("own_stream",),
 }
+Entry = tuple[tuple[Cause, ...], str, float, tuple[str, ...]]  # causes, what, microseconds, lines to paste
 OF_CHANGES: Final[tuple[Cause, ...]] = ("dependent", "own_stream", "queued", "launched_late", "tail")
 
 
 def find_recoverable(analysis: Analysis, job: Job, source: str) -> tuple[Recoverable, ...]:
     """What would shorten the step of `job`, which was read from `source`, by value; causes that the step does not have are
     not named."""
+    job = replace(job, step=_without_waits(job.step, analysis))
     tuning = tune(job.step, job.machine, Simulator())
     error_us = 0.0
     baseline_us = measure(tuning.baseline).makespan_us
@@ -52,7 +57,22 @@ def find_recoverable(analysis: Analysis, job: Job, source: str) -> tuple[Recover
     return tuple(sorted(found, key=lambda each: -each.recovers_us))
 
 
-Entry = tuple[tuple[Cause, ...], str, float, tuple[str, ...]]
+def _without_waits(step: Step, analysis: Analysis) -> Step:
+    """The step with what other ranks show of its collectives: no control shortens the wait for a rank that comes later."""
+    if len(analysis.ranks) < 2:
+        return step
+    transfer_us = {(each.collective, each.num_bytes, each.group_size): each.mean_us for each in analysis.sizes}
+
+    def of_all_ranks(operation: Operation) -> Operation:
+        if not isinstance(operation, Collective) or operation.lone_us is None:
+            return operation
+        key = (operation.collective, operation.num_bytes, operation.group_size)
+        waited_us = operation.lone_us - transfer_us.get(key, operation.lone_us)
+        if waited_us <= 0:
+            return operation
+        return replace(operation, lone_us=operation.lone_us - waited_us, peer_wait_us=operation.peer_wait_us + waited_us)
+
+    return replace(step, operations=tuple(map(of_all_ranks, step.operations)))
 
 
 def _by_controls(tuning: Tuning, baseline_us: float, source: str) -> Iterator[Entry]:

@@ -98,6 +98,6 @@ def _parts_beside(timed: TimedTrace, line: tuple[int, ...], roles: list[Role]) -
         before, after = kept[max(0, place - 1)], kept[min(place + 1, len(kept) - 1)]
         beside = [_carries(operations[other], roles[other]) for other in dict.fromkeys((before, after)) if other != index]
         is_part = is_staging(operations[index]) and any(beside)
-        if is_part or (is_sum(operations[index]) and place and all(beside)):
+        if is_part or (is_sum(operations[index]) and place and all(beside)):  # also the last on its stream
             found.append(index)
     return found

@@ -6,7 +6,7 @@ Times count from the first GPU operation. Nothing here knows what an operation d
 from bisect import bisect_right
 from collections.abc import Sequence
 
-from counterpoint.traces.activity import ActivityTrace
+from counterpoint.traces.activity import ActivityTrace, HostOperator
 from counterpoint.traces.dependencies import find_dependencies
 from counterpoint.value import Value
 
@@ -42,6 +42,11 @@ class TimedTrace(Value, frozen=True, kw_only=True):
     def stream_of(self, index: int) -> int:
         """The stream an operation ran on."""
         return self.trace.operations[index].arguments.stream
+
+    def operator_of(self, index: int) -> HostOperator | None:
+        """The host's operator that launched an operation, where the trace says."""
+        number = self.trace.operations[index].operator
+        return None if number is None else self.trace.operators[number]
 
     def before_on_stream(self, index: int) -> int | None:
         """The operation before this one on its stream."""

@@ -1,6 +1,7 @@
 """How long each operation would have taken alone, from a trace in which some ran beside communication.
 
-A kernel that communication hardly touched took its lone time. A contended one takes that of a like launch that ran alone:
+A kernel that started at the tail of another one took its lone time from that one's end. Of the others, a kernel that
+communication hardly touched took its lone time. A contended one takes that of a like launch that ran alone:
 the longest untouched time of the same name, grid, block and shared memory that is not longer and not less than 1/1.7 of
 it (the same launch configuration may serve several sizes of matmul). Where there is none, the share of the SMs that the
 collectives held is subtracted. A collective's lone time is the least of its like that is no outlier: a rank that comes early
@@ -13,6 +14,7 @@ from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
 from counterpoint.traces.activity import ActivityTrace, GpuOperation
+from counterpoint.traces.beside import times_with_sms
 from counterpoint.traces.classify import is_communication
 from counterpoint.traces.steady import TracedSteps
 from counterpoint.value import Value
@@ -65,6 +67,7 @@ def find_lone_times(trace: ActivityTrace, steps: TracedSteps) -> LoneTimes:
     untouched = [_untouched(trace, communication, steps.steady_operations)]
     untouched.append(_untouched(trace, communication, (i for step in steps.steps for i in step)))
     alike = _collective_times(trace, steps)
+    with_sms = times_with_sms(trace)
     lone: list[float] = []
     num_contended = num_estimated = 0
     for index in steps.steady_operations:
@@ -72,6 +75,9 @@ def find_lone_times(trace: ActivityTrace, steps: TracedSteps) -> LoneTimes:
         traced_us = operation.duration_us
         if is_communication(operation.category, operation.name):
             lone.append(min(traced_us, least_usual(alike[collective_signature(operation)])))
+            continue
+        if index in with_sms:
+            lone.append(with_sms[index])
             continue
         covered_us, held = communication.beside(operation)
         if operation.category != "kernel" or covered_us <= UNTOUCHED_OVERLAP * traced_us:
