@@ -13,9 +13,14 @@ from counterpoint.plan import Plan
 from counterpoint.step import OperationKind, Step
 from counterpoint.value import Value, require
 
+NO_OPERATION = -1  # an interval of what ran in the step's time and is no operation of it
+
 
 class Interval(Value, frozen=True, kw_only=True):
-    """One operation's time on the GPU. `operation` is its index in the step; times are from the start of the step."""
+    """One operation's time on the GPU. `operation` is its index in the step; times are from the start of the step.
+
+    A measured timeline may show the like of another step under the same index, and anything else as `NO_OPERATION`.
+    """
 
     rank: int
     stream: int

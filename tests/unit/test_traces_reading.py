@@ -11,6 +11,7 @@ from counterpoint.metrics import critical_path_us, sequential_us
 from counterpoint.plan import LEAVE_IT
 from counterpoint.step import Collective, Copy, Kernel, Step
 from counterpoint.traces import TracedStep, read_trace
+from counterpoint.traces.lone_times import least_usual
 from counterpoint.traces.steady import find_repetition
 from helpers.trace_builder import ELEMENTWISE, MATMUL, NCCL, TraceBuilder, small_trace
 
@@ -193,8 +194,21 @@ def test_a_late_peer_shows_as_peer_wait(tmp_path: Path) -> None:
         trace.kernel(MATMUL, 10_000 * number + 1000, 10, host=10_000 * number + 2)
     result = read_trace(trace.write(tmp_path))
     (collective,) = [item for item in result.step.operations if isinstance(item, Collective)]
-    # All makespans are equal, so the third step is the steady one; the median of all steps but the first is 103.
-    assert (collective.lone_us, collective.peer_wait_us) == (103, 1)
+    # All makespans are equal, so the third step is the steady one; the least time that another one confirms is 100.
+    assert (collective.lone_us, collective.peer_wait_us) == (100, 4)
+
+
+@pytest.mark.parametrize(
+    ("times_us", "least_us"),
+    [
+        ([1390, 1470, 4770, 4220, 3460, 1560, 1510, 6970, 6940], 1390),  # all-gathers that waited for a peer
+        ([100, 1000, 1100, 5000], 1000),  # the first is an outlier
+        ([100, 300, 900], 100),
+        ([100], 100),
+    ],
+)
+def test_a_lone_time_of_a_collective_is_the_least_that_is_no_outlier(times_us: list[float], least_us: float) -> None:
+    assert least_usual(times_us) == least_us
 
 
 def test_a_host_that_is_just_ahead_leaves_issue_times_and_one_far_ahead_none(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ These values know nothing of files, of steps, or of what a kernel does. Field na
 `output_json.cpp`, as they stand in the shipped traces.
 """
 
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -34,9 +34,9 @@ class LaunchArguments(Value, frozen=True, kw_only=True, forbid_unknown_fields=Fa
     group_name: str | None = msgspec.field(default=None, name="Process Group Name")
     group_description: str | None = msgspec.field(default=None, name="Process Group Description")
     group_ranks: str | None = msgspec.field(default=None, name="Process Group Ranks")
-    in_split_sizes: str | None = msgspec.field(default=None, name="In split size")
-    out_split_sizes: str | None = msgspec.field(default=None, name="Out split size")
     dtype: str | None = None
+    in_splits: Any = msgspec.field(default=None, name="In split size")
+    out_splits: Any = msgspec.field(default=None, name="Out split size")
     external_id: int | None = msgspec.field(default=None, name="External id")
 
     def __post_init__(self) -> None:

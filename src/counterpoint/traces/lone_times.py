@@ -1,17 +1,20 @@
 """How long each operation would have taken alone, from a trace in which some ran beside communication.
 
-A kernel that communication hardly touched took its lone time. A contended one takes that of a like launch that ran alone:
+A kernel that started at the tail of another one took its lone time from that one's end. Of the others, a kernel that
+communication hardly touched took its lone time. A contended one takes that of a like launch that ran alone:
 the longest untouched time of the same name, grid, block and shared memory that is not longer and not less than 1/1.7 of
 it (the same launch configuration may serve several sizes of matmul). Where there is none, the share of the SMs that the
-collectives held is subtracted. A collective's lone time is the median of its like; the rest of its time it waited for
-other ranks. Nothing here knows dependencies.
+collectives held is subtracted. A collective's lone time is the least of its like that is no outlier: a rank that comes early
+waits inside the kernel, so longer times hold waits. The rest of its time it waited for other ranks. Nothing here knows
+dependencies.
 """
 
 from bisect import bisect_left
-from collections.abc import Iterable
-from statistics import median
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
 
 from counterpoint.traces.activity import ActivityTrace, GpuOperation
+from counterpoint.traces.beside import times_with_sms
 from counterpoint.traces.classify import is_communication
 from counterpoint.traces.steady import TracedSteps
 from counterpoint.value import Value
@@ -19,6 +22,10 @@ from counterpoint.value import Value
 UNTOUCHED_OVERLAP = 0.02
 MOST_SLOWDOWN = 1.7
 """More than a neighbour of 24 CTAs on 132 SMs has been seen to cost (1.2 to 1.7 in the shipped traces)."""
+SAME_WITHIN = 0.05
+"""Like launches that ran alone differ by so much in the shipped traces."""
+CONFIRMED_WITHIN = 0.25
+"""Times of like collectives beside different computation vary by so much (all-gathers of 416 MiB, shipped traces)."""
 
 Signature = tuple[str, tuple[int, ...], tuple[int, ...], int, int]
 
@@ -60,13 +67,17 @@ def find_lone_times(trace: ActivityTrace, steps: TracedSteps) -> LoneTimes:
     untouched = [_untouched(trace, communication, steps.steady_operations)]
     untouched.append(_untouched(trace, communication, (i for step in steps.steps for i in step)))
     alike = _collective_times(trace, steps)
+    with_sms = times_with_sms(trace)
     lone: list[float] = []
     num_contended = num_estimated = 0
     for index in steps.steady_operations:
         operation = trace.operations[index]
         traced_us = operation.duration_us
         if is_communication(operation.category, operation.name):
-            lone.append(min(traced_us, median(alike[collective_signature(operation)])))
+            lone.append(min(traced_us, least_usual(alike[collective_signature(operation)])))
+            continue
+        if index in with_sms:
+            lone.append(with_sms[index])
             continue
         covered_us, held = communication.beside(operation)
         if operation.category != "kernel" or covered_us <= UNTOUCHED_OVERLAP * traced_us:
@@ -77,6 +88,13 @@ def find_lone_times(trace: ActivityTrace, steps: TracedSteps) -> LoneTimes:
         num_estimated += like_us is None
         lone.append(_without_held(trace, traced_us, held) if like_us is None else like_us)
     return LoneTimes(lone_us=tuple(lone), num_contended=num_contended, num_estimated=num_estimated)
+
+
+def least_usual(times_us: Sequence[float]) -> float:
+    """The least of the times that another confirms, by being longer by `CONFIRMED_WITHIN` at most; else the least."""
+    ascending = sorted(times_us)
+    confirmed = (time for time, after in pairwise(ascending) if after <= time * (1 + CONFIRMED_WITHIN))
+    return next(confirmed, ascending[0])
 
 
 def _without_held(trace: ActivityTrace, traced_us: float, held: float) -> float:
@@ -143,27 +161,26 @@ def _untouched(trace: ActivityTrace, communication: Communication, indices: Iter
 
 
 def _like(operation: GpuOperation, untouched: list[dict[Signature, list[float]]]) -> float | None:
-    """The longest untouched time of a like launch that may be this one's: in the steady step, else in any."""
+    """The longest untouched time of a like launch that may be this one's: in the steady step, else in any.
+
+    Where none is shorter and one is hardly longer, communication did not slow the launch: it took its lone time.
+    """
     traced_us = operation.duration_us
     for times in untouched:
-        fitting = [time for time in times.get(signature(operation), []) if traced_us / MOST_SLOWDOWN <= time <= traced_us]
+        alike = times.get(signature(operation), [])
+        fitting = [time for time in alike if traced_us / MOST_SLOWDOWN <= time <= traced_us]
         if fitting:
             return fitting[-1]
+        if any(traced_us < time <= traced_us * (1 + SAME_WITHIN) for time in alike):
+            return traced_us
     return None
 
 
 def _collective_times(trace: ActivityTrace, steps: TracedSteps) -> dict[tuple[object, ...], list[float]]:
-    """Traced times of communication by signature, without the first profiled step where others have the like."""
+    """Traced times of communication by signature."""
     times: dict[tuple[object, ...], list[float]] = {}
-    for step in steps.steps[1:]:
-        _add_collectives(trace, step, times)
-    first: dict[tuple[object, ...], list[float]] = {}
-    _add_collectives(trace, steps.steps[0], first)
-    return first | times
-
-
-def _add_collectives(trace: ActivityTrace, step: tuple[int, ...], times: dict[tuple[object, ...], list[float]]) -> None:
-    for index in step:
+    for index in (index for step in steps.steps for index in step):
         operation = trace.operations[index]
         if is_communication(operation.category, operation.name):
             times.setdefault(collective_signature(operation), []).append(operation.duration_us)
+    return times

@@ -2,27 +2,36 @@
 
 An operation belongs to the step in which the host launched it, not to the one in which the GPU ran it: the host is often
 many milliseconds ahead. Steps come from the profiler's `ProfilerStep#` annotations; without them from the repetition of
-kernel names; else the whole trace is one step. The steady step is the one with the median makespan among those with the
-most common sequence of operations. The module does not know what an operation does.
+kernel names; else the whole trace is one step. A step's time on the GPU is its window, and whatever runs there counts, of
+whichever step it is. The steady step has the median makespan among the steps with the most common operations, on whichever
+streams, whose windows hold what the steps themselves launched.
 """
 
+import math
 from bisect import bisect_right
 from collections import Counter
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
 from counterpoint.errors import TraceError, shown
 from counterpoint.traces.activity import ActivityTrace, GpuOperation
+from counterpoint.traces.classify import is_communication
 from counterpoint.value import Value, require
 
 LEAST_COVERAGE = 0.6
 """The repetitions found must cover this share of the operations, or the trace counts as one step."""
+STRANGE_SHARE = 0.01
+"""So many operations of other steps in a step's window, as a share of its own, are no sign of a stream that runs ahead."""
 MAX_PERIODS_TRIED = 64
 OVERLAP_TOLERANCE_US = 1.0
 """The profiler's clock resolution is some tens of nanoseconds; less than this is not an overlap."""
 
 
 class TracedSteps(Value, frozen=True, kw_only=True):
-    """The steps of a trace as numbers of operations in issue order; `steady` is the position of the steady one."""
+    """The steps of a trace as numbers of operations in issue order; `steady` is the position of the steady one.
+
+    `makespans_us` are of whatever ran in the steps' windows.
+    """
 
     steps: tuple[tuple[int, ...], ...]
     steady: int
@@ -44,25 +53,111 @@ def divide_into_steps(trace: ActivityTrace) -> TracedSteps:
         TraceError,
         f"{trace.path}: no GPU operation was launched inside a profiled step; call profiler.step() once per iteration.",
     )
-    sequences = [tuple((trace.operations[i].name, trace.operations[i].stream) for i in step) for step in steps]
-    makespans = [makespan_us([trace.operations[i] for i in step]) for step in steps]
-    common, occurrences = Counter(sequences).most_common(1)[0]
-    alike = sorted((makespans[i], i) for i, sequence in enumerate(sequences) if sequence == common)
-    if occurrences < len(steps):
-        notes.append(
-            f"{len(steps) - occurrences} of {len(steps)} steps run other operations than the rest; they were left out."
-        )
+    windows = _windows(trace, steps)
+    makespans = [_span_us(trace, inside, window) for inside, window in zip(ran_within(trace, windows), windows, strict=True)]
+    alike, note = _alike(trace, steps)
     return TracedSteps(
         steps=tuple(tuple(step) for step in steps),
-        steady=alike[(len(alike) - 1) // 2][1],
+        steady=_median_of(_whole(trace, steps, windows, alike), makespans),
         makespans_us=tuple(makespans),
-        notes=tuple(notes),
+        notes=(*notes, *note),
     )
 
 
-def makespan_us(operations: list[GpuOperation]) -> float:
-    """First start to last end."""
-    return max(operation.end_us for operation in operations) - min(operation.start_us for operation in operations)
+def _alike(trace: ActivityTrace, steps: Sequence[Sequence[int]]) -> tuple[list[int], list[str]]:
+    """The steps with the most common operations, in any order: threads of the host race, and buckets rotate over streams."""
+    names = [frozenset(Counter(trace.operations[index].name for index in step).items()) for step in steps]
+    common, occurrences = Counter(names).most_common(1)[0]
+    if occurrences == len(steps):
+        return list(range(len(steps))), []
+    if occurrences == 1:
+        return list(range(len(steps))), [f"All {len(steps)} steps run different operations; the median one was read."]
+    note = f"{len(steps) - occurrences} of {len(steps)} steps run other operations than the rest; they were left out."
+    return [number for number, found in enumerate(names) if found == common], [note]
+
+
+def _whole(
+    trace: ActivityTrace, steps: Sequence[Sequence[int]], windows: Sequence[tuple[float, float]], alike: list[int]
+) -> list[int]:
+    """Those of the steps `alike` in whose windows the fewest operations are missing, or come from other steps.
+
+    A stream that runs a step ahead does the work of two steps in the first window, and none in the last.
+    """
+    started = [Counter[str]() for _ in windows]
+    starts = [start for start, _ in windows]
+    for operation in trace.operations:
+        place = bisect_right(starts, operation.start_us) - 1
+        if place >= 0 and operation.start_us <= windows[place][1]:
+            started[place][operation.name] += 1
+    strange = {}
+    for number in alike:
+        own = Counter(trace.operations[index].name for index in steps[number])
+        strange[number] = ((own - started[number]) + (started[number] - own)).total()
+    least = max(min(strange.values()), STRANGE_SHARE * len(steps[alike[0]]))
+    return [number for number in alike if strange[number] <= least]
+
+
+def _median_of(numbers: list[int], makespans: list[float]) -> int:
+    """The step with the median makespan. Of an even number the first profiled step is left out: it finds the GPU idle."""
+    kept = numbers[1:] if numbers[0] == 0 and len(numbers) % 2 == 0 else numbers
+    return sorted(kept, key=lambda number: (makespans[number], number))[(len(kept) - 1) // 2]
+
+
+def ran_within(trace: ActivityTrace, windows: Sequence[tuple[float, float]]) -> list[list[int]]:
+    """Numbers of the operations that ran in each window, at least in part; windows follow each other."""
+    starts = [start for start, _ in windows]
+    inside: list[list[int]] = [[] for _ in windows]
+    for index, operation in enumerate(trace.operations):
+        place = max(0, bisect_right(starts, operation.start_us) - 1)
+        while place < len(windows) and (windows[place][0] < operation.end_us or windows[place][0] == operation.start_us):
+            if operation.start_us < windows[place][1] or operation.end_us == windows[place][1] == operation.start_us:
+                inside[place].append(index)
+            place += 1
+    return inside
+
+
+def _span_us(trace: ActivityTrace, inside: list[int], window: tuple[float, float]) -> float:
+    """From the first operation in a window to the last end in it."""
+    operations = [trace.operations[index] for index in inside]
+    end_us = max((min(operation.end_us, window[1]) for operation in operations), default=window[0])
+    return end_us - min((max(operation.start_us, window[0]) for operation in operations), default=window[0])
+
+
+def gpu_windows(trace: ActivityTrace, steps: TracedSteps) -> tuple[tuple[float, float], ...]:
+    """The window of each step in GPU time: start and end in microseconds, on the trace's clock.
+
+    A window begins with the step's first operation on any stream once the computation's stream is done with the step before,
+    and ends where the next one begins, so that windows follow each other without gap or overlap. The last ends with the
+    last operation of its step. What runs in a window may belong to a neighbouring step: a stream that waits for nothing can
+    be a step ahead.
+    """
+    return tuple(_windows(trace, steps.steps))
+
+
+def _windows(trace: ActivityTrace, steps: Sequence[Sequence[int]]) -> list[tuple[float, float]]:
+    main = computation_stream(trace, (index for step in steps for index in step))
+    starts: list[float] = []
+    computed_us = -math.inf
+    for step in steps:
+        operations = [trace.operations[index] for index in step]
+        stream = main if any(each.stream == main for each in operations) else computation_stream(trace, step)
+        begin_us = min(each.start_us for each in operations if each.stream == stream or each.start_us >= computed_us)
+        starts.append(max(begin_us, starts[-1] if starts else begin_us))
+        computed_us = max(computed_us, *(each.end_us for each in operations if each.stream == stream))
+    end_us = max(trace.operations[index].end_us for index in steps[-1])
+    return list(pairwise((*starts, max(end_us, starts[-1]))))
+
+
+def computation_stream(trace: ActivityTrace, indices: Iterable[int]) -> int:
+    """The stream with most computation; without any, the busiest."""
+    busy_us: dict[int, list[float]] = {}
+    for index in indices:
+        operation = trace.operations[index]
+        computes = operation.category == "kernel" and not is_communication(operation.category, operation.name)
+        times = busy_us.setdefault(operation.stream, [0.0, 0.0])
+        times[0] += operation.duration_us if computes else 0.0
+        times[1] += operation.duration_us
+    return max(busy_us, key=lambda stream: busy_us[stream])
 
 
 def check_streams(path: str, operations: tuple[GpuOperation, ...]) -> tuple[str, ...]:

@@ -4,20 +4,29 @@ It puts the parts together: read, divide into steps and choose the steady one, f
 times, build the operations. What the user should know of the reading is in the notes, one line each.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from counterpoint.errors import CounterpointError, TraceError, require_kind
 from counterpoint.step import Dependency, OperationKind, Step
-from counterpoint.timeline import Interval, Timeline
+from counterpoint.timeline import NO_OPERATION, Interval, Timeline
 from counterpoint.traces.activity import ActivityTrace, GpuOperation
+from counterpoint.traces.beside import find_pairs_beside
 from counterpoint.traces.classify import is_communication
 from counterpoint.traces.dependencies import Dependencies, find_dependencies
 from counterpoint.traces.formats import SUFFIXES, read_activity
 from counterpoint.traces.issue import LAUNCH_BOUND_SHARE, IssueTimes, find_issue_times
 from counterpoint.traces.lone_times import LoneTimes, find_lone_times
 from counterpoint.traces.operations import Timing, build_operations
-from counterpoint.traces.steady import check_streams, divide_into_steps
-from counterpoint.units import format_percent
+from counterpoint.traces.steady import (
+    TracedSteps,
+    check_streams,
+    divide_into_steps,
+    gpu_windows,
+    ran_within,
+)
+from counterpoint.units import format_count, format_percent
 from counterpoint.value import Value
 
 LONGEST_FIRST = sorted(SUFFIXES, key=len, reverse=True)
@@ -26,7 +35,8 @@ LONGEST_FIRST = sorted(SUFFIXES, key=len, reverse=True)
 class TracedStep(Value, frozen=True, kw_only=True):
     """A trace's steady step, as a step to plan and as the timeline that was measured.
 
-    `timeline` counts from the step's first GPU operation. `step_makespans_us` are of all profiled steps, in order.
+    `timeline` holds whatever ran in the step's time on the GPU, of neighbouring steps, too, cut to it; it counts from the
+    start of that time (`traces.steady.gpu_windows`). `step_makespans_us` are of all profiled steps, in order.
     """
 
     step: Step
@@ -45,22 +55,35 @@ def read_trace(path: Path | str, *, rank: int | None = None) -> TracedStep:
     """
     require_kind(path, (str, Path), "read_trace takes a path", "Pass that of a trace (.json, .json.gz).")
     file = Path(path)
+    with _in_one_line(file):
+        return _steady_step(read_activity(file), rank)
+
+
+def traced_step_of(trace: ActivityTrace, *, rank: int | None = None) -> TracedStep:
+    """As `read_trace`, of a trace that was read already."""
+    with _in_one_line(Path(trace.path)):
+        return _steady_step(trace, rank)
+
+
+@contextmanager
+def _in_one_line(file: Path) -> Iterator[None]:
+    """Whatever is wrong is a `TraceError` in one line."""
     try:
-        return _read(file, rank)
+        yield
     except CounterpointError as problem:
         one_line = " ".join(str(problem).split())  # a kernel's name may hold any character
         raise TraceError(one_line if isinstance(problem, TraceError) else f"{file}: {one_line}") from problem
 
 
-def _read(path: Path, rank: int | None) -> TracedStep:
-    trace = read_activity(path)
+def _steady_step(trace: ActivityTrace, rank: int | None) -> TracedStep:
+    path = Path(trace.path)
     early = check_streams(trace.path, trace.operations)
     steps = divide_into_steps(trace)
     operations = [trace.operations[index] for index in steps.steady_operations]
     dependencies = find_dependencies(trace)
     inside = _dependencies_inside(dependencies, steps.steady_operations)
     lone = find_lone_times(trace, steps)
-    issue = find_issue_times(operations, trace.host_waits)
+    issue = find_issue_times(operations, trace.host_waits, gpu_windows(trace, steps)[steps.steady][0])
     timings = [
         Timing(lone_us=lone_us, waits_for=waits_for, issued_us=issued_us, issued_after=issued_after)
         for lone_us, waits_for, issued_us, issued_after in zip(
@@ -75,11 +98,14 @@ def _read(path: Path, rank: int | None) -> TracedStep:
         operations=built.operations,
         device_name=trace.device_name,
         launch_gap_us=issue.launch_gap_us,
+        fits_beside=_fits_beside(trace, steps.steady_operations),
     )
+    timeline = _timeline(name, trace, steps, trace.rank or 0 if rank is None else rank)
     notes = (
         *trace.notes,
         *_notes_on_file(trace, operations),
         *steps.notes,
+        *_notes_on_neighbours(trace, steps),
         *early,
         *_notes_on_dependencies(dependencies, inside),
         *_notes_on_times(trace, lone, issue),
@@ -87,7 +113,7 @@ def _read(path: Path, rank: int | None) -> TracedStep:
     )
     return TracedStep(
         step=step,
-        timeline=_timeline(name, operations, trace.rank or 0 if rank is None else rank),
+        timeline=timeline,
         num_steps=len(steps.steps),
         step_makespans_us=steps.makespans_us,
         notes=notes,
@@ -112,22 +138,44 @@ def _dependencies_inside(dependencies: Dependencies, indices: tuple[int, ...]) -
     return [tuple(sorted(line, key=lambda dependency: dependency.operation)) for line in found]
 
 
-def _timeline(name: str, operations: list[GpuOperation], rank: int) -> Timeline:
-    begin_us = min(operation.start_us for operation in operations)
-    intervals = [
-        Interval(
-            rank=rank,
-            stream=operation.stream,
-            operation=place,
-            name=operation.name,
-            kind=_kind(operation),
-            start_us=operation.start_us - begin_us,
-            end_us=operation.end_us - begin_us,
+def _fits_beside(trace: ActivityTrace, indices: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
+    """Pairs of the step's operations that ran together on SMs, by their numbers in the step."""
+    places = {index: place for place, index in enumerate(indices)}
+    return tuple((places[holder], places[beside]) for holder, beside in find_pairs_beside(trace, indices))
+
+
+def _timeline(name: str, trace: ActivityTrace, steps: TracedSteps, rank: int) -> Timeline:
+    """What ran in the steady step's window, cut to it."""
+    windows = gpu_windows(trace, steps)
+    begin_us, end_us = windows[steps.steady]
+    places = _places(trace, steps)
+    intervals = []
+    for index in ran_within(trace, windows)[steps.steady]:
+        operation = trace.operations[index]
+        intervals.append(
+            Interval(
+                rank=rank,
+                stream=operation.stream,
+                operation=places.get(index, NO_OPERATION),
+                name=operation.name,
+                kind=_kind(operation),
+                start_us=max(operation.start_us, begin_us) - begin_us,
+                end_us=min(operation.end_us, end_us) - begin_us,
+            )
         )
-        for place, operation in enumerate(operations)
-    ]
     intervals.sort(key=lambda interval: (interval.start_us, interval.operation))
     return Timeline(step_name=name, origin="measured", intervals=tuple(intervals))
+
+
+def _places(trace: ActivityTrace, steps: TracedSteps) -> dict[int, int]:
+    """Which operation of the steady step each operation of the trace is, or is alike in a step of the same sequence."""
+    sequences = [[trace.operations[index].name for index in step] for step in steps.steps]
+    return {
+        index: place
+        for step, sequence in zip(steps.steps, sequences, strict=True)
+        if sequence == sequences[steps.steady]
+        for place, index in enumerate(step)
+    }
 
 
 def _kind(operation: GpuOperation) -> OperationKind:
@@ -146,6 +194,18 @@ def _notes_on_file(trace: ActivityTrace, operations: list[GpuOperation]) -> list
     if trace.device_name is None:
         notes.append("The trace does not name its GPU; name the machine yourself.")
     return notes
+
+
+def _notes_on_neighbours(trace: ActivityTrace, steps: TracedSteps) -> list[str]:
+    """Whether streams run a step ahead: then operations of other steps run in this one's time."""
+    inside = set(ran_within(trace, gpu_windows(trace, steps))[steps.steady])
+    own = set(steps.steady_operations)
+    if inside == own:
+        return []
+    return [
+        f"Streams run ahead of each other: {len(own - inside)} of the step's {len(own)} operations ran outside its time on "
+        f"the GPU, and {format_count(len(inside - own), 'operation')} of other steps ran inside it and count there."
+    ]
 
 
 def _notes_on_dependencies(dependencies: Dependencies, inside: list[tuple[Dependency, ...]]) -> list[str]:

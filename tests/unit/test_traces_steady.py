@@ -1,0 +1,93 @@
+"""Steps as the GPU ran them: their windows, which one is steady, and what ran in it."""
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from counterpoint import Simulator, load_machine
+from counterpoint.metrics import measure
+from counterpoint.plan import LEAVE_IT
+from counterpoint.traces import read_trace
+from counterpoint.traces.formats import read_activity
+from counterpoint.traces.steady import divide_into_steps, gpu_windows
+from helpers.trace_builder import MATMUL, TraceBuilder
+
+
+def running_ahead(num_steps: int = 4) -> TraceBuilder:
+    """Steps of two matmuls of 40 us; each step's collective waits for nothing and runs a step ahead of its matmuls."""
+    trace = TraceBuilder()
+    for number in range(num_steps):
+        trace.step(10.0 * number, 10.0 * number + 10)
+    for number in range(num_steps):
+        trace.collective(100.0 * number - 85 if number else 1, 60 if number else 3, host=10.0 * number + 1)
+        for place in range(2):
+            trace.kernel(MATMUL, 100.0 * number + 5 + 45 * place, 40, host=10.0 * number + 2 + place)
+    return trace
+
+
+def test_windows_follow_the_computation_when_the_host_and_a_side_stream_run_ahead(tmp_path: Path) -> None:
+    trace = read_activity(running_ahead().write(tmp_path))
+    windows = gpu_windows(trace, divide_into_steps(trace))
+    assert windows == ((1, 105), (105, 205), (205, 305), (305, 390))
+
+
+def test_what_runs_in_a_step_counts_whichever_step_launched_it(tmp_path: Path) -> None:
+    result = read_trace(running_ahead().write(tmp_path))
+    # The window from 105 to 205 holds the next step's collective from 115 to 175, of which 145 to 150 is exposed.
+    rank = measure(result.timeline).ranks[0]
+    assert (rank.makespan_us, rank.communication_us, rank.exposed_us) == (85, 60, 5)
+    assert any("Streams run ahead of each other: 1 of the step's 3 operations" in note for note in result.notes)
+
+
+@pytest.mark.parametrize("num_steps", [2, 3])
+def test_steps_are_alike_when_buckets_rotate_over_streams(tmp_path: Path, num_steps: int) -> None:
+    trace = TraceBuilder()
+    for number in range(num_steps):
+        trace.step(1000.0 * number, 1000.0 * number + 900)
+        trace.kernel(MATMUL, 1000.0 * number + 10, 50 + 5 * number, host=1000.0 * number + 1)
+        trace.collective(1000.0 * number + 70, 20, host=1000.0 * number + 2, stream=19 + number)
+    found = divide_into_steps(read_activity(trace.write(tmp_path)))
+    # The first step of two finds the GPU idle, so the second is the steady one; of three the one with the median makespan.
+    assert (len(found.steps), found.steady, found.notes) == (num_steps, 1, ())
+
+
+def test_of_steps_that_all_differ_the_median_is_read_with_a_note(tmp_path: Path) -> None:
+    trace = TraceBuilder()
+    for number in range(3):
+        trace.step(1000.0 * number, 1000.0 * number + 900)
+        trace.kernel(f"step_{number}", 1000.0 * number + 10, (50, 300, 100)[number], host=1000.0 * number + 1)
+    found = divide_into_steps(read_activity(trace.write(tmp_path)))
+    assert (found.steady, found.notes) == (2, ("All 3 steps run different operations; the median one was read.",))
+
+
+PERSISTENT = {"grid": [132, 1, 1], "block": [384, 1, 1], "registers per thread": 168, "shared memory": 213188}
+BARRIER = {"grid": [1, 1, 1], "block": [32, 1, 1], "registers per thread": 32}
+
+
+def persistent_pair(barrier_us: float) -> TraceBuilder:
+    """Two persistent matmuls on two streams, the second at the tail of the first; a barrier on a third stream."""
+    trace = TraceBuilder()
+    trace.step(0, 90)
+    trace.kernel("spin", 100, 10, host=1)
+    trace.kernel(MATMUL, 110, 700, host=2, args=PERSISTENT)
+    trace.kernel(MATMUL, 710, 800, host=3, stream=23, args=PERSISTENT)
+    trace.kernel("barrier_kernel", barrier_us, 5, host=4, stream=19, args=BARRIER)
+    return trace
+
+
+def test_a_persistent_kernel_at_the_tail_of_another_takes_its_time_from_that_ones_end(tmp_path: Path) -> None:
+    step = read_trace(persistent_pair(400).write(tmp_path)).step
+    assert [operation.lone_us for operation in step.operations] == [10, 700, 700, 5]
+
+
+@pytest.mark.parametrize(("barrier_us", "fits"), [(400, True), (1515, False)])
+def test_what_started_in_the_middle_of_a_persistent_kernel_fits_beside_it(
+    tmp_path: Path, barrier_us: float, fits: bool
+) -> None:
+    result = read_trace(persistent_pair(barrier_us).write(tmp_path))
+    assert result.step.fits_beside == (((1, 3),) if fits else ())
+    waiting = msgspec.structs.replace(result.step.operations[3], issued_us=300.0)
+    step = msgspec.structs.replace(result.step, operations=(*result.step.operations[:3], waiting))
+    replayed = {each.operation: each for each in Simulator().run(step, load_machine("h200"), LEAVE_IT).intervals}
+    assert (replayed[3].start_us < replayed[1].end_us) == fits
