@@ -40,7 +40,7 @@ def assemble(
             "or record it again for the rest."
         )
     notes += [*_lost(operations, calls), *_early(operations)]
-    operations.sort(key=lambda operation: (*operation.issue_key, operation.stream, operation.arguments.correlation))
+    operations.sort(key=_issue_key)
     found = _attach_operators(operations, calls, operators)
     return replace(
         trace,
@@ -53,6 +53,13 @@ def assemble(
 
 
 # Operations are completed in place below: they were made for this trace and nobody else has seen them yet.
+
+
+def _issue_key(operation: GpuOperation) -> tuple[float, float, int, int]:
+    """The order of issue, the same for the same operations in any order."""
+    launched_us, arguments = operation.launched_us, operation.arguments
+    start_us = operation.start_us
+    return start_us if launched_us is None else launched_us, start_us, arguments.stream, arguments.correlation
 
 
 def _attach_launches(path: str, operations: list[GpuOperation], calls: dict[int, HostCall]) -> None:

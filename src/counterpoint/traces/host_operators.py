@@ -93,7 +93,7 @@ class HostOperators:
         self._keys: dict[_Key, int] = {}
         self._external_ids, self._key_numbers = array("q"), array("i")
         self._sequences, self._times, self._sequence_threads = array("q"), array("d"), array("i")
-        self._threads: dict[str, int] = {}
+        self._threads: dict[int | str, int] = {}
         self._operator_threads: set[int | str] = set()
         self._names: dict[str, int] = {}
         self._engine: dict[str, _Windows] = {}
@@ -107,27 +107,31 @@ class HostOperators:
         keys, numbers = self._keys, []
         self._operator_threads |= {event.tid for event in events}
         kept, arguments = decode_arguments(events, self._decoder, self._list_decoder)
+        forward: list[tuple[Event, int]] = []
         for event, found in zip(kept, arguments, strict=True):
             sequence, dims = found.sequence, found.dims
             if sequence >= 0:
-                self._add_sequence(event, sequence, found.forward_thread)
+                if event.name.startswith(ENGINE):
+                    windows = self._engine.setdefault(str(event.tid), _Windows())
+                    windows.add(event.ts, event.ts + event.dur, _small(sequence))
+                elif found.forward_thread == 0:
+                    forward.append((event, sequence))
             key = (event.name, bytes(dims), bytes(found.types)) if dims else event.name
             numbers.append(keys.setdefault(key, len(keys)))
-        self._key_numbers.extend(numbers)
+        self._key_numbers.extend(array("i", numbers))
+        self._add_forward(forward)
         try:
             self._external_ids.extend(array("q", [found.external_id for found in arguments]))
         except OverflowError:
             self._external_ids.extend([_small(found.external_id) for found in arguments])
 
-    def _add_sequence(self, event: Event, sequence: int, forward_thread: int) -> None:
-        """Keep when an operator of this sequence number ran: in the backward engine, or forward."""
-        thread = str(event.tid)
-        if event.name.startswith(ENGINE):
-            self._engine.setdefault(thread, _Windows()).add(event.ts, event.ts + event.dur, _small(sequence))
-        elif forward_thread == 0:
-            self._sequences.append(_small(sequence))
-            self._times.append(event.ts)
-            self._sequence_threads.append(self._threads.setdefault(thread, len(self._threads)))
+    def _add_forward(self, operators: list[tuple[Event, int]]) -> None:
+        """Keep when forward operators of these sequence numbers ran, and in which thread."""
+        threads = self._threads
+        self._times.extend(array("d", [event.ts for event, _ in operators]))
+        self._sequences.extend(array("q", [_small(sequence) for _, sequence in operators]))
+        numbers = [threads.setdefault(event.tid, len(threads)) for event, _ in operators]
+        self._sequence_threads.extend(array("i", numbers))
 
     @property
     def threads(self) -> set[str]:
@@ -219,7 +223,7 @@ class HostOperators:
         names, found = list(self._names), {}
         for thread, number in self._threads.items():
             places = [place for place, each in enumerate(self._sequence_threads) if each == number]
-            inside = self._modules.get(thread, _Windows()).innermost(self._times[place] for place in places)
+            inside = self._modules.get(str(thread), _Windows()).innermost(self._times[place] for place in places)
             for place in places:
                 if self._times[place] in inside:
                     found[self._sequences[place]] = names[inside[self._times[place]]]
