@@ -7,7 +7,7 @@ The text is as the profiler wrote it, each repetition later and with correlation
 
 Prints seconds (best and all of the runs), seconds of processor time and peak resident memory, plain and compressed, and
 with --write stores them with the conditions in benchmarks/results/trace_reading.json. The target: 150 MB/s on one core and
-500 MB. Linux only: the peak is VmHWM of the reading process (getrusage's would include what this process held when it forked).
+500 MB. Linux only: the peak is VmHWM of the reading process (getrusage's would include what this process held at the fork).
 """
 
 import argparse
