@@ -113,6 +113,8 @@ def with_operators() -> TraceBuilder:
     event("cpu_op", "autograd::engine::evaluate_function: MmBackward0", 200, 90, 9, **evaluated)
     event("cpu_op", "aten::mm", 210, 30, 9, **{"External id": 4}, **shapes)
     trace.kernel(MATMUL, 300, 10, host=220, thread=9, args={"External id": 4})
+    event("cpu_op", "aten::_foreach_norm", 310, 30, 1, **{"External id": 7})
+    trace.kernel(ELEMENTWISE, 350, 10, host=320, args={"External id": 7})
     event("user_annotation", "Optimizer.step#AdamW.step", 400, 100, 1, **{"External id": 5})
     event("cpu_op", "aten::_foreach_add_", 410, 30, 1, **{"External id": 6})
     trace.kernel(ELEMENTWISE, 500, 10, host=420, args={"External id": 6})
@@ -127,12 +129,13 @@ def test_an_operation_knows_its_operator_with_phase_and_module(tmp_path: Path) -
     assert said == [
         ("aten::mm", "forward", "Linear_3", "c10::BFloat16", "1"),
         ("aten::mm", "backward", "Linear_3", "c10::BFloat16", "9"),
+        ("aten::_foreach_norm", "optimizer", "", "", "1"),
         ("aten::_foreach_add_", "optimizer", "", "", "1"),
         None,
     ]
     assert found[0] is not None
     assert json.loads(found[0].shapes) == [[4, 8], [8, 16]]
-    assert [item.matmul_sizes for item in trace.operations] == [(4, 8, 16), (4, 8, 16), None, None]
+    assert [item.matmul_sizes for item in trace.operations] == [(4, 8, 16), (4, 8, 16), None, None, None]
 
 
 def test_kernels_of_a_replayed_graph_have_the_operator_that_launched_it(tmp_path: Path) -> None:

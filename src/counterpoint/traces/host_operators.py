@@ -3,12 +3,14 @@
 The profiler writes the number of the innermost operator beside each GPU operation ("External id"), also for launches of
 CUDA graphs. While a file is read every operator is kept in some bytes; those that launched something become values at the
 end. The phase is that of the launch: backward in the engine's threads and while it evaluates a function, optimizer within
-`Optimizer.step#...`, forward else. The module is the innermost recorded `nn.Module` or annotation around the launch; in the
-backward pass that around the forward operator of the same sequence number. The module does not know GPU operations.
+`Optimizer.step#...` and between it and the backward pass before it, forward else. The module is the innermost recorded
+`nn.Module` or annotation around the launch; in the backward pass that around the forward operator of the same sequence
+number. The module does not know GPU operations.
 """
 
 import re
 from array import array
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from typing import TypeVar
@@ -95,6 +97,7 @@ class HostOperators:
         self._sequences, self._times, self._sequence_threads = array("q"), array("d"), array("i")
         self._threads: dict[int | str, int] = {}
         self._operator_threads: set[int | str] = set()
+        self._starts: list[tuple[float, bool]] | None = None  # of backward functions and, True, of the optimizer
         self._names: dict[str, int] = {}
         self._engine: dict[str, _Windows] = {}
         self._optimizer: dict[str, _Windows] = {}
@@ -202,8 +205,18 @@ class HostOperators:
         backward = engine.innermost(times) if engine is not None else {}
         found: dict[float, HostPhase] = {}
         for time_us in times:
-            found[time_us] = "optimizer" if time_us in optimizer else "backward" if time_us in backward else "forward"
+            is_optimizer = time_us in optimizer or self._is_before_optimizer(time_us)
+            found[time_us] = "backward" if time_us in backward else "optimizer" if is_optimizer else "forward"
         return found if self._engine or self._optimizer else dict.fromkeys(times, "unknown")
+
+    def _is_before_optimizer(self, time_us: float) -> bool:
+        """Whether a backward pass came last and the optimizer comes next: gradients are clipped there."""
+        if self._starts is None:
+            marks = [(start, False) for each in self._engine.values() for start in each.starts]
+            marks += [(start, True) for each in self._optimizer.values() for start in each.starts]
+            self._starts = sorted(marks)
+        place = bisect_left(self._starts, (time_us, False))
+        return 0 < place < len(self._starts) and self._starts[place][1] and not self._starts[place - 1][1]
 
     def _modules_at(self, thread: str, times: list[float]) -> dict[float, str]:
         """The innermost module or annotation around each launch of a thread."""
