@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from typer.exceptions import Abort, TyperException
 
-from counterpoint import cli_check, cli_gpu, cli_plan, cli_run, cli_schedule
+from counterpoint import cli_analyze, cli_check, cli_gpu, cli_plan, cli_run, cli_schedule
 from counterpoint.errors import MAX_LINE, CounterpointError, say, shown
 from counterpoint.units import format_count
 from counterpoint.value import check_outputs
@@ -266,6 +266,7 @@ def _probe_machine(name: str | None, output: Path | None, is_json: bool) -> None
         print(f"Machine saved to {output}. Use it: --machine {output}")
 
 
+app.command(short_help="Say what communication is exposed in traces, why, and what can be recovered.")(cli_analyze.analyze)
 app.command(context_settings=cli_check.CONTEXT, short_help="Name settings known to defeat overlap, before a run.")(
     cli_check.check
 )

@@ -51,6 +51,10 @@ class TraceError(StepError):
     """A profiler trace cannot be read, or holds no step."""
 
 
+class AnalysisError(CounterpointError):
+    """An analysis cannot be made, read or compared: traces that do not belong together, a condition that is none."""
+
+
 class WorkloadError(StepError):
     """A workload file is wrong: an unknown name, a cycle, a missing figure."""
 

@@ -5,12 +5,11 @@ What is gzip is known by its first bytes, not by its name, and is unpacked piece
 earlier where a file unpacks to far more than its size. It does not know what the bytes mean.
 """
 
-import gzip
-import io
 import os
 import select
 import stat
 import zlib
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from counterpoint.errors import CounterpointError, shown_path
@@ -19,7 +18,7 @@ from counterpoint.units import GIB, MIB, format_bytes
 GZIP_MAGIC = b"\x1f\x8b"
 UTF8_MARK = b"\xef\xbb\xbf"  # some editors begin a file of text with it
 MAX_TEXT_BYTES = 64 * MIB  # plans, machines, workloads: the largest plan of a shipped trace has 60 KiB
-MAX_TRACE_BYTES = 2 * GIB  # some 7 million events; the reader needs about five times as much memory
+MAX_TRACE_BYTES = 32 * GIB  # some 120 million events; the reader holds what it keeps of them, about a sixth of a file
 MAX_PACKED_BYTES = MAX_TRACE_BYTES // 4
 MAX_RATIO = 250  # the shipped traces pack to a fifteenth; deflate reaches 1,032 where nothing but one letter follows
 LEAST_SUSPECT_BYTES = 64 * MIB  # below this a high ratio harms nobody
@@ -35,47 +34,103 @@ def read_limited(
     Raises `error`, one line that ends with `remedy` ("give a .toml file"), for what cannot be read, is a device, or is
     larger than `most` bytes.
     """
+    raw = bytearray()
     try:
-        raw = _read_raw(path, error, most)
-        if is_unpacked and raw.startswith(GZIP_MAGIC):
-            _refuse_larger(path, len(raw), min(most, MAX_PACKED_BYTES), "compressed bytes", error)
-            raw = _unpacked(path, raw, error, most)
+        for piece in read_pieces(path, error, remedy, most=most, is_unpacked=is_unpacked):
+            raw += piece
+    except MemoryError as problem:
+        raise error(f"{shown_path(path)} is too large for the memory of this machine; {remedy}.") from problem
+    return raw[len(UTF8_MARK) :] if raw.startswith(UTF8_MARK) else raw
+
+
+def read_pieces(
+    path: Path | str,
+    error: type[CounterpointError],
+    remedy: str,
+    *,
+    most: int = MAX_TEXT_BYTES,
+    is_unpacked: bool = False,
+    on_progress: Callable[[int, int], None] | None = None,
+) -> Iterator[bytes]:
+    """The bytes of a file or pipe, piece by piece and in bounded memory; with `is_unpacked`, what is gzip comes unpacked.
+
+    `on_progress` is told the bytes read of the file, as it lies there, and its size (0 for a pipe). Raises what
+    `read_limited` raises, after the pieces that came before; damaged gzip has the decoder's own error as its cause.
+    """
+    try:
+        with _Source(path, error, most, on_progress) as source:
+            head = source.read(len(GZIP_MAGIC))
+            source.put_back(head)
+            if is_unpacked and head == GZIP_MAGIC:
+                source.limit(min(most, MAX_PACKED_BYTES), "compressed bytes")
+                yield from _unpacked(path, source, error, most)
+            else:
+                while piece := source.read(PIECE_BYTES):
+                    yield piece
     except OSError as problem:
         raise error(f"Cannot read {shown_path(path)}: {problem.strerror}; {remedy}.") from problem
     except ValueError as problem:
         if isinstance(problem, CounterpointError):
             raise
         raise error(f"Cannot read {shown_path(path)}: {problem}; {remedy}.") from problem
-    except MemoryError as problem:
-        raise error(f"{shown_path(path)} is too large for the memory of this machine; {remedy}.") from problem
-    return raw[len(UTF8_MARK) :] if raw.startswith(UTF8_MARK) else raw
 
 
-def _read_raw(path: Path | str, error: type[CounterpointError], most: int) -> bytearray:
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    try:
-        facts = os.fstat(descriptor)
-        is_pipe = stat.S_ISFIFO(facts.st_mode)
-        if not (is_pipe or stat.S_ISREG(facts.st_mode) or stat.S_ISDIR(facts.st_mode)):
-            raise error(f"{shown_path(path)} is a device, which may never end; give a file.")
-        if not is_pipe:
-            _refuse_larger(path, facts.st_size, most, "bytes", error)
-        raw = bytearray()
-        while piece := _next_piece(descriptor, path, error, is_pipe):
-            raw += piece
-            _refuse_larger(path, len(raw), most, "bytes or more", error)  # a pipe has no size, and files grow
-        return raw
-    finally:
-        os.close(descriptor)
+class _Source:
+    """A file or pipe, opened without waiting, that counts what was read of it and refuses devices and what is too large."""
+
+    def __init__(
+        self, path: Path | str, error: type[CounterpointError], most: int, on_progress: Callable[[int, int], None] | None
+    ) -> None:
+        self.path, self.error, self.on_progress = path, error, on_progress
+        self.most, self.what, self.num_read, self.size, self.kept = most, "bytes", 0, 0, b""
+        self.descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+
+    def __enter__(self) -> "_Source":
+        try:
+            facts = os.fstat(self.descriptor)
+            self.is_pipe = stat.S_ISFIFO(facts.st_mode)
+            if not (self.is_pipe or stat.S_ISREG(facts.st_mode) or stat.S_ISDIR(facts.st_mode)):
+                raise self.error(f"{shown_path(self.path)} is a device, which may never end; give a file.")
+            self.size = 0 if self.is_pipe else facts.st_size
+            self.limit(self.most, "bytes")
+        except BaseException:
+            os.close(self.descriptor)
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self.descriptor)
+
+    def limit(self, most: int, what: str) -> None:
+        """Refuse more than `most` bytes from here on; `what` they are called."""
+        self.most, self.what = most, what
+        _refuse_larger(self.path, self.size, most, what, self.error)
+
+    def put_back(self, piece: bytes) -> None:
+        """Let `piece` be read again."""
+        self.kept = piece
+
+    def read(self, most: int = PIECE_BYTES) -> bytes:
+        """The next bytes, at most so many; none at the end."""
+        if self.kept:
+            piece, self.kept = self.kept[:most], self.kept[most:]
+            return piece
+        piece = _next_piece(self.descriptor, self.path, self.error, self.is_pipe, most)
+        self.num_read += len(piece)
+        # A pipe has no size, and files grow.
+        _refuse_larger(self.path, self.num_read, self.most, f"{self.what} or more", self.error)
+        if self.on_progress is not None:
+            self.on_progress(self.num_read, self.size)
+        return piece
 
 
-def _next_piece(descriptor: int, path: Path | str, error: type[CounterpointError], is_pipe: bool) -> bytes:
+def _next_piece(descriptor: int, path: Path | str, error: type[CounterpointError], is_pipe: bool, most: int) -> bytes:
     if is_pipe:
         poll = select.poll()
         poll.register(descriptor, select.POLLIN)
         if not poll.poll(1000 * SILENCE_S):
             raise error(f"Nothing came through the pipe {shown_path(path)} for {SILENCE_S:g} s; give a file.")
-    return os.read(descriptor, PIECE_BYTES)
+    return os.read(descriptor, most)
 
 
 def _refuse_larger(path: Path | str, found: int, most: int, what: str, error: type[CounterpointError]) -> None:
@@ -86,19 +141,31 @@ def _refuse_larger(path: Path | str, found: int, most: int, what: str, error: ty
         )
 
 
-def _unpacked(path: Path | str, packed: bytearray, error: type[CounterpointError], most: int) -> bytearray:
-    found = bytearray()
+def _unpacked(path: Path | str, source: _Source, error: type[CounterpointError], most: int) -> Iterator[bytes]:
+    """The members of a gzip file, one after the other; zeros may follow them."""
+    found = 0
+    decoder = zlib.decompressobj(wbits=31)
+    packed, piece = source.read(), b""
     try:
-        source = io.BytesIO(packed)
-        with gzip.GzipFile(fileobj=source) as file:
-            while piece := file.read(PIECE_BYTES):
-                found += piece
-                _refuse_larger(path, len(found), most, "bytes or more once unpacked", error)
-                if len(found) > max(LEAST_SUSPECT_BYTES, MAX_RATIO * source.tell()):
-                    raise error(
-                        f"{shown_path(path)} unpacks to {len(found):,} bytes from {source.tell():,}, more than {MAX_RATIO} "
-                        "times as many, which no trace does. Copy or record it again."
-                    )
-    except (gzip.BadGzipFile, EOFError, zlib.error) as problem:
+        while packed or piece:
+            piece = decoder.decompress(packed, PIECE_BYTES)
+            found += len(piece)
+            _refuse_larger(path, found, most, "bytes or more once unpacked", error)
+            used = source.num_read - len(decoder.unconsumed_tail) - len(decoder.unused_data)
+            if found > max(LEAST_SUSPECT_BYTES, MAX_RATIO * used):
+                raise error(
+                    f"{shown_path(path)} unpacks to {found:,} bytes from {used:,}, more than {MAX_RATIO} times as many, "
+                    "which no trace does. Copy or record it again."
+                )
+            if piece:
+                yield piece
+            packed = decoder.unconsumed_tail or decoder.unused_data or source.read()
+            while decoder.eof:
+                packed = packed.lstrip(b"\0")
+                if packed:
+                    decoder = zlib.decompressobj(wbits=31)
+                elif not (packed := source.read()):
+                    return
+        raise EOFError("it ends before its end-of-stream marker")
+    except (EOFError, zlib.error) as problem:
         raise error(f"{shown_path(path)} is damaged gzip ({problem}); copy or record it again.") from problem
-    return found

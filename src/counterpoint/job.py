@@ -35,7 +35,7 @@ def load_job(source: str, machine_name: str | None = None) -> Job:
         raise StepError(f"'{shown_path(source)}' is an address, and only files are read. Download it, and name the file.")
     is_workload = source.lower().endswith(".toml") or source.lower() in workload_names()
     if not is_workload and is_trace(source):
-        return _traced_job(source, machine_name)
+        return job_of(read_trace(source), machine_name)
     if not is_workload:
         raise StepError(_why_no_job(source))
     return Job(step=load_workload(source), machine=load_machine(DEFAULT_MACHINE if machine_name is None else machine_name))
@@ -76,8 +76,8 @@ def _check_text(source: str) -> None:
         ) from problem
 
 
-def _traced_job(source: str, machine_name: str | None) -> Job:
-    traced = read_trace(source)
+def job_of(traced: TracedStep, machine_name: str | None = None) -> Job:
+    """The job of a step that was traced; machine and errors as in `load_job`."""
     device = traced.step.device_name
     if machine_name is not None:
         machine: Machine | None = load_machine(machine_name)

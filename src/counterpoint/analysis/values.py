@@ -26,6 +26,7 @@ Cause = Literal[
     "slow_rank",  # waiting for a rank that arrived later
     "uneven",  # an uneven split gives this rank more to move than others
     "tail",  # at the end of the step, where nothing is left to compute
+    "gap",  # between two kernels of the computation that need nothing of it: a launch gap, a fill or a copy
 ]
 Aspect = Literal["collective", "process_group", "stream", "module", "phase", "transport"]
 
@@ -61,9 +62,10 @@ class StepFigures(Value, frozen=True, kw_only=True):
 class TracedCollective(Value, frozen=True, kw_only=True):
     """One collective as one rank ran it: a kernel, or the copies, sums and signals that carry it together.
 
-    `number` counts the rank's collectives by start, `group_number` those of its process group. `before` says in words what
-    the rank did before it came to the collective, for ranks that waited for this one. `issued_us` is the host's launch;
-    `imbalance` the largest part over the mean part of an uneven all-to-all, 1 where parts are even, 0 if unknown.
+    `number` counts the rank's collectives by start, `group_number` those of its process group. `step` is -1 outside the
+    profiled steps. `before` says in words what the rank did before it came to the collective, for ranks that waited for this
+    one. `issued_us` is the host's launch; `imbalance` the largest part over the mean part of an uneven all-to-all, 1 where
+    parts are even, 0 if unknown. `group_ranks` are the ranks of the process group where the trace lists them all.
     """
 
     rank: int
@@ -87,6 +89,7 @@ class TracedCollective(Value, frozen=True, kw_only=True):
     exposed_us: float = 0.0
     imbalance: float = 0.0
     before: str = ""
+    group_ranks: tuple[int, ...] = ()
 
 
 class ExposedInterval(Value, frozen=True, kw_only=True):
@@ -112,7 +115,10 @@ class ExposedInterval(Value, frozen=True, kw_only=True):
 
 
 class Breakdown(Value, frozen=True, kw_only=True):
-    """Communication of the steady steps by one aspect: mean times per step and rank."""
+    """Communication of the steady steps by one aspect: mean times per step and rank.
+
+    `num_collectives` and `num_bytes` are sums over the steady steps of all ranks.
+    """
 
     aspect: Aspect
     name: str
@@ -243,10 +249,11 @@ class CollectiveSkew(Value, frozen=True, kw_only=True):
 
 
 class CollectiveSize(Value, frozen=True, kw_only=True):
-    """Collectives of one kind, size, group and transport.
+    """Collectives of one kind, size, group and transport, of all steps; one that several ranks ran counts once.
 
-    Bus bandwidth is as nccl-tests counts it, from the latency once all present ranks had come where several are known, else
-    from the shortest time.
+    Times are latencies once all present ranks had come where several ran it, else durations. Bus bandwidth is as nccl-tests
+    counts it, from the mean latency, else from the shortest duration. `num_bytes` is the mean over ranks. `spread_us` is the
+    half-width of the middle half of times.
     """
 
     collective: CollectiveKind
@@ -260,6 +267,7 @@ class CollectiveSize(Value, frozen=True, kw_only=True):
     most_us: float
     bus_bytes_per_s: float | None = None
     imbalance: float = 0.0
+    spread_us: float = 0.0
 
 
 class Recoverable(Value, frozen=True, kw_only=True):
@@ -293,10 +301,9 @@ class Change(Value, frozen=True, kw_only=True):
     unit: Literal["us", "share", "count"]
 
 
-class Analysis(Value, frozen=True, kw_only=True):
+class Analysis(Value, frozen=True, kw_only=True, tag_field="schema", tag=SCHEMA):
     """Traces of one job, of one rank or many. The means of `steps` are over steady steps and ranks."""
 
-    schema: str = SCHEMA
     ranks: tuple[RankAnalysis, ...]
     headline: Headline
     step_us: float

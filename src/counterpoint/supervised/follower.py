@@ -59,10 +59,14 @@ class Follower:
     # --- answers of rank 0 ---
 
     def announce(self, answer: Announcement) -> None:
-        """On rank 0: tell all ranks. Whoever reported under the answer before has heard the one before that."""
+        """On rank 0: tell all ranks.
+
+        Whoever reported under an answer has heard it. Of the last three, one or two may have had no reports: the turns in
+        which paths warm up have none, and a failure can follow any answer at once.
+        """
         number = self._num_heard + (self._next_answer() is not None)  # what was announced is never another answer later
         self._job.exchange.announce(f"answer/{number}", msgspec.json.encode(answer).decode())
-        self._job.exchange.forget(f"answer/{number - 2}")
+        self._job.exchange.forget(f"answer/{number - 3}")
         self.lockstep.extend(answer.order_step)
 
     def everyone(self, topic: str, text: str) -> Steps[list[str]]:

@@ -4,15 +4,16 @@ These values know nothing of files, of steps, or of what a kernel does. Field na
 `output_json.cpp`, as they stand in the shipped traces.
 """
 
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
 from counterpoint.errors import TraceError
-from counterpoint.value import Value, require
+from counterpoint.value import Value
 
 Category = Literal["kernel", "memcpy", "memset"]
 HostKind = Literal["launch", "record", "wait"]
+HostPhase = Literal["forward", "backward", "optimizer", "unknown"]
 
 
 class LaunchArguments(Value, frozen=True, kw_only=True, forbid_unknown_fields=False):
@@ -32,24 +33,43 @@ class LaunchArguments(Value, frozen=True, kw_only=True, forbid_unknown_fields=Fa
     group_size: int | None = msgspec.field(default=None, name="Group size")
     group_name: str | None = msgspec.field(default=None, name="Process Group Name")
     group_description: str | None = msgspec.field(default=None, name="Process Group Description")
+    group_ranks: str | None = msgspec.field(default=None, name="Process Group Ranks")
     dtype: str | None = None
+    in_splits: Any = msgspec.field(default=None, name="In split size")
+    out_splits: Any = msgspec.field(default=None, name="Out split size")
     external_id: int | None = msgspec.field(default=None, name="External id")
 
     def __post_init__(self) -> None:
         sizes = (self.registers_per_thread, self.shared_bytes, self.num_bytes, self.in_elements or 0, self.out_elements or 0)
-        require(
-            min(sizes) >= 0 and max(sizes) < 2**60 and all(1 <= n < 2**32 for n in (*self.grid, *self.block)),
-            TraceError,
-            f"a launch needs a positive grid and block and sizes from 0 to 2^60; found grid {list(self.grid)}, block "
-            f"{list(self.block)}, sizes {list(sizes)}.",
-        )
+        dims = self.grid + self.block
+        if min(sizes) < 0 or max(sizes) >= 2**60 or (dims and (min(dims) < 1 or max(dims) >= 2**32)):
+            raise TraceError(
+                f"a launch needs a positive grid and block and sizes from 0 to 2^60; found grid {list(self.grid)}, block "
+                f"{list(self.block)}, sizes {list(sizes)}."
+            )
+
+
+class HostOperator(Value, frozen=True, kw_only=True):
+    """The innermost operator of the host that launched something: `aten::mm` and its like.
+
+    `shapes` are the dimensions of its inputs as recorded, as JSON, and `dtype` the type of its first tensor; both "" where
+    the profiler recorded none. `module` is the innermost `nn.Module` or annotation around the launch, "" where none was
+    recorded.
+    """
+
+    name: str
+    shapes: str = ""
+    dtype: str = ""
+    thread: str = ""
+    phase: HostPhase = "unknown"
+    module: str = ""
 
 
 class GpuOperation(Value, frozen=True, kw_only=True):
     """One kernel, copy or fill on the GPU. `launched_us` is None where the trace does not hold the launch.
 
-    `matmul_sizes`: rows, inner size and columns of the matrix multiplication that launched it, where the profiler recorded
-    shapes.
+    `operator` numbers the trace's operators, None where the trace does not say which one launched it. `matmul_sizes`: rows,
+    inner size and columns of the matrix multiplication that launched it, where the profiler recorded shapes.
     """
 
     name: str
@@ -60,6 +80,7 @@ class GpuOperation(Value, frozen=True, kw_only=True):
     launched_us: float | None = None
     launch_call: str = ""
     matmul_sizes: tuple[int, int, int] | None = None
+    operator: int | None = None
 
     @property
     def stream(self) -> int:
@@ -103,7 +124,8 @@ class HostCall(Value, frozen=True, kw_only=True):
 class ActivityTrace(Value, frozen=True, kw_only=True):
     """A trace's contents that matter here: operations in issue order, host calls in time order, step windows.
 
-    `host_waits`: from when to when the host stood still for the GPU, in order of time.
+    `host_waits`: from when to when the host stood still for the GPU, in order of time. `operators` are those that launched
+    something. `notes`: what the file does not hold or contradicts, one sentence each.
     """
 
     path: str
@@ -118,3 +140,5 @@ class ActivityTrace(Value, frozen=True, kw_only=True):
     world_size: int | None
     nccl_version: str | None
     host_waits: tuple[tuple[float, float], ...] = ()
+    operators: tuple[HostOperator, ...] = ()
+    notes: tuple[str, ...] = ()

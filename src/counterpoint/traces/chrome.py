@@ -5,7 +5,7 @@ Event Format"; times are microseconds. The module does not know where a timeline
 """
 
 import gzip
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -14,17 +14,25 @@ from counterpoint.errors import TraceError
 from counterpoint.timeline import Interval, Timeline
 from counterpoint.value import write_whole
 
+Event = dict[str, object]
+
 
 def write_chrome_trace(path: Path | str, timelines: Mapping[str, Timeline]) -> None:
     """Write timelines side by side to a `.json` or `.json.gz` file; each is labeled by its key.
 
     Raises `TraceError` for another suffix, for no timeline, and if the file cannot be written.
     """
+    check_chrome_path(Path(path))
+    if not timelines:
+        raise TraceError(f"There is no timeline to write to {path}; give at least one.")
+    write_events(path, chrome_events(timelines))
+
+
+def write_events(path: Path | str, events: Sequence[Event]) -> None:
+    """Write events to a `.json` or `.json.gz` file. Raises `TraceError` for another suffix, or if that is impossible."""
     file = Path(path)
     check_chrome_path(file)
-    if not timelines:
-        raise TraceError(f"There is no timeline to write to {file}; give at least one.")
-    text = msgspec.json.encode({"displayTimeUnit": "ms", "traceEvents": chrome_events(timelines)})
+    text = msgspec.json.encode({"displayTimeUnit": "ms", "traceEvents": events})
     try:
         write_whole(file, gzip.compress(text, mtime=0) if file.suffix == ".gz" else text)
     except OSError as problem:
@@ -37,42 +45,46 @@ def check_chrome_path(path: Path) -> None:
         raise TraceError(f"A Chrome trace is written to .json or .json.gz; found {path}.")
 
 
-def chrome_events(timelines: Mapping[str, Timeline]) -> list[dict[str, object]]:
+def chrome_events(timelines: Mapping[str, Timeline]) -> list[Event]:
     """The events of a Chrome trace: names first, then one complete event per interval."""
-    events: list[dict[str, object]] = []
+    events: list[Event] = []
     process = 0
     for label, timeline in timelines.items():
         for rank in timeline.ranks():
             intervals = timeline.of_rank(rank)
-            events += _names(process, f"{label}, rank {rank} ({timeline.origin})", intervals)
-            events += [_event(process, interval) for interval in intervals]
+            streams = {stream: f"stream {stream}" for stream in sorted({interval.stream for interval in intervals})}
+            events += name_events(process, f"{label}, rank {rank} ({timeline.origin})", streams)
+            events += [_interval_event(process, interval) for interval in intervals]
             process += 1
     return events
 
 
-def _names(process: int, name: str, intervals: tuple[Interval, ...]) -> list[dict[str, object]]:
+def name_events(process: int, name: str, threads: Mapping[int, str]) -> list[Event]:
+    """Metadata: the name of a process and of its threads, which are shown in the order given."""
     events = [
         _metadata(process, 0, "process_name", {"name": name}),
         _metadata(process, 0, "process_sort_index", {"sort_index": process}),
     ]
-    for stream in sorted({interval.stream for interval in intervals}):
-        events.append(_metadata(process, stream, "thread_name", {"name": f"stream {stream}"}))
-        events.append(_metadata(process, stream, "thread_sort_index", {"sort_index": stream}))
+    for place, (thread, thread_name) in enumerate(threads.items()):
+        events.append(_metadata(process, thread, "thread_name", {"name": thread_name}))
+        events.append(_metadata(process, thread, "thread_sort_index", {"sort_index": place}))
     return events
 
 
-def _metadata(process: int, thread: int, name: str, arguments: dict[str, object]) -> dict[str, object]:
+def _metadata(process: int, thread: int, name: str, arguments: dict[str, object]) -> Event:
     return {"ph": "M", "pid": process, "tid": thread, "name": name, "args": arguments}
 
 
-def _event(process: int, interval: Interval) -> dict[str, object]:
-    return {
-        "ph": "X",
-        "pid": process,
-        "tid": interval.stream,
-        "name": interval.name,
-        "cat": interval.kind,
-        "ts": interval.start_us,
-        "dur": interval.duration_us,
-        "args": {"operation": interval.operation},
-    }
+def complete_event(
+    place: tuple[int, int], name: str, category: str, times_us: tuple[float, float], arguments: Mapping[str, object]
+) -> Event:
+    """An event with start and end in microseconds, at a process and thread."""
+    (process, thread), (start_us, end_us) = place, times_us
+    event: Event = {"ph": "X", "pid": process, "tid": thread, "name": name, "cat": category}
+    return event | {"ts": start_us, "dur": end_us - start_us, "args": dict(arguments)}
+
+
+def _interval_event(process: int, interval: Interval) -> Event:
+    times_us = (interval.start_us, interval.end_us)
+    place = (process, interval.stream)
+    return complete_event(place, interval.name, interval.kind, times_us, {"operation": interval.operation})

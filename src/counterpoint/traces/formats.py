@@ -1,17 +1,18 @@
 """Formats of traces: one line each. A file is read by the first format that knows its content, whatever the file is called.
 
-A format turns the bytes of a file into an `ActivityTrace`; all that follows, from steps to dependencies and lone times, is
-the same for every format. A new format is a module beside `kineto.py` and a line in `FORMATS`.
+A format turns the bytes of a file, whole or in pieces, into an `ActivityTrace`; all that follows, from steps to dependencies
+and lone times, is the same for every format. A new format is a module beside `kineto.py` and a line in `FORMATS`.
 """
 
 import os
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
 from counterpoint.errors import TraceError
-from counterpoint.files import GZIP_MAGIC, MAX_TRACE_BYTES, PIECE_BYTES, read_limited
+from counterpoint.files import GZIP_MAGIC, MAX_TRACE_BYTES, read_pieces
 from counterpoint.traces import kineto
 from counterpoint.traces.activity import ActivityTrace
 from counterpoint.value import require
@@ -22,29 +23,49 @@ HEAD_BYTES = 4096  # enough to know a format by
 class TraceFormat(NamedTuple):
     """`knows` tells by the first bytes, unpacked; `decode` takes the path, for its messages, and all bytes, unpacked.
 
-    `suffixes` are those that files of this format usually have, in lower case.
+    A format that has `read` is read by it instead, in pieces. `suffixes` are those that files of this format usually have,
+    in lower case.
     """
 
     name: str
     suffixes: tuple[str, ...]
     knows: Callable[[bytes], bool]
     decode: Callable[[Path, bytearray], ActivityTrace]
+    read: Callable[[Path, Iterator[bytes]], ActivityTrace] | None = None
 
 
-FORMATS = (TraceFormat(name="torch.profiler", suffixes=(".json", ".json.gz"), knows=kineto.knows, decode=kineto.decode),)
+FORMATS = (
+    TraceFormat(
+        name="torch.profiler",
+        suffixes=(".json", ".json.gz"),
+        knows=kineto.knows,
+        decode=kineto.decode,
+        read=kineto.read,
+    ),
+)
 SUFFIXES = tuple(suffix for each in FORMATS for suffix in each.suffixes)
 SUFFIXES_IN_WORDS = ", ".join(SUFFIXES)
 
 
-def read_activity(path: Path) -> ActivityTrace:
-    """Read a trace, packed by gzip or not. Raises `TraceError` for a file that is none, or holds no GPU activity."""
-    raw = read_limited(path, TraceError, f"give a {' or '.join(SUFFIXES)} file", most=MAX_TRACE_BYTES, is_unpacked=True)
-    head = bytes(raw[:HEAD_BYTES])
-    is_empty = not raw[:PIECE_BYTES].strip()
-    require(not is_empty, TraceError, f"{path} is empty; profile again and let the profiler finish writing.")
+def read_activity(path: Path, on_progress: Callable[[int, int], None] | None = None) -> ActivityTrace:
+    """Read a trace, packed by gzip or not. Raises `TraceError` for a file that is none, or holds no GPU activity.
+
+    `on_progress` is told the bytes read of the file and its size, 0 for a pipe. A file is read in pieces: memory depends on
+    what is kept of it.
+    """
+    remedy = f"give a {' or '.join(SUFFIXES)} file"
+    pieces = read_pieces(path, TraceError, remedy, most=MAX_TRACE_BYTES, is_unpacked=True, on_progress=on_progress)
+    first = b""
+    while len(first) < HEAD_BYTES and (piece := next(pieces, b"")):  # a pipe gives little at once
+        first = (first + piece).lstrip()
+    require(bool(first), TraceError, f"{path} is empty; profile again and let the profiler finish writing.")
+    head = first[:HEAD_BYTES]
     named = [each for each in FORMATS if path.name.lower().endswith(each.suffixes)]
     known = [each for each in FORMATS if each.knows(head)]
-    return next(iter([*known, *named, *FORMATS])).decode(path, raw)
+    chosen = next(iter([*known, *named, *FORMATS]))
+    if chosen.read is not None:
+        return chosen.read(path, chain([first], pieces))
+    return chosen.decode(path, bytearray(b"".join([first, *pieces])))
 
 
 def is_trace(source: str) -> bool:

@@ -4,6 +4,8 @@ It puts the parts together: read, divide into steps and choose the steady one, f
 times, build the operations. What the user should know of the reading is in the notes, one line each.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from counterpoint.errors import CounterpointError, TraceError, require_kind
@@ -53,15 +55,28 @@ def read_trace(path: Path | str, *, rank: int | None = None) -> TracedStep:
     """
     require_kind(path, (str, Path), "read_trace takes a path", "Pass that of a trace (.json, .json.gz).")
     file = Path(path)
+    with _in_one_line(file):
+        return _steady_step(read_activity(file), rank)
+
+
+def traced_step_of(trace: ActivityTrace, *, rank: int | None = None) -> TracedStep:
+    """As `read_trace`, of a trace that was read already."""
+    with _in_one_line(Path(trace.path)):
+        return _steady_step(trace, rank)
+
+
+@contextmanager
+def _in_one_line(file: Path) -> Iterator[None]:
+    """Whatever is wrong is a `TraceError` in one line."""
     try:
-        return _read(file, rank)
+        yield
     except CounterpointError as problem:
         one_line = " ".join(str(problem).split())  # a kernel's name may hold any character
         raise TraceError(one_line if isinstance(problem, TraceError) else f"{file}: {one_line}") from problem
 
 
-def _read(path: Path, rank: int | None) -> TracedStep:
-    trace = read_activity(path)
+def _steady_step(trace: ActivityTrace, rank: int | None) -> TracedStep:
+    path = Path(trace.path)
     early = check_streams(trace.path, trace.operations)
     steps = divide_into_steps(trace)
     operations = [trace.operations[index] for index in steps.steady_operations]
@@ -87,6 +102,7 @@ def _read(path: Path, rank: int | None) -> TracedStep:
     )
     timeline = _timeline(name, trace, steps, trace.rank or 0 if rank is None else rank)
     notes = (
+        *trace.notes,
         *_notes_on_file(trace, operations),
         *steps.notes,
         *_notes_on_neighbours(trace, steps),

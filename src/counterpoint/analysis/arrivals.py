@@ -1,0 +1,61 @@
+"""What a rank did before it came to each collective, in words, for the ranks that waited for it there.
+
+The stretch looked at begins where the rank's collective before that one of the same group ended.
+"""
+
+from bisect import bisect_left, bisect_right
+from collections import Counter
+
+from counterpoint.analysis.collectives import RankCollectives, short_name
+from counterpoint.analysis.timed import TimedTrace
+from counterpoint.analysis.values import Role
+from counterpoint.traces.issue import LATE_LATENCY_US
+from counterpoint.units import format_us
+
+LONGEST_STRETCH_NS = 1_000_000_000
+"""A collective without one before it in its group: nothing farther back than this says why it came when it did."""
+
+
+def describe_arrivals(timed: TimedTrace, roles: tuple[Role, ...], found: RankCollectives) -> list[str]:
+    """For each collective: what kept the rank busy since the last one of its group, or that the host issued it late."""
+    computation = [index for index in timed.by_start if roles[index] == "computation"]
+    starts = [timed.starts[index] for index in computation]
+    ended: dict[str | None, int] = {}
+    words = []
+    for number, members in enumerate(found.members):
+        group = found.values[number].process_group
+        start = timed.starts[members.operations[0]]
+        begin = max(ended.get(group, 0), start - LONGEST_STRETCH_NS)
+        first, last = bisect_left(starts, begin), bisect_right(starts, start)
+        words.append(_words(timed, computation[first:last], begin, members.operations[0]))
+        last_end = max(timed.ends[index] for index in members.operations)
+        ended[group] = max(ended.get(group, 0), last_end)
+    return words
+
+
+def _words(timed: TimedTrace, computation: list[int], begin: int, index: int) -> str:
+    """One clause: computed how long, mostly what; idle how long; issued when."""
+    start, launch = timed.starts[index], timed.launches[index]
+    stretch = start - begin
+    if stretch <= 0:
+        return "came directly from another collective of the group"
+    busy: Counter[str] = Counter()
+    covered, reached = 0, begin
+    for other in computation:
+        end = min(timed.ends[other], start)
+        busy[timed.trace.operations[other].name] += max(0, end - timed.starts[other])
+        covered += max(0, end - max(timed.starts[other], reached))
+        reached = max(reached, end)
+    said = f"computed for {_us(covered)} of the {_us(stretch)} since its last collective of the group"
+    if busy:
+        name, time = busy.most_common(1)[0]
+        said += f", mostly {short_name(name)} ({_us(time)})"
+    if launch is not None and 0 <= start - launch <= LATE_LATENCY_US * 1000 and launch > begin:
+        wait = timed.waited_host(begin, launch)
+        why = ", after it had waited for the GPU" if wait is not None else ""
+        said += f"; the host issued it only {_us(start - launch)} before it started{why}"
+    return said
+
+
+def _us(time: int) -> str:
+    return format_us(time / 1000)

@@ -1,0 +1,244 @@
+"""The cause of each exposed piece, as far as one rank's trace tells, with its evidence.
+
+First what kept computation from running in the piece, in this order:
+
+1. own_stream: the collective runs on the stream that computes most, so nothing else can.
+2. tail: the step has no computation left.
+3. dependent: the next computation waits for it, through events, stream order, or the host, which waited for it. Where only a
+   collective queued behind it is waited for: queued.
+4. launched_late: the next computation had not been launched yet.
+5. starved: the stream of the next computation was ready, but a sum or a staging copy of the collective took all SMs.
+6. gap: a launch gap, a copy or a fill between two kernels of the computation, which needs nothing of the collective.
+
+Of what is dependent or tail, as much goes to the delays of the collective (`delays.py`) as these held it back: had it begun
+so much earlier, it would have ended so much earlier.
+"""
+
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from math import prod
+
+from counterpoint.analysis.collectives import RankCollectives, short_name
+from counterpoint.analysis.delays import Delay, Delays
+from counterpoint.analysis.exposure import ExposedPiece
+from counterpoint.analysis.roles import is_staging
+from counterpoint.analysis.spans import Span
+from counterpoint.analysis.timed import TimedTrace, ns_to_us
+from counterpoint.analysis.values import Cause, ExposedInterval, Role
+from counterpoint.units import format_us
+from counterpoint.value import Value
+
+MOST_VISITED = 64
+"""How many operations back a dependency is followed."""
+SHORT_GAP_NS = 20_000
+RESPONSE_NS = 20_000
+"""Computation that starts within this after a collective's end, and was launched before, is taken to have waited for it."""
+
+
+class Reason(Value, frozen=True, kw_only=True):
+    """Why computation did not run in part of a piece."""
+
+    start: int
+    end: int
+    cause: Cause
+    evidence: str
+
+
+class CauseFinder:
+    """Names the cause of exposed pieces of one trace."""
+
+    def __init__(
+        self, timed: TimedTrace, roles: tuple[Role, ...], found: RankCollectives, windows: Sequence[Span], main: int | None
+    ) -> None:
+        self._timed, self._roles, self._found, self._windows, self._main = timed, roles, found, windows, main
+        self._computation = [index for index in timed.by_start if roles[index] == "computation"]
+        self._starts = [timed.starts[index] for index in self._computation]
+        self._delays = Delays(timed, roles, found)
+
+    def intervals(self, pieces: Sequence[ExposedPiece]) -> list[ExposedInterval]:
+        """Every piece with its cause, in order of time; pieces are cut where their cause changes."""
+        reasons = [(piece, reason) for piece in pieces for reason in self._reasons(piece)]
+        of_collective: dict[tuple[int, int], list[tuple[ExposedPiece, Reason]]] = {}
+        kept: list[tuple[ExposedPiece, Reason]] = []
+        for piece, reason in reasons:
+            if reason.cause in ("dependent", "tail"):
+                of_collective.setdefault((piece.step, piece.collective), []).append((piece, reason))
+            else:
+                kept.append((piece, reason))
+        for (_, number), line in of_collective.items():
+            kept += _with_delays(line, self._delays.of(number))
+        kept.sort(key=lambda pair: pair[1].start)
+        return [self._interval(piece, reason) for piece, reason in kept]
+
+    def _interval(self, piece: ExposedPiece, reason: Reason) -> ExposedInterval:
+        return ExposedInterval(
+            rank=self._timed.trace.rank or 0,
+            step=piece.step,
+            start_us=ns_to_us(reason.start),
+            end_us=ns_to_us(reason.end),
+            collective=piece.collective,
+            cause=reason.cause,
+            evidence=reason.evidence,
+        )
+
+    def _reasons(self, piece: ExposedPiece) -> Iterator[Reason]:
+        """What kept computation from running in a piece, from its start to its end."""
+        timed, name = self._timed, self._found.values[piece.collective].name
+        if timed.stream_of(piece.operation) == self._main:
+            said = f"{name} runs on stream {self._main}, on which most of the computation runs."
+            yield Reason(start=piece.start, end=piece.end, cause="own_stream", evidence=said)
+            return
+        place = bisect_left(self._starts, piece.stretch_end)
+        follower = self._computation[place] if place < len(self._computation) else None
+        if follower is None or timed.starts[follower] >= self._windows[piece.step][1]:
+            said = f"No computation is left in step {piece.step} after {name} began to be exposed."
+            yield Reason(start=piece.start, end=piece.end, cause="tail", evidence=said)
+            return
+        waited = self._waited_for(follower, piece)
+        if waited is not None:
+            yield waited
+            return
+        launch = timed.launches[follower]
+        late_until = piece.start if launch is None else min(max(launch, piece.start), piece.end)
+        if late_until > piece.start:
+            yield self._computation_late(piece, follower, late_until)
+        held_until = self._held_until(piece, follower, late_until)
+        if held_until > late_until:
+            yield self._starved(piece, follower, late_until, held_until)
+        if held_until < piece.end:
+            yield self._gap(piece, follower, held_until)
+
+    def _waited_for(self, follower: int, piece: ExposedPiece) -> Reason | None:
+        """The reason where the next computation waits for communication of the piece, directly or through the host."""
+        timed = self._timed
+        kernel, name = short_name(timed.trace.operations[follower].name), self._found.values[piece.collective].name
+        direct, queued = self._reached(follower, piece.start)
+        cause: Cause = "dependent"
+        ends = timed.ends[piece.operation]
+        after = format_us(max(0, timed.starts[follower] - ends) / 1000)
+        if piece.collective in direct:
+            said = f"{kernel} needs its result and starts {after} after it ends."
+        elif piece.collective in queued:
+            other = self._found.values[queued[piece.collective]]
+            cause, said = "queued", f"{kernel} needs {other.name}, which is queued behind {name}."
+        elif direct:
+            other = self._found.values[min(direct)]
+            said = f"{kernel} needs the result of {other.name} on stream {other.stream}, which runs at the same time."
+        elif self._host_waited(follower, piece):
+            said = f"The host waited for the GPU until {name} had ended before it issued {kernel}."
+        elif self._answers(follower, piece):
+            said = f"{kernel} had been launched and starts {after} after {name} ends."
+        else:
+            return None
+        return Reason(start=piece.start, end=piece.end, cause=cause, evidence=said)
+
+    def _reached(self, follower: int, since: int) -> tuple[set[int], dict[int, int]]:
+        """Collectives running since a time that an operation waits for: directly, and for being queued before one of those.
+
+        The second is by collective: which of the needed ones it holds up.
+        """
+        timed, found = self._timed, self._found
+        direct: set[int] = set()
+        queued: dict[int, int] = {}
+        seen = {follower}
+        stack: list[tuple[int, int | None]] = [(follower, None)]  # an operation, and the needed collective it holds up
+        while stack and len(seen) < MOST_VISITED:
+            index, holds = stack.pop()
+            own = found.by_operation.get(index)
+            for other in timed.held_by(index):
+                if other in seen or timed.ends[other] <= since:
+                    continue
+                seen.add(other)
+                number = found.by_operation.get(other)
+                held = holds
+                if number is not None and own is not None and number != own and self._is_queue(index, other):
+                    held = own if holds is None else holds
+                if number is not None and held is None:
+                    direct.add(number)
+                elif number is not None and held is not None:
+                    queued.setdefault(number, held)
+                stack.append((other, held))
+        return direct, queued
+
+    def _is_queue(self, index: int, other: int) -> bool:
+        """Whether two collectives follow each other only because they share a stream or a communicator."""
+        numbers = (self._found.by_operation[index], self._found.by_operation[other])
+        groups = {self._found.values[number].process_group for number in numbers}
+        return self._timed.stream_of(index) == self._timed.stream_of(other) or len(groups) == 1
+
+    def _host_waited(self, follower: int, piece: ExposedPiece) -> bool:
+        """Whether the host stood still until the collective had ended, and only then issued the next computation."""
+        launch = self._timed.launches[follower]
+        wait = None if launch is None else self._timed.waited_host(piece.start, launch)
+        ends = self._timed.ends[piece.operation]
+        return wait is not None and launch is not None and wait[0] <= ends <= wait[1] <= launch
+
+    def _answers(self, follower: int, piece: ExposedPiece) -> bool:
+        """By times alone: launched before the collective ended, started just after."""
+        launch, ends = self._timed.launches[follower], self._timed.ends[piece.operation]
+        started = self._timed.starts[follower]
+        began = piece.stretch_end - piece.start
+        return (launch is None or launch < ends) and 0 <= started - ends <= RESPONSE_NS and began > SHORT_GAP_NS
+
+    def _computation_late(self, piece: ExposedPiece, follower: int, until: int) -> Reason:
+        kernel = short_name(self._timed.trace.operations[follower].name)
+        wait = self._timed.waited_host(piece.start, until)
+        why = "; it had waited for the GPU" if wait is not None else ""
+        said = f"The host issued the next computation, {kernel}, {format_us((until - piece.start) / 1000)} into it{why}."
+        return Reason(start=piece.start, end=until, cause="launched_late", evidence=said)
+
+    def _held_until(self, piece: ExposedPiece, follower: int, start: int) -> int:
+        """Until when a sum or staging copy of the collective kept the computation's stream from starting anything.
+
+        Both take all SMs: a copy within the GPU is a kernel of the driver.
+        """
+        timed = self._timed
+        operation = timed.trace.operations[piece.operation]
+        num_sms = timed.trace.num_sms or 0
+        takes_all = is_staging(operation) or (
+            operation.category == "kernel" and prod(operation.arguments.grid) >= num_sms > 0
+        )
+        first = follower
+        while (before := timed.before_on_stream(first)) is not None and timed.ends[before] > start:
+            first = before
+        until = min(timed.starts[first], piece.end)
+        return until if takes_all and until - start > SHORT_GAP_NS else start
+
+    def _starved(self, piece: ExposedPiece, follower: int, start: int, end: int) -> Reason:
+        timed = self._timed
+        kernel, holder = (short_name(timed.trace.operations[index].name) for index in (follower, piece.operation))
+        name = self._found.values[piece.collective].name
+        time = format_us((end - start) / 1000)
+        said = f"{kernel}, or what is before it, was launched and waited {time} for SMs that {holder} of {name} held."
+        return Reason(start=start, end=end, cause="starved", evidence=said)
+
+    def _gap(self, piece: ExposedPiece, follower: int, start: int) -> Reason:
+        timed = self._timed
+        kernel = short_name(timed.trace.operations[follower].name)
+        before = timed.before_on_stream(follower)
+        is_copy = before is not None and self._roles[before] == "copy"
+        if (
+            before is not None
+            and is_copy
+            and 2 * (timed.ends[before] - max(start, timed.starts[before])) > piece.end - start
+        ):
+            said = f"{short_name(timed.trace.operations[before].name)} runs on the computation's stream before {kernel}."
+        else:
+            said = f"{kernel} starts {format_us((timed.starts[follower] - start) / 1000)} later and needs no collective."
+        return Reason(start=start, end=piece.end, cause="gap", evidence=said)
+
+
+def _with_delays(line: list[tuple[ExposedPiece, Reason]], delays: list[Delay]) -> Iterator[tuple[ExposedPiece, Reason]]:
+    """Pieces of one collective, the last of them given to its delays: the last delay takes the last part."""
+    left = [(delay, delay.time) for delay in delays]
+    for piece, reason in sorted(line, key=lambda pair: -pair[1].start):
+        end = reason.end
+        while left and end > reason.start:
+            delay, time = left.pop()
+            taken = min(time, end - reason.start)
+            yield piece, Reason(start=end - taken, end=end, cause=delay.cause, evidence=delay.evidence)
+            end -= taken
+            if taken < time:
+                left.append((delay, time - taken))
+        if end > reason.start:
+            yield piece, Reason(start=reason.start, end=end, cause=reason.cause, evidence=reason.evidence)

@@ -1,0 +1,132 @@
+"""The collectives of one rank as values: kind, size, group, transport, step."""
+
+import re
+from bisect import bisect_right
+from functools import lru_cache
+
+from msgspec.structs import replace
+
+from counterpoint.analysis.members import Members, bytes_of_copies, find_members, kind_of_copies
+from counterpoint.analysis.spans import Span
+from counterpoint.analysis.timed import TimedTrace, ns_to_us
+from counterpoint.analysis.values import Role, TracedCollective
+from counterpoint.step import CollectiveKind
+from counterpoint.traces.activity import GpuOperation
+from counterpoint.traces.classify import Group, classify_kernel, collective_kind, element_bytes, name_groups
+from counterpoint.value import Value
+
+COPIES = "copy_engine"
+LONGEST_NAME = 60
+GENERIC_KERNEL = re.compile("elementwise_kernel|reduce_kernel|multi_tensor_apply_kernel")
+DETAIL = re.compile(r"\w*(?:Functor|functor|Ops\b|kernel_cuda|kernel_impl|KernelImpl|copy_kernel|Gelu|silu)\w*")
+
+
+class RankCollectives(Value, frozen=True, kw_only=True):
+    """A rank's collectives by start, the operations of each, and the number of the collective of each such operation."""
+
+    values: tuple[TracedCollective, ...]
+    members: tuple[Members, ...]
+    by_operation: dict[int, int]
+
+
+def find_collectives(timed: TimedTrace, roles: tuple[Role, ...], windows: tuple[Span, ...]) -> RankCollectives:
+    """All collectives of a trace. What depends on causes (`exposed_us`, `before`) is left for later."""
+    members = find_members(timed, roles)
+    groups = name_groups(_group_of(operation) for operation in timed.trace.operations if operation.arguments.collective_name)
+    counts: dict[str | None, int] = {}
+    values = []
+    for number, each in enumerate(members):
+        value = _collective(timed, roles, each, number, groups)
+        place = counts.get(value.process_group, 0)
+        counts[value.process_group] = place + 1
+        values.append(replace(value, group_number=place, step=step_of(windows, timed.starts[each.operations[0]])))
+    by_operation = {index: number for number, each in enumerate(members) for index in each.operations}
+    return RankCollectives(values=tuple(values), members=members, by_operation=by_operation)
+
+
+def step_of(windows: tuple[Span, ...], time: int) -> int:
+    """The step whose window holds a time, or -1."""
+    place = bisect_right(windows, time, key=lambda window: window[0]) - 1
+    return place if place >= 0 and time < windows[place][1] else -1
+
+
+@lru_cache(maxsize=4096)
+def short_name(name: str) -> str:
+    """A kernel's name without namespaces, arguments and template arguments; of a generic kernel, also what it applies."""
+    plain = name.replace("(anonymous namespace)::", "").removeprefix("void ")
+    base = re.split(r"[<(]", plain, maxsplit=1)[0].rsplit("::", 1)[-1].strip() or plain
+    if GENERIC_KERNEL.search(base):
+        found = DETAIL.search(plain, len(plain.split(base, 1)[0]) + len(base))
+        base = f"{base} ({found.group(0)})" if found else base
+    return base if len(base) <= LONGEST_NAME else base[: LONGEST_NAME - 3] + "..."
+
+
+def imbalance(operation: GpuOperation) -> float:
+    """Largest over mean part of an all-to-all, of what is sent or received, whichever is more uneven; 0 if unknown."""
+    parts = [_splits(operation.arguments.in_splits), _splits(operation.arguments.out_splits)]
+    return max((max(line) * len(line) / sum(line) for line in parts if sum(line) > 0), default=0.0)
+
+
+def _splits(stated: object) -> list[int]:
+    """Numbers of a list that the profiler wrote as text; none where it is cut short ("...")."""
+    text = "" if stated is None else str(stated)
+    return [] if "..." in text else [int(digits) for digits in re.findall(r"\d+", text)]
+
+
+def _collective(
+    timed: TimedTrace, roles: tuple[Role, ...], members: Members, number: int, groups: dict[Group, str | None]
+) -> TracedCollective:
+    operations = [timed.trace.operations[index] for index in members.operations]
+    first, operator = operations[0], timed.operator_of(members.operations[0])
+    launches = [time for index in members.operations if (time := timed.launches[index]) is not None]
+    waiting = sum(timed.ends[i] - timed.starts[i] for i in members.operations if roles[i] == "waiting")
+    kind, num_bytes, transport, name, group_size = _what(timed, members, operations)
+    return TracedCollective(
+        rank=timed.trace.rank or 0,
+        number=number,
+        group_number=0,
+        step=-1,
+        name=name,
+        collective=kind,
+        transport=transport,
+        stream=first.stream,
+        start_us=ns_to_us(timed.starts[members.operations[0]]),
+        end_us=ns_to_us(max(timed.ends[index] for index in members.operations)),
+        num_bytes=num_bytes,
+        group_size=group_size,
+        process_group=groups.get(_group_of(first)) if members.is_library else None,
+        dtype=first.arguments.dtype,
+        phase="unknown" if operator is None else operator.phase,
+        module="" if operator is None else operator.module,
+        group_ranks=_ranks(first.arguments.group_ranks, group_size),
+        issued_us=ns_to_us(min(launches)) if launches else None,
+        waiting_us=ns_to_us(waiting),
+        imbalance=imbalance(first) if kind == "all_to_all" else 0.0,
+    )
+
+
+def _ranks(stated: str | None, group_size: int) -> tuple[int, ...]:
+    """The ranks of a process group, where the profiler lists them all."""
+    ranks = _splits(stated)
+    return tuple(ranks) if len(ranks) == group_size else ()
+
+
+def _what(timed: TimedTrace, members: Members, operations: list[GpuOperation]) -> tuple[CollectiveKind, int, str, str, int]:
+    """Kind, bytes, transport, name and size of the group of a collective."""
+    first, world_size = operations[0], timed.trace.world_size or 1
+    if not members.is_library:
+        kind = kind_of_copies(timed, members)
+        signals = [operation for operation in operations if operation.category == "kernel"]
+        is_signal = kind == "send_recv" and len(signals) == len(operations)
+        name = short_name(first.name) if is_signal else f"{kind} by copies"
+        transport = classify_kernel(first.name).library if is_signal else COPIES
+        return kind, bytes_of_copies(timed, members, kind, world_size), transport, name, world_size
+    rule, arguments = classify_kernel(first.name), first.arguments
+    kind, is_known = collective_kind(arguments.collective_name, rule)
+    elements = max(arguments.in_elements or 0, arguments.out_elements or 0)
+    num_bytes = elements * (element_bytes(arguments.dtype) or 0) if is_known else 0
+    return kind, num_bytes, rule.library, short_name(first.name), arguments.group_size or world_size
+
+
+def _group_of(operation: GpuOperation) -> Group:
+    return (operation.arguments.group_name, operation.arguments.group_description)

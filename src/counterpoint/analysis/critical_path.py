@@ -1,0 +1,74 @@
+"""The critical path of the steady steps: what the end of a window waited for, followed back to its start.
+
+From an operation back to what held it: the host's launch, its predecessor on the stream or a producer on another, whichever
+came last. Where it started long after all of them, it waited for the GPU itself, and the path goes to the operation that was
+running then. The parts add up to the window.
+"""
+
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Sequence
+from typing import Literal
+
+from counterpoint.analysis.spans import Span
+from counterpoint.analysis.timed import TimedTrace
+from counterpoint.analysis.values import PathRow, Role
+
+PathCause = Literal["computation", "communication", "waiting", "copy", "host", "launch gap"]
+LONG_GAP_NS = 20_000
+LOOKED_AT = 16
+
+
+def find_critical_path(timed: TimedTrace, roles: tuple[Role, ...], windows: Sequence[Span]) -> tuple[PathRow, ...]:
+    """Mean time per window by what the critical path goes through, longest first."""
+    totals: Counter[PathCause] = Counter()
+    for window in windows:
+        totals.update(_of_window(timed, roles, window))
+    return tuple(
+        PathRow(rank=timed.trace.rank or 0, cause=cause, time_us=time / 1000 / len(windows))
+        for cause, time in totals.most_common()
+        if time
+    )
+
+
+def _of_window(timed: TimedTrace, roles: tuple[Role, ...], window: Span) -> Counter[PathCause]:
+    parts: Counter[PathCause] = Counter()
+    start, reached = window
+    index = timed.last_ended(reached)
+    seen: set[int] = set()
+    while index is not None and reached > start and index not in seen:
+        seen.add(index)
+        end = max(min(timed.ends[index], reached), start)
+        parts["launch gap"] += reached - end
+        begun = max(min(timed.starts[index], end), start)
+        parts[roles[index]] += end - begun
+        reached = begun
+        if reached <= start:
+            break
+        index, reached = _holder(timed, index, begun, start, parts)
+    parts["launch gap"] += max(0, reached - start)
+    return parts
+
+
+def _holder(timed: TimedTrace, index: int, begun: int, start: int, parts: Counter[PathCause]) -> tuple[int | None, int]:
+    """What held an operation that began at a time, and where the path goes on; idle time between is added to the parts."""
+    held = [other for other in timed.held_by(index) if timed.starts[other] < begun]
+    holder = max(held, key=lambda other: (min(timed.ends[other], begun), other), default=None)
+    ended = start if holder is None else max(start, min(timed.ends[holder], begun))
+    launch = timed.launches[index]
+    launched = ended if launch is None else max(start, min(launch, begun))
+    if begun - max(ended, launched) > LONG_GAP_NS:
+        other = _running_before(timed, begun)
+        if other is not None and timed.ends[other] > max(ended, launched):
+            return other, begun
+    if launched > ended:
+        parts["launch gap"] += begun - launched
+        parts["host"] += launched - ended
+        return holder, ended
+    return holder, begun
+
+
+def _running_before(timed: TimedTrace, time: int) -> int | None:
+    """The operation that ended last of those that started shortly before a time."""
+    place = bisect_left(timed.sorted_starts, time)
+    return max(timed.by_start[max(0, place - LOOKED_AT) : place], key=lambda index: (timed.ends[index], index), default=None)

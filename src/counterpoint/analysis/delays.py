@@ -1,0 +1,219 @@
+"""Why a collective started later than it could have: issued late by the host, behind another one, without SMs, in a queue.
+
+A collective is ready once what it waits for has ended and the host has launched it. How long each held it back, in turn:
+
+- late: from the end of what it waits for to its launch;
+- queued: from then to the end of the collective before it on its stream or communicator;
+- starved: from then to its start, where kernels ran that leave its CTAs no room (by footprints; a pair of kernels that the
+  trace shows side by side fits, whatever footprints say);
+- hardware queue: from then to its start, where SMs were free but more streams were in use than there are hardware queues,
+  or it started only once the operation issued before it on another stream had.
+"""
+
+from bisect import bisect_left
+from functools import cache
+from math import prod
+
+from counterpoint.analysis.collectives import RankCollectives, short_name
+from counterpoint.analysis.timed import TimedTrace
+from counterpoint.analysis.values import Cause, Role
+from counterpoint.errors import CounterpointError
+from counterpoint.machine import Gpu, machine_for_device
+from counterpoint.occupancy import residency, room_for
+from counterpoint.step import Footprint
+from counterpoint.traces.activity import GpuOperation
+from counterpoint.traces.classify import classify_kernel, ctas_per_cluster
+from counterpoint.traces.issue import LATE_LATENCY_US
+from counterpoint.units import format_us
+from counterpoint.value import Value
+
+LEAST_DELAY_NS = 10_000
+"""Launches and events take up to this; a shorter delay has no cause."""
+JUST_STARTED_NS = 20_000
+DEFAULT_CONNECTIONS = 8
+"""Hardware queues of a process where CUDA_DEVICE_MAX_CONNECTIONS does not say otherwise (CUDA programming guide)."""
+DRAINING_SHARE = 0.2
+"""In the last part of a persistent kernel its CTAs leave one by one: what starts there need not fit beside it."""
+FARTHEST_BACK = 200
+
+
+class Delay(Value, frozen=True, kw_only=True):
+    """How long one cause held a collective back, and the evidence in words."""
+
+    cause: Cause
+    time: int
+    evidence: str
+
+
+class Delays:
+    """Finds what held collectives of one trace back."""
+
+    def __init__(self, timed: TimedTrace, roles: tuple[Role, ...], found: RankCollectives) -> None:
+        self._timed, self._roles, self._found = timed, roles, found
+        self._computation = [index for index in timed.by_start if roles[index] == "computation"]
+        self._starts = [timed.starts[index] for index in self._computation]
+        machine = machine_for_device(timed.trace.device_name) if timed.trace.device_name else None
+        self._gpu = machine.gpu if machine else None
+        self._seen = self._pairs_seen()
+
+    def of(self, number: int) -> list[Delay]:
+        """What held a collective back, in order of time."""
+        timed = self._timed
+        index = self._found.members[number].operations[0]
+        start, launch = timed.starts[index], timed.launches[index]
+        if launch is None or launch > start:
+            return []
+        data, data_end, queue, queue_end = self._before(number, index)
+        delays: list[Delay] = []
+        others = max(data_end, queue_end)
+        if data is not None and launch > others and start - launch <= LATE_LATENCY_US * 1000:
+            delays.append(self._late(index, data if data_end >= queue_end else queue, launch - others))
+        if queue is not None and queue_end > max(data_end, launch):
+            waited = queue_end - max(data_end, launch)
+            what = self._found.values[self._found.by_operation[queue]]
+            said = (
+                f"It was ready {_us(waited)} before {what.name} on stream {what.stream} ended, behind which it was queued."
+            )
+            delays.append(Delay(cause="queued", time=waited, evidence=said))
+        held = self._held(index, max(launch, others), start)
+        return [delay for delay in (*delays, *held) if delay.time >= LEAST_DELAY_NS]
+
+    def _before(self, number: int, index: int) -> tuple[int | None, int, int | None, int]:
+        """What it needs and what it is queued behind: the last to end of each, and when (-1: none is known)."""
+        timed, group = self._timed, self._found.values[number].process_group
+        stream = timed.stream_of(index)
+        needed: list[tuple[int, int]] = []
+        queue: list[tuple[int, int]] = []
+        for other in timed.held_by(index):
+            of = self._found.by_operation.get(other)
+            is_queue = of is not None and (timed.stream_of(other) == stream or self._found.values[of].process_group == group)
+            if timed.ends[other] <= timed.starts[index]:
+                (queue if is_queue else needed).append((timed.ends[other], other))
+        if not needed:  # what it needs is not known: nothing later than the last computation issued before it
+            needed = self._issued_earlier(index)
+        data_end, data = max(needed, default=(-1, None))
+        queue_end, behind = max(queue, default=(-1, None))
+        return data, data_end, behind, queue_end
+
+    def _issued_earlier(self, index: int) -> list[tuple[int, int]]:
+        """The computation issued last before an operation on another stream that had ended by its start."""
+        timed = self._timed
+        for other in range(index - 1, max(-1, index - FARTHEST_BACK), -1):
+            is_other = timed.stream_of(other) != timed.stream_of(index) and self._roles[other] == "computation"
+            if is_other and timed.ends[other] <= timed.starts[index]:
+                return [(timed.ends[other], other)]
+        return []
+
+    def _late(self, index: int, after: int | None, time: int) -> Delay:
+        timed = self._timed
+        launch = timed.launches[index] or 0
+        wait = timed.waited_host(launch - time, launch)
+        why = " The host had waited for the GPU." if wait is not None and wait[1] - wait[0] > LEAST_DELAY_NS else ""
+        name = "" if after is None else f" after {short_name(timed.trace.operations[after].name)} ended"
+        said = f"The host issued it {_us(time)}{name}, and it started {_us(timed.starts[index] - launch)} later.{why}"
+        return Delay(cause="launched_late", time=time, evidence=said)
+
+    def _held(self, index: int, ready: int, start: int) -> list[Delay]:
+        """What held it once it was ready: kernels on the SMs, or a hardware queue."""
+        if start - ready < LEAST_DELAY_NS or ready < 0:
+            return []
+        waited, operation = start - ready, self._timed.trace.operations[index]
+        beside = self._running(ready, start)
+        covered = sum(time for time, _ in beside)
+        holder = max(beside, default=None)
+        if holder is not None and 2 * covered >= waited and not self._fits(operation, holder[1]):
+            kernel = self._timed.trace.operations[holder[1]]
+            said = (
+                f"It was launched and ready {_us(waited)} before it started; {short_name(kernel.name)} "
+                f"({prod(kernel.arguments.grid)} CTAs) ran for {_us(holder[0])} of that and left its CTAs no room."
+            )
+            return [Delay(cause="starved", time=waited, evidence=said)]
+        before = self._issued_before(index)
+        num_streams = len(self._timed.streams)
+        if num_streams > DEFAULT_CONNECTIONS or before is not None:
+            name = (
+                ""
+                if before is None
+                else f"; it began as soon as {short_name(self._timed.trace.operations[before].name)} had"
+            )
+            said = (
+                f"It was launched and ready {_us(waited)} before it started, and SMs were free{name}. {num_streams} streams "
+                f"share the hardware queues (CUDA_DEVICE_MAX_CONNECTIONS, {DEFAULT_CONNECTIONS} unless it is set)."
+            )
+            return [Delay(cause="hardware_queue", time=waited, evidence=said)]
+        return []
+
+    def _running(self, begin: int, end: int) -> list[tuple[int, int]]:
+        """Computation in a span: for how long, and which."""
+        timed = self._timed
+        found = []
+        place = bisect_left(self._starts, end)
+        for index in self._computation[max(0, place - FARTHEST_BACK) : place]:
+            time = min(timed.ends[index], end) - max(timed.starts[index], begin)
+            if time > 0:
+                found.append((time, index))
+        return found
+
+    def _issued_before(self, index: int) -> int | None:
+        """The operation issued directly before on another stream, if this one began within moments of its start."""
+        timed = self._timed
+        for other in range(index - 1, max(-1, index - 3), -1):
+            if timed.stream_of(other) != timed.stream_of(index) and self._roles[other] == "computation":
+                return other if 0 <= timed.starts[index] - timed.starts[other] <= JUST_STARTED_NS else None
+        return None
+
+    def _fits(self, collective: GpuOperation, kernel_index: int) -> bool:
+        """Whether CTAs of a collective find room beside a kernel. Copies need none."""
+        kernel = self._timed.trace.operations[kernel_index]
+        if collective.category != "kernel" or (_pair(collective), _pair(kernel)) in self._seen:
+            return True
+        num_sms = self._timed.trace.num_sms or (self._gpu.num_sms if self._gpu else 0)
+        if prod(kernel.arguments.grid) + prod(collective.arguments.grid) <= num_sms:
+            return True
+        if self._gpu is None:
+            return False
+        return _fits_beside(self._gpu, _footprint(self._timed, kernel), _footprint(self._timed, collective))
+
+    def _pairs_seen(self) -> set[tuple[str, str]]:
+        """Collectives and kernels of which one started well within the other: they fit side by side."""
+        timed, seen = self._timed, set()
+        for number in range(len(self._found.members)):
+            index = self._found.members[number].operations[0]
+            operation = timed.trace.operations[index]
+            place = bisect_left(self._starts, timed.starts[index] - 1000) - 1
+            if place < 0 or operation.category != "kernel":
+                continue
+            kernel = self._computation[place]
+            if timed.ends[kernel] - timed.starts[index] > DRAINING_SHARE * (timed.ends[kernel] - timed.starts[kernel]):
+                seen.add((_pair(operation), _pair(timed.trace.operations[kernel])))
+        return seen
+
+
+def _pair(operation: GpuOperation) -> str:
+    return f"{operation.name} {operation.arguments.grid} {operation.arguments.block}"
+
+
+def _footprint(timed: TimedTrace, operation: GpuOperation) -> Footprint:
+    arguments, rule = operation.arguments, classify_kernel(operation.name)
+    num_ctas = max(1, prod(arguments.grid))
+    return Footprint(
+        num_ctas=num_ctas,
+        threads_per_cta=max(1, prod(arguments.block)),
+        registers_per_thread=arguments.registers_per_thread,
+        dynamic_shared_bytes=arguments.shared_bytes,
+        ctas_per_cluster=ctas_per_cluster(rule, timed.trace.compute_major, num_ctas),
+    )
+
+
+@cache
+def _fits_beside(gpu: Gpu, kernel: Footprint, collective: Footprint) -> bool:
+    try:
+        alone = residency(gpu, kernel)
+        resident = min(alone.ctas_per_sm, -(-kernel.num_ctas // gpu.num_sms))
+        return room_for(gpu, ((kernel, resident),), alone.carveout_bytes, collective) > 0
+    except CounterpointError:
+        return False
+
+
+def _us(time: int) -> str:
+    return format_us(time / 1000)

@@ -1,0 +1,151 @@
+"""A gate for continuous integration: conditions on the figures of an analysis, alone or against a saved one.
+
+    exposed > 5%              of the step
+    exposed > 3 ms            per step
+    starved > 1%              exposed time of one cause
+    overlap < 80%             share of the communication that computation hides
+    step > baseline + 3%      longer than in the baseline by more than 3 %, and by more than the spread of both
+
+A condition says what fails. A figure that differs from the baseline's by less than the wider spread of the steady steps is
+noise, and fails nothing.
+"""
+
+import operator
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Final, Literal, get_args
+
+import msgspec
+
+from counterpoint.analysis.values import SCHEMA, Analysis, Cause, StepFigures
+from counterpoint.errors import AnalysisError, shown, shown_path
+from counterpoint.files import read_limited
+from counterpoint.measurement.values import half_width
+from counterpoint.units import format_percent, format_us
+from counterpoint.value import Value, require
+
+Unit = Literal["share", "us"]
+SHARES_ONLY = ("overlap",)
+CAUSES: Final[tuple[str, ...]] = get_args(Cause)
+METRICS = ("step", "communication", "exposed", "overlap", "idle", "launch_bound", *CAUSES)
+COMPARED: dict[str, Callable[[float, float], bool]] = {
+    ">": operator.gt,
+    "<": operator.lt,
+    ">=": operator.ge,
+    "<=": operator.le,
+}
+UNITS: dict[str, tuple[Unit, float]] = {"%": ("share", 0.01), "us": ("us", 1.0), "ms": ("us", 1e3), "s": ("us", 1e6)}
+NUMBER = r"(?P<number>\d+(?:\.\d+)?)\s*(?P<unit>%|us|ms|s)"
+CONDITION = re.compile(
+    rf"\s*(?P<metric>\w+)\s*(?P<sign>[<>]=?)\s*(?:(?P<baseline>baseline)\s*(?:(?P<direction>[+-])\s*)?)?(?:{NUMBER})?\s*"
+)
+
+
+class Condition(Value, frozen=True, kw_only=True):
+    """What makes the gate fail: `metric` compared with `limit`, or with the baseline's figure changed by it.
+
+    `limit` is a share (of the step; of the baseline's figure where `is_relative`) or microseconds, as `unit` says.
+    """
+
+    text: str
+    metric: str
+    sign: str
+    limit: float = 0.0
+    unit: Unit = "share"
+    is_relative: bool = False
+
+
+def parse_condition(text: str) -> Condition:
+    """Read a condition. Raises `AnalysisError` for what is none."""
+    found = CONDITION.fullmatch(text)
+    if found is None or not (found["number"] or found["baseline"]) or bool(found["direction"]) > bool(found["number"]):
+        raise AnalysisError(
+            f"--fail-if takes conditions such as 'exposed > 5%', 'exposed > 3 ms' or 'step > baseline + 3%'; found "
+            f"'{shown(text)}'."
+        )
+    metric = found["metric"]
+    require(metric in METRICS, AnalysisError, f"--fail-if knows {', '.join(METRICS)}; found '{shown(metric)}'.")
+    require(
+        not (found["baseline"] and found["number"]) or bool(found["direction"]),
+        AnalysisError,
+        f"--fail-if needs + or - between baseline and what may be added; found '{shown(text)}'.",
+    )
+    unit, scale = UNITS[found["unit"]] if found["unit"] else ("share", 1.0)
+    if (metric in SHARES_ONLY and unit == "us") or (metric == "step" and unit == "share" and not found["baseline"]):
+        wanted = "a share in %" if metric in SHARES_ONLY else "a time, such as 120 ms, or baseline + 3%"
+        raise AnalysisError(f"--fail-if compares {metric} with {wanted}; found '{shown(text)}'.")
+    limit = float(found["number"] or 0) * scale * (-1 if found["direction"] == "-" else 1)
+    return Condition(
+        text=text.strip(), metric=metric, sign=found["sign"], limit=limit, unit=unit, is_relative=bool(found["baseline"])
+    )
+
+
+def violations(analysis: Analysis, conditions: Sequence[Condition], baseline: Analysis | None = None) -> tuple[str, ...]:
+    """One sentence for each condition that holds, with the figures. Raises `AnalysisError` where a baseline is missing."""
+    return tuple(filter(None, (_violation(analysis, each, baseline) for each in conditions)))
+
+
+def load_baseline(path: Path) -> Analysis:
+    """Read what `analyze -o` saved. Raises `AnalysisError`."""
+    content = bytes(read_limited(path, AnalysisError, "give a file that `counterpoint analyze -o` saved"))
+    try:
+        schema = msgspec.json.decode(content, type=_Versioned).schema
+        require(
+            schema == SCHEMA,
+            AnalysisError,
+            f"{shown_path(path)} has the schema '{shown(schema)}', and this version reads '{SCHEMA}'. Save it again.",
+        )
+        return msgspec.json.decode(content, type=Analysis)
+    except (msgspec.DecodeError, UnicodeDecodeError) as problem:
+        raise AnalysisError(f"{shown_path(path)} is no saved analysis: {problem}. Save one with analyze -o.") from problem
+
+
+class _Versioned(msgspec.Struct):
+    schema: str = ""
+
+
+def _violation(analysis: Analysis, condition: Condition, baseline: Analysis | None) -> str:
+    found, spread = _figure(analysis, condition)
+    limit, compared_with = condition.limit, ""
+    if condition.is_relative:
+        if baseline is None:
+            raise AnalysisError(f"'{shown(condition.text)}' needs a saved analysis to compare with. Add --baseline FILE.")
+        before, before_spread = _figure(baseline, condition)
+        is_factor = condition.unit == "share" and condition.metric not in SHARES_ONLY
+        limit = before * (1 + condition.limit) if is_factor else before + condition.limit
+        compared_with = f", in the baseline {_shown(condition, before)}"
+        if abs(found - before) <= max(spread, before_spread):
+            return ""
+    if not COMPARED[condition.sign](found, limit):
+        return ""
+    return f"{condition.text}: {condition.metric} is {_shown(condition, found)}{compared_with}"
+
+
+def _figure(analysis: Analysis, condition: Condition) -> tuple[float, float]:
+    """The metric in the condition's unit, and the half-width of the middle half of its steady steps (0 for one cause)."""
+    is_share = condition.metric in SHARES_ONLY or (condition.unit == "share" and not condition.is_relative)
+    if condition.metric in CAUSES:
+        time_us = sum(total.exposed_us for total in analysis.causes if total.cause == condition.metric)
+        return (time_us / analysis.step_us if is_share and analysis.step_us else time_us), 0.0
+    values = [_of_step(step, condition.metric, is_share) for rank in analysis.ranks for step in rank.steps if step.is_steady]
+    return _of_all(analysis, condition.metric, is_share), half_width(values) if values else 0.0
+
+
+def _of_step(step: StepFigures, metric: str, is_share: bool) -> float:
+    if metric == "overlap":
+        return step.overlap_ratio or 0.0
+    time_us = step.makespan_us if metric == "step" else float(getattr(step, f"{metric}_us"))
+    return time_us / step.makespan_us if is_share and step.makespan_us else time_us
+
+
+def _of_all(analysis: Analysis, metric: str, is_share: bool) -> float:
+    if metric == "overlap":
+        return analysis.overlap_ratio if analysis.overlap_ratio is not None else 1.0
+    time_us = float(getattr(analysis, f"{metric}_us"))
+    return time_us / analysis.step_us if is_share and analysis.step_us else time_us
+
+
+def _shown(condition: Condition, value: float) -> str:
+    is_share = condition.metric in SHARES_ONLY or (condition.unit == "share" and not condition.is_relative)
+    return format_percent(value) if is_share else format_us(value)

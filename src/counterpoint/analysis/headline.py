@@ -1,0 +1,135 @@
+"""The box of one screen: what is exposed, why, and what to do next."""
+
+from collections.abc import Mapping, Sequence
+
+from msgspec.structs import replace
+
+from counterpoint.analysis.breakdowns import Collectives
+from counterpoint.analysis.means import StepOfRank, keys_of, steady_steps
+from counterpoint.analysis.sizes import label_of
+from counterpoint.analysis.values import Analysis, Cause, CauseTotal, ExposedInterval, Headline, Recoverable
+from counterpoint.units import format_numbers, format_percent, format_us
+
+MOST_LINES = 3
+LEAST_EXPOSED_SHARE = 0.0005  # of the step; less prints as 0.0 %
+LEAST_LAUNCH_BOUND_SHARE = 0.05  # of the step, for a line about the host
+
+CAUSE_WORDS: Mapping[str, str] = {
+    "dependent": "the next kernel needs the result",
+    "starved": "collectives wait for SMs that other kernels hold",
+    "own_stream": "collectives run on the computation's own stream",
+    "queued": "collectives wait behind other collectives",
+    "hardware_queue": "collectives are serialised in a hardware queue",
+    "launched_late": "the host launches late",
+    "slow_rank": "ranks wait for slower ones",
+    "uneven": "parts of all-to-alls are uneven",
+    "tail": "nothing is left to compute at the end of the step",
+    "gap": "the computation pauses between two kernels",
+}
+
+
+def headline(
+    analysis: Analysis, collectives: Collectives, exposed: Sequence[ExposedInterval], unknown: str = ""
+) -> Headline:
+    """Verdict, why and next of an analysis without recoverable times; `unknown` says why its causes cannot be known."""
+    if analysis.step_us <= 0:
+        why = (*analysis.problems, *(line for rank in analysis.ranks for line in rank.problems))[:MOST_LINES]
+        return Headline(verdict="UNKNOWN: the traces hold no step with GPU operations.", why=why, next=())
+    if analysis.communication_us <= 0:
+        return Headline(verdict=f"No communication in {_scope(analysis)}.", why=(), next=_next_lines(analysis))
+    share = analysis.exposed_us / analysis.step_us
+    of_step = f"{format_us(analysis.exposed_us)} of {format_us(analysis.step_us)}"
+    if unknown:
+        verdict = (
+            f"UNKNOWN: {format_percent(share)} of the step is exposed ({of_step}), but its causes are not known. {unknown}"
+        )
+        return Headline(verdict=verdict, why=(), next=_next_lines(analysis))
+    if share < LEAST_EXPOSED_SHARE:
+        hidden = f"all {format_us(analysis.communication_us)} of communication per step run beside computation"
+        return Headline(verdict=f"Nothing is exposed: {hidden}, in {_scope(analysis)}.", why=(), next=_next_lines(analysis))
+    because = f", mainly because {CAUSE_WORDS[analysis.causes[0].cause]}" if analysis.causes else ""
+    return Headline(
+        verdict=f"{format_percent(share)} of the step is exposed communication ({of_step}, {_scope(analysis)}){because}.",
+        why=_why_lines(analysis, collectives, exposed),
+        next=_next_lines(analysis),
+    )
+
+
+def _scope(analysis: Analysis) -> str:
+    """Whose figures these are: "rank 0 of 4", "the 2 ranks present of 4", "4 ranks"."""
+    present, missing = len(analysis.ranks), len(analysis.missing_ranks)
+    if present == 1:
+        return f"rank {analysis.ranks[0].rank}" + (f" of {1 + missing}" if missing else "")
+    return f"the {present} ranks present of {present + missing}" if missing else f"{present} ranks"
+
+
+def _why_lines(analysis: Analysis, collectives: Collectives, exposed: Sequence[ExposedInterval]) -> tuple[str, ...]:
+    steps = keys_of(steady_steps(analysis.ranks))
+    chosen = analysis.causes[:MOST_LINES]
+    return tuple(_why(total, _largest_in(total.cause, collectives, exposed, steps)) for total in chosen)
+
+
+def _why(total: CauseTotal, where: str) -> str:
+    words = CAUSE_WORDS[total.cause]
+    mostly = f", mostly in {where}" if where else ""
+    figures = f"{format_us(total.exposed_us)} ({format_percent(total.share)})"
+    return f"{words[0].upper()}{words[1:]}: {figures} of the exposed time{mostly}. {total.example}".rstrip()
+
+
+def _largest_in(
+    cause: Cause, collectives: Collectives, exposed: Sequence[ExposedInterval], steps: frozenset[StepOfRank]
+) -> str:
+    """The kind, size and module that most of a cause's time is in."""
+    times: dict[str, float] = {}
+    for interval in exposed:
+        if interval.cause != cause or (interval.rank, interval.step) not in steps:
+            continue
+        if collective := collectives.get((interval.rank, interval.collective)):
+            name = label_of(collective) + (f" in {collective.module}" if collective.module else "")
+            times[name] = times.get(name, 0.0) + interval.duration_us
+    return min(times, key=lambda name: (-times[name], name)) if times else ""
+
+
+def _next_lines(analysis: Analysis) -> tuple[str, ...]:
+    """What to do that needs no simulation: record what is missing, look at the host."""
+    lines: list[str] = []
+    if analysis.launch_bound_us > LEAST_LAUNCH_BOUND_SHARE * analysis.step_us:
+        share = format_percent(analysis.launch_bound_us / analysis.step_us)
+        lines.append(f"The GPU waits for the host for {share} of the step: capture it in a CUDA graph or compile it.")
+    if analysis.missing_ranks and analysis.communication_us > 0:
+        noun = "rank" if len(analysis.missing_ranks) == 1 else "ranks"
+        named = format_numbers(analysis.missing_ranks, MOST_LINES)
+        lines.append(f"Give the traces of {noun} {named} of the same steps, too: then it is known which rank is waited for.")
+    return tuple(lines)
+
+
+def with_recoverable(analysis: Analysis, entries: Sequence[Recoverable]) -> Analysis:
+    """The analysis with what changes would recover, largest first, what none of them would, and the next lines by value.
+
+    What is not recoverable is what no entry explains: each cause counts as recovered by the largest entry that names it, and
+    an entry's time goes to the causes it names once. Entries within the replay error recover nothing that is known.
+    """
+    ordered = tuple(sorted(entries, key=lambda entry: (entry.is_within_replay_error, -entry.recovers_us)))
+    left = {total.cause: total.exposed_us for total in analysis.causes}
+    claimed: set[Cause] = set()
+    for entry in ordered:
+        budget_us = 0.0 if entry.is_within_replay_error else max(0.0, entry.recovers_us)
+        for cause in entry.causes:
+            if cause in left and cause not in claimed and budget_us > 0:
+                taken_us = min(budget_us, left[cause])
+                left[cause] -= taken_us
+                budget_us -= taken_us
+                claimed.add(cause)
+    worth = [entry for entry in ordered if entry.recovers_us > 0 and not entry.is_within_replay_error]
+    lines = [f"{entry.what}: recovers {_worth(entry.recovers_us, analysis.step_us)}." for entry in worth]
+    return replace(
+        analysis,
+        recoverable=ordered,
+        unrecoverable_us=sum(left.values()),
+        headline=replace(analysis.headline, next=(*lines, *_next_lines(analysis))[:MOST_LINES]),
+    )
+
+
+def _worth(recovers_us: float, step_us: float) -> str:
+    share = f" ({format_percent(recovers_us / step_us)} of the step)" if step_us > 0 else ""
+    return f"{format_us(recovers_us)} per step{share}, simulated"

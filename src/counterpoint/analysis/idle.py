@@ -1,0 +1,62 @@
+"""Idle time of each stream in the steady steps, by what the next operation on it waited for.
+
+From the end of one operation to the start of the next: first until the host launched that ("host"), then until what it waits
+for on other streams had ended ("event"), and the rest a "launch gap", in which it may also have waited for SMs. After the
+last operation of a stream in a window there is "nothing" to run.
+"""
+
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Literal
+
+from counterpoint.analysis.spans import Span
+from counterpoint.analysis.timed import TimedTrace
+from counterpoint.analysis.values import IdleRow
+
+IdleCause = Literal["host", "event", "launch gap", "nothing"]
+
+
+def find_idle(timed: TimedTrace, windows: Sequence[Span]) -> tuple[IdleRow, ...]:
+    """Mean idle time per window by stream and cause; the idle times and the busy time of a stream add up to the windows."""
+    rows = []
+    for stream, line in sorted(timed.streams.items()):
+        starts = [timed.starts[index] for index in line]
+        totals: Counter[IdleCause] = Counter()
+        for window in windows:
+            for cause, time in _of_window(timed, line, starts, window):
+                totals[cause] += time
+        rows += [
+            IdleRow(rank=timed.trace.rank or 0, stream=stream, cause=cause, time_us=time / 1000 / len(windows))
+            for cause, time in sorted(totals.items())
+            if time
+        ]
+    return tuple(rows)
+
+
+def _of_window(timed: TimedTrace, line: tuple[int, ...], starts: list[int], window: Span) -> Iterator[tuple[IdleCause, int]]:
+    """The idle parts of one stream in one window."""
+    place = bisect_left(starts, window[0])
+    reached = window[0]
+    if place:
+        reached = min(max(reached, timed.ends[line[place - 1]]), window[1])
+    while place < len(line) and starts[place] < window[1]:
+        index = line[place]
+        yield from _of_gap(timed, index, reached, starts[place])
+        reached = max(reached, timed.ends[index])
+        place += 1
+    if reached < window[1]:
+        yield "nothing", window[1] - reached
+
+
+def _of_gap(timed: TimedTrace, index: int, start: int, end: int) -> Iterator[tuple[IdleCause, int]]:
+    """The idle time before one operation, by cause."""
+    if start >= end:
+        return
+    launch = timed.launches[index]
+    launched = start if launch is None else min(max(launch, start), end)
+    events = max((timed.ends[other] for other in timed.producers.get(index, ())), default=launched)
+    ready = min(max(events, launched), end)
+    yield "host", launched - start
+    yield "event", ready - launched
+    yield "launch gap", end - ready

@@ -1,0 +1,223 @@
+"""Which collective of one rank is which of another's: same process group, same order in it, same kind and size.
+
+Profilers start and stop at different calls, and may lose events. So the sequences of a group are laid over each other by
+their longest run of equal entries. Steps repeat, and many shifts may give long runs; of these the one is right with which
+the ends of the collectives coincide, whatever the clocks are. What does not fit is left out and named.
+"""
+
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from statistics import median
+
+from counterpoint.analysis.values import RankAnalysis, TracedCollective
+from counterpoint.units import format_count, format_numbers
+from counterpoint.value import Value
+
+WINDOW = 1024  # collectives of each rank that a shift is sought in; more on either side are profiles of different steps
+LEAST_RUN = 3  # collectives whose ends say something about a shift
+LEAST_SPREAD_US = 100.0  # ends of one collective on two ranks were seen up to 80 us apart on H200s
+SPREAD_PER_DURATION = 0.5  # five times the tenth of a duration that they were apart: not the same collective
+SPREAD_BY_CHANCE_US = 5.0  # spreads that differ by less say nothing
+MOST_CONFLICTS = 0.25  # of the matched ones: with more they are matched by chance
+
+Group = tuple[str | None, tuple[int, ...], int]
+Pairs = list[tuple[int, int]]
+
+
+class SharedCollective(Value, frozen=True, kw_only=True):
+    """One collective as all present ranks of its group ran it, one entry per rank, ascending by rank."""
+
+    members: tuple[TracedCollective, ...]
+
+
+def match_collectives(ranks: Sequence[RankAnalysis]) -> tuple[tuple[SharedCollective, ...], tuple[str, ...]]:
+    """Collectives that all present ranks of their group ran, in the order of the first rank; and what did not fit."""
+    shared: list[SharedCollective] = []
+    problems: list[str] = []
+    for group, sequences in _groups(ranks).items():
+        if len(sequences) < 2:
+            continue
+        matched, problem = _match_group(group, sequences)
+        shared += matched
+        problems += problem
+    return tuple(sorted(shared, key=lambda c: (c.members[0].start_us, c.members[0].rank))), tuple(problems)
+
+
+def _groups(ranks: Sequence[RankAnalysis]) -> dict[Group, dict[int, list[TracedCollective]]]:
+    """Collectives by process group and rank, in the order of the group.
+
+    Sends and receives in groups of more than two have no order that all ranks share. Without a name, the size is the group.
+    """
+    groups: dict[Group, dict[int, list[TracedCollective]]] = {}
+    for analysis in ranks:
+        for collective in sorted(analysis.collectives, key=lambda c: (c.group_number, c.start_us)):
+            is_pairwise = collective.collective == "send_recv" and collective.group_size > 2
+            if collective.group_size > 1 and not is_pairwise:
+                size = collective.group_size if collective.process_group is None else 0
+                key = (collective.process_group, collective.group_ranks, size)
+                groups.setdefault(key, {}).setdefault(analysis.rank, []).append(collective)
+    return groups
+
+
+def _match_group(group: Group, sequences: dict[int, list[TracedCollective]]) -> tuple[list[SharedCollective], list[str]]:
+    name = _named(group)
+    sizes = {collective.group_size for sequence in sequences.values() for collective in sequence}
+    ranks = sorted(sequences)
+    if len(sizes) > 1:
+        return [], [
+            f"Ranks state different sizes of {name} ({sorted(sizes)}): its collectives are not matched across ranks."
+        ]
+    if len(ranks) > min(sizes):
+        count = format_count(len(ranks), "rank")
+        return [], [
+            f"{count} ran collectives of {name}, which has {min(sizes)}: several groups share the name, none is matched."
+        ]
+    base, matched = _best_base(sequences)
+    strangers = [rank for rank in ranks if rank != base and rank not in matched]
+    problems = [_describe_strangers(name, base, strangers)] if strangers else []
+    if not matched:
+        return [], problems
+    places = {rank: {i: sequences[rank][j] for i, j in pairs} for rank, pairs in matched.items()}
+    places[base] = dict(enumerate(sequences[base]))
+    alike = [rank for rank in ranks if rank in places]
+    common = [i for i in range(len(sequences[base])) if all(i in place for place in places.values())]
+    problems += _describe_rest(name, {rank: len(sequences[rank]) for rank in alike}, len(common))
+    return [SharedCollective(members=tuple(places[rank][i] for rank in alike)) for i in common], problems
+
+
+def _best_base(sequences: Mapping[int, Sequence[TracedCollective]]) -> tuple[int, dict[int, Pairs]]:
+    """The first rank that most others match, else the one that the most match, and the pairs of those that do."""
+    best: tuple[int, dict[int, Pairs]] = (min(sequences), {})
+    for base in sorted(sequences):
+        pairs = {rank: match_sequences(sequences[base], sequences[rank]) for rank in sorted(sequences) if rank != base}
+        matched = {rank: found for rank, found in pairs.items() if found}
+        best = max(best, (base, matched), key=lambda entry: len(entry[1]))
+        if 2 * len(matched) >= len(pairs):
+            break
+    return best
+
+
+def _named(group: Group) -> str:
+    name, members, size = group
+    listed = f" of ranks {', '.join(map(str, members[:8]))}{', ...' if len(members) > 8 else ''}" if members else ""
+    return f"process group '{name}'{listed}" if name is not None else f"an unnamed process group of {size} ranks{listed}"
+
+
+def _describe_strangers(name: str, base: int, strangers: Sequence[int]) -> str:
+    """What to say of ranks with which nothing is matched."""
+    noun = "rank" if len(strangers) == 1 else "ranks"
+    return (
+        f"In {name}, {noun} {format_numbers(strangers)} ran other collectives than rank {base}, or at times that do not "
+        f"coincide: nothing is matched with them. Give traces of the same steps of one job."
+    )
+
+
+def _describe_rest(name: str, counts: Mapping[int, int], num_common: int) -> list[str]:
+    """What to say of collectives that not all ranks have; nothing where all have them."""
+    rank = max(counts, key=lambda rank: (counts[rank], -rank))
+    if counts[rank] == num_common:
+        return []
+    return [
+        f"Of {name}, {num_common} collectives are in the traces of all its ranks present; up to {counts[rank] - num_common} "
+        f"more (of rank {rank}) are not, since profiles began or ended at other calls or lost events."
+    ]
+
+
+def match_sequences(first: Sequence[TracedCollective], second: Sequence[TracedCollective]) -> Pairs:
+    """Places in two ranks' sequences of one group that are the same collective, ascending; empty where nothing fits."""
+    pairs: Pairs = []
+    distance_us: float | None = None
+    left = [((0, len(first)), (0, len(second)))]
+    while left:
+        (low, high), (other_low, other_high) = left.pop()
+        run = _best_run(first[low:high], second[other_low:other_high], distance_us)
+        if not run:
+            continue
+        run = [(i + low, j + other_low) for i, j in run]
+        pairs += run
+        distance_us = median(_distances(first, second, run)) if distance_us is None else distance_us
+        left.append(((low, run[0][0]), (other_low, run[0][1])))
+        left.append(((run[-1][0] + 1, high), (run[-1][1] + 1, other_high)))
+    pairs.sort()
+    return pairs if _num_conflicts(pairs, len(first), len(second)) <= MOST_CONFLICTS * len(pairs) else []
+
+
+def _num_conflicts(pairs: Pairs, num_first: int, num_second: int) -> int:
+    """Collectives that both ranks have at the same place in the order, and that do not match.
+
+    Of two profiles of one job, only one lacks what the other has at either end.
+    """
+    edges = [(-1, -1), *pairs, (num_first, num_second)]
+    return sum(min(i - before - 1, j - other - 1) for (before, other), (i, j) in pairwise(edges))
+
+
+def _best_run(first: Sequence[TracedCollective], second: Sequence[TracedCollective], distance_us: float | None) -> Pairs:
+    """The longest run of equal entries whose ends coincide; empty where there is none.
+
+    `distance_us` is how far apart the clocks are, if that is known already: beyond lost events, the ends must agree with it.
+    """
+    if not first or not second:
+        return []
+    tokens, others = [_token(c) for c in first], [_token(c) for c in second]
+    if tokens == others and distance_us is None:
+        whole = [(i, i) for i in range(len(first))]
+        if _do_coincide(first, second, whole, None) and _spread_us(first, second, whole) <= LEAST_SPREAD_US:
+            return whole
+    runs = [run for shift in _shifts(len(first), len(second)) if (run := _longest_run(tokens, others, shift))]
+    longest = max((len(run) for run in runs), default=0)
+    if distance_us is not None and longest < LEAST_RUN:
+        return []
+    least = longest / 2 if longest >= 2 * LEAST_RUN else longest
+    fitting = [run for run in runs if len(run) >= least and _do_coincide(first, second, run, distance_us)]
+    spreads = [_spread_us(first, second, run) for run in fitting]
+    close = [run for run, spread in zip(fitting, spreads, strict=True) if spread <= 2 * min(spreads) + SPREAD_BY_CHANCE_US]
+    return _followed(max(close, key=len), tokens, others) if close else []
+
+
+def _token(collective: TracedCollective) -> tuple[str, int]:
+    """What must be equal on both ranks; ranks of an uneven all-to-all send different sizes."""
+    return collective.collective, -1 if collective.collective == "all_to_all" else collective.num_bytes
+
+
+def _shifts(num_first: int, num_second: int) -> range:
+    """How many places the second sequence may lie behind the first."""
+    return range(-min(num_first, WINDOW) + 1, min(num_second, WINDOW))
+
+
+def _longest_run(tokens: Sequence[tuple[str, int]], others: Sequence[tuple[str, int]], shift: int) -> Pairs:
+    """The longest run of equal tokens at one shift, within the window."""
+    low = max(0, -shift)
+    high = min(len(tokens), len(others) - shift, low + WINDOW)
+    unequal = [i for i in range(low, high) if tokens[i] != others[i + shift]]
+    edges = pairwise([low - 1, *unequal, high])
+    length, start = max((after - before - 1, before + 1) for before, after in edges)
+    return [(i, i + shift) for i in range(start, start + length)]
+
+
+def _followed(run: Pairs, tokens: Sequence[tuple[str, int]], others: Sequence[tuple[str, int]]) -> Pairs:
+    """The run with what is equal after it, beyond the window."""
+    i, j = run[-1]
+    while i + 1 < len(tokens) and j + 1 < len(others) and tokens[i + 1] == others[j + 1]:
+        i, j = i + 1, j + 1
+        run.append((i, j))
+    return run
+
+
+def _distances(first: Sequence[TracedCollective], second: Sequence[TracedCollective], run: Pairs) -> list[float]:
+    return [first[i].end_us - second[j].end_us for i, j in run]
+
+
+def _spread_us(first: Sequence[TracedCollective], second: Sequence[TracedCollective], run: Pairs) -> float:
+    """How much the distance of ends changes from one collective to the next, which a drift of clocks does not."""
+    distances = _distances(first, second, run)
+    return median(abs(a - b) for a, b in pairwise(distances)) if len(run) > 1 else 0.0
+
+
+def _do_coincide(
+    first: Sequence[TracedCollective], second: Sequence[TracedCollective], run: Pairs, distance_us: float | None
+) -> bool:
+    """Whether the ends lie as close as those of shared collectives do."""
+    shortest = [min(first[i].end_us - first[i].start_us, second[j].end_us - second[j].start_us) for i, j in run]
+    limit_us = max(LEAST_SPREAD_US, SPREAD_PER_DURATION * median(shortest))
+    is_near = distance_us is None or abs(median(_distances(first, second, run)) - distance_us) <= 5 * limit_us
+    return is_near and _spread_us(first, second, run) <= limit_us

@@ -1,0 +1,77 @@
+"""Which of the traces given belong to one job, and which ranks of it are missing.
+
+A rank counts once: of two traces of the same rank the first is kept. Ranks that state another world size than most are of
+another job. Both are left out of the analysis and named; they are never mixed in.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+
+from msgspec.structs import replace
+
+from counterpoint.analysis.values import RankAnalysis
+from counterpoint.units import format_numbers
+
+MOST_RANGES = 8  # of missing ranks, in a sentence
+
+
+def belonging(ranks: Sequence[RankAnalysis]) -> tuple[tuple[RankAnalysis, ...], tuple[str, ...]]:
+    """The ranks of one job, ascending, and one sentence for each trace that was left out."""
+    problems: list[str] = []
+    kept: dict[int, RankAnalysis] = {}
+    world_size = _usual_world_size(ranks)
+    for analysis in ranks:
+        if analysis.world_size not in (None, world_size):
+            problems.append(
+                f"{analysis.path} is of a job of {analysis.world_size} ranks, the others are of {world_size}: it is left "
+                f"out. Give the traces of one job."
+            )
+        elif analysis.rank in kept:
+            problems.append(
+                f"{analysis.path} and {kept[analysis.rank].path} are both of rank {analysis.rank}: the second is left out. "
+                f"Give each rank once."
+            )
+        else:
+            kept[analysis.rank] = analysis
+    return tuple(_numbered_alike(kept[rank]) for rank in sorted(kept)), tuple(problems)
+
+
+def _numbered_alike(analysis: RankAnalysis) -> RankAnalysis:
+    """With the rank's number in all that it holds: a trace that names no rank gets its number later."""
+    parts = ("steps", "collectives", "exposed", "idle", "critical_path", "slowdowns")
+    strange = {
+        name: getattr(analysis, name) for name in parts if any(e.rank != analysis.rank for e in getattr(analysis, name))
+    }
+    return replace(analysis, **{name: tuple(replace(e, rank=analysis.rank) for e in held) for name, held in strange.items()})
+
+
+def _usual_world_size(ranks: Sequence[RankAnalysis]) -> int | None:
+    """The world size that most state; the first one's where several are as usual."""
+    stated = Counter(analysis.world_size for analysis in ranks if analysis.world_size is not None)
+    return stated.most_common(1)[0][0] if stated else None
+
+
+def missing_ranks(ranks: Sequence[RankAnalysis]) -> tuple[int, ...]:
+    """Ranks of the job whose traces are not here, from the world size, else from the ranks and sizes of process groups."""
+    present = {analysis.rank for analysis in ranks}
+    expected: set[int] = set()
+    for analysis in ranks:
+        expected.update(range(analysis.world_size or 0))
+        if analysis.world_size is None:
+            for collective in analysis.collectives:
+                expected.update(collective.group_ranks or range(collective.group_size))
+    return tuple(sorted(expected - present))
+
+
+def describe_missing(ranks: Sequence[RankAnalysis], missing: Sequence[int]) -> tuple[str, ...]:
+    """What is not known because ranks are missing: at most one sentence."""
+    if not missing or not any(analysis.collectives for analysis in ranks):
+        return ()
+    named = f"{'rank' if len(missing) == 1 else 'ranks'} {format_numbers(missing, MOST_RANGES)}"
+    total = len(ranks) + len(missing)
+    known = (
+        f"Waits, skews and means are of the {len(ranks)} ranks present of {total}"
+        if len(ranks) > 1
+        else f"Only rank {ranks[0].rank} of {total} is present"
+    )
+    return (f"{known}: time spent waiting for {named} cannot be told from transfer.",)

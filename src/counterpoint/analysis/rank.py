@@ -1,0 +1,137 @@
+"""All that one rank's trace says: steps, collectives, exposed intervals with causes, operators, idle time, critical path.
+
+The order of work: times and dependencies, roles, windows of the steps, collectives, exposed pieces and their causes, then
+the tables over the steady steps. What could not be known is in `problems`, and no figure stands for it.
+"""
+
+from collections import Counter
+
+from msgspec.structs import replace
+
+from counterpoint.analysis.arrivals import describe_arrivals
+from counterpoint.analysis.causes import CauseFinder
+from counterpoint.analysis.collectives import RankCollectives, find_collectives
+from counterpoint.analysis.critical_path import find_critical_path
+from counterpoint.analysis.exposure import exposed_by_collective, find_pieces, join_intervals
+from counterpoint.analysis.idle import find_idle
+from counterpoint.analysis.lanes import draw_lanes
+from counterpoint.analysis.operators import find_operators
+from counterpoint.analysis.roles import find_roles
+from counterpoint.analysis.slowdowns import find_slowdowns
+from counterpoint.analysis.spans import Span
+from counterpoint.analysis.timed import TimedTrace, time_trace
+from counterpoint.analysis.values import ExposedInterval, RankAnalysis, Role, TracedCollective
+from counterpoint.analysis.windows import find_busy, find_figures, find_windows, representative
+from counterpoint.traces.activity import ActivityTrace
+from counterpoint.units import format_count
+
+DETAILED_STEPS = 24
+"""Tables of operators and the like are taken from at most so many steps: their means no longer change with more."""
+
+
+def analyze_rank(trace: ActivityTrace) -> RankAnalysis:
+    """Reduce one rank's trace to what is known of its communication.
+
+    The cost grows with the number of GPU operations. Raises nothing for a trace that `read_activity` accepts.
+    """
+    timed = time_trace(trace)
+    roles = find_roles(timed)
+    found_windows = find_windows(timed)
+    windows = found_windows.windows
+    busy = find_busy(timed, roles)
+    steps = find_figures(timed, busy, windows)
+    found = find_collectives(timed, roles, windows)
+    main = computation_stream(timed, roles)
+    exposed = join_intervals(
+        CauseFinder(timed, roles, found, windows, main).intervals(find_pieces(timed, found, busy, windows))
+    )
+    steady = tuple(windows[step.step] for step in steps if step.is_steady)
+    detailed = _evenly_spaced(steady)
+    shown = representative(steps)
+    lanes, names = draw_lanes(timed, roles, windows[shown.step])
+    return RankAnalysis(
+        path=trace.path,
+        rank=trace.rank or 0,
+        world_size=trace.world_size,
+        device_name=trace.device_name,
+        num_operations=len(trace.operations),
+        steps=steps,
+        collectives=_described(timed, roles, found, exposed),
+        exposed=exposed,
+        operators=find_operators(timed, roles, detailed),
+        idle=find_idle(timed, detailed),
+        critical_path=find_critical_path(timed, roles, detailed),
+        slowdowns=find_slowdowns(timed, roles, found, detailed),
+        shown_step=shown.step,
+        lanes=lanes,
+        names=names,
+        notes=(*trace.notes, *found_windows.notes, *_notes(timed, roles), *_note_on_sample(steady, detailed)),
+        problems=(*found_windows.problems, *_problems(timed)),
+    )
+
+
+def computation_stream(timed: TimedTrace, roles: tuple[Role, ...]) -> int | None:
+    """The stream with most computation; None where nothing computes."""
+    busy: Counter[int] = Counter()
+    for stream, line in timed.streams.items():
+        time = sum(timed.ends[index] - timed.starts[index] for index in line if roles[index] == "computation")
+        if time:
+            busy[stream] = time
+    return busy.most_common(1)[0][0] if busy else None
+
+
+def _evenly_spaced(windows: tuple[Span, ...]) -> tuple[Span, ...]:
+    """All of a few windows; of many, some evenly spaced."""
+    if len(windows) <= DETAILED_STEPS:
+        return windows
+    return tuple(windows[place * len(windows) // DETAILED_STEPS] for place in range(DETAILED_STEPS))
+
+
+def _note_on_sample(steady: tuple[Span, ...], detailed: tuple[Span, ...]) -> list[str]:
+    if len(detailed) == len(steady):
+        return []
+    what = "Operators, idle time of streams, the critical path and slowdowns"
+    return [f"{what} are means over {len(detailed)} of the {len(steady)} steady steps, evenly spaced."]
+
+
+def _described(
+    timed: TimedTrace, roles: tuple[Role, ...], found: RankCollectives, exposed: tuple[ExposedInterval, ...]
+) -> tuple[TracedCollective, ...]:
+    """Collectives with their exposed time and what came before them."""
+    times = exposed_by_collective(exposed, found.values)
+    words = describe_arrivals(timed, roles, found)
+    return tuple(
+        replace(value, exposed_us=time, before=said) for value, time, said in zip(found.values, times, words, strict=True)
+    )
+
+
+def _notes(timed: TimedTrace, roles: tuple[Role, ...]) -> list[str]:
+    notes = []
+    if not any(role in ("communication", "waiting") for role in roles):
+        notes.append("The trace holds no communication.")
+    if len(timed.streams) == 1:
+        notes.append("Everything runs on one stream: nothing can overlap.")
+    if timed.trace.num_devices > 1:
+        notes.append(f"The trace holds {timed.trace.num_devices} devices; only the busiest was read.")
+    return notes
+
+
+def _problems(timed: TimedTrace) -> list[str]:
+    """What the trace does not tell, and what follows."""
+    problems = []
+    unknown = sum(launch is None for launch in timed.launches)
+    early = sum(launch is not None and launch > start for launch, start in zip(timed.launches, timed.starts, strict=True))
+    if unknown:
+        what = format_count(unknown, "operation has", "operations have")
+        problems.append(f"{what} no launch in the trace: whether the host issued them late is unknown.")
+    if early:
+        what = format_count(early, "operation starts", "operations start")
+        problems.append(f"{what} before the launch (kineto#1380): times of the host and of the GPU do not fit there.")
+    if not timed.trace.device_name:
+        problems.append("The trace does not name its GPU: what fits beside what is told by the number of CTAs alone.")
+    if not any(call.kind == "wait" for call in timed.trace.host_calls) and len(timed.streams) > 1:
+        problems.append(
+            "The trace holds no stream waits (enable_cuda_sync_events=True records them): what waits for what is told by "
+            "times."
+        )
+    return problems

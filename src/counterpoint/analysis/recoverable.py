@@ -1,0 +1,116 @@
+"""What of the exposed time can be recovered: controls, operators, integrations and changes to the job, each by itself.
+
+The planner simulates them on the representative step. What it finds is listed by value, with the lines that apply it. A
+value below the error of the replay is marked: the simulator cannot tell it from nothing.
+"""
+
+import shlex
+from collections.abc import Iterable, Iterator
+from typing import Final
+
+from msgspec.structs import replace
+
+from counterpoint.analysis.values import Analysis, Cause, Recoverable
+from counterpoint.job import Job
+from counterpoint.measurement.values import LEAST_SIMULATED_GAIN
+from counterpoint.metrics import measure
+from counterpoint.planner.job_changes import find_job_changes
+from counterpoint.planner.search import Trial, Tuning, tune
+from counterpoint.sim import Simulator
+from counterpoint.step import Collective, Operation, Step
+
+RUN = "counterpoint run --plan plan.toml -- torchrun train.py"
+# The causes of exposed time that a control acts upon.
+ACTS_ON: Final[dict[str, tuple[Cause, ...]]] = {
+    "priority": ("starved", "queued"),
+    "residency_cap": ("starved",),
+    "head_start": ("starved",),
+    "communication_ctas": ("starved",),
+    "transport": ("starved", "dependent"),
+    "overlap_matmul": ("dependent", "own_stream"),
+    "own_stream": ("own_stream",),
+}
+Entry = tuple[tuple[Cause, ...], str, float, tuple[str, ...]]  # causes, what, microseconds, lines to paste
+OF_CHANGES: Final[tuple[Cause, ...]] = ("dependent", "own_stream", "queued", "launched_late", "tail")
+
+
+def find_recoverable(analysis: Analysis, job: Job, source: str) -> tuple[Recoverable, ...]:
+    """What would shorten the step of `job`, which was read from `source`, by value; causes that the step does not have are
+    not named."""
+    job = replace(job, step=_without_waits(job.step, analysis))
+    tuning = tune(job.step, job.machine, Simulator())
+    error_us = 0.0
+    baseline_us = measure(tuning.baseline).makespan_us
+    if job.traced is not None:
+        error_us = abs(baseline_us - measure(job.traced.timeline).makespan_us)
+    present = {total.cause for total in analysis.causes if total.exposed_us > 0}
+    found = [
+        Recoverable(
+            causes=tuple(cause for cause in causes if cause in present),
+            what=what,
+            recovers_us=recovers_us,
+            apply=apply,
+            is_within_replay_error=recovers_us <= error_us,
+        )
+        for causes, what, recovers_us, apply in (*_by_controls(tuning, baseline_us, source), *_by_changes(job))
+    ]
+    return tuple(sorted(found, key=lambda each: -each.recovers_us))
+
+
+def _without_waits(step: Step, analysis: Analysis) -> Step:
+    """The step with what other ranks show of its collectives: no control shortens the wait for a rank that comes later.
+
+    The step is one of the first rank's; its collectives are found again by kind and traced time.
+    """
+    rank = analysis.ranks[0]
+    waited = {(skew.process_group, skew.group_number): dict(skew.waits_us).get(rank.rank, 0.0) for skew in analysis.skews}
+    wait_us = {
+        (each.collective, round(each.end_us - each.start_us, 2)): waited.get((each.process_group, each.group_number), 0.0)
+        for each in rank.collectives
+    }
+
+    def of_all_ranks(operation: Operation) -> Operation:
+        if not isinstance(operation, Collective) or operation.lone_us is None:
+            return operation
+        traced_us = operation.lone_us + operation.peer_wait_us
+        transfer_us = traced_us - wait_us.get((operation.collective, round(traced_us, 2)), 0.0)
+        lone_us = min(operation.lone_us, max(0.0, transfer_us))
+        return replace(operation, lone_us=lone_us, peer_wait_us=traced_us - lone_us)
+
+    return replace(step, operations=tuple(map(of_all_ranks, step.operations)))
+
+
+def _by_controls(tuning: Tuning, baseline_us: float, source: str) -> Iterator[Entry]:
+    """The best trial of each control alone, and the plan, where it holds several."""
+    best: dict[str, Trial] = {}
+    for trial in tuning.trials:
+        if len(trial.families) != 1 or trial.makespan_us > (1 - LEAST_SIMULATED_GAIN) * baseline_us:
+            continue
+        held = best.get(trial.families[0])
+        if held is None or trial.makespan_us < held.makespan_us:
+            best[trial.families[0]] = trial
+    save = f"counterpoint tune {shlex.quote(source)} -o plan.toml"
+    in_plan = {control.tag for directive in tuning.plan.directives for control in directive.controls}
+    for family, trial in best.items():
+        by_plan = (save, RUN) if family in in_plan else ()
+        apply = (*by_plan, *dict.fromkeys(_lines_of(trial)))
+        yield ACTS_ON.get(family, ()), trial.label, baseline_us - trial.makespan_us, apply
+    if len(in_plan) > 1:
+        causes = tuple(dict.fromkeys(cause for family in sorted(in_plan) for cause in ACTS_ON.get(family, ())))
+        planned_us = measure(tuning.planned).makespan_us
+        yield causes, f"the plan: {' and '.join(sorted(in_plan))} together", baseline_us - planned_us, (save, RUN)
+
+
+def _lines_of(trial: Trial) -> Iterable[str]:
+    """What a user can write in the job for the controls of a trial."""
+    for directive in trial.directives:
+        for control in directive.controls:
+            for way in control.ways(directive.match.collective):
+                yield f"# {way.where}"
+                yield from way.lines
+
+
+def _by_changes(job: Job) -> Iterator[Entry]:
+    """Changes to the job itself."""
+    for change in find_job_changes(job.step, job.machine, Simulator()).helpful:
+        yield OF_CHANGES, change.change, change.baseline_us - change.changed_us, ()

@@ -1,0 +1,103 @@
+"""What each GPU operation does: computation, communication, waiting for other ranks, or a copy that hides nothing.
+
+A kernel's name says most of it (`traces/rules.toml`). Collectives that copies carry have parts whose names do not: staging
+copies into and out of the buffers that peers read, and sums of what arrived. They are told by where they stand:
+
+- On a stream that carries copies between GPUs and runs no matmul and no attention: every copy within the GPU and every
+  streaming kernel from the first such copy, or what directly precedes it, to what directly follows the last.
+- On a stream that also computes: copies within the GPU directly beside a signal or a copy between GPUs, and sums between two
+  signals.
+"""
+
+import re
+from functools import lru_cache
+
+from counterpoint.analysis.timed import TimedTrace
+from counterpoint.analysis.values import Role
+from counterpoint.traces.activity import GpuOperation
+from counterpoint.traces.classify import Rule, classify_kernel, copy_direction
+
+SUMS = re.compile("(?i)reduce_kernel.*(sum|mean)")
+
+
+def find_roles(timed: TimedTrace) -> tuple[Role, ...]:
+    """The role of each operation, in the trace's order."""
+    operations = timed.trace.operations
+    roles = [_role_by_name(operation.category, operation.name) for operation in operations]
+    for line in timed.streams.values():
+        carries = [place for place, index in enumerate(line) if _carries(operations[index], roles[index])]
+        if not carries:
+            continue
+        parts = _parts_beside(timed, line, roles) if _computes(timed, line) else _parts_between(timed, line, carries)
+        for index in parts:
+            roles[index] = "communication"
+    return tuple(roles)
+
+
+@lru_cache(maxsize=4096)
+def _role_by_name(category: str, name: str) -> Role:
+    if category != "kernel":
+        return "communication" if copy_direction(name) == "peer_to_peer" else "copy"
+    rule = classify_kernel(name)
+    if rule.kind != "communication":
+        return "computation"
+    return "waiting" if is_waiting(rule) else "communication"
+
+
+def is_waiting(rule: Rule) -> bool:
+    """Whether kernels of a rule do nothing but wait for other ranks."""
+    return bool(rule.names) and all("barrier" in name or "signal" in name for name in rule.names)
+
+
+def is_sum(operation: GpuOperation) -> bool:
+    """Whether a kernel adds up what arrived, by its name."""
+    return operation.category == "kernel" and SUMS.search(operation.name) is not None
+
+
+def is_staging(operation: GpuOperation) -> bool:
+    """Whether an operation copies within the GPU."""
+    return operation.category == "memcpy" and copy_direction(operation.name) == "device_to_device"
+
+
+def _carries(operation: GpuOperation, role: Role) -> bool:
+    """Whether an operation belongs to a collective carried by copies for its name alone."""
+    return role == "waiting" or (role == "communication" and operation.category != "kernel")
+
+
+def _computes(timed: TimedTrace, line: tuple[int, ...]) -> bool:
+    return any(
+        operation.category == "kernel" and classify_kernel(operation.name).character in ("matmul", "attention")
+        for operation in (timed.trace.operations[index] for index in line)
+    )
+
+
+def _parts_between(timed: TimedTrace, line: tuple[int, ...], carries: list[int]) -> list[int]:
+    """On a stream that only communicates: what stands between its copies, and directly before and after them."""
+    is_part = [_may_belong(timed.trace.operations[index]) for index in line]
+    first, last = carries[0], carries[-1]
+    while first and is_part[first - 1]:
+        first -= 1
+    while last + 1 < len(line) and is_part[last + 1]:
+        last += 1
+    return [line[place] for place in range(first, last + 1) if is_part[place]]
+
+
+def _may_belong(operation: GpuOperation) -> bool:
+    if operation.category == "kernel":
+        rule = classify_kernel(operation.name)
+        return rule.kind == "computation" and rule.character == "streaming"
+    return is_staging(operation)
+
+
+def _parts_beside(timed: TimedTrace, line: tuple[int, ...], roles: list[Role]) -> list[int]:
+    """On a stream that also computes: staging copies beside signals or copies, sums between signals."""
+    operations = timed.trace.operations
+    kept = [index for index in line if operations[index].category != "memset"]
+    found = []
+    for place, index in enumerate(kept):
+        before, after = kept[max(0, place - 1)], kept[min(place + 1, len(kept) - 1)]
+        beside = [_carries(operations[other], roles[other]) for other in dict.fromkeys((before, after)) if other != index]
+        is_part = is_staging(operations[index]) and any(beside)
+        if is_part or (is_sum(operations[index]) and place and all(beside)):  # also the last on its stream
+            found.append(index)
+    return found

@@ -1,0 +1,125 @@
+"""Kernels that communication beside them made slower than their like that ran alone.
+
+Like are launches of one name, grid, block and shared memory (and matrix sizes, where recorded). One launch configuration may
+serve several sizes, so a kernel is compared with the longest time of a like that ran alone and was not longer, nor shorter
+than 1/1.7 of it, as lone times are (`traces/lone_times.py`): what is lost is rather told too small than too large.
+"""
+
+from bisect import bisect_left, bisect_right
+from collections import Counter
+from collections.abc import Sequence
+from math import prod
+from typing import Literal
+
+from counterpoint.analysis.collectives import RankCollectives, short_name
+from counterpoint.analysis.operators import started_within
+from counterpoint.analysis.spans import Span, union
+from counterpoint.analysis.timed import TimedTrace
+from counterpoint.analysis.values import Role, Slowdown
+from counterpoint.traces.classify import classify_kernel
+from counterpoint.traces.lone_times import MOST_SLOWDOWN, UNTOUCHED_OVERLAP, signature
+
+LEAST_COVERED = 0.25
+"""Less of a kernel beside communication says little of what that cost."""
+LEAST_LOSS = 0.03
+"""Like kernels differ by less than this when nothing runs beside them."""
+LEAST_LOST_US = 1.0
+MOST_ROWS = 200
+
+Shared = Literal["SMs", "bandwidth", "clocks"]
+
+
+def find_slowdowns(
+    timed: TimedTrace, roles: tuple[Role, ...], found: RankCollectives, windows: Sequence[Span]
+) -> tuple[Slowdown, ...]:
+    """Kernels of the windows that lost time beside communication, by time lost per window."""
+    members = sorted(found.by_operation, key=lambda index: (timed.starts[index], index))
+    busy = union((timed.starts[index], timed.ends[index]) for index in members)
+    ends = [end for _, end in busy]
+    member_starts = [timed.starts[index] for index in members]
+    touched: list[tuple[int, int]] = []
+    alone: dict[object, list[int]] = {}
+    for index in started_within(timed, windows):
+        if roles[index] != "computation":
+            continue
+        span = (timed.starts[index], timed.ends[index])
+        covered = _covered(busy, ends, span)
+        if covered <= UNTOUCHED_OVERLAP * (span[1] - span[0]):
+            alone.setdefault(_key(timed, index), []).append(span[1] - span[0])
+        elif covered >= LEAST_COVERED * (span[1] - span[0]):
+            touched.append((index, covered))
+    for line in alone.values():
+        line.sort()
+    lost: dict[tuple[str, str, Shared], list[int]] = {}
+    for index, _ in touched:
+        like = _like(alone.get(_key(timed, index), []), timed.ends[index] - timed.starts[index])
+        if like is not None:
+            number = _beside(timed, found, members, member_starts, index)
+            _add(timed, found, lost, (index, number, like))
+    return _rows(timed, lost, len(windows))
+
+
+def _key(timed: TimedTrace, index: int) -> object:
+    operation = timed.trace.operations[index]
+    return (signature(operation), operation.matmul_sizes)
+
+
+def _covered(busy: Sequence[Span], ends: Sequence[int], span: Span) -> int:
+    """How much of a span communication covers."""
+    total, place = 0, bisect_right(ends, span[0])
+    while place < len(busy) and busy[place][0] < span[1]:
+        total += min(busy[place][1], span[1]) - max(busy[place][0], span[0])
+        place += 1
+    return total
+
+
+def _like(alone: list[int], time: int) -> int | None:
+    """The longest time of a like that ran alone and may be this one's; None where no loss can be told."""
+    place = bisect_right(alone, time) - 1
+    if place < 0 or alone[place] * MOST_SLOWDOWN < time:
+        return None
+    return alone[place]
+
+
+def _beside(timed: TimedTrace, found: RankCollectives, members: Sequence[int], starts: Sequence[int], index: int) -> int:
+    """The collective that ran beside a kernel longest, among the last that started before its end."""
+    place = bisect_left(starts, timed.ends[index])
+    times: Counter[int] = Counter()
+    for other in members[max(0, place - 32) : place]:
+        time = min(timed.ends[other], timed.ends[index]) - max(timed.starts[other], timed.starts[index])
+        if time > 0:
+            times[other] += time
+    return times.most_common(1)[0][0] if times else members[max(0, place - 1)]
+
+
+def _add(
+    timed: TimedTrace, found: RankCollectives, lost: dict[tuple[str, str, Shared], list[int]], case: tuple[int, int, int]
+) -> None:
+    """Add one kernel to the row of its kind: count, time alone, time beside."""
+    index, member, like = case
+    operation, other = timed.trace.operations[index], timed.trace.operations[member]
+    beside = found.values[found.by_operation[member]].name
+    holds_sms = other.category == "kernel" and prod(other.arguments.grid) > 1
+    by: Shared = "SMs" if holds_sms and classify_kernel(operation.name).character != "streaming" else "bandwidth"
+    row = lost.setdefault((operation.name, beside, by), [0, 0, 0])
+    row[0] += 1
+    row[1] += like
+    row[2] += timed.ends[index] - timed.starts[index]
+
+
+def _rows(timed: TimedTrace, lost: dict[tuple[str, str, Shared], list[int]], num_steps: int) -> tuple[Slowdown, ...]:
+    rows = [
+        Slowdown(
+            rank=timed.trace.rank or 0,
+            kernel=short_name(kernel),
+            beside=beside,
+            count=count / num_steps,
+            alone_us=alone / 1000 / count,
+            beside_us=time / 1000 / count,
+            lost_us=(time - alone) / 1000 / num_steps,
+            by=by,
+        )
+        for (kernel, beside, by), (count, alone, time) in lost.items()
+        if time - alone >= LEAST_LOSS * alone and (time - alone) / 1000 / num_steps >= LEAST_LOST_US
+    ]
+    return tuple(sorted(rows, key=lambda row: (-row.lost_us, row.kernel, row.beside))[:MOST_ROWS])

@@ -1,0 +1,55 @@
+"""Unions of spans of time, in whole nanoseconds, as the profiler writes them: sums are exact and independent of order."""
+
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+
+Span = tuple[int, int]
+
+
+def union(spans: Iterable[Span]) -> list[Span]:
+    """Disjoint spans, ascending, that cover exactly the given ones; spans that touch are joined, empty ones left out."""
+    joined: list[Span] = []
+    for start, end in sorted(spans):
+        if end <= start:
+            continue
+        if joined and start <= joined[-1][1]:
+            if end > joined[-1][1]:
+                joined[-1] = (joined[-1][0], end)
+        else:
+            joined.append((start, end))
+    return joined
+
+
+def length(spans: Iterable[Span]) -> int:
+    """Total of disjoint spans."""
+    return sum(end - start for start, end in spans)
+
+
+def without(spans: Sequence[Span], taken: Sequence[Span]) -> list[Span]:
+    """What of `spans` no span of `taken` covers; both disjoint and ascending."""
+    left: list[Span] = []
+    place = 0
+    for start, end in spans:
+        while place < len(taken) and taken[place][1] <= start:
+            place += 1
+        at, reached = place, start
+        while reached < end and at < len(taken) and taken[at][0] < end:
+            if taken[at][0] > reached:
+                left.append((reached, taken[at][0]))
+            reached = max(reached, taken[at][1])
+            at += 1
+        if reached < end:
+            left.append((reached, end))
+    return left
+
+
+def within(spans: Sequence[Span], window: Span) -> list[Span]:
+    """The parts of disjoint, ascending spans inside a window."""
+    place = bisect_right(spans, window[0], key=lambda span: span[1])
+    found: list[Span] = []
+    while place < len(spans) and spans[place][0] < window[1]:
+        start, end = max(spans[place][0], window[0]), min(spans[place][1], window[1])
+        if start < end:
+            found.append((start, end))
+        place += 1
+    return found

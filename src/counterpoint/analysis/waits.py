@@ -1,0 +1,93 @@
+"""Who came when to each shared collective: waits, first and last arrivals, skew, and what it took once all were there.
+
+A rank waits from its own start to the last rank's, on the shared clock, and not beyond its own end. The latency is the last
+rank's own duration, which no clock is needed for. Of missing ranks nothing is known: where one of them came last, the
+latency holds the wait for it.
+"""
+
+from collections.abc import Mapping, Sequence
+
+from counterpoint.analysis.alignment import RankClock
+from counterpoint.analysis.matching import SharedCollective
+from counterpoint.analysis.values import CollectiveSkew, RankWaits, TracedCollective
+from counterpoint.value import Value
+
+
+class Arrival(Value, frozen=True, kw_only=True):
+    """How the ranks came to one collective. `waits_us` stand in the order of `members`; `error_us` is that of the clocks."""
+
+    members: tuple[TracedCollective, ...]
+    waits_us: tuple[float, ...]
+    first: TracedCollective
+    last: TracedCollective
+    skew_us: float
+    error_us: float
+
+    @property
+    def latency_us(self) -> float:
+        """From the last arrival to the end on that rank."""
+        return self.last.end_us - self.last.start_us
+
+    @property
+    def num_bytes(self) -> int:
+        """Mean over the ranks, which differ in uneven all-to-alls only."""
+        return round(sum(member.num_bytes for member in self.members) / len(self.members))
+
+    @property
+    def imbalance(self) -> float:
+        """The largest of the ranks'."""
+        return max(member.imbalance for member in self.members)
+
+
+def arrivals(shared: Sequence[SharedCollective], clocks: Mapping[int, RankClock]) -> tuple[Arrival, ...]:
+    """Arrivals at every collective whose ranks have aligned clocks, in the given order."""
+    return tuple(_arrival(c.members, clocks) for c in shared if all(member.rank in clocks for member in c.members))
+
+
+def _arrival(members: tuple[TracedCollective, ...], clocks: Mapping[int, RankClock]) -> Arrival:
+    starts = [clocks[member.rank].shared_us(member.start_us) for member in members]
+    last_us = max(starts)
+    return Arrival(
+        members=members,
+        waits_us=tuple(min(last_us - s, m.end_us - m.start_us) for s, m in zip(starts, members, strict=True)),
+        first=members[starts.index(min(starts))],
+        last=members[starts.index(last_us)],
+        skew_us=last_us - min(starts),
+        error_us=max(clocks[member.rank].error_us for member in members),
+    )
+
+
+def rank_waits(met: Sequence[Arrival]) -> tuple[RankWaits, ...]:
+    """Waits summed by rank, with how often each came last and first."""
+    waited: dict[int, list[float]] = {}
+    for arrival in met:
+        for member, wait_us in zip(arrival.members, arrival.waits_us, strict=True):
+            waited.setdefault(member.rank, []).append(wait_us)
+    return tuple(
+        RankWaits(
+            rank=rank,
+            waited_us=sum(waits),
+            mean_us=sum(waits) / len(waits),
+            times_last=sum(arrival.last.rank == rank for arrival in met),
+            times_first=sum(arrival.first.rank == rank for arrival in met),
+            num_collectives=len(waits),
+        )
+        for rank, waits in sorted(waited.items())
+    )
+
+
+def skew_of(arrival: Arrival) -> CollectiveSkew:
+    """What is told of one collective."""
+    first = arrival.members[0]
+    return CollectiveSkew(
+        name=first.name,
+        process_group=first.process_group,
+        group_number=first.group_number,
+        step=first.step,
+        first_rank=arrival.first.rank,
+        last_rank=arrival.last.rank,
+        skew_us=arrival.skew_us,
+        latency_us=arrival.latency_us,
+        waits_us=tuple((m.rank, wait) for m, wait in zip(arrival.members, arrival.waits_us, strict=True)),
+        last_did=arrival.last.before,
+    )

@@ -1,0 +1,128 @@
+"""The steps of one rank as the GPU ran them: windows, figures of each, and which are steady.
+
+All figures are lengths of unions of spans of whatever ran in a window, whichever step it belongs to, in whole nanoseconds.
+"""
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from statistics import median
+
+from counterpoint.analysis.spans import Span, length, union, within, without
+from counterpoint.analysis.timed import TimedTrace, ns_to_us
+from counterpoint.analysis.values import Role, StepFigures
+from counterpoint.errors import TraceError
+from counterpoint.traces.issue import LATE_LATENCY_US
+from counterpoint.traces.steady import divide_into_steps, gpu_windows
+from counterpoint.value import Value
+
+SPREADS_OF_OUTLIERS = 5.0
+"""A step farther from the median than this many median deviations is an outlier..."""
+LEAST_OUTLIER = 0.05
+"""...if it is also farther than this share of the median: steps of a quiet job differ by less."""
+MAD_TO_SPREAD = 1.4826  # a normal distribution's standard deviation over its median absolute deviation
+
+
+class RankWindows(Value, frozen=True, kw_only=True):
+    """Windows of the steps in nanoseconds, what to know of them, and what could not be known."""
+
+    windows: tuple[Span, ...]
+    notes: tuple[str, ...] = ()
+    problems: tuple[str, ...] = ()
+
+
+class Busy(Value, frozen=True, kw_only=True):
+    """Unions of spans over the whole trace; communication holds waiting, and exposed what of it no computation covers."""
+
+    computation: tuple[Span, ...]
+    communication: tuple[Span, ...]
+    waiting: tuple[Span, ...]
+    copies: tuple[Span, ...]
+    anything: tuple[Span, ...]
+    exposed: tuple[Span, ...]
+
+
+def find_windows(timed: TimedTrace) -> RankWindows:
+    """The window of each step; the whole trace as one, and a problem, where no step can be told."""
+    whole = (0, timed.sorted_ends[-1])
+    try:
+        steps = divide_into_steps(timed.trace)
+    except TraceError as problem:
+        return RankWindows(windows=(whole,), problems=(f"The whole trace is taken as one step. {problem}",))
+    spans = [(timed.to_ns(start), timed.to_ns(end)) for start, end in gpu_windows(timed.trace, steps)]
+    windows = tuple(span for span in spans if span[0] < span[1])
+    problems = () if len(windows) == len(spans) else (f"{len(spans) - len(windows)} steps have no GPU time of their own.",)
+    if not windows:
+        return RankWindows(windows=(whole,), problems=("The whole trace is taken as one step: no step has GPU time.",))
+    return RankWindows(windows=windows, notes=steps.notes, problems=problems)
+
+
+def find_busy(timed: TimedTrace, roles: tuple[Role, ...]) -> Busy:
+    """When the GPU did what."""
+    spans: dict[Role, list[Span]] = {"computation": [], "communication": [], "waiting": [], "copy": []}
+    for index in timed.by_start:
+        spans[roles[index]].append((timed.starts[index], timed.ends[index]))
+    computation = union(spans["computation"])
+    communication = union(spans["communication"] + spans["waiting"])
+    return Busy(
+        computation=tuple(computation),
+        communication=tuple(communication),
+        waiting=tuple(union(spans["waiting"])),
+        copies=tuple(union(spans["copy"])),
+        anything=tuple(union([*computation, *communication, *spans["copy"]])),
+        exposed=tuple(without(communication, computation)),
+    )
+
+
+def find_figures(timed: TimedTrace, busy: Busy, windows: tuple[Span, ...]) -> tuple[StepFigures, ...]:
+    """The figures of every step, with the steady ones marked."""
+    steady = steady_steps([end - start for start, end in windows])
+    return tuple(_figures(timed, busy, number, window, number in steady) for number, window in enumerate(windows))
+
+
+def steady_steps(makespans: Sequence[int]) -> set[int]:
+    """Steps that are neither outliers nor, where others are left, the first: it runs with a cold profiler."""
+    kept = list(range(1, len(makespans))) if len(makespans) > 2 else list(range(len(makespans)))
+    middle = median(makespans[step] for step in kept)
+    spread = MAD_TO_SPREAD * median(abs(makespans[step] - middle) for step in kept)
+    limit = max(SPREADS_OF_OUTLIERS * spread, LEAST_OUTLIER * middle)
+    return {step for step in kept if abs(makespans[step] - middle) <= limit} or set(kept)
+
+
+def representative(steps: Sequence[StepFigures]) -> StepFigures:
+    """The steady step with the median makespan, the shorter of two."""
+    steady = sorted((step for step in steps if step.is_steady), key=lambda step: (step.makespan_us, step.step))
+    return steady[(len(steady) - 1) // 2]
+
+
+def _figures(timed: TimedTrace, busy: Busy, step: int, window: Span, is_steady: bool) -> StepFigures:
+    communication = length(within(busy.communication, window))
+    exposed = length(within(busy.exposed, window))
+    idle = without([window], within(busy.anything, window))
+    overlapped = communication - exposed
+    return StepFigures(
+        rank=timed.trace.rank or 0,
+        step=step,
+        start_us=ns_to_us(window[0]),
+        end_us=ns_to_us(window[1]),
+        computation_us=ns_to_us(length(within(busy.computation, window))),
+        communication_us=ns_to_us(communication),
+        waiting_us=ns_to_us(length(within(busy.waiting, window))),
+        copy_us=ns_to_us(length(within(busy.copies, window))),
+        exposed_us=ns_to_us(exposed),
+        overlapped_us=ns_to_us(overlapped),
+        idle_us=ns_to_us(length(idle)),
+        launch_bound_us=ns_to_us(sum(end - start for start, end in idle if _ends_with_a_launch(timed, end))),
+        overlap_ratio=overlapped / communication if communication else None,
+        is_steady=is_steady,
+    )
+
+
+def _ends_with_a_launch(timed: TimedTrace, time: int) -> bool:
+    """Whether an operation starts at this time that the host had only just launched."""
+    place = bisect_left(timed.sorted_starts, time)
+    while place < len(timed.by_start) and timed.sorted_starts[place] == time:
+        launched = timed.launches[timed.by_start[place]]
+        if launched is not None and time - launched <= LATE_LATENCY_US * 1000:
+            return True
+        place += 1
+    return False

@@ -1,0 +1,247 @@
+"""The command line's part for `analyze`: traces in; a report, a page, a file for programs or a gate out."""
+
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, NamedTuple
+
+import typer
+
+from counterpoint.errors import AnalysisError, CounterpointError, shown, shown_path
+from counterpoint.value import check_outputs, save_text, write_json
+
+if TYPE_CHECKING:
+    from counterpoint.analysis.gate import Condition
+    from counterpoint.analysis.values import Analysis, RankAnalysis
+    from counterpoint.traces import TracedStep
+
+FAILED = 1
+TracesArgument = Annotated[
+    list[str], typer.Argument(metavar="TRACE", help="Profiler traces (.json, .json.gz) of one job, one for each rank.")
+]
+CompareOption = Annotated[
+    list[str] | None,
+    typer.Option("--compare", metavar="TRACE", help="A trace of another run to compare with; repeat it for more ranks."),
+]
+MachineOption = Annotated[
+    str | None,
+    typer.Option(
+        "--machine",
+        metavar="NAME",
+        help="A machine's name or file (.toml), to simulate what can be recovered.  [default: the traced GPU's]",
+    ),
+]
+RulesOption = Annotated[
+    Path | None, typer.Option("--rules", metavar="FILE", help="Your own rules for names of kernels (.toml), tried first.")
+]
+OutputOption = Annotated[
+    Path | None, typer.Option("-o", "--output", metavar="FILE", help="Save the analysis (.json): a baseline for later.")
+]
+HtmlOption = Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Write a page for a browser (.html).")]
+MarkdownOption = Annotated[
+    Path | None, typer.Option("--markdown", metavar="FILE", help="Write a summary for a pull request (.md).")
+]
+MergeOption = Annotated[
+    Path | None,
+    typer.Option("--merge", metavar="FILE", help="Write all ranks and causes as one trace for Perfetto (.json, .json.gz)."),
+]
+FailOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--fail-if", metavar="CONDITION", help="End with exit code 1 if it holds, such as 'exposed > 5%'; may be repeated."
+    ),
+]
+BaselineOption = Annotated[
+    Path | None,
+    typer.Option("--baseline", metavar="FILE", help="A saved analysis, for conditions such as 'step > baseline + 3%'."),
+]
+RecoverOption = Annotated[
+    bool, typer.Option("--recover/--no-recover", help="Simulate what could be recovered, or leave that out.")
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON for programs instead of text for people.")]
+
+
+class Outputs(NamedTuple):
+    """Files to write, besides what is printed."""
+
+    saved: Path | None
+    html: Path | None
+    markdown: Path | None
+    merged: Path | None
+
+
+def analyze(
+    traces: TracesArgument,
+    *,
+    compare: CompareOption = None,
+    machine: MachineOption = None,
+    rules: RulesOption = None,
+    output: OutputOption = None,
+    html: HtmlOption = None,
+    markdown: MarkdownOption = None,
+    merge: MergeOption = None,
+    fail_if: FailOption = None,
+    baseline: BaselineOption = None,
+    simulates: RecoverOption = True,
+    json: JsonOption = False,
+) -> None:
+    """Say what communication is exposed in TRACE..., why, and how much of it can be recovered.
+
+    The first figures are of the job as it was traced; what can be recovered is simulated. Traces of several ranks show who
+    waited for whom.
+    """
+    from counterpoint.analysis.gate import load_baseline, parse_condition, violations  # noqa: PLC0415  a fast --help
+    from counterpoint.traces.chrome import check_chrome_path  # noqa: PLC0415
+
+    outputs = Outputs(output, html, markdown, merge)
+    check_outputs(outputs, (*traces, *(compare or ()), baseline, rules))
+    if merge is not None:
+        check_chrome_path(merge)
+    conditions = [parse_condition(text) for text in fail_if or ()]
+    saved = load_baseline(baseline) if baseline is not None else None
+    if rules is not None:
+        from counterpoint.traces.classify import use_rules  # noqa: PLC0415
+
+        use_rules(rules)
+    found = _analyze(traces, machine, rules, simulates=simulates)
+    if compare:
+        from msgspec.structs import replace  # noqa: PLC0415
+
+        from counterpoint.analysis.comparison import compare as compare_analyses  # noqa: PLC0415
+
+        other = _analyze(compare, machine, rules, simulates=False)
+        found = replace(found, changes=compare_analyses(other, found))
+    failures = violations(found, conditions, saved)
+    _write(outputs, found, failures)
+    _print(found, is_json=json)
+    _tell(outputs, conditions, failures, is_quiet=json)
+    if failures:
+        raise typer.Exit(FAILED)
+
+
+def _analyze(traces: Sequence[str], machine: str | None, rules: Path | None, *, simulates: bool) -> "Analysis":
+    """All ranks together, and what could be recovered of the first one's step."""
+    from counterpoint.analysis.combine import combine  # noqa: PLC0415
+
+    _check_sources(traces)
+    ranks = []
+    step: TracedStep | None = None
+    for number, (rank, traced) in enumerate(_each_rank(traces, rules)):
+        ranks.append(rank)
+        step = traced if number == 0 else step
+        _progress(number + 1, len(traces))
+    found = combine(_numbered(ranks))
+    return _with_recoverable(found, step, traces[0], machine) if simulates and step is not None else found
+
+
+def _each_rank(traces: Sequence[str], rules: Path | None) -> "Iterator[tuple[RankAnalysis, TracedStep | None]]":
+    """One analysis for each file, made beside each other on all cores; the first comes with its step, to be planned."""
+    work = partial(_analyze_file, rules=rules)
+    plans = [place == 0 for place in range(len(traces))]
+    num_workers = min(len(traces), os.cpu_count() or 1)
+    if num_workers == 1:
+        yield from map(work, traces, plans)
+        return
+    with ProcessPoolExecutor(num_workers) as pool:
+        yield from pool.map(work, traces, plans)
+
+
+def _analyze_file(path: str, is_planned: bool, rules: Path | None) -> "tuple[RankAnalysis, TracedStep | None]":
+    """In a process of its own where there are several: what a trace holds is reduced before it is handed back."""
+    from counterpoint.analysis.rank import analyze_rank  # noqa: PLC0415
+    from counterpoint.traces.formats import read_activity  # noqa: PLC0415
+    from counterpoint.traces.traced_step import traced_step_of  # noqa: PLC0415
+
+    if rules is not None:
+        from counterpoint.traces.classify import use_rules  # noqa: PLC0415
+
+        use_rules(rules)
+    trace = read_activity(Path(path))
+    rank = analyze_rank(trace)
+    try:
+        return rank, traced_step_of(trace) if is_planned else None
+    except CounterpointError:
+        return rank, None  # what cannot be planned can still be read
+
+
+def _check_sources(traces: Sequence[str]) -> None:
+    for path in traces:
+        if not os.path.isfile(path):
+            raise AnalysisError(f"'{shown_path(path)}' is no file. Name traces, such as traces/*.json.gz.")
+    twice = next((path for path in traces if traces.count(path) > 1), None)
+    if twice is not None:
+        raise AnalysisError(f"'{shown_path(twice)}' is named twice. Name each trace once.")
+
+
+def _numbered(ranks: "Sequence[RankAnalysis]") -> "list[RankAnalysis]":
+    """Ranks that a trace does not name (-1) take the lowest numbers that are free."""
+    from msgspec.structs import replace  # noqa: PLC0415
+
+    taken = {each.rank for each in ranks}
+    free = (number for number in range(2 * len(ranks)) if number not in taken)
+    return [each if each.rank >= 0 else replace(each, rank=next(free)) for each in ranks]
+
+
+def _with_recoverable(found: "Analysis", step: "TracedStep", source: str, machine_name: str | None) -> "Analysis":
+    """With what the planner would bring; on a GPU that nobody described, with the reason why that is not known."""
+    from msgspec.structs import replace  # noqa: PLC0415
+
+    from counterpoint.analysis.headline import with_recoverable  # noqa: PLC0415
+    from counterpoint.analysis.recoverable import find_recoverable  # noqa: PLC0415
+    from counterpoint.job import job_of  # noqa: PLC0415
+
+    if not found.communication_us:
+        return found
+    try:
+        job = job_of(step, machine_name)
+    except CounterpointError as problem:
+        return replace(found, problems=(*found.problems, f"What can be recovered is not known: {problem}"))
+    return with_recoverable(found, find_recoverable(found, job, source))
+
+
+def _write(outputs: Outputs, found: "Analysis", failures: Sequence[str]) -> None:
+    if outputs.saved is not None:
+        save_text(outputs.saved, write_json(found), "analysis", AnalysisError)
+    if outputs.html is not None:
+        from counterpoint.report.analysis_page import write_page  # noqa: PLC0415
+
+        write_page(outputs.html, found)
+    if outputs.markdown is not None:
+        from counterpoint.report.analysis_markdown import markdown_summary  # noqa: PLC0415
+
+        failed = "".join(f"- **fails**: {line}\n" for line in failures)
+        save_text(outputs.markdown, failed + markdown_summary(found), "summary", AnalysisError)
+    if outputs.merged is not None:
+        from counterpoint.report.analysis_trace import write_merged_trace  # noqa: PLC0415
+
+        write_merged_trace(outputs.merged, found)
+
+
+def _print(found: "Analysis", *, is_json: bool) -> None:
+    if is_json:
+        print(write_json(found))
+        return
+    from counterpoint.report.analysis_text import print_analysis  # noqa: PLC0415
+    from counterpoint.report.text import new_console  # noqa: PLC0415
+
+    print_analysis(new_console(), found)
+
+
+def _tell(outputs: Outputs, conditions: "Sequence[Condition]", failures: Sequence[str], *, is_quiet: bool) -> None:
+    """What was written, and what the gate says: reasons go to standard error, where a log of CI shows them."""
+    for what, path in zip(("Analysis", "Page", "Summary", "Trace"), outputs, strict=True):
+        if path is not None and not is_quiet:
+            print(f"{what} saved to {path}.")
+    for line in failures:
+        print(f"counterpoint: fails: {shown(line, 400)}", file=sys.stderr)
+    if conditions and not failures and not is_quiet:
+        print("No condition of --fail-if holds.")
+
+
+def _progress(done: int, of: int) -> None:
+    if of > 1 and sys.stderr.isatty() and os.environ.get("TERM") != "dumb":
+        sys.stderr.write(f"\r\x1b[Kread {done} of {of} traces" if done < of else "\r\x1b[K")
+        sys.stderr.flush()

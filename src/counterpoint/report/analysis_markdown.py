@@ -1,0 +1,78 @@
+"""An `Analysis` as Markdown, for a comment on a pull request: short, and safe with names nobody vouches for."""
+
+import re
+from collections.abc import Iterable, Iterator
+from html import escape
+
+from counterpoint.analysis.values import Analysis, Recoverable
+from counterpoint.errors import printable
+from counterpoint.report.analysis_tables import FigureTable, format_cell, tables_of
+from counterpoint.report.analysis_words import key_figures, notes_of, problems_of, subject
+from counterpoint.units import format_count, format_us
+
+SHOWN_TABLES = ("changes", "causes", "recoverable", "ranks")  # in this order; the page has the others
+MOST_ROWS = 10
+MOST_LENGTH = 160  # of a cell
+PARTED_AT = "@\u200b"  # a mention cannot be escaped, only parted
+_SPECIAL = re.compile(r"([\\`*_{}\[\]<>#|~$!&])")
+
+
+def markdown_summary(analysis: Analysis) -> str:
+    """Verdict, why, next, the tables that matter for a review, and what could not be known."""
+    lines = [f"### {_plain(analysis.headline.verdict)}", "", f"{_plain(subject(analysis))}", ""]
+    for title, sentences in (("Why", analysis.headline.why), ("Next", analysis.headline.next)):
+        lines += _list(title, sentences)
+    lines += _grid(("figure", "mean per steady step"), ("left", "right"), key_figures(analysis))
+    tables = {table.key: table for table in tables_of(analysis)}
+    for key in SHOWN_TABLES:
+        if key in tables:
+            lines += _table(tables[key])
+    lines += _applications(analysis.recoverable)
+    lines += _list("Notes", notes_of(analysis))
+    lines += _list("Not known", problems_of(analysis))
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _plain(text: str) -> str:
+    """Text that Markdown shows as it is: no link, mention, formatting or element of HTML."""
+    shown = printable(text)
+    cut = shown if len(shown) <= MOST_LENGTH else shown[: MOST_LENGTH - 3] + "..."
+    return _SPECIAL.sub(r"\\\1", cut).replace("@", PARTED_AT)
+
+
+def _list(title: str, sentences: Iterable[str]) -> list[str]:
+    shown = [f"- {_plain(sentence)}" for sentence in sentences]
+    return [f"**{title}**", "", *shown, ""] if shown else []
+
+
+def _table(table: FigureTable) -> Iterator[str]:
+    yield f"#### {table.title}"
+    yield ""
+    sides = ["left" if column.kind == "text" else "right" for column in table.columns]
+    rows = (
+        [format_cell(column.kind, cell) for column, cell in zip(table.columns, row, strict=True)]
+        for row in table.rows[:MOST_ROWS]
+    )
+    yield from _grid([column.name for column in table.columns], sides, rows)
+    if len(table.rows) > MOST_ROWS:
+        yield f"and {format_count(len(table.rows) - MOST_ROWS, 'more row')}"
+        yield ""
+
+
+def _grid(headers: Iterable[str], sides: Iterable[str], rows: Iterable[Iterable[str]]) -> Iterator[str]:
+    yield f"| {' | '.join(headers)} |"
+    yield f"| {' | '.join('--:' if side == 'right' else '---' for side in sides)} |"
+    for row in rows:
+        yield f"| {' | '.join(map(_plain, row))} |"
+    yield ""
+
+
+def _applications(recoverable: Iterable[Recoverable]) -> Iterator[str]:
+    """Lines to paste, in a block that folds."""
+    worth = sorted((each for each in recoverable if each.apply), key=lambda each: -each.recovers_us)
+    for each in worth:
+        block = "\n".join(printable(line) for line in each.apply)
+        fence = "`" * max(3, 1 + max((len(run) for run in re.findall("`+", block)), default=0))
+        title = escape(printable(each.what)).replace("@", PARTED_AT)  # Markdown's escapes do not count inside elements
+        yield f"<details><summary>To apply: {title}, {format_us(each.recovers_us)} per step</summary>"
+        yield from ("", fence, block, fence, "", "</details>", "")

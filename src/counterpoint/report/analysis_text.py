@@ -1,0 +1,119 @@
+"""What `analyze` prints for people: a box of one screen first, then tables that fit the terminal."""
+
+from collections.abc import Iterable, Sequence
+
+from rich import box
+from rich.console import Console, Group
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from counterpoint.analysis.values import Analysis, Recoverable
+from counterpoint.errors import printable
+from counterpoint.report.analysis_tables import Cell, FigureColumn, FigureTable, format_cell, tables_of
+from counterpoint.report.analysis_words import key_figures, notes_of, problems_of, subject
+from counterpoint.report.text import bullets, new_table
+from counterpoint.units import format_count, format_us
+
+MOST_ROWS = 10
+MOST_APPLIED = 3
+LEAST_COLUMNS = 2
+TEXT_WIDTH = 28  # what longer texts get at least; they are folded there
+MOST_LETTERS = 80  # of a cell
+GAP = 3  # between columns
+FORMS = "--html has all rows, --json all figures"
+
+
+def print_analysis(console: Console, analysis: Analysis) -> None:
+    """The box, the tables, the lines to paste, then what could not be known."""
+    console.print(headline_box(console, analysis))
+    console.print()
+    for table in tables_of(analysis):
+        _print_table(console, table)
+    _print_applications(console, analysis.recoverable)
+    _print_lines(console, "notes", notes_of(analysis))
+    _print_lines(console, "not known", problems_of(analysis))
+
+
+def headline_box(console: Console, analysis: Analysis) -> Panel:
+    """Verdict, why and next, with the figures of a mean step, in a frame."""
+    headline = analysis.headline
+    parts: list[Text | Table] = [Text(printable(headline.verdict), style="bold"), figures_line(analysis)]
+    for title, lines in (("why", headline.why), ("next", headline.next)):
+        if lines:
+            parts += [Text(title, style="bold cyan"), bullets(Text(printable(line)) for line in lines)]
+    frame = box.ASCII if console.options.ascii_only else box.ROUNDED
+    return Panel(
+        Group(*parts), box=frame, title=Text(f" {subject(analysis)} ", style="bold"), title_align="left", padding=(0, 1)
+    )
+
+
+def figures_line(analysis: Analysis) -> Text:
+    """A mean steady step in one line."""
+    return Text(", ".join(f"{name} {figure}" for name, figure in key_figures(analysis)), style="dim")
+
+
+def _print_table(console: Console, table: FigureTable) -> None:
+    """As many columns as the terminal bears, the first rows, and how many more there are."""
+    places = _fitting(table, console.width)
+    shown = new_table(*(table.columns[place].name for place in places))
+    for column, place in zip(shown.columns, places, strict=True):
+        is_text = table.columns[place].kind == "text"
+        column.justify = "left" if is_text else "right"
+        column.no_wrap = not is_text
+    for row in table.rows[:MOST_ROWS]:
+        shown.add_row(*(_cell(table.columns[place], row[place]) for place in places))
+    console.print(Text(table.title, style="bold"))
+    console.print(shown)
+    if len(table.rows) > MOST_ROWS:
+        console.print(Text(f"and {format_count(len(table.rows) - MOST_ROWS, 'more row')}; {FORMS}", style="dim"))
+    console.print()
+
+
+def _cell(column: FigureColumn, cell: Cell) -> str:
+    shown = format_cell(column.kind, cell)
+    return shown if len(shown) <= MOST_LETTERS else shown[: MOST_LETTERS - 3] + "..."
+
+
+def _fitting(table: FigureTable, width: int) -> list[int]:
+    """The columns to show: those that are no detail, as many as fit, and of the others as many as fit, in order."""
+    needs = [_needed(table, place) + GAP for place in range(len(table.columns))]
+    chosen = [place for place, column in enumerate(table.columns) if not column.is_detail]
+    while len(chosen) > LEAST_COLUMNS and sum(needs[place] for place in chosen) > width + GAP:
+        chosen.pop()
+    room = width + GAP - sum(needs[place] for place in chosen)
+    for place, column in enumerate(table.columns):
+        if column.is_detail and needs[place] <= room:
+            chosen.append(place)
+            room -= needs[place]
+    return sorted(chosen)
+
+
+def _needed(table: FigureTable, place: int) -> int:
+    column = table.columns[place]
+    longest = max(len(_cell(column, row[place])) for row in table.rows[:MOST_ROWS])
+    return max(len(column.name), min(longest, TEXT_WIDTH) if column.kind == "text" else longest)
+
+
+def _print_applications(console: Console, recoverable: Sequence[Recoverable]) -> None:
+    """The *To apply* block of the changes that bring most."""
+    worth = sorted((each for each in recoverable if each.apply), key=lambda each: -each.recovers_us)
+    if not worth:
+        return
+    console.print(Text("To apply", style="bold"))
+    for each in worth[:MOST_APPLIED]:
+        console.print(Text(f"# {printable(each.what)}: {format_us(each.recovers_us)} per step", style="dim"))
+        for line in each.apply:
+            console.print(Text(printable(line)), soft_wrap=True)
+    if len(worth) > MOST_APPLIED:
+        more = format_count(len(worth) - MOST_APPLIED, "further change")
+        console.print(Text(f"and {more}; {FORMS}", style="dim"))
+    console.print()
+
+
+def _print_lines(console: Console, title: str, lines: Iterable[str]) -> None:
+    shown = [Text(line, style="dim") for line in lines]
+    if shown:
+        console.print(Text(title, style="bold"))
+        console.print(bullets(shown))
+        console.print()

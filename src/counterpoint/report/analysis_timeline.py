@@ -1,0 +1,191 @@
+"""The data that the page draws: the representative step of each rank as columns of numbers, small enough for one file.
+
+Times are nanoseconds from the step's start; starts are differences to the one before. Ranks stand on one clock if they show
+the same step and their clocks are known to agree; else each starts at zero. It does not know how it is drawn.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import get_args
+
+from counterpoint.analysis.values import Analysis, ExposedInterval, LaneInterval, RankAnalysis, Role
+from counterpoint.errors import printable
+from counterpoint.report.analysis_words import CAUSES
+from counterpoint.units import format_count, format_us
+from counterpoint.value import Value
+
+ROLES: tuple[Role, ...] = get_args(Role)
+NS_PER_US = 1_000
+MOST_NAME = 300  # letters of a kernel's name
+
+
+class Limits(Value, frozen=True, kw_only=True):
+    """What a page may hold, of the whole: operations drawn, sentences of evidence, and rows of each table."""
+
+    num_operations: int = 200_000
+    num_evidence: int = 4_000
+    num_rows: int = 500
+
+    def halved(self) -> "Limits":
+        """Half of everything."""
+        return Limits(
+            num_operations=self.num_operations // 2,
+            num_evidence=self.num_evidence // 2,
+            num_rows=max(10, self.num_rows // 2),
+        )
+
+
+class Names:
+    """Texts numbered as they come, safe to show and cut where they are very long."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[str, int] = {}
+
+    def number(self, text: str) -> int:
+        """The number of a text, new or known."""
+        return self._numbers.setdefault(cut(text), len(self._numbers))
+
+    def texts(self) -> list[str]:
+        """All texts in the order of their numbers."""
+        return list(self._numbers)
+
+
+def cut(text: str, most: int = MOST_NAME) -> str:
+    """A text that is safe to show, cut where it is very long."""
+    return printable(text if len(text) <= most else text[: most - 3] + "...")
+
+
+def timeline_data(analysis: Analysis, limits: Limits) -> dict[str, object]:
+    """Everything the page draws, as JSON is made of it."""
+    names, evidence = Names(), Names()
+    origins = step_origins(analysis)
+    offsets = dict(analysis.clock_offsets_us)
+    told = _told(analysis, limits.num_evidence)
+    ranks, room = [], limits.num_operations
+    for rank in analysis.ranks:
+        origin_us = origins[rank.rank]
+        is_drawn = len(rank.lanes) <= room
+        room -= len(rank.lanes) if is_drawn else 0
+        shift_us = offsets.get(rank.rank, 0.0) - origin_us
+        lanes = _lanes(rank, shift_us, names) if is_drawn else []
+        entry = {
+            "rank": rank.rank,
+            "step": rank.shown_step,
+            "origin": origin_us,
+            "duration": _shown_us(rank),
+            "lanes": lanes,
+        }
+        title = f"rank {rank.rank}, step {rank.shown_step}" + ("" if is_drawn else " (operations left out: too many)")
+        exposed = _exposed(analysis, rank, origin_us, names, (evidence, told))
+        ranks.append(entry | {"title": title, "exposed": exposed})
+    return {
+        "ranks": ranks,
+        "names": names.texts(),
+        "evidence": evidence.texts(),
+        "roles": ROLES,
+        "causes": list(CAUSES.values()),
+    }
+
+
+def shown_intervals(analysis: Analysis, rank: RankAnalysis) -> list[ExposedInterval]:
+    """What is exposed in the step that is drawn of a rank, by start."""
+    found = [each for each in analysis.exposed if each.rank == rank.rank and each.step == rank.shown_step]
+    return sorted(found, key=lambda each: each.start_us)
+
+
+def is_one_clock(analysis: Analysis) -> bool:
+    """Whether the drawn steps of all ranks can stand on one clock."""
+    offsets = dict(analysis.clock_offsets_us)
+    is_known = len(analysis.ranks) == 1 or all(rank.rank in offsets for rank in analysis.ranks)
+    return is_known and len({rank.shown_step for rank in analysis.ranks}) <= 1
+
+
+def step_origins(analysis: Analysis) -> dict[int, float]:
+    """By rank: when the drawn step begins, on the clock of the first rank; the earliest start for all where clocks agree."""
+    offsets = dict(analysis.clock_offsets_us)
+    starts = {rank.rank: _start_us(rank) + offsets.get(rank.rank, 0.0) for rank in analysis.ranks}
+    return dict.fromkeys(starts, min(starts.values(), default=0.0)) if is_one_clock(analysis) else starts
+
+
+def describe_timeline(analysis: Analysis) -> list[str]:
+    """What the drawing shows, in one sentence for each rank: for those who cannot see it."""
+    lines = []
+    for rank in analysis.ranks:
+        exposed = shown_intervals(analysis, rank)
+        streams = len({lane.stream for lane in rank.lanes})
+        by_cause: dict[str, float] = {}
+        for each in exposed:
+            by_cause[CAUSES[each.cause][0]] = by_cause.get(CAUSES[each.cause][0], 0.0) + each.duration_us
+        causes = ", ".join(f"{name} {format_us(us)}" for name, us in sorted(by_cause.items(), key=lambda item: -item[1]))
+        lines.append(
+            f"Rank {rank.rank}, step {rank.shown_step}: {format_us(_shown_us(rank))}, "
+            f"{format_count(len(rank.lanes), 'operation')} on {format_count(streams, 'stream')}, "
+            f"{format_us(sum(by_cause.values()))} exposed in {format_count(len(exposed), 'interval')}"
+            + (f": {causes}." if causes else ".")
+        )
+    return lines
+
+
+def _start_us(rank: RankAnalysis) -> float:
+    of_step = [step.start_us for step in rank.steps if step.step == rank.shown_step]
+    return of_step[0] if of_step else min((lane.start_us for lane in rank.lanes), default=0.0)
+
+
+def _shown_us(rank: RankAnalysis) -> float:
+    of_step = [step.makespan_us for step in rank.steps if step.step == rank.shown_step]
+    if of_step:
+        return of_step[0]
+    return max((lane.end_us for lane in rank.lanes), default=0.0) - _start_us(rank)
+
+
+def _told(analysis: Analysis, most: int) -> set[tuple[int, float]]:
+    """Rank and start of the intervals whose evidence the page holds: the longest."""
+    shown = [each for rank in analysis.ranks for each in shown_intervals(analysis, rank)]
+    shown.sort(key=lambda each: -each.duration_us)
+    return {(each.rank, each.start_us) for each in shown[:most]}
+
+
+def _columns(times: Sequence[tuple[float, float]]) -> dict[str, list[int]]:
+    """Starts, as differences, and durations of intervals that are sorted by start."""
+    starts = [round(start_us * NS_PER_US) for start_us, _ in times]
+    before = [0, *starts][: len(starts)]
+    return {
+        "t": [start - last for start, last in zip(starts, before, strict=True)],
+        "d": [max(0, round(end_us * NS_PER_US) - start) for start, (_, end_us) in zip(starts, times, strict=True)],
+    }
+
+
+def _lanes(rank: RankAnalysis, shift_us: float, names: Names) -> list[dict[str, object]]:
+    streams: dict[int, list[LaneInterval]] = {}
+    for lane in sorted(rank.lanes, key=lambda lane: lane.start_us):
+        streams.setdefault(lane.stream, []).append(lane)
+    numbers = [names.number(name) for name in rank.names]
+    return [
+        {
+            "s": stream,
+            **_columns([(lane.start_us + shift_us, lane.end_us + shift_us) for lane in lanes]),
+            "n": [numbers[lane.name] for lane in lanes],
+            "r": _digits(ROLES.index(lane.role) for lane in lanes),
+        }
+        for stream, lanes in sorted(streams.items())
+    ]
+
+
+def _exposed(
+    analysis: Analysis, rank: RankAnalysis, origin_us: float, names: Names, told: tuple[Names, set[tuple[int, float]]]
+) -> dict[str, object]:
+    """Causes, collectives (k), other ranks (o) and evidence (e) of what is exposed; -1 stands for none."""
+    sentences, kept = told
+    shown = shown_intervals(analysis, rank)
+    collectives = {each.number: each.name for each in rank.collectives}
+    numbers = list(CAUSES)
+    return {
+        **_columns([(each.start_us - origin_us, each.end_us - origin_us) for each in shown]),
+        "c": _digits(numbers.index(each.cause) for each in shown),
+        "k": [names.number(collectives[each.collective]) if each.collective in collectives else -1 for each in shown],
+        "o": [-1 if each.other_rank is None else each.other_rank for each in shown],
+        "e": [sentences.number(each.evidence) if (each.rank, each.start_us) in kept else -1 for each in shown],
+    }
+
+
+def _digits(numbers: Iterable[int]) -> str:
+    return "".join(map(str, numbers))

@@ -1,0 +1,89 @@
+"""Words for an `Analysis`: the same in a terminal, in Markdown, on the page and in a trace."""
+
+from collections.abc import Iterable, Sequence
+
+from counterpoint.analysis.values import Analysis, Aspect, Cause
+from counterpoint.errors import printable
+from counterpoint.units import format_numbers, format_percent, format_us
+
+MOST_RANKS_NAMED = 6
+
+CAUSES: dict[Cause, tuple[str, str]] = {
+    "dependent": ("dependent", "the next kernel needs the result"),
+    "starved": ("starved", "launched, but waiting for SMs that other kernels hold"),
+    "own_stream": ("own stream", "on the computation's own stream"),
+    "queued": ("queued", "behind another collective"),
+    "hardware_queue": ("hardware queue", "serialised in a hardware queue"),
+    "launched_late": ("launched late", "the host issued it late"),
+    "slow_rank": ("slow rank", "waiting for a rank that arrived later"),
+    "uneven": ("uneven split", "this rank has more to move than others"),
+    "tail": ("tail", "at the end of the step, where nothing is left to compute"),
+    "gap": ("gap", "between two kernels that need nothing of it: a launch gap, a fill or a copy"),
+}
+ASPECTS: dict[Aspect, str] = {
+    "collective": "collective",
+    "process_group": "process group",
+    "stream": "stream",
+    "module": "module",
+    "phase": "phase",
+    "transport": "transport",
+}
+
+
+def ratio(part: float, whole: float) -> float | None:
+    """The share of a part; None of nothing."""
+    return part / whole if whole > 0 else None
+
+
+def subject(analysis: Analysis) -> str:
+    """What was read, in one line: "ranks 0-3 of 8, NVIDIA H200"."""
+    ranks = [rank.rank for rank in analysis.ranks]
+    world_size = max((rank.world_size or 0 for rank in analysis.ranks), default=0)
+    of_world = f" of {world_size}" if world_size else ""
+    devices = sorted({rank.device_name for rank in analysis.ranks if rank.device_name})
+    return printable(", ".join([name_ranks(ranks) + of_world, *devices]))
+
+
+def name_ranks(ranks: Sequence[int]) -> str:
+    """Ranks in words: "rank 3", "ranks 0-3, 6"."""
+    return f"rank{'s' if len(ranks) > 1 else ''} {format_numbers(ranks, MOST_RANKS_NAMED)}"
+
+
+def key_figures(analysis: Analysis) -> list[tuple[str, str]]:
+    """The figures of a mean steady step with their names, as people read them."""
+    exposed = ratio(analysis.exposed_us, analysis.step_us)
+    overlap = [] if analysis.overlap_ratio is None else [("overlap", format_percent(analysis.overlap_ratio))]
+    figures = [
+        ("step", format_us(analysis.step_us)),
+        ("communication", format_us(analysis.communication_us)),
+        ("exposed", format_us(analysis.exposed_us) + ("" if exposed is None else f" ({format_percent(exposed)})")),
+        *overlap,
+        ("idle", format_us(analysis.idle_us)),
+        ("launch-bound", format_us(analysis.launch_bound_us)),
+    ]
+    if analysis.unrecoverable_us is not None:
+        figures.append(("not recoverable", format_us(analysis.unrecoverable_us)))
+    return figures
+
+
+def notes_of(analysis: Analysis) -> list[str]:
+    """What a reader should know besides, of the whole and of each rank."""
+    return _each_once(analysis.notes, ((rank.rank, rank.notes) for rank in analysis.ranks))
+
+
+def problems_of(analysis: Analysis) -> list[str]:
+    """What could not be known, of the whole and of each rank."""
+    missing = (f"No trace of {name_ranks(analysis.missing_ranks)} was given.",) if analysis.missing_ranks else ()
+    whole = (*missing, *analysis.problems)
+    return _each_once(whole, ((rank.rank, rank.problems) for rank in analysis.ranks))
+
+
+def _each_once(whole: Iterable[str], ranks: Iterable[tuple[int, tuple[str, ...]]]) -> list[str]:
+    """Sentences of the whole, then those of ranks that are not said of the whole, with the ranks that share them."""
+    owners: dict[str, list[int]] = {}
+    told = list(whole)
+    for rank, lines in ranks:
+        for line in (each for each in dict.fromkeys(lines) if each not in told):
+            owners.setdefault(line, []).append(rank)
+    of_ranks = (f"{name_ranks(numbers).capitalize()}: {line}" for line, numbers in owners.items())
+    return [printable(line) for line in (*told, *of_ranks)]

@@ -1,0 +1,171 @@
+"""Put what a format found into an `ActivityTrace`: launches beside operations, operators, order, and what does not fit.
+
+What follows from the file alone and can be known to be wrong or missing becomes a note: a file that ends early, launches
+whose operations are missing, operations that start before their launch. The module does not know any format.
+"""
+
+from bisect import bisect_right
+
+from msgspec.structs import force_setattr, replace
+
+from counterpoint.errors import TraceError, shown
+from counterpoint.traces.activity import ActivityTrace, GpuOperation, HostCall, HostOperator
+from counterpoint.traces.host_operators import HostOperators, Launch
+from counterpoint.value import require
+
+LEAST_LOST = 10
+"""Fewer launches without an operation say nothing: kernels still ran when recording ended."""
+CLOCK_TOLERANCE_US = 2.0
+"""An operation that starts this much before its launch shows that the clocks of host and GPU disagree."""
+
+
+def assemble(
+    trace: ActivityTrace,
+    operations: list[GpuOperation],
+    calls: dict[int, HostCall],
+    operators: HostOperators,
+    damage: str | None,
+) -> ActivityTrace:
+    """`trace` with these operations in issue order, their launches and operators, and the host's calls.
+
+    `damage` says why the file is not whole; then only whole steps are kept. Raises `TraceError` where there is none, and
+    where two operations have one launch that is no graph's.
+    """
+    _attach_launches(trace.path, operations, calls)
+    windows, notes = trace.step_windows, []
+    if damage is not None:
+        windows, operations = _whole_steps(trace, operations, calls, operators.threads, damage)
+        notes.append(
+            f"{damage}: only the first {len(windows)} steps are known to be whole and were read, without stream waits; copy "
+            "or record it again for the rest."
+        )
+    notes += [*_lost(operations, calls), *_early(operations)]
+    operations.sort(key=lambda operation: (*operation.issue_key, operation.stream, operation.arguments.correlation))
+    found = _attach_operators(operations, calls, operators)
+    return replace(
+        trace,
+        operations=tuple(operations),
+        host_calls=_relevant_calls(operations, calls),
+        step_windows=windows,
+        operators=found,
+        notes=tuple(notes),
+    )
+
+
+# Operations are completed in place below: they were made for this trace and nobody else has seen them yet.
+
+
+def _attach_launches(path: str, operations: list[GpuOperation], calls: dict[int, HostCall]) -> None:
+    """Add to each operation when and how the host launched it; only a graph launch may start several."""
+    seen: set[int] = set()
+    for operation in operations:
+        correlation = operation.arguments.correlation
+        call = calls.get(correlation)
+        if call is None:
+            continue
+        if correlation in seen and "GraphLaunch" not in call.name:
+            raise TraceError(
+                f"{path}: correlation {correlation} names two GPU operations, the second '{shown(operation.name)}'; "
+                f"record again."
+            )
+        seen.add(correlation)
+        force_setattr(operation, "launched_us", call.time_us)
+        force_setattr(operation, "launch_call", call.name)
+
+
+def _attach_operators(
+    operations: list[GpuOperation], calls: dict[int, HostCall], operators: HostOperators
+) -> tuple[HostOperator, ...]:
+    """Add to each operation which operator launched it, and the sizes of the matrix multiplication it was."""
+    launches = [_launch(operation, calls) for operation in operations]
+    found, numbers = operators.operators_of(launches)
+    sizes = operators.sizes_of({launch[0] for launch in launches if launch is not None})
+    for operation, number in zip(operations, numbers, strict=True):
+        force_setattr(operation, "operator", number)
+        known = sizes.get(operation.arguments.external_id or -1)
+        if known is not None:
+            force_setattr(operation, "matmul_sizes", known)
+    return found
+
+
+def _launch(operation: GpuOperation, calls: dict[int, HostCall]) -> Launch | None:
+    external_id = operation.arguments.external_id
+    call = calls.get(operation.arguments.correlation)
+    if not external_id:
+        return None
+    return (external_id, operation.start_us, "") if call is None else (external_id, call.time_us, call.thread)
+
+
+def _whole_steps(
+    trace: ActivityTrace,
+    operations: list[GpuOperation],
+    calls: dict[int, HostCall],
+    threads: set[str],
+    damage: str,
+) -> tuple[tuple[tuple[float, float], ...], list[GpuOperation]]:
+    """Steps that are whole in a file that ends early, and what was launched up to their end.
+
+    The profiler writes all operators first, then GPU operations thread by thread, each in order: a step is whole if every
+    thread that runs operators launched something later that was read.
+    """
+    starts = [start for start, _ in trace.step_windows]
+    reached = dict.fromkeys(threads, -1)
+    for operation in operations:
+        call = calls.get(operation.arguments.correlation)
+        if call is not None and call.thread in reached:
+            reached[call.thread] = max(reached[call.thread], bisect_right(starts, call.time_us) - 1)
+    num_whole = min(reached.values(), default=-1)
+    require(num_whole >= 1, TraceError, f"{damage}, and no step of it is known to be whole; copy or record it again.")
+    end_us = trace.step_windows[num_whole - 1][1]
+    kept = [operation for operation in operations if operation.launched_us is not None and operation.launched_us <= end_us]
+    return trace.step_windows[:num_whole], kept
+
+
+def _lost(operations: list[GpuOperation], calls: dict[int, HostCall]) -> list[str]:
+    """A note on launches between the first and the last known one whose operations are missing."""
+    times = [operation.launched_us for operation in operations if operation.launched_us is not None]
+    if not times:
+        return ["No operation has its launch in the trace: what the host did is not known."] if operations else []
+    known = {operation.arguments.correlation for operation in operations}
+    first, last = min(times), max(times)
+    inside = [call for call in calls.values() if "LaunchKernel" in call.name and first <= call.time_us <= last]
+    num_lost = sum(call.correlation not in known for call in inside)
+    if num_lost < LEAST_LOST:
+        return []
+    return [
+        f"{num_lost} of {len(inside)} kernel launches have no kernel in the trace: the profiler lost them, or they were "
+        "captured into a graph; times of computation may be too small."
+    ]
+
+
+def _early(operations: list[GpuOperation]) -> list[str]:
+    """A note on operations that start before the host launched them."""
+    early = [
+        operation.launched_us - operation.start_us
+        for operation in operations
+        if operation.launched_us is not None and operation.start_us < operation.launched_us - CLOCK_TOLERANCE_US
+    ]
+    if not early:
+        return []
+    return [
+        f"{len(early)} operations start before their launch, by up to {max(early):,.1f} us: the clocks of host and GPU "
+        "disagree by at least that, and what is said of late launches is wrong by as much."
+    ]
+
+
+def _relevant_calls(operations: list[GpuOperation], calls: dict[int, HostCall]) -> tuple[HostCall, ...]:
+    """Launches of the kept operations, records and waits, in time order."""
+    kept = [call for call in calls.values() if call.kind != "launch"]
+    seen: set[int] = set()
+    for index, operation in enumerate(operations):
+        correlation = operation.arguments.correlation
+        call = calls.get(correlation)
+        if call is None:
+            continue
+        if correlation in seen or call.kind != "launch":  # a graph's launch: one call for each operation
+            call = replace(call, kind="launch", operation=index)
+        else:
+            seen.add(correlation)
+            force_setattr(call, "operation", index)
+        kept.append(call)
+    return tuple(sorted(kept, key=lambda call: (call.time_us, call.operation)))

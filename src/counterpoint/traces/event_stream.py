@@ -1,0 +1,270 @@
+"""Read the events of a Chrome JSON trace piece by piece: no more of the file is in memory than a few blocks.
+
+A block is cut behind an event, where `}`, a comma and `{` stand in a row. That may also stand inside a text or inside an
+event's arguments; but what stands before such a cut is not whole JSON, so the decoder itself tells a true cut from a false
+one. Where no candidate is a true one, brackets and texts are followed from the beginning of the block. What surrounds the
+events, before and behind them, is kept, and decoded as a file without events. The module does not know what events mean.
+"""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+
+from counterpoint.errors import CounterpointError, TraceError
+from counterpoint.files import UTF8_MARK
+from counterpoint.mismatch import describe_mismatch
+from counterpoint.units import MIB, format_bytes
+from counterpoint.value import require
+
+BLOCK_BYTES = MIB  # four times as much takes a sixth longer: blocks and their events leave the cache
+MOST_AROUND_BYTES = 64 * MIB  # what may stand before or behind the events, and the largest event
+MOST_CANDIDATES = 8
+WINDOW_BYTES = 65536  # how far before a block's end a cut is looked for first
+
+_EVENTS = re.compile(rb'"traceEvents"\s*:\s*\[')
+_CUT = re.compile(rb"\}(?=\s*,\s*\{)")
+_CUT_BEFORE_PHASE = re.compile(rb'\}(?=\s*,\s*\{\s*"(?:ph|name|cat)"\s*:)')
+_TOKEN = re.compile(rb'"(?:[^"\\]|\\.)*"|[{}\[\]]|"', re.DOTALL)
+_PLACE = re.compile(r"\$\[(\d+)\]")
+
+
+class Event(msgspec.Struct, gc=False):
+    """One event; its arguments are not decoded."""
+
+    name: str = ""
+    cat: str = ""
+    ts: float = 0.0
+    dur: float = 0.0
+    tid: int | str = 0
+    args: msgspec.Raw = msgspec.Raw(b"{}")
+
+
+class Device(msgspec.Struct):
+    """One GPU, as the profiler describes it."""
+
+    id: int = 0
+    name: str | None = None
+    computeMajor: int = 0  # noqa: N815 (the profiler's own spelling)
+    numSms: int | None = None  # noqa: N815
+
+
+class Distributed(msgspec.Struct):
+    """What the profiler knows of the job."""
+
+    rank: int | None = None
+    world_size: int | None = None
+    nccl_version: str | None = None
+
+
+class Surroundings(msgspec.Struct):
+    """The file without its events."""
+
+    traceEvents: list[Event]  # noqa: N815
+    deviceProperties: list[Device] = []  # noqa: N815
+    distributedInfo: Distributed | None = None  # noqa: N815
+
+
+class EventStream:
+    """The events of one file, in lists of some thousand, and then `surroundings`.
+
+    `damage` says why the file is not whole, in words, once the events are read: None where it is.
+    """
+
+    def __init__(self, path: Path, pieces: Iterator[bytes]) -> None:
+        self.path, self.pieces = path, pieces
+        self.surroundings = Surroundings(traceEvents=[])
+        self.damage: str | None = None
+        self._head, self._rest, self._num_events = b"", b"", 0
+        self._decoder = msgspec.json.Decoder(list[Event])
+
+    def __iter__(self) -> Iterator[list[Event]]:
+        """Lists of events. Raises `TraceError` for what is no trace; for one that ends early see `damage`."""
+        if not self._find_events():
+            self.surroundings = self._decode_surroundings(self._rest)
+            yield self.surroundings.traceEvents
+            return
+        enough = BLOCK_BYTES
+        while piece := self._more():
+            self._rest += piece
+            if len(self._rest) < enough:
+                continue
+            events = self._cut()
+            if events is not None:
+                enough = BLOCK_BYTES
+                yield events
+            elif self._ends_within():
+                break
+            else:
+                enough = 2 * len(self._rest)
+        yield from self._last()
+
+    def _more(self) -> bytes:
+        """The next piece; none at the end, or where a packed file is damaged."""
+        try:
+            return next(self.pieces, b"")
+        except CounterpointError as problem:
+            if problem.__cause__ is None or not self._head or isinstance(problem.__cause__, OSError):
+                raise
+            self.damage = str(problem).removesuffix(".")
+            return b""
+
+    def _find_events(self) -> bool:
+        """Read until the events begin; whether they do."""
+        found = None
+        while found is None and (piece := self._more()):
+            begin = max(0, len(self._rest) - 100)
+            self._rest = self._rest + piece if self._rest else piece.removeprefix(UTF8_MARK)
+            found = _EVENTS.search(self._rest, begin)
+            require(
+                found is not None or len(self._rest) <= MOST_AROUND_BYTES,
+                TraceError,
+                f"{self.path} is not a profiler trace: its first {format_bytes(MOST_AROUND_BYTES)} hold no 'traceEvents'; "
+                "give the file torch.profiler exported.",
+            )
+        if found is None:
+            return False
+        self._head, self._rest = self._rest[: found.end()], self._rest[found.end() :]
+        return True
+
+    def _cut(self) -> list[Event] | None:
+        """The events up to the last cut of the block, or None where there is none."""
+        self._drop_comma()
+        for end in self._candidates():
+            events = self._decode(self._rest[:end])
+            if events is not None:
+                self._take(end, len(events))
+                return events
+        require(
+            len(self._rest) <= MOST_AROUND_BYTES,
+            TraceError,
+            f"{self.path} is not a profiler trace: an event is larger than {format_bytes(MOST_AROUND_BYTES)}, or its "
+            "JSON is damaged; record it again.",
+        )
+        return None
+
+    def _candidates(self) -> Iterator[int]:
+        """Where the block may be cut, the most likely place first; the last is certain."""
+        begin = max(0, len(self._rest) - WINDOW_BYTES)
+        for pattern in (_CUT_BEFORE_PHASE, _CUT):
+            found = [match.end() for match in pattern.finditer(self._rest, begin)]
+            yield from reversed(found[-MOST_CANDIDATES:])
+        certain, _ = follow(self._rest)
+        if certain:
+            yield certain
+
+    def _take(self, end: int, num_events: int) -> None:
+        self._rest = self._rest[end:]
+        self._num_events += num_events
+
+    def _drop_comma(self) -> None:
+        """Let what is left begin with an event, not with the comma behind the one before."""
+        if self._num_events:
+            self._rest = self._rest.lstrip().removeprefix(b",")
+
+    def _decode(self, text: bytes) -> list[Event] | None:
+        """The events, or None where the text is not whole JSON."""
+        try:
+            return self._decoder.decode(b"[" + text + b"]")
+        except msgspec.ValidationError as problem:
+            place = _PLACE.sub(lambda found: f"$.traceEvents[{self._num_events + int(found[1])}]", str(problem), count=1)
+            raise self._no_trace(msgspec.ValidationError(place)) from problem
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            return None
+        except RecursionError as problem:
+            raise self._no_trace(problem) from problem
+
+    def _ends_within(self) -> bool:
+        """Whether the events end in what was read; then all that is left of the file is read too."""
+        _, end = follow(self._rest)
+        if end is None:
+            return False
+        while piece := self._more():
+            self._rest += piece
+            require(
+                len(self._rest) <= MOST_AROUND_BYTES + end,
+                TraceError,
+                f"{self.path} is not a profiler trace: more than {format_bytes(MOST_AROUND_BYTES)} follow its events; "
+                "give the file torch.profiler exported.",
+            )
+        return True
+
+    def _last(self) -> Iterator[list[Event]]:
+        """The last events, and what surrounds them."""
+        self._drop_comma()
+        certain, end = None, self._likely_end()
+        if end is None:
+            certain, end = follow(self._rest)
+        if end is None:
+            self.damage = self.damage or f"{self.path} is not whole JSON: {self._damage_of(self._rest)}"
+        events = self._decode(self._rest[: certain if end is None else end])
+        if events is None:
+            raise TraceError(f"{self.path} is not whole JSON: {self._damage_of(self._rest)}; copy or record it again.")
+        yield events
+        if end is None:
+            return
+        self.surroundings = self._decode_surroundings(self._head + self._rest[end:])
+        require(
+            not self.surroundings.traceEvents,
+            TraceError,
+            f"{self.path} is not a profiler trace: it holds 'traceEvents' twice; give the file torch.profiler exported.",
+        )
+
+    def _likely_end(self) -> int | None:
+        """Where the events end if one of the last brackets ends them: what is before it and what is behind it is whole."""
+        end = len(self._rest)
+        for _ in range(MOST_CANDIDATES):
+            end = self._rest.rfind(b"]", 0, end)
+            if end < 0:
+                break
+            try:
+                msgspec.json.decode(self._head + self._rest[end:], type=Surroundings)
+            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+                continue
+            if self._decode(self._rest[:end]) is not None:
+                return end
+        return None
+
+    def _damage_of(self, rest: bytes) -> str:
+        """What the decoder says of a file whose events end like this."""
+        try:
+            msgspec.json.decode(b"[" + rest.lstrip())
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as problem:
+            said = str(problem).removeprefix("JSON is malformed: ")
+            return re.sub(r" \(byte \d+\)$", "", said)
+        return "it ends behind the events"
+
+    def _decode_surroundings(self, text: bytes) -> Surroundings:
+        try:
+            return msgspec.json.decode(text, type=Surroundings)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as problem:
+            raise self._no_trace(problem) from problem
+
+    def _no_trace(self, problem: Exception) -> TraceError:
+        remedy = "give the file torch.profiler exported"
+        if isinstance(problem, msgspec.ValidationError):
+            said, _ = describe_mismatch(problem, Surroundings)
+            return TraceError(f"{self.path} is not a profiler trace: {said}; {remedy}.")
+        if isinstance(problem, RecursionError):
+            return TraceError(f"{self.path} is not a profiler trace: it is nested too deeply; {remedy}.")
+        said = str(problem).removeprefix("JSON is malformed: ")
+        return TraceError(f"{self.path} is not whole JSON: {said}; copy or record it again.")
+
+
+def follow(text: bytes) -> tuple[int, int | None]:
+    """Where the last whole object of a list ends, and where the list ends if it does; `text` begins inside the list."""
+    depth = last = 0
+    for match in _TOKEN.finditer(text):
+        token = text[match.start() : match.start() + 1]
+        if token in b"{[":
+            depth += 1
+        elif token in b"}]":
+            depth -= 1
+            if depth < 0:
+                return last, match.start()
+            if depth == 0:
+                last = match.end()
+        elif match.end() - match.start() == 1:  # a text that does not end here
+            break
+    return last, None

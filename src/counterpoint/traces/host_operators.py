@@ -1,0 +1,279 @@
+"""Host operators: which PyTorch operator launched a GPU operation, with what shapes, in which phase and module.
+
+The profiler writes the number of the innermost operator beside each GPU operation ("External id"), also for launches of
+CUDA graphs. While a file is read every operator is kept in some bytes; those that launched something become values at the
+end. The phase is that of the launch: backward in the engine's threads and while it evaluates a function, optimizer within
+`Optimizer.step#...`, forward else. The module is the innermost recorded `nn.Module` or annotation around the launch; in the
+backward pass that around the forward operator of the same sequence number. The module does not know GPU operations.
+"""
+
+import re
+from array import array
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from typing import TypeVar
+
+import msgspec
+
+from counterpoint.traces.activity import HostOperator, HostPhase
+from counterpoint.traces.event_stream import Event
+
+LEFT_OPERAND = {"aten::mm": 0, "aten::addmm": 1}  # which input of a host operation is the left matrix; the right one follows
+# Operators that make views or allocate and launch nothing themselves: half of what a trace holds.
+_VIEWS_AND_ALLOCATIONS = """
+    _reshape_alias _unsafe_view alias as_strided chunk detach detach_ empty empty_like empty_strided expand flatten
+    is_nonzero narrow new_empty new_empty_strided permute resize_ result_type select set_ slice split split_with_sizes
+    squeeze swapaxes t transpose unbind unflatten unsqueeze view view_as
+"""
+LAUNCHES_NOTHING = frozenset(f"aten::{name}" for name in _VIEWS_AND_ALLOCATIONS.split())
+ENGINE = "autograd::engine::evaluate_function"
+MODULE = "nn.Module: "
+OPTIMIZER = ("Optimizer.step#", "Optimizer.zero_grad#")
+NO_MODULE = (
+    "ProfilerStep#",
+    "Optimizer.",
+    "nccl:",
+    "gloo:",
+    "enumerate(DataLoader)",
+    "## Call CompiledFxGraph",
+    "DataParallel",
+)
+_FSDP_MODULE = re.compile(r"^FSDP::.*?(?:\(([^()]+)\)|for (\S+))$")
+
+T = TypeVar("T")
+Sizes = tuple[int, int, int]
+Launch = tuple[int, float, str]  # an operator's number of the profiler, the time of the launch, the thread
+_Key = tuple[str, bytes, bytes] | str  # name, and shapes and types as they stand where they were recorded
+
+
+class _Arguments(msgspec.Struct, gc=False):
+    """What the profiler writes beside a host operation; shapes where it recorded them."""
+
+    external_id: int = msgspec.field(default=-1, name="External id")
+    sequence: int = msgspec.field(default=-1, name="Sequence number")
+    forward_thread: int = msgspec.field(default=0, name="Fwd thread id")
+    dims: msgspec.Raw = msgspec.field(default=msgspec.Raw(b""), name="Input Dims")
+    types: msgspec.Raw = msgspec.field(default=msgspec.Raw(b""), name="Input type")
+
+
+class _Windows:
+    """Nested stretches of one thread, each with a number."""
+
+    def __init__(self) -> None:
+        self.starts, self.ends, self.numbers = array("d"), array("d"), array("q")
+
+    def add(self, start_us: float, end_us: float, number: int) -> None:
+        self.starts.append(start_us)
+        self.ends.append(end_us)
+        self.numbers.append(number)
+
+    def innermost(self, times_us: Iterable[float]) -> dict[float, int]:
+        """The number of the innermost stretch around each time, without times that none is around."""
+        order = sorted(range(len(self.starts)), key=lambda place: (self.starts[place], -self.ends[place]))
+        found: dict[float, int] = {}
+        open_places: list[int] = []
+        next_place = 0
+        for time_us in sorted(set(times_us)):
+            while next_place < len(order) and self.starts[order[next_place]] <= time_us:
+                open_places.append(order[next_place])
+                next_place += 1
+            while open_places and self.ends[open_places[-1]] < time_us:
+                open_places.pop()
+            if open_places:
+                found[time_us] = self.numbers[open_places[-1]]
+        return found
+
+
+class HostOperators:
+    """Collects the operators of a file, event by event."""
+
+    def __init__(self) -> None:
+        self._decoder = msgspec.json.Decoder(_Arguments)
+        self._list_decoder = msgspec.json.Decoder(list[_Arguments])
+        self._keys: dict[_Key, int] = {}
+        self._external_ids, self._key_numbers = array("q"), array("i")
+        self._sequences, self._times, self._sequence_threads = array("q"), array("d"), array("i")
+        self._threads: dict[str, int] = {}
+        self._operator_threads: set[int | str] = set()
+        self._names: dict[str, int] = {}
+        self._engine: dict[str, _Windows] = {}
+        self._optimizer: dict[str, _Windows] = {}
+        self._steps: dict[str, _Windows] = {}
+        self._modules: dict[str, _Windows] = {}
+        self._annotations: dict[str, _Windows] = {}
+
+    def add_operators(self, events: list[Event]) -> None:
+        """Keep `cpu_op` events; one whose arguments cannot be read is left out, as shapes and names are an extra."""
+        keys, numbers = self._keys, []
+        self._operator_threads |= {event.tid for event in events}
+        kept, arguments = decode_arguments(events, self._decoder, self._list_decoder)
+        for event, found in zip(kept, arguments, strict=True):
+            sequence, dims = found.sequence, found.dims
+            if sequence >= 0:
+                self._add_sequence(event, sequence, found.forward_thread)
+            key = (event.name, bytes(dims), bytes(found.types)) if dims else event.name
+            numbers.append(keys.setdefault(key, len(keys)))
+        self._key_numbers.extend(numbers)
+        try:
+            self._external_ids.extend(array("q", [found.external_id for found in arguments]))
+        except OverflowError:
+            self._external_ids.extend([_small(found.external_id) for found in arguments])
+
+    def _add_sequence(self, event: Event, sequence: int, forward_thread: int) -> None:
+        """Keep when an operator of this sequence number ran: in the backward engine, or forward."""
+        thread = str(event.tid)
+        if event.name.startswith(ENGINE):
+            self._engine.setdefault(thread, _Windows()).add(event.ts, event.ts + event.dur, _small(sequence))
+        elif forward_thread == 0:
+            self._sequences.append(_small(sequence))
+            self._times.append(event.ts)
+            self._sequence_threads.append(self._threads.setdefault(thread, len(self._threads)))
+
+    @property
+    def threads(self) -> set[str]:
+        """The threads that ran operators."""
+        return set(map(str, self._operator_threads))
+
+    def add_annotation(self, event: Event) -> None:
+        """Keep a `user_annotation` event, or the `python_function` event of an `nn.Module`."""
+        thread, name = str(event.tid), event.name
+        kept, module = self._annotations, name
+        if name.startswith(MODULE):
+            kept, module = self._modules, name.removeprefix(MODULE)
+        elif name.startswith(OPTIMIZER):
+            kept = self._optimizer
+        elif name.startswith("ProfilerStep#"):
+            kept = self._steps
+        elif found := _FSDP_MODULE.match(name):
+            module = found[1] or found[2]
+        elif name.startswith(NO_MODULE) or name.startswith("FSDP::") or "DataParallel" in name:
+            return
+        number = self._names.setdefault(module, len(self._names))
+        kept.setdefault(thread, _Windows()).add(event.ts, event.ts + event.dur, number)
+
+    def operators_of(self, launches: Sequence[Launch | None]) -> tuple[tuple[HostOperator, ...], list[int | None]]:
+        """The operators that launched something, and for each launch the number of its operator among them."""
+        wanted = {launch[0] for launch in launches if launch is not None}
+        keys = list(self._keys)
+        key_of = {
+            external_id: keys[number]
+            for external_id, number in zip(self._external_ids, self._key_numbers, strict=True)
+            if external_id in wanted
+        }
+        by_thread: dict[str, list[float]] = {}
+        for launch in launches:
+            if launch is not None:
+                by_thread.setdefault(launch[2], []).append(launch[1])
+        phases = {thread: self._phases(thread, times) for thread, times in by_thread.items()}
+        modules = {thread: self._modules_at(thread, times) for thread, times in by_thread.items()}
+        found: dict[tuple[_Key, str, HostPhase, str], int] = {}
+        numbers: list[int | None] = []
+        for launch in launches:
+            key = None if launch is None else key_of.get(launch[0])
+            if launch is None or key is None:
+                numbers.append(None)
+                continue
+            _, time_us, thread = launch
+            known = (key, thread, phases[thread][time_us], modules[thread].get(time_us, ""))
+            numbers.append(found.setdefault(known, len(found)))
+        return tuple(_operator(*each) for each in found), numbers
+
+    def sizes_of(self, external_ids: set[int]) -> dict[int, Sizes]:
+        """Rows, inner size and columns of the matrix multiplications among these operators, where shapes were recorded."""
+        shaped = ((key, number) for key, number in self._keys.items() if not isinstance(key, str))
+        sizes = {number: _matmul_sizes(*key[:2]) for key, number in shaped if key[0] in LEFT_OPERAND}
+        if not sizes:
+            return {}
+        return {
+            external_id: known
+            for external_id, number in zip(self._external_ids, self._key_numbers, strict=True)
+            if external_id in external_ids and (known := sizes.get(number)) is not None
+        }
+
+    def _phases(self, thread: str, times: list[float]) -> dict[float, HostPhase]:
+        """The phase of each launch of a thread."""
+        engine, optimizer = self._engine.get(thread), self._optimizer.get(thread, _Windows()).innermost(times)
+        if engine is not None and thread not in self._steps:
+            return {time_us: "optimizer" if time_us in optimizer else "backward" for time_us in times}
+        backward = engine.innermost(times) if engine is not None else {}
+        found: dict[float, HostPhase] = {}
+        for time_us in times:
+            found[time_us] = "optimizer" if time_us in optimizer else "backward" if time_us in backward else "forward"
+        return found if self._engine or self._optimizer else dict.fromkeys(times, "unknown")
+
+    def _modules_at(self, thread: str, times: list[float]) -> dict[float, str]:
+        """The innermost module or annotation around each launch of a thread."""
+        names = list(self._names)
+        found: dict[float, str] = {}
+        for kept in (self._annotations, self._modules):  # a module's own name goes before an annotation
+            inside = kept.get(thread, _Windows()).innermost(times)
+            found |= {time_us: names[number] for time_us, number in inside.items()}
+        if self._modules and thread in self._engine:
+            forward = self._forward_modules()
+            sequences = self._engine[thread].innermost(times)
+            found |= {time_us: forward[sequence] for time_us, sequence in sequences.items() if sequence in forward}
+        return found
+
+    def _forward_modules(self) -> dict[int, str]:
+        """The module of the forward operator of each sequence number."""
+        names, found = list(self._names), {}
+        for thread, number in self._threads.items():
+            places = [place for place, each in enumerate(self._sequence_threads) if each == number]
+            inside = self._modules.get(thread, _Windows()).innermost(self._times[place] for place in places)
+            for place in places:
+                if self._times[place] in inside:
+                    found[self._sequences[place]] = names[inside[self._times[place]]]
+        return found
+
+
+def decode_arguments(
+    events: list[Event], decoder: msgspec.json.Decoder[T], list_decoder: msgspec.json.Decoder[list[T]]
+) -> tuple[list[Event], list[T]]:
+    """The arguments of events, decoded in one go; where that fails one by one, without the events that have other ones."""
+    try:
+        return events, list_decoder.decode(b"[" + b",".join([event.args for event in events]) + b"]")
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        kept, arguments = [], []
+        for event in events:
+            with suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+                arguments.append(decoder.decode(event.args))
+                kept.append(event)
+        return kept, arguments
+
+
+def _small(number: int) -> int:
+    """A number of the profiler, or -1 for one that no profiler gives."""
+    return number if -1 <= number < 2**62 else -1
+
+
+def _operator(key: _Key, thread: str, phase: HostPhase, module: str) -> HostOperator:
+    name, dims, types = (key, b"", b"") if isinstance(key, str) else key
+    return HostOperator(
+        name=name,
+        shapes=dims.decode(errors="replace"),
+        dtype=_first_type(types),
+        thread=thread,
+        phase=phase,
+        module=module,
+    )
+
+
+def _first_type(types: bytes) -> str:
+    """The type of the first tensor among the inputs: "" where none was recorded."""
+    try:
+        names = msgspec.json.decode(types, type=list[object]) if types else []
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return ""
+    return next((name for name in names if isinstance(name, str) and name not in ("", "Scalar", "ScalarList")), "")
+
+
+def _matmul_sizes(name: str, dims: bytes) -> Sizes | None:
+    left = LEFT_OPERAND[name]
+    try:
+        found = msgspec.json.decode(dims, type=list[list[int]])[left : left + 2]
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
+    match found:
+        case [[rows, inner], [other, columns]] if inner == other and min(rows, inner, columns) > 0:
+            return rows, inner, columns
+    return None

@@ -1,0 +1,154 @@
+"""Collectives are matched and clocks aligned across ranks, whatever the clocks say and wherever a profile begins."""
+
+from collections.abc import Sequence
+from random import Random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from counterpoint.analysis.alignment import align_clocks, describe_drifts
+from counterpoint.analysis.combine import combine
+from counterpoint.analysis.matching import match_collectives
+from counterpoint.analysis.values import RankAnalysis, TracedCollective
+from helpers.rank_builder import MIB, rank_of, traced
+
+JITTER_US = 5.0
+
+
+def job(num_ranks: int, num_collectives: int, seed: int, drift: float = 0.0) -> tuple[list[RankAnalysis], list[float]]:
+    """Ranks that come to each collective at random times and end within the jitter; and each clock's true offset."""
+    random = Random(seed)
+    offsets = [0.0, *(random.uniform(-1e6, 1e6) for _ in range(num_ranks - 1))]
+    collectives: list[list[TracedCollective]] = [[] for _ in range(num_ranks)]
+    now = 0.0
+    for number in range(num_collectives):
+        arrivals = [now + random.uniform(10, 400) for _ in range(num_ranks)]
+        end = max(arrivals) + random.uniform(100, 200)
+        for rank, arrival in enumerate(arrivals):
+            scale = 1 + (drift if rank else 0.0)
+            own_end = end + random.uniform(0, JITTER_US)
+            start_us, end_us = (scale * time - offsets[rank] for time in (arrival, own_end))
+            size = MIB * random.choice([1, 1, 1, 4]) if rank == 0 else collectives[0][number].num_bytes
+            collectives[rank].append(traced(rank, number, start_us, end_us, num_bytes=size, group_size=num_ranks))
+        now = end
+    return [rank_of(rank, held, world_size=num_ranks) for rank, held in enumerate(collectives)], offsets
+
+
+def without(analysis: RankAnalysis, places: Sequence[int]) -> RankAnalysis:
+    """The rank as a profile that lacks some collectives has it; what is left is numbered anew."""
+    kept = [c for place, c in enumerate(analysis.collectives) if place not in places]
+    kept = [
+        traced(c.rank, n, c.start_us, c.end_us, num_bytes=c.num_bytes, group_size=c.group_size) for n, c in enumerate(kept)
+    ]
+    return rank_of(analysis.rank, kept, world_size=analysis.world_size)
+
+
+@given(st.integers(2, 5), st.integers(1, 40), st.integers(0, 2**32))
+def test_clocks_are_found_whatever_they_are(num_ranks: int, num_collectives: int, seed: int) -> None:
+    ranks, offsets = job(num_ranks, num_collectives, seed)
+    shared, problems = match_collectives(ranks)
+    clocks, drifts = align_clocks(ranks, shared)
+
+    assert len(shared) == num_collectives
+    assert problems == drifts == ()
+    for rank, offset in enumerate(offsets):
+        assert clocks[rank].offset_us == pytest.approx(offset, abs=JITTER_US + 1e-6)
+
+
+def test_small_collectives_set_the_clock_where_large_ones_end_apart() -> None:
+    large = [(1000.0 * n, 1000.0 * n + 700) for n in range(20)]
+    first = [traced(0, n, start, end) for n, (start, end) in enumerate(large)]
+    second = [traced(1, n, start, end + 40) for n, (start, end) in enumerate(large)]
+    first.append(traced(0, 20, 30_000, 30_010, num_bytes=64))
+    second.append(traced(1, 20, 30_000, 30_010, num_bytes=64))
+
+    ranks = [rank_of(0, first), rank_of(1, second)]
+    clocks, _ = align_clocks(ranks, match_collectives(ranks)[0])
+
+    assert clocks[1].offset_us == pytest.approx(0.0, abs=1.0)
+
+
+def test_a_drift_is_taken_out_and_named() -> None:
+    ranks, _ = job(2, 200, seed=1, drift=1e-3)
+    shared, _ = match_collectives(ranks)
+    clocks, _ = align_clocks(ranks, shared)
+
+    apart = [abs(clocks[1].shared_us(c.members[1].end_us) - c.members[0].end_us) for c in shared]
+    assert len(shared) == 200
+    assert max(apart) < 3 * JITTER_US
+    assert clocks[1].drift == pytest.approx(-1e-3, rel=0.02)
+    assert "The clock of rank 1 drifts by" in describe_drifts(clocks)[0]
+
+
+@given(st.integers(24, 60), st.integers(0, 5), st.integers(0, 5), st.integers(0, 2**32))
+def test_profiles_that_begin_at_different_calls_are_matched_by_their_ends(
+    num_collectives: int, num_first: int, num_last: int, seed: int
+) -> None:
+    ranks, _ = job(2, num_collectives, seed)
+    late, early = without(ranks[0], range(num_first)), without(ranks[1], range(num_collectives - num_last, num_collectives))
+    shared, problems = match_collectives([late, early])
+
+    assert len(shared) == num_collectives - num_first - num_last
+    pairs = [(c.members[0].group_number + num_first, c.members[1].group_number) for c in shared]
+    assert all(one == other for one, other in pairs)
+    assert len(problems) == (1 if num_first or num_last else 0)
+
+
+def test_matching_goes_on_after_lost_events() -> None:
+    ranks, _ = job(2, 40, seed=3)
+    shared, problems = match_collectives([ranks[0], without(ranks[1], [20, 21])])
+
+    assert len(shared) == 38
+    assert "38 collectives are in the traces of all its ranks present; up to 2 more (of rank 0)" in problems[0]
+
+
+def test_ranks_of_different_runs_are_not_matched() -> None:
+    first, _ = job(2, 30, seed=1)
+    second, _ = job(2, 30, seed=2)
+    analysis = combine([first[0], second[1]])
+
+    assert analysis.waits == ()
+    assert "nothing is matched" in " ".join(analysis.problems)
+
+
+@pytest.mark.parametrize("stranger", [0, 2])
+def test_a_rank_of_another_run_is_left_out_and_the_others_are_matched(stranger: int) -> None:
+    ranks, _ = job(4, 30, seed=1)
+    ranks[stranger] = job(4, 30, seed=2)[0][stranger]
+    analysis = combine(ranks)
+
+    assert [(waits.rank, waits.num_collectives) for waits in analysis.waits] == [(r, 30) for r in range(4) if r != stranger]
+    assert stranger not in dict(analysis.clock_offsets_us)
+    assert f"rank {stranger} ran other collectives than rank" in analysis.problems[0]
+
+
+def test_groups_that_share_a_name_are_told_apart_by_their_ranks_or_not_matched() -> None:
+    def of_pairs(**more: object) -> list[RankAnalysis]:
+        spans = [(100.0 * n, 100.0 * n + 50) for n in range(5)]
+        own = [{**more, "group_ranks": pair} if "group_ranks" in more else more for pair in ((0, 1), (0, 1), (2, 3), (2, 3))]
+        return [rank_of(r, [traced(r, n, *s, **own[r]) for n, s in enumerate(spans)], world_size=4) for r in range(4)]
+
+    named, problems = match_collectives(of_pairs(group_ranks=()))
+    assert {tuple(m.rank for m in c.members) for c in named} == {(0, 1), (2, 3)}
+    assert problems == ()
+
+    unnamed, problems = match_collectives(of_pairs())
+    assert unnamed == ()
+    assert "several groups share the name" in problems[0]
+
+
+def test_ranks_are_aligned_through_others() -> None:
+    def spans(offset: float) -> list[tuple[float, float]]:
+        return [(100.0 * n - offset, 100.0 * n + 50 - offset) for n in range(5)]
+
+    first = [traced(0, n, *s, process_group="a") for n, s in enumerate(spans(0))]
+    middle = [traced(1, n, *s, process_group="a") for n, s in enumerate(spans(70))]
+    middle += [traced(1, n + 5, *s, process_group="b", group_number=n) for n, s in enumerate(spans(70))]
+    last = [traced(2, n, *s, process_group="b") for n, s in enumerate(spans(-30))]
+    stranger = [traced(3, n, *s, process_group="c") for n, s in enumerate(spans(5))]
+
+    analysis = combine([rank_of(r, c, world_size=4) for r, c in enumerate((first, middle, last, stranger))])
+
+    assert dict(analysis.clock_offsets_us) == pytest.approx({0: 0.0, 1: 70.0, 2: -30.0})
+    assert any("Rank 3 shares no collective with rank 0" in problem for problem in analysis.problems)
