@@ -46,6 +46,11 @@ class FigureTable(Value, frozen=True, kw_only=True):
     columns: tuple[FigureColumn, ...]
     rows: tuple[tuple[Cell, ...], ...]
 
+    @property
+    def is_breakdown(self) -> bool:
+        """Whether the rows are parts of all communication."""
+        return self.key.startswith("by-")
+
 
 def format_cell(kind: Kind, cell: Cell) -> str:
     """A figure as people read it; nothing for None."""
