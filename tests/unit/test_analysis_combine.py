@@ -48,7 +48,7 @@ def test_the_wait_for_a_later_rank_is_that_ranks() -> None:
     assert exposed_by_cause(analysis, 1) == pytest.approx({"dependent": 150.0})
     wait = next(interval for interval in analysis.exposed if interval.cause == "slow_rank")
     assert (wait.start_us, wait.end_us, wait.other_rank) == (200.0, 300.0, 1)
-    assert "Rank 1 came to all_reduce of 1 MiB 100 us later" in wait.evidence
+    assert "Rank 1 came to all_reduce of 1 MiB 100 us later than rank 0" in wait.evidence
     assert "ran a matmul" in wait.evidence
     skew = analysis.skews[1]
     assert (skew.first_rank, skew.last_rank, skew.skew_us, skew.latency_us) == (0, 1, 100.0, 50.0)
@@ -146,6 +146,26 @@ def test_causes_and_breakdowns_add_up_and_no_order_of_ranks_matters(seed: int, o
         found_us = sum(interval.duration_us for interval in analysis.exposed if interval.rank == rank.rank)
         assert found_us == pytest.approx(traced_us, abs=1e-6)
     assert all(wait_us >= 0 for skew in analysis.skews for _, wait_us in skew.waits_us)
+
+
+@given(st.integers(0, 2**32), st.floats(-1e6, 1e6))
+def test_no_shift_of_a_ranks_clock_matters(seed: int, shift_us: float) -> None:
+    ranks = random_job(seed)
+    moved = [{"start_us": c.start_us + shift_us, "end_us": c.end_us + shift_us} for c in ranks[1].collectives]
+    collectives = [replace(c, **times) for c, times in zip(ranks[1].collectives, moved, strict=True)]
+    exposed = [replace(i, start_us=i.start_us + shift_us, end_us=i.end_us + shift_us) for i in ranks[1].exposed]
+    before, after = combine(ranks), combine([ranks[0], rank_of(1, collectives, exposed=exposed, world_size=3), ranks[2]])
+
+    assert [w.waited_us for w in after.waits] == pytest.approx([w.waited_us for w in before.waits], abs=1e-3)
+    assert [(t.cause, t.num_intervals) for t in after.causes] == [(t.cause, t.num_intervals) for t in before.causes]
+    assert [i.start_us for i in after.exposed] == pytest.approx([i.start_us for i in before.exposed], abs=1e-3)
+
+
+def test_a_gap_that_needs_nothing_of_a_late_collective_stays_a_gap() -> None:
+    first, second = pair()
+    gaps = [replace(interval, cause="gap") for interval in first.exposed]
+
+    assert exposed_by_cause(combine([replace(first, exposed=tuple(gaps)), second]), 0) == pytest.approx({"gap": 250.0})
 
 
 def test_means_are_over_steady_steps() -> None:

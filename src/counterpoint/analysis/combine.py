@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 from msgspec.structs import replace
 
-from counterpoint.analysis.alignment import RankClock, align_clocks
+from counterpoint.analysis.alignment import RankClock, align_clocks, describe_drifts
 from counterpoint.analysis.attribution import attribute
 from counterpoint.analysis.breakdowns import breakdowns, cause_totals, collectives_of, sums_problems
 from counterpoint.analysis.headline import headline
@@ -40,6 +40,7 @@ def combine(ranks: Sequence[RankAnalysis]) -> Analysis:
         skews=tuple(skew_of(arrival) for arrival in met),
         clock_offsets_us=tuple((rank, clock.offset_us) for rank, clock in sorted(clocks.items())),
         missing_ranks=missing,
+        notes=describe_drifts(clocks),
         problems=(*strangers, *mismatches, *clock_problems, *describe_missing(kept, missing), *wrong_sums),
     )
     unknown = wrong_sums[0] if wrong_sums else ""

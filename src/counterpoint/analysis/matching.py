@@ -5,18 +5,19 @@ their longest run of equal entries. Steps repeat, and many shifts may give long 
 the ends of the collectives coincide, whatever the clocks are. What does not fit is left out and named.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from statistics import median
 
 from counterpoint.analysis.values import RankAnalysis, TracedCollective
-from counterpoint.units import format_count
+from counterpoint.units import format_count, format_numbers
 from counterpoint.value import Value
 
 WINDOW = 1024  # collectives of each rank that a shift is sought in; more on either side are profiles of different steps
 LEAST_RUN = 3  # collectives whose ends say something about a shift
 LEAST_SPREAD_US = 100.0  # ends of one collective on two ranks were seen up to 80 us apart on H200s
 SPREAD_PER_DURATION = 0.5  # five times the tenth of a duration that they were apart: not the same collective
+SPREAD_BY_CHANCE_US = 5.0  # spreads that differ by less say nothing
 MOST_CONFLICTS = 0.25  # of the matched ones: with more they are matched by chance
 
 Group = tuple[str | None, tuple[int, ...], int]
@@ -71,15 +72,29 @@ def _match_group(group: Group, sequences: dict[int, list[TracedCollective]]) -> 
         return [], [
             f"{count} ran collectives of {name}, which has {min(sizes)}: several groups share the name, none is matched."
         ]
-    first = sequences[ranks[0]]
-    places: list[dict[int, TracedCollective]] = []
-    problems: list[str] = []
-    for rank in ranks[1:]:
-        pairs = match_sequences(first, sequences[rank])
-        places.append({i: sequences[rank][j] for i, j in pairs})
-        problems += _unmatched(name, (ranks[0], rank), (len(first), len(sequences[rank])), len(pairs))
-    common = [i for i in range(len(first)) if all(i in place for place in places)]
-    return [SharedCollective(members=(first[i], *(place[i] for place in places))) for i in common], problems
+    base, matched = _best_base(sequences)
+    strangers = [rank for rank in ranks if rank != base and rank not in matched]
+    problems = [_describe_strangers(name, base, strangers)] if strangers else []
+    if not matched:
+        return [], problems
+    places = {rank: {i: sequences[rank][j] for i, j in pairs} for rank, pairs in matched.items()}
+    places[base] = dict(enumerate(sequences[base]))
+    alike = [rank for rank in ranks if rank in places]
+    common = [i for i in range(len(sequences[base])) if all(i in place for place in places.values())]
+    problems += _describe_rest(name, {rank: len(sequences[rank]) for rank in alike}, len(common))
+    return [SharedCollective(members=tuple(places[rank][i] for rank in alike)) for i in common], problems
+
+
+def _best_base(sequences: Mapping[int, Sequence[TracedCollective]]) -> tuple[int, dict[int, Pairs]]:
+    """The first rank that most others match, else the one that the most match, and the pairs of those that do."""
+    best: tuple[int, dict[int, Pairs]] = (min(sequences), {})
+    for base in sorted(sequences):
+        pairs = {rank: match_sequences(sequences[base], sequences[rank]) for rank in sorted(sequences) if rank != base}
+        matched = {rank: found for rank, found in pairs.items() if found}
+        best = max(best, (base, matched), key=lambda entry: len(entry[1]))
+        if 2 * len(matched) >= len(pairs):
+            break
+    return best
 
 
 def _named(group: Group) -> str:
@@ -88,21 +103,24 @@ def _named(group: Group) -> str:
     return f"process group '{name}'{listed}" if name is not None else f"an unnamed process group of {size} ranks{listed}"
 
 
-def _unmatched(name: str, ranks: tuple[int, int], counts: tuple[int, int], num_pairs: int) -> list[str]:
-    """What to say of collectives that only one of two ranks has."""
-    if not num_pairs:
-        return [
-            f"Ranks {ranks[0]} and {ranks[1]} ran different collectives in {name}, or at times that do not coincide: "
-            f"nothing is matched. Give traces of the same steps of one job."
-        ]
-    if max(counts) == num_pairs:
-        return []
-    lonely = ", ".join(
-        f"{count - num_pairs} of rank {rank}'s {count}"
-        for rank, count in zip(ranks, counts, strict=True)
-        if count > num_pairs
+def _describe_strangers(name: str, base: int, strangers: Sequence[int]) -> str:
+    """What to say of ranks with which nothing is matched."""
+    noun = "rank" if len(strangers) == 1 else "ranks"
+    return (
+        f"In {name}, {noun} {format_numbers(strangers)} ran other collectives than rank {base}, or at times that do not "
+        f"coincide: nothing is matched with them. Give traces of the same steps of one job."
     )
-    return [f"Of {name}, {lonely} collectives have no counterpart between ranks {ranks[0]} and {ranks[1]}."]
+
+
+def _describe_rest(name: str, counts: Mapping[int, int], num_common: int) -> list[str]:
+    """What to say of collectives that not all ranks have; nothing where all have them."""
+    rank = max(counts, key=lambda rank: (counts[rank], -rank))
+    if counts[rank] == num_common:
+        return []
+    return [
+        f"Of {name}, {num_common} collectives are in the traces of all its ranks present; up to {counts[rank] - num_common} "
+        f"more (of rank {rank}) are not, since profiles began or ended at other calls or lost events."
+    ]
 
 
 def match_sequences(first: Sequence[TracedCollective], second: Sequence[TracedCollective]) -> Pairs:
@@ -147,12 +165,13 @@ def _best_run(first: Sequence[TracedCollective], second: Sequence[TracedCollecti
             return whole
     runs = [run for shift in _shifts(len(first), len(second)) if (run := _longest_run(tokens, others, shift))]
     longest = max((len(run) for run in runs), default=0)
-    least = max(LEAST_RUN, longest / 2) if longest >= LEAST_RUN and distance_us is None else min(LEAST_RUN, max(longest, 1))
-    fitting = [run for run in runs if len(run) >= least and _do_coincide(first, second, run, distance_us)]
-    if not fitting or (distance_us is not None and longest < LEAST_RUN):
+    if distance_us is not None and longest < LEAST_RUN:
         return []
-    closest = min(_spread_us(first, second, run) for run in fitting)
-    return max((run for run in fitting if _spread_us(first, second, run) <= 2 * closest + 5.0), key=len)
+    least = longest / 2 if longest >= 2 * LEAST_RUN else longest
+    fitting = [run for run in runs if len(run) >= least and _do_coincide(first, second, run, distance_us)]
+    spreads = [_spread_us(first, second, run) for run in fitting]
+    close = [run for run, spread in zip(fitting, spreads, strict=True) if spread <= 2 * min(spreads) + SPREAD_BY_CHANCE_US]
+    return _followed(max(close, key=len), tokens, others) if close else []
 
 
 def _token(collective: TracedCollective) -> tuple[str, int]:
@@ -166,21 +185,22 @@ def _shifts(num_first: int, num_second: int) -> range:
 
 
 def _longest_run(tokens: Sequence[tuple[str, int]], others: Sequence[tuple[str, int]], shift: int) -> Pairs:
-    """The longest run of equal tokens at one shift, begun within the window and then followed to its end."""
+    """The longest run of equal tokens at one shift, within the window."""
     low = max(0, -shift)
-    high = min(len(tokens), len(others) - shift)
-    best, start = (0, 0), None
-    for i in range(low, min(high, low + WINDOW)):
-        if tokens[i] != others[i + shift]:
-            start = None
-            continue
-        start = i if start is None else start
-        best = max(best, (i + 1 - start, start))
-    length, start = best
-    end = start + length
-    while length and end < high and tokens[end] == others[end + shift]:
-        end += 1
-    return [(i, i + shift) for i in range(start, end)] if length else []
+    high = min(len(tokens), len(others) - shift, low + WINDOW)
+    unequal = [i for i in range(low, high) if tokens[i] != others[i + shift]]
+    edges = pairwise([low - 1, *unequal, high])
+    length, start = max((after - before - 1, before + 1) for before, after in edges)
+    return [(i, i + shift) for i in range(start, start + length)]
+
+
+def _followed(run: Pairs, tokens: Sequence[tuple[str, int]], others: Sequence[tuple[str, int]]) -> Pairs:
+    """The run with what is equal after it, beyond the window."""
+    i, j = run[-1]
+    while i + 1 < len(tokens) and j + 1 < len(others) and tokens[i + 1] == others[j + 1]:
+        i, j = i + 1, j + 1
+        run.append((i, j))
+    return run
 
 
 def _distances(first: Sequence[TracedCollective], second: Sequence[TracedCollective], run: Pairs) -> list[float]:

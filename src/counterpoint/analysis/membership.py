@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from msgspec.structs import replace
 
 from counterpoint.analysis.values import RankAnalysis
-from counterpoint.units import format_count, format_numbers
+from counterpoint.units import format_numbers
 
 MOST_RANGES = 8  # of missing ranks, in a sentence
 
@@ -68,5 +68,10 @@ def describe_missing(ranks: Sequence[RankAnalysis], missing: Sequence[int]) -> t
     if not missing or not any(analysis.collectives for analysis in ranks):
         return ()
     named = f"{'rank' if len(missing) == 1 else 'ranks'} {format_numbers(missing, MOST_RANGES)}"
-    present = f"{format_count(len(ranks), 'rank')} present of {len(ranks) + len(missing)}"
-    return (f"Waits, skews and means are of the {present}: time spent waiting for {named} cannot be told from transfer.",)
+    total = len(ranks) + len(missing)
+    known = (
+        f"Waits, skews and means are of the {len(ranks)} ranks present of {total}"
+        if len(ranks) > 1
+        else f"Only rank {ranks[0].rank} of {total} is present"
+    )
+    return (f"{known}: time spent waiting for {named} cannot be told from transfer.",)

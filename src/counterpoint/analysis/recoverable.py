@@ -58,19 +58,24 @@ def find_recoverable(analysis: Analysis, job: Job, source: str) -> tuple[Recover
 
 
 def _without_waits(step: Step, analysis: Analysis) -> Step:
-    """The step with what other ranks show of its collectives: no control shortens the wait for a rank that comes later."""
-    if len(analysis.ranks) < 2:
-        return step
-    transfer_us = {(each.collective, each.num_bytes, each.group_size): each.mean_us for each in analysis.sizes}
+    """The step with what other ranks show of its collectives: no control shortens the wait for a rank that comes later.
+
+    The step is one of the first rank's; its collectives are found again by kind and traced time.
+    """
+    rank = analysis.ranks[0]
+    waited = {(skew.process_group, skew.group_number): dict(skew.waits_us).get(rank.rank, 0.0) for skew in analysis.skews}
+    wait_us = {
+        (each.collective, round(each.end_us - each.start_us, 2)): waited.get((each.process_group, each.group_number), 0.0)
+        for each in rank.collectives
+    }
 
     def of_all_ranks(operation: Operation) -> Operation:
         if not isinstance(operation, Collective) or operation.lone_us is None:
             return operation
-        key = (operation.collective, operation.num_bytes, operation.group_size)
-        waited_us = operation.lone_us - transfer_us.get(key, operation.lone_us)
-        if waited_us <= 0:
-            return operation
-        return replace(operation, lone_us=operation.lone_us - waited_us, peer_wait_us=operation.peer_wait_us + waited_us)
+        traced_us = operation.lone_us + operation.peer_wait_us
+        transfer_us = traced_us - wait_us.get((operation.collective, round(traced_us, 2)), 0.0)
+        lone_us = min(operation.lone_us, max(0.0, transfer_us))
+        return replace(operation, lone_us=lone_us, peer_wait_us=traced_us - lone_us)
 
     return replace(step, operations=tuple(map(of_all_ranks, step.operations)))
 
