@@ -132,6 +132,7 @@ def _recoverable(analysis: Analysis) -> FigureTable:
             _text("change"),
             *_figure("us", "recovers"),
             *_figure("share", "of the step"),
+            *_figure("us", "step with it", is_detail=True),
             _text("causes", is_detail=True),
             _text("certainty", is_detail=True),
         ],
@@ -140,6 +141,7 @@ def _recoverable(analysis: Analysis) -> FigureTable:
                 each.what,
                 each.recovers_us,
                 ratio(each.recovers_us, analysis.step_us),
+                analysis.step_us - each.recovers_us,
                 ", ".join(CAUSES[cause][0] for cause in each.causes),
                 "within the replay error" if each.is_within_replay_error else "beyond the replay error",
             )
