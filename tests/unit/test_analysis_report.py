@@ -19,7 +19,7 @@ from counterpoint.report.analysis_markdown import markdown_summary
 from counterpoint.report.analysis_page import MAX_PAGE_BYTES, AnalysisReport, render_page, write_page
 from counterpoint.report.analysis_tables import tables_of
 from counterpoint.report.analysis_timeline import Limits, step_origins, timeline_data
-from counterpoint.report.analysis_trace import write_merged_trace
+from counterpoint.report.analysis_trace import write_analysis_trace
 from counterpoint.report.analysis_words import ASPECTS, CAUSES, problems_of
 from helpers.analysis_builder import (
     CLOCK_SHIFT_US,
@@ -174,7 +174,7 @@ def test_a_notebook_shows_the_page_in_a_frame() -> None:
 def test_the_merged_trace_holds_all_ranks_with_their_causes_first(tmp_path: Path) -> None:
     path = tmp_path / "merged.json.gz"
     found = analysis(num_ranks=2)
-    write_merged_trace(path, found)
+    write_analysis_trace(path, found)
     events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
     complete = [event for event in events if event["ph"] == "X"]
     assert len(complete) == sum(len(rank.lanes) for rank in found.ranks) + len(found.exposed)
@@ -187,11 +187,11 @@ def test_the_merged_trace_holds_all_ranks_with_their_causes_first(tmp_path: Path
     assert (first["name"], first["ts"], first["dur"]) == ("dependent", 0, pytest.approx(500))
     assert first["args"]["collective"] == NAMES[2]
     with pytest.raises(TraceError):
-        write_merged_trace(tmp_path / "merged.txt", found)
+        write_analysis_trace(tmp_path / "merged.txt", found)
 
 
 def test_what_could_not_be_known_is_said_once() -> None:
     line = "The trace has no synchronization events: waits of streams are not known."
     found = analysis(num_ranks=3)
-    assert problems_of(found) == ["No trace of ranks 3-7 was given.", f"Rank 1: {line}"]
-    assert problems_of(replace(found, problems=(line,), missing_ranks=())) == [line]
+    assert problems_of(found) == [f"Rank 1: {line}"]
+    assert problems_of(replace(found, problems=(line,))) == [line]

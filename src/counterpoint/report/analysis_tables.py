@@ -46,6 +46,11 @@ class FigureTable(Value, frozen=True, kw_only=True):
     columns: tuple[FigureColumn, ...]
     rows: tuple[tuple[Cell, ...], ...]
 
+    @property
+    def is_breakdown(self) -> bool:
+        """Whether the rows are parts of all communication."""
+        return self.key.startswith("by-")
+
 
 def format_cell(kind: Kind, cell: Cell) -> str:
     """A figure as people read it; nothing for None."""
@@ -127,6 +132,7 @@ def _recoverable(analysis: Analysis) -> FigureTable:
             _text("change"),
             *_figure("us", "recovers"),
             *_figure("share", "of the step"),
+            *_figure("us", "step with it", is_detail=True),
             _text("causes", is_detail=True),
             _text("certainty", is_detail=True),
         ],
@@ -135,6 +141,7 @@ def _recoverable(analysis: Analysis) -> FigureTable:
                 each.what,
                 each.recovers_us,
                 ratio(each.recovers_us, analysis.step_us),
+                analysis.step_us - each.recovers_us,
                 ", ".join(CAUSES[cause][0] for cause in each.causes),
                 "within the replay error" if each.is_within_replay_error else "beyond the replay error",
             )

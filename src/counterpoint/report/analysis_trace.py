@@ -12,7 +12,7 @@ from counterpoint.report.analysis_words import CAUSES
 from counterpoint.traces.chrome import Event, complete_event, name_events, write_events
 
 
-def write_merged_trace(path: Path | str, analysis: Analysis) -> None:
+def write_analysis_trace(path: Path | str, analysis: Analysis) -> None:
     """Write all ranks to a `.json` or `.json.gz` file. Raises `TraceError` for another suffix, or if that is impossible."""
     origins = _origins(analysis)
     offsets = dict(analysis.clock_offsets_us)
