@@ -162,7 +162,7 @@ class Step(Value, frozen=True, kw_only=True):
     `device_name` is the GPU the lone times were measured on, None for a described workload. `launch_gap_us` is the usual
     gap between two kernels of one stream, None where the machine's calibration should say. `fits_beside` are pairs of
     operations seen together on SMs: the second started while the first had a CTA on every SM, so launches like these two
-    fit, whatever their footprints add up to.
+    fit, however their warps are placed.
     """
 
     name: str

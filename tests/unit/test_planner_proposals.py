@@ -207,10 +207,9 @@ def test_fsdp_gains_a_few_percent_by_copies_with_and_without_reductions() -> Non
     tuning = tuned("fsdp2")
     plan = tuning.plan
     assert plan.verdict == "GAIN"
-    # All-gathers by copies; what the CTAs of the reduce-scatters beside computation cost adds half a percent
-    assert plan.directives[0].controls == (Transport(transport="copy_engine"),)
+    assert [directive.controls for directive in plan.directives] == [(Transport(transport="copy_engine"),)]
     step = load_job(str(TRACES / "fsdp2.rank0.json.gz")).step
-    assert len(plan.directives[0].match.accepted(step)) == 12
+    assert [len(directive.match.accepted(step)) for directive in plan.directives] == [12]
     alone = {trial.label: trial.makespan_us for trial in tuning.trials}
     for label in ("copy engines", "copy engines, reductions too"):
         assert 0.032 - 0.01 <= 1 - alone[label] / alone["as it is"] <= 0.063 + 0.01

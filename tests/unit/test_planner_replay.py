@@ -1,8 +1,10 @@
 """A plan counts only as far as the replay is right: verdicts of traced steps by makespan, exposed time and overlap."""
 
+from io import StringIO
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from counterpoint.job import Job, load_job
 from counterpoint.measurement.values import LEAST_SIMULATED_GAIN
@@ -11,6 +13,7 @@ from counterpoint.plan import LEAVE_IT, load_plan, save_plan
 from counterpoint.planner import tune
 from counterpoint.planner.replay import ReplayAccuracy, compare_replay
 from counterpoint.report.summary import summarize_tuning
+from counterpoint.report.text import print_step
 from counterpoint.sim import Simulator
 from counterpoint.timeline import Interval, Timeline
 
@@ -86,3 +89,10 @@ def test_replays_are_right_to_five_percent_and_gains_exceed_their_error(path: Pa
         assert gain >= max(LEAST_SIMULATED_GAIN, summary.replay.error)
     ideal = next(row for row in summary.step if row.name == "ideal")
     assert ideal.makespan_us <= measure(job.traced.timeline).makespan_us
+
+
+def test_peer_to_peer_copies_are_told_beside_collectives() -> None:
+    done = StringIO()
+    job = load_job(str(ROOT / "tests" / "data" / "traces" / "ddp_dma.rank0.json.gz"))
+    print_step(Console(file=done, width=200), job.step, job.machine)
+    assert "114 peer-to-peer copies of 3.375 GiB, 239 copies and fills" in done.getvalue()

@@ -73,10 +73,14 @@ def new_table(*headers: str) -> Table:
 def print_step(console: Console, step: Step, machine: Machine, notes: Iterable[str] = ()) -> None:
     """What the step holds, where it runs, and what the user should know of how it was read."""
     collectives = [operation for operation in step.operations if isinstance(operation, Collective)]
-    copies = sum(isinstance(operation, Copy) for operation in step.operations)
-    kernels = len(step.operations) - len(collectives) - copies
+    found = [operation for operation in step.operations if isinstance(operation, Copy)]
+    remote = [copy for copy in found if copy.direction == "peer_to_peer"]
+    kernels, copies = len(step.operations) - len(collectives) - len(found), len(found) - len(remote)
     moved = format_bytes(sum(collective.num_bytes for collective in collectives))
     parts = [format_count(kernels, "kernel"), f"{format_count(len(collectives), 'collective')} of {moved} in all"]
+    if remote:
+        size = format_bytes(sum(copy.num_bytes for copy in remote))
+        parts.append(f"{format_count(len(remote), 'peer-to-peer copy', 'peer-to-peer copies')} of {size}")
     if copies:
         parts.append(format_count(copies, "copy or fill", "copies and fills"))
     console.print(

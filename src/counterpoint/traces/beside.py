@@ -1,8 +1,8 @@
 """What a trace shows of kernels beside each other: which fit, and when one only waited for the SMs of another.
 
 A persistent kernel has one CTA on each SM and keeps it to its end. Whatever starts in the middle of it fits beside it,
-whatever their footprints add up to: kernels with specialised warps give registers back while they run. And its CTAs do not
-end together: a kernel that cannot share an SM with it starts at its tail, SM by SM, and is drawn out by so much.
+however warps are said to be placed, as long as an SM has registers for both: else the first did not hold every SM. Its CTAs
+do not end together: a kernel that cannot share an SM with it starts at its tail, SM by SM, and is drawn out by so much.
 """
 
 from collections.abc import Iterable
@@ -29,7 +29,8 @@ def find_pairs_beside(trace: ActivityTrace, indices: Iterable[int]) -> tuple[tup
         holders = [holder for holder in holders if trace.operations[holder].end_us > start_us]
         for holder in holders:
             held = trace.operations[holder]
-            if MIDDLE[0] <= (start_us - held.start_us) / held.duration_us <= MIDDLE[1]:
+            is_middle = MIDDLE[0] <= (start_us - held.start_us) / held.duration_us <= MIDDLE[1]
+            if is_middle and _registers(held) + _registers(trace.operations[index]) <= REGISTERS_PER_SM:
                 pairs.setdefault((_launch(held), _launch(trace.operations[index])), (holder, index))
         if _is_persistent(trace, trace.operations[index]) and trace.operations[index].duration_us > 0:
             holders.append(index)

@@ -32,7 +32,7 @@ SPREAD_BESIDE = 0.25
 Signature = tuple[str, tuple[int, ...], tuple[int, ...], int, int]
 
 
-class Busy(Value, frozen=True, kw_only=True):
+class BusySpans(Value, frozen=True, kw_only=True):
     """Communication of a trace, or its computation, by start: when, how long the longest is, how many SMs each holds."""
 
     starts_us: tuple[float, ...]
@@ -142,7 +142,7 @@ def collective_signature(operation: GpuOperation) -> tuple[object, ...]:
     )
 
 
-def _busy(trace: ActivityTrace, *, communicates: bool) -> Busy:
+def _busy(trace: ActivityTrace, *, communicates: bool) -> BusySpans:
     """Communication, or the kernels that compute."""
     found = sorted(
         (operation.start_us, operation.end_us, min(_num_ctas(operation), trace.num_sms or 0))
@@ -150,7 +150,7 @@ def _busy(trace: ActivityTrace, *, communicates: bool) -> Busy:
         if is_communication(operation.category, operation.name) == communicates
         and (communicates or operation.category == "kernel")
     )
-    return Busy(
+    return BusySpans(
         starts_us=tuple(start for start, _, _ in found),
         ends_us=tuple(end for _, end, _ in found),
         held_sms=tuple(held for _, _, held in found),
@@ -166,7 +166,7 @@ def _num_ctas(operation: GpuOperation) -> int:
     return count
 
 
-def _untouched(trace: ActivityTrace, communication: Busy, indices: Iterable[int]) -> dict[Signature, list[float]]:
+def _untouched(trace: ActivityTrace, communication: BusySpans, indices: Iterable[int]) -> dict[Signature, list[float]]:
     """Traced times of the kernels that communication hardly touched, ascending, by signature."""
     times: dict[Signature, list[float]] = {}
     for index in indices:
