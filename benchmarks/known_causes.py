@@ -29,12 +29,13 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, schedule
 
 from benchmarks import known_cause_steps as steps
+from benchmarks import on_gpus
 from benchmarks.known_cause_stage import Known, Stage
-from benchmarks.on_gpus import conditions, join, log
 from benchmarks.small_traces import write_small
 from counterpoint.analysis.values import Cause
-from counterpoint.cuda.ranks import run_and_leave
+from counterpoint.cuda import ranks
 from counterpoint.cuda.rendezvous import Rendezvous
+from counterpoint.errors import DeviceError
 
 SCHEMA = "counterpoint.known_causes/1"
 EXPECTED = "expected.json"
@@ -116,7 +117,7 @@ class Recorder:
             failure = "it failed on another rank"
         if self._stage.rank == 0:
             add_to_expected(self._folder / EXPECTED, name, entry, failure)
-        log(f"{name}: {failure or json.dumps(entry['ranks'])} ({time.perf_counter() - start_s:.1f} s)")
+        on_gpus.log(f"{name}: {failure or json.dumps(entry['ranks'])} ({time.perf_counter() - start_s:.1f} s)")
         gc.collect()
         return not failure
 
@@ -130,15 +131,15 @@ class Recorder:
         slowest = dict(zip(["bytes", "step", *parts], self._meeting.slowest_of([size, whole, *parts.values()]), strict=True))
         size, step_us = round(slowest.pop("bytes")), slowest.pop("step")
         if size > MAX_BYTES:
-            log(f"{name}: a trace has {size:,} bytes, more than {MAX_BYTES:,}: record fewer steps")
-        ranks = {
+            on_gpus.log(f"{name}: a trace has {size:,} bytes, more than {MAX_BYTES:,}: record fewer steps")
+        exposed = {
             str(rank): {cause: round(time_us, 1) for cause, time_us in causes.items()}
             for rank, causes in enumerate(known.exposed(slowest))
         }
         return {
             "cause": CASES[name].cause,
             "what": (CASES[name].make.__doc__ or "").split("\n\n")[0].strip(),
-            "ranks": ranks,
+            "ranks": exposed,
             "parts_us": {part: round(time_us, 1) for part, time_us in slowest.items()},
             "step_us": round(step_us, 1),
             "steps": self._steps,
@@ -176,7 +177,7 @@ class Recorder:
         if not self._stage.on_gpu:
             return {"gpus": "none", "torch": torch.__version__}
         queues = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "default")
-        return conditions(hardware_queues=queues, multicast="off")
+        return on_gpus.conditions(hardware_queues=queues, multicast="off")
 
 
 def add_to_expected(path: Path, name: str, entry: dict[str, object], failure: str) -> None:
@@ -192,15 +193,18 @@ def add_to_expected(path: Path, name: str, entry: dict[str, object], failure: st
 
 
 def record_all(options: argparse.Namespace) -> None:
+    num_ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    if num_ranks < 2:
+        raise DeviceError(f"2 ranks or more are needed; found {num_ranks}. Start it by torchrun --nproc-per-node 2.")
     if options.device == "cuda":
-        join(CASE_LIMIT_S * 2)
+        on_gpus.join(CASE_LIMIT_S * 2)
     else:
         dist.init_process_group("gloo")
     options.output.mkdir(parents=True, exist_ok=True)
     recorder = Recorder(options)
     done = [recorder.record(name) for name in options.cases]
     faulthandler.cancel_dump_traceback_later()
-    log(f"{sum(done)} of {len(done)} cases recorded in {options.output}")
+    on_gpus.log(f"{sum(done)} of {len(done)} cases recorded in {options.output}")
     if not all(done):
         raise SystemExit(1)
 
@@ -208,12 +212,8 @@ def record_all(options: argparse.Namespace) -> None:
 def main() -> None:
     options = parse()
     os.environ.update(WITHOUT_MULTICAST | (ONE_QUEUE if BY_ITSELF in options.cases else {}))  # before CUDA starts
-    run = functools.partial(record_all, options)
-    if options.device == "cuda":
-        from benchmarks.on_gpus import run_and_leave as on_gpus  # noqa: PLC0415
-
-        on_gpus(run)
-    run_and_leave(run)
+    leave = on_gpus.run_and_leave if options.device == "cuda" else ranks.run_and_leave
+    leave(functools.partial(record_all, options))
 
 
 if __name__ == "__main__":

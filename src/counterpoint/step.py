@@ -160,7 +160,9 @@ class Step(Value, frozen=True, kw_only=True):
     """One iteration of a job, as rank 0 (or the traced rank) sees it; ranks are taken to be alike.
 
     `device_name` is the GPU the lone times were measured on, None for a described workload. `launch_gap_us` is the usual
-    gap between two kernels of one stream, None where the machine's calibration should say.
+    gap between two kernels of one stream, None where the machine's calibration should say. `fits_beside` are pairs of
+    operations seen together on SMs: the second started while the first had a CTA on every SM, so launches like these two
+    fit, whatever their footprints add up to.
     """
 
     name: str
@@ -168,6 +170,7 @@ class Step(Value, frozen=True, kw_only=True):
     operations: tuple[Operation, ...]
     device_name: str | None = None
     launch_gap_us: float | None = None
+    fits_beside: tuple[tuple[int, int], ...] = ()
 
     def __post_init__(self) -> None:
         require(bool(self.operations), StepError, f"Step '{shown(self.name)}' holds no operation; there is nothing to plan.")
@@ -176,6 +179,13 @@ class Step(Value, frozen=True, kw_only=True):
         )
         for index, operation in enumerate(self.operations):
             _check_operation(index, operation)
+        for pair in self.fits_beside:
+            require(
+                min(pair) >= 0 and max(pair) < len(self.operations),
+                StepError,
+                f"Step '{shown(self.name)}': fits_beside names operations {pair[0]} and {pair[1]}; it has operations 0 to "
+                f"{len(self.operations) - 1}.",
+            )
 
     def fingerprint(self) -> str:
         """Sixteen hexadecimal digits that change with operations, order, launches, sizes and streams, not with times."""

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
+from counterpoint.analysis.combine import combine
+from counterpoint.analysis.rank import analyze_rank
 from counterpoint.traces.formats import read_activity
 
-rank = pytest.importorskip("counterpoint.analysis.rank")
-combine = pytest.importorskip("counterpoint.analysis.combine").combine
 FOLDER = Path(__file__).parents[1] / "data" / "known_causes"
 EXPECTED = FOLDER / "expected.json"
 CASES: dict[str, Any] = json.loads(EXPECTED.read_text())["cases"] if EXPECTED.exists() else {}
@@ -19,7 +19,7 @@ CASES: dict[str, Any] = json.loads(EXPECTED.read_text())["cases"] if EXPECTED.ex
 def exposed_by_cause(case: str) -> dict[int, Counter[str]]:
     """Exposed microseconds of the steady steps of each rank, mean per step, by cause."""
     paths = sorted(FOLDER.glob(f"{case}.rank*.json.gz"))
-    analysis = combine([rank.analyze_rank(read_activity(path)) for path in paths])
+    analysis = combine([analyze_rank(read_activity(path)) for path in paths])
     found: dict[int, Counter[str]] = {}
     for each in analysis.ranks:
         steady = {step.step for step in each.steps if step.is_steady}

@@ -2,15 +2,17 @@
 
 from pathlib import Path
 from random import Random
+from typing import get_args
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from counterpoint.analysis.combine import combine
-from counterpoint.analysis.headline import with_recoverable
+from counterpoint.analysis.headline import CAUSE_WORDS, with_recoverable
 from counterpoint.analysis.values import Analysis, Cause, ExposedInterval, RankAnalysis, Recoverable, TracedCollective
-from counterpoint.errors import TraceError
+from counterpoint.errors import AnalysisError
 from helpers.rank_builder import MIB, rank_of, rank_of_raw_trace, traced
 
 TRACES = Path(__file__).parents[2] / "examples" / "traces"
@@ -46,7 +48,7 @@ def test_the_wait_for_a_later_rank_is_that_ranks() -> None:
     assert exposed_by_cause(analysis, 1) == pytest.approx({"dependent": 150.0})
     wait = next(interval for interval in analysis.exposed if interval.cause == "slow_rank")
     assert (wait.start_us, wait.end_us, wait.other_rank) == (200.0, 300.0, 1)
-    assert "Rank 1 came to all_reduce of 1 MiB 100 us later" in wait.evidence
+    assert "Rank 1 came to all_reduce of 1 MiB 100 us later than rank 0" in wait.evidence
     assert "ran a matmul" in wait.evidence
     skew = analysis.skews[1]
     assert (skew.first_rank, skew.last_rank, skew.skew_us, skew.latency_us) == (0, 1, 100.0, 50.0)
@@ -146,6 +148,26 @@ def test_causes_and_breakdowns_add_up_and_no_order_of_ranks_matters(seed: int, o
     assert all(wait_us >= 0 for skew in analysis.skews for _, wait_us in skew.waits_us)
 
 
+@given(st.integers(0, 2**32), st.floats(-1e6, 1e6))
+def test_no_shift_of_a_ranks_clock_matters(seed: int, shift_us: float) -> None:
+    ranks = random_job(seed)
+    moved = [{"start_us": c.start_us + shift_us, "end_us": c.end_us + shift_us} for c in ranks[1].collectives]
+    collectives = [replace(c, **times) for c, times in zip(ranks[1].collectives, moved, strict=True)]
+    exposed = [replace(i, start_us=i.start_us + shift_us, end_us=i.end_us + shift_us) for i in ranks[1].exposed]
+    before, after = combine(ranks), combine([ranks[0], rank_of(1, collectives, exposed=exposed, world_size=3), ranks[2]])
+
+    assert [w.waited_us for w in after.waits] == pytest.approx([w.waited_us for w in before.waits], abs=1e-3)
+    assert [(t.cause, t.num_intervals) for t in after.causes] == [(t.cause, t.num_intervals) for t in before.causes]
+    assert [i.start_us for i in after.exposed] == pytest.approx([i.start_us for i in before.exposed], abs=1e-3)
+
+
+def test_a_gap_that_needs_nothing_of_a_late_collective_stays_a_gap() -> None:
+    first, second = pair()
+    gaps = [replace(interval, cause="gap") for interval in first.exposed]
+
+    assert exposed_by_cause(combine([replace(first, exposed=tuple(gaps)), second]), 0) == pytest.approx({"gap": 250.0})
+
+
 def test_means_are_over_steady_steps() -> None:
     collectives = [traced(0, 0, 0, 900, step=1), traced(0, 1, 1000, 1100, step=2), traced(0, 2, 2000, 2200, step=3)]
     analysis = combine([rank_of(0, collectives, steady=(2, 3))])
@@ -165,13 +187,20 @@ def test_ranks_that_do_not_belong_are_named_and_left_out() -> None:
     assert any("again.json and rank0.json are both of rank 0" in problem for problem in analysis.problems)
 
 
+def test_a_rank_that_got_its_number_later_has_it_everywhere() -> None:
+    first, second = pair()
+    nameless = rank_of(-1, [replace(c, rank=-1) for c in second.collectives], world_size=2)
+
+    assert exposed_by_cause(combine([first, replace(nameless, rank=1)]), 1) == exposed_by_cause(combine(pair()), 1)
+
+
 def test_missing_ranks_are_named_wherever_figures_depend_on_them() -> None:
     ranks = [rank_of(r, [traced(r, 0, 0, 50, group_size=4)], world_size=4) for r in (0, 2)]
     analysis = combine(ranks)
 
     assert analysis.missing_ranks == (1, 3)
     assert "the 2 ranks present of 4" in analysis.headline.verdict
-    assert "Traces of ranks 1, 3 are missing" in analysis.problems[0]
+    assert "of the 2 ranks present of 4: time spent waiting for ranks 1, 3" in analysis.problems[0]
     assert any("Give the traces of ranks 1, 3" in line for line in analysis.headline.next)
 
 
@@ -201,6 +230,10 @@ def test_the_verdict_where_nothing_is_exposed(
     assert analysis.causes == ()
 
 
+def test_every_cause_has_words() -> None:
+    assert set(get_args(Cause)) <= CAUSE_WORDS.keys()
+
+
 def test_what_cannot_be_known_is_unknown() -> None:
     ranks = [rank_of(0, [traced(0, 0, 0, 100)], world_size=1)]
     wrong = combine([RankAnalysis(path="a", rank=0, steps=ranks[0].steps, collectives=ranks[0].collectives)])
@@ -211,7 +244,7 @@ def test_what_cannot_be_known_is_unknown() -> None:
     assert empty.headline.verdict.startswith("UNKNOWN: the traces hold no step")
     assert empty.headline.why == ("No GPU operation.",)
 
-    with pytest.raises(TraceError, match="There is no trace to analyze"):
+    with pytest.raises(AnalysisError, match="There is no trace to analyze"):
         combine([])
 
 

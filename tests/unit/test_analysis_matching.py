@@ -1,18 +1,20 @@
 """Collectives are matched and clocks aligned across ranks, whatever the clocks say and wherever a profile begins."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from random import Random
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from counterpoint.analysis.alignment import align_clocks
+from counterpoint.analysis.alignment import align_clocks, describe_drifts
 from counterpoint.analysis.combine import combine
-from counterpoint.analysis.matching import match_collectives
+from counterpoint.analysis.matching import match_collectives, match_sequences
 from counterpoint.analysis.values import RankAnalysis, TracedCollective
-from helpers.rank_builder import MIB, rank_of, traced
+from helpers.rank_builder import MIB, rank_of, rank_of_raw_trace, traced
 
+TRACES = Path(__file__).parents[2] / "examples" / "traces"
 JITTER_US = 5.0
 
 
@@ -72,12 +74,13 @@ def test_small_collectives_set_the_clock_where_large_ones_end_apart() -> None:
 def test_a_drift_is_taken_out_and_named() -> None:
     ranks, _ = job(2, 200, seed=1, drift=1e-3)
     shared, _ = match_collectives(ranks)
-    clocks, notes = align_clocks(ranks, shared)
+    clocks, _ = align_clocks(ranks, shared)
 
     apart = [abs(clocks[1].shared_us(c.members[1].end_us) - c.members[0].end_us) for c in shared]
     assert len(shared) == 200
     assert max(apart) < 3 * JITTER_US
-    assert "The clock of rank 1 drifts by" in notes[0]
+    assert clocks[1].drift == pytest.approx(-1e-3, rel=0.02)
+    assert "The clock of rank 1 drifts by" in describe_drifts(clocks)[0]
 
 
 @given(st.integers(24, 60), st.integers(0, 5), st.integers(0, 5), st.integers(0, 2**32))
@@ -99,7 +102,22 @@ def test_matching_goes_on_after_lost_events() -> None:
     shared, problems = match_collectives([ranks[0], without(ranks[1], [20, 21])])
 
     assert len(shared) == 38
-    assert "2 of rank 0's 40 collectives have no counterpart" in problems[0]
+    assert "38 collectives are in the traces of all its ranks present; up to 2 more (of rank 0)" in problems[0]
+
+
+@pytest.mark.parametrize(
+    ("num_first", "num_last", "lost"),
+    [(0, 0, ()), (12, 5, ()), (5, 19, ()), (33, 10, ()), (0, 0, (13, 14)), (0, 0, (41, 42))],
+)
+def test_real_ranks_of_a_regular_job_are_matched_whatever_is_missing(
+    num_first: int, num_last: int, lost: Sequence[int]
+) -> None:
+    """Steps have 19 collectives each, and last the same within a tenth of a millisecond: a shift by a step looks alike."""
+    first, second = (rank_of_raw_trace(TRACES / f"ddp.rank{rank}.json.gz", rank).collectives for rank in (0, 1))
+    kept = [place for place in range(len(second) - num_last) if place not in lost]
+    pairs = match_sequences(first[num_first:], [second[place] for place in kept])
+
+    assert [(i + num_first, kept[j]) for i, j in pairs] == [(place, place) for place in kept if place >= num_first]
 
 
 def test_ranks_of_different_runs_are_not_matched() -> None:
@@ -109,6 +127,17 @@ def test_ranks_of_different_runs_are_not_matched() -> None:
 
     assert analysis.waits == ()
     assert "nothing is matched" in " ".join(analysis.problems)
+
+
+@pytest.mark.parametrize("stranger", [0, 2])
+def test_a_rank_of_another_run_is_left_out_and_the_others_are_matched(stranger: int) -> None:
+    ranks, _ = job(4, 30, seed=1)
+    ranks[stranger] = job(4, 30, seed=2)[0][stranger]
+    analysis = combine(ranks)
+
+    assert [(waits.rank, waits.num_collectives) for waits in analysis.waits] == [(r, 30) for r in range(4) if r != stranger]
+    assert stranger not in dict(analysis.clock_offsets_us)
+    assert f"rank {stranger} ran other collectives than rank" in analysis.problems[0]
 
 
 def test_groups_that_share_a_name_are_told_apart_by_their_ranks_or_not_matched() -> None:

@@ -2,9 +2,12 @@
 
 from pathlib import Path
 
+import msgspec
 import pytest
 
+from counterpoint import Simulator, load_machine
 from counterpoint.metrics import measure
+from counterpoint.plan import LEAVE_IT
 from counterpoint.traces import read_trace
 from counterpoint.traces.formats import read_activity
 from counterpoint.traces.steady import divide_into_steps, gpu_windows
@@ -56,3 +59,35 @@ def test_of_steps_that_all_differ_the_median_is_read_with_a_note(tmp_path: Path)
         trace.kernel(f"step_{number}", 1000.0 * number + 10, (50, 300, 100)[number], host=1000.0 * number + 1)
     found = divide_into_steps(read_activity(trace.write(tmp_path)))
     assert (found.steady, found.notes) == (2, ("All 3 steps run different operations; the median one was read.",))
+
+
+PERSISTENT = {"grid": [132, 1, 1], "block": [384, 1, 1], "registers per thread": 168, "shared memory": 213188}
+BARRIER = {"grid": [1, 1, 1], "block": [32, 1, 1], "registers per thread": 32}
+
+
+def persistent_pair(barrier_us: float) -> TraceBuilder:
+    """Two persistent matmuls on two streams, the second at the tail of the first; a barrier on a third stream."""
+    trace = TraceBuilder()
+    trace.step(0, 90)
+    trace.kernel("spin", 100, 10, host=1)
+    trace.kernel(MATMUL, 110, 700, host=2, args=PERSISTENT)
+    trace.kernel(MATMUL, 710, 800, host=3, stream=23, args=PERSISTENT)
+    trace.kernel("barrier_kernel", barrier_us, 5, host=4, stream=19, args=BARRIER)
+    return trace
+
+
+def test_a_persistent_kernel_at_the_tail_of_another_takes_its_time_from_that_ones_end(tmp_path: Path) -> None:
+    step = read_trace(persistent_pair(400).write(tmp_path)).step
+    assert [operation.lone_us for operation in step.operations] == [10, 700, 700, 5]
+
+
+@pytest.mark.parametrize(("barrier_us", "fits"), [(400, True), (1515, False)])
+def test_what_started_in_the_middle_of_a_persistent_kernel_fits_beside_it(
+    tmp_path: Path, barrier_us: float, fits: bool
+) -> None:
+    result = read_trace(persistent_pair(barrier_us).write(tmp_path))
+    assert result.step.fits_beside == (((1, 3),) if fits else ())
+    waiting = msgspec.structs.replace(result.step.operations[3], issued_us=300.0)
+    step = msgspec.structs.replace(result.step, operations=(*result.step.operations[:3], waiting))
+    replayed = {each.operation: each for each in Simulator().run(step, load_machine("h200"), LEAVE_IT).intervals}
+    assert (replayed[3].start_us < replayed[1].end_us) == fits

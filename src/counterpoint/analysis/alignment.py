@@ -6,11 +6,13 @@ duration; the offset is the median under these weights. Where the differences of
 than those of the first, the clock drifts, and a line is taken. Ranks that share no group are aligned through others.
 """
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from itertools import permutations
 
 from counterpoint.analysis.matching import SharedCollective
 from counterpoint.analysis.values import RankAnalysis
-from counterpoint.units import format_us
+from counterpoint.units import US_PER_S, format_us
 from counterpoint.value import Value
 
 LEAST_ERROR_US = 1.0  # a microsecond between ends of the shortest collectives
@@ -37,38 +39,65 @@ class RankClock(Value, frozen=True, kw_only=True):
 def align_clocks(
     ranks: Sequence[RankAnalysis], shared: Sequence[SharedCollective]
 ) -> tuple[dict[int, RankClock], tuple[str, ...]]:
-    """Clocks of all ranks that collectives join with the first, directly or through others; and who is not among them."""
+    """Clocks of all ranks that collectives join, directly or through others, and who is not among them.
+
+    They are joined with the first rank, unless more ranks are joined with each other without it.
+    """
     if not ranks:
         return {}, ()
-    pairs = _pairs(shared)
-    clocks = {ranks[0].rank: RankClock()}
-    while reachable := [(len(p), pair) for pair, p in pairs.items() if pair[0] in clocks and pair[1] not in clocks]:
+    usual = [c for c in shared if c.members[0].collective not in SELDOM_ENDING_TOGETHER] or shared
+    counts = _num_shared(usual)
+    reference = max((analysis.rank for analysis in ranks), key=lambda rank: (len(_joined(counts, rank)), -rank))
+    clocks = {reference: RankClock()}
+    while reachable := [(count, pair) for pair, count in counts.items() if pair[0] in clocks and pair[1] not in clocks]:
         _, (known, rank) = max(reachable, key=lambda entry: (entry[0], -entry[1][0], -entry[1][1]))
-        clocks[rank] = _clock(pairs[known, rank], clocks[known])
+        clocks[rank] = _clock(_ends(usual, known, rank), clocks[known])
     lonely = [analysis.rank for analysis in ranks if analysis.rank not in clocks]
     problems = [
-        f"Rank {rank} shares no collective with rank {ranks[0].rank}: its clock is not aligned, and its waits are not known."
+        f"Rank {rank} shares no collective with rank {reference}: its clock is not aligned, and its waits are not known."
         for rank in lonely
     ]
-    drifts = [
-        f"The clock of rank {rank} drifts by {format_us(abs(clock.drift) * 1e6)} per second against rank {ranks[0].rank}'s."
+    return clocks, tuple(problems)
+
+
+def describe_drifts(clocks: Mapping[int, RankClock]) -> tuple[str, ...]:
+    """One sentence for each clock that drifts."""
+    return tuple(
+        f"The clock of rank {rank} drifts by {format_us(abs(clock.drift) * US_PER_S)} per second against other ranks'."
         for rank, clock in sorted(clocks.items())
         if clock.drift
-    ]
-    return clocks, (*problems, *drifts)
+    )
 
 
-def _pairs(shared: Sequence[SharedCollective]) -> dict[tuple[int, int], list[tuple[float, float, float]]]:
-    """Of each ordered pair of ranks, each shared collective: its end on the one, on the other, the shorter duration."""
-    pairs: dict[tuple[int, int], list[tuple[float, float, float]]] = {}
-    usual = [c for c in shared if c.members[0].collective not in SELDOM_ENDING_TOGETHER] or shared
-    for collective in usual:
-        for known in collective.members:
-            for other in collective.members:
-                if known.rank != other.rank:
-                    shorter = min(known.end_us - known.start_us, other.end_us - other.start_us)
-                    pairs.setdefault((known.rank, other.rank), []).append((known.end_us, other.end_us, shorter))
-    return pairs
+def _num_shared(shared: Sequence[SharedCollective]) -> dict[tuple[int, int], int]:
+    """How many collectives each ordered pair of ranks shares."""
+    counts: Counter[tuple[int, int]] = Counter()
+    for ranks, count in Counter(tuple(member.rank for member in c.members) for c in shared).items():
+        for pair in permutations(ranks, 2):
+            counts[pair] += count
+    return counts
+
+
+def _joined(counts: Mapping[tuple[int, int], int], rank: int) -> set[int]:
+    """The ranks that one shares collectives with, directly or through others, and itself."""
+    joined, new = {rank}, [rank]
+    while new:
+        known = new.pop()
+        found = {other for one, other in counts if one == known} - joined
+        joined |= found
+        new += found
+    return joined
+
+
+def _ends(shared: Sequence[SharedCollective], known: int, rank: int) -> list[tuple[float, float, float]]:
+    """Of each collective that two ranks share: its end on the one, on the other, the shorter duration."""
+    ends: list[tuple[float, float, float]] = []
+    for collective in shared:
+        both = [member for number in (known, rank) for member in collective.members if member.rank == number]
+        if len(both) == 2:
+            one, other = both
+            ends.append((one.end_us, other.end_us, min(one.end_us - one.start_us, other.end_us - other.start_us)))
+    return ends
 
 
 def _clock(ends: Sequence[tuple[float, float, float]], known: RankClock) -> RankClock:

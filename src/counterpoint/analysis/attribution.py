@@ -1,6 +1,7 @@
 """Causes of exposed intervals again, now that the other ranks are known.
 
-The part of an interval in which its collective waited for a later rank is that rank's. Of an uneven all-to-all, the part of
+The part of an interval in which its collective waited for a later rank is that rank's, except for gaps between kernels that
+need nothing of the collective: they stay, however long it takes. Of an uneven all-to-all, the part of
 its transfer above what even parts would take is the split's: the largest part sets the time, so evenly split it takes the
 transfer over the imbalance (an estimate: links that parts share make it smaller). It is taken at the end. The rest keeps the
 cause found on the rank. Intervals are cut where causes change, so that each has one cause and the sum stays.
@@ -17,6 +18,7 @@ from counterpoint.analysis.waits import Arrival
 from counterpoint.units import format_us
 from counterpoint.value import Value
 
+KEPT: tuple[Cause, ...] = ("gap",)
 LEAST_WAIT_US = 1.0  # less is the collective's own start
 LEAST_IMBALANCE = 1.05  # less is as good as even
 
@@ -40,7 +42,7 @@ def attribute(ranks: Sequence[RankAnalysis], met: Sequence[Arrival]) -> tuple[Ex
         for interval in analysis.exposed:
             collective = collectives.get(interval.collective)
             parts = _parts(collective, found.get((analysis.rank, interval.collective))) if collective else []
-            cut += _cut(interval, parts)
+            cut += [interval] if interval.cause in KEPT else _cut(interval, parts)
     return tuple(cut)
 
 
@@ -65,7 +67,8 @@ def _wait(collective: TracedCollective, last: TracedCollective, wait_us: float) 
         start_us=collective.start_us,
         end_us=collective.start_us + wait_us,
         cause="slow_rank",
-        evidence=f"Rank {last.rank} came to {label_of(collective)} {format_us(wait_us)} later than this rank{did}.",
+        evidence=f"Rank {last.rank} came to {label_of(collective)} {format_us(wait_us)} later than rank "
+        f"{collective.rank}{did}.",
         other_rank=last.rank,
     )
 

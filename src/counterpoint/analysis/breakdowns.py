@@ -1,7 +1,6 @@
 """Communication of the steady steps by aspects of its collectives, and exposed time by cause."""
 
 from collections.abc import Mapping, Sequence
-from typing import get_args
 
 from counterpoint.analysis.means import StepOfRank
 from counterpoint.analysis.values import (
@@ -15,6 +14,7 @@ from counterpoint.analysis.values import (
 )
 
 UNKNOWN = "unknown"
+ASPECTS: tuple[Aspect, ...] = ("collective", "process_group", "stream", "module", "phase", "transport")
 
 Collectives = Mapping[tuple[int, int], TracedCollective]  # by rank and number
 
@@ -28,51 +28,53 @@ def breakdowns(
     collectives: Collectives, exposed: Sequence[ExposedInterval], steps: frozenset[StepOfRank]
 ) -> tuple[Breakdown, ...]:
     """Times per step and rank by each aspect; the exposed times of one aspect add up to the exposed time of the steps."""
-    rows: list[Breakdown] = []
-    for aspect in get_args(Aspect):
-        rows += _by_aspect(aspect, collectives, exposed, steps)
-    return tuple(rows)
+    alike: dict[tuple[str, ...], list[float]] = {}  # by the names of all aspects: count, communication, exposed, bytes
+    for collective in collectives.values():
+        if (collective.rank, collective.step) in steps:
+            sums = alike.setdefault(_names(collective), [0, 0.0, 0.0, 0])
+            sums[0] += 1
+            sums[1] += collective.end_us - collective.start_us
+            sums[3] += collective.num_bytes
+    for interval in exposed:
+        if (interval.rank, interval.step) in steps:
+            names = _names(collectives.get((interval.rank, interval.collective)))
+            alike.setdefault(names, [0, 0.0, 0.0, 0])[2] += interval.duration_us
+    return tuple(row for place, aspect in enumerate(ASPECTS) for row in _by_aspect(aspect, place, alike, len(steps)))
 
 
 def _by_aspect(
-    aspect: Aspect, collectives: Collectives, exposed: Sequence[ExposedInterval], steps: frozenset[StepOfRank]
+    aspect: Aspect, place: int, alike: Mapping[tuple[str, ...], Sequence[float]], num_steps: int
 ) -> list[Breakdown]:
-    exposed_us: dict[str, float] = {}
-    for interval in exposed:
-        if (interval.rank, interval.step) in steps:
-            name = _name(aspect, collectives.get((interval.rank, interval.collective)))
-            exposed_us[name] = exposed_us.get(name, 0.0) + interval.duration_us
-    held: dict[str, list[TracedCollective]] = {name: [] for name in exposed_us}
-    for collective in collectives.values():
-        if (collective.rank, collective.step) in steps:
-            held.setdefault(_name(aspect, collective), []).append(collective)
+    totals: dict[str, list[float]] = {}
+    for names, sums in alike.items():
+        total = totals.setdefault(names[place], [0, 0.0, 0.0, 0])
+        total[:] = [one + other for one, other in zip(total, sums, strict=True)]
     rows = [
         Breakdown(
             aspect=aspect,
             name=name,
-            num_collectives=len(members),
-            communication_us=sum(c.end_us - c.start_us for c in members) / len(steps),
-            exposed_us=exposed_us.get(name, 0.0) / len(steps),
-            num_bytes=sum(c.num_bytes for c in members),
+            num_collectives=int(count),
+            communication_us=communication_us / num_steps,
+            exposed_us=exposed_us / num_steps,
+            num_bytes=int(num_bytes),
         )
-        for name, members in held.items()
+        for name, (count, communication_us, exposed_us, num_bytes) in totals.items()
     ]
     return sorted(rows, key=lambda row: (-row.exposed_us, -row.communication_us, row.name))
 
 
-def _name(aspect: Aspect, collective: TracedCollective | None) -> str:
-    """What the aspect is called for one collective."""
+def _names(collective: TracedCollective | None) -> tuple[str, ...]:
+    """What each aspect is called for one collective, in the order of `ASPECTS`."""
     if collective is None:
-        return UNKNOWN
-    names: dict[Aspect, str | None] = {
-        "collective": collective.collective,
-        "process_group": collective.process_group,
-        "stream": f"stream {collective.stream}",
-        "module": collective.module,
-        "phase": collective.phase,
-        "transport": collective.transport,
-    }
-    return names[aspect] or UNKNOWN
+        return (UNKNOWN,) * len(ASPECTS)
+    return (
+        collective.collective,
+        collective.process_group or UNKNOWN,
+        f"stream {collective.stream}",
+        collective.module or UNKNOWN,
+        collective.phase,
+        collective.transport or UNKNOWN,
+    )
 
 
 def cause_totals(exposed: Sequence[ExposedInterval], steps: frozenset[StepOfRank]) -> tuple[CauseTotal, ...]:

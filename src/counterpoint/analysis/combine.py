@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 from msgspec.structs import replace
 
-from counterpoint.analysis.alignment import RankClock, align_clocks
+from counterpoint.analysis.alignment import RankClock, align_clocks, describe_drifts
 from counterpoint.analysis.attribution import attribute
 from counterpoint.analysis.breakdowns import breakdowns, cause_totals, collectives_of, sums_problems
 from counterpoint.analysis.headline import headline
@@ -14,19 +14,20 @@ from counterpoint.analysis.membership import belonging, describe_missing, missin
 from counterpoint.analysis.sizes import collective_sizes
 from counterpoint.analysis.values import Analysis, ExposedInterval, Headline, RankAnalysis, StepFigures
 from counterpoint.analysis.waits import arrivals, rank_waits, skew_of
-from counterpoint.errors import TraceError
+from counterpoint.errors import AnalysisError
 
 
 def combine(ranks: Sequence[RankAnalysis]) -> Analysis:
     """Analyze ranks of one job together, given in any order; one rank is enough.
 
-    Traces that do not belong together are left out, and named in `problems`. Raises `TraceError` without any.
+    Traces that do not belong together are left out, and named in `problems`; what one rank has to say stays with it. Raises
+    `AnalysisError` without any trace.
     """
     if not ranks:
-        raise TraceError("There is no trace to analyze. Name at least one file.")
+        raise AnalysisError("There is no trace to analyze. Name at least one file.")
     kept, strangers = belonging(ranks)
     shared, mismatches = match_collectives(kept)
-    clocks, drifts = align_clocks(kept, shared)
+    clocks, clock_problems = align_clocks(kept, shared)
     met = arrivals(shared, clocks)
     exposed = attribute(kept, met)
     missing = missing_ranks(kept)
@@ -39,15 +40,8 @@ def combine(ranks: Sequence[RankAnalysis]) -> Analysis:
         skews=tuple(skew_of(arrival) for arrival in met),
         clock_offsets_us=tuple((rank, clock.offset_us) for rank, clock in sorted(clocks.items())),
         missing_ranks=missing,
-        notes=_sentences(kept, "notes"),
-        problems=(
-            *strangers,
-            *mismatches,
-            *drifts,
-            *describe_missing(kept, missing),
-            *wrong_sums,
-            *_sentences(kept, "problems"),
-        ),
+        notes=describe_drifts(clocks),
+        problems=(*strangers, *mismatches, *clock_problems, *describe_missing(kept, missing), *wrong_sums),
     )
     unknown = wrong_sums[0] if wrong_sums else ""
     return replace(analysis, headline=headline(analysis, collectives_of(kept), exposed, unknown))
@@ -85,23 +79,3 @@ def _on_shared_clock(exposed: Sequence[ExposedInterval], clocks: Mapping[int, Ra
         for offset_us in (clocks[interval.rank].offset_us if interval.rank in clocks else 0.0,)
     )
     return tuple(sorted(shifted, key=lambda interval: (interval.start_us, interval.rank, interval.end_us)))
-
-
-def _sentences(ranks: Sequence[RankAnalysis], field: str) -> tuple[str, ...]:
-    """What single ranks have to say; one that several say stands once, else with the rank where there are several."""
-    said: dict[str, list[int]] = {}
-    for analysis in ranks:
-        for sentence in getattr(analysis, field):
-            said.setdefault(sentence, []).append(analysis.rank)
-    return tuple(
-        sentence
-        if len(by) == len(ranks)
-        else f"Rank {by[0]}: {sentence}"
-        if len(by) == 1
-        else f"Ranks {_list(by)}: {sentence}"
-        for sentence, by in said.items()
-    )
-
-
-def _list(numbers: Sequence[int]) -> str:
-    return ", ".join(map(str, numbers))

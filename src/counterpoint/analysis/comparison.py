@@ -148,5 +148,5 @@ def _operators(analysis: Analysis) -> dict[str, float]:
 
 
 def _operator_name(row: OperatorRow) -> str:
-    shapes = f" {row.shapes}" if row.shapes else ""
-    return f"{row.name}{shapes} ({row.kernel})" if row.kernel and row.kernel != row.name else f"{row.name}{shapes}"
+    """The operator and its shapes, whichever kernels it chose; else the kernel."""
+    return f"{row.name or row.kernel} {row.shapes}".rstrip()

@@ -8,13 +8,13 @@ from counterpoint.analysis.breakdowns import Collectives
 from counterpoint.analysis.means import StepOfRank, keys_of, steady_steps
 from counterpoint.analysis.sizes import label_of
 from counterpoint.analysis.values import Analysis, Cause, CauseTotal, ExposedInterval, Headline, Recoverable
-from counterpoint.units import format_count, format_numbers, format_percent, format_us
+from counterpoint.units import format_numbers, format_percent, format_us
 
 MOST_LINES = 3
 LEAST_EXPOSED_SHARE = 0.0005  # of the step; less prints as 0.0 %
 LEAST_LAUNCH_BOUND_SHARE = 0.05  # of the step, for a line about the host
 
-CAUSE_WORDS: Mapping[Cause, str] = {
+CAUSE_WORDS: Mapping[str, str] = {
     "dependent": "the next kernel needs the result",
     "starved": "collectives wait for SMs that other kernels hold",
     "own_stream": "collectives run on the computation's own stream",
@@ -24,7 +24,7 @@ CAUSE_WORDS: Mapping[Cause, str] = {
     "slow_rank": "ranks wait for slower ones",
     "uneven": "parts of all-to-alls are uneven",
     "tail": "nothing is left to compute at the end of the step",
-    "gap": "of gaps between kernels",
+    "gap": "the computation pauses between two kernels",
 }
 
 
@@ -33,7 +33,7 @@ def headline(
 ) -> Headline:
     """Verdict, why and next of an analysis without recoverable times; `unknown` says why its causes cannot be known."""
     if analysis.step_us <= 0:
-        why = analysis.problems[:MOST_LINES]
+        why = (*analysis.problems, *(line for rank in analysis.ranks for line in rank.problems))[:MOST_LINES]
         return Headline(verdict="UNKNOWN: the traces hold no step with GPU operations.", why=why, next=())
     if analysis.communication_us <= 0:
         return Headline(verdict=f"No communication in {_scope(analysis)}.", why=(), next=_next_lines(analysis))
@@ -56,11 +56,11 @@ def headline(
 
 
 def _scope(analysis: Analysis) -> str:
-    """Whose figures these are: "all 2 ranks", "2 of 4 ranks"."""
+    """Whose figures these are: "rank 0 of 4", "the 2 ranks present of 4", "4 ranks"."""
     present, missing = len(analysis.ranks), len(analysis.missing_ranks)
-    if missing:
-        return f"the {format_count(present, 'rank')} present of {present + missing}"
-    return f"rank {analysis.ranks[0].rank}" if present == 1 else f"{present} ranks"
+    if present == 1:
+        return f"rank {analysis.ranks[0].rank}" + (f" of {1 + missing}" if missing else "")
+    return f"the {present} ranks present of {present + missing}" if missing else f"{present} ranks"
 
 
 def _why_lines(analysis: Analysis, collectives: Collectives, exposed: Sequence[ExposedInterval]) -> tuple[str, ...]:
@@ -82,8 +82,9 @@ def _largest_in(
     """The kind, size and module that most of a cause's time is in."""
     times: dict[str, float] = {}
     for interval in exposed:
-        collective = collectives.get((interval.rank, interval.collective))
-        if interval.cause == cause and (interval.rank, interval.step) in steps and collective is not None:
+        if interval.cause != cause or (interval.rank, interval.step) not in steps:
+            continue
+        if collective := collectives.get((interval.rank, interval.collective)):
             name = label_of(collective) + (f" in {collective.module}" if collective.module else "")
             times[name] = times.get(name, 0.0) + interval.duration_us
     return min(times, key=lambda name: (-times[name], name)) if times else ""

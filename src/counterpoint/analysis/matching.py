@@ -5,22 +5,31 @@ their longest run of equal entries. Steps repeat, and many shifts may give long 
 the ends of the collectives coincide, whatever the clocks are. What does not fit is left out and named.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from statistics import median
+from statistics import median, median_low
 
 from counterpoint.analysis.values import RankAnalysis, TracedCollective
-from counterpoint.units import format_count
+from counterpoint.units import format_count, format_numbers
 from counterpoint.value import Value
 
 WINDOW = 1024  # collectives of each rank that a shift is sought in; more on either side are profiles of different steps
-LEAST_RUN = 3  # collectives whose ends say something about a shift
-LEAST_SPREAD_US = 100.0  # ends of one collective on two ranks were seen up to 80 us apart on H200s
-SPREAD_PER_DURATION = 0.5  # five times the tenth of a duration that they were apart: not the same collective
+LEAST_RUN = 8  # collectives whose ends say something about a shift
+LEAST_SHARE = 0.25  # of the shorter sequence; fewer are matched by chance, or of profiles of different steps
+NEAR = 5  # collectives that tell the distance of the clocks beside them
+# Ends of one collective on two ranks of H200s were within 1 us for short ones, within a tenth of the duration for others.
+# Over that, changes of the distance were 0.03 to 0.47 in the middle and 0.2 to 0.7 for nine in ten (data-parallel; experts);
+# with the steps of a very regular job shifted by one they were 0.4 and 1.4.
+LEAST_ERROR_US = 5.0
+ERROR_PER_DURATION = 0.1
+USUALLY_APART = 0.5
+APART_BY_CHANCE = 0.05  # what differs by less is as good
+MOST_APART = 0.85
 MOST_CONFLICTS = 0.25  # of the matched ones: with more they are matched by chance
 
 Group = tuple[str | None, tuple[int, ...], int]
 Pairs = list[tuple[int, int]]
+Bounds = tuple[int, int]
 
 
 class SharedCollective(Value, frozen=True, kw_only=True):
@@ -71,15 +80,29 @@ def _match_group(group: Group, sequences: dict[int, list[TracedCollective]]) -> 
         return [], [
             f"{count} ran collectives of {name}, which has {min(sizes)}: several groups share the name, none is matched."
         ]
-    first = sequences[ranks[0]]
-    places: list[dict[int, TracedCollective]] = []
-    problems: list[str] = []
-    for rank in ranks[1:]:
-        pairs = match_sequences(first, sequences[rank])
-        places.append({i: sequences[rank][j] for i, j in pairs})
-        problems += _unmatched(name, (ranks[0], rank), (len(first), len(sequences[rank])), len(pairs))
-    common = [i for i in range(len(first)) if all(i in place for place in places)]
-    return [SharedCollective(members=(first[i], *(place[i] for place in places))) for i in common], problems
+    base, matched = _best_base(sequences)
+    strangers = [rank for rank in ranks if rank != base and rank not in matched]
+    problems = [_describe_strangers(name, base, strangers)] if strangers else []
+    if not matched:
+        return [], problems
+    places = {rank: {i: sequences[rank][j] for i, j in pairs} for rank, pairs in matched.items()}
+    places[base] = dict(enumerate(sequences[base]))
+    alike = [rank for rank in ranks if rank in places]
+    common = [i for i in range(len(sequences[base])) if all(i in place for place in places.values())]
+    problems += _describe_rest(name, {rank: len(sequences[rank]) for rank in alike}, len(common))
+    return [SharedCollective(members=tuple(places[rank][i] for rank in alike)) for i in common], problems
+
+
+def _best_base(sequences: Mapping[int, Sequence[TracedCollective]]) -> tuple[int, dict[int, Pairs]]:
+    """The first rank that most others match, else the one that the most match, and the pairs of those that do."""
+    best: tuple[int, dict[int, Pairs]] = (min(sequences), {})
+    for base in sorted(sequences):
+        pairs = {rank: match_sequences(sequences[base], sequences[rank]) for rank in sorted(sequences) if rank != base}
+        matched = {rank: found for rank, found in pairs.items() if found}
+        best = max(best, (base, matched), key=lambda entry: len(entry[1]))
+        if 2 * len(matched) >= len(pairs):
+            break
+    return best
 
 
 def _named(group: Group) -> str:
@@ -88,40 +111,43 @@ def _named(group: Group) -> str:
     return f"process group '{name}'{listed}" if name is not None else f"an unnamed process group of {size} ranks{listed}"
 
 
-def _unmatched(name: str, ranks: tuple[int, int], counts: tuple[int, int], num_pairs: int) -> list[str]:
-    """What to say of collectives that only one of two ranks has."""
-    if not num_pairs:
-        return [
-            f"Ranks {ranks[0]} and {ranks[1]} ran different collectives in {name}, or at times that do not coincide: "
-            f"nothing is matched. Give traces of the same steps of one job."
-        ]
-    if max(counts) == num_pairs:
-        return []
-    lonely = ", ".join(
-        f"{count - num_pairs} of rank {rank}'s {count}"
-        for rank, count in zip(ranks, counts, strict=True)
-        if count > num_pairs
+def _describe_strangers(name: str, base: int, strangers: Sequence[int]) -> str:
+    """What to say of ranks with which nothing is matched."""
+    noun = "rank" if len(strangers) == 1 else "ranks"
+    return (
+        f"In {name}, {noun} {format_numbers(strangers)} ran other collectives than rank {base}, or at times that do not "
+        f"coincide: nothing is matched with them. Give traces of the same steps of one job."
     )
-    return [f"Of {name}, {lonely} collectives have no counterpart between ranks {ranks[0]} and {ranks[1]}."]
+
+
+def _describe_rest(name: str, counts: Mapping[int, int], num_common: int) -> list[str]:
+    """What to say of collectives that not all ranks have; nothing where all have them."""
+    rank = max(counts, key=lambda rank: (counts[rank], -rank))
+    if counts[rank] == num_common:
+        return []
+    return [
+        f"Of {name}, {num_common} collectives are in the traces of all its ranks present; up to {counts[rank] - num_common} "
+        f"more (of rank {rank}) are not, since profiles began or ended at other calls or lost events."
+    ]
 
 
 def match_sequences(first: Sequence[TracedCollective], second: Sequence[TracedCollective]) -> Pairs:
     """Places in two ranks' sequences of one group that are the same collective, ascending; empty where nothing fits."""
     pairs: Pairs = []
-    distance_us: float | None = None
-    left = [((0, len(first)), (0, len(second)))]
+    left: list[tuple[Bounds, Bounds, float | None]] = [((0, len(first)), (0, len(second)), None)]
     while left:
-        (low, high), (other_low, other_high) = left.pop()
+        (low, high), (other_low, other_high), distance_us = left.pop()
         run = _best_run(first[low:high], second[other_low:other_high], distance_us)
         if not run:
             continue
         run = [(i + low, j + other_low) for i, j in run]
         pairs += run
-        distance_us = median(_distances(first, second, run)) if distance_us is None else distance_us
-        left.append(((low, run[0][0]), (other_low, run[0][1])))
-        left.append(((run[-1][0] + 1, high), (run[-1][1] + 1, other_high)))
-    pairs.sort()
-    return pairs if _num_conflicts(pairs, len(first), len(second)) <= MOST_CONFLICTS * len(pairs) else []
+        near, far = (median(_distances(first, second, part)) for part in (run[:NEAR], run[-NEAR:]))
+        left.append(((low, run[0][0]), (other_low, run[0][1]), near))
+        left.append(((run[-1][0] + 1, high), (run[-1][1] + 1, other_high), far))
+    is_by_chance = _num_conflicts(pairs, len(first), len(second)) > MOST_CONFLICTS * len(pairs)
+    is_enough = len(pairs) >= LEAST_SHARE * min(len(first), len(second))
+    return sorted(pairs) if is_enough and not is_by_chance else []
 
 
 def _num_conflicts(pairs: Pairs, num_first: int, num_second: int) -> int:
@@ -129,30 +155,28 @@ def _num_conflicts(pairs: Pairs, num_first: int, num_second: int) -> int:
 
     Of two profiles of one job, only one lacks what the other has at either end.
     """
-    edges = [(-1, -1), *pairs, (num_first, num_second)]
+    edges = [(-1, -1), *sorted(pairs), (num_first, num_second)]
     return sum(min(i - before - 1, j - other - 1) for (before, other), (i, j) in pairwise(edges))
 
 
 def _best_run(first: Sequence[TracedCollective], second: Sequence[TracedCollective], distance_us: float | None) -> Pairs:
     """The longest run of equal entries whose ends coincide; empty where there is none.
 
-    `distance_us` is how far apart the clocks are, if that is known already: beyond lost events, the ends must agree with it.
+    `distance_us` is how far apart the clocks are beside it, if that is known: beyond lost events, the ends must agree.
     """
     if not first or not second:
         return []
     tokens, others = [_token(c) for c in first], [_token(c) for c in second]
     if tokens == others and distance_us is None:
         whole = [(i, i) for i in range(len(first))]
-        if _do_coincide(first, second, whole, None) and _spread_us(first, second, whole) <= LEAST_SPREAD_US:
+        if _do_coincide(first, second, whole):
             return whole
     runs = [run for shift in _shifts(len(first), len(second)) if (run := _longest_run(tokens, others, shift))]
-    longest = max((len(run) for run in runs), default=0)
-    least = max(LEAST_RUN, longest / 2) if longest >= LEAST_RUN and distance_us is None else min(LEAST_RUN, max(longest, 1))
+    least = 1 if distance_us is not None else min(LEAST_RUN, len(first), len(second))
     fitting = [run for run in runs if len(run) >= least and _do_coincide(first, second, run, distance_us)]
-    if not fitting or (distance_us is not None and longest < LEAST_RUN):
-        return []
-    closest = min(_spread_us(first, second, run) for run in fitting)
-    return max((run for run in fitting if _spread_us(first, second, run) <= 2 * closest + 5.0), key=len)
+    apart = [_usually_apart(_steps_apart(first, second, run)) for run in fitting]
+    close = [run for run, usual in zip(fitting, apart, strict=True) if usual <= 2 * min(apart) + APART_BY_CHANCE]
+    return _trimmed(first, second, _followed(max(close, key=len), tokens, others)) if close else []
 
 
 def _token(collective: TracedCollective) -> tuple[str, int]:
@@ -166,38 +190,63 @@ def _shifts(num_first: int, num_second: int) -> range:
 
 
 def _longest_run(tokens: Sequence[tuple[str, int]], others: Sequence[tuple[str, int]], shift: int) -> Pairs:
-    """The longest run of equal tokens at one shift, begun within the window and then followed to its end."""
+    """The longest run of equal tokens at one shift, within the window."""
     low = max(0, -shift)
-    high = min(len(tokens), len(others) - shift)
-    best, start = (0, 0), None
-    for i in range(low, min(high, low + WINDOW)):
-        if tokens[i] != others[i + shift]:
-            start = None
-            continue
-        start = i if start is None else start
-        best = max(best, (i + 1 - start, start))
-    length, start = best
-    end = start + length
-    while length and end < high and tokens[end] == others[end + shift]:
-        end += 1
-    return [(i, i + shift) for i in range(start, end)] if length else []
+    high = min(len(tokens), len(others) - shift, low + WINDOW)
+    unequal = [i for i in range(low, high) if tokens[i] != others[i + shift]]
+    edges = pairwise([low - 1, *unequal, high])
+    length, start = max((after - before - 1, before + 1) for before, after in edges)
+    return [(i, i + shift) for i in range(start, start + length)]
+
+
+def _followed(run: Pairs, tokens: Sequence[tuple[str, int]], others: Sequence[tuple[str, int]]) -> Pairs:
+    """The run with what is equal after it, beyond the window."""
+    i, j = run[-1]
+    while i + 1 < len(tokens) and j + 1 < len(others) and tokens[i + 1] == others[j + 1]:
+        i, j = i + 1, j + 1
+        run.append((i, j))
+    return run
 
 
 def _distances(first: Sequence[TracedCollective], second: Sequence[TracedCollective], run: Pairs) -> list[float]:
     return [first[i].end_us - second[j].end_us for i, j in run]
 
 
-def _spread_us(first: Sequence[TracedCollective], second: Sequence[TracedCollective], run: Pairs) -> float:
-    """How much the distance of ends changes from one collective to the next, which a drift of clocks does not."""
-    distances = _distances(first, second, run)
-    return median(abs(a - b) for a, b in pairwise(distances)) if len(run) > 1 else 0.0
+def _errors(first: Sequence[TracedCollective], second: Sequence[TracedCollective], run: Pairs) -> list[float]:
+    """How far apart the ends of each shared collective may be."""
+    shorter = (min(first[i].end_us - first[i].start_us, second[j].end_us - second[j].start_us) for i, j in run)
+    return [LEAST_ERROR_US + ERROR_PER_DURATION * duration_us for duration_us in shorter]
+
+
+def _steps_apart(first: Sequence[TracedCollective], second: Sequence[TracedCollective], run: Pairs) -> list[float]:
+    """How much the distance of ends changes from one collective to the next, which a drift does not, over what may be."""
+    changes = pairwise(zip(_distances(first, second, run), _errors(first, second, run), strict=True))
+    return [abs(before - after) / (error + other) for (before, error), (after, other) in changes]
 
 
 def _do_coincide(
-    first: Sequence[TracedCollective], second: Sequence[TracedCollective], run: Pairs, distance_us: float | None
+    first: Sequence[TracedCollective], second: Sequence[TracedCollective], run: Pairs, distance_us: float | None = None
 ) -> bool:
-    """Whether the ends lie as close as those of shared collectives do."""
-    shortest = [min(first[i].end_us - first[i].start_us, second[j].end_us - second[j].start_us) for i, j in run]
-    limit_us = max(LEAST_SPREAD_US, SPREAD_PER_DURATION * median(shortest))
-    is_near = distance_us is None or abs(median(_distances(first, second, run)) - distance_us) <= 5 * limit_us
-    return is_near and _spread_us(first, second, run) <= limit_us
+    """Whether the ends lie as close as those of shared collectives do, and as far apart as the clocks beside them."""
+    if distance_us is not None:
+        is_near = abs(median(_distances(first, second, run)) - distance_us) <= 2 * max(_errors(first, second, run))
+        if not is_near:
+            return False
+    apart = sorted(_steps_apart(first, second, run))
+    most = apart[9 * (len(apart) - 1) // 10] if apart else 0.0
+    return most <= MOST_APART and (_usually_apart(apart) <= USUALLY_APART or len(run) < LEAST_RUN)
+
+
+def _usually_apart(apart: Sequence[float]) -> float:
+    return median_low(apart) if apart else 0.0
+
+
+def _trimmed(first: Sequence[TracedCollective], second: Sequence[TracedCollective], run: Pairs) -> Pairs:
+    """The run without entries at its ends that are alike by chance: their distance is another than that of the next one."""
+    apart = _steps_apart(first, second, run)
+    low, high = 0, len(run)
+    while high - low > 1 and apart[low] > 2 * MOST_APART:
+        low += 1
+    while high - low > 1 and apart[high - 2] > 2 * MOST_APART:
+        high -= 1
+    return run[low:high]

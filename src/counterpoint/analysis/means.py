@@ -1,9 +1,9 @@
 """Which steps of which ranks means are over, and how far single steps lie from each other."""
 
 from collections.abc import Sequence
-from statistics import quantiles
 
 from counterpoint.analysis.values import RankAnalysis, StepFigures
+from counterpoint.measurement.values import half_width
 
 StepOfRank = tuple[int, int]  # rank and step
 
@@ -19,8 +19,5 @@ def keys_of(steps: Sequence[StepFigures]) -> frozenset[StepOfRank]:
 
 
 def spread_of(figures: Sequence[float]) -> float:
-    """Half of the distance between the quartiles; 0 for fewer than two figures."""
-    if len(figures) < 2:
-        return 0.0
-    lower, _, upper = quantiles(figures, n=4, method="inclusive")
-    return (upper - lower) / 2
+    """The half-width of the middle half, as the judge of measurements has it; 0 of nothing."""
+    return half_width(figures) if figures else 0.0

@@ -7,8 +7,10 @@ another job. Both are left out of the analysis and named; they are never mixed i
 from collections import Counter
 from collections.abc import Sequence
 
+from msgspec.structs import replace
+
 from counterpoint.analysis.values import RankAnalysis
-from counterpoint.units import format_count, format_numbers
+from counterpoint.units import format_numbers
 
 MOST_RANGES = 8  # of missing ranks, in a sentence
 
@@ -31,7 +33,16 @@ def belonging(ranks: Sequence[RankAnalysis]) -> tuple[tuple[RankAnalysis, ...], 
             )
         else:
             kept[analysis.rank] = analysis
-    return tuple(kept[rank] for rank in sorted(kept)), tuple(problems)
+    return tuple(_numbered_alike(kept[rank]) for rank in sorted(kept)), tuple(problems)
+
+
+def _numbered_alike(analysis: RankAnalysis) -> RankAnalysis:
+    """With the rank's number in all that it holds: a trace that names no rank gets its number later."""
+    parts = ("steps", "collectives", "exposed", "idle", "critical_path", "slowdowns")
+    strange = {
+        name: getattr(analysis, name) for name in parts if any(e.rank != analysis.rank for e in getattr(analysis, name))
+    }
+    return replace(analysis, **{name: tuple(replace(e, rank=analysis.rank) for e in held) for name, held in strange.items()})
 
 
 def _usual_world_size(ranks: Sequence[RankAnalysis]) -> int | None:
@@ -57,8 +68,10 @@ def describe_missing(ranks: Sequence[RankAnalysis], missing: Sequence[int]) -> t
     if not missing or not any(analysis.collectives for analysis in ranks):
         return ()
     named = f"{'rank' if len(missing) == 1 else 'ranks'} {format_numbers(missing, MOST_RANGES)}"
-    present = format_count(len(ranks), "rank")
-    return (
-        f"Traces of {named} are missing: waits, skews and means are of the {present} present, and time spent waiting for "
-        f"{named} cannot be told from transfer.",
+    total = len(ranks) + len(missing)
+    known = (
+        f"Waits, skews and means are of the {len(ranks)} ranks present of {total}"
+        if len(ranks) > 1
+        else f"Only rank {ranks[0].rank} of {total} is present"
     )
+    return (f"{known}: time spent waiting for {named} cannot be told from transfer.",)

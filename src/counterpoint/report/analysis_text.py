@@ -10,15 +10,16 @@ from rich.text import Text
 
 from counterpoint.analysis.values import Analysis, Recoverable
 from counterpoint.errors import printable
-from counterpoint.report.analysis_tables import FigureColumn, FigureTable, format_cell, tables_of
+from counterpoint.report.analysis_tables import Cell, FigureColumn, FigureTable, format_cell, tables_of
 from counterpoint.report.analysis_words import key_figures, notes_of, problems_of, subject
-from counterpoint.report.text import bullets, new_table, shorten
+from counterpoint.report.text import bullets, new_table
 from counterpoint.units import format_count, format_us
 
 MOST_ROWS = 10
 MOST_APPLIED = 3
 LEAST_COLUMNS = 2
 TEXT_WIDTH = 28  # what longer texts get at least; they are folded there
+MOST_LETTERS = 80  # of a cell
 GAP = 3  # between columns
 FORMS = "--html has all rows, --json all figures"
 
@@ -28,7 +29,8 @@ def print_analysis(console: Console, analysis: Analysis) -> None:
     console.print(headline_box(console, analysis))
     console.print()
     for table in tables_of(analysis):
-        _print_table(console, table)
+        if len(table.rows) > 1 or not table.is_breakdown:  # one row repeats the totals
+            _print_table(console, table)
     _print_applications(console, analysis.recoverable)
     _print_lines(console, "notes", notes_of(analysis))
     _print_lines(console, "not known", problems_of(analysis))
@@ -69,9 +71,9 @@ def _print_table(console: Console, table: FigureTable) -> None:
     console.print()
 
 
-def _cell(column: FigureColumn, cell: str | float | int | None) -> str:
+def _cell(column: FigureColumn, cell: Cell) -> str:
     shown = format_cell(column.kind, cell)
-    return shorten(shown) if column.kind == "text" else shown
+    return shown if len(shown) <= MOST_LETTERS else shown[: MOST_LETTERS - 3] + "..."
 
 
 def _fitting(table: FigureTable, width: int) -> list[int]:

@@ -73,16 +73,15 @@ def notes_of(analysis: Analysis) -> list[str]:
 
 def problems_of(analysis: Analysis) -> list[str]:
     """What could not be known, of the whole and of each rank."""
-    missing = (f"No trace of {name_ranks(analysis.missing_ranks)} was given.",) if analysis.missing_ranks else ()
-    whole = (*missing, *analysis.problems)
-    return _each_once(whole, ((rank.rank, rank.problems) for rank in analysis.ranks))
+    return _each_once(analysis.problems, ((rank.rank, rank.problems) for rank in analysis.ranks))
 
 
 def _each_once(whole: Iterable[str], ranks: Iterable[tuple[int, tuple[str, ...]]]) -> list[str]:
-    """Sentences of the whole, then those of ranks with the ranks that share them."""
+    """Sentences of the whole, then those of ranks that are not said of the whole, with the ranks that share them."""
     owners: dict[str, list[int]] = {}
+    told = list(whole)
     for rank, lines in ranks:
-        for line in lines:
+        for line in (each for each in dict.fromkeys(lines) if each not in told):
             owners.setdefault(line, []).append(rank)
     of_ranks = (f"{name_ranks(numbers).capitalize()}: {line}" for line, numbers in owners.items())
-    return [printable(line) for line in (*whole, *of_ranks)]
+    return [printable(line) for line in (*told, *of_ranks)]

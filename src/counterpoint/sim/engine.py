@@ -14,6 +14,7 @@ from counterpoint.sim.dispatch import DispatchQueue
 from counterpoint.sim.rates import RateModel
 from counterpoint.sim.sm import SmArray, length_shift
 from counterpoint.sim.task import DONE, Cohort, CopyQueue, CopyTask, SmTask
+from counterpoint.step import Footprint
 from counterpoint.value import Value
 
 # Where CTAs differ in length (`cta_time_spread`):
@@ -38,12 +39,17 @@ class Engine:
     """Runs tasks to the end. `tasks[i]` is ready as `launches[i]` says; both are used up by one run."""
 
     def __init__(
-        self, machine: Machine, rates: RateModel, tasks: Sequence[SmTask | CopyTask], launches: Sequence[Launch]
+        self,
+        machine: Machine,
+        rates: RateModel,
+        tasks: Sequence[SmTask | CopyTask],
+        launches: Sequence[Launch],
+        fits_beside: frozenset[tuple[Footprint, Footprint]] = frozenset(),
     ) -> None:
         self._rates = rates
         self._tasks = tasks
         self._launches = launches
-        self._sms = SmArray(machine.gpu)
+        self._sms = SmArray(machine.gpu, fits_beside)
         self._queue = DispatchQueue()
         self._copies = CopyQueue(machine.gpu.num_copy_engines)
         self._running: dict[int, SmTask | CopyTask] = {}

@@ -14,7 +14,7 @@ from counterpoint.sim.effects import EffectReader
 from counterpoint.sim.engine import Engine
 from counterpoint.sim.rates import RateModel
 from counterpoint.sim.task_graph import TaskGraph
-from counterpoint.step import Collective, Step
+from counterpoint.step import Collective, Copy, Footprint, Step
 from counterpoint.timeline import AbstractExecutor, Interval, Timeline
 from counterpoint.units import ps_to_us
 
@@ -44,7 +44,7 @@ class Simulator(AbstractExecutor):
         effects = EffectReader(step, machine, plan, self._calibration).effects()
         graph = TaskGraph(step, effects, machine, self._calibration)
         rates = RateModel(costs.hbm_bytes_per_s, self._calibration.latency_per_load.value)
-        spans = graph.spans(Engine(machine, rates, graph.tasks, graph.launches).run())
+        spans = graph.spans(Engine(machine, rates, graph.tasks, graph.launches, _fits_beside(step)).run())
         own_stream = 1 + max(operation.stream for operation in step.operations)
         intervals = [
             Interval(
@@ -76,3 +76,10 @@ class Simulator(AbstractExecutor):
             else:
                 times.append(costs.lone_us(operation))
         return times
+
+
+def _fits_beside(step: Step) -> frozenset[tuple[Footprint, Footprint]]:
+    """The launches that the step says fit beside each other."""
+    pairs = [[step.operations[number] for number in pair] for pair in step.fits_beside]
+    footprints = [[None if isinstance(each, Copy) else each.footprint for each in pair] for pair in pairs]
+    return frozenset((first, second) for first, second in footprints if first is not None and second is not None)

@@ -72,10 +72,11 @@ def take_from_fullest(levels: Sequence[int], amount: int) -> list[int]:
 
 
 class SmArray:
-    """All SMs of one GPU."""
+    """All SMs of one GPU. `fits_beside`: what was seen to fit, a second launch beside one CTA of the first."""
 
-    def __init__(self, gpu: Gpu) -> None:
+    def __init__(self, gpu: Gpu, fits_beside: frozenset[tuple[Footprint, Footprint]] = frozenset()) -> None:
         self._gpu = gpu
+        self._fits_beside = fits_beside
         self._num_gpcs = len(gpu.sms_per_gpc)
         self._rooms: dict[tuple[tuple[tuple[Footprint, int], ...], int, Footprint], int] = {}
         self.groups = [SmGroup(list(gpu.sms_per_gpc), 0, [])]
@@ -88,7 +89,9 @@ class SmArray:
         carveout_bytes = group.carveout_bytes or task.carveout_bytes
         key = (tuple(counts.items()), carveout_bytes, task.footprint)
         if key not in self._rooms:
-            self._rooms[key] = room_for(self._gpu, key[0], carveout_bytes, task.footprint)
+            room = room_for(self._gpu, key[0], carveout_bytes, task.footprint)
+            is_seen = [(resident, task.footprint) in self._fits_beside for resident in counts] == [True]
+            self._rooms[key] = max(room, int(is_seen and sum(counts.values()) == 1))
         return self._rooms[key]
 
     def place(self, task: SmTask) -> None:

@@ -12,6 +12,7 @@ from counterpoint.errors import CounterpointError, TraceError, require_kind
 from counterpoint.step import Dependency, OperationKind, Step
 from counterpoint.timeline import NO_OPERATION, Interval, Timeline
 from counterpoint.traces.activity import ActivityTrace, GpuOperation
+from counterpoint.traces.beside import find_pairs_beside
 from counterpoint.traces.classify import is_communication
 from counterpoint.traces.dependencies import Dependencies, find_dependencies
 from counterpoint.traces.formats import SUFFIXES, read_activity
@@ -84,9 +85,9 @@ def _steady_step(trace: ActivityTrace, rank: int | None) -> TracedStep:
     lone = find_lone_times(trace, steps)
     issue = find_issue_times(operations, trace.host_waits, gpu_windows(trace, steps)[steps.steady][0])
     timings = [
-        Timing(lone_us=lone_us, waits_for=waits_for, issued_us=issued_us, issued_after=issued_after)
-        for lone_us, waits_for, issued_us, issued_after in zip(
-            lone.lone_us, inside, issue.issued_us, issue.issued_after, strict=True
+        Timing(lone_us=lone_us, waits_for=waits_for, issued_us=issued_us, issued_after=issued_after, peer_wait_us=wait_us)
+        for lone_us, waits_for, issued_us, issued_after, wait_us in zip(
+            lone.lone_us, inside, issue.issued_us, issue.issued_after, lone.peer_wait_us, strict=True
         )
     ]
     built = build_operations(trace, steps.steady_operations, timings)
@@ -97,6 +98,7 @@ def _steady_step(trace: ActivityTrace, rank: int | None) -> TracedStep:
         operations=built.operations,
         device_name=trace.device_name,
         launch_gap_us=issue.launch_gap_us,
+        fits_beside=_fits_beside(trace, steps.steady_operations),
     )
     timeline = _timeline(name, trace, steps, trace.rank or 0 if rank is None else rank)
     notes = (
@@ -134,6 +136,12 @@ def _dependencies_inside(dependencies: Dependencies, indices: tuple[int, ...]) -
         if edge.consumer in places and edge.producer in places:
             found[places[edge.consumer]].append(Dependency(operation=places[edge.producer], origin=edge.origin))
     return [tuple(sorted(line, key=lambda dependency: dependency.operation)) for line in found]
+
+
+def _fits_beside(trace: ActivityTrace, indices: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
+    """Pairs of the step's operations that ran together on SMs, by their numbers in the step."""
+    places = {index: place for place, index in enumerate(indices)}
+    return tuple((places[holder], places[beside]) for holder, beside in find_pairs_beside(trace, indices))
 
 
 def _timeline(name: str, trace: ActivityTrace, steps: TracedSteps, rank: int) -> Timeline:

@@ -1,0 +1,70 @@
+"""What a trace shows of kernels beside each other: which fit, and when one only waited for the SMs of another.
+
+A persistent kernel has one CTA on each SM and keeps it to its end. Whatever starts in the middle of it fits beside it,
+whatever their footprints add up to: kernels with specialised warps give registers back while they run. And its CTAs do not
+end together: a kernel that cannot share an SM with it starts at its tail, SM by SM, and is drawn out by so much.
+"""
+
+from collections.abc import Iterable
+from math import prod
+
+from counterpoint.traces.activity import ActivityTrace, GpuOperation
+from counterpoint.traces.classify import is_communication
+
+MIDDLE = (0.25, 0.75)
+"""The part of a persistent kernel in which all its CTAs run: tails of others reach 13 % into it (asynchronous TP, H200)."""
+LONGEST_TAIL = 0.25
+"""Kernels that overlap by more than this share of the later one ran side by side, and not one after the other."""
+REGISTERS_PER_SM = 65536  # of every GPU since compute capability 3.5 but 3.7 (CUDA programming guide)
+
+
+def find_pairs_beside(trace: ActivityTrace, indices: Iterable[int]) -> tuple[tuple[int, int], ...]:
+    """Numbers of a persistent kernel and of a kernel that started in the middle of it; one pair of like launches."""
+    kernels = [index for index in indices if trace.operations[index].category == "kernel"]
+    kernels.sort(key=lambda index: trace.operations[index].start_us)
+    holders: list[int] = []
+    pairs: dict[tuple[object, object], tuple[int, int]] = {}
+    for index in kernels:
+        start_us = trace.operations[index].start_us
+        holders = [holder for holder in holders if trace.operations[holder].end_us > start_us]
+        for holder in holders:
+            held = trace.operations[holder]
+            if MIDDLE[0] <= (start_us - held.start_us) / held.duration_us <= MIDDLE[1]:
+                pairs.setdefault((_launch(held), _launch(trace.operations[index])), (holder, index))
+        if _is_persistent(trace, trace.operations[index]) and trace.operations[index].duration_us > 0:
+            holders.append(index)
+    return tuple(pairs.values())
+
+
+def times_with_sms(trace: ActivityTrace) -> dict[int, float]:
+    """By number, the time of each kernel that started at the tail of another one, from that one's end, in microseconds."""
+    persistent = [index for index, operation in enumerate(trace.operations) if _is_persistent(trace, operation)]
+    persistent.sort(key=lambda index: trace.operations[index].start_us)
+    found: dict[int, float] = {}
+    for position, index in enumerate(persistent[1:], start=1):
+        before, operation = trace.operations[persistent[position - 1]], trace.operations[index]
+        waited_us = before.end_us - operation.start_us
+        is_tail = 0 < waited_us <= LONGEST_TAIL * operation.duration_us and before.stream != operation.stream
+        if is_tail and _registers(before) + _registers(operation) > REGISTERS_PER_SM:
+            found[index] = operation.duration_us - waited_us
+    return found
+
+
+def _is_persistent(trace: ActivityTrace, operation: GpuOperation) -> bool:
+    """Whether it computes with just one CTA for each SM."""
+    arguments = operation.arguments
+    return (
+        operation.category == "kernel"
+        and trace.num_sms is not None
+        and prod(arguments.grid) == trace.num_sms
+        and not is_communication(operation.category, operation.name)
+    )
+
+
+def _registers(operation: GpuOperation) -> int:
+    return operation.arguments.registers_per_thread * prod(operation.arguments.block)
+
+
+def _launch(operation: GpuOperation) -> tuple[object, ...]:
+    arguments = operation.arguments
+    return operation.name, arguments.grid, arguments.block, arguments.registers_per_thread, arguments.shared_bytes
