@@ -8,6 +8,7 @@ import msgspec
 import pytest
 from tests.helpers.trace_builder import ELEMENTWISE, MATMUL, TraceBuilder, small_trace
 
+from counterpoint.analysis.collectives import short_name
 from counterpoint.analysis.lanes import draw_lanes
 from counterpoint.analysis.rank import analyze_rank
 from counterpoint.analysis.roles import find_roles
@@ -146,6 +147,21 @@ def test_lanes_join_the_closest_neighbours_where_there_are_too_many(tmp_path: Pa
 )
 def test_outliers_and_a_first_step_are_not_steady(makespans: list[int], steady: set[int]) -> None:
     assert steady_steps(makespans) == steady
+
+
+@pytest.mark.parametrize(
+    ("name", "short"),
+    [
+        ("_ZN7cutlass13device_kernelIN2at4cuda6detail25enable_3xEEvNT_6ParamsE", "cutlass::device_kernel"),
+        ("_Z3foo", "foo"),
+        ("void at::native::(anonymous namespace)::softmax_warp_forward<float, 7>(float*, int)", "softmax_warp_forward"),
+        (ELEMENTWISE, "vectorized_elementwise_kernel (CUDAFunctor_add)"),
+        ("_Z", "_Z"),
+        ("x" * 70, "x" * 57 + "..."),
+    ],
+)
+def test_kernels_have_short_names(name: str, short: str) -> None:
+    assert short_name(name) == short
 
 
 def test_an_analysis_is_a_value_that_survives_json(tmp_path: Path) -> None:
