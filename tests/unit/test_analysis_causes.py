@@ -114,6 +114,14 @@ def host_waits(trace: TraceBuilder, begin: float) -> None:
     trace.kernel(MATMUL, begin + 330, 100, host=begin + 310)
 
 
+def in_a_graph(trace: TraceBuilder, begin: float) -> None:
+    """One launch for all, and no event: a short collective between two kernels."""
+    correlation = trace.call("cudaGraphLaunch", begin + 1)
+    trace.kernel(MATMUL, begin + 50, 100, host=begin + 1, args={"correlation": correlation})
+    trace.collective(begin + 152, 6, host=begin + 1, args={"correlation": correlation})
+    trace.kernel(MATMUL, begin + 160, 100, host=begin + 1, args={"correlation": correlation})
+
+
 CASES = {
     dependent: ("dependent", 200, "needs its result"),
     own_stream: ("own_stream", 200, "stream 7"),
@@ -124,6 +132,7 @@ CASES = {
     computation_launched_late: ("launched_late", 200, "The host issued the next computation"),
     tail: ("tail", 200, "No computation is left"),
     gap: ("gap", 4, "needs no collective"),
+    in_a_graph: ("dependent", 6, "had been launched and starts 2 us after"),
     host_waits: ("dependent", 200, "The host waited for the GPU"),
 }
 

@@ -178,7 +178,10 @@ class CauseFinder:
         """By times alone: launched long before the last of the collective ended, started just after."""
         ends, started = self._timed.ends[piece.operation], self._timed.starts[follower]
         is_last = self._found.members[piece.collective].operations[-1] == piece.operation
-        return is_last and 0 <= started - ends <= RESPONSE_NS and piece.stretch_end - launched > SHORT_GAP_NS
+        begun = self._timed.starts[self._found.members[piece.collective].operations[0]]
+        is_between = begun >= piece.start >= launched  # computation stopped, the collective ran, computation went on
+        is_long = piece.stretch_end - launched > SHORT_GAP_NS
+        return is_last and 0 <= started - ends <= RESPONSE_NS and (is_long or is_between)
 
     def _answer(self, follower: int, piece: ExposedPiece) -> str:
         kernel, name = short_name(self._timed.trace.operations[follower].name), self._found.values[piece.collective].name
