@@ -102,6 +102,9 @@ class CauseFinder:
         late_until = piece.start if launch is None else min(max(launch, piece.start), piece.end)
         if late_until > piece.start:
             yield self._computation_late(piece, follower, late_until)
+        if late_until < piece.end and self._answers(follower, piece, late_until):
+            yield Reason(start=late_until, end=piece.end, cause="dependent", evidence=self._answer(follower, piece))
+            return
         held_until = self._held_until(piece, follower, late_until)
         if held_until > late_until:
             yield self._starved(piece, follower, late_until, held_until)
@@ -126,8 +129,6 @@ class CauseFinder:
             said = f"{kernel} needs the result of {other.name} on stream {other.stream}, which runs at the same time."
         elif self._host_waited(follower, piece):
             said = f"The host waited for the GPU until {name} had ended before it issued {kernel}."
-        elif self._answers(follower, piece):
-            said = f"{kernel} had been launched and starts {after} after {name} ends."
         else:
             return None
         return Reason(start=piece.start, end=piece.end, cause=cause, evidence=said)
@@ -173,12 +174,19 @@ class CauseFinder:
         ends = self._timed.ends[piece.operation]
         return wait is not None and launch is not None and wait[0] <= ends <= wait[1] <= launch
 
-    def _answers(self, follower: int, piece: ExposedPiece) -> bool:
-        """By times alone: launched before the collective ended, started just after."""
-        launch, ends = self._timed.launches[follower], self._timed.ends[piece.operation]
-        started = self._timed.starts[follower]
-        began = piece.stretch_end - piece.start
-        return (launch is None or launch < ends) and 0 <= started - ends <= RESPONSE_NS and began > SHORT_GAP_NS
+    def _answers(self, follower: int, piece: ExposedPiece, launched: int) -> bool:
+        """By times alone: launched long before the last of the collective ended, started just after."""
+        ends, started = self._timed.ends[piece.operation], self._timed.starts[follower]
+        is_last = self._found.members[piece.collective].operations[-1] == piece.operation
+        begun = self._timed.starts[self._found.members[piece.collective].operations[0]]
+        is_between = begun >= piece.start >= launched  # computation stopped, the collective ran, computation went on
+        is_long = piece.stretch_end - launched > SHORT_GAP_NS
+        return is_last and 0 <= started - ends <= RESPONSE_NS and (is_long or is_between)
+
+    def _answer(self, follower: int, piece: ExposedPiece) -> str:
+        kernel, name = short_name(self._timed.trace.operations[follower].name), self._found.values[piece.collective].name
+        after = format_us((self._timed.starts[follower] - self._timed.ends[piece.operation]) / 1000)
+        return f"{kernel} had been launched and starts {after} after {name} ends."
 
     def _computation_late(self, piece: ExposedPiece, follower: int, until: int) -> Reason:
         kernel = short_name(self._timed.trace.operations[follower].name)
@@ -198,11 +206,15 @@ class CauseFinder:
         takes_all = is_staging(operation) or (
             operation.category == "kernel" and prod(operation.arguments.grid) >= num_sms > 0
         )
-        first = follower
-        while (before := timed.before_on_stream(first)) is not None and timed.ends[before] > start:
-            first = before
-        until = min(timed.starts[first], piece.end)
+        until = min(timed.starts[self._first_after(follower, start)], piece.end)
         return until if takes_all and until - start > SHORT_GAP_NS else start
+
+    def _first_after(self, follower: int, start: int) -> int:
+        """The first operation on the stream of the next computation that ends after a time."""
+        first = follower
+        while (before := self._timed.before_on_stream(first)) is not None and self._timed.ends[before] > start:
+            first = before
+        return first
 
     def _starved(self, piece: ExposedPiece, follower: int, start: int, end: int) -> Reason:
         timed = self._timed
@@ -225,6 +237,10 @@ class CauseFinder:
             said = f"{short_name(timed.trace.operations[before].name)} runs on the computation's stream before {kernel}."
         else:
             said = f"{kernel} starts {format_us((timed.starts[follower] - start) / 1000)} later and needs no collective."
+        first = self._first_after(follower, start)
+        if (waited := timed.starts[first] - start) > SHORT_GAP_NS:
+            name = short_name(timed.trace.operations[first].name)
+            said = f"{name} on the computation's stream starts {format_us(waited / 1000)} later; the trace does not say why."
         return Reason(start=start, end=piece.end, cause="gap", evidence=said)
 
 

@@ -53,12 +53,27 @@ def step_of(windows: tuple[Span, ...], time: int) -> int:
 @lru_cache(maxsize=4096)
 def short_name(name: str) -> str:
     """A kernel's name without namespaces, arguments and template arguments; of a generic kernel, also what it applies."""
+    if name.startswith("_Z"):
+        return _cut(_of_mangled(name))
     plain = name.replace("(anonymous namespace)::", "").removeprefix("void ")
     base = re.split(r"[<(]", plain, maxsplit=1)[0].rsplit("::", 1)[-1].strip() or plain
     if GENERIC_KERNEL.search(base):
         found = DETAIL.search(plain, len(plain.split(base, 1)[0]) + len(base))
         base = f"{base} ({found.group(0)})" if found else base
-    return base if len(base) <= LONGEST_NAME else base[: LONGEST_NAME - 3] + "..."
+    return _cut(base)
+
+
+def _cut(name: str) -> str:
+    return name if len(name) <= LONGEST_NAME else name[: LONGEST_NAME - 3] + "..."
+
+
+def _of_mangled(name: str) -> str:
+    """The last two parts of a mangled name ("_ZN7cutlass13device_kernelIN..."), of lengths and identifiers."""
+    place, parts = 3 if name.startswith("_ZN") else 2, []
+    while found := re.compile(r"\d+").match(name, place):
+        place = found.end() + int(found.group())
+        parts.append(name[found.end() : place])
+    return "::".join(part for part in parts[-2:] if part and not part.startswith("_GLOBAL__N")) or name
 
 
 def imbalance(operation: GpuOperation) -> float:

@@ -75,7 +75,8 @@ class Delays:
                 f"It was ready {_us(waited)} before {what.name} on stream {what.stream} ended, behind which it was queued."
             )
             delays.append(Delay(cause="queued", time=waited, evidence=said))
-        held = self._held(index, max(launch, others), start)
+        is_known = data is not None and timed.trace.operations[index].category == "kernel"
+        held = self._held(index, max(launch, others), start) if is_known else []
         return [delay for delay in (*delays, *held) if delay.time >= LEAST_DELAY_NS]
 
     def _before(self, number: int, index: int) -> tuple[int | None, int, int | None, int]:
@@ -115,7 +116,7 @@ class Delays:
 
     def _held(self, index: int, ready: int, start: int) -> list[Delay]:
         """What held it once it was ready: kernels on the SMs, or a hardware queue."""
-        if start - ready < LEAST_DELAY_NS or ready < 0:
+        if start - ready < LEAST_DELAY_NS:
             return []
         waited, operation = start - ready, self._timed.trace.operations[index]
         beside = self._running(ready, start)

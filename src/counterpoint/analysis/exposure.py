@@ -7,7 +7,7 @@ from counterpoint.analysis.collectives import RankCollectives
 from counterpoint.analysis.spans import Span, within
 from counterpoint.analysis.timed import TimedTrace
 from counterpoint.analysis.values import ExposedInterval, TracedCollective
-from counterpoint.analysis.windows import Busy
+from counterpoint.analysis.windows import BusyTimes
 from counterpoint.value import Value
 
 
@@ -22,7 +22,7 @@ class ExposedPiece(Value, frozen=True, kw_only=True):
     operation: int
 
 
-def find_pieces(timed: TimedTrace, found: RankCollectives, busy: Busy, windows: Sequence[Span]) -> list[ExposedPiece]:
+def find_pieces(timed: TimedTrace, found: RankCollectives, busy: BusyTimes, windows: Sequence[Span]) -> list[ExposedPiece]:
     """All exposed pieces in order of time. Their lengths add up, per step, to the exposed time."""
     running: list[int] = []
     place = 0

@@ -10,12 +10,11 @@ copies into and out of the buffers that peers read, and sums of what arrived. Th
 """
 
 import re
-from functools import lru_cache
 
 from counterpoint.analysis.timed import TimedTrace
 from counterpoint.analysis.values import Role
 from counterpoint.traces.activity import GpuOperation
-from counterpoint.traces.classify import Rule, classify_kernel, copy_direction
+from counterpoint.traces.classify import classify_kernel, copy_direction
 
 SUMS = re.compile("(?i)reduce_kernel.*(sum|mean)")
 
@@ -23,7 +22,9 @@ SUMS = re.compile("(?i)reduce_kernel.*(sum|mean)")
 def find_roles(timed: TimedTrace) -> tuple[Role, ...]:
     """The role of each operation, in the trace's order."""
     operations = timed.trace.operations
-    roles = [_role_by_name(operation.category, operation.name) for operation in operations]
+    kinds = {(operation.category, operation.name) for operation in operations}
+    by_name = {kind: _role_by_name(*kind) for kind in kinds}
+    roles = [by_name[operation.category, operation.name] for operation in operations]
     for line in timed.streams.values():
         carries = [place for place, index in enumerate(line) if _carries(operations[index], roles[index])]
         if not carries:
@@ -34,19 +35,13 @@ def find_roles(timed: TimedTrace) -> tuple[Role, ...]:
     return tuple(roles)
 
 
-@lru_cache(maxsize=4096)
 def _role_by_name(category: str, name: str) -> Role:
     if category != "kernel":
         return "communication" if copy_direction(name) == "peer_to_peer" else "copy"
     rule = classify_kernel(name)
     if rule.kind != "communication":
         return "computation"
-    return "waiting" if is_waiting(rule) else "communication"
-
-
-def is_waiting(rule: Rule) -> bool:
-    """Whether kernels of a rule do nothing but wait for other ranks."""
-    return bool(rule.names) and all("barrier" in name or "signal" in name for name in rule.names)
+    return "waiting" if rule.is_waiting else "communication"
 
 
 def is_sum(operation: GpuOperation) -> bool:

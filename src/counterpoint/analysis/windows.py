@@ -30,7 +30,7 @@ class RankWindows(Value, frozen=True, kw_only=True):
     problems: tuple[str, ...] = ()
 
 
-class Busy(Value, frozen=True, kw_only=True):
+class BusyTimes(Value, frozen=True, kw_only=True):
     """Unions of spans over the whole trace; communication holds waiting, and exposed what of it no computation covers."""
 
     computation: tuple[Span, ...]
@@ -56,14 +56,14 @@ def find_windows(timed: TimedTrace) -> RankWindows:
     return RankWindows(windows=windows, notes=steps.notes, problems=problems)
 
 
-def find_busy(timed: TimedTrace, roles: tuple[Role, ...]) -> Busy:
+def find_busy(timed: TimedTrace, roles: tuple[Role, ...]) -> BusyTimes:
     """When the GPU did what."""
     spans: dict[Role, list[Span]] = {"computation": [], "communication": [], "waiting": [], "copy": []}
     for index in timed.by_start:
         spans[roles[index]].append((timed.starts[index], timed.ends[index]))
     computation = union(spans["computation"])
     communication = union(spans["communication"] + spans["waiting"])
-    return Busy(
+    return BusyTimes(
         computation=tuple(computation),
         communication=tuple(communication),
         waiting=tuple(union(spans["waiting"])),
@@ -73,7 +73,7 @@ def find_busy(timed: TimedTrace, roles: tuple[Role, ...]) -> Busy:
     )
 
 
-def find_figures(timed: TimedTrace, busy: Busy, windows: tuple[Span, ...]) -> tuple[StepFigures, ...]:
+def find_figures(timed: TimedTrace, busy: BusyTimes, windows: tuple[Span, ...]) -> tuple[StepFigures, ...]:
     """The figures of every step, with the steady ones marked."""
     steady = steady_steps([end - start for start, end in windows])
     return tuple(_figures(timed, busy, number, window, number in steady) for number, window in enumerate(windows))
@@ -94,7 +94,7 @@ def representative(steps: Sequence[StepFigures]) -> StepFigures:
     return steady[(len(steady) - 1) // 2]
 
 
-def _figures(timed: TimedTrace, busy: Busy, step: int, window: Span, is_steady: bool) -> StepFigures:
+def _figures(timed: TimedTrace, busy: BusyTimes, step: int, window: Span, is_steady: bool) -> StepFigures:
     communication = length(within(busy.communication, window))
     exposed = length(within(busy.exposed, window))
     idle = without([window], within(busy.anything, window))
