@@ -19,7 +19,49 @@ if TYPE_CHECKING:
     from counterpoint.traces import TracedStep
 
 FAILED = 1
-FILE = {"metavar": "FILE"}
+TracesArgument = Annotated[
+    list[str], typer.Argument(metavar="TRACE", help="Profiler traces (.json, .json.gz) of one job, one for each rank.")
+]
+CompareOption = Annotated[
+    list[str] | None,
+    typer.Option("--compare", metavar="TRACE", help="A trace of another run to compare with; repeat it for more ranks."),
+]
+MachineOption = Annotated[
+    str | None,
+    typer.Option(
+        "--machine",
+        metavar="NAME",
+        help="A machine's name or file (.toml), to simulate what can be recovered.  [default: the traced GPU's]",
+    ),
+]
+RulesOption = Annotated[
+    Path | None, typer.Option("--rules", metavar="FILE", help="Your own rules for names of kernels (.toml), tried first.")
+]
+OutputOption = Annotated[
+    Path | None, typer.Option("-o", "--output", metavar="FILE", help="Save the analysis (.json): a baseline for later.")
+]
+HtmlOption = Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Write a page for a browser (.html).")]
+MarkdownOption = Annotated[
+    Path | None, typer.Option("--markdown", metavar="FILE", help="Write a summary for a pull request (.md).")
+]
+MergeOption = Annotated[
+    Path | None,
+    typer.Option("--merge", metavar="FILE", help="Write all ranks and causes as one trace for Perfetto (.json, .json.gz)."),
+]
+FailOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--fail-if", metavar="CONDITION", help="End with exit code 1 if it holds, such as 'exposed > 5%'; may be repeated."
+    ),
+]
+BaselineOption = Annotated[
+    Path | None,
+    typer.Option("--baseline", metavar="FILE", help="A saved analysis, for conditions such as 'step > baseline + 3%'."),
+]
+RecoverOption = Annotated[
+    bool, typer.Option("--recover/--no-recover", help="Simulate what could be recovered, or leave that out.")
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON for programs instead of text for people.")]
 
 
 class Outputs(NamedTuple):
@@ -32,56 +74,19 @@ class Outputs(NamedTuple):
 
 
 def analyze(
-    traces: Annotated[
-        list[str],
-        typer.Argument(metavar="TRACE", help="Profiler traces (.json, .json.gz) of one job, one for each rank."),
-    ],
+    traces: TracesArgument,
     *,
-    compare: Annotated[
-        list[str] | None,
-        typer.Option("--compare", metavar="TRACE", help="A trace of another run to compare with; repeat it for more ranks."),
-    ] = None,
-    machine: Annotated[
-        str | None,
-        typer.Option(
-            "--machine",
-            metavar="NAME",
-            help="A machine's name or file (.toml), to simulate what can be recovered.  [default: the traced GPU's]",
-        ),
-    ] = None,
-    rules: Annotated[
-        Path | None,
-        typer.Option("--rules", metavar="FILE", help="Your own rules for names of kernels (.toml), tried first."),
-    ] = None,
-    output: Annotated[
-        Path | None, typer.Option("-o", "--output", metavar="FILE", help="Save the analysis (.json): a baseline for later.")
-    ] = None,
-    html: Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Write a page for a browser (.html).")] = None,
-    markdown: Annotated[
-        Path | None, typer.Option("--markdown", metavar="FILE", help="Write a summary for a pull request (.md).")
-    ] = None,
-    merge: Annotated[
-        Path | None,
-        typer.Option(
-            "--merge", metavar="FILE", help="Write all ranks and causes as one trace for Perfetto (.json, .json.gz)."
-        ),
-    ] = None,
-    fail_if: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--fail-if",
-            metavar="CONDITION",
-            help="End with exit code 1 if it holds, such as 'exposed > 5%'; may be repeated.",
-        ),
-    ] = None,
-    baseline: Annotated[
-        Path | None,
-        typer.Option("--baseline", metavar="FILE", help="A saved analysis, for conditions such as 'step > baseline + 3%'."),
-    ] = None,
-    simulates: Annotated[
-        bool, typer.Option("--recover/--no-recover", help="Simulate what could be recovered, or leave that out.")
-    ] = True,
-    json: Annotated[bool, typer.Option("--json", help="Print JSON for programs instead of text for people.")] = False,
+    compare: CompareOption = None,
+    machine: MachineOption = None,
+    rules: RulesOption = None,
+    output: OutputOption = None,
+    html: HtmlOption = None,
+    markdown: MarkdownOption = None,
+    merge: MergeOption = None,
+    fail_if: FailOption = None,
+    baseline: BaselineOption = None,
+    simulates: RecoverOption = True,
+    json: JsonOption = False,
 ) -> None:
     """Say what communication is exposed in TRACE..., why, and how much of it can be recovered.
 

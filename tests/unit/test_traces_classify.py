@@ -1,9 +1,11 @@
 """Names of real kernels against what they are, and the rule table against itself."""
 
 import re
+from pathlib import Path
 
 import pytest
 
+from counterpoint.errors import TraceError
 from counterpoint.traces.classify import (
     classify_kernel,
     collective_kind,
@@ -12,6 +14,7 @@ from counterpoint.traces.classify import (
     element_bytes,
     is_communication,
     load_rules,
+    use_rules,
 )
 
 COMMUNICATION = [
@@ -44,6 +47,9 @@ COMMUNICATION = [
     ("void mscclpp::collective::allgather6<false>(void*)", "mscclpp", "all_gather"),
     ("userbuffers_fp16_sum_inplace_gpu_rw_ag<8>(int, int)", "userbuffers", "all_reduce"),
     ("void nvshmemi_transfer_alltoall<int>(int*)", "nvshmem", "all_to_all"),
+    ("nvshmemi_proxy_rma_entrypoint(void*, void*, rma_bytesdesc_t, int)", "nvshmem", "send_recv"),
+    ("void aiter::reduce_scatter_cross_device_store<bf16, 8>(aiter::RankData*)", "custom_all_reduce", "reduce_scatter"),
+    ("void tensorrt_llm::kernels::moe_comm::moeA2ACombineKernel<__half, 8>(int)", "trtllm", "all_to_all"),
     ("nvshmemi_barrier_on_stream_kernel(int)", "nvshmem", "send_recv"),
 ]
 COMPUTATION = [
@@ -76,6 +82,56 @@ def test_a_communication_kernel_is_known_by_its_name(name: str, library: str, co
 def test_a_computation_kernel_has_its_character(name: str, character: str) -> None:
     rule = classify_kernel(name)
     assert (rule.kind, rule.character) == ("computation", character)
+
+
+WAITING = (
+    "c10d::symmetric_memory::barrier_kernel(unsigned int**, int, int, int, unsigned long)",
+    "void deep_ep::intranode::barrier<8>(int**, int)",
+    "void barrier_on_stream_kernel_threadgroup<(threadgroup_t)2>(int, int)",
+    "nvshmemi_long_wait_until_on_stream_kernel(long volatile*, int, long)",
+    "kuserbuffers_pushrecv(int, int, int*, int*, int)",
+)
+
+
+def test_kernels_that_only_wait_are_known_as_such() -> None:
+    moving = [name for name, _, _ in COMMUNICATION if name not in WAITING and "barrier" not in name]
+    assert [classify_kernel(name).is_waiting for name in WAITING] == [True] * len(WAITING)
+    assert not any(classify_kernel(name).is_waiting for name in moving)
+
+
+def test_a_users_rules_hold_before_the_shipped_ones_until_they_are_taken_away(tmp_path: Path) -> None:
+    own = tmp_path / "own.toml"
+    rule = "names = ['my_gather*']\nkind = 'communication'\nlibrary = 'mine'\ncollective = 'all_gather'"
+    own.write_text(f"[[rule]]\n{rule}\nsource = 'ours'\n")
+    before = classify_kernel("my_gather_kernel")
+    use_rules(own)
+    try:
+        found = classify_kernel("my_gather_kernel")
+        assert (found.kind, found.library, found.collective) == ("communication", "mine", "all_gather")
+        assert classify_kernel(COMMUNICATION[0][0]).library == "nccl"
+    finally:
+        use_rules(None)
+    assert classify_kernel("my_gather_kernel") == before
+    assert load_rules(own).rule[1:] == load_rules().rule
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("[[rule]]\nsource = 'x'", "neither 'names' nor 'pattern'"),
+        ("[[rule]]\nsource = 'x'\npattern = '('", "is no regular expression"),
+        ("[[rule]]\nsource = 'x'\npattern = 'x'\nis_waiting = true", "only communication can be waiting"),
+        ("[[rule]]\nsource = 'x'\npattern = 'x'\nkind = 'talk'", "must be one of 'communication', 'computation'"),
+        ("[[rule]]\nname = 'x'", "rule[0]"),
+        ("", "is empty"),
+    ],
+)
+def test_a_bad_file_of_rules_is_refused_in_one_line(tmp_path: Path, text: str, says: str) -> None:
+    (tmp_path / "own.toml").write_text(text)
+    with pytest.raises(TraceError) as caught:
+        use_rules(tmp_path / "own.toml")
+    assert says in str(caught.value)
+    assert "\n" not in str(caught.value)
 
 
 def test_every_rule_compiles_and_names_its_source() -> None:

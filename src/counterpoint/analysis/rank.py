@@ -18,11 +18,15 @@ from counterpoint.analysis.lanes import draw_lanes
 from counterpoint.analysis.operators import find_operators
 from counterpoint.analysis.roles import find_roles
 from counterpoint.analysis.slowdowns import find_slowdowns
+from counterpoint.analysis.spans import Span
 from counterpoint.analysis.timed import TimedTrace, time_trace
 from counterpoint.analysis.values import ExposedInterval, RankAnalysis, Role, TracedCollective
 from counterpoint.analysis.windows import find_busy, find_figures, find_windows, representative
 from counterpoint.traces.activity import ActivityTrace
 from counterpoint.units import format_count
+
+DETAILED_STEPS = 24
+"""Tables of operators and the like are taken from at most so many steps: their means no longer change with more."""
 
 
 def analyze_rank(trace: ActivityTrace) -> RankAnalysis:
@@ -42,6 +46,7 @@ def analyze_rank(trace: ActivityTrace) -> RankAnalysis:
         CauseFinder(timed, roles, found, windows, main).intervals(find_pieces(timed, found, busy, windows))
     )
     steady = tuple(windows[step.step] for step in steps if step.is_steady)
+    detailed = _evenly_spaced(steady)
     shown = representative(steps)
     lanes, names = draw_lanes(timed, roles, windows[shown.step])
     return RankAnalysis(
@@ -53,14 +58,14 @@ def analyze_rank(trace: ActivityTrace) -> RankAnalysis:
         steps=steps,
         collectives=_described(timed, roles, found, exposed),
         exposed=exposed,
-        operators=find_operators(timed, roles, steady),
-        idle=find_idle(timed, steady),
-        critical_path=find_critical_path(timed, roles, steady),
-        slowdowns=find_slowdowns(timed, roles, found, steady),
+        operators=find_operators(timed, roles, detailed),
+        idle=find_idle(timed, detailed),
+        critical_path=find_critical_path(timed, roles, detailed),
+        slowdowns=find_slowdowns(timed, roles, found, detailed),
         shown_step=shown.step,
         lanes=lanes,
         names=names,
-        notes=(*trace.notes, *found_windows.notes, *_notes(timed, roles)),
+        notes=(*trace.notes, *found_windows.notes, *_notes(timed, roles), *_note_on_sample(steady, detailed)),
         problems=(*found_windows.problems, *_problems(timed)),
     )
 
@@ -73,6 +78,20 @@ def computation_stream(timed: TimedTrace, roles: tuple[Role, ...]) -> int | None
         if time:
             busy[stream] = time
     return busy.most_common(1)[0][0] if busy else None
+
+
+def _evenly_spaced(windows: tuple[Span, ...]) -> tuple[Span, ...]:
+    """All of a few windows; of many, some evenly spaced."""
+    if len(windows) <= DETAILED_STEPS:
+        return windows
+    return tuple(windows[place * len(windows) // DETAILED_STEPS] for place in range(DETAILED_STEPS))
+
+
+def _note_on_sample(steady: tuple[Span, ...], detailed: tuple[Span, ...]) -> list[str]:
+    if len(detailed) == len(steady):
+        return []
+    what = "Operators, idle time of streams, the critical path and slowdowns"
+    return [f"{what} are means over {len(detailed)} of the {len(steady)} steady steps, evenly spaced."]
 
 
 def _described(

@@ -8,6 +8,8 @@ import shlex
 from collections.abc import Iterable, Iterator
 from typing import Final
 
+from msgspec.structs import replace
+
 from counterpoint.analysis.values import Analysis, Cause, Recoverable
 from counterpoint.job import Job
 from counterpoint.measurement.values import LEAST_SIMULATED_GAIN
@@ -15,6 +17,7 @@ from counterpoint.metrics import measure
 from counterpoint.planner.job_changes import find_job_changes
 from counterpoint.planner.search import Trial, Tuning, tune
 from counterpoint.sim import Simulator
+from counterpoint.step import Collective, Operation, Step
 
 RUN = "counterpoint run --plan plan.toml -- torchrun train.py"
 # The causes of exposed time that a control acts upon.
@@ -27,12 +30,14 @@ ACTS_ON: Final[dict[str, tuple[Cause, ...]]] = {
     "overlap_matmul": ("dependent", "own_stream"),
     "own_stream": ("own_stream",),
 }
+Entry = tuple[tuple[Cause, ...], str, float, tuple[str, ...]]  # causes, what, microseconds, lines to paste
 OF_CHANGES: Final[tuple[Cause, ...]] = ("dependent", "own_stream", "queued", "launched_late", "tail")
 
 
 def find_recoverable(analysis: Analysis, job: Job, source: str) -> tuple[Recoverable, ...]:
     """What would shorten the step of `job`, which was read from `source`, by value; causes that the step does not have are
     not named."""
+    job = replace(job, step=_without_waits(job.step, analysis))
     tuning = tune(job.step, job.machine, Simulator())
     error_us = 0.0
     baseline_us = measure(tuning.baseline).makespan_us
@@ -52,7 +57,27 @@ def find_recoverable(analysis: Analysis, job: Job, source: str) -> tuple[Recover
     return tuple(sorted(found, key=lambda each: -each.recovers_us))
 
 
-Entry = tuple[tuple[Cause, ...], str, float, tuple[str, ...]]
+def _without_waits(step: Step, analysis: Analysis) -> Step:
+    """The step with what other ranks show of its collectives: no control shortens the wait for a rank that comes later.
+
+    The step is one of the first rank's; its collectives are found again by kind and traced time.
+    """
+    rank = analysis.ranks[0]
+    waited = {(skew.process_group, skew.group_number): dict(skew.waits_us).get(rank.rank, 0.0) for skew in analysis.skews}
+    wait_us = {
+        (each.collective, round(each.end_us - each.start_us, 2)): waited.get((each.process_group, each.group_number), 0.0)
+        for each in rank.collectives
+    }
+
+    def of_all_ranks(operation: Operation) -> Operation:
+        if not isinstance(operation, Collective) or operation.lone_us is None:
+            return operation
+        traced_us = operation.lone_us + operation.peer_wait_us
+        transfer_us = traced_us - wait_us.get((operation.collective, round(traced_us, 2)), 0.0)
+        lone_us = min(operation.lone_us, max(0.0, transfer_us))
+        return replace(operation, lone_us=lone_us, peer_wait_us=traced_us - lone_us)
+
+    return replace(step, operations=tuple(map(of_all_ranks, step.operations)))
 
 
 def _by_controls(tuning: Tuning, baseline_us: float, source: str) -> Iterator[Entry]:
@@ -73,7 +98,8 @@ def _by_controls(tuning: Tuning, baseline_us: float, source: str) -> Iterator[En
     if len(in_plan) > 1:
         causes = tuple(dict.fromkeys(cause for family in sorted(in_plan) for cause in ACTS_ON.get(family, ())))
         planned_us = measure(tuning.planned).makespan_us
-        yield causes, f"the plan: {' and '.join(sorted(in_plan))} together", baseline_us - planned_us, (save, RUN)
+        words = " and ".join(best[family].label if family in best else family for family in sorted(in_plan))
+        yield causes, f"{words} together, as the plan has them", baseline_us - planned_us, (save, RUN)
 
 
 def _lines_of(trial: Trial) -> Iterable[str]:

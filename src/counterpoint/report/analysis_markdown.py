@@ -12,7 +12,8 @@ from counterpoint.units import format_count, format_us
 
 SHOWN_TABLES = ("changes", "causes", "recoverable", "ranks")  # in this order; the page has the others
 MOST_ROWS = 10
-MOST_LENGTH = 160  # of a cell
+MOST_CELL = 160  # letters
+MOST_SENTENCE = 1_000
 PARTED_AT = "@\u200b"  # a mention cannot be escaped, only parted
 _SPECIAL = re.compile(r"([\\`*_{}\[\]<>#|~$!&])")
 
@@ -33,10 +34,10 @@ def markdown_summary(analysis: Analysis) -> str:
     return "\n".join(lines).rstrip() + "\n"
 
 
-def _plain(text: str) -> str:
+def _plain(text: str, most: int = MOST_SENTENCE) -> str:
     """Text that Markdown shows as it is: no link, mention, formatting or element of HTML."""
     shown = printable(text)
-    cut = shown if len(shown) <= MOST_LENGTH else shown[: MOST_LENGTH - 3] + "..."
+    cut = shown if len(shown) <= most else shown[: most - 3] + "..."
     return _SPECIAL.sub(r"\\\1", cut).replace("@", PARTED_AT)
 
 
@@ -63,7 +64,7 @@ def _grid(headers: Iterable[str], sides: Iterable[str], rows: Iterable[Iterable[
     yield f"| {' | '.join(headers)} |"
     yield f"| {' | '.join('--:' if side == 'right' else '---' for side in sides)} |"
     for row in rows:
-        yield f"| {' | '.join(map(_plain, row))} |"
+        yield f"| {' | '.join(_plain(cell, MOST_CELL) for cell in row)} |"
     yield ""
 
 

@@ -53,10 +53,9 @@
   function readColors() {
     const style = getComputedStyle(document.documentElement), read = (name) => style.getPropertyValue(name).trim();
     colors = { panel: read("--panel"), text: read("--text"), muted: read("--muted"), line: read("--line"), shade: read("--shade"),
-      accent: read("--accent"), on: read("--on-role"),
       lane: ROLES.map((_, i) => read("--role-" + i)), cause: CAUSES.map((_, i) => read("--cause-" + i)) };
     [colors.laneWords, colors.causeWords] = [colors.lane, colors.cause].map((list) => list.map(wordOf));
-    colors.causeText = colors.cause.map((color) => brightness(color) > 0.18 ? "#10161d" : "#ffffff");
+    [colors.laneText, colors.causeText] = [colors.lane, colors.cause].map((list) => list.map((color) => brightness(color) > 0.18 ? "#10161d" : "#ffffff"));
   }
   const wordOf = (color) => parseInt(color.slice(5, 7) + color.slice(3, 5) + color.slice(1, 3), 16); // the bytes red, green, blue
   function brightness(color) {
@@ -148,7 +147,7 @@
     const fits = Math.floor((x1 - Math.max(x0, gutter) - 8) / 6.2);
     if (fits < 3) return;
     const text = row.kind === "cause" ? CAUSES[row.paint[i]][0] : nameOf(row, i).replace(/^void (at::native::)?/, "");
-    pen.fillStyle = row.kind === "cause" ? colors.causeText[row.paint[i]] : colors.on;
+    pen.fillStyle = (row.kind === "cause" ? colors.causeText : colors.laneText)[row.paint[i]];
     pen.fillText(text.length > fits ? text.slice(0, fits - 1) + "\u2026" : text, Math.max(x0, gutter) + 4, top + row.h / 2 + 0.5);
   }
   const nameOf = (row, i) => DATA.names[row.names[i]];
@@ -442,7 +441,8 @@
     if (!navigator.clipboard) break;
     const made = element("button", "Copy", title), text = title.nextElementSibling.textContent;
     made.type = "button";
-    made.addEventListener("click", async () => { await navigator.clipboard.writeText(text); made.textContent = "Copied"; });
+    made.addEventListener("click", () => navigator.clipboard.writeText(text).then(
+      () => { made.textContent = "Copied"; }, () => getSelection().selectAllChildren(title.nextElementSibling)));
   }
 
   const stored = kept();

@@ -21,6 +21,7 @@ from counterpoint.units import MIB, format_bytes, format_count, format_us
 from counterpoint.value import save_text, shipped_text
 
 MAX_PAGE_BYTES = 8 * MIB
+SHORT_TEXT = 18  # letters up to which a cell is never folded
 LONG_TEXT = 60  # letters from which a cell gets a wider column, and is cut to three lines until it is clicked
 FRAME_HEIGHT = 900  # pixels of the page within a notebook
 NOT_ONE_CLOCK = "The clocks of the ranks could not be aligned for one step: each rank starts at zero."
@@ -202,7 +203,7 @@ def _cells(columns: Iterable[FigureColumn], row: tuple[Cell, ...]) -> Iterator[s
         if column.kind == "text" and len(shown) > LONG_TEXT:
             yield f'<td class="text long"><div class="clamp">{shown}</div></td>'
         elif column.kind == "text":
-            yield f'<td class="text">{shown}</td>'
+            yield f'<td class="text{" short" if len(shown) <= SHORT_TEXT else ""}">{shown}</td>'
         else:
             yield f"<td{_FIGURE}{'' if cell is None else f' data-v={chr(34)}{cell:.10g}{chr(34)}'}>{shown}</td>"
 

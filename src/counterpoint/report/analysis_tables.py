@@ -46,6 +46,11 @@ class FigureTable(Value, frozen=True, kw_only=True):
     columns: tuple[FigureColumn, ...]
     rows: tuple[tuple[Cell, ...], ...]
 
+    @property
+    def is_breakdown(self) -> bool:
+        """Whether the rows are parts of all communication."""
+        return self.key.startswith("by-")
+
 
 def format_cell(kind: Kind, cell: Cell) -> str:
     """A figure as people read it; nothing for None."""
@@ -70,6 +75,7 @@ def tables_of(analysis: Analysis) -> tuple[FigureTable, ...]:
         _changes(analysis),
         _ranks(analysis),
         _outliers(analysis),
+        _steps(analysis),
         *(_breakdown(aspect, rows) for aspect, rows in _by_aspect(analysis.breakdowns)),
         _waits(analysis),
         _skews(analysis),
@@ -126,6 +132,7 @@ def _recoverable(analysis: Analysis) -> FigureTable:
             _text("change"),
             *_figure("us", "recovers"),
             *_figure("share", "of the step"),
+            *_figure("us", "step with it", is_detail=True),
             _text("causes", is_detail=True),
             _text("certainty", is_detail=True),
         ],
@@ -134,6 +141,7 @@ def _recoverable(analysis: Analysis) -> FigureTable:
                 each.what,
                 each.recovers_us,
                 ratio(each.recovers_us, analysis.step_us),
+                analysis.step_us - each.recovers_us,
                 ", ".join(CAUSES[cause][0] for cause in each.causes),
                 "within the replay error" if each.is_within_replay_error else "beyond the replay error",
             )
@@ -172,10 +180,17 @@ def _change(change: Change) -> tuple[Cell, ...]:
     )
 
 
-_TIMES = ("makespan", "computation", "communication", "exposed", "idle", "launch-bound")
+_TIMES = (
+    *_figure("us", "makespan"),
+    *_figure("us", "computation", is_detail=True),
+    *_figure("us", "communication", "exposed"),
+    *_figure("us", "idle", "launch-bound", "waiting", "copies", is_detail=True),
+)
+_OVERLAP = _figure("share", "overlap")
 
 
-def _step_cells(step: StepFigures) -> tuple[float, ...]:
+def _step_times(step: StepFigures) -> tuple[float, ...]:
+    """As in `_TIMES`."""
     return (
         step.makespan_us,
         step.computation_us,
@@ -183,6 +198,8 @@ def _step_cells(step: StepFigures) -> tuple[float, ...]:
         step.exposed_us,
         step.idle_us,
         step.launch_bound_us,
+        step.waiting_us,
+        step.copy_us,
     )
 
 
@@ -193,11 +210,9 @@ def _ranks(analysis: Analysis) -> FigureTable:
         "Mean per steady step of each rank. Overlap is the share of communication beside computation.",
         [
             *_figure("number", "rank"),
-            *_figure("us", "makespan"),
-            *_figure("us", "computation", is_detail=True),
-            *_figure("us", "communication", "exposed"),
-            *_figure("share", "overlap"),
-            *_figure("us", "idle", "launch-bound", is_detail=True),
+            *_TIMES[:4],
+            *_OVERLAP,
+            *_TIMES[4:],
             *_figure("number", "steady steps", "steps", is_detail=True),
         ],
         (row for rank in analysis.ranks if (row := _rank_row(rank)) is not None),
@@ -208,7 +223,7 @@ def _rank_row(rank: RankAnalysis) -> tuple[Cell, ...] | None:
     steady = [step for step in rank.steps if step.is_steady]
     if not steady:
         return None
-    times = [fmean(column) for column in zip(*map(_step_cells, steady), strict=True)]
+    times = [fmean(column) for column in zip(*map(_step_times, steady), strict=True)]
     overlapped = fmean(step.overlapped_us for step in steady)
     return (rank.rank, *times[:4], ratio(overlapped, times[2]), *times[4:], len(steady), len(rank.steps))
 
@@ -218,14 +233,7 @@ def _outliers(analysis: Analysis) -> FigureTable:
         "outliers",
         "Steps that are not steady",
         "No mean holds these steps. The last column compares the makespan with the median steady step of the rank.",
-        [
-            *_figure("number", "rank", "step"),
-            *_figure("us", *_TIMES[:1]),
-            *_figure("us", *_TIMES[1:3], is_detail=True),
-            *_figure("us", *_TIMES[3:4]),
-            *_figure("us", *_TIMES[4:], is_detail=True),
-            *_figure("share", "of median"),
-        ],
+        [*_figure("number", "rank", "step"), *_TIMES, *_figure("share", "of median")],
         (row for rank in analysis.ranks for row in _outlier_rows(rank)),
     )
 
@@ -234,7 +242,19 @@ def _outlier_rows(rank: RankAnalysis) -> Iterator[tuple[Cell, ...]]:
     steady = [step.makespan_us for step in rank.steps if step.is_steady]
     for step in rank.steps:
         if not step.is_steady:
-            yield (rank.rank, step.step, *_step_cells(step), ratio(step.makespan_us, median(steady)) if steady else None)
+            yield (rank.rank, step.step, *_step_times(step), ratio(step.makespan_us, median(steady)) if steady else None)
+
+
+def _steps(analysis: Analysis) -> FigureTable:
+    """Nothing for one step per rank, which the ranks' table shows."""
+    steps = [step for rank in analysis.ranks if len(rank.steps) > 1 for step in rank.steps if step.is_steady]
+    return _table(
+        "steps",
+        "Steady steps",
+        "Each steady step of each rank.",
+        [*_figure("number", "rank", "step"), *_TIMES[:4], *_OVERLAP, *_TIMES[4:]],
+        ((step.rank, step.step, *_step_times(step)[:4], step.overlap_ratio, *_step_times(step)[4:]) for step in steps),
+    )
 
 
 def _by_aspect(rows: Iterable[Breakdown]) -> Iterator[tuple[Aspect, list[Breakdown]]]:

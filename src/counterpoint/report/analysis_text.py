@@ -29,7 +29,8 @@ def print_analysis(console: Console, analysis: Analysis) -> None:
     console.print(headline_box(console, analysis))
     console.print()
     for table in tables_of(analysis):
-        _print_table(console, table)
+        if len(table.rows) > 1 or not table.is_breakdown:  # one row repeats the totals
+            _print_table(console, table)
     _print_applications(console, analysis.recoverable)
     _print_lines(console, "notes", notes_of(analysis))
     _print_lines(console, "not known", problems_of(analysis))

@@ -14,7 +14,7 @@ from counterpoint.traces.chrome import Event, complete_event, name_events, write
 
 def write_analysis_trace(path: Path | str, analysis: Analysis) -> None:
     """Write all ranks to a `.json` or `.json.gz` file. Raises `TraceError` for another suffix, or if that is impossible."""
-    origins = step_origins(analysis)
+    origins = _origins(analysis)
     offsets = dict(analysis.clock_offsets_us)
     events: list[Event] = []
     for rank in analysis.ranks:
@@ -27,6 +27,16 @@ def write_analysis_trace(path: Path | str, analysis: Analysis) -> None:
         for each in shown_intervals(analysis, rank):
             events.append(_exposed(each, (rank.rank, causes_thread), origins[rank.rank], names.get(each.collective)))
     write_events(path, events)
+
+
+def _origins(analysis: Analysis) -> dict[int, float]:
+    """As on the page, but nothing comes before zero: an operation may have begun before its step."""
+    origins, offsets = step_origins(analysis), dict(analysis.clock_offsets_us)
+    first_us = min(
+        (lane.start_us + offsets.get(rank.rank, 0.0) - origins[rank.rank] for rank in analysis.ranks for lane in rank.lanes),
+        default=0.0,
+    )
+    return {rank: origin_us + min(0.0, first_us) for rank, origin_us in origins.items()}
 
 
 def _operations(rank: RankAnalysis, shift_us: float) -> Iterator[Event]:

@@ -73,9 +73,7 @@ def notes_of(analysis: Analysis) -> list[str]:
 
 def problems_of(analysis: Analysis) -> list[str]:
     """What could not be known, of the whole and of each rank."""
-    missing = (f"No trace of {name_ranks(analysis.missing_ranks)} was given.",) if analysis.missing_ranks else ()
-    whole = (*missing, *analysis.problems)
-    return _each_once(whole, ((rank.rank, rank.problems) for rank in analysis.ranks))
+    return _each_once(analysis.problems, ((rank.rank, rank.problems) for rank in analysis.ranks))
 
 
 def _each_once(whole: Iterable[str], ranks: Iterable[tuple[int, tuple[str, ...]]]) -> list[str]:

@@ -55,7 +55,10 @@ class TaskGraph:
         if isinstance(operation, Collective) and effect.overlap is not None:
             self._add_overlapped(operation, effect.overlap, launch)
         elif isinstance(operation, Collective) and is_summed(operation, effect):
-            self._add_summed(index, operation, launch)
+            self._add_summed(index, operation, self._after_peers(operation, launch))
+        elif isinstance(operation, Collective) and effect.uses_copy_engine:
+            launch = self._after_peers(operation, launch)
+            self._append(self._task(index, operation), launch)
         else:
             self._append(self._task(index, operation), launch)
         self.last.append(len(self.tasks) - 1)
@@ -99,6 +102,13 @@ class TaskGraph:
         operation, effect = self._step.operations[index], self._effects[index]
         is_reduced = isinstance(operation, Collective) and operation.collective == "all_reduce"
         return is_reduced and effect.uses_copy_engine and effect.overlap is None
+
+    def _after_peers(self, collective: Collective, launch: Launch) -> Launch:
+        """Copies, too, come to an end only when the other ranks have come; a kernel's wait is in its CTAs' time."""
+        if not collective.peer_wait_us:
+            return launch
+        self._append(CopyTask(len(self.tasks), CopyWork(lone_ps=collective.peer_wait_us * PS_PER_US)), launch)
+        return self._after(len(self.tasks) - 1)
 
     def _add_summed(self, index: int, collective: Collective, launch: Launch) -> None:
         """Copies out, the sum, and copies back; the sum's stream has the greatest priority, as a lane's has."""

@@ -34,14 +34,14 @@ def assemble(
     _attach_launches(trace.path, operations, calls)
     windows, notes = trace.step_windows, []
     if damage is not None:
-        windows, operations = _whole_steps(trace, operations, damage)
+        windows, operations = _whole_steps(trace, operations, calls, operators.threads, damage)
         notes.append(
-            f"{damage}: only what was launched in the {len(windows)} whole steps before that was read; copy or record it "
-            "again for the rest."
+            f"{damage}: only the first {len(windows)} steps are known to be whole and were read, without stream waits; copy "
+            "or record it again for the rest."
         )
     notes += [*_lost(operations, calls), *_early(operations)]
+    operations.sort(key=lambda operation: (*operation.issue_key, operation.stream, operation.arguments.correlation))
     found = _attach_operators(operations, calls, operators)
-    operations.sort(key=lambda operation: operation.issue_key)
     return replace(
         trace,
         operations=tuple(operations),
@@ -97,17 +97,27 @@ def _launch(operation: GpuOperation, calls: dict[int, HostCall]) -> Launch | Non
 
 
 def _whole_steps(
-    trace: ActivityTrace, operations: list[GpuOperation], damage: str
+    trace: ActivityTrace,
+    operations: list[GpuOperation],
+    calls: dict[int, HostCall],
+    threads: set[str],
+    damage: str,
 ) -> tuple[tuple[tuple[float, float], ...], list[GpuOperation]]:
-    """Steps before the last one of which anything was read, and what was launched in or before them."""
+    """Steps that are whole in a file that ends early, and what was launched up to their end.
+
+    The profiler writes all operators first, then GPU operations thread by thread, each in order: a step is whole if every
+    thread that runs operators launched something later that was read.
+    """
     starts = [start for start, _ in trace.step_windows]
-    places = [
-        bisect_right(starts, operation.start_us if operation.launched_us is None else operation.launched_us) - 1
-        for operation in operations
-    ]
-    num_whole = max(places, default=-1)
-    require(num_whole >= 1, TraceError, f"{damage}, and no whole step can be read; copy or record it again.")
-    kept = [operation for operation, place in zip(operations, places, strict=True) if place < num_whole]
+    reached = dict.fromkeys(threads, -1)
+    for operation in operations:
+        call = calls.get(operation.arguments.correlation)
+        if call is not None and call.thread in reached:
+            reached[call.thread] = max(reached[call.thread], bisect_right(starts, call.time_us) - 1)
+    num_whole = min(reached.values(), default=-1)
+    require(num_whole >= 1, TraceError, f"{damage}, and no step of it is known to be whole; copy or record it again.")
+    end_us = trace.step_windows[num_whole - 1][1]
+    kept = [operation for operation in operations if operation.launched_us is not None and operation.launched_us <= end_us]
     return trace.step_windows[:num_whole], kept
 
 

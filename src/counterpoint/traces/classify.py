@@ -9,10 +9,14 @@ import re
 from collections import Counter
 from collections.abc import Iterable
 from functools import cache, lru_cache
+from pathlib import Path
+from typing import Literal
 
-from counterpoint.errors import TraceError
+from msgspec.structs import replace
+
+from counterpoint.errors import TraceError, shown
 from counterpoint.step import Character, CollectiveKind, CopyDirection
-from counterpoint.value import Value, read_shipped
+from counterpoint.value import Value, read_shipped, read_toml, require
 
 COPY_DIRECTIONS: tuple[tuple[str, CopyDirection], ...] = (
     ("memset", "set"),
@@ -33,17 +37,43 @@ class Rule(Value, frozen=True, kw_only=True):
     """One rule: which kernel names, and what a kernel of such a name is.
 
     One of `names` fits the whole name (`*` and `?` as in a shell), or `pattern`, a regular expression, is found in it.
+    `library` is the transport of a collective; `is_waiting`, that the kernel only waits for other ranks or signals them.
     """
 
     source: str
     names: tuple[str, ...] = ()
     pattern: str = ""
-    kind: str = "computation"
+    kind: Literal["communication", "computation"] = "computation"
     library: str = ""
     collective: CollectiveKind = "send_recv"
     character: Character = "other"
     is_work_sharing: bool = False
+    is_waiting: bool = False
     ctas_per_cluster: int = 1
+
+    def __post_init__(self) -> None:
+        require(
+            bool(self.names or self.pattern),
+            TraceError,
+            "a rule fits no kernel: it has neither 'names' nor 'pattern'; give it one.",
+        )
+        require(
+            not self.is_waiting or self.kind == "communication",
+            TraceError,
+            'only communication can be waiting; give the rule kind = "communication" or leave out is_waiting.',
+        )
+        try:
+            re.compile(self.pattern)
+        except re.error as problem:
+            raise TraceError(
+                f"the pattern '{shown(self.pattern)}' is no regular expression: {problem}; correct it."
+            ) from problem
+
+
+class UserRules(Value, frozen=True, kw_only=True):
+    """A user's file: rules that hold before the shipped ones."""
+
+    rule: tuple[Rule, ...]
 
 
 class ClusterRule(Value, frozen=True, kw_only=True):
@@ -63,13 +93,35 @@ class RuleTable(Value, frozen=True, kw_only=True):
     dtype_bytes: dict[str, int]
 
 
-UNKNOWN = Rule(source="no rule knows the name")
+UNKNOWN = Rule(source="no rule knows the name", pattern="^")
+_IN_FORCE: dict[str, Path] = {}  # "user": the file of rules that this process was told to use
 
 
 @cache
-def load_rules() -> RuleTable:
-    """The shipped rule table."""
-    return read_shipped("traces/rules.toml", RuleTable, TraceError)
+def load_rules(path: Path | str | None = None) -> RuleTable:
+    """The shipped rule table; the rules of a user's TOML file, if one is named, come first.
+
+    Raises `TraceError`, in one line, for a file that cannot be read or is no table of rules.
+    """
+    shipped = read_shipped("traces/rules.toml", RuleTable, TraceError)
+    if path is None:
+        return shipped
+    own = read_toml(path, UserRules, TraceError)
+    return replace(shipped, rule=(*own.rule, *shipped.rule))
+
+
+def use_rules(path: Path | str | None) -> None:
+    """Classify by a user's rules first, in this process and from now on; None takes them away again.
+
+    Raises `TraceError` for a bad file, and changes nothing then. The launch filter keeps to the shipped table.
+    """
+    if path is None:
+        _IN_FORCE.clear()
+    else:
+        load_rules(Path(path))
+        _IN_FORCE["user"] = Path(path)
+    classify_kernel.cache_clear()
+    _compiled_rules.cache_clear()
 
 
 @cache
@@ -91,7 +143,8 @@ def classify_kernel(name: str) -> Rule:
 @cache
 def _compiled_rules() -> tuple[tuple[Rule, re.Pattern[str]], ...]:
     return tuple(
-        (rule, re.compile("|".join(filter(None, (*map(_whole, rule.names), rule.pattern))))) for rule in load_rules().rule
+        (rule, re.compile("|".join(filter(None, (*map(_whole, rule.names), rule.pattern)))))
+        for rule in load_rules(_IN_FORCE.get("user")).rule
     )
 
 

@@ -130,6 +130,7 @@ class EventStream:
 
     def _cut(self) -> list[Event] | None:
         """The events up to the last cut of the block, or None where there is none."""
+        self._drop_comma()
         for end in self._candidates():
             events = self._decode(self._rest[:end])
             if events is not None:
@@ -154,8 +155,13 @@ class EventStream:
             yield certain
 
     def _take(self, end: int, num_events: int) -> None:
-        self._rest = self._rest[end:].lstrip().removeprefix(b",")
+        self._rest = self._rest[end:]
         self._num_events += num_events
+
+    def _drop_comma(self) -> None:
+        """Let what is left begin with an event, not with the comma behind the one before."""
+        if self._num_events:
+            self._rest = self._rest.lstrip().removeprefix(b",")
 
     def _decode(self, text: bytes) -> list[Event] | None:
         """The events, or None where the text is not whole JSON."""
@@ -186,6 +192,7 @@ class EventStream:
 
     def _last(self) -> Iterator[list[Event]]:
         """The last events, and what surrounds them."""
+        self._drop_comma()
         certain, end = None, self._likely_end()
         if end is None:
             certain, end = follow(self._rest)

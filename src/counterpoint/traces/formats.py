@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from counterpoint.errors import TraceError
-from counterpoint.files import GZIP_MAGIC, MAX_TRACE_BYTES, PIECE_BYTES, read_pieces
-from counterpoint.traces import kineto
+from counterpoint.files import GZIP_MAGIC, MAX_TRACE_BYTES, read_pieces
+from counterpoint.traces import kineto, nsight
 from counterpoint.traces.activity import ActivityTrace
 from counterpoint.value import require
 
@@ -42,6 +42,7 @@ FORMATS = (
         decode=kineto.decode,
         read=kineto.read,
     ),
+    TraceFormat(name="Nsight Systems", suffixes=(".sqlite",), knows=nsight.knows, decode=nsight.decode, read=nsight.read),
 )
 SUFFIXES = tuple(suffix for each in FORMATS for suffix in each.suffixes)
 SUFFIXES_IN_WORDS = ", ".join(SUFFIXES)
@@ -56,7 +57,7 @@ def read_activity(path: Path, on_progress: Callable[[int, int], None] | None = N
     remedy = f"give a {' or '.join(SUFFIXES)} file"
     pieces = read_pieces(path, TraceError, remedy, most=MAX_TRACE_BYTES, is_unpacked=True, on_progress=on_progress)
     first = b""
-    while len(first) < PIECE_BYTES and (piece := next(pieces, b"")):  # a pipe gives little at once
+    while len(first) < HEAD_BYTES and (piece := next(pieces, b"")):  # a pipe gives little at once
         first = (first + piece).lstrip()
     require(bool(first), TraceError, f"{path} is empty; profile again and let the profiler finish writing.")
     head = first[:HEAD_BYTES]

@@ -94,6 +94,7 @@ class HostOperators:
         self._external_ids, self._key_numbers = array("q"), array("i")
         self._sequences, self._times, self._sequence_threads = array("q"), array("d"), array("i")
         self._threads: dict[str, int] = {}
+        self._operator_threads: set[int | str] = set()
         self._names: dict[str, int] = {}
         self._engine: dict[str, _Windows] = {}
         self._optimizer: dict[str, _Windows] = {}
@@ -104,6 +105,7 @@ class HostOperators:
     def add_operators(self, events: list[Event]) -> None:
         """Keep `cpu_op` events; one whose arguments cannot be read is left out, as shapes and names are an extra."""
         keys, numbers = self._keys, []
+        self._operator_threads |= {event.tid for event in events}
         kept, arguments = decode_arguments(events, self._decoder, self._list_decoder)
         for event, found in zip(kept, arguments, strict=True):
             sequence, dims = found.sequence, found.dims
@@ -112,7 +114,10 @@ class HostOperators:
             key = (event.name, bytes(dims), bytes(found.types)) if dims else event.name
             numbers.append(keys.setdefault(key, len(keys)))
         self._key_numbers.extend(numbers)
-        self._external_ids.extend([_small(found.external_id) for found in arguments])
+        try:
+            self._external_ids.extend(array("q", [found.external_id for found in arguments]))
+        except OverflowError:
+            self._external_ids.extend([_small(found.external_id) for found in arguments])
 
     def _add_sequence(self, event: Event, sequence: int, forward_thread: int) -> None:
         """Keep when an operator of this sequence number ran: in the backward engine, or forward."""
@@ -123,6 +128,11 @@ class HostOperators:
             self._sequences.append(_small(sequence))
             self._times.append(event.ts)
             self._sequence_threads.append(self._threads.setdefault(thread, len(self._threads)))
+
+    @property
+    def threads(self) -> set[str]:
+        """The threads that ran operators."""
+        return set(map(str, self._operator_threads))
 
     def add_annotation(self, event: Event) -> None:
         """Keep a `user_annotation` event, or the `python_function` event of an `nn.Module`."""
@@ -214,6 +224,21 @@ class HostOperators:
                 if self._times[place] in inside:
                     found[self._sequences[place]] = names[inside[self._times[place]]]
         return found
+
+
+def innermost_ranges(ranges: list[Event], moments: Iterable[tuple[float, str]]) -> dict[tuple[float, str], int]:
+    """For each moment of a thread the place in `ranges` of the innermost one around it; none is left out."""
+    windows: dict[str, _Windows] = {}
+    for place, event in enumerate(ranges):
+        windows.setdefault(str(event.tid), _Windows()).add(event.ts, event.ts + event.dur, place)
+    times: dict[str, list[float]] = {}
+    for time_us, thread in moments:
+        times.setdefault(thread, []).append(time_us)
+    return {
+        (time_us, thread): place
+        for thread, of_thread in times.items()
+        for time_us, place in windows.get(thread, _Windows()).innermost(of_thread).items()
+    }
 
 
 def decode_arguments(

@@ -202,7 +202,7 @@ class _Collected:
         )
         operations = max(self.operations.values(), key=len)
         number = operations[0].arguments.device
-        for wait in self.waits:  # a wait carries what the profiler knows of its event
+        for wait in self.waits if damage is None else ():  # what ends early has lost some of them, no one knows which
             call = self.calls.get(wait.correlation)
             if call is not None and wait.stream >= 0 and wait.device in (None, number):
                 self.calls[wait.correlation] = msgspec.structs.replace(call, kind="wait", sync=wait)
