@@ -215,9 +215,9 @@ def _write(outputs: Outputs, found: "Analysis", failures: Sequence[str]) -> None
         failed = "".join(f"- **fails**: {line}\n" for line in failures)
         save_text(outputs.markdown, failed + markdown_summary(found), "summary", AnalysisError)
     if outputs.merged is not None:
-        from counterpoint.report.analysis_trace import write_merged_trace  # noqa: PLC0415
+        from counterpoint.report.analysis_trace import write_analysis_trace  # noqa: PLC0415
 
-        write_merged_trace(outputs.merged, found)
+        write_analysis_trace(outputs.merged, found)
 
 
 def _print(found: "Analysis", *, is_json: bool) -> None:
