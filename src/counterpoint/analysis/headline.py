@@ -64,9 +64,8 @@ def _scope(analysis: Analysis) -> str:
 
 
 def _why_lines(analysis: Analysis, collectives: Collectives, exposed: Sequence[ExposedInterval]) -> tuple[str, ...]:
-    steps = keys_of(steady_steps(analysis.ranks))
-    chosen = analysis.causes[:MOST_LINES]
-    return tuple(_why(total, _largest_in(total.cause, collectives, exposed, steps)) for total in chosen)
+    where = _largest_by_cause(collectives, exposed, keys_of(steady_steps(analysis.ranks)))
+    return tuple(_why(total, where.get(total.cause, "")) for total in analysis.causes[:MOST_LINES])
 
 
 def _why(total: CauseTotal, where: str) -> str:
@@ -76,18 +75,18 @@ def _why(total: CauseTotal, where: str) -> str:
     return f"{words[0].upper()}{words[1:]}: {figures} of the exposed time{mostly}. {total.example}".rstrip()
 
 
-def _largest_in(
-    cause: Cause, collectives: Collectives, exposed: Sequence[ExposedInterval], steps: frozenset[StepOfRank]
-) -> str:
-    """The kind, size and module that most of a cause's time is in."""
-    times: dict[str, float] = {}
+def _largest_by_cause(
+    collectives: Collectives, exposed: Sequence[ExposedInterval], steps: frozenset[StepOfRank]
+) -> dict[Cause, str]:
+    """Of each cause: the kind, size and module of collectives that most of its time is in."""
+    times: dict[Cause, dict[str, float]] = {}
     for interval in exposed:
-        if interval.cause != cause or (interval.rank, interval.step) not in steps:
-            continue
-        if collective := collectives.get((interval.rank, interval.collective)):
+        collective = collectives.get((interval.rank, interval.collective))
+        if collective is not None and (interval.rank, interval.step) in steps:
             name = label_of(collective) + (f" in {collective.module}" if collective.module else "")
-            times[name] = times.get(name, 0.0) + interval.duration_us
-    return min(times, key=lambda name: (-times[name], name)) if times else ""
+            held = times.setdefault(interval.cause, {})
+            held[name] = held.get(name, 0.0) + interval.duration_us
+    return {cause: min(held, key=lambda name: (-held[name], name)) for cause, held in times.items()}
 
 
 def _next_lines(analysis: Analysis) -> tuple[str, ...]:

@@ -1,11 +1,13 @@
 """Collectives by kind, size, group and transport: how often, how long, at which bus bandwidth."""
 
 from collections.abc import Iterable, Iterator, Sequence
+from functools import lru_cache
 
 from counterpoint.analysis.means import spread_of
 from counterpoint.analysis.values import CollectiveSize, RankAnalysis, TracedCollective
 from counterpoint.analysis.waits import Arrival
 from counterpoint.sim.costs import wire_bytes
+from counterpoint.step import CollectiveKind
 from counterpoint.units import US_PER_S, format_bytes
 from counterpoint.value import Value
 
@@ -22,9 +24,12 @@ class TimedCollective(Value, frozen=True, kw_only=True):
 
 def label_of(collective: TracedCollective | CollectiveSize) -> str:
     """A collective in words: "all_reduce of 128 MiB"."""
-    return (
-        f"{collective.collective} of {format_bytes(collective.num_bytes)}" if collective.num_bytes else collective.collective
-    )
+    return _label(collective.collective, collective.num_bytes)
+
+
+@lru_cache(maxsize=1024)
+def _label(kind: CollectiveKind, num_bytes: int) -> str:
+    return f"{kind} of {format_bytes(num_bytes)}" if num_bytes else kind
 
 
 def collective_sizes(ranks: Sequence[RankAnalysis], met: Sequence[Arrival]) -> tuple[CollectiveSize, ...]:
