@@ -150,7 +150,9 @@ def tune(
         cli_gpu.tune_function(step, machine, output, json)
     job = load_job(step, machine)
     with _Progress(is_shown=not json) as on_trial:
-        tuning = planner.tune(job.step, job.machine, Simulator(), on_trial)
+        tuning = planner.tune(
+            job.step, job.machine, Simulator(), on_trial, traced=None if job.traced is None else job.traced.timeline
+        )
     if output is not None:
         save_plan(tuning.plan, output)
     _write_timelines(timeline, {"before": tuning.baseline, "after": tuning.planned})

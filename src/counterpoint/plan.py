@@ -1,5 +1,8 @@
 """A plan: the controls chosen for the operations of one step, each with its reason, or none with the verdict.
 
+The verdict is UNKNOWN where what was simulated differs from what was traced by more than a plan would bring; such a plan is
+empty, too.
+
 A plan knows nothing of how its controls are applied. It is saved as TOML that a person can read and edit. A control that
 cannot help is not in the plan: it is listed under `refusals` with the reason.
 """
@@ -16,7 +19,7 @@ from counterpoint.step import CollectiveKind, Operation, OperationKind, Step
 from counterpoint.units import format_bytes, format_numbers
 from counterpoint.value import Value, read_toml, require, save_toml
 
-Verdict = Literal["GAIN", "NO_GAIN"]
+Verdict = Literal["GAIN", "NO_GAIN", "UNKNOWN"]
 WILDCARDS = frozenset("*?[")
 NUM_SHOWN = 4  # ranges of numbers in a message; a plan may have hundreds
 

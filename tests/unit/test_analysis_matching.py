@@ -1,6 +1,7 @@
 """Collectives are matched and clocks aligned across ranks, whatever the clocks say and wherever a profile begins."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from random import Random
 
 import pytest
@@ -9,10 +10,11 @@ from hypothesis import strategies as st
 
 from counterpoint.analysis.alignment import align_clocks, describe_drifts
 from counterpoint.analysis.combine import combine
-from counterpoint.analysis.matching import match_collectives
+from counterpoint.analysis.matching import match_collectives, match_sequences
 from counterpoint.analysis.values import RankAnalysis, TracedCollective
-from helpers.rank_builder import MIB, rank_of, traced
+from helpers.rank_builder import MIB, rank_of, rank_of_raw_trace, traced
 
+TRACES = Path(__file__).parents[2] / "examples" / "traces"
 JITTER_US = 5.0
 
 
@@ -101,6 +103,21 @@ def test_matching_goes_on_after_lost_events() -> None:
 
     assert len(shared) == 38
     assert "38 collectives are in the traces of all its ranks present; up to 2 more (of rank 0)" in problems[0]
+
+
+@pytest.mark.parametrize(
+    ("num_first", "num_last", "lost"),
+    [(0, 0, ()), (12, 5, ()), (5, 19, ()), (33, 10, ()), (0, 0, (13, 14)), (0, 0, (41, 42))],
+)
+def test_real_ranks_of_a_regular_job_are_matched_whatever_is_missing(
+    num_first: int, num_last: int, lost: Sequence[int]
+) -> None:
+    """Steps have 19 collectives each, and last the same within a tenth of a millisecond: a shift by a step looks alike."""
+    first, second = (rank_of_raw_trace(TRACES / f"ddp.rank{rank}.json.gz", rank).collectives for rank in (0, 1))
+    kept = [place for place in range(len(second) - num_last) if place not in lost]
+    pairs = match_sequences(first[num_first:], [second[place] for place in kept])
+
+    assert [(i + num_first, kept[j]) for i, j in pairs] == [(place, place) for place in kept if place >= num_first]
 
 
 def test_ranks_of_different_runs_are_not_matched() -> None:

@@ -383,7 +383,7 @@ def test_an_error_line_repeats_little_of_what_it_found(tmp_path: Path, content: 
 def test_names_on_the_command_line_are_shortened_and_an_empty_one_is_told() -> None:
     assert len(refusal("tune", "n" * 5000)) < 600
     assert len(refusal("machines", "n" * 5000)) < 300
-    assert "'' is no name; STEP is a trace (.json, .json.gz)" in refusal("tune", "")
+    assert "'' is no name; STEP is a trace (.json, .json.gz, .sqlite)" in refusal("tune", "")
 
 
 def test_control_characters_of_a_machine_reach_no_terminal(tmp_path: Path) -> None:

@@ -60,7 +60,9 @@ def test_what_only_looks_like_a_function_is_none_for_any_command(command: str, s
 def test_a_file_that_is_named_like_a_function_is_a_file_for_any_command(command: str, tmp_path: Path) -> None:
     (tmp_path / "rank0:trace").write_text("no trace")
     message = refusal(command, "rank0:trace", cwd=tmp_path)
-    assert message.startswith("'rank0:trace' is neither a trace (.json, .json.gz) nor a workload file (.toml). Shipped")
+    assert message.startswith(
+        "'rank0:trace' is neither a trace (.json, .json.gz, .sqlite) nor a workload file (.toml). Shipped"
+    )
 
 
 def test_the_papers_grid_is_simulated_for_a_machine(tmp_path: Path) -> None:

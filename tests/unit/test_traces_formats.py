@@ -44,7 +44,9 @@ def test_a_trace_is_read_by_its_content(tmp_path: Path, name: str, content: byte
 def test_other_content_under_another_name_is_no_trace(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "notes").write_bytes(content)
     assert not is_trace(str(tmp_path / "notes"))
-    assert "is neither a trace (.json, .json.gz) nor a workload file (.toml)" in refusal("tune", "notes", cwd=tmp_path)
+    assert "is neither a trace (.json, .json.gz, .sqlite) nor a workload file (.toml)" in refusal(
+        "tune", "notes", cwd=tmp_path
+    )
 
 
 def test_a_new_format_is_one_line_in_the_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

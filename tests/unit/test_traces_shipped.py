@@ -171,7 +171,9 @@ def test_lone_times_never_exceed_traced_times_and_untouched_kernels_keep_theirs(
         if isinstance(operation, Copy):
             assert operation.lone_us == pytest.approx(durations[index])
         if isinstance(operation, Collective):
-            assert operation.lone_us + operation.peer_wait_us == pytest.approx(durations[index])
+            # What computation beside it explains, up to 15 %, is neither
+            known_us = operation.lone_us + operation.peer_wait_us
+            assert durations[index] / 1.15 - 1e-3 <= known_us <= durations[index] + 1e-3
     alone = sum(item.lone_us or 0 for item in result.step.operations if isinstance(item, Kernel))
     together = sum(durations[i] for i, item in enumerate(result.step.operations) if isinstance(item, Kernel))
     assert alone < 0.96 * together if name[:2] in ("dd", "fs") else alone == pytest.approx(together)

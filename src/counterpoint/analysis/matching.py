@@ -7,21 +7,29 @@ the ends of the collectives coincide, whatever the clocks are. What does not fit
 
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from statistics import median
+from statistics import median, median_low
 
 from counterpoint.analysis.values import RankAnalysis, TracedCollective
 from counterpoint.units import format_count, format_numbers
 from counterpoint.value import Value
 
 WINDOW = 1024  # collectives of each rank that a shift is sought in; more on either side are profiles of different steps
-LEAST_RUN = 3  # collectives whose ends say something about a shift
-LEAST_SPREAD_US = 100.0  # ends of one collective on two ranks were seen up to 80 us apart on H200s
-SPREAD_PER_DURATION = 0.5  # five times the tenth of a duration that they were apart: not the same collective
-SPREAD_BY_CHANCE_US = 5.0  # spreads that differ by less say nothing
+LEAST_RUN = 8  # collectives whose ends say something about a shift
+LEAST_SHARE = 0.25  # of the shorter sequence; fewer are matched by chance, or of profiles of different steps
+NEAR = 5  # collectives that tell the distance of the clocks beside them
+# Ends of one collective on two ranks of H200s were within 1 us for short ones, within a tenth of the duration for others.
+# Over that, changes of the distance were 0.03 to 0.47 in the middle and 0.2 to 0.7 for nine in ten (data-parallel; experts);
+# with the steps of a very regular job shifted by one they were 0.4 and 1.4.
+LEAST_ERROR_US = 5.0
+ERROR_PER_DURATION = 0.1
+USUALLY_APART = 0.5
+APART_BY_CHANCE = 0.05  # what differs by less is as good
+MOST_APART = 0.85
 MOST_CONFLICTS = 0.25  # of the matched ones: with more they are matched by chance
 
 Group = tuple[str | None, tuple[int, ...], int]
 Pairs = list[tuple[int, int]]
+Bounds = tuple[int, int]
 
 
 class SharedCollective(Value, frozen=True, kw_only=True):
@@ -126,20 +134,20 @@ def _describe_rest(name: str, counts: Mapping[int, int], num_common: int) -> lis
 def match_sequences(first: Sequence[TracedCollective], second: Sequence[TracedCollective]) -> Pairs:
     """Places in two ranks' sequences of one group that are the same collective, ascending; empty where nothing fits."""
     pairs: Pairs = []
-    distance_us: float | None = None
-    left = [((0, len(first)), (0, len(second)))]
+    left: list[tuple[Bounds, Bounds, float | None]] = [((0, len(first)), (0, len(second)), None)]
     while left:
-        (low, high), (other_low, other_high) = left.pop()
+        (low, high), (other_low, other_high), distance_us = left.pop()
         run = _best_run(first[low:high], second[other_low:other_high], distance_us)
         if not run:
             continue
         run = [(i + low, j + other_low) for i, j in run]
         pairs += run
-        distance_us = median(_distances(first, second, run)) if distance_us is None else distance_us
-        left.append(((low, run[0][0]), (other_low, run[0][1])))
-        left.append(((run[-1][0] + 1, high), (run[-1][1] + 1, other_high)))
-    pairs.sort()
-    return pairs if _num_conflicts(pairs, len(first), len(second)) <= MOST_CONFLICTS * len(pairs) else []
+        near, far = (median(_distances(first, second, part)) for part in (run[:NEAR], run[-NEAR:]))
+        left.append(((low, run[0][0]), (other_low, run[0][1]), near))
+        left.append(((run[-1][0] + 1, high), (run[-1][1] + 1, other_high), far))
+    is_by_chance = _num_conflicts(pairs, len(first), len(second)) > MOST_CONFLICTS * len(pairs)
+    is_enough = len(pairs) >= LEAST_SHARE * min(len(first), len(second))
+    return sorted(pairs) if is_enough and not is_by_chance else []
 
 
 def _num_conflicts(pairs: Pairs, num_first: int, num_second: int) -> int:
@@ -147,31 +155,28 @@ def _num_conflicts(pairs: Pairs, num_first: int, num_second: int) -> int:
 
     Of two profiles of one job, only one lacks what the other has at either end.
     """
-    edges = [(-1, -1), *pairs, (num_first, num_second)]
+    edges = [(-1, -1), *sorted(pairs), (num_first, num_second)]
     return sum(min(i - before - 1, j - other - 1) for (before, other), (i, j) in pairwise(edges))
 
 
 def _best_run(first: Sequence[TracedCollective], second: Sequence[TracedCollective], distance_us: float | None) -> Pairs:
     """The longest run of equal entries whose ends coincide; empty where there is none.
 
-    `distance_us` is how far apart the clocks are, if that is known already: beyond lost events, the ends must agree with it.
+    `distance_us` is how far apart the clocks are beside it, if that is known: beyond lost events, the ends must agree.
     """
     if not first or not second:
         return []
     tokens, others = [_token(c) for c in first], [_token(c) for c in second]
     if tokens == others and distance_us is None:
         whole = [(i, i) for i in range(len(first))]
-        if _do_coincide(first, second, whole, None) and _spread_us(first, second, whole) <= LEAST_SPREAD_US:
+        if _do_coincide(first, second, whole):
             return whole
     runs = [run for shift in _shifts(len(first), len(second)) if (run := _longest_run(tokens, others, shift))]
-    longest = max((len(run) for run in runs), default=0)
-    if distance_us is not None and longest < LEAST_RUN:
-        return []
-    least = longest / 2 if longest >= 2 * LEAST_RUN else longest
+    least = 1 if distance_us is not None else min(LEAST_RUN, len(first), len(second))
     fitting = [run for run in runs if len(run) >= least and _do_coincide(first, second, run, distance_us)]
-    spreads = [_spread_us(first, second, run) for run in fitting]
-    close = [run for run, spread in zip(fitting, spreads, strict=True) if spread <= 2 * min(spreads) + SPREAD_BY_CHANCE_US]
-    return _followed(max(close, key=len), tokens, others) if close else []
+    apart = [_usually_apart(_steps_apart(first, second, run)) for run in fitting]
+    close = [run for run, usual in zip(fitting, apart, strict=True) if usual <= 2 * min(apart) + APART_BY_CHANCE]
+    return _trimmed(first, second, _followed(max(close, key=len), tokens, others)) if close else []
 
 
 def _token(collective: TracedCollective) -> tuple[str, int]:
@@ -207,17 +212,41 @@ def _distances(first: Sequence[TracedCollective], second: Sequence[TracedCollect
     return [first[i].end_us - second[j].end_us for i, j in run]
 
 
-def _spread_us(first: Sequence[TracedCollective], second: Sequence[TracedCollective], run: Pairs) -> float:
-    """How much the distance of ends changes from one collective to the next, which a drift of clocks does not."""
-    distances = _distances(first, second, run)
-    return median(abs(a - b) for a, b in pairwise(distances)) if len(run) > 1 else 0.0
+def _errors(first: Sequence[TracedCollective], second: Sequence[TracedCollective], run: Pairs) -> list[float]:
+    """How far apart the ends of each shared collective may be."""
+    shorter = (min(first[i].end_us - first[i].start_us, second[j].end_us - second[j].start_us) for i, j in run)
+    return [LEAST_ERROR_US + ERROR_PER_DURATION * duration_us for duration_us in shorter]
+
+
+def _steps_apart(first: Sequence[TracedCollective], second: Sequence[TracedCollective], run: Pairs) -> list[float]:
+    """How much the distance of ends changes from one collective to the next, which a drift does not, over what may be."""
+    changes = pairwise(zip(_distances(first, second, run), _errors(first, second, run), strict=True))
+    return [abs(before - after) / (error + other) for (before, error), (after, other) in changes]
 
 
 def _do_coincide(
-    first: Sequence[TracedCollective], second: Sequence[TracedCollective], run: Pairs, distance_us: float | None
+    first: Sequence[TracedCollective], second: Sequence[TracedCollective], run: Pairs, distance_us: float | None = None
 ) -> bool:
-    """Whether the ends lie as close as those of shared collectives do."""
-    shortest = [min(first[i].end_us - first[i].start_us, second[j].end_us - second[j].start_us) for i, j in run]
-    limit_us = max(LEAST_SPREAD_US, SPREAD_PER_DURATION * median(shortest))
-    is_near = distance_us is None or abs(median(_distances(first, second, run)) - distance_us) <= 5 * limit_us
-    return is_near and _spread_us(first, second, run) <= limit_us
+    """Whether the ends lie as close as those of shared collectives do, and as far apart as the clocks beside them."""
+    if distance_us is not None:
+        is_near = abs(median(_distances(first, second, run)) - distance_us) <= 2 * max(_errors(first, second, run))
+        if not is_near:
+            return False
+    apart = sorted(_steps_apart(first, second, run))
+    most = apart[9 * (len(apart) - 1) // 10] if apart else 0.0
+    return most <= MOST_APART and (_usually_apart(apart) <= USUALLY_APART or len(run) < LEAST_RUN)
+
+
+def _usually_apart(apart: Sequence[float]) -> float:
+    return median_low(apart) if apart else 0.0
+
+
+def _trimmed(first: Sequence[TracedCollective], second: Sequence[TracedCollective], run: Pairs) -> Pairs:
+    """The run without entries at its ends that are alike by chance: their distance is another than that of the next one."""
+    apart = _steps_apart(first, second, run)
+    low, high = 0, len(run)
+    while high - low > 1 and apart[low] > 2 * MOST_APART:
+        low += 1
+    while high - low > 1 and apart[high - 2] > 2 * MOST_APART:
+        high -= 1
+    return run[low:high]

@@ -98,7 +98,8 @@ def _by_controls(tuning: Tuning, baseline_us: float, source: str) -> Iterator[En
     if len(in_plan) > 1:
         causes = tuple(dict.fromkeys(cause for family in sorted(in_plan) for cause in ACTS_ON.get(family, ())))
         planned_us = measure(tuning.planned).makespan_us
-        yield causes, f"the plan: {' and '.join(sorted(in_plan))} together", baseline_us - planned_us, (save, RUN)
+        words = " and ".join(best[family].label if family in best else family for family in sorted(in_plan))
+        yield causes, f"{words} together, as the plan has them", baseline_us - planned_us, (save, RUN)
 
 
 def _lines_of(trial: Trial) -> Iterable[str]:

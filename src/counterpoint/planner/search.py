@@ -2,7 +2,8 @@
 
 It knows nothing of how a candidate is executed; it compares timelines that an executor returns. A plan must gain at least
 `LEAST_SIMULATED_GAIN` of the baseline's makespan, else the verdict is NO_GAIN and the plan is empty; a further control must
-add `LEAST_ADDED_GAIN`.
+add `LEAST_ADDED_GAIN`. Where the step was traced, a gain must exceed the replay's error, else the verdict is UNKNOWN and the
+plan is empty, too.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,6 +19,7 @@ from counterpoint.planner.candidates import propose
 from counterpoint.planner.contention import find_contention
 from counterpoint.planner.durable import DurableMatches
 from counterpoint.planner.proposal import Candidate, Proposal, proposal
+from counterpoint.planner.replay import compare_replay
 from counterpoint.step import Step
 from counterpoint.timeline import AbstractExecutor, Timeline
 from counterpoint.units import format_count, format_percent, format_us
@@ -123,10 +125,13 @@ def tune(
     executor: AbstractExecutor,
     on_trial: Callable[[Trial], None] | None = None,
     applier: Applier = "step",
+    *,
+    traced: Timeline | None = None,
 ) -> Tuning:
     """Find the plan with the shortest makespan, of controls that `applier` can apply.
 
-    `on_trial` is called after each new trial, the baseline first.
+    `on_trial` is called after each new trial, the baseline first. `traced` is the step as it was measured, by which what
+    the executor makes of it is judged.
     """
     bench = _Bench(step, machine, executor, on_trial, applier)
     without = bench.attempt(())
@@ -135,20 +140,34 @@ def tune(
     best = bench.attempt(parts)
     baseline = bench.run(())
     trials, durable = bench.trials(), DurableMatches(step)
-    is_gain = best.makespan_us <= (1 - LEAST_SIMULATED_GAIN) * without.makespan_us
+    unknown = "" if traced is None else compare_replay(traced, baseline).why_unknown(_gain(without, best))
+    is_gain = best.makespan_us <= (1 - LEAST_SIMULATED_GAIN) * without.makespan_us and not unknown
     chosen = best if is_gain else without
     plan = Plan(
         step_name=step.name,
         step_fingerprint=step.fingerprint(),
         machine=machine.name,
-        verdict="GAIN" if is_gain else "NO_GAIN",
-        summary=_summary(trials, chosen),
+        verdict="GAIN" if is_gain else "UNKNOWN" if unknown else "NO_GAIN",
+        summary=_unknown(trials, unknown) if unknown else _summary(trials, chosen),
         expectation=Expectation(origin=baseline.origin, baseline_us=without.makespan_us, planned_us=chosen.makespan_us),
         directives=durable.directives(chosen.directives),
         refusals=_refusals(proposed, trials, chosen),
     )
     told = tuple(msgspec.structs.replace(trial, directives=durable.directives(trial.directives)) for trial in trials)
     return Tuning(plan=plan, baseline=baseline, planned=bench.run(parts if is_gain else ()), trials=told)
+
+
+def _gain(without: Trial, best: Trial) -> float:
+    """What a plan brings, as a share of the makespan; 0 where that is less than simulations are trusted with."""
+    gain = 1 - best.makespan_us / without.makespan_us
+    return gain if gain >= LEAST_SIMULATED_GAIN else 0.0
+
+
+def _unknown(trials: Sequence[Trial], reason: str) -> str:
+    best = min(trials, key=lambda trial: trial.makespan_us)
+    change = 1 - best.makespan_us / trials[0].makespan_us
+    said = f"{reason}; " + (f"measure the best candidate ({best.label})" if change > NEGLIGIBLE else "leave it as it is")
+    return said if change <= NEGLIGIBLE else f"{said}, which saves {format_percent(change)} of the replay"
 
 
 def _grow(bench: _Bench, without: Trial) -> list[Candidate]:

@@ -8,7 +8,7 @@ from counterpoint.machine import Machine
 from counterpoint.planner.search import Trial, Tuning
 from counterpoint.planner.search import tune as tune_by_executor
 from counterpoint.step import Step
-from counterpoint.timeline import AbstractExecutor
+from counterpoint.timeline import AbstractExecutor, Timeline
 from counterpoint.traces import TracedStep
 
 if TYPE_CHECKING:
@@ -21,6 +21,8 @@ def tune(
     machine: Machine,
     executor: AbstractExecutor | None = None,
     on_trial: Callable[[Trial], None] | None = None,
+    *,
+    traced: Timeline | None = None,
 ) -> Tuning: ...
 
 
@@ -33,10 +35,13 @@ def tune(
     machine: Machine | None = None,
     executor: AbstractExecutor | None = None,
     on_trial: Callable[[Trial], None] | None = None,
+    *,
+    traced: Timeline | None = None,
 ) -> "Tuning | Applied":
     """Find the plan that hides the most communication of `step`, or the verdict that none pays.
 
-    A `Step` is tried on `executor`, the simulator if none is given, for `machine`; the `Tuning` holds the plan. A function
+    A `Step` is tried on `executor`, the simulator if none is given, for `machine`; the `Tuning` holds the plan. `traced`, a
+    traced step's timeline, says how far the executor is right: a gain within its error is UNKNOWN. A function
     without arguments is captured on the GPUs at hand, tuned by measurement, and comes back with its plan in force; all ranks
     call this together. Raises `ArgumentError` where a step comes without a machine, or anything else is passed, and what
     `planner.on_gpu` raises.
@@ -53,7 +58,7 @@ def tune(
         from counterpoint.sim import Simulator  # noqa: PLC0415  a function is tuned without it
 
         executor = Simulator()
-    return tune_by_executor(step, machine, executor, on_trial)
+    return tune_by_executor(step, machine, executor, on_trial, traced=traced)
 
 
 def _check_arguments(step: object, machine: object, executor: object) -> None:

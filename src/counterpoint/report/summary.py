@@ -1,6 +1,6 @@
 """The figures of a report as values: the same for the text that people read and for JSON.
 
-The replay error compares the makespan simulated without any control with the traced one.
+The replay compares what is simulated without any control with what was traced: makespan, exposed time, overlap.
 """
 
 from collections.abc import Iterator, Sequence
@@ -13,6 +13,7 @@ from counterpoint.plan import LEAVE_IT, Plan
 from counterpoint.planner import Trial, Tuning
 from counterpoint.planner.ideal import Scale, scale_of
 from counterpoint.planner.job_changes import JobChanges, find_job_changes
+from counterpoint.planner.replay import ReplayAccuracy, compare_replay
 from counterpoint.report.to_apply import NOWHERE, Application, PlanOrigin, ways_to_apply
 from counterpoint.sim import Simulator
 from counterpoint.sim.calibration import MEASURED_GPU
@@ -37,7 +38,8 @@ class ReportRow(Value, frozen=True, kw_only=True):
 class Summary(Value, frozen=True, kw_only=True):
     """What a command found.
 
-    `replay_error` is signed, a fraction of the traced makespan; None without a trace and for a step under a plan.
+    `replay` says how far the simulation is right; None without a trace and for a step under a plan. `replay_error` is its
+    makespan's alone.
     `job_changes` are simulated only where `tune` found no plan.
     """
 
@@ -48,6 +50,7 @@ class Summary(Value, frozen=True, kw_only=True):
     notes: tuple[str, ...]
     step: tuple[ReportRow, ...]
     replay_error: float | None = None
+    replay: ReplayAccuracy | None = None
     plan: Plan | None = None
     trials: tuple[Trial, ...] = ()
     to_apply: tuple[Application, ...] = ()
@@ -63,8 +66,7 @@ def summarize_tuning(job: Job, tuning: Tuning, origin: PlanOrigin = NOWHERE) -> 
     rows = [_replayed_row(job, scale, "as replayed" if job.traced else "as it is", tuning.baseline)]
     if tuning.plan.directives:
         rows.append(_planned_row(scale, "with the plan", tuning.planned, tuning.plan))
-    error = _replay_error(job, tuning.baseline)
-    found = _summary(job, scale, rows, error, plan=tuning.plan, trials=tuning.trials)
+    found = _summary(job, scale, rows, _replay(job, tuning.baseline), plan=tuning.plan, trials=tuning.trials)
     if tuning.plan.directives:
         return replace(found, to_apply=ways_to_apply(tuning.plan, origin))
     return replace(found, job_changes=find_job_changes(job.step, job.machine, Simulator()))
@@ -77,14 +79,14 @@ def summarize_simulation(job: Job, simulated: Timeline, plan: Plan = LEAVE_IT, r
         return _summary(
             job, scale, [_planned_row(scale, "with the plan", simulated, plan)], None, plan=plan, remarks=remarks
         )
-    return _summary(job, scale, [_replayed_row(job, scale, "simulated", simulated)], _replay_error(job, simulated))
+    return _summary(job, scale, [_replayed_row(job, scale, "simulated", simulated)], _replay(job, simulated))
 
 
 def _summary(
     job: Job,
     scale: Scale,
     rows: Sequence[ReportRow],
-    error: float | None,
+    replay: ReplayAccuracy | None,
     *,
     plan: Plan | None = None,
     trials: tuple[Trial, ...] = (),
@@ -101,9 +103,10 @@ def _summary(
         step_fingerprint=job.step.fingerprint(),
         machine=job.machine.name,
         origin="simulated",
-        notes=(*_notes(job), *remarks),
+        notes=(*_notes(job), *([f"Replay against the trace: {replay.describe()}."] if replay else ()), *remarks),
         step=(*first, *rows, *_ideal_rows(scale)),
-        replay_error=error,
+        replay_error=None if replay is None else replay.makespan_error,
+        replay=replay,
         plan=plan,
         trials=trials,
     )
@@ -120,20 +123,17 @@ def _notes(job: Job) -> tuple[str, ...]:
     return notes
 
 
-def _replay_error(job: Job, simulated: Timeline) -> float | None:
-    if job.traced is None:
-        return None
-    return measure(simulated).makespan_us / measure(job.traced.timeline).makespan_us - 1
+def _replay(job: Job, simulated: Timeline) -> ReplayAccuracy | None:
+    return None if job.traced is None else compare_replay(job.traced.timeline, simulated)
 
 
 def _replayed_row(job: Job, scale: Scale, name: str, simulated: Timeline) -> ReportRow:
-    error = _replay_error(job, simulated)
-    if error is None:
+    replay = _replay(job, simulated)
+    if replay is None:
         return _planned_row(scale, name, simulated)
     metrics = measure(simulated)
-    return ReportRow(
-        name=name, makespan_us=metrics.makespan_us, metrics=metrics, remark=f"replay error {format_change(error)}"
-    )
+    remark = f"replay error {format_change(replay.makespan_error)}"
+    return ReportRow(name=name, makespan_us=metrics.makespan_us, metrics=metrics, remark=remark)
 
 
 def _scale(job: Job, plan: Plan) -> Scale:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from counterpoint.errors import TraceError
 from counterpoint.files import GZIP_MAGIC, MAX_TRACE_BYTES, read_pieces
-from counterpoint.traces import kineto
+from counterpoint.traces import kineto, nsight
 from counterpoint.traces.activity import ActivityTrace
 from counterpoint.value import require
 
@@ -42,6 +42,7 @@ FORMATS = (
         decode=kineto.decode,
         read=kineto.read,
     ),
+    TraceFormat(name="Nsight Systems", suffixes=(".sqlite",), knows=nsight.knows, decode=nsight.decode, read=nsight.read),
 )
 SUFFIXES = tuple(suffix for each in FORMATS for suffix in each.suffixes)
 SUFFIXES_IN_WORDS = ", ".join(SUFFIXES)

@@ -226,6 +226,21 @@ class HostOperators:
         return found
 
 
+def innermost_ranges(ranges: list[Event], moments: Iterable[tuple[float, str]]) -> dict[tuple[float, str], int]:
+    """For each moment of a thread the place in `ranges` of the innermost one around it; none is left out."""
+    windows: dict[str, _Windows] = {}
+    for place, event in enumerate(ranges):
+        windows.setdefault(str(event.tid), _Windows()).add(event.ts, event.ts + event.dur, place)
+    times: dict[str, list[float]] = {}
+    for time_us, thread in moments:
+        times.setdefault(thread, []).append(time_us)
+    return {
+        (time_us, thread): place
+        for thread, of_thread in times.items()
+        for time_us, place in windows.get(thread, _Windows()).innermost(of_thread).items()
+    }
+
+
 def decode_arguments(
     events: list[Event], decoder: msgspec.json.Decoder[T], list_decoder: msgspec.json.Decoder[list[T]]
 ) -> tuple[list[Event], list[T]]:

@@ -5,8 +5,8 @@ communication hardly touched took its lone time. A contended one takes that of a
 the longest untouched time of the same name, grid, block and shared memory that is not longer and not less than 1/1.7 of
 it (the same launch configuration may serve several sizes of matmul). Where there is none, the share of the SMs that the
 collectives held is subtracted. A collective's lone time is the least of its like that is no outlier: a rank that comes early
-waits inside the kernel, so longer times hold waits. The rest of its time it waited for other ranks. Nothing here knows
-dependencies.
+waits inside the kernel, so longer times hold waits. What of the rest computation beside it does not explain, it waited for
+other ranks. Nothing here knows dependencies.
 """
 
 from bisect import bisect_left
@@ -24,14 +24,16 @@ MOST_SLOWDOWN = 1.7
 """More than a neighbour of 24 CTAs on 132 SMs has been seen to cost (1.2 to 1.7 in the shipped traces)."""
 SAME_WITHIN = 0.05
 """Like launches that ran alone differ by so much in the shipped traces."""
-CONFIRMED_WITHIN = 0.25
+SLOWED_BESIDE = 0.15
+"""So much longer do collectives take beside computation that loads the memory: 13 to 17 % (shipped traces, simulated)."""
+SPREAD_BESIDE = 0.25
 """Times of like collectives beside different computation vary by so much (all-gathers of 416 MiB, shipped traces)."""
 
 Signature = tuple[str, tuple[int, ...], tuple[int, ...], int, int]
 
 
-class Communication(Value, frozen=True, kw_only=True):
-    """Communication of a trace by start: when, how long the longest is, and how many SMs each holds."""
+class Busy(Value, frozen=True, kw_only=True):
+    """Communication of a trace, or its computation, by start: when, how long the longest is, how many SMs each holds."""
 
     starts_us: tuple[float, ...]
     ends_us: tuple[float, ...]
@@ -39,7 +41,7 @@ class Communication(Value, frozen=True, kw_only=True):
     longest_us: float
 
     def beside(self, operation: GpuOperation) -> tuple[float, float]:
-        """Time an operation overlaps communication (as a union), and SM-microseconds that communication held of it."""
+        """Time an operation overlaps these (as a union), and SM-microseconds that they held of it."""
         covered_us = held = 0.0
         reached_us = operation.start_us
         first = bisect_left(self.starts_us, operation.start_us - self.longest_us)
@@ -54,27 +56,34 @@ class Communication(Value, frozen=True, kw_only=True):
 
 
 class LoneTimes(Value, frozen=True, kw_only=True):
-    """Lone time of each operation of the steady step, in its order; how many kernels were estimated from held SMs."""
+    """Lone time of each operation of the steady step, in its order; how many kernels were estimated from held SMs.
+
+    `peer_wait_us` is how long each collective waited for other ranks, 0 for anything else.
+    """
 
     lone_us: tuple[float, ...]
+    peer_wait_us: tuple[float, ...]
     num_contended: int
     num_estimated: int
 
 
 def find_lone_times(trace: ActivityTrace, steps: TracedSteps) -> LoneTimes:
     """Lone times of the steady step's operations, in microseconds."""
-    communication = _communication(trace)
+    communication, computation = _busy(trace, communicates=True), _busy(trace, communicates=False)
     untouched = [_untouched(trace, communication, steps.steady_operations)]
     untouched.append(_untouched(trace, communication, (i for step in steps.steps for i in step)))
     alike = _collective_times(trace, steps)
     with_sms = times_with_sms(trace)
     lone: list[float] = []
+    waits: list[float] = []
     num_contended = num_estimated = 0
     for index in steps.steady_operations:
         operation = trace.operations[index]
         traced_us = operation.duration_us
+        waits.append(0.0)
         if is_communication(operation.category, operation.name):
             lone.append(min(traced_us, least_usual(alike[collective_signature(operation)])))
+            waits[-1] = _peer_wait(traced_us, lone[-1], computation.beside(operation)[0])
             continue
         if index in with_sms:
             lone.append(with_sms[index])
@@ -87,14 +96,21 @@ def find_lone_times(trace: ActivityTrace, steps: TracedSteps) -> LoneTimes:
         like_us = _like(operation, untouched)
         num_estimated += like_us is None
         lone.append(_without_held(trace, traced_us, held) if like_us is None else like_us)
-    return LoneTimes(lone_us=tuple(lone), num_contended=num_contended, num_estimated=num_estimated)
+    return LoneTimes(
+        lone_us=tuple(lone), peer_wait_us=tuple(waits), num_contended=num_contended, num_estimated=num_estimated
+    )
 
 
 def least_usual(times_us: Sequence[float]) -> float:
-    """The least of the times that another confirms, by being longer by `CONFIRMED_WITHIN` at most; else the least."""
+    """The least of the times that another confirms, by being longer by `SPREAD_BESIDE` at most; else the least."""
     ascending = sorted(times_us)
-    confirmed = (time for time, after in pairwise(ascending) if after <= time * (1 + CONFIRMED_WITHIN))
+    confirmed = (time for time, after in pairwise(ascending) if after <= time * (1 + SPREAD_BESIDE))
     return next(confirmed, ascending[0])
+
+
+def _peer_wait(traced_us: float, lone_us: float, beside_us: float) -> float:
+    """What a collective took longer than alone, but for what computation beside it for so long explains."""
+    return max(0.0, traced_us - lone_us - SLOWED_BESIDE * min(beside_us, lone_us))
 
 
 def _without_held(trace: ActivityTrace, traced_us: float, held: float) -> float:
@@ -126,13 +142,15 @@ def collective_signature(operation: GpuOperation) -> tuple[object, ...]:
     )
 
 
-def _communication(trace: ActivityTrace) -> Communication:
+def _busy(trace: ActivityTrace, *, communicates: bool) -> Busy:
+    """Communication, or the kernels that compute."""
     found = sorted(
         (operation.start_us, operation.end_us, min(_num_ctas(operation), trace.num_sms or 0))
         for operation in trace.operations
-        if is_communication(operation.category, operation.name)
+        if is_communication(operation.category, operation.name) == communicates
+        and (communicates or operation.category == "kernel")
     )
-    return Communication(
+    return Busy(
         starts_us=tuple(start for start, _, _ in found),
         ends_us=tuple(end for _, end, _ in found),
         held_sms=tuple(held for _, _, held in found),
@@ -148,7 +166,7 @@ def _num_ctas(operation: GpuOperation) -> int:
     return count
 
 
-def _untouched(trace: ActivityTrace, communication: Communication, indices: Iterable[int]) -> dict[Signature, list[float]]:
+def _untouched(trace: ActivityTrace, communication: Busy, indices: Iterable[int]) -> dict[Signature, list[float]]:
     """Traced times of the kernels that communication hardly touched, ascending, by signature."""
     times: dict[Signature, list[float]] = {}
     for index in indices:

@@ -35,6 +35,7 @@ class Timing(Value, frozen=True, kw_only=True):
     waits_for: tuple[Dependency, ...]
     issued_us: float | None
     issued_after: int | None = None
+    peer_wait_us: float = 0.0
 
 
 class BuiltOperations(Value, frozen=True, kw_only=True):
@@ -124,7 +125,7 @@ def _collective(trace: ActivityTrace, traced: GpuOperation, rule: Rule, timing: 
         library=rule.library,
         footprint=_footprint(trace, traced, rule),
         lone_us=timing.lone_us,
-        peer_wait_us=max(0.0, traced.duration_us - timing.lone_us),
+        peer_wait_us=timing.peer_wait_us,
         waits_for=timing.waits_for,
         issued_us=timing.issued_us,
         issued_after=timing.issued_after,

@@ -85,9 +85,9 @@ def _steady_step(trace: ActivityTrace, rank: int | None) -> TracedStep:
     lone = find_lone_times(trace, steps)
     issue = find_issue_times(operations, trace.host_waits, gpu_windows(trace, steps)[steps.steady][0])
     timings = [
-        Timing(lone_us=lone_us, waits_for=waits_for, issued_us=issued_us, issued_after=issued_after)
-        for lone_us, waits_for, issued_us, issued_after in zip(
-            lone.lone_us, inside, issue.issued_us, issue.issued_after, strict=True
+        Timing(lone_us=lone_us, waits_for=waits_for, issued_us=issued_us, issued_after=issued_after, peer_wait_us=wait_us)
+        for lone_us, waits_for, issued_us, issued_after, wait_us in zip(
+            lone.lone_us, inside, issue.issued_us, issue.issued_after, lone.peer_wait_us, strict=True
         )
     ]
     built = build_operations(trace, steps.steady_operations, timings)

@@ -1,0 +1,218 @@
+"""Read what Nsight Systems recorded: the database that `nsys export --type sqlite` writes.
+
+Tables and columns are those of Nvidia's "SQLite Schema Reference"; times there are nanoseconds. A database may hold several
+processes: the one with most GPU operations on one device is read. Collectives have no sizes or groups here, as CUPTI knows
+none; ranges of NVTX stand for operators and modules. The module knows neither steps nor kernels.
+"""
+
+import re
+import sqlite3
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from sys import intern
+from typing import Any
+from urllib.parse import quote
+
+import msgspec
+
+from counterpoint.errors import CounterpointError, TraceError, shown
+from counterpoint.traces.activity import ActivityTrace, Category, GpuOperation, HostCall, LaunchArguments, SyncArguments
+from counterpoint.traces.assembly import assemble
+from counterpoint.traces.event_stream import Event
+from counterpoint.traces.host_operators import HostOperators, innermost_ranges
+from counterpoint.value import require
+
+MAGIC = b"SQLite format 3\0"
+KERNELS, COPIES, FILLS = (f"CUPTI_ACTIVITY_KIND_{name}" for name in ("KERNEL", "MEMCPY", "MEMSET"))
+CALLS, SYNCS, RANGES = "CUPTI_ACTIVITY_KIND_RUNTIME", "CUPTI_ACTIVITY_KIND_SYNCHRONIZATION", "NVTX_EVENTS"
+STREAM_WAIT_EVENT = 2  # CUpti_ActivitySynchronizationType
+COPY_NAMES = {1: "Memcpy HtoD", 2: "Memcpy DtoH", 8: "Memcpy DtoD", 10: "Memcpy PtoP"}  # CUpti_ActivityMemcpyKind
+PROCESS_BITS = 24  # a thread's global number without so many bits is that of its process
+_STEP = re.compile(r"(?i)^(?:profilerstep|(?:train(?:ing)?[ _]?)?(?:step|iteration|iter))[ _#:]*\d*$")
+_VERSION = re.compile(r"_v\d+$")
+_PLACE = ("start", "end", "deviceId", "streamId", "correlationId")
+_SHAPE = ("gridX", "gridY", "gridZ", "blockX", "blockY", "blockZ")
+_SIZES = ("registersPerThread", "staticSharedMemory", "dynamicSharedMemory")
+
+Process = tuple[int, int]  # a process's global number and a device
+
+
+def knows(head: bytes) -> bool:
+    """Whether a file that begins with these bytes is a database of SQLite."""
+    return head.startswith(MAGIC)
+
+
+def decode(path: Path, raw: bytearray) -> ActivityTrace:
+    """Refuse a database that is not the file itself, as a packed one is."""
+    raise TraceError(f"{path} is a packed database ({len(raw):,} bytes); unpack it (gunzip) and give the .sqlite file.")
+
+
+def read(path: Path, pieces: Iterator[bytes]) -> ActivityTrace:
+    """The activity in a database. Raises `TraceError` for one that Nsight Systems did not write, or without GPU activity."""
+    try:
+        with path.open("rb") as file:
+            is_packed = not knows(file.read(len(MAGIC)))
+    except OSError as problem:
+        raise TraceError(f"Cannot read {path}: {problem.strerror}; give a .sqlite file.") from problem
+    if is_packed:
+        return decode(path, bytearray(b"".join(pieces)))
+    try:
+        connection = sqlite3.connect(f"file:{quote(str(path))}?mode=ro&immutable=1", uri=True)
+        try:
+            return _Database(path, connection).trace()
+        finally:
+            connection.close()
+    except sqlite3.Error as problem:
+        raise TraceError(
+            f"{path} is no whole database ({problem}); export it again: nsys export --type sqlite."
+        ) from problem
+
+
+class _Database:
+    """One exported database."""
+
+    def __init__(self, path: Path, connection: sqlite3.Connection) -> None:
+        self.path, self.connection = path, connection
+        self.tables = {
+            name for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type IN ('table', 'view')")
+        }
+        require(
+            "StringIds" in self.tables,
+            TraceError,
+            f"{path} is no export of Nsight Systems: it has no table StringIds; make it by nsys export --type sqlite.",
+        )
+        self.names: dict[int, str] = {number: intern(text) for number, text in self.rows("StringIds", ("id", "value"))}
+
+    def rows(self, table: str, needed: Sequence[str], optional: Sequence[str] = ()) -> Iterator[tuple[Any, ...]]:
+        """Rows of a table, none if it is missing; `optional` columns that it lacks are None."""
+        if table not in self.tables:
+            return iter(())
+        present = {column for _, column, *_ in self.connection.execute(f'PRAGMA table_info("{table}")')}
+        lacking = [name for name in needed if name not in present]
+        require(
+            not lacking,
+            TraceError,
+            f"{self.path}: table {table} has no column {', '.join(lacking)}; export it again with a recent Nsight Systems.",
+        )
+        columns = ", ".join(f'"{name}"' if name in present else "NULL" for name in (*needed, *optional))
+        return self.connection.execute(f'SELECT {columns} FROM "{table}"')
+
+    def trace(self) -> ActivityTrace:
+        """All of it together."""
+        found: dict[Process, list[GpuOperation]] = {}
+        for place, operation in self.operations():
+            found.setdefault(place, []).append(operation)
+        require(
+            bool(found),
+            TraceError,
+            f"{self.path} holds no GPU activity; record with nsys profile --trace=cuda,nvtx and export again.",
+        )
+        (process, device), operations = max(found.items(), key=lambda item: len(item[1]))
+        calls, waits = self.calls(process, device)
+        operators, windows = self.operators(process, operations, calls)
+        gpus = {row[0]: row[1:] for row in self.rows("TARGET_INFO_GPU", ("id",), ("name", "smCount", "computeMajor"))}
+        name, num_sms, compute_major = gpus.get(device, (None, None, None))
+        trace = ActivityTrace(
+            path=str(self.path),
+            operations=(),
+            host_calls=(),
+            step_windows=windows,
+            num_devices=len(found),
+            device_name=name,
+            num_sms=num_sms or None,
+            compute_major=compute_major or 0,
+            rank=None,
+            world_size=None,
+            nccl_version=None,
+            host_waits=waits,
+        )
+        return assemble(trace, operations, calls, operators, None)
+
+    def operations(self) -> Iterator[tuple[Process, GpuOperation]]:
+        """Kernels, copies and fills, each with its process and device."""
+        optional = ("globalPid", "demangledName", "shortName", *_SHAPE, *_SIZES)
+        for row in self.rows(KERNELS, _PLACE, optional):
+            process, name, short, *launch = row[5:]
+            grid = tuple(int(size) for size in launch[:3] if size)
+            block = tuple(int(size) for size in launch[3:6] if size)
+            registers, static, dynamic = (size or 0 for size in launch[6:])
+            more = {"grid": grid, "block": block, "registers_per_thread": registers, "shared_bytes": static + dynamic}
+            called = self.names.get(name) or self.names.get(short) or "unknown"
+            yield self._operation("kernel", called, row, process, more)
+        for row in self.rows(COPIES, _PLACE, ("globalPid", "bytes", "copyKind")):
+            process, num_bytes, kind = row[5:]
+            yield self._operation("memcpy", COPY_NAMES.get(kind, "Memcpy"), row, process, {"num_bytes": num_bytes or 0})
+        for row in self.rows(FILLS, _PLACE, ("globalPid", "bytes")):
+            process, num_bytes = row[5:]
+            yield self._operation("memset", "Memset (Device)", row, process, {"num_bytes": num_bytes or 0})
+
+    def _operation(
+        self, category: Category, name: str, row: tuple[Any, ...], process: int | None, more: dict[str, Any]
+    ) -> tuple[Process, GpuOperation]:
+        start, end, device, stream, correlation, *_ = row
+        require(
+            all(isinstance(value, int) for value in row[: len(_PLACE)]) and 0 <= start <= end,
+            TraceError,
+            f"{self.path}: '{shown(name)}' on stream {stream} of device {device} runs from {start} to {end} ns; all four "
+            "must be whole numbers, times from 0. Export it again.",
+        )
+        try:
+            arguments = LaunchArguments(stream=stream, device=device, correlation=correlation or 0, **more)
+        except CounterpointError as problem:
+            raise TraceError(f"{self.path}: '{shown(name)}': {problem}") from problem
+        operation = GpuOperation(name=name, category=category, start_us=start / 1e3, end_us=end / 1e3, arguments=arguments)
+        return (process or 0, device), operation
+
+    def calls(self, process: int, device: int) -> tuple[dict[int, HostCall], tuple[tuple[float, float], ...]]:
+        """The process's calls by correlation, waits with their events, and when the host waited for the GPU."""
+        found: dict[int, HostCall] = {}
+        waits: list[tuple[float, float]] = []
+        for start, end, thread, correlation, name_id in self.rows(
+            CALLS, ("start", "end", "globalTid", "correlationId", "nameId")
+        ):
+            if process and thread >> PROCESS_BITS != process >> PROCESS_BITS:
+                continue
+            name = intern(_VERSION.sub("", self.names.get(name_id, "")))
+            if name.endswith("Synchronize"):
+                waits.append((start / 1e3, end / 1e3))
+            found[correlation] = HostCall(
+                kind="record" if "EventRecord" in name else "launch",
+                name=name,
+                time_us=start / 1e3,
+                thread=intern(str(thread)),
+                correlation=correlation,
+            )
+        columns = ("streamId", "correlationId", "syncType", "eventId")
+        for stream, correlation, kind, event, wait_process in self.rows(SYNCS, columns, ("globalPid",)):
+            call = found.get(correlation)
+            if kind == STREAM_WAIT_EVENT and call is not None and wait_process in (None, process):
+                sync = SyncArguments(stream=stream, device=device, correlation=correlation, event=event)
+                found[correlation] = msgspec.structs.replace(call, kind="wait", sync=sync)
+        return found, tuple(sorted(waits))
+
+    def operators(
+        self, process: int, operations: list[GpuOperation], calls: dict[int, HostCall]
+    ) -> tuple[HostOperators, tuple[tuple[float, float], ...]]:
+        """Ranges of NVTX as operators, with the innermost one's number beside each operation, and those that are steps."""
+        operators = HostOperators()
+        events: list[Event] = []
+        windows: list[tuple[float, float]] = []
+        for start, end, thread, text, text_id in self.rows(RANGES, ("start", "end", "globalTid"), ("text", "textId")):
+            name = text or self.names.get(text_id, "")
+            if not name or not end or thread is None or (process and thread >> PROCESS_BITS != process >> PROCESS_BITS):
+                continue
+            if _STEP.match(name):
+                windows.append((start / 1e3, end / 1e3))
+                name = f"ProfilerStep#{len(windows)}"
+            arguments = msgspec.Raw(b'{"External id": %d}' % (len(events) + 1))
+            events.append(Event(name=name, ts=start / 1e3, dur=(end - start) / 1e3, tid=str(thread), args=arguments))
+        operators.add_operators(events)
+        for event in events:
+            operators.add_annotation(event)
+        launches = [calls.get(operation.arguments.correlation) for operation in operations]
+        found = innermost_ranges(events, [(call.time_us, call.thread) for call in launches if call is not None])
+        for operation, call in zip(operations, launches, strict=True):
+            number = None if call is None else found.get((call.time_us, call.thread))
+            if number is not None:
+                msgspec.structs.force_setattr(operation.arguments, "external_id", number + 1)
+        return operators, tuple(sorted(windows))

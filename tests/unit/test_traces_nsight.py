@@ -1,0 +1,120 @@
+"""An export of Nsight Systems gives the same activity as a profiler trace of the same operations."""
+
+import sqlite3
+from pathlib import Path
+
+import pytest
+
+from counterpoint.errors import TraceError
+from counterpoint.traces import read_trace
+from counterpoint.traces.activity import HostOperator
+from counterpoint.traces.formats import read_activity
+from helpers.trace_builder import MATMUL, NCCL
+
+PROCESS = 5 << 24
+TABLES = """
+CREATE TABLE StringIds (id INTEGER PRIMARY KEY, value TEXT);
+CREATE TABLE TARGET_INFO_GPU (id INT, name TEXT, smCount INT, computeMajor INT);
+CREATE TABLE CUPTI_ACTIVITY_KIND_KERNEL (start INT, end INT, deviceId INT, contextId INT, streamId INT, correlationId INT,
+    globalPid INT, demangledName INT, shortName INT, registersPerThread INT, gridX INT, gridY INT, gridZ INT, blockX INT,
+    blockY INT, blockZ INT, staticSharedMemory INT, dynamicSharedMemory INT);
+CREATE TABLE CUPTI_ACTIVITY_KIND_MEMCPY (start INT, end INT, deviceId INT, streamId INT, correlationId INT, globalPid INT,
+    bytes INT, copyKind INT);
+CREATE TABLE CUPTI_ACTIVITY_KIND_RUNTIME (start INT, end INT, globalTid INT, correlationId INT, nameId INT);
+CREATE TABLE CUPTI_ACTIVITY_KIND_SYNCHRONIZATION (streamId INT, correlationId INT, globalPid INT, syncType INT, eventId INT);
+CREATE TABLE NVTX_EVENTS (start INT, end INT, globalTid INT, text TEXT, textId INT);
+"""
+NAMES = (MATMUL, NCCL, "cudaLaunchKernel_v7000", "cudaEventRecord_v3020", "cudaStreamWaitEvent_v3020", "aten::mm", "copy")
+
+
+class Database:
+    """Three steps of a matmul, an all-reduce that waits for it, and a copy to a peer; a second process has one kernel."""
+
+    def __init__(self, path: Path) -> None:
+        self.file, self.correlation = sqlite3.connect(path), 0
+        self.file.executescript(TABLES)
+        self.file.executemany("INSERT INTO StringIds VALUES (?, ?)", enumerate(NAMES))
+        self.file.execute("INSERT INTO TARGET_INFO_GPU VALUES (0, 'NVIDIA H200', 132, 9)")
+        for number in range(3):
+            self.step(1_000_000 * number)
+        self.call(50, 2, PROCESS + (1 << 24) + 1)
+        self.kernel(60, 70, 7, 0, PROCESS + (1 << 24))
+        self.file.commit()
+        self.file.close()
+
+    def step(self, begin: int) -> None:
+        thread = PROCESS + 9
+        ranges = [(begin + 1, begin + 900_000, thread, "step 1", None), (begin + 5, begin + 2_000, thread, None, 5)]
+        self.file.executemany("INSERT INTO NVTX_EVENTS VALUES (?, ?, ?, ?, ?)", ranges)
+        self.call(begin + 1_000, 2, thread)
+        self.kernel(begin + 10_000, begin + 110_000, 7, 0, PROCESS)
+        self.call(begin + 3_000, 3, thread)
+        self.call(begin + 4_000, 4, thread)
+        wait = (19, self.correlation, PROCESS, 2, 77 + begin)
+        self.file.execute("INSERT INTO CUPTI_ACTIVITY_KIND_SYNCHRONIZATION VALUES (?, ?, ?, ?, ?)", wait)
+        self.call(begin + 5_000, 2, thread)
+        self.kernel(begin + 111_000, begin + 311_000, 19, 1, PROCESS)
+        self.call(begin + 6_000, 6, thread)
+        copy = (begin + 320_000, begin + 330_000, 0, 7, self.correlation, PROCESS, 4096, 10)
+        self.file.execute("INSERT INTO CUPTI_ACTIVITY_KIND_MEMCPY VALUES (?, ?, ?, ?, ?, ?, ?, ?)", copy)
+
+    def call(self, start: int, name: int, thread: int) -> None:
+        self.correlation += 1
+        row = (start, start + 400, thread, self.correlation, name)
+        self.file.execute("INSERT INTO CUPTI_ACTIVITY_KIND_RUNTIME VALUES (?, ?, ?, ?, ?)", row)
+
+    def kernel(self, start: int, end: int, stream: int, name: int, process: int) -> None:
+        row = (start, end, 0, 1, stream, self.correlation, process, name, name, 168, 132, 1, 1, 384, 1, 1, 1024, 200_000)
+        self.file.execute(f"INSERT INTO CUPTI_ACTIVITY_KIND_KERNEL VALUES ({', '.join('?' * len(row))})", row)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    Database(tmp_path / "report.sqlite")
+    return tmp_path / "report.sqlite"
+
+
+def test_operations_launches_waits_and_ranges_are_read(path: Path) -> None:
+    trace = read_activity(path)
+    assert [item.name for item in trace.operations] == [MATMUL, NCCL, "Memcpy PtoP"] * 3
+    first = trace.operations[0]
+    assert (first.start_us, first.end_us, first.launched_us, first.launch_call) == (10.0, 110.0, 1.0, "cudaLaunchKernel")
+    assert (first.arguments.grid, first.arguments.block, first.arguments.shared_bytes) == ((132, 1, 1), (384, 1, 1), 201_024)
+    assert trace.operators[first.operator or 0] == HostOperator(
+        name="aten::mm", thread=str(PROCESS + 9), module="aten::mm", phase="unknown"
+    )
+    assert [call.kind for call in trace.host_calls] == ["launch", "record", "wait", "launch", "launch"] * 3
+    assert (trace.num_devices, trace.device_name, trace.num_sms, trace.compute_major) == (2, "NVIDIA H200", 132, 9)
+    assert trace.step_windows == ((0.001, 900.0), (1000.001, 1900.0), (2000.001, 2900.0))
+
+
+def test_a_step_of_an_export_can_be_planned(path: Path) -> None:
+    traced = read_trace(path)
+    assert (traced.step.name, traced.num_steps) == ("report", 3)
+    assert [operation.kind for operation in traced.step.operations] == ["computation", "communication", "communication"]
+    assert [edge.operation for edge in traced.step.operations[1].waits_for] == [0]
+
+
+@pytest.mark.parametrize(
+    ("statement", "says"),
+    [
+        ("DROP TABLE StringIds", "no export of Nsight Systems"),
+        ("DELETE FROM CUPTI_ACTIVITY_KIND_KERNEL; DELETE FROM CUPTI_ACTIVITY_KIND_MEMCPY", "holds no GPU activity"),
+        ("ALTER TABLE CUPTI_ACTIVITY_KIND_KERNEL DROP COLUMN streamId", "has no column streamId"),
+        ("UPDATE CUPTI_ACTIVITY_KIND_KERNEL SET end = -5", "all four must be whole numbers"),
+    ],
+)
+def test_another_database_is_refused_in_one_line(path: Path, statement: str, says: str) -> None:
+    with sqlite3.connect(path) as file:
+        file.executescript(statement)
+    file.close()
+    with pytest.raises(TraceError) as caught:
+        read_trace(path)
+    assert says in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_damaged_database_is_refused_in_one_line(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:5000])
+    with pytest.raises(TraceError, match="is no whole database"):
+        read_trace(path)
