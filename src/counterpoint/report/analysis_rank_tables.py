@@ -75,7 +75,7 @@ def _outlier_rows(rank: RankAnalysis) -> Iterator[tuple[Cell, ...]]:
 
 
 def steps_table(analysis: Analysis) -> FigureTable:
-    """Nothing for one step per rank, which the ranks' table shows."""
+    """Each steady step; a rank of one step has its row among the ranks already."""
     steps = [step for rank in analysis.ranks if len(rank.steps) > 1 for step in rank.steps if step.is_steady]
     return new_figures(
         "steps",
