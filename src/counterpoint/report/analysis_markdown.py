@@ -6,8 +6,9 @@ from html import escape
 
 from counterpoint.analysis.values import Analysis, Recoverable
 from counterpoint.errors import printable
-from counterpoint.report.analysis_tables import FigureTable, format_cell, tables_of
+from counterpoint.report.analysis_tables import tables_of
 from counterpoint.report.analysis_words import key_figures, notes_of, problems_of, subject
+from counterpoint.report.figure_tables import FigureTable, format_cell
 from counterpoint.units import format_count, format_us
 
 SHOWN_TABLES = ("changes", "causes", "recoverable", "ranks")  # in this order; the page has the others

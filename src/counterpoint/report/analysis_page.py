@@ -14,9 +14,10 @@ import msgspec
 
 from counterpoint.analysis.values import SCHEMA, Analysis, Cause
 from counterpoint.errors import CounterpointError, package_version, printable
-from counterpoint.report.analysis_tables import Cell, FigureColumn, FigureTable, format_cell, tables_of
+from counterpoint.report.analysis_tables import tables_of
 from counterpoint.report.analysis_timeline import ROLES, Limits, cut, describe_timeline, is_one_clock, timeline_data
 from counterpoint.report.analysis_words import CAUSES, key_figures, notes_of, problems_of, subject
+from counterpoint.report.figure_tables import Cell, FigureColumn, FigureTable, format_cell
 from counterpoint.units import MIB, format_bytes, format_count, format_us
 from counterpoint.value import save_text, shipped_text
 

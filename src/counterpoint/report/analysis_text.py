@@ -10,8 +10,9 @@ from rich.text import Text
 
 from counterpoint.analysis.values import Analysis, Recoverable
 from counterpoint.errors import printable
-from counterpoint.report.analysis_tables import Cell, FigureColumn, FigureTable, format_cell, tables_of
+from counterpoint.report.analysis_tables import tables_of
 from counterpoint.report.analysis_words import key_figures, notes_of, problems_of, subject
+from counterpoint.report.figure_tables import Cell, FigureColumn, FigureTable, format_cell
 from counterpoint.report.text import bullets, new_table
 from counterpoint.units import format_count, format_us
 

@@ -1,0 +1,69 @@
+"""Tables of figures as values: the same for a terminal, for Markdown and for a page.
+
+A table holds figures, not text, so that each reader can sort and shorten it.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Literal
+
+from counterpoint.errors import printable
+from counterpoint.units import format_bytes, format_percent, format_rate, format_us
+from counterpoint.value import Value
+
+Cell = str | float | int | None
+Kind = Literal["text", "us", "share", "bytes", "rate", "number"]
+
+
+class FigureColumn(Value, frozen=True, kw_only=True):
+    """One column. A column that `is_detail` is left out where there is little room."""
+
+    name: str
+    kind: Kind = "text"
+    is_detail: bool = False
+
+
+class FigureTable(Value, frozen=True, kw_only=True):
+    """Rows under columns; `key` is the table's name for links, `caption` one line that says what its figures are."""
+
+    key: str
+    title: str
+    caption: str
+    columns: tuple[FigureColumn, ...]
+    rows: tuple[tuple[Cell, ...], ...]
+
+    @property
+    def is_breakdown(self) -> bool:
+        """Whether the rows are parts of all communication."""
+        return self.key.startswith("by-")
+
+
+def format_cell(kind: Kind, cell: Cell) -> str:
+    """A figure as people read it; nothing for None."""
+    if cell is None:
+        return ""
+    if isinstance(cell, str):
+        return printable(cell)
+    formats: dict[Kind, Callable[[float], str]] = {
+        "us": format_us,
+        "share": format_percent,
+        "bytes": format_bytes,
+        "rate": format_rate,
+    }
+    return formats.get(kind, "{:,.4g}".format if isinstance(cell, float) else "{:,}".format)(cell)
+
+
+def text_column(name: str, *, is_detail: bool = False) -> FigureColumn:
+    """A column of text."""
+    return FigureColumn(name=name, is_detail=is_detail)
+
+
+def figure_columns(kind: Kind, *names: str, is_detail: bool = False) -> tuple[FigureColumn, ...]:
+    """Columns of one kind of figure."""
+    return tuple(FigureColumn(name=name, kind=kind, is_detail=is_detail) for name in names)
+
+
+def new_figures(
+    key: str, title: str, caption: str, columns: Sequence[FigureColumn], rows: Iterable[tuple[Cell, ...]]
+) -> FigureTable:
+    """A table; its rows in the order they come."""
+    return FigureTable(key=key, title=title, caption=caption, columns=tuple(columns), rows=tuple(rows))
