@@ -110,10 +110,11 @@ def analyze(
     if compare:
         from msgspec.structs import replace  # noqa: PLC0415
 
-        from counterpoint.analysis.comparison import compare as compare_analyses  # noqa: PLC0415
+        from counterpoint.analysis import comparison  # noqa: PLC0415
 
         other = _analyze(compare, machine, rules, simulates=False)
-        found = replace(found, changes=compare_analyses(other, found))
+        problems = (*found.problems, *comparison.comparison_problems(other, found))
+        found = replace(found, changes=comparison.compare(other, found), problems=problems)
     failures = violations(found, conditions, saved)
     _write(outputs, found, failures)
     _print(found, is_json=json)

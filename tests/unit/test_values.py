@@ -171,7 +171,7 @@ def example_of(kind: type[Value]) -> Value:
 def test_value_comes_back_equal_from_json_and_toml(kind: type[Value]) -> None:
     value = example_of(kind)
     assert msgspec.json.decode(write_json(value), type=kind) == value
-    assert msgspec.toml.decode(write_toml(value), type=kind) == value
+    assert msgspec.toml.decode(write_toml({"value": value}), type=dict[str, kind]) == {"value": value}
 
 
 @pytest.mark.parametrize("kind", VALUES, ids=lambda kind: kind.__name__)

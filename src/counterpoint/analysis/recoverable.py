@@ -38,11 +38,10 @@ def find_recoverable(analysis: Analysis, job: Job, source: str) -> tuple[Recover
     """What would shorten the step of `job`, which was read from `source`, by value; causes that the step does not have are
     not named."""
     job = replace(job, step=_without_waits(job.step, analysis))
-    tuning = tune(job.step, job.machine, Simulator())
-    error_us = 0.0
+    traced = None if job.traced is None else job.traced.timeline
+    tuning = tune(job.step, job.machine, Simulator(), traced=traced)
     baseline_us = measure(tuning.baseline).makespan_us
-    if job.traced is not None:
-        error_us = abs(baseline_us - measure(job.traced.timeline).makespan_us)
+    error_us = 0.0 if traced is None else abs(baseline_us - measure(traced).makespan_us)
     present = {total.cause for total in analysis.causes if total.exposed_us > 0}
     found = [
         Recoverable(
