@@ -1,6 +1,7 @@
 """The command line's part for `analyze`: traces in; a report, a page, a file for programs or a gate out."""
 
 import os
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
+from msgspec.structs import replace
 
 from counterpoint.errors import AnalysisError, CounterpointError, shown, shown_path
 from counterpoint.value import check_outputs, save_text, write_json
@@ -19,6 +21,8 @@ if TYPE_CHECKING:
     from counterpoint.traces import TracedStep
 
 FAILED = 1
+UNNAMED = -1  # a rank that nothing tells
+RANK_IN_NAME = re.compile(r"rank[_-]?(\d{1,6})")
 TracesArgument = Annotated[
     list[str], typer.Argument(metavar="TRACE", help="Profiler traces (.json, .json.gz) of one job, one for each rank.")
 ]
@@ -108,8 +112,6 @@ def analyze(
         use_rules(rules)
     found = _analyze(traces, machine, rules, simulates=simulates)
     if compare:
-        from msgspec.structs import replace  # noqa: PLC0415
-
         from counterpoint.analysis import comparison  # noqa: PLC0415
 
         other = _analyze(compare, machine, rules, simulates=False)
@@ -162,6 +164,9 @@ def _analyze_file(path: str, is_planned: bool, rules: Path | None) -> "tuple[Ran
         use_rules(rules)
     trace = read_activity(Path(path))
     rank = analyze_rank(trace)
+    if trace.rank is None:
+        named = RANK_IN_NAME.search(os.path.basename(path))
+        rank = replace(rank, rank=int(named[1]) if named else UNNAMED)
     try:
         return rank, traced_step_of(trace) if is_planned else None
     except CounterpointError:
@@ -178,18 +183,14 @@ def _check_sources(traces: Sequence[str]) -> None:
 
 
 def _numbered(ranks: "Sequence[RankAnalysis]") -> "list[RankAnalysis]":
-    """Ranks that a trace does not name (-1) take the lowest numbers that are free."""
-    from msgspec.structs import replace  # noqa: PLC0415
-
+    """Ranks that neither a trace nor its name tells take the lowest numbers that are free, in the order of the files."""
     taken = {each.rank for each in ranks}
     free = (number for number in range(2 * len(ranks)) if number not in taken)
-    return [each if each.rank >= 0 else replace(each, rank=next(free)) for each in ranks]
+    return [replace(each, rank=next(free)) if each.rank == UNNAMED else each for each in ranks]
 
 
 def _with_recoverable(found: "Analysis", step: "TracedStep", source: str, machine_name: str | None) -> "Analysis":
     """With what the planner would bring; on a GPU that nobody described, with the reason why that is not known."""
-    from msgspec.structs import replace  # noqa: PLC0415
-
     from counterpoint.analysis.headline import with_recoverable  # noqa: PLC0415
     from counterpoint.analysis.recoverable import find_recoverable  # noqa: PLC0415
     from counterpoint.job import job_of  # noqa: PLC0415

@@ -1,0 +1,96 @@
+"""`counterpoint analyze` as a user types it: files written, exit codes, and one line for whatever is wrong."""
+
+import gzip
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from helpers.command import TRACES, counterpoint, refusal
+
+DDP = [str(TRACES / f"ddp.rank{rank}.json.gz") for rank in (0, 1)]
+
+
+def analyze(*words: str) -> tuple[int, str, str]:
+    done = counterpoint("analyze", *words)
+    return done.returncode, done.stdout, done.stderr
+
+
+def without_rank(source: str, target: Path) -> str:
+    """A copy of a trace that does not say which rank it is of."""
+    document = json.loads(gzip.decompress(Path(source).read_bytes()))
+    document.pop("distributedInfo", None)
+    target.write_text(json.dumps(document))
+    return str(target)
+
+
+def test_two_ranks_give_a_report_and_every_file_that_was_asked_for(tmp_path: Path) -> None:
+    html, merged, summary, saved = (tmp_path / name for name in ("r.html", "all.json.gz", "s.md", "a.json"))
+    status, out, err = analyze(
+        *DDP, "--html", str(html), "--merge", str(merged), "--markdown", str(summary), "-o", str(saved)
+    )
+    assert (status, err) == (0, "")
+    assert "of the step is exposed communication" in " ".join(out.split())
+    assert "Waits of ranks" in out
+    assert "copies and sums" in out, "what can be recovered"
+    assert html.read_text().startswith("<!doctype html>")
+    assert json.loads(gzip.decompress(merged.read_bytes()))["traceEvents"]
+    assert "Causes of exposed communication" in summary.read_text()
+    found = json.loads(saved.read_text())
+    assert found["schema"] == "counterpoint.analysis/1"
+    assert sum(cause["share"] for cause in found["causes"]) == pytest.approx(1)
+    assert {wait["rank"]: (wait["times_last"], wait["times_first"]) for wait in found["waits"]} == {0: (38, 19), 1: (19, 38)}
+
+
+def test_a_gate_that_fails_says_why_and_ends_with_1(tmp_path: Path) -> None:
+    saved = tmp_path / "before.json"
+    assert analyze(DDP[0], "--no-recover", "-o", str(saved))[0] == 0
+    passing = ("--fail-if", "exposed > 50%", "--fail-if", "step > baseline + 3%", "--baseline", str(saved))
+    status, out, _ = analyze(DDP[0], "--no-recover", *passing)
+    assert status == 0
+    assert "No condition of --fail-if holds." in out
+    summary = tmp_path / "s.md"
+    status, _, err = analyze(DDP[0], "--no-recover", "--fail-if", "overlap < 99%", "--markdown", str(summary))
+    assert status == 1
+    assert err.startswith("counterpoint: fails: overlap < 99%: overlap is 9")
+    assert summary.read_text().startswith("- **fails**: overlap < 99%")
+
+
+def test_ranks_that_no_trace_names_come_from_the_names_of_files_or_their_order(tmp_path: Path) -> None:
+    named = [without_rank(source, tmp_path / f"run-rank_{rank}.json") for source, rank in zip(DDP, (5, 3), strict=True)]
+    plain = [without_rank(source, tmp_path / name) for source, name in zip(DDP, ("a.json", "b.json"), strict=True)]
+    for files, ranks in ((named, {5, 3}), (plain, {0, 1})):
+        status, out, err = analyze(*files, "--no-recover", "--json")
+        assert (status, err) == (0, "")
+        assert {rank["rank"] for rank in json.loads(out)["ranks"]} == ranks
+
+
+def test_what_changed_between_two_runs_is_listed() -> None:
+    status, out, _ = analyze(str(TRACES / "fsdp2.rank0.json.gz"), "--no-recover", "--compare", DDP[0])
+    assert status == 0
+    assert "step time" in out
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["none.json"], "'none.json' is no file"),
+        ([DDP[0], DDP[0]], "is named twice"),
+        ([str(Path(__file__))], "is not a profiler trace"),
+        ([DDP[0], "--fail-if", "exposed"], "--fail-if takes conditions"),
+        ([DDP[0], "--no-recover", "--fail-if", "step > baseline"], "Add --baseline FILE"),
+        ([DDP[0], "--baseline", DDP[0]], "is no saved analysis"),
+        ([DDP[0], "--merge", "out.txt"], "written to .json or .json.gz"),
+        ([DDP[0], "--html", DDP[0]], "already uses that file"),
+        ([DDP[0], "--rules", str(Path(__file__))], "is not TOML"),
+    ],
+)
+def test_what_is_wrong_is_one_line(words: Sequence[str], said: str) -> None:
+    assert said in refusal("analyze", *words)
+
+
+def test_a_machine_that_is_not_the_traced_one_leaves_out_only_what_is_simulated() -> None:
+    status, out, _ = analyze(DDP[0], "--machine", "a100")
+    assert status == 0
+    assert "What can be recovered is not known" in " ".join(out.split())
