@@ -12,8 +12,7 @@ from itertools import pairwise
 
 from msgspec.structs import replace
 
-from counterpoint.analysis.sizes import label_of
-from counterpoint.analysis.values import Cause, ExposedInterval, RankAnalysis, TracedCollective
+from counterpoint.analysis.values import Cause, ExposedInterval, RankAnalysis, TracedCollective, label_of
 from counterpoint.analysis.waits import Arrival
 from counterpoint.units import format_us
 from counterpoint.value import Value

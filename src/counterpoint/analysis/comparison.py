@@ -7,8 +7,7 @@ from msgspec.structs import replace
 
 from counterpoint.analysis.attribution import LEAST_IMBALANCE
 from counterpoint.analysis.means import spread_of, steady_steps
-from counterpoint.analysis.sizes import label_of
-from counterpoint.analysis.values import Analysis, Cause, Change, CollectiveSize, OperatorRow, StepFigures
+from counterpoint.analysis.values import Analysis, Cause, Change, CollectiveSize, OperatorRow, StepFigures, label_of
 
 FIGURES: tuple[tuple[str, Callable[[StepFigures], float]], ...] = (
     ("step time", lambda step: step.makespan_us),

@@ -1,14 +1,12 @@
 """Collectives by kind, size, group and transport: how often, how long, at which bus bandwidth."""
 
 from collections.abc import Iterable, Iterator, Sequence
-from functools import lru_cache
 
 from counterpoint.analysis.means import spread_of
 from counterpoint.analysis.values import CollectiveSize, RankAnalysis, TracedCollective
 from counterpoint.analysis.waits import Arrival
 from counterpoint.sim.costs import wire_bytes
-from counterpoint.step import CollectiveKind
-from counterpoint.units import US_PER_S, format_bytes
+from counterpoint.units import US_PER_S
 from counterpoint.value import Value
 
 
@@ -20,16 +18,6 @@ class TimedCollective(Value, frozen=True, kw_only=True):
     time_us: float
     imbalance: float
     is_latency: bool
-
-
-def label_of(collective: TracedCollective | CollectiveSize) -> str:
-    """A collective in words: "all_reduce of 128 MiB"."""
-    return _label(collective.collective, collective.num_bytes)
-
-
-@lru_cache(maxsize=1024)
-def _label(kind: CollectiveKind, num_bytes: int) -> str:
-    return f"{kind} of {format_bytes(num_bytes)}" if num_bytes else kind
 
 
 def collective_sizes(ranks: Sequence[RankAnalysis], met: Sequence[Arrival]) -> tuple[CollectiveSize, ...]:

@@ -5,9 +5,11 @@ clock of its first rank. What one rank's trace holds is reduced to a `RankAnalys
 number of collectives and of different kernels, and not on the size of the files.
 """
 
+from functools import lru_cache
 from typing import Literal
 
 from counterpoint.step import CollectiveKind
+from counterpoint.units import format_bytes
 from counterpoint.value import Value
 
 SCHEMA = "counterpoint.analysis/1"  # of the JSON; a change that breaks readers counts it up
@@ -207,6 +209,16 @@ class RankAnalysis(Value, frozen=True, kw_only=True):
     names: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     problems: tuple[str, ...] = ()
+
+
+def label_of(collective: "TracedCollective | CollectiveSize") -> str:
+    """A collective in words: "all_reduce of 128 MiB"."""
+    return _label(collective.collective, collective.num_bytes)
+
+
+@lru_cache(maxsize=1024)
+def _label(kind: CollectiveKind, num_bytes: int) -> str:
+    return f"{kind} of {format_bytes(num_bytes)}" if num_bytes else kind
 
 
 # --- all ranks ---

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 
 from counterpoint.analysis.alignment import RankClock
 from counterpoint.analysis.matching import SharedCollective
-from counterpoint.analysis.values import CollectiveSkew, RankWaits, TracedCollective
+from counterpoint.analysis.values import CollectiveSkew, RankWaits, TracedCollective, label_of
 from counterpoint.value import Value
 
 
@@ -80,7 +80,7 @@ def skew_of(arrival: Arrival) -> CollectiveSkew:
     """What is told of one collective."""
     first = arrival.members[0]
     return CollectiveSkew(
-        name=first.name,
+        name=label_of(first),
         process_group=first.process_group,
         group_number=first.group_number,
         step=first.step,
