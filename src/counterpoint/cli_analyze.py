@@ -24,7 +24,10 @@ FAILED = 1
 UNNAMED = -1  # a rank that nothing tells
 RANK_IN_NAME = re.compile(r"rank[_-]?(\d{1,6})")
 TracesArgument = Annotated[
-    list[str], typer.Argument(metavar="TRACE", help="Profiler traces (.json, .json.gz) of one job, one for each rank.")
+    list[str],
+    typer.Argument(
+        metavar="TRACE", help="Profiler traces (.json, .json.gz) or logs of NCCL Inspector of one job, one for each rank."
+    ),
 ]
 CompareOption = Annotated[
     list[str] | None,
@@ -154,6 +157,7 @@ def _each_rank(traces: Sequence[str], rules: Path | None) -> "Iterator[tuple[Ran
 
 def _analyze_file(path: str, is_planned: bool, rules: Path | None) -> "tuple[RankAnalysis, TracedStep | None]":
     """In a process of its own where there are several: what a trace holds is reduced before it is handed back."""
+    from counterpoint.analysis.inspector import is_inspector, read_inspector  # noqa: PLC0415
     from counterpoint.analysis.rank import analyze_rank  # noqa: PLC0415
     from counterpoint.traces.formats import read_activity  # noqa: PLC0415
     from counterpoint.traces.traced_step import traced_step_of  # noqa: PLC0415
@@ -162,6 +166,8 @@ def _analyze_file(path: str, is_planned: bool, rules: Path | None) -> "tuple[Ran
         from counterpoint.traces.classify import use_rules  # noqa: PLC0415
 
         use_rules(rules)
+    if is_inspector(Path(path)):
+        return read_inspector(Path(path)), None
     trace = read_activity(Path(path))
     rank = analyze_rank(trace)
     if trace.rank is None:

@@ -8,6 +8,7 @@ from counterpoint.analysis.alignment import RankClock, align_clocks, describe_dr
 from counterpoint.analysis.attribution import attribute
 from counterpoint.analysis.breakdowns import breakdowns, cause_totals, collectives_of, sums_problems
 from counterpoint.analysis.headline import headline
+from counterpoint.analysis.logged import combine_logs, is_logged
 from counterpoint.analysis.matching import match_collectives
 from counterpoint.analysis.means import keys_of, steady_steps
 from counterpoint.analysis.membership import belonging, describe_missing, missing_ranks
@@ -25,6 +26,8 @@ def combine(ranks: Sequence[RankAnalysis]) -> Analysis:
     """
     if not ranks:
         raise AnalysisError("There is no trace to analyze. Name at least one file.")
+    if is_logged(ranks):
+        return combine_logs(ranks)
     kept, strangers = belonging(ranks)
     shared, mismatches = match_collectives(kept)
     clocks, clock_problems = align_clocks(kept, shared)

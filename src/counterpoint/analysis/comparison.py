@@ -6,6 +6,7 @@ from typing import get_args
 from msgspec.structs import replace
 
 from counterpoint.analysis.attribution import LEAST_IMBALANCE
+from counterpoint.analysis.logged import is_logged
 from counterpoint.analysis.means import spread_of, steady_steps
 from counterpoint.analysis.values import Analysis, Cause, Change, CollectiveSize, OperatorRow, StepFigures, label_of
 
@@ -38,6 +39,8 @@ def compare(before: Analysis, after: Analysis) -> tuple[Change, ...]:
 def comparison_problems(before: Analysis, after: Analysis) -> tuple[str, ...]:
     """Why two analyses may not be of the same job, one sentence each."""
     problems: list[str] = []
+    if is_logged((*before.ranks, *after.ranks)):
+        problems.append("Logs of NCCL Inspector hold no steps: only collectives are compared.")
     devices = [", ".join(sorted({rank.device_name or "unknown" for rank in a.ranks})) for a in (before, after)]
     if devices[0] != devices[1]:
         problems.append(f"The runs were on different GPUs: {devices[0]} before, {devices[1]} after.")
@@ -52,6 +55,8 @@ def comparison_problems(before: Analysis, after: Analysis) -> tuple[str, ...]:
 def _step_changes(before: Analysis, after: Analysis) -> list[Change]:
     steps = steady_steps(before.ranks), steady_steps(after.ranks)
     changes: list[Change] = []
+    if is_logged((*before.ranks, *after.ranks)):
+        return changes
     for what, figure in FIGURES:
         figures = [figure(step) for step in steps[0]], [figure(step) for step in steps[1]]
         changes.append(_change(what, *figures))

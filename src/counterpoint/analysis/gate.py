@@ -18,6 +18,7 @@ from typing import Final, Literal, get_args
 
 import msgspec
 
+from counterpoint.analysis.logged import is_logged
 from counterpoint.analysis.values import SCHEMA, Analysis, Cause, StepFigures
 from counterpoint.errors import AnalysisError, shown, shown_path
 from counterpoint.files import read_limited
@@ -82,7 +83,16 @@ def parse_condition(text: str) -> Condition:
 
 
 def violations(analysis: Analysis, conditions: Sequence[Condition], baseline: Analysis | None = None) -> tuple[str, ...]:
-    """One sentence for each condition that holds, with the figures. Raises `AnalysisError` where a baseline is missing."""
+    """One sentence for each condition that holds, with the figures. Raises `AnalysisError` where a baseline is missing.
+
+    Logs of NCCL Inspector hold no steps, and no condition can be checked on them: that raises, too.
+    """
+    logged = next((each for each in (analysis, baseline) if each is not None and is_logged(each.ranks)), None)
+    if conditions and logged is not None:
+        raise AnalysisError(
+            f"--fail-if needs profiler traces, since NCCL Inspector's logs hold no steps; found {logged.ranks[0].path}. "
+            f"Give traces, or leave --fail-if out."
+        )
     return tuple(filter(None, (_violation(analysis, each, baseline) for each in conditions)))
 
 

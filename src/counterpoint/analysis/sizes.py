@@ -58,8 +58,9 @@ def _entries(ranks: Sequence[RankAnalysis]) -> Iterable[TracedCollective]:
 
 def _size(runs: Sequence[TimedCollective]) -> CollectiveSize:
     entry, times = runs[0].entry, [run.time_us for run in runs]
-    latencies = [run.time_us for run in runs if run.is_latency]
-    typical_us = sum(latencies) / len(latencies) if latencies else min(times)
+    timed = [run for run in runs if run.time_us > 0]  # logs hold entries without a time
+    latencies = [run.time_us for run in timed if run.is_latency]
+    typical_us = sum(latencies) / len(latencies) if latencies else min((run.time_us for run in timed), default=0.0)
     on_wire = wire_bytes(entry.collective, runs[0].num_bytes, max(1, entry.group_size))
     return CollectiveSize(
         collective=entry.collective,

@@ -68,6 +68,7 @@ class TracedCollective(Value, frozen=True, kw_only=True):
     profiled steps. `before` says in words what the rank did before it came to the collective, for ranks that waited for this
     one. `issued_us` is the host's launch; `imbalance` the largest part over the mean part of an uneven all-to-all, 1 where
     parts are even, 0 if unknown. `group_ranks` are the ranks of the process group where the trace lists them all.
+    `communicator` is the library's own name of the group, where it is logged: `inspector` says what logs hold.
     """
 
     rank: int
@@ -92,6 +93,7 @@ class TracedCollective(Value, frozen=True, kw_only=True):
     imbalance: float = 0.0
     before: str = ""
     group_ranks: tuple[int, ...] = ()
+    communicator: str = ""
 
 
 class ExposedInterval(Value, frozen=True, kw_only=True):
@@ -186,7 +188,7 @@ class LaneInterval(Value, frozen=True, kw_only=True, array_like=True):
 
 
 class RankAnalysis(Value, frozen=True, kw_only=True):
-    """All that is kept of one rank's trace.
+    """All that is kept of one rank's trace, or of its log of NCCL Inspector, as `source` says.
 
     `shown_step` is the representative (median steady) step, whose operations are `lanes`, at most some ten thousand.
     `problems` are what could not be known, one sentence each; `notes` what a reader should know besides.
@@ -194,6 +196,7 @@ class RankAnalysis(Value, frozen=True, kw_only=True):
 
     path: str
     rank: int
+    source: Literal["trace", "inspector"] = "trace"
     world_size: int | None = None
     device_name: str | None = None
     num_operations: int = 0

@@ -63,13 +63,14 @@ def rank_waits(met: Sequence[Arrival]) -> tuple[RankWaits, ...]:
     for arrival in met:
         for member, wait_us in zip(arrival.members, arrival.waits_us, strict=True):
             waited.setdefault(member.rank, []).append(wait_us)
+    apart = [arrival for arrival in met if arrival.skew_us > 0]  # else nobody came last
     return tuple(
         RankWaits(
             rank=rank,
             waited_us=sum(waits),
             mean_us=sum(waits) / len(waits),
-            times_last=sum(arrival.last.rank == rank for arrival in met),
-            times_first=sum(arrival.first.rank == rank for arrival in met),
+            times_last=sum(arrival.last.rank == rank for arrival in apart),
+            times_first=sum(arrival.first.rank == rank for arrival in apart),
             num_collectives=len(waits),
         )
         for rank, waits in sorted(waited.items())

@@ -11,7 +11,7 @@ from counterpoint.report.analysis_words import key_figures, notes_of, problems_o
 from counterpoint.report.figure_tables import FigureTable, format_cell
 from counterpoint.units import format_count, format_us
 
-SHOWN_TABLES = ("changes", "causes", "recoverable", "ranks")  # in this order; the page has the others
+SHOWN_TABLES = ("changes", "causes", "recoverable", "ranks", "logged-groups")  # in this order; the page has the others
 MOST_ROWS = 10
 MOST_CELL = 160  # letters
 MOST_SENTENCE = 1_000
@@ -24,7 +24,8 @@ def markdown_summary(analysis: Analysis) -> str:
     lines = [f"### {_plain(analysis.headline.verdict)}", "", f"{_plain(subject(analysis))}", ""]
     for title, sentences in (("Why", analysis.headline.why), ("Next", analysis.headline.next)):
         lines += _list(title, sentences)
-    lines += _grid(("figure", "mean per steady step"), ("left", "right"), key_figures(analysis))
+    if figures := key_figures(analysis):
+        lines += _grid(("figure", "mean per steady step"), ("left", "right"), figures)
     tables = {table.key: table for table in tables_of(analysis)}
     for key in SHOWN_TABLES:
         if key in tables:

@@ -6,7 +6,8 @@ Times are means per steady step unless a table's caption says otherwise.
 from collections.abc import Iterable, Iterator
 from itertools import groupby
 
-from counterpoint.analysis.values import Analysis, Aspect, Breakdown, Change, CollectiveSkew
+from counterpoint.analysis.logged import is_logged
+from counterpoint.analysis.values import Analysis, Aspect, Breakdown, Change, CollectiveSize, CollectiveSkew
 from counterpoint.report.analysis_rank_tables import (
     critical_path_table,
     idle_table,
@@ -32,6 +33,7 @@ def tables_of(analysis: Analysis) -> tuple[FigureTable, ...]:
         outliers_table(analysis),
         steps_table(analysis),
         *(_breakdown(aspect, rows) for aspect, rows in _by_aspect(analysis.breakdowns)),
+        _logged_groups(analysis),
         _waits(analysis),
         _skews(analysis),
         _sizes(analysis),
@@ -156,6 +158,24 @@ def _breakdown(aspect: Aspect, rows: Iterable[Breakdown]) -> FigureTable:
     )
 
 
+def _logged_groups(analysis: Analysis) -> FigureTable:
+    """Process groups of logs, which hold no steps to take means over; one that several ranks ran counts once."""
+    groups: dict[tuple[str | None, int], list[CollectiveSize]] = {}
+    for size in analysis.sizes if is_logged(analysis.ranks) else ():
+        groups.setdefault((size.process_group, size.group_size), []).append(size)
+    times = {group: sum(each.count * each.mean_us for each in sizes) for group, sizes in groups.items()}
+    return new_figures(
+        "logged-groups",
+        "Logged communication by process group",
+        "Sums over the whole log. Times are those of the last rank to come, where several ranks are given.",
+        [text_column("process group"), *figure_columns("number", "ranks", "collectives"), *figure_columns("us", "time")],
+        (
+            (*group, sum(each.count for each in groups[group]), time_us)
+            for group, time_us in sorted(times.items(), key=lambda entry: -entry[1])
+        ),
+    )
+
+
 def _waits(analysis: Analysis) -> FigureTable:
     return new_figures(
         "waits",
@@ -199,7 +219,7 @@ def _skew_row(skew: CollectiveSkew) -> tuple[Cell, ...]:
         skew.latency_us,
         skew.last_rank,
         skew.first_rank,
-        skew.step,
+        skew.step if skew.step >= 0 else None,  # logs hold no steps
         skew.process_group,
         skew.last_did,
     )

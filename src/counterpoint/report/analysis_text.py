@@ -40,7 +40,9 @@ def print_analysis(console: Console, analysis: Analysis) -> None:
 def headline_box(console: Console, analysis: Analysis) -> Panel:
     """Verdict, why and next, with the figures of a mean step, in a frame."""
     headline = analysis.headline
-    parts: list[Text | Table] = [Text(printable(headline.verdict), style="bold"), figures_line(analysis)]
+    parts: list[Text | Table] = [Text(printable(headline.verdict), style="bold")]
+    if key_figures(analysis):
+        parts.append(figures_line(analysis))
     for title, lines in (("why", headline.why), ("next", headline.next)):
         if lines:
             parts += [Text(title, style="bold cyan"), bullets(Text(printable(line)) for line in lines)]

@@ -7,6 +7,7 @@ the same step and their clocks are known to agree; else each starts at zero. It 
 from collections.abc import Iterable, Sequence
 from typing import get_args
 
+from counterpoint.analysis.logged import is_logged
 from counterpoint.analysis.values import Analysis, ExposedInterval, LaneInterval, RankAnalysis, Role
 from counterpoint.errors import printable
 from counterpoint.report.analysis_words import CAUSES
@@ -95,7 +96,7 @@ def shown_intervals(analysis: Analysis, rank: RankAnalysis) -> list[ExposedInter
 def is_one_clock(analysis: Analysis) -> bool:
     """Whether the drawn steps of all ranks can stand on one clock."""
     offsets = dict(analysis.clock_offsets_us)
-    is_known = len(analysis.ranks) == 1 or all(rank.rank in offsets for rank in analysis.ranks)
+    is_known = len(analysis.ranks) == 1 or is_logged(analysis.ranks) or all(rank.rank in offsets for rank in analysis.ranks)
     return is_known and len({rank.shown_step for rank in analysis.ranks}) <= 1
 
 
@@ -109,7 +110,7 @@ def step_origins(analysis: Analysis) -> dict[int, float]:
 def describe_timeline(analysis: Analysis) -> list[str]:
     """What the drawing shows, in one sentence for each rank: for those who cannot see it."""
     lines = []
-    for rank in analysis.ranks:
+    for rank in (each for each in analysis.ranks if each.source == "trace"):
         exposed = shown_intervals(analysis, rank)
         streams = len({lane.stream for lane in rank.lanes})
         by_cause: dict[str, float] = {}

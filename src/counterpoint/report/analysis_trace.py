@@ -6,14 +6,24 @@ Ranks stand on one clock where clocks are known to agree, else each step starts 
 from collections.abc import Iterator
 from pathlib import Path
 
+from counterpoint.analysis.logged import is_logged
 from counterpoint.analysis.values import Analysis, ExposedInterval, RankAnalysis
+from counterpoint.errors import AnalysisError
 from counterpoint.report.analysis_timeline import shown_intervals, step_origins
 from counterpoint.report.analysis_words import CAUSES
 from counterpoint.traces.chrome import Event, complete_event, name_events, write_events
 
 
 def write_analysis_trace(path: Path | str, analysis: Analysis) -> None:
-    """Write all ranks to a `.json` or `.json.gz` file. Raises `TraceError` for another suffix, or if that is impossible."""
+    """Write all ranks to a `.json` or `.json.gz` file. Raises `TraceError` for another suffix, or if that is impossible.
+
+    Raises `AnalysisError` for logs, of which nothing can be drawn.
+    """
+    if is_logged(analysis.ranks):
+        raise AnalysisError(
+            f"--merge needs profiler traces, since NCCL Inspector's logs hold no start times; found "
+            f"{analysis.ranks[0].path}. Give traces, or leave --merge out."
+        )
     origins = _origins(analysis)
     offsets = dict(analysis.clock_offsets_us)
     events: list[Event] = []

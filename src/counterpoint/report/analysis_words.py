@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 
+from counterpoint.analysis.logged import is_logged
 from counterpoint.analysis.values import Analysis, Aspect, Cause
 from counterpoint.errors import printable
 from counterpoint.units import format_numbers, format_percent, format_us
@@ -50,7 +51,9 @@ def name_ranks(ranks: Sequence[int]) -> str:
 
 
 def key_figures(analysis: Analysis) -> list[tuple[str, str]]:
-    """The figures of a mean steady step with their names, as people read them."""
+    """The figures of a mean steady step with their names, as people read them; none of logs, which hold no steps."""
+    if is_logged(analysis.ranks):
+        return []
     exposed = ratio(analysis.exposed_us, analysis.step_us)
     overlap = [] if analysis.overlap_ratio is None else [("overlap", format_percent(analysis.overlap_ratio))]
     figures = [
