@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from helpers.command import TRACES, counterpoint, refusal
+from helpers.inspector_builder import record, write_log
 
 DDP = [str(TRACES / f"ddp.rank{rank}.json.gz") for rank in (0, 1)]
 
@@ -70,6 +71,40 @@ def test_what_changed_between_two_runs_is_listed() -> None:
     status, out, _ = analyze(str(TRACES / "fsdp2.rank0.json.gz"), "--no-recover", "--compare", DDP[0])
     assert status == 0
     assert "step time" in out
+
+
+def test_logs_of_nccl_inspector_give_sizes_groups_and_waits(tmp_path: Path) -> None:
+    logs = [
+        str(
+            write_log(
+                tmp_path / f"host-pid{rank}.log", [record(rank=rank, number=n, time_us=100 + 60 * rank) for n in (1, 2)]
+            )
+        )
+        for rank in (0, 1)
+    ]
+    html, summary = tmp_path / "r.html", tmp_path / "s.md"
+    status, out, err = analyze(*logs, "--html", str(html), "--markdown", str(summary))
+    assert (status, err) == (0, "")
+    assert "2 collectives in 1 communicator; exposed time is not known." in summary.read_text()
+    for table in ("Logged communication by process group", "Waits of ranks", "Collectives by size"):
+        assert table in out
+        assert table in html.read_text()
+    for absent in ("Causes of exposed", "launch-bound", "overlap"):
+        assert absent not in out
+        assert absent not in summary.read_text()
+    status, out, _ = analyze(*logs, "--json")
+    waits = json.loads(out)["waits"]
+    assert {wait["rank"]: wait["waited_us"] for wait in waits} == {0: 0.0, 1: 120.0}
+
+
+def test_a_log_refuses_what_needs_steps_in_one_line(tmp_path: Path) -> None:
+    log = str(write_log(tmp_path / "a.log", [record()]))
+    cut = tmp_path / "cut.log"
+    cut.write_text(json.dumps(record())[:-9])
+    assert "--fail-if needs profiler traces" in refusal("analyze", log, "--fail-if", "exposed > 5%")
+    assert "--merge needs profiler traces" in refusal("analyze", log, "--merge", str(tmp_path / "m.json"))
+    assert "Give one kind at a time" in refusal("analyze", log, DDP[0])
+    assert "holds no record of NCCL Inspector. 1 entry (line 1)" in refusal("analyze", str(cut))
 
 
 @pytest.mark.parametrize(

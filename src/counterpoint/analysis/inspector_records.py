@@ -81,7 +81,6 @@ class Lines:
 
     def records(self, pieces: Iterable[bytes]) -> Iterator[Record]:
         """All records, in the order of the file."""
-        number = 0
         for number, line in enumerate(_split(pieces), start=1):
             for part in BETWEEN_OBJECTS.split(line):
                 record = self._take(part, number)
