@@ -211,6 +211,10 @@ def _with_recoverable(found: "Analysis", step: "TracedStep", source: str, machin
 
 
 def _write(outputs: Outputs, found: "Analysis", failures: Sequence[str]) -> None:
+    if outputs.merged is not None:
+        from counterpoint.report.analysis_trace import write_analysis_trace  # noqa: PLC0415
+
+        write_analysis_trace(outputs.merged, found)
     if outputs.saved is not None:
         save_text(outputs.saved, write_json(found), "analysis", AnalysisError)
     if outputs.html is not None:
@@ -222,10 +226,6 @@ def _write(outputs: Outputs, found: "Analysis", failures: Sequence[str]) -> None
 
         failed = "".join(f"- **fails**: {line}\n" for line in failures)
         save_text(outputs.markdown, failed + markdown_summary(found), "summary", AnalysisError)
-    if outputs.merged is not None:
-        from counterpoint.report.analysis_trace import write_analysis_trace  # noqa: PLC0415
-
-        write_analysis_trace(outputs.merged, found)
 
 
 def _print(found: "Analysis", *, is_json: bool) -> None:

@@ -1,5 +1,6 @@
 """What changed between two runs, and where the time went."""
 
+import re
 from collections.abc import Callable, Sequence
 from typing import get_args
 
@@ -10,6 +11,7 @@ from counterpoint.analysis.logged import is_logged
 from counterpoint.analysis.means import spread_of, steady_steps
 from counterpoint.analysis.values import Analysis, Cause, Change, CollectiveSize, OperatorRow, StepFigures, label_of
 
+HASH = re.compile(r"0x[0-9a-f]+")
 FIGURES: tuple[tuple[str, Callable[[StepFigures], float]], ...] = (
     ("step time", lambda step: step.makespan_us),
     ("computation", lambda step: step.computation_us),
@@ -115,9 +117,15 @@ def _sizes_by_name(analysis: Analysis) -> dict[str, CollectiveSize]:
     for size in analysis.sizes:
         is_uneven = size.collective == "all_to_all" and size.imbalance > LEAST_IMBALANCE
         sized = "uneven all_to_all" if is_uneven else f"{label_of(size)} ({size.num_bytes} B)"
-        name = f"{sized}, {size.transport}, {size.process_group or 'unnamed group'} of {size.group_size}"
+        name = f"{sized}, {size.transport}, {_group_name(size)} of {size.group_size}"
         rows[name] = _joined(rows[name], size) if name in rows else size
     return rows
+
+
+def _group_name(size: CollectiveSize) -> str:
+    """The process group's name; the hash that stands for one in logs is another in each run."""
+    name = size.process_group or ""
+    return "unnamed group" if not name or HASH.fullmatch(name) else name
 
 
 def _joined(first: CollectiveSize, second: CollectiveSize) -> CollectiveSize:

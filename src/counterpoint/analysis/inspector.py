@@ -116,7 +116,8 @@ def _of_one_rank(found: Iterable[Record]) -> tuple[list[Record], list[str]]:
     count = format_count(len(records) - len(kept), "entry", "entries")
     return kept, [
         f"The log holds ranks {format_numbers(ranks, MOST_RANGES)} in one file; only the lowest of each communicator is "
-        f"read, and {count} of the others {left_out(len(records) - len(kept))}. Run one process for each GPU."
+        f"read, and {count} of the others {left_out(len(records) - len(kept))}. Give a log for each "
+        f"process, and run one process for each GPU."
     ]
 
 
