@@ -82,7 +82,7 @@ def time_trace(trace: ActivityTrace) -> TimedTrace:
             for operation in operations
         ]
     )
-    by_start = [index for _, _, index in sorted(zip(starts, ends, range(len(operations)), strict=True))]
+    by_start = sorted(sorted(range(len(operations)), key=ends.__getitem__), key=starts.__getitem__)
     by_end = sorted(by_start, key=ends.__getitem__)
     streams: dict[int, list[int]] = {}
     places = [0] * len(operations)
@@ -101,8 +101,8 @@ def time_trace(trace: ActivityTrace) -> TimedTrace:
         launches=launches,
         by_start=tuple(by_start),
         by_end=tuple(by_end),
-        sorted_starts=tuple(sorted(starts)),
-        sorted_ends=tuple(sorted(ends)),
+        sorted_starts=tuple(map(starts.__getitem__, by_start)),
+        sorted_ends=tuple(map(ends.__getitem__, by_end)),
         streams={stream: tuple(line) for stream, line in streams.items()},
         places=tuple(places),
         producers=producers,
