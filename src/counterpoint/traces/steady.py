@@ -35,13 +35,15 @@ class TracedSteps(Value, frozen=True, kw_only=True):
     begins, so that windows follow each other without gap or overlap. The last ends with the last operation of its step. What
     runs in a window may belong to a neighbouring step: a stream that waits for nothing can be a step ahead.
 
-    `makespans_us` are of whatever ran in the windows.
+    `makespans_us` are of whatever ran in the windows; `steady_ran` are the numbers of what ran in the steady step's window,
+    at least in part.
     """
 
     steps: tuple[tuple[int, ...], ...]
     steady: int
     windows: tuple[tuple[float, float], ...]
     makespans_us: tuple[float, ...]
+    steady_ran: tuple[int, ...]
     notes: tuple[str, ...]
 
     @property
@@ -60,13 +62,16 @@ def divide_into_steps(trace: ActivityTrace) -> TracedSteps:
         f"{trace.path}: no GPU operation was launched inside a profiled step; call profiler.step() once per iteration.",
     )
     windows = _windows(trace, steps)
-    makespans = [_span_us(trace, inside, window) for inside, window in zip(ran_within(trace, windows), windows, strict=True)]
+    ran = _ran_within(trace, windows)
+    makespans = [_span_us(trace, inside, window) for inside, window in zip(ran, windows, strict=True)]
     alike, note = _alike(trace, steps)
+    steady = _median_of(_whole(trace, steps, windows, alike), makespans)
     return TracedSteps(
         steps=tuple(tuple(step) for step in steps),
-        steady=_median_of(_whole(trace, steps, windows, alike), makespans),
+        steady=steady,
         windows=tuple(windows),
         makespans_us=tuple(makespans),
+        steady_ran=tuple(ran[steady]),
         notes=(*notes, *note),
     )
 
@@ -111,7 +116,7 @@ def _median_of(numbers: list[int], makespans: list[float]) -> int:
     return sorted(kept, key=lambda number: (makespans[number], number))[(len(kept) - 1) // 2]
 
 
-def ran_within(trace: ActivityTrace, windows: Sequence[tuple[float, float]]) -> list[list[int]]:
+def _ran_within(trace: ActivityTrace, windows: Sequence[tuple[float, float]]) -> list[list[int]]:
     """Numbers of the operations that ran in each window, at least in part; windows follow each other."""
     starts, ends = [start for start, _ in windows], [end for _, end in windows]
     inside: list[list[int]] = [[] for _ in windows]

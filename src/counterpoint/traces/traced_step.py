@@ -23,7 +23,6 @@ from counterpoint.traces.steady import (
     TracedSteps,
     check_streams,
     divide_into_steps,
-    ran_within,
 )
 from counterpoint.units import format_count, format_percent
 from counterpoint.value import Value
@@ -148,7 +147,7 @@ def _timeline(name: str, trace: ActivityTrace, steps: TracedSteps, rank: int) ->
     begin_us, end_us = steps.windows[steps.steady]
     places = _places(trace, steps)
     intervals = []
-    for index in ran_within(trace, steps.windows)[steps.steady]:
+    for index in steps.steady_ran:
         operation = trace.operations[index]
         intervals.append(
             Interval(
@@ -196,7 +195,7 @@ def _notes_on_file(trace: ActivityTrace, operations: list[GpuOperation]) -> list
 
 def _notes_on_neighbours(trace: ActivityTrace, steps: TracedSteps) -> list[str]:
     """Whether streams run a step ahead: then operations of other steps run in this one's time."""
-    inside = set(ran_within(trace, steps.windows)[steps.steady])
+    inside = set(steps.steady_ran)
     own = set(steps.steady_operations)
     if inside == own:
         return []
