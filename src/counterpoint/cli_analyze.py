@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
+import msgspec
 import typer
 from msgspec.structs import replace
 
@@ -135,7 +136,7 @@ def _analyze(traces: Sequence[str], machine: str | None, rules: Path | None, *, 
     _check_sources(traces)
     ranks = []
     step: TracedStep | None = None
-    for number, (rank, traced) in enumerate(_each_rank(traces, rules)):
+    for number, (rank, traced) in enumerate(_each_rank(traces, rules, simulates=simulates)):
         ranks.append(rank)
         step = traced if number == 0 else step
         _progress(number + 1, len(traces))
@@ -143,16 +144,26 @@ def _analyze(traces: Sequence[str], machine: str | None, rules: Path | None, *, 
     return _with_recoverable(found, step, traces[0], machine) if simulates and step is not None else found
 
 
-def _each_rank(traces: Sequence[str], rules: Path | None) -> "Iterator[tuple[RankAnalysis, TracedStep | None]]":
-    """One analysis for each file, made beside each other on all cores; the first comes with its step, to be planned."""
-    work = partial(_analyze_file, rules=rules)
-    plans = [place == 0 for place in range(len(traces))]
+def _each_rank(
+    traces: Sequence[str], rules: Path | None, *, simulates: bool
+) -> "Iterator[tuple[RankAnalysis, TracedStep | None]]":
+    """One analysis for each file, made beside each other on all cores; the first comes with its step where asked for."""
+    from counterpoint.analysis.values import RankAnalysis  # noqa: PLC0415
+
+    plans = [simulates and place == 0 for place in range(len(traces))]
     num_workers = min(len(traces), os.cpu_count() or 1)
     if num_workers == 1:
-        yield from map(work, traces, plans)
+        yield from map(partial(_analyze_file, rules=rules), traces, plans)
         return
     with ProcessPoolExecutor(num_workers) as pool:
-        yield from pool.map(work, traces, plans)
+        for packed, step in pool.map(partial(_packed_analysis, rules=rules), traces, plans):
+            yield msgspec.msgpack.decode(packed, type=RankAnalysis), step
+
+
+def _packed_analysis(path: str, is_planned: bool, rules: Path | None) -> "tuple[bytes, TracedStep | None]":
+    """An analysis as MessagePack: to pickle its values takes ten times as long."""
+    rank, step = _analyze_file(path, is_planned, rules)
+    return msgspec.msgpack.encode(rank), step
 
 
 def _analyze_file(path: str, is_planned: bool, rules: Path | None) -> "tuple[RankAnalysis, TracedStep | None]":

@@ -3,8 +3,10 @@
 A value is frozen, built by keyword, checked when built, comparable, printable, and round-trips through JSON and TOML.
 """
 
+import gc
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from importlib import resources
 from pathlib import Path
 from typing import TypeVar
@@ -26,6 +28,21 @@ def require(condition: bool, error: type[CounterpointError], message: str) -> No
     """Raise `error` with `message` unless `condition` holds."""
     if not condition:
         raise error(message)
+
+
+@contextmanager
+def cyclic_gc_paused() -> Iterator[None]:
+    """Pause the search for circles of references while many values are built: values form none.
+
+    With a million values in memory the search costs as much as building them. What was on before is on again afterwards.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def read_toml(path: Path | str, kind: type[T], error: type[CounterpointError]) -> T:

@@ -130,7 +130,10 @@ def apply(document: Any, place: tuple[Any, ...], value: Any, *, delete: bool) ->
     """Change or delete what is at `place`, if an earlier change has left it there."""
     node = document
     for key in place[:-1]:
-        node = node.get(key) if isinstance(node, dict) else node[key] if isinstance(node, list) and key < len(node) else None
+        if isinstance(node, list):
+            node = node[key] if isinstance(key, int) and key < len(node) else None
+        else:
+            node = node.get(key) if isinstance(node, dict) else None
     key = place[-1]
     if (isinstance(node, dict) and key in node) or (isinstance(node, list) and isinstance(key, int) and key < len(node)):
         if delete:

@@ -10,7 +10,7 @@ from counterpoint.metrics import measure
 from counterpoint.plan import LEAVE_IT
 from counterpoint.traces import read_trace
 from counterpoint.traces.formats import read_activity
-from counterpoint.traces.steady import divide_into_steps, gpu_windows
+from counterpoint.traces.steady import divide_into_steps
 from helpers.trace_builder import MATMUL, TraceBuilder
 
 
@@ -28,7 +28,7 @@ def running_ahead(num_steps: int = 4) -> TraceBuilder:
 
 def test_windows_follow_the_computation_when_the_host_and_a_side_stream_run_ahead(tmp_path: Path) -> None:
     trace = read_activity(running_ahead().write(tmp_path))
-    windows = gpu_windows(trace, divide_into_steps(trace))
+    windows = divide_into_steps(trace).windows
     assert windows == ((1, 105), (105, 205), (205, 305), (305, 390))
 
 

@@ -24,6 +24,7 @@ from counterpoint.analysis.values import ExposedInterval, RankAnalysis, Role, Tr
 from counterpoint.analysis.windows import find_busy, find_figures, find_windows, representative
 from counterpoint.traces.activity import ActivityTrace
 from counterpoint.units import format_count
+from counterpoint.value import cyclic_gc_paused
 
 DETAILED_STEPS = 24
 """Tables of operators and the like are taken from at most so many steps: their means no longer change with more."""
@@ -34,6 +35,11 @@ def analyze_rank(trace: ActivityTrace) -> RankAnalysis:
 
     The cost grows with the number of GPU operations. Raises nothing for a trace that `read_activity` accepts.
     """
+    with cyclic_gc_paused():
+        return _analyze(trace)
+
+
+def _analyze(trace: ActivityTrace) -> RankAnalysis:
     timed = time_trace(trace)
     roles = find_roles(timed)
     found_windows = find_windows(timed)

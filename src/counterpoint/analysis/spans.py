@@ -1,6 +1,6 @@
 """Unions of spans of time, in whole nanoseconds, as the profiler writes them: sums are exact and independent of order."""
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 
 Span = tuple[int, int]
@@ -45,11 +45,12 @@ def without(spans: Sequence[Span], taken: Sequence[Span]) -> list[Span]:
 
 def within(spans: Sequence[Span], window: Span) -> list[Span]:
     """The parts of disjoint, ascending spans inside a window."""
-    place = bisect_right(spans, window[0], key=lambda span: span[1])
-    found: list[Span] = []
-    while place < len(spans) and spans[place][0] < window[1]:
-        start, end = max(spans[place][0], window[0]), min(spans[place][1], window[1])
-        if start < end:
-            found.append((start, end))
-        place += 1
+    if window[0] >= window[1]:
+        return []
+    first = bisect_right(spans, window[0], key=lambda span: span[1])
+    last = bisect_left(spans, window[1], lo=first, key=lambda span: span[0])
+    found = [*spans[first:last]]
+    if found:  # only the first and the last can reach over the window's borders
+        found[0] = (max(found[0][0], window[0]), found[0][1])
+        found[-1] = (found[-1][0], min(found[-1][1], window[1]))
     return found

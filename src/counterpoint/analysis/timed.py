@@ -74,13 +74,15 @@ def time_trace(trace: ActivityTrace) -> TimedTrace:
     """Index a trace for analysis."""
     operations = trace.operations
     origin = min(operation.start_us for operation in operations)
-    starts = tuple(round((operation.start_us - origin) * NS_PER_US) for operation in operations)
-    ends = tuple(round((operation.end_us - origin) * NS_PER_US) for operation in operations)
+    starts = tuple([round((operation.start_us - origin) * NS_PER_US) for operation in operations])
+    ends = tuple([round((operation.end_us - origin) * NS_PER_US) for operation in operations])
     launches = tuple(
-        None if operation.launched_us is None else round((operation.launched_us - origin) * NS_PER_US)
-        for operation in operations
+        [
+            None if operation.launched_us is None else round((operation.launched_us - origin) * NS_PER_US)
+            for operation in operations
+        ]
     )
-    by_start = sorted(range(len(operations)), key=lambda index: (starts[index], ends[index], index))
+    by_start = sorted(sorted(range(len(operations)), key=ends.__getitem__), key=starts.__getitem__)
     by_end = sorted(by_start, key=ends.__getitem__)
     streams: dict[int, list[int]] = {}
     places = [0] * len(operations)
@@ -99,8 +101,8 @@ def time_trace(trace: ActivityTrace) -> TimedTrace:
         launches=launches,
         by_start=tuple(by_start),
         by_end=tuple(by_end),
-        sorted_starts=tuple(starts[index] for index in by_start),
-        sorted_ends=tuple(ends[index] for index in by_end),
+        sorted_starts=tuple(map(starts.__getitem__, by_start)),
+        sorted_ends=tuple(map(ends.__getitem__, by_end)),
         streams={stream: tuple(line) for stream, line in streams.items()},
         places=tuple(places),
         producers=producers,

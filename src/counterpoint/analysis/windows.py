@@ -12,7 +12,7 @@ from counterpoint.analysis.timed import TimedTrace, ns_to_us
 from counterpoint.analysis.values import Role, StepFigures
 from counterpoint.errors import TraceError
 from counterpoint.traces.issue import LATE_LATENCY_US
-from counterpoint.traces.steady import divide_into_steps, gpu_windows
+from counterpoint.traces.steady import divide_into_steps
 from counterpoint.value import Value
 
 SPREADS_OF_OUTLIERS = 5.0
@@ -48,7 +48,7 @@ def find_windows(timed: TimedTrace) -> RankWindows:
         steps = divide_into_steps(timed.trace)
     except TraceError as problem:
         return RankWindows(windows=(whole,), problems=(f"The whole trace is taken as one step. {problem}",))
-    spans = [(timed.to_ns(start), timed.to_ns(end)) for start, end in gpu_windows(timed.trace, steps)]
+    spans = [(timed.to_ns(start), timed.to_ns(end)) for start, end in steps.windows]
     windows = tuple(span for span in spans if span[0] < span[1])
     problems = () if len(windows) == len(spans) else (f"{len(spans) - len(windows)} steps have no GPU time of their own.",)
     if not windows:

@@ -121,6 +121,7 @@ def use_rules(path: Path | str | None) -> None:
         load_rules(Path(path))
         _IN_FORCE["user"] = Path(path)
     classify_kernel.cache_clear()
+    is_communication.cache_clear()
     _compiled_rules.cache_clear()
 
 
@@ -213,6 +214,7 @@ def copy_direction(name: str) -> CopyDirection:
     return "device_to_device"
 
 
+@lru_cache(maxsize=4096)
 def is_communication(category: str, name: str) -> bool:
     """Whether a GPU operation moves data between GPUs: a collective's kernel or a peer-to-peer copy."""
     if category == "kernel":

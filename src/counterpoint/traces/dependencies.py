@@ -44,14 +44,15 @@ def find_dependencies(trace: ActivityTrace) -> Dependencies:
     waits = [position for position, call in enumerate(trace.host_calls) if call.kind == "wait"]
     if not waits:
         return Dependencies(edges=_edges_from_times(host), are_from_times=True)
-    records = records_of_waits(host, [position for position in waits if not host.is_communicators_own(position)])
+    own = {position for position in waits if host.is_communicators_own(position)}
+    records = records_of_waits(host, [position for position in waits if position not in own])
     edges: dict[tuple[int, int], DependencyOrigin] = {}
     num_corrected = num_dropped = 0
     for position in waits:
         sync = host.calls[position].sync or SyncArguments()
         consumer = host.next_on_stream(position, sync.stream)
-        producer, origin = _producer(host, position, sync, records.get(position))
-        if consumer is None or producer is None or host.operations[producer].stream == sync.stream:
+        producer, origin = _producer(host, position, sync, records.get(position), is_own=position in own)
+        if consumer is None or producer is None or host.streams[producer] == sync.stream:
             continue
         judged = producer if origin == "exact" else _judge(host, consumer, producer)
         num_corrected += judged is not None and judged != producer
@@ -66,7 +67,7 @@ def find_dependencies(trace: ActivityTrace) -> Dependencies:
 
 
 def _producer(
-    host: HostOrder, position: int, sync: SyncArguments, record: int | None
+    host: HostOrder, position: int, sync: SyncArguments, record: int | None, *, is_own: bool
 ) -> tuple[int | None, DependencyOrigin]:
     """The operation a wait is for: as the profiler states it, else inferred."""
     stated = host.by_correlation.get(sync.record_correlation) if sync.record_correlation > 0 else None
@@ -76,7 +77,7 @@ def _producer(
         )
     if stated is not None:
         return host.last_launch_before(stated, sync.stream), "inferred"
-    if host.is_communicators_own(position):
+    if is_own:
         consumer = host.next_on_stream(position, sync.stream)
         return (None if consumer is None else host.previous_of_communicator(consumer)), "inferred"
     return (None if record is None else host.last_launch_before(record, sync.stream)), "inferred"
@@ -85,10 +86,9 @@ def _producer(
 def _judge(host: HostOrder, consumer: int, producer: int) -> int | None:
     """The producer if it had ended when the consumer started, else the latest earlier one of its stream that had."""
     latest_us = host.operations[consumer].start_us + TIME_TOLERANCE_US
-    stream = host.operations[producer].stream
+    stream = host.streams[producer]
     for candidate in range(producer, max(-1, producer - FARTHEST_LOOK), -1):
-        operation = host.operations[candidate]
-        if operation.stream == stream and operation.end_us <= latest_us:
+        if host.streams[candidate] == stream and host.operations[candidate].end_us <= latest_us:
             return candidate
     return None
 

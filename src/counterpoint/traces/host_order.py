@@ -28,12 +28,17 @@ FARTHEST_LOOK = 2000
 
 
 class HostOrder(Value, frozen=True, kw_only=True):
-    """Calls in time order, with positions by thread and by stream; every list of positions ascends."""
+    """Calls in time order, with positions by thread and by stream; every list of positions ascends.
+
+    `places` are each call's place among those of its thread, `streams` the stream of each operation.
+    """
 
     operations: tuple[GpuOperation, ...]
     calls: tuple[HostCall, ...]
     is_communication: tuple[bool, ...]
+    streams: tuple[int, ...]
     by_thread: dict[str, list[int]]
+    places: list[int]
     launches: list[int]
     launches_of_stream: dict[int, list[int]]
     by_correlation: dict[int, int]
@@ -42,16 +47,16 @@ class HostOrder(Value, frozen=True, kw_only=True):
     def neighbor(self, position: int, distance: int) -> int | None:
         """The call `distance` places after this one (before, if negative) on the same thread."""
         line = self.by_thread[self.calls[position].thread]
-        place = bisect_left(line, position) + distance
+        place = self.places[position] + distance
         return line[place] if 0 <= place < len(line) else None
 
     def last_launch_before(self, position: int, other_than: int) -> int | None:
         """The operation last launched before this call on a stream `other_than` this, by this thread if it launched any."""
         for line in (self.by_thread[self.calls[position].thread], self.launches):
             place = bisect_left(line, position)
-            for candidate in reversed(line[max(0, place - FARTHEST_LOOK) : place]):
-                operation = self.calls[candidate].operation
-                if operation >= 0 and self.operations[operation].stream != other_than:
+            for candidate in range(place - 1, max(0, place - FARTHEST_LOOK) - 1, -1):
+                operation = self.calls[line[candidate]].operation
+                if operation >= 0 and self.streams[operation] != other_than:
                     return operation
         return None
 
@@ -88,29 +93,36 @@ class HostOrder(Value, frozen=True, kw_only=True):
             self.calls[before].name.endswith("EventRecord")
             and launched >= 0
             and self.is_communication[launched]
-            and self.operations[launched].stream == sync.stream
+            and self.streams[launched] == sync.stream
         )
 
 
 def index_host(trace: ActivityTrace) -> HostOrder:
     """Index a trace's host calls."""
+    operations, calls = trace.operations, trace.host_calls
+    streams = tuple([operation.arguments.stream for operation in operations])
     by_thread: dict[str, list[int]] = {}
+    places: list[int] = []
     launches: list[int] = []
-    of_stream: dict[int, list[int]] = {}
-    for position, call in enumerate(trace.host_calls):
-        by_thread.setdefault(call.thread, []).append(position)
+    of_stream: dict[int, list[int]] = {stream: [] for stream in set(streams)}
+    for position, call in enumerate(calls):
+        line = by_thread.setdefault(call.thread, [])
+        places.append(len(line))
+        line.append(position)
         if call.kind == "launch":
             launches.append(position)
-            of_stream.setdefault(trace.operations[call.operation].stream, []).append(position)
+            of_stream[streams[call.operation]].append(position)
     return HostOrder(
-        operations=trace.operations,
-        calls=trace.host_calls,
-        is_communication=tuple(is_communication(item.category, item.name) for item in trace.operations),
+        operations=operations,
+        calls=calls,
+        is_communication=tuple([is_communication(item.category, item.name) for item in operations]),
+        streams=streams,
         by_thread=by_thread,
+        places=places,
         launches=launches,
         launches_of_stream=of_stream,
-        by_correlation={call.correlation: position for position, call in enumerate(trace.host_calls)},
-        flags_tell_records_apart=any(call.name.endswith("RecordWithFlags") for call in trace.host_calls),
+        by_correlation={call.correlation: position for position, call in enumerate(calls)},
+        flags_tell_records_apart=any(name.endswith("RecordWithFlags") for name in {call.name for call in calls}),
     )
 
 

@@ -5,7 +5,6 @@ of event that matter here: a trace of 200 MB has some 700,000 events, of which o
 what a step is, nor what a kernel does. On AMD the launches are called `hip...`; the categories are the same.
 """
 
-import gc
 import re
 from collections.abc import Iterator
 from functools import cache
@@ -23,7 +22,7 @@ from counterpoint.traces.activity import ActivityTrace, Category, GpuOperation, 
 from counterpoint.traces.assembly import assemble
 from counterpoint.traces.event_stream import Device, Distributed, Event, EventStream, Surroundings
 from counterpoint.traces.host_operators import LAUNCHES_NOTHING, MODULE, HostOperators, decode_arguments
-from counterpoint.value import require
+from counterpoint.value import cyclic_gc_paused, require
 
 GPU_CATEGORIES: dict[str, Category] = {
     "kernel": "kernel",
@@ -61,17 +60,13 @@ def read(path: Path, pieces: Iterator[bytes]) -> ActivityTrace:
     A file that ends early is read up to its last whole step, with a note; without one it is refused.
     """
     stream, found = EventStream(path, pieces), _Collected(path)
-    was_enabled = gc.isenabled()
-    gc.disable()  # a million values that refer to nothing in a circle: looking for circles costs as much as decoding
     try:
-        for events in stream:
-            found.add(events)
-        return found.trace(stream.surroundings, stream.damage)
+        with cyclic_gc_paused():
+            for events in stream:
+                found.add(events)
+            return found.trace(stream.surroundings, stream.damage)
     except MemoryError as problem:
         raise TraceError(f"{path}: what it holds does not fit the memory of this machine; profile fewer steps.") from problem
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 class _Collected:

@@ -30,12 +30,20 @@ OVERLAP_TOLERANCE_US = 1.0
 class TracedSteps(Value, frozen=True, kw_only=True):
     """The steps of a trace as numbers of operations in issue order; `steady` is the position of the steady one.
 
-    `makespans_us` are of whatever ran in the steps' windows.
+    `windows`: start and end of each step in GPU time, in microseconds on the trace's clock. A window begins with the step's
+    first operation on any stream once the computation's stream is done with the step before, and ends where the next one
+    begins, so that windows follow each other without gap or overlap. The last ends with the last operation of its step. What
+    runs in a window may belong to a neighbouring step: a stream that waits for nothing can be a step ahead.
+
+    `makespans_us` are of whatever ran in the windows; `steady_ran` are the numbers of what ran in the steady step's window,
+    at least in part.
     """
 
     steps: tuple[tuple[int, ...], ...]
     steady: int
+    windows: tuple[tuple[float, float], ...]
     makespans_us: tuple[float, ...]
+    steady_ran: tuple[int, ...]
     notes: tuple[str, ...]
 
     @property
@@ -54,19 +62,23 @@ def divide_into_steps(trace: ActivityTrace) -> TracedSteps:
         f"{trace.path}: no GPU operation was launched inside a profiled step; call profiler.step() once per iteration.",
     )
     windows = _windows(trace, steps)
-    makespans = [_span_us(trace, inside, window) for inside, window in zip(ran_within(trace, windows), windows, strict=True)]
+    ran = _ran_within(trace, windows)
+    makespans = [_span_us(trace, inside, window) for inside, window in zip(ran, windows, strict=True)]
     alike, note = _alike(trace, steps)
+    steady = _median_of(_whole(trace, steps, windows, alike), makespans)
     return TracedSteps(
         steps=tuple(tuple(step) for step in steps),
-        steady=_median_of(_whole(trace, steps, windows, alike), makespans),
+        steady=steady,
+        windows=tuple(windows),
         makespans_us=tuple(makespans),
+        steady_ran=tuple(ran[steady]),
         notes=(*notes, *note),
     )
 
 
 def _alike(trace: ActivityTrace, steps: Sequence[Sequence[int]]) -> tuple[list[int], list[str]]:
     """The steps with the most common operations, in any order: threads of the host race, and buckets rotate over streams."""
-    names = [frozenset(Counter(trace.operations[index].name for index in step).items()) for step in steps]
+    names = [frozenset(Counter([trace.operations[index].name for index in step]).items()) for step in steps]
     common, occurrences = Counter(names).most_common(1)[0]
     if occurrences == len(steps):
         return list(range(len(steps))), []
@@ -83,16 +95,17 @@ def _whole(
 
     A stream that runs a step ahead does the work of two steps in the first window, and none in the last.
     """
-    started = [Counter[str]() for _ in windows]
+    started: list[list[str]] = [[] for _ in windows]
     starts = [start for start, _ in windows]
     for operation in trace.operations:
-        place = bisect_right(starts, operation.start_us) - 1
-        if place >= 0 and operation.start_us <= windows[place][1]:
-            started[place][operation.name] += 1
+        start_us = operation.start_us
+        place = bisect_right(starts, start_us) - 1
+        if place >= 0 and start_us <= windows[place][1]:
+            started[place].append(operation.name)
     strange = {}
     for number in alike:
-        own = Counter(trace.operations[index].name for index in steps[number])
-        strange[number] = ((own - started[number]) + (started[number] - own)).total()
+        own, ran = Counter([trace.operations[index].name for index in steps[number]]), Counter(started[number])
+        strange[number] = ((own - ran) + (ran - own)).total()
     least = max(min(strange.values()), STRANGE_SHARE * len(steps[alike[0]]))
     return [number for number in alike if strange[number] <= least]
 
@@ -103,14 +116,15 @@ def _median_of(numbers: list[int], makespans: list[float]) -> int:
     return sorted(kept, key=lambda number: (makespans[number], number))[(len(kept) - 1) // 2]
 
 
-def ran_within(trace: ActivityTrace, windows: Sequence[tuple[float, float]]) -> list[list[int]]:
+def _ran_within(trace: ActivityTrace, windows: Sequence[tuple[float, float]]) -> list[list[int]]:
     """Numbers of the operations that ran in each window, at least in part; windows follow each other."""
-    starts = [start for start, _ in windows]
+    starts, ends = [start for start, _ in windows], [end for _, end in windows]
     inside: list[list[int]] = [[] for _ in windows]
     for index, operation in enumerate(trace.operations):
-        place = max(0, bisect_right(starts, operation.start_us) - 1)
-        while place < len(windows) and (windows[place][0] < operation.end_us or windows[place][0] == operation.start_us):
-            if operation.start_us < windows[place][1] or operation.end_us == windows[place][1] == operation.start_us:
+        start_us, end_us = operation.start_us, operation.end_us
+        place = max(0, bisect_right(starts, start_us) - 1)
+        while place < len(windows) and (starts[place] < end_us or starts[place] == start_us):
+            if start_us < ends[place] or end_us == ends[place] == start_us:
                 inside[place].append(index)
             place += 1
     return inside
@@ -118,34 +132,24 @@ def ran_within(trace: ActivityTrace, windows: Sequence[tuple[float, float]]) -> 
 
 def _span_us(trace: ActivityTrace, inside: list[int], window: tuple[float, float]) -> float:
     """From the first operation in a window to the last end in it."""
-    operations = [trace.operations[index] for index in inside]
-    end_us = max((min(operation.end_us, window[1]) for operation in operations), default=window[0])
-    return end_us - min((max(operation.start_us, window[0]) for operation in operations), default=window[0])
-
-
-def gpu_windows(trace: ActivityTrace, steps: TracedSteps) -> tuple[tuple[float, float], ...]:
-    """The window of each step in GPU time: start and end in microseconds, on the trace's clock.
-
-    A window begins with the step's first operation on any stream once the computation's stream is done with the step before,
-    and ends where the next one begins, so that windows follow each other without gap or overlap. The last ends with the
-    last operation of its step. What runs in a window may belong to a neighbouring step: a stream that waits for nothing can
-    be a step ahead.
-    """
-    return tuple(_windows(trace, steps.steps))
+    end_us = min(max((trace.operations[index].end_us for index in inside), default=window[0]), window[1])
+    return end_us - max(min((trace.operations[index].start_us for index in inside), default=window[0]), window[0])
 
 
 def _windows(trace: ActivityTrace, steps: Sequence[Sequence[int]]) -> list[tuple[float, float]]:
+    """The windows of `TracedSteps`."""
     main = computation_stream(trace, (index for step in steps for index in step))
-    starts: list[float] = []
+    operations = trace.operations
+    begins: list[float] = []
     computed_us = -math.inf
     for step in steps:
-        operations = [trace.operations[index] for index in step]
-        stream = main if any(each.stream == main for each in operations) else computation_stream(trace, step)
-        begin_us = min(each.start_us for each in operations if each.stream == stream or each.start_us >= computed_us)
-        starts.append(max(begin_us, starts[-1] if starts else begin_us))
-        computed_us = max(computed_us, *(each.end_us for each in operations if each.stream == stream))
-    end_us = max(trace.operations[index].end_us for index in steps[-1])
-    return list(pairwise((*starts, max(end_us, starts[-1]))))
+        times = [(each.arguments.stream, each.start_us, each.end_us) for each in map(operations.__getitem__, step)]
+        stream = main if any(each[0] == main for each in times) else computation_stream(trace, step)
+        begin_us = min([start for each, start, _ in times if each == stream or start >= computed_us])
+        begins.append(max(begin_us, begins[-1] if begins else begin_us))
+        computed_us = max(computed_us, *[end for each, _, end in times if each == stream])
+    end_us = max(operations[index].end_us for index in steps[-1])
+    return list(pairwise((*begins, max(end_us, begins[-1]))))
 
 
 def computation_stream(trace: ActivityTrace, indices: Iterable[int]) -> int:
@@ -153,10 +157,11 @@ def computation_stream(trace: ActivityTrace, indices: Iterable[int]) -> int:
     busy_us: dict[int, list[float]] = {}
     for index in indices:
         operation = trace.operations[index]
-        computes = operation.category == "kernel" and not is_communication(operation.category, operation.name)
-        times = busy_us.setdefault(operation.stream, [0.0, 0.0])
-        times[0] += operation.duration_us if computes else 0.0
-        times[1] += operation.duration_us
+        stream, time_us = operation.arguments.stream, operation.end_us - operation.start_us
+        times = busy_us.setdefault(stream, [0.0, 0.0])
+        if operation.category == "kernel" and not is_communication(operation.category, operation.name):
+            times[0] += time_us
+        times[1] += time_us
     return max(busy_us, key=lambda stream: busy_us[stream])
 
 

@@ -23,8 +23,6 @@ from counterpoint.traces.steady import (
     TracedSteps,
     check_streams,
     divide_into_steps,
-    gpu_windows,
-    ran_within,
 )
 from counterpoint.units import format_count, format_percent
 from counterpoint.value import Value
@@ -36,7 +34,7 @@ class TracedStep(Value, frozen=True, kw_only=True):
     """A trace's steady step, as a step to plan and as the timeline that was measured.
 
     `timeline` holds whatever ran in the step's time on the GPU, of neighbouring steps, too, cut to it; it counts from the
-    start of that time (`traces.steady.gpu_windows`). `step_makespans_us` are of all profiled steps, in order.
+    start of that time (`traces.steady.TracedSteps`). `step_makespans_us` are of all profiled steps, in order.
     """
 
     step: Step
@@ -83,7 +81,7 @@ def _steady_step(trace: ActivityTrace, rank: int | None) -> TracedStep:
     dependencies = find_dependencies(trace)
     inside = _dependencies_inside(dependencies, steps.steady_operations)
     lone = find_lone_times(trace, steps)
-    issue = find_issue_times(operations, trace.host_waits, gpu_windows(trace, steps)[steps.steady][0])
+    issue = find_issue_times(operations, trace.host_waits, steps.windows[steps.steady][0])
     timings = [
         Timing(lone_us=lone_us, waits_for=waits_for, issued_us=issued_us, issued_after=issued_after, peer_wait_us=wait_us)
         for lone_us, waits_for, issued_us, issued_after, wait_us in zip(
@@ -146,11 +144,10 @@ def _fits_beside(trace: ActivityTrace, indices: tuple[int, ...]) -> tuple[tuple[
 
 def _timeline(name: str, trace: ActivityTrace, steps: TracedSteps, rank: int) -> Timeline:
     """What ran in the steady step's window, cut to it."""
-    windows = gpu_windows(trace, steps)
-    begin_us, end_us = windows[steps.steady]
+    begin_us, end_us = steps.windows[steps.steady]
     places = _places(trace, steps)
     intervals = []
-    for index in ran_within(trace, windows)[steps.steady]:
+    for index in steps.steady_ran:
         operation = trace.operations[index]
         intervals.append(
             Interval(
@@ -198,7 +195,7 @@ def _notes_on_file(trace: ActivityTrace, operations: list[GpuOperation]) -> list
 
 def _notes_on_neighbours(trace: ActivityTrace, steps: TracedSteps) -> list[str]:
     """Whether streams run a step ahead: then operations of other steps run in this one's time."""
-    inside = set(ran_within(trace, gpu_windows(trace, steps))[steps.steady])
+    inside = set(steps.steady_ran)
     own = set(steps.steady_operations)
     if inside == own:
         return []
