@@ -10,6 +10,7 @@ It knows nothing of time, of which CTA goes next, or of where a cluster finds it
   (`tests/data/coresidency_h200.csv`: a collective waits beside free bytes until the carveout is raised).
 """
 
+from functools import lru_cache
 from typing import Literal
 
 from msgspec.structs import replace
@@ -74,6 +75,7 @@ def shared_bytes_per_cta(gpu: Gpu, footprint: Footprint) -> int:
     return _round_up(footprint.shared_bytes + gpu.reserved_shared_bytes_per_cta, gpu.shared_allocation_unit_bytes)
 
 
+@lru_cache(maxsize=4096)
 def residency(gpu: Gpu, footprint: Footprint) -> Residency:
     """How many CTAs of a kernel live on one SM when it is alone there.
 

@@ -31,12 +31,11 @@ class Interval(Value, frozen=True, kw_only=True):
     end_us: float
 
     def __post_init__(self) -> None:
-        require(
-            0 <= self.start_us <= self.end_us,
-            StepError,
-            f"An interval must start at 0 or later and end no earlier; '{shown(self.name)}' runs from {self.start_us} to "
-            f"{self.end_us} us.",
-        )
+        if not 0 <= self.start_us <= self.end_us:
+            raise StepError(
+                f"An interval must start at 0 or later and end no earlier; '{shown(self.name)}' runs from {self.start_us} "
+                f"to {self.end_us} us."
+            )
 
     @property
     def duration_us(self) -> float:

@@ -8,6 +8,7 @@ by the first kernel placed on it while it is empty and cannot change until it is
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from counterpoint.machine import Gpu
 from counterpoint.occupancy import room_for
@@ -42,6 +43,8 @@ class SmGroup:
 
 
 Offer = tuple[SmGroup, int]  # a group, and how many CTAs each of its SMs has room for
+Rooms = tuple[tuple[int, tuple[int, ...]], ...]  # of each offer the room on each of its SMs, and its SMs in each GPC
+Part = tuple[int, int, tuple[int, ...]]  # the place of an offer, CTAs for each of these SMs of it, SMs in each GPC
 
 
 def level_after_taking(levels: Sequence[int], multiplicities: Sequence[int], amount: int) -> tuple[int, int]:
@@ -71,6 +74,53 @@ def take_from_fullest(levels: Sequence[int], amount: int) -> list[int]:
     return taken
 
 
+@lru_cache(maxsize=4096)
+def _split(offers: Rooms, num_clusters: int, cluster: int) -> tuple[int, tuple[Part, ...]]:
+    """How many CTAs are placed of a kernel with `num_clusters` clusters left, and where; steps repeat, and so do answers."""
+    num_gpcs = len(offers[0][1])
+    most = [sum(sms[gpc] * room for room, sms in offers) // cluster for gpc in range(num_gpcs)]
+    wanted = min(num_clusters, sum(most))
+    if wanted == 0:
+        return 0, ()
+    quotas = [number * cluster for number in _clusters_per_gpc(offers, most, wanted, cluster)]
+    return wanted * cluster, _parts(offers, quotas)
+
+
+def _clusters_per_gpc(offers: Rooms, most: list[int], wanted: int, cluster: int) -> list[int]:
+    """How many of the `wanted` clusters each GPC gets, so that single CTAs go to the SMs with the most room of all GPCs.
+
+    Equal SMs are taken from the GPC that has most of them. What clusters cannot have of that goes where most is free.
+    """
+    floor, _ = level_after_taking([room for room, _ in offers], [sum(sms) for _, sms in offers], wanted * cluster)
+    sure, equal = [0] * len(most), [0] * len(most)
+    for room, sms in offers:
+        for gpc, number in enumerate(sms):
+            sure[gpc] += max(0, room - floor) * number
+            equal[gpc] += number if room >= floor > 0 else 0
+    clusters = [number // cluster for number in sure]
+    for offered in ([(above % cluster + number) // cluster for above, number in zip(sure, equal, strict=True)], most):
+        left = [min(number, limit - given) for number, limit, given in zip(offered, most, clusters, strict=True)]
+        taken = take_from_fullest(left, min(wanted - sum(clusters), sum(left)))
+        clusters = [given + more for given, more in zip(clusters, taken, strict=True)]
+    return clusters
+
+
+def _parts(offers: Rooms, quotas: Sequence[int]) -> tuple[Part, ...]:
+    """The SMs that get alike, where `quotas[g]` CTAs are placed in GPC g, on the SMs with the most room first."""
+    taken: dict[tuple[int, int], list[int]] = {}
+    for gpc, quota in enumerate(quotas):
+        here = [(position, room, sms[gpc]) for position, (room, sms) in enumerate(offers) if sms[gpc]]
+        floor, extra = level_after_taking([room for _, room, _ in here], [number for *_, number in here], quota)
+        for position, room, number in here:
+            take = max(0, room - floor)
+            more = min(extra, number) if room >= floor > 0 else 0
+            extra -= more
+            for amount, affected in ((take + 1, more), (take, number - more)):
+                if affected:
+                    taken.setdefault((position, amount), [0] * len(quotas))[gpc] = affected
+    return tuple((position, amount, tuple(sms)) for (position, amount), sms in taken.items())
+
+
 class SmArray:
     """All SMs of one GPU. `fits_beside`: what was seen to fit, a second launch beside one CTA of the first."""
 
@@ -98,53 +148,25 @@ class SmArray:
         """Place as many of the task's CTAs as fit, whole clusters at a time."""
         rooms = [self.room(group, task) for group in self.groups]
         offers = [(group, room) for group, room in zip(self.groups, rooms, strict=True) if room]
+        if not offers:
+            return
         cluster = task.footprint.ctas_per_cluster
-        most = [sum(group.sms[gpc] * room for group, room in offers) // cluster for gpc in range(self._num_gpcs)]
-        wanted = min(task.num_unplaced // cluster, sum(most))
-        if wanted == 0:
+        placed, parts = _split(
+            tuple((room, tuple(group.sms)) for group, room in offers), task.num_unplaced // cluster, cluster
+        )
+        if placed == 0:
             return
         full = [group for group, room in zip(self.groups, rooms, strict=True) if not room]
-        quotas = [number * cluster for number in self._clusters_per_gpc(offers, most, wanted, cluster)]
-        self.groups = full + self._filled(task, offers, quotas)
-        task.num_unplaced -= wanted * cluster
-        task.num_resident += wanted * cluster
+        self.groups = full + self._filled(task, offers, parts)
+        task.num_unplaced -= placed
+        task.num_resident += placed
 
-    def _clusters_per_gpc(self, offers: list[Offer], most: list[int], wanted: int, cluster: int) -> list[int]:
-        """How many of the `wanted` clusters each GPC gets, so that single CTAs go to the SMs with the most room of all GPCs.
-
-        Equal SMs are taken from the GPC that has most of them. What clusters cannot have of that goes where most is free.
-        """
-        rooms, sms = [room for _, room in offers], [group.num_sms() for group, _ in offers]
-        floor, _ = level_after_taking(rooms, sms, wanted * cluster)
-        sure, equal = [0] * self._num_gpcs, [0] * self._num_gpcs
-        for group, room in offers:
-            for gpc, number in enumerate(group.sms):
-                sure[gpc] += max(0, room - floor) * number
-                equal[gpc] += number if room >= floor > 0 else 0
-        clusters = [number // cluster for number in sure]
-        for offered in ([(above % cluster + number) // cluster for above, number in zip(sure, equal, strict=True)], most):
-            left = [min(number, limit - given) for number, limit, given in zip(offered, most, clusters, strict=True)]
-            taken = take_from_fullest(left, min(wanted - sum(clusters), sum(left)))
-            clusters = [given + more for given, more in zip(clusters, taken, strict=True)]
-        return clusters
-
-    def _filled(self, task: SmTask, offers: list[Offer], quotas: list[int]) -> list[SmGroup]:
-        """The groups after `quotas[g]` CTAs were placed in GPC g, on the SMs with the most room first."""
-        taken: dict[tuple[int, int], list[int]] = {}
-        for gpc, quota in enumerate(quotas):
-            here = [(position, room, group.sms[gpc]) for position, (group, room) in enumerate(offers) if group.sms[gpc]]
-            floor, extra = level_after_taking([room for _, room, _ in here], [number for *_, number in here], quota)
-            for position, room, number in here:
-                take = max(0, room - floor)
-                more = min(extra, number) if room >= floor > 0 else 0
-                extra -= more
-                for amount, affected in ((take + 1, more), (take, number - more)):
-                    if affected:
-                        taken.setdefault((position, amount), [0] * self._num_gpcs)[gpc] = affected
+    def _filled(self, task: SmTask, offers: list[Offer], parts: Sequence[Part]) -> list[SmGroup]:
+        """The groups of `offers` after CTAs were placed on these parts of them."""
         groups = []
-        for (position, amount), sms in taken.items():
+        for position, amount, sms in parts:
             group, _ = offers[position]
-            split = SmGroup(sms, group.carveout_bytes, group.copied_cohorts())
+            split = SmGroup(list(sms), group.carveout_bytes, group.copied_cohorts())
             groups.extend(self._with_ctas(split, task, amount))
         return groups
 

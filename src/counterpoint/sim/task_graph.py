@@ -159,7 +159,7 @@ class TaskGraph:
         return self._sm_task(index, operation, effect.footprint, priority)
 
     def _sm_task(self, index: int, operation: Kernel | Collective, footprint: Footprint, priority: int) -> SmTask:
-        self._check_fit(f"{index} ('{shown(operation.name)}')", footprint)
+        self._check_fit(index, operation, footprint)
         if isinstance(operation, Kernel):
             work, shared_work = self._costs.kernel_work(operation), self._costs.shared_work(operation)
         else:
@@ -174,18 +174,18 @@ class TaskGraph:
             shared_work=shared_work,
         )
 
-    def _check_fit(self, label: str, footprint: Footprint) -> None:
+    def _check_fit(self, index: int, operation: Kernel | Collective, footprint: Footprint) -> None:
         fit = residency(self._machine.gpu, footprint)
         if fit.ctas_per_sm < 1 or footprint.ctas_per_cluster > fit.ctas_per_sm * max(self._machine.gpu.sms_per_gpc):
             raise StepError(
-                f"Operation {label} does not fit {self._machine.name}: not one CTA of "
+                f"Operation {index} ('{shown(operation.name)}') does not fit {self._machine.name}: not one CTA of "
                 f"{footprint.threads_per_cta} threads x {footprint.registers_per_thread} registers with "
                 f"{footprint.shared_bytes} bytes of shared memory fits, limited by {fit.limiter}. Check the footprint, or "
                 "name the machine it was made for."
             )
         if footprint.num_ctas % footprint.ctas_per_cluster:
             raise StepError(
-                f"Operation {label} launches {footprint.num_ctas} CTAs in clusters of "
+                f"Operation {index} ('{shown(operation.name)}') launches {footprint.num_ctas} CTAs in clusters of "
                 f"{footprint.ctas_per_cluster}, but a launch consists of whole clusters. Correct num_ctas or "
                 "ctas_per_cluster."
             )
