@@ -37,7 +37,7 @@ OF_CHANGES: Final[tuple[Cause, ...]] = ("dependent", "own_stream", "queued", "la
 def find_recoverable(analysis: Analysis, job: Job, source: str) -> tuple[Recoverable, ...]:
     """What would shorten the step of `job`, which was read from `source`, by value; causes that the step does not have are
     not named."""
-    job = replace(job, step=_without_waits(job.step, analysis))
+    job = replace(job, step=_without_waits(job.step, analysis, source))
     traced = None if job.traced is None else job.traced.timeline
     tuning = tune(job.step, job.machine, Simulator(), traced=traced)
     baseline_us = measure(tuning.baseline).makespan_us
@@ -56,12 +56,14 @@ def find_recoverable(analysis: Analysis, job: Job, source: str) -> tuple[Recover
     return tuple(sorted(found, key=lambda each: -each.recovers_us))
 
 
-def _without_waits(step: Step, analysis: Analysis) -> Step:
+def _without_waits(step: Step, analysis: Analysis, source: str) -> Step:
     """The step with what other ranks show of its collectives: no control shortens the wait for a rank that comes later.
 
-    The step is one of the first rank's; its collectives are found again by kind and traced time.
+    The step is of the rank that was read from `source`; its collectives are found again by kind and traced time.
     """
-    rank = analysis.ranks[0]
+    rank = next((each for each in analysis.ranks if each.path == source), None)
+    if rank is None:
+        return step
     waited = {(skew.process_group, skew.group_number): dict(skew.waits_us).get(rank.rank, 0.0) for skew in analysis.skews}
     wait_us = {
         (each.collective, round(each.end_us - each.start_us, 2)): waited.get((each.process_group, each.group_number), 0.0)
