@@ -5,7 +5,6 @@ import re
 import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
@@ -103,6 +102,7 @@ def analyze(
     """
     from counterpoint.analysis.gate import load_baseline, parse_condition, violations  # noqa: PLC0415  a fast --help
     from counterpoint.traces.chrome import check_chrome_path  # noqa: PLC0415
+    from counterpoint.traces.classify import use_rules  # noqa: PLC0415
 
     outputs = Outputs(output, html, markdown, merge)
     check_outputs(outputs, (*traces, *(compare or ()), baseline, rules))
@@ -110,10 +110,7 @@ def analyze(
         check_chrome_path(merge)
     conditions = [parse_condition(text) for text in fail_if or ()]
     saved = load_baseline(baseline) if baseline is not None else None
-    if rules is not None:
-        from counterpoint.traces.classify import use_rules  # noqa: PLC0415
-
-        use_rules(rules)
+    use_rules(rules)
     found = _analyze(traces, machine, rules, simulates=simulates)
     if compare:
         from counterpoint.analysis import comparison  # noqa: PLC0415
@@ -149,34 +146,31 @@ def _each_rank(
 ) -> "Iterator[tuple[RankAnalysis, TracedStep | None]]":
     """One analysis for each file, made beside each other on all cores; the first comes with its step where asked for."""
     from counterpoint.analysis.values import RankAnalysis  # noqa: PLC0415
+    from counterpoint.traces.classify import use_rules  # noqa: PLC0415
 
     plans = [simulates and place == 0 for place in range(len(traces))]
     num_workers = min(len(traces), os.cpu_count() or 1)
     if num_workers == 1:
-        yield from map(partial(_analyze_file, rules=rules), traces, plans)
+        yield from map(_analyze_file, traces, plans)
         return
-    with ProcessPoolExecutor(num_workers) as pool:
-        for packed, step in pool.map(partial(_packed_analysis, rules=rules), traces, plans):
+    with ProcessPoolExecutor(num_workers, initializer=use_rules, initargs=(rules,)) as pool:
+        for packed, step in pool.map(_packed_analysis, traces, plans):
             yield msgspec.msgpack.decode(packed, type=RankAnalysis), step
 
 
-def _packed_analysis(path: str, is_planned: bool, rules: Path | None) -> "tuple[bytes, TracedStep | None]":
+def _packed_analysis(path: str, is_planned: bool) -> "tuple[bytes, TracedStep | None]":
     """An analysis as MessagePack: to pickle its values takes ten times as long."""
-    rank, step = _analyze_file(path, is_planned, rules)
+    rank, step = _analyze_file(path, is_planned)
     return msgspec.msgpack.encode(rank), step
 
 
-def _analyze_file(path: str, is_planned: bool, rules: Path | None) -> "tuple[RankAnalysis, TracedStep | None]":
+def _analyze_file(path: str, is_planned: bool) -> "tuple[RankAnalysis, TracedStep | None]":
     """In a process of its own where there are several: what a trace holds is reduced before it is handed back."""
     from counterpoint.analysis.inspector import is_inspector, read_inspector  # noqa: PLC0415
     from counterpoint.analysis.rank import analyze_rank  # noqa: PLC0415
     from counterpoint.traces.formats import read_activity  # noqa: PLC0415
     from counterpoint.traces.traced_step import traced_step_of  # noqa: PLC0415
 
-    if rules is not None:
-        from counterpoint.traces.classify import use_rules  # noqa: PLC0415
-
-        use_rules(rules)
     if is_inspector(Path(path)):
         return read_inspector(Path(path)), None
     trace = read_activity(Path(path))

@@ -8,12 +8,12 @@ whole picoseconds, so they are exact and do not depend on the order of the inter
 from collections.abc import Iterable, Sequence
 
 from counterpoint.errors import StepError, require_kind, shown
+from counterpoint.spans import Span, length, union, without
 from counterpoint.step import Operation, Step
 from counterpoint.timeline import Interval, Timeline
 from counterpoint.units import ps_to_us, us_to_ps
 from counterpoint.value import Value
 
-Span = tuple[int, int]
 NOTHING_TO_GAIN = 1e-9
 
 
@@ -151,7 +151,7 @@ def interference(step: Step, timeline: Timeline, lone_us: Sequence[float]) -> tu
                 f"The timeline shows operation {operation}, but step '{shown(step.name)}' has operations 0 to "
                 f"{len(step.operations) - 1}. Pass the step that this timeline belongs to."
             )
-        slowest_ps[operation] = max(slowest_ps[operation], _length(_union(intervals)))
+        slowest_ps[operation] = max(slowest_ps[operation], length(union(_spans(intervals))))
     is_shown = {operation for operation, _ in found}
     return tuple(
         ps_to_us(slowest_ps[index]) / alone_us if index in is_shown and alone_us > 0 else None
@@ -161,51 +161,29 @@ def interference(step: Step, timeline: Timeline, lone_us: Sequence[float]) -> tu
 
 def _measure_rank(rank: int, intervals: Sequence[Interval]) -> RankMetrics:
     computation, communication, copies = (
-        _union(interval for interval in intervals if interval.kind == kind)
+        union(_spans(interval for interval in intervals if interval.kind == kind))
         for kind in ("computation", "communication", "copy")
     )
-    busy = _union(intervals)
-    makespan_ps = busy[-1][1] - busy[0][0]
-    overlapped_ps = _overlap(communication, computation)
-    communication_ps = _length(communication)
+    everything = _spans(intervals)
+    makespan_ps = max(end for _, end in everything) - min(start for start, _ in everything)
+    communication_ps, exposed_ps = length(communication), length(without(communication, computation))
+    overlapped_ps = communication_ps - exposed_ps
     return RankMetrics(
         rank=rank,
         makespan_us=ps_to_us(makespan_ps),
-        computation_us=ps_to_us(_length(computation)),
+        computation_us=ps_to_us(length(computation)),
         communication_us=ps_to_us(communication_ps),
-        copy_us=ps_to_us(_length(copies)),
+        copy_us=ps_to_us(length(copies)),
         overlapped_us=ps_to_us(overlapped_ps),
-        exposed_us=ps_to_us(communication_ps - overlapped_ps),
-        idle_us=ps_to_us(makespan_ps - _length(busy)),
+        exposed_us=ps_to_us(exposed_ps),
+        idle_us=ps_to_us(makespan_ps - length(union(everything))),
         overlap_ratio=_ratio(overlapped_ps, communication_ps),
     )
 
 
-def _union(intervals: Iterable[Interval]) -> list[Span]:
-    """Disjoint spans in picoseconds, ascending, that cover exactly the intervals; spans that touch are joined."""
-    union: list[Span] = []
-    for start, end in sorted((us_to_ps(interval.start_us), us_to_ps(interval.end_us)) for interval in intervals):
-        if union and start <= union[-1][1]:
-            union[-1] = (union[-1][0], max(union[-1][1], end))
-        else:
-            union.append((start, end))
-    return union
-
-
-def _length(union: Sequence[Span]) -> int:
-    return sum(end - start for start, end in union)
-
-
-def _overlap(first: Sequence[Span], second: Sequence[Span]) -> int:
-    """Length common to two unions, in one pass over both."""
-    total, i, j = 0, 0, 0
-    while i < len(first) and j < len(second):
-        total += max(0, min(first[i][1], second[j][1]) - max(first[i][0], second[j][0]))
-        if first[i][1] <= second[j][1]:
-            i += 1
-        else:
-            j += 1
-    return total
+def _spans(intervals: Iterable[Interval]) -> list[Span]:
+    """From when to when each interval lasts, in picoseconds."""
+    return [(us_to_ps(interval.start_us), us_to_ps(interval.end_us)) for interval in intervals]
 
 
 def _ratio(overlapped_ps: int, communication_ps: int) -> float | None:

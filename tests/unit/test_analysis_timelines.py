@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from tests.helpers.trace_builder import ELEMENTWISE, MATMUL, TraceBuilder
 
 from counterpoint.analysis.rank import analyze_rank
-from counterpoint.analysis.spans import length, union, within, without
 from counterpoint.analysis.values import RankAnalysis
+from counterpoint.spans import length, union, within, without
 from counterpoint.traces.formats import read_activity
 
 SPANS = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 60)), max_size=12)

@@ -12,7 +12,7 @@ SOURCES = sorted(PACKAGE.rglob("*.py"))
 
 # Lowest first. A part may import only from lines above its own, and from itself.
 ORDER = [
-    {"errors", "mismatch", "units"},
+    {"errors", "mismatch", "spans", "units"},
     {"files"},
     {"ranks", "value"},
     {"measurement"},

@@ -22,9 +22,9 @@ from counterpoint.analysis.collectives import RankCollectives, short_name
 from counterpoint.analysis.delays import Delay, Delays
 from counterpoint.analysis.exposure import ExposedPiece
 from counterpoint.analysis.roles import is_staging
-from counterpoint.analysis.spans import Span
 from counterpoint.analysis.timed import TimedTrace, ns_to_us
 from counterpoint.analysis.values import Cause, ExposedInterval, Role
+from counterpoint.spans import Span
 from counterpoint.units import format_us
 from counterpoint.value import Value
 
@@ -53,7 +53,7 @@ class CauseFinder:
         self._timed, self._roles, self._found, self._windows, self._main = timed, roles, found, windows, main
         self._computation = [index for index in timed.by_start if roles[index] == "computation"]
         self._starts = [timed.starts[index] for index in self._computation]
-        self._delays = Delays(timed, roles, found)
+        self._delays = Delays(timed, roles, found, self._computation)
 
     def intervals(self, pieces: Sequence[ExposedPiece]) -> list[ExposedInterval]:
         """Every piece with its cause, in order of time; pieces are cut where their cause changes."""

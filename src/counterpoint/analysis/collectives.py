@@ -7,9 +7,9 @@ from functools import lru_cache
 from msgspec.structs import replace
 
 from counterpoint.analysis.members import Members, bytes_of_copies, find_members, kind_of_copies
-from counterpoint.analysis.spans import Span
 from counterpoint.analysis.timed import TimedTrace, ns_to_us
 from counterpoint.analysis.values import Role, TracedCollective
+from counterpoint.spans import Span
 from counterpoint.step import CollectiveKind
 from counterpoint.traces.activity import GpuOperation
 from counterpoint.traces.classify import Group, classify_kernel, collective_kind, element_bytes, name_groups

@@ -10,9 +10,9 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Literal
 
-from counterpoint.analysis.spans import Span
 from counterpoint.analysis.timed import TimedTrace
 from counterpoint.analysis.values import PathRow, Role
+from counterpoint.spans import Span
 
 PathCause = Literal["computation", "communication", "waiting", "copy", "host", "launch gap"]
 LONG_GAP_NS = 20_000

@@ -11,6 +11,7 @@ A collective is ready once what it waits for has ended and the host has launched
 """
 
 from bisect import bisect_left
+from collections.abc import Sequence
 from functools import cache
 from math import prod
 
@@ -48,10 +49,12 @@ class Delay(Value, frozen=True, kw_only=True):
 class Delays:
     """Finds what held collectives of one trace back."""
 
-    def __init__(self, timed: TimedTrace, roles: tuple[Role, ...], found: RankCollectives) -> None:
-        self._timed, self._roles, self._found = timed, roles, found
-        self._computation = [index for index in timed.by_start if roles[index] == "computation"]
-        self._starts = [timed.starts[index] for index in self._computation]
+    def __init__(
+        self, timed: TimedTrace, roles: tuple[Role, ...], found: RankCollectives, computation: Sequence[int]
+    ) -> None:
+        """`computation`: the trace's operations of that role, by start."""
+        self._timed, self._roles, self._found, self._computation = timed, roles, found, computation
+        self._starts = [timed.starts[index] for index in computation]
         machine = machine_for_device(timed.trace.device_name) if timed.trace.device_name else None
         self._gpu = machine.gpu if machine else None
         self._seen = self._pairs_seen()

@@ -3,11 +3,13 @@
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
+from msgspec.structs import replace
+
 from counterpoint.analysis.collectives import RankCollectives
-from counterpoint.analysis.spans import Span, within
 from counterpoint.analysis.timed import TimedTrace
 from counterpoint.analysis.values import ExposedInterval, TracedCollective
 from counterpoint.analysis.windows import BusyTimes
+from counterpoint.spans import Span, within
 from counterpoint.value import Value
 
 
@@ -72,15 +74,7 @@ def join_intervals(intervals: Sequence[ExposedInterval]) -> tuple[ExposedInterva
             interval.cause,
         )
         if last is not None and same and last.end_us == interval.start_us:
-            joined[-1] = ExposedInterval(
-                rank=last.rank,
-                step=last.step,
-                start_us=last.start_us,
-                end_us=interval.end_us,
-                collective=last.collective,
-                cause=last.cause,
-                evidence=last.evidence,
-            )
+            joined[-1] = replace(last, end_us=interval.end_us)
         else:
             joined.append(interval)
     return tuple(joined)

@@ -19,10 +19,10 @@ from typing import Final, Literal, get_args
 import msgspec
 
 from counterpoint.analysis.logged import is_logged
+from counterpoint.analysis.means import spread_of
 from counterpoint.analysis.values import SCHEMA, Analysis, Cause, StepFigures
 from counterpoint.errors import AnalysisError, shown, shown_path
 from counterpoint.files import read_limited
-from counterpoint.measurement.values import half_width
 from counterpoint.units import format_percent, format_us
 from counterpoint.value import Value, require
 
@@ -139,7 +139,7 @@ def _figure(analysis: Analysis, condition: Condition) -> tuple[float, float]:
         time_us = sum(total.exposed_us for total in analysis.causes if total.cause == condition.metric)
         return (time_us / analysis.step_us if is_share and analysis.step_us else time_us), 0.0
     values = [_of_step(step, condition.metric, is_share) for rank in analysis.ranks for step in rank.steps if step.is_steady]
-    return _of_all(analysis, condition.metric, is_share), half_width(values) if values else 0.0
+    return _of_all(analysis, condition.metric, is_share), spread_of(values)
 
 
 def _of_step(step: StepFigures, metric: str, is_share: bool) -> float:

@@ -10,9 +10,9 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Literal
 
-from counterpoint.analysis.spans import Span
 from counterpoint.analysis.timed import TimedTrace
 from counterpoint.analysis.values import IdleRow
+from counterpoint.spans import Span
 
 IdleCause = Literal["host", "event", "launch gap", "nothing"]
 

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 from counterpoint.analysis.collectives import short_name
-from counterpoint.analysis.spans import Span
 from counterpoint.analysis.timed import TimedTrace, ns_to_us
 from counterpoint.analysis.values import LaneInterval, Role
+from counterpoint.spans import Span
 
 MOST_INTERVALS = 12_000
 

@@ -4,9 +4,9 @@ from bisect import bisect_left
 from collections.abc import Sequence
 
 from counterpoint.analysis.collectives import short_name
-from counterpoint.analysis.spans import Span
 from counterpoint.analysis.timed import TimedTrace
 from counterpoint.analysis.values import OperatorRow, Role
+from counterpoint.spans import Span
 
 OperatorKey = tuple[str, str, str, tuple[int, int, int] | None]  # operator, kernel, shapes, matrix sizes
 MOST_ROWS = 1000

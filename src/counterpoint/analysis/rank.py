@@ -18,10 +18,10 @@ from counterpoint.analysis.lanes import draw_lanes
 from counterpoint.analysis.operators import find_operators
 from counterpoint.analysis.roles import find_roles
 from counterpoint.analysis.slowdowns import find_slowdowns
-from counterpoint.analysis.spans import Span
 from counterpoint.analysis.timed import TimedTrace, time_trace
 from counterpoint.analysis.values import ExposedInterval, RankAnalysis, Role, TracedCollective
 from counterpoint.analysis.windows import find_busy, find_figures, find_windows, representative
+from counterpoint.spans import Span
 from counterpoint.traces.activity import ActivityTrace
 from counterpoint.units import format_count
 from counterpoint.value import cyclic_gc_paused

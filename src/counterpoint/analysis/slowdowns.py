@@ -13,9 +13,9 @@ from typing import Literal
 
 from counterpoint.analysis.collectives import RankCollectives, short_name
 from counterpoint.analysis.operators import started_within
-from counterpoint.analysis.spans import Span, union
 from counterpoint.analysis.timed import TimedTrace
 from counterpoint.analysis.values import Role, Slowdown
+from counterpoint.spans import Span, union
 from counterpoint.traces.classify import classify_kernel
 from counterpoint.traces.lone_times import MOST_SLOWDOWN, UNTOUCHED_OVERLAP, signature
 

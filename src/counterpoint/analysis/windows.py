@@ -7,10 +7,10 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from statistics import median
 
-from counterpoint.analysis.spans import Span, length, union, within, without
 from counterpoint.analysis.timed import TimedTrace, ns_to_us
 from counterpoint.analysis.values import Role, StepFigures
 from counterpoint.errors import TraceError
+from counterpoint.spans import Span, length, union, within, without
 from counterpoint.traces.issue import LATE_LATENCY_US
 from counterpoint.traces.steady import divide_into_steps
 from counterpoint.value import Value

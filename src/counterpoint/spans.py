@@ -1,4 +1,4 @@
-"""Unions of spans of time, in whole nanoseconds, as the profiler writes them: sums are exact and independent of order."""
+"""Unions of spans of time, in whole nanoseconds or picoseconds: sums are exact and independent of order."""
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
