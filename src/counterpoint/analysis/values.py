@@ -9,6 +9,7 @@ from functools import lru_cache
 from typing import Literal
 
 from counterpoint.step import CollectiveKind
+from counterpoint.traces.activity import HostPhase
 from counterpoint.units import format_bytes
 from counterpoint.value import Value
 
@@ -17,7 +18,6 @@ SCHEMA = "counterpoint.analysis/1"  # of the JSON; a change that breaks readers 
 # Communication moves data between GPUs, or belongs to a collective that does (its sums and staging copies). Waiting is a
 # kernel that does nothing but wait for other ranks (barriers, signals); it counts as communication in every union of times.
 Role = Literal["computation", "communication", "waiting", "copy"]
-Phase = Literal["forward", "backward", "optimizer", "unknown"]
 Cause = Literal[
     "dependent",  # the next kernel needs the result
     "starved",  # launched, but waiting for SMs that kernels hold
@@ -85,7 +85,7 @@ class TracedCollective(Value, frozen=True, kw_only=True):
     group_size: int = 1
     process_group: str | None = None
     dtype: str | None = None
-    phase: Phase = "unknown"
+    phase: HostPhase = "unknown"
     module: str = ""
     issued_us: float | None = None
     waiting_us: float = 0.0
