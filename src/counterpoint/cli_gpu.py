@@ -141,6 +141,9 @@ def bench_paper(  # noqa: PLR0917  the command line passes by name
     iterations: Annotated[
         int | None, typer.Option("--iterations", min=1, max=1000, help="Iterations of each step.  [default: 4]")
     ] = None,
+    rounds: Annotated[
+        int | None, typer.Option("--rounds", min=2, max=1000, help="On GPUs, rounds of all variants.  [default: 11 to 5]")
+    ] = None,
     energy: Annotated[
         bool, typer.Option("--energy", help="On GPUs, also measure joules per step: a second more for each variant.")
     ] = False,
@@ -160,6 +163,7 @@ def bench_paper(  # noqa: PLR0917  the command line passes by name
         workloads=tuple(workloads or ()),
         sweeps=tuple(sweep or ()),
         iterations=iterations,
+        rounds=rounds,
         with_energy=energy,
         plot=plot,
         output=output,
@@ -179,6 +183,7 @@ class BenchOptions(msgspec.Struct, frozen=True, kw_only=True):
     workloads: tuple[str, ...]
     sweeps: tuple[str, ...]
     iterations: int | None
+    rounds: int | None
     with_energy: bool
     plot: Path | None
     output: Path | None
@@ -189,6 +194,8 @@ class BenchOptions(msgspec.Struct, frozen=True, kw_only=True):
             raise DeviceError(
                 "--energy reads the GPU's counter, and a simulation has none. Leave --energy or --simulate out."
             )
+        if self.rounds is not None and is_simulated:
+            raise DeviceError("--rounds repeats measurements, and a simulation has none. Leave --rounds or --simulate out.")
         if self.plot is not None:
             if not self.sweeps:
                 raise WorkloadError("--plot draws sweeps, and none was asked for. Add --sweep ctas, or leave --plot out.")
@@ -254,11 +261,11 @@ def _measure_paper(asked: BenchOptions) -> None:
     check_cases(descriptions)
     results = []
     for described in descriptions:
-        rounds = ROUNDS[described.name.split("_")[0]]
+        rounds = asked.rounds or ROUNDS[described.name.split("_")[0]]
         results.append(measure_workload(described, rounds, with_energy=asked.with_energy))
         if rank == 0:
             _show(results[-1:], None)
-            _save(results, asked.output, measuring_conditions(rounds=ROUNDS))
+            _save(results, asked.output, measuring_conditions(rounds=asked.rounds or ROUNDS))
 
 
 def _measure_sweeps(asked: BenchOptions, descriptions: list["Description"], rank: int) -> None:
@@ -268,11 +275,12 @@ def _measure_sweeps(asked: BenchOptions, descriptions: list["Description"], rank
 
     planned = sweeps_of(descriptions, asked.axes())
     sweeps = []
+    rounds = asked.rounds or SWEEP_ROUNDS
     for described, axis, cases in planned:
-        sweeps.append(measure_sweep(described, axis, cases, SWEEP_ROUNDS, with_energy=asked.with_energy))
+        sweeps.append(measure_sweep(described, axis, cases, rounds, with_energy=asked.with_energy))
         if rank == 0:
             _show_sweeps(sweeps[-1:])
-            _finish_sweeps(sweeps, asked, measuring_conditions(rounds=SWEEP_ROUNDS))
+            _finish_sweeps(sweeps, asked, measuring_conditions(rounds=rounds))
 
 
 def _show_sweeps(sweeps: list["Sweep"]) -> None:
