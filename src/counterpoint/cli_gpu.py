@@ -209,40 +209,45 @@ class BenchOptions(msgspec.Struct, frozen=True, kw_only=True):
 
         return [parse_sweep(each) for each in self.sweeps]
 
-    def descriptions(self, usual: list[str]) -> list["Description"]:
-        """The workloads asked for, or the usual ones, with the iterations asked for. Raises `WorkloadError`."""
+    def descriptions(self, usual: list[str]) -> dict[str, "Description"]:
+        """By name the workloads asked for, or the usual ones, with the iterations asked for. Raises `WorkloadError`."""
         from counterpoint.paper.cases import paper_description, with_iterations  # noqa: PLC0415
 
-        found = [paper_description(name) for name in self.workloads or usual]
-        return found if self.iterations is None else [with_iterations(each, str(self.iterations)) for each in found]
+        found = {name: paper_description(name) for name in self.workloads or usual}
+        if self.iterations is None:
+            return found
+        return {name: with_iterations(each, str(self.iterations)) for name, each in found.items()}
 
 
 def _simulate_paper(asked: BenchOptions, machine_name: str) -> None:
     from counterpoint.machine import load_machine, machine_names  # noqa: PLC0415
     from counterpoint.paper.grid import simulate_paper  # noqa: PLC0415
+    from counterpoint.paper.launches import compiled_for  # noqa: PLC0415
     from counterpoint.paper.sweep import simulate_sweep  # noqa: PLC0415
     from counterpoint.workloads import build_step, workload_names  # noqa: PLC0415
 
     axes, descriptions = asked.axes(), asked.descriptions(workload_names())
     machines = [load_machine(name) for name in (machine_names() if machine_name == "all" else [machine_name])]
+    # a file of one's own has launches of its own
+    jobs = [
+        (described, machine, not name.lower().endswith(".toml"))
+        for machine in machines
+        for name, described in descriptions.items()
+    ]
     if axes:
         sweeps = [
-            simulate_sweep(description, machine, axis, values)
-            for machine in machines
-            for description in descriptions
+            simulate_sweep(described, machine, axis, values, is_compiled=is_compiled)
+            for described, machine, is_compiled in jobs
             for axis, values in axes
         ]
         _show_sweeps(sweeps)
         _finish_sweeps(sweeps, asked, {"gpus": "none used, simulated"})
         return
-    _show(
-        [
-            replace(simulate_paper(build_step(description), machine), iterations=description.iterations)
-            for machine in machines
-            for description in descriptions
-        ],
-        asked.output,
-    )
+    results = []
+    for described, machine, is_compiled in jobs:
+        step = build_step(compiled_for(described, machine.gpu) if is_compiled else described)
+        results.append(replace(simulate_paper(step, machine), iterations=described.iterations))
+    _show(results, asked.output)
 
 
 def _measure_paper(asked: BenchOptions) -> None:
@@ -254,7 +259,7 @@ def _measure_paper(asked: BenchOptions) -> None:
     from counterpoint.paper.on_gpu import check_cases, measure_workload, on_these_ranks  # noqa: PLC0415
 
     axes = asked.axes()
-    descriptions = [on_these_ranks(each) for each in asked.descriptions(paper_workload_names())]
+    descriptions = [on_these_ranks(each) for each in asked.descriptions(paper_workload_names()).values()]
     if axes:
         _measure_sweeps(asked, descriptions, rank)
         return
