@@ -110,18 +110,18 @@ def test_buffers_are_operands_outputs_and_two_buffers_of_an_all_to_all() -> None
         ("ctas=0", "--sweep ctas takes whole numbers above 0, or tiles for one CTA per tile; found '0'."),
         ("types=int8", "--sweep types must name some of fp32, tf32, bf16, fp16, fp8; found 'int8'."),
         ("tiles=64x64", "tile must be three sizes"),
-        ("sizes=99999999", "needs 3.052e+03 GiB of memory on each GPU"),
+        ("sizes=99999999", "needs 3054 GiB of memory on each GPU"),
         ("bytes=1 parsec", "--sweep bytes must be a whole number of bytes"),
     ],
 )
 def test_a_bad_value_is_one_line(text: str, said: str) -> None:
-    with pytest.raises(WorkloadError, match=said.replace("(", r"\(").replace("+", r"\+")):
+    with pytest.raises(WorkloadError, match=said):
         simulated("cb_ar_opt2", text)
 
 
 def test_sizes_that_do_not_fit_are_refused_with_what_is_needed_and_there() -> None:
     with pytest.raises(WorkloadError, match=r"but a GPU of 'h200' has 1\d\d(\.\d)? GiB\. Choose smaller sizes\."):
-        simulated("mb_ar_opt2", "sizes=1048576")
+        simulated("mb_ar_opt2", "sizes=2097152")
     assert RESERVE_BYTES > 0
 
 
