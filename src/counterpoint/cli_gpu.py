@@ -135,7 +135,7 @@ def bench_paper(  # noqa: PLR0917  the command line passes by name
             "--sweep",
             metavar="AXIS",
             help="Instead of the grid, sweep ctas, sizes, bytes, tiles, types, ranks or iterations; ctas=64,256,tiles "
-            "chooses values. May be repeated.",
+            "chooses values. May be repeated.  [default: the grid]",
         ),
     ] = None,
     iterations: Annotated[
@@ -149,7 +149,9 @@ def bench_paper(  # noqa: PLR0917  the command line passes by name
     ] = False,
     plot: Annotated[
         Path | None,
-        typer.Option("--plot", metavar="FILE", help="Draw the sweeps (.svg, .png, .pdf). Needs the extra 'plots'."),
+        typer.Option(
+            "--plot", metavar="FILE", help="Draw the sweeps (.svg, .png, .pdf); needs matplotlib.  [default: none]"
+        ),
     ] = None,
     output: Annotated[Path | None, typer.Option("-o", "--output", metavar="FILE", help="Save the results (.json).")] = None,
 ) -> None:
@@ -175,6 +177,27 @@ def bench_paper(  # noqa: PLR0917  the command line passes by name
     from counterpoint.cuda.ranks import run_and_leave  # noqa: PLC0415
 
     run_and_leave(lambda: _measure_paper(asked))
+
+
+@bench.command("allocations", short_help="Shared memory per CTA for each residency, per GPU; simulated.")
+def bench_allocations(
+    machines: Annotated[
+        list[str] | None, typer.Argument(metavar="MACHINE", help="Names of machines.  [default: all of them]")
+    ] = None,
+    output: Annotated[Path | None, typer.Option("-o", "--output", metavar="FILE", help="Save the page (.md).")] = None,
+) -> None:
+    """Reference allocations of the first paper's matmuls, as Markdown: what sets each residency, leaves and costs."""
+    check_outputs((output,))
+    from counterpoint.machine import load_machine, machine_names  # noqa: PLC0415
+    from counterpoint.paper.allocations import allocations_of  # noqa: PLC0415
+    from counterpoint.report.allocations import allocations_page  # noqa: PLC0415
+
+    loaded = [load_machine(name) for name in machines or machine_names()]
+    page = allocations_page([(machine, allocations_of(machine)) for machine in loaded])
+    if output is None:
+        print(page, end="")
+    else:
+        write_whole(output, page.encode())
 
 
 class BenchOptions(msgspec.Struct, frozen=True, kw_only=True):
