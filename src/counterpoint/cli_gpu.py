@@ -161,15 +161,8 @@ def bench_paper(  # noqa: PLR0917  the command line passes by name
     GPUs, start it with torchrun: torchrun --nproc-per-node 4 --no-python counterpoint bench paper.
     """
     check_outputs((output, plot))
-    asked = BenchOptions(
-        workloads=tuple(workloads or ()),
-        sweeps=tuple(sweep or ()),
-        iterations=iterations,
-        rounds=rounds,
-        with_energy=energy,
-        plot=plot,
-        output=output,
-    )
+    names, sweeps = tuple(workloads or ()), tuple(sweep or ())
+    asked = BenchOptions(names, sweeps, iterations=iterations, rounds=rounds, with_energy=energy, plot=plot, output=output)
     asked.check(is_simulated=simulate is not None)
     if simulate is not None:
         _simulate_paper(asked, simulate)
@@ -200,7 +193,7 @@ def bench_allocations(
         write_whole(output, page.encode())
 
 
-class BenchOptions(msgspec.Struct, frozen=True, kw_only=True):
+class BenchOptions(msgspec.Struct, frozen=True):
     """What `bench paper` was asked for, as it was written."""
 
     workloads: tuple[str, ...]
