@@ -201,3 +201,24 @@ def test_a_file_that_is_absent_is_refused_in_one_line(tmp_path: Path) -> None:
 def test_a_gpu_built_in_code_is_checked_too() -> None:
     with pytest.raises(MachineError, match=r"gpu\.num_copy_engines must be from 1 to 64; found 65"):
         replace(H200.gpu, num_copy_engines=65)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_peak_rates_of_matmuls_keep_the_order_that_their_sizes_set(name: str) -> None:
+    # Narrower types are never slower, and tf32 runs at half the rate of bf16 wherever there are units for it.
+    rates = load_machine(name).gpu.matmul_rates()
+    for wider, narrower in (("fp64", "fp32"), ("fp32", "bf16"), ("fp16", "fp8"), ("bf16", "int8")):
+        if {wider, narrower} <= set(rates):
+            assert rates[wider] <= 1.01 * rates[narrower], (wider, narrower)
+    assert rates["fp16"] == rates["bf16"]
+    if "tf32" in rates:
+        assert rates["tf32"] == pytest.approx(rates["bf16"] / 2, rel=0.03)
+
+
+def test_a_type_that_the_gpu_does_not_have_is_refused_in_one_line_that_names_those_it_has() -> None:
+    with pytest.raises(MachineError) as caught:
+        load_machine("a100").matmul_flops_per_s("fp8")
+    assert str(caught.value) == (
+        "Machine 'a100' has no rate for fp8 matrix multiplications, only for bf16, fp16, int8, tf32, fp32, fp64. "
+        "Choose one of these, or state the rate in a machine file of your own."
+    )

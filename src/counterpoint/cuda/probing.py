@@ -17,17 +17,17 @@ from counterpoint.value import Value
 COPY_ENGINE_FRACTION = 0.80
 HBM_FRACTION = 0.90
 MEASURED_TOLERANCE = 0.10
+RATES = tuple(name for name in Gpu.__struct_fields__ if name.endswith(("flops_per_s", "ops_per_s")))
 # driver and data sheet round differently; every figure not named here must be equal
 TOLERANCES = {
     "gpu.hbm_bytes": 0.01,
     "gpu.hbm_bytes_per_s": 0.02,
-    "gpu.bf16_flops_per_s": 0.02,
-    "gpu.fp32_flops_per_s": 0.02,
+    **dict.fromkeys((f"gpu.{name}" for name in RATES), 0.02),
     "link.bytes_per_s": MEASURED_TOLERANCE,
     "link.per_peer_bytes_per_s": MEASURED_TOLERANCE,
     "measured.hbm_copy_bytes_per_s": MEASURED_TOLERANCE,
 }
-Figure = bool | int | float | str | tuple[int, ...]
+Figure = bool | int | float | str | tuple[int, ...] | None
 
 
 class Difference(Value, frozen=True, kw_only=True):
@@ -130,8 +130,9 @@ def _gpu(shipped: Machine, queried: Queried, by_driver: str) -> tuple[Gpu, dict[
     figures["registers_per_sub_partition"] = attributes["MAX_REGISTERS_PER_MULTIPROCESSOR"] // like.num_sub_partitions
     sources["gpu.registers_per_sub_partition"] = f"{by_driver}: the SM's registers in {like.num_sub_partitions} parts"
     scale = attributes["MULTIPROCESSOR_COUNT"] * attributes["CLOCK_RATE"] / (like.num_sms * like.clock_mhz * 1000)
-    for name in ("bf16_flops_per_s", "fp32_flops_per_s"):
-        figures[name] = getattr(like, name) * scale
+    for name in RATES:
+        rate = getattr(like, name)
+        figures[name] = None if rate is None else rate * scale
         sources[f"gpu.{name}"] = f"{_from(shipped, f'gpu.{name}')}; by {scale:g} for SMs and clock"
     if attributes["MULTIPROCESSOR_COUNT"] != like.num_sms:
         figures["sms_per_gpc"] = spread_sms(attributes["MULTIPROCESSOR_COUNT"], len(like.sms_per_gpc))

@@ -229,6 +229,8 @@ def format_figure(value: object) -> str:
     """A figure of a machine: numbers with thousands set apart, lists without brackets, anything else in a word."""
     if isinstance(value, bool):
         return "yes" if value else "no"
+    if value is None:
+        return "none"
     if isinstance(value, tuple):
         return " ".join(format_figure(each) for each in value)
     if isinstance(value, float):
