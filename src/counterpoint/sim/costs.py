@@ -10,7 +10,8 @@ import msgspec
 
 from counterpoint.errors import StepError, shown
 from counterpoint.footprints import communication_footprint
-from counterpoint.machine import ElementType, Link, Machine
+from counterpoint.links import Link
+from counterpoint.machine import ElementType, Machine
 from counterpoint.occupancy import residency
 from counterpoint.sim.calibration import Calibration, CharacterConstants, CollectiveConstants
 from counterpoint.sim.rates import EXPONENT, smooth_minimum
