@@ -364,7 +364,8 @@ def test_two_controls_that_help_alone_are_measured_together_even_where_the_simul
     assert controls_of(tuning.plan) == both
 
 
-# The all-reduce continues the producer's stream and the kernel waits for an event, so the simulator lets it win the race; a GPU may not.
+# The all-reduce continues the stream of the producer and the kernel waits for an event: the simulator lets the collective
+# win the race; a GPU may not.
 RACE_WON = (
     work("producer"),
     GraphNode(kind="kernel", name=ALL_REDUCE, footprint=NCCL, waits_for=(0,)),
