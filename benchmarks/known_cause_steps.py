@@ -190,7 +190,7 @@ def uneven(stage: Stage) -> Known:
         "collective": exchange,
         "even": lambda: dist.all_to_all_single(
             got_evenly, evenly, even, even
-        ),  # the same call: without splits NCCL's differs
+        ),  # without splits PyTorch takes another path
         "before": before,
         "after": after,
     }

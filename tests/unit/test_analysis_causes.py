@@ -125,7 +125,7 @@ def in_a_graph(trace: TraceBuilder, begin: float) -> None:
 
 
 def pushed_in_a_graph(trace: TraceBuilder, begin: float) -> None:
-    """An all-gather + matmul: its rows go out on the stream that computes most, and those of the peer come a little later."""
+    """An all-gather + matmul: its rows go out on the stream that computes most, the peer's come a little later."""
     trace.kernel(MATMUL, begin + 20, 400, host=begin + 1)
     graph = {"correlation": trace.call("cudaGraphLaunch", begin + 2)}
     trace.kernel(MATMUL, begin + 422, 90, host=begin + 2, stream=SIDE, args=graph)

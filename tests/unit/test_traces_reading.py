@@ -246,9 +246,9 @@ def test_a_peer_to_peer_copy_is_communication(tmp_path: Path) -> None:
 def test_a_copy_between_gpus_belongs_to_the_gpu_that_the_profiler_calls_in_device(tmp_path: Path) -> None:
     trace = TraceBuilder(rank=1)
     for number in range(3):
-        trace.kernel(MATMUL, 100.0 * number, 50, args={"device": 1})
+        trace.kernel(MATMUL, 100.0 * number + 10, 50, args={"device": 1})
         where = {"fromDevice": 0, "inDevice": 1, "toDevice": 1}
-        trace.copy("Memcpy PtoP (Device -> Device)", 100.0 * number + 55, 40, num_bytes=1 << 20, stream=24, args=where)
+        trace.copy("Memcpy PtoP (Device -> Device)", 100.0 * number + 65, 20, num_bytes=1 << 20, stream=24, args=where)
     activity = read_activity(trace.write(tmp_path))
     assert activity.num_devices == 1
     assert [operation.category for operation in activity.operations] == ["kernel", "memcpy"] * 3
