@@ -16,6 +16,7 @@ ORDER = [
     {"files"},
     {"ranks", "value"},
     {"measurement"},
+    {"links"},
     {"machine"},
     {"step"},
     {"occupancy", "footprints"},
