@@ -51,7 +51,7 @@ def _edit(graph: AbstractGraph, before: Sequence[GraphNode], read: ReadGraph, pl
             reason = _why_not(before[number], control)
             if isinstance(control, Transport):
                 reason = _why_not_moved(graph, number, operation, control)
-            elif is_moved:
+            if is_moved and control != MOVED and not reason:
                 reason = "copy engines move it, and they know no such thing"
             if reason:
                 engagements.append(_refused(before[number], control, reason))
