@@ -4,10 +4,10 @@ import pytest
 from msgspec.structs import replace
 
 from counterpoint import load_machine
-from counterpoint.controls import CommunicationCtas, Control, HeadStart, Priority, ResidencyCap, Transport
+from counterpoint.controls import CommunicationCtas, Control, HeadStart, LightKernel, Priority, ResidencyCap, Transport
 from counterpoint.cuda.graph import GraphNode
 from counterpoint.cuda.graph_reading import CollectiveCall, GraphTimes, ReadGraph, read_graph
-from counterpoint.cuda.graph_rewriting import LIGHT, rewrite
+from counterpoint.cuda.graph_rewriting import rewrite
 from counterpoint.engagement import Engagement, require_engaged
 from counterpoint.errors import DeviceError, EngagementError, PlanError
 from counterpoint.occupancy import cap_shared_bytes
@@ -162,6 +162,7 @@ def test_a_limit_on_ctas_is_refused_with_the_line_that_the_user_must_add() -> No
         assert words in engagement.reason
 
 
+LIGHT = LightKernel(num_ctas=64)
 BY_COPIES = Transport(transport="copy_engine")
 
 
@@ -204,8 +205,8 @@ def test_a_light_kernel_takes_the_collectives_place_before_it_is_given_a_priorit
     assert [edit.method for edit in graph.edits] == ["light_kernel", "priority"]
     node = graph.nodes()[REDUCTION]
     assert (node.priority, node.footprint and node.footprint.shared_bytes) == (-5, 0)
-    assert {each.control: each.state for each in engagements} == {"transport": "verified", "priority": "verified"}
-    assert next(each.found for each in engagements if each.control == "transport") == "kernel counterpoint_light_push"
+    assert {each.control: each.state for each in engagements} == {"light_kernel": "verified", "priority": "verified"}
+    assert next(each.found for each in engagements if each.control == "light_kernel") == "64 CTAs of counterpoint_light_push"
 
 
 @pytest.mark.parametrize(

@@ -72,8 +72,8 @@ def launches(module: Any, monkeypatch: pytest.MonkeyPatch, *collectives: Any) ->
     monkeypatch.setattr(module, "PeerMemory", memory)
     flags = SimpleNamespace(local=torch.ones(1), addresses=[FLAGS + OTHER, FLAGS])
     monkeypatch.setattr(module, "SymmetricMemory", lambda *_: flags)
-    monkeypatch.setattr(module, "launch_of", lambda kernel, num_ctas, moves, signals: (kernel, moves, signals))
-    return list(module.LightCollectives(collectives, torch.device("cpu"), num_ctas=4).launches)
+    monkeypatch.setattr(module, "launch_of", lambda kernel, moves, signals: (kernel, moves, signals))
+    return list(module.LightCollectives(collectives, torch.device("cpu")).launches)
 
 
 @pytest.mark.parametrize(
@@ -108,7 +108,7 @@ def test_a_rank_pushes_its_blocks_and_sums_its_own_block_of_all_ranks(
 
 def test_each_collective_has_flags_of_its_own_and_ranks_agree_on_where(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     (_, _, first), (_, _, second) = launches(module, monkeypatch, *[issued(module, "all_gather")] * 2)
-    row = 4 * 4  # bytes: a word for each of 4 CTAs
+    row = 4 * module.MOST_LIGHT_CTAS  # bytes: a word for each CTA
     assert (first.raised, first.awaited) == ((FLAGS + OTHER + row,), (FLAGS,)), "rank 1 raises row 1, and awaits row 0"
     assert (second.raised, second.awaited) == ((FLAGS + OTHER + 3 * row,), (FLAGS + 2 * row,))
     assert second.counts - first.counts == row

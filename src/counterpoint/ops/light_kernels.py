@@ -74,8 +74,8 @@ class Moves(Value, frozen=True, kw_only=True):
         return ""
 
 
-def launch_of(kernel: str, num_ctas: int, moves: Moves, signals: LightSignals) -> LightLaunch:
-    """The launch of a kernel by its name. Raises `DeviceError` where it cannot be compiled."""
+def launch_of(kernel: str, moves: Moves, signals: LightSignals) -> LightLaunch:
+    """The launch of a kernel by its name, with one CTA. Raises `DeviceError` where it cannot be compiled."""
     argument = LightArgument(
         source=(ctypes.c_uint64 * MAX_RANKS)(*moves.source),
         target=(ctypes.c_uint64 * MAX_RANKS)(*moves.target),
@@ -91,7 +91,7 @@ def launch_of(kernel: str, num_ctas: int, moves: Moves, signals: LightSignals) -
     arguments = (ctypes.c_void_p * 1)(ctypes.addressof(argument))
     params = cu.CUDA_KERNEL_NODE_PARAMS()
     params.func = _function(kernel)
-    params.gridDimX, params.gridDimY, params.gridDimZ = num_ctas, 1, 1
+    params.gridDimX, params.gridDimY, params.gridDimZ = 1, 1, 1
     params.blockDimX, params.blockDimY, params.blockDimZ = THREADS, 1, 1
     params.kernelParams = ctypes.addressof(arguments)
     return LightLaunch(params=params, arguments=(argument, arguments))
