@@ -229,6 +229,8 @@ def format_figure(value: object) -> str:
     """A figure of a machine: numbers with thousands set apart, lists without brackets, anything else in a word."""
     if isinstance(value, bool):
         return "yes" if value else "no"
+    if value is None:
+        return "none"
     if isinstance(value, tuple):
         return " ".join(format_figure(each) for each in value)
     if isinstance(value, float):
@@ -245,6 +247,7 @@ def print_machine(console: Console, machine: Machine) -> None:
         f"{prefix}.{name}": getattr(part, name)
         for prefix, part in (("gpu", machine.gpu), ("link", machine.link), ("network", machine.network))
         for name in (part.__struct_fields__ if part is not None else ())
+        if name != "pairs" or getattr(part, name)
     }
     numbers: dict[str, int] = {}
     for name, figure in (figures | {"num_gpus": machine.num_gpus}).items():
