@@ -12,6 +12,7 @@ from typing import Literal
 import msgspec
 
 from counterpoint.errors import MachineError, require_kind, shown
+from counterpoint.links import Link
 from counterpoint.value import Value, read_shipped, read_toml, require, save_text, save_toml, shipped_names, shipped_text
 
 # Types of the operands of a matrix multiplication. tf32 is stored as fp32 is, and the matrix units round it; fp32 is not
@@ -188,33 +189,6 @@ def _check_shared_memory(gpu: Gpu) -> None:
     )
 
 
-class Link(Value, frozen=True, kw_only=True):
-    """How the GPUs of a node (or the nodes) are connected.
-
-    `bytes_per_s` is what one GPU can send in one direction to all its peers together; `per_peer_bytes_per_s` to one peer.
-    They are equal behind a switch and differ on a mesh.
-    """
-
-    kind: Literal["nvlink", "xgmi", "pcie", "network"]
-    bytes_per_s: float
-    per_peer_bytes_per_s: float
-    latency_us: float
-
-    def __post_init__(self) -> None:
-        for name in ("bytes_per_s", "per_peer_bytes_per_s", "latency_us"):
-            number = getattr(self, name)
-            require(
-                0 < number < LEAST_ABSURD_FIGURE,
-                MachineError,
-                f"link {name} must be above 0 and below 1e18; found {number}.",
-            )
-        require(
-            self.per_peer_bytes_per_s <= self.bytes_per_s,
-            MachineError,
-            f"link per_peer_bytes_per_s must be at most {self.bytes_per_s}; found {self.per_peer_bytes_per_s}.",
-        )
-
-
 class Machine(Value, frozen=True, kw_only=True):
     """A usual node: `num_gpus` equal GPUs joined by `link`; nodes, if there are several, by `network`.
 
@@ -239,6 +213,12 @@ class Machine(Value, frozen=True, kw_only=True):
                 f"The {what} of a machine is at most {MAX_NAME} printable characters; found '{shown(text)}'.",
             )
         require(1 <= self.num_gpus <= 1024, MachineError, f"num_gpus must be from 1 to 1024; found {self.num_gpus}.")
+        beyond = [gpu for entry in self.link.pairs for pair in entry.gpus for gpu in pair if gpu >= self.num_gpus]
+        require(
+            not beyond,
+            MachineError,
+            f"link pairs.gpus are numbered from 0 to num_gpus - 1 = {self.num_gpus - 1}; found {max(beyond, default=0)}.",
+        )
 
     def matmul_flops_per_s(self, element_type: ElementType) -> float:
         """Operations per second at the peak of matmuls of this type; raises `MachineError` where there is none."""

@@ -8,7 +8,8 @@ import pytest
 from msgspec.structs import replace
 
 from counterpoint.errors import MachineError
-from counterpoint.machine import Gpu, Link, Machine, load_machine, machine_for_device, machine_names
+from counterpoint.links import Link
+from counterpoint.machine import Gpu, Machine, load_machine, machine_for_device, machine_names
 
 NAMES = ["a100", "a40", "b200", "h100", "h200", "l40s", "mi250x", "mi300x"]
 H200 = load_machine("h200")
@@ -23,8 +24,10 @@ def figures(machine: Machine) -> set[str]:
     names = {"num_gpus", "device_names"}
     names |= {f"gpu.{field}" for field in Gpu.__struct_fields__ if field != "vendor"}
     for part in ("link", "network"):
-        if getattr(machine, part) is not None:
-            names |= {f"{part}.{field}" for field in Link.__struct_fields__ if field != "kind"}
+        link = getattr(machine, part)
+        if link is not None:
+            labels = {"kind", "topology"} if link.pairs else {"kind", "topology", "pairs"}
+            names |= {f"{part}.{field}" for field in Link.__struct_fields__ if field not in labels}
     return names
 
 
@@ -82,7 +85,7 @@ def test_priority_is_ineffective_exactly_on_amd() -> None:
 def test_a_mesh_gives_one_peer_less_than_all_and_a_switch_the_same() -> None:
     for name in NAMES:
         link = load_machine(name).link
-        assert (link.per_peer_bytes_per_s < link.bytes_per_s) == (link.kind == "xgmi")
+        assert (link.per_peer_bytes_per_s < link.bytes_per_s) == (link.kind == "xgmi") == (link.topology == "direct")
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ class RankCollectives(Value, frozen=True, kw_only=True):
 
 def find_collectives(timed: TimedTrace, roles: tuple[Role, ...], windows: tuple[Span, ...]) -> RankCollectives:
     """All collectives of a trace. What depends on causes (`exposed_us`, `before`) is left for later."""
-    members = find_members(timed, roles)
+    members = find_members(timed, roles, windows)
     groups = name_groups(_group_of(operation) for operation in timed.trace.operations if operation.arguments.collective_name)
     counts: dict[str | None, int] = {}
     values = []

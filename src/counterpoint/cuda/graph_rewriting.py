@@ -18,6 +18,8 @@ from counterpoint.step import Collective, Operation
 from counterpoint.units import format_bytes, format_count
 
 MOVED = Transport(transport="copy_engine")
+LIGHT = Transport(transport="light_kernel")
+LIGHT_KERNELS = "counterpoint_light_"  # what their names begin with
 
 
 class Rewritten(msgspec.Struct, frozen=True, kw_only=True):
@@ -45,7 +47,7 @@ def _edit(graph: AbstractGraph, before: Sequence[GraphNode], read: ReadGraph, pl
     each = zip(read.nodes, read.step.operations, plan.controls_of(read.step), strict=True)
     for number, operation, controls in each:
         is_moved = MOVED in controls and not graph.obstacle_to_copies(number)
-        for control in dict.fromkeys(controls):
+        for control in _transport_first(controls):
             reason = _why_not(before[number], control)
             if isinstance(control, Transport):
                 reason = _why_not_moved(graph, number, operation, control)
@@ -57,9 +59,14 @@ def _edit(graph: AbstractGraph, before: Sequence[GraphNode], read: ReadGraph, pl
                 _apply(graph, number, control)
                 wanted.append((number, control))
     edited = dict.fromkeys(number for number, _ in wanted)
-    moved = {number for number, control in wanted if isinstance(control, Transport)}  # their nodes are gone
+    moved = {number for number, control in wanted if control == MOVED}  # their nodes are gone
     after = {number: before[number] if number in moved else graph.node(number) for number in edited}
     return (*engagements, *(_verify(graph, number, after[number], control) for number, control in wanted))
+
+
+def _transport_first(controls: Sequence[Control]) -> list[Control]:
+    """Each control once; a kernel that takes a collective's place does so before other controls are for it."""
+    return sorted(dict.fromkeys(controls), key=lambda control: not isinstance(control, Transport))
 
 
 def _why_not(node: GraphNode, control: Control) -> str:
@@ -85,7 +92,7 @@ def _why_not_moved(graph: AbstractGraph, number: int, operation: Operation, cont
         return f"only collectives have it, and this is a {operation.kind}"
     if control.transport == operation.transport:
         return "so it is captured"
-    return graph.obstacle_to_copies(number)
+    return graph.obstacle_to_light_kernel(number) if control == LIGHT else graph.obstacle_to_copies(number)
 
 
 def _apply(graph: AbstractGraph, number: int, control: Control) -> None:
@@ -96,6 +103,8 @@ def _apply(graph: AbstractGraph, number: int, control: Control) -> None:
             graph.set_shared_memory(number, control.dynamic_shared_bytes, control.carveout_percent)
         case HeadStart():
             graph.hold_before(number, control.hold_us)
+        case Transport(transport="light_kernel"):
+            graph.move_to_light_kernel(number)
         case Transport():
             graph.move_to_copies(number)
         case _:
@@ -113,6 +122,8 @@ def _verify(graph: AbstractGraph, number: int, node: GraphNode, control: Control
             percent = node.footprint.carveout_percent
             is_met = residency <= control.ctas_per_sm and percent == control.carveout_percent and residency > 0
             return _verified(node, control, f"{format_count(residency, 'CTA')} per SM, carveout {percent} %", is_met)
+        case Transport(transport="light_kernel"):
+            return _verified(node, control, f"kernel {node.name}", node.name.startswith(LIGHT_KERNELS))
         case Transport():
             moved = graph.copied_bytes(number)
             return _verified(node, control, f"copies of {format_bytes(moved)} to other GPUs", moved > 0)

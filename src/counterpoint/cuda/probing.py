@@ -11,13 +11,15 @@ from datetime import date
 
 from counterpoint.cuda.device_facts import QUERIED, Measured, Queried
 from counterpoint.errors import INSTALL, DeviceError
-from counterpoint.machine import Gpu, Link, Machine, load_machine, machine_for_device, machine_names
+from counterpoint.links import Link, Topology
+from counterpoint.machine import Gpu, Machine, load_machine, machine_for_device, machine_names
 from counterpoint.value import Value
 
 COPY_ENGINE_FRACTION = 0.80
 HBM_FRACTION = 0.90
 MEASURED_TOLERANCE = 0.10
 RATES = tuple(name for name in Gpu.__struct_fields__ if name.endswith(("flops_per_s", "ops_per_s")))
+DIRECT_RATIO = 1.5  # assumed: GPUs that send so much more to all peers than to one have direct links
 # driver and data sheet round differently; every figure not named here must be equal
 TOLERANCES = {
     "gpu.hbm_bytes": 0.01,
@@ -87,7 +89,7 @@ def describe(shipped: Machine, queried: tuple[Queried, ...], measured: Measured,
     link, link_sources = _link(shipped, measured, f"measured with copies of 256 MiB, {today}")
     sources |= link_sources | {"num_gpus": by_driver, "device_names": by_driver}
     if shipped.network is not None:
-        sources |= {f"network.{name}": _from(shipped, f"network.{name}") for name in Link.__struct_fields__}
+        sources |= {name: _from(shipped, name) for name in shipped.sources if name.startswith("network.")}
     machine = Machine(
         name=f"probed-{shipped.name}",
         title=f"{len(queried)} x {first.device_name}, probed {today}",
@@ -176,10 +178,11 @@ def _link(shipped: Machine, measured: Measured, by_copies: str) -> tuple[Link, d
         else:
             peaks[name], sources[f"link.{name}"] = implied, share
     peaks["bytes_per_s"] = max(peaks.values())
-    return Link(kind=kind, latency_us=like.link.latency_us, **peaks), sources  # type: ignore[arg-type]
+    topology: Topology = "direct" if peaks["bytes_per_s"] >= DIRECT_RATIO * peaks["per_peer_bytes_per_s"] else "switch"
+    return Link(kind=kind, latency_us=like.link.latency_us, topology=topology, **peaks), sources  # type: ignore[arg-type]
 
 
-_LINK_FIGURES = Link.__struct_fields__
+_LINK_FIGURES = ("kind", "bytes_per_s", "per_peer_bytes_per_s", "latency_us")
 
 
 def _shipped_with(kind: str) -> Machine:

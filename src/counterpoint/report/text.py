@@ -248,6 +248,7 @@ def print_machine(console: Console, machine: Machine) -> None:
         f"{prefix}.{name}": getattr(part, name)
         for prefix, part in (("gpu", machine.gpu), ("link", machine.link), ("network", machine.network))
         for name in (part.__struct_fields__ if part is not None else ())
+        if name != "pairs" or getattr(part, name)
     }
     numbers: dict[str, int] = {}
     for name, figure in (figures | {"num_gpus": machine.num_gpus}).items():

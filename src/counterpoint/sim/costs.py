@@ -1,7 +1,7 @@
 """How much an operation is on a machine: its time alone, and what its CTAs draw on.
 
 A measured lone time wins. Otherwise a kernel's time is the largest of three: operations at the peak rate, bytes from L2 and
-bytes from HBM, each over what `calibration.toml` says is reached; a collective's is its bytes on the wire over the link.
+bytes from HBM, each over what `calibrations/*.toml` says is reached; a collective's is its bytes on the wire over the link.
 """
 
 import math
@@ -9,7 +9,8 @@ import math
 import msgspec
 
 from counterpoint.footprints import communication_footprint
-from counterpoint.machine import ElementType, Link, Machine
+from counterpoint.links import Link
+from counterpoint.machine import ElementType, Machine
 from counterpoint.occupancy import residency
 from counterpoint.sim.calibration import Calibration, CharacterConstants, CollectiveConstants
 from counterpoint.sim.rates import EXPONENT, smooth_minimum

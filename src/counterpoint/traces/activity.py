@@ -14,14 +14,20 @@ from counterpoint.value import Value
 
 Category = Literal["kernel", "memcpy", "memset"]
 HostKind = Literal["launch", "record", "wait"]
+GRAPH_LAUNCH = "GraphLaunch"
+"""Part of the name of every call that launches a graph."""
 HostPhase = Literal["forward", "backward", "optimizer", "unknown"]
 
 
 class LaunchArguments(Value, frozen=True, kw_only=True, forbid_unknown_fields=False):
-    """What the profiler writes beside a GPU operation, under its own names."""
+    """What the profiler writes beside a GPU operation, under its own names.
+
+    A copy between GPUs states `inDevice` and no `device`; the reader puts it into `device`.
+    """
 
     stream: int
     device: int = 0
+    copying_device: int | None = msgspec.field(default=None, name="inDevice")
     correlation: int = 0
     grid: tuple[int, ...] = ()
     block: tuple[int, ...] = ()
@@ -104,6 +110,11 @@ class GpuOperation(Value, frozen=True, kw_only=True):
     def duration_us(self) -> float:
         """Traced time on the GPU."""
         return self.end_us - self.start_us
+
+    @property
+    def graph_launch(self) -> int | None:
+        """The correlation of the CUDA graph's launch that it is part of; None where the host launched it by itself."""
+        return self.arguments.correlation if GRAPH_LAUNCH in self.launch_call else None
 
     @property
     def issue_key(self) -> tuple[float, float]:

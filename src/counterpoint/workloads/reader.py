@@ -77,7 +77,8 @@ def _to_step(description: Description, num_ctas: int | None) -> Step:
         for entry in entries:
             current[entry.name] = len(operations)
             try:
-                operation = _to_operation(entry, _dependencies(entry, current, previous), description, num_ctas)
+                waits_for = _dependencies(entry, current, previous)
+                operation = operation_of(entry, waits_for, description.num_ranks, num_ctas)
             except StepError as problem:
                 raise WorkloadError(f"'{shown(entry.name)}': {problem}") from problem
             operations.append(operation)
@@ -149,16 +150,15 @@ def _dependencies(entry: Entry, current: dict[str, int], previous: dict[str, int
     return tuple(Dependency(operation=number) for number in sorted(set(numbers)))
 
 
-def _to_operation(
-    entry: Entry, waits_for: tuple[Dependency, ...], description: Description, num_ctas: int | None
-) -> Operation:
+def operation_of(entry: Entry, waits_for: tuple[Dependency, ...], num_ranks: int, num_ctas: int | None = None) -> Operation:
+    """The operation that an entry describes, in a step of `num_ranks`; `num_ctas` is as in `load_workload`."""
     match entry:
         case Gemm():
             return _gemm_kernel(entry, waits_for, num_ctas if num_ctas is not None else entry.num_ctas)
         case OtherKernel():
             return _other_kernel(entry, waits_for)
         case CollectiveEntry():
-            return _collective(entry, waits_for, description.num_ranks)
+            return _collective(entry, waits_for, num_ranks)
         case CopyEntry():
             return Copy(
                 name=entry.name,
