@@ -12,7 +12,7 @@ from counterpoint.analysis.values import Cause
 
 Call = Callable[[], object]
 Causes = dict[Cause, float]
-PAUSE_CYCLES = 2_000_000  # about 1 ms
+PAUSE_CYCLES = 10_000_000  # about 5 ms: the host needs up to 1 ms for a call of PyTorch's fused operators
 
 
 class Known(NamedTuple):

@@ -169,8 +169,8 @@ def uneven(stage: Stage) -> Known:
     sent = [first, *others]
     received = [sent[stage.rank]] * stage.num_ranks
     sending, got = rows[: sum(sent)], rows.new_zeros(sum(received))
-    even = rows.numel() // stage.num_ranks
-    evenly, got_evenly = rows[: even * stage.num_ranks], rows.new_zeros(even * stage.num_ranks)
+    even = [rows.numel() // stage.num_ranks] * stage.num_ranks
+    evenly, got_evenly = rows[: sum(even)], rows.new_zeros(sum(even))
 
     def exchange() -> None:
         dist.all_to_all_single(got, sending, received, sent)
@@ -188,7 +188,7 @@ def uneven(stage: Stage) -> Known:
 
     parts: dict[str, Call] = {
         "collective": exchange,
-        "even": lambda: dist.all_to_all_single(got_evenly, evenly),
+        "even": lambda: dist.all_to_all_single(got_evenly, evenly, even, even),  # without splits PyTorch takes another path
         "before": before,
         "after": after,
     }

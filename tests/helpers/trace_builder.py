@@ -56,12 +56,13 @@ class TraceBuilder:
         return self.kernel(name, start, dur, args=arguments | more.pop("args", {}), **more)
 
     def copy(
-        self, name: str, start: float, dur: float, *, num_bytes: int, host: float | None = None, stream: int = 7
+        self, name: str, start: float, dur: float, *, num_bytes: int, host: float | None = None, stream: int = 7, **more: Any
     ) -> int:
         is_fill = name.startswith("Memset")
         call = "cudaMemsetAsync" if is_fill else "cudaMemcpyAsync"
         correlation = self.call(call, start - 5 if host is None else host, 1)
-        arguments = {"stream": stream, "device": 0, "correlation": correlation, "bytes": num_bytes}
+        where = {"fromDevice": 0, "inDevice": 0, "toDevice": 1} if "PtoP" in name else {"device": 0}
+        arguments = where | {"stream": stream, "correlation": correlation, "bytes": num_bytes} | more.pop("args", {})
         self._add("gpu_memset" if is_fill else "gpu_memcpy", name, start, dur, tid=stream, args=arguments)
         return correlation
 

@@ -1,5 +1,6 @@
 """Exposed time of tiny traces whose answer is known by construction: three like steps of 2 ms each, one cause per trace."""
 
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from counterpoint.traces.formats import read_activity
 
 FILLS_ALL_SMS = {"grid": [2, 66, 1], "block": [384, 1, 1], "registers per thread": 168, "shared memory": 200_000}
 FEW_CTAS = {"grid": [8, 1, 1]}
+PEER = "Memcpy PtoP (Device -> Device)"
 SIDE, MAIN = 19, 7
 
 
@@ -63,10 +65,10 @@ def starved(trace: TraceBuilder, begin: float) -> None:
 def queued(trace: TraceBuilder, begin: float) -> None:
     """Only the second, small collective is waited for."""
     start_side(trace, begin)
-    trace.collective(begin + 92, 150, host=begin + 5, elements=1 << 20)
-    trace.collective(begin + 244, 50, host=begin + 6)
+    trace.collective(begin + 92, 600, host=begin + 5, elements=1 << 20)
+    trace.collective(begin + 694, 50, host=begin + 6)
     wait_for_side(trace, begin + 7)
-    trace.kernel(MATMUL, begin + 296, 100, host=begin + 10)
+    trace.kernel(MATMUL, begin + 746, 100, host=begin + 10)
 
 
 def hardware_queue(trace: TraceBuilder, begin: float) -> None:
@@ -122,17 +124,27 @@ def in_a_graph(trace: TraceBuilder, begin: float) -> None:
     trace.kernel(MATMUL, begin + 160, 100, host=begin + 1, args={"correlation": correlation})
 
 
+def pushed_in_a_graph(trace: TraceBuilder, begin: float) -> None:
+    """An all-gather + matmul: its rows go out on the stream that computes most, the peer's come a little later."""
+    trace.kernel(MATMUL, begin + 20, 400, host=begin + 1)
+    graph = {"correlation": trace.call("cudaGraphLaunch", begin + 2)}
+    trace.kernel(MATMUL, begin + 422, 90, host=begin + 2, stream=SIDE, args=graph)
+    trace.copy(PEER, begin + 422, 290, num_bytes=1 << 20, host=begin + 2, args=graph)
+    trace.kernel(MATMUL, begin + 740, 90, host=begin + 2, stream=SIDE, args=graph)
+
+
 CASES = {
     dependent: ("dependent", 200, "needs its result"),
     own_stream: ("own_stream", 200, "stream 7"),
     starved: ("starved", 200, "nvjet_sm90_tst_256x128_64x4_1x2_h_bz_coopA_TNT (132 CTAs)"),
-    queued: ("queued", 200, "queued"),
+    queued: ("queued", 650, "queued"),
     hardware_queue: ("hardware_queue", 200, "CUDA_DEVICE_MAX_CONNECTIONS"),
     launched_late: ("launched_late", 200, "The host issued it 995 us"),
     computation_launched_late: ("launched_late", 200, "The host issued the next computation"),
     tail: ("tail", 200, "No computation is left"),
     gap: ("gap", 4, "needs no collective"),
     in_a_graph: ("dependent", 6, "had been launched and starts 2 us after"),
+    pushed_in_a_graph: ("dependent", 200, "in one graph"),
     host_waits: ("dependent", 200, "The host waited for the GPU"),
 }
 
@@ -152,6 +164,19 @@ def test_the_cause_is_named_with_its_time_and_evidence(
     assert any(words in interval.evidence for interval in analysis.exposed)
 
 
+def test_what_is_needed_is_queued_only_for_what_its_time_in_the_queue_exposes(tmp_path: Path) -> None:
+    analysis = analyze(in_steps(queued), tmp_path)
+    by_cause = Counter({interval.cause: 0.0 for interval in analysis.exposed})
+    for interval in analysis.exposed:
+        by_cause[interval.cause] += interval.duration_us / 3
+    assert by_cause == {"queued": pytest.approx(602), "dependent": pytest.approx(48)}
+
+
+def test_calls_between_which_only_matmuls_run_are_collectives_of_their_own(tmp_path: Path) -> None:
+    analysis = analyze(in_steps(pushed_in_a_graph), tmp_path)
+    assert [(each.step, each.name) for each in analysis.collectives] == [(step, "all_gather by copies") for step in range(3)]
+
+
 def test_a_sum_that_takes_all_sms_starves_the_computation_beside_it(tmp_path: Path) -> None:
     def build(trace: TraceBuilder, begin: float) -> None:
         reduce = (
@@ -159,9 +184,9 @@ def test_a_sum_that_takes_all_sms_starves_the_computation_beside_it(tmp_path: Pa
         )
         trace.kernel(MATMUL, begin + 50, 100, host=begin + 1)
         trace.copy("Memcpy DtoD (Device -> Device)", begin + 60, 10, num_bytes=1 << 20, host=begin + 2, stream=SIDE)
-        trace.copy("Memcpy PtoP (Device -> Device)", begin + 72, 60, num_bytes=1 << 20, host=begin + 3, stream=SIDE)
+        trace.copy(PEER, begin + 72, 60, num_bytes=1 << 20, host=begin + 3, stream=SIDE)
         trace.kernel(reduce, begin + 150, 80, host=begin + 4, stream=SIDE, args={"grid": [32768, 1, 1]})
-        trace.copy("Memcpy PtoP (Device -> Device)", begin + 232, 60, num_bytes=1 << 20, host=begin + 5, stream=SIDE)
+        trace.copy(PEER, begin + 232, 60, num_bytes=1 << 20, host=begin + 5, stream=SIDE)
         trace.kernel(MATMUL, begin + 231, 100, host=begin + 6)
 
     analysis = analyze(in_steps(build), tmp_path)

@@ -11,6 +11,7 @@ from counterpoint.metrics import critical_path_us, sequential_us
 from counterpoint.plan import LEAVE_IT
 from counterpoint.step import Collective, Copy, Kernel, Step
 from counterpoint.traces import TracedStep, read_trace
+from counterpoint.traces.formats import read_activity
 from counterpoint.traces.lone_times import least_usual
 from counterpoint.traces.steady import find_repetition
 from helpers.trace_builder import ELEMENTWISE, MATMUL, NCCL, TraceBuilder, small_trace
@@ -240,6 +241,17 @@ def test_a_peer_to_peer_copy_is_communication(tmp_path: Path) -> None:
     assert isinstance(copy, Copy)
     assert (copy.direction, copy.kind, copy.num_bytes) == ("peer_to_peer", "communication", 1 << 20)
     assert result.step.operations[0].lone_us == 50  # a copy engine holds no SM
+
+
+def test_a_copy_between_gpus_belongs_to_the_gpu_that_the_profiler_calls_in_device(tmp_path: Path) -> None:
+    trace = TraceBuilder(rank=1)
+    for number in range(3):
+        trace.kernel(MATMUL, 100.0 * number + 10, 50, args={"device": 1})
+        where = {"fromDevice": 0, "inDevice": 1, "toDevice": 1}
+        trace.copy("Memcpy PtoP (Device -> Device)", 100.0 * number + 65, 20, num_bytes=1 << 20, stream=24, args=where)
+    activity = read_activity(trace.write(tmp_path))
+    assert activity.num_devices == 1
+    assert [operation.category for operation in activity.operations] == ["kernel", "memcpy"] * 3
 
 
 def test_an_amd_trace_reads_like_any_other(tmp_path: Path) -> None:

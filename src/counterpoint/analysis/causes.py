@@ -2,25 +2,31 @@
 
 First what kept computation from running in the piece, in this order:
 
-1. own_stream: the collective runs on the stream that computes most, so nothing else can.
+1. own_stream: the collective runs on the stream that computes most, and so does the next computation, which cannot begin.
 2. tail: the step has no computation left.
-3. dependent: the next computation waits for it, through events, stream order, or the host, which waited for it. Where only a
-   collective queued behind it is waited for: queued.
+3. dependent: the next computation waits for it, through events, stream order, or the host, which waited for it. A CUDA
+   graph's order is not in the trace: what was launched with copies and stands still on an idle stream waits for them, or for
+   those of peers. Where only a collective queued behind it is waited for: queued.
 4. launched_late: the next computation had not been launched yet.
 5. starved: the stream of the next computation was ready, but a sum or a staging copy of the collective took all SMs.
 6. gap: a launch gap, a copy or a fill between two kernels of the computation, which needs nothing of the collective.
 
 Of what is dependent or tail, as much goes to the delays of the collective (`delays.py`) as these held it back: had it begun
-so much earlier, it would have ended so much earlier.
+so much earlier, it would have ended so much earlier. What was exposed of the collectives before it in the queue is taken
+off its own time in the queue.
 """
 
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from math import prod
+
+from msgspec.structs import replace
 
 from counterpoint.analysis.collectives import RankCollectives, short_name
 from counterpoint.analysis.delays import Delay, Delays
 from counterpoint.analysis.exposure import ExposedPiece
+from counterpoint.analysis.members import is_between_gpus
 from counterpoint.analysis.roles import is_staging
 from counterpoint.analysis.timed import TimedTrace, ns_to_us
 from counterpoint.analysis.values import Cause, ExposedInterval, Role
@@ -36,12 +42,13 @@ RESPONSE_NS = 20_000
 
 
 class Reason(Value, frozen=True, kw_only=True):
-    """Why computation did not run in part of a piece."""
+    """Why computation did not run in part of a piece. `holds`: the needed collective that is queued behind the piece's."""
 
     start: int
     end: int
     cause: Cause
     evidence: str
+    holds: int | None = None
 
 
 class CauseFinder:
@@ -60,13 +67,16 @@ class CauseFinder:
         reasons = [(piece, reason) for piece in pieces for reason in self._reasons(piece)]
         of_collective: dict[tuple[int, int], list[tuple[ExposedPiece, Reason]]] = {}
         kept: list[tuple[ExposedPiece, Reason]] = []
+        in_queue: Counter[tuple[int, int]] = Counter()
         for piece, reason in reasons:
+            if reason.holds is not None:
+                in_queue[piece.step, reason.holds] += reason.end - reason.start
             if reason.cause in ("dependent", "tail"):
                 of_collective.setdefault((piece.step, piece.collective), []).append((piece, reason))
             else:
                 kept.append((piece, reason))
-        for (_, number), line in of_collective.items():
-            kept += _with_delays(line, self._delays.of(number))
+        for (step, number), line in of_collective.items():
+            kept += _with_delays(line, _without_queue(self._delays.of(number), in_queue[step, number]))
         kept.sort(key=lambda pair: pair[1].start)
         return [self._interval(piece, reason) for piece, reason in kept]
 
@@ -84,12 +94,13 @@ class CauseFinder:
     def _reasons(self, piece: ExposedPiece) -> Iterator[Reason]:
         """What kept computation from running in a piece, from its start to its end."""
         timed, name = self._timed, self._found.values[piece.collective].name
-        if timed.stream_of(piece.operation) == self._main:
+        place = bisect_left(self._starts, piece.stretch_end)
+        follower = self._computation[place] if place < len(self._computation) else None
+        is_held = follower is None or timed.stream_of(follower) == self._main
+        if is_held and timed.stream_of(piece.operation) == self._main:
             said = f"{name} runs on stream {self._main}, on which most of the computation runs."
             yield Reason(start=piece.start, end=piece.end, cause="own_stream", evidence=said)
             return
-        place = bisect_left(self._starts, piece.stretch_end)
-        follower = self._computation[place] if place < len(self._computation) else None
         if follower is None or timed.starts[follower] >= self._windows[piece.step][1]:
             said = f"No computation is left in step {piece.step} after {name} began to be exposed."
             yield Reason(start=piece.start, end=piece.end, cause="tail", evidence=said)
@@ -102,8 +113,9 @@ class CauseFinder:
         late_until = piece.start if launch is None else min(max(launch, piece.start), piece.end)
         if late_until > piece.start:
             yield self._computation_late(piece, follower, late_until)
-        if late_until < piece.end and self._answers(follower, piece, late_until):
-            yield Reason(start=late_until, end=piece.end, cause="dependent", evidence=self._answer(follower, piece))
+        answer = self._answer(follower, piece, late_until) if late_until < piece.end else None
+        if answer is not None:
+            yield Reason(start=late_until, end=piece.end, cause="dependent", evidence=answer)
             return
         held_until = self._held_until(piece, follower, late_until)
         if held_until > late_until:
@@ -117,13 +129,14 @@ class CauseFinder:
         kernel, name = short_name(timed.trace.operations[follower].name), self._found.values[piece.collective].name
         direct, queued = self._reached(follower, piece.start)
         cause: Cause = "dependent"
+        holds: int | None = None
         ends = timed.ends[piece.operation]
         after = format_us(max(0, timed.starts[follower] - ends) / 1000)
         if piece.collective in direct:
             said = f"{kernel} needs its result and starts {after} after it ends."
         elif piece.collective in queued:
-            other = self._found.values[queued[piece.collective]]
-            cause, said = "queued", f"{kernel} needs {other.name}, which is queued behind {name}."
+            cause, holds = "queued", queued[piece.collective]
+            said = f"{kernel} needs {self._found.values[holds].name}, which is queued behind {name}."
         elif direct:
             other = self._found.values[min(direct)]
             said = f"{kernel} needs the result of {other.name} on stream {other.stream}, which runs at the same time."
@@ -131,7 +144,7 @@ class CauseFinder:
             said = f"The host waited for the GPU until {name} had ended before it issued {kernel}."
         else:
             return None
-        return Reason(start=piece.start, end=piece.end, cause=cause, evidence=said)
+        return Reason(start=piece.start, end=piece.end, cause=cause, evidence=said, holds=holds)
 
     def _reached(self, follower: int, since: int) -> tuple[set[int], dict[int, int]]:
         """Collectives running since a time that an operation waits for: directly, and for being queued before one of those.
@@ -174,19 +187,30 @@ class CauseFinder:
         ends = self._timed.ends[piece.operation]
         return wait is not None and launch is not None and wait[0] <= ends <= wait[1] <= launch
 
-    def _answers(self, follower: int, piece: ExposedPiece, launched: int) -> bool:
-        """By times alone: launched long before the last of the collective ended, started just after."""
-        ends, started = self._timed.ends[piece.operation], self._timed.starts[follower]
-        is_last = self._found.members[piece.collective].operations[-1] == piece.operation
-        begun = self._timed.starts[self._found.members[piece.collective].operations[0]]
+    def _answer(self, follower: int, piece: ExposedPiece, launched: int) -> str | None:
+        """How times alone tell that the next computation waited for the collective; None where they do not."""
+        timed, found = self._timed, self._found
+        kernel, name = short_name(timed.trace.operations[follower].name), found.values[piece.collective].name
+        ends, started = timed.ends[piece.operation], timed.starts[follower]
+        is_last = found.members[piece.collective].operations[-1] == piece.operation
+        begun = timed.starts[found.members[piece.collective].operations[0]]
         is_between = begun >= piece.start >= launched  # computation stopped, the collective ran, computation went on
         is_long = piece.stretch_end - launched > SHORT_GAP_NS
-        return is_last and 0 <= started - ends <= RESPONSE_NS and (is_long or is_between)
+        if is_last and 0 <= started - ends <= RESPONSE_NS and (is_long or is_between):
+            return f"{kernel} had been launched and starts {format_us((started - ends) / 1000)} after {name} ends."
+        if is_long and self._is_of_its_graph(follower, piece):
+            return (
+                f"{kernel} was launched with {name}, in one graph, and starts {format_us((started - launched) / 1000)} "
+                "later: copies hold no SMs, so it waited for this copy or a peer's."
+            )
+        return None
 
-    def _answer(self, follower: int, piece: ExposedPiece) -> str:
-        kernel, name = short_name(self._timed.trace.operations[follower].name), self._found.values[piece.collective].name
-        after = format_us((self._timed.starts[follower] - self._timed.ends[piece.operation]) / 1000)
-        return f"{kernel} had been launched and starts {after} after {name} ends."
+    def _is_of_its_graph(self, follower: int, piece: ExposedPiece) -> bool:
+        """Whether a graph's launch holds both the next computation and the copy between GPUs that is exposed."""
+        operations = self._timed.trace.operations
+        launch = operations[piece.operation].graph_launch
+        is_copy = is_between_gpus(operations[piece.operation])
+        return is_copy and launch is not None and operations[follower].graph_launch == launch
 
     def _computation_late(self, piece: ExposedPiece, follower: int, until: int) -> Reason:
         kernel = short_name(self._timed.trace.operations[follower].name)
@@ -242,6 +266,12 @@ class CauseFinder:
             name = short_name(timed.trace.operations[first].name)
             said = f"{name} on the computation's stream starts {format_us(waited / 1000)} later; the trace does not say why."
         return Reason(start=start, end=piece.end, cause="gap", evidence=said)
+
+
+def _without_queue(delays: list[Delay], time: int) -> list[Delay]:
+    """Delays without that much time in a queue, which has been named already."""
+    left = [replace(delay, time=max(0, delay.time - time)) if delay.cause == "queued" else delay for delay in delays]
+    return [delay for delay in left if delay.time]
 
 
 def _with_delays(line: list[tuple[ExposedPiece, Reason]], delays: list[Delay]) -> Iterator[tuple[ExposedPiece, Reason]]:

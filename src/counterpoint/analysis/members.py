@@ -6,13 +6,19 @@ signals are joined: operations that the host issued one after the other carry on
 - it issues computation that is no matmul (operators of matmuls and communication issue matmuls between the pieces), or any
   computation where the copies run on a stream that only communicates;
 - the copies move to another stream that only communicates, or another module's or annotation's begin;
+- the host launches another CUDA graph, or computation was issued and another step begins: where only matmuls run between
+  two calls of an operator, nothing else tells these apart;
 - a sum on a stream that also computes has ended it, or a new staging copy follows copies that followed a sum (an all-reduce
   by copies is a sum between two rounds of them).
 """
 
+from bisect import bisect_right
+from collections.abc import Sequence
+
 from counterpoint.analysis.roles import is_staging, is_sum
 from counterpoint.analysis.timed import TimedTrace
 from counterpoint.analysis.values import Role
+from counterpoint.spans import Span
 from counterpoint.step import CollectiveKind
 from counterpoint.traces.activity import GpuOperation
 from counterpoint.traces.classify import classify_kernel
@@ -30,10 +36,10 @@ class Members(Value, frozen=True, kw_only=True):
     is_library: bool
 
 
-def find_members(timed: TimedTrace, roles: tuple[Role, ...]) -> tuple[Members, ...]:
-    """All collectives of a trace, by start."""
+def find_members(timed: TimedTrace, roles: tuple[Role, ...], windows: Sequence[Span] = ()) -> tuple[Members, ...]:
+    """All collectives of a trace, by start. `windows`: of its steps."""
     found: list[Members] = []
-    pieces = _Pieces(timed, roles)
+    pieces = _Pieces(timed, roles, windows)
     for index, operation in enumerate(timed.trace.operations):
         role = roles[index]
         if role == "communication" and _is_library_kernel(operation):
@@ -90,10 +96,12 @@ def _is_library_kernel(operation: GpuOperation) -> bool:
 class _Pieces:
     """Joins pieces of collectives, given in the order in which the host issued them."""
 
-    def __init__(self, timed: TimedTrace, roles: tuple[Role, ...]) -> None:
+    def __init__(self, timed: TimedTrace, roles: tuple[Role, ...], windows: Sequence[Span]) -> None:
         self.groups: list[list[int]] = []
         self._timed = timed
+        self._ends_of_steps = [end for _, end in windows]
         self._is_open = False
+        self._has_computed = False  # since the last piece
         self._lane: int | None = None  # the stream that only communicates, where the open collective has one
         self._has_sum = self._has_copy_after_sum = False
         self._module = ""
@@ -113,20 +121,30 @@ class _Pieces:
         is_past_sum = self._has_sum and lane is None and not is_sum(operation)
         operator = self._timed.operator_of(index)
         module = operator.module if operator is not None else ""
-        if not self._is_open or is_other_lane or is_next_round or is_past_sum or module != self._module:
+        is_other_call = is_other_lane or is_next_round or is_past_sum or module != self._module
+        if not self._is_open or is_other_call or self._is_of_another_time(index):
             self.groups.append([])
             self._lane, self._has_sum, self._has_copy_after_sum, self._module = None, False, False, module
         self.groups[-1].append(index)
-        self._is_open = True
+        self._is_open, self._has_computed = True, False
         self._lane = lane if self._lane is None else self._lane
         self._has_sum = self._has_sum or is_sum(operation)
         self._has_copy_after_sum = self._has_sum and (self._has_copy_after_sum or is_between_gpus(operation))
+
+    def _is_of_another_time(self, index: int) -> bool:
+        """Whether a piece is of another replay of a graph, or of another step, than the piece before."""
+        timed = self._timed
+        last, this = (timed.trace.operations[number] for number in (self.groups[-1][-1], index))
+        graphs = {operation.graph_launch for operation in (last, this)}
+        steps = {bisect_right(self._ends_of_steps, timed.starts[number]) for number in (self.groups[-1][-1], index)}
+        return len(graphs) > 1 or (self._has_computed and len(steps) > 1)
 
     def see_computation(self, index: int) -> None:
         """Take note of computation that the host issued after the last piece."""
         operation = self._timed.trace.operations[index]
         if not self._is_open or self._is_trifle(index):
             return
+        self._has_computed = True
         if self._lane is not None or classify_kernel(operation.name).character != "matmul":
             self._is_open = False
 

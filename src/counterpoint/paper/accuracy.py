@@ -30,8 +30,15 @@ def simulation_accuracy(result: PaperResult) -> SimulationAccuracy | None:
         mean_absolute_error=float(np.mean(np.abs(errors))),
         worst_error=float(errors[worst]),
         worst_label=rows[worst].label,
-        rank_correlation=float(np.corrcoef(_ranks(measured), _ranks(simulated))[0, 1]),
+        rank_correlation=rank_correlation(measured, simulated),
     )
+
+
+def rank_correlation(first: NDArray[np.float64], second: NDArray[np.float64]) -> float:
+    """Spearman's correlation; NaN where all values of one side are equal."""
+    if np.ptp(first) == 0 or np.ptp(second) == 0:
+        return float("nan")
+    return float(np.corrcoef(_ranks(first), _ranks(second))[0, 1])
 
 
 def _ranks(values: NDArray[np.float64]) -> NDArray[np.float64]:

@@ -12,12 +12,12 @@ from typing import Literal, get_args
 from msgspec.structs import replace
 
 from counterpoint.errors import WorkloadError, shown
-from counterpoint.machine import Machine
+from counterpoint.machine import ElementType, Machine
 from counterpoint.units import GIB, format_bytes
 from counterpoint.value import Value
 from counterpoint.workloads import load_description
 from counterpoint.workloads.description import Description, Gemm, parse_bytes
-from counterpoint.workloads.gemm import ElementType, matmul_bytes, parse_tile
+from counterpoint.workloads.gemm import matmul_bytes, parse_tile
 
 Axis = Literal["ctas", "sizes", "bytes", "tiles", "types", "ranks", "iterations"]
 AXES: tuple[Axis, ...] = get_args(Axis)

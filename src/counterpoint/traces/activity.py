@@ -4,6 +4,7 @@ These values know nothing of files, of steps, or of what a kernel does. Field na
 `output_json.cpp`, as they stand in the shipped traces.
 """
 
+import re
 from typing import Any, Literal
 
 import msgspec
@@ -13,14 +14,20 @@ from counterpoint.value import Value
 
 Category = Literal["kernel", "memcpy", "memset"]
 HostKind = Literal["launch", "record", "wait"]
+GRAPH_LAUNCH = "GraphLaunch"
+"""Part of the name of every call that launches a graph."""
 HostPhase = Literal["forward", "backward", "optimizer", "unknown"]
 
 
 class LaunchArguments(Value, frozen=True, kw_only=True, forbid_unknown_fields=False):
-    """What the profiler writes beside a GPU operation, under its own names."""
+    """What the profiler writes beside a GPU operation, under its own names.
+
+    A copy between GPUs states `inDevice` and no `device`; the reader puts it into `device`.
+    """
 
     stream: int
     device: int = 0
+    copying_device: int | None = msgspec.field(default=None, name="inDevice")
     correlation: int = 0
     grid: tuple[int, ...] = ()
     block: tuple[int, ...] = ()
@@ -47,6 +54,18 @@ class LaunchArguments(Value, frozen=True, kw_only=True, forbid_unknown_fields=Fa
                 f"a launch needs a positive grid and block and sizes from 0 to 2^60; found grid {list(self.grid)}, block "
                 f"{list(self.block)}, sizes {list(sizes)}."
             )
+
+
+def listed_numbers(stated: object) -> list[int]:
+    """Numbers of a list that the profiler wrote as text; none where it is cut short ("...")."""
+    text = "" if stated is None else str(stated)
+    return [] if "..." in text else [int(digits) for digits in re.findall(r"\d+", text)]
+
+
+def ranks_of_group(arguments: LaunchArguments, group_size: int) -> tuple[int, ...]:
+    """The ranks of the process group that launched it, where the profiler lists them all."""
+    ranks = listed_numbers(arguments.group_ranks)
+    return tuple(ranks) if len(ranks) == group_size else ()
 
 
 class HostOperator(Value, frozen=True, kw_only=True):
@@ -91,6 +110,11 @@ class GpuOperation(Value, frozen=True, kw_only=True):
     def duration_us(self) -> float:
         """Traced time on the GPU."""
         return self.end_us - self.start_us
+
+    @property
+    def graph_launch(self) -> int | None:
+        """The correlation of the CUDA graph's launch that it is part of; None where the host launched it by itself."""
+        return self.arguments.correlation if GRAPH_LAUNCH in self.launch_call else None
 
     @property
     def issue_key(self) -> tuple[float, float]:

@@ -9,7 +9,7 @@ from bisect import bisect_right
 from msgspec.structs import force_setattr, replace
 
 from counterpoint.errors import TraceError, shown
-from counterpoint.traces.activity import ActivityTrace, GpuOperation, HostCall, HostOperator
+from counterpoint.traces.activity import GRAPH_LAUNCH, ActivityTrace, GpuOperation, HostCall, HostOperator
 from counterpoint.traces.host_operators import HostOperators, Launch
 from counterpoint.value import require
 
@@ -70,7 +70,7 @@ def _attach_launches(path: str, operations: list[GpuOperation], calls: dict[int,
         call = calls.get(correlation)
         if call is None:
             continue
-        if correlation in seen and "GraphLaunch" not in call.name:
+        if correlation in seen and GRAPH_LAUNCH not in call.name:
             raise TraceError(
                 f"{path}: correlation {correlation} names two GPU operations, the second '{shown(operation.name)}'; "
                 f"record again."

@@ -114,6 +114,8 @@ class _Collected:
             if grid or block:
                 force_setattr(arguments, "grid", shapes.setdefault(grid, grid))
                 force_setattr(arguments, "block", shapes.setdefault(block, block))
+            if arguments.copying_device is not None:
+                force_setattr(arguments, "device", arguments.copying_device)
             start_us = event.ts
             operation = GpuOperation(
                 name=intern(event.name),

@@ -88,7 +88,8 @@ def build_step(description: Description, num_ctas: int | None = None) -> Step:
         for entry in entries:
             current[entry.name] = len(operations)
             try:
-                operation = _to_operation(entry, _dependencies(entry, current, previous), description, num_ctas)
+                waits_for = _dependencies(entry, current, previous)
+                operation = operation_of(entry, waits_for, description.num_ranks, num_ctas)
             except StepError as problem:
                 raise WorkloadError(f"'{shown(entry.name)}': {problem}") from problem
             operations.append(operation)
@@ -160,16 +161,15 @@ def _dependencies(entry: Entry, current: dict[str, int], previous: dict[str, int
     return tuple(Dependency(operation=number) for number in sorted(set(numbers)))
 
 
-def _to_operation(
-    entry: Entry, waits_for: tuple[Dependency, ...], description: Description, num_ctas: int | None
-) -> Operation:
+def operation_of(entry: Entry, waits_for: tuple[Dependency, ...], num_ranks: int, num_ctas: int | None = None) -> Operation:
+    """The operation that an entry describes, in a step of `num_ranks`; `num_ctas` is as in `load_workload`."""
     match entry:
         case Gemm():
             return _gemm_kernel(entry, waits_for, num_ctas if num_ctas is not None else entry.num_ctas)
         case OtherKernel():
             return _other_kernel(entry, waits_for)
         case CollectiveEntry():
-            return _collective(entry, waits_for, description.num_ranks)
+            return _collective(entry, waits_for, num_ranks)
         case CopyEntry():
             return Copy(
                 name=entry.name,
@@ -201,6 +201,7 @@ def _gemm_kernel(gemm: Gemm, waits_for: tuple[Dependency, ...], num_ctas: int | 
         hbm_bytes=modelled_bytes if stated_bytes is None else stated_bytes,
         l2_bytes=matmul_l2_bytes(gemm.m, gemm.n, gemm.k, gemm.dtype, tile),
         matmul_sizes=(gemm.m, gemm.k, gemm.n),
+        element_type=gemm.dtype,
         is_work_sharing=gemm.is_work_sharing,
         cta_time_spread=gemm.cta_time_spread,
         waits_for=waits_for,
@@ -223,6 +224,7 @@ def _other_kernel(kernel: OtherKernel, waits_for: tuple[Dependency, ...]) -> Ker
         lone_us=kernel.lone_us,
         flops=kernel.flops,
         hbm_bytes=parse_traffic(kernel.hbm_bytes, kernel.name),
+        element_type=kernel.dtype,
         is_work_sharing=kernel.is_work_sharing,
         cta_time_spread=kernel.cta_time_spread,
         waits_for=waits_for,
