@@ -5,10 +5,10 @@ A point whose step the machine cannot run, because a CTA does not fit an SM, sta
 
 from collections.abc import Sequence
 
-from counterpoint.errors import OccupancyError, StepError, shown
+from counterpoint.errors import MachineError, OccupancyError, StepError, shown
 from counterpoint.machine import Machine
 from counterpoint.occupancy import residency
-from counterpoint.paper.cases import Axis, Case, cases_of, check_memory
+from counterpoint.paper.cases import Axis, SweepCase, cases_of, check_memory
 from counterpoint.paper.grid import simulated_rows, sweep_plans
 from counterpoint.paper.launches import compiled_for
 from counterpoint.paper.values import Sweep, SweepPoint
@@ -32,7 +32,7 @@ def simulate_sweep(
     return Sweep(workload=description.name, machine=machine.name, axis=axis, points=points)
 
 
-def _simulate(case: Case, machine: Machine, is_compiled: bool) -> SweepPoint:
+def _simulate(case: SweepCase, machine: Machine, is_compiled: bool) -> SweepPoint:
     described = case.description
     point = SweepPoint(setting=case.setting, num_ranks=described.num_ranks, iterations=described.iterations)
     try:
@@ -41,7 +41,7 @@ def _simulate(case: Case, machine: Machine, is_compiled: bool) -> SweepPoint:
         plans = sweep_plans(step, machine)
         scale = scale_of(step, machine, plans.values())
         rows = simulated_rows(step, machine, plans, scale)
-    except (StepError, OccupancyError) as problem:
+    except (StepError, OccupancyError, MachineError) as problem:
         return point.with_rows((), None, str(problem))
     return point.with_rows(rows, scale.ideal_us)
 
