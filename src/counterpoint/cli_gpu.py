@@ -244,6 +244,7 @@ class BenchOptions(msgspec.Struct, frozen=True):
 
 def _simulate_paper(asked: BenchOptions, machine_name: str) -> None:
     from counterpoint.machine import load_machine, machine_names  # noqa: PLC0415
+    from counterpoint.paper.cases import check_memory  # noqa: PLC0415
     from counterpoint.paper.grid import simulate_paper  # noqa: PLC0415
     from counterpoint.paper.launches import compiled_for  # noqa: PLC0415
     from counterpoint.paper.sweep import simulate_sweep  # noqa: PLC0415
@@ -267,6 +268,8 @@ def _simulate_paper(asked: BenchOptions, machine_name: str) -> None:
         _show_sweeps(sweeps)
         _finish_sweeps(sweeps, asked, {"gpus": "none used, simulated"})
         return
+    for described, machine, _ in jobs:
+        check_memory(described, machine.gpu.hbm_bytes, f"a GPU of '{machine.name}' has")
     results = []
     for described, machine, is_compiled in jobs:
         step = build_step(compiled_for(described, machine.gpu) if is_compiled else described)
