@@ -3,13 +3,15 @@
     torchrun --nproc-per-node 2 -m benchmarks.recovered_time -o FOLDER
     python -m benchmarks.recovered_time --compare FOLDER
 
-Every job is warmed up, recorded as it is, and then timed as it is and changed, in turns. FOLDER gets `JOB.rankN.json.gz` and
-`measured.json`. `--compare` needs no GPU: it analyzes the traces and prints both figures. The jobs:
+Every job is warmed up, timed as it is and changed, in turns, and recorded as both. FOLDER gets `JOB.rankN.json.gz`,
+`changed/JOB.rankN.json.gz` and `measured.json`, in which jobs of earlier runs stay. `--compare` needs no GPU: it analyzes the
+traces of the jobs as they are and prints both figures. The jobs:
 
 - starved: examples/starved.py; changed: its all-reduces in a group of high priority.
 - serial: the 1.2 B-parameter transformer of `training_models.py`, whose gradients are summed on the computation's stream,
   each as soon as it is there; changed: on the group's own stream, waited for at the end of the step.
-- fsdp2, tp8b: as in `training_steps.py`; changed: our copy engines, and our operators.
+- fsdp2, tp8b: as in `training_steps.py`, the latter with twice the tokens, since under the profiler its host is late else;
+  changed: our copy engines, and our operators.
 """
 
 import argparse
@@ -47,8 +49,9 @@ from counterpoint.errors import cause_of
 ROOT = Path(__file__).parents[1]
 SCHEMA = "counterpoint.recovered_time/1"
 MEASURED = "measured.json"
+CHANGED = "changed"
 WARM_UP_STEPS = 4
-STEPS_RECORDED = 4
+STEPS_RECORDED = 3
 MEETING_LIMIT_S = 20.0
 
 
@@ -119,7 +122,7 @@ def fsdp2() -> Pair:
 
 def tp8b() -> Pair:
     """Blocks of Llama 8B, eager and sequence-parallel, as PyTorch does it or with overlapping operators."""
-    return _pair("overlap", tp_variants("8B", TP_TOKENS))
+    return _pair("overlap", tp_variants("8B", 2 * TP_TOKENS))
 
 
 JOBS: dict[str, Callable[[], Pair]] = {"starved": starved, "serial": serial, "fsdp2": fsdp2, "tp8b": tp8b}
@@ -148,8 +151,10 @@ def measure(name: str, folder: Path, num_rounds: int, meeting: Rendezvous) -> di
         for _ in range(WARM_UP_STEPS):
             step()
     torch.cuda.synchronize()
-    record_steps(pair.as_it_is, STEPS_RECORDED, folder / f"{name}.rank{dist.get_rank()}.json.gz", meeting.meet)
     times = time_variants(steps, num_rounds)
+    path = folder / f"{name}.rank{dist.get_rank()}.json.gz"
+    record_steps(pair.as_it_is, STEPS_RECORDED, path, meeting.meet)
+    record_steps(pair.changed, STEPS_RECORDED, folder / CHANGED / path.name, meeting.meet)
     saved = [before - after for before, after in zip(times["as it is"], times["changed"], strict=True)]
     low, middle, high = statistics.quantiles(saved, n=4, method="inclusive")
     return {
@@ -159,24 +164,26 @@ def measure(name: str, folder: Path, num_rounds: int, meeting: Rendezvous) -> di
         "recovered_ms": round(middle, 3),
         "quartiles_ms": [round(low, 3), round(high, 3)],
         "rounds": num_rounds,
+        "conditions": conditions(nvls="0"),
     }
 
 
 def measure_all(options: argparse.Namespace) -> None:
     join(options.limit_s)
-    options.output.mkdir(parents=True, exist_ok=True)
-    found: dict[str, Any] = {}
+    (options.output / CHANGED).mkdir(parents=True, exist_ok=True)
+    path = options.output / MEASURED
+    found = json.loads(path.read_text())["jobs"] if path.exists() else {}
     meeting = Rendezvous(MEETING_LIMIT_S)
     for name in options.jobs:
         try:
             found[name] = measure(name, options.output, options.rounds, meeting)
         except Exception as problem:
             traceback.print_exc()
+            found.pop(name, None)
             log(f"{name} left out: {cause_of(problem, 200)}")
         log(f"{name}: {json.dumps(found.get(name))}")
         if dist.get_rank() == 0:
-            said = {"schema": SCHEMA, "conditions": conditions(nvls="0"), "jobs": found}
-            (options.output / MEASURED).write_text(json.dumps(said, indent=1) + "\n")
+            path.write_text(json.dumps({"schema": SCHEMA, "jobs": found}, indent=1) + "\n")
         ops.release()
         gc.collect()
         torch.cuda.empty_cache()
