@@ -4,8 +4,8 @@
     python -m benchmarks.recovered_time --compare FOLDER
 
 Every job is warmed up, timed as it is and changed, in turns, and recorded as both. FOLDER gets `JOB.rankN.json.gz`,
-`changed/JOB.rankN.json.gz` and `measured.json`, in which jobs of earlier runs stay. `--compare` needs no GPU: it analyzes the
-traces of the jobs as they are and prints both figures. The jobs:
+`changed/JOB.rankN.json.gz` and `measured.json`, in which jobs of earlier runs stay. `--compare` needs no GPU: it analyzes
+the traces of the jobs as they are and prints both figures. The jobs:
 
 - starved: examples/starved.py; changed: its all-reduces in a group of high priority.
 - serial: the 1.2 B-parameter transformer of `training_models.py`, whose gradients are summed on the computation's stream,
