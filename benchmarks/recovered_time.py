@@ -1,7 +1,7 @@
 """What `counterpoint analyze` says a change recovers, against what it recovers: one trace and both times, in one run.
 
     torchrun --nproc-per-node 2 -m benchmarks.recovered_time -o FOLDER
-    python -m benchmarks.recovered_time --compare FOLDER
+    python -m benchmarks.recovered_time --compare FOLDER... [-o RESULTS.json]
 
 Every job is warmed up, timed as it is and changed, in turns, and recorded as both. FOLDER gets `JOB.rankN.json.gz`,
 `changed/JOB.rankN.json.gz` and `measured.json`, in which jobs of earlier runs stay. `--compare` needs no GPU: it analyzes
@@ -21,7 +21,7 @@ import json
 import statistics
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -189,8 +189,8 @@ def measure_all(options: argparse.Namespace) -> None:
         torch.cuda.empty_cache()
 
 
-def compare(folder: Path) -> Iterator[tuple[str, str, float, float]]:
-    """Job, the change as the analysis words it, milliseconds that it promises, and those that were measured."""
+def compare(folder: Path) -> Iterator[dict[str, Any]]:
+    """What was measured of each job of a folder, with what the analysis of its traces promises for the same change."""
     from counterpoint.analysis.combine import combine  # noqa: PLC0415  ranks on GPUs need none of these
     from counterpoint.analysis.rank import analyze_rank  # noqa: PLC0415
     from counterpoint.analysis.recoverable import find_recoverable  # noqa: PLC0415
@@ -202,22 +202,34 @@ def compare(folder: Path) -> Iterator[tuple[str, str, float, float]]:
         analysis = combine([analyze_rank(read_activity(path)) for path in paths])
         first = str(paths[0])
         entries = [each for each in find_recoverable(analysis, load_job(first), first) if measured["change"] in each.what]
-        promised_ms = max((each.recovers_us for each in entries), default=0.0) / 1000
-        yield name, measured["change"], promised_ms, measured["recovered_ms"]
+        simulated_ms = max((each.recovers_us for each in entries), default=0.0) / 1000
+        yield {"job": name, "simulated_ms": round(simulated_ms, 3)} | measured
+
+
+def compare_all(folders: Sequence[Path], output: Path | None) -> None:
+    rows = [row for folder in folders for row in compare(folder)]
+    print(f"{'job':9}{'simulated':>11}{'measured':>11}{'quartiles':>18}{'difference':>12}   change")
+    for row in rows:
+        low, high = row["quartiles_ms"]
+        difference = row["simulated_ms"] / row["recovered_ms"] - 1
+        print(
+            f"{row['job']:9}{row['simulated_ms']:8.2f} ms{row['recovered_ms']:8.2f} ms{low:8.2f} to {high:.2f}"
+            f"{difference:+12.0%}   {row['change']}"
+        )
+    if output is not None:
+        output.write_text(json.dumps({"schema": SCHEMA, "rows": rows}, indent=1) + "\n")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("-o", "--output", type=Path, help="folder for the traces and what was measured")
-    parser.add_argument("--compare", type=Path, metavar="FOLDER", help="print what was found in such a folder; needs no GPU")
+    parser.add_argument("-o", "--output", type=Path, help="folder for what is recorded, or file for what is compared")
+    parser.add_argument("--compare", nargs="+", type=Path, metavar="FOLDER", help="compare such folders; needs no GPU")
     parser.add_argument("--jobs", nargs="+", choices=JOBS, default=list(JOBS))
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--limit-s", type=int, default=90)
     options = parser.parse_args()
     if options.compare is not None:
-        print(f"{'job':9}{'simulated':>11}{'measured':>10}{'difference':>12}   change")
-        for name, change, promised_ms, measured_ms in compare(options.compare):
-            print(f"{name:9}{promised_ms:8.2f} ms{measured_ms:7.2f} ms{promised_ms / measured_ms - 1:+11.0%}   {change}")
+        compare_all(options.compare, options.output)
     elif options.output is None:
         parser.error("name a folder with -o, or one to compare with --compare")
     else:

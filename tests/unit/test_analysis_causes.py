@@ -149,7 +149,7 @@ CASES = {
     own_stream: ("own_stream", 200, "stream 7"),
     starved: ("starved", 200, "nvjet_sm90_tst_256x128_64x4_1x2_h_bz_coopA_TNT (132 CTAs)"),
     queued: ("queued", 650, "queued"),
-    starved_queue: ("starved", 400, "Those in the queue had waited 1.001 ms for SMs"),
+    starved_queue: ("starved", 400, "Those in the queue had waited 1.003 ms for SMs"),
     hardware_queue: ("hardware_queue", 200, "CUDA_DEVICE_MAX_CONNECTIONS"),
     launched_late: ("launched_late", 200, "The host issued it 995 us"),
     computation_launched_late: ("launched_late", 200, "The host issued the next computation"),
