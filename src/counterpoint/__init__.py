@@ -24,7 +24,8 @@ from counterpoint.errors import (
     TraceError,
     WorkloadError,
 )
-from counterpoint.machine import Gpu, Link, Machine, load_machine, machine_for_device, machine_names
+from counterpoint.links import Link
+from counterpoint.machine import Gpu, Machine, load_machine, machine_for_device, machine_names
 from counterpoint.metrics import Metrics, RankMetrics, ideal_us, interference, measure, sequential_us, share_of_ideal
 from counterpoint.plan import LEAVE_IT, Directive, Match, Plan, load_plan, save_plan
 from counterpoint.step import Collective, Copy, Dependency, Footprint, Kernel, Operation, Step

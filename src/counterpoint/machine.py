@@ -4,14 +4,23 @@ A machine knows nothing of what runs on it. Every figure in a shipped file carri
 table. On AMD a compute unit is modelled as an SM, a workgroup as a CTA and a wavefront as a warp.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Literal
 
 import msgspec
 
 from counterpoint.errors import MachineError, require_kind, shown
+from counterpoint.links import Link
 from counterpoint.value import Value, read_shipped, read_toml, require, save_text, save_toml, shipped_names, shipped_text
 
+# Types of the operands of a matrix multiplication. tf32 is stored as fp32 is, and the matrix units round it; fp32 is not
+# rounded, as in PyTorch unless `torch.backends.cuda.matmul.fp32_precision` says otherwise.
+ElementType = Literal["bf16", "fp16", "fp8", "int8", "tf32", "fp32", "fp64"]
+ELEMENT_BYTES: Mapping[ElementType, int] = MappingProxyType(
+    {"bf16": 2, "fp16": 2, "fp8": 1, "int8": 1, "tf32": 4, "fp32": 4, "fp64": 8}
+)
 LEAST_ABSURD_FIGURE = 1e18
 TEMPLATE_HEAD = """\
 # Give it a name of its own: plans carry the name. What each figure means: docs/machines.md.
@@ -29,8 +38,19 @@ PLAUSIBLE_RANGES: tuple[tuple[str, float, float], ...] = (
     ("hbm_bytes", 1 << 30, 1 << 44),
     ("hbm_bytes_per_s", 1e10, 1e15),
     ("l2_bytes", 1 << 16, 1 << 36),
-    ("bf16_flops_per_s", 1e11, 1e18),
-    ("fp32_flops_per_s", 1e11, 1e18),
+    *(
+        (f"{name}_per_s", 1e11, 1e18)
+        for name in (
+            "bf16_flops",
+            "fp16_flops",
+            "fp8_flops",
+            "int8_ops",
+            "tf32_flops",
+            "fp32_flops",
+            "fp32_matrix_flops",
+            "fp64_flops",
+        )
+    ),
     ("num_copy_engines", 1, 64),
     ("greatest_priority", -1000, 0),
 )
@@ -42,7 +62,9 @@ class Gpu(Value, frozen=True, kw_only=True):
     `sms_per_gpc` lists the SMs of each cluster domain (GPC, or XCD on AMD) and adds up to `num_sms`.
     `carveout_steps_bytes` are the shared-memory sizes an SM can be configured to, ascending; the last is
     `shared_bytes_per_sm`. Rates are bytes or operations per second at the peak the vendor states; what is really reached
-    is in the simulator's calibration. `priority_is_effective` is false where the driver ignores stream priority unless told.
+    is in the simulator's calibration. `fp32_flops_per_s` is that of the ordinary units, every other rate that of matrix
+    multiplications of a type, None where the GPU has no units for it; `fp32_matrix_flops_per_s` is for matrix units that
+    multiply fp32 without rounding. `priority_is_effective` is false where the driver ignores stream priority unless told.
     `named_barriers_per_sm` is shared by all CTAs on an SM.
     """
 
@@ -75,11 +97,30 @@ class Gpu(Value, frozen=True, kw_only=True):
     num_copy_engines: int
     greatest_priority: int
     priority_is_effective: bool = True
+    fp16_flops_per_s: float | None = None
+    fp8_flops_per_s: float | None = None
+    int8_ops_per_s: float | None = None
+    tf32_flops_per_s: float | None = None
+    fp32_matrix_flops_per_s: float | None = None
+    fp64_flops_per_s: float | None = None
 
     def __post_init__(self) -> None:
         _check_figures(self)
         _check_sm(self)
         _check_shared_memory(self)
+
+    def matmul_rates(self) -> dict[ElementType, float]:
+        """Operations per second at the peak of matrix multiplications, by the types the GPU has."""
+        rates: dict[ElementType, float | None] = {
+            "bf16": self.bf16_flops_per_s,
+            "fp16": self.fp16_flops_per_s,
+            "fp8": self.fp8_flops_per_s,
+            "int8": self.int8_ops_per_s,
+            "tf32": self.tf32_flops_per_s,
+            "fp32": self.fp32_matrix_flops_per_s or self.fp32_flops_per_s,
+            "fp64": self.fp64_flops_per_s,
+        }
+        return {element_type: rate for element_type, rate in rates.items() if rate is not None}
 
 
 def _check_figures(gpu: Gpu) -> None:
@@ -95,11 +136,8 @@ def _check_figures(gpu: Gpu) -> None:
         )
     for name, least, most in PLAUSIBLE_RANGES:
         number = getattr(gpu, name)
-        require(
-            least <= number <= most,
-            MachineError,
-            f"gpu.{name} must be from {least:,} to {most:,}; found {number:,}. Check its unit.",
-        )
+        if number is not None and not least <= number <= most:
+            raise MachineError(f"gpu.{name} must be from {least:,} to {most:,}; found {number:,}. Check its unit.")
 
 
 def _check_sm(gpu: Gpu) -> None:
@@ -151,33 +189,6 @@ def _check_shared_memory(gpu: Gpu) -> None:
     )
 
 
-class Link(Value, frozen=True, kw_only=True):
-    """How the GPUs of a node (or the nodes) are connected.
-
-    `bytes_per_s` is what one GPU can send in one direction to all its peers together; `per_peer_bytes_per_s` to one peer.
-    They are equal behind a switch and differ on a mesh.
-    """
-
-    kind: Literal["nvlink", "xgmi", "pcie", "network"]
-    bytes_per_s: float
-    per_peer_bytes_per_s: float
-    latency_us: float
-
-    def __post_init__(self) -> None:
-        for name in ("bytes_per_s", "per_peer_bytes_per_s", "latency_us"):
-            number = getattr(self, name)
-            require(
-                0 < number < LEAST_ABSURD_FIGURE,
-                MachineError,
-                f"link {name} must be above 0 and below 1e18; found {number}.",
-            )
-        require(
-            self.per_peer_bytes_per_s <= self.bytes_per_s,
-            MachineError,
-            f"link per_peer_bytes_per_s must be at most {self.bytes_per_s}; found {self.per_peer_bytes_per_s}.",
-        )
-
-
 class Machine(Value, frozen=True, kw_only=True):
     """A usual node: `num_gpus` equal GPUs joined by `link`; nodes, if there are several, by `network`.
 
@@ -202,6 +213,22 @@ class Machine(Value, frozen=True, kw_only=True):
                 f"The {what} of a machine is at most {MAX_NAME} printable characters; found '{shown(text)}'.",
             )
         require(1 <= self.num_gpus <= 1024, MachineError, f"num_gpus must be from 1 to 1024; found {self.num_gpus}.")
+        beyond = [gpu for entry in self.link.pairs for pair in entry.gpus for gpu in pair if gpu >= self.num_gpus]
+        require(
+            not beyond,
+            MachineError,
+            f"link pairs.gpus are numbered from 0 to num_gpus - 1 = {self.num_gpus - 1}; found {max(beyond, default=0)}.",
+        )
+
+    def matmul_flops_per_s(self, element_type: ElementType) -> float:
+        """Operations per second at the peak of matmuls of this type; raises `MachineError` where there is none."""
+        rates = self.gpu.matmul_rates()
+        if element_type not in rates:
+            raise MachineError(
+                f"Machine '{self.name}' has no rate for {element_type} matrix multiplications, only for "
+                f"{', '.join(rates)}. Choose one of these, or state the rate in a machine file of your own."
+            )
+        return rates[element_type]
 
 
 def machine_names() -> list[str]:

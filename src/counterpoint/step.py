@@ -11,6 +11,7 @@ from typing import Literal
 import msgspec
 
 from counterpoint.errors import StepError, shown
+from counterpoint.machine import ElementType
 from counterpoint.value import Value, require
 
 DependencyOrigin = Literal["exact", "inferred"]
@@ -80,7 +81,8 @@ class Kernel(Value, frozen=True, kw_only=True, tag_field="type", tag="kernel"):
     Either `lone_us` (its time alone, uncapped, on the machine of the step) or `flops`, `hbm_bytes` and `l2_bytes` (what its
     CTAs read from L2) say how much work it is, or `cta_us` says how long one CTA lasts (the shortest, where they differ).
     `is_work_sharing`: its CTAs take tiles from a shared counter, so those that find no SM cost nothing but their share of
-    the machine. `matmul_sizes`: rows, inner size and columns of a matrix multiplication, where they are known.
+    the machine. `matmul_sizes`: rows, inner size and columns of a matrix multiplication, where they are known;
+    `element_type`: the type of its operands, bf16 where it is None.
     `cta_time_spread`: CTAs last between 1 and 1 + spread times the shortest, by index. `issued_us`: when the
     host issued it, from the start of the step, or, where the host waited for an operation first, from the end of that one
     (`issued_after`); None where that cannot delay it.
@@ -96,6 +98,7 @@ class Kernel(Value, frozen=True, kw_only=True, tag_field="type", tag="kernel"):
     hbm_bytes: float | None = None
     l2_bytes: float | None = None
     matmul_sizes: tuple[int, int, int] | None = None
+    element_type: ElementType | None = None
     is_work_sharing: bool = False
     cta_time_spread: float = 0.0
     waits_for: tuple[Dependency, ...] = ()
@@ -113,7 +116,8 @@ class Collective(Value, frozen=True, kw_only=True, tag_field="type", tag="collec
     `num_bytes` is the size as nccl-tests counts it: the larger of the buffers of one rank (the reduced buffer, the
     gathered output, the scattered input, the sent buffer). `footprint` is its kernel's, or None for the library's usual
     one. `peer_wait_us` is the part of its traced time spent waiting for other ranks. `process_group` is the group's
-    description, or its name where that says more; None where it is not known. A step's fingerprint does not hang on it.
+    description, or its name where that says more; None where it is not known. `ranks` are the group's, empty where they are
+    not known. A step's fingerprint hangs on neither.
     """
 
     name: str
@@ -122,6 +126,7 @@ class Collective(Value, frozen=True, kw_only=True, tag_field="type", tag="collec
     num_bytes: int
     group_size: int
     process_group: str | None = None
+    ranks: tuple[int, ...] = ()
     library: str = "nccl"
     transport: TransportKind = "sm"
     footprint: Footprint | None = None

@@ -81,13 +81,13 @@ def shipped_names(folder: str) -> list[str]:
 
 
 def read_shipped(name: str, kind: type[T], error: type[CounterpointError]) -> T:
-    """Read a TOML file of this package, named as in "sim/calibration.toml", into `kind`."""
+    """Read a TOML file of this package, named as in "calibrations/h200.toml", into `kind`."""
     with resources.as_file(resources.files("counterpoint").joinpath(*name.split("/"))) as file:
         return read_toml(file, kind, error)
 
 
 def shipped_text(name: str) -> str:
-    """A file of this package as it stands, named as in "sim/calibration.toml"."""
+    """A file of this package as it stands, named as in "calibrations/h200.toml"."""
     return resources.files("counterpoint").joinpath(*name.split("/")).read_text("utf-8")
 
 

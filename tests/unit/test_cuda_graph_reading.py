@@ -89,10 +89,14 @@ def test_a_chain_of_dependencies_is_one_stream() -> None:
     assert streams(read(work(), work(0), event(1), work(2))) == [0, 0, 0]
 
 
-def test_a_fork_starts_a_second_stream_and_the_join_continues_one_of_the_two() -> None:
+def test_at_a_fork_the_kernel_continues_the_stream_and_the_collective_starts_one_for_the_kernel_is_placed_first() -> None:
     found = read(work(), reduction(0), work(0), work(2), work(1, 3))
-    assert streams(found) == [0, 0, 1, 1, 0]
+    assert streams(found) == [0, 1, 0, 0, 0]
     assert waits(found) == [[], [0], [0], [2], [1, 3]]
+
+
+def test_a_collective_that_no_kernel_races_with_stays_on_its_stream() -> None:
+    assert streams(read(work(), reduction(0), work(1), reduction(2))) == [0, 0, 0, 0]
 
 
 def test_independent_nodes_have_a_stream_each() -> None:

@@ -25,7 +25,7 @@ from counterpoint.cuda.device_facts import (
 )
 from counterpoint.cuda.probing import COPY_ENGINE_FRACTION, Probed, describe, probe, shipped_machine, spread_sms
 from counterpoint.errors import DeviceError, MachineError
-from counterpoint.machine import Gpu, Link, load_machine, save_machine
+from counterpoint.machine import Gpu, load_machine, save_machine
 from counterpoint.report.text import print_probed
 
 TODAY = date(2026, 11, 21)
@@ -109,7 +109,8 @@ def test_the_probed_gpu_is_the_shipped_one_but_for_the_memory_rate_of_the_driver
 
 def test_every_figure_has_a_source_that_says_whether_it_was_probed() -> None:
     machine = linked(350e9).machine
-    parts = {"gpu": Gpu.__struct_fields__, "link": Link.__struct_fields__, "network": Link.__struct_fields__}
+    rates = ("bytes_per_s", "per_peer_bytes_per_s", "latency_us")
+    parts = {"gpu": Gpu.__struct_fields__, "link": ("kind", *rates), "network": rates}
     for prefix, names in parts.items():
         for name in names:
             assert machine.sources[f"{prefix}.{name}"]
@@ -160,6 +161,7 @@ def test_slower_copies_replace_the_stated_link_by_what_they_imply() -> None:
 def test_a_mesh_sends_more_to_all_peers_than_to_one() -> None:
     link = linked(100e9, 300e9).machine.link
     assert (link.per_peer_bytes_per_s, link.bytes_per_s) == (pytest.approx(125e9), pytest.approx(375e9))
+    assert (link.topology, linked(350e9).machine.link.topology) == ("direct", "switch")
 
 
 def test_without_atomics_between_the_gpus_the_link_is_pcie() -> None:

@@ -8,7 +8,8 @@ import pytest
 from msgspec.structs import replace
 
 from counterpoint.errors import MachineError
-from counterpoint.machine import Gpu, Link, Machine, load_machine, machine_for_device, machine_names
+from counterpoint.links import Link
+from counterpoint.machine import Gpu, Machine, load_machine, machine_for_device, machine_names
 
 NAMES = ["a100", "a40", "b200", "h100", "h200", "l40s", "mi250x", "mi300x"]
 H200 = load_machine("h200")
@@ -23,8 +24,10 @@ def figures(machine: Machine) -> set[str]:
     names = {"num_gpus", "device_names"}
     names |= {f"gpu.{field}" for field in Gpu.__struct_fields__ if field != "vendor"}
     for part in ("link", "network"):
-        if getattr(machine, part) is not None:
-            names |= {f"{part}.{field}" for field in Link.__struct_fields__ if field != "kind"}
+        link = getattr(machine, part)
+        if link is not None:
+            labels = {"kind", "topology"} if link.pairs else {"kind", "topology", "pairs"}
+            names |= {f"{part}.{field}" for field in Link.__struct_fields__ if field not in labels}
     return names
 
 
@@ -82,7 +85,7 @@ def test_priority_is_ineffective_exactly_on_amd() -> None:
 def test_a_mesh_gives_one_peer_less_than_all_and_a_switch_the_same() -> None:
     for name in NAMES:
         link = load_machine(name).link
-        assert (link.per_peer_bytes_per_s < link.bytes_per_s) == (link.kind == "xgmi")
+        assert (link.per_peer_bytes_per_s < link.bytes_per_s) == (link.kind == "xgmi") == (link.topology == "direct")
 
 
 @pytest.mark.parametrize(
@@ -201,3 +204,24 @@ def test_a_file_that_is_absent_is_refused_in_one_line(tmp_path: Path) -> None:
 def test_a_gpu_built_in_code_is_checked_too() -> None:
     with pytest.raises(MachineError, match=r"gpu\.num_copy_engines must be from 1 to 64; found 65"):
         replace(H200.gpu, num_copy_engines=65)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_peak_rates_of_matmuls_keep_the_order_that_their_sizes_set(name: str) -> None:
+    # Narrower types are never slower, and tf32 runs at half the rate of bf16 wherever there are units for it.
+    rates = load_machine(name).gpu.matmul_rates()
+    for wider, narrower in (("fp64", "fp32"), ("fp32", "bf16"), ("fp16", "fp8"), ("bf16", "int8")):
+        if {wider, narrower} <= set(rates):
+            assert rates[wider] <= 1.01 * rates[narrower], (wider, narrower)
+    assert rates["fp16"] == rates["bf16"]
+    if "tf32" in rates:
+        assert rates["tf32"] == pytest.approx(rates["bf16"] / 2, rel=0.03)
+
+
+def test_a_type_that_the_gpu_does_not_have_is_refused_in_one_line_that_names_those_it_has() -> None:
+    with pytest.raises(MachineError) as caught:
+        load_machine("a100").matmul_flops_per_s("fp8")
+    assert str(caught.value) == (
+        "Machine 'a100' has no rate for fp8 matrix multiplications, only for bf16, fp16, int8, tf32, fp32, fp64. "
+        "Choose one of these, or state the rate in a machine file of your own."
+    )

@@ -364,12 +364,14 @@ def test_two_controls_that_help_alone_are_measured_together_even_where_the_simul
     assert controls_of(tuning.plan) == both
 
 
-# The all-reduce comes first in the order of capture, so the simulator lets it win the race; a GPU may not.
+# The all-reduce continues the stream of the producer and the kernel waits for an event: the simulator lets the collective
+# win the race; a GPU may not.
 RACE_WON = (
     work("producer"),
     GraphNode(kind="kernel", name=ALL_REDUCE, footprint=NCCL, waits_for=(0,)),
-    work("long", 0),
-    work("last", 1, 2),
+    GraphNode(kind="other", name="event", waits_for=(0,)),
+    work("long", 2),
+    work("last", 1, 3),
 )
 
 
@@ -377,7 +379,7 @@ def test_controls_of_a_race_that_the_simulator_sees_won_are_measured_all_the_sam
     found = tune_measured(
         ReplayDouble(
             GraphDouble(RACE_WON, H200.gpu),
-            read(RACE_WON, (50.0, 900.0, 600.0, 50.0)),
+            read(RACE_WON, (50.0, 900.0, 0.0, 600.0, 50.0)),
             taking({only("priority", "head_start"): 800.0}),
         ),
         H200,

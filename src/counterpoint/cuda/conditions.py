@@ -28,7 +28,7 @@ def measuring_conditions(**more: object) -> dict[str, object]:
         "gpus": f"{num_gpus} x {torch.cuda.get_device_name()}",
         "driver": kernel_module_version() or "unknown",
         "cuda": driver_version(),
-        "torch": torch.__version__,
+        "torch": str(torch.__version__),  # a TorchVersion, which msgspec does not write
         "nccl": ".".join(str(part) for part in torch.cuda.nccl.version()),
         "nvls": os.environ.get(NVLS_VARIABLE, "default"),
         **more,

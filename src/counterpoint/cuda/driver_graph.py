@@ -43,6 +43,13 @@ class StandIn(msgspec.Struct, frozen=True, kw_only=True):
     targets: frozenset[int]
 
 
+class LightLaunch(msgspec.Struct, frozen=True, kw_only=True):
+    """A light kernel that may take a collective's place: its launch but for the CTAs, and what the launch points to."""
+
+    params: Handle
+    arguments: object
+
+
 class DriverExecutable(AbstractExecutable):
     """An instantiated graph."""
 
@@ -74,6 +81,7 @@ class DriverGraph(AbstractGraph):
         self._known: dict[int, GraphNode] = {}
         # by node: what may take its place, or why nothing can
         self._stand_ins: Mapping[int, StandIn | str] = copied_from._stand_ins if copied_from is not None else {}
+        self._light: Mapping[int, LightLaunch | str] = copied_from._light if copied_from is not None else {}
         self._replaced: dict[int, Handle] = {}  # by node: the node that stands in its place
         if copied_from is None:
             waits = _waits(graph)
@@ -156,6 +164,14 @@ class DriverGraph(AbstractGraph):
         """
         self._stand_ins = dict(stand_ins)
 
+    def offer_light_kernels(self, launches: Mapping[int, LightLaunch | str]) -> None:
+        """Say for collectives, by node, which light kernel may take the node's place, or why none can.
+
+        What the launches point to stays the caller's, and must live as long as what is made ready of this graph or its
+        copies.
+        """
+        self._light = dict(launches)
+
     def number_of(self, handle: int) -> int | None:
         """The number of a node, or None for a handle that is none of this graph's."""
         return next((number for number, each in enumerate(self._handles) if int(each) == handle), None)
@@ -172,10 +188,29 @@ class DriverGraph(AbstractGraph):
         old = self._edited(node)
         waits = [cu.CUgraphNode(handle) for handle in waits_of(old)]
         child = check("Adding copies", cu.cuGraphAddChildGraphNode(self._graph, waits, len(waits), stand_in.graph))
+        self._handles[node] = self._replaced[node] = self._put_in_place_of(old, child)
+
+    def obstacle_to_light_kernel(self, node: int) -> str:
+        """See `AbstractGraph.obstacle_to_light_kernel`."""
+        launch = self._light.get(node, NOT_NOTED)
+        return launch if isinstance(launch, str) else ""
+
+    def move_to_light_kernel(self, node: int, num_ctas: int) -> None:
+        """See `AbstractGraph.move_to_light_kernel`."""
+        launch = self._light[node]
+        assert isinstance(launch, LightLaunch), "obstacles are asked for first"
+        old = self._edited(node)
+        waits = [cu.CUgraphNode(handle) for handle in waits_of(old)]
+        launch.params.gridDimX = num_ctas
+        added = check("Adding a light kernel", cu.cuGraphAddKernelNode(self._graph, waits, len(waits), launch.params))
+        self._handles[node] = self._put_in_place_of(old, added)
+
+    def _put_in_place_of(self, old: Handle, new: Handle) -> Handle:
+        """Let what waits for a node wait for a new one, and take the old one out."""
         for later in followers_of(old):
-            check("Ordering copies", cu.cuGraphAddDependencies(self._graph, [child], [later], None, 1))
+            check("Ordering a node", cu.cuGraphAddDependencies(self._graph, [new], [later], None, 1))
         check("Taking out a collective", cu.cuGraphDestroyNode(old))
-        self._handles[node] = self._replaced[node] = child
+        return new
 
     def copied_bytes(self, node: int) -> int:
         """See `AbstractGraph.copied_bytes`."""

@@ -82,6 +82,14 @@ class AbstractGraph(ABC):
         """Bytes that copies in a node's place bring to other GPUs, as the driver has them; 0 where there are none."""
 
     @abstractmethod
+    def obstacle_to_light_kernel(self, node: int) -> str:
+        """Why a light kernel cannot take a node's place; empty if it can."""
+
+    @abstractmethod
+    def move_to_light_kernel(self, node: int, num_ctas: int) -> None:
+        """Put a light kernel in a collective's place, which `obstacle_to_light_kernel` allows. It has priority 0."""
+
+    @abstractmethod
     def residency(self, node: int) -> int:
         """CTAs per SM of a kernel as it would be launched now, from the driver's occupancy query."""
 

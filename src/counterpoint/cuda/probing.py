@@ -11,23 +11,25 @@ from datetime import date
 
 from counterpoint.cuda.device_facts import QUERIED, Measured, Queried
 from counterpoint.errors import INSTALL, DeviceError
-from counterpoint.machine import Gpu, Link, Machine, load_machine, machine_for_device, machine_names
+from counterpoint.links import Link, Topology
+from counterpoint.machine import Gpu, Machine, load_machine, machine_for_device, machine_names
 from counterpoint.value import Value
 
 COPY_ENGINE_FRACTION = 0.80
 HBM_FRACTION = 0.90
 MEASURED_TOLERANCE = 0.10
+RATES = tuple(name for name in Gpu.__struct_fields__ if name.endswith(("flops_per_s", "ops_per_s")))
+DIRECT_RATIO = 1.5  # assumed: GPUs that send so much more to all peers than to one have direct links
 # driver and data sheet round differently; every figure not named here must be equal
 TOLERANCES = {
     "gpu.hbm_bytes": 0.01,
     "gpu.hbm_bytes_per_s": 0.02,
-    "gpu.bf16_flops_per_s": 0.02,
-    "gpu.fp32_flops_per_s": 0.02,
+    **dict.fromkeys((f"gpu.{name}" for name in RATES), 0.02),
     "link.bytes_per_s": MEASURED_TOLERANCE,
     "link.per_peer_bytes_per_s": MEASURED_TOLERANCE,
     "measured.hbm_copy_bytes_per_s": MEASURED_TOLERANCE,
 }
-Figure = bool | int | float | str | tuple[int, ...]
+Figure = bool | int | float | str | tuple[int, ...] | None
 
 
 class Difference(Value, frozen=True, kw_only=True):
@@ -87,7 +89,7 @@ def describe(shipped: Machine, queried: tuple[Queried, ...], measured: Measured,
     link, link_sources = _link(shipped, measured, f"measured with copies of 256 MiB, {today}")
     sources |= link_sources | {"num_gpus": by_driver, "device_names": by_driver}
     if shipped.network is not None:
-        sources |= {f"network.{name}": _from(shipped, f"network.{name}") for name in Link.__struct_fields__}
+        sources |= {name: _from(shipped, name) for name in shipped.sources if name.startswith("network.")}
     machine = Machine(
         name=f"probed-{shipped.name}",
         title=f"{len(queried)} x {first.device_name}, probed {today}",
@@ -130,8 +132,9 @@ def _gpu(shipped: Machine, queried: Queried, by_driver: str) -> tuple[Gpu, dict[
     figures["registers_per_sub_partition"] = attributes["MAX_REGISTERS_PER_MULTIPROCESSOR"] // like.num_sub_partitions
     sources["gpu.registers_per_sub_partition"] = f"{by_driver}: the SM's registers in {like.num_sub_partitions} parts"
     scale = attributes["MULTIPROCESSOR_COUNT"] * attributes["CLOCK_RATE"] / (like.num_sms * like.clock_mhz * 1000)
-    for name in ("bf16_flops_per_s", "fp32_flops_per_s"):
-        figures[name] = getattr(like, name) * scale
+    for name in RATES:
+        rate = getattr(like, name)
+        figures[name] = None if rate is None else rate * scale
         sources[f"gpu.{name}"] = f"{_from(shipped, f'gpu.{name}')}; by {scale:g} for SMs and clock"
     if attributes["MULTIPROCESSOR_COUNT"] != like.num_sms:
         figures["sms_per_gpc"] = spread_sms(attributes["MULTIPROCESSOR_COUNT"], len(like.sms_per_gpc))
@@ -175,10 +178,11 @@ def _link(shipped: Machine, measured: Measured, by_copies: str) -> tuple[Link, d
         else:
             peaks[name], sources[f"link.{name}"] = implied, share
     peaks["bytes_per_s"] = max(peaks.values())
-    return Link(kind=kind, latency_us=like.link.latency_us, **peaks), sources  # type: ignore[arg-type]
+    topology: Topology = "direct" if peaks["bytes_per_s"] >= DIRECT_RATIO * peaks["per_peer_bytes_per_s"] else "switch"
+    return Link(kind=kind, latency_us=like.link.latency_us, topology=topology, **peaks), sources  # type: ignore[arg-type]
 
 
-_LINK_FIGURES = Link.__struct_fields__
+_LINK_FIGURES = ("kind", "bytes_per_s", "per_peer_bytes_per_s", "latency_us")
 
 
 def _shipped_with(kind: str) -> Machine:

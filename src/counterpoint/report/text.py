@@ -86,7 +86,8 @@ def print_step(console: Console, step: Step, machine: Machine, notes: Iterable[s
     console.print(
         Text.assemble((shown_path(step.name), "bold"), f": {', '.join(parts)}; {format_count(step.num_ranks, 'rank')}")
     )
-    console.print(Text(f"on {machine.title}"))
+    num_nodes = -(-step.num_ranks // machine.num_gpus)
+    console.print(Text(f"on {f'{num_nodes} nodes of ' if num_nodes > 1 else ''}{machine.title}"))
     lines = [Text(printable(note), style="dim") for note in notes]
     if lines:
         console.print(bullets(lines))
@@ -229,6 +230,8 @@ def format_figure(value: object) -> str:
     """A figure of a machine: numbers with thousands set apart, lists without brackets, anything else in a word."""
     if isinstance(value, bool):
         return "yes" if value else "no"
+    if value is None:
+        return "none"
     if isinstance(value, tuple):
         return " ".join(format_figure(each) for each in value)
     if isinstance(value, float):
@@ -245,6 +248,7 @@ def print_machine(console: Console, machine: Machine) -> None:
         f"{prefix}.{name}": getattr(part, name)
         for prefix, part in (("gpu", machine.gpu), ("link", machine.link), ("network", machine.network))
         for name in (part.__struct_fields__ if part is not None else ())
+        if name != "pairs" or getattr(part, name)
     }
     numbers: dict[str, int] = {}
     for name, figure in (figures | {"num_gpus": machine.num_gpus}).items():

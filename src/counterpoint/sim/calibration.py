@@ -1,4 +1,4 @@
-"""The simulator's constants, read from `calibration.toml`: each has a source, a date and a status."""
+"""The simulator's constants, read from `calibrations/*.toml`: each has a source, a date and a status."""
 
 from functools import cache
 from typing import Literal
@@ -79,4 +79,4 @@ class Calibration(Value, frozen=True, kw_only=True):
 @cache
 def load_calibration() -> Calibration:
     """The shipped constants."""
-    return read_shipped("sim/calibration.toml", Calibration, MachineError)
+    return read_shipped("calibrations/h200.toml", Calibration, MachineError)

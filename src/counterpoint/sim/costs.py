@@ -1,16 +1,16 @@
 """How much an operation is on a machine: its time alone, and what its CTAs draw on.
 
 A measured lone time wins. Otherwise a kernel's time is the largest of three: operations at the peak rate, bytes from L2 and
-bytes from HBM, each over what `calibration.toml` says is reached; a collective's is its bytes on the wire over the link.
+bytes from HBM, each over what `calibrations/*.toml` says is reached; a collective's is its bytes on the wire over the link.
 """
 
 import math
 
 import msgspec
 
-from counterpoint.errors import StepError, shown
 from counterpoint.footprints import communication_footprint
-from counterpoint.machine import Link, Machine
+from counterpoint.links import Link
+from counterpoint.machine import ElementType, Machine
 from counterpoint.occupancy import residency
 from counterpoint.sim.calibration import Calibration, CharacterConstants, CollectiveConstants
 from counterpoint.sim.rates import EXPONENT, smooth_minimum
@@ -22,6 +22,7 @@ from counterpoint.units import PS_PER_US, US_PER_S
 SUM_FOOTPRINT = Footprint(num_ctas=1, threads_per_cta=128, registers_per_thread=54, dynamic_shared_bytes=16)
 SUM_BYTES_PER_CTA = 1024
 SUMMED_COLLECTIVES = ("all_reduce", "reduce_scatter")  # copy engines and a sum do them
+USUAL_ELEMENT_TYPE: ElementType = "bf16"  # of a matmul or an attention that does not say its type
 LEAST_US = 1e-3  # no CTA and no copy takes less: rates are work per time
 LEAST_TILE_BYTES = 4096  # a kernel with less keeps no tiles in shared memory, so its warps count; an assumption
 CALIBRATION_WARP_SIZE = 32  # `saturation_warps` counts warps of the GPU it was measured on, whatever the machine's are
@@ -129,16 +130,22 @@ class CostModel:
     def _busy_us(self, kernel: Kernel, issue_reference: float, per_sm: int) -> float:
         """Time that the SMs take for the kernel's operations and for its bytes from L2, in its reference state."""
         gpu, constants = self._gpu, self._calibration
-        peak = (
-            gpu.bf16_flops_per_s * constants.matmul_peak_fraction.value
-            if kernel.character in ("matmul", "attention")
-            else gpu.fp32_flops_per_s * constants.fp32_peak_fraction.value
-        )
+        peak = self._reached_flops_per_s(kernel)
         l2 = constants.l2_bytes_per_cycle_per_sm.value * gpu.num_sms * gpu.clock_mhz * 1e6
         busy_us = US_PER_S * max((kernel.flops or 0.0) / peak, (kernel.l2_bytes or 0.0) / l2)
         sm_share = smooth_minimum(issue_reference, 1.0) if issue_reference else 1.0
         # busy_us needs every SM; a kernel of few CTAs leaves SMs empty, and each of its CTAs has that much more to do
         return busy_us / sm_share * per_sm * gpu.num_sms / self._resident(kernel)
+
+    def _reached_flops_per_s(self, kernel: Kernel) -> float:
+        """Operations per second that a kernel of this kind and type reaches on the whole GPU."""
+        ordinary = self._gpu.fp32_flops_per_s * self._calibration.fp32_peak_fraction.value
+        if kernel.character not in ("matmul", "attention"):
+            return ordinary
+        element_type = kernel.element_type or USUAL_ELEMENT_TYPE
+        if element_type == "fp32" and self._gpu.fp32_matrix_flops_per_s is None:
+            return ordinary
+        return self._machine.matmul_flops_per_s(element_type) * self._calibration.matmul_peak_fraction.value
 
     def _hbm_per_cta(self, kernel: Kernel, constants: CharacterConstants, effective_ctas: float) -> float:
         """Bytes per second that one CTA can keep in flight."""
@@ -266,14 +273,9 @@ class CostModel:
         return self.all_copies(collective).lone_ps / PS_PER_US
 
     def _link(self, collective: Collective) -> Link:
-        if collective.group_size <= self._machine.num_gpus:
-            return self._machine.link
-        if self._machine.network is None:
-            raise StepError(
-                f"'{shown(collective.name)}' joins {collective.group_size} ranks, but machine '{self._machine.name}' has "
-                f"{self._machine.num_gpus} GPUs and no [network]. Add one to the machine file, or choose a larger machine."
-            )
-        return self._machine.network
+        """What the collective's data goes over; one of more ranks than a node has comes here only with its measured time."""
+        network = self._machine.network
+        return self._machine.link if network is None or collective.group_size <= self._machine.num_gpus else network
 
     def _collective_us(self, collective: Collective, footprint: Footprint) -> float:
         constants: CollectiveConstants = self._calibration.collectives[collective.collective]

@@ -4,7 +4,7 @@ Three limits act on a CTA. (1) Its SM: resident CTAs share the SM's throughput; 
 flight, smoothly limited by the SM's peak, so fewer CTAs run faster each once the SM was saturated. (2) The GPU's memory:
 what the resident CTAs of a kernel can keep in flight, smoothly limited by its max-min share of the HBM bandwidth. (3) For
 communication the link, shared max-min; and since a collective's CTA waits for memory latency, what it can keep in flight
-falls as others load the memory. The constants and their sources are in `calibration.toml`.
+falls as others load the memory. The constants and their sources are in `calibrations/*.toml`.
 
 Shares of bandwidth are max-min fair: no flow can get more without another that has no more than it getting less. Two limits
 (what the resident CTAs can keep in flight, what the memory or link delivers) combine by a smooth minimum with exponent 4.

@@ -8,9 +8,10 @@ import re
 from typing import NoReturn
 
 from counterpoint.errors import WorkloadError, shown
+from counterpoint.machine import ElementType
 from counterpoint.step import Character, CollectiveKind, CopyDirection, TransportKind
 from counterpoint.value import Value
-from counterpoint.workloads.gemm import ElementType, Tile, parse_tile, stage_bytes, tile_count
+from counterpoint.workloads.gemm import Tile, parse_tile, stage_bytes, tile_count
 
 MAX_ITERATIONS = 1000
 MAX_DIMENSION = 1 << 31
@@ -88,7 +89,10 @@ class Gemm(Value, frozen=True, kw_only=True):
 
 
 class OtherKernel(Value, frozen=True, kw_only=True):
-    """Any other computation kernel: its launch, and its time alone or its work."""
+    """Any other computation kernel: its launch, and its time alone or its work.
+
+    `dtype` sets the rate of the operations of a matmul or an attention, bf16 where it is left out.
+    """
 
     name: str
     stream: int
@@ -99,6 +103,7 @@ class OtherKernel(Value, frozen=True, kw_only=True):
     ctas_per_cluster: int = 1
     carveout_percent: int = -1
     character: Character = "other"
+    dtype: ElementType | None = None
     lone_us: float | None = None
     flops: float | None = None
     hbm_bytes: float | str | None = None
@@ -110,6 +115,11 @@ class OtherKernel(Value, frozen=True, kw_only=True):
         parse_traffic(self.hbm_bytes, f"Kernel '{shown(self.name)}'")
         if self.lone_us is None and self.flops is None and self.hbm_bytes is None:
             _refuse(f"Kernel '{shown(self.name)}' has neither a time nor work; give lone_us, flops or hbm_bytes.")
+        if self.dtype is not None and self.character not in ("matmul", "attention"):
+            _refuse(
+                f"Kernel '{shown(self.name)}': dtype is for a kernel of character matmul or attention; found "
+                f"{self.character}. Leave it out."
+            )
 
 
 class CollectiveEntry(Value, frozen=True, kw_only=True):

@@ -7,11 +7,10 @@ once in all; B is read once per group, or once in all where it is small enough t
 """
 
 from math import ceil
-from typing import Literal
 
 from counterpoint.errors import WorkloadError
+from counterpoint.machine import ELEMENT_BYTES, ElementType
 
-ElementType = Literal["fp32", "tf32", "bf16", "fp16", "fp8"]
 Tile = tuple[int, int, int]
 
 # GROUP_SIZE_M of the tutorial "03-matrix-multiplication" of Triton 3.x; stated, not measured.
@@ -19,8 +18,8 @@ GROUP_TILE_ROWS = 8
 # Below the smallest L2 of the GPUs in use here (6 MB, NVIDIA A40); an assumption.
 ALWAYS_IN_L2_BYTES = 4 << 20
 
-_ELEMENT_BYTES: dict[ElementType, int] = {"fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
-_OUTPUT_BYTES: dict[ElementType, int] = {"fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2, "fp8": 2}
+# Products of narrow types come out wider: bf16 of fp8, int32 of int8 (torch._scaled_mm, torch._int_mm).
+_OUTPUT_BYTES = {**ELEMENT_BYTES, "fp8": 2, "int8": 4}
 
 
 def parse_tile(text: str, where: str) -> Tile:
@@ -45,18 +44,23 @@ def matmul_flops(m: int, n: int, k: int) -> float:
 
 
 def matmul_hbm_bytes(m: int, n: int, k: int, dtype: ElementType, tile: Tile) -> float:
-    """Bytes read from and written to HBM under the module's reuse model; fp8 inputs give a 2-byte output."""
-    b_bytes = k * n * _ELEMENT_BYTES[dtype]
+    """Bytes read from and written to HBM under the module's reuse model; fp8 gives elements of 2 bytes, int8 of 4."""
+    b_bytes = k * n * ELEMENT_BYTES[dtype]
     num_groups = ceil(m / (GROUP_TILE_ROWS * tile[0]))
     reads_of_b = 1 if b_bytes <= ALWAYS_IN_L2_BYTES else num_groups
-    return float(m * k * _ELEMENT_BYTES[dtype] + reads_of_b * b_bytes + m * n * _OUTPUT_BYTES[dtype])
+    return float(m * k * ELEMENT_BYTES[dtype] + reads_of_b * b_bytes + m * n * _OUTPUT_BYTES[dtype])
+
+
+def matmul_bytes(m: int, n: int, k: int, dtype: ElementType) -> int:
+    """Bytes that A, B and C take in memory."""
+    return (m * k + k * n) * ELEMENT_BYTES[dtype] + m * n * _OUTPUT_BYTES[dtype]
 
 
 def matmul_l2_bytes(m: int, n: int, k: int, dtype: ElementType, tile: Tile) -> float:
     """Bytes that the CTAs read from L2: each tile loads its rows of A and its columns of B, and shares them with none."""
-    return float(tile_count(m, n, tile) * (tile[0] + tile[1]) * k * _ELEMENT_BYTES[dtype])
+    return float(tile_count(m, n, tile) * (tile[0] + tile[1]) * k * ELEMENT_BYTES[dtype])
 
 
 def stage_bytes(dtype: ElementType, tile: Tile) -> int:
     """Shared memory of one pipeline stage: a `tm x tk` piece of A and a `tk x tn` piece of B."""
-    return (tile[0] * tile[2] + tile[2] * tile[1]) * _ELEMENT_BYTES[dtype]
+    return (tile[0] * tile[2] + tile[2] * tile[1]) * ELEMENT_BYTES[dtype]

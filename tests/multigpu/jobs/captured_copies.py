@@ -1,26 +1,38 @@
-"""Two ranks: collectives of captured steps moved to copy engines by plans; prints a `name: key=value` line for each.
+"""Two ranks: collectives of captured steps moved to copy engines, or with the argument `light` to light kernels, by plans;
+prints a `name: key=value` line for each.
 
 Every case is replayed as captured and as planned, several times each and in turns, on inputs that are set anew, so that
 flags that are not lowered, or blocks that come too late, show.
 """
 
 import statistics
+import sys
 from collections.abc import Callable
 from contextlib import closing
 
 import torch
 import torch.distributed as dist
 
+from counterpoint.controls import LightKernel
 from counterpoint.cuda.applied import apply
 from counterpoint.cuda.capture import Captured, capture
 from counterpoint.cuda.graph import AbstractExecutable
 from counterpoint.cuda.graph_rewriting import MOVED, rewrite
 from counterpoint.cuda.ranks import join_ranks, run_and_leave
 from counterpoint.ops.captured_copies import offer_copies
+from counterpoint.ops.light_collectives import offer_light_kernels
 from counterpoint.plan import Directive, Match, Plan
 
 NUM_ELEMENTS = 32 << 20
-PLAN = Plan(directives=(Directive(match=Match(kind="communication"), controls=(MOVED,), reason="test"),))
+IS_LIGHT = "light" in sys.argv[1:]
+PLAN = Plan(
+    directives=(
+        Directive(
+            match=Match(kind="communication"), controls=(LightKernel(num_ctas=64) if IS_LIGHT else MOVED,), reason="test"
+        ),
+    )
+)
+offer = offer_light_kernels if IS_LIGHT else offer_copies
 Case = Callable[[torch.Tensor, torch.Tensor], None]
 
 
@@ -82,7 +94,7 @@ def bits(captured: Captured, executable: AbstractExecutable, inputs: torch.Tenso
 def run(name: str, case: Case, dtype: torch.dtype = torch.bfloat16) -> str:
     given, got = tensors(0, dtype), torch.empty(NUM_ELEMENTS, dtype=dtype, device="cuda")
     with closing(capture(lambda: case(given, got), name)) as captured:
-        offer_copies(captured)
+        offer(captured)
         rewritten = rewrite(captured.graph, captured.read, PLAN)
         states = "/".join(sorted({each.state for each in rewritten.engagements}))
         reasons = "/".join(sorted({each.reason or each.found for each in rewritten.engagements}))
@@ -134,9 +146,10 @@ def main() -> None:
         line = run(name, case)
         if rank == 0:
             print(line, flush=True)
-    line = guarded()
-    if rank == 0:
-        print(line, flush=True)
+    if not IS_LIGHT:
+        line = guarded()
+        if rank == 0:
+            print(line, flush=True)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,51 @@
+"""Times of one kernel with fewer of its CTAs on an SM: a captured graph whose kernel is given more shared memory."""
+
+from contextlib import closing
+
+import msgspec
+import torch
+
+from counterpoint.cuda.driver_graph import DriverGraph
+from counterpoint.cuda.probes.session import Issue, Session
+from counterpoint.errors import DeviceError
+from counterpoint.measurement.points import Point, point
+from counterpoint.occupancy import cap_shared_bytes, residency
+from counterpoint.step import Footprint
+
+
+def residency_times(
+    session: Session, issue: Issue, name: str, ctas_per_sm: tuple[int, ...], **at: float | str
+) -> list[Point]:
+    """Time of the one kernel that `issue` launches: as it is, then at each residency that is lower than its own."""
+    recorded = torch.cuda.CUDAGraph(keep_graph=True)
+    issue()
+    session.wait()
+    with torch.cuda.graph(recorded, capture_error_mode="thread_local"):
+        issue()
+    graph = DriverGraph(recorded.raw_cuda_graph())
+    kernels = [number for number, node in enumerate(graph.nodes()) if node.kind == "kernel"]
+    if len(kernels) != 1:
+        raise DeviceError(f"one kernel was expected in the captured call, and {len(kernels)} were found")
+    footprint = graph.node(kernels[0]).footprint
+    assert footprint is not None, "a kernel has a footprint"
+    usual = residency(session.gpu, footprint).ctas_per_sm
+    at = {"threads": footprint.threads_per_cta, "shared_bytes": footprint.shared_bytes, "ctas": footprint.num_ctas, **at}
+    points = [_timed(session, graph, kernels[0], None, name, ctas_per_sm=usual, **at)]
+    for count in ctas_per_sm:
+        if count < usual:
+            wanted = cap_shared_bytes(session.gpu, footprint, count)
+            capped = msgspec.structs.replace(footprint, dynamic_shared_bytes=wanted)
+            points.append(_timed(session, graph, kernels[0], capped, name, ctas_per_sm=count, **at))
+    return points
+
+
+def _timed(session: Session, graph: DriverGraph, node: int, capped: Footprint | None, name: str, **at: float | str) -> Point:
+    with closing(graph.copy()) as edited:
+        if capped is not None:
+            edited.set_shared_memory(node, capped.dynamic_shared_bytes, -1)
+            found = edited.residency(node)
+            if found != at["ctas_per_sm"]:
+                raise DeviceError(f"the driver puts {found} CTAs on an SM where {at['ctas_per_sm']} were asked for")
+        with closing(edited.instantiate()) as executable:
+            times = session.times_us(lambda: executable.launch(torch.cuda.current_stream().cuda_stream), calls=3)
+    return point(name, times, **at)

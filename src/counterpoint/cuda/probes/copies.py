@@ -1,0 +1,123 @@
+"""Copies between GPUs by copy engines, by bytes and number of peers at once; flags between GPUs; copies beside kernels.
+
+Rank 0 drives all GPUs of the calibration, which it must see; the other ranks wait.
+"""
+
+import torch
+from cuda.bindings import driver as cu
+
+from counterpoint.cuda.driver import check
+from counterpoint.cuda.probes.session import Session
+from counterpoint.errors import DeviceError
+from counterpoint.measurement.points import Point, point
+from counterpoint.units import KIB, MIB
+
+SIZES = (64 * KIB, MIB, 16 * MIB, 256 * MIB)
+NUM_TURNS = 60  # so few that the host can issue all while the stream is held
+MATMUL_SIZE = 8192
+
+
+def probe_copies(session: Session) -> list[Point]:
+    """From rank 0's GPU to others, both ways, with flags, and beside kernels."""
+    if torch.cuda.device_count() < session.num_ranks:
+        raise DeviceError(f"rank 0 must see {session.num_ranks} GPUs and sees {torch.cuda.device_count()}")
+    here = torch.cuda.current_device()
+    others = [number for number in range(session.num_ranks) if number != here]
+    source = torch.zeros(SIZES[-1], dtype=torch.uint8, device="cuda")
+    targets = {number: torch.zeros(SIZES[-1], dtype=torch.uint8, device=f"cuda:{number}") for number in others}
+    streams = [torch.cuda.Stream() for _ in range(2 * len(others))]
+    points = []
+    for num_bytes in SIZES:
+        for num_peers in range(1, len(others) + 1):
+            chosen = [targets[number][:num_bytes] for number in others[:num_peers]]
+            times = _sent_us(session, source[:num_bytes], chosen, streams)
+            points.append(point("copy_us", times, peers=num_peers, bytes=num_bytes))
+    first = targets[others[0]]
+    points.append(point("copy_both_ways_us", _both_ways_us(session, source, first, streams), peers=1, bytes=SIZES[-1]))
+    points.append(point("flag_latency_us", _flag_latencies_us(session, others[0]), peers=1))
+    return points + _beside(session, source, first)
+
+
+def _sent_us(
+    session: Session, source: torch.Tensor, targets: list[torch.Tensor], streams: list[torch.cuda.Stream]
+) -> list[float]:
+    """From a common start to the end of the last copy, one stream for each target."""
+
+    def send() -> None:
+        start = session.mark()
+        for stream, target in zip(streams, targets, strict=False):
+            stream.wait_event(start)
+            with torch.cuda.stream(stream):
+                target.copy_(source, non_blocking=True)
+            torch.cuda.current_stream().wait_stream(stream)
+
+    if len(targets) == 1:
+        return session.times_us(lambda: targets[0].copy_(source, non_blocking=True), calls=4)
+    return session.times_us(send, calls=2)
+
+
+def _both_ways_us(
+    session: Session, source: torch.Tensor, other: torch.Tensor, streams: list[torch.cuda.Stream]
+) -> list[float]:
+    back = torch.zeros_like(source)
+
+    def exchange() -> None:
+        start = session.mark()
+        for stream, (target, origin) in zip(streams, ((other, source), (back, other)), strict=False):
+            stream.wait_event(start)
+            with torch.cuda.stream(stream):
+                target.copy_(origin, non_blocking=True)
+            torch.cuda.current_stream().wait_stream(stream)
+
+    return session.times_us(exchange, calls=2)
+
+
+def _flag_latencies_us(session: Session, other: int) -> list[float]:
+    """A flag goes back and forth between streams of two GPUs by stream memory operations; half of a turn."""
+    here = torch.cuda.current_device()
+    streams, words = {}, {}
+    for number in (here, other):
+        with torch.cuda.device(number):
+            streams[number] = torch.cuda.Stream()
+            words[number] = torch.zeros(1, dtype=torch.int32, device=f"cuda:{number}")
+            torch.cuda.synchronize()
+    session.wait()
+    times = []
+    equal = cu.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_EQ
+    for batch in range(3):
+        session.hold(5000)
+        streams[here].wait_event(session.mark())
+        start = session.mark(streams[here])
+        for turn in range(1, NUM_TURNS + 1):
+            value = batch * NUM_TURNS + turn
+            for writer, waiter in ((here, other), (other, here)):
+                write, wait = (cu.CUstream(streams[number].cuda_stream) for number in (writer, waiter))
+                with torch.cuda.device(writer):
+                    check("Raising a flag", cu.cuStreamWriteValue32(write, words[waiter].data_ptr(), value, 0))
+                with torch.cuda.device(waiter):
+                    check("Awaiting a flag", cu.cuStreamWaitValue32(wait, words[waiter].data_ptr(), value, equal))
+        end = session.mark(streams[here])
+        session.wait(end)
+        times.append(1000 * start.elapsed_time(end) / (2 * NUM_TURNS))
+    return times
+
+
+def _beside(session: Session, source: torch.Tensor, target: torch.Tensor) -> list[Point]:
+    """A copy beside streaming and beside a matmul, and these beside copies."""
+    streamed = torch.ones(512 * MIB // 4, device="cuda")
+    a, b, c = (torch.randn(MATMUL_SIZE, MATMUL_SIZE, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+
+    def copy() -> None:
+        target.copy_(source, non_blocking=True)
+
+    points = []
+    for name, kernel, num_others in (
+        ("streaming", lambda: torch.mul(streamed, 2.0, out=streamed), 12),
+        ("matmul", lambda: torch.mm(a, b, out=c), 4),
+    ):
+        points.append(point("kernel_us", session.times_us(kernel, rounds=3), kernel=name, group="copies"))
+        slowed = session.times_beside_us(copy, kernel, num_others=num_others)
+        points.append(point("copy_beside_us", slowed, kernel=name, bytes=SIZES[-1]))
+        slowed = session.times_beside_us(kernel, copy, num_others=8)
+        points.append(point("kernel_beside_us", slowed, kernel=name, kind="copy", bytes=SIZES[-1]))
+    return points

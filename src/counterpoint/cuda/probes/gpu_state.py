@@ -1,0 +1,121 @@
+"""Whether a GPU is fit to be measured: what NVML says of its clocks, its power, its memory and other processes on it.
+
+Calls the library of the driver itself (`libnvidia-ml.so.1`), so nothing has to be installed. A GPU whose library is missing
+is measured, and the conditions say that its state could not be read.
+"""
+
+import ctypes
+from typing import Any
+
+from counterpoint.errors import DeviceError
+from counterpoint.units import MIB, format_bytes
+from counterpoint.value import Value
+
+LIBRARY = "libnvidia-ml.so.1"
+# nvml.h of CUDA 13.0: nvmlClocksEventReasons. The power cap is no fault: dense matmuls reach it on every such GPU.
+THROTTLES = {
+    0x08: "hardware slowdown",
+    0x20: "software thermal slowdown",
+    0x40: "hardware thermal slowdown",
+    0x80: "power brake",
+}
+POWER_CAP = 0x04
+SM_CLOCK = 1
+MOST_BUSY_PERCENT = 5  # of the last sampling period; an idle GPU shows 0. An assumption
+MOST_USED_BYTES = 2048 * MIB  # an idle GPU holds 0.5 to 1 GiB for the driver. An assumption
+
+
+class GpuState(Value, frozen=True, kw_only=True):
+    """A reading of one GPU. `num_processes` counts those that compute on it, this one included."""
+
+    clock_mhz: int
+    max_clock_mhz: int
+    power_w: float
+    power_limit_w: float
+    temperature_c: int
+    reasons: int
+    busy_percent: int
+    used_bytes: int
+    num_processes: int
+
+    @property
+    def is_power_capped(self) -> bool:
+        """Whether the power limit holds the clock down at this moment."""
+        return bool(self.reasons & POWER_CAP)
+
+    def throttle(self) -> str:
+        """What slows the GPU down against its design, in words with the reading; empty where nothing does."""
+        found = [words for bit, words in THROTTLES.items() if self.reasons & bit]
+        if not found:
+            return ""
+        return (
+            f"{', '.join(found)} at {self.temperature_c} C, {self.power_w:.0f} of {self.power_limit_w:.0f} W, "
+            f"SM clock {self.clock_mhz} of {self.max_clock_mhz} MHz"
+        )
+
+
+def check_unthrottled(state: GpuState, where: str) -> None:
+    """Raise `DeviceError` with the reading where something slows the GPU down against its design."""
+    found = state.throttle()
+    if found:
+        raise DeviceError(f"{where} is throttled: {found}. Cool it or mend its power supply, then run again.")
+
+
+def check_alone(state: GpuState, where: str) -> None:
+    """Raise `DeviceError` with the reading where others use the GPU; called before this process does."""
+    found = []
+    if state.num_processes:
+        found.append(f"{state.num_processes} processes compute on it")
+    if state.busy_percent > MOST_BUSY_PERCENT:
+        found.append(f"it was busy for {state.busy_percent} % of the last sampling period (limit {MOST_BUSY_PERCENT} %)")
+    if state.used_bytes > MOST_USED_BYTES:
+        found.append(f"{format_bytes(state.used_bytes)} of its memory are taken (limit {format_bytes(MOST_USED_BYTES)})")
+    if found:
+        raise DeviceError(f"{where} is shared: {'; '.join(found)}. End the other work, or choose a GPU that is idle.")
+
+
+class Nvml:
+    """The library, opened for one GPU, named by its PCI bus id. Raises `OSError` where the driver has no such library."""
+
+    def __init__(self, pci_bus_id: str) -> None:
+        self._library = ctypes.CDLL(LIBRARY)
+        self._device = ctypes.c_void_p()
+        self._call("nvmlInit_v2")
+        self._call("nvmlDeviceGetHandleByPciBusId_v2", pci_bus_id.encode(), ctypes.byref(self._device))
+
+    def read(self) -> GpuState:
+        """The state at this moment. Raises `DeviceError` where the driver does not answer."""
+        used = (ctypes.c_ulonglong * 3)()  # total, free, used
+        busy = (ctypes.c_uint * 2)()  # of SMs, of memory
+        self._call("nvmlDeviceGetMemoryInfo", self._device, used)
+        self._call("nvmlDeviceGetUtilizationRates", self._device, busy)
+        reasons = ctypes.c_ulonglong()
+        # the name that drivers before R535 know, too
+        self._call("nvmlDeviceGetCurrentClocksThrottleReasons", self._device, ctypes.byref(reasons))
+        return GpuState(
+            clock_mhz=self._number("nvmlDeviceGetClockInfo", SM_CLOCK),
+            max_clock_mhz=self._number("nvmlDeviceGetMaxClockInfo", SM_CLOCK),
+            power_w=self._number("nvmlDeviceGetPowerUsage") / 1000,
+            power_limit_w=self._number("nvmlDeviceGetEnforcedPowerLimit") / 1000,
+            temperature_c=self._number("nvmlDeviceGetTemperature", 0),
+            reasons=int(reasons.value),
+            busy_percent=int(busy[0]),
+            used_bytes=int(used[2]),
+            num_processes=self._num_processes(),
+        )
+
+    def _num_processes(self) -> int:
+        """With no room for answers the driver only counts: the status then says that the room is too small."""
+        count = ctypes.c_uint(0)
+        self._library.nvmlDeviceGetComputeRunningProcesses_v3(self._device, ctypes.byref(count), None)
+        return int(count.value)
+
+    def _number(self, name: str, *values: int) -> int:
+        found = ctypes.c_uint()
+        self._call(name, self._device, *values, ctypes.byref(found))
+        return int(found.value)
+
+    def _call(self, name: str, *values: Any) -> None:
+        status = getattr(self._library, name)(*values)
+        if status:
+            raise DeviceError(f"NVML does not answer: {name} returned {status}. Update the driver, or look at nvidia-smi.")

@@ -1,0 +1,65 @@
+"""Clock and power under load: what a GPU keeps up when one kind of kernel runs for a second."""
+
+import time
+
+import torch
+
+from counterpoint.cuda.probes.gpu_state import GpuState, Nvml
+from counterpoint.cuda.probes.session import Issue, Session
+from counterpoint.errors import DeviceError
+from counterpoint.measurement.points import Point, point
+from counterpoint.units import MIB
+
+SIZE = 8192
+LOAD_S = 1.2
+SAMPLE_S = 0.05
+SETTLING = 0.4  # the first part of the load is left out
+
+
+def probe_load(session: Session, nvml: Nvml | None) -> list[Point]:
+    """Clock and power of a dense matmul, of streaming, and of both together; time of the matmul cool and warm."""
+    if nvml is None:
+        raise DeviceError("NVML is needed for it, and the driver's library libnvidia-ml.so.1 was not found")
+    options = {"device": "cuda", "dtype": torch.bfloat16}
+    a, b = (torch.randn(SIZE, SIZE, **options) for _ in range(2))
+    out, zeros = torch.empty_like(a), torch.zeros_like(a)
+    source = torch.ones(512 * MIB // 4, device="cuda")
+    target = torch.empty_like(source)
+    points = []
+    for name, issue in (
+        ("streaming", lambda: torch.mul(source, 2.0, out=target)),
+        ("matmul of zeros", lambda: torch.mm(zeros, zeros, out=out)),
+        ("matmul", lambda: torch.mm(a, b, out=out)),
+    ):
+        points += _loaded(session, nvml, name, issue)
+    return points
+
+
+def _loaded(session: Session, nvml: Nvml, name: str, issue: Issue) -> list[Point]:
+    time.sleep(0.3)
+    cool = session.times_us(issue, rounds=2)
+    states: list[GpuState] = []
+    times: list[float] = []
+    start = time.monotonic()
+    while time.monotonic() - start < LOAD_S:
+        begin = session.mark()
+        deadline = time.monotonic() + SAMPLE_S
+        calls = 0
+        while time.monotonic() < deadline:
+            issue()
+            calls += 1
+            if calls % 8 == 0:
+                session.wait()
+        end = session.mark()
+        states.append(nvml.read())  # while the last calls still run
+        session.wait(end)
+        times.append(1000 * begin.elapsed_time(end) / calls)
+    kept = round(len(states) * SETTLING)
+    figures = {
+        "loaded_clock_mhz": [float(each.clock_mhz) for each in states[kept:]],
+        "loaded_power_w": [each.power_w for each in states[kept:]],
+        "power_capped_share": [sum(each.is_power_capped for each in states[kept:]) / len(states[kept:])],
+        "cool_us": cool,
+        "warm_us": times[kept:],
+    }
+    return [point(figure, values, load=name) for figure, values in figures.items()]

@@ -1,0 +1,103 @@
+"""Matrix multiplications by type and size (cuBLAS), fused multiply-adds, and what both lose with fewer CTAs on an SM."""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from counterpoint.cuda.probes.capped import residency_times
+from counterpoint.cuda.probes.occupying import Launch, Marks, compute
+from counterpoint.cuda.probes.session import Issue, Session
+from counterpoint.errors import DeviceError
+from counterpoint.measurement.points import Point, point
+
+SIZES = (1024, 2048, 4096, 8192)
+TYPES = ("bf16", "fp16", "fp8", "tf32", "fp32")
+SKINNY = ((16, 8192, 8192), (128, 8192, 8192), (8192, 8192, 64))  # limited by memory or by their few tiles
+TILES = {"64x64x32": (64, 64, 32, 4, 2), "128x128x32": (128, 128, 32, 8, 2)}  # tile M, N, K, warps, stages
+TILED_SIZE = 4096
+CAPS = (8, 6, 5, 4, 3, 2, 1)
+ITERATIONS = 1000
+WAVES = 4
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def tile_matmul(  # type: ignore[no-untyped-def]  # noqa: PLR0917  Triton passes by position
+    a, b, c, n, k, tm: tl.constexpr, tn: tl.constexpr, tk: tl.constexpr
+):
+    """C = A B, one tile a CTA, rows of tiles in groups of 8 so that they share what L2 holds."""
+    tiles_n = n // tn
+    group = tl.program_id(0) // (8 * tiles_n)
+    within = tl.program_id(0) % (8 * tiles_n)
+    row, column = group * 8 + within % 8, within // 8
+    rows, columns, inner = row * tm + tl.arange(0, tm), column * tn + tl.arange(0, tn), tl.arange(0, tk)
+    at_a = a + rows[:, None] * k + inner[None, :]
+    at_b = b + inner[:, None] * n + columns[None, :]
+    total = tl.zeros((tm, tn), tl.float32)
+    for _ in range(0, k, tk):
+        total = tl.dot(tl.load(at_a), tl.load(at_b), total)
+        at_a += tk
+        at_b += tk * n
+    tl.store(c + rows[:, None] * n + columns[None, :], total.to(tl.bfloat16))
+
+
+def probe_matmuls(session: Session) -> list[Point]:
+    """torch.mm, and torch._scaled_mm for fp8, of every type and size; a type that cannot run is left out."""
+    points: list[Point] = []
+    for kind in TYPES:
+        for m, n, k in (*((size, size, size) for size in SIZES), *(SKINNY if kind == "bf16" else ())):
+            issue = _matmul(kind, m, n, k)
+            if issue is None:
+                continue
+            calls = 1 if m * n * k > 4096**3 else 8
+            points.append(point("matmul_us", session.times_us(issue, calls=calls, rounds=4), type=kind, m=m, n=n, k=k))
+    if not points:
+        raise DeviceError("torch.mm runs with none of the types")
+    return points
+
+
+def _matmul(kind: str, m: int, n: int, k: int) -> Issue | None:
+    options: dict[str, Any] = {"device": "cuda"}
+    types = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.float8_e4m3fn}
+    dtype = types.get(kind, torch.float32)
+    a, b = (torch.randn(*shape, **options).to(dtype) for shape in ((m, k), (n, k)))
+    if kind == "fp8":
+        one = torch.ones((), **options)
+
+        def scaled() -> object:
+            return torch._scaled_mm(a, b.t(), scale_a=one, scale_b=one, out_dtype=torch.bfloat16, use_fast_accum=True)
+
+        try:
+            scaled()
+        except (RuntimeError, ValueError, NotImplementedError):  # no fp8 on this GPU, or not in this torch
+            return None
+        return scaled
+    out = torch.empty(m, n, dtype=dtype, **options)
+
+    def multiply() -> None:
+        torch.backends.cuda.matmul.allow_tf32 = kind == "tf32"
+        torch.mm(a, b.t(), out=out)
+        torch.backends.cuda.matmul.allow_tf32 = False
+
+    return multiply
+
+
+def probe_residency(session: Session) -> list[Point]:
+    """A Triton matmul of two tiles and a kernel of fused multiply-adds, at each residency."""
+    points = []
+    size, options = TILED_SIZE, {"device": "cuda", "dtype": torch.bfloat16}
+    a, b, c = (torch.randn(size, size, **options) for _ in range(3))
+    for tile, (tm, tn, tk, warps, stages) in TILES.items():
+        grid = (size // tm * (size // tn),)
+
+        def multiply(grid: Any = grid, tile: Any = (tm, tn, tk), warps: int = warps, stages: int = stages) -> None:
+            tile_matmul[grid](a, b, c, size, size, *tile, num_warps=warps, num_stages=stages)
+
+        points += residency_times(session, multiply, "matmul_capped_us", CAPS, tile=tile, size=size)
+    launch = Launch(num_ctas=8 * session.num_sms * WAVES)
+    marks = Marks(launch.num_ctas)
+    points += residency_times(
+        session, lambda: compute(launch, marks, ITERATIONS), "arithmetic_capped_us", CAPS, iterations=ITERATIONS
+    )
+    return points

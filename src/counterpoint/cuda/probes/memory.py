@@ -1,0 +1,99 @@
+"""What HBM delivers: to a streaming kernel alone and with fewer CTAs, to two at once, beside copies, to a sum of blocks."""
+
+import torch
+import triton
+import triton.language as tl
+
+from counterpoint.cuda.probes.capped import residency_times
+from counterpoint.cuda.probes.session import Session
+from counterpoint.measurement.points import Point, point
+from counterpoint.units import MIB
+
+STREAMED_BYTES = 512 * MIB
+BLOCK_BYTES = 32 * MIB
+HOST_BYTES = 128 * MIB
+CAPS = (12, 8, 6, 5, 4, 3, 2)
+BLOCK = 2048
+
+
+def probe_streaming(session: Session) -> list[Point]:
+    """PyTorch's elementwise kernel on 512 MiB, at each residency, and beside another; copies within the GPU."""
+    source = torch.ones(STREAMED_BYTES // 4, device="cuda")
+    target, other = torch.empty_like(source), torch.empty_like(source)
+
+    def stream() -> None:
+        torch.mul(source, 2.0, out=target)
+
+    points = [point("streaming_us", session.times_us(stream, calls=4), bytes=2 * STREAMED_BYTES)]
+    points += residency_times(session, stream, "streaming_capped_us", CAPS)
+    points.append(point("device_copy_us", session.times_us(lambda: target.copy_(source), calls=4), bytes=2 * STREAMED_BYTES))
+    host, half = _pinned(HOST_BYTES), other[: HOST_BYTES // 4]
+    beside = session.times_beside_us(stream, lambda: half.copy_(host, non_blocking=True), num_others=3)
+    points.append(point("streaming_beside_us", beside, beside="host_to_device", bytes=2 * STREAMED_BYTES))
+    return points
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def persistent_copy(source, target, num_blocks, block: tl.constexpr):  # type: ignore[no-untyped-def]
+    """CTAs that stay and copy one block after the other, so that two such kernels can share the memory."""
+    offsets = tl.arange(0, block)
+    for number in range(tl.program_id(0), num_blocks, tl.num_programs(0)):
+        at = number * block + offsets
+        tl.store(target + at, tl.load(source + at))
+
+
+def probe_sharing(session: Session) -> list[Point]:
+    """Two persistent copies at once, with as many CTAs or with half as many; each alone, and the first beside the second."""
+    sources = [torch.ones(STREAMED_BYTES // 4, device="cuda") for _ in range(2)]
+    targets = [torch.empty_like(source) for source in sources]
+    num_blocks = STREAMED_BYTES // 4 // BLOCK
+
+    def copy(number: int, ctas_per_sm: int) -> None:
+        grid = (ctas_per_sm * session.num_sms,)
+        persistent_copy[grid](sources[number], targets[number], num_blocks, BLOCK, num_warps=8)
+
+    points = []
+    for ctas_per_sm in (1, 2, 3, 4):
+        times = session.times_us(lambda own=ctas_per_sm: copy(0, own))  # type: ignore[misc]
+        points.append(point("persistent_copy_us", times, ctas_per_sm=ctas_per_sm, bytes=2 * STREAMED_BYTES))
+    for own, others in ((4, 4), (2, 4), (4, 2), (1, 4)):
+        times = session.times_beside_us(
+            lambda own=own: copy(0, own),  # type: ignore[misc]
+            lambda others=others: copy(1, others),  # type: ignore[misc]
+            num_others=16,
+        )
+        at = {"ctas_per_sm": own, "others_per_sm": others, "bytes": 2 * STREAMED_BYTES}
+        points.append(point("persistent_copy_beside_us", times, **at))
+    return points
+
+
+def probe_sums(session: Session) -> list[Point]:
+    """PyTorch's sum over the first dimension of blocks in bf16: what a reduction by copies adds up with."""
+    points = []
+    for num_blocks in (2, 4, 8):
+        blocks = torch.ones(num_blocks, BLOCK_BYTES // 2, dtype=torch.bfloat16, device="cuda")
+        total = torch.empty(BLOCK_BYTES // 2, dtype=torch.bfloat16, device="cuda")
+
+        def add(blocks: torch.Tensor = blocks, total: torch.Tensor = total) -> None:
+            torch.sum(blocks, 0, out=total)
+
+        points.append(point("sum_us", session.times_us(add, calls=4), blocks=num_blocks, bytes=BLOCK_BYTES))
+    return points
+
+
+def probe_host_copies(session: Session) -> list[Point]:
+    """Copies between pinned host memory and the GPU."""
+    points = []
+    for num_bytes in (MIB // 16, MIB, 16 * MIB, HOST_BYTES):
+        host, device = _pinned(num_bytes), torch.zeros(num_bytes // 4, device="cuda")
+        for direction, (to, source) in {"host_to_device": (device, host), "device_to_host": (host, device)}.items():
+
+            def copy(to: torch.Tensor = to, source: torch.Tensor = source) -> None:
+                to.copy_(source, non_blocking=True)
+
+            points.append(point("host_copy_us", session.times_us(copy), direction=direction, bytes=num_bytes))
+    return points
+
+
+def _pinned(num_bytes: int) -> torch.Tensor:
+    return torch.zeros(num_bytes // 4, pin_memory=True)

@@ -1,0 +1,80 @@
+"""Kernels of known length and footprint, launched as the probes need them; each notes when and where its CTAs ran."""
+
+import ctypes
+from functools import cache
+from importlib import resources
+from typing import Any
+
+import torch
+from cuda.bindings import driver as cu
+
+from counterpoint.cuda.driver import Handle, check
+from counterpoint.value import Value
+
+WORDS_PER_CTA = 3
+ATTRIBUTES = cu.CUfunction_attribute
+
+
+class Launch(Value, frozen=True, kw_only=True):
+    """How a kernel of the probes is launched. `carveout_percent` is the share of L1 asked for as shared memory; -1: none."""
+
+    num_ctas: int
+    threads: int = 256
+    shared_bytes: int = 0
+    carveout_percent: int = -1
+
+
+class Marks:
+    """What one launch noted of its CTAs: times in microseconds by the GPU's clock, the same for all SMs and streams."""
+
+    def __init__(self, num_ctas: int) -> None:
+        self._words = torch.zeros(num_ctas, WORDS_PER_CTA, dtype=torch.int64, device="cuda")
+
+    @property
+    def address(self) -> int:
+        """Where the kernel writes."""
+        return int(self._words.data_ptr())
+
+    def starts_us(self) -> list[float]:
+        """Start of each CTA. Waits for the GPU, as all readings do."""
+        return [each / 1000 for each in self._words[:, 0].tolist()]
+
+    def ends_us(self) -> list[float]:
+        """End of each CTA."""
+        return [each / 1000 for each in self._words[:, 2].tolist()]
+
+    def sms(self) -> list[int]:
+        """The SM of each CTA."""
+        return [int(each) for each in self._words[:, 1].tolist()]
+
+
+def occupy(launch: Launch, marks: Marks, duration_us: float, spread_us: float = 0.0) -> None:
+    """On the stream in use: CTAs that last `duration_us`, and up to `spread_us` more by a hash of their number."""
+    _launch("occupy", launch, (round(1000 * duration_us), round(1000 * spread_us), marks.address))
+
+
+def compute(launch: Launch, marks: Marks, iterations: int) -> None:
+    """On the stream in use: CTAs whose threads do 64 fused multiply-adds `iterations` times."""
+    _launch("arithmetic", launch, (iterations, 0, marks.address))
+
+
+def _launch(name: str, launch: Launch, values: tuple[int, ...]) -> None:
+    function = _functions(int(check("Finding the CUDA context", cu.cuCtxGetCurrent())))[name]
+    shared, carveout = ATTRIBUTES.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, launch.carveout_percent
+    check("Raising a kernel's shared memory limit", cu.cuFuncSetAttribute(function, shared, launch.shared_bytes))
+    preferred = ATTRIBUTES.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
+    check("Asking for a carveout", cu.cuFuncSetAttribute(function, preferred, carveout))
+    handle = cu.CUstream(torch.cuda.current_stream().cuda_stream)
+    sizes = (launch.num_ctas, 1, 1, launch.threads, 1, 1, launch.shared_bytes)
+    packed: Any = (values, (ctypes.c_ulonglong,) * len(values))
+    check(f"Launching {name}", cu.cuLaunchKernel(function, *sizes, handle, packed, 0))
+
+
+@cache
+def _functions(context: int) -> dict[str, Handle]:
+    """The kernels, loaded into one context."""
+    image = resources.files("counterpoint.cuda.probes").joinpath("kernels.ptx").read_bytes() + b"\0"
+    module = check("Loading the probes' kernels", cu.cuModuleLoadData(image))
+    return {
+        name: check(f"Finding {name}", cu.cuModuleGetFunction(module, name.encode())) for name in ("occupy", "arithmetic")
+    }

@@ -1,0 +1,155 @@
+"""Runs the probes of a calibration one after the other, on all ranks together.
+
+Each probe has a limit of its own. One that fails on all ranks, or that only rank 0 runs, is named and the others go on. One
+that fails on some ranks ends the calibration on all of them, because the others' GPUs may wait in a collective for ever. A
+GPU that is throttled ends it, too.
+"""
+
+import json
+import os
+import time
+from collections.abc import Callable, Collection, Sequence
+
+import msgspec
+import torch
+import torch.distributed as dist
+from cuda.bindings import driver as cu
+
+from counterpoint.cuda.driver import check
+from counterpoint.cuda.probes.collectives import probe_collectives
+from counterpoint.cuda.probes.contention import probe_contention
+from counterpoint.cuda.probes.copies import probe_copies
+from counterpoint.cuda.probes.gpu_state import GpuState, Nvml, check_alone, check_unthrottled
+from counterpoint.cuda.probes.launches import probe_launches
+from counterpoint.cuda.probes.load import probe_load
+from counterpoint.cuda.probes.matmuls import probe_matmuls, probe_residency
+from counterpoint.cuda.probes.memory import probe_host_copies, probe_sharing, probe_streaming, probe_sums
+from counterpoint.cuda.probes.placement import probe_head_start, probe_placement
+from counterpoint.cuda.probes.session import Session
+from counterpoint.cuda.rendezvous import open_exchange
+from counterpoint.errors import CounterpointError, DeviceError
+from counterpoint.machine import Machine
+from counterpoint.measurement.points import Point
+from counterpoint.value import Value
+
+STATUS_LIMIT_S = 120.0  # longer than any probe's own limit, twice
+READINGS, READING_S = 3, 0.25
+
+
+class Probe(msgspec.Struct, frozen=True):
+    """A probe, how long it may take, and whether all ranks run it; else rank 0 does, and the others wait."""
+
+    name: str
+    limit_s: float
+    run: Callable[[Session], list[Point]]
+    is_of_all_ranks: bool = False
+    least_ranks: int = 1
+
+
+class ProbeResult(Value, frozen=True, kw_only=True):
+    """What a probe found on rank 0, or why it did not."""
+
+    probe: str
+    seconds: float
+    points: tuple[Point, ...] = ()
+    failure: str = ""
+
+
+def probes(nvml: Nvml | None) -> tuple[Probe, ...]:
+    """All probes, in their order; what heats the GPU comes last."""
+    return (
+        Probe("launches", 10.0, probe_launches),
+        Probe("placement", 15.0, probe_placement),
+        Probe("head start", 10.0, probe_head_start),
+        Probe("streaming", 20.0, probe_streaming),
+        Probe("sharing", 20.0, probe_sharing),
+        Probe("sums", 10.0, probe_sums),
+        Probe("host copies", 15.0, probe_host_copies),
+        Probe("copies", 30.0, probe_copies, least_ranks=2),
+        Probe("collectives", 60.0, probe_collectives, is_of_all_ranks=True, least_ranks=2),
+        Probe("contention", 30.0, probe_contention, is_of_all_ranks=True, least_ranks=2),
+        Probe("residency", 40.0, probe_residency),
+        Probe("matmuls", 40.0, probe_matmuls),
+        Probe("load", 20.0, lambda session: probe_load(session, nvml)),
+    )
+
+
+def open_nvml() -> Nvml | None:
+    """NVML for this rank's GPU; None where the driver's library is missing. Starts nothing on the GPU."""
+    check("Starting the driver", cu.cuInit(0))
+    device = check("Finding a GPU", cu.cuDeviceGet(int(os.environ.get("LOCAL_RANK", "0"))))
+    bus_id = check("Asking for a GPU's place", cu.cuDeviceGetPCIBusId(64, device))
+    try:
+        return Nvml(bus_id.split(b"\0")[0].decode())
+    except OSError:
+        return None
+
+
+def check_fit(nvml: Nvml, where: str) -> GpuState:
+    """The state of an idle GPU, the best of a few readings. Raises `DeviceError` where it is throttled or others use it."""
+    readings = []
+    for _ in range(READINGS):
+        readings.append(nvml.read())
+        time.sleep(READING_S)
+    state = min(readings, key=lambda reading: reading.busy_percent)
+    check_unthrottled(state, where)
+    check_alone(state, where)
+    return state
+
+
+def run_probes(
+    machine: Machine, nvml: Nvml | None, is_done: Collection[str], on_result: Callable[[ProbeResult], None]
+) -> None:
+    """Run what is not done yet; `on_result` gets each result on rank 0 as soon as it is there.
+
+    `is_done` counts on rank 0 alone. Raises `DeviceError` where a rank is gone or failed alone, and for a throttled GPU.
+    """
+    rank, num_ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    status = open_exchange("calibration", STATUS_LIMIT_S)
+    left = [probe for probe in probes(nvml) if num_ranks >= probe.least_ranks]
+    wanted = [probe.name for probe in left if probe.name not in is_done]
+    wanted = json.loads(status.round(json.dumps(wanted).encode(), "agree on probes")[0])
+    session = Session(machine, rank, num_ranks)
+    for probe in left:
+        if probe.name not in wanted:
+            continue
+        result = _run(probe, session)
+        problems = _problems(result, nvml, rank)
+        everyone = [json.loads(text) for text in status.round(json.dumps(problems).encode(), f"run probe '{probe.name}'")]
+        _check_together(probe, everyone, num_ranks)
+        if rank == 0:
+            on_result(result)
+
+
+def _run(probe: Probe, session: Session) -> ProbeResult:
+    start = time.monotonic()
+    session.begin(probe.limit_s)
+    points: list[Point] = []
+    failure = ""
+    try:
+        if session.rank == 0 or probe.is_of_all_ranks:
+            points = probe.run(session)
+    except (CounterpointError, RuntimeError, torch.OutOfMemoryError) as problem:
+        failure = " ".join(str(problem).split())[:300] or type(problem).__name__
+    torch.cuda.empty_cache()
+    return ProbeResult(probe=probe.name, seconds=round(time.monotonic() - start, 1), points=tuple(points), failure=failure)
+
+
+def _problems(result: ProbeResult, nvml: Nvml | None, rank: int) -> dict[str, str]:
+    """Why the probe failed on this rank, and what slows its GPU down."""
+    return {"failure": result.failure, "throttle": "" if nvml is None else nvml.read().throttle(), "rank": str(rank)}
+
+
+def _check_together(probe: Probe, everyone: Sequence[dict[str, str]], num_ranks: int) -> None:
+    for each in everyone:
+        if each["throttle"]:
+            raise DeviceError(
+                f"The GPU of rank {each['rank']} was throttled during probe '{probe.name}': {each['throttle']}. Cool it or "
+                "mend its power supply, and run again: what was measured before is kept."
+            )
+    failed = [each for each in everyone if each["failure"]]
+    if probe.is_of_all_ranks and 0 < len(failed) < num_ranks:
+        raise DeviceError(
+            f"Probe '{probe.name}' failed on rank {failed[0]['rank']} alone: {failed[0]['failure']}. Start all ranks again: "
+            "what was measured before is kept."
+        )

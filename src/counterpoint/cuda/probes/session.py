@@ -1,0 +1,113 @@
+"""What probes measure with: this rank's GPU, the other ranks, a deadline, and times by events on the GPU.
+
+The host runs ahead: a kernel of one CTA holds the stream while work is issued, so that times hold no launch by the host.
+Nothing waits for the GPU without a limit: a collective whose peer is gone never ends by itself.
+"""
+
+import time
+from collections.abc import Callable
+from itertools import pairwise
+
+import torch
+
+from counterpoint.cuda.probes.occupying import Launch, Marks, occupy
+from counterpoint.cuda.rendezvous import Rendezvous
+from counterpoint.errors import DeviceError
+from counterpoint.machine import Machine
+
+Issue = Callable[[], object]
+ROUNDS = 5
+ISSUE_US = 40.0  # that the host may take for one call; more only lengthens the probe
+MOST_HOLD_US = 5000.0
+DELAY_BYTES = 1 << 20
+RANKS_LIMIT_S = 60.0
+
+
+class Session:
+    """One calibration on this rank. `machine` is the shipped one of this GPU, or the nearest."""
+
+    def __init__(self, machine: Machine, rank: int, num_ranks: int) -> None:
+        self.machine, self.gpu = machine, machine.gpu
+        self.rank, self.num_ranks = rank, num_ranks
+        self.num_sms = torch.cuda.get_device_properties().multi_processor_count
+        self.rendezvous = Rendezvous(RANKS_LIMIT_S)
+        self._limit_s, self._deadline = RANKS_LIMIT_S, time.monotonic() + RANKS_LIMIT_S
+        self._marks = Marks(1)
+        self._on_host = torch.zeros(DELAY_BYTES, dtype=torch.uint8, pin_memory=True)
+        self._on_gpu = torch.zeros(DELAY_BYTES, dtype=torch.uint8, device="cuda")
+
+    def begin(self, limit_s: float) -> None:
+        """Give the next probe so long, and the ranks an exchange of its own: one that failed left the last one half way."""
+        self.rendezvous = Rendezvous(limit_s)
+        self._limit_s, self._deadline = limit_s, time.monotonic() + limit_s
+
+    def wait(self, *events: torch.cuda.Event) -> None:
+        """Wait for events on the GPU; none: for all that was issued on this thread's streams. Raises `DeviceError`."""
+        awaited = events or (self.mark(),)
+        while not all(event.query() for event in awaited):
+            if time.monotonic() > self._deadline:
+                raise DeviceError(f"it took longer than its limit of {self._limit_s:g} s")
+        if time.monotonic() > self._deadline:
+            raise DeviceError(f"it took longer than its limit of {self._limit_s:g} s")
+
+    @staticmethod
+    def mark(stream: torch.cuda.Stream | None = None) -> torch.cuda.Event:
+        """An event behind what the stream holds."""
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(stream or torch.cuda.current_stream())
+        return event
+
+    def hold(self, duration_us: float) -> None:
+        """Keep the stream in use busy, so that the host gets ahead."""
+        occupy(Launch(num_ctas=1, threads=32), self._marks, min(duration_us, MOST_HOLD_US))
+
+    def delay_without_sm(self) -> None:
+        """Keep the stream in use busy for about 20 us with a copy from the host, which takes no SM."""
+        self._on_gpu.copy_(self._on_host, non_blocking=True)
+
+    def times_us(self, issue: Issue, *, rounds: int = ROUNDS, calls: int = 1) -> list[float]:
+        """Time of one call in each round of `calls`, all back to back behind one that is not timed."""
+        issue()
+        self.wait()
+        self.hold(ISSUE_US * (rounds + 1) * calls)
+        issue()
+        marks = [self.mark()]
+        for _ in range(rounds):
+            for _ in range(calls):
+                issue()
+            marks.append(self.mark())
+        self.wait(marks[-1])
+        return [1000 * start.elapsed_time(end) / calls for start, end in pairwise(marks)]
+
+    def times_of_ranks_us(self, issue: Issue, *, rounds: int = ROUNDS, calls: int = 1) -> list[float]:
+        """`times_us` on all ranks together; of each round the slowest rank's."""
+        self.rendezvous.meet()
+        return self.rendezvous.slowest_of(self.times_us(issue, rounds=rounds, calls=calls))
+
+    def times_beside_us(
+        self, issue: Issue, other: Issue, *, num_others: int, stream: torch.cuda.Stream | None = None, rounds: int = 3
+    ) -> list[float]:
+        """Time of a call while the stream in use is busy with `num_others` calls of `other`, which must outlast two.
+
+        The call runs on `stream`, else on one of equal priority, behind one that is not timed: with several ranks, either of
+        them brings the ranks together. Raises `DeviceError` where the others end first.
+        """
+        side, times = stream or torch.cuda.Stream(), []
+        for _ in range(rounds):
+            self.wait()
+            self.hold(ISSUE_US * (num_others + 4))
+            other()
+            side.wait_event(self.mark())  # the others are under way
+            for _ in range(num_others):
+                other()
+            last = self.mark()
+            with torch.cuda.stream(side):
+                issue()
+                start = self.mark()
+                issue()
+                end = self.mark()
+            self.wait(last, end)
+            if end.elapsed_time(last) < 0:
+                raise DeviceError(f"what should run beside it ended {-1000 * end.elapsed_time(last):.0f} us too early")
+            times.append(1000 * start.elapsed_time(end))
+        return times

@@ -1,0 +1,74 @@
+"""A matrix multiplication takes its time by the rate of its own type."""
+
+from pathlib import Path
+
+import pytest
+
+from counterpoint.errors import MachineError
+from counterpoint.machine import ElementType, load_machine
+from counterpoint.plan import LEAVE_IT
+from counterpoint.sim import Simulator
+from counterpoint.step import Step
+from counterpoint.workloads import load_workload
+
+SIZE = 8192
+FILE = """
+name = "typed"
+num_ranks = 1
+[[gemms]]
+name = "gemm"
+stream = 0
+m = 8192
+n = 8192
+k = 8192
+dtype = "{}"
+tile = "256x128x32"
+threads_per_cta = 256
+registers_per_thread = 128
+shared_bytes_per_cta = 65536
+"""
+
+
+def teraflops_per_s(step: Step, machine_name: str) -> float:
+    end_us = Simulator().run(step, load_machine(machine_name), LEAVE_IT).intervals[0].end_us
+    return 2 * SIZE**3 / end_us / 1e6
+
+
+def typed(folder: Path, element_type: ElementType) -> Step:
+    path = folder / "typed.toml"
+    path.write_text(FILE.format(element_type))
+    return load_workload(path)
+
+
+@pytest.mark.parametrize(
+    ("machine", "element_type", "share"),
+    [  # of the bf16 rate, by the vendors' data sheets; ordinary units reach 0.80 of their peak and matrix units 0.72
+        ("a100", "fp32", 19.5 / 312 * 0.80 / 0.72),
+        ("a100", "tf32", 156 / 312),
+        ("a100", "fp64", 19.5 / 312),
+        ("a40", "fp32", 37.4 / 149.7 * 0.80 / 0.72),
+        ("h100", "fp16", 1.0),
+        ("h100", "tf32", 494.7 / 989.4),
+        ("h100", "fp8", 1978.9 / 989.4),
+        ("h200", "int8", 1978.9 / 989.4),
+        ("mi250x", "fp32", 95.7 / 383),
+        ("mi300x", "fp32", 163.4 / 1307.4),
+    ],
+)
+def test_a_matmul_runs_at_the_rate_of_its_type(
+    machine: str, element_type: ElementType, share: float, tmp_path: Path
+) -> None:
+    found = teraflops_per_s(typed(tmp_path, element_type), machine) / teraflops_per_s(typed(tmp_path, "bf16"), machine)
+    assert found == pytest.approx(share, rel=0.04)
+
+
+def test_a_type_that_the_gpu_does_not_have_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(MachineError, match="Machine 'mi250x' has no rate for tf32 matrix multiplications"):
+        teraflops_per_s(typed(tmp_path, "tf32"), "mi250x")
+
+
+def test_a_lone_time_needs_no_rate(tmp_path: Path) -> None:
+    typed(tmp_path, "fp8")
+    path = tmp_path / "typed.toml"
+    path.write_text(path.read_text() + "lone_us = 1000.0\n")
+    assert teraflops_per_s(load_workload(path), "a100") == pytest.approx(2 * SIZE**3 / 1e9, rel=0.02)
