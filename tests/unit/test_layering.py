@@ -31,7 +31,7 @@ ORDER = [
     {"planner", "doctor", "job"},
     {"analysis", "paper", "supervised"},
     {"report"},
-    {"cli_analyze", "cli_check", "cli_gpu", "cli_plan", "cli_run", "cli_schedule"},
+    {"cli_analyze", "cli_calibrate", "cli_check", "cli_gpu", "cli_plan", "cli_run", "cli_schedule"},
     {"cli"},
     {"__init__", "__main__"},
 ]
