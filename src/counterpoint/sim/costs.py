@@ -145,7 +145,7 @@ class CostModel:
         element_type = kernel.element_type or USUAL_ELEMENT_TYPE
         if element_type == "fp32" and self._gpu.fp32_matrix_flops_per_s is None:
             return ordinary
-        return self._machine.matmul_flops_per_s(element_type) * self._calibration.matmul_peak_fraction.value
+        return self._machine.matmul_flops_per_s(element_type) * self._calibration.matmul_fraction(element_type)
 
     def _hbm_per_cta(self, kernel: Kernel, constants: CharacterConstants, effective_ctas: float) -> float:
         """Bytes per second that one CTA can keep in flight."""
@@ -192,7 +192,7 @@ class CostModel:
         link_per_cta = constants.bytes_per_s_per_cta * planned.threads_per_cta / usual.threads_per_cta
         alone = smooth_minimum(planned.num_ctas * link_per_cta, link_limit) / planned.num_ctas
         lone_us = collective.lone_us if collective.lone_us is not None else self._collective_us(collective, usual)
-        waiting_us = min(constants.latency_us, lone_us)
+        waiting_us = min(constants.latency_us_of(collective.num_bytes), lone_us)
         # bytes are shared out over the planned CTAs; latency and peers take as long however many there are
         moving_us = (lone_us - waiting_us) * usual.num_ctas / planned.num_ctas
         cta_us = moving_us + (waiting_us + collective.peer_wait_us) * alone / reference
@@ -282,7 +282,7 @@ class CostModel:
         limit = self._link(collective).bytes_per_s * constants.fraction_of_link(collective.group_size)
         rate = smooth_minimum(footprint.num_ctas * constants.bytes_per_s_per_cta, limit)
         moved = wire_bytes(collective.collective, collective.num_bytes, collective.group_size)
-        return constants.latency_us + US_PER_S * moved / rate
+        return constants.latency_us_of(collective.num_bytes) + US_PER_S * moved / rate
 
     def _copy_us(self, copy: Copy) -> float:
         rates = {
