@@ -3,6 +3,8 @@
 from functools import cache
 from typing import Literal
 
+import msgspec
+
 from counterpoint.errors import MachineError
 from counterpoint.step import Character, CollectiveKind
 from counterpoint.value import Value, read_shipped
@@ -54,7 +56,10 @@ class CollectiveConstants(Value, frozen=True, kw_only=True):
 
 
 class Calibration(Value, frozen=True, kw_only=True):
-    """All constants of the simulator."""
+    """All constants of the simulator.
+
+    `light_collectives` are by light kernels; a kind that is missing was never measured.
+    """
 
     launch_gap_us: Constant
     dependency_latency_us: Constant
@@ -74,6 +79,7 @@ class Calibration(Value, frozen=True, kw_only=True):
     host_link_bytes_per_s: Constant
     characters: dict[Character, CharacterConstants]
     collectives: dict[CollectiveKind, CollectiveConstants]
+    light_collectives: dict[CollectiveKind, CollectiveConstants] = msgspec.field(default_factory=dict)
 
 
 @cache
