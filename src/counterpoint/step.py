@@ -116,7 +116,8 @@ class Collective(Value, frozen=True, kw_only=True, tag_field="type", tag="collec
     `num_bytes` is the size as nccl-tests counts it: the larger of the buffers of one rank (the reduced buffer, the
     gathered output, the scattered input, the sent buffer). `footprint` is its kernel's, or None for the library's usual
     one. `peer_wait_us` is the part of its traced time spent waiting for other ranks. `process_group` is the group's
-    description, or its name where that says more; None where it is not known. A step's fingerprint does not hang on it.
+    description, or its name where that says more; None where it is not known. `ranks` are the group's, empty where they are
+    not known. A step's fingerprint hangs on neither.
     """
 
     name: str
@@ -125,6 +126,7 @@ class Collective(Value, frozen=True, kw_only=True, tag_field="type", tag="collec
     num_bytes: int
     group_size: int
     process_group: str | None = None
+    ranks: tuple[int, ...] = ()
     library: str = "nccl"
     transport: TransportKind = "sm"
     footprint: Footprint | None = None

@@ -50,7 +50,7 @@ def propose(step: Step, machine: Machine, contention: Sequence[Contention], plan
         propose_caps(machine.gpu, _blockers(step, machine.gpu, contention, plan)),
         propose_light_kernels(step, machine.gpu, contention),
         _communication_ctas(step, machine.gpu, contention),
-        propose_transports(step, plan),
+        propose_transports(step, machine, plan),
         propose_overlaps(step, machine, plan),
         propose_own_streams(step, machine, plan),
     ):
