@@ -109,6 +109,7 @@ class Calibration(Value, frozen=True, kw_only=True):
     """All constants of the simulator for one GPU, and what `counterpoint calibrate` derived them from, where it measured it.
 
     `matmul_peak_fractions` are of types whose matmuls reach another share of their peak than `matmul_peak_fraction`.
+    `light_collectives` are by light kernels; a kind that is missing was never measured.
     """
 
     device_name: str
@@ -131,6 +132,7 @@ class Calibration(Value, frozen=True, kw_only=True):
     characters: dict[Character, CharacterConstants]
     collectives: dict[CollectiveKind, CollectiveConstants]
     matmul_peak_fractions: dict[ElementType, Constant] = msgspec.field(default_factory=dict)
+    light_collectives: dict[CollectiveKind, CollectiveConstants] = msgspec.field(default_factory=dict)
     rules: dict[str, MeasuredRule] = msgspec.field(default_factory=dict)
     conditions: dict[str, str] = msgspec.field(default_factory=dict)
     probes: dict[str, ProbeRecord] = msgspec.field(default_factory=dict)

@@ -209,6 +209,26 @@ class CostModel:
             link_reference=reference,
         )
 
+    def light_work(self, collective: Collective, planned: Footprint) -> SmWork:
+        """What one CTA of a light kernel is that does a collective with `planned.num_ctas` CTAs."""
+        constants = self._calibration.light_collectives[collective.collective]
+        link_limit = self._link(collective).bytes_per_s * constants.fraction_of_link(collective.group_size)
+        rate = smooth_minimum(planned.num_ctas * constants.bytes_per_s_per_cta, link_limit) / planned.num_ctas
+        moved = wire_bytes(collective.collective, collective.num_bytes, collective.group_size) / planned.num_ctas
+        lone_us = constants.latency_us + collective.peer_wait_us + US_PER_S * moved / rate
+        hbm = rate * self._calibration.hbm_bytes_per_wire_byte.value
+        issue = self._calibration.communication_issue_share.value
+        return SmWork(
+            cta_ps=max(lone_us, LEAST_US) * PS_PER_US,
+            issue_per_cta=issue,
+            issue_reference=issue,
+            hbm_per_cta=hbm,
+            hbm_reference=smooth_minimum(hbm * planned.num_ctas, self.hbm_bytes_per_s) / (hbm * planned.num_ctas),
+            link_per_cta=constants.bytes_per_s_per_cta,
+            link_limit=link_limit,
+            link_reference=rate,
+        )
+
     def copy_work(self, operation: Copy | Collective) -> CopyWork:
         """A copy, or a collective that copy engines move."""
         if isinstance(operation, Copy):
