@@ -109,6 +109,11 @@ class Gpu(Value, frozen=True, kw_only=True):
         _check_sm(self)
         _check_shared_memory(self)
 
+    @property
+    def has_head_starts(self) -> bool:
+        """Whether a stream can be held before a kernel: the holding kernel and the launch filter's part are CUDA's alone."""
+        return self.vendor == "nvidia"
+
     def matmul_rates(self) -> dict[ElementType, float]:
         """Operations per second at the peak of matrix multiplications, by the types the GPU has."""
         rates: dict[ElementType, float | None] = {
