@@ -14,6 +14,7 @@ from counterpoint.traces.classify import (
     element_bytes,
     is_communication,
     load_rules,
+    matmul_type,
     use_rules,
 )
 
@@ -140,6 +141,33 @@ def test_a_communication_kernel_is_known_by_its_name(name: str, library: str, co
 def test_a_computation_kernel_has_its_character(name: str, character: str) -> None:
     rule = classify_kernel(name)
     assert (rule.kind, rule.character) == ("computation", character)
+
+
+@pytest.mark.parametrize(
+    ("name", "operand", "element_type"),
+    [
+        ("nvjet_sm90_tst_256x128_64x4_1x2_h_bz_coopA_TNT", "", "bf16"),
+        ("nvjet_sm90_hsh_256x128_64x4_1x2_h_bz_coopA_TNT", "", "fp16"),
+        ("nvjet_sm90_qqtst_128x256_128x4_2x1_v_bz_TNT", "c10::BFloat16", "fp8"),
+        ("ampere_bf16_s16816gemm_bf16_128x128_ldg8_f2f_stages_32x5_tn", "", "bf16"),
+        ("sm80_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize96x64x32", "", "bf16"),
+        ("turing_fp16_s1688gemm_fp16_128x128_ldg8_f2f_tn", "", "fp16"),
+        ("sm80_xmma_gemm_f32f32_tf32f32_f32_nn_n_tilesize128x128x16", "float", "tf32"),
+        ("cutlass_80_tensorop_s1688gemm_128x128_16x5_nn_align4", "float", "tf32"),
+        ("sm80_xmma_gemm_f32f32_f32f32_f32_nt_n_tilesize32x64x8_stage3_ffma", "float", "fp32"),
+        ("ampere_sgemm_128x64_tn", "", "fp32"),
+        ("cutlass_80_tensorop_d884gemm_64x64_16x4_nn_align1", "double", "fp64"),
+        ("Cijk_Ailk_Bljk_BBS_BH_Bias_HA_S_SAV_UserArgs_MT256x256x64", "", "bf16"),
+        ("Cijk_Ailk_Bljk_HHS_BH_MT128x128x64", "", "fp16"),
+        ("triton_tem_fused_mm_0", "c10::Half", "fp16"),
+        ("matmul_kernel", "float", "fp32"),
+        ("matmul_kernel", "", None),
+    ],
+)
+def test_a_matmuls_type_is_in_its_kernels_name_or_that_of_its_operands(
+    name: str, operand: str, element_type: str | None
+) -> None:
+    assert matmul_type(name, operand) == element_type
 
 
 WAITING = (
