@@ -25,6 +25,7 @@ CTA_COUNTS = (4, 8, 16)
 HOLDS_US = (5.0, 20.0)  # head starts worth a try: the two that were measured on H200s (tests/data/head_start_h200.csv)
 FEWER_THREADS = 256
 PRIORITY_IGNORED = "this driver ignores stream priority unless DEBUG_HIP_IGNORE_STREAM_PRIORITY=0 is set"
+NO_HEAD_STARTS = "nothing can hold a stream on AMD GPUs; the launch filter refuses head starts there"
 IN_EVERY_RACE = " in every race"
 
 
@@ -46,7 +47,7 @@ def propose(step: Step, machine: Machine, contention: Sequence[Contention], plan
     refusals: list[Refusal] = []
     for part in (
         _priority(machine.gpu, contention),
-        _head_starts(step, contention),
+        _head_starts(step, machine.gpu, contention),
         propose_caps(machine.gpu, _blockers(step, machine.gpu, contention, plan)),
         propose_light_kernels(step, machine.gpu, contention),
         _communication_ctas(step, machine.gpu, contention),
@@ -65,7 +66,7 @@ def propose_unsimulated(step: Step, machine: Machine) -> tuple[Candidate, ...]:
     if not rivals:
         return ()
     collectives = tuple(index for index, operation in enumerate(step.operations) if isinstance(operation, Collective))
-    candidates = list(_head_starts_of(rivals))
+    candidates = list(_head_starts_of(rivals)) if machine.gpu.has_head_starts else []
     if machine.gpu.priority_is_effective:
         reason = "kernels become ready together with collectives; a greater priority lets the collectives be placed first"
         controls = (Priority(priority=machine.gpu.greatest_priority),)
@@ -93,8 +94,10 @@ def propose_priority(greatest_priority: int, match: Match, trouble: str, ignored
     return proposal([one("priority", "priority", match, (Priority(priority=greatest_priority),), reason)])
 
 
-def _head_starts(step: Step, contention: Sequence[Contention]) -> Proposal:
+def _head_starts(step: Step, gpu: Gpu, contention: Sequence[Contention]) -> Proposal:
     """For the races that are lost now; and for all there can be, because one that is turned brings on the next."""
+    if not gpu.has_head_starts:
+        return refusal("head_start", "all kernels", NO_HEAD_STARTS)
     racers = tuple(sorted({racer for entry in contention for racer in entry.racers}))
     if not racers:
         reason = "no kernel becomes ready together with a collective and is placed before it"

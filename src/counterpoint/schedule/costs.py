@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from counterpoint.machine import Machine
+from counterpoint.machine import Machine, usual_element_type
 from counterpoint.schedule.actions import Problem, Region
 from counterpoint.schedule.wave_model import Piece
 from counterpoint.units import US_PER_S
@@ -76,7 +76,7 @@ class Clock:
 
     def __init__(self, problem: Problem, machine: Machine, costs: Costs = DEFAULT_COSTS) -> None:
         self._machine, self._costs = machine, costs
-        peak = machine.gpu.bf16_flops_per_s if problem.element_bytes <= 2 else machine.gpu.bf16_flops_per_s / 8
+        peak = machine.matmul_flops_per_s(usual_element_type(problem.element_bytes))
         self._flops_per_us = costs.matmul_efficiency * peak / US_PER_S
         self._element_bytes = problem.element_bytes
         self._pieces: dict[tuple[int, int, int, int, bool], Piece] = {}

@@ -42,19 +42,12 @@ class Simulator(AbstractExecutor):
                 f"`counterpoint tune` for "
                 f"'{machine.name}'."
             )
-<<<<<<< HEAD
+        check_nodes(step, machine)
         calibration = self._calibration or load_calibration(machine)
         costs = CostModel(machine, calibration)
         effects = EffectReader(step, machine, plan, calibration).effects()
         graph = TaskGraph(step, effects, machine, calibration)
         rates = RateModel(costs.hbm_bytes_per_s, calibration.latency_per_load.value)
-=======
-        check_nodes(step, machine)
-        costs = CostModel(machine, self._calibration)
-        effects = EffectReader(step, machine, plan, self._calibration).effects()
-        graph = TaskGraph(step, effects, machine, self._calibration)
-        rates = RateModel(costs.hbm_bytes_per_s, self._calibration.latency_per_load.value)
->>>>>>> main
         spans = graph.spans(Engine(machine, rates, graph.tasks, graph.launches, _fits_beside(step)).run())
         own_stream = 1 + max(operation.stream for operation in step.operations)
         intervals = [
@@ -78,15 +71,10 @@ class Simulator(AbstractExecutor):
         Of a plan's controls, only those count that move a collective by copies: it takes their time, without that of the sum
         where it reduces.
         """
-<<<<<<< HEAD
+        check_nodes(step, machine)
         calibration = self._calibration or load_calibration(machine)
         costs = CostModel(machine, calibration)
         effects = EffectReader(step, machine, plan, calibration).effects()
-=======
-        check_nodes(step, machine)
-        costs = CostModel(machine, self._calibration)
-        effects = EffectReader(step, machine, plan, self._calibration).effects()
->>>>>>> main
         times = []
         for operation, effect in zip(step.operations, effects, strict=True):
             if isinstance(operation, Collective) and (effect.uses_copy_engine or effect.overlap is not None):
