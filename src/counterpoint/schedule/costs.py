@@ -56,6 +56,8 @@ class Costs(Value, frozen=True, kw_only=True):
     copy_efficiency: float = 0.84
     # fitted; a copy of 1 MiB takes 17 us, flag included
     copy_us: float = 13.0
+    # fitted to three copy streams against one on 4 H200s: what copies that share a port behind a switch reach of the port
+    shared_port_efficiency: float = 0.92
     # assumed: the flag, from a copy's end to the start of what waits for it on another GPU
     signal_us: float = 5.0
     # measured, of the HBM's bandwidth: the sum of two matrices (100 MB in 23 us); assumed: that of more, over strided rows
@@ -80,7 +82,8 @@ class Clock:
         self._flops_per_us = costs.matmul_efficiency * peak / US_PER_S
         self._element_bytes = problem.element_bytes
         self._pieces: dict[tuple[int, int, int, int, bool], Piece] = {}
-        self.signal_us = costs.signal_us
+        self.signal_us, self.copy_latency_us = costs.signal_us, costs.copy_us
+        self._group_bytes_per_s = machine.link.group_bytes_per_s(problem.num_ranks)
         alone_us = 2 * problem.num_rows * problem.num_inner * problem.num_columns / self._flops_per_us
         beyond = (alone_us - costs.full_clock_us) / (costs.power_limited_us - costs.full_clock_us)
         self.smoothing = costs.power_returned * min(1.0, max(0.0, beyond))
@@ -124,11 +127,14 @@ class Clock:
         num_bytes = num_rows * num_columns * self._element_bytes
         return self._costs.add_passes * num_bytes / self._machine.gpu.hbm_bytes_per_s * US_PER_S
 
-    def copy_us(self, num_elements: int) -> float:
-        """A copy to a peer."""
-        num_bytes = num_elements * self._element_bytes
-        rate = self._costs.copy_efficiency * self._machine.link.per_peer_bytes_per_s
-        return self._costs.copy_us + num_bytes / rate * US_PER_S
+    def num_bytes(self, num_elements: int) -> float:
+        """Bytes of so many elements."""
+        return float(num_elements * self._element_bytes)
+
+    def copies_us(self, num_elements: int) -> float:
+        """So many elements from every rank, to all others at once and without a pause."""
+        rate = self._costs.copy_efficiency * self._group_bytes_per_s
+        return self._costs.copy_us + self.num_bytes(num_elements) / rate * US_PER_S
 
     def memory_us(self, num_elements: int, *, is_strided: bool = False) -> float:
         """A kernel that reads and writes so many elements."""
@@ -140,7 +146,7 @@ class Clock:
     def collective_us(self, num_elements: int) -> float:
         """A collective of the library in which every rank receives so many elements."""
         num_bytes = num_elements * self._element_bytes
-        rate = self._costs.collective_efficiency * self._machine.link.bytes_per_s
+        rate = self._costs.collective_efficiency * self._group_bytes_per_s
         return self._costs.collective_us + num_bytes / rate * US_PER_S
 
 
