@@ -11,7 +11,15 @@ import typer
 
 from counterpoint.errors import DeviceError, ScheduleError
 from counterpoint.schedule.actions import ELEMENT_BYTES, DataType, Operation, Problem
-from counterpoint.schedule.description import MAX_CHUNKS, MAX_COPY_STREAMS, MatmulGranularity, Pattern, ScheduleDescription
+from counterpoint.schedule.description import (
+    LEAST_GROWTH,
+    MAX_CHUNKS,
+    MAX_COPY_STREAMS,
+    MOST_GROWTH,
+    MatmulGranularity,
+    Pattern,
+    ScheduleDescription,
+)
 from counterpoint.schedule.operations import OPERATORS
 from counterpoint.value import check_outputs, write_json
 
@@ -30,6 +38,7 @@ OPTIONS = {  # the fields that errors name, as they are typed
     "num_columns": "--columns",
     "pattern": "--pattern",
     "chunks": "--chunks",
+    "chunk_growth": "--chunk-growth",
     "matmul": "--matmul",
     "local": "--local-last",
     "num_copy_streams": "--copy-streams",
@@ -56,6 +65,15 @@ ChunksOption = Annotated[
         "--chunks",
         metavar="N",
         help=f"Number of pieces that a rank's block travels in, 1 to {MAX_CHUNKS}.  [default: {USUAL.chunks}]",
+    ),
+]
+GrowthOption = Annotated[
+    float | None,
+    typer.Option(
+        "--chunk-growth",
+        metavar="X",
+        help=f"Rows of each chunk over those of the one before, {LEAST_GROWTH:g} to {MOST_GROWTH:g}."
+        f"  [default: {USUAL.chunk_growth:g}]",
     ),
 ]
 MatmulOption = Annotated[
@@ -106,6 +124,7 @@ def show(
     dtype: DataTypeOption = "bf16",
     pattern: PatternOption = None,
     chunks: ChunksOption = None,
+    chunk_growth: GrowthOption = None,
     matmul: MatmulOption = None,
     is_local_last: LocalOption = False,
     num_copy_streams: CopyStreamsOption = None,
@@ -128,6 +147,7 @@ def show(
     choices = {
         "pattern": pattern,
         "chunks": chunks,
+        "chunk_growth": chunk_growth,
         "matmul": matmul,
         "local": "last" if is_local_last else None,
         "num_copy_streams": num_copy_streams,

@@ -28,6 +28,8 @@ ELEMENT_BYTES: Mapping[DataType, int] = MappingProxyType({"fp8": 1, "bf16": 2, "
 Kind = Literal["begin", "copy", "place", "matmul", "add_matmul", "sum", "weight_gradient", "end"]
 # given: the caller's. symmetric: one part on every rank, which the others write. local: a rank's own. result: returned.
 Home = Literal["given", "symmetric", "local", "result"]
+TILE_ROWS = 128  # of the usual tiles of cuBLAS
+LEAST_TILES_PER_PART = 4
 MAX_SIZE = 1 << 40  # of a matrix, in rows or columns: more is a slip of the pen
 FIRST_COMPUTE = "compute 0"  # the stream that a call is issued on
 COMPUTATION_KINDS = frozenset({"matmul", "add_matmul", "sum", "weight_gradient"})
@@ -128,6 +130,20 @@ def split(num_rows: int, num_parts: int) -> tuple[tuple[int, int], ...]:
     least, longer = divmod(num_rows, num_parts)
     starts = [part * least + min(part, longer) for part in range(num_parts + 1)]
     return tuple(itertools.pairwise(starts))
+
+
+def graded(num_rows: int, num_parts: int, growth: float) -> tuple[tuple[int, int], ...]:
+    """Rows in parts of which each has `growth` times as many as the one before; equal ones as `split` divides them.
+
+    Where rows are many, parts begin at multiples of `TILE_ROWS`, so that only the last has a partial tile.
+    """
+    if growth == 1:
+        return split(num_rows, num_parts)
+    step = TILE_ROWS if num_rows >= LEAST_TILES_PER_PART * TILE_ROWS * num_parts else 1
+    weights = [growth**part for part in range(num_parts)]
+    shares = [sum(weights[:part]) / sum(weights) for part in range(num_parts)]
+    starts = [min(num_rows, step * round(num_rows * share / step)) for share in shares]
+    return tuple(itertools.pairwise([*starts, num_rows]))
 
 
 def adjoining(regions: Iterable[Region]) -> tuple[Region, ...]:

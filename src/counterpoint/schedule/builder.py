@@ -20,6 +20,7 @@ from counterpoint.schedule.actions import (
     Problem,
     Region,
     adjoining,
+    graded,
     split,
 )
 from counterpoint.schedule.description import ScheduleDescription
@@ -90,7 +91,7 @@ class Builder:
 
     def chunks(self, num_rows: int) -> tuple[tuple[int, Rows], ...]:
         """The chunks of a block with their numbers; empty ones are left out."""
-        parts = split(num_rows, self.description.chunks)
+        parts = graded(num_rows, self.description.chunks, self.description.chunk_growth)
         return tuple((number, rows) for number, rows in enumerate(parts) if rows[0] < rows[1])
 
     def units(self) -> Iterator[tuple[int, int]]:
