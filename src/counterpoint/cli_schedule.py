@@ -16,6 +16,7 @@ from counterpoint.schedule.description import (
     MAX_CHUNKS,
     MAX_COPY_STREAMS,
     MOST_GROWTH,
+    Along,
     MatmulGranularity,
     Pattern,
     ScheduleDescription,
@@ -39,6 +40,7 @@ OPTIONS = {  # the fields that errors name, as they are typed
     "pattern": "--pattern",
     "chunks": "--chunks",
     "chunk_growth": "--chunk-growth",
+    "along": "--along",
     "matmul": "--matmul",
     "local": "--local-last",
     "num_copy_streams": "--copy-streams",
@@ -74,6 +76,14 @@ GrowthOption = Annotated[
         metavar="X",
         help=f"Rows of each chunk over those of the one before, {LEAST_GROWTH:g} to {MOST_GROWTH:g}."
         f"  [default: {USUAL.chunk_growth:g}]",
+    ),
+]
+AlongOption = Annotated[
+    Along | None,
+    typer.Option(
+        "--along",
+        metavar="NAME",
+        help=f"Chunks are rows, or slices: columns of the product, or inner (rounds more).  [default: {USUAL.along}]",
     ),
 ]
 MatmulOption = Annotated[
@@ -125,6 +135,7 @@ def show(
     pattern: PatternOption = None,
     chunks: ChunksOption = None,
     chunk_growth: GrowthOption = None,
+    along: AlongOption = None,
     matmul: MatmulOption = None,
     is_local_last: LocalOption = False,
     num_copy_streams: CopyStreamsOption = None,
@@ -148,6 +159,7 @@ def show(
         "pattern": pattern,
         "chunks": chunks,
         "chunk_growth": chunk_growth,
+        "along": along,
         "matmul": matmul,
         "local": "last" if is_local_last else None,
         "num_copy_streams": num_copy_streams,

@@ -36,12 +36,17 @@ COMPUTATION_KINDS = frozenset({"matmul", "add_matmul", "sum", "weight_gradient"}
 
 
 class Buffer(Value, frozen=True, kw_only=True):
-    """A matrix that each rank has one of."""
+    """A matrix that each rank has one of.
+
+    With several slices a caller's matrix is seen as that many matrices of equal columns, side by side there, whose rows are
+    numbered one below the other.
+    """
 
     name: str
     home: Home
     num_rows: int
     num_columns: int
+    num_slices: int = 1
 
 
 class Region(Value, frozen=True, kw_only=True):
@@ -66,7 +71,8 @@ class Region(Value, frozen=True, kw_only=True):
 class Action(Value, frozen=True, kw_only=True):
     """One thing that one rank issues on one of its streams; a copy is issued by the rank that has the rows.
 
-    `after` holds positions of earlier actions, of this rank on other streams or of other ranks.
+    `after` holds positions of earlier actions, of this rank on other streams or of other ranks. A matmul takes all of the
+    weight, or only `weight_rows` or `weight_columns` of it.
     """
 
     kind: Kind
@@ -75,6 +81,8 @@ class Action(Value, frozen=True, kw_only=True):
     reads: tuple[Region, ...] = ()
     writes: tuple[Region, ...] = ()
     after: tuple[int, ...] = ()
+    weight_rows: tuple[int, int] | None = None
+    weight_columns: tuple[int, int] | None = None
 
 
 class CopySchedule(Value, frozen=True, kw_only=True):

@@ -13,6 +13,7 @@ from counterpoint.value import Value, require
 Pattern = Literal["sequential", "ring", "one_peer", "all_peers"]
 MatmulGranularity = Literal["chunk", "peer", "fused", "rest"]
 Local = Literal["first", "last"]
+Along = Literal["rows", "columns", "inner"]
 MAX_CHUNKS = 64
 MAX_COPY_STREAMS = 8
 LEAST_GROWTH, MOST_GROWTH = 0.25, 4.0
@@ -27,7 +28,9 @@ class ScheduleDescription(Value, frozen=True, kw_only=True):
     `matmul`: one for each `chunk`, for each `peer`'s block, for the same chunk of all peers (`fused`), or for all
     that comes from peers (`rest`). `local`: whether the matmul of a rank's own rows comes first or last; reductions
     always do theirs last. `chunk_growth`: how many times as many rows as the chunk before each chunk has; above 1 the
-    first are small, so that matmuls begin early, below 1 the last, so that little is left after the last copy.
+    first are small, so that matmuls begin early, below 1 the last, so that little is left after the last copy. `along`:
+    whether chunks are rows, slices of the product's columns (matmul + reduce-scatter), or slices of the inner size, whose
+    products are added up (all-gather + matmul; each slice rounds once more).
     """
 
     pattern: Pattern = "one_peer"
@@ -37,9 +40,10 @@ class ScheduleDescription(Value, frozen=True, kw_only=True):
     num_copy_streams: int = 1
     num_compute_streams: int = 2
     chunk_growth: float = 1.0
+    along: Along = "rows"
 
     def __post_init__(self) -> None:
-        for name, names in (("pattern", Pattern), ("matmul", MatmulGranularity), ("local", Local)):
+        for name, names in (("pattern", Pattern), ("matmul", MatmulGranularity), ("local", Local), ("along", Along)):
             found, allowed = getattr(self, name), get_args(names)
             require(
                 found in allowed,
@@ -68,13 +72,14 @@ class ScheduleDescription(Value, frozen=True, kw_only=True):
 
     def label(self) -> str:
         """A short name: `one_peer/2 chunk 1+2` is pattern/chunks, matmul granularity, copy + compute streams; `/3x2` are
-        chunks of which each has twice the rows of the one before."""
+        chunks of which each has twice the rows of the one before, `/4 columns` and `/4 inner` slices."""
         if self.is_sequential:
             return "sequential"
         local = "" if self.local == "first" else " local last"
         streams = f"{self.num_copy_streams}+{self.num_compute_streams}"
         growth = "" if self.chunk_growth == 1 else f"x{self.chunk_growth:g}"
-        return f"{self.pattern}/{self.chunks}{growth} {self.matmul}{local} {streams}"
+        along = "" if self.along == "rows" else f" {self.along}"
+        return f"{self.pattern}/{self.chunks}{growth}{along} {self.matmul}{local} {streams}"
 
 
 SEQUENTIAL = ScheduleDescription(pattern="sequential")
