@@ -48,7 +48,8 @@ class _Run:
 
     def __init__(self, schedule: CopySchedule, problem: Problem, machine: Machine, costs: Costs) -> None:
         self._schedule, self._actions = schedule, schedule.actions
-        self._clock = Clock(problem, machine, costs)
+        num_elements, count = _communicated(problem, schedule.direction)
+        self._clock = Clock(problem, machine, costs, count * num_elements)
         self._columns = {buffer.name: buffer.num_columns for buffer in schedule.buffers}
         self._sms = [Sms(machine.gpu.num_sms) for _ in range(schedule.num_ranks)]
         self._transfers = Transfers(machine.link, costs.copy_efficiency, costs.shared_port_efficiency)
@@ -214,7 +215,8 @@ def _compute(action: Action, clock: Clock, columns: dict[str, int], where: tuple
     sms, ready_us = where
     if action.kind == "sum":
         num_elements = _num_elements([*action.reads, *action.writes], columns)
-        return sms.fill(ready_us, clock.memory_us(num_elements, is_strided=len(action.reads) > 2))
+        lasts_us = clock.memory_us(num_elements, is_strided=len(action.reads) > 2)
+        return sms.fill(ready_us, (1 - clock.smoothing) * lasts_us)
     if action.kind == "weight_gradient":
         left, right = action.reads
         piece = clock.piece(columns[left.buffer], left.num_rows, columns[right.buffer])
