@@ -12,10 +12,10 @@ from typing import Literal
 
 import msgspec
 
+from counterpoint.machine import ElementType
 from counterpoint.step import CollectiveKind, CopyDirection
 from counterpoint.units import MIB
 from counterpoint.value import Value
-from counterpoint.workloads.gemm import ElementType
 
 SEED = 20261123
 Family = Literal["pairs", "training", "types", "one GPU"]
