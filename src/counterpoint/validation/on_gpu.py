@@ -38,7 +38,7 @@ from counterpoint.validation.records import MeasuredCase, MeasuredRow, MeasuredS
 from counterpoint.validation.steps_on_gpu import CaseOnGpu, limited_groups
 
 ROUNDS = 5
-TRACED_STEPS = 4
+TRACED_STEPS = 5
 LIMIT_S = 60.0  # how long ranks wait for each other
 Groups = Mapping[int, Any]
 
@@ -195,7 +195,8 @@ class CaseMeasuring:
                 profiler.export_chrome_trace(str(path))
 
         turns = schedule(wait=0, warmup=1, active=TRACED_STEPS, repeat=1)
-        with profile(schedule=turns, on_trace_ready=export, record_shapes=True, experimental_config=config) as profiler:
+        options = {"record_shapes": True, "experimental_config": config, "acc_events": True}
+        with profile(schedule=turns, on_trace_ready=export, **options) as profiler:
             for _ in range(1 + TRACED_STEPS):
                 run()
                 profiler.step()
