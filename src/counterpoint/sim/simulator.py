@@ -12,6 +12,7 @@ from counterpoint.sim.calibration import Calibration, load_calibration
 from counterpoint.sim.costs import CostModel
 from counterpoint.sim.effects import EffectReader
 from counterpoint.sim.engine import Engine
+from counterpoint.sim.nodes import check_nodes
 from counterpoint.sim.rates import RateModel
 from counterpoint.sim.task_graph import TaskGraph
 from counterpoint.step import Collective, Copy, Footprint, Step
@@ -20,15 +21,16 @@ from counterpoint.units import ps_to_us
 
 
 class Simulator(AbstractExecutor):
-    """Simulates steps with one set of calibration constants."""
+    """Simulates steps with one set of calibration constants; without one, with those of the machine's GPU."""
 
     def __init__(self, calibration: Calibration | None = None) -> None:
-        self._calibration = calibration or load_calibration()
+        self._calibration = calibration
 
     def run(self, step: Step, machine: Machine, plan: Plan) -> Timeline:
         """Simulate one iteration; see `AbstractExecutor.run`.
 
-        Raises `StepError` where a launch does not fit the machine, `PlanError` where a control cannot apply.
+        Raises `StepError` where a launch does not fit the machine, `PlanError` where a control cannot apply, `MachineError`
+        where the step has more ranks than a node has GPUs and does not say how long its communication takes.
         """
         require_kind(step, Step, "run takes a Step", "Pass what load_workload returns, or read_trace(...).step.")
         require_kind(machine, Machine, "run takes a Machine", "Pass what load_machine returns.")
@@ -40,10 +42,19 @@ class Simulator(AbstractExecutor):
                 f"`counterpoint tune` for "
                 f"'{machine.name}'."
             )
+<<<<<<< HEAD
+        calibration = self._calibration or load_calibration(machine)
+        costs = CostModel(machine, calibration)
+        effects = EffectReader(step, machine, plan, calibration).effects()
+        graph = TaskGraph(step, effects, machine, calibration)
+        rates = RateModel(costs.hbm_bytes_per_s, calibration.latency_per_load.value)
+=======
+        check_nodes(step, machine)
         costs = CostModel(machine, self._calibration)
         effects = EffectReader(step, machine, plan, self._calibration).effects()
         graph = TaskGraph(step, effects, machine, self._calibration)
         rates = RateModel(costs.hbm_bytes_per_s, self._calibration.latency_per_load.value)
+>>>>>>> main
         spans = graph.spans(Engine(machine, rates, graph.tasks, graph.launches, _fits_beside(step)).run())
         own_stream = 1 + max(operation.stream for operation in step.operations)
         intervals = [
@@ -67,8 +78,15 @@ class Simulator(AbstractExecutor):
         Of a plan's controls, only those count that move a collective by copies: it takes their time, without that of the sum
         where it reduces.
         """
+<<<<<<< HEAD
+        calibration = self._calibration or load_calibration(machine)
+        costs = CostModel(machine, calibration)
+        effects = EffectReader(step, machine, plan, calibration).effects()
+=======
+        check_nodes(step, machine)
         costs = CostModel(machine, self._calibration)
         effects = EffectReader(step, machine, plan, self._calibration).effects()
+>>>>>>> main
         times = []
         for operation, effect in zip(step.operations, effects, strict=True):
             if isinstance(operation, Collective) and (effect.uses_copy_engine or effect.overlap is not None):

@@ -7,7 +7,6 @@ beside it, or the other way round.
 import torch
 
 from counterpoint.cuda.probes.collectives import collective
-from counterpoint.cuda.probes.occupying import Launch, Marks, compute
 from counterpoint.cuda.probes.session import Issue, Session
 from counterpoint.measurement.points import Point, point
 from counterpoint.units import MIB
@@ -16,16 +15,15 @@ STREAMED_BYTES = 512 * MIB
 COMMUNICATED_BYTES = 256 * MIB
 KINDS = ("all_reduce", "all_gather", "all_to_all")
 MATMUL_SIZE = 8192
-ITERATIONS = 4000  # about a millisecond
 
 
 def probe_contention(session: Session) -> list[Point]:
-    """A collective beside kernels that stream, multiply, compute; and each kernel beside the collective."""
+    """A collective beside kernels that stream and that multiply; and each kernel beside the collective."""
     buffers = [torch.zeros(COMMUNICATED_BYTES // 2, dtype=torch.bfloat16, device="cuda") for _ in range(2)]
     points = []
     for name, kernel, num_others in _kernels(session):
         alone = session.rendezvous.slowest_of(session.times_us(kernel, rounds=3))
-        points.append(point("kernel_us", alone, kernel=name))
+        points.append(point("kernel_us", alone, kernel=name, group="contention"))
         for kind in KINDS if name == "streaming" else KINDS[:1]:
             issue = collective(kind, COMMUNICATED_BYTES, (buffers[0], buffers[1]))
             points += _both(session, (name, kernel, num_others), (kind, issue))
@@ -37,13 +35,9 @@ def _kernels(session: Session) -> list[tuple[str, Issue, int]]:
     source = torch.ones(STREAMED_BYTES // 4, device="cuda")
     target = torch.empty_like(source)
     a, b, c = (torch.randn(MATMUL_SIZE, MATMUL_SIZE, device="cuda", dtype=torch.bfloat16) for _ in range(3))
-    # half of an SM's threads, in CTAs beside which a CTA of NCCL fits
-    launch = Launch(num_ctas=4 * session.num_sms, threads=256)
-    marks = Marks(launch.num_ctas)
     return [
         ("streaming", lambda: torch.mul(source, 2.0, out=target), 24),
         ("matmul", lambda: torch.mm(a, b, out=c), 6),
-        ("arithmetic", lambda: compute(launch, marks, ITERATIONS), 6),
     ]
 
 
