@@ -39,7 +39,7 @@ RESERVE_BYTES = GIB
 REGISTERS_BESIDE_TILE, MAX_REGISTERS = 40, 255
 
 
-class Case(Value, frozen=True, kw_only=True):
+class SweepCase(Value, frozen=True, kw_only=True):
     """One point of a sweep: the value of the axis as it was asked for, and the workload with it."""
 
     setting: str
@@ -99,7 +99,7 @@ def parse_sweep(text: str) -> tuple[Axis, tuple[str, ...]]:
     return axis, found
 
 
-def cases_of(description: Description, axis: Axis, values: Sequence[str], machine: Machine | None = None) -> list[Case]:
+def cases_of(description: Description, axis: Axis, values: Sequence[str], machine: Machine | None = None) -> list[SweepCase]:
     """The workload at each value of an axis.
 
     Of the values that stand for a whole axis, ranks beyond the `machine`'s GPUs are left out. Raises `WorkloadError`.
@@ -113,7 +113,7 @@ def cases_of(description: Description, axis: Axis, values: Sequence[str], machin
         raise WorkloadError(f"Workload '{name}' has no collective, so --sweep {axis} changes nothing; leave it.")
     if axis == "ranks" and values is DEFAULTS["ranks"] and machine is not None:
         values = [value for value in values if int(value) <= machine.num_gpus]
-    return [Case(setting=value, description=CHANGES[axis](description, value)) for value in values]
+    return [SweepCase(setting=value, description=CHANGES[axis](description, value)) for value in values]
 
 
 def with_iterations(description: Description, value: str) -> Description:

@@ -9,10 +9,9 @@ from functools import cache
 from msgspec.structs import replace
 
 from counterpoint.errors import MachineError, StepError
-from counterpoint.machine import Gpu
+from counterpoint.machine import ElementType, Gpu
 from counterpoint.value import Value, read_shipped
 from counterpoint.workloads.description import Description, Gemm
-from counterpoint.workloads.gemm import ElementType
 
 
 class CompiledLaunches(Value, frozen=True, kw_only=True):

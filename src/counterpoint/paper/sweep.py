@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from counterpoint.errors import OccupancyError, StepError, shown
 from counterpoint.machine import Machine
 from counterpoint.occupancy import residency
-from counterpoint.paper.cases import Axis, Case, cases_of, check_memory
+from counterpoint.paper.cases import Axis, SweepCase, cases_of, check_memory
 from counterpoint.paper.grid import simulated_rows, sweep_plans
 from counterpoint.paper.launches import compiled_for
 from counterpoint.paper.values import Sweep, SweepPoint
@@ -32,7 +32,7 @@ def simulate_sweep(
     return Sweep(workload=description.name, machine=machine.name, axis=axis, points=points)
 
 
-def _simulate(case: Case, machine: Machine, is_compiled: bool) -> SweepPoint:
+def _simulate(case: SweepCase, machine: Machine, is_compiled: bool) -> SweepPoint:
     described = case.description
     point = SweepPoint(setting=case.setting, num_ranks=described.num_ranks, iterations=described.iterations)
     try:
