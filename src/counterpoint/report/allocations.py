@@ -66,7 +66,7 @@ def _machine(machine: Machine, found: MachineAllocations) -> Iterator[str]:
     known = next(
         each for each in known_footprints() if each.library == name.lower() and capability in each.compute_capabilities
     )
-    yield f"A CTA of {name} takes {_launch(found.library)} ({known.status}: {known.source})."
+    yield f"A CTA of {name} takes {_launch(found.library)} ({known.status}; the source is in `footprints.toml`)."
     yield ""
     yield f"| tile | CTAs per SM | bytes | left: bytes | registers | library | small | {' | '.join(CASES)} |"
     yield f"|---|---|---|---|---|---|---|{'---|' * len(CASES)}"
