@@ -19,7 +19,7 @@ OperationKind = Literal["computation", "communication", "copy"]
 Character = Literal["matmul", "attention", "streaming", "other"]
 CollectiveKind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "reduce", "send_recv"]
 REDUCING_COLLECTIVES: tuple[CollectiveKind, ...] = ("all_reduce", "reduce_scatter", "reduce")
-TransportKind = Literal["sm", "copy_engine", "light_kernel"]
+TransportKind = Literal["sm", "copy_engine"]
 CopyDirection = Literal["device_to_device", "host_to_device", "device_to_host", "peer_to_peer", "set"]
 
 MAX_CTAS = 1 << 50  # more are no launch: at a nanosecond each on every slot of a GPU they would take minutes

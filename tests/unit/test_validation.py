@@ -7,7 +7,7 @@ import pytest
 
 from counterpoint.machine import load_machine
 from counterpoint.metrics import measure
-from counterpoint.paper.grid import PLAIN
+from counterpoint.paper.values import PLAIN
 from counterpoint.plan import LEAVE_IT
 from counterpoint.sim import Simulator
 from counterpoint.step import Collective, Copy, Dependency, Footprint, Kernel, Operation, Step

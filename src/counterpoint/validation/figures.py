@@ -7,7 +7,8 @@ import msgspec
 import numpy as np
 
 from counterpoint.measurement.values import NEGLIGIBLE
-from counterpoint.paper.grid import PLAIN, rank_correlation
+from counterpoint.paper.accuracy import rank_correlation
+from counterpoint.paper.values import PLAIN
 from counterpoint.value import Value
 
 CLEAR_CHANGE = 0.03  # of the time of plain overlap: a measured change whose sign must be predicted

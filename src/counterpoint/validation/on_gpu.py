@@ -27,7 +27,7 @@ from counterpoint.measurement.orders import draw_seed
 from counterpoint.measurement.tournament import measure_rounds
 from counterpoint.measurement.values import Measurement
 from counterpoint.ops.captured_copies import offer_copies
-from counterpoint.paper.grid import PLAIN
+from counterpoint.paper.values import PLAIN
 from counterpoint.plan import Plan
 from counterpoint.planner.on_gpu import machine_of
 from counterpoint.step import Collective, Copy, Step

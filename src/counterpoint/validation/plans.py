@@ -5,7 +5,7 @@ from counterpoint.errors import OccupancyError, StepError
 from counterpoint.footprints import communication_footprint
 from counterpoint.machine import Gpu, Machine
 from counterpoint.occupancy import cap_shared_bytes, largest_residency_beside, residency
-from counterpoint.paper.grid import COPY_ENGINES, PLAIN
+from counterpoint.paper.values import COPY_ENGINES, PLAIN
 from counterpoint.plan import Directive, Match, Plan
 from counterpoint.planner.contention import find_rivals
 from counterpoint.planner.durable import DurableMatches
