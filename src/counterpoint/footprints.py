@@ -11,6 +11,8 @@ from counterpoint.machine import Gpu
 from counterpoint.step import Footprint
 from counterpoint.value import Value, read_shipped
 
+LIGHT_LIBRARY = "counterpoint"  # what the table calls light kernels
+
 
 class KnownFootprint(Value, frozen=True, kw_only=True):
     """The footprint of a library's communication kernels on some architectures."""

@@ -199,6 +199,7 @@ class Machine(Value, frozen=True, kw_only=True):
     """A usual node: `num_gpus` equal GPUs joined by `link`; nodes, if there are several, by `network`.
 
     `device_names` are the names a profiler or the driver prints for this GPU. `sources` says where each figure is from.
+    `calibration` is the path of a file that `counterpoint calibrate` wrote; empty: what is shipped for the GPU.
     """
 
     name: str
@@ -209,6 +210,7 @@ class Machine(Value, frozen=True, kw_only=True):
     device_names: tuple[str, ...] = ()
     network: Link | None = None
     sources: dict[str, str] = msgspec.field(default_factory=dict)
+    calibration: str = ""
 
     def __post_init__(self) -> None:
         require(bool(self.name), MachineError, "A machine needs a name, which its plans carry; found ''. Give it one.")

@@ -52,6 +52,10 @@ COMMUNICATION = [
     ("void aiter::reduce_scatter_cross_device_store<bf16, 8>(aiter::RankData*)", "custom_all_reduce", "reduce_scatter"),
     ("void tensorrt_llm::kernels::moe_comm::moeA2ACombineKernel<__half, 8>(int)", "trtllm", "all_to_all"),
     ("nvshmemi_barrier_on_stream_kernel(int)", "nvshmem", "send_recv"),
+    ("bytedance::flux::CudaIpcBarrierAllKernel(bytedance::flux::CudaIpcBarrierAllArgs)", "flux", "send_recv"),
+    ("void bytedance::flux::ag_a2a_mode_kernel<true>(bytedance::flux::AllGatherParams)", "flux", "all_gather"),
+    ("void bytedance::flux::bsr2dense_reduce_kernel<cutlass::bfloat16_t, 128, 128, 768>()", "flux", "reduce_scatter"),
+    ("void bytedance::flux::all2all_v2<8>(bytedance::flux::All2allParams)", "flux", "all_to_all"),
 ]
 COMPUTATION = [
     ("nvjet_sm90_tst_256x128_64x4_1x2_h_bz_coopA_TNT", "matmul"),
@@ -171,6 +175,7 @@ def test_a_matmuls_type_is_in_its_kernels_name_or_that_of_its_operands(
 
 
 WAITING = (
+    "bytedance::flux::CudaIpcBarrierAllKernel(bytedance::flux::CudaIpcBarrierAllArgs)",
     "c10d::symmetric_memory::barrier_kernel(unsigned int**, int, int, int, unsigned long)",
     "void deep_ep::intranode::barrier<8>(int**, int)",
     "void barrier_on_stream_kernel_threadgroup<(threadgroup_t)2>(int, int)",

@@ -6,15 +6,17 @@ effect; the search decides whether it pays.
 
 from collections.abc import Iterator, Sequence
 
-from counterpoint.controls import CommunicationCtas, HeadStart, Priority, ResidencyCap
+from counterpoint.controls import CommunicationCtas, HeadStart, LightKernel, Priority, ResidencyCap
 from counterpoint.errors import OccupancyError, StepError
 from counterpoint.footprints import communication_footprint
 from counterpoint.machine import Gpu, Machine
 from counterpoint.occupancy import cap_shared_bytes, largest_residency_beside, residency
 from counterpoint.plan import LEAVE_IT, Directive, Match, Plan, Refusal
 from counterpoint.planner.contention import Contention, find_rivals
+from counterpoint.planner.light_kernels import propose_light_kernels
 from counterpoint.planner.movements import propose_overlaps, propose_own_streams, propose_transports
 from counterpoint.planner.proposal import ALL_COLLECTIVES, Candidate, Proposal, one, proposal, refusal
+from counterpoint.sim.effects import light_footprint
 from counterpoint.step import Collective, Footprint, Kernel, Step
 from counterpoint.units import format_us
 from counterpoint.value import Value
@@ -46,7 +48,8 @@ def propose(step: Step, machine: Machine, contention: Sequence[Contention], plan
     for part in (
         _priority(machine.gpu, contention),
         _head_starts(step, machine.gpu, contention),
-        propose_caps(machine.gpu, _blockers(step, machine.gpu, contention)),
+        propose_caps(machine.gpu, _blockers(step, machine.gpu, contention, plan)),
+        propose_light_kernels(step, machine.gpu, contention),
         _communication_ctas(step, machine.gpu, contention),
         propose_transports(step, machine, plan),
         propose_overlaps(step, machine, plan),
@@ -159,13 +162,16 @@ def _largest_useful_cap(gpu: Gpu, blocker: Blocker, usual: int) -> tuple[int, in
     return beside.ctas_per_sm, beside.carveout_percent, "so that a communication CTA fits beside"
 
 
-def _blockers(step: Step, gpu: Gpu, contention: Sequence[Contention]) -> list[Blocker]:
-    """Each kernel that a collective waits for, once per name."""
+def _blockers(step: Step, gpu: Gpu, contention: Sequence[Contention], plan: Plan) -> list[Blocker]:
+    """Each kernel that a collective waits for under a plan, once per name."""
     found: dict[str, Blocker] = {}
+    planned = plan.controls_of(step)
     for entry in contention:
         collective = step.operations[entry.collective]
         assert isinstance(collective, Collective), "contention is listed for collectives"
+        light = [control for control in planned[entry.collective] if isinstance(control, LightKernel)]
         footprint = collective.footprint or communication_footprint(gpu, collective.library)
+        footprint = light_footprint(gpu, light[-1]) if light else footprint
         for number in entry.blockers:
             kernel = step.operations[number]
             assert isinstance(kernel, Kernel), "blockers are kernels"

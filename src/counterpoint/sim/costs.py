@@ -146,7 +146,7 @@ class CostModel:
         element_type = kernel.element_type or USUAL_ELEMENT_TYPE
         if element_type == "fp32" and self._gpu.fp32_matrix_flops_per_s is None:
             return ordinary
-        return self._machine.matmul_flops_per_s(element_type) * self._calibration.matmul_peak_fraction.value
+        return self._machine.matmul_flops_per_s(element_type) * self._calibration.matmul_fraction(element_type)
 
     def _hbm_per_cta(self, kernel: Kernel, constants: CharacterConstants, effective_ctas: float) -> float:
         """Bytes per second that one CTA can keep in flight."""
@@ -193,7 +193,7 @@ class CostModel:
         link_per_cta = constants.bytes_per_s_per_cta * planned.threads_per_cta / usual.threads_per_cta
         alone = smooth_minimum(planned.num_ctas * link_per_cta, link_limit) / planned.num_ctas
         lone_us = collective.lone_us if collective.lone_us is not None else self._collective_us(collective, usual)
-        waiting_us = min(constants.latency_us, lone_us)
+        waiting_us = min(constants.latency_us_of(collective.num_bytes), lone_us)
         # bytes are shared out over the planned CTAs; latency and peers take as long however many there are
         moving_us = (lone_us - waiting_us) * usual.num_ctas / planned.num_ctas
         cta_us = moving_us + (waiting_us + collective.peer_wait_us) * alone / reference
@@ -208,6 +208,26 @@ class CostModel:
             link_per_cta=link_per_cta,
             link_limit=link_limit,
             link_reference=reference,
+        )
+
+    def light_work(self, collective: Collective, planned: Footprint) -> SmWork:
+        """What one CTA of a light kernel is that does a collective with `planned.num_ctas` CTAs."""
+        constants = self._calibration.light_collectives[collective.collective]
+        link_limit = self._link(collective).bytes_per_s * constants.fraction_of_link(collective.group_size)
+        rate = smooth_minimum(planned.num_ctas * constants.bytes_per_s_per_cta, link_limit) / planned.num_ctas
+        moved = wire_bytes(collective.collective, collective.num_bytes, collective.group_size) / planned.num_ctas
+        lone_us = constants.latency_us + collective.peer_wait_us + US_PER_S * moved / rate
+        hbm = rate * self._calibration.hbm_bytes_per_wire_byte.value
+        issue = self._calibration.communication_issue_share.value
+        return SmWork(
+            cta_ps=max(lone_us, LEAST_US) * PS_PER_US,
+            issue_per_cta=issue,
+            issue_reference=issue,
+            hbm_per_cta=hbm,
+            hbm_reference=smooth_minimum(hbm * planned.num_ctas, self.hbm_bytes_per_s) / (hbm * planned.num_ctas),
+            link_per_cta=constants.bytes_per_s_per_cta,
+            link_limit=link_limit,
+            link_reference=rate,
         )
 
     def copy_work(self, operation: Copy | Collective) -> CopyWork:
@@ -299,7 +319,7 @@ class CostModel:
         limit = self._wire_bytes_per_s(collective) * constants.fraction_of_link(collective.group_size)
         rate = smooth_minimum(footprint.num_ctas * constants.bytes_per_s_per_cta, limit)
         moved = wire_bytes(collective.collective, collective.num_bytes, collective.group_size)
-        return constants.latency_us + US_PER_S * moved / rate
+        return constants.latency_us_of(collective.num_bytes) + US_PER_S * moved / rate
 
     def _copy_us(self, copy: Copy) -> float:
         rates = {
