@@ -10,7 +10,16 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from typer.exceptions import Abort, TyperException
 
-from counterpoint import cli_analyze, cli_calibrate, cli_check, cli_gpu, cli_plan, cli_run, cli_schedule
+from counterpoint import (
+    cli_analyze,
+    cli_calibrate,
+    cli_check,
+    cli_gpu,
+    cli_plan,
+    cli_run,
+    cli_schedule,
+    cli_validate,
+)
 from counterpoint.errors import MAX_LINE, CounterpointError, say, shown
 from counterpoint.units import format_count
 from counterpoint.value import check_outputs
@@ -134,6 +143,7 @@ def tune(
     machine: MachineOption = None,
     output: Annotated[Path | None, typer.Option("-o", "--output", metavar="FILE", help="Save the plan (.toml).")] = None,
     calibration: CalibrationOption = None,
+    *,
     timeline: TimelineOption = None,
     json: JsonOption = False,
 ) -> None:
@@ -188,6 +198,7 @@ def simulate(
         typer.Option("--plan", metavar="FILE", help="A plan (.toml) that `tune` saved.  [default: the step as it is]"),
     ] = None,
     calibration: CalibrationOption = None,
+    *,
     timeline: TimelineOption = None,
     json: JsonOption = False,
 ) -> None:
@@ -286,6 +297,7 @@ app.command(context_settings=cli_run.CONTEXT, short_help="Run a job that nobody 
     cli_run.run
 )
 app.command(short_help="Measure the simulator's constants on the GPUs at hand.")(cli_calibrate.calibrate)
+app.command(short_help="Compare predictions with measurements of a fixed set of cases.")(cli_validate.validate)
 app.add_typer(cli_plan.plan, name="plan", short_help="Print plan files in words, or compare two.")
 app.add_typer(cli_schedule.schedule, name="schedule", short_help="Draw copy schedules, or choose them by measurement.")
 app.add_typer(cli_gpu.bench, name="bench")

@@ -11,7 +11,8 @@ import pytest
 
 from counterpoint.controls import Transport
 from counterpoint.metrics import measure
-from counterpoint.paper.grid import COPY_ENGINES, simulate_paper
+from counterpoint.paper.grid import simulate_paper
+from counterpoint.paper.values import COPY_ENGINES
 from counterpoint.planner.search import tune
 from counterpoint.sim import Simulator
 from counterpoint.step import Collective, CollectiveKind, Dependency, Kernel, Operation, Step

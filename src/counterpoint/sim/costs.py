@@ -8,7 +8,6 @@ import math
 
 import msgspec
 
-from counterpoint.errors import StepError, shown
 from counterpoint.footprints import communication_footprint
 from counterpoint.links import Link
 from counterpoint.machine import ElementType, Machine
@@ -274,14 +273,9 @@ class CostModel:
         return self.all_copies(collective).lone_ps / PS_PER_US
 
     def _link(self, collective: Collective) -> Link:
-        if collective.group_size <= self._machine.num_gpus:
-            return self._machine.link
-        if self._machine.network is None:
-            raise StepError(
-                f"'{shown(collective.name)}' joins {collective.group_size} ranks, but machine '{self._machine.name}' has "
-                f"{self._machine.num_gpus} GPUs and no [network]. Add one to the machine file, or choose a larger machine."
-            )
-        return self._machine.network
+        """What the collective's data goes over; one of more ranks than a node has comes here only with its measured time."""
+        network = self._machine.network
+        return self._machine.link if network is None or collective.group_size <= self._machine.num_gpus else network
 
     def _collective_us(self, collective: Collective, footprint: Footprint) -> float:
         constants: CollectiveConstants = self._calibration.collectives[collective.collective]
