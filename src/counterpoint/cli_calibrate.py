@@ -68,20 +68,20 @@ def _calibrate(output: Path | None, again: bool) -> None:
         conditions["state"] = "NVML was not found: nobody looked whether the GPU was throttled or shared"
     else:
         conditions["power limit"] = f"{state.power_limit_w:.0f} W"
-    progress = _Progress(machine, queried.device_name, output or Path(f"calibration_{machine.name}.toml"), conditions)
+    collected = _Collected(machine, queried.device_name, output or Path(f"calibration_{machine.name}.toml"), conditions)
     if rank == 0 and not again:
-        progress.go_on()
+        collected.go_on()
     try:
-        run_probes(machine, nvml, progress.done(), progress.add)
+        run_probes(machine, nvml, collected.done(), collected.add)
     except KeyboardInterrupt:
         if rank == 0:
-            say(f"Interrupted. What was measured is in {shown_path(progress.path)}; run again to go on.")
+            say(f"Interrupted. What was measured is in {shown_path(collected.path)}; run again to go on.")
         raise SystemExit(INTERRUPTED) from None
     if rank == 0:
-        progress.report()
+        collected.report()
 
 
-class _Progress:
+class _Collected:
     """What was measured so far, on rank 0; saved after every probe."""
 
     def __init__(self, machine: "Machine", device_name: str, path: Path, conditions: dict[str, str]) -> None:
