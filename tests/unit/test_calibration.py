@@ -36,15 +36,15 @@ def record(*points: Point) -> dict[str, ProbeRecord]:
     return {"probe": ProbeRecord(date="2026-11-23", seconds=1.0, points=points)}
 
 
-def all_reduce_points(by_cta: float, fraction: float, latency_us: float, machine: Machine) -> list[Point]:
+def all_reduce_points(by_cta: float, fraction: float, latency_us: float, machine: Machine, ranks: int = 2) -> list[Point]:
     """Times as the simulator's formula has them, with as many CTAs as NCCL uses and with fewer."""
     link, points = machine.link.per_peer_bytes_per_s, []
     for num_ctas in ("usual", 4, 8, 16):
         number = communication_footprint(machine.gpu, "nccl").num_ctas if num_ctas == "usual" else int(num_ctas)
         for num_bytes in (64 * MIB, 256 * MIB):
             rate = smooth_minimum(number * by_cta, fraction * link)
-            time_us = latency_us + US_PER_S * wire_bytes("all_reduce", num_bytes, 2) / rate
-            at = {"kind": "all_reduce", "ranks": 2, "ctas": num_ctas, "bytes": num_bytes}
+            time_us = latency_us + US_PER_S * wire_bytes("all_reduce", num_bytes, ranks) / rate
+            at = {"kind": "all_reduce", "ranks": ranks, "ctas": num_ctas, "bytes": num_bytes}
             points.append(Point(name="collective_us", value=time_us, at=at))
     return points
 
@@ -77,6 +77,10 @@ def test_the_bandwidth_of_a_collective_is_recovered_from_its_times() -> None:
     assert math.isclose(found.latency_us, 25.0, rel_tol=0.1)
     assert found.spread is not None
     assert found.spread < 0.005
+    of_four = all_reduce_points(12e9, 0.6, found.latency_us, H100, ranks=4)
+    more = derive(H100, DEVICE, {}, record(*all_reduce_points(12e9, 0.5, 25.0, H100), *of_four)).collectives["all_reduce"]
+    assert more.link_fraction == found.link_fraction
+    assert math.isclose(more.link_fraction_of_more or 0.0, 0.6, rel_tol=0.02)
 
 
 def test_latencies_of_small_messages_lie_between_the_measured_ones() -> None:
