@@ -187,9 +187,10 @@ def describe_origin(machine: Machine) -> str:
     if found.device_name == MEASURED_GPU and MEASURED_GPU in machine.device_names:
         return ""
     if found.device_name not in machine.device_names:
-        return f"the simulator's constants are those of {MEASURED_GPU}, scaled: assumed, this GPU was never calibrated"
+        return f"the simulator's constants are scaled from {MEASURED_GPU}: assumed, this GPU was never calibrated"
     assumed = sum(1 for each in constants_of(found).values() if each.status == "assumed")
-    return f"{len(constants_of(found)) - assumed} constants were measured on this GPU, {assumed} are assumed"
+    measured = len(constants_of(found)) - assumed
+    return f"{measured} constants of the simulator were measured on it, {assumed} are scaled from {MEASURED_GPU}"
 
 
 def constants_of(calibration: Calibration) -> dict[str, Constant | CharacterConstants | CollectiveConstants]:
