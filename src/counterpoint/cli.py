@@ -10,16 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from typer.exceptions import Abort, TyperException
 
-from counterpoint import (
-    cli_analyze,
-    cli_calibrate,
-    cli_check,
-    cli_gpu,
-    cli_plan,
-    cli_run,
-    cli_schedule,
-    cli_validate,
-)
+from counterpoint import cli_analyze, cli_calibrate, cli_check, cli_gpu, cli_plan, cli_run, cli_schedule, cli_validate
 from counterpoint.errors import MAX_LINE, CounterpointError, say, shown
 from counterpoint.units import format_count
 from counterpoint.value import check_outputs

@@ -20,6 +20,7 @@ from counterpoint.value import Value, read_shipped, read_toml, require, shipped_
 
 BASE = "h200"  # whose constants stand in for those that were not measured
 LARGE_BYTES = 64 * MIB  # from here on a collective's latency is a constant
+TABLES = ("matmul_peak_fractions", "characters", "collectives", "light_collectives")  # of constants by kind
 MEASURED_GPU = "NVIDIA H200"  # the only one that the simulator was compared with
 Status = Literal["measured", "assumed"]
 
@@ -109,6 +110,7 @@ class Calibration(Value, frozen=True, kw_only=True):
     """All constants of the simulator for one GPU, and what `counterpoint calibrate` derived them from, where it measured it.
 
     `matmul_peak_fractions` are of types whose matmuls reach another share of their peak than `matmul_peak_fraction`.
+    `light_collectives` are by light kernels; a kind that is missing was never measured.
     """
 
     device_name: str
@@ -131,6 +133,7 @@ class Calibration(Value, frozen=True, kw_only=True):
     characters: dict[Character, CharacterConstants]
     collectives: dict[CollectiveKind, CollectiveConstants]
     matmul_peak_fractions: dict[ElementType, Constant] = msgspec.field(default_factory=dict)
+    light_collectives: dict[CollectiveKind, CollectiveConstants] = msgspec.field(default_factory=dict)
     rules: dict[str, MeasuredRule] = msgspec.field(default_factory=dict)
     conditions: dict[str, str] = msgspec.field(default_factory=dict)
     probes: dict[str, ProbeRecord] = msgspec.field(default_factory=dict)
@@ -198,6 +201,6 @@ def constants_of(calibration: Calibration) -> dict[str, Constant | CharacterCons
         entry = getattr(calibration, name)
         if isinstance(entry, Constant):
             found[name] = entry
-        elif name in ("matmul_peak_fractions", "characters", "collectives"):
+        elif name in TABLES:
             found |= {f"{name}.{key}": each for key, each in entry.items()}
     return found
