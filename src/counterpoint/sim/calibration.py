@@ -20,6 +20,7 @@ from counterpoint.value import Value, read_shipped, read_toml, require, shipped_
 
 BASE = "h200"  # whose constants stand in for those that were not measured
 LARGE_BYTES = 64 * MIB  # from here on a collective's latency is a constant
+TABLES = ("matmul_peak_fractions", "characters", "collectives", "light_collectives")  # of constants by kind
 MEASURED_GPU = "NVIDIA H200"  # the only one that the simulator was compared with
 Status = Literal["measured", "assumed"]
 
@@ -200,6 +201,6 @@ def constants_of(calibration: Calibration) -> dict[str, Constant | CharacterCons
         entry = getattr(calibration, name)
         if isinstance(entry, Constant):
             found[name] = entry
-        elif name in ("matmul_peak_fractions", "characters", "collectives"):
+        elif name in TABLES:
             found |= {f"{name}.{key}": each for key, each in entry.items()}
     return found
