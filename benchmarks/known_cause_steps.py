@@ -188,9 +188,7 @@ def uneven(stage: Stage) -> Known:
 
     parts: dict[str, Call] = {
         "collective": exchange,
-        "even": lambda: dist.all_to_all_single(
-            got_evenly, evenly, even, even
-        ),  # without splits PyTorch takes another path
+        "even": lambda: dist.all_to_all_single(got_evenly, evenly, even, even),  # without splits PyTorch takes another path
         "before": before,
         "after": after,
     }
