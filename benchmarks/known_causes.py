@@ -17,7 +17,6 @@ import functools
 import gc
 import json
 import os
-import tempfile
 import time
 import traceback
 from collections.abc import Callable
@@ -26,12 +25,11 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.profiler import ProfilerActivity, profile, schedule
 
 from benchmarks import known_cause_steps as steps
 from benchmarks import on_gpus
 from benchmarks.known_cause_stage import Known, Stage
-from benchmarks.small_traces import write_small
+from benchmarks.small_traces import record_steps, synchronize
 from counterpoint.analysis.values import Cause
 from counterpoint.cuda import ranks
 from counterpoint.cuda.rendezvous import Rendezvous
@@ -101,7 +99,6 @@ class Recorder:
         self._folder, self._steps = options.output, options.steps
         self._stage = Stage(options.device)
         self._meeting = Rendezvous(MEETING_LIMIT_S)
-        self._activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if self._stage.on_gpu else [])
 
     def record(self, name: str) -> bool:
         """Record one case and write it down, or say why it failed; returns whether it did not."""
@@ -124,8 +121,9 @@ class Recorder:
     def _entry(self, name: str, known: Known) -> dict[str, object]:
         for _ in range(WARM_UP_STEPS):
             known.step()
-        self._synchronize()
-        size = self._trace(name, known)
+        synchronize()
+        path = self._folder / f"{name}.rank{self._stage.rank}.json.gz"
+        size = record_steps(known.step, self._steps, path, self._meeting.meet)
         parts = {part: self._stage.time_us(call) for part, call in known.parts.items()}
         whole = self._stage.time_us(known.step)
         slowest = dict(zip(["bytes", "step", *parts], self._meeting.slowest_of([size, whole, *parts.values()]), strict=True))
@@ -146,32 +144,6 @@ class Recorder:
             "bytes": size,
             "conditions": self._conditions(),
         }
-
-    def _trace(self, name: str, known: Known) -> int:
-        """Record the case's steps on all ranks, starting together; the bytes of this rank's file."""
-        with tempfile.TemporaryDirectory() as folder:
-            exported = Path(folder) / "trace.json"
-            with profile(
-                activities=self._activities,
-                schedule=schedule(wait=0, warmup=1, active=self._steps, repeat=1),
-                on_trace_ready=lambda profiler: profiler.export_chrome_trace(str(exported)),
-                record_shapes=True,
-                experimental_config=torch._C._profiler._ExperimentalConfig(enable_cuda_sync_events=True),
-            ) as profiler:
-                known.step()  # while the profiler warms up
-                self._synchronize()
-                profiler.step()
-                self._meeting.meet()
-                for number in range(self._steps):
-                    known.step()
-                    if number == self._steps - 1:
-                        self._synchronize()
-                    profiler.step()
-            return write_small(exported, self._folder / f"{name}.rank{self._stage.rank}.json.gz")
-
-    def _synchronize(self) -> None:
-        if self._stage.on_gpu:
-            torch.cuda.synchronize()
 
     def _conditions(self) -> dict[str, object]:
         if not self._stage.on_gpu:

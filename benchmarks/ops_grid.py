@@ -1,32 +1,41 @@
-"""The operators on GPUs against NCCL and PyTorch's fused operators, over 24 shapes; results are checked.
+"""The operators on GPUs against NCCL and PyTorch's fused operators, over layers and the FiCCO paper's GEMMs; results are
+checked.
 
 torchrun --nproc-per-node 4 -m benchmarks.ops_grid --ops ag_mm,mm_rs --shapes all -o results.json
+torchrun --nproc-per-node 2 -m benchmarks.ops_grid --shapes gemms --only-candidates --budget-s 3 -o gemms.json
 
 Per shape: the collective alone, the matmul alone, both in turn (sequential), PyTorch's fused operator (peer), every
-description of a small set, and what the heuristic picks. Ideal is max(collective, matmul). A shape that fails prints one
-line and is left out.
+description of a small set (`--only-candidates`: of what the heuristic picks from), and what the heuristic picks. Ideal is
+max(collective, matmul). A shape that fails prints one line and is left out. With `--budget-s` as many rounds are run as fit
+into so many seconds for a shape, 3 at least; calls of over 20 ms are warmed up less, as the host's part in them is small.
 """
 
 import argparse
+import gc
 import math
+import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric_memory
 
-from benchmarks.on_gpus import join, log, run_and_leave, save
-from benchmarks.ops_shapes import HELD_OUT, Shape, shapes_named
+from benchmarks.on_gpus import join, largest, log, run_and_leave, save
+from benchmarks.ops_shapes import HELD_OUT, AnyShape, shapes_named
 from benchmarks.ops_timing import Timed, time_interleaved
 from counterpoint import ops
 from counterpoint.errors import cause_of
+from counterpoint.ops.call_timer import WARM_UP_ROUNDS
 from counterpoint.ops.collectives import library_all_gather, library_reduce_scatter
-from counterpoint.schedule import ScheduleDescription
-from counterpoint.schedule.heuristic import GATHERING, REDUCING
+from counterpoint.ops.runtime import runtime_of_group
+from counterpoint.schedule import Problem, ScheduleDescription
+from counterpoint.schedule.heuristic import GATHERING, REDUCING, Pick, pick_schedule
 
 D = ScheduleDescription
+OPERATIONS = {"ag_mm": "all_gather_matmul", "mm_rs": "matmul_reduce_scatter"}
 DESCRIPTIONS = {  # what the heuristic picks from, and more
     "ag_mm": (
         *GATHERING,
@@ -44,30 +53,33 @@ DESCRIPTIONS = {  # what the heuristic picks from, and more
         D(pattern="ring", chunks=4, num_compute_streams=1),
     ),
 }
+CANDIDATES = {"ag_mm": GATHERING, "mm_rs": REDUCING}
 Call = Callable[[], object]
+COMPARED_ROWS = 4096  # of a result, spread over it: a second whole result has no room beside the largest
+LONG_CALL_S = 0.02
+WARM_UPS_OF_LONG_CALLS = 1  # after two that are compared: a call is recorded when it comes for the third time
+LEAST_ROUNDS, MOST_ROUNDS = 3, 20
 
 
 class Case:
     """One operator on one shape: its calls by name, and what they must give."""
 
-    def __init__(self, op: str, shape: Shape, seed: int) -> None:
+    def __init__(self, op: str, shape: AnyShape, seed: int) -> None:
         self.op, self.shape = op, shape
         rank, num_ranks = dist.get_rank(), dist.get_world_size()
-        self.rows, local = shape.tokens, shape.wide // num_ranks
+        self.sizes = rows, columns, inner = shape.sizes(op, num_ranks)
         torch.manual_seed(seed + rank)
+        self.weight = _random(inner, columns).div_(math.sqrt(inner))
         if op == "ag_mm":
-            self.sizes = (self.rows, local, shape.hidden)
-            self.left = _random(self.rows // num_ranks, shape.hidden)
-            self.weight = _random(shape.hidden, local) / math.sqrt(shape.hidden)
-            self.whole = _random(self.rows, shape.hidden)
+            self.left = _random(rows // num_ranks, inner)
+            self.whole = _random(rows, inner)
         else:
-            self.sizes = (self.rows, shape.hidden, local)
-            self.left = _random(self.rows, local)
-            self.weight = _random(local, shape.hidden) / math.sqrt(local)
-            self.whole = _random(self.rows, shape.hidden)
-            self.part = self.whole[: self.rows // num_ranks].clone()
+            self.left = _random(rows, inner)
+            self.whole = _random(rows, columns)
+            self.part = self.whole[: rows // num_ranks].clone()
 
-    def calls(self) -> dict[str, Call]:
+    def calls(self, descriptions: Sequence[ScheduleDescription], *, is_picked_timed: bool) -> dict[str, Call]:
+        """All calls by name; `is_picked_timed`: once more as operators pick."""
         group_name = dist.group.WORLD.group_name
         left, weight, whole = self.left, self.weight, self.whole
         if self.op == "ag_mm":
@@ -99,9 +111,10 @@ class Case:
                 "peer": lambda: torch.ops.symm_mem.fused_matmul_reduce_scatter(left, weight, "sum", 0, group_name),
             }
             operator = ops.matmul_reduce_scatter
-        for description in DESCRIPTIONS[self.op]:
+        for description in descriptions:
             parts[description.label()] = lambda chosen=description: operator(left, weight, schedule=chosen)
-        parts["picked"] = lambda: operator(left, weight)
+        if is_picked_timed:
+            parts["picked"] = lambda: operator(left, weight)
         return parts
 
 
@@ -109,66 +122,107 @@ def _random(rows: int, columns: int) -> torch.Tensor:
     return torch.randn(rows, columns, device="cuda", dtype=torch.bfloat16)
 
 
+def _sample_of(call: Call) -> torch.Tensor:
+    """Rows spread over a call's result; of the lone collective, which returns none, nothing."""
+    result = call()
+    if not isinstance(result, torch.Tensor):
+        return torch.empty(0)
+    return result[:: max(1, result.shape[0] // COMPARED_ROWS)].clone()
+
+
 def _difference(result: torch.Tensor, reference: torch.Tensor) -> float:
     """Largest difference, relative to the reference's largest element."""
     return ((result.float() - reference.float()).abs().max() / reference.float().abs().max()).item()
 
 
-def check(calls: dict[str, Call]) -> tuple[dict[str, float], dict[str, Call]]:
-    """Differences from sequential by name, of those that run; a call must also give the same bits twice."""
-    reference = calls["sequential"]()
+class Checked(NamedTuple):
+    """Calls that run, their differences from sequential, and how long a round of all of them takes."""
+
+    calls: dict[str, Call]
+    differences: dict[str, float]
+    round_s: float
+    longest_s: float
+
+
+def check(calls: dict[str, Call]) -> Checked:
+    """Compare each result with that of sequential; a call must also give the same bits twice."""
+    reference = _sample_of(calls["sequential"])
     differences: dict[str, float] = {}
     runnable: dict[str, Call] = {}
+    took_s: list[float] = []
     for name, call in calls.items():
         try:
+            first = _sample_of(call)
+            torch.cuda.synchronize()
+            began = time.perf_counter()
+            second = _sample_of(call)
+            torch.cuda.synchronize()
+            took_s.append(time.perf_counter() - began)
             if name not in ("collective", "matmul"):
-                first, second = call(), call()
                 differences[name] = _difference(first, reference)
                 if not torch.equal(first, second) and name != "peer":
                     log(f"   {name}: two runs differ")
                     differences[name] = math.inf
-                del first, second
-            torch.cuda.synchronize()
             runnable[name] = call
         except Exception as problem:
             log(f"   {name} left out: {cause_of(problem, 200)}")
-    return differences, runnable
+    round_s, longest_s = largest([sum(took_s), max(took_s)])
+    return Checked(runnable, differences, round_s, longest_s)
 
 
-def run_case(op: str, shape: Shape, num_rounds: int) -> dict[str, object]:
+def num_rounds_of(checked: Checked, num_rounds: int, budget_s: float | None) -> tuple[int, int]:
+    """(rounds, warm-ups before them), the same on all ranks."""
+    is_long = checked.longest_s > LONG_CALL_S
+    num_warm_ups = WARM_UPS_OF_LONG_CALLS if is_long else WARM_UP_ROUNDS
+    if budget_s is None:
+        return num_rounds, num_warm_ups
+    return min(MOST_ROUNDS, max(LEAST_ROUNDS, int(budget_s / checked.round_s))), num_warm_ups
+
+
+def run_case(op: str, shape: AnyShape, arguments: argparse.Namespace) -> dict[str, object]:
     case = Case(op, shape, seed=17)
-    differences, calls = check(case.calls())
-    timed = time_interleaved(calls, num_rounds)
-    picked = next(
-        (each for each in ops.explain() if each.request.startswith(_operation(op)) and " with " not in each.request), None
-    )
+    descriptions = CANDIDATES[op] if arguments.only_candidates else DESCRIPTIONS[op]
+    checked = check(case.calls(descriptions, is_picked_timed=not arguments.only_candidates))
+    num_rounds, num_warm_ups = num_rounds_of(checked, arguments.rounds, arguments.budget_s)
+    timed = time_interleaved(checked.calls, num_rounds, num_warm_ups)
+    picked = _picked(op, case.sizes)
     ideal_us = max(timed["collective"].median_us, timed["matmul"].median_us)
     result = {
         "op": op,
         "shape": shape._asdict(),
         "sizes_m_n_k": case.sizes,
         "held_out": shape.name in HELD_OUT,
+        "rounds": num_rounds,
         "ideal_us": round(ideal_us, 2),
-        "picked": picked.schedule.label() if picked else "",
-        "picked_because": picked.reason if picked else "",
+        "picked": picked.description.label(),
+        "picked_because": picked.reason,
         "candidates": {name: timing.as_dict() for name, timing in timed.items()},
-        "differences": {name: round(value, 6) for name, value in differences.items()},
+        "differences": {name: round(value, 6) for name, value in checked.differences.items()},
     }
-    _print_row(op, shape, timed, (ideal_us, str(result["picked"]), max(differences.values())))
-    ops.release()
+    _print_row(op, shape, timed, (ideal_us, picked.description.label(), max(checked.differences.values())))
     return result
 
 
-def _operation(op: str) -> str:
-    return "all_gather_matmul" if op == "ag_mm" else "matmul_reduce_scatter"
+def _picked(op: str, sizes: tuple[int, int, int]) -> Pick:
+    """What the operators pick for this call."""
+    num_rows, num_columns, num_inner = sizes
+    runtime = runtime_of_group(None)
+    problem = Problem(
+        operation=OPERATIONS[op],
+        num_ranks=dist.get_world_size(),
+        num_rows=num_rows,
+        num_columns=num_columns,
+        num_inner=num_inner,
+    )
+    return pick_schedule(problem, runtime.machine)
 
 
 def best_of(op: str, timed: dict[str, Timed]) -> str:
     labels = [description.label() for description in DESCRIPTIONS[op] if description.label() in timed]
-    return min(labels, key=lambda label: timed[label].median_us)
+    return min((*labels, "sequential"), key=lambda label: timed[label].median_us)
 
 
-def _print_row(op: str, shape: Shape, timed: dict[str, Timed], rest: tuple[float, str, float]) -> None:
+def _print_row(op: str, shape: AnyShape, timed: dict[str, Timed], rest: tuple[float, str, float]) -> None:
     ideal_us, picked, difference = rest
     best = best_of(op, timed)
     peer = timed.get("peer")
@@ -176,10 +230,9 @@ def _print_row(op: str, shape: Shape, timed: dict[str, Timed], rest: tuple[float
     cells.append(f"seq {timed['sequential'].median_us:7.0f}")
     cells.append(f"peer {peer.median_us:7.0f} (+-{100 * peer.spread:.1f}%)" if peer else "peer -")
     cells.append(f"best {timed[best].median_us:7.0f} (+-{100 * timed[best].spread:.1f}%) {best:22}")
-    cells.append(f"picked {timed['picked'].median_us:7.0f} {picked:22}")
-    cells.append(
-        f"of ideal {timed[best].median_us / ideal_us:.3f} host {timed['picked'].host_us:.0f} us diff {difference:.4f}"
-    )
+    as_picked = timed.get("picked", timed.get(picked, timed["sequential"]))
+    cells.append(f"picked {as_picked.median_us:7.0f} {picked:22}")
+    cells.append(f"of ideal {timed[best].median_us / ideal_us:.3f} host {as_picked.host_us:.0f} us diff {difference:.4f}")
     log(" | ".join(cells))
     others = sorted(((timing.median_us, name) for name, timing in timed.items() if "/" in name))
     log("         " + ", ".join(f"{name} {time_us:.0f}" for time_us, name in others))
@@ -202,12 +255,12 @@ def summarize(results: list[dict]) -> None:
             times = {name: entry["median_us"] for name, entry in result["candidates"].items()}
             choices = {name: value for name, value in times.items() if "/" in name or name == "sequential"}
             best = min(choices.values())
+            chosen = choices.get(result["picked"], times.get("picked", times["sequential"]))
             if "peer" in times:
                 ratios["peer / best"].append(times["peer"] / best)
-                ratios["peer / picked"].append(times["peer"] / times["picked"])
+                ratios["peer / picked"].append(times["peer"] / times.get("picked", chosen))
             ratios["sequential / best"].append(times["sequential"] / best)
             ratios["best / ideal"].append(best / result["ideal_us"])
-            chosen = choices.get(result["picked"], times["picked"])
             regrets.append(chosen / best - 1)
         regret = 100 * sum(regrets) / len(regrets)
         means = ", ".join(f"{name} {_geometric_mean(values):.3f}" for name, values in ratios.items() if values)
@@ -225,20 +278,30 @@ def main() -> None:
     parser.add_argument("--ops", default="ag_mm,mm_rs")
     parser.add_argument("--shapes", default="all")
     parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--budget-s", type=float, help="rounds as many as fit into so many seconds for a shape")
+    parser.add_argument("--only-candidates", action="store_true", help="time only what the heuristic picks from")
+    parser.add_argument("--stop-after-s", type=float, default=math.inf, help="begin no further shape after so long")
     parser.add_argument("--limit-s", type=int, default=280)
     parser.add_argument("-o", "--output", type=Path)
     arguments = parser.parse_args()
     join(arguments.limit_s)
     assert symmetric_memory is not None
     results: list[dict] = []
+    began = time.perf_counter()
     for shape in shapes_named(arguments.shapes):
+        if largest([time.perf_counter() - began])[0] > arguments.stop_after_s:
+            log(f"stopped before {shape.name}")
+            break
         for op in arguments.ops.split(","):
             try:
-                results.append(run_case(op, shape, arguments.rounds))
+                results.append(run_case(op, shape, arguments))
             except Exception as problem:
                 traceback.print_exc()
                 log(f"{op} {shape.name} left out: {cause_of(problem, 200)}")
             save(arguments.output, results)
+            ops.release()
+            gc.collect()
+            torch.cuda.empty_cache()
     if dist.get_rank() == 0:
         summarize(results)
 

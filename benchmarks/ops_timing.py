@@ -35,14 +35,16 @@ class Timed:
         }
 
 
-def time_interleaved(calls: dict[str, Callable[[], object]], num_rounds: int) -> dict[str, Timed]:
+def time_interleaved(
+    calls: dict[str, Callable[[], object]], num_rounds: int, num_warm_ups: int = WARM_UP_ROUNDS
+) -> dict[str, Timed]:
     """Every call once per round, in an order of its own, the same on all ranks."""
     names = list(calls)
     token = torch.ones(1, device="cuda")
     events = {name: [] for name in names}
     host: dict[str, list[float]] = {name: [] for name in names}
     rounds = shared_rounds(len(names))
-    for number in range(WARM_UP_ROUNDS + num_rounds):
+    for number in range(num_warm_ups + num_rounds):
         for name in (names[place] for place in rounds.order(number)):
             torch.cuda._sleep(SPIN_CYCLES)
             dist.all_reduce(token)
@@ -52,7 +54,7 @@ def time_interleaved(calls: dict[str, Callable[[], object]], num_rounds: int) ->
             calls[name]()
             took_us = (time.perf_counter() - began) * 1e6
             end.record()
-            if number >= WARM_UP_ROUNDS:
+            if number >= num_warm_ups:
                 events[name].append((start, end))
                 host[name].append(took_us)
         torch.cuda.synchronize()

@@ -20,9 +20,9 @@ import torch.distributed as dist
 
 from benchmarks.on_gpus import join, largest, log, run_and_leave, save, shared_rounds
 from benchmarks.shaping_kernels import KERNELS, Launch
-from counterpoint.controls import Control, Priority, ResidencyCap
+from counterpoint.controls import Control, LightKernel, Priority, ResidencyCap
 from counterpoint.cuda.capture import Captured, capture
-from counterpoint.cuda.graph_rewriting import LIGHT, MOVED, rewrite
+from counterpoint.cuda.graph_rewriting import MOVED, rewrite
 from counterpoint.errors import CounterpointError, OccupancyError
 from counterpoint.measurement.values import Measurement, summarize_rounds
 from counterpoint.occupancy import cap_shared_bytes, residency
@@ -42,11 +42,10 @@ NCCL_WARP_BYTES = 4112  # of the 82,240 dynamic bytes that NCCL 2.28 asks for 20
 
 
 class Variant(NamedTuple):
-    """A plan, the CTAs of light kernels under it, and NCCL's dynamic bytes where they are lowered."""
+    """A plan, and NCCL's dynamic bytes where they are lowered."""
 
     label: str
     plan: Plan
-    num_ctas: int | None = None
     nccl_bytes: int | None = None
 
 
@@ -147,16 +146,15 @@ def variants_of(captured: Captured, kernel: Kernel, *, is_short: bool) -> Iterat
     for label, cap in caps[::2]:
         yield Variant(f"nccl, priority, {label}", plan_of(PRIORITY, caps=[(kernel.name, cap)]))
     for num_ctas in CTA_COUNTS:
-        yield Variant(f"light {num_ctas}, priority", plan_of(LIGHT, PRIORITY), num_ctas)
+        yield Variant(f"light {num_ctas}, priority", plan_of(LightKernel(num_ctas=num_ctas), PRIORITY))
     most = CTA_COUNTS[-1]
-    yield Variant(f"light {most}, plain", plan_of(LIGHT), most)
+    yield Variant(f"light {most}, plain", plan_of(LightKernel(num_ctas=most)))
     for label, cap in caps[:1] if is_short else caps:
         for num_ctas in CTA_COUNTS[-2:]:
-            yield Variant(
-                f"light {num_ctas}, priority, {label}", plan_of(LIGHT, PRIORITY, caps=[(kernel.name, cap)]), num_ctas
-            )
+            light = LightKernel(num_ctas=num_ctas)
+            yield Variant(f"light {num_ctas}, priority, {label}", plan_of(light, PRIORITY, caps=[(kernel.name, cap)]))
     for label, cap in caps[:1]:
-        yield Variant(f"light {most}, {label}", plan_of(LIGHT, caps=[(kernel.name, cap)]), most)
+        yield Variant(f"light {most}, {label}", plan_of(LightKernel(num_ctas=most), caps=[(kernel.name, cap)]))
 
 
 def lowered_variants(captured: Captured, kernel: Kernel) -> Iterator[Variant]:
@@ -210,12 +208,11 @@ def measure_kernel(name: str, options: argparse.Namespace) -> Found:
     log(f"\n{name}: {facts}")
     chosen = lowered_variants(captured, kernel) if options.lowered else variants_of(captured, kernel, is_short=options.short)
     offer_copies(captured)
+    offer_light_kernels(captured)
     with ExitStack() as opened:
         opened.callback(captured.close)
         executables, labels = [], []
         for variant in chosen:
-            if variant.num_ctas is not None:
-                offer_light_kernels(captured, variant.num_ctas)
             try:
                 rewritten = rewrite(captured.graph, captured.read, variant.plan)
                 unproven = [
@@ -279,10 +276,11 @@ def measure_bandwidth(options: argparse.Namespace) -> list[dict[str, object]]:
         for mib in options.sizes:
             call = single(collective, mib * MIB // 2)
             captured = capture(lambda call=call: [call() for _ in range(4)], collective)
+            offer_light_kernels(captured)
             times = {"nccl": captured.graph.instantiate()}
             for num_ctas in (8, *CTA_COUNTS, 264):
-                offer_light_kernels(captured, num_ctas)
-                rewritten = rewrite(captured.graph, captured.read, plan_of(LIGHT, PRIORITY))
+                plan = plan_of(LightKernel(num_ctas=num_ctas), PRIORITY)
+                rewritten = rewrite(captured.graph, captured.read, plan)
                 times[f"light {num_ctas}"] = rewritten.graph.instantiate()
             row = {
                 label: round(statistics.median(captured.time_us(each) for _ in range(7)) / 4, 1)

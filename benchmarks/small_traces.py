@@ -7,8 +7,13 @@ and what stands beside the events stay.
 
 import gzip
 import json
+import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile, schedule
 
 UNREAD = ("python_function", "ac2g", "fwdbwd")
 GPU = ("kernel", "gpu_memcpy", "gpu_memset")
@@ -44,3 +49,36 @@ def write_small(exported: Path, path: Path) -> int:
     packed = gzip.compress(json.dumps(document, separators=(",", ":")).encode(), compresslevel=9, mtime=0)
     path.write_bytes(packed)
     return len(packed)
+
+
+def record_steps(step: Callable[[], object], num_steps: int, path: Path, meet: Callable[[], object]) -> int:
+    """Record steps of a job that is warm, small enough to be test data; the bytes of the file.
+
+    `meet` returns once all ranks have called it: the steps then start together. The GPU is idle before the first of them.
+    """
+    on_gpu = torch.cuda.is_available()
+    with tempfile.TemporaryDirectory() as folder:
+        exported = Path(folder) / "trace.json"
+        with profile(
+            activities=[ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if on_gpu else []),
+            schedule=schedule(wait=0, warmup=1, active=num_steps, repeat=1),
+            on_trace_ready=lambda profiler: profiler.export_chrome_trace(str(exported)),
+            record_shapes=True,
+            experimental_config=torch._C._profiler._ExperimentalConfig(enable_cuda_sync_events=True),
+        ) as profiler:
+            step()  # while the profiler warms up
+            synchronize()
+            profiler.step()
+            meet()
+            for number in range(num_steps):
+                step()
+                if number == num_steps - 1:
+                    synchronize()
+                profiler.step()
+        return write_small(exported, path)
+
+
+def synchronize() -> None:
+    """Wait for this rank's GPU, where it has one."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()

@@ -22,7 +22,7 @@ import torch.distributed as dist
 STEPS_PER_LINE = 10
 
 
-def parse() -> argparse.Namespace:
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """On 2 H200s a layer computes for 2 ms, and its buckets alone take 1.2 ms."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
@@ -34,7 +34,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--frozen", type=int, default=1, help="layers, the last of a step, that have an error but no gradient"
     )
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     if options.steps < STEPS_PER_LINE:
         parser.error(f"--steps is {STEPS_PER_LINE} or more, since times are of so many; found {options.steps}")
     if options.device == "cuda" and (options.width % 512 or options.tokens % 512):
@@ -94,16 +94,16 @@ class Layer:
         matmul(self.inputs, self.weight.detach().to(self.kind), self.error)
         self.error.sub_(self.targets)
 
-    def backward(self, matmul) -> list[dist.Work]:
-        """The error and the gradient, and its average over ranks on the way."""
+    def backward(self, matmul, group=None) -> list[dist.Work]:
+        """The error and the gradient, and its average over ranks on the way, in the default group or in another."""
         self.look(matmul)
         matmul(self.inputs.t(), self.error, self.weight.grad)
-        return [dist.all_reduce(bucket, async_op=True) for bucket in self.buckets]
+        return [dist.all_reduce(bucket, group=group, async_op=True) for bucket in self.buckets]
 
 
-def train_step(layers: list[Layer], frozen: list[Layer], matmul) -> None:
+def train_step(layers: list[Layer], frozen: list[Layer], matmul, group=None) -> None:
     """Gradients of all layers, averaged; only at the end does anything wait."""
-    under_way = [work for layer in layers for work in layer.backward(matmul)]
+    under_way = [work for layer in layers for work in layer.backward(matmul, group)]
     for layer in frozen:
         layer.look(matmul)
     for work in under_way:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from typer.exceptions import Abort, TyperException
 
-from counterpoint import cli_analyze, cli_check, cli_gpu, cli_plan, cli_run, cli_schedule
+from counterpoint import cli_analyze, cli_check, cli_gpu, cli_plan, cli_run, cli_schedule, cli_validate
 from counterpoint.errors import MAX_LINE, CounterpointError, say, shown
 from counterpoint.units import format_count
 from counterpoint.value import check_outputs
@@ -273,6 +273,7 @@ app.command(context_settings=cli_check.CONTEXT, short_help="Name settings known 
 app.command(context_settings=cli_run.CONTEXT, short_help="Run a job that nobody edits with a plan, or tune it meanwhile.")(
     cli_run.run
 )
+app.command(short_help="Compare predictions with measurements of a fixed set of cases.")(cli_validate.validate)
 app.add_typer(cli_plan.plan, name="plan", short_help="Print plan files in words, or compare two.")
 app.add_typer(cli_schedule.schedule, name="schedule", short_help="Draw copy schedules, or choose them by measurement.")
 app.add_typer(cli_gpu.bench, name="bench")

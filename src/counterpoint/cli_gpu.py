@@ -5,23 +5,28 @@ so that no other waits for it for ever.
 """
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
+import msgspec
 import typer
+from msgspec.structs import replace
 
-from counterpoint.errors import StepError
+from counterpoint.errors import DeviceError, StepError, WorkloadError
 from counterpoint.value import check_outputs, write_json, write_whole
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from counterpoint.paper.grid import PaperResult
+    from counterpoint.paper.cases import Axis
+    from counterpoint.paper.values import PaperResult, Sweep
+    from counterpoint.workloads.description import Description
 
 bench = typer.Typer(help="Run the paper's workloads over all controls.", rich_markup_mode=None)
 ROUNDS = {"cb": 11, "mb": 5}
+SWEEP_ROUNDS = 5
 
 
 def tune_function(step: str, machine_name: str | None, output: Path | None, is_json: bool) -> NoReturn:
@@ -110,8 +115,8 @@ def bench_group() -> None:
     """Group of benchmarks; `paper` is one of them."""
 
 
-@bench.command("paper", short_help="The first paper's grid of controls, on GPUs or simulated.")
-def bench_paper(
+@bench.command("paper", short_help="The first paper's grid of controls and its sweeps, on GPUs or simulated.")
+def bench_paper(  # noqa: PLR0917  the command line passes by name
     workloads: Annotated[
         list[str] | None,
         typer.Argument(metavar="WORKLOAD", help="Names of workloads, such as cb_ar_opt2.  [default: all of them]"),
@@ -124,53 +129,179 @@ def bench_paper(
             help="Simulate for this machine, or for 'all'.  [default: run on the GPUs at hand]",
         ),
     ] = None,
+    sweep: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--sweep",
+            metavar="AXIS",
+            help="Instead of the grid, sweep ctas, sizes, bytes, tiles, types, ranks or iterations; ctas=64,256,tiles "
+            "chooses values. May be repeated.",
+        ),
+    ] = None,
+    iterations: Annotated[
+        int | None, typer.Option("--iterations", min=1, max=1000, help="Iterations of each step.  [default: 4]")
+    ] = None,
+    rounds: Annotated[
+        int | None, typer.Option("--rounds", min=2, max=1000, help="On GPUs, rounds of all variants.  [default: 11 to 5]")
+    ] = None,
+    energy: Annotated[
+        bool, typer.Option("--energy", help="On GPUs, also measure joules per step: a second more for each variant.")
+    ] = False,
+    plot: Annotated[
+        Path | None,
+        typer.Option("--plot", metavar="FILE", help="Draw the sweeps (.svg, .png, .pdf). Needs the extra 'plots'."),
+    ] = None,
     output: Annotated[Path | None, typer.Option("-o", "--output", metavar="FILE", help="Save the results (.json).")] = None,
 ) -> None:
     """The first paper's grid: sequential, plain overlap, priority, caps, head start, and the planner's choice.
 
-    On GPUs, start it with torchrun: torchrun --nproc-per-node 4 --no-python counterpoint bench paper.
+    With --sweep: sequential, plain overlap, priority and copy engines along one axis, with TimeRatio and overlap ratio. On
+    GPUs, start it with torchrun: torchrun --nproc-per-node 4 --no-python counterpoint bench paper.
     """
-    check_outputs((output,))
+    check_outputs((output, plot))
+    asked = BenchOptions(
+        workloads=tuple(workloads or ()),
+        sweeps=tuple(sweep or ()),
+        iterations=iterations,
+        rounds=rounds,
+        with_energy=energy,
+        plot=plot,
+        output=output,
+    )
+    asked.check(is_simulated=simulate is not None)
     if simulate is not None:
-        _simulate_paper(workloads, simulate, output)
+        _simulate_paper(asked, simulate)
         return
     from counterpoint.cuda.ranks import run_and_leave  # noqa: PLC0415
 
-    run_and_leave(lambda: _measure_paper(workloads, output))
+    run_and_leave(lambda: _measure_paper(asked))
 
 
-def _simulate_paper(workloads: list[str] | None, machine_name: str, output: Path | None) -> None:
+class BenchOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """What `bench paper` was asked for, as it was written."""
+
+    workloads: tuple[str, ...]
+    sweeps: tuple[str, ...]
+    iterations: int | None
+    rounds: int | None
+    with_energy: bool
+    plot: Path | None
+    output: Path | None
+
+    def check(self, *, is_simulated: bool) -> None:
+        """Raise `CounterpointError` for options that do not go together."""
+        if self.with_energy and is_simulated:
+            raise DeviceError(
+                "--energy reads the GPU's counter, and a simulation has none. Leave --energy or --simulate out."
+            )
+        if self.rounds is not None and is_simulated:
+            raise DeviceError("--rounds repeats measurements, and a simulation has none. Leave --rounds or --simulate out.")
+        if self.plot is not None:
+            if not self.sweeps:
+                raise WorkloadError("--plot draws sweeps, and none was asked for. Add --sweep ctas, or leave --plot out.")
+            from counterpoint.report.plots import check_plot  # noqa: PLC0415
+
+            check_plot(self.plot)
+
+    def axes(self) -> list[tuple["Axis", tuple[str, ...]]]:
+        """The sweeps as they are understood. Raises `WorkloadError`."""
+        from counterpoint.paper.cases import parse_sweep  # noqa: PLC0415
+
+        return [parse_sweep(each) for each in self.sweeps]
+
+    def descriptions(self, usual: list[str]) -> list["Description"]:
+        """The workloads asked for, or the usual ones, with the iterations asked for. Raises `WorkloadError`."""
+        from counterpoint.paper.cases import paper_description, with_iterations  # noqa: PLC0415
+
+        found = [paper_description(name) for name in self.workloads or usual]
+        return found if self.iterations is None else [with_iterations(each, str(self.iterations)) for each in found]
+
+
+def _simulate_paper(asked: BenchOptions, machine_name: str) -> None:
     from counterpoint.machine import load_machine, machine_names  # noqa: PLC0415
     from counterpoint.paper.grid import simulate_paper  # noqa: PLC0415
-    from counterpoint.workloads import load_workload, workload_names  # noqa: PLC0415
+    from counterpoint.paper.sweep import simulate_sweep  # noqa: PLC0415
+    from counterpoint.workloads import build_step, workload_names  # noqa: PLC0415
 
-    machines = machine_names() if machine_name == "all" else [machine_name]
-    results = [
-        simulate_paper(load_workload(workload), load_machine(machine))
-        for machine in machines
-        for workload in workloads or workload_names()
-    ]
-    _show(results, output)
+    axes, descriptions = asked.axes(), asked.descriptions(workload_names())
+    machines = [load_machine(name) for name in (machine_names() if machine_name == "all" else [machine_name])]
+    if axes:
+        sweeps = [
+            simulate_sweep(description, machine, axis, values)
+            for machine in machines
+            for description in descriptions
+            for axis, values in axes
+        ]
+        _show_sweeps(sweeps)
+        _finish_sweeps(sweeps, asked, {"gpus": "none used, simulated"})
+        return
+    _show(
+        [
+            replace(simulate_paper(build_step(description), machine), iterations=description.iterations)
+            for machine in machines
+            for description in descriptions
+        ],
+        asked.output,
+    )
 
 
-def _measure_paper(workloads: list[str] | None, output: Path | None) -> None:
+def _measure_paper(asked: BenchOptions) -> None:
     from counterpoint.cuda.ranks import join_ranks  # noqa: PLC0415
 
     rank = join_ranks()
     from counterpoint.cuda.conditions import measuring_conditions  # noqa: PLC0415
-    from counterpoint.paper.on_gpu import measure_workload  # noqa: PLC0415
-    from counterpoint.paper.workloads import paper_workload_names  # noqa: PLC0415
+    from counterpoint.paper.cases import paper_workload_names  # noqa: PLC0415
+    from counterpoint.paper.on_gpu import check_cases, measure_workload, on_these_ranks  # noqa: PLC0415
 
+    axes = asked.axes()
+    descriptions = [on_these_ranks(each) for each in asked.descriptions(paper_workload_names())]
+    if axes:
+        _measure_sweeps(asked, descriptions, rank)
+        return
+    check_cases(descriptions)
     results = []
-    for name in workloads or paper_workload_names():
-        results.append(measure_workload(name, ROUNDS[name.split("_")[0]]))
+    for described in descriptions:
+        rounds = asked.rounds or ROUNDS[described.name.split("_")[0]]
+        results.append(measure_workload(described, rounds, with_energy=asked.with_energy))
         if rank == 0:
             _show(results[-1:], None)
-            _save(results, output, measuring_conditions(rounds=ROUNDS))
+            _save(results, asked.output, measuring_conditions(rounds=asked.rounds or ROUNDS))
+
+
+def _measure_sweeps(asked: BenchOptions, descriptions: list["Description"], rank: int) -> None:
+    """Every sweep on GPUs; what is measured is stored after each of them."""
+    from counterpoint.cuda.conditions import measuring_conditions  # noqa: PLC0415
+    from counterpoint.paper.on_gpu import measure_sweep, sweeps_of  # noqa: PLC0415
+
+    planned = sweeps_of(descriptions, asked.axes())
+    sweeps = []
+    rounds = asked.rounds or SWEEP_ROUNDS
+    for described, axis, cases in planned:
+        sweeps.append(measure_sweep(described, axis, cases, rounds, with_energy=asked.with_energy))
+        if rank == 0:
+            _show_sweeps(sweeps[-1:])
+            _finish_sweeps(sweeps, asked, measuring_conditions(rounds=rounds))
+
+
+def _show_sweeps(sweeps: list["Sweep"]) -> None:
+    from counterpoint.report.paper import print_sweep  # noqa: PLC0415
+    from counterpoint.report.text import new_console  # noqa: PLC0415
+
+    console = new_console()
+    for sweep in sweeps:
+        print_sweep(console, sweep)
+
+
+def _finish_sweeps(sweeps: list["Sweep"], asked: BenchOptions, conditions: dict[str, object]) -> None:
+    _save(sweeps, asked.output, conditions)
+    if asked.plot is not None:
+        from counterpoint.report.plots import draw_sweeps  # noqa: PLC0415
+
+        draw_sweeps(sweeps, asked.plot, str(conditions["gpus"]))
 
 
 def _show(results: list["PaperResult"], output: Path | None) -> None:
-    from counterpoint.report.gpu import print_paper  # noqa: PLC0415
+    from counterpoint.report.paper import print_paper  # noqa: PLC0415
     from counterpoint.report.text import new_console  # noqa: PLC0415
 
     console = new_console()
@@ -196,7 +327,7 @@ def _show_how_to_apply(console: "Console", results: list["PaperResult"]) -> None
             print_to_apply(console, ways_to_apply(result.choice, PlanOrigin(finding=finding, step=result.workload)))
 
 
-def _save(results: list["PaperResult"], output: Path | None, conditions: dict[str, object]) -> None:
+def _save(results: Sequence[object], output: Path | None, conditions: dict[str, object]) -> None:
     """Store the results, and under what conditions they were had; both in one object, as benchmarks store theirs."""
     if output is not None:
         write_whole(output, f"{write_json({'conditions': conditions, 'result': results})}\n".encode())

@@ -17,6 +17,7 @@ from counterpoint.value import Value, require
 __all__ = [
     "CommunicationCtas",
     "HeadStart",
+    "LightKernel",
     "OverlapMatmul",
     "OwnStream",
     "Priority",
@@ -39,7 +40,9 @@ OWN_STREAM_IN_THE_JOB = (
 # Of copies with a sum, as the integrations do them. Measured: with 6 MiB from each of 4 ranks copies are faster than the
 # library's collective; below 4 MiB an assumption.
 LEAST_PART_BYTES = 4 * MIB
+MOST_LIGHT_CTAS = 512  # flags are kept for so many
 ALL_REDUCES_IN_FLIGHT = 3  # so that one can wait for an SM while another copies; measured on 4 H200s (docs/integrations.md)
+FOR_CAPTURED_STEPS = "light kernels take the place of collectives in a captured step only: counterpoint tune MODULE:FUNCTION"
 FOR_OPERATORS = "it is for operators: counterpoint.ops.use_plan takes it"
 
 
@@ -171,6 +174,28 @@ class Transport(AbstractControl, frozen=True, kw_only=True, tag="transport"):
         )
 
 
+class LightKernel(AbstractControl, frozen=True, kw_only=True, tag="light_kernel"):
+    """Run a collective by `num_ctas` CTAs of a light kernel, of 128 threads and 32 registers and without shared memory.
+
+    Such a CTA fits beside kernels that leave no room for the library's.
+    """
+
+    refused_by = MappingProxyType({"job": FOR_CAPTURED_STEPS, "operators": OPERATORS_TAKE_SCHEDULES})
+
+    num_ctas: int
+
+    def __post_init__(self) -> None:
+        require(
+            1 <= self.num_ctas <= MOST_LIGHT_CTAS,
+            PlanError,
+            f"A light kernel has from 1 to {MOST_LIGHT_CTAS} CTAs; found {self.num_ctas}.",
+        )
+
+    def describe(self) -> str:
+        """As in "light kernel of 64 CTAs"."""
+        return f"light kernel of {format_count(self.num_ctas, 'CTA')}"
+
+
 class OverlapMatmul(AbstractControl, frozen=True, kw_only=True, tag="overlap_matmul"):
     """Run a collective together with the matmul that needs or feeds it, as one operator of `counterpoint.ops`.
 
@@ -239,4 +264,14 @@ class ScheduleChoice(AbstractControl, frozen=True, kw_only=True, tag="copy_sched
         return f"copy schedule {self.schedule.label()}"
 
 
-Control = ResidencyCap | Priority | CommunicationCtas | Transport | OverlapMatmul | OwnStream | HeadStart | ScheduleChoice
+Control = (
+    ResidencyCap
+    | Priority
+    | CommunicationCtas
+    | Transport
+    | LightKernel
+    | OverlapMatmul
+    | OwnStream
+    | HeadStart
+    | ScheduleChoice
+)

@@ -19,7 +19,7 @@ OperationKind = Literal["computation", "communication", "copy"]
 Character = Literal["matmul", "attention", "streaming", "other"]
 CollectiveKind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "reduce", "send_recv"]
 REDUCING_COLLECTIVES: tuple[CollectiveKind, ...] = ("all_reduce", "reduce_scatter", "reduce")
-TransportKind = Literal["sm", "copy_engine", "light_kernel"]
+TransportKind = Literal["sm", "copy_engine"]
 CopyDirection = Literal["device_to_device", "host_to_device", "device_to_host", "peer_to_peer", "set"]
 
 MAX_CTAS = 1 << 50  # more are no launch: at a nanosecond each on every slot of a GPU they would take minutes
@@ -116,7 +116,8 @@ class Collective(Value, frozen=True, kw_only=True, tag_field="type", tag="collec
     `num_bytes` is the size as nccl-tests counts it: the larger of the buffers of one rank (the reduced buffer, the
     gathered output, the scattered input, the sent buffer). `footprint` is its kernel's, or None for the library's usual
     one. `peer_wait_us` is the part of its traced time spent waiting for other ranks. `process_group` is the group's
-    description, or its name where that says more; None where it is not known. A step's fingerprint does not hang on it.
+    description, or its name where that says more; None where it is not known. `ranks` are the group's, empty where they are
+    not known. A step's fingerprint hangs on neither.
     """
 
     name: str
@@ -125,6 +126,7 @@ class Collective(Value, frozen=True, kw_only=True, tag_field="type", tag="collec
     num_bytes: int
     group_size: int
     process_group: str | None = None
+    ranks: tuple[int, ...] = ()
     library: str = "nccl"
     transport: TransportKind = "sm"
     footprint: Footprint | None = None

@@ -154,11 +154,11 @@ class GraphDouble(AbstractGraph):
     def obstacle_to_light_kernel(self, node: int) -> str:
         return self._obstacles.get(node, "no light kernels were prepared")
 
-    def move_to_light_kernel(self, node: int) -> None:
+    def move_to_light_kernel(self, node: int, num_ctas: int) -> None:
         assert not self.obstacle_to_light_kernel(node), "an obstacle is asked for first"
-        self._note("light_kernel", node)
+        self._note("light_kernel", node, num_ctas)
         if not self.faults.ignores_copies:
-            light = Footprint(num_ctas=64, threads_per_cta=128, registers_per_thread=32)
+            light = Footprint(num_ctas=num_ctas, threads_per_cta=128, registers_per_thread=32)
             self._nodes[node] = replace(self._nodes[node], name="counterpoint_light_push", footprint=light, priority=0)
 
     def residency(self, node: int) -> int:

@@ -10,7 +10,7 @@ import pytest
 from counterpoint.cuda.plan_cache import Conditions, cache_folder, find_plan, keep_plan, plan_path
 from counterpoint.errors import PlanError
 from counterpoint.machine import load_machine, machine_names
-from counterpoint.paper.grid import PLAIN, SEQUENTIAL, PaperResult
+from counterpoint.paper.values import PLAIN, SEQUENTIAL, PaperResult
 from counterpoint.plan import Plan
 from counterpoint.workloads import load_workload
 from helpers.command import counterpoint, refusal

@@ -4,7 +4,7 @@ import pytest
 from msgspec.structs import replace
 
 from counterpoint import load_machine
-from counterpoint.controls import CommunicationCtas, Control, HeadStart, Priority, ResidencyCap, Transport
+from counterpoint.controls import CommunicationCtas, Control, HeadStart, LightKernel, Priority, ResidencyCap, Transport
 from counterpoint.cuda.graph import GraphNode
 from counterpoint.cuda.graph_reading import CollectiveCall, GraphTimes, ReadGraph, read_graph
 from counterpoint.cuda.graph_rewriting import rewrite
@@ -162,6 +162,7 @@ def test_a_limit_on_ctas_is_refused_with_the_line_that_the_user_must_add() -> No
         assert words in engagement.reason
 
 
+LIGHT = LightKernel(num_ctas=64)
 BY_COPIES = Transport(transport="copy_engine")
 
 
@@ -197,6 +198,27 @@ def test_a_moved_collective_takes_no_control_of_kernels_and_others_keep_theirs()
     assert [edit.method for edit in graph.edits] == ["copies"]
     assert {each.control: each.state for each in engagements} == {"transport": "verified", "priority": "refused"}
     assert "copy engines move it" in next(each.reason for each in engagements if each.control == "priority")
+
+
+def test_a_light_kernel_takes_the_collectives_place_before_it_is_given_a_priority() -> None:
+    graph, engagements = moved(plan(GREATEST, LIGHT, kind="communication"))
+    assert [edit.method for edit in graph.edits] == ["light_kernel", "priority"]
+    node = graph.nodes()[REDUCTION]
+    assert (node.priority, node.footprint and node.footprint.shared_bytes) == (-5, 0)
+    assert {each.control: each.state for each in engagements} == {"light_kernel": "verified", "priority": "verified"}
+    assert next(each.found for each in engagements if each.control == "light_kernel") == "64 CTAs of counterpoint_light_push"
+
+
+@pytest.mark.parametrize(
+    ("controls", "states_wanted"),
+    [((LIGHT,), ["failed"]), ((BY_COPIES, LIGHT), ["refused", "failed"]), ((LIGHT, BY_COPIES), ["refused", "failed"])],
+    ids=["not there", "after copies", "before copies"],
+)
+def test_a_light_kernel_that_is_not_there_or_comes_beside_copies_is_found_out(
+    controls: tuple[Control, ...], states_wanted: list[str]
+) -> None:
+    _, engagements = moved(plan(*controls, kind="communication"), faults=Faults(ignores_copies=True))
+    assert states(engagements) == states_wanted
 
 
 def test_only_collectives_can_be_moved() -> None:

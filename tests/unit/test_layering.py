@@ -30,14 +30,20 @@ ORDER = [
     {"integrations"},
     {"planner", "doctor", "job"},
     {"analysis", "paper", "supervised"},
+    {"validation"},
     {"report"},
-    {"cli_analyze", "cli_check", "cli_gpu", "cli_plan", "cli_run", "cli_schedule"},
+    {"cli_analyze", "cli_check", "cli_gpu", "cli_plan", "cli_run", "cli_schedule", "cli_validate"},
     {"cli"},
     {"__init__", "__main__"},
 ]
 LEVEL = {part: level for level, parts in enumerate(ORDER) for part in parts}
 DEVICE_PARTS = {"cuda", "ops", "integrations"}
-DEVICE_MODULES = {"paper.workloads", "supervised.torch_job"}  # of parts that otherwise need no GPU
+DEVICE_MODULES = {
+    "paper.workloads",
+    "supervised.torch_job",
+    "validation.on_gpu",
+    "validation.steps_on_gpu",
+}  # of parts that otherwise need no GPU
 DEVICE_LIBRARIES = {"torch", "cuda", "cupy", "triton"}
 MAX_FUNCTION_LINES = 60
 MAX_FILE_LINES = 500

@@ -1,7 +1,5 @@
 """The paper's grid measured on a graph in memory: its rows, what they say of each control, and that everything is freed."""
 
-from collections.abc import Callable
-
 import pytest
 
 from counterpoint import ideal_us, load_machine
@@ -10,19 +8,17 @@ from counterpoint.cuda.graph_reading import CollectiveCall, GraphTimes, read_gra
 from counterpoint.cuda.graph_rewriting import MOVED
 from counterpoint.errors import DeviceError
 from counterpoint.machine import machine_names
+from counterpoint.paper.accuracy import simulation_accuracy
 from counterpoint.paper.grid import (
-    CHOICE,
-    COPY_ENGINES,
-    PLAIN,
-    SEQUENTIAL,
-    PaperResult,
-    PaperRow,
+    Readings,
     Variant,
     measure_paper,
+    measure_variants,
     paper_grid,
     simulate_paper,
-    simulation_accuracy,
+    sweep_plans,
 )
+from counterpoint.paper.values import CHOICE, COPY_ENGINES, PLAIN, SEQUENTIAL, Energy, PaperResult, PaperRow
 from counterpoint.plan import Directive, Match, Plan
 from counterpoint.planner.ideal import scale_of
 from counterpoint.sim import Simulator
@@ -58,11 +54,21 @@ class Bench:
 
     def measure(self) -> PaperResult:
         replays = ReplayDouble(self.overlapped, READ, clock)
-        forms = {SEQUENTIAL: self._form(self.output_bits)}
-        return measure_paper(replays, H200, self.output_bits, forms=forms, num_rounds=4)
+        return measure_paper(replays, H200, self.readings(), forms=self._forms(), num_rounds=4)
 
-    def _form(self, output_bits: Callable[[AbstractExecutable], bytes]) -> Variant:
-        return Variant(executable=self.in_sequence.instantiate(), is_engaged=True, output_bits=output_bits)
+    def measure_variants(self) -> tuple[PaperRow, ...]:
+        replays = ReplayDouble(self.overlapped, READ, clock)
+        return measure_variants(replays, H200, self.readings(), forms=self._forms(), num_rounds=4)[0]
+
+    def readings(self) -> Readings:
+        return Readings(
+            output_bits=self.output_bits,
+            overlap_ratio=lambda executable: 0.25,
+            energy=lambda executable: Energy(joules_per_step=7.0, watts=700.0),
+        )
+
+    def _forms(self) -> dict[str, Variant]:
+        return {SEQUENTIAL: Variant(executable=self.in_sequence.instantiate(), is_engaged=True)}
 
     def output_bits(self, executable: AbstractExecutable) -> bytes:
         assert isinstance(executable, ExecutableDouble)
@@ -146,6 +152,21 @@ def test_every_row_has_its_time_against_plain_overlap_beside_the_simulated_one()
     assert (rows["priority"].measured_us, rows["priority"].ratio) == (800.0, 0.8)
     assert (rows[PLAIN].measured_us, rows[PLAIN].ratio) == (1000.0, 1.0)
     assert all(row.simulated_us for row in rows.values())
+
+
+def test_every_row_has_its_time_over_the_sequential_one_and_what_else_was_read() -> None:
+    rows = {row.label: row for row in Bench().measure().rows}
+    assert (rows[SEQUENTIAL].time_ratio, rows["priority"].time_ratio) == (1.0, 0.8)
+    assert (rows[SEQUENTIAL].overlap_ratio, rows[PLAIN].overlap_ratio) == (None, 0.25)
+    assert all(row.energy == Energy(joules_per_step=7.0, watts=700.0) for row in rows.values())
+
+
+def test_the_variants_of_a_sweep_are_measured_like_the_grid_and_freed() -> None:
+    bench = Bench(obstacles={2: ""})
+    rows = bench.measure_variants()
+    assert [row.label for row in rows] == [PLAIN, SEQUENTIAL, *list(sweep_plans(READ.step, H200))[1:]]
+    assert [row.time_ratio for row in rows] == [1.0, 1.0, 0.8, 0.7]
+    assert bench.num_open() == 0
 
 
 def test_collectives_that_can_be_copies_are_a_row_that_is_measured_simulated_and_whose_outputs_are_compared() -> None:

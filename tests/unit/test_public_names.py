@@ -27,6 +27,7 @@ PUBLIC = [
     "Interval",
     "Kernel",
     "LEAVE_IT",
+    "LightKernel",
     "Link",
     "Machine",
     "MachineError",

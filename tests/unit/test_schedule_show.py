@@ -87,7 +87,10 @@ def shown(operation: str, *arguments: str) -> ScheduleSummary:
     [
         (("nothing", *SIZES), ["'OPERATION': 'nothing' is not one of", "all_to_all_matmul"]),
         (("all_gather_matmul", *SIZES[2:]), ["Missing option '--ranks'"]),
-        (("all_gather_matmul", "--ranks", "9", *SIZES[2:]), ["which on h200 are 8; found 9 ranks", "8 or fewer"]),
+        (
+            ("all_gather_matmul", "--ranks", "9", *SIZES[2:]),
+            ["9 ranks are asked for, but machine 'h200' has 8 GPUs", "8 ranks or fewer"],
+        ),
         (("all_gather_matmul", "--ranks", "0", *SIZES[2:]), ["for 1 to 64 ranks; found 0"]),
         (("all_gather_matmul", *SIZES, "--rows", "0"), ["--rows must be from 1 to", "found 0"]),
         (("all_gather_matmul", *SIZES, "--rows", "16k"), ["value for '--rows': it must be a whole", "; found '16k'. Try"]),

@@ -16,7 +16,6 @@ from counterpoint.controls import (
 from counterpoint.errors import CounterpointError, MachineError, PlanError, StepError
 from counterpoint.machine import load_machine
 from counterpoint.plan import LEAVE_IT, Directive, Match, Plan
-from counterpoint.sim import Simulator
 from counterpoint.step import Collective, Copy, Footprint, Kernel
 from helpers.toy_steps import (
     GREATEST,
@@ -119,26 +118,6 @@ def test_a_priority_that_the_driver_ignores_is_refused_and_the_least_is_not() ->
     with pytest.raises(PlanError, match="ignores stream priority"):
         simulate(mi250x, operation, plan=plan_of({0: Priority(priority=-1)}))
     assert spans(simulate(mi250x, operation, plan=plan_of({0: Priority(priority=0)}))) == [(0, 1)]
-
-
-def test_a_collective_across_nodes_needs_a_network() -> None:
-    collective = msgspec.structs.replace(all_reduce(10.0), group_size=16, lone_us=None)
-    alone = msgspec.structs.replace(H200, network=None)
-    with pytest.raises(StepError) as caught:
-        simulate(alone, collective)
-    assert "16 ranks" in str(caught.value)
-    assert "8 GPUs" in str(caught.value)
-    assert "\n" not in str(caught.value)
-    assert spans(simulate(H200, collective))
-
-
-def test_a_collective_across_nodes_takes_the_networks_time() -> None:
-    within = Collective(name="within", stream=1, collective="all_gather", num_bytes=1 << 30, group_size=8)
-    across = msgspec.structs.replace(within, group_size=16)
-    assert H200.network is not None
-    slower = H200.link.bytes_per_s / H200.network.bytes_per_s
-    lone_us = Simulator().lone_times_us(step_of(within, across), H200)
-    assert lone_us[1] / lone_us[0] == pytest.approx(slower * (15 / 16) / (7 / 8), rel=0.2)
 
 
 def test_a_library_without_a_known_footprint_is_refused() -> None:

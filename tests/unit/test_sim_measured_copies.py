@@ -10,7 +10,7 @@ from benchmarks.paper_runs import captured_steps, measured_rows, simulated_rows
 
 from counterpoint.controls import Transport
 from counterpoint.metrics import measure
-from counterpoint.paper.grid import COPY_ENGINES
+from counterpoint.paper.values import COPY_ENGINES
 from counterpoint.planner.search import tune
 from counterpoint.sim import Simulator
 from counterpoint.step import Collective, CollectiveKind

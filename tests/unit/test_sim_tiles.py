@@ -76,17 +76,18 @@ def test_the_next_kernel_enters_when_no_tile_is_left_for_an_sm() -> None:
 
 def test_tiles_are_counted_by_name_and_sizes_or_estimated_from_the_time() -> None:
     known = matmul(4096, 4096, 16384, "320x128", 814.0)
-    assert num_tiles(known, 132, 814.0, 55.0) == 52 * 32
+    assert num_tiles(known, 132, 132, 814.0, 55.0) == 52 * 32
     unknown = msgspec.structs.replace(known, matmul_sizes=None)
-    assert num_tiles(unknown, 132, 211.0, 55.0) == 512
-    assert num_tiles(unknown, 132, 10.0, 55.0) == 132
-    assert num_tiles(msgspec.structs.replace(known, character="attention"), 132, 814.0, 55.0) == 0
-    assert num_tiles(msgspec.structs.replace(known, is_work_sharing=False), 132, 814.0, 55.0) == 0
+    assert num_tiles(unknown, 132, 132, 211.0, 55.0) == 512
+    assert num_tiles(unknown, 132, 132, 10.0, 55.0) == 132
+    assert num_tiles(msgspec.structs.replace(known, character="attention"), 132, 132, 814.0, 55.0) == 0
+    assert num_tiles(known, 150, 132, 814.0, 55.0) == 0
+    assert num_tiles(msgspec.structs.replace(known, is_work_sharing=False), 132, 132, 814.0, 55.0) == 0
 
 
 def test_the_cost_does_not_grow_with_the_number_of_tiles() -> None:
     kernel = matmul(1 << 24, 64, 1 << 24, "128x128", 1000.0)
-    assert num_tiles(kernel, 132, 1000.0, 55.0) == 1 << 34
+    assert num_tiles(kernel, 132, 132, 1000.0, 55.0) == 1 << 34
     begin = time.process_time()
     spans(msgspec.structs.replace(kernel, issued_us=5.0), holding(24, 4, 300.0))
     assert time.process_time() - begin < 0.5

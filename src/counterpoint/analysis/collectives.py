@@ -11,7 +11,7 @@ from counterpoint.analysis.timed import TimedTrace, ns_to_us
 from counterpoint.analysis.values import Role, TracedCollective
 from counterpoint.spans import Span
 from counterpoint.step import CollectiveKind
-from counterpoint.traces.activity import GpuOperation
+from counterpoint.traces.activity import GpuOperation, listed_numbers, ranks_of_group
 from counterpoint.traces.classify import Group, classify_kernel, collective_kind, element_bytes, name_groups
 from counterpoint.value import Value
 
@@ -78,14 +78,8 @@ def _of_mangled(name: str) -> str:
 
 def imbalance(operation: GpuOperation) -> float:
     """Largest over mean part of an all-to-all, of what is sent or received, whichever is more uneven; 0 if unknown."""
-    parts = [_splits(operation.arguments.in_splits), _splits(operation.arguments.out_splits)]
+    parts = [listed_numbers(operation.arguments.in_splits), listed_numbers(operation.arguments.out_splits)]
     return max((max(line) * len(line) / sum(line) for line in parts if sum(line) > 0), default=0.0)
-
-
-def _splits(stated: object) -> list[int]:
-    """Numbers of a list that the profiler wrote as text; none where it is cut short ("...")."""
-    text = "" if stated is None else str(stated)
-    return [] if "..." in text else [int(digits) for digits in re.findall(r"\d+", text)]
 
 
 def _collective(
@@ -113,17 +107,11 @@ def _collective(
         dtype=first.arguments.dtype,
         phase="unknown" if operator is None else operator.phase,
         module="" if operator is None else operator.module,
-        group_ranks=_ranks(first.arguments.group_ranks, group_size),
+        group_ranks=ranks_of_group(first.arguments, group_size),
         issued_us=ns_to_us(min(launches)) if launches else None,
         waiting_us=ns_to_us(waiting),
         imbalance=imbalance(first) if kind == "all_to_all" else 0.0,
     )
-
-
-def _ranks(stated: str | None, group_size: int) -> tuple[int, ...]:
-    """The ranks of a process group, where the profiler lists them all."""
-    ranks = _splits(stated)
-    return tuple(ranks) if len(ranks) == group_size else ()
 
 
 def _what(timed: TimedTrace, members: Members, operations: list[GpuOperation]) -> tuple[CollectiveKind, int, str, str, int]:

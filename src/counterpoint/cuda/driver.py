@@ -18,6 +18,7 @@ EXPLAINED = {
     "CUDA_ERROR_INVALID_VALUE": "the driver rejects the value",
     "CUDA_ERROR_INSUFFICIENT_DRIVER": "the driver is older than the CUDA libraries; update it",
 }
+PCI_BUS_ID_BYTES = 32
 Handle = Any  # cuda-bindings has no types
 
 
@@ -34,6 +35,13 @@ def driver_version() -> str:
     """The newest CUDA version that the installed driver supports, as in "13.0"."""
     number = int(check("Asking for the driver's version", cu.cuDriverGetVersion()))
     return f"{number // 1000}.{number % 1000 // 10}"
+
+
+def pci_bus_id(device: int) -> str:
+    """Where a visible GPU sits on the PCI bus, as in "0000:18:00.0"."""
+    handle = check("Finding a GPU", cu.cuDeviceGet(device))
+    found: bytes = check("Asking for a GPU's place on the PCI bus", cu.cuDeviceGetPCIBusId(PCI_BUS_ID_BYTES, handle))
+    return found.split(b"\0")[0].decode()
 
 
 def waits_of(node: Handle) -> list[int]:

@@ -44,7 +44,7 @@ class StandIn(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LightLaunch(msgspec.Struct, frozen=True, kw_only=True):
-    """A light kernel that may take a collective's place: its launch, and what the launch points to."""
+    """A light kernel that may take a collective's place: its launch but for the CTAs, and what the launch points to."""
 
     params: Handle
     arguments: object
@@ -195,12 +195,13 @@ class DriverGraph(AbstractGraph):
         launch = self._light.get(node, NOT_NOTED)
         return launch if isinstance(launch, str) else ""
 
-    def move_to_light_kernel(self, node: int) -> None:
+    def move_to_light_kernel(self, node: int, num_ctas: int) -> None:
         """See `AbstractGraph.move_to_light_kernel`."""
         launch = self._light[node]
         assert isinstance(launch, LightLaunch), "obstacles are asked for first"
         old = self._edited(node)
         waits = [cu.CUgraphNode(handle) for handle in waits_of(old)]
+        launch.params.gridDimX = num_ctas
         added = check("Adding a light kernel", cu.cuGraphAddKernelNode(self._graph, waits, len(waits), launch.params))
         self._handles[node] = self._put_in_place_of(old, added)
 

@@ -86,7 +86,7 @@ class AbstractGraph(ABC):
         """Why a light kernel cannot take a node's place; empty if it can."""
 
     @abstractmethod
-    def move_to_light_kernel(self, node: int) -> None:
+    def move_to_light_kernel(self, node: int, num_ctas: int) -> None:
         """Put a light kernel in a collective's place, which `obstacle_to_light_kernel` allows. It has priority 0."""
 
     @abstractmethod

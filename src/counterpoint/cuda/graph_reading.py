@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from counterpoint.cuda.graph import GraphNode
 from counterpoint.errors import StepError
 from counterpoint.step import Collective, CollectiveKind, Copy, Dependency, Kernel, Operation, Step
-from counterpoint.traces.classify import Group, classify_kernel, element_bytes, known_collective, name_groups
+from counterpoint.traces.classify import Group, classify_kernel, copy_direction, element_bytes, known_collective, name_groups
 from counterpoint.value import Value
 
 RECORDED_LIBRARIES = ("nccl", "rccl")  # what torch.distributed calls, and so records
@@ -119,7 +119,8 @@ def _operation(
         return Copy(
             name=node.name,
             stream=stream,
-            direction=node.direction,
+            # the profiler's name says from where to where; the driver's node of a copy does not
+            direction=node.direction if node.direction != "device_to_device" else copy_direction(node.name),
             num_bytes=node.num_bytes,
             lone_us=lone_us,
             waits_for=waits,

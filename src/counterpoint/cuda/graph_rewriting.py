@@ -9,7 +9,7 @@ from contextlib import ExitStack
 
 import msgspec
 
-from counterpoint.controls import Control, HeadStart, Priority, ResidencyCap, Transport
+from counterpoint.controls import Control, HeadStart, LightKernel, Priority, ResidencyCap, Transport
 from counterpoint.cuda.graph import AbstractGraph, GraphNode
 from counterpoint.cuda.graph_reading import ReadGraph
 from counterpoint.engagement import Engagement
@@ -18,7 +18,6 @@ from counterpoint.step import Collective, Operation
 from counterpoint.units import format_bytes, format_count
 
 MOVED = Transport(transport="copy_engine")
-LIGHT = Transport(transport="light_kernel")
 LIGHT_KERNELS = "counterpoint_light_"  # what their names begin with
 
 
@@ -47,11 +46,11 @@ def _edit(graph: AbstractGraph, before: Sequence[GraphNode], read: ReadGraph, pl
     each = zip(read.nodes, read.step.operations, plan.controls_of(read.step), strict=True)
     for number, operation, controls in each:
         is_moved = MOVED in controls and not graph.obstacle_to_copies(number)
-        for control in _transport_first(controls):
+        for control in _replacements_first(controls):
             reason = _why_not(before[number], control)
-            if isinstance(control, Transport):
+            if isinstance(control, Transport | LightKernel):
                 reason = _why_not_moved(graph, number, operation, control)
-            elif is_moved:
+            if is_moved and control != MOVED and not reason:
                 reason = "copy engines move it, and they know no such thing"
             if reason:
                 engagements.append(_refused(before[number], control, reason))
@@ -64,9 +63,9 @@ def _edit(graph: AbstractGraph, before: Sequence[GraphNode], read: ReadGraph, pl
     return (*engagements, *(_verify(graph, number, after[number], control) for number, control in wanted))
 
 
-def _transport_first(controls: Sequence[Control]) -> list[Control]:
+def _replacements_first(controls: Sequence[Control]) -> list[Control]:
     """Each control once; a kernel that takes a collective's place does so before other controls are for it."""
-    return sorted(dict.fromkeys(controls), key=lambda control: not isinstance(control, Transport))
+    return sorted(dict.fromkeys(controls), key=lambda control: not isinstance(control, LightKernel))
 
 
 def _why_not(node: GraphNode, control: Control) -> str:
@@ -86,13 +85,13 @@ def _why_not(node: GraphNode, control: Control) -> str:
     return ""
 
 
-def _why_not_moved(graph: AbstractGraph, number: int, operation: Operation, control: Transport) -> str:
-    """Why a collective cannot be moved to the transport that a control asks for; empty if it can."""
+def _why_not_moved(graph: AbstractGraph, number: int, operation: Operation, control: Transport | LightKernel) -> str:
+    """Why a collective cannot be moved to what a control asks for; empty if it can."""
     if not isinstance(operation, Collective):
         return f"only collectives have it, and this is a {operation.kind}"
-    if control.transport == operation.transport:
-        return "so it is captured"
-    return graph.obstacle_to_light_kernel(number) if control == LIGHT else graph.obstacle_to_copies(number)
+    if isinstance(control, LightKernel):
+        return graph.obstacle_to_light_kernel(number)
+    return "so it is captured" if control.transport == operation.transport else graph.obstacle_to_copies(number)
 
 
 def _apply(graph: AbstractGraph, number: int, control: Control) -> None:
@@ -103,8 +102,8 @@ def _apply(graph: AbstractGraph, number: int, control: Control) -> None:
             graph.set_shared_memory(number, control.dynamic_shared_bytes, control.carveout_percent)
         case HeadStart():
             graph.hold_before(number, control.hold_us)
-        case Transport(transport="light_kernel"):
-            graph.move_to_light_kernel(number)
+        case LightKernel():
+            graph.move_to_light_kernel(number, control.num_ctas)
         case Transport():
             graph.move_to_copies(number)
         case _:
@@ -122,8 +121,10 @@ def _verify(graph: AbstractGraph, number: int, node: GraphNode, control: Control
             percent = node.footprint.carveout_percent
             is_met = residency <= control.ctas_per_sm and percent == control.carveout_percent and residency > 0
             return _verified(node, control, f"{format_count(residency, 'CTA')} per SM, carveout {percent} %", is_met)
-        case Transport(transport="light_kernel"):
-            return _verified(node, control, f"kernel {node.name}", node.name.startswith(LIGHT_KERNELS))
+        case LightKernel():
+            num_ctas = node.footprint.num_ctas if node.footprint is not None else 0
+            is_met = node.name.startswith(LIGHT_KERNELS) and num_ctas == control.num_ctas
+            return _verified(node, control, f"{format_count(num_ctas, 'CTA')} of {node.name}", is_met)
         case Transport():
             moved = graph.copied_bytes(number)
             return _verified(node, control, f"copies of {format_bytes(moved)} to other GPUs", moved > 0)

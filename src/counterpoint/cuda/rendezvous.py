@@ -50,6 +50,12 @@ class Rendezvous:
         """The largest value of all ranks, on every rank."""
         return self.slowest_of([value])[0]
 
+    def each(self, value: float) -> list[float]:
+        """Every rank's value, by rank, on every rank."""
+        return [
+            msgspec.json.decode(text, type=float) for text in self._exchange.round(msgspec.json.encode(value), "compare")
+        ]
+
     def slowest_of(self, values: Sequence[float]) -> list[float]:
         """The largest of each of these values, of which every rank has as many, on every rank."""
         texts = self._exchange.round(msgspec.json.encode(values), "compare times")

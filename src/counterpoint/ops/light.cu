@@ -9,7 +9,7 @@ typedef unsigned long long u64;
 #define THREADS 128
 #define UNROLL 4
 
-struct Exchange {
+struct LightArgument {
     u64 source[MAX_PEERS + 1];  // push: what goes to each target; reduce: one block of each rank, in the order of ranks
     u64 target[MAX_PEERS + 1];  // where it goes
     u64 num_bytes[MAX_PEERS + 1];
@@ -31,22 +31,22 @@ __device__ __forceinline__ unsigned read_flag(u64 flag) {
 }
 
 // Until CTA blockIdx.x of every peer has come as far. One thread a peer.
-__device__ __forceinline__ void meet(const Exchange& exchange, unsigned value) {
-    if (threadIdx.x < exchange.num_peers) {
-        raise_flag(exchange.raised[threadIdx.x] + 4 * blockIdx.x, value);
-        while ((int)(read_flag(exchange.awaited[threadIdx.x] + 4 * blockIdx.x) - value) < 0) __nanosleep(32);
+__device__ __forceinline__ void meet(const LightArgument& argument, unsigned value) {
+    if (threadIdx.x < argument.num_peers) {
+        raise_flag(argument.raised[threadIdx.x] + 4 * blockIdx.x, value);
+        while ((int)(read_flag(argument.awaited[threadIdx.x] + 4 * blockIdx.x) - value) < 0) __nanosleep(32);
     }
     __syncthreads();
 }
 
-__device__ __forceinline__ unsigned count_of(const Exchange& exchange) {
-    return ((volatile unsigned*)exchange.counts)[blockIdx.x];
+__device__ __forceinline__ unsigned count_of(const LightArgument& argument) {
+    return ((volatile unsigned*)argument.counts)[blockIdx.x];
 }
 
-__device__ __forceinline__ void leave(const Exchange& exchange, unsigned count) {
+__device__ __forceinline__ void leave(const LightArgument& argument, unsigned count) {
     __syncthreads();  // all of this CTA has written
-    meet(exchange, count + 2);
-    if (threadIdx.x == 0) ((volatile unsigned*)exchange.counts)[blockIdx.x] = count + 2;
+    meet(argument, count + 2);
+    if (threadIdx.x == 0) ((volatile unsigned*)argument.counts)[blockIdx.x] = count + 2;
 }
 
 __device__ __forceinline__ void copy(const uint4* source, uint4* target, unsigned num_vectors) {
@@ -63,12 +63,12 @@ __device__ __forceinline__ void copy(const uint4* source, uint4* target, unsigne
 }
 
 // All-gather and all-to-all: this rank writes its blocks to all ranks.
-extern "C" __global__ void __launch_bounds__(THREADS, 16) counterpoint_light_push(const __grid_constant__ Exchange exchange) {
-    const unsigned count = count_of(exchange);
-    meet(exchange, count + 1);
-    for (int k = 0; k < exchange.num_targets; ++k)
-        copy((const uint4*)exchange.source[k], (uint4*)exchange.target[k], (unsigned)(exchange.num_bytes[k] / 16));
-    leave(exchange, count);
+extern "C" __global__ void __launch_bounds__(THREADS, 16) counterpoint_light_push(const __grid_constant__ LightArgument argument) {
+    const unsigned count = count_of(argument);
+    meet(argument, count + 1);
+    for (int k = 0; k < argument.num_targets; ++k)
+        copy((const uint4*)argument.source[k], (uint4*)argument.target[k], (unsigned)(argument.num_bytes[k] / 16));
+    leave(argument, count);
 }
 
 struct Float32 {
@@ -117,9 +117,9 @@ __device__ __forceinline__ unsigned sum_of_two(unsigned first, unsigned second, 
 
 // Two ranks: the loads of several vectors are under way at once.
 template <typename Kind>
-__device__ __forceinline__ void reduce_two(const Exchange& exchange, unsigned num_vectors) {
-    const uint4* first = (const uint4*)exchange.source[0];
-    const uint4* second = (const uint4*)exchange.source[1];
+__device__ __forceinline__ void reduce_two(const LightArgument& argument, unsigned num_vectors) {
+    const uint4* first = (const uint4*)argument.source[0];
+    const uint4* second = (const uint4*)argument.source[1];
     const unsigned stride = gridDim.x * THREADS;
     for (unsigned i = blockIdx.x * THREADS + threadIdx.x; i < num_vectors; i += 2 * stride) {
         const bool is_pair = i + stride < num_vectors;
@@ -133,49 +133,49 @@ __device__ __forceinline__ void reduce_two(const Exchange& exchange, unsigned nu
 #pragma unroll
         for (int k = 0; k < 2; ++k) {
             if (k == 1 && !is_pair) break;
-            a[k].x = sum_of_two<Kind>(a[k].x, b[k].x, exchange.scale);
-            a[k].y = sum_of_two<Kind>(a[k].y, b[k].y, exchange.scale);
-            a[k].z = sum_of_two<Kind>(a[k].z, b[k].z, exchange.scale);
-            a[k].w = sum_of_two<Kind>(a[k].w, b[k].w, exchange.scale);
-            for (int t = 0; t < exchange.num_targets; ++t) ((uint4*)exchange.target[t])[i + k * stride] = a[k];
+            a[k].x = sum_of_two<Kind>(a[k].x, b[k].x, argument.scale);
+            a[k].y = sum_of_two<Kind>(a[k].y, b[k].y, argument.scale);
+            a[k].z = sum_of_two<Kind>(a[k].z, b[k].z, argument.scale);
+            a[k].w = sum_of_two<Kind>(a[k].w, b[k].w, argument.scale);
+            for (int t = 0; t < argument.num_targets; ++t) ((uint4*)argument.target[t])[i + k * stride] = a[k];
         }
     }
 }
 
 // Any number of ranks: added up in single precision in the order of ranks, rounded once. Two words of four at a time.
 template <typename Kind>
-__device__ __forceinline__ void reduce_all(const Exchange& exchange, unsigned num_vectors) {
+__device__ __forceinline__ void reduce_all(const LightArgument& argument, unsigned num_vectors) {
     const unsigned stride = gridDim.x * THREADS;
     for (unsigned i = blockIdx.x * THREADS + threadIdx.x; i < num_vectors; i += stride) {
         float sum[4 * Kind::PER_WORD];
 #pragma unroll
         for (int k = 0; k < 4 * Kind::PER_WORD; ++k) sum[k] = -0.0f;
-        for (int rank = 0; rank < exchange.num_sources; ++rank) {
-            const uint4 word = ((const uint4*)exchange.source[rank])[i];
+        for (int rank = 0; rank < argument.num_sources; ++rank) {
+            const uint4 word = ((const uint4*)argument.source[rank])[i];
             Kind::add(sum, word.x);
             Kind::add(sum + Kind::PER_WORD, word.y);
             Kind::add(sum + 2 * Kind::PER_WORD, word.z);
             Kind::add(sum + 3 * Kind::PER_WORD, word.w);
         }
 #pragma unroll
-        for (int k = 0; k < 4 * Kind::PER_WORD; ++k) sum[k] *= exchange.scale;
+        for (int k = 0; k < 4 * Kind::PER_WORD; ++k) sum[k] *= argument.scale;
         const uint4 rounded = {Kind::rounded(sum), Kind::rounded(sum + Kind::PER_WORD), Kind::rounded(sum + 2 * Kind::PER_WORD),
                                Kind::rounded(sum + 3 * Kind::PER_WORD)};
-        for (int t = 0; t < exchange.num_targets; ++t) ((uint4*)exchange.target[t])[i] = rounded;
+        for (int t = 0; t < argument.num_targets; ++t) ((uint4*)argument.target[t])[i] = rounded;
     }
 }
 
 template <typename Kind>
-__device__ __forceinline__ void reduce(const Exchange& exchange) {
-    const unsigned count = count_of(exchange), num_vectors = (unsigned)(exchange.num_bytes[0] / 16);
-    meet(exchange, count + 1);
-    if (exchange.num_sources == 2) reduce_two<Kind>(exchange, num_vectors);
-    else reduce_all<Kind>(exchange, num_vectors);
-    leave(exchange, count);
+__device__ __forceinline__ void reduce(const LightArgument& argument) {
+    const unsigned count = count_of(argument), num_vectors = (unsigned)(argument.num_bytes[0] / 16);
+    meet(argument, count + 1);
+    if (argument.num_sources == 2) reduce_two<Kind>(argument, num_vectors);
+    else reduce_all<Kind>(argument, num_vectors);
+    leave(argument, count);
 }
 
-#define LIGHT(NAME) extern "C" __global__ void __launch_bounds__(THREADS, 16) NAME(const __grid_constant__ Exchange exchange)
+#define LIGHT(NAME) extern "C" __global__ void __launch_bounds__(THREADS, 16) NAME(const __grid_constant__ LightArgument argument)
 // Reduce-scatter and all-reduce: this rank sums its block of all ranks, and writes it to all targets.
-LIGHT(counterpoint_light_reduce_float32) { reduce<Float32>(exchange); }
-LIGHT(counterpoint_light_reduce_bfloat16) { reduce<Bfloat16>(exchange); }
-LIGHT(counterpoint_light_reduce_float16) { reduce<Float16>(exchange); }
+LIGHT(counterpoint_light_reduce_float32) { reduce<Float32>(argument); }
+LIGHT(counterpoint_light_reduce_bfloat16) { reduce<Bfloat16>(argument); }
+LIGHT(counterpoint_light_reduce_float16) { reduce<Float16>(argument); }

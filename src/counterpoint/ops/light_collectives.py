@@ -11,6 +11,7 @@ from typing import final
 import msgspec
 import torch
 
+from counterpoint.controls import MOST_LIGHT_CTAS
 from counterpoint.cuda.capture import Captured
 from counterpoint.cuda.collective_blocks import Blocks, IssuedCollective, cut, obstacle_of
 from counterpoint.cuda.driver_graph import LightLaunch
@@ -20,8 +21,6 @@ from counterpoint.ops.peer_memory import PeerMemory, Whereabouts, whereabouts_of
 from counterpoint.ops.runtime import runtime_of
 from counterpoint.ops.symmetric import SymmetricMemory
 from counterpoint.value import Value
-
-NUM_CTAS = 64
 
 
 class Reach(Value, frozen=True, kw_only=True):
@@ -40,12 +39,12 @@ class Reach(Value, frozen=True, kw_only=True):
 class LightCollectives:
     """The launches of one group's collectives; all ranks make it together, for the same collectives in the same order.
 
-    `launches` holds for each collective what takes its place, or why nothing can. `num_ctas` is of each launch.
+    `launches` holds for each collective what takes its place, or why nothing can.
     """
 
-    def __init__(self, collectives: Sequence[IssuedCollective], device: torch.device, num_ctas: int) -> None:
+    def __init__(self, collectives: Sequence[IssuedCollective], device: torch.device) -> None:
         group = collectives[0].group
-        self._device, self._runtime, self._num_ctas = device, runtime_of(group.group_name, device), num_ctas
+        self._device, self._runtime = device, runtime_of(group.group_name, device)
         self._rank, self._num_ranks = int(group.rank()), int(group.size())
         self._peers = tuple((self._rank + turn) % self._num_ranks for turn in range(1, self._num_ranks))
         self._memory = PeerMemory()
@@ -80,10 +79,10 @@ class LightCollectives:
 
     def _make_flags(self, num_collectives: int) -> None:
         """Flags by collective, rank that raises them, and CTA; counts by collective and CTA."""
-        num_words = num_collectives * self._num_ranks * self._num_ctas
+        num_words = num_collectives * self._num_ranks * MOST_LIGHT_CTAS
         self._flags = SymmetricMemory(num_words * WORD_BYTES, self._device, self._runtime.group, self._runtime.agreement)
         self._flags.local.zero_()
-        self._counts = torch.zeros(num_collectives * self._num_ctas, dtype=torch.int32, device=self._device)
+        self._counts = torch.zeros(num_collectives * MOST_LIGHT_CTAS, dtype=torch.int32, device=self._device)
         torch.cuda.synchronize(self._device)
         self._exchange("flags at rest")  # nobody raises one before they are
 
@@ -107,7 +106,7 @@ class LightCollectives:
         try:
             moves = self._sums(issued, blocks, reaches) if issued.reduction else self._pushes(issued, blocks, reaches)
             kernel = REDUCE[issued.given.dtype] if issued.reduction else PUSH
-            return moves.obstacle() or launch_of(kernel, self._num_ctas, moves, self._signals(number))
+            return moves.obstacle() or launch_of(kernel, moves, self._signals(number))
         except DeviceError as problem:
             return str(problem).rstrip(".")
 
@@ -152,12 +151,12 @@ class LightCollectives:
         addresses = self._flags.addresses
 
         def flags_of(on: int, by: int) -> int:
-            return addresses[on] + WORD_BYTES * self._num_ctas * (number * self._num_ranks + by)
+            return addresses[on] + WORD_BYTES * MOST_LIGHT_CTAS * (number * self._num_ranks + by)
 
         return LightSignals(
             raised=tuple(flags_of(peer, self._rank) for peer in self._peers),
             awaited=tuple(flags_of(self._rank, peer) for peer in self._peers),
-            counts=self._counts.data_ptr() + WORD_BYTES * self._num_ctas * number,
+            counts=self._counts.data_ptr() + WORD_BYTES * MOST_LIGHT_CTAS * number,
         )
 
     def close(self) -> None:
@@ -182,7 +181,7 @@ def _problem(made: LightLaunch | str) -> str:
     return made if isinstance(made, str) else ""
 
 
-def offer_light_kernels(captured: Captured, num_ctas: int = NUM_CTAS) -> None:
+def offer_light_kernels(captured: Captured) -> None:
     """Prepare light kernels in place of the step's collectives, so that plans may ask for them; the graph says why where
     there is none.
 
@@ -196,7 +195,7 @@ def offer_light_kernels(captured: Captured, num_ctas: int = NUM_CTAS) -> None:
         by_group.setdefault(issued.group.group_name, []).append(issued)
     for collectives in by_group.values():
         try:
-            light = LightCollectives(collectives, device, num_ctas)
+            light = LightCollectives(collectives, device)
             captured.keep(light.close)
             found: list[LightLaunch | str] = light.launches
         except CounterpointError as problem:  # which every rank of the group sees

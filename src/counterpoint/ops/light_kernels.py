@@ -34,7 +34,7 @@ REDUCE = {
 }
 
 
-class Exchange(ctypes.Structure):
+class LightArgument(ctypes.Structure):
     """The argument of every kernel of `light.cu`, field by field as there; addresses are as this process sees them."""
 
     _fields_ = (
@@ -74,9 +74,9 @@ class Moves(Value, frozen=True, kw_only=True):
         return ""
 
 
-def launch_of(kernel: str, num_ctas: int, moves: Moves, signals: LightSignals) -> LightLaunch:
-    """The launch of a kernel by its name. Raises `DeviceError` where it cannot be compiled."""
-    exchange = Exchange(
+def launch_of(kernel: str, moves: Moves, signals: LightSignals) -> LightLaunch:
+    """The launch of a kernel by its name, with one CTA. Raises `DeviceError` where it cannot be compiled."""
+    argument = LightArgument(
         source=(ctypes.c_uint64 * MAX_RANKS)(*moves.source),
         target=(ctypes.c_uint64 * MAX_RANKS)(*moves.target),
         num_bytes=(ctypes.c_uint64 * MAX_RANKS)(*moves.num_bytes),
@@ -88,13 +88,13 @@ def launch_of(kernel: str, num_ctas: int, moves: Moves, signals: LightSignals) -
         num_peers=len(signals.raised),
         scale=moves.scale,
     )
-    arguments = (ctypes.c_void_p * 1)(ctypes.addressof(exchange))
+    arguments = (ctypes.c_void_p * 1)(ctypes.addressof(argument))
     params = cu.CUDA_KERNEL_NODE_PARAMS()
     params.func = _function(kernel)
-    params.gridDimX, params.gridDimY, params.gridDimZ = num_ctas, 1, 1
+    params.gridDimX, params.gridDimY, params.gridDimZ = 1, 1, 1
     params.blockDimX, params.blockDimY, params.blockDimZ = THREADS, 1, 1
     params.kernelParams = ctypes.addressof(arguments)
-    return LightLaunch(params=params, arguments=(exchange, arguments))
+    return LightLaunch(params=params, arguments=(argument, arguments))
 
 
 def _function(kernel: str) -> Handle:

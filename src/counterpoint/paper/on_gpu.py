@@ -1,21 +1,128 @@
-"""One workload of the paper's grid on the GPUs at hand: captured in each of its forms, then measured."""
+"""One workload of the paper, or one case of a sweep, on the GPUs at hand: captured in each of its forms, then measured."""
 
-from contextlib import closing
+import math
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
 
-from counterpoint.cuda.capture import capture
+from msgspec.structs import replace
+
+from counterpoint.cuda.capture import Captured, capture, record
+from counterpoint.cuda.driver_graph import DriverGraph
+from counterpoint.cuda.energy import LEAST_S, EnergyCounter, mean_watts, watch
+from counterpoint.cuda.graph import AbstractExecutable
+from counterpoint.errors import DeviceError, WorkloadError
+from counterpoint.metrics import measure
 from counterpoint.ops.captured_copies import offer_copies
-from counterpoint.paper.grid import SEQUENTIAL, PaperResult, Variant, measure_paper
-from counterpoint.paper.workloads import PaperWorkload
+from counterpoint.paper.cases import Axis, Case, cases_of, with_ranks
+from counterpoint.paper.grid import Readings, Variant, measure_paper, measure_variants
+from counterpoint.paper.values import SEQUENTIAL, Energy, PaperResult, Sweep, SweepPoint
+from counterpoint.paper.workloads import (
+    PaperWorkload,
+    check_fits,
+    check_runnable,
+    launch_in_a_row,
+    num_ranks,
+    open_energy_counter,
+)
 from counterpoint.planner.on_gpu import machine_of
+from counterpoint.units import US_PER_S
+from counterpoint.workloads.description import Description
+
+LONGEST_S = 60.0
 
 
-def measure_workload(name: str, num_rounds: int) -> PaperResult:
-    """Capture the workload and measure its grid; all ranks call this together. Raises what capturing raises."""
-    workload = PaperWorkload(name)
-    sequential, overlapped = capture(workload.sequential, "sequential"), capture(workload.overlapped, name)
-    in_turn = Variant(executable=sequential.graph.instantiate(), is_engaged=True, output_bits=workload.output_bits)
-    with closing(overlapped):
-        offer_copies(overlapped)
-        return measure_paper(
-            overlapped, machine_of(overlapped), workload.output_bits, forms={SEQUENTIAL: in_turn}, num_rounds=num_rounds
+def check_cases(descriptions: Sequence[Description]) -> None:
+    """Raise `WorkloadError` for the first that cannot run here, before any of them takes memory."""
+    for description in descriptions:
+        check_runnable(description)
+        check_fits(description)
+
+
+def on_these_ranks(description: Description) -> Description:
+    """The same workload on as many ranks as were started."""
+    return with_ranks(description, str(num_ranks()))
+
+
+def sweeps_of(
+    descriptions: Sequence[Description], axes: Sequence[tuple[Axis, tuple[str, ...]]]
+) -> list[tuple[Description, Axis, list[Case]]]:
+    """Each workload along each axis, all checked before any of them takes memory. Raises `WorkloadError`."""
+    if any(axis == "ranks" for axis, _ in axes):
+        raise WorkloadError(
+            f"On GPUs the ranks are those that were started, here {num_ranks()}. Start the command once for each number, or "
+            "simulate the sweep: --simulate MACHINE --sweep ranks."
         )
+    found = [(described, axis, cases_of(described, axis, values)) for described in descriptions for axis, values in axes]
+    check_cases([case.description for _, _, cases in found for case in cases])
+    return found
+
+
+def measure_sweep(
+    description: Description, axis: Axis, cases: Sequence[Case], num_rounds: int, *, with_energy: bool = False
+) -> Sweep:
+    """Capture and measure each case in turn; all ranks call this together."""
+    found = [measure_case(case, num_rounds, with_energy=with_energy) for case in cases]
+    points = tuple(point for _, point in found)
+    return Sweep(workload=description.name, machine=found[0][0], axis=axis, points=points)
+
+
+def measure_workload(description: Description, num_rounds: int, *, with_energy: bool = False) -> PaperResult:
+    """Capture the workload and measure its grid; all ranks call this together. Raises what capturing raises."""
+    with _captured(description, with_energy) as (overlapped, readings, forms):
+        result = measure_paper(overlapped, machine_of(overlapped), readings, forms=forms, num_rounds=num_rounds)
+    return replace(result, iterations=description.iterations)
+
+
+def measure_case(case: Case, num_rounds: int, *, with_energy: bool = False) -> tuple[str, SweepPoint]:
+    """Capture a case and measure its variants; all ranks call this together. Also returns the machine's name."""
+    described = case.description
+    with _captured(described, with_energy) as (overlapped, readings, forms):
+        machine = machine_of(overlapped)
+        rows, ideal_us = measure_variants(overlapped, machine, readings, forms=forms, num_rounds=num_rounds)
+    point = SweepPoint(setting=case.setting, num_ranks=described.num_ranks, iterations=described.iterations)
+    return machine.name, point.with_rows(rows, ideal_us)
+
+
+@contextmanager
+def _captured(description: Description, with_energy: bool) -> Iterator[tuple[Captured, Readings, dict[str, Variant]]]:
+    """The overlapped step, what is read of its variants, and its sequential form, which `measure_*` closes."""
+    workload = PaperWorkload(description)
+    sequential = record(workload.sequential)  # its owner lives until the graph is instantiated
+    form = Variant(executable=DriverGraph(sequential.graph.raw_cuda_graph()).instantiate(), is_engaged=True)
+    counter = open_energy_counter() if with_energy else None
+    with closing(capture(workload.overlapped, description.name)) as overlapped:
+        offer_copies(overlapped)
+        readings = Readings(
+            output_bits=workload.output_bits,
+            overlap_ratio=lambda executable: overlap_ratio(overlapped, executable),
+            energy=lambda executable: None if counter is None else measure_energy(overlapped, executable, counter),
+        )
+        yield overlapped, readings, {SEQUENTIAL: form}
+
+
+def overlap_ratio(captured: Captured, executable: AbstractExecutable) -> float | None:
+    """This rank's hidden share of communication in one replay under the profiler; None where operations are missing.
+
+    They are where copies took a collective's place: the profiler then shows no collective.
+    """
+    timeline = captured.timeline(executable)
+    shown = {interval.operation for interval in timeline.intervals}
+    return measure(timeline).overlap_ratio if len(shown) == len(captured.read.step.operations) else None
+
+
+def measure_energy(captured: Captured, executable: AbstractExecutable, counter: EnergyCounter) -> Energy:
+    """Joules of one replay on all GPUs, from replays in a row that take `LEAST_S` at least; all ranks call this together."""
+    number = max(2, math.ceil(LEAST_S * US_PER_S / captured.time_us(executable)))
+    captured.rendezvous.meet()
+    start, end = launch_in_a_row(executable, number)
+    deadline = time.monotonic() + LONGEST_S  # of a rank that waits for one that is gone; `wait_for` says so
+    readings = watch(counter, lambda: end.query() or time.monotonic() > deadline)
+    captured.rendezvous.wait_for(end)
+    watts = mean_watts(readings)
+    if not captured.is_everywhere(watts is not None):
+        spent_s = readings[-1][0] - readings[0][0]
+        raise DeviceError(f"The energy counter moved fewer than twice in {spent_s:.2f} s of replays. Leave --energy out.")
+    everyone = captured.rendezvous.each(watts or 0.0)
+    step_s = captured.rendezvous.slowest(start.elapsed_time(end)) / 1000.0 / number
+    return Energy(joules_per_step=sum(everyone) * step_s, watts=sum(everyone) / len(everyone))

@@ -1,9 +1,10 @@
-"""The first paper's workloads on GPUs: a Triton matmul of a given tile and a collective of 896 MiB, four iterations.
+"""The first paper's workloads on GPUs: a Triton matmul of a given tile and type, and a collective beside it.
 
 In each iteration the collective waits for its own matmul and may run beside the next one. Needs Triton, which comes with
 torch. The matmul follows the grouped order of tiles, so that rows of A stay in L2.
 """
 
+import math
 from typing import Any
 
 import torch
@@ -11,26 +12,34 @@ import torch.distributed as dist
 import triton
 import triton.language as tl
 
+from counterpoint.cuda.driver import pci_bus_id
+from counterpoint.cuda.energy import EnergyCounter
 from counterpoint.cuda.graph import AbstractExecutable
 from counterpoint.errors import WorkloadError
+from counterpoint.paper.cases import check_memory
+from counterpoint.workloads.description import Description, Gemm, parse_bytes
+from counterpoint.workloads.gemm import tile_count
 
-ITERATIONS = 4
-BUFFER_BYTES = 896 << 20
-SIZES = {"cb": (8192, 8192, 8192), "mb": (8192, 57344, 8192)}
-COLLECTIVES = ("ar", "a2a")
-# tile M, N, K, warps, pipeline stages; opt1 and opt2 are the paper's, large is one more
-TILES = {"opt1": (64, 64, 32, 4, 2), "opt2": (64, 64, 64, 4, 2), "large": (128, 128, 64, 8, 3)}
+# operands, output, and how tl.dot takes 32-bit operands
+TYPES: dict[str, tuple[torch.dtype, torch.dtype, str]] = {
+    "bf16": (torch.bfloat16, torch.bfloat16, "tf32"),
+    "fp16": (torch.float16, torch.float16, "tf32"),
+    "tf32": (torch.float32, torch.float32, "tf32"),
+    "fp32": (torch.float32, torch.float32, "ieee"),
+    "fp8": (torch.float8_e4m3fn, torch.bfloat16, "tf32"),
+}
+MOST_ELEMENTS = 1 << 31  # offsets within a matrix are 32-bit
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def matmul_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0917  Triton passes by position
-    a, b, c, m, n, k, tm: tl.constexpr, tn: tl.constexpr, tk: tl.constexpr
+def compute_tile(  # type: ignore[no-untyped-def]  # noqa: PLR0917  Triton passes by position
+    a, b, c, m, n, k, number, tm: tl.constexpr, tn: tl.constexpr, tk: tl.constexpr, precision: tl.constexpr
 ):
-    """C = A B, one tile a CTA, tiles in groups of 8 rows so that they share what L2 holds."""
+    """One tile of C = A B; tiles are counted in groups of 8 rows, so that they share what L2 holds."""
     tiles_n = tl.cdiv(n, tn)
-    group = tl.program_id(0) // (8 * tiles_n)
+    group = number // (8 * tiles_n)
     rows = min(tl.cdiv(m, tm) - group * 8, 8)
-    within = tl.program_id(0) % (8 * tiles_n)
+    within = number % (8 * tiles_n)
     row, column = group * 8 + within % rows, within // rows
     row_offsets, column_offsets = row * tm + tl.arange(0, tm), column * tn + tl.arange(0, tn)
     inner = tl.arange(0, tk)
@@ -38,42 +47,61 @@ def matmul_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0917  Triton pass
     at_b = b + inner[:, None] * n + column_offsets[None, :]
     total = tl.zeros((tm, tn), tl.float32)
     for _ in range(0, k, tk):
-        total = tl.dot(tl.load(at_a), tl.load(at_b), total)
+        total = tl.dot(tl.load(at_a), tl.load(at_b), total, input_precision=precision)
         at_a += tk
         at_b += tk * n
-    # 8192 x 57344 outputs still fit 32-bit offsets
-    tl.store(c + row_offsets[:, None] * n + column_offsets[None, :], total.to(tl.bfloat16))
+    tl.store(c + row_offsets[:, None] * n + column_offsets[None, :], total.to(c.dtype.element_ty))
 
 
-def paper_workload_names() -> list[str]:
-    """`SIZE_COLLECTIVE_TILE`, small ones first."""
-    return [f"{size}_{collective}_{tile}" for size in SIZES for collective in COLLECTIVES for tile in TILES]
+@triton.jit  # type: ignore[untyped-decorator]
+def matmul_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0917  Triton passes by position
+    a, b, c, m, n, k, tm: tl.constexpr, tn: tl.constexpr, tk: tl.constexpr, precision: tl.constexpr
+):
+    """C = A B, one tile a CTA."""
+    compute_tile(a, b, c, m, n, k, tl.program_id(0), tm, tn, tk, precision)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def persistent_matmul_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0917  Triton passes by position
+    a, b, c, m, n, k, tm: tl.constexpr, tn: tl.constexpr, tk: tl.constexpr, precision: tl.constexpr
+):
+    """C = A B by any number of CTAs, which share the tiles evenly."""
+    for number in range(tl.program_id(0), tl.cdiv(m, tm) * tl.cdiv(n, tn), tl.num_programs(0)):
+        compute_tile(a, b, c, m, n, k, number, tm, tn, tk, precision)
 
 
 class PaperWorkload:
-    """One workload as two step functions over the same buffers: `sequential` and `overlapped`."""
+    """One workload as two step functions over the same buffers: `sequential` and `overlapped`.
 
-    def __init__(self, name: str) -> None:
-        if name not in paper_workload_names():
-            raise WorkloadError(f"Unknown workload '{name}'. Known: {', '.join(paper_workload_names())}.")
-        size, collective, tile = name.split("_")
-        self.name = name
-        self._m, self._n, self._k = SIZES[size]
-        self._tile = TILES[tile]
+    `description` is a workload of the paper or a case of its sweeps, as `check_runnable` admits it.
+    """
+
+    def __init__(self, description: Description) -> None:
+        check_runnable(description)
+        (self._gemm,), (self._collective,) = description.gemms, description.collectives
+        self.name, self._iterations = description.name, description.iterations
+        m, n, k = self._gemm.m, self._gemm.n, self._gemm.k
+        operands, output, _ = TYPES[self._gemm.dtype]
         options: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
-        self._a, self._b = torch.randn(self._m, self._k, **options), torch.randn(self._k, self._n, **options)
-        self._product = torch.empty(self._m, self._n, **options)
-        self._sent = torch.randn(BUFFER_BYTES // 2, **options)
+        # not every type has random numbers of its own
+        self._a, self._b = torch.randn(m, k, **options).to(operands), torch.randn(k, n, **options).to(operands)
+        self._product = torch.empty(m, n, device="cuda", dtype=output)
+        self._sent = torch.randn(parse_bytes(self._collective.bytes, "collective") // 2, **options)
         # all-reduce works in place, and the average of equal buffers is the buffer
         dist.broadcast(self._sent, 0)
-        self._received = self._sent if collective == "ar" else torch.empty_like(self._sent)
+        self._received = torch.empty_like(self._sent) if self._collective.collective == "all_to_all" else self._sent
         self._communication = torch.cuda.Stream()
 
     def _matmul(self) -> None:
-        tm, tn, tk, warps, stages = self._tile
-        grid = (triton.cdiv(self._m, tm) * triton.cdiv(self._n, tn),)
-        sizes = (self._m, self._n, self._k)
-        matmul_kernel[grid](self._a, self._b, self._product, *sizes, tm, tn, tk, num_warps=warps, num_stages=stages)
+        gemm = self._gemm
+        kernel = matmul_kernel if gemm.num_ctas is None else persistent_matmul_kernel
+        grid = (gemm.num_ctas or tile_count(gemm.m, gemm.n, gemm.tile_sizes),)
+        sizes = (gemm.m, gemm.n, gemm.k, *gemm.tile_sizes, TYPES[gemm.dtype][2])
+        options = {"num_warps": gemm.threads_per_cta // 32, "num_stages": gemm.stages}
+        try:
+            kernel[grid](self._a, self._b, self._product, *sizes, **options)
+        except triton.OutOfResources as problem:
+            raise WorkloadError(f"Tile {gemm.tile} in {gemm.dtype} does not fit this GPU: {problem}") from problem
 
     def _communicate(self) -> None:
         if self._received is self._sent:
@@ -83,28 +111,23 @@ class PaperWorkload:
 
     def sequential(self) -> None:
         """Matmul, collective, matmul, collective, ..., on one stream."""
-        for _ in range(ITERATIONS):
+        for _ in range(self._iterations):
             self._matmul()
             self._communicate()
 
     def overlapped(self) -> None:
         """Each collective on a second stream, behind its own matmul."""
         current = torch.cuda.current_stream()
-        for _ in range(ITERATIONS):
+        for _ in range(self._iterations):
             self._matmul()
             self._communication.wait_stream(current)
             with torch.cuda.stream(self._communication):
                 self._communicate()
         current.wait_stream(self._communication)
 
-    @property
-    def is_all_to_all(self) -> bool:
-        """Whether its collective only moves data."""
-        return self._received is not self._sent
-
     def output_bits(self, executable: AbstractExecutable) -> bytes:
         """Poison the outputs, replay once, and return their bits: a sample of every 61st element of each, as bytes."""
-        if self.is_all_to_all:
+        if self._received is not self._sent:
             self._received.fill_(float("nan"))
         self._product.fill_(float("nan"))
         torch.cuda.synchronize()
@@ -112,4 +135,55 @@ class PaperWorkload:
         executable.launch(torch.cuda.current_stream().cuda_stream)
         torch.cuda.synchronize()
         sampled = [tensor.flatten()[::61].contiguous() for tensor in (self._product, self._received)]
-        return b"".join(sample.view(torch.int16).cpu().numpy().tobytes() for sample in sampled)
+        return b"".join(sample.view(torch.uint8).cpu().numpy().tobytes() for sample in sampled)
+
+
+def num_ranks() -> int:
+    """How many ranks were started."""
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def check_runnable(description: Description) -> None:
+    """Raise `WorkloadError` for what the kernels here cannot compute, before any memory is taken."""
+    (gemm,), (collective,) = description.gemms, description.collectives
+    for axis, size, tile in zip("MNK", (gemm.m, gemm.n, gemm.k), gemm.tile_sizes, strict=True):
+        if size % tile or tile & (tile - 1) or tile < 16:
+            raise WorkloadError(
+                f"On GPUs {axis} must be a multiple of its tile, and that a power of two from 16; found {axis} {size} and "
+                f"tile {gemm.tile}. Choose another size or tile."
+            )
+    _check_elements(gemm)
+    num_bytes, granule = parse_bytes(collective.bytes, "collective"), 2 * description.num_ranks
+    if num_bytes % granule:
+        raise WorkloadError(
+            f"A collective's bytes must be a multiple of {granule} on {description.num_ranks} ranks; found {num_bytes}."
+        )
+
+
+def _check_elements(gemm: Gemm) -> None:
+    largest = max(math.prod(sizes) for sizes in ((gemm.m, gemm.k), (gemm.k, gemm.n), (gemm.m, gemm.n)))
+    if largest > MOST_ELEMENTS:
+        raise WorkloadError(f"On GPUs a matrix may have {MOST_ELEMENTS} elements; found {largest}. Choose smaller sizes.")
+
+
+def check_fits(description: Description) -> None:
+    """Raise `WorkloadError` where the workload's buffers do not fit the memory that is free on this rank's GPU."""
+    free_bytes, _ = torch.cuda.mem_get_info()
+    reusable_bytes = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+    check_memory(description, free_bytes + reusable_bytes, "what is free is")
+
+
+def open_energy_counter() -> EnergyCounter:
+    """The counter of this rank's GPU. Raises `DeviceError`."""
+    return EnergyCounter(pci_bus_id(torch.cuda.current_device()))
+
+
+def launch_in_a_row(executable: AbstractExecutable, number: int) -> tuple[torch.cuda.Event, torch.cuda.Event]:
+    """Issue so many replays without waiting for them, between two events."""
+    stream = torch.cuda.current_stream()
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record(stream)
+    for _ in range(number):
+        executable.launch(stream.cuda_stream)
+    end.record(stream)
+    return start, end

@@ -47,7 +47,7 @@ def propose(step: Step, machine: Machine, contention: Sequence[Contention], plan
         _head_starts(step, contention),
         propose_caps(machine.gpu, _blockers(step, machine.gpu, contention)),
         _communication_ctas(step, machine.gpu, contention),
-        propose_transports(step, plan),
+        propose_transports(step, machine, plan),
         propose_overlaps(step, machine, plan),
         propose_own_streams(step, machine, plan),
     ):

@@ -44,7 +44,7 @@ def scale_of(step: Step, machine: Machine, plans: Iterable[Plan] = (), traced_us
     """
     simulator = Simulator()
     lone_us = simulator.lone_times_us(step, machine)
-    moving = [Plan(directives=candidate.directives) for candidate in propose_transports(step).candidates]
+    moving = [Plan(directives=candidate.directives) for candidate in propose_transports(step, machine).candidates]
     times_us = [lone_us, *(simulator.lone_times_us(step, machine, plan) for plan in (*moving, *plans))]
     least_us = [min(of_operation) for of_operation in zip(*times_us, strict=True)]
     found_us = ideal_us(step, least_us)

@@ -16,6 +16,7 @@ from counterpoint.sim.calibration import load_calibration
 from counterpoint.sim.costs import SUMMED_COLLECTIVES
 from counterpoint.sim.effects import COPY_ENGINE_COLLECTIVES
 from counterpoint.sim.matmul_pairs import OPERATOR_OF, MatmulPairs
+from counterpoint.sim.nodes import obstacle_to_copies
 from counterpoint.sim.overlapped import OverlapModel
 from counterpoint.step import Collective, Kernel, Step
 from counterpoint.units import MIB, format_bytes, format_us
@@ -23,7 +24,7 @@ from counterpoint.units import MIB, format_bytes, format_us
 LEAST_COPIED_BYTES = 16 * MIB  # what one rank sends another; reported by users of copy engines, not measured here
 
 
-def propose_transports(step: Step, plan: Plan = LEAVE_IT) -> Proposal:
+def propose_transports(step: Step, machine: Machine, plan: Plan = LEAVE_IT) -> Proposal:
     """Copy engines for the collectives that only move data, for those that reduce, for both; why not for the others."""
     moving: list[int] = []
     reducing: list[int] = []
@@ -31,7 +32,7 @@ def propose_transports(step: Step, plan: Plan = LEAVE_IT) -> Proposal:
     for index, operation in _collectives(step, plan, OverlapMatmul):
         if operation.transport == "copy_engine":
             continue
-        obstacle = _obstacle_to_copying(operation)
+        obstacle = obstacle_to_copies(operation, step.num_ranks, machine) or _obstacle_to_copying(operation)
         if obstacle is None:
             (reducing if operation.collective in SUMMED_COLLECTIVES else moving).append(index)
         else:
@@ -93,8 +94,8 @@ def propose_overlaps(step: Step, machine: Machine, plan: Plan = LEAVE_IT) -> Pro
     matmuls: list[Kernel] = []
     refusals: dict[tuple[str, str], Refusal] = {}
     for index, operation in _collectives(step, plan, Transport, OwnStream):
-        obstacle = pairs.obstacles.get(index)
-        if index in pairs.found:
+        obstacle = obstacle_to_copies(operation, step.num_ranks, machine) or pairs.obstacles.get(index)
+        if obstacle is None and index in pairs.found:
             found = model.estimate(pairs.found[index])
             obstacle = found if isinstance(found, str) else None
         if obstacle is None:

@@ -27,6 +27,7 @@ from counterpoint.schedule.estimate import (
 from counterpoint.schedule.generate import scheduled_pass
 from counterpoint.schedule.heuristic import Pick, RankedSchedule, pick_schedule, rank_candidates
 from counterpoint.schedule.program import make_program
+from counterpoint.sim.nodes import check_ranks
 from counterpoint.units import format_bytes, format_change, format_count, format_us
 from counterpoint.value import Value, require
 
@@ -46,13 +47,8 @@ class Question(Value, frozen=True, kw_only=True):
     rank: int = 0
 
     def __post_init__(self) -> None:
-        num_ranks, num_gpus = self.problem.num_ranks, self.machine.num_gpus
-        require(
-            num_ranks <= num_gpus,
-            ScheduleError,
-            f"Copies reach the GPUs of one node, which on {self.machine.name} are {num_gpus}; found {num_ranks} ranks. "
-            f"Ask for {num_gpus} or fewer, or name another machine.",
-        )
+        num_ranks = self.problem.num_ranks
+        check_ranks(num_ranks, self.machine)
         require(
             0 <= self.rank < num_ranks,
             ScheduleError,

@@ -86,7 +86,8 @@ def print_step(console: Console, step: Step, machine: Machine, notes: Iterable[s
     console.print(
         Text.assemble((shown_path(step.name), "bold"), f": {', '.join(parts)}; {format_count(step.num_ranks, 'rank')}")
     )
-    console.print(Text(f"on {machine.title}"))
+    num_nodes = -(-step.num_ranks // machine.num_gpus)
+    console.print(Text(f"on {f'{num_nodes} nodes of ' if num_nodes > 1 else ''}{machine.title}"))
     lines = [Text(printable(note), style="dim") for note in notes]
     if lines:
         console.print(bullets(lines))

@@ -8,7 +8,6 @@ import math
 
 import msgspec
 
-from counterpoint.errors import StepError, shown
 from counterpoint.footprints import communication_footprint
 from counterpoint.links import Link
 from counterpoint.machine import ElementType, Machine
@@ -135,11 +134,9 @@ class CostModel:
         return self._effective_ctas(kernel) if kernel.is_work_sharing else self._resident_ctas(kernel)
 
     def _num_tiles(self, kernel: Kernel, cta_us: float) -> int:
-        """Tiles of a persistent matmul; 0 for other kernels, and where some SMs hold more of its CTAs than others."""
-        resident = self._resident_ctas(kernel)
-        if resident > self._gpu.num_sms and resident % self._gpu.num_sms:
-            return 0
-        return num_tiles(kernel, resident, cta_us * self._waves(kernel), self._calibration.matmul_tile_us.value)
+        lone_us = cta_us * self._waves(kernel)
+        usual_us = self._calibration.matmul_tile_us.value
+        return num_tiles(kernel, self._resident_ctas(kernel), self._gpu.num_sms, lone_us, usual_us)
 
     def _resident_ctas(self, kernel: Kernel) -> int:
         return min(kernel.footprint.num_ctas, residency(self._gpu, kernel.footprint).ctas_per_sm * self._gpu.num_sms)
@@ -290,14 +287,9 @@ class CostModel:
         return self.all_copies(collective).lone_ps / PS_PER_US
 
     def _link(self, collective: Collective) -> Link:
-        if collective.group_size <= self._machine.num_gpus:
-            return self._machine.link
-        if self._machine.network is None:
-            raise StepError(
-                f"'{shown(collective.name)}' joins {collective.group_size} ranks, but machine '{self._machine.name}' has "
-                f"{self._machine.num_gpus} GPUs and no [network]. Add one to the machine file, or choose a larger machine."
-            )
-        return self._machine.network
+        """What the collective's data goes over; one of more ranks than a node has comes here only with its measured time."""
+        network = self._machine.network
+        return self._machine.link if network is None or collective.group_size <= self._machine.num_gpus else network
 
     def _collective_us(self, collective: Collective, footprint: Footprint) -> float:
         constants: CollectiveConstants = self._calibration.collectives[collective.collective]

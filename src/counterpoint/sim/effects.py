@@ -24,6 +24,7 @@ from counterpoint.plan import Plan
 from counterpoint.sim.calibration import Calibration
 from counterpoint.sim.costs import SUMMED_COLLECTIVES, CostModel
 from counterpoint.sim.matmul_pairs import MatmulPair, MatmulPairs
+from counterpoint.sim.nodes import obstacle_to_copies
 from counterpoint.sim.overlapped import OverlapEstimate, OverlapModel
 from counterpoint.step import Collective, Copy, Footprint, Kernel, Operation, Step
 
@@ -83,8 +84,10 @@ class EffectReader:
                     effect = msgspec.structs.replace(effect, footprint=with_ctas(footprint, control))
                 case Transport() if isinstance(operation, Collective):
                     _check_transport(control, operation, where)
+                    self._check_reach(control.transport == "copy_engine", operation, where)
                     effect = msgspec.structs.replace(effect, uses_copy_engine=control.transport == "copy_engine")
                 case OverlapMatmul() if isinstance(operation, Collective):
+                    self._check_reach(True, operation, where)
                     effect = msgspec.structs.replace(effect, overlap=self._overlap(index, control, where))
                 case OwnStream() if isinstance(operation, Collective):
                     effect = msgspec.structs.replace(effect, has_own_stream=True)
@@ -94,6 +97,11 @@ class EffectReader:
                         "Give the directive's match the kind that it is for."
                     )
         return effect
+
+    def _check_reach(self, is_copied: bool, collective: Collective, where: str) -> None:
+        obstacle = obstacle_to_copies(collective, self._step.num_ranks, self._machine) if is_copied else None
+        if obstacle is not None:
+            raise PlanError(f"Copies cannot do {where}: {obstacle}. Leave that collective out of the directive's match.")
 
     def _overlap(self, index: int, control: OverlapMatmul, where: str) -> Overlap:
         if self._pairs is None or self._model is None:

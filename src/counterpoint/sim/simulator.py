@@ -12,6 +12,7 @@ from counterpoint.sim.calibration import Calibration, load_calibration
 from counterpoint.sim.costs import CostModel
 from counterpoint.sim.effects import EffectReader
 from counterpoint.sim.engine import Engine
+from counterpoint.sim.nodes import check_nodes
 from counterpoint.sim.rates import RateModel
 from counterpoint.sim.task_graph import TaskGraph
 from counterpoint.step import Collective, Copy, Footprint, Step
@@ -28,7 +29,8 @@ class Simulator(AbstractExecutor):
     def run(self, step: Step, machine: Machine, plan: Plan) -> Timeline:
         """Simulate one iteration; see `AbstractExecutor.run`.
 
-        Raises `StepError` where a launch does not fit the machine, `PlanError` where a control cannot apply.
+        Raises `StepError` where a launch does not fit the machine, `PlanError` where a control cannot apply, `MachineError`
+        where the step has more ranks than a node has GPUs and does not say how long its communication takes.
         """
         require_kind(step, Step, "run takes a Step", "Pass what load_workload returns, or read_trace(...).step.")
         require_kind(machine, Machine, "run takes a Machine", "Pass what load_machine returns.")
@@ -40,6 +42,7 @@ class Simulator(AbstractExecutor):
                 f"`counterpoint tune` for "
                 f"'{machine.name}'."
             )
+        check_nodes(step, machine)
         costs = CostModel(machine, self._calibration)
         effects = EffectReader(step, machine, plan, self._calibration).effects()
         graph = TaskGraph(step, effects, machine, self._calibration)
@@ -67,6 +70,7 @@ class Simulator(AbstractExecutor):
         Of a plan's controls, only those count that move a collective by copies: it takes their time, without that of the sum
         where it reduces.
         """
+        check_nodes(step, machine)
         costs = CostModel(machine, self._calibration)
         effects = EffectReader(step, machine, plan, self._calibration).effects()
         times = []

@@ -21,13 +21,25 @@ USUAL_FILL = (
 )
 
 
-def num_tiles(kernel: Kernel, num_resident: int, lone_us: float, usual_tile_us: float) -> int:
-    """Tiles of a persistent matmul of which `num_resident` CTAs live at once; 0 for a kernel without tiles."""
-    if not kernel.is_work_sharing or kernel.character != "matmul":
+def num_tiles(kernel: Kernel, num_resident: int, num_sms: int, lone_us: float, usual_tile_us: float) -> int:
+    """Tiles of a persistent matmul of which `num_resident` CTAs live at once on `num_sms` SMs.
+
+    0 for other kernels, and where some SMs hold more of its CTAs than others.
+    """
+    is_even = num_resident <= num_sms or num_resident % num_sms == 0
+    if not kernel.is_work_sharing or kernel.character != "matmul" or not is_even:
         return 0
-    named = TILE_IN_NAME.match(kernel.name)
-    if named and kernel.matmul_sizes is not None:
-        rows, _, columns = kernel.matmul_sizes
-        return math.ceil(columns / int(named[1])) * math.ceil(rows / int(named[2]))
+    known = _tiles_by_name(kernel)
+    if known is not None:
+        return known
     num_rounds = max(1, round(lone_us / usual_tile_us))
     return max(num_resident, round(num_rounds * num_resident * USUAL_FILL))
+
+
+def _tiles_by_name(kernel: Kernel) -> int | None:
+    """Tiles by what cuBLAS's name of the kernel says and the sizes of the matrices, if both are known."""
+    tile = TILE_IN_NAME.match(kernel.name)
+    if tile is None or kernel.matmul_sizes is None:
+        return None
+    rows, _, columns = kernel.matmul_sizes
+    return math.ceil(columns / int(tile[1])) * math.ceil(rows / int(tile[2]))

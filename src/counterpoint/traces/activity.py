@@ -4,6 +4,7 @@ These values know nothing of files, of steps, or of what a kernel does. Field na
 `output_json.cpp`, as they stand in the shipped traces.
 """
 
+import re
 from typing import Any, Literal
 
 import msgspec
@@ -53,6 +54,18 @@ class LaunchArguments(Value, frozen=True, kw_only=True, forbid_unknown_fields=Fa
                 f"a launch needs a positive grid and block and sizes from 0 to 2^60; found grid {list(self.grid)}, block "
                 f"{list(self.block)}, sizes {list(sizes)}."
             )
+
+
+def listed_numbers(stated: object) -> list[int]:
+    """Numbers of a list that the profiler wrote as text; none where it is cut short ("...")."""
+    text = "" if stated is None else str(stated)
+    return [] if "..." in text else [int(digits) for digits in re.findall(r"\d+", text)]
+
+
+def ranks_of_group(arguments: LaunchArguments, group_size: int) -> tuple[int, ...]:
+    """The ranks of the process group that launched it, where the profiler lists them all."""
+    ranks = listed_numbers(arguments.group_ranks)
+    return tuple(ranks) if len(ranks) == group_size else ()
 
 
 class HostOperator(Value, frozen=True, kw_only=True):

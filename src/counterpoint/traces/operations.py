@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from counterpoint.errors import shown
 from counterpoint.step import Collective, Copy, Dependency, Footprint, Kernel, Operation
-from counterpoint.traces.activity import ActivityTrace, GpuOperation
+from counterpoint.traces.activity import ActivityTrace, GpuOperation, ranks_of_group
 from counterpoint.traces.classify import (
     Group,
     Rule,
@@ -116,12 +116,14 @@ def _collective(trace: ActivityTrace, traced: GpuOperation, rule: Rule, timing: 
         missing["carry no element count or an unknown type, so their size is 0"] += 1
     if not arguments.group_size and not trace.world_size:
         missing["carry no group size; 1 is assumed"] += 1
+    group_size = arguments.group_size or trace.world_size or 1
     return Collective(
         name=traced.name,
         stream=traced.stream,
         collective=kind,
         num_bytes=elements * (size or 0) if is_known else 0,
-        group_size=arguments.group_size or trace.world_size or 1,
+        group_size=group_size,
+        ranks=ranks_of_group(arguments, group_size),
         library=rule.library,
         footprint=_footprint(trace, traced, rule),
         lone_us=timing.lone_us,

@@ -51,6 +51,11 @@ def matmul_hbm_bytes(m: int, n: int, k: int, dtype: ElementType, tile: Tile) -> 
     return float(m * k * ELEMENT_BYTES[dtype] + reads_of_b * b_bytes + m * n * _OUTPUT_BYTES[dtype])
 
 
+def matmul_bytes(m: int, n: int, k: int, dtype: ElementType) -> int:
+    """Bytes that A, B and C take in memory."""
+    return (m * k + k * n) * ELEMENT_BYTES[dtype] + m * n * _OUTPUT_BYTES[dtype]
+
+
 def matmul_l2_bytes(m: int, n: int, k: int, dtype: ElementType, tile: Tile) -> float:
     """Bytes that the CTAs read from L2: each tile loads its rows of A and its columns of B, and shares them with none."""
     return float(tile_count(m, n, tile) * (tile[0] + tile[1]) * k * ELEMENT_BYTES[dtype])

@@ -46,9 +46,26 @@ def load_workload(name_or_path: Path | str, *, num_ctas: int | None = None) -> S
     require_kind(name_or_path, (str, Path), "load_workload takes a name or a path", known)
     if num_ctas is not None:
         require_kind(num_ctas, int, "num_ctas must be a whole number", "Pass one, or leave it out.")
+    file, description = _read(name_or_path)
+    try:
+        return build_step(description, num_ctas)
+    except StepError as problem:
+        raise WorkloadError(f"{file}: {problem}") from problem
+
+
+def load_description(name_or_path: Path | str) -> Description:
+    """What a workload file says, for a caller that changes figures of it and then calls `build_step`.
+
+    Raises `WorkloadError` as `load_workload` does.
+    """
+    return _read(name_or_path)[1]
+
+
+def _read(name_or_path: Path | str) -> tuple[str, Description]:
+    """The file's name as messages say it, and what it describes."""
     path = Path(name_or_path)
     if path.suffix.lower() == ".toml":
-        return _load(str(path), read_toml(path, Description, WorkloadError), num_ctas)
+        return str(path), read_toml(path, Description, WorkloadError)
     name, names = str(name_or_path).lower(), workload_names()
     if name not in names:
         raise WorkloadError(
@@ -56,17 +73,11 @@ def load_workload(name_or_path: Path | str, *, num_ctas: int | None = None) -> S
             "file (.toml)."
         )
     file = f"workloads/{name}.toml"
-    return _load(file, read_shipped(file, Description, WorkloadError), num_ctas)
+    return file, read_shipped(file, Description, WorkloadError)
 
 
-def _load(file: str, description: Description, num_ctas: int | None) -> Step:
-    try:
-        return _to_step(description, num_ctas)
-    except StepError as problem:
-        raise WorkloadError(f"{file}: {problem}") from problem
-
-
-def _to_step(description: Description, num_ctas: int | None) -> Step:
+def build_step(description: Description, num_ctas: int | None = None) -> Step:
+    """The step that a description says; `num_ctas` is as in `load_workload`. Raises `StepError` without the file's name."""
     if num_ctas is not None:
         _check_num_ctas(description, num_ctas)
     operations: list[Operation] = []
@@ -77,7 +88,8 @@ def _to_step(description: Description, num_ctas: int | None) -> Step:
         for entry in entries:
             current[entry.name] = len(operations)
             try:
-                operation = _to_operation(entry, _dependencies(entry, current, previous), description, num_ctas)
+                waits_for = _dependencies(entry, current, previous)
+                operation = operation_of(entry, waits_for, description.num_ranks, num_ctas)
             except StepError as problem:
                 raise WorkloadError(f"'{shown(entry.name)}': {problem}") from problem
             operations.append(operation)
@@ -149,16 +161,15 @@ def _dependencies(entry: Entry, current: dict[str, int], previous: dict[str, int
     return tuple(Dependency(operation=number) for number in sorted(set(numbers)))
 
 
-def _to_operation(
-    entry: Entry, waits_for: tuple[Dependency, ...], description: Description, num_ctas: int | None
-) -> Operation:
+def operation_of(entry: Entry, waits_for: tuple[Dependency, ...], num_ranks: int, num_ctas: int | None = None) -> Operation:
+    """The operation that an entry describes, in a step of `num_ranks`; `num_ctas` is as in `load_workload`."""
     match entry:
         case Gemm():
             return _gemm_kernel(entry, waits_for, num_ctas if num_ctas is not None else entry.num_ctas)
         case OtherKernel():
             return _other_kernel(entry, waits_for)
         case CollectiveEntry():
-            return _collective(entry, waits_for, description.num_ranks)
+            return _collective(entry, waits_for, num_ranks)
         case CopyEntry():
             return Copy(
                 name=entry.name,

@@ -13,10 +13,11 @@ from contextlib import closing
 import torch
 import torch.distributed as dist
 
+from counterpoint.controls import LightKernel
 from counterpoint.cuda.applied import apply
 from counterpoint.cuda.capture import Captured, capture
 from counterpoint.cuda.graph import AbstractExecutable
-from counterpoint.cuda.graph_rewriting import LIGHT, MOVED, rewrite
+from counterpoint.cuda.graph_rewriting import MOVED, rewrite
 from counterpoint.cuda.ranks import join_ranks, run_and_leave
 from counterpoint.ops.captured_copies import offer_copies
 from counterpoint.ops.light_collectives import offer_light_kernels
@@ -25,7 +26,11 @@ from counterpoint.plan import Directive, Match, Plan
 NUM_ELEMENTS = 32 << 20
 IS_LIGHT = "light" in sys.argv[1:]
 PLAN = Plan(
-    directives=(Directive(match=Match(kind="communication"), controls=(LIGHT if IS_LIGHT else MOVED,), reason="test"),)
+    directives=(
+        Directive(
+            match=Match(kind="communication"), controls=(LightKernel(num_ctas=64) if IS_LIGHT else MOVED,), reason="test"
+        ),
+    )
 )
 offer = offer_light_kernels if IS_LIGHT else offer_copies
 Case = Callable[[torch.Tensor, torch.Tensor], None]

@@ -1,7 +1,7 @@
 """NCCL's collectives alone: by kind, bytes and CTAs, on all ranks of the calibration.
 
-Each number of CTAs is a communicator of its own, set by `min_ctas` and `max_ctas`; None is NCCL's own choice. Bytes are those
-of the buffer that a step names: the gathered or scattered whole, what is reduced, what a rank sends to all.
+Each number of CTAs is a communicator of its own, set by `min_ctas` and `max_ctas`; None is NCCL's own choice. Bytes are
+those of the buffer that a step names: the gathered or scattered whole, what is reduced, what a rank sends to all.
 """
 
 from collections.abc import Callable
@@ -32,8 +32,9 @@ def probe_collectives(session: Session) -> list[Point]:
                 if num_ctas is not None and num_bytes < LEAST_BYTES_OF_LESS_CTAS:
                     continue
                 issue = collective(kind, num_bytes, (whole, other), group)
+                at = {"kind": kind, "ranks": session.num_ranks, "ctas": num_ctas or "usual", "bytes": num_bytes}
                 times = session.times_of_ranks_us(issue, calls=8 if num_bytes <= 8 * MIB else 2)
-                points.append(point("collective_us", times, kind=kind, bytes=num_bytes, ctas=num_ctas or "usual"))
+                points.append(point("collective_us", times, **at))
         session.wait()
     return points
 

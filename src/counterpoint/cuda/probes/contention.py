@@ -4,6 +4,8 @@ The collective has the greatest priority, so that it is placed at once. Ranks fi
 beside it, or the other way round.
 """
 
+import statistics
+
 import torch
 
 from counterpoint.cuda.probes.collectives import collective
@@ -16,7 +18,10 @@ STREAMED_BYTES = 512 * MIB
 COMMUNICATED_BYTES = 256 * MIB
 KINDS = ("all_reduce", "all_gather", "all_to_all")
 MATMUL_SIZE = 8192
-ITERATIONS = 4000  # about a millisecond
+ITERATIONS = 16_000  # of CTAs alone on their SMs: about four milliseconds
+ARITHMETIC_THREADS = 512
+ARITHMETIC_BYTES = 120 * 1024  # two do not fit on an SM of compute capability 9.0, one and a CTA of NCCL do
+NUM_SLOWED = 16  # of the 24 CTAs that NCCL uses with two ranks
 
 
 def probe_contention(session: Session) -> list[Point]:
@@ -29,6 +34,38 @@ def probe_contention(session: Session) -> list[Point]:
         for kind in KINDS if name == "streaming" else KINDS[:1]:
             issue = collective(kind, COMMUNICATED_BYTES, (buffers[0], buffers[1]))
             points += _both(session, (name, kernel, num_others), (kind, issue))
+    return [*points, *_issue_share(session, (buffers[0], buffers[1]))]
+
+
+def _issue_share(session: Session, buffers: tuple[torch.Tensor, torch.Tensor]) -> list[Point]:
+    """How much longer CTAs of fused multiply-adds take on SMs that they share with a CTA of NCCL.
+
+    Shared memory lets one of them live on an SM, and a CTA of NCCL beside it. The slowest few are those that had one.
+    """
+    launch = Launch(
+        num_ctas=session.num_sms, threads=ARITHMETIC_THREADS, shared_bytes=ARITHMETIC_BYTES, carveout_percent=100
+    )
+    issue = collective("all_reduce", COMMUNICATED_BYTES, buffers)
+    side = torch.cuda.Stream(priority=session.gpu.greatest_priority)
+    points = []
+    for name, num_collectives in (("alone", 0), ("all_reduce", 10)):
+        ratios = []
+        for _ in range(4):
+            marks = Marks(launch.num_ctas)
+            session.wait()
+            session.rendezvous.meet()
+            session.hold(1000)
+            compute(launch, marks, ITERATIONS)
+            done = session.mark()
+            with torch.cuda.stream(side):
+                session.hold(1050)
+                for _ in range(num_collectives):
+                    issue()
+                session.wait(done, session.mark())
+            times = sorted(end - start for start, end in zip(marks.starts_us(), marks.ends_us(), strict=True))
+            ratios.append(statistics.median(times[-NUM_SLOWED:]) / statistics.median(times))
+        at = {"beside": name, "threads": ARITHMETIC_THREADS}
+        points.append(point("slowest_ctas_ratio", ratios[1:], **at))
     return points
 
 
@@ -37,13 +74,9 @@ def _kernels(session: Session) -> list[tuple[str, Issue, int]]:
     source = torch.ones(STREAMED_BYTES // 4, device="cuda")
     target = torch.empty_like(source)
     a, b, c = (torch.randn(MATMUL_SIZE, MATMUL_SIZE, device="cuda", dtype=torch.bfloat16) for _ in range(3))
-    # half of an SM's threads, in CTAs beside which a CTA of NCCL fits
-    launch = Launch(num_ctas=4 * session.num_sms, threads=256)
-    marks = Marks(launch.num_ctas)
     return [
         ("streaming", lambda: torch.mul(source, 2.0, out=target), 24),
         ("matmul", lambda: torch.mm(a, b, out=c), 6),
-        ("arithmetic", lambda: compute(launch, marks, ITERATIONS), 6),
     ]
 
 

@@ -86,7 +86,7 @@ def open_nvml() -> Nvml | None:
 
 
 def check_fit(nvml: Nvml, where: str) -> GpuState:
-    """The state of an idle GPU, by the best of a few readings. Raises `DeviceError` where it is throttled or others use it."""
+    """The state of an idle GPU, the best of a few readings. Raises `DeviceError` where it is throttled or others use it."""
     readings = []
     for _ in range(READINGS):
         readings.append(nvml.read())

@@ -1,0 +1,104 @@
+"""What ops_grid.py leaves out, timed on GPUs: backward passes, matmul + all-reduce and all-to-all + matmul.
+
+torchrun --nproc-per-node 2 -m benchmarks.ops_passes -o passes.json
+
+Per pass and layer: sequential (the library's collectives and the matmuls), and every candidate of the heuristic, on operands
+that stay where they are, so that calls are recorded as in a training step. Results are compared with those of sequential.
+PyTorch has no fused operator for these.
+"""
+
+import argparse
+import statistics
+from contextlib import closing
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.on_gpus import join, log, run_and_leave, save, shared_rounds
+from benchmarks.ops_shapes import Shape, shapes_named
+from counterpoint.ops.call_timer import open_call_timer
+from counterpoint.ops.runtime import Runtime, runtime_of_group
+from counterpoint.ops.schedule_benchmark import ScheduleBenchmark, request_for
+from counterpoint.schedule import SEQUENTIAL, Problem
+from counterpoint.schedule.actions import Operation, Pass
+from counterpoint.schedule.heuristic import pick_schedule, rank_candidates
+
+PASSES: tuple[tuple[Operation, Pass], ...] = (
+    ("all_gather_matmul", "backward"),
+    ("matmul_reduce_scatter", "backward"),
+    ("matmul_all_reduce", "forward"),
+    ("all_to_all_matmul", "forward"),
+    ("all_to_all_matmul", "backward"),
+)
+WARM_UPS = 6  # operands stay, so a call is recorded the third time
+
+
+def problem_of(operation: Operation, shape: Shape) -> Problem:
+    """Column-parallel where rows come to the matmul, row-parallel where products leave it; tokens of one rank for an
+    all-to-all."""
+    num_ranks = dist.get_world_size()
+    local = shape.wide // num_ranks
+    is_reduced = operation in ("matmul_reduce_scatter", "matmul_all_reduce")
+    return Problem(
+        operation=operation,
+        num_ranks=num_ranks,
+        num_rows=shape.tokens,
+        num_inner=local if is_reduced else shape.hidden,
+        num_columns=shape.hidden if is_reduced else local,
+    )
+
+
+def run_case(runtime: Runtime, problem: Problem, direction: Pass, num_rounds: int) -> dict[str, object]:
+    """Times of all candidates in turns."""
+    ranked = rank_candidates(problem, runtime.machine, direction)
+    descriptions = (SEQUENTIAL, *(each.description for each in ranked))
+    labels = [description.label() for description in descriptions]
+    timer, rounds = open_call_timer(runtime), shared_rounds(len(labels))
+    times: dict[str, list[float]] = {label: [] for label in labels}
+    with closing(ScheduleBenchmark(runtime, request_for(problem, direction, "bf16"), descriptions)) as benchmark:
+        benchmark.require_right()
+        for number in range(WARM_UPS + num_rounds):
+            for place in rounds.order(number):
+                if number < WARM_UPS:
+                    benchmark.warm_up([place])
+                else:
+                    times[labels[place]].append(benchmark.time_us(place, timer))
+    return {
+        "operation": problem.operation,
+        "direction": direction,
+        "sizes_m_n_k": [problem.num_rows, problem.num_columns, problem.num_inner],
+        "picked": pick_schedule(problem, runtime.machine, direction).description.label(),
+        "estimated_us": {each.description.label(): round(each.estimated_us, 1) for each in ranked},
+        "candidates": {label: _summary(row) for label, row in times.items()},
+    }
+
+
+def _summary(times_us: list[float]) -> dict[str, float]:
+    quarters, median_us = statistics.quantiles(times_us, n=4), statistics.median(times_us)
+    return {"median_us": round(median_us, 2), "spread": round((quarters[2] - quarters[0]) / 2 / median_us, 4)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shapes", default="8b-up-8k,70b-qkv-8k,405b-qkv-4k")
+    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--limit-s", type=int, default=120)
+    parser.add_argument("-o", "--output", type=Path)
+    arguments = parser.parse_args()
+    join(arguments.limit_s)
+    runtime = runtime_of_group(None)
+    results = []
+    for shape in shapes_named(arguments.shapes):
+        assert isinstance(shape, Shape), "a layer"
+        for operation, direction in PASSES:
+            found = run_case(runtime, problem_of(operation, shape), direction, arguments.rounds)
+            results.append({"shape": shape.name, **found})
+            save(arguments.output, results)
+            cells = [f"{label} {each['median_us']:.0f}" for label, each in found["candidates"].items()]  # type: ignore[attr-defined]
+            log(f"{operation} {direction} {shape.name}, picked {found['picked']}:", ", ".join(cells))
+        torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    run_and_leave(main)

@@ -1,0 +1,54 @@
+"""Sweeps of the first paper's workloads along one axis, simulated: the same variants at every value of the axis.
+
+A point whose step the machine cannot run, because a CTA does not fit an SM, stays in the sweep with the reason.
+"""
+
+from collections.abc import Sequence
+
+from counterpoint.errors import OccupancyError, StepError, shown
+from counterpoint.machine import Machine
+from counterpoint.occupancy import residency
+from counterpoint.paper.cases import Axis, Case, cases_of, check_memory
+from counterpoint.paper.grid import simulated_rows, sweep_plans
+from counterpoint.paper.values import Sweep, SweepPoint
+from counterpoint.planner.ideal import scale_of
+from counterpoint.step import Kernel, Step
+from counterpoint.workloads import build_step
+from counterpoint.workloads.description import Description
+
+
+def simulate_sweep(description: Description, machine: Machine, axis: Axis, values: Sequence[str]) -> Sweep:
+    """The workload at each value, simulated. Raises `WorkloadError` for a bad value or sizes beyond the GPU's memory."""
+    cases = cases_of(description, axis, values, machine)
+    for case in cases:
+        check_memory(case.description, machine.gpu.hbm_bytes, f"a GPU of '{machine.name}' has")
+    points = tuple(_simulate(case, machine) for case in cases)
+    return Sweep(workload=description.name, machine=machine.name, axis=axis, points=points)
+
+
+def _simulate(case: Case, machine: Machine) -> SweepPoint:
+    described = case.description
+    point = SweepPoint(setting=case.setting, num_ranks=described.num_ranks, iterations=described.iterations)
+    try:
+        step = build_step(described)
+        _check_launches(step, machine)
+        plans = sweep_plans(step, machine)
+        scale = scale_of(step, machine, plans.values())
+        rows = simulated_rows(step, machine, plans, scale)
+    except (StepError, OccupancyError) as problem:
+        return point.with_rows((), None, str(problem))
+    return point.with_rows(rows, scale.ideal_us)
+
+
+def _check_launches(step: Step, machine: Machine) -> None:
+    """Raise `OccupancyError` for a kernel of which not one CTA fits an SM of the machine."""
+    for operation in step.operations:
+        if not isinstance(operation, Kernel):
+            continue
+        fit = residency(machine.gpu, operation.footprint)
+        if fit.ctas_per_sm == 0:
+            raise OccupancyError(
+                f"Not one CTA of '{shown(operation.name)}' fits an SM of '{machine.name}', limited by {fit.limiter}: it has "
+                f"{operation.footprint.shared_bytes:,} bytes of shared memory, {operation.footprint.threads_per_cta} "
+                f"threads and {operation.footprint.registers_per_thread} registers per thread. Choose another tile or type."
+            )

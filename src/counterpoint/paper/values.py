@@ -1,0 +1,103 @@
+"""What the first paper's grid and sweeps find: rows of variants, whole grids, and points of a sweep."""
+
+from collections.abc import Iterable
+from typing import Self
+
+from msgspec.structs import replace
+
+from counterpoint.paper.cases import Axis
+from counterpoint.plan import Plan
+from counterpoint.value import Value
+
+PLAIN, SEQUENTIAL, CHOICE, COPY_ENGINES = "plain overlap", "sequential", "planner's choice", "copy engines"
+PRIORITY = "priority"
+
+
+class Energy(Value, frozen=True, kw_only=True):
+    """What the GPUs' own counters say of one variant: `joules_per_step` of all GPUs, `watts` the mean of one GPU."""
+
+    joules_per_step: float
+    watts: float
+
+
+class PaperRow(Value, frozen=True, kw_only=True):
+    """One variant. `measured_us` and what belongs to it are None where nothing ran on a GPU.
+
+    `ratio` is the measured time over plain overlap's of the same rounds, `spread` its spread. `time_ratio` is the time over
+    the sequential one and `overlap_ratio` the hidden part of communication (docs/metrics.md), both measured where the row
+    was; None for an overlap ratio that no timeline shows. `is_engaged` says whether every control was verified,
+    `is_identical` whether the outputs were bit-identical to plain overlap's.
+    """
+
+    label: str
+    simulated_us: float | None
+    measured_us: float | None = None
+    ratio: float | None = None
+    spread: float | None = None
+    time_ratio: float | None = None
+    overlap_ratio: float | None = None
+    energy: Energy | None = None
+    is_engaged: bool | None = None
+    is_identical: bool | None = None
+
+    @property
+    def time_us(self) -> float | None:
+        """The measured time, else the simulated one."""
+        return self.simulated_us if self.measured_us is None else self.measured_us
+
+
+def with_time_ratios(rows: Iterable[PaperRow]) -> tuple[PaperRow, ...]:
+    """The rows, each with its time over that of the sequential row among them, which was had in the same way."""
+    found = tuple(rows)
+    sequential_us = next((row.time_us for row in found if row.label == SEQUENTIAL), None)
+    if not sequential_us:
+        return found
+    return tuple(row if row.time_us is None else replace(row, time_ratio=row.time_us / sequential_us) for row in found)
+
+
+class PaperResult(Value, frozen=True, kw_only=True):
+    """One workload on one machine. `choice` is the planner's plan, `ideal_us` as in `planner/ideal.py`."""
+
+    workload: str
+    machine: str
+    num_ranks: int
+    ideal_us: float
+    rows: tuple[PaperRow, ...]
+    choice: Plan
+    iterations: int | None = None
+
+
+class SweepPoint(Value, frozen=True, kw_only=True):
+    """One value of a sweep's axis: `setting` as it was asked for, and a row for each variant.
+
+    `why_left_out` says why there are no rows, as where a CTA does not fit an SM of the machine.
+    """
+
+    setting: str
+    num_ranks: int
+    iterations: int
+    rows: tuple[PaperRow, ...] = ()
+    ideal_us: float | None = None
+    why_left_out: str = ""
+
+    def with_rows(self, rows: tuple[PaperRow, ...], ideal_us: float | None, why_left_out: str = "") -> Self:
+        """The same point with what was found."""
+        return replace(self, rows=rows, ideal_us=ideal_us, why_left_out=why_left_out)
+
+    def row(self, label: str) -> PaperRow | None:
+        """The row of a variant, or None."""
+        return next((row for row in self.rows if row.label == label), None)
+
+
+class Sweep(Value, frozen=True, kw_only=True):
+    """One workload on one machine along one axis."""
+
+    workload: str
+    machine: str
+    axis: Axis
+    points: tuple[SweepPoint, ...]
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """All variants in the order in which they come up."""
+        return tuple(dict.fromkeys(row.label for point in self.points for row in point.rows))

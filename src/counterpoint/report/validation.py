@@ -1,0 +1,53 @@
+"""What `validate` prints: figures of each way to predict, beside naive models, and the worst misses."""
+
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.text import Text
+
+from counterpoint.report.text import new_table
+from counterpoint.units import format_change, format_percent, format_us
+from counterpoint.validation.figures import Figures
+from counterpoint.validation.outcome import Outcome
+
+NUM_WORST = 8
+
+
+def print_validation(console: Console, outcomes: Sequence[Outcome]) -> None:
+    """Every file of measurements in turn."""
+    for outcome in outcomes:
+        conditions = outcome.conditions
+        what = f"{conditions.get('gpus', outcome.machine)}, measured {conditions.get('date', 'at an unknown date')}"
+        console.print(Text.assemble((what, "bold"), f"; simulated as {outcome.machine}"))
+        table = new_table("predicted", "cases", "rows", "error", "p90", "bias", "clear sign", "ranks", "regret", "worst")
+        for found in outcome.origins:
+            for figures in found.figures:
+                name = f"from {found.origin}" if figures.model == "simulator" else f"  {figures.model}"
+                table.add_row(name, *_cells(figures))
+        console.print(table)
+        for found in outcome.origins:
+            worst = sorted(found.rows, key=lambda row: -abs(row.error))[:NUM_WORST]
+            misses = new_table(f"worst from {found.origin}", "variant", "measured", "predicted", "error")
+            for row in worst:
+                times = format_us(row.measured_us), format_us(row.predicted_us), format_change(row.error)
+                misses.add_row(row.group, row.label, *times)
+            console.print(misses)
+        for line in outcome.left_out:
+            console.print(Text(f"left out: {line}", style="yellow"))
+        console.print()
+
+
+def _cells(figures: Figures) -> list[str]:
+    clear = "-" if figures.clear_sign is None else f"{format_percent(figures.clear_sign)} of {figures.num_clear}"
+    ranks = "-" if figures.rank_correlation is None else f"{figures.rank_correlation:z.2f}"
+    return [
+        str(figures.num_groups),
+        str(figures.num_rows),
+        format_percent(figures.mean_error),
+        format_percent(figures.p90_error),
+        format_change(figures.bias),
+        clear,
+        ranks,
+        format_percent(figures.mean_regret),
+        format_percent(figures.worst_regret),
+    ]

@@ -1,0 +1,46 @@
+"""Jobs of more ranks than a node has GPUs: what of them can be simulated, and which collectives leave the node.
+
+How a collective's data travels over several nodes is not modelled, so its time is known only where it was measured, as in a
+trace of the job. A described step of more ranks than a node has is refused. Copy engines reach the GPUs of one node, so a
+collective that leaves it, or may, is not moved by them.
+"""
+
+from counterpoint.errors import MachineError
+from counterpoint.machine import Machine
+from counterpoint.step import Collective, Copy, Operation, Step
+
+BEYOND_THE_NODE = "its ranks are on several nodes, and copies reach the GPUs of one"
+MAYBE_BEYOND_THE_NODE = "its ranks are not known and may be on several nodes, and copies reach the GPUs of one"
+MEASURED_INSTEAD = ", or plan from a trace of the job, which holds the times"
+
+
+def check_ranks(num_ranks: int, machine: Machine, way_out: str = "") -> None:
+    """Raise `MachineError`, in one line, for more ranks than the machine has GPUs in a node; `way_out` ends the line."""
+    if num_ranks > machine.num_gpus:
+        raise MachineError(
+            f"{num_ranks:,} ranks are asked for, but machine '{machine.name}' has {machine.num_gpus} GPUs in a node, and "
+            f"communication between nodes is not simulated. Ask for {machine.num_gpus} ranks or fewer, or name a machine "
+            f"of larger nodes{way_out}."
+        )
+
+
+def check_nodes(step: Step, machine: Machine) -> None:
+    """As `check_ranks`, unless every operation that communicates has its measured time."""
+    if any(_needs_a_link(operation) for operation in step.operations):
+        groups = (operation.group_size for operation in step.operations if isinstance(operation, Collective))
+        check_ranks(max(step.num_ranks, *groups, 1), machine, MEASURED_INSTEAD)
+
+
+def _needs_a_link(operation: Operation) -> bool:
+    """Whether the time of the operation is computed from a link."""
+    is_remote = isinstance(operation, Collective) or (isinstance(operation, Copy) and operation.direction == "peer_to_peer")
+    return is_remote and operation.lone_us is None
+
+
+def obstacle_to_copies(collective: Collective, num_ranks: int, machine: Machine) -> str | None:
+    """Why copies cannot reach all ranks of a collective in a job of `num_ranks`, or None; nodes hold ranks in order."""
+    if num_ranks <= machine.num_gpus:
+        return None
+    if collective.group_size > machine.num_gpus or len({rank // machine.num_gpus for rank in collective.ranks}) > 1:
+        return BEYOND_THE_NODE
+    return None if collective.ranks else MAYBE_BEYOND_THE_NODE

@@ -1,0 +1,1 @@
+"""Validation: a fixed set of cases that are never used for fitting, predicted and measured side by side."""

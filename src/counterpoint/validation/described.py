@@ -1,0 +1,122 @@
+"""A case from sizes alone: the launches are those that were captured, and no time is taken from any measurement.
+
+A launch is what a kernel's binary and its library say (tile, threads, registers, shared memory); how long it takes follows
+from sizes, as for a workload file.
+"""
+
+import re
+
+from msgspec.structs import replace
+
+from counterpoint.errors import WorkloadError, shown
+from counterpoint.step import Collective, Dependency, Footprint, Kernel, Operation, Step
+from counterpoint.validation.cases import (
+    Attention,
+    Case,
+    CollectiveWork,
+    Elementwise,
+    Entry,
+    HostCopy,
+    Matmul,
+    Scan,
+    Softmax,
+)
+from counterpoint.workloads.description import CollectiveEntry, CopyEntry, Gemm, OtherKernel
+from counterpoint.workloads.gemm import tile_count
+from counterpoint.workloads.reader import operation_of
+
+# as cuBLAS writes the tile and the depth of a stage in its kernels' names: nvjet_..._128x256_64x4_..., ..._128x64_8x5_...
+TILE_IN_NAME = re.compile(r"_(\d+)x(\d+)_(\d+)x\d+")
+XMMA_TILE_IN_NAME = re.compile(r"tilesize(\d+)x(\d+)x(\d+)")
+
+
+def described_step(case: Case, captured: Step) -> Step:
+    """The case's step with work instead of times; `captured` gives names and launches only.
+
+    Raises `WorkloadError` where a kernel's name does not say its tile.
+    """
+    operations = tuple(
+        _operation(entry, launched, captured.num_ranks)
+        for entry, launched in zip(case.entries, captured.operations, strict=True)
+    )
+    return Step(name=case.name, num_ranks=captured.num_ranks, operations=operations)
+
+
+def _operation(entry: Entry, launched: Operation, num_ranks: int) -> Operation:
+    waits_for = tuple(Dependency(operation=wait) for wait in entry.waits_for)
+    work, name = entry.work, launched.name
+    if isinstance(work, HostCopy):
+        copied = CopyEntry(name=name[:200], stream=entry.stream, direction=work.direction, bytes=work.num_bytes)
+        return replace(operation_of(copied, waits_for, num_ranks), name=name)
+    if isinstance(work, CollectiveWork):
+        exchange = CollectiveEntry(name=name[:200], stream=entry.stream, collective=work.collective, bytes=work.num_bytes)
+        assert isinstance(launched, Collective), "the captured step has a collective for each exchange"
+        made = operation_of(exchange, waits_for, num_ranks)
+        return replace(made, name=name, footprint=launched.footprint)
+    assert isinstance(launched, Kernel), "the captured step has a kernel for each computation"
+    if isinstance(work, Matmul):
+        gemm = _gemm(work, entry.stream, launched)
+        # the footprint as launched: a workload file has no words for clusters of GEMMs
+        made = operation_of(gemm, waits_for, num_ranks)
+        return replace(made, name=name, footprint=launched.footprint)
+    return replace(operation_of(_other(work, entry.stream, launched), waits_for, num_ranks), name=name)
+
+
+def _gemm(work: Matmul, stream: int, launched: Kernel) -> Gemm:
+    footprint = launched.footprint
+    tile = work.tile or _tile_of(launched.name)
+    tiles = tile_count(work.m, work.n, tile)
+    return Gemm(
+        name=launched.name[:200],
+        stream=stream,
+        m=work.m,
+        n=work.n,
+        k=work.k,
+        dtype=work.dtype,
+        tile="x".join(map(str, tile)),
+        threads_per_cta=footprint.threads_per_cta,
+        registers_per_thread=footprint.registers_per_thread,
+        shared_bytes_per_cta=footprint.shared_bytes,
+        num_ctas=footprint.num_ctas if footprint.num_ctas < tiles else None,
+        is_work_sharing=launched.is_work_sharing,
+    )
+
+
+def _tile_of(name: str) -> tuple[int, int, int]:
+    found = XMMA_TILE_IN_NAME.search(name) or TILE_IN_NAME.search(name)
+    if found is None:
+        raise WorkloadError(f"The name of '{shown(name)}' says no tile, so nothing is predicted from its sizes.")
+    m, n, k = (int(part) for part in found.groups())
+    return m, n, k
+
+
+def _other(work: Elementwise | Scan | Softmax | Attention, stream: int, launched: Kernel) -> OtherKernel:
+    footprint: Footprint = launched.footprint
+    flops, hbm_bytes = _work_of(work)
+    return OtherKernel(
+        name=launched.name[:200],
+        stream=stream,
+        num_ctas=footprint.num_ctas,
+        threads_per_cta=footprint.threads_per_cta,
+        registers_per_thread=footprint.registers_per_thread,
+        shared_bytes_per_cta=footprint.shared_bytes,
+        ctas_per_cluster=footprint.ctas_per_cluster,
+        character=launched.character,
+        flops=flops,
+        hbm_bytes=hbm_bytes,
+        is_work_sharing=launched.is_work_sharing,
+    )
+
+
+def _work_of(work: Elementwise | Scan | Softmax | Attention) -> tuple[float | None, float]:
+    """Floating-point operations and bytes from and to memory."""
+    match work:
+        case Elementwise():
+            return None, 2.0 * work.num_bytes
+        case Scan():
+            return None, 2.0 * 4 * work.rows * work.columns
+        case Softmax():
+            return None, 2.0 * 2 * work.rows * work.columns
+        case Attention():
+            size = work.batch * work.heads * work.tokens * work.head_size
+            return 4.0 * size * work.tokens, 4.0 * 2 * size

@@ -1,0 +1,234 @@
+"""Measure the validation set on the GPUs at hand: every case captured, under every control, in interleaved rounds.
+
+Traced cases also run eagerly: once under the profiler as they are, then with the controls that PyTorch has itself. A case
+that cannot be measured here is named with the reason, and the others go on.
+"""
+
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+import torch.distributed as dist
+from torch._C._profiler import _ExperimentalConfig
+from torch.profiler import profile, schedule
+
+from counterpoint.cuda.capture import Captured, Recording, capture, record
+from counterpoint.cuda.conditions import measuring_conditions
+from counterpoint.cuda.driver_graph import DriverGraph
+from counterpoint.cuda.graph import AbstractExecutable
+from counterpoint.cuda.graph_rewriting import rewrite
+from counterpoint.errors import CounterpointError, cause_of, say
+from counterpoint.machine import Machine
+from counterpoint.measurement.orders import draw_seed
+from counterpoint.measurement.tournament import measure_rounds
+from counterpoint.measurement.values import Measurement
+from counterpoint.ops.captured_copies import offer_copies
+from counterpoint.paper.values import PLAIN
+from counterpoint.plan import Plan
+from counterpoint.planner.on_gpu import machine_of
+from counterpoint.step import Collective, Copy, Step
+from counterpoint.traces.classify import classify_kernel
+from counterpoint.validation.cases import CTA_LIMITS, Case, CollectiveWork, HostCopy, cases_for, set_digest
+from counterpoint.validation.plans import plans_of, plans_of_limits
+from counterpoint.validation.records import MeasuredCase, MeasuredRow, MeasuredSet, Setting, trace_path
+from counterpoint.validation.steps_on_gpu import CaseOnGpu, limited_groups
+
+ROUNDS = 5
+TRACED_STEPS = 4
+LIMIT_S = 60.0  # how long ranks wait for each other
+Groups = Mapping[int, Any]
+
+
+class CalledStep(AbstractExecutable):
+    """A step function that is called where a graph would be launched."""
+
+    def __init__(self, run: Callable[[], None]) -> None:
+        self._run = run
+
+    def launch(self, stream: int) -> None:
+        """Issue the step on the current stream, which `stream` is."""
+        self._run()
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+class Runnable(msgspec.Struct, frozen=True, kw_only=True):
+    """One variant that can be timed. Its controls were verified, or are PyTorch's own."""
+
+    label: str
+    setting: Setting
+    plan: Plan
+    executable: AbstractExecutable
+
+
+def measure_set(output: Path, known: Sequence[MeasuredCase], save: Callable[[MeasuredSet], None]) -> MeasuredSet:
+    """Measure every case of the set that is not among `known`, and `save` what there is after each; all ranks call it.
+
+    `output` is the file that `save` writes: traces go beside it. Raises what capturing raises where no case can be measured.
+    """
+    num_ranks = dist.get_world_size() if dist.is_initialized() else 1
+    groups = limited_groups(CTA_LIMITS) if num_ranks > 1 else {}
+    found = list(known)
+    measured: MeasuredSet | None = None
+    for case in cases_for(num_ranks):
+        if any(case.name == each.name for each in known):
+            continue
+        with ExitStack() as opened:
+            try:
+                measuring = CaseMeasuring(case, groups, output, opened)
+                found.append(measuring.measure())
+            except (CounterpointError, RuntimeError) as refused:  # torch's own for what this GPU or this version cannot do
+                say(f"{case.name} is left out: {cause_of(refused)}")
+                continue
+        torch.cuda.empty_cache()
+        measured = MeasuredSet(
+            digest=set_digest(num_ranks),
+            machine=measuring.machine.name,
+            num_gpus=num_ranks,
+            conditions=measuring_conditions(rounds=ROUNDS),
+            cases=tuple(found),
+        )
+        save(measured)
+    if measured is None:
+        raise CounterpointError("No case is left to measure. Name another file with -o to measure the set anew.")
+    return measured
+
+
+class CaseMeasuring:
+    """One case while it is measured."""
+
+    def __init__(self, case: Case, groups: Groups, output: Path, opened: ExitStack) -> None:
+        self._case, self._groups, self._output = case, groups, output
+        self._opened = opened  # closes what the case holds
+        self._recordings: list[Recording] = []  # whose memory the graphs use
+        self._on_gpu = CaseOnGpu(case)
+        self._captured: Captured = capture(self._on_gpu.step(), case.name, limit_s=LIMIT_S)
+        self._opened.callback(self._captured.close)
+        self.machine: Machine = machine_of(self._captured)
+
+    def measure(self) -> MeasuredCase:
+        """All variants of the case, plain overlap first, and its trace where it is traced."""
+        step = self._captured.read.step
+        _check_operations(self._case, step)
+        offer_copies(self._captured)
+        runnables = [*self._rewritten(), *(self._limited() if self._case.is_traced else ())]
+        eager = list(self._eager()) if self._case.is_traced else []
+        rows = [*self._rows(runnables), *(self._rows(eager) if eager else ())]
+        trace = self._trace() if self._case.is_traced else None
+        return MeasuredCase(name=self._case.name, step=step, rows=tuple(rows), trace=trace)
+
+    def _rewritten(self) -> Iterator[Runnable]:
+        """Plans that a rewriting of the captured graph puts in force; those that not every rank can verify are left out."""
+        for label, plan in plans_of(self._case, self._captured.read.step, self.machine).items():
+            rewritten = rewrite(self._captured.graph, self._captured.read, plan)
+            is_engaged = all(entry.state == "verified" for entry in rewritten.engagements)
+            with closing(rewritten.graph):
+                if not self._captured.is_everywhere(is_engaged):
+                    continue
+                executable = rewritten.graph.instantiate()
+            self._opened.callback(executable.close)
+            yield Runnable(label=label, setting="captured", plan=plan, executable=executable)
+
+    def _limited(self) -> Iterator[Runnable]:
+        """Captures of the step in process groups with fewer CTAs; the graph proves number and priority."""
+        for label, (plan, limit, priority) in plans_of_limits(self._captured.read.step, self.machine).items():
+            recording = record(self._on_gpu.step(self._groups[limit], priority))
+            graph = DriverGraph(recording.graph.raw_cuda_graph())
+            collectives = [each for each in graph.nodes() if classify_kernel(each.name).kind == "communication"]
+            launches = [(each.footprint.num_ctas if each.footprint else 0, each.priority) for each in collectives]
+            # torch maps a priority to the nearest that its pool of streams has
+            is_engaged = all(num_ctas <= limit and (given < 0) == (priority < 0) for num_ctas, given in launches)
+            if not self._captured.is_everywhere(is_engaged):
+                if self._captured.rendezvous.is_first_rank:
+                    say(f"{self._case.name}: '{label}' did not take effect: {sorted(set(launches))}")
+                continue
+            executable = graph.instantiate()
+            self._opened.callback(executable.close)
+            self._recordings.append(recording)
+            yield Runnable(label=label, setting="captured", plan=plan, executable=executable)
+
+    def _eager(self) -> Iterator[Runnable]:
+        """The step function as it is, with a priority of its streams, and in process groups with fewer CTAs."""
+        step, machine = self._captured.read.step, self.machine
+        plans: dict[str, tuple[Plan, int, int]] = {PLAIN: (Plan(), 0, 0)}
+        prioritized = plans_of(self._case, step, machine).get("priority")
+        if prioritized is not None:
+            plans["priority"] = prioritized, 0, machine.gpu.greatest_priority
+        plans |= plans_of_limits(step, machine)
+        for label, (plan, limit, priority) in plans.items():
+            called = CalledStep(self._on_gpu.step(self._groups.get(limit), priority))
+            yield Runnable(label=label, setting="eager", plan=plan, executable=called)
+
+    def _rows(self, runnables: Sequence[Runnable]) -> list[MeasuredRow]:
+        """All of one setting in the same rounds."""
+        seed = int(self._captured.agree(str(draw_seed())))
+        labels = [each.label for each in runnables]
+        found = measure_rounds(labels, lambda number: self._captured.time_us(runnables[number].executable), ROUNDS, seed)
+        digests = [self._digest(each) for each in runnables]
+        return [
+            _row(runnable, measurement, None if digest is None else digest == digests[0])
+            for runnable, measurement, digest in zip(runnables, found, digests, strict=True)
+        ]
+
+    def _digest(self, runnable: Runnable) -> bytes | None:
+        if runnable.setting == "eager":
+            return None
+        return hashlib.sha256(self._on_gpu.output_bits(runnable.executable)).digest()
+
+    def _trace(self) -> str:
+        """Trace a few steps on all ranks, keep rank 0's, and return its file's name."""
+        name = f"{self._case.name.replace(', ', '.').replace(' ', '_')}.json.gz"
+        path = trace_path(self._output, name)
+        run = self._on_gpu.step()
+        config = _ExperimentalConfig(enable_cuda_sync_events=True)
+        torch.cuda.synchronize()
+        self._captured.rendezvous.meet()
+
+        def export(profiler: profile) -> None:
+            if self._captured.rendezvous.is_first_rank:
+                path.parent.mkdir(exist_ok=True)
+                profiler.export_chrome_trace(str(path))
+
+        turns = schedule(wait=0, warmup=1, active=TRACED_STEPS, repeat=1)
+        with profile(schedule=turns, on_trace_ready=export, record_shapes=True, experimental_config=config) as profiler:
+            for _ in range(1 + TRACED_STEPS):
+                run()
+                profiler.step()
+        return name
+
+
+def _row(runnable: Runnable, measurement: Measurement, is_identical: bool | None) -> MeasuredRow:
+    return MeasuredRow(
+        label=runnable.label,
+        setting=runnable.setting,
+        plan=runnable.plan,
+        measured_us=measurement.median_us,
+        ratio=measurement.ratio,
+        spread=measurement.spread,
+        num_rounds=measurement.num_rounds,
+        is_identical=is_identical,
+    )
+
+
+def _check_operations(case: Case, step: Step) -> None:
+    """Raise where the step is not one operation for each entry of the case, in its order."""
+    wanted = [_kind(entry.work) for entry in case.entries]
+    found = [type(each).__name__ for each in step.operations]
+    if wanted != found:
+        names = ", ".join(each.name[:40] for each in step.operations)
+        raise CounterpointError(f"its {len(wanted)} entries became {len(found)} operations ({names}), not one for each")
+
+
+def _kind(work: object) -> str:
+    return (
+        Collective.__name__
+        if isinstance(work, CollectiveWork)
+        else Copy.__name__
+        if isinstance(work, HostCopy)
+        else "Kernel"
+    )

@@ -1,0 +1,130 @@
+"""Every case of the validation set predicted by today's simulator, beside what was measured.
+
+A case is predicted in up to three ways: from its captured step (lone times and launches are known), from a trace of the step
+as it is (all is read from the trace), and from sizes alone (lone times are predicted, too).
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from counterpoint.errors import CounterpointError
+from counterpoint.machine import Machine, load_machine
+from counterpoint.metrics import measure
+from counterpoint.sim import Simulator
+from counterpoint.step import Step
+from counterpoint.traces import read_trace
+from counterpoint.validation.cases import Case, cases_for
+from counterpoint.validation.described import described_step
+from counterpoint.validation.figures import MODELS, Figures, PredictedRow, figures_of
+from counterpoint.validation.records import MeasuredCase, MeasuredRow, MeasuredSet, load_measured, trace_path
+from counterpoint.value import Value
+
+Origin = Literal["captured steps", "traces", "sizes alone"]
+ORIGINS: tuple[Origin, ...] = get_args(Origin)
+
+
+class OriginOutcome(Value, frozen=True, kw_only=True):
+    """Predictions of one origin: the simulator's figures first, then those of naive models, and every row."""
+
+    origin: Origin
+    figures: tuple[Figures, ...]
+    rows: tuple[PredictedRow, ...]
+
+
+class Outcome(Value, frozen=True, kw_only=True):
+    """One file of measurements; `left_out` says what could not be predicted, and why."""
+
+    file: str
+    machine: str
+    num_gpus: int
+    conditions: dict[str, Any]
+    origins: tuple[OriginOutcome, ...]
+    left_out: tuple[str, ...]
+
+
+def validate_files(paths: Iterable[Path]) -> tuple[Outcome, ...]:
+    """Predict what each file of measurements holds. Raises `CounterpointError` for a file that is none."""
+    return tuple(_validate(path, load_measured(path)) for path in paths)
+
+
+def _validate(path: Path, measured: MeasuredSet) -> Outcome:
+    machine = load_machine(measured.machine)
+    cases = {case.name: case for case in cases_for(measured.num_gpus)}
+    rows: dict[Origin, list[PredictedRow]] = {origin: [] for origin in ORIGINS}
+    left_out: list[str] = []
+    for found in measured.cases:
+        for origin in ORIGINS:
+            try:
+                step = _step_of(origin, cases[found.name], found, path)
+                if step is not None:
+                    rows[origin].extend(_predict(step, machine, cases[found.name], _rows_for(origin, found)))
+            except CounterpointError as problem:
+                left_out.append(f"{found.name}, from {origin}: {problem}")
+    return Outcome(
+        file=path.name,
+        machine=measured.machine,
+        num_gpus=measured.num_gpus,
+        conditions=measured.conditions,
+        origins=tuple(_origin_outcome(origin, found) for origin, found in rows.items() if found),
+        left_out=tuple(left_out),
+    )
+
+
+def _origin_outcome(origin: Origin, rows: Sequence[PredictedRow]) -> OriginOutcome:
+    return OriginOutcome(origin=origin, figures=tuple(figures_of(rows, model) for model in MODELS), rows=tuple(rows))
+
+
+def _step_of(origin: Origin, case: Case, measured: MeasuredCase, path: Path) -> Step | None:
+    """The step that predictions of this origin start from; None where the case has none."""
+    if origin == "captured steps":
+        return measured.step
+    if origin == "sizes alone":
+        return described_step(case, measured.step)
+    if measured.trace is None:
+        return None
+    step = read_trace(trace_path(path, measured.trace)).step
+    kinds = [[type(each) for each in one.operations] for one in (measured.step, step)]
+    if kinds[0] != kinds[1]:
+        raise CounterpointError(f"the trace's step has other operations ({len(kinds[1])}) than the case ({len(kinds[0])})")
+    return step
+
+
+def _rows_for(origin: Origin, measured: MeasuredCase) -> list[MeasuredRow]:
+    """Of a trace, whatever was measured, since a user applies a plan either way; else what was captured."""
+    return [row for row in measured.rows if origin == "traces" or row.setting == "captured"]
+
+
+def _predict(step: Step, machine: Machine, case: Case, rows: Sequence[MeasuredRow]) -> Iterator[PredictedRow]:
+    simulator = Simulator()
+    lone_us = simulator.lone_times_us(step, machine)
+    predicted: dict[str, float] = {}
+    for row in rows:
+        if row.label not in predicted:
+            predicted[row.label] = measure(simulator.run(step, machine, row.plan)).makespan_us
+    plain = rows[0].label
+    for row in rows:
+        baseline_us = row.measured_us / row.ratio
+        yield PredictedRow(
+            group=f"{case.name} ({row.setting})",
+            family=case.family,
+            label=row.label,
+            measured_us=row.measured_us,
+            measured_baseline_us=baseline_us,
+            predicted_us=predicted[row.label],
+            predicted_baseline_us=predicted[plain],
+            sum_us=sum(lone_us),
+            longest_us=_longest_path_us(step, lone_us),
+            spread=row.spread,
+        )
+
+
+def _longest_path_us(step: Step, lone_us: Sequence[float]) -> float:
+    """The longest path through streams and dependencies, each operation as long as alone."""
+    ends: list[float] = []
+    last: dict[int, float] = {}
+    for operation, time_us in zip(step.operations, lone_us, strict=True):
+        waits = (ends[wait.operation] for wait in operation.waits_for)
+        ends.append(max(last.get(operation.stream, 0.0), *waits, 0.0) + time_us)
+        last[operation.stream] = ends[-1]
+    return max(ends)

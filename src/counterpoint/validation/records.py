@@ -1,0 +1,113 @@
+"""Measurements of the validation set as a file that a person can read, and the files that ship with the project.
+
+One file per machine and number of GPUs. It holds each case as it was captured, with the lone times of that day, and a
+row for each variant. Traces lie beside it in a folder of the same name.
+"""
+
+from importlib import resources
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from counterpoint.errors import CounterpointError, shown, shown_path
+from counterpoint.files import read_limited
+from counterpoint.plan import Plan
+from counterpoint.step import Step
+from counterpoint.validation.cases import set_digest
+from counterpoint.value import Value, write_whole
+
+FOLDER = "validation/measured"
+Setting = Literal["captured", "eager"]
+
+
+class MeasuredRow(Value, frozen=True, kw_only=True):
+    """One variant: its time in microseconds, and its ratio to plain overlap in the same rounds and the same setting.
+
+    `captured` replays a graph, in which every control was verified; `eager` calls the step function. `spread` is as in
+    `measurement.values.Measurement`.
+    `is_identical`: the outputs were bit-identical to plain overlap's; None where outputs were not read.
+    """
+
+    label: str
+    setting: Setting
+    plan: Plan
+    measured_us: float
+    ratio: float
+    spread: float
+    num_rounds: int
+    is_identical: bool | None = None
+
+
+class MeasuredCase(Value, frozen=True, kw_only=True):
+    """One case: the captured step with lone times, its rows, plain overlap first, and its trace's file name, if any."""
+
+    name: str
+    step: Step
+    rows: tuple[MeasuredRow, ...]
+    trace: str | None = None
+
+
+class MeasuredSet(Value, frozen=True, kw_only=True):
+    """What was measured of the set, on which machine, and under what conditions. `digest` is the set's."""
+
+    digest: str
+    machine: str
+    num_gpus: int
+    conditions: dict[str, Any]
+    cases: tuple[MeasuredCase, ...]
+
+
+def load_measured(path: Path | str) -> MeasuredSet:
+    """Read a file of measurements. Raises `CounterpointError` for a file of another set of cases."""
+    content = bytes(read_limited(path, CounterpointError, "give a file that validate --measure -o wrote"))
+    try:
+        found = msgspec.json.decode(content, type=MeasuredSet)
+    except msgspec.DecodeError as problem:
+        raise CounterpointError(
+            f"{shown_path(path)} holds no measurements of the validation set: {problem}. Give a file that "
+            "`counterpoint validate --measure -o` wrote."
+        ) from problem
+    known = set_digest(found.num_gpus)
+    if found.digest != known:
+        raise CounterpointError(
+            f"{shown_path(path)} was measured with another set of cases ({shown(found.digest)}; this version has {known}). "
+            "Measure it anew: counterpoint validate --measure."
+        )
+    return found
+
+
+def trace_path(measured: Path, name: str) -> Path:
+    """Where the trace of a case lies, by the file of measurements that names it."""
+    return measured.with_suffix("") / name
+
+
+def shipped_measurements() -> list[Path]:
+    """The files of measurements that ship with the project, sorted by name."""
+    folder = Path(str(resources.files("counterpoint").joinpath(*FOLDER.split("/"))))
+    return sorted(folder.glob("*.json"))
+
+
+def save_measured(measured: MeasuredSet, path: Path) -> None:
+    """Write a file of measurements, one operation and one row to a line. Raises `OSError`."""
+    head = {
+        "digest": measured.digest,
+        "machine": measured.machine,
+        "num_gpus": measured.num_gpus,
+        "conditions": measured.conditions,
+    }
+    cases = ",\n".join(_case_text(case) for case in measured.cases)
+    write_whole(path, f'{_text(head)[:-1]},\n"cases":[\n{cases}\n]}}\n'.encode())
+
+
+def _case_text(case: MeasuredCase) -> str:
+    step = msgspec.to_builtins(case.step)
+    operations = ",\n".join(_text(each) for each in step.pop("operations"))
+    rows = ",\n".join(_text(row) for row in case.rows)
+    trace = "" if case.trace is None else f'"trace":{_text(case.trace)},'
+    head = f'{{"name":{_text(case.name)},{trace}\n"step":{_text(step)[:-1]}'
+    return f'{head},"operations":[\n{operations}\n]}},\n"rows":[\n{rows}\n]}}'
+
+
+def _text(value: object) -> str:
+    return msgspec.json.encode(value).decode()

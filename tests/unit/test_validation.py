@@ -1,0 +1,166 @@
+"""The validation set: fixed cases, their files, their predictions, and the figures of those."""
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from counterpoint.machine import load_machine
+from counterpoint.metrics import measure
+from counterpoint.paper.values import PLAIN
+from counterpoint.plan import LEAVE_IT
+from counterpoint.sim import Simulator
+from counterpoint.step import Collective, Copy, Dependency, Footprint, Kernel, Operation, Step
+from counterpoint.validation.cases import (
+    Attention,
+    Case,
+    CollectiveWork,
+    Elementwise,
+    HostCopy,
+    Matmul,
+    cases_for,
+    set_digest,
+)
+from counterpoint.validation.described import described_step
+from counterpoint.validation.figures import PredictedRow, figures_of
+from counterpoint.validation.outcome import validate_files
+from counterpoint.validation.plans import plans_of, plans_of_limits
+from counterpoint.validation.records import MeasuredCase, MeasuredRow, MeasuredSet, load_measured, save_measured
+
+MACHINE = load_machine("h200")
+NCCL = Footprint(
+    num_ctas=24,
+    threads_per_cta=544,
+    registers_per_thread=96,
+    static_shared_bytes=21568,
+    dynamic_shared_bytes=82240,
+    ctas_per_cluster=4,
+)
+NVJET = "nvjet_tst_128x256_64x4_2x1_v_bz_coopA_NNT"
+
+
+def captured(case: Case, num_ranks: int) -> Step:
+    """A step as the case's capture would be, with lone times out of the air."""
+    operations: list[Operation] = []
+    for entry in case.entries:
+        waits_for = tuple(Dependency(operation=wait) for wait in entry.waits_for)
+        common = {"stream": entry.stream, "waits_for": waits_for, "lone_us": 700.0}
+        match entry.work:
+            case CollectiveWork():
+                operations.append(
+                    Collective(
+                        name=f"ncclDevKernel_{entry.work.collective}",
+                        collective=entry.work.collective,
+                        num_bytes=entry.work.num_bytes,
+                        group_size=num_ranks,
+                        footprint=NCCL,
+                        **common,
+                    )
+                )
+            case HostCopy():
+                operations.append(
+                    Copy(name="Memcpy", direction=entry.work.direction, num_bytes=entry.work.num_bytes, **common)
+                )
+            case Matmul(tile=None) | Attention():
+                launch = Footprint(num_ctas=132, threads_per_cta=384, registers_per_thread=168, dynamic_shared_bytes=200_000)
+                operations.append(Kernel(name=NVJET, footprint=launch, character="matmul", is_work_sharing=True, **common))
+            case Matmul():
+                launch = Footprint(num_ctas=4096, threads_per_cta=128, registers_per_thread=128, dynamic_shared_bytes=49_152)
+                operations.append(Kernel(name="matmul_kernel", footprint=launch, character="matmul", **common))
+            case work:
+                name = "elementwise" if isinstance(work, Elementwise) else type(work).__name__
+                launch = Footprint(num_ctas=100_000, threads_per_cta=128, registers_per_thread=32)
+                operations.append(Kernel(name=name, footprint=launch, character="streaming", **common))
+    return Step(name=case.name, num_ranks=num_ranks, operations=tuple(operations), device_name="NVIDIA H200")
+
+
+@pytest.mark.parametrize(("num_ranks", "digest"), [(1, "0df4a5644d9f"), (2, "faf8ca8cc34b")])
+def test_the_set_stays_as_it_was_measured(num_ranks: int, digest: str) -> None:
+    assert set_digest(num_ranks) == digest
+    names = [case.name for case in cases_for(num_ranks)]
+    assert len(names) == len(set(names))
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_every_case_is_predicted_under_every_control_and_from_sizes(num_ranks: int) -> None:
+    labels = set()
+    for case in cases_for(num_ranks):
+        step = captured(case, num_ranks)
+        plans = plans_of(case, step, MACHINE) | {label: plan for label, (plan, *_) in plans_of_limits(step, MACHINE).items()}
+        assert next(iter(plans)) == PLAIN
+        assert plans[PLAIN].directives == ()
+        labels |= set(plans)
+        described = described_step(case, step)
+        for plan in plans.values():
+            for each in (step, described):
+                assert measure(Simulator().run(each, MACHINE, plan)).makespan_us > 0
+        assert all(operation.lone_us is None for operation in described.operations)
+    expected = {PLAIN, "priority", "cap to half", "priority + cap to half"}
+    if num_ranks > 1:
+        expected |= {"head start", "priority + head start", "copy engines", "8 CTAs", "12 CTAs", "priority + 8 CTAs"}
+    assert expected <= labels
+
+
+def row(label: str, measured_us: float, predicted_us: float, group: str = "g") -> PredictedRow:
+    return PredictedRow(
+        group=group,
+        family="pairs",
+        label=label,
+        measured_us=measured_us,
+        measured_baseline_us=100.0,
+        predicted_us=predicted_us,
+        predicted_baseline_us=100.0,
+        sum_us=150.0,
+        longest_us=90.0,
+        spread=0.0,
+    )
+
+
+def test_figures_count_errors_signs_and_regret() -> None:
+    rows = [row(PLAIN, 100, 100), row("a", 90, 99.5), row("b", 80, 100), row("c", 120, 102), row("d", 101.5, 100.5)]
+    found = figures_of(rows)
+    assert found.mean_error == pytest.approx((0 + 9.5 / 90 + 0.25 + 0.15 + 1 / 101.5) / 5)
+    assert found.num_clear == 3
+    assert found.clear_sign == pytest.approx(2 / 3)
+    assert found.same_sign == pytest.approx(1 / 4)
+    assert found.mean_regret == pytest.approx(90 / 80 - 1)
+    naive = figures_of(rows, "maximum")
+    assert naive.mean_regret == pytest.approx(100 / 80 - 1)
+    assert figures_of(rows, "best constant").mean_error <= min(naive.mean_error, figures_of(rows, "sum").mean_error)
+
+
+def a_set(num_gpus: int = 2) -> MeasuredSet:
+    case = cases_for(num_gpus)[0]
+    step = captured(case, num_gpus)
+    rows = tuple(
+        MeasuredRow(label=label, setting="captured", plan=plan, measured_us=9000.0, ratio=1.0, spread=0.0, num_rounds=5)
+        for label, plan in plans_of(case, step, MACHINE).items()
+    )
+    found = MeasuredCase(name=case.name, step=step, rows=rows)
+    return MeasuredSet(digest=set_digest(num_gpus), machine="h200", num_gpus=num_gpus, conditions={}, cases=(found,))
+
+
+def test_measurements_survive_a_trip_through_their_file(tmp_path: Path) -> None:
+    path = tmp_path / "measured.json"
+    save_measured(a_set(), path)
+    assert load_measured(path) == a_set()
+    outcome = validate_files([path])[0]
+    assert [found.origin for found in outcome.origins] == ["captured steps", "sizes alone"]
+    first = outcome.origins[0].rows[0]
+    assert first.predicted_us == measure(Simulator().run(a_set().cases[0].step, MACHINE, LEAVE_IT)).makespan_us
+    assert not outcome.left_out
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (msgspec.json.encode({"digest": "0"}), "holds no measurements"),
+        (msgspec.json.encode(msgspec.structs.replace(a_set(), digest="0")), "another set of cases (0;"),
+    ],
+)
+def test_other_files_are_refused(tmp_path: Path, content: bytes, words: str) -> None:
+    path = tmp_path / "measured.json"
+    path.write_bytes(content)
+    with pytest.raises(Exception, match=r".") as caught:
+        load_measured(path)
+    assert words in str(caught.value)
