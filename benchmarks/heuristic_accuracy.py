@@ -177,7 +177,7 @@ class Fit:
         self._schedules = [list(self._made(case)) for case in self._cases]
 
     def _made(self, case: Case) -> Iterable[tuple[CopySchedule, float]]:
-        for description in candidate_descriptions(case.problem):
+        for description in candidate_descriptions(case.problem, MACHINE):
             if description.label() in case.times_us:
                 yield make_schedule(case.problem, description), case.times_us[description.label()]
 

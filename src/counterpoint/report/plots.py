@@ -60,7 +60,7 @@ def draw_sweeps(sweeps: Sequence[Sweep], path: Path, where: str) -> None:
         panel.set_visible(False)
     handles, labels = panels[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside upper center", ncols=3, fontsize=8)
-    figure.suptitle(f"{_origin(sweeps)}; GPUs: {where}", fontsize=9)
+    figure.supxlabel(f"{_origin(sweeps)}; GPUs: {where}", fontsize=9)
     figure.savefig(path)
 
 
