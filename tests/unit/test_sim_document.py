@@ -36,7 +36,7 @@ def link_fraction(constants: CollectiveConstants) -> str:
 def test_the_constants_are_those_of_the_calibration_file() -> None:
     calibration = load_calibration()
     named = {name: getattr(calibration, name) for name in calibration.__struct_fields__}
-    single = {name: entry for name, entry in named.items() if name not in ("characters", "collectives")}
+    single = {name: entry for name, entry in named.items() if name not in ("characters", "collectives", "light_collectives")}
     assert rows("constant") == {name: [f"{entry.value:g}", entry.status] for name, entry in single.items()}
 
 
@@ -49,10 +49,14 @@ def test_the_characters_are_those_of_the_calibration_file() -> None:
 
 
 def test_the_collectives_are_those_of_the_calibration_file() -> None:
-    assert rows("collective") == {
-        name: [f"{entry.bytes_per_s_per_cta / 1e9:g}", link_fraction(entry), f"{entry.latency_us:g}", entry.status]
-        for name, entry in load_calibration().collectives.items()
-    }
+    for heading, found in (
+        ("collective", load_calibration().collectives),
+        ("by light kernels", load_calibration().light_collectives),
+    ):
+        assert rows(heading) == {
+            name: [f"{entry.bytes_per_s_per_cta / 1e9:g}", link_fraction(entry), f"{entry.latency_us:g}", entry.status]
+            for name, entry in found.items()
+        }
 
 
 def test_the_formula_of_the_link_names_the_calibrated_constant() -> None:
