@@ -14,7 +14,7 @@ from helpers.toy_steps import H200, plan_of, step_of
 
 DATA = Path(__file__).parents[1] / "data" / "waiting_ctas_h100.csv"
 ROWS = [[int(cell) for cell in line.split(",")] for line in DATA.read_text().splitlines() if line[0] in "-0123456789"]
-# Two of these CTAs share an SM, in clusters of 4: where those before them fill it by halves, they wait longer than predicted.
+# Two of these CTAs share an SM, in clusters of 4: where CTAs before them fill halves, they wait longer than predicted.
 LATER = {(-5, 2, 4, 288), (-5, 2, 4, 160)}
 HELD_US = 200.0
 
