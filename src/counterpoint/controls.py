@@ -41,6 +41,7 @@ OWN_STREAM_IN_THE_JOB = (
 # library's collective; below 4 MiB an assumption.
 LEAST_PART_BYTES = 4 * MIB
 MOST_LIGHT_CTAS = 512  # flags are kept for so many
+MOST_LIGHT_RANKS = 8  # MAX_PEERS + 1 of ops/light.cu
 ALL_REDUCES_IN_FLIGHT = 3  # so that one can wait for an SM while another copies; measured on 4 H200s (docs/integrations.md)
 FOR_CAPTURED_STEPS = "light kernels take the place of collectives in a captured step only: counterpoint tune MODULE:FUNCTION"
 FOR_OPERATORS = "it is for operators: counterpoint.ops.use_plan takes it"

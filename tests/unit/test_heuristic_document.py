@@ -1,13 +1,18 @@
 """The table of docs/heuristic.md says what the stored evaluation of the heuristic says, and that what the sources pick."""
 
 import json
+import statistics
 from pathlib import Path
 
 import pytest
 from benchmarks.heuristic_accuracy import STORED, Choice, evaluation, figures, stored_cases
+from benchmarks.ops_shapes import GEMMS
 
+from counterpoint.machine import load_machine
+from counterpoint.schedule import Problem, ScheduleDescription, make_schedule
 from counterpoint.schedule.costs import DEFAULT_COSTS
-from counterpoint.schedule.heuristic import GATHERING, REDUCING
+from counterpoint.schedule.estimate import estimate, estimate_sequential
+from counterpoint.schedule.heuristic import GATHERING, REDUCING, pick_schedule
 
 ROOT = Path(__file__).parents[2]
 DOCUMENT = ROOT / "docs" / "heuristic.md"
@@ -62,6 +67,21 @@ def test_every_candidate_was_measured(num_gpus: int) -> None:
     for case in stored_cases(num_gpus):
         candidates = GATHERING if case.op == "ag_mm" else REDUCING
         assert {description.label() for description in candidates} <= set(case.times_us)
+
+
+def test_the_ordering_on_direct_links_is_that_of_the_estimate() -> None:
+    machine, faster, slower = load_machine("mi300x"), [], []
+    for gemm in GEMMS:
+        sizes = {"num_rows": gemm.rows, "num_columns": gemm.columns // 8, "num_inner": gemm.inner}
+        problem = Problem(operation="all_gather_matmul", num_ranks=8, **sizes)
+        sequential_us = estimate_sequential(problem, machine)
+        picked, shards = pick_schedule(problem, machine).description, ScheduleDescription()
+        faster.append(sequential_us / estimate(make_schedule(problem, picked), problem, machine).makespan_us)
+        slower.append(estimate(make_schedule(problem, shards), problem, machine).makespan_us / sequential_us)
+    as_picked, by_shards = rows("schedule").values()
+    mean = statistics.geometric_mean(faster)
+    assert as_picked[0] == f"{min(faster):.2f}x to {max(faster):.2f}x faster, {mean:.2f}x in the geometric mean"
+    assert by_shards[0] == f"{min(slower):.2f}x to {max(slower):.2f}x slower"
 
 
 def test_the_fastest_schedules_themselves_have_no_regret() -> None:

@@ -11,12 +11,12 @@ from typing import final
 import msgspec
 import torch
 
-from counterpoint.controls import MOST_LIGHT_CTAS
+from counterpoint.controls import MOST_LIGHT_CTAS, MOST_LIGHT_RANKS
 from counterpoint.cuda.capture import Captured
 from counterpoint.cuda.collective_blocks import Blocks, IssuedCollective, cut, obstacle_of
 from counterpoint.cuda.driver_graph import LightLaunch
 from counterpoint.errors import CounterpointError, DeviceError
-from counterpoint.ops.light_kernels import MAX_RANKS, PUSH, REDUCE, WORD_BYTES, LightSignals, Moves, launch_of
+from counterpoint.ops.light_kernels import PUSH, REDUCE, WORD_BYTES, LightSignals, Moves, launch_of
 from counterpoint.ops.peer_memory import PeerMemory, Whereabouts, whereabouts_of
 from counterpoint.ops.runtime import runtime_of
 from counterpoint.ops.symmetric import SymmetricMemory
@@ -169,8 +169,8 @@ class LightCollectives:
 
 def _obstacle_to_light(issued: IssuedCollective, num_ranks: int) -> str:
     """What stops light kernels and not copies, or nothing."""
-    if num_ranks > MAX_RANKS:
-        return f"it has {num_ranks} ranks, and light kernels know {MAX_RANKS} at most"
+    if num_ranks > MOST_LIGHT_RANKS:
+        return f"it has {num_ranks} ranks, and light kernels know {MOST_LIGHT_RANKS} at most"
     if issued.reduction and issued.given.dtype not in REDUCE:
         known = ", ".join(str(dtype).removeprefix("torch.") for dtype in REDUCE)
         return f"it reduces {str(issued.given.dtype).removeprefix('torch.')}, and light kernels know {known}"

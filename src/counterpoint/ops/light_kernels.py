@@ -15,14 +15,14 @@ import torch
 from cuda.bindings import driver as cu
 from cuda.bindings import nvrtc
 
+from counterpoint.controls import MOST_LIGHT_RANKS
 from counterpoint.cuda.driver import check
 from counterpoint.cuda.driver_graph import LightLaunch
 from counterpoint.errors import DeviceError
 from counterpoint.value import Value
 
 Handle = Any  # cuda-bindings has no types
-MAX_RANKS = 8  # MAX_PEERS + 1 of light.cu
-MAX_PEERS = MAX_RANKS - 1
+MAX_PEERS = MOST_LIGHT_RANKS - 1
 THREADS = 128
 VECTOR_BYTES = 16  # what a thread moves at once
 WORD_BYTES = 4  # of a flag, and of a count
@@ -38,9 +38,9 @@ class LightArgument(ctypes.Structure):
     """The argument of every kernel of `light.cu`, field by field as there; addresses are as this process sees them."""
 
     _fields_ = (
-        ("source", ctypes.c_uint64 * MAX_RANKS),
-        ("target", ctypes.c_uint64 * MAX_RANKS),
-        ("num_bytes", ctypes.c_uint64 * MAX_RANKS),
+        ("source", ctypes.c_uint64 * MOST_LIGHT_RANKS),
+        ("target", ctypes.c_uint64 * MOST_LIGHT_RANKS),
+        ("num_bytes", ctypes.c_uint64 * MOST_LIGHT_RANKS),
         ("raised", ctypes.c_uint64 * MAX_PEERS),
         ("awaited", ctypes.c_uint64 * MAX_PEERS),
         ("counts", ctypes.c_uint64),
@@ -77,9 +77,9 @@ class Moves(Value, frozen=True, kw_only=True):
 def launch_of(kernel: str, moves: Moves, signals: LightSignals) -> LightLaunch:
     """The launch of a kernel by its name, with one CTA. Raises `DeviceError` where it cannot be compiled."""
     argument = LightArgument(
-        source=(ctypes.c_uint64 * MAX_RANKS)(*moves.source),
-        target=(ctypes.c_uint64 * MAX_RANKS)(*moves.target),
-        num_bytes=(ctypes.c_uint64 * MAX_RANKS)(*moves.num_bytes),
+        source=(ctypes.c_uint64 * MOST_LIGHT_RANKS)(*moves.source),
+        target=(ctypes.c_uint64 * MOST_LIGHT_RANKS)(*moves.target),
+        num_bytes=(ctypes.c_uint64 * MOST_LIGHT_RANKS)(*moves.num_bytes),
         raised=(ctypes.c_uint64 * MAX_PEERS)(*signals.raised),
         awaited=(ctypes.c_uint64 * MAX_PEERS)(*signals.awaited),
         counts=signals.counts,

@@ -6,15 +6,17 @@ effect; the search decides whether it pays.
 
 from collections.abc import Iterator, Sequence
 
-from counterpoint.controls import CommunicationCtas, HeadStart, Priority, ResidencyCap
+from counterpoint.controls import Applier, CommunicationCtas, HeadStart, LightKernel, Priority, ResidencyCap
 from counterpoint.errors import OccupancyError, StepError
 from counterpoint.footprints import communication_footprint
 from counterpoint.machine import Gpu, Machine
 from counterpoint.occupancy import cap_shared_bytes, largest_residency_beside, residency
 from counterpoint.plan import LEAVE_IT, Directive, Match, Plan, Refusal
 from counterpoint.planner.contention import Contention, find_rivals
+from counterpoint.planner.light_kernels import propose_light_kernels
 from counterpoint.planner.movements import propose_overlaps, propose_own_streams, propose_transports
 from counterpoint.planner.proposal import ALL_COLLECTIVES, Candidate, Proposal, one, proposal, refusal
+from counterpoint.sim.effects import light_footprint
 from counterpoint.step import Collective, Footprint, Kernel, Step
 from counterpoint.units import format_us
 from counterpoint.value import Value
@@ -23,6 +25,7 @@ CTA_COUNTS = (4, 8, 16)
 HOLDS_US = (5.0, 20.0)  # head starts worth a try: the two that were measured on H200s (tests/data/head_start_h200.csv)
 FEWER_THREADS = 256
 PRIORITY_IGNORED = "this driver ignores stream priority unless DEBUG_HIP_IGNORE_STREAM_PRIORITY=0 is set"
+NO_HEAD_STARTS = "nothing can hold a stream on AMD GPUs; the launch filter refuses head starts there"
 IN_EVERY_RACE = " in every race"
 
 
@@ -35,17 +38,22 @@ class Blocker(Value, frozen=True, kw_only=True):
     is_cooperative: bool = False
 
 
-def propose(step: Step, machine: Machine, contention: Sequence[Contention], plan: Plan = LEAVE_IT) -> Proposal:
+def propose(
+    step: Step, machine: Machine, contention: Sequence[Contention], plan: Plan = LEAVE_IT, applier: Applier = "step"
+) -> Proposal:
     """All single controls that could act on `step` as it runs under `plan`, and refusals for the others.
 
-    `contention` is empty for collectives that no longer run on SMs.
+    `contention` is empty for collectives that no longer run on SMs. Light kernels are proposed for captured steps, whose
+    `applier` is the graph: nobody else has them.
     """
     candidates: list[Candidate] = []
     refusals: list[Refusal] = []
+    light = (propose_light_kernels(step, machine.gpu, contention),) if applier == "graph" else ()
     for part in (
+        *light,
         _priority(machine.gpu, contention),
-        _head_starts(step, contention),
-        propose_caps(machine.gpu, _blockers(step, machine.gpu, contention)),
+        _head_starts(step, machine.gpu, contention),
+        propose_caps(machine.gpu, _blockers(step, machine.gpu, contention, plan)),
         _communication_ctas(step, machine.gpu, contention),
         propose_transports(step, machine, plan),
         propose_overlaps(step, machine, plan),
@@ -62,7 +70,7 @@ def propose_unsimulated(step: Step, machine: Machine) -> tuple[Candidate, ...]:
     if not rivals:
         return ()
     collectives = tuple(index for index, operation in enumerate(step.operations) if isinstance(operation, Collective))
-    candidates = list(_head_starts_of(rivals))
+    candidates = list(_head_starts_of(rivals)) if machine.gpu.has_head_starts else []
     if machine.gpu.priority_is_effective:
         reason = "kernels become ready together with collectives; a greater priority lets the collectives be placed first"
         controls = (Priority(priority=machine.gpu.greatest_priority),)
@@ -90,8 +98,10 @@ def propose_priority(greatest_priority: int, match: Match, trouble: str, ignored
     return proposal([one("priority", "priority", match, (Priority(priority=greatest_priority),), reason)])
 
 
-def _head_starts(step: Step, contention: Sequence[Contention]) -> Proposal:
+def _head_starts(step: Step, gpu: Gpu, contention: Sequence[Contention]) -> Proposal:
     """For the races that are lost now; and for all there can be, because one that is turned brings on the next."""
+    if not gpu.has_head_starts:
+        return refusal("head_start", "all kernels", NO_HEAD_STARTS)
     racers = tuple(sorted({racer for entry in contention for racer in entry.racers}))
     if not racers:
         reason = "no kernel becomes ready together with a collective and is placed before it"
@@ -156,13 +166,16 @@ def _largest_useful_cap(gpu: Gpu, blocker: Blocker, usual: int) -> tuple[int, in
     return beside.ctas_per_sm, beside.carveout_percent, "so that a communication CTA fits beside"
 
 
-def _blockers(step: Step, gpu: Gpu, contention: Sequence[Contention]) -> list[Blocker]:
-    """Each kernel that a collective waits for, once per name."""
+def _blockers(step: Step, gpu: Gpu, contention: Sequence[Contention], plan: Plan) -> list[Blocker]:
+    """Each kernel that a collective waits for under a plan, once per name."""
     found: dict[str, Blocker] = {}
+    planned = plan.controls_of(step)
     for entry in contention:
         collective = step.operations[entry.collective]
         assert isinstance(collective, Collective), "contention is listed for collectives"
+        light = [control for control in planned[entry.collective] if isinstance(control, LightKernel)]
         footprint = collective.footprint or communication_footprint(gpu, collective.library)
+        footprint = light_footprint(gpu, light[-1]) if light else footprint
         for number in entry.blockers:
             kernel = step.operations[number]
             assert isinstance(kernel, Kernel), "blockers are kernels"

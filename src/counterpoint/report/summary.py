@@ -16,7 +16,8 @@ from counterpoint.planner.job_changes import JobChanges, find_job_changes
 from counterpoint.planner.replay import ReplayAccuracy, compare_replay
 from counterpoint.report.to_apply import NOWHERE, Application, PlanOrigin, ways_to_apply
 from counterpoint.sim import Simulator
-from counterpoint.sim.calibration import MEASURED_GPU
+from counterpoint.sim.calibrated_range import outside_calibration
+from counterpoint.sim.calibration import MEASURED_GPU, describe_origin
 from counterpoint.timeline import Timeline
 from counterpoint.units import format_change, format_count, format_percent, format_us
 from counterpoint.value import Value
@@ -119,7 +120,10 @@ def _notes(job: Job) -> tuple[str, ...]:
         notes = (*notes, NO_COMMUNICATION)
     if MEASURED_GPU not in job.machine.device_names:
         gpu = next(iter(job.machine.device_names), job.machine.name)
-        notes = (*notes, f"{gpu}: never compared with hardware; the simulator's constants are scaled from {MEASURED_GPU}.")
+        notes = (*notes, f"{gpu}: never compared with hardware; {describe_origin(job.machine)}.")
+    outside = outside_calibration(job.step, job.machine)
+    if outside:
+        notes = (*notes, f"Outside what was calibrated: {'; '.join(outside)}.")
     return notes
 
 

@@ -13,8 +13,9 @@ from rich.text import Text
 
 from counterpoint.controls import Control
 from counterpoint.cuda.probing import Probed
-from counterpoint.errors import printable, shown_path
-from counterpoint.machine import Machine
+from counterpoint.errors import MachineError, printable, shown_path
+from counterpoint.footprints import collectives_of
+from counterpoint.machine import Gpu, Machine
 from counterpoint.plan import NUM_SHOWN, Directive, Match, Plan, Refusal
 from counterpoint.planner import Trial
 from counterpoint.report.lanes import ASCII_BLOCKS, BLOCKS, draw_lanes
@@ -257,6 +258,19 @@ def print_machine(console: Console, machine: Machine) -> None:
         table.add_row(name, format_figure(figure), number)
     console.print(table)
     console.print(_labelled((f"[{count}]", source) for source, count in numbers.items()))
+    _print_collectives(console, machine.gpu)
+
+
+def _print_collectives(console: Console, gpu: Gpu) -> None:
+    """What a collective that states no launch is taken for, and whether that was measured."""
+    console.print()
+    try:
+        known = collectives_of(gpu)
+    except MachineError as problem:
+        console.print(f"A collective must state its launch. {problem}")
+        return
+    console.print(f"A collective that states no launch is taken for {known.describe()}.")
+    console.print(_labelled([(known.status, known.source)]))
 
 
 def _labelled(lines: Iterable[tuple[str, str]]) -> Table:

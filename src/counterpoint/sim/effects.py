@@ -9,17 +9,20 @@ from collections.abc import Sequence
 import msgspec
 
 from counterpoint.controls import (
+    MOST_LIGHT_RANKS,
     CommunicationCtas,
     Control,
     HeadStart,
+    LightKernel,
     OverlapMatmul,
     OwnStream,
     Priority,
     ResidencyCap,
     Transport,
 )
-from counterpoint.errors import PlanError, shown
-from counterpoint.machine import Machine
+from counterpoint.errors import MachineError, PlanError, shown
+from counterpoint.footprints import LIGHT_LIBRARY, communication_footprint
+from counterpoint.machine import Gpu, Machine
 from counterpoint.plan import Plan
 from counterpoint.sim.calibration import Calibration
 from counterpoint.sim.costs import SUMMED_COLLECTIVES, CostModel
@@ -46,6 +49,7 @@ class Effect(msgspec.Struct, frozen=True, kw_only=True):
     priority: int = 0
     hold_us: float = 0.0
     uses_copy_engine: bool = False
+    uses_light_kernel: bool = False
     has_own_stream: bool = False
     overlap: Overlap | None = None
 
@@ -79,6 +83,7 @@ class EffectReader:
                     _check_cap(control, operation, where, self._machine)
                     effect = msgspec.structs.replace(effect, footprint=capped(operation.footprint, control))
                 case HeadStart() if isinstance(operation, Kernel):
+                    _check_head_start(self._machine)
                     effect = msgspec.structs.replace(effect, hold_us=control.hold_us)
                 case CommunicationCtas() if isinstance(operation, Collective) and footprint is not None:
                     effect = msgspec.structs.replace(effect, footprint=with_ctas(footprint, control))
@@ -86,6 +91,11 @@ class EffectReader:
                     _check_transport(control, operation, where)
                     self._check_reach(control.transport == "copy_engine", operation, where)
                     effect = msgspec.structs.replace(effect, uses_copy_engine=control.transport == "copy_engine")
+                case LightKernel() if isinstance(operation, Collective):
+                    _check_light(obstacle_to_light(operation, self._machine.gpu, self._calibration), where)
+                    effect = msgspec.structs.replace(
+                        effect, footprint=light_footprint(self._machine.gpu, control), uses_light_kernel=True
+                    )
                 case OverlapMatmul() if isinstance(operation, Collective):
                     self._check_reach(True, operation, where)
                     effect = msgspec.structs.replace(effect, overlap=self._overlap(index, control, where))
@@ -130,6 +140,31 @@ def _check_transport(control: Transport, collective: Collective, where: str) -> 
         )
 
 
+def obstacle_to_light(collective: Collective, gpu: Gpu, calibration: Calibration) -> str:
+    """Why no light kernel can do a collective on that GPU, or nothing."""
+    if collective.collective not in calibration.light_collectives:
+        return f"light kernels were measured for {', '.join(calibration.light_collectives) or 'no collective'} only"
+    if collective.group_size > MOST_LIGHT_RANKS:
+        return f"it has {collective.group_size} ranks, and light kernels know {MOST_LIGHT_RANKS} at most"
+    if not collective.num_bytes:
+        return "its size is not known, so the time that a light kernel would take is not, either"
+    try:
+        communication_footprint(gpu, LIGHT_LIBRARY)
+    except MachineError as problem:
+        return str(problem).split(". ")[0]
+    return ""
+
+
+def _check_light(obstacle: str, where: str) -> None:
+    if obstacle:
+        raise PlanError(f"A light kernel cannot do {where}: {obstacle}. Leave it out of the directive's match.")
+
+
+def light_footprint(gpu: Gpu, control: LightKernel) -> Footprint:
+    """What a light kernel takes of an SM. Raises `MachineError` for a GPU that it was never compiled for."""
+    return msgspec.structs.replace(communication_footprint(gpu, LIGHT_LIBRARY), num_ctas=control.num_ctas)
+
+
 def _check_priority(control: Priority, machine: Machine) -> None:
     """A priority that the driver ignores, or does not have, would be no control at all."""
     gpu = machine.gpu
@@ -142,6 +177,14 @@ def _check_priority(control: Priority, machine: Machine) -> None:
         raise PlanError(
             f"Priorities of {machine.name} are from {gpu.greatest_priority} (greatest) to 0; found {control.priority}. "
             f"Ask for {gpu.greatest_priority} or more."
+        )
+
+
+def _check_head_start(machine: Machine) -> None:
+    if not machine.gpu.has_head_starts:
+        raise PlanError(
+            f"Nothing can hold a stream on the AMD GPUs of {machine.name}, so a head start would do nothing. Leave it out "
+            "of the plan."
         )
 
 

@@ -16,7 +16,7 @@ from counterpoint.sim.costs import SUMMED_COLLECTIVES, CostModel
 from counterpoint.sim.effects import Effect, Overlap
 from counterpoint.sim.engine import Launch
 from counterpoint.sim.matmul_pairs import FED_COLLECTIVES
-from counterpoint.sim.task import CopyTask, CopyWork, SmTask
+from counterpoint.sim.task import CopyTask, CopyWork, SmTask, SmWork
 from counterpoint.step import Collective, Copy, Footprint, Kernel, Operation, Step
 from counterpoint.units import PS_PER_US, us_to_ps
 
@@ -156,6 +156,8 @@ class TaskGraph:
             return CopyTask(len(self.tasks), self._costs.copy_work(operation))
         assert effect.footprint is not None, "every kernel and collective has a footprint"
         priority = effect.priority if self._machine.gpu.priority_is_effective else 0
+        if isinstance(operation, Collective) and effect.uses_light_kernel:
+            return self._placed(effect.footprint, priority, self._costs.light_work(operation, effect.footprint))
         return self._sm_task(index, operation, effect.footprint, priority)
 
     def _sm_task(self, index: int, operation: Kernel | Collective, footprint: Footprint, priority: int) -> SmTask:
@@ -164,6 +166,9 @@ class TaskGraph:
             work, shared_work = self._costs.kernel_work(operation), self._costs.shared_work(operation)
         else:
             work, shared_work = self._costs.collective_work(operation, footprint), 0.0
+        return self._placed(footprint, priority, work, shared_work)
+
+    def _placed(self, footprint: Footprint, priority: int, work: SmWork, shared_work: float = 0.0) -> SmTask:
         return SmTask(
             index=len(self.tasks),
             footprint=footprint,
@@ -172,6 +177,7 @@ class TaskGraph:
             carveout_bytes=residency(self._machine.gpu, footprint).carveout_bytes,
             num_unplaced=footprint.num_ctas,
             shared_work=shared_work,
+            tiles_left=work.num_tiles,
         )
 
     def _check_fit(self, index: int, operation: Kernel | Collective, footprint: Footprint) -> None:
