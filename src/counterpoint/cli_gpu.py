@@ -222,6 +222,13 @@ class BenchOptions(msgspec.Struct, frozen=True):
 
             check_plot(self.plot)
 
+    def check_panels(self, number: int) -> None:
+        """Raise `CounterpointError` where a plot was asked for that cannot hold so many sweeps."""
+        if self.plot is not None:
+            from counterpoint.report.plots import check_panels  # noqa: PLC0415
+
+            check_panels(number)
+
     def axes(self) -> list[tuple["Axis", tuple[str, ...]]]:
         """The sweeps as they are understood. Raises `WorkloadError`."""
         from counterpoint.paper.cases import parse_sweep  # noqa: PLC0415
@@ -240,6 +247,7 @@ class BenchOptions(msgspec.Struct, frozen=True):
 
 def _simulate_paper(asked: BenchOptions, machine_name: str) -> None:
     from counterpoint.machine import load_machine, machine_names  # noqa: PLC0415
+    from counterpoint.paper.cases import check_memory  # noqa: PLC0415
     from counterpoint.paper.grid import simulate_paper  # noqa: PLC0415
     from counterpoint.paper.launches import compiled_for  # noqa: PLC0415
     from counterpoint.paper.sweep import simulate_sweep  # noqa: PLC0415
@@ -257,6 +265,7 @@ def _simulate_paper(asked: BenchOptions, machine_name: str) -> None:
         for name, described in descriptions.items()
     ]
     if axes:
+        asked.check_panels(len(jobs) * len(axes))
         sweeps = [
             simulate_sweep(described, machine, axis, values, is_compiled=is_compiled)
             for described, machine, is_compiled in jobs
@@ -265,6 +274,8 @@ def _simulate_paper(asked: BenchOptions, machine_name: str) -> None:
         _show_sweeps(sweeps, bounds)
         _finish_sweeps(sweeps, asked, {"gpus": "none used, simulated"}, bounds)
         return
+    for described, machine, _ in jobs:
+        check_memory(described, machine.gpu.hbm_bytes, f"a GPU of '{machine.name}' has")
     results = []
     for described, machine, is_compiled in jobs:
         step = build_step(compiled_for(described, machine.gpu) if is_compiled else described)
@@ -301,6 +312,7 @@ def _measure_sweeps(asked: BenchOptions, descriptions: list["Description"], rank
     from counterpoint.paper.on_gpu import measure_sweep, sweeps_of  # noqa: PLC0415
 
     planned = sweeps_of(descriptions, asked.axes())
+    asked.check_panels(len(planned))
     sweeps = []
     rounds = asked.rounds or SWEEP_ROUNDS
     for described, axis, cases in planned:

@@ -146,7 +146,11 @@ def makespan_us(step: Step, machine: Machine = H200) -> float:
 
 def alone(operation: Operation, machine: Machine = H200) -> tuple[float, float]:
     """Simulated and stated lone time of one operation."""
-    step = Step(name="alone", num_ranks=8, operations=(msgspec.structs.replace(operation, waits_for=(), issued_us=None),))
+    step = Step(
+        name="alone",
+        num_ranks=min(4, machine.num_gpus),
+        operations=(msgspec.structs.replace(operation, waits_for=(), issued_us=None),),
+    )
     return makespan_us(step, machine), Simulator().lone_times_us(step, machine)[0]
 
 

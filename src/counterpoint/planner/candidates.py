@@ -6,7 +6,7 @@ effect; the search decides whether it pays.
 
 from collections.abc import Iterator, Sequence
 
-from counterpoint.controls import CommunicationCtas, HeadStart, LightKernel, Priority, ResidencyCap
+from counterpoint.controls import Applier, CommunicationCtas, HeadStart, LightKernel, Priority, ResidencyCap
 from counterpoint.errors import OccupancyError, StepError
 from counterpoint.footprints import communication_footprint
 from counterpoint.machine import Gpu, Machine
@@ -38,18 +38,22 @@ class Blocker(Value, frozen=True, kw_only=True):
     is_cooperative: bool = False
 
 
-def propose(step: Step, machine: Machine, contention: Sequence[Contention], plan: Plan = LEAVE_IT) -> Proposal:
+def propose(
+    step: Step, machine: Machine, contention: Sequence[Contention], plan: Plan = LEAVE_IT, applier: Applier = "step"
+) -> Proposal:
     """All single controls that could act on `step` as it runs under `plan`, and refusals for the others.
 
-    `contention` is empty for collectives that no longer run on SMs.
+    `contention` is empty for collectives that no longer run on SMs. Light kernels are proposed for captured steps, whose
+    `applier` is the graph: nobody else has them.
     """
     candidates: list[Candidate] = []
     refusals: list[Refusal] = []
+    light = (propose_light_kernels(step, machine.gpu, contention),) if applier == "graph" else ()
     for part in (
+        *light,
         _priority(machine.gpu, contention),
         _head_starts(step, machine.gpu, contention),
         propose_caps(machine.gpu, _blockers(step, machine.gpu, contention, plan)),
-        propose_light_kernels(step, machine.gpu, contention),
         _communication_ctas(step, machine.gpu, contention),
         propose_transports(step, machine, plan),
         propose_overlaps(step, machine, plan),

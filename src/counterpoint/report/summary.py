@@ -16,6 +16,7 @@ from counterpoint.planner.job_changes import JobChanges, find_job_changes
 from counterpoint.planner.replay import ReplayAccuracy, compare_replay
 from counterpoint.report.to_apply import NOWHERE, Application, PlanOrigin, ways_to_apply
 from counterpoint.sim import Simulator
+from counterpoint.sim.calibrated_range import outside_calibration
 from counterpoint.timeline import Timeline
 from counterpoint.units import format_change, format_count, format_percent, format_us
 from counterpoint.validation.bounds import ErrorBounds, bounds_for
@@ -135,6 +136,9 @@ def _notes(job: Job, bounds: ErrorBounds) -> tuple[str, ...]:
         notes = (*notes, NO_COMMUNICATION)
     if not bounds.is_compared:
         notes = (*notes, bounds.note)
+    outside = outside_calibration(job.step, job.machine)
+    if outside:
+        notes = (*notes, f"Outside what was calibrated: {'; '.join(outside)}.")
     return notes
 
 

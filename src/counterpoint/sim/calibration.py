@@ -20,6 +20,7 @@ from counterpoint.value import Value, read_shipped, read_toml, require, shipped_
 
 BASE = "h200"  # whose constants stand in for those that were not measured
 LARGE_BYTES = 64 * MIB  # from here on a collective's latency is a constant
+TABLES = ("matmul_peak_fractions", "characters", "collectives", "light_collectives")  # of constants by kind
 MEASURED_GPU = "NVIDIA H200"  # the only one that the simulator was compared with
 Status = Literal["measured", "assumed"]
 
@@ -118,6 +119,7 @@ class Calibration(Value, frozen=True, kw_only=True):
     hbm_efficiency: Constant
     l2_bytes_per_cycle_per_sm: Constant
     matmul_peak_fraction: Constant
+    matmul_tile_us: Constant
     fp32_peak_fraction: Constant
     latency_per_load: Constant
     communication_issue_share: Constant
@@ -187,9 +189,10 @@ def describe_origin(machine: Machine) -> str:
     if found.device_name == MEASURED_GPU and MEASURED_GPU in machine.device_names:
         return ""
     if found.device_name not in machine.device_names:
-        return f"the simulator's constants are those of {MEASURED_GPU}, scaled: assumed, this GPU was never calibrated"
+        return f"the simulator's constants are scaled from {MEASURED_GPU}: assumed, this GPU was never calibrated"
     assumed = sum(1 for each in constants_of(found).values() if each.status == "assumed")
-    return f"{len(constants_of(found)) - assumed} constants were measured on this GPU, {assumed} are assumed"
+    measured = len(constants_of(found)) - assumed
+    return f"{measured} constants of the simulator were measured on it, {assumed} are scaled from {MEASURED_GPU}"
 
 
 def constants_of(calibration: Calibration) -> dict[str, Constant | CharacterConstants | CollectiveConstants]:
@@ -199,6 +202,6 @@ def constants_of(calibration: Calibration) -> dict[str, Constant | CharacterCons
         entry = getattr(calibration, name)
         if isinstance(entry, Constant):
             found[name] = entry
-        elif name in ("matmul_peak_fractions", "characters", "collectives"):
+        elif name in TABLES:
             found |= {f"{name}.{key}": each for key, each in entry.items()}
     return found

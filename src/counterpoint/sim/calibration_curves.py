@@ -188,7 +188,7 @@ def fit_collective(
         for (num_ctas, moved, time_us), num_bytes in measured
         if num_ctas == usual and num_bytes < LARGE_BYTES
     ]
-    return msgspec.structs.replace(
+    fitted = msgspec.structs.replace(
         known,
         bytes_per_s_per_cta=float(f"{by_cta:.4g}"),
         link_fraction=float(f"{fraction:.3g}"),
@@ -197,6 +197,30 @@ def fit_collective(
         spread=round(left, 4),
         source=f"{len(measured)} times of 2 ranks, {usual} CTAs and fewer; mean error of the fit {100 * left:.1f} %",
     )
+    return _with_more_ranks(fitted, points, machine, kind, known.source)
+
+
+def _with_more_ranks(
+    fitted: CollectiveConstants, points: Points, machine: Machine, kind: CollectiveKind, before: str
+) -> CollectiveConstants:
+    """The same with the share of the link that more than two ranks reach, where it was measured; else as it was known."""
+    usual, link = communication_footprint(machine.gpu, "nccl").num_ctas, machine.link.per_peer_bytes_per_s
+    found = [each for each in points.all("collective_us", kind=kind, ctas="usual") if int(each.at["ranks"]) > 2]
+    large = [_sample(each, kind, usual) for each in found if float(each.at["bytes"]) >= LARGE_BYTES]
+    if not large:
+        if fitted.link_fraction_of_more is None:
+            return fitted
+        return msgspec.structs.replace(fitted, source=f"{fitted.source}; of more ranks as before: {before}")
+    by_ctas = usual * fitted.bytes_per_s_per_cta
+
+    def error(figures: Sequence[float]) -> float:
+        rate = smooth_minimum(by_ctas, figures[0] * link)
+        return log_error((fitted.latency_us + US_PER_S * moved / rate, time_us) for _, moved, time_us in large)
+
+    (fraction,), left = minimize(error, [fitted.link_fraction])
+    ranks = sorted({int(each.at["ranks"]) for each in found})
+    source = f"{fitted.source}; {len(large)} times of {ranks} ranks, mean error {100 * left:.1f} %"
+    return msgspec.structs.replace(fitted, link_fraction_of_more=float(f"{fraction:.3g}"), source=source)
 
 
 def _sample(each: Point, kind: CollectiveKind, usual: int) -> Sample:
