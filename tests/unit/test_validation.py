@@ -183,6 +183,14 @@ def test_other_files_are_refused(tmp_path: Path, content: bytes, words: str) -> 
     assert words in str(caught.value)
 
 
+def test_the_tile_of_a_library_kernel_is_that_of_the_transposed_product() -> None:
+    case = next(case for case in cases_for(2) if case.name.startswith("bf16 128x28672x8192"))
+    kernel = described_step(case, captured(case, 2)).operations[0]
+    assert isinstance(kernel, Kernel)
+    # tiles of 256 rows and 128 columns: one row of 224 tiles
+    assert kernel.l2_bytes == 224 * (256 + 128) * 8192 * 2
+
+
 def test_a_step_of_other_operations_is_no_case() -> None:
     case = cases_for(2)[0]
     step = captured(case, 2)
