@@ -60,9 +60,9 @@ RULES: dict[str, tuple[dict[str, float | str], float, str]] = {
     ),
 }
 HEAD = """\
-# Constants of the simulator, measured on {device} by `counterpoint calibrate`. Each says where it is from, when, and whether
-# it was measured or assumed (then it is another GPU's). `spread` is relative. The points that the constants were
-# derived from stand at the end. What each means: docs/calibrate.md and docs/simulator.md.
+# Constants of the simulator, measured on {device} by `counterpoint calibrate`.
+# Each says where it is from, when, and whether it was measured or assumed (then it is another GPU's). `spread` is relative.
+# The points that the constants were derived from stand at the end. What each means: docs/calibrate.md, docs/simulator.md.
 
 """
 
