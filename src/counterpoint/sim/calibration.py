@@ -119,9 +119,11 @@ class Calibration(Value, frozen=True, kw_only=True):
     hbm_efficiency: Constant
     l2_bytes_per_cycle_per_sm: Constant
     matmul_peak_fraction: Constant
+    matmul_tile_us: Constant
     fp32_peak_fraction: Constant
     latency_per_load: Constant
     communication_issue_share: Constant
+    bandwidth_per_threads: Constant
     hbm_bytes_per_wire_byte: Constant
     copy_engine_fraction: Constant
     copy_latency_us: Constant
