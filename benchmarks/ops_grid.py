@@ -7,7 +7,8 @@ torchrun --nproc-per-node 2 -m benchmarks.ops_grid --shapes gemms --only-candida
 Per shape: the collective alone, the matmul alone, both in turn (sequential), PyTorch's fused operator (peer), every
 description of a small set (`--only-candidates`: of what the heuristic picks from), and what the heuristic picks. Ideal is
 max(collective, matmul). A shape that fails prints one line and is left out. With `--budget-s` as many rounds are run as fit
-into so many seconds for a shape, 3 at least; calls of over 20 ms are warmed up less, as the host's part in them is small.
+into so many seconds for a shape, 3 at least; calls of over 20 ms are warmed up less, and of over 250 ms not, as the host's
+part in them is small.
 """
 
 import argparse
@@ -43,6 +44,9 @@ DESCRIPTIONS = {  # what the heuristic picks from, and more
         D(pattern="all_peers", chunks=4, matmul="fused"),
         D(pattern="all_peers", chunks=2, num_copy_streams=3),
         D(pattern="ring", chunks=2),
+        D(pattern="one_peer", chunks=3, chunk_growth=2.0),
+        D(pattern="one_peer", chunks=3, chunk_growth=0.5),
+        D(pattern="one_peer", chunks=2, along="inner"),
     ),
     "mm_rs": (
         *REDUCING,
@@ -51,12 +55,16 @@ DESCRIPTIONS = {  # what the heuristic picks from, and more
         D(pattern="one_peer", chunks=2, matmul="peer"),
         D(pattern="ring", chunks=1),
         D(pattern="ring", chunks=4, num_compute_streams=1),
+        D(pattern="ring", chunks=3, chunk_growth=0.5),
+        D(pattern="one_peer", chunks=3, chunk_growth=0.5),
+        D(pattern="ring", chunks=2, along="columns"),
+        D(pattern="all_peers", chunks=2, along="columns"),
     ),
 }
 CANDIDATES = {"ag_mm": GATHERING, "mm_rs": REDUCING}
 Call = Callable[[], object]
 COMPARED_ROWS = 4096  # of a result, spread over it: a second whole result has no room beside the largest
-LONG_CALL_S = 0.02
+LONG_CALL_S, LONGEST_WARM_CALL_S = 0.02, 0.25  # a call's host time is less than 1 ms
 WARM_UPS_OF_LONG_CALLS = 1  # after two that are compared: a call is recorded when it comes for the third time
 LEAST_ROUNDS, MOST_ROUNDS = 3, 20
 
@@ -172,8 +180,9 @@ def check(calls: dict[str, Call]) -> Checked:
 
 def num_rounds_of(checked: Checked, num_rounds: int, budget_s: float | None) -> tuple[int, int]:
     """(rounds, warm-ups before them), the same on all ranks."""
-    is_long = checked.longest_s > LONG_CALL_S
-    num_warm_ups = WARM_UPS_OF_LONG_CALLS if is_long else WARM_UP_ROUNDS
+    num_warm_ups = WARM_UPS_OF_LONG_CALLS if checked.longest_s > LONG_CALL_S else WARM_UP_ROUNDS
+    if checked.longest_s > LONGEST_WARM_CALL_S:
+        num_warm_ups = 0
     if budget_s is None:
         return num_rounds, num_warm_ups
     return min(MOST_ROUNDS, max(LEAST_ROUNDS, int(budget_s / checked.round_s))), num_warm_ups

@@ -1,15 +1,17 @@
 """What `counterpoint analyze` says a change recovers, against what it recovers: one trace and both times, in one run.
 
     torchrun --nproc-per-node 2 -m benchmarks.recovered_time -o FOLDER
-    python -m benchmarks.recovered_time --compare FOLDER
+    python -m benchmarks.recovered_time --compare FOLDER... [-o RESULTS.json]
 
-Every job is warmed up, recorded as it is, and then timed as it is and changed, in turns. FOLDER gets `JOB.rankN.json.gz` and
-`measured.json`. `--compare` needs no GPU: it analyzes the traces and prints both figures. The jobs:
+Every job is warmed up, timed as it is and changed, in turns, and recorded as both. FOLDER gets `JOB.rankN.json.gz`,
+`changed/JOB.rankN.json.gz` and `measured.json`, in which jobs of earlier runs stay. `--compare` needs no GPU: it analyzes
+the traces of the jobs as they are and prints both figures. The jobs:
 
 - starved: examples/starved.py; changed: its all-reduces in a group of high priority.
 - serial: the 1.2 B-parameter transformer of `training_models.py`, whose gradients are summed on the computation's stream,
   each as soon as it is there; changed: on the group's own stream, waited for at the end of the step.
-- fsdp2, tp8b: as in `training_steps.py`; changed: our copy engines, and our operators.
+- fsdp2, tp8b: as in `training_steps.py`, the latter with twice the tokens, since under the profiler its host is late else;
+  changed: our copy engines, and our operators.
 """
 
 import argparse
@@ -19,7 +21,7 @@ import json
 import statistics
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -47,8 +49,9 @@ from counterpoint.errors import cause_of
 ROOT = Path(__file__).parents[1]
 SCHEMA = "counterpoint.recovered_time/1"
 MEASURED = "measured.json"
+CHANGED = "changed"
 WARM_UP_STEPS = 4
-STEPS_RECORDED = 4
+STEPS_RECORDED = 3
 MEETING_LIMIT_S = 20.0
 
 
@@ -119,7 +122,7 @@ def fsdp2() -> Pair:
 
 def tp8b() -> Pair:
     """Blocks of Llama 8B, eager and sequence-parallel, as PyTorch does it or with overlapping operators."""
-    return _pair("overlap", tp_variants("8B", TP_TOKENS))
+    return _pair("overlap", tp_variants("8B", 2 * TP_TOKENS))
 
 
 JOBS: dict[str, Callable[[], Pair]] = {"starved": starved, "serial": serial, "fsdp2": fsdp2, "tp8b": tp8b}
@@ -148,8 +151,10 @@ def measure(name: str, folder: Path, num_rounds: int, meeting: Rendezvous) -> di
         for _ in range(WARM_UP_STEPS):
             step()
     torch.cuda.synchronize()
-    record_steps(pair.as_it_is, STEPS_RECORDED, folder / f"{name}.rank{dist.get_rank()}.json.gz", meeting.meet)
     times = time_variants(steps, num_rounds)
+    path = folder / f"{name}.rank{dist.get_rank()}.json.gz"
+    record_steps(pair.as_it_is, STEPS_RECORDED, path, meeting.meet)
+    record_steps(pair.changed, STEPS_RECORDED, folder / CHANGED / path.name, meeting.meet)
     saved = [before - after for before, after in zip(times["as it is"], times["changed"], strict=True)]
     low, middle, high = statistics.quantiles(saved, n=4, method="inclusive")
     return {
@@ -159,31 +164,33 @@ def measure(name: str, folder: Path, num_rounds: int, meeting: Rendezvous) -> di
         "recovered_ms": round(middle, 3),
         "quartiles_ms": [round(low, 3), round(high, 3)],
         "rounds": num_rounds,
+        "conditions": conditions(nvls="0"),
     }
 
 
 def measure_all(options: argparse.Namespace) -> None:
     join(options.limit_s)
-    options.output.mkdir(parents=True, exist_ok=True)
-    found: dict[str, Any] = {}
+    (options.output / CHANGED).mkdir(parents=True, exist_ok=True)
+    path = options.output / MEASURED
+    found = json.loads(path.read_text())["jobs"] if path.exists() else {}
     meeting = Rendezvous(MEETING_LIMIT_S)
     for name in options.jobs:
         try:
             found[name] = measure(name, options.output, options.rounds, meeting)
         except Exception as problem:
             traceback.print_exc()
+            found.pop(name, None)
             log(f"{name} left out: {cause_of(problem, 200)}")
         log(f"{name}: {json.dumps(found.get(name))}")
         if dist.get_rank() == 0:
-            said = {"schema": SCHEMA, "conditions": conditions(nvls="0"), "jobs": found}
-            (options.output / MEASURED).write_text(json.dumps(said, indent=1) + "\n")
+            path.write_text(json.dumps({"schema": SCHEMA, "jobs": found}, indent=1) + "\n")
         ops.release()
         gc.collect()
         torch.cuda.empty_cache()
 
 
-def compare(folder: Path) -> Iterator[tuple[str, str, float, float]]:
-    """Job, the change as the analysis words it, milliseconds that it promises, and those that were measured."""
+def compare(folder: Path) -> Iterator[dict[str, Any]]:
+    """What was measured of each job of a folder, with what the analysis of its traces promises for the same change."""
     from counterpoint.analysis.combine import combine  # noqa: PLC0415  ranks on GPUs need none of these
     from counterpoint.analysis.rank import analyze_rank  # noqa: PLC0415
     from counterpoint.analysis.recoverable import find_recoverable  # noqa: PLC0415
@@ -195,22 +202,34 @@ def compare(folder: Path) -> Iterator[tuple[str, str, float, float]]:
         analysis = combine([analyze_rank(read_activity(path)) for path in paths])
         first = str(paths[0])
         entries = [each for each in find_recoverable(analysis, load_job(first), first) if measured["change"] in each.what]
-        promised_ms = max((each.recovers_us for each in entries), default=0.0) / 1000
-        yield name, measured["change"], promised_ms, measured["recovered_ms"]
+        simulated_ms = max((each.recovers_us for each in entries), default=0.0) / 1000
+        yield {"job": name, "simulated_ms": round(simulated_ms, 3)} | measured
+
+
+def compare_all(folders: Sequence[Path], output: Path | None) -> None:
+    rows = [row for folder in folders for row in compare(folder)]
+    print(f"{'job':9}{'simulated':>11}{'measured':>11}{'quartiles':>18}{'difference':>12}   change")
+    for row in rows:
+        low, high = row["quartiles_ms"]
+        difference = row["simulated_ms"] / row["recovered_ms"] - 1
+        print(
+            f"{row['job']:9}{row['simulated_ms']:8.2f} ms{row['recovered_ms']:8.2f} ms{low:8.2f} to {high:.2f}"
+            f"{difference:+12.0%}   {row['change']}"
+        )
+    if output is not None:
+        output.write_text(json.dumps({"schema": SCHEMA, "rows": rows}, indent=1) + "\n")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("-o", "--output", type=Path, help="folder for the traces and what was measured")
-    parser.add_argument("--compare", type=Path, metavar="FOLDER", help="print what was found in such a folder; needs no GPU")
+    parser.add_argument("-o", "--output", type=Path, help="folder for what is recorded, or file for what is compared")
+    parser.add_argument("--compare", nargs="+", type=Path, metavar="FOLDER", help="compare such folders; needs no GPU")
     parser.add_argument("--jobs", nargs="+", choices=JOBS, default=list(JOBS))
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--limit-s", type=int, default=90)
     options = parser.parse_args()
     if options.compare is not None:
-        print(f"{'job':9}{'simulated':>11}{'measured':>10}{'difference':>12}   change")
-        for name, change, promised_ms, measured_ms in compare(options.compare):
-            print(f"{name:9}{promised_ms:8.2f} ms{measured_ms:7.2f} ms{promised_ms / measured_ms - 1:+11.0%}   {change}")
+        compare_all(options.compare, options.output)
     elif options.output is None:
         parser.error("name a folder with -o, or one to compare with --compare")
     else:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from typer.exceptions import Abort, TyperException
 
-from counterpoint import cli_analyze, cli_check, cli_gpu, cli_plan, cli_run, cli_schedule, cli_validate
+from counterpoint import cli_analyze, cli_calibrate, cli_check, cli_gpu, cli_plan, cli_run, cli_schedule, cli_validate
 from counterpoint.errors import MAX_LINE, CounterpointError, say, shown
 from counterpoint.units import format_count
 from counterpoint.value import check_outputs
@@ -40,6 +40,14 @@ MachineOption = Annotated[
         "--machine",
         metavar="NAME",
         help="A machine's name, or the path of a machine file (.toml).  [default: that of STEP; h200 for a workload]",
+    ),
+]
+CalibrationOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--calibration",
+        metavar="FILE",
+        help="The simulator's constants, which `calibrate` saved (.toml).  [default: those of the machine's GPU]",
     ),
 ]
 TimelineOption = Annotated[
@@ -125,6 +133,8 @@ def tune(
     step: StepOrFunctionArgument,
     machine: MachineOption = None,
     output: Annotated[Path | None, typer.Option("-o", "--output", metavar="FILE", help="Save the plan (.toml).")] = None,
+    calibration: CalibrationOption = None,
+    *,
     timeline: TimelineOption = None,
     json: JsonOption = False,
 ) -> None:
@@ -140,15 +150,17 @@ def tune(
     from counterpoint.report.to_apply import PlanOrigin  # noqa: PLC0415
     from counterpoint.sim import Simulator  # noqa: PLC0415
 
-    check_outputs(outputs=(output, timeline), inputs=(step, machine))
+    check_outputs(outputs=(output, timeline), inputs=(step, machine, calibration))
     _check_timeline(timeline)
     if output is not None:
         check_plan_name(output)
     if names_function(step):
         if timeline is not None:
             raise CounterpointError(f"--timeline writes what was simulated, and '{step}' is measured. Leave --timeline out.")
+        if calibration is not None:
+            raise CounterpointError(f"--calibration is for what is simulated, and '{step}' is measured. Leave it out.")
         cli_gpu.tune_function(step, machine, output, json)
-    job = load_job(step, machine)
+    job = load_job(step, machine).calibrated(calibration)
     with _Progress(is_shown=not json) as on_trial:
         tuning = planner.tune(
             job.step, job.machine, Simulator(), on_trial, traced=None if job.traced is None else job.traced.timeline
@@ -176,6 +188,8 @@ def simulate(
         Path | None,
         typer.Option("--plan", metavar="FILE", help="A plan (.toml) that `tune` saved.  [default: the step as it is]"),
     ] = None,
+    calibration: CalibrationOption = None,
+    *,
     timeline: TimelineOption = None,
     json: JsonOption = False,
 ) -> None:
@@ -186,10 +200,10 @@ def simulate(
     from counterpoint.report.summary import summarize_simulation  # noqa: PLC0415
     from counterpoint.sim import Simulator  # noqa: PLC0415
 
-    check_outputs(outputs=(timeline,), inputs=(step, machine, plan))
+    check_outputs(outputs=(timeline,), inputs=(step, machine, plan, calibration))
     _check_timeline(timeline)
     chosen = load_plan(plan) if plan is not None else LEAVE_IT
-    job = load_job(step, machine)
+    job = load_job(step, machine).calibrated(calibration)
     simulated = Simulator().run(job.step, job.machine, chosen)
     remarks = review_plan(job.step, job.machine, chosen)
     if chosen.directives and Simulator().run(job.step, job.machine, LEAVE_IT).intervals == simulated.intervals:
@@ -273,6 +287,7 @@ app.command(context_settings=cli_check.CONTEXT, short_help="Name settings known 
 app.command(context_settings=cli_run.CONTEXT, short_help="Run a job that nobody edits with a plan, or tune it meanwhile.")(
     cli_run.run
 )
+app.command(short_help="Measure the simulator's constants on the GPUs at hand.")(cli_calibrate.calibrate)
 app.command(short_help="Compare predictions with measurements of a fixed set of cases.")(cli_validate.validate)
 app.add_typer(cli_plan.plan, name="plan", short_help="Print plan files in words, or compare two.")
 app.add_typer(cli_schedule.schedule, name="schedule", short_help="Draw copy schedules, or choose them by measurement.")
@@ -331,7 +346,7 @@ def _print_summary(job: "Job", found: "Summary", timelines: "Sequence[tuple[str,
     text.print_step(console, job.step, job.machine, found.notes)
     text.print_metrics(console, found.step)
     if found.trials and found.plan is not None:
-        text.print_trials(console, found.trials)
+        text.print_trials(console, found.trials, None if found.bounds.is_compared else found.bounds)
         text.print_plan(console, found.plan)
         print_to_apply(console, found.to_apply)
         if found.job_changes is not None:

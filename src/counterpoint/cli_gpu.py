@@ -5,9 +5,10 @@ so that no other waits for it for ever.
 """
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import msgspec
@@ -22,11 +23,13 @@ if TYPE_CHECKING:
 
     from counterpoint.paper.cases import Axis
     from counterpoint.paper.values import PaperResult, Sweep
+    from counterpoint.validation.bounds import ErrorBounds
     from counterpoint.workloads.description import Description
 
 bench = typer.Typer(help="Run the paper's workloads over all controls.", rich_markup_mode=None)
 ROUNDS = {"cb": 11, "mb": 5}
 SWEEP_ROUNDS = 5
+NO_BOUNDS: "Mapping[str, ErrorBounds]" = MappingProxyType({})
 
 
 def tune_function(step: str, machine_name: str | None, output: Path | None, is_json: bool) -> NoReturn:
@@ -135,7 +138,7 @@ def bench_paper(  # noqa: PLR0917  the command line passes by name
             "--sweep",
             metavar="AXIS",
             help="Instead of the grid, sweep ctas, sizes, bytes, tiles, types, ranks or iterations; ctas=64,256,tiles "
-            "chooses values. May be repeated.",
+            "chooses values. May be repeated.  [default: the grid]",
         ),
     ] = None,
     iterations: Annotated[
@@ -149,7 +152,9 @@ def bench_paper(  # noqa: PLR0917  the command line passes by name
     ] = False,
     plot: Annotated[
         Path | None,
-        typer.Option("--plot", metavar="FILE", help="Draw the sweeps (.svg, .png, .pdf). Needs the extra 'plots'."),
+        typer.Option(
+            "--plot", metavar="FILE", help="Draw the sweeps (.svg, .png, .pdf); needs matplotlib.  [default: none]"
+        ),
     ] = None,
     output: Annotated[Path | None, typer.Option("-o", "--output", metavar="FILE", help="Save the results (.json).")] = None,
 ) -> None:
@@ -159,15 +164,8 @@ def bench_paper(  # noqa: PLR0917  the command line passes by name
     GPUs, start it with torchrun: torchrun --nproc-per-node 4 --no-python counterpoint bench paper.
     """
     check_outputs((output, plot))
-    asked = BenchOptions(
-        workloads=tuple(workloads or ()),
-        sweeps=tuple(sweep or ()),
-        iterations=iterations,
-        rounds=rounds,
-        with_energy=energy,
-        plot=plot,
-        output=output,
-    )
+    names, sweeps = tuple(workloads or ()), tuple(sweep or ())
+    asked = BenchOptions(names, sweeps, iterations=iterations, rounds=rounds, with_energy=energy, plot=plot, output=output)
     asked.check(is_simulated=simulate is not None)
     if simulate is not None:
         _simulate_paper(asked, simulate)
@@ -177,7 +175,28 @@ def bench_paper(  # noqa: PLR0917  the command line passes by name
     run_and_leave(lambda: _measure_paper(asked))
 
 
-class BenchOptions(msgspec.Struct, frozen=True, kw_only=True):
+@bench.command("allocations", short_help="Shared memory per CTA for each residency, per GPU; simulated.")
+def bench_allocations(
+    machines: Annotated[
+        list[str] | None, typer.Argument(metavar="MACHINE", help="Names of machines.  [default: all of them]")
+    ] = None,
+    output: Annotated[Path | None, typer.Option("-o", "--output", metavar="FILE", help="Save the page (.md).")] = None,
+) -> None:
+    """Reference allocations of the first paper's matmuls, as Markdown: what sets each residency, leaves and costs."""
+    check_outputs((output,))
+    from counterpoint.machine import load_machine, machine_names  # noqa: PLC0415
+    from counterpoint.paper.allocations import allocations_of  # noqa: PLC0415
+    from counterpoint.report.allocations import allocations_page  # noqa: PLC0415
+
+    loaded = [load_machine(name) for name in machines or machine_names()]
+    page = allocations_page([(machine, allocations_of(machine)) for machine in loaded])
+    if output is None:
+        print(page, end="")
+    else:
+        write_whole(output, page.encode())
+
+
+class BenchOptions(msgspec.Struct, frozen=True):
     """What `bench paper` was asked for, as it was written."""
 
     workloads: tuple[str, ...]
@@ -203,46 +222,65 @@ class BenchOptions(msgspec.Struct, frozen=True, kw_only=True):
 
             check_plot(self.plot)
 
+    def check_panels(self, number: int) -> None:
+        """Raise `CounterpointError` where a plot was asked for that cannot hold so many sweeps."""
+        if self.plot is not None:
+            from counterpoint.report.plots import check_panels  # noqa: PLC0415
+
+            check_panels(number)
+
     def axes(self) -> list[tuple["Axis", tuple[str, ...]]]:
         """The sweeps as they are understood. Raises `WorkloadError`."""
         from counterpoint.paper.cases import parse_sweep  # noqa: PLC0415
 
         return [parse_sweep(each) for each in self.sweeps]
 
-    def descriptions(self, usual: list[str]) -> list["Description"]:
-        """The workloads asked for, or the usual ones, with the iterations asked for. Raises `WorkloadError`."""
+    def descriptions(self, usual: list[str]) -> dict[str, "Description"]:
+        """By name the workloads asked for, or the usual ones, with the iterations asked for. Raises `WorkloadError`."""
         from counterpoint.paper.cases import paper_description, with_iterations  # noqa: PLC0415
 
-        found = [paper_description(name) for name in self.workloads or usual]
-        return found if self.iterations is None else [with_iterations(each, str(self.iterations)) for each in found]
+        found = {name: paper_description(name) for name in self.workloads or usual}
+        if self.iterations is None:
+            return found
+        return {name: with_iterations(each, str(self.iterations)) for name, each in found.items()}
 
 
 def _simulate_paper(asked: BenchOptions, machine_name: str) -> None:
     from counterpoint.machine import load_machine, machine_names  # noqa: PLC0415
+    from counterpoint.paper.cases import check_memory  # noqa: PLC0415
     from counterpoint.paper.grid import simulate_paper  # noqa: PLC0415
+    from counterpoint.paper.launches import compiled_for  # noqa: PLC0415
     from counterpoint.paper.sweep import simulate_sweep  # noqa: PLC0415
+    from counterpoint.validation.bounds import bounds_for  # noqa: PLC0415
     from counterpoint.workloads import build_step, workload_names  # noqa: PLC0415
 
     axes, descriptions = asked.axes(), asked.descriptions(workload_names())
     machines = [load_machine(name) for name in (machine_names() if machine_name == "all" else [machine_name])]
+    num_ranks = max(described.num_ranks for described in descriptions.values())
+    bounds = {machine.name: bounds_for(machine, num_ranks, "sizes alone") for machine in machines}
+    # a file of one's own has launches of its own
+    jobs = [
+        (described, machine, not name.lower().endswith(".toml"))
+        for machine in machines
+        for name, described in descriptions.items()
+    ]
     if axes:
+        asked.check_panels(len(jobs) * len(axes))
         sweeps = [
-            simulate_sweep(description, machine, axis, values)
-            for machine in machines
-            for description in descriptions
+            simulate_sweep(described, machine, axis, values, is_compiled=is_compiled)
+            for described, machine, is_compiled in jobs
             for axis, values in axes
         ]
-        _show_sweeps(sweeps)
-        _finish_sweeps(sweeps, asked, {"gpus": "none used, simulated"})
+        _show_sweeps(sweeps, bounds)
+        _finish_sweeps(sweeps, asked, {"gpus": "none used, simulated"}, bounds)
         return
-    _show(
-        [
-            replace(simulate_paper(build_step(description), machine), iterations=description.iterations)
-            for machine in machines
-            for description in descriptions
-        ],
-        asked.output,
-    )
+    for described, machine, _ in jobs:
+        check_memory(described, machine.gpu.hbm_bytes, f"a GPU of '{machine.name}' has")
+    results = []
+    for described, machine, is_compiled in jobs:
+        step = build_step(compiled_for(described, machine.gpu) if is_compiled else described)
+        results.append(replace(simulate_paper(step, machine), iterations=described.iterations))
+    _show(results, asked.output, bounds)
 
 
 def _measure_paper(asked: BenchOptions) -> None:
@@ -254,7 +292,7 @@ def _measure_paper(asked: BenchOptions) -> None:
     from counterpoint.paper.on_gpu import check_cases, measure_workload, on_these_ranks  # noqa: PLC0415
 
     axes = asked.axes()
-    descriptions = [on_these_ranks(each) for each in asked.descriptions(paper_workload_names())]
+    descriptions = [on_these_ranks(each) for each in asked.descriptions(paper_workload_names()).values()]
     if axes:
         _measure_sweeps(asked, descriptions, rank)
         return
@@ -274,6 +312,7 @@ def _measure_sweeps(asked: BenchOptions, descriptions: list["Description"], rank
     from counterpoint.paper.on_gpu import measure_sweep, sweeps_of  # noqa: PLC0415
 
     planned = sweeps_of(descriptions, asked.axes())
+    asked.check_panels(len(planned))
     sweeps = []
     rounds = asked.rounds or SWEEP_ROUNDS
     for described, axis, cases in planned:
@@ -283,32 +322,44 @@ def _measure_sweeps(asked: BenchOptions, descriptions: list["Description"], rank
             _finish_sweeps(sweeps, asked, measuring_conditions(rounds=rounds))
 
 
-def _show_sweeps(sweeps: list["Sweep"]) -> None:
+def _unmeasured(bounds: "Mapping[str, ErrorBounds]", machine: str) -> "ErrorBounds | None":
+    """The bounds of a machine that was never compared with hardware; None for any other."""
+    found = bounds.get(machine)
+    return None if found is None or found.is_compared else found
+
+
+def _show_sweeps(sweeps: list["Sweep"], bounds: "Mapping[str, ErrorBounds]" = NO_BOUNDS) -> None:
     from counterpoint.report.paper import print_sweep  # noqa: PLC0415
     from counterpoint.report.text import new_console  # noqa: PLC0415
 
     console = new_console()
     for sweep in sweeps:
-        print_sweep(console, sweep)
+        print_sweep(console, sweep, _unmeasured(bounds, sweep.machine))
 
 
-def _finish_sweeps(sweeps: list["Sweep"], asked: BenchOptions, conditions: dict[str, object]) -> None:
-    _save(sweeps, asked.output, conditions)
+def _finish_sweeps(
+    sweeps: list["Sweep"],
+    asked: BenchOptions,
+    conditions: dict[str, object],
+    bounds: "Mapping[str, ErrorBounds]" = NO_BOUNDS,
+) -> None:
+    _save(sweeps, asked.output, conditions, bounds)
     if asked.plot is not None:
         from counterpoint.report.plots import draw_sweeps  # noqa: PLC0415
 
         draw_sweeps(sweeps, asked.plot, str(conditions["gpus"]))
 
 
-def _show(results: list["PaperResult"], output: Path | None) -> None:
+def _show(results: list["PaperResult"], output: Path | None, bounds: "Mapping[str, ErrorBounds]" = NO_BOUNDS) -> None:
+    """Print the results and save them; `bounds` are those of simulated times, by machine."""
     from counterpoint.report.paper import print_paper  # noqa: PLC0415
     from counterpoint.report.text import new_console  # noqa: PLC0415
 
     console = new_console()
     for result in results:
-        print_paper(console, result)
+        print_paper(console, result, _unmeasured(bounds, result.machine))
     _show_how_to_apply(console, results)
-    _save(results, output, {"gpus": "none used, simulated"})
+    _save(results, output, {"gpus": "none used, simulated"}, bounds)
 
 
 def _show_how_to_apply(console: "Console", results: list["PaperResult"]) -> None:
@@ -327,7 +378,13 @@ def _show_how_to_apply(console: "Console", results: list["PaperResult"]) -> None
             print_to_apply(console, ways_to_apply(result.choice, PlanOrigin(finding=finding, step=result.workload)))
 
 
-def _save(results: Sequence[object], output: Path | None, conditions: dict[str, object]) -> None:
+def _save(
+    results: Sequence[object],
+    output: Path | None,
+    conditions: dict[str, object],
+    bounds: "Mapping[str, ErrorBounds]" = NO_BOUNDS,
+) -> None:
     """Store the results, and under what conditions they were had; both in one object, as benchmarks store theirs."""
     if output is not None:
-        write_whole(output, f"{write_json({'conditions': conditions, 'result': results})}\n".encode())
+        stored = {"conditions": conditions, **({"bounds": dict(bounds)} if bounds else {}), "result": results}
+        write_whole(output, f"{write_json(stored)}\n".encode())

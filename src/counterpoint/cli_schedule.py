@@ -11,7 +11,16 @@ import typer
 
 from counterpoint.errors import DeviceError, ScheduleError
 from counterpoint.schedule.actions import ELEMENT_BYTES, DataType, Operation, Problem
-from counterpoint.schedule.description import MAX_CHUNKS, MAX_COPY_STREAMS, MatmulGranularity, Pattern, ScheduleDescription
+from counterpoint.schedule.description import (
+    LEAST_GROWTH,
+    MAX_CHUNKS,
+    MAX_COPY_STREAMS,
+    MOST_GROWTH,
+    Along,
+    MatmulGranularity,
+    Pattern,
+    ScheduleDescription,
+)
 from counterpoint.schedule.operations import OPERATORS
 from counterpoint.value import check_outputs, write_json
 
@@ -30,6 +39,8 @@ OPTIONS = {  # the fields that errors name, as they are typed
     "num_columns": "--columns",
     "pattern": "--pattern",
     "chunks": "--chunks",
+    "chunk_growth": "--chunk-growth",
+    "along": "--along",
     "matmul": "--matmul",
     "local": "--local-last",
     "num_copy_streams": "--copy-streams",
@@ -56,6 +67,23 @@ ChunksOption = Annotated[
         "--chunks",
         metavar="N",
         help=f"Number of pieces that a rank's block travels in, 1 to {MAX_CHUNKS}.  [default: {USUAL.chunks}]",
+    ),
+]
+GrowthOption = Annotated[
+    float | None,
+    typer.Option(
+        "--chunk-growth",
+        metavar="X",
+        help=f"Rows of each chunk over those of the one before, {LEAST_GROWTH:g} to {MOST_GROWTH:g}."
+        f"  [default: {USUAL.chunk_growth:g}]",
+    ),
+]
+AlongOption = Annotated[
+    Along | None,
+    typer.Option(
+        "--along",
+        metavar="NAME",
+        help=f"Chunks are rows, or slices: columns of the product, or inner (rounds more).  [default: {USUAL.along}]",
     ),
 ]
 MatmulOption = Annotated[
@@ -106,6 +134,8 @@ def show(
     dtype: DataTypeOption = "bf16",
     pattern: PatternOption = None,
     chunks: ChunksOption = None,
+    chunk_growth: GrowthOption = None,
+    along: AlongOption = None,
     matmul: MatmulOption = None,
     is_local_last: LocalOption = False,
     num_copy_streams: CopyStreamsOption = None,
@@ -128,6 +158,8 @@ def show(
     choices = {
         "pattern": pattern,
         "chunks": chunks,
+        "chunk_growth": chunk_growth,
+        "along": along,
         "matmul": matmul,
         "local": "last" if is_local_last else None,
         "num_copy_streams": num_copy_streams,

@@ -29,6 +29,15 @@ class KnownFootprint(Value, frozen=True, kw_only=True):
     status: Literal["measured", "assumed"]
     source: str
 
+    def describe(self) -> str:
+        """As in "NCCL 2.27 to 2.29: 24 CTAs of 544 threads x 96 registers, 103,808 bytes each, clusters of 4"."""
+        cluster = f", clusters of {self.ctas_per_cluster}" if self.ctas_per_cluster > 1 else ""
+        return (
+            f"{self.library.upper()} {self.versions}: {self.num_ctas} CTAs of {self.threads_per_cta} threads x "
+            f"{self.registers_per_thread} registers, {self.static_shared_bytes + self.dynamic_shared_bytes:,} bytes "
+            f"each{cluster}"
+        )
+
     def footprint(self) -> Footprint:
         """As a launch."""
         return Footprint(
@@ -51,14 +60,14 @@ def known_footprints() -> tuple[KnownFootprint, ...]:
     return read_shipped("footprints.toml", _FootprintTable, MachineError).footprints
 
 
-def usual_footprint(library: str, compute_capability: str) -> Footprint:
+def known_footprint(library: str, compute_capability: str) -> KnownFootprint:
     """The first entry of the table that fits.
 
     Raises `MachineError` where none does, so that nothing is planned on a guess.
     """
     for known in known_footprints():
         if known.library == library and compute_capability in known.compute_capabilities:
-            return known.footprint()
+            return known
     libraries = ", ".join(sorted({known.library for known in known_footprints()}))
     raise MachineError(
         f"No footprint is known for {library} kernels on compute capability {compute_capability}. "
@@ -66,7 +75,20 @@ def usual_footprint(library: str, compute_capability: str) -> Footprint:
     )
 
 
+def usual_footprint(library: str, compute_capability: str) -> Footprint:
+    """The entry of `known_footprint` as a launch; raises as it does."""
+    return known_footprint(library, compute_capability).footprint()
+
+
 def communication_footprint(gpu: Gpu, library: str) -> Footprint:
     """The usual footprint of a library's collective on `gpu`; on AMD, NCCL means RCCL. Raises `MachineError` for neither."""
-    name = "rccl" if gpu.vendor == "amd" and library == "nccl" else library
-    return usual_footprint(name, gpu.compute_capability)
+    return known_footprint(_on(gpu, library), gpu.compute_capability).footprint()
+
+
+def collectives_of(gpu: Gpu) -> KnownFootprint:
+    """What NCCL's collectives, or RCCL's, are taken to launch on `gpu`. Raises `MachineError` where that is not known."""
+    return known_footprint(_on(gpu, "nccl"), gpu.compute_capability)
+
+
+def _on(gpu: Gpu, library: str) -> str:
+    return "rccl" if gpu.vendor == "amd" and library == "nccl" else library

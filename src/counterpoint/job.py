@@ -5,9 +5,13 @@ workload. A traced step carries times of one GPU, so it can be planned only for 
 """
 
 import os
+from pathlib import Path
+
+import msgspec
 
 from counterpoint.errors import StepError, shown, shown_path
 from counterpoint.machine import Machine, load_machine, machine_for_device
+from counterpoint.sim.calibration import load_calibration
 from counterpoint.step import Step
 from counterpoint.traces import TracedStep, read_trace
 from counterpoint.traces.formats import SUFFIXES_IN_WORDS, is_trace
@@ -23,6 +27,14 @@ class Job(Value, frozen=True, kw_only=True):
     step: Step
     machine: Machine
     traced: TracedStep | None = None
+
+    def calibrated(self, path: Path | None) -> "Job":
+        """The job with the simulator's constants from a file; None: with those of its GPU. Raises `MachineError`."""
+        if path is None:
+            return self
+        machine = msgspec.structs.replace(self.machine, calibration=str(path))
+        load_calibration(machine)
+        return msgspec.structs.replace(self, machine=machine)
 
 
 def load_job(source: str, machine_name: str | None = None) -> Job:

@@ -21,6 +21,7 @@ ElementType = Literal["bf16", "fp16", "fp8", "int8", "tf32", "fp32", "fp64"]
 ELEMENT_BYTES: Mapping[ElementType, int] = MappingProxyType(
     {"bf16": 2, "fp16": 2, "fp8": 1, "int8": 1, "tf32": 4, "fp32": 4, "fp64": 8}
 )
+_USUAL_TYPES: tuple[tuple[int, ElementType], ...] = ((8, "fp64"), (4, "fp32"), (2, "bf16"), (1, "fp8"))
 LEAST_ABSURD_FIGURE = 1e18
 TEMPLATE_HEAD = """\
 # Give it a name of its own: plans carry the name. What each figure means: docs/machines.md.
@@ -109,6 +110,11 @@ class Gpu(Value, frozen=True, kw_only=True):
         _check_sm(self)
         _check_shared_memory(self)
 
+    @property
+    def has_head_starts(self) -> bool:
+        """Whether a stream can be held before a kernel: the holding kernel and the launch filter's part are CUDA's alone."""
+        return self.vendor == "nvidia"
+
     def matmul_rates(self) -> dict[ElementType, float]:
         """Operations per second at the peak of matrix multiplications, by the types the GPU has."""
         rates: dict[ElementType, float | None] = {
@@ -193,6 +199,7 @@ class Machine(Value, frozen=True, kw_only=True):
     """A usual node: `num_gpus` equal GPUs joined by `link`; nodes, if there are several, by `network`.
 
     `device_names` are the names a profiler or the driver prints for this GPU. `sources` says where each figure is from.
+    `calibration` is the path of a file that `counterpoint calibrate` wrote; empty: what is shipped for the GPU.
     """
 
     name: str
@@ -203,6 +210,7 @@ class Machine(Value, frozen=True, kw_only=True):
     device_names: tuple[str, ...] = ()
     network: Link | None = None
     sources: dict[str, str] = msgspec.field(default_factory=dict)
+    calibration: str = ""
 
     def __post_init__(self) -> None:
         require(bool(self.name), MachineError, "A machine needs a name, which its plans carry; found ''. Give it one.")
@@ -229,6 +237,11 @@ class Machine(Value, frozen=True, kw_only=True):
                 f"{', '.join(rates)}. Choose one of these, or state the rate in a machine file of your own."
             )
         return rates[element_type]
+
+
+def usual_element_type(element_bytes: int) -> ElementType:
+    """The type that matrices of elements so large have, where nothing says it; fp32 is not rounded to tf32."""
+    return next(element_type for least, element_type in _USUAL_TYPES if element_bytes >= least)
 
 
 def machine_names() -> list[str]:

@@ -87,7 +87,7 @@ def residency(gpu: Gpu, footprint: Footprint) -> Residency:
     missing = _missing_for_one(gpu, footprint)
     if missing is not None:
         return Residency(ctas_per_sm=0, limiter=missing, shared_bytes_per_cta=allocated, carveout_bytes=offered)
-    ctas_per_sm, limiter = min(_rooms(gpu, _load(gpu, ()), offered, footprint))
+    ctas_per_sm, limiter = min(_rooms(gpu, sm_load(gpu, ()), offered, footprint))
     if footprint.carveout_percent == -1:
         offered = _step_for(gpu, max(1, ctas_per_sm) * allocated)
     return Residency(ctas_per_sm=ctas_per_sm, limiter=limiter, shared_bytes_per_cta=allocated, carveout_bytes=offered)
@@ -107,7 +107,23 @@ def room_for(gpu: Gpu, residents: Residents, carveout_bytes: int, footprint: Foo
         )
     if _missing_for_one(gpu, footprint) is not None:
         return 0
-    return max(0, min(_rooms(gpu, _load(gpu, residents), carveout_bytes, footprint))[0])
+    return max(0, min(_rooms(gpu, sm_load(gpu, residents), carveout_bytes, footprint))[0])
+
+
+def sm_load(gpu: Gpu, residents: Residents) -> SmLoad:
+    """What residents hold together, as footprints with counts; their warps go round the sub-partitions without a gap."""
+    ctas = warps = shared = barriers = 0
+    registers = [0] * gpu.num_sub_partitions
+    for footprint, count in residents:
+        per_warp, last = registers_per_warp(gpu, footprint), warps + count * warps_per_cta(gpu, footprint)
+        for index in range(gpu.num_sub_partitions):
+            # Warps numbered `warps` to `last` - 1 that fall on this sub-partition.
+            here = (last - index - 1) // gpu.num_sub_partitions - (warps - index - 1) // gpu.num_sub_partitions
+            registers[index] += per_warp * here
+        ctas, warps = ctas + count, last
+        shared += count * shared_bytes_per_cta(gpu, footprint)
+        barriers += count * footprint.named_barriers
+    return SmLoad(ctas=ctas, warps=warps, registers=tuple(registers), shared_bytes=shared, named_barriers=barriers)
 
 
 def cap_shared_bytes(gpu: Gpu, footprint: Footprint, ctas_per_sm: int) -> int:
@@ -161,7 +177,7 @@ def largest_residency_beside(gpu: Gpu, computation: Footprint, communication: Fo
         for percent in dict.fromkeys((computation.carveout_percent, 100)):
             capped = _capped(gpu, replace(computation, carveout_percent=percent), ctas_per_sm)
             fit = residency(gpu, capped)
-            rooms = _rooms(gpu, _load(gpu, ((capped, fit.ctas_per_sm),)), fit.carveout_bytes, communication)
+            rooms = _rooms(gpu, sm_load(gpu, ((capped, fit.ctas_per_sm),)), fit.carveout_bytes, communication)
             room, lacking = min(rooms)
             if room >= 1:
                 is_raised = capped.dynamic_shared_bytes > computation.dynamic_shared_bytes
@@ -188,7 +204,7 @@ def _capped(gpu: Gpu, footprint: Footprint, ctas_per_sm: int) -> Footprint:
 def _why_nothing_fits(gpu: Gpu, computation: Footprint, communication: Footprint, lacking: Limiter) -> str:
     """One line for a computation kernel of which a single CTA leaves no room for the communication CTA."""
     single = _capped(gpu, replace(computation, carveout_percent=100), 1)
-    held, needed = _load(gpu, ((single, 1),)), _load(gpu, ((communication, 1),))
+    held, needed = sm_load(gpu, ((single, 1),)), sm_load(gpu, ((communication, 1),))
     reasons: dict[Limiter, str] = {
         "registers": _why_registers_lack(gpu, held, needed),
         "shared_memory": f"holds {held.shared_bytes:,} of {gpu.shared_bytes_per_sm:,} bytes of shared memory, and the other "
@@ -228,22 +244,6 @@ def _missing_for_one(gpu: Gpu, footprint: Footprint) -> Limiter | None:
     if footprint.shared_bytes > gpu.max_shared_bytes_per_cta:
         return "shared_memory"
     return "named_barriers" if footprint.named_barriers > gpu.named_barriers_per_cta else None
-
-
-def _load(gpu: Gpu, residents: Residents) -> SmLoad:
-    """Add up what residents hold; their warps go round the sub-partitions without a gap."""
-    ctas = warps = shared = barriers = 0
-    registers = [0] * gpu.num_sub_partitions
-    for footprint, count in residents:
-        per_warp, last = registers_per_warp(gpu, footprint), warps + count * warps_per_cta(gpu, footprint)
-        for index in range(gpu.num_sub_partitions):
-            # Warps numbered `warps` to `last` - 1 that fall on this sub-partition.
-            here = (last - index - 1) // gpu.num_sub_partitions - (warps - index - 1) // gpu.num_sub_partitions
-            registers[index] += per_warp * here
-        ctas, warps = ctas + count, last
-        shared += count * shared_bytes_per_cta(gpu, footprint)
-        barriers += count * footprint.named_barriers
-    return SmLoad(ctas=ctas, warps=warps, registers=tuple(registers), shared_bytes=shared, named_barriers=barriers)
 
 
 def _rooms(gpu: Gpu, load: SmLoad, carveout_bytes: int, footprint: Footprint) -> list[tuple[int, Limiter]]:

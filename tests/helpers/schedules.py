@@ -26,6 +26,7 @@ descriptions = st.builds(
     local=st.sampled_from(["first", "last"]),
     num_copy_streams=st.integers(1, 3),
     num_compute_streams=st.integers(1, 2),
+    chunk_growth=st.sampled_from([1.0, 2.0, 0.5]),
 )
 
 

@@ -26,13 +26,16 @@ def start_ranks_once() -> Start:
     if num_gpus() < 2:
         pytest.skip(f"needs 2 GPUs, found {num_gpus()}")
 
-    def start(name: str, *arguments: str, limit_s: float = 150) -> subprocess.CompletedProcess[str]:
+    def start(
+        name: str, *arguments: str, limit_s: float = 150, torchrun: tuple[str, ...] = ()
+    ) -> subprocess.CompletedProcess[str]:
         command = [
             sys.executable,
             "-m",
             "torch.distributed.run",
             "--nproc-per-node",
             "2",
+            *torchrun,
             str(JOBS / f"{name}.py"),
             *arguments,
         ]
@@ -43,5 +46,5 @@ def start_ranks_once() -> Start:
 
 @pytest.fixture
 def start_ranks(start_ranks_once: Start) -> Start:
-    """Runs `jobs/NAME.py` on two ranks and returns what it printed."""
+    """Runs `jobs/NAME.py` on two ranks, with these options of torchrun, and returns what it printed."""
     return start_ranks_once

@@ -71,6 +71,17 @@ def queued(trace: TraceBuilder, begin: float) -> None:
     trace.kernel(MATMUL, begin + 746, 100, host=begin + 10)
 
 
+def starved_queue(trace: TraceBuilder, begin: float) -> None:
+    """Both collectives could be over if the first had found SMs; both are needed."""
+    start_side(trace, begin)
+    trace.kernel(MATMUL, begin + 92, 1000, host=begin + 4, args=FILLS_ALL_SMS)
+    trace.collective(begin + 1093, 200, host=begin + 5)
+    wait_for_side(trace, begin + 6)
+    trace.collective(begin + 1295, 200, host=begin + 9)
+    wait_for_side(trace, begin + 10)
+    trace.kernel(ELEMENTWISE, begin + 1497, 100, host=begin + 13)
+
+
 def hardware_queue(trace: TraceBuilder, begin: float) -> None:
     """Kernels of few CTAs leave SMs free, but the collective starts only once the kernel issued before it has."""
     start_side(trace, begin)
@@ -138,6 +149,7 @@ CASES = {
     own_stream: ("own_stream", 200, "stream 7"),
     starved: ("starved", 200, "nvjet_sm90_tst_256x128_64x4_1x2_h_bz_coopA_TNT (132 CTAs)"),
     queued: ("queued", 650, "queued"),
+    starved_queue: ("starved", 400, "Those in the queue had waited 1.003 ms for SMs"),
     hardware_queue: ("hardware_queue", 200, "CUDA_DEVICE_MAX_CONNECTIONS"),
     launched_late: ("launched_late", 200, "The host issued it 995 us"),
     computation_launched_late: ("launched_late", 200, "The host issued the next computation"),

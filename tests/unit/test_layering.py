@@ -32,7 +32,7 @@ ORDER = [
     {"analysis", "paper", "supervised"},
     {"validation"},
     {"report"},
-    {"cli_analyze", "cli_check", "cli_gpu", "cli_plan", "cli_run", "cli_schedule", "cli_validate"},
+    {"cli_analyze", "cli_calibrate", "cli_check", "cli_gpu", "cli_plan", "cli_run", "cli_schedule", "cli_validate"},
     {"cli"},
     {"__init__", "__main__"},
 ]

@@ -18,7 +18,7 @@ from counterpoint.schedule import (
     make_schedule,
     split,
 )
-from counterpoint.schedule.actions import COMPUTATION_KINDS
+from counterpoint.schedule.actions import COMPUTATION_KINDS, graded
 from counterpoint.schedule.program import make_program
 from helpers.schedules import descriptions, made, schedules
 
@@ -52,11 +52,30 @@ def test_rows_are_divided_as_numpy_divides_an_array(num_rows: int, num_parts: in
     assert [list(range(*part)) for part in split(num_rows, num_parts)] == [list(part) for part in parts]
 
 
+@given(st.integers(0, 5000), st.integers(1, 9), st.sampled_from([0.25, 0.5, 1.0, 1.5, 2.0, 4.0]))
+def test_graded_parts_follow_each_other_and_grow_or_shrink(num_rows: int, num_parts: int, growth: float) -> None:
+    parts = graded(num_rows, num_parts, growth)
+    assert [part[0] for part in parts] + [num_rows] == [0, *(part[1] for part in parts)]
+    if num_rows >= 4 * 128 * num_parts and growth != 1:
+        lengths = [stop - start for start, stop in parts]
+        assert all(start % 128 == 0 for start, _ in parts)
+        assert sorted(lengths[:-1], reverse=growth < 1) == lengths[:-1]
+        assert sum(lengths) == num_rows
+
+
+def test_a_small_first_chunk_is_sent_and_multiplied_first() -> None:
+    schedule = schedule_of("all_gather_matmul", num_rows=4 * 7 * 256, chunks=3, chunk_growth=2.0)
+    lengths = [copy.reads[0].num_rows for copy in of_kind(schedule, "copy")][:3]
+    assert lengths == [256, 512, 1024]
+    assert ScheduleDescription(chunks=3, chunk_growth=2.0).label() == "one_peer/3x2 chunk 1+2"
+
+
 @pytest.mark.parametrize(
     ("make", "says"),
     [
         (lambda: ScheduleDescription(chunks=0), "chunks of a schedule must be from 1 to 64; found 0"),
         (lambda: ScheduleDescription(chunks=65), "must be from 1 to 64; found 65"),
+        (lambda: ScheduleDescription(chunk_growth=5.0), "chunk_growth .* from 0.25 to 4; found 5.0"),
         (lambda: ScheduleDescription(num_copy_streams=9), "num_copy_streams .* from 1 to 8; found 9"),
         (lambda: ScheduleDescription(num_compute_streams=3), "num_compute_streams .* from 1 to 2; found 3"),
         (lambda: ScheduleDescription(chunks="2"), "chunks of a schedule must be from 1 to 64; found '2'"),

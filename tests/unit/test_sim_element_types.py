@@ -7,6 +7,8 @@ import pytest
 from counterpoint.errors import MachineError
 from counterpoint.machine import ElementType, load_machine
 from counterpoint.plan import LEAVE_IT
+from counterpoint.schedule.actions import Problem
+from counterpoint.schedule.estimate import computation_us
 from counterpoint.sim import Simulator
 from counterpoint.step import Step
 from counterpoint.workloads import load_workload
@@ -59,7 +61,8 @@ def test_a_matmul_runs_at_the_rate_of_its_type(
     machine: str, element_type: ElementType, share: float, tmp_path: Path
 ) -> None:
     found = teraflops_per_s(typed(tmp_path, element_type), machine) / teraflops_per_s(typed(tmp_path, "bf16"), machine)
-    assert found == pytest.approx(share, rel=0.04)
+    smaller = element_type in ("fp8", "int8")  # their tiles have half the bytes, and so keep a few percent less in flight
+    assert found == pytest.approx(share, rel=0.08 if smaller else 0.04)
 
 
 def test_a_type_that_the_gpu_does_not_have_is_one_line(tmp_path: Path) -> None:
@@ -72,3 +75,25 @@ def test_a_lone_time_needs_no_rate(tmp_path: Path) -> None:
     path = tmp_path / "typed.toml"
     path.write_text(path.read_text() + "lone_us = 1000.0\n")
     assert teraflops_per_s(load_workload(path), "a100") == pytest.approx(2 * SIZE**3 / 1e9, rel=0.02)
+
+
+@pytest.mark.parametrize(("element_bytes", "share"), [(1, 0.5), (4, 989.4 / 66.9), (8, 989.4 / 66.9)])
+def test_a_schedules_matmul_takes_the_rate_of_the_usual_type_of_its_elements(element_bytes: int, share: float) -> None:
+    def multiplied_us(num_bytes: int) -> float:
+        problem = Problem(
+            operation="all_gather_matmul",
+            num_ranks=2,
+            num_rows=SIZE,
+            num_inner=SIZE,
+            num_columns=SIZE,
+            element_bytes=num_bytes,
+        )
+        return computation_us(problem, load_machine("h200"))
+
+    assert multiplied_us(element_bytes) / multiplied_us(2) == pytest.approx(share, rel=0.1)
+
+
+def test_a_schedule_of_a_type_that_the_gpu_does_not_have_is_one_line() -> None:
+    problem = Problem(operation="all_gather_matmul", num_ranks=2, num_rows=64, num_inner=64, num_columns=64, element_bytes=1)
+    with pytest.raises(MachineError, match="Machine 'a100' has no rate for fp8 matrix multiplications"):
+        computation_us(problem, load_machine("a100"))

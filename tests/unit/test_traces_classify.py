@@ -14,6 +14,7 @@ from counterpoint.traces.classify import (
     element_bytes,
     is_communication,
     load_rules,
+    matmul_type,
     use_rules,
 )
 
@@ -51,6 +52,10 @@ COMMUNICATION = [
     ("void aiter::reduce_scatter_cross_device_store<bf16, 8>(aiter::RankData*)", "custom_all_reduce", "reduce_scatter"),
     ("void tensorrt_llm::kernels::moe_comm::moeA2ACombineKernel<__half, 8>(int)", "trtllm", "all_to_all"),
     ("nvshmemi_barrier_on_stream_kernel(int)", "nvshmem", "send_recv"),
+    ("bytedance::flux::CudaIpcBarrierAllKernel(bytedance::flux::CudaIpcBarrierAllArgs)", "flux", "send_recv"),
+    ("void bytedance::flux::ag_a2a_mode_kernel<true>(bytedance::flux::AllGatherParams)", "flux", "all_gather"),
+    ("void bytedance::flux::bsr2dense_reduce_kernel<cutlass::bfloat16_t, 128, 128, 768>()", "flux", "reduce_scatter"),
+    ("void bytedance::flux::all2all_v2<8>(bytedance::flux::All2allParams)", "flux", "all_to_all"),
 ]
 COMPUTATION = [
     ("nvjet_sm90_tst_256x128_64x4_1x2_h_bz_coopA_TNT", "matmul"),
@@ -69,6 +74,64 @@ COMPUTATION = [
     ("triton_red_fused__to_copy_mean_3", "streaming"),
     ("triton_poi_fused_add_mul_1", "streaming"),
     ("my_own_kernel", "other"),
+    # Triton and hand-written matmuls: the tutorials', Inductor's, and those that people call by the operation
+    ("mm", "matmul"),
+    ("mm_kernel", "matmul"),
+    ("_mm_kernel_0d1d2d", "matmul"),
+    ("bmm", "matmul"),
+    ("tile_mm(float const*, float const*, float*, int, int, int)", "matmul"),
+    ("triton_mm", "matmul"),
+    ("triton_bmm_3", "matmul"),
+    ("triton_tem_fused_addmm_relu_2", "matmul"),
+    ("triton_tem_fused__scaled_mm_0", "matmul"),
+    ("matmul_kernel", "matmul"),
+    ("_matmul_kernel", "matmul"),
+    ("matmul_kernel_persistent", "matmul"),
+    ("matmul_kernel_tma_persistent", "matmul"),
+    ("grouped_matmul_kernel", "matmul"),
+    ("_w8a8_block_fp8_matmul", "matmul"),
+    ("fused_moe_kernel", "matmul"),
+    ("gmm_kernel", "matmul"),
+    ("void deep_gemm::sm90_fp8_gemm_1d2d_impl<0u, 4096u, 7168u>(float*)", "matmul"),
+    ("void marlin::Marlin<__nv_bfloat16, 256, 1, 8, 8, 4>(int4 const*)", "matmul"),
+    ("Custom_Cijk_Alik_Bljk_HHS_BH_MT128x128x64", "matmul"),
+    ("void ck_tile::kentry<256, 2, ck_tile::GemmKernel<int>>(int)", "matmul"),
+    ("_chunk_scan_fwd_kernel", "matmul"),
+    ("_chunk_state_fwd_kernel", "matmul"),
+    ("_bmm_chunk_fwd_kernel", "matmul"),
+    ("chunk_gated_delta_rule_fwd_kernel_h_blockdim64", "matmul"),
+    ("chunk_fwd_kernel_o", "matmul"),
+    # none of these multiplies matrices
+    ("fma_kernel", "other"),
+    ("fma_kernel(float*, int)", "other"),
+    ("_rms_norm", "streaming"),
+    ("_rms_norm_kernel", "streaming"),
+    ("void vllm::rms_norm_kernel<c10::BFloat16, 8>(c10::BFloat16*)", "streaming"),
+    ("_layer_norm_fwd_1pass_kernel", "streaming"),
+    ("_layer_norm_fwd_fused", "streaming"),
+    ("softmax_kernel", "streaming"),
+    ("comm_kernel", "other"),
+    ("summary_kernel", "other"),
+    ("hammer", "other"),
+    ("triton_poi_fused_addmm_relu_0", "streaming"),
+    ("triton_red_fused_mm_3", "streaming"),
+    ("triton_poi_fused__scaled_dot_product_flash_attention_1", "streaming"),
+    ("void cublasLt::splitKreduce_kernel<32, 16, int, float>(int)", "streaming"),
+    ("void at::cuda::detail::prepare_grouped_gemm_data<cutlass::bfloat16_t>(int)", "other"),
+    ("void selective_scan_fwd_kernel<Selective_Scan_fwd_kernel_traits<128, 16>>(SSMParamsBase)", "other"),
+    ("_state_passing_fwd_kernel", "other"),
+    ("void causal_conv1d_fwd_kernel<Causal_conv1d_fwd_kernel_traits<128, 4>>(int)", "streaming"),
+    # attention, and what runs before and after it
+    ("_attn_fwd", "attention"),
+    ("_attn_bwd", "attention"),
+    ("triton_tem_fused_flex_attention_0", "attention"),
+    ("_fwd_grouped_kernel_stage1", "attention"),
+    ("void flashinfer::BatchPrefillWithPagedKVCacheKernel<int>(int)", "attention"),
+    ("void cutlass::device_kernel<flash::enable_sm90<flash::FlashAttnFwdSm90<int>>>(int)", "attention"),
+    ("_attn_bwd_preprocess", "streaming"),
+    ("void flash::flash_bwd_dot_do_o_kernel<true, 1>(flash::Flash_bwd_params)", "streaming"),
+    ("void flashinfer::norm::RMSNormKernel<8u, __nv_bfloat16>(int)", "streaming"),
+    ("void vllm::reshape_and_cache_flash_kernel<__nv_bfloat16>(int)", "streaming"),
 ]
 
 
@@ -84,7 +147,35 @@ def test_a_computation_kernel_has_its_character(name: str, character: str) -> No
     assert (rule.kind, rule.character) == ("computation", character)
 
 
+@pytest.mark.parametrize(
+    ("name", "operand", "element_type"),
+    [
+        ("nvjet_sm90_tst_256x128_64x4_1x2_h_bz_coopA_TNT", "", "bf16"),
+        ("nvjet_sm90_hsh_256x128_64x4_1x2_h_bz_coopA_TNT", "", "fp16"),
+        ("nvjet_sm90_qqtst_128x256_128x4_2x1_v_bz_TNT", "c10::BFloat16", "fp8"),
+        ("ampere_bf16_s16816gemm_bf16_128x128_ldg8_f2f_stages_32x5_tn", "", "bf16"),
+        ("sm80_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize96x64x32", "", "bf16"),
+        ("turing_fp16_s1688gemm_fp16_128x128_ldg8_f2f_tn", "", "fp16"),
+        ("sm80_xmma_gemm_f32f32_tf32f32_f32_nn_n_tilesize128x128x16", "float", "tf32"),
+        ("cutlass_80_tensorop_s1688gemm_128x128_16x5_nn_align4", "float", "tf32"),
+        ("sm80_xmma_gemm_f32f32_f32f32_f32_nt_n_tilesize32x64x8_stage3_ffma", "float", "fp32"),
+        ("ampere_sgemm_128x64_tn", "", "fp32"),
+        ("cutlass_80_tensorop_d884gemm_64x64_16x4_nn_align1", "double", "fp64"),
+        ("Cijk_Ailk_Bljk_BBS_BH_Bias_HA_S_SAV_UserArgs_MT256x256x64", "", "bf16"),
+        ("Cijk_Ailk_Bljk_HHS_BH_MT128x128x64", "", "fp16"),
+        ("triton_tem_fused_mm_0", "c10::Half", "fp16"),
+        ("matmul_kernel", "float", "fp32"),
+        ("matmul_kernel", "", None),
+    ],
+)
+def test_a_matmuls_type_is_in_its_kernels_name_or_that_of_its_operands(
+    name: str, operand: str, element_type: str | None
+) -> None:
+    assert matmul_type(name, operand) == element_type
+
+
 WAITING = (
+    "bytedance::flux::CudaIpcBarrierAllKernel(bytedance::flux::CudaIpcBarrierAllArgs)",
     "c10d::symmetric_memory::barrier_kernel(unsigned int**, int, int, int, unsigned long)",
     "void deep_ep::intranode::barrier<8>(int**, int)",
     "void barrier_on_stream_kernel_threadgroup<(threadgroup_t)2>(int, int)",

@@ -1,10 +1,11 @@
 """Causes of exposed intervals again, now that the other ranks are known.
 
-The part of an interval in which its collective waited for a later rank is that rank's, except for gaps between kernels that
-need nothing of the collective: they stay, however long it takes. Of an uneven all-to-all, the part of
-its transfer above what even parts would take is the split's: the largest part sets the time, so evenly split it takes the
-transfer over the imbalance (an estimate: links that parts share make it smaller). It is taken at the end. The rest keeps the
-cause found on the rank. Intervals are cut where causes change, so that each has one cause and the sum stays.
+The part of an interval in which its collective waited for a later rank is that rank's, except for gaps between kernels
+that need nothing of the collective: they stay, however long it takes. Of an uneven all-to-all, the part of its transfer
+above what even parts would take is the split's: the largest part sets the time, so evenly split it takes the transfer
+over the imbalance or more. That is the most that the split can cost: the CTAs that send also copy what a rank keeps, and
+on 2 H200s an even split saved 0.10 ms where this says 0.56. It is taken at the end. The rest keeps the cause found on the
+rank. Intervals are cut where causes change, so that each has one cause and the sum stays.
 """
 
 from collections.abc import Sequence
@@ -79,7 +80,7 @@ def _excess(collective: TracedCollective, transfer_us: float, imbalance: float) 
         end_us=collective.end_us,
         cause="uneven",
         evidence=f"The largest part of {label_of(collective)} is {imbalance:.3g} times the mean: it took "
-        f"{format_us(transfer_us)} once all ranks were there, evenly split it would take about {format_us(even_us)}.",
+        f"{format_us(transfer_us)} once all ranks were there, evenly split it would take {format_us(even_us)} or more.",
     )
 
 

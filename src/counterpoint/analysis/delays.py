@@ -3,7 +3,8 @@
 A collective is ready once what it waits for has ended and the host has launched it. How long each held it back, in turn:
 
 - late: from the end of what it waits for to its launch;
-- queued: from then to the end of the collective before it on its stream or communicator;
+- queued: from then to the end of the collective before it on its stream or communicator; but starved, for as long as kernels
+  kept the SMs from those before it since the queue was last empty: without that it would have come so much earlier;
 - starved: from then to its start, where kernels ran that leave its CTAs no room (by footprints; a pair of kernels that the
   trace shows side by side fits, whatever footprints say);
 - hardware queue: from then to its start, where SMs were free but more streams were in use than there are hardware queues,
@@ -58,6 +59,7 @@ class Delays:
         machine = machine_for_device(timed.trace.device_name) if timed.trace.device_name else None
         self._gpu = machine.gpu if machine else None
         self._seen = self._pairs_seen()
+        self._starved: dict[int, tuple[int, str]] = {}
 
     def of(self, number: int) -> list[Delay]:
         """What held a collective back, in order of time."""
@@ -72,14 +74,8 @@ class Delays:
         if data is not None and launch > others and start - launch <= LATE_LATENCY_US * 1000:
             delays.append(self._late(index, data if data_end >= queue_end else queue, launch - others))
         if queue is not None and queue_end > max(data_end, launch):
-            waited = queue_end - max(data_end, launch)
-            what = self._found.values[self._found.by_operation[queue]]
-            said = (
-                f"It was ready {_us(waited)} before {what.name} on stream {what.stream} ended, behind which it was queued."
-            )
-            delays.append(Delay(cause="queued", time=waited, evidence=said))
-        is_known = data is not None and timed.trace.operations[index].category == "kernel"
-        held = self._held(index, max(launch, others), start) if is_known else []
+            delays += self._queued(queue, queue_end - max(data_end, launch))
+        held = self._held(index, max(launch, others), start) if data is not None else []
         return [delay for delay in (*delays, *held) if delay.time >= LEAST_DELAY_NS]
 
     def _before(self, number: int, index: int) -> tuple[int | None, int, int | None, int]:
@@ -108,6 +104,37 @@ class Delays:
                 return [(timed.ends[other], other)]
         return []
 
+    def _queued(self, behind: int, waited: int) -> list[Delay]:
+        """Time in the queue, behind an operation of the collective before: what starved the queue, and the rest."""
+        what = self._found.values[self._found.by_operation[behind]]
+        said = f"It was ready {_us(waited)} before {what.name} on stream {what.stream} ended, behind which it was queued."
+        total, holder = self._starved_in_queue(behind)
+        starved = min(total, waited)
+        because = f"{said} Those in the queue had waited {_us(total)} for SMs. Of the last of them: {holder}"
+        return [
+            Delay(cause="queued", time=waited - starved, evidence=said),
+            Delay(cause="starved", time=starved, evidence=because),
+        ]
+
+    def _starved_in_queue(self, index: int) -> tuple[int, str]:
+        """How long a collective's operation and those before it waited for SMs since their queue was last empty, and why."""
+        line: list[tuple[int, int, str]] = []
+        place: int | None = index
+        while place is not None and place not in self._starved:
+            start, launch = self._timed.starts[place], self._timed.launches[place]
+            data, data_end, queue, queue_end = self._before(self._found.by_operation[place], place)
+            begun = max(data_end, start if launch is None else launch)
+            is_known = data is not None or queue is not None
+            held = self._held(place, max(begun, queue_end), start) if is_known else []
+            own = next((delay for delay in held if delay.cause == "starved"), None)
+            line.append((place, own.time if own else 0, own.evidence if own else ""))
+            place = queue if queue_end > begun else None
+        total, said = self._starved[place] if place is not None else (0, "")
+        for number, time, evidence in reversed(line):
+            total, said = total + time, evidence or said
+            self._starved[number] = (total, said)
+        return total, said
+
     def _late(self, index: int, after: int | None, time: int) -> Delay:
         timed = self._timed
         launch = timed.launches[index] or 0
@@ -118,10 +145,10 @@ class Delays:
         return Delay(cause="launched_late", time=time, evidence=said)
 
     def _held(self, index: int, ready: int, start: int) -> list[Delay]:
-        """What held it once it was ready: kernels on the SMs, or a hardware queue."""
-        if start - ready < LEAST_DELAY_NS:
-            return []
+        """What held it once it was ready: kernels on the SMs, or a hardware queue. Copies need no SMs."""
         waited, operation = start - ready, self._timed.trace.operations[index]
+        if waited < LEAST_DELAY_NS or operation.category != "kernel":
+            return []
         beside = self._running(ready, start)
         covered = sum(time for time, _ in beside)
         holder = max(beside, default=None)

@@ -26,7 +26,7 @@ LEAST_LOSS = 0.03
 LEAST_LOST_US = 1.0
 MOST_ROWS = 200
 
-Shared = Literal["SMs", "bandwidth", "clocks"]
+Shared = Literal["SMs", "bandwidth"]
 
 
 def find_slowdowns(

@@ -164,7 +164,8 @@ class PathRow(Value, frozen=True, kw_only=True):
 class Slowdown(Value, frozen=True, kw_only=True):
     """A kernel that communication beside it made slower than its like that ran alone; times per step.
 
-    `by`: what they shared, "SMs" (its CTAs and the collective's do not fit together), "bandwidth" or "clocks".
+    `by`: what they shared, "SMs" (its CTAs and the collective's do not fit together) or "bandwidth". A trace holds no clock
+    rates: where the power limit lowers them, the reason is the other of the two that fits.
     """
 
     rank: int
@@ -174,7 +175,7 @@ class Slowdown(Value, frozen=True, kw_only=True):
     alone_us: float
     beside_us: float
     lost_us: float
-    by: Literal["SMs", "bandwidth", "clocks"]
+    by: Literal["SMs", "bandwidth"]
 
 
 class LaneInterval(Value, frozen=True, kw_only=True, array_like=True):

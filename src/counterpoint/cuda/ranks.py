@@ -20,22 +20,28 @@ OLDEST_TORCH = (2, 11)
 FROM_TRACE = "Without GPUs, plan from a trace: counterpoint tune TRACE."
 
 
-def join_ranks(instead: str = FROM_TRACE) -> int:
-    """Take this process's GPU and join the others; returns the rank. `instead` says what can be had without GPUs.
+def require_gpu(instead: str = FROM_TRACE) -> None:
+    """Raise `DeviceError` without torch, with a torch that is too old, without a GPU, or without cuda-bindings.
 
-    Raises `DeviceError` without torch, with a torch that is too old, without a GPU, or without cuda-bindings, in this order:
-    nothing is to be installed for GPUs that are not there.
+    In this order, since nothing is to be installed for GPUs that are not there. `instead` says what can be had without.
     """
     _require("torch", "torch", instead)
     found = version("torch")
     if tuple(int(part) for part in found.split("+")[0].split(".")[:2]) < OLDEST_TORCH:
         raise DeviceError(f"torch {found} is too old; 2.11 or later is needed. Update it. {instead}")
     import torch  # noqa: PLC0415  only after the checks above
-    import torch.distributed as dist  # noqa: PLC0415
 
     if not torch.cuda.is_available():
         raise DeviceError(f"No GPU is visible, so nothing can be measured. {instead}")
     _require("cuda.bindings.driver", "cuda-bindings", instead)
+
+
+def join_ranks(instead: str = FROM_TRACE) -> int:
+    """Take this process's GPU and join the others; returns the rank. Raises as `require_gpu` does."""
+    require_gpu(instead)
+    import torch  # noqa: PLC0415  only after the checks above
+    import torch.distributed as dist  # noqa: PLC0415
+
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     if local_rank >= torch.cuda.device_count():
         raise DeviceError(f"Rank {local_rank} has no GPU: {torch.cuda.device_count()} are visible. Start fewer processes.")

@@ -19,6 +19,7 @@ from counterpoint.ops.driver_calls import (
     Call,
     Issue,
     compute,
+    copy_slice_to_peer,
     copy_to_peer,
     raise_flags,
     record_event,
@@ -31,7 +32,7 @@ from counterpoint.ops.launch_order import launch_behind
 from counterpoint.ops.signals import Flags
 from counterpoint.ops.streams import recording_stream_of, stream_of
 from counterpoint.ops.symmetric import SymmetricMemory
-from counterpoint.ops.transport import AbstractCompiledSchedule, Layout, Tensors, Weights, view_of
+from counterpoint.ops.transport import AbstractCompiledSchedule, Layout, Tensors, Weights, view_of, with_slices
 from counterpoint.schedule.actions import COMPUTATION_KINDS, FIRST_COMPUTE, Buffer, CopySchedule
 from counterpoint.schedule.program import Flag, Instruction, Program
 
@@ -79,6 +80,7 @@ class CompiledCopies(AbstractCompiledSchedule):
         self.num_bytes = self._layout.num_bytes  # of symmetric memory
         self.num_sent_bytes = self._layout.sent_bytes(self._program.steps)
         self._local = [buffer for buffer in self._schedule.buffers if buffer.home == "local"]
+        self._sliced = [buffer for buffer in self._schedule.buffers if buffer.num_slices > 1]
         forked = [name for name in self._program.streams if name != FIRST_COMPUTE]
         self._branches = Branches({name: shared.stream(name) for name in forked})
         self._recorded_branches = Branches({name: shared.recording_stream(name) for name in forked})
@@ -99,7 +101,8 @@ class CompiledCopies(AbstractCompiledSchedule):
         if self._memory is not memory:
             self._bind(memory)
         handle = cu.CUstream(torch._C._cuda_getCurrentRawStream(self._shared.device.index))
-        operands = {**tensors, **{buffer.name: self._allocate(buffer) for buffer in self._local}}
+        given = with_slices(tensors, self._sliced) if self._sliced else tensors
+        operands = {**given, **{buffer.name: self._allocate(buffer) for buffer in self._local}}
         order.follow(handle)
         graph = None if order.is_in_capture else self._recorded(operands, weights)
         if graph is not None:
@@ -236,6 +239,8 @@ class CompiledCopies(AbstractCompiledSchedule):
 
     def _copy(self, step: Instruction, peer: int) -> Issue:
         source, target = step.action.reads[0], step.action.writes[0]
+        if any(buffer.name == source.buffer for buffer in self._sliced):
+            return copy_slice_to_peer(step.action.stream, peer + self._layout.offset(target), source)
         num_bytes = source.num_rows * self._layout.row_bytes(source.buffer)
         offset = source.start * self._layout.row_bytes(source.buffer)
         to = peer + self._layout.offset(target)

@@ -39,15 +39,27 @@ def half_precision_settings() -> tuple[object, ...]:
 def bind_computation(action: Action) -> Compute:
     """The call that does an action which is no copy between ranks."""
     if action.kind == "matmul":
-        return _matmul(action.reads, action.writes)
+        return _with_part_of_weights(action, _matmul(action.reads, action.writes))
     if action.kind == "add_matmul":
-        return _add_matmul(*action.reads, *action.writes)
+        return _with_part_of_weights(action, _add_matmul(*action.reads, *action.writes))
     if action.kind == "sum":
         return _sum(action)
     if action.kind == "weight_gradient":
         return _weight_gradient(action)
     assert action.kind == "place"
     return _place(action)
+
+
+def _with_part_of_weights(action: Action, compute: Compute) -> Compute:
+    """The same with only the rows or columns of the weights that an action names."""
+    if action.weight_rows is None and action.weight_columns is None:
+        return compute
+    rows, columns = (slice(*part) if part else slice(None) for part in (action.weight_rows, action.weight_columns))
+
+    def compute_part(tensors: Tensors, weights: Weights) -> None:
+        compute(tensors, [weight[rows, columns] for weight in weights])
+
+    return compute_part
 
 
 def _matmul(reads: Sequence[Region], writes: Sequence[Region]) -> Compute:
@@ -72,7 +84,7 @@ def _one_matmul(source: Region, target: Region, *, is_sum: bool = False) -> Comp
 
     def compute(tensors: Tensors, weights: Weights) -> None:
         for factor, weight, product, is_added in _products(tensors, weights, left, out):
-            rows, there = factor.narrow(0, start, num_rows), product.narrow(0, out_start, num_rows)
+            rows, there = rows_in(factor, start, num_rows), rows_in(product, out_start, num_rows)
             if is_sum or is_added:
                 torch.addmm(there, rows, weight, out=there)
             else:
@@ -176,7 +188,15 @@ def _sum_of_two(action: Action) -> Compute:
 
 def rows_of(tensors: Tensors, region: Region) -> torch.Tensor:
     """The rows of a region, as a view."""
-    return tensors[region.buffer].narrow(0, region.start, region.num_rows)
+    return rows_in(tensors[region.buffer], region.start, region.num_rows)
+
+
+def rows_in(tensor: torch.Tensor, start: int, num_rows: int) -> torch.Tensor:
+    """Rows of a matrix, or of one of its slices, (slices, rows, columns), numbered one slice below the other."""
+    if tensor.dim() == 2:
+        return tensor.narrow(0, start, num_rows)
+    number, row = divmod(start, tensor.shape[1])
+    return tensor[number].narrow(0, row, num_rows)
 
 
 def _weight_gradient(action: Action) -> Compute:

@@ -10,8 +10,9 @@ import torch
 from cuda.bindings import driver as cu
 
 from counterpoint.cuda.driver import check
-from counterpoint.ops.computation import bind_computation
+from counterpoint.ops.computation import bind_computation, rows_in
 from counterpoint.ops.transport import Tensors, Weights
+from counterpoint.schedule.actions import Region
 from counterpoint.schedule.program import Instruction
 
 Handle = Any  # cuda-bindings has no types
@@ -52,6 +53,26 @@ def copy_to_peer(name: str, to: int, source: tuple[str, int, int]) -> Issue:
 
     def issue(call: Call) -> None:
         (result,) = cu.cuMemcpyAsync(target, call.tensors[buffer].data_ptr() + offset, num_bytes, call.handles[name])
+        if result != SUCCESS:
+            check("Copying to a peer", (result,))
+
+    return issue
+
+
+def copy_slice_to_peer(name: str, to: int, source: Region) -> Issue:
+    """Copy rows of a slice of a tensor's columns, which lie apart there, to the address `to` of a peer's memory, where they
+    lie one behind the other."""
+    parameters = cu.CUDA_MEMCPY2D()
+    parameters.srcMemoryType = parameters.dstMemoryType = cu.CUmemorytype.CU_MEMORYTYPE_UNIFIED
+    parameters.dstDevice = cu.CUdeviceptr(to)
+    parameters.Height = source.num_rows
+
+    def issue(call: Call) -> None:
+        rows = rows_in(call.tensors[source.buffer], source.start, source.num_rows)
+        width = rows.shape[1] * rows.element_size()
+        parameters.srcDevice, parameters.srcPitch = cu.CUdeviceptr(rows.data_ptr()), rows.stride(0) * rows.element_size()
+        parameters.dstPitch = parameters.WidthInBytes = width
+        (result,) = cu.cuMemcpy2DAsync(parameters, call.handles[name])
         if result != SUCCESS:
             check("Copying to a peer", (result,))
 

@@ -15,7 +15,15 @@ import torch.distributed as dist
 from counterpoint.ops.agreement import Agreement
 from counterpoint.ops.computation import Compute, bind_computation, rows_of
 from counterpoint.ops.message_watchdog import MessageWatchdog
-from counterpoint.ops.transport import AbstractCompiledSchedule, AbstractTransport, Layout, Tensors, Weights, view_of
+from counterpoint.ops.transport import (
+    AbstractCompiledSchedule,
+    AbstractTransport,
+    Layout,
+    Tensors,
+    Weights,
+    view_of,
+    with_slices,
+)
 from counterpoint.schedule.actions import CopySchedule
 from counterpoint.schedule.program import Instruction, make_program
 
@@ -77,7 +85,7 @@ class CompiledMessages(AbstractCompiledSchedule):
     def run(self, tensors: Tensors, weights: Weights) -> None:
         """See `AbstractCompiledSchedule.run`."""
         own = {buffer.name: self._own(buffer.name) for buffer in self._schedule.buffers if buffer.home != "given"}
-        everything = {**own, **tensors}
+        everything = {**own, **with_slices(tensors, self._schedule.buffers)}
         for step, compute in self._steps:
             if compute is not None:
                 compute(everything, weights)

@@ -89,6 +89,16 @@ def named_parts(buffer: str, parts: Sequence[torch.Tensor]) -> dict[str, torch.T
     return {part_name(buffer, number): part for number, part in enumerate(parts)}
 
 
+def with_slices(tensors: Tensors, buffers: Sequence[Buffer]) -> dict[str, torch.Tensor]:
+    """The same tensors, and those that a schedule sees in slices of columns as views (slices, rows, columns)."""
+    slices = {
+        buffer.name: tensors[buffer.name.split()[0]].unflatten(1, (buffer.num_slices, -1)).transpose(0, 1)
+        for buffer in buffers
+        if buffer.num_slices > 1
+    }
+    return {**tensors, **slices}
+
+
 @final
 class Layout:
     """Where the symmetric buffers of a schedule lie: one behind the other, each at a multiple of 512 bytes."""

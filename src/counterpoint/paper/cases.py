@@ -1,8 +1,8 @@
 """The first paper's workloads as descriptions, and what a sweep changes about one: CTAs, sizes, tiles, types, ranks.
 
 A case is a `Description`, the content of a workload file, so the same case is simulated and run on GPUs. From the paper: the
-sizes, the collective's 896 MiB, the tiles of opt1 and opt2, and CTA counts from 2 to 1024. The launch of a tile (threads,
-pipeline stages, registers) is Triton's, measured for opt1 and opt2 on an H200 and assumed for every other tile.
+sizes, the collective's 896 MiB, the tiles of opt1 and opt2, and CTA counts from 2 to 1024. Registers and shared
+memory of a launch are what Triton compiles for the GPU (`launches.py`).
 """
 
 from collections.abc import Callable, Sequence
@@ -24,24 +24,23 @@ AXES: tuple[Axis, ...] = get_args(Axis)
 ONE_PER_TILE = "tiles"
 SIZES, COLLECTIVES = ("cb", "mb"), ("ar", "a2a")
 TILES = {"opt1": "64x64x32", "opt2": "64x64x64", "large": "128x128x64"}
+TYPES: tuple[ElementType, ...] = ("fp32", "tf32", "bf16", "fp16", "fp8")  # those that the matmuls here compute
 DEFAULTS: dict[Axis, tuple[str, ...]] = {
     "ctas": (*(str(2**power) for power in range(1, 11)), ONE_PER_TILE),
     "sizes": ("2048", "4096", "8192", "16384", "32768"),
     "bytes": ("56 MiB", "224 MiB", "896 MiB", "3584 MiB"),
     "tiles": ("32x32x32", "64x64x32", "64x64x64", "128x64x64", "128x128x64"),
-    "types": get_args(ElementType),
+    "types": TYPES,
     "ranks": ("2", "4", "8"),
     "iterations": ("1", "2", "4", "8", "12", "24"),
 }
 # What CUDA, NCCL and the caching allocator take beside a workload's own buffers; an assumption, 2026-11-23.
 RESERVE_BYTES = GIB
-# Registers per thread as Triton 3.6 compiles the matmul for an H200 (2026-11-21).
-MEASURED_REGISTERS = {"64x64x32": 64, "64x64x64": 72}
-# Registers beside the accumulators of any other tile: addresses and loop state. Assumed, from 64x64x64: 72 less 32.
+# Registers beside the accumulators of a tile that is not in `launches.toml`. Assumed, from 64x64x64 in bf16: 72 less 32.
 REGISTERS_BESIDE_TILE, MAX_REGISTERS = 40, 255
 
 
-class Case(Value, frozen=True, kw_only=True):
+class SweepCase(Value, frozen=True, kw_only=True):
     """One point of a sweep: the value of the axis as it was asked for, and the workload with it."""
 
     setting: str
@@ -66,19 +65,20 @@ def paper_description(name_or_path: Path | str) -> Description:
 
 
 def with_tile(description: Description, tile: str) -> Description:
-    """The same work in other tiles: threads, pipeline stages and registers follow the tile."""
-    return _with_gemms(description, lambda gemm: _retiled(gemm, tile))
+    """The same work in other tiles: threads and pipeline stages follow the tile, and so do registers, which are assumed."""
+    return _with_gemms(description, lambda gemm: retiled(gemm, tile, gemm.dtype))
 
 
-def _retiled(gemm: Gemm, tile: str) -> Gemm:
+def retiled(gemm: Gemm, tile: str, dtype: ElementType) -> Gemm:
+    """The GEMM in another tile and type, with the launch that `PaperWorkload` gives it and assumed registers."""
     tile_m, tile_n, _ = parse_tile(tile, "--sweep tiles")
     threads = 128 if tile_m * tile_n <= 128 * 64 else 256
-    assumed = min(MAX_REGISTERS, tile_m * tile_n // threads + REGISTERS_BESIDE_TILE)
     return replace(
         gemm,
         tile=tile,
+        dtype=dtype,
         threads_per_cta=threads,
-        registers_per_thread=MEASURED_REGISTERS.get(tile, assumed),
+        registers_per_thread=min(MAX_REGISTERS, tile_m * tile_n // threads + REGISTERS_BESIDE_TILE),
         stages=3 if tile == TILES["large"] else 2,
         shared_bytes_per_cta=None,
         hbm_bytes=None,
@@ -100,7 +100,7 @@ def parse_sweep(text: str) -> tuple[Axis, tuple[str, ...]]:
     return axis, found
 
 
-def cases_of(description: Description, axis: Axis, values: Sequence[str], machine: Machine | None = None) -> list[Case]:
+def cases_of(description: Description, axis: Axis, values: Sequence[str], machine: Machine | None = None) -> list[SweepCase]:
     """The workload at each value of an axis.
 
     Of the values that stand for a whole axis, ranks beyond the `machine`'s GPUs are left out. Raises `WorkloadError`.
@@ -114,7 +114,7 @@ def cases_of(description: Description, axis: Axis, values: Sequence[str], machin
         raise WorkloadError(f"Workload '{name}' has no collective, so --sweep {axis} changes nothing; leave it.")
     if axis == "ranks" and values is DEFAULTS["ranks"] and machine is not None:
         values = [value for value in values if int(value) <= machine.num_gpus]
-    return [Case(setting=value, description=CHANGES[axis](description, value)) for value in values]
+    return [SweepCase(setting=value, description=CHANGES[axis](description, value)) for value in values]
 
 
 def with_iterations(description: Description, value: str) -> Description:
@@ -148,9 +148,9 @@ def _with_bytes(description: Description, value: str) -> Description:
 
 
 def _with_type(description: Description, value: str) -> Description:
-    dtype = next((each for each in DEFAULTS["types"] if each == value), None)
+    dtype = next((each for each in TYPES if each == value), None)
     if dtype is None:
-        raise WorkloadError(f"--sweep types must name some of {', '.join(DEFAULTS['types'])}; found '{shown(value)}'.")
+        raise WorkloadError(f"--sweep types must name some of {', '.join(TYPES)}; found '{shown(value)}'.")
     return _with_gemms(description, lambda gemm: replace(gemm, dtype=dtype, hbm_bytes=None))
 
 

@@ -63,13 +63,13 @@ class Readings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def paper_grid(step: Step, machine: Machine) -> dict[str, Plan]:
-    """Labelled plans, plain overlap first; without priority where the driver ignores it."""
+    """Labelled plans, plain overlap first; without priority where the driver ignores it, and head starts where none are."""
     kernels = {index: operation for index, operation in enumerate(step.operations) if isinstance(operation, Kernel)}
     matmuls = Match(operations=tuple(kernels))
     collectives = Match(kind="communication")
     priority: Parts = [(collectives, Priority(priority=machine.gpu.greatest_priority))]
     grid: dict[str, Parts] = {PLAIN: [], PRIORITY: priority}
-    for hold_us in HOLDS_US:
+    for hold_us in HOLDS_US if machine.gpu.has_head_starts else ():
         ahead: Parts = [(Match(operations=tuple(kernels)[1:]), HeadStart(hold_us=hold_us))]
         grid[f"head start {hold_us:g} us"] = ahead
         grid[f"priority + head start {hold_us:g} us"] = priority + ahead

@@ -14,7 +14,7 @@ from counterpoint.cuda.graph import AbstractExecutable
 from counterpoint.errors import DeviceError, WorkloadError
 from counterpoint.metrics import measure
 from counterpoint.ops.captured_copies import offer_copies
-from counterpoint.paper.cases import Axis, Case, cases_of, with_ranks
+from counterpoint.paper.cases import Axis, SweepCase, cases_of, with_ranks
 from counterpoint.paper.grid import Readings, Variant, measure_paper, measure_variants
 from counterpoint.paper.values import SEQUENTIAL, Energy, PaperResult, Sweep, SweepPoint
 from counterpoint.paper.workloads import (
@@ -46,7 +46,7 @@ def on_these_ranks(description: Description) -> Description:
 
 def sweeps_of(
     descriptions: Sequence[Description], axes: Sequence[tuple[Axis, tuple[str, ...]]]
-) -> list[tuple[Description, Axis, list[Case]]]:
+) -> list[tuple[Description, Axis, list[SweepCase]]]:
     """Each workload along each axis, all checked before any of them takes memory. Raises `WorkloadError`."""
     if any(axis == "ranks" for axis, _ in axes):
         raise WorkloadError(
@@ -59,7 +59,7 @@ def sweeps_of(
 
 
 def measure_sweep(
-    description: Description, axis: Axis, cases: Sequence[Case], num_rounds: int, *, with_energy: bool = False
+    description: Description, axis: Axis, cases: Sequence[SweepCase], num_rounds: int, *, with_energy: bool = False
 ) -> Sweep:
     """Capture and measure each case in turn; all ranks call this together."""
     found = [measure_case(case, num_rounds, with_energy=with_energy) for case in cases]
@@ -74,7 +74,7 @@ def measure_workload(description: Description, num_rounds: int, *, with_energy: 
     return replace(result, iterations=description.iterations)
 
 
-def measure_case(case: Case, num_rounds: int, *, with_energy: bool = False) -> tuple[str, SweepPoint]:
+def measure_case(case: SweepCase, num_rounds: int, *, with_energy: bool = False) -> tuple[str, SweepPoint]:
     """Capture a case and measure its variants; all ranks call this together. Also returns the machine's name."""
     described = case.description
     with _captured(described, with_energy) as (overlapped, readings, forms):

@@ -5,11 +5,12 @@ A point whose step the machine cannot run, because a CTA does not fit an SM, sta
 
 from collections.abc import Sequence
 
-from counterpoint.errors import OccupancyError, StepError, shown
+from counterpoint.errors import MachineError, OccupancyError, StepError, shown
 from counterpoint.machine import Machine
 from counterpoint.occupancy import residency
-from counterpoint.paper.cases import Axis, Case, cases_of, check_memory
+from counterpoint.paper.cases import Axis, SweepCase, cases_of, check_memory
 from counterpoint.paper.grid import simulated_rows, sweep_plans
+from counterpoint.paper.launches import compiled_for
 from counterpoint.paper.values import Sweep, SweepPoint
 from counterpoint.planner.ideal import scale_of
 from counterpoint.step import Kernel, Step
@@ -17,25 +18,30 @@ from counterpoint.workloads import build_step
 from counterpoint.workloads.description import Description
 
 
-def simulate_sweep(description: Description, machine: Machine, axis: Axis, values: Sequence[str]) -> Sweep:
-    """The workload at each value, simulated. Raises `WorkloadError` for a bad value or sizes beyond the GPU's memory."""
+def simulate_sweep(
+    description: Description, machine: Machine, axis: Axis, values: Sequence[str], *, is_compiled: bool = True
+) -> Sweep:
+    """The workload at each value, simulated. Raises `WorkloadError` for a bad value or sizes beyond the GPU's memory.
+
+    With `is_compiled` its GEMMs are the paper's, with the launch that Triton compiles for the machine's GPU.
+    """
     cases = cases_of(description, axis, values, machine)
     for case in cases:
         check_memory(case.description, machine.gpu.hbm_bytes, f"a GPU of '{machine.name}' has")
-    points = tuple(_simulate(case, machine) for case in cases)
+    points = tuple(_simulate(case, machine, is_compiled) for case in cases)
     return Sweep(workload=description.name, machine=machine.name, axis=axis, points=points)
 
 
-def _simulate(case: Case, machine: Machine) -> SweepPoint:
+def _simulate(case: SweepCase, machine: Machine, is_compiled: bool) -> SweepPoint:
     described = case.description
     point = SweepPoint(setting=case.setting, num_ranks=described.num_ranks, iterations=described.iterations)
     try:
-        step = build_step(described)
+        step = build_step(compiled_for(described, machine.gpu) if is_compiled else described)
         _check_launches(step, machine)
         plans = sweep_plans(step, machine)
         scale = scale_of(step, machine, plans.values())
         rows = simulated_rows(step, machine, plans, scale)
-    except (StepError, OccupancyError) as problem:
+    except (StepError, OccupancyError, MachineError) as problem:
         return point.with_rows((), None, str(problem))
     return point.with_rows(rows, scale.ideal_us)
 

@@ -22,11 +22,11 @@ from counterpoint.workloads.gemm import tile_count
 
 # operands, output, and how tl.dot takes 32-bit operands
 TYPES: dict[str, tuple[torch.dtype, torch.dtype, str]] = {
-    "bf16": (torch.bfloat16, torch.bfloat16, "tf32"),
-    "fp16": (torch.float16, torch.float16, "tf32"),
+    "bf16": (torch.bfloat16, torch.bfloat16, "ieee"),
+    "fp16": (torch.float16, torch.float16, "ieee"),
     "tf32": (torch.float32, torch.float32, "tf32"),
     "fp32": (torch.float32, torch.float32, "ieee"),
-    "fp8": (torch.float8_e4m3fn, torch.bfloat16, "tf32"),
+    "fp8": (torch.float8_e4m3fn, torch.bfloat16, "ieee"),
 }
 MOST_ELEMENTS = 1 << 31  # offsets within a matrix are 32-bit
 
@@ -146,6 +146,11 @@ def num_ranks() -> int:
 def check_runnable(description: Description) -> None:
     """Raise `WorkloadError` for what the kernels here cannot compute, before any memory is taken."""
     (gemm,), (collective,) = description.gemms, description.collectives
+    if description.num_ranks < 2:
+        raise WorkloadError(
+            "The paper's workloads communicate between GPUs, and one rank was started. Start two or more: torchrun "
+            "--nproc-per-node 2 --no-python counterpoint bench paper."
+        )
     for axis, size, tile in zip("MNK", (gemm.m, gemm.n, gemm.k), gemm.tile_sizes, strict=True):
         if size % tile or tile & (tile - 1) or tile < 16:
             raise WorkloadError(
@@ -153,7 +158,8 @@ def check_runnable(description: Description) -> None:
                 f"tile {gemm.tile}. Choose another size or tile."
             )
     _check_elements(gemm)
-    num_bytes, granule = parse_bytes(collective.bytes, "collective"), 2 * description.num_ranks
+    granule = 2 * description.num_ranks if collective.collective == "all_to_all" else 2
+    num_bytes = parse_bytes(collective.bytes, "collective")
     if num_bytes % granule:
         raise WorkloadError(
             f"A collective's bytes must be a multiple of {granule} on {description.num_ranks} ranks; found {num_bytes}."

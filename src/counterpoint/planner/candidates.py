@@ -26,8 +26,8 @@ HOLDS_US = (5.0, 20.0)  # head starts worth a try: the two that were measured on
 # Caps, measured on 2 H200s with kernels in common use (docs/shaping.md, 2026-11-23)
 LEAST_KEPT = 0.75  # of a kernel's CTAs per SM
 LEAST_CTA_US = 200.0
-FEWER_THREADS = 256
 PRIORITY_IGNORED = "this driver ignores stream priority unless DEBUG_HIP_IGNORE_STREAM_PRIORITY=0 is set"
+NO_HEAD_STARTS = "nothing can hold a stream on AMD GPUs; the launch filter refuses head starts there"
 IN_EVERY_RACE = " in every race"
 
 
@@ -58,7 +58,7 @@ def propose(
     for part in (
         *light,
         _priority(machine.gpu, contention),
-        _head_starts(step, contention),
+        _head_starts(step, machine.gpu, contention),
         propose_caps(machine.gpu, _blockers(step, machine.gpu, contention, plan)),
         _communication_ctas(step, machine.gpu, contention),
         propose_transports(step, machine, plan),
@@ -76,7 +76,7 @@ def propose_unsimulated(step: Step, machine: Machine) -> tuple[Candidate, ...]:
     if not rivals:
         return ()
     collectives = tuple(index for index, operation in enumerate(step.operations) if isinstance(operation, Collective))
-    candidates = list(_head_starts_of(rivals))
+    candidates = list(_head_starts_of(rivals)) if machine.gpu.has_head_starts else []
     if machine.gpu.priority_is_effective:
         reason = "kernels become ready together with collectives; a greater priority lets the collectives be placed first"
         controls = (Priority(priority=machine.gpu.greatest_priority),)
@@ -104,8 +104,10 @@ def propose_priority(greatest_priority: int, match: Match, trouble: str, ignored
     return proposal([one("priority", "priority", match, (Priority(priority=greatest_priority),), reason)])
 
 
-def _head_starts(step: Step, contention: Sequence[Contention]) -> Proposal:
+def _head_starts(step: Step, gpu: Gpu, contention: Sequence[Contention]) -> Proposal:
     """For the races that are lost now; and for all there can be, because one that is turned brings on the next."""
+    if not gpu.has_head_starts:
+        return refusal("head_start", "all kernels", NO_HEAD_STARTS)
     racers = tuple(sorted({racer for entry in contention for racer in entry.racers}))
     if not racers:
         reason = "no kernel becomes ready together with a collective and is placed before it"
@@ -231,6 +233,9 @@ def _communication_ctas(step: Step, gpu: Gpu, contention: Sequence[Contention]) 
         if isinstance(operation, Collective)
     )
     counts = [count for count in CTA_COUNTS if count < usual]
+    if not counts:
+        reason = f"the collectives run with {usual} CTAs, and fewer than {min(CTA_COUNTS)} are not tried"
+        return refusal("communication_ctas", "all collectives", reason)
     candidates = [
         one(
             "communication_ctas",
@@ -241,13 +246,4 @@ def _communication_ctas(step: Step, gpu: Gpu, contention: Sequence[Contention]) 
         )
         for count in counts
     ]
-    candidates.append(
-        one(
-            "communication_ctas",
-            f"{usual} communication CTAs of {FEWER_THREADS} threads",
-            match,
-            (CommunicationCtas(max_ctas=usual, num_threads=FEWER_THREADS),),
-            f"CTAs of {FEWER_THREADS} threads take fewer registers, so that more computation CTAs fit beside them",
-        )
-    )
     return proposal(candidates)

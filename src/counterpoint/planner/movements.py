@@ -89,7 +89,7 @@ def _obstacle_to_copying(collective: Collective) -> str | None:
 def propose_overlaps(step: Step, machine: Machine, plan: Plan = LEAVE_IT) -> Proposal:
     """Each collective together with the matmul that needs or feeds it, where a copy schedule promises enough."""
     pairs = MatmulPairs(step)
-    model = OverlapModel(step, machine, load_calibration())
+    model = OverlapModel(step, machine, load_calibration(machine))
     able: list[int] = []
     matmuls: list[Kernel] = []
     refusals: dict[tuple[str, str], Refusal] = {}

@@ -42,12 +42,17 @@ def check_plot(path: Path) -> None:
         raise CounterpointError(f"--plot writes {', '.join(FORMATS)}; found '{shown_path(path)}'. Name such a file.")
 
 
+def check_panels(number: int) -> None:
+    """Raise `CounterpointError` for more sweeps than one file holds."""
+    if number > MOST_PANELS:
+        raise CounterpointError(
+            f"A plot holds {MOST_PANELS} sweeps at most; found {number}. Name fewer workloads, or one machine."
+        )
+
+
 def draw_sweeps(sweeps: Sequence[Sweep], path: Path, where: str) -> None:
     """Draw all sweeps into one file; `where` says on what they ran. Raises `CounterpointError` for too many of them."""
-    if len(sweeps) > MOST_PANELS:
-        raise CounterpointError(
-            f"A plot holds {MOST_PANELS} sweeps at most; found {len(sweeps)}. Name fewer workloads, or one machine."
-        )
+    check_panels(len(sweeps))
     from matplotlib.figure import Figure  # noqa: PLC0415  an extra
 
     columns = min(MOST_COLUMNS, len(sweeps))
@@ -60,7 +65,7 @@ def draw_sweeps(sweeps: Sequence[Sweep], path: Path, where: str) -> None:
         panel.set_visible(False)
     handles, labels = panels[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside upper center", ncols=3, fontsize=8)
-    figure.suptitle(f"{_origin(sweeps)}; GPUs: {where}", fontsize=9)
+    figure.supxlabel(f"{_origin(sweeps)}; GPUs: {where}", fontsize=9)
     figure.savefig(path)
 
 

@@ -28,18 +28,25 @@ ELEMENT_BYTES: Mapping[DataType, int] = MappingProxyType({"fp8": 1, "bf16": 2, "
 Kind = Literal["begin", "copy", "place", "matmul", "add_matmul", "sum", "weight_gradient", "end"]
 # given: the caller's. symmetric: one part on every rank, which the others write. local: a rank's own. result: returned.
 Home = Literal["given", "symmetric", "local", "result"]
+TILE_ROWS = 128  # of the usual tiles of cuBLAS
+LEAST_TILES_PER_PART = 4
 MAX_SIZE = 1 << 40  # of a matrix, in rows or columns: more is a slip of the pen
 FIRST_COMPUTE = "compute 0"  # the stream that a call is issued on
 COMPUTATION_KINDS = frozenset({"matmul", "add_matmul", "sum", "weight_gradient"})
 
 
 class Buffer(Value, frozen=True, kw_only=True):
-    """A matrix that each rank has one of."""
+    """A matrix that each rank has one of.
+
+    With several slices a caller's matrix is seen as that many matrices of equal columns, side by side there, whose rows are
+    numbered one below the other.
+    """
 
     name: str
     home: Home
     num_rows: int
     num_columns: int
+    num_slices: int = 1
 
 
 class Region(Value, frozen=True, kw_only=True):
@@ -64,7 +71,8 @@ class Region(Value, frozen=True, kw_only=True):
 class Action(Value, frozen=True, kw_only=True):
     """One thing that one rank issues on one of its streams; a copy is issued by the rank that has the rows.
 
-    `after` holds positions of earlier actions, of this rank on other streams or of other ranks.
+    `after` holds positions of earlier actions, of this rank on other streams or of other ranks. A matmul takes all of the
+    weight, or only `weight_rows` or `weight_columns` of it.
     """
 
     kind: Kind
@@ -73,6 +81,8 @@ class Action(Value, frozen=True, kw_only=True):
     reads: tuple[Region, ...] = ()
     writes: tuple[Region, ...] = ()
     after: tuple[int, ...] = ()
+    weight_rows: tuple[int, int] | None = None
+    weight_columns: tuple[int, int] | None = None
 
 
 class CopySchedule(Value, frozen=True, kw_only=True):
@@ -128,6 +138,20 @@ def split(num_rows: int, num_parts: int) -> tuple[tuple[int, int], ...]:
     least, longer = divmod(num_rows, num_parts)
     starts = [part * least + min(part, longer) for part in range(num_parts + 1)]
     return tuple(itertools.pairwise(starts))
+
+
+def graded(num_rows: int, num_parts: int, growth: float) -> tuple[tuple[int, int], ...]:
+    """Rows in parts of which each has `growth` times as many as the one before; equal ones as `split` divides them.
+
+    Where rows are many, parts begin at multiples of `TILE_ROWS`, so that only the last has a partial tile.
+    """
+    if growth == 1:
+        return split(num_rows, num_parts)
+    step = TILE_ROWS if num_rows >= LEAST_TILES_PER_PART * TILE_ROWS * num_parts else 1
+    weights = [growth**part for part in range(num_parts)]
+    shares = [sum(weights[:part]) / sum(weights) for part in range(num_parts)]
+    starts = [min(num_rows, step * round(num_rows * share / step)) for share in shares]
+    return tuple(itertools.pairwise([*starts, num_rows]))
 
 
 def adjoining(regions: Iterable[Region]) -> tuple[Region, ...]:

@@ -20,6 +20,7 @@ from counterpoint.schedule.actions import (
     Problem,
     Region,
     adjoining,
+    graded,
     split,
 )
 from counterpoint.schedule.description import ScheduleDescription
@@ -90,7 +91,7 @@ class Builder:
 
     def chunks(self, num_rows: int) -> tuple[tuple[int, Rows], ...]:
         """The chunks of a block with their numbers; empty ones are left out."""
-        parts = split(num_rows, self.description.chunks)
+        parts = graded(num_rows, self.description.chunks, self.description.chunk_growth)
         return tuple((number, rows) for number, rows in enumerate(parts) if rows[0] < rows[1])
 
     def units(self) -> Iterator[tuple[int, int]]:
@@ -111,8 +112,8 @@ class Builder:
         self._begins = [self.add("begin", "copy 0", rank) for rank in range(self.num_ranks)]
         return self._begins
 
-    def finish(self, operation_pass: Pass) -> CopySchedule:
-        """Every rank's `end`, after all that it issued, and the schedule.
+    def finish(self, operation_pass: Pass, num_rows: int) -> CopySchedule:
+        """Every rank's `end`, after all that it issued, and the schedule for `num_rows` of the undivided matrix.
 
         A rank also hears in every call from those that send it nothing: that they began. Without that a fast rank
         could end this call before a slow one has begun it, and say for a second time what the slow one has not heard
@@ -128,7 +129,7 @@ class Builder:
             direction=operation_pass,
             description=self.description,
             num_ranks=self.num_ranks,
-            num_rows=self.problem.num_rows,
+            num_rows=num_rows,
             buffers=tuple(self.buffers),
             actions=tuple(self.actions),
         )

@@ -84,9 +84,10 @@ def port_faults(schedule: CopySchedule) -> Iterator[str]:
     """Ranks that must receive more in a turn than the turn has time for.
 
     A turn is one copy on every copy stream: the n-th copies into one buffer on all streams of all ranks. It has time for
-    as many copies as any rank sends in it, each as long as the longest, and for one row per rank, by which unequal
+    as many copies as any rank sends in it, each as long as the longest, and for one row per rank and slice, by which unequal
     blocks shift turns.
     """
+    num_slices = 1 if schedule.description.along == "rows" else schedule.description.chunks
     turns: dict[tuple[str, int], list[Action]] = {}
     for key, action in _turns(schedule):
         turns.setdefault(key, []).append(action)
@@ -95,7 +96,7 @@ def port_faults(schedule: CopySchedule) -> Iterator[str]:
         for copy in copies:
             received[copy.writes[0].rank] += copy.writes[0].num_rows
         longest = max(copy.writes[0].num_rows for copy in copies)
-        capacity = max(sent.values()) * longest + schedule.num_ranks
+        capacity = max(sent.values()) * longest + schedule.num_ranks * num_slices
         for rank, num_rows in received.items():
             if num_rows > capacity:
                 yield f"rank {rank} receives {num_rows} rows in turn {turn} of '{buffer}', which has time for {capacity}"

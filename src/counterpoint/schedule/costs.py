@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from counterpoint.machine import Machine
+from counterpoint.machine import Machine, usual_element_type
 from counterpoint.schedule.actions import Problem, Region
 from counterpoint.schedule.wave_model import Piece
 from counterpoint.units import US_PER_S
@@ -40,22 +40,28 @@ class Costs(Value, frozen=True, kw_only=True):
     # assumed: a bf16 matmul of 8192^3 alone reaches 790 of 989 TFLOP/s
     matmul_efficiency: float = 0.80
     # fitted: a tile's time grows with its edge, by which operands come, over its area, by which they are multiplied
-    tile_edge: float = 5.8
+    tile_edge: float = 5.75
     # assumed: filling and draining the pipeline of a tile
     tile_us: float = 2.0
     # fitted: from a kernel's end to the start of what waits for it, the next on its stream included; SMs do not wait for it
-    kernel_us: float = 3.5
+    kernel_us: float = 4.0
     # fitted: the share of a wave that each piece loses, because its tiles do not start and end together
-    ramp_waves: float = 0.077
+    ramp_waves: float = 0.087
     # from lone matmuls: up to so long a call runs at full clock, and from so long on the power limit sets its speed
     full_clock_us: float = 2000.0
     power_limited_us: float = 6000.0
     # fitted: of what idle SMs lose, the share that comes back as clock speed where the power limit sets the speed
-    power_returned: float = 0.5
+    power_returned: float = 0.379
+    # measured on 2 H200s: how much longer matmuls take while the GPU sends and receives all the time, at full clock and at
+    # the power limit; copies take no longer beside matmuls
+    beside_copies: float = 0.064
+    beside_copies_limited: float = 0.012
     # measured: large copies alone run at 359 to 392 of 450 GB/s
     copy_efficiency: float = 0.84
     # fitted; a copy of 1 MiB takes 17 us, flag included
-    copy_us: float = 13.0
+    copy_us: float = 17.4
+    # fitted to three copy streams against one on 4 H200s: what copies that share a port behind a switch reach of the port
+    shared_port_efficiency: float = 0.92
     # assumed: the flag, from a copy's end to the start of what waits for it on another GPU
     signal_us: float = 5.0
     # measured, of the HBM's bandwidth: the sum of two matrices (100 MB in 23 us); assumed: that of more, over strided rows
@@ -74,16 +80,24 @@ DEFAULT_COSTS = Costs()
 class Clock:
     """Costs of actions for one problem on one machine."""
 
-    def __init__(self, problem: Problem, machine: Machine, costs: Costs = DEFAULT_COSTS) -> None:
+    def __init__(
+        self, problem: Problem, machine: Machine, costs: Costs = DEFAULT_COSTS, num_copied_elements: int = 0
+    ) -> None:
+        """`num_copied_elements`: what a rank sends beside its matmuls."""
         self._machine, self._costs = machine, costs
-        peak = machine.gpu.bf16_flops_per_s if problem.element_bytes <= 2 else machine.gpu.bf16_flops_per_s / 8
+        peak = machine.matmul_flops_per_s(usual_element_type(problem.element_bytes))
         self._flops_per_us = costs.matmul_efficiency * peak / US_PER_S
         self._element_bytes = problem.element_bytes
         self._pieces: dict[tuple[int, int, int, int, bool], Piece] = {}
-        self.signal_us = costs.signal_us
+        self.signal_us, self.copy_latency_us = costs.signal_us, costs.copy_us
+        self._group_bytes_per_s = machine.link.group_bytes_per_s(problem.num_ranks)
         alone_us = 2 * problem.num_rows * problem.num_inner * problem.num_columns / self._flops_per_us
         beyond = (alone_us - costs.full_clock_us) / (costs.power_limited_us - costs.full_clock_us)
-        self.smoothing = costs.power_returned * min(1.0, max(0.0, beyond))
+        limited = min(1.0, max(0.0, beyond))
+        self.smoothing = costs.power_returned * limited
+        beside = costs.beside_copies + limited * (costs.beside_copies_limited - costs.beside_copies)
+        copied_us = self.copies_us(num_copied_elements) if num_copied_elements else 0.0
+        self._stretch = 1 + beside * min(1.0, copied_us / alone_us)
 
     def piece(self, num_rows: int, num_inner: int, num_columns: int, count: int = 1, *, is_added: bool = False) -> Piece:
         """The tiles of a matmul, or of `count` equal ones in one kernel, in the shape that ends first. `is_added`: to rows
@@ -105,7 +119,7 @@ class Clock:
             multiplied_us = 2 * rows * columns * num_inner / (self._flops_per_us / num_sms)
             return Piece(
                 num_tiles=count * math.ceil(num_rows / rows) * math.ceil(num_columns / columns),
-                tile_us=costs.tile_us + multiplied_us * (1 + costs.tile_edge * edge),
+                tile_us=self._stretch * (costs.tile_us + multiplied_us * (1 + costs.tile_edge * edge)),
                 start_us=0.0,
             )
 
@@ -124,11 +138,14 @@ class Clock:
         num_bytes = num_rows * num_columns * self._element_bytes
         return self._costs.add_passes * num_bytes / self._machine.gpu.hbm_bytes_per_s * US_PER_S
 
-    def copy_us(self, num_elements: int) -> float:
-        """A copy to a peer."""
-        num_bytes = num_elements * self._element_bytes
-        rate = self._costs.copy_efficiency * self._machine.link.per_peer_bytes_per_s
-        return self._costs.copy_us + num_bytes / rate * US_PER_S
+    def num_bytes(self, num_elements: int) -> float:
+        """Bytes of so many elements."""
+        return float(num_elements * self._element_bytes)
+
+    def copies_us(self, num_elements: int) -> float:
+        """So many elements from every rank, to all others at once and without a pause."""
+        rate = self._costs.copy_efficiency * self._group_bytes_per_s
+        return self._costs.copy_us + self.num_bytes(num_elements) / rate * US_PER_S
 
     def memory_us(self, num_elements: int, *, is_strided: bool = False) -> float:
         """A kernel that reads and writes so many elements."""
@@ -140,7 +157,7 @@ class Clock:
     def collective_us(self, num_elements: int) -> float:
         """A collective of the library in which every rank receives so many elements."""
         num_bytes = num_elements * self._element_bytes
-        rate = self._costs.collective_efficiency * self._machine.link.bytes_per_s
+        rate = self._costs.collective_efficiency * self._group_bytes_per_s
         return self._costs.collective_us + num_bytes / rate * US_PER_S
 
 

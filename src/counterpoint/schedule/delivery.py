@@ -12,16 +12,23 @@ from typing import NamedTuple
 from counterpoint.schedule.actions import Action, CopySchedule, Region, split
 from counterpoint.schedule.generate import scheduled_pass
 from counterpoint.schedule.operations import Content
+from counterpoint.schedule.slices import sliced_parts
+
+
+class Weight(NamedTuple):
+    """A rank's weight, or its slice of that number."""
+
+    rank: int
+    number: int = -1
 
 
 class Term(NamedTuple):
-    """Row x of the content is row x + `shift` of a given buffer, times the weights of these ranks, one after the
-    other."""
+    """Row x of the content is row x + `shift` of a given buffer, times these weights, one after the other."""
 
     owner: int
     buffer: str
     shift: int
-    weights: tuple[int, ...] = ()
+    weights: tuple[Weight, ...] = ()
 
 
 Terms = Counter[Term]
@@ -120,10 +127,16 @@ def _apply(contents: Contents, action: Action, position: int, schedule: CopySche
     elif action.kind == "sum":
         contents.write(action.writes[0], _added(read))
     elif action.kind == "add_matmul":
-        contents.write(action.writes[0], _added([_times(read[0], action.rank), read[1]]))
+        contents.write(action.writes[0], _added([_times(read[0], _weight_of(action)), read[1]]))
     else:
         for region, runs in zip(action.writes, read, strict=True):
-            contents.write(region, _times(runs, action.rank))
+            contents.write(region, _times(runs, _weight_of(action)))
+
+
+def _weight_of(action: Action) -> Weight:
+    """What a matmul multiplies with."""
+    part = action.weight_rows or action.weight_columns
+    return Weight(action.rank, part[0] // (part[1] - part[0]) if part else -1)
 
 
 def _lengths_fit(action: Action) -> bool:
@@ -146,19 +159,25 @@ def _weight_gradient_faults(schedule: CopySchedule, action: Action, read: Sequen
 def _runs_of(content: Content, schedule: CopySchedule, rank: int) -> list[Run]:
     """What a rank's matrix holds by definition, as runs."""
     runs, start = [], 0
-    for part in content(split(schedule.num_rows, schedule.num_ranks), rank):
-        terms = Counter(Term(each.owner, each.buffer, each.start - start, each.weights) for each in part.sources)
+    parts = content(split(schedule.num_rows, schedule.num_ranks), rank)
+    whole = [(part, (-1,) * len(part.sources)) for part in parts]
+    is_sliced = schedule.description.along != "rows"
+    for part, numbers in sliced_parts(parts, rank, schedule.description) if is_sliced else whole:
+        terms = Counter(
+            Term(each.owner, each.buffer, each.start - start, tuple(Weight(weight, number) for weight in each.weights))
+            for each, number in zip(part.sources, numbers, strict=True)
+        )
         runs.append(Run(start, start + part.num_rows, terms))
         start += part.num_rows
     return runs
 
 
-def _times(runs: Iterable[Run], rank: int) -> list[Run]:
+def _times(runs: Iterable[Run], weight: Weight) -> list[Run]:
     return [
         Run(
             run.start,
             run.stop,
-            run.terms and Counter({term._replace(weights=(*term.weights, rank)): n for term, n in run.terms.items()}),
+            run.terms and Counter({term._replace(weights=(*term.weights, weight)): n for term, n in run.terms.items()}),
         )
         for run in runs
     ]

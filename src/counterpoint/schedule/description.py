@@ -13,8 +13,10 @@ from counterpoint.value import Value, require
 Pattern = Literal["sequential", "ring", "one_peer", "all_peers"]
 MatmulGranularity = Literal["chunk", "peer", "fused", "rest"]
 Local = Literal["first", "last"]
+Along = Literal["rows", "columns", "inner"]
 MAX_CHUNKS = 64
 MAX_COPY_STREAMS = 8
+LEAST_GROWTH, MOST_GROWTH = 0.25, 4.0
 
 
 class ScheduleDescription(Value, frozen=True, kw_only=True):
@@ -25,7 +27,10 @@ class ScheduleDescription(Value, frozen=True, kw_only=True):
     `all_peers` sends chunk by chunk to every peer in turn. `chunks` is how many pieces a rank's block travels in.
     `matmul`: one for each `chunk`, for each `peer`'s block, for the same chunk of all peers (`fused`), or for all
     that comes from peers (`rest`). `local`: whether the matmul of a rank's own rows comes first or last; reductions
-    always do theirs last.
+    always do theirs last. `chunk_growth`: how many times as many rows as the chunk before each chunk has; above 1 the
+    first are small, so that matmuls begin early, below 1 the last, so that little is left after the last copy. `along`:
+    whether chunks are rows, slices of the product's columns (matmul + reduce-scatter), or slices of the inner size, whose
+    products are added up (all-gather + matmul; each slice rounds once more).
     """
 
     pattern: Pattern = "one_peer"
@@ -34,9 +39,11 @@ class ScheduleDescription(Value, frozen=True, kw_only=True):
     local: Local = "first"
     num_copy_streams: int = 1
     num_compute_streams: int = 2
+    chunk_growth: float = 1.0
+    along: Along = "rows"
 
     def __post_init__(self) -> None:
-        for name, names in (("pattern", Pattern), ("matmul", MatmulGranularity), ("local", Local)):
+        for name, names in (("pattern", Pattern), ("matmul", MatmulGranularity), ("local", Local), ("along", Along)):
             found, allowed = getattr(self, name), get_args(names)
             require(
                 found in allowed,
@@ -51,18 +58,28 @@ class ScheduleDescription(Value, frozen=True, kw_only=True):
                 f"{name} of a schedule must be from 1 to {most}; found {number!r}. Change it.",
             )
 
+        require(
+            LEAST_GROWTH <= self.chunk_growth <= MOST_GROWTH,
+            ScheduleError,
+            f"chunk_growth of a schedule must be from {LEAST_GROWTH:g} to {MOST_GROWTH:g}; found {self.chunk_growth!r}. "
+            "Change it.",
+        )
+
     @property
     def is_sequential(self) -> bool:
         """Whether the collective comes first and the matmul after it, or the other way round, whole."""
         return self.pattern == "sequential"
 
     def label(self) -> str:
-        """A short name: `one_peer/2 chunk 1+2` is pattern/chunks, matmul granularity, copy + compute streams."""
+        """A short name: `one_peer/2 chunk 1+2` is pattern/chunks, matmul granularity, copy + compute streams; `/3x2` are
+        chunks of which each has twice the rows of the one before, `/4 columns` and `/4 inner` slices."""
         if self.is_sequential:
             return "sequential"
         local = "" if self.local == "first" else " local last"
         streams = f"{self.num_copy_streams}+{self.num_compute_streams}"
-        return f"{self.pattern}/{self.chunks} {self.matmul}{local} {streams}"
+        growth = "" if self.chunk_growth == 1 else f"x{self.chunk_growth:g}"
+        along = "" if self.along == "rows" else f" {self.along}"
+        return f"{self.pattern}/{self.chunks}{growth}{along} {self.matmul}{local} {streams}"
 
 
 SEQUENTIAL = ScheduleDescription(pattern="sequential")

@@ -1,18 +1,22 @@
-"""How long a schedule takes on a machine, by arithmetic: list scheduling of its actions with a cost for each (`costs.py`).
+"""How long a schedule takes on a machine, by arithmetic: its actions run from event to event, each with a cost (`costs.py`).
 
 Four losses decide between schedules. Decomposition: a matmul piece runs in waves of tiles over the SMs, and a part of
 its last wave is lost unless the next piece, on another stream, fills it (`wave_model.py`). Latency: every copy costs
-microseconds before its first byte, and its flag some on the way. Bandwidth: a rank's copies share its port. Memory:
-sums, and adding inside a matmul, read and write rows once more. It is a model to rank schedules with, not a measurement;
-`sim/` models SMs in far more detail and knows nothing of chunks.
+microseconds before its first byte, and its flag some on the way. Bandwidth: copies at the same time share ports behind a
+switch and the wires of a pair on direct links (`transfers.py`). Memory: sums, and adding inside a matmul, read and write
+rows once more. It is a model to rank schedules with, not a measurement; `sim/` models SMs in far more detail and knows
+nothing of chunks.
 """
 
+import heapq
+from collections import deque
 from collections.abc import Sequence
 
 from counterpoint.machine import Machine
 from counterpoint.schedule.actions import COMPUTATION_KINDS, Action, CopySchedule, Pass, Problem, Region
 from counterpoint.schedule.costs import DEFAULT_COSTS, Clock, Costs, kernels_of
 from counterpoint.schedule.operations import OPERATORS, num_sent_columns
+from counterpoint.schedule.transfers import Transfers
 from counterpoint.schedule.wave_model import Sms
 from counterpoint.value import Value
 
@@ -32,30 +36,122 @@ class Estimate(Value, frozen=True, kw_only=True):
 
 
 def estimate(schedule: CopySchedule, problem: Problem, machine: Machine, costs: Costs = DEFAULT_COSTS) -> Estimate:
-    """Times of all actions, in issue order on each stream; matmuls share a rank's SMs, copies its port, in issue order."""
-    clock = Clock(problem, machine, costs)
-    columns = {buffer.name: buffer.num_columns for buffer in schedule.buffers}
-    stream_ends: dict[tuple[int, str], float] = {}
-    port_ends = [0.0] * schedule.num_ranks
-    sms = [Sms(machine.gpu.num_sms) for _ in range(schedule.num_ranks)]
-    spans: list[Span] = []
-    for action in schedule.actions:
-        rank, stream = action.rank, (action.rank, action.stream)
-        ready_us = stream_ends.get(stream, 0.0)
-        for before in action.after:
-            is_told = schedule.actions[before].rank != rank
-            ready_us = max(ready_us, spans[before].end_us + (clock.signal_us if is_told else 0.0))
+    """Times of all actions: matmuls take a rank's SMs in issue order, copies of several streams share the link."""
+    return _Run(schedule, problem, machine, costs).estimate()
+
+
+class _Run:
+    """One schedule on its way: which actions have known times, and which copies are in flight.
+
+    An action's times are known once those of all it waits for are; a copy's only when it is done, as others may slow it.
+    """
+
+    def __init__(self, schedule: CopySchedule, problem: Problem, machine: Machine, costs: Costs) -> None:
+        self._schedule, self._actions = schedule, schedule.actions
+        num_elements, count = _communicated(problem, schedule.direction)
+        self._clock = Clock(problem, machine, costs, count * num_elements)
+        self._columns = {buffer.name: buffer.num_columns for buffer in schedule.buffers}
+        self._sms = [Sms(machine.gpu.num_sms) for _ in range(schedule.num_ranks)]
+        self._transfers = Transfers(machine.link, costs.copy_efficiency, costs.shared_port_efficiency)
+        self._free_engines = [machine.gpu.num_copy_engines] * schedule.num_ranks
+        self._waiting: list[deque[int]] = [deque() for _ in range(schedule.num_ranks)]  # copies without an engine
+        self._spans: list[Span | None] = [None] * len(self._actions)
+        self._ready_us = [0.0] * len(self._actions)
+        self._events: list[tuple[float, int, bool]] = []  # (time, copy, whether its latency is over)
+        self._now_us = 0.0
+        self._link_up()
+
+    def _link_up(self) -> None:
+        """Who waits for whom: dependencies, and the action before on the stream; and each rank's matmuls in issue order."""
+        self._later: list[list[int]] = [[] for _ in self._actions]
+        self._num_awaited = [0] * len(self._actions)
+        self._computations: list[deque[int]] = [deque() for _ in range(self._schedule.num_ranks)]
+        last: dict[tuple[int, str], int] = {}
+        for position, action in enumerate(self._actions):
+            stream = (action.rank, action.stream)
+            awaited = {*action.after, last[stream]} if stream in last else set(action.after)
+            self._num_awaited[position] = len(awaited)
+            for before in awaited:
+                self._later[before].append(position)
+            last[stream] = position
+            if action.kind in COMPUTATION_KINDS:
+                self._computations[action.rank].append(position)
+
+    def estimate(self) -> Estimate:
+        """Run it to the end."""
+        for position in [number for number, awaited in enumerate(self._num_awaited) if not awaited]:
+            self._become_ready(position)
+        while (time_us := self._next_us()) is not None:
+            self._now_us = time_us
+            for position in self._transfers.advance(time_us):
+                self._finish_copy(position)
+            while self._events and self._events[0][0] <= time_us:
+                _, position, is_moving = heapq.heappop(self._events)
+                if is_moving:
+                    self._move(position)
+                else:
+                    self._ask_for_engine(position)
+        spans = tuple(span for span in self._spans if span is not None)
+        assert len(spans) == len(self._actions), "a schedule in issue order ends"
+        return Estimate(spans=spans, makespan_us=max((span.end_us for span in spans), default=0.0))
+
+    def _next_us(self) -> float | None:
+        times_us = [self._events[0][0]] if self._events else []
+        end_us = self._transfers.next_end_us()
+        return min([*times_us, end_us] if end_us is not None else times_us, default=None)
+
+    def _become_ready(self, position: int) -> None:
+        """All that an action waits for has known ends."""
+        action, ready_us = self._actions[position], self._ready_us[position]
         if action.kind in COMPUTATION_KINDS:
-            start_us = max(ready_us, sms[rank].first_free_us())
-            end_us = _compute(action, clock, columns, (sms[rank], ready_us))
+            self._compute_next(action.rank)
+        elif action.kind == "copy":
+            heapq.heappush(self._events, (max(ready_us, self._now_us), position, False))
         else:
-            start_us = max(ready_us, port_ends[rank]) if action.kind == "copy" else ready_us
-            end_us = start_us + _moved_us(action, clock, columns)
-            if action.kind == "copy":
-                port_ends[rank] = end_us
-        spans.append(Span(start_us=start_us, end_us=end_us))
-        stream_ends[stream] = end_us
-    return Estimate(spans=tuple(spans), makespan_us=max((span.end_us for span in spans), default=0.0))
+            self._know(position, ready_us, ready_us + _placed_us(action, self._clock, self._columns))
+
+    def _compute_next(self, rank: int) -> None:
+        """SMs take matmuls and sums in issue order, those that are ready."""
+        computations = self._computations[rank]
+        while computations and not self._num_awaited[computations[0]]:
+            position = computations.popleft()
+            ready_us, sms = self._ready_us[position], self._sms[rank]
+            start_us = max(ready_us, sms.first_free_us())
+            end_us = _compute(self._actions[position], self._clock, self._columns, (sms, ready_us))
+            self._know(position, start_us, end_us)
+
+    def _ask_for_engine(self, position: int) -> None:
+        """A copy is ready; a rank's copy engines serve first come, first served."""
+        rank = self._actions[position].rank
+        if not self._free_engines[rank]:
+            self._waiting[rank].append(position)
+            return
+        self._free_engines[rank] -= 1
+        self._ready_us[position] = self._now_us  # from here on, when it started
+        heapq.heappush(self._events, (self._now_us + self._clock.copy_latency_us, position, True))
+
+    def _move(self, position: int) -> None:
+        """A copy's latency is over."""
+        action = self._actions[position]
+        num_bytes = self._clock.num_bytes(_num_elements(action.reads, self._columns))
+        self._transfers.add(position, (action.rank, action.writes[0].rank), num_bytes)
+
+    def _finish_copy(self, position: int) -> None:
+        rank = self._actions[position].rank
+        self._free_engines[rank] += 1
+        self._know(position, self._ready_us[position], self._now_us)
+        if self._waiting[rank]:
+            self._ask_for_engine(self._waiting[rank].popleft())
+
+    def _know(self, position: int, start_us: float, end_us: float) -> None:
+        """An action's times are known; what waited for it may be ready."""
+        self._spans[position] = Span(start_us=start_us, end_us=end_us)
+        for later in self._later[position]:
+            told_us = self._clock.signal_us if self._actions[later].rank != self._actions[position].rank else 0.0
+            self._ready_us[later] = max(self._ready_us[later], end_us + told_us)
+            self._num_awaited[later] -= 1
+            if not self._num_awaited[later]:
+                self._become_ready(later)
 
 
 def estimate_sequential(
@@ -74,7 +170,8 @@ def estimate_ideal(
     """
     clock = Clock(problem, machine, costs)
     num_elements, count = _communicated(problem, direction)
-    alone_us = min(communication_us(problem, machine, costs, direction=direction), clock.copy_us(count * num_elements))
+    copied_us = clock.copies_us(count * num_elements)
+    alone_us = min(communication_us(problem, machine, costs, direction=direction), copied_us)
     return max(alone_us, computation_us(problem, machine, costs, direction=direction))
 
 
@@ -106,12 +203,10 @@ def _communicated(problem: Problem, direction: Pass) -> tuple[int, int]:
     return definition.num_crossings * num_elements, definition.num_collectives
 
 
-def _moved_us(action: Action, clock: Clock, columns: dict[str, int]) -> float:
-    """What computes nothing: copies to a peer and within the rank; `begin` and `end` take no time."""
+def _placed_us(action: Action, clock: Clock, columns: dict[str, int]) -> float:
+    """A copy within a rank; `begin` and `end` take no time."""
     if action.kind in ("begin", "end"):
         return 0.0
-    if action.kind == "copy":
-        return clock.copy_us(_num_elements(action.reads, columns))
     return clock.memory_us(_num_elements([*action.reads, *action.writes], columns))
 
 
@@ -120,7 +215,8 @@ def _compute(action: Action, clock: Clock, columns: dict[str, int], where: tuple
     sms, ready_us = where
     if action.kind == "sum":
         num_elements = _num_elements([*action.reads, *action.writes], columns)
-        return sms.fill(ready_us, clock.memory_us(num_elements, is_strided=len(action.reads) > 2))
+        lasts_us = clock.memory_us(num_elements, is_strided=len(action.reads) > 2)
+        return sms.fill(ready_us, (1 - clock.smoothing) * lasts_us)
     if action.kind == "weight_gradient":
         left, right = action.reads
         piece = clock.piece(columns[left.buffer], left.num_rows, columns[right.buffer])

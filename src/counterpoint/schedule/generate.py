@@ -12,6 +12,7 @@ from counterpoint.schedule.actions import CopySchedule, Operation, Pass, Problem
 from counterpoint.schedule.builder import Builder
 from counterpoint.schedule.description import ScheduleDescription
 from counterpoint.schedule.operations import OPERATORS, PassDefinition
+from counterpoint.schedule.slices import sliced_builder
 from counterpoint.value import require
 
 
@@ -19,9 +20,10 @@ def backward_description(operation: Operation, description: ScheduleDescription)
     """What a forward description means for the backward pass.
 
     All-gather becomes reduce-scatter there, whose pieces cannot wait for all peers (`rest`), and in a ring only go
-    chunk by chunk.
+    chunk by chunk. Slices become chunks of rows.
     """
     backward = OPERATORS[operation].backward
+    description = msgspec.structs.replace(description, along="rows")
     if description.is_sequential or (backward is not None and not backward.is_reduction):
         return description
     if description.pattern == "ring":
@@ -41,12 +43,19 @@ def make_schedule(problem: Problem, description: ScheduleDescription, direction:
         "The pattern 'sequential' runs the library's collective and has no copies. Choose ring, one_peer or all_peers.",
     )
     definition = scheduled_pass(problem.operation, direction)
+    if description.along != "rows":
+        require(
+            direction == "forward",
+            ScheduleError,
+            f"Slices along {description.along} are for forward passes; found the backward pass. Cut rows there.",
+        )
+        return sliced_builder(problem, description).finish(direction, problem.num_rows)
     builder = Builder(problem, description)
     longest = max(stop - start for start, stop in builder.blocks)
     for buffer in definition.buffers:
         builder.buffer(buffer.name, buffer.home, *buffer.shape(problem, longest))
     definition.generate(builder)
-    return builder.finish(direction)
+    return builder.finish(direction, problem.num_rows)
 
 
 def scheduled_pass(operation: Operation, direction: Pass) -> PassDefinition:

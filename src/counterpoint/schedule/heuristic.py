@@ -10,7 +10,7 @@ from counterpoint.machine import Machine
 from counterpoint.measurement.values import LEAST_ESTIMATED_GAIN, NEAR_TIE
 from counterpoint.schedule.actions import Pass, Problem
 from counterpoint.schedule.costs import DEFAULT_COSTS, Costs
-from counterpoint.schedule.description import SEQUENTIAL, ScheduleDescription
+from counterpoint.schedule.description import MAX_COPY_STREAMS, SEQUENTIAL, ScheduleDescription
 from counterpoint.schedule.estimate import estimate, estimate_sequential
 from counterpoint.schedule.generate import backward_description, make_schedule
 from counterpoint.schedule.operations import OPERATORS, num_sent_columns
@@ -18,9 +18,9 @@ from counterpoint.units import MIB, format_bytes, format_percent, format_us
 from counterpoint.value import Value
 
 LEAST_BLOCK_BYTES = 2 * MIB  # assumed: below this, latency and host time of chunks are all that is left
-# Measured on 2 and 4 H200s (benchmarks/ops_grid.py, which also times those that did not win on the fitted shapes). Of near
-# ties the first is taken: few pieces where rows are gathered; in rings many, which under the power limit were faster than
-# estimated.
+# Behind a switch. Measured on 2 and 4 H200s (benchmarks/ops_grid.py, which also times those that did not win on the fitted
+# shapes). Of near ties the first is taken: few pieces where rows are gathered; in rings many, which under the power limit
+# were faster than estimated.
 GATHERING = (
     ScheduleDescription(pattern="one_peer", chunks=1),
     ScheduleDescription(pattern="one_peer", chunks=1, num_compute_streams=1),
@@ -35,6 +35,7 @@ REDUCING = (
     ScheduleDescription(pattern="all_peers", chunks=2),
     ScheduleDescription(pattern="one_peer", chunks=2),
 )
+DIRECT_CHUNKS = (1, 2, 4)  # on direct links, and one W-th of a shard on W ranks; never measured there
 
 
 class Pick(Value, frozen=True, kw_only=True):
@@ -51,9 +52,23 @@ class RankedSchedule(Value, frozen=True, kw_only=True):
     estimated_us: float
 
 
-def candidate_descriptions(problem: Problem) -> tuple[ScheduleDescription, ...]:
-    """The schedules worth a look for an operator."""
-    return REDUCING if OPERATORS[problem.operation].forward.is_reduction else GATHERING
+def candidate_descriptions(problem: Problem, machine: Machine) -> tuple[ScheduleDescription, ...]:
+    """The schedules worth a look for an operator on a machine's links.
+
+    Where every pair of ranks has wires of its own, a copy to one peer leaves all others idle, so rows go to all peers at
+    once there, on a stream for each. Behind a switch one copy at a time fills a rank's port, and several only share it.
+    """
+    is_reduction = OPERATORS[problem.operation].forward.is_reduction
+    behind_a_switch = REDUCING if is_reduction else GATHERING
+    if machine.link.topology == "switch" or problem.num_ranks == 2:
+        return behind_a_switch
+    num_streams = min(problem.num_ranks - 1, MAX_COPY_STREAMS)
+    to_all = tuple(
+        ScheduleDescription(pattern="all_peers", chunks=chunks, matmul=matmul, num_copy_streams=num_streams)
+        for chunks in sorted({*DIRECT_CHUNKS, problem.num_ranks})
+        for matmul in ("chunk", "fused")
+    )
+    return (*to_all, behind_a_switch[0])
 
 
 def rank_candidates(
@@ -65,7 +80,7 @@ def rank_candidates(
 
 
 def _in_order_of_preference(problem: Problem, machine: Machine, direction: Pass, costs: Costs) -> list[RankedSchedule]:
-    descriptions = candidate_descriptions(problem)
+    descriptions = candidate_descriptions(problem, machine)
     if direction == "backward":  # of which some come to the same there
         descriptions = tuple(dict.fromkeys(backward_description(problem.operation, each) for each in descriptions))
     candidates = []

@@ -1,25 +1,41 @@
-"""The simulator's constants, read from `calibrations/*.toml`: each has a source, a date and a status."""
+"""The simulator's constants: one file for each GPU that was calibrated, `calibrations/*.toml`, or a user's own.
 
+Each constant has a source, a date and a status. A machine names its GPU, and the GPU chooses the file. A GPU without one
+gets the H200's: fractions and rates per SM, which the machine file's figures scale. That is assumed, and reports say so.
+"""
+
+import math
 from functools import cache
+from itertools import pairwise
 from typing import Literal
 
 import msgspec
 
-from counterpoint.errors import MachineError
+from counterpoint.errors import MachineError, shown, shown_path
+from counterpoint.machine import ElementType, Machine
+from counterpoint.measurement.points import Point
 from counterpoint.step import Character, CollectiveKind
-from counterpoint.value import Value, read_shipped
+from counterpoint.units import MIB
+from counterpoint.value import Value, read_shipped, read_toml, require, shipped_names
 
+BASE = "h200"  # whose constants stand in for those that were not measured
+LARGE_BYTES = 64 * MIB  # from here on a collective's latency is a constant
+TABLES = ("matmul_peak_fractions", "characters", "collectives", "light_collectives")  # of constants by kind
 MEASURED_GPU = "NVIDIA H200"  # the only one that the simulator was compared with
 Status = Literal["measured", "assumed"]
 
 
 class Constant(Value, frozen=True, kw_only=True):
-    """One number in the unit that its name ends with."""
+    """One number in the unit that its name ends with.
+
+    `spread` is relative: the half-width of the middle half of repetitions, or what a fit leaves; None where none was kept.
+    """
 
     value: float
     status: Status
     date: str
     source: str
+    spread: float | None = None
 
 
 class CharacterConstants(Value, frozen=True, kw_only=True):
@@ -32,12 +48,14 @@ class CharacterConstants(Value, frozen=True, kw_only=True):
     date: str
     source: str
     saturation_shared_bytes: float | None = None
+    spread: float | None = None
 
 
 class CollectiveConstants(Value, frozen=True, kw_only=True):
     """Bandwidth of one kind of collective by SM kernels, on the wire.
 
-    `link_fraction` is of 2 ranks, and of more where `link_fraction_of_more` is None.
+    `link_fraction` is of 2 ranks, and of more where `link_fraction_of_more` is None. `latency_us_by_bytes`
+    are (bytes, latency) of messages for which NCCL takes other protocols than for large ones, whose latency is `latency_us`.
     """
 
     bytes_per_s_per_cta: float
@@ -47,6 +65,20 @@ class CollectiveConstants(Value, frozen=True, kw_only=True):
     date: str
     source: str
     link_fraction_of_more: float | None = None
+    latency_us_by_bytes: tuple[tuple[float, float], ...] = ()
+    spread: float | None = None
+
+    def latency_us_of(self, num_bytes: float) -> float:
+        """The latency of a message, between the calibrated sizes by the logarithm of its bytes."""
+        if not self.latency_us_by_bytes:
+            return self.latency_us
+        sizes = [*(math.log(each) for each, _ in self.latency_us_by_bytes), math.log(LARGE_BYTES)]
+        latencies = [*(each for _, each in self.latency_us_by_bytes), self.latency_us]
+        place = math.log(max(num_bytes, 1.0))
+        for (small, least), (large, most) in pairwise(zip(sizes, latencies, strict=True)):
+            if place < large:
+                return least + (most - least) * max(0.0, place - small) / (large - small)
+        return self.latency_us
 
     def fraction_of_link(self, group_size: int) -> float:
         """What groups of that many ranks reach of the link's direction, if they have CTAs enough."""
@@ -55,20 +87,43 @@ class CollectiveConstants(Value, frozen=True, kw_only=True):
         return self.link_fraction
 
 
-class Calibration(Value, frozen=True, kw_only=True):
-    """All constants of the simulator.
+class MeasuredRule(Value, frozen=True, kw_only=True):
+    """A rule of dispatch that the simulator takes for granted: the figure measured, and whether it is what the rule says."""
 
+    value: float
+    expected: float
+    holds: bool
+    date: str
+    source: str
+
+
+class ProbeRecord(Value, frozen=True, kw_only=True):
+    """What one probe of `counterpoint calibrate` measured, or why it failed."""
+
+    date: str
+    seconds: float
+    points: tuple[Point, ...] = ()
+    failure: str = ""
+
+
+class Calibration(Value, frozen=True, kw_only=True):
+    """All constants of the simulator for one GPU, and what `counterpoint calibrate` derived them from, where it measured it.
+
+    `matmul_peak_fractions` are of types whose matmuls reach another share of their peak than `matmul_peak_fraction`.
     `light_collectives` are by light kernels; a kind that is missing was never measured.
     """
 
+    device_name: str
     launch_gap_us: Constant
     dependency_latency_us: Constant
     hbm_efficiency: Constant
     l2_bytes_per_cycle_per_sm: Constant
     matmul_peak_fraction: Constant
+    matmul_tile_us: Constant
     fp32_peak_fraction: Constant
     latency_per_load: Constant
     communication_issue_share: Constant
+    bandwidth_per_threads: Constant
     hbm_bytes_per_wire_byte: Constant
     copy_engine_fraction: Constant
     copy_latency_us: Constant
@@ -79,10 +134,75 @@ class Calibration(Value, frozen=True, kw_only=True):
     host_link_bytes_per_s: Constant
     characters: dict[Character, CharacterConstants]
     collectives: dict[CollectiveKind, CollectiveConstants]
+    matmul_peak_fractions: dict[ElementType, Constant] = msgspec.field(default_factory=dict)
     light_collectives: dict[CollectiveKind, CollectiveConstants] = msgspec.field(default_factory=dict)
+    rules: dict[str, MeasuredRule] = msgspec.field(default_factory=dict)
+    conditions: dict[str, str] = msgspec.field(default_factory=dict)
+    probes: dict[str, ProbeRecord] = msgspec.field(default_factory=dict)
+
+    def matmul_fraction(self, element_type: ElementType) -> float:
+        """The share of the type's peak rate that large matmuls reach."""
+        return self.matmul_peak_fractions.get(element_type, self.matmul_peak_fraction).value
+
+
+def load_calibration(machine: Machine | None = None) -> Calibration:
+    """The constants for a machine: its own file, else the shipped one of its GPU, else the H200's; these without a machine.
+
+    Raises `MachineError` for a file that cannot be read, or that was measured on another GPU than the machine's.
+    """
+    if machine is None:
+        return _shipped(BASE)
+    if machine.calibration:
+        return read_calibration(machine.calibration, machine)
+    return next((each for each in _all_shipped() if each.device_name in machine.device_names), _shipped(BASE))
+
+
+def read_calibration(path: str, machine: Machine) -> Calibration:
+    """A user's own file; errors as `load_calibration` has them."""
+    found = _own(path)
+    require(
+        found.device_name in machine.device_names,
+        MachineError,
+        f"{shown_path(path)} was measured on '{shown(found.device_name)}', and machine '{machine.name}' is "
+        f"{shown(', '.join(machine.device_names) or 'without device_names', 200)}. Run `counterpoint calibrate` on it.",
+    )
+    return found
 
 
 @cache
-def load_calibration() -> Calibration:
-    """The shipped constants."""
-    return read_shipped("calibrations/h200.toml", Calibration, MachineError)
+def _own(path: str) -> Calibration:
+    return read_toml(path, Calibration, MachineError)
+
+
+@cache
+def _shipped(name: str) -> Calibration:
+    return read_shipped(f"calibrations/{name}.toml", Calibration, MachineError)
+
+
+@cache
+def _all_shipped() -> tuple[Calibration, ...]:
+    return tuple(_shipped(name) for name in shipped_names("calibrations"))
+
+
+def describe_origin(machine: Machine) -> str:
+    """Where the constants for a machine are from, in words for a report; empty where all are those of the H200 itself."""
+    found = load_calibration(machine)
+    if found.device_name == MEASURED_GPU and MEASURED_GPU in machine.device_names:
+        return ""
+    if found.device_name not in machine.device_names:
+        return f"the simulator's constants are scaled from {MEASURED_GPU}: assumed, this GPU was never calibrated"
+    assumed = sum(1 for each in constants_of(found).values() if each.status == "assumed")
+    measured = len(constants_of(found)) - assumed
+    return f"{measured} constants of the simulator were measured on it, {assumed} are scaled from {MEASURED_GPU}"
+
+
+def constants_of(calibration: Calibration) -> dict[str, Constant | CharacterConstants | CollectiveConstants]:
+    """Every constant by its name in the file, as in "collectives.all_reduce"."""
+    found: dict[str, Constant | CharacterConstants | CollectiveConstants] = {}
+    for name in calibration.__struct_fields__:
+        entry = getattr(calibration, name)
+        if isinstance(entry, Constant):
+            found[name] = entry
+        elif name in TABLES:
+            found |= {f"{name}.{key}": each for key, each in entry.items()}
+    return found

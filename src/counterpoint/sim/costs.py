@@ -14,7 +14,9 @@ from counterpoint.machine import ElementType, Machine
 from counterpoint.occupancy import residency
 from counterpoint.sim.calibration import Calibration, CharacterConstants, CollectiveConstants
 from counterpoint.sim.rates import EXPONENT, smooth_minimum
+from counterpoint.sim.reach import collective_bytes_per_s, copies_bytes_per_s
 from counterpoint.sim.task import CopyWork, SmWork
+from counterpoint.sim.tiles import num_tiles
 from counterpoint.step import Collective, CollectiveKind, Copy, Footprint, Kernel, Operation
 from counterpoint.units import PS_PER_US, US_PER_S
 
@@ -52,7 +54,9 @@ class CostModel:
         if operation.lone_us is not None:
             return operation.lone_us
         if isinstance(operation, Kernel):
-            return self._waves(operation) * self.kernel_work(operation).cta_ps / PS_PER_US
+            work = self.kernel_work(operation)
+            rounds = math.ceil(work.num_tiles / self._resident_ctas(operation)) if work.num_tiles else self._waves(operation)
+            return rounds * work.cta_ps / PS_PER_US
         if isinstance(operation, Collective):
             return self._collective_us(operation, self.footprint(operation))
         return self._copy_us(operation)
@@ -72,13 +76,18 @@ class CostModel:
         effective = self._effective_ctas(kernel)
         hbm = self._hbm_per_cta(kernel, constants, effective)
         achieved = smooth_minimum(hbm * effective, self.hbm_bytes_per_s)
+        cta_us = max(self._cta_us(kernel, issue * per_sm, per_sm, achieved), LEAST_US)
+        tiles = self._num_tiles(kernel, cta_us)
+        if tiles:
+            cta_us *= self._waves(kernel) / math.ceil(tiles / self._resident_ctas(kernel))
         return SmWork(
-            cta_ps=max(self._cta_us(kernel, issue * per_sm, per_sm, achieved), LEAST_US) * PS_PER_US,
+            cta_ps=cta_us * PS_PER_US,
             issue_per_cta=issue,
             issue_reference=issue * per_sm,
             hbm_per_cta=hbm,
             hbm_reference=achieved / (hbm * effective) if hbm else 1.0,
-            is_work_sharing=kernel.is_work_sharing,
+            is_work_sharing=kernel.is_work_sharing and not tiles,
+            num_tiles=tiles,
             cta_time_spread=kernel.cta_time_spread,
         )
 
@@ -96,7 +105,7 @@ class CostModel:
     def _effective_ctas(self, kernel: Kernel) -> float:
         """Resident CTAs, each weighted by its speed: on SMs that hold one CTA less than the fullest, they run faster."""
         num_sms, issue = self._gpu.num_sms, self._issue_per_cta(kernel)
-        resident = min(kernel.footprint.num_ctas, residency(self._gpu, kernel.footprint).ctas_per_sm * num_sms)
+        resident = self._resident_ctas(kernel)
         fewer, num_fuller = divmod(resident, num_sms)
         if not num_fuller:
             return float(resident)
@@ -123,8 +132,14 @@ class CostModel:
 
     def _resident(self, kernel: Kernel) -> float:
         """CTAs of the kernel on the GPU in its reference state; of a work-sharing one, weighted by their speed."""
-        if kernel.is_work_sharing:
-            return self._effective_ctas(kernel)
+        return self._effective_ctas(kernel) if kernel.is_work_sharing else self._resident_ctas(kernel)
+
+    def _num_tiles(self, kernel: Kernel, cta_us: float) -> int:
+        lone_us = cta_us * self._waves(kernel)
+        usual_us = self._calibration.matmul_tile_us.value
+        return num_tiles(kernel, self._resident_ctas(kernel), self._gpu.num_sms, lone_us, usual_us)
+
+    def _resident_ctas(self, kernel: Kernel) -> int:
         return min(kernel.footprint.num_ctas, residency(self._gpu, kernel.footprint).ctas_per_sm * self._gpu.num_sms)
 
     def _busy_us(self, kernel: Kernel, issue_reference: float, per_sm: int) -> float:
@@ -145,7 +160,7 @@ class CostModel:
         element_type = kernel.element_type or USUAL_ELEMENT_TYPE
         if element_type == "fp32" and self._gpu.fp32_matrix_flops_per_s is None:
             return ordinary
-        return self._machine.matmul_flops_per_s(element_type) * self._calibration.matmul_peak_fraction.value
+        return self._machine.matmul_flops_per_s(element_type) * self._calibration.matmul_fraction(element_type)
 
     def _hbm_per_cta(self, kernel: Kernel, constants: CharacterConstants, effective_ctas: float) -> float:
         """Bytes per second that one CTA can keep in flight."""
@@ -187,12 +202,13 @@ class CostModel:
         """What one CTA of a collective is when it runs with `planned.num_ctas` CTAs instead of its own number."""
         usual = self.footprint(collective)
         constants = self._calibration.collectives[collective.collective]
-        link_limit = self._link(collective).bytes_per_s * constants.fraction_of_link(collective.group_size)
+        link_limit = self._wire_bytes_per_s(collective) * constants.fraction_of_link(collective.group_size)
         reference = smooth_minimum(usual.num_ctas * constants.bytes_per_s_per_cta, link_limit) / usual.num_ctas
-        link_per_cta = constants.bytes_per_s_per_cta * planned.threads_per_cta / usual.threads_per_cta
+        threads = planned.threads_per_cta / usual.threads_per_cta
+        link_per_cta = constants.bytes_per_s_per_cta * threads**self._calibration.bandwidth_per_threads.value
         alone = smooth_minimum(planned.num_ctas * link_per_cta, link_limit) / planned.num_ctas
         lone_us = collective.lone_us if collective.lone_us is not None else self._collective_us(collective, usual)
-        waiting_us = min(constants.latency_us, lone_us)
+        waiting_us = min(constants.latency_us_of(collective.num_bytes), lone_us)
         # bytes are shared out over the planned CTAs; latency and peers take as long however many there are
         moving_us = (lone_us - waiting_us) * usual.num_ctas / planned.num_ctas
         cta_us = moving_us + (waiting_us + collective.peer_wait_us) * alone / reference
@@ -243,10 +259,10 @@ class CostModel:
                 link_demand=min(rate, link) if is_remote else 0.0,
                 link_limit=link,
             )
-        rate = self._link(operation).bytes_per_s * self._calibration.copy_engine_fraction.value
+        rate = self._copy_bytes_per_s(operation)
         moved = wire_bytes(operation.collective, operation.num_bytes, operation.group_size)
         lone_us = US_PER_S * moved / rate + self._calibration.copy_latency_us.value * max(1, operation.group_size - 1)
-        return CopyWork(lone_ps=lone_us * PS_PER_US, hbm_demand=2 * rate, link_demand=rate, link_limit=rate)
+        return self._copies(lone_us, operation)
 
     def reducing_copies(self, collective: Collective) -> tuple[CopyWork, Kernel, CopyWork | None]:
         """A reducing collective by copies: blocks to their ranks, the sum of the own block, and, if wanted, the sums back.
@@ -254,12 +270,12 @@ class CostModel:
         As `integrations/lane_collectives.py` does it: a rank's own block is copied within its memory.
         """
         ranks = collective.group_size
-        rate = self._link(collective).bytes_per_s * self._calibration.copy_engine_fraction.value
+        rate = self._copy_bytes_per_s(collective)
         block_bytes = collective.num_bytes / ranks
         latency_us = self._calibration.copy_latency_us.value * ranks
         own_us = US_PER_S * 2 * block_bytes / self.hbm_bytes_per_s
         moved_us = latency_us + own_us + US_PER_S * block_bytes * (ranks - 1) / rate
-        copies = CopyWork(lone_ps=moved_us * PS_PER_US, hbm_demand=2 * rate, link_demand=rate, link_limit=rate)
+        copies = self._copies(moved_us, collective)
         return copies, self._sum(collective), copies if collective.collective == "all_reduce" else None
 
     def _sum(self, collective: Collective) -> Kernel:
@@ -297,12 +313,28 @@ class CostModel:
         network = self._machine.network
         return self._machine.link if network is None or collective.group_size <= self._machine.num_gpus else network
 
+    def _wire_bytes_per_s(self, collective: Collective) -> float:
+        """The most that each rank of a library's collective could send."""
+        num_ranks = min(collective.group_size, max(2, self._machine.num_gpus))
+        return collective_bytes_per_s(self._link(collective), collective.collective, num_ranks)
+
+    def _copies(self, lone_us: float, collective: Collective) -> CopyWork:
+        """Copies of a rank to its peers, one after the other; those of another collective may use the rest of its links."""
+        rate, limit = self._copy_bytes_per_s(collective), self._wire_bytes_per_s(collective)
+        most = max(rate, limit * self._calibration.copy_engine_fraction.value)
+        return CopyWork(lone_ps=lone_us * PS_PER_US, hbm_demand=2 * rate, link_demand=rate, link_limit=most)
+
+    def _copy_bytes_per_s(self, collective: Collective) -> float:
+        """What copy engines reach where a rank's copies to its peers follow one another."""
+        num_ranks = min(collective.group_size, max(2, self._machine.num_gpus))
+        return copies_bytes_per_s(self._link(collective), num_ranks) * self._calibration.copy_engine_fraction.value
+
     def _collective_us(self, collective: Collective, footprint: Footprint) -> float:
         constants: CollectiveConstants = self._calibration.collectives[collective.collective]
-        limit = self._link(collective).bytes_per_s * constants.fraction_of_link(collective.group_size)
+        limit = self._wire_bytes_per_s(collective) * constants.fraction_of_link(collective.group_size)
         rate = smooth_minimum(footprint.num_ctas * constants.bytes_per_s_per_cta, limit)
         moved = wire_bytes(collective.collective, collective.num_bytes, collective.group_size)
-        return constants.latency_us + US_PER_S * moved / rate
+        return constants.latency_us_of(collective.num_bytes) + US_PER_S * moved / rate
 
     def _copy_us(self, copy: Copy) -> float:
         rates = {

@@ -83,6 +83,7 @@ class EffectReader:
                     _check_cap(control, operation, where, self._machine)
                     effect = msgspec.structs.replace(effect, footprint=capped(operation.footprint, control))
                 case HeadStart() if isinstance(operation, Kernel):
+                    _check_head_start(self._machine)
                     effect = msgspec.structs.replace(effect, hold_us=control.hold_us)
                 case CommunicationCtas() if isinstance(operation, Collective) and footprint is not None:
                     effect = msgspec.structs.replace(effect, footprint=with_ctas(footprint, control))
@@ -176,6 +177,14 @@ def _check_priority(control: Priority, machine: Machine) -> None:
         raise PlanError(
             f"Priorities of {machine.name} are from {gpu.greatest_priority} (greatest) to 0; found {control.priority}. "
             f"Ask for {gpu.greatest_priority} or more."
+        )
+
+
+def _check_head_start(machine: Machine) -> None:
+    if not machine.gpu.has_head_starts:
+        raise PlanError(
+            f"Nothing can hold a stream on the AMD GPUs of {machine.name}, so a head start would do nothing. Leave it out "
+            "of the plan."
         )
 
 

@@ -10,7 +10,7 @@ from the matmul's time. What the schedule's estimate leaves out (the host, clock
 import math
 from collections.abc import Sequence
 
-from counterpoint.machine import Machine
+from counterpoint.machine import ELEMENT_BYTES, Machine
 from counterpoint.measurement.values import LEAST_ESTIMATED_GAIN
 from counterpoint.schedule.actions import Problem
 from counterpoint.schedule.costs import DEFAULT_COSTS
@@ -44,6 +44,7 @@ class OverlapModel:
     def __init__(self, step: Step, machine: Machine, calibration: Calibration) -> None:
         self._step, self._machine, self._calibration = step, machine, calibration
         self._costs = CostModel(machine, calibration)
+        self._least_bytes = 1 if "fp8" in machine.gpu.matmul_rates() else USUAL_ELEMENT_BYTES
         self._known: dict[tuple[Problem, ScheduleDescription | None], OverlapEstimate | str] = {}
 
     def estimate(self, pair: MatmulPair, schedule: ScheduleDescription | None = None) -> OverlapEstimate | str:
@@ -88,7 +89,8 @@ class OverlapModel:
         """The operator's sizes; several matmuls that read one gathered matrix count as one with more columns."""
         is_fed = collective.collective in FED_COLLECTIVES
         sizes = matmuls[0].matmul_sizes
-        num_elements = collective.num_bytes // USUAL_ELEMENT_BYTES
+        element_type = matmuls[0].element_type
+        num_elements = collective.num_bytes // (ELEMENT_BYTES[element_type] if element_type else USUAL_ELEMENT_BYTES)
         multiplied = sum(self._multiplications(each) for each in matmuls)
         if sizes is not None and is_fed:
             rows, inner, columns = sizes
@@ -111,7 +113,7 @@ class OverlapModel:
             num_rows=rows,
             num_inner=inner,
             num_columns=columns,
-            element_bytes=max(1, round(collective.num_bytes / moved)),
+            element_bytes=max(self._least_bytes, round(collective.num_bytes / moved)),
         )
 
     def _multiplications(self, matmul: Kernel) -> float:
@@ -120,7 +122,8 @@ class OverlapModel:
             return float(math.prod(matmul.matmul_sizes))
         if matmul.flops is not None:
             return matmul.flops / 2
-        rate = DEFAULT_COSTS.matmul_efficiency * self._machine.gpu.bf16_flops_per_s
+        rates = self._machine.gpu.matmul_rates()
+        rate = DEFAULT_COSTS.matmul_efficiency * rates.get(matmul.element_type or "bf16", rates["bf16"])
         return self._costs.lone_us(matmul) / US_PER_S * rate / 2
 
 

@@ -21,10 +21,10 @@ from counterpoint.units import ps_to_us
 
 
 class Simulator(AbstractExecutor):
-    """Simulates steps with one set of calibration constants."""
+    """Simulates steps with one set of calibration constants; without one, with those of the machine's GPU."""
 
     def __init__(self, calibration: Calibration | None = None) -> None:
-        self._calibration = calibration or load_calibration()
+        self._calibration = calibration
 
     def run(self, step: Step, machine: Machine, plan: Plan) -> Timeline:
         """Simulate one iteration; see `AbstractExecutor.run`.
@@ -43,10 +43,11 @@ class Simulator(AbstractExecutor):
                 f"'{machine.name}'."
             )
         check_nodes(step, machine)
-        costs = CostModel(machine, self._calibration)
-        effects = EffectReader(step, machine, plan, self._calibration).effects()
-        graph = TaskGraph(step, effects, machine, self._calibration)
-        rates = RateModel(costs.hbm_bytes_per_s, self._calibration.latency_per_load.value)
+        calibration = self._calibration or load_calibration(machine)
+        costs = CostModel(machine, calibration)
+        effects = EffectReader(step, machine, plan, calibration).effects()
+        graph = TaskGraph(step, effects, machine, calibration)
+        rates = RateModel(costs.hbm_bytes_per_s, calibration.latency_per_load.value)
         spans = graph.spans(Engine(machine, rates, graph.tasks, graph.launches, _fits_beside(step)).run())
         own_stream = 1 + max(operation.stream for operation in step.operations)
         intervals = [
@@ -71,8 +72,9 @@ class Simulator(AbstractExecutor):
         where it reduces.
         """
         check_nodes(step, machine)
-        costs = CostModel(machine, self._calibration)
-        effects = EffectReader(step, machine, plan, self._calibration).effects()
+        calibration = self._calibration or load_calibration(machine)
+        costs = CostModel(machine, calibration)
+        effects = EffectReader(step, machine, plan, calibration).effects()
         times = []
         for operation, effect in zip(step.operations, effects, strict=True):
             if isinstance(operation, Collective) and (effect.uses_copy_engine or effect.overlap is not None):

@@ -19,6 +19,7 @@ from counterpoint.plan import Directive, Match, Plan, Refusal
 from counterpoint.planner.candidates import (
     HOLDS_US,
     IN_EVERY_RACE,
+    NO_HEAD_STARTS,
     Blocker,
     propose_caps,
     propose_head_starts,
@@ -136,7 +137,8 @@ def propose_live(functions: Sequence[SeenFunction], job_gpu: JobGpu | None) -> L
         f"{job_gpu.name} has no priorities, or its driver ignores them",
     )
     caps = propose_caps(gpu, _as_blockers(gpu, blockers, collectives)) if gpu is not None else None
-    for candidate in (*priority.candidates, *_head_starts(racers, blockers)):
+    has_head_starts = gpu is None or gpu.has_head_starts
+    for candidate in (*priority.candidates, *(_head_starts(racers, blockers) if has_head_starts else ())):
         parts[candidate.label] = candidate.directives
     for candidate in caps.candidates if caps else ():
         parts[candidate.label] = candidate.directives[:MOST_CAPPED]
@@ -146,7 +148,9 @@ def propose_live(functions: Sequence[SeenFunction], job_gpu: JobGpu | None) -> L
     if gpu is None:
         reason = f"no shipped machine describes '{job_gpu.name}', so it is not known what fits on an SM"
         refusals.append(Refusal(control="residency_cap", target="all kernels", reason=reason))
-    if not blockers:
+    if not has_head_starts:
+        refusals.append(Refusal(control="head_start", target="all kernels", reason=NO_HEAD_STARTS))
+    elif not blockers:
         reason = f"no kernel has a CTA for each of the {job_gpu.num_sms} SMs, so none keeps a collective out"
         refusals.append(Refusal(control="head_start", target="all kernels", reason=reason))
     return LiveProposal(candidates=_combine(parts), refusals=tuple(refusals))

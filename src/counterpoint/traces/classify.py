@@ -15,6 +15,7 @@ from typing import Literal
 from msgspec.structs import replace
 
 from counterpoint.errors import TraceError, shown
+from counterpoint.machine import ElementType
 from counterpoint.step import Character, CollectiveKind, CopyDirection
 from counterpoint.value import Value, read_shipped, read_toml, require
 
@@ -84,11 +85,21 @@ class ClusterRule(Value, frozen=True, kw_only=True):
     ctas_per_cluster: int
 
 
+class ElementTypeRule(Value, frozen=True, kw_only=True):
+    """The type of a matmul's operands where `pattern`, a regular expression, is found in its kernel's name."""
+
+    pattern: str
+    type: ElementType
+    source: str
+
+
 class RuleTable(Value, frozen=True, kw_only=True):
-    """All rules, in order, and the two look-up tables for what the profiler writes beside a collective."""
+    """All rules, in order, and the look-up tables for what the profiler writes beside collectives and operators."""
 
     rule: tuple[Rule, ...]
     cluster: tuple[ClusterRule, ...]
+    element_type: tuple[ElementTypeRule, ...]
+    operand_types: dict[str, ElementType]
     collective_names: dict[str, CollectiveKind]
     dtype_bytes: dict[str, int]
 
@@ -189,6 +200,16 @@ def known_collective(traced_name: str) -> CollectiveKind | None:
 def element_bytes(dtype: str | None) -> int | None:
     """Bytes of one element of a PyTorch type, or None for a type the table does not hold."""
     return load_rules().dtype_bytes.get(dtype) if dtype else None
+
+
+@lru_cache(maxsize=4096)
+def matmul_type(name: str, operand: str) -> ElementType | None:
+    """The type of a matmul's operands by its kernel's name, else by its operator's first input; None if neither says it."""
+    rules = load_rules()
+    for rule in rules.element_type:
+        if re.search(rule.pattern, name):
+            return rule.type
+    return rules.operand_types.get(operand)
 
 
 def name_groups(groups: Iterable[Group]) -> dict[Group, str | None]:

@@ -41,6 +41,19 @@ class Event(msgspec.Struct, gc=False):
     args: msgspec.Raw = msgspec.Raw(b"{}")
 
 
+class _Complete(Event, gc=False, tag_field="ph", tag="X"):
+    """An event with a duration."""
+
+
+def _skipped(phase: str) -> type[msgspec.Struct]:
+    """An event of which nothing is decoded."""
+    return msgspec.defstruct("Skipped", [], gc=False, tag_field="ph", tag=phase)
+
+
+# Arrows ("s", "t", "f") are a third of a trace; "M" and "i" stand for names of processes and for instants.
+_USUAL = _Complete | _skipped("s") | _skipped("t") | _skipped("f") | _skipped("M") | _skipped("i")
+
+
 class Device(msgspec.Struct):
     """One GPU, as the profiler describes it."""
 
@@ -78,6 +91,7 @@ class EventStream:
         self.damage: str | None = None
         self._head, self._rest, self._num_events = b"", b"", 0
         self._decoder = msgspec.json.Decoder(list[Event])
+        self._usual_decoder: msgspec.json.Decoder[list[Event]] | None = msgspec.json.Decoder(list[_USUAL])  # type: ignore[valid-type]
 
     def __iter__(self) -> Iterator[list[Event]]:
         """Lists of events. Raises `TraceError` for what is no trace; for one that ends early see `damage`."""
@@ -132,10 +146,10 @@ class EventStream:
         """The events up to the last cut of the block, or None where there is none."""
         self._drop_comma()
         for end in self._candidates():
-            events = self._decode(self._rest[:end])
+            events = self._decode(end)
             if events is not None:
                 self._take(end, len(events))
-                return events
+                return _complete(events)
         require(
             len(self._rest) <= MOST_AROUND_BYTES,
             TraceError,
@@ -163,10 +177,20 @@ class EventStream:
         if self._num_events:
             self._rest = self._rest.lstrip().removeprefix(b",")
 
-    def _decode(self, text: bytes) -> list[Event] | None:
-        """The events, or None where the text is not whole JSON."""
+    def _decode(self, end: int | None) -> list[Event] | None:
+        """The events up to a place, or None where what stands there is not whole JSON."""
+        text = b"".join((b"[", memoryview(self._rest)[:end], b"]"))  # copied once
+        if self._usual_decoder is not None:
+            try:
+                return self._usual_decoder.decode(text)
+            except msgspec.ValidationError:  # a phase that is not usual, or an event that is none: what, is found out below
+                self._usual_decoder = None
+            except (msgspec.DecodeError, UnicodeDecodeError):
+                return None
+            except RecursionError as problem:
+                raise self._no_trace(problem) from problem
         try:
-            return self._decoder.decode(b"[" + text + b"]")
+            return self._decoder.decode(text)
         except msgspec.ValidationError as problem:
             place = _PLACE.sub(lambda found: f"$.traceEvents[{self._num_events + int(found[1])}]", str(problem), count=1)
             raise self._no_trace(msgspec.ValidationError(place)) from problem
@@ -198,10 +222,10 @@ class EventStream:
             certain, end = follow(self._rest)
         if end is None:
             self.damage = self.damage or f"{self.path} is not whole JSON: {self._damage_of(self._rest)}"
-        events = self._decode(self._rest[: certain if end is None else end])
+        events = self._decode(certain if end is None else end)
         if events is None:
             raise TraceError(f"{self.path} is not whole JSON: {self._damage_of(self._rest)}; copy or record it again.")
-        yield events
+        yield _complete(events)
         if end is None:
             return
         self.surroundings = self._decode_surroundings(self._head + self._rest[end:])
@@ -222,7 +246,7 @@ class EventStream:
                 msgspec.json.decode(self._head + self._rest[end:], type=Surroundings)
             except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
                 continue
-            if self._decode(self._rest[:end]) is not None:
+            if self._decode(end) is not None:
                 return end
         return None
 
@@ -250,6 +274,11 @@ class EventStream:
             return TraceError(f"{self.path} is not a profiler trace: it is nested too deeply; {remedy}.")
         said = str(problem).removeprefix("JSON is malformed: ")
         return TraceError(f"{self.path} is not whole JSON: {said}; copy or record it again.")
+
+
+def _complete(events: list[Event]) -> list[Event]:
+    """Without events of which nothing was decoded."""
+    return [event for event in events if isinstance(event, Event)]
 
 
 def follow(text: bytes) -> tuple[int, int | None]:

@@ -20,6 +20,7 @@ from counterpoint.traces.classify import (
     copy_direction,
     ctas_per_cluster,
     element_bytes,
+    matmul_type,
     name_groups,
 )
 from counterpoint.value import Value
@@ -90,6 +91,11 @@ def _footprint(trace: ActivityTrace, traced: GpuOperation, rule: Rule) -> Footpr
     )
 
 
+def _operand(trace: ActivityTrace, traced: GpuOperation) -> str:
+    """The type of the first input of the operator that launched it, "" where none was recorded."""
+    return "" if traced.operator is None else trace.operators[traced.operator].dtype
+
+
 def _kernel(trace: ActivityTrace, traced: GpuOperation, rule: Rule, timing: Timing, is_work_sharing: bool) -> Kernel:
     return Kernel(
         name=traced.name,
@@ -98,6 +104,7 @@ def _kernel(trace: ActivityTrace, traced: GpuOperation, rule: Rule, timing: Timi
         character=rule.character,
         lone_us=timing.lone_us,
         matmul_sizes=traced.matmul_sizes if rule.character == "matmul" else None,
+        element_type=matmul_type(traced.name, _operand(trace, traced)) if rule.character == "matmul" else None,
         is_work_sharing=is_work_sharing,
         waits_for=timing.waits_for,
         issued_us=timing.issued_us,

@@ -9,7 +9,7 @@ import re
 from msgspec.structs import replace
 
 from counterpoint.errors import WorkloadError, shown
-from counterpoint.step import Collective, Dependency, Footprint, Kernel, Operation, Step
+from counterpoint.step import Collective, Copy, Dependency, Footprint, Kernel, Operation, Step
 from counterpoint.validation.cases import (
     Attention,
     Case,
@@ -35,11 +35,38 @@ def described_step(case: Case, captured: Step) -> Step:
 
     Raises `WorkloadError` where a kernel's name does not say its tile.
     """
+    launches = (captured.operations[place] for place in places_of(case, captured))
     operations = tuple(
-        _operation(entry, launched, captured.num_ranks)
-        for entry, launched in zip(case.entries, captured.operations, strict=True)
+        _operation(entry, launched, captured.num_ranks) for entry, launched in zip(case.entries, launches, strict=True)
     )
     return Step(name=case.name, num_ranks=captured.num_ranks, operations=operations)
+
+
+def places_of(case: Case, step: Step) -> tuple[int, ...]:
+    """The number of the operation that each entry became; the fills that libraries put before their kernels are none.
+
+    Raises `WorkloadError` where the step holds other operations.
+    """
+    places = [
+        number for number, each in enumerate(step.operations) if not (isinstance(each, Copy) and each.direction == "set")
+    ]
+    wanted = [_kind(entry) for entry in case.entries]
+    if wanted != [type(step.operations[place]) for place in places]:
+        names = ", ".join(each.name[:40] for each in step.operations)
+        raise WorkloadError(
+            f"The {len(wanted)} entries of '{case.name}' became other operations ({shown(names, 400)}), not one for each."
+        )
+    return tuple(places)
+
+
+def _kind(entry: Entry) -> type[Operation]:
+    match entry.work:
+        case CollectiveWork():
+            return Collective
+        case HostCopy():
+            return Copy
+        case _:
+            return Kernel
 
 
 def _operation(entry: Entry, launched: Operation, num_ranks: int) -> Operation:
@@ -83,10 +110,12 @@ def _gemm(work: Matmul, stream: int, launched: Kernel) -> Gemm:
 
 
 def _tile_of(name: str) -> tuple[int, int, int]:
+    """Rows, columns and depth of the tile that a cuBLAS kernel's name says."""
     found = XMMA_TILE_IN_NAME.search(name) or TILE_IN_NAME.search(name)
     if found is None:
         raise WorkloadError(f"The name of '{shown(name)}' says no tile, so nothing is predicted from its sizes.")
-    m, n, k = (int(part) for part in found.groups())
+    # cuBLAS counts by columns: to it, a product of matrices that are stored by rows is the transposed one
+    n, m, k = (int(part) for part in found.groups())
     return m, n, k
 
 

@@ -11,6 +11,7 @@ from counterpoint.planner.contention import find_rivals
 from counterpoint.planner.durable import DurableMatches
 from counterpoint.step import Collective, Kernel, Step
 from counterpoint.validation.cases import CTA_LIMITS, Case, HostCopy
+from counterpoint.validation.described import places_of
 
 HOLD_US = 5.0
 Parts = list[tuple[tuple[int, ...], Control]]  # operations by number, and what each of them gets
@@ -18,7 +19,7 @@ Parts = list[tuple[tuple[int, ...], Control]]  # operations by number, and what 
 
 def plans_of(case: Case, step: Step, machine: Machine) -> dict[str, Plan]:
     """Plans that a rewriting of the captured step can put in force, plain overlap first."""
-    guests = _guests(case)
+    guests = _guests(case, step)
     priority: Parts = [(guests, Priority(priority=machine.gpu.greatest_priority))] if guests else []
     ahead: Parts = [(rivals, HeadStart(hold_us=HOLD_US))] if (rivals := find_rivals(step)) else []
     parts: dict[str, Parts] = {PLAIN: []}
@@ -48,9 +49,13 @@ def plans_of_limits(step: Step, machine: Machine) -> dict[str, tuple[Plan, int, 
     return found
 
 
-def _guests(case: Case) -> tuple[int, ...]:
-    """The entries on other streams than the first that run kernels: what a priority is for."""
-    return tuple(index for index, entry in enumerate(case.entries) if entry.stream and not isinstance(entry.work, HostCopy))
+def _guests(case: Case, step: Step) -> tuple[int, ...]:
+    """The operations on other streams than the first that run kernels: what a priority is for."""
+    return tuple(
+        place
+        for entry, place in zip(case.entries, places_of(case, step), strict=True)
+        if entry.stream and not isinstance(entry.work, HostCopy)
+    )
 
 
 def _caps(step: Step, gpu: Gpu) -> dict[str, Parts]:

@@ -29,7 +29,13 @@ def residency_times(
     footprint = graph.node(kernels[0]).footprint
     assert footprint is not None, "a kernel has a footprint"
     usual = residency(session.gpu, footprint).ctas_per_sm
-    at = {"threads": footprint.threads_per_cta, "shared_bytes": footprint.shared_bytes, "ctas": footprint.num_ctas, **at}
+    at = {
+        "ctas": footprint.num_ctas,
+        "threads": footprint.threads_per_cta,
+        "registers": footprint.registers_per_thread,
+        "shared_bytes": footprint.shared_bytes,
+        **at,
+    }
     points = [_timed(session, graph, kernels[0], None, name, ctas_per_sm=usual, **at)]
     for count in ctas_per_sm:
         if count < usual:

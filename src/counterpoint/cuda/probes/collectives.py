@@ -16,7 +16,6 @@ from counterpoint.units import MIB
 CTA_COUNTS = (None, 4, 8, 16)
 SIZES = (MIB // 16, MIB, 8 * MIB, 64 * MIB, 256 * MIB)
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "reduce", "send_recv")
-LESS_CTA_KINDS = KINDS[:4]
 LEAST_BYTES_OF_LESS_CTAS = 8 * MIB
 
 
@@ -27,12 +26,17 @@ def probe_collectives(session: Session) -> list[Point]:
     points = []
     for num_ctas in CTA_COUNTS:
         group = group_of(num_ctas)
-        for kind in KINDS if num_ctas is None else LESS_CTA_KINDS:
+        for kind in KINDS:
             for num_bytes in SIZES:
                 if num_ctas is not None and num_bytes < LEAST_BYTES_OF_LESS_CTAS:
                     continue
                 issue = collective(kind, num_bytes, (whole, other), group)
-                at = {"kind": kind, "ranks": session.num_ranks, "ctas": num_ctas or "usual", "bytes": num_bytes}
+                at: dict[str, str | int] = {
+                    "kind": kind,
+                    "ranks": session.num_ranks,
+                    "ctas": num_ctas or "usual",
+                    "bytes": num_bytes,
+                }
                 times = session.times_of_ranks_us(issue, calls=8 if num_bytes <= 8 * MIB else 2)
                 points.append(point("collective_us", times, **at))
         session.wait()

@@ -24,52 +24,52 @@ def probe_copies(session: Session) -> list[Point]:
     here = torch.cuda.current_device()
     others = [number for number in range(session.num_ranks) if number != here]
     source = torch.zeros(SIZES[-1], dtype=torch.uint8, device="cuda")
-    targets = {number: torch.zeros(SIZES[-1], dtype=torch.uint8, device=f"cuda:{number}") for number in others}
-    streams = [torch.cuda.Stream() for _ in range(2 * len(others))]
+    targets = [torch.zeros(SIZES[-1], dtype=torch.uint8, device=f"cuda:{number}") for number in others]
+    for target in targets:  # lets the GPUs reach each other's memory
+        target.copy_(source)
+        source.copy_(target)
     points = []
     for num_bytes in SIZES:
         for num_peers in range(1, len(others) + 1):
-            chosen = [targets[number][:num_bytes] for number in others[:num_peers]]
-            times = _sent_us(session, source[:num_bytes], chosen, streams)
-            points.append(point("copy_us", times, peers=num_peers, bytes=num_bytes))
-    first = targets[others[0]]
-    points.append(point("copy_both_ways_us", _both_ways_us(session, source, first, streams), peers=1, bytes=SIZES[-1]))
-    points.append(point("flag_latency_us", _flag_latencies_us(session, others[0]), peers=1))
-    return points + _beside(session, source, first)
-
-
-def _sent_us(
-    session: Session, source: torch.Tensor, targets: list[torch.Tensor], streams: list[torch.cuda.Stream]
-) -> list[float]:
-    """From a common start to the end of the last copy, one stream for each target."""
-
-    def send() -> None:
-        start = session.mark()
-        for stream, target in zip(streams, targets, strict=False):
-            stream.wait_event(start)
-            with torch.cuda.stream(stream):
-                target.copy_(source, non_blocking=True)
-            torch.cuda.current_stream().wait_stream(stream)
-
-    if len(targets) == 1:
-        return session.times_us(lambda: targets[0].copy_(source, non_blocking=True), calls=4)
-    return session.times_us(send, calls=2)
-
-
-def _both_ways_us(
-    session: Session, source: torch.Tensor, other: torch.Tensor, streams: list[torch.cuda.Stream]
-) -> list[float]:
+            pairs = [(target, source) for target in targets[:num_peers]]
+            points.append(_copied(session, "copy_us", pairs, num_bytes, peers=num_peers, pieces=1))
+    for pieces in (2, 4):
+        points.append(
+            _copied(session, "copy_us", [(targets[0], source)] * pieces, SIZES[-1] // pieces, peers=1, pieces=pieces)
+        )
     back = torch.zeros_like(source)
+    both = [(targets[0], source), (back, targets[0])]
+    points.append(_copied(session, "copy_both_ways_us", both, SIZES[-1], peers=1))
+    points.append(point("flag_latency_us", _flag_latencies_us(session, others[0]), peers=1))
+    return points + _beside(session, source, targets[0])
 
-    def exchange() -> None:
-        start = session.mark()
-        for stream, (target, origin) in zip(streams, ((other, source), (back, other)), strict=False):
+
+def _copied(
+    session: Session, name: str, pairs: list[tuple[torch.Tensor, torch.Tensor]], num_bytes: int, **at: float | str
+) -> Point:
+    """Copies of so many bytes between these (target, source), each on a stream of the source's GPU, from a common start."""
+    streams = [torch.cuda.Stream(source.device) for _, source in pairs]
+    current = torch.cuda.current_stream()
+
+    def copy() -> None:
+        start = torch.cuda.Event()
+        start.record(current)
+        for stream, (target, source) in zip(streams, pairs, strict=True):
             stream.wait_event(start)
-            with torch.cuda.stream(stream):
-                target.copy_(origin, non_blocking=True)
-            torch.cuda.current_stream().wait_stream(stream)
+            copy_bytes(target, source, num_bytes, stream)
+            current.wait_stream(stream)
 
-    return session.times_us(exchange, calls=2)
+    def copy_alone() -> None:
+        copy_bytes(*pairs[0], num_bytes, current)
+
+    times = session.times_us(copy_alone if len(pairs) == 1 else copy, calls=4)
+    return point(name, times, bytes=num_bytes, **at)
+
+
+def copy_bytes(target: torch.Tensor, source: torch.Tensor, num_bytes: int, stream: torch.cuda.Stream) -> None:
+    """A copy by a copy engine on a stream; torch's own would order the streams of both GPUs, too."""
+    handle = cu.CUstream(stream.cuda_stream)
+    check("Copying to a peer", cu.cuMemcpyAsync(target.data_ptr(), source.data_ptr(), num_bytes, handle))
 
 
 def _flag_latencies_us(session: Session, other: int) -> list[float]:
@@ -108,7 +108,7 @@ def _beside(session: Session, source: torch.Tensor, target: torch.Tensor) -> lis
     a, b, c = (torch.randn(MATMUL_SIZE, MATMUL_SIZE, device="cuda", dtype=torch.bfloat16) for _ in range(3))
 
     def copy() -> None:
-        target.copy_(source, non_blocking=True)
+        copy_bytes(target, source, SIZES[-1], torch.cuda.current_stream())
 
     points = []
     for name, kernel, num_others in (

@@ -4,7 +4,7 @@ import time
 
 import torch
 
-from counterpoint.cuda.probes.occupying import Launch, Marks, occupy
+from counterpoint.cuda.probes.occupying import Marks, ProbeLaunch, occupy
 from counterpoint.cuda.probes.session import Issue, Session
 from counterpoint.measurement.points import Point, point
 
@@ -15,7 +15,7 @@ NUM_HOST_LAUNCHES = 400
 
 def probe_launches(session: Session) -> list[Point]:
     """From the last end of a kernel's CTAs to the first start of the next kernel's, with the host ahead."""
-    launch = Launch(num_ctas=session.num_sms)
+    launch = ProbeLaunch(num_ctas=session.num_sms)
     marks = [Marks(launch.num_ctas) for _ in range(NUM_KERNELS)]
     session.wait()
 
@@ -27,7 +27,7 @@ def probe_launches(session: Session) -> list[Point]:
         streams = (torch.cuda.current_stream(), side)
         for number, each in enumerate(marks):
             stream, before = streams[number % 2], streams[(number + 1) % 2]
-            stream.wait_event(session.mark(before))
+            stream.wait_stream(before)
             with torch.cuda.stream(stream):
                 occupy(launch, each, KERNEL_US)
         streams[0].wait_stream(side)
@@ -38,7 +38,35 @@ def probe_launches(session: Session) -> list[Point]:
         point("launch_gap_us", _gaps_us(session, _captured(chain), marks), issued="in a graph"),
         point("dependency_latency_us", _gaps_us(session, zigzag, marks), issued="eagerly"),
     ]
-    return [*points, _host_launch(session, marks[0])]
+    return [*points, *_fork(session, launch), _host_launch(session, marks[0])]
+
+
+def _fork(session: Session, launch: ProbeLaunch) -> list[Point]:
+    """Where two small kernels on two streams wait for one: from its end to their starts, in a captured graph and eagerly."""
+    small = ProbeLaunch(num_ctas=session.num_sms // 2, threads=launch.threads)
+    first, same, other = Marks(launch.num_ctas), Marks(small.num_ctas), Marks(small.num_ctas)
+    side = torch.cuda.Stream()
+
+    def fork() -> None:
+        occupy(launch, first, 50.0)
+        side.wait_stream(torch.cuda.current_stream())
+        occupy(small, same, 50.0)
+        with torch.cuda.stream(side):
+            occupy(small, other, 50.0)
+        torch.cuda.current_stream().wait_stream(side)
+
+    points = []
+    for issued, issue in (("eagerly", fork), ("in a graph", _captured(fork))):
+        delays: dict[str, list[float]] = {"the same stream": [], "another stream": []}
+        for _ in range(30):
+            session.hold(300)
+            issue()
+            session.wait()
+            end = max(first.ends_us())
+            delays["the same stream"].append(min(same.starts_us()) - end)
+            delays["another stream"].append(min(other.starts_us()) - end)
+        points += [point("fork_latency_us", some[5:], issued=issued, on=name) for name, some in delays.items()]
+    return points
 
 
 def _gaps_us(session: Session, issue: Issue, marks: list[Marks]) -> list[float]:
@@ -67,7 +95,7 @@ def _captured(issue: Issue) -> Issue:
 
 def _host_launch(session: Session, marks: Marks) -> Point:
     """The host's time for one launch, while the GPU keeps up."""
-    launch, times = Launch(num_ctas=1, threads=32), []
+    launch, times = ProbeLaunch(num_ctas=1, threads=32), []
     for _ in range(5):
         session.wait()
         start = time.perf_counter()

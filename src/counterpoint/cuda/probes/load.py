@@ -5,33 +5,31 @@ import time
 import torch
 
 from counterpoint.cuda.probes.gpu_state import GpuState, Nvml
+from counterpoint.cuda.probes.matmuls import TYPES, matmul
 from counterpoint.cuda.probes.session import Issue, Session
 from counterpoint.errors import DeviceError
 from counterpoint.measurement.points import Point, point
 from counterpoint.units import MIB
 
 SIZE = 8192
-LOAD_S = 1.2
+LOAD_S = 0.9
 SAMPLE_S = 0.05
-SETTLING = 0.4  # the first part of the load is left out
+SETTLING = 0.5  # the first part of the load is left out
 
 
 def probe_load(session: Session, nvml: Nvml | None) -> list[Point]:
-    """Clock and power of a dense matmul, of streaming, and of both together; time of the matmul cool and warm."""
+    """Clock and power of streaming and of matmuls of every type, of zeros too; time of each cool and warm."""
     if nvml is None:
         raise DeviceError("NVML is needed for it, and the driver's library libnvidia-ml.so.1 was not found")
-    options = {"device": "cuda", "dtype": torch.bfloat16}
-    a, b = (torch.randn(SIZE, SIZE, **options) for _ in range(2))
-    out, zeros = torch.empty_like(a), torch.zeros_like(a)
     source = torch.ones(512 * MIB // 4, device="cuda")
     target = torch.empty_like(source)
-    points = []
-    for name, issue in (
-        ("streaming", lambda: torch.mul(source, 2.0, out=target)),
-        ("matmul of zeros", lambda: torch.mm(zeros, zeros, out=out)),
-        ("matmul", lambda: torch.mm(a, b, out=out)),
-    ):
-        points += _loaded(session, nvml, name, issue)
+    zeros = torch.zeros(SIZE, SIZE, device="cuda", dtype=torch.bfloat16)
+    points = _loaded(session, nvml, "streaming", lambda: torch.mul(source, 2.0, out=target))
+    points += _loaded(session, nvml, "matmul of zeros", lambda: torch.mm(zeros, zeros))
+    for kind in TYPES:
+        issue = matmul(kind, SIZE, SIZE, SIZE)
+        if issue is not None:
+            points += _loaded(session, nvml, f"matmul {kind}", issue)
     return points
 
 
@@ -48,7 +46,7 @@ def _loaded(session: Session, nvml: Nvml, name: str, issue: Issue) -> list[Point
         while time.monotonic() < deadline:
             issue()
             calls += 1
-            if calls % 8 == 0:
+            if calls % 4 == 0:
                 session.wait()
         end = session.mark()
         states.append(nvml.read())  # while the last calls still run

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from counterpoint.cuda.probes.capped import residency_times
-from counterpoint.cuda.probes.occupying import Launch, Marks, compute
+from counterpoint.cuda.probes.occupying import Marks, ProbeLaunch, compute
 from counterpoint.cuda.probes.session import Issue, Session
 from counterpoint.errors import DeviceError
 from counterpoint.measurement.points import Point, point
@@ -16,8 +16,8 @@ SIZES = (1024, 2048, 4096, 8192)
 TYPES = ("bf16", "fp16", "fp8", "tf32", "fp32")
 SKINNY = ((16, 8192, 8192), (128, 8192, 8192), (8192, 8192, 64))  # limited by memory or by their few tiles
 TILES = {"64x64x32": (64, 64, 32, 4, 2), "128x128x32": (128, 128, 32, 8, 2)}  # tile M, N, K, warps, stages
-TILED_SIZE = 4096
-CAPS = (8, 6, 5, 4, 3, 2, 1)
+TILED_SIZE = 6144  # waves enough for any residency, and no L2 holds all of it
+CAPS = (6, 5, 4, 3, 2, 1)
 ITERATIONS = 1000
 WAVES = 4
 
@@ -47,7 +47,7 @@ def probe_matmuls(session: Session) -> list[Point]:
     points: list[Point] = []
     for kind in TYPES:
         for m, n, k in (*((size, size, size) for size in SIZES), *(SKINNY if kind == "bf16" else ())):
-            issue = _matmul(kind, m, n, k)
+            issue = matmul(kind, m, n, k)
             if issue is None:
                 continue
             calls = 1 if m * n * k > 4096**3 else 8
@@ -57,7 +57,8 @@ def probe_matmuls(session: Session) -> list[Point]:
     return points
 
 
-def _matmul(kind: str, m: int, n: int, k: int) -> Issue | None:
+def matmul(kind: str, m: int, n: int, k: int) -> Issue | None:
+    """A matmul of random operands of a type; None where this GPU or this torch cannot run it."""
     options: dict[str, Any] = {"device": "cuda"}
     types = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.float8_e4m3fn}
     dtype = types.get(kind, torch.float32)
@@ -95,9 +96,13 @@ def probe_residency(session: Session) -> list[Point]:
             tile_matmul[grid](a, b, c, size, size, *tile, num_warps=warps, num_stages=stages)
 
         points += residency_times(session, multiply, "matmul_capped_us", CAPS, tile=tile, size=size)
-    launch = Launch(num_ctas=8 * session.num_sms * WAVES)
+    launch = ProbeLaunch(num_ctas=8 * session.num_sms * WAVES)
     marks = Marks(launch.num_ctas)
-    points += residency_times(
-        session, lambda: compute(launch, marks, ITERATIONS), "arithmetic_capped_us", CAPS, iterations=ITERATIONS
-    )
+    for num_chains in (8, 1):
+
+        def add(num_chains: int = num_chains) -> None:
+            compute(launch, marks, ITERATIONS, num_chains)
+
+        at = {"chains": num_chains, "iterations": ITERATIONS}
+        points += residency_times(session, add, "arithmetic_capped_us", CAPS, **at)
     return points

@@ -1,5 +1,8 @@
 """What HBM delivers: to a streaming kernel alone and with fewer CTAs, to two at once, beside copies, to a sum of blocks."""
 
+from collections.abc import Iterator
+from itertools import cycle
+
 import torch
 import triton
 import triton.language as tl
@@ -12,24 +15,29 @@ from counterpoint.units import MIB
 STREAMED_BYTES = 512 * MIB
 BLOCK_BYTES = 32 * MIB
 HOST_BYTES = 128 * MIB
+NUM_COLD = 4  # sets of blocks that take turns, so that none is in L2 any more
 CAPS = (12, 8, 6, 5, 4, 3, 2)
 BLOCK = 2048
 
 
 def probe_streaming(session: Session) -> list[Point]:
-    """PyTorch's elementwise kernel on 512 MiB, at each residency, and beside another; copies within the GPU."""
-    source = torch.ones(STREAMED_BYTES // 4, device="cuda")
-    target, other = torch.empty_like(source), torch.empty_like(source)
+    """PyTorch's elementwise kernel on 512 MiB at each residency, of two types: threads load 16 bytes of bf16, 32 of fp32."""
+    points = []
+    for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
+        source = torch.ones(STREAMED_BYTES // dtype.itemsize, device="cuda", dtype=dtype)
+        target = torch.empty_like(source)
 
-    def stream() -> None:
-        torch.mul(source, 2.0, out=target)
+        def stream(source: torch.Tensor = source, target: torch.Tensor = target) -> None:
+            torch.mul(source, 2.0, out=target)
 
-    points = [point("streaming_us", session.times_us(stream, calls=4), bytes=2 * STREAMED_BYTES)]
-    points += residency_times(session, stream, "streaming_capped_us", CAPS)
-    points.append(point("device_copy_us", session.times_us(lambda: target.copy_(source), calls=4), bytes=2 * STREAMED_BYTES))
-    host, half = _pinned(HOST_BYTES), other[: HOST_BYTES // 4]
-    beside = session.times_beside_us(stream, lambda: half.copy_(host, non_blocking=True), num_others=3)
-    points.append(point("streaming_beside_us", beside, beside="host_to_device", bytes=2 * STREAMED_BYTES))
+        at: dict[str, int | str] = {"type": name, "bytes": 2 * STREAMED_BYTES}
+        points.append(point("streaming_us", session.times_us(stream, calls=4), **at))
+        points += residency_times(session, stream, "streaming_capped_us", CAPS, type=name)
+    copied = session.times_us(lambda: target.copy_(source), calls=4)
+    points.append(point("device_copy_us", copied, bytes=2 * STREAMED_BYTES))
+    host, device = _pinned(HOST_BYTES), torch.zeros(HOST_BYTES // 4, device="cuda")
+    beside = session.times_beside_us(stream, lambda: device.copy_(host, non_blocking=True), num_others=3)
+    points.append(point("streaming_beside_us", beside, beside="host_to_device", **at))
     return points
 
 
@@ -71,13 +79,14 @@ def probe_sums(session: Session) -> list[Point]:
     """PyTorch's sum over the first dimension of blocks in bf16: what a reduction by copies adds up with."""
     points = []
     for num_blocks in (2, 4, 8):
-        blocks = torch.ones(num_blocks, BLOCK_BYTES // 2, dtype=torch.bfloat16, device="cuda")
+        shape = (NUM_COLD, num_blocks, BLOCK_BYTES // 2)
+        turns = cycle(torch.ones(shape, dtype=torch.bfloat16, device="cuda").unbind())
         total = torch.empty(BLOCK_BYTES // 2, dtype=torch.bfloat16, device="cuda")
 
-        def add(blocks: torch.Tensor = blocks, total: torch.Tensor = total) -> None:
-            torch.sum(blocks, 0, out=total)
+        def add(turns: Iterator[torch.Tensor] = turns, total: torch.Tensor = total) -> None:
+            torch.sum(next(turns), 0, out=total)
 
-        points.append(point("sum_us", session.times_us(add, calls=4), blocks=num_blocks, bytes=BLOCK_BYTES))
+        points.append(point("sum_us", session.times_us(add, calls=4), blocks=num_blocks, bytes=BLOCK_BYTES, turns=NUM_COLD))
     return points
 
 

@@ -15,7 +15,7 @@ WORDS_PER_CTA = 3
 ATTRIBUTES = cu.CUfunction_attribute
 
 
-class Launch(Value, frozen=True, kw_only=True):
+class ProbeLaunch(Value, frozen=True, kw_only=True):
     """How a kernel of the probes is launched. `carveout_percent` is the share of L1 asked for as shared memory; -1: none."""
 
     num_ctas: int
@@ -48,17 +48,17 @@ class Marks:
         return [int(each) for each in self._words[:, 1].tolist()]
 
 
-def occupy(launch: Launch, marks: Marks, duration_us: float, spread_us: float = 0.0) -> None:
+def occupy(launch: ProbeLaunch, marks: Marks, duration_us: float, spread_us: float = 0.0) -> None:
     """On the stream in use: CTAs that last `duration_us`, and up to `spread_us` more by a hash of their number."""
     _launch("occupy", launch, (round(1000 * duration_us), round(1000 * spread_us), marks.address))
 
 
-def compute(launch: Launch, marks: Marks, iterations: int) -> None:
-    """On the stream in use: CTAs whose threads do 64 fused multiply-adds `iterations` times."""
-    _launch("arithmetic", launch, (iterations, 0, marks.address))
+def compute(launch: ProbeLaunch, marks: Marks, iterations: int, num_chains: int = 8) -> None:
+    """On the stream in use: CTAs whose threads do 64 fused multiply-adds `iterations` times, in 8 chains or 1."""
+    _launch("arithmetic" if num_chains == 8 else "chain", launch, (iterations, 0, marks.address))
 
 
-def _launch(name: str, launch: Launch, values: tuple[int, ...]) -> None:
+def _launch(name: str, launch: ProbeLaunch, values: tuple[int, ...]) -> None:
     function = _functions(int(check("Finding the CUDA context", cu.cuCtxGetCurrent())))[name]
     shared, carveout = ATTRIBUTES.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, launch.carveout_percent
     check("Raising a kernel's shared memory limit", cu.cuFuncSetAttribute(function, shared, launch.shared_bytes))
@@ -76,5 +76,6 @@ def _functions(context: int) -> dict[str, Handle]:
     image = resources.files("counterpoint.cuda.probes").joinpath("kernels.ptx").read_bytes() + b"\0"
     module = check("Loading the probes' kernels", cu.cuModuleLoadData(image))
     return {
-        name: check(f"Finding {name}", cu.cuModuleGetFunction(module, name.encode())) for name in ("occupy", "arithmetic")
+        name: check(f"Finding {name}", cu.cuModuleGetFunction(module, name.encode()))
+        for name in ("occupy", "arithmetic", "chain")
     }

@@ -6,7 +6,7 @@ one's CTAs start, in waves of the first, tells the rule. CTAs only wait, so that
 
 import torch
 
-from counterpoint.cuda.probes.occupying import Launch, Marks, occupy
+from counterpoint.cuda.probes.occupying import Marks, ProbeLaunch, occupy
 from counterpoint.cuda.probes.session import Session
 from counterpoint.measurement.points import Point, point
 
@@ -14,7 +14,7 @@ WAVES = 4
 WAVE_US = 200.0
 ROUNDS = 5
 THREADS = 256
-COMMUNICATION = Launch(num_ctas=24, threads=512, shared_bytes=100 * 1024)  # as large as a CTA of NCCL on such GPUs
+COMMUNICATION = ProbeLaunch(num_ctas=24, threads=512, shared_bytes=100 * 1024)  # as large as a CTA of NCCL on such GPUs
 HEAD_STARTS_US = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 5.0, 7.0, 10.0)
 
 
@@ -22,7 +22,7 @@ def probe_placement(session: Session) -> list[Point]:
     """Leftover policy, refill by priority, carveout, and how CTAs spread over SMs."""
     full = session.gpu.max_warps_per_sm * session.gpu.warp_size // THREADS
     greatest = session.gpu.greatest_priority
-    small = Launch(num_ctas=1, threads=32)
+    small = ProbeLaunch(num_ctas=1, threads=32)
     points = []
     for name, ctas_per_sm, second, priority in (
         ("equal_priority_with_room", 2, small, 0),
@@ -31,7 +31,7 @@ def probe_placement(session: Session) -> list[Point]:
         ("greatest_priority_full", full, small, greatest),
         ("greatest_priority_large_full", full, COMMUNICATION, greatest),
     ):
-        first = Launch(num_ctas=WAVES * ctas_per_sm * session.num_sms, threads=THREADS)
+        first = ProbeLaunch(num_ctas=WAVES * ctas_per_sm * session.num_sms, threads=THREADS)
         if ctas_per_sm < full:
             first = _with_residency(session, first, ctas_per_sm)
         waves = [_start_in_waves(session, first, second, priority) for _ in range(1 + ROUNDS)][1:]
@@ -42,7 +42,7 @@ def probe_placement(session: Session) -> list[Point]:
 def probe_head_start(session: Session) -> list[Point]:
     """How long a kernel must wait for a second one, on another stream and ready at the same event, to be placed first."""
     full = session.gpu.max_warps_per_sm * session.gpu.warp_size // THREADS
-    first = Launch(num_ctas=full * session.num_sms, threads=THREADS)
+    first = ProbeLaunch(num_ctas=full * session.num_sms, threads=THREADS)
     points = []
     for hold_us in HEAD_STARTS_US:
         won = [_goes_first(session, first, hold_us) for _ in range(8)][1:]
@@ -50,15 +50,15 @@ def probe_head_start(session: Session) -> list[Point]:
     return points
 
 
-def _with_residency(session: Session, launch: Launch, ctas_per_sm: int) -> Launch:
+def _with_residency(session: Session, launch: ProbeLaunch, ctas_per_sm: int) -> ProbeLaunch:
     """The launch with shared memory so that as many CTAs fit on an SM; the carveout is the largest."""
     gpu = session.gpu
     least = gpu.shared_bytes_per_sm // (ctas_per_sm + 1) + gpu.shared_allocation_unit_bytes
     wanted = least - gpu.reserved_shared_bytes_per_cta
-    return Launch(num_ctas=launch.num_ctas, threads=launch.threads, shared_bytes=wanted, carveout_percent=100)
+    return ProbeLaunch(num_ctas=launch.num_ctas, threads=launch.threads, shared_bytes=wanted, carveout_percent=100)
 
 
-def _start_in_waves(session: Session, first: Launch, second: Launch, priority: int) -> float:
+def _start_in_waves(session: Session, first: ProbeLaunch, second: ProbeLaunch, priority: int) -> float:
     """When the last CTA of the second kernel starts after the first kernel's start, in waves of the first."""
     marks, later = Marks(first.num_ctas), Marks(second.num_ctas)
     side = torch.cuda.Stream(priority=priority)
@@ -75,7 +75,7 @@ def _start_in_waves(session: Session, first: Launch, second: Launch, priority: i
     return (max(later.starts_us()) - min(marks.starts_us())) / WAVE_US
 
 
-def _goes_first(session: Session, first: Launch, hold_us: float) -> bool:
+def _goes_first(session: Session, first: ProbeLaunch, hold_us: float) -> bool:
     marks, later = Marks(first.num_ctas), Marks(COMMUNICATION.num_ctas)
     side = torch.cuda.Stream()
     session.wait()
@@ -97,7 +97,7 @@ def _carveouts(session: Session) -> list[Point]:
     points = []
     for carveout in (-1, 100):
         # one wave: whatever is left free is free from the start
-        first = Launch(num_ctas=2 * session.num_sms, threads=THREADS, shared_bytes=8192, carveout_percent=carveout)
+        first = ProbeLaunch(num_ctas=2 * session.num_sms, threads=THREADS, shared_bytes=8192, carveout_percent=carveout)
         greatest = session.gpu.greatest_priority
         waves = [_start_in_waves(session, first, COMMUNICATION, greatest) for _ in range(1 + ROUNDS)][1:]
         points.append(point("second_kernel_starts_waves", waves, case="beside_with_room", carveout_percent=carveout))
@@ -108,7 +108,7 @@ def _spread(session: Session) -> list[Point]:
     """How many SMs a kernel's CTAs spread over, on an idle GPU."""
     points = []
     for num_ctas in (session.num_sms // 2, session.num_sms, 2 * session.num_sms):
-        launch, marks = Launch(num_ctas=num_ctas, threads=THREADS), Marks(num_ctas)
+        launch, marks = ProbeLaunch(num_ctas=num_ctas, threads=THREADS), Marks(num_ctas)
         session.wait()
         occupy(launch, marks, WAVE_US)
         session.wait()

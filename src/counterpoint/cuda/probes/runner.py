@@ -45,6 +45,10 @@ class Probe(msgspec.Struct, frozen=True):
     is_of_all_ranks: bool = False
     least_ranks: int = 1
 
+    def label(self, num_ranks: int) -> str:
+        """The name of its results: what is measured between GPUs is of so many."""
+        return self.name if self.least_ranks == 1 else f"{self.name} of {num_ranks} ranks"
+
 
 class ProbeResult(Value, frozen=True, kw_only=True):
     """What a probe found on rank 0, or why it did not."""
@@ -107,7 +111,7 @@ def run_probes(
     rank, num_ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     status = open_exchange("calibration", STATUS_LIMIT_S)
     left = [probe for probe in probes(nvml) if num_ranks >= probe.least_ranks]
-    wanted = [probe.name for probe in left if probe.name not in is_done]
+    wanted = [probe.name for probe in left if probe.label(num_ranks) not in is_done]
     wanted = json.loads(status.round(json.dumps(wanted).encode(), "agree on probes")[0])
     session = Session(machine, rank, num_ranks)
     for probe in left:
@@ -132,7 +136,8 @@ def _run(probe: Probe, session: Session) -> ProbeResult:
     except (CounterpointError, RuntimeError, torch.OutOfMemoryError) as problem:
         failure = " ".join(str(problem).split())[:300] or type(problem).__name__
     torch.cuda.empty_cache()
-    return ProbeResult(probe=probe.name, seconds=round(time.monotonic() - start, 1), points=tuple(points), failure=failure)
+    label, seconds = probe.label(session.num_ranks), round(time.monotonic() - start, 1)
+    return ProbeResult(probe=label, seconds=seconds, points=tuple(points), failure=failure)
 
 
 def _problems(result: ProbeResult, nvml: Nvml | None, rank: int) -> dict[str, str]:

@@ -10,7 +10,7 @@ from itertools import pairwise
 
 import torch
 
-from counterpoint.cuda.probes.occupying import Launch, Marks, occupy
+from counterpoint.cuda.probes.occupying import Marks, ProbeLaunch, occupy
 from counterpoint.cuda.rendezvous import Rendezvous
 from counterpoint.errors import DeviceError
 from counterpoint.machine import Machine
@@ -59,7 +59,7 @@ class Session:
 
     def hold(self, duration_us: float) -> None:
         """Keep the stream in use busy, so that the host gets ahead."""
-        occupy(Launch(num_ctas=1, threads=32), self._marks, min(duration_us, MOST_HOLD_US))
+        occupy(ProbeLaunch(num_ctas=1, threads=32), self._marks, min(duration_us, MOST_HOLD_US))
 
     def delay_without_sm(self) -> None:
         """Keep the stream in use busy for about 20 us with a copy from the host, which takes no SM."""

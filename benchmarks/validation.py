@@ -1,0 +1,151 @@
+"""The validation set's figures, and the bounds that the project prints beside what was never measured.
+
+    python -m benchmarks.validation [--write]
+
+Needs no GPU: today's simulator is compared with the measurements that ship with the project. `--write` stores the figures
+under benchmarks/results/ and the bounds in src/counterpoint/validation/bounds.toml.
+"""
+
+import argparse
+from collections.abc import Iterator, Sequence
+from datetime import date
+
+import msgspec
+import numpy as np
+
+from benchmarks.conditions import ROOT, store
+from benchmarks.heuristic_accuracy import MACHINE, all_cases
+from benchmarks.ops_shapes import HELD_OUT
+from counterpoint.errors import CounterpointError
+from counterpoint.machine import load_machine
+from counterpoint.report.text import new_console
+from counterpoint.report.validation import print_validation
+from counterpoint.schedule import make_schedule
+from counterpoint.schedule.estimate import estimate, estimate_sequential
+from counterpoint.schedule.heuristic import candidate_descriptions
+from counterpoint.sim import Simulator
+from counterpoint.step import Collective, CollectiveKind, Step
+from counterpoint.validation.bounds import BoundsTable, ComparedGpu, RatioSpan
+from counterpoint.validation.outcome import ORIGINS, Outcome, validate_files
+from counterpoint.validation.records import shipped_measurements
+from counterpoint.value import Value, read_shipped, save_toml
+
+BOUNDS = ROOT / "src" / "counterpoint" / "validation" / "bounds.toml"
+GPU = "h200"  # whose constants all others are scaled from
+
+
+class PublishedTime(Value, frozen=True, kw_only=True):
+    """One collective alone."""
+
+    num_ranks: int
+    num_bytes: int
+    measured_us: float
+
+
+class PublishedTimes(Value, frozen=True, kw_only=True):
+    """Times of a machine that others measured."""
+
+    machine: str
+    collective: CollectiveKind
+    times: tuple[PublishedTime, ...]
+
+
+def published_ratios() -> list[float]:
+    """Measured over predicted times of published collectives."""
+    published = read_shipped("validation/published.toml", PublishedTimes, CounterpointError)
+    machine = load_machine(published.machine)
+    ratios = []
+    for entry in published.times:
+        alone = Collective(
+            name=published.collective,
+            stream=0,
+            collective=published.collective,
+            num_bytes=entry.num_bytes,
+            group_size=entry.num_ranks,
+        )
+        step = Step(name="published", num_ranks=entry.num_ranks, operations=(alone,))
+        ratios.append(entry.measured_us / Simulator().lone_times_us(step, machine)[0])
+    return ratios
+
+
+def schedule_ratios() -> Iterator[float]:
+    """Measured over estimated times of operators' schedules on the shapes that the estimate was not fitted to."""
+    for case in all_cases():
+        if case.shape not in HELD_OUT:
+            continue
+        yield case.times_us["sequential"] / estimate_sequential(case.problem, MACHINE)
+        for description in candidate_descriptions(case.problem, MACHINE):
+            measured_us = case.times_us.get(description.label())
+            if measured_us is not None and not description.is_sequential:
+                found = estimate(make_schedule(case.problem, description), case.problem, MACHINE)
+                yield measured_us / found.makespan_us
+
+
+def ratios_of(outcomes: Sequence[Outcome], machine: str, origin: str) -> list[float]:
+    """Measured over predicted times of one origin on one machine, whatever the number of GPUs."""
+    return [
+        row.measured_us / row.predicted_us
+        for outcome in outcomes
+        if outcome.machine == machine
+        for found in outcome.origins
+        if found.origin == origin
+        for row in found.rows
+    ]
+
+
+def span(ratios: Sequence[float], source: str) -> RatioSpan:
+    """The middle 90 % of the ratios."""
+    low, high = np.quantile(np.array(ratios), (0.05, 0.95))
+    return RatioSpan(low=round(float(low), 3), high=round(float(high), 3), num_rows=len(ratios), source=source)
+
+
+def bounds_of(outcomes: Sequence[Outcome]) -> BoundsTable:
+    """The bounds that follow from these outcomes and from published times."""
+    bases = {
+        origin: span(ratios_of(outcomes, GPU, origin), f"validation set on H200s, predicted from {origin}")
+        for origin in ORIGINS
+    }
+    operators = span(list(schedule_ratios()), "operators' schedules on 2 and 4 H200s, the shapes that no fit has seen")
+    other = [ratio for outcome in outcomes if outcome.machine != GPU for ratio in _other_ratios(outcome)]
+    most = max(outcome.num_gpus for outcome in outcomes if outcome.machine == GPU)
+    return BoundsTable(
+        date=date.today().isoformat(),
+        compared=(ComparedGpu(device_name="NVIDIA H200", most_gpus=max(most, 4)),),
+        bases={**bases, "copy schedules": operators},
+        transfer=span(
+            [*published_ratios(), *other],
+            "published all-reduces on A100s, and the validation set on GPUs other than the H200",
+        ),
+    )
+
+
+def _other_ratios(outcome: Outcome) -> Iterator[float]:
+    for found in outcome.origins:
+        if found.origin == "sizes alone":
+            yield from (row.measured_us / row.predicted_us for row in found.rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", action="store_true", help="store figures and bounds")
+    outcomes = validate_files(shipped_measurements())
+    print_validation(new_console(), outcomes)
+    bounds = bounds_of(outcomes)
+    for name, found in (*bounds.bases.items(), ("transfer", bounds.transfer)):
+        print(f"{name:16} {found.low:.3f} to {found.high:.3f} of {found.num_rows} rows")
+    if parser.parse_args().write:
+        save_toml(BOUNDS, bounds, "bounds", CounterpointError)
+        figures = [
+            {
+                "file": outcome.file,
+                "conditions": outcome.conditions,
+                "origins": {found.origin: msgspec.to_builtins(found.figures) for found in outcome.origins},
+                "left_out": outcome.left_out,
+            }
+            for outcome in outcomes
+        ]
+        print(f"written to {store('validation', figures)} and {BOUNDS}")
+
+
+if __name__ == "__main__":
+    main()

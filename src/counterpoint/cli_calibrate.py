@@ -1,0 +1,148 @@
+"""The command line's part for `calibrate`: probes on the GPUs at hand fill a calibration file.
+
+Under torchrun every rank runs the command; rank 0 prints and writes the file after each probe, so that an interrupted
+calibration goes on where it ended.
+"""
+
+from datetime import date
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from counterpoint.errors import MachineError, say, shown, shown_path
+from counterpoint.value import check_outputs, read_toml, require
+
+if TYPE_CHECKING:
+    from counterpoint.cuda.probes.runner import ProbeResult
+    from counterpoint.machine import Machine
+    from counterpoint.sim.calibration import Calibration, ProbeRecord
+
+INSTEAD = "Without GPUs, the shipped constants are used: counterpoint machines."
+# what must not have changed where a calibration goes on; "gpus" only says how many took part last
+INTERRUPTED = 130
+KEPT_CONDITIONS = ("driver", "cuda", "torch", "nccl", "nvls")
+
+
+def calibrate(
+    output: Annotated[
+        Path | None,
+        typer.Option("-o", "--output", metavar="FILE", help="The file (.toml).  [default: calibration_MACHINE.toml]"),
+    ] = None,
+    again: Annotated[bool, typer.Option("--again", help="Measure everything anew instead of going on with FILE.")] = False,
+) -> None:
+    """Measure the simulator's constants on the GPUs at hand, in less than a minute, and save them with their sources.
+
+    One GPU gives launches, placement, memory and matmuls; several, started with torchrun, collectives and copies too:
+    torchrun --nproc-per-node 2 --no-python counterpoint calibrate. What FILE holds already is kept and not measured again.
+    """
+    from counterpoint.cuda.ranks import run_and_leave  # noqa: PLC0415  a fast --help
+
+    check_outputs((output,))
+    require(
+        output is None or output.suffix.lower() == ".toml",
+        MachineError,
+        f"A calibration file's name ends in .toml; found '{shown_path(output)}'. Name it so.",
+    )
+    run_and_leave(lambda: _calibrate(output, again))
+
+
+def _calibrate(output: Path | None, again: bool) -> None:
+    from counterpoint.cuda.ranks import join_ranks, require_gpu  # noqa: PLC0415
+
+    require_gpu(INSTEAD)
+    from counterpoint.cuda.probes.runner import check_fit, open_nvml  # noqa: PLC0415
+
+    nvml = open_nvml()
+    state = None if nvml is None else check_fit(nvml, "The GPU")  # before this process uses it
+    rank = join_ranks(INSTEAD)
+    from counterpoint.cuda.conditions import measuring_conditions  # noqa: PLC0415
+    from counterpoint.cuda.device_query import query_devices  # noqa: PLC0415
+    from counterpoint.cuda.probes.runner import run_probes  # noqa: PLC0415
+    from counterpoint.cuda.probing import shipped_machine  # noqa: PLC0415
+
+    queried = query_devices()[0]
+    machine = shipped_machine(queried)
+    conditions = {name: str(value) for name, value in measuring_conditions().items() if name != "date"}
+    if state is None:
+        conditions["state"] = "NVML was not found: nobody looked whether the GPU was throttled or shared"
+    else:
+        conditions["power limit"] = f"{state.power_limit_w:.0f} W"
+    collected = _Record(machine, queried.device_name, output or Path(f"calibration_{machine.name}.toml"), conditions)
+    if rank == 0 and not again:
+        collected.go_on()
+    try:
+        run_probes(machine, nvml, collected.done(), collected.add)
+    except KeyboardInterrupt:
+        if rank == 0:
+            say(f"Interrupted. What was measured is in {shown_path(collected.path)}; run again to go on.")
+        raise SystemExit(INTERRUPTED) from None
+    if rank == 0:
+        collected.report()
+
+
+class _Record:
+    """What was measured so far, on rank 0; saved after every probe."""
+
+    def __init__(self, machine: "Machine", device_name: str, path: Path, conditions: dict[str, str]) -> None:
+        self._machine, self._device_name, self._conditions = machine, device_name, conditions
+        self.path = path
+        self._probes: dict[str, ProbeRecord] = {}
+        self._calibration: Calibration | None = None
+
+    def go_on(self) -> None:
+        """Take over what the file holds. Raises `MachineError` for another GPU's, and for other versions than today's."""
+        from counterpoint.sim.calibration import Calibration  # noqa: PLC0415
+
+        if not self.path.exists():
+            return
+        found = read_toml(self.path, Calibration, MachineError)
+        require(
+            found.device_name == self._device_name,
+            MachineError,
+            f"{shown_path(self.path)} was measured on '{shown(found.device_name)}', and this GPU is '{self._device_name}'. "
+            "Name another file.",
+        )
+        for name in KEPT_CONDITIONS:
+            before, now = found.conditions.get(name, "unknown"), self._conditions.get(name, "unknown")
+            require(
+                before == now or not found.probes,
+                MachineError,
+                f"{shown_path(self.path)} was measured with {name} {shown(before)}, and now it is {now}. Name another file, "
+                "or measure everything anew with --again.",
+            )
+        self._probes = {name: record for name, record in found.probes.items() if not record.failure}
+        self._calibration = found
+        if self._probes:
+            print(f"Going on with {shown_path(self.path)}: {len(self._probes)} probes are done.", flush=True)
+
+    def done(self) -> frozenset[str]:
+        """The probes that need not run again."""
+        return frozenset(self._probes)
+
+    def add(self, result: "ProbeResult") -> None:
+        """Save a probe's points and the constants that follow from all so far."""
+        from counterpoint.sim.calibration import ProbeRecord  # noqa: PLC0415
+        from counterpoint.sim.calibration_file import derive, save_calibration  # noqa: PLC0415
+
+        self._probes[result.probe] = ProbeRecord(
+            date=date.today().isoformat(), seconds=result.seconds, points=result.points, failure=result.failure
+        )
+        self._calibration = derive(self._machine, self._device_name, self._conditions, self._probes)
+        save_calibration(self._calibration, self.path)
+        outcome = f"failed: {result.failure}" if result.failure else f"{len(result.points)} points"
+        print(f"{result.probe:<24} {result.seconds:5.1f} s  {outcome}", flush=True)
+
+    def report(self) -> None:
+        """What came out, in a few lines."""
+        from counterpoint.sim.calibration import constants_of  # noqa: PLC0415
+        from counterpoint.sim.calibration_file import broken_rules  # noqa: PLC0415
+
+        if self._calibration is None:
+            return
+        constants = constants_of(self._calibration)
+        measured = sum(1 for each in constants.values() if each.status == "measured")
+        print(f"{measured} of {len(constants)} constants were measured on {self._device_name}; the others are the H200's.")
+        for rule in broken_rules(self._calibration):
+            print(f"A rule that the simulator takes for granted does not hold here: {rule}.")
+        print(f"Saved to {self.path}. Use it: counterpoint simulate STEP --calibration {self.path}")

@@ -1,0 +1,228 @@
+"""Constants that several points give together: what saturates an SM or the memory, and the bandwidth of collectives.
+
+Saturation is fitted by the simulator itself: it simulates the probe's kernel at each residency, and the constant is the one
+whose times are nearest to the measured ones. Collectives are fitted by their formula (`costs.py`).
+"""
+
+import math
+from collections.abc import Sequence
+
+import msgspec
+
+from counterpoint.controls import Priority, ResidencyCap
+from counterpoint.footprints import communication_footprint
+from counterpoint.machine import Machine
+from counterpoint.measurement.points import Point
+from counterpoint.occupancy import cap_shared_bytes
+from counterpoint.plan import Directive, Match, Plan
+from counterpoint.sim.calibration import LARGE_BYTES, Calibration, CollectiveConstants
+from counterpoint.sim.calibration_fit import Fitted, Points, log_error, minimize
+from counterpoint.sim.costs import wire_bytes
+from counterpoint.sim.rates import smooth_minimum
+from counterpoint.sim.simulator import Simulator
+from counterpoint.step import Character, Collective, CollectiveKind, Dependency, Footprint, Kernel, Step
+from counterpoint.units import MIB, US_PER_S
+
+LEAST_FRACTION, MOST_LATENCY_US = 0.05, 200.0
+USUAL_WEIGHT = 3
+NUM_STREAMING = 16  # kernels in a row, more than a collective beside them takes
+CONTENDING_BYTES = 256 * MIB
+# PyTorch's elementwise kernel on 512 MiB of fp32, as in the probe
+STREAMING = Footprint(num_ctas=131_072, threads_per_cta=128, registers_per_thread=32)
+SATURATIONS: dict[Character, tuple[str, str, tuple[dict[str, str | int], ...]]] = {
+    "matmul": ("saturation_shared_bytes", "matmul_capped_us", ({"tile": "64x64x32"}, {"tile": "128x128x32"})),
+    "streaming": ("saturation_warps", "streaming_capped_us", ({"type": "bf16"},)),
+    "other": ("saturation_warps", "arithmetic_capped_us", ({"chains": 1},)),
+}
+Sample = tuple[int, float, float]  # CTAs, bytes on the wire, microseconds
+
+
+def fit_saturation(points: Points, machine: Machine, calibration: Calibration, character: Character) -> Fitted | None:
+    """What saturates an SM, or the memory: warps, or bytes of tiles for matmuls."""
+    field, name, kernels = SATURATIONS[character]
+    groups = [group for group in (points.all(name, **at) for at in kernels) if len(group) > 1]
+    if not groups:
+        return None
+    constants = calibration.characters[character]
+
+    def error(figures: Sequence[float]) -> float:
+        changed = msgspec.structs.replace(constants, **{field: figures[0]})
+        tried = msgspec.structs.replace(calibration, characters=calibration.characters | {character: changed})
+        simulator = Simulator(tried)
+        return log_error(pair for group in groups for pair in _capped_times(simulator, machine, character, group))
+
+    (value,), left = minimize(error, [getattr(constants, field)])
+    seen = ", ".join(f"{each.at['ctas_per_sm']}: {each.value:,.0f}" for group in groups for each in group)
+    return Fitted(
+        value=value, spread=left, source=f"{name} by CTAs on an SM: {seen}; mean error of the fit {100 * left:.1f} %"
+    )
+
+
+def _capped_times(
+    simulator: Simulator, machine: Machine, character: Character, group: Sequence[Point]
+) -> list[tuple[float, float]]:
+    """Simulated and measured times of one kernel at each residency but its own, which is what the simulator is told."""
+    usual = max(group, key=lambda each: each.at["ctas_per_sm"])
+    kernel = _kernel(usual, character)
+    step = Step(name="probe", num_ranks=1, operations=(kernel,))
+    times = []
+    for each in group:
+        if each is usual:
+            continue
+        wanted = int(each.at["ctas_per_sm"])
+        dynamic_bytes = cap_shared_bytes(machine.gpu, kernel.footprint, wanted)
+        cap = ResidencyCap(ctas_per_sm=wanted, dynamic_shared_bytes=dynamic_bytes, carveout_percent=-1)
+        plan = Plan(directives=(Directive(match=Match(operations=(0,)), controls=(cap,), reason="probe"),))
+        times.append((simulator.run(step, machine, plan).intervals[0].end_us, each.value))
+    return times
+
+
+def _kernel(each: Point, character: Character) -> Kernel:
+    """The kernel that a probe of residency measured."""
+    number = {key: int(each.at[key]) for key in ("ctas", "threads", "registers", "shared_bytes")}
+    footprint = Footprint(
+        num_ctas=number["ctas"],
+        threads_per_cta=number["threads"],
+        registers_per_thread=number["registers"],
+        dynamic_shared_bytes=number["shared_bytes"],
+    )
+    return Kernel(name="probe", stream=0, footprint=footprint, character=character, lone_us=each.value)
+
+
+def fit_l2(points: Points, machine: Machine, calibration: Calibration) -> Fitted | None:
+    """Bytes per cycle and SM from L2: tiled matmuls at their own residency, which read every tile of A and B from there."""
+    tiles = {"64x64x32": 64, "128x128x32": 128}
+    rates = []
+    for tile, length in tiles.items():
+        measured = points.all("matmul_capped_us", tile=tile)
+        if not measured:
+            continue
+        each = max(measured, key=lambda point: point.at["ctas_per_sm"])
+        size = int(each.at["size"])
+        moved = (size // length) ** 2 * size * 2 * length * 2
+        kernel = msgspec.structs.replace(_kernel(each, "matmul"), lone_us=None, flops=1.0, l2_bytes=float(moved))
+        step = Step(name="probe", num_ranks=1, operations=(kernel,))
+        (simulated,) = Simulator(calibration).lone_times_us(step, machine)
+        rates.append(calibration.l2_bytes_per_cycle_per_sm.value * simulated / each.value)
+    if not rates:
+        return None
+    middle = (max(rates) + min(rates)) / 2
+    source = f"Triton bf16 matmuls of tiles {' and '.join(tiles)}: {', '.join(f'{rate:.1f}' for rate in rates)}"
+    return Fitted(value=middle, spread=(max(rates) - min(rates)) / 2 / middle, source=source)
+
+
+def fit_contention(points: Points, machine: Machine, calibration: Calibration) -> tuple[Fitted, Fitted] | None:
+    """`latency_per_load` and `hbm_bytes_per_wire_byte`: an all-reduce among streaming kernels, and one of these beside
+    all-reduces. Both are simulated, as for saturation.
+    """
+    alone = points.one("kernel_us", kernel="streaming", group="contention")
+    collective = points.one("collective_us", kind="all_reduce", ctas="usual", ranks=2, bytes=CONTENDING_BYTES)
+    slowed = points.one("collective_beside_us", kind="all_reduce", kernel="streaming")
+    kernel = points.one("kernel_beside_us", kind="all_reduce", kernel="streaming")
+    if alone is None or collective is None or slowed is None or kernel is None:
+        return None
+    lone = (alone.value, collective.value)
+
+    def error(figures: Sequence[float]) -> float:
+        changed = {
+            "latency_per_load": msgspec.structs.replace(calibration.latency_per_load, value=figures[0]),
+            "hbm_bytes_per_wire_byte": msgspec.structs.replace(calibration.hbm_bytes_per_wire_byte, value=figures[1]),
+        }
+        simulator = Simulator(msgspec.structs.replace(calibration, **changed))
+        return log_error(zip(_contending_us(simulator, machine, lone), (slowed.value, kernel.value), strict=True))
+
+    start = (calibration.latency_per_load.value, calibration.hbm_bytes_per_wire_byte.value)
+    (per_load, per_wire), left = minimize(error, start)
+    source = (
+        f"an all-reduce of 256 MiB takes {slowed.value:,.0f} us among streaming kernels, alone {lone[1]:,.0f}; one of these "
+        f"takes {kernel.value:.0f} beside all-reduces, alone {lone[0]:.0f}; error of the fit {100 * left:.1f} %"
+    )
+    return Fitted(value=per_load, spread=left, source=source), Fitted(value=per_wire, spread=left, source=source)
+
+
+def _contending_us(simulator: Simulator, machine: Machine, lone_us: tuple[float, float]) -> tuple[float, float]:
+    """An all-reduce of the greatest priority among streaming kernels, and a streaming kernel beside all-reduces."""
+    streaming = Kernel(name="streaming", stream=0, footprint=STREAMING, character="streaming", lone_us=lone_us[0])
+    communication = Collective(
+        name="all-reduce", stream=1, collective="all_reduce", num_bytes=CONTENDING_BYTES, group_size=2, lone_us=lone_us[1]
+    )
+    priority = Priority(priority=machine.gpu.greatest_priority)
+    plan = Plan(directives=(Directive(match=Match(kind="communication"), controls=(priority,), reason="probe"),))
+    late = msgspec.structs.replace(communication, waits_for=(Dependency(operation=0),))
+    among = Step(name="among", num_ranks=2, operations=(*[streaming] * NUM_STREAMING, late))
+    beside = Step(name="beside", num_ranks=2, operations=(*[communication] * 3, streaming, streaming))
+    times = []
+    for step, number in ((among, NUM_STREAMING), (beside, 4)):
+        intervals = simulator.run(step, machine, plan).intervals
+        times += [each.end_us - each.start_us for each in intervals if each.operation == number]
+    return times[0], times[1]
+
+
+def fit_collective(
+    points: Points, machine: Machine, kind: CollectiveKind, known: CollectiveConstants
+) -> CollectiveConstants | None:
+    """Bandwidth and latency of one kind of two ranks, and its latency by bytes; None without enough points."""
+    usual = communication_footprint(machine.gpu, "nccl").num_ctas
+    found = points.all("collective_us", kind=kind, ranks=2)
+    measured = [(_sample(each, kind, usual), float(each.at["bytes"])) for each in found]
+    large = [sample for sample, num_bytes in measured if num_bytes >= LARGE_BYTES]
+    if len({num_ctas for num_ctas, _, _ in large}) < 2:
+        return None
+    link = machine.link.per_peer_bytes_per_s
+    # what jobs use counts most
+    weighted = large + [sample for sample in large if sample[0] == usual] * USUAL_WEIGHT
+
+    def error(figures: Sequence[float]) -> float:
+        by_cta, fraction, latency_us = figures
+        if not LEAST_FRACTION <= fraction <= 1 or not 1 <= latency_us <= MOST_LATENCY_US:
+            return math.inf
+        rates = [smooth_minimum(num_ctas * by_cta, fraction * link) for num_ctas, _, _ in weighted]
+        times = [latency_us + US_PER_S * moved / rate for rate, (_, moved, _) in zip(rates, weighted, strict=True)]
+        return log_error(zip(times, (time_us for _, _, time_us in weighted), strict=True))
+
+    start = (known.bytes_per_s_per_cta, known.link_fraction, known.latency_us)
+    (by_cta, fraction, latency_us), left = minimize(error, start)
+    rate = smooth_minimum(usual * by_cta, fraction * link)
+    small = [
+        (num_bytes, round(max(0.0, time_us - US_PER_S * moved / rate), 2))
+        for (num_ctas, moved, time_us), num_bytes in measured
+        if num_ctas == usual and num_bytes < LARGE_BYTES
+    ]
+    fitted = msgspec.structs.replace(
+        known,
+        bytes_per_s_per_cta=float(f"{by_cta:.4g}"),
+        link_fraction=float(f"{fraction:.3g}"),
+        latency_us=float(f"{latency_us:.3g}"),
+        latency_us_by_bytes=tuple(sorted(small)),
+        spread=round(left, 4),
+        source=f"{len(measured)} times of 2 ranks, {usual} CTAs and fewer; mean error of the fit {100 * left:.1f} %",
+    )
+    return _with_more_ranks(fitted, points, machine, kind, known.source)
+
+
+def _with_more_ranks(
+    fitted: CollectiveConstants, points: Points, machine: Machine, kind: CollectiveKind, before: str
+) -> CollectiveConstants:
+    """The same with the share of the link that more than two ranks reach, where it was measured; else as it was known."""
+    usual, link = communication_footprint(machine.gpu, "nccl").num_ctas, machine.link.per_peer_bytes_per_s
+    found = [each for each in points.all("collective_us", kind=kind, ctas="usual") if int(each.at["ranks"]) > 2]
+    large = [_sample(each, kind, usual) for each in found if float(each.at["bytes"]) >= LARGE_BYTES]
+    if not large:
+        if fitted.link_fraction_of_more is None:
+            return fitted
+        return msgspec.structs.replace(fitted, source=f"{fitted.source}; of more ranks as before: {before}")
+    by_ctas = usual * fitted.bytes_per_s_per_cta
+
+    def error(figures: Sequence[float]) -> float:
+        rate = smooth_minimum(by_ctas, figures[0] * link)
+        return log_error((fitted.latency_us + US_PER_S * moved / rate, time_us) for _, moved, time_us in large)
+
+    (fraction,), left = minimize(error, [fitted.link_fraction])
+    ranks = sorted({int(each.at["ranks"]) for each in found})
+    source = f"{fitted.source}; {len(large)} times of {ranks} ranks, mean error {100 * left:.1f} %"
+    return msgspec.structs.replace(fitted, link_fraction_of_more=float(f"{fraction:.3g}"), source=source)
+
+
+def _sample(each: Point, kind: CollectiveKind, usual: int) -> Sample:
+    num_ctas = usual if each.at["ctas"] == "usual" else int(each.at["ctas"])
+    return num_ctas, wire_bytes(kind, int(each.at["bytes"]), int(each.at["ranks"])), each.value

@@ -1,0 +1,178 @@
+"""A GPU's calibration file: made of what its probes measured, and written so that people can read it.
+
+What was not measured is the H200's, and on another GPU it is marked as assumed. Points stand at the end of the file, one a
+line, because constants follow from them and can be derived anew.
+"""
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import msgspec
+
+from counterpoint.errors import MachineError
+from counterpoint.machine import Machine
+from counterpoint.measurement.points import Point
+from counterpoint.sim.calibration import (
+    TABLES,
+    Calibration,
+    CharacterConstants,
+    CollectiveConstants,
+    Constant,
+    MeasuredRule,
+    ProbeRecord,
+    load_calibration,
+)
+from counterpoint.sim.calibration_curves import SATURATIONS, fit_collective, fit_contention, fit_l2, fit_saturation
+from counterpoint.sim.calibration_fit import Fitted, Points, fit_matmul_fractions, fit_scalars
+from counterpoint.step import Character
+from counterpoint.value import save_text, write_toml
+
+WAVES = 4  # of the probes' first kernel
+RULE_TOLERANCE = 0.2  # of a wave; without the rule the figure is off by half a wave or more
+# What each case of the placement probe shows: when the second kernel starts, in waves of the first.
+RULES: dict[str, tuple[dict[str, float | str], float, str]] = {
+    "leftover_with_room": (
+        {"case": "equal_priority_with_room"},
+        WAVES - 1,
+        "at equal priority a kernel starts when the earlier one has placed all its CTAs, although there is room",
+    ),
+    "leftover_full": ({"case": "equal_priority_full"}, WAVES, "at equal priority no freed slot goes to a later kernel"),
+    "priority_with_room": (
+        {"case": "greatest_priority_with_room"},
+        0.13,
+        "the greatest priority starts at once where there is room",
+    ),
+    "priority_stops_refill": ({"case": "greatest_priority_full"}, 1.0, "the greatest priority gets the first freed slot"),
+    "priority_stops_refill_until_it_fits": (
+        {"case": "greatest_priority_large_full"},
+        1.0,
+        "lesser kernels wait until a large CTA of the greatest priority fits",
+    ),
+    "carveout_of_first_kernel": (
+        {"case": "beside_with_room", "carveout_percent": -1},
+        1.0,
+        "an SM's carveout is set by the first kernel on it and holds until it is empty",
+    ),
+    "carveout_asked_for": (
+        {"case": "beside_with_room", "carveout_percent": 100},
+        0.13,
+        "with a carveout of 100 % a large CTA starts beside the first kernel at once",
+    ),
+}
+HEAD = """\
+# Constants of the simulator, measured on {device} by `counterpoint calibrate`. Each says where it is from, when, and whether
+# it was measured or assumed (then it is another GPU's). `spread` is relative. The points that the constants were
+# derived from stand at the end. What each means: docs/calibrate.md and docs/simulator.md.
+
+"""
+
+
+def derive(
+    machine: Machine, device_name: str, conditions: Mapping[str, str], probes: Mapping[str, ProbeRecord]
+) -> Calibration:
+    """The constants of a GPU from what its probes measured; the rest are the H200's."""
+    points = Points(point for record in probes.values() for point in record.points)
+    day = max((record.date for record in probes.values()), default="")
+    base = load_calibration()
+    if device_name != base.device_name:
+        base = _assumed(base)
+    base = msgspec.structs.replace(base, device_name=device_name, conditions=dict(conditions), probes=dict(probes), rules={})
+    fitted = {name: _constant(found, day) for name, found in fit_scalars(points, machine).items()}
+    by_type = {name: _constant(found, day) for name, found in fit_matmul_fractions(points, machine).items()}
+    collectives = dict(base.collectives)
+    for kind, known in base.collectives.items():
+        found = fit_collective(points, machine, kind, known)
+        if found is not None:
+            collectives[kind] = msgspec.structs.replace(found, status="measured", date=day)
+    base = msgspec.structs.replace(
+        base, **fitted, matmul_peak_fractions=base.matmul_peak_fractions | by_type, collectives=collectives
+    )
+    base = msgspec.structs.replace(base, characters=_characters(base, points, machine, day), rules=_rules(points, day))
+    return _with_contention(base, points, machine, day)
+
+
+def _assumed(base: Calibration) -> Calibration:
+    """Another GPU's constants: assumed for this one."""
+
+    def change(
+        each: Constant | CharacterConstants | CollectiveConstants,
+    ) -> Constant | CharacterConstants | CollectiveConstants:
+        return msgspec.structs.replace(each, status="assumed", source=f"as {base.device_name}: {each.source}")
+
+    changed: dict[str, object] = {}
+    for name in base.__struct_fields__:
+        entry = getattr(base, name)
+        if isinstance(entry, Constant):
+            changed[name] = change(entry)
+        elif name in TABLES:
+            changed[name] = {key: change(each) for key, each in entry.items()}
+    return msgspec.structs.replace(base, **changed)
+
+
+def _constant(found: Fitted, day: str) -> Constant:
+    value, spread = float(f"{found.value:.4g}"), round(found.spread, 4)
+    return Constant(value=value, spread=spread, status="measured", date=day, source=found.source)
+
+
+def _with_contention(base: Calibration, points: Points, machine: Machine, day: str) -> Calibration:
+    """The constants that the simulator itself fits, which hang on all others."""
+    found = fit_contention(points, machine, base)
+    if found is not None:
+        per_load, per_wire = (_constant(each, day) for each in found)
+        base = msgspec.structs.replace(base, latency_per_load=per_load, hbm_bytes_per_wire_byte=per_wire)
+    l2 = fit_l2(points, machine, base)
+    return base if l2 is None else msgspec.structs.replace(base, l2_bytes_per_cycle_per_sm=_constant(l2, day))
+
+
+def _characters(base: Calibration, points: Points, machine: Machine, day: str) -> dict[Character, CharacterConstants]:
+    characters = dict(base.characters)
+    for character, (field, _, _) in SATURATIONS.items():
+        found = fit_saturation(points, machine, base, character)
+        if found is not None:
+            figures = {field: float(f"{found.value:.4g}"), "spread": round(found.spread, 4), "source": found.source}
+            characters[character] = msgspec.structs.replace(characters[character], status="measured", date=day, **figures)
+    return characters
+
+
+def _rules(points: Points, day: str) -> dict[str, MeasuredRule]:
+    rules = {}
+    for name, (at, expected, says) in RULES.items():
+        found = points.one("second_kernel_starts_waves", **at)
+        if found is not None:
+            holds = abs(found.value - expected) <= RULE_TOLERANCE
+            rules[name] = MeasuredRule(value=found.value, expected=expected, holds=holds, date=day, source=says)
+    return rules
+
+
+def broken_rules(calibration: Calibration) -> tuple[str, ...]:
+    """The rules of dispatch that the simulator takes for granted and that this GPU does not keep, in words."""
+    return tuple(
+        f"{name}: {rule.source}; measured {rule.value:g} waves, expected {rule.expected:g}"
+        for name, rule in calibration.rules.items()
+        if not rule.holds
+    )
+
+
+def save_calibration(calibration: Calibration, path: Path | str) -> None:
+    """Write the file. Raises `MachineError` where that is impossible."""
+    bare = msgspec.structs.replace(calibration, probes={})
+    text = HEAD.format(device=calibration.device_name) + write_toml(bare)
+    for name, record in calibration.probes.items():
+        head = write_toml({"probes": {name: msgspec.structs.replace(record, points=())}})
+        text += f"\n{head.removeprefix('[probes]').strip()}\n{_point_lines(record.points)}"
+    save_text(path, text, "calibration", MachineError)
+
+
+def _point_lines(points: Iterable[Point]) -> str:
+    """An array of inline tables, one a line."""
+    lines = []
+    for each in points:
+        at = ", ".join(f"{key} = {_plain(value)}" for key, value in each.at.items())
+        lines.append(
+            f"  {{ name = {_plain(each.name)}, value = {each.value!r}, spread = {each.spread!r}, at = {{ {at} }} }},"
+        )
+    return "\n".join(["points = [", *lines, "]", ""])
+
+
+def _plain(value: float | str) -> str:
+    return msgspec.json.encode(value).decode()

@@ -1,0 +1,187 @@
+"""From points that the probes measured to the simulator's constants, by the simulator's own formulas turned round.
+
+Each function takes the points and gives one constant, or None where its points are missing: a probe that failed leaves its
+constant as it was. Knows nothing of GPUs but the figures of their machine file.
+"""
+
+import math
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+
+from counterpoint.machine import ElementType, Machine
+from counterpoint.measurement.points import Point
+from counterpoint.occupancy import residency
+from counterpoint.sim.costs import SUM_BYTES_PER_CTA, SUM_FOOTPRINT
+from counterpoint.units import US_PER_S
+from counterpoint.value import Value
+
+FLOPS_PER_ITERATION = 2 * 64  # of one thread of the probes' arithmetic kernel
+LARGEST_MATMUL = 8192
+TILES = {"64x64x32": (64, 64), "128x128x32": (128, 128)}
+STEPS = (1.3, 1.1, 1.03, 1.01, 1.003)
+
+
+class Fitted(Value, frozen=True, kw_only=True):
+    """A constant's value, its relative spread or what the fit leaves, and in words what it is from."""
+
+    value: float
+    spread: float
+    source: str
+
+
+class Points:
+    """Points by name and conditions."""
+
+    def __init__(self, points: Iterable[Point]) -> None:
+        self._points = [each for each in points if each.value > 0]
+
+    def all(self, name: str, **at: float | str) -> list[Point]:
+        """Those of a name that were measured under these conditions."""
+        return [each for each in self._points if each.name == name and at.items() <= each.at.items()]
+
+    def one(self, name: str, **at: float | str) -> Point | None:
+        """The latest of them."""
+        found = self.all(name, **at)
+        return found[-1] if found else None
+
+
+def fit_scalars(points: Points, machine: Machine) -> dict[str, Fitted]:
+    """Every constant that is one number, by its name; those whose points are missing are left out."""
+    found = {
+        "launch_gap_us": _as_measured(points, "launch_gap_us", issued="eagerly"),
+        "dependency_latency_us": _as_measured(points, "dependency_latency_us", issued="eagerly"),
+        "hbm_efficiency": _hbm_efficiency(points, machine),
+        "matmul_peak_fraction": _matmul_fraction(points, machine, "bf16"),
+        "fp32_peak_fraction": _fp32_fraction(points, machine),
+        "host_link_bytes_per_s": _host_link(points),
+        "sum_cta_us": _sum_cta(points, machine),
+        "copy_engine_fraction": _copy_fraction(points, machine),
+        "copy_latency_us": _copy_latency(points),
+        "flag_latency_us": _as_measured(points, "flag_latency_us"),
+    }
+    return {name: fitted for name, fitted in found.items() if fitted is not None}
+
+
+def fit_matmul_fractions(points: Points, machine: Machine) -> dict[ElementType, Fitted]:
+    """The share of its peak that each type's largest matmul reaches, of types that the machine has a rate for."""
+    found = {kind: _matmul_fraction(points, machine, kind) for kind in machine.gpu.matmul_rates()}
+    return {kind: fitted for kind, fitted in found.items() if fitted is not None}
+
+
+def _as_measured(points: Points, name: str, **at: float | str) -> Fitted | None:
+    found = points.one(name, **at)
+    return None if found is None else Fitted(value=found.value, spread=found.spread, source=_words(found))
+
+
+def _words(found: Point) -> str:
+    """A point in words: its name and conditions."""
+    conditions = ", ".join(
+        f"{key} {value:,}" if isinstance(value, int) else f"{key} {value}" for key, value in found.at.items()
+    )
+    return f"{found.name}, {conditions}" if conditions else found.name
+
+
+def _hbm_efficiency(points: Points, machine: Machine) -> Fitted | None:
+    found = points.one("streaming_us", type="bf16") or points.one("streaming_us")
+    if found is None:
+        return None
+    rate = float(found.at["bytes"]) * US_PER_S / found.value
+    done = f"512 MiB read and 512 MiB written in {found.value:.1f} us: {rate / 1e12:.3f} TB/s"
+    source = f"elementwise kernel of {found.at['type']}, {done}"
+    return Fitted(value=rate / machine.gpu.hbm_bytes_per_s, spread=found.spread, source=source)
+
+
+def _matmul_fraction(points: Points, machine: Machine, kind: ElementType) -> Fitted | None:
+    """Of the type's peak, midway between cool and under the power limit; of fp32 that of the ordinary units, unless the GPU
+    has matrix units for it."""
+    cool = points.one("matmul_us", type=kind, m=LARGEST_MATMUL, n=LARGEST_MATMUL, k=LARGEST_MATMUL)
+    peak = machine.gpu.matmul_rates().get(kind)
+    if cool is None or peak is None:
+        return None
+    warm = points.one("warm_us", load=f"matmul {kind}") or cool
+    slowest, fastest = sorted(2 * LARGEST_MATMUL**3 * US_PER_S / each.value / peak for each in (cool, warm))
+    source = (
+        f"cuBLAS {kind} 8192^3, cool {cool.value:,.0f} us, after a second of it {warm.value:,.0f}, "
+        f"of {peak / 1e12:.0f} TFLOP/s"
+    )
+    middle = (fastest + slowest) / 2
+    return Fitted(value=middle, spread=(fastest - slowest) / 2 / middle, source=source)
+
+
+def _fp32_fraction(points: Points, machine: Machine) -> Fitted | None:
+    found = points.one("arithmetic_capped_us", chains=8)
+    if found is None:
+        return None
+    number = float(found.at["ctas"]) * float(found.at["threads"]) * float(found.at["iterations"])
+    share = number * FLOPS_PER_ITERATION * US_PER_S / found.value / machine.gpu.fp32_flops_per_s
+    return Fitted(value=share, spread=found.spread, source=f"fused multiply-adds in 8 chains: {_words(found)}")
+
+
+def _host_link(points: Points) -> Fitted | None:
+    times = points.all("host_copy_us", bytes=max((each.at["bytes"] for each in points.all("host_copy_us")), default=0))
+    if not times:
+        return None
+    rates = [float(each.at["bytes"]) * US_PER_S / each.value for each in times]
+    return Fitted(value=min(rates), spread=max(each.spread for each in times), source="pinned copies, the slower direction")
+
+
+def _sum_cta(points: Points, machine: Machine) -> Fitted | None:
+    """The sum's time in waves of the CTAs that fit at once; of few blocks, which the memory does not limit."""
+    times = [each for each in points.all("sum_us") if float(each.at["blocks"]) <= 4 and "turns" in each.at]
+    if not times:
+        return None
+    slots = residency(machine.gpu, SUM_FOOTPRINT).ctas_per_sm * machine.gpu.num_sms
+    per_cta = [each.value * slots * SUM_BYTES_PER_CTA / float(each.at["bytes"]) for each in times]
+    spread = (max(per_cta) - min(per_cta)) / 2 / statistics.fmean(per_cta)
+    source = "PyTorch's sum of 2 and of 4 bf16 blocks of 32 MiB, none in L2"
+    return Fitted(value=statistics.fmean(per_cta), spread=spread, source=source)
+
+
+def _copy_fraction(points: Points, machine: Machine) -> Fitted | None:
+    rate = _copy_rate(points)
+    if rate is None:
+        return None
+    source = f"copies between two GPUs, what grows with bytes: {rate / 1e9:.0f} GB/s"
+    return Fitted(value=rate / machine.link.per_peer_bytes_per_s, spread=points.all("copy_us")[-1].spread, source=source)
+
+
+def _copy_rate(points: Points) -> float | None:
+    """Bytes per second of one copy between GPUs, from its two largest sizes."""
+    times = sorted(points.all("copy_us", peers=1, pieces=1), key=lambda each: each.at["bytes"])[-2:]
+    if len(times) < 2:
+        return None
+    small, large = times
+    return (float(large.at["bytes"]) - float(small.at["bytes"])) * US_PER_S / (large.value - small.value)
+
+
+def _copy_latency(points: Points) -> Fitted | None:
+    """What the smallest copy takes beyond its bytes."""
+    times, rate = points.all("copy_us", peers=1, pieces=1), _copy_rate(points)
+    if rate is None:
+        return None
+    least = min(times, key=lambda each: each.at["bytes"])
+    latency_us = least.value - float(least.at["bytes"]) * US_PER_S / rate
+    return (
+        Fitted(value=latency_us, spread=least.spread, source=f"{_words(least)}, less its bytes") if latency_us > 0 else None
+    )
+
+
+def minimize(error: Callable[[Sequence[float]], float], start: Sequence[float]) -> tuple[list[float], float]:
+    """The positive figures with the least error near `start`, found one after the other in ever finer steps."""
+    best, least = list(start), error(start)
+    for step in STEPS:
+        is_better = True
+        while is_better:
+            is_better = False
+            for place in range(len(best)):
+                for factor in (step, 1 / step):
+                    tried = [*best[:place], best[place] * factor, *best[place + 1 :]]
+                    found = error(tried)
+                    if found < least * (1 - 1e-9):
+                        best, least, is_better = tried, found, True
+    return best, least
+
+
+def log_error(pairs: Iterable[tuple[float, float]]) -> float:
+    """Root mean square of the relative errors of (found, wanted)."""
+    return math.sqrt(statistics.fmean(math.log(found / wanted) ** 2 for found, wanted in pairs))

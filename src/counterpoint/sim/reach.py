@@ -1,0 +1,51 @@
+"""What collectives of W ranks can get of the links between their GPUs: bytes that each rank sends in a second, on the wire.
+
+Ranks are GPUs 0 to W - 1 of a node. Behind a switch everything is the port's rate. On direct links it hangs on who talks to
+whom: an all-to-all ends with its slowest pair, since every pair moves as much; a ring passes every cut of the ranks into two
+parts, so all rings together carry no more than the thinnest cut; copies that follow one another each take their pair's time.
+Bounds of the wires, not of a library: what is reached of them is in the calibration.
+"""
+
+from functools import lru_cache
+from itertools import combinations
+
+from counterpoint.links import Link
+from counterpoint.step import CollectiveKind
+
+MOST_CUT_OFF = 2  # GPUs on the smaller side of a cut that is looked at: pairs are what shares wide links
+
+
+@lru_cache(maxsize=1024)
+def collective_bytes_per_s(link: Link, kind: CollectiveKind, num_ranks: int) -> float:
+    """The bound for a library's collective."""
+    if num_ranks < 2 or link.topology == "switch":
+        return link.bytes_per_s
+    if kind == "send_recv":
+        return _slowest(link, num_ranks)
+    if kind == "all_to_all":
+        return min(link.bytes_per_s, (num_ranks - 1) * _slowest(link, num_ranks))
+    return min(link.group_bytes_per_s(num_ranks), _thinnest_cut(link, num_ranks))
+
+
+@lru_cache(maxsize=1024)
+def copies_bytes_per_s(link: Link, num_ranks: int) -> float:
+    """The bound for equal copies to all peers, one after another on each rank, as the integrations' lanes do them."""
+    if num_ranks < 2:
+        return link.per_peer_bytes_per_s
+    ranks = range(num_ranks)
+    slowest = max(sum(1 / link.between(sender, peer) for peer in ranks if peer != sender) for sender in ranks)
+    return (num_ranks - 1) / slowest
+
+
+def _slowest(link: Link, num_ranks: int) -> float:
+    return min(link.between(*pair) for pair in combinations(range(num_ranks), 2))
+
+
+def _thinnest_cut(link: Link, num_ranks: int) -> float:
+    """The least that goes out of one or two GPUs to the others together."""
+    ranks = range(num_ranks)
+    inside = [part for size in range(1, MOST_CUT_OFF + 1) if size < num_ranks for part in combinations(ranks, size)]
+    return min(
+        sum(min(link.bytes_per_s, sum(link.between(one, other) for other in ranks if other not in part)) for one in part)
+        for part in inside
+    )

@@ -1,0 +1,18 @@
+"""What the analysis promises for a change, against what the change recovered on 2 H200s in the same run.
+
+Recorded by `benchmarks/recovered_time.py`. Of the folder's third job, `serial`, far too much is promised (docs/analyze.md).
+"""
+
+from pathlib import Path
+
+import pytest
+from benchmarks.recovered_time import compare
+
+FOLDER = Path(__file__).parents[1] / "data" / "recovered_time"
+WITHIN = 0.3
+
+
+@pytest.mark.parametrize("job", ["starved", "tp8b"])
+def test_what_a_change_recovers_is_simulated_within_30_percent(job: str) -> None:
+    row = next(row for row in compare(FOLDER) if row["job"] == job)
+    assert row["simulated_ms"] == pytest.approx(row["recovered_ms"], rel=WITHIN)
