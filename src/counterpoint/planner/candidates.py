@@ -23,7 +23,6 @@ from counterpoint.value import Value
 
 CTA_COUNTS = (4, 8, 16)
 HOLDS_US = (5.0, 20.0)  # head starts worth a try: the two that were measured on H200s (tests/data/head_start_h200.csv)
-FEWER_THREADS = 256
 PRIORITY_IGNORED = "this driver ignores stream priority unless DEBUG_HIP_IGNORE_STREAM_PRIORITY=0 is set"
 NO_HEAD_STARTS = "nothing can hold a stream on AMD GPUs; the launch filter refuses head starts there"
 IN_EVERY_RACE = " in every race"
@@ -211,6 +210,9 @@ def _communication_ctas(step: Step, gpu: Gpu, contention: Sequence[Contention]) 
         if isinstance(operation, Collective)
     )
     counts = [count for count in CTA_COUNTS if count < usual]
+    if not counts:
+        reason = f"the collectives run with {usual} CTAs, and fewer than {min(CTA_COUNTS)} are not tried"
+        return refusal("communication_ctas", "all collectives", reason)
     candidates = [
         one(
             "communication_ctas",
@@ -221,13 +223,4 @@ def _communication_ctas(step: Step, gpu: Gpu, contention: Sequence[Contention]) 
         )
         for count in counts
     ]
-    candidates.append(
-        one(
-            "communication_ctas",
-            f"{usual} communication CTAs of {FEWER_THREADS} threads",
-            match,
-            (CommunicationCtas(max_ctas=usual, num_threads=FEWER_THREADS),),
-            f"CTAs of {FEWER_THREADS} threads take fewer registers, so that more computation CTAs fit beside them",
-        )
-    )
     return proposal(candidates)

@@ -123,6 +123,7 @@ class Calibration(Value, frozen=True, kw_only=True):
     fp32_peak_fraction: Constant
     latency_per_load: Constant
     communication_issue_share: Constant
+    bandwidth_per_threads: Constant
     hbm_bytes_per_wire_byte: Constant
     copy_engine_fraction: Constant
     copy_latency_us: Constant

@@ -204,7 +204,8 @@ class CostModel:
         constants = self._calibration.collectives[collective.collective]
         link_limit = self._wire_bytes_per_s(collective) * constants.fraction_of_link(collective.group_size)
         reference = smooth_minimum(usual.num_ctas * constants.bytes_per_s_per_cta, link_limit) / usual.num_ctas
-        link_per_cta = constants.bytes_per_s_per_cta * planned.threads_per_cta / usual.threads_per_cta
+        threads = planned.threads_per_cta / usual.threads_per_cta
+        link_per_cta = constants.bytes_per_s_per_cta * threads**self._calibration.bandwidth_per_threads.value
         alone = smooth_minimum(planned.num_ctas * link_per_cta, link_limit) / planned.num_ctas
         lone_us = collective.lone_us if collective.lone_us is not None else self._collective_us(collective, usual)
         waiting_us = min(constants.latency_us_of(collective.num_bytes), lone_us)

@@ -136,6 +136,8 @@ class SmArray:
         counts: dict[Footprint, int] = {}
         for cohort in group.cohorts:
             counts[cohort.task.footprint] = counts.get(cohort.task.footprint, 0) + cohort.count
+        if 0 < group.carveout_bytes < task.carveout_bytes and task.footprint.shared_bytes:
+            return 0
         carveout_bytes = group.carveout_bytes or task.carveout_bytes
         key = (tuple(counts.items()), carveout_bytes, task.footprint)
         if key not in self._rooms:
