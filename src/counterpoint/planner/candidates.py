@@ -49,7 +49,7 @@ def propose(step: Step, machine: Machine, contention: Sequence[Contention], plan
         _priority(machine.gpu, contention),
         _head_starts(step, machine.gpu, contention),
         propose_caps(machine.gpu, _blockers(step, machine.gpu, contention, plan)),
-        propose_light_kernels(step, machine.gpu, contention),
+        propose_light_kernels(step, machine, contention),
         _communication_ctas(step, machine.gpu, contention),
         propose_transports(step, machine, plan),
         propose_overlaps(step, machine, plan),
