@@ -10,6 +10,7 @@ import argparse
 from collections.abc import Iterator, Sequence
 from datetime import date
 
+import msgspec
 import numpy as np
 
 from benchmarks.conditions import ROOT, store
@@ -73,7 +74,7 @@ def schedule_ratios() -> Iterator[float]:
         if case.shape not in HELD_OUT:
             continue
         yield case.times_us["sequential"] / estimate_sequential(case.problem, MACHINE)
-        for description in candidate_descriptions(case.problem):
+        for description in candidate_descriptions(case.problem, MACHINE):
             measured_us = case.times_us.get(description.label())
             if measured_us is not None and not description.is_sequential:
                 found = estimate(make_schedule(case.problem, description), case.problem, MACHINE)
@@ -137,7 +138,8 @@ def main() -> None:
         figures = [
             {
                 "file": outcome.file,
-                "origins": {found.origin: found.figures for found in outcome.origins},
+                "conditions": outcome.conditions,
+                "origins": {found.origin: msgspec.to_builtins(found.figures) for found in outcome.origins},
                 "left_out": outcome.left_out,
             }
             for outcome in outcomes

@@ -68,7 +68,7 @@ def _calibrate(output: Path | None, again: bool) -> None:
         conditions["state"] = "NVML was not found: nobody looked whether the GPU was throttled or shared"
     else:
         conditions["power limit"] = f"{state.power_limit_w:.0f} W"
-    collected = _Collected(machine, queried.device_name, output or Path(f"calibration_{machine.name}.toml"), conditions)
+    collected = _Record(machine, queried.device_name, output or Path(f"calibration_{machine.name}.toml"), conditions)
     if rank == 0 and not again:
         collected.go_on()
     try:
@@ -81,7 +81,7 @@ def _calibrate(output: Path | None, again: bool) -> None:
         collected.report()
 
 
-class _Collected:
+class _Record:
     """What was measured so far, on rank 0; saved after every probe."""
 
     def __init__(self, machine: "Machine", device_name: str, path: Path, conditions: dict[str, str]) -> None:

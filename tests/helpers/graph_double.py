@@ -12,7 +12,7 @@ import msgspec
 from msgspec.structs import replace
 
 from counterpoint import Simulator
-from counterpoint.controls import HeadStart, Priority, ResidencyCap, Transport
+from counterpoint.controls import HeadStart, LightKernel, Priority, ResidencyCap, Transport
 from counterpoint.cuda.graph import AbstractExecutable, AbstractGraph, GraphNode
 from counterpoint.cuda.graph_reading import ReadGraph
 from counterpoint.errors import DeviceError, PlanError
@@ -263,7 +263,9 @@ def plan_of(executable: ExecutableDouble, read: ReadGraph) -> Plan:
     for edit in executable.edits:
         match edit.method:
             case "copies":
-                control: Priority | ResidencyCap | HeadStart | Transport = Transport(transport="copy_engine")
+                control: Priority | ResidencyCap | HeadStart | Transport | LightKernel = Transport(transport="copy_engine")
+            case "light_kernel":
+                control = LightKernel(num_ctas=int(edit.figures[0]))
             case "priority":
                 control = Priority(priority=int(edit.figures[0]))
             case "hold":

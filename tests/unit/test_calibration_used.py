@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from counterpoint import Simulator
-from counterpoint.controls import Control, OverlapMatmul, Priority, ResidencyCap, Transport
+from counterpoint.controls import Control, LightKernel, OverlapMatmul, Priority, ResidencyCap, Transport
 from counterpoint.plan import LEAVE_IT, Directive, Match, Plan
 from counterpoint.sim.calibration import (
     Calibration,
@@ -96,6 +96,9 @@ def cases() -> list[tuple[Step, Plan]]:
     found.append((step(*copies), LEAVE_IT))
     for kind in ("all_reduce", "all_gather"):
         found.append((step(collective(kind, 64 << 20)), plan("communication", Transport(transport="copy_engine"))))
+    for kind in CALIBRATION.light_collectives:
+        for num_ctas in (4, 128):
+            found.append((step(collective(kind, 4 << 20)), plan("communication", LightKernel(num_ctas=num_ctas))))
     return [*found, *overlapped()]
 
 

@@ -1,15 +1,18 @@
 """The tables of docs/simulator.md say what the calibration file and the simulator say."""
 
-import json
 from pathlib import Path
-from statistics import median
+
+import pytest
+from benchmarks.paper_runs import captured_steps, measured_rows, simulated_rows
 
 from counterpoint.sim.calibration import CharacterConstants, CollectiveConstants, Constant, load_calibration
 
 ROOT = Path(__file__).parents[2]
 DOCUMENT = ROOT / "docs" / "simulator.md"
-MEASURED = ROOT / "benchmarks" / "results" / "paper_4x_h200.json"
-LABELS = ("sequential", "plain overlap", "priority", "head start 5 us")
+LABELS = {
+    2: ("plain overlap", "priority", "head start 5 us", "copy engines"),
+    4: ("sequential", "plain overlap", "priority", "head start 5 us"),
+}
 
 
 def rows(heading: str) -> dict[str, list[str]]:
@@ -60,14 +63,15 @@ def test_the_formula_of_the_link_names_the_calibrated_constant() -> None:
     assert f"1 / (1 + {load_calibration().latency_per_load.value:g} *u*)" in text
 
 
-def test_the_measured_workloads_are_those_of_the_stored_result() -> None:
-    workloads = json.loads(MEASURED.read_text())["result"]
-    expected = {}
-    for workload in workloads:
-        found = {row["label"]: (row["measured_us"] / 1000, row["simulated_us"] / 1000) for row in workload["rows"]}
-        expected[workload["workload"]] = [f"{found[label][0]:.2f} / {found[label][1]:.2f}" for label in LABELS]
-    assert rows("workload, 4 H200s") == expected
-    errors = [abs(row["simulated_us"] / row["measured_us"] - 1) for each in workloads for row in each["rows"]]
+@pytest.mark.parametrize("num_ranks", LABELS)
+def test_the_measured_workloads_are_as_stored_and_as_simulated(num_ranks: int) -> None:
+    measured = measured_rows(num_ranks)
+    simulated = {name: simulated_rows(step) for name, step in captured_steps(num_ranks).items()}
+    assert rows(f"workload, {num_ranks} H200s") == {
+        name: [f"{found[label] / 1000:.2f} / {simulated[name][label] / 1000:.2f}" for label in LABELS[num_ranks]]
+        for name, found in measured.items()
+    }
+    errors = [abs(simulated[name][label] / found[label] - 1) for name, found in measured.items() for label in found]
     text = " ".join(DOCUMENT.read_text().split())
-    assert f"all {len(errors)} rows" in text
-    assert f"the median error is {100 * median(errors):.0f} % and the worst {100 * max(errors):.0f} %" in text
+    mean, worst = 100 * sum(errors) / len(errors), 100 * max(errors)
+    assert f"all {len(errors)} rows on {num_ranks} GPUs the mean error is {mean:.1f} % and the worst {worst:.0f} %" in text

@@ -83,14 +83,14 @@ def random_step(chance: random.Random) -> Step:
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_the_short_cut_is_within_1_percent_of_following_each_cta(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_short_cut_is_within_2_percent_of_following_each_cta(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     chance = random.Random(seed)
     step = random_step(chance)
     plan = plan_of({len(step.operations) - 1: Priority(priority=-5)}) if chance.random() < 0.5 else LEAVE_IT
     monkeypatch.setattr(engine, "MAX_FOLLOWED_CTAS", 1 << 60)
     exact = ends(Simulator().run(step, SMALL, plan))
     monkeypatch.undo()
-    assert ends(Simulator().run(step, SMALL, plan)) == pytest.approx(exact, abs=0.01 * max(exact))
+    assert ends(Simulator().run(step, SMALL, plan)) == pytest.approx(exact, abs=0.02 * max(exact))
 
 
 def cohort(remaining: float) -> Cohort:

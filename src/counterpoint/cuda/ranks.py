@@ -23,7 +23,7 @@ FROM_TRACE = "Without GPUs, plan from a trace: counterpoint tune TRACE."
 def require_gpu(instead: str = FROM_TRACE) -> None:
     """Raise `DeviceError` without torch, with a torch that is too old, without a GPU, or without cuda-bindings.
 
-    In this order: nothing is to be installed for GPUs that are not there. `instead` says what can be had without GPUs.
+    In this order, since nothing is to be installed for GPUs that are not there. `instead` says what can be had without.
     """
     _require("torch", "torch", instead)
     found = version("torch")

@@ -6,7 +6,7 @@ effect; the search decides whether it pays.
 
 from collections.abc import Iterator, Sequence
 
-from counterpoint.controls import CommunicationCtas, HeadStart, LightKernel, Priority, ResidencyCap
+from counterpoint.controls import Applier, CommunicationCtas, HeadStart, LightKernel, Priority, ResidencyCap
 from counterpoint.errors import OccupancyError, StepError
 from counterpoint.footprints import communication_footprint
 from counterpoint.machine import Gpu, Machine
@@ -23,7 +23,6 @@ from counterpoint.value import Value
 
 CTA_COUNTS = (4, 8, 16)
 HOLDS_US = (5.0, 20.0)  # head starts worth a try: the two that were measured on H200s (tests/data/head_start_h200.csv)
-FEWER_THREADS = 256
 PRIORITY_IGNORED = "this driver ignores stream priority unless DEBUG_HIP_IGNORE_STREAM_PRIORITY=0 is set"
 NO_HEAD_STARTS = "nothing can hold a stream on AMD GPUs; the launch filter refuses head starts there"
 IN_EVERY_RACE = " in every race"
@@ -38,18 +37,22 @@ class Blocker(Value, frozen=True, kw_only=True):
     is_cooperative: bool = False
 
 
-def propose(step: Step, machine: Machine, contention: Sequence[Contention], plan: Plan = LEAVE_IT) -> Proposal:
+def propose(
+    step: Step, machine: Machine, contention: Sequence[Contention], plan: Plan = LEAVE_IT, applier: Applier = "step"
+) -> Proposal:
     """All single controls that could act on `step` as it runs under `plan`, and refusals for the others.
 
-    `contention` is empty for collectives that no longer run on SMs.
+    `contention` is empty for collectives that no longer run on SMs. Light kernels are proposed for captured steps, whose
+    `applier` is the graph: nobody else has them.
     """
     candidates: list[Candidate] = []
     refusals: list[Refusal] = []
+    light = (propose_light_kernels(step, machine, contention),) if applier == "graph" else ()
     for part in (
+        *light,
         _priority(machine.gpu, contention),
         _head_starts(step, machine.gpu, contention),
         propose_caps(machine.gpu, _blockers(step, machine.gpu, contention, plan)),
-        propose_light_kernels(step, machine, contention),
         _communication_ctas(step, machine.gpu, contention),
         propose_transports(step, machine, plan),
         propose_overlaps(step, machine, plan),
@@ -207,6 +210,9 @@ def _communication_ctas(step: Step, gpu: Gpu, contention: Sequence[Contention]) 
         if isinstance(operation, Collective)
     )
     counts = [count for count in CTA_COUNTS if count < usual]
+    if not counts:
+        reason = f"the collectives run with {usual} CTAs, and fewer than {min(CTA_COUNTS)} are not tried"
+        return refusal("communication_ctas", "all collectives", reason)
     candidates = [
         one(
             "communication_ctas",
@@ -217,13 +223,4 @@ def _communication_ctas(step: Step, gpu: Gpu, contention: Sequence[Contention]) 
         )
         for count in counts
     ]
-    candidates.append(
-        one(
-            "communication_ctas",
-            f"{usual} communication CTAs of {FEWER_THREADS} threads",
-            match,
-            (CommunicationCtas(max_ctas=usual, num_threads=FEWER_THREADS),),
-            f"CTAs of {FEWER_THREADS} threads take fewer registers, so that more computation CTAs fit beside them",
-        )
-    )
     return proposal(candidates)

@@ -20,6 +20,7 @@ from counterpoint.value import Value, read_shipped, read_toml, require, shipped_
 
 BASE = "h200"  # whose constants stand in for those that were not measured
 LARGE_BYTES = 64 * MIB  # from here on a collective's latency is a constant
+TABLES = ("matmul_peak_fractions", "characters", "collectives", "light_collectives")  # of constants by kind
 MEASURED_GPU = "NVIDIA H200"  # the only one that the simulator was compared with
 Status = Literal["measured", "assumed"]
 
@@ -118,9 +119,11 @@ class Calibration(Value, frozen=True, kw_only=True):
     hbm_efficiency: Constant
     l2_bytes_per_cycle_per_sm: Constant
     matmul_peak_fraction: Constant
+    matmul_tile_us: Constant
     fp32_peak_fraction: Constant
     latency_per_load: Constant
     communication_issue_share: Constant
+    bandwidth_per_threads: Constant
     hbm_bytes_per_wire_byte: Constant
     copy_engine_fraction: Constant
     copy_latency_us: Constant
@@ -200,6 +203,6 @@ def constants_of(calibration: Calibration) -> dict[str, Constant | CharacterCons
         entry = getattr(calibration, name)
         if isinstance(entry, Constant):
             found[name] = entry
-        elif name in ("matmul_peak_fractions", "characters", "collectives"):
+        elif name in TABLES:
             found |= {f"{name}.{key}": each for key, each in entry.items()}
     return found

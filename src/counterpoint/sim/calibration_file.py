@@ -13,6 +13,7 @@ from counterpoint.errors import MachineError
 from counterpoint.machine import Machine
 from counterpoint.measurement.points import Point
 from counterpoint.sim.calibration import (
+    TABLES,
     Calibration,
     CharacterConstants,
     CollectiveConstants,
@@ -103,7 +104,7 @@ def _assumed(base: Calibration) -> Calibration:
         entry = getattr(base, name)
         if isinstance(entry, Constant):
             changed[name] = change(entry)
-        elif name in ("characters", "collectives", "matmul_peak_fractions"):
+        elif name in TABLES:
             changed[name] = {key: change(each) for key, each in entry.items()}
     return msgspec.structs.replace(base, **changed)
 

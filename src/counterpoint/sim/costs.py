@@ -17,6 +17,7 @@ from counterpoint.sim.nodes import leaves_node
 from counterpoint.sim.rates import EXPONENT, smooth_minimum
 from counterpoint.sim.reach import collective_bytes_per_s, copies_bytes_per_s
 from counterpoint.sim.task import CopyWork, SmWork
+from counterpoint.sim.tiles import num_tiles
 from counterpoint.step import Collective, CollectiveKind, Copy, Footprint, Kernel, Operation
 from counterpoint.units import PS_PER_US, US_PER_S
 
@@ -54,7 +55,9 @@ class CostModel:
         if operation.lone_us is not None:
             return operation.lone_us
         if isinstance(operation, Kernel):
-            return self._waves(operation) * self.kernel_work(operation).cta_ps / PS_PER_US
+            work = self.kernel_work(operation)
+            rounds = math.ceil(work.num_tiles / self._resident_ctas(operation)) if work.num_tiles else self._waves(operation)
+            return rounds * work.cta_ps / PS_PER_US
         if isinstance(operation, Collective):
             return self._collective_us(operation, self.footprint(operation))
         return self._copy_us(operation)
@@ -74,13 +77,18 @@ class CostModel:
         effective = self._effective_ctas(kernel)
         hbm = self._hbm_per_cta(kernel, constants, effective)
         achieved = smooth_minimum(hbm * effective, self.hbm_bytes_per_s)
+        cta_us = max(self._cta_us(kernel, issue * per_sm, per_sm, achieved), LEAST_US)
+        tiles = self._num_tiles(kernel, cta_us)
+        if tiles:
+            cta_us *= self._waves(kernel) / math.ceil(tiles / self._resident_ctas(kernel))
         return SmWork(
-            cta_ps=max(self._cta_us(kernel, issue * per_sm, per_sm, achieved), LEAST_US) * PS_PER_US,
+            cta_ps=cta_us * PS_PER_US,
             issue_per_cta=issue,
             issue_reference=issue * per_sm,
             hbm_per_cta=hbm,
             hbm_reference=achieved / (hbm * effective) if hbm else 1.0,
-            is_work_sharing=kernel.is_work_sharing,
+            is_work_sharing=kernel.is_work_sharing and not tiles,
+            num_tiles=tiles,
             cta_time_spread=kernel.cta_time_spread,
         )
 
@@ -98,7 +106,7 @@ class CostModel:
     def _effective_ctas(self, kernel: Kernel) -> float:
         """Resident CTAs, each weighted by its speed: on SMs that hold one CTA less than the fullest, they run faster."""
         num_sms, issue = self._gpu.num_sms, self._issue_per_cta(kernel)
-        resident = min(kernel.footprint.num_ctas, residency(self._gpu, kernel.footprint).ctas_per_sm * num_sms)
+        resident = self._resident_ctas(kernel)
         fewer, num_fuller = divmod(resident, num_sms)
         if not num_fuller:
             return float(resident)
@@ -125,8 +133,14 @@ class CostModel:
 
     def _resident(self, kernel: Kernel) -> float:
         """CTAs of the kernel on the GPU in its reference state; of a work-sharing one, weighted by their speed."""
-        if kernel.is_work_sharing:
-            return self._effective_ctas(kernel)
+        return self._effective_ctas(kernel) if kernel.is_work_sharing else self._resident_ctas(kernel)
+
+    def _num_tiles(self, kernel: Kernel, cta_us: float) -> int:
+        lone_us = cta_us * self._waves(kernel)
+        usual_us = self._calibration.matmul_tile_us.value
+        return num_tiles(kernel, self._resident_ctas(kernel), self._gpu.num_sms, lone_us, usual_us)
+
+    def _resident_ctas(self, kernel: Kernel) -> int:
         return min(kernel.footprint.num_ctas, residency(self._gpu, kernel.footprint).ctas_per_sm * self._gpu.num_sms)
 
     def _busy_us(self, kernel: Kernel, issue_reference: float, per_sm: int) -> float:
@@ -141,12 +155,12 @@ class CostModel:
 
     def _reached_flops_per_s(self, kernel: Kernel) -> float:
         """Operations per second that a kernel of this kind and type reaches on the whole GPU."""
-        ordinary = self._gpu.fp32_flops_per_s * self._calibration.fp32_peak_fraction.value
+        calibration, ordinary = self._calibration, self._gpu.fp32_flops_per_s
         if kernel.character not in ("matmul", "attention"):
-            return ordinary
+            return ordinary * calibration.fp32_peak_fraction.value
         element_type = kernel.element_type or USUAL_ELEMENT_TYPE
         if element_type == "fp32" and self._gpu.fp32_matrix_flops_per_s is None:
-            return ordinary
+            return ordinary * calibration.matmul_peak_fractions.get("fp32", calibration.fp32_peak_fraction).value
         return self._machine.matmul_flops_per_s(element_type) * self._calibration.matmul_fraction(element_type)
 
     def _hbm_per_cta(self, kernel: Kernel, constants: CharacterConstants, effective_ctas: float) -> float:
@@ -191,7 +205,8 @@ class CostModel:
         constants = self._calibration.collectives[collective.collective]
         link_limit = self._link_limit(collective, constants)
         reference = smooth_minimum(usual.num_ctas * constants.bytes_per_s_per_cta, link_limit) / usual.num_ctas
-        link_per_cta = constants.bytes_per_s_per_cta * planned.threads_per_cta / usual.threads_per_cta
+        threads = planned.threads_per_cta / usual.threads_per_cta
+        link_per_cta = constants.bytes_per_s_per_cta * threads**self._calibration.bandwidth_per_threads.value
         alone = smooth_minimum(planned.num_ctas * link_per_cta, link_limit) / planned.num_ctas
         lone_us = collective.lone_us if collective.lone_us is not None else self._collective_us(collective, usual)
         waiting_us = min(constants.latency_us_of(collective.num_bytes), lone_us)

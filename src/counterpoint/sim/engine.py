@@ -75,10 +75,10 @@ class Engine:
                 self._schedule(index)
         while self._timers or self._running:
             self._advance_to(self._next_event())
+            self._recall()
             self._finish_done()
             while self._timers and self._timers[0][0] <= self._now:
                 self._make_ready(heapq.heappop(self._timers)[1])
-            self._recall()
             self._queue.place(self._sms)
             self._note_starts()
             if not self._has_spread or not (self._is_exact or self._runs_uneven()):
@@ -170,6 +170,7 @@ class Engine:
                 task.shared_work -= task.rate * elapsed
 
     def _finish_done(self) -> None:
+        self._sms.renew()
         for task in list(self._running.values()):
             if isinstance(task, CopyTask):
                 if task.remaining <= DONE:
@@ -181,6 +182,10 @@ class Engine:
                 self._queue.remove(task)
                 task.num_unplaced = 0
                 self._finish(task.index)
+            elif task.work.num_tiles and not task.tiles_left:
+                # CTAs that found no SM yet find no tile either
+                task.num_unplaced = 0
+                self._queue.remove(task)
         for task in self._sms.retire():
             if task.num_resident == 0 and task.num_unplaced == 0:
                 self._finish(task.index)
@@ -195,26 +200,36 @@ class Engine:
                 self._schedule(follower)
 
     def _recall(self) -> None:
-        """Take back the CTAs that were handed to slots ahead of time."""
+        """Take back the CTAs and tiles that were handed to slots ahead of time."""
         for group in self._sms.groups:
             for cohort in group.cohorts:
                 if ahead := cohort.recall():
-                    cohort.task.num_unplaced += ahead * cohort.count * group.num_sms()
+                    number = ahead * cohort.count * group.num_sms()
+                    if cohort.task.work.num_tiles:
+                        cohort.task.tiles_left += number
+                    else:
+                        cohort.task.num_unplaced += number
 
     def _hand_out(self) -> None:
-        """Give the slots of the first waiting task its next CTAs in proportion to their speed, as far as whole waves go.
+        """Give the slots of the first waiting task its next CTAs, and those of kernels with tiles their next tiles."""
+        head = self._queue.head()
+        if head is not None and not (self._is_exact or head.work.is_work_sharing or head.work.num_tiles):
+            head.num_unplaced = self._handed(head, head.num_unplaced)
+        for task in self._running.values():
+            if isinstance(task, SmTask) and task.tiles_left:
+                task.tiles_left = self._handed(task, task.tiles_left)
+
+    def _handed(self, task: SmTask, number: int) -> int:
+        """Hand slots their part of `number` in proportion to their speed, as far as whole waves go; returns what is left.
 
         Where CTAs differ in length, the last waves are followed, and those handed out shift each slot by what their lengths
         add up to: by chance, up to half a CTA.
         """
-        task = self._queue.head()
-        if task is None or self._is_exact or task.work.is_work_sharing:
-            return
         cohorts = [(group, cohort) for group in self._sms.groups for cohort in group.cohorts if cohort.task is task]
         speed = sum(cohort.count * group.num_sms() * cohort.rate for group, cohort in cohorts)
         if speed == 0:
-            return
-        duration = task.num_unplaced / speed
+            return number
+        duration = number / speed
         for group, cohort in cohorts:
             ahead = math.floor(duration * cohort.rate + DONE)
             length = 1.0
@@ -224,7 +239,8 @@ class Engine:
                     continue
                 length += length_shift(task, ahead) / ahead
             cohort.hand(ahead, length)
-            task.num_unplaced -= ahead * cohort.count * group.num_sms()
+            number -= ahead * cohort.count * group.num_sms()
+        return number
 
 
 def _time_left(task: SmTask | CopyTask) -> float | None:

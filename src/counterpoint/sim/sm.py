@@ -136,6 +136,8 @@ class SmArray:
         counts: dict[Footprint, int] = {}
         for cohort in group.cohorts:
             counts[cohort.task.footprint] = counts.get(cohort.task.footprint, 0) + cohort.count
+        if 0 < group.carveout_bytes < task.carveout_bytes and task.footprint.shared_bytes:
+            return 0
         carveout_bytes = group.carveout_bytes or task.carveout_bytes
         key = (tuple(counts.items()), carveout_bytes, task.footprint)
         if key not in self._rooms:
@@ -151,15 +153,19 @@ class SmArray:
         if not offers:
             return
         cluster = task.footprint.ctas_per_cluster
-        placed, parts = _split(
-            tuple((room, tuple(group.sms)) for group, room in offers), task.num_unplaced // cluster, cluster
-        )
+        number = task.num_unplaced
+        if task.work.num_tiles:
+            number = min(number, cluster * math.ceil(task.tiles_left / cluster))
+        placed, parts = _split(tuple((room, tuple(group.sms)) for group, room in offers), number // cluster, cluster)
         if placed == 0:
             return
         full = [group for group, room in zip(self.groups, rooms, strict=True) if not room]
         self.groups = full + self._filled(task, offers, parts)
         task.num_unplaced -= placed
         task.num_resident += placed
+        if task.work.num_tiles:
+            task.take_tiles(placed)
+            task.num_unplaced = min(task.num_unplaced, task.tiles_left)
 
     def _filled(self, task: SmTask, offers: list[Offer], parts: Sequence[Part]) -> list[SmGroup]:
         """The groups of `offers` after CTAs were placed on these parts of them."""
@@ -186,6 +192,19 @@ class SmArray:
                 separate.append(SmGroup(sms, carveout_bytes, [*group.copied_cohorts(), *placed]))
         return separate
 
+    def renew(self) -> None:
+        """Let CTAs that have done a tile take the next one, as far as there are any; the others are done for good."""
+        for group in list(self.groups):
+            for cohort in group.cohorts:
+                task = cohort.task
+                if cohort.remaining > DONE or not task.tiles_left:
+                    continue
+                number = math.ceil(task.tiles_left / cohort.count)
+                if number < group.num_sms():
+                    self.groups.append(_split_off(group, number))
+                cohort.remaining = 1.0
+                task.take_tiles(cohort.count * group.num_sms())
+
     def retire(self, task: SmTask | None = None) -> list[SmTask]:
         """Remove finished CTAs, or all CTAs of `task`; returns the tasks that lost any, in the order of their operations."""
         touched: dict[int, SmTask] = {}
@@ -211,6 +230,16 @@ class SmArray:
             if known is not group:
                 known.sms = [mine + other for mine, other in zip(known.sms, group.sms, strict=True)]
         self.groups = list(merged.values())
+
+
+def _split_off(group: SmGroup, number: int) -> SmGroup:
+    """Leave the group its first `number` SMs; returns the others as a group in the same state."""
+    others = SmGroup(list(group.sms), group.carveout_bytes, group.copied_cohorts())
+    for gpc, sms in enumerate(group.sms):
+        group.sms[gpc] = min(sms, number)
+        number -= group.sms[gpc]
+        others.sms[gpc] -= group.sms[gpc]
+    return others
 
 
 def relative_length(task: SmTask) -> float:

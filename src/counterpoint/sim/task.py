@@ -23,6 +23,8 @@ class SmWork(Value, frozen=True, kw_only=True):
     `issue_per_cta`: share of an SM's throughput that one CTA can use at most; `issue_reference`: their sum there.
     `hbm_per_cta`: bytes per second that one CTA can keep in flight; `hbm_reference`: achieved share of that there.
     `link_per_cta`, `link_limit`: the same for the link, 0 for computation; `link_reference`: what one CTA achieves there.
+    `is_work_sharing`: the CTAs share the work without a grain. `num_tiles`: they take that many tiles, one after the other,
+    and `cta_ps` is the time of one; 0 where each CTA has work of its own.
     """
 
     cta_ps: float
@@ -34,6 +36,7 @@ class SmWork(Value, frozen=True, kw_only=True):
     link_limit: float = 0.0
     link_reference: float = 1.0
     is_work_sharing: bool = False
+    num_tiles: int = 0
     cta_time_spread: float = 0.0
 
 
@@ -55,7 +58,8 @@ class SmTask:
     """A kernel or collective between becoming ready and its last CTA's end.
 
     `shared_work` is what is left, in CTAs, of a kernel whose CTAs take tiles from a shared counter, and `rate` how many it
-    does per picosecond; both are 0 for any other, whose cohorts have rates of their own.
+    does per picosecond; both are 0 for any other, whose cohorts have rates of their own. `tiles_left` are those that no CTA
+    has taken yet.
     """
 
     index: int
@@ -65,11 +69,16 @@ class SmTask:
     carveout_bytes: int
     num_unplaced: int
     shared_work: float = 0.0
+    tiles_left: int = 0
     num_resident: int = 0
     num_placed: int = 0
     arrival: int = 0
     has_started: bool = False
     rate: float = 0.0
+
+    def take_tiles(self, number: int) -> None:
+        """Let CTAs begin up to `number` tiles."""
+        self.tiles_left = max(0, self.tiles_left - number)
 
 
 @dataclass(slots=True, eq=False)

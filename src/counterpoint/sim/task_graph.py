@@ -177,6 +177,7 @@ class TaskGraph:
             carveout_bytes=residency(self._machine.gpu, footprint).carveout_bytes,
             num_unplaced=footprint.num_ctas,
             shared_work=shared_work,
+            tiles_left=work.num_tiles,
         )
 
     def _check_fit(self, index: int, operation: Kernel | Collective, footprint: Footprint) -> None:

@@ -1,0 +1,45 @@
+"""How many tiles the CTAs of a persistent matmul take in turn.
+
+Such a kernel has a CTA for each SM, and each takes the next tile when it has done one. So it takes whole rounds of tiles:
+512 tiles are 4 rounds on 132 SMs and 5 on the 108 that a collective of 24 CTAs leaves. Measured on an H100 beside CTAs that
+only hold SMs: 256 tiles take 1.5 times as long on 124 SMs and on 100, 512 tiles 1.3 and 1.25 times (docs/simulator.md).
+
+cuBLAS says the size of a tile in the kernel's name. Where the sizes of the matrices are not known, the number of rounds
+follows from the kernel's time and that of a usual tile.
+"""
+
+import math
+import re
+
+from counterpoint.step import Kernel
+
+TILE_IN_NAME = re.compile(
+    r"^nvjet_\w*?_(\d+)x(\d+)_"
+)  # of cuBLAS 12 and 13: columns of the product first, as it counts them
+USUAL_FILL = (
+    0.97  # of the last round and all before: 256 of 264, 512 of 528 and 1,664 of 1,716 tiles in kernels of 2, 4 and 13
+)
+
+
+def num_tiles(kernel: Kernel, num_resident: int, num_sms: int, lone_us: float, usual_tile_us: float) -> int:
+    """Tiles of a persistent matmul of which `num_resident` CTAs live at once on `num_sms` SMs.
+
+    0 for other kernels, and where some SMs hold more of its CTAs than others.
+    """
+    is_even = num_resident <= num_sms or num_resident % num_sms == 0
+    if not kernel.is_work_sharing or kernel.character != "matmul" or not is_even:
+        return 0
+    known = _tiles_by_name(kernel)
+    if known is not None:
+        return known
+    num_rounds = max(1, round(lone_us / usual_tile_us))
+    return max(num_resident, round(num_rounds * num_resident * USUAL_FILL))
+
+
+def _tiles_by_name(kernel: Kernel) -> int | None:
+    """Tiles by what cuBLAS's name of the kernel says and the sizes of the matrices, if both are known."""
+    tile = TILE_IN_NAME.match(kernel.name)
+    if tile is None or kernel.matmul_sizes is None:
+        return None
+    rows, _, columns = kernel.matmul_sizes
+    return math.ceil(columns / int(tile[1])) * math.ceil(rows / int(tile[2]))
