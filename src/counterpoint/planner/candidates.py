@@ -54,7 +54,7 @@ def propose(
     """
     candidates: list[Candidate] = []
     refusals: list[Refusal] = []
-    light = (propose_light_kernels(step, machine.gpu, contention),) if applier == "graph" else ()
+    light = (propose_light_kernels(step, machine, contention),) if applier == "graph" else ()
     for part in (
         *light,
         _priority(machine.gpu, contention),
