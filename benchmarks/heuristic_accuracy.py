@@ -34,7 +34,7 @@ OPERATIONS = {"ag_mm": "all_gather_matmul", "mm_rs": "matmul_reduce_scatter"}
 # Calls of 2 GPUs were replayed as CUDA graphs, as repeated calls are; those of 4 GPUs were issued one by one.
 ROUNDS = {2: 20, 4: 5}  # of which the stored times are medians
 STORED = {2: "ops_grid_2x_h200.json", 4: "ops_grid_4x_h200.json"}
-UNSEEN = {"GEMMs": "ops_gemms_2x_h200.json", "seeded": "ops_seeded_2x_h200.json"}  # on 2 GPUs; no part of any fit
+UNSEEN = {"GEMMs": "ops_gemms_2x_h200.json"}  # on 2 GPUs; no part of any fit
 # Where a fit starts, and by what factors it steps: rough values, none of them fitted
 START = {"tile_edge": 5.0, "ramp_waves": 0.05, "power_returned": 0.5, "copy_us": 10.0, "kernel_us": 4.0}
 STEPS = ((2.0, 0.5), (1.5, 0.67), (1.3, 0.77), (1.15, 0.87))

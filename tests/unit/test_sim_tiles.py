@@ -13,7 +13,7 @@ from counterpoint.sim.tiles import num_tiles
 from counterpoint.step import Kernel, Step
 from helpers.toy_steps import H200, NCCL, PERSISTENT
 
-DATA = Path(__file__).parents[1] / "data" / "displaced_matmuls_h200.csv"
+DATA = Path(__file__).parents[1] / "data" / "displaced_matmuls_h100.csv"
 LINES = [line.split(",") for line in DATA.read_text().splitlines() if not line.startswith("#")][1:]
 ALONE_US = {tuple(line[:3]): float(line[6]) for line in LINES if line[5] == "0"}
 BESIDE = [line for line in LINES if line[5] != "0"]

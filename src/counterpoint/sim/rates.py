@@ -62,6 +62,8 @@ class RateModel:
             else:
                 slowdown = 1 + self._latency_per_load * (everything - load)
                 able.append(task.num_resident * task.work.link_per_cta / slowdown)
+        if not any(able):
+            return [1.0] * len(tasks)
         shares = [demand / task.work.link_limit if demand else 0.0 for demand, task in zip(able, tasks, strict=True)]
         factors = []
         for position, (task, demand) in enumerate(zip(tasks, able, strict=True)):
@@ -120,8 +122,15 @@ def max_min_shares(demands: Sequence[float], capacity: float) -> list[float]:
 
 def available_to(index: int, demands: Sequence[float], capacity: float) -> float:
     """What flow `index` could get of `capacity` if it asked for everything, beside the demands of the others."""
-    asked = [float("inf") if other == index else demand for other, demand in enumerate(demands)]
-    return max_min_shares(asked, capacity)[index]
+    left, sharers = capacity, len(demands)
+    if sharers == 2:
+        return max(left / 2, left - demands[1 - index])
+    for demand in sorted([*demands[:index], *demands[index + 1 :]]):
+        if demand * sharers > left:
+            break
+        left -= demand
+        sharers -= 1
+    return left / sharers
 
 
 def smooth_minimum(first: float, second: float) -> float:

@@ -1,7 +1,7 @@
 """How many tiles the CTAs of a persistent matmul take in turn.
 
 Such a kernel has a CTA for each SM, and each takes the next tile when it has done one. So it takes whole rounds of tiles:
-512 tiles are 4 rounds on 132 SMs and 5 on the 108 that a collective of 24 CTAs leaves. Measured on an H200 beside CTAs that
+512 tiles are 4 rounds on 132 SMs and 5 on the 108 that a collective of 24 CTAs leaves. Measured on an H100 beside CTAs that
 only hold SMs: 256 tiles take 1.5 times as long on 124 SMs and on 100, 512 tiles 1.3 and 1.25 times (docs/simulator.md).
 
 cuBLAS says the size of a tile in the kernel's name. Where the sizes of the matrices are not known, the number of rounds
