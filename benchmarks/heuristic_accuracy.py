@@ -34,6 +34,7 @@ OPERATIONS = {"ag_mm": "all_gather_matmul", "mm_rs": "matmul_reduce_scatter"}
 # Calls of 2 GPUs were replayed as CUDA graphs, as repeated calls are; those of 4 GPUs were issued one by one.
 ROUNDS = {2: 20, 4: 5}  # of which the stored times are medians
 STORED = {2: "ops_grid_2x_h200.json", 4: "ops_grid_4x_h200.json"}
+UNSEEN = {"GEMMs": "ops_gemms_2x_h200.json"}  # on 2 GPUs; no part of any fit
 # Where a fit starts, and by what factors it steps: rough values, none of them fitted
 START = {"tile_edge": 5.0, "ramp_waves": 0.05, "power_returned": 0.5, "copy_us": 10.0, "kernel_us": 4.0}
 STEPS = ((2.0, 0.5), (1.5, 0.67), (1.3, 0.77), (1.15, 0.87))
@@ -77,10 +78,10 @@ class Choice(NamedTuple):
         return least <= most
 
 
-def stored_cases(num_gpus: int) -> list[Case]:
-    """The cases of a stored result."""
+def stored_cases(num_gpus: int, name: str = "") -> list[Case]:
+    """The cases of a stored result, of the layers unless it is named."""
     cases = []
-    for entry in json.loads((RESULTS / STORED[num_gpus]).read_text())["result"]:
+    for entry in json.loads((RESULTS / (name or STORED[num_gpus])).read_text())["result"]:
         num_rows, num_columns, num_inner = entry["sizes_m_n_k"]
         sizes = {"num_rows": num_rows, "num_columns": num_columns, "num_inner": num_inner}
         timed = {label: each for label, each in entry["candidates"].items() if "/" in label or label == "sequential"}
@@ -162,8 +163,15 @@ def found_again(cases: Iterable[Case]) -> float:
 def evaluation() -> dict[str, object]:
     """The result without leave-one-out."""
     chosen = choices(all_cases())
+    unseen = {part: choices(stored_cases(2, name)) for part, name in UNSEEN.items()}
+    of_unseen = {
+        f"{part}, {group}": figures(of_group)
+        for part, picks in unseen.items()
+        for group, of_group in {**by_group(picks), "all": picks}.items()
+        if of_group
+    }
     return {
-        "figures": grouped(chosen),
+        "figures": grouped(chosen) | of_unseen,
         "found_again": {name: found_again(each.case for each in group) for name, group in by_group(chosen).items()},
         "picks": {f"{each.case.num_gpus} GPUs, {each.case.op}, {each.case.shape}": each.label for each in chosen},
     }

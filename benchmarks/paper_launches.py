@@ -71,7 +71,7 @@ def rows_for(compute_capability: str) -> list[str]:
     """One line of the file for each type and tile that Triton compiles for this GPU."""
     target, rows = target_of(compute_capability), []
     (gemm,) = cases.paper_description("cb_ar_opt2").gemms
-    for dtype in cases.DEFAULTS["types"]:
+    for dtype in cases.TYPES:
         for tile in cases.DEFAULTS["tiles"]:
             retiled = cases.retiled(gemm, tile, dtype)
             try:

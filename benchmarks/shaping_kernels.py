@@ -38,18 +38,33 @@ def selective_scan(x, delta, a, b, c, y, length, channels, CHANNELS: tl.constexp
         tl.store(y + row * channels + channel, tl.sum(hidden * outward[None, :], 1).to(y.dtype.element_ty))
 
 
-def scan(batch: int = 40, length: int = 1024, channels: int = 4096, states: int = 16) -> Launch:
-    """Mamba's selective scan in bf16, its state in float32."""
-    x, y = (torch.randn(batch, length, channels, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    delta = torch.rand_like(x)
-    a = -torch.rand(channels, states, device="cuda")
-    b, c = (torch.randn(batch, length, states, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+class ScanInputs:
+    """What a selective scan reads besides its tokens: steps, decays, and the projections into and out of the state."""
 
-    def launch() -> None:
-        grid = (channels // CHANNELS_PER_CTA, batch)
-        selective_scan[grid](x, delta, a, b, c, y, length, channels, CHANNELS_PER_CTA, states, num_warps=4)
+    def __init__(self, batch: int, length: int, channels: int, states: int = 16) -> None:
+        make = {"device": "cuda", "dtype": torch.bfloat16}
+        self.sizes = batch, length, channels, states
+        self.delta = torch.rand(batch, length, channels, **make)
+        self.a = -torch.rand(channels, states, device="cuda")
+        self.b, self.c = (torch.randn(batch, length, states, **make) for _ in range(2))
 
-    return launch
+
+def scan_into(inputs: ScanInputs, x: torch.Tensor, y: torch.Tensor | None = None) -> torch.Tensor:
+    """Mamba's selective scan of tokens x channels in bf16, its state in float32."""
+    batch, length, channels, states = inputs.sizes
+    y = torch.empty_like(x) if y is None else y
+    grid = (channels // CHANNELS_PER_CTA, batch)
+    selective_scan[grid](
+        x, inputs.delta, inputs.a, inputs.b, inputs.c, y, length, channels, CHANNELS_PER_CTA, states, num_warps=4
+    )
+    return y
+
+
+def scan(batch: int, length: int, channels: int) -> Launch:
+    """A selective scan into memory that is there."""
+    inputs = ScanInputs(batch, length, channels)
+    x, y = (torch.randn(batch * length, channels, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    return lambda: scan_into(inputs, x, y)
 
 
 def cumulative_sum(rows: int, length: int, columns: int) -> Launch:
@@ -64,12 +79,6 @@ def cholesky(matrices: int, size: int) -> Launch:
     given = torch.randn(matrices, size, size, device="cuda")
     given = given @ given.mT + size * torch.eye(size, device="cuda")
     return lambda: torch.linalg.cholesky_ex(given, check_errors=False)
-
-
-def lu(matrices: int, size: int) -> Launch:
-    """Batched LU factors of small matrices."""
-    given = torch.randn(matrices, size, size, device="cuda") + size * torch.eye(size, device="cuda")
-    return lambda: torch.linalg.lu_factor_ex(given, check_errors=False)
 
 
 def top(rows: int, columns: int, count: int = 50) -> Launch:
@@ -114,15 +123,18 @@ def matmul(size: int) -> Launch:
 
 
 KERNELS: dict[str, Callable[[], Launch]] = {
-    "selective scan": scan,
-    "cumsum 128": lambda: cumulative_sum(4224, 768, 128),
-    "cumsum 512": lambda: cumulative_sum(1056, 768, 512),
-    "cholesky 64": lambda: cholesky(16384, 64),
-    "lu 32": lambda: lu(65536, 32),
+    "selective scan": lambda: scan(40, 1024, 4096),
+    "cumsum 768 x 128": lambda: cumulative_sum(4224, 768, 128),
+    "cumsum 384 x 128": lambda: cumulative_sum(8448, 384, 128),
+    "cumsum 192 x 128": lambda: cumulative_sum(16896, 192, 128),
+    "cumsum 96 x 128": lambda: cumulative_sum(33792, 96, 128),
+    "cumsum 768 x 512": lambda: cumulative_sum(1056, 768, 512),
+    "cumsum 192 x 512": lambda: cumulative_sum(4224, 192, 512),
     "topk": lambda: top(1056, 131072),
     "softmax": lambda: softmax(2112, 131072),
     "sort": lambda: sort(8448, 4096),
     "group norm": lambda: group_norm(16, 256, 65536, 32),
     "attention": lambda: attention(2, 16, 8192, 64),
     "matmul": lambda: matmul(8192),
+    "cholesky": lambda: cholesky(16384, 64),
 }

@@ -10,7 +10,7 @@ and carveouts. Each control is proven from the driver. Times are of the slowest 
 
 import argparse
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple
@@ -18,8 +18,9 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from benchmarks.on_gpus import join, largest, log, run_and_leave, save, shared_rounds
+from benchmarks.on_gpus import join, log, run_and_leave, save, shared_rounds
 from benchmarks.shaping_kernels import KERNELS, Launch
+from benchmarks.shaping_steps import ChainStep, TwoBatches
 from counterpoint.controls import Control, LightKernel, Priority, ResidencyCap
 from counterpoint.cuda.capture import Captured, capture
 from counterpoint.cuda.graph_rewriting import MOVED, rewrite
@@ -34,10 +35,10 @@ from counterpoint.step import Collective, Footprint, Kernel
 from counterpoint.units import MIB
 
 GATHERED_BYTES = 8 * MIB
-COMPUTE_US = 4000.0
 CHAIN_SHARE = 0.8  # of the computation's time: what the chain takes alone, by NCCL
 CTA_COUNTS = (16, 32, 64, 132)
 PRIORITY = Priority(priority=-5)
+TWO_BATCHES = "two batches"
 NCCL_WARP_BYTES = 4112  # of the 82,240 dynamic bytes that NCCL 2.28 asks for 20 warps
 
 
@@ -69,38 +70,6 @@ class Found(NamedTuple):
             for each in self.measurements
         ]
         return {"kernel": self.kernel, **self.facts, "rows": rows, "problems": self.problems}
-
-
-def timed_us(launch: Callable[[], object], repeats: int = 3) -> float:
-    """The least time of a call in microseconds, the longest of all ranks."""
-    times = []
-    for _ in range(repeats + 1):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        launch()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(1000 * start.elapsed_time(end))
-    return float(largest([min(times[1:])])[0])
-
-
-class ChainStep:
-    """Launches of one kernel beside a chain of all-gathers."""
-
-    def __init__(self, launch: Launch, share: float, num_bytes: int) -> None:
-        self._launch = launch
-        self._given = torch.ones(num_bytes // 4 // dist.get_world_size(), device="cuda")
-        self._got = torch.empty(num_bytes // 4, device="cuda")
-        self.num_launches = max(1, round(COMPUTE_US / timed_us(launch)))
-        gather_us = timed_us(lambda: [dist.all_gather_into_tensor(self._got, self._given) for _ in range(20)]) / 20
-        compute_us = timed_us(lambda: [launch() for _ in range(self.num_launches)])
-        self.num_gathers = max(2, round(share * compute_us / gather_us))
-
-    def __call__(self) -> None:
-        works = [dist.all_gather_into_tensor(self._got, self._given, async_op=True) for _ in range(self.num_gathers)]
-        for _ in range(self.num_launches):
-            self._launch()
-        works[-1].wait()
 
 
 def plan_of(*communication: Control, caps: Sequence[tuple[str, ResidencyCap]] = ()) -> Plan:
@@ -177,7 +146,7 @@ def footprint_of_collective(captured: Captured) -> Footprint:
     return collective.footprint
 
 
-def facts_of(captured: Captured, kernel: Kernel, step: ChainStep) -> dict[str, object]:
+def facts_of(captured: Captured, kernel: Kernel, step: ChainStep | TwoBatches) -> dict[str, object]:
     """What the step is made of."""
     operations, gpu = captured.read.step.operations, machine_of(captured).gpu
     usual = residency(gpu, kernel.footprint).ctas_per_sm
@@ -201,12 +170,16 @@ def facts_of(captured: Captured, kernel: Kernel, step: ChainStep) -> dict[str, o
 
 def measure_kernel(name: str, options: argparse.Namespace) -> Found:
     """Capture the step of one kernel and measure all its variants."""
-    step = ChainStep(KERNELS[name](), options.share, options.bytes)
+    step = TwoBatches(16, 1024, 2048, 3) if name == TWO_BATCHES else ChainStep(KERNELS[name](), options.share, options.bytes)
     captured = capture(step, name)
     kernel = longest_kernel(captured)
     facts, problems = facts_of(captured, kernel, step), {}
     log(f"\n{name}: {facts}")
-    chosen = lowered_variants(captured, kernel) if options.lowered else variants_of(captured, kernel, is_short=options.short)
+    chosen = (
+        lowered_variants(captured, kernel)
+        if options.lowered
+        else variants_of(captured, kernel, is_short=name not in options.full)
+    )
     offer_copies(captured)
     offer_light_kernels(captured)
     with ExitStack() as opened:
@@ -233,7 +206,7 @@ def measure_kernel(name: str, options: argparse.Namespace) -> Found:
             else:
                 problems[variant.label] = "; ".join(dict.fromkeys(unproven))[:200] or "refused on another rank"
         rounds = measured_rounds(captured, executables, options.rounds)
-        torch.cuda.synchronize()
+        facts["unequal"] = unequal(captured, executables, labels, step)
     return Found(name, facts, summarize_rounds(labels, rounds), problems)
 
 
@@ -242,6 +215,22 @@ def lower(graph, captured: Captured, num_bytes: int) -> None:
     for number, operation in zip(captured.read.nodes, captured.read.step.operations, strict=True):
         if isinstance(operation, Collective):
             graph.set_shared_memory(number, num_bytes, -1)
+
+
+def unequal(captured: Captured, executables, labels: Sequence[str], step: ChainStep | TwoBatches) -> list[str]:
+    """The variants that leave other bits than the first one, on any rank."""
+    wanted: list[torch.Tensor] = []
+    found = []
+    for executable, label in zip(executables, labels, strict=True):
+        for output in step.outputs:
+            output.zero_()
+        captured.time_us(executable)
+        torch.cuda.synchronize()
+        wanted = wanted or [output.clone() for output in step.outputs]
+        pairs = zip(wanted, step.outputs, strict=True)
+        if not captured.is_everywhere(all(torch.equal(one, other) for one, other in pairs)):
+            found.append(label)
+    return found
 
 
 def measured_rounds(captured: Captured, executables, num_rounds: int) -> list[list[float]]:
@@ -297,12 +286,12 @@ def measure_bandwidth(options: argparse.Namespace) -> list[dict[str, object]]:
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("-o", "--output", type=Path)
-    parser.add_argument("--kernels", nargs="*", default=list(KERNELS), choices=list(KERNELS))
+    parser.add_argument("--kernels", nargs="*", default=list(KERNELS), choices=[*KERNELS, TWO_BATCHES])
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--share", type=float, default=CHAIN_SHARE, help="the chain's time as a share of the computation's")
     parser.add_argument("--bytes", type=int, default=GATHERED_BYTES, help="of each all-gather")
     parser.add_argument("--sizes", type=int, nargs="*", default=[], help="MiB of single collectives to time alone")
-    parser.add_argument("--short", action="store_true", help="fewer caps")
+    parser.add_argument("--full", nargs="*", default=[], choices=[*KERNELS, TWO_BATCHES], help="every cap for these")
     parser.add_argument("--lowered", action="store_true", help="NCCL with the shared memory of the warps it has")
     parser.add_argument("--limit", type=int, default=110)
     return parser.parse_args()
@@ -324,6 +313,7 @@ def main() -> None:
         save(options.output, found)
         for each in result.measurements:
             log(f"  {each.label:45s} {each.median_us:9.1f} us  {100 * (each.ratio - 1):+6.1f} %  +- {100 * each.spread:.1f}")
+        log("  other bits:", result.facts["unequal"] or "none")
         for label, problem in result.problems.items():
             log(f"  {label}: {problem}")
         torch.cuda.empty_cache()

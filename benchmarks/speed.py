@@ -46,6 +46,10 @@ def main() -> None:
             0.1,
             seconds(_run(sys.executable, "-c", "import counterpoint")) - interpreter_s,
         ),
+        "counterpoint bench paper --simulate all --sweep ctas": (
+            60.0,
+            seconds(_run(COMMAND, "bench", "paper", "--simulate", "all", "--sweep", "ctas"), 1),
+        ),
         "counterpoint --help": (0.3, seconds(_run(COMMAND, "--help"))),
     }
     for name, (asked, found) in asked_and_found.items():

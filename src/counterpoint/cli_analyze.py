@@ -167,21 +167,17 @@ def _packed_analysis(path: str, is_planned: bool) -> "tuple[bytes, TracedStep | 
 def _analyze_file(path: str, is_planned: bool) -> "tuple[RankAnalysis, TracedStep | None]":
     """In a process of its own where there are several: what a trace holds is reduced before it is handed back."""
     from counterpoint.analysis.inspector import is_inspector, read_inspector  # noqa: PLC0415
-    from counterpoint.analysis.rank import analyze_rank  # noqa: PLC0415
+    from counterpoint.analysis.rank import analyze_rank_and_step  # noqa: PLC0415
     from counterpoint.traces.formats import read_activity  # noqa: PLC0415
-    from counterpoint.traces.traced_step import traced_step_of  # noqa: PLC0415
 
     if is_inspector(Path(path)):
         return read_inspector(Path(path)), None
     trace = read_activity(Path(path))
-    rank = analyze_rank(trace)
+    rank, step = analyze_rank_and_step(trace, with_step=is_planned)
     if trace.rank is None:
         named = RANK_IN_NAME.search(os.path.basename(path))
         rank = replace(rank, rank=int(named[1]) if named else UNNAMED)
-    try:
-        return rank, traced_step_of(trace) if is_planned else None
-    except CounterpointError:
-        return rank, None  # what cannot be planned can still be read
+    return rank, step
 
 
 def _check_sources(traces: Sequence[str]) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from counterpoint.errors import DeviceError, MachineError, shown, shown_path
+from counterpoint.errors import MachineError, say, shown, shown_path
 from counterpoint.value import check_outputs, read_toml, require
 
 if TYPE_CHECKING:
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 INSTEAD = "Without GPUs, the shipped constants are used: counterpoint machines."
 # what must not have changed where a calibration goes on; "gpus" only says how many took part last
+INTERRUPTED = 130
 KEPT_CONDITIONS = ("driver", "cuda", "torch", "nccl", "nvls")
 
 
@@ -67,19 +68,17 @@ def _calibrate(output: Path | None, again: bool) -> None:
         conditions["state"] = "NVML was not found: nobody looked whether the GPU was throttled or shared"
     else:
         conditions["power limit"] = f"{state.power_limit_w:.0f} W"
-    progress = _Record(machine, queried.device_name, output or Path(f"calibration_{machine.name}.toml"), conditions)
+    collected = _Record(machine, queried.device_name, output or Path(f"calibration_{machine.name}.toml"), conditions)
     if rank == 0 and not again:
-        progress.go_on()
+        collected.go_on()
     try:
-        run_probes(machine, nvml, progress.done(), progress.add)
+        run_probes(machine, nvml, collected.done(), collected.add)
     except KeyboardInterrupt:
         if rank == 0:
-            raise DeviceError(
-                f"Interrupted. What was measured is in {shown_path(progress.path)}; run again to go on."
-            ) from None
-        raise DeviceError("Interrupted.") from None
+            say(f"Interrupted. What was measured is in {shown_path(collected.path)}; run again to go on.")
+        raise SystemExit(INTERRUPTED) from None
     if rank == 0:
-        progress.report()
+        collected.report()
 
 
 class _Record:

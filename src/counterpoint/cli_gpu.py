@@ -5,9 +5,10 @@ so that no other waits for it for ever.
 """
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import msgspec
@@ -22,11 +23,13 @@ if TYPE_CHECKING:
 
     from counterpoint.paper.cases import Axis
     from counterpoint.paper.values import PaperResult, Sweep
+    from counterpoint.validation.bounds import ErrorBounds
     from counterpoint.workloads.description import Description
 
 bench = typer.Typer(help="Run the paper's workloads over all controls.", rich_markup_mode=None)
 ROUNDS = {"cb": 11, "mb": 5}
 SWEEP_ROUNDS = 5
+NO_BOUNDS: "Mapping[str, ErrorBounds]" = MappingProxyType({})
 
 
 def tune_function(step: str, machine_name: str | None, output: Path | None, is_json: bool) -> NoReturn:
@@ -219,6 +222,13 @@ class BenchOptions(msgspec.Struct, frozen=True):
 
             check_plot(self.plot)
 
+    def check_panels(self, number: int) -> None:
+        """Raise `CounterpointError` where a plot was asked for that cannot hold so many sweeps."""
+        if self.plot is not None:
+            from counterpoint.report.plots import check_panels  # noqa: PLC0415
+
+            check_panels(number)
+
     def axes(self) -> list[tuple["Axis", tuple[str, ...]]]:
         """The sweeps as they are understood. Raises `WorkloadError`."""
         from counterpoint.paper.cases import parse_sweep  # noqa: PLC0415
@@ -237,13 +247,17 @@ class BenchOptions(msgspec.Struct, frozen=True):
 
 def _simulate_paper(asked: BenchOptions, machine_name: str) -> None:
     from counterpoint.machine import load_machine, machine_names  # noqa: PLC0415
+    from counterpoint.paper.cases import check_memory  # noqa: PLC0415
     from counterpoint.paper.grid import simulate_paper  # noqa: PLC0415
     from counterpoint.paper.launches import compiled_for  # noqa: PLC0415
     from counterpoint.paper.sweep import simulate_sweep  # noqa: PLC0415
+    from counterpoint.validation.bounds import bounds_for  # noqa: PLC0415
     from counterpoint.workloads import build_step, workload_names  # noqa: PLC0415
 
     axes, descriptions = asked.axes(), asked.descriptions(workload_names())
     machines = [load_machine(name) for name in (machine_names() if machine_name == "all" else [machine_name])]
+    num_ranks = max(described.num_ranks for described in descriptions.values())
+    bounds = {machine.name: bounds_for(machine, num_ranks, "sizes alone") for machine in machines}
     # a file of one's own has launches of its own
     jobs = [
         (described, machine, not name.lower().endswith(".toml"))
@@ -251,19 +265,22 @@ def _simulate_paper(asked: BenchOptions, machine_name: str) -> None:
         for name, described in descriptions.items()
     ]
     if axes:
+        asked.check_panels(len(jobs) * len(axes))
         sweeps = [
             simulate_sweep(described, machine, axis, values, is_compiled=is_compiled)
             for described, machine, is_compiled in jobs
             for axis, values in axes
         ]
-        _show_sweeps(sweeps)
-        _finish_sweeps(sweeps, asked, {"gpus": "none used, simulated"})
+        _show_sweeps(sweeps, bounds)
+        _finish_sweeps(sweeps, asked, {"gpus": "none used, simulated"}, bounds)
         return
+    for described, machine, _ in jobs:
+        check_memory(described, machine.gpu.hbm_bytes, f"a GPU of '{machine.name}' has")
     results = []
     for described, machine, is_compiled in jobs:
         step = build_step(compiled_for(described, machine.gpu) if is_compiled else described)
         results.append(replace(simulate_paper(step, machine), iterations=described.iterations))
-    _show(results, asked.output)
+    _show(results, asked.output, bounds)
 
 
 def _measure_paper(asked: BenchOptions) -> None:
@@ -295,6 +312,7 @@ def _measure_sweeps(asked: BenchOptions, descriptions: list["Description"], rank
     from counterpoint.paper.on_gpu import measure_sweep, sweeps_of  # noqa: PLC0415
 
     planned = sweeps_of(descriptions, asked.axes())
+    asked.check_panels(len(planned))
     sweeps = []
     rounds = asked.rounds or SWEEP_ROUNDS
     for described, axis, cases in planned:
@@ -304,32 +322,44 @@ def _measure_sweeps(asked: BenchOptions, descriptions: list["Description"], rank
             _finish_sweeps(sweeps, asked, measuring_conditions(rounds=rounds))
 
 
-def _show_sweeps(sweeps: list["Sweep"]) -> None:
+def _unmeasured(bounds: "Mapping[str, ErrorBounds]", machine: str) -> "ErrorBounds | None":
+    """The bounds of a machine that was never compared with hardware; None for any other."""
+    found = bounds.get(machine)
+    return None if found is None or found.is_compared else found
+
+
+def _show_sweeps(sweeps: list["Sweep"], bounds: "Mapping[str, ErrorBounds]" = NO_BOUNDS) -> None:
     from counterpoint.report.paper import print_sweep  # noqa: PLC0415
     from counterpoint.report.text import new_console  # noqa: PLC0415
 
     console = new_console()
     for sweep in sweeps:
-        print_sweep(console, sweep)
+        print_sweep(console, sweep, _unmeasured(bounds, sweep.machine))
 
 
-def _finish_sweeps(sweeps: list["Sweep"], asked: BenchOptions, conditions: dict[str, object]) -> None:
-    _save(sweeps, asked.output, conditions)
+def _finish_sweeps(
+    sweeps: list["Sweep"],
+    asked: BenchOptions,
+    conditions: dict[str, object],
+    bounds: "Mapping[str, ErrorBounds]" = NO_BOUNDS,
+) -> None:
+    _save(sweeps, asked.output, conditions, bounds)
     if asked.plot is not None:
         from counterpoint.report.plots import draw_sweeps  # noqa: PLC0415
 
         draw_sweeps(sweeps, asked.plot, str(conditions["gpus"]))
 
 
-def _show(results: list["PaperResult"], output: Path | None) -> None:
+def _show(results: list["PaperResult"], output: Path | None, bounds: "Mapping[str, ErrorBounds]" = NO_BOUNDS) -> None:
+    """Print the results and save them; `bounds` are those of simulated times, by machine."""
     from counterpoint.report.paper import print_paper  # noqa: PLC0415
     from counterpoint.report.text import new_console  # noqa: PLC0415
 
     console = new_console()
     for result in results:
-        print_paper(console, result)
+        print_paper(console, result, _unmeasured(bounds, result.machine))
     _show_how_to_apply(console, results)
-    _save(results, output, {"gpus": "none used, simulated"})
+    _save(results, output, {"gpus": "none used, simulated"}, bounds)
 
 
 def _show_how_to_apply(console: "Console", results: list["PaperResult"]) -> None:
@@ -348,7 +378,13 @@ def _show_how_to_apply(console: "Console", results: list["PaperResult"]) -> None
             print_to_apply(console, ways_to_apply(result.choice, PlanOrigin(finding=finding, step=result.workload)))
 
 
-def _save(results: Sequence[object], output: Path | None, conditions: dict[str, object]) -> None:
+def _save(
+    results: Sequence[object],
+    output: Path | None,
+    conditions: dict[str, object],
+    bounds: "Mapping[str, ErrorBounds]" = NO_BOUNDS,
+) -> None:
     """Store the results, and under what conditions they were had; both in one object, as benchmarks store theirs."""
     if output is not None:
-        write_whole(output, f"{write_json({'conditions': conditions, 'result': results})}\n".encode())
+        stored = {"conditions": conditions, **({"bounds": dict(bounds)} if bounds else {}), "result": results}
+        write_whole(output, f"{write_json(stored)}\n".encode())

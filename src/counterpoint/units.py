@@ -29,6 +29,13 @@ def format_us(time_us: float) -> str:
     return f"{time_us:.4g} us"
 
 
+def format_span(low_us: float, high_us: float) -> str:
+    """Print two times as a span, as in "1.8 to 2.6 ms"."""
+    low, high = format_us(low_us), format_us(high_us)
+    (low_number, low_unit), (_, high_unit) = low.split(), high.split()
+    return f"{low_number if low_unit == high_unit else low} to {high}"
+
+
 def format_bytes(num_bytes: float) -> str:
     """Print a size in binary units."""
     for unit, name in ((GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")):

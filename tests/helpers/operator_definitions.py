@@ -14,11 +14,12 @@ Descriptions = Sequence[ScheduleDescription | None]
 
 def with_schedules(gathers: Descriptions, reductions: Descriptions) -> dict[str, tuple[Operator, Descriptions]]:
     """Every operator, with those of these schedules that it takes."""
-    exchanges = [each for each in gathers if each is None or each.pattern != "ring"]
+    exchanges = [each for each in gathers if each is None or (each.pattern != "ring" and each.along == "rows")]
+    of_rows = [each for each in reductions if each is None or each.along == "rows"]
     return {
         "all_gather_matmul": (ops.all_gather_matmul, gathers),
         "matmul_reduce_scatter": (ops.matmul_reduce_scatter, reductions),
-        "matmul_all_reduce": (ops.matmul_all_reduce, reductions),
+        "matmul_all_reduce": (ops.matmul_all_reduce, of_rows),
         "all_to_all_matmul": (ops.all_to_all_matmul, exchanges),
     }
 

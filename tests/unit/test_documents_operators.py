@@ -86,3 +86,74 @@ def geometric_means(num_gpus: int) -> list[str]:
         for of_operation in cases
         for name, digits in (("sequential", 2), ("peer", 3))
     ]
+
+
+def stored_rows(name: str) -> list[dict]:
+    return json.loads((ROOT / "benchmarks" / "results" / f"{name}_2x_h200.json").read_text())["result"]
+
+
+def sizes(entry: dict) -> str:
+    return ", ".join(map(str, entry["sizes_m_n_k"]))
+
+
+def test_the_tables_of_both_losses_are_the_stored_run() -> None:
+    entries, cutting, overlapping = stored_rows("ops_losses"), [], {}
+    for entry in entries:
+        if entry["loss"] == "contention":
+            overlapping.setdefault(sizes(entry), []).append(entry)
+            continue
+        ratios = (
+            " / ".join(f"{entry['over_whole'][f'{dimension}/{count} on 1']:.2f}" for count in (2, 4, 8))
+            for dimension in ("rows", "columns", "inner")
+        )
+        cutting.append([sizes(entry), f"{entry['whole_us']:,.0f} us", *ratios])
+    beside = [
+        [
+            size,
+            *(
+                f"{100 * (entry[f'{what}_beside_over_alone'] - 1):+.1f} %"
+                for what in ("matmuls", "copies")
+                for entry in of_size
+            ),
+        ]
+        for size, of_size in overlapping.items()
+    ]
+    assert rows("ops_measured.md", "What cutting costs") == cutting
+    assert rows("ops_measured.md", "What overlapping costs") == beside
+
+
+def test_the_table_of_other_passes_is_the_stored_run() -> None:
+    expected = []
+    for entry in stored_rows("ops_passes"):
+        times = {label: each["median_us"] for label, each in entry["candidates"].items()}
+        best, picked = min(times, key=lambda label: times[label]), entry["picked"]
+        name = entry["operation"] + (" backward" if entry["direction"] == "backward" else "")
+        cells = [f"{times['sequential']:,.0f} us", *(f"{times[label]:,.0f} us, `{label}`" for label in (picked, best))]
+        expected.append([name, entry["shape"], sizes(entry), *cells, f"{times['sequential'] / times[picked]:.2f}"])
+    assert rows("ops_measured.md", "Other operators and backward passes") == expected
+
+
+def gemm_cells(entry: dict | None, divisor_name: str) -> list[str]:
+    """Sizes and times in milliseconds of one operator on one of the paper's GEMMs."""
+    if entry is None:
+        return ["", "not run"]
+    divisor, candidates = entry["shape"][divisor_name], entry["candidates"]
+    best = min(each["median_us"] for name, each in candidates.items() if name not in BESIDE)
+    times = (*(candidates[name]["median_us"] for name in ("sequential", "peer", entry["picked"])), best, entry["ideal_us"])
+    return [
+        sizes(entry) + (f" (M / {divisor})" if divisor > 1 else ""),
+        " / ".join(f"{each / 1e3:,.1f}" for each in times),
+    ]
+
+
+def test_the_table_of_the_paper_gemms_is_the_stored_run() -> None:
+    entries = {(entry["shape"]["name"], entry["op"]): entry for entry in stored_rows("ops_gemms")}
+    names = sorted({name for name, _ in entries}, key=lambda name: int(name[1:]))
+    assert rows("ops_measured.md", "The paper's GEMMs") == [
+        [
+            name,
+            *gemm_cells(entries.get((name, "ag_mm")), "ag_divisor"),
+            *gemm_cells(entries.get((name, "mm_rs")), "rs_divisor"),
+        ]
+        for name in names
+    ]

@@ -107,7 +107,7 @@ def steps(draw: st.DrawFn, num_streams: int = 4, max_operations: int = 8) -> Ste
         waits = tuple(Dependency(operation=number) for number in sorted(earlier))
         operations.append(msgspec.structs.replace(operation, waits_for=waits))
     gap_us = draw(st.none() | st.floats(0, 5))
-    return Step(name="random", num_ranks=8, operations=tuple(operations), launch_gap_us=gap_us)
+    return Step(name="random", num_ranks=4, operations=tuple(operations), launch_gap_us=gap_us)
 
 
 @st.composite
@@ -146,11 +146,7 @@ def makespan_us(step: Step, machine: Machine = H200) -> float:
 
 def alone(operation: Operation, machine: Machine = H200) -> tuple[float, float]:
     """Simulated and stated lone time of one operation."""
-    step = Step(
-        name="alone",
-        num_ranks=min(4, machine.num_gpus),
-        operations=(msgspec.structs.replace(operation, waits_for=(), issued_us=None),),
-    )
+    step = Step(name="alone", num_ranks=4, operations=(msgspec.structs.replace(operation, waits_for=(), issued_us=None),))
     return makespan_us(step, machine), Simulator().lone_times_us(step, machine)[0]
 
 

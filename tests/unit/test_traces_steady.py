@@ -61,6 +61,23 @@ def test_of_steps_that_all_differ_the_median_is_read_with_a_note(tmp_path: Path)
     assert (found.steady, found.notes) == (2, ("All 3 steps run different operations; the median one was read.",))
 
 
+def test_what_was_issued_before_recording_began_is_in_no_step(tmp_path: Path) -> None:
+    trace = TraceBuilder()
+    for number in range(3):  # the host runs so far ahead that the GPU is still busy with an earlier step
+        trace.step(100.0 * number, 100.0 * number + 90)
+    trace.kernel(MATMUL, 50, 30)
+    trace.kernel(MATMUL, 150, 30)
+    left_over = {trace.correlation, trace.correlation - 1}
+    trace.events[:] = [
+        each for each in trace.events if each["cat"] != "cuda_runtime" or each["args"]["correlation"] not in left_over
+    ]
+    for number in range(3):
+        trace.kernel(MATMUL, 1000.0 + 50 * number, 40, host=100.0 * number + 5)
+    found = divide_into_steps(read_activity(trace.write(tmp_path)))
+    assert [len(step) for step in found.steps] == [1, 1, 1]
+    assert found.notes == ("2 operations were issued before recording began and left out.",)
+
+
 PERSISTENT = {"grid": [132, 1, 1], "block": [384, 1, 1], "registers per thread": 168, "shared memory": 213188}
 BARRIER = {"grid": [1, 1, 1], "block": [32, 1, 1], "registers per thread": 32}
 

@@ -20,9 +20,11 @@ from counterpoint.analysis.roles import find_roles
 from counterpoint.analysis.slowdowns import find_slowdowns
 from counterpoint.analysis.timed import TimedTrace, time_trace
 from counterpoint.analysis.values import ExposedInterval, RankAnalysis, Role, TracedCollective
-from counterpoint.analysis.windows import find_busy, find_figures, find_windows, representative
+from counterpoint.analysis.windows import RankWindows, find_busy, find_figures, find_windows, representative
+from counterpoint.errors import CounterpointError
 from counterpoint.spans import Span
 from counterpoint.traces.activity import ActivityTrace
+from counterpoint.traces.traced_step import TracedStep, traced_step_of
 from counterpoint.units import format_count
 from counterpoint.value import cyclic_gc_paused
 
@@ -35,14 +37,26 @@ def analyze_rank(trace: ActivityTrace) -> RankAnalysis:
 
     The cost grows with the number of GPU operations. Raises nothing for a trace that `read_activity` accepts.
     """
+    return analyze_rank_and_step(trace, with_step=False)[0]
+
+
+def analyze_rank_and_step(trace: ActivityTrace, *, with_step: bool) -> tuple[RankAnalysis, TracedStep | None]:
+    """Also the step to plan for, where one is wanted and the trace has one; its steps are looked for once."""
     with cyclic_gc_paused():
-        return _analyze(trace)
+        timed = time_trace(trace)
+        windows = find_windows(timed)
+        analysis = _analyze(timed, windows)
+        if not with_step:
+            return analysis, None
+        try:
+            return analysis, traced_step_of(trace, steps=windows.steps, dependencies=timed.dependencies)
+        except CounterpointError:
+            return analysis, None  # what cannot be planned can still be read
 
 
-def _analyze(trace: ActivityTrace) -> RankAnalysis:
-    timed = time_trace(trace)
+def _analyze(timed: TimedTrace, found_windows: RankWindows) -> RankAnalysis:
+    trace = timed.trace
     roles = find_roles(timed)
-    found_windows = find_windows(timed)
     windows = found_windows.windows
     busy = find_busy(timed, roles)
     steps = find_figures(timed, busy, windows)

@@ -7,7 +7,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 
 from counterpoint.traces.activity import ActivityTrace, HostOperator
-from counterpoint.traces.dependencies import find_dependencies
+from counterpoint.traces.dependencies import Dependencies, find_dependencies
 from counterpoint.value import Value
 
 NS_PER_US = 1000
@@ -18,7 +18,7 @@ class TimedTrace(Value, frozen=True, kw_only=True):
 
     `launches` is None where the trace holds no launch. `by_start` and `by_end` hold all operations in order of time,
     `streams` those of each stream by start, and `places` each one's place on its stream. `producers` are the operations of
-    other streams that one waits for.
+    other streams that one waits for, as `dependencies` has them.
     """
 
     trace: ActivityTrace
@@ -32,6 +32,7 @@ class TimedTrace(Value, frozen=True, kw_only=True):
     sorted_ends: tuple[int, ...]
     streams: dict[int, tuple[int, ...]]
     places: tuple[int, ...]
+    dependencies: Dependencies
     producers: dict[int, tuple[int, ...]]
     host_waits: tuple[tuple[int, int], ...]
 
@@ -91,7 +92,8 @@ def time_trace(trace: ActivityTrace) -> TimedTrace:
         places[index] = len(line)
         line.append(index)
     producers: dict[int, tuple[int, ...]] = {}
-    for edge in find_dependencies(trace).edges:
+    dependencies = find_dependencies(trace)
+    for edge in dependencies.edges:
         producers[edge.consumer] = (*producers.get(edge.consumer, ()), edge.producer)
     return TimedTrace(
         trace=trace,
@@ -105,6 +107,7 @@ def time_trace(trace: ActivityTrace) -> TimedTrace:
         sorted_ends=tuple(map(ends.__getitem__, by_end)),
         streams={stream: tuple(line) for stream, line in streams.items()},
         places=tuple(places),
+        dependencies=dependencies,
         producers=producers,
         host_waits=_in_ns(trace.host_waits, origin),
     )

@@ -12,7 +12,7 @@ from counterpoint.analysis.values import Role, StepFigures
 from counterpoint.errors import TraceError
 from counterpoint.spans import Span, length, union, within, without
 from counterpoint.traces.issue import LATE_LATENCY_US
-from counterpoint.traces.steady import divide_into_steps
+from counterpoint.traces.steady import TracedSteps, divide_into_steps
 from counterpoint.value import Value
 
 SPREADS_OF_OUTLIERS = 5.0
@@ -23,9 +23,10 @@ MAD_TO_SPREAD = 1.4826  # a normal distribution's standard deviation over its me
 
 
 class RankWindows(Value, frozen=True, kw_only=True):
-    """Windows of the steps in nanoseconds, what to know of them, and what could not be known."""
+    """Windows of the steps in nanoseconds, the steps themselves where they can be told, and what is and is not known."""
 
     windows: tuple[Span, ...]
+    steps: TracedSteps | None = None
     notes: tuple[str, ...] = ()
     problems: tuple[str, ...] = ()
 
@@ -53,7 +54,7 @@ def find_windows(timed: TimedTrace) -> RankWindows:
     problems = () if len(windows) == len(spans) else (f"{len(spans) - len(windows)} steps have no GPU time of their own.",)
     if not windows:
         return RankWindows(windows=(whole,), problems=("The whole trace is taken as one step: no step has GPU time.",))
-    return RankWindows(windows=windows, notes=steps.notes, problems=problems)
+    return RankWindows(windows=windows, steps=steps, notes=steps.notes, problems=problems)
 
 
 def find_busy(timed: TimedTrace, roles: tuple[Role, ...]) -> BusyTimes:

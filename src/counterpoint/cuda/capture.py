@@ -26,6 +26,7 @@ from counterpoint.cuda.plan_cache import Conditions
 from counterpoint.cuda.rendezvous import Rendezvous
 from counterpoint.errors import DeviceError, StepError, cause_of
 from counterpoint.timeline import Interval, Timeline
+from counterpoint.traces.classify import classify_kernel
 
 WARM_UP_CALLS = 3
 LONE_REPLAYS = 3
@@ -131,15 +132,15 @@ class Captured:
             device_name=torch.cuda.get_device_name(),
             driver_version=driver_version(),
             nccl_version=".".join(str(part) for part in nccl),
-            torch_version=torch.__version__,
+            torch_version=str(torch.__version__),  # a TorchVersion, which msgspec does not write
             num_ranks=self.read.step.num_ranks,
         )
 
     def _profile(self, executable: AbstractExecutable) -> list[Activity]:
         """Start, end and name of each operation on the GPU in one replay, in microseconds, in the order of their starts."""
         torch.cuda.synchronize()
-        self.rendezvous.meet()
         with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU], acc_events=True) as profiler:
+            self.rendezvous.meet()  # only now: a profiler takes a while to start, and not the same on every rank
             executable.launch(torch.cuda.current_stream().cuda_stream)
             end = torch.cuda.Event()
             end.record(torch.cuda.current_stream())
@@ -168,6 +169,10 @@ class Captured:
         for place, number in enumerate(working):
             times[number] = statistics.median(end - start for start, end, _ in (replay[place] for replay in replays))
             names[number] = replays[0][place][2]
+        least = self.rendezvous.least_of(times)
+        for number, name in enumerate(names):
+            # the last rank to come to a collective waits for nobody
+            times[number] = least[number] if classify_kernel(name).kind == "communication" else times[number]
         return GraphTimes(device_name=torch.cuda.get_device_name(), lone_us=tuple(times), names=tuple(names))
 
 

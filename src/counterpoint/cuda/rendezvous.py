@@ -6,7 +6,7 @@ instead of a hang.
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 
 import msgspec
@@ -58,8 +58,21 @@ class Rendezvous:
 
     def slowest_of(self, values: Sequence[float]) -> list[float]:
         """The largest of each of these values, of which every rank has as many, on every rank."""
+        return [max(each) for each in self._compare(values)]
+
+    def least_of(self, values: Sequence[float]) -> list[float]:
+        """The smallest of each of these values, of which every rank has as many, on every rank."""
+        return [min(each) for each in self._compare(values)]
+
+    def _compare(self, values: Sequence[float]) -> Iterator[tuple[float, ...]]:
+        """Each value of all ranks. Raises `DeviceError` where one has another number of values."""
         texts = self._exchange.round(msgspec.json.encode(values), "compare times")
-        return [max(each) for each in zip(*(msgspec.json.decode(text, type=list[float]) for text in texts), strict=True)]
+        everyone = [msgspec.json.decode(text, type=list[float]) for text in texts]
+        if len({len(each) for each in everyone}) > 1:
+            raise DeviceError(
+                "The ranks captured different steps, so their times cannot be compared. Capture the same step."
+            )
+        return zip(*everyone, strict=True)
 
     def agree(self, fingerprint: str, text: str) -> str:
         """Rank 0's text on every rank. Raises `PlanError` on all of them if their fingerprints differ."""

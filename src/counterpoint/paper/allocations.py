@@ -26,15 +26,15 @@ from counterpoint.workloads import build_step
 
 SHAPED_TILES = ("opt1", "opt2")
 CASES = tuple(f"{size}_{collective}" for size in SIZES for collective in COLLECTIVES)
-# A kernel of communication as small as one may be written: 4 warps, few registers, no shared memory.
-SMALL = Footprint(num_ctas=1, threads_per_cta=128, registers_per_thread=32)
+# A CTA of the light kernels that captured steps can have in a collective's place (`controls.LightKernel`).
+LIGHT = Footprint(num_ctas=1, threads_per_cta=128, registers_per_thread=32)
 
 
 class Allocation(Value, frozen=True, kw_only=True):
     """One residency of one tile on one GPU: the bytes from which to which it holds, and what is left of an SM.
 
     `free_shared_bytes` is what the SM's largest carveout leaves, `free_registers` what the fullest sub-partition does.
-    `fits_library`: whether one CTA of the collectives' library fits beside; `num_small`: how many CTAs of `SMALL` do.
+    `fits_library`: whether one CTA of the collectives' library fits beside; `num_light`: how many CTAs of `LIGHT` do.
     `changes` holds by workload the simulated time over that without the cap, both with priority where it is heeded.
     """
 
@@ -46,7 +46,7 @@ class Allocation(Value, frozen=True, kw_only=True):
     free_shared_bytes: int
     free_registers: int
     fits_library: bool
-    num_small: int
+    num_light: int
     changes: dict[str, float]
 
 
@@ -106,7 +106,7 @@ def _rows(
             free_shared_bytes=gpu.shared_bytes_per_sm - ctas_per_sm * allocated,
             free_registers=gpu.registers_per_sub_partition - max(sm_load(gpu, held).registers),
             fits_library=room_for(gpu, held, gpu.shared_bytes_per_sm, library) > 0,
-            num_small=room_for(gpu, held, gpu.shared_bytes_per_sm, SMALL),
+            num_light=room_for(gpu, held, gpu.shared_bytes_per_sm, LIGHT),
             changes={case: _time_us(step, machine, cap) / uncapped_us[case] - 1 for case, step in steps.items()},
         )
 

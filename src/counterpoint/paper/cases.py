@@ -24,12 +24,13 @@ AXES: tuple[Axis, ...] = get_args(Axis)
 ONE_PER_TILE = "tiles"
 SIZES, COLLECTIVES = ("cb", "mb"), ("ar", "a2a")
 TILES = {"opt1": "64x64x32", "opt2": "64x64x64", "large": "128x128x64"}
+TYPES: tuple[ElementType, ...] = ("fp32", "tf32", "bf16", "fp16", "fp8")  # those that the matmuls here compute
 DEFAULTS: dict[Axis, tuple[str, ...]] = {
     "ctas": (*(str(2**power) for power in range(1, 11)), ONE_PER_TILE),
     "sizes": ("2048", "4096", "8192", "16384", "32768"),
     "bytes": ("56 MiB", "224 MiB", "896 MiB", "3584 MiB"),
     "tiles": ("32x32x32", "64x64x32", "64x64x64", "128x64x64", "128x128x64"),
-    "types": get_args(ElementType),
+    "types": TYPES,
     "ranks": ("2", "4", "8"),
     "iterations": ("1", "2", "4", "8", "12", "24"),
 }
@@ -147,9 +148,9 @@ def _with_bytes(description: Description, value: str) -> Description:
 
 
 def _with_type(description: Description, value: str) -> Description:
-    dtype = next((each for each in DEFAULTS["types"] if each == value), None)
+    dtype = next((each for each in TYPES if each == value), None)
     if dtype is None:
-        raise WorkloadError(f"--sweep types must name some of {', '.join(DEFAULTS['types'])}; found '{shown(value)}'.")
+        raise WorkloadError(f"--sweep types must name some of {', '.join(TYPES)}; found '{shown(value)}'.")
     return _with_gemms(description, lambda gemm: replace(gemm, dtype=dtype, hbm_bytes=None))
 
 

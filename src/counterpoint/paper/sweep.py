@@ -5,7 +5,7 @@ A point whose step the machine cannot run, because a CTA does not fit an SM, sta
 
 from collections.abc import Sequence
 
-from counterpoint.errors import OccupancyError, StepError, shown
+from counterpoint.errors import MachineError, OccupancyError, StepError, shown
 from counterpoint.machine import Machine
 from counterpoint.occupancy import residency
 from counterpoint.paper.cases import Axis, SweepCase, cases_of, check_memory
@@ -41,7 +41,7 @@ def _simulate(case: SweepCase, machine: Machine, is_compiled: bool) -> SweepPoin
         plans = sweep_plans(step, machine)
         scale = scale_of(step, machine, plans.values())
         rows = simulated_rows(step, machine, plans, scale)
-    except (StepError, OccupancyError) as problem:
+    except (StepError, OccupancyError, MachineError) as problem:
         return point.with_rows((), None, str(problem))
     return point.with_rows(rows, scale.ideal_us)
 

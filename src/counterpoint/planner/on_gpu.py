@@ -4,13 +4,14 @@ from collections.abc import Callable
 
 import msgspec
 
-from counterpoint.controls import Transport
+from counterpoint.controls import LightKernel, Transport
 from counterpoint.cuda.applied import Applied, apply
 from counterpoint.cuda.capture import Captured, capture
 from counterpoint.cuda.plan_cache import find_plan, keep_plan
 from counterpoint.errors import MachineError
 from counterpoint.machine import Machine, machine_for_device
 from counterpoint.ops.captured_copies import offer_copies
+from counterpoint.ops.light_collectives import offer_light_kernels
 from counterpoint.plan import Plan
 from counterpoint.planner.measured import MeasuredTuning, tune_measured
 
@@ -30,6 +31,7 @@ def machine_of(captured: Captured) -> Machine:
 def tune_captured(captured: Captured, machine: Machine | None = None) -> MeasuredTuning:
     """Find the plan of a captured step by measurement and keep it; rank 0 writes the cache."""
     offer_copies(captured)
+    offer_light_kernels(captured)
     tuning = tune_measured(captured, machine or machine_of(captured))
     if captured.rendezvous.is_first_rank:
         keep_plan(tuning.plan, captured.read.step, captured.conditions())
@@ -51,9 +53,18 @@ def tune_step_function(
     plan = kept_plan(captured) if use_cache else None
     if plan is None:
         plan = tune_captured(captured, machine).plan
-    elif any(isinstance(control, Transport) for directive in plan.directives for control in directive.controls):
-        offer_copies(captured)
+    else:
+        _offer_what_is_planned(captured, plan)
     return apply(captured, plan, guard_every=guard_every, is_owner=True)
+
+
+def _offer_what_is_planned(captured: Captured, plan: Plan) -> None:
+    """Prepare what is to take the place of collectives under a plan."""
+    controls = [control for directive in plan.directives for control in directive.controls]
+    if any(isinstance(control, Transport) for control in controls):
+        offer_copies(captured)
+    if any(isinstance(control, LightKernel) for control in controls):
+        offer_light_kernels(captured)
 
 
 def kept_plan(captured: Captured) -> Plan | None:

@@ -86,7 +86,7 @@ class _Bench:
     def propose(self, parts: Sequence[Candidate]) -> Proposal:
         """What could act on the step as it runs with `parts`."""
         plan = Plan(directives=_directives(parts))
-        found = propose(self._step, self._machine, find_contention(self._step, self.run(parts), plan), plan)
+        found = propose(self._step, self._machine, find_contention(self._step, self.run(parts), plan), plan, self._applier)
         able = (each for each in found.candidates if not self._is_refused(each))
         return proposal(able, found.refusals)
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 
 from counterpoint.footprints import known_footprints
 from counterpoint.machine import Machine
-from counterpoint.paper.allocations import CASES, SHAPED_TILES, SMALL, Allocation, MachineAllocations
+from counterpoint.paper.allocations import CASES, LIGHT, SHAPED_TILES, Allocation, MachineAllocations
 from counterpoint.paper.launches import compiled_launches
 from counterpoint.step import Footprint
 from counterpoint.units import format_change
@@ -19,8 +19,8 @@ made this page, without a GPU.
   residency. One byte more begins the next row, so the rows show how sensitive the result is to the bytes. The first row of a
   tile is the kernel as it is.
 - **What is left** of an SM that holds so many CTAs, under the largest carveout: bytes of shared memory, and registers of the
-  fullest sub-partition. *Library*: whether one CTA of NCCL or RCCL fits beside. *Small*: how many CTAs of a light
-  communication kernel would ({small}); no such kernel is shipped under this name.
+  fullest sub-partition. *Library*: whether one CTA of NCCL or RCCL fits beside. *Light*: how many CTAs of a light kernel do,
+  as a captured step can have in a collective's place: {light}.
 - **Time** is simulated, relative to the kernel as it is, both with the greatest priority for collectives where the driver
   heeds it. The shipped workloads run four iterations on four ranks. Only the H200 was compared with hardware; on other GPUs
   neither the times nor the launches were ever measured.
@@ -34,8 +34,8 @@ NONE = "none"
 
 def allocations_page(found: Sequence[tuple[Machine, MachineAllocations]]) -> str:
     """The whole page."""
-    small = f"{SMALL.threads_per_cta} threads, {SMALL.registers_per_thread} registers per thread, no shared memory"
-    lines = [INTRODUCTION.format(small=small, source=compiled_launches().source)]
+    light = f"{LIGHT.threads_per_cta} threads, {LIGHT.registers_per_thread} registers per thread, no shared memory"
+    lines = [INTRODUCTION.format(light=light, source=compiled_launches().source)]
     lines += ["## The reference allocation of each workload", "", *_summary([each for _, each in found]), ""]
     for machine, each in found:
         lines += [f"## {each.machine}: {each.title}", "", *_machine(machine, each), ""]
@@ -66,9 +66,9 @@ def _machine(machine: Machine, found: MachineAllocations) -> Iterator[str]:
     known = next(
         each for each in known_footprints() if each.library == name.lower() and capability in each.compute_capabilities
     )
-    yield f"A CTA of {name} takes {_launch(found.library)} ({known.status}: {known.source})."
+    yield f"A CTA of {name} takes {_launch(found.library)} ({known.status}; the source is in `footprints.toml`)."
     yield ""
-    yield f"| tile | CTAs per SM | bytes | left: bytes | registers | library | small | {' | '.join(CASES)} |"
+    yield f"| tile | CTAs per SM | bytes | left: bytes | registers | library | light | {' | '.join(CASES)} |"
     yield f"|---|---|---|---|---|---|---|{'---|' * len(CASES)}"
     for row in found.rows:
         tile = "" if row.is_capped else f"{row.tile}: {_launch(found.matmuls[row.tile])}"
@@ -84,7 +84,7 @@ def _figures(row: Allocation) -> str:
     fits = "fits" if row.fits_library else "no"
     return (
         f"{row.ctas_per_sm} | {row.from_bytes:,} to {row.to_bytes:,} | {row.free_shared_bytes:,} | {row.free_registers:,} | "
-        f"{fits} | {row.num_small}"
+        f"{fits} | {row.num_light}"
     )
 
 

@@ -8,28 +8,33 @@ from rich.text import Text
 from counterpoint.paper.accuracy import simulation_accuracy
 from counterpoint.paper.values import PLAIN, SEQUENTIAL, PaperResult, PaperRow, Sweep, SweepPoint
 from counterpoint.report.text import bullets, new_table
-from counterpoint.units import format_change, format_percent, format_us
+from counterpoint.units import format_change, format_percent, format_span, format_us
+from counterpoint.validation.bounds import ErrorBounds
 
 
-def print_paper(console: Console, result: PaperResult) -> None:
-    """One workload of the paper's grid; measured columns only where something ran."""
+def print_paper(console: Console, result: PaperResult, bounds: ErrorBounds | None = None) -> None:
+    """One workload of the paper's grid; measured columns only where something ran, bounds only where they are given."""
     ideal = f" on {result.machine}, {result.num_ranks} ranks; ideal {format_us(result.ideal_us)}"
     console.print(Text.assemble((result.workload, "bold"), ideal))
     is_measured = any(row.measured_us is not None for row in result.rows)
     headers = ["measured", "against plain", "spread"] if is_measured else []
     headers += ["J/step"] if any(row.energy for row in result.rows) else []
-    table = new_table("variant", *headers, "TimeRatio", "overlap", "simulated", "")
+    bounded = ["expected"] if bounds else []
+    table = new_table("variant", *headers, "TimeRatio", "overlap", "simulated", *bounded, "")
     table.columns[-1].justify = "left"
     for row in result.rows:
         figures = [_figure(row, header) for header in headers]
         ratios = (_ratio(row.time_ratio), _overlap(row))
         simulated = format_us(row.simulated_us) if row.simulated_us is not None else "-"
         name = Text(row.label, style="bold" if row.label in (PLAIN, SEQUENTIAL) else "")
-        table.add_row(name, *figures, *ratios, simulated, Text(_remarks(row), "red"))
+        expected = [format_span(*bounds.around(row.simulated_us)) if row.simulated_us else "-"] if bounds else []
+        table.add_row(name, *figures, *ratios, simulated, *expected, Text(_remarks(row), "red"))
     console.print(table)
     origin = result.choice.expectation.origin if result.choice.expectation else "simulated"
     console.print(Text(f"planner's choice ({origin}): {result.choice.verdict}  {result.choice.summary}"))
     _print_accuracy(console, result)
+    if bounds:
+        console.print(Text(bounds.note, style="dim"))
     console.print()
 
 
@@ -58,8 +63,11 @@ def _remarks(row: PaperRow) -> str:
     return ", ".join(remarks + (["OUTPUTS DIFFER"] if row.is_identical is False else []))
 
 
-def print_sweep(console: Console, sweep: Sweep) -> None:
-    """One workload along one axis: a line for each value, with TimeRatio and overlap ratio of each variant."""
+def print_sweep(console: Console, sweep: Sweep, bounds: ErrorBounds | None = None) -> None:
+    """One workload along one axis: a line for each value, with TimeRatio and overlap ratio of each variant.
+
+    `bounds` are those of its times, where they are given.
+    """
     is_measured = any(row.measured_us is not None for point in sweep.points for row in point.rows)
     shape = ", ".join(f"{counts} {name}" for name, counts in _shapes(sweep))
     origin = "measured" if is_measured else "simulated"
@@ -76,6 +84,8 @@ def print_sweep(console: Console, sweep: Sweep) -> None:
     console.print(table)
     _print_energies(console, sweep)
     console.print(bullets(Text(line) for line in _left_out(sweep)))
+    if bounds:
+        console.print(Text(bounds.note, style="dim"))
     console.print()
 
 

@@ -42,12 +42,17 @@ def check_plot(path: Path) -> None:
         raise CounterpointError(f"--plot writes {', '.join(FORMATS)}; found '{shown_path(path)}'. Name such a file.")
 
 
+def check_panels(number: int) -> None:
+    """Raise `CounterpointError` for more sweeps than one file holds."""
+    if number > MOST_PANELS:
+        raise CounterpointError(
+            f"A plot holds {MOST_PANELS} sweeps at most; found {number}. Name fewer workloads, or one machine."
+        )
+
+
 def draw_sweeps(sweeps: Sequence[Sweep], path: Path, where: str) -> None:
     """Draw all sweeps into one file; `where` says on what they ran. Raises `CounterpointError` for too many of them."""
-    if len(sweeps) > MOST_PANELS:
-        raise CounterpointError(
-            f"A plot holds {MOST_PANELS} sweeps at most; found {len(sweeps)}. Name fewer workloads, or one machine."
-        )
+    check_panels(len(sweeps))
     from matplotlib.figure import Figure  # noqa: PLC0415  an extra
 
     columns = min(MOST_COLUMNS, len(sweeps))

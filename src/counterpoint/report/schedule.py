@@ -28,7 +28,8 @@ from counterpoint.schedule.generate import scheduled_pass
 from counterpoint.schedule.heuristic import Pick, RankedSchedule, pick_schedule, rank_candidates
 from counterpoint.schedule.program import make_program
 from counterpoint.sim.nodes import check_ranks
-from counterpoint.units import format_bytes, format_change, format_count, format_us
+from counterpoint.units import format_bytes, format_change, format_count, format_span, format_us
+from counterpoint.validation.bounds import ErrorBounds, bounds_for
 from counterpoint.value import Value, require
 
 SHOWN_CANDIDATES = 6
@@ -70,7 +71,8 @@ class Traffic(Value, frozen=True, kw_only=True):
 class ScheduleSummary(Value, frozen=True, kw_only=True):
     """A schedule with its estimate, for programs. Times are estimated, in microseconds.
 
-    `schedule` is None where the description is `sequential`. `checks` are those that the schedule passed.
+    `schedule` is None where the description is `sequential`. `checks` are those that the schedule passed. `bounds` are those
+    of every estimated time.
     """
 
     problem: Problem
@@ -90,6 +92,7 @@ class ScheduleSummary(Value, frozen=True, kw_only=True):
     checks: tuple[str, ...]
     lanes: tuple[StreamLane, ...]
     sequential_lanes: tuple[StreamLane, ...]
+    bounds: ErrorBounds
     schedule: CopySchedule | None = None
 
 
@@ -126,6 +129,7 @@ def summarize_schedule(question: Question) -> ScheduleSummary:
         checks=tuple(name for name, _ in CHECKS) if schedule else (),
         lanes=lanes,
         sequential_lanes=_sequential_lanes(question),
+        bounds=bounds_for(machine, problem.num_ranks, "copy schedules"),
         schedule=schedule,
     )
 
@@ -145,16 +149,20 @@ def print_schedule(console: Console, found: ScheduleSummary) -> None:
     for line in _remarks(found):
         console.print(Text(line))
     console.print(Text("Estimated by arithmetic, not measured: no GPU was used.", style="dim"))
+    if not found.bounds.is_compared:
+        console.print(Text(found.bounds.note, style="dim"))
 
 
 def _times(found: ScheduleSummary) -> Table:
     """Sequential, this schedule and its rivals, ideal."""
-    table = new_table("estimated", "time", "change", "")
+    bounds = None if found.bounds.is_compared else found.bounds
+    table = new_table("estimated", "time", *(["expected"] if bounds else []), "change", "")
     table.columns[-1].justify = "left"
 
     def add(name: str, time_us: float, remark: str, style: str = "") -> None:
         change = format_change(time_us / found.sequential_us - 1) if time_us != found.sequential_us else ""
-        table.add_row(Text(name, style=style), format_us(time_us), change, Text(remark, style="dim"))
+        between = [format_span(*bounds.around(time_us))] if bounds else []
+        table.add_row(Text(name, style=style), format_us(time_us), *between, change, Text(remark, style="dim"))
 
     add("sequential", found.sequential_us, "first one, then the other", "bold" if found.description.is_sequential else "")
     shown = RankedSchedule(description=found.description, estimated_us=found.estimated_us)

@@ -3,7 +3,7 @@
 The replay compares what is simulated without any control with what was traced: makespan, exposed time, overlap.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from msgspec.structs import replace
 
@@ -16,9 +16,10 @@ from counterpoint.planner.job_changes import JobChanges, find_job_changes
 from counterpoint.planner.replay import ReplayAccuracy, compare_replay
 from counterpoint.report.to_apply import NOWHERE, Application, PlanOrigin, ways_to_apply
 from counterpoint.sim import Simulator
-from counterpoint.sim.calibration import MEASURED_GPU, describe_origin
+from counterpoint.sim.calibrated_range import outside_calibration
 from counterpoint.timeline import Timeline
 from counterpoint.units import format_change, format_count, format_percent, format_us
+from counterpoint.validation.bounds import ErrorBounds, bounds_for
 from counterpoint.value import Value
 
 NO_COMMUNICATION = (
@@ -27,19 +28,23 @@ NO_COMMUNICATION = (
 
 
 class ReportRow(Value, frozen=True, kw_only=True):
-    """One line about the whole step; `metrics` is None where only a time is known. `remark` is for people."""
+    """One line about the whole step; `metrics` is None where only a time is known. `remark` is for people.
+
+    `between_us` bounds what a simulated time would be measured as, on a machine that was never compared with hardware.
+    """
 
     name: str
     makespan_us: float
     metrics: Metrics | None = None
     remark: str = ""
+    between_us: tuple[float, float] | None = None
 
 
 class Summary(Value, frozen=True, kw_only=True):
     """What a command found.
 
     `replay` says how far the simulation is right; None without a trace and for a step under a plan. `replay_error` is its
-    makespan's alone.
+    makespan's alone. `bounds` are those of every simulated time.
     `job_changes` are simulated only where `tune` found no plan.
     """
 
@@ -49,6 +54,7 @@ class Summary(Value, frozen=True, kw_only=True):
     origin: str
     notes: tuple[str, ...]
     step: tuple[ReportRow, ...]
+    bounds: ErrorBounds
     replay_error: float | None = None
     replay: ReplayAccuracy | None = None
     plan: Plan | None = None
@@ -93,18 +99,22 @@ def _summary(
     remarks: tuple[str, ...] = (),
 ) -> Summary:
     """Sequential, as traced, what was simulated and the ideals, in this order."""
-    first = [ReportRow(name="sequential", makespan_us=scale.sequential_us, remark="sum of lone times")]
+    bounds = bounds_for(job.machine, job.step.num_ranks, "traces" if job.traced else "sizes alone")
+    first = []
     if job.traced is not None:
         traced = measure(job.traced.timeline)
         remark = f"measured, {format_count(job.traced.num_steps, 'profiled step')}"
         first.append(ReportRow(name="as traced", makespan_us=traced.makespan_us, metrics=traced, remark=remark))
+    sequential = ReportRow(name="sequential", makespan_us=scale.sequential_us, remark="sum of lone times")
+    sequential, *simulated = _bounded((sequential, *rows, *_ideal_rows(scale)), bounds)
     return Summary(
         step_name=job.step.name,
         step_fingerprint=job.step.fingerprint(),
         machine=job.machine.name,
         origin="simulated",
-        notes=(*_notes(job), *([f"Replay against the trace: {replay.describe()}."] if replay else ()), *remarks),
-        step=(*first, *rows, *_ideal_rows(scale)),
+        notes=(*_notes(job, bounds), *([f"Replay against the trace: {replay.describe()}."] if replay else ()), *remarks),
+        step=(sequential, *first, *simulated),
+        bounds=bounds,
         replay_error=None if replay is None else replay.makespan_error,
         replay=replay,
         plan=plan,
@@ -112,14 +122,23 @@ def _summary(
     )
 
 
-def _notes(job: Job) -> tuple[str, ...]:
+def _bounded(rows: Iterable[ReportRow], bounds: ErrorBounds) -> list[ReportRow]:
+    """Simulated rows, with bounds where nothing was ever compared with hardware."""
+    if bounds.is_compared:
+        return list(rows)
+    return [replace(row, between_us=bounds.around(row.makespan_us)) for row in rows]
+
+
+def _notes(job: Job, bounds: ErrorBounds) -> tuple[str, ...]:
     """What the user should know of the step as it was read, and of the machine."""
     notes = job.traced.notes if job.traced else ()
     if not any(operation.kind == "communication" for operation in job.step.operations):
         notes = (*notes, NO_COMMUNICATION)
-    if MEASURED_GPU not in job.machine.device_names:
-        gpu = next(iter(job.machine.device_names), job.machine.name)
-        notes = (*notes, f"{gpu}: never compared with hardware; {describe_origin(job.machine)}.")
+    if not bounds.is_compared:
+        notes = (*notes, bounds.note)
+    outside = outside_calibration(job.step, job.machine)
+    if outside:
+        notes = (*notes, f"Outside what was calibrated: {'; '.join(outside)}.")
     return notes
 
 

@@ -22,7 +22,8 @@ from counterpoint.report.lanes import ASCII_BLOCKS, BLOCKS, draw_lanes
 from counterpoint.report.summary import ReportRow
 from counterpoint.step import Collective, Copy, Step
 from counterpoint.timeline import Timeline
-from counterpoint.units import format_bytes, format_change, format_count, format_percent, format_rate, format_us
+from counterpoint.units import format_bytes, format_change, format_count, format_percent, format_rate, format_span, format_us
+from counterpoint.validation.bounds import ErrorBounds
 
 SHOWN_TRIALS = 12
 NAME_WIDTH = 60
@@ -97,28 +98,31 @@ def print_step(console: Console, step: Step, machine: Machine, notes: Iterable[s
 
 def print_metrics(console: Console, rows: Sequence[ReportRow]) -> None:
     """A table of what the step takes, sequential to ideal."""
-    table = new_table("step", "makespan", "exposed", "overlap", "")
+    is_bounded = any(row.between_us for row in rows)
+    table = new_table("step", "makespan", *(["expected"] if is_bounded else []), "exposed", "overlap", "")
     table.columns[-1].justify = "left"
     for row in rows:
+        between = [format_span(*row.between_us) if row.between_us else ""] if is_bounded else []
         exposed = format_us(row.metrics.exposed_us) if row.metrics else ""
         ratio = format_percent(row.metrics.overlap_ratio) if row.metrics and row.metrics.overlap_ratio is not None else ""
-        table.add_row(row.name, format_us(row.makespan_us), exposed, ratio, Text(row.remark, style="dim"))
+        table.add_row(row.name, format_us(row.makespan_us), *between, exposed, ratio, Text(row.remark, style="dim"))
     console.print(table)
     console.print()
 
 
-def print_trials(console: Console, trials: Sequence[Trial]) -> None:
-    """The candidates that mattered: the baseline, then the shortest of the others."""
+def print_trials(console: Console, trials: Sequence[Trial], bounds: ErrorBounds | None = None) -> None:
+    """The candidates that mattered: the baseline, then the shortest of the others; with bounds where they are given."""
     baseline = trials[0]
     best: dict[str, Trial] = {}
     for trial in sorted(trials[1:], key=lambda entry: (entry.makespan_us, len(entry.families))):
         best.setdefault(trial.label, trial)
-    table = new_table("candidate (simulated)", "makespan", "change", "exposed")
+    table = new_table("candidate (simulated)", "makespan", *(["expected"] if bounds else []), "change", "exposed")
     for trial in [baseline, *list(best.values())[:SHOWN_TRIALS]]:
         change = trial.makespan_us / baseline.makespan_us - 1
         style = "green" if change < -VISIBLE else "red" if change > VISIBLE else ""
         shown = Text("" if trial is baseline else format_change(change), style=style)
-        table.add_row(trial.label, format_us(trial.makespan_us), shown, format_us(trial.exposed_us))
+        between = [format_span(*bounds.around(trial.makespan_us))] if bounds else []
+        table.add_row(trial.label, format_us(trial.makespan_us), *between, shown, format_us(trial.exposed_us))
     console.print(table)
     if len(best) > SHOWN_TRIALS:
         console.print(Text(f"and {len(best) - SHOWN_TRIALS} slower", style="dim"))

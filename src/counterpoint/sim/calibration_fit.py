@@ -82,11 +82,12 @@ def _words(found: Point) -> str:
 
 
 def _hbm_efficiency(points: Points, machine: Machine) -> Fitted | None:
-    found = points.one("streaming_us", type="bf16")
+    found = points.one("streaming_us", type="bf16") or points.one("streaming_us")
     if found is None:
         return None
     rate = float(found.at["bytes"]) * US_PER_S / found.value
-    source = f"elementwise kernel, 512 MiB read and 512 MiB written in {found.value:.1f} us: {rate / 1e12:.3f} TB/s"
+    done = f"512 MiB read and 512 MiB written in {found.value:.1f} us: {rate / 1e12:.3f} TB/s"
+    source = f"elementwise kernel of {found.at['type']}, {done}"
     return Fitted(value=rate / machine.gpu.hbm_bytes_per_s, spread=found.spread, source=source)
 
 
@@ -108,9 +109,10 @@ def _matmul_fraction(points: Points, machine: Machine, kind: ElementType) -> Fit
 
 
 def _fp32_fraction(points: Points, machine: Machine) -> Fitted | None:
-    found = points.one("arithmetic_capped_us", chains=8)
-    if found is None:
+    measured = points.all("arithmetic_capped_us", chains=8)
+    if not measured:
         return None
+    found = min(measured, key=lambda each: each.value)
     number = float(found.at["ctas"]) * float(found.at["threads"]) * float(found.at["iterations"])
     share = number * FLOPS_PER_ITERATION * US_PER_S / found.value / machine.gpu.fp32_flops_per_s
     return Fitted(value=share, spread=found.spread, source=f"fused multiply-adds in 8 chains: {_words(found)}")
@@ -126,7 +128,7 @@ def _host_link(points: Points) -> Fitted | None:
 
 def _sum_cta(points: Points, machine: Machine) -> Fitted | None:
     """The sum's time in waves of the CTAs that fit at once; of few blocks, which the memory does not limit."""
-    times = [each for each in points.all("sum_us") if float(each.at["blocks"]) <= 4]
+    times = [each for each in points.all("sum_us") if float(each.at["blocks"]) <= 4 and "turns" in each.at]
     if not times:
         return None
     slots = residency(machine.gpu, SUM_FOOTPRINT).ctas_per_sm * machine.gpu.num_sms

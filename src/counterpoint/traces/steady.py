@@ -200,9 +200,13 @@ def _steps_by_annotation(trace: ActivityTrace) -> tuple[list[list[int]], list[st
     """Operations by the annotation in which the host launched them."""
     starts = [start for start, _ in trace.step_windows]
     steps: list[list[int]] = [[] for _ in starts]
-    num_outside = num_unknown = 0
+    num_outside = num_unknown = num_earlier = 0
+    first_us = _first_launched_us(trace)
     for index, operation in enumerate(trace.operations):
         time_us = operation.launched_us
+        if time_us is None and operation.start_us < first_us.get(operation.stream, -math.inf):
+            num_earlier += 1
+            continue
         if time_us is None:
             num_unknown += 1
             time_us = operation.start_us
@@ -212,11 +216,22 @@ def _steps_by_annotation(trace: ActivityTrace) -> tuple[list[list[int]], list[st
         else:
             num_outside += 1
     notes = []
+    if num_earlier:
+        notes.append(f"{num_earlier} operations were issued before recording began and left out.")
     if num_unknown:
         notes.append(f"{num_unknown} operations have no launch in the trace; they were placed by their GPU time.")
     if num_outside:
         notes.append(f"{num_outside} operations were launched outside the profiled steps and left out.")
     return steps, notes
+
+
+def _first_launched_us(trace: ActivityTrace) -> dict[int, float]:
+    """When the first operation with a launch in the trace ran, by stream: what ran before it was issued before it."""
+    first_us: dict[int, float] = {}
+    for operation in trace.operations:
+        if operation.launched_us is not None:
+            first_us[operation.stream] = min(operation.start_us, first_us.get(operation.stream, math.inf))
+    return first_us
 
 
 def _steps_by_repetition(trace: ActivityTrace) -> tuple[list[list[int]], list[str]]:

@@ -4,7 +4,7 @@ It puts the parts together: read, divide into steps and choose the steady one, f
 times, build the operations. What the user should know of the reading is in the notes, one line each.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -54,13 +54,23 @@ def read_trace(path: Path | str, *, rank: int | None = None) -> TracedStep:
     require_kind(path, (str, Path), "read_trace takes a path", "Pass that of a trace (.json, .json.gz).")
     file = Path(path)
     with _in_one_line(file):
-        return _steady_step(read_activity(file), rank)
+        trace = read_activity(file)
+    return traced_step_of(trace, rank=rank)
 
 
-def traced_step_of(trace: ActivityTrace, *, rank: int | None = None) -> TracedStep:
-    """As `read_trace`, of a trace that was read already."""
+def traced_step_of(
+    trace: ActivityTrace,
+    *,
+    rank: int | None = None,
+    steps: TracedSteps | None = None,
+    dependencies: Dependencies | None = None,
+) -> TracedStep:
+    """As `read_trace`, of a trace that was read already; its steps and dependencies are found where they are not given."""
     with _in_one_line(Path(trace.path)):
-        return _steady_step(trace, rank)
+        early = check_streams(trace.path, trace.operations)
+        steps = divide_into_steps(trace) if steps is None else steps
+        dependencies = find_dependencies(trace) if dependencies is None else dependencies
+        return _steady_step(trace, rank, early, steps, dependencies)
 
 
 @contextmanager
@@ -73,12 +83,11 @@ def _in_one_line(file: Path) -> Iterator[None]:
         raise TraceError(one_line if isinstance(problem, TraceError) else f"{file}: {one_line}") from problem
 
 
-def _steady_step(trace: ActivityTrace, rank: int | None) -> TracedStep:
+def _steady_step(
+    trace: ActivityTrace, rank: int | None, early: Sequence[str], steps: TracedSteps, dependencies: Dependencies
+) -> TracedStep:
     path = Path(trace.path)
-    early = check_streams(trace.path, trace.operations)
-    steps = divide_into_steps(trace)
     operations = [trace.operations[index] for index in steps.steady_operations]
-    dependencies = find_dependencies(trace)
     inside = _dependencies_inside(dependencies, steps.steady_operations)
     lone = find_lone_times(trace, steps)
     issue = find_issue_times(operations, trace.host_waits, steps.windows[steps.steady][0])

@@ -11,6 +11,7 @@ from typing import Literal
 
 from counterpoint.errors import CounterpointError
 from counterpoint.machine import Machine
+from counterpoint.sim.calibration import describe_origin
 from counterpoint.units import format_change, format_count
 from counterpoint.value import Value, read_shipped, require
 
@@ -78,7 +79,7 @@ def bounds_for(machine: Machine, num_gpus: int, basis: Basis) -> ErrorBounds:
     if compared is not None:
         words = f"{format_count(num_gpus, 'GPU')} of {name}: {NEVER_COMPARED} on more than {compared.most_gpus}"
     else:
-        words = f"{name}: {NEVER_COMPARED}; the simulator's constants are scaled from {table.compared[0].device_name}"
+        words = f"{name}: {NEVER_COMPARED}; {describe_origin(machine)}"
     transfer = table.transfer
     low, high = span.low * min(1.0, transfer.low), span.high * max(1.0, transfer.high)
     return _bounds(basis, low, high, words, is_compared=False)

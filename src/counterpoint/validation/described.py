@@ -110,10 +110,12 @@ def _gemm(work: Matmul, stream: int, launched: Kernel) -> Gemm:
 
 
 def _tile_of(name: str) -> tuple[int, int, int]:
+    """Rows, columns and depth of the tile that a cuBLAS kernel's name says."""
     found = XMMA_TILE_IN_NAME.search(name) or TILE_IN_NAME.search(name)
     if found is None:
         raise WorkloadError(f"The name of '{shown(name)}' says no tile, so nothing is predicted from its sizes.")
-    m, n, k = (int(part) for part in found.groups())
+    # cuBLAS counts by columns: to it, a product of matrices that are stored by rows is the transposed one
+    n, m, k = (int(part) for part in found.groups())
     return m, n, k
 
 

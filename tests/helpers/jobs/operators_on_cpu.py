@@ -34,6 +34,8 @@ GATHERS = (
     D(pattern="one_peer", chunks=2, matmul="peer"),
     D(pattern="one_peer", matmul="rest"),
     D(pattern="ring", chunks=2),
+    D(chunks=3, chunk_growth=2.0),
+    D(pattern="ring", chunks=7, along="inner", local="last"),
 )
 REDUCTIONS = (
     None,
@@ -44,6 +46,7 @@ REDUCTIONS = (
     D(pattern="all_peers", chunks=2, matmul="fused", num_copy_streams=3),
     D(pattern="ring"),
     D(pattern="ring", chunks=3),
+    D(pattern="ring", chunks=5, along="columns"),
 )
 OPERATORS = with_schedules(GATHERS, REDUCTIONS)
 INNER, COLUMNS = 7, 5
@@ -251,7 +254,7 @@ def groups() -> None:
 
 def same_bits() -> None:
     """All-reduce gives every rank the same bits, though sums of floating-point numbers depend on their order."""
-    for description in REDUCTIONS:
+    for description in OPERATORS["matmul_all_reduce"][1]:
         lefts, weights = operands("matmul_all_reduce", 23, torch.float32)
         rank = dist.get_rank()
         found = ops.matmul_all_reduce(lefts[rank], weights[rank], schedule=description)

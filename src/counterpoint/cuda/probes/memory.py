@@ -86,7 +86,7 @@ def probe_sums(session: Session) -> list[Point]:
         def add(turns: Iterator[torch.Tensor] = turns, total: torch.Tensor = total) -> None:
             torch.sum(next(turns), 0, out=total)
 
-        points.append(point("sum_us", session.times_us(add, calls=4), blocks=num_blocks, bytes=BLOCK_BYTES))
+        points.append(point("sum_us", session.times_us(add, calls=4), blocks=num_blocks, bytes=BLOCK_BYTES, turns=NUM_COLD))
     return points
 
 

@@ -136,12 +136,8 @@ def _run(probe: Probe, session: Session) -> ProbeResult:
     except (CounterpointError, RuntimeError, torch.OutOfMemoryError) as problem:
         failure = " ".join(str(problem).split())[:300] or type(problem).__name__
     torch.cuda.empty_cache()
-    return ProbeResult(
-        probe=probe.label(session.num_ranks),
-        seconds=round(time.monotonic() - start, 1),
-        points=tuple(points),
-        failure=failure,
-    )
+    label, seconds = probe.label(session.num_ranks), round(time.monotonic() - start, 1)
+    return ProbeResult(probe=label, seconds=seconds, points=tuple(points), failure=failure)
 
 
 def _problems(result: ProbeResult, nvml: Nvml | None, rank: int) -> dict[str, str]:

@@ -1,0 +1,76 @@
+"""Which operations lie within what was calibrated, and why others do not.
+
+Only operations whose times are predicted from sizes are asked about: a traced or captured time is its own calibration.
+"""
+
+from counterpoint.machine import Machine
+from counterpoint.measurement.points import Point
+from counterpoint.sim.calibration import Calibration, load_calibration
+from counterpoint.step import Collective, Copy, Kernel, Operation, Step
+from counterpoint.units import format_bytes, format_numbers
+
+# Beyond the largest measured message bandwidth grows no more, below the smallest latency shrinks no more; an assumption.
+MARGIN = 4.0
+
+
+def is_calibrated(operation: Operation, machine: Machine) -> bool:
+    """Whether the operation's time was given, or is predicted within what was measured on the machine's GPU."""
+    calibration = load_calibration(machine)
+    is_own = calibration.device_name in machine.device_names
+    return _is_given(operation) or (is_own and not _why_not(operation, calibration))
+
+
+def outside_calibration(step: Step, machine: Machine) -> tuple[str, ...]:
+    """Why operations of the step lie outside what was measured, each reason once; nothing for a GPU never calibrated, of
+    which a report says so as a whole."""
+    calibration = load_calibration(machine)
+    if calibration.device_name not in machine.device_names:
+        return ()
+    reasons = [_why_not(each, calibration) for each in step.operations if not _is_given(each)]
+    return tuple(dict.fromkeys(reason for reason in reasons if reason))
+
+
+def _is_given(operation: Operation) -> bool:
+    return operation.lone_us is not None or (isinstance(operation, Kernel) and operation.cta_us is not None)
+
+
+def _why_not(operation: Operation, calibration: Calibration) -> str:
+    """Why an operation's predicted time is outside what was measured; empty where it is inside."""
+    match operation:
+        case Collective():
+            return _why_no_collective(operation, calibration)
+        case Kernel():
+            return _why_no_kernel(operation, calibration)
+        case Copy(direction="peer_to_peer"):
+            return "" if _points(calibration, "copy_us") else "copies between GPUs were not measured"
+    return ""
+
+
+def _why_no_collective(operation: Collective, calibration: Calibration) -> str:
+    kind = operation.collective.replace("_", "-")
+    points = [each for each in _points(calibration, "collective_us") if each.at.get("kind") == operation.collective]
+    if not points:
+        return f"{kind}s were not measured"
+    ranks = sorted({int(each.at["ranks"]) for each in points})
+    more = calibration.collectives[operation.collective].link_fraction_of_more
+    if operation.group_size not in ranks and (operation.group_size < max(ranks) or more is None):
+        return f"{kind}s of {operation.group_size} ranks (measured: {format_numbers(ranks)})"
+    sizes = [float(each.at["bytes"]) for each in points]
+    if not min(sizes) / MARGIN <= operation.num_bytes <= max(sizes) * MARGIN:
+        measured = f"{format_bytes(min(sizes))} to {format_bytes(max(sizes))}"
+        return f"{kind}s of {format_bytes(operation.num_bytes)} (measured: {measured})"
+    return ""
+
+
+def _why_no_kernel(operation: Kernel, calibration: Calibration) -> str:
+    if operation.character not in ("matmul", "attention"):
+        return "" if _points(calibration, "streaming_us") else "kernels that stream were not measured"
+    if operation.character == "attention":
+        return "attention from sizes (measured: matmuls)"
+    types = sorted({str(each.at["type"]) for each in _points(calibration, "matmul_us")})
+    wanted = operation.element_type or "bf16"
+    return "" if wanted in types else f"matmuls of {wanted} (measured: {', '.join(types) or 'none'})"
+
+
+def _points(calibration: Calibration, name: str) -> list[Point]:
+    return [each for record in calibration.probes.values() for each in record.points if each.name == name]

@@ -1,0 +1,179 @@
+"""Calibration files: what they hold, that every constant matters, and that constants follow from points."""
+
+import math
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from counterpoint import Simulator, load_machine, load_workload
+from counterpoint.cuda.probes.gpu_state import GpuState, check_alone, check_unthrottled
+from counterpoint.errors import DeviceError, MachineError
+from counterpoint.footprints import communication_footprint
+from counterpoint.machine import Machine, machine_for_device
+from counterpoint.measurement.points import Point, point
+from counterpoint.sim.calibrated_range import is_calibrated, outside_calibration
+from counterpoint.sim.calibration import (
+    LARGE_BYTES,
+    Calibration,
+    ProbeRecord,
+    constants_of,
+    describe_origin,
+    load_calibration,
+)
+from counterpoint.sim.calibration_file import broken_rules, derive, save_calibration
+from counterpoint.sim.costs import wire_bytes
+from counterpoint.sim.rates import smooth_minimum
+from counterpoint.step import Collective, Step
+from counterpoint.units import MIB, US_PER_S
+from counterpoint.value import read_toml, shipped_names
+
+H200, H100 = load_machine("h200"), load_machine("h100")
+DEVICE = "NVIDIA H100 80GB HBM3"
+
+
+def record(*points: Point) -> dict[str, ProbeRecord]:
+    return {"probe": ProbeRecord(date="2026-11-23", seconds=1.0, points=points)}
+
+
+def all_reduce_points(by_cta: float, fraction: float, latency_us: float, machine: Machine, ranks: int = 2) -> list[Point]:
+    """Times as the simulator's formula has them, with as many CTAs as NCCL uses and with fewer."""
+    link, points = machine.link.per_peer_bytes_per_s, []
+    for num_ctas in ("usual", 4, 8, 16):
+        number = communication_footprint(machine.gpu, "nccl").num_ctas if num_ctas == "usual" else int(num_ctas)
+        for num_bytes in (64 * MIB, 256 * MIB):
+            rate = smooth_minimum(number * by_cta, fraction * link)
+            time_us = latency_us + US_PER_S * wire_bytes("all_reduce", num_bytes, ranks) / rate
+            at = {"kind": "all_reduce", "ranks": ranks, "ctas": num_ctas, "bytes": num_bytes}
+            points.append(Point(name="collective_us", value=time_us, at=at))
+    return points
+
+
+@pytest.mark.parametrize("name", shipped_names("calibrations"))
+def test_a_shipped_file_belongs_to_a_machine_and_every_constant_has_a_source(name: str) -> None:
+    machine = load_machine(name)
+    calibration = load_calibration(machine)
+    assert machine_for_device(calibration.device_name) == machine
+    for constant in constants_of(calibration).values():
+        assert constant.source
+        assert constant.date.startswith("20")
+    assert not broken_rules(calibration)
+    assert all(not probe.failure for probe in calibration.probes.values())
+
+
+def test_what_was_not_measured_on_a_gpu_is_assumed_there() -> None:
+    points = [Point(name="launch_gap_us", value=9.0, spread=0.1, at={"issued": "eagerly"})]
+    found = derive(H100, DEVICE, {}, record(*points))
+    assert (found.launch_gap_us.value, found.launch_gap_us.status, found.launch_gap_us.spread) == (9.0, "measured", 0.1)
+    others = {name: each for name, each in constants_of(found).items() if name != "launch_gap_us"}
+    assert {each.status for each in others.values()} == {"assumed"}
+    assert all(each.source.startswith("as NVIDIA H200: ") for each in others.values())
+
+
+def test_the_bandwidth_of_a_collective_is_recovered_from_its_times() -> None:
+    found = derive(H100, DEVICE, {}, record(*all_reduce_points(12e9, 0.5, 25.0, H100))).collectives["all_reduce"]
+    assert math.isclose(found.bytes_per_s_per_cta, 12e9, rel_tol=0.02)
+    assert math.isclose(found.link_fraction, 0.5, rel_tol=0.02)
+    assert math.isclose(found.latency_us, 25.0, rel_tol=0.1)
+    assert found.spread is not None
+    assert found.spread < 0.005
+    of_four = all_reduce_points(12e9, 0.6, found.latency_us, H100, ranks=4)
+    more = derive(H100, DEVICE, {}, record(*all_reduce_points(12e9, 0.5, 25.0, H100), *of_four)).collectives["all_reduce"]
+    assert more.link_fraction == found.link_fraction
+    assert math.isclose(more.link_fraction_of_more or 0.0, 0.6, rel_tol=0.02)
+
+
+def test_latencies_of_small_messages_lie_between_the_measured_ones() -> None:
+    known = load_calibration().collectives["all_reduce"]
+    small = msgspec.structs.replace(known, latency_us=30.0, latency_us_by_bytes=((2.0**16, 8.0), (2.0**20, 12.0)))
+    assert [small.latency_us_of(size) for size in (1, 2**16, 2**18, 2**20)] == [8.0, 8.0, 10.0, 12.0]
+    assert 12.0 < small.latency_us_of(2**24) < 30.0
+    assert small.latency_us_of(LARGE_BYTES) == small.latency_us_of(1e12) == 30.0
+    assert msgspec.structs.replace(small, latency_us_by_bytes=()).latency_us_of(1) == 30.0
+
+
+def test_a_rule_that_does_not_hold_is_named() -> None:
+    at = {"case": "equal_priority_with_room"}
+    kept = derive(H100, DEVICE, {}, record(Point(name="second_kernel_starts_waves", value=3.0, at=at)))
+    broken = derive(H100, DEVICE, {}, record(Point(name="second_kernel_starts_waves", value=0.1, at=at)))
+    assert not broken_rules(kept)
+    assert "measured 0.1 waves, expected 3" in broken_rules(broken)[0]
+
+
+def test_a_file_reads_back_as_it_was_and_changes_what_is_simulated(tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    made = derive(H200, "NVIDIA H200", {"driver": "580"}, record(*all_reduce_points(5e9, 0.2, 25.0, H200)))
+    save_calibration(made, path)
+    assert read_toml(path, Calibration, MachineError) == made
+    step = load_workload("cb_ar_opt2")
+    mine = msgspec.structs.replace(H200, calibration=str(path))
+    assert sum(Simulator().lone_times_us(step, mine)) > 1.2 * sum(Simulator().lone_times_us(step, H200))
+    with pytest.raises(MachineError, match="was measured on 'NVIDIA H200', and machine 'h100'"):
+        load_calibration(msgspec.structs.replace(H100, calibration=str(path)))
+
+
+def test_a_report_says_where_constants_are_from() -> None:
+    assert describe_origin(H200) == ""
+    assert "measured on it" in describe_origin(H100)
+    assert "never calibrated" in describe_origin(load_machine("a100"))
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "num_bytes", "says"),
+    [(2, 64 * MIB, ""), (2, 1024, "1 KiB (measured: 64 MiB to 256 MiB)"), (3, 64 * MIB, "of 3 ranks (measured: 2, 4)")],
+)
+def test_operations_outside_the_calibrated_range_are_named(
+    num_ranks: int, num_bytes: int, says: str, tmp_path: Path
+) -> None:
+    points = [each for ranks in (2, 4) for each in all_reduce_points(12e9, 0.5, 25.0, H200, ranks)]
+    made = derive(H200, "NVIDIA H200", {}, record(*points))
+    save_calibration(made, tmp_path / "mine.toml")
+    machine = msgspec.structs.replace(H200, calibration=str(tmp_path / "mine.toml"))
+    operation = Collective(name="x", stream=0, collective="all_reduce", num_bytes=num_bytes, group_size=num_ranks)
+    step = Step(name="x", num_ranks=num_ranks, operations=(operation,))
+    assert says in "".join(outside_calibration(step, machine))
+    assert is_calibrated(operation, machine) == (not says)
+    assert not is_calibrated(operation, load_machine("a100"))
+    assert is_calibrated(msgspec.structs.replace(operation, lone_us=1.0), load_machine("a100"))
+
+
+IDLE = GpuState(
+    clock_mhz=345,
+    max_clock_mhz=1980,
+    power_w=81.0,
+    power_limit_w=700.0,
+    temperature_c=35,
+    reasons=1,
+    busy_percent=0,
+    used_bytes=648_347_648,
+    num_processes=0,
+)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({}, ""),
+        ({"reasons": 4}, ""),  # the power limit is no fault
+        ({"reasons": 0x20, "temperature_c": 88}, "throttled: software thermal slowdown at 88 C, 81 of 700 W, SM clock 345"),
+        ({"num_processes": 1}, "shared: 1 processes compute on it"),
+        ({"busy_percent": 97}, "busy for 97 %"),
+        ({"used_bytes": 9 << 30}, "9 GiB of its memory"),
+    ],
+)
+def test_a_gpu_that_is_throttled_or_shared_is_refused_with_the_reading(changes: dict[str, int], says: str) -> None:
+    def check() -> None:
+        state = msgspec.structs.replace(IDLE, **changes)
+        check_unthrottled(state, "GPU 0")
+        check_alone(state, "GPU 0")
+
+    if not says:
+        check()
+        return
+    with pytest.raises(DeviceError, match="GPU 0 is .*" + says):
+        check()
+
+
+def test_a_point_is_the_median_and_half_of_the_middle_half() -> None:
+    assert point("x_us", [1.0, 2.0, 3.0, 4.0, 5.0], bytes=8) == Point(name="x_us", value=3.0, spread=0.3333, at={"bytes": 8})
+    assert point("x_us", [7.0]).spread == 0.0
