@@ -35,6 +35,16 @@ def test_time_does_not_grow_with_the_number_of_ctas(num_ctas: int) -> None:
     assert collective.end_us == pytest.approx(kernel.end_us + 50, abs=20)
 
 
+def test_clusters_of_many_uneven_ctas_come_to_an_end() -> None:
+    step = elementwise(100_000 * 4)
+    kernel = step.operations[0]
+    assert isinstance(kernel, Kernel)
+    footprint = msgspec.structs.replace(kernel.footprint, ctas_per_cluster=4, registers_per_thread=32)
+    clustered = msgspec.structs.replace(kernel, footprint=footprint, cta_time_spread=0.3)
+    ended = ends(Simulator().run(msgspec.structs.replace(step, operations=(clustered, step.operations[1])), H200, LEAVE_IT))
+    assert ended[0] == pytest.approx(1000, rel=0.03)
+
+
 def test_the_largest_grid_that_is_taken_comes_to_an_end() -> None:
     for spread in (0.0, 0.1):
         step = elementwise(MAX_CTAS)

@@ -25,13 +25,15 @@ from counterpoint.units import MIB, US_PER_S
 
 LEAST_FRACTION, MOST_LATENCY_US = 0.05, 200.0
 USUAL_WEIGHT = 3
+LEAST_WAVES = 8.0  # of a tiled matmul: with fewer the last wave and what L2 holds decide its time
+BYTES_OF_A_THREAD = {"bf16": 16, "fp32": 32}  # that PyTorch's elementwise kernel keeps in flight
 NUM_STREAMING = 16  # kernels in a row, more than a collective beside them takes
 CONTENDING_BYTES = 256 * MIB
 # PyTorch's elementwise kernel on 512 MiB of fp32, as in the probe
 STREAMING = Footprint(num_ctas=131_072, threads_per_cta=128, registers_per_thread=32)
 SATURATIONS: dict[Character, tuple[str, str, tuple[dict[str, str | int], ...]]] = {
     "matmul": ("saturation_shared_bytes", "matmul_capped_us", ({"tile": "64x64x32"}, {"tile": "128x128x32"})),
-    "streaming": ("saturation_warps", "streaming_capped_us", ({"type": "bf16"},)),
+    "streaming": ("saturation_warps", "streaming_capped_us", ({"type": "bf16"}, {"type": "fp32"})),
     "other": ("saturation_warps", "arithmetic_capped_us", ({"chains": 1},)),
 }
 Sample = tuple[int, float, float]  # CTAs, bytes on the wire, microseconds
@@ -41,6 +43,9 @@ def fit_saturation(points: Points, machine: Machine, calibration: Calibration, c
     """What saturates an SM, or the memory: warps, or bytes of tiles for matmuls."""
     field, name, kernels = SATURATIONS[character]
     groups = [group for group in (points.all(name, **at) for at in kernels) if len(group) > 1]
+    if character == "streaming":
+        groups = groups[:1]
+    groups = [group for group in groups if character != "matmul" or _num_waves(group, machine) >= LEAST_WAVES]
     if not groups:
         return None
     constants = calibration.characters[character]
@@ -53,9 +58,17 @@ def fit_saturation(points: Points, machine: Machine, calibration: Calibration, c
 
     (value,), left = minimize(error, [getattr(constants, field)])
     seen = ", ".join(f"{each.at['ctas_per_sm']}: {each.value:,.0f}" for group in groups for each in group)
-    return Fitted(
-        value=value, spread=left, source=f"{name} by CTAs on an SM: {seen}; mean error of the fit {100 * left:.1f} %"
-    )
+    source = f"{name} by CTAs on an SM: {seen}; mean error of the fit {100 * left:.1f} %"
+    if character == "streaming" and groups[0][0].at["type"] == "fp32":  # the constant is of bf16
+        value *= BYTES_OF_A_THREAD["fp32"] / BYTES_OF_A_THREAD["bf16"]
+        source = f"{source}; of fp32, whose threads keep twice the bytes of bf16 in flight"
+    return Fitted(value=value, spread=left, source=source)
+
+
+def _num_waves(group: Sequence[Point], machine: Machine) -> float:
+    """Of a kernel at its own residency."""
+    usual = max(group, key=lambda each: each.at["ctas_per_sm"])
+    return int(usual.at["ctas"]) / int(usual.at["ctas_per_sm"]) / machine.gpu.num_sms
 
 
 def _capped_times(
@@ -95,7 +108,7 @@ def fit_l2(points: Points, machine: Machine, calibration: Calibration) -> Fitted
     rates = []
     for tile, length in tiles.items():
         measured = points.all("matmul_capped_us", tile=tile)
-        if not measured:
+        if not measured or _num_waves(measured, machine) < LEAST_WAVES:
             continue
         each = max(measured, key=lambda point: point.at["ctas_per_sm"])
         size = int(each.at["size"])
