@@ -120,13 +120,19 @@ def test_a_report_says_where_constants_are_from() -> None:
 
 @pytest.mark.parametrize(
     ("num_ranks", "num_bytes", "says"),
-    [(2, MIB, ""), (2, 1024, "1 KiB (measured: "), (8, 64 * MIB, "")],
+    [(2, 64 * MIB, ""), (2, 1024, "1 KiB (measured: 64 MiB to 256 MiB)"), (3, 64 * MIB, "of 3 ranks (measured: 2, 4)")],
 )
-def test_operations_outside_the_calibrated_range_are_named(num_ranks: int, num_bytes: int, says: str) -> None:
+def test_operations_outside_the_calibrated_range_are_named(
+    num_ranks: int, num_bytes: int, says: str, tmp_path: Path
+) -> None:
+    points = [each for ranks in (2, 4) for each in all_reduce_points(12e9, 0.5, 25.0, H200, ranks)]
+    made = derive(H200, "NVIDIA H200", {}, record(*points))
+    save_calibration(made, tmp_path / "mine.toml")
+    machine = msgspec.structs.replace(H200, calibration=str(tmp_path / "mine.toml"))
     operation = Collective(name="x", stream=0, collective="all_reduce", num_bytes=num_bytes, group_size=num_ranks)
     step = Step(name="x", num_ranks=num_ranks, operations=(operation,))
-    assert says in "".join(outside_calibration(step, H200))
-    assert is_calibrated(operation, H200) == (not says)
+    assert says in "".join(outside_calibration(step, machine))
+    assert is_calibrated(operation, machine) == (not says)
     assert not is_calibrated(operation, load_machine("a100"))
     assert is_calibrated(msgspec.structs.replace(operation, lone_us=1.0), load_machine("a100"))
 

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from counterpoint import Simulator
-from counterpoint.controls import Control, LightKernel, OverlapMatmul, Priority, ResidencyCap, Transport
+from counterpoint.controls import CommunicationCtas, Control, LightKernel, OverlapMatmul, Priority, ResidencyCap, Transport
 from counterpoint.plan import LEAVE_IT, Directive, Match, Plan
 from counterpoint.sim.calibration import (
     Calibration,
@@ -28,7 +28,7 @@ from counterpoint.step import (
     Operation,
     Step,
 )
-from helpers.toy_steps import H200
+from helpers.toy_steps import H200, persistent_kernel
 
 CHARACTERS: tuple[Character, ...] = ("matmul", "attention", "streaming", "other")
 KINDS: tuple[CollectiveKind, ...] = (
@@ -96,6 +96,10 @@ def cases() -> list[tuple[Step, Plan]]:
     found.append((step(*copies), LEAVE_IT))
     for kind in ("all_reduce", "all_gather"):
         found.append((step(collective(kind, 64 << 20)), plan("communication", Transport(transport="copy_engine"))))
+    persistent = msgspec.structs.replace(persistent_kernel(shares_work=True), character="matmul", lone_us=400.0, cta_us=None)
+    reduced = collective("all_reduce", 64 << 20)
+    found.append((step(reduced, persistent), plan("communication", Priority(priority=-5))))
+    found.append((step(reduced), plan("communication", CommunicationCtas(max_ctas=8, num_threads=256))))
     for kind in CALIBRATION.light_collectives:
         for num_ctas in (4, 128):
             found.append((step(collective(kind, 4 << 20)), plan("communication", LightKernel(num_ctas=num_ctas))))

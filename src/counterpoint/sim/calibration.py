@@ -7,13 +7,14 @@ gets the H200's: fractions and rates per SM, which the machine file's figures sc
 import math
 from functools import cache
 from itertools import pairwise
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
 from counterpoint.errors import MachineError, shown, shown_path
 from counterpoint.machine import ElementType, Machine
 from counterpoint.measurement.points import Point
+from counterpoint.mismatch import describe_mismatch
 from counterpoint.step import Character, CollectiveKind
 from counterpoint.units import MIB
 from counterpoint.value import Value, read_shipped, read_toml, require, shipped_names
@@ -85,6 +86,9 @@ class CollectiveConstants(Value, frozen=True, kw_only=True):
         if group_size > 2 and self.link_fraction_of_more is not None:
             return self.link_fraction_of_more
         return self.link_fraction
+
+
+AnyConstant = Constant | CharacterConstants | CollectiveConstants
 
 
 class MeasuredRule(Value, frozen=True, kw_only=True):
@@ -171,17 +175,53 @@ def read_calibration(path: str, machine: Machine) -> Calibration:
 
 @cache
 def _own(path: str) -> Calibration:
-    return read_toml(path, Calibration, MachineError)
+    return _completed(read_toml(path, dict[str, Any], MachineError), shown_path(path))
 
 
 @cache
 def _shipped(name: str) -> Calibration:
-    return read_shipped(f"calibrations/{name}.toml", Calibration, MachineError)
+    file = f"calibrations/{name}.toml"
+    if name == BASE:
+        return read_shipped(file, Calibration, MachineError)
+    return _completed(read_shipped(file, dict[str, Any], MachineError), file)
 
 
 @cache
 def _all_shipped() -> tuple[Calibration, ...]:
     return tuple(_shipped(name) for name in shipped_names("calibrations"))
+
+
+def _completed(found: dict[str, Any], where: str) -> Calibration:
+    """A file's constants, and the H200's for those that it lacks. Raises `MachineError` for one that is no calibration."""
+    whole = msgspec.to_builtins(as_assumed_elsewhere(_shipped(BASE), str(found.get("device_name", ""))))
+    for name in ("device_name", "rules", "conditions", "probes"):
+        whole.pop(name, None)
+    for name in TABLES:
+        own = found.get(name)
+        found = found | {name: whole.get(name, {}) | (own if isinstance(own, dict) else {})}
+    whole |= found
+    try:
+        return msgspec.convert(whole, Calibration)
+    except msgspec.ValidationError as problem:
+        raise MachineError(f"{where}: {'. '.join(describe_mismatch(problem, Calibration, whole))}") from problem
+
+
+def as_assumed_elsewhere(base: Calibration, device_name: str) -> Calibration:
+    """The constants of one GPU as they stand for another: assumed. For the same GPU they are what they were."""
+    if device_name == base.device_name:
+        return base
+    changed: dict[str, object] = {"device_name": device_name}
+    for name in base.__struct_fields__:
+        entry = getattr(base, name)
+        if isinstance(entry, Constant):
+            changed[name] = _assumed(entry, base)
+        elif name in TABLES:
+            changed[name] = {key: _assumed(each, base) for key, each in entry.items()}
+    return msgspec.structs.replace(base, **changed)
+
+
+def _assumed(entry: AnyConstant, base: Calibration) -> AnyConstant:
+    return msgspec.structs.replace(entry, status="assumed", source=f"as {base.device_name}: {entry.source}")
 
 
 def describe_origin(machine: Machine) -> str:
@@ -196,9 +236,9 @@ def describe_origin(machine: Machine) -> str:
     return f"{measured} constants of the simulator were measured on it, {assumed} are scaled from {MEASURED_GPU}"
 
 
-def constants_of(calibration: Calibration) -> dict[str, Constant | CharacterConstants | CollectiveConstants]:
+def constants_of(calibration: Calibration) -> dict[str, AnyConstant]:
     """Every constant by its name in the file, as in "collectives.all_reduce"."""
-    found: dict[str, Constant | CharacterConstants | CollectiveConstants] = {}
+    found: dict[str, AnyConstant] = {}
     for name in calibration.__struct_fields__:
         entry = getattr(calibration, name)
         if isinstance(entry, Constant):

@@ -24,14 +24,16 @@ from counterpoint.step import Character, Collective, CollectiveKind, Dependency,
 from counterpoint.units import MIB, US_PER_S
 
 LEAST_FRACTION, MOST_LATENCY_US = 0.05, 200.0
-USUAL_WEIGHT = 3
+USUAL_WEIGHT = 20
+LEAST_WAVES = 8.0  # of a tiled matmul: with fewer the last wave and what L2 holds decide its time
+BYTES_OF_A_THREAD = {"bf16": 16, "fp32": 32}  # that PyTorch's elementwise kernel keeps in flight
 NUM_STREAMING = 16  # kernels in a row, more than a collective beside them takes
 CONTENDING_BYTES = 256 * MIB
 # PyTorch's elementwise kernel on 512 MiB of fp32, as in the probe
 STREAMING = Footprint(num_ctas=131_072, threads_per_cta=128, registers_per_thread=32)
 SATURATIONS: dict[Character, tuple[str, str, tuple[dict[str, str | int], ...]]] = {
     "matmul": ("saturation_shared_bytes", "matmul_capped_us", ({"tile": "64x64x32"}, {"tile": "128x128x32"})),
-    "streaming": ("saturation_warps", "streaming_capped_us", ({"type": "bf16"},)),
+    "streaming": ("saturation_warps", "streaming_capped_us", ({"type": "bf16"}, {"type": "fp32"})),
     "other": ("saturation_warps", "arithmetic_capped_us", ({"chains": 1},)),
 }
 Sample = tuple[int, float, float]  # CTAs, bytes on the wire, microseconds
@@ -41,6 +43,10 @@ def fit_saturation(points: Points, machine: Machine, calibration: Calibration, c
     """What saturates an SM, or the memory: warps, or bytes of tiles for matmuls."""
     field, name, kernels = SATURATIONS[character]
     groups = [group for group in (points.all(name, **at) for at in kernels) if len(group) > 1]
+    if character == "streaming":
+        groups = groups[:1]
+    if character == "matmul":
+        groups = [group for group in groups if _tells_of_load(group, machine)]
     if not groups:
         return None
     constants = calibration.characters[character]
@@ -53,9 +59,22 @@ def fit_saturation(points: Points, machine: Machine, calibration: Calibration, c
 
     (value,), left = minimize(error, [getattr(constants, field)])
     seen = ", ".join(f"{each.at['ctas_per_sm']}: {each.value:,.0f}" for group in groups for each in group)
-    return Fitted(
-        value=value, spread=left, source=f"{name} by CTAs on an SM: {seen}; mean error of the fit {100 * left:.1f} %"
-    )
+    source = f"{name} by CTAs on an SM: {seen}; mean error of the fit {100 * left:.1f} %"
+    if character == "streaming" and groups[0][0].at["type"] == "fp32":  # the constant is of bf16
+        value *= BYTES_OF_A_THREAD["fp32"] / BYTES_OF_A_THREAD["bf16"]
+        source = f"{source}; of fp32, whose threads keep twice the bytes of bf16 in flight"
+    return Fitted(value=value, spread=left, source=source)
+
+
+def _tells_of_load(group: Sequence[Point], machine: Machine) -> bool:
+    """Whether a tiled matmul was measured under load, as steps run, and has waves enough.
+
+    A cool GPU keeps its clock for a moment, and then more CTAs saturate it than in a step.
+    """
+    if not group or not all(each.at.get("loaded_ms") for each in group):
+        return False
+    usual = max(group, key=lambda each: each.at["ctas_per_sm"])
+    return int(usual.at["ctas"]) / int(usual.at["ctas_per_sm"]) / machine.gpu.num_sms >= LEAST_WAVES
 
 
 def _capped_times(
@@ -95,7 +114,7 @@ def fit_l2(points: Points, machine: Machine, calibration: Calibration) -> Fitted
     rates = []
     for tile, length in tiles.items():
         measured = points.all("matmul_capped_us", tile=tile)
-        if not measured:
+        if not _tells_of_load(measured, machine):
             continue
         each = max(measured, key=lambda point: point.at["ctas_per_sm"])
         size = int(each.at["size"])
@@ -193,11 +212,20 @@ def fit_collective(
         bytes_per_s_per_cta=float(f"{by_cta:.4g}"),
         link_fraction=float(f"{fraction:.3g}"),
         latency_us=float(f"{latency_us:.3g}"),
-        latency_us_by_bytes=tuple(sorted(small)),
+        latency_us_by_bytes=_rising(small, latency_us),
         spread=round(left, 4),
         source=f"{len(measured)} times of 2 ranks, {usual} CTAs and fewer; mean error of the fit {100 * left:.1f} %",
     )
     return _with_more_ranks(fitted, points, machine, kind, known.source)
+
+
+def _rising(latencies: Sequence[tuple[float, float]], largest_us: float) -> tuple[tuple[float, float], ...]:
+    """By bytes; a smaller message has no greater latency than a larger one, so what disturbed its times is left out."""
+    found, most = [], largest_us
+    for num_bytes, latency_us in sorted(latencies, reverse=True):
+        most = min(most, latency_us)
+        found.append((num_bytes, most))
+    return tuple(reversed(found))
 
 
 def _with_more_ranks(

@@ -13,13 +13,13 @@ from counterpoint.errors import MachineError
 from counterpoint.machine import Machine
 from counterpoint.measurement.points import Point
 from counterpoint.sim.calibration import (
-    TABLES,
     Calibration,
     CharacterConstants,
-    CollectiveConstants,
     Constant,
     MeasuredRule,
     ProbeRecord,
+    as_assumed_elsewhere,
+    constants_of,
     load_calibration,
 )
 from counterpoint.sim.calibration_curves import SATURATIONS, fit_collective, fit_contention, fit_l2, fit_saturation
@@ -60,9 +60,9 @@ RULES: dict[str, tuple[dict[str, float | str], float, str]] = {
     ),
 }
 HEAD = """\
-# Constants of the simulator, measured on {device} by `counterpoint calibrate`. Each says where it is from, when, and whether
-# it was measured or assumed (then it is another GPU's). `spread` is relative. The points that the constants were
-# derived from stand at the end. What each means: docs/calibrate.md and docs/simulator.md.
+# Constants of the simulator, measured on {device} by `counterpoint calibrate`.
+# Each says where it is from and when; `spread` is relative. What is missing is assumed to be the H200's.
+# The points that the constants were derived from stand at the end. What each means: docs/calibrate.md, docs/simulator.md.
 
 """
 
@@ -73,10 +73,8 @@ def derive(
     """The constants of a GPU from what its probes measured; the rest are the H200's."""
     points = Points(point for record in probes.values() for point in record.points)
     day = max((record.date for record in probes.values()), default="")
-    base = load_calibration()
-    if device_name != base.device_name:
-        base = _assumed(base)
-    base = msgspec.structs.replace(base, device_name=device_name, conditions=dict(conditions), probes=dict(probes), rules={})
+    base = as_assumed_elsewhere(load_calibration(), device_name)
+    base = msgspec.structs.replace(base, conditions=dict(conditions), probes=dict(probes), rules={})
     fitted = {name: _constant(found, day) for name, found in fit_scalars(points, machine).items()}
     by_type = {name: _constant(found, day) for name, found in fit_matmul_fractions(points, machine).items()}
     collectives = dict(base.collectives)
@@ -89,24 +87,6 @@ def derive(
     )
     base = msgspec.structs.replace(base, characters=_characters(base, points, machine, day), rules=_rules(points, day))
     return _with_contention(base, points, machine, day)
-
-
-def _assumed(base: Calibration) -> Calibration:
-    """Another GPU's constants: assumed for this one."""
-
-    def change(
-        each: Constant | CharacterConstants | CollectiveConstants,
-    ) -> Constant | CharacterConstants | CollectiveConstants:
-        return msgspec.structs.replace(each, status="assumed", source=f"as {base.device_name}: {each.source}")
-
-    changed: dict[str, object] = {}
-    for name in base.__struct_fields__:
-        entry = getattr(base, name)
-        if isinstance(entry, Constant):
-            changed[name] = change(entry)
-        elif name in TABLES:
-            changed[name] = {key: change(each) for key, each in entry.items()}
-    return msgspec.structs.replace(base, **changed)
 
 
 def _constant(found: Fitted, day: str) -> Constant:
@@ -155,12 +135,28 @@ def broken_rules(calibration: Calibration) -> tuple[str, ...]:
 
 def save_calibration(calibration: Calibration, path: Path | str) -> None:
     """Write the file. Raises `MachineError` where that is impossible."""
-    bare = msgspec.structs.replace(calibration, probes={})
-    text = HEAD.format(device=calibration.device_name) + write_toml(bare)
+    text = HEAD.format(device=calibration.device_name) + write_toml(_without_assumed(calibration))
     for name, record in calibration.probes.items():
         head = write_toml({"probes": {name: msgspec.structs.replace(record, points=())}})
         text += f"\n{head.removeprefix('[probes]').strip()}\n{_point_lines(record.points)}"
     save_text(path, text, "calibration", MachineError)
+
+
+def _without_assumed(calibration: Calibration) -> dict[str, object]:
+    """What the file says before its points: of another GPU than the H200 only what was measured on it."""
+    found: dict[str, object] = {"device_name": calibration.device_name, "conditions": calibration.conditions}
+    is_own = calibration.device_name != load_calibration().device_name
+    for name, entry in constants_of(calibration).items():
+        if is_own and entry.status == "assumed":
+            continue
+        group, _, key = name.partition(".")
+        if key:
+            table = found.setdefault(group, {})
+            assert isinstance(table, dict), "constants and tables have different names"
+            table[key] = entry
+        else:
+            found[name] = entry
+    return {**found, "rules": calibration.rules}
 
 
 def _point_lines(points: Iterable[Point]) -> str:

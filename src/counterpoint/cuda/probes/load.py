@@ -12,7 +12,7 @@ from counterpoint.measurement.points import Point, point
 from counterpoint.units import MIB
 
 SIZE = 8192
-LOAD_S = 0.9
+LOAD_S = 0.4
 SAMPLE_S = 0.05
 SETTLING = 0.5  # the first part of the load is left out
 
@@ -34,7 +34,7 @@ def probe_load(session: Session, nvml: Nvml | None) -> list[Point]:
 
 
 def _loaded(session: Session, nvml: Nvml, name: str, issue: Issue) -> list[Point]:
-    time.sleep(0.3)
+    time.sleep(0.1)
     cool = session.times_us(issue, rounds=2)
     states: list[GpuState] = []
     times: list[float] = []
