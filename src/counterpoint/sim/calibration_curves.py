@@ -24,7 +24,7 @@ from counterpoint.step import Character, Collective, CollectiveKind, Dependency,
 from counterpoint.units import MIB, US_PER_S
 
 LEAST_FRACTION, MOST_LATENCY_US = 0.05, 200.0
-USUAL_WEIGHT = 3
+USUAL_WEIGHT = 20
 LEAST_WAVES = 8.0  # of a tiled matmul: with fewer the last wave and what L2 holds decide its time
 BYTES_OF_A_THREAD = {"bf16": 16, "fp32": 32}  # that PyTorch's elementwise kernel keeps in flight
 NUM_STREAMING = 16  # kernels in a row, more than a collective beside them takes
@@ -45,7 +45,8 @@ def fit_saturation(points: Points, machine: Machine, calibration: Calibration, c
     groups = [group for group in (points.all(name, **at) for at in kernels) if len(group) > 1]
     if character == "streaming":
         groups = groups[:1]
-    groups = [group for group in groups if character != "matmul" or _num_waves(group, machine) >= LEAST_WAVES]
+    if character == "matmul":
+        groups = [group for group in groups if _tells_of_load(group, machine)]
     if not groups:
         return None
     constants = calibration.characters[character]
@@ -65,10 +66,15 @@ def fit_saturation(points: Points, machine: Machine, calibration: Calibration, c
     return Fitted(value=value, spread=left, source=source)
 
 
-def _num_waves(group: Sequence[Point], machine: Machine) -> float:
-    """Of a kernel at its own residency."""
+def _tells_of_load(group: Sequence[Point], machine: Machine) -> bool:
+    """Whether a tiled matmul was measured under load, as steps run, and has waves enough.
+
+    A cool GPU keeps its clock for a moment, and then more CTAs saturate it than in a step.
+    """
+    if not group or not all(each.at.get("loaded_ms") for each in group):
+        return False
     usual = max(group, key=lambda each: each.at["ctas_per_sm"])
-    return int(usual.at["ctas"]) / int(usual.at["ctas_per_sm"]) / machine.gpu.num_sms
+    return int(usual.at["ctas"]) / int(usual.at["ctas_per_sm"]) / machine.gpu.num_sms >= LEAST_WAVES
 
 
 def _capped_times(
@@ -108,7 +114,7 @@ def fit_l2(points: Points, machine: Machine, calibration: Calibration) -> Fitted
     rates = []
     for tile, length in tiles.items():
         measured = points.all("matmul_capped_us", tile=tile)
-        if not measured or _num_waves(measured, machine) < LEAST_WAVES:
+        if not _tells_of_load(measured, machine):
             continue
         each = max(measured, key=lambda point: point.at["ctas_per_sm"])
         size = int(each.at["size"])
@@ -206,11 +212,20 @@ def fit_collective(
         bytes_per_s_per_cta=float(f"{by_cta:.4g}"),
         link_fraction=float(f"{fraction:.3g}"),
         latency_us=float(f"{latency_us:.3g}"),
-        latency_us_by_bytes=tuple(sorted(small)),
+        latency_us_by_bytes=_rising(small, latency_us),
         spread=round(left, 4),
         source=f"{len(measured)} times of 2 ranks, {usual} CTAs and fewer; mean error of the fit {100 * left:.1f} %",
     )
     return _with_more_ranks(fitted, points, machine, kind, known.source)
+
+
+def _rising(latencies: Sequence[tuple[float, float]], largest_us: float) -> tuple[tuple[float, float], ...]:
+    """By bytes; a smaller message has no greater latency than a larger one, so what disturbed its times is left out."""
+    found, most = [], largest_us
+    for num_bytes, latency_us in sorted(latencies, reverse=True):
+        most = min(most, latency_us)
+        found.append((num_bytes, most))
+    return tuple(reversed(found))
 
 
 def _with_more_ranks(

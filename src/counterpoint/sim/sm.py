@@ -149,14 +149,14 @@ class SmArray:
     def place(self, task: SmTask) -> None:
         """Place as many of the task's CTAs as fit, whole clusters at a time.
 
-        Slots take CTAs ahead of time one by one, so the last few may be no whole cluster; they go together like a smaller one.
+        Slots take CTAs ahead of time one by one, so the last few may be no whole cluster; they go as a smaller one.
         """
         rooms = [self.room(group, task) for group in self.groups]
         offers = [(group, room) for group, room in zip(self.groups, rooms, strict=True) if room]
         if not offers or not task.num_unplaced:
             return
         number = task.num_unplaced
-        cluster = min(number, task.footprint.ctas_per_cluster)
+        cluster = max(1, min(number, task.footprint.ctas_per_cluster))
         if task.work.num_tiles:
             number = min(number, cluster * math.ceil(task.tiles_left / cluster))
         placed, parts = _split(tuple((room, tuple(group.sms)) for group, room in offers), number // cluster, cluster)
