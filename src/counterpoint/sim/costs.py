@@ -360,7 +360,8 @@ class CostModel:
 
 
 def _saturating_ctas(constants: CharacterConstants, footprint: Footprint) -> float:
-    """CTAs per SM from which on the bottleneck is saturated."""
+    """CTAs per SM from which on the bottleneck is saturated: by bytes of tiles or by warps, whichever comes first."""
+    by_warps = constants.saturation_warps / math.ceil(footprint.threads_per_cta / CALIBRATION_WARP_SIZE)
     if constants.saturation_shared_bytes and footprint.shared_bytes >= LEAST_TILE_BYTES:
-        return constants.saturation_shared_bytes / footprint.shared_bytes
-    return constants.saturation_warps / math.ceil(footprint.threads_per_cta / CALIBRATION_WARP_SIZE)
+        return min(by_warps, constants.saturation_shared_bytes / footprint.shared_bytes)
+    return by_warps
