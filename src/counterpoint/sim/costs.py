@@ -159,7 +159,8 @@ class CostModel:
             return ordinary
         element_type = kernel.element_type or USUAL_ELEMENT_TYPE
         if element_type == "fp32" and self._gpu.fp32_matrix_flops_per_s is None:
-            return ordinary
+            known = self._calibration.matmul_peak_fractions.get("fp32")
+            return ordinary if known is None else self._gpu.fp32_flops_per_s * known.value
         return self._machine.matmul_flops_per_s(element_type) * self._calibration.matmul_fraction(element_type)
 
     def _hbm_per_cta(self, kernel: Kernel, constants: CharacterConstants, effective_ctas: float) -> float:
