@@ -29,6 +29,9 @@ NCCL = Footprint(
 )
 
 
+CUBLAS_KERNEL = "nvjet_sm90_tst_320x128_64x3_1x2_h_bz_coopB_TNT"  # what torch 2.11 runs for bf16 matmuls of 8192^3
+
+
 @dataclass(frozen=True)
 class Comparison:
     """One figure in microseconds, measured and simulated."""
@@ -164,13 +167,15 @@ def _head_start_step(name: str, kernels_us: float) -> tuple[Step, int]:
             ctas_per_cluster=1 if "attention" in name else 2,
         )
         character, shares = "attention" if "attention" in name else "matmul", True
+    is_matmul = name.startswith("matmul")
     kernel = Kernel(
-        name=name,
+        name=CUBLAS_KERNEL if is_matmul else name,
         stream=7,
         footprint=footprint,
         character=character,
         lone_us=kernels_us / (2 * count) - 1.6,
         is_work_sharing=shares,
+        matmul_sizes=_sizes(name.split()[1]) if is_matmul else None,
     )
     collective = Collective(
         name="all-reduce",
@@ -182,6 +187,12 @@ def _head_start_step(name: str, kernels_us: float) -> tuple[Step, int]:
     )
     operations = (*[kernel] * count, collective, *[kernel] * count)
     return Step(name=name, num_ranks=2, operations=operations), count + 1
+
+
+def _sizes(text: str) -> tuple[int, int, int]:
+    """Rows, inner size and columns of `MxNxK`."""
+    rows, columns, inner = (int(size) for size in text.split("x"))
+    return rows, inner, columns
 
 
 def shipped_traces() -> list[Path]:

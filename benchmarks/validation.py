@@ -24,6 +24,7 @@ from counterpoint.schedule import make_schedule
 from counterpoint.schedule.estimate import estimate, estimate_sequential
 from counterpoint.schedule.heuristic import candidate_descriptions
 from counterpoint.sim import Simulator
+from counterpoint.sim.calibration import load_calibration
 from counterpoint.step import Collective, CollectiveKind, Step
 from counterpoint.validation.bounds import BoundsTable, ComparedGpu, RatioSpan
 from counterpoint.validation.outcome import ORIGINS, Outcome, validate_files
@@ -81,16 +82,24 @@ def schedule_ratios() -> Iterator[float]:
                 yield measured_us / found.makespan_us
 
 
-def ratios_of(outcomes: Sequence[Outcome], machine: str, origin: str) -> list[float]:
-    """Measured over predicted times of one origin on one machine, whatever the number of GPUs."""
+def ratios_of(outcomes: Sequence[Outcome], origin: str) -> list[float]:
+    """Measured over predicted times of one origin."""
     return [
         row.measured_us / row.predicted_us
         for outcome in outcomes
-        if outcome.machine == machine
         for found in outcome.origins
         if found.origin == origin
         for row in found.rows
     ]
+
+
+def compared_gpus(outcomes: Sequence[Outcome]) -> tuple[ComparedGpu, ...]:
+    """The GPUs of the measurements, and on how many at most; the first paper's grid ran on 4 H200s."""
+    most: dict[str, int] = {load_machine(GPU).device_names[0]: 4}
+    for outcome in outcomes:
+        name = load_machine(outcome.machine).device_names[0]
+        most[name] = max(outcome.num_gpus, most.get(name, 0))
+    return tuple(ComparedGpu(device_name=name, most_gpus=number) for name, number in most.items())
 
 
 def span(ratios: Sequence[float], source: str) -> RatioSpan:
@@ -101,28 +110,40 @@ def span(ratios: Sequence[float], source: str) -> RatioSpan:
 
 def bounds_of(outcomes: Sequence[Outcome]) -> BoundsTable:
     """The bounds that follow from these outcomes and from published times."""
-    bases = {
-        origin: span(ratios_of(outcomes, GPU, origin), f"validation set on H200s, predicted from {origin}")
-        for origin in ORIGINS
-    }
+    bases = {origin: span(ratios_of(outcomes, origin), f"validation set, predicted from {origin}") for origin in ORIGINS}
     operators = span(list(schedule_ratios()), "operators' schedules on 2 and 4 H200s, the shapes that no fit has seen")
-    other = [ratio for outcome in outcomes if outcome.machine != GPU for ratio in _other_ratios(outcome)]
-    most = max(outcome.num_gpus for outcome in outcomes if outcome.machine == GPU)
+    scaled = [outcome for outcome in outcomes if not _is_calibrated(outcome)]
     return BoundsTable(
         date=date.today().isoformat(),
-        compared=(ComparedGpu(device_name="NVIDIA H200", most_gpus=max(most, 4)),),
+        compared=compared_gpus(outcomes),
         bases={**bases, "copy schedules": operators},
         transfer=span(
-            [*published_ratios(), *other],
-            "published all-reduces on A100s, and the validation set on GPUs other than the H200",
+            [*published_ratios(), *ratios_of(scaled, "sizes alone")],
+            "GPUs whose constants are the H200's, scaled: published all-reduces on A100s"
+            + "".join(f"; {outcome.conditions['gpus']}, validation set from sizes alone" for outcome in scaled),
         ),
     )
 
 
-def _other_ratios(outcome: Outcome) -> Iterator[float]:
-    for found in outcome.origins:
-        if found.origin == "sizes alone":
-            yield from (row.measured_us / row.predicted_us for row in found.rows)
+def _is_calibrated(outcome: Outcome) -> bool:
+    machine = load_machine(outcome.machine)
+    return load_calibration(machine).device_name in machine.device_names
+
+
+def table(outcomes: Sequence[Outcome]) -> Iterator[str]:
+    """The figures as the Markdown table of docs/validation.md."""
+    yield "| measured on | predicted | cases | rows | error | 90 % | bias | clear sign | ranks | regret, worst |"
+    yield "|---|---|---|---|---|---|---|---|---|---|"
+    for outcome in outcomes:
+        for found in outcome.origins:
+            for each in found.figures:
+                name = f"**from {found.origin}**" if each.model == "simulator" else each.model
+                clear = "-" if each.clear_sign is None else f"{100 * each.clear_sign:.0f} % of {each.num_clear}"
+                ranks = "-" if each.rank_correlation is None else f"{each.rank_correlation:.2f}"
+                errors = f"{each.mean_error:.1%} | {each.p90_error:.1%} | {each.bias:+.1%}".replace("%", " %")
+                regrets = f"{each.mean_regret:.1%}, {each.worst_regret:.1%}".replace("%", " %")
+                counts = f"{each.num_groups} | {each.num_rows}"
+                yield f"| {outcome.conditions['gpus']} | {name} | {counts} | {errors} | {clear} | {ranks} | {regrets} |"
 
 
 def main() -> None:
@@ -130,6 +151,7 @@ def main() -> None:
     parser.add_argument("--write", action="store_true", help="store figures and bounds")
     outcomes = validate_files(shipped_measurements())
     print_validation(new_console(), outcomes)
+    print("\n".join(table(outcomes)))
     bounds = bounds_of(outcomes)
     for name, found in (*bounds.bases.items(), ("transfer", bounds.transfer)):
         print(f"{name:16} {found.low:.3f} to {found.high:.3f} of {found.num_rows} rows")

@@ -13,6 +13,7 @@ WITHIN = 0.3
 
 
 @pytest.mark.parametrize("job", ["starved", "tp8b"])
-def test_what_a_change_recovers_is_simulated_within_30_percent(job: str) -> None:
+def test_what_is_promised_is_within_30_percent_of_the_quartiles_of_what_was_recovered(job: str) -> None:
     row = next(row for row in compare(FOLDER) if row["job"] == job)
-    assert row["simulated_ms"] == pytest.approx(row["recovered_ms"], rel=WITHIN)
+    low_ms, high_ms = row["quartiles_ms"]
+    assert (1 - WITHIN) * low_ms <= row["simulated_ms"] <= (1 + WITHIN) * high_ms

@@ -4,7 +4,7 @@ The double keeps what it is told, answers residency with `counterpoint.occupancy
 do: to refuse, or to accept a control and do nothing. Every call to the driver is counted, one for each node touched.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from threading import Barrier
 from typing import Any, NamedTuple, TypeVar
 
@@ -89,6 +89,8 @@ class GraphDouble(AbstractGraph):
         faults: Faults | None = None,
         log: Log | None = None,
         obstacles: Mapping[int, str] | None = None,
+        *,
+        light: Collection[int] = (),
     ) -> None:
         self.gpu = gpu
         self.faults = faults or Faults()
@@ -98,6 +100,7 @@ class GraphDouble(AbstractGraph):
         self.is_open = True
         self._holds: dict[int, float] = {}
         self._copied: dict[int, int] = {}
+        self._light = light  # nodes whose place a light kernel can take
         self._obstacles = dict(obstacles or {})  # by node: why no copies can take its place; empty: they can
 
     def nodes(self) -> tuple[GraphNode, ...]:
@@ -112,7 +115,7 @@ class GraphDouble(AbstractGraph):
         self.log.num_calls += len(self._nodes)
         if self.faults.refuses_copy:
             raise DeviceError("Copying the graph failed with CUDA_ERROR_NOT_SUPPORTED: update the driver.")
-        self.log.copies.append(GraphDouble(self._nodes, self.gpu, self.faults, self.log, self._obstacles))
+        self.log.copies.append(GraphDouble(self._nodes, self.gpu, self.faults, self.log, self._obstacles, light=self._light))
         return self.log.copies[-1]
 
     def set_shared_memory(self, node: int, dynamic_bytes: int, carveout_percent: int) -> None:
@@ -152,7 +155,7 @@ class GraphDouble(AbstractGraph):
         return self._copied.get(node, 0)
 
     def obstacle_to_light_kernel(self, node: int) -> str:
-        return self._obstacles.get(node, "no light kernels were prepared")
+        return "" if node in self._light else "no light kernels were prepared"
 
     def move_to_light_kernel(self, node: int, num_ctas: int) -> None:
         assert not self.obstacle_to_light_kernel(node), "an obstacle is asked for first"

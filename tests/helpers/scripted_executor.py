@@ -15,6 +15,7 @@ SPANS_US = ((0.0, 10.0), (100.0, 150.0), (10.0, 60.0), (60.0, 110.0), (110.0, 15
 def contended_step() -> Step:
     """An all-gather that is ready at 10 us but starts at 100, behind the kernels 'long' and 'longer'."""
     wide = Footprint(num_ctas=4096, threads_per_cta=128, registers_per_thread=32)
+    small = Footprint(num_ctas=24, threads_per_cta=128, registers_per_thread=32)  # a cap of one CTA less lets it in
     after_producer = (Dependency(operation=0),)
     return Step(
         name="contended",
@@ -22,10 +23,16 @@ def contended_step() -> Step:
         operations=(
             Kernel(name="producer", stream=0, footprint=wide, lone_us=10),
             Collective(
-                name="gather", stream=1, collective="all_gather", num_bytes=1 << 26, group_size=4, waits_for=after_producer
+                name="gather",
+                stream=1,
+                collective="all_gather",
+                num_bytes=1 << 26,
+                group_size=4,
+                footprint=small,
+                waits_for=after_producer,
             ),
-            Kernel(name="long", stream=0, footprint=wide, lone_us=50),
-            Kernel(name="longer", stream=0, footprint=wide, lone_us=50),
+            Kernel(name="long", stream=0, footprint=wide, lone_us=500),
+            Kernel(name="longer", stream=0, footprint=wide, lone_us=500),
             Kernel(name="last", stream=0, footprint=wide, lone_us=40),
         ),
     )

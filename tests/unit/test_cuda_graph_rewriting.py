@@ -167,8 +167,8 @@ BY_COPIES = Transport(transport="copy_engine")
 
 
 def moved(wanted: Plan, *, faults: Faults | None = None) -> tuple[GraphDouble, tuple[Engagement, ...]]:
-    """As `outcome`, on a graph in which copies may take the reduction's place."""
-    rewritten = rewrite(GraphDouble(NODES, GPU, faults, obstacles={REDUCTION: ""}), read(), wanted)
+    """As `outcome`, on a graph in which copies or a light kernel may take the reduction's place."""
+    rewritten = rewrite(GraphDouble(NODES, GPU, faults, obstacles={REDUCTION: ""}, light={REDUCTION}), read(), wanted)
     assert isinstance(rewritten.graph, GraphDouble)
     return rewritten.graph, rewritten.engagements
 

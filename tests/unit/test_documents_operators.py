@@ -131,3 +131,29 @@ def test_the_table_of_other_passes_is_the_stored_run() -> None:
         cells = [f"{times['sequential']:,.0f} us", *(f"{times[label]:,.0f} us, `{label}`" for label in (picked, best))]
         expected.append([name, entry["shape"], sizes(entry), *cells, f"{times['sequential'] / times[picked]:.2f}"])
     assert rows("ops_measured.md", "Other operators and backward passes") == expected
+
+
+def gemm_cells(entry: dict | None, divisor_name: str) -> list[str]:
+    """Sizes and times in milliseconds of one operator on one of the paper's GEMMs."""
+    if entry is None:
+        return ["", "not run"]
+    divisor, candidates = entry["shape"][divisor_name], entry["candidates"]
+    best = min(each["median_us"] for name, each in candidates.items() if name not in BESIDE)
+    times = (*(candidates[name]["median_us"] for name in ("sequential", "peer", entry["picked"])), best, entry["ideal_us"])
+    return [
+        sizes(entry) + (f" (M / {divisor})" if divisor > 1 else ""),
+        " / ".join(f"{each / 1e3:,.1f}" for each in times),
+    ]
+
+
+def test_the_table_of_the_paper_gemms_is_the_stored_run() -> None:
+    entries = {(entry["shape"]["name"], entry["op"]): entry for entry in stored_rows("ops_gemms")}
+    names = sorted({name for name, _ in entries}, key=lambda name: int(name[1:]))
+    assert rows("ops_measured.md", "The paper's GEMMs") == [
+        [
+            name,
+            *gemm_cells(entries.get((name, "ag_mm")), "ag_divisor"),
+            *gemm_cells(entries.get((name, "mm_rs")), "rs_divisor"),
+        ]
+        for name in names
+    ]

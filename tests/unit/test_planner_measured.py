@@ -25,7 +25,8 @@ from helpers.toy_steps import NCCL
 from helpers.trace_builder import NCCL as ALL_REDUCE
 
 H200 = load_machine("h200")
-ROOMY = Footprint(num_ctas=132 * 8 * 6, threads_per_cta=128, registers_per_thread=64)
+ROOMY = Footprint(num_ctas=132 * 8 * 2, threads_per_cta=128, registers_per_thread=64)
+SMALL = Footprint(num_ctas=24, threads_per_cta=128, registers_per_thread=32)  # of a collective that a cap lets in
 BASELINE_US = 1000.0
 LONE_US = (50.0, 600.0, 600.0, 900.0, 50.0)
 COMBINATIONS = [
@@ -48,8 +49,13 @@ NODES = (
     work("producer"),
     work("long", 0),
     work("longer", 1),
-    GraphNode(kind="kernel", name=ALL_REDUCE, footprint=NCCL, waits_for=(0,)),
+    GraphNode(kind="kernel", name=ALL_REDUCE, footprint=SMALL, waits_for=(0,)),
     work("last", 2, 3),
+)
+
+# The same by NCCL, whose CTA no cap lets in, beside shorter CTAs.
+NCCL_NODES = tuple(
+    replace(node, footprint=NCCL if node.name == ALL_REDUCE else replace(ROOMY, num_ctas=132 * 8 * 6)) for node in NODES
 )
 
 
@@ -110,11 +116,12 @@ def test_the_truly_best_combination_is_picked_whatever_the_simulator_thinks(best
 
 @pytest.mark.parametrize("obstacle", ["", "too far"], ids=["copies prepared", "no copies"])
 def test_with_the_simulator_for_a_clock_the_choice_is_its_best_applicable_trial(obstacle: str) -> None:
-    found = read(num_bytes=1 << 27)  # so few in the kernel's time that copies and a sum are best
-    graph = GraphDouble(NODES, H200.gpu, obstacles={3: obstacle})
+    found = read(NCCL_NODES, num_bytes=1 << 27)  # so few in the kernel's time that copies and a sum are best
+    graph = GraphDouble(NCCL_NODES, H200.gpu, obstacles={3: obstacle})
     tuning = tune_measured(ReplayDouble(graph, found, simulated_us(found, H200)), H200, num_rounds=7)
     trials = tune(found.step, H200, Simulator(), applier="graph").trials
-    able = [trial for trial in trials if not obstacle or "transport" not in trial.families]
+    able = [trial for trial in trials if "light_kernel" not in trial.families]
+    able = [trial for trial in able if not obstacle or "transport" not in trial.families]
     best = min(able, key=lambda trial: trial.makespan_us)
     assert ("transport" in best.families) == (not obstacle)
     assert tuning.plan.directives == best.directives
@@ -213,7 +220,7 @@ def test_a_step_without_communication_is_left_as_it_is() -> None:
 
 
 def test_what_a_captured_step_does_not_take_is_refused_with_the_reason_though_the_simulator_chose_it() -> None:
-    tuning = tuned(taking({only("priority"): 800.0}))
+    tuning = tuned(taking({only("priority"): 800.0}), nodes=NCCL_NODES)
     assert "communication_ctas" in controls_of(tuning.simulated.plan)
     assert "transport" in {family for trial in tuning.simulated.trials for family in trial.families}
     assert not any("communication CTAs" in label or "copies" in label for label in labels(tuning))
@@ -241,11 +248,10 @@ def test_caps_on_kernels_with_a_grid_barrier_are_left_out_with_the_reason() -> N
     ("faults", "control"),
     [
         (Faults(ignores_priority=True), "priority"),
-        (Faults(ignores_carveout=True), "residency_cap"),
         (Faults(ignores_shared_memory=True), "residency_cap"),
         (Faults(ignores_holds=True), "head_start"),
     ],
-    ids=["priority", "carveout", "residency", "head start"],
+    ids=["priority", "residency", "head start"],
 )
 def test_a_control_that_this_driver_ignores_is_never_measured_nor_planned(faults: Faults, control: str) -> None:
     double = captured(taking({only(): BASELINE_US}, otherwise=800.0), faults=faults)
@@ -478,3 +484,13 @@ def test_a_candidate_is_called_by_what_of_it_can_be_moved() -> None:
     assert [label for label in labels(without_sums) if "cop" in label and "+" not in label] == ["copy engines"]
     only_sums = gather_and_reduce({frozenset({5}): 700.0}, {3: "too far", 5: ""})
     assert [label for label in labels(only_sums) if "cop" in label and "+" not in label] == ["copies and sums"]
+
+
+@pytest.mark.parametrize("light", [{3}, set()], ids=["prepared", "not prepared"])
+def test_a_light_kernel_that_measures_faster_is_planned_where_it_can_take_the_collectives_place(light: set[int]) -> None:
+    graph = GraphDouble(NCCL_NODES, H200.gpu, light=light)
+    clock = taking({only("light_kernel"): 700.0, only("priority"): 800.0})
+    tuning = tune_measured(ReplayDouble(graph, read(NCCL_NODES), clock), H200, num_rounds=7)
+    assert controls_of(tuning.plan) == ({"light_kernel"} if light else {"priority"})
+    assert all(engagement.state == "verified" for engagement in tuning.engagements)
+    assert refused(tuning, "light_kernel") == ([] if light else ["no light kernels were prepared"])

@@ -7,10 +7,10 @@ import msgspec
 import pytest
 
 from counterpoint import Simulator, load_machine, load_plan, load_workload, save_plan
-from counterpoint.controls import OverlapMatmul, ResidencyCap, Transport
+from counterpoint.controls import LightKernel, OverlapMatmul, ResidencyCap, Transport
 from counterpoint.job import load_job
 from counterpoint.machine import Machine
-from counterpoint.plan import LEAVE_IT, Plan
+from counterpoint.plan import LEAVE_IT, Directive, Match, Plan
 from counterpoint.planner import Tuning, tune
 from counterpoint.planner.candidates import NO_HEAD_STARTS, propose, propose_unsimulated
 from counterpoint.planner.contention import find_contention
@@ -54,9 +54,9 @@ def step(*operations: Kernel | Collective) -> Step:
     return Step(name="made up", num_ranks=4, operations=operations)
 
 
-def proposed(made_up: Step, machine: Machine = H200) -> Proposal:
-    timeline = Simulator().run(made_up, machine, LEAVE_IT)
-    return propose(made_up, machine, find_contention(made_up, timeline))
+def proposed(made_up: Step, machine: Machine = H200, plan: Plan = LEAVE_IT) -> Proposal:
+    timeline = Simulator().run(made_up, machine, plan)
+    return propose(made_up, machine, find_contention(made_up, timeline, plan), plan)
 
 
 def refused(proposal: Proposal | Plan, control: str) -> list[tuple[str, str]]:
@@ -77,19 +77,46 @@ def starved() -> Step:
     return step(kernel("before", lone_us=50), kernel("beside"), collective(0), kernel("after", lone_us=3000))
 
 
-def test_only_kernels_that_a_collective_waits_for_are_capped() -> None:
-    assert capped_names(proposed(starved())) == {"beside"}
+LIGHT = Plan(directives=(Directive(match=Match(kind="communication"), controls=(LightKernel(num_ctas=64),), reason="test"),))
 
 
-def test_a_cap_leaves_room_for_the_communication_cta_by_bytes_and_carveout() -> None:
-    caps = next(candidate for candidate in proposed(starved()).candidates if candidate.label == "caps")
-    (cap,) = caps.directives[0].controls
+def test_beside_light_kernels_only_kernels_that_a_collective_waits_for_are_capped_by_one_cta() -> None:
+    long = kernel("beside", lone_us=2000)
+    found = proposed(step(kernel("before", lone_us=50), long, collective(0), kernel("after", lone_us=3000)), plan=LIGHT)
+    assert capped_names(found) == {"beside"}
+    (candidate,) = [each for each in found.candidates if each.family == "residency_cap"]
+    (cap,) = candidate.directives[0].controls
     assert isinstance(cap, ResidencyCap)
-    assert cap.carveout_percent == 100
-    # By hand: an SM has 233,472 bytes; a CTA is charged its bytes and 1,024 more, in units of 128. NCCL's takes 103,808.
-    charged = -(-(cap.dynamic_shared_bytes + 1024) // 128) * 128
+    assert cap.ctas_per_sm == 15
+    charged = -(-(cap.dynamic_shared_bytes + 1024) // 128) * 128  # of 233,472 bytes, rounded up to 128
     assert 233_472 // charged == cap.ctas_per_sm
-    assert cap.ctas_per_sm * charged + 103_808 + 1024 <= 233_472
+    assert cap.ctas_per_sm * charged + 1024 <= 233_472
+
+
+@pytest.mark.parametrize(
+    ("lone_us", "plan", "reason"),
+    [(500.0, LEAVE_IT, "beside 1 of 16 CTAs per SM only"), (500.0, LIGHT, "Its CTAs leave after")],
+    ids=["a cap that takes most CTAs", "short CTAs"],
+)
+def test_a_cap_that_never_paid_where_it_was_measured_is_refused(lone_us: float, plan: Plan, reason: str) -> None:
+    found = proposed(step(kernel("before", lone_us=50), kernel("beside", lone_us=lone_us), collective(0)), plan=plan)
+    assert "residency_cap" not in families(found)
+    ((target, told),) = refused(found, "residency_cap")
+    assert target == "beside"
+    assert reason in told
+
+
+def test_light_kernels_are_proposed_for_captured_steps_where_a_collective_waits() -> None:
+    made_up = starved()
+    timeline = Simulator().run(made_up, H200, LEAVE_IT)
+    contention = find_contention(made_up, timeline)
+    assert "light_kernel" not in families(propose(made_up, H200, contention))
+    found = propose(made_up, H200, contention, applier="graph")
+    counts = [each.directives[0].controls[0].num_ctas for each in found.candidates if each.family == "light_kernel"]
+    assert counts == [33, 66, 132]
+    alone = step(kernel("before"), collective(0))
+    waiting = find_contention(alone, Simulator().run(alone, H200, LEAVE_IT))
+    assert "light_kernel" not in families(propose(alone, H200, waiting, applier="graph"))
 
 
 def test_a_kernel_that_fills_the_register_file_is_not_capped_and_the_reason_says_so() -> None:

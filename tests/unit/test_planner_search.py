@@ -12,7 +12,7 @@ from helpers.scripted_executor import ScriptedExecutor, contended_step, words_of
 
 H200 = load_machine("h200")
 BASELINE_US = 200.0
-BOTH_CAPS = {"cap long 1", "cap longer 1"}
+BOTH_CAPS = {"cap long 15", "cap longer 15"}
 
 
 def tuned(makespans: dict[frozenset[str], float], otherwise: float = BASELINE_US) -> tuple[Tuning, ScriptedExecutor]:
@@ -100,12 +100,12 @@ def test_candidates_that_only_slow_the_step_down_leave_it_as_it_is() -> None:
 
 
 def test_directives_that_do_not_matter_are_dropped() -> None:
-    tuning, _ = tuned({plan(*BOTH_CAPS): 150.0, plan("cap long 1"): 150.0})
-    assert chosen(tuning) == plan("cap long 1")
+    tuning, _ = tuned({plan(*BOTH_CAPS): 150.0, plan("cap long 15"): 150.0})
+    assert chosen(tuning) == plan("cap long 15")
 
 
 def test_directives_that_matter_stay() -> None:
-    tuning, _ = tuned({plan(*BOTH_CAPS): 150.0, plan("cap long 1"): 151.0, plan("cap longer 1"): 152.0})
+    tuning, _ = tuned({plan(*BOTH_CAPS): 150.0, plan("cap long 15"): 151.0, plan("cap longer 15"): 152.0})
     assert chosen(tuning) == BOTH_CAPS
 
 

@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 
-from counterpoint.controls import Transport
+from counterpoint.controls import CommunicationCtas, Transport
 from counterpoint.errors import MachineError, PlanError
 from counterpoint.machine import load_machine
 from counterpoint.plan import LEAVE_IT, Directive, Match, Plan
@@ -52,6 +52,18 @@ def test_measured_times_of_a_larger_job_are_simulated_with_and_without_a_network
         timeline = Simulator().run(step_of(GATHER, beside), machine, LEAVE_IT)
         ends = {interval.name: interval.end_us - interval.start_us for interval in timeline.intervals}
         assert ends["gather"] == pytest.approx(9000, rel=0.01)
+
+
+@pytest.mark.parametrize(("lone_us", "least", "most"), [(4000.0, 3.0, 6.0), (40_000.0, 1.0, 1.1)])
+def test_fewer_ctas_slow_a_collective_over_nodes_by_what_it_was_measured_to_reach(
+    lone_us: float, least: float, most: float
+) -> None:
+    """1 GiB on 16 ranks: at 252 GB/s four CTAs of 15 GB/s are too few; at 25 GB/s the network is the limit, not they."""
+    gather = msgspec.structs.replace(GATHER, lone_us=lone_us)
+    fewer = (CommunicationCtas(max_ctas=4),)
+    plan = Plan(directives=(Directive(match=Match(operations=(0,)), controls=fewer, reason="test"),))
+    (interval,) = Simulator().run(step_of(gather), H100, plan).intervals
+    assert least <= (interval.end_us - interval.start_us) / lone_us <= most
 
 
 @pytest.mark.parametrize(

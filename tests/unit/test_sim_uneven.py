@@ -35,6 +35,14 @@ def test_time_does_not_grow_with_the_number_of_ctas(num_ctas: int) -> None:
     assert collective.end_us == pytest.approx(kernel.end_us + 50, abs=20)
 
 
+def test_clusters_of_many_uneven_ctas_come_to_an_end() -> None:
+    """Slots take CTAs one by one, and at the end a single CTA of a cluster of four may be left."""
+    footprint = Footprint(num_ctas=400_000, threads_per_cta=128, registers_per_thread=32, ctas_per_cluster=4)
+    kernel = Kernel(name="uneven", stream=0, footprint=footprint, character="matmul", lone_us=100.0, cta_time_spread=0.3)
+    (end,) = ends(Simulator().run(Step(name="clusters", num_ranks=1, operations=(kernel,)), H200, LEAVE_IT))
+    assert end == pytest.approx(100, rel=0.03)
+
+
 def test_the_largest_grid_that_is_taken_comes_to_an_end() -> None:
     for spread in (0.0, 0.1):
         step = elementwise(MAX_CTAS)

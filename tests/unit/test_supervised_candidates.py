@@ -5,15 +5,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from counterpoint.controls import HeadStart, Priority, ResidencyCap
+from counterpoint.controls import HeadStart, Priority
 from counterpoint.launch_filter.control_block import SeenFunction
 from counterpoint.launch_filter.layout import MAX_RULES
-from counterpoint.machine import load_machine
 from counterpoint.measurement.tournament import least_turns
 from counterpoint.measurement.values import Comparison, Measurement, Verdict
-from counterpoint.occupancy import residency
 from counterpoint.plan import Directive, Match, Plan, Refusal
-from counterpoint.step import Footprint
 from counterpoint.supervised.candidates import LiveCandidate, LiveProposal, propose_live
 from counterpoint.supervised.decisions import Reference, Room, decide, propose, why_another_job, why_removed
 from counterpoint.supervised.messages import Census, RoundReport, Trials
@@ -129,26 +126,12 @@ def test_no_two_candidates_are_alike(functions: list[SeenFunction], is_known: bo
     assert len({frozenset(candidate.setting.rules) for candidate in candidates}) == len(candidates)
 
 
-def test_a_cap_lets_the_collectives_cta_live_beside_and_asks_for_the_carveout() -> None:
-    (cap,) = controls(propose_live([LONG, nccl()], GPU), "caps")
-    assert isinstance(cap, ResidencyCap)
-    assert cap.carveout_percent == 100
-    gpu = load_machine("h200").gpu
-    capped = Footprint(
-        num_ctas=4096,
-        threads_per_cta=128,
-        registers_per_thread=32,
-        dynamic_shared_bytes=cap.dynamic_shared_bytes,
-        carveout_percent=100,
-    )
-    assert residency(gpu, capped).ctas_per_sm == cap.ctas_per_sm < 16
-
-
 @pytest.mark.parametrize(
     ("function", "words"),
     [
         (seen("gemm", 132, block=(384, 1, 1), registers_per_thread=168), "fills the register file alone"),
         (seen("grid", 4096, is_cooperative=True), "grid barrier"),
+        (LONG, "CTAs per SM only"),
     ],
 )
 def test_a_kernel_that_no_cap_can_help_is_refused_with_the_reason(function: object, words: str) -> None:
@@ -285,3 +268,9 @@ def test_a_rare_kernel_is_no_change_of_the_job() -> None:
 
 def test_a_plan_that_is_removed_is_told_with_what_its_last_look_showed() -> None:
     assert "by 5.0 %, spread 1.0 %, in its last look" in why_removed(measured(1.05))
+
+
+def test_on_amd_no_head_start_is_proposed_and_the_reason_is_said() -> None:
+    proposal = propose_live([LONG, MATMUL, nccl()], replace(GPU, name="AMD Instinct MI300X"))
+    assert not any("head start" in candidate.label for candidate in proposal.candidates)
+    assert "nothing can hold a stream on AMD GPUs" in refused(proposal, "head_start")

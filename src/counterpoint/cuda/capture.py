@@ -132,7 +132,7 @@ class Captured:
             device_name=torch.cuda.get_device_name(),
             driver_version=driver_version(),
             nccl_version=".".join(str(part) for part in nccl),
-            torch_version=torch.__version__,
+            torch_version=str(torch.__version__),  # a TorchVersion, which msgspec does not write
             num_ranks=self.read.step.num_ranks,
         )
 

@@ -169,7 +169,7 @@ def check_runnable(description: Description) -> None:
 def _check_elements(gemm: Gemm) -> None:
     largest = max(math.prod(sizes) for sizes in ((gemm.m, gemm.k), (gemm.k, gemm.n), (gemm.m, gemm.n)))
     if largest > MOST_ELEMENTS:
-        raise WorkloadError(f"On GPUs a matrix may have {MOST_ELEMENTS} elements; found {largest}. Choose smaller sizes.")
+        raise WorkloadError(f"A matrix has {MOST_ELEMENTS:,} elements at most; found {largest:,}. Choose smaller sizes.")
 
 
 def check_fits(description: Description) -> None:

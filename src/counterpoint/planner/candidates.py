@@ -23,18 +23,25 @@ from counterpoint.value import Value
 
 CTA_COUNTS = (4, 8, 16)
 HOLDS_US = (5.0, 20.0)  # head starts worth a try: the two that were measured on H200s (tests/data/head_start_h200.csv)
+# Caps, measured on 2 H200s with kernels in common use (docs/shaping.md, 2026-11-23)
+LEAST_KEPT = 0.75  # of a kernel's CTAs per SM
+LEAST_CTA_US = 100.0
 PRIORITY_IGNORED = "this driver ignores stream priority unless DEBUG_HIP_IGNORE_STREAM_PRIORITY=0 is set"
 NO_HEAD_STARTS = "nothing can hold a stream on AMD GPUs; the launch filter refuses head starts there"
 IN_EVERY_RACE = " in every race"
 
 
 class Blocker(Value, frozen=True, kw_only=True):
-    """A kernel that a collective waits for, and what a CTA of that collective takes of an SM."""
+    """A kernel that a collective waits for, and what a CTA of that collective takes of an SM.
+
+    `cta_us`: how long a CTA of the kernel takes; None where that is not known.
+    """
 
     name: str
     footprint: Footprint
     communication: Footprint
     is_cooperative: bool = False
+    cta_us: float | None = None
 
 
 def propose(
@@ -47,7 +54,7 @@ def propose(
     """
     candidates: list[Candidate] = []
     refusals: list[Refusal] = []
-    light = (propose_light_kernels(step, machine.gpu, contention),) if applier == "graph" else ()
+    light = (propose_light_kernels(step, machine, contention),) if applier == "graph" else ()
     for part in (
         *light,
         _priority(machine.gpu, contention),
@@ -128,41 +135,47 @@ def _head_starts_of(kernels: tuple[int, ...], where: str = "") -> Iterator[Candi
 
 
 def propose_caps(gpu: Gpu, blockers: Sequence[Blocker]) -> Proposal:
-    """Caps for kernels that a collective waits for: at the residency that leaves it room, and at two thirds of that."""
+    """Caps for kernels that a collective waits for, at the residency that leaves it room, where that can pay.
+
+    Where a cap pays is measured (docs/shaping.md): it keeps three quarters of the kernel's CTAs or more, which NCCL's CTA
+    never allows and a light kernel's does, and those CTAs are long, so that many collectives would wait for them.
+    """
     if not blockers:
         return refusal("residency_cap", "all kernels", "no collective waits for another kernel's CTAs to leave")
-    directives: dict[str, list[Directive]] = {"caps": [], "lower caps": []}
+    directives: list[Directive] = []
     refusals: list[Refusal] = []
     for blocker in blockers:
         try:
-            usual = residency(gpu, blocker.footprint).ctas_per_sm
-            most, percent, effect = _largest_useful_cap(gpu, blocker, usual)
+            directives.extend(_useful_cap(gpu, blocker))
         except (OccupancyError, StepError) as problem:
             refusals.append(Refusal(control="residency_cap", target=blocker.name, reason=str(problem)))
-            continue
-        for label, ctas_per_sm in (("caps", most), ("lower caps", most * 2 // 3)):
-            if 1 <= ctas_per_sm < usual or (ctas_per_sm == usual and percent != blocker.footprint.carveout_percent):
-                reason = f"{ctas_per_sm} instead of {usual} CTAs per SM, {effect}"
-                directives[label].append(_cap(gpu, blocker, ctas_per_sm, percent, reason))
-    candidates = (
-        Candidate(family="residency_cap", label=label, directives=tuple(chosen))
-        for label, chosen in directives.items()
-        if chosen
-    )
-    return proposal(candidates, refusals)
+    caps = [Candidate(family="residency_cap", label="caps", directives=tuple(directives))] if directives else []
+    return proposal(caps, refusals)
 
 
-def _largest_useful_cap(gpu: Gpu, blocker: Blocker, usual: int) -> tuple[int, int, str]:
-    """CTAs per SM, the carveout, and what the cap is for. Raises `OccupancyError` where no cap is of use."""
+def _useful_cap(gpu: Gpu, blocker: Blocker) -> Iterator[Directive]:
+    """The cap of one kernel, or nothing where the collective fits beside it as it is.
+
+    Raises `OccupancyError` where no cap pays.
+    """
     if blocker.is_cooperative:
         raise OccupancyError("It has a grid barrier and needs all its CTAs resident at once.")
-    try:
-        beside = largest_residency_beside(gpu, blocker.footprint, blocker.communication)
-    except OccupancyError:
-        if usual < 2:
-            raise
-        return usual * 3 // 4, 100, "to empty an SM sooner; no cap lets a communication CTA in beside"
-    return beside.ctas_per_sm, beside.carveout_percent, "so that a communication CTA fits beside"
+    usual = residency(gpu, blocker.footprint).ctas_per_sm
+    beside = largest_residency_beside(gpu, blocker.footprint, blocker.communication)
+    count, percent = beside.ctas_per_sm, beside.carveout_percent
+    if count < LEAST_KEPT * usual:
+        raise OccupancyError(
+            f"A communication CTA fits beside {count} of {usual} CTAs per SM only, and the kernel loses more by that than "
+            "collectives gain (docs/shaping.md). Try light kernels in a captured step, or copy engines."
+        )
+    if blocker.cta_us is not None and blocker.cta_us < LEAST_CTA_US:
+        raise OccupancyError(
+            f"Its CTAs leave after {format_us(blocker.cta_us)}, and a cap costs more than the wait for CTAs of less than "
+            f"{format_us(LEAST_CTA_US)} (docs/shaping.md). Leave this kernel uncapped."
+        )
+    if count < usual or percent != blocker.footprint.carveout_percent:
+        reason = f"{count} instead of {usual} CTAs per SM, so that a communication CTA fits beside"
+        yield _cap(gpu, blocker, count, percent, reason)
 
 
 def _blockers(step: Step, gpu: Gpu, contention: Sequence[Contention], plan: Plan) -> list[Blocker]:
@@ -178,9 +191,19 @@ def _blockers(step: Step, gpu: Gpu, contention: Sequence[Contention], plan: Plan
         for number in entry.blockers:
             kernel = step.operations[number]
             assert isinstance(kernel, Kernel), "blockers are kernels"
-            blocker = Blocker(name=kernel.name, footprint=kernel.footprint, communication=footprint)
+            blocker = Blocker(
+                name=kernel.name, footprint=kernel.footprint, communication=footprint, cta_us=_cta_us(gpu, kernel)
+            )
             found.setdefault(kernel.name, blocker)
     return list(found.values())
+
+
+def _cta_us(gpu: Gpu, kernel: Kernel) -> float | None:
+    """How long a CTA of the kernel takes: as stated, or its lone time over its waves."""
+    slots = residency(gpu, kernel.footprint).ctas_per_sm * gpu.num_sms
+    if kernel.cta_us is not None or kernel.lone_us is None or not slots:
+        return kernel.cta_us
+    return kernel.lone_us / max(1.0, kernel.footprint.num_ctas / slots)
 
 
 def _cap(gpu: Gpu, blocker: Blocker, ctas_per_sm: int, carveout_percent: int, reason: str) -> Directive:

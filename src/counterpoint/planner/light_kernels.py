@@ -7,19 +7,20 @@ at whatever residency. A light kernel's CTA needs four warps and 4,096 registers
 from collections.abc import Sequence
 
 from counterpoint.controls import LightKernel
-from counterpoint.machine import Gpu
+from counterpoint.machine import Machine
 from counterpoint.plan import Match, Refusal
 from counterpoint.planner.contention import Contention
 from counterpoint.planner.proposal import ALL_COLLECTIVES, Proposal, one, proposal, refusal
 from counterpoint.sim.calibration import load_calibration
 from counterpoint.sim.effects import obstacle_to_light
+from counterpoint.sim.nodes import obstacle_to_copies
 from counterpoint.step import Collective, Step
 from counterpoint.units import format_us
 
 SHARES_OF_SMS = (4, 2, 1)  # CTAs on a fourth of the SMs, on half, on all: those that were measured
 
 
-def propose_light_kernels(step: Step, gpu: Gpu, contention: Sequence[Contention]) -> Proposal:
+def propose_light_kernels(step: Step, machine: Machine, contention: Sequence[Contention]) -> Proposal:
     """Light kernels for the collectives that wait for CTAs to leave; why not for the others."""
     waiting = [entry for entry in contention if entry.blockers]
     if not waiting:
@@ -29,7 +30,9 @@ def propose_light_kernels(step: Step, gpu: Gpu, contention: Sequence[Contention]
     for entry in waiting:
         collective = step.operations[entry.collective]
         assert isinstance(collective, Collective), "contention is listed for collectives"
-        obstacle = obstacle_to_light(collective, gpu, load_calibration())
+        obstacle = obstacle_to_copies(collective, step.num_ranks, machine) or obstacle_to_light(
+            collective, machine.gpu, load_calibration()
+        )
         if obstacle:
             refusals[obstacle] = Refusal(control="light_kernel", target=collective.collective, reason=obstacle)
         else:
@@ -42,7 +45,7 @@ def propose_light_kernels(step: Step, gpu: Gpu, contention: Sequence[Contention]
         "memory has room where the library's has none"
     )
     match = Match(kind="communication", operations=tuple(able))
-    counts = [max(1, gpu.num_sms // share) for share in SHARES_OF_SMS]
+    counts = [max(1, machine.gpu.num_sms // share) for share in SHARES_OF_SMS]
     candidates = [
         one("light_kernel", f"light kernels of {count} CTAs", match, (LightKernel(num_ctas=count),), reason)
         for count in counts

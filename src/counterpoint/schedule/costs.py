@@ -37,8 +37,8 @@ class Costs(Value, frozen=True, kw_only=True):
     7 more shapes were held out.
     """
 
-    # assumed: a bf16 matmul of 8192^3 alone reaches 790 of 989 TFLOP/s
-    matmul_efficiency: float = 0.80
+    # from lone matmuls of less than 4 ms on H200s; one of 8192^3 alone reaches 790 of 989 TFLOP/s
+    matmul_efficiency: float = 0.81
     # fitted: a tile's time grows with its edge, by which operands come, over its area, by which they are multiplied
     tile_edge: float = 5.75
     # assumed: filling and draining the pipeline of a tile

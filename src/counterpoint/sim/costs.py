@@ -13,6 +13,7 @@ from counterpoint.links import Link
 from counterpoint.machine import ElementType, Machine
 from counterpoint.occupancy import residency
 from counterpoint.sim.calibration import Calibration, CharacterConstants, CollectiveConstants
+from counterpoint.sim.nodes import leaves_node
 from counterpoint.sim.rates import EXPONENT, smooth_minimum
 from counterpoint.sim.reach import collective_bytes_per_s, copies_bytes_per_s
 from counterpoint.sim.task import CopyWork, SmWork
@@ -154,13 +155,12 @@ class CostModel:
 
     def _reached_flops_per_s(self, kernel: Kernel) -> float:
         """Operations per second that a kernel of this kind and type reaches on the whole GPU."""
-        ordinary = self._gpu.fp32_flops_per_s * self._calibration.fp32_peak_fraction.value
+        calibration, ordinary = self._calibration, self._gpu.fp32_flops_per_s
         if kernel.character not in ("matmul", "attention"):
-            return ordinary
+            return ordinary * calibration.fp32_peak_fraction.value
         element_type = kernel.element_type or USUAL_ELEMENT_TYPE
         if element_type == "fp32" and self._gpu.fp32_matrix_flops_per_s is None:
-            known = self._calibration.matmul_peak_fractions.get("fp32")
-            return ordinary if known is None else self._gpu.fp32_flops_per_s * known.value
+            return ordinary * calibration.matmul_peak_fractions.get("fp32", calibration.fp32_peak_fraction).value
         return self._machine.matmul_flops_per_s(element_type) * self._calibration.matmul_fraction(element_type)
 
     def _hbm_per_cta(self, kernel: Kernel, constants: CharacterConstants, effective_ctas: float) -> float:
@@ -203,7 +203,7 @@ class CostModel:
         """What one CTA of a collective is when it runs with `planned.num_ctas` CTAs instead of its own number."""
         usual = self.footprint(collective)
         constants = self._calibration.collectives[collective.collective]
-        link_limit = self._wire_bytes_per_s(collective) * constants.fraction_of_link(collective.group_size)
+        link_limit = self._link_limit(collective, constants)
         reference = smooth_minimum(usual.num_ctas * constants.bytes_per_s_per_cta, link_limit) / usual.num_ctas
         threads = planned.threads_per_cta / usual.threads_per_cta
         link_per_cta = constants.bytes_per_s_per_cta * threads**self._calibration.bandwidth_per_threads.value
@@ -229,7 +229,7 @@ class CostModel:
     def light_work(self, collective: Collective, planned: Footprint) -> SmWork:
         """What one CTA of a light kernel is that does a collective with `planned.num_ctas` CTAs."""
         constants = self._calibration.light_collectives[collective.collective]
-        link_limit = self._link(collective).bytes_per_s * constants.fraction_of_link(collective.group_size)
+        link_limit = self._wire_bytes_per_s(collective) * constants.fraction_of_link(collective.group_size)
         rate = smooth_minimum(planned.num_ctas * constants.bytes_per_s_per_cta, link_limit) / planned.num_ctas
         moved = wire_bytes(collective.collective, collective.num_bytes, collective.group_size) / planned.num_ctas
         lone_us = constants.latency_us + collective.peer_wait_us + US_PER_S * moved / rate
@@ -319,6 +319,15 @@ class CostModel:
         num_ranks = min(collective.group_size, max(2, self._machine.num_gpus))
         return collective_bytes_per_s(self._link(collective), collective.collective, num_ranks)
 
+    def _link_limit(self, collective: Collective, constants: CollectiveConstants) -> float:
+        """What links allow the collective: over several nodes what it was measured to reach, since no model says more."""
+        stated = self._wire_bytes_per_s(collective) * constants.fraction_of_link(collective.group_size)
+        if collective.lone_us is None or not leaves_node(collective, self._machine):
+            return stated
+        moved = wire_bytes(collective.collective, collective.num_bytes, collective.group_size)
+        moving_us = max(LEAST_US, collective.lone_us - constants.latency_us_of(collective.num_bytes))
+        return min(moved * US_PER_S / moving_us, self._machine.link.bytes_per_s) or stated
+
     def _copies(self, lone_us: float, collective: Collective) -> CopyWork:
         """Copies of a rank to its peers, one after the other; those of another collective may use the rest of its links."""
         rate, limit = self._copy_bytes_per_s(collective), self._wire_bytes_per_s(collective)
@@ -349,7 +358,8 @@ class CostModel:
 
 
 def _saturating_ctas(constants: CharacterConstants, footprint: Footprint) -> float:
-    """CTAs per SM from which on the bottleneck is saturated."""
+    """CTAs per SM from which on the bottleneck is saturated: by bytes of tiles or by warps, whichever comes first."""
+    by_warps = constants.saturation_warps / math.ceil(footprint.threads_per_cta / CALIBRATION_WARP_SIZE)
     if constants.saturation_shared_bytes and footprint.shared_bytes >= LEAST_TILE_BYTES:
-        return constants.saturation_shared_bytes / footprint.shared_bytes
-    return constants.saturation_warps / math.ceil(footprint.threads_per_cta / CALIBRATION_WARP_SIZE)
+        return min(by_warps, constants.saturation_shared_bytes / footprint.shared_bytes)
+    return by_warps

@@ -92,6 +92,7 @@ class EffectReader:
                     self._check_reach(control.transport == "copy_engine", operation, where)
                     effect = msgspec.structs.replace(effect, uses_copy_engine=control.transport == "copy_engine")
                 case LightKernel() if isinstance(operation, Collective):
+                    self._check_reach(True, operation, where)
                     _check_light(obstacle_to_light(operation, self._machine.gpu, self._calibration), where)
                     effect = msgspec.structs.replace(
                         effect, footprint=light_footprint(self._machine.gpu, control), uses_light_kernel=True

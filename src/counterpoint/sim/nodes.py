@@ -9,8 +9,8 @@ from counterpoint.errors import MachineError
 from counterpoint.machine import Machine
 from counterpoint.step import Collective, Copy, Operation, Step
 
-BEYOND_THE_NODE = "its ranks are on several nodes, and copies reach the GPUs of one"
-MAYBE_BEYOND_THE_NODE = "its ranks are not known and may be on several nodes, and copies reach the GPUs of one"
+BEYOND_THE_NODE = "its ranks are on several nodes, and only those of one reach each other's memory"
+MAYBE_BEYOND_THE_NODE = "its ranks are not known: they may be on several nodes, whose memory copies do not reach"
 MEASURED_INSTEAD = ", or plan from a trace of the job, which holds the times"
 
 
@@ -37,10 +37,15 @@ def _needs_a_link(operation: Operation) -> bool:
     return is_remote and operation.lone_us is None
 
 
+def leaves_node(collective: Collective, machine: Machine) -> bool:
+    """Whether the collective's ranks are known to be on several nodes; nodes hold ranks in order."""
+    return collective.group_size > machine.num_gpus or len({rank // machine.num_gpus for rank in collective.ranks}) > 1
+
+
 def obstacle_to_copies(collective: Collective, num_ranks: int, machine: Machine) -> str | None:
-    """Why copies cannot reach all ranks of a collective in a job of `num_ranks`, or None; nodes hold ranks in order."""
+    """Why copies cannot reach all ranks of a collective in a job of `num_ranks`, or None."""
     if num_ranks <= machine.num_gpus:
         return None
-    if collective.group_size > machine.num_gpus or len({rank // machine.num_gpus for rank in collective.ranks}) > 1:
+    if leaves_node(collective, machine):
         return BEYOND_THE_NODE
     return None if collective.ranks else MAYBE_BEYOND_THE_NODE

@@ -147,13 +147,16 @@ class SmArray:
         return self._rooms[key]
 
     def place(self, task: SmTask) -> None:
-        """Place as many of the task's CTAs as fit, whole clusters at a time."""
+        """Place as many of the task's CTAs as fit, whole clusters at a time.
+
+        Slots take CTAs ahead of time one by one, so the last few may be no whole cluster; they go as a smaller one.
+        """
         rooms = [self.room(group, task) for group in self.groups]
         offers = [(group, room) for group, room in zip(self.groups, rooms, strict=True) if room]
-        if not offers:
+        if not offers or not task.num_unplaced:
             return
-        cluster = task.footprint.ctas_per_cluster
         number = task.num_unplaced
+        cluster = max(1, min(number, task.footprint.ctas_per_cluster))
         if task.work.num_tiles:
             number = min(number, cluster * math.ceil(task.tiles_left / cluster))
         placed, parts = _split(tuple((room, tuple(group.sms)) for group, room in offers), number // cluster, cluster)
@@ -166,6 +169,8 @@ class SmArray:
         if task.work.num_tiles:
             task.take_tiles(placed)
             task.num_unplaced = min(task.num_unplaced, task.tiles_left)
+        if 0 < task.num_unplaced < cluster:
+            self.place(task)
 
     def _filled(self, task: SmTask, offers: list[Offer], parts: Sequence[Part]) -> list[SmGroup]:
         """The groups of `offers` after CTAs were placed on these parts of them."""

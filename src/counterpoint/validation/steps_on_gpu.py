@@ -10,7 +10,7 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from counterpoint.cuda.graph import AbstractExecutable
-from counterpoint.paper.workloads import matmul_kernel
+from counterpoint.paper.workloads import TYPES, matmul_kernel
 from counterpoint.validation.cases import (
     Attention,
     Case,
@@ -136,7 +136,7 @@ class CaseOnGpu:
         c = self._output(torch.empty(work.m, work.n, device="cuda", dtype=torch.bfloat16))
         grid = (triton.cdiv(work.m, tm) * triton.cdiv(work.n, tn),)
         options = {"num_warps": work.num_warps, "num_stages": work.num_stages}
-        return lambda _: matmul_kernel[grid](a, b, c, work.m, work.n, work.k, tm, tn, tk, **options)
+        return lambda _: matmul_kernel[grid](a, b, c, work.m, work.n, work.k, tm, tn, tk, TYPES["bf16"][2], **options)
 
     def _by_rows(self, work: Scan | Softmax) -> Launch:
         dtype = torch.float32 if isinstance(work, Scan) else torch.bfloat16
