@@ -57,7 +57,6 @@ def fit_scalars(points: Points, machine: Machine) -> dict[str, Fitted]:
         "sum_cta_us": _sum_cta(points, machine),
         "copy_engine_fraction": _copy_fraction(points, machine),
         "copy_latency_us": _copy_latency(points),
-        "flag_latency_us": _as_measured(points, "flag_latency_us"),
     }
     return {name: fitted for name, fitted in found.items() if fitted is not None}
 
