@@ -62,12 +62,33 @@ def test_a_shipped_file_belongs_to_a_machine_and_every_constant_has_a_source(nam
 
 
 def test_what_was_not_measured_on_a_gpu_is_assumed_there() -> None:
-    points = [Point(name="launch_gap_us", value=9.0, spread=0.1, at={"issued": "eagerly"})]
+    points = [Point(name="host_copy_us", value=1000.0, spread=0.1, at={"direction": "host_to_device", "bytes": 50_000_000})]
     found = derive(H100, DEVICE, {}, record(*points))
-    assert (found.launch_gap_us.value, found.launch_gap_us.status, found.launch_gap_us.spread) == (9.0, "measured", 0.1)
-    others = {name: each for name, each in constants_of(found).items() if name != "launch_gap_us"}
+    link = found.host_link_bytes_per_s
+    assert (link.value, link.status, link.spread) == (50e9, "measured", 0.1)
+    others = {name: each for name, each in constants_of(found).items() if name != "host_link_bytes_per_s"}
     assert {each.status for each in others.values()} == {"assumed"}
     assert all(each.source.startswith("as NVIDIA H200: ") for each in others.values())
+
+
+def test_a_constant_of_whole_steps_is_scaled_by_what_the_same_probe_found_on_both_gpus() -> None:
+    at = {"type": "bf16", "bytes": 1 << 30}
+    there = next(
+        each.value
+        for each in load_calibration().probes["streaming"].points
+        if each.name == "streaming_us" and each.at["type"] == "bf16"
+    )
+    as_fast = there * H200.gpu.hbm_bytes_per_s / H100.gpu.hbm_bytes_per_s  # for its peak
+    found = derive(H100, DEVICE, {}, record(Point(name="streaming_us", value=2 * as_fast, at=at)))
+    assert math.isclose(found.hbm_efficiency.value, load_calibration().hbm_efficiency.value / 2, rel_tol=1e-3)
+
+
+def test_launch_gap_and_dependency_latency_count_only_together() -> None:
+    gap = Point(name="launch_gap_us", value=9.0, at={"issued": "eagerly"})
+    latency = Point(name="dependency_latency_us", value=12.0, at={"issued": "eagerly"})
+    assert derive(H100, DEVICE, {}, record(gap)).launch_gap_us.status == "assumed"
+    both = derive(H100, DEVICE, {}, record(gap, latency))
+    assert both.launch_gap_us.status == both.dependency_latency_us.status == "measured"
 
 
 def test_the_bandwidth_of_a_collective_is_recovered_from_its_times() -> None:

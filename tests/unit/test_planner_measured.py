@@ -484,3 +484,13 @@ def test_a_candidate_is_called_by_what_of_it_can_be_moved() -> None:
     assert [label for label in labels(without_sums) if "cop" in label and "+" not in label] == ["copy engines"]
     only_sums = gather_and_reduce({frozenset({5}): 700.0}, {3: "too far", 5: ""})
     assert [label for label in labels(only_sums) if "cop" in label and "+" not in label] == ["copies and sums"]
+
+
+@pytest.mark.parametrize("light", [{3}, set()], ids=["prepared", "not prepared"])
+def test_a_light_kernel_that_measures_faster_is_planned_where_it_can_take_the_collectives_place(light: set[int]) -> None:
+    graph = GraphDouble(NCCL_NODES, H200.gpu, light=light)
+    clock = taking({only("light_kernel"): 700.0, only("priority"): 800.0})
+    tuning = tune_measured(ReplayDouble(graph, read(NCCL_NODES), clock), H200, num_rounds=7)
+    assert controls_of(tuning.plan) == ({"light_kernel"} if light else {"priority"})
+    assert all(engagement.state == "verified" for engagement in tuning.engagements)
+    assert refused(tuning, "light_kernel") == ([] if light else ["no light kernels were prepared"])

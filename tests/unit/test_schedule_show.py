@@ -68,6 +68,16 @@ def test_every_choice_of_a_description_can_be_made() -> None:
     assert [lane.name for lane in found.lanes][-3:] == ["compute 0", "copy 0", "copy 1"]
 
 
+def test_slices_and_growing_chunks_are_drawn() -> None:
+    sliced = shown("all_gather_matmul", *SIZES, "--chunks", "2", "--along", "inner")
+    graded = shown("matmul_reduce_scatter", *SIZES, "--chunks", "3", "--chunk-growth", "0.5")
+    assert [sliced.description.label(), graded.description.label()] == [
+        "one_peer/2 inner chunk 1+2",
+        "one_peer/3x0.5 chunk 1+2",
+    ]
+    assert all(found.lanes and "delivery" in found.checks for found in (sliced, graded))
+
+
 def test_the_backward_pass_moves_the_shards_and_the_gradients() -> None:
     forward = shown("all_gather_matmul", *SIZES, "--chunks", "2")
     backward = shown("all_gather_matmul", *SIZES, "--chunks", "2", "--backward")
@@ -110,6 +120,14 @@ def shown(operation: str, *arguments: str) -> ScheduleSummary:
         (("all_gather_matmul", *SIZES, "--pattern", "sequential", "--chunks", "2"), ["found also --chunks."]),
         (("all_to_all_matmul", *SIZES, "--pattern", "ring"), ["takes the pattern one_peer or all_peers; found 'ring'"]),
         (("matmul_reduce_scatter", *SIZES, "--matmul", "rest"), ["takes matmul granularity", "found 'rest'"]),
+        (
+            ("all_gather_matmul", *SIZES, "--chunk-growth", "9"),
+            ["--chunk-growth of a schedule must be from 0.25 to 4; found 9"],
+        ),
+        (
+            ("all_gather_matmul", *SIZES, "--chunks", "2", "--along", "columns"),
+            ["are for the forward pass of matmul_reduce_scatter"],
+        ),
         (("matmul_all_reduce", *SIZES, "--backward"), ["copies nothing in its backward pass", "Take the forward pass"]),
     ],
 )

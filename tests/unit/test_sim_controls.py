@@ -7,6 +7,7 @@ from counterpoint.controls import (
     CommunicationCtas,
     Control,
     HeadStart,
+    LightKernel,
     OverlapMatmul,
     OwnStream,
     Priority,
@@ -73,6 +74,7 @@ def test_a_cluster_larger_than_any_gpc_is_refused() -> None:
         (ResidencyCap(ctas_per_sm=1, dynamic_shared_bytes=115_840), all_reduce(10.0)),
         (CommunicationCtas(max_ctas=8), kernel(1, 1.0)),
         (Transport(transport="copy_engine"), kernel(1, 1.0)),
+        (LightKernel(num_ctas=64), kernel(1, 1.0)),
         (OverlapMatmul(), all_reduce(10.0)),
         (OverlapMatmul(), kernel(1, 1.0)),
         (OwnStream(), kernel(1, 1.0)),
@@ -110,13 +112,15 @@ def test_a_priority_that_the_driver_does_not_have_is_refused() -> None:
     assert "-5" in refused(PlanError, kernel(1, 1.0), plan=plan_of({0: Priority(priority=-6)}))
 
 
-def test_a_priority_that_the_driver_ignores_is_refused_and_the_least_is_not() -> None:
+def test_a_priority_that_the_driver_ignores_and_a_head_start_on_amd_are_refused_and_the_least_priority_is_not() -> None:
     mi250x = load_machine("mi250x")
     operation = Kernel(
         name="wave", stream=1, footprint=Footprint(num_ctas=1, threads_per_cta=64, registers_per_thread=16), cta_us=1.0
     )
     with pytest.raises(PlanError, match="ignores stream priority"):
         simulate(mi250x, operation, plan=plan_of({0: Priority(priority=-1)}))
+    with pytest.raises(PlanError, match="Nothing can hold a stream on the AMD GPUs of mi250x"):
+        simulate(mi250x, operation, plan=plan_of({0: HeadStart(hold_us=5)}))
     assert spans(simulate(mi250x, operation, plan=plan_of({0: Priority(priority=0)}))) == [(0, 1)]
 
 

@@ -268,3 +268,9 @@ def test_a_rare_kernel_is_no_change_of_the_job() -> None:
 
 def test_a_plan_that_is_removed_is_told_with_what_its_last_look_showed() -> None:
     assert "by 5.0 %, spread 1.0 %, in its last look" in why_removed(measured(1.05))
+
+
+def test_on_amd_no_head_start_is_proposed_and_the_reason_is_said() -> None:
+    proposal = propose_live([LONG, MATMUL, nccl()], replace(GPU, name="AMD Instinct MI300X"))
+    assert not any("head start" in candidate.label for candidate in proposal.candidates)
+    assert "nothing can hold a stream on AMD GPUs" in refused(proposal, "head_start")

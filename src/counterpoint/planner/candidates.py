@@ -25,7 +25,7 @@ CTA_COUNTS = (4, 8, 16)
 HOLDS_US = (5.0, 20.0)  # head starts worth a try: the two that were measured on H200s (tests/data/head_start_h200.csv)
 # Caps, measured on 2 H200s with kernels in common use (docs/shaping.md, 2026-11-23)
 LEAST_KEPT = 0.75  # of a kernel's CTAs per SM
-LEAST_CTA_US = 200.0
+LEAST_CTA_US = 100.0
 PRIORITY_IGNORED = "this driver ignores stream priority unless DEBUG_HIP_IGNORE_STREAM_PRIORITY=0 is set"
 NO_HEAD_STARTS = "nothing can hold a stream on AMD GPUs; the launch filter refuses head starts there"
 IN_EVERY_RACE = " in every race"

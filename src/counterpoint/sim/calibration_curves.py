@@ -130,7 +130,7 @@ def fit_l2(points: Points, machine: Machine, calibration: Calibration) -> Fitted
     return Fitted(value=middle, spread=(max(rates) - min(rates)) / 2 / middle, source=source)
 
 
-def fit_contention(points: Points, machine: Machine, calibration: Calibration) -> tuple[Fitted, Fitted] | None:
+def fit_contention(points: Points, machine: Machine, calibration: Calibration) -> dict[str, Fitted] | None:
     """`latency_per_load` and `hbm_bytes_per_wire_byte`: an all-reduce among streaming kernels, and one of these beside
     all-reduces. Both are simulated, as for saturation.
     """
@@ -156,7 +156,10 @@ def fit_contention(points: Points, machine: Machine, calibration: Calibration) -
         f"an all-reduce of 256 MiB takes {slowed.value:,.0f} us among streaming kernels, alone {lone[1]:,.0f}; one of these "
         f"takes {kernel.value:.0f} beside all-reduces, alone {lone[0]:.0f}; error of the fit {100 * left:.1f} %"
     )
-    return Fitted(value=per_load, spread=left, source=source), Fitted(value=per_wire, spread=left, source=source)
+    return {
+        "latency_per_load": Fitted(value=per_load, spread=left, source=source),
+        "hbm_bytes_per_wire_byte": Fitted(value=per_wire, spread=left, source=source),
+    }
 
 
 def _contending_us(simulator: Simulator, machine: Machine, lone_us: tuple[float, float]) -> tuple[float, float]:

@@ -10,9 +10,10 @@ from pathlib import Path
 import msgspec
 
 from counterpoint.errors import MachineError
-from counterpoint.machine import Machine
+from counterpoint.machine import Machine, load_machine
 from counterpoint.measurement.points import Point
 from counterpoint.sim.calibration import (
+    BASE,
     Calibration,
     CharacterConstants,
     Constant,
@@ -27,6 +28,8 @@ from counterpoint.sim.calibration_fit import Fitted, Points, fit_matmul_fraction
 from counterpoint.step import Character
 from counterpoint.value import save_text, write_toml
 
+JOINT = ("latency_per_load", "hbm_bytes_per_wire_byte")  # which one fit gives together
+RACE = ("launch_gap_us", "dependency_latency_us")
 WAVES = 4  # of the probes' first kernel
 RULE_TOLERANCE = 0.2  # of a wave; without the rule the figure is off by half a wave or more
 # What each case of the placement probe shows: when the second kernel starts, in waves of the first.
@@ -70,38 +73,71 @@ HEAD = """\
 def derive(
     machine: Machine, device_name: str, conditions: Mapping[str, str], probes: Mapping[str, ProbeRecord]
 ) -> Calibration:
-    """The constants of a GPU from what its probes measured; the rest are the H200's."""
-    points = Points(point for record in probes.values() for point in record.points)
+    """The constants of a GPU from what its probes measured; the rest are the H200's.
+
+    A constant that was measured in whole steps on the H200 is scaled by what the same probe found here and there, because a
+    probe alone is not a step. One that was assumed is what the probe found.
+    """
+    reference, points = load_calibration(), _points(probes)
     day = max((record.date for record in probes.values()), default="")
-    base = as_assumed_elsewhere(load_calibration(), device_name)
+    base = as_assumed_elsewhere(reference, device_name)
     base = msgspec.structs.replace(base, conditions=dict(conditions), probes=dict(probes), rules={})
-    fitted = {name: _constant(found, day) for name, found in fit_scalars(points, machine).items()}
-    by_type = {name: _constant(found, day) for name, found in fit_matmul_fractions(points, machine).items()}
+    there, home = _points(reference.probes), load_machine(BASE)
+    base = _with_scalars(base, fit_scalars(points, machine), fit_scalars(there, home), day)
+    base = _with_types(base, (points, machine), (there, home), day)
     collectives = dict(base.collectives)
     for kind, known in base.collectives.items():
         found = fit_collective(points, machine, kind, known)
         if found is not None:
             collectives[kind] = msgspec.structs.replace(found, status="measured", date=day)
-    base = msgspec.structs.replace(
-        base, **fitted, matmul_peak_fractions=base.matmul_peak_fractions | by_type, collectives=collectives
-    )
+    base = msgspec.structs.replace(base, collectives=collectives)
     base = msgspec.structs.replace(base, characters=_characters(base, points, machine, day), rules=_rules(points, day))
-    return _with_contention(base, points, machine, day)
+    here, at_home = fit_contention(points, machine, base), fit_contention(there, home, reference)
+    if here is not None and at_home is not None:
+        base = _with_scalars(base, here, at_home, day)
+    l2 = fit_l2(points, machine, base)
+    return base if l2 is None else msgspec.structs.replace(base, l2_bytes_per_cycle_per_sm=_constant(l2, day))
+
+
+def _points(probes: Mapping[str, ProbeRecord]) -> Points:
+    return Points(point for record in probes.values() for point in record.points)
+
+
+def _with_scalars(base: Calibration, here: Mapping[str, Fitted], there: Mapping[str, Fitted], day: str) -> Calibration:
+    """The constants with what probes found here, and on the H200 (`there`)."""
+    reference, changed = load_calibration(), {}
+    is_paired = all(name in here and name in there for name in RACE)
+    for name, found in here.items():
+        if name in RACE and not is_paired:
+            continue  # which of two kernels goes first hangs on their difference
+        known = getattr(reference, name)
+        if known.status == "assumed" and name not in JOINT:
+            changed[name] = _constant(found, day)
+        elif name in there:
+            value, other = known.value * found.value / there[name].value, there[name].value
+            source = (
+                f"the H200's {known.value:g} x {found.value:.4g} / {other:.4g}, this probe here and there: {found.source}"
+            )
+            changed[name] = _constant(Fitted(value=value, spread=found.spread, source=source), day)
+    return msgspec.structs.replace(base, **changed)
+
+
+def _with_types(base: Calibration, here: tuple[Points, Machine], there: tuple[Points, Machine], day: str) -> Calibration:
+    """The matmul fractions by type; in steps large ones reach the share of the probe's rate that bf16 does on the H200."""
+    known = fit_matmul_fractions(*there).get("bf16")
+    if known is None:
+        return base
+    share = load_calibration().matmul_peak_fraction.value / known.value
+    found = {
+        name: _constant(Fitted(value=share * each.value, spread=each.spread, source=f"{share:.3f} of: {each.source}"), day)
+        for name, each in fit_matmul_fractions(*here).items()
+    }
+    return msgspec.structs.replace(base, matmul_peak_fractions=base.matmul_peak_fractions | found)
 
 
 def _constant(found: Fitted, day: str) -> Constant:
     value, spread = float(f"{found.value:.4g}"), round(found.spread, 4)
     return Constant(value=value, spread=spread, status="measured", date=day, source=found.source)
-
-
-def _with_contention(base: Calibration, points: Points, machine: Machine, day: str) -> Calibration:
-    """The constants that the simulator itself fits, which hang on all others."""
-    found = fit_contention(points, machine, base)
-    if found is not None:
-        per_load, per_wire = (_constant(each, day) for each in found)
-        base = msgspec.structs.replace(base, latency_per_load=per_load, hbm_bytes_per_wire_byte=per_wire)
-    l2 = fit_l2(points, machine, base)
-    return base if l2 is None else msgspec.structs.replace(base, l2_bytes_per_cycle_per_sm=_constant(l2, day))
 
 
 def _characters(base: Calibration, points: Points, machine: Machine, day: str) -> dict[Character, CharacterConstants]:

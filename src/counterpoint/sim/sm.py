@@ -153,7 +153,7 @@ class SmArray:
         """
         rooms = [self.room(group, task) for group in self.groups]
         offers = [(group, room) for group, room in zip(self.groups, rooms, strict=True) if room]
-        if not offers:
+        if not offers or not task.num_unplaced:
             return
         number = task.num_unplaced
         cluster = max(1, min(number, task.footprint.ctas_per_cluster))

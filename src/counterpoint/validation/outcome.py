@@ -52,7 +52,8 @@ def _validate(path: Path, measured: MeasuredSet) -> Outcome:
     machine = load_machine(measured.machine)
     cases = {case.name: case for case in cases_for(measured.num_gpus)}
     rows: dict[Origin, list[PredictedRow]] = {origin: [] for origin in ORIGINS}
-    left_out: list[str] = []
+    missing = [name for name in cases if name not in {found.name for found in measured.cases}]
+    left_out = [f"{len(missing)} of {len(cases)} cases were not measured: {'; '.join(missing)}"] if missing else []
     for found in measured.cases:
         for origin in ORIGINS:
             try:

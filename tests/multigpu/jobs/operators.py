@@ -36,6 +36,8 @@ GATHERS = [
     D(pattern="all_peers", chunks=2, matmul="fused", num_compute_streams=1),
     D(pattern="one_peer", matmul="rest", local="last"),
     D(pattern="ring", chunks=2),
+    D(pattern="one_peer", chunks=3, chunk_growth=2.0),
+    D(pattern="one_peer", chunks=2, along="inner"),
 ]
 REDUCTIONS = [
     None,
@@ -44,6 +46,7 @@ REDUCTIONS = [
     D(pattern="one_peer", chunks=2, matmul="peer"),
     D(pattern="all_peers", chunks=2, matmul="fused", num_copy_streams=3),
     *(D(pattern="ring", chunks=chunks) for chunks in (1, 3)),
+    *(D(pattern=pattern, chunks=3, along="columns") for pattern in ("ring", "all_peers")),
 ]
 OPERATORS = with_schedules(GATHERS, REDUCTIONS)
 LAUNCH_ORDER = 2  # CU_GRAPH_KERNEL_NODE_PORT_LAUNCH_ORDER

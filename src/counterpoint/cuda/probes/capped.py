@@ -1,6 +1,7 @@
 """Times of one kernel with fewer of its CTAs on an SM: a captured graph whose kernel is given more shared memory."""
 
 from contextlib import closing
+from functools import partial
 
 import msgspec
 import torch
@@ -16,7 +17,10 @@ from counterpoint.step import Footprint
 def residency_times(
     session: Session, issue: Issue, name: str, ctas_per_sm: tuple[int, ...], **at: float | str
 ) -> list[Point]:
-    """Time of the one kernel that `issue` launches: as it is, then at each residency that is lower than its own."""
+    """Time of the one kernel that `issue` launches: as it is, then at each residency that is lower than its own.
+
+    `loaded_ms` among the conditions: the kernel runs for so long before it is timed.
+    """
     recorded = torch.cuda.CUDAGraph(keep_graph=True)
     issue()
     session.wait()
@@ -53,5 +57,7 @@ def _timed(session: Session, graph: DriverGraph, node: int, capped: Footprint | 
             if found != at["ctas_per_sm"]:
                 raise DeviceError(f"the driver puts {found} CTAs on an SM where {at['ctas_per_sm']} were asked for")
         with closing(edited.instantiate()) as executable:
-            times = session.times_us(lambda: executable.launch(torch.cuda.current_stream().cuda_stream), calls=3)
+            launch = partial(executable.launch, torch.cuda.current_stream().cuda_stream)
+            session.keep_busy(launch, float(at.get("loaded_ms", 0)) / 1000)
+            times = session.times_us(launch, calls=3)
     return point(name, times, **at)

@@ -65,6 +65,14 @@ class Session:
         """Keep the stream in use busy for about 20 us with a copy from the host, which takes no SM."""
         self._on_gpu.copy_(self._on_host, non_blocking=True)
 
+    def keep_busy(self, issue: Issue, seconds: float) -> None:
+        """Issue the same again and again for so long, a few calls ahead of the GPU."""
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            for _ in range(4):
+                issue()
+            self.wait()
+
     def times_us(self, issue: Issue, *, rounds: int = ROUNDS, calls: int = 1) -> list[float]:
         """Time of one call in each round of `calls`, all back to back behind one that is not timed."""
         issue()
