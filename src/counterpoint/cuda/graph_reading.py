@@ -70,11 +70,11 @@ def read_graph(
         waits = tuple(Dependency(operation=numbers[wait]) for wait in _working(number, nodes))
         numbers[number] = len(operations)
         operations.append(_operation(node, streams[number], waits, times.lone_us[number], waiting_calls))
-    step = Step(name=name, num_ranks=num_ranks, operations=tuple(_without_waits(operations)), device_name=times.device_name)
+    step = Step(name=name, num_ranks=num_ranks, operations=tuple(without_waits(operations)), device_name=times.device_name)
     return ReadGraph(step=step, nodes=tuple(numbers))
 
 
-def _without_waits(operations: Sequence[Operation]) -> list[Operation]:
+def without_waits(operations: Sequence[Operation]) -> list[Operation]:
     """The operations, with the least time of like collectives for each of them: the rest is waiting for other ranks.
 
     Timed alone, the first collective of a graph waits for ranks that begin later: one of four like all-to-alls on 2 H200s
