@@ -6,7 +6,7 @@ from rich.console import Console
 from rich.text import Text
 
 from counterpoint.report.text import new_table
-from counterpoint.units import format_change, format_percent, format_us
+from counterpoint.units import format_change, format_us
 from counterpoint.validation.figures import Figures
 from counterpoint.validation.outcome import Outcome
 
@@ -43,11 +43,11 @@ def _cells(figures: Figures) -> list[str]:
     return [
         str(figures.num_groups),
         str(figures.num_rows),
-        format_percent(figures.mean_error),
-        format_percent(figures.p90_error),
-        format_change(figures.bias),
+        f"{figures.mean_error:.1%}",
+        f"{figures.p90_error:.0%}",
+        f"{figures.bias:+.0%}",
         sign,
         ranks,
-        format_percent(figures.mean_regret),
-        format_percent(figures.worst_regret),
+        f"{figures.mean_regret:.1%}",
+        f"{figures.worst_regret:.0%}",
     ]
