@@ -99,6 +99,12 @@ def test_a_collective_that_no_kernel_races_with_stays_on_its_stream() -> None:
     assert streams(read(work(), reduction(0), work(1), reduction(2))) == [0, 0, 0, 0]
 
 
+def test_like_collectives_take_the_least_time_of_them_for_the_rest_is_waiting() -> None:
+    found = read(work(), reduction(0), work(1), reduction(2), reduction(3), calls=(call(), call(), call(num_bytes=1 << 10)))
+    lone_us = [each.lone_us for each in found.step.operations if isinstance(each, Collective)]
+    assert lone_us == [11.0, 11.0, 14.0]
+
+
 def test_independent_nodes_have_a_stream_each() -> None:
     assert streams(read(work(), work(), work())) == [0, 1, 2]
 

@@ -70,8 +70,32 @@ def read_graph(
         waits = tuple(Dependency(operation=numbers[wait]) for wait in _working(number, nodes))
         numbers[number] = len(operations)
         operations.append(_operation(node, streams[number], waits, times.lone_us[number], waiting_calls))
-    step = Step(name=name, num_ranks=num_ranks, operations=tuple(operations), device_name=times.device_name)
+    step = Step(name=name, num_ranks=num_ranks, operations=tuple(without_waits(operations)), device_name=times.device_name)
     return ReadGraph(step=step, nodes=tuple(numbers))
+
+
+def without_waits(operations: Sequence[Operation]) -> list[Operation]:
+    """The operations, with the least time of like collectives for each of them: the rest is waiting for other ranks.
+
+    Timed alone, the first collective of a graph waits for ranks that begin later: one of four like all-to-alls on 2 H200s
+    took 798 us, the others 184 to 206 (2026-11-23).
+    """
+    least: dict[Operation, float] = {}
+    for operation in operations:
+        if isinstance(operation, Collective) and operation.lone_us is not None:
+            key = _kind_of(operation)
+            least[key] = min(operation.lone_us, least.get(key, operation.lone_us))
+    return [
+        replace(operation, lone_us=least[_kind_of(operation)])
+        if isinstance(operation, Collective) and operation.lone_us is not None and operation.num_bytes
+        else operation
+        for operation in operations
+    ]
+
+
+def _kind_of(collective: Collective) -> Collective:
+    """What like collectives have in common."""
+    return replace(collective, stream=0, lone_us=None, waits_for=())
 
 
 def read_calls(events: Iterable[Mapping[str, Any]]) -> list[CollectiveCall]:

@@ -6,7 +6,7 @@ from rich.console import Console
 from rich.text import Text
 
 from counterpoint.report.text import new_table
-from counterpoint.units import format_change, format_percent, format_us
+from counterpoint.units import format_change, format_us
 from counterpoint.validation.figures import Figures
 from counterpoint.validation.outcome import Outcome
 
@@ -19,10 +19,10 @@ def print_validation(console: Console, outcomes: Sequence[Outcome]) -> None:
         conditions = outcome.conditions
         what = f"{conditions.get('gpus', outcome.machine)}, measured {conditions.get('date', 'at an unknown date')}"
         console.print(Text.assemble((what, "bold"), f"; simulated as {outcome.machine}"))
-        table = new_table("predicted", "cases", "rows", "error", "p90", "bias", "clear sign", "ranks", "regret", "worst")
+        table = new_table("from", "cases", "rows", "error", "p90", "bias", "sign", "ranks", "regret", "worst")
         for found in outcome.origins:
             for figures in found.figures:
-                name = f"from {found.origin}" if figures.model == "simulator" else f"  {figures.model}"
+                name = found.origin if figures.model == "simulator" else f"  {figures.model}"
                 table.add_row(name, *_cells(figures))
         console.print(table)
         for found in outcome.origins:
@@ -38,16 +38,16 @@ def print_validation(console: Console, outcomes: Sequence[Outcome]) -> None:
 
 
 def _cells(figures: Figures) -> list[str]:
-    clear = "-" if figures.clear_sign is None else f"{format_percent(figures.clear_sign)} of {figures.num_clear}"
+    sign = "-" if figures.clear_sign is None else f"{figures.clear_sign:.0%}"
     ranks = "-" if figures.rank_correlation is None else f"{figures.rank_correlation:z.2f}"
     return [
         str(figures.num_groups),
         str(figures.num_rows),
-        format_percent(figures.mean_error),
-        format_percent(figures.p90_error),
-        format_change(figures.bias),
-        clear,
+        f"{figures.mean_error:.1%}",
+        f"{figures.p90_error:.0%}",
+        f"{figures.bias:+.0%}",
+        sign,
         ranks,
-        format_percent(figures.mean_regret),
-        format_percent(figures.worst_regret),
+        f"{figures.mean_regret:.1%}",
+        f"{figures.worst_regret:.0%}",
     ]

@@ -150,7 +150,7 @@ def graded(num_rows: int, num_parts: int, growth: float) -> tuple[tuple[int, int
     step = TILE_ROWS if num_rows >= LEAST_TILES_PER_PART * TILE_ROWS * num_parts else 1
     weights = [growth**part for part in range(num_parts)]
     shares = [sum(weights[:part]) / sum(weights) for part in range(num_parts)]
-    starts = [min(num_rows, step * round(num_rows * share / step)) for share in shares]
+    starts = [step * min(num_rows // step, round(num_rows * share / step)) for share in shares]
     return tuple(itertools.pairwise([*starts, num_rows]))
 
 

@@ -23,7 +23,8 @@ def backward_description(operation: Operation, description: ScheduleDescription)
     chunk by chunk. Slices become chunks of rows.
     """
     backward = OPERATORS[operation].backward
-    description = msgspec.structs.replace(description, along="rows")
+    if description.along != "rows":
+        description = msgspec.structs.replace(description, along="rows")
     if description.is_sequential or (backward is not None and not backward.is_reduction):
         return description
     if description.pattern == "ring":

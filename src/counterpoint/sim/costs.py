@@ -125,7 +125,9 @@ class CostModel:
             return kernel.cta_us * (1 + kernel.cta_time_spread / 2)
         if kernel.lone_us is not None:
             return kernel.lone_us / self._waves(kernel)
-        memory_us = US_PER_S * (kernel.hbm_bytes or 0.0) / (hbm_achieved or self.hbm_bytes_per_s)
+        # what a character usually draws beside its other work limits nothing; its warps do where memory is its bottleneck
+        is_streaming = self._calibration.characters[kernel.character].bottleneck == "hbm"
+        memory_us = US_PER_S * (kernel.hbm_bytes or 0.0) / (hbm_achieved if is_streaming else self.hbm_bytes_per_s)
         resident, total = self._resident(kernel), float(kernel.footprint.num_ctas)
         if kernel.is_work_sharing:
             total = self.shared_work(kernel)
