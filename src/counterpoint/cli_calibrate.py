@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from counterpoint.errors import MachineError, say, shown, shown_path
-from counterpoint.value import check_outputs, read_toml, require
+from counterpoint.value import check_outputs, require
 
 if TYPE_CHECKING:
     from counterpoint.cuda.probes.runner import ProbeResult
@@ -92,11 +92,11 @@ class _Record:
 
     def go_on(self) -> None:
         """Take over what the file holds. Raises `MachineError` for another GPU's, and for other versions than today's."""
-        from counterpoint.sim.calibration import Calibration  # noqa: PLC0415
+        from counterpoint.sim.calibration import read_file  # noqa: PLC0415
 
         if not self.path.exists():
             return
-        found = read_toml(self.path, Calibration, MachineError)
+        found = read_file(str(self.path))
         require(
             found.device_name == self._device_name,
             MachineError,

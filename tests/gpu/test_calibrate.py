@@ -6,10 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from counterpoint.errors import MachineError
-from counterpoint.sim.calibration import Calibration, constants_of
+from counterpoint.sim.calibration import constants_of, read_file
 from counterpoint.sim.calibration_file import broken_rules
-from counterpoint.value import read_toml
 
 LIMIT_S = 180
 
@@ -28,7 +26,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_one_gpu_gives_constants_with_their_spread_and_keeps_the_rules(path: Path) -> None:
-    found = read_toml(path, Calibration, MachineError)
+    found = read_file(str(path))
     measured = {name for name, each in constants_of(found).items() if each.spread is not None}
     assert {"launch_gap_us", "hbm_efficiency", "matmul_peak_fraction", "characters.streaming"} <= measured
     assert not [record.failure for record in found.probes.values() if record.failure]

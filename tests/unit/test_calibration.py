@@ -7,6 +7,7 @@ import msgspec
 import pytest
 
 from counterpoint import Simulator, load_machine, load_workload
+from counterpoint.cli_calibrate import _Record
 from counterpoint.cuda.probes.gpu_state import GpuState, check_alone, check_unthrottled
 from counterpoint.errors import DeviceError, MachineError
 from counterpoint.footprints import communication_footprint
@@ -198,3 +199,26 @@ def test_a_gpu_that_is_throttled_or_shared_is_refused_with_the_reading(changes: 
 def test_a_point_is_the_median_and_half_of_the_middle_half() -> None:
     assert point("x_us", [1.0, 2.0, 3.0, 4.0, 5.0], bytes=8) == Point(name="x_us", value=3.0, spread=0.3333, at={"bytes": 8})
     assert point("x_us", [7.0]).spread == 0.0
+
+
+class Result(msgspec.Struct):
+    """What the runner of the probes hands over."""
+
+    probe: str
+    seconds: float = 1.0
+    points: tuple[Point, ...] = ()
+    failure: str = ""
+
+
+def test_a_calibration_goes_on_where_it_ended_unless_the_driver_is_another(tmp_path: Path) -> None:
+    path, driver = tmp_path / "mine.toml", {"driver": "580"}
+    first = _Record(H100, DEVICE, path, driver)
+    first.add(Result(probe="launches", points=(Point(name="host_launch_us", value=5.0),)))  # type: ignore[arg-type]
+    first.add(Result(probe="sums", failure="it took longer than its limit of 10 s"))  # type: ignore[arg-type]
+    second = _Record(H100, DEVICE, path, driver)
+    second.go_on()
+    assert second.done() == {"launches"}
+    with pytest.raises(MachineError, match="with driver 580, and now it is 590"):
+        _Record(H100, DEVICE, path, {"driver": "590"}).go_on()
+    with pytest.raises(MachineError, match="Name another file"):
+        _Record(H200, "NVIDIA H200", path, driver).go_on()

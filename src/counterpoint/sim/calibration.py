@@ -173,9 +173,12 @@ def read_calibration(path: str, machine: Machine) -> Calibration:
     return found
 
 
-@cache
-def _own(path: str) -> Calibration:
+def read_file(path: str) -> Calibration:
+    """A calibration file, whatever GPU it is of, with the H200's constants for those that it lacks."""
     return _completed(read_toml(path, dict[str, Any], MachineError), shown_path(path))
+
+
+_own = cache(read_file)
 
 
 @cache
