@@ -30,10 +30,10 @@ def format_us(time_us: float) -> str:
 
 
 def format_span(low_us: float, high_us: float) -> str:
-    """Print two times as a span, as in "1.8 to 2.6 ms"."""
-    low, high = format_us(low_us), format_us(high_us)
-    (low_number, low_unit), (_, high_unit) = low.split(), high.split()
-    return f"{low_number if low_unit == high_unit else low} to {high}"
+    """Print two times as a span, with three significant digits in the unit of the greater, as in "1.8 to 2.6 ms"."""
+    number, unit = format_us(high_us).split()
+    scale = float(number) / high_us if high_us else 1.0
+    return f"{low_us * scale:.3g} to {high_us * scale:.3g} {unit}"
 
 
 def format_bytes(num_bytes: float) -> str:
