@@ -19,7 +19,7 @@ class Ended(NamedTuple):
     errors: str
 
 
-def run_ranks(job: str, num_ranks: int, *arguments: str, folder: Path, limit_s: float = 100.0) -> list[Ended]:
+def run_ranks(job: str, num_ranks: int, *arguments: str, folder: Path, limit_s: float = 200.0) -> list[Ended]:
     """Run `jobs/JOB.py` on `num_ranks` ranks that meet through a file in `folder`; ranks left at the limit are killed."""
     command = [sys.executable, str(JOBS / f"{job}.py"), *arguments]
     path = os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
