@@ -215,18 +215,7 @@ class CostModel:
         # bytes are shared out over the planned CTAs; latency and peers take as long however many there are
         moving_us = (lone_us - waiting_us) * usual.num_ctas / planned.num_ctas
         cta_us = moving_us + (waiting_us + collective.peer_wait_us) * alone / reference
-        hbm = reference * self._calibration.hbm_bytes_per_wire_byte.value
-        issue = self._calibration.communication_issue_share.value
-        return SmWork(
-            cta_ps=max(cta_us, LEAST_US) * PS_PER_US,
-            issue_per_cta=issue,
-            issue_reference=issue,
-            hbm_per_cta=hbm,
-            hbm_reference=smooth_minimum(hbm * usual.num_ctas, self.hbm_bytes_per_s) / (hbm * usual.num_ctas),
-            link_per_cta=link_per_cta,
-            link_limit=link_limit,
-            link_reference=reference,
-        )
+        return self._wire_work(cta_us, usual.num_ctas, reference, (link_per_cta, link_limit))
 
     def light_work(self, collective: Collective, planned: Footprint) -> SmWork:
         """What one CTA of a light kernel is that does a collective with `planned.num_ctas` CTAs."""
@@ -235,17 +224,24 @@ class CostModel:
         rate = smooth_minimum(planned.num_ctas * constants.bytes_per_s_per_cta, link_limit) / planned.num_ctas
         moved = wire_bytes(collective.collective, collective.num_bytes, collective.group_size) / planned.num_ctas
         lone_us = constants.latency_us + collective.peer_wait_us + US_PER_S * moved / rate
-        hbm = rate * self._calibration.hbm_bytes_per_wire_byte.value
+        return self._wire_work(lone_us, planned.num_ctas, rate, (constants.bytes_per_s_per_cta, link_limit))
+
+    def _wire_work(self, cta_us: float, num_ctas: int, reference: float, link: tuple[float, float]) -> SmWork:
+        """What one CTA of a collective draws on; alone, each of `num_ctas` moves `reference` bytes per second.
+
+        `link`: the most that a CTA can move, and that all can, in bytes per second.
+        """
+        hbm = reference * self._calibration.hbm_bytes_per_wire_byte.value
         issue = self._calibration.communication_issue_share.value
         return SmWork(
-            cta_ps=max(lone_us, LEAST_US) * PS_PER_US,
+            cta_ps=max(cta_us, LEAST_US) * PS_PER_US,
             issue_per_cta=issue,
             issue_reference=issue,
             hbm_per_cta=hbm,
-            hbm_reference=smooth_minimum(hbm * planned.num_ctas, self.hbm_bytes_per_s) / (hbm * planned.num_ctas),
-            link_per_cta=constants.bytes_per_s_per_cta,
-            link_limit=link_limit,
-            link_reference=rate,
+            hbm_reference=smooth_minimum(hbm * num_ctas, self.hbm_bytes_per_s) / (hbm * num_ctas),
+            link_per_cta=link[0],
+            link_limit=link[1],
+            link_reference=reference,
         )
 
     def copy_work(self, operation: Copy | Collective) -> CopyWork:
