@@ -15,8 +15,9 @@ begins anew, under new keys; whether the group's messages still come through aft
 (gloo's do not).
 """
 
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import NoReturn, final
+from typing import NoReturn, TypeVar, final
 
 import msgspec
 import torch.distributed as dist
@@ -28,6 +29,7 @@ from counterpoint.value import Value
 
 OUT_OF_STEP = "out of step"  # the key of why
 REFUSED = "refused"  # the key of the last call that a rank refused
+Made = TypeVar("Made")
 GAVE_UP = b"\0gave up"  # what stands in a round of which nothing comes any more; no content begins like it
 
 
@@ -172,3 +174,17 @@ class Agreement:
             raise OperatorError(
                 f"The ranks of the group are out of step since {self._why_out_of_step.rstrip('.')}. Start all ranks again."
             )
+
+
+def share_obstacles(made: Sequence[Made | str], exchange: Callable[[object], list[bytes]]) -> list[Made | str]:
+    """What this rank made. Where a rank has a text instead, which says why it made nothing, every rank gets that text.
+
+    All ranks call it with as many entries; of several texts for one entry the first rank's counts. `exchange` gives what
+    every rank hands it, as JSON, in the order of ranks.
+    """
+    own = [each if isinstance(each, str) else "" for each in made]
+    everyone = [msgspec.json.decode(text, type=list[str]) for text in exchange(own)]
+    return [
+        next((obstacle for obstacle in found if obstacle), each)
+        for each, found in zip(made, zip(*everyone, strict=True), strict=True)
+    ]

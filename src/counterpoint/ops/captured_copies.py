@@ -18,6 +18,7 @@ from counterpoint.cuda.collective_blocks import Blocks, IssuedCollective, are_in
 from counterpoint.cuda.driver import check
 from counterpoint.cuda.driver_graph import StandIn
 from counterpoint.errors import CounterpointError, DeviceError, cause_of
+from counterpoint.ops.agreement import share_obstacles
 from counterpoint.ops.peer_memory import PeerMemory, Whereabouts, whereabouts_of
 from counterpoint.ops.recorded_copies import NUM_FLAGS, Destinations, Parts, Recorder
 from counterpoint.ops.runtime import runtime_of
@@ -83,11 +84,7 @@ class DirectCopies:
             self._stand_in(Recorder(self._rank, self._peers, Signals(flags), NUM_FLAGS * number), each, landings)
             for number, (each, landings) in enumerate(zip(parts, zip(*everyone, strict=True), strict=True))
         ]
-        problems = [msgspec.json.decode(text, type=list[str]) for text in self._exchange([_problem(each) for each in made])]
-        return [
-            next((problem for problem in found if problem), each)
-            for each, found in zip(made, zip(*problems, strict=True), strict=True)
-        ]
+        return share_obstacles(made, self._exchange)
 
     def _exchange(self, content: object) -> list[bytes]:
         return self._runtime.agreement.exchange(msgspec.json.encode(content))
@@ -164,10 +161,6 @@ class DirectCopies:
 
 def _destroy(graph: Handle) -> None:
     check("Freeing a recorded collective", cu.cuGraphDestroy(graph))
-
-
-def _problem(made: StandIn | str) -> str:
-    return made if isinstance(made, str) else ""
 
 
 def offer_copies(captured: Captured) -> None:

@@ -16,6 +16,7 @@ from counterpoint.cuda.capture import Captured
 from counterpoint.cuda.collective_blocks import Blocks, IssuedCollective, cut, obstacle_of
 from counterpoint.cuda.driver_graph import LightLaunch
 from counterpoint.errors import CounterpointError, DeviceError
+from counterpoint.ops.agreement import share_obstacles
 from counterpoint.ops.light_kernels import PUSH, REDUCE, WORD_BYTES, LightSignals, Moves, launch_of
 from counterpoint.ops.peer_memory import PeerMemory, Whereabouts, whereabouts_of
 from counterpoint.ops.runtime import runtime_of
@@ -68,11 +69,7 @@ class LightCollectives:
             self._launch(number, *each)
             for number, each in enumerate(zip(collectives, blocks, zip(*everyone, strict=True), strict=True))
         ]
-        problems = [msgspec.json.decode(text, type=list[str]) for text in self._exchange([_problem(each) for each in made])]
-        return [
-            next((problem for problem in found if problem), each)
-            for each, found in zip(made, zip(*problems, strict=True), strict=True)
-        ]
+        return share_obstacles(made, self._exchange)
 
     def _exchange(self, content: object) -> list[bytes]:
         return self._runtime.agreement.exchange(msgspec.json.encode(content))
@@ -175,10 +172,6 @@ def _obstacle_to_light(issued: IssuedCollective, num_ranks: int) -> str:
         known = ", ".join(str(dtype).removeprefix("torch.") for dtype in REDUCE)
         return f"it reduces {str(issued.given.dtype).removeprefix('torch.')}, and light kernels know {known}"
     return ""
-
-
-def _problem(made: LightLaunch | str) -> str:
-    return made if isinstance(made, str) else ""
 
 
 def offer_light_kernels(captured: Captured) -> None:
