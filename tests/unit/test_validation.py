@@ -38,16 +38,9 @@ from counterpoint.validation.records import (
     shipped_measurements,
 )
 from helpers.command import counterpoint, refusal
+from helpers.toy_steps import NCCL
 
 MACHINE = load_machine("h200")
-NCCL = Footprint(
-    num_ctas=24,
-    threads_per_cta=544,
-    registers_per_thread=96,
-    static_shared_bytes=21568,
-    dynamic_shared_bytes=82240,
-    ctas_per_cluster=4,
-)
 NVJET = "nvjet_tst_128x256_64x4_2x1_v_bz_coopA_NNT"
 
 

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
 from counterpoint.cuda.collective_blocks import IssuedCollective
+from counterpoint.cuda.conditions import torch_version
 from counterpoint.cuda.driver import driver_version
 from counterpoint.cuda.driver_graph import DriverGraph
 from counterpoint.cuda.graph import AbstractExecutable
@@ -132,7 +133,7 @@ class Captured:
             device_name=torch.cuda.get_device_name(),
             driver_version=driver_version(),
             nccl_version=".".join(str(part) for part in nccl),
-            torch_version=str(torch.__version__),  # a TorchVersion, which msgspec does not write
+            torch_version=torch_version(),
             num_ranks=self.read.step.num_ranks,
         )
 

@@ -16,6 +16,11 @@ from counterpoint.cuda.driver import driver_version
 NVLS_VARIABLE = "NCCL_NVLS_ENABLE"
 
 
+def torch_version() -> str:
+    """torch's version as a plain text: `torch.__version__` is a TorchVersion, which msgspec does not write."""
+    return str(torch.__version__)
+
+
 def measuring_conditions(**more: object) -> dict[str, object]:
     """Date, GPUs, versions, and what else is given, by name.
 
@@ -28,7 +33,7 @@ def measuring_conditions(**more: object) -> dict[str, object]:
         "gpus": f"{num_gpus} x {torch.cuda.get_device_name()}",
         "driver": kernel_module_version() or "unknown",
         "cuda": driver_version(),
-        "torch": str(torch.__version__),  # a TorchVersion, which msgspec does not write
+        "torch": torch_version(),
         "nccl": ".".join(str(part) for part in torch.cuda.nccl.version()),
         "nvls": os.environ.get(NVLS_VARIABLE, "default"),
         **more,
