@@ -1,0 +1,131 @@
+"""The commands that simulate clusters: `simulate --cluster`, `sweep`. Parse, call the library, print."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from counterpoint.errors import CounterpointError, shown, shown_path
+from counterpoint.value import check_outputs, write_json
+
+if TYPE_CHECKING:
+    from counterpoint.job import Job
+
+ClusterOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--cluster",
+        metavar="FILE",
+        help="Nodes and switches, and a model with its parallel sizes (.toml). With STEP: extend STEP to that cluster.  "
+        "[default: one node]",
+    ),
+]
+RanksOption = Annotated[
+    int | None,
+    typer.Option("--ranks", metavar="N", help="With --cluster: extend STEP to so many ranks.  [default: its own]"),
+]
+
+
+def check_cluster(step: str | None, cluster: Path | None, machine: str | None, ranks: int | None) -> None:
+    """Raise `CounterpointError` for options that do not go together."""
+    if cluster is None and step is None:
+        raise CounterpointError("simulate needs a STEP, or --cluster FILE that describes a model. Name one of them.")
+    if cluster is None and ranks is not None:
+        raise CounterpointError(f"--ranks {ranks} needs --cluster FILE, which describes nodes and switches. Add it.")
+    if cluster is not None and machine is not None:
+        raise CounterpointError(
+            f"--cluster names its machine, and --machine '{shown(machine)}' names another. Leave --machine out, or "
+            "change the cluster file."
+        )
+    if step is None and ranks is not None:
+        raise CounterpointError(f"--ranks {ranks} is for a STEP; the cluster file's own model has all GPUs. Leave it out.")
+
+
+def extended_job(step: str, cluster: Path, ranks: int | None) -> "tuple[Job, tuple[str, ...]]":
+    """The step on the cluster, and what was assumed; a step that stays as it is keeps its trace."""
+    from counterpoint.cluster.description import load_cluster  # noqa: PLC0415  a fast --help
+    from counterpoint.cluster.extend import extend_step  # noqa: PLC0415
+    from counterpoint.job import Job, load_job  # noqa: PLC0415
+
+    described = load_cluster(cluster).cluster
+    job = load_job(step, described.machine)
+    extended = extend_step(job.step, described.load(), ranks)
+    if not extended.is_changed:
+        return job, extended.assumptions
+    return Job(step=extended.step, machine=job.machine), extended.assumptions
+
+
+def simulate_model(cluster: Path, for_steps: tuple[Path | None, ...], is_json: bool) -> None:
+    """Estimate the step that a cluster file describes, and print it; `for_steps` are files of options that a STEP needs."""
+    from counterpoint.cluster.description import load_cluster  # noqa: PLC0415
+    from counterpoint.cluster.estimate import estimate_step  # noqa: PLC0415
+    from counterpoint.report.cluster import assumptions, print_estimate  # noqa: PLC0415
+    from counterpoint.report.text import new_console  # noqa: PLC0415
+
+    for path in for_steps:
+        if path is not None:
+            raise CounterpointError(
+                f"'{shown_path(path)}' is for a STEP: --plan, --calibration and --timeline do not go with a described "
+                "model. Name a STEP; a model's controls stand in [training], its calibration in the machine file."
+            )
+    configuration = load_cluster(cluster).configuration()
+    estimate = estimate_step(configuration)
+    if is_json:
+        print(write_json({"estimate": estimate, "assumptions": assumptions(configuration)}))
+    else:
+        print_estimate(new_console(), configuration, estimate)
+
+
+def sweep(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="A cluster file with [sweep]: the values to try (.toml).")],
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "-o",
+            "--output",
+            metavar="FILE",
+            help="Keep every row (.csv, .parquet); a sweep that was interrupted goes on.  [default: keep none]",
+        ),
+    ] = None,
+    ray: Annotated[
+        str | None,
+        typer.Option("--ray", metavar="ADDRESS", help="Run on this Ray cluster, as in host:6379.  [default: all cores]"),
+    ] = None,
+    *,
+    plot: Annotated[
+        Path | None,
+        typer.Option("--plot", metavar="FILE", help="Draw all estimates and the front (.svg, .png, .pdf).  [default: none]"),
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print the front as JSON.")] = False,
+) -> None:
+    """Estimate every combination of parallel sizes, micro-batches, controls and machines in FILE, and print the front.
+
+    On the front is what no other combination beats in tokens per second and GPU, memory and number of GPUs.
+    """
+    from counterpoint.cluster.sweep import front, run_sweep  # noqa: PLC0415  a fast --help
+    from counterpoint.cluster.sweep_file import load_sweep  # noqa: PLC0415
+    from counterpoint.cluster.sweep_store import SweepStore, check_store  # noqa: PLC0415
+    from counterpoint.report.plots import check_plot  # noqa: PLC0415
+    from counterpoint.report.sweep import draw_front, print_sweep  # noqa: PLC0415
+    from counterpoint.report.text import ProgressLine, new_console  # noqa: PLC0415
+
+    check_outputs(outputs=(output, plot), inputs=(file,))
+    if output is not None:
+        check_store(output)
+    if plot is not None:
+        check_plot(plot)
+    described = load_sweep(file)
+    store = SweepStore(output)
+    with ProgressLine(is_shown=not json) as show:
+        rows = run_sweep(described, store, ray_address=ray, on_rows=lambda number: show(f"{number:,} combinations done"))
+    store.finish(rows)
+    best = front(rows)
+    if plot is not None:
+        draw_front(rows, best, plot)
+    if json:
+        print(write_json(best))
+        return
+    print_sweep(new_console(), described, rows, best)
+    for path, what in ((output, "Rows"), (plot, "Plot")):
+        if path is not None:
+            print(f"{what} saved to {path}.")

@@ -1,0 +1,311 @@
+"""One training step on a cluster: passes of a stage by the single-node simulator, stages by a pipeline schedule.
+
+What is folded: data, tensor, context and expert ranks are alike, so one rank of each stage is simulated; equal layers and
+equal micro-batches count once. What is left out: the embedding's lookup, the host between steps, input, checkpoints.
+"""
+
+import math
+from functools import cached_property
+from statistics import NormalDist
+
+import msgspec
+
+from counterpoint.cluster.collective_times import CollectiveTimes, times_on
+from counterpoint.cluster.compression import NARROW_BYTES
+from counterpoint.cluster.description import Configuration
+from counterpoint.cluster.memory import memory_bytes
+from counterpoint.cluster.pass_builder import DATA_GROUP, SHARD_GROUP, TENSOR_GROUP, groups_of
+from counterpoint.cluster.passes import PassKind, head_step, optimizer_step, pass_step, stage_parameters
+from counterpoint.cluster.pipeline import Bubbles, StageTimes, run_pipeline
+from counterpoint.cluster.planned import PassTimes, simulate_pass
+from counterpoint.sim.calibration import Calibration, load_calibration
+from counterpoint.step import CollectiveKind, Step
+from counterpoint.units import US_PER_S
+from counterpoint.value import Value
+
+FOLDED_LAYERS = (2, 3)  # passes of so many layers are simulated
+
+
+class ClusterEstimate(Value, frozen=True, kw_only=True):
+    """One step. Times in microseconds of the slowest rank; what is exposed is what its computation waits for.
+
+    `bubble_us` is what the stage that computes most waits for the pipeline; `tensor_exposed_us` what computation waits for
+    collectives inside passes; `data_exposed_us` for gathers and reductions before, beside and after them.
+    """
+
+    step_us: float
+    compute_us: float
+    tensor_exposed_us: float
+    bubble_us: float
+    data_exposed_us: float
+    optimizer_us: float
+    skew_us: float
+    tokens_per_s_per_gpu: float
+    model_flops_utilization: float
+    memory_bytes: float
+    fits_memory: bool
+    num_gpus: int
+    data_size: int
+    num_micro_batches: int
+    controls_in_force: tuple[str, ...] = ()
+
+
+class PassMemory:
+    """Simulated passes, so that a sweep simulates each only once."""
+
+    def __init__(self) -> None:
+        self._known: dict[object, tuple[PassTimes, tuple[str, ...]]] = {}
+
+    def times(self, configuration: Configuration, calibration: Calibration, step: Step) -> tuple[PassTimes, tuple[str, ...]]:
+        """Of a step under the configuration's controls."""
+        machine, software = configuration.fabric.machine, configuration.software
+        key = (machine.name, software, configuration.training.controls, step)
+        if key not in self._known:
+            self._known[key] = simulate_pass(step, machine, calibration, configuration.training.controls)
+        return self._known[key]
+
+
+def estimate_step(
+    configuration: Configuration, memory: PassMemory | None = None, calibration: Calibration | None = None
+) -> ClusterEstimate:
+    """Estimate one training step; `calibration` None means that of the machine's GPU. One `memory` serves one calibration.
+
+    Raises `MachineError`, `StepError` or `PlanError` for what cannot be simulated.
+    """
+    return _StepEstimator(configuration, memory or PassMemory(), calibration_of(configuration, calibration)).estimate()
+
+
+def calibration_of(configuration: Configuration, calibration: Calibration | None = None) -> Calibration:
+    """The GPU's constants, with the speeds of the job's software; without such, as they are."""
+    calibration = calibration or load_calibration(configuration.fabric.machine)
+    software = configuration.software
+    if software.matmul_speed == 1.0 and software.memory_speed == 1.0:
+        return calibration
+
+    def scaled(constant: object, factor: float) -> object:
+        return msgspec.structs.replace(constant, value=constant.value * factor)  # type: ignore[type-var, attr-defined]
+
+    return msgspec.structs.replace(
+        calibration,
+        matmul_peak_fraction=scaled(calibration.matmul_peak_fraction, software.matmul_speed),
+        matmul_peak_fractions={
+            kind: scaled(each, software.matmul_speed) for kind, each in calibration.matmul_peak_fractions.items()
+        },
+        hbm_efficiency=scaled(calibration.hbm_efficiency, software.memory_speed),
+    )
+
+
+class _StepEstimator:
+    """The parts of one step."""
+
+    def __init__(self, configuration: Configuration, memory: PassMemory, calibration: Calibration) -> None:
+        self._configuration, self._memory = configuration, memory
+        self._sizes, self._training, self._model = configuration.parallelism, configuration.training, configuration.model
+        self._calibration = calibration
+        self._labels: list[str] = []
+
+    @cached_property
+    def _collectives(self) -> CollectiveTimes:
+        return times_on(self._configuration.fabric, self._calibration)
+
+    @cached_property
+    def _is_sharded(self) -> bool:
+        return self._sizes.sharding in ("full", "hybrid") and self._configuration.shard_ranks > 1
+
+    def estimate(self) -> ClusterEstimate:
+        """All parts together."""
+        stages = self._stages()
+        bubbles = self._run(stages)
+        busiest = max(range(len(stages)), key=lambda stage: bubbles.busy_us[stage])
+        ends = [end + self._tail_us for end in bubbles.ends_us]
+        start_us = self._start_us
+        optimizer_us = self._optimizer_us
+        pipeline_us = max(ends)
+        skew_us = pipeline_us * (self._skew_factor - 1)
+        step_us = start_us + pipeline_us + skew_us + optimizer_us
+        busy_us, waiting_us, beside_us = self._stage_shares()
+        return self._estimate(
+            step_us=step_us,
+            compute_us=busy_us,
+            tensor_exposed_us=waiting_us,
+            bubble_us=max(0.0, pipeline_us - self._tail_us - bubbles.busy_us[busiest]),
+            data_exposed_us=start_us + self._tail_us + beside_us,
+            optimizer_us=optimizer_us,
+            skew_us=skew_us,
+        )
+
+    def _estimate(self, *, step_us: float, **parts: float) -> ClusterEstimate:
+        configuration = self._configuration
+        num_gpus = configuration.fabric.num_gpus
+        tokens = self._training.global_batch * self._model.sequence
+        peak = configuration.fabric.machine.matmul_flops_per_s("bf16")
+        flops = 3 * self._model.forward_flops_per_token * tokens
+        needed = memory_bytes(configuration)
+        return ClusterEstimate(
+            step_us=step_us,
+            tokens_per_s_per_gpu=tokens / num_gpus / step_us * US_PER_S,
+            model_flops_utilization=flops / num_gpus / peak / step_us * US_PER_S,
+            memory_bytes=needed,
+            fits_memory=needed <= configuration.fabric.machine.gpu.hbm_bytes,
+            num_gpus=num_gpus,
+            data_size=configuration.data_size,
+            num_micro_batches=configuration.num_micro_batches,
+            controls_in_force=tuple(dict.fromkeys(self._labels)),
+            **parts,
+        )
+
+    def _simulated(self, step: Step) -> PassTimes:
+        times, labels = self._memory.times(self._configuration, self._calibration, step)
+        self._labels.extend(labels)
+        return times
+
+    def _pass(self, kind: PassKind) -> PassTimes:
+        """A pass through all layers of one chunk."""
+        layers = self._configuration.layers_per_chunk
+        fewer, more = FOLDED_LAYERS
+        first = self._simulated(pass_step(self._configuration, self._collectives, kind, min(layers, fewer)))
+        if layers <= fewer:
+            return first
+        second = self._simulated(pass_step(self._configuration, self._collectives, kind, more))
+        return first.more(second, layers - fewer)
+
+    @cached_property
+    def _forward(self) -> PassTimes:
+        return self._pass(PassKind(direction="forward", is_gathering=self._is_sharded))
+
+    @cached_property
+    def _backward(self) -> PassTimes:
+        return self._pass(PassKind(direction="backward", is_gathering=self._is_sharded, is_reducing=self._is_sharded))
+
+    @cached_property
+    def _heads(self) -> tuple[PassTimes, PassTimes]:
+        forward = self._simulated(head_step(self._configuration, self._collectives, "forward"))
+        return forward, self._simulated(head_step(self._configuration, self._collectives, "backward"))
+
+    def _stages(self) -> list[list[StageTimes]]:
+        """Times of every chunk of every stage; the last one has the head."""
+        forward, backward = self._forward, self._backward
+        usual = StageTimes(forward_us=forward.computed_us, backward_us=backward.computed_us, weights_us=backward.weights_us)
+        heads = self._heads
+        last = StageTimes(
+            forward_us=usual.forward_us + heads[0].makespan_us,
+            backward_us=usual.backward_us + heads[1].makespan_us,
+            weights_us=usual.weights_us + heads[1].weights_us,
+        )
+        stages = [[usual] * self._sizes.num_chunks for _ in range(self._sizes.pipeline)]
+        stages[-1][-1] = last
+        return stages
+
+    def _run(self, stages: list[list[StageTimes]]) -> Bubbles:
+        return run_pipeline(
+            stages,
+            self._configuration.num_micro_batches,
+            self._send_us,
+            is_sending_hidden=self._training.overlap_pipeline,
+            kind=self._sizes.schedule,
+        )
+
+    @cached_property
+    def _send_us(self) -> float:
+        """Activations of a micro-batch to the next stage: each tensor rank sends its share, and gathers it if it must."""
+        if self._sizes.pipeline == 1:
+            return 0.0
+        tokens = self._training.micro_batch * self._model.sequence // self._sizes.context
+        whole = tokens * self._model.hidden * self._model.element_bytes
+        configuration = self._configuration
+        stride = self._sizes.tensor * self._sizes.context * configuration.data_size
+        neighbor = msgspec.structs.replace(groups_of(configuration)[TENSOR_GROUP], size=2, stride=stride)
+        sent_us = self._collectives.time_us("send_recv", whole / self._sizes.tensor, neighbor)
+        if self._sizes.is_sequence_parallel:
+            return sent_us
+        return sent_us + self._collective_us("all_gather", whole, TENSOR_GROUP)
+
+    def _collective_us(self, kind: CollectiveKind, num_bytes: float, group: str) -> float:
+        return self._collectives.time_us(kind, num_bytes, groups_of(self._configuration)[group])
+
+    @cached_property
+    def _parameters(self) -> float:
+        """Parameters of the largest stage on one tensor rank."""
+        configuration = self._configuration
+        layers = configuration.layers_per_chunk * self._sizes.num_chunks
+        return stage_parameters(configuration, layers, 2 if self._sizes.pipeline == 1 else 1)
+
+    @cached_property
+    def _embedding_elements(self) -> float:
+        return self._parameters - stage_parameters(
+            self._configuration, self._configuration.layers_per_chunk * self._sizes.num_chunks, 0
+        )
+
+    @cached_property
+    def _reducing_extra_us(self) -> float:
+        """By how much the last backward pass lasts longer because gradients are reduced beside it, and after it."""
+        kind = PassKind(direction="backward", is_reducing=True)
+        return max(0.0, self._pass(kind).makespan_us - self._backward.computed_us)
+
+    @cached_property
+    def _tail_us(self) -> float:
+        """What follows the last backward pass of a stage: reductions that nothing hides."""
+        if self._is_sharded:
+            return self._backward.tail_us + self._embedding_us(is_gathered=False)
+        if groups_of(self._configuration)[DATA_GROUP].size < 2:
+            return 0.0
+        if self._training.overlap_data:
+            return self._reducing_extra_us + self._embedding_us(is_gathered=False)
+        return self._reduction_us(self._parameters)
+
+    def _reduction_us(self, num_elements: float) -> float:
+        """Of so many gradients in one piece; PowerSGD and top-k leave what is outside the layers as it is."""
+        width, _ = NARROW_BYTES.get(self._configuration.compression.method, (self._training.gradient_bytes, 0))
+        num_bytes = num_elements * width
+        kind: CollectiveKind = "all_reduce" if self._sizes.sharding == "none" else "reduce_scatter"
+        return self._collective_us(kind, num_bytes, SHARD_GROUP if self._is_sharded else DATA_GROUP)
+
+    def _embedding_us(self, *, is_gathered: bool) -> float:
+        """An embedding's gradients, or parameters, which nothing hides."""
+        elements = self._embedding_elements / (2 if self._sizes.pipeline == 1 else 1)
+        if is_gathered:
+            group = SHARD_GROUP if self._is_sharded else DATA_GROUP
+            return self._collective_us("all_gather", elements * self._model.element_bytes, group)
+        return self._reduction_us(elements)
+
+    @cached_property
+    def _start_us(self) -> float:
+        """Before the first forward pass: parameters that come back from the ranks that updated them."""
+        if self._is_sharded:
+            return self._embedding_us(is_gathered=True)
+        if self._sizes.sharding != "optimizer" or groups_of(self._configuration)[DATA_GROUP].size < 2:
+            return 0.0
+        if self._training.overlap_data:
+            gathering = self._pass(PassKind(direction="forward", is_gathering=True))
+            extra_us = max(0.0, gathering.computed_us - self._forward.computed_us)
+            return extra_us + self._embedding_us(is_gathered=True)
+        return self._collective_us("all_gather", self._parameters * self._model.element_bytes, DATA_GROUP)
+
+    @cached_property
+    def _optimizer_us(self) -> float:
+        return self._simulated(optimizer_step(self._configuration, self._collectives, self._parameters)).makespan_us
+
+    @cached_property
+    def _skew_factor(self) -> float:
+        """The slowest of all ranks over the usual one: the expected largest of as many normal figures, and a slow rank."""
+        skew, ranks = self._configuration.skew, self._configuration.fabric.num_gpus
+        largest = NormalDist().inv_cdf((ranks - 0.375) / (ranks + 0.25)) if ranks > 1 else 0.0
+        slowest = skew.slow_factor if skew.slow_ranks else 1.0
+        return slowest * (1 + skew.sigma * max(0.0, largest))
+
+    def _stage_shares(self) -> tuple[float, float, float]:
+        """Of the last stage's passes: computation, waits for tensor- and expert-parallel collectives, for gathers."""
+        passes = self._configuration.num_micro_batches
+        chunks = self._sizes.num_chunks
+        plain = [self._pass(PassKind(direction=each)) for each in ("forward", "backward")]
+        busy_us = sum(each.busy_us for each in plain) * chunks + sum(each.busy_us for each in self._heads)
+        waiting_us = sum(each.computed_us - each.busy_us for each in plain) * chunks
+        waiting_us += sum(each.makespan_us - each.busy_us for each in self._heads)
+        whole = (self._forward.computed_us + self._backward.computed_us) * chunks
+        beside_us = whole - sum(each.computed_us for each in plain) * chunks
+        return passes * busy_us, passes * waiting_us, passes * max(0.0, beside_us)
+
+
+def efficiency(larger: ClusterEstimate, smaller: ClusterEstimate) -> float:
+    """Tokens per second and GPU of one step over another's."""
+    return larger.tokens_per_s_per_gpu / smaller.tokens_per_s_per_gpu if smaller.tokens_per_s_per_gpu else math.nan

@@ -1,0 +1,129 @@
+"""Passes through the layers of a pipeline stage as steps: forward or backward, with or without data-parallel collectives.
+
+Equal layers are folded: passes of 2 and of 3 layers are simulated, and what the third adds counts for every further one. So
+the first gather and the last reduction, which nothing hides, count once.
+"""
+
+from typing import Literal
+
+from counterpoint.cluster.collective_times import CollectiveTimes
+from counterpoint.cluster.compression import reduce_gradients
+from counterpoint.cluster.description import Configuration
+from counterpoint.cluster.kernels import matmul, memory_pass
+from counterpoint.cluster.layers import LayerWriter
+from counterpoint.cluster.pass_builder import (
+    DATA_GROUP,
+    EXPERT_DATA_GROUP,
+    GATHER,
+    SHARD_GROUP,
+    TENSOR_GROUP,
+    PassBuilder,
+)
+from counterpoint.step import Step
+from counterpoint.value import Value
+
+Direction = Literal["forward", "backward"]
+# of fp32 logits through memory, forward and backward, in an unfused cross entropy: cast, maximum, subtraction, exponential,
+# sum, division, gradient, cast back, each of which reads, and most of which write
+LOSS_PASSES = 12
+LOGIT_BYTES = 4
+ADAM_BYTES = (
+    28  # of one parameter: gradient, master weight, two moments read; three written (fp32); the weight written twice
+)
+
+
+class PassKind(Value, frozen=True, kw_only=True):
+    """One kind of pass: whether parameters are gathered for it, and gradients reduced in it."""
+
+    direction: Direction
+    is_gathering: bool = False
+    is_reducing: bool = False
+
+    def describe(self) -> str:
+        """As in "backward, gathering, reducing"."""
+        extras = [word for word, holds in (("gathering", self.is_gathering), ("reducing", self.is_reducing)) if holds]
+        return ", ".join([self.direction, *extras])
+
+
+def layer_elements(configuration: Configuration) -> tuple[float, float]:
+    """Parameters of one layer on one tensor rank, not sharded: attention and dense parts, and experts."""
+    model, sizes = configuration.model, configuration.parallelism
+    dense, experts = float(model.attention_parameters), float(model.feed_forward_parameters)
+    if not model.num_experts:
+        return (dense + experts) / sizes.tensor, 0.0
+    return dense / sizes.tensor, experts / sizes.tensor / sizes.expert
+
+
+def pass_step(configuration: Configuration, times: CollectiveTimes, kind: PassKind, num_layers: int) -> Step:
+    """The step of one pass of one micro-batch through `num_layers` layers."""
+    builder = PassBuilder(configuration, times)
+    writer = LayerWriter(configuration, builder)
+    gathered: list[int | None] = []
+    for number in range(num_layers):
+        if kind.is_gathering:
+            while len(gathered) < min(num_layers, number + 2):  # the next layer's parameters come while this one computes
+                gathered.append(_gather(configuration, builder, len(gathered)))
+            builder.wait_for(gathered[number])
+        if kind.direction == "forward":
+            writer.forward()
+        else:
+            writer.backward()
+            if kind.is_reducing:
+                dense, experts = layer_elements(configuration)
+                reduce_gradients(configuration, builder, dense, DATA_GROUP)
+                if experts:
+                    reduce_gradients(configuration, builder, experts, EXPERT_DATA_GROUP)
+    return builder.step(f"{kind.describe()}, {num_layers} layers")
+
+
+def _gather(configuration: Configuration, builder: PassBuilder, number: int) -> int | None:
+    """Parameters of a layer into one of two buffers, which the layer before the last must have left."""
+    dense, experts = layer_elements(configuration)
+    group = SHARD_GROUP if configuration.shard_ranks > 1 else DATA_GROUP
+    ends = builder.layer_ends
+    after = ends[number - 2] if number >= 2 else -1
+    num_bytes = configuration.model.element_bytes
+    first = _gather_bytes(builder, num_bytes * dense, group, after)
+    return _gather_bytes(builder, num_bytes * experts, EXPERT_DATA_GROUP, after) or first
+
+
+def _gather_bytes(builder: PassBuilder, num_bytes: float, group: str, after: int) -> int | None:
+    if num_bytes <= 0:
+        return None
+    return builder.communicate("all_gather", num_bytes, group, after=after, stream=GATHER)
+
+
+def head_step(configuration: Configuration, times: CollectiveTimes, direction: Direction) -> Step:
+    """The last norm, the logits and the loss, forward, or their gradients, backward, of one micro-batch."""
+    model, sizes = configuration.model, configuration.parallelism
+    builder = PassBuilder(configuration, times)
+    gpu, element_type = configuration.fabric.machine.gpu, model.element_type
+    tokens = configuration.training.micro_batch * model.sequence // sizes.context
+    columns = model.vocabulary // sizes.tensor
+    loss = memory_pass("loss", LOSS_PASSES / 2 * LOGIT_BYTES * tokens * columns)
+    if direction == "forward":
+        builder.compute(memory_pass("norm", 2 * model.element_bytes * tokens * model.hidden))
+        builder.compute(matmul(gpu, "logits", (tokens, model.hidden, columns), element_type))
+        builder.compute(loss)
+        builder.communicate("all_reduce", 3 * LOGIT_BYTES * tokens, TENSOR_GROUP, is_waited_for=True)
+    else:
+        builder.compute(loss)
+        builder.compute(matmul(gpu, "logits.input", (tokens, columns, model.hidden), element_type))
+        builder.compute(matmul(gpu, "logits.weight", (model.hidden, tokens, columns), element_type))
+        builder.communicate("all_reduce", model.element_bytes * tokens * model.hidden, TENSOR_GROUP)
+    return builder.step(f"head, {direction}")
+
+
+def optimizer_step(configuration: Configuration, times: CollectiveTimes, num_parameters: float) -> Step:
+    """Adam over the parameters that a rank updates."""
+    builder = PassBuilder(configuration, times)
+    builder.compute(memory_pass("adam", ADAM_BYTES * num_parameters / configuration.optimizer_ranks))
+    return builder.step("optimizer")
+
+
+def stage_parameters(configuration: Configuration, num_layers: int, num_embeddings: int) -> float:
+    """Parameters of a stage on one tensor rank, not sharded over data ranks."""
+    embeddings = (
+        num_embeddings * configuration.model.vocabulary * configuration.model.hidden / configuration.parallelism.tensor
+    )
+    return num_layers * sum(layer_elements(configuration)) + embeddings

@@ -1,0 +1,140 @@
+"""Runs a sweep on all cores or on a Ray cluster, and keeps what is done: an interrupted sweep goes on where it stopped.
+
+Combinations are handed out in pieces, in their order, so that neighbors share simulated passes. Each piece that is done is
+appended to a CSV file at once. A combination that is impossible is kept too, with the reason, so that it is not tried again.
+"""
+
+import os
+import socket
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from typing import Any
+
+from counterpoint.cluster.estimate import ClusterEstimate, PassMemory, estimate_step
+from counterpoint.cluster.sweep_file import SweepFile
+from counterpoint.cluster.sweep_store import SweepRow, SweepStore
+from counterpoint.errors import CounterpointError, DeviceError, cause_of
+
+PIECE = 16  # combinations handed out at a time
+MOST_PIECES = 4  # a worker's share that waits, so that Ctrl-C ends soon
+REACH_S = 5.0
+RAY = "ray>=2.40,<3"
+Point = dict[str, Any]
+
+
+def run_sweep(
+    sweep: SweepFile, store: SweepStore, *, ray_address: str | None = None, on_rows: Callable[[int], None] | None = None
+) -> list[SweepRow]:
+    """Estimate what the store lacks, append it, and return all rows in the order of the combinations.
+
+    `ray_address`: a Ray cluster's; None: the cores of this machine. Raises `DeviceError` where Ray cannot be reached.
+    """
+    points = list(sweep.axes.points())
+    keys = [sweep.key(point) for point in points]
+    known = store.read(set(keys))
+    missing = [point for key, point in zip(keys, points, strict=True) if key not in known]
+    pieces = [missing[start : start + PIECE] for start in range(0, len(missing), PIECE)]
+    done = _on_ray(sweep, pieces, ray_address) if ray_address is not None else _on_cores(sweep, pieces)
+    for rows in done:
+        store.append(rows)
+        known.update({row.key: row for row in rows})
+        if on_rows is not None:
+            on_rows(len(known))
+    return [known[key] for key in keys]
+
+
+def estimate_points(sweep: SweepFile, points: Sequence[Point]) -> list[SweepRow]:
+    """Estimate some combinations, one after the other."""
+    memory = PassMemory()
+    return [_estimate(sweep, point, memory) for point in points]
+
+
+def _estimate(sweep: SweepFile, point: Point, memory: PassMemory) -> SweepRow:
+    key = sweep.key(point)
+    try:
+        return SweepRow(key=key, point=point, estimate=estimate_step(sweep.configuration(point), memory))
+    except CounterpointError as problem:
+        return SweepRow(key=key, point=point, problem=str(problem))
+
+
+def front(rows: Iterable[SweepRow]) -> list[SweepRow]:
+    """Rows that fit in memory, and that no other beats in tokens per second and GPU, memory and number of GPUs."""
+    able = [(row, row.estimate) for row in rows if row.estimate is not None and row.estimate.fits_memory]
+    found = [row for row, figures in able if not any(_beats(other, figures) for _, other in able)]
+    return sorted(found, key=lambda row: -(row.estimate.tokens_per_s_per_gpu if row.estimate else 0.0))
+
+
+def _beats(one: ClusterEstimate, other: ClusterEstimate) -> bool:
+    better = (
+        one.tokens_per_s_per_gpu - other.tokens_per_s_per_gpu,
+        other.memory_bytes - one.memory_bytes,
+        float(other.num_gpus - one.num_gpus),
+    )
+    return min(better) >= 0 and max(better) > 0
+
+
+def _num_workers() -> int:
+    return max(1, len(os.sched_getaffinity(0)))
+
+
+def _on_cores(sweep: SweepFile, pieces: Sequence[Sequence[Point]]) -> Iterator[list[SweepRow]]:
+    workers = min(_num_workers(), len(pieces))
+    if workers <= 1:
+        yield from (estimate_points(sweep, piece) for piece in pieces)
+        return
+    executor = ProcessPoolExecutor(max_workers=workers)
+    try:
+        waiting: set[Future[list[SweepRow]]] = set()
+        for piece in pieces:
+            waiting.add(executor.submit(estimate_points, sweep, piece))
+            if len(waiting) >= MOST_PIECES * workers:
+                done, waiting = wait(waiting, return_when=FIRST_COMPLETED)
+                yield from (future.result() for future in done)
+        while waiting:
+            done, waiting = wait(waiting, return_when=FIRST_COMPLETED)
+            yield from (future.result() for future in done)
+    finally:
+        executor.shutdown(wait=False, cancel_futures=True)
+
+
+def _on_ray(sweep: SweepFile, pieces: Sequence[Sequence[Point]], address: str) -> Iterator[list[SweepRow]]:
+    """Pieces as tasks of a Ray cluster, whose nodes must have this version of Counterpoint installed."""
+    try:
+        import ray  # noqa: PLC0415  an extra
+    except ModuleNotFoundError as problem:
+        raise DeviceError(f"--ray needs 'ray', which is not installed. Install it: pip install '{RAY}'.") from problem
+    try:
+        _check_reachable(address)
+        ray.init(address=address, log_to_driver=False, configure_logging=False)
+    except Exception as problem:  # Ray raises many kinds, none of them its own base
+        raise DeviceError(
+            f"No Ray cluster answers at '{address}': {cause_of(problem, 200).rstrip('.')}. Start one (ray start --head), or "
+            "leave --ray out."
+        ) from problem
+    try:
+        task = ray.remote(estimate_points)
+        shared = ray.put(sweep)
+        waiting = [task.remote(shared, piece) for piece in pieces]
+        while waiting:
+            done, waiting = ray.wait(waiting)
+            for each in done:
+                yield _result(ray, each)
+    finally:
+        ray.shutdown()
+
+
+def _check_reachable(address: str) -> None:
+    """Raise `OSError` where nothing listens at host:port, for which Ray itself would wait a minute and end the process."""
+    host, separator, port = address.removeprefix("ray://").rpartition(":")
+    if separator and port.isdigit():
+        socket.create_connection((host, int(port)), timeout=REACH_S).close()
+
+
+def _result(ray: Any, task: Any) -> list[SweepRow]:
+    try:
+        rows: list[SweepRow] = ray.get(task)
+    except ray.exceptions.RayError as problem:
+        raise DeviceError(
+            f"A task of the Ray cluster failed: {cause_of(problem, 200)} What was done is kept; run the sweep again."
+        ) from problem
+    return rows

@@ -1,0 +1,122 @@
+"""A sweep file: a cluster file, and under `[sweep]` the values to try; every combination that is possible is estimated."""
+
+import hashlib
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from counterpoint.cluster.description import ClusterFile, Configuration
+from counterpoint.cluster.training import (
+    CompressionMethod,
+    ControlName,
+    PipelineKind,
+    Recompute,
+    Sharding,
+)
+from counterpoint.errors import CounterpointError, MachineError, package_version
+from counterpoint.value import Value, read_toml, require
+
+MOST_COMBINATIONS = 1_000_000
+TABLE_OF = {  # where a swept value belongs in a cluster file
+    "machine": "cluster",
+    "num_nodes": "cluster",
+    "tensor": "parallelism",
+    "pipeline": "parallelism",
+    "context": "parallelism",
+    "expert": "parallelism",
+    "sharding": "parallelism",
+    "schedule": "parallelism",
+    "num_chunks": "parallelism",
+    "micro_batch": "training",
+    "global_batch": "training",
+    "recompute": "training",
+    "controls": "training",
+    "compression": "compression",
+}
+
+
+class Axes(Value, frozen=True, kw_only=True):
+    """Values to try; an axis that is empty keeps what the file's tables say."""
+
+    machine: tuple[str, ...] = ()
+    num_nodes: tuple[int, ...] = ()
+    tensor: tuple[int, ...] = ()
+    pipeline: tuple[int, ...] = ()
+    context: tuple[int, ...] = ()
+    expert: tuple[int, ...] = ()
+    sharding: tuple[Sharding, ...] = ()
+    schedule: tuple[PipelineKind, ...] = ()
+    num_chunks: tuple[int, ...] = ()
+    micro_batch: tuple[int, ...] = ()
+    global_batch: tuple[int, ...] = ()
+    recompute: tuple[Recompute, ...] = ()
+    controls: tuple[tuple[ControlName, ...], ...] = ()
+    compression: tuple[CompressionMethod, ...] = ()
+
+    def __post_init__(self) -> None:
+        found = [len(getattr(self, name)) for name in self.names]
+        require(bool(found), MachineError, f"[sweep] holds no values to try; name some of {', '.join(TABLE_OF)}.")
+        total = 1
+        for number in found:
+            total *= number
+        require(
+            total <= MOST_COMBINATIONS,
+            MachineError,
+            f"[sweep] must hold at most {MOST_COMBINATIONS:,} combinations; found {total:,}. Name fewer values.",
+        )
+        for name in self.names:
+            values = getattr(self, name)
+            require(
+                len(set(values)) == len(values),
+                MachineError,
+                f"[sweep] {name} must name each value once; found {', '.join(str(value) for value in values)}.",
+            )
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Axes that hold values."""
+        return tuple(name for name in TABLE_OF if getattr(self, name))
+
+    def points(self) -> Iterator[dict[str, Any]]:
+        """Every combination, the last axis the fastest."""
+        for values in itertools.product(*(getattr(self, name) for name in self.names)):
+            yield dict(zip(self.names, values, strict=True))
+
+
+class SweepFile(Value, frozen=True, kw_only=True):
+    """A cluster file with `[sweep]`. `base` is what the axes change."""
+
+    base: ClusterFile
+    axes: Axes
+
+    def key(self, point: dict[str, Any]) -> str:
+        """Sixteen hexadecimal digits of a combination, of the file's other tables, and of Counterpoint's version."""
+        content = repr((self.base, sorted(point.items()), package_version()))
+        return hashlib.sha256(content.encode()).hexdigest()[:16]
+
+    def configuration(self, point: dict[str, Any]) -> Configuration:
+        """The step of a combination. Raises `MachineError` where it is impossible."""
+        changes: dict[str, dict[str, Any]] = {}
+        for name, value in point.items():
+            changes.setdefault(TABLE_OF[name], {})["method" if name == "compression" else name] = value
+        tables = {name: msgspec.structs.replace(getattr(self.base, name), **change) for name, change in changes.items()}
+        return msgspec.structs.replace(self.base, **tables).configuration()
+
+
+def load_sweep(path: Path | str) -> SweepFile:
+    """Read a sweep file (.toml). Raises `MachineError`, one line, for whatever is wrong with it."""
+    whole = read_toml(path, _WholeFile, MachineError)
+    tables = {name: getattr(whole, name) for name in ClusterFile.__struct_fields__}
+    try:
+        base = ClusterFile(**tables)
+        require(base.model is not None, MachineError, "a sweep needs [model] and [training]. Add them.")
+    except CounterpointError as problem:
+        raise MachineError(f"{path}: {problem}") from problem
+    return SweepFile(base=base, axes=whole.sweep)
+
+
+class _WholeFile(ClusterFile, frozen=True, kw_only=True):
+    sweep: Axes

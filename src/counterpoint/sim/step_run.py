@@ -1,0 +1,79 @@
+"""One step with what a plan makes of it, simulated at a given clock; and the clock that the power limit leaves it."""
+
+from collections.abc import Sequence
+
+from counterpoint.machine import Machine
+from counterpoint.sim.calibration import Calibration
+from counterpoint.sim.costs import CostModel
+from counterpoint.sim.effects import Effect
+from counterpoint.sim.engine import Engine
+from counterpoint.sim.power import MOST_ROUNDS, SAME_CLOCK, Drawn, PowerModel
+from counterpoint.sim.rates import RateModel
+from counterpoint.sim.task_graph import TaskGraph
+from counterpoint.step import Collective, Copy, Footprint, Step
+from counterpoint.units import ps_to_us
+
+Spans = list[tuple[int, int]]
+
+
+class StepRun:
+    """A step, what a plan's controls amount to for each of its operations, and a machine with its constants."""
+
+    def __init__(self, step: Step, effects: Sequence[Effect], machine: Machine, calibration: Calibration) -> None:
+        self.step, self.calibration = step, calibration
+        self._effects, self._machine = effects, machine
+
+    def spans(self, clock_share: float) -> Spans:
+        """Start and end of every operation, in picoseconds from the start, at a share of the lone times' clock."""
+        costs = CostModel(self._machine, self.calibration, clock_share)
+        graph = TaskGraph(self.step, self._effects, costs, self.calibration)
+        rates = RateModel(costs.hbm_bytes_per_s, self.calibration.latency_per_load.value)
+        engine = Engine(self._machine, rates, graph.tasks, graph.launches, _fits_beside(self.step))
+        return graph.spans(engine.run())
+
+    def lone_us(self) -> list[float]:
+        """Each operation's time alone, in microseconds; of what copies move, the copies' time."""
+        costs = CostModel(self._machine, self.calibration)
+        return [
+            costs.copied_us(operation)
+            if isinstance(operation, Collective) and _is_copied(effect)
+            else costs.lone_us(operation)
+            for operation, effect in zip(self.step.operations, self._effects, strict=True)
+        ]
+
+    def drawn(self) -> list[Drawn]:
+        """What each operation draws; nothing where the power limit cannot act or is not known, or the clock is a job's."""
+        if not self.step.is_timed_in_bursts or not self.calibration.power:
+            return []
+        power, lone_us = PowerModel(self.calibration), self.lone_us()
+        if not power.is_burst(lone_us):
+            return []
+        each = zip(self.step.operations, self._effects, lone_us, strict=True)
+        return [power.drawn(operation, time_us, is_copied=_is_copied(effect)) for operation, effect, time_us in each]
+
+
+def clock_share(runs: Sequence[StepRun]) -> float:
+    """The clock that the power limit leaves steps which take turns, as a share of that of their lone times."""
+    drawn = [each for run in runs for each in run.drawn()]
+    found = 1.0
+    if not drawn:
+        return found
+    power = PowerModel(runs[0].calibration)
+    for _ in range(MOST_ROUNDS):
+        before = found
+        makespan_us = sum(ps_to_us(max(end for _, end in run.spans(before))) for run in runs)
+        found = power.next_clock(drawn, makespan_us, before)
+        if abs(found - before) < SAME_CLOCK:
+            break
+    return found
+
+
+def _is_copied(effect: Effect) -> bool:
+    return effect.uses_copy_engine or effect.overlap is not None
+
+
+def _fits_beside(step: Step) -> frozenset[tuple[Footprint, Footprint]]:
+    """The launches that the step says fit beside each other."""
+    pairs = [[step.operations[number] for number in pair] for pair in step.fits_beside]
+    footprints = [[None if isinstance(each, Copy) else each.footprint for each in pair] for pair in pairs]
+    return frozenset((first, second) for first, second in footprints if first is not None and second is not None)

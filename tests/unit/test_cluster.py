@@ -1,0 +1,233 @@
+"""Clusters: one node is the single-node simulator, folding is exact where it should be, pipelines and switches hold."""
+
+import math
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from counterpoint.cluster.collective_times import RankGroup, times_on
+from counterpoint.cluster.description import ClusterFile, Configuration, load_cluster
+from counterpoint.cluster.estimate import calibration_of, estimate_step
+from counterpoint.cluster.extend import extend_step
+from counterpoint.cluster.network import Cluster, Fabric, Level
+from counterpoint.cluster.passes import PassKind, pass_step
+from counterpoint.cluster.pipeline import StageTimes, run_pipeline
+from counterpoint.cluster.training import Compression, Model, Parallelism, Skew, Training
+from counterpoint.errors import CounterpointError, MachineError
+from counterpoint.job import load_job
+from counterpoint.machine import load_machine
+from counterpoint.plan import LEAVE_IT
+from counterpoint.sim import Simulator
+from counterpoint.sim.calibration import load_calibration
+from counterpoint.step import Collective
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples" / "clusters"
+MIB = 1 << 20
+
+
+def fabric(num_nodes: int, **changes: object) -> Fabric:
+    level = Level(name="switch", num_nodes=max(1, num_nodes), bytes_per_s=5e10, latency_us=10.0)
+    return Cluster(name="test", machine="h100", num_nodes=num_nodes, levels=(level,), **changes).load()  # type: ignore[arg-type]
+
+
+def configuration(num_nodes: int = 2, *, batch: int = 64, layers: int = 8, **parts: object) -> Configuration:
+    model = Model(num_layers=layers, hidden=4096, num_heads=32, vocabulary=32000, sequence=4096)
+    training = parts.pop("training", Training(micro_batch=1, global_batch=batch))
+    return Configuration(fabric=fabric(num_nodes), model=model, training=training, **parts)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("source", ["examples/traces/fsdp2.rank0.json.gz", "examples/traces/tp.rank0.json.gz", "cb_ar_opt1"])
+def test_a_cluster_of_one_node_is_the_single_node_simulator(source: str) -> None:
+    job = load_job(str(ROOT / source) if "/" in source else source, "h200")
+    one = Cluster(name="one", machine="h200", num_nodes=1).load()
+    extended = extend_step(job.step, one)
+    assert extended.step == job.step
+    assert not extended.assumptions
+    assert Simulator().run(extended.step, one.machine, LEAVE_IT) == Simulator().run(job.step, job.machine, LEAVE_IT)
+
+
+def test_collectives_of_a_model_on_one_node_are_left_to_the_single_node_simulator() -> None:
+    found = configuration(1, parallelism=Parallelism(tensor=8, is_sequence_parallel=True))
+    step = pass_step(found, times_on(found.fabric, calibration_of(found)), PassKind(direction="forward"), 2)
+    assert all(each.lone_us is None for each in step.operations)
+    assert calibration_of(found) == load_calibration(found.fabric.machine)
+    several = configuration(2, parallelism=Parallelism(tensor=8, is_sequence_parallel=True))
+    same = pass_step(several, times_on(several.fabric, calibration_of(several)), PassKind(direction="forward"), 2)
+    simulator = Simulator()
+    ends = [simulator.run(each, found.fabric.machine, LEAVE_IT).intervals[-1].end_us for each in (step, same)]
+    assert ends[1] == pytest.approx(ends[0], rel=1e-6)  # tensor groups stay inside their nodes
+
+
+def test_folding_layers_equals_simulating_all_of_them() -> None:
+    found = configuration(2, layers=6, parallelism=Parallelism(sharding="full"))
+    times = times_on(found.fabric, calibration_of(found))
+    kind = PassKind(direction="backward", is_gathering=True, is_reducing=True)
+    whole, two, three = (
+        max(
+            each.end_us
+            for each in Simulator().run(pass_step(found, times, kind, n), found.fabric.machine, LEAVE_IT).intervals
+        )
+        for n in (6, 2, 3)
+    )
+    assert two + 4 * (three - two) == pytest.approx(whole, rel=0.02)
+
+
+@pytest.mark.parametrize("kind", ["all_reduce", "all_gather", "reduce_scatter", "all_to_all"])
+def test_collectives_take_no_less_than_their_rails_and_grow_with_nodes(kind: str) -> None:
+    last = 0.0
+    for nodes in (1, 2, 8, 64):
+        found = fabric(nodes)
+        times = times_on(found, load_calibration(found.machine))
+        group = RankGroup(size=8 * nodes)
+        taken_us = times.time_us(kind, 256 * MIB, group)  # type: ignore[arg-type]
+        share = {"all_reduce": 2, "all_to_all": 8}.get(kind, 1)
+        crossing = share * 256 * MIB / 8 * (nodes - 1) / nodes
+        assert taken_us >= crossing / 5e10 * 1e6
+        assert taken_us > last
+        last = taken_us
+
+
+def test_an_innermost_level_is_used_by_neighbors_and_an_outer_one_by_others() -> None:
+    levels = (
+        Level(name="leaf", num_nodes=2, bytes_per_s=5e10, latency_us=5.0),
+        Level(name="spine", num_nodes=8, bytes_per_s=5e10, latency_us=5.0, oversubscription=4.0),
+    )
+    found = Cluster(name="x", machine="h100", num_nodes=8, levels=levels).load()
+    times = times_on(found, load_calibration(found.machine))
+    near, far = (times.time_us("all_gather", 64 * MIB, RankGroup(size=2, stride=stride)) for stride in (8, 16))
+    assert far > 3 * near
+
+
+def stage(forward: float = 1.0, backward: float = 2.0, weights: float = 1.0) -> StageTimes:
+    return StageTimes(forward_us=forward, backward_us=backward, weights_us=weights)
+
+
+def test_pipelines_take_what_their_papers_say() -> None:
+    stages, number = 4, 8
+    plain = run_pipeline([[stage()]] * stages, number, 0.0, is_sending_hidden=True, kind="1f1b")
+    assert plain.end_us == pytest.approx((number + stages - 1) * 3.0)
+    halves = [[stage(0.5, 1.0, 0.5)] * 2] * stages
+    interleaved = run_pipeline(halves, number, 0.0, is_sending_hidden=True, kind="interleaved")
+    assert interleaved.end_us == pytest.approx(number * 3.0 + (stages - 1) * 3.0 / 2)
+    zero = run_pipeline([[stage()]] * stages, number, 0.0, is_sending_hidden=True, kind="zero_bubble")
+    # ZB-H1's bubble is (p - 1)(F + B - W), with B without W: a third of 1F1B's here
+    assert zero.end_us == pytest.approx(number * 3.0 + (stages - 1) * 1.0)
+    assert sum(zero.busy_us) == pytest.approx(stages * number * 3.0)
+
+
+def test_sends_that_block_cost_more_than_hidden_ones() -> None:
+    hidden, blocking = (
+        run_pipeline([[stage()]] * 4, 16, 0.2, is_sending_hidden=each, kind="1f1b").end_us for each in (True, False)
+    )
+    assert hidden < blocking
+
+
+@pytest.mark.parametrize(
+    "parallelism",
+    [
+        Parallelism(),
+        Parallelism(sharding="optimizer"),
+        Parallelism(sharding="full"),
+        Parallelism(sharding="hybrid", shard_size=8),
+        Parallelism(tensor=8, is_sequence_parallel=True, sharding="optimizer"),
+        Parallelism(context=2, sharding="full"),
+        Parallelism(tensor=2, pipeline=4),
+        Parallelism(tensor=2, pipeline=4, schedule="interleaved", num_chunks=2),
+        Parallelism(tensor=2, pipeline=4, schedule="zero_bubble"),
+    ],
+)
+def test_every_parallelism_is_estimated_within_bounds(parallelism: Parallelism) -> None:
+    found = estimate_step(configuration(parallelism=parallelism))
+    assert 0.1 < found.model_flops_utilization < 0.75
+    parts = [found.compute_us, found.tensor_exposed_us, found.bubble_us, found.data_exposed_us, found.optimizer_us]
+    assert min(parts) >= 0
+    assert sum(parts) == pytest.approx(found.step_us, rel=0.12)
+
+
+def test_experts_are_spread_and_exchange_tokens() -> None:
+    model = Model(
+        num_layers=4,
+        hidden=2048,
+        num_heads=16,
+        vocabulary=32000,
+        sequence=4096,
+        num_experts=64,
+        experts_per_token=6,
+        ffn=1408,
+    )
+    base = configuration(2, layers=4)
+    found = [
+        estimate_step(msgspec.structs.replace(base, model=model, parallelism=Parallelism(expert=each))) for each in (8, 16)
+    ]
+    assert found[1].tensor_exposed_us > found[0].tensor_exposed_us  # 16 leave the node
+    assert found[1].memory_bytes < found[0].memory_bytes
+
+
+def test_a_slow_rank_and_skew_hold_everybody() -> None:
+    usual = estimate_step(configuration())
+    slow = estimate_step(configuration(skew=Skew(slow_ranks=1, slow_factor=1.1)))
+    assert slow.skew_us == pytest.approx(0.1 * (usual.step_us - usual.optimizer_us), rel=0.05)
+    small, large = (estimate_step(configuration(nodes, skew=Skew(sigma=0.01), batch=1024)) for nodes in (2, 64))
+    assert large.skew_us / large.step_us > small.skew_us / small.step_us > 0
+
+
+def test_compression_pays_on_slow_networks_only() -> None:
+    def step_us(method: str, rate: float) -> float:
+        found = configuration(4, compression=Compression(method=method))  # type: ignore[arg-type]
+        level = msgspec.structs.replace(found.fabric.cluster.levels[0], bytes_per_s=rate)
+        cluster = msgspec.structs.replace(found.fabric.cluster, levels=(level,))
+        slow = msgspec.structs.replace(found.fabric, cluster=cluster)
+        return estimate_step(msgspec.structs.replace(found, fabric=slow)).step_us
+
+    for method in ("bf16", "fp8", "powersgd", "topk"):
+        assert step_us(method, 2e9) < step_us("none", 2e9)
+    assert step_us("topk", 4e11) > step_us("none", 4e11)
+
+
+def test_a_trace_extended_to_512_ranks_says_what_was_assumed() -> None:
+    job = load_job(str(ROOT / "examples/traces/fsdp2.rank0.json.gz"))
+    extended = extend_step(job.step, load_cluster(EXAMPLES / "h200_512.toml").cluster.load(), 512)
+    assert extended.step.num_ranks == 512
+    before = [each for each in job.step.operations if isinstance(each, Collective)]
+    after = [each for each in extended.step.operations if isinstance(each, Collective)]
+    assert all(each.group_size == 512 for each in after)
+    assert all((b.lone_us or 0) > (a.lone_us or math.inf) for a, b in zip(before, after, strict=True) if a.num_bytes > MIB)
+    assert any("Assumed" in line for line in extended.assumptions)
+
+
+BASE = (EXAMPLES / "h100_4096.toml").read_text()
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "says"),
+    [
+        ("tensor = 8", "tensor = 7", "must be a multiple of"),
+        ("tensor = 8", "tensro = 8", "tensro"),
+        ("pipeline = 8", "pipeline = 3", "must be a multiple of"),
+        ("num_nodes = 512", "num_nodes = 5120", "last level must join"),
+        ('machine = "h100"', 'machine = "h100"\nnum_rails = 9', "at most the 8 GPUs"),
+        ('machine = "h100"', 'machine = "z100"', "Unknown machine"),
+        ("num_chunks = 5", "num_chunks = 1", "belong together"),
+        ("[training]", '[compression]\nmethod = "topk"\n\n[training]', "whole gradients"),
+        ("global_batch = 1024", "global_batch = 1000", "must be a multiple of data x micro_batch"),
+        ("efficiency = 0.8", "efficiency = 8", "must be from"),
+        ("num_heads = 64", 'num_heads = 64\nmatmul_type = "int8"\nattention = "none"', "attention"),
+    ],
+)
+def test_bad_cluster_files_are_one_line(tmp_path: Path, old: str, new: str, says: str) -> None:
+    path = tmp_path / "cluster.toml"
+    assert old in BASE
+    path.write_text(BASE.replace(old, new, 1))
+    with pytest.raises(CounterpointError) as problem:
+        load_cluster(path).configuration()
+    assert says in str(problem.value)
+    assert "\n" not in str(problem.value)
+
+
+def test_a_file_without_a_model_says_what_to_add() -> None:
+    only = ClusterFile(cluster=Cluster(name="x", machine="h100", num_nodes=1))
+    with pytest.raises(MachineError, match=r"Add \[model\] and \[training\]"):
+        only.configuration()
+    assert load_machine("h100").num_gpus == only.cluster.load().num_gpus
