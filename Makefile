@@ -2,6 +2,7 @@
 # make demo      set up, then plan a profiler trace and a described workload by simulation
 # make test-gpu  the tests that need one GPU or more
 # make bench     the benchmarks that need no GPU
+# make wheel     dist/*.whl with the launch filter compiled for x86-64 and AArch64 (by Zig: needs neither's compiler)
 #
 # The first call sets up .venv with the versions in constraints.txt. PYTHON=python3.12 picks another interpreter. The tests also
 # install torch (constraints-torch.txt): a build for CPUs is enough.
@@ -12,7 +13,7 @@ BIN := $(VENV)/bin
 PIP_INSTALL := $(BIN)/python -m pip --disable-pip-version-check install --quiet --no-input
 CHECKED := $(wildcard src tests benchmarks examples)
 
-.PHONY: test demo test-gpu bench setup torch compiler clean
+.PHONY: test demo test-gpu bench wheel setup torch compiler clean
 
 test: torch compiler
 	$(BIN)/ruff check $(CHECKED)
@@ -31,6 +32,14 @@ test-gpu: torch
 bench: setup
 	@test -d benchmarks || { echo "There are no benchmarks in this checkout." >&2; exit 2; }
 	$(BIN)/python -m benchmarks
+
+# Zig compiles on any Linux; it is installed for this target alone, since it is 100 MB
+wheel: setup
+	$(PIP_INSTALL) --constraint constraints.txt "ziglang>=0.14,<1" "hatchling>=1.25,<2"
+	rm -rf build/filter
+	$(BIN)/python -m counterpoint.launch_filter.prebuilt build/filter
+	$(BIN)/python -m pip --disable-pip-version-check wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .
+	rm -rf build/filter
 
 setup: $(VENV)/installed
 

@@ -19,7 +19,7 @@ from counterpoint.doctor.job_context import (
     JobContext,
     PreloadedLibrary,
 )
-from counterpoint.doctor.rules import RULES, controls, find, frameworks, launches, nccl, process_groups, queues
+from counterpoint.doctor.rules import RULES, controls, find, frameworks, launchers, launches, nccl, process_groups, queues
 from counterpoint.doctor.script import NAME_SIGNS
 
 H200 = FoundGpu(name="NVIDIA H200", compute_capability="9.0", num_sms=132, has_multicast=True)
@@ -54,6 +54,13 @@ OURS = PreloadedLibrary(path="/cache/filter.so", is_found=True, is_ours=True, en
 HARMLESS = PreloadedLibrary(path="/usr/lib/libjemalloc.so", is_found=True)
 
 Rule = Callable[[JobContext], Finding | None]
+
+
+def command(words: str) -> JobCommand:
+    return read_command(words.split(), {}).job
+
+
+RUN = "counterpoint run --plan p.toml --"
 FIRES: list[tuple[Rule, JobContext, str]] = [
     (launches.blocking_launches, on(CUDA_LAUNCH_BLOCKING="1"), DEFEATS),
     (launches.blocking_launches, on(MI300X, AMD_SERIALIZE_KERNEL="3"), DEFEATS),
@@ -61,6 +68,20 @@ FIRES: list[tuple[Rule, JobContext, str]] = [
     (launches.uncached_memory, on(PYTORCH_NO_CUDA_MEMORY_CACHING="1"), DEFEATS),
     (launches.preloaded_interceptor, on(preloaded=(HARMLESS, PRELOADED)), MAY),
     (launches.preloaded_but_missing, on(preloaded=(PreloadedLibrary(path="/no/such.so", is_found=False),)), NOTE),
+    (launchers.container_behind_run, on(job=command(f"{RUN} docker run --gpus all image torchrun train.py")), MAY),
+    (launchers.container_behind_run, on(job=command(f"{RUN} srun -N 1 --container-image=image torchrun train.py")), MAY),
+    (
+        launchers.container_behind_run,
+        on(job=command("apptainer exec --bind /data:/data image.sif torchrun train.py"), preloaded=(OURS,)),
+        MAY,
+    ),
+    (launchers.hosts_behind_run, on(job=command(f"{RUN} srun -N 4 torchrun train.py")), MAY),
+    (launchers.hosts_behind_run, on(job=command(f"{RUN} mpirun -np 8 python train.py")), MAY),
+    (launchers.cleared_environment, on(job=command(f"{RUN} env -i PATH=/usr/bin torchrun train.py")), MAY),
+    (launchers.filter_not_loadable, on(filter_problem="it uses another C library"), MAY),
+    (launchers.filter_on_shared_files, on(filter_folder="/home/me/.cache/counterpoint", filter_file_system="nfs4"), NOTE),
+    (launchers.occupied_plugin_slot, on(NCCL_PROFILER_PLUGIN="/inspector/libnccl-profiler-inspector.so"), NOTE),
+    (launchers.occupied_plugin_slot, on(NCCL_TUNER_PLUGIN="libnccl-ofi-tuner.so"), NOTE),
     (queues.one_queue_for_sharded_data_parallel, on(H200, job=FSDP2, CUDA_DEVICE_MAX_CONNECTIONS="1"), DEFEATS),
     (queues.one_queue_for_sharded_data_parallel, on(B200, job=hints("fsdp1"), CUDA_DEVICE_MAX_CONNECTIONS="1"), DEFEATS),
     (queues.several_queues_for_megatron, on(H200, job=TP), DEFEATS),
@@ -132,6 +153,18 @@ SILENT: list[tuple[Rule, JobContext]] = [
     (launches.uncached_memory, on(PYTORCH_NO_CUDA_MEMORY_CACHING="")),
     (launches.preloaded_interceptor, on(preloaded=(HARMLESS, OURS))),
     (launches.preloaded_but_missing, on(preloaded=(HARMLESS,))),
+    (launchers.container_behind_run, on(job=command("docker run image counterpoint run --plan p -- torchrun train.py"))),
+    (launchers.container_behind_run, on(job=command("docker run image torchrun train.py"))),
+    (
+        launchers.container_behind_run,
+        on(job=command("docker run -v /cache:/cache image torchrun train.py"), preloaded=(OURS,)),
+    ),
+    (launchers.hosts_behind_run, on(job=command(f"srun -N 4 {RUN} torchrun train.py"))),
+    (launchers.hosts_behind_run, on(job=command(f"{RUN} torchrun --nnodes 4 train.py"))),
+    (launchers.cleared_environment, on(job=command(f"env -i PATH=/usr/bin {RUN} torchrun train.py"))),
+    (launchers.filter_not_loadable, on()),
+    (launchers.filter_on_shared_files, on(filter_folder="/local")),
+    (launchers.occupied_plugin_slot, on(NCCL_TUNER_PLUGIN="none")),
     (queues.one_queue_for_sharded_data_parallel, on(H200, job=FSDP2, CUDA_DEVICE_MAX_CONNECTIONS="32")),
     (queues.one_queue_for_sharded_data_parallel, on(H200, job=TP, CUDA_DEVICE_MAX_CONNECTIONS="1")),
     (queues.several_queues_for_megatron, on(H200, job=TP, CUDA_DEVICE_MAX_CONNECTIONS="1")),

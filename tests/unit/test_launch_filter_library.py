@@ -177,15 +177,15 @@ def test_the_part_for_amd_is_built_on_request_only(monkeypatch: pytest.MonkeyPat
 
 
 def test_another_compiler_or_a_changed_source_is_another_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    first = library._fingerprint()
+    first = library._fingerprint(None)
     monkeypatch.setenv("CC", "gcc -m64")
-    assert library._fingerprint() != first
+    assert library._fingerprint(None) != first
     monkeypatch.delenv("CC")
     changed = tmp_path / "decide.c"
     changed.write_text("// changed\n")
     sources = [changed if path.name == changed.name else path for path in library.c_sources()]
     monkeypatch.setattr(library, "c_sources", lambda **_: sources)
-    assert library._fingerprint() != first
+    assert library._fingerprint(None) != first
 
 
 @pytest.mark.parametrize(

@@ -24,20 +24,25 @@ JOB = Path(__file__).parents[1] / "helpers" / "jobs" / "paths.py"
 TORCHRUN = str(Path(sys.executable).with_name("torchrun"))
 LIMIT_S = 240
 RING = OverlapMatmul(schedule=ScheduleDescription(pattern="ring"))  # the heuristic leaves blocks this small to the library
+IN_PIECES = ScheduleDescription(
+    pattern="all_peers", along="experts", chunks=2
+)  # of experts; so small they are the library's otherwise
 CONTROLS: dict[str, tuple[tuple[CollectiveKind | None, Control], ...]] = {
     "ddp": (("all_reduce", COPIES),),
     "fsdp2": (("all_gather", COPIES), ("reduce_scatter", COPIES)),
     "tp": ((None, RING),),
     "bare": (("all_gather", COPIES), ("all_reduce", COPIES)),
     "2d": ((None, RING),),
+    "experts": (("all_to_all", OverlapMatmul(schedule=IN_PIECES)),),
 }
-KINDS = {2: ("ddp", "fsdp2", "tp", "bare"), 4: ("ddp", "fsdp2", "tp", "2d")}  # by ranks
+KINDS = {2: ("ddp", "fsdp2", "tp", "bare", "experts"), 4: ("ddp", "fsdp2", "tp", "2d", "experts")}  # by ranks
 TARGETS = {
     "ddp": ("all-reduces",),
     "fsdp2": ("all-gathers", "reduce-scatters"),
     "tp": ("tensor-parallel linears",),
     "bare": ("all-gathers", "all-reduces"),
     "2d": ("tensor-parallel linears",),
+    "experts": ("routed experts",),
 }
 Ended = subprocess.CompletedProcess[str]
 Result = tuple[list[float], str, list[int]]  # sums of parameters by rank, names in a checkpoint, calls and bytes by copies
@@ -126,6 +131,23 @@ def test_a_plan_moves_the_collectives_of_an_unmodified_job_as_the_integration_ca
     assert sum(number for number, _ in calls) == num_calls > 0
     if len(rows) == 1:
         assert f"{format_bytes(num_bytes)} sent" in rows[0]
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_a_plan_overlaps_the_experts_of_an_unmodified_job_as_the_integration_called_by_hand(
+    num_ranks: int, tmp_path: Path, references: Callable[[int], dict[str, Result]]
+) -> None:
+    ended = run_planned("experts", tmp_path, *job(num_ranks, "experts:"))
+    assert ended.returncode == 0, ended.stderr
+    sums, names, _ = results(ended.stdout)["experts:"]
+    sums_by_hand, _, (num_calls, num_bytes) = references(num_ranks)["experts:hand"]
+    bare_sums, bare_names, _ = references(num_ranks)["experts:"]
+    assert sums == sums_by_hand, "bit for bit"
+    assert sums == pytest.approx(bare_sums, rel=1e-5)
+    assert names == bare_names, "a checkpoint is as without us"
+    rows = [line for line in ended.stderr.splitlines() if " routed experts " in line and "by copies" in line]
+    assert all(f" {num_calls} of {num_calls} " in each and each.rstrip().endswith("verified") for each in rows)
+    assert any(f"{format_bytes(num_bytes)} sent" in each for each in rows), "ranks send as much as they are routed"
 
 
 def test_a_model_with_a_hook_of_its_own_is_refused_with_the_reason_and_computes_as_without_us(

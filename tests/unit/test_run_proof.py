@@ -152,14 +152,14 @@ def test_a_setting_without_any_collective_is_not_verified() -> None:
 def test_the_environment_has_the_filter_and_the_agent_in_front_and_keeps_the_rest(tmp_path: Path) -> None:
     inherited = {"LD_PRELOAD": "/a.so:/b.so", "PYTHONPATH": "/p", "HOME": "/h"}
     library = Path("/cache/filter.so")
-    found = job_environment(inherited, tmp_path, library, Plan(), has_agent=True, keeps_recordings=False)
+    found = job_environment(inherited, tmp_path, library, Plan(), keeps_recordings=False)
     assert found["LD_PRELOAD"] == "/cache/filter.so:/a.so:/b.so"
     assert found["PYTHONPATH"] == f"{IN_JOB}:/p"
     assert found["HOME"] == "/h"
     assert inherited["PYTHONPATH"] == "/p"
-    bare = job_environment({}, tmp_path, library, Plan(), has_agent=False, keeps_recordings=False)
+    bare = job_environment({}, tmp_path, library, Plan(), keeps_recordings=False)
     assert bare["LD_PRELOAD"] == str(library), "no empty part, which would stand for the current folder"
-    assert "PYTHONPATH" not in bare
+    assert bare["PYTHONPATH"] == str(IN_JOB)
 
 
 def test_operators_record_calls_only_where_paths_are_switched_for_the_filter_sees_a_graph_once(
@@ -168,14 +168,14 @@ def test_operators_record_calls_only_where_paths_are_switched_for_the_filter_see
     pytest.importorskip("torch")
     recordings = pytest.importorskip("counterpoint.ops.graph_cache")
     arguments = ({recordings.SWITCH: "1"}, tmp_path, Path("/cache/filter.so"), Plan())
-    assert job_environment(*arguments, has_agent=True, keeps_recordings=False)[recordings.SWITCH] == "0"
-    assert job_environment(*arguments, has_agent=True, keeps_recordings=True)[recordings.SWITCH] == "1"
+    assert job_environment(*arguments, keeps_recordings=False)[recordings.SWITCH] == "0"
+    assert job_environment(*arguments, keeps_recordings=True)[recordings.SWITCH] == "1"
 
 
 @pytest.mark.parametrize("folder", ["/with space", "/with:colon"])
 def test_a_path_that_cannot_be_preloaded_is_refused(folder: str, tmp_path: Path) -> None:
     with pytest.raises(LaunchFilterError, match="COUNTERPOINT_CACHE_DIR"):
-        job_environment({}, tmp_path, Path(folder) / "filter.so", Plan(), has_agent=True, keeps_recordings=False)
+        job_environment({}, tmp_path, Path(folder) / "filter.so", Plan(), keeps_recordings=False)
 
 
 def test_a_limit_on_communication_is_what_nccl_calls_it() -> None:
@@ -186,8 +186,8 @@ def test_a_limit_on_communication_is_what_nccl_calls_it() -> None:
 def test_a_setting_of_the_user_is_not_overwritten(tmp_path: Path) -> None:
     plan, library = plan_of(CommunicationCtas(max_ctas=8)), Path("/filter.so")
     with pytest.raises(PlanError, match="NCCL_MAX_CTAS=8, but it is set to 16"):
-        job_environment({"NCCL_MAX_CTAS": "16"}, tmp_path, library, plan, has_agent=True, keeps_recordings=False)
-    found = job_environment({"NCCL_MAX_CTAS": "8"}, tmp_path, library, plan, has_agent=True, keeps_recordings=False)
+        job_environment({"NCCL_MAX_CTAS": "16"}, tmp_path, library, plan, keeps_recordings=False)
+    found = job_environment({"NCCL_MAX_CTAS": "8"}, tmp_path, library, plan, keeps_recordings=False)
     assert found["NCCL_MAX_CTAS"] == "8"
 
 

@@ -17,12 +17,11 @@ from counterpoint.integrations import job_paths
 from counterpoint.integrations.paths import COPIES, LIBRARY, PathOffer, Paths, path_problems
 from counterpoint.plan import Directive, Match, Plan
 from counterpoint.step import CollectiveKind
-from counterpoint.supervised import path_agreement
 from counterpoint.supervised.messages import PathSurvey
 from counterpoint.supervised.path_agreement import agree_on_paths
 from counterpoint.supervised.settings import LiveSettings, setting_of
 from helpers.live_job_double import nccl, seen
-from helpers.paths_double import CALLS, DDP, FSDP2, LINEARS, PathsJob, PathTime
+from helpers.paths_double import CALLS, DDP, EXPERTS, FSDP2, LINEARS, PathsJob, PathTime
 
 LONG = seen("_Z4longPf")
 GATHERS = Directive(match=Match(kind="communication", collective="all_gather"), controls=(COPIES,), reason="test")
@@ -156,6 +155,17 @@ def test_copies_that_cost_time_are_tried_and_left() -> None:
     assert found_plan(job).verdict == "NO_GAIN"
 
 
+def test_experts_are_overlapped_where_that_pays_and_a_plan_has_them() -> None:
+    job = PathsJob(UNGUARDED, lambda rank: (FSDP2, EXPERTS))
+    job.run(260, lambda rank, step, paths: 900.0 if paths.overlaps_experts else 1010.0 if paths.copies else 1000.0)
+    assert not job.apart()
+    assert found_plan(job).verdict == "GAIN"
+    (directive,) = [each for each in found_plan(job).directives if each.match.collective == "all_to_all"]
+    assert directive.controls == (OverlapMatmul(),)
+    assert setting_of(found_plan(job)).paths.overlaps_experts
+    assert "5 layers of routed experts" in directive.reason
+
+
 def test_what_one_rank_refuses_is_tried_on_none_and_the_plan_says_why() -> None:
     refusing = PathOffer(integration="fsdp2", what=FSDP2.what, kinds=FSDP2.kinds, refusal="the job's torch is too old")
     job = PathsJob(UNGUARDED, lambda rank: (refusing if rank == 2 else FSDP2, LINEARS), num_ranks=3)
@@ -201,7 +211,7 @@ def test_ranks_switch_the_kinds_that_all_of_them_call(order: int) -> None:
 
 def test_models_that_differ_are_refused_with_both_ranks() -> None:
     offers = (FSDP2, FSDP2, replace(FSDP2, what="2 FSDP2 models"))
-    assert [offer.refusal for offer in agree_on_paths([PathSurvey(version="", offers=(each,)) for each in offers])] == [
+    assert [offer.refusal for offer in agree_on_paths([PathSurvey(offers=(each,)) for each in offers])] == [
         "rank 2 has 2 FSDP2 models, and rank 0 1 FSDP2 model"
     ]
 
@@ -266,19 +276,6 @@ def test_only_what_keeps_every_bit_is_tried_where_that_is_asked_for() -> None:
     assert was_in_force(job) == {LIBRARY, GATHERED}
     assert found_plan(job).verdict == "GAIN"
     assert sum("sums in another order" in reason for reason in why_not(job)) == 3
-
-
-def test_a_rank_with_another_version_ends_it_in_one_line_with_nothing_switched(monkeypatch: pytest.MonkeyPatch) -> None:
-    job = PathsJob(TUNING, num_ranks=3, functions=[LONG, nccl()])
-    versions = iter(["0.3", "0.3", "0.2"])
-    monkeypatch.setattr(path_agreement, "package_version", lambda: next(versions))
-    job.run(60, by_paths(0.2))
-    assert was_in_force(job) == {LIBRARY}
-    assert all(each.taken == [] for each in job.paths)
-    assert not any(rank.is_running for rank in job.ranks)
-    assert len(job.ranks[0].said) == 1
-    assert "install one version" in job.ranks[0].said[0]
-    assert not job.ranks[1].said
 
 
 @given(

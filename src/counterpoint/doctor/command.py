@@ -17,8 +17,12 @@ from counterpoint.value import Value
 ASSIGNMENT = re.compile(r"[A-Za-z_][A-Za-z0-9_]*=")
 PYTHON = re.compile(r"python(\d+(\.\d+)*)?$")
 LAUNCHERS = ("torchrun", "accelerate", "deepspeed")
+CONTAINERS = ("docker", "podman", "nerdctl", "apptainer", "singularity", "enroot")
+# what starts processes on other hosts by itself; mpirun only where it is told of hosts
+OTHER_HOSTS = ("srun", "mpirun", "mpiexec", "orterun", "prun", "jsrun", "aprun", "pdsh", "clush")
+MOUNTS = ("-v", "--volume", "--mount", "-B", "--bind", "--container-mounts")
 WRAPPERS = (
-    "srun", "mpirun", "mpiexec", "nsys", "ncu", "rocprof-compute", "rocprofv3", "compute-sanitizer", "numactl", "taskset",
+    *CONTAINERS, *OTHER_HOSTS, "nsys", "ncu", "rocprof-compute", "rocprofv3", "compute-sanitizer", "numactl", "taskset",
     "nice", "time", "timeout", "stdbuf", "counterpoint",
 )  # fmt: skip
 SHELLS = ("sh", "bash", "zsh", "dash")
@@ -86,6 +90,8 @@ class _Reader:
         self._program_path = ""
         self._script = ""
         self._is_module = False
+        self._clears_environment = False
+        self._mounts: list[str] = []
 
     def result(self) -> ReadCommand:
         """What was read, with the hints of the options and of the script."""
@@ -100,6 +106,9 @@ class _Reader:
             num_nodes=self._count(NODE_OPTIONS, 1 if "torchrun" in self.programs and "srun" not in self.programs else None),
             num_processes_per_node=self._count(PROCESS_OPTIONS, None),
             options=options,
+            clears_environment=self._clears_environment,
+            container=self._container(),
+            mounts=tuple(self._mounts),
             hints=(*_option_hints(options | self._launch_options), *(found or ())),
         )
         return ReadCommand(
@@ -126,6 +135,11 @@ class _Reader:
             else:
                 return
 
+    def _container(self) -> str:
+        """What starts a container for the job: a program, or Slurm's option (pyxis); empty where nothing does."""
+        found = next((name for name in self.programs if name in CONTAINERS), "")
+        return found or ("srun --container-image" if "--container-image" in self._launch_options else "")
+
     def _take_program(self) -> str:
         """The next word, which is a program's. What a wrapper sets comes after the wrapper itself was found."""
         word = self._rest.pop(0)
@@ -143,6 +157,7 @@ class _Reader:
             option = self._rest.pop(0)
             if option in ("-", "-i", "--ignore-environment"):
                 self._environment.clear()
+                self._clears_environment = self._clears_environment or "counterpoint" in self.programs
             elif option in ("-u", "--unset") and self._rest:
                 self._environment.pop(self._rest.pop(0), None)
             elif option.startswith("--unset="):
@@ -165,6 +180,9 @@ class _Reader:
                 self._assign_all(word.partition("=")[2])
             elif word.startswith("-"):
                 self._keep_launch_option(word, following)
+            name, has_value, value = word.partition("=")
+            if name in MOUNTS:
+                self._mounts.append(value if has_value else following)
         if not self._rest:
             self._unknown.append(
                 f"what {self.programs[-1]} starts: no python, torchrun, accelerate or deepspeed in its words"

@@ -17,12 +17,14 @@ from pathlib import Path
 import msgspec
 
 from counterpoint.cuda.device_facts import kernel_module_version
+from counterpoint.cuda.plan_cache import cache_folder
 from counterpoint.doctor import versions_query
 from counterpoint.doctor.command import ReadCommand, read_command
 from counterpoint.doctor.driver_query import Answer
 from counterpoint.doctor.job_context import JobCommand, JobContext, PreloadedLibrary, whole_number
-from counterpoint.errors import JobContextError, LaunchFilterError
-from counterpoint.launch_filter.executable import find_executable
+from counterpoint.errors import CounterpointError, JobContextError, LaunchFilterError
+from counterpoint.launch_filter.executable import check_command, find_executable
+from counterpoint.launch_filter.places import file_system_of
 
 QUERY_LIMIT_S = 60
 RELEVANT = (
@@ -66,9 +68,28 @@ def gather(command: Sequence[str] = (), environment: Mapping[str, str] | None = 
         torch_hip_version=versions.get("torch_hip", ""),
         nccl_version=versions.get("nccl") or answer.nccl_version,
         preloaded=read_preloaded(inner),
+        **_filter_facts(read),
         job=read.job if command else None,
         unknown=(*driver_unknown, *versions_unknown, *_missing_versions(versions, answer), *read.unknown),
     )
+
+
+def _filter_facts(read: ReadCommand) -> dict[str, str]:
+    """Where the launch filter would be kept, on what, and why the job's program could not load it."""
+    try:
+        folder = cache_folder()
+    except CounterpointError:  # neither a setting nor a home: `run` says so
+        return {}
+    system = file_system_of(folder)
+    found = shutil.which(read.program_path, path=_searched(read.environment.get("PATH"))) if read.program_path else None
+    problem = ""
+    if found is not None and not read.job.container:
+        try:
+            check_command(Path(found))
+        except LaunchFilterError as refused:
+            problem = str(refused)
+    shared = system.kind if system.is_shared else ""
+    return {"filter_folder": str(folder), "filter_file_system": shared, "filter_problem": problem}
 
 
 def at_command(elsewhere: JobContext, command: Sequence[str]) -> JobContext:

@@ -46,7 +46,8 @@ class Hint(Value, frozen=True, kw_only=True):
 class JobCommand(Value, frozen=True, kw_only=True):
     """What the words of a command say. `options` are those of the job itself, by name with hyphens; a flag's value is ''.
 
-    `num_nodes` and `num_processes_per_node` are None where the command does not say.
+    `num_nodes` and `num_processes_per_node` are None where the command does not say. `clears_environment`: behind
+    `counterpoint run` it does. `container` is what starts one, `mounts` the words of its mounts.
     """
 
     programs: tuple[str, ...] = ()
@@ -54,6 +55,9 @@ class JobCommand(Value, frozen=True, kw_only=True):
     num_nodes: int | None = None
     num_processes_per_node: int | None = None
     options: dict[str, str] = msgspec.field(default_factory=dict)
+    clears_environment: bool = False
+    container: str = ""
+    mounts: tuple[str, ...] = ()
     hints: tuple[Hint, ...] = ()
 
     def number(self, option: str, default: int = 1) -> int:
@@ -84,6 +88,8 @@ class JobContext(Value, frozen=True, kw_only=True):
     """All that the rules know. `origins` says for a variable where it was set, if not in the shell's environment.
 
     `cuda_version` is what the driver supports. `blocked_peers` are pairs of GPUs without peer access; None where unknown.
+    `filter_folder` is where the launch filter is kept, `filter_file_system` what that lies on if hosts share it, and
+    `filter_problem` why the filter cannot be loaded into the job's program.
     """
 
     vendor: Literal["nvidia", "amd", "unknown"] = "unknown"
@@ -98,6 +104,9 @@ class JobContext(Value, frozen=True, kw_only=True):
     torch_hip_version: str = ""
     nccl_version: str = ""
     preloaded: tuple[PreloadedLibrary, ...] = ()
+    filter_folder: str = ""
+    filter_file_system: str = ""
+    filter_problem: str = ""
     job: JobCommand | None = None
     unknown: tuple[str, ...] = ()
 

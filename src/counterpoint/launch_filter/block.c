@@ -130,6 +130,17 @@ static void in_child(void) {
     pthread_mutex_unlock(&filter_lock);
 }
 
+// The rank that a launcher gave this process, or -1: the names of RANK_VARIABLES in ranks.py, in their order.
+static int32_t launched_rank(void) {
+    static const char *const names[] = {"RANK",     "OMPI_COMM_WORLD_RANK", "PMIX_RANK",
+                                        "PMI_RANK", "MV2_COMM_WORLD_RANK",  "SLURM_PROCID"};
+    for (size_t i = 0; i < sizeof names / sizeof *names; i++) {
+        const char *rank = getenv(names[i]);
+        if (rank && *rank >= '0' && *rank <= '9') return (int32_t)strtol(rank, NULL, 10);
+    }
+    return -1;
+}
+
 static int start(void) {
     const char *directory = getenv(DIRECTORY_VARIABLE);
     if (!directory || !*directory) return OFF;
@@ -138,9 +149,8 @@ static int start(void) {
     if (mapped_block) munmap(mapped_block, sizeof *mapped_block);
     mapped_block = map_block(directory);
     if (!mapped_block) return OFF;
-    const char *rank = getenv("RANK");
     mapped_block->pid = (int32_t)getpid();
-    mapped_block->rank = rank && *rank ? (int32_t)strtol(rank, NULL, 10) : -1;
+    mapped_block->rank = launched_rank();
     filter_started();
     STORE(&filter_block, mapped_block);
     return ON;

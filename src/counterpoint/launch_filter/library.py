@@ -1,8 +1,10 @@
-"""The launch filter as a file to preload: built from its C sources on first use, and kept.
+"""The launch filter as a file to preload: from the wheel, or built from its C sources on first use, and kept.
 
-Building needs a C compiler and no CUDA. The library lies in the cache folder under a name that changes with the sources, the
-machine and the C library. Every process of a job runs its code, so only this user or root may own it or the folder, and
-nobody else may write to either. The file ends in a digest of the rest: one that was damaged is built again.
+A wheel brings it compiled (`prebuilt.py`), so a node needs no compiler. Without that, it is built, which needs a C compiler
+and no CUDA. The library lies in the cache folder under a name that changes with the sources, the machine and the C library.
+Where hosts share that folder's file system, or nothing can be loaded from it, a copy in a folder of this host is preloaded.
+Every process of a job runs its code, so only this user or root may own it or the folder and write to either.
+The file ends in a digest of the rest: one that was damaged is made again.
 
 The part for AMD is experimental, has never run on AMD hardware, and is built on request only.
 """
@@ -15,21 +17,29 @@ import shutil
 import stat
 import subprocess
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from counterpoint.cuda.plan_cache import cache_folder
 from counterpoint.errors import LaunchFilterError
 from counterpoint.launch_filter.executable import check_platform
+from counterpoint.launch_filter.places import file_system_of, local_places
+from counterpoint.launch_filter.prebuilt import (
+    AMD_SOURCE,
+    HOLD_PTX,
+    LINKED,
+    SOURCES,
+    VERSIONS,
+    c_sources,
+    prebuilt_library,
+)
 
-SOURCES = Path(__file__).parent
-HOLD_PTX = SOURCES.parent / "cuda" / "hold.ptx"
 FLAGS = ("-std=c11", "-O2", "-g", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra")
-VERSIONS = SOURCES / "versions.map"
-LINKED = ("-pthread", "-ldl", "-Wl,-z,defs", "-Wl,-z,now", "-Wl,-soname,libcounterpoint_filter.so")
 COMPILERS = ("cc", "gcc", "clang")
 BUILD_LIMIT_S = 120
+LIBRARY_PREFIX = "launch-filter-"
 AMD_VARIABLE = "COUNTERPOINT_EXPERIMENTAL_AMD"
-AMD_SOURCE = "hip.c"
 WITH_AMD = "-DWITH_HIP"
 DIGEST_BYTES = 32
 FOLDER_MODE, FILE_MODE = 0o700, 0o600
@@ -37,21 +47,48 @@ PRIVATE_UMASK = 0o077
 
 
 def filter_library() -> Path:
-    """The library to preload, built if it is not there yet. Raises `LaunchFilterError` where it cannot be."""
+    """The library to preload, made if it is not there yet. Raises `LaunchFilterError` where it cannot be."""
     check_platform()
+    prebuilt = None if has_amd() else prebuilt_library()
     folder = cache_folder()
     try:
-        _make_private(folder)
+        _make_private(folder, needs_compiler=prebuilt is None)
         folder = folder.resolve()
         _check_private(folder)
-        path = folder / f"launch-filter-{_fingerprint()}.so"
+        path = folder / f"{LIBRARY_PREFIX}{_fingerprint(prebuilt)}.so"
         if not _is_kept(path):
-            _build_in(folder, path)
+            if prebuilt is not None:
+                _keep(folder, path, prebuilt.read_bytes())
+            else:
+                _build_in(folder, path)
     except OSError as problem:
         raise LaunchFilterError(
             f"Cannot keep the launch filter in {folder}: {problem.strerror}; set COUNTERPOINT_CACHE_DIR to another folder."
         ) from problem
-    return path
+    system = file_system_of(folder)
+    return _local_copy(path, system.kind) if system.is_shared or not system.may_execute else path
+
+
+def _local_copy(path: Path, kind: str) -> Path:
+    """A copy of the library in a folder of this host alone. Raises `LaunchFilterError` where there is no place for one."""
+    content = path.read_bytes()[:-DIGEST_BYTES]
+    reason = "there is no folder of this host that may be written to and loaded from"
+    for place in local_places():
+        folder = place / f"counterpoint-filter-{os.geteuid()}"
+        copy = folder / path.name
+        try:
+            _make_private(folder, needs_compiler=False)
+            _check_private(folder)
+            if not _is_kept(copy):
+                _keep(folder, copy, content)
+        except (OSError, LaunchFilterError) as problem:  # full, or somebody else's folder of our name
+            reason = f"{folder}: {problem}"
+            continue
+        return copy
+    raise LaunchFilterError(
+        f"The launch filter is not loaded from {path.parent} ({kind}), which hosts share or nothing can be loaded from, and "
+        f"it cannot be copied to this host ({reason}). Set TMPDIR to a folder of this host without noexec."
+    )
 
 
 def has_amd() -> bool:
@@ -59,12 +96,13 @@ def has_amd() -> bool:
     return os.environ.get(AMD_VARIABLE, "") not in ("", "0")
 
 
-def _make_private(folder: Path) -> None:
+def _make_private(folder: Path, *, needs_compiler: bool) -> None:
     """Make the folder and those above it that are missing, for this user alone whatever the umask is."""
     missing = [each for each in (folder, *folder.parents) if not each.exists()]
     if not missing:
         return
-    _compiler()  # without one nothing is left behind
+    if needs_compiler:
+        _compiler()  # without one nothing is left behind
     for each in reversed(missing):
         each.mkdir(FOLDER_MODE, exist_ok=True)
         each.chmod(FOLDER_MODE)
@@ -107,14 +145,29 @@ def _digest(content: bytes) -> bytes:
 
 def _build_in(folder: Path, path: Path) -> None:
     compiler = _compiler()
-    with tempfile.TemporaryDirectory(dir=folder, prefix=".launch-filter-") as name:
-        os.chmod(name, FOLDER_MODE)
-        built = Path(name) / path.name
+    with _partial(folder, path) as built:
         _build(compiler, built)
-        content = built.read_bytes()
-        built.write_bytes(content + _digest(content))
-        built.chmod(FILE_MODE)
-        built.replace(path)  # two that build at once both end with a whole file
+        _finish(built, path, built.read_bytes())
+
+
+def _keep(folder: Path, path: Path, content: bytes) -> None:
+    """Keep a library that was compiled elsewhere."""
+    with _partial(folder, path) as copied:
+        _finish(copied, path, content)
+
+
+@contextmanager
+def _partial(folder: Path, path: Path) -> Iterator[Path]:
+    """Where a library is made that nobody is to see before it is whole."""
+    with tempfile.TemporaryDirectory(dir=folder, prefix=f".{LIBRARY_PREFIX}") as name:
+        os.chmod(name, FOLDER_MODE)
+        yield Path(name) / path.name
+
+
+def _finish(made: Path, path: Path, content: bytes) -> None:
+    made.write_bytes(content + _digest(content))
+    made.chmod(FILE_MODE)
+    made.replace(path)  # two that do this at once both end with a whole file
 
 
 def build_command(compiler: list[str], sources: list[Path], output: Path) -> list[str]:
@@ -124,12 +177,9 @@ def build_command(compiler: list[str], sources: list[Path], output: Path) -> lis
     return [*compiler, *FLAGS, *defined, "-shared", "-o", str(output), *map(str, sources), *LINKED, versions]
 
 
-def c_sources(*, with_amd: bool = False) -> list[Path]:
-    """The filter's C files, in a fixed order; those for AMD, which are experimental, on request."""
-    return sorted(path for path in SOURCES.glob("*.c") if with_amd or path.name != AMD_SOURCE)
-
-
-def _fingerprint() -> str:
+def _fingerprint(prebuilt: Path | None) -> str:
+    if prebuilt is not None:
+        return hashlib.sha256(prebuilt.read_bytes()).hexdigest()[:16]
     digest = hashlib.sha256(repr((FLAGS, LINKED, platform.machine(), platform.libc_ver(), os.environ.get("CC"))).encode())
     for path in (*c_sources(with_amd=has_amd()), *sorted(SOURCES.glob("*.h")), VERSIONS, HOLD_PTX):
         digest.update(path.name.encode() + b"\0" + path.read_bytes())

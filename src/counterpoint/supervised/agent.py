@@ -19,9 +19,18 @@ from msgspec.structs import replace
 from counterpoint.errors import LaunchFilterError, cause_of, reason_of, say
 from counterpoint.integrations.paths import AbstractJobPaths, NoPaths
 from counterpoint.launch_filter.control_block import ControlBlock
-from counterpoint.ranks import Exchange
+from counterpoint.ranks import Exchange, launched_rank
+from counterpoint.supervised.handshake import (
+    HandshakeError,
+    RankReport,
+    fail_handshake,
+    meet,
+    own_report,
+    report_rank,
+    why_no_filter,
+)
+from counterpoint.supervised.heartbeat import Heartbeat
 from counterpoint.supervised.messages import Decision
-from counterpoint.supervised.path_agreement import answer_for_failed
 from counterpoint.supervised.running_job import NOTHING_LAUNCHED, LiveJob, NoTable
 from counterpoint.supervised.settings import (
     DIRECTORY_VARIABLE,
@@ -35,6 +44,8 @@ from counterpoint.supervised.settings import (
     write_totals,
 )
 from counterpoint.supervised.tuning import LiveTuner
+
+MOST_LETTERS = 600  # of what went wrong, in a line
 
 
 class NothingLaunchedError(LaunchFilterError):
@@ -52,6 +63,7 @@ class JobAgent:
         self._has_marks = False
         self._paths: AbstractJobPaths | None = None
         self._exchange: Exchange | None = None
+        self._heartbeat: Heartbeat | None = None
         self._is_retired = self._is_failed = False
         self._pid = os.getpid()
 
@@ -71,8 +83,18 @@ class JobAgent:
             self._tuner.optimizer_made()
             return
         with suppress(Exception):
-            if self._settings.may_switch_paths and "RANK" in os.environ:
+            self._report_early()
+        with suppress(Exception):
+            if self._settings.may_switch_paths and launched_rank(os.environ) is not None:
                 self._job_paths().prepare()
+
+    def _report_early(self) -> None:
+        """Report to the other ranks before the first step, which may take this one minutes to compile."""
+        from counterpoint.supervised import torch_job  # noqa: PLC0415  the job has torch by now
+
+        if self._exchange is None and torch_job.is_joined() and not why_no_filter(os.environ):
+            self._exchange = torch_job.job_exchange()
+            report_rank(self._exchange, self._report())
 
     def optimizer_stepped(self, optimizer: object) -> None:
         """An optimizer has stepped; the first one that ever does marks the job's steps."""
@@ -105,7 +127,7 @@ class JobAgent:
         from counterpoint.supervised import torch_job  # noqa: PLC0415  the job has torch by now
 
         if self._paths is None:
-            self._paths = torch_job.job_paths(self._settings.given.paths.schedule)
+            self._paths = torch_job.job_paths(self._settings.given.paths)
         return self._paths
 
     def _begin(self) -> LiveTuner | None:
@@ -114,12 +136,19 @@ class JobAgent:
 
         if not torch_job.is_rank_of_job():
             return None
+        problem = why_no_filter(os.environ)
+        if not problem and not torch_job.is_joined() and self._settings.only_reports:
+            return None  # ranks that cannot talk to each other can still have a plan that nobody guards
         path = self._directory / f"{self._pid}.block"
         if path.exists():
             self._block = ControlBlock.open(path)  # before the rest, so that whatever fails there can empty its table
-        self._exchange = exchange = torch_job.job_exchange()
+        self._exchange = exchange = self._exchange or torch_job.job_exchange()
+        if exchange.num_ranks > 1 and problem:
+            self._meet(exchange, problem)
         if self._block is None and (not self._settings.may_switch_paths or exchange.num_ranks == 1):
             raise NothingLaunchedError(f"{NOTHING_LAUNCHED}.")
+        if exchange.num_ranks > 1:
+            self._meet(exchange)
         job = LiveJob(
             clock=torch_job.job_clock(),
             exchange=exchange,
@@ -134,6 +163,19 @@ class JobAgent:
         atexit.register(self._job_ends)
         return tuner
 
+    def _meet(self, exchange: Exchange, problem: str = "") -> None:
+        """Report to the other ranks, and hear of them. Raises `HandshakeError` where one of them cannot take part."""
+        from counterpoint.supervised import torch_job  # noqa: PLC0415  the job has torch by now
+
+        report_rank(exchange, self._report(problem))
+        roll = meet(exchange)
+        if len(set(roll.runs)) > 1:  # within one host the launcher says who is gone
+            self._heartbeat = Heartbeat(torch_job.job_exchange("heartbeat"), roll, say)
+            self._heartbeat.start()
+
+    def _report(self, problem: str = "", *, is_silent: bool = False) -> RankReport:
+        return own_report(str(self._directory), problem, is_silent=is_silent)
+
     def _earlier(self) -> Decision | None:
         """What was decided before a launcher such as torchrun started the job's processes again."""
         record = read_record(self._directory)
@@ -142,19 +184,26 @@ class JobAgent:
         return Decision(plan=record.plan, setting=record.setting, measurements=record.measurements)
 
     def _job_ends(self) -> None:
+        if os.getpid() != self._pid:  # a fork of a rank is none
+            return
+        if self._heartbeat is not None:
+            self._heartbeat.end()
         with suppress(Exception):  # the process ends, and what it kept before is nearly as good
-            if self._tuner is not None and os.getpid() == self._pid:
+            if self._tuner is not None:
                 self._tuner.job_ends()
 
     def _retire(self, problem: Exception) -> None:
         outcome = "the job runs as it was"
-        reason = (cause_of(problem, 200) or "no reason given").rstrip(".")
-        if self._tuner is None and not isinstance(problem, NothingLaunchedError):
-            self._answer_others(reason_of(problem))
+        is_silent = isinstance(problem, NothingLaunchedError)  # of a job without a GPU, `run` says so once at the end
+        reason = (cause_of(problem, MOST_LETTERS) or "no reason given").rstrip(".")
+        if self._tuner is None and not isinstance(problem, HandshakeError):
+            self._answer_others(reason_of(problem).rstrip("."), is_silent=is_silent)
         try:
             self._is_retired = self._is_failed or self._tuner is None or not self._tuner.fail(reason)
             self._is_failed = True
-            if self._is_retired:
+            if self._tuner is None and self._only_reports():
+                outcome = "the plan, which nobody guards, stays in force on the ranks that have the filter"
+            elif self._is_retired:
                 self._empty_table()
             else:
                 outcome = "the ranks go back to the job as it was together"
@@ -162,21 +211,29 @@ class JobAgent:
             self._is_retired = True
             outcome = "the filter's table could not be emptied and stays in force"
         name = "" if isinstance(problem, LaunchFilterError) else f"{type(problem).__name__}: "
-        rank = os.environ.get("RANK", "0")
+        rank = self._exchange.rank if self._exchange is not None else launched_rank(os.environ) or 0
         line = f"rank {rank} neither tunes nor guards ({name}{reason}); {outcome}"
-        if not isinstance(problem, NothingLaunchedError):  # of a job without a GPU, `run` says so once at the end
+        if isinstance(problem, HandshakeError):
+            line, is_silent = f"{reason}; {outcome}", not problem.is_told
+        if not is_silent:
             say(line)
-        if rank == "0":
+        if rank == 0:
             with suppress(Exception):  # a full disk, perhaps the very reason
                 record = read_record(self._directory) or LiveRecord(stage="stopped")
                 write_record(self._directory, replace(record, stage="stopped", notes=(line,)))
 
-    def _answer_others(self, reason: str) -> None:
-        """This rank fails before it takes part, and the others may wait for what it could take over."""
+    def _only_reports(self) -> bool:
+        """See `LiveSettings.only_reports`; not where this rank has no settings."""
+        with suppress(Exception):
+            return self._settings.only_reports
+        return False
+
+    def _answer_others(self, reason: str, *, is_silent: bool) -> None:
+        """This rank fails before it takes part, and the others may wait for its report."""
         from counterpoint.supervised import torch_job  # noqa: PLC0415  the job has torch by now
 
         with suppress(Exception):  # there may be no process group, and then nobody waits
-            answer_for_failed(self._exchange or torch_job.job_exchange(), reason)
+            fail_handshake(self._exchange or torch_job.job_exchange(), self._report(reason, is_silent=is_silent))
 
     def _empty_table(self) -> None:
         """Revert, and keep what was counted for the plan, so that the proof at the end does not say that nothing was."""

@@ -49,7 +49,8 @@ IN_ORDER = (
 )
 
 
-OVERLAPPED = "matmuls overlapped"
+OVERLAPPED, EXPERTS_OVERLAPPED = "matmuls overlapped", "experts overlapped"
+ALL_TO_ALLS = Match(kind="communication", collective="all_to_all")
 OTHER_BITS = "it sums in another order, which changes results within rounding, and --bitwise excludes that"
 
 
@@ -60,9 +61,10 @@ def _by_copies(kind: CollectiveKind) -> str:
 GATHERED, SCATTERED, REDUCED = (_by_copies(kind) for kind in COPIED_KINDS)
 # The most promising first. Reductions by copies gained on 4 GPUs and lost on 2, so gathers are tried without them, too.
 PATHS_IN_ORDER = (
-    (OVERLAPPED, GATHERED),
+    (EXPERTS_OVERLAPPED,),
+    (OVERLAPPED, EXPERTS_OVERLAPPED, GATHERED),
     (GATHERED,),
-    (OVERLAPPED, GATHERED, SCATTERED, REDUCED),
+    (OVERLAPPED, EXPERTS_OVERLAPPED, GATHERED, SCATTERED, REDUCED),
     (GATHERED, SCATTERED),
     (REDUCED,),
 )
@@ -110,6 +112,9 @@ def _path_directives(offer: PathOffer) -> dict[str, Directive]:
     if offer.integration == "tensor_parallel":
         reason = f"{offer.what}: gathers and sums travel in pieces beside the matmuls that need and feed them"
         return {OVERLAPPED: Directive(match=Match(kind="communication"), controls=(OVERLAP,), reason=reason)}
+    if offer.integration == "expert_parallel":
+        reason = f"{offer.what}: tokens travel in pieces beside the grouped matmuls that need and feed them"
+        return {EXPERTS_OVERLAPPED: Directive(match=ALL_TO_ALLS, controls=(OVERLAP,), reason=reason)}
     found = {}
     for kind in offer.kinds:
         needs = ", and only the sum needs some" if kind in REDUCING_COLLECTIVES else ""

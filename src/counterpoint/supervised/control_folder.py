@@ -2,10 +2,12 @@
 
 It is in shared memory where that has room, because the filter writes counters there and a disk may hold a writer up. A
 process that is killed leaves its folder behind; the kernel drops its lock, and the next `run` of the same user removes
-whatever is no longer locked. The lock comes into the folder locked, so a folder without one is being made, or not ours.
+what is no longer locked, of the folders that bear this host's name: where hosts share TMPDIR, they may not see each other's
+locks. The lock comes into the folder locked, so a folder without one is being made, or not ours.
 """
 
 import fcntl
+import hashlib
 import os
 import resource
 import shutil
@@ -27,7 +29,7 @@ LEAST_DESCRIPTORS = 16  # where a process may open fewer, the command's start ne
 def control_folder() -> Iterator[Path]:
     """A new folder, that nobody else may enter, for as long as the block lasts. Raises `OSError`."""
     _remove_abandoned()
-    with tempfile.TemporaryDirectory(prefix=PREFIX, dir=_place(), ignore_cleanup_errors=True) as name:
+    with tempfile.TemporaryDirectory(prefix=_own_prefix(), dir=_place(), ignore_cleanup_errors=True) as name:
         directory = Path(name)
         directory.chmod(0o700)  # a umask may have taken our own rights
         lock = _lock(directory)
@@ -54,6 +56,11 @@ def make_readable(directory: Path) -> None:
         for path in directory.iterdir():
             with suppress(OSError):
                 path.chmod(0o600)
+
+
+def _own_prefix() -> str:
+    """How the names of this host's folders begin."""
+    return f"{PREFIX}{hashlib.sha256(os.uname().nodename.encode()).hexdigest()[:8]}-"
 
 
 def _place() -> Path | None:
@@ -86,7 +93,7 @@ def _remove_abandoned() -> None:
     places = {SHARED_MEMORY, Path(tempfile.gettempdir())}
     for place in places:
         with suppress(OSError):
-            for folder in place.glob(f"{PREFIX}*"):
+            for folder in place.glob(f"{_own_prefix()}*"):
                 with suppress(OSError):
                     if _is_abandoned(folder):
                         shutil.rmtree(folder, ignore_errors=True)

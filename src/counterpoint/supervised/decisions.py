@@ -41,6 +41,24 @@ class Room(Value, frozen=True, kw_only=True):
     answer_turns: int = 0
 
 
+def _turns_left(tried: Sequence[LiveCandidate], room: Room) -> int:
+    """Turns that are left when these have warmed up: those that switch paths compile, record and take memory first."""
+    return room.num_turns - PATH_WARM_UP_TURNS * sum(each.setting.paths != LIBRARY for each in tried)
+
+
+def _num_tried(candidates: Sequence[LiveCandidate], room: Room) -> int:
+    """How many of them, the first ones, there is room for."""
+    numbers = range(len(candidates), 0, -1)
+    return next(
+        (
+            number
+            for number in numbers
+            if num_admitted(number, _turns_left(candidates[:number], room), room.answer_turns) == number
+        ),
+        0,
+    )
+
+
 def propose(
     censuses: Sequence[Census],
     gpu: JobGpu | None,
@@ -58,12 +76,11 @@ def propose(
     candidates = [*of_paths.candidates, *proposal.candidates]
     if settings.given != UNCHANGED:
         candidates.insert(0, LiveCandidate(label=GIVEN, directives=settings.plan.directives, setting=settings.given))
-    num_turns = room.num_turns - PATH_WARM_UP_TURNS * sum(each.setting.paths != LIBRARY for each in candidates)
-    number = num_admitted(len(candidates), num_turns, room.answer_turns)
+    number = _num_tried(candidates, room)
     reason = "the budget of steps is too small to try it"
     if not number:
         given = settings.budget_steps
-        least = given + TURN_STEPS * (least_turns(1, room.answer_turns) - num_turns)
+        least = given + TURN_STEPS * (least_turns(1, room.answer_turns) - _turns_left(candidates[:1], room))
         reason = f"--budget {given} is too small to try any candidate here; {least} is the least"
     too_many = tuple(Refusal(control=CANDIDATE, target=candidate.label, reason=reason) for candidate in candidates[number:])
     return Trials(candidates=tuple(candidates[:number]), refusals=(*of_paths.refusals, *proposal.refusals, *too_many))

@@ -14,7 +14,7 @@ RECORDINGS_VARIABLE = "COUNTERPOINT_RECORDINGS"  # of `ops`: of calls replayed a
 
 
 def job_environment(
-    inherited: Mapping[str, str], directory: Path, library: Path, plan: Plan, *, has_agent: bool, keeps_recordings: bool
+    inherited: Mapping[str, str], directory: Path, library: Path, plan: Plan, *, keeps_recordings: bool
 ) -> dict[str, str]:
     """The inherited environment with what the job needs in front of what is there already.
 
@@ -31,8 +31,7 @@ def job_environment(
     environment[DIRECTORY_VARIABLE] = str(directory)
     if not keeps_recordings:
         environment[RECORDINGS_VARIABLE] = "0"
-    if has_agent:
-        environment["PYTHONPATH"] = _in_front(str(IN_JOB), inherited.get("PYTHONPATH"))
+    environment["PYTHONPATH"] = _in_front(str(IN_JOB), inherited.get("PYTHONPATH"))
     for name, wanted in plan_variables(plan).items():
         found = inherited.get(name, wanted)
         if found != wanted:

@@ -70,11 +70,20 @@ class Follower:
         self.lockstep.extend(answer.order_step)
 
     def everyone(self, topic: str, text: str) -> Steps[list[str]]:
-        """Every rank's text, by rank; the job waits for it, so all ranks come here after the same step."""
-        self._job.exchange.offer(topic, text)
-        while (texts := self._job.exchange.offered(topic)) is None:
+        """Every rank's text, by rank; the job waits for it, so all ranks come here after the same step.
+
+        Rank 0 reads them and passes them on in one text: were every rank to read every other's, the store of a job of
+        thousands would answer millions of requests.
+        """
+        exchange = self._job.exchange
+        exchange.offer(topic, text)
+        while True:
+            if self.is_first and (texts := exchange.gathered(topic)) is not None:
+                exchange.announce(f"{topic}/all", msgspec.json.encode(texts).decode())
+                return texts
+            if not self.is_first and (all_texts := exchange.heard(f"{topic}/all")) is not None:
+                return msgspec.json.decode(all_texts, type=list[str])
             yield HELD
-        return texts
 
     def answer(self, waited: Waited, at_rest: Setting) -> Steps[Announcement]:
         """The next answer, from the step on that it holds from."""

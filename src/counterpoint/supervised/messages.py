@@ -15,9 +15,8 @@ ControlTarget = tuple[str, str]  # a control's tag, and what it is for in words
 
 
 class PathSurvey(Value, frozen=True, kw_only=True):
-    """What one rank could take over, and with which version of Counterpoint; or the `problem` that kept it from looking."""
+    """What one rank could take over; or the `problem` that kept it from looking."""
 
-    version: str
     offers: tuple[PathOffer, ...] = ()
     problem: str = ""
 

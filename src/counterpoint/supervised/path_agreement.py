@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import msgspec
 from msgspec.structs import replace
 
-from counterpoint.errors import package_version, reason_of
+from counterpoint.errors import reason_of
 from counterpoint.integrations.paths import (
     COPIED_KINDS,
     UNKNOWN_OFFERS,
@@ -18,28 +18,20 @@ from counterpoint.integrations.paths import (
     Integration,
     PathOffer,
 )
-from counterpoint.ranks import Exchange
-from counterpoint.supervised.follower import Follower, Steps, TuningStopped
+from counterpoint.supervised.follower import Follower, Steps
 from counterpoint.supervised.messages import PathsTaken, PathSurvey
 
 OFFERED_TOPIC, TAKEN_TOPIC = "paths offered", "paths taken"
 
 
 def everyones_surveys(follower: Follower, paths: AbstractJobPaths) -> Steps[list[PathSurvey]]:
-    """What each rank could take over, by rank. All come here after the same step, and wait for each other.
-
-    Raises `TuningStopped` where ranks run several versions of Counterpoint.
-    """
+    """What each rank could take over, by rank. All come here after the same step, and wait for each other."""
     try:
-        own = PathSurvey(version=package_version(), offers=paths.survey())
+        own = PathSurvey(offers=paths.survey())
     except Exception as problem:  # whatever it is, the others wait for an answer
-        own = failed_survey(reason_of(problem))
+        own = PathSurvey(problem=reason_of(problem))
     texts = yield from follower.everyone(OFFERED_TOPIC, msgspec.json.encode(own).decode())
-    surveys = [msgspec.json.decode(text, type=PathSurvey) for text in texts]
-    difference = other_version(surveys)
-    if difference:
-        raise TuningStopped(difference)
-    return surveys
+    return [msgspec.json.decode(text, type=PathSurvey) for text in texts]
 
 
 def make_ready(follower: Follower, paths: AbstractJobPaths, offers: Sequence[PathOffer]) -> Steps[tuple[PathOffer, ...]]:
@@ -56,16 +48,6 @@ def make_ready(follower: Follower, paths: AbstractJobPaths, offers: Sequence[Pat
     # what is prepared here must not be switched where another rank has refused it
     paths.drop(list(dict.fromkeys(offer.integration for offer in offers if offer.integration not in ready)))
     return tuple(offers)
-
-
-def failed_survey(reason: str) -> PathSurvey:
-    """The answer of a rank that could not look."""
-    return PathSurvey(version=package_version(), problem=reason)
-
-
-def answer_for_failed(exchange: Exchange, reason: str) -> None:
-    """Give the answer of a rank that does not take part."""
-    exchange.offer(OFFERED_TOPIC, msgspec.json.encode(failed_survey(reason)).decode())
 
 
 def agree_on_paths(surveys: Sequence[PathSurvey]) -> tuple[PathOffer, ...]:
@@ -105,13 +87,6 @@ def _agree_on(offers: Sequence[PathOffer | None]) -> list[PathOffer]:
 
 def _differ(offers: Sequence[PathOffer | None]) -> bool:
     return len({offer.refusal if offer else None for offer in offers}) > 1
-
-
-def other_version(surveys: Sequence[PathSurvey]) -> str:
-    """That a rank runs another version of Counterpoint than rank 0, which could wait for what never comes; or nothing."""
-    own = surveys[0].version
-    found = next(((rank, each.version) for rank, each in enumerate(surveys) if each.version != own), None)
-    return f"rank {found[0]} runs Counterpoint {found[1]}, and rank 0 {own}; install one version" if found else ""
 
 
 def with_failures(offers: Sequence[PathOffer], taken: Sequence[PathsTaken]) -> tuple[PathOffer, ...]:

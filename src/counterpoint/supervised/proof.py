@@ -85,7 +85,8 @@ def why_no_copies(counts: PathCounts) -> str:
     if counts.problem:
         return counts.problem
     if counts.num_by_library:
-        return f"all {format_count(counts.num_by_library, 'call')} were left to the library, as a rule for being small"
+        why = f": {counts.reason}" if counts.reason else ", as a rule for being small"
+        return f"all {format_count(counts.num_by_library, 'call')} were left to the library{why}"
     return "the job made no such call"
 
 

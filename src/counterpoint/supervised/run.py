@@ -30,6 +30,7 @@ from counterpoint.step import Step
 from counterpoint.supervised.applicable import check_applicable, variable_remarks
 from counterpoint.supervised.control_folder import control_folder, make_readable, private_files
 from counterpoint.supervised.environment import job_environment
+from counterpoint.supervised.launchers import check_outer_launcher
 from counterpoint.supervised.process import Ended, supervise
 from counterpoint.supervised.proof import ControlProof, ProcessProof, count_setting, prove_paths, prove_process, refused
 from counterpoint.supervised.settings import (
@@ -108,19 +109,10 @@ def run_job(request: RunRequest, signals: HeldSignals) -> RunOutcome:
     executable = find_executable(request.command)
     if not request.is_filtered:
         return RunOutcome(ended=_start(request.command, dict(os.environ), signals), is_filtered=False)
+    check_outer_launcher(request.command, os.environ)
     check_command(executable)
-    translation = translate(request.plan, request.step)
-    planned = planned_paths(request.plan.directives, request.step)
-    translation = replace(translation, refusals=(*translation.refusals, *planned.refusals))
-    left_out = check_applicable(request.plan, translation, planned.paths, keeps_bits=request.keeps_bits)
-    settings = LiveSettings(
-        is_tuning=request.is_tuning,
-        plan=request.plan,
-        given=Setting(rules=translation.rules, paths=planned.paths),
-        keeps_bits=request.keeps_bits,
-        budget_steps=request.budget_steps,
-        guard_every_steps=request.guard_every_steps,
-    )
+    translation, settings = translate_plan(request)
+    left_out = check_applicable(request.plan, translation, settings.given.paths, keeps_bits=request.keeps_bits)
     library = filter_library()
     if left_out:
         say(left_out)
@@ -130,22 +122,35 @@ def run_job(request: RunRequest, signals: HeldSignals) -> RunOutcome:
             with private_files():
                 ControlBlock.write_initial(directory / INITIAL_BLOCK, translation.rules)
                 write_settings(directory, settings)
-            has_agent = settings.may_switch_paths or request.guard_every_steps > 0
             environment = job_environment(
                 os.environ,
                 directory,
                 library,
                 request.plan,
-                has_agent=has_agent,
                 keeps_recordings=settings.may_switch_paths,
             )
             ended = _start(request.command, environment, signals)
             make_readable(directory)
-            return _outcome(directory, ended, request, (translation, settings))
+            return outcome_of(directory, ended, request, (translation, settings))
     except OSError as problem:
         raise LaunchFilterError(
             f"Cannot use {problem.filename or tempfile.gettempdir()}: {problem.strerror}; free space or set TMPDIR."
         ) from problem
+
+
+def translate_plan(request: RunRequest) -> tuple[Translation, LiveSettings]:
+    """What the plan asks of the filter, and all that the agent is told. Raises `PlanError`."""
+    translation = translate(request.plan, request.step)
+    planned = planned_paths(request.plan.directives, request.step)
+    settings = LiveSettings(
+        is_tuning=request.is_tuning,
+        plan=request.plan,
+        given=Setting(rules=translation.rules, paths=planned.paths),
+        keeps_bits=request.keeps_bits,
+        budget_steps=request.budget_steps,
+        guard_every_steps=request.guard_every_steps,
+    )
+    return replace(translation, refusals=(*translation.refusals, *planned.refusals)), settings
 
 
 def _start(command: tuple[str, ...], environment: dict[str, str], signals: HeldSignals) -> Ended:
@@ -158,7 +163,7 @@ def _start(command: tuple[str, ...], environment: dict[str, str], signals: HeldS
         ) from problem
 
 
-def _outcome(directory: Path, ended: Ended, request: RunRequest, asked: tuple[Translation, LiveSettings]) -> RunOutcome:
+def outcome_of(directory: Path, ended: Ended, request: RunRequest, asked: tuple[Translation, LiveSettings]) -> RunOutcome:
     """Read what the filters and the agent left in the folder. Never raises: the job has ended with a status of its own."""
     damaged: list[str] = []
     translation, settings = asked
@@ -172,6 +177,8 @@ def _outcome(directory: Path, ended: Ended, request: RunRequest, asked: tuple[Tr
         if not state.driver_found:
             return None
         kept = read_totals(directory, state.pid)
+        if state.rank < 0 <= kept.rank:  # no launcher gave it one, but the process group did
+            state = replace(state, rank=kept.rank)
         return prove_setting(state, plan, setting, kept, is_tuned=request.is_tuning)
 
     def prove_without_launches(path: Path) -> ProcessProof | None:

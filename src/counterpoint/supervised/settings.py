@@ -63,6 +63,11 @@ class LiveSettings(Value, frozen=True, kw_only=True):
         """Whether collectives may take other paths than the library's."""
         return self.is_tuning or self.given.paths != LIBRARY
 
+    @property
+    def only_reports(self) -> bool:
+        """Whether ranks only have to say that they have the filter: a plan of launches that nobody guards."""
+        return not self.may_switch_paths and self.guard_every_steps == 0
+
     def __post_init__(self) -> None:
         require(
             LEAST_BUDGET_STEPS <= self.budget_steps <= MOST_BUDGET_STEPS,

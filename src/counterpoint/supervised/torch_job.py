@@ -12,9 +12,8 @@ import torch.distributed as dist
 
 from counterpoint.cuda.rendezvous import open_exchange
 from counterpoint.errors import DeviceError
-from counterpoint.integrations.paths import AbstractJobPaths, NoPaths
-from counterpoint.ranks import Exchange
-from counterpoint.schedule import ScheduleDescription
+from counterpoint.integrations.paths import AbstractJobPaths, NoPaths, Paths
+from counterpoint.ranks import Exchange, launched_rank, launched_size
 from counterpoint.supervised.running_job import AbstractStepClock, HostClock, JobGpu
 
 STORE_LIMIT_S = 20.0  # for one request to a store that answers at once or is gone
@@ -39,29 +38,33 @@ class EventClock(AbstractStepClock):
 
 def is_rank_of_job() -> bool:
     """Whether this process belongs to a process group, or a launcher gave it a rank."""
-    return "RANK" in os.environ or (dist.is_available() and dist.is_initialized())
+    return launched_rank(os.environ) is not None or is_joined()
 
 
-def job_exchange() -> Exchange:
-    """The exchange of this job's ranks; of this process alone where there is no process group.
+def is_joined() -> bool:
+    """Whether this process has its process group."""
+    return bool(dist.is_available() and dist.is_initialized())
+
+
+def job_exchange(purpose: str = "run") -> Exchange:
+    """The exchange of this job's ranks; of this process alone where there is no process group. One for each purpose.
 
     Raises `DeviceError` where there are several ranks and no process group that could connect them.
     """
-    is_joined = dist.is_available() and dist.is_initialized()
-    if not is_joined and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    if not is_joined() and launched_size(os.environ) > 1:
         raise DeviceError(
             "There are several ranks, but torch.distributed is not initialized, so they cannot agree on a plan."
         )
-    return open_exchange("run", STORE_LIMIT_S)
+    return open_exchange(purpose, STORE_LIMIT_S)
 
 
-def job_paths(schedule: ScheduleDescription | None) -> AbstractJobPaths:
+def job_paths(given: Paths) -> AbstractJobPaths:
     """The models and collectives of this process; none where it has no torch.distributed."""
     if not dist.is_available():
         return NoPaths()
     from counterpoint.integrations.job_paths import TorchJobPaths  # noqa: PLC0415  it loads all integrations
 
-    return TorchJobPaths(schedule)
+    return TorchJobPaths(given)
 
 
 def job_clock() -> AbstractStepClock:

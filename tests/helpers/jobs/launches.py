@@ -86,6 +86,10 @@ def main() -> None:
     parser.add_argument("folder")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--by-hand", action="store_true")
+    parser.add_argument("--began", default="", help="a file that this process makes, with its rank, after 20 steps")
+    parser.add_argument(
+        "--fails-once", default="", help="rank 1 makes this file and ends after 30 steps; not if it is there"
+    )
     parser.add_argument("--exit", type=int, default=0)
     options = parser.parse_args()
     dist.init_process_group("gloo")
@@ -94,7 +98,12 @@ def main() -> None:
     torch.manual_seed(0)
     model = torch.nn.Linear(16, 16)
     optimizers = [torch.optim.SGD([parameter], lr=0.1) for parameter in model.parameters()]
-    for _ in range(options.steps):
+    for number in range(options.steps):
+        if options.fails_once and number == 30 and dist.get_rank() == 1 and not os.path.exists(options.fails_once):
+            open(options.fails_once, "x").close()
+            os._exit(7)
+        if options.began and number == 20:
+            open(f"{options.began}{dist.get_rank()}", "x").close()
         loss = model(torch.ones(4, 16)).square().mean()
         loss.backward()
         for parameter in model.parameters():

@@ -7,7 +7,7 @@ unknown, or says that it does not know.
 from collections.abc import Callable
 
 from counterpoint.doctor.job_context import SEVERITIES, Finding, JobContext
-from counterpoint.doctor.rules import controls, frameworks, launches, nccl, process_groups, queues
+from counterpoint.doctor.rules import controls, frameworks, launchers, launches, nccl, process_groups, queues
 
 Rule = Callable[[JobContext], Finding | None]
 RULES: tuple[Rule, ...] = (
@@ -44,6 +44,12 @@ RULES: tuple[Rule, ...] = (
     process_groups.timed_collectives,
     process_groups.checked_collectives,
     process_groups.record_streams,
+    launchers.container_behind_run,
+    launchers.hosts_behind_run,
+    launchers.cleared_environment,
+    launchers.filter_not_loadable,
+    launchers.filter_on_shared_files,
+    launchers.occupied_plugin_slot,
     frameworks.megatron_without_data_parallel_overlap,
     frameworks.megatron_tp_overlap_without_sequence_parallel,
 )

@@ -1,0 +1,66 @@
+"""A folder with all that the launch filter needs, for containers whose image has no Counterpoint, and what it counted there.
+
+Such a job has no `counterpoint run` around it: a launcher sets LD_PRELOAD and the folder's variable. Its plan is of launches
+alone, nobody guards it, and ranks do not report to each other. Processes write their counts into the folder, which they map,
+so it must be of one host.
+"""
+
+import shutil
+from pathlib import Path
+
+from msgspec.structs import replace
+
+from counterpoint.errors import LaunchFilterError, PlanError
+from counterpoint.integrations.paths import LIBRARY
+from counterpoint.launch_filter.control_block import INITIAL_BLOCK, ControlBlock
+from counterpoint.launch_filter.library import filter_library
+from counterpoint.launch_filter.places import file_system_of
+from counterpoint.supervised.process import Ended
+from counterpoint.supervised.run import RunOutcome, RunRequest, outcome_of, translate_plan
+from counterpoint.supervised.settings import SETTINGS_FILE, read_settings, write_settings
+
+
+def fill_folder(folder: Path, request: RunRequest) -> Path:
+    """Put the library and the plan's rules into an empty or new folder of this host; the library in it.
+
+    Raises `LaunchFilterError` for a folder that cannot be used, `PlanError` for a plan that needs more than the filter.
+    """
+    asked, settings = translate_plan(request)
+    if settings.given.paths != LIBRARY:
+        raise PlanError(
+            "The plan moves collectives by copies, which the launch filter alone cannot. Put Counterpoint into the image "
+            "and `counterpoint run` into the container (`counterpoint env --for container`)."
+        )
+    system = file_system_of(folder)
+    if system.is_shared:
+        raise LaunchFilterError(
+            f"{folder} lies on {system.kind}, which hosts share, and processes map their counts there. Name a folder of one "
+            "host, and fill one on each."
+        )
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if any(folder.iterdir()):
+            raise LaunchFilterError(f"{folder} holds files already, perhaps of another run. Name a new folder.")
+        library = folder / filter_library().name
+        shutil.copyfile(filter_library(), library)
+        library.chmod(0o644)
+        ControlBlock.write_initial(folder / INITIAL_BLOCK, asked.rules)
+        write_settings(folder, replace(settings, guard_every_steps=0))
+    except OSError as problem:
+        raise LaunchFilterError(
+            f"Cannot write {folder}: {problem.strerror}; name a folder that you may write to."
+        ) from problem
+    return library
+
+
+def prove_folder(folder: Path) -> RunOutcome:
+    """What took effect in the processes that wrote into a folder. Raises `LaunchFilterError` where it is none."""
+    try:
+        settings = read_settings(folder)
+    except (OSError, ValueError) as problem:
+        raise LaunchFilterError(
+            f"{folder} holds no {SETTINGS_FILE} of this version; name one that `counterpoint env --folder` filled."
+        ) from problem
+    request = RunRequest(command=(), plan=settings.plan)
+    asked, _ = translate_plan(request)
+    return outcome_of(folder, Ended(exit_status=0), request, (asked, settings))

@@ -1,0 +1,193 @@
+"""After the first step every rank reports who it is and whether the launch filter is in its process; all hear the outcome.
+
+A rank of another host can lack the filter in many ways: a launcher dropped a variable, a container lacks the path, another
+C library refuses the file, or nobody started `counterpoint run` there. Left alone, such a rank would be measured with the
+others as if it had the plan. So one rank with a problem is a problem of the job: all ranks go back to the job as it was, and
+one line names the rank, its host, the reason and the remedy. Ranks wait for each other here once, and for a rank that never
+reports no longer than `ABSENCE_LIMIT_S`. It knows nothing of torch; `why_no_filter` reads this process alone.
+"""
+
+import os
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+
+from counterpoint.errors import CounterpointError, package_version
+from counterpoint.launch_filter.library import LIBRARY_PREFIX
+from counterpoint.ranks import Exchange
+from counterpoint.supervised.settings import DIRECTORY_VARIABLE
+from counterpoint.units import format_numbers
+from counterpoint.value import Value
+
+REPORT_TOPIC, ROLL_TOPIC = "rank reports", "ranks met"
+ABSENCE_LIMIT_S = 30.0  # a rank that ends its first step so much later than rank 0 is taken for one without an agent
+SLACK_S = 10.0  # by which the others wait longer for rank 0, which waits for all
+HOLD_S = 0.002  # between two looks
+LOADER_LIMIT_S = 10.0
+MAPS = Path("/proc/self/maps")
+INSIDE = "Start `counterpoint run` on each node and inside the container, next to the job (`counterpoint env` says how)"
+
+
+class HandshakeError(CounterpointError):
+    """A rank cannot take part, so no rank does. `is_told`: this rank is the one that says so."""
+
+    def __init__(self, message: str, *, is_told: bool) -> None:
+        super().__init__(message)
+        self.is_told = is_told
+
+
+class RankReport(Value, frozen=True, kw_only=True):
+    """One rank: its host, the folder of its `counterpoint run`, the version there, and why it cannot take part.
+
+    `is_silent`: `run` says the reason at the end.
+    """
+
+    host: str
+    run: str
+    version: str
+    problem: str = ""
+    is_silent: bool = False
+
+
+class Roll(Value, frozen=True, kw_only=True):
+    """By rank, its host and the first rank of the same `counterpoint run`; or the `problem` of the job, in words."""
+
+    hosts: tuple[str, ...] = ()
+    runs: tuple[int, ...] = ()
+    problem: str = ""
+    is_silent: bool = False
+
+    def describe(self, ranks: Sequence[int]) -> str:
+        """As in "ranks 4-7 (host n2)"."""
+        hosts = ", ".join(dict.fromkeys(self.hosts[rank] for rank in ranks if rank < len(self.hosts)))
+        where = f" (host{'s' if ',' in hosts else ''} {hosts})" if hosts else ""
+        return f"rank{'s' if len(ranks) > 1 else ''} {format_numbers(ranks)}{where}"
+
+
+def report_rank(exchange: Exchange, report: RankReport) -> None:
+    """Give this rank's report. A rank may do so early, before its first step has ended."""
+    exchange.offer(REPORT_TOPIC, msgspec.json.encode(report).decode())
+
+
+def own_report(run: str, problem: str = "", *, is_silent: bool = False) -> RankReport:
+    """The report of this process; `run` is the folder of its `counterpoint run`."""
+    return RankReport(host=os.uname().nodename, run=run, version=package_version(), problem=problem, is_silent=is_silent)
+
+
+def meet(exchange: Exchange, *, limit_s: float = ABSENCE_LIMIT_S, slack_s: float = SLACK_S) -> Roll:
+    """Wait for the reports of all ranks, after this one's. Raises `HandshakeError` on all if one cannot take part."""
+    since_s = time.monotonic()
+    while (roll := _roll(exchange, time.monotonic() - since_s, limit_s, slack_s)) is None:
+        time.sleep(HOLD_S)
+    if roll.problem:
+        raise HandshakeError(roll.problem, is_told=not roll.is_silent and _speaks(exchange))
+    return roll
+
+
+def fail_handshake(exchange: Exchange, report: RankReport) -> None:
+    """This rank cannot take part: report why; on rank 0 answer the others as well, which wait for it."""
+    report_rank(exchange, report)
+    if exchange.rank == 0:
+        own = Roll(problem=f"rank 0 (host {report.host}): {report.problem}", is_silent=report.is_silent)
+        exchange.announce(ROLL_TOPIC, msgspec.json.encode(own).decode())
+
+
+def _roll(exchange: Exchange, waited_s: float, limit_s: float, slack_s: float) -> Roll | None:
+    """What came of it, or None so far. Rank 0 gathers, so that the store is asked once for each rank, not for each pair."""
+    if exchange.rank != 0:
+        text = exchange.heard(ROLL_TOPIC)
+        if text is not None:
+            return msgspec.json.decode(text, type=Roll)
+        return Roll(problem=_absent(exchange, [0])) if waited_s > limit_s + slack_s else None
+    texts = exchange.gathered(REPORT_TOPIC)
+    if texts is not None:
+        roll = compare_reports([msgspec.json.decode(text, type=RankReport) for text in texts])
+    elif waited_s > limit_s:
+        roll = Roll(problem=_absent(exchange, exchange.missing(REPORT_TOPIC)))
+    else:
+        return None
+    exchange.announce(ROLL_TOPIC, msgspec.json.encode(roll).decode())
+    return roll
+
+
+def compare_reports(reports: Sequence[RankReport]) -> Roll:
+    """The hosts by rank; or the problem of the first rank that has one, and how many others have one."""
+    started = [(report.host, report.run) for report in reports]
+    roll = Roll(hosts=tuple(report.host for report in reports), runs=tuple(map(started.index, started)))
+    own = reports[0].version
+    by_problem: dict[str, list[int]] = {}
+    for rank, report in enumerate(reports):
+        other = f"Counterpoint {report.version} runs there, and {own} on rank 0. Install one version"
+        problem = report.problem or (other if report.version != own else "")
+        if problem:
+            by_problem.setdefault(problem, []).append(rank)
+    if not by_problem:
+        return roll
+    is_silent = all(report.is_silent for report in reports)
+    spoken = [f"{roll.describe(ranks)}: {problem}" for problem, ranks in by_problem.items()]
+    return msgspec.structs.replace(roll, problem="; ".join(spoken), is_silent=is_silent)
+
+
+def _absent(exchange: Exchange, missing: Sequence[int]) -> str:
+    who = f"rank{'s' if len(missing) > 1 else ''} {format_numbers(missing)}"
+    return (
+        f"{who}: no filter and no agent reported within {ABSENCE_LIMIT_S:g} s of rank {exchange.rank}: `counterpoint run` "
+        f"did not start the processes, their Python cannot import counterpoint, or they came to the end of no step. {INSIDE}"
+    )
+
+
+def _speaks(exchange: Exchange) -> bool:
+    """Rank 0 speaks for all, and where it is the one that is absent, the first that is there."""
+    if exchange.rank == 0 or exchange.heard(ROLL_TOPIC) is not None:
+        return exchange.rank == 0
+    absent = exchange.missing(REPORT_TOPIC)
+    return all(rank in absent for rank in range(exchange.rank))
+
+
+# --- this process ---
+
+
+def why_no_filter(environment: Mapping[str, str], maps: Path = MAPS) -> str:
+    """Why the launch filter is not in this process, with the remedy; empty where it is."""
+    directory = environment.get(DIRECTORY_VARIABLE, "")
+    with suppress(OSError):
+        if LIBRARY_PREFIX in maps.read_text(errors="replace"):
+            return "" if Path(directory).is_dir() else _foreign(directory)
+    named = [path for path in environment.get("LD_PRELOAD", "").replace(":", " ").split() if LIBRARY_PREFIX in path]
+    if not named:
+        return (
+            "no filter, because LD_PRELOAD does not name it there: something between `counterpoint run` and this process "
+            f"cleared or replaced the variable (env -i, sudo, srun --export, a wrapper). Keep LD_PRELOAD. {INSIDE}"
+        )
+    if not Path(named[0]).exists():
+        where = "which does not exist on this host or in this container"
+        return f"no filter, because LD_PRELOAD names {named[0]}, {where}. {INSIDE}"
+    said = _loader_says(named[0])
+    return (
+        f"no filter, because the dynamic linker did not load {named[0]}{': ' + said if said else ''}. Install Counterpoint "
+        "from its wheel, whose filter needs glibc 2.17, and set TMPDIR to a folder without noexec"
+    )
+
+
+def _foreign(directory: str) -> str:
+    return f"no filter, because the folder of the run ({directory}) is not on this host or in this container. {INSIDE}"
+
+
+def _loader_says(library: str) -> str:
+    """What the dynamic linker says of a library that it leaves out: "object ... cannot be preloaded (reason): ignored."."""
+    with suppress(OSError, subprocess.SubprocessError):
+        ended = subprocess.run(
+            ["/bin/true"],
+            env={"LD_PRELOAD": library},
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=LOADER_LIMIT_S,
+            check=False,
+        )
+        return ended.stderr.partition("preloaded (")[2].partition(")")[0] or ended.stderr.strip()[:100]
+    return ""

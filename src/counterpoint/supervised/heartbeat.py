@@ -1,0 +1,114 @@
+"""Ranks of several hosts that can tell, when their job fails, which of them were lost.
+
+When a host is lost, its ranks say nothing more, and the error of the others names a connection and no rank. So a thread of
+every rank counts in the store of the process group, once a second. Where ranks end with an exception, the first one that is
+left looks whose counts stand still and says so in one line. Rank 0 also looks while the job runs, because with NCCL ranks
+may hang instead. Nothing is ended here: the job's own errors and time-outs do that.
+"""
+
+import sys
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from types import TracebackType
+from typing import final
+
+from counterpoint.ranks import Exchange
+from counterpoint.supervised.handshake import Roll
+
+ALIVE_TOPIC = "alive"
+BEAT_S = 1.0
+LOOK_BEATS = 3  # a rank that counted nothing for so long when another has failed is lost
+SILENT_BEATS = 30  # and while the job runs
+STORE_LIMIT_S = 10.0  # a store on a host that is gone may never answer
+ENDED = -1
+GONE_STORE = "the store of the process group does not answer, so the host that holds it is lost, as a rule that of"
+
+
+@final
+class Heartbeat:
+    """One rank's counting; `end` it before the process ends as it should."""
+
+    def __init__(self, exchange: Exchange, roll: Roll, say: Callable[[str], None], beat_s: float = BEAT_S) -> None:
+        self._exchange, self._roll, self._say, self._beat_s = exchange, roll, say, beat_s
+        self._is_over = threading.Event()
+        self._counts: dict[int, int] = {}  # on rank 0, as they were when the last one stood still for the first time
+        self._num_still: dict[int, int] = {}
+
+    def start(self) -> None:
+        """Begin to count, and look around when this process ends with an exception."""
+        threading.Thread(target=self.count, name="counterpoint heartbeat", daemon=True).start()
+        told_before = sys.excepthook
+
+        def tell(kind: type[BaseException], problem: BaseException, traceback: TracebackType | None) -> None:
+            told_before(kind, problem, traceback)
+            if issubclass(kind, Exception) and not self._is_over.is_set():
+                self.tell_lost()
+
+        sys.excepthook = tell
+
+    def end(self) -> None:
+        """This rank ends, and is not lost."""
+        if not self._is_over.is_set():
+            self._is_over.set()
+            with suppress(RuntimeError):
+                self._exchange.note(ALIVE_TOPIC, ENDED)
+
+    def tell_lost(self) -> None:
+        """After a failure: look twice, and let the first rank that is left say who is gone."""
+        found: list[str] = []
+        looking = threading.Thread(target=lambda: found.append(self._look_twice()), daemon=True)
+        looking.start()
+        looking.join(self._beat_s * LOOK_BEATS + STORE_LIMIT_S)
+        line = found[0] if found else self._store_is_gone()
+        if line:
+            self._say(line)
+
+    def count(self) -> None:
+        """What the thread does: count until this rank ends, and on rank 0 look around now and then."""
+        number = 0
+        with suppress(RuntimeError):  # the store is gone: the job's own calls fail as well, or it has ended
+            while not self._is_over.wait(self._beat_s):
+                number += 1
+                self._exchange.note(ALIVE_TOPIC, number)
+                if self._exchange.rank == 0 and number % LOOK_BEATS == 0:
+                    self._look_while_running()
+
+    def _look_while_running(self) -> None:
+        """On rank 0, now and then: say once of each rank that it has been still for too long."""
+        counts = self._exchange.noted_by_rank(ALIVE_TOPIC)
+        for rank in range(self._exchange.num_ranks):
+            is_still = counts.get(rank, 0) == self._counts.get(rank, 0) and counts.get(rank) != ENDED
+            self._num_still[rank] = self._num_still.get(rank, 0) + LOOK_BEATS if is_still else 0
+        self._counts = counts
+        just_lost = [rank for rank, beats in self._num_still.items() if SILENT_BEATS <= beats < SILENT_BEATS + LOOK_BEATS]
+        if just_lost:
+            self._say(self._describe(just_lost, self._beat_s * SILENT_BEATS))
+
+    def _look_twice(self) -> str:
+        """Who is gone, if this rank is the one to say so."""
+        try:
+            before = self._exchange.noted_by_rank(ALIVE_TOPIC)
+            self._is_over.wait(self._beat_s * LOOK_BEATS)
+            after = self._exchange.noted_by_rank(ALIVE_TOPIC)
+        except RuntimeError:
+            return self._store_is_gone()
+        everyone = range(self._exchange.num_ranks)
+        lost = [rank for rank in everyone if after.get(rank, 0) == before.get(rank, 0) and after.get(rank) != ENDED]
+        left = [rank for rank in everyone if rank not in lost and after.get(rank) != ENDED]
+        is_first = not left or self._exchange.rank == left[0]
+        return self._describe(lost, self._beat_s * LOOK_BEATS) if lost and is_first else ""
+
+    def _describe(self, lost: list[int], silent_s: float) -> str:
+        verb = "has" if len(lost) == 1 else "have"
+        return (
+            f"{self._roll.describe(lost)} {verb} not been heard of for {silent_s:g} s: lost, or ended without a word. "
+            "Look at the output there, and start all ranks again."
+        )
+
+    def _store_is_gone(self) -> str:
+        """Said by one rank of each `counterpoint run`, since ranks cannot agree on one any more."""
+        is_first = self._roll.runs[self._exchange.rank] == self._exchange.rank
+        if not is_first:
+            return ""
+        return f"{GONE_STORE} rank 0 ({self._roll.hosts[0]}). Look at the output there, and start all ranks again."

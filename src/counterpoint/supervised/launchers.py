@@ -1,0 +1,210 @@
+"""How a job is started under `counterpoint run` by the launchers that people use: what to write, and what cannot work.
+
+The rule is one for all of them: `counterpoint run` stands inside, next to the job's processes, on each node and in each
+container. There it makes its folder, keeps the filter's library on that host, and passes signals and the exit status on.
+Outside of a launcher that starts processes on other hosts or in containers, its folder and library would not be where the
+ranks are. The text for each launcher names where its words come from.
+"""
+
+import os
+import shlex
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, get_args
+
+from counterpoint.doctor.command import OTHER_HOSTS
+from counterpoint.errors import LaunchFilterError, package_version
+
+Launcher = Literal["slurm", "kubernetes", "ray", "mpi", "container"]
+LAUNCHERS: tuple[Launcher, ...] = get_args(Launcher)
+JOB = ("torchrun", "--nnodes", "4", "--nproc-per-node", "8", "train.py")
+# the job that stands for any other, as Slurm's variables complete it
+SLURM_TORCHRUN = (
+    'torchrun --nnodes "$SLURM_JOB_NUM_NODES" --nproc-per-node 8 --rdzv-backend c10d --rdzv-id "$SLURM_JOB_ID" \\\n'
+    '  --rdzv-endpoint "$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1):29500" train.py'
+)
+# programs whose containers do not get this process's environment; Apptainer's do, and the user's home folder as well
+CLOSED_CONTAINERS = ("docker", "podman", "nerdctl", "enroot", "kubectl")
+MPI_HOSTS = ("-H", "--H", "-host", "--host", "-hosts", "-hostfile", "--hostfile", "-machinefile", "--machinefile", "-f")
+MPI = ("mpirun", "mpiexec", "orterun", "prun")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchRequest:
+    """The job's command, the plan to apply (None to tune), and the Python that has Counterpoint."""
+
+    command: tuple[str, ...] = JOB
+    plan: Path | None = None
+    python: str = sys.executable
+
+    def supervised(self, python: str | None = None, plan: str | None = None) -> tuple[str, ...]:
+        """`counterpoint run` with the plan and the command, by this interpreter or another."""
+        given = plan or (str(self.plan) if self.plan is not None else None)
+        options = ("--plan", given) if given is not None else ("--tune", "-o", "plan.toml")  # where the job stands
+        return (python or self.python, "-m", "counterpoint", "run", *options, "--", *self.command)
+
+
+def describe_launch(launcher: Launcher, request: LaunchRequest) -> str:
+    """The lines to paste, with comments, for one launcher."""
+    texts: dict[Launcher, Callable[[LaunchRequest], str]] = {
+        "slurm": _slurm,
+        "kubernetes": _kubernetes,
+        "ray": _ray,
+        "mpi": _mpi,
+        "container": _container,
+    }
+    return texts[launcher](request)
+
+
+def check_outer_launcher(command: Sequence[str], environment: Mapping[str, str]) -> None:
+    """Raise `LaunchFilterError` where the command starts the ranks on other hosts or in a container by itself."""
+    name = os.path.basename(command[0]) if command else ""
+    if name in CLOSED_CONTAINERS:
+        where, launcher = "in a container", "kubernetes" if name == "kubectl" else "container"
+    elif name in OTHER_HOSTS and not _stays_here(name, command, environment):
+        where, launcher = "on other hosts", "slurm" if name == "srun" else "mpi"
+    else:
+        return
+    raise LaunchFilterError(
+        f"'{name}' starts processes {where}, where the folder and the library of this run are not. Put `counterpoint run` "
+        f"behind it, before the job's own command; `counterpoint env --for {launcher}` writes it out."
+    )
+
+
+def _stays_here(name: str, command: Sequence[str], environment: Mapping[str, str]) -> bool:
+    """Whether mpirun starts everything on this host: without hosts, and in no allocation of several nodes."""
+    if name not in MPI:
+        return False
+    has_hosts = any(word.partition("=")[0] in MPI_HOSTS for word in command[1:])
+    nodes = environment.get("SLURM_JOB_NUM_NODES", environment.get("SLURM_NNODES", "1"))
+    return not has_hosts and nodes == "1" and "PBS_NODEFILE" not in environment and "LSB_DJOB_HOSTFILE" not in environment
+
+
+def _slurm(request: LaunchRequest) -> str:
+    prefix = shlex.join(request.supervised()[: -len(request.command)])
+    job = SLURM_TORCHRUN if request.command == JOB else shlex.join(request.command)
+    return f"""\
+# In the batch script. One task per node; srun passes the environment on (sbatch(1), --export). Every node must see
+# {request.python} and the plan; the filter is copied to each node by itself.
+#SBATCH --ntasks-per-node=1
+srun --export=ALL {prefix} \\
+  {job}
+
+# Without torchrun, one task per rank. Ranks are then read from SLURM_PROCID:
+#SBATCH --ntasks-per-node=8
+srun --export=ALL {prefix} {_python_job(request.command)}
+
+# In a container (pyxis). The image needs Counterpoint: RUN python -m pip install counterpoint=={package_version()}
+srun --export=ALL --container-image=IMAGE --container-mounts="$PWD:$PWD" --container-workdir="$PWD" \\
+  {shlex.join(request.supervised(python="python")[: -len(request.command)])} {job}"""
+
+
+def _mpi(request: LaunchRequest) -> str:
+    inside = f"{shlex.join(request.supervised()[: -len(request.command)])} {_python_job(request.command)}"
+    return f"""\
+# One `counterpoint run` for each rank, behind mpirun's own words. Ranks are read from what the launcher sets
+# (OMPI_COMM_WORLD_RANK, PMIX_RANK, PMI_RANK). For torch the job still sets MASTER_ADDR, MASTER_PORT, RANK, WORLD_SIZE.
+
+# Open MPI (mpirun(1): -x passes a variable on; LD_PRELOAD needs none, each `counterpoint run` sets it on its host):
+mpirun -np 32 --hostfile HOSTS -x PATH -x PYTHONPATH -x COUNTERPOINT_CACHE_DIR \\
+  {inside}
+
+# MPICH, Intel MPI (mpiexec.hydra: -genvlist):
+mpiexec -n 32 -f HOSTS -genvlist PATH,PYTHONPATH,COUNTERPOINT_CACHE_DIR \\
+  {inside}"""
+
+
+def _ray(request: LaunchRequest) -> str:
+    words = shlex.join([*request.supervised()[: -len(request.command)], request.python])
+    return f"""\
+# Ray's own daemons start the workers, so neither this shell's LD_PRELOAD nor a wrapper around the driver reaches them.
+# `py_executable` of a runtime environment is what a worker is started by (Ray documentation, runtime_env: py_executable).
+# {request.python} must be on every node, with Ray and the job's packages.
+import ray
+
+ray.init(runtime_env={{"py_executable": {words!r}}})
+
+# Ray Train, for its workers alone:
+from ray.train import RunConfig
+
+run_config = RunConfig(worker_runtime_env={{"py_executable": {words!r}}})"""
+
+
+def _kubernetes(request: LaunchRequest) -> str:
+    plan = "/counterpoint/plan.toml" if request.plan is not None else None
+    command = request.supervised(python="python", plan=plan)
+    listed = "\n".join(f"            - {_yaml(word)}" for word in command)
+    volume = """
+          volumeMounts:
+            - {name: counterpoint-plan, mountPath: /counterpoint, readOnly: true}
+      volumes:
+        - name: counterpoint-plan
+          configMap: {name: counterpoint-plan}"""
+    create = f"# kubectl create configmap counterpoint-plan --from-file=plan.toml={request.plan}\n"
+    return f"""\
+# The image needs Counterpoint; its wheel holds the filter, so no compiler:
+#   RUN python -m pip install counterpoint=={package_version()}
+{create if plan else ""}\
+# Then a patch of the pod template, for a Job, a JobSet's or a PyTorchJob's replicas alike (name: the container's own name).
+# No library is mounted and no variable is set: `counterpoint run` does both in the container.
+spec:
+  template:
+    spec:
+      containers:
+        - name: pytorch
+          command:
+{listed}{volume if plan else ""}"""
+
+
+def _container(request: LaunchRequest) -> str:
+    plan = "/counterpoint/plan.toml" if request.plan is not None else None
+    inside = shlex.join(request.supervised(python="python", plan=plan))
+    mount = f" \\\n  -v {shlex.quote(str(request.plan))}:{plan}:ro" if plan else ""
+    bind = f" --bind {shlex.quote(str(request.plan))}:{plan}:ro" if plan else ""
+    return f"""\
+# The image needs Counterpoint; its wheel holds the filter, so no compiler:
+#   RUN python -m pip install counterpoint=={package_version()}
+# Docker, Podman (--ipc=host or --shm-size: NCCL and this run need more than 64 MiB of /dev/shm):
+docker run --gpus all --ipc=host{mount} IMAGE \\
+  {inside}
+
+# Apptainer, Singularity:
+apptainer exec --nv{bind} IMAGE.sif \\
+  {inside}
+
+# An image that cannot be changed, and a plan of launches alone:
+#   counterpoint env --for container --plan FILE --folder FOLDER"""
+
+
+def describe_folder(folder: Path, library: Path) -> str:
+    """The variables and mounts of a folder that `fill_folder` filled, for containers whose image has no Counterpoint."""
+    place = shlex.quote(str(folder))
+    variables = {"LD_PRELOAD": str(folder / library.name), "COUNTERPOINT_FILTER_DIRECTORY": str(folder)}
+    docker = " ".join(f"-e {name}={shlex.quote(value)}" for name, value in variables.items())
+    apptainer = ",".join(f"{name}={value}" for name, value in variables.items())
+    lines = "\n".join(f"  - {{name: {name}, value: {_yaml(value)}}}" for name, value in variables.items())
+    return f"""\
+# {folder} holds the filter and the plan's rules, for one node: fill one on each. Nobody guards this
+# plan, and ranks do not report to each other. If the job has an LD_PRELOAD of its own, append it behind a colon.
+docker run --gpus all -v {place}:{place} --user "$(id -u)" {docker} IMAGE {shlex.join(JOB)}
+apptainer exec --nv --bind {place} --env {apptainer} IMAGE.sif {shlex.join(JOB)}
+
+# Kubernetes: an init container that fills an emptyDir at {folder}, mounted by the job's container, which gets
+env:
+{lines}
+
+# When the job has ended, what took effect:
+counterpoint env --proof {place}"""
+
+
+def _python_job(command: Sequence[str]) -> str:
+    """The job's script by Python, where a launcher has taken the place of torchrun."""
+    script = next((place for place, word in enumerate(command) if word.endswith(".py")), None)
+    return shlex.join(("python", *command[script:])) if script is not None else shlex.join(command)
+
+
+def _yaml(word: str) -> str:
+    """A word as a YAML string: JSON's, which is YAML as well."""
+    return '"' + word.replace("\\", "\\\\").replace('"', '\\"') + '"'

@@ -1,0 +1,117 @@
+"""`counterpoint env`: what it prints can be pasted, and what cannot work is refused before anything starts."""
+
+import itertools
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from counterpoint.controls import Priority, Transport
+from counterpoint.errors import LaunchFilterError
+from counterpoint.plan import Directive, Match, Plan, save_plan
+from counterpoint.supervised.launchers import LAUNCHERS, check_outer_launcher
+from helpers.build_filter import build_double
+from helpers.command import counterpoint, refusal
+
+JOB = Path(__file__).parents[1] / "helpers" / "jobs" / "launches.py"
+
+
+@pytest.fixture
+def plan(tmp_path: Path) -> Path:
+    directive = Directive(match=Match(kind="communication"), controls=(Priority(priority=-5),), reason="test")
+    save_plan(Plan(verdict="GAIN", directives=(directive,)), tmp_path / "plan.toml")
+    return tmp_path / "plan.toml"
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize("has_plan", [True, False])
+def test_what_is_printed_is_in_the_launchers_own_language_and_holds_the_job(
+    launcher: str, has_plan: bool, plan: Path
+) -> None:
+    options = ("--plan", plan) if has_plan else ()
+    done = counterpoint("env", "--for", launcher, *options, "--", "torchrun", "--nnodes", "2", "train it.py", "--lr", "1")
+    assert done.returncode == 0, done.stderr
+    assert "counterpoint" in done.stdout
+    assert ("run --plan " in done.stdout or '"--plan"' in done.stdout) == has_plan
+    if launcher == "ray":
+        code = [line for line in done.stdout.splitlines() if line and "import" not in line]
+        compile("\n".join(code), "ray", "exec")
+    elif launcher == "kubernetes":
+        yaml = pytest.importorskip("yaml")
+        container = yaml.safe_load(done.stdout)["spec"]["template"]["spec"]["containers"][0]
+        assert container["command"][-6:] == ["torchrun", "--nnodes", "2", "train it.py", "--lr", "1"]
+    else:
+        assert "'train it.py' --lr 1" in done.stdout
+        subprocess.run(["bash", "-n"], input=done.stdout, text=True, check=True, timeout=60)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ((), "Which launcher starts the job? Give --for with one of slurm, kubernetes, ray, mpi, container"),
+        (("--for", "pbs"), "'pbs' is no launcher that is known here"),
+        (("--for", "ray", "--folder", "x"), "ray needs none"),
+        (("--for", "container", "--folder", "x"), "Add --plan FILE"),
+        (("--proof", "/nowhere"), "/nowhere holds no settings.json"),
+        (("--for", "mpi", "--plan", "/nowhere.toml"), "Cannot read /nowhere.toml"),
+    ],
+)
+def test_bad_input_is_one_line(arguments: tuple[str, ...], says: str) -> None:
+    assert says in refusal("env", *arguments)
+
+
+def test_a_folder_has_all_that_a_job_without_counterpoint_needs_and_is_read_for_proof(tmp_path: Path, plan: Path) -> None:
+    folder, driver = tmp_path / "filled", tmp_path / "driver"
+    driver.mkdir()
+    build_double(driver)
+    done = counterpoint("env", "--for", "container", "--plan", plan, "--folder", folder, TMPDIR=str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    (values,) = [line for line in done.stdout.splitlines() if line.startswith("docker")]
+    words = values.split()
+    variables = dict(word.split("=", 1) for before, word in itertools.pairwise(words) if before == "-e")
+    code = (
+        f"import sys\nsys.path.insert(0, {str(JOB.parent)!r})\nimport launches\n"
+        f"driver = launches.Driver({str(driver)!r})\nprint([driver.step() for _ in range(3)])\n"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", code], env=os.environ | variables, capture_output=True, text=True, check=True, timeout=120
+    )
+    assert ended.stdout == "[-5, -5, -5]\n"
+    proof = counterpoint("env", "--proof", folder, COLUMNS="160")
+    assert "3 of 3" in proof.stdout
+    assert "verified" in proof.stdout
+    assert "holds files already" in refusal("env", "--for", "container", "--plan", plan, "--folder", folder)
+
+
+def test_a_plan_that_the_filter_alone_cannot_apply_is_refused(tmp_path: Path) -> None:
+    match = Match(kind="communication", collective="all_gather")
+    directive = Directive(match=match, controls=(Transport(transport="copy_engine"),), reason="test")
+    save_plan(Plan(verdict="GAIN", directives=(directive,)), tmp_path / "copies.toml")
+    said = refusal("env", "--for", "container", "--plan", tmp_path / "copies.toml", "--folder", tmp_path / "new")
+    assert "moves collectives by copies" in said
+
+
+@pytest.mark.parametrize(
+    ("command", "environment", "says"),
+    [
+        ("srun -N 4 python train.py", {}, "counterpoint env --for slurm"),
+        ("/usr/bin/docker run image train", {}, "in a container"),
+        ("mpirun -np 8 -H a:4,b:4 python train.py", {}, "on other hosts"),
+        ("mpiexec --hostfile=hosts python train.py", {}, "counterpoint env --for mpi"),
+        ("mpirun -np 8 python train.py", {"SLURM_JOB_NUM_NODES": "2"}, "on other hosts"),
+        ("mpirun -np 8 python train.py", {}, ""),
+        ("torchrun --nnodes 4 train.py", {"SLURM_JOB_NUM_NODES": "4"}, ""),
+        ("apptainer exec image.sif python train.py", {}, ""),
+    ],
+)
+def test_a_launcher_that_starts_ranks_elsewhere_does_not_stand_behind_run(
+    command: str, environment: dict[str, str], says: str
+) -> None:
+    if not says:
+        check_outer_launcher(command.split(), environment)
+        return
+    with pytest.raises(LaunchFilterError, match=says) as raised:
+        check_outer_launcher(command.split(), environment)
+    assert "\n" not in str(raised.value)

@@ -1,0 +1,221 @@
+"""`counterpoint run` on 4 nodes of 2 ranks: on one host, but with an agent, a run, a temporary folder and a rendezvous each.
+
+The nodes share nothing but the network: each `counterpoint run` starts its own torchrun, as Slurm or Kubernetes would do it.
+"""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from counterpoint.controls import Priority
+from counterpoint.plan import Directive, Match, Plan, load_plan, save_plan
+from helpers.build_filter import build_double
+from helpers.command import COUNTERPOINT
+
+JOB = Path(__file__).parents[1] / "helpers" / "jobs" / "launches.py"
+TORCHRUN = Path(sys.executable).with_name("torchrun")
+NUM_NODES, RANKS_PER_NODE = 4, 2
+LIMIT_S = 240
+pytestmark = pytest.mark.xdist_group("nodes")  # eight ranks at a time are enough for the host
+
+
+@pytest.fixture(scope="module")
+def driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the double of libcuda."""
+    folder = tmp_path_factory.mktemp("driver")
+    build_double(folder)
+    return folder
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _cache(tmp_path_factory: pytest.TempPathFactory) -> None:
+    os.environ["COUNTERPOINT_CACHE_DIR"] = str(tmp_path_factory.mktemp("cache"))
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
+
+
+def priority_plan(folder: Path) -> Path:
+    directive = Directive(match=Match(kind="communication"), controls=(Priority(priority=-5),), reason="test")
+    save_plan(Plan(verdict="GAIN", directives=(directive,)), folder / "plan.toml")
+    return folder / "plan.toml"
+
+
+def torchrun(
+    node: int, port: int, rendezvous: str, *options: str, num_nodes: int = NUM_NODES, num_ranks: int = RANKS_PER_NODE
+) -> list[str]:
+    """What starts one node's ranks."""
+    shared = [str(TORCHRUN), "--nnodes", str(num_nodes), "--nproc-per-node", str(num_ranks), *options]
+    if rendezvous == "static":
+        return [*shared, "--node-rank", str(node), "--master-addr", "127.0.0.1", "--master-port", str(port)]
+    return [*shared, "--rdzv-backend", "c10d", "--rdzv-id", "job", "--rdzv-endpoint", f"127.0.0.1:{port}"]
+
+
+class Nodes:
+    """The processes of all nodes, each with a temporary folder of its own; leaving ends them."""
+
+    def __init__(self, folder: Path, commands: Sequence[Sequence[object]], **environment: str) -> None:
+        inherited = {name: text for name, text in os.environ.items() if name not in ("LD_PRELOAD", "RANK", "WORLD_SIZE")}
+        self.processes = []
+        for node, command in enumerate(commands):
+            own = folder / f"node{node}"
+            own.mkdir()
+            variables = {"COLUMNS": "200", "OMP_NUM_THREADS": "1", "TMPDIR": str(own)}
+            process = subprocess.Popen(
+                [str(word) for word in command],
+                env=inherited | variables | environment,
+                cwd=own,
+                text=True,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                start_new_session=True,
+            )
+            self.processes.append(process)
+
+    def __enter__(self) -> "Nodes":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self.processes:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait(LIMIT_S)
+            for stream in (process.stdout, process.stderr):
+                assert stream is not None
+                stream.close()
+
+    def end(self) -> tuple[list[int], list[str]]:
+        """Exit statuses and standard errors, by node."""
+        errors = [process.communicate(timeout=LIMIT_S)[1] for process in self.processes]
+        return [process.returncode for process in self.processes], errors
+
+
+def supervised(options: Sequence[object], commands: Sequence[Sequence[object]]) -> list[list[object]]:
+    return [[COUNTERPOINT, "run", *options, "--", *command] for command in commands]
+
+
+def descendants(pid: int) -> list[int]:
+    """A process and all that it started, itself first."""
+    listed = subprocess.run(["ps", "-A", "-o", "pid=,ppid="], capture_output=True, text=True, check=True).stdout
+    parents = {int(child): int(parent) for child, parent in map(str.split, listed.splitlines())}
+    found = [pid]
+    for each in found:
+        found += [child for child, parent in parents.items() if parent == each]
+    return found
+
+
+def own_lines(errors: Sequence[str]) -> list[str]:
+    """What was said, once each: `run` repeats at the end why tuning stopped, which may be far up by then."""
+    found = [line for text in errors for line in text.splitlines() if line.startswith("counterpoint:")]
+    return list(dict.fromkeys(found))
+
+
+def test_a_plan_reaches_the_ranks_of_every_node_and_each_proves_its_own(driver: Path, tmp_path: Path) -> None:
+    port = free_port()
+    commands = [[*torchrun(node, port, "static"), JOB, driver, "--steps", "30"] for node in range(NUM_NODES)]
+    with Nodes(tmp_path, supervised(("--strict", "--plan", priority_plan(tmp_path)), commands)) as nodes:
+        statuses, errors = nodes.end()
+    assert statuses == [0] * NUM_NODES, errors
+    rows = [line for text in errors for line in text.splitlines() if line.startswith("priority")]
+    assert all(row.rstrip().endswith("verified") for row in rows)
+    ranks = sorted(word for row in rows for word in row.split() if word in ("0-1", "2-3", "4-5", "6-7"))
+    assert ranks == ["0-1", "2-3", "4-5", "6-7"], rows
+
+
+def test_tuning_finds_a_plan_for_all_nodes_and_rank_0s_saves_it(driver: Path, tmp_path: Path) -> None:
+    port, found = free_port(), tmp_path / "found.toml"
+    commands = [[*torchrun(node, port, "c10d"), JOB, driver, "--steps", "150"] for node in range(NUM_NODES)]
+    with Nodes(tmp_path, supervised(("--tune", "--budget", "120", "-o", found), commands)) as nodes:
+        statuses, errors = nodes.end()
+    assert statuses == [0] * NUM_NODES, errors
+    assert sum("GAIN after" in line for line in own_lines(errors)) == 1, errors
+    assert sum("plan saved to" in line for line in own_lines(errors)) == 1, errors
+    assert load_plan(found).verdict == "GAIN"
+
+
+def test_ranks_that_an_elastic_agent_starts_again_get_the_plan_again(driver: Path, tmp_path: Path) -> None:
+    """On one node: a bare job of gloo on several nodes does not survive it (torch 2.13 connects to the former ranks)."""
+    agent = [TORCHRUN, "--standalone", "--nproc-per-node", "2", "--max-restarts", "2"]
+    commands = [[*agent, JOB, driver, "--steps", "40", "--fails-once", tmp_path / "failed"]]
+    with Nodes(tmp_path, supervised(("--plan", priority_plan(tmp_path)), commands)) as nodes:
+        statuses, errors = nodes.end()
+    assert (tmp_path / "failed").exists()
+    assert statuses == [0], errors
+    rows = [line for line in errors[0].splitlines() if line.startswith("priority")]
+    assert rows, errors
+    assert all(row.rstrip().endswith("verified") for row in rows)
+    assert not any("no filter" in line or "heard of" in line for line in own_lines(errors)), errors
+
+
+@pytest.mark.parametrize("launcher", ["mpirun", "srun"])
+def test_a_run_for_each_rank_as_mpirun_and_srun_start_them(driver: Path, tmp_path: Path, launcher: str) -> None:
+    """The launcher tells each task its rank; the job tells torch, as jobs under these launchers do."""
+    names = {"mpirun": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"), "srun": ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS")}
+    rank_name, size_name = names[launcher]
+    told = f"import os, runpy; os.environ.update(RANK=os.environ[{rank_name!r}], WORLD_SIZE=os.environ[{size_name!r}]); "
+    ran = f"import sys; sys.argv = sys.argv[1:]; runpy.run_path({str(JOB)!r}, run_name='__main__')"
+    job = [sys.executable, "-c", told + ran, JOB, driver, "--steps", "20"]
+    run = supervised(("--strict", "--plan", priority_plan(tmp_path)), [job])[0]
+    tasks = [["env", f"{rank_name}={rank}", f"{size_name}=2", *run] for rank in range(2)]
+    with Nodes(tmp_path, tasks, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port())) as nodes:
+        statuses, errors = nodes.end()
+    assert statuses == [0, 0], errors
+    rows = [next(line.split() for line in text.splitlines() if line.startswith("priority")) for text in errors]
+    assert [row[-1] for row in rows] == ["verified", "verified"]
+    assert all(str(rank) in row for rank, row in enumerate(rows)), rows
+
+
+def test_a_node_without_the_filter_is_named_with_the_reason_and_the_job_runs_as_it_was(driver: Path, tmp_path: Path) -> None:
+    """Its `counterpoint run` started it, but a wrapper there drops LD_PRELOAD."""
+    port = free_port()
+    commands = [[*torchrun(node, port, "static"), JOB, driver, "--steps", "20"] for node in range(NUM_NODES)]
+    commands[2] = ["env", "-u", "LD_PRELOAD", *commands[2]]
+    with Nodes(tmp_path, supervised(("--tune", "--strict", "--budget", "100"), commands)) as nodes:
+        statuses, errors = nodes.end()
+    (line,) = [line for line in own_lines(errors) if "no filter" in line and "strict" not in line]
+    host = socket.gethostname()
+    assert f"ranks 4-5 (host {host}): no filter, because LD_PRELOAD does not name it there" in line
+    assert "Keep LD_PRELOAD" in line
+    assert "the job runs as it was" in line
+    assert max(statuses) == 3, "with --strict that is an error"
+
+
+def test_a_node_that_nobody_supervises_is_named_as_well(driver: Path, tmp_path: Path) -> None:
+    port = free_port()
+    commands = [[*torchrun(node, port, "static"), JOB, driver, "--steps", "10"] for node in range(NUM_NODES)]
+    started = supervised(("--plan", priority_plan(tmp_path)), commands)
+    started[3] = commands[3]
+    with Nodes(tmp_path, started) as nodes:
+        statuses, errors = nodes.end()
+    assert statuses == [0] * NUM_NODES, errors
+    (line,) = [line for line in own_lines(errors) if "no filter" in line]
+    assert "ranks 6-7: no filter and no agent reported within 30 s of rank 0" in line
+    assert "Start `counterpoint run` on each node" in line
+
+
+def test_a_lost_node_is_named_in_one_line_and_nobody_hangs(driver: Path, tmp_path: Path) -> None:
+    port = free_port()
+    job = [JOB, driver, "--steps", "1000000", "--began", tmp_path / "rank"]
+    commands = [[*torchrun(node, port, "static"), *job] for node in range(NUM_NODES)]
+    with Nodes(tmp_path, supervised(("--plan", priority_plan(tmp_path)), commands)) as nodes:
+        deadline = time.monotonic() + LIMIT_S
+        while not (tmp_path / "rank7").exists() or not (tmp_path / "rank0").exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        for pid in descendants(nodes.processes[3].pid):
+            os.kill(pid, signal.SIGKILL)
+        statuses, errors = nodes.end()
+    assert all(statuses[:3]), "torchrun says that ranks failed"
+    (line,) = [line for line in own_lines(errors[:3]) if "heard of" in line]
+    assert "ranks 6-7 (host " in line
+    assert "lost, or ended without a word" in line
