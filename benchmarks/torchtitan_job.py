@@ -1,0 +1,163 @@
+"""torchtitan's DeepSeek-V3 with 6 layers, unmodified or with the two lines of `expert_parallel`; one rank of it.
+
+    torchrun --nproc-per-node 2 -m benchmarks.torchtitan_job --torchtitan DIR --way switched --steps 60
+
+DIR has the sources of torchtitan v0.2.2. The 16 B flavor (dim 2,048, 64 experts, top 6, two shared experts) with 6 layers
+and 32,768 words; 4 x 4,096 tokens on each rank; expert parallelism over all ranks, FSDP2, bf16, selective checkpointing of
+operators, as the debug configuration has it. Data are random words; every run has the same seed and the same data.
+
+`overlap` has the operators in force throughout. `switched` begins so for 12 steps, and then switches in turns of 5 steps, in
+the order ABBA: both ways meet the same clocks, temperatures and data. At its end rank 0 prints one line of JSON: ms per step
+by way (CUDA events at the ends of the optimizer's steps, without the first 12 steps and the first of each turn), losses,
+peak memory, and what `overlap` counted. With `--wait-for FILE` it loads all that it needs, and begins when FILE is there.
+"""
+
+import argparse
+import dataclasses
+import json
+import os
+import random
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+WAYS = ("bare", "overlap", "switched")
+TURN, WARM_UP = 5, 12
+NUM_LINES, WORDS_PER_LINE = 600, 400
+CONFIGURATION = "torchtitan/models/deepseek_v3/train_configs/debug_model.toml"
+SCHEDULED_STEPS = 400  # of the learning rate, so that trainings of other lengths learn alike
+
+
+class Clock:
+    """Ends of the optimizer's steps, in the GPU's own order; switches what is in force between turns."""
+
+    def __init__(self, way: str, overlapped: list[Any]) -> None:
+        self._is_switched, self._overlapped = way == "switched", overlapped
+        self._now = way != "bare"
+        self._optimizer: object | None = None
+        self._events: list[torch.cuda.Event] = []
+        self._is_ours: list[bool] = []  # in the step that ends with the event of the same place
+
+    def step_ended(self, optimizer: object, *_: object) -> None:
+        """Called after an optimizer's step; torchtitan's container of optimizers is one itself, and the first counts."""
+        if self._optimizer is None:
+            self._optimizer = optimizer
+        if optimizer is not self._optimizer:
+            return
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        self._events.append(event)
+        self._is_ours.append(self._now)
+        number = len(self._events) - WARM_UP
+        if self._is_switched and number >= 0 and number % TURN == 0:
+            self._now = number // TURN % 4 in (1, 2)
+            for each in self._overlapped:
+                each.use(self._now)
+
+    def times(self) -> dict[str, list[float]]:
+        """ms per step by way."""
+        torch.cuda.synchronize()
+        found: dict[str, list[float]] = {"bare": [], "overlap": []}
+        for place in range(WARM_UP, len(self._events)):
+            if not (self._is_switched and (place - WARM_UP) % TURN == 0):
+                lasted = self._events[place - 1].elapsed_time(self._events[place])
+                found["overlap" if self._is_ours[place] else "bare"].append(round(lasted, 3))
+        return found
+
+
+def random_words(folder: Path) -> None:
+    """A data set for torchtitan, the same in every run."""
+    source = random.Random(1)
+    letters = "abcdefghijklmnopqrstuvwxyz"
+    words = ["".join(source.choices(letters, k=source.randint(2, 8))) for _ in range(2000)]
+    with (folder / "data.json").open("w") as file:
+        for _ in range(NUM_LINES):
+            file.write(json.dumps({"text": " ".join(source.choices(words, k=WORDS_PER_LINE))}) + "\n")
+
+
+def make_known() -> None:
+    """Add the flavor to torchtitan's."""
+    import torchtitan.train  # noqa: F401, PLC0415  all that a training loads
+    from torchtitan.models import deepseek_v3  # noqa: PLC0415  its folder is known only now
+
+    large = deepseek_v3.deepseekv3_args["16B"]
+    flavor = dataclasses.replace(large, n_layers=6, vocab_size=32768, attn_type="sdpa", attn_mask_type="causal")
+    deepseek_v3.deepseekv3_args["six_layers"] = flavor
+
+
+def train(way: str, words: list[str]) -> None:
+    """One training as torchtitan's own main function does it; what was measured of it is printed."""
+    from torchtitan.config import ConfigManager  # noqa: PLC0415  its folder is known only now
+    from torchtitan.train import Trainer  # noqa: PLC0415
+
+    overlapped: list[Any] = []
+    losses: list[float] = []
+    trainer = Trainer(ConfigManager().parse_args(words))
+    if way != "bare":
+        from counterpoint.integrations import expert_parallel  # noqa: PLC0415  a bare job does not know it
+
+        overlapped += [expert_parallel.overlap(part) for part in trainer.model_parts]
+    log = trainer.metrics_processor.log
+
+    def keep(step: int, loss: float, *others: Any, **named: Any) -> None:
+        losses.append(loss)
+        log(step, loss, *others, **named)
+
+    trainer.metrics_processor.log = keep
+    clock = Clock(way, overlapped)
+    handle = register_optimizer_step_post_hook(clock.step_ended)
+    try:
+        trainer.train()
+    finally:
+        handle.remove()
+    counted = [str(each) for each in overlapped]
+    found = {"way": way, "ms": clock.times(), "losses": losses, "counted": counted}
+    found["peak_bytes"] = torch.cuda.max_memory_allocated()
+    if dist.get_rank() == 0:
+        print(json.dumps(found), flush=True)
+    trainer.close()
+    dist.destroy_process_group()
+
+
+def parse() -> tuple[argparse.Namespace, list[str]]:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--torchtitan", type=Path, required=True, metavar="DIR")
+    parser.add_argument("--way", choices=WAYS, required=True)
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--wait-for", type=Path, metavar="FILE")
+    return parser.parse_known_args()
+
+
+def main() -> None:
+    options, others = parse()
+    folder = Path(tempfile.mkdtemp(prefix="words"))
+    random_words(folder)
+    sys.path.insert(0, str(options.torchtitan))
+    os.chdir(options.torchtitan)
+    sys.argv = sys.argv[:1]  # torchtitan reads it when it is imported
+    make_known()
+    asked = {
+        "--job.config_file": CONFIGURATION,
+        "--model.flavor": "six_layers",
+        "--training.local_batch_size": "4",
+        "--training.seq_len": "4096",
+        "--training.dataset_path": str(folder),
+        "--training.steps": str(options.steps),
+        "--lr_scheduler.total_steps": str(SCHEDULED_STEPS),
+        "--metrics.log_freq": "1",
+        "--parallelism.expert_parallel_degree": os.environ["WORLD_SIZE"],
+        "--debug.seed": "7",
+    }
+    while options.wait_for is not None and not options.wait_for.exists():
+        time.sleep(0.2)
+    train(options.way, [*(word for pair in asked.items() for word in pair), *others])
+
+
+if __name__ == "__main__":
+    main()

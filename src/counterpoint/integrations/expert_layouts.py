@@ -1,0 +1,152 @@
+"""What a framework left on a module of routed experts when it spread them over ranks: hooks or a `forward` that send tokens.
+
+torchtitan (read in v0.2.2) registers `_token_dispatch` and `_token_combine` of a style by `distribute_module`, as hooks
+around `GroupedExperts`; transformers (read in 5.23) puts a `forward` in the module's place, whose closure holds an
+implementation. What looks different is not recognized, and its module is then refused rather than guessed at.
+"""
+
+from typing import Any, Literal
+
+import msgspec
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from counterpoint.integrations.layouts import closure_of
+
+WEIGHTS = ("w1", "w2", "w3")
+WEIGHT_DIMS = 3
+FORMULAS = frozenset({"_run_experts_grouped_mm", "_run_experts_for_loop"})  # what torchtitan's GroupedExperts calls
+HIDES_ALREADY = "it overlaps the all-to-alls of one micro-batch with another micro-batch's computation. Leave it as it is"
+# Why styles of torchtitan that spread experts over ranks stay as they are
+REFUSED_STYLES = {
+    "DeepEPExpertParallel": "its tokens travel by DeepEP's kernels, and there is no all-to-all of torch to replace. Leave "
+    "it as it is, or take ExpertParallel",
+    "DualPipeExpertParallel": HIDES_ALREADY,
+}
+
+
+class SpreadLayout(msgspec.Struct, frozen=True, kw_only=True):
+    """Experts as they were spread: over which ranks, and the keys of the hooks that send their tokens.
+
+    `tensor_mesh`: the ranks that share each expert's hidden features, as torchtitan's expert tensor parallelism does.
+    """
+
+    mesh: DeviceMesh
+    tensor_mesh: DeviceMesh | None = None
+    input_hook: int
+    output_hook: int
+
+    def __deepcopy__(self, _memo: dict[int, Any]) -> "SpreadLayout":
+        return self  # a mesh cannot be copied
+
+
+def spread_by(module: nn.Module) -> Literal["torchtitan", "transformers"] | None:
+    """Whose way a module's tokens are sent to its experts on other ranks; None where they are not."""
+    if _dispatch_hook(module) is not None:
+        return "torchtitan"
+    return "transformers" if implementation_of(module) is not None else None
+
+
+def torchtitan_layout(experts: nn.Module) -> SpreadLayout | str:
+    """The layout of experts whose tokens torchtitan's hooks send, or why they stay as they are."""
+    found = _dispatch_hook(experts)
+    assert found is not None
+    input_hook, style, mesh = found
+    name = type(style).__name__
+    if name in REFUSED_STYLES:
+        return REFUSED_STYLES[name]
+    if name not in ("ExpertParallel", "ExpertTensorParallel"):
+        return f"its style is {name}, and ExpertParallel and ExpertTensorParallel are served. Leave it as it is"
+    outputs = [key for key, hook in experts._forward_hooks.items() if _style_in(closure_of(hook), "output_fn") is style]
+    if len(outputs) != 1:
+        return "its tokens are sent by one hook and do not come back by another. Parallelize it by parallelize_module"
+    problem = _formula_problem(experts) or _mesh_problem(name, mesh) or _weights_problem(experts)
+    if problem:
+        return problem
+    is_split = name == "ExpertTensorParallel"
+    return SpreadLayout(
+        mesh=mesh["ep"] if is_split else mesh,
+        tensor_mesh=mesh["etp"] if is_split else None,
+        input_hook=input_hook,
+        output_hook=outputs[0],
+    )
+
+
+def implementation_of(module: nn.Module) -> Any | None:
+    """How transformers sends the tokens of a module of experts, if it does."""
+    found = closure_of(vars(module).get("forward"))
+    implementation = found.get("implementation")
+    is_theirs = type(found.get("self")).__name__ == "EpDispatchExpertsParallel"
+    return implementation if is_theirs and hasattr(implementation, "ep_mesh") else None
+
+
+def _dispatch_hook(module: nn.Module) -> tuple[int, Any, DeviceMesh] | None:
+    """The hook that sends tokens to experts on other ranks: its key, its style, its mesh."""
+    for key, hook in module._forward_pre_hooks.items():
+        found = closure_of(hook)
+        style, mesh = _style_in(found, "input_fn"), found.get("device_mesh")
+        if style is not None and isinstance(mesh, DeviceMesh):
+            return key, style, mesh
+    return None
+
+
+def _style_in(found: dict[str, Any], name: str) -> Any | None:
+    """The style whose method a hook of `distribute_module` calls, if it sends tokens."""
+    style = getattr(found.get(name), "__self__", None)
+    names = ("_token_dispatch", "_token_combine")
+    return style if all(callable(getattr(style, each, None)) for each in names) else None
+
+
+def shared_experts_of(layer: nn.Module) -> nn.Module | None:
+    """The shared experts of torchtitan's `MoE`, which gives them the tokens that it routes; None of any other layer.
+
+    With hooks of their own they are not taken, for these would see them at another time.
+    """
+    shared = vars(layer)["_modules"].get("shared_experts")
+    if shared is None or shared._forward_pre_hooks or shared._forward_hooks or shared._backward_hooks:
+        return None
+    owner = _owner_of_forward(layer)
+    return shared if owner.__name__ == "MoE" and {"experts", "shared_experts"} <= _names_in_forward(owner) else None
+
+
+def _owner_of_forward(module: nn.Module) -> type:
+    """The class that defines `forward`; `fully_shard` puts one before it."""
+    return next(each for each in type(module).__mro__ if "forward" in vars(each))
+
+
+def _names_in_forward(owner: type) -> set[str]:
+    """What the code of `forward` names."""
+    return set(getattr(getattr(vars(owner)["forward"], "__code__", None), "co_names", ()))
+
+
+def _formula_problem(experts: nn.Module) -> str:
+    """Why it cannot be told that the module computes silu(x w1) * (x w3), times w2; or nothing."""
+    owner = _owner_of_forward(experts)
+    if owner.__name__ != "GroupedExperts" or not _names_in_forward(owner) >= FORMULAS or "forward" in vars(experts):
+        return f"it is a {owner.__name__}, whose formula is not known; that of torchtitan's GroupedExperts is served"
+    return ""
+
+
+def _mesh_problem(name: str, mesh: DeviceMesh) -> str:
+    names = mesh.mesh_dim_names or ()
+    if name == "ExpertTensorParallel" and not {"ep", "etp"} <= set(names):
+        return f"its mesh has the dimensions {', '.join(names) or 'without names'}, and ep and etp are needed"
+    if name == "ExpertParallel" and mesh.ndim != 1:
+        return f"its mesh has {mesh.ndim} dimensions, and its experts are spread over one"
+    return ""
+
+
+def _weights_problem(experts: nn.Module) -> str:
+    """Why the weights cannot be had as plain tensors of this rank's experts, or nothing."""
+    for name in WEIGHTS:
+        weight = getattr(experts, name, None)
+        if not isinstance(weight, DTensor) or weight.ndim != WEIGHT_DIMS:
+            return f"its {name} is no DTensor of {WEIGHT_DIMS} dimensions. Parallelize it by parallelize_module"
+        local = weight._local_tensor
+        if type(local) not in (torch.Tensor, nn.Parameter):
+            return f"its {name} is a {type(local).__name__}, and operators multiply plain tensors. Leave out quantization"
+        if Shard(0) not in weight.placements:
+            return f"its {name} is {weight.placements}, and experts are spread by Shard(0)"
+    return ""

@@ -1,0 +1,124 @@
+"""Expert parallelism whose all-to-alls hide behind the experts' own grouped matmuls, forward and backward.
+
+    overlapped = expert_parallel.overlap(model)      # after the model was parallelized
+    ...
+    overlapped.use(False)                            # between steps: as before, and use(True) again
+    overlapped.undo()
+
+Taken are the experts of torchtitan (`ExpertParallel`, `ExpertTensorParallel`) and of Hugging Face models that transformers
+spreads over ranks by all-to-alls (`AllToAllEP`). Shared experts of torchtitan's layers run while tokens travel. A layer
+that cannot be served stays as it was, and `refused` and the log say why.
+
+`overlap` may come before `fully_shard` or after it, and before activation checkpointing or after it; not between forward and
+backward pass. What torch.compile makes of a model breaks its graph at the experts, as torchtitan's does.
+"""
+
+from torch import nn
+
+from counterpoint.errors import IntegrationError
+from counterpoint.integrations import transformers_experts
+from counterpoint.integrations.expert_layouts import shared_experts_of, spread_by, torchtitan_layout
+from counterpoint.integrations.overlapped import Overlapped
+from counterpoint.integrations.routed_experts import SharedExperts, TorchtitanExperts, pass_on
+from counterpoint.integrations.transformers_experts import TransformersExperts
+from counterpoint.ops.expert_routing import require_experts_schedule
+from counterpoint.schedule import ScheduleDescription
+from counterpoint.value import require
+
+__all__ = ["Overlapped", "overlap", "waiting_experts"]
+
+NOUN = "expert layer"
+
+
+def overlap(module: nn.Module, *, schedule: ScheduleDescription | None = None, is_on: bool = True) -> Overlapped:
+    """Let the routed experts within `module` communicate beside their own grouped matmuls; on every rank.
+
+    `schedule` overrides the choice by size for all of them. With `is_on=False` all is prepared, and nothing changes before
+    `use(True)`. Raises `IntegrationError` if there are none that can be served, or if some of them are overlapped already.
+    """
+    _check_arguments(module, schedule)
+    overlapped = Overlapped(is_on=is_on, noun=NOUN)
+    found = [(name, each) for name, each in module.named_modules() if spread_by(each) is not None]
+    twice = next((name for name, each in module.named_modules() if _is_overlapped(each)), None)
+    require(
+        twice is None,
+        IntegrationError,
+        f"{twice or 'This layer'} is overlapped already. Keep what the first overlap() returned, or call its undo() first.",
+    )
+    require(
+        bool(found),
+        IntegrationError,
+        f"{type(module).__name__} has no experts that torchtitan or transformers spread over ranks. Parallelize it first.",
+    )
+    layers = {id(layer._modules.get("experts")): layer for layer in module.modules() if "experts" in layer._modules}
+    for name, experts in found:
+        if spread_by(experts) == "torchtitan":
+            _take_torchtitan(overlapped, name, (experts, layers.get(id(experts))), schedule)
+        else:
+            _take_transformers(overlapped, name, experts, schedule)
+    overlapped.require_taken(f"No experts of {type(module).__name__}")
+    overlapped.say_refused()
+    return overlapped
+
+
+def _check_arguments(module: object, schedule: object) -> None:
+    require(
+        isinstance(module, nn.Module),
+        IntegrationError,
+        f"overlap() takes a module whose experts are spread over ranks; found one of type {type(module).__name__}. Give the "
+        "model.",
+    )
+    require_experts_schedule(schedule)
+
+
+def waiting_experts(module: nn.Module) -> list[nn.Module]:
+    """The experts in it that a framework has spread over ranks and that `overlap` would take and has not taken."""
+    return [each for each in module.modules() if not _is_overlapped(each) and _is_served(each)]
+
+
+def _is_served(experts: nn.Module) -> bool:
+    framework = spread_by(experts)
+    if framework == "torchtitan":
+        return not isinstance(torchtitan_layout(experts), str)
+    return framework == "transformers" and not transformers_experts.refusal(experts)
+
+
+def _take_torchtitan(
+    overlapped: Overlapped, name: str, modules: tuple[nn.Module, nn.Module | None], schedule: ScheduleDescription | None
+) -> None:
+    """Take experts, and the shared experts of the layer around them, if there is one."""
+    experts, layer = modules
+    layout = torchtitan_layout(experts)
+    if isinstance(layout, str):
+        overlapped.refused[name] = layout
+        return
+    shared = None if layer is None else _take_shared(overlapped, layer)
+    forward = TorchtitanExperts(experts, layout, (overlapped.switch, schedule, shared))
+    overlapped.take(name, experts, forward.run, forward.group.group_name)
+    for hooks, key in ((experts._forward_pre_hooks, layout.input_hook), (experts._forward_hooks, layout.output_hook)):
+        overlapped.replace_hook(hooks, key, pass_on(hooks[key], overlapped.switch))
+
+
+def _take_shared(overlapped: Overlapped, layer: nn.Module) -> SharedExperts | None:
+    """Let the shared experts of a layer run while tokens travel, if it has some."""
+    shared = shared_experts_of(layer)
+    if shared is None:
+        return None
+    forward = SharedExperts(shared)
+    overlapped.exchange_forward(shared, forward.run)
+    overlapped.add_hook(layer.register_forward_pre_hook(forward.layer_begins))
+    return forward
+
+
+def _take_transformers(overlapped: Overlapped, name: str, experts: nn.Module, schedule: ScheduleDescription | None) -> None:
+    reason = transformers_experts.refusal(experts)
+    if reason:
+        overlapped.refused[name] = reason
+        return
+    forward = TransformersExperts(experts, overlapped.switch, schedule)
+    overlapped.take(name, experts, forward.run, forward.group.group_name)
+
+
+def _is_overlapped(experts: nn.Module) -> bool:
+    owner = getattr(vars(experts).get("forward"), "__self__", None)
+    return isinstance(owner, TorchtitanExperts | TransformersExperts)

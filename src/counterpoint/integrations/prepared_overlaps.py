@@ -1,0 +1,99 @@
+"""The tensor-parallel linears and the routed experts of a process that nobody edits, taken over and switched off.
+
+They are taken over before the first forward pass where that can be, for torch.compile sees what is there then; `use`
+switches them between steps.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Literal, NamedTuple, final
+
+from torch import nn
+
+from counterpoint.errors import IntegrationError, cause_of, reason_of
+from counterpoint.integrations import expert_parallel, tensor_parallel
+from counterpoint.integrations.overlapped import Overlapped
+from counterpoint.integrations.paths import EXPERTS, LIBRARY, MATMULS, Integration, PathOffer, Paths
+from counterpoint.units import format_count
+
+Overlapping = Literal["tensor_parallel", "expert_parallel"]
+
+
+class OverlapWay(NamedTuple):
+    """One integration: what it is for in words, one and several of what it takes, what of a model waits for it, and how it
+    takes that."""
+
+    integration: Overlapping
+    target: str
+    nouns: tuple[str, str]
+    waiting: Callable[[nn.Module], Sequence[nn.Module]]
+    take: Callable[[nn.Module], Overlapped]
+
+
+@final
+class PreparedOverlaps:
+    """What both integrations took; `given` names the schedules of their operators, where a plan does."""
+
+    def __init__(self, given: Paths = LIBRARY) -> None:
+        self._integrations = (
+            OverlapWay(
+                "tensor_parallel",
+                MATMULS,
+                ("tensor-parallel linear", MATMULS),
+                tensor_parallel.waiting_linears,
+                lambda root: tensor_parallel.overlap(root, schedule=given.schedule, is_on=False),
+            ),
+            OverlapWay(
+                "expert_parallel",
+                EXPERTS,
+                ("layer of routed experts", "layers of routed experts"),
+                expert_parallel.waiting_experts,
+                lambda root: expert_parallel.overlap(root, schedule=given.experts_schedule, is_on=False),
+            ),
+        )
+        self._taken: dict[Overlapping, list[Overlapped]] = {"tensor_parallel": [], "expert_parallel": []}
+        self._refused: dict[Overlapping, str] = {}  # of some models; the others may be taken
+        self._failed: dict[Overlapping, str] = {}
+
+    def prepare(self, roots: Iterable[nn.Module]) -> None:
+        """Take over what these models have that was not taken before."""
+        for root in roots:
+            for each in self._integrations:
+                if not each.waiting(root):
+                    continue
+                try:
+                    self._taken[each.integration].append(each.take(root))
+                except IntegrationError as problem:
+                    self._refused[each.integration] = cause_of(problem, 200)
+                except Exception as problem:  # the survey says so, and the other ranks hear it
+                    self._failed[each.integration] = reason_of(problem)
+
+    def offers(self) -> list[PathOffer]:
+        """What was taken, or why it was not; nothing of an integration that found nothing."""
+        found = (self._offer(each) for each in self._integrations)
+        return [offer for offer in found if offer is not None]
+
+    def _offer(self, overlap: OverlapWay) -> PathOffer | None:
+        integration = overlap.integration
+        number = sum(len(each.taken) for each in self._taken[integration])
+        failure = self._failed.get(integration)
+        if number and not failure:
+            return PathOffer(integration=integration, what=format_count(number, *overlap.nouns))
+        refusal = failure or self._refused.get(integration)
+        return PathOffer(integration=integration, what=overlap.target, refusal=refusal) if refusal else None
+
+    def drop(self, integrations: Sequence[Integration]) -> None:
+        """Leave these switched off for good."""
+        for integration, taken in self._taken.items():
+            if integration in integrations:
+                taken.clear()
+
+    def use(self, paths: Paths) -> None:
+        """Switch them as the paths say; between steps, on every rank."""
+        for overlapped in self._taken["tensor_parallel"]:
+            overlapped.use(paths.overlaps_matmuls)
+        for overlapped in self._taken["expert_parallel"]:
+            overlapped.use(paths.overlaps_experts)
+
+    def counting(self) -> list[tuple[str, Overlapped]]:
+        """Everything that counts, each with what it is for."""
+        return [(each.target, taken) for each in self._integrations for taken in self._taken[each.integration]]

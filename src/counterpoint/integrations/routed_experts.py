@@ -1,0 +1,109 @@
+"""The routed experts of a layer: what takes the place of torchtitan's hooks and `forward` around `GroupedExperts`.
+
+While the switch is on, the hooks hand on what they are given, and `forward` takes all of it: tokens sorted by expert and
+their counts in, the experts' results in the same order out. One operator sends tokens, multiplies them by grouped matmuls as
+they arrive, and brings results back.
+"""
+
+from collections.abc import Callable
+from typing import Any, final
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor, Partial, Replicate
+
+from counterpoint.integrations.expert_layouts import WEIGHTS, SpreadLayout
+from counterpoint.integrations.layouts import Hook
+from counterpoint.integrations.parallel_linears import Switch
+from counterpoint.integrations.sequence_shards import cast_for_matmul
+from counterpoint.ops import expert_ffn
+from counterpoint.schedule import ScheduleDescription
+
+
+@final
+class TorchtitanExperts:
+    """A `GroupedExperts` whose tokens torchtitan's hooks send; `shared` are the layer's shared experts, if it has some."""
+
+    def __init__(
+        self,
+        experts: nn.Module,
+        layout: SpreadLayout,
+        rest: tuple[Switch, ScheduleDescription | None, "SharedExperts | None"],
+    ) -> None:
+        self._experts, self._forward = experts, experts.forward
+        self._switch, self._schedule, self._shared = rest
+        self._layout = layout
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The ranks that share the experts."""
+        group: dist.ProcessGroup = self._layout.mesh.get_group()
+        return group
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # torchtitan compiles none of its dispatch either
+    def run(self, tokens: torch.Tensor, num_tokens_per_expert: torch.Tensor) -> torch.Tensor:
+        """The experts' results for tokens (T, dim) sorted by expert of all ranks, in their order."""
+        if not self._switch.is_on:
+            result: torch.Tensor = self._forward(tokens, num_tokens_per_expert)
+            return result
+        given, tensor_mesh = tokens, self._layout.tensor_mesh
+        if tensor_mesh is not None:  # every rank of it gives a part of the gradient, as in torchtitan
+            shared = DTensor.from_local(tokens, tensor_mesh, (Replicate(),), run_check=False)
+            given = shared.to_local(grad_placements=(Partial(),))
+        weights = [local_part(getattr(self._experts, name)) for name in WEIGHTS]
+        # torchtitan multiplies in bf16 wherever it uses grouped matmuls
+        operands = [each.bfloat16() if self._experts.use_grouped_mm else cast_for_matmul(each) for each in (given, *weights)]
+        rows, w1, w2, w3 = operands
+        beside = None if self._shared is None else self._shared.compute
+        named = {"group": self.group, "schedule": self._schedule, "beside": beside}
+        return expert_ffn(rows, num_tokens_per_expert, w1, w2, w3, **named).type_as(tokens)
+
+
+@final
+class SharedExperts:
+    """The shared experts of a layer, computed while tokens travel instead of after the routed ones.
+
+    The layer gives both the same tokens, and asks for the shared experts' result after the routed experts': it is kept until
+    then. For other tokens than the layer's they are computed again.
+    """
+
+    def __init__(self, shared: nn.Module) -> None:
+        self._forward: Callable[[torch.Tensor], torch.Tensor] = shared.forward
+        self._tokens: torch.Tensor | None = None  # of the layer, in the present forward pass
+        self._ready: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def layer_begins(self, _layer: nn.Module, inputs: tuple[Any, ...]) -> None:
+        """The layer's hook: note its tokens; what an error left is dropped."""
+        self._ready = None
+        given = inputs[0] if inputs else None
+        self._tokens = given if isinstance(given, torch.Tensor) and not isinstance(given, DTensor) else None
+
+    def compute(self) -> None:
+        """Compute what the layer will ask for, now."""
+        if self._tokens is not None:
+            rows, self._tokens = self._tokens.reshape(-1, self._tokens.shape[-1]), None
+            self._ready = rows, self._forward(rows)
+
+    def run(self, tokens: torch.Tensor) -> torch.Tensor:
+        """The shared experts' result for these tokens."""
+        ready, self._ready, self._tokens = self._ready, None, None
+        if ready is not None:
+            rows, result = ready
+            if rows.data_ptr() == tokens.data_ptr() and rows.shape == tokens.shape and rows.dtype == tokens.dtype:
+                return result
+        return self._forward(tokens)
+
+
+def pass_on(earlier: Hook, switch: Switch) -> Callable[..., Any]:
+    """For a hook that sends tokens, or brings results back: nothing is done, for `forward` does it."""
+
+    def hook(*arguments: Any) -> Any:
+        return None if switch.is_on else earlier(*arguments)
+
+    return hook
+
+
+def local_part(weight: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a weight; it has FSDP2's part when FSDP2 has gathered it."""
+    return weight.to_local() if isinstance(weight, DTensor) else weight

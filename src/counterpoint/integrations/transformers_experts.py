@@ -1,0 +1,116 @@
+"""Experts of Hugging Face models, as transformers spreads them over ranks (read in 5.23): `AllToAllEP`, or `AutoEP` where it
+takes that.
+
+Their tokens come unsorted, with the experts that each of them goes to and the weights of these. What is sorted, weighted and
+added up here is what `AllToAllEP` sorts, weights and adds up; one operator does what is between.
+"""
+
+from typing import Any, NamedTuple, final
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from counterpoint.integrations.expert_layouts import implementation_of
+from counterpoint.integrations.parallel_linears import Switch
+from counterpoint.integrations.routed_experts import local_part
+from counterpoint.integrations.sequence_shards import cast_for_matmul
+from counterpoint.ops import expert_ffn
+from counterpoint.schedule import ScheduleDescription
+
+NOT_SERVED = {
+    "AllReduceEP": "its ranks share one batch and add up by an all-reduce, so there is no all-to-all to hide. Give "
+    "DistributedConfig ep_implementation='all_to_all'",
+    "MegaMoeEP": "its tokens travel inside DeepGEMM's kernel. Leave it as it is",
+}
+# attributes that `use_experts_implementation` of transformers puts on experts, and what is served
+FORM = {"has_gate": True, "has_bias": False, "has_post_expert_norm": False, "is_transposed": False, "is_concatenated": True}
+
+
+class Routes(NamedTuple):
+    """Where the tokens of one call go."""
+
+    experts: torch.Tensor  # (tokens, k)
+    weights: torch.Tensor  # (tokens, k)
+
+
+def refusal(experts: nn.Module) -> str:
+    """Why experts that transformers has spread over ranks stay as they are, or nothing."""
+    implementation = implementation_of(experts)
+    name = type(implementation).__name__
+    if name in NOT_SERVED:
+        return NOT_SERVED[name]
+    if name not in ("AllToAllEP", "AutoEP"):
+        return f"its tokens are sent by {name}, and AllToAllEP is served"
+    if getattr(implementation, "megamoe", None) is not None:
+        return NOT_SERVED["MegaMoeEP"]
+    wrong = [each for each, wanted in FORM.items() if getattr(experts, each, None) is not wanted]
+    if wrong:
+        return f"its experts have {wrong[0]}={getattr(experts, wrong[0], None)}, and {FORM[wrong[0]]} is served"
+    gate = getattr(type(experts), "_apply_gate", None)
+    activation = type(getattr(experts, "act_fn", None)).__name__
+    if getattr(gate, "__name__", "") != "_default_apply_gate" or activation not in ("SiLU", "SiLUActivation"):
+        return f"its experts apply {activation} in a way of their own, and silu(gate) * up is served"
+    return ""
+
+
+@final
+class TransformersExperts:
+    """A module of experts whose tokens `AllToAllEP` sends."""
+
+    def __init__(self, experts: nn.Module, switch: Switch, schedule: ScheduleDescription | None) -> None:
+        self._experts, self._forward, self._switch, self._schedule = experts, experts.forward, switch, schedule
+        self._implementation = implementation_of(experts)
+        assert self._implementation is not None
+        mesh: DeviceMesh = self._implementation.ep_mesh
+        self.group: dist.ProcessGroup = mesh.get_group()
+        self._num_experts = self._implementation.num_local_experts * mesh.size()
+        self._tokens_mesh: DeviceMesh = self._implementation.tp_mesh
+
+    def __deepcopy__(self, _memo: dict[int, Any]) -> "TransformersExperts":
+        return self  # a copy of the model has the same `forward`, as without us
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # the sizes of what is sent are read on the host
+    def run(self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
+        """The weighted sum of the experts' results for each token (tokens, dim)."""
+        given, weights = local_part(hidden_states), local_part(top_k_weights)
+        if not (self._switch.is_on and self._is_sent(given)):
+            result: torch.Tensor = self._forward(hidden_states, top_k_index, top_k_weights)
+            return result
+        routes = Routes(top_k_index, weights)
+        if self._tokens_mesh.size() == 1:
+            return self._results(given, routes).to(given.dtype)
+        own, *rest = (self._own_part(each) for each in (given, *routes))
+        results = self._results(own, Routes(*rest)).contiguous()
+        shape, stride = given.shape, (given.shape[1], 1)
+        parts = DTensor.from_local(results, self._tokens_mesh, [Shard(0)], run_check=False, shape=shape, stride=stride)
+        return parts.full_tensor().to(given.dtype)
+
+    def _is_sent(self, given: torch.Tensor) -> bool:
+        """Whether an all-to-all sends these tokens; where ranks share a batch, `AutoEP` evaluates by all-reduces."""
+        may_share: Any = getattr(self._implementation, "all_reduce", None)
+        return may_share is None or (torch.is_grad_enabled() and given.requires_grad)
+
+    def _own_part(self, shared: torch.Tensor) -> torch.Tensor:
+        """This rank's tokens of those that all ranks of a tensor-parallel group have."""
+        whole = DTensor.from_local(shared, self._tokens_mesh, [Replicate()], run_check=False)
+        part: torch.Tensor = whole.redistribute(self._tokens_mesh, [Shard(0)]).to_local()
+        return part
+
+    def _results(self, tokens: torch.Tensor, routes: Routes) -> torch.Tensor:
+        num_routes = routes.experts.shape[-1]
+        chosen = routes.experts.reshape(-1)
+        order = torch.argsort(chosen, stable=True)
+        counts = torch.zeros(self._num_experts, dtype=torch.long, device=tokens.device)
+        counts = counts.scatter_add_(0, chosen, torch.ones_like(chosen))
+        both, down = (local_part(getattr(self._experts, name)) for name in ("gate_up_proj", "down_proj"))
+        gate, up = both.chunk(2, dim=1)
+        operands = [cast_for_matmul(each) for each in (tokens[order // num_routes], gate, down, up)]
+        rows, w1, w2, w3 = operands
+        sorted_results = expert_ffn(rows, counts, w1, w2, w3, group=self.group, schedule=self._schedule)
+        results = torch.empty_like(sorted_results)
+        results[order] = sorted_results
+        by_token = results.view(*routes.weights.shape, results.shape[-1])
+        return (by_token * routes.weights.unsqueeze(-1)).sum(dim=1)

@@ -1,0 +1,355 @@
+"""An expert exchange on GPUs: copy engines push rows into the symmetric memory of the rank that needs them, and each piece
+is announced by a flag that the stream which reads it waits for. No SM does either, and no host waits but for the
+counts of rows.
+
+Flags, per peer: FREE of a region, my rows may be written, which rests at 1; ARRIVED of a region and a piece, they are, which
+rests at 0; and both of the counts. None is raised before it was lowered: a piece is sent after FREE, which follows the
+reading of the piece before. Between two ranks without rows nothing is raised or awaited. Calls follow each other
+(`call_order.py`), and within one the waits of all ranks have one order, direction by direction, so that streams that share
+a hardware queue cannot block each other for ever.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from typing import Any, final
+
+import torch
+import torch.distributed as dist
+from cuda.bindings import driver as cu
+
+from counterpoint.cuda.driver import check
+from counterpoint.ops.agreement import Agreement
+from counterpoint.ops.call_order import NO_TIMING, CallOrder
+from counterpoint.ops.copy_lane import copy_bytes
+from counterpoint.ops.expert_exchange import AbstractCombine, AbstractDispatch, AbstractExpertExchange, ExpertRegion, Rows
+from counterpoint.ops.expert_memory import RegionSizes, needed_bytes
+from counterpoint.ops.gated_activation import has_triton
+from counterpoint.ops.lane import aligned
+from counterpoint.ops.signals import Flags, Signals
+from counterpoint.ops.streams import stream_of
+from counterpoint.ops.symmetric import SymmetricPool
+from counterpoint.schedule.description import MAX_CHUNKS
+from counterpoint.schedule.expert_layout import Block
+from counterpoint.units import format_bytes
+
+Handle = Any  # cuda-bindings has no types
+COUNTS_FREE, COUNTS_ARRIVED, FIRST_ARRIVED = len(ExpertRegion), len(ExpertRegion) + 1, len(ExpertRegion) + 2
+FIRST_WITH_BATCHES = 13000  # the version of CUDA that has them in the form used here
+LEAST_BATCH = 4  # blocks that are copied by one call of the driver
+RESTING = [*[1] * len(ExpertRegion), 1, 0, *[0] * (len(ExpertRegion) * MAX_CHUNKS)]
+
+
+@final
+class ExpertCopies(AbstractExpertExchange):
+    """Symmetric memory, flags and copy streams of one group on one GPU."""
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, agreement: Agreement) -> None:
+        self.rank, self._num_ranks = int(group.rank()), int(group.size())
+        self._group, self.device = group, device
+        self._peers = tuple((self.rank + turn) % self._num_ranks for turn in range(1, self._num_ranks))
+        self.flags = Flags(group, device, agreement, RESTING)
+        self.signals = Signals(self.flags)
+        self._order = CallOrder(self.flags.watch)
+        self._pool = SymmetricPool(device, group, agreement)
+        self._counts_pool = SymmetricPool(device, group, agreement)
+        self._counts_row_bytes = 0
+        self._counts_on_host = torch.empty(0, dtype=torch.int64, pin_memory=True)
+        self._counted = torch.cuda.Event()
+        self._sizes = RegionSizes()
+        self._streams: dict[str, Handle] = {}
+        self._has_batches = check("Asking for the driver's version", cu.cuDriverGetVersion()) >= FIRST_WITH_BATCHES
+        self._ends: dict[str, Handle] = {}  # events at the ends of copy streams
+        self.ready, self._mark = (check("Making an event", cu.cuEventCreate(NO_TIMING)) for _ in range(2))
+
+    def gather(self, row: torch.Tensor, beside: Callable[[torch.Tensor], None]) -> torch.Tensor:
+        """See `AbstractExpertExchange.gather`."""
+        self._require_counts(row.nbytes)
+        memory = self._counts_pool.memory
+        assert memory is not None
+        stream, offset = self.current(), self.rank * self._counts_row_bytes
+        gathered = row.new_empty(self._num_ranks, row.shape[0])
+        self.begin()
+        self.signals.take(COUNTS_FREE, self._peers, stream)
+        for peer in self._peers:
+            copy_bytes(memory.addresses[peer] + offset, row.data_ptr(), row.nbytes, stream)
+        self.signals.raise_to(COUNTS_ARRIVED, self._peers, stream)
+        gathered[self.rank].copy_(row)
+        self.signals.take(COUNTS_ARRIVED, self._peers, stream)
+        for peer in self._peers:
+            source = memory.addresses[self.rank] + peer * self._counts_row_bytes
+            copy_bytes(gathered[peer].data_ptr(), source, row.nbytes, stream)
+        on_host = self._counts_on_host[: gathered.numel()]
+        on_host.copy_(gathered.flatten(), non_blocking=True)
+        self._counted.record()
+        self.signals.raise_to(COUNTS_FREE, self._peers, stream)
+        self.end()
+        beside(gathered)
+        self._counted.synchronize()
+        self.flags.watch.require_sound()
+        return on_host.view(gathered.shape)
+
+    def _require_counts(self, num_bytes: int) -> None:
+        if num_bytes <= self._counts_row_bytes:
+            return
+        self._counts_row_bytes = 0
+        wanted = aligned(num_bytes)
+        self._counts_pool.replace(self._num_ranks * wanted, "An expert layer", has_captured=False)
+        self._counts_on_host = torch.empty(self._num_ranks * wanted // 8, dtype=torch.int64, pin_memory=True)
+        self._counts_row_bytes = wanted
+
+    def reserve(self, rows: Rows, regions: Sequence[ExpertRegion]) -> None:
+        """See `AbstractExpertExchange.reserve`."""
+        needed = needed_bytes(rows, regions)
+        if self._sizes.holds(needed):
+            return
+        sizes, self._sizes = self._sizes.grown(needed), RegionSizes()
+        what = f"An expert layer with {format_bytes(sizes.num_bytes)} of symmetric memory"
+        self._pool.replace(sizes.num_bytes, what, has_captured=False)
+        self._sizes = sizes
+
+    def begin(self) -> None:
+        """See `AbstractExpertExchange.begin`."""
+        self._order.follow(self.current())
+
+    def dispatch(self, region: ExpertRegion, rows: Rows, source: torch.Tensor) -> AbstractDispatch:
+        """See `AbstractExpertExchange.dispatch`."""
+        return CopyDispatch(self, rows, region, source)
+
+    def combine(self, rows: Rows) -> AbstractCombine:
+        """See `AbstractExpertExchange.combine`."""
+        return CopyCombine(self, rows)
+
+    def region(self, region: ExpertRegion, rows: Rows, num_rows: int) -> torch.Tensor:
+        """This rank's memory of a region."""
+        memory = self._pool.memory
+        if memory is None:  # nobody has rows
+            return rows.format.empty(0)
+        return self._sizes.view(memory.local, region, rows.format, num_rows)
+
+    def address(self, region: ExpertRegion, peer: int) -> int:
+        """Where a region begins on a peer."""
+        assert self._pool.memory is not None, "reserve() comes first"
+        return self._pool.memory.addresses[peer] + self._sizes.start(region)
+
+    def end(self) -> None:
+        """See `AbstractExpertExchange.end`."""
+        self._order.finish(self.current())
+
+    def current(self) -> Handle:
+        """The current stream."""
+        return cu.CUstream(torch._C._cuda_getCurrentRawStream(self.device.index))
+
+    def mark(self) -> Handle:
+        """An event behind what is on the current stream, for `collecting`."""
+        check("Marking a place", cu.cuEventRecord(self._mark, self.current()))
+        return self._mark
+
+    @contextmanager
+    def collecting(self, mark: Handle) -> Iterator[Handle]:
+        """Makes the stream current on which results are collected; it follows the mark, and what was current follows it."""
+        name = "collect"
+        handle = self.copy_stream(name)
+        check("Following a mark", cu.cuStreamWaitEvent(handle, mark, 0))
+        with torch.cuda.stream(stream_of(self._group.group_name, self.device, f"experts {name}")):
+            yield handle
+        self.join([name])
+
+    def copy_stream(self, name: str) -> Handle:
+        """The copy stream of that name."""
+        if name not in self._streams:
+            stream = stream_of(self._group.group_name, self.device, f"experts {name}")
+            self._streams[name] = cu.CUstream(stream.cuda_stream)
+            self._ends[name] = check("Making an event", cu.cuEventCreate(NO_TIMING))
+        return self._streams[name]
+
+    def copy_blocks(self, copies: Sequence[tuple[int, int, int]], stream: Handle) -> None:
+        """Copy (target, source, bytes), all behind what is on the stream and in no order among each other."""
+        if len(copies) >= LEAST_BATCH and self._has_batches:
+            targets, sources, sizes = zip(*copies, strict=True)
+            addresses = list(map(cu.CUdeviceptr, targets)), list(map(cu.CUdeviceptr, sources))
+            count = len(copies)
+            (result,) = cu.cuMemcpyBatchAsync(*addresses, list(sizes), count, [_beside_matmuls()], [0], 1, stream)
+            if result == cu.CUresult.CUDA_SUCCESS:
+                return
+            self._has_batches = False  # a driver that has none copies one by one
+        for target, source, num_bytes in copies:
+            copy_bytes(target, source, num_bytes, stream)
+
+    def join(self, names: Sequence[str]) -> None:
+        """Let the current stream wait for these copy streams."""
+        current = self.current()
+        for name in names:
+            check("Ending copies", cu.cuEventRecord(self._ends[name], self._streams[name]))
+            check("Joining copies", cu.cuStreamWaitEvent(current, self._ends[name], 0))
+
+    def num_symmetric_bytes(self) -> int:
+        """See `AbstractExpertExchange.num_symmetric_bytes`."""
+        return self.flags.num_bytes() + self._pool.num_bytes() + self._counts_pool.num_bytes()
+
+    def close(self) -> None:
+        """See `AbstractExpertExchange.close`."""
+        torch.cuda.synchronize(self.device)
+        self.flags.watch.close()
+        self._pool.close()
+        self._counts_pool.close()
+        self._order.close()
+        for event in (self.ready, self._mark, *self._ends.values()):
+            check("Destroying an event", cu.cuEventDestroy(event))
+        self._ends.clear()
+        self._streams.clear()
+        self._sizes, self._counts_row_bytes = RegionSizes(), 0
+
+
+@final
+class Outbox:
+    """What this rank sends in one direction of a call: blocks of rows, then a flag for each piece."""
+
+    def __init__(self, exchange: ExpertCopies, region: ExpertRegion, row_bytes: int) -> None:
+        self._exchange, self._region, self._row_bytes = exchange, region, row_bytes
+        self._claimed: set[int] = set()  # peers whose memory this rank may write
+        self._used: dict[str, None] = {}  # copy streams
+        self._sources: list[torch.Tensor] = []  # they must live until the copies are joined
+        self.num_bytes = 0
+
+    def ready(self, rows: torch.Tensor) -> None:
+        """These rows are ready on the current stream, for what is sent until the next."""
+        self._sources.append(rows)
+        check("Readying rows", cu.cuEventRecord(self._exchange.ready, self._exchange.current()))
+        for name in self._used:
+            check("Waiting for rows", cu.cuStreamWaitEvent(self._exchange.copy_stream(name), self._exchange.ready, 0))
+
+    def send(self, peer: int, number: int, blocks: Sequence[Block]) -> None:
+        """Copy blocks of the rows that are ready, each from its first row there to its first row in the peer's region."""
+        exchange, size = self._exchange, self._row_bytes
+        name = f"to {peer}"
+        handle = exchange.copy_stream(name)
+        if peer not in self._claimed:
+            check("Waiting for rows", cu.cuStreamWaitEvent(handle, exchange.ready, 0))
+            exchange.signals.take(int(self._region), (peer,), handle)
+            self._claimed.add(peer)
+            self._used[name] = None
+        target, source = exchange.address(self._region, peer), self._sources[-1].data_ptr()
+        copies = [(target + place * size, source + first * size, number * size) for first, place, number in blocks]
+        exchange.copy_blocks(copies, handle)
+        exchange.signals.raise_to(arrived_flag(self._region, number), (peer,), handle)
+        self.num_bytes += sum(num_bytes for *_, num_bytes in copies)
+
+    def join(self) -> None:
+        """Let the current stream wait until all is sent."""
+        self._exchange.join(tuple(self._used))
+        self._sources.clear()
+
+
+@final
+class CopyDispatch(AbstractDispatch):
+    """Blocks to their places in the peers' memory; this rank's own rows are put there by a kernel."""
+
+    def __init__(self, exchange: ExpertCopies, rows: Rows, region: ExpertRegion, source: torch.Tensor) -> None:
+        self._exchange, self._rows, self._region = exchange, rows, region
+        layout = rows.layout
+        self._landed = exchange.region(region, rows, layout.num_rows)
+        self._outbox = Outbox(exchange, region, rows.format.num_bytes)
+        self._outbox.ready(source)
+        has_own = layout.num_own == 0
+        for peer, number in layout.outgoing():
+            if number and not has_own:  # the first pieces are on their way
+                has_own = self._put_own(source)
+            self._outbox.send(peer, number, list(layout.blocks(layout.rank, peer, number)))
+        if not has_own:
+            self._put_own(source)
+        self.num_sent_bytes = self._outbox.num_bytes
+
+    def _put_own(self, source: torch.Tensor) -> bool:
+        own, places = source[self._rows.layout.own], self._rows.sorting.own_places
+        if has_triton():
+            from counterpoint.ops.expert_kernels import put_rows  # noqa: PLC0415  needs Triton
+
+            put_rows(own, places, self._landed)
+        else:
+            self._landed.index_copy_(0, places, own)
+        return True
+
+    def group(self, number: int) -> torch.Tensor:
+        """See `AbstractDispatch.group`."""
+        layout, exchange = self._rows.layout, self._exchange
+        sources = tuple(layout.sources(number))
+        if sources:
+            exchange.signals.take(arrived_flag(self._region, number), sources, exchange.current())
+        return self._landed[layout.groups[number].rows]
+
+    def all_rows(self) -> torch.Tensor:
+        """See `AbstractDispatch.all_rows`."""
+        return self._landed
+
+    def release(self) -> None:
+        """See `AbstractDispatch.release`."""
+        layout, exchange = self._rows.layout, self._exchange
+        senders = tuple(peer for peer in layout.peers() if layout.pairs[peer, layout.rank])
+        if senders:
+            exchange.signals.raise_to(int(self._region), senders, exchange.current())
+
+    def join(self) -> None:
+        """See `AbstractDispatch.join`."""
+        self._outbox.join()
+
+
+@final
+class CopyCombine(AbstractCombine):
+    """Blocks to their places in the peers' memory, from where they are copied into the results."""
+
+    def __init__(self, exchange: ExpertCopies, rows: Rows) -> None:
+        self._exchange, self._rows = exchange, rows
+        self._outbox = Outbox(exchange, ExpertRegion.COMBINE, rows.format.num_bytes)
+        self._results = rows.format.empty(rows.layout.num_tokens)
+        self._own_places = rows.sorting.own_places if rows.layout.num_own else None
+        self._collected = exchange.mark()
+
+    def add(self, number: int, rows: torch.Tensor) -> None:
+        """See `AbstractCombine.add`."""
+        layout = self._rows.layout
+        start, rank = layout.groups[number].rows.start, layout.rank
+        self._outbox.ready(rows)
+        for source in layout.sources(number):
+            first = layout.returned(source, rank, number) - layout.sent(source, rank, number).start
+            blocks = [
+                Block(each.placed - start, each.sent + first, each.num_rows) for each in layout.blocks(source, rank, number)
+            ]
+            self._outbox.send(source, number, blocks)
+        own = layout.sent(rank, rank, number)
+        if self._own_places is not None and own.stop > own.start:
+            there = slice(own.start - layout.own.start, own.stop - layout.own.start)
+            torch.index_select(rows, 0, self._own_places[there] - start, out=self._results[own])
+
+    def results(self) -> torch.Tensor:
+        """See `AbstractCombine.results`."""
+        layout, exchange = self._rows.layout, self._exchange
+        landed = exchange.region(ExpertRegion.COMBINE, self._rows, layout.num_tokens - layout.num_own)
+        with exchange.collecting(self._collected) as stream:
+            for peer, number in layout.outgoing():
+                exchange.signals.take(arrived_flag(ExpertRegion.COMBINE, number), (peer,), stream)
+                sent, start = layout.sent(layout.rank, peer, number), layout.returned(layout.rank, peer, number)
+                self._results[sent].copy_(landed[start : start + sent.stop - sent.start])
+            senders = tuple(peer for peer in layout.peers() if layout.pairs[layout.rank, peer])
+            if senders:
+                exchange.signals.raise_to(int(ExpertRegion.COMBINE), senders, stream)
+        self.num_sent_bytes = self._outbox.num_bytes
+        return self._results
+
+    def join(self) -> None:
+        """See `AbstractCombine.join`."""
+        self._outbox.join()
+
+
+def arrived_flag(region: ExpertRegion, number: int) -> int:
+    """The number of the flag that announces a piece."""
+    return FIRST_ARRIVED + int(region) * MAX_CHUNKS + number
+
+
+@cache
+def _beside_matmuls() -> Handle:
+    """How copies of a batch are made: in the order of the stream, and without SMs if that can be."""
+    attributes = cu.CUmemcpyAttributes()
+    attributes.srcAccessOrder = cu.CUmemcpySrcAccessOrder.CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
+    attributes.flags = int(cu.CUmemcpyFlags.CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE)
+    return attributes

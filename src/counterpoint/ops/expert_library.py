@@ -1,0 +1,119 @@
+"""An expert exchange by the library's all-to-all: all rows of a direction at once, sorted by a kernel.
+
+It is the sequential form that copies are compared with, what runs where all-to-alls are faster, and what is left where
+GPUs cannot reach each other's memory or symmetric memory runs out.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import final
+
+import torch
+import torch.distributed as dist
+
+from counterpoint.errors import cause_of
+from counterpoint.ops.collectives import LOST, Ranks, library_all_gather
+from counterpoint.ops.expert_exchange import AbstractCombine, AbstractDispatch, AbstractExpertExchange, ExpertRegion, Rows
+
+library_all_to_all = dist.all_to_all_single  # the library's own, also where a job's functions were exchanged
+
+
+@final
+class ExpertLibrary(AbstractExpertExchange):
+    """All-to-alls of one group's backend."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._group, self._agreement, self._watchdog = ranks
+
+    def gather(self, row: torch.Tensor, beside: Callable[[torch.Tensor], None]) -> torch.Tensor:
+        """See `AbstractExpertExchange.gather`."""
+        gathered = row.new_empty(self._group.size(), row.shape[0])
+        self.together(library_all_gather, gathered.flatten(), row)
+        beside(gathered)
+        return gathered.cpu()
+
+    def reserve(self, rows: Rows, regions: Sequence[ExpertRegion]) -> None:
+        """See `AbstractExpertExchange.reserve`. It needs none."""
+
+    def begin(self) -> None:
+        """See `AbstractExpertExchange.begin`."""
+
+    def dispatch(self, region: ExpertRegion, rows: Rows, source: torch.Tensor) -> AbstractDispatch:
+        """See `AbstractExpertExchange.dispatch`."""
+        arrived, pairs, rank = rows.format.empty(rows.layout.num_rows), rows.layout.pairs, rows.layout.rank
+        self.together(library_all_to_all, arrived, source, pairs[:, rank].tolist(), pairs[rank].tolist())
+        return LibraryDispatch(rows, arrived.index_select(0, rows.sorting.order))
+
+    def combine(self, rows: Rows) -> AbstractCombine:
+        """See `AbstractExpertExchange.combine`."""
+        return LibraryCombine(self, rows)
+
+    def end(self) -> None:
+        """See `AbstractExpertExchange.end`."""
+
+    def together(self, collective: Callable[..., object], result: torch.Tensor, *others: object) -> None:
+        """Run a collective of the library; on CPUs a rank that is missing is one line."""
+        try:
+            with self._watchdog.waiting() if result.is_cpu else nullcontext():
+                collective(result, *others, group=self._group)
+        except RuntimeError as problem:
+            if not (result.is_cpu and any(words in cause_of(problem).lower() for words in LOST)):
+                raise
+            what = "a rank of the group did not exchange the rows of its experts in time, or ended"
+            raise self._agreement.give_up(what) from problem
+
+    def num_symmetric_bytes(self) -> int:
+        """None."""
+        return 0
+
+    def close(self) -> None:
+        """See `AbstractExpertExchange.close`."""
+
+
+@final
+class LibraryDispatch(AbstractDispatch):
+    """Rows that have arrived and are sorted."""
+
+    def __init__(self, rows: Rows, arrived: torch.Tensor) -> None:
+        self._layout, self._arrived = rows.layout, arrived
+
+    def group(self, number: int) -> torch.Tensor:
+        """See `AbstractDispatch.group`."""
+        return self._arrived[self._layout.groups[number].rows]
+
+    def all_rows(self) -> torch.Tensor:
+        """See `AbstractDispatch.all_rows`."""
+        return self._arrived
+
+    def release(self) -> None:
+        """See `AbstractDispatch.release`."""
+
+    def join(self) -> None:
+        """See `AbstractDispatch.join`."""
+
+
+@final
+class LibraryCombine(AbstractCombine):
+    """One all-to-all, when all groups are there."""
+
+    def __init__(self, library: ExpertLibrary, rows: Rows) -> None:
+        self._library, self._rows = library, rows
+        self._groups: list[torch.Tensor] = []
+
+    def add(self, number: int, rows: torch.Tensor) -> None:
+        """See `AbstractCombine.add`."""
+        self._groups.append(rows)
+
+    def results(self) -> torch.Tensor:
+        """See `AbstractCombine.results`."""
+        layout, groups = self._rows.layout, self._groups
+        found = self._rows.format.empty(layout.num_tokens)
+        computed = groups[0] if len(groups) == 1 else torch.cat(groups) if groups else self._rows.format.empty(0)
+        sent, received = layout.pairs[:, layout.rank].tolist(), layout.pairs[layout.rank].tolist()
+        back = computed.index_select(0, self._rows.sorting.order_back)
+        self._library.together(library_all_to_all, found, back, received, sent)
+        groups.clear()
+        return found
+
+    def join(self) -> None:
+        """See `AbstractCombine.join`."""

@@ -1,0 +1,182 @@
+"""An expert exchange between CPUs: the same pieces in the same order as messages, so that the logic is tested on real
+tensors without GPUs.
+
+Sends are posted when their rows are there, and a rank receives a piece when it needs it, so nobody waits for ever. Nothing
+overlaps here.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, final
+
+import torch
+import torch.distributed as dist
+
+from counterpoint.errors import cause_of
+from counterpoint.ops.agreement import CallNotice
+from counterpoint.ops.collectives import Ranks
+from counterpoint.ops.expert_exchange import AbstractCombine, AbstractDispatch, AbstractExpertExchange, ExpertRegion, Rows
+from counterpoint.ops.expert_library import ExpertLibrary
+from counterpoint.ops.expert_memory import RegionSizes, needed_bytes
+from counterpoint.schedule.description import MAX_CHUNKS
+from counterpoint.units import format_bytes
+
+
+@final
+class ExpertMessages(AbstractExpertExchange):
+    """Messages of one group; the symmetric memory is ordinary, and counted as a GPU's would be."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+        self._library = ExpertLibrary(ranks)
+        self._sizes = RegionSizes()
+        self._memory = torch.empty(0, dtype=torch.uint8)
+
+    def gather(self, row: torch.Tensor, beside: Callable[[torch.Tensor], None]) -> torch.Tensor:
+        """See `AbstractExpertExchange.gather`."""
+        return self._library.gather(row, beside)
+
+    def reserve(self, rows: Rows, regions: Sequence[ExpertRegion]) -> None:
+        """See `AbstractExpertExchange.reserve`."""
+        needed = needed_bytes(rows, regions)
+        if self._sizes.holds(needed):
+            return
+        self._memory, sizes = torch.empty(0, dtype=torch.uint8), self._sizes.grown(needed)
+        self._sizes = RegionSizes()
+        memory, problem = self._memory, ""
+        try:
+            memory = torch.empty(sizes.num_bytes, dtype=torch.uint8)
+        except RuntimeError as error:
+            problem = f"{format_bytes(sizes.num_bytes)} for experts cannot be had ({cause_of(error, 160)})"
+        # all ranks find out together, as on GPUs
+        self._ranks.agreement.compare(CallNotice(request=f"{sizes.num_bytes} bytes for experts", problem=problem))
+        self._memory, self._sizes = memory, sizes
+
+    def begin(self) -> None:
+        """See `AbstractExpertExchange.begin`."""
+
+    def dispatch(self, region: ExpertRegion, rows: Rows, source: torch.Tensor) -> AbstractDispatch:
+        """See `AbstractExpertExchange.dispatch`."""
+        landed = self._sizes.view(self._memory, region, rows.format, rows.layout.num_rows)
+        return MessageDispatch(Mail(self._ranks, region), rows, source, landed)
+
+    def combine(self, rows: Rows) -> AbstractCombine:
+        """See `AbstractExpertExchange.combine`."""
+        return MessageCombine(Mail(self._ranks, ExpertRegion.COMBINE), rows)
+
+    def end(self) -> None:
+        """See `AbstractExpertExchange.end`."""
+
+    def num_symmetric_bytes(self) -> int:
+        """See `AbstractExpertExchange.num_symmetric_bytes`."""
+        return int(self._memory.numel())
+
+    def close(self) -> None:
+        """See `AbstractExpertExchange.close`."""
+        self._sizes, self._memory = RegionSizes(), torch.empty(0, dtype=torch.uint8)
+
+
+@final
+class Mail:
+    """The messages of one direction of a call."""
+
+    def __init__(self, ranks: Ranks, region: ExpertRegion) -> None:
+        self._group, self._agreement, self._watchdog = ranks
+        self._first_tag = int(region) * MAX_CHUNKS
+        self._sends: list[tuple[Any, torch.Tensor]] = []
+        self.num_bytes = 0
+
+    def send(self, peer: int, number: int, rows: torch.Tensor) -> None:
+        """Post a piece."""
+        as_bytes = rows.contiguous().view(torch.uint8)
+        work = dist.isend(as_bytes, dist.get_global_rank(self._group, peer), self._group, self._first_tag + number)
+        self._sends.append((work, as_bytes))
+        self.num_bytes += as_bytes.nbytes
+
+    def receive(self, peer: int, number: int, rows: torch.Tensor) -> None:
+        """Wait for a piece."""
+        peer = dist.get_global_rank(self._group, peer)
+        self._wait(dist.irecv(rows.view(torch.uint8), peer, self._group, self._first_tag + number))
+
+    def join(self) -> None:
+        """Wait until all that was posted has been sent."""
+        for work, _ in self._sends:
+            self._wait(work)
+        self._sends.clear()
+
+    def _wait(self, work: Any) -> None:
+        try:
+            with self._watchdog.waiting():
+                work.wait()
+        except RuntimeError as problem:
+            what = "a rank of the group did not exchange the rows of its experts in time, or ended"
+            raise self._agreement.give_up(what) from problem
+
+
+@final
+class MessageDispatch(AbstractDispatch):
+    """One message for each peer and group; the receiver puts its blocks in their places."""
+
+    def __init__(self, mail: Mail, rows: Rows, source: torch.Tensor, landed: torch.Tensor) -> None:
+        self._mail, self._rows, self._landed = mail, rows, landed
+        layout = rows.layout
+        landed.index_copy_(0, rows.sorting.own_places, source[layout.own])
+        for peer, number in layout.outgoing():
+            mail.send(peer, number, source[layout.sent(layout.rank, peer, number)])
+        self.num_sent_bytes = mail.num_bytes
+
+    def group(self, number: int) -> torch.Tensor:
+        """See `AbstractDispatch.group`."""
+        layout = self._rows.layout
+        for peer in layout.sources(number):
+            sent = layout.sent(peer, layout.rank, number)
+            arrived = self._rows.format.empty(sent.stop - sent.start)
+            self._mail.receive(peer, number, arrived)
+            for first, placed, num_rows in layout.blocks(peer, layout.rank, number):
+                at = first - sent.start
+                self._landed[placed : placed + num_rows] = arrived[at : at + num_rows]
+        return self._landed[layout.groups[number].rows]
+
+    def all_rows(self) -> torch.Tensor:
+        """See `AbstractDispatch.all_rows`."""
+        return self._landed
+
+    def release(self) -> None:
+        """See `AbstractDispatch.release`."""
+
+    def join(self) -> None:
+        """See `AbstractDispatch.join`."""
+        self._mail.join()
+
+
+@final
+class MessageCombine(AbstractCombine):
+    """One message for each peer and group, of blocks in the order of the peer's tokens."""
+
+    def __init__(self, mail: Mail, rows: Rows) -> None:
+        self._mail, self._rows = mail, rows
+        self._results = rows.format.empty(rows.layout.num_tokens)
+
+    def add(self, number: int, rows: torch.Tensor) -> None:
+        """See `AbstractCombine.add`."""
+        layout = self._rows.layout
+        start, rank = layout.groups[number].rows.start, layout.rank
+        for source in (rank, *layout.sources(number)):
+            blocks = list(layout.blocks(source, rank, number))
+            if blocks:
+                piece = torch.cat([rows[each.placed - start : each.placed - start + each.num_rows] for each in blocks])
+                if source == rank:
+                    self._results[layout.sent(rank, rank, number)] = piece
+                else:
+                    self._mail.send(source, number, piece)
+        self.num_sent_bytes = self._mail.num_bytes
+
+    def results(self) -> torch.Tensor:
+        """See `AbstractCombine.results`."""
+        layout = self._rows.layout
+        for peer, number in layout.outgoing():
+            self._mail.receive(peer, number, self._results[layout.sent(layout.rank, peer, number)])
+        return self._results
+
+    def join(self) -> None:
+        """See `AbstractCombine.join`."""
+        self._mail.join()

@@ -1,0 +1,176 @@
+"""One call of an expert layer: the counts of rows are exchanged and checked, and what moves the rows is picked.
+
+All ranks decide from the same matrix of counts, so they decide alike: whether counts add up, whether rows go by copies or by
+the library's all-to-all, in how many pieces, and whether the symmetric memory must grow. Where one rank cannot have that
+memory, this call runs by the library on all of them.
+"""
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import NamedTuple, TypeAlias, final
+
+import msgspec
+import numpy as np
+import torch
+
+from counterpoint.errors import OperatorError, RefusedTogetherError, ScheduleError
+from counterpoint.ops.expert_exchange import AbstractExpertExchange, ExpertRegion, RowFormat, Rows, Sorting
+from counterpoint.ops.expert_memory import needed_bytes
+from counterpoint.ops.graph_cache import refuse_in_capture
+from counterpoint.ops.grouped_matmul import ExpertRows
+from counterpoint.ops.operator_call import calls_of
+from counterpoint.ops.runtime import Runtime
+from counterpoint.schedule import ScheduleDescription
+from counterpoint.schedule.expert_choice import size_for
+from counterpoint.schedule.expert_layout import Counts, ExpertLayout
+
+TokensPerExpert: TypeAlias = torch.Tensor | Sequence[int]
+
+
+@final
+class ExpertRouting:
+    """Where the rows of one call go; `dispatch_grouped_matmul` makes it for `grouped_matmul_combine`.
+
+    `counts[source, destination, expert]`: rows from each rank for each of a rank's experts. `num_tokens`: rows of this
+    rank's tokens. `num_rows`: rows that this rank's experts compute, by expert and then source. `num_pieces`: how
+    many groups of experts each rank has at most; 0 where rows go by the library's all-to-all.
+    """
+
+    def __init__(self, runtime: Runtime, counts: Counts, sorting: Sorting, num_pieces: int) -> None:
+        self.runtime, self.counts, self.num_pieces = runtime, counts, num_pieces
+        self.layout = ExpertLayout(counts, int(runtime.group.rank()), max(1, num_pieces))
+        self.num_tokens, self.num_rows = self.layout.num_tokens, self.layout.num_rows
+        self._sorting = sorting
+        sorting.layout = self.layout
+
+    def rows(self, rows: RowFormat) -> Rows:
+        """Rows of this format."""
+        return Rows(self.layout, rows, self._sorting)
+
+    # what follows is asked for when the first copies are under way
+
+    @cached_property
+    def experts(self) -> ExpertRows:
+        """The rows of all of this rank's experts."""
+        counts = self.counts[:, self.layout.rank].sum(0).tolist()
+        return ExpertRows(tuple(counts), self._sorting.ends)
+
+    @cached_property
+    def groups(self) -> list[ExpertRows]:
+        """The same for each group of experts."""
+        counts, ends = self.experts
+        return [
+            ExpertRows(
+                counts[group.experts], ends[group.experts] - group.rows.start if group.rows.start else ends[group.experts]
+            )
+            for group in self.layout.groups
+        ]
+
+    def exchange(self, rows: Rows, regions: Sequence[ExpertRegion]) -> AbstractExpertExchange:
+        """What moves the rows of a pass that uses these regions; their memory is there."""
+        experts = self.runtime.experts()
+        self.runtime.agreement.num_calls += 1
+        if not self.num_pieces or experts.copies is None:
+            return experts.library
+        needed = sum(needed_bytes(rows, regions).values())
+        if experts.refused_bytes and needed >= experts.refused_bytes:
+            experts.num_refused += 1
+            return experts.library
+        try:
+            experts.copies.reserve(rows, regions)
+        except RefusedTogetherError as refusal:
+            experts.refuse_memory(needed, str(refusal))
+            return experts.library
+        return experts.copies
+
+    def count(self, exchange: AbstractExpertExchange, num_sent_bytes: int) -> None:
+        """Count a pass that has ended."""
+        calls = calls_of(self.runtime.group.group_name)
+        if exchange is self.runtime.experts().library:
+            calls.num_by_library += 1
+        else:
+            calls.num_by_copies += 1
+            calls.num_bytes += num_sent_bytes
+
+
+class Called(NamedTuple):
+    """A call: the operator, its tokens, how many there are of each expert, and what all ranks must agree on: the sizes of
+    experts, how many a rank holds first, and the schedule."""
+
+    operator: str
+    tokens: torch.Tensor
+    counts: TokensPerExpert
+    sizes: tuple[int, ...]
+    schedule: ScheduleDescription | None
+
+    def words(self) -> str:
+        """For the other ranks."""
+        named = f" with {msgspec.json.encode(self.schedule).decode()}" if self.schedule else ""
+        return f"{self.operator} of experts {self.sizes} {str(self.tokens.dtype).removeprefix('torch.')}{named}"
+
+
+def route(runtime: Runtime, call: Called) -> ExpertRouting:
+    """Exchange the counts of a call with the other ranks. Raises `OperatorError` on every rank where those of one do not add
+    up, or where ranks disagree."""
+    refuse_in_capture(f"{call.operator}, whose host waits for counts of rows,", runtime.device)
+    require_experts_schedule(call.schedule)
+    experts = runtime.experts()
+    counts = torch.as_tensor(call.counts).detach().flatten()
+    num_ranks, num_experts = int(runtime.group.size()), int(runtime.group.size()) * call.sizes[0]
+    if counts.shape[0] != num_experts:
+        runtime.refuse(
+            f"{call.operator} needs a count for each of {num_experts} experts, {call.sizes[0]} on each rank; found "
+            f"{counts.shape[0]}. Count the rows of every expert."
+        )
+    runtime.agreement.num_calls += 1
+    experts.agree(call.words())
+    row = torch.empty(num_experts + 1, dtype=torch.int64, device=call.tokens.device)
+    row[:-1].copy_(counts, non_blocking=True)
+    row[-1:].fill_(call.tokens.shape[0])
+    sorting = Sorting(int(runtime.group.rank()), call.sizes[0])
+    on_host = (experts.copies or experts.library).gather(row, sorting.prepare)
+    found = on_host.numpy()
+    _require_sums(call.operator, found)
+    shaped = found[:, :-1].reshape(num_ranks, num_ranks, -1).copy()  # the host's memory is the next call's
+    pieces = 0 if experts.obstacle else pick_pieces(shaped, RowFormat.of(call.tokens).num_bytes, call.schedule)
+    return ExpertRouting(runtime, shaped, sorting, pieces)
+
+
+def _require_sums(operator: str, found: Counts) -> None:
+    sums, least = found[:, :-1].sum(1), found.min(1)
+    if (sums == found[:, -1]).all() and least.min() >= 0:
+        return
+    for rank, num_rows in enumerate(found[:, -1]):
+        if sums[rank] != num_rows or least[rank] < 0:
+            raise OperatorError(
+                f"Rank {rank} of the group: {operator} needs counts from 0 on that add up to its {num_rows} rows of tokens; "
+                f"found {sums[rank]} in all and {least[rank]} as the least. Count the rows of every expert."
+            )
+
+
+def require_experts_schedule(schedule: object) -> None:
+    """Raise `ScheduleError` unless experts can run by this schedule; None leaves it to the choice by size."""
+    if schedule is None or (isinstance(schedule, ScheduleDescription) and schedule.is_sequential):
+        return
+    if not isinstance(schedule, ScheduleDescription):
+        raise ScheduleError(
+            f"schedule takes a ScheduleDescription; found a {type(schedule).__name__}. Make one: "
+            'ScheduleDescription(pattern="all_peers", along="experts", chunks=2).'
+        )
+    if schedule.pattern != "all_peers" or schedule.along != "experts":
+        raise ScheduleError(
+            f"Experts take the pattern all_peers along experts, or sequential; found {schedule.pattern} along "
+            f'{schedule.along}. Take ScheduleDescription(pattern="all_peers", along="experts", chunks={schedule.chunks}).'
+        )
+
+
+def pick_pieces(counts: Counts, row_bytes: int, schedule: ScheduleDescription | None) -> int:
+    """In how many pieces each rank's experts are computed; 0 where rows go by the library's all-to-all.
+
+    `counts[source, destination, expert]` are rows of `row_bytes`. A schedule that the caller names decides.
+    """
+    if schedule is not None:
+        return 0 if schedule.is_sequential else schedule.chunks
+    pairs = counts.sum(2)
+    num_bytes = int((pairs - np.diag(pairs.diagonal())).max()) * row_bytes
+    return size_for(num_bytes).num_groups

@@ -1,0 +1,73 @@
+"""What stands between an expert's matmuls: silu(first) * second by default, or a function of the caller's.
+
+Its inputs are kept for backward and its result is not, which is computed again from them.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from importlib.util import find_spec
+
+import torch
+
+Activation = Callable[..., torch.Tensor]  # of one matrix, or of two of one shape; works on each number by itself
+FUSED_TYPES = (torch.bfloat16, torch.float16)
+silu = torch.nn.functional.silu
+
+
+def activate(activation: Activation | None, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The activation of one or two matrices (n, hidden)."""
+    if activation is not None:
+        return activation(*inputs)
+    if _is_fused(inputs):
+        from counterpoint.ops.expert_kernels import gate  # noqa: PLC0415  needs Triton
+
+        return gate(*inputs)
+    result: torch.Tensor = silu(inputs[0])
+    return result.mul_(inputs[1]) if len(inputs) > 1 else result
+
+
+def activate_backward(
+    activation: Activation | None,
+    inputs: Sequence[torch.Tensor],
+    gradient: torch.Tensor,
+    outs: Sequence[torch.Tensor],
+) -> None:
+    """The activation again, and the gradients of its inputs, in `outs` in this order."""
+    if activation is None and _is_fused(inputs):
+        from counterpoint.ops.expert_kernels import gate_backward  # noqa: PLC0415  needs Triton
+
+        first, second = inputs
+        gate_backward(first, second, gradient, outs)
+        return
+    found = _differentiated(activation, inputs, gradient) if activation else _silu_backward(inputs, gradient)
+    for out, each in zip(outs, found, strict=True):
+        out.copy_(each)
+
+
+def _silu_backward(inputs: Sequence[torch.Tensor], gradient: torch.Tensor) -> list[torch.Tensor]:
+    first, *others = inputs
+    result = silu(first)
+    if not others:
+        return [result, torch.ops.aten.silu_backward(gradient, first)]
+    second, of_second = others[0], gradient * result
+    return [result.mul_(second), torch.ops.aten.silu_backward(gradient.mul(second), first), of_second]
+
+
+def _is_fused(inputs: Sequence[torch.Tensor]) -> bool:
+    """Whether one kernel does it: two matrices on a GPU, in half precision."""
+    return (
+        len(inputs) == 2 and inputs[0].is_cuda and inputs[0].numel() > 0 and inputs[0].dtype in FUSED_TYPES and has_triton()
+    )
+
+
+@cache
+def has_triton() -> bool:
+    """Whether kernels can be written in it."""
+    return find_spec("triton") is not None
+
+
+def _differentiated(activation: Activation, inputs: Sequence[torch.Tensor], gradient: torch.Tensor) -> list[torch.Tensor]:
+    with torch.enable_grad():
+        leaves = [each.detach().requires_grad_() for each in inputs]
+        result = activation(*leaves)
+    return [result.detach(), *torch.autograd.grad(result, leaves, gradient)]

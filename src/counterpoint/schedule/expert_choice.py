@@ -1,0 +1,120 @@
+"""How experts' rows are exchanged: by the library, or by copies, and in how many groups of experts.
+
+The choice of a call is a table's, by the bytes of the busiest pair of ranks: sizes change from call to call, and looking
+them up takes microseconds. All ranks know all sizes, so they agree without a word. `rank_expert_schedules` estimates
+schedules instead, which takes milliseconds.
+"""
+
+from typing import Literal
+
+from counterpoint.machine import Machine
+from counterpoint.schedule.costs import DEFAULT_COSTS, Costs
+from counterpoint.schedule.description import MAX_COPY_STREAMS, SEQUENTIAL, ScheduleDescription
+from counterpoint.schedule.expert_estimate import estimate_experts
+from counterpoint.schedule.expert_schedules import ExpertProblem, make_expert_schedule
+from counterpoint.schedule.heuristic import RankedSchedule
+from counterpoint.schedule.routing import Routing
+from counterpoint.units import MIB, format_bytes
+from counterpoint.value import Value
+
+ESTIMATED_GROUPS = (1, 2, 4, 8)
+
+
+class ExchangeSize(Value, frozen=True, kw_only=True):
+    """From `least_pair_bytes` on, between the two ranks that exchange most, experts are in `num_groups` groups; 0: the
+    library exchanges the rows. `status` says where that is from."""
+
+    least_pair_bytes: int
+    num_groups: int
+    status: Literal["measured", "assumed"]
+    source: str
+
+
+MEASURED = "benchmarks/results/experts_2x_h200.json, 2026-11-23"
+# By size; the last that fits counts. Measured with 2 ranks only.
+EXCHANGE_SIZES = (
+    ExchangeSize(
+        least_pair_bytes=0,
+        num_groups=0,
+        status="measured",
+        source=f"the library was faster than copies or within their spread ({MEASURED})",
+    ),
+    ExchangeSize(
+        least_pair_bytes=64 * MIB,
+        num_groups=1,
+        status="measured",
+        source=f"each further group cost the host more than it hid ({MEASURED})",
+    ),
+    ExchangeSize(
+        least_pair_bytes=160 * MIB,
+        num_groups=4,
+        status="measured",
+        source=f"several groups gained ({MEASURED})",
+    ),
+)
+
+
+class ExchangeChoice(Value, frozen=True, kw_only=True):
+    """The description, `sequential` for the library's all-to-all, and why in words."""
+
+    description: ScheduleDescription
+    reason: str
+
+
+def size_for(pair_bytes: int) -> ExchangeSize:
+    """The table's row for so many bytes between the two ranks that exchange most."""
+    return [each for each in EXCHANGE_SIZES if each.least_pair_bytes <= pair_bytes][-1]
+
+
+def pick_exchange(routing: Routing, row_bytes: int) -> ExchangeChoice:
+    """How to exchange the rows of a routing, of `row_bytes` each; the same on every rank."""
+    if routing.num_ranks == 1:
+        return ExchangeChoice(description=SEQUENTIAL, reason="one rank has nobody to exchange rows with")
+    pair_bytes = routing.most_rows * row_bytes
+    obstacle = obstacle_to_exchange(pair_bytes)
+    if obstacle:
+        return ExchangeChoice(description=SEQUENTIAL, reason=obstacle)
+    size = size_for(pair_bytes)
+    return ExchangeChoice(
+        description=expert_description(routing.num_ranks, size.num_groups),
+        reason=f"the busiest pair of ranks exchanges {format_bytes(pair_bytes)}, enough for copies "
+        f"({size.status} with 2 ranks)",
+    )
+
+
+def expert_description(num_ranks: int, num_groups: int) -> ScheduleDescription:
+    """Rows for groups of experts to all peers at once, each on a stream of its own as far as there are streams."""
+    streams = min(max(1, num_ranks - 1), MAX_COPY_STREAMS)
+    return ScheduleDescription(
+        pattern="all_peers",
+        chunks=num_groups,
+        along="experts",
+        matmul="fused",
+        num_copy_streams=streams,
+        num_compute_streams=1,
+    )
+
+
+def obstacle_to_exchange(pair_bytes: int) -> str:
+    """Why copies are not taken for so many bytes between the two ranks that exchange most, or nothing."""
+    size = size_for(pair_bytes)
+    if size.num_groups:
+        return ""
+    least = min(each.least_pair_bytes for each in EXCHANGE_SIZES if each.num_groups)
+    faster = "faster" if size.status == "measured" else "assumed to be faster"
+    return (
+        f"the busiest pair of ranks exchanges {format_bytes(pair_bytes)}; below {format_bytes(least)} the library's "
+        f"all-to-all is {faster}"
+    )
+
+
+def rank_expert_schedules(
+    problem: ExpertProblem, machine: Machine, costs: Costs = DEFAULT_COSTS
+) -> tuple[RankedSchedule, ...]:
+    """Schedules of `ESTIMATED_GROUPS` groups with their estimated times, fastest first."""
+    ranked = []
+    for num_groups in ESTIMATED_GROUPS:
+        description = expert_description(problem.routing.num_ranks, num_groups)
+        estimated = estimate_experts(make_expert_schedule(problem, description), problem, machine, costs)
+        ranked.append(RankedSchedule(description=description, estimated_us=estimated.makespan_us))
+    return tuple(sorted(ranked, key=lambda each: each.estimated_us))

@@ -1,0 +1,108 @@
+"""How long an operator for experts takes by its schedule, one after the other, and at best, by arithmetic.
+
+Every rank waits for the slowest: the library's all-to-all takes as long as one of equal parts that are as large as the
+largest (its kernels give every peer as many CTAs and copy what a rank keeps, too), and the rank with most tokens sets the
+time of the matmuls. One after the other needs a kernel that puts rows in the order of experts, once in each direction. A
+grouped matmul is taken as equal matmuls of the experts that have rows. Not measured.
+"""
+
+from counterpoint.machine import Machine
+from counterpoint.schedule.actions import CopySchedule, Problem
+from counterpoint.schedule.costs import DEFAULT_COSTS, Clock, Costs
+from counterpoint.schedule.estimate import Estimate, estimate
+from counterpoint.schedule.expert_schedules import STAGES, ExpertProblem
+from counterpoint.schedule.routing import Routing
+
+ORDERING_PASSES = (
+    2  # of rows by expert before the matmuls: measured 1.9 to 2.6, on H200s with torch 2.11; after them about 1
+)
+
+
+def estimate_experts(
+    schedule: CopySchedule, problem: ExpertProblem, machine: Machine, costs: Costs = DEFAULT_COSTS
+) -> Estimate:
+    """Times of all actions of a schedule."""
+    return estimate(schedule, _as_equal(problem), machine, costs)
+
+
+def expert_communication_us(problem: ExpertProblem, machine: Machine, costs: Costs = DEFAULT_COSTS) -> float:
+    """The library's all-to-alls alone."""
+    routing, clock = problem.routing, Clock(_as_equal(problem), machine, costs)
+    if not any(routing.num_landing(rank) for rank in range(routing.num_ranks)):
+        return 0.0
+    share = (routing.num_ranks - 1) / routing.num_ranks
+    return _num_exchanges(problem) * clock.collective_us(round(_slowest_rows(routing) * problem.num_inner * share))
+
+
+def expert_computation_us(problem: ExpertProblem, machine: Machine, costs: Costs = DEFAULT_COSTS) -> float:
+    """The matmuls and the activation of the rank that computes most, alone."""
+    clock = Clock(_as_equal(problem), machine, costs)
+    return max(_computed_us(problem, clock, rank) for rank in range(problem.routing.num_ranks))
+
+
+def estimate_experts_sequential(problem: ExpertProblem, machine: Machine, costs: Costs = DEFAULT_COSTS) -> float:
+    """The library's all-to-alls, the kernels that put rows in order, and the matmuls, one after the other."""
+    ordered_us = sum(expert_ordering_us(problem, machine, costs))
+    return expert_communication_us(problem, machine, costs) + ordered_us + expert_computation_us(problem, machine, costs)
+
+
+def expert_ordering_us(problem: ExpertProblem, machine: Machine, costs: Costs = DEFAULT_COSTS) -> tuple[float, float]:
+    """What putting rows in the order of experts takes after the library's all-to-all, and back before the next one."""
+    routing, clock = problem.routing, Clock(_as_equal(problem), machine, costs)
+    most = max(routing.num_grouped(rank) for rank in range(routing.num_ranks))
+    pass_us = clock.activation_us(2 * most * problem.num_inner) if most else 0.0
+    stages = STAGES[problem.operation]
+    return ORDERING_PASSES * pass_us * stages.is_dispatched, pass_us * stages.is_combined
+
+
+def estimate_experts_ideal(problem: ExpertProblem, machine: Machine, costs: Costs = DEFAULT_COSTS) -> float:
+    """The longer of computation and communication, each alone; communication by whichever is faster, the library's
+    all-to-alls or copies without a pause."""
+    routing, clock = problem.routing, Clock(_as_equal(problem), machine, costs)
+    most = max(max(routing.num_landing(rank), routing.num_returning(rank)) for rank in range(routing.num_ranks))
+    copied_us = _num_exchanges(problem) * clock.copies_us(most * problem.num_inner) if most else 0.0
+    alone_us = min(copied_us, expert_communication_us(problem, machine, costs))
+    return max(alone_us, expert_computation_us(problem, machine, costs))
+
+
+def _num_exchanges(problem: ExpertProblem) -> int:
+    stages = STAGES[problem.operation]
+    return stages.is_dispatched + stages.is_combined
+
+
+def _slowest_rows(routing: Routing) -> int:
+    """Rows of a buffer of equal parts that the library takes as long for."""
+    ranks = range(routing.num_ranks)
+    largest = max(max(routing.num_sent(rank), routing.num_grouped(rank)) for rank in ranks)
+    return max(largest, routing.num_ranks * routing.most_rows)
+
+
+def _computed_us(problem: ExpertProblem, clock: Clock, rank: int) -> float:
+    routing, stages = problem.routing, STAGES[problem.operation]
+    sources = (routing.of_pair(source, rank) for source in range(routing.num_ranks))
+    rows = tuple(map(sum, zip(*sources, strict=True)))
+    if not any(rows):
+        return 0.0
+    taken_us = 0.0
+    if stages.is_dispatched:
+        taken_us += clock.grouped_us(rows, problem.num_inner, problem.num_first_columns)
+    if stages.is_dispatched and stages.is_combined:
+        taken_us += clock.activation_us(sum(rows) * (problem.num_first_columns + problem.num_hidden))
+    if stages.is_combined:
+        taken_us += clock.grouped_us(rows, problem.num_hidden, problem.num_inner)
+    return taken_us
+
+
+def _as_equal(problem: ExpertProblem) -> Problem:
+    """A problem of equal blocks with as many rows and multiplications on the average rank."""
+    routing, stages = problem.routing, STAGES[problem.operation]
+    num_rows = sum(routing.num_sent(rank) for rank in range(routing.num_ranks)) // routing.num_ranks
+    columns = problem.num_first_columns * stages.is_dispatched + problem.num_hidden * stages.is_combined
+    return Problem(
+        operation="all_to_all_matmul",
+        num_ranks=routing.num_ranks,
+        num_rows=max(1, num_rows),
+        num_inner=problem.num_inner,
+        num_columns=columns,
+        element_bytes=problem.element_bytes,
+    )

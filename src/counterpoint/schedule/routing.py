@@ -1,0 +1,150 @@
+"""How many rows go from where to where: tokens for experts, as a matrix of counts that every rank knows.
+
+It knows nothing of how rows are cut or sent (`expert_layout.py`). The examples are those of benchmarks: as many rows for
+each expert, shares that fall as 1 over the expert's place (Zipf's law), or all rows for one expert.
+"""
+
+import itertools
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from counterpoint.errors import ScheduleError, shown_path
+from counterpoint.files import read_limited
+from counterpoint.value import Value, require
+
+MAX_RANKS = 64  # as of a Problem
+MAX_ROWS = 1 << 40  # more is a slip of the pen
+MAX_EXPERTS = 1 << 16
+RoutingKind = Literal["balanced", "zipf", "one-hot"]
+SCATTER = 7919  # a prime: experts in order of their shares are spread over the ranks
+
+
+class Routing(Value, frozen=True, kw_only=True, dict=True):
+    """How many rows go from where to where: `counts[source][expert]`, zero allowed.
+
+    Experts are numbered over all ranks, equally many on each: rank r holds experts r * E to r * E + E - 1. A row is a
+    token's copy for one of its experts, so a source with T tokens and top k has T * k rows.
+    """
+
+    counts: tuple[tuple[int, ...], ...]
+
+    def __post_init__(self) -> None:
+        num_ranks = len(self.counts)
+        require(
+            1 <= num_ranks <= MAX_RANKS,
+            ScheduleError,
+            f"A routing is between 1 and {MAX_RANKS} ranks; found {num_ranks}. Give one row of counts for each rank.",
+        )
+        num_experts = len(self.counts[0])
+        for source, row in enumerate(self.counts):
+            require(
+                len(row) == num_experts and num_experts > 0 and num_experts % num_ranks == 0,
+                ScheduleError,
+                f"Each rank counts its rows for all experts, equally many on each of {num_ranks} ranks; found {len(row)} "
+                f"counts of rank {source}. Give every rank a count for every expert, 0 where nothing goes.",
+            )
+            require(
+                0 <= min(row) <= max(row) <= MAX_ROWS,
+                ScheduleError,
+                f"Counts of rows must be from 0 to {MAX_ROWS:,}; found {min(row) if min(row) < 0 else max(row):,} of rank "
+                f"{source}. Correct it.",
+            )
+
+    @property
+    def num_ranks(self) -> int:
+        """How many ranks exchange rows."""
+        return len(self.counts)
+
+    @property
+    def num_local_experts(self) -> int:
+        """How many experts each rank holds."""
+        return len(self.counts[0]) // len(self.counts)
+
+    @cached_property
+    def pairs(self) -> tuple[tuple[int, ...], ...]:
+        """Rows from each source to each destination: `pairs[source][destination]`."""
+        return tuple(
+            tuple(sum(self.of_pair(source, each)) for each in range(self.num_ranks)) for source in range(self.num_ranks)
+        )
+
+    @cached_property
+    def most_rows(self) -> int:
+        """Rows of the pair that has most, of those that cross a link."""
+        return max((rows for a, row in enumerate(self.pairs) for b, rows in enumerate(row) if a != b), default=0)
+
+    def of_pair(self, source: int, destination: int) -> tuple[int, ...]:
+        """Rows from `source` to each of the experts that `destination` holds."""
+        number = self.num_local_experts
+        return self.counts[source][destination * number : (destination + 1) * number]
+
+    def expert_rows(self, rank: int) -> tuple[int, ...]:
+        """Rows of all sources for each of the experts that a rank holds."""
+        return tuple(map(sum, zip(*(self.of_pair(source, rank) for source in range(self.num_ranks)), strict=True)))
+
+    def num_sent(self, rank: int) -> int:
+        """Rows that a rank has before dispatch and gets back from combine, those for its own experts among them."""
+        return sum(self.pairs[rank])
+
+    def num_grouped(self, rank: int) -> int:
+        """Rows that a rank's experts compute, its own tokens among them."""
+        return sum(row[rank] for row in self.pairs)
+
+    def num_landing(self, rank: int) -> int:
+        """Rows that other ranks write into this rank's memory in dispatch."""
+        return self.num_grouped(rank) - self.pairs[rank][rank]
+
+    def num_returning(self, rank: int) -> int:
+        """Rows that other ranks write into this rank's memory in combine."""
+        return self.num_sent(rank) - self.pairs[rank][rank]
+
+    @property
+    def imbalance(self) -> float:
+        """Rows of the rank that computes most over the mean; 1 where nothing is computed."""
+        computed = [self.num_grouped(rank) for rank in range(self.num_ranks)]
+        return max(computed) * self.num_ranks / sum(computed) if sum(computed) else 1.0
+
+
+def example_routing(kind: RoutingKind, num_ranks: int, num_rows: int, num_experts: int) -> Routing:
+    """A routing of `num_rows` rows of each rank for `num_experts` experts of all ranks together. Raises `ScheduleError`."""
+    require(
+        1 <= num_ranks <= MAX_RANKS and 1 <= num_experts <= MAX_EXPERTS and num_experts % num_ranks == 0,
+        ScheduleError,
+        f"Experts are up to {MAX_EXPERTS:,} and equally many on each of 1 to {MAX_RANKS} ranks; found {num_experts:,} on "
+        f"{num_ranks}. Name a multiple of the number of ranks.",
+    )
+    require(
+        0 <= num_rows <= MAX_ROWS,
+        ScheduleError,
+        f"num_rows must be from 0 to {MAX_ROWS:,}; found {num_rows:,}. Give the rows of each rank.",
+    )
+    if kind == "one-hot":
+        weights = [1.0] + [0.0] * (num_experts - 1)
+    else:
+        weights = [1.0 / (place + 1) if kind == "zipf" else 1.0 for place in range(num_experts)]
+        order = sorted(range(num_experts), key=lambda expert: expert * SCATTER % num_experts)
+        weights = [weights[place] for place in order]
+    return Routing(counts=(_shared_out(num_rows, weights),) * num_ranks)
+
+
+def read_routing(path: Path | str) -> Routing:
+    """The routing in a JSON file: a list for each rank, with a count for each expert. Raises `ScheduleError`."""
+    content = bytes(read_limited(path, ScheduleError, "give a JSON file with a list of counts for each rank"))
+    try:
+        return Routing(counts=msgspec.json.decode(content, type=tuple[tuple[int, ...], ...]))
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as problem:
+        raise ScheduleError(
+            f"{shown_path(path)} holds no routing: {problem}. Give a list of whole numbers for each rank."
+        ) from problem
+    except ScheduleError as problem:
+        raise ScheduleError(f"{shown_path(path)}: {problem}") from problem
+
+
+def _shared_out(num_rows: int, weights: Sequence[float]) -> tuple[int, ...]:
+    """Rows by weight, in whole numbers that add up: each begins where the sum of the weights before it ends."""
+    total = sum(weights)
+    edges = [round(num_rows * part / total) for part in itertools.accumulate(weights, initial=0.0)]
+    return tuple(stop - start for start, stop in itertools.pairwise(edges))

@@ -1,0 +1,160 @@
+"""Which all-to-alls of a step bring tokens to experts and take them back, with the matmuls between them, and what of their
+time operators would leave exposed.
+
+Two all-to-alls of one group belong together where the second gives back what the first brought and matmuls lie between them.
+An operator has the experts in groups: all but the first group's rows come while earlier groups are computed, all but the
+last group's results go while later ones are, and what came back is copied to its rows. Rows are copied to where the matmuls
+read them, so kernels that only put them in another order before the first matmul and after the last fall away; those are
+known by their names, and in a step without such names nothing falls away. What ranks wait for each other stays.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+
+from counterpoint.schedule.expert_choice import obstacle_to_exchange, size_for
+from counterpoint.sim.calibration import Calibration
+from counterpoint.sim.costs import CostModel
+from counterpoint.sim.matmul_pairs import MatmulPair
+from counterpoint.step import Collective, Copy, Kernel, Operation, Step, UnevenParts
+from counterpoint.units import US_PER_S
+from counterpoint.value import Value
+
+MOST_COUNTS_BYTES = 1 << 16  # of an all-to-all of counts: 8 bytes for each of 8,192 experts
+# Kernels that put rows in another order, or find out in which: torch's cat, index, index_put, gather, their gradients, sorts
+# and scans of indices, fills (of padding), torchtitan's own (torch 2.11, torchtitan 0.2.2)
+REORDERS = re.compile(
+    r"(?i)index|gather|scatter|CatArray|Fill|fill_indices|RadixSort|DeviceScan|direct_copy|arange|Memcpy DtoD|Memset"
+)
+
+
+class ExpertLayer(Value, frozen=True, kw_only=True):
+    """The two all-to-alls of an expert layer in one direction, by number, and what runs between them on its stream.
+
+    `matmuls` are in order. `reorders` only put rows in another order. `counts` is the all-to-all of the sizes before it.
+    """
+
+    dispatch: int
+    combine: int
+    matmuls: tuple[int, ...]
+    reorders: tuple[int, ...]
+    counts: int | None = None
+
+
+class ExpertLayers:
+    """The expert layers of one step, and why other all-to-alls with stated parts belong to none."""
+
+    def __init__(self, step: Step) -> None:
+        self._operations = step.operations
+        self.found: list[ExpertLayer] = []
+        self.obstacles: dict[int, str] = {}
+        groups: dict[tuple[str | None, int], list[int]] = {}
+        for index, operation in enumerate(step.operations):
+            if isinstance(operation, Collective) and operation.parts is not None and operation.group_size > 1:
+                groups.setdefault((operation.process_group, operation.group_size), []).append(index)
+        for line in groups.values():
+            self._pair(line)
+        self.layer_of = {index: layer for layer in self.found for index in (layer.dispatch, layer.combine)}
+        self.counts = {layer.counts for layer in self.found if layer.counts is not None}
+
+    def _pair(self, line: Sequence[int]) -> None:
+        place, counts = 0, None
+        while place < len(line):
+            here = line[place]
+            layer = self._layer(here, line[place + 1], counts) if place + 1 < len(line) else None
+            if layer is not None:
+                self.found.append(layer)
+                place, counts = place + 2, None
+                continue
+            is_small = self._collective(here).num_bytes <= MOST_COUNTS_BYTES
+            counts = here if is_small else None
+            self.obstacles[here] = "no all-to-all takes back what it brings to experts' matmuls"
+            place += 1
+
+    def _layer(self, dispatch: int, combine: int, counts: int | None) -> ExpertLayer | None:
+        """The layer between two all-to-alls, if they belong together."""
+        brought, returned = self._parts(dispatch), self._parts(combine)
+        if not returned.returns(brought):
+            return None
+        between = range(dispatch + 1, combine)
+        streams = Counter(self._operations[number].stream for number in between if self._is_matmul(number))
+        if not streams:
+            return None
+        main = streams.most_common(1)[0][0]
+        line = [number for number in between if self._operations[number].stream == main]
+        matmuls = tuple(number for number in line if self._is_matmul(number))
+        outside = [number for number in line if not matmuls[0] <= number <= matmuls[-1]]
+        reorders = tuple(number for number in outside if _is_reorder(self._operations[number]))
+        return ExpertLayer(dispatch=dispatch, combine=combine, matmuls=matmuls, reorders=reorders, counts=counts)
+
+    def _collective(self, number: int) -> Collective:
+        operation = self._operations[number]
+        assert isinstance(operation, Collective), "asked for collectives only"
+        return operation
+
+    def _parts(self, number: int) -> UnevenParts:
+        parts = self._collective(number).parts
+        assert parts is not None, "asked for those with parts only"
+        return parts
+
+    def _is_matmul(self, number: int) -> bool:
+        operation = self._operations[number]
+        return isinstance(operation, Kernel) and operation.character == "matmul"
+
+
+class ExpertExchange(Value, frozen=True, kw_only=True):
+    """One all-to-all of an expert layer as part of an operator: what stays exposed, and the matmuls that hide the rest."""
+
+    pair: MatmulPair
+    exposed_us: float
+    is_combine: bool
+
+
+class ExpertModel:
+    """Estimates for the expert layers of one step on one machine."""
+
+    def __init__(self, step: Step, costs: CostModel, calibration: Calibration) -> None:
+        self._step, self._costs = step, costs
+        self._least_us = calibration.gather_exposed_us.value
+        self.layers = ExpertLayers(step)
+
+    def estimate(self, index: int) -> ExpertExchange | str:
+        """The all-to-all as part of its layer's operator, or why it would not pay."""
+        layer = self.layers.layer_of.get(index)
+        if layer is None:
+            return self.layers.obstacles.get(index, "it brings no tokens to experts")
+        collective = self._step.operations[index]
+        assert isinstance(collective, Collective), "layers are of collectives"
+        assert collective.parts is not None, "with parts"
+        size = size_for(collective.parts.most_crossing_bytes)
+        if not size.num_groups:
+            return obstacle_to_exchange(collective.parts.most_crossing_bytes)
+        middle = -(-len(layer.matmuls) // 2)
+        is_combine = index == layer.combine
+        matmuls = layer.matmuls[middle:] if is_combine else layer.matmuls[:middle]
+        return ExpertExchange(
+            pair=MatmulPair(collective=index, matmuls=matmuls or layer.matmuls, follower=self._follower(layer, matmuls)),
+            exposed_us=max(self._least_us, self._exposed_us(layer, collective, size.num_groups, is_combine=is_combine)),
+            is_combine=is_combine,
+        )
+
+    def _exposed_us(self, layer: ExpertLayer, collective: Collective, num_groups: int, *, is_combine: bool) -> float:
+        """The first group's rows on their way, or the last one's; all that the other groups' matmuls do not hide, if that is
+        more; and the copy of results to their rows."""
+        copied_us = self._costs.copied_us(collective)
+        matmuls_us = sum(self._costs.lone_us(self._step.operations[number]) for number in layer.matmuls)
+        hidden_us = matmuls_us * (num_groups - 1) / num_groups
+        placed_bytes = 2 * sum(collective.parts.received_bytes) if is_combine and collective.parts else 0
+        placed_us = US_PER_S * placed_bytes / self._costs.hbm_bytes_per_s
+        return max(copied_us / num_groups, copied_us - hidden_us) + placed_us
+
+    def _follower(self, layer: ExpertLayer, matmuls: Sequence[int]) -> int | None:
+        """The next matmul after these: what needs all that they made."""
+        return next((number for number in layer.matmuls if matmuls and number > matmuls[-1]), None)
+
+
+def _is_reorder(operation: Operation) -> bool:
+    is_small = isinstance(operation, Copy) or (
+        isinstance(operation, Kernel) and operation.character in ("streaming", "other")
+    )
+    return is_small and REORDERS.search(operation.name) is not None

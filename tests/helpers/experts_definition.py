@@ -1,0 +1,94 @@
+"""A layer of experts on every rank, the routing of one call, and what one process that has everything makes of it."""
+
+import random
+
+import torch
+import torch.distributed as dist
+
+from counterpoint import ops
+from counterpoint.schedule import ScheduleDescription
+
+DIM, HIDDEN = 6, 10
+silu = torch.nn.functional.silu
+
+
+class Experts:
+    """A layer of random weights on every rank, and the routing of one call, drawn alike on all ranks."""
+
+    def __init__(
+        self, chance: random.Random, dtype: torch.dtype, *, kind: str = "", num_local: int = 0, scale: int = 1
+    ) -> None:
+        """On the GPU where the group has one. `scale` multiplies rows and widths."""
+        self.size, self.rank = dist.get_world_size(), dist.get_rank()
+        self.device = torch.device("cuda", torch.cuda.current_device()) if "nccl" in dist.get_backend() else "cpu"
+        dim, hidden = DIM * scale, HIDDEN * scale
+        self.num_local = num_local or chance.randint(1, 4)
+        kind = kind or chance.choice(("random", "random", "sparse", "one rank", "one expert", "nothing", "one source"))
+        self.counts = [[number * scale for number in self._drawn(chance, kind, source)] for source in range(self.size)]
+        generator = torch.Generator().manual_seed(chance.randrange(2**31))
+
+        def draw(*shape: int) -> torch.Tensor:
+            return torch.randn(shape, generator=generator, dtype=torch.float64).to(self.device, dtype)
+
+        num_experts = self.size * self.num_local
+        self.tokens = [draw(sum(row), dim) for row in self.counts]
+        self.gradients = [draw(sum(row), dim) for row in self.counts]
+        self.weights = [draw(num_experts, *shape) for shape in ((hidden, dim), (dim, hidden), (hidden, dim))]
+
+    def _drawn(self, chance: random.Random, kind: str, source: int) -> list[int]:
+        num_experts = self.size * self.num_local
+        if kind == "one rank":
+            return [chance.randint(0, 9) * (expert < self.num_local) for expert in range(num_experts)]
+        if kind == "one expert":
+            return [17 * (expert == num_experts - 1) for expert in range(num_experts)]
+        if kind == "nothing" or (kind == "one source" and source):
+            return [0] * num_experts
+        return [chance.randint(0, 9) * (kind != "sparse" or chance.random() < 0.3) for _ in range(num_experts)]
+
+    def own(self) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """This rank's tokens and weights, as leaves."""
+        part = slice(self.rank * self.num_local, (self.rank + 1) * self.num_local)
+        tokens = self.tokens[self.rank].clone().requires_grad_()
+        return tokens, [weight[part].clone().requires_grad_() for weight in self.weights]
+
+    def expected(self) -> list[torch.Tensor]:
+        """Results and gradients of this rank, from one process that has everything."""
+        tokens = [each.double().clone().requires_grad_() for each in self.tokens]
+        w1, w2, w3 = weights = [weight.double().clone().requires_grad_() for weight in self.weights]
+        results = [
+            torch.cat([(silu(x @ w1[e].T) * (x @ w3[e].T)) @ w2[e].T for e, x in enumerate(rows.split(row))])
+            for rows, row in zip(tokens, self.counts, strict=True)
+        ]
+        torch.autograd.backward(results, [each.double() for each in self.gradients])
+        part = slice(self.rank * self.num_local, (self.rank + 1) * self.num_local)
+        return [results[self.rank], tokens[self.rank].grad, *(weight.grad[part] for weight in weights)]
+
+    def found(self, schedule: ScheduleDescription | None) -> list[torch.Tensor]:
+        """The same by the operator."""
+        tokens, weights = self.own()
+        result = ops.expert_ffn(tokens, self.counts[self.rank], *weights, schedule=schedule)
+        result.backward(self.gradients[self.rank])
+        return [result.detach(), tokens.grad, *(weight.grad for weight in weights)]
+
+    def found_by_halves(self, schedule: ScheduleDescription | None) -> list[torch.Tensor]:
+        """The same by both halves."""
+        tokens, (w1, w2, w3) = self.own()
+        num_hidden = w1.shape[1]
+        counts = torch.tensor(self.counts[self.rank], dtype=torch.float32)
+        both, routing = ops.dispatch_grouped_matmul(tokens, counts, torch.cat([w1, w3], 1), schedule=schedule)
+        hidden = [silu(each[:, :num_hidden]) * each[:, num_hidden:] for each in both]
+        result = ops.grouped_matmul_combine(hidden, w2, routing)
+        result.backward(self.gradients[self.rank])
+        return [result.detach(), tokens.grad, w1.grad, w2.grad, w3.grad]
+
+
+def compare(found: list[torch.Tensor], wanted: list[torch.Tensor], tolerance: float) -> None:
+    """Raise unless all are equal within the tolerance, relative to the largest number of each."""
+    for place, (each, other) in enumerate(zip(found, wanted, strict=True)):
+        if not other.numel():
+            assert each.shape == other.shape
+            continue
+        difference = float(
+            (each.detach().double() - other.detach()).abs().max() / other.detach().abs().max().clamp(min=1e-30)
+        )
+        assert difference <= tolerance, f"number {place}: {difference:.3g} apart, {tolerance:g} allowed"

@@ -1,0 +1,179 @@
+"""Ranks on CPUs that run the operators of experts in the way named by the argument and print `NAME: ok` for what holds."""
+
+import os
+import random
+
+import torch
+import torch.distributed as dist
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from counterpoint import ops
+from counterpoint.errors import CounterpointError, RefusedTogetherError
+from counterpoint.ops.operator_call import calls_of
+from counterpoint.ops.runtime import all_runtimes
+from counterpoint.schedule import SEQUENTIAL, ScheduleDescription
+from helpers.experts_definition import DIM, Experts, compare, silu
+from helpers.gloo_sections import report, run_sections
+
+D = ScheduleDescription
+COPIES = D(pattern="all_peers", along="experts")
+SCHEDULES = (None, COPIES, *(D(pattern="all_peers", along="experts", chunks=chunks) for chunks in (2, 3, 5)))
+
+
+def random_routings() -> None:
+    """1,000 routings, each of sizes and skew of its own: right, and the same bits as the sequential form gives."""
+    chance = random.Random(5)
+    for number in range(int(os.environ.get("NUM_ROUTINGS", "1000"))):
+        experts, schedule = Experts(chance, torch.float64), chance.choice(SCHEDULES)
+        found = experts.found(schedule)
+        compare(found, experts.expected(), 1e-12)
+        if number % 4 == 0 and schedule in (None, COPIES):  # in pieces, silu takes numbers in other vectors
+            assert all(map(torch.equal, found, experts.found(SEQUENTIAL)))
+        if number % 20 == 0:
+            compare(experts.found_by_halves(schedule), experts.expected(), 1e-12)
+    held = ops.pool_report()[0].num_bytes
+    assert 0 < held < 3 * 1.25 * 40 * 9 * DIM * 8 * experts.size, held
+    counted = calls_of(dist.group.WORLD.group_name)
+    assert counted.num_by_copies > number
+    assert counted.num_by_library
+    report("random routings")
+
+
+def types() -> None:
+    """Half precision within its rounding, and the same bits as sequential."""
+    for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 0.03), (torch.float16, 0.004)):
+        experts = Experts(random.Random(3), dtype, kind="random", num_local=3)
+        found = experts.found(COPIES)
+        assert all(map(torch.equal, found, experts.found(SEQUENTIAL)))
+        compare(found, experts.expected(), tolerance)
+    report("types")
+
+
+def partly_frozen() -> None:
+    """Gradients that nobody wants are left out, and the others are the same."""
+    experts = Experts(random.Random(4), torch.float64, kind="random")
+    wanted = experts.expected()
+    for frozen in range(4):
+        tokens, weights = experts.own()
+        operands = [tokens, *weights]
+        operands[frozen].requires_grad_(False)
+        result = ops.expert_ffn(tokens, experts.counts[experts.rank], *weights, schedule=COPIES)
+        result.backward(experts.gradients[experts.rank])
+        assert operands[frozen].grad is None
+        rest = [place for place in range(4) if place != frozen]
+        compare([operands[place].grad for place in rest], [wanted[1 + place] for place in rest], 1e-12)
+    report("partly frozen")
+
+
+def activations() -> None:
+    """Without w3, and a function of the caller's."""
+    experts = Experts(random.Random(6), torch.float64, kind="random")
+    tokens, (w1, w2, w3) = experts.own()
+    counts = experts.counts[experts.rank]
+    plain = ops.expert_ffn(tokens, counts, w1, w2)
+    torch.testing.assert_close(plain, ops.expert_ffn(tokens, counts, w1, w2, activation=silu))
+    ops.expert_ffn(tokens, counts, w1, w2, w3, activation=lambda a, b: silu(a) * b).backward(experts.gradients[experts.rank])
+    compare([each.grad for each in (tokens, w1, w2, w3)], experts.expected()[1:], 1e-12)
+    report("activations")
+
+
+def checkpointed() -> None:
+    """Under activation checkpointing, also the selective kind that looks at every operator."""
+
+    def keeps_matmuls(_context: object, operator: object, *_arguments: object, **_named: object) -> CheckpointPolicy:
+        is_matmul = operator in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+        return CheckpointPolicy.MUST_SAVE if is_matmul else CheckpointPolicy.PREFER_RECOMPUTE
+
+    experts = Experts(random.Random(7), torch.float64, kind="random")
+    wanted = experts.expected()
+    for contexts in ({}, {"context_fn": lambda: create_selective_checkpoint_contexts(keeps_matmuls)}):
+        tokens, weights = experts.own()
+
+        def layer(rows: torch.Tensor, weights: list[torch.Tensor] = weights) -> torch.Tensor:
+            return ops.expert_ffn(rows * 1, experts.counts[experts.rank], *weights, schedule=COPIES)
+
+        result = checkpoint(layer, tokens, use_reentrant=False, **contexts)
+        result.backward(experts.gradients[experts.rank])
+        compare([result.detach(), tokens.grad, *(each.grad for each in weights)], wanted, 1e-12)
+    report("checkpointed")
+
+
+def no_memory() -> None:
+    """Where symmetric memory cannot be had on one rank, the call runs by the library on all, and the next ones may not."""
+    small = Experts(random.Random(8), torch.float64, kind="random")
+    large = Experts(random.Random(8), torch.float64, kind="random")
+    large.counts = [[40 * number for number in row] for row in large.counts]
+    large.tokens = [each.repeat(40, 1) for each in large.tokens]
+    large.gradients = [each.repeat(40, 1) for each in large.gradients]
+    small.found(COPIES)
+    (runtime,), counted = all_runtimes(), calls_of(dist.group.WORLD.group_name)
+    exchange = runtime.experts().copies
+    reserve, before = exchange.reserve, counted.num_by_library
+
+    def refuse(*_: object) -> None:
+        raise RefusedTogetherError("Rank 1 of the group: there is no more")
+
+    exchange.reserve = refuse
+    compare(large.found(COPIES), large.expected(), 1e-12)
+    assert counted.num_by_library == before + 2
+    exchange.reserve = reserve
+    compare(large.found(COPIES), large.expected(), 1e-12)
+    assert counted.num_by_library == before + 4
+    assert runtime.experts().num_refused == 3  # after the first
+    compare(small.found(COPIES), small.expected(), 1e-12)
+    assert counted.num_by_library == before + 4
+    report("no memory")
+
+
+def faults() -> None:
+    """Calls that cannot be made are one line on every rank, and the next call works."""
+    experts = Experts(random.Random(9), torch.float64, kind="random", num_local=2)
+    tokens, _ = experts.own()
+    counts, is_wrong = experts.counts[experts.rank], experts.rank == 1
+    first, second, *rest = counts
+    too_many, negative = [first + 1, second, *rest], [first + second + 1, -1, *rest]
+
+    def call(
+        hidden: int, rows: object = tokens, counts: object = counts, w2: torch.Tensor | None = None, **more: object
+    ) -> None:
+        """With a size of its own, so that the ranks have not agreed on it before."""
+        w1 = torch.ones(2, hidden, DIM, dtype=torch.float64)
+        ops.expert_ffn(rows, counts, w1, w1.mT if w2 is None else w2, **more)  # type: ignore[arg-type]
+
+    bad = {
+        "counts that do not add up": lambda: call(1, counts=too_many if is_wrong else counts),
+        "negative counts": lambda: call(1, counts=negative if is_wrong else counts),
+        "sizes differ": lambda: call(2 + is_wrong),
+        "schedules differ": lambda: call(1, schedule=SEQUENTIAL if is_wrong else COPIES),
+        "a count is missing": lambda: call(4, counts=counts[is_wrong:]),
+        "types differ": lambda: call(6, tokens.float() if is_wrong else tokens),
+        "shapes do not fit": lambda: call(5, w2=torch.ones(2, 5, DIM, dtype=torch.float64) if is_wrong else None),
+        "no tensor": lambda: call(7, None if is_wrong else tokens),
+        "no schedule": lambda: call(8, schedule="ring"),
+        "a schedule that does not fit": lambda: call(9, schedule=D(pattern="ring")),
+        "after all that": lambda: call(1),
+        "refused when agreed": lambda: call(1, counts=counts[is_wrong:]),
+    }
+    for name, attempt in bad.items():
+        try:
+            attempt()
+            print(f"{name}: ok", flush=True)
+        except CounterpointError as problem:
+            print(f"{name}: {problem}", flush=True)
+
+
+def a_rank_ends() -> None:
+    """One rank ends between dispatch and combine; the others get one line."""
+    experts = Experts(random.Random(9), torch.float64, kind="random", num_local=2)
+    tokens, (w1, w2, _) = experts.own()
+    hidden, routing = ops.dispatch_grouped_matmul(tokens, experts.counts[experts.rank], w1, schedule=COPIES)
+    if experts.rank == 1:
+        os._exit(0)
+    try:
+        ops.grouped_matmul_combine(hidden, w2, routing)
+    except CounterpointError as problem:
+        print(f"a rank ends: {problem}", flush=True)
+
+
+if __name__ == "__main__":
+    run_sections(globals())

@@ -1,0 +1,52 @@
+"""The operators of experts between processes of this machine's CPU: results, gradients, skewed routings, memory, faults.
+
+What each section holds is in `helpers/jobs/experts_on_cpu.py`.
+"""
+
+from pathlib import Path
+
+import pytest
+
+from helpers.gloo_ranks import lines_of, run_ranks, said
+
+pytest.importorskip("torch")
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "sections"),
+    [
+        (2, ("random_routings", "types", "partly_frozen", "activations", "checkpointed", "no_memory")),
+        (3, ("types", "partly_frozen", "activations", "no_memory")),
+    ],
+)
+def test_experts_give_what_they_define(num_ranks: int, sections: tuple[str, ...], tmp_path: Path) -> None:
+    for found in lines_of(run_ranks("experts_on_cpu", num_ranks, *sections, folder=tmp_path)):
+        assert found == [f"{name.replace('_', ' ')}: ok" for name in sections]
+
+
+def test_a_call_of_experts_that_cannot_be_made_is_one_line_on_every_rank_and_the_next_call_works(tmp_path: Path) -> None:
+    says = {
+        "counts that do not add up": "Rank 1 of the group: expert_ffn needs counts from 0 on that add up to its 9 rows",
+        "negative counts": "found 9 in all and -1 as the least",
+        "sizes differ": "The ranks disagree: rank 0 calls expert_ffn of experts (2, 2, 2, 6) float64, rank 1 calls",
+        "schedules differ": "The ranks disagree",
+        "a count is missing": "Rank 1 of the group: expert_ffn needs a count for each of 4 experts, 2 on each rank; found 3",
+        "types differ": "Rank 1 of the group: expert_ffn needs operands of one type; found torch.float32 and torch.float64",
+        "shapes do not fit": "Rank 1 of the group: expert_ffn takes w1 and w3 of (E, hidden, dim) and w2 of",
+        "no tensor": "Rank 1 of the group: expert_ffn takes tensors as tokens and weights; found one of type NoneType",
+        "no schedule": "schedule takes a ScheduleDescription; found a str",
+        "a schedule that does not fit": "Experts take the pattern all_peers along experts, or sequential; found ring",
+        "after all that": "ok",
+        "refused when agreed": "Rank 1 of the group: expert_ffn needs a count for each of 4 experts",
+    }
+    for lines in lines_of(run_ranks("experts_on_cpu", 2, "faults", folder=tmp_path)):
+        found = said(lines)
+        assert set(found) == set(says)
+        assert {name: words for name, words in says.items() if words not in found[name]} == {}
+
+
+def test_a_rank_that_ends_between_the_halves_is_one_line(tmp_path: Path) -> None:
+    first, _ = lines_of(run_ranks("experts_on_cpu", 2, "a_rank_ends", folder=tmp_path))
+    assert said(first)["a rank ends"].startswith(
+        "A rank of the group did not exchange the rows of its experts in time, or ended"
+    )

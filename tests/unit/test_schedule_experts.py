@@ -1,0 +1,199 @@
+"""Schedules of experts' operators: right for any routing, and the checks find what is wrong with one that is not."""
+
+from pathlib import Path
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_expert_layout import routings
+
+from counterpoint import load_machine
+from counterpoint.errors import ScheduleError
+from counterpoint.schedule import Action, CopySchedule, ScheduleDescription
+from counterpoint.schedule.actions import ExpertOperation
+from counterpoint.schedule.checks import CHECKS, check_schedule
+from counterpoint.schedule.expert_choice import expert_description, pick_exchange, rank_expert_schedules
+from counterpoint.schedule.expert_estimate import estimate_experts_ideal, estimate_experts_sequential
+from counterpoint.schedule.expert_schedules import STAGES, ExpertProblem, make_expert_schedule
+from counterpoint.schedule.program import make_program
+from counterpoint.schedule.routing import Routing, example_routing, read_routing
+from helpers.command import counterpoint, refusal
+
+H200 = load_machine("h200")
+ROUTING = Routing(counts=((3, 0, 2, 5), (1, 2, 0, 4)))
+
+
+def problem(operation: ExpertOperation = "expert_ffn", routing: Routing = ROUTING) -> ExpertProblem:
+    return ExpertProblem(operation=operation, routing=routing, num_inner=16, num_hidden=8)
+
+
+def scheduled(operation: ExpertOperation = "expert_ffn", num_groups: int = 2) -> CopySchedule:
+    return make_expert_schedule(problem(operation), expert_description(2, num_groups))
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.sampled_from(sorted(STAGES)), routings(), st.integers(1, 6))
+def test_any_routing_is_delivered(operation: ExpertOperation, routing: Routing, num_groups: int) -> None:
+    schedule = make_expert_schedule(problem(operation, routing), expert_description(routing.num_ranks, num_groups))
+    check_schedule(schedule)
+    for rank in range(routing.num_ranks):
+        make_program(schedule, rank)
+    moved = sum(region.num_rows for action in schedule.actions if action.kind == "copy" for region in action.reads)
+    crossing = sum(routing.num_landing(rank) for rank in range(routing.num_ranks))
+    assert moved == crossing * (2 if operation == "expert_ffn" else 1)
+
+
+def changed(schedule: CopySchedule, number: int, **changes: object) -> CopySchedule:
+    actions = list(schedule.actions)
+    actions[number] = msgspec.structs.replace(actions[number], **changes)
+    return msgspec.structs.replace(schedule, actions=tuple(actions))
+
+
+def first(schedule: CopySchedule, kind: str, buffer: str) -> tuple[int, Action]:
+    return next(
+        (number, action)
+        for number, action in enumerate(schedule.actions)
+        if action.kind == kind and action.reads[0].buffer == buffer
+    )
+
+
+def faults_of(schedule: CopySchedule, check: str) -> list[str]:
+    return list(dict(CHECKS)[check](schedule))
+
+
+def test_a_row_that_is_not_sent_is_found() -> None:
+    schedule = scheduled()
+    number, copy = first(schedule, "copy", "tokens")
+    shorter = [msgspec.structs.replace(each, stop=each.stop - 1) for each in (copy.reads[0], copy.writes[0])]
+    short = changed(schedule, number, reads=(shorter[0], *copy.reads[1:]), writes=(shorter[1], *copy.writes[1:]))
+    assert any("need not be written yet" in fault for fault in faults_of(short, "buffers"))
+    assert any("is not what expert_ffn defines" in fault for fault in faults_of(short, "delivery"))
+
+
+def test_the_wrong_experts_weight_is_found() -> None:
+    schedule = scheduled("dispatch_grouped_matmul")
+    number, matmul = first(schedule, "matmul", "landed")
+    wrong = changed(schedule, number, expert_rows=matmul.expert_rows[::-1])
+    assert any("is not what" in fault for fault in faults_of(wrong, "delivery"))
+
+
+def test_a_piece_that_waits_for_its_own_result_is_found() -> None:
+    """The destination would compute after the result's copy, which waits for that computation: nobody could go on."""
+    schedule = scheduled()
+    number, _ = first(schedule, "matmul", "landed")
+    back, _ = first(schedule, "copy", "partial")
+    assert any("does not come before it" in fault for fault in faults_of(changed(schedule, number, after=(back,)), "order"))
+
+
+def test_a_piece_that_does_not_wait_is_found() -> None:
+    schedule = scheduled()
+    number, _ = first(schedule, "matmul", "landed")
+    assert faults_of(changed(schedule, number, after=()), "buffers")
+
+
+def test_rows_beyond_a_ranks_own_memory_are_found() -> None:
+    schedule = scheduled()
+    number, copy = first(schedule, "copy", "tokens")
+    target = copy.writes[-1]
+    num_rows = schedule.buffer("landed").rows_of(target.rank)
+    beyond = msgspec.structs.replace(target, start=num_rows - target.num_rows + 1, stop=num_rows + 1)
+    wrong = changed(schedule, number, writes=(*copy.writes[:-1], beyond))
+    assert any("touches rows" in fault for fault in faults_of(wrong, "buffers"))
+
+
+def test_results_of_a_group_leave_while_the_next_is_computed() -> None:
+    schedule = scheduled()
+    own = [(number, schedule.actions[number]) for number in schedule.of_rank(0)]
+    matmuls = [number for number, action in own if action.kind == "matmul"]
+    back, copy = next(
+        (number, action) for number, action in own if action.kind == "copy" and action.reads[0].buffer == "partial"
+    )
+    assert matmuls[1] in copy.after
+    assert back < matmuls[2]
+
+
+@pytest.mark.parametrize(
+    "description",
+    [
+        ScheduleDescription(pattern="ring"),
+        ScheduleDescription(pattern="all_peers", along="columns", matmul="fused"),
+        ScheduleDescription(pattern="all_peers", along="experts", matmul="fused", num_compute_streams=2),
+    ],
+)
+def test_choices_without_a_use_for_experts_are_refused(description: ScheduleDescription) -> None:
+    with pytest.raises(ScheduleError, match="Experts'"):
+        make_expert_schedule(problem(), description)
+
+
+@pytest.mark.parametrize("kind", ["balanced", "zipf", "one-hot"])
+def test_example_routings_send_every_row_once(kind: str) -> None:
+    routing = example_routing(kind, num_ranks=4, num_rows=1000, num_experts=16)  # type: ignore[arg-type]
+    assert [routing.num_sent(rank) for rank in range(4)] == [1000] * 4
+    imbalances = {"balanced": 1.0, "one-hot": 4.0}
+    assert routing.imbalance == pytest.approx(imbalances.get(kind, 1.5), rel=0.3 if kind == "zipf" else 0.01)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("{}", "holds no routing"),
+        ("[[1, 2], [3, 4.5]]", "holds no routing"),
+        ("[[1, 2], [3]]", "found 1 counts of rank 1"),
+        ("[[1, 2], [3, -4]]", "found -4 of rank 1"),
+    ],
+)
+def test_files_without_a_routing_are_refused(tmp_path: Path, text: str, said: str) -> None:
+    path = tmp_path / "routing.json"
+    path.write_text(text)
+    with pytest.raises(ScheduleError, match=said):
+        read_routing(path)
+
+
+def test_the_table_sends_little_by_the_library() -> None:
+    routing = example_routing("zipf", num_ranks=2, num_rows=8192, num_experts=8)
+    assert pick_exchange(routing, row_bytes=128).description.is_sequential
+    large = pick_exchange(routing, row_bytes=1 << 16)
+    assert large.description.chunks == 4
+    assert "measured with 2 ranks" in large.reason
+    nothing = Routing(counts=((5, 0), (0, 5)))
+    assert pick_exchange(nothing, row_bytes=1 << 30).description.is_sequential
+
+
+@pytest.mark.parametrize("operation", sorted(STAGES))
+def test_an_operator_is_estimated_between_ideal_and_sequential(operation: ExpertOperation) -> None:
+    for kind in ("balanced", "zipf", "one-hot"):
+        routing = example_routing(kind, num_ranks=2, num_rows=65536, num_experts=32)  # type: ignore[arg-type]
+        asked = ExpertProblem(operation=operation, routing=routing, num_inner=2048, num_hidden=1408)
+        best = rank_expert_schedules(asked, H200)[0].estimated_us
+        assert estimate_experts_ideal(asked, H200) < best < estimate_experts_sequential(asked, H200)
+
+
+def test_the_command_draws_a_routing_of_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "routing.json"
+    path.write_text("[[30, 0, 20, 50], [10, 20, 0, 40]]")
+    sizes = ["--ranks", "2", "--rows", "100", "--inner", "64", "--hidden", "32", "--experts", "4"]
+    command = ("schedule", "experts", "expert_ffn", *sizes, "--routing", str(path))
+    done = counterpoint(*command, "--groups", "2", COLUMNS="110")
+    assert done.returncode == 0, done.stderr
+    assert "all_peers/2 experts fused 1+1" in done.stdout
+    assert "all-to-all is faster" in " ".join(done.stdout.split())
+    assert max(map(len, done.stdout.splitlines())) <= 110
+    summary = msgspec.json.decode(counterpoint(*command, "--json").stdout)
+    assert summary["problem"]["routing"]["counts"] == [[30, 0, 20, 50], [10, 20, 0, 40]]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--experts", "5"], "Name a multiple of the number of ranks"),
+        (["--experts", "4", "--rows", "-1"], "--rows must be from 0"),
+        (["--experts", "4", "--hidden", "0"], "--hidden must be from 1"),
+        (["--experts", "4", "--routing", "nowhere.json"], "nowhere.json"),
+        (["--experts", "4", "--groups", "0"], "--chunks of a schedule must be from 1"),
+        (["--experts", "4", "--rank", "2"], "must be from 0 to 1"),
+    ],
+)
+def test_bad_options_end_in_one_line(options: list[str], said: str) -> None:
+    sizes = ["--ranks", "2", "--rows", "100", "--inner", "64", "--hidden", "32"]
+    assert said in refusal("schedule", "experts", "expert_ffn", *sizes, *options)
