@@ -16,7 +16,7 @@ from counterpoint.value import Value, require
 
 DependencyOrigin = Literal["exact", "inferred"]
 OperationKind = Literal["computation", "communication", "copy"]
-Character = Literal["matmul", "attention", "streaming", "other"]
+Character = Literal["matmul", "attention", "streaming", "row_wise", "other"]
 CollectiveKind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "reduce", "send_recv"]
 REDUCING_COLLECTIVES: tuple[CollectiveKind, ...] = ("all_reduce", "reduce_scatter", "reduce")
 TransportKind = Literal["sm", "copy_engine"]
@@ -110,6 +110,68 @@ class Kernel(Value, frozen=True, kw_only=True, tag_field="type", tag="kernel"):
         return "computation"
 
 
+class UnevenParts(Value, frozen=True, kw_only=True):
+    """What one rank of an all-to-all sends to each rank of its group, and gets from each, in bytes.
+
+    `group_rank` is its own place in the group; what it keeps for itself counts on both sides.
+    """
+
+    sent_bytes: tuple[int, ...]
+    received_bytes: tuple[int, ...]
+    group_rank: int
+
+    def __post_init__(self) -> None:
+        size = len(self.sent_bytes)
+        require(
+            len(self.received_bytes) == size and 0 <= self.group_rank < size,
+            StepError,
+            f"Uneven parts need as many sizes sent as received, and a rank among them; found {size}, "
+            f"{len(self.received_bytes)} and rank {self.group_rank}. Give one size for each rank of the group.",
+        )
+        require(
+            min(*self.sent_bytes, *self.received_bytes) >= 0,
+            StepError,
+            f"Uneven parts are of 0 bytes or more; found {min(*self.sent_bytes, *self.received_bytes)}. Correct it.",
+        )
+
+    @property
+    def kept_bytes(self) -> int:
+        """What the rank sends to itself."""
+        return self.sent_bytes[self.group_rank]
+
+    @property
+    def leaving_bytes(self) -> int:
+        """What the rank sends to others."""
+        return sum(self.sent_bytes) - self.kept_bytes
+
+    @property
+    def arriving_bytes(self) -> int:
+        """What others send to the rank."""
+        return sum(self.received_bytes) - self.received_bytes[self.group_rank]
+
+    @property
+    def is_uneven(self) -> bool:
+        """Whether the sizes differ."""
+        return len({*self.sent_bytes, *self.received_bytes}) > 1
+
+    @property
+    def as_equal_bytes(self) -> int:
+        """The buffer of equal parts, each as large as the largest that crosses a link to or from the rank; the larger of the
+        rank's own buffers, where that is more."""
+        equal_bytes = len(self.sent_bytes) * self.most_crossing_bytes
+        return max(equal_bytes, sum(self.sent_bytes), sum(self.received_bytes))
+
+    @property
+    def most_crossing_bytes(self) -> int:
+        """The largest part that crosses a link to or from the rank."""
+        others = [rank for rank in range(len(self.sent_bytes)) if rank != self.group_rank]
+        return max((max(self.sent_bytes[rank], self.received_bytes[rank]) for rank in others), default=0)
+
+    def returns(self, other: "UnevenParts") -> bool:
+        """Whether this gives back what the other brought: as much to each rank as came from it, and the other way round."""
+        return (self.sent_bytes, self.received_bytes) == (other.received_bytes, other.sent_bytes)
+
+
 class Collective(Value, frozen=True, kw_only=True, tag_field="type", tag="collective"):
     """A collective, or a send and receive, of `group_size` ranks.
 
@@ -117,7 +179,8 @@ class Collective(Value, frozen=True, kw_only=True, tag_field="type", tag="collec
     gathered output, the scattered input, the sent buffer). `footprint` is its kernel's, or None for the library's usual
     one. `peer_wait_us` is the part of its traced time spent waiting for other ranks. `process_group` is the group's
     description, or its name where that says more; None where it is not known. `ranks` are the group's, empty where they are
-    not known. A step's fingerprint hangs on neither.
+    not known. `parts` are the sizes of an all-to-all's parts, where the job states them. A step's fingerprint hangs on
+    none of these.
     """
 
     name: str
@@ -127,6 +190,7 @@ class Collective(Value, frozen=True, kw_only=True, tag_field="type", tag="collec
     group_size: int
     process_group: str | None = None
     ranks: tuple[int, ...] = ()
+    parts: UnevenParts | None = None
     library: str = "nccl"
     transport: TransportKind = "sm"
     footprint: Footprint | None = None
@@ -167,7 +231,8 @@ class Step(Value, frozen=True, kw_only=True):
     `device_name` is the GPU the lone times were measured on, None for a described workload. `launch_gap_us` is the usual
     gap between two kernels of one stream, None where the machine's calibration should say. `fits_beside` are pairs of
     operations seen together on SMs: the second started while the first had a CTA on every SM, so launches like these two
-    fit, however their warps are placed.
+    fit, however their warps are placed. `is_timed_in_bursts`: lone times were taken one after the other for some
+    milliseconds only, before the power limit lowered the clock; those of a job that ran on were not.
     """
 
     name: str
@@ -176,6 +241,7 @@ class Step(Value, frozen=True, kw_only=True):
     device_name: str | None = None
     launch_gap_us: float | None = None
     fits_beside: tuple[tuple[int, int], ...] = ()
+    is_timed_in_bursts: bool = False
 
     def __post_init__(self) -> None:
         require(bool(self.operations), StepError, f"Step '{shown(self.name)}' holds no operation; there is nothing to plan.")
@@ -240,4 +306,9 @@ def _check_operation(index: int, operation: Operation) -> None:
             "for copies and a sum.",
         )
         size = operation.group_size
+        require(
+            operation.parts is None or (operation.collective == "all_to_all" and len(operation.parts.sent_bytes) == size),
+            StepError,
+            f"{where}: parts are those of an all_to_all, one for each of its {size} ranks. Give one for each.",
+        )
         require(size >= 1, StepError, f"{where}: group_size must be at least 1; found {size}.")

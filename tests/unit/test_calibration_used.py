@@ -30,7 +30,7 @@ from counterpoint.step import (
 )
 from helpers.toy_steps import H200, persistent_kernel
 
-CHARACTERS: tuple[Character, ...] = ("matmul", "attention", "streaming", "other")
+CHARACTERS: tuple[Character, ...] = ("matmul", "attention", "streaming", "row_wise", "other")
 KINDS: tuple[CollectiveKind, ...] = (
     "all_reduce",
     "all_gather",
@@ -48,7 +48,7 @@ CALIBRATION = load_calibration(H200)
 
 def priced(character: Character, footprint: Footprint, element_type: str | None = None) -> Kernel:
     """A kernel whose time follows from its work."""
-    reads = {"hbm_bytes": 1e9} if character == "streaming" else {"flops": 2e11, "hbm_bytes": 1e8}
+    reads = {"hbm_bytes": 1e9} if character in ("streaming", "row_wise") else {"flops": 2e11, "hbm_bytes": 1e8}
     return Kernel(
         name=f"{character} {element_type or ''}".strip(),
         stream=0,
@@ -76,6 +76,8 @@ def plan(kind: str, control: Control) -> Plan:
 def cases() -> list[tuple[Step, Plan]]:
     """Steps and plans that need all constants between them."""
     matmuls = [priced("matmul", TILES, name) for name in (None, *H200.gpu.matmul_rates())]
+    in_registers = msgspec.structs.replace(TILES, registers_per_thread=160, dynamic_shared_bytes=65_536)
+    matmuls.append(priced("matmul", in_registers, "fp32"))
     l2 = msgspec.structs.replace(matmuls[0], flops=1.0, l2_bytes=1e10)
     found: list[tuple[Step, Plan]] = [(step(*matmuls, l2), LEAVE_IT)]
     for character in CHARACTERS:
@@ -92,6 +94,11 @@ def cases() -> list[tuple[Step, Plan]]:
             for ranks in (2, 4):
                 found.append((step(collective(kind, num_bytes, ranks=ranks)), LEAVE_IT))
     found.append((step(priced("other", LIGHT), collective("all_reduce", 1 << 20, after=0)), LEAVE_IT))
+    few = priced("other", msgspec.structs.replace(LIGHT, num_ctas=4))
+    racing = [few, few, collective("all_reduce", 1 << 20, after=0)]
+    found.append((step(*racing), LEAVE_IT))
+    for kind in ("all_to_all", "send_recv"):
+        found.append((step(collective(kind, 32 << 20)), plan("communication", CommunicationCtas(max_ctas=8))))
     copies = [Copy(name=each, stream=0, direction=each, num_bytes=1 << 26) for each in DIRECTIONS]
     found.append((step(*copies), LEAVE_IT))
     for kind in ("all_reduce", "all_gather"):
@@ -103,7 +110,23 @@ def cases() -> list[tuple[Step, Plan]]:
     for kind in CALIBRATION.light_collectives:
         for num_ctas in (4, 128):
             found.append((step(collective(kind, 4 << 20)), plan("communication", LightKernel(num_ctas=num_ctas))))
-    return [*found, *overlapped()]
+    return [*found, *overlapped(), *bursts()]
+
+
+def bursts() -> list[tuple[Step, Plan]]:
+    """Steps at the power limit whose lone times are of short bursts: each kind of operation among a library's matmuls."""
+    library = msgspec.structs.replace(persistent_kernel(shares_work=True), character="matmul", lone_us=4000.0, cta_us=None)
+    tiled = msgspec.structs.replace(priced("matmul", TILES), lone_us=4000.0, flops=None, hbm_bytes=None)
+    beside: list[Operation] = [
+        *(msgspec.structs.replace(tiled, character=each) for each in CHARACTERS),
+        msgspec.structs.replace(tiled, element_type="fp32"),
+        msgspec.structs.replace(tiled, footprint=msgspec.structs.replace(TILES, registers_per_thread=128)),
+        collective("all_reduce", 1 << 30),
+        Copy(name="copy", stream=0, direction="device_to_device", num_bytes=1 << 32),
+    ]
+    steps = [step(*[library] * 3, each) for each in beside]
+    steps.append(step(*[library] * 12))  # which lasts about as long as the power limit's window
+    return [(msgspec.structs.replace(each, is_timed_in_bursts=True), LEAVE_IT) for each in steps]
 
 
 def overlapped() -> list[tuple[Step, Plan]]:

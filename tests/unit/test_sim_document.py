@@ -42,7 +42,7 @@ def test_the_constants_are_those_of_the_calibration_file() -> None:
 
 
 def test_the_characters_are_those_of_the_calibration_file() -> None:
-    bottlenecks = {"issue": "SM", "hbm": "HBM"}
+    bottlenecks = {"issue": "SM", "hbm": "HBM", "latency": "own loads"}
     assert rows("character") == {
         name: [bottlenecks[entry.bottleneck], saturated_by(entry), f"{entry.hbm_fraction:g}", entry.status]
         for name, entry in load_calibration().characters.items()

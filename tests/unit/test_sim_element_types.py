@@ -28,7 +28,7 @@ k = 8192
 dtype = "{}"
 tile = "256x128x32"
 threads_per_cta = 256
-registers_per_thread = 128
+registers_per_thread = 120
 shared_bytes_per_cta = 65536
 """
 

@@ -27,6 +27,8 @@ LIMITS = {
     "cb_a2a_opt1": (0.07, 0.11),
     "cb_a2a_opt2": (0.05, 0.05),
     "cb_a2a_large": (0.10, 0.11),
+    "mb_ar_opt1": (0.03, 0.04),
+    "mb_ar_opt2": (0.03, 0.04),
 }
 
 
@@ -60,7 +62,8 @@ def test_all_rows_together_are_as_near_as_documented(name: str) -> None:
     assert sum(errors) / len(errors) < LIMITS[name][1]
 
 
-@pytest.mark.parametrize("name", [name for name in LIMITS if "large" not in name])
+# `large` runs into the power limit; rows of `mb` have a spread of 1 to 13 %, in three rounds.
+@pytest.mark.parametrize("name", [name for name in LIMITS if name.startswith("cb") and "large" not in name])
 def test_the_choice_is_within_2_percent_of_the_best_measured_row(name: str) -> None:
     measured = measured_rows(2)[name]
     plan = tune(captured_steps(2)[name], H200, Simulator(), applier="graph").plan

@@ -6,10 +6,17 @@ import pytest
 from benchmarks.paper_runs import BASELINE, captured_steps, changes, measured_rows, simulated_rows
 
 POINTS = 3.0  # asked for: the predicted change is so near the measured one, in percent of plain overlap
-# The matmuls of these run at 1,400 to 1,600 MHz in a step and were timed alone at 1,980: the card's power limit, which is
-# not modelled. Their spread is 1 to 6 %, so no more can be asked for.
+# The matmuls of these run at 1,400 to 1,600 MHz in a step and were timed alone at 1,980, the clock that is simulated here
+# (docs/simulator.md). Their spread is 1 to 6 %, so no more can be asked for.
 # That of cb_a2a_opt1 runs 10 % faster alone than the same tile on other sizes, and loses that beside anything.
-FARTHER = {(2, "mb_ar_large"): 4.0, (2, "cb_a2a_large"): 6.0, (2, "cb_a2a_opt1"): 4.0}
+# The rows of mb_ar_opt1 and mb_ar_opt2 on 2 GPUs are of three rounds: like variants differ by up to 6 % there.
+FARTHER = {
+    (2, "mb_ar_large"): 4.0,
+    (2, "cb_a2a_large"): 6.0,
+    (2, "cb_a2a_opt1"): 4.0,
+    (2, "mb_ar_opt1"): 4.0,
+    (2, "mb_ar_opt2"): 8.0,
+}
 CASES = [(num_ranks, name) for num_ranks in (2, 4) for name in captured_steps(num_ranks)]
 
 
@@ -19,7 +26,7 @@ def simulated(num_ranks: int, name: str) -> dict[str, float]:
 
 
 def test_the_grids_are_those_that_were_measured() -> None:
-    assert {num_ranks: len(captured_steps(num_ranks)) for num_ranks in (2, 4)} == {2: 7, 4: 12}
+    assert {num_ranks: len(captured_steps(num_ranks)) for num_ranks in (2, 4)} == {2: 9, 4: 12}
     assert all(captured_steps(num_ranks).keys() == measured_rows(num_ranks).keys() for num_ranks in (2, 4))
 
 

@@ -8,8 +8,9 @@ from counterpoint.plan import LEAVE_IT
 from counterpoint.sim import Simulator
 from counterpoint.sim.sm import SmArray
 from counterpoint.sim.task import SmTask, SmWork
-from counterpoint.step import Collective, Footprint, Kernel
+from counterpoint.step import Collective, Footprint, Kernel, Step
 from helpers.toy_steps import (
+    COLLECTIVE_LAUNCH_US,
     DEPENDENCY_LATENCY_US,
     GREATEST,
     H200,
@@ -279,9 +280,16 @@ def test_without_a_head_start_the_next_kernel_takes_every_sm_first() -> None:
 
 
 def test_a_head_start_lets_the_collective_be_placed_first() -> None:
-    found = spans(simulate(H200, *racing_step(), plan=plan_of({2: HeadStart(hold_us=5.0)})))
-    assert found[1] == (100 + DEPENDENCY_LATENCY_US, 400 + DEPENDENCY_LATENCY_US)
-    assert found[2] == (105, round(105 + 100 * 132 / 108, 3))
+    found = spans(simulate(H200, *racing_step(), plan=plan_of({2: HeadStart(hold_us=7.0)})))
+    late_us = DEPENDENCY_LATENCY_US + COLLECTIVE_LAUNCH_US
+    assert found[1] == (100 + late_us, 400 + late_us)
+    assert found[2] == (107, round(107 + 100 * 132 / 108, 3))
+
+
+def test_a_captured_step_begins_with_its_kernel_and_not_with_its_collective() -> None:
+    operations = (all_reduce(300.0), persistent_kernel(shares_work=True))
+    described, captured = (Step(name="start", num_ranks=4, operations=operations, device_name=name) for name in (None, "H"))
+    assert [spans(Simulator().run(each, H200, LEAVE_IT))[0][0] for each in (described, captured)] == [0, 100]
 
 
 def test_a_head_start_shorter_than_the_collectives_latency_is_lost_time() -> None:

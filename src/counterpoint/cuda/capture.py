@@ -7,9 +7,11 @@ from replays of a serialized copy: every node alone, in an order that is the sam
 
 import statistics
 import tempfile
-from collections.abc import Callable
-from contextlib import ExitStack, closing
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import torch
@@ -28,6 +30,7 @@ from counterpoint.cuda.rendezvous import Rendezvous
 from counterpoint.errors import DeviceError, StepError, cause_of
 from counterpoint.timeline import Interval, Timeline
 from counterpoint.traces.classify import classify_kernel
+from counterpoint.traces.kineto import GPU_CATEGORIES
 
 WARM_UP_CALLS = 3
 LONE_REPLAYS = 3
@@ -140,16 +143,16 @@ class Captured:
     def _profile(self, executable: AbstractExecutable) -> list[Activity]:
         """Start, end and name of each operation on the GPU in one replay, in microseconds, in the order of their starts."""
         torch.cuda.synchronize()
-        with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU], acc_events=True) as profiler:
+        with _profiling(ProfilerActivity.CUDA, ProfilerActivity.CPU) as profiler:
             self.rendezvous.meet()  # only now: a profiler takes a while to start, and not the same on every rank
             executable.launch(torch.cuda.current_stream().cuda_stream)
             end = torch.cuda.Event()
             end.record(torch.cuda.current_stream())
             self.rendezvous.wait_for(end)
         return sorted(
-            (float(event.time_range.start), float(event.time_range.end), str(event.name))
-            for event in profiler.events()
-            if event.device_type == torch.autograd.DeviceType.CUDA and not event.is_user_annotation
+            (float(event["ts"]), float(event["ts"]) + float(event["dur"]), str(event["name"]))
+            for event in _events(profiler)
+            if event.get("cat") in GPU_CATEGORIES
         )
 
     def _lone_times(self) -> GraphTimes:
@@ -202,7 +205,7 @@ def record(step_fn: Callable[[], object]) -> Recording:
     graph = torch.cuda.CUDAGraph(keep_graph=True)
     try:
         with (
-            profile(activities=[ProfilerActivity.CPU], acc_events=True) as profiler,
+            _profiling(ProfilerActivity.CPU) as profiler,
             torch.cuda.graph(graph, capture_error_mode="thread_local"),
             NotedCollectives() as noted,
         ):
@@ -212,13 +215,22 @@ def record(step_fn: Callable[[], object]) -> Recording:
             f"The step cannot be captured in a CUDA graph: {cause_of(problem)}. "
             "Leave synchronizations and host reads out of it."
         ) from problem
-    return Recording(graph=graph, calls=_collective_calls(profiler), collectives=noted.collectives, is_random=is_random)
+    return Recording(graph=graph, calls=read_calls(_events(profiler)), collectives=noted.collectives, is_random=is_random)
 
 
-def _collective_calls(profiler: profile) -> list[CollectiveCall]:
-    """The collectives that were issued while the profiler looked, in order."""
+@contextmanager
+def _profiling(*activities: ProfilerActivity) -> Iterator[profile]:
+    """A profiler of one cycle, without torch's warning that a second cycle would drop the events of the first."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*Profiler clears events")
+        with profile(activities=activities) as profiler:
+            yield profiler
+
+
+def _events(profiler: profile) -> list[dict[str, Any]]:
+    """What the profiler noted, as its trace holds it: `profiler.events()` takes minutes for thousands of launches."""
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "capture.json"
+        path = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(path))
-        events = msgspec.json.decode(path.read_bytes())["traceEvents"]
-    return read_calls(events)
+        found: list[dict[str, Any]] = msgspec.json.decode(path.read_bytes())["traceEvents"]
+    return found

@@ -70,7 +70,13 @@ def read_graph(
         waits = tuple(Dependency(operation=numbers[wait]) for wait in _working(number, nodes))
         numbers[number] = len(operations)
         operations.append(_operation(node, streams[number], waits, times.lone_us[number], waiting_calls))
-    step = Step(name=name, num_ranks=num_ranks, operations=tuple(without_waits(operations)), device_name=times.device_name)
+    step = Step(
+        name=name,
+        num_ranks=num_ranks,
+        operations=tuple(without_waits(operations)),
+        device_name=times.device_name,
+        is_timed_in_bursts=True,
+    )
     return ReadGraph(step=step, nodes=tuple(numbers))
 
 

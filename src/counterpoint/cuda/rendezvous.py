@@ -27,7 +27,9 @@ def open_exchange(purpose: str, limit_s: float) -> Exchange:
         return Exchange(LocalStore(), rank=0, num_ranks=1, limit_s=limit_s)
     own = dist.distributed_c10d._get_default_store().clone()  # torch has no public name for it
     own.set_timeout(timedelta(seconds=limit_s))
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    # torchrun's agents of several nodes may count restarts apart (torch 2.13, elastic/agent/server/api.py)
+    is_one_node = os.environ.get("LOCAL_WORLD_SIZE", "") in ("", str(dist.get_world_size()))
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if is_one_node else "0"
     whole = dist.PrefixStore(f"counterpoint/{purpose}/{attempt}", own)
     rank = dist.get_rank()
     number = whole.add(f"opened by {rank}", 1)

@@ -20,9 +20,29 @@ from counterpoint.units import MIB
 from counterpoint.value import Value, read_shipped, read_toml, require, shipped_names
 
 BASE = "h200"  # whose constants stand in for those that were not measured
+MOST_BYTES_OF_FEW = 8 * MIB  # NCCL's send-and-receive kernels are slower up to 8 MiB a CTA, and not from 16 MiB on
 LARGE_BYTES = 64 * MIB  # from here on a collective's latency is a constant
-TABLES = ("matmul_peak_fractions", "characters", "collectives", "light_collectives")  # of constants by kind
+# of constants by kind
+TABLES = ("matmul_peak_fractions", "characters", "collectives", "light_collectives", "power")
 MEASURED_GPU = "NVIDIA H200"  # the only one that the simulator was compared with
+PowerFigure = Literal[
+    "limit_w",
+    "idle_w",
+    "exponent",
+    "window_us",
+    "library_matmul_w",
+    "matmul_w",
+    "large_matmul_w",
+    "matmul_clock_exponent",
+    "large_matmul_clock_exponent",
+    "fp32_matmul_w",
+    "attention_w",
+    "streaming_w",
+    "row_wise_w",
+    "other_w",
+    "collective_w",
+    "copy_w",
+]
 Status = Literal["measured", "assumed"]
 
 
@@ -40,15 +60,21 @@ class Constant(Value, frozen=True, kw_only=True):
 
 
 class CharacterConstants(Value, frozen=True, kw_only=True):
-    """What limits kernels of one character alone, and what saturates it per SM: warps, or bytes of tile buffers if given."""
+    """What limits kernels of one character alone, and what saturates it per SM: warps, or bytes of tile buffers if given.
 
-    bottleneck: Literal["issue", "hbm"]
+    Kernels limited by "latency" wait for their own loads: they share SMs as those limited by "issue", and reach no more
+    than `hbm_fraction` of the memory's bandwidth. `latency_per_load` takes the place of the constant of that name beside
+    such kernels, which load L2 more, or less, than their bytes from HBM say.
+    """
+
+    bottleneck: Literal["issue", "hbm", "latency"]
     saturation_warps: float
     hbm_fraction: float
     status: Status
     date: str
     source: str
     saturation_shared_bytes: float | None = None
+    latency_per_load: float | None = None
     spread: float | None = None
 
 
@@ -57,6 +83,7 @@ class CollectiveConstants(Value, frozen=True, kw_only=True):
 
     `link_fraction` is of 2 ranks, and of more where `link_fraction_of_more` is None. `latency_us_by_bytes`
     are (bytes, latency) of messages for which NCCL takes other protocols than for large ones, whose latency is `latency_us`.
+    `bytes_per_s_per_cta_of_few` is of fewer CTAs than usual that move `MOST_BYTES_OF_FEW` or less each, where given.
     """
 
     bytes_per_s_per_cta: float
@@ -66,6 +93,7 @@ class CollectiveConstants(Value, frozen=True, kw_only=True):
     date: str
     source: str
     link_fraction_of_more: float | None = None
+    bytes_per_s_per_cta_of_few: float | None = None
     latency_us_by_bytes: tuple[tuple[float, float], ...] = ()
     spread: float | None = None
 
@@ -80,6 +108,12 @@ class CollectiveConstants(Value, frozen=True, kw_only=True):
             if place < large:
                 return least + (most - least) * max(0.0, place - small) / (large - small)
         return self.latency_us
+
+    def rate_of_few(self, moved_bytes: float, num_ctas: int) -> float:
+        """Bytes per second of one of fewer CTAs than usual, which together move so many bytes."""
+        if self.bytes_per_s_per_cta_of_few is not None and moved_bytes <= MOST_BYTES_OF_FEW * num_ctas:
+            return self.bytes_per_s_per_cta_of_few
+        return self.bytes_per_s_per_cta
 
     def fraction_of_link(self, group_size: int) -> float:
         """What groups of that many ranks reach of the link's direction, if they have CTAs enough."""
@@ -114,17 +148,22 @@ class Calibration(Value, frozen=True, kw_only=True):
     """All constants of the simulator for one GPU, and what `counterpoint calibrate` derived them from, where it measured it.
 
     `matmul_peak_fractions` are of types whose matmuls reach another share of their peak than `matmul_peak_fraction`.
-    `light_collectives` are by light kernels; a kind that is missing was never measured.
+    `light_collectives` are by light kernels; a kind that is missing was never measured. `power` is of one GPU: its limit,
+    what it draws idle, and watts above that of each kind of operation, at the clock of a short burst; empty where nobody
+    measured.
     """
 
     device_name: str
     launch_gap_us: Constant
     dependency_latency_us: Constant
+    collective_launch_us: Constant
     hbm_efficiency: Constant
     l2_bytes_per_cycle_per_sm: Constant
     matmul_peak_fraction: Constant
+    attention_peak_fraction: Constant
     matmul_tile_us: Constant
     fp32_peak_fraction: Constant
+    fp32_saturation_warps: Constant
     latency_per_load: Constant
     communication_issue_share: Constant
     bandwidth_per_threads: Constant
@@ -140,6 +179,7 @@ class Calibration(Value, frozen=True, kw_only=True):
     collectives: dict[CollectiveKind, CollectiveConstants]
     matmul_peak_fractions: dict[ElementType, Constant] = msgspec.field(default_factory=dict)
     light_collectives: dict[CollectiveKind, CollectiveConstants] = msgspec.field(default_factory=dict)
+    power: dict[PowerFigure, Constant] = msgspec.field(default_factory=dict)
     rules: dict[str, MeasuredRule] = msgspec.field(default_factory=dict)
     conditions: dict[str, str] = msgspec.field(default_factory=dict)
     probes: dict[str, ProbeRecord] = msgspec.field(default_factory=dict)
@@ -197,7 +237,7 @@ def _all_shipped() -> tuple[Calibration, ...]:
 def _completed(found: dict[str, Any], where: str) -> Calibration:
     """A file's constants, and the H200's for those that it lacks. Raises `MachineError` for one that is no calibration."""
     whole = msgspec.to_builtins(as_assumed_elsewhere(_shipped(BASE), str(found.get("device_name", ""))))
-    for name in ("device_name", "rules", "conditions", "probes"):
+    for name in ("device_name", "power", "rules", "conditions", "probes"):
         whole.pop(name, None)
     for name in TABLES:
         own = found.get(name)

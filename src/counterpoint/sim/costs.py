@@ -14,8 +14,9 @@ from counterpoint.machine import ElementType, Machine
 from counterpoint.occupancy import residency
 from counterpoint.sim.calibration import Calibration, CharacterConstants, CollectiveConstants
 from counterpoint.sim.nodes import leaves_node
+from counterpoint.sim.power import clock_exponent
 from counterpoint.sim.rates import EXPONENT, smooth_minimum
-from counterpoint.sim.reach import collective_bytes_per_s, copies_bytes_per_s
+from counterpoint.sim.reach import by_copies_bytes, by_kernels_bytes, collective_bytes_per_s, copies_bytes_per_s
 from counterpoint.sim.task import CopyWork, SmWork
 from counterpoint.sim.tiles import num_tiles
 from counterpoint.step import Collective, CollectiveKind, Copy, Footprint, Kernel, Operation
@@ -28,6 +29,7 @@ SUMMED_COLLECTIVES = ("all_reduce", "reduce_scatter")  # copy engines and a sum 
 USUAL_ELEMENT_TYPE: ElementType = "bf16"  # of a matmul or an attention that does not say its type
 LEAST_US = 1e-3  # no CTA and no copy takes less: rates are work per time
 LEAST_TILE_BYTES = 4096  # a kernel with less keeps no tiles in shared memory, so its warps count; an assumption
+LEAST_TILE_REGISTERS = 128  # a thread with fewer keeps no tile of a matmul in registers; an assumption
 CALIBRATION_WARP_SIZE = 32  # `saturation_warps` counts warps of the GPU it was measured on, whatever the machine's are
 
 
@@ -42,10 +44,11 @@ def wire_bytes(kind: CollectiveKind, num_bytes: int, group_size: int) -> float:
 
 
 class CostModel:
-    """Costs of operations on one machine."""
+    """Costs of operations on one machine, at a share of the clock that lone times were taken at."""
 
-    def __init__(self, machine: Machine, calibration: Calibration) -> None:
-        self._machine = machine
+    def __init__(self, machine: Machine, calibration: Calibration, clock_share: float = 1.0) -> None:
+        self._clock_share = clock_share
+        self.machine = machine
         self._gpu = machine.gpu
         self._calibration = calibration
         self.hbm_bytes_per_s = machine.gpu.hbm_bytes_per_s * calibration.hbm_efficiency.value
@@ -75,14 +78,15 @@ class CostModel:
         per_sm = self._ctas_per_sm(kernel)
         issue = self._issue_per_cta(kernel)
         effective = self._effective_ctas(kernel)
-        hbm = self._hbm_per_cta(kernel, constants, effective)
+        clock_share = self._clock_share ** clock_exponent(kernel, self._calibration)
+        hbm = clock_share * self._hbm_per_cta(kernel, constants, effective)
         achieved = smooth_minimum(hbm * effective, self.hbm_bytes_per_s)
         cta_us = max(self._cta_us(kernel, issue * per_sm, per_sm, achieved), LEAST_US)
         tiles = self._num_tiles(kernel, cta_us)
         if tiles:
             cta_us *= self._waves(kernel) / math.ceil(tiles / self._resident_ctas(kernel))
         return SmWork(
-            cta_ps=cta_us * PS_PER_US,
+            cta_ps=cta_us * PS_PER_US / clock_share,
             issue_per_cta=issue,
             issue_reference=issue * per_sm,
             hbm_per_cta=hbm,
@@ -90,6 +94,7 @@ class CostModel:
             is_work_sharing=kernel.is_work_sharing and not tiles,
             num_tiles=tiles,
             cta_time_spread=kernel.cta_time_spread,
+            latency_per_load=constants.latency_per_load,
         )
 
     def shared_work(self, kernel: Kernel) -> float:
@@ -101,7 +106,7 @@ class CostModel:
         constants = self._calibration.characters[kernel.character]
         if constants.bottleneck == "hbm" or kernel.cta_us is not None:
             return 0.0
-        return 1 / _saturating_ctas(constants, kernel.footprint)
+        return 1 / self._saturating_ctas(constants, kernel)
 
     def _effective_ctas(self, kernel: Kernel) -> float:
         """Resident CTAs, each weighted by its speed: on SMs that hold one CTA less than the fullest, they run faster."""
@@ -126,12 +131,22 @@ class CostModel:
         if kernel.lone_us is not None:
             return kernel.lone_us / self._waves(kernel)
         # what a character usually draws beside its other work limits nothing; its warps do where memory is its bottleneck
-        is_streaming = self._calibration.characters[kernel.character].bottleneck == "hbm"
-        memory_us = US_PER_S * (kernel.hbm_bytes or 0.0) / (hbm_achieved if is_streaming else self.hbm_bytes_per_s)
+        memory_us = US_PER_S * (kernel.hbm_bytes or 0.0) / self._reached_bytes_per_s(kernel, hbm_achieved)
         resident, total = self._resident(kernel), float(kernel.footprint.num_ctas)
         if kernel.is_work_sharing:
             total = self.shared_work(kernel)
         return max(self._busy_us(kernel, issue_reference, per_sm), memory_us) * resident / total
+
+    def _reached_bytes_per_s(self, kernel: Kernel, hbm_achieved: float) -> float:
+        """What the kernel can have of the memory; `hbm_achieved` where its bytes in flight limit it."""
+        constants = self._calibration.characters[kernel.character]
+        match constants.bottleneck:
+            case "hbm":
+                return hbm_achieved
+            case "latency":
+                return constants.hbm_fraction * self.hbm_bytes_per_s
+            case "issue":
+                return self.hbm_bytes_per_s
 
     def _resident(self, kernel: Kernel) -> float:
         """CTAs of the kernel on the GPU in its reference state; of a work-sharing one, weighted by their speed."""
@@ -163,14 +178,17 @@ class CostModel:
         element_type = kernel.element_type or USUAL_ELEMENT_TYPE
         if element_type == "fp32" and self._gpu.fp32_matrix_flops_per_s is None:
             return ordinary * calibration.matmul_peak_fractions.get("fp32", calibration.fp32_peak_fraction).value
-        return self._machine.matmul_flops_per_s(element_type) * self._calibration.matmul_fraction(element_type)
+        peak = self.machine.matmul_flops_per_s(element_type)
+        if kernel.character == "attention":
+            return peak * calibration.attention_peak_fraction.value
+        return peak * calibration.matmul_fraction(element_type)
 
     def _hbm_per_cta(self, kernel: Kernel, constants: CharacterConstants, effective_ctas: float) -> float:
         """Bytes per second that one CTA can keep in flight."""
         if kernel.cta_us is not None:
             return (kernel.hbm_bytes or 0.0) / kernel.footprint.num_ctas * US_PER_S / kernel.cta_us
         if constants.bottleneck == "hbm":
-            return self.hbm_bytes_per_s / self._gpu.num_sms / _saturating_ctas(constants, kernel.footprint)
+            return self.hbm_bytes_per_s / self._gpu.num_sms / self._saturating_ctas(constants, kernel)
         fraction = constants.hbm_fraction
         if kernel.hbm_bytes is not None and kernel.lone_us:
             fraction = min(1.0, kernel.hbm_bytes * US_PER_S / kernel.lone_us / self.hbm_bytes_per_s)
@@ -194,12 +212,27 @@ class CostModel:
             return float(full + 1)
         constants = self._calibration.characters[kernel.character]
         if constants.bottleneck == "hbm":
-            saturating = _saturating_ctas(constants, footprint) * self._gpu.num_sms
+            saturating = self._saturating_ctas(constants, kernel) * self._gpu.num_sms
             usual, last = slots / saturating, rest / saturating
         else:
             per_sm = math.ceil(rest / self._gpu.num_sms)
-            usual, last = (number / _saturating_ctas(constants, footprint) for number in (slots / self._gpu.num_sms, per_sm))
+            usual, last = (
+                number / self._saturating_ctas(constants, kernel) for number in (slots / self._gpu.num_sms, per_sm)
+            )
         return float(full + ((1 + last**EXPONENT) / (1 + usual**EXPONENT)) ** (1 / EXPONENT))
+
+    def _saturating_ctas(self, constants: CharacterConstants, kernel: Kernel) -> float:
+        """CTAs per SM from which on the bottleneck is saturated: by bytes of tiles or by warps, whichever comes first."""
+        footprint = kernel.footprint
+        has_tiles = bool(constants.saturation_shared_bytes) and footprint.shared_bytes >= LEAST_TILE_BYTES
+        saturation_warps = constants.saturation_warps
+        is_ordinary = kernel.element_type == "fp32" and self._gpu.fp32_matrix_flops_per_s is None
+        if has_tiles and is_ordinary and footprint.registers_per_thread >= LEAST_TILE_REGISTERS:
+            saturation_warps = self._calibration.fp32_saturation_warps.value
+        by_warps = saturation_warps / math.ceil(footprint.threads_per_cta / CALIBRATION_WARP_SIZE)
+        if has_tiles and constants.saturation_shared_bytes:
+            return min(by_warps, constants.saturation_shared_bytes / footprint.shared_bytes)
+        return by_warps
 
     def collective_work(self, collective: Collective, planned: Footprint) -> SmWork:
         """What one CTA of a collective is when it runs with `planned.num_ctas` CTAs instead of its own number."""
@@ -208,23 +241,28 @@ class CostModel:
         link_limit = self._link_limit(collective, constants)
         reference = smooth_minimum(usual.num_ctas * constants.bytes_per_s_per_cta, link_limit) / usual.num_ctas
         threads = planned.threads_per_cta / usual.threads_per_cta
-        link_per_cta = constants.bytes_per_s_per_cta * threads**self._calibration.bandwidth_per_threads.value
+        by_cta = constants.bytes_per_s_per_cta
+        if planned.num_ctas < usual.num_ctas:
+            moved = wire_bytes(collective.collective, collective.num_bytes, collective.group_size)
+            by_cta = constants.rate_of_few(moved, planned.num_ctas)
+        link_per_cta = by_cta * threads**self._calibration.bandwidth_per_threads.value
         alone = smooth_minimum(planned.num_ctas * link_per_cta, link_limit) / planned.num_ctas
         lone_us = collective.lone_us if collective.lone_us is not None else self._collective_us(collective, usual)
         waiting_us = min(constants.latency_us_of(collective.num_bytes), lone_us)
         # bytes are shared out over the planned CTAs; latency and peers take as long however many there are
         moving_us = (lone_us - waiting_us) * usual.num_ctas / planned.num_ctas
         cta_us = moving_us + (waiting_us + collective.peer_wait_us) * alone / reference
-        return self._wire_work(cta_us, usual.num_ctas, reference, (link_per_cta, link_limit))
+        return self._wire_work(cta_us, usual.num_ctas, reference, (self._clock_share * link_per_cta, link_limit))
 
     def light_work(self, collective: Collective, planned: Footprint) -> SmWork:
         """What one CTA of a light kernel is that does a collective with `planned.num_ctas` CTAs."""
         constants = self._calibration.light_collectives[collective.collective]
         link_limit = self._wire_bytes_per_s(collective) * constants.fraction_of_link(collective.group_size)
         rate = smooth_minimum(planned.num_ctas * constants.bytes_per_s_per_cta, link_limit) / planned.num_ctas
-        moved = wire_bytes(collective.collective, collective.num_bytes, collective.group_size) / planned.num_ctas
+        moved = wire_bytes(collective.collective, by_kernels_bytes(collective), collective.group_size) / planned.num_ctas
         lone_us = constants.latency_us + collective.peer_wait_us + US_PER_S * moved / rate
-        return self._wire_work(lone_us, planned.num_ctas, rate, (constants.bytes_per_s_per_cta, link_limit))
+        link_per_cta = self._clock_share * constants.bytes_per_s_per_cta
+        return self._wire_work(lone_us, planned.num_ctas, rate, (link_per_cta, link_limit))
 
     def _wire_work(self, cta_us: float, num_ctas: int, reference: float, link: tuple[float, float]) -> SmWork:
         """What one CTA of a collective draws on; alone, each of `num_ctas` moves `reference` bytes per second.
@@ -251,7 +289,7 @@ class CostModel:
             rate = operation.num_bytes * US_PER_S / lone_us
             is_remote = operation.direction == "peer_to_peer"
             hbm = rate * (2 if operation.direction == "device_to_device" else 1)
-            link = self._machine.link.bytes_per_s * self._calibration.copy_engine_fraction.value
+            link = self.machine.link.bytes_per_s * self._calibration.copy_engine_fraction.value
             return CopyWork(
                 lone_ps=lone_us * PS_PER_US,
                 hbm_demand=min(hbm, self.hbm_bytes_per_s),
@@ -259,7 +297,7 @@ class CostModel:
                 link_limit=link,
             )
         rate = self._copy_bytes_per_s(operation)
-        moved = wire_bytes(operation.collective, operation.num_bytes, operation.group_size)
+        moved = wire_bytes(operation.collective, by_copies_bytes(operation), operation.group_size)
         lone_us = US_PER_S * moved / rate + self._calibration.copy_latency_us.value * max(1, operation.group_size - 1)
         return self._copies(lone_us, operation)
 
@@ -309,22 +347,22 @@ class CostModel:
 
     def _link(self, collective: Collective) -> Link:
         """What the collective's data goes over; one of more ranks than a node has comes here only with its measured time."""
-        network = self._machine.network
-        return self._machine.link if network is None or collective.group_size <= self._machine.num_gpus else network
+        network = self.machine.network
+        return self.machine.link if network is None or collective.group_size <= self.machine.num_gpus else network
 
     def _wire_bytes_per_s(self, collective: Collective) -> float:
         """The most that each rank of a library's collective could send."""
-        num_ranks = min(collective.group_size, max(2, self._machine.num_gpus))
+        num_ranks = min(collective.group_size, max(2, self.machine.num_gpus))
         return collective_bytes_per_s(self._link(collective), collective.collective, num_ranks)
 
     def _link_limit(self, collective: Collective, constants: CollectiveConstants) -> float:
         """What links allow the collective: over several nodes what it was measured to reach, since no model says more."""
         stated = self._wire_bytes_per_s(collective) * constants.fraction_of_link(collective.group_size)
-        if collective.lone_us is None or not leaves_node(collective, self._machine):
+        if collective.lone_us is None or not leaves_node(collective, self.machine):
             return stated
-        moved = wire_bytes(collective.collective, collective.num_bytes, collective.group_size)
+        moved = wire_bytes(collective.collective, by_kernels_bytes(collective), collective.group_size)
         moving_us = max(LEAST_US, collective.lone_us - constants.latency_us_of(collective.num_bytes))
-        return min(moved * US_PER_S / moving_us, self._machine.link.bytes_per_s) or stated
+        return min(moved * US_PER_S / moving_us, self.machine.link.bytes_per_s) or stated
 
     def _copies(self, lone_us: float, collective: Collective) -> CopyWork:
         """Copies of a rank to its peers, one after the other; those of another collective may use the rest of its links."""
@@ -334,30 +372,22 @@ class CostModel:
 
     def _copy_bytes_per_s(self, collective: Collective) -> float:
         """What copy engines reach where a rank's copies to its peers follow one another."""
-        num_ranks = min(collective.group_size, max(2, self._machine.num_gpus))
+        num_ranks = min(collective.group_size, max(2, self.machine.num_gpus))
         return copies_bytes_per_s(self._link(collective), num_ranks) * self._calibration.copy_engine_fraction.value
 
     def _collective_us(self, collective: Collective, footprint: Footprint) -> float:
         constants: CollectiveConstants = self._calibration.collectives[collective.collective]
         limit = self._wire_bytes_per_s(collective) * constants.fraction_of_link(collective.group_size)
         rate = smooth_minimum(footprint.num_ctas * constants.bytes_per_s_per_cta, limit)
-        moved = wire_bytes(collective.collective, collective.num_bytes, collective.group_size)
+        moved = wire_bytes(collective.collective, by_kernels_bytes(collective), collective.group_size)
         return constants.latency_us_of(collective.num_bytes) + US_PER_S * moved / rate
 
     def _copy_us(self, copy: Copy) -> float:
         rates = {
             "device_to_device": self.hbm_bytes_per_s / 2,
             "set": self.hbm_bytes_per_s,
-            "peer_to_peer": self._machine.link.per_peer_bytes_per_s * self._calibration.copy_engine_fraction.value,
+            "peer_to_peer": self.machine.link.per_peer_bytes_per_s * self._calibration.copy_engine_fraction.value,
             "host_to_device": self._calibration.host_link_bytes_per_s.value,
             "device_to_host": self._calibration.host_link_bytes_per_s.value,
         }
         return self._calibration.copy_latency_us.value + US_PER_S * copy.num_bytes / rates[copy.direction]
-
-
-def _saturating_ctas(constants: CharacterConstants, footprint: Footprint) -> float:
-    """CTAs per SM from which on the bottleneck is saturated: by bytes of tiles or by warps, whichever comes first."""
-    by_warps = constants.saturation_warps / math.ceil(footprint.threads_per_cta / CALIBRATION_WARP_SIZE)
-    if constants.saturation_shared_bytes and footprint.shared_bytes >= LEAST_TILE_BYTES:
-        return min(by_warps, constants.saturation_shared_bytes / footprint.shared_bytes)
-    return by_warps

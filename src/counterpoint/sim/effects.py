@@ -26,6 +26,7 @@ from counterpoint.machine import Gpu, Machine
 from counterpoint.plan import Plan
 from counterpoint.sim.calibration import Calibration
 from counterpoint.sim.costs import SUMMED_COLLECTIVES, CostModel
+from counterpoint.sim.expert_layers import ExpertExchange, ExpertModel
 from counterpoint.sim.matmul_pairs import MatmulPair, MatmulPairs
 from counterpoint.sim.nodes import obstacle_to_copies
 from counterpoint.sim.overlapped import OverlapEstimate, OverlapModel
@@ -36,14 +37,18 @@ NCCL_EXTRA_THREADS = 32  # ring kernels have one warp above NCCL_NTHREADS: 544 t
 
 
 class Overlap(msgspec.Struct, frozen=True, kw_only=True):
-    """A collective as one operator with its matmuls, and what that leaves exposed."""
+    """A collective as one operator with its matmuls, and what that leaves exposed: before them, or after if they feed it."""
 
     pair: MatmulPair
     exposed_us: float
+    is_fed: bool
 
 
 class Effect(msgspec.Struct, frozen=True, kw_only=True):
-    """What a plan's controls amount to for one operation. `overlap` goes before `uses_copy_engine`."""
+    """What a plan's controls amount to for one operation. `overlap` goes before `uses_copy_engine`.
+
+    `is_saved`: an operator of the plan needs it no more.
+    """
 
     footprint: Footprint | None
     priority: int = 0
@@ -52,6 +57,7 @@ class Effect(msgspec.Struct, frozen=True, kw_only=True):
     uses_light_kernel: bool = False
     has_own_stream: bool = False
     overlap: Overlap | None = None
+    is_saved: bool = False
 
 
 class EffectReader:
@@ -62,11 +68,17 @@ class EffectReader:
         self._costs = CostModel(machine, calibration)
         self._pairs: MatmulPairs | None = None
         self._model: OverlapModel | None = None
+        self._experts: ExpertModel | None = None
 
     def effects(self) -> list[Effect]:
         """One for each operation, in the order of the step. Raises `PlanError` for a control that cannot apply."""
         each = zip(self._step.operations, self._plan.controls_of(self._step), strict=True)
-        return [self._effect(index, operation, controls) for index, (operation, controls) in enumerate(each)]
+        effects = [self._effect(index, operation, controls) for index, (operation, controls) in enumerate(each)]
+        for layer in self._experts.layers.found if self._experts else ():
+            if effects[layer.dispatch].overlap and effects[layer.combine].overlap:
+                for number in layer.reorders:
+                    effects[number] = msgspec.structs.replace(effects[number], is_saved=True)
+        return effects
 
     def _effect(self, index: int, operation: Operation, controls: Sequence[Control]) -> Effect:
         """Fold the plan's controls for one operation into what it will be launched with."""
@@ -114,18 +126,26 @@ class EffectReader:
         if obstacle is not None:
             raise PlanError(f"Copies cannot do {where}: {obstacle}. Leave that collective out of the directive's match.")
 
-    def _overlap(self, index: int, control: OverlapMatmul, where: str) -> Overlap:
-        if self._pairs is None or self._model is None:
+    def _overlap(self, index: int, control: OverlapMatmul, where: str) -> Overlap | None:
+        """The collective as part of an operator; None for an all-to-all of sizes, which experts' operators exchange, too."""
+        if self._pairs is None or self._model is None or self._experts is None:
             self._pairs = MatmulPairs(self._step)
             self._model = OverlapModel(self._step, self._machine, self._calibration)
+            self._experts = ExpertModel(self._step, self._costs, self._calibration)
+        if index in self._experts.layers.counts:
+            return None
+        exchange = self._experts.estimate(index) if index in self._experts.layers.layer_of else None
+        if isinstance(exchange, ExpertExchange):
+            return Overlap(pair=exchange.pair, exposed_us=exchange.exposed_us, is_fed=exchange.is_combine)
         pair = self._pairs.found.get(index)
-        found = self._pairs.obstacles[index] if pair is None else self._model.estimate(pair, control.schedule)
+        found = exchange or (self._pairs.obstacles[index] if pair is None else self._model.estimate(pair, control.schedule))
         if pair is None or not isinstance(found, OverlapEstimate):
             raise PlanError(
                 f"An {control.tag} control cannot apply to {where}: {found}. Leave that collective out of the "
                 "directive's match."
             )
-        return Overlap(pair=pair, exposed_us=found.exposed_us)
+        is_fed = pair.matmuls[0] < index
+        return Overlap(pair=pair, exposed_us=found.exposed_us, is_fed=is_fed)
 
 
 def _label(index: int, operation: Operation) -> str:

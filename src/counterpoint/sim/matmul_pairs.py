@@ -138,7 +138,7 @@ def _obstacle(collective: Collective) -> str | None:
 
 
 def _is_plain(operation: Operation) -> bool:
-    return isinstance(operation, Kernel) and operation.character == "streaming"
+    return isinstance(operation, Kernel) and operation.character in ("streaming", "row_wise")
 
 
 def _fits(matmul: Kernel, collective: Collective) -> bool:

@@ -54,13 +54,14 @@ class RateModel:
 
     def _link_rates(self, tasks: list[SmTask | CopyTask], loads: list[float]) -> list[float]:
         """Factor on each task's progress from the link: 1 for whoever does not use it."""
-        everything = sum(loads)
+        waits = [load * self._latency_beside(task) for task, load in zip(tasks, loads, strict=True)]
+        everything = sum(waits)
         able = []
-        for task, load in zip(tasks, loads, strict=True):
+        for task, wait in zip(tasks, waits, strict=True):
             if isinstance(task, CopyTask):
                 able.append(task.work.link_demand)
             else:
-                slowdown = 1 + self._latency_per_load * (everything - load)
+                slowdown = 1 + everything - wait
                 able.append(task.num_resident * task.work.link_per_cta / slowdown)
         if not any(able):
             return [1.0] * len(tasks)
@@ -76,6 +77,10 @@ class RateModel:
             else:
                 factors.append(smooth_minimum(demand, limit) / task.num_resident / task.work.link_reference)
         return factors
+
+    def _latency_beside(self, task: SmTask | CopyTask) -> float:
+        own = None if isinstance(task, CopyTask) else task.work.latency_per_load
+        return self._latency_per_load if own is None else own
 
 
 def _share_sms(groups: Sequence[SmGroup], numbers: dict[SmTask | CopyTask, int]) -> tuple[list[float], list[float]]:

@@ -4,13 +4,18 @@ Ranks are GPUs 0 to W - 1 of a node. Behind a switch everything is the port's ra
 whom: an all-to-all ends with its slowest pair, since every pair moves as much; a ring passes every cut of the ranks into two
 parts, so all rings together carry no more than the thinnest cut; copies that follow one another each take their pair's time.
 Bounds of the wires, not of a library: what is reached of them is in the calibration.
+
+An all-to-all with parts of unequal sizes ends for all ranks with its slowest pair, and counts as one of equal parts that
+takes as long. Kernels give every peer as many CTAs, whatever its part (NCCL's point-to-point channels), and the same CTAs
+copy what the rank keeps. Copies go to their peers one after another, and what the rank keeps stays where it is. A step holds
+the parts of one rank; those between two others are not known, so with more than two ranks this is a lower bound.
 """
 
 from functools import lru_cache
 from itertools import combinations
 
 from counterpoint.links import Link
-from counterpoint.step import CollectiveKind
+from counterpoint.step import Collective, CollectiveKind
 
 MOST_CUT_OFF = 2  # GPUs on the smaller side of a cut that is looked at: pairs are what shares wide links
 
@@ -35,6 +40,19 @@ def copies_bytes_per_s(link: Link, num_ranks: int) -> float:
     ranks = range(num_ranks)
     slowest = max(sum(1 / link.between(sender, peer) for peer in ranks if peer != sender) for sender in ranks)
     return (num_ranks - 1) / slowest
+
+
+def by_kernels_bytes(collective: Collective) -> int:
+    """The buffer of equal parts that kernels take as long for."""
+    return collective.num_bytes if collective.parts is None else collective.parts.as_equal_bytes
+
+
+def by_copies_bytes(collective: Collective) -> int:
+    """The buffer of equal parts that copies take as long for."""
+    size = collective.group_size
+    if collective.parts is None or size < 2:
+        return collective.num_bytes
+    return max(collective.parts.leaving_bytes, collective.parts.arriving_bytes) * size // (size - 1)
 
 
 def _slowest(link: Link, num_ranks: int) -> float:

@@ -5,26 +5,29 @@ shared memory and carveout, a priority reorders dispatch, a head start delays on
 the copy engines, with a sum on SMs where it reduces, and an overlap moves it beside its matmul.
 """
 
+from collections.abc import Sequence
+
 from counterpoint.errors import PlanError, require_kind, shown
 from counterpoint.machine import Machine
 from counterpoint.plan import LEAVE_IT, Plan
 from counterpoint.sim.calibration import Calibration, load_calibration
-from counterpoint.sim.costs import CostModel
 from counterpoint.sim.effects import EffectReader
-from counterpoint.sim.engine import Engine
 from counterpoint.sim.nodes import check_nodes
-from counterpoint.sim.rates import RateModel
-from counterpoint.sim.task_graph import TaskGraph
-from counterpoint.step import Collective, Copy, Footprint, Step
+from counterpoint.sim.step_run import StepRun, clock_share
+from counterpoint.step import Step
 from counterpoint.timeline import AbstractExecutor, Interval, Timeline
 from counterpoint.units import ps_to_us
 
 
 class Simulator(AbstractExecutor):
-    """Simulates steps with one set of calibration constants; without one, with those of the machine's GPU."""
+    """Simulates steps with one set of calibration constants; without one, with those of the machine's GPU.
 
-    def __init__(self, calibration: Calibration | None = None) -> None:
-        self._calibration = calibration
+    `clock_share`: the clock as a share of that of the lone times. None: what the power limit
+    leaves each plan (`power.py`).
+    """
+
+    def __init__(self, calibration: Calibration | None = None, *, clock_share: float | None = None) -> None:
+        self._calibration, self._clock_share = calibration, clock_share
 
     def run(self, step: Step, machine: Machine, plan: Plan) -> Timeline:
         """Simulate one iteration; see `AbstractExecutor.run`.
@@ -44,11 +47,9 @@ class Simulator(AbstractExecutor):
             )
         check_nodes(step, machine)
         calibration = self._calibration or load_calibration(machine)
-        costs = CostModel(machine, calibration)
         effects = EffectReader(step, machine, plan, calibration).effects()
-        graph = TaskGraph(step, effects, machine, calibration)
-        rates = RateModel(costs.hbm_bytes_per_s, calibration.latency_per_load.value)
-        spans = graph.spans(Engine(machine, rates, graph.tasks, graph.launches, _fits_beside(step)).run())
+        launched = StepRun(step, effects, machine, calibration)
+        spans = launched.spans(clock_share([launched]) if self._clock_share is None else self._clock_share)
         own_stream = 1 + max(operation.stream for operation in step.operations)
         intervals = [
             Interval(
@@ -65,6 +66,17 @@ class Simulator(AbstractExecutor):
         intervals.sort(key=lambda interval: (interval.start_us, interval.operation))
         return Timeline(step_name=step.name, origin="simulated", intervals=tuple(intervals))
 
+    def clock_of_turns(self, step: Step, machine: Machine, plans: Sequence[Plan]) -> float:
+        """The clock that the power limit leaves a step whose plans take turns, as a share of a burst's.
+
+        Turns shorter than the limit's window of some tens of milliseconds share one clock. Raises as `run` does.
+        """
+        calibration = self._calibration or load_calibration(machine)
+        runs = [
+            StepRun(step, EffectReader(step, machine, plan, calibration).effects(), machine, calibration) for plan in plans
+        ]
+        return clock_share(runs)
+
     def lone_times_us(self, step: Step, machine: Machine, plan: Plan = LEAVE_IT) -> list[float]:
         """Each operation's time alone on `machine`, in microseconds, in the order of the step.
 
@@ -73,19 +85,5 @@ class Simulator(AbstractExecutor):
         """
         check_nodes(step, machine)
         calibration = self._calibration or load_calibration(machine)
-        costs = CostModel(machine, calibration)
         effects = EffectReader(step, machine, plan, calibration).effects()
-        times = []
-        for operation, effect in zip(step.operations, effects, strict=True):
-            if isinstance(operation, Collective) and (effect.uses_copy_engine or effect.overlap is not None):
-                times.append(costs.copied_us(operation))
-            else:
-                times.append(costs.lone_us(operation))
-        return times
-
-
-def _fits_beside(step: Step) -> frozenset[tuple[Footprint, Footprint]]:
-    """The launches that the step says fit beside each other."""
-    pairs = [[step.operations[number] for number in pair] for pair in step.fits_beside]
-    footprints = [[None if isinstance(each, Copy) else each.footprint for each in pair] for pair in pairs]
-    return frozenset((first, second) for first, second in footprints if first is not None and second is not None)
+        return StepRun(step, effects, machine, calibration).lone_us()

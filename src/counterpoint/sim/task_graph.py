@@ -2,35 +2,36 @@
 
 Most operations are one task. A reduction by copies is three: blocks to their ranks, a sum that waits for SMs, and for an
 all-reduce the sums back. A collective that runs together with its matmul is two copies: what is hidden beside the matmul,
-and what is not, which comes first where the matmul needs the data, and last where it makes them.
+and what is not, which comes first where the matmul needs the data, and last where it makes them. What an operator needs no
+more takes no time.
 """
 
 from collections.abc import Sequence
 
 from counterpoint.controls import ALL_REDUCES_IN_FLIGHT
 from counterpoint.errors import StepError, shown
-from counterpoint.machine import Machine
 from counterpoint.occupancy import residency
 from counterpoint.sim.calibration import Calibration
-from counterpoint.sim.costs import SUMMED_COLLECTIVES, CostModel
+from counterpoint.sim.costs import LEAST_US, SUMMED_COLLECTIVES, CostModel
 from counterpoint.sim.effects import Effect, Overlap
 from counterpoint.sim.engine import Launch
-from counterpoint.sim.matmul_pairs import FED_COLLECTIVES
 from counterpoint.sim.task import CopyTask, CopyWork, SmTask, SmWork
 from counterpoint.step import Collective, Copy, Footprint, Kernel, Operation, Step
 from counterpoint.units import PS_PER_US, us_to_ps
 
 Task = SmTask | CopyTask
+START = -1  # in place of an operation: what waits for nothing waits for the start of the step
 
 
 class TaskGraph:
     """Tasks with their launches, and the first and the last task of each operation."""
 
-    def __init__(self, step: Step, effects: Sequence[Effect], machine: Machine, calibration: Calibration) -> None:
-        self._step, self._effects, self._machine = step, effects, machine
-        self._costs = CostModel(machine, calibration)
+    def __init__(self, step: Step, effects: Sequence[Effect], costs: CostModel, calibration: Calibration) -> None:
+        self._step, self._effects, self._machine = step, effects, costs.machine
+        self._costs = costs
         gap_us = step.launch_gap_us if step.launch_gap_us is not None else calibration.launch_gap_us.value
         self._gap_ps = us_to_ps(gap_us)
+        self._launch_ps = us_to_ps(calibration.collective_launch_us.value)
         self._latency_ps = us_to_ps(calibration.dependency_latency_us.value)
         self._flag_ps = us_to_ps(calibration.flag_latency_us.value)
         self.tasks: list[Task] = []
@@ -40,6 +41,7 @@ class TaskGraph:
         self._awaited: list[int] = []  # the task that those who wait for an operation wait for
         self._on_stream: dict[int, list[int]] = {}
         self._held_up: dict[int, list[int]] = {}  # operations that also wait for tasks which are not their neighbors'
+        self._racing = racing_collectives(step, effects)
         for index, operation in enumerate(step.operations):
             self._add(index, operation)
 
@@ -52,7 +54,9 @@ class TaskGraph:
         effect = self._effects[index]
         launch = self._launch(index, operation)
         self.first.append(len(self.tasks))
-        if isinstance(operation, Collective) and effect.overlap is not None:
+        if effect.is_saved:
+            self._append(CopyTask(len(self.tasks), CopyWork(lone_ps=LEAST_US * PS_PER_US)), launch)
+        elif isinstance(operation, Collective) and effect.overlap is not None:
             self._add_overlapped(operation, effect.overlap, launch)
         elif isinstance(operation, Collective) and is_summed(operation, effect):
             self._add_summed(index, operation, self._after_peers(operation, launch))
@@ -64,7 +68,7 @@ class TaskGraph:
         self.last.append(len(self.tasks) - 1)
         if len(self._awaited) == index:
             self._awaited.append(self.last[index])
-        if not effect.has_own_stream:
+        if not effect.has_own_stream and not (effect.is_saved and not operation.waits_for):
             self._on_stream.setdefault(operation.stream, []).append(index)
 
     def _launch(self, index: int, operation: Operation) -> Launch:
@@ -73,13 +77,15 @@ class TaskGraph:
             waits[task] = self._latency_ps
         for earlier in self._before_on_stream(index, operation):
             waits[self._awaited[earlier]] = self._gap_ps
+        late_ps = self._launch_ps if index in self._racing else 0
+        waits = {task: delay_ps + late_ps for task, delay_ps in waits.items()}
         issued_ps = us_to_ps(max(0.0, operation.issued_us or 0.0))
         if operation.issued_after is not None:
             task = self.last[operation.issued_after]
             waits[task] = max(waits.get(task, 0), issued_ps)
         return Launch(
             waits_for=tuple(sorted(waits.items())),
-            earliest_ps=0 if operation.issued_after is not None else issued_ps,
+            earliest_ps=late_ps if operation.issued_after is not None else max(late_ps, issued_ps),
             hold_ps=us_to_ps(self._effects[index].hold_us),
         )
 
@@ -128,7 +134,7 @@ class TaskGraph:
         exposed = CopyWork(lone_ps=exposed_ps)
         hidden = whole.less(exposed_ps)
         task = len(self.tasks)
-        if collective.collective in FED_COLLECTIVES:
+        if overlap.is_fed:
             begun = self.launches[self.first[overlap.pair.matmuls[0]]]
             self._append(CopyTask(task, hidden), begun)
             waits = dict(launch.waits_for) | {task: 0}
@@ -200,3 +206,31 @@ class TaskGraph:
 def is_summed(collective: Collective, effect: Effect) -> bool:
     """Whether the collective is done by copies and a sum."""
     return effect.uses_copy_engine and collective.collective in SUMMED_COLLECTIVES
+
+
+def racing_collectives(step: Step, effects: Sequence[Effect]) -> frozenset[int]:
+    """The library's collectives on SMs that wait for the same operation as a kernel, or the fill before a kernel, does.
+
+    Such a kernel is placed first: a collective's launch, in clusters and with large arguments, takes longer. What a
+    described step begins with is taken to be under way.
+    """
+    last: dict[int, int] = {}
+    awaited: list[set[int]] = []
+    for index, operation in enumerate(step.operations):
+        awaited.append({wait.operation for wait in operation.waits_for} | {last.get(operation.stream, START)})
+        last[operation.stream] = index
+    of_kernels: set[int] = set()
+    for operation, waits in zip(step.operations, awaited, strict=True):
+        if isinstance(operation, Kernel) or (isinstance(operation, Copy) and operation.direction == "set"):
+            of_kernels |= waits
+    if step.device_name is None:
+        of_kernels.discard(START)
+    return frozenset(
+        index
+        for index, (operation, effect) in enumerate(zip(step.operations, effects, strict=True))
+        if isinstance(operation, Collective) and _is_usual(effect) and awaited[index] & of_kernels
+    )
+
+
+def _is_usual(effect: Effect) -> bool:
+    return not (effect.uses_copy_engine or effect.uses_light_kernel or effect.overlap is not None)

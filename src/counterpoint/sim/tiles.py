@@ -29,17 +29,24 @@ def num_tiles(kernel: Kernel, num_resident: int, num_sms: int, lone_us: float, u
     is_even = num_resident <= num_sms or num_resident % num_sms == 0
     if not kernel.is_work_sharing or kernel.character != "matmul" or not is_even:
         return 0
-    known = _tiles_by_name(kernel)
+    known = _tiles_by_name(kernel, num_sms)
     if known is not None:
         return known
     num_rounds = max(1, round(lone_us / usual_tile_us))
     return max(num_resident, round(num_rounds * num_resident * USUAL_FILL))
 
 
-def _tiles_by_name(kernel: Kernel) -> int | None:
-    """Tiles by what cuBLAS's name of the kernel says and the sizes of the matrices, if both are known."""
+def _tiles_by_name(kernel: Kernel, num_sms: int) -> int | None:
+    """Tiles by what cuBLAS's name of the kernel says and the sizes of the matrices, if both are known.
+
+    cuBLAS launches no more CTAs than there are tiles: where it leaves more than a cluster's SMs empty, each CTA has one.
+    """
     tile = TILE_IN_NAME.match(kernel.name)
-    if tile is None or kernel.matmul_sizes is None:
+    if tile is None:
         return None
+    if kernel.matmul_sizes is None:
+        footprint = kernel.footprint
+        is_one_each = footprint.num_ctas <= num_sms - footprint.ctas_per_cluster - 1
+        return footprint.num_ctas if is_one_each else None
     rows, _, columns = kernel.matmul_sizes
     return math.ceil(columns / int(tile[1])) * math.ceil(rows / int(tile[2]))

@@ -5,8 +5,8 @@ communication hardly touched took its lone time. A contended one takes that of a
 the longest untouched time of the same name, grid, block and shared memory that is not longer and not less than 1/1.7 of
 it (the same launch configuration may serve several sizes of matmul). Where there is none, the share of the SMs that the
 collectives held is subtracted. A collective's lone time is the least of its like that is no outlier: a rank that comes early
-waits inside the kernel, so longer times hold waits. What of the rest computation beside it does not explain, it waited for
-other ranks. Nothing here knows dependencies.
+waits inside the kernel, so longer times hold waits. Uneven all-to-alls are alike by time over bytes, within the spread. What
+of the rest computation beside it does not explain, it waited for other ranks. Nothing here knows dependencies.
 """
 
 from bisect import bisect_left
@@ -16,6 +16,7 @@ from itertools import pairwise
 from counterpoint.traces.activity import ActivityTrace, GpuOperation
 from counterpoint.traces.beside import times_with_sms
 from counterpoint.traces.classify import is_communication
+from counterpoint.traces.operations import stated_parts
 from counterpoint.traces.steady import TracedSteps
 from counterpoint.value import Value
 
@@ -73,6 +74,7 @@ def find_lone_times(trace: ActivityTrace, steps: TracedSteps) -> LoneTimes:
     untouched = [_untouched(trace, communication, steps.steady_operations)]
     untouched.append(_untouched(trace, communication, (i for step in steps.steps for i in step)))
     alike = _collective_times(trace, steps)
+    uneven = _uneven_times(trace, steps)
     with_sms = times_with_sms(trace)
     lone: list[float] = []
     waits: list[float] = []
@@ -83,6 +85,8 @@ def find_lone_times(trace: ActivityTrace, steps: TracedSteps) -> LoneTimes:
         waits.append(0.0)
         if is_communication(operation.category, operation.name):
             lone.append(min(traced_us, least_usual(alike[collective_signature(operation)])))
+            if (parts := stated_parts(trace, operation)) is not None and parts.is_uneven:
+                lone[-1] = min(lone[-1], _most_us(uneven[_uneven_signature(operation)], parts.as_equal_bytes))
             waits[-1] = _peer_wait(traced_us, lone[-1], computation.beside(operation)[0])
             continue
         if index in with_sms:
@@ -140,6 +144,30 @@ def collective_signature(operation: GpuOperation) -> tuple[object, ...]:
         arguments.group_size,
         arguments.group_name,
     )
+
+
+def _uneven_signature(operation: GpuOperation) -> tuple[object, ...]:
+    """What makes two uneven all-to-alls alike but for their sizes: launch, type, group."""
+    arguments = operation.arguments
+    return signature(operation), arguments.dtype, arguments.group_size, arguments.group_name
+
+
+def _uneven_times(trace: ActivityTrace, steps: TracedSteps) -> dict[tuple[object, ...], list[tuple[int, float]]]:
+    """Bytes and traced times of all-to-alls with uneven parts: hardly two have one size, and most may wait."""
+    found: dict[tuple[object, ...], list[tuple[int, float]]] = {}
+    for index in (index for step in steps.steps for index in step):
+        operation = trace.operations[index]
+        parts = stated_parts(trace, operation)
+        if parts is not None and parts.is_uneven:
+            times = found.setdefault(_uneven_signature(operation), [])
+            times.append((parts.as_equal_bytes, operation.duration_us))
+    return found
+
+
+def _most_us(times: Sequence[tuple[int, float]], num_bytes: int) -> float:
+    """What an uneven all-to-all can take alone: by the least usual time over bytes of those of half to twice its bytes."""
+    near = [time_us / each for each, time_us in times if num_bytes <= 2 * each <= 4 * num_bytes]
+    return (1 + SPREAD_BESIDE) * num_bytes * least_usual(near)
 
 
 def _busy(trace: ActivityTrace, *, communicates: bool) -> BusySpans:

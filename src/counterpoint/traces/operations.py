@@ -10,8 +10,8 @@ from math import prod
 from msgspec.structs import replace
 
 from counterpoint.errors import shown
-from counterpoint.step import Collective, Copy, Dependency, Footprint, Kernel, Operation
-from counterpoint.traces.activity import ActivityTrace, GpuOperation, ranks_of_group
+from counterpoint.step import Collective, Copy, Dependency, Footprint, Kernel, Operation, UnevenParts
+from counterpoint.traces.activity import ActivityTrace, GpuOperation, listed_numbers, ranks_of_group
 from counterpoint.traces.classify import (
     Group,
     Rule,
@@ -131,6 +131,7 @@ def _collective(trace: ActivityTrace, traced: GpuOperation, rule: Rule, timing: 
         num_bytes=elements * (size or 0) if is_known else 0,
         group_size=group_size,
         ranks=ranks_of_group(arguments, group_size),
+        parts=stated_parts(trace, traced) if kind == "all_to_all" else None,
         library=rule.library,
         footprint=_footprint(trace, traced, rule),
         lone_us=timing.lone_us,
@@ -138,6 +139,26 @@ def _collective(trace: ActivityTrace, traced: GpuOperation, rule: Rule, timing: 
         waits_for=timing.waits_for,
         issued_us=timing.issued_us,
         issued_after=timing.issued_after,
+    )
+
+
+def stated_parts(trace: ActivityTrace, traced: GpuOperation) -> UnevenParts | None:
+    """The parts of an all-to-all whose sizes the job states, where the profiler lists them and says which rank it traced.
+
+    Splits are counted in rows; the elements beside them say how long a row is.
+    """
+    arguments = traced.arguments
+    sent, received = listed_numbers(arguments.in_splits), listed_numbers(arguments.out_splits)
+    size = arguments.group_size or trace.world_size or 1
+    ranks = ranks_of_group(arguments, size)
+    if not len(sent) == len(received) == size or trace.rank not in ranks:
+        return None
+    rows, elements = max((sum(sent), arguments.in_elements or 0), (sum(received), arguments.out_elements or 0))
+    row_bytes = elements // rows * (element_bytes(arguments.dtype) or 0) if rows else 0
+    return UnevenParts(
+        sent_bytes=tuple(each * row_bytes for each in sent),
+        received_bytes=tuple(each * row_bytes for each in received),
+        group_rank=ranks.index(trace.rank),
     )
 
 

@@ -8,18 +8,24 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+import msgspec
+
 from counterpoint.errors import CounterpointError
 from counterpoint.machine import Machine, load_machine
+from counterpoint.measurement.tournament import WARM_UP_ROUNDS
 from counterpoint.metrics import measure
 from counterpoint.sim import Simulator
-from counterpoint.step import Step
+from counterpoint.step import Kernel, Step
 from counterpoint.traces import read_trace
+from counterpoint.traces.classify import classify_kernel, matmul_type
 from counterpoint.validation.cases import Case, cases_for
 from counterpoint.validation.described import described_step, places_of
 from counterpoint.validation.figures import MODELS, Figures, PredictedRow, figures_of
 from counterpoint.validation.records import MeasuredCase, MeasuredRow, MeasuredSet, load_measured, trace_path
 from counterpoint.value import Value
 
+REPLAYS_PER_TIME = 2  # a time is that of the second of two replays
+BURST_US = 42_000.0  # the power limit acts after so long under load ([power.window_us] of the H200)
 Origin = Literal["captured steps", "traces", "sizes alone"]
 ORIGINS: tuple[Origin, ...] = get_args(Origin)
 
@@ -79,14 +85,33 @@ def _origin_outcome(origin: Origin, rows: Sequence[PredictedRow]) -> OriginOutco
 def _step_of(origin: Origin, case: Case, measured: MeasuredCase, path: Path) -> Step | None:
     """The step that predictions of this origin start from; None where the case has none."""
     if origin == "captured steps":
-        return measured.step
+        step = as_read_today(measured.step)
+        return msgspec.structs.replace(step, is_timed_in_bursts=_loaded_us(measured) > BURST_US)
     if origin == "sizes alone":
-        return described_step(case, measured.step)
+        return described_step(case, as_read_today(measured.step))
     if measured.trace is None:
         return None
     step = read_trace(trace_path(path, measured.trace)).step
     places_of(case, step)  # or the plans, made for the captured step, mean other operations here
     return step
+
+
+def _loaded_us(measured: MeasuredCase) -> float:
+    """How long the GPU had run when the middle one of a case's rounds was timed: whether the power limit acted by then."""
+    captured = [row for row in measured.rows if row.setting == "captured"]
+    return REPLAYS_PER_TIME * sum(row.measured_us * (WARM_UP_ROUNDS + row.num_rounds / 2) for row in captured)
+
+
+def as_read_today(step: Step) -> Step:
+    """A stored captured step with what today's rules say of its kernels by their names."""
+    operations = [_classified(each) if isinstance(each, Kernel) else each for each in step.operations]
+    return msgspec.structs.replace(step, operations=tuple(operations))
+
+
+def _classified(kernel: Kernel) -> Kernel:
+    character = classify_kernel(kernel.name).character
+    element_type = matmul_type(kernel.name, "") if character == "matmul" else None
+    return msgspec.structs.replace(kernel, character=character, element_type=element_type)
 
 
 def _rows_for(origin: Origin, measured: MeasuredCase) -> list[MeasuredRow]:
@@ -96,6 +121,8 @@ def _rows_for(origin: Origin, measured: MeasuredCase) -> list[MeasuredRow]:
 
 def _predict(step: Step, machine: Machine, case: Case, rows: Sequence[MeasuredRow]) -> Iterator[PredictedRow]:
     simulator = Simulator()
+    captured = {row.label: row.plan for row in rows if row.setting == "captured"}
+    simulator = Simulator(clock_share=simulator.clock_of_turns(step, machine, list(captured.values())))
     lone_us = simulator.lone_times_us(step, machine)
     predicted: dict[str, float] = {}
     for row in rows:

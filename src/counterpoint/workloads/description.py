@@ -5,6 +5,7 @@ documented in `docs/workloads.md`.
 """
 
 import re
+from collections.abc import Iterable
 from typing import NoReturn
 
 from counterpoint.errors import WorkloadError, shown
@@ -126,13 +127,16 @@ class CollectiveEntry(Value, frozen=True, kw_only=True):
     """A collective of `group_size` ranks (all ranks of the file if left out) over `bytes`, as nccl-tests counts them.
 
     Without launch figures the library's usual kernel is taken. With any of them the rest are those of NCCL 2.28.9's
-    generic kernel on compute capability 9.0 (`reader.py`).
+    generic kernel on compute capability 9.0 (`reader.py`). `sent` and `received` are the parts of an all-to-all of unequal
+    ones: what rank 0 sends to each rank of the group and gets from each, itself first; `bytes` is then the larger sum.
     """
 
     name: str
     stream: int
     collective: CollectiveKind
     bytes: int | str
+    sent: tuple[int | str, ...] = ()
+    received: tuple[int | str, ...] = ()
     group_size: int | None = None
     library: str = "nccl"
     transport: TransportKind = "sm"
@@ -145,7 +149,9 @@ class CollectiveEntry(Value, frozen=True, kw_only=True):
     waits_for: tuple[str | Wait, ...] = ()
 
     def __post_init__(self) -> None:
-        parse_bytes(self.bytes, f"Collective '{shown(self.name)}': bytes")
+        num_bytes = parse_bytes(self.bytes, f"Collective '{shown(self.name)}': bytes")
+        if self.sent or self.received:
+            self._check_parts(num_bytes)
         figures = (self.threads_per_cta, self.registers_per_thread, self.shared_bytes_per_cta, self.ctas_per_cluster)
         if self.num_ctas is None and any(figure is not None for figure in figures):
             _refuse(
@@ -154,6 +160,17 @@ class CollectiveEntry(Value, frozen=True, kw_only=True):
             )
         if self.num_ctas is not None:
             _check_range(f"Collective '{shown(self.name)}'", "num_ctas", self.num_ctas, (1, 1024))
+
+    def _check_parts(self, num_bytes: int) -> None:
+        where = f"Collective '{shown(self.name)}'"
+        if self.collective != "all_to_all" or len(self.sent) != len(self.received):
+            _refuse(f"{where}: sent and received are for an all_to_all, with a size for each rank in both. Correct them.")
+        sent, received = (sum(parts_in_bytes(parts, where)) for parts in (self.sent, self.received))
+        if max(sent, received) != num_bytes:
+            _refuse(
+                f"{where} sends {sent:,} and receives {received:,} bytes, and bytes is the larger; found {num_bytes:,}. "
+                "Correct it."
+            )
 
 
 class CopyEntry(Value, frozen=True, kw_only=True):
@@ -220,6 +237,11 @@ def parse_bytes(size: int | str, where: str) -> int:
             f"found {str(size)[:40]!r}."
         )
     return int(num_bytes)
+
+
+def parts_in_bytes(parts: Iterable[int | str], where: str) -> tuple[int, ...]:
+    """The parts of an all-to-all, each 0 or as `parse_bytes` reads it."""
+    return tuple(0 if part == 0 else parse_bytes(part, f"{where}: a part") for part in parts)
 
 
 def parse_traffic(size: float | str | None, where: str) -> float | None:

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from counterpoint.errors import StepError, WorkloadError, require_kind, shown
 from counterpoint.footprints import usual_footprint
-from counterpoint.step import Collective, Copy, Dependency, Footprint, Kernel, Operation, Step
+from counterpoint.step import Collective, Copy, Dependency, Footprint, Kernel, Operation, Step, UnevenParts
 from counterpoint.value import read_shipped, read_toml, shipped_names
 from counterpoint.workloads.description import (
     CollectiveEntry,
@@ -23,6 +23,7 @@ from counterpoint.workloads.description import (
     Wait,
     parse_bytes,
     parse_traffic,
+    parts_in_bytes,
 )
 from counterpoint.workloads.gemm import matmul_flops, matmul_hbm_bytes, matmul_l2_bytes, tile_count
 
@@ -241,12 +242,23 @@ def _collective(entry: CollectiveEntry, waits_for: tuple[Dependency, ...], num_r
         collective=entry.collective,
         num_bytes=parse_bytes(entry.bytes, entry.name),
         group_size=group_size,
+        parts=_parts(entry, group_size),
         library=entry.library,
         transport=entry.transport,
         footprint=None if entry.num_ctas is None else _nccl_footprint(entry, entry.num_ctas),
         lone_us=entry.lone_us,
         waits_for=waits_for,
     )
+
+
+def _parts(entry: CollectiveEntry, group_size: int) -> UnevenParts | None:
+    """What an all-to-all sends to each rank and gets from each, as the file says, of rank 0."""
+    if not entry.sent:
+        return None
+    if len(entry.sent) != group_size:
+        raise WorkloadError(f"sent must have a size for each of {group_size} ranks; found {len(entry.sent)}.")
+    sent, received = (parts_in_bytes(parts, entry.name) for parts in (entry.sent, entry.received))
+    return UnevenParts(sent_bytes=sent, received_bytes=received, group_rank=0)
 
 
 def _nccl_footprint(entry: CollectiveEntry, num_ctas: int) -> Footprint:

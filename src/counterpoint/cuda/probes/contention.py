@@ -6,7 +6,8 @@ beside it, or the other way round.
 
 import torch
 
-from counterpoint.cuda.probes.collectives import collective
+from counterpoint.cuda.probes.collectives import collective, group_of
+from counterpoint.cuda.probes.matmuls import tiled
 from counterpoint.cuda.probes.session import Issue, Session
 from counterpoint.measurement.points import Point, point
 from counterpoint.units import MIB
@@ -14,13 +15,16 @@ from counterpoint.units import MIB
 STREAMED_BYTES = 512 * MIB
 COMMUNICATED_BYTES = 256 * MIB
 KINDS = ("all_reduce", "all_gather", "all_to_all")
-MATMUL_SIZE = 8192
+FEW_CTAS = 8
+MATMUL_SIZE, TILED_SIZE = 8192, 6144
+HEAD_START_US = 20.0
+ROUNDS = 3
 
 
 def probe_contention(session: Session) -> list[Point]:
     """A collective beside kernels that stream and that multiply; and each kernel beside the collective."""
     buffers = [torch.zeros(COMMUNICATED_BYTES // 2, dtype=torch.bfloat16, device="cuda") for _ in range(2)]
-    points = []
+    points = _placed_first(session, (buffers[0], buffers[1]))
     for name, kernel, num_others in _kernels(session):
         alone = session.rendezvous.slowest_of(session.times_us(kernel, rounds=3))
         points.append(point("kernel_us", alone, kernel=name, group="contention"))
@@ -28,6 +32,63 @@ def probe_contention(session: Session) -> list[Point]:
             issue = collective(kind, COMMUNICATED_BYTES, (buffers[0], buffers[1]))
             points += _both(session, (name, kernel, num_others), (kind, issue))
     return points
+
+
+def _placed_first(session: Session, buffers: tuple[torch.Tensor, torch.Tensor]) -> list[Point]:
+    """Collectives that have their SMs before kernels begin beside them, with their usual CTAs and with few."""
+    points = []
+    side, neighbors = torch.cuda.Stream(priority=session.gpu.greatest_priority), _neighbors()
+    for num_ctas in (None, FEW_CTAS):
+        group = group_of(num_ctas)
+        for kind in KINDS:
+            issue = collective(kind, COMMUNICATED_BYTES, buffers, group)
+            at: dict[str, str | int] = {"kind": kind, "ctas": num_ctas or "usual", "bytes": COMMUNICATED_BYTES}
+            alone = session.times_of_ranks_us(issue, rounds=ROUNDS)
+            points.append(point("collective_first_us", alone, kernel="none", **at))
+            for name, kernel in neighbors.items():
+                kernel_us = session.rendezvous.slowest(min(session.times_us(kernel, rounds=2)))
+                number = 2 + round(3 * max(alone) / kernel_us)
+                session.rendezvous.meet()
+                times = _first_us(session, issue, kernel, number, side)
+                points.append(point("collective_first_us", session.rendezvous.slowest_of(times), kernel=name, **at))
+    return points
+
+
+def _neighbors() -> dict[str, Issue]:
+    source = torch.ones(STREAMED_BYTES // 4, device="cuda")
+    target = torch.empty_like(source)
+    a, b, c = (torch.randn(MATMUL_SIZE, MATMUL_SIZE, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    rows = torch.randn(12288, 12288, device="cuda", dtype=torch.bfloat16)
+    normal = torch.empty_like(rows)
+    return {
+        "streaming": lambda: torch.mul(source, 2.0, out=target),
+        "softmax": lambda: torch.softmax(rows, 1, out=normal),
+        "matmul": lambda: torch.mm(a, b, out=c),
+        "matmul 64x64x32": tiled("64x64x32", TILED_SIZE),
+        "matmul 128x128x32": tiled("128x128x32", TILED_SIZE),
+    }
+
+
+def _first_us(session: Session, issue: Issue, kernel: Issue, number: int, side: torch.cuda.Stream) -> list[float]:
+    """Time of the second of two collectives on `side`; the kernels begin a moment after it has begun."""
+    times = []
+    for _ in range(ROUNDS):
+        session.wait()
+        main = torch.cuda.current_stream()
+        session.hold(2000.0)
+        side.wait_stream(main)
+        with torch.cuda.stream(side):
+            issue()  # it brings the ranks together
+            start = session.mark()
+            issue()
+            end = session.mark()
+        main.wait_event(start)
+        session.hold(HEAD_START_US)
+        for _ in range(number):
+            kernel()
+        session.wait(session.mark(main), end)
+        times.append(1000 * start.elapsed_time(end))
+    return times
 
 
 def _kernels(session: Session) -> list[tuple[str, Issue, int]]:

@@ -104,6 +104,12 @@ class Nvml:
             num_processes=self._num_processes(),
         )
 
+    def joules(self) -> float:
+        """Energy of this GPU since the driver was loaded. Raises `DeviceError` where it has no such counter."""
+        millijoules = ctypes.c_ulonglong()
+        self._call("nvmlDeviceGetTotalEnergyConsumption", self._device, ctypes.byref(millijoules))
+        return millijoules.value / 1000.0
+
     def _num_processes(self) -> int:
         """With no room for answers the driver only counts: the status then says that the room is too small."""
         count = ctypes.c_uint(0)

@@ -1,63 +1,128 @@
-"""Clock and power under load: what a GPU keeps up when one kind of kernel runs for a second."""
+"""Clock and power under load: what a GPU keeps up when one kind of work runs on and on.
+
+The power limit acts on the mean of some tens of milliseconds, so a short burst runs at a higher clock than a job does. Power
+is by NVML's energy counter: NVML's reading of power is a mean of the last second and lags behind the load.
+"""
 
 import time
+from collections.abc import Callable
+from itertools import pairwise
 
 import torch
+from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from counterpoint.cuda.energy import Reading, mean_watts
 from counterpoint.cuda.probes.gpu_state import GpuState, Nvml
-from counterpoint.cuda.probes.matmuls import TYPES, matmul
+from counterpoint.cuda.probes.matmuls import TILES, TYPES, matmul, tiled
 from counterpoint.cuda.probes.session import Issue, Session
 from counterpoint.errors import DeviceError
 from counterpoint.measurement.points import Point, point
 from counterpoint.units import MIB
 
 SIZE = 8192
-LOAD_S = 0.4
-SAMPLE_S = 0.05
+TILED_SIZE = 6144
+LOAD_S = 0.7
+COOLING_S = 0.1
+BATCH_US = 10_000.0  # between two readings
 SETTLING = 0.5  # the first part of the load is left out
+BUSY_SHARES = (0.25, 0.5, 0.75)  # of the time that a matmul runs, with pauses of its length between
 
 
 def probe_load(session: Session, nvml: Nvml | None) -> list[Point]:
-    """Clock and power of streaming and of matmuls of every type, of zeros too; time of each cool and warm."""
-    if nvml is None:
-        raise DeviceError("NVML is needed for it, and the driver's library libnvidia-ml.so.1 was not found")
-    source = torch.ones(512 * MIB // 4, device="cuda")
+    """Clock, power, and time cool and warm of kernels of every kind that follow one another without a pause."""
+    known = _needed(nvml)
+    source = torch.ones(512 * MIB // 2, device="cuda", dtype=torch.bfloat16)
     target = torch.empty_like(source)
     zeros = torch.zeros(SIZE, SIZE, device="cuda", dtype=torch.bfloat16)
-    points = _loaded(session, nvml, "streaming", lambda: torch.mul(source, 2.0, out=target))
-    points += _loaded(session, nvml, "matmul of zeros", lambda: torch.mm(zeros, zeros))
-    for kind in TYPES:
-        issue = matmul(kind, SIZE, SIZE, SIZE)
+    rows = torch.randn(12288, 12288, device="cuda", dtype=torch.bfloat16)
+    normal = torch.empty_like(rows)
+    loads: dict[str, Issue | None] = {
+        "pauses": lambda: session.hold(1000.0),
+        "streaming": lambda: torch.mul(source, 2.0, out=target),
+        "softmax": lambda: torch.softmax(rows, 1, out=normal),
+        "attention": _attention(),
+        "matmul of zeros": lambda: torch.mm(zeros, zeros),
+    }
+    loads |= {f"matmul {kind}": matmul(kind, SIZE, SIZE, SIZE) for kind in TYPES}
+    loads |= {f"matmul {tile}": tiled(tile, TILED_SIZE) for tile in TILES}
+    points: list[Point] = []
+    for name, issue in loads.items():
         if issue is not None:
-            points += _loaded(session, nvml, f"matmul {kind}", issue)
+            points += _loaded(session, known, name, issue)
+    multiply = matmul("bf16", SIZE, SIZE, SIZE)
+    assert multiply is not None, "every GPU that is calibrated has bf16"
+    for share in BUSY_SHARES:
+        points += _loaded(session, known, f"matmul bf16, {share:.0%} of the time", _with_pauses(session, multiply, share))
     return points
 
 
+def _needed(nvml: Nvml | None) -> Nvml:
+    if nvml is None:
+        raise DeviceError("NVML is needed for it, and the driver's library libnvidia-ml.so.1 was not found")
+    return nvml
+
+
+def _attention() -> Issue:
+    query, key, value = (torch.randn(2, 16, 8192, 128, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+
+    def attend() -> object:
+        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+            return functional.scaled_dot_product_attention(query, key, value)
+
+    return attend
+
+
+def _with_pauses(session: Session, issue: Issue, share: float) -> Issue:
+    pause_us = max(session.times_us(issue, rounds=2)) * (1 / share - 1)
+
+    def run() -> None:
+        issue()
+        session.hold(pause_us)
+
+    return run
+
+
 def _loaded(session: Session, nvml: Nvml, name: str, issue: Issue) -> list[Point]:
-    time.sleep(0.1)
+    """One load for `LOAD_S`; the figures are of this rank's GPU."""
+    session.wait()
+    time.sleep(COOLING_S)
     cool = session.times_us(issue, rounds=2)
     states: list[GpuState] = []
-    times: list[float] = []
-    start = time.monotonic()
-    while time.monotonic() - start < LOAD_S:
-        begin = session.mark()
-        deadline = time.monotonic() + SAMPLE_S
-        calls = 0
-        while time.monotonic() < deadline:
-            issue()
-            calls += 1
-            if calls % 4 == 0:
-                session.wait()
-        end = session.mark()
-        states.append(nvml.read())  # while the last calls still run
-        session.wait(end)
-        times.append(1000 * begin.elapsed_time(end) / calls)
+    readings: list[Reading] = []
+
+    def look() -> None:
+        states.append(nvml.read())
+        readings.append((time.monotonic(), nvml.joules()))
+
+    times = _run_on(session, issue, max(cool), look)
     kept = round(len(states) * SETTLING)
+    late = states[kept:]
+    jumps = [
+        reading for before, reading in zip([*readings[:1], *readings], readings, strict=False) if reading[1] != before[1]
+    ]
+    watts = mean_watts([readings[0], *jumps])
     figures = {
-        "loaded_clock_mhz": [float(each.clock_mhz) for each in states[kept:]],
-        "loaded_power_w": [each.power_w for each in states[kept:]],
-        "power_capped_share": [sum(each.is_power_capped for each in states[kept:]) / len(states[kept:])],
+        "loaded_clock_mhz": [float(each.clock_mhz) for each in late],
+        "loaded_power_w": [] if watts is None else [watts],
+        "power_capped_share": [sum(each.is_power_capped for each in late) / len(late)],
         "cool_us": cool,
         "warm_us": times[kept:],
     }
-    return [point(figure, values, load=name) for figure, values in figures.items()]
+    return [point(figure, values, load=name) for figure, values in figures.items() if values]
+
+
+def _run_on(session: Session, issue: Issue, call_us: float, look: Callable[[], None]) -> list[float]:
+    """Time per call of each batch of calls; the host looks while the next batch runs, and is one ahead of the GPU."""
+    calls = max(1, round(BATCH_US / call_us))
+    batches = max(4, round(LOAD_S * 1e6 / (calls * call_us)))
+    marks = [session.mark()]
+    for number in range(batches):
+        for _ in range(calls):
+            issue()
+        marks.append(session.mark())
+        if number:
+            session.wait(marks[-2])
+            look()
+    session.wait(marks[-1])
+    return [1000 * start.elapsed_time(end) / calls for start, end in pairwise(marks)]

@@ -15,7 +15,13 @@ from counterpoint.measurement.points import Point, point
 SIZES = (1024, 2048, 4096, 8192)
 TYPES = ("bf16", "fp16", "fp8", "tf32", "fp32")
 SKINNY = ((16, 8192, 8192), (128, 8192, 8192), (8192, 8192, 64))  # limited by memory or by their few tiles
-TILES = {"64x64x32": (64, 64, 32, 4, 2), "128x128x32": (128, 128, 32, 8, 2)}  # tile M, N, K, warps, stages
+TILES = {  # tile M, N, K, warps, stages
+    "64x64x32": (64, 64, 32, 4, 2),
+    "128x128x32": (128, 128, 32, 8, 2),
+    "64x64x32, 4 stages": (64, 64, 32, 4, 4),
+    "128x128x32, 4 stages": (128, 128, 32, 8, 4),
+    "128x128x64, 3 stages": (128, 128, 64, 8, 3),
+}
 TILED_SIZE = 6144  # waves enough for any residency, and no L2 holds all of it
 LOADED_MS = 250  # before a tiled matmul is timed, so that the power limit holds the clock where steps have it
 CAPS = (6, 5, 4, 3, 2, 1)
@@ -85,18 +91,20 @@ def matmul(kind: str, m: int, n: int, k: int) -> Issue | None:
     return multiply
 
 
+def tiled(tile: str, size: int) -> Issue:
+    """A Triton matmul of square matrices of random bf16, with a tile of `TILES`."""
+    tm, tn, tk, warps, stages = TILES[tile]
+    a, b, c = (torch.randn(size, size, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    grid = (size // tm * (size // tn),)
+    return lambda: tile_matmul[grid](a, b, c, size, size, tm, tn, tk, num_warps=warps, num_stages=stages)
+
+
 def probe_residency(session: Session) -> list[Point]:
-    """A Triton matmul of two tiles and a kernel of fused multiply-adds, at each residency."""
-    points = []
-    size, options = TILED_SIZE, {"device": "cuda", "dtype": torch.bfloat16}
-    a, b, c = (torch.randn(size, size, **options) for _ in range(3))
-    for tile, (tm, tn, tk, warps, stages) in TILES.items():
-        grid = (size // tm * (size // tn),)
-
-        def multiply(grid: Any = grid, tile: Any = (tm, tn, tk), warps: int = warps, stages: int = stages) -> None:
-            tile_matmul[grid](a, b, c, size, size, *tile, num_warps=warps, num_stages=stages)
-
-        points += residency_times(session, multiply, "matmul_capped_us", CAPS, tile=tile, size=size, loaded_ms=LOADED_MS)
+    """A Triton matmul of several tiles and a kernel of fused multiply-adds, at each residency."""
+    points: list[Point] = []
+    for tile in TILES:
+        at: dict[str, int | str] = {"tile": tile, "size": TILED_SIZE, "loaded_ms": LOADED_MS}
+        points += residency_times(session, tiled(tile, TILED_SIZE), "matmul_capped_us", CAPS, **at)
     launch = ProbeLaunch(num_ctas=8 * session.num_sms * WAVES)
     marks = Marks(launch.num_ctas)
     for num_chains in (8, 1):
@@ -104,6 +112,5 @@ def probe_residency(session: Session) -> list[Point]:
         def add(num_chains: int = num_chains) -> None:
             compute(launch, marks, ITERATIONS, num_chains)
 
-        at = {"chains": num_chains, "iterations": ITERATIONS}
-        points += residency_times(session, add, "arithmetic_capped_us", CAPS, **at)
+        points += residency_times(session, add, "arithmetic_capped_us", CAPS, chains=num_chains, iterations=ITERATIONS)
     return points

@@ -1,6 +1,7 @@
 """What HBM delivers: to a streaming kernel alone and with fewer CTAs, to two at once, beside copies, to a sum of blocks."""
 
 from collections.abc import Iterator
+from functools import partial
 from itertools import cycle
 
 import torch
@@ -17,6 +18,7 @@ BLOCK_BYTES = 32 * MIB
 HOST_BYTES = 128 * MIB
 NUM_COLD = 4  # sets of blocks that take turns, so that none is in L2 any more
 CAPS = (12, 8, 6, 5, 4, 3, 2)
+ROW_CAPS = (3, 2, 1)
 BLOCK = 2048
 
 
@@ -38,6 +40,24 @@ def probe_streaming(session: Session) -> list[Point]:
     host, device = _pinned(HOST_BYTES), torch.zeros(HOST_BYTES // 4, device="cuda")
     beside = session.times_beside_us(stream, lambda: device.copy_(host, non_blocking=True), num_others=3)
     points.append(point("streaming_beside_us", beside, beside="host_to_device", **at))
+    return points
+
+
+def probe_rows(session: Session) -> list[Point]:
+    """PyTorch's softmax and cumulative sum along rows, whose CTAs wait for their own loads, at each residency."""
+    points: list[Point] = []
+    for rows, columns in ((12288, 12288), (40960, 4096)):
+        given = torch.randn(rows, columns, device="cuda", dtype=torch.bfloat16)
+        got = torch.empty_like(given)
+        at: dict[str, int | str] = {"kernel": "softmax", "rows": rows, "columns": columns}
+        normalize = partial(torch.softmax, given, 1, out=got)
+        points += residency_times(session, normalize, "rows_capped_us", ROW_CAPS, **at)
+    for rows, columns in ((10240, 12288), (6144, 6144)):
+        given = torch.randn(rows, columns, device="cuda")
+        got = torch.empty_like(given)
+        at = {"kernel": "cumulative sum", "rows": rows, "columns": columns}
+        add_up = partial(torch.cumsum, given, 1, out=got)
+        points += residency_times(session, add_up, "rows_capped_us", ROW_CAPS, **at)
     return points
 
 

@@ -23,7 +23,7 @@ from counterpoint.cuda.probes.gpu_state import GpuState, Nvml, check_alone, chec
 from counterpoint.cuda.probes.launches import probe_launches
 from counterpoint.cuda.probes.load import probe_load
 from counterpoint.cuda.probes.matmuls import probe_matmuls, probe_residency
-from counterpoint.cuda.probes.memory import probe_host_copies, probe_sharing, probe_streaming, probe_sums
+from counterpoint.cuda.probes.memory import probe_host_copies, probe_rows, probe_sharing, probe_streaming, probe_sums
 from counterpoint.cuda.probes.placement import probe_head_start, probe_placement
 from counterpoint.cuda.probes.session import Session
 from counterpoint.cuda.rendezvous import open_exchange
@@ -66,6 +66,7 @@ def probes(nvml: Nvml | None) -> tuple[Probe, ...]:
         Probe("placement", 15.0, probe_placement),
         Probe("head start", 10.0, probe_head_start),
         Probe("streaming", 20.0, probe_streaming),
+        Probe("rows", 20.0, probe_rows),
         Probe("sharing", 20.0, probe_sharing),
         Probe("sums", 10.0, probe_sums),
         Probe("host copies", 15.0, probe_host_copies),
@@ -74,7 +75,7 @@ def probes(nvml: Nvml | None) -> tuple[Probe, ...]:
         Probe("contention", 30.0, probe_contention, is_of_all_ranks=True, least_ranks=2),
         Probe("residency", 40.0, probe_residency),
         Probe("matmuls", 40.0, probe_matmuls),
-        Probe("load", 20.0, lambda session: probe_load(session, nvml)),
+        Probe("load", 30.0, lambda session: probe_load(session, nvml)),
     )
 
 
@@ -111,11 +112,11 @@ def run_probes(
     rank, num_ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     status = open_exchange("calibration", STATUS_LIMIT_S)
     left = [probe for probe in probes(nvml) if num_ranks >= probe.least_ranks]
-    wanted = [probe.name for probe in left if probe.label(num_ranks) not in is_done]
+    wanted = [probe.label(num_ranks) for probe in left if probe.label(num_ranks) not in is_done]
     wanted = json.loads(status.round(json.dumps(wanted).encode(), "agree on probes")[0])
     session = Session(machine, rank, num_ranks)
     for probe in left:
-        if probe.name not in wanted:
+        if probe.label(num_ranks) not in wanted:
             continue
         result = _run(probe, session)
         problems = _problems(result, nvml, rank)

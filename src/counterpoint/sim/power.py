@@ -1,0 +1,90 @@
+"""The clock that the power limit leaves a step: the mean power of its operations against the limit.
+
+A GPU holds its mean power over some tens of milliseconds at the limit by a lower clock. Lone times that were taken in
+short bursts are of the higher clock that a burst has, so a step that runs on and on takes longer. At a share c of the
+burst's clock an operation draws c to the power of `exponent` times its watts above an idle GPU, since the voltage falls with
+the clock, and takes 1 / c as long. Kernels that the memory limits take no longer, and tiled matmuls, which wait for L2, less
+than others. What an operation draws does not depend on what runs beside it. So the watts of all operations, each times its
+time alone, over the time of the step are what the limit leaves above an idle GPU; the step is simulated anew at the clock
+found.
+
+Where a calibration has no figures of power, or lone times are from a job that ran on, the clock stays as it is.
+"""
+
+from collections.abc import Sequence
+
+import msgspec
+
+from counterpoint.sim.calibration import Calibration, PowerFigure
+from counterpoint.step import Character, Collective, Copy, Kernel, Operation
+
+SAME_CLOCK = 0.004  # a smaller difference changes nothing that is measurable
+MOST_ROUNDS = 6
+# a CTA with fewer holds no tile of 128x128 in fp32, and its matmul is limited by what it reads from L2
+LARGE_TILE_REGISTERS = 128 * 128
+CLOCK_EXPONENTS: dict[PowerFigure, PowerFigure] = {
+    "matmul_w": "matmul_clock_exponent",
+    "large_matmul_w": "large_matmul_clock_exponent",
+}
+OF_CHARACTERS: dict[Character, PowerFigure] = {
+    "attention": "attention_w",
+    "streaming": "streaming_w",
+    "row_wise": "row_wise_w",
+    "other": "other_w",
+}
+
+
+class Drawn(msgspec.Struct, frozen=True):
+    """What an operation draws: watts above idle times microseconds in a burst, and how its time grows as the clock falls."""
+
+    energy: float
+    clock_exponent: float
+
+
+class PowerModel:
+    """The clock under the power limit by the figures of one calibration, which must have them."""
+
+    def __init__(self, calibration: Calibration) -> None:
+        self._calibration, self._figures = calibration, calibration.power
+
+    def is_burst(self, lone_us: Sequence[float]) -> bool:
+        """Whether operations one after the other are over before the power limit acts."""
+        return sum(lone_us) < self._figures["window_us"].value
+
+    def drawn(self, operation: Operation, lone_us: float, *, is_copied: bool) -> Drawn:
+        """What an operation draws that takes so long alone; `is_copied`: copy engines move it."""
+        watts = self._figures[_figure_of(operation, is_copied=is_copied)].value
+        exponent = clock_exponent(operation, self._calibration) if isinstance(operation, Kernel) else 0.0
+        return Drawn(watts * lone_us, exponent)
+
+    def next_clock(self, drawn: Sequence[Drawn], makespan_us: float, clock_share: float) -> float:
+        """A clock as a share of a burst's, nearer to what the limit allows than the one that gives this makespan."""
+        exponent = self._figures["exponent"].value
+        left = self._figures["limit_w"].value - self._figures["idle_w"].value
+        used = sum(each.energy * clock_share ** (exponent - each.clock_exponent) for each in drawn) / makespan_us
+        return min(1.0, clock_share * (left / used) ** (1 / exponent)) if used else 1.0
+
+
+def clock_exponent(kernel: Kernel, calibration: Calibration) -> float:
+    """How a kernel's time grows as the clock falls: 1 where its instructions limit it, 0 where the memory does."""
+    if calibration.characters[kernel.character].bottleneck == "hbm":
+        return 0.0
+    figure = CLOCK_EXPONENTS.get(_figure_of(kernel, is_copied=False))
+    return calibration.power[figure].value if figure is not None and calibration.power else 1.0
+
+
+def _figure_of(operation: Operation, *, is_copied: bool) -> PowerFigure:
+    """Whose watts an operation draws."""
+    if is_copied or isinstance(operation, Copy):
+        return "copy_w"
+    if isinstance(operation, Collective):
+        return "collective_w"
+    if operation.character != "matmul":
+        return OF_CHARACTERS[operation.character]
+    if operation.element_type == "fp32":
+        return "fp32_matmul_w"
+    if operation.is_work_sharing:
+        return "library_matmul_w"
+    footprint = operation.footprint
+    is_large = footprint.threads_per_cta * footprint.registers_per_thread >= LARGE_TILE_REGISTERS
+    return "large_matmul_w" if is_large else "matmul_w"

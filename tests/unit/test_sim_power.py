@@ -1,0 +1,70 @@
+"""The clock under the power limit, against what an H200 did under load."""
+
+import msgspec
+import pytest
+
+from counterpoint.plan import LEAVE_IT
+from counterpoint.sim import Simulator
+from counterpoint.sim.calibration import load_calibration
+from counterpoint.step import Footprint, Kernel, Step
+from helpers.toy_steps import H200
+
+CUBLAS = Footprint(num_ctas=132, threads_per_cta=384, registers_per_thread=168, dynamic_shared_bytes=188_604)
+LIGHT = Footprint(num_ctas=131_072, threads_per_cta=128, registers_per_thread=32)
+# cuBLAS bf16 8192^3 in a burst, and PyTorch's elementwise kernel on 512 MiB, in microseconds
+BURST_US, STREAMING_US = 1372.0, 254.4
+
+
+def matmul(lone_us: float = BURST_US) -> Kernel:
+    return Kernel(name="mm", stream=0, footprint=CUBLAS, character="matmul", lone_us=lone_us, is_work_sharing=True)
+
+
+def streaming() -> Kernel:
+    return Kernel(name="mul", stream=0, footprint=LIGHT, character="streaming", lone_us=STREAMING_US)
+
+
+def step(*operations: Kernel, **fields: bool) -> Step:
+    return Step(name="load", num_ranks=1, operations=operations, **({"is_timed_in_bursts": True} | fields))  # type: ignore[arg-type]
+
+
+def end_us(found: Step, simulator: Simulator | None = None) -> float:
+    return (simulator or Simulator()).run(found, H200, LEAVE_IT).intervals[-1].end_us
+
+
+def test_matmuls_that_run_on_take_what_they_took_under_load() -> None:
+    # measured: 1,622.7 us each, 1.183 times a burst's (2026-11-23)
+    assert end_us(step(*[matmul()] * 10)) / 10 == pytest.approx(1622.7, rel=0.01)
+
+
+def test_a_kernel_that_the_memory_limits_takes_as_long_as_in_a_burst() -> None:
+    assert end_us(step(*[streaming()] * 4)) == pytest.approx(end_us(step(*[streaming()] * 4, is_timed_in_bursts=False)))
+
+
+def test_pauses_and_light_kernels_leave_matmuls_more_power() -> None:
+    alone = end_us(step(*[matmul()] * 4)) / 4
+    mixed = (end_us(step(*[matmul(), *[streaming()] * 5] * 4)) / 4) - 5 * STREAMING_US
+    assert BURST_US < mixed < alone
+
+
+@pytest.mark.parametrize(
+    "unlimited",
+    [
+        step(*[matmul()] * 10, is_timed_in_bursts=False),  # a job's own clock
+        step(*[matmul()] * 40),  # timed one after the other for longer than a burst
+    ],
+)
+def test_lone_times_under_load_stay_as_they_are(unlimited: Step) -> None:
+    number = len(unlimited.operations)
+    assert end_us(unlimited) / number == pytest.approx(BURST_US, rel=0.01)
+
+
+def test_a_gpu_whose_power_nobody_measured_keeps_its_clock() -> None:
+    unknown = Simulator(msgspec.structs.replace(load_calibration(H200), power={}))
+    assert end_us(step(*[matmul()] * 10), unknown) / 10 == pytest.approx(BURST_US, rel=0.01)
+
+
+def test_plans_that_take_turns_share_a_clock_between_those_of_each() -> None:
+    hot, simulator = step(*[matmul()] * 4), Simulator()
+    own = simulator.clock_of_turns(hot, H200, [LEAVE_IT])
+    assert own == pytest.approx(1 / 1.183, abs=0.01)
+    assert simulator.clock_of_turns(hot, H200, [LEAVE_IT, LEAVE_IT]) == pytest.approx(own)
