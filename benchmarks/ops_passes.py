@@ -1,13 +1,16 @@
 """What ops_grid.py leaves out, timed on GPUs: backward passes, matmul + all-reduce and all-to-all + matmul.
 
 torchrun --nproc-per-node 2 -m benchmarks.ops_passes -o passes.json
+torchrun --nproc-per-node 2 -m benchmarks.ops_passes --both-sets -o passes.json
 
 Per pass and layer: sequential (the library's collectives and the matmuls), and every candidate of the heuristic, on operands
-that stay where they are, so that calls are recorded as in a training step. Results are compared with those of sequential.
+that stay where they are, so that calls are recorded as in a training step. `--both-sets` times the candidates of gathers and
+of reductions in every pass that can run them. Results are compared with those of sequential.
 PyTorch has no fused operator for these.
 """
 
 import argparse
+import contextlib
 import statistics
 from contextlib import closing
 from pathlib import Path
@@ -17,12 +20,13 @@ import torch.distributed as dist
 
 from benchmarks.on_gpus import join, log, run_and_leave, save, shared_rounds
 from benchmarks.ops_shapes import Shape, shapes_named
+from counterpoint.errors import ScheduleError
 from counterpoint.ops.call_timer import open_call_timer
 from counterpoint.ops.runtime import Runtime, runtime_of_group
 from counterpoint.ops.schedule_benchmark import ScheduleBenchmark, request_for
-from counterpoint.schedule import SEQUENTIAL, Problem
+from counterpoint.schedule import SEQUENTIAL, Problem, ScheduleDescription, backward_description, make_schedule
 from counterpoint.schedule.actions import Operation, Pass
-from counterpoint.schedule.heuristic import pick_schedule, rank_candidates
+from counterpoint.schedule.heuristic import GATHERING, REDUCING, pick_schedule, rank_candidates
 
 PASSES: tuple[tuple[Operation, Pass], ...] = (
     ("all_gather_matmul", "backward"),
@@ -49,16 +53,30 @@ def problem_of(operation: Operation, shape: Shape) -> Problem:
     )
 
 
-def run_case(runtime: Runtime, problem: Problem, direction: Pass, num_rounds: int) -> dict[str, object]:
+def both_sets(problem: Problem, direction: Pass) -> list[ScheduleDescription]:
+    """What a pass can run of the candidates of gathers and of reductions."""
+    descriptions = (*GATHERING, *REDUCING)
+    if direction == "backward":
+        descriptions = tuple(backward_description(problem.operation, each) for each in descriptions)
+    found = []
+    for description in dict.fromkeys(descriptions):
+        with contextlib.suppress(ScheduleError):
+            make_schedule(problem, description, direction)
+            found.append(description)
+    return found
+
+
+def run_case(runtime: Runtime, problem: Problem, direction: Pass, arguments: argparse.Namespace) -> dict[str, object]:
     """Times of all candidates in turns."""
     ranked = rank_candidates(problem, runtime.machine, direction)
-    descriptions = (SEQUENTIAL, *(each.description for each in ranked))
+    timed = both_sets(problem, direction) if arguments.both_sets else [each.description for each in ranked]
+    descriptions = (SEQUENTIAL, *timed)
     labels = [description.label() for description in descriptions]
     timer, rounds = open_call_timer(runtime), shared_rounds(len(labels))
     times: dict[str, list[float]] = {label: [] for label in labels}
     with closing(ScheduleBenchmark(runtime, request_for(problem, direction, "bf16"), descriptions)) as benchmark:
         benchmark.require_right()
-        for number in range(WARM_UPS + num_rounds):
+        for number in range(WARM_UPS + arguments.rounds):
             for place in rounds.order(number):
                 if number < WARM_UPS:
                     benchmark.warm_up([place])
@@ -83,6 +101,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", default="8b-up-8k,70b-qkv-8k,405b-qkv-4k")
     parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument(
+        "--both-sets", action="store_true", help="time candidates of gathers and of reductions in every pass"
+    )
     parser.add_argument("--limit-s", type=int, default=120)
     parser.add_argument("-o", "--output", type=Path)
     arguments = parser.parse_args()
@@ -92,7 +113,7 @@ def main() -> None:
     for shape in shapes_named(arguments.shapes):
         assert isinstance(shape, Shape), "a layer"
         for operation, direction in PASSES:
-            found = run_case(runtime, problem_of(operation, shape), direction, arguments.rounds)
+            found = run_case(runtime, problem_of(operation, shape), direction, arguments)
             results.append({"shape": shape.name, **found})
             save(arguments.output, results)
             cells = [f"{label} {each['median_us']:.0f}" for label, each in found["candidates"].items()]  # type: ignore[attr-defined]

@@ -1,21 +1,26 @@
 """The table of docs/heuristic.md says what the stored evaluation of the heuristic says, and that what the sources pick."""
 
+import itertools
 import json
 import statistics
 from pathlib import Path
 
+import msgspec
 import pytest
-from benchmarks.heuristic_accuracy import STORED, Choice, evaluation, figures, stored_cases
+from benchmarks.heuristic_accuracy import Choice, evaluation, figures
+from benchmarks.heuristic_cases import SEEDED, STORED, stored_cases, stored_entries
+from benchmarks.heuristic_fit import PIECES_STARTS, PiecesFit, SchedulesFit, search
 from benchmarks.ops_shapes import GEMMS
 
 from counterpoint.machine import load_machine
 from counterpoint.schedule import Problem, ScheduleDescription, make_schedule
 from counterpoint.schedule.costs import DEFAULT_COSTS
 from counterpoint.schedule.estimate import estimate, estimate_sequential
-from counterpoint.schedule.heuristic import GATHERING, REDUCING, pick_schedule
+from counterpoint.schedule.heuristic import GATHERING, REDUCING, pick_schedule, rank_candidates
 
 ROOT = Path(__file__).parents[2]
 DOCUMENT = ROOT / "docs" / "heuristic.md"
+H200 = load_machine("h200")
 STORED_EVALUATION = ROOT / "benchmarks" / "results" / "heuristic_accuracy.json"
 
 
@@ -53,6 +58,7 @@ def test_the_stored_evaluation_is_that_of_the_sources(stored: dict[str, dict]) -
 
 def test_the_table_of_the_document_is_the_stored_evaluation(stored: dict[str, dict]) -> None:
     expected = {name: cells(found) for name, found in stored["figures"].items()}
+    expected |= {f"{name}, when measured": cells(found) for name, found in stored["when_measured"].items()}
     expected |= {f"leave one out, {name}": cells(found) for name, found in stored["leave_one_out"]["figures"].items()}
     assert rows("cases") == expected
 
@@ -84,6 +90,46 @@ def test_the_ordering_on_direct_links_is_that_of_the_estimate() -> None:
     assert by_shards[0] == f"{min(slower):.2f}x to {max(slower):.2f}x slower"
 
 
+def test_the_page_says_how_many_of_the_shapes_of_both_seeds_are_picked_well(stored: dict[str, dict]) -> None:
+    text = " ".join(DOCUMENT.read_text().split())
+    seeds = [found for name, found in stored["figures"].items() if name.startswith("seed") and name.endswith("all")]
+    then = list(stored["when_measured"].values())[-1]
+    near, num_cases = (sum(found[name] for found in seeds) for name in ("within_one_percent", "cases"))
+    regret = sum(found["mean_regret"] * found["cases"] for found in seeds) / num_cases
+    assert f"{near} of the {num_cases} cases ({100 * near / num_cases:.0f} %) are within 1 %" in text
+    assert (
+        f"mean regret of {100 * regret:.1f} % and {100 * max(each['worst_regret'] for each in seeds):.1f} % at worst" in text
+    )
+    assert (
+        f"within 1 % in {then['within_one_percent']} of {then['cases']}, mean regret {100 * then['mean_regret']:.1f} %"
+        in text
+    )
+
+
+def test_every_shape_that_a_seed_drew_was_measured_with_both_operators_and_what_was_picked() -> None:
+    entries = stored_entries(SEEDED)
+    names = {op: [entry["shape"]["name"] for entry in entries if entry["op"] == op] for op in ("ag_mm", "mm_rs")}
+    assert names["ag_mm"] == names["mm_rs"]
+    assert all(entry["picked"] in entry["candidates"] for entry in entries)
+
+
+def test_lone_matmuls_and_pieces_are_explained_worse_by_other_constants() -> None:
+    pieces = PiecesFit()
+    for name, factor in itertools.product(PIECES_STARTS[0], (1.3, 1 / 1.3)):
+        other = msgspec.structs.replace(DEFAULT_COSTS, **{name: factor * getattr(DEFAULT_COSTS, name)})
+        assert pieces.loss(other) > pieces.loss(DEFAULT_COSTS)
+
+
+def test_the_search_finds_a_constant_again_from_times_that_the_model_made() -> None:
+    made = msgspec.structs.replace(DEFAULT_COSTS, call_us=2 * DEFAULT_COSTS.call_us)
+    cases = []
+    for case in stored_cases(2)[:8]:
+        times_us = {each.description.label(): each.estimated_us for each in rank_candidates(case.problem, H200, costs=made)}
+        cases.append(case._replace(times_us=times_us | {"sequential": estimate_sequential(case.problem, H200, made)}))
+    found = search(SchedulesFit(cases).loss, {"call_us": DEFAULT_COSTS.call_us})
+    assert found.call_us == pytest.approx(made.call_us, rel=0.05)
+
+
 def test_the_fastest_schedules_themselves_have_no_regret() -> None:
     cases = stored_cases(2)
     best = figures([Choice(case, min(case.times_us, key=lambda label, case=case: case.times_us[label])) for case in cases])
@@ -98,7 +144,7 @@ def test_the_fastest_schedules_themselves_have_no_regret() -> None:
 def test_the_heuristic_is_never_slower_than_the_fused_operator_on_average(stored: dict[str, dict]) -> None:
     assert all(found["peer_over_picked"] > 1 for found in stored["figures"].values())
     for name, found in stored["figures"].items():
-        most = 0.04 if name.startswith("GEMMs") else 0.02  # medians of few rounds, which spread by up to 6 %
+        most = 0.02 if "2 GPUs" in name and not name.startswith("GEMMs") else 0.04  # those are medians of few rounds
         assert found["mean_regret"] <= most, name
 
 

@@ -5,6 +5,7 @@ says so.
 """
 
 from collections import Counter
+from collections.abc import Sequence
 
 from rich.console import Console
 from rich.table import Table
@@ -35,6 +36,12 @@ from counterpoint.value import Value, require
 SHOWN_CANDIDATES = 6
 LABEL_WIDTH = 11
 MAX_DRAWN_COLUMNS = 130
+
+
+LEGEND = (
+    "[a] arrives from another rank; a matmul piece with a letter needs it, own needs none; >2 goes to rank 2. "
+    "Short pieces lack brackets; [], [-] and | are too short for a label."
+)
 
 
 class Question(Value, frozen=True, kw_only=True):
@@ -125,7 +132,7 @@ def summarize_schedule(question: Question) -> ScheduleSummary:
         computation_us=computation_us(problem, machine, direction=direction),
         ideal_us=estimate_ideal(problem, machine, direction=direction),
         candidates=rank_candidates(problem, machine, direction),
-        traffic=_traffic(schedule, question) if schedule else Traffic(),
+        traffic=traffic_of(schedule, question.rank, question.problem.element_bytes) if schedule else Traffic(),
         checks=tuple(name for name, _ in CHECKS) if schedule else (),
         lanes=lanes,
         sequential_lanes=_sequential_lanes(question),
@@ -144,7 +151,10 @@ def print_schedule(console: Console, found: ScheduleSummary) -> None:
     console.print()
     console.print(_times(found))
     console.print()
-    _print_picture(console, found)
+    pictures = [("sequential", found.sequential_lanes)]
+    if found.schedule is not None:
+        pictures.append((f"{found.description.label()}, rank {found.rank}", found.lanes))
+    print_lanes(console, pictures, max(found.sequential_us, found.estimated_us))
     console.print()
     for line in _remarks(found):
         console.print(Text(line))
@@ -175,13 +185,9 @@ def _times(found: ScheduleSummary) -> Table:
     return table
 
 
-def _print_picture(console: Console, found: ScheduleSummary) -> None:
-    """Sequential and the schedule on one scale."""
-    total_us = max(found.sequential_us, found.estimated_us)
+def print_lanes(console: Console, pictures: Sequence[tuple[str, tuple[StreamLane, ...]]], total_us: float) -> None:
+    """Pictures with their titles on one scale of `total_us` microseconds."""
     width = max(20, min(console.width - LABEL_WIDTH - 1, MAX_DRAWN_COLUMNS))
-    pictures = [("sequential", found.sequential_lanes)]
-    if found.schedule is not None:
-        pictures.append((f"{found.description.label()}, rank {found.rank}", found.lanes))
     for title, lanes in pictures:
         console.print(Text(title, style="bold"))
         for lane in lanes:
@@ -200,8 +206,7 @@ def _remarks(found: ScheduleSummary) -> list[str]:
         traffic = found.traffic
         sums = f", {format_count(traffic.num_sums, 'sum')}" if traffic.num_sums else ""
         lines += [
-            "[a] arrives from another rank; a matmul piece with a letter needs it, own needs none; >2 goes to rank 2. "
-            "Short pieces lack brackets; [], [-] and | are too short for a label.",
+            LEGEND,
             f"Rank {found.rank} issues {format_count(traffic.num_copies, 'copy', 'copies')} of "
             f"{format_bytes(traffic.num_sent_bytes)} in all, {format_count(traffic.num_matmuls, 'matmul')}{sums}; "
             f"{format_bytes(traffic.symmetric_bytes)} of symmetric memory on each rank.",
@@ -228,10 +233,11 @@ def _sequential_lanes(question: Question) -> tuple[StreamLane, ...]:
     return lanes if communicated else lanes[1:]
 
 
-def _traffic(schedule: CopySchedule, question: Question) -> Traffic:
-    own = [schedule.actions[position] for position in schedule.of_rank(question.rank)]
+def traffic_of(schedule: CopySchedule, rank: int, element_bytes: int) -> Traffic:
+    """What `rank` issues."""
+    own = [schedule.actions[position] for position in schedule.of_rank(rank)]
     kinds = Counter(action.kind for action in own)
-    row_bytes = {each.name: each.num_columns * question.problem.element_bytes for each in schedule.buffers}
+    row_bytes = {each.name: each.num_columns * element_bytes for each in schedule.buffers}
     return Traffic(
         num_copies=kinds["copy"],
         num_sent_bytes=sum(
@@ -239,6 +245,6 @@ def _traffic(schedule: CopySchedule, question: Question) -> Traffic:
         ),
         num_matmuls=kinds["matmul"] + kinds["add_matmul"] + kinds["weight_gradient"],
         num_sums=kinds["sum"],
-        num_flags=make_program(schedule, question.rank).num_flags,
+        num_flags=make_program(schedule, rank).num_flags,
         symmetric_bytes=sum(each.num_rows * row_bytes[each.name] for each in schedule.buffers if each.home == "symmetric"),
     )

@@ -17,7 +17,7 @@ from counterpoint.value import Value
 ARRIVING = "arriving"
 NUM_LETTERS = 26
 ROUNDING = 1e-9  # of a column: one that is covered but for the rounding of floats is covered
-SHORT_LABELS = {"sum": "sum", "weight_gradient": "dW", "place": "put"}
+SHORT_LABELS = {"sum": "sum", "activate": "act", "weight_gradient": "dW", "place": "put"}
 
 
 class LaneSpan(Value, frozen=True, kw_only=True):
@@ -36,13 +36,13 @@ class StreamLane(Value, frozen=True, kw_only=True):
 
 
 def lanes_of(schedule: CopySchedule, estimated: Estimate, rank: int) -> tuple[StreamLane, ...]:
-    """The lanes of `rank`: arrivals first, then its streams by name. Actions that take no time have no span."""
+    """The lanes of `rank`: arrivals first, then its streams by name. `end`, and actions that take no time, have no span."""
     labels = label_actions(schedule, estimated, rank)
     arriving: list[LaneSpan] = []
     streams: dict[str, list[LaneSpan]] = {}
     for position, action in enumerate(schedule.actions):
         span = estimated.spans[position]
-        if position not in labels or span.start_us == span.end_us:
+        if position not in labels or action.kind == "end" or span.start_us == span.end_us:
             continue
         shown = LaneSpan(label=labels[position], start_us=span.start_us, end_us=span.end_us)
         if action.rank == rank:

@@ -79,13 +79,17 @@ def summarize_tuning(job: Job, tuning: Tuning, origin: PlanOrigin = NOWHERE) -> 
 
 
 def summarize_simulation(job: Job, simulated: Timeline, plan: Plan = LEAVE_IT, remarks: tuple[str, ...] = ()) -> Summary:
-    """The figures of `simulate`; under a plan that changes the step, there is no replay error. `remarks` are on the plan."""
+    """The figures of `simulate`; under a plan that changes the step, there is no replay error.
+
+    `remarks` are on the plan, or on the cluster that the step was extended to.
+    """
     scale = _scale(job, plan)
     if plan.directives:
         return _summary(
             job, scale, [_planned_row(scale, "with the plan", simulated, plan)], None, plan=plan, remarks=remarks
         )
-    return _summary(job, scale, [_replayed_row(job, scale, "simulated", simulated)], _replay(job, simulated))
+    rows = [_replayed_row(job, scale, "simulated", simulated)]
+    return _summary(job, scale, rows, _replay(job, simulated), remarks=remarks)
 
 
 def _summary(

@@ -1,8 +1,9 @@
 """What the command line prints for people. Nothing is computed here but widths and wording."""
 
+import os
 import re
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import IO, TextIO, cast
 
 from msgspec.structs import replace
@@ -33,6 +34,24 @@ LABEL_WIDTH = 15
 VISIBLE = 0.0005
 HALF = 0.5
 HIDDEN_BY, HIDDEN, EXPOSED = "blue", "green", "red"
+
+
+class ProgressLine:
+    """A line on standard error that changes while a person waits; silent where nobody looks."""
+
+    def __init__(self, is_shown: bool = True) -> None:
+        self._is_shown = is_shown and sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
+
+    def __enter__(self) -> Callable[[str], None]:
+        return self._show
+
+    def __exit__(self, *_: object) -> None:
+        self._show("")
+
+    def _show(self, text: str) -> None:
+        if self._is_shown:
+            sys.stderr.write(f"\r\x1b[K{text}")
+            sys.stderr.flush()
 
 
 def new_console() -> Console:

@@ -17,29 +17,33 @@ from typing import Literal
 
 from counterpoint.errors import ScheduleError
 from counterpoint.schedule.description import ScheduleDescription
+from counterpoint.schedule.routing import Routing
 from counterpoint.value import Value, require
 
+ExpertOperation = Literal["dispatch_grouped_matmul", "grouped_matmul_combine", "expert_ffn"]  # uneven blocks, by a routing
 Operation = Literal["all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", "all_to_all_matmul"]
 Pass = Literal["forward", "backward"]
 DataType = Literal["fp8", "bf16", "fp16", "fp32", "fp64"]
 ELEMENT_BYTES: Mapping[DataType, int] = MappingProxyType({"fp8": 1, "bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8})
 # begin, end: see above. copy: to another rank, by a copy engine. place: a copy within a rank. matmul: writes rows @ weight;
-# add_matmul: adds them to what is there. sum: adds up what it reads. weight_gradient: transposed left @ right, all rows.
-Kind = Literal["begin", "copy", "place", "matmul", "add_matmul", "sum", "weight_gradient", "end"]
+# add_matmul: adds them to what is there. activate: a function of every element. sum: adds up what it reads. weight_gradient:
+# transposed left @ right, all rows.
+Kind = Literal["begin", "copy", "place", "matmul", "add_matmul", "activate", "sum", "weight_gradient", "end"]
 # given: the caller's. symmetric: one part on every rank, which the others write. local: a rank's own. result: returned.
 Home = Literal["given", "symmetric", "local", "result"]
 TILE_ROWS = 128  # of the usual tiles of cuBLAS
 LEAST_TILES_PER_PART = 4
 MAX_SIZE = 1 << 40  # of a matrix, in rows or columns: more is a slip of the pen
 FIRST_COMPUTE = "compute 0"  # the stream that a call is issued on
-COMPUTATION_KINDS = frozenset({"matmul", "add_matmul", "sum", "weight_gradient"})
+SM_KINDS = frozenset({"matmul", "add_matmul", "activate", "weight_gradient"})  # which the SMs do one after the other
+COMPUTATION_KINDS = SM_KINDS | {"sum"}
 
 
 class Buffer(Value, frozen=True, kw_only=True):
     """A matrix that each rank has one of.
 
     With several slices a caller's matrix is seen as that many matrices of equal columns, side by side there, whose rows are
-    numbered one below the other.
+    numbered one below the other. `rank_rows` are the rows that each rank has, where they differ; `num_rows` the most.
     """
 
     name: str
@@ -47,6 +51,11 @@ class Buffer(Value, frozen=True, kw_only=True):
     num_rows: int
     num_columns: int
     num_slices: int = 1
+    rank_rows: tuple[int, ...] = ()
+
+    def rows_of(self, rank: int) -> int:
+        """How many rows `rank` has."""
+        return self.rank_rows[rank] if self.rank_rows else self.num_rows
 
 
 class Region(Value, frozen=True, kw_only=True):
@@ -71,8 +80,10 @@ class Region(Value, frozen=True, kw_only=True):
 class Action(Value, frozen=True, kw_only=True):
     """One thing that one rank issues on one of its streams; a copy is issued by the rank that has the rows.
 
-    `after` holds positions of earlier actions, of this rank on other streams or of other ranks. A matmul takes all of the
-    weight, or only `weight_rows` or `weight_columns` of it.
+    A copy, or a placing, of several regions takes each to the one at its place in `writes`. `after` holds positions of
+    earlier actions, of this rank on other streams or of other ranks. A matmul takes all of the weight, or only `weight_rows`
+    or `weight_columns` of it. A grouped matmul takes a weight for each expert: `expert_rows` are the rows of each, in order,
+    and `layer` says whether the weights are of the experts' first or second matmul.
     """
 
     kind: Kind
@@ -83,18 +94,24 @@ class Action(Value, frozen=True, kw_only=True):
     after: tuple[int, ...] = ()
     weight_rows: tuple[int, int] | None = None
     weight_columns: tuple[int, int] | None = None
+    expert_rows: tuple[int, ...] = ()
+    layer: int = 0
 
 
 class CopySchedule(Value, frozen=True, kw_only=True):
-    """All actions of one call on all ranks, in issue order. `num_rows` counts the rows of the undivided matrix."""
+    """All actions of one call on all ranks, in issue order. `num_rows` counts the rows of the undivided matrix.
 
-    operation: Operation
+    `routing` says how many rows go where, where blocks are uneven.
+    """
+
+    operation: Operation | ExpertOperation
     direction: Pass = "forward"
     description: ScheduleDescription
     num_ranks: int
     num_rows: int
     buffers: tuple[Buffer, ...]
     actions: tuple[Action, ...]
+    routing: Routing | None = None
 
     def buffer(self, name: str) -> Buffer:
         """The buffer of that name."""

@@ -29,22 +29,15 @@ from counterpoint.value import require
 Rows = tuple[int, int]
 
 
-class Builder:
+class ActionList:
     """Collects the actions of all ranks."""
 
-    def __init__(self, problem: Problem, description: ScheduleDescription) -> None:
-        self.problem, self.description = problem, description
-        self.num_ranks = problem.num_ranks
-        self.blocks = split(problem.num_rows, problem.num_ranks)
+    def __init__(self, num_ranks: int, description: ScheduleDescription) -> None:
+        self.num_ranks, self.description = num_ranks, description
         self.actions: list[Action] = []
-        self.buffers: list[Buffer] = []
-        self._num_pieces = [0] * problem.num_ranks
+        self._num_pieces = [0] * num_ranks
         self._begins: list[int] = []
-        self._streams: list[set[str]] = [set() for _ in range(problem.num_ranks)]
-
-    def buffer(self, name: str, home: Home, num_rows: int, num_columns: int) -> None:
-        """Declare a buffer that every rank has."""
-        self.buffers.append(Buffer(name=name, home=home, num_rows=num_rows, num_columns=num_columns))
+        self._streams: list[set[str]] = [set() for _ in range(num_ranks)]
 
     def add(
         self,
@@ -55,6 +48,8 @@ class Builder:
         reads: Sequence[Region] = (),
         writes: Sequence[Region] = (),
         after: Iterable[int] = (),
+        expert_rows: tuple[int, ...] = (),
+        layer: int = 0,
     ) -> int:
         """Add an action and return its position. Of several on one stream that it comes after, it names the last.
 
@@ -80,6 +75,8 @@ class Builder:
                 reads=tuple(reads),
                 writes=tuple(writes),
                 after=tuple(sorted(latest.values())),
+                expert_rows=expert_rows,
+                layer=layer,
             )
         )
         return len(self.actions) - 1
@@ -88,6 +85,38 @@ class Builder:
         """The stream of this rank's next matmul piece: they alternate."""
         self._num_pieces[rank] += 1
         return f"compute {(self._num_pieces[rank] - 1) % self.description.num_compute_streams}"
+
+    def begin(self) -> list[int]:
+        """Every rank's `begin`."""
+        self._begins = [self.add("begin", "copy 0", rank) for rank in range(self.num_ranks)]
+        return self._begins
+
+    def end(self) -> None:
+        """Every rank's `end`, after all that it issued.
+
+        A rank also hears in every call from those that send it nothing: that they began. Without that a fast rank
+        could end this call before a slow one has begun it, and say for a second time what the slow one has not heard
+        for the first.
+        """
+        for rank in range(self.num_ranks):
+            own = [position for position, action in enumerate(self.actions) if action.rank == rank]
+            heard = {self.actions[before].rank for position in own for before in self.actions[position].after}
+            silent = [begin for peer, begin in enumerate(self._begins) if peer not in heard and peer != rank]
+            self.add("end", FIRST_COMPUTE, rank, after=[*own, *silent])
+
+
+class Builder(ActionList):
+    """Collects the actions of all ranks, and their buffers, for an operator with equal blocks."""
+
+    def __init__(self, problem: Problem, description: ScheduleDescription) -> None:
+        super().__init__(problem.num_ranks, description)
+        self.problem = problem
+        self.blocks = split(problem.num_rows, problem.num_ranks)
+        self.buffers: list[Buffer] = []
+
+    def buffer(self, name: str, home: Home, num_rows: int, num_columns: int) -> None:
+        """Declare a buffer that every rank has."""
+        self.buffers.append(Buffer(name=name, home=home, num_rows=num_rows, num_columns=num_columns))
 
     def chunks(self, num_rows: int) -> tuple[tuple[int, Rows], ...]:
         """The chunks of a block with their numbers; empty ones are left out."""
@@ -107,23 +136,9 @@ class Builder:
         number = turn - 1 if self.description.pattern == "all_peers" else chunk
         return f"copy {number % self.description.num_copy_streams}"
 
-    def begin(self) -> list[int]:
-        """Every rank's `begin`."""
-        self._begins = [self.add("begin", "copy 0", rank) for rank in range(self.num_ranks)]
-        return self._begins
-
     def finish(self, operation_pass: Pass, num_rows: int) -> CopySchedule:
-        """Every rank's `end`, after all that it issued, and the schedule for `num_rows` of the undivided matrix.
-
-        A rank also hears in every call from those that send it nothing: that they began. Without that a fast rank
-        could end this call before a slow one has begun it, and say for a second time what the slow one has not heard
-        for the first.
-        """
-        for rank in range(self.num_ranks):
-            own = [position for position, action in enumerate(self.actions) if action.rank == rank]
-            heard = {self.actions[before].rank for position in own for before in self.actions[position].after}
-            silent = [begin for peer, begin in enumerate(self._begins) if peer not in heard and peer != rank]
-            self.add("end", FIRST_COMPUTE, rank, after=[*own, *silent])
+        """Every rank's `end`, and the schedule for `num_rows` of the undivided matrix."""
+        self.end()
         return CopySchedule(
             operation=self.problem.operation,
             direction=operation_pass,

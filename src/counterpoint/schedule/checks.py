@@ -7,7 +7,7 @@ no two actions touch the same rows, one of them writing, unless one is always ov
 two calls in a row.
 `delivery`: executed in order, the results hold what the operator's definition says, each part once, and no row
 crosses a link twice. `signals`: nothing is signalled again before the signal of the call before was taken. `ports`:
-in no turn does a GPU send more than the most that any GPU receives in it.
+in no turn does a GPU send more than the most that any GPU receives in it; uneven blocks have no turns.
 """
 
 import itertools
@@ -85,8 +85,10 @@ def port_faults(schedule: CopySchedule) -> Iterator[str]:
 
     A turn is one copy on every copy stream: the n-th copies into one buffer on all streams of all ranks. It has time for
     as many copies as any rank sends in it, each as long as the longest, and for one row per rank and slice, by which unequal
-    blocks shift turns.
+    blocks shift turns. Uneven blocks have no turns: what a rank must receive, its routing says.
     """
+    if schedule.routing is not None:
+        return
     num_slices = 1 if schedule.description.along == "rows" else schedule.description.chunks
     turns: dict[tuple[str, int], list[Action]] = {}
     for key, action in _turns(schedule):
@@ -122,13 +124,13 @@ def _turns(schedule: CopySchedule) -> Iterator[tuple[tuple[str, int], Action]]:
 
 
 def _outside(schedule: CopySchedule) -> Iterator[str]:
-    lengths = {buffer.name: buffer.num_rows for buffer in schedule.buffers}
+    buffers = {buffer.name: buffer for buffer in schedule.buffers}
     for position, action in enumerate(schedule.actions):
         for region in (*action.reads, *action.writes):
-            if region.buffer not in lengths:
+            if region.buffer not in buffers:
                 yield f"{_name(schedule, position)} touches '{region.buffer}', which the schedule has no buffer of"
-            elif not 0 <= region.start <= region.stop <= lengths[region.buffer]:
-                rows = f"rows {region.start} to {region.stop} of the {lengths[region.buffer]} of '{region.buffer}'"
+            elif not 0 <= region.start <= region.stop <= (most := buffers[region.buffer].rows_of(region.rank)):
+                rows = f"rows {region.start} to {region.stop} of the {most} of '{region.buffer}'"
                 yield f"{_name(schedule, position)} touches {rows}"
 
 

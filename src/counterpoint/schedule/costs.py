@@ -17,60 +17,72 @@ from counterpoint.schedule.wave_model import Piece
 from counterpoint.units import US_PER_S
 from counterpoint.value import Value
 
-# Sides of a CTA's tile in cuBLAS's bf16 kernels on sm_90 (names of kernels in traces: 128x256, 256x128, 320x128)
-TILE_SIDES = (64, 128, 192, 256, 320)
-LARGEST_TILE = 320 * 128
-TILES = tuple(
-    (rows, columns)
-    for rows in TILE_SIDES
-    for columns in TILE_SIDES
-    if rows * columns <= LARGEST_TILE and (rows % 128 == 0 or columns % 128 == 0)
-)
+# Tiles of a CTA in cuBLAS's bf16 kernels on sm_90, by names of kernels in traces of training on H200s (2026-11-21: such as
+# nvjet_sm90_tst_192x192_64x4_2x1_v_bz_coopB_TNN), each along rows and along columns
+SEEN_TILES = ((128, 256), (128, 320), (192, 192), (128, 192), (128, 128), (64, 128), (64, 192), (64, 448))
+TILES = tuple(sorted({tile for one, other in SEEN_TILES for tile in ((one, other), (other, one))}))
 USUAL_TILE = (128, 256)
 
 
 class Costs(Value, frozen=True, kw_only=True):
     """Constants of the model.
 
-    Fitted: to the times of 5 schedules of each of 17 shapes, all-gather + matmul and matmul + reduce-scatter, on 4 H200s
-    (benchmarks/results/ops_grid_4x_h200.json) and on 2 (earlier runs of ops_grid_2x_h200.json, on the same day, 2026-11-21);
-    7 more shapes were held out.
+    Fitted, 2026-11-23 (benchmarks/heuristic_fit.py): those of matmul pieces to lone matmuls and to matmuls in pieces
+    (benchmarks/results/ops_losses_2x_h200.json); those of schedules to the times of 5 schedules and sequential on each of 17
+    shapes, all-gather + matmul and matmul + reduce-scatter, on 2 H200s (ops_grid_2x_h200.json there).
     """
 
+    # fitted to 16 grouped matmuls of experts on H200s, 2026-11-23 (torch 2.11), of the HBM's bandwidth: what reading the
+    # weights of all experts reaches
+    grouped_weights_efficiency: float = 0.47
     # from lone matmuls of less than 4 ms on H200s; one of 8192^3 alone reaches 790 of 989 TFLOP/s
     matmul_efficiency: float = 0.81
-    # fitted: a tile's time grows with its edge, by which operands come, over its area, by which they are multiplied
-    tile_edge: float = 5.75
-    # assumed: filling and draining the pipeline of a tile
-    tile_us: float = 2.0
-    # fitted: from a kernel's end to the start of what waits for it, the next on its stream included; SMs do not wait for it
-    kernel_us: float = 4.0
-    # fitted: the share of a wave that each piece loses, because its tiles do not start and end together
-    ramp_waves: float = 0.087
+    # fitted to pieces: a tile's time grows with its edge, by which operands come, over its area, by which they are
+    # multiplied
+    tile_edge: float = 7.73
+    # fitted to pieces: filling and draining the pipeline of a tile
+    tile_us: float = 1.6
+    # fitted to pieces: from a kernel's end to the start of what waits for it, the next on its stream included; SMs do not
+    # wait for it
+    kernel_us: float = 3.42
+    # fitted to schedules: the share of a wave that a piece loses which starts while SMs still run another piece's tiles
+    stagger_waves: float = 0.0841
     # from lone matmuls: up to so long a call runs at full clock, and from so long on the power limit sets its speed
     full_clock_us: float = 2000.0
     power_limited_us: float = 6000.0
-    # fitted: of what idle SMs lose, the share that comes back as clock speed where the power limit sets the speed
-    power_returned: float = 0.379
+    # fitted to schedules: of what idle SMs lose, the share that comes back as clock speed where the power limit sets the
+    # speed
+    power_returned: float = 0.287
     # measured on 2 H200s: how much longer matmuls take while the GPU sends and receives all the time, at full clock and at
     # the power limit; copies take no longer beside matmuls
     beside_copies: float = 0.064
     beside_copies_limited: float = 0.012
     # measured: large copies alone run at 359 to 392 of 450 GB/s
     copy_efficiency: float = 0.84
-    # fitted; a copy of 1 MiB takes 17 us, flag included
-    copy_us: float = 17.4
+    # measured on 2 H200s, 2026-11-23: a copy of 64 KiB to a peer
+    copy_us: float = 12.0
     # fitted to three copy streams against one on 4 H200s: what copies that share a port behind a switch reach of the port
     shared_port_efficiency: float = 0.92
-    # assumed: the flag, from a copy's end to the start of what waits for it on another GPU
-    signal_us: float = 5.0
+    # measured on 2 H200s, 2026-11-23: the flag, from a copy's end to the start of what waits for it on another GPU
+    signal_us: float = 8.5
+    # fitted to schedules: from the end of the last of all that a matmul waits for to its start, if it waits for more than
+    # its stream
+    wait_us: float = 4.26
+    # fitted to schedules: what a call takes beside its actions, as begin and end and their flags
+    call_us: float = 4.69
     # measured, of the HBM's bandwidth: the sum of two matrices (100 MB in 23 us); assumed: that of more, over strided rows
     memory_efficiency: float = 0.9
     strided_efficiency: float = 0.6
+    # fitted to schedules, of the HBM's bandwidth: a copy within a GPU, beside a matmul; measured alone: 0.87
+    place_efficiency: float = 0.533
     # assumed: passes over the rows that a matmul adds its product to
     add_passes: float = 1.0
-    # measured: NCCL all-gather from 128 MiB on at 280 to 312 GB/s on 4, at 216 to 244 on 2 H200s
-    collective_efficiency: float = 0.65
+    # measured, of the link: NCCL's all-gather and reduce-scatter of 32 MiB to 1 GiB on 2 and on 4 H200s; assumed for 3 ranks
+    # and for more than 4
+    collective_efficiency_of_two: float = 0.545
+    collective_efficiency: float = 0.69
+    # measured on 2 H200s, 2026-11-23: NCCL's all-to-all of 32 to 128 MiB received, 281 to 295 GB/s; assumed for more ranks
+    exchange_efficiency: float = 0.65
     collective_us: float = 20.0
 
 
@@ -89,7 +101,9 @@ class Clock:
         self._flops_per_us = costs.matmul_efficiency * peak / US_PER_S
         self._element_bytes = problem.element_bytes
         self._pieces: dict[tuple[int, int, int, int, bool], Piece] = {}
-        self.signal_us, self.copy_latency_us = costs.signal_us, costs.copy_us
+        self.signal_us, self.wait_us, self.call_us = costs.signal_us, costs.wait_us, costs.call_us
+        self.copy_latency_us = costs.copy_us
+        self._collective_efficiency = _collective_efficiency(problem, costs)
         self._group_bytes_per_s = machine.link.group_bytes_per_s(problem.num_ranks)
         alone_us = 2 * problem.num_rows * problem.num_inner * problem.num_columns / self._flops_per_us
         beyond = (alone_us - costs.full_clock_us) / (costs.power_limited_us - costs.full_clock_us)
@@ -124,12 +138,15 @@ class Clock:
             )
 
         best = min((shaped(*shape) for shape in TILES), key=lambda each: math.ceil(each.num_tiles / num_sms) * each.tile_us)
-        start_us = (1 - self.smoothing) * costs.ramp_waves * best.tile_us + added_us
-        return msgspec.structs.replace(best, start_us=start_us, after_us=costs.kernel_us)
+        stagger_us = (1 - self.smoothing) * costs.stagger_waves * best.tile_us
+        return msgspec.structs.replace(best, start_us=added_us, stagger_us=stagger_us, after_us=costs.kernel_us)
 
     def matmul_us(self, num_rows: int, num_inner: int, num_columns: int) -> float:
         """A matmul that has the SMs for itself."""
-        piece, num_sms = self.piece(num_rows, num_inner, num_columns), self._machine.gpu.num_sms
+        return self._alone_us(self.piece(num_rows, num_inner, num_columns))
+
+    def _alone_us(self, piece: Piece) -> float:
+        num_sms = self._machine.gpu.num_sms
         waves = piece.num_tiles / num_sms
         waves += (1 - self.smoothing) * (math.ceil(waves) - waves)
         return piece.start_us + piece.tile_us * waves + piece.after_us
@@ -137,6 +154,28 @@ class Clock:
     def _added_us(self, num_rows: int, num_columns: int) -> float:
         num_bytes = num_rows * num_columns * self._element_bytes
         return self._costs.add_passes * num_bytes / self._machine.gpu.hbm_bytes_per_s * US_PER_S
+
+    def grouped_piece(self, expert_rows: Sequence[int], num_inner: int, num_columns: int) -> Piece:
+        """The tiles of a grouped matmul, taken as equal matmuls of the experts that have rows.
+
+        Experts with few rows wait for their weights; both times add up as squares do, within 13 % of what was measured.
+        """
+        num_used = sum(1 for rows in expert_rows if rows)
+        if not num_used:
+            return Piece(num_tiles=0, tile_us=0.0, start_us=0.0)
+        piece = self.piece(math.ceil(sum(expert_rows) / num_used), num_inner, num_columns, num_used)
+        multiplied_us = piece.num_tiles * piece.tile_us / self._machine.gpu.num_sms
+        rate = self._costs.grouped_weights_efficiency * self._machine.gpu.hbm_bytes_per_s
+        weights_us = self.num_bytes(num_used * num_inner * num_columns) / rate * US_PER_S
+        return msgspec.structs.replace(piece, tile_us=piece.tile_us * math.hypot(1, weights_us / multiplied_us))
+
+    def grouped_us(self, expert_rows: Sequence[int], num_inner: int, num_columns: int) -> float:
+        """A grouped matmul that has the SMs for itself."""
+        return self._alone_us(self.grouped_piece(expert_rows, num_inner, num_columns))
+
+    def activation_us(self, num_elements: int) -> float:
+        """A kernel that reads and writes so many elements, row by row."""
+        return self._memory_us(num_elements, self._costs.memory_efficiency)
 
     def num_bytes(self, num_elements: int) -> float:
         """Bytes of so many elements."""
@@ -147,18 +186,31 @@ class Clock:
         rate = self._costs.copy_efficiency * self._group_bytes_per_s
         return self._costs.copy_us + self.num_bytes(num_elements) / rate * US_PER_S
 
-    def memory_us(self, num_elements: int, *, is_strided: bool = False) -> float:
-        """A kernel that reads and writes so many elements."""
-        num_bytes = num_elements * self._element_bytes
-        efficiency = self._costs.strided_efficiency if is_strided else self._costs.memory_efficiency
+    def placed_us(self, num_elements: int) -> float:
+        """A copy within a GPU that reads and writes so many elements, beside matmuls."""
+        return self._memory_us(num_elements, self._costs.place_efficiency)
+
+    def sum_us(self, num_elements: int, num_parts: int) -> float:
+        """A sum of so many parts, which reads and writes so many elements. At the power limit SMs that wait for memory leave
+        power to others."""
+        efficiency = self._costs.memory_efficiency if num_parts <= 2 else self._costs.strided_efficiency
+        return (1 - self.smoothing) * self._memory_us(num_elements, efficiency)
+
+    def _memory_us(self, num_elements: int, efficiency: float) -> float:
         rate = efficiency * self._machine.gpu.hbm_bytes_per_s
-        return self._costs.kernel_us + num_bytes / rate * US_PER_S
+        return self._costs.kernel_us + self.num_bytes(num_elements) / rate * US_PER_S
 
     def collective_us(self, num_elements: int) -> float:
         """A collective of the library in which every rank receives so many elements."""
-        num_bytes = num_elements * self._element_bytes
-        rate = self._costs.collective_efficiency * self._group_bytes_per_s
-        return self._costs.collective_us + num_bytes / rate * US_PER_S
+        rate = self._collective_efficiency * self._group_bytes_per_s
+        return self._costs.collective_us + self.num_bytes(num_elements) / rate * US_PER_S
+
+
+def _collective_efficiency(problem: Problem, costs: Costs) -> float:
+    """What the library's collective of an operator reaches of the link."""
+    if problem.operation == "all_to_all_matmul":
+        return costs.exchange_efficiency
+    return costs.collective_efficiency_of_two if problem.num_ranks == 2 else costs.collective_efficiency
 
 
 def kernels_of(regions: Sequence[Region]) -> list[tuple[int, int]]:

@@ -6,20 +6,25 @@ given buffer of some rank, multiplied with the weights of some ranks. Of how sch
 
 import itertools
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from counterpoint.schedule.actions import Action, CopySchedule, Region, split
 from counterpoint.schedule.generate import scheduled_pass
-from counterpoint.schedule.operations import Content
+from counterpoint.schedule.operations import OPERATORS, Content, PassDefinition
+from counterpoint.schedule.routing import Routing
 from counterpoint.schedule.slices import sliced_parts
 
 
 class Weight(NamedTuple):
-    """A rank's weight, or its slice of that number."""
+    """A rank's weight, or its slice of that number; or that of its expert of that number, in the first or second matmul."""
 
     rank: int
     number: int = -1
+    layer: int = 0
+
+
+ACTIVATION = Weight(rank=-1)  # a function of each element, where it stands among weights
 
 
 class Term(NamedTuple):
@@ -89,15 +94,15 @@ class Contents:
 
 def delivery_faults(schedule: CopySchedule) -> Iterator[str]:
     """Results that are not what the operator defines, and rows that cross a link twice."""
-    contents, definition = Contents(schedule), scheduled_pass(schedule.operation, schedule.direction)
+    contents = Contents(schedule)
     arrived: dict[tuple[int, str], list[Region]] = {}
     for position, action in enumerate(schedule.actions):
         if action.kind == "copy":
-            target = action.writes[0]
-            seen = arrived.setdefault((target.rank, target.buffer), [])
-            if any(target.overlaps(region) for region in seen):
-                yield f"action {position} copies rows of '{target.buffer}' to rank {target.rank} that it has already"
-            seen.append(target)
+            for target in action.writes:
+                seen = arrived.setdefault((target.rank, target.buffer), [])
+                if any(target.overlaps(region) for region in seen):
+                    yield f"action {position} copies rows of '{target.buffer}' to rank {target.rank} that it has already"
+                seen.append(target)
         yield from _apply(contents, action, position, schedule)
     if any(buffer.name == "weight_gradient" for buffer in schedule.buffers):
         counts = Counter(action.rank for action in schedule.actions if action.kind == "weight_gradient")
@@ -105,10 +110,50 @@ def delivery_faults(schedule: CopySchedule) -> Iterator[str]:
             if counts[rank] != 1:
                 yield f"rank {rank} computes its weight gradient {counts[rank]} times"
     for rank in range(schedule.num_ranks):
-        expected = _merged(_runs_of(definition.product, schedule, rank))
+        expected = _merged(_defined(schedule, rank))
         product = Region(rank=rank, buffer="product", start=0, stop=expected[-1].stop if expected else 0)
         if _merged(contents.read(product)) != expected:
             yield f"the product of rank {rank} is not what {schedule.operation} defines"
+
+
+def _defined(schedule: CopySchedule, rank: int) -> Iterable[Run]:
+    """What a rank's product holds by definition."""
+    if schedule.routing is not None:
+        return expert_contents(schedule.routing, schedule.operation, rank)
+    return _runs_of(_pass_of(schedule).product, schedule, rank)
+
+
+def _pass_of(schedule: CopySchedule) -> PassDefinition:
+    """The definition of an operator with equal blocks."""
+    return next(scheduled_pass(name, schedule.direction) for name in OPERATORS if name == schedule.operation)
+
+
+def expert_contents(routing: Routing, operation: str, rank: int) -> Iterator[Run]:
+    """What the result of an operator for experts holds on a rank, expert by expert.
+
+    Where experts compute, rows are in order of the expert, and then of their source; at their source, of the expert.
+    """
+    number, ranks = routing.num_local_experts, range(routing.num_ranks)
+    weights: dict[str, Callable[[int, int], tuple[Weight, ...]]] = {
+        "dispatch_grouped_matmul": lambda owner, expert: (Weight(owner, expert, 0),),
+        "grouped_matmul_combine": lambda owner, expert: (Weight(owner, expert, 1),),
+        "expert_ffn": lambda owner, expert: (Weight(owner, expert, 0), ACTIVATION, Weight(owner, expert, 1)),
+    }
+    is_dispatch = operation == "dispatch_grouped_matmul"
+    blocks = itertools.product(range(number), ranks) if is_dispatch else itertools.product(ranks, range(number))
+    start = 0
+    for one, other in blocks:
+        source, destination, expert = (other, rank, one) if is_dispatch else (rank, one, other)
+        rows = routing.of_pair(source, destination)[expert]
+        before_sent = sum(routing.counts[source][: destination * number + expert])
+        before_placed = sum(sum(routing.of_pair(each, destination)[:expert]) for each in ranks)
+        before_placed += sum(routing.of_pair(each, destination)[expert] for each in range(source))
+        is_placed = operation == "grouped_matmul_combine"
+        owner, buffer, first = (destination, "inputs", before_placed) if is_placed else (source, "tokens", before_sent)
+        yield Run(
+            start, start + rows, Counter({Term(owner, buffer, first - start, weights[operation](destination, expert)): 1})
+        )
+        start += rows
 
 
 def _apply(contents: Contents, action: Action, position: int, schedule: CopySchedule) -> Iterator[str]:
@@ -122,8 +167,16 @@ def _apply(contents: Contents, action: Action, position: int, schedule: CopySche
     if not _lengths_fit(action):
         yield f"action {position} ({action.kind}) reads and writes different numbers of rows"
         return
-    if action.kind in ("copy", "place"):
-        contents.write(action.writes[0], read[0])
+    if action.expert_rows:
+        if sum(action.expert_rows) != action.reads[0].num_rows or len(action.reads) != 1:
+            yield f"action {position} multiplies {action.expert_rows} rows of experts, but reads {action.reads[0].num_rows}"
+            return
+        contents.write(action.writes[0], _times_experts(read[0], action))
+    elif action.kind == "activate":
+        contents.write(action.writes[0], _times(read[0], ACTIVATION))
+    elif action.kind in ("copy", "place"):
+        for region, runs in zip(action.writes, read, strict=True):
+            contents.write(region, runs)
     elif action.kind == "sum":
         contents.write(action.writes[0], _added(read))
     elif action.kind == "add_matmul":
@@ -148,7 +201,7 @@ def _lengths_fit(action: Action) -> bool:
 
 def _weight_gradient_faults(schedule: CopySchedule, action: Action, read: Sequence[list[Run]]) -> Iterator[str]:
     """Both operands must be complete; the gathered one must be the rows of all ranks in order."""
-    definition = scheduled_pass(schedule.operation, schedule.direction)
+    definition = _pass_of(schedule)
     assert definition.gathered is not None, "a pass with a weight's gradient"
     wanted = _merged(_runs_of(definition.gathered, schedule, action.rank))
     for region, runs in zip(action.reads, read, strict=True):
@@ -181,6 +234,18 @@ def _times(runs: Iterable[Run], weight: Weight) -> list[Run]:
         )
         for run in runs
     ]
+
+
+def _times_experts(runs: Iterable[Run], action: Action) -> list[Run]:
+    """Each expert's rows times its weight."""
+    edges = itertools.pairwise(itertools.accumulate(action.expert_rows, initial=0))
+    cut = list(runs)
+    found: list[Run] = []
+    for expert, (start, stop) in enumerate(edges):
+        inside = [Run(max(run.start, start), min(run.stop, stop), run.terms) for run in cut]
+        inside = [run for run in inside if run.start < run.stop]
+        found += _times(inside, Weight(action.rank, expert, action.layer))
+    return found
 
 
 def _added(parts: Sequence[list[Run]]) -> list[Run]:

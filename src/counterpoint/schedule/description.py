@@ -13,7 +13,7 @@ from counterpoint.value import Value, require
 Pattern = Literal["sequential", "ring", "one_peer", "all_peers"]
 MatmulGranularity = Literal["chunk", "peer", "fused", "rest"]
 Local = Literal["first", "last"]
-Along = Literal["rows", "columns", "inner"]
+Along = Literal["rows", "columns", "inner", "experts"]
 MAX_CHUNKS = 64
 MAX_COPY_STREAMS = 8
 LEAST_GROWTH, MOST_GROWTH = 0.25, 4.0
@@ -30,7 +30,8 @@ class ScheduleDescription(Value, frozen=True, kw_only=True):
     always do theirs last. `chunk_growth`: how many times as many rows as the chunk before each chunk has; above 1 the
     first are small, so that matmuls begin early, below 1 the last, so that little is left after the last copy. `along`:
     whether chunks are rows, slices of the product's columns (matmul + reduce-scatter), or slices of the inner size, whose
-    products are added up (all-gather + matmul; each slice rounds once more).
+    products are added up (all-gather + matmul; each slice rounds once more), or rows up to where an expert's end (uneven
+    blocks).
     """
 
     pattern: Pattern = "one_peer"

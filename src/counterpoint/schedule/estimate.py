@@ -3,9 +3,9 @@
 Four losses decide between schedules. Decomposition: a matmul piece runs in waves of tiles over the SMs, and a part of
 its last wave is lost unless the next piece, on another stream, fills it (`wave_model.py`). Latency: every copy costs
 microseconds before its first byte, and its flag some on the way. Bandwidth: copies at the same time share ports behind a
-switch and the wires of a pair on direct links (`transfers.py`). Memory: sums, and adding inside a matmul, read and write
-rows once more. It is a model to rank schedules with, not a measurement; `sim/` models SMs in far more detail and knows
-nothing of chunks.
+switch and the wires of a pair on direct links (`transfers.py`). Memory: adding inside a matmul reads rows once more; sums
+and copies within a rank pass over memory while matmuls have the SMs. It is a model to rank schedules with, not a
+measurement; `sim/` models SMs in far more detail and knows nothing of chunks.
 """
 
 import heapq
@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from counterpoint.machine import Machine
-from counterpoint.schedule.actions import COMPUTATION_KINDS, Action, CopySchedule, Pass, Problem, Region
+from counterpoint.schedule.actions import SM_KINDS, Action, CopySchedule, Pass, Problem, Region
 from counterpoint.schedule.costs import DEFAULT_COSTS, Clock, Costs, kernels_of
 from counterpoint.schedule.operations import OPERATORS, num_sent_columns
 from counterpoint.schedule.transfers import Transfers
@@ -65,7 +65,7 @@ class _Run:
         """Who waits for whom: dependencies, and the action before on the stream; and each rank's matmuls in issue order."""
         self._later: list[list[int]] = [[] for _ in self._actions]
         self._num_awaited = [0] * len(self._actions)
-        self._computations: list[deque[int]] = [deque() for _ in range(self._schedule.num_ranks)]
+        self._matmuls: list[deque[int]] = [deque() for _ in range(self._schedule.num_ranks)]
         last: dict[tuple[int, str], int] = {}
         for position, action in enumerate(self._actions):
             stream = (action.rank, action.stream)
@@ -74,8 +74,8 @@ class _Run:
             for before in awaited:
                 self._later[before].append(position)
             last[stream] = position
-            if action.kind in COMPUTATION_KINDS:
-                self._computations[action.rank].append(position)
+            if action.kind in SM_KINDS:
+                self._matmuls[action.rank].append(position)
 
     def estimate(self) -> Estimate:
         """Run it to the end."""
@@ -103,18 +103,18 @@ class _Run:
     def _become_ready(self, position: int) -> None:
         """All that an action waits for has known ends."""
         action, ready_us = self._actions[position], self._ready_us[position]
-        if action.kind in COMPUTATION_KINDS:
+        if action.kind in SM_KINDS:
             self._compute_next(action.rank)
         elif action.kind == "copy":
             heapq.heappush(self._events, (max(ready_us, self._now_us), position, False))
         else:
-            self._know(position, ready_us, ready_us + _placed_us(action, self._clock, self._columns))
+            self._know(position, ready_us, ready_us + _beside_us(action, self._clock, self._columns))
 
     def _compute_next(self, rank: int) -> None:
-        """SMs take matmuls and sums in issue order, those that are ready."""
-        computations = self._computations[rank]
-        while computations and not self._num_awaited[computations[0]]:
-            position = computations.popleft()
+        """SMs take matmuls and activations in issue order, those that are ready."""
+        matmuls = self._matmuls[rank]
+        while matmuls and not self._num_awaited[matmuls[0]]:
+            position = matmuls.popleft()
             ready_us, sms = self._ready_us[position], self._sms[rank]
             start_us = max(ready_us, sms.first_free_us())
             end_us = _compute(self._actions[position], self._clock, self._columns, (sms, ready_us))
@@ -147,11 +147,17 @@ class _Run:
         """An action's times are known; what waited for it may be ready."""
         self._spans[position] = Span(start_us=start_us, end_us=end_us)
         for later in self._later[position]:
-            told_us = self._clock.signal_us if self._actions[later].rank != self._actions[position].rank else 0.0
-            self._ready_us[later] = max(self._ready_us[later], end_us + told_us)
+            self._ready_us[later] = max(self._ready_us[later], end_us + self._told_us(position, later))
             self._num_awaited[later] -= 1
             if not self._num_awaited[later]:
                 self._become_ready(later)
+
+    def _told_us(self, position: int, later: int) -> float:
+        """From an action's end to when one that waits for it may start."""
+        action, waiting = self._actions[position], self._actions[later]
+        if action.rank != waiting.rank:
+            return self._clock.signal_us
+        return self._clock.wait_us if waiting.after and waiting.kind in SM_KINDS else 0.0
 
 
 def estimate_sequential(
@@ -203,20 +209,23 @@ def _communicated(problem: Problem, direction: Pass) -> tuple[int, int]:
     return definition.num_crossings * num_elements, definition.num_collectives
 
 
-def _placed_us(action: Action, clock: Clock, columns: dict[str, int]) -> float:
-    """A copy within a rank; `begin` and `end` take no time."""
+def _beside_us(action: Action, clock: Clock, columns: dict[str, int]) -> float:
+    """How long what leaves the SMs to matmuls lasts: sums and copies within a rank. What a call takes beside its actions is
+    counted at its `end`."""
     if action.kind in ("begin", "end"):
-        return 0.0
-    return clock.memory_us(_num_elements([*action.reads, *action.writes], columns))
+        return clock.call_us if action.kind == "end" else 0.0
+    num_elements = _num_elements([*action.reads, *action.writes], columns)
+    return clock.placed_us(num_elements) if action.kind == "place" else clock.sum_us(num_elements, len(action.reads))
 
 
 def _compute(action: Action, clock: Clock, columns: dict[str, int], where: tuple[Sms, float]) -> float:
     """Let the SMs do an action that is ready at a time; its end."""
     sms, ready_us = where
-    if action.kind == "sum":
-        num_elements = _num_elements([*action.reads, *action.writes], columns)
-        lasts_us = clock.memory_us(num_elements, is_strided=len(action.reads) > 2)
-        return sms.fill(ready_us, (1 - clock.smoothing) * lasts_us)
+    if action.kind == "activate":
+        return sms.fill(ready_us, clock.activation_us(_num_elements([*action.reads, *action.writes], columns)))
+    if action.expert_rows:
+        sizes = columns[action.reads[0].buffer], columns[action.writes[0].buffer]
+        return sms.run(ready_us, clock.grouped_piece(action.expert_rows, *sizes), clock.smoothing)
     if action.kind == "weight_gradient":
         left, right = action.reads
         piece = clock.piece(columns[left.buffer], left.num_rows, columns[right.buffer])

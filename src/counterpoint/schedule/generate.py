@@ -43,6 +43,11 @@ def make_schedule(problem: Problem, description: ScheduleDescription, direction:
         ScheduleError,
         "The pattern 'sequential' runs the library's collective and has no copies. Choose ring, one_peer or all_peers.",
     )
+    require(
+        description.along != "experts",
+        ScheduleError,
+        "Blocks are cut along experts where experts' tokens are sent; found 'experts' for equal blocks. Cut rows.",
+    )
     definition = scheduled_pass(problem.operation, direction)
     if description.along != "rows":
         require(

@@ -12,8 +12,8 @@ from counterpoint.schedule.actions import Pass, Problem
 from counterpoint.schedule.costs import DEFAULT_COSTS, Costs
 from counterpoint.schedule.description import MAX_COPY_STREAMS, SEQUENTIAL, ScheduleDescription
 from counterpoint.schedule.estimate import estimate, estimate_sequential
-from counterpoint.schedule.generate import backward_description, make_schedule
-from counterpoint.schedule.operations import OPERATORS, num_sent_columns
+from counterpoint.schedule.generate import backward_description, make_schedule, scheduled_pass
+from counterpoint.schedule.operations import num_sent_columns
 from counterpoint.units import MIB, format_bytes, format_percent, format_us
 from counterpoint.value import Value
 
@@ -52,14 +52,21 @@ class RankedSchedule(Value, frozen=True, kw_only=True):
     estimated_us: float
 
 
-def candidate_descriptions(problem: Problem, machine: Machine) -> tuple[ScheduleDescription, ...]:
-    """The schedules worth a look for an operator on a machine's links.
+def candidate_descriptions(
+    problem: Problem, machine: Machine, direction: Pass = "forward"
+) -> tuple[ScheduleDescription, ...]:
+    """The schedules worth a look for a pass of an operator on a machine's links.
 
-    Where every pair of ranks has wires of its own, a copy to one peer leaves all others idle, so rows go to all peers at
-    once there, on a stream for each. Behind a switch one copy at a time fills a rank's port, and several only share it.
+    A pass that gathers takes those of a gather, also where it reduces as well, and one that only reduces takes those of a
+    reduction. Where every pair of ranks has wires of its own, a copy to one peer leaves all others idle, so rows go to all
+    peers at once there, on a stream for each. Behind a switch one copy at a time fills a rank's port, and several only share
+    it.
     """
-    is_reduction = OPERATORS[problem.operation].forward.is_reduction
-    behind_a_switch = REDUCING if is_reduction else GATHERING
+    definition = scheduled_pass(problem.operation, direction)
+    only_reduces = definition.is_reduction and definition.gathered is None
+    behind_a_switch: tuple[ScheduleDescription, ...] = REDUCING if only_reduces else GATHERING
+    if direction == "backward":  # of which some come to the same there
+        behind_a_switch = tuple(dict.fromkeys(backward_description(problem.operation, each) for each in behind_a_switch))
     if machine.link.topology == "switch" or problem.num_ranks == 2:
         return behind_a_switch
     num_streams = min(problem.num_ranks - 1, MAX_COPY_STREAMS)
@@ -80,11 +87,8 @@ def rank_candidates(
 
 
 def _in_order_of_preference(problem: Problem, machine: Machine, direction: Pass, costs: Costs) -> list[RankedSchedule]:
-    descriptions = candidate_descriptions(problem, machine)
-    if direction == "backward":  # of which some come to the same there
-        descriptions = tuple(dict.fromkeys(backward_description(problem.operation, each) for each in descriptions))
     candidates = []
-    for description in descriptions:
+    for description in candidate_descriptions(problem, machine, direction):
         schedule = make_schedule(problem, description, direction)
         estimated_us = estimate(schedule, problem, machine, costs).makespan_us
         candidates.append(RankedSchedule(description=description, estimated_us=estimated_us))

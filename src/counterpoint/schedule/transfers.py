@@ -4,6 +4,7 @@ Rates are those of the machine's link for copies that run at once (`links.py`), 
 nothing of schedules.
 """
 
+import math
 from collections import Counter
 from typing import final
 
@@ -42,10 +43,11 @@ class Transfers:
     def advance(self, to_us: float) -> list[int]:
         """Move all copies on to a time, of which none may be done before; those that are done then leave."""
         passed_us = to_us - self._now_us
+        instant_us = max(INSTANT_US, 2 * math.ulp(to_us))  # late in a long schedule clocks are coarser
         done = []
         for number, rate in zip(tuple(self._ends), self._rates(), strict=True):
             self._left_bytes[number] -= rate * passed_us
-            if self._left_bytes[number] <= rate * INSTANT_US:
+            if self._left_bytes[number] <= rate * instant_us:
                 done.append(number)
         self._now_us = to_us
         for number in done:

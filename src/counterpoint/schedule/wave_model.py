@@ -11,12 +11,14 @@ Group = tuple[float, int]  # a time, and how many SMs are free from then on
 
 
 class Piece(Value, frozen=True, kw_only=True):
-    """Equal tiles; the first of them start `start_us` after the SMs are free. What waits for the piece starts `after_us`
-    after the last tile, when the SMs may already run another piece's."""
+    """Equal tiles; the first of them start `start_us` after the SMs are free, and `stagger_us` later still where SMs become
+    free one after the other. What waits for the piece starts `after_us` after the last tile, when the SMs may already run
+    another piece's."""
 
     num_tiles: int
     tile_us: float
     start_us: float
+    stagger_us: float = 0.0
     after_us: float = 0.0
 
 
@@ -32,8 +34,10 @@ class Sms:
         return self._groups[0][0]
 
     def fill(self, ready_us: float, duration_us: float) -> float:
-        """Work that spreads evenly over all SMs, as passes over memory do; its end."""
-        return self._all_free_at(self._mean_us(ready_us) + duration_us)
+        """Work that spreads evenly over all SMs, as activations do; its end."""
+        end_us = self._mean_us(ready_us) + duration_us
+        self._groups = [(end_us, self._num_sms)]
+        return end_us
 
     def run(self, ready_us: float, piece: Piece, smoothing: float) -> float:
         """The tiles of a piece; when what waits for it may start.
@@ -43,8 +47,9 @@ class Sms:
         """
         if not piece.num_tiles:
             return max(ready_us, self.first_free_us())
-        even_us = self._mean_us(ready_us) + piece.start_us + piece.num_tiles * piece.tile_us / self._num_sms
-        ends = self._place(ready_us, piece)
+        late_us = piece.start_us + (piece.stagger_us if self._is_staggered(ready_us) else 0.0)
+        even_us = self._mean_us(ready_us) + late_us + piece.num_tiles * piece.tile_us / self._num_sms
+        ends = self._place(ready_us, late_us, piece)
         last_us = max(end_us for end_us, _ in ends)
 
         def smoothed(time_us: float) -> float:
@@ -53,11 +58,16 @@ class Sms:
         self._groups = [(smoothed(time_us), count) for time_us, count in ends]
         return smoothed(last_us) + piece.after_us
 
-    def _place(self, ready_us: float, piece: Piece) -> list[Group]:
+    def _is_staggered(self, ready_us: float) -> bool:
+        """Whether some SMs are free later than others for what is ready now."""
+        times_us = [max(time_us, ready_us) for time_us, _ in self._groups]
+        return max(times_us) > min(times_us)
+
+    def _place(self, ready_us: float, late_us: float, piece: Piece) -> list[Group]:
         """All whole waves but the last to every SM alike, as a persistent kernel's CTAs share them; the rest tile by tile to
         the SMs that are free first."""
         num_waves = max(0, piece.num_tiles // self._num_sms - 1)
-        later_us = piece.start_us + num_waves * piece.tile_us
+        later_us = late_us + num_waves * piece.tile_us
         groups = [(max(time_us, ready_us) + later_us, count) for time_us, count in self._groups]
         left = piece.num_tiles - num_waves * self._num_sms
         while left > 0:
@@ -72,7 +82,3 @@ class Sms:
 
     def _mean_us(self, ready_us: float) -> float:
         return sum(max(time_us, ready_us) * count for time_us, count in self._groups) / self._num_sms
-
-    def _all_free_at(self, time_us: float) -> float:
-        self._groups = [(time_us, self._num_sms)]
-        return time_us

@@ -1,0 +1,71 @@
+"""The stored times that the heuristic's picks are judged by: one case for each operator, shape and number of GPUs."""
+
+import json
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from benchmarks.conditions import RESULTS
+from benchmarks.ops_shapes import SEEDED_PREFIX
+from counterpoint.machine import load_machine
+from counterpoint.schedule import Problem
+
+MACHINE = load_machine("h200")
+OPERATIONS = {"ag_mm": "all_gather_matmul", "mm_rs": "matmul_reduce_scatter"}
+# Calls of 2 GPUs were replayed as CUDA graphs, as repeated calls are; those of 4 GPUs were issued one by one.
+STORED = {2: "ops_grid_2x_h200.json", 4: "ops_grid_4x_h200.json"}
+UNSEEN = {"GEMMs": "ops_gemms_2x_h200.json"}  # on 2 GPUs; no part of any fit
+SEEDED = "ops_seeded_2x_h200.json"
+
+
+class Case(NamedTuple):
+    """One operator on one shape and number of GPUs, and the measured times of its schedules, sequential included."""
+
+    num_gpus: int
+    op: str
+    shape: str
+    problem: Problem
+    times_us: dict[str, float]
+    spreads: dict[str, float]
+    peer_us: float
+    num_rounds: int
+
+
+def stored_entries(name: str) -> list[dict[str, Any]]:
+    """The entries of a stored result."""
+    return json.loads((RESULTS / name).read_text())["result"]
+
+
+def stored_cases(num_gpus: int, name: str = "") -> list[Case]:
+    """The cases of a stored result, of the layers unless it is named."""
+    return [_case(num_gpus, entry) for entry in stored_entries(name or STORED[num_gpus])]
+
+
+def _case(num_gpus: int, entry: dict[str, Any]) -> Case:
+    num_rows, num_columns, num_inner = entry["sizes_m_n_k"]
+    sizes = {"num_rows": num_rows, "num_columns": num_columns, "num_inner": num_inner}
+    timed = {label: each for label, each in entry["candidates"].items() if "/" in label or label == "sequential"}
+    return Case(
+        num_gpus=num_gpus,
+        op=entry["op"],
+        shape=entry["shape"]["name"],
+        problem=Problem(operation=OPERATIONS[entry["op"]], num_ranks=num_gpus, **sizes),
+        times_us={label: each["median_us"] for label, each in timed.items()},
+        spreads={label: each["spread"] for label, each in timed.items()},
+        peer_us=entry["candidates"]["peer"]["median_us"],
+        num_rounds=entry.get("rounds", 20 if num_gpus == 2 else 5),
+    )
+
+
+def all_cases() -> list[Case]:
+    """The cases of the layers."""
+    return [case for num_gpus in STORED for case in stored_cases(num_gpus)]
+
+
+def seed_of(case: Case) -> str:
+    """The seed that drew a case's shape, in words: `seed 20261123`."""
+    return f"{SEEDED_PREFIX} {case.shape.removeprefix(SEEDED_PREFIX).split('-')[0]}"
+
+
+def by_seed(cases: Sequence[Case]) -> dict[str, list[Case]]:
+    """Cases of shapes that seeds drew, by seed."""
+    return {seed: [case for case in cases if seed_of(case) == seed] for seed in dict.fromkeys(map(seed_of, cases))}
