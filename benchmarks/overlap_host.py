@@ -3,9 +3,11 @@
     torchrun --nproc-per-node 2 -m benchmarks.overlap_host -o results.json
 
 A call is one linear: half of a column-parallel and a row-parallel linear in a row, on a sharded sequence. "nccl
-and matmul" are `all_gather_into_tensor`, two `torch.mm` and `reduce_scatter_tensor` on plain tensors, the least that eager
-PyTorch can do; the others are modules that `parallelize_module` split. Host times are medians over interleaved rounds while
-the GPU is kept busy, of the slowest rank; GPU times stand beside them.
+and matmul" are `all_gather_into_tensor`, two `torch.mm` and `reduce_scatter_tensor` on plain tensors, and for the backward
+pass three collectives, four `torch.mm` and two additions, without autograd: the least that eager PyTorch can do. "matmuls"
+are modules that communicate nothing, with as large matmuls: what modules, autograd and torch.compile take by themselves. The
+others are modules that `parallelize_module` split. Host times are medians over interleaved rounds while the GPU is kept
+busy, of the slowest rank; GPU times stand beside them.
 """
 
 import argparse
@@ -39,35 +41,66 @@ class Pair(nn.Sequential):
         parallelize_module(self, init_device_mesh("cuda", (dist.get_world_size(),)), plan)
 
 
-def by_hand(x: torch.Tensor, features: int, hidden: int) -> Call:
-    num_ranks = dist.get_world_size()
-    up = torch.randn(hidden // num_ranks, features, device="cuda", dtype=x.dtype)
-    down = torch.randn(features, hidden // num_ranks, device="cuda", dtype=x.dtype)
-    rows = x.view(-1, features)
-    gathered, reduced = rows.new_empty(rows.shape[0] * num_ranks, features), torch.empty_like(rows)
+class ByHand:
+    """The same on plain tensors by the library's calls, without autograd."""
 
-    def call() -> None:
-        dist.all_gather_into_tensor(gathered, rows)
-        dist.reduce_scatter_tensor(reduced, torch.mm(torch.mm(gathered, up.t()), down.t()))
+    def __init__(self, x: torch.Tensor, features: int, hidden: int) -> None:
+        num_ranks = dist.get_world_size()
+        self.rows = x.view(-1, features)
+        self.up = torch.randn(hidden // num_ranks, features, device="cuda", dtype=x.dtype)
+        self.down = torch.randn(features, hidden // num_ranks, device="cuda", dtype=x.dtype)
+        self.of_up, self.of_down = torch.zeros_like(self.up), torch.zeros_like(self.down)
+        self.gradient = torch.ones_like(self.rows)
 
-    return call
+    def forward(self) -> torch.Tensor:
+        """The result of `hidden`, by which backward begins."""
+        hidden = torch.mm(gathered(self.rows), self.up.t())
+        scattered(torch.mm(hidden, self.down.t()))
+        return hidden
+
+    def forward_and_backward(self) -> None:
+        """What is gathered is not kept, so it is gathered again."""
+        hidden, gradient = self.forward(), gathered(self.gradient)
+        of_hidden = torch.mm(gradient, self.down)
+        self.of_down.add_(torch.mm(gradient.t(), hidden))
+        scattered(torch.mm(of_hidden, self.up))
+        self.of_up.add_(torch.mm(of_hidden.t(), gathered(self.rows)))
+
+
+def gathered(rows: torch.Tensor) -> torch.Tensor:
+    whole = rows.new_empty(rows.shape[0] * dist.get_world_size(), rows.shape[1])
+    dist.all_gather_into_tensor(whole, rows)
+    return whole
+
+
+def scattered(partial: torch.Tensor) -> torch.Tensor:
+    part = partial.new_empty(partial.shape[0] // dist.get_world_size(), partial.shape[1])
+    dist.reduce_scatter_tensor(part, partial)
+    return part
+
+
+def matmuls(features: int, hidden: int) -> nn.Module:
+    part = hidden // dist.get_world_size()
+    up, down = nn.Linear(features, part, bias=False), nn.Linear(part, features, bias=False)
+    return nn.Sequential(up, down).to("cuda", torch.bfloat16)
 
 
 def calls_of(tokens: int, features: int, hidden: int) -> dict[str, dict[str, Call]]:
     """Variants by what they do: a forward pass without gradients, and a forward and a backward pass."""
     x = torch.randn(1, tokens // dist.get_world_size(), features, device="cuda", dtype=torch.bfloat16)
-    forward: dict[str, Call] = {"nccl and matmul": by_hand(x, features, hidden)}
-    both: dict[str, Call] = {}
-    for is_compiled in (False, True):
-        for is_overlapped in (False, True):
-            module: nn.Module = Pair(features, hidden)
-            if is_overlapped:
+    hand = ByHand(x, features, hidden)
+    forward: dict[str, Call] = {"nccl and matmul": hand.forward}
+    both: dict[str, Call] = {"nccl and matmul": hand.forward_and_backward}
+    for way in ("eager", "compiled"):
+        for kind in ("matmuls", "torch", "overlap"):
+            module: nn.Module = matmuls(features, hidden) if kind == "matmuls" else Pair(features, hidden)
+            given = torch.randn(1, tokens, features, device="cuda", dtype=x.dtype) if kind == "matmuls" else x
+            if kind == "overlap":
                 tensor_parallel.overlap(module)
-            called = torch.compile(module) if is_compiled else module
-            name = f"{'overlap' if is_overlapped else 'torch'}, {'compiled' if is_compiled else 'eager'}"
-            forward[name] = torch.no_grad()(lambda called=called: called(x))
-            gradient = torch.ones_like(x)
-            both[name] = lambda called=called, gradient=gradient: called(x).backward(gradient)
+            called = torch.compile(module) if way == "compiled" else module
+            forward[f"{kind}, {way}"] = torch.no_grad()(lambda called=called, given=given: called(given))
+            gradient = torch.ones_like(given)
+            both[f"{kind}, {way}"] = lambda called=called, given=given, gradient=gradient: called(given).backward(gradient)
     return {"forward": forward, "forward and backward": both}
 
 

@@ -18,6 +18,7 @@ FSDP2 = PathOffer(integration="fsdp2", what="1 FSDP2 model", kinds=("all_gather"
 DDP = PathOffer(integration="ddp", what="gradient buckets of 1 DDP model", kinds=("all_reduce",))
 CALLS = PathOffer(integration="collectives", what="the job's own collectives", kinds=("all_gather", "all_reduce"))
 LINEARS = PathOffer(integration="tensor_parallel", what="4 tensor-parallel linears")
+EXPERTS = PathOffer(integration="expert_parallel", what="5 layers of routed experts")
 BYTES_PER_CALL = 1024
 PathTime = Callable[[int, int, Paths], float]  # rank, step, paths in force: microseconds
 

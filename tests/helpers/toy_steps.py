@@ -13,6 +13,7 @@ from counterpoint.step import Collective, Copy, Dependency, Footprint, Kernel, O
 from counterpoint.timeline import Timeline
 
 H200 = load_machine("h200")
+COLLECTIVE_LAUNCH_US = 3.5
 DEPENDENCY_LATENCY_US = 2.6
 # 1 KiB is reserved for each CTA, so 2 of these take 2 x 116,736 = 233,472 bytes: all that an SM has.
 HALF_SM_BYTES = 115_712

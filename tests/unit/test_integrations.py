@@ -1,4 +1,4 @@
-"""DDP, FSDP2 and tensor parallelism on copy engines against stock PyTorch, on CPUs over gloo; and ranks that die."""
+"""DDP, FSDP2, tensor and expert parallelism on copy engines against stock PyTorch, on CPUs over gloo; and ranks that die."""
 
 import re
 from pathlib import Path
@@ -54,6 +54,13 @@ SECTIONS = (
     "tensor_parallel_whole_outputs",
     "tensor_parallel_in_a_job",
     "tensor_parallel_compiled_with_fsdp2",
+    "expert_parallel_layers",
+    "expert_parallel_refuses",
+    "expert_parallel_in_a_job",
+    "expert_parallel_checkpointed",
+    "expert_parallel_with_fsdp2",
+    "expert_parallel_with_tensor_parallel",
+    "expert_parallel_in_bf16",
     "memory_is_reported_and_given_back",
 )
 NUM_RANKS = 4

@@ -80,6 +80,11 @@ class BucketAverages:
         return self._tally.num_by_library
 
     @property
+    def library_reason(self) -> str:
+        """Why the library did most of these."""
+        return self._tally.library_reason
+
+    @property
     def num_bytes(self) -> int:
         """Bytes that copies moved from this rank to others."""
         return self._tally.num_bytes

@@ -2,7 +2,8 @@
 
 Models are found among the objects that Python's garbage collector knows, so it does not matter which framework built them,
 nor when. What is found is taken over by the integrations that a user would call by hand, switched off; `use` switches them
-on and off between steps. Tensor-parallel linears are taken over when an optimizer is made, before torch.compile sees them.
+on and off between steps. Tensor-parallel linears and experts are taken over when an optimizer is made, before torch.compile
+sees them.
 """
 
 import gc
@@ -18,14 +19,13 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
-from counterpoint.errors import IntegrationError, cause_of, reason_of
-from counterpoint.integrations import collectives, ddp, fsdp2, tensor_parallel
+from counterpoint.errors import reason_of
+from counterpoint.integrations import collectives, ddp, expert_parallel, fsdp2, tensor_parallel
 from counterpoint.integrations.lane_collectives import Tally
 from counterpoint.integrations.paths import (
     COPIED_KINDS,
     COPIES,
     LIBRARY,
-    MATMULS,
     OVERLAP,
     WORDS,
     AbstractJobPaths,
@@ -34,30 +34,28 @@ from counterpoint.integrations.paths import (
     PathOffer,
     Paths,
 )
+from counterpoint.integrations.prepared_overlaps import PreparedOverlaps
 from counterpoint.ops import pool_report
-from counterpoint.schedule import ScheduleDescription
 from counterpoint.step import CollectiveKind
 from counterpoint.units import format_count
 
 OLDEST_TORCH = (2, 11)
-Counting = tensor_parallel.Overlapped | ddp.BucketAverages | Tally
+ByReason = ddp.BucketAverages | Tally
+Counting = tensor_parallel.Overlapped | ByReason
 Key = tuple[str, str]  # a control's tag, and what it is for
 Counts = tuple[int, int, int]  # calls by copies, calls by the library, bytes
 
 
 @final
 class TorchJobPaths(AbstractJobPaths):
-    """The paths of this process. See `AbstractJobPaths`. `schedule` is that of all operators, if a plan names one."""
+    """The paths of this process. See `AbstractJobPaths`. `given` are those of a plan, if there is one."""
 
-    def __init__(self, schedule: ScheduleDescription | None = None) -> None:
-        self._schedule = schedule
-        self._overlapped: list[tensor_parallel.Overlapped] = []
+    def __init__(self, given: Paths = LIBRARY) -> None:
+        self._overlaps = PreparedOverlaps(given)
         self._averages: list[ddp.BucketAverages] = []
         self._sharded: list[fsdp2.CopyEnginesInUse] = []
         self._replaced: collectives.ReplacedCollectives | None = None
         self._own_kinds: tuple[CollectiveKind, ...] = ()  # of collectives that the job calls itself
-        self._refused: dict[Integration, str] = {}  # of some models; the others may be taken
-        self._failed: dict[Integration, str] = {}
         self._seen: WeakSet[nn.Module] = WeakSet()  # parts of models, for what is put around a model changes its root
         self._in_force = LIBRARY
         self._tallies: dict[Paths, dict[Key, Counts]] = {}
@@ -69,51 +67,36 @@ class TorchJobPaths(AbstractJobPaths):
             return
         if self._replaced is None and dist.is_initialized():
             self._replaced = collectives.replace(is_on=False)  # counts, so that the survey knows what the job calls
-        for root in _roots(_modules()):
-            if not tensor_parallel.waiting_linears(root):
-                continue
-            try:
-                self._overlapped.append(tensor_parallel.overlap(root, schedule=self._schedule, is_on=False))
-            except IntegrationError as problem:
-                self._refused["tensor_parallel"] = cause_of(problem, 200)
-            except Exception as problem:  # the survey says so, and the other ranks hear it
-                self._failed["tensor_parallel"] = reason_of(problem)
+        self._overlaps.prepare(_roots(_modules()))
 
     def survey(self) -> tuple[PathOffer, ...]:
         """See `AbstractJobPaths.survey`."""
         obstacle = _obstacle()
         modules = _modules()
-        offers = [self._offer_overlap(), *_offers_of(modules)]
+        self.prepare()  # models that were parallelized after the first optimizer was made
+        offers = [*self._overlaps.offers(), *_offers_of(modules)]
         self._seen.update(part for models in _parts_by_kind(modules).values() for parts in models for part in parts)
-        if not any(offers):
-            offers.append(self._offer_collectives())
+        if not offers:
+            offers = self._offer_collectives()
         elif self._replaced is not None:
             self._replaced.undo()  # the frameworks' own calls have integrations of their own
             self._replaced = None
         if obstacle:
-            return tuple(replace(offer, refusal=obstacle) for offer in offers if offer)
-        return tuple(offer for offer in offers if offer)
+            return tuple(replace(offer, refusal=obstacle) for offer in offers)
+        return tuple(offers)
 
-    def _offer_overlap(self) -> PathOffer | None:
-        self.prepare()  # models that were parallelized after the first optimizer was made
-        number = sum(len(each.taken) for each in self._overlapped)
-        failure = self._failed.get("tensor_parallel")
-        if number and not failure:
-            return PathOffer(integration="tensor_parallel", what=format_count(number, "tensor-parallel linear"))
-        refusal = failure or self._refused.get("tensor_parallel")
-        return PathOffer(integration="tensor_parallel", what=MATMULS, refusal=refusal) if refusal else None
-
-    def _offer_collectives(self) -> PathOffer | None:
+    def _offer_collectives(self) -> list[PathOffer]:
         """What the job calls itself; in other jobs these are the frameworks' own calls."""
         kinds = COPIED_KINDS if self._replaced is None else self._replaced.large_kinds
         if not kinds or not dist.is_initialized():
-            return None
-        return PathOffer(integration="collectives", what="the job's own collectives", kinds=kinds)
+            return []
+        return [PathOffer(integration="collectives", what="the job's own collectives", kinds=kinds)]
 
     def take(self, offers: Sequence[PathOffer]) -> dict[Integration, str]:
         """See `AbstractJobPaths.take`."""
         takes: dict[Integration, Callable[[PathOffer], None]] = {
             "tensor_parallel": lambda _: None,  # prepared already
+            "expert_parallel": lambda _: None,
             "fsdp2": self._take_fsdp2,
             "ddp": self._take_ddp,
             "collectives": self._take_collectives,
@@ -150,8 +133,7 @@ class TorchJobPaths(AbstractJobPaths):
 
     def drop(self, integrations: Sequence[Integration]) -> None:
         """See `AbstractJobPaths.drop`."""
-        if "tensor_parallel" in integrations:
-            self._overlapped.clear()
+        self._overlaps.drop(integrations)
         if "fsdp2" in integrations:
             while self._sharded:
                 with suppress(Exception):  # it stays, switched off
@@ -168,8 +150,7 @@ class TorchJobPaths(AbstractJobPaths):
         self._tallies[self._in_force] = self._tally()
         self._counted = self._count()
         self._in_force = paths
-        for overlapped in self._overlapped:
-            overlapped.use(paths.overlaps_matmuls)
+        self._overlaps.use(paths)
         for averages in self._averages:
             averages.use("all_reduce" in paths.copies)
         for sharded in self._sharded:
@@ -182,6 +163,7 @@ class TorchJobPaths(AbstractJobPaths):
         """See `AbstractJobPaths.counts`."""
         tally = self._tally() if paths == self._in_force else self._tallies.get(paths, {})
         symmetric_bytes = sum(pool.num_bytes for pool in pool_report())
+        reasons = {key: counted.library_reason for key, counted in self._counting() if isinstance(counted, ByReason)}
         found = []
         for control, target in paths.targets:
             by_copies, by_library, num_bytes = tally.get((control, target), (0, 0, 0))
@@ -193,6 +175,7 @@ class TorchJobPaths(AbstractJobPaths):
                     num_by_library=by_library,
                     num_bytes=num_bytes,
                     symmetric_bytes=symmetric_bytes,
+                    reason=reasons.get((control, target), ""),
                 )
             )
         return tuple(found)
@@ -205,18 +188,21 @@ class TorchJobPaths(AbstractJobPaths):
     def _count(self) -> dict[Key, Counts]:
         """All that the integrations have counted so far, by control."""
         found: dict[Key, Counts] = {}
-        for overlapped in self._overlapped:
-            key = (OVERLAP.tag, MATMULS)
-            found[key] = _add(found.get(key), _tally_of(overlapped))
+        for key, counted in self._counting():
+            found[key] = _add(found.get(key), _tally_of(counted))
+        return found
+
+    def _counting(self) -> list[tuple[Key, Counting]]:
+        """What counts, by control."""
         of_kinds: list[tuple[CollectiveKind, Counting]] = [("all_reduce", averages) for averages in self._averages]
         of_kinds += [("all_gather", tally) for sharded in self._sharded for tally in sharded.gather_tallies]
         of_kinds += [("reduce_scatter", tally) for sharded in self._sharded for tally in sharded.reduce_tallies]
         if self._replaced is not None:
             of_kinds += [(kind, self._replaced.tallies[kind]) for kind in self._own_kinds]
-        for kind, counted in of_kinds:
-            key = (COPIES.tag, WORDS[kind])
-            found[key] = _add(found.get(key), _tally_of(counted))
-        return found
+        of_controls: list[tuple[Key, Counting]] = [
+            ((OVERLAP.tag, target), each) for target, each in self._overlaps.counting()
+        ]
+        return of_controls + [((COPIES.tag, WORDS[kind]), counted) for kind, counted in of_kinds]
 
 
 def _tally_of(counted: Counting) -> Counts:
@@ -264,10 +250,12 @@ def _parts_by_kind(modules: Sequence[nn.Module]) -> dict[str, list[list[nn.Modul
     roots = _roots(modules)
     sharded = [[each for each in root.modules() if isinstance(each, FSDPModule)] for root in roots]
     split = [tensor_parallel.waiting_linears(root) for root in roots]
+    spread = [expert_parallel.waiting_experts(root) for root in roots]
     return {
         "DDP model": [[model] for model in _data_parallel(modules)],
         "FSDP2 model": [parts for parts in sharded if parts],
         "tensor-parallel model": [parts for parts in split if parts],
+        "expert-parallel model": [parts for parts in spread if parts],
     }
 
 

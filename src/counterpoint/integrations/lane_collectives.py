@@ -107,6 +107,12 @@ class Tally:
         """Collectives that the library did."""
         return sum(self._by_library.values())
 
+    @property
+    def library_reason(self) -> str:
+        """Why the library did most of what it did while this was switched on; empty where it did nothing."""
+        reasons = {reason: number for reason, number in self._by_library.items() if reason != SWITCHED_OFF}
+        return max(reasons, key=lambda reason: reasons[reason], default="")
+
     def is_librarys(self, part_bytes: int, obstacle: str) -> bool:
         """Whether a collective with so many bytes from each rank is the library's to do; if so it is counted."""
         if obstacle:
@@ -124,7 +130,7 @@ class Tally:
     def count_library(self, reason: str, words: str = "") -> None:
         """The library does one more, for this reason; `words` say it where they tell more."""
         if reason not in self._by_library and reason != SWITCHED_OFF:
-            logger.warning("counterpoint: %s is done by the library's collective: %s.", self._what, words or reason)
+            warn_from_first_rank("%s is done by the library's collective: %s.", self._what, words or reason)
         self._by_library[reason] = self._by_library.get(reason, 0) + 1
 
     def count_copies(self, num_bytes: int) -> None:
@@ -178,6 +184,12 @@ def uses_nccl(group: dist.ProcessGroup, device: torch.device) -> bool:
         return str(group._get_backend(device).name()) == "nccl"
     except RuntimeError:  # it has none for such a device
         return False
+
+
+def warn_from_first_rank(message: str, *args: object) -> None:
+    """Log a warning on rank 0, or on a process that is no rank: what is true of every rank is said once."""
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        logger.warning(f"counterpoint: {message}", *args)
 
 
 def streams_of(tensor: torch.Tensor) -> list[Any]:

@@ -89,7 +89,7 @@ def tensor_parallel_mesh(linear: nn.Linear) -> DeviceMesh | None:
         whole.get_group(whole.ndim - 1)
     )  # torch takes equal meshes for one; groups may differ
     for hook in (*linear._forward_pre_hooks.values(), vars(linear).get("forward")):
-        mesh = _closure(hook).get("device_mesh")
+        mesh = closure_of(hook).get("device_mesh")
         if isinstance(mesh, DeviceMesh) and mesh.ndim == 1 and dist.get_process_group_ranks(mesh.get_group()) == last:
             return mesh
     return None
@@ -116,7 +116,7 @@ def _torch_layout(linear: nn.Linear, kind: Literal["column", "row"], mesh: Devic
 
 def _transformers_layout(linear: nn.Linear, kind: Literal["column", "row"], mesh: DeviceMesh) -> LinearLayout | str | None:
     """Of what a style of transformers left; None where there is none."""
-    style = _closure(vars(linear).get("forward")).get("self")
+    style = closure_of(vars(linear).get("forward")).get("self")
     if style is None or not type(style).__module__.startswith("transformers."):
         return None
     name = type(style).__name__
@@ -136,7 +136,7 @@ def _transformers_layout(linear: nn.Linear, kind: Literal["column", "row"], mesh
 def gathering_hook(module: nn.Module) -> GatheringHook | None:
     """The hook that makes sequence-sharded inputs whole before the module runs, if there is one."""
     for key, hook in module._forward_pre_hooks.items():
-        found = _closure(hook)
+        found = closure_of(hook)
         style, mesh = found.get("self"), found.get("device_mesh")
         if not isinstance(style, PrepareModuleInput) or style.with_kwargs or not style.input_layouts:
             continue
@@ -154,11 +154,12 @@ def is_sequence(layout: Any) -> bool:
 
 def _bound(hook: Hook, name: str) -> Layouts:
     """What is bound into the function that a hook of `distribute_module` calls."""
-    function = _closure(hook).get(name)
+    function = closure_of(hook).get(name)
     return function.args if isinstance(function, partial) else ()
 
 
-def _closure(hook: Hook | None) -> dict[str, Any]:
+def closure_of(hook: Hook | None) -> dict[str, Any]:
+    """What a function keeps of where it was made, by name; nothing of what is no such function."""
     code, cells = getattr(hook, "__code__", None), getattr(hook, "__closure__", None)
     return (
         {} if code is None or not cells else dict(zip(code.co_freevars, [cell.cell_contents for cell in cells], strict=True))

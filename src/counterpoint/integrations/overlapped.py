@@ -1,14 +1,15 @@
-"""What `tensor_parallel.overlap` put in place: it is switched, undone, counted and printed here."""
+"""What `overlap` of tensor and expert parallelism put in place: it is switched, undone, counted and printed here."""
 
-import logging
 import re
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import final
+from typing import Any, final
 
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from counterpoint.errors import IntegrationError
+from counterpoint.integrations.lane_collectives import warn_from_first_rank
 from counterpoint.integrations.layouts import Hook
 from counterpoint.integrations.parallel_linears import ParallelForward, SharedInput, Switch
 from counterpoint.integrations.switched_hooks import unless_local
@@ -16,18 +17,18 @@ from counterpoint.ops.operator_call import CallCounts, calls_of
 from counterpoint.units import format_bytes, format_count
 from counterpoint.value import require
 
-logger = logging.getLogger("counterpoint")
-
 
 @final
 class Overlapped:
-    """What `overlap` put in place: names of the linears it took, and of those it refused with the reason.
+    """What `overlap` put in place: names of the modules it took, and of those it refused with the reason.
 
-    Counts are of the groups that the linears communicate in, since `overlap`: of all operators of these groups, those of
-    other models included. Calls while it is off are not counted: compiled code then holds nothing of ours.
+    `noun` says what these modules are: linears, or experts of a layer. Counts are of the groups that they communicate in,
+    since `overlap`: of all operators of these groups, those of other models included. Calls while it is off are not counted:
+    compiled code then holds nothing of ours.
     """
 
-    def __init__(self, *, is_on: bool) -> None:
+    def __init__(self, *, is_on: bool, noun: str = "linear") -> None:
+        self._noun = noun
         self.taken: list[str] = []
         self.refused: dict[str, str] = {}
         self.switch = Switch(is_on=is_on)
@@ -37,7 +38,7 @@ class Overlapped:
 
     @property
     def is_on(self) -> bool:
-        """Whether the linears run operators."""
+        """Whether the modules run operators."""
         return self.switch.is_on
 
     @property
@@ -56,7 +57,7 @@ class Overlapped:
         return self._since(2)
 
     def use(self, is_on: bool) -> None:
-        """Let the linears run operators, or do just what they did before `overlap`. Call it between steps, on every rank.
+        """Let the modules run operators, or do just what they did before `overlap`. Call it between steps, on every rank.
 
         It costs nothing in eager mode. Code that torch.compile made is compiled once for each of the two states; from then
         on a switch costs no compilation. Raises `IntegrationError` after `undo`.
@@ -66,7 +67,11 @@ class Overlapped:
             IntegrationError,
             f"use() takes True or False; found one of type {type(is_on).__name__}. Give one of them.",
         )
-        require(not self._is_undone, IntegrationError, "This overlap was undone, so it has no linears. Call overlap again.")
+        require(
+            not self._is_undone,
+            IntegrationError,
+            f"This overlap was undone, so it has no {self._noun}s. Call overlap again.",
+        )
         self.switch.is_on = is_on
 
     def undo(self) -> None:
@@ -77,17 +82,24 @@ class Overlapped:
         self.taken.clear()
         self.switch.is_on, self._is_undone = False, True
 
-    def replace_forward(self, name: str, linear: nn.Linear, forward: ParallelForward) -> None:
-        """Give a linear another `forward`, whose result may be local already."""
-        group_name = forward.layout.mesh.get_group().group_name
+    def take(self, name: str, module: nn.Module, run: Callable[..., Any], group_name: str) -> None:
+        """Give a module another `forward`, whose operators run in this group."""
         counts = calls_of(group_name)
         self._counts.setdefault(group_name, (counts, _figures(counts)))
         self.taken.append(name)
-        earlier = vars(linear).get("forward")
-        vars(linear)["forward"] = forward.run
+        self.exchange_forward(module, run)
+
+    def exchange_forward(self, module: nn.Module, run: Callable[..., Any]) -> None:
+        """Give a module another `forward`."""
+        earlier = vars(module).get("forward")
+        vars(module)["forward"] = run
         self._undo.append(
-            partial(vars(linear).pop, "forward") if earlier is None else partial(vars(linear).update, forward=earlier)
+            partial(vars(module).pop, "forward") if earlier is None else partial(vars(module).update, forward=earlier)
         )
+
+    def replace_forward(self, name: str, linear: nn.Linear, forward: ParallelForward) -> None:
+        """Give a linear another `forward`, whose result may be local already."""
+        self.take(name, linear, forward.run, forward.layout.mesh.get_group().group_name)
         key = forward.layout.output_hook
         if key is not None:
             self.replace_hook(linear._forward_hooks, key, unless_local(linear._forward_hooks[key]))
@@ -98,24 +110,33 @@ class Overlapped:
         hooks[key] = hook
         self._undo.append(partial(hooks.__setitem__, key, earlier))
 
+    def add_hook(self, handle: RemovableHandle) -> None:
+        """Remove a hook in `undo`."""
+        self._undo.append(handle.remove)
+
     def finish_with(self, module: nn.Module, shared: SharedInput) -> None:
         """Tell the linears of a module when its forward pass is over.
 
         Not by an error, for of hooks that are always called dynamo guards on the number, and compiles every block anew.
         """
-        self._undo.append(module.register_forward_hook(shared.finish).remove)
+        self.add_hook(module.register_forward_hook(shared.finish))
+
+    def require_taken(self, none: str) -> None:
+        """Raise `IntegrationError`, with the first reason, where nothing was taken; `none` says what was looked for."""
+        first = next((f"{name or 'the module'}: {reason}" for name, reason in self.refused.items()), "")
+        require(bool(self.taken), IntegrationError, f"{none} can be served: {first}.")
 
     def say_refused(self) -> None:
-        """Log why linears stay as they are, once for each reason."""
+        """Log why modules stay as they are, once for each reason."""
         for reason, names in self._by_reason().items():
             stay = "stays as it is" if len(names) == 1 else "stay as they are"
-            logger.warning("counterpoint: %s %s: %s.", _shortened(names), stay, reason)
+            warn_from_first_rank("%s %s: %s.", _shortened(names), stay, reason)
 
     def __str__(self) -> str:
         if self._is_undone:
-            return "overlap: undone, so every linear runs as before."
+            return f"overlap: undone, so every {self._noun} runs as before."
         state = "on" if self.is_on else "off"
-        lines = [f"overlap: {state} for {format_count(len(self.taken), 'linear')}: {_shortened(self.taken)}"]
+        lines = [f"overlap: {state} for {format_count(len(self.taken), self._noun)}: {_shortened(self.taken)}"]
         lines += [f"  refused: {_shortened(names)}: {reason}" for reason, names in self._by_reason().items()]
         by_copies, by_library = (format_count(number, "call") for number in (self.num_by_copies, self.num_by_library))
         sent = format_bytes(self.num_bytes)

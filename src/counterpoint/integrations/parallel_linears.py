@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from counterpoint.errors import IntegrationError
+from counterpoint.integrations.eager_linears import EagerLinear, EagerLinears
 from counterpoint.integrations.layouts import LinearLayout
 from counterpoint.integrations.sequence_shards import (
     cast_for_matmul,
@@ -23,8 +23,9 @@ from counterpoint.integrations.sequence_shards import (
     multiply_all_reduce,
     multiply_scatter,
     neighbor_product,
+    require_equal_parts,
 )
-from counterpoint.value import require
+from counterpoint.ops import operators
 
 
 @final
@@ -43,10 +44,10 @@ class SharedInput:
     """The column-parallel linears of one module, and the products that some of them have ready for the others."""
 
     def __init__(self) -> None:
-        self._ready: dict[ColumnwiseForward, tuple[DTensor, torch.Tensor]] = {}
+        self._ready: dict[ColumnwiseForward, tuple[torch.Tensor, torch.Tensor]] = {}
         self._parting: set[ColumnwiseForward] = set()
 
-    def product(self, column: "ColumnwiseForward", given: DTensor) -> torch.Tensor:
+    def product(self, column: "ColumnwiseForward", given: torch.Tensor) -> torch.Tensor:
         """This linear's product; computed now, with those of its group, or before."""
         if self._ready:
             ready = self._ready.pop(column, None)
@@ -81,14 +82,18 @@ class SharedInput:
 class ColumnwiseForward:
     """A column-parallel linear with a sequence-sharded input.
 
-    `group`: the linears that are taken to be called with the same input, this one at `position`.
+    `group`: the linears that are taken to be called with the same input, this one at `position`. `input_dim`: the dimension
+    that a plain tensor is sharded in; None where another module's hook makes DTensors of inputs.
     """
 
-    def __init__(self, linear: nn.Linear, layout: LinearLayout, rest: tuple[SharedInput, Switch, str]) -> None:
+    def __init__(
+        self, linear: nn.Linear, layout: LinearLayout, rest: tuple[SharedInput, Switch, str], input_dim: int | None = None
+    ) -> None:
         self.linear, self.layout, self._forward = linear, layout, linear.forward
         self.shared, self._switch, schedule = rest
         self._mesh, self._is_output_local = layout.mesh, layout.is_output_local
         self._route = layout.route(schedule)
+        self._input_dim, self._eager = input_dim, EagerLinears(operators.all_gather_matmul, self._route)
         self.group: tuple[ColumnwiseForward, ...] = (self,)
         self.position = 0
 
@@ -98,11 +103,17 @@ class ColumnwiseForward:
 
     def run(self, given: torch.Tensor) -> torch.Tensor:
         """The linear of a sequence-sharded input; of any other as it was."""
-        if not (self._switch.is_on and _is_sharded_sequence(given)):
+        if not self._switch.is_on:
             return self._forward(given)
         if torch.compiler.is_compiling():
+            if not _is_sharded_sequence(given):
+                return self._forward(given)
             weights = [member.linear.weight for member in self.group]
             product = neighbor_product(given, weights, self.position, tuple(self._route))
+        elif self._input_dim is not None and not isinstance(given, DTensor):
+            product = self.multiply(given)[self.position]
+        elif not _is_sharded_sequence(given):
+            return self._forward(given)
         else:
             product = self.shared.product(self, given)
         bias = self.linear.bias
@@ -112,16 +123,20 @@ class ColumnwiseForward:
             return product
         return DTensor.from_local(product.contiguous(), self._mesh, [Shard(product.ndim - 1)], run_check=False)
 
-    def multiply(self, given: DTensor) -> tuple[torch.Tensor, ...]:
+    def multiply(self, given: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """The products of the linears of the group, without their biases."""
-        dim, num_ranks = given.placements[0].dim, self._route.num_ranks
-        require(
-            given.shape[dim] % num_ranks == 0,
-            IntegrationError,
-            f"A sequence must divide by the {num_ranks} ranks that share it; found {given.shape[dim]} tokens. Pad it.",
-        )
-        weights = [cast_for_matmul(member.linear.weight.to_local()) for member in self.group]
-        return gather_multiply(cast_for_matmul(given.to_local()), weights, dim, self._route)
+        weights = [member.linear.weight for member in self.group]
+        dim = self._input_dim
+        if isinstance(given, DTensor):
+            dim = given.placements[0].dim
+            require_equal_parts(given.shape[dim], self._route.num_ranks)
+        assert dim is not None, "a plain input is one of a linear that gathers its own"
+        products = self._eager.of(dim)(given, weights)
+        if products is not None:
+            return products
+        shard = given.to_local() if isinstance(given, DTensor) else given
+        parts = [cast_for_matmul(weight.to_local()) for weight in weights]
+        return gather_multiply(cast_for_matmul(shard), parts, dim, self._route)
 
 
 @final
@@ -133,13 +148,22 @@ class RowwiseForward:
         self._switch, schedule = rest
         self._mesh, self._is_output_local, self._dim = layout.mesh, layout.is_output_local, layout.output_layouts[0].dim
         self._route = layout.route(schedule)
+        self._eager = EagerLinear(operators.matmul_reduce_scatter, self._dim, self._route)
 
     def run(self, given: torch.Tensor) -> torch.Tensor:
         """This rank's part of the sequence, from its part of the features; a plain tensor is that part."""
         if not self._switch.is_on:
             return self._forward(given)
-        weight, bias = cast_for_matmul(self.linear.weight.to_local()), self.linear.bias
-        product = multiply_scatter(cast_for_matmul(_features_of(given)), weight, self._dim, self._route)
+        weight, bias, features = self.linear.weight, self.linear.bias, _features_of(given)
+        products = None
+        if not torch.compiler.is_compiling():
+            require_equal_parts(features.shape[self._dim], self._route.num_ranks)
+            products = self._eager(features, (weight,))
+        if products is not None:
+            product = products[0]
+        else:
+            part = cast_for_matmul(weight.to_local())
+            product = multiply_scatter(cast_for_matmul(features), part, self._dim, self._route)
         if bias is None and self._is_output_local:
             return product
         output = DTensor.from_local(product.contiguous(), self._mesh, [Shard(self._dim)], run_check=False)
@@ -155,13 +179,18 @@ class AllReduceForward:
         self._switch, schedule = rest
         self._mesh, self._is_output_local = layout.mesh, layout.is_output_local
         self._route = layout.route(schedule)
+        self._eager = EagerLinear(operators.matmul_all_reduce, 0, self._route)
 
     def run(self, given: torch.Tensor) -> torch.Tensor:
         """All tokens with all features, from this rank's part of the features; a plain tensor is that part."""
         if not self._switch.is_on:
             return self._forward(given)
-        weight, bias = cast_for_matmul(self.linear.weight.to_local()), self.linear.bias
-        product = multiply_all_reduce(cast_for_matmul(_features_of(given)), weight, self._route)
+        weight, bias, features = self.linear.weight, self.linear.bias, _features_of(given)
+        products = None if torch.compiler.is_compiling() else self._eager(features, (weight,))
+        if products is not None:
+            product = products[0]
+        else:
+            product = multiply_all_reduce(cast_for_matmul(features), cast_for_matmul(weight.to_local()), self._route)
         if bias is not None:
             product = product + cast_for_matmul(bias.to_local())
         return product if self._is_output_local else DTensor.from_local(product, self._mesh, [Replicate()], run_check=False)

@@ -13,9 +13,9 @@ from counterpoint.step import REDUCING_COLLECTIVES, CollectiveKind
 from counterpoint.value import Value
 
 COPIES, OVERLAP = Transport(transport="copy_engine"), OverlapMatmul()
-Integration = Literal["tensor_parallel", "fsdp2", "ddp", "collectives"]
+Integration = Literal["tensor_parallel", "expert_parallel", "fsdp2", "ddp", "collectives"]
 COPIED_KINDS: tuple[CollectiveKind, ...] = ("all_gather", "reduce_scatter", "all_reduce")
-MATMULS = "tensor-parallel linears"  # what overlap_matmul is for, in words
+MATMULS, EXPERTS = "tensor-parallel linears", "routed experts"  # what overlap_matmul is for, in words
 WORDS: dict[CollectiveKind, str] = {
     "all_gather": "all-gathers",
     "reduce_scatter": "reduce-scatters",
@@ -24,26 +24,31 @@ WORDS: dict[CollectiveKind, str] = {
 
 
 class Paths(Value, frozen=True, kw_only=True):
-    """Which collectives travel by copies instead of the library's kernels, and whether matmuls overlap with theirs.
+    """Which collectives travel by copies instead of the library's kernels, and whether matmuls overlap with theirs: those of
+    tensor-parallel linears, and those of routed experts.
 
-    `schedule` is that of the operators; None leaves it to the heuristic.
+    `schedule` is that of the linears' operators, `experts_schedule` that of the experts'; None leaves it to the heuristic.
     """
 
     copies: tuple[CollectiveKind, ...] = ()
     overlaps_matmuls: bool = False
+    overlaps_experts: bool = False
     schedule: ScheduleDescription | None = None
+    experts_schedule: ScheduleDescription | None = None
 
     @property
     def targets(self) -> tuple[tuple[str, str], ...]:
         """The controls in it, each by its tag and what it is for."""
         copies = tuple((COPIES.tag, WORDS[kind]) for kind in self.copies)
-        return (*copies, *([(OVERLAP.tag, MATMULS)] if self.overlaps_matmuls else []))
+        overlaps = ((MATMULS, self.overlaps_matmuls), (EXPERTS, self.overlaps_experts))
+        return (*copies, *((OVERLAP.tag, target) for target, is_asked in overlaps if is_asked))
 
     @property
     def keeps_bits(self) -> bool:
         """Whether results are the same bits as by the library: what only moves data keeps them, a sum in another order may
         not."""
-        return not self.overlaps_matmuls and not any(kind in REDUCING_COLLECTIVES for kind in self.copies)
+        is_overlapped = self.overlaps_matmuls or self.overlaps_experts
+        return not is_overlapped and not any(kind in REDUCING_COLLECTIVES for kind in self.copies)
 
 
 LIBRARY = Paths()
@@ -61,6 +66,7 @@ class PathOffer(Value, frozen=True, kw_only=True):
 # what a job may have, where a rank could not look
 UNKNOWN_OFFERS = (
     PathOffer(integration="tensor_parallel", what=MATMULS),
+    PathOffer(integration="expert_parallel", what=EXPERTS),
     PathOffer(integration="collectives", what="the job's collectives", kinds=COPIED_KINDS),
 )
 
@@ -68,7 +74,8 @@ UNKNOWN_OFFERS = (
 class PathCounts(Value, frozen=True, kw_only=True):
     """What became of one control on one rank while certain paths were in force.
 
-    `num_bytes` were sent by copies. `symmetric_bytes` are what this rank's GPU holds for all of them now.
+    `num_bytes` were sent by copies. `reason` is why most of the others were left to the library. `symmetric_bytes` are what
+    this rank's GPU holds for all of them now.
     """
 
     control: str
@@ -77,6 +84,7 @@ class PathCounts(Value, frozen=True, kw_only=True):
     num_by_library: int = 0
     num_bytes: int = 0
     symmetric_bytes: int = 0
+    reason: str = ""
     problem: str = ""
 
 
@@ -151,6 +159,8 @@ def path_problems(paths: Paths, offers: Iterable[PathOffer]) -> dict[str, str]:
     ]
     if paths.overlaps_matmuls:
         wanted.append((MATMULS, [offer for offer in given if offer.integration == "tensor_parallel"]))
+    if paths.overlaps_experts:
+        wanted.append((EXPERTS, [offer for offer in given if offer.integration == "expert_parallel"]))
     for target, fitting in wanted:
         if not fitting:
             found[target] = "no model or call of the job was found that could take it"

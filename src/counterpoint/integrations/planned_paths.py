@@ -6,8 +6,10 @@ them is refused, unless these are, in the step that it was made from, all that c
 
 from collections.abc import Iterable, Sequence
 
+from msgspec.structs import replace
+
 from counterpoint.controls import LEAST_PART_BYTES, Control, OverlapMatmul, Transport
-from counterpoint.integrations.paths import COPIED_KINDS, WORDS, Paths
+from counterpoint.integrations.paths import COPIED_KINDS, LIBRARY, WORDS, Paths
 from counterpoint.plan import NUM_SHOWN, Directive, Match, Refusal
 from counterpoint.step import Collective, CollectiveKind, Step
 from counterpoint.traces.classify import classify_kernel
@@ -33,7 +35,7 @@ def paths_of(directives: Iterable[Directive], step: Step | None = None) -> Paths
 def planned_paths(directives: Iterable[Directive], step: Step | None = None) -> PlannedPaths:
     """The paths that directives ask for; `step`, which the plan was made from, says which collectives these are."""
     copies: set[CollectiveKind] = set()
-    overlaps, schedule = False, None
+    found = LIBRARY
     refusals: list[Refusal] = []
     asked = [(each, control) for each in directives for control in each.controls if _is_path(control)]
     meant = [] if step is None else [number for each, _ in asked for number in each.match.accepted(step)]
@@ -42,13 +44,14 @@ def planned_paths(directives: Iterable[Directive], step: Step | None = None) -> 
         reason = _obstacle(directive.match, control, kinds) if step is None else _obstacle_in(step, control, kinds, meant)
         if reason:
             refusals.append(Refusal(control=control.tag, target=directive.match.describe(NUM_SHOWN), reason=reason))
+        elif isinstance(control, OverlapMatmul) and kinds == {"all_to_all"}:
+            found = replace(found, overlaps_experts=True, experts_schedule=control.schedule)
         elif isinstance(control, OverlapMatmul):
-            overlaps, schedule = True, control.schedule
+            found = replace(found, overlaps_matmuls=True, schedule=control.schedule)
         else:
             copies.update(kinds)
     in_order = tuple(kind for kind in COPIED_KINDS if kind in copies)
-    paths = Paths(copies=in_order, overlaps_matmuls=overlaps, schedule=schedule)
-    return PlannedPaths(paths=paths, refusals=tuple(dict.fromkeys(refusals)))
+    return PlannedPaths(paths=replace(found, copies=in_order), refusals=tuple(dict.fromkeys(refusals)))
 
 
 def _is_path(control: Control) -> bool:

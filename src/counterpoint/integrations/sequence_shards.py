@@ -16,7 +16,6 @@ from torch.distributed.tensor import DTensor
 
 from counterpoint.errors import IntegrationError
 from counterpoint.ops import operators
-from counterpoint.value import require
 
 READY = "_counterpoint_ready"  # on an input: the products of its linears that were not asked for yet
 
@@ -33,44 +32,56 @@ def gather_multiply(
     shard: torch.Tensor, weights: Sequence[torch.Tensor], dim: int, route: Route
 ) -> tuple[torch.Tensor, ...]:
     """All ranks' shards, put together along `dim`, times each of the (columns, K) weights; the gather happens once."""
-    front = shard.movedim(dim, 0)
-    rows = front.reshape(-1, front.shape[-1])
+    rows = rows_of(shard, dim)
     num_rows = rows.shape[0] * route.num_ranks
     transposed = [weight.t() for weight in weights]
     products = operators.all_gather_matmul(rows, transposed, num_rows, route.group_name, route.schedule)
-    shape = (front.shape[0] * route.num_ranks, *front.shape[1:-1])
-    return tuple(_with_tokens_at(dim, product, shape) for product in products)
+    shape = (shard.shape[dim] * route.num_ranks, *shard.shape[:dim], *shard.shape[dim + 1 : -1])
+    return tuple(with_tokens_at(dim, product, shape) for product in products)
 
 
 def multiply_scatter(activation: torch.Tensor, weight: torch.Tensor, dim: int, route: Route) -> torch.Tensor:
     """This rank's part along `dim` of the sum of all ranks' activation times (N, K) weight, transposed."""
-    front = activation.movedim(dim, 0)
-    num_ranks = route.num_ranks
-    require(
-        front.shape[0] % num_ranks == 0,
-        IntegrationError,
-        f"A sequence must divide by the {num_ranks} ranks that share it; found {front.shape[0]} tokens. Pad it.",
-    )
-    rows = front.reshape(-1, front.shape[-1])
-    product = operators.matmul_reduce_scatter(rows, weight.t(), route.group_name, route.schedule)
-    return _with_tokens_at(dim, product, (front.shape[0] // num_ranks, *front.shape[1:-1]))
+    require_equal_parts(activation.shape[dim], route.num_ranks)
+    product = operators.matmul_reduce_scatter(rows_of(activation, dim), weight.t(), route.group_name, route.schedule)
+    shape = (activation.shape[dim] // route.num_ranks, *activation.shape[:dim], *activation.shape[dim + 1 : -1])
+    return with_tokens_at(dim, product, shape)
 
 
-def _with_tokens_at(dim: int, product: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+def require_equal_parts(num_tokens: int, num_ranks: int) -> None:
+    """Raise `IntegrationError` for a sequence that ranks cannot share equally."""
+    if num_tokens % num_ranks:
+        raise IntegrationError(
+            f"A sequence must divide by the {num_ranks} ranks that share it; found {num_tokens} tokens. Pad it."
+        )
+
+
+def rows_of(tensor: torch.Tensor, dim: int) -> torch.Tensor:
+    """A tensor as a matrix of rows, the tokens of dimension `dim` first."""
+    if not is_one_sequence(tensor.shape, dim):
+        tensor = tensor.movedim(dim, 0)
+    return tensor.reshape(-1, tensor.shape[-1])
+
+
+def is_one_sequence(sizes: Sequence[int], dim: int) -> bool:
+    """Whether the tokens of dimension `dim` come first as they are."""
+    return all([size == 1 for size in sizes[:dim]])  # noqa: C419  a list is faster than a generator
+
+
+def with_tokens_at(dim: int, product: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
     """Rows of `shape` as they were before their tokens came to the front.
 
     With one sequence the strides are a linear's own, too: torch.compile takes others for another tensor, and torch 2.11 and
     2.13 fail on a DTensor whose strides it therefore holds to be dynamic ("unhashable type: non-nested SymInt").
     """
-    if all(size == 1 for size in shape[1 : dim + 1]):
+    if is_one_sequence(shape[1:], dim):
         return product.view(*shape[1 : dim + 1], shape[0], *shape[dim + 1 :], product.shape[1])
     return product.view(*shape, product.shape[1]).movedim(0, dim)
 
 
 def multiply_all_reduce(activation: torch.Tensor, weight: torch.Tensor, route: Route) -> torch.Tensor:
     """The sum of all ranks' activation times (N, K) weight, transposed; whole on every rank."""
-    rows = activation.reshape(-1, activation.shape[-1])
-    product = operators.matmul_all_reduce(rows, weight.t(), route.group_name, route.schedule)
+    product = operators.matmul_all_reduce(rows_of(activation, 0), weight.t(), route.group_name, route.schedule)
     return product.view(*activation.shape[:-1], product.shape[1])
 
 

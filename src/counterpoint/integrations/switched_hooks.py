@@ -34,12 +34,14 @@ def keep_sharded(found: GatheringHook, earlier: Hook, switch: Switch) -> Callabl
 
 
 def annotate(layout: LinearLayout, earlier: Hook, switch: Switch) -> Callable[..., Any]:
-    """For the hook of a linear that gathers its own input: only the layout is noted."""
+    """For the hook of a linear that gathers its own input: only the layout is noted; in eager code the linear knows it."""
     mesh, layouts = layout.mesh, layout.input_layouts
 
     def prepare(module: nn.Module, inputs: tuple[Any, ...]) -> Any:
         if not switch.is_on:
             return earlier(module, inputs)
+        if not torch.compiler.is_compiling():
+            return None
         given = inputs[0]
         return given if isinstance(given, DTensor) else DTensor.from_local(given, mesh, layouts, run_check=False)
 

@@ -87,13 +87,7 @@ def overlap(module: nn.Module, *, schedule: ScheduleDescription | None = None, i
             hooks = container._forward_pre_hooks
             overlapped.replace_hook(hooks, hook.key, keep_sharded(hook, hooks[hook.key], overlapped.switch))
             overlapped.finish_with(container, shared[name])
-    require(
-        bool(overlapped.taken),
-        IntegrationError,
-        f"No linear of {type(module).__name__} can be served: "
-        + "; ".join(f"{name}: {reason}" for name, reason in list(overlapped.refused.items())[:1])
-        + ".",
-    )
+    overlapped.require_taken(f"No linear of {type(module).__name__}")
     overlapped.say_refused()
     return overlapped
 
@@ -146,7 +140,8 @@ def _take_column(
     layout, shared, schedule = rest
     key, hooks = layout.input_hook, linear._forward_pre_hooks
     if key is not None and is_sequence(layout.input_layouts[0]):
-        forward = ColumnwiseForward(linear, layout, (SharedInput(), overlapped.switch, schedule))
+        shared_by_none, input_dim = SharedInput(), layout.input_layouts[0].dim
+        forward = ColumnwiseForward(linear, layout, (shared_by_none, overlapped.switch, schedule), input_dim)
         overlapped.replace_forward(name, linear, forward)
         overlapped.replace_hook(hooks, key, annotate(layout, hooks[key], overlapped.switch))
     elif key is not None and shared is not None:
@@ -155,9 +150,9 @@ def _take_column(
         return column
     else:
         overlapped.refused[name] = (
-            "its input comes whole, so there is nothing to gather in its forward pass"
+            "the input comes whole, so there is nothing to gather in the forward pass"
             if key is None
-            else "its input comes whole, so there is nothing to gather. Give the module around it "
+            else "the input comes whole, so there is nothing to gather. Give the module around it "
             "PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate())"
         )
     return None

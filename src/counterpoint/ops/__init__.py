@@ -19,6 +19,8 @@ from torch.utils import _pytree
 from counterpoint.errors import PlanError, ScheduleError
 from counterpoint.ops import operators
 from counterpoint.ops.arguments import refuse_arguments
+from counterpoint.ops.expert_routing import ExpertRouting
+from counterpoint.ops.experts import dispatch_grouped_matmul, expert_ffn, grouped_matmul_combine
 from counterpoint.ops.plan_in_force import put_in_force
 from counterpoint.ops.runtime import Request, Runtime, all_runtimes, forget_runtimes, group_or_world
 from counterpoint.plan import Plan, Refusal
@@ -27,12 +29,16 @@ from counterpoint.schedule.actions import Operation
 from counterpoint.value import Value
 
 __all__ = [
+    "ExpertRouting",
     "Explanation",
     "PoolReport",
     "Request",
     "all_gather_matmul",
     "all_to_all_matmul",
+    "dispatch_grouped_matmul",
+    "expert_ffn",
     "explain",
+    "grouped_matmul_combine",
     "matmul_all_reduce",
     "matmul_reduce_scatter",
     "pool_report",

@@ -13,6 +13,7 @@ from counterpoint.cuda.driver import check
 from counterpoint.ops.watchdog import Watchdog
 
 Handle = Any  # cuda-bindings has no types
+SUCCESS = cu.CUresult.CUDA_SUCCESS
 NO_TIMING = int(cu.CUevent_flags.CU_EVENT_DISABLE_TIMING)
 
 
@@ -25,29 +26,34 @@ class CallOrder:
         self.start_event, *ends = (check("Making an event", cu.cuEventCreate(NO_TIMING)) for _ in range(3))
         self._ends = dict(zip(("eager", "captured"), ends, strict=True))
         self._end_event: Handle = self._ends["eager"]  # of the call being issued
+        self.is_in_capture = False  # whether the call being issued is captured by its caller
         self._last: dict[str, tuple[int, int]] = {}  # stream and capture of the last call of each kind
+        self._handles: dict[int, Handle] = {}  # of streams, by torch's number
         self.has_captured = False  # whether graphs of users hold calls
 
-    @property
-    def is_in_capture(self) -> bool:
-        """Whether the call being issued is captured by its caller."""
-        return self._end_event is self._ends["captured"]
-
-    def follow(self, current: Handle) -> None:
-        """Let this call come after the last one, which may have been issued on another stream."""
+    def follow(self, stream: int) -> Handle:
+        """Let this call come after the last one, which may have been issued on another stream; the stream's handle."""
         self._watch.require_sound()
-        stream, capture = int(current), _capture_id(current)
+        current = self._handles.get(stream)
+        if current is None:
+            current = self._handles[stream] = cu.CUstream(stream)
+        capture = _capture_id(current)
         kind = "captured" if capture else "eager"
-        last_stream, last_capture = self._last.get(kind, (stream, capture))
-        if last_stream != stream and last_capture == capture:
-            check("Ordering calls", cu.cuStreamWaitEvent(current, self._ends[kind], 0))
-        self._last[kind] = (stream, capture)
-        self.has_captured = self.has_captured or bool(capture)
+        last = self._last.get(kind)
+        if last != (stream, capture):
+            if last is not None and last[0] != stream and last[1] == capture:
+                check("Ordering calls", cu.cuStreamWaitEvent(current, self._ends[kind], 0))
+            self._last[kind] = stream, capture
+        self.is_in_capture = bool(capture)
+        self.has_captured |= self.is_in_capture
         self._end_event = self._ends[kind]
+        return current
 
     def finish(self, current: Handle) -> None:
         """Mark the end of a call."""
-        check("Ending a call", cu.cuEventRecord(self._end_event, current))
+        (result,) = cu.cuEventRecord(self._end_event, current)
+        if result != SUCCESS:
+            check("Ending a call", (result,))
         if not self.is_in_capture:
             self._watch.sample(current)
 

@@ -37,6 +37,8 @@ class Ranks(NamedTuple):
 class Collectives(AbstractCompiledSchedule):
     """One pass of an operator by whole collectives of the group's backend, which its `sequential` form calls."""
 
+    is_by_library = True
+
     def __init__(self, ranks: Ranks, sized: tuple[Operation, int], sequential: "Sequential") -> None:
         self._group, self._agreement, self._watchdog = ranks
         self._operation, num_rows = sized

@@ -4,7 +4,7 @@ A call that comes again at the same addresses is recorded and replayed (`graph_c
 """
 
 import logging
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, final
 
 import torch
@@ -18,6 +18,7 @@ from counterpoint.ops.computation import half_precision_settings
 from counterpoint.ops.driver_calls import (
     Call,
     Issue,
+    StreamNumbers,
     compute,
     copy_slice_to_peer,
     copy_to_peer,
@@ -27,7 +28,7 @@ from counterpoint.ops.driver_calls import (
     use_stream,
     wait_event,
 )
-from counterpoint.ops.graph_cache import Recordings, capture
+from counterpoint.ops.graph_cache import Key, Recordings, capture
 from counterpoint.ops.launch_order import launch_behind
 from counterpoint.ops.signals import Flags
 from counterpoint.ops.streams import recording_stream_of, stream_of
@@ -38,6 +39,8 @@ from counterpoint.schedule.program import Flag, Instruction, Program
 
 Handle = Any  # cuda-bindings has no types
 RECORDED_TYPES = (torch.bfloat16, torch.float16)  # how other types are multiplied depends on more of torch's settings
+SUCCESS = cu.CUresult.CUDA_SUCCESS
+USE_FIRST_STREAM = use_stream(FIRST_COMPUTE)
 CAPTURING = cu.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_ACTIVE
 LOGGER = logging.getLogger("counterpoint")
 
@@ -65,7 +68,7 @@ class Branches:
     """The streams of a call that fork from the current one, by name, for torch and for the driver."""
 
     def __init__(self, streams: dict[str, torch.cuda.Stream]) -> None:
-        self.streams = streams
+        self.streams = {name: numbers_of(stream) for name, stream in streams.items()}
         self.handles = {name: cu.CUstream(stream.cuda_stream) for name, stream in streams.items()}
 
 
@@ -77,6 +80,7 @@ class CompiledCopies(AbstractCompiledSchedule):
         self._shared = shared
         self._schedule, self._program = planned
         self._layout, self._dtype = layout
+        self._may_be_recorded = self._dtype in RECORDED_TYPES
         self.num_bytes = self._layout.num_bytes  # of symmetric memory
         self.num_sent_bytes = self._layout.sent_bytes(self._program.steps)
         self._local = [buffer for buffer in self._schedule.buffers if buffer.home == "local"]
@@ -97,48 +101,47 @@ class CompiledCopies(AbstractCompiledSchedule):
 
     def run(self, tensors: Tensors, weights: Weights) -> None:
         """See `AbstractCompiledSchedule.run`."""
-        memory, order = self._shared.memory(), self._shared.order
+        shared = self._shared
+        memory, order, recordings = shared.memory(), shared.order, shared.recordings
         if self._memory is not memory:
             self._bind(memory)
-        handle = cu.CUstream(torch._C._cuda_getCurrentRawStream(self._shared.device.index))
-        given = with_slices(tensors, self._sliced) if self._sliced else tensors
-        operands = {**given, **{buffer.name: self._allocate(buffer) for buffer in self._local}}
-        order.follow(handle)
-        graph = None if order.is_in_capture else self._recorded(operands, weights)
+        operands = with_slices(tensors, self._sliced) if self._sliced else tensors
+        if self._local:
+            operands = {**operands, **{buffer.name: self._allocate(buffer) for buffer in self._local}}
+        handle = order.follow(torch._C._cuda_getCurrentRawStream(shared.device.index))
+        graph = None
+        if self._may_be_recorded and recordings.is_enabled and not order.is_in_capture:
+            key = self._key(operands, weights)
+            graph = recordings.find(key) or self._recorded(key, operands, weights)
         if graph is not None:
             graph.replay()
         else:
-            current = torch.cuda.current_stream(self._shared.device)
-            call = self._call((operands, weights), current, self._branches, is_captured=order.is_in_capture)
-            self._issue(call)
+            current = torch._C._cuda_getCurrentStream(shared.device.index), handle
+            self._issue(self._call((operands, weights), current, self._branches, is_captured=order.is_in_capture))
         order.finish(handle)
 
-    def _recorded(self, operands: Tensors, weights: Weights) -> Graph | None:
-        """The recording of this call; made now if it has come often enough."""
+    def _recorded(self, key: Key, operands: Tensors, weights: Weights) -> Graph | None:
+        """A recording of this call, made now, if it has come often enough."""
         recordings = self._shared.recordings
-        if self._dtype not in RECORDED_TYPES or not recordings.is_enabled:
-            return None
-        key = self._key(operands, weights)
-        graph = recordings.find(key)
-        if graph is None and recordings.is_due(key):
-            graph = self._record(operands, weights)
-            if graph is not None:
-                recordings.keep(key, graph)
+        graph = self._record(operands, weights) if recordings.is_due(key) else None
+        if graph is not None:
+            recordings.keep(key, graph)
         return graph
 
     def _record(self, operands: Tensors, weights: Weights) -> Graph | None:
         """Record this call; None, and no other is tried, where that fails: the call can be issued as it stands."""
-        current = self._recording_stream
+        stream = self._recording_stream
+        current = numbers_of(stream), cu.CUstream(stream.cuda_stream)
         call = self._call((operands, weights), current, self._recorded_branches, is_captured=True)
         try:
-            return capture(current, lambda: self._issue(call))
+            return capture(stream, lambda: self._issue(call))
         except (RuntimeError, DeviceError) as problem:
             self._shared.recordings.is_enabled = False
             reason = cause_of(problem)
             LOGGER.warning("Operators are issued call by call: recording one as a CUDA graph failed (%s).", reason)
             return None
 
-    def _key(self, operands: Tensors, weights: Weights) -> tuple[Hashable, ...]:
+    def _key(self, operands: Tensors, weights: Weights) -> Key:
         """All that decides what a call issues: addresses, strides, and torch's settings for half-precision matmuls. The
         schedule stands for shapes and type."""
         tensors = (*weights, *operands.values())
@@ -152,24 +155,30 @@ class CompiledCopies(AbstractCompiledSchedule):
         )
 
     def _call(
-        self, operands: tuple[Tensors, Weights], current: torch.cuda.Stream, branches: Branches, *, is_captured: bool
+        self,
+        operands: tuple[Tensors, Weights],
+        current: tuple[StreamNumbers, Handle],
+        branches: Branches,
+        *,
+        is_captured: bool,
     ) -> Call:
         tensors, weights = operands
-        handles = {**branches.handles, FIRST_COMPUTE: cu.CUstream(current.cuda_stream)}
-        streams = {**branches.streams, FIRST_COMPUTE: current}
+        streams = {**branches.streams, FIRST_COMPUTE: current[0]}
+        handles = {**branches.handles, FIRST_COMPUTE: current[1]}
         return Call(({**tensors, **self._symmetric}, weights), handles, streams, is_captured=is_captured)
 
     def _issue(self, call: Call) -> None:
         """Issue everything behind what is on the current stream; a capture must end with every stream joined again, also
         after an error."""
         current = call.handles[FIRST_COMPUTE]
-        check("Starting a call", cu.cuEventRecord(self._shared.order.start_event, current))
-        before = torch.cuda.current_stream(self._shared.device)
+        (result,) = cu.cuEventRecord(self._shared.order.start_event, current)
+        if result != SUCCESS:
+            check("Starting a call", (result,))
         try:
             for issue in self._issues:
                 issue(call)
         finally:
-            torch.cuda.set_stream(before)
+            USE_FIRST_STREAM(call)
             if call.is_captured:
                 for name in self._branches.handles:
                     self._join(name, call.handles[name], current)
@@ -212,7 +221,7 @@ class CompiledCopies(AbstractCompiledSchedule):
         """All driver calls of a call, in order; those without effect are left out here, once."""
         issues: list[Issue] = []
         forked = {FIRST_COMPUTE}
-        position_of_stream = ""
+        position_of_stream = FIRST_COMPUTE
         for step in self._program.steps:
             if step.is_incoming:
                 continue
@@ -231,7 +240,8 @@ class CompiledCopies(AbstractCompiledSchedule):
                     position_of_stream = name
                 # what waits for another rank's rows need not be told to come second
                 is_early = is_first and step.action.kind in COMPUTATION_KINDS and not step.takes
-                issues.append(launch_behind(FIRST_COMPUTE, name, compute(step)) if is_early else compute(step))
+                computes = compute(step, self._symmetric)
+                issues.append(launch_behind(FIRST_COMPUTE, name, computes) if is_early else computes)
             if step.is_awaited:
                 issues.append(record_event(name, self._events[step.position]))
             issues += self._raises(name, step.raises)
@@ -252,3 +262,8 @@ class CompiledCopies(AbstractCompiledSchedule):
 
     def _raises(self, name: str, flags: Sequence[Flag]) -> list[Issue]:
         return raise_flags(name, [self._shared.flags.of_peer(flag.number, flag.peer) for flag in flags])
+
+
+def numbers_of(stream: torch.cuda.Stream) -> StreamNumbers:
+    """What torch knows the stream by."""
+    return stream.stream_id, stream.device_index, stream.device_type

@@ -6,7 +6,7 @@ profiler must see an operator whole. In plain eager code they are not there, and
 same functions on both ways.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, final
 
 import torch
@@ -54,25 +54,43 @@ class Operator:
         self._whole_way = make_autograd_impl(self.custom._opoverload, self.custom)
         for key in ("AutogradCPU", "AutogradCUDA"):
             LIBRARY.impl(name, self._run_from_dispatcher, key, with_keyset=True)
+        overload = self.custom._opoverload
+        overload._op = _Shortcut(self, overload._op)
 
     def __call__(self, *arguments: Any) -> Any:
         """Run; arguments as `run` takes them."""
         if torch.compiler.is_compiling():
             return self.custom(*arguments)
-        if needs_dispatcher(arguments):
-            refuse_transforms(self.name, arguments)
+        tensors = _tensors(arguments)
+        if needs_dispatcher(tensors):
+            refuse_transforms(self.name, tensors)
             return self.custom(*arguments)
-        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in _tensors(arguments)):
+        if torch.is_grad_enabled() and _is_any_wanted(tensors):
             return self._run_with_gradients(*arguments) if self._gradients is not None else self.custom(*arguments)
         return self.run_plainly(arguments)
+
+    def run_unobserved(self, *arguments: Any) -> Any:
+        """Run for a caller that knows that nobody but the profiler looks at plain tensors, and that sees to gradients."""
+        if torch.autograd._profiler_enabled():
+            return self.custom(*arguments)
+        with torch._C._AutoDispatchBelowAutograd():
+            return self._run(*arguments)
 
     def _run_from_dispatcher(self, keyset: Any, *arguments: Any) -> Any:
         """What torch's dispatcher comes to first, such as from compiled code: where nobody else has to see the operator, the
         rest of the dispatcher's way is left out."""
-        is_watched = callable(get_eval_frame_callback()) or needs_dispatcher(arguments, is_profiled=False)
-        if is_watched or (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in _tensors(arguments))):
-            return self._whole_way(keyset, *arguments)
-        return self.run_plainly(arguments)
+        if self.is_plain(arguments, is_profiled=False):
+            return self.run_plainly(arguments)
+        return self._whole_way(keyset, *arguments)
+
+    def is_plain(self, arguments: tuple[Any, ...], *, is_profiled: bool = True) -> bool:
+        """Whether nobody looks at a call of the custom operator; `is_profiled` as in `needs_dispatcher`."""
+        tensors = _tensors(arguments)
+        return not (
+            callable(get_eval_frame_callback())
+            or needs_dispatcher(tensors, is_profiled=is_profiled)
+            or (torch.is_grad_enabled() and _is_any_wanted(tensors))
+        )
 
     def run_plainly(self, arguments: tuple[Any, ...]) -> Any:
         """Run as torch runs a custom operator: what is called within has nothing to do with gradients."""
@@ -101,6 +119,28 @@ class Operator:
         return *self.differentiate(ctx, gradient, (of_left, any(of_weights))), *[None] * ctx.num_others
 
 
+@final
+class _Shortcut:
+    """What calls a custom operator from Python, in the place where torch keeps its own: code that torch.compile made calls
+    it by its name, and torch's way through the dispatcher takes the host longer than the operator's own look-ups."""
+
+    __slots__ = ("_dispatched", "_operator")
+
+    def __init__(self, operator: Operator, dispatched: Callable[..., Any]) -> None:
+        self._operator, self._dispatched = operator, dispatched
+
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        if named or not self._operator.is_plain(arguments):
+            return self._dispatched(*arguments, **named)
+        return self._operator.run_plainly(arguments)
+
+    def __hash__(self) -> int:
+        return hash(self._dispatched)  # torch hashes operators by this
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._dispatched, name)
+
+
 class _Differentiable(torch.autograd.Function):  # type: ignore[misc]  # torch is untyped here
     """An operator, the first argument, with gradients and without torch's dispatcher; tensors come last."""
 
@@ -110,7 +150,7 @@ class _Differentiable(torch.autograd.Function):  # type: ignore[misc]  # torch i
     ) -> Any:
         ctx.operator = operator
         arguments = left, (list(weights) if is_list else weights[0]), *others
-        _keep(ctx, left, weights, others)
+        keep_for_backward(ctx, left, weights, others)
         products = operator.run_plainly(arguments)
         return tuple(products) if is_list else products
 
@@ -127,9 +167,9 @@ def refuse_second_derivative(name: str) -> None:
         raise OperatorError(f"{name} has no second derivative. Call backward() without create_graph=True.")
 
 
-def refuse_transforms(name: str, arguments: tuple[Any, ...]) -> None:
+def refuse_transforms(name: str, tensors: Matrices) -> None:
     """Raise `OperatorError` for operands of forward-mode derivatives, which would get lost, and of vmap."""
-    for tensor in _tensors(arguments):
+    for tensor in tensors:
         if _is_batched(tensor):
             raise OperatorError(f"{name} has no batching rule for torch.vmap. Call it once for each matrix.")
         if forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None:
@@ -148,7 +188,8 @@ def _is_batched(tensor: torch.Tensor) -> bool:
     return False
 
 
-def _keep(ctx: Any, left: torch.Tensor, weights: Matrices, others: tuple[Any, ...]) -> None:
+def keep_for_backward(ctx: Any, left: torch.Tensor, weights: Matrices, others: tuple[Any, ...]) -> None:
+    """Keep what `Operator.differentiate` needs; `others` end with the group's name and the schedule."""
     ctx.group_name, ctx.schedule = others[-2:]
     ctx.save_for_backward(left, *weights)
 
@@ -156,25 +197,37 @@ def _keep(ctx: Any, left: torch.Tensor, weights: Matrices, others: tuple[Any, ..
 def _keep_custom(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     left, weights, *others = inputs
     ctx.is_list, ctx.num_others = not isinstance(weights, torch.Tensor), len(others)
-    _keep(ctx, left, weights if ctx.is_list else [weights], tuple(others))
+    keep_for_backward(ctx, left, weights if ctx.is_list else [weights], tuple(others))
 
 
-def _tensors(arguments: tuple[Any, ...]) -> Iterator[torch.Tensor]:
+def _tensors(arguments: tuple[Any, ...]) -> list[torch.Tensor]:
     """Those of the first two arguments, and of lists of them."""
+    found: list[torch.Tensor] = []
     for argument in arguments[:2]:
         if isinstance(argument, torch.Tensor):
-            yield argument
+            found.append(argument)
         else:
-            yield from argument
+            found += argument
+    return found
 
 
-def needs_dispatcher(arguments: tuple[Any, ...], *, is_profiled: bool = True) -> bool:
-    """Whether somebody other than reverse-mode autograd has to see this call as an operator; the profiler sees what comes
-    through the dispatcher (`is_profiled` is False) without that."""
-    return (
+def _is_any_wanted(tensors: Matrices) -> bool:
+    """Whether one of them needs a gradient."""
+    return any([tensor.requires_grad for tensor in tensors])  # noqa: C419  a list is faster than a generator
+
+
+def needs_dispatcher(tensors: Matrices, *, is_profiled: bool = True) -> bool:
+    """Whether somebody other than reverse-mode autograd has to see a call with these tensors as an operator; the profiler
+    sees what comes through the dispatcher (`is_profiled` is False) without that."""
+    if is_observed() or (is_profiled and torch.autograd._profiler_enabled()):
+        return True
+    return any([type(tensor) not in PLAIN_TYPES for tensor in tensors])  # noqa: C419  as above
+
+
+def is_observed() -> bool:
+    """Whether forward-mode derivatives, dispatch modes or function transforms are under way."""
+    return bool(
         forward_ad._current_level >= 0
-        or any(type(tensor) not in PLAIN_TYPES for tensor in _tensors(arguments))
         or torch._C._len_torch_dispatch_stack() > 0
         or torch._C._are_functorch_transforms_active()
-        or (is_profiled and torch.autograd._profiler_enabled())
     )

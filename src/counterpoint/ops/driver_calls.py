@@ -26,6 +26,9 @@ NATIVE_ATOMICS = cu.CUdevice_P2PAttribute.CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_
 MAX_MEMORY_OPERATIONS = 255  # of one cuStreamBatchMemOp
 
 
+StreamNumbers = tuple[int, int, int]  # what torch knows a stream by: its number, its device's and that of the device's type
+
+
 class Call:
     """What differs from call to call: the tensors, the weights, the streams, and whether it becomes part of a graph."""
 
@@ -35,7 +38,7 @@ class Call:
         self,
         operands: tuple[Tensors, Weights],
         handles: dict[str, Handle],
-        streams: dict[str, Any],
+        streams: dict[str, StreamNumbers],
         *,
         is_captured: bool,
     ) -> None:
@@ -126,14 +129,15 @@ def use_stream(name: str) -> Issue:
     """Make a stream the one that torch issues on."""
 
     def issue(call: Call) -> None:
-        torch.cuda.set_stream(call.streams[name])
+        stream_id, device_index, device_type = call.streams[name]
+        torch._C._cuda_setStream(stream_id=stream_id, device_index=device_index, device_type=device_type)
 
     return issue
 
 
-def compute(step: Instruction) -> Issue:
-    """The matmul, sum or placement of a step, on the stream in use."""
-    bound = bind_computation(step.action)
+def compute(step: Instruction, fixed: Tensors) -> Issue:
+    """The matmul, sum or placement of a step, on the stream in use; `fixed` as in `bind_computation`."""
+    bound = bind_computation(step.action, fixed)
 
     def issue(call: Call) -> None:
         bound(call.tensors, call.weights)

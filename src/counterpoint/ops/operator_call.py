@@ -1,16 +1,24 @@
-"""One call of an operator: its operands are checked, the schedule that was picked is looked up, and it is run."""
+"""One call of an operator: its operands are checked, the schedule that was picked is looked up, and it is run.
 
+The checks and look-ups of a call depend on what its tensors are like and not on their numbers, so they are made once:
+`OperatorCall` makes them, and keeps a `KnownCall` for the calls to come.
+"""
+
+from collections.abc import Hashable, Sequence
 from functools import cache
 from typing import NamedTuple, final
 
 import torch
 from torch.distributed import distributed_c10d
 
-from counterpoint.ops.collectives import Collectives, Sequential
+from counterpoint.ops.collectives import Sequential
 from counterpoint.ops.dispatch import Matrices
-from counterpoint.ops.runtime import Request, Runtime, runtime_of
+from counterpoint.ops.runtime import PickedSchedule, Request, Runtime, known_calls, runtime_of
 from counterpoint.ops.transport import AbstractCompiledSchedule
 from counterpoint.schedule.actions import Operation, Pass
+
+MAX_KNOWN_CALLS = 4096  # of a process; a model has a few shapes, and a job whose shapes never come again keeps no more
+Key = tuple[Hashable, ...]
 
 
 class TorchPass(NamedTuple):
@@ -37,7 +45,7 @@ class CallCounts:
 
     def add(self, prepared: AbstractCompiledSchedule) -> None:
         """Count a call that ran this schedule."""
-        if isinstance(prepared, Collectives):
+        if prepared.is_by_library:
             self.num_by_library += 1
         else:
             self.num_by_copies += 1
@@ -51,18 +59,60 @@ def calls_of(group_name: str) -> CallCounts:
 
 
 @final
+class KnownCall:
+    """What calls with tensors of the same shapes, strides, types and devices have in common: which schedule they run, and
+    what results they have memory for."""
+
+    __slots__ = ("_counts", "_names", "_picked", "_results", "_runtime", "group")
+
+    def __init__(self, runtime: Runtime, picked: PickedSchedule, names: Sequence[str], like: Matrices) -> None:
+        """`names` of the given buffers, then of the results, which are like `like`."""
+        self.group, self._runtime, self._picked = runtime.group, runtime, picked
+        self._counts, self._names = calls_of(runtime.group.group_name), tuple(names)
+        self._results = tuple((result.shape, result.stride()) for result in like)
+
+    def begin(self) -> None:
+        """One more call is made."""
+        agreement = self._runtime.agreement
+        agreement.num_calls = self._picked.last_call = agreement.num_calls + 1
+
+    def run(self, given: Matrices, weights: Matrices) -> list[torch.Tensor]:
+        """Run the call that has begun, and return its results."""
+        first, prepared = given[0], self._picked.prepared
+        results = [first.new_empty_strided(*each) for each in self._results]
+        prepared.run(dict(zip(self._names, (*given, *results), strict=True)), weights)
+        self._counts.add(prepared)
+        return results
+
+
+def key_of(what: Key, *tensors: torch.Tensor) -> Key:
+    """All that tells calls apart, besides the numbers in their tensors: `what` they are, and what their tensors are like."""
+    return what, *[(each.shape, each.stride(), each.dtype, each.device) for each in tensors]
+
+
+def known_call(key: Key, group_name: str) -> KnownCall | None:
+    """What is known of calls with this key, of which one begins now; nothing before the first one ran."""
+    found: KnownCall | None = known_calls().get(key)
+    # a group may be destroyed and another one get its name
+    if found is None or distributed_c10d._resolve_process_group(group_name) is not found.group:
+        return None
+    found.begin()
+    return found
+
+
+@final
 class OperatorCall:
-    """One call: checks its operands, finds the plan, runs it, in this order.
+    """The first call of its kind: checks its operands, finds the plan, and keeps both for the calls to come.
 
     Left matrices are one for all weights, or one for each.
     """
 
-    _prepared: AbstractCompiledSchedule
+    _picked: PickedSchedule
 
     def __init__(self, torch_pass: TorchPass, operands: tuple[Matrices, Matrices, str]) -> None:
         self._operation, self._direction, self._sequential = torch_pass
         lefts, self._weights, group_name = operands
-        self._left, self._counts = lefts[0], calls_of(group_name)
+        self._left = lefts[0]
         # if one operand was left on the CPU, the other ranks meet where the GPU is
         device = next((each.device for each in (*lefts, *self._weights) if each.is_cuda), self._left.device)
         self._runtime: Runtime = runtime_of(group_name, device)
@@ -83,12 +133,15 @@ class OperatorCall:
             dtype=self._left.dtype,
             schedule=schedule,
         )
-        self._prepared = self._runtime.plan(request, self._sequential).prepared
+        self._picked = self._runtime.plan(request, self._sequential)
 
-    def __call__(self, tensors: dict[str, torch.Tensor]) -> None:
-        """Run it; `tensors` are the given and the result buffers by name."""
-        self._prepared.run(tensors, self._weights)
-        self._counts.add(self._prepared)
+    def keep(self, key: Key, names: Sequence[str], like: Matrices) -> KnownCall:
+        """What this call and those to come have in common; see `KnownCall`."""
+        known = known_calls()
+        if len(known) >= MAX_KNOWN_CALLS:
+            known.clear()
+        made = known[key] = KnownCall(self._runtime, self._picked, names, like)
+        return made
 
     def require_shard(self, num_rows: int) -> None:
         """Refuse a shard that is not this rank's part of `num_rows` rows."""

@@ -11,8 +11,8 @@ import torch
 from counterpoint.ops.collectives import Collectives
 from counterpoint.ops.computation import multiply
 from counterpoint.ops.dispatch import Gradients, Kept, Matrices, Operator
-from counterpoint.ops.operator_call import OperatorCall, TorchPass, group_size, own_rows
-from counterpoint.ops.transport import Tensors, Weights, named_parts, parts_of
+from counterpoint.ops.operator_call import OperatorCall, TorchPass, group_size, key_of, known_call, own_rows
+from counterpoint.ops.transport import Tensors, Weights, part_names, parts_of
 from counterpoint.schedule import ScheduleDescription, backward_description
 from counterpoint.schedule.actions import Operation
 
@@ -81,25 +81,29 @@ def _run_all_gather_matmul(
     shard: torch.Tensor, weights: Matrices, num_rows: int, group_name: str, schedule: str
 ) -> list[torch.Tensor]:
     """See `counterpoint.ops.all_gather_matmul`; the products of all weights."""
-    call = OperatorCall(GATHER, ([shard], weights, group_name))
-    call.require_shard(num_rows)
-    call.plan((num_rows, shard.shape[1], _num_columns(weights)), schedule)
-    products = [shard.new_empty(num_rows, weight.shape[1]) for weight in weights]
-    call({"shard": shard.contiguous(), **named_parts("product", products)})
-    return products
+    key = key_of((GATHER, group_name, schedule, num_rows), shard, *weights)
+    known = known_call(key, group_name)
+    if known is None:
+        call = OperatorCall(GATHER, ([shard], weights, group_name))
+        call.require_shard(num_rows)
+        call.plan((num_rows, shard.shape[1], _num_columns(weights)), schedule)
+        names = "shard", *part_names("product", len(weights))
+        known = call.keep(key, names, _gathered_shapes(shard, weights, num_rows, group_name, schedule))
+    return known.run([shard.contiguous()], weights)
 
 
 def _run_all_gather_matmul_backward(
     gradients: Matrices, shard: torch.Tensor, weights: Matrices, group_name: str, schedule: str
 ) -> list[torch.Tensor]:
     """Gradients of `all_gather_matmul` for its shard and for each of its weights."""
-    call = OperatorCall(GATHER_BACKWARD, (gradients, [weight.t() for weight in weights], group_name))
-    call.plan((gradients[0].shape[0], shard.shape[1], _num_columns(weights)), schedule)
-    of_shard, of_weights = shard.new_empty(shard.shape), [torch.empty_like(weight) for weight in weights]
-    activations = named_parts("activation", [gradient.contiguous() for gradient in gradients])
-    results = {"product": of_shard, **named_parts("weight_gradient", of_weights)}
-    call({**activations, "shard": shard.contiguous(), **results})
-    return [of_shard, *of_weights]
+    key = key_of((GATHER_BACKWARD, group_name, schedule), shard, *gradients, *weights)
+    known, transposed = known_call(key, group_name), [weight.t() for weight in weights]
+    if known is None:
+        call = OperatorCall(GATHER_BACKWARD, (gradients, transposed, group_name))
+        call.plan((gradients[0].shape[0], shard.shape[1], _num_columns(weights)), schedule)
+        names = "shard", *part_names("activation", len(weights)), "product", *part_names("weight_gradient", len(weights))
+        known = call.keep(key, names, _gathered_gradient_shapes(gradients, shard, weights, group_name, schedule))
+    return known.run([shard.contiguous(), *[gradient.contiguous() for gradient in gradients]], transposed)
 
 
 def _run_matmul_reduce_scatter(
@@ -111,61 +115,71 @@ def _run_matmul_reduce_scatter(
 
 def _run_matmuls_reduce_scatter(activations: Matrices, weights: Matrices, group_name: str, schedule: str) -> torch.Tensor:
     """This rank's block of the sum of all products and all ranks."""
-    call = OperatorCall(REDUCE, (activations, weights, group_name))
-    num_rows, num_columns = activations[0].shape[0], weights[0].shape[1]
-    call.plan((num_rows, sum(weight.shape[0] for weight in weights), num_columns), schedule)
-    product = activations[0].new_empty(own_rows(num_rows, group_name), num_columns)
-    call({**named_parts("activation", activations), "product": product})
-    return product
+    key = key_of((REDUCE, group_name, schedule), *activations, *weights)
+    known = known_call(key, group_name)
+    if known is None:
+        call = OperatorCall(REDUCE, (activations, weights, group_name))
+        sizes = activations[0].shape[0], sum(weight.shape[0] for weight in weights), weights[0].shape[1]
+        call.plan(sizes, schedule)
+        names = *part_names("activation", len(activations)), "product"
+        known = call.keep(key, names, [_scattered_sum_shape(activations, weights, group_name, schedule)])
+    return known.run(activations, weights)[0]
 
 
 def _run_matmul_reduce_scatter_backward(
     gradient: torch.Tensor, activation: torch.Tensor, weight: torch.Tensor, group_name: str, schedule: str
 ) -> Pair:
     """Gradients of `matmul_reduce_scatter` for its activation and its weight."""
-    call = OperatorCall(REDUCE_BACKWARD, ([gradient], [weight.t()], group_name))
-    call.plan((activation.shape[0], *weight.shape), schedule)
-    results = activation.new_empty(activation.shape), torch.empty_like(weight)
-    call({"shard": gradient.contiguous(), "activation": activation.contiguous(), **_result_buffers(results)})
-    return results
+    key = key_of((REDUCE_BACKWARD, group_name, schedule), gradient, activation, weight)
+    known, transposed = known_call(key, group_name), [weight.t()]
+    if known is None:
+        call = OperatorCall(REDUCE_BACKWARD, ([gradient], transposed, group_name))
+        call.plan((activation.shape[0], *weight.shape), schedule)
+        names = "shard", "activation", "product", "weight_gradient"
+        known = call.keep(key, names, _gradient_shapes(gradient, activation, weight, group_name, schedule))
+    of_activation, of_weight = known.run([gradient.contiguous(), activation.contiguous()], transposed)
+    return of_activation, of_weight
 
 
 def _run_matmul_all_reduce(activation: torch.Tensor, weight: torch.Tensor, group_name: str, schedule: str) -> torch.Tensor:
     """See `counterpoint.ops.matmul_all_reduce`."""
-    call = OperatorCall(ALL_REDUCE, ([activation], [weight], group_name))
-    call.plan((activation.shape[0], *weight.shape), schedule)
-    product = activation.new_empty(activation.shape[0], weight.shape[1])
-    call({"activation": activation, "product": product})
-    return product
+    key = key_of((ALL_REDUCE, group_name, schedule), activation, weight)
+    known = known_call(key, group_name)
+    if known is None:
+        call = OperatorCall(ALL_REDUCE, ([activation], [weight], group_name))
+        call.plan((activation.shape[0], *weight.shape), schedule)
+        known = call.keep(key, ("activation", "product"), [_reduced_shape(activation, weight, group_name, schedule)])
+    return known.run([activation], [weight])[0]
 
 
 def _run_all_to_all_matmul(tokens: torch.Tensor, weight: torch.Tensor, group_name: str, schedule: str) -> torch.Tensor:
     """See `counterpoint.ops.all_to_all_matmul`."""
-    call = OperatorCall(EXCHANGE, ([tokens], [weight], group_name))
-    call.plan((tokens.shape[0], *weight.shape), schedule)
-    num_received = group_size(group_name) * own_rows(tokens.shape[0], group_name)
-    product = tokens.new_empty(num_received, weight.shape[1])
-    call({"shard": tokens.contiguous(), "product": product})
-    return product
+    key = key_of((EXCHANGE, group_name, schedule), tokens, weight)
+    known = known_call(key, group_name)
+    if known is None:
+        call = OperatorCall(EXCHANGE, ([tokens], [weight], group_name))
+        call.plan((tokens.shape[0], *weight.shape), schedule)
+        known = call.keep(key, ("shard", "product"), [_exchanged_shape(tokens, weight, group_name, schedule)])
+    return known.run([tokens.contiguous()], [weight])[0]
 
 
 def _run_all_to_all_matmul_backward(
     gradient: torch.Tensor, tokens: torch.Tensor, weight: torch.Tensor, group_name: str, schedule: str
 ) -> Pair:
     """Gradients of `all_to_all_matmul` for its tokens and its weight."""
-    call = OperatorCall(EXCHANGE_BACKWARD, ([gradient], [weight.t()], group_name))
-    call.plan((tokens.shape[0], *weight.shape), schedule)
-    results = tokens.new_empty(tokens.shape), torch.empty_like(weight)
-    call({"activation": gradient.contiguous(), "shard": tokens.contiguous(), **_result_buffers(results)})
-    return results
+    key = key_of((EXCHANGE_BACKWARD, group_name, schedule), gradient, tokens, weight)
+    known, transposed = known_call(key, group_name), [weight.t()]
+    if known is None:
+        call = OperatorCall(EXCHANGE_BACKWARD, ([gradient], transposed, group_name))
+        call.plan((tokens.shape[0], *weight.shape), schedule)
+        names = "activation", "shard", "product", "weight_gradient"
+        known = call.keep(key, names, _gradient_shapes(gradient, tokens, weight, group_name, schedule))
+    of_tokens, of_weight = known.run([gradient.contiguous(), tokens.contiguous()], transposed)
+    return of_tokens, of_weight
 
 
 def _num_columns(weights: Matrices) -> int:
     return sum(weight.shape[1] for weight in weights)
-
-
-def _result_buffers(results: Pair) -> dict[str, torch.Tensor]:
-    return {"product": results[0], "weight_gradient": results[1]}
 
 
 # --- results without numbers, for torch.compile ---
@@ -232,7 +246,7 @@ def _all_reduce_gradients(kept: Kept, gradients: Matrices, is_wanted: tuple[bool
     (gradient,), (weight,) = gradients, kept.weights
     return (
         multiply(gradient, weight.t()) if is_wanted[0] else None,
-        [multiply(kept.left.t(), gradient) if is_wanted[1] else None],
+        [torch.mm(kept.left.t(), gradient, out=torch.empty_like(weight)) if is_wanted[1] else None],
     )
 
 

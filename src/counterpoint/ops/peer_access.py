@@ -8,17 +8,23 @@ calls: NVLink between H200s (docs/ops.md, "State"). H100s are taken to be the sa
 
 import socket
 from importlib.util import find_spec
+from pathlib import Path
 
 import torch
 
 from counterpoint.errors import INSTALL
 
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 PROVEN_WITHOUT_FLUSH = ("H100", "H200")  # and linked by NVLink
 
 
 def whereabouts(device: torch.device) -> str:
-    """The host and the GPU, for the other ranks."""
-    return f"{socket.gethostname()}/{torch.cuda.get_device_properties(device).uuid}"
+    """The host and the GPU, for the other ranks. Hosts of one name, such as localhost, have other boot ids (random(4))."""
+    try:
+        boot = BOOT_ID.read_text().strip()
+    except OSError:
+        boot = ""
+    return f"{socket.gethostname()} {boot}/{torch.cuda.get_device_properties(device).uuid}"
 
 
 def obstacle_on(device: torch.device, found: list[str]) -> str:

@@ -7,9 +7,9 @@ plan in force, else `schedule/heuristic.py`), prepares and allocates; later call
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from functools import cache
-from typing import NoReturn, TypeAlias, final
+from typing import Any, NoReturn, TypeAlias, final
 
 import msgspec
 import torch
@@ -20,6 +20,7 @@ from counterpoint.errors import OperatorError, ScheduleError
 from counterpoint.machine import Machine, load_machine, machine_for_device
 from counterpoint.ops.agreement import Agreement, CallNotice
 from counterpoint.ops.collectives import Collectives, Ranks, Sequential
+from counterpoint.ops.expert_group import ExpertGroup
 from counterpoint.ops.graph_cache import is_capturing, refuse_in_capture
 from counterpoint.ops.lane import AbstractLane
 from counterpoint.ops.message_lane import MessageLane
@@ -98,6 +99,7 @@ class Runtime:
         self.requests: dict[Request, None] = {}  # that named no schedule, in the order of first calls
         self._prepared: dict[tuple[Request, ScheduleDescription], AbstractCompiledSchedule] = {}
         self._lanes: dict[str, AbstractLane] = {}
+        self._experts: ExpertGroup | None = None
         self.agreement = Agreement(group, f"{device.type}")
         self._watchdog = MessageWatchdog(group, self.agreement.overheard)
         self.machine, self.machine_name = _machine_of(device)
@@ -148,6 +150,7 @@ class Runtime:
         calls in the same order."""
         if max(len(self.plans), len(self._prepared)) < MAX_SCHEDULES:
             return
+        known_calls().clear()
         for request in sorted(self.plans, key=lambda each: self.plans[each].last_call)[:NUM_EVICTED]:
             del self.plans[request]
             self.requests.pop(request, None)
@@ -206,6 +209,7 @@ class Runtime:
 
     def pick_anew(self) -> None:
         """Let the next call of every shape choose again, with the other ranks; what is prepared stays."""
+        known_calls().clear()
         for request in [request for request in self.plans if not request.schedule]:
             del self.plans[request]
 
@@ -249,10 +253,19 @@ class Runtime:
 
         return CopyLane(self.group, self.device, self.agreement, name)
 
+    def experts(self) -> ExpertGroup:
+        """What moves the rows of experts, made by all ranks together when first asked for."""
+        if self._experts is None:
+            refuse_in_capture("An expert layer", self.device)
+            self.agreement.compare(CallNotice(request="an expert layer"))
+            ranks = Ranks(self.group, self.agreement, self._watchdog)
+            self._experts = ExpertGroup(ranks, self.device, self.obstacle)
+        return self._experts
+
     def num_symmetric_bytes(self) -> int:
         """Bytes of symmetric memory held on this rank."""
-        of_lanes = sum(lane.num_symmetric_bytes() for lane in self._lanes.values())
-        return of_lanes + (self.transport.num_symmetric_bytes() if self.transport else 0)
+        held = sum(lane.num_symmetric_bytes() for lane in self._lanes.values())
+        return held + sum(each.num_symmetric_bytes() for each in (self.transport, self._experts) if each is not None)
 
     def num_recordings(self) -> int:
         """Calls recorded as CUDA graphs on this rank."""
@@ -260,10 +273,13 @@ class Runtime:
 
     def close(self) -> None:
         """Give back all memory."""
+        known_calls().clear()
         self._watchdog.close()
         for lane in self._lanes.values():
             lane.close()
         self._lanes.clear()
+        if self._experts is not None:
+            self._experts.close()
         self.plans.clear()
         self.requests.clear()
         self._prepared.clear()
@@ -292,6 +308,12 @@ def _note_untested_torch() -> None:
             NEWEST_TORCH[0],
             NEWEST_TORCH[1] + 1,
         )
+
+
+@cache
+def known_calls() -> dict[Hashable, Any]:
+    """What `operator_call.py` knows of calls that came before, of all groups: forgotten whenever a plan is."""
+    return {}
 
 
 @cache

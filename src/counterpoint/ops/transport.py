@@ -31,10 +31,12 @@ class Place(Value, frozen=True, kw_only=True):
 class AbstractCompiledSchedule(ABC):
     """A schedule made ready for tensors of one shape and type.
 
-    `num_sent_bytes`: what this rank's copies send in one call; 0 where the library's collective moves the rows.
+    `num_sent_bytes`: what this rank's copies send in one call; 0 where the library's collective moves the rows, which
+    `is_by_library` tells.
     """
 
     num_sent_bytes = 0
+    is_by_library = False
 
     @abstractmethod
     def run(self, tensors: Tensors, weights: Weights) -> None:
@@ -84,9 +86,9 @@ def parts_of(tensors: Tensors, buffer: str) -> list[torch.Tensor]:
     return parts
 
 
-def named_parts(buffer: str, parts: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
-    """A buffer's parts by their names."""
-    return {part_name(buffer, number): part for number, part in enumerate(parts)}
+def part_names(buffer: str, count: int) -> tuple[str, ...]:
+    """What a buffer's parts for so many weights are called."""
+    return tuple(part_name(buffer, number) for number in range(count))
 
 
 def with_slices(tensors: Tensors, buffers: Sequence[Buffer]) -> dict[str, torch.Tensor]:

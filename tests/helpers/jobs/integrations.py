@@ -38,6 +38,15 @@ from integration_sections.data_parallel_switching import (
     ddp_switches_between_steps,
     ddp_without_memory,
 )
+from integration_sections.expert_parallel import (
+    expert_parallel_checkpointed,
+    expert_parallel_in_a_job,
+    expert_parallel_in_bf16,
+    expert_parallel_layers,
+    expert_parallel_refuses,
+    expert_parallel_with_fsdp2,
+    expert_parallel_with_tensor_parallel,
+)
 from integration_sections.lanes import all_reduces, reduce_scatters
 from integration_sections.sharded_data_parallel import fsdp2_refuses_a_buffer_in_use, fsdp2_small_groups_stay, fsdp2_steps
 from integration_sections.sharded_switching import (
@@ -120,6 +129,13 @@ SECTIONS: dict[str, Callable[[], None]] = {
         tensor_parallel_whole_outputs,
         tensor_parallel_in_a_job,
         tensor_parallel_compiled_with_fsdp2,
+        expert_parallel_layers,
+        expert_parallel_refuses,
+        expert_parallel_in_a_job,
+        expert_parallel_checkpointed,
+        expert_parallel_with_fsdp2,
+        expert_parallel_with_tensor_parallel,
+        expert_parallel_in_bf16,
         memory_is_reported_and_given_back,
     )
 }

@@ -2,9 +2,10 @@
 
     torchrun --nproc-per-node 2 paths.py KIND[:VARIANT]...
 
-KIND is ddp, fsdp2, tp, 2d (tensor parallel within FSDP2) or bare. VARIANT is nothing, `hand` (an integration from the second
-step on, as `run` does it), `hook` (a communication hook of its own), `evaluates` (with a second model), `late` (wrapped in
-DDP again, with a new optimizer, after some steps), `broken` (rank 1 cannot look for models), or `killed` (after some steps).
+KIND is ddp, fsdp2, tp, 2d (tensor parallel within FSDP2), experts (on other ranks, within FSDP2) or bare. VARIANT is
+nothing, `hand` (an integration from the second step on, as `run` does it), `hook` (a communication hook of its own),
+`evaluates` (with a second model), `late` (wrapped in DDP again, with a new optimizer, after some steps), `broken` (rank 1
+cannot look for models), or `killed` (after some steps).
 A line has the sums of the ranks' parameters, exactly, and the names in a checkpoint.
 """
 
@@ -20,11 +21,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "examples"))
 import stock_jobs
+from integration_sections import spread_experts
 
 NUM_STEPS, KILLED_AFTER, WRAPPED_AFTER = 8, 5, 3  # counts are kept after steps 1, 2, 4 and 8
 WIDTHS, TOKENS = {2: 448, 4: 640}, 8  # a rank's part of a block is just above the 4 MiB that copies take
@@ -50,7 +53,7 @@ class Row(nn.Module):
 
 def by_hand(kind: str, model: Any) -> Any:
     """What docs/integrations.md says to write."""
-    from counterpoint.integrations import collectives, ddp, fsdp2, tensor_parallel  # noqa: PLC0415
+    from counterpoint.integrations import collectives, ddp, expert_parallel, fsdp2, tensor_parallel  # noqa: PLC0415
     from counterpoint.schedule import ScheduleDescription  # noqa: PLC0415
 
     if kind == "ddp":
@@ -59,6 +62,8 @@ def by_hand(kind: str, model: Any) -> Any:
         return fsdp2.use_copy_engines(model)
     if kind == "bare":
         return collectives.replace()
+    if kind == "experts":
+        return expert_parallel.overlap(model, schedule=ScheduleDescription(pattern="all_peers", along="experts", chunks=2))
     assert kind in ("tp", "2d")
     return tensor_parallel.overlap(model, schedule=ScheduleDescription(pattern="ring"))
 
@@ -67,6 +72,13 @@ def model_of(kind: str, num_ranks: int) -> nn.Module:
     torch.manual_seed(0)
     if kind == "bare":
         return Row(num_ranks)
+    if kind == "experts":
+        mesh = init_device_mesh("cpu", (num_ranks // 2, 2), mesh_dim_names=("dp", "ep"))
+        spread = spread_experts.spread(spread_experts.Mixtures(2, 4), mesh["ep"])
+        for each in spread.modules():
+            if isinstance(each, spread_experts.GroupedExperts):
+                fully_shard(each, mesh=mesh["dp"])
+        return spread
     block = nn.Sequential(stock_jobs.Block(WIDTHS[num_ranks], WIDTHS[num_ranks] // num_ranks))
     if kind == "2d":
         mesh = init_device_mesh("cpu", (2, num_ranks // 2), mesh_dim_names=("dp", "tp"))
@@ -80,10 +92,11 @@ def train(kind: str, variant: str) -> None:
     model = model_of(kind, num_ranks)
     torch.manual_seed({"tp": 0, "2d": 1 + rank // 2}.get(kind, 1 + rank))
     batch = torch.full((num_ranks * PART,), 1.0 + rank) if kind == "bare" else torch.randn(1, TOKENS, WIDTHS[num_ranks])
+    batch = spread_experts.tokens_of_rank() if kind == "experts" else batch
     if variant == "hook":
         model.register_comm_hook(None, allreduce_hook)
     second = DistributedDataParallel(nn.Linear(8, 8)) if variant == "evaluates" else None
-    optimizer = stock_jobs.make_optimizer("tp" if kind == "2d" else kind, model, 0.1)
+    optimizer = stock_jobs.make_optimizer("tp" if kind in ("2d", "experts") else kind, model, 0.1)
     in_use: Any = None
     if variant == "broken" and rank == 1:
         job_paths = importlib.import_module("counterpoint.integrations.job_paths")

@@ -52,7 +52,7 @@ def refused(call: Callable[[], object], word: str) -> None:
 
 
 def said_of(work: Callable[[], None]) -> list[str]:
-    """What the logger `counterpoint` says meanwhile."""
+    """What the logger `counterpoint` says meanwhile: of what is true of every rank, rank 0 alone."""
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]

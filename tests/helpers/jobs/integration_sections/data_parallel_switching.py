@@ -188,8 +188,8 @@ def ddp_sparse_gradients() -> None:
     assert_close(results[1], results[0], 1e-5)
     assert state is not None
     assert (state.num_by_copies, state.num_by_library) == (1, 1)
-    assert len(said) == 1
-    assert said[0].endswith("its gradients are sparse.")
+    assert len(said) == (1 if dist.get_rank() == 0 else 0)
+    assert all(line.endswith("its gradients are sparse.") for line in said)
 
 
 def ddp_without_memory() -> None:
@@ -200,8 +200,8 @@ def ddp_without_memory() -> None:
     last = dist.get_world_size() - 1
     with without_memory_above(2048, on_rank=last):
         said = said_of(lambda: assert_close(trained(model), bare, 1e-4))
-    assert len(said) == 1, said
-    assert f"Rank {last} of the group" in said[0]
+    assert len(said) == (1 if dist.get_rank() == 0 else 0), said
+    assert all(f"Rank {last} of the group" in line for line in said)
     assert state.num_by_copies == 0
     assert state.num_by_library >= NUM_STEPS
     ops.release()

@@ -211,7 +211,7 @@ def fsdp2_without_memory() -> None:
     switch_on = functools.partial(in_use.use, gathers=True, reduces=True)
     with without_memory_above(2048, on_rank=last):
         said = said_of(lambda: assert_close(trained(model, lambda _: switch_on()), bare, 1e-4))
-    assert len(said) == 2, said
+    assert len(said) == (2 if dist.get_rank() == 0 else 0), said
     assert all(f"Rank {last} of the group" in line for line in said)
     assert in_use.num_by_library > 3 * NUM_STEPS
     ops.release()

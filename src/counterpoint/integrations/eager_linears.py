@@ -1,0 +1,140 @@
+"""Linears of tensor parallelism in eager code: one step of autograd from the input and the DTensor weights to the products.
+
+The public way, `DTensor.to_local`, a transposition, an operator, a view and `DTensor.from_local`, is a step each, and each
+takes the host some 5 to 50 us forward and backward, where the operator itself takes less (docs/integrations.md has the
+times). What it gives is the same to the bit. Dispatch modes, function transforms, autocast, torch.compile and unusual
+tensors get the public way.
+"""
+
+import copy
+from collections.abc import Sequence
+from typing import Any, final
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from counterpoint.integrations.sequence_shards import Route, is_one_sequence, rows_of, with_tokens_at
+from counterpoint.ops import operators
+from counterpoint.ops.dispatch import PLAIN_TYPES, Operator, is_observed, keep_for_backward
+
+OPERATORS = (operators.all_gather_matmul, operators.matmul_reduce_scatter, operators.matmul_all_reduce)
+
+
+@final
+class EagerLinear:
+    """One of `OPERATORS` for inputs whose tokens are dimension `dim`; a gather takes several weights."""
+
+    def __init__(self, operator: Operator, dim: int, route: Route) -> None:
+        self.operator, self.dim, self.route = operator, dim, route
+        self._gathers = operator is operators.all_gather_matmul
+        self._scatters = operator is operators.matmul_reduce_scatter
+
+    def __deepcopy__(self, _memo: dict[int, Any]) -> "EagerLinear":
+        return self  # operators cannot be copied, and nothing in it changes
+
+    def __call__(self, given: torch.Tensor, weights: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...] | None:
+        """The products of the input, a DTensor or its local part, and each weight; None where the public way is needed."""
+        local = given._local_tensor if type(given) is DTensor else given
+        if type(local) not in PLAIN_TYPES or not all(map(_is_plain, weights)):
+            return None
+        if local is not given and not local.is_contiguous():
+            return None
+        if is_observed() or torch.is_autocast_enabled(local.device.type):
+            return None
+        products: tuple[torch.Tensor, ...]
+        if torch.is_grad_enabled() and (given.requires_grad or any(weight.requires_grad for weight in weights)):
+            products = _Multiply.apply(self, given, *weights)
+        else:
+            products = self.multiply(None, local, weights)
+        if is_one_sequence(local.shape, self.dim):
+            return products
+        return tuple(product.movedim(0, self.dim) for product in products)
+
+    def multiply(self, ctx: Any, local: torch.Tensor, weights: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """The products, tokens first where there are several sequences; `ctx` keeps what backward needs, if there is one.
+
+        They get their shapes in place: autograd forbids to change a function's views in place.
+        """
+        rows, transposed = rows_of(local, self.dim), [weight._local_tensor.t() for weight in weights]
+        group_name, num_ranks, schedule = self.route
+        if ctx is not None:
+            keep_for_backward(ctx, rows, transposed, (group_name, schedule))
+            ctx.sizes = local.shape
+        sizes, dim = local.shape, self.dim
+        num_tokens = sizes[dim]
+        if self._gathers:
+            products = self.operator.run_unobserved(rows, transposed, num_ranks * rows.shape[0], group_name, schedule)
+            num_tokens *= num_ranks
+        else:
+            products = (self.operator.run_unobserved(rows, transposed[0], group_name, schedule),)
+            num_tokens //= num_ranks if self._scatters else 1
+        front = (*sizes[:dim], num_tokens) if is_one_sequence(sizes, dim) else (num_tokens, *sizes[:dim])
+        shape = *front, *sizes[dim + 1 : -1]
+        return tuple([product.resize_((*shape, product.shape[1])) for product in products])
+
+    def differentiate(
+        self, ctx: Any, gradients: Sequence[torch.Tensor], is_wanted: tuple[bool, bool]
+    ) -> tuple[torch.Tensor | None, list[torch.Tensor | None]]:
+        """The gradients of the local input and of the local weights, of those of what `multiply` gave."""
+        rows = [gradient.reshape(-1, gradient.shape[-1]) for gradient in gradients]
+        of_rows, of_weights = self.operator.differentiate(ctx, rows, is_wanted)
+        sizes, dim = ctx.sizes, self.dim
+        of_input = (
+            None if of_rows is None else with_tokens_at(dim, of_rows, (sizes[dim], *sizes[:dim], *sizes[dim + 1 : -1]))
+        )
+        return of_input, [None if each is None else each.t() for each in of_weights]
+
+
+@final
+class EagerLinears:
+    """An `EagerLinear` for each dimension that inputs were sharded in: one, as a rule."""
+
+    def __init__(self, operator: Operator, route: Route) -> None:
+        self._operator, self._route = operator, route
+        self._by_dim: dict[int, EagerLinear] = {}
+
+    def __deepcopy__(self, _memo: dict[int, Any]) -> "EagerLinears":
+        return self
+
+    def of(self, dim: int) -> EagerLinear:
+        """That for inputs whose tokens are dimension `dim`."""
+        found = self._by_dim.get(dim)
+        if found is None:
+            found = self._by_dim[dim] = EagerLinear(self._operator, dim, self._route)
+        return found
+
+
+class _Multiply(torch.autograd.Function):  # type: ignore[misc]  # torch is untyped here
+    """An `EagerLinear`, its input and its weights."""
+
+    @staticmethod
+    def forward(ctx: Any, linear: EagerLinear, given: torch.Tensor, *weights: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.linear, ctx.specs = linear, [weight._spec for weight in weights]
+        ctx.spec = given._spec if type(given) is DTensor else None
+        return linear.multiply(ctx, given if ctx.spec is None else given._local_tensor, weights)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        is_wanted = ctx.needs_input_grad[1], any(ctx.needs_input_grad[2:])
+        of_input, of_weights = ctx.linear.differentiate(ctx, gradients, is_wanted)
+        if ctx.spec is not None:
+            of_input = _distributed(of_input, ctx.spec)
+        return None, of_input, *[_distributed(each, spec) for each, spec in zip(of_weights, ctx.specs, strict=True)]
+
+
+def _is_plain(weight: torch.Tensor) -> bool:
+    """Whether a weight is a DTensor of one dimension whose gradient lies in memory as it does."""
+    if type(weight) is not DTensor or len(weight._spec.placements) != 1:
+        return False
+    local = weight._local_tensor
+    return type(local) in PLAIN_TYPES and local.is_contiguous()
+
+
+def _distributed(gradient: torch.Tensor | None, spec: Any) -> torch.Tensor | None:
+    """A local gradient as a DTensor like the one it is for, whose local tensor is contiguous; with a spec of its own, as
+    `to_local` does it."""
+    if gradient is None:
+        return None
+    if gradient.is_contiguous():
+        return DTensor.__new__(DTensor, gradient, copy.copy(spec), requires_grad=False)
+    return DTensor.from_local(gradient, spec.mesh, spec.placements, run_check=False)

@@ -1,0 +1,118 @@
+"""What calls of the same shapes have in common is found once, told apart from what differs, and forgotten when it goes."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from counterpoint.plan import LEAVE_IT
+from counterpoint.schedule import ScheduleDescription
+
+torch = pytest.importorskip("torch")
+dist = pytest.importorskip("torch.distributed")
+ops = pytest.importorskip("counterpoint.ops")
+operators = pytest.importorskip("counterpoint.ops.operators")
+operator_call = pytest.importorskip("counterpoint.ops.operator_call")
+runtime = pytest.importorskip("counterpoint.ops.runtime")
+
+CHUNKED = ScheduleDescription(chunks=2)
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def group() -> Iterator[None]:
+    """A process group of this process alone."""
+    ops.release()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        ops.release()
+        dist.destroy_process_group()
+
+
+@pytest.fixture
+def first_calls(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """Grows by the operation of every call that is checked and planned."""
+    found: list[object] = []
+
+    class Noted(operator_call.OperatorCall):  # type: ignore[misc, name-defined]  # torch is untyped here
+        def __init__(self, torch_pass: object, operands: object) -> None:
+            found.append(torch_pass.operation)  # type: ignore[attr-defined]
+            super().__init__(torch_pass, operands)
+
+    monkeypatch.setattr(operators, "OperatorCall", Noted)
+    return found
+
+
+def gather(left: object, weight: object) -> object:
+    return ops.all_gather_matmul(left, weight, schedule=CHUNKED)
+
+
+def test_a_call_is_checked_and_planned_once_and_counted_every_time(first_calls: list[object]) -> None:
+    left, weight = torch.randn(4, 3), torch.randn(3, 2)
+    counts = operator_call.calls_of(dist.group.WORLD.group_name)
+    before = counts.num_by_copies + counts.num_by_library
+    for number in range(1, 4):
+        assert torch.equal(gather(left, weight), left @ weight)
+        found = runtime.runtime_of(dist.group.WORLD.group_name, CPU)
+        assert found.agreement.num_calls == number
+        assert max(picked.last_call for picked in found.plans.values()) == number
+    assert len(first_calls) == 1
+    assert counts.num_by_copies + counts.num_by_library - before == 3
+
+
+def test_shapes_strides_and_types_are_told_apart(first_calls: list[object]) -> None:
+    left, weight = torch.randn(4, 3), torch.randn(3, 2)
+    for one, other in [
+        (left, weight),
+        (left, weight.t().contiguous().t()),
+        (left[:2], weight),
+        (left.double(), weight.double()),
+    ]:
+        torch.testing.assert_close(gather(one, other), one @ other)
+    assert len(first_calls) == 4
+    with pytest.raises(runtime.OperatorError, match="operands of one type"):
+        gather(left.double(), weight)
+
+
+@pytest.mark.parametrize("forget", ["a plan", "release", "another group", "many calls"])
+def test_what_is_known_goes_with_what_it_was_made_for(
+    first_calls: list[object], monkeypatch: pytest.MonkeyPatch, forget: str
+) -> None:
+    left, weight = torch.randn(4, 3), torch.randn(3, 2)
+    ops.all_gather_matmul(left, weight)
+    if forget == "a plan":
+        ops.use_plan(LEAVE_IT)
+    elif forget == "release":
+        ops.release()
+        assert not runtime.known_calls()
+    elif forget == "another group":
+        dist.destroy_process_group()
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    else:
+        monkeypatch.setattr(operator_call, "MAX_KNOWN_CALLS", 1)
+        ops.all_gather_matmul(left[:2], weight)
+        assert len(runtime.known_calls()) == 1
+    assert torch.equal(ops.all_gather_matmul(left, weight), left @ weight)
+    assert len(first_calls) == (3 if forget == "many calls" else 2)
+
+
+def test_by_its_name_a_custom_operator_runs_as_it_does_otherwise() -> None:
+    """Code that torch.compile made calls it so, without gradients; whoever looks still sees it."""
+    named = torch.ops.counterpoint.matmul_reduce_scatter.default
+    left, weight, rest = torch.randn(4, 3), torch.randn(3, 2), (dist.group.WORLD.group_name, "")
+    assert torch.equal(named(left, weight, *rest), left @ weight)
+    wanted = left.clone().requires_grad_()
+    named(wanted, weight, *rest).sum().backward()
+    assert torch.equal(wanted.grad, torch.ones(4, 2) @ weight.t())
+    seen = []
+
+    class Looks(torch.utils._python_dispatch.TorchDispatchMode):  # type: ignore[misc]  # torch is untyped here
+        def __torch_dispatch__(self, func: object, types: object, args: tuple = (), kwargs: object = None) -> object:
+            seen.append(func)
+            return func(*args, **(kwargs or {}))  # type: ignore[operator]
+
+    with Looks():
+        named(left, weight, *rest)
+    assert named in seen
+    assert {named: 1}[torch.ops.counterpoint.matmul_reduce_scatter.default] == 1, "its hash is as torch made it"
