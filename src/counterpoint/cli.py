@@ -1,16 +1,28 @@
 """The command line: parse, call the library, print. Bad input is one line on standard error and exit code 2."""
 
 import io
+import itertools
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from typer.exceptions import Abort, TyperException
 
-from counterpoint import cli_analyze, cli_calibrate, cli_check, cli_gpu, cli_plan, cli_run, cli_schedule, cli_validate
+from counterpoint import (
+    cli_analyze,
+    cli_calibrate,
+    cli_check,
+    cli_cluster,
+    cli_env,
+    cli_gpu,
+    cli_plan,
+    cli_run,
+    cli_schedule,
+    cli_validate,
+)
 from counterpoint.errors import MAX_LINE, CounterpointError, say, shown
 from counterpoint.units import format_count
 from counterpoint.value import check_outputs
@@ -30,7 +42,7 @@ app = typer.Typer(
 )
 
 STEP = "A profiler trace (.json, .json.gz), a workload file (.toml) or a workload's name"
-StepArgument = Annotated[str, typer.Argument(metavar="STEP", help=f"{STEP}.")]
+OptionalStepArgument = Annotated[str | None, typer.Argument(metavar="[STEP]", help=f"{STEP}; optional with --cluster.")]
 StepOrFunctionArgument = Annotated[
     str, typer.Argument(metavar="STEP", help=f"{STEP}; or module:function, to measure on the GPUs at hand.")
 ]
@@ -147,6 +159,7 @@ def tune(
     from counterpoint.job import load_job, names_function  # noqa: PLC0415
     from counterpoint.plan import check_plan_name, save_plan  # noqa: PLC0415
     from counterpoint.report.summary import summarize_tuning  # noqa: PLC0415
+    from counterpoint.report.text import ProgressLine  # noqa: PLC0415
     from counterpoint.report.to_apply import PlanOrigin  # noqa: PLC0415
     from counterpoint.sim import Simulator  # noqa: PLC0415
 
@@ -161,7 +174,12 @@ def tune(
             raise CounterpointError(f"--calibration is for what is simulated, and '{step}' is measured. Leave it out.")
         cli_gpu.tune_function(step, machine, output, json)
     job = load_job(step, machine).calibrated(calibration)
-    with _Progress(is_shown=not json) as on_trial:
+    count = itertools.count(1)
+    with ProgressLine(is_shown=not json) as show:
+
+        def on_trial(trial: "Trial") -> None:
+            show(f"simulated {format_count(next(count), 'candidate')}; now: {trial.label[:60]}")
+
         tuning = planner.tune(
             job.step, job.machine, Simulator(), on_trial, traced=None if job.traced is None else job.traced.timeline
         )
@@ -182,7 +200,7 @@ def tune(
 
 @app.command(short_help="Simulate a step, with a plan or as it is.")
 def simulate(
-    step: StepArgument,
+    step: OptionalStepArgument = None,
     machine: MachineOption = None,
     plan: Annotated[
         Path | None,
@@ -190,22 +208,37 @@ def simulate(
     ] = None,
     calibration: CalibrationOption = None,
     *,
+    cluster: cli_cluster.ClusterOption = None,
+    ranks: cli_cluster.RanksOption = None,
     timeline: TimelineOption = None,
     json: JsonOption = False,
 ) -> None:
-    """Simulate STEP, with a plan or as it is, and print its metrics."""
+    """Simulate STEP, with a plan or as it is, and print its metrics.
+
+    With --cluster and no STEP, the training step is simulated that the cluster file describes.
+    """
     from counterpoint.job import load_job  # noqa: PLC0415
     from counterpoint.plan import LEAVE_IT, load_plan  # noqa: PLC0415
     from counterpoint.planner.idle import review_plan  # noqa: PLC0415
     from counterpoint.report.summary import summarize_simulation  # noqa: PLC0415
     from counterpoint.sim import Simulator  # noqa: PLC0415
 
-    check_outputs(outputs=(timeline,), inputs=(step, machine, plan, calibration))
+    cli_cluster.check_cluster(step, cluster, machine, ranks)
+    check_outputs(outputs=(timeline,), inputs=(step, machine, plan, calibration, cluster))
     _check_timeline(timeline)
+    if step is None:
+        assert cluster is not None, "check_cluster lets nothing else pass"
+        cli_cluster.simulate_model(cluster, (plan, calibration, timeline), json)
+        return
     chosen = load_plan(plan) if plan is not None else LEAVE_IT
-    job = load_job(step, machine).calibrated(calibration)
+    assumed: tuple[str, ...] = ()
+    if cluster is None:
+        job = load_job(step, machine).calibrated(calibration)
+    else:
+        job, assumed = cli_cluster.extended_job(step, cluster, ranks)
+        job = job.calibrated(calibration)
     simulated = Simulator().run(job.step, job.machine, chosen)
-    remarks = review_plan(job.step, job.machine, chosen)
+    remarks = (*assumed, *review_plan(job.step, job.machine, chosen))
     if chosen.directives and Simulator().run(job.step, job.machine, LEAVE_IT).intervals == simulated.intervals:
         remarks = (*remarks, "With the plan, no operation starts or ends at another time than without it.")
     _write_timelines(timeline, {"simulated": simulated})
@@ -284,34 +317,18 @@ app.command(short_help="Say what communication is exposed in traces, why, and wh
 app.command(context_settings=cli_check.CONTEXT, short_help="Name settings known to defeat overlap, before a run.")(
     cli_check.check
 )
+app.command(
+    context_settings=cli_env.CONTEXT, short_help="Print how Slurm, Kubernetes, Ray, MPI or a container starts a job."
+)(cli_env.env)
 app.command(context_settings=cli_run.CONTEXT, short_help="Run a job that nobody edits with a plan, or tune it meanwhile.")(
     cli_run.run
 )
 app.command(short_help="Measure the simulator's constants on the GPUs at hand.")(cli_calibrate.calibrate)
 app.command(short_help="Compare predictions with measurements of a fixed set of cases.")(cli_validate.validate)
+app.command(short_help="Estimate many parallel sizes and controls on described clusters.")(cli_cluster.sweep)
 app.add_typer(cli_plan.plan, name="plan", short_help="Print plan files in words, or compare two.")
 app.add_typer(cli_schedule.schedule, name="schedule", short_help="Draw copy schedules, or choose them by measurement.")
 app.add_typer(cli_gpu.bench, name="bench")
-
-
-class _Progress:
-    """A line on standard error that counts trials while a person waits; silent where nobody looks."""
-
-    def __init__(self, is_shown: bool) -> None:
-        self._is_shown = is_shown and sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
-        self._count = 0
-
-    def __enter__(self) -> Callable[["Trial"], None] | None:
-        return self._show if self._is_shown else None
-
-    def __exit__(self, *_: object) -> None:
-        if self._is_shown:
-            sys.stderr.write("\r\x1b[K")
-
-    def _show(self, trial: "Trial") -> None:
-        self._count += 1
-        sys.stderr.write(f"\r\x1b[Ksimulated {format_count(self._count, 'candidate')}; now: {trial.label[:60]}")
-        sys.stderr.flush()
 
 
 def _option(machine: str | None) -> tuple[str, ...]:

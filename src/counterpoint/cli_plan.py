@@ -1,13 +1,14 @@
-"""The command line's part for `plan`: plan files read and compared, without running anything."""
+"""The command line's part for `plan`: plan files read, compared and written for others, without running anything."""
 
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from counterpoint.value import write_json
+from counterpoint.errors import CounterpointError, say, shown
+from counterpoint.value import check_outputs, write_json, write_whole
 
-plan = typer.Typer(help="Look at plan files, or compare two.", rich_markup_mode=None)
+plan = typer.Typer(help="Look at plan files, compare two, or write one for another program.", rich_markup_mode=None)
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON for programs instead of text for people.")]
 
 
@@ -48,3 +49,47 @@ def diff(
         print(write_json(found))
         return
     print_diff(new_console(), (str(first), str(second)), found)
+
+
+@plan.command(short_help="Write a plan for NCCL's tuner plugin, to be used without Counterpoint.")
+def export(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="A plan (.toml).")],
+    *,
+    nccl_tuner: Annotated[
+        bool, typer.Option("--nccl-tuner", help="As the CSV file of the example tuner plugin in NCCL's sources.")
+    ] = False,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", metavar="CSV", help="Where to write it.  [default: standard output]")
+    ] = None,
+    step: Annotated[
+        str | None, typer.Option("--step", metavar="STEP", help="The trace that the plan was made from, for its sizes.")
+    ] = None,
+    algorithm: Annotated[
+        str,
+        typer.Option("--algorithm", help="For every line: tree, ring, collnet_direct, collnet_chain, nvls, nvls_tree, pat."),
+    ] = "ring",
+    protocol: Annotated[str, typer.Option("--protocol", help="For every line: ll, ll128, simple.")] = "simple",
+) -> None:
+    """Write the CTAs that the plan in FILE gives collectives, by kind and size. The plan does not choose --algorithm and
+    --protocol: the defaults are what NCCL takes for large collectives without NVLink SHARP.
+    """
+    from counterpoint.job import load_job  # noqa: PLC0415  a fast --help
+    from counterpoint.plan import load_plan  # noqa: PLC0415
+    from counterpoint.report.nccl_tuner import ALGORITHMS, PROTOCOLS, tuner_file  # noqa: PLC0415
+
+    if not nccl_tuner:
+        raise CounterpointError("As what is the plan to be written? Add --nccl-tuner.")
+    chosen = next((each for each in ALGORITHMS if each == algorithm), None)
+    wire = next((each for each in PROTOCOLS if each == protocol), None)
+    if chosen is None or wire is None:
+        wrong, known = (algorithm, ALGORITHMS) if chosen is None else (protocol, PROTOCOLS)
+        raise CounterpointError(f"NCCL has no '{shown(wrong)}'. Give one of {', '.join(known)}.")
+    check_outputs((output,), inputs=(file,))
+    found = tuner_file(load_plan(file), load_job(step).step if step is not None else None)
+    text = found.written(chosen, wire)
+    if output is None:
+        print(text, end="")
+    else:
+        write_whole(output, text.encode())
+    for line in found.left_out:
+        say(f"not in the file: {line}")

@@ -5,12 +5,12 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 import typer
 
-from counterpoint.errors import DeviceError, ScheduleError
-from counterpoint.schedule.actions import ELEMENT_BYTES, DataType, Operation, Problem
+from counterpoint.errors import DeviceError, ScheduleError, shown_path
+from counterpoint.schedule.actions import ELEMENT_BYTES, DataType, ExpertOperation, Operation, Problem
 from counterpoint.schedule.description import (
     LEAST_GROWTH,
     MAX_CHUNKS,
@@ -22,6 +22,7 @@ from counterpoint.schedule.description import (
     ScheduleDescription,
 )
 from counterpoint.schedule.operations import OPERATORS
+from counterpoint.schedule.routing import Routing, RoutingKind, example_routing, read_routing
 from counterpoint.value import check_outputs, write_json
 
 schedule = typer.Typer(
@@ -32,11 +33,13 @@ USUAL = ScheduleDescription()  # what the choices that are not made have, once o
 TORCHRUN = "torchrun --nproc-per-node W -m counterpoint schedule tune OPERATION"
 ESTIMATE = "Without GPUs, counterpoint schedule show estimates."
 OPERATIONS = f"{', '.join(list(OPERATORS)[:-1])} or {list(OPERATORS)[-1]}."
+EXPERT_OPERATIONS = f"{', '.join(get_args(ExpertOperation)[:-1])} or {get_args(ExpertOperation)[-1]}."
 OPTIONS = {  # the fields that errors name, as they are typed
     "num_ranks": "--ranks",
     "num_rows": "--rows",
     "num_inner": "--inner",
     "num_columns": "--columns",
+    "num_hidden": "--hidden",
     "pattern": "--pattern",
     "chunks": "--chunks",
     "chunk_growth": "--chunk-growth",
@@ -112,6 +115,26 @@ ComputeStreamsOption = Annotated[
         help=f"Number of streams that matmul pieces take turns on, 1 or 2.  [default: {USUAL.num_compute_streams}]",
     ),
 ]
+ExpertArgument = Annotated[ExpertOperation, typer.Argument(metavar="OPERATION", help=EXPERT_OPERATIONS, show_choices=False)]
+ExpertRowsOption = Annotated[
+    int, typer.Option("--rows", metavar="T", help="Number of rows of each rank: its tokens times the experts of each.")
+]
+ExpertInnerOption = Annotated[int, typer.Option("--inner", metavar="K", help="Number of columns of a row.")]
+HiddenOption = Annotated[int, typer.Option("--hidden", metavar="H", help="Hidden size of an expert.")]
+ExpertsOption = Annotated[int, typer.Option("--experts", metavar="E", help="Number of experts of all ranks together.")]
+RoutingOption = Annotated[
+    str,
+    typer.Option(
+        "--routing",
+        metavar="NAME",
+        help="balanced, zipf, one-hot, or a JSON file with a list of counts for each rank, one for each expert.",
+    ),
+]
+GatedOption = Annotated[bool, typer.Option("--gated/--plain", help="Whether the first matmul has a gate, as with SwiGLU.")]
+GroupsOption = Annotated[
+    int | None,
+    typer.Option("--groups", metavar="N", help=f"Groups that each rank's experts are in, 1 to {MAX_CHUNKS}."),
+]
 BackwardOption = Annotated[bool, typer.Option("--backward", help="The backward pass of the same operator.")]
 RankOption = Annotated[int, typer.Option("--rank", metavar="R", help="The number of the rank that is drawn, from 0.")]
 MachineOption = Annotated[
@@ -181,6 +204,55 @@ def show(
         print_schedule(new_console(), found)
 
 
+@schedule.command(short_help="Draw the schedule of an operator for experts.")
+def experts(
+    operation: ExpertArgument,
+    *,
+    num_rows: ExpertRowsOption,
+    num_inner: ExpertInnerOption,
+    num_hidden: HiddenOption,
+    num_experts: ExpertsOption,
+    num_ranks: RanksOption,
+    routing: RoutingOption = "balanced",
+    is_gated: GatedOption = True,
+    num_groups: GroupsOption = None,
+    dtype: DataTypeOption = "bf16",
+    rank: RankOption = 0,
+    machine: MachineOption = "h200",
+    json: JsonOption = False,
+) -> None:
+    """Draw how tokens go to their experts and back beside grouped matmuls, with the estimated time against sequential and
+    ideal.
+
+    Without --groups a table decides by the bytes that go from rank to rank.
+    """
+    from counterpoint.machine import load_machine  # noqa: PLC0415  a fast --help
+    from counterpoint.report.expert_schedule import ExpertQuestion, print_experts, summarize_experts  # noqa: PLC0415
+    from counterpoint.report.text import new_console  # noqa: PLC0415
+    from counterpoint.schedule.expert_choice import expert_description  # noqa: PLC0415
+    from counterpoint.schedule.expert_schedules import ExpertProblem  # noqa: PLC0415
+
+    with _fields_as_options():
+        question = ExpertQuestion(
+            problem=ExpertProblem(
+                operation=operation,
+                routing=_routing(routing, num_ranks, num_rows, num_experts),
+                num_inner=num_inner,
+                num_hidden=num_hidden,
+                is_gated=is_gated,
+                element_bytes=ELEMENT_BYTES[dtype],
+            ),
+            machine=load_machine(machine),
+            description=None if num_groups is None else expert_description(num_ranks, num_groups),
+            rank=rank,
+        )
+    found = summarize_experts(question)
+    if json:
+        print(write_json(found))
+    else:
+        print_experts(new_console(), found)
+
+
 @schedule.command(short_help="Choose schedules by measurement on the GPUs at hand.")
 def tune(
     operation: OperationArgument,
@@ -243,6 +315,21 @@ def _tune(problem: Problem, dtype: DataType, output: Path | None, is_json: bool)
     print_to_apply(console, ways_to_apply(tuning.plan, PlanOrigin(file=None if output is None else str(output))))
     if output is not None:
         print(f"Plan saved to {output}, for counterpoint.ops.use_plan.")
+
+
+def _routing(named: str, num_ranks: int, num_rows: int, num_experts: int) -> Routing:
+    """An example by its name, or the routing of a file, which has to be for these ranks and experts."""
+    kind = next((each for each in get_args(RoutingKind) if each == named), None)
+    if kind is not None:
+        return example_routing(kind, num_ranks, num_rows, num_experts)
+    routing = read_routing(named)
+    found = routing.num_ranks, routing.num_ranks * routing.num_local_experts
+    if found != (num_ranks, num_experts):
+        raise ScheduleError(
+            f"{shown_path(named)} is for {found[0]} ranks and {found[1]} experts; --ranks is {num_ranks} and --experts "
+            f"{num_experts}. Give the file's."
+        )
+    return routing
 
 
 @contextmanager

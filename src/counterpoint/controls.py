@@ -218,11 +218,13 @@ class OverlapMatmul(AbstractControl, frozen=True, kw_only=True, tag="overlap_mat
         return "overlap with its matmul" + (f", {self.schedule.label()}" if self.schedule else "")
 
     def ways(self, collective: CollectiveKind | None = None) -> tuple[Way, ...]:
-        """The integration for DTensor models; experts' all-to-alls have an operator."""
+        """The integration for DTensor models, or for experts; all-to-alls that the job itself calls have an operator."""
         if collective == "all_to_all":
-            where = "in the job's code, instead of the all-to-all and the matmul"
+            experts = ("from counterpoint.integrations import expert_parallel", "expert_parallel.overlap(model)")
+            by_hand = ("from counterpoint import ops", "product = ops.all_to_all_matmul(tokens, weight)")
             return (
-                Way(where=where, lines=("from counterpoint import ops", "product = ops.all_to_all_matmul(tokens, weight)")),
+                Way(where="in the code of an expert-parallel job", lines=experts),
+                Way(where="in the job's code, instead of an all-to-all of equal blocks and the matmul", lines=by_hand),
             )
         lines = ("from counterpoint.integrations import tensor_parallel", "tensor_parallel.overlap(model)")
         return (Way(where="in the code of a DTensor tensor-parallel job", lines=lines),)

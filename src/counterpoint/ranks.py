@@ -7,12 +7,16 @@ later. Keys are deleted when nobody can need them any more. Knows nothing of tor
 """
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Protocol, final
 
 from counterpoint.errors import DeviceError
 
+# What launchers set in each process: torchrun and Ray Train, Open MPI, PMIx, MPICH and Intel MPI, MVAPICH, Slurm. The filter
+# (block.c) reads the same names. Slurm's are last, since under `srun torchrun` they count nodes.
+RANK_VARIABLES = ("RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "MV2_COMM_WORLD_RANK", "SLURM_PROCID")
+SIZE_VARIABLES = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
 NO_STORE = "the store of the process group does not answer, as a rule because rank 0, which holds it, has ended"
 
 
@@ -135,15 +139,13 @@ class Exchange:
 
     def gathered(self, topic: str) -> list[str] | None:
         """On rank 0: every rank's text by rank, or None while one is missing. Gathering deletes them."""
-        texts = self.offered(topic)
-        for rank in range(self.num_ranks if texts is not None else 0):
-            self._store.delete_key(f"{topic}/{rank}")
-        return texts
-
-    def offered(self, topic: str) -> list[str] | None:
-        """On any rank: every rank's text by rank, or None while one is missing. The texts stay."""
         keys = [f"{topic}/{rank}" for rank in range(self.num_ranks)]
-        return [self._store.get(key).decode() for key in keys] if self._store.check(keys) else None
+        if not self._store.check(keys):
+            return None
+        texts = [self._store.get(key).decode() for key in keys]
+        for key in keys:
+            self._store.delete_key(key)
+        return texts
 
     def missing(self, topic: str) -> list[int]:
         """On rank 0: the ranks that have offered nothing under a topic."""
@@ -162,13 +164,31 @@ class Exchange:
         self._store.set(f"{topic}/{self.rank}", str(number))
 
     def noted(self, topic: str) -> list[int]:
-        """On rank 0: the numbers that ranks have noted so far, in no order."""
-        keys = [f"{topic}/{rank}" for rank in range(self.num_ranks)]
-        return [int(self._store.get(key)) for key in keys if self._store.check([key])]
+        """On rank 0: the numbers that ranks have noted so far."""
+        return list(self.noted_by_rank(topic).values())
+
+    def noted_by_rank(self, topic: str) -> dict[int, int]:
+        """On any rank: the latest number of each rank that has noted one."""
+        keys = {rank: f"{topic}/{rank}" for rank in range(self.num_ranks)}
+        return {rank: int(self._store.get(key)) for rank, key in keys.items() if self._store.check([key])}
 
     def forget(self, topic: str) -> None:
         """On rank 0: delete an announcement that every rank has heard."""
         self._store.delete_key(topic)
+
+
+def launched_rank(environment: Mapping[str, str]) -> int | None:
+    """The rank that a launcher gave this process, or None."""
+    return _first_number(environment, RANK_VARIABLES)
+
+
+def launched_size(environment: Mapping[str, str]) -> int:
+    """How many ranks a launcher started, 1 where there was none."""
+    return _first_number(environment, SIZE_VARIABLES) or 1
+
+
+def _first_number(environment: Mapping[str, str], names: Sequence[str]) -> int | None:
+    return next((int(text) for name in names if (text := environment.get(name, "")).isdecimal()), None)
 
 
 def describe_gone(missing: Sequence[int], what: str, limit: str) -> str:

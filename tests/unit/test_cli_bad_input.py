@@ -338,7 +338,7 @@ def test_an_input_without_permission(name: str, tmp_path: Path) -> None:
     ("arguments", "says"),
     [
         (["tune"], "Missing argument 'STEP'. Try 'counterpoint tune --help'."),
-        (["simulate"], "Missing argument 'STEP'. Try 'counterpoint simulate --help'."),
+        (["simulate"], "simulate needs a STEP, or --cluster FILE that describes a model. Name one of them."),
         (["tune", "--nope"], "No such option: --nope. Try 'counterpoint tune --help'."),
         (["run", "--budget", "many"], "; found 'many'. Try 'counterpoint run --help'."),
         (["check", "--nope"], "Try 'counterpoint check --help'."),

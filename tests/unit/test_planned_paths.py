@@ -89,6 +89,14 @@ def test_overlapped_matmuls_are_a_matter_of_their_own_group() -> None:
     assert planned_paths(both, STEP).paths == Paths(copies=("all_reduce",), overlaps_matmuls=True)
 
 
+def test_overlapped_all_to_alls_are_those_of_routed_experts() -> None:
+    experts = asked(match(collective="all_to_all"), OverlapMatmul())
+    assert planned_paths([experts]).paths == planned_paths([experts], STEP).paths == Paths(overlaps_experts=True)
+    assert not Paths(overlaps_experts=True).keeps_bits
+    both = [experts, asked(Match(kind="communication"), OverlapMatmul())]
+    assert planned_paths(both).paths == Paths(overlaps_matmuls=True, overlaps_experts=True)
+
+
 @pytest.mark.parametrize("has_more", [True, False])
 def test_run_says_before_the_job_starts_what_of_a_plan_it_ignores(has_more: bool, tmp_path: Path) -> None:
     directives = [asked(match(collective="all_gather", process_group="fsdp"))] + [

@@ -3,6 +3,8 @@
 import importlib
 import inspect
 import pkgutil
+from collections.abc import Iterator
+from pathlib import Path
 from types import NoneType
 from typing import Any
 
@@ -12,16 +14,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import counterpoint
+from counterpoint.cluster.description import load_cluster
+from counterpoint.cluster.sweep_file import load_sweep
 from counterpoint.controls import CommunicationCtas, HeadStart, Priority, ResidencyCap, ScheduleChoice, Transport
 from counterpoint.doctor.job_context import FoundGpu, JobContext
 from counterpoint.errors import CounterpointError
 from counterpoint.launch_filter.rules import FilterRule
 from counterpoint.machine import load_machine
 from counterpoint.plan import Directive, Expectation, Match, Plan, Refusal
+from counterpoint.report.expert_schedule import ExpertQuestion
 from counterpoint.report.schedule import Question
 from counterpoint.schedule import ScheduleDescription
 from counterpoint.schedule.actions import Problem
-from counterpoint.step import Collective, Copy, Dependency, Footprint, Kernel, Step
+from counterpoint.schedule.expert_schedules import ExpertProblem
+from counterpoint.schedule.routing import example_routing
+from counterpoint.step import Collective, Copy, Dependency, Footprint, Kernel, Step, UnevenParts
 from counterpoint.supervised.settings import LiveSettings
 from counterpoint.timeline import Interval, Timeline
 from counterpoint.value import Value, write_json, write_toml
@@ -102,6 +109,42 @@ EXAMPLES: dict[type[Value], Value] = {
 }
 
 
+CLUSTERS = Path(__file__).parents[2] / "examples" / "clusters"
+
+
+def values_within(value: object) -> Iterator[Value]:
+    """The value and all that it holds."""
+    if isinstance(value, tuple):
+        for each in value:
+            yield from values_within(each)
+    if isinstance(value, Value):
+        yield value
+        for name in value.__struct_fields__:
+            yield from values_within(getattr(value, name))
+
+
+def described_values() -> Iterator[Value]:
+    """Values of clusters and of experts, which are described by files and by routings."""
+    described = load_cluster(CLUSTERS / "h100_4096.toml")
+    configuration = described.configuration()
+    question = ExpertQuestion(
+        problem=ExpertProblem(
+            operation="expert_ffn", routing=example_routing("zipf", 2, 64, 4), num_inner=64, num_hidden=64, element_bytes=2
+        ),
+        machine=MACHINE,
+    )
+    sweep = load_sweep(CLUSTERS / "sweep_512.toml")
+    for value in (
+        described,
+        configuration,
+        question,
+        sweep,
+        UnevenParts(sent_bytes=(1, 2), received_bytes=(1, 4), group_rank=0),
+    ):
+        yield from values_within(value)
+
+
+EXAMPLES.update({type(value): value for value in described_values() if type(value) not in EXAMPLES})
 DEVICE_LIBRARIES = {"torch", "cuda", "triton"}
 
 

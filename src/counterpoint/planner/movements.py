@@ -13,13 +13,14 @@ from counterpoint.plan import LEAVE_IT, Match, Plan, Refusal
 from counterpoint.planner.proposal import ALL_COLLECTIVES, Candidate, Proposal, one, proposal, refusal
 from counterpoint.sim import Simulator
 from counterpoint.sim.calibration import load_calibration
-from counterpoint.sim.costs import SUMMED_COLLECTIVES
+from counterpoint.sim.costs import SUMMED_COLLECTIVES, CostModel
 from counterpoint.sim.effects import COPY_ENGINE_COLLECTIVES
+from counterpoint.sim.expert_layers import ExpertModel
 from counterpoint.sim.matmul_pairs import OPERATOR_OF, MatmulPairs
 from counterpoint.sim.nodes import obstacle_to_copies
 from counterpoint.sim.overlapped import OverlapModel
 from counterpoint.step import Collective, Kernel, Step
-from counterpoint.units import MIB, format_bytes, format_us
+from counterpoint.units import MIB, format_bytes, format_count, format_us
 
 LEAST_COPIED_BYTES = 16 * MIB  # what one rank sends another; reported by users of copy engines, not measured here
 
@@ -87,13 +88,68 @@ def _obstacle_to_copying(collective: Collective) -> str | None:
 
 
 def propose_overlaps(step: Step, machine: Machine, plan: Plan = LEAVE_IT) -> Proposal:
-    """Each collective together with the matmul that needs or feeds it, where a copy schedule promises enough."""
+    """Each collective together with the matmul that needs or feeds it, where a copy schedule promises enough; and experts'
+    all-to-alls together with the matmuls between them."""
+    able = list(_collectives(step, plan, Transport, OwnStream))
+    calibration = load_calibration(machine)
+    experts = ExpertModel(step, CostModel(machine, calibration), calibration)
+    of_experts = [
+        (index, each) for index, each in able if index in experts.layers.layer_of or index in experts.layers.counts
+    ]
+    taken = {index for index, _ in of_experts}
+    pairs = _propose_pairs(step, machine, [(index, each) for index, each in able if index not in taken])
+    layers = _propose_experts(step, machine, experts, of_experts)
+    candidates = [*pairs.candidates, *layers.candidates]
+    if len(candidates) > 1:
+        label = " and ".join(each.label for each in candidates)
+        directives = tuple(directive for each in candidates for directive in each.directives)
+        candidates.append(Candidate(family="overlap_matmul", label=label, directives=directives))
+    return proposal(candidates, [*pairs.refusals, *layers.refusals])
+
+
+def _propose_experts(
+    step: Step, machine: Machine, experts: ExpertModel, collectives: Sequence[tuple[int, Collective]]
+) -> Proposal:
+    """The all-to-alls of all expert layers whose sizes bear it, with those that tell the sizes."""
+    able: list[int] = []
+    refusals: dict[str, Refusal] = {}
+    for index, operation in collectives:
+        if index in experts.layers.counts:
+            continue
+        obstacle = obstacle_to_copies(operation, step.num_ranks, machine)
+        found = experts.estimate(index) if obstacle is None else obstacle
+        if isinstance(found, str):
+            reason = found.split(":")[0]
+            refusals.setdefault(reason, Refusal(control="overlap_matmul", target="experts' all_to_all", reason=found))
+        else:
+            able.append(index)
+    whole = [layer for layer in experts.layers.found if {layer.dispatch, layer.combine} <= set(able)]
+    if not whole:
+        return proposal(refusals=refusals.values())
+    told = [layer.counts for layer in whole if layer.counts is not None]
+    numbers = sorted({number for layer in whole for number in (layer.dispatch, layer.combine)}.union(told))
+    saved_us = sum(step.operations[number].lone_us or 0.0 for layer in whole for number in layer.reorders)
+    reason = (
+        "experts' matmuls wait while rows come, and what follows while they go back; in groups of experts, one group's rows "
+        f"travel while others are computed, as ops.expert_ffn does ({format_count(len(whole), 'pass', 'passes')} of layers)"
+    )
+    if saved_us:
+        reason += f"; rows need not be put in another order then, which takes {format_us(saved_us)} now"
+    if max(each.group_size for _, each in collectives) > 2:
+        reason += " (from which size on copies win was measured with 2 ranks only)"
+    match = Match(kind="communication", operations=tuple(numbers))
+    label = "experts beside their all-to-alls"
+    return proposal([one("overlap_matmul", label, match, (OverlapMatmul(),), reason)], refusals.values())
+
+
+def _propose_pairs(step: Step, machine: Machine, collectives: Sequence[tuple[int, Collective]]) -> Proposal:
+    """Each of these collectives together with the matmul that needs or feeds it."""
     pairs = MatmulPairs(step)
     model = OverlapModel(step, machine, load_calibration(machine))
     able: list[int] = []
     matmuls: list[Kernel] = []
     refusals: dict[tuple[str, str], Refusal] = {}
-    for index, operation in _collectives(step, plan, Transport, OwnStream):
+    for index, operation in collectives:
         obstacle = obstacle_to_copies(operation, step.num_ranks, machine) or pairs.obstacles.get(index)
         if obstacle is None and index in pairs.found:
             found = model.estimate(pairs.found[index])
@@ -108,7 +164,7 @@ def propose_overlaps(step: Step, machine: Machine, plan: Plan = LEAVE_IT) -> Pro
     if not able:
         return proposal(refusals=refusals.values())
     match = Match(kind="communication", operations=tuple(able))
-    operators = sorted({OPERATOR_OF[each.collective] for index, each in _collectives(step, plan) if index in able})
+    operators = sorted({OPERATOR_OF[each.collective] for index, each in collectives if index in able})
     reason = (
         "its matmul has ended or not begun while it moves data; cut into pieces, its copies run beside the matmul, as "
         f"operators do: {', '.join(operators)}"
