@@ -1,5 +1,6 @@
 # make test      everything that needs no GPU: lint, format, types, unit and golden tests
 # make demo      set up, then plan a profiler trace and a described workload by simulation
+# make test-ray  the tests that need Ray, which is installed for them alone: it is 70 MB
 # make test-gpu  the tests that need one GPU or more
 # make bench     the benchmarks that need no GPU
 # make wheel     dist/*.whl with the launch filter compiled for x86-64 and AArch64 (by Zig: needs neither's compiler)
@@ -13,7 +14,7 @@ BIN := $(VENV)/bin
 PIP_INSTALL := $(BIN)/python -m pip --disable-pip-version-check install --quiet --no-input
 CHECKED := $(wildcard src tests benchmarks examples)
 
-.PHONY: test demo test-gpu bench wheel setup torch compiler clean
+.PHONY: test demo test-ray test-gpu bench wheel setup torch compiler clean
 
 test: torch compiler
 	$(BIN)/ruff check $(CHECKED)
@@ -24,6 +25,10 @@ test: torch compiler
 demo: setup
 	$(BIN)/counterpoint tune examples/traces/ddp.rank0.json.gz
 	$(BIN)/counterpoint tune cb_ar_opt2
+
+test-ray: setup
+	$(PIP_INSTALL) --constraint constraints.txt "ray>=2.40,<3"
+	$(BIN)/pytest -rs tests/unit/test_cluster_ray.py
 
 test-gpu: torch
 	@ls -d tests/gpu tests/multigpu >/dev/null 2>&1 || { echo "There are no GPU tests in this checkout; make test runs the others." >&2; exit 2; }
