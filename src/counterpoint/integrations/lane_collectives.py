@@ -94,10 +94,13 @@ class Lanes:
 
 @final
 class Tally:
-    """How often copies did a collective, and how often the library and why; the why of all but the switch is said once."""
+    """How often copies did a collective, and how often the library and why; the why of all but the switch is said once.
 
-    def __init__(self, what: str, least_part_bytes: int) -> None:
-        self._what, self._least_part_bytes = what, least_part_bytes
+    The first rank of `group` says it; None means the group of each call.
+    """
+
+    def __init__(self, what: str, least_part_bytes: int, group: dist.ProcessGroup | None = None) -> None:
+        self._what, self._least_part_bytes, self._group = what, least_part_bytes, group
         self._by_library: dict[str, int] = {}
         self.num_by_copies = 0
         self.num_bytes = 0  # that copies moved from this rank to others
@@ -113,24 +116,26 @@ class Tally:
         reasons = {reason: number for reason, number in self._by_library.items() if reason != SWITCHED_OFF}
         return max(reasons, key=lambda reason: reasons[reason], default="")
 
-    def is_librarys(self, part_bytes: int, obstacle: str) -> bool:
+    def is_librarys(self, part_bytes: int, obstacle: str, group: dist.ProcessGroup | None = None) -> bool:
         """Whether a collective with so many bytes from each rank is the library's to do; if so it is counted."""
         if obstacle:
-            self.count_library(obstacle)
+            self.count_library(obstacle, group=group)
             return True
         if part_bytes < self._least_part_bytes:
             self.count_library(
                 f"less than {format_bytes(self._least_part_bytes)} from each rank",
                 f"{format_bytes(part_bytes)} from each rank, and below {format_bytes(self._least_part_bytes)} it is the "
                 "faster one",
+                group,
             )
             return True
         return False
 
-    def count_library(self, reason: str, words: str = "") -> None:
+    def count_library(self, reason: str, words: str = "", group: dist.ProcessGroup | None = None) -> None:
         """The library does one more, for this reason; `words` say it where they tell more."""
         if reason not in self._by_library and reason != SWITCHED_OFF:
-            warn_from_first_rank("%s is done by the library's collective: %s.", self._what, words or reason)
+            line = "%s is done by the library's collective: %s."
+            warn_from_first_rank(line, self._what, words or reason, group=group or self._group)
         self._by_library[reason] = self._by_library.get(reason, 0) + 1
 
     def count_copies(self, num_bytes: int) -> None:
@@ -186,9 +191,9 @@ def uses_nccl(group: dist.ProcessGroup, device: torch.device) -> bool:
         return False
 
 
-def warn_from_first_rank(message: str, *args: object) -> None:
-    """Log a warning on rank 0, or on a process that is no rank: what is true of every rank is said once."""
-    if not dist.is_initialized() or dist.get_rank() == 0:
+def warn_from_first_rank(message: str, *args: object, group: dist.ProcessGroup | None = None) -> None:
+    """Log a warning on the first rank of the group, or on a process that is no rank: what is true of all is said once."""
+    if not dist.is_initialized() or dist.get_rank(group) == 0:
         logger.warning(f"counterpoint: {message}", *args)
 
 
