@@ -194,9 +194,16 @@ def scaling_results(bench: Bench, is_fitting: bool) -> dict[str, object]:
         result["no loss: within 2 points"] = mean(naive[key] <= WITHIN_POINTS for key in chosen)
         return result
 
+    alike = []
+    for group, own in groups.items():
+        first, *others = sorted(own, key=lambda row: row.gpus)
+        batch = first.configuration.training.micro_batch
+        if group != "megatron weak":
+            alike += [f"{group}, {row.gpus} GPUs" for row in others if row.configuration.training.micro_batch == batch]
     return {
         "constants": {network: constants._asdict() for network, constants in networks.items()},
         "all": shares(gaps),
+        "one model and micro-batch": shares(alike),
         "by network": {network: shares(key for key in gaps if key.startswith(network)) for network in networks},
         "published and estimated": {key: [round(each, 1) for each in pair] for key, pair in found.items()},
     }

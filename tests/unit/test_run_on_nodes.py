@@ -179,7 +179,7 @@ def test_a_node_without_the_filter_is_named_with_the_reason_and_the_job_runs_as_
     port = free_port()
     commands = [[*two_ranks(node, port), JOB, driver, "--steps", "20"] for node in range(2)]
     commands[1] = ["env", "-u", "LD_PRELOAD", *commands[1]]
-    with Nodes(tmp_path, supervised(("--tune", "--strict", "--budget", "100"), commands)) as nodes:
+    with Nodes(tmp_path, supervised(("--strict", "--plan", priority_plan(tmp_path)), commands)) as nodes:
         statuses, errors = nodes.end()
     (line,) = [line for line in own_lines(errors) if "no filter" in line and "strict" not in line]
     host = socket.gethostname()
