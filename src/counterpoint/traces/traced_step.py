@@ -4,7 +4,7 @@ It puts the parts together: read, divide into steps and choose the steady one, f
 times, build the operations. What the user should know of the reading is in the notes, one line each.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -45,16 +45,19 @@ class TracedStep(Value, frozen=True, kw_only=True):
     nccl_version: str | None = None
 
 
-def read_trace(path: Path | str, *, rank: int | None = None) -> TracedStep:
+def read_trace(
+    path: Path | str, *, rank: int | None = None, on_progress: Callable[[int, int], None] | None = None
+) -> TracedStep:
     """Read a torch.profiler trace, `.json` or `.json.gz`, into its steady step.
 
-    `rank` labels the timeline; left out, it is the trace's own, or 0. Raises `TraceError`, in one line, for whatever is
+    `rank` labels the timeline; left out, it is the trace's own, or 0. `on_progress` is told the bytes read of the file and
+    its size, 0 for a pipe. Raises `TraceError`, in one line, for whatever is
     wrong with the file.
     """
     require_kind(path, (str, Path), "read_trace takes a path", "Pass that of a trace (.json, .json.gz).")
     file = Path(path)
     with _in_one_line(file):
-        trace = read_activity(file)
+        trace = read_activity(file, on_progress)
     return traced_step_of(trace, rank=rank)
 
 
