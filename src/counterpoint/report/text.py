@@ -21,6 +21,7 @@ from counterpoint.machine import Gpu, Machine
 from counterpoint.plan import NUM_SHOWN, Directive, Match, Plan, Refusal
 from counterpoint.planner import Trial
 from counterpoint.report.lanes import ASCII_BLOCKS, BLOCKS, draw_lanes
+from counterpoint.report.narrow import WholeWordTable
 from counterpoint.report.summary import ReportRow
 from counterpoint.step import Collective, Copy, Step
 from counterpoint.timeline import Timeline
@@ -93,7 +94,7 @@ class _Trimmed:
 
 def new_table(*headers: str) -> Table:
     """A table in the style of all reports: first column to the left, figures to the right."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
+    table = WholeWordTable(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
     for position, header in enumerate(headers):
         table.add_column(header, justify="left" if position == 0 else "right", overflow="fold")
     return table
