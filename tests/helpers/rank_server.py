@@ -10,10 +10,16 @@ import os
 import runpy
 import sys
 import traceback
+from importlib import import_module
 from pathlib import Path
 from typing import NoReturn, TextIO
 
-PRELOADED = ("torch._functorch.aot_autograd", "torch.distributed.checkpoint", "counterpoint.ops", "counterpoint.integrations")
+PRELOADED = (
+    "torch._functorch.aot_autograd",
+    "torch.distributed.checkpoint",
+    "counterpoint.ops",
+    "counterpoint.integrations",
+)
 
 
 def serve(requests: TextIO, replies: TextIO) -> None:
@@ -55,5 +61,5 @@ if __name__ == "__main__":
     own_replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     for name in PRELOADED:
-        __import__(name)
+        import_module(name)
     serve(sys.stdin, own_replies)
