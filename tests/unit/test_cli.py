@@ -172,7 +172,7 @@ def test_a_plan_whose_name_says_json_is_refused_before_any_work(arguments: tuple
     command = ("--", "touch", str(tmp_path / "worked")) if "run" in arguments else ()
     done = counterpoint(*arguments, "-o", str(wanted), *command)
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == "counterpoint: Plans are TOML; found the name plan.json. End it with .toml.\n"
+    assert done.stderr == "counterpoint: A plan file must end in .toml; found 'plan.json'. Rename it.\n"
     assert list(tmp_path.iterdir()) == []
 
 
