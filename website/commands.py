@@ -23,7 +23,7 @@ def reference() -> str:
 
 
 def commands(path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], str]]:
-    """Every command, as the words behind `counterpoint`, with what it prints for `--help`; `counterpoint` itself is first."""
+    """Every command, as the words behind `counterpoint`, with what `--help` prints of it; `counterpoint` itself is first."""
     printed = help_of(path)
     yield path, printed
     for title, lines in SECTION.findall(printed):

@@ -40,8 +40,8 @@ class ReportRow(Value, frozen=True, kw_only=True):
     between_us: tuple[float, float] | None = None
 
 
-class Summary(Value, frozen=True, kw_only=True):
-    """What a command found.
+class Summary(Value, frozen=True, kw_only=True, tag_field="schema", tag="counterpoint.report/1"):
+    """What a command found. `schema` names the format in JSON; a change that breaks readers counts it up.
 
     `replay` says how far the simulation is right; None without a trace and for a step under a plan. `replay_error` is its
     makespan's alone. `bounds` are those of every simulated time.
