@@ -67,7 +67,8 @@ TimelineOption = Annotated[
     typer.Option(
         "--timeline",
         metavar="FILE",
-        help="Write the timelines, in microseconds, as a Chrome trace (.json, .json.gz) for Perfetto.",
+        help="Write the timelines as a Chrome trace (.json, .json.gz) for Perfetto, or draw them (.svg; *.dark.svg for a "
+        "dark page).",
     ),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON for programs instead of text for people.")]
@@ -338,16 +339,16 @@ def _option(machine: str | None) -> tuple[str, ...]:
 
 def _check_timeline(path: Path | None) -> None:
     if path is not None:
-        from counterpoint.traces.chrome import check_chrome_path  # noqa: PLC0415
+        from counterpoint.report.timeline_picture import check_timeline_path  # noqa: PLC0415
 
-        check_chrome_path(path)
+        check_timeline_path(path)
 
 
 def _write_timelines(path: Path | None, timelines: dict[str, "Timeline"]) -> None:
     if path is not None:
-        from counterpoint.traces.chrome import write_chrome_trace  # noqa: PLC0415
+        from counterpoint.report.timeline_picture import write_timelines  # noqa: PLC0415
 
-        write_chrome_trace(path, timelines)
+        write_timelines(path, timelines)
 
 
 def _print_summary(job: "Job", found: "Summary", timelines: "Sequence[tuple[str, Timeline]]", is_json: bool) -> None:
