@@ -13,7 +13,12 @@ import traceback
 from pathlib import Path
 from typing import NoReturn, TextIO
 
-PRELOADED = ("torch._functorch.aot_autograd", "torch.distributed.checkpoint", "counterpoint.ops", "counterpoint.integrations")
+PRELOADED = (
+    "torch._functorch.aot_autograd",
+    "torch.distributed.checkpoint",
+    "counterpoint.ops",
+    "counterpoint.integrations",
+)
 
 
 def serve(requests: TextIO, replies: TextIO) -> None:
