@@ -58,7 +58,10 @@ machine_of_step_option = machine_option(
 calibration_option = file_option(
     "--calibration", help="Constants of the simulator that `calibrate` saved (.toml).  [default: those of the machine's GPU]"
 )
-timeline_option = file_option("--timeline", help="Save the timelines as a Chrome trace for Perfetto (.json, .json.gz).")
+timeline_option = file_option(
+    "--timeline",
+    help="Save the timelines as a Chrome trace for Perfetto (.json, .json.gz), or draw them (.svg; dark: .dark.svg).",
+)
 
 
 def main() -> None:
@@ -307,16 +310,16 @@ def _option(machine: str | None) -> tuple[str, ...]:
 
 def _check_timeline(path: Path | None) -> None:
     if path is not None:
-        from counterpoint.traces.chrome import check_chrome_path  # noqa: PLC0415
+        from counterpoint.report.timeline_picture import check_timeline_path  # noqa: PLC0415
 
-        check_chrome_path(path)
+        check_timeline_path(path)
 
 
 def _write_timelines(path: Path | None, timelines: dict[str, "Timeline"]) -> None:
     if path is not None:
-        from counterpoint.traces.chrome import write_chrome_trace  # noqa: PLC0415
+        from counterpoint.report.timeline_picture import write_timelines  # noqa: PLC0415
 
-        write_chrome_trace(path, timelines)
+        write_timelines(path, timelines)
 
 
 def _print_summary(job: "Job", found: "Summary", timelines: "Sequence[tuple[str, Timeline]]", is_json: bool) -> None:

@@ -384,7 +384,7 @@ def test_an_error_line_repeats_little_of_what_it_found(tmp_path: Path, content: 
 def test_names_on_the_command_line_are_shortened_and_an_empty_one_is_told() -> None:
     assert len(refusal("tune", "n" * 5000)) < 600
     assert len(refusal("machines", "n" * 5000)) < 300
-    assert "'' is no name; STEP is a trace (.json, .json.gz, .sqlite)" in refusal("tune", "")
+    assert "'' is empty; STEP must be a trace (.json, .json.gz, .sqlite)" in refusal("tune", "")
 
 
 def test_control_characters_of_a_machine_reach_no_terminal(tmp_path: Path) -> None:
@@ -393,4 +393,4 @@ def test_control_characters_of_a_machine_reach_no_terminal(tmp_path: Path) -> No
     save_machine(machine, path)
     path.write_text(path.read_text().replace(f'"{machine.title}"', '"\\u001b[31mred"'))
     line = refusal("machines", "x.toml", cwd=tmp_path)
-    assert "The title of a machine is at most 200 printable characters; found '\\x1b[31mred'" in line
+    assert "The title of a machine must have at most 200 printable characters; found '\\x1b[31mred'" in line
