@@ -5,6 +5,7 @@ import itertools
 import os
 import sys
 from collections.abc import Sequence
+from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -46,7 +47,7 @@ if TYPE_CHECKING:
 STEP = "A profiler trace (.json, .json.gz), a workload file (.toml) or the name of a workload"
 COMPLETION_VARIABLE = "_COUNTERPOINT_COMPLETE"  # set by the shell that asks how a word may go on
 SECTIONS = {
-    "Plan (needs no GPU)": ("tune", "simulate", "sweep", "schedule"),
+    "Plan (needs no GPU)": ("demo", "tune", "simulate", "sweep", "schedule"),
     "Run": ("check", "run", "env"),
     "Measure": ("analyze", "calibrate", "validate", "bench"),
     "Files": ("plan", "machines", "workloads"),
@@ -263,6 +264,28 @@ def simulate(
     _print_summary(job, summarize_simulation(job, simulated, chosen, remarks), [("simulated", simulated)], is_json)
     if timeline is not None and not is_json:
         print(f"Timeline saved to {timeline}.")
+
+
+NEXT = """
+Next
+  a trace of your own       counterpoint tune trace.json.gz -o plan.toml
+  why time is exposed       counterpoint analyze trace.json.gz --html page.html
+  a job, as it runs         counterpoint run --tune -o plan.toml -- torchrun train.py
+  a step that you describe  counterpoint workloads cb_ar_opt2 -o step.toml
+Each command has examples: counterpoint tune --help"""
+
+
+@app.command(examples=("counterpoint demo",))
+@click.pass_context
+def demo(context: click.Context) -> None:
+    """Tune a trace that ships with Counterpoint; this takes seconds and no GPU.
+
+    The trace is of an FSDP2 job on four H200s. The report is that of `tune`. Below it stand the commands to try next.
+    """
+    with resources.as_file(resources.files("counterpoint").joinpath("demo", "fsdp2.rank0.json.gz")) as trace:
+        print(f"$ counterpoint tune {trace.name}\n", flush=True)
+        context.invoke(tune, step=str(trace))
+    print(NEXT)
 
 
 @app.command(

@@ -285,7 +285,7 @@ def test_workloads_are_listed_shown_and_written(tmp_path: Path) -> None:
     done = counterpoint("workloads", "cb_ar_opt2", "-o", "my.toml", cwd=tmp_path)
     assert done.stdout == "Workload saved to my.toml. Change its name and sizes, then use it: counterpoint tune my.toml\n"
     assert "Which workload should 'my.toml' hold? Name one." in refusal("workloads", "-o", "my.toml", cwd=tmp_path)
-    assert "ends in .toml; found 'my.txt'" in refusal("workloads", "cb_ar_opt2", "-o", "my.txt", cwd=tmp_path)
+    assert "must end in .toml; found 'my.txt'" in refusal("workloads", "cb_ar_opt2", "-o", "my.txt", cwd=tmp_path)
     assert "already uses that file" in refusal("workloads", "my.toml", "-o", "my.toml", cwd=tmp_path)
     assert "Unknown workload 'nope'" in refusal("workloads", "nope")
 
@@ -319,6 +319,19 @@ def test_the_script_for_bash_completes_by_asking_the_command(tmp_path: Path) -> 
     ask += f"_counterpoint_completion {COUNTERPOINT}\necho ${{COMPREPLY[@]}}"
     assert subprocess.run(["bash", "-c", ask], capture_output=True, text=True, check=True).stdout == "h200\n"
     assert "is not one of 'bash', 'zsh', 'fish'" in refusal("completion", "tcsh")
+
+
+def test_the_demo_shows_a_gain_and_commands_to_try_next(tmp_path: Path) -> None:
+    done = counterpoint("demo", cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    first, _, told = done.stdout.partition("\n\n")
+    assert first == "$ counterpoint tune fsdp2.rank0.json.gz"
+    assert "\nGAIN  copy engines: " in told
+    for line in re.findall(r"counterpoint [a-z].*", told.partition("\nNext\n")[2]):
+        command, *rest = shlex.split(line)[1:]
+        assert (command,) in COMMANDS
+        if rest != ["--help"]:
+            COMMANDS[(command,)].make_context(command, rest)
 
 
 def test_machines_are_listed_and_shown_with_sources() -> None:

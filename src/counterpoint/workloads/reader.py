@@ -77,7 +77,7 @@ def save_template(name_or_path: Path | str, path: Path | str) -> None:
     require(
         Path(path).suffix.lower() == ".toml",
         WorkloadError,
-        f"The path of a workload file ends in .toml; found '{shown_path(path)}'. Name it so.",
+        f"The path of a workload file must end in .toml; found '{shown_path(path)}'. Rename it.",
     )
     save_text(path, TEMPLATE_HEAD + workload_text(name_or_path).removeprefix(TEMPLATE_HEAD), "workload", WorkloadError)
 
