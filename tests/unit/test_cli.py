@@ -434,6 +434,21 @@ def test_ctrl_c_ends_with_130_and_no_word(tmp_path: Path) -> None:
     assert (process.returncode, output, error) == (130, b"", b"")
 
 
+def test_ctrl_c_while_the_command_is_loaded_is_quiet(tmp_path: Path) -> None:
+    (tmp_path / "counterpoint").mkdir()
+    (tmp_path / "counterpoint" / "__init__.py").write_text("print('loading', flush=True)\nimport time\ntime.sleep(20)\n")
+    script = "import signal, counterpoint_command as c; signal.signal(signal.SIGINT, signal.default_int_handler); c.main()"
+    path = os.pathsep.join([str(tmp_path), *sys.path])
+    with subprocess.Popen(
+        [sys.executable, "-c", script], env=os.environ | {"PYTHONPATH": path}, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"loading\n"
+        process.send_signal(signal.SIGINT)
+        assert process.communicate(timeout=20) == (b"", b"")
+    assert process.returncode == -signal.SIGINT
+
+
 def test_importing_the_package_loads_neither_numpy_nor_the_command_line() -> None:
     script = "import sys, counterpoint; print(sorted({'numpy', 'click', 'rich', 'torch'} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
