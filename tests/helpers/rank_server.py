@@ -10,6 +10,7 @@ import os
 import runpy
 import sys
 import traceback
+from importlib import import_module
 from pathlib import Path
 from typing import NoReturn, TextIO
 
@@ -60,5 +61,5 @@ if __name__ == "__main__":
     own_replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     for name in PRELOADED:
-        __import__(name)
+        import_module(name)
     serve(sys.stdin, own_replies)

@@ -42,7 +42,7 @@ def test_the_report_says_what_it_shows_and_that_nothing_was_measured() -> None:
     assert "one_peer/2 chunk 1+2, rank 0" in output
     assert "Rank 0 issues 6 copies of 192 MiB in all, 7 matmuls; 256 MiB of symmetric memory on each rank." in output
     assert "Checked: order, buffers, delivery, signals, ports." in output
-    assert "The heuristic takes" in output
+    assert "The heuristic picks" in output
     assert "Estimated by arithmetic, not measured: no GPU was used." in output
     lanes = [line.split()[0] for line in output.splitlines() if line.rstrip().endswith(("]", "|"))]
     assert lanes == ["collective", "matmul", "arriving", "compute", "compute", "copy"]

@@ -65,7 +65,7 @@ def test_a_new_format_is_one_line_in_the_table(tmp_path: Path, monkeypatch: pyte
 
 
 def test_an_address_is_refused_as_it_was_written() -> None:
-    assert "'https://host/a.json' is an address, and only files are read." in refusal("tune", "https://host/a.json")
+    assert "'https://host/a.json' is an address, but only files can be read." in refusal("tune", "https://host/a.json")
 
 
 def test_small_manners_of_the_command_line(tmp_path: Path) -> None:

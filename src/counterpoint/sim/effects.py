@@ -168,7 +168,7 @@ def obstacle_to_light(collective: Collective, gpu: Gpu, calibration: Calibration
     if collective.group_size > MOST_LIGHT_RANKS:
         return f"it has {collective.group_size} ranks, and light kernels know {MOST_LIGHT_RANKS} at most"
     if not collective.num_bytes:
-        return "its size is not known, so the time that a light kernel would take is not, either"
+        return "its size is unknown, and so is the time that a light kernel would take"
     try:
         communication_footprint(gpu, LIGHT_LIBRARY)
     except MachineError as problem:

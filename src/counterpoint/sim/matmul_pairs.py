@@ -127,7 +127,7 @@ class MatmulPairs:
 
 def _obstacle(collective: Collective) -> str | None:
     if not collective.num_bytes:
-        return "its size is not known; an operator of symmetric memory, perhaps, that is joined with its matmul already"
+        return "its size is unknown; it may be an operator of symmetric memory that already includes its matmul"
     if collective.collective not in OPERATOR_OF:
         return "no operator joins it with a matmul"
     if collective.transport == "copy_engine":
