@@ -101,7 +101,7 @@ def test_the_page_says_how_many_of_the_shapes_of_both_seeds_are_picked_well(stor
         f"mean regret of {100 * regret:.1f} % and {100 * max(each['worst_regret'] for each in seeds):.1f} % at worst" in text
     )
     assert (
-        f"within 1 % in {then['within_one_percent']} of {then['cases']}, mean regret {100 * then['mean_regret']:.1f} %"
+        f"within 1 % in {then['within_one_percent']} of {then['cases']}, with a mean regret of {100 * then['mean_regret']:.1f} %"
         in text
     )
 
