@@ -2,6 +2,7 @@
 # make demo      set up, then plan a profiler trace and a described workload by simulation
 # make test-gpu  the tests that need one GPU or more
 # make bench     the benchmarks that need no GPU
+# make docs      the documentation site in build/site; every link in it is checked (`make test` builds it, too)
 # make wheel     dist/*.whl with the launch filter compiled for x86-64 and AArch64 (by Zig: needs neither's compiler)
 #
 # The first call sets up .venv with the versions in constraints.txt. PYTHON=python3.12 picks another interpreter. The tests also
@@ -11,11 +12,11 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PIP_INSTALL := $(BIN)/python -m pip --disable-pip-version-check install --quiet --no-input
-CHECKED := $(wildcard src tests benchmarks examples)
+CHECKED := $(wildcard src tests benchmarks examples website)
 
-.PHONY: test demo test-gpu bench wheel setup torch compiler clean
+.PHONY: test demo docs test-gpu bench wheel setup torch compiler clean
 
-test: torch compiler
+test: torch compiler docs
 	$(BIN)/ruff check $(CHECKED)
 	$(BIN)/ruff format --check $(CHECKED)
 	$(BIN)/mypy --strict src
@@ -24,6 +25,10 @@ test: torch compiler
 demo: setup
 	$(BIN)/counterpoint tune examples/traces/ddp.rank0.json.gz
 	$(BIN)/counterpoint tune cb_ar_opt2
+
+# the theme's makers warn of a next major version of MkDocs, which the constraints keep out
+docs: $(VENV)/installed-docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 test-gpu: torch
 	@ls -d tests/gpu tests/multigpu >/dev/null 2>&1 || { echo "There are no GPU tests in this checkout; make test runs the others." >&2; exit 2; }
@@ -52,6 +57,10 @@ torch: $(VENV)/installed-torch
 
 $(VENV)/installed-torch: constraints-torch.txt $(VENV)/installed
 	$(PIP_INSTALL) --constraint constraints.txt --requirement constraints-torch.txt
+	@touch $@
+
+$(VENV)/installed-docs: constraints-docs.txt $(VENV)/installed
+	$(PIP_INSTALL) --constraint constraints.txt --requirement constraints-docs.txt
 	@touch $@
 
 $(BIN)/python:

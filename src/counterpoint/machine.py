@@ -24,7 +24,7 @@ ELEMENT_BYTES: Mapping[ElementType, int] = MappingProxyType(
 _USUAL_TYPES: tuple[tuple[int, ElementType], ...] = ((8, "fp64"), (4, "fp32"), (2, "bf16"), (1, "fp8"))
 LEAST_ABSURD_FIGURE = 1e18
 TEMPLATE_HEAD = """\
-# Give it a name of its own: plans carry the name. What each figure means: docs/machines.md.
+# Give it a name of its own: plans carry the name. What each figure means: docs/reference/formats.md.
 """
 MAX_NAME = 200  # most letters of a name or a title
 # Anything outside these ranges is a typing error: a size in GiB, a clock in GHz, a rate in GB/s.

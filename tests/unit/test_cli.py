@@ -1,20 +1,27 @@
 """The command as a user meets it: what it prints, writes and returns, with the names of its options frozen."""
 
 import gzip
+import io
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import redirect_stdout
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
+import click
 import pytest
 
-from counterpoint.machine import Gpu, Link, Machine, load_machine, machine_names, save_template
+from counterpoint.cli import app, run_command
+from counterpoint.machine import load_machine, machine_names, save_template
 from counterpoint.units import format_rate
 from helpers.command import COUNTERPOINT, TRACES, counterpoint, refusal
 
@@ -55,38 +62,70 @@ def test_without_a_command_the_help_names_the_commands() -> None:
         assert re.search(rf"^  {command} ", bare.stdout, re.MULTILINE)
 
 
-COMMANDS = (
-    "",
-    "tune",
-    "simulate",
-    "machines",
-    "check",
-    "env",
-    "run",
-    "bench",
-    "bench paper",
-    "sweep",
-    "schedule",
-    "schedule show",
-    "schedule tune",
+def all_commands(group: click.Group, *above: str) -> Iterator[tuple[tuple[str, ...], click.Command]]:
+    yield above, group
+    for name, command in group.commands.items():
+        if isinstance(command, click.Group):
+            yield from all_commands(command, *above, name)
+        else:
+            yield (*above, name), command
+
+
+COMMANDS = dict(all_commands(app))
+
+
+def help_of(command: tuple[str, ...], columns: int) -> str:
+    """The help as the command prints it on a terminal of this width, without a process for each."""
+    printed = io.StringIO()
+    with patch.dict(os.environ, COLUMNS=str(columns)), redirect_stdout(printed):
+        assert run_command([*command, "-h"]) == 0
+    return printed.getvalue()
+
+
+@pytest.mark.parametrize("columns", [60, 80])
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+def test_help_fits_the_terminal_and_cuts_no_sentence_and_no_option(command: tuple[str, ...], columns: int) -> None:
+    text, _, examples = help_of(command, columns).partition("\nExamples:\n")  # examples are never folded
+    assert max(map(len, text.splitlines())) <= columns
+    assert max(map(len, examples.splitlines()), default=0) <= 80
+    assert "..." not in text.partition("Options:")[2]
+    described = COMMANDS[command].help or ""
+    assert " ".join(described.split()) in " ".join(text.split())
+    for word in re.findall(r"--[a-z-]+", described):
+        assert word in text
+
+
+@pytest.mark.parametrize(
+    "command", [each for each, found in COMMANDS.items() if isinstance(found, click.Group)], ids=" ".join
 )
+def test_the_help_of_a_group_lists_each_of_its_commands_once(command: tuple[str, ...]) -> None:
+    group = COMMANDS[command]
+    assert isinstance(group, click.Group)
+    listed = re.findall(r"^  ([a-z]+)  +[A-Z]", help_of(command, 80).partition("Options:")[2], re.MULTILINE)
+    assert sorted(listed) == sorted(group.commands)
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-def test_help_fits_80_columns_and_cuts_no_sentence(command: str) -> None:
-    shown = counterpoint(*command.split(), "--help", COLUMNS="80").stdout
-    assert max(map(len, shown.splitlines())) <= 80
-    assert "..." not in shown.partition("Commands:")[2]
-
-
-@pytest.mark.parametrize("command", COMMANDS[1:])
-def test_every_option_with_a_value_tells_its_default_unless_there_is_nothing_without_it(command: str) -> None:
-    shown = counterpoint(*command.split(), "--help", COLUMNS="80").stdout
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+def test_every_option_with_a_value_tells_its_default_unless_there_is_nothing_without_it(command: tuple[str, ...]) -> None:
+    shown = help_of(command, 80).partition("Examples:")[0]
     options = [" ".join(option.split()) for option in re.split(r"\n  (?=-)", shown.partition("Options:")[2])[1:]]
     valued = [option for option in options if re.match(r"(-\w, )?--[a-z-]+ [A-Z]+ ", option)]
     for option in valued:
-        if not re.match(r"-o, --output|--timeline|--plan FILE A plan that|--step", option):
+        if not re.search(r"^-o, |[Ss]ave |--plan FILE A plan that|--(step|compare|rules|fail-if|baseline|groups) ", option):
             assert re.search(r"\[default: .+\]|\[required\]", option), option
+
+
+def examples_of(command: click.Command) -> list[str]:
+    return [each.replace("\\\n", " ") for each in getattr(command, "examples", ())]
+
+
+@pytest.mark.parametrize("command", [each for each, found in COMMANDS.items() if examples_of(found)], ids=" ".join)
+def test_the_examples_of_the_help_can_be_parsed(command: tuple[str, ...]) -> None:
+    for example in examples_of(COMMANDS[command]):
+        words = shlex.split(example)
+        typed = words[words.index("counterpoint") + 1 :]
+        assert tuple(typed[: len(command)]) == command
+        COMMANDS[command].make_context("counterpoint", typed[len(command) :])
 
 
 def test_tune_prints_the_step_the_verdict_the_reasons_and_the_lanes() -> None:
@@ -225,12 +264,6 @@ def test_machines_writes_a_template(tmp_path: Path) -> None:
     assert "ends in .toml" in refusal("machines", "h200", "-o", "my.txt", cwd=tmp_path)
 
 
-def test_the_page_on_machines_names_every_figure() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "machines.md").read_text()
-    for kind in (Machine, Gpu, Link):
-        assert [name for name in kind.__struct_fields__ if name not in page] == []
-
-
 def test_machines_are_listed_and_shown_with_sources() -> None:
     names = [machine["name"] for machine in as_json("machines")]
     assert names == sorted(names)
@@ -332,7 +365,7 @@ def test_ctrl_c_ends_with_130_and_no_word(tmp_path: Path) -> None:
 
 
 def test_importing_the_package_loads_neither_numpy_nor_the_command_line() -> None:
-    script = "import sys, counterpoint; print(sorted({'numpy', 'typer', 'rich', 'torch'} & set(sys.modules)))"
+    script = "import sys, counterpoint; print(sorted({'numpy', 'click', 'rich', 'torch'} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
 

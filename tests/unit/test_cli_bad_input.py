@@ -3,6 +3,7 @@
 import gzip
 import os
 import random
+import re
 import resource
 import subprocess
 from collections.abc import Callable
@@ -337,22 +338,22 @@ def test_an_input_without_permission(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["tune"], "Missing argument 'STEP'. Try 'counterpoint tune --help'."),
+        (["tune"], r"Missing argument 'STEP'\. Try 'counterpoint tune --help'\."),
         (["simulate"], "simulate needs a STEP, or --cluster FILE that describes a model. Name one of them."),
-        (["tune", "--nope"], "No such option: --nope. Try 'counterpoint tune --help'."),
-        (["run", "--budget", "many"], "; found 'many'. Try 'counterpoint run --help'."),
+        (["tune", "--nope"], r"No such option:? '?--nope'?\. Try 'counterpoint tune --help'\."),
+        (["run", "--budget", "many"], r"'--budget': 'many' is not a valid integer\. Try 'counterpoint run --help'\."),
         (["check", "--nope"], "Try 'counterpoint check --help'."),
         (["schedule", "show"], "Try 'counterpoint schedule show --help'."),
         (["schedule", "fly"], "No such command 'fly'. Try 'counterpoint schedule --help'."),
         (["bench", "paper", "--nope"], "Try 'counterpoint bench paper --help'."),
         (["tune", "cb_ar_opt1", "--machine"], "'--machine' requires an argument."),
-        (["tune", "cb_ar_opt1", "cb_ar_opt2"], "unexpected extra argument(s) (cb_ar_opt2). Try"),
+        (["tune", "cb_ar_opt1", "cb_ar_opt2"], r"unexpected extra argument \(cb_ar_opt2\)\. Try"),
         (["fly"], "No such command 'fly'. Try 'counterpoint --help'."),
-        (["bench", "papers"], "Did you mean 'paper'? Try 'counterpoint bench --help'."),
+        (["bench", "papers"], r"Did you mean 'paper'\? Try 'counterpoint bench --help'\."),
     ],
 )
 def test_wrong_usage_points_to_the_help_of_the_command_that_was_meant(arguments: list[str], says: str) -> None:
-    assert says in refusal(*arguments)
+    assert re.search(says, refusal(*arguments))
 
 
 def test_a_trace_is_read_by_its_content_whatever_its_name_says_of_compression(tmp_path: Path) -> None:

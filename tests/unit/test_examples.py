@@ -12,7 +12,7 @@ LIMIT_S = 240
 
 def test_operators_on_two_ranks_equal_torch_and_say_what_was_picked() -> None:
     ended = subprocess.run(
-        [*TORCHRUN, ROOT / "examples" / "operators.py"],
+        [*TORCHRUN, ROOT / "examples" / "operators" / "operators.py"],
         env=os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,
         text=True,

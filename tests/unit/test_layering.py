@@ -32,6 +32,7 @@ ORDER = [
     {"analysis", "cluster", "paper", "supervised"},
     {"validation"},
     {"report"},
+    {"cli_options"},
     {
         "cli_analyze",
         "cli_calibrate",

@@ -154,7 +154,7 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
 def test_the_import_loads_neither_numpy_nor_a_device_library_nor_the_command_line() -> None:
     command = [sys.executable, "-c", LIST_MODULES]
     modules = set(subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout.split())
-    assert not modules & {"numpy", "torch", "cuda", "cupy", "triton", "rich", "typer", "counterpoint.sim"}
+    assert not modules & {"numpy", "torch", "cuda", "cupy", "triton", "rich", "click", "counterpoint.sim"}
 
 
 def test_a_name_whose_packages_are_missing_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

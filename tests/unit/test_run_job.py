@@ -303,7 +303,7 @@ def test_a_child_that_clears_its_environment_is_named_in_one_line(tmp_path: Path
 
 def test_an_example_runs_the_same_under_tuning_on_cpus() -> None:
     small = ["--device", "cpu", "--width", "64", "--tokens", "32", "--steps", "20", "--layers", "2", "--buckets", "2"]
-    example = ROOT / "examples" / "starved.py"
+    example = ROOT / "benchmarks" / "jobs" / "starved.py"
     losses = []
     for prefix in ([], [str(COUNTERPOINT), "run", "--tune", "--"]):
         ended = subprocess.run(

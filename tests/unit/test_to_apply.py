@@ -4,7 +4,7 @@ import shlex
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
+from click.testing import CliRunner
 
 import counterpoint as package
 from counterpoint.cli import app

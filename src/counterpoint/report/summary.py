@@ -41,8 +41,8 @@ class ReportRow(Value, frozen=True, kw_only=True):
     between_us: tuple[float, float] | None = None
 
 
-class Summary(Value, frozen=True, kw_only=True):
-    """The result of a command.
+class Summary(Value, frozen=True, kw_only=True, tag_field="schema", tag="counterpoint.report/1"):
+    """The result of a command. `schema` names the format in JSON; a change that breaks readers increments it.
 
     `replay` says how accurate the simulation is; None without a trace and for a step under a plan. `replay_error` is the
     error of its makespan alone. `bounds` are those of every simulated time. `job_changes` are simulated only if `tune`

@@ -1,4 +1,6 @@
-"""Operators on several ranks, beside torch's own collectives and matmuls: torchrun --nproc-per-node 2 examples/operators.py
+"""Operators on several ranks, beside torch's own collectives and matmuls.
+
+    torchrun --nproc-per-node 2 examples/operators/operators.py
 
 Each rank takes a GPU where there are GPUs, and else the CPU, at a small size that gains nothing. Every product is made
 twice: by the schedule that is picked for its sizes, and by one that cuts each rank's block in two.
