@@ -96,7 +96,7 @@ def violations(analysis: Analysis, conditions: Sequence[Condition], baseline: An
     return tuple(filter(None, (_violation(analysis, each, baseline) for each in conditions)))
 
 
-def load_baseline(path: Path) -> Analysis:
+def load_baseline(path: Path | str) -> Analysis:
     """Read what `analyze -o` saved. Raises `AnalysisError`."""
     content = bytes(read_limited(path, AnalysisError, "give a file that `counterpoint analyze -o` saved"))
     try:

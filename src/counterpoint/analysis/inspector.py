@@ -47,8 +47,9 @@ REMEDY = "give a log of NCCL Inspector (.log, .jsonl)"
 Key = tuple[str, int, str, int]  # communicator, rank in it, function, sequence number
 
 
-def is_inspector(path: Path) -> bool:
+def is_inspector(path: Path | str) -> bool:
     """Whether a file is a log of NCCL Inspector, by its content, packed by gzip or not. False for what cannot be read."""
+    path = Path(path)
     if not path.is_file():  # a pipe can be read only once
         return False
     head = b""
@@ -62,7 +63,7 @@ def is_inspector(path: Path) -> bool:
     return any(key in head[:HEAD_BYTES] for key in KEYS)
 
 
-def read_inspector(path: Path) -> RankAnalysis:
+def read_inspector(path: Path | str) -> RankAnalysis:
     """The collectives of one process's log, without steps and without what needs computation or start times.
 
     The rank is that in the largest communicator. Of collectives, `group_number` is the sequence number, `end_us` the time

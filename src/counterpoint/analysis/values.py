@@ -8,9 +8,10 @@ number of collectives and of different kernels, and not on the size of the files
 from functools import lru_cache
 from typing import Literal
 
+from counterpoint.display import html_list, shortened
 from counterpoint.step import CollectiveKind
 from counterpoint.traces.activity import HostPhase
-from counterpoint.units import format_bytes
+from counterpoint.units import format_bytes, format_count
 from counterpoint.value import Value
 
 SCHEMA = "counterpoint.analysis/1"  # of the JSON; a change that breaks readers counts it up
@@ -341,3 +342,11 @@ class Analysis(Value, frozen=True, kw_only=True, tag_field="schema", tag=SCHEMA)
     changes: tuple[Change, ...] = ()
     notes: tuple[str, ...] = ()
     problems: tuple[str, ...] = ()
+
+    def _in_short(self) -> str:
+        return f"of {format_count(len(self.ranks), 'rank')}: {shortened(self.headline.verdict, 300)}"
+
+    def _repr_html_(self) -> str:
+        """Return what notebooks show of the analysis: the verdict, why, and what to do next."""
+        why = [f"why: {sentence}" for sentence in self.headline.why]
+        return html_list(self.headline.verdict, [*why, *(f"next: {sentence}" for sentence in self.headline.next)])

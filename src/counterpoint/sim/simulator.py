@@ -29,6 +29,9 @@ class Simulator(AbstractExecutor):
     def __init__(self, calibration: Calibration | None = None, *, clock_share: float | None = None) -> None:
         self._calibration, self._clock_share = calibration, clock_share
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({'with constants of its own' if self._calibration else ''})"
+
     def run(self, step: Step, machine: Machine, plan: Plan) -> Timeline:
         """Simulate one iteration; see `AbstractExecutor.run`.
 

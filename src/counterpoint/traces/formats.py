@@ -48,13 +48,14 @@ SUFFIXES = tuple(suffix for each in FORMATS for suffix in each.suffixes)
 SUFFIXES_IN_WORDS = ", ".join(SUFFIXES)
 
 
-def read_activity(path: Path, on_progress: Callable[[int, int], None] | None = None) -> ActivityTrace:
+def read_activity(path: Path | str, on_progress: Callable[[int, int], None] | None = None) -> ActivityTrace:
     """Read a trace, packed by gzip or not. Raises `TraceError` for a file that is none, or holds no GPU activity.
 
     `on_progress` is told the bytes read of the file and its size, 0 for a pipe. A file is read in pieces: memory depends on
     what is kept of it.
     """
     remedy = f"give a {' or '.join(SUFFIXES)} file"
+    path = Path(path)
     pieces = read_pieces(path, TraceError, remedy, most=MAX_TRACE_BYTES, is_unpacked=True, on_progress=on_progress)
     first = b""
     while len(first) < HEAD_BYTES and (piece := next(pieces, b"")):  # a pipe gives little at once

@@ -8,8 +8,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from counterpoint.display import html_list
 from counterpoint.errors import CounterpointError, TraceError, require_kind
-from counterpoint.step import Dependency, OperationKind, Step
+from counterpoint.step import Dependency, OperationKind, Step, contents_of
 from counterpoint.timeline import NO_OPERATION, Interval, Timeline
 from counterpoint.traces.activity import ActivityTrace, GpuOperation
 from counterpoint.traces.beside import find_pairs_beside
@@ -24,7 +25,7 @@ from counterpoint.traces.steady import (
     check_streams,
     divide_into_steps,
 )
-from counterpoint.units import format_count, format_percent
+from counterpoint.units import format_count, format_percent, format_us
 from counterpoint.value import Value
 
 LONGEST_FIRST = sorted(SUFFIXES, key=len, reverse=True)
@@ -43,6 +44,16 @@ class TracedStep(Value, frozen=True, kw_only=True):
     step_makespans_us: tuple[float, ...]
     notes: tuple[str, ...] = ()
     nccl_version: str | None = None
+
+    def _in_short(self) -> str:
+        return f"{self.step!r}, {format_count(self.num_steps, 'profiled step')}, {format_count(len(self.notes), 'note')}"
+
+    def _repr_html_(self) -> str:
+        """Return what notebooks show of the traced step: its length, what it holds, and the notes on how it was read."""
+        length = format_us(max(self.step_makespans_us))
+        steps = f"{format_count(self.num_steps, 'profiled step')}, the longest {length}"
+        lines = (steps, ", ".join(contents_of(self.step)), *self.notes)
+        return html_list(f"Traced step {self.step.name}", lines)
 
 
 def read_trace(path: Path | str, *, rank: int | None = None) -> TracedStep:
