@@ -129,9 +129,9 @@ def test_no_two_candidates_are_alike(functions: list[SeenFunction], is_known: bo
 @pytest.mark.parametrize(
     ("function", "words"),
     [
-        (seen("gemm", 132, block=(384, 1, 1), registers_per_thread=168), "fills the register file alone"),
+        (seen("gemm", 132, block=(384, 1, 1), registers_per_thread=168), "fills the register file"),
         (seen("grid", 4096, is_cooperative=True), "grid barrier"),
-        (LONG, "CTAs per SM, and that cap costs"),
+        (LONG, "CTAs per SM. Such a cap costs"),
     ],
 )
 def test_a_kernel_that_no_cap_can_help_is_refused_with_the_reason(function: object, words: str) -> None:
