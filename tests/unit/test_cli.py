@@ -261,7 +261,7 @@ def test_machines_writes_a_template(tmp_path: Path) -> None:
     assert done.stdout.endswith("Change its name and figures, then use it: --machine my.toml\n")
     assert counterpoint("simulate", "cb_ar_opt2", "--machine", "my.toml", cwd=tmp_path).returncode == 0
     assert "Name one, or add --probe" in refusal("machines", "-o", "my.toml", cwd=tmp_path)
-    assert "ends in .toml" in refusal("machines", "h200", "-o", "my.txt", cwd=tmp_path)
+    assert "must end in .toml" in refusal("machines", "h200", "-o", "my.txt", cwd=tmp_path)
 
 
 def test_machines_are_listed_and_shown_with_sources() -> None:
