@@ -1,4 +1,4 @@
-"""A sweep for people: the front as a table, and all estimates as a plot. Nothing is computed here but widths."""
+"""Prints a sweep: the front as a table, and all estimates as a plot. Nothing is computed here but widths."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -22,7 +22,7 @@ WIDE = 1000  # columns, which no table needs
 
 
 def print_sweep(console: Console, sweep: SweepFile, rows: Sequence[SweepRow], best: Sequence[SweepRow]) -> None:
-    """What was tried, the front, and what was impossible."""
+    """Print what was tried, the front, and what was impossible."""
     estimated = [row for row in rows if row.estimate is not None]
     too_large = sum(not row.estimate.fits_memory for row in estimated if row.estimate is not None)
     console.print(
@@ -96,7 +96,7 @@ def tell_progress(show: Callable[[str], None], clock: Callable[[], float]) -> Ca
 
 
 def draw_front(rows: Sequence[SweepRow], best: Sequence[SweepRow], path: Path) -> None:
-    """Memory against tokens per second and GPU: a mark for each estimate, a line along the front for each number of GPUs."""
+    """Plot memory against tokens per second and GPU: a mark for each estimate, a line per number of GPUs for the front."""
     from matplotlib.figure import Figure  # noqa: PLC0415  an extra
 
     figure = Figure(figsize=(7, 4.5), layout="constrained")
