@@ -4,6 +4,7 @@ Under torchrun every rank runs the command; rank 0 prints and writes the file af
 calibration goes on where it ended.
 """
 
+from collections.abc import Sequence
 from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -30,6 +31,10 @@ def calibrate(
         typer.Option("-o", "--output", metavar="FILE", help="The file (.toml).  [default: calibration_MACHINE.toml]"),
     ] = None,
     again: Annotated[bool, typer.Option("--again", help="Measure everything anew instead of going on with FILE.")] = False,
+    only: Annotated[
+        list[str] | None,
+        typer.Option("--only", metavar="PROBE", help="Run this probe alone, anew. May be repeated.  [default: all of them]"),
+    ] = None,
 ) -> None:
     """Measure the simulator's constants on the GPUs at hand, in less than a minute, and save them with their sources.
 
@@ -44,10 +49,24 @@ def calibrate(
         MachineError,
         f"A calibration file's name ends in .toml; found '{shown_path(output)}'. Name it so.",
     )
-    run_and_leave(lambda: _calibrate(output, again))
+    require(
+        not (again and only),
+        MachineError,
+        "--again measures all probes anew, and --only measures those that it names. Leave one of them out.",
+    )
+    _check_probes(only or ())
+    run_and_leave(lambda: _calibrate(output, again, tuple(only or ())))
 
 
-def _calibrate(output: Path | None, again: bool) -> None:
+def _check_probes(names: Sequence[str]) -> None:
+    """Raises `MachineError` for a name that is no probe's."""
+    from counterpoint.cuda.probes import PROBES  # noqa: PLC0415
+
+    for name in names:
+        require(name in PROBES, MachineError, f"There is no probe '{shown(name)}'. Name one of: {', '.join(PROBES)}.")
+
+
+def _calibrate(output: Path | None, again: bool, only: tuple[str, ...]) -> None:
     from counterpoint.cuda.ranks import join_ranks, require_gpu  # noqa: PLC0415
 
     require_gpu(INSTEAD)
@@ -72,7 +91,7 @@ def _calibrate(output: Path | None, again: bool) -> None:
     if rank == 0 and not again:
         collected.go_on()
     try:
-        run_probes(machine, nvml, collected.done(), collected.add)
+        run_probes(machine, nvml, collected.done(), collected.add, only)
     except KeyboardInterrupt:
         if rank == 0:
             say(f"Interrupted. What was measured is in {shown_path(collected.path)}; run again to go on.")

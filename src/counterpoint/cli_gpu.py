@@ -156,7 +156,11 @@ def bench_paper(  # noqa: PLR0917  the command line passes by name
             "--plot", metavar="FILE", help="Draw the sweeps (.svg, .png, .pdf); needs matplotlib.  [default: none]"
         ),
     ] = None,
-    output: Annotated[Path | None, typer.Option("-o", "--output", metavar="FILE", help="Save the results (.json).")] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option("-o", "--output", metavar="FILE", help="Save the results (.json); a grid goes on where FILE ends."),
+    ] = None,
+    again: Annotated[bool, typer.Option("--again", help="On GPUs, measure also what FILE holds.")] = False,
 ) -> None:
     """The first paper's grid: sequential, plain overlap, priority, caps, head start, and the planner's choice.
 
@@ -165,7 +169,7 @@ def bench_paper(  # noqa: PLR0917  the command line passes by name
     """
     check_outputs((output, plot))
     names, sweeps = tuple(workloads or ()), tuple(sweep or ())
-    asked = BenchOptions(names, sweeps, iterations=iterations, rounds=rounds, with_energy=energy, plot=plot, output=output)
+    asked = BenchOptions(names, sweeps, iterations, rounds, energy, plot, output, again)
     asked.check(is_simulated=simulate is not None)
     if simulate is not None:
         _simulate_paper(asked, simulate)
@@ -206,6 +210,7 @@ class BenchOptions(msgspec.Struct, frozen=True):
     with_energy: bool
     plot: Path | None
     output: Path | None
+    is_anew: bool = False
 
     def check(self, *, is_simulated: bool) -> None:
         """Raise `CounterpointError` for options that do not go together."""
@@ -215,6 +220,8 @@ class BenchOptions(msgspec.Struct, frozen=True):
             )
         if self.rounds is not None and is_simulated:
             raise DeviceError("--rounds repeats measurements, and a simulation has none. Leave --rounds or --simulate out.")
+        if self.is_anew and (is_simulated or self.sweeps):
+            raise DeviceError("--again is for grids on GPUs, which go on where their file ends. Leave it out.")
         if self.plot is not None:
             if not self.sweeps:
                 raise WorkloadError("--plot draws sweeps, and none was asked for. Add --sweep ctas, or leave --plot out.")
@@ -290,6 +297,7 @@ def _measure_paper(asked: BenchOptions) -> None:
     from counterpoint.cuda.conditions import measuring_conditions  # noqa: PLC0415
     from counterpoint.paper.cases import paper_workload_names  # noqa: PLC0415
     from counterpoint.paper.on_gpu import check_cases, measure_workload, on_these_ranks  # noqa: PLC0415
+    from counterpoint.paper.stored import read_grid  # noqa: PLC0415
 
     axes = asked.axes()
     descriptions = [on_these_ranks(each) for each in asked.descriptions(paper_workload_names()).values()]
@@ -297,13 +305,24 @@ def _measure_paper(asked: BenchOptions) -> None:
         _measure_sweeps(asked, descriptions, rank)
         return
     check_cases(descriptions)
-    results = []
+    conditions = measuring_conditions(rounds=asked.rounds or ROUNDS)
+    num_ranks = max(described.num_ranks for described in descriptions)
+    stored = read_grid(asked.output, conditions, num_ranks)  # on every rank, before any of them writes
+    measured = frozenset() if asked.is_anew else stored.measured(num_ranks)
+    if rank == 0 and measured:
+        print(
+            f"Going on with {asked.output}: {len(measured)} workloads are measured; --again measures them anew.", flush=True
+        )
     for described in descriptions:
+        if described.name in measured:
+            continue
         rounds = asked.rounds or ROUNDS[described.name.split("_")[0]]
-        results.append(measure_workload(described, rounds, with_energy=asked.with_energy))
+        result, step = measure_workload(described, rounds, with_energy=asked.with_energy)
         if rank == 0:
-            _show(results[-1:], None)
-            _save(results, asked.output, measuring_conditions(rounds=asked.rounds or ROUNDS))
+            _show([result], None)
+            stored = stored.with_result(result, step, conditions)
+            if asked.output is not None:
+                stored.save(asked.output)
 
 
 def _measure_sweeps(asked: BenchOptions, descriptions: list["Description"], rank: int) -> None:
