@@ -1,8 +1,8 @@
-"""Experts of Hugging Face models, as transformers spreads them over ranks (read in 5.23): `AllToAllEP`, or `AutoEP` where it
-takes that.
+"""Experts of Hugging Face models as transformers spreads them over ranks (read in 5.23): `AllToAllEP`, or `AutoEP` if it
+chooses that.
 
-Their tokens come unsorted, with the experts that each of them goes to and the weights of these. What is sorted, weighted and
-added up here is what `AllToAllEP` sorts, weights and adds up; one operator does what is between.
+Their tokens arrive unsorted, with the experts of each token and the weights of these. This module sorts, weights and
+sums exactly what `AllToAllEP` does; one operator does the part in between.
 """
 
 from typing import Any, NamedTuple, final
@@ -21,11 +21,13 @@ from counterpoint.ops import expert_ffn
 from counterpoint.schedule import ScheduleDescription
 
 NOT_SERVED = {
-    "AllReduceEP": "its ranks share one batch and add up by an all-reduce, so there is no all-to-all to hide. Give "
-    "DistributedConfig ep_implementation='all_to_all'",
-    "MegaMoeEP": "its tokens travel inside DeepGEMM's kernel. Leave it as it is",
+    "AllReduceEP": (
+        "its ranks share one batch and sum by an all-reduce, so there is no all-to-all to hide. Give "
+        "DistributedConfig ep_implementation='all_to_all'"
+    ),
+    "MegaMoeEP": "its tokens are sent inside DeepGEMM's kernel. Leave it unchanged",
 }
-# attributes that `use_experts_implementation` of transformers puts on experts, and what is served
+# attributes that transformers' `use_experts_implementation` sets on experts, and the supported values
 FORM = {"has_gate": True, "has_bias": False, "has_post_expert_norm": False, "is_transposed": False, "is_concatenated": True}
 
 
@@ -37,22 +39,22 @@ class Routes(NamedTuple):
 
 
 def refusal(experts: nn.Module) -> str:
-    """Why experts that transformers has spread over ranks stay as they are, or nothing."""
+    """Return why experts that transformers has spread over ranks stay unchanged, or nothing."""
     implementation = implementation_of(experts)
     name = type(implementation).__name__
     if name in NOT_SERVED:
         return NOT_SERVED[name]
     if name not in ("AllToAllEP", "AutoEP"):
-        return f"its tokens are sent by {name}, and AllToAllEP is served"
+        return f"its tokens are sent by {name}, but only AllToAllEP is supported"
     if getattr(implementation, "megamoe", None) is not None:
         return NOT_SERVED["MegaMoeEP"]
     wrong = [each for each, wanted in FORM.items() if getattr(experts, each, None) is not wanted]
     if wrong:
-        return f"its experts have {wrong[0]}={getattr(experts, wrong[0], None)}, and {FORM[wrong[0]]} is served"
+        return f"its experts have {wrong[0]}={getattr(experts, wrong[0], None)}, but only {FORM[wrong[0]]} is supported"
     gate = getattr(type(experts), "_apply_gate", None)
     activation = type(getattr(experts, "act_fn", None)).__name__
     if getattr(gate, "__name__", "") != "_default_apply_gate" or activation not in ("SiLU", "SiLUActivation"):
-        return f"its experts apply {activation} in a way of their own, and silu(gate) * up is served"
+        return f"its experts apply {activation} in a special way, but only silu(gate) * up is supported"
     return ""
 
 
@@ -70,11 +72,11 @@ class TransformersExperts:
         self._tokens_mesh: DeviceMesh = self._implementation.tp_mesh
 
     def __deepcopy__(self, _memo: dict[int, Any]) -> "TransformersExperts":
-        return self  # a copy of the model has the same `forward`, as without us
+        return self  # a copy of the model has the same `forward`, as without Counterpoint
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # the sizes of what is sent are read on the host
     def run(self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
-        """The weighted sum of the experts' results for each token (tokens, dim)."""
+        """Return the weighted sum of the experts' results for each token (tokens, dim)."""
         given, weights = local_part(hidden_states), local_part(top_k_weights)
         if not (self._switch.is_on and self._is_sent(given)):
             result: torch.Tensor = self._forward(hidden_states, top_k_index, top_k_weights)
@@ -89,12 +91,12 @@ class TransformersExperts:
         return parts.full_tensor().to(given.dtype)
 
     def _is_sent(self, given: torch.Tensor) -> bool:
-        """Whether an all-to-all sends these tokens; where ranks share a batch, `AutoEP` evaluates by all-reduces."""
+        """Return whether an all-to-all sends these tokens; if ranks share a batch, `AutoEP` evaluates by all-reduces."""
         may_share: Any = getattr(self._implementation, "all_reduce", None)
         return may_share is None or (torch.is_grad_enabled() and given.requires_grad)
 
     def _own_part(self, shared: torch.Tensor) -> torch.Tensor:
-        """This rank's tokens of those that all ranks of a tensor-parallel group have."""
+        """Return this rank's tokens of those that all ranks of a tensor-parallel group have."""
         whole = DTensor.from_local(shared, self._tokens_mesh, [Replicate()], run_check=False)
         part: torch.Tensor = whole.redistribute(self._tokens_mesh, [Shard(0)]).to_local()
         return part

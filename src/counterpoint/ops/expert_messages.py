@@ -1,8 +1,8 @@
-"""An expert exchange between CPUs: the same pieces in the same order as messages, so that the logic is tested on real
+"""An expert exchange between CPUs: the same pieces in the same order as messages, so that tests run the logic on real
 tensors without GPUs.
 
-Sends are posted when their rows are there, and a rank receives a piece when it needs it, so nobody waits for ever. Nothing
-overlaps here.
+Sends are posted when their rows are there, and a rank receives a piece when it needs it, so no rank waits for ever.
+Nothing overlaps here.
 """
 
 from collections.abc import Callable, Sequence
@@ -46,7 +46,7 @@ class ExpertMessages(AbstractExpertExchange):
         try:
             memory = torch.empty(sizes.num_bytes, dtype=torch.uint8)
         except RuntimeError as error:
-            problem = f"{format_bytes(sizes.num_bytes)} for experts cannot be had ({cause_of(error, 160)})"
+            problem = f"{format_bytes(sizes.num_bytes)} for experts cannot be allocated ({cause_of(error, 160)})"
         # all ranks find out together, as on GPUs
         self._ranks.agreement.compare(CallNotice(request=f"{sizes.num_bytes} bytes for experts", problem=problem))
         self._memory, self._sizes = memory, sizes

@@ -1,8 +1,8 @@
-"""The passes of experts: in which order rows are sent, multiplied and sent back, forward and backward.
+"""The passes of experts: the order in which rows are sent, multiplied and sent back, forward and backward.
 
-Rows are multiplied group by group of experts, each as soon as all its rows are there, while those of the next group are on
-their way; what a group gives goes back at once. In backward the gradients of weights come last and hide the way back.
-Nothing is kept of others' tokens: they are sent again where weights need their gradients, beside the matmuls before.
+Rows are multiplied group by group of experts, each group as soon as all its rows are there, while the next group's rows
+are in transit; a group's results go back at once. In backward, the gradients of weights come last and hide the way back.
+Other ranks' tokens are not kept: they are sent again if weights need their gradients, beside the earlier matmuls.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,7 +20,7 @@ DISPATCH, AGAIN, COMBINE = ExpertRegion
 
 
 class Wanted(NamedTuple):
-    """Which gradients are asked for; the same on all ranks. `ups`: of w1, or w3, or both."""
+    """The requested gradients; the same on all ranks. `ups`: of w1, or w3, or both."""
 
     tokens: bool = True
     ups: bool = True
@@ -32,7 +32,7 @@ class Pass:
     """One pass of a call: what it sends, from the beginning to the end."""
 
     def __init__(self, routing: ExpertRouting, rows: RowFormat, regions: Sequence[ExpertRegion]) -> None:
-        """`regions`: what memory must be there for, of this pass or of later ones of the call."""
+        """`regions`: the regions that need memory, for this pass or later ones of the call."""
         self._routing, self._rows = routing, routing.rows(rows)
         self._exchange = routing.exchange(self._rows, regions)
         self._sent: list[AbstractDispatch | AbstractCombine] = []
@@ -51,7 +51,7 @@ class Pass:
         return found
 
     def finish(self) -> None:
-        """All is issued."""
+        """End the pass: all is issued."""
         for each in self._sent:
             each.join()
         self._exchange.end()
@@ -66,8 +66,9 @@ def ffn(
     *,
     is_differentiated: bool,
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """The whole layer of tokens, w1, w2 and, where given, w3: the results in the order of tokens, and the inputs of the
-    activation of every group, which backward needs. `beside` is called when tokens are on their way."""
+    """Run the whole layer of tokens, w1, w2 and, if given, w3. Return the results in the order of tokens, and the inputs
+    of every group's activation, which backward needs. `beside` is called when tokens are in transit.
+    """
     tokens, w1, w2, *w3 = operands
     regions = (DISPATCH, AGAIN, COMBINE) if is_differentiated else (DISPATCH, COMBINE)
     work, kept = Pass(routing, RowFormat.of(tokens), regions), list[torch.Tensor]()
@@ -92,7 +93,7 @@ def ffn_backward(
     tensors: tuple[Matrices, Matrices, torch.Tensor],
     wanted: Wanted,
 ) -> tuple[torch.Tensor | None, list[torch.Tensor | None]]:
-    """The gradients of tokens, and of w1, w2 and, where given, w3; None for those that are not wanted.
+    """Return the gradients of tokens, and of w1, w2 and, if given, w3; None for those that are not wanted.
 
     `tensors` are the operands of `ffn`, what it kept, and the gradient of its results.
     """
@@ -135,7 +136,7 @@ def _all_arrived(dispatch: AbstractDispatch, routing: ExpertRouting) -> torch.Te
 
 
 def dispatch_multiply(routing: ExpertRouting, tokens: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Tokens of all ranks times this rank's experts' weights (E, N, dim): (rows, N) of each group."""
+    """Return all ranks' tokens times this rank's experts' weights (E, N, dim): (rows, N) of each group."""
     work = Pass(routing, RowFormat.of(tokens), (DISPATCH, COMBINE))
     dispatch = work.dispatch(DISPATCH, tokens)
     products = tuple(
@@ -168,7 +169,9 @@ def dispatch_multiply_backward(
 
 
 def multiply_combine(routing: ExpertRouting, inputs: Matrices, weights: torch.Tensor) -> torch.Tensor:
-    """Rows of this rank's experts by group, times their weights (E, dim, K), given back: (tokens, dim) of this rank."""
+    """Multiply the rows of this rank's experts, by group, by their weights (E, dim, K) and send them back: (tokens, dim)
+    of this rank.
+    """
     work = Pass(routing, RowFormat(weights.shape[1], weights.dtype, weights.device), (DISPATCH, COMBINE))
     combine = work.combine()
     for group, experts in zip(routing.layout.groups, routing.groups, strict=True):

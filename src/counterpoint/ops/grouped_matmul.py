@@ -1,7 +1,7 @@
-"""Matmuls of rows that are sorted by expert with each expert's weight, and the gradients of those weights.
+"""Grouped matmuls: rows sorted by expert times each expert's weight, and the gradients of those weights.
 
-On GPUs that have it, bf16 rows take torch's grouped matmul, one kernel for all experts; all else takes a matmul for each
-expert that has rows. Either gives the same bits in every run.
+On GPUs that support it, bf16 rows use torch's grouped matmul, one kernel for all experts; everything else uses a matmul
+for each expert that has rows. Both give the same bits in every run.
 """
 
 from functools import cache
@@ -9,12 +9,13 @@ from typing import NamedTuple
 
 import torch
 
-ALIGNMENT = 16  # bytes: of rows, for torch's grouped matmul
-GROUPED_CAPABILITIES = ((9, 0), (10, 0))  # of GPUs whose grouped matmul is one kernel; torch 2.11 loops on others
+ALIGNMENT = 16  # alignment of rows in bytes for torch's grouped matmul
+# compute capabilities of GPUs whose grouped matmul is one kernel; torch 2.11 loops on others
+GROUPED_CAPABILITIES = ((9, 0), (10, 0))
 
 
 class ExpertRows(NamedTuple):
-    """How many rows each of some experts has, and where they end, which a grouped matmul reads on the GPU (int32)."""
+    """The number of rows of each of some experts, and where they end, which a grouped matmul reads on the GPU (int32)."""
 
     counts: tuple[int, ...]
     ends: torch.Tensor
@@ -23,7 +24,7 @@ class ExpertRows(NamedTuple):
 def multiply(
     rows: torch.Tensor, weights: torch.Tensor, experts: ExpertRows, out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Each expert's rows times its weight: (n, K), (E, K, N) -> (n, N), in `out` where that is given."""
+    """Return each expert's rows times its weight: (n, K), (E, K, N) -> (n, N), in `out` if that is given."""
     if rows.shape[0] and is_grouped(rows, weights) and weights.shape[2] * weights.itemsize % ALIGNMENT == 0:
         product = torch._grouped_mm(rows, weights, offs=experts.ends)
         return product if out is None else out.copy_(product)
@@ -37,11 +38,11 @@ def multiply(
 
 
 def weight_gradient(left: torch.Tensor, right: torch.Tensor, experts: ExpertRows) -> torch.Tensor:
-    """left^T right of each expert's rows: (n, M), (n, N) -> (E, M, N); 0 for experts without rows."""
+    """Return left^T right of each expert's rows: (n, M), (n, N) -> (E, M, N); 0 for experts without rows."""
     if right.shape[0] and is_grouped(left, right):
         found = torch._grouped_mm(left.t(), right, offs=experts.ends)
         empty = [found[expert] for expert, number in enumerate(experts.counts) if not number]
-        if empty:  # a kernel may leave alone what nothing adds to
+        if empty:  # a kernel may not write experts without rows
             torch._foreach_zero_(empty)
         return found
     found = left.new_zeros(len(experts.counts), left.shape[1], right.shape[1])
@@ -55,7 +56,7 @@ def weight_gradient(left: torch.Tensor, right: torch.Tensor, experts: ExpertRows
 
 
 def is_grouped(*operands: torch.Tensor) -> bool:
-    """Whether torch's grouped matmul takes these operands, and by one kernel."""
+    """Return whether torch's grouped matmul accepts these operands, and runs them as one kernel."""
     first = operands[0]
     return bool(
         first.is_cuda
@@ -66,7 +67,9 @@ def is_grouped(*operands: torch.Tensor) -> bool:
 
 
 def _is_aligned(operand: torch.Tensor) -> bool:
-    """Whether one of the last two dimensions is dense, the other aligned, and the operand begins at an aligned address."""
+    """Return whether one of the last two dimensions is dense, the other aligned, and the operand begins at an aligned
+    address.
+    """
     *_, outer, inner = operand.stride()
     wide = outer if inner == 1 else inner
     return bool(min(outer, inner) == 1 and wide * operand.itemsize % ALIGNMENT == 0 == operand.data_ptr() % ALIGNMENT)

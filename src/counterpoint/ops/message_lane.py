@@ -1,6 +1,6 @@
-"""A lane on CPUs: the same blocks as messages, so that what is built on lanes is tested on real tensors without GPUs.
+"""A lane on CPUs: the same blocks as messages, so that tests run the code above lanes on real tensors without GPUs.
 
-All messages of a move are posted together, so their order cannot block anybody. Nothing overlaps here.
+All messages of a move are posted together, so their order cannot block any rank. Nothing overlaps here.
 """
 
 from collections.abc import Sequence
@@ -40,7 +40,7 @@ class MessageLane(AbstractLane):
         try:
             memory = torch.empty((self.num_ranks + 1) * wanted, dtype=torch.uint8)
         except RuntimeError as error:
-            problem = f"memory for blocks of {format_bytes(num_bytes)} cannot be had ({cause_of(error, 160)})"
+            problem = f"memory for blocks of {format_bytes(num_bytes)} cannot be allocated ({cause_of(error, 160)})"
         # all ranks find out together, as on GPUs
         self._agreement.compare(CallNotice(request=f"{wanted} bytes for each block of a lane", problem=problem))
         self._row_bytes, self._memory = wanted, memory

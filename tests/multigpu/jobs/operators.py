@@ -382,7 +382,7 @@ def refused_memory() -> None:
         ops.all_gather_matmul(large, weights[rank], schedule=description)
         raise AssertionError("nothing was refused")
     except OperatorError as problem:
-        assert "of symmetric memory cannot be had" in str(problem), problem  # noqa: PT017  a job, not a test
+        assert "of symmetric memory cannot be allocated" in str(problem), problem  # noqa: PT017  a job, not a test
     del ballast, large
     torch.cuda.empty_cache()
     for _ in range(2):
