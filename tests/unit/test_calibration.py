@@ -147,7 +147,7 @@ def test_a_file_reads_back_as_it_was_and_changes_what_is_simulated(tmp_path: Pat
     step = load_workload("cb_ar_opt2")
     mine = msgspec.structs.replace(H200, calibration=str(path))
     assert sum(Simulator().lone_times_us(step, mine)) > 1.2 * sum(Simulator().lone_times_us(step, H200))
-    with pytest.raises(MachineError, match="was measured on 'NVIDIA H200', and machine 'h100'"):
+    with pytest.raises(MachineError, match="was measured on 'NVIDIA H200', but machine 'h100'"):
         load_calibration(msgspec.structs.replace(H100, calibration=str(path)))
 
 
