@@ -29,7 +29,7 @@ class Job(Value, frozen=True, kw_only=True):
     machine: Machine
     traced: TracedStep | None = None
 
-    def calibrated(self, path: Path | None) -> "Job":
+    def calibrated(self, path: Path | str | None) -> "Job":
         """Return the job with the simulator's constants from a file; None: with those of its GPU. Raises `MachineError`."""
         if path is None:
             return self

@@ -1,4 +1,4 @@
-"""Reads a workload file and makes a step of it: entries become operations, iterations are laid one after the other.
+"""Reads a workload file and builds a step from it: entries become operations, and iterations follow one another.
 
 It does not know the machine: kernels carry their work, not their time, unless the file states a lone time. Operations are
 issued iteration by iteration; within one, an entry comes after all it waits for, and otherwise in the order of the
