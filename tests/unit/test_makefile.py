@@ -20,5 +20,13 @@ def test_plain_make_prints_what_each_target_does() -> None:
     assert "PHONY" not in printed
 
 
+def test_the_demo_begins_with_the_trace_of_the_readme_and_says_what_to_try_next() -> None:
+    lines = commands("demo").splitlines()
+    first = next(line for line in lines if " tune " in line)
+    assert first.split("bin/")[1] in (ROOT / "README.md").read_text()
+    assert any("Try next" in line for line in lines[lines.index(first) :])
+    assert "--tune" in lines[-1]
+
+
 def test_gpu_tests_that_are_skipped_say_why() -> None:
     assert "pytest -rs " in commands("test-gpu")
