@@ -5,7 +5,7 @@
 # make test-gpu  the tests that need one GPU or more
 # make bench     the benchmarks that need no GPU
 # make docs      the documentation site in build/site; every link in it is checked (`make test` builds it, too)
-# make wheel     dist/*.whl with the launch filter compiled for x86-64 and AArch64 (by Zig: needs neither's compiler)
+# make wheel     in dist: a wheel with the launch filter compiled for x86-64 and AArch64 (by Zig), and a source archive
 #
 # The first call sets up .venv with the versions in constraints.txt. PYTHON=python3.12 picks another interpreter. The tests also
 # install torch (constraints-torch.txt): a build for CPUs is enough.
@@ -62,6 +62,7 @@ wheel: setup
 	rm -rf build/filter
 	$(BIN)/python -m counterpoint.launch_filter.prebuilt build/filter
 	$(BIN)/python -m pip --disable-pip-version-check wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .
+	$(BIN)/hatchling build --target sdist --directory dist
 	rm -rf build/filter
 
 setup: $(VENV)/installed
