@@ -23,7 +23,7 @@ test: torch compiler docs
 	$(BIN)/mypy --strict src
 	$(BIN)/pytest -n 2 --dist loadgroup tests/unit tests/golden
 
-demo: setup
+demo: $(VENV)/installed-plain
 	$(BIN)/counterpoint tune examples/traces/starved.rank0.json.gz
 	$(BIN)/counterpoint tune cb_ar_opt2
 	@echo
@@ -35,7 +35,7 @@ demo: setup
 	@echo "  counterpoint run --tune -o plan.toml -- torchrun --nproc-per-node 8 train.py               # on GPUs, docs/run.md"
 
 # the pictures of the README
-images: setup
+images: $(VENV)/installed-plain
 	$(BIN)/counterpoint tune examples/traces/starved.rank0.json.gz --timeline docs/images/timeline.svg
 	$(BIN)/counterpoint tune examples/traces/starved.rank0.json.gz --timeline docs/images/timeline.dark.svg
 
@@ -61,9 +61,14 @@ wheel: setup
 
 setup: $(VENV)/installed
 
-$(VENV)/installed: constraints.txt pyproject.toml | $(BIN)/python
+# what planning needs, and nothing for tests
+$(VENV)/installed-plain: constraints.txt pyproject.toml | $(BIN)/python
+	$(PIP_INSTALL) --constraint constraints.txt hatchling editables
+	$(PIP_INSTALL) --constraint constraints.txt --no-build-isolation --editable .
+	@touch $@
+
+$(VENV)/installed: $(VENV)/installed-plain
 	$(PIP_INSTALL) --requirement constraints.txt
-	$(PIP_INSTALL) --no-deps --no-build-isolation --editable .
 	@touch $@
 
 torch: $(VENV)/installed-torch
