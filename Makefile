@@ -1,3 +1,4 @@
+# make           this list
 # make test      everything that needs no GPU: lint, format, types, unit and golden tests
 # make demo      set up, then plan a profiler trace and a described workload by simulation
 # make images    draw the README's pictures anew
@@ -15,7 +16,11 @@ BIN := $(VENV)/bin
 PIP_INSTALL := $(BIN)/python -m pip --disable-pip-version-check install --quiet --no-input
 CHECKED := $(wildcard src tests benchmarks examples website)
 
-.PHONY: test demo docs images test-gpu bench wheel setup torch compiler clean
+.PHONY: help test demo docs images test-gpu bench wheel setup torch compiler clean
+
+# the comment at the top of this file
+help:
+	@sed -n -e '/^#/!q' -e 's/^# \{0,1\}//p' $(firstword $(MAKEFILE_LIST))
 
 test: torch compiler docs
 	$(BIN)/ruff check $(CHECKED)

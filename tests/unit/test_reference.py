@@ -26,6 +26,7 @@ from counterpoint.metrics import Metrics, RankMetrics
 from counterpoint.plan import Directive, Expectation, Match, Plan, Refusal
 from counterpoint.report.summary import ReportRow, Summary
 from counterpoint.schedule import ScheduleDescription
+from counterpoint.sim.calibration import Constant
 from counterpoint.traces.classify import Rule
 from counterpoint.workloads.description import CollectiveEntry, CopyEntry, Description, Gemm, OtherKernel, Wait
 
@@ -72,6 +73,7 @@ TABLES: MappingProxyType[str, msgspec.Struct | type[msgspec.Struct]] = MappingPr
         "[sweep]": Axes,
         "[[rule]]": Rule(source="s", names=("n",)),
         "The top of a context": JobContext,
+        "A constant": Constant,
         "What tune and simulate print": Summary,
         "An entry of step": ReportRow,
         "metrics": Metrics,
@@ -214,7 +216,7 @@ def shown_names() -> list[str]:
 
 def public_objects() -> Iterator[tuple[str, object]]:
     """What a user may call: the names of the package, of each part that lists its own, and of the integrations."""
-    for name in sorted({*dir(counterpoint)} - {"__version__", *NEED_A_GPU_LIBRARY}):
+    for name in sorted({*dir(counterpoint)} - {"__version__", "integrations", "ops", *NEED_A_GPU_LIBRARY}):
         yield f"counterpoint.{name}", getattr(counterpoint, name)
     for part in ("ops", "planner", "schedule", "sim", "traces", "workloads"):
         module = importlib.import_module(f"counterpoint.{part}")
