@@ -1,6 +1,6 @@
 # make           this list
 # make test      everything that needs no GPU: lint, format, types, unit and golden tests
-# make demo      set up, then plan a profiler trace and a described workload by simulation
+# make demo      set up, then plan two profiler traces by simulation
 # make images    draw the README's pictures anew
 # make test-gpu  the tests that need one GPU or more
 # make bench     the benchmarks that need no GPU
@@ -30,14 +30,7 @@ test: torch compiler docs
 
 demo: $(VENV)/installed-plain
 	$(BIN)/counterpoint tune examples/traces/starved.rank0.json.gz
-	$(BIN)/counterpoint tune cb_ar_opt2
-	@echo
-	@echo "Try next:"
-	@echo "  . $(BIN)/activate"
-	@echo "  counterpoint analyze examples/traces/ddp.rank0.json.gz examples/traces/ddp.rank1.json.gz   # why is it exposed?"
-	@echo "  counterpoint tune examples/traces/fsdp2.rank0.json.gz -o plan.toml                         # a stock FSDP2 job"
-	@echo "  counterpoint tune YOUR_TRACE.json.gz                                                       # docs/recording.md"
-	@echo "  counterpoint run --tune -o plan.toml -- torchrun --nproc-per-node 8 train.py               # on GPUs, docs/run.md"
+	$(BIN)/counterpoint demo
 
 # the pictures of the README
 images: $(VENV)/installed-plain
