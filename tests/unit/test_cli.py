@@ -459,7 +459,7 @@ def test_help_loads_neither_numpy_nor_the_simulator() -> None:
     script = (
         "import sys\nfrom counterpoint import cli\nsys.argv = ['counterpoint', '--help']\n"
         "try:\n    cli.main()\nexcept SystemExit as ending:\n    assert not ending.code\n"
-        "print(sorted({'numpy', 'torch', 'counterpoint.sim', 'counterpoint.traces'} & set(sys.modules)))"
+        "print(sorted({'numpy', 'torch', 'multiprocessing', 'counterpoint.sim', 'counterpoint.traces'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "[]"

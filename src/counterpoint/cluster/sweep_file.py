@@ -94,7 +94,7 @@ class SweepFile(Value, frozen=True, kw_only=True):
 
     def key(self, point: dict[str, Any]) -> str:
         """Sixteen hexadecimal digits of a combination, of the file's other tables, and of Counterpoint's version."""
-        content = msgspec.json.encode((self.base, sorted(point.items()), package_version()))
+        content = msgspec.json.encode((_every_field(self.base), sorted(point.items()), package_version()))
         return hashlib.sha256(content).hexdigest()[:16]
 
     def configuration(self, point: dict[str, Any]) -> Configuration:
@@ -104,6 +104,13 @@ class SweepFile(Value, frozen=True, kw_only=True):
             changes.setdefault(TABLE_OF[name], {})["method" if name == "compression" else name] = value
         tables = {name: msgspec.structs.replace(getattr(self.base, name), **change) for name, change in changes.items()}
         return msgspec.structs.replace(self.base, **tables).configuration()
+
+
+def _every_field(value: object) -> object:
+    """The value as plain objects, defaults included: msgspec leaves out others of a copy in a worker process."""
+    if isinstance(value, msgspec.Struct):
+        return {name: _every_field(field) for name, field in msgspec.structs.asdict(value).items()}
+    return [_every_field(each) for each in value] if isinstance(value, tuple) else value
 
 
 def load_sweep(path: Path | str) -> SweepFile:
