@@ -28,7 +28,8 @@ from counterpoint.ranks import NO_STORE, Exchange, RankLostError, describe_lost
 from counterpoint.value import Value
 
 OUT_OF_STEP = "out of step"  # the key of why
-REFUSED = "refused"  # the key of the last call that a rank refused
+REFUSED = "refused"  # the key of how many refusals there were, and with a rank's number, of its own
+MAX_REFUSED = 64  # a rank's latest refusals that are kept for ranks that have not come to these calls
 Made = TypeVar("Made")
 GAVE_UP = b"\0gave up"  # what stands in a round of which nothing comes any more; no content begins like it
 
@@ -64,6 +65,9 @@ class Agreement:
         self._store = dist.PrefixStore(f"{number}", whole)
         self._exchange = Exchange(self._store, self._rank, int(group.size()), self._store.timeout.total_seconds())
         self.num_calls = 0  # that this rank has begun or refused
+        self._refused: list[RefusedCall] = []  # by this rank, since all ranks last came to a round
+        self._known_refused: list[RefusedCall] = []  # by any rank, when `_num_known` refusals were counted
+        self._num_known = 0
         self._why_out_of_step = ""
         self._never_ends = ""  # why a call that this rank is in will not end
 
@@ -109,7 +113,9 @@ class Agreement:
             notice = CallNotice(problem=problem, refused_call=self.num_calls)
             self._exchange.come_alone(msgspec.json.encode(notice))
             refused = RefusedCall(call=self.num_calls, round=self._exchange.num_rounds, problem=problem)
-            self._store.set(REFUSED, msgspec.json.encode(refused))
+            self._refused = [*self._refused, refused][-MAX_REFUSED:]
+            self._store.set(f"{REFUSED} {self._rank}", msgspec.json.encode(self._refused))
+            self._store.add(REFUSED, 1)
         raise OperatorError(problem)
 
     def overheard(self) -> str:
@@ -118,11 +124,21 @@ class Agreement:
         From then on the group is out of step.
         """
         with suppress(RuntimeError):
-            if not self._never_ends and self._store.check([REFUSED]):
-                refused = msgspec.json.decode(self._store.get(REFUSED), type=RefusedCall)
+            for refused in [] if self._never_ends else self._all_refused():
                 if refused.call <= self.num_calls and refused.round > self._exchange.num_rounds:
                     self._hear_of(refused.problem, refused.round)
+                    break
         return self._never_ends
+
+    def _all_refused(self) -> list[RefusedCall]:
+        """What ranks refused and others may not have come to, the first call first."""
+        number = self._store.add(REFUSED, 0)
+        if number != self._num_known:
+            keys = [f"{REFUSED} {rank}" for rank in range(self._exchange.num_ranks)]
+            texts = [self._store.get(key) for key in keys if self._store.check([key])]
+            found = [each for text in texts for each in msgspec.json.decode(text, type=list[RefusedCall])]
+            self._known_refused, self._num_known = sorted(found, key=lambda each: each.call), number
+        return self._known_refused
 
     def _hear_of(self, problem: str, last_round: int) -> None:
         self._never_ends = problem
@@ -138,6 +154,7 @@ class Agreement:
         if GAVE_UP in found:
             self._require_in_step()
             raise self.give_up("another rank gave up")
+        self._refused.clear()  # all have come this far
         return found
 
     def give_up(self, what: str, whose: str = "the other ranks'") -> OperatorError:
