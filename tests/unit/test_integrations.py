@@ -56,6 +56,7 @@ SECTIONS = (
     "tensor_parallel_compiled_with_fsdp2",
     "expert_parallel_layers",
     "expert_parallel_refuses",
+    "expert_parallel_of_transformers",
     "expert_parallel_in_a_job",
     "expert_parallel_checkpointed",
     "expert_parallel_with_fsdp2",

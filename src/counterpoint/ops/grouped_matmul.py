@@ -1,4 +1,4 @@
-"""Matmuls of rows that are sorted by expert with each expert's weight, and the gradients of those weights.
+"""Matmuls of rows that are sorted by expert with each expert's weight and bias, and the gradients of these.
 
 On GPUs that have it, bf16 rows take torch's grouped matmul, one kernel for all experts; all else takes a matmul for each
 expert that has rows. Either gives the same bits in every run.
@@ -21,19 +21,31 @@ class ExpertRows(NamedTuple):
 
 
 def multiply(
-    rows: torch.Tensor, weights: torch.Tensor, experts: ExpertRows, out: torch.Tensor | None = None
+    rows: torch.Tensor, weights: torch.Tensor, experts: ExpertRows, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Each expert's rows times its weight: (n, K), (E, K, N) -> (n, N), in `out` where that is given."""
+    """Each expert's rows times its weight, plus its bias: (n, K), (E, K, N), (E, N) -> (n, N)."""
     if rows.shape[0] and is_grouped(rows, weights) and weights.shape[2] * weights.itemsize % ALIGNMENT == 0:
-        product = torch._grouped_mm(rows, weights, offs=experts.ends)
-        return product if out is None else out.copy_(product)
-    product = rows.new_empty(rows.shape[0], weights.shape[2]) if out is None else out
+        product: torch.Tensor = torch._grouped_mm(rows, weights, offs=experts.ends)  # it takes no bias
+        if bias is not None:
+            numbers = torch.arange(rows.shape[0], dtype=torch.int32, device=rows.device)
+            product.add_(bias.index_select(0, torch.searchsorted(experts.ends, numbers, right=True)))
+        return product
+    product = rows.new_empty(rows.shape[0], weights.shape[2])
     start = 0
     for expert, number in enumerate(experts.counts):
-        if number:
-            torch.mm(rows[start : start + number], weights[expert], out=product[start : start + number])
+        part = slice(start, start + number)
+        if number and bias is not None:
+            torch.addmm(bias[expert], rows[part], weights[expert], out=product[part])
+        elif number:
+            torch.mm(rows[part], weights[expert], out=product[part])
         start += number
     return product
+
+
+def bias_gradient(rows: torch.Tensor, experts: ExpertRows) -> torch.Tensor:
+    """The sum of each expert's rows: (n, N) -> (E, N); a matmul with ones, which adds up in one order in every run."""
+    ones = rows.new_ones(rows.shape[0], ALIGNMENT // rows.itemsize)
+    return weight_gradient(rows, ones, experts)[:, :, 0]
 
 
 def weight_gradient(left: torch.Tensor, right: torch.Tensor, experts: ExpertRows) -> torch.Tensor:
