@@ -51,6 +51,7 @@ SECTIONS = (
     "tensor_parallel_neighbors_part",
     "tensor_parallel_with_fsdp2",
     "tensor_parallel_switches",
+    "tensor_parallel_without_memory",
     "tensor_parallel_whole_outputs",
     "tensor_parallel_in_a_job",
     "tensor_parallel_compiled_with_fsdp2",

@@ -20,11 +20,13 @@ from contextlib import suppress
 from typing import NoReturn, TypeVar, final
 
 import msgspec
+import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from counterpoint.errors import OperatorError, RefusedTogetherError
+from counterpoint.errors import OperatorError, RefusedTogetherError, cause_of
 from counterpoint.ranks import NO_STORE, Exchange, RankLostError, describe_lost
+from counterpoint.units import format_bytes
 from counterpoint.value import Value
 
 OUT_OF_STEP = "out of step"  # the key of why
@@ -191,6 +193,18 @@ class Agreement:
             raise OperatorError(
                 f"The ranks of the group are out of step since {self._why_out_of_step.rstrip('.')}. Start all ranks again."
             )
+
+
+def host_memory(num_bytes: int, what: str, agreement: Agreement) -> torch.Tensor:
+    """Bytes of ordinary memory, which stands for symmetric memory on CPUs: all ranks have it, or all raise
+    `RefusedTogetherError`, as on GPUs. `what` it is for is the same on all ranks."""
+    memory, problem = torch.empty(0, dtype=torch.uint8), ""
+    try:
+        memory = torch.empty(num_bytes, dtype=torch.uint8)
+    except RuntimeError as error:
+        problem = f"{format_bytes(num_bytes)} for {what} cannot be had ({cause_of(error, 160)})"
+    agreement.compare(CallNotice(request=f"{num_bytes} bytes for {what}", problem=problem))
+    return memory
 
 
 def share_obstacles(made: Sequence[Made | str], exchange: Callable[[object], list[bytes]]) -> list[Made | str]:

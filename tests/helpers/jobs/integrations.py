@@ -79,6 +79,7 @@ from integration_sections.tensor_parallel_switched import (
     tensor_parallel_in_a_job,
     tensor_parallel_switches,
     tensor_parallel_whole_outputs,
+    tensor_parallel_without_memory,
 )
 
 SECTIONS: dict[str, Callable[[], None]] = {
@@ -125,6 +126,7 @@ SECTIONS: dict[str, Callable[[], None]] = {
         tensor_parallel_neighbors_part,
         tensor_parallel_with_fsdp2,
         tensor_parallel_switches,
+        tensor_parallel_without_memory,
         tensor_parallel_compiled,
         tensor_parallel_checkpointed,
         tensor_parallel_whole_outputs,
