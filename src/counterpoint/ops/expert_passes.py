@@ -13,7 +13,7 @@ import torch
 from counterpoint.ops.expert_exchange import AbstractCombine, AbstractDispatch, ExpertRegion, RowFormat
 from counterpoint.ops.expert_routing import ExpertRouting
 from counterpoint.ops.gated_activation import Activation, activate, activate_backward
-from counterpoint.ops.grouped_matmul import ExpertRows, bias_gradient, multiply, weight_gradient
+from counterpoint.ops.grouped_matmul import ExpertRows, bias_gradient, multiply, multiply_in_fp8, weight_gradient
 
 Matrices = Sequence[torch.Tensor]
 Gradients: TypeAlias = tuple[torch.Tensor | None, torch.Tensor | None]  # of weights and biases
@@ -21,10 +21,12 @@ DISPATCH, AGAIN, COMBINE = ExpertRegion
 
 
 class Linear(NamedTuple):
-    """The weights (E, N, K) and, where there are some, the biases (E, N) of one linear of every expert."""
+    """The weights (E, N, K) and, where there are some, the biases (E, N) of one linear of every expert. `is_fp8`: what it
+    computes forward is multiplied in fp8."""
 
     weights: torch.Tensor
     bias: torch.Tensor | None = None
+    is_fp8: bool = False
 
 
 class Layer(NamedTuple):
@@ -114,7 +116,7 @@ def ffn(
 def _linear(linear: Linear, rows: torch.Tensor, part: slice, experts: ExpertRows) -> torch.Tensor:
     """Rows of some experts through their linear."""
     bias = None if linear.bias is None else linear.bias[part]
-    return multiply(rows, linear.weights[part].mT, experts, bias)
+    return (multiply_in_fp8 if linear.is_fp8 else multiply)(rows, linear.weights[part].mT, experts, bias)
 
 
 def ffn_backward(

@@ -27,6 +27,7 @@ from counterpoint.ops.expert_passes import (
 )
 from counterpoint.ops.expert_routing import Called, ExpertRouting, TokensPerExpert, route
 from counterpoint.ops.gated_activation import Activation
+from counterpoint.ops.grouped_matmul import obstacle_to_fp8
 from counterpoint.ops.runtime import Runtime, group_or_world, runtime_of, runtime_of_group
 from counterpoint.schedule import ScheduleDescription
 
@@ -45,6 +46,7 @@ def expert_ffn(
     *,
     group: Group | None = None,
     biases: Biases | None = None,
+    is_fp8: bool = False,
     activation: Activation | None = None,
     schedule: ScheduleDescription | None = None,
     beside: Callable[[], None] | None = None,
@@ -60,6 +62,9 @@ def expert_ffn(
     differentiated by autograd. Of one matrix it may give another width than it takes, so that w1 (E, N, dim) can hold gate
     and up as they come, and w2 is (E, dim, hidden).
 
+    With `is_fp8` the matmuls of the forward pass round their operands, in bf16, to fp8 (e4m3): each token and each output
+    feature's weights with a scale of its own. Gradients are computed in bf16, as if nothing had been rounded.
+
     `beside` is called once, in forward, as soon as tokens are on their way: what it computes on the current stream hides
     them, and has gradients of its own. Without a `schedule`, `expert_choice.py` says whether rows go by copies and in how
     many pieces. All ranks call it together, with the same sizes of experts. The host waits for the counts, in forward only.
@@ -70,11 +75,14 @@ def expert_ffn(
     added: Biases = [None] * len(weights) if biases is None else biases
     is_joined = activation is not None and w3 is None
     problem = _problem_of_ffn(tokens, weights, is_joined=is_joined) or _problem_of_biases("expert_ffn", weights, added)
+    if is_fp8 and not problem:
+        obstacle = next((obstacle for each in weights if (obstacle := obstacle_to_fp8(each))), "")
+        problem = f"expert_ffn in fp8 {obstacle}." if obstacle else ""
     if problem:
         runtime.refuse(problem)
     sizes = (w1.shape[0], len(weights), *w1.shape[1:], *_sizes_of_biases(added), *(w2.shape[2:] if is_joined else ()))
     routing = _routed(runtime, Called("expert_ffn", tokens, tokens_per_expert, sizes, schedule))
-    call = _Call(routing, activation, None if beside is None else _with_gradients(beside))
+    call = _Call(routing, activation, None if beside is None else _with_gradients(beside), is_fp8)
     found: torch.Tensor = _ExpertFfn.apply(call, tokens, *weights, *added)
     return found
 
@@ -130,6 +138,7 @@ class _Call(NamedTuple):
     routing: ExpertRouting
     activation: Activation | None
     beside: Callable[[], None] | None
+    is_fp8: bool
 
 
 class _ExpertFfn(torch.autograd.Function):  # type: ignore[misc]  # torch is untyped here
@@ -139,7 +148,8 @@ class _ExpertFfn(torch.autograd.Function):  # type: ignore[misc]  # torch is unt
     def forward(ctx: Any, call: _Call, tokens: torch.Tensor, *layer: torch.Tensor | None) -> torch.Tensor:
         operands = [tokens.contiguous(), *map(_in_place, layer)]
         with _unseen():
-            results, kept = ffn(*call, _as_layer(operands), is_differentiated=any(ctx.needs_input_grad))
+            layer_of_call = _as_layer(operands, is_fp8=call.is_fp8)
+            results, kept = ffn(*call[:3], layer_of_call, is_differentiated=any(ctx.needs_input_grad))
         ctx.call, ctx.num_operands = call._replace(beside=None), len(operands)
         ctx.save_for_backward(*operands, *kept)
         return results
@@ -213,10 +223,10 @@ def _halves(layer: Sequence[T]) -> tuple[Sequence[T], Sequence[T]]:
     return layer[:number], layer[number:]
 
 
-def _as_layer(operands: Sequence[Any]) -> tuple[torch.Tensor, Layer]:
+def _as_layer(operands: Sequence[Any], *, is_fp8: bool = False) -> tuple[torch.Tensor, Layer]:
     """Tokens, and the layer that weights and biases make."""
     tokens, *layer = operands
-    first, down, *third = (Linear(*each) for each in zip(*_halves(layer), strict=True))
+    first, down, *third = (Linear(*each, is_fp8) for each in zip(*_halves(layer), strict=True))
     return tokens, Layer([first, *third], down)
 
 

@@ -1,7 +1,8 @@
 """Matmuls of rows that are sorted by expert with each expert's weight and bias, and the gradients of these.
 
 On GPUs that have it, bf16 rows take torch's grouped matmul, one kernel for all experts; all else takes a matmul for each
-expert that has rows. Either gives the same bits in every run.
+expert that has rows. Either gives the same bits in every run. In fp8 torch's scaled grouped matmul multiplies; CPUs, which
+have none, multiply what the same rounding left in single precision, so that the rounding is tested without GPUs.
 """
 
 from functools import cache
@@ -9,6 +10,9 @@ from typing import NamedTuple
 
 import torch
 
+FP8 = torch.float8_e4m3fn
+LARGEST_FP8 = torch.finfo(FP8).max
+LEAST_SCALE = 1e-12  # of rows that hold zeros only
 ALIGNMENT = 16  # bytes: of rows, for torch's grouped matmul
 GROUPED_CAPABILITIES = ((9, 0), (10, 0))  # of GPUs whose grouped matmul is one kernel; torch 2.11 loops on others
 
@@ -26,10 +30,7 @@ def multiply(
     """Each expert's rows times its weight, plus its bias: (n, K), (E, K, N), (E, N) -> (n, N)."""
     if rows.shape[0] and is_grouped(rows, weights) and weights.shape[2] * weights.itemsize % ALIGNMENT == 0:
         product: torch.Tensor = torch._grouped_mm(rows, weights, offs=experts.ends)  # it takes no bias
-        if bias is not None:
-            numbers = torch.arange(rows.shape[0], dtype=torch.int32, device=rows.device)
-            product.add_(bias.index_select(0, torch.searchsorted(experts.ends, numbers, right=True)))
-        return product
+        return product if bias is None else product.add_(_by_row(bias, rows.shape[0], experts))
     product = rows.new_empty(rows.shape[0], weights.shape[2])
     start = 0
     for expert, number in enumerate(experts.counts):
@@ -40,6 +41,46 @@ def multiply(
             torch.mm(rows[part], weights[expert], out=product[part])
         start += number
     return product
+
+
+def multiply_in_fp8(
+    rows: torch.Tensor, weights: torch.Tensor, experts: ExpertRows, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """As `multiply`, with operands rounded to fp8 (e4m3): each row, and each column of a weight, is scaled so that its
+    largest number is fp8's. The sums are in single precision, the products of the rows' type."""
+    (left, left_scale), (right, right_scale) = _scaled(rows), _scaled(weights.mT)
+    if rows.is_cpu:
+        dense = right.float() * right_scale[..., None]
+        product = multiply(left.float() * left_scale[:, None], dense.mT, experts).to(rows.dtype)
+    elif not rows.shape[0]:
+        product = rows.new_empty(0, weights.shape[2])
+    else:
+        scales = {"scale_a": left_scale, "scale_b": right_scale}
+        product = torch._scaled_grouped_mm(left, right.mT, **scales, offs=experts.ends, out_dtype=rows.dtype)
+    return product if bias is None else product.add_(_by_row(bias, rows.shape[0], experts))
+
+
+def obstacle_to_fp8(weights: torch.Tensor) -> str:
+    """Why weights (E, N, K) cannot be multiplied in fp8 where they are, or nothing."""
+    if weights.dtype != torch.bfloat16:
+        return f"takes operands in bf16; found {weights.dtype}. Convert them"
+    if any(number % ALIGNMENT for number in weights.shape[1:]):
+        return f"takes weights whose sizes are multiples of {ALIGNMENT}; found {tuple(weights.shape[1:])}. Pad them"
+    if weights.is_cuda and not (_has_grouped_kernel(weights.device) and hasattr(torch, "_scaled_grouped_mm")):
+        return "needs torch's scaled grouped matmul, which GPUs of capability 9.0 and 10.0 have. Multiply in bf16"
+    return ""
+
+
+def _scaled(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Values rounded to fp8, row by row of the last dimension, and what each row is to be multiplied by."""
+    scales = values.abs().amax(-1).float().clamp(min=LEAST_SCALE) / LARGEST_FP8
+    return (values.float() / scales[..., None]).clamp(-LARGEST_FP8, LARGEST_FP8).to(FP8), scales
+
+
+def _by_row(bias: torch.Tensor, num_rows: int, experts: ExpertRows) -> torch.Tensor:
+    """Each row's bias, by its expert: (E, N) -> (n, N)."""
+    numbers = torch.arange(num_rows, dtype=torch.int32, device=bias.device)
+    return bias.index_select(0, torch.searchsorted(experts.ends, numbers, right=True))
 
 
 def bias_gradient(rows: torch.Tensor, experts: ExpertRows) -> torch.Tensor:

@@ -131,6 +131,37 @@ def biases_of_joined(experts: Experts, wanted: list[torch.Tensor]) -> None:
     compare([*found, bias.grad[:, ::2], bias.grad[:, 1::2]], [*wanted[:6], wanted[7]], 1e-12)
 
 
+def in_fp8() -> None:
+    """Forward, operands are rounded to fp8 by row and output feature; the same bits as sequential; gradients are there."""
+    experts = Experts(random.Random(11), torch.bfloat16, kind="random", num_local=2, scale=16)
+    counts, found = experts.counts[experts.rank], []
+    for schedule in (SEQUENTIAL, COPIES):
+        (tokens, (w1, w2, w3)), (b1, b2, b3) = experts.own(), experts.own_biases()
+        options = {"biases": (b1, b2, b3), "is_fp8": True, "schedule": schedule}
+        result = ops.expert_ffn(tokens, counts, w1, w2, w3, **options)
+        result.backward(experts.gradients[experts.rank])
+        found.append([result.detach(), *(each.grad for each in (tokens, w1, w2, w3, b1, b2, b3))])
+    assert all(map(torch.equal, *found))
+    part = slice(2 * experts.rank, 2 * experts.rank + 2)
+    rows = [experts.tokens[experts.rank].split(counts)[expert] for expert in range(*part.indices(len(counts)))]
+    own = sum(counts[: part.start])
+    for expert, x in enumerate(rows, part.start):  # its own tokens for its own experts, from nothing but the definition
+        (u1, u2, u3), (c1, c2, c3) = ([each[expert] for each in kind] for kind in (experts.weights, experts.biases))
+        first, second = (rounded(x) @ rounded(u).T for u in (u1, u3))
+        hidden = silu(first.bfloat16() + c1) * (second.bfloat16() + c3)
+        wanted = (rounded(hidden) @ rounded(u2).T).bfloat16() + c2
+        compare([found[0][0][own : own + len(x)]], [wanted], 0.02)
+        own += len(x)
+    compare(found[0], experts.expected(has_biases=True), 0.15)
+    report("in fp8")
+
+
+def rounded(values: torch.Tensor) -> torch.Tensor:
+    """Each row as fp8 holds it when its largest number is 448."""
+    scale = values.float().abs().amax(1, keepdim=True) / 448
+    return (values.float() / scale).to(torch.float8_e4m3fn).float() * scale
+
+
 def checkpointed() -> None:
     """Under activation checkpointing, also the selective kind that looks at every operator."""
 
@@ -205,6 +236,7 @@ def faults() -> None:
         "no tensor": lambda: call(7, None if is_wrong else tokens),
         "no schedule": lambda: call(8, schedule="ring"),
         "biases are missing": lambda: call(10, biases=[None] * (2 - is_wrong)),
+        "fp8 of other types": lambda: call(13, is_fp8=True),
         "a bias does not fit": lambda: call(11, biases=[tokens if is_wrong else None, None]),
         "a schedule that does not fit": lambda: call(9, schedule=D(pattern="ring")),
         "after all that": lambda: call(1),
