@@ -1,7 +1,10 @@
+# make           this list
 # make test      everything that needs no GPU: lint, format, types, unit and golden tests
 # make demo      set up, then plan a profiler trace and a described workload by simulation
+# make images    draw the README's pictures anew
 # make test-gpu  the tests that need one GPU or more
 # make bench     the benchmarks that need no GPU
+# make docs      the documentation site in build/site; every link in it is checked (`make test` builds it, too)
 # make wheel     dist/*.whl with the launch filter compiled for x86-64 and AArch64 (by Zig: needs neither's compiler)
 #
 # The first call sets up .venv with the versions in constraints.txt. PYTHON=python3.12 picks another interpreter. The tests also
@@ -11,19 +14,39 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PIP_INSTALL := $(BIN)/python -m pip --disable-pip-version-check install --quiet --no-input
-CHECKED := $(wildcard src tests benchmarks examples)
+CHECKED := $(wildcard src tests benchmarks examples website)
 
-.PHONY: test demo test-gpu bench wheel setup torch compiler clean
+.PHONY: help test demo docs images test-gpu bench wheel setup torch compiler clean
 
-test: torch compiler
+# the comment at the top of this file
+help:
+	@sed -n -e '/^#/!q' -e 's/^# \{0,1\}//p' $(firstword $(MAKEFILE_LIST))
+
+test: torch compiler docs
 	$(BIN)/ruff check $(CHECKED)
 	$(BIN)/ruff format --check $(CHECKED)
 	$(BIN)/mypy --strict src
 	$(BIN)/pytest -n 2 --dist loadgroup tests/unit tests/golden
 
 demo: setup
-	$(BIN)/counterpoint tune examples/traces/ddp.rank0.json.gz
+	$(BIN)/counterpoint tune examples/traces/starved.rank0.json.gz
 	$(BIN)/counterpoint tune cb_ar_opt2
+	@echo
+	@echo "Try next:"
+	@echo "  . $(BIN)/activate"
+	@echo "  counterpoint analyze examples/traces/ddp.rank0.json.gz examples/traces/ddp.rank1.json.gz   # why is it exposed?"
+	@echo "  counterpoint tune examples/traces/fsdp2.rank0.json.gz -o plan.toml                         # a stock FSDP2 job"
+	@echo "  counterpoint tune YOUR_TRACE.json.gz                                                       # docs/recording.md"
+	@echo "  counterpoint run --tune -o plan.toml -- torchrun --nproc-per-node 8 train.py               # on GPUs, docs/run.md"
+
+# the pictures of the README
+images: setup
+	$(BIN)/counterpoint tune examples/traces/starved.rank0.json.gz --timeline docs/images/timeline.svg
+	$(BIN)/counterpoint tune examples/traces/starved.rank0.json.gz --timeline docs/images/timeline.dark.svg
+
+# the theme's makers warn of a next major version of MkDocs, which the constraints keep out
+docs: $(VENV)/installed-docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 test-gpu: torch
 	@ls -d tests/gpu tests/multigpu >/dev/null 2>&1 || { echo "There are no GPU tests in this checkout; make test runs the others." >&2; exit 2; }
@@ -52,6 +75,10 @@ torch: $(VENV)/installed-torch
 
 $(VENV)/installed-torch: constraints-torch.txt $(VENV)/installed
 	$(PIP_INSTALL) --constraint constraints.txt --requirement constraints-torch.txt
+	@touch $@
+
+$(VENV)/installed-docs: constraints-docs.txt $(VENV)/installed
+	$(PIP_INSTALL) --constraint constraints.txt --requirement constraints-docs.txt
 	@touch $@
 
 $(BIN)/python:

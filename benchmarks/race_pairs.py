@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional
 
-from benchmarks.example_jobs import load_example
+from benchmarks.jobs import starved
 from benchmarks.on_gpus import largest, log
 from benchmarks.race_variants import Case, Race, Variant, all_variants, measure
 from counterpoint.ops.call_timer import SPIN_CYCLES
@@ -33,7 +33,7 @@ def make_kernels() -> dict[str, Kernel]:
     x = torch.randn(1 << 30, **kind)
     y = torch.empty_like(x)
     tokens, few = torch.randn(2048, 8192, **kind), torch.empty(2048, 8192, **kind)
-    triton_matmul = load_example("starved").make_matmul("cuda")
+    triton_matmul = starved.make_matmul("cuda")
     return {
         "matmul 8192^3": lambda: torch.mm(a, b, out=c),
         "attention": lambda: functional.scaled_dot_product_attention(q, q, q, is_causal=True),

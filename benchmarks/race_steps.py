@@ -1,4 +1,4 @@
-"""Steps: the stock training jobs of `examples/stock_jobs.py`, ms per step under each way to let collectives win.
+"""Steps: the stock training jobs of `benchmarks/jobs/stock_jobs.py`, ms per step under each way to let collectives win.
 
 Each model is built twice, for the plain process group and for the one with high-priority streams. Head starts are given to
 the kernels that hold every SM to their end, as `counterpoint run --tune` gives them first (2026-11-21: to all that can take
@@ -14,13 +14,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from benchmarks.example_jobs import load_example
+from benchmarks.jobs import stock_jobs
 from benchmarks.on_gpus import largest, log
 from benchmarks.race_variants import Case, Race, Variant, all_variants, measure
 from counterpoint.supervised.candidates import HELD, propose_live
 from counterpoint.supervised.torch_job import job_gpu
 
-STOCK_JOBS = load_example("stock_jobs")
 LAYERS, WIDTH, HEAD, TOKENS = 6, 4096, 128, 4096
 FAMILIES = {"ddp": "DDP", "fsdp2": "FSDP2", "tp": "TP"}
 NUM_UNTIMED, NUM_TIMED = 1, 2
@@ -36,9 +35,9 @@ class Trainee:
     def __init__(self, job: str, group: dist.ProcessGroup) -> None:
         torch.manual_seed(0)
         with torch.device("cuda"):
-            blocks = nn.Sequential(*(STOCK_JOBS.Block(WIDTH, HEAD) for _ in range(LAYERS))).to(torch.bfloat16)
+            blocks = nn.Sequential(*(stock_jobs.Block(WIDTH, HEAD) for _ in range(LAYERS))).to(torch.bfloat16)
         self.model = self._parallelize(job, blocks, group)
-        self._optimizer = STOCK_JOBS.make_optimizer(job, self.model, learning_rate=0.0)
+        self._optimizer = stock_jobs.make_optimizer(job, self.model, learning_rate=0.0)
         torch.manual_seed(0 if job == "tp" else 1 + dist.get_rank())  # tensor parallel ranks share their batch
         self._batch = torch.randn(1, TOKENS, WIDTH, device="cuda", dtype=torch.bfloat16)
 
@@ -48,7 +47,7 @@ class Trainee:
             return nn.parallel.DistributedDataParallel(
                 blocks, process_group=group, gradient_as_bucket_view=True, bucket_cap_mb=BUCKET_MB
             )
-        return STOCK_JOBS.parallelize(job, blocks, DeviceMesh.from_group(group, "cuda"))
+        return stock_jobs.parallelize(job, blocks, DeviceMesh.from_group(group, "cuda"))
 
     def backward(self) -> torch.Tensor:
         loss = self.model(self._batch).float().square().mean()

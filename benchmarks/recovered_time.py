@@ -7,7 +7,7 @@ Every job is warmed up, timed as it is and changed, in turns, and recorded as bo
 `changed/JOB.rankN.json.gz` and `measured.json`, in which jobs of earlier runs stay. `--compare` needs no GPU: it analyzes
 the traces of the jobs as they are and prints both figures. The jobs:
 
-- starved: examples/starved.py; changed: its all-reduces in a group of high priority.
+- starved: benchmarks/jobs/starved.py; changed: its all-reduces in a group of high priority.
 - serial: the 1.2 B-parameter transformer of `training_models.py`, whose gradients are summed on the computation's stream,
   each as soon as it is there; changed: on the group's own stream, waited for at the end of the step.
 - fsdp2, tp8b: as in `training_steps.py`, the latter with twice the tokens, since under the profiler its host is late else;
@@ -16,19 +16,17 @@ the traces of the jobs as they are and prints both figures. The jobs:
 
 import argparse
 import gc
-import importlib.util
 import json
 import statistics
-import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
+from benchmarks.jobs import starved as starved_job
 from benchmarks.on_gpus import conditions, join, log, run_and_leave
 from benchmarks.small_traces import record_steps
 from benchmarks.training_models import GPT_1B, blocks
@@ -64,21 +62,20 @@ class Pair(NamedTuple):
 
 
 def starved() -> Pair:
-    """The example's job, with its all-reduces in the default group and in one of high priority."""
-    example = _example("starved")
-    options = example.parse([])
+    """The job, with its all-reduces in the default group and in one of high priority."""
+    options = starved_job.parse([])
     numbers = range(options.layers + options.frozen)
-    every_layer = [example.Layer(options, seed=1000 * dist.get_rank() + number) for number in numbers]
+    every_layer = [starved_job.Layer(options, seed=1000 * dist.get_rank() + number) for number in numbers]
     layers, frozen = every_layer[: options.layers], every_layer[options.layers :]
     rate = 0.5 / options.width / dist.get_world_size()
     optimizer = torch.optim.SGD([layer.weight for layer in layers], lr=rate)
-    matmul = example.make_matmul("cuda")
+    matmul = starved_job.make_matmul("cuda")
     high = dist.ProcessGroupNCCL.Options()
     high.is_high_priority_stream = True
 
     def step_in(group: dist.ProcessGroup | None) -> Step:
         def step() -> None:
-            example.train_step(layers, frozen, matmul, group)
+            starved_job.train_step(layers, frozen, matmul, group)
             optimizer.step()
 
         return step
@@ -130,17 +127,6 @@ JOBS: dict[str, Callable[[], Pair]] = {"starved": starved, "serial": serial, "fs
 
 def _pair(change: str, builds: dict[str, Callable[[], Variant]]) -> Pair:
     return Pair(change, builds["nccl"]().step, builds["copies"]().step)
-
-
-def _example(name: str) -> ModuleType:
-    """A module of the folder `examples`, which is no package."""
-    spec = importlib.util.spec_from_file_location(name, ROOT / "examples" / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # Triton looks for its source there
-    spec.loader.exec_module(module)
-    return module
 
 
 def measure(name: str, folder: Path, num_rounds: int, meeting: Rendezvous) -> dict[str, Any]:

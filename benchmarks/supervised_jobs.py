@@ -28,7 +28,7 @@ from typing import Any
 
 from counterpoint.plan import load_plan
 
-EXAMPLES = Path(__file__).parents[1] / "examples"
+JOB_FOLDER = Path(__file__).parent / "jobs"
 JOBS = ("starved", "ddp", "fsdp2", "tp", "unsynchronized", "changing")
 BARE_STEPS = 400
 GRACE_S = 20
@@ -40,7 +40,7 @@ def command(job: str, options: argparse.Namespace, num_steps: int) -> list[str]:
     if job in ("unsynchronized", "changing"):
         script = ["-m", "benchmarks.unusual_job", job]
     else:
-        script = [str(EXAMPLES / "starved.py")] if job == "starved" else [str(EXAMPLES / "stock_jobs.py"), job]
+        script = [str(JOB_FOLDER / "starved.py")] if job == "starved" else [str(JOB_FOLDER / "stock_jobs.py"), job]
     tokens = ["--tokens", str(options.tokens)] if job == "starved" and options.tokens is not None else []
     return [*torchrun, *script, "--steps", str(num_steps), *tokens]
 

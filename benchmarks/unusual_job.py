@@ -4,7 +4,7 @@
     torchrun --nproc-per-node 2 -m benchmarks.unusual_job changing --steps 900
 
 `unsynchronized` never reads a result before its end, so the host runs as far ahead of the GPU as the driver lets it:
-attention and matmuls beside all-gathers of 64 MiB. `changing` is `examples/starved.py` whose batch doubles half-way: other
+attention and matmuls beside all-gathers of 64 MiB. `changing` is `jobs/starved.py` with a batch that doubles half-way: other
 grids, longer steps. Both print the GPU's time per step: of each quarter of their steps, and the median of the second half.
 """
 
@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 import counterpoint
-from benchmarks.example_jobs import load_example
+from benchmarks.jobs import starved
 
 GATHERED_BYTES = 64 << 20
 STEPS_PER_TIME = 10
@@ -50,7 +50,6 @@ def unsynchronized() -> Callable[[int], None]:
 
 def changing(num_steps: int) -> Callable[[int], None]:
     """The starved job, with twice the tokens from the middle on."""
-    starved = load_example("starved")
     matmul = starved.make_matmul("cuda")
     layers = {}
     for tokens in (2048, 4096):
@@ -87,7 +86,7 @@ def main() -> None:
         times = [first.elapsed_time(second) / STEPS_PER_TIME for first, second in pairwise(events)]
         quarters = [statistics.fmean(times[place * len(times) // 4 : (place + 1) * len(times) // 4]) for place in range(4)]
         print("ms per step by quarter: " + ", ".join(f"{quarter:.3f}" for quarter in quarters))
-        load_example("starved").print_last_half(times)
+        starved.print_last_half(times)
     dist.barrier()
     torch.cuda.synchronize()
     os._exit(0)

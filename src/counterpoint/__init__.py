@@ -1,8 +1,8 @@
 """Counterpoint hides the communication of multi-GPU PyTorch jobs behind their computation.
 
-A step on a machine under a plan gives a timeline; metrics read timelines; a planner compares timelines to choose a plan; a
-report prints them. These are the public names, and nothing else is. The values are loaded at once; the parts that work on
-them when they are first asked for, so that `import counterpoint` stays fast.
+A step on a machine under a plan gives a timeline. Metrics read timelines, a planner compares timelines to choose a plan,
+and a report prints them. Only the names listed here are public. Values are loaded at once; the parts that work on them
+are loaded on first use, so that `import counterpoint` stays fast.
 """
 
 from importlib import import_module
@@ -31,18 +31,18 @@ from counterpoint.plan import LEAVE_IT, Directive, Match, Plan, load_plan, save_
 from counterpoint.step import Collective, Copy, Dependency, Footprint, Kernel, Operation, Step
 from counterpoint.timeline import AbstractExecutor, Interval, Timeline
 
-# last, because the package's attribute of this name would otherwise be the module with the same name
+# last, because importing the module of this name would otherwise replace the function
 from counterpoint.supervised import step  # isort: skip
 
 if TYPE_CHECKING:
-    from counterpoint.cuda.applied import apply as apply  # "as", because `__all__` leaves them out
+    from counterpoint.cuda.applied import apply as apply  # "as" marks them as public, because `__all__` leaves them out
     from counterpoint.cuda.capture import capture as capture
     from counterpoint.planner import Tuning, tune
     from counterpoint.sim import Simulator
     from counterpoint.traces import TracedStep, read_trace
     from counterpoint.workloads import load_workload, workload_names
 
-__all__ = [  # without what needs a package for GPUs, so that `import *` always works
+__all__ = [  # names that need a GPU package are left out, so that `import *` always works
     "LEAVE_IT",
     "AbstractExecutor",
     "ArgumentError",
@@ -106,19 +106,20 @@ _LAZY = MappingProxyType(
         "workload_names": "counterpoint.workloads",
     }
 )
+_PARTS = ("integrations", "ops")  # packages with public names of their own
 
 
 def __getattr__(name: str) -> object:
-    """Load the part that a lazy public name lives in (PEP 562)."""
+    """Load the part that defines a lazy public name (PEP 562)."""
     if name == "__version__":
         return import_module("counterpoint.errors").package_version()
-    if name not in _LAZY:
+    if name not in _LAZY and name not in _PARTS:
         raise AttributeError(f"module 'counterpoint' has no attribute '{name}'")
     try:
-        return getattr(import_module(_LAZY[name]), name)
+        return import_module(f"counterpoint.{name}") if name in _PARTS else getattr(import_module(_LAZY[name]), name)
     except ModuleNotFoundError as problem:
         raise MissingPackageError.of_missing(f"counterpoint.{name}", problem) from problem
 
 
 def __dir__() -> list[str]:
-    return sorted([*__all__, *_LAZY.keys() - __all__, "__version__"])
+    return sorted([*__all__, *_LAZY.keys() - __all__, *_PARTS, "__version__"])

@@ -4,7 +4,7 @@ import sys
 
 
 def main() -> None:
-    """Entry point of the command: Ctrl-C while it is still being loaded ends it as any later one does."""
+    """Entry point of the command. Ctrl-C ends it while it is still loading as at any later time."""
     try:
         from counterpoint import cli  # noqa: PLC0415
     except KeyboardInterrupt:

@@ -5,11 +5,11 @@ import itertools
 import os
 import sys
 from collections.abc import Sequence
+from importlib import resources
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-import typer
-from typer.exceptions import Abort, TyperException
+import click
 
 from counterpoint import (
     cli_analyze,
@@ -21,7 +21,18 @@ from counterpoint import (
     cli_plan,
     cli_run,
     cli_schedule,
+    cli_shipped,
     cli_validate,
+)
+from counterpoint.cli_options import (
+    CONTEXT_SETTINGS,
+    Group,
+    argument,
+    complete_shipped,
+    file_option,
+    json_option,
+    machine_option,
+    output_option,
 )
 from counterpoint.errors import MAX_LINE, CounterpointError, say, shown
 from counterpoint.units import format_count
@@ -33,49 +44,25 @@ if TYPE_CHECKING:
     from counterpoint.report.summary import Summary
     from counterpoint.timeline import Timeline
 
-app = typer.Typer(
-    add_completion=False,
-    rich_markup_mode=None,
-    context_settings={"help_option_names": ["-h", "--help"]},
-    pretty_exceptions_enable=False,
-    help="Plan how the communication of a multi-GPU PyTorch job hides behind its computation.",
-)
-
-STEP = "A profiler trace (.json, .json.gz), a workload file (.toml) or a workload's name"
-OptionalStepArgument = Annotated[str | None, typer.Argument(metavar="[STEP]", help=f"{STEP}; optional with --cluster.")]
-StepOrFunctionArgument = Annotated[
-    str, typer.Argument(metavar="STEP", help=f"{STEP}; or module:function, to measure on the GPUs at hand.")
-]
-MachineOption = Annotated[
-    str | None,
-    typer.Option(
-        "--machine",
-        metavar="NAME",
-        help="A machine's name, or the path of a machine file (.toml).  [default: that of STEP; h200 for a workload]",
-    ),
-]
-CalibrationOption = Annotated[
-    Path | None,
-    typer.Option(
-        "--calibration",
-        metavar="FILE",
-        help="The simulator's constants, which `calibrate` saved (.toml).  [default: those of the machine's GPU]",
-    ),
-]
-TimelineOption = Annotated[
-    Path | None,
-    typer.Option(
-        "--timeline",
-        metavar="FILE",
-        help="Write the timelines, in microseconds, as a Chrome trace (.json, .json.gz) for Perfetto.",
-    ),
-]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON for programs instead of text for people.")]
-PARSERS_WORDS = {  # which are for programmers, and ours for them
-    "Value error, ": "",
-    "Input should be a valid integer, unable to parse string as an integer": "it must be a whole number in digits",
-    "Unable to parse input string as an integer, exceeded maximum size": "it must be a whole number of fewer digits",
+STEP = "A profiler trace (.json, .json.gz), a workload file (.toml) or the name of a workload"
+COMPLETION_VARIABLE = "_COUNTERPOINT_COMPLETE"  # set by the shell that asks how a word may go on
+SECTIONS = {
+    "Plan (needs no GPU)": ("demo", "tune", "simulate", "sweep", "schedule"),
+    "Run": ("check", "run", "env"),
+    "Measure": ("analyze", "calibrate", "validate", "bench"),
+    "Files": ("plan", "machines", "workloads"),
+    "Shell": ("completion",),
 }
+machine_of_step_option = machine_option(
+    "A machine's name or file (.toml).  [default: the machine of STEP; h200 for a workload]"
+)
+calibration_option = file_option(
+    "--calibration", help="Constants of the simulator that `calibrate` saved (.toml).  [default: those of the machine's GPU]"
+)
+timeline_option = file_option(
+    "--timeline",
+    help="Save the timelines as a Chrome trace for Perfetto (.json, .json.gz), or draw them (.svg; dark: .dark.svg).",
+)
 
 
 def main() -> None:
@@ -83,13 +70,14 @@ def main() -> None:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal without UTF-8 shows '?' instead of ending the command
     try:
-        status = app(standalone_mode=False)  # typer turns Ctrl-C into the status 130
+        asked = os.environ.get(COMPLETION_VARIABLE)
+        status = run_command(sys.argv[1:]) if not asked else _complete(asked)
         print(end="", flush=True)
     except CounterpointError as problem:
         _fail(str(problem))
-    except TyperException as problem:
+    except click.ClickException as problem:
         _fail(_misuse(problem))
-    except (Abort, KeyboardInterrupt):
+    except KeyboardInterrupt:
         sys.exit(130)
     except BrokenPipeError:  # whoever read our output, `head` say, has seen enough
         _drop_output()
@@ -100,16 +88,29 @@ def main() -> None:
     sys.exit(status)
 
 
-def _misuse(problem: TyperException) -> str:
-    """What the parser says, with the value that it found and the help of the command that was meant."""
+def run_command(arguments: list[str]) -> int:
+    """Run what the words of a command line ask for, and return the exit status. Raises what `main` reports.
+
+    Click's own `main` would print an empty line at Ctrl-C.
+    """
+    try:
+        with app.make_context("counterpoint", arguments) as context:
+            app.invoke(context)
+    except click.exceptions.Exit as ending:
+        return ending.exit_code
+    return 0
+
+
+def _complete(asked: str) -> int:
+    """Print how the word may go on that a shell asks about, and return the exit status."""
+    from click.shell_completion import shell_complete  # noqa: PLC0415
+
+    return shell_complete(app, {}, "counterpoint", COMPLETION_VARIABLE, asked)
+
+
+def _misuse(problem: click.ClickException) -> str:
+    """What the parser says, and the help of the command that was meant."""
     message = problem.format_message()
-    for words, ours in PARSERS_WORDS.items():
-        message = message.replace(words, ours)
-    find_errors = getattr(problem.__cause__, "errors", None)  # where a value was refused: what pydantic says of it
-    for error in find_errors() if callable(find_errors) else ():
-        found = f"'{shown(error['input'])}'"
-        if found not in message:
-            message = f"{message.rstrip('.')}; found {found}"
     context = getattr(problem, "ctx", None)  # all errors of usage have one
     command = context.command_path if context is not None else "counterpoint"
     return f"{message.rstrip('.')}{'' if message.endswith('?') else '.'} Try '{command} --help'."
@@ -125,41 +126,41 @@ def _drop_output() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-@app.callback(invoke_without_command=True)
-def show_help(
-    context: typer.Context,
-    is_version: Annotated[bool, typer.Option("--version", help="Print the version and end.", is_eager=True)] = False,
-) -> None:
-    """Print the version, or the help where no command is named."""
-    if is_version:
-        from importlib.metadata import version  # noqa: PLC0415
-
-        print(f"counterpoint {version('counterpoint')}")
-        raise typer.Exit()
+@click.group(cls=Group, sections=SECTIONS, invoke_without_command=True, context_settings=CONTEXT_SETTINGS)
+@click.version_option(package_name="counterpoint", message="counterpoint %(version)s")
+@click.pass_context
+def app(context: click.Context) -> None:
+    """Plan how the communication of a multi-GPU PyTorch job hides behind its computation."""
     if context.invoked_subcommand is None:
         print(context.get_help())
 
 
-@app.command(short_help="Find the plan that hides the most communication of a step.")
+@app.command(
+    examples=(
+        "counterpoint tune trace.json.gz -o plan.toml",
+        "counterpoint tune cb_ar_opt2 --machine h100",
+        "torchrun --nproc-per-node 2 -m counterpoint tune train:make_step",
+    )
+)
+@argument("step", metavar="STEP", shell_complete=complete_shipped("workloads"), help=f"{STEP}; or module:function.")
+@machine_of_step_option
+@output_option("Save the plan (.toml).")
+@calibration_option
+@timeline_option
+@json_option
 def tune(
-    step: StepOrFunctionArgument,
-    machine: MachineOption = None,
-    output: Annotated[Path | None, typer.Option("-o", "--output", metavar="FILE", help="Save the plan (.toml).")] = None,
-    calibration: CalibrationOption = None,
-    *,
-    timeline: TimelineOption = None,
-    json: JsonOption = False,
+    step: str, *, machine: str | None, output: Path | None, calibration: Path | None, timeline: Path | None, is_json: bool
 ) -> None:
-    """Find the plan that hides the most communication of STEP, or say that none pays.
+    """Find the plan that hides the most communication of a step, or say that none pays.
 
-    A trace or a workload is simulated and needs no GPU. module:function is called once and returns a step function, which is
-    captured and measured on the GPUs at hand; start it with torchrun --no-python for several.
+    A trace or a workload is simulated, and no GPU is used. module:function is called once and must return a step function.
+    This function is captured and measured on the GPUs of this machine; torchrun starts it on several.
     """
     from counterpoint import planner  # noqa: PLC0415  a fast --help
     from counterpoint.job import load_job, names_function  # noqa: PLC0415
     from counterpoint.plan import check_plan_name, save_plan  # noqa: PLC0415
     from counterpoint.report.summary import summarize_tuning  # noqa: PLC0415
-    from counterpoint.report.text import ProgressLine  # noqa: PLC0415
+    from counterpoint.report.text import ProgressLine, reading  # noqa: PLC0415
     from counterpoint.report.to_apply import PlanOrigin  # noqa: PLC0415
     from counterpoint.sim import Simulator  # noqa: PLC0415
 
@@ -172,10 +173,10 @@ def tune(
             raise CounterpointError(f"--timeline writes what was simulated, and '{step}' is measured. Leave --timeline out.")
         if calibration is not None:
             raise CounterpointError(f"--calibration is for what is simulated, and '{step}' is measured. Leave it out.")
-        cli_gpu.tune_function(step, machine, output, json)
-    job = load_job(step, machine).calibrated(calibration)
+        cli_gpu.tune_function(step, machine, output, is_json)
     count = itertools.count(1)
-    with ProgressLine(is_shown=not json) as show:
+    with ProgressLine(is_shown=not is_json) as show:
+        job = load_job(step, machine, reading(show, step)).calibrated(calibration)
 
         def on_trial(trial: "Trial") -> None:
             show(f"simulated {format_count(next(count), 'candidate')}; now: {trial.label[:60]}")
@@ -191,36 +192,53 @@ def tune(
     origin = PlanOrigin(
         file=None if output is None else str(output), finding=("counterpoint", "tune", step, *_option(machine)), step=step
     )
-    _print_summary(job, summarize_tuning(job, tuning, origin), shown, json)
-    if output is not None and not json:
+    _print_summary(job, summarize_tuning(job, tuning, origin), shown, is_json)
+    if output is not None and not is_json:
         print(f"Plan saved to {output}.")
-    if timeline is not None and not json:
+    if timeline is not None and not is_json:
         print(f"Timelines saved to {timeline}.")
 
 
-@app.command(short_help="Simulate a step, with a plan or as it is.")
+@app.command(
+    examples=(
+        "counterpoint simulate trace.json.gz --plan plan.toml",
+        "counterpoint simulate --cluster cluster.toml",
+    )
+)
+@argument(
+    "step",
+    metavar="[STEP]",
+    required=False,
+    shell_complete=complete_shipped("workloads"),
+    help=f"{STEP}. With --cluster it may be left out.",
+)
+@machine_of_step_option
+@file_option("--plan", help="A plan that `tune` saved (.toml).  [default: the step as it is]")
+@calibration_option
+@cli_cluster.cluster_option
+@cli_cluster.ranks_option
+@timeline_option
+@json_option
 def simulate(
-    step: OptionalStepArgument = None,
-    machine: MachineOption = None,
-    plan: Annotated[
-        Path | None,
-        typer.Option("--plan", metavar="FILE", help="A plan (.toml) that `tune` saved.  [default: the step as it is]"),
-    ] = None,
-    calibration: CalibrationOption = None,
+    step: str | None,
     *,
-    cluster: cli_cluster.ClusterOption = None,
-    ranks: cli_cluster.RanksOption = None,
-    timeline: TimelineOption = None,
-    json: JsonOption = False,
+    machine: str | None,
+    plan: Path | None,
+    calibration: Path | None,
+    cluster: Path | None,
+    ranks: int | None,
+    timeline: Path | None,
+    is_json: bool,
 ) -> None:
-    """Simulate STEP, with a plan or as it is, and print its metrics.
+    """Simulate a step, with a plan or as it is, and print its metrics.
 
-    With --cluster and no STEP, the training step is simulated that the cluster file describes.
+    With --cluster and no STEP, this simulates the training step that the cluster file describes.
     """
     from counterpoint.job import load_job  # noqa: PLC0415
     from counterpoint.plan import LEAVE_IT, load_plan  # noqa: PLC0415
     from counterpoint.planner.idle import review_plan  # noqa: PLC0415
     from counterpoint.report.summary import summarize_simulation  # noqa: PLC0415
+    from counterpoint.report.text import ProgressLine, reading  # noqa: PLC0415
     from counterpoint.sim import Simulator  # noqa: PLC0415
 
     cli_cluster.check_cluster(step, cluster, machine, ranks)
@@ -228,12 +246,13 @@ def simulate(
     _check_timeline(timeline)
     if step is None:
         assert cluster is not None, "check_cluster lets nothing else pass"
-        cli_cluster.simulate_model(cluster, (plan, calibration, timeline), json)
+        cli_cluster.simulate_model(cluster, (plan, calibration, timeline), is_json)
         return
     chosen = load_plan(plan) if plan is not None else LEAVE_IT
     assumed: tuple[str, ...] = ()
     if cluster is None:
-        job = load_job(step, machine).calibrated(calibration)
+        with ProgressLine(is_shown=not is_json) as show:
+            job = load_job(step, machine, reading(show, step)).calibrated(calibration)
     else:
         job, assumed = cli_cluster.extended_job(step, cluster, ranks)
         job = job.calibrated(calibration)
@@ -242,93 +261,69 @@ def simulate(
     if chosen.directives and Simulator().run(job.step, job.machine, LEAVE_IT).intervals == simulated.intervals:
         remarks = (*remarks, "With the plan, no operation starts or ends at another time than without it.")
     _write_timelines(timeline, {"simulated": simulated})
-    _print_summary(job, summarize_simulation(job, simulated, chosen, remarks), [("simulated", simulated)], json)
-    if timeline is not None and not json:
+    _print_summary(job, summarize_simulation(job, simulated, chosen, remarks), [("simulated", simulated)], is_json)
+    if timeline is not None and not is_json:
         print(f"Timeline saved to {timeline}.")
 
 
-@app.command(short_help="List the machines that can be planned for, or show one.")
-def machines(
-    name: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="NAME", help="A machine's name, or the path of a machine file (.toml).  [default: list them all]"
-        ),
-    ] = None,
-    probe: Annotated[bool, typer.Option("--probe", help="Ask and measure the GPUs of this machine instead.")] = False,
-    output: Annotated[
-        Path | None,
-        typer.Option(
-            "-o",
-            "--output",
-            metavar="FILE",
-            help="Save the machine file (.toml), to change it or to keep what --probe found.",
-        ),
-    ] = None,
-    json: JsonOption = False,
-) -> None:
-    """List the machines that can be planned for, or show every figure of one, or of this one, with its source."""
-    from counterpoint.machine import load_machine, machine_names, save_template  # noqa: PLC0415
-    from counterpoint.report import text  # noqa: PLC0415
-    from counterpoint.value import write_json  # noqa: PLC0415
-
-    if probe:
-        _probe_machine(name, output, json)
-        return
-    if output is not None:
-        if name is None:
-            raise CounterpointError(f"Which machine should '{shown(output)}' hold? Name one, or add --probe for this one.")
-        check_outputs((output,), (name,))
-        save_template(name, output)
-    found = [load_machine(each) for each in ([name] if name is not None else machine_names())]
-    if json:
-        print(write_json(found[0] if name is not None else found))
-    elif name is not None:
-        text.print_machine(text.new_console(), found[0])
-        if output is not None:
-            print(f"Machine saved to {output}. Change its name and figures, then use it: --machine {output}")
-    else:
-        text.print_machines(text.new_console(), found)
+NEXT = """
+Next
+  a trace of your own       counterpoint tune trace.json.gz -o plan.toml
+  why time is exposed       counterpoint analyze trace.json.gz --html page.html
+  a job, as it runs         counterpoint run --tune -o plan.toml -- torchrun train.py
+  a step that you describe  counterpoint workloads cb_ar_opt2 -o step.toml
+Each command has examples: counterpoint tune --help"""
 
 
-def _probe_machine(name: str | None, output: Path | None, is_json: bool) -> None:
-    from counterpoint.cuda.probing import probe  # noqa: PLC0415
-    from counterpoint.machine import check_machine_path, save_machine  # noqa: PLC0415
-    from counterpoint.report import text  # noqa: PLC0415
-    from counterpoint.value import write_json  # noqa: PLC0415
+@app.command(examples=("counterpoint demo",))
+@click.pass_context
+def demo(context: click.Context) -> None:
+    """Tune a trace that ships with Counterpoint; this takes seconds and no GPU.
 
-    if name is not None:
-        raise CounterpointError(f"--probe looks at the GPUs of this machine, not at '{name}'. Leave out one of the two.")
-    check_outputs((output,))
-    if output is not None:
-        check_machine_path(output)
-    probed = probe()
-    if output is not None:
-        save_machine(probed.machine, output)
-    if is_json:
-        print(write_json(probed))
-        return
-    text.print_probed(text.new_console(), probed)
-    if output is not None:
-        print(f"Machine saved to {output}. Use it: --machine {output}")
+    The trace is of an FSDP2 job on four H200s. The report is that of `tune`. Below it stand the commands to try next.
+    """
+    with resources.as_file(resources.files("counterpoint").joinpath("demo", "fsdp2.rank0.json.gz")) as trace:
+        print(f"$ counterpoint tune {trace.name}\n", flush=True)
+        context.invoke(tune, step=str(trace))
+    print(NEXT)
 
 
-app.command(short_help="Say what communication is exposed in traces, why, and what can be recovered.")(cli_analyze.analyze)
-app.command(context_settings=cli_check.CONTEXT, short_help="Name settings known to defeat overlap, before a run.")(
-    cli_check.check
+@app.command(
+    examples=(
+        "counterpoint completion bash >> ~/.bashrc",
+        "counterpoint completion zsh >> ~/.zshrc",
+        "counterpoint completion fish > ~/.config/fish/completions/counterpoint.fish",
+    )
 )
-app.command(
-    context_settings=cli_env.CONTEXT, short_help="Print how Slurm, Kubernetes, Ray, MPI or a container starts a job."
-)(cli_env.env)
-app.command(context_settings=cli_run.CONTEXT, short_help="Run a job that nobody edits with a plan, or tune it meanwhile.")(
-    cli_run.run
-)
-app.command(short_help="Measure the simulator's constants on the GPUs at hand.")(cli_calibrate.calibrate)
-app.command(short_help="Compare predictions with measurements of a fixed set of cases.")(cli_validate.validate)
-app.command(short_help="Estimate many parallel sizes and controls on described clusters.")(cli_cluster.sweep)
-app.add_typer(cli_plan.plan, name="plan", short_help="Print plan files in words, or compare two.")
-app.add_typer(cli_schedule.schedule, name="schedule", short_help="Draw copy schedules, or choose them by measurement.")
-app.add_typer(cli_gpu.bench, name="bench")
+@argument("shell", metavar="SHELL", type=click.Choice(("bash", "zsh", "fish")), help="bash, zsh or fish.")
+def completion(shell: str) -> None:
+    """Print the script that makes a shell complete the words of this command.
+
+    Start a new shell afterwards. Tab then completes commands, options, files, and names of machines and workloads. bash must
+    be 4.4 or later.
+    """
+    from click.shell_completion import get_completion_class  # noqa: PLC0415  a fast --help
+
+    kind = get_completion_class(shell)
+    assert kind is not None, "click completes each of the shells above"
+    print(kind(app, {}, "counterpoint", COMPLETION_VARIABLE).source())
+
+
+for command in (
+    cli_analyze.analyze,
+    cli_check.check,
+    cli_run.run,
+    cli_env.env,
+    cli_calibrate.calibrate,
+    cli_validate.validate,
+    cli_cluster.sweep,
+    cli_plan.plan,
+    cli_schedule.schedule,
+    cli_gpu.bench,
+    cli_shipped.machines,
+    cli_shipped.workloads,
+):
+    app.add_command(command)
 
 
 def _option(machine: str | None) -> tuple[str, ...]:
@@ -338,16 +333,16 @@ def _option(machine: str | None) -> tuple[str, ...]:
 
 def _check_timeline(path: Path | None) -> None:
     if path is not None:
-        from counterpoint.traces.chrome import check_chrome_path  # noqa: PLC0415
+        from counterpoint.report.timeline_picture import check_timeline_path  # noqa: PLC0415
 
-        check_chrome_path(path)
+        check_timeline_path(path)
 
 
 def _write_timelines(path: Path | None, timelines: dict[str, "Timeline"]) -> None:
     if path is not None:
-        from counterpoint.traces.chrome import write_chrome_trace  # noqa: PLC0415
+        from counterpoint.report.timeline_picture import write_timelines  # noqa: PLC0415
 
-        write_chrome_trace(path, timelines)
+        write_timelines(path, timelines)
 
 
 def _print_summary(job: "Job", found: "Summary", timelines: "Sequence[tuple[str, Timeline]]", is_json: bool) -> None:

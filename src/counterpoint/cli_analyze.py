@@ -3,16 +3,18 @@
 import os
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
+import click
 import msgspec
-import typer
 from msgspec.structs import replace
 
+from counterpoint.cli_options import Command, argument, file_option, json_option, machine_option, output_option
 from counterpoint.errors import AnalysisError, CounterpointError, shown, shown_path
+from counterpoint.units import format_count
 from counterpoint.value import check_outputs, save_text, write_json
 
 if TYPE_CHECKING:
@@ -23,52 +25,6 @@ if TYPE_CHECKING:
 FAILED = 1
 UNNAMED = -1  # a rank that nothing tells
 RANK_IN_NAME = re.compile(r"rank[_-]?(\d{1,6})")
-TracesArgument = Annotated[
-    list[str],
-    typer.Argument(
-        metavar="TRACE", help="Profiler traces (.json, .json.gz) or logs of NCCL Inspector of one job, one for each rank."
-    ),
-]
-CompareOption = Annotated[
-    list[str] | None,
-    typer.Option("--compare", metavar="TRACE", help="A trace of another run to compare with; repeat it for more ranks."),
-]
-MachineOption = Annotated[
-    str | None,
-    typer.Option(
-        "--machine",
-        metavar="NAME",
-        help="A machine's name or file (.toml), to simulate what can be recovered.  [default: the traced GPU's]",
-    ),
-]
-RulesOption = Annotated[
-    Path | None, typer.Option("--rules", metavar="FILE", help="Your own rules for names of kernels (.toml), tried first.")
-]
-OutputOption = Annotated[
-    Path | None, typer.Option("-o", "--output", metavar="FILE", help="Save the analysis (.json): a baseline for later.")
-]
-HtmlOption = Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Write a page for a browser (.html).")]
-MarkdownOption = Annotated[
-    Path | None, typer.Option("--markdown", metavar="FILE", help="Write a summary for a pull request (.md).")
-]
-MergeOption = Annotated[
-    Path | None,
-    typer.Option("--merge", metavar="FILE", help="Write all ranks and causes as one trace for Perfetto (.json, .json.gz)."),
-]
-FailOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--fail-if", metavar="CONDITION", help="End with exit code 1 if it holds, such as 'exposed > 5%'; may be repeated."
-    ),
-]
-BaselineOption = Annotated[
-    Path | None,
-    typer.Option("--baseline", metavar="FILE", help="A saved analysis, for conditions such as 'step > baseline + 3%'."),
-]
-RecoverOption = Annotated[
-    bool, typer.Option("--recover/--no-recover", help="Simulate what could be recovered, or leave that out.")
-]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON for programs instead of text for people.")]
 
 
 class Outputs(NamedTuple):
@@ -80,35 +36,74 @@ class Outputs(NamedTuple):
     merged: Path | None
 
 
+@click.command(
+    cls=Command,
+    examples=(
+        "counterpoint analyze traces/*.json.gz --html page.html",
+        "counterpoint analyze new.json.gz --compare old.json.gz",
+        "counterpoint analyze trace.json.gz --fail-if 'exposed > 5%'",
+    ),
+)
+@argument(
+    "traces",
+    metavar="TRACE...",
+    nargs=-1,
+    required=True,
+    type=click.Path(),
+    help="Profiler traces (.json, .json.gz) or NCCL Inspector logs of one job, one file for each rank.",
+)
+@click.option(
+    "--compare", metavar="TRACE", multiple=True, help="A trace of another run to compare with. Repeat it for more ranks."
+)
+@machine_option("A machine's name or file (.toml), to simulate what can be recovered.  [default: the traced GPU's]")
+@file_option("--rules", help="Your own rules for kernel names (.toml). They are tried before the built-in ones.")
+@output_option("Save the analysis (.json), as a baseline for later runs.")
+@file_option("--html", help="Save a page for a browser (.html).")
+@file_option("--markdown", help="Save a summary for a pull request (.md).")
+@file_option("--merge", help="Save all ranks and causes as one trace for Perfetto (.json, .json.gz).")
+@click.option(
+    "--fail-if",
+    metavar="CONDITION",
+    multiple=True,
+    help="Exit with code 1 if this holds, as in 'exposed > 5%'. May be repeated.",
+)
+@file_option("--baseline", help="A saved analysis, for conditions such as 'step > baseline + 3%'.")
+@click.option(
+    "--recover/--no-recover",
+    "simulates",
+    default=True,
+    help="Simulate how much could be recovered, or skip it.  [default: recover]",
+)
+@json_option
 def analyze(
-    traces: TracesArgument,
+    traces: tuple[str, ...],
     *,
-    compare: CompareOption = None,
-    machine: MachineOption = None,
-    rules: RulesOption = None,
-    output: OutputOption = None,
-    html: HtmlOption = None,
-    markdown: MarkdownOption = None,
-    merge: MergeOption = None,
-    fail_if: FailOption = None,
-    baseline: BaselineOption = None,
-    simulates: RecoverOption = True,
-    json: JsonOption = False,
+    compare: tuple[str, ...],
+    machine: str | None,
+    rules: Path | None,
+    output: Path | None,
+    html: Path | None,
+    markdown: Path | None,
+    merge: Path | None,
+    fail_if: tuple[str, ...],
+    baseline: Path | None,
+    simulates: bool,
+    is_json: bool,
 ) -> None:
-    """Say what communication is exposed in TRACE..., why, and how much of it can be recovered.
+    """Show which communication is exposed in traces, why, and how much can be recovered.
 
-    The first figures are of the job as it was traced; what can be recovered is simulated. Traces of several ranks show who
-    waited for whom.
+    Exposed and overlapped times are those of the traced job. What can be recovered is simulated. With traces of several
+    ranks, the report also shows which rank the others waited for.
     """
     from counterpoint.analysis.gate import load_baseline, parse_condition, violations  # noqa: PLC0415  a fast --help
     from counterpoint.traces.chrome import check_chrome_path  # noqa: PLC0415
     from counterpoint.traces.classify import use_rules  # noqa: PLC0415
 
     outputs = Outputs(output, html, markdown, merge)
-    check_outputs(outputs, (*traces, *(compare or ()), baseline, rules))
+    check_outputs(outputs, (*traces, *compare, baseline, rules))
     if merge is not None:
         check_chrome_path(merge)
-    conditions = [parse_condition(text) for text in fail_if or ()]
+    conditions = [parse_condition(text) for text in fail_if]
     saved = load_baseline(baseline) if baseline is not None else None
     use_rules(rules)
     found = _analyze(traces, machine, rules, simulates=simulates)
@@ -120,38 +115,46 @@ def analyze(
         found = replace(found, changes=comparison.compare(other, found), problems=problems)
     failures = violations(found, conditions, saved)
     _write(outputs, found, failures)
-    _print(found, is_json=json)
-    _tell(outputs, conditions, failures, is_quiet=json)
+    _print(found, is_json=is_json)
+    _tell(outputs, conditions, failures, is_quiet=is_json)
     if failures:
-        raise typer.Exit(FAILED)
+        raise click.exceptions.Exit(FAILED)
 
 
 def _analyze(traces: Sequence[str], machine: str | None, rules: Path | None, *, simulates: bool) -> "Analysis":
     """All ranks together, and what could be recovered of the first one's step."""
     from counterpoint.analysis.combine import combine  # noqa: PLC0415
+    from counterpoint.report.text import ProgressLine, reading  # noqa: PLC0415
 
     _check_sources(traces)
-    ranks = []
+    ranks: list[RankAnalysis] = []
     step: TracedStep | None = None
-    for number, (rank, traced) in enumerate(_each_rank(traces, rules, simulates=simulates)):
-        ranks.append(rank)
-        step = traced if number == 0 else step
-        _progress(number + 1, len(traces))
-    found = combine(_numbered(ranks))
-    return _with_recoverable(found, step, traces[0], machine) if simulates and step is not None else found
+    with ProgressLine() as show:
+        for rank, traced in _each_rank(traces, rules, reading(show, traces[0]), simulates=simulates):
+            step = step if ranks else traced
+            ranks.append(rank)
+            show(f"read {len(ranks)} of {format_count(len(traces), 'trace')}")
+        found = combine(_numbered(ranks))
+        if not simulates or step is None:
+            return found
+        show("simulating what can be recovered")
+        return _with_recoverable(found, step, traces[0], machine)
 
 
 def _each_rank(
-    traces: Sequence[str], rules: Path | None, *, simulates: bool
+    traces: Sequence[str], rules: Path | None, on_progress: Callable[[int, int], None], *, simulates: bool
 ) -> "Iterator[tuple[RankAnalysis, TracedStep | None]]":
-    """One analysis for each file, made beside each other on all cores; the first comes with its step where asked for."""
+    """One analysis for each file, made beside each other on all cores; the first comes with its step where asked for.
+
+    `on_progress` is told how much of a file is read, where there is only one.
+    """
     from counterpoint.analysis.values import RankAnalysis  # noqa: PLC0415
     from counterpoint.traces.classify import use_rules  # noqa: PLC0415
 
     plans = [simulates and place == 0 for place in range(len(traces))]
     num_workers = min(len(traces), os.cpu_count() or 1)
     if num_workers == 1:
-        yield from map(_analyze_file, traces, plans)
+        yield from (_analyze_file(*each, on_progress) for each in zip(traces, plans, strict=True))
         return
     with ProcessPoolExecutor(num_workers, initializer=use_rules, initargs=(rules,)) as pool:
         for packed, step in pool.map(_packed_analysis, traces, plans):
@@ -164,7 +167,9 @@ def _packed_analysis(path: str, is_planned: bool) -> "tuple[bytes, TracedStep | 
     return msgspec.msgpack.encode(rank), step
 
 
-def _analyze_file(path: str, is_planned: bool) -> "tuple[RankAnalysis, TracedStep | None]":
+def _analyze_file(
+    path: str, is_planned: bool, on_progress: Callable[[int, int], None] | None = None
+) -> "tuple[RankAnalysis, TracedStep | None]":
     """In a process of its own where there are several: what a trace holds is reduced before it is handed back."""
     from counterpoint.analysis.inspector import is_inspector, read_inspector  # noqa: PLC0415
     from counterpoint.analysis.rank import analyze_rank_and_step  # noqa: PLC0415
@@ -172,7 +177,7 @@ def _analyze_file(path: str, is_planned: bool) -> "tuple[RankAnalysis, TracedSte
 
     if is_inspector(Path(path)):
         return read_inspector(Path(path)), None
-    trace = read_activity(Path(path))
+    trace = read_activity(Path(path), on_progress)
     rank, step = analyze_rank_and_step(trace, with_step=is_planned)
     if trace.rank is None:
         named = RANK_IN_NAME.search(os.path.basename(path))
@@ -248,9 +253,3 @@ def _tell(outputs: Outputs, conditions: "Sequence[Condition]", failures: Sequenc
         print(f"counterpoint: fails: {shown(line, 400)}", file=sys.stderr)
     if conditions and not failures and not is_quiet:
         print("No condition of --fail-if holds.")
-
-
-def _progress(done: int, of: int) -> None:
-    if of > 1 and sys.stderr.isatty() and os.environ.get("TERM") != "dumb":
-        sys.stderr.write(f"\r\x1b[Kread {done} of {of} traces" if done < of else "\r\x1b[K")
-        sys.stderr.flush()

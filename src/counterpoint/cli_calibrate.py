@@ -6,10 +6,11 @@ calibration goes on where it ended.
 
 from datetime import date
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-import typer
+import click
 
+from counterpoint.cli_options import Command, output_option
 from counterpoint.errors import MachineError, say, shown, shown_path
 from counterpoint.value import check_outputs, require
 
@@ -24,17 +25,20 @@ INTERRUPTED = 130
 KEPT_CONDITIONS = ("driver", "cuda", "torch", "nccl", "nvls")
 
 
-def calibrate(
-    output: Annotated[
-        Path | None,
-        typer.Option("-o", "--output", metavar="FILE", help="The file (.toml).  [default: calibration_MACHINE.toml]"),
-    ] = None,
-    again: Annotated[bool, typer.Option("--again", help="Measure everything anew instead of going on with FILE.")] = False,
-) -> None:
-    """Measure the simulator's constants on the GPUs at hand, in less than a minute, and save them with their sources.
+@click.command(
+    cls=Command,
+    examples=(
+        "counterpoint calibrate",
+        "torchrun --nproc-per-node 2 -m counterpoint calibrate",
+    ),
+)
+@output_option("The file to save or to continue (.toml).  [default: calibration_MACHINE.toml]")
+@click.option("--again", is_flag=True, help="Measure everything again instead of continuing FILE.")
+def calibrate(output: Path | None, again: bool) -> None:
+    """Measure the simulator's constants on the GPUs of this machine.
 
-    One GPU gives launches, placement, memory and matmuls; several, started with torchrun, collectives and copies too:
-    torchrun --nproc-per-node 2 --no-python counterpoint calibrate. What FILE holds already is kept and not measured again.
+    This takes less than a minute. One GPU gives the constants of launches, placement, memory and matmuls. Several GPUs give
+    those of collectives and copies, too; torchrun starts the command on them. What FILE already holds is not measured again.
     """
     from counterpoint.cuda.ranks import run_and_leave  # noqa: PLC0415  a fast --help
 

@@ -1,29 +1,25 @@
 """The commands that simulate clusters: `simulate --cluster`, `sweep`. Parse, call the library, print."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-import typer
+import click
 
+from counterpoint.cli_options import FILE, Command, argument, file_option, json_option, output_option
 from counterpoint.errors import CounterpointError, shown, shown_path
 from counterpoint.value import check_outputs, write_json
 
 if TYPE_CHECKING:
     from counterpoint.job import Job
 
-ClusterOption = Annotated[
-    Path | None,
-    typer.Option(
-        "--cluster",
-        metavar="FILE",
-        help="Nodes and switches, and a model with its parallel sizes (.toml). With STEP: extend STEP to that cluster.  "
-        "[default: one node]",
-    ),
-]
-RanksOption = Annotated[
-    int | None,
-    typer.Option("--ranks", metavar="N", help="With --cluster: extend STEP to so many ranks.  [default: its own]"),
-]
+cluster_option = file_option(
+    "--cluster",
+    help="Nodes, switches, and a model with its parallel sizes (.toml). With STEP: extend STEP to that cluster.  "
+    "[default: one node]",
+)
+ranks_option = click.option(
+    "--ranks", type=int, metavar="N", help="With --cluster: extend STEP to this many ranks.  [default: the ranks of STEP]"
+)
 
 
 def check_cluster(step: str | None, cluster: Path | None, machine: str | None, ranks: int | None) -> None:
@@ -76,31 +72,19 @@ def simulate_model(cluster: Path, for_steps: tuple[Path | None, ...], is_json: b
         print_estimate(new_console(), configuration, estimate)
 
 
-def sweep(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="A cluster file with [sweep]: the values to try (.toml).")],
-    output: Annotated[
-        Path | None,
-        typer.Option(
-            "-o",
-            "--output",
-            metavar="FILE",
-            help="Keep every row (.csv, .parquet); a sweep that was interrupted goes on.  [default: keep none]",
-        ),
-    ] = None,
-    ray: Annotated[
-        str | None,
-        typer.Option("--ray", metavar="ADDRESS", help="Run on this Ray cluster, as in host:6379.  [default: all cores]"),
-    ] = None,
-    *,
-    plot: Annotated[
-        Path | None,
-        typer.Option("--plot", metavar="FILE", help="Draw all estimates and the front (.svg, .png, .pdf).  [default: none]"),
-    ] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print the front as JSON.")] = False,
-) -> None:
-    """Estimate every combination of parallel sizes, micro-batches, controls and machines in FILE, and print the front.
+@click.command(cls=Command, examples=("counterpoint sweep cluster.toml -o rows.csv --plot front.svg",))
+@argument("file", metavar="FILE", type=FILE, help="A cluster file whose [sweep] section lists the values to try (.toml).")
+@output_option("Save every row (.csv, .parquet). An interrupted sweep continues from this file.  [default: none]")
+@click.option(
+    "--ray", metavar="ADDRESS", help="Run on this Ray cluster, as in host:6379.  [default: the cores of this machine]"
+)
+@file_option("--plot", help="Draw all estimates and the front (.svg, .png, .pdf).  [default: none]")
+@json_option
+def sweep(file: Path, output: Path | None, ray: str | None, plot: Path | None, is_json: bool) -> None:
+    """Estimate many parallel sizes and controls on described clusters.
 
-    On the front is what no other combination beats in tokens per second and GPU, memory and number of GPUs.
+    Every combination of parallel sizes, micro-batches, controls and machines in FILE is estimated. The front is printed: the
+    combinations that no other beats in tokens per second and GPU, in memory, and in number of GPUs.
     """
     from counterpoint.cluster.sweep import front, run_sweep  # noqa: PLC0415  a fast --help
     from counterpoint.cluster.sweep_file import load_sweep  # noqa: PLC0415
@@ -116,13 +100,13 @@ def sweep(
         check_plot(plot)
     described = load_sweep(file)
     store = SweepStore(output)
-    with ProgressLine(is_shown=not json) as show:
+    with ProgressLine(is_shown=not is_json) as show:
         rows = run_sweep(described, store, ray_address=ray, on_rows=lambda number: show(f"{number:,} combinations done"))
     store.finish(rows)
     best = front(rows)
     if plot is not None:
         draw_front(rows, best, plot)
-    if json:
+    if is_json:
         print(write_json(best))
         return
     print_sweep(new_console(), described, rows, best)

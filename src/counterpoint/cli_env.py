@@ -1,44 +1,39 @@
 """The command line's part for `env`: how a launcher starts a job under Counterpoint, as lines to paste."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-import typer
+import click
 
+from counterpoint.cli_options import COMMAND_FOLLOWS, Command, argument, file_option
 from counterpoint.errors import CounterpointError, shown
 
 if TYPE_CHECKING:
     from counterpoint.supervised.launchers import Launcher
 
-CONTEXT = {"allow_interspersed_args": False}  # what follows the first word of the command is the command's
 
+@click.command(
+    cls=Command,
+    context_settings=COMMAND_FOLLOWS,
+    examples=(
+        "counterpoint env --for slurm --plan plan.toml -- python train.py",
+        "counterpoint env --for container --folder filled --plan plan.toml",
+    ),
+)
+@argument("command", metavar="[-- COMMAND...]", nargs=-1, help="The command of the job.  [default: a placeholder]")
+@click.option("--for", "launcher", metavar="LAUNCHER", help="slurm, kubernetes, ray, mpi or container.  [required]")
+@file_option("--plan", help="The plan to apply (.toml).  [default: tune while the job runs]")
+@file_option(
+    "--folder",
+    metavar="FOLDER",
+    help="With --for container or kubernetes: fill a folder for an image without Counterpoint.  [default: none]",
+)
+@file_option("--proof", metavar="FOLDER", help="Print what took effect in jobs that used such a folder.  [default: none]")
+def env(command: tuple[str, ...], launcher: str | None, plan: Path | None, folder: Path | None, proof: Path | None) -> None:
+    """Print how Slurm, Kubernetes, Ray, MPI or a container starts a job.
 
-def env(
-    command: Annotated[
-        list[str] | None, typer.Argument(metavar="-- COMMAND...", help="The job's command, as in: -- torchrun train.py")
-    ] = None,
-    launcher: Annotated[
-        str | None, typer.Option("--for", metavar="LAUNCHER", help="slurm, kubernetes, ray, mpi or container.  [required]")
-    ] = None,
-    plan: Annotated[
-        Path | None, typer.Option("--plan", metavar="FILE", help="The plan to apply.  [default: tune while the job runs]")
-    ] = None,
-    folder: Annotated[
-        Path | None,
-        typer.Option(
-            "--folder",
-            metavar="FOLDER",
-            help="With --for container or kubernetes: fill a folder for an image without Counterpoint.  [default: none]",
-        ),
-    ] = None,
-    proof: Annotated[
-        Path | None,
-        typer.Option(
-            "--proof", metavar="FOLDER", help="Print what took effect in jobs that used such a folder.  [default: none]"
-        ),
-    ] = None,
-) -> None:
-    """Print the commands, variables, mounts or patch with which LAUNCHER starts COMMAND under `counterpoint run`."""
+    The commands, variables, mounts or patch that are printed start COMMAND under `counterpoint run`.
+    """
     if proof is not None:
         _prove(proof)
         return
@@ -51,7 +46,7 @@ def env(
 
     if plan is not None:
         load_plan(plan)
-    request = LaunchRequest(command=tuple(command or JOB), plan=plan.absolute() if plan is not None else None)
+    request = LaunchRequest(command=command or JOB, plan=plan.absolute() if plan is not None else None)
     print(describe_launch(chosen, request))
 
 

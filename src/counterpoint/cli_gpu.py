@@ -9,13 +9,14 @@ from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
+import click
 import msgspec
-import typer
 from msgspec.structs import replace
 
-from counterpoint.errors import DeviceError, StepError, WorkloadError
+from counterpoint.cli_options import Group, argument, complete_shipped, file_option, output_option
+from counterpoint.errors import DeviceError, StepError, WorkloadError, shown
 from counterpoint.value import check_outputs, write_json, write_whole
 
 if TYPE_CHECKING:
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
     from counterpoint.validation.bounds import ErrorBounds
     from counterpoint.workloads.description import Description
 
-bench = typer.Typer(help="Run the paper's workloads over all controls.", rich_markup_mode=None)
 ROUNDS = {"cb": 11, "mb": 5}
 SWEEP_ROUNDS = 5
 NO_BOUNDS: "Mapping[str, ErrorBounds]" = MappingProxyType({})
@@ -113,59 +113,69 @@ def _load_function(step: str) -> Callable[[], object]:
     return function
 
 
-@bench.callback()
-def bench_group() -> None:
-    """Group of benchmarks; `paper` is one of them."""
+@click.group(cls=Group)
+def bench() -> None:
+    """Run the first paper's workloads under all controls."""
 
 
-@bench.command("paper", short_help="The first paper's grid of controls and its sweeps, on GPUs or simulated.")
-def bench_paper(  # noqa: PLR0917  the command line passes by name
-    workloads: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="WORKLOAD", help="Names of workloads, such as cb_ar_opt2.  [default: all of them]"),
-    ] = None,
-    simulate: Annotated[
-        str | None,
-        typer.Option(
-            "--simulate",
-            metavar="MACHINE",
-            help="Simulate for this machine, or for 'all'.  [default: run on the GPUs at hand]",
-        ),
-    ] = None,
-    sweep: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--sweep",
-            metavar="AXIS",
-            help="Instead of the grid, sweep ctas, sizes, bytes, tiles, types, ranks or iterations; ctas=64,256,tiles "
-            "chooses values. May be repeated.  [default: the grid]",
-        ),
-    ] = None,
-    iterations: Annotated[
-        int | None, typer.Option("--iterations", min=1, max=1000, help="Iterations of each step.  [default: 4]")
-    ] = None,
-    rounds: Annotated[
-        int | None, typer.Option("--rounds", min=2, max=1000, help="On GPUs, rounds of all variants.  [default: 11 to 5]")
-    ] = None,
-    energy: Annotated[
-        bool, typer.Option("--energy", help="On GPUs, also measure joules per step: a second more for each variant.")
-    ] = False,
-    plot: Annotated[
-        Path | None,
-        typer.Option(
-            "--plot", metavar="FILE", help="Draw the sweeps (.svg, .png, .pdf); needs matplotlib.  [default: none]"
-        ),
-    ] = None,
-    output: Annotated[Path | None, typer.Option("-o", "--output", metavar="FILE", help="Save the results (.json).")] = None,
+@bench.command(
+    name="paper",
+    examples=(
+        "counterpoint bench paper cb_ar_opt2 --simulate h200",
+        "counterpoint bench paper --simulate all --sweep ctas -o ctas.json",
+        "torchrun --nproc-per-node 4 -m counterpoint bench paper",
+    ),
+)
+@argument(
+    "workloads",
+    metavar="[WORKLOAD...]",
+    nargs=-1,
+    shell_complete=complete_shipped("workloads"),
+    help="Names of workloads, such as cb_ar_opt2.  [default: all of them]",
+)
+@click.option(
+    "--simulate",
+    metavar="MACHINE",
+    help="Simulate for this machine, or for 'all'.  [default: run on the GPUs of this machine]",
+)
+@click.option(
+    "--sweep",
+    metavar="AXIS",
+    multiple=True,
+    help="Instead of the grid, sweep ctas, sizes, bytes, tiles, types, ranks or iterations. ctas=64,256,tiles chooses "
+    "values. May be repeated.  [default: the grid]",
+)
+@click.option(
+    "--iterations", type=click.IntRange(1, 1000), metavar="N", help="The number of iterations of a step.  [default: 4]"
+)
+@click.option(
+    "--rounds", type=click.IntRange(2, 1000), metavar="N", help="On GPUs: rounds of all variants.  [default: 11 to 5]"
+)
+@click.option(
+    "--energy", is_flag=True, help="On GPUs: measure joules per step, too. This takes a second more for each variant."
+)
+@file_option("--plot", help="Draw the sweeps (.svg, .png, .pdf). This needs matplotlib.  [default: none]")
+@output_option("Save the results (.json).")
+def bench_paper(
+    workloads: tuple[str, ...],
+    *,
+    simulate: str | None,
+    sweep: tuple[str, ...],
+    iterations: int | None,
+    rounds: int | None,
+    energy: bool,
+    plot: Path | None,
+    output: Path | None,
 ) -> None:
-    """The first paper's grid: sequential, plain overlap, priority, caps, head start, and the planner's choice.
+    """Run the first paper's grid of controls and its sweeps, on GPUs or simulated.
 
-    With --sweep: sequential, plain overlap, priority and copy engines along one axis, with TimeRatio and overlap ratio. On
-    GPUs, start it with torchrun: torchrun --nproc-per-node 4 --no-python counterpoint bench paper.
+    The grid is sequential, plain overlap, priority, residency caps, head start, and the planner's choice. A sweep varies one
+    axis under sequential, plain overlap, priority and copy engines. It prints TimeRatio and overlap ratio.
     """
     check_outputs((output, plot))
-    names, sweeps = tuple(workloads or ()), tuple(sweep or ())
-    asked = BenchOptions(names, sweeps, iterations=iterations, rounds=rounds, with_energy=energy, plot=plot, output=output)
+    asked = BenchOptions(
+        workloads, sweep, iterations=iterations, rounds=rounds, with_energy=energy, plot=plot, output=output
+    )
     asked.check(is_simulated=simulate is not None)
     if simulate is not None:
         _simulate_paper(asked, simulate)
@@ -175,14 +185,21 @@ def bench_paper(  # noqa: PLR0917  the command line passes by name
     run_and_leave(lambda: _measure_paper(asked))
 
 
-@bench.command("allocations", short_help="Shared memory per CTA for each residency, per GPU; simulated.")
-def bench_allocations(
-    machines: Annotated[
-        list[str] | None, typer.Argument(metavar="MACHINE", help="Names of machines.  [default: all of them]")
-    ] = None,
-    output: Annotated[Path | None, typer.Option("-o", "--output", metavar="FILE", help="Save the page (.md).")] = None,
-) -> None:
-    """Reference allocations of the first paper's matmuls, as Markdown: what sets each residency, leaves and costs."""
+@bench.command(name="allocations", examples=("counterpoint bench allocations h100 h200 -o allocations.md",))
+@argument(
+    "machines",
+    metavar="[MACHINE...]",
+    nargs=-1,
+    shell_complete=complete_shipped("machines"),
+    help="Names of machines.  [default: all of them]",
+)
+@output_option("Save the page (.md).  [default: print it]")
+def bench_allocations(machines: tuple[str, ...], output: Path | None) -> None:
+    """Print the shared memory per CTA that gives each residency, for each GPU; simulated.
+
+    The page (Markdown) holds reference allocations of the first paper's matmuls: what sets each residency, what it leaves
+    free and what it costs.
+    """
     check_outputs((output,))
     from counterpoint.machine import load_machine, machine_names  # noqa: PLC0415
     from counterpoint.paper.allocations import allocations_of  # noqa: PLC0415
@@ -251,6 +268,7 @@ def _simulate_paper(asked: BenchOptions, machine_name: str) -> None:
     from counterpoint.paper.grid import simulate_paper  # noqa: PLC0415
     from counterpoint.paper.launches import compiled_for  # noqa: PLC0415
     from counterpoint.paper.sweep import simulate_sweep  # noqa: PLC0415
+    from counterpoint.report.text import ProgressLine  # noqa: PLC0415
     from counterpoint.validation.bounds import bounds_for  # noqa: PLC0415
     from counterpoint.workloads import build_step, workload_names  # noqa: PLC0415
 
@@ -266,20 +284,23 @@ def _simulate_paper(asked: BenchOptions, machine_name: str) -> None:
     ]
     if axes:
         asked.check_panels(len(jobs) * len(axes))
-        sweeps = [
-            simulate_sweep(described, machine, axis, values, is_compiled=is_compiled)
-            for described, machine, is_compiled in jobs
-            for axis, values in axes
-        ]
+        sweeps = []
+        with ProgressLine() as show:
+            for described, machine, is_compiled in jobs:
+                for axis, values in axes:
+                    show(f"simulating {shown(described.name)} on {shown(machine.name)}, sweep of {axis}")
+                    sweeps.append(simulate_sweep(described, machine, axis, values, is_compiled=is_compiled))
         _show_sweeps(sweeps, bounds)
         _finish_sweeps(sweeps, asked, {"gpus": "none used, simulated"}, bounds)
         return
     for described, machine, _ in jobs:
         check_memory(described, machine.gpu.hbm_bytes, f"a GPU of '{machine.name}' has")
     results = []
-    for described, machine, is_compiled in jobs:
-        step = build_step(compiled_for(described, machine.gpu) if is_compiled else described)
-        results.append(replace(simulate_paper(step, machine), iterations=described.iterations))
+    with ProgressLine() as show:
+        for described, machine, is_compiled in jobs:
+            show(f"simulating {shown(described.name)} on {shown(machine.name)}")
+            step = build_step(compiled_for(described, machine.gpu) if is_compiled else described)
+            results.append(replace(simulate_paper(step, machine), iterations=described.iterations))
     _show(results, asked.output, bounds)
 
 

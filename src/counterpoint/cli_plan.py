@@ -1,23 +1,27 @@
 """The command line's part for `plan`: plan files read, compared and written for others, without running anything."""
 
 from pathlib import Path
-from typing import Annotated
 
-import typer
+import click
 
+from counterpoint.cli_options import FILE, Group, argument, json_option, output_option
 from counterpoint.errors import CounterpointError, say, shown
 from counterpoint.value import check_outputs, write_json, write_whole
 
-plan = typer.Typer(help="Look at plan files, compare two, or write one for another program.", rich_markup_mode=None)
-JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON for programs instead of text for people.")]
+
+@click.group(cls=Group)
+def plan() -> None:
+    """Show plan files, compare two, or export one for another program."""
 
 
-@plan.command(short_help="Print a plan in words, and how to apply it.")
-def show(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="A plan (.toml) that `tune` or `run` saved.")],
-    json: JsonOption = False,
-) -> None:
-    """Print the plan in FILE: verdict, where it comes from, what each directive changes and why, and how to apply it."""
+@plan.command(examples=("counterpoint plan show plan.toml",))
+@argument("file", metavar="FILE", type=FILE, help="A plan that `tune` or `run` saved (.toml).")
+@json_option
+def show(file: Path, is_json: bool) -> None:
+    """Print a plan in words, and how to apply it.
+
+    This prints the verdict, where the plan comes from, and what each directive changes and why.
+    """
     from counterpoint.plan import load_plan  # noqa: PLC0415  a fast --help
     from counterpoint.report.plan import print_plan_file, print_to_apply  # noqa: PLC0415
     from counterpoint.report.text import new_console  # noqa: PLC0415
@@ -25,7 +29,7 @@ def show(
 
     found = load_plan(file)
     ways = ways_to_apply(found, PlanOrigin(file=str(file), is_captured=True))
-    if json:
+    if is_json:
         print(write_json({"plan": found, "to_apply": ways}))
         return
     console = new_console()
@@ -33,45 +37,44 @@ def show(
     print_to_apply(console, ways)
 
 
-@plan.command(short_help="Print in what two plans differ.")
-def diff(
-    first: Annotated[Path, typer.Argument(metavar="A", help="A plan (.toml).")],
-    second: Annotated[Path, typer.Argument(metavar="B", help="Another plan (.toml).")],
-    json: JsonOption = False,
-) -> None:
-    """Print what B says otherwise than A, what only A has, and what only B has; the exit code is 0 either way."""
+@plan.command(examples=("counterpoint plan diff before.toml after.toml",))
+@argument("first", metavar="A", type=FILE, help="A plan (.toml).")
+@argument("second", metavar="B", type=FILE, help="Another plan (.toml).")
+@json_option
+def diff(first: Path, second: Path, is_json: bool) -> None:
+    """Print the differences between two plans.
+
+    This prints what B changes of A, what only A has, and what only B has. The exit code is 0 either way.
+    """
     from counterpoint.plan import load_plan  # noqa: PLC0415
     from counterpoint.report.plan import compare_plans, print_diff  # noqa: PLC0415
     from counterpoint.report.text import new_console  # noqa: PLC0415
 
     found = compare_plans(load_plan(first), load_plan(second))
-    if json:
+    if is_json:
         print(write_json(found))
         return
     print_diff(new_console(), (str(first), str(second)), found)
 
 
-@plan.command(short_help="Write a plan for NCCL's tuner plugin, to be used without Counterpoint.")
-def export(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="A plan (.toml).")],
-    *,
-    nccl_tuner: Annotated[
-        bool, typer.Option("--nccl-tuner", help="As the CSV file of the example tuner plugin in NCCL's sources.")
-    ] = False,
-    output: Annotated[
-        Path | None, typer.Option("-o", "--output", metavar="CSV", help="Where to write it.  [default: standard output]")
-    ] = None,
-    step: Annotated[
-        str | None, typer.Option("--step", metavar="STEP", help="The trace that the plan was made from, for its sizes.")
-    ] = None,
-    algorithm: Annotated[
-        str,
-        typer.Option("--algorithm", help="For every line: tree, ring, collnet_direct, collnet_chain, nvls, nvls_tree, pat."),
-    ] = "ring",
-    protocol: Annotated[str, typer.Option("--protocol", help="For every line: ll, ll128, simple.")] = "simple",
-) -> None:
-    """Write the CTAs that the plan in FILE gives collectives, by kind and size. The plan does not choose --algorithm and
-    --protocol: the defaults are what NCCL takes for large collectives without NVLink SHARP.
+@plan.command(examples=("counterpoint plan export plan.toml --nccl-tuner -o nccl.csv",))
+@argument("file", metavar="FILE", type=FILE, help="A plan (.toml).")
+@click.option("--nccl-tuner", is_flag=True, help="Write the CSV file of the example tuner plugin in NCCL's sources.")
+@output_option("The file to write (.csv).  [default: standard output]")
+@click.option("--step", metavar="STEP", help="The trace that the plan was made from. It gives the sizes.")
+@click.option(
+    "--algorithm",
+    metavar="NAME",
+    default="ring",
+    show_default=True,
+    help="For every line: tree, ring, collnet_direct, collnet_chain, nvls, nvls_tree or pat.",
+)
+@click.option("--protocol", metavar="NAME", default="simple", show_default=True, help="For every line: ll, ll128 or simple.")
+def export(file: Path, *, nccl_tuner: bool, output: Path | None, step: str | None, algorithm: str, protocol: str) -> None:
+    """Write a plan for NCCL's tuner plugin, to be used without Counterpoint.
+
+    The file holds the CTAs that the plan gives collectives, by kind and size. The plan does not choose --algorithm and
+    --protocol. Their defaults are what NCCL takes for large collectives without NVLink SHARP.
     """
     from counterpoint.job import load_job  # noqa: PLC0415  a fast --help
     from counterpoint.plan import load_plan  # noqa: PLC0415

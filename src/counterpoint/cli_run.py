@@ -4,10 +4,11 @@ import os
 import sys
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-import typer
+import click
 
+from counterpoint.cli_options import COMMAND_FOLLOWS, Command, argument, file_option, output_option
 from counterpoint.errors import CounterpointError, cause_of, say
 from counterpoint.value import check_outputs
 
@@ -19,40 +20,54 @@ NOT_ENGAGED = 3
 NO_CONTROL_PAYS = (
     "no control pays; what could be changed in the job itself, `counterpoint tune` says of a profiler trace of some steps"
 )
-CONTEXT = {"allow_interspersed_args": False}  # what follows the first word of the command is the command's
 
 
+@click.command(
+    cls=Command,
+    context_settings=COMMAND_FOLLOWS,
+    examples=(
+        "counterpoint run --tune -o plan.toml -- torchrun train.py",
+        "counterpoint run --plan plan.toml -- torchrun train.py",
+    ),
+)
+@argument("command", metavar="-- COMMAND...", nargs=-1, required=True, help="The command that starts the job.")
+@file_option("--plan", help="A plan that `tune` or `run` saved (.toml).")
+@click.option(
+    "--step", metavar="STEP", help="The trace that the plan was made from. A plan needs it if it names operations by number."
+)
+@click.option("--tune", is_flag=True, help="Try controls while the job runs, and keep those that make its steps faster.")
+@output_option("With --tune: save the plan that was found (.toml).")
+@click.option(
+    "--budget", type=int, metavar="STEPS", default=200, show_default=True, help="The number of steps that --tune may use."
+)
+@click.option(
+    "--guard",
+    type=int,
+    metavar="STEPS",
+    default=500,
+    show_default=True,
+    help="Compare the plan with the unchanged job every STEPS steps; 0: never.",
+)
+@click.option(
+    "--bitwise", is_flag=True, help="Try only what keeps every bit of the results: no control that sums in another order."
+)
+@click.option("--strict", is_flag=True, help="Exit with code 3 if a control of the plan did not take effect.")
 def run(
-    command: Annotated[
-        list[str], typer.Argument(metavar="-- COMMAND...", help="The command to run, as in: -- torchrun train.py")
-    ],
+    command: tuple[str, ...],
     *,
-    plan: Annotated[Path | None, typer.Option("--plan", metavar="FILE", help="A plan that `tune` or `run` saved.")] = None,
-    step: Annotated[
-        str | None,
-        typer.Option(
-            "--step", metavar="STEP", help="The trace that the plan was made from, if it names operations by number."
-        ),
-    ] = None,
-    tune: Annotated[bool, typer.Option("--tune", help="Try candidates on live steps and keep what is faster.")] = False,
-    output: Annotated[
-        Path | None, typer.Option("-o", "--output", metavar="FILE", help="With --tune: save the plan found (.toml).")
-    ] = None,
-    budget: Annotated[int, typer.Option("--budget", metavar="STEPS", help="Steps that --tune may use.")] = 200,
-    guard: Annotated[
-        int,
-        typer.Option("--guard", metavar="STEPS", help="Compare the plan with the job as it is every STEPS steps; 0: never."),
-    ] = 500,
-    bitwise: Annotated[
-        bool, typer.Option("--bitwise", help="Only what leaves every bit of the job's results: no sum in another order.")
-    ] = False,
-    strict: Annotated[
-        bool, typer.Option("--strict", help="Exit with 3 if a control of the plan did not take effect.")
-    ] = False,
+    plan: Path | None,
+    step: str | None,
+    tune: bool,
+    output: Path | None,
+    budget: int,
+    guard: int,
+    bitwise: bool,
+    strict: bool,
 ) -> None:
-    """Run COMMAND with a plan applied to its processes, unedited, and print what took effect.
+    """Run an unmodified job with a plan, or tune it while it runs.
 
-    Output, signals and exit status are the command's own. Without --plan and --tune it runs exactly as without us.
+    What took effect is printed on standard error at the end. Output, signals and exit status are the job's own. Without
+    --plan and --tune, the job runs unchanged.
     """
     from counterpoint.plan import LEAVE_IT, load_plan  # noqa: PLC0415
     from counterpoint.supervised.run import RunRequest, run_job  # noqa: PLC0415  a fast --help
@@ -62,7 +77,7 @@ def run(
     _check_options(plan, step, output, is_tuning=tune)
     LiveSettings(is_tuning=tune, budget_steps=budget, guard_every_steps=guard)  # refused before anything starts
     request = RunRequest(
-        command=tuple(command),
+        command=command,
         plan=load_plan(plan) if plan is not None else LEAVE_IT,
         is_tuning=tune,
         budget_steps=budget,
@@ -78,7 +93,7 @@ def run(
             say(unproven)
             status = NOT_ENGAGED
         _finish_streams()
-        raise typer.Exit(status)
+        raise click.exceptions.Exit(status)
 
 
 def _check_options(plan: Path | None, step: str | None, output: Path | None, *, is_tuning: bool) -> None:

@@ -2,13 +2,14 @@
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any, get_args
+from typing import Any, get_args
 
-import typer
+import click
 
+from counterpoint.cli_options import Group, argument, json_option, machine_option, output_option
 from counterpoint.errors import DeviceError, ScheduleError, shown_path
 from counterpoint.schedule.actions import ELEMENT_BYTES, DataType, ExpertOperation, Operation, Problem
 from counterpoint.schedule.description import (
@@ -25,15 +26,12 @@ from counterpoint.schedule.operations import OPERATORS
 from counterpoint.schedule.routing import Routing, RoutingKind, example_routing, read_routing
 from counterpoint.value import check_outputs, write_json
 
-schedule = typer.Typer(
-    help="Look at copy schedules, or measure them: how a collective and its matmul are cut and ordered.",
-    rich_markup_mode=None,
-)
 USUAL = ScheduleDescription()  # what the choices that are not made have, once one is made
 TORCHRUN = "torchrun --nproc-per-node W -m counterpoint schedule tune OPERATION"
 ESTIMATE = "Without GPUs, counterpoint schedule show estimates."
 OPERATIONS = f"{', '.join(list(OPERATORS)[:-1])} or {list(OPERATORS)[-1]}."
 EXPERT_OPERATIONS = f"{', '.join(get_args(ExpertOperation)[:-1])} or {get_args(ExpertOperation)[-1]}."
+SIZES = ("num_ranks", "num_rows", "num_inner", "num_columns")
 OPTIONS = {  # the fields that errors name, as they are typed
     "num_ranks": "--ranks",
     "num_rows": "--rows",
@@ -49,182 +47,189 @@ OPTIONS = {  # the fields that errors name, as they are typed
     "num_copy_streams": "--copy-streams",
     "num_compute_streams": "--compute-streams",
 }
-OperationArgument = Annotated[Operation, typer.Argument(metavar="OPERATION", help=OPERATIONS, show_choices=False)]
-RanksOption = Annotated[int, typer.Option("--ranks", metavar="W", help="Number of GPUs that take part, all of one node.")]
-RowsOption = Annotated[int, typer.Option("--rows", metavar="M", help="Number of rows of the undivided left matrix.")]
-InnerOption = Annotated[int, typer.Option("--inner", metavar="K", help="Number of its columns, and of a weight's rows.")]
-ColumnsOption = Annotated[int, typer.Option("--columns", metavar="N", help="Number of columns of a rank's weight.")]
-DataTypeOption = Annotated[DataType, typer.Option("--dtype", metavar="TYPE", help="fp8, bf16, fp16, fp32 or fp64.")]
-PatternOption = Annotated[
-    Pattern | None,
-    typer.Option(
-        "--pattern",
-        metavar="NAME",
-        help="Who sends to whom: sequential (the library's collective), ring, one_peer or all_peers."
-        f"  [default: {USUAL.pattern}]",
-    ),
-]
-ChunksOption = Annotated[
-    int | None,
-    typer.Option(
-        "--chunks",
-        metavar="N",
-        help=f"Number of pieces that a rank's block travels in, 1 to {MAX_CHUNKS}.  [default: {USUAL.chunks}]",
-    ),
-]
-GrowthOption = Annotated[
-    float | None,
-    typer.Option(
-        "--chunk-growth",
-        metavar="X",
-        help=f"Rows of each chunk over those of the one before, {LEAST_GROWTH:g} to {MOST_GROWTH:g}."
-        f"  [default: {USUAL.chunk_growth:g}]",
-    ),
-]
-AlongOption = Annotated[
-    Along | None,
-    typer.Option(
-        "--along",
-        metavar="NAME",
-        help=f"Chunks are rows, or slices: columns of the product, or inner (rounds more).  [default: {USUAL.along}]",
-    ),
-]
-MatmulOption = Annotated[
-    MatmulGranularity | None,
-    typer.Option(
-        "--matmul",
-        metavar="NAME",
-        help="One matmul for each chunk or peer; fused: for a chunk of all; rest: for all that arrives."
-        f"  [default: {USUAL.matmul}]",
-    ),
-]
-LocalOption = Annotated[bool, typer.Option("--local-last", help="The matmul of a rank's own rows comes last, not first.")]
-CopyStreamsOption = Annotated[
-    int | None,
-    typer.Option(
-        "--copy-streams",
-        metavar="N",
-        help=f"Number of streams that copies take turns on, 1 to {MAX_COPY_STREAMS}.  [default: {USUAL.num_copy_streams}]",
-    ),
-]
-ComputeStreamsOption = Annotated[
-    int | None,
-    typer.Option(
-        "--compute-streams",
-        metavar="N",
-        help=f"Number of streams that matmul pieces take turns on, 1 or 2.  [default: {USUAL.num_compute_streams}]",
-    ),
-]
-ExpertArgument = Annotated[ExpertOperation, typer.Argument(metavar="OPERATION", help=EXPERT_OPERATIONS, show_choices=False)]
-ExpertRowsOption = Annotated[
-    int, typer.Option("--rows", metavar="T", help="Number of rows of each rank: its tokens times the experts of each.")
-]
-ExpertInnerOption = Annotated[int, typer.Option("--inner", metavar="K", help="Number of columns of a row.")]
-HiddenOption = Annotated[int, typer.Option("--hidden", metavar="H", help="Hidden size of an expert.")]
-ExpertsOption = Annotated[int, typer.Option("--experts", metavar="E", help="Number of experts of all ranks together.")]
-RoutingOption = Annotated[
-    str,
-    typer.Option(
-        "--routing",
-        metavar="NAME",
-        help="balanced, zipf, one-hot, or a JSON file with a list of counts for each rank, one for each expert.",
-    ),
-]
-GatedOption = Annotated[bool, typer.Option("--gated/--plain", help="Whether the first matmul has a gate, as with SwiGLU.")]
-GroupsOption = Annotated[
-    int | None,
-    typer.Option("--groups", metavar="N", help=f"Groups that each rank's experts are in, 1 to {MAX_CHUNKS}."),
-]
-BackwardOption = Annotated[bool, typer.Option("--backward", help="The backward pass of the same operator.")]
-RankOption = Annotated[int, typer.Option("--rank", metavar="R", help="The number of the rank that is drawn, from 0.")]
-MachineOption = Annotated[
-    str, typer.Option("--machine", metavar="NAME", help="A machine's name, or the path of a machine file (.toml).")
-]
-OutputOption = Annotated[
-    Path | None, typer.Option("-o", "--output", metavar="FILE", help="Save the plan (.toml), for counterpoint.ops.use_plan.")
-]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON for programs instead of text for people.")]
+BALANCED, ROUTINGS = (
+    "balanced",
+    "balanced, zipf, one-hot, or a JSON file with a list of counts for each rank, one for each expert.",
+)
 
 
-@schedule.command(short_help="Draw one schedule, with its estimated time.")
+def _number(
+    option: str, name: str, metavar: str, help: str, *, kind: type = int, default: int | None = None, required: bool = False
+) -> Callable[..., Any]:
+    return click.option(
+        option,
+        name,
+        type=kind,
+        metavar=metavar,
+        help=help,
+        required=required,
+        default=default,
+        show_default=default is not None,
+    )
+
+
+def _choice(option: str, of: object, help: str, usual: str) -> Callable[..., Any]:
+    return click.option(option, type=click.Choice(get_args(of)), metavar="NAME", help=f"{help}  [default: {usual}]")
+
+
+operation_argument = argument("operation", metavar="OPERATION", type=click.Choice(tuple(OPERATORS)), help=OPERATIONS)
+ranks_option = _number("--ranks", "num_ranks", "W", "The number of GPUs that take part, all in one node.", required=True)
+rows_option = _number("--rows", "num_rows", "M", "The number of rows of the undivided left matrix.", required=True)
+inner_option = _number("--inner", "num_inner", "K", "The number of its columns, which are a weight's rows.", required=True)
+columns_option = _number("--columns", "num_columns", "N", "The number of columns of a rank's weight.", required=True)
+dtype_option = click.option(
+    "--dtype",
+    type=click.Choice(get_args(DataType)),
+    metavar="TYPE",
+    default="bf16",
+    show_default=True,
+    help="fp8, bf16, fp16, fp32 or fp64.",
+)
+rank_option = _number("--rank", "rank", "R", "The rank to draw, from 0.", default=0)
+estimated_machine_option = machine_option("A machine's name or file (.toml).", default="h200")
+
+
+@click.group(cls=Group)
+def schedule() -> None:
+    """Draw copy schedules, or choose them by measurement.
+
+    A copy schedule says how a collective and its matmul are cut into pieces, and in which order the pieces run.
+    """
+
+
+@schedule.command(
+    examples=("counterpoint schedule show all_gather_matmul --ranks 4 \\\n  --rows 8192 --inner 8192 --columns 2048",)
+)
+@operation_argument
+@ranks_option
+@rows_option
+@inner_option
+@columns_option
+@dtype_option
+@_choice(
+    "--pattern",
+    Pattern,
+    "Who sends to whom: sequential (the library's collective), ring, one_peer or all_peers.",
+    USUAL.pattern,
+)
+@_number("--chunks", "chunks", "N", f"Chunks that a rank's block is sent in, 1 to {MAX_CHUNKS}.  [default: {USUAL.chunks}]")
+@_number(
+    "--chunk-growth",
+    "chunk_growth",
+    "X",
+    f"Rows of a chunk over those of the one before, {LEAST_GROWTH:g} to {MOST_GROWTH:g}.  [default: {USUAL.chunk_growth:g}]",
+    kind=float,
+)
+@_choice(
+    "--along",
+    Along,
+    "What chunks consist of: rows; columns of the product; or inner, slices of the sum, which round more.",
+    USUAL.along,
+)
+@_choice(
+    "--matmul",
+    MatmulGranularity,
+    "chunk or peer: one matmul for each. fused: one for a chunk of all peers. rest: one for all that arrives.",
+    USUAL.matmul,
+)
+@click.option("--local-last", "is_local_last", is_flag=True, help="Run the matmul of a rank's own rows last, not first.")
+@_number(
+    "--copy-streams",
+    "num_copy_streams",
+    "N",
+    f"Streams that copies take turns on, 1 to {MAX_COPY_STREAMS}.  [default: {USUAL.num_copy_streams}]",
+)
+@_number(
+    "--compute-streams",
+    "num_compute_streams",
+    "N",
+    f"Streams that pieces of the matmul take turns on, 1 or 2.  [default: {USUAL.num_compute_streams}]",
+)
+@click.option("--backward", "is_backward", is_flag=True, help="Draw the backward pass of the same operator.")
+@rank_option
+@estimated_machine_option
+@json_option
 def show(
-    operation: OperationArgument,
+    operation: Operation,
     *,
-    num_ranks: RanksOption,
-    num_rows: RowsOption,
-    num_inner: InnerOption,
-    num_columns: ColumnsOption,
-    dtype: DataTypeOption = "bf16",
-    pattern: PatternOption = None,
-    chunks: ChunksOption = None,
-    chunk_growth: GrowthOption = None,
-    along: AlongOption = None,
-    matmul: MatmulOption = None,
-    is_local_last: LocalOption = False,
-    num_copy_streams: CopyStreamsOption = None,
-    num_compute_streams: ComputeStreamsOption = None,
-    is_backward: BackwardOption = False,
-    rank: RankOption = 0,
-    machine: MachineOption = "h200",
-    json: JsonOption = False,
+    dtype: DataType,
+    is_local_last: bool,
+    is_backward: bool,
+    rank: int,
+    machine: str,
+    is_json: bool,
+    **numbers: Any,
 ) -> None:
-    """Draw the schedule of (M, K) @ (K, N) over W ranks with its estimated time against sequential and ideal.
+    """Draw one schedule, with its estimated time.
 
-    Where no choice is made from --pattern to --compute-streams, the heuristic makes them all; where one is, the others have
-    their defaults.
+    The schedule is that of (M, K) @ (K, N) over W ranks. Its time stands beside the sequential time and the ideal. If none
+    of the options from --pattern to --compute-streams is given, the heuristic chooses them all. If any is given, the others
+    have their defaults.
     """
     from counterpoint.machine import load_machine  # noqa: PLC0415  a fast --help
     from counterpoint.report.schedule import Question, print_schedule, summarize_schedule  # noqa: PLC0415
     from counterpoint.report.text import new_console  # noqa: PLC0415
 
-    sizes = {"num_ranks": num_ranks, "num_rows": num_rows, "num_inner": num_inner, "num_columns": num_columns}
-    choices = {
-        "pattern": pattern,
-        "chunks": chunks,
-        "chunk_growth": chunk_growth,
-        "along": along,
-        "matmul": matmul,
-        "local": "last" if is_local_last else None,
-        "num_copy_streams": num_copy_streams,
-        "num_compute_streams": num_compute_streams,
-    }
+    sizes = {name: numbers.pop(name) for name in SIZES}
+    choices = {name: choice for name, choice in numbers.items() if choice is not None}
+    if is_local_last:
+        choices["local"] = "last"
     with _fields_as_options():
         question = Question(
             problem=Problem(operation=operation, element_bytes=ELEMENT_BYTES[dtype], **sizes),
             dtype=dtype,
             machine=load_machine(machine),
             direction="backward" if is_backward else "forward",
-            description=_description({name: choice for name, choice in choices.items() if choice is not None}),
+            description=_description(choices),
             rank=rank,
         )
     found = summarize_schedule(question)
-    if json:
+    if is_json:
         print(write_json(found))
     else:
         print_schedule(new_console(), found)
 
 
-@schedule.command(short_help="Draw the schedule of an operator for experts.")
+@schedule.command(
+    examples=(
+        "counterpoint schedule experts expert_ffn --ranks 8 --experts 64 \\\n  --rows 8192 --inner 4096 --hidden 2048",
+    )
+)
+@argument("operation", metavar="OPERATION", type=click.Choice(get_args(ExpertOperation)), help=EXPERT_OPERATIONS)
+@_number("--rows", "num_rows", "T", "The number of rows of each rank: its tokens times the experts of each.", required=True)
+@_number("--inner", "num_inner", "K", "The number of columns of a row.", required=True)
+@_number("--hidden", "num_hidden", "H", "The hidden size of an expert.", required=True)
+@_number("--experts", "num_experts", "E", "The number of experts of all ranks together.", required=True)
+@ranks_option
+@click.option("--routing", metavar="NAME", default=BALANCED, show_default=True, help=ROUTINGS)
+@click.option(
+    "--gated/--plain", "is_gated", default=True, show_default=True, help="Whether the first matmul has a gate, as in SwiGLU."
+)
+@_number("--groups", "num_groups", "N", f"Groups that each rank's experts are divided into, 1 to {MAX_CHUNKS}.")
+@dtype_option
+@rank_option
+@estimated_machine_option
+@json_option
 def experts(
-    operation: ExpertArgument,
+    operation: ExpertOperation,
     *,
-    num_rows: ExpertRowsOption,
-    num_inner: ExpertInnerOption,
-    num_hidden: HiddenOption,
-    num_experts: ExpertsOption,
-    num_ranks: RanksOption,
-    routing: RoutingOption = "balanced",
-    is_gated: GatedOption = True,
-    num_groups: GroupsOption = None,
-    dtype: DataTypeOption = "bf16",
-    rank: RankOption = 0,
-    machine: MachineOption = "h200",
-    json: JsonOption = False,
+    num_rows: int,
+    num_inner: int,
+    num_hidden: int,
+    num_experts: int,
+    num_ranks: int,
+    routing: str,
+    is_gated: bool,
+    num_groups: int | None,
+    dtype: DataType,
+    rank: int,
+    machine: str,
+    is_json: bool,
 ) -> None:
-    """Draw how tokens go to their experts and back beside grouped matmuls, with the estimated time against sequential and
-    ideal.
+    """Draw the schedule of an operator for experts.
 
-    Without --groups a table decides by the bytes that go from rank to rank.
+    Tokens are sent to their experts and back beside grouped matmuls. The estimated time stands beside the sequential time
+    and the ideal. Without --groups, a table chooses the number by the bytes that one rank sends to another.
     """
     from counterpoint.machine import load_machine  # noqa: PLC0415  a fast --help
     from counterpoint.report.expert_schedule import ExpertQuestion, print_experts, summarize_experts  # noqa: PLC0415
@@ -247,26 +252,39 @@ def experts(
             rank=rank,
         )
     found = summarize_experts(question)
-    if json:
+    if is_json:
         print(write_json(found))
     else:
         print_experts(new_console(), found)
 
 
-@schedule.command(short_help="Choose schedules by measurement on the GPUs at hand.")
+@schedule.command(
+    examples=(
+        "torchrun --nproc-per-node 4 -m counterpoint schedule tune \\\n"
+        "  all_gather_matmul --rows 8192 --inner 8192 --columns 2048",
+    )
+)
+@operation_argument
+@rows_option
+@inner_option
+@columns_option
+@dtype_option
+@output_option("Save the plan (.toml), for counterpoint.ops.use_plan.")
+@json_option
 def tune(
-    operation: OperationArgument,
+    operation: Operation,
     *,
-    num_rows: RowsOption,
-    num_inner: InnerOption,
-    num_columns: ColumnsOption,
-    dtype: DataTypeOption = "bf16",
-    output: OutputOption = None,
-    json: JsonOption = False,
+    num_rows: int,
+    num_inner: int,
+    num_columns: int,
+    dtype: DataType,
+    output: Path | None,
+    is_json: bool,
 ) -> None:
-    """Measure the schedules of (M, K) @ (K, N), forward and backward, against sequential, and keep the fastest.
+    """Choose schedules by measurement on the GPUs of this machine.
 
-    Start it once for every GPU: torchrun --nproc-per-node W -m counterpoint schedule tune OPERATION --rows M ...
+    The schedules of (M, K) @ (K, N), forward and backward, are measured beside the sequential form. The fastest are kept.
+    torchrun starts the command, once for every GPU.
     """
     from counterpoint.plan import check_plan_name  # noqa: PLC0415  a fast --help
 
@@ -284,7 +302,7 @@ def tune(
         )
     from counterpoint.cuda.ranks import run_and_leave  # noqa: PLC0415
 
-    run_and_leave(lambda: _tune(problem, dtype, output, json))
+    run_and_leave(lambda: _tune(problem, dtype, output, is_json))
 
 
 def _tune(problem: Problem, dtype: DataType, output: Path | None, is_json: bool) -> None:

@@ -1,45 +1,44 @@
 """The command line's part for `validate`: the fixed set of cases, predicted beside what was measured, or measured anew."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING
 
-import typer
+import click
 
+from counterpoint.cli_options import FILE, Command, argument, json_option, output_option
 from counterpoint.errors import CounterpointError
 from counterpoint.value import check_outputs, write_json
 
+if TYPE_CHECKING:
+    from counterpoint.validation.outcome import Outcome
 
-def validate(
-    files: Annotated[
-        list[Path] | None,
-        typer.Argument(
-            metavar="FILE", help="Measurements that --measure wrote.  [default: those that ship with counterpoint]"
-        ),
-    ] = None,
-    is_measuring: Annotated[
-        bool, typer.Option("--measure", help="Measure the cases on the GPUs at hand; torchrun for several.")
-    ] = False,
-    output: Annotated[
-        Path | None,
-        typer.Option(
-            "-o",
-            "--output",
-            metavar="FILE",
-            help="Where --measure writes (.json), after each case; a file that holds some cases gets the others.",
-        ),
-    ] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print JSON for programs instead of text for people.")] = False,
-) -> None:
-    """Predict a fixed set of cases that no constant was fitted to, and compare with measurements.
 
-    Without GPUs, today's simulator is compared with the measurements that ship with the project, or with those in FILE. With
-    --measure the same cases run on the GPUs at hand:
-    torchrun --nproc-per-node 2 --no-python counterpoint validate --measure -o measured.json.
+@click.command(
+    cls=Command,
+    examples=(
+        "counterpoint validate",
+        "torchrun --nproc-per-node 2 -m counterpoint validate --measure -o m.json",
+    ),
+)
+@argument(
+    "files",
+    metavar="[FILE...]",
+    nargs=-1,
+    type=FILE,
+    help="Measurements that --measure saved (.json).  [default: those that ship with Counterpoint]",
+)
+@click.option("--measure", "is_measuring", is_flag=True, help="Measure the cases on the GPUs of this machine.")
+@output_option("With --measure: save after each case (.json). Cases that the file already holds are not measured again.")
+@json_option
+def validate(files: tuple[Path, ...], is_measuring: bool, output: Path | None, is_json: bool) -> None:
+    """Compare predictions with measurements of a fixed set of cases.
+
+    No constant of the simulator was fitted to these cases. Without --measure no GPU is used.
     """
     if not is_measuring:
         if output is not None:
             raise CounterpointError("-o is where --measure writes its measurements. Add --measure, or leave -o out.")
-        _show(files, json)
+        _show(files, is_json)
         return
     if files:
         raise CounterpointError(f"--measure takes no FILE to compare with; found {files[0]}. Name its output with -o.")
@@ -48,7 +47,7 @@ def validate(
     check_outputs((output,))
     from counterpoint.cuda.ranks import run_and_leave  # noqa: PLC0415
 
-    run_and_leave(lambda: _measure(output, json))
+    run_and_leave(lambda: _measure(output, is_json))
 
 
 def _measure(output: Path, is_json: bool) -> None:
@@ -61,16 +60,21 @@ def _measure(output: Path, is_json: bool) -> None:
     known = load_measured(output).cases if output.exists() else ()
     measure_set(output, known, lambda measured: save_measured(measured, output) if rank == 0 else None)
     if rank == 0:
-        _show([output], is_json)
+        _show((output,), is_json)
 
 
-def _show(files: list[Path] | None, is_json: bool) -> None:
-    from counterpoint.report.text import new_console  # noqa: PLC0415
+def _show(files: tuple[Path, ...], is_json: bool) -> None:
+    from counterpoint.report.text import ProgressLine, new_console  # noqa: PLC0415
     from counterpoint.report.validation import print_validation  # noqa: PLC0415
     from counterpoint.validation.outcome import validate_files  # noqa: PLC0415
     from counterpoint.validation.records import shipped_measurements  # noqa: PLC0415
 
-    found = validate_files(files or shipped_measurements())
+    paths = files or shipped_measurements()
+    found: list[Outcome] = []
+    with ProgressLine() as show:
+        for path in paths:
+            show(f"predicting the cases of {path.name}, file {len(found) + 1} of {len(paths)}")
+            found += validate_files([path])
     if is_json:
         print(write_json(found))
         return

@@ -1,7 +1,7 @@
-"""The controls: what can be changed about one operation of a step, each as a value with its limits and its words.
+"""Controls: what can be changed about one operation of a step, each as a value with its limits and its wording.
 
-A control says itself what it is called, how a report words it, and who cannot apply it, and why. How it is applied is the
-business of each applier: the simulator, captured graphs, supervised jobs, operators. To add one: docs/extending.md.
+A control knows its name, its wording in reports, and who cannot apply it and why. The appliers know how to apply it: the
+simulator, captured graphs, supervised jobs, operators. To add a control: docs/extending.md.
 """
 
 from collections.abc import Mapping
@@ -26,57 +26,62 @@ __all__ = [
     "Transport",
 ]
 
-# Who applies a plan: the simulator to a step, `cuda/` to a captured graph, `counterpoint run` to a job, `ops` to operators.
+# The appliers of a plan: the simulator to a step, `cuda/` to a captured graph, `counterpoint run` to a job, `ops` to
+# operators.
 Applier = Literal["step", "graph", "job", "operators"]
 ALL_GROUPS = "in the environment of the job, for all its groups"
 COPYING_INTEGRATIONS: tuple[tuple[str, str, str, tuple[CollectiveKind, ...]], ...] = (
     ("fsdp2", "fsdp2.use_copy_engines(model)", "in the code of an FSDP2 job", ("all_gather", "reduce_scatter")),
     ("ddp", "ddp.register(model)", "in the code of a DDP job", ("all_reduce",)),
 )
-OPERATORS_TAKE_SCHEDULES = "operators take only copy schedules; give the others to counterpoint.apply or counterpoint run"
+OPERATORS_TAKE_SCHEDULES = "operators accept only copy schedules; pass the others to counterpoint.apply or counterpoint run"
 OWN_STREAM_IN_THE_JOB = (
-    "only the job knows what needs the result; issue the collective with async_op=True there, and wait() where it is needed"
+    "only the job knows what needs the result; in the job, issue the collective with async_op=True and wait() "
+    "where the result is needed"
 )
-# Of copies with a sum, as the integrations do them. Measured: with 6 MiB from each of 4 ranks copies are faster than the
-# library's collective; below 4 MiB an assumption.
+# For copies with a sum, as the integrations do them. Measured: with 6 MiB from each of 4 ranks, copies are faster than
+# the library's collective. Below 4 MiB it is an assumption.
 LEAST_PART_BYTES = 4 * MIB
-MOST_LIGHT_CTAS = 512  # flags are kept for so many
+MOST_LIGHT_CTAS = 512  # flags exist for this many
 MOST_LIGHT_RANKS = 8  # MAX_PEERS + 1 of ops/light.cu
-ALL_REDUCES_IN_FLIGHT = 3  # so that one can wait for an SM while another copies; measured on 4 H200s (docs/integrations.md)
-FOR_CAPTURED_STEPS = "light kernels take the place of collectives in a captured step only: counterpoint tune MODULE:FUNCTION"
-FOR_OPERATORS = "it is for operators: counterpoint.ops.use_plan takes it"
+ALL_REDUCES_IN_FLIGHT = 3  # one can wait for an SM while another copies; measured on 4 H200s (docs/integrations.md)
+FOR_CAPTURED_STEPS = "light kernels replace collectives in a captured step only: counterpoint tune MODULE:FUNCTION"
+FOR_OPERATORS = "it is for operators: pass the plan to counterpoint.ops.use_plan"
 
 
 class Way(Value, frozen=True, kw_only=True):
-    """One way to get a control without us applying the plan: what to write, line by line, and where."""
+    """One way to apply a control without a plan file: what to write, line by line, and where."""
 
     where: str
     lines: tuple[str, ...]
 
 
 class AbstractControl(Value, frozen=True, kw_only=True, tag_field="control"):
-    """What every control has. `refused_by` names the appliers that cannot apply it, each with the reason."""
+    """Base of all controls. `refused_by` names the appliers that cannot apply it, each with the reason."""
 
     refused_by: ClassVar[Mapping[Applier, str]] = MappingProxyType({"operators": OPERATORS_TAKE_SCHEDULES})
 
     @property
     def tag(self) -> str:
-        """The name that files and reports call it by, as in "residency_cap"."""
+        """The control's name in files and reports, as in "residency_cap"."""
         return str(self.__struct_config__.tag)
 
     def describe(self) -> str:
-        """The control in a few words, the same in every report and proof."""
+        """Describe the control in a few words, the same in every report and proof."""
         raise NotImplementedError
 
     def ways(self, collective: CollectiveKind | None = None) -> tuple[Way, ...]:
-        """What a user can write to get it for a `collective` (None: not told) without a plan file; often nothing."""
+        """Return what a user can write to apply it to a `collective` (None: not known) without a plan file; often
+        nothing.
+        """
         return ()
 
 
 class ResidencyCap(AbstractControl, frozen=True, kw_only=True, tag="residency_cap"):
     """At most `ctas_per_sm` CTAs of the kernel on an SM, by raising its dynamic shared memory to `dynamic_shared_bytes`.
 
-    `carveout_percent` raises the SM's shared-memory carveout to match; without it the freed room is not usable.
+    `carveout_percent` raises the SM's shared-memory carveout to match; without it, collectives could not use the freed
+    room.
     """
 
     ctas_per_sm: int
@@ -99,12 +104,16 @@ class ResidencyCap(AbstractControl, frozen=True, kw_only=True, tag="residency_ca
 
 
 class Priority(AbstractControl, frozen=True, kw_only=True, tag="priority"):
-    """Launch priority as the driver counts it: a lower number is greater, 0 is the least."""
+    """A launch priority in the driver's numbers: a lower number is a higher priority, and 0 is the lowest."""
 
     priority: int
 
     def __post_init__(self) -> None:
-        require(self.priority <= 0, PlanError, f"A priority is 0 or lower (lower is greater); found {self.priority}.")
+        require(
+            self.priority <= 0,
+            PlanError,
+            f"A priority must be 0 or lower (a lower number is a higher priority); found {self.priority}.",
+        )
 
     def describe(self) -> str:
         """As in "priority -5"."""
@@ -112,12 +121,16 @@ class Priority(AbstractControl, frozen=True, kw_only=True, tag="priority"):
 
 
 class CommunicationCtas(AbstractControl, frozen=True, kw_only=True, tag="communication_ctas"):
-    """How many CTAs (NCCL `max_ctas`), and threads in each (`NCCL_NTHREADS`; None leaves them), a collective runs with."""
+    """How many CTAs (NCCL `max_ctas`) a collective runs with, and threads in each (`NCCL_NTHREADS`; None keeps the
+    default).
+    """
 
     refused_by = MappingProxyType(
         {
-            "graph": "a process group takes it when it is made: "
-            "set options.config.max_ctas in dist.ProcessGroupNCCL.Options() and pass it as pg_options",
+            "graph": (
+                "a process group gets it when it is created: set options.config.max_ctas in "
+                "dist.ProcessGroupNCCL.Options() and pass it as pg_options"
+            ),
             "operators": OPERATORS_TAKE_SCHEDULES,
         }
     )
@@ -139,7 +152,9 @@ class CommunicationCtas(AbstractControl, frozen=True, kw_only=True, tag="communi
         return f"at most {format_count(self.max_ctas, 'CTA')}{threads}"
 
     def ways(self, collective: CollectiveKind | None = None) -> tuple[Way, ...]:
-        """NCCL's variables, for the whole process; without a number of threads, the options of a process group, too."""
+        """Return NCCL's variables for the whole process and, without a number of threads, the options of a process
+        group.
+        """
         variables = [f"export NCCL_MAX_CTAS={self.max_ctas}"]
         if self.num_threads is not None:
             return (Way(where=ALL_GROUPS, lines=(*variables, f"export NCCL_NTHREADS={self.num_threads}")),)
@@ -155,7 +170,7 @@ class CommunicationCtas(AbstractControl, frozen=True, kw_only=True, tag="communi
 class Transport(AbstractControl, frozen=True, kw_only=True, tag="transport"):
     """Run a collective by kernels on SMs or by copy engines.
 
-    An all-reduce or reduce-scatter by copy engines is copies of blocks and a sum, whose kernel needs SMs.
+    By copy engines, an all-reduce or reduce-scatter consists of copies of blocks and a sum, whose kernel needs SMs.
     """
 
     transport: TransportKind
@@ -165,7 +180,7 @@ class Transport(AbstractControl, frozen=True, kw_only=True, tag="transport"):
         return f"transport {self.transport}"
 
     def ways(self, collective: CollectiveKind | None = None) -> tuple[Way, ...]:
-        """The integrations that move such a collective; of an unknown one, all that there are."""
+        """Return the integrations that move such a collective; for an unknown one, all of them."""
         if self.transport != "copy_engine":
             return ()
         return tuple(
@@ -176,9 +191,9 @@ class Transport(AbstractControl, frozen=True, kw_only=True, tag="transport"):
 
 
 class LightKernel(AbstractControl, frozen=True, kw_only=True, tag="light_kernel"):
-    """Run a collective by `num_ctas` CTAs of a light kernel, of 128 threads and 32 registers and without shared memory.
+    """Run a collective with `num_ctas` CTAs of a light kernel: 128 threads, 32 registers per thread, no shared memory.
 
-    Such a CTA fits beside kernels that leave no room for the library's.
+    Such a CTA fits beside kernels that leave no room for the library's CTA.
     """
 
     refused_by = MappingProxyType({"job": FOR_CAPTURED_STEPS, "operators": OPERATORS_TAKE_SCHEDULES})
@@ -189,7 +204,7 @@ class LightKernel(AbstractControl, frozen=True, kw_only=True, tag="light_kernel"
         require(
             1 <= self.num_ctas <= MOST_LIGHT_CTAS,
             PlanError,
-            f"A light kernel has from 1 to {MOST_LIGHT_CTAS} CTAs; found {self.num_ctas}.",
+            f"A light kernel must have from 1 to {MOST_LIGHT_CTAS} CTAs; found {self.num_ctas}.",
         )
 
     def describe(self) -> str:
@@ -200,13 +215,15 @@ class LightKernel(AbstractControl, frozen=True, kw_only=True, tag="light_kernel"
 class OverlapMatmul(AbstractControl, frozen=True, kw_only=True, tag="overlap_matmul"):
     """Run a collective together with the matmul that needs or feeds it, as one operator of `counterpoint.ops`.
 
-    `schedule` is the operator's copy schedule; None leaves it to the heuristic, shape by shape.
+    `schedule` is the operator's copy schedule; None lets the heuristic choose for each shape.
     """
 
     refused_by = MappingProxyType(
         {
-            "graph": "a captured collective and its matmul stay two; capture the step with "
-            "counterpoint.integrations.tensor_parallel.overlap in force",
+            "graph": (
+                "a captured graph keeps a collective and its matmul apart; capture the step with "
+                "counterpoint.integrations.tensor_parallel.overlap applied"
+            ),
             "operators": OPERATORS_TAKE_SCHEDULES,
         }
     )
@@ -218,7 +235,9 @@ class OverlapMatmul(AbstractControl, frozen=True, kw_only=True, tag="overlap_mat
         return "overlap with its matmul" + (f", {self.schedule.label()}" if self.schedule else "")
 
     def ways(self, collective: CollectiveKind | None = None) -> tuple[Way, ...]:
-        """The integration for DTensor models, or for experts; all-to-alls that the job itself calls have an operator."""
+        """Return the integration for DTensor models or for experts; for all-to-alls that the job itself calls, the
+        operator.
+        """
         if collective == "all_to_all":
             experts = ("from counterpoint.integrations import expert_parallel", "expert_parallel.overlap(model)")
             by_hand = ("from counterpoint import ops", "product = ops.all_to_all_matmul(tokens, weight)")
@@ -231,24 +250,28 @@ class OverlapMatmul(AbstractControl, frozen=True, kw_only=True, tag="overlap_mat
 
 
 class OwnStream(AbstractControl, frozen=True, kw_only=True, tag="own_stream"):
-    """Run a collective on a stream of its own: it waits for what it waited for; only what needs it waits for it."""
+    """Run a collective on a separate stream: it waits for what it waited for before, and only what needs it waits for
+    it.
+    """
 
     refused_by = MappingProxyType(
         {"graph": OWN_STREAM_IN_THE_JOB, "job": OWN_STREAM_IN_THE_JOB, "operators": OPERATORS_TAKE_SCHEDULES}
     )
 
     def describe(self) -> str:
-        """As in "a stream of its own"."""
-        return "a stream of its own"
+        """As in "a separate stream"."""
+        return "a separate stream"
 
 
 class HeadStart(AbstractControl, frozen=True, kw_only=True, tag="head_start"):
-    """Hold the computation stream for `hold_us` before the matched kernel when a collective was launched just before it."""
+    """Hold the computation stream for `hold_us` before the matched kernel if a collective was launched just before it."""
 
     hold_us: float
 
     def __post_init__(self) -> None:
-        require(0 < self.hold_us <= 1000, PlanError, f"A head start is above 0 and at most 1000 us; found {self.hold_us}.")
+        require(
+            0 < self.hold_us <= 1000, PlanError, f"A head start must be above 0 and at most 1000 us; found {self.hold_us}."
+        )
 
     def describe(self) -> str:
         """As in "head start 5 us"."""
@@ -256,7 +279,9 @@ class HeadStart(AbstractControl, frozen=True, kw_only=True, tag="head_start"):
 
 
 class ScheduleChoice(AbstractControl, frozen=True, kw_only=True, tag="copy_schedule"):
-    """Run an operator of `counterpoint.ops` by this copy schedule; `sequential` is the library's collective and a matmul."""
+    """Run an operator of `counterpoint.ops` by this copy schedule; `sequential` is the library's collective and then a
+    matmul.
+    """
 
     refused_by = MappingProxyType({"step": FOR_OPERATORS, "graph": FOR_OPERATORS, "job": FOR_OPERATORS})
 

@@ -1,6 +1,7 @@
-"""Proof that controls took effect: what was asked, what was applied, what was verified by asking the driver again.
+"""Proof that controls took effect: what was asked, what was applied, and what the driver confirmed when it was asked
+again.
 
-Whoever applies a plan returns these values, and every report prints them in the same words.
+Every applier of a plan returns these values, and every report prints them with the same wording.
 """
 
 from collections.abc import Iterable
@@ -13,7 +14,7 @@ State = Literal["verified", "refused", "failed"]
 
 
 class Engagement(Value, frozen=True, kw_only=True):
-    """One control on one target. `asked` and `found` are figures in words; `reason` says why where it is not verified."""
+    """One control on one target. `asked` and `found` are figures in words; `reason` says why it is not verified."""
 
     control: str
     target: str
@@ -24,14 +25,14 @@ class Engagement(Value, frozen=True, kw_only=True):
 
 
 class EngagementRow(Value, frozen=True, kw_only=True):
-    """Equal engagements of several launches of one kernel, counted."""
+    """Equal engagements of several launches of one kernel, with their count."""
 
     engagement: Engagement
     count: int
 
 
 def summarize_engagements(engagements: Iterable[Engagement]) -> tuple[EngagementRow, ...]:
-    """Equal engagements once, with their number, in the order in which they first appear."""
+    """Return equal engagements once each, with their count, in the order in which they first appear."""
     counts: dict[Engagement, int] = {}
     for engagement in engagements:
         counts[engagement] = counts.get(engagement, 0) + 1
@@ -39,7 +40,7 @@ def summarize_engagements(engagements: Iterable[Engagement]) -> tuple[Engagement
 
 
 def require_engaged(engagements: Iterable[Engagement]) -> None:
-    """Raise `EngagementError` unless every control is verified: what `strict` means."""
+    """Raise `EngagementError` unless every control is verified; this is what `strict` does."""
     for engagement in engagements:
         if engagement.state != "verified":
             raise EngagementError(

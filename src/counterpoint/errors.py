@@ -1,21 +1,22 @@
-"""The errors a user can cause, one class per thing that can be wrong.
+"""Errors that a user can cause, one class for each thing that can be wrong.
 
-A message is one line: what is wrong, the limit, the value found, what to do next. The command line prints that line and
-exits with code 2; it never shows a traceback for these.
+A message is one line: what is wrong, the limit, the value found, what to do next. The command line prints this line,
+without a traceback, and exits with code 2.
 """
 
 import sys
 from contextlib import suppress
 
-MAX_SHOWN = 60  # letters of a name or value that an error repeats
+MAX_SHOWN = 60  # most letters of a name or value in an error
 MAX_PATH_SHOWN = 200
-MAX_LINE = 2000  # letters of a whole error line
+MAX_LINE = 2000  # most letters of a whole error line
 INSTALL = "Install it: pip install 'torch>=2.11,<2.14' 'cuda-bindings>=13,<14'."  # the extra `cuda`, quoted for a shell
 
 
 def shown(value: object, most: int = MAX_SHOWN) -> str:
-    """A name or a value from outside as an error line repeats it: on one line, without control characters, and cut in the
-    middle where it is long, so that a path keeps its end."""
+    """Make an outside name or value safe for an error line: on one line, without control characters, and cut in the
+    middle if it is long, so that a path keeps its end.
+    """
     text = str(value)
     if len(text) > most:
         text = f"{text[: most - most // 2 - 3]}...{text[-(most // 2) :]}"
@@ -23,17 +24,17 @@ def shown(value: object, most: int = MAX_SHOWN) -> str:
 
 
 def shown_path(path: object) -> str:
-    """A path as an error line repeats it: whole, unless it is longer than people's paths are."""
+    """Make a path safe for an error line: whole, unless it is longer than usual paths."""
     return shown(path, MAX_PATH_SHOWN)
 
 
 def printable(text: str) -> str:
-    """The text with control characters, which a terminal would obey, written as escapes."""
+    """Escape control characters, which a terminal would obey."""
     return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
 
 
 class CounterpointError(ValueError):
-    """Base of every error that a user can cause; the message is one complete line, and never longer than `MAX_LINE`."""
+    """Base of every error that a user can cause. The message is one complete line of at most `MAX_LINE` letters."""
 
     def __init__(self, message: str = "") -> None:
         super().__init__(shown(" ".join(message.split()), MAX_LINE) if message else message)
@@ -52,7 +53,9 @@ class TraceError(StepError):
 
 
 class AnalysisError(CounterpointError):
-    """An analysis cannot be made, read or compared: traces that do not belong together, a condition that is none."""
+    """An analysis cannot be made, read or compared: for example traces that do not belong together, or an invalid
+    condition.
+    """
 
 
 class WorkloadError(StepError):
@@ -72,26 +75,28 @@ class EngagementError(CounterpointError):
 
 
 class DeviceError(CounterpointError):
-    """There is no GPU to run on, or the driver or a library refuses what is asked of it."""
+    """There is no GPU to run on, or the driver or a library rejects a request."""
 
     @classmethod
     def of_missing(cls, what: str, problem: ModuleNotFoundError) -> "DeviceError":
-        """For a part that needs a package which is not installed; a module of our own that is missing is raised as it is."""
+        """Return the error for a missing package that a part needs; if one of Counterpoint's own modules is missing,
+        re-raise.
+        """
         if (problem.name or "").startswith("counterpoint"):
             raise problem
         return cls(f"{what} needs '{problem.name}', which is not installed. {INSTALL}")
 
 
 class MissingPackageError(DeviceError, AttributeError):
-    """A public name needs a package that is not installed; to whoever looks through the module, the name is not there."""
+    """A public name needs a package that is not installed. It is also an `AttributeError`, so `hasattr` returns False."""
 
 
 class ArgumentError(CounterpointError, TypeError):
-    """A function was called with a value of another kind than it takes."""
+    """A function was called with a value of the wrong type."""
 
 
 class JobContextError(CounterpointError):
-    """A file of context, or a command to check, cannot be read."""
+    """A job-context file, or a command to check, cannot be read."""
 
 
 class LaunchFilterError(CounterpointError):
@@ -103,19 +108,21 @@ class ScheduleError(CounterpointError):
 
 
 class OperatorError(CounterpointError):
-    """An operator was called with tensors that do not fit, or ranks do not agree, or one of them is gone."""
+    """An operator was called with tensors that do not fit, ranks disagree, or a rank is gone."""
 
 
 class RefusedTogetherError(OperatorError):
-    """A rank cannot do what all ranks of its group were about to do; all of them raise this, and stay in step."""
+    """A rank cannot do what all ranks of its group were about to do; every rank raises this, so that all stay in step."""
 
 
 class IntegrationError(CounterpointError):
-    """A model cannot be served by an integration: it is not wrapped, not parallelized, or laid out in another way."""
+    """An integration cannot serve a model: it is not wrapped, not parallelized, or its layout differs."""
 
 
 def require_kind(found: object, kinds: type | tuple[type, ...], what: str, remedy: str) -> None:
-    """Raise `ArgumentError` unless `found` is one of `kinds`; `what` says what must be what, `remedy` is a sentence."""
+    """Raise `ArgumentError` unless `found` is one of `kinds`; `what` says what must have that type, `remedy` is a
+    sentence.
+    """
     if not isinstance(found, kinds) or (isinstance(found, bool) and kinds is int):
         kind = type(found).__name__
         value = f"'{shown(found)}'" if isinstance(found, str) else "None" if found is None else f"a value of type {kind}"
@@ -123,27 +130,30 @@ def require_kind(found: object, kinds: type | tuple[type, ...], what: str, remed
 
 
 def cause_of(problem: BaseException, max_length: int | None = None) -> str:
-    """The first line of somebody else's error, cut if need be, for a line of ours; empty where it says nothing."""
+    """Return the first line of another library's error, cut if need be, for use in a message; empty if it says nothing."""
     return str(problem).strip().split("\n")[0][:max_length]
 
 
 def reason_of(problem: Exception) -> str:
-    """What went wrong, for a line of ours that names it: our errors' words, and of others' the type as well."""
+    """Return the cause for a message that names it: the text of a Counterpoint error; for other errors, the type as
+    well.
+    """
     cause = cause_of(problem, 200).rstrip(".")
     return cause if cause and isinstance(problem, CounterpointError) else f"{type(problem).__name__}: {cause}".rstrip(": ")
 
 
 def say(line: str) -> None:
-    """This line on standard error, marked as ours. In one write: ranks share it, and under torchrun Python buffers nothing.
-    Where nobody listens any more, the job goes on."""
-    if sys.stderr is None:  # it was closed when Python started, and `print` would take standard output
+    """Print this line on standard error with Counterpoint's name, in one write, because ranks share the stream and
+    torchrun makes it unbuffered. If the stream is closed, the job goes on.
+    """
+    if sys.stderr is None:  # standard error was closed when Python started, and `print` would write to standard output
         return
     with suppress(OSError, ValueError):
         print(f"counterpoint: {line}\n", end="", file=sys.stderr, flush=True)
 
 
 def package_version() -> str:
-    """The version that is installed, for messages; that none is, where the package is imported from a folder."""
+    """Return the installed version for messages, or that none is installed, if the package is imported from a folder."""
     from importlib.metadata import PackageNotFoundError, version  # noqa: PLC0415  `import counterpoint` does without
 
     try:

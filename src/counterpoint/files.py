@@ -1,8 +1,8 @@
-"""The one reader of files that users name: traces, plans, machines, workloads. It never reads more than it was told to.
+"""Reads every file that a user names: traces, plans, machines, workloads. It never reads more than its limit.
 
-Regular files and pipes are read; devices are refused, because many never end, and a pipe may be silent only for a while.
-What is gzip is known by its first bytes, not by its name, and is unpacked piece by piece: the reader stops at the limit, and
-earlier where a file unpacks to far more than its size. It does not know what the bytes mean.
+Regular files and pipes are read. Devices are refused, because many never end, and a pipe may be silent only for a
+limited time. Gzip is recognized by its first bytes, not by the file name, and unpacked piece by piece. The reader stops
+at the limit, and earlier if a file unpacks to far more than its size. This module does not know what the bytes mean.
 """
 
 import os
@@ -16,12 +16,12 @@ from counterpoint.errors import CounterpointError, shown_path
 from counterpoint.units import GIB, MIB, format_bytes
 
 GZIP_MAGIC = b"\x1f\x8b"
-UTF8_MARK = b"\xef\xbb\xbf"  # some editors begin a file of text with it
+UTF8_MARK = b"\xef\xbb\xbf"  # some editors write it at the start of a text file
 MAX_TEXT_BYTES = 64 * MIB  # plans, machines, workloads: the largest plan of a shipped trace has 60 KiB
-MAX_TRACE_BYTES = 32 * GIB  # some 120 million events; the reader holds what it keeps of them, about a sixth of a file
+MAX_TRACE_BYTES = 32 * GIB  # some 120 million events; what the reader keeps of them takes about a sixth of the file's size
 MAX_PACKED_BYTES = MAX_TRACE_BYTES // 4
-MAX_RATIO = 250  # the shipped traces pack to a fifteenth; deflate reaches 1,032 where nothing but one letter follows
-LEAST_SUSPECT_BYTES = 64 * MIB  # below this a high ratio harms nobody
+MAX_RATIO = 250  # the shipped traces shrink 15 times; deflate reaches 1,032 times if a single byte repeats
+LEAST_SUSPECT_BYTES = 64 * MIB  # below this size, a high ratio does no harm
 PIECE_BYTES = MIB
 SILENCE_S = 10.0
 
@@ -29,10 +29,10 @@ SILENCE_S = 10.0
 def read_limited(
     path: Path | str, error: type[CounterpointError], remedy: str, *, most: int = MAX_TEXT_BYTES, is_unpacked: bool = False
 ) -> bytearray:
-    """The bytes of a file or pipe, without a UTF-8 mark; with `is_unpacked`, what is gzip comes unpacked.
+    """Return the bytes of a file or pipe without a byte-order mark; with `is_unpacked`, gzip is unpacked.
 
-    Raises `error`, one line that ends with `remedy` ("give a .toml file"), for what cannot be read, is a device, or is
-    larger than `most` bytes.
+    Raises `error`, one line that ends with `remedy` ("give a .toml file"), if the file cannot be read, is a device, or
+    is larger than `most` bytes.
     """
     raw = bytearray()
     try:
@@ -52,10 +52,10 @@ def read_pieces(
     is_unpacked: bool = False,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> Iterator[bytes]:
-    """The bytes of a file or pipe, piece by piece and in bounded memory; with `is_unpacked`, what is gzip comes unpacked.
+    """Yield the bytes of a file or pipe piece by piece in bounded memory; with `is_unpacked`, gzip is unpacked.
 
-    `on_progress` is told the bytes read of the file, as it lies there, and its size (0 for a pipe). Raises what
-    `read_limited` raises, after the pieces that came before; damaged gzip has the decoder's own error as its cause.
+    `on_progress` gets the number of bytes read from the file as stored, and the file's size (0 for a pipe). Raises what
+    `read_limited` raises, after the pieces that came before. For damaged gzip the cause is the decoder's own error.
     """
     try:
         with _Source(path, error, most, on_progress) as source:
@@ -76,7 +76,9 @@ def read_pieces(
 
 
 class _Source:
-    """A file or pipe, opened without waiting, that counts what was read of it and refuses devices and what is too large."""
+    """A file or pipe that is opened without blocking, counts the bytes read, and refuses devices and files that are too
+    large.
+    """
 
     def __init__(
         self, path: Path | str, error: type[CounterpointError], most: int, on_progress: Callable[[int, int], None] | None
@@ -102,16 +104,16 @@ class _Source:
         os.close(self.descriptor)
 
     def limit(self, most: int, what: str) -> None:
-        """Refuse more than `most` bytes from here on; `what` they are called."""
+        """Refuse more than `most` bytes from here on; `what` is their name in the error."""
         self.most, self.what = most, what
         _refuse_larger(self.path, self.size, most, what, self.error)
 
     def put_back(self, piece: bytes) -> None:
-        """Let `piece` be read again."""
+        """Put `piece` back, to be read again."""
         self.kept = piece
 
     def read(self, most: int = PIECE_BYTES) -> bytes:
-        """The next bytes, at most so many; none at the end."""
+        """Return the next bytes, `most` at most; empty at the end."""
         if self.kept:
             piece, self.kept = self.kept[:most], self.kept[most:]
             return piece
@@ -129,20 +131,20 @@ def _next_piece(descriptor: int, path: Path | str, error: type[CounterpointError
         poll = select.poll()
         poll.register(descriptor, select.POLLIN)
         if not poll.poll(1000 * SILENCE_S):
-            raise error(f"Nothing came through the pipe {shown_path(path)} for {SILENCE_S:g} s; give a file.")
+            raise error(f"Nothing arrived through the pipe {shown_path(path)} for {SILENCE_S:g} s; give a file.")
     return os.read(descriptor, most)
 
 
 def _refuse_larger(path: Path | str, found: int, most: int, what: str, error: type[CounterpointError]) -> None:
     if found > most:
         raise error(
-            f"{shown_path(path)} has {found:,} {what}, and at most {most:,} ({format_bytes(most)}) are read. Give a smaller "
-            "file: of a trace, profile fewer steps."
+            f"{shown_path(path)} has {found:,} {what}; the limit is {most:,} ({format_bytes(most)}). Give a "
+            "smaller file; for a trace, profile fewer steps."
         )
 
 
 def _unpacked(path: Path | str, source: _Source, error: type[CounterpointError], most: int) -> Iterator[bytes]:
-    """The members of a gzip file, one after the other; zeros may follow them."""
+    """Yield the members of a gzip file one after the other; zeros may follow them."""
     found = 0
     decoder = zlib.decompressobj(wbits=31)
     packed, piece = source.read(), b""
@@ -154,8 +156,8 @@ def _unpacked(path: Path | str, source: _Source, error: type[CounterpointError],
             used = source.num_read - len(decoder.unconsumed_tail) - len(decoder.unused_data)
             if found > max(LEAST_SUSPECT_BYTES, MAX_RATIO * used):
                 raise error(
-                    f"{shown_path(path)} unpacks to {found:,} bytes from {used:,}, more than {MAX_RATIO} times as many, "
-                    "which no trace does. Copy or record it again."
+                    f"{shown_path(path)} unpacks to {found:,} bytes from {used:,}, more than {MAX_RATIO} times "
+                    "its size, which no trace does. Copy or record it again."
                 )
             if piece:
                 yield piece

@@ -1,4 +1,5 @@
-"""What communication kernels take of an SM where a step does not say: by library and architecture, from `footprints.toml`.
+"""The SM resources of communication kernels, if a step does not state them: by library and architecture, from
+`footprints.toml`.
 
 It knows nothing of time. Each entry of the table says whether it was measured or assumed, and where.
 """
@@ -11,7 +12,7 @@ from counterpoint.machine import Gpu
 from counterpoint.step import Footprint
 from counterpoint.value import Value, read_shipped
 
-LIGHT_LIBRARY = "counterpoint"  # what the table calls light kernels
+LIGHT_LIBRARY = "counterpoint"  # the table's name for light kernels
 
 
 class KnownFootprint(Value, frozen=True, kw_only=True):
@@ -39,7 +40,7 @@ class KnownFootprint(Value, frozen=True, kw_only=True):
         )
 
     def footprint(self) -> Footprint:
-        """As a launch."""
+        """Return it as a launch."""
         return Footprint(
             num_ctas=self.num_ctas,
             threads_per_cta=self.threads_per_cta,
@@ -56,14 +57,14 @@ class _FootprintTable(Value, frozen=True, kw_only=True):
 
 @cache
 def known_footprints() -> tuple[KnownFootprint, ...]:
-    """The shipped table of communication kernels' footprints."""
+    """Return the shipped table of communication kernels' footprints."""
     return read_shipped("footprints.toml", _FootprintTable, MachineError).footprints
 
 
 def known_footprint(library: str, compute_capability: str) -> KnownFootprint:
-    """The first entry of the table that fits.
+    """Return the first entry of the table that matches.
 
-    Raises `MachineError` where none does, so that nothing is planned on a guess.
+    Raises `MachineError` if none does, so that no plan rests on a guess.
     """
     for known in known_footprints():
         if known.library == library and compute_capability in known.compute_capabilities:
@@ -81,12 +82,16 @@ def usual_footprint(library: str, compute_capability: str) -> Footprint:
 
 
 def communication_footprint(gpu: Gpu, library: str) -> Footprint:
-    """The usual footprint of a library's collective on `gpu`; on AMD, NCCL means RCCL. Raises `MachineError` for neither."""
+    """Return the usual footprint of a library's collective on `gpu`; on AMD, NCCL means RCCL. Raises `MachineError` if
+    none is known.
+    """
     return known_footprint(_on(gpu, library), gpu.compute_capability).footprint()
 
 
 def collectives_of(gpu: Gpu) -> KnownFootprint:
-    """What NCCL's collectives, or RCCL's, are taken to launch on `gpu`. Raises `MachineError` where that is not known."""
+    """Return the launch that is assumed for NCCL's or RCCL's collectives on `gpu`. Raises `MachineError` if none is
+    known.
+    """
     return known_footprint(_on(gpu, "nccl"), gpu.compute_capability)
 
 

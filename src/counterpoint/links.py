@@ -1,8 +1,9 @@
-"""The links between GPUs as a matrix: the rate from each GPU to each other, and the rates of copies that run at once.
+"""Links between GPUs: the rate from each GPU to each other, and the rates of concurrent copies.
 
-Two topologies. Behind a `switch` any two GPUs reach each other through their ports; a copy may take one of several ports
-(NICs), so one copy may get less than all together. On `direct` links every pair of GPUs has wires of its own, which only
-their copies share. Rates are peaks in bytes per second in one direction; what is really reached is in calibrations.
+There are two topologies. Behind a `switch`, any two GPUs reach each other through their ports. A GPU may have several
+ports (NICs) and a copy takes one of them, so one copy may get less than the total. With `direct` links, every pair of
+GPUs has its own wires, shared only by copies between the two. Rates are peaks in bytes per second in one direction;
+calibrations hold the rates that are reached.
 """
 
 from collections.abc import Iterable, Sequence
@@ -18,7 +19,7 @@ _Resource = tuple[str, int, int]
 
 
 class PairRate(Value, frozen=True, kw_only=True):
-    """Pairs of GPUs, in both directions, whose link has this rate instead of `per_peer_bytes_per_s`."""
+    """Pairs of GPUs whose link, in both directions, has this rate instead of `per_peer_bytes_per_s`."""
 
     bytes_per_s: float
     gpus: tuple[Ends, ...]
@@ -30,9 +31,10 @@ class PairRate(Value, frozen=True, kw_only=True):
 class Link(Value, frozen=True, kw_only=True):
     """How the GPUs of a node (or the nodes) are connected.
 
-    `bytes_per_s` is what one GPU can send in one direction to all its peers together, and receive; `per_peer_bytes_per_s`
-    what one copy to one peer can reach, `pairs` where that differs between pairs. Behind a switch of one port each they are
-    equal; with several ports (NICs) a copy has one of them. GPUs beyond those that `pairs` names have the usual rate.
+    `bytes_per_s` is what one GPU can send to all its peers together in one direction, and receive.
+    `per_peer_bytes_per_s` is the limit of one copy to one peer; `pairs` lists pairs with another limit. Behind a switch
+    with one port per GPU the two are equal; with several ports (NICs), a copy uses one of them. GPUs that `pairs` does
+    not name have the usual rate.
     """
 
     kind: Literal["nvlink", "xgmi", "pcie", "network"]
@@ -49,7 +51,7 @@ class Link(Value, frozen=True, kw_only=True):
         require(
             self.topology == "direct" or not self.pairs,
             MachineError,
-            "link pairs are for topology 'direct', as behind a switch all pairs are alike; found topology 'switch'.",
+            "link pairs are for topology 'direct', because all pairs behind a switch are alike; found topology 'switch'.",
         )
         seen: set[Ends] = set()
         for entry in self.pairs:
@@ -58,7 +60,7 @@ class Link(Value, frozen=True, kw_only=True):
             _check_pairs(entry.gpus, seen)
 
     def between(self, sender: int, receiver: int) -> float:
-        """What a copy from one GPU to another reaches while nothing else runs."""
+        """Return the rate of a copy from one GPU to another while nothing else runs."""
         ends = (min(sender, receiver), max(sender, receiver))
         for entry in self.pairs:
             if any((min(pair), max(pair)) == ends for pair in entry.gpus):
@@ -66,11 +68,11 @@ class Link(Value, frozen=True, kw_only=True):
         return self.per_peer_bytes_per_s
 
     def to_all(self, sender: int, num_gpus: int) -> float:
-        """What a GPU sends while it copies to each of the other GPUs 0 to `num_gpus` - 1 at once."""
+        """Return what a GPU sends while it copies to each of the other GPUs 0 to `num_gpus` - 1 at once."""
         return sum(self.concurrent([(sender, receiver) for receiver in range(num_gpus) if receiver != sender]))
 
     def group_bytes_per_s(self, num_gpus: int) -> float:
-        """What each of `num_gpus` GPUs sends while all copy to all others at once: of the slowest."""
+        """Return what each of `num_gpus` GPUs sends while all copy to all others at once, for the slowest GPU."""
         everybody = range(num_gpus)
         copies = [(sender, receiver) for sender in everybody for receiver in everybody if sender != receiver]
         sent = [0.0] * num_gpus
@@ -79,11 +81,11 @@ class Link(Value, frozen=True, kw_only=True):
         return min(sent) if num_gpus > 1 else self.bytes_per_s
 
     def concurrent(self, copies: Sequence[Ends]) -> tuple[float, ...]:
-        """The rate of each of these copies while all of them run.
+        """Return the rate of each of these copies while all of them run.
 
-        Rates rise together until something is full: what a GPU can send, what it can receive, what a copy can reach, the
-        wires of a pair; copies through it stay there and the others rise on (max-min fairness). An assumption of how
-        hardware arbitrates.
+        Rates rise together until a resource is full: what a GPU can send or receive, what a copy can reach, the wires of
+        a pair. The copies that use it keep their rate and the others rise further (max-min fairness). How hardware
+        arbitrates is an assumption.
         """
         room, users = self._resources(copies)
         rates, rising = [0.0] * len(copies), set(range(len(copies)))
@@ -98,7 +100,7 @@ class Link(Value, frozen=True, kw_only=True):
         return tuple(rates)
 
     def _resources(self, copies: Sequence[Ends]) -> tuple[dict[_Resource, float], dict[_Resource, set[int]]]:
-        """What copies share, how much each can carry, and which copies use it."""
+        """Return the shared resources, the capacity of each, and the copies that use it."""
         room: dict[_Resource, float] = {}
         users: dict[_Resource, set[int]] = {}
         for number, (sender, receiver) in enumerate(copies):
@@ -123,13 +125,13 @@ def _check_most(link: Link, name: str, rate: float) -> None:
 
 
 def _check_pairs(pairs: Iterable[Ends], seen: set[Ends]) -> None:
-    """Two different GPUs each, and no pair twice."""
+    """Check that each pair names two different GPUs and appears once."""
     for one, other in pairs:
         ends = (min(one, other), max(one, other))
         require(
             0 <= ends[0] < ends[1],
             MachineError,
-            f"link pairs.gpus names two different GPUs, numbered from 0; found [{one}, {other}].",
+            f"link pairs.gpus must name two different GPUs, numbered from 0; found [{one}, {other}].",
         )
         require(ends not in seen, MachineError, f"link pairs.gpus must name each pair once; found [{one}, {other}] again.")
         seen.add(ends)

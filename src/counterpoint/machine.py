@@ -1,7 +1,7 @@
 """A machine: its GPUs, their per-SM limits and the links between them; loaded by name from `machines/*.toml`.
 
-A machine knows nothing of what runs on it. Every figure in a shipped file carries its source in the file's `[sources]`
-table. On AMD a compute unit is modelled as an SM, a workgroup as a CTA and a wavefront as a warp.
+A machine knows nothing of what runs on it. The `[sources]` table of a shipped file gives the source of every figure. On
+AMD, a compute unit is modelled as an SM, a workgroup as a CTA and a wavefront as a warp.
 """
 
 from collections.abc import Mapping
@@ -11,12 +11,14 @@ from typing import Literal
 
 import msgspec
 
+from counterpoint.display import html_table, shortened
 from counterpoint.errors import MachineError, require_kind, shown
 from counterpoint.links import Link
+from counterpoint.units import format_bytes, format_rate
 from counterpoint.value import Value, read_shipped, read_toml, require, save_text, save_toml, shipped_names, shipped_text
 
-# Types of the operands of a matrix multiplication. tf32 is stored as fp32 is, and the matrix units round it; fp32 is not
-# rounded, as in PyTorch unless `torch.backends.cuda.matmul.fp32_precision` says otherwise.
+# Operand types of a matrix multiplication. tf32 is stored as fp32, and the matrix units round it. fp32 is not rounded,
+# as in PyTorch unless `torch.backends.cuda.matmul.fp32_precision` is set.
 ElementType = Literal["bf16", "fp16", "fp8", "int8", "tf32", "fp32", "fp64"]
 ELEMENT_BYTES: Mapping[ElementType, int] = MappingProxyType(
     {"bf16": 2, "fp16": 2, "fp8": 1, "int8": 1, "tf32": 4, "fp32": 4, "fp64": 8}
@@ -24,10 +26,10 @@ ELEMENT_BYTES: Mapping[ElementType, int] = MappingProxyType(
 _USUAL_TYPES: tuple[tuple[int, ElementType], ...] = ((8, "fp64"), (4, "fp32"), (2, "bf16"), (1, "fp8"))
 LEAST_ABSURD_FIGURE = 1e18
 TEMPLATE_HEAD = """\
-# Give it a name of its own: plans carry the name. What each figure means: docs/machines.md.
+# Give it a name of its own: plans carry the name. What each figure means: docs/reference/formats.md.
 """
-MAX_NAME = 200  # letters of a name or a title
-# Anything outside is a slip of the pen: a size in GiB, a clock in GHz, a rate in GB/s.
+MAX_NAME = 200  # most letters of a name or a title
+# Anything outside these ranges is a typing error: a size in GiB, a clock in GHz, a rate in GB/s.
 PLAUSIBLE_RANGES: tuple[tuple[str, float, float], ...] = (
     ("num_sms", 1, 4096),
     ("clock_mhz", 100, 10_000),
@@ -58,15 +60,15 @@ PLAUSIBLE_RANGES: tuple[tuple[str, float, float], ...] = (
 
 
 class Gpu(Value, frozen=True, kw_only=True):
-    """One GPU: what an SM holds, what the memory and the copy engines deliver.
+    """One GPU: the limits of an SM, and the rates of the memory and the copy engines.
 
     `sms_per_gpc` lists the SMs of each cluster domain (GPC, or XCD on AMD) and adds up to `num_sms`.
-    `carveout_steps_bytes` are the shared-memory sizes an SM can be configured to, ascending; the last is
-    `shared_bytes_per_sm`. Rates are bytes or operations per second at the peak the vendor states; what is really reached
-    is in the simulator's calibration. `fp32_flops_per_s` is that of the ordinary units, every other rate that of matrix
-    multiplications of a type, None where the GPU has no units for it; `fp32_matrix_flops_per_s` is for matrix units that
-    multiply fp32 without rounding. `priority_is_effective` is false where the driver ignores stream priority unless told.
-    `named_barriers_per_sm` is shared by all CTAs on an SM.
+    `carveout_steps_bytes` are the shared-memory sizes that an SM can be configured to, ascending; the last is
+    `shared_bytes_per_sm`. Rates are the vendor's peaks in bytes or operations per second; the simulator's calibration
+    holds the rates that are reached. `fp32_flops_per_s` is the rate of the ordinary units. Every other rate is that of
+    matrix multiplications of a type, None if the GPU has no units for it; `fp32_matrix_flops_per_s` is for matrix units
+    that multiply fp32 without rounding. `priority_is_effective` is false if the driver ignores stream priorities by
+    default. All CTAs on an SM share `named_barriers_per_sm`.
     """
 
     vendor: Literal["nvidia", "amd"]
@@ -112,11 +114,13 @@ class Gpu(Value, frozen=True, kw_only=True):
 
     @property
     def has_head_starts(self) -> bool:
-        """Whether a stream can be held before a kernel: the holding kernel and the launch filter's part are CUDA's alone."""
+        """Whether a stream can be held before a kernel: only CUDA has the holding kernel and its part of the launch
+        filter.
+        """
         return self.vendor == "nvidia"
 
     def matmul_rates(self) -> dict[ElementType, float]:
-        """Operations per second at the peak of matrix multiplications, by the types the GPU has."""
+        """Peak operations per second of matrix multiplications, by the types that the GPU has."""
         rates: dict[ElementType, float | None] = {
             "bf16": self.bf16_flops_per_s,
             "fp16": self.fp16_flops_per_s,
@@ -130,7 +134,7 @@ class Gpu(Value, frozen=True, kw_only=True):
 
 
 def _check_figures(gpu: Gpu) -> None:
-    """Every figure is positive, and those with a known range are in it."""
+    """Check that every figure is positive, and that those with a known range are in it."""
     for name in gpu.__struct_fields__:
         number = getattr(gpu, name)
         if name in ("greatest_priority", "reserved_shared_bytes_per_cta") or not isinstance(number, int | float):
@@ -147,7 +151,7 @@ def _check_figures(gpu: Gpu) -> None:
 
 
 def _check_sm(gpu: Gpu) -> None:
-    """SMs, warps and registers divide as the hardware divides them."""
+    """Check that SMs, warps and registers divide as in the hardware."""
     require(
         sum(gpu.sms_per_gpc) == gpu.num_sms and min(gpu.sms_per_gpc, default=0) > 0,
         MachineError,
@@ -173,7 +177,7 @@ def _check_sm(gpu: Gpu) -> None:
 
 
 def _check_shared_memory(gpu: Gpu) -> None:
-    """Carveout steps rise to the SM's shared memory, which holds at least one of the largest CTAs."""
+    """Check that the carveout steps rise to the SM's shared memory, which holds at least one of the largest CTAs."""
     steps = gpu.carveout_steps_bytes
     require(
         list(steps) == sorted(set(steps)) and bool(steps) and steps[0] >= 0 and steps[-1] == gpu.shared_bytes_per_sm,
@@ -190,16 +194,17 @@ def _check_shared_memory(gpu: Gpu) -> None:
     require(
         gpu.max_shared_bytes_per_cta <= most,
         MachineError,
-        f"gpu.max_shared_bytes_per_cta must not exceed {most}, what an SM has less the reserve; "
+        f"gpu.max_shared_bytes_per_cta must not exceed {most}, the SM's shared memory less the reserve; "
         f"found {gpu.max_shared_bytes_per_cta}.",
     )
 
 
 class Machine(Value, frozen=True, kw_only=True):
-    """A usual node: `num_gpus` equal GPUs joined by `link`; nodes, if there are several, by `network`.
+    """A node of `num_gpus` equal GPUs joined by `link`; several nodes are joined by `network`.
 
-    `device_names` are the names a profiler or the driver prints for this GPU. `sources` says where each figure is from.
-    `calibration` is the path of a file that `counterpoint calibrate` wrote; empty: what is shipped for the GPU.
+    `device_names` are the names that a profiler or the driver prints for this GPU. `sources` gives the source of each
+    figure. `calibration` is the path of a file that `counterpoint calibrate` wrote; if empty, the shipped one for the
+    GPU.
     """
 
     name: str
@@ -213,12 +218,12 @@ class Machine(Value, frozen=True, kw_only=True):
     calibration: str = ""
 
     def __post_init__(self) -> None:
-        require(bool(self.name), MachineError, "A machine needs a name, which its plans carry; found ''. Give it one.")
+        require(bool(self.name), MachineError, "A machine needs a name, because its plans carry it; found ''. Give it one.")
         for what, text in (("name", self.name), ("title", self.title)):
             require(
                 len(text) <= MAX_NAME and text.isprintable(),
                 MachineError,
-                f"The {what} of a machine is at most {MAX_NAME} printable characters; found '{shown(text)}'.",
+                f"The {what} of a machine must have at most {MAX_NAME} printable characters; found '{shown(text)}'.",
             )
         require(1 <= self.num_gpus <= 1024, MachineError, f"num_gpus must be from 1 to 1024; found {self.num_gpus}.")
         beyond = [gpu for entry in self.link.pairs for pair in entry.gpus for gpu in pair if gpu >= self.num_gpus]
@@ -229,7 +234,7 @@ class Machine(Value, frozen=True, kw_only=True):
         )
 
     def matmul_flops_per_s(self, element_type: ElementType) -> float:
-        """Operations per second at the peak of matmuls of this type; raises `MachineError` where there is none."""
+        """Return the peak operations per second of matmuls of this type; raises `MachineError` if there is none."""
         rates = self.gpu.matmul_rates()
         if element_type not in rates:
             raise MachineError(
@@ -238,9 +243,27 @@ class Machine(Value, frozen=True, kw_only=True):
             )
         return rates[element_type]
 
+    def _in_short(self) -> str:
+        gpu = self.gpu
+        hbm = f"HBM {format_rate(gpu.hbm_bytes_per_s)}"
+        link = f"{self.link.kind} {format_rate(self.link.bytes_per_s)}"
+        return f"{self.name!r}: {shortened(self.title)}; {gpu.num_sms} SMs, {hbm}, {link} one way"
+
+    def _repr_html_(self) -> str:
+        """Return what notebooks show of the machine: its main figures."""
+        gpu = self.gpu
+        rows = (
+            ("GPUs", str(self.num_gpus)),
+            ("SMs", str(gpu.num_sms)),
+            ("shared memory per SM", format_bytes(gpu.shared_bytes_per_sm)),
+            ("HBM", f"{format_bytes(gpu.hbm_bytes)}, {format_rate(gpu.hbm_bytes_per_s)}"),
+            ("link, one way", f"{self.link.kind} {format_rate(self.link.bytes_per_s)}"),
+        )
+        return html_table(f"{self.name}: {self.title}", (), rows)
+
 
 def usual_element_type(element_bytes: int) -> ElementType:
-    """The type that matrices of elements so large have, where nothing says it; fp32 is not rounded to tf32."""
+    """Return the type assumed for matrix elements of this size if nothing states it; fp32 is not rounded to tf32."""
     return next(element_type for least, element_type in _USUAL_TYPES if element_bytes >= least)
 
 
@@ -252,7 +275,7 @@ def machine_names() -> list[str]:
 def load_machine(name_or_path: Path | str) -> Machine:
     """Load a shipped machine by name, or a user's own from a path that ends in `.toml`.
 
-    Raises `MachineError` for an unknown name and for a file with a missing or absurd figure.
+    Raises `MachineError` for an unknown name, and for a file with a missing or absurd figure.
     """
     require_kind(name_or_path, (str, Path), "load_machine takes a name or a path", f"Known: {', '.join(machine_names())}.")
     path = Path(name_or_path)
@@ -268,22 +291,24 @@ def load_machine(name_or_path: Path | str) -> Machine:
 
 
 def check_machine_path(path: Path) -> None:
-    """Raise `MachineError` for a path that `load_machine` would take for a name."""
+    """Raise `MachineError` for a path that `load_machine` would read as a name."""
     require(
         path.suffix.lower() == ".toml",
         MachineError,
-        f"The path of a machine file ends in .toml; found '{path}'. Name it so.",
+        f"The path of a machine file must end in .toml; found '{path}'. Rename it.",
     )
 
 
 def save_machine(machine: Machine, path: Path | str) -> None:
-    """Write a machine file. Raises `MachineError` if it cannot be written, or could not be loaded by that path."""
+    """Write a machine file. Raises `MachineError` if it cannot be written, or if `load_machine` would not read that
+    path.
+    """
     check_machine_path(Path(path))
     save_toml(path, machine, "machine", MachineError)
 
 
 def save_template(name_or_path: Path | str, path: Path | str) -> None:
-    """Write a machine's file as a start for one's own, a shipped one with its comments; raises as `save_machine` does."""
+    """Write a machine's file as a template; a shipped one keeps its comments. Raises what `save_machine` raises."""
     check_machine_path(Path(path))
     machine = load_machine(name_or_path)
     if Path(name_or_path).suffix.lower() == ".toml":
@@ -294,7 +319,7 @@ def save_template(name_or_path: Path | str, path: Path | str) -> None:
 
 
 def machine_for_device(device_name: str) -> Machine | None:
-    """The shipped machine whose GPU calls itself `device_name`, or None."""
+    """Return the shipped machine whose GPU reports the name `device_name`, or None."""
     for name in machine_names():
         machine = load_machine(name)
         if device_name in machine.device_names:

@@ -1,26 +1,27 @@
-"""Metrics: what a timeline says about overlap, and what the best timeline of a step could say.
+"""Metrics: how well a timeline overlaps communication, and the best that a step's timeline could reach.
 
-Pure functions. They do not know whether a timeline was measured or simulated, nor which machine or plan it belongs to:
-lone times come from the caller. Every formula is derived in words in `docs/metrics.md`. Sums of intervals are taken in
-whole picoseconds, so they are exact and do not depend on the order of the intervals.
+These are pure functions. They do not know whether a timeline was measured or simulated, nor its machine or plan: lone
+times come from the caller. `docs/metrics.md` derives every formula in words. Sums of intervals are taken in whole
+picoseconds, so they are exact and independent of the order of the intervals.
 """
 
 from collections.abc import Iterable, Sequence
 
+from counterpoint.display import html_table
 from counterpoint.errors import StepError, require_kind, shown
 from counterpoint.spans import Span, length, union, without
 from counterpoint.step import Operation, Step
 from counterpoint.timeline import Interval, Timeline
-from counterpoint.units import ps_to_us, us_to_ps
+from counterpoint.units import format_percent, format_us, ps_to_us, us_to_ps
 from counterpoint.value import Value
 
 NOTHING_TO_GAIN = 1e-9
 
 
 class RankMetrics(Value, frozen=True, kw_only=True):
-    """One rank's times, each the length of a union of intervals.
+    """One rank's times; each is the length of a union of intervals.
 
-    `overlap_ratio` is None where the rank does not communicate. `idle_us` is the part of the makespan in which the rank
+    `overlap_ratio` is None if the rank does not communicate. `idle_us` is the part of the makespan in which the rank
     neither computes nor communicates nor copies.
     """
 
@@ -36,17 +37,25 @@ class RankMetrics(Value, frozen=True, kw_only=True):
 
 
 class Metrics(Value, frozen=True, kw_only=True):
-    """All ranks: `makespan_us` of the slowest, `exposed_us` of the worst, `overlap_ratio` over all communication."""
+    """Times over all ranks: `makespan_us` of the slowest, `exposed_us` of the worst, `overlap_ratio` over all
+    communication.
+    """
 
     makespan_us: float
     exposed_us: float
     ranks: tuple[RankMetrics, ...]
     overlap_ratio: float | None = None
 
+    def _repr_html_(self) -> str:
+        """Return what notebooks show of the metrics: the figures over all ranks."""
+        overlap = "" if self.overlap_ratio is None else format_percent(self.overlap_ratio)
+        figures = (format_us(self.makespan_us), format_us(self.exposed_us), overlap)
+        return html_table("Metrics", ("makespan", "exposed", "overlap"), [figures])
+
 
 def measure(timeline: Timeline) -> Metrics:
-    """Read the metrics off a timeline."""
-    require_kind(timeline, Timeline, "measure takes a Timeline", "Pass what an executor's run returns.")
+    """Compute the metrics of a timeline."""
+    require_kind(timeline, Timeline, "measure takes a Timeline", "Pass the timeline that an executor's run returns.")
     by_rank: dict[int, list[Interval]] = {}
     for interval in timeline.intervals:
         by_rank.setdefault(interval.rank, []).append(interval)
@@ -62,10 +71,10 @@ def measure(timeline: Timeline) -> Metrics:
 
 
 def sequential_us(step: Step, lone_us: Sequence[float]) -> float:
-    """The time of the step when nothing overlaps: one operation after the other, in the order of issue.
+    """Return the time of the step if nothing overlaps: one operation after the other, in the order of issue.
 
-    It is the sum of the lone times, plus what the GPU waits for the host where an operation is issued later than that.
-    Raises `StepError` if `lone_us` does not hold one time for each operation.
+    It is the sum of the lone times, plus the time the GPU waits for the host if an operation is issued later than that.
+    Raises `StepError` unless `lone_us` holds one time for each operation.
     """
     _check_lone_times(step, lone_us)
     end_us: list[float] = []
@@ -75,7 +84,7 @@ def sequential_us(step: Step, lone_us: Sequence[float]) -> float:
 
 
 def ideal_us(step: Step, lone_us: Sequence[float]) -> float:
-    """The least time of the step that overlap can reach: max(computation, communication, critical path).
+    """Return the least time that overlap can reach: max(computation, communication, critical path).
 
     Computation and communication are sums of lone times. Raises `StepError` if `lone_us` does not hold one time for
     each operation.
@@ -88,10 +97,10 @@ def ideal_us(step: Step, lone_us: Sequence[float]) -> float:
 
 
 def ideal_in_pieces_us(step: Step, lone_us: Sequence[float]) -> float:
-    """The least time of the step if collectives are cut into pieces: max(computation, communication, path of the rest).
+    """Return the least time if collectives are cut into pieces: max(computation, communication, path of the rest).
 
-    Whatever needs a collective then needs only a piece of it, so that communication holds nothing back: the critical path is
-    that of the other operations. Raises `StepError` if `lone_us` does not hold one time for each operation.
+    An operation that needs a collective then needs only a piece of it, so that communication delays nothing: the
+    critical path is that of the other operations. Raises `StepError` unless `lone_us` holds one time for each operation.
     """
     _check_lone_times(step, lone_us)
     is_moved = [operation.kind == "communication" for operation in step.operations]
@@ -101,7 +110,7 @@ def ideal_in_pieces_us(step: Step, lone_us: Sequence[float]) -> float:
 
 
 def critical_path_us(step: Step, lone_us: Sequence[float]) -> float:
-    """The makespan when each operation takes its lone time and only stream order, dependencies and issue hold it back.
+    """Return the makespan if each operation takes its lone time and only stream order, dependencies and issue delay it.
 
     Raises `StepError` if `lone_us` does not hold one time for each operation.
     """
@@ -118,15 +127,16 @@ def critical_path_us(step: Step, lone_us: Sequence[float]) -> float:
 
 
 def _issued_us(operation: Operation, end_us: Sequence[float]) -> float:
-    """When the host issued the operation, from the start of the step, given the ends of the earlier ones."""
+    """Return when the host issued the operation, from the start of the step, given the ends of the earlier ones."""
     waited_us = 0.0 if operation.issued_after is None else end_us[operation.issued_after]
     return waited_us + (operation.issued_us or 0.0)
 
 
 def share_of_ideal(sequential_us: float, measured_us: float, ideal_us: float) -> float | None:
-    """How much of what overlap can gain was gained: 0 at the sequential time, 1 at the ideal, negative when slower.
+    """Return the share of the possible gain that was reached: 0 at the sequential time, 1 at the ideal, negative if
+    slower.
 
-    None where overlap cannot gain anything (the ideal is the sequential time).
+    None if overlap cannot gain anything (the ideal is the sequential time).
     """
     possible_us = sequential_us - ideal_us
     if possible_us <= NOTHING_TO_GAIN * abs(sequential_us):
@@ -135,7 +145,7 @@ def share_of_ideal(sequential_us: float, measured_us: float, ideal_us: float) ->
 
 
 def interference(step: Step, timeline: Timeline, lone_us: Sequence[float]) -> tuple[float | None, ...]:
-    """Each operation's time in the timeline divided by its lone time; on several ranks, that of the slowest.
+    """Return each operation's time in the timeline divided by its lone time; with several ranks, that of the slowest.
 
     None for an operation that the timeline does not show or whose lone time is 0. Raises `StepError` if `lone_us` does
     not hold one time for each operation, or if the timeline shows an operation that the step does not have.
@@ -182,7 +192,7 @@ def _measure_rank(rank: int, intervals: Sequence[Interval]) -> RankMetrics:
 
 
 def _spans(intervals: Iterable[Interval]) -> list[Span]:
-    """From when to when each interval lasts, in picoseconds."""
+    """Return the start and end of each interval, in picoseconds."""
     return [(us_to_ps(interval.start_us), us_to_ps(interval.end_us)) for interval in intervals]
 
 

@@ -1,8 +1,8 @@
-"""What does not fit in a file, in words: where, what belongs there, what was found, what to do next.
+"""Explains why a file does not match its type: where, what belongs there, what was found, what to do next.
 
-The decoder's own message names the place and what is wrong with it ("Expected `int`, got `str` - at `$.gpu.num_sms`"); the
-rest is looked up in the type that was asked for and in the document as it stands. It knows no value of ours and reads no
-file. A message in a form that is not known here is passed on as it is.
+The decoder's message names the place and the problem ("Expected `int`, got `str` - at `$.gpu.num_sms`"). The rest comes
+from the requested type and the document. This module knows no value of the project and reads no file. It passes on
+messages in an unknown form unchanged.
 """
 
 import re
@@ -47,9 +47,9 @@ _KINDS: tuple[tuple[type[inspect.Type], str], ...] = (
 def describe_mismatch(
     problem: msgspec.ValidationError, kind: object, document: object = None, whole: str = ""
 ) -> tuple[str, str]:
-    """Why `document` is no `kind`, without a full stop, and what to do, as a sentence.
+    """Return why `document` does not match `kind`, without a full stop, and a sentence on what to do.
 
-    Without `document` no value found is named. `whole` is what the document is called if it is not a file.
+    Without `document`, the message names no value found. `whole` is the name of the document if it is not a file.
     """
     what, steps = _read(problem)
     where, found = _where(steps, whole), _shown(document, steps)
@@ -69,7 +69,9 @@ def describe_mismatch(
 
 
 def place_of(problem: msgspec.ValidationError, document: object) -> str:
-    """Where in the document it is, as in "directives[0].match"; empty for the whole of it, and for what has a name."""
+    """Return the place in the document, as in "directives[0].match"; empty for the whole document and for a value with a
+    name.
+    """
     _, steps = _read(problem)
     found = reduce(_inside, steps, document)
     has_name = isinstance(found, dict) and "name" in found
@@ -77,9 +79,11 @@ def place_of(problem: msgspec.ValidationError, document: object) -> str:
 
 
 def _read(problem: msgspec.ValidationError) -> tuple[str, Steps]:
-    """What the decoder says, and where: fields and positions; "..." stands for any value of a table whose keys are free."""
+    """Split the decoder's message into problem and place (fields and positions); "..." stands for any value of a table
+    with free keys.
+    """
     form = _FORM.fullmatch(" ".join(str(problem).split()))
-    assert form is not None, "any text has this form"
+    assert form is not None, "every text matches this pattern"
     found = ((step["field"], step["position"]) for step in _STEP.finditer(form["path"] or ""))
     return form["what"], tuple(field or (int(position) if position.isdigit() else position) for field, position in found)
 
@@ -91,7 +95,7 @@ def _where(steps: Steps, whole: str) -> str:
 
 
 def _shown(document: object, steps: Steps) -> str:
-    """The value in the document, or nothing where it cannot be told."""
+    """Return the value in the document, or nothing if it cannot be shown."""
     if document is None or "..." in steps:
         return ""
     for step in steps:
@@ -112,7 +116,7 @@ def _shown(document: object, steps: Steps) -> str:
 
 
 def _types_at(kind: inspect.Type, steps: Steps, document: object) -> list[inspect.Type]:
-    """What may stand at a place: several types where the document does not say which of a union it is."""
+    """Return the types allowed at a place: several if the document does not say which member of a union it is."""
     candidates = list(_alternatives(kind, document))
     for step in steps:
         document = _inside(document, step)
@@ -128,7 +132,7 @@ def _inside(document: Any, step: str | int) -> object:
 
 
 def _alternatives(kind: inspect.Type, document: object) -> Iterator[inspect.Type]:
-    """The members of a union, without what the document's tag rules out."""
+    """Return the members of a union, without those that the document's tag rules out."""
     members = kind.types if isinstance(kind, inspect.UnionType) else (kind,)
     structs = [member for member in members if isinstance(member, inspect.StructType)]
     tagged = [member for member in structs if isinstance(document, dict) and document.get(member.tag_field) == member.tag]
@@ -151,7 +155,7 @@ def _below(kind: inspect.Type, step: str | int) -> Iterator[inspect.Type]:
 
 
 def _in_words(types: Sequence[inspect.Type]) -> str:
-    """What may stand there: "a whole number", "one of 'a', 'b'"; nothing where that is not known."""
+    """Describe the allowed values: "a whole number", "one of 'a', 'b'"; nothing if unknown."""
     literals = [repr(value) for kind in types if isinstance(kind, inspect.LiteralType) for value in kind.values]
     parts = [f"one of {', '.join(dict.fromkeys(literals))}" if len(literals) > 1 else literals[0]] if literals else []
     for kind in types:
@@ -162,16 +166,16 @@ def _in_words(types: Sequence[inspect.Type]) -> str:
 
 
 def _as_told(text: str) -> str:
-    """The decoder's own names for types, in words."""
+    """Translate the decoder's names for types into words."""
     names = re.findall(r"\w+", text)
     return " or ".join(_WORDS.get(name, name) for name in names if name != "null" or len(names) == 1)
 
 
 def _instead(name: str, types: Sequence[inspect.Type]) -> str:
-    """What to write in place of a field that nobody knows."""
+    """Suggest what to write in place of an unknown field."""
     structs = [kind for kind in types if isinstance(kind, inspect.StructType)]
     fields = [field.encode_name for kind in structs for field in kind.fields]
     close = get_close_matches(name, fields, n=1)
     if close:
         return f"Did you mean '{close[0]}'? Correct or remove it."
-    return f"Remove it; it may have {', '.join(fields)}." if 0 < len(fields) <= MAX_LISTED else "Remove it."
+    return f"Remove it; the known fields are {', '.join(fields)}." if 0 < len(fields) <= MAX_LISTED else "Remove it."

@@ -1,6 +1,8 @@
-"""What fits on one SM: residency of a kernel, the shared memory that caps it, and what fits beside what.
+"""Occupancy of one SM: the residency of a kernel, the shared memory that caps it, and which kernels fit beside each
+other.
 
-It knows nothing of time, of which CTA goes next, or of where a cluster finds its SMs. Rules and where they are from:
+This module knows nothing of time, of which CTA is placed next, or of where a cluster finds its SMs. Rules and their
+sources:
 
 - Limits of one kernel: the occupancy rules of CUDA 13.0 (`tests/data/occupancy_vectors.csv`: 6,000 reference answers).
 - Sub-partitions: each warp goes to the sub-partition with the fewest warps, ties to the lowest number, and a CTA whose next
@@ -27,8 +29,8 @@ Residents = tuple[tuple[Footprint, int], ...]
 class Residency(Value, frozen=True, kw_only=True):
     """How many CTAs of a kernel live on one SM at once, and what stops one more.
 
-    `ctas_per_sm` is 0 where not one fits. `shared_bytes_per_cta` is what a CTA is given: static, dynamic and reserved,
-    rounded up. `carveout_bytes` is the shared memory that an empty SM is configured to for this kernel.
+    `ctas_per_sm` is 0 if not one fits. `shared_bytes_per_cta` is what a CTA gets: static, dynamic and reserved, rounded
+    up. `carveout_bytes` is the shared memory to which an empty SM is configured for this kernel.
     """
 
     ctas_per_sm: int
@@ -38,7 +40,7 @@ class Residency(Value, frozen=True, kw_only=True):
 
 
 class SmLoad(Value, frozen=True, kw_only=True):
-    """What the CTAs on one SM hold together; `registers` by sub-partition."""
+    """What all CTAs on one SM hold; `registers` by sub-partition."""
 
     ctas: int
     warps: int
@@ -50,8 +52,8 @@ class SmLoad(Value, frozen=True, kw_only=True):
 class Beside(Value, frozen=True, kw_only=True):
     """The largest residency of a computation kernel that leaves room for one communication CTA on the same SM.
 
-    `dynamic_shared_bytes` caps the kernel to it, None where no cap is needed. `carveout_percent` is what the kernel must ask
-    for, its present one where that will do. `limiter` is what one more computation CTA would lack or take away.
+    `dynamic_shared_bytes` caps the kernel to it; None if no cap is needed. `carveout_percent` is what the kernel must
+    ask for; it is the present one if that suffices. `limiter` is what one more computation CTA would lack or take away.
     """
 
     ctas_per_sm: int
@@ -61,26 +63,26 @@ class Beside(Value, frozen=True, kw_only=True):
 
 
 def warps_per_cta(gpu: Gpu, footprint: Footprint) -> int:
-    """Warps of one CTA, the last one perhaps not full."""
+    """Return the warps of one CTA; the last one may be partly filled."""
     return -(-footprint.threads_per_cta // gpu.warp_size)
 
 
 def registers_per_warp(gpu: Gpu, footprint: Footprint) -> int:
-    """Registers that one warp is given, in 32-bit registers."""
+    """Return the registers that one warp gets, in 32-bit registers."""
     return _round_up(footprint.registers_per_thread * gpu.warp_size, gpu.register_allocation_unit)
 
 
 def shared_bytes_per_cta(gpu: Gpu, footprint: Footprint) -> int:
-    """Shared memory that one CTA is given: static, dynamic and what the system reserves, rounded up."""
+    """Return the shared memory that one CTA gets: static, dynamic and what the system reserves, rounded up."""
     return _round_up(footprint.shared_bytes + gpu.reserved_shared_bytes_per_cta, gpu.shared_allocation_unit_bytes)
 
 
 @lru_cache(maxsize=4096)
 def residency(gpu: Gpu, footprint: Footprint) -> Residency:
-    """How many CTAs of a kernel live on one SM when it is alone there.
+    """Return how many CTAs of a kernel are resident on one SM if it runs there alone.
 
-    A carveout in percent is rounded up to the next step, and further up to what one CTA needs. With -1 the driver takes the
-    smallest step that lets the most CTAs live. Nothing is refused: a launch that does not fit has a residency of 0.
+    A carveout in percent is rounded up to the next step, and further up to what one CTA needs. With -1 the driver takes
+    the smallest step that allows the most CTAs. Nothing is refused: a launch that does not fit has a residency of 0.
     """
     allocated = shared_bytes_per_cta(gpu, footprint)
     offered = _offered_bytes(gpu, footprint.carveout_percent, allocated)
@@ -94,11 +96,12 @@ def residency(gpu: Gpu, footprint: Footprint) -> Residency:
 
 
 def room_for(gpu: Gpu, residents: Residents, carveout_bytes: int, footprint: Footprint) -> int:
-    """How many more CTAs of `footprint` fit on an SM that holds `residents` and is configured to `carveout_bytes`.
+    """Return how many more CTAs of `footprint` fit on an SM that holds `residents` and is configured to
+    `carveout_bytes`.
 
-    `residents` are footprints with their counts, in the order in which they were placed; their warps are taken to have
-    been placed without gaps. Pure, so the caller may remember answers. 0 also where the residents already hold too much.
-    Raises `OccupancyError` for a carveout that the SM does not have.
+    `residents` are footprints with their counts, in the order of placement; their warps are assumed to be placed without
+    gaps. The function is pure, so the caller may cache answers. It also returns 0 if the residents already hold too
+    much. Raises `OccupancyError` for a carveout that the SM does not have.
     """
     if not 0 <= carveout_bytes <= gpu.shared_bytes_per_sm:
         raise OccupancyError(
@@ -111,7 +114,9 @@ def room_for(gpu: Gpu, residents: Residents, carveout_bytes: int, footprint: Foo
 
 
 def sm_load(gpu: Gpu, residents: Residents) -> SmLoad:
-    """What residents hold together, as footprints with counts; their warps go round the sub-partitions without a gap."""
+    """Return what residents hold together, given as footprints with counts; their warps fill the sub-partitions without
+    a gap.
+    """
     ctas = warps = shared = barriers = 0
     registers = [0] * gpu.num_sub_partitions
     for footprint, count in residents:
@@ -127,22 +132,23 @@ def sm_load(gpu: Gpu, residents: Residents) -> SmLoad:
 
 
 def cap_shared_bytes(gpu: Gpu, footprint: Footprint, ctas_per_sm: int) -> int:
-    """The smallest dynamic shared memory with which at most `ctas_per_sm` CTAs live on one SM, to the byte.
+    """Return the smallest dynamic shared memory, to the byte, with which at most `ctas_per_sm` CTAs are resident on one
+    SM.
 
-    Because sizes are rounded up to the allocation unit, anything from here to the next multiple acts alike. Raises
-    `OccupancyError` where the kernel's residency is that low already, or where no CTA may use as much.
+    Because sizes are rounded up to the allocation unit, every value from here to the next multiple has the same effect.
+    Raises `OccupancyError` if the kernel's residency is already that low, or if no CTA may use that much.
     """
     _check_count(ctas_per_sm)
     present = residency(gpu, footprint)
     require(
         ctas_per_sm < present.ctas_per_sm,
         OccupancyError,
-        f"A cap at {ctas_per_sm} CTAs per SM changes nothing: {present.ctas_per_sm} live on an SM already, limited by "
-        f"{present.limiter}. "
+        f"A cap at {ctas_per_sm} CTAs per SM changes nothing: {present.ctas_per_sm} are resident on an SM "
+        f"already, limited by {present.limiter}. "
         + (f"Ask for {present.ctas_per_sm - 1} or fewer." if present.ctas_per_sm > 1 else "Leave this kernel uncapped."),
     )
     unit = gpu.shared_allocation_unit_bytes
-    # Up to an equal share of what is offered now, one CTA more than asked for still fits.
+    # Up to an equal share of the shared memory offered now, one CTA more than requested still fits.
     share = _offered_bytes(gpu, footprint.carveout_percent, present.shared_bytes_per_cta) // (ctas_per_sm + 1)
     allocated = max(unit, present.shared_bytes_per_cta, _round_up(share - unit + 1, unit))
     while _offered_bytes(gpu, footprint.carveout_percent, allocated) // allocated > ctas_per_sm:
@@ -152,17 +158,18 @@ def cap_shared_bytes(gpu: Gpu, footprint: Footprint, ctas_per_sm: int) -> int:
     require(
         needed <= gpu.max_shared_bytes_per_cta,
         OccupancyError,
-        f"{ctas_per_sm} CTAs per SM need {needed:,} bytes of shared memory per CTA, but a CTA of this GPU may use "
-        f"{gpu.max_shared_bytes_per_cta:,}. Ask for {gpu.shared_bytes_per_sm // largest} or more.",
+        f"A cap at {ctas_per_sm} CTAs per SM needs {needed:,} bytes of shared memory per CTA, but the limit on "
+        f"this GPU is {gpu.max_shared_bytes_per_cta:,}. Ask for {gpu.shared_bytes_per_sm // largest} CTAs or "
+        "more.",
     )
     return needed - footprint.static_shared_bytes
 
 
 def largest_residency_beside(gpu: Gpu, computation: Footprint, communication: Footprint) -> Beside:
-    """The largest residency of `computation` that leaves room for one CTA of `communication` on the same SM.
+    """Return the largest residency of `computation` that leaves room for one CTA of `communication` on the same SM.
 
-    The kernel's own carveout is kept where it will do; otherwise 100 percent is asked for. Raises `OccupancyError` with the
-    reason where no residency leaves room: no cap can help such a kernel.
+    The kernel's own carveout is kept if it suffices; otherwise 100 percent is used. Raises `OccupancyError` with the
+    reason if no residency leaves room: no cap can help such a kernel.
     """
     alone = residency(gpu, computation)
     for name, fit in (("computation", alone), ("communication", residency(gpu, communication))):
@@ -189,7 +196,7 @@ def largest_residency_beside(gpu: Gpu, computation: Footprint, communication: Fo
                         limiter=limiter,
                     )
                 )
-        if found:  # a cap to the byte may reach fewer CTAs under one carveout than under the other
+        if found:  # an exact cap may allow fewer CTAs under one carveout than under the other
             return max(found, key=lambda each: each.ctas_per_sm)
         limiter = lacking
     raise OccupancyError(_why_nothing_fits(gpu, computation, communication, limiter))
@@ -202,7 +209,7 @@ def _capped(gpu: Gpu, footprint: Footprint, ctas_per_sm: int) -> Footprint:
 
 
 def _why_nothing_fits(gpu: Gpu, computation: Footprint, communication: Footprint, lacking: Limiter) -> str:
-    """One line for a computation kernel of which a single CTA leaves no room for the communication CTA."""
+    """Explain in one line why a single CTA of a computation kernel leaves no room for the communication CTA."""
     single = _capped(gpu, replace(computation, carveout_percent=100), 1)
     held, needed = sm_load(gpu, ((single, 1),)), sm_load(gpu, ((communication, 1),))
     reasons: dict[Limiter, str] = {
@@ -214,9 +221,10 @@ def _why_nothing_fits(gpu: Gpu, computation: Footprint, communication: Footprint
         f"{needed.named_barriers}",
     }
     return (
-        f"One computation CTA ({computation.threads_per_cta} threads x {computation.registers_per_thread} registers) leaves "
-        f"no room for a communication CTA ({communication.threads_per_cta} x {communication.registers_per_thread}): it "
-        f"{reasons.get(lacking, 'takes the only CTA slot')}. No cap can help; try a head start or copy engines."
+        f"No cap can help: a communication CTA ({communication.threads_per_cta} threads x "
+        f"{communication.registers_per_thread} registers) does not fit beside a single CTA of the kernel "
+        f"({computation.threads_per_cta} x {computation.registers_per_thread}). The kernel's CTA "
+        f"{reasons.get(lacking, 'takes the only CTA slot')}. Try a head start or copy engines."
     )
 
 
@@ -224,14 +232,14 @@ def _why_registers_lack(gpu: Gpu, held: SmLoad, needed: SmLoad) -> str:
     size = gpu.registers_per_sub_partition
     total, together = size * gpu.num_sub_partitions, sum(held.registers) + sum(needed.registers)
     if together > total:
-        alone = "fills the register file alone: it " if 2 * sum(held.registers) > total else ""
+        alone = "fills the register file: it " if 2 * sum(held.registers) > total else ""
         return f"{alone}holds {sum(held.registers):,} of {total:,} registers, and the other needs {sum(needed.registers):,}"
     most = f"{max(needed.registers):,} of the {size:,} registers of one sub-partition"
     return f"holds {max(held.registers):,} registers of a sub-partition, and the other needs {most}"
 
 
 def _missing_for_one(gpu: Gpu, footprint: Footprint) -> Limiter | None:
-    """What a single CTA lacks on an empty SM, or None if it may run.
+    """Return what a single CTA lacks on an empty SM, or None if it may run.
 
     The hardware checks registers as if a CTA's warps filled all sub-partitions evenly.
     """
@@ -247,7 +255,7 @@ def _missing_for_one(gpu: Gpu, footprint: Footprint) -> Limiter | None:
 
 
 def _rooms(gpu: Gpu, load: SmLoad, carveout_bytes: int, footprint: Footprint) -> list[tuple[int, Limiter]]:
-    """How many more CTAs each resource has room for; negative where the load exceeds it."""
+    """Return how many more CTAs each resource has room for; negative if the load exceeds it."""
     warps = warps_per_cta(gpu, footprint)
     rooms: list[tuple[int, Limiter]] = [
         ((gpu.max_warps_per_sm - load.warps) // warps, "warps"),
@@ -264,7 +272,7 @@ def _rooms(gpu: Gpu, load: SmLoad, carveout_bytes: int, footprint: Footprint) ->
 
 
 def _warps_until_full(gpu: Gpu, load: SmLoad, per_warp: int) -> int:
-    """How many more warps go round the sub-partitions before one finds too few registers."""
+    """Return how many more warps can be dealt to the sub-partitions before one has too few registers."""
     number, size = gpu.num_sub_partitions, gpu.registers_per_sub_partition
     turns = [
         (index - load.warps) % number + number * ((size - held) // per_warp) for index, held in enumerate(load.registers)
@@ -273,14 +281,16 @@ def _warps_until_full(gpu: Gpu, load: SmLoad, per_warp: int) -> int:
 
 
 def _offered_bytes(gpu: Gpu, carveout_percent: int, allocated: int) -> int:
-    """The shared memory an SM offers at most to CTAs of `allocated` bytes: the preference, or more if one CTA needs it."""
+    """Return the most shared memory that an SM offers to CTAs of `allocated` bytes: the preference, or more if one CTA
+    needs it.
+    """
     if carveout_percent == -1:
         return gpu.shared_bytes_per_sm
     return _step_for(gpu, max(allocated, gpu.shared_bytes_per_sm * carveout_percent // 100))
 
 
 def _step_for(gpu: Gpu, num_bytes: int) -> int:
-    """The smallest carveout step that holds `num_bytes`; the largest step where none does."""
+    """Return the smallest carveout step that holds `num_bytes`; the largest step if none does."""
     return next((step for step in gpu.carveout_steps_bytes if step >= num_bytes), gpu.shared_bytes_per_sm)
 
 

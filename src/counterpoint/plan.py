@@ -1,10 +1,10 @@
-"""A plan: the controls chosen for the operations of one step, each with its reason, or none with the verdict.
+"""A plan: the controls for the operations of one step, each with its reason; or no control, with the verdict.
 
-The verdict is UNKNOWN where what was simulated differs from what was traced by more than a plan would bring; such a plan is
-empty, too.
+The verdict is UNKNOWN if the simulation differs from the trace by more than a plan would gain; such a plan is empty,
+too.
 
-A plan knows nothing of how its controls are applied. It is saved as TOML that a person can read and edit. A control that
-cannot help is not in the plan: it is listed under `refusals` with the reason.
+A plan knows nothing of how its controls are applied. It is saved as TOML that people can read and edit. A control that
+cannot help is not in the plan; `refusals` lists it with the reason.
 """
 
 from fnmatch import fnmatchcase
@@ -14,23 +14,24 @@ from typing import Literal
 import msgspec
 
 from counterpoint.controls import Control
+from counterpoint.display import html_list, shortened
 from counterpoint.errors import PlanError, require_kind, shown
 from counterpoint.step import CollectiveKind, Operation, OperationKind, Step
-from counterpoint.units import format_bytes, format_numbers
+from counterpoint.units import format_bytes, format_count, format_numbers
 from counterpoint.value import Value, read_toml, require, save_toml
 
 Verdict = Literal["GAIN", "NO_GAIN", "UNKNOWN"]
 WILDCARDS = frozenset("*?[")
-NUM_SHOWN = 4  # ranges of numbers in a message; a plan may have hundreds
+NUM_SHOWN = 4  # most ranges of numbers in a message; a plan may have hundreds
 
 
 class Match(Value, frozen=True, kw_only=True):
-    """Which operations a directive is for; all that is given must hold.
+    """Which operations a directive is for; all given fields must match.
 
-    `name` is a shell pattern, or the name itself. `process_group` is the group's description or name, as a trace has it;
-    `num_bytes` the size of a collective or a copy. `ordinals` choose among the operations that all other fields accept,
-    counted from 0 in the order of the step. These hold for the next run of a job, too. `operations` are bare numbers
-    in one step; plan files of earlier versions have them, and planners do not write them.
+    `name` is a shell pattern, or the name itself. `process_group` is the group's description or name, as in a trace;
+    `num_bytes` is the size of a collective or a copy. `ordinals` select among the operations that all other fields
+    accept, counted from 0 in the order of the step. These also hold for the next run of a job. `operations` are bare
+    numbers in one step; plan files of earlier versions have them, and planners do not write them.
     """
 
     name: str = "*"
@@ -47,7 +48,7 @@ class Match(Value, frozen=True, kw_only=True):
         require((self.num_bytes or 0) >= 0, PlanError, f"num_bytes must be 0 or more; found {self.num_bytes}.")
 
     def candidates(self, step: Step) -> tuple[int, ...]:
-        """Numbers of the operations that all fields but `ordinals` accept, ascending; ordinals count these."""
+        """Return the numbers of the operations that all fields but `ordinals` accept, ascending; ordinals count these."""
         numbers = None if self.operations is None else frozenset(self.operations)
         names = {name for name in {operation.name for operation in step.operations} if self.accepts_name(name)}
         return tuple(
@@ -57,14 +58,16 @@ class Match(Value, frozen=True, kw_only=True):
         )
 
     def accepted(self, step: Step) -> tuple[int, ...]:
-        """Numbers of the operations of `step` that are meant, ascending; an ordinal that the step lacks means none."""
+        """Return the numbers of the matched operations of `step`, ascending; an ordinal beyond the last one matches
+        none.
+        """
         candidates = self.candidates(step)
         if self.ordinals is None:
             return candidates
         return tuple(candidates[ordinal] for ordinal in sorted(set(self.ordinals)) if ordinal < len(candidates))
 
     def _fits(self, operation: Operation) -> bool:
-        """Whether an operation of a fitting name is meant, as far as it can be told without the step."""
+        """Return whether an operation with a matching name is meant, as far as that is known without the step."""
         return (
             (self.kind is None or operation.kind == self.kind)
             and (self.collective is None or getattr(operation, "collective", None) == self.collective)
@@ -73,13 +76,13 @@ class Match(Value, frozen=True, kw_only=True):
         )
 
     def accepts_name(self, name: str) -> bool:
-        """Whether the pattern fits, or is the name itself, which may hold a pattern's characters."""
+        """Return whether the pattern matches, or equals the name, which may itself contain pattern characters."""
         return self.name in ("*", name) or (not WILDCARDS.isdisjoint(self.name) and fnmatchcase(name, self.name))
 
     def describe(self, most_shown: int | None = None) -> str:
-        """In words, as in "all_gather of 416 MiB in process group default_pg, numbers 0-11".
+        """Describe the match, as in "all_gather of 416 MiB in process group default_pg, numbers 0-11".
 
-        `most_shown` is how many ranges of numbers are told; None tells all.
+        `most_shown` is the number of ranges to list; None lists all.
         """
         words = self.collective or {"copy": "copies", None: "operations"}.get(self.kind, f"{self.kind} kernels")
         if self.name != "*":
@@ -95,7 +98,7 @@ class Match(Value, frozen=True, kw_only=True):
 
 
 class Directive(Value, frozen=True, kw_only=True):
-    """Controls for the operations that `match` accepts, and why."""
+    """The controls for the operations that `match` accepts, and why."""
 
     match: Match
     controls: tuple[Control, ...]
@@ -111,7 +114,7 @@ class Refusal(Value, frozen=True, kw_only=True):
 
 
 class Expectation(Value, frozen=True, kw_only=True):
-    """What was predicted or measured when the plan was made; `origin` says which."""
+    """The times that were predicted or measured when the plan was made; `origin` says which."""
 
     origin: Literal["simulated", "measured"]
     baseline_us: float
@@ -119,19 +122,19 @@ class Expectation(Value, frozen=True, kw_only=True):
 
 
 class Plan(Value, frozen=True, kw_only=True):
-    """Directives for one step (`step_fingerprint`) on one machine, with the verdict. An empty plan leaves all as it is."""
+    """Directives for one step (`step_fingerprint`) on one machine, with the verdict. An empty plan changes nothing."""
 
     step_name: str = ""
     step_fingerprint: str = ""
     machine: str = ""
-    verdict: Verdict = msgspec.field(default_factory=lambda: "NO_GAIN")  # unlike a default, it is written
+    verdict: Verdict = msgspec.field(default_factory=lambda: "NO_GAIN")  # written to the file, unlike a default
     summary: str = ""
     expectation: Expectation | None = None
     directives: tuple[Directive, ...] = ()
     refusals: tuple[Refusal, ...] = ()
 
     def controls_of(self, step: Step) -> tuple[tuple[Control, ...], ...]:
-        """For each operation of `step`, the controls of every directive that matches it, in the plan's order."""
+        """Return, for each operation of `step`, the controls of every directive that matches it, in the plan's order."""
         controls: dict[int, tuple[Control, ...]] = {}
         for directive in self.directives:
             for index in directive.match.accepted(step):
@@ -139,10 +142,10 @@ class Plan(Value, frozen=True, kw_only=True):
         return tuple(controls.get(index, ()) for index in range(len(step.operations)))
 
     def check_step(self, step: Step) -> None:
-        """Raise `PlanError` if the plan cannot be applied to `step`: a directive of it would do nothing.
+        """Raise `PlanError` if the plan cannot be applied to `step` because one of its directives would do nothing.
 
-        A plan of another step is applied where every directive matches (`remarks_on` says so), unless it names operations by
-        number, which mean nothing in another step, or holds the verdict alone.
+        A plan of another step is applied if every directive matches (`remarks_on` reports that), unless it names
+        operations by number, which mean nothing in another step, or has no directives.
         """
         self.refuse_for_steps()
         is_other = self._is_of_another(step)
@@ -160,21 +163,23 @@ class Plan(Value, frozen=True, kw_only=True):
                 raise PlanError(f"Directive {number} of the plan {problem}. Correct its match, or leave it out.")
 
     def remarks_on(self, step: Step) -> tuple[str, ...]:
-        """What a user should know where the plan fits `step`, and was made for another; one line each."""
+        """Return remarks, one line each, on a plan that matches `step` but was made for another."""
         if not self._is_of_another(step):
             return ()
         remarks = [
-            f"The plan was made for step '{shown(self.step_name)}' ({self.step_fingerprint}), and this is "
-            f"'{shown(step.name)}' ({step.fingerprint()}). Every directive matches here; what the plan expects is of the "
-            "other step."
+            (
+                f"The plan was made for step '{shown(self.step_name)}' ({self.step_fingerprint}), and this is "
+                f"'{shown(step.name)}' ({step.fingerprint()}). Every directive matches here; the plan's expected "
+                "times are those of the other step."
+            )
         ]
         for number, directive in enumerate(self.directives):
             count = len(directive.match.candidates(step)) if directive.match.ordinals else 0
             beyond = [ordinal for ordinal in directive.match.ordinals or () if ordinal >= count]
             if beyond:
                 remarks.append(
-                    f"Directive {number}: this step has {count} of '{shown(_others(directive.match))}', so numbers "
-                    f"{format_numbers(beyond, NUM_SHOWN)} are nothing here."
+                    f"Directive {number}: this step has {count} of '{shown(_others(directive.match))}', so "
+                    f"numbers {format_numbers(beyond, NUM_SHOWN)} match nothing here."
                 )
         return tuple(remarks)
 
@@ -182,7 +187,9 @@ class Plan(Value, frozen=True, kw_only=True):
         return bool(self.step_fingerprint) and self.step_fingerprint != step.fingerprint()
 
     def refuse_for_steps(self) -> None:
-        """Raise `PlanError` for a plan with a control that is for no operation of a step, such as an operator's schedule."""
+        """Raise `PlanError` for a plan with a control that no operation of a step can take, such as an operator's
+        schedule.
+        """
         for number, directive in enumerate(self.directives):
             for control in directive.controls:
                 if "step" in control.refused_by:
@@ -191,14 +198,27 @@ class Plan(Value, frozen=True, kw_only=True):
                         f"{control.refused_by['step']}. Leave it out here."
                     )
 
+    def _in_short(self) -> str:
+        directives = format_count(len(self.directives), "directive")
+        step, summary = shortened(self.step_name), shortened(self.summary)
+        return f"{self.verdict} for {step!r} on {self.machine!r}: {summary}; {directives}, {len(self.refusals)} left out"
+
+    def _repr_html_(self) -> str:
+        """Return what notebooks show of the plan: the verdict, and each directive with its reason."""
+        lines = (
+            f"{', '.join(control.describe() for control in each.controls)} on {each.match.describe(4)}: {each.reason}"
+            for each in self.directives
+        )
+        return html_list(f"{self.verdict}: {self.summary or 'this plan changes nothing'}", lines)
+
 
 def _others(match: Match) -> str:
-    """What the ordinals of a match count, in words."""
+    """Describe what the ordinals of a match count."""
     return msgspec.structs.replace(match, ordinals=None).describe(NUM_SHOWN)
 
 
 def _why_idle(match: Match, step: Step, is_other: bool) -> str:
-    """Why a directive would do nothing to `step`, or not all that its numbers say; empty where it does."""
+    """Return why a directive would do nothing to `step`, or not all that its numbers say; empty if it does all."""
     where = f"step '{shown(step.name)}'"
     beyond = [each for each in match.operations or () if not 0 <= each < len(step.operations)]
     if beyond:
@@ -209,8 +229,8 @@ def _why_idle(match: Match, step: Step, is_other: bool) -> str:
     missing = [ordinal for ordinal in match.ordinals or () if ordinal >= len(candidates)]
     if missing and (not is_other or len(missing) == len(match.ordinals or ())):
         return (
-            f"means number {missing[0]} of '{shown(_others(match))}', and {where} has {len(candidates)} of them, numbers 0 "
-            f"to {len(candidates) - 1}"
+            f"names number {missing[0]} of '{shown(_others(match))}', and {where} has {len(candidates)} of "
+            f"them, numbers 0 to {len(candidates) - 1}"
         )
     return ""
 
@@ -220,17 +240,22 @@ LEAVE_IT = Plan()
 
 def load_plan(path: Path | str) -> Plan:
     """Read a plan from TOML. Raises `PlanError`."""
-    require_kind(path, (str, Path), "load_plan takes a path", "Pass that of a plan file (.toml).")
+    require_kind(path, (str, Path), "load_plan takes a path", "Pass the path of a plan file (.toml).")
     return read_toml(path, Plan, PlanError)
 
 
 def check_plan_name(path: Path) -> None:
-    """Raise `PlanError` for a file whose name says that it holds something else than TOML."""
-    require(path.suffix != ".json", PlanError, f"Plans are TOML; found the name {shown(path.name)}. End it with .toml.")
+    """Raise `PlanError` for a file whose name says that it is not TOML."""
+    require(path.suffix != ".json", PlanError, f"A plan file must end in .toml; found '{shown(path.name)}'. Rename it.")
 
 
 def save_plan(plan: Plan, path: Path | str) -> None:
-    """Write a plan as TOML. Raises `PlanError` if the file cannot be written, or its name says that it is JSON."""
-    require_kind(plan, Plan, "save_plan takes a Plan first", "Pass the plan, then the path: save_plan(tuning.plan, path).")
+    """Write a plan as TOML. Raises `PlanError` if the file cannot be written, or if its name does not end in .toml."""
+    require_kind(
+        plan,
+        Plan,
+        "the first argument of save_plan must be a Plan",
+        "Pass the plan, then the path: save_plan(tuning.plan, path).",
+    )
     check_plan_name(Path(path))
     save_toml(path, plan, "plan", PlanError)

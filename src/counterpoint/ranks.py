@@ -1,9 +1,10 @@
-"""How ranks exchange texts: through a key-value store, either all of them waiting for each other or none waiting at all.
+"""Exchanges texts between ranks through a key-value store, either blocking (all ranks wait for each other) or polled.
 
-The store is the one that a process group was made with (torch's `Store`), or a dictionary for a process alone. A *round* is
-a rendezvous: every rank gives a text and waits for all others, up to a limit. *Topics* are polled: a rank offers a text,
-rank 0 gathers the texts of all ranks once they are there and announces an answer, and whoever finds no answer yet asks again
-later. Keys are deleted when nobody can need them any more. Knows nothing of torch, nor of what the texts mean.
+The store is that of the process group (torch's `Store`), or a dictionary for a single process. A *round* is a
+rendezvous: every rank gives a text and waits for all others, up to a time-out. *Topics* are polled: each rank offers a
+text, rank 0 gathers the texts of all ranks once they are there and announces an answer, and a rank that finds no answer
+yet asks again later. Keys are deleted when no rank can need them any more. This module knows nothing of torch or of what
+the texts mean.
 """
 
 import threading
@@ -13,32 +14,33 @@ from typing import Protocol, final
 
 from counterpoint.errors import DeviceError
 
-# What launchers set in each process: torchrun and Ray Train, Open MPI, PMIx, MPICH and Intel MPI, MVAPICH, Slurm. The filter
-# (block.c) reads the same names. Slurm's are last, since under `srun torchrun` they count nodes.
+# The variables that launchers set in each process: torchrun and Ray Train, Open MPI, PMIx, MPICH and Intel MPI, MVAPICH,
+# Slurm. The launch filter (block.c) reads the same names. Slurm's are last, because under `srun torchrun` they count
+# nodes.
 RANK_VARIABLES = ("RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "MV2_COMM_WORLD_RANK", "SLURM_PROCID")
 SIZE_VARIABLES = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
-NO_STORE = "the store of the process group does not answer, as a rule because rank 0, which holds it, has ended"
+NO_STORE = "the store of the process group does not answer, most likely because rank 0, which holds it, has ended"
 
 
 class KeyValueStore(Protocol):
-    """What is needed of a store, as `torch.distributed.Store` has it. Calls raise `RuntimeError` where the store is gone."""
+    """The store interface needed here, as in `torch.distributed.Store`. Calls raise `RuntimeError` if the store is gone."""
 
     def set(self, key: str, value: str | bytes, /) -> None:
         """Store a value."""
 
     def get(self, key: str, /) -> bytes:
-        """The value of a key; waits for it, up to the store's time-out."""
+        """Return the value of a key; wait for it, up to the store's time-out."""
 
     def check(self, keys: list[str], /) -> bool:
-        """Whether all keys are there; never waits for a key."""
+        """Return whether all keys exist; never waits for a key."""
 
     def delete_key(self, key: str, /) -> bool:
-        """Delete a key; whether it was there."""
+        """Delete a key; return whether it existed."""
 
 
 @final
 class LocalStore:
-    """A store within one process: for a process alone, and for tests with a thread for each rank."""
+    """A store within one process: for a job of one process, and for tests with a thread per rank."""
 
     def __init__(self, limit_s: float = 0.0) -> None:
         self._values: dict[str, bytes] = {}
@@ -73,7 +75,7 @@ class LocalStore:
 
 
 class RankLostError(DeviceError):
-    """A rank did not come to a round in time, or the store has ended: `what` happened, and `whose` output tells more."""
+    """A rank did not reach a round in time, or the store has ended: `what` happened, and `whose` output tells more."""
 
     def __init__(self, what: str, whose: str = "the other ranks'") -> None:
         super().__init__(describe_lost(what, whose))
@@ -82,23 +84,25 @@ class RankLostError(DeviceError):
 
 @final
 class Exchange:
-    """Texts between the ranks of one group. `limit_s` is the store's time-out: how long a round waits."""
+    """Exchanges texts between the ranks of one group. `limit_s` is the store's time-out: how long a round waits."""
 
     def __init__(self, store: KeyValueStore, rank: int, num_ranks: int, limit_s: float) -> None:
         self.rank, self.num_ranks, self.limit_s = rank, num_ranks, limit_s
         self._store = store
         self._num_rounds = 0
-        self._num_deleted = 0  # rounds of which this rank's text is gone from the store
+        self._num_deleted = 0  # rounds whose text by this rank was deleted from the store
 
     @property
     def num_rounds(self) -> int:
-        """The rounds that this rank has come to."""
+        """The number of rounds that this rank has reached."""
         return self._num_rounds
 
     # --- rounds: every rank waits for all others ---
 
     def round(self, text: bytes, what: str = "the same call") -> list[bytes]:
-        """Every rank's text, by rank. Raises `RankLostError`, which names the ranks that did not come to `what`."""
+        """Exchange texts and return every rank's, by rank. Raises `RankLostError`, which names the ranks that did not
+        reach `what`.
+        """
         self._num_rounds += 1
         keys = self.keys_of_round(self._num_rounds)
         try:
@@ -106,14 +110,14 @@ class Exchange:
             found = [self._store.get(key) for key in keys]
         except RuntimeError as problem:
             raise self._who_is_gone(keys, what) from problem
-        with suppress(RuntimeError):  # who came to this round has read all of the round before
+        with suppress(RuntimeError):  # a rank in this round has read all of the round before
             while self._num_deleted < self._num_rounds - 2:
                 self._num_deleted += 1
                 self._store.delete_key(self.keys_of_round(self._num_deleted)[self.rank])
         return found
 
     def come_alone(self, text: bytes) -> None:
-        """Come to a round without waiting: the others read this rank's text when they come. Raises `RankLostError`."""
+        """Join a round without waiting: the others read this rank's text when they arrive. Raises `RankLostError`."""
         self._num_rounds += 1
         try:
             self._store.set(self.keys_of_round(self._num_rounds)[self.rank], text)
@@ -134,11 +138,11 @@ class Exchange:
     # --- topics: nobody waits ---
 
     def offer(self, topic: str, text: str) -> None:
-        """Give rank 0 a text of this rank. A topic is used once."""
+        """Offer rank 0 a text of this rank. A topic is used once."""
         self._store.set(f"{topic}/{self.rank}", text)
 
     def gathered(self, topic: str) -> list[str] | None:
-        """On rank 0: every rank's text by rank, or None while one is missing. Gathering deletes them."""
+        """On rank 0: return every rank's text by rank, or None while one is missing. Gathering deletes them."""
         keys = [f"{topic}/{rank}" for rank in range(self.num_ranks)]
         if not self._store.check(keys):
             return None
@@ -148,42 +152,42 @@ class Exchange:
         return texts
 
     def missing(self, topic: str) -> list[int]:
-        """On rank 0: the ranks that have offered nothing under a topic."""
+        """On rank 0: return the ranks that have offered nothing under a topic."""
         return [rank for rank in range(self.num_ranks) if not self._store.check([f"{topic}/{rank}"])]
 
     def announce(self, topic: str, text: str) -> None:
-        """On rank 0: tell all ranks."""
+        """On rank 0: announce an answer to all ranks."""
         self._store.set(topic, text)
 
     def heard(self, topic: str) -> str | None:
-        """What rank 0 announced, or None so far."""
+        """Return what rank 0 announced, or None."""
         return self._store.get(topic).decode() if self._store.check([topic]) else None
 
     def note(self, topic: str, number: int) -> None:
-        """Let rank 0 know a number of this rank; a later one takes its place."""
+        """Publish a number of this rank; a later one replaces it."""
         self._store.set(f"{topic}/{self.rank}", str(number))
 
     def noted(self, topic: str) -> list[int]:
-        """On rank 0: the numbers that ranks have noted so far."""
+        """On rank 0: return the numbers that ranks have published so far."""
         return list(self.noted_by_rank(topic).values())
 
     def noted_by_rank(self, topic: str) -> dict[int, int]:
-        """On any rank: the latest number of each rank that has noted one."""
+        """On any rank: return the latest number of each rank that has published one."""
         keys = {rank: f"{topic}/{rank}" for rank in range(self.num_ranks)}
         return {rank: int(self._store.get(key)) for rank, key in keys.items() if self._store.check([key])}
 
     def forget(self, topic: str) -> None:
-        """On rank 0: delete an announcement that every rank has heard."""
+        """On rank 0: delete an announcement that every rank has read."""
         self._store.delete_key(topic)
 
 
 def launched_rank(environment: Mapping[str, str]) -> int | None:
-    """The rank that a launcher gave this process, or None."""
+    """Return the rank that a launcher gave this process, or None."""
     return _first_number(environment, RANK_VARIABLES)
 
 
 def launched_size(environment: Mapping[str, str]) -> int:
-    """How many ranks a launcher started, 1 where there was none."""
+    """Return how many ranks a launcher started; 1 without a launcher."""
     return _first_number(environment, SIZE_VARIABLES) or 1
 
 
@@ -192,17 +196,17 @@ def _first_number(environment: Mapping[str, str], names: Sequence[str]) -> int |
 
 
 def describe_gone(missing: Sequence[int], what: str, limit: str) -> str:
-    """The one way to say that ranks are gone; `what` they did not come to, and within which `limit`."""
+    """Describe ranks that are gone; `what` is what they did not reach, within which `limit`."""
     return describe_lost(*_gone(missing, what, limit))
 
 
 def _gone(missing: Sequence[int], what: str, limit: str) -> tuple[str, str]:
-    """What happened, and whose output tells more."""
+    """Return what happened, and whose output tells more."""
     names = f"{'rank' if len(missing) == 1 else 'ranks'} {', '.join(map(str, missing))}" if missing else "a rank"
     whose = "its" if len(missing) == 1 else "their" if missing else "the other ranks'"
-    return f"{names} did not come to {what} within {limit}, or ended", whose
+    return f"{names} did not reach {what} within {limit}, or ended", whose
 
 
 def describe_lost(what: str, whose: str = "the other ranks'") -> str:
-    """What happened, and what to do: `whose` output tells more."""
+    """Describe what happened and what to do: `whose` output tells more."""
     return f"{what[0].upper()}{what[1:]}. Look at {whose} output, and start all ranks again."

@@ -1,4 +1,4 @@
-"""Unions of spans of time, in whole nanoseconds or picoseconds: sums are exact and independent of order."""
+"""Unions of time spans, in whole nanoseconds or picoseconds: sums are exact and independent of order."""
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
@@ -7,7 +7,9 @@ Span = tuple[int, int]
 
 
 def union(spans: Iterable[Span]) -> list[Span]:
-    """Disjoint spans, ascending, that cover exactly the given ones; spans that touch are joined, empty ones left out."""
+    """Return disjoint spans, ascending, that cover exactly the given ones; spans that touch are joined, empty ones left
+    out.
+    """
     joined: list[Span] = []
     for start, end in sorted(spans):
         if end <= start:
@@ -26,7 +28,7 @@ def length(spans: Iterable[Span]) -> int:
 
 
 def without(spans: Sequence[Span], taken: Sequence[Span]) -> list[Span]:
-    """What of `spans` no span of `taken` covers; both disjoint and ascending."""
+    """Return the part of `spans` that no span of `taken` covers; both are disjoint and ascending."""
     left: list[Span] = []
     place = 0
     for start, end in spans:
@@ -44,13 +46,13 @@ def without(spans: Sequence[Span], taken: Sequence[Span]) -> list[Span]:
 
 
 def within(spans: Sequence[Span], window: Span) -> list[Span]:
-    """The parts of disjoint, ascending spans inside a window."""
+    """Return the parts of disjoint, ascending spans inside a window."""
     if window[0] >= window[1]:
         return []
     first = bisect_right(spans, window[0], key=lambda span: span[1])
     last = bisect_left(spans, window[1], lo=first, key=lambda span: span[0])
     found = [*spans[first:last]]
-    if found:  # only the first and the last can reach over the window's borders
+    if found:  # only the first and the last can cross the window's borders
         found[0] = (max(found[0][0], window[0]), found[0][1])
         found[-1] = (found[-1][0], min(found[-1][1], window[1]))
     return found

@@ -1,8 +1,8 @@
 """A step: the kernels, collectives and copies of one iteration with footprints, streams and dependencies.
 
-A step knows nothing of how fast a machine is. It may carry lone times: durations that an operation took, or would have
-taken, alone on the machine it was traced on; a described workload carries floating-point operations and bytes instead.
-Operations stand in the order in which the host issued them, and an operation waits only for earlier ones.
+A step knows nothing of how fast a machine is. It may carry lone times: the durations that operations took, or would
+take, alone on the traced machine. A described workload carries floating-point operations and bytes instead. Operations
+are in the order in which the host issued them, and an operation waits only for earlier ones.
 """
 
 import hashlib
@@ -10,8 +10,10 @@ from typing import Literal
 
 import msgspec
 
+from counterpoint.display import html_list, shortened
 from counterpoint.errors import StepError, shown
 from counterpoint.machine import ElementType
+from counterpoint.units import format_bytes, format_count
 from counterpoint.value import Value, require
 
 DependencyOrigin = Literal["exact", "inferred"]
@@ -22,14 +24,14 @@ REDUCING_COLLECTIVES: tuple[CollectiveKind, ...] = ("all_reduce", "reduce_scatte
 TransportKind = Literal["sm", "copy_engine"]
 CopyDirection = Literal["device_to_device", "host_to_device", "device_to_host", "peer_to_peer", "set"]
 
-MAX_CTAS = 1 << 50  # more are no launch: at a nanosecond each on every slot of a GPU they would take minutes
+MAX_CTAS = 1 << 50  # more CTAs are no real launch: at a nanosecond each on every slot of a GPU they would take minutes
 
 
 class Footprint(Value, frozen=True, kw_only=True):
-    """What a launch asks of the SMs: CTAs, threads, registers, shared memory, cluster.
+    """The SM resources of a launch: CTAs, threads, registers, shared memory, cluster.
 
-    Where only the sum of static and dynamic shared memory is known (profiler traces), it stands in
-    `dynamic_shared_bytes`. `carveout_percent` is the preferred shared-memory carveout; -1 leaves it to the driver.
+    If only the sum of static and dynamic shared memory is known (profiler traces), it is in `dynamic_shared_bytes`.
+    `carveout_percent` is the preferred shared-memory carveout; -1 leaves it to the driver.
     """
 
     num_ctas: int
@@ -69,7 +71,7 @@ class Footprint(Value, frozen=True, kw_only=True):
 
 
 class Dependency(Value, frozen=True, kw_only=True):
-    """Wait for operation number `operation`; `origin` says whether the source stated it or it was inferred."""
+    """A wait for operation number `operation`; `origin` says whether the source stated it or it was inferred."""
 
     operation: int
     origin: DependencyOrigin = "exact"
@@ -78,14 +80,13 @@ class Dependency(Value, frozen=True, kw_only=True):
 class Kernel(Value, frozen=True, kw_only=True, tag_field="type", tag="kernel"):
     """A computation kernel.
 
-    Either `lone_us` (its time alone, uncapped, on the machine of the step) or `flops`, `hbm_bytes` and `l2_bytes` (what its
-    CTAs read from L2) say how much work it is, or `cta_us` says how long one CTA lasts (the shortest, where they differ).
-    `is_work_sharing`: its CTAs take tiles from a shared counter, so those that find no SM cost nothing but their share of
-    the machine. `matmul_sizes`: rows, inner size and columns of a matrix multiplication, where they are known;
-    `element_type`: the type of its operands, bf16 where it is None.
-    `cta_time_spread`: CTAs last between 1 and 1 + spread times the shortest, by index. `issued_us`: when the
-    host issued it, from the start of the step, or, where the host waited for an operation first, from the end of that one
-    (`issued_after`); None where that cannot delay it.
+    One of three says how much work it is: `lone_us` (its time alone, uncapped, on the machine of the step); `flops`,
+    `hbm_bytes` and `l2_bytes` (what its CTAs read from L2); or `cta_us`, how long one CTA lasts (the shortest, if they
+    differ). `is_work_sharing`: its CTAs take tiles from a shared counter, so CTAs that find no SM cost only their share
+    of the machine. `matmul_sizes`: rows, inner size and columns of a matrix multiplication, if known. `element_type`:
+    the type of its operands; None means bf16. `cta_time_spread`: CTAs last between 1 and 1 + spread times the shortest,
+    by index. `issued_us`: when the host issued it, from the start of the step, or, if the host waited for an operation
+    first, from the end of that one (`issued_after`); None if that cannot delay it.
     """
 
     name: str
@@ -111,9 +112,9 @@ class Kernel(Value, frozen=True, kw_only=True, tag_field="type", tag="kernel"):
 
 
 class UnevenParts(Value, frozen=True, kw_only=True):
-    """What one rank of an all-to-all sends to each rank of its group, and gets from each, in bytes.
+    """What one rank of an all-to-all sends to each rank of its group, and receives from each, in bytes.
 
-    `group_rank` is its own place in the group; what it keeps for itself counts on both sides.
+    `group_rank` is its own rank in the group; what it keeps for itself counts on both sides.
     """
 
     sent_bytes: tuple[int, ...]
@@ -131,7 +132,7 @@ class UnevenParts(Value, frozen=True, kw_only=True):
         require(
             min(*self.sent_bytes, *self.received_bytes) >= 0,
             StepError,
-            f"Uneven parts are of 0 bytes or more; found {min(*self.sent_bytes, *self.received_bytes)}. Correct it.",
+            f"Uneven parts must be 0 bytes or more; found {min(*self.sent_bytes, *self.received_bytes)}. Correct it.",
         )
 
     @property
@@ -156,8 +157,9 @@ class UnevenParts(Value, frozen=True, kw_only=True):
 
     @property
     def as_equal_bytes(self) -> int:
-        """The buffer of equal parts, each as large as the largest that crosses a link to or from the rank; the larger of the
-        rank's own buffers, where that is more."""
+        """The buffer size of equal parts, each as large as the largest that crosses a link to or from the rank; or the
+        larger of the rank's own buffers, if that is more.
+        """
         equal_bytes = len(self.sent_bytes) * self.most_crossing_bytes
         return max(equal_bytes, sum(self.sent_bytes), sum(self.received_bytes))
 
@@ -168,7 +170,7 @@ class UnevenParts(Value, frozen=True, kw_only=True):
         return max((max(self.sent_bytes[rank], self.received_bytes[rank]) for rank in others), default=0)
 
     def returns(self, other: "UnevenParts") -> bool:
-        """Whether this gives back what the other brought: as much to each rank as came from it, and the other way round."""
+        """Return whether this returns what the other delivered: as much to each rank as came from it, and vice versa."""
         return (self.sent_bytes, self.received_bytes) == (other.received_bytes, other.sent_bytes)
 
 
@@ -176,11 +178,10 @@ class Collective(Value, frozen=True, kw_only=True, tag_field="type", tag="collec
     """A collective, or a send and receive, of `group_size` ranks.
 
     `num_bytes` is the size as nccl-tests counts it: the larger of the buffers of one rank (the reduced buffer, the
-    gathered output, the scattered input, the sent buffer). `footprint` is its kernel's, or None for the library's usual
+    gathered output, the scattered input, the sent buffer). `footprint` is its kernel's; None means the library's usual
     one. `peer_wait_us` is the part of its traced time spent waiting for other ranks. `process_group` is the group's
-    description, or its name where that says more; None where it is not known. `ranks` are the group's, empty where they are
-    not known. `parts` are the sizes of an all-to-all's parts, where the job states them. A step's fingerprint hangs on
-    none of these.
+    description, or its name if that says more; None if unknown. `ranks` are the group's ranks; empty if unknown. `parts`
+    are the sizes of an all-to-all's parts, if the job states them. A step's fingerprint does not depend on these.
     """
 
     name: str
@@ -226,13 +227,13 @@ Operation = Kernel | Collective | Copy
 
 
 class Step(Value, frozen=True, kw_only=True):
-    """One iteration of a job, as rank 0 (or the traced rank) sees it; ranks are taken to be alike.
+    """One iteration of a job, as rank 0 (or the traced rank) sees it; all ranks are assumed to be alike.
 
-    `device_name` is the GPU the lone times were measured on, None for a described workload. `launch_gap_us` is the usual
-    gap between two kernels of one stream, None where the machine's calibration should say. `fits_beside` are pairs of
-    operations seen together on SMs: the second started while the first had a CTA on every SM, so launches like these two
-    fit, however their warps are placed. `is_timed_in_bursts`: lone times were taken one after the other for some
-    milliseconds only, before the power limit lowered the clock; those of a job that ran on were not.
+    `device_name` is the GPU on which lone times were measured, None for a described workload. `launch_gap_us` is the
+    usual gap between two kernels of one stream; None leaves it to the machine's calibration. `fits_beside` are pairs of
+    operations that were seen together on SMs: the second started while the first had a CTA on every SM, so such launches
+    fit however their warps are placed. `is_timed_in_bursts`: lone times were taken in bursts of some milliseconds,
+    before the power limit lowered the clock; False for times from a running job.
     """
 
     name: str
@@ -244,7 +245,9 @@ class Step(Value, frozen=True, kw_only=True):
     is_timed_in_bursts: bool = False
 
     def __post_init__(self) -> None:
-        require(bool(self.operations), StepError, f"Step '{shown(self.name)}' holds no operation; there is nothing to plan.")
+        require(
+            bool(self.operations), StepError, f"Step '{shown(self.name)}' holds no operation, so there is nothing to plan."
+        )
         require(
             self.num_ranks >= 1, StepError, f"Step '{shown(self.name)}' must have at least 1 rank; found {self.num_ranks}."
         )
@@ -259,7 +262,9 @@ class Step(Value, frozen=True, kw_only=True):
             )
 
     def fingerprint(self) -> str:
-        """Sixteen hexadecimal digits that change with operations, order, launches, sizes and streams, not with times."""
+        """Return sixteen hexadecimal digits that change with operations, order, launches, sizes and streams, not with
+        times.
+        """
         facts = []
         for operation in self.operations:
             launch = None if isinstance(operation, Copy) else operation.footprint
@@ -267,6 +272,25 @@ class Step(Value, frozen=True, kw_only=True):
             waits = [dependency.operation for dependency in operation.waits_for]
             facts.append((operation.kind, operation.name, operation.stream, launch, size, waits))
         return hashlib.sha256(msgspec.json.encode((self.num_ranks, facts))).hexdigest()[:16]
+
+    def _in_short(self) -> str:
+        return f"{shortened(self.name)!r}: {', '.join(contents_of(self))}"
+
+    def _repr_html_(self) -> str:
+        """Return what notebooks show of the step: the number of its operations."""
+        return html_list(f"Step {self.name}", contents_of(self))
+
+
+def contents_of(step: Step) -> tuple[str, ...]:
+    """Describe how many operations of each kind a step holds, and its number of ranks."""
+    collectives = [operation for operation in step.operations if isinstance(operation, Collective)]
+    num_copies = sum(isinstance(operation, Copy) for operation in step.operations)
+    return (
+        format_count(len(step.operations) - len(collectives) - num_copies, "kernel"),
+        f"{format_count(len(collectives), 'collective')} of {format_bytes(sum(each.num_bytes for each in collectives))}",
+        format_count(num_copies, "copy or fill", "copies and fills"),
+        format_count(step.num_ranks, "rank"),
+    )
 
 
 def _check_operation(index: int, operation: Operation) -> None:
@@ -291,7 +315,7 @@ def _check_operation(index: int, operation: Operation) -> None:
         require(
             any(known is not None for known in (operation.lone_us, operation.cta_us, operation.flops, operation.hbm_bytes)),
             StepError,
-            f"{where} says neither how long it takes nor how much work it is; give lone_us, cta_us, flops or hbm_bytes.",
+            f"{where} has no time and no amount of work; give lone_us, cta_us, flops or hbm_bytes.",
         )
         require(
             0 <= operation.cta_time_spread <= 10,
@@ -302,13 +326,13 @@ def _check_operation(index: int, operation: Operation) -> None:
         require(
             operation.transport != "copy_engine" or operation.collective not in REDUCING_COLLECTIVES,
             StepError,
-            f"{where}: copy engines cannot reduce, as {operation.collective} does. Leave its transport sm; a plan may ask "
-            "for copies and a sum.",
+            f"{where}: copy engines cannot reduce, but {operation.collective} does. Keep transport sm; a plan "
+            "may ask for copies and a sum.",
         )
         size = operation.group_size
         require(
             operation.parts is None or (operation.collective == "all_to_all" and len(operation.parts.sent_bytes) == size),
             StepError,
-            f"{where}: parts are those of an all_to_all, one for each of its {size} ranks. Give one for each.",
+            f"{where}: parts belong to an all_to_all, one for each of its {size} ranks. Give one for each.",
         )
         require(size >= 1, StepError, f"{where}: group_size must be at least 1; found {size}.")

@@ -1,25 +1,27 @@
-"""A timeline: what happened when, per rank and stream; and the contract of what makes one.
+"""A timeline: what ran when, per rank and stream; and the interface of what produces one.
 
-A timeline may have been measured or simulated; readers never ask which. `origin` is there to be printed, and not to be
-branched on.
+A timeline may be measured or simulated; readers do not distinguish. `origin` is only for printing, not for branching.
 """
 
 from abc import ABC, abstractmethod
 from typing import Literal
 
+from counterpoint.display import html_list, shortened
 from counterpoint.errors import StepError, shown
 from counterpoint.machine import Machine
 from counterpoint.plan import Plan
 from counterpoint.step import OperationKind, Step
+from counterpoint.units import format_count, format_us
 from counterpoint.value import Value, require
 
-NO_OPERATION = -1  # an interval of what ran in the step's time and is no operation of it
+NO_OPERATION = -1  # marks an interval that ran during the step and is none of its operations
 
 
 class Interval(Value, frozen=True, kw_only=True):
     """One operation's time on the GPU. `operation` is its index in the step; times are from the start of the step.
 
-    A measured timeline may show the like of another step under the same index, and anything else as `NO_OPERATION`.
+    A measured timeline may show the matching operation of another step under the same index, and anything else as
+    `NO_OPERATION`.
     """
 
     rank: int
@@ -60,14 +62,25 @@ class Timeline(Value, frozen=True, kw_only=True):
         """The intervals of one rank."""
         return tuple(interval for interval in self.intervals if interval.rank == rank)
 
+    def _contents(self) -> tuple[str, ...]:
+        end_us = max(interval.end_us for interval in self.intervals)
+        ranks = format_count(len(self.ranks()), "rank")
+        return self.origin, format_count(len(self.intervals), "interval"), ranks, f"ends at {format_us(end_us)}"
+
+    def _in_short(self) -> str:
+        return f"of {shortened(self.step_name)!r}: {', '.join(self._contents())}"
+
+    def _repr_html_(self) -> str:
+        """Return what notebooks show of the timeline: its origin and its length."""
+        return html_list(f"Timeline of {self.step_name}", self._contents())
+
 
 class AbstractExecutor(ABC):
-    """Turns a step on a machine under a plan into a timeline. Final implementations: one per file, never subclassed."""
+    """Turns a step on a machine under a plan into a timeline. Implementations are final: one per file, never subclassed."""
 
     @abstractmethod
     def run(self, step: Step, machine: Machine, plan: Plan) -> Timeline:
-        """Execute `step` under `plan` and say what happened when.
+        """Execute `step` under `plan` and return its timeline.
 
-        Raises `PlanError` if the plan was made for another step. An operation that no directive of the plan matches runs
-        as the step describes it.
+        Raises `PlanError` if the plan was made for another step. An operation that no directive matches runs unchanged.
         """

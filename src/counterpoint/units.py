@@ -1,4 +1,4 @@
-"""Conversions and the way quantities are printed. Times are microseconds outside the simulator, picoseconds inside."""
+"""Conversions and formatting of quantities. Times are microseconds outside the simulator, picoseconds inside."""
 
 from collections.abc import Iterable
 
@@ -50,12 +50,14 @@ def format_rate(bytes_per_s: float) -> str:
 
 
 def format_count(number: int, singular: str, plural: str = "") -> str:
-    """Print a number with its noun: "1 CTA", "2 CTAs"; `plural` where an s at the end is not enough."""
+    """Print a number with its noun: "1 CTA", "2 CTAs"; give `plural` if appending an s is not enough."""
     return f"{number} {singular if number == 1 else plural or singular + 's'}"
 
 
 def format_numbers(numbers: Iterable[int], most_shown: int | None = None) -> str:
-    """Print whole numbers as ranges, ascending: "0-3, 6"; of more than `most_shown` ranges the first, and the count."""
+    """Print whole numbers as ranges, ascending: "0-3, 6"; if there are more than `most_shown` ranges, the first ones and
+    the count.
+    """
     ordered = sorted(set(numbers))
     starts = [n for place, n in enumerate(ordered) if not place or ordered[place - 1] != n - 1]
     ends = [n for place, n in enumerate(ordered) if place + 1 == len(ordered) or ordered[place + 1] != n + 1]
@@ -71,6 +73,6 @@ def format_percent(fraction: float) -> str:
 
 
 def format_change(fraction: float) -> str:
-    """Print a change as a percentage with its sign and one decimal; what rounds to nothing has no sign."""
+    """Print a change as a percentage with its sign and one decimal; a change that rounds to zero has no sign."""
     shown = f"{100 * fraction:+.1f} %"
     return shown[1:] if shown[1:] == "0.0 %" else shown

@@ -1,4 +1,4 @@
-"""The base of every value that parts of Counterpoint pass to each other, and its way to and from files.
+"""`Value`, the base of all values that parts of Counterpoint pass to each other, and how values are read and written.
 
 A value is frozen, built by keyword, checked when built, comparable, printable, and round-trips through JSON and TOML.
 """
@@ -13,6 +13,7 @@ from typing import TypeVar
 
 import msgspec
 
+from counterpoint.display import MOST_LETTERS, fields_in_short
 from counterpoint.errors import CounterpointError, shown_path
 from counterpoint.files import GZIP_MAGIC, read_limited
 from counterpoint.mismatch import describe_mismatch, place_of
@@ -23,6 +24,14 @@ T = TypeVar("T")
 class Value(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """Base of all values. Subclasses check themselves in `__post_init__` and raise a `CounterpointError`."""
 
+    def __repr__(self) -> str:
+        """Return every field; of a value that would take more than 1,000 letters, only the essentials."""
+        whole = super().__repr__()
+        return whole if len(whole) <= MOST_LETTERS else f"<{type(self).__name__} {self._in_short()}>"
+
+    def _in_short(self) -> str:
+        return fields_in_short((name, getattr(self, name)) for name in self.__struct_fields__)
+
 
 def require(condition: bool, error: type[CounterpointError], message: str) -> None:
     """Raise `error` with `message` unless `condition` holds."""
@@ -32,9 +41,10 @@ def require(condition: bool, error: type[CounterpointError], message: str) -> No
 
 @contextmanager
 def cyclic_gc_paused() -> Iterator[None]:
-    """Pause the search for circles of references while many values are built: values form none.
+    """Pause the cyclic garbage collector while many values are built, because values form no reference cycles.
 
-    With a million values in memory the search costs as much as building them. What was on before is on again afterwards.
+    With a million values in memory, the collector takes as long as building them. It is enabled again afterwards if it
+    was before.
     """
     was_enabled = gc.isenabled()
     gc.disable()
@@ -46,10 +56,10 @@ def cyclic_gc_paused() -> Iterator[None]:
 
 
 def read_toml(path: Path | str, kind: type[T], error: type[CounterpointError]) -> T:
-    """Read a TOML file into `kind`; whatever is wrong with it becomes one `error` that names the file."""
+    """Read a TOML file into `kind`; any problem becomes one `error` that names the file."""
     content = bytes(read_limited(path, error, "give a TOML file"))
     try:
-        require(bool(content.strip()), error, "the file is empty; make it again.")  # a plan of nothing would be a valid one
+        require(bool(content.strip()), error, "the file is empty; make it again.")  # an empty file would be a valid plan
         require(not content.startswith(GZIP_MAGIC), error, "the file is compressed; give the TOML text itself (gunzip).")
         require(not content.lstrip().startswith(b"{"), error, "the file is JSON; give a TOML file.")
         return msgspec.toml.decode(content, type=kind)
@@ -61,12 +71,12 @@ def read_toml(path: Path | str, kind: type[T], error: type[CounterpointError]) -
         raise error(f"{shown_path(path)}: {problem}") from problem
     except msgspec.ValidationError as problem:
         raise error(f"{shown_path(path)}: {_mismatch(problem, kind, content)}") from problem
-    except (msgspec.DecodeError, ValueError, RecursionError) as problem:  # the last two: numbers or nesting without end
+    except (msgspec.DecodeError, ValueError, RecursionError) as problem:  # the last two: huge numbers or endless nesting
         raise error(f"{shown_path(path)} is not TOML: {problem}. Correct it there, or make the file again.") from problem
 
 
 def _mismatch(problem: msgspec.ValidationError, kind: type[T], content: bytes) -> str:
-    """What a value says of itself, and where it stands unless it says or names that, too; else what the decoder says."""
+    """Return a value's own error with its place, unless the error names that; otherwise the decoder's error in words."""
     cause, document = problem.__cause__, msgspec.toml.decode(content)
     if not isinstance(cause, CounterpointError):
         return ". ".join(describe_mismatch(problem, kind, document))
@@ -75,7 +85,7 @@ def _mismatch(problem: msgspec.ValidationError, kind: type[T], content: bytes) -
 
 
 def shipped_names(folder: str) -> list[str]:
-    """Names of the TOML files that a folder of this package holds, sorted."""
+    """Return the names of the TOML files in a folder of this package, sorted."""
     files = resources.files("counterpoint").joinpath(folder).iterdir()
     return sorted(file.name.removesuffix(".toml") for file in files if file.name.endswith(".toml"))
 
@@ -87,17 +97,17 @@ def read_shipped(name: str, kind: type[T], error: type[CounterpointError]) -> T:
 
 
 def shipped_text(name: str) -> str:
-    """A file of this package as it stands, named as in "calibrations/h200.toml"."""
+    """Return the text of a file of this package, named as in "calibrations/h200.toml"."""
     return resources.files("counterpoint").joinpath(*name.split("/")).read_text("utf-8")
 
 
 def save_toml(path: Path | str, value: object, what: str, error: type[CounterpointError]) -> None:
-    """Write `value`, in words `what`, as TOML; where that is impossible, one `error` says why."""
+    """Write `value` as TOML; if that is impossible, raise one `error`, which calls it `what`."""
     save_text(path, write_toml(value), what, error)
 
 
 def save_text(path: Path | str, text: str, what: str, error: type[CounterpointError]) -> None:
-    """Write a text, in words `what`; where that is impossible, one `error` says why."""
+    """Write a text; if that is impossible, raise one `error`, which calls it `what`."""
     try:
         write_whole(Path(path), text.encode())
     except OSError as problem:
@@ -107,13 +117,15 @@ def save_text(path: Path | str, text: str, what: str, error: type[CounterpointEr
 
 
 def check_outputs(outputs: Sequence[Path | None], inputs: Sequence[str | Path | None] = ()) -> None:
-    """Refuse an output that cannot be written, or is a file of the command already, before any work is done."""
+    """Refuse, before any work is done, an output that cannot be written or that the command already uses."""
     taken = {Path(path).resolve() for path in inputs if path is not None}
     for path in outputs:
         if path is None:
             continue
         if str(path) == "-":
-            raise CounterpointError("'-' is no file, and standard output has the report. Name a file, as in ./plan.toml.")
+            raise CounterpointError(
+                "'-' cannot be used as a file: standard output has the report. Name a file, as in ./plan.toml."
+            )
         folder = path.absolute().parent
         if path.is_dir():
             raise CounterpointError(f"Cannot write '{shown_path(path)}': it is a folder. Name a file.")
@@ -130,7 +142,7 @@ def check_outputs(outputs: Sequence[Path | None], inputs: Sequence[str | Path | 
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Write a file as a whole: a failure leaves the file that was there, or none. Raises `OSError`."""
+    """Write a file atomically: after a failure, the previous file or none is there. Raises `OSError`."""
     if path.is_symlink() or (path.exists() and not path.is_file()):  # links, devices and pipes are written in place
         path.write_bytes(content)
         return

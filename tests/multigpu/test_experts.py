@@ -24,7 +24,9 @@ def test_experts_give_what_they_define(start_ranks: Start, section: str, expecte
     assert done.returncode == 0
     assert f"{expected}: ok" in done.stdout.splitlines()
     if section == "faults":
-        assert done.stdout.count("counts: Rank 1 of the group: expert_ffn needs counts from 0 on that add up to") == 2
+        assert (
+            done.stdout.count("counts: Rank 1 of the group: the counts of expert_ffn must be 0 or more and add up to") == 2
+        )
 
 
 def test_a_rank_that_stays_away_from_the_combine_is_a_line_and_no_hang(start_ranks: Start) -> None:

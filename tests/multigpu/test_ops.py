@@ -39,10 +39,10 @@ def test_the_operators_agree_with_their_definitions(start_ranks: Start, section:
     [
         ("shapes differ", "The ranks disagree", 2),
         ("types differ", "operands of one type", 2),
-        ("captured first", "was never run before this capture", 2),
+        ("captured first", "has not run before this capture", 2),
         ("captured unseen", "all_gather_matmul of (192, 512) @ (512, 256) bfloat16", 2),
-        ("captured lane", "A collective on a lane named a test was never run before this capture", 2),
-        ("no memory", "of symmetric memory cannot be had", 2),
+        ("captured lane", "A collective on a lane named a test has not run before this capture", 2),
+        ("no memory", "of symmetric memory cannot be allocated", 2),
         ("a rank stays away", "did not end on the GPU", 1),
         ("a rank stays away from a host that goes on", "did not end on the GPU", 1),
     ],

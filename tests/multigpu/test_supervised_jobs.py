@@ -9,7 +9,7 @@ import pytest
 
 from counterpoint.plan import load_plan
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "starved.py"
+EXAMPLE = Path(__file__).parents[2] / "benchmarks" / "jobs" / "starved.py"
 LIMIT_S = 300
 MOST_LEFT = 0.85  # of a step. A fifth less was the aim; 18 % less is what 2 H200s reached (docs/run.md)
 

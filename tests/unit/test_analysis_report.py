@@ -155,7 +155,7 @@ def test_a_page_above_the_limit_is_made_smaller_or_refused(monkeypatch: pytest.M
     assert len(page.encode()) <= 200_000
     assert [bool(rank["lanes"]) for rank in data_of(page)["ranks"]][::3] == [True, False]
     monkeypatch.setattr(analysis_page, "MAX_PAGE_BYTES", 1_000)
-    with pytest.raises(CounterpointError, match="1000 B is the limit"):
+    with pytest.raises(CounterpointError, match="the limit is 1000 B"):
         render_page(found)
 
 

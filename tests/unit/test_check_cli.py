@@ -32,7 +32,7 @@ def node(tmp_path: Path) -> Path:
 def test_nothing_found_is_one_line_with_what_was_looked_at(node: Path) -> None:
     done = counterpoint("check", "--context", node, "--", "torchrun", "--nproc-per-node", "8", "nowhere.py")
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.startswith("Nothing found that is known to defeat overlap.\n")
+    assert done.stdout.startswith("No setting was found that is known to defeat overlap.\n")
     for part in (
         "2 x NVIDIA H200",
         "driver 580.159",
@@ -42,7 +42,7 @@ def test_nothing_found_is_one_line_with_what_was_looked_at(node: Path) -> None:
         "torchrun nowhere.py, 1 node",
     ):
         assert part in " ".join(done.stdout.split())
-    assert "not looked at" in done.stdout
+    assert "not checked" in done.stdout
 
 
 def test_a_setting_that_defeats_overlap_ends_with_1(node: Path) -> None:
@@ -116,7 +116,7 @@ def test_what_a_file_leaves_out_is_said_and_not_taken_for_absent(tmp_path: Path,
 def test_blocked_peers_need_gpus(tmp_path: Path) -> None:
     file = tmp_path / "written.toml"
     file.write_text("blocked_peers = [[0, 1]]\n")
-    assert "there are none; found [[0, 1]]. Add a [[gpus]] for each" in refusal("check", "--context", file)
+    assert "gpus is empty; found [[0, 1]]. Add a [[gpus]] for each" in refusal("check", "--context", file)
     file.write_text('blocked_peers = [[0, 5]]\n[[gpus]]\nname = "NVIDIA H200"\n')
     assert "from 0 to 0; found [[0, 5]]. Correct it." in refusal("check", "--context", file)
 
@@ -146,8 +146,8 @@ def test_the_path_of_the_shell_and_of_the_command_are_heeded(tmp_path: Path) -> 
 
 def test_what_an_interpreter_or_a_shell_does_not_find_is_theirs_to_say(tmp_path: Path) -> None:
     for command, words in (
-        ((sys.executable, "nosuch.py"), "the script nosuch.py was not read: its source is not at hand"),
-        (("sh", "nosuch.sh"), "what sh runs: a shell script is not read"),
+        ((sys.executable, "nosuch.py"), "the script nosuch.py was not read: its source is not available here"),
+        (("sh", "nosuch.sh"), "what sh runs: shell scripts are not read"),
     ):
         done = counterpoint("check", "--", *command, cwd=tmp_path)
         assert (done.returncode, done.stderr) == (0, "")
@@ -161,7 +161,7 @@ def test_a_command_of_a_described_machine_need_not_be_here(node: Path) -> None:
 def test_bad_input_is_one_line_and_2(tmp_path: Path, node: Path) -> None:
     assert "names no program" in refusal("check", "--", "A=1")
     assert "names no program" in refusal("check", "--", "")
-    assert "'-S' is not understood" in refusal("check", "--", "env", "-S", "python train.py")
+    assert "'-S' is not supported" in refusal("check", "--", "env", "-S", "python train.py")
     assert "No such file" in refusal("check", "--context", tmp_path / "nowhere.toml")
     assert "-o saves this machine alone" in refusal("check", "-o", tmp_path / "a.toml", "--", "python", "train.py")
     assert "does not exist" in refusal("check", "-o", tmp_path / "nowhere" / "a.toml")

@@ -125,7 +125,7 @@ def test_a_script_that_cannot_be_parsed_is_said_to_be_unread(tmp_path: Path, con
 @pytest.mark.parametrize(
     ("command", "expected"),
     [
-        ("bash train.sh", "a shell script is not read"),
+        ("bash train.sh", "shell scripts are not read"),
         ("python -m pkg.train", "module pkg.train was not read"),
         ("python -c pass", "code that python -c runs"),
         ("torchrun --no-python ./a.out", "torchrun --no-python"),
@@ -168,7 +168,7 @@ def test_an_empty_word_is_no_program(words: list[str]) -> None:
 
 
 def test_an_option_of_env_that_changes_the_meaning_is_refused() -> None:
-    with pytest.raises(JobContextError, match="'-S' is not understood"):
+    with pytest.raises(JobContextError, match="'-S' is not supported"):
         read("env -S python train.py")
 
 

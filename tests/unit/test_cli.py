@@ -1,21 +1,32 @@
 """The command as a user meets it: what it prints, writes and returns, with the names of its options frozen."""
 
 import gzip
+import io
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import redirect_stdout
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
+import click
 import pytest
+from click.shell_completion import ShellComplete
 
-from counterpoint.machine import Gpu, Link, Machine, load_machine, machine_names, save_template
+from counterpoint import workloads
+from counterpoint.cli import COMPLETION_VARIABLE, app, run_command
+from counterpoint.machine import load_machine, machine_names, save_template
 from counterpoint.units import format_rate
+from counterpoint.value import shipped_text
+from counterpoint.workloads import load_workload, workload_names
 from helpers.command import COUNTERPOINT, TRACES, counterpoint, refusal
 
 FSDP2 = TRACES / "fsdp2.rank0.json.gz"
@@ -55,38 +66,70 @@ def test_without_a_command_the_help_names_the_commands() -> None:
         assert re.search(rf"^  {command} ", bare.stdout, re.MULTILINE)
 
 
-COMMANDS = (
-    "",
-    "tune",
-    "simulate",
-    "machines",
-    "check",
-    "env",
-    "run",
-    "bench",
-    "bench paper",
-    "sweep",
-    "schedule",
-    "schedule show",
-    "schedule tune",
+def all_commands(group: click.Group, *above: str) -> Iterator[tuple[tuple[str, ...], click.Command]]:
+    yield above, group
+    for name, command in group.commands.items():
+        if isinstance(command, click.Group):
+            yield from all_commands(command, *above, name)
+        else:
+            yield (*above, name), command
+
+
+COMMANDS = dict(all_commands(app))
+
+
+def help_of(command: tuple[str, ...], columns: int) -> str:
+    """The help as the command prints it on a terminal of this width, without a process for each."""
+    printed = io.StringIO()
+    with patch.dict(os.environ, COLUMNS=str(columns)), redirect_stdout(printed):
+        assert run_command([*command, "-h"]) == 0
+    return printed.getvalue()
+
+
+@pytest.mark.parametrize("columns", [60, 80])
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+def test_help_fits_the_terminal_and_cuts_no_sentence_and_no_option(command: tuple[str, ...], columns: int) -> None:
+    text, _, examples = help_of(command, columns).partition("\nExamples:\n")  # examples are never folded
+    assert max(map(len, text.splitlines())) <= columns
+    assert max(map(len, examples.splitlines()), default=0) <= 80
+    assert "..." not in text.partition("Options:")[2]
+    described = COMMANDS[command].help or ""
+    assert " ".join(described.split()) in " ".join(text.split())
+    for word in re.findall(r"--[a-z-]+", described):
+        assert word in text
+
+
+@pytest.mark.parametrize(
+    "command", [each for each, found in COMMANDS.items() if isinstance(found, click.Group)], ids=" ".join
 )
+def test_the_help_of_a_group_lists_each_of_its_commands_once(command: tuple[str, ...]) -> None:
+    group = COMMANDS[command]
+    assert isinstance(group, click.Group)
+    listed = re.findall(r"^  ([a-z]+)  +[A-Z]", help_of(command, 80).partition("Options:")[2], re.MULTILINE)
+    assert sorted(listed) == sorted(group.commands)
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-def test_help_fits_80_columns_and_cuts_no_sentence(command: str) -> None:
-    shown = counterpoint(*command.split(), "--help", COLUMNS="80").stdout
-    assert max(map(len, shown.splitlines())) <= 80
-    assert "..." not in shown.partition("Commands:")[2]
-
-
-@pytest.mark.parametrize("command", COMMANDS[1:])
-def test_every_option_with_a_value_tells_its_default_unless_there_is_nothing_without_it(command: str) -> None:
-    shown = counterpoint(*command.split(), "--help", COLUMNS="80").stdout
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+def test_every_option_with_a_value_tells_its_default_unless_there_is_nothing_without_it(command: tuple[str, ...]) -> None:
+    shown = help_of(command, 80).partition("Examples:")[0]
     options = [" ".join(option.split()) for option in re.split(r"\n  (?=-)", shown.partition("Options:")[2])[1:]]
     valued = [option for option in options if re.match(r"(-\w, )?--[a-z-]+ [A-Z]+ ", option)]
     for option in valued:
-        if not re.match(r"-o, --output|--timeline|--plan FILE A plan that|--step", option):
+        if not re.search(r"^-o, |[Ss]ave |--plan FILE A plan that|--(step|compare|rules|fail-if|baseline|groups) ", option):
             assert re.search(r"\[default: .+\]|\[required\]", option), option
+
+
+def examples_of(command: click.Command) -> list[str]:
+    return [each.replace("\\\n", " ") for each in getattr(command, "examples", ())]
+
+
+@pytest.mark.parametrize("command", [each for each, found in COMMANDS.items() if examples_of(found)], ids=" ".join)
+def test_the_examples_of_the_help_can_be_parsed(command: tuple[str, ...]) -> None:
+    for example in examples_of(COMMANDS[command]):
+        words = shlex.split(re.split(r" >>? ~", example)[0])
+        typed = words[words.index("counterpoint") + 1 :]
+        assert tuple(typed[: len(command)]) == command
+        COMMANDS[command].make_context("counterpoint", typed[len(command) :])
 
 
 def test_tune_prints_the_step_the_verdict_the_reasons_and_the_lanes() -> None:
@@ -172,7 +215,7 @@ def test_a_plan_whose_name_says_json_is_refused_before_any_work(arguments: tuple
     command = ("--", "touch", str(tmp_path / "worked")) if "run" in arguments else ()
     done = counterpoint(*arguments, "-o", str(wanted), *command)
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == "counterpoint: Plans are TOML; found the name plan.json. End it with .toml.\n"
+    assert done.stderr == "counterpoint: A plan file must end in .toml; found 'plan.json'. Rename it.\n"
     assert list(tmp_path.iterdir()) == []
 
 
@@ -222,13 +265,73 @@ def test_machines_writes_a_template(tmp_path: Path) -> None:
     assert done.stdout.endswith("Change its name and figures, then use it: --machine my.toml\n")
     assert counterpoint("simulate", "cb_ar_opt2", "--machine", "my.toml", cwd=tmp_path).returncode == 0
     assert "Name one, or add --probe" in refusal("machines", "-o", "my.toml", cwd=tmp_path)
-    assert "ends in .toml" in refusal("machines", "h200", "-o", "my.txt", cwd=tmp_path)
+    assert "must end in .toml" in refusal("machines", "h200", "-o", "my.txt", cwd=tmp_path)
 
 
-def test_the_page_on_machines_names_every_figure() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "machines.md").read_text()
-    for kind in (Machine, Gpu, Link):
-        assert [name for name in kind.__struct_fields__ if name not in page] == []
+@pytest.mark.parametrize("name", workload_names())
+def test_a_workload_is_saved_as_a_template_that_is_read_back(name: str, tmp_path: Path) -> None:
+    workloads.save_template(name, tmp_path / "my.toml")
+    assert load_workload(tmp_path / "my.toml") == load_workload(name)
+    workloads.save_template(tmp_path / "my.toml", tmp_path / "again.toml")
+    assert (tmp_path / "again.toml").read_text() == (tmp_path / "my.toml").read_text()
+
+
+def test_workloads_are_listed_shown_and_written(tmp_path: Path) -> None:
+    listed = counterpoint("workloads").stdout.splitlines()[2:]
+    assert [line.split()[0] for line in listed] == workload_names() == [each["name"] for each in as_json("workloads")]
+    shown = counterpoint("workloads", "cb_ar_opt2").stdout
+    assert shown == shipped_text("workloads/cb_ar_opt2.toml")
+    assert as_json("workloads", "cb_ar_opt2")["gemms"][0]["m"] == 8192
+    done = counterpoint("workloads", "cb_ar_opt2", "-o", "my.toml", cwd=tmp_path)
+    assert done.stdout == "Workload saved to my.toml. Change its name and sizes, then use it: counterpoint tune my.toml\n"
+    assert "Which workload should 'my.toml' hold? Name one." in refusal("workloads", "-o", "my.toml", cwd=tmp_path)
+    assert "must end in .toml; found 'my.txt'" in refusal("workloads", "cb_ar_opt2", "-o", "my.txt", cwd=tmp_path)
+    assert "already uses that file" in refusal("workloads", "my.toml", "-o", "my.toml", cwd=tmp_path)
+    assert "Unknown workload 'nope'" in refusal("workloads", "nope")
+
+
+@pytest.mark.parametrize(
+    ("typed", "expected"),
+    [
+        ("", {"tune", "machines"}),
+        ("mach", {"machines"}),
+        ("tune --mach", {"--machine"}),
+        ("tune --machine h", {"h100", "h200"}),
+        ("simulate cb_ar", {"cb_ar_opt1", "cb_ar_opt2"}),
+        ("schedule show all_g", {"all_gather_matmul"}),
+    ],
+)
+def test_shells_complete_commands_options_and_names(typed: str, expected: set[str]) -> None:
+    *before, incomplete = typed.split(" ")
+    found = ShellComplete(app, {}, "counterpoint", COMPLETION_VARIABLE).get_completions(before, incomplete)
+    assert expected <= {each.value for each in found}
+    assert typed == "" or expected == {each.value for each in found}
+
+
+def test_a_file_is_completed_where_no_name_fits() -> None:
+    (found,) = ShellComplete(app, {}, "counterpoint", COMPLETION_VARIABLE).get_completions(["tune"], "my_tr")
+    assert (found.type, found.value) == ("file", "my_tr")
+
+
+def test_the_script_for_bash_completes_by_asking_the_command(tmp_path: Path) -> None:
+    script = counterpoint("completion", "bash").stdout
+    ask = f"{script}\nCOMP_WORDS=({COUNTERPOINT} machines h2); COMP_CWORD=2\n"
+    ask += f"_counterpoint_completion {COUNTERPOINT}\necho ${{COMPREPLY[@]}}"
+    assert subprocess.run(["bash", "-c", ask], capture_output=True, text=True, check=True).stdout == "h200\n"
+    assert "is not one of 'bash', 'zsh', 'fish'" in refusal("completion", "tcsh")
+
+
+def test_the_demo_shows_a_gain_and_commands_to_try_next(tmp_path: Path) -> None:
+    done = counterpoint("demo", cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    first, _, told = done.stdout.partition("\n\n")
+    assert first == "$ counterpoint tune fsdp2.rank0.json.gz"
+    assert "\nGAIN  copy engines: " in told
+    for line in re.findall(r"counterpoint [a-z].*", told.partition("\nNext\n")[2]):
+        command, *rest = shlex.split(line)[1:]
+        assert (command,) in COMMANDS
+        if rest != ["--help"]:
+            COMMANDS[(command,)].make_context(command, rest)
 
 
 def test_machines_are_listed_and_shown_with_sources() -> None:
@@ -331,8 +434,23 @@ def test_ctrl_c_ends_with_130_and_no_word(tmp_path: Path) -> None:
     assert (process.returncode, output, error) == (130, b"", b"")
 
 
+def test_ctrl_c_while_the_command_is_loaded_is_quiet(tmp_path: Path) -> None:
+    (tmp_path / "counterpoint").mkdir()
+    (tmp_path / "counterpoint" / "__init__.py").write_text("print('loading', flush=True)\nimport time\ntime.sleep(20)\n")
+    script = "import signal, counterpoint_command as c; signal.signal(signal.SIGINT, signal.default_int_handler); c.main()"
+    path = os.pathsep.join([str(tmp_path), *sys.path])
+    with subprocess.Popen(
+        [sys.executable, "-c", script], env=os.environ | {"PYTHONPATH": path}, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"loading\n"
+        process.send_signal(signal.SIGINT)
+        assert process.communicate(timeout=20) == (b"", b"")
+    assert process.returncode == -signal.SIGINT
+
+
 def test_importing_the_package_loads_neither_numpy_nor_the_command_line() -> None:
-    script = "import sys, counterpoint; print(sorted({'numpy', 'typer', 'rich', 'torch'} & set(sys.modules)))"
+    script = "import sys, counterpoint; print(sorted({'numpy', 'click', 'rich', 'torch'} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
 

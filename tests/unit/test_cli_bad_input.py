@@ -3,6 +3,7 @@
 import gzip
 import os
 import random
+import re
 import resource
 import subprocess
 from collections.abc import Callable
@@ -166,7 +167,8 @@ def test_a_trace_of_another_gpu_than_the_machine() -> None:
 
 
 @pytest.mark.parametrize(
-    ("device", "says"), [([], "a GPU that it does not name"), ([{"id": 0, "name": "GPU X"}], "'GPU X', which no shipped")]
+    ("device", "says"),
+    [([], "a GPU that the trace does not name"), ([{"id": 0, "name": "GPU X"}], "'GPU X', which no shipped")],
 )
 def test_a_trace_whose_machine_nobody_knows(device: list[Any], says: str, tmp_path: Path) -> None:
     trace = small_trace()
@@ -231,7 +233,7 @@ CAP = 'control = "residency_cap", ctas_per_sm = {}, dynamic_shared_bytes = {}'
             directive('control = "transport", transport = "copy_engine"', "computation"),
             ["A transport control cannot apply to", "which is computation", "kind"],
         ),
-        (directive('control = "priority", priority = -500'), ["from -5 (greatest) to 0; found -500", "Ask for -5"]),
+        (directive('control = "priority", priority = -500'), ["from -5 (highest) to 0 (lowest); found -500", "Ask for -5"]),
         (directive('control = "priority", priority = 1'), ["directives[0].controls[0]: ", "0 or lower", "found 1"]),
         (directive('control = "communication_ctas", max_ctas = 65'), ["from 1 to 64; found 65"]),
         (directive('control = "head_start", hold_us = 0', "computation"), ["above 0", "found 0"]),
@@ -337,22 +339,22 @@ def test_an_input_without_permission(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["tune"], "Missing argument 'STEP'. Try 'counterpoint tune --help'."),
+        (["tune"], r"Missing argument 'STEP'\. Try 'counterpoint tune --help'\."),
         (["simulate"], "simulate needs a STEP, or --cluster FILE that describes a model. Name one of them."),
-        (["tune", "--nope"], "No such option: --nope. Try 'counterpoint tune --help'."),
-        (["run", "--budget", "many"], "; found 'many'. Try 'counterpoint run --help'."),
+        (["tune", "--nope"], r"No such option:? '?--nope'?\. Try 'counterpoint tune --help'\."),
+        (["run", "--budget", "many"], r"'--budget': 'many' is not a valid integer\. Try 'counterpoint run --help'\."),
         (["check", "--nope"], "Try 'counterpoint check --help'."),
         (["schedule", "show"], "Try 'counterpoint schedule show --help'."),
         (["schedule", "fly"], "No such command 'fly'. Try 'counterpoint schedule --help'."),
         (["bench", "paper", "--nope"], "Try 'counterpoint bench paper --help'."),
         (["tune", "cb_ar_opt1", "--machine"], "'--machine' requires an argument."),
-        (["tune", "cb_ar_opt1", "cb_ar_opt2"], "unexpected extra argument(s) (cb_ar_opt2). Try"),
+        (["tune", "cb_ar_opt1", "cb_ar_opt2"], r"unexpected extra argument \(cb_ar_opt2\)\. Try"),
         (["fly"], "No such command 'fly'. Try 'counterpoint --help'."),
-        (["bench", "papers"], "Did you mean 'paper'? Try 'counterpoint bench --help'."),
+        (["bench", "papers"], r"Did you mean 'paper'\? Try 'counterpoint bench --help'\."),
     ],
 )
 def test_wrong_usage_points_to_the_help_of_the_command_that_was_meant(arguments: list[str], says: str) -> None:
-    assert says in refusal(*arguments)
+    assert re.search(says, refusal(*arguments))
 
 
 def test_a_trace_is_read_by_its_content_whatever_its_name_says_of_compression(tmp_path: Path) -> None:
@@ -383,7 +385,7 @@ def test_an_error_line_repeats_little_of_what_it_found(tmp_path: Path, content: 
 def test_names_on_the_command_line_are_shortened_and_an_empty_one_is_told() -> None:
     assert len(refusal("tune", "n" * 5000)) < 600
     assert len(refusal("machines", "n" * 5000)) < 300
-    assert "'' is no name; STEP is a trace (.json, .json.gz, .sqlite)" in refusal("tune", "")
+    assert "'' is empty; STEP must be a trace (.json, .json.gz, .sqlite)" in refusal("tune", "")
 
 
 def test_control_characters_of_a_machine_reach_no_terminal(tmp_path: Path) -> None:
@@ -392,4 +394,4 @@ def test_control_characters_of_a_machine_reach_no_terminal(tmp_path: Path) -> No
     save_machine(machine, path)
     path.write_text(path.read_text().replace(f'"{machine.title}"', '"\\u001b[31mred"'))
     line = refusal("machines", "x.toml", cwd=tmp_path)
-    assert "The title of a machine is at most 200 printable characters; found '\\x1b[31mred'" in line
+    assert "The title of a machine must have at most 200 printable characters; found '\\x1b[31mred'" in line

@@ -52,7 +52,7 @@ def test_a_timeline_of_a_function_is_refused_rather_than_not_written() -> None:
 @pytest.mark.parametrize("step", ["jobs..train:make_step", "train:1", "a:b:c"])
 def test_what_only_looks_like_a_function_is_none_for_any_command(command: str, step: str) -> None:
     message = refusal(command, step)
-    assert message.startswith(f"'{step}' does not exist, and functions are named as Python imports them")
+    assert message.startswith(f"'{step}' does not exist; a function is named as Python imports it")
     assert "as in jobs.train:make_step. Shipped workloads: cb_a2a_opt1, " in message
 
 

@@ -48,7 +48,7 @@ def test_an_empty_machine_name_is_not_taken_for_none() -> None:
 
 
 def test_a_trace_is_not_planned_for_another_gpu() -> None:
-    with pytest.raises(StepError, match="'NVIDIA H200', which are no guide to 'h100'"):
+    with pytest.raises(StepError, match="'NVIDIA H200', which do not apply to 'h100'"):
         load_job(MOE, "h100")
 
 

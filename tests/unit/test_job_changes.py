@@ -50,7 +50,7 @@ def buckets(num: int, lone_us: float, compute_us: float) -> list[Operation]:
 def test_a_collective_between_two_matmuls_of_one_stream_could_run_beside_the_second() -> None:
     found = changes(matmul(100.0), all_reduce(80.0, stream=1), matmul(100.0), matmul(100.0))
     (change,) = found.helpful
-    assert "all_reduce on a stream of its own" in change.change
+    assert "all_reduce on a separate stream" in change.change
     assert change.baseline_us == pytest.approx(380.0, rel=0.01)
     assert change.changed_us == pytest.approx(300.0, rel=0.03)
 

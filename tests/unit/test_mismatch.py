@@ -86,7 +86,7 @@ CONTROL, NAMED = ("directives", 0, "controls", 0), "directives[0].controls[0]"
             1,
             f"{NAMED} has no field 'prioritty'. Did you mean 'priority'? Correct or remove it.",
         ),
-        (Plan, (*CONTROL, "x"), 1, f"{NAMED} has no field 'x'. Remove it; it may have priority."),
+        (Plan, (*CONTROL, "x"), 1, f"{NAMED} has no field 'x'. Remove it; the known fields are priority."),
         (Plan, ("verdict",), "MAYBE", "verdict must be one of 'GAIN', 'NO_GAIN', 'UNKNOWN'; found 'MAYBE'. Correct it."),
         (Plan, ("verdict",), 3, "verdict must be one of 'GAIN', 'NO_GAIN', 'UNKNOWN'; found 3. Correct it."),
         (Plan, ("step_name",), "y" * 50, None),
@@ -210,4 +210,6 @@ def test_what_a_value_says_of_itself_comes_with_its_place(tmp_path: Path) -> Non
     file.write_bytes(msgspec.toml.encode(changed(PLAN, *CONTROL, "priority", to=3)))
     with pytest.raises(CounterpointError) as caught:
         read_toml(file, Plan, CounterpointError)
-    assert str(caught.value) == (f"{file}: directives[0].controls[0]: A priority is 0 or lower (lower is greater); found 3.")
+    assert str(caught.value) == (
+        f"{file}: directives[0].controls[0]: A priority must be 0 or lower (a lower number is a higher priority); found 3."
+    )

@@ -49,7 +49,9 @@ def test_a_step_tells_the_sizes_that_a_name_means_and_what_cannot_be_told_apart(
     plan = Plan(verdict="GAIN", directives=(directive(Match(name="b"), FEW),))
     found = tuner_file(plan, step)
     assert [(line.least_bytes, line.most_bytes) for line in found.lines] == [(32, 32), (64, 64)]
-    assert found.left_out == ("other all_gather of 64 bytes, which a tuner plugin cannot tell apart, get the same CTAs",)
+    assert found.left_out == (
+        "other all_gather of 64 bytes get the same CTAs, because a tuner plugin cannot tell them apart",
+    )
     with pytest.raises(PlanError, match="Add --step TRACE"):
         tuner_file(plan)
 

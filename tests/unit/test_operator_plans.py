@@ -87,7 +87,7 @@ def test_the_reason_gives_the_times_of_the_schedule_of_sequential_and_of_the_est
         "measured: one takes 800 us against 1 ms sequential and 900 us as estimated (other) (spread 0.8 %)"
     )
     assert tuned(found, estimated=1, chosen=1).reason() == (
-        "measured: one takes 800 us against 1 ms sequential, the estimate's pick, too (spread 0.8 %)"
+        "measured: one takes 800 us against 1 ms sequential, also the estimate's pick (spread 0.8 %)"
     )
     assert "sequential, the estimate's pick (spread" in tuned(found, estimated=0, chosen=1).reason()
 
@@ -97,7 +97,7 @@ def test_where_sequential_stays_the_reason_says_how_near_the_others_came() -> No
     assert tuned(slower).reason() == "measured: sequential takes 1 ms; the fastest schedule (one) takes 1.1 ms"
     noisy = [measured("sequential", 1.0, 0.01), measured("one", 0.98, 0.03)]
     assert tuned(noisy).reason().endswith("(one) takes 980 us, 2.0 % less, and 2.0 % has to be proven")
-    assert tuned([measured("sequential", 1.0, 0.01)]).reason().endswith("no schedule was measured beside it")
+    assert tuned([measured("sequential", 1.0, 0.01)]).reason().endswith("no other schedule was measured")
     plan = plan_of([tuned(slower), tuned(noisy)], "h200").plan
     assert (plan.verdict, plan.summary) == (
         "NO_GAIN",
@@ -162,13 +162,13 @@ def test_nothing_but_operators_takes_a_copy_schedule_and_the_line_says_who_does(
 def test_simulating_or_running_a_plan_of_schedules_is_one_line(before: list[str], after: list[str], tmp_path: Path) -> None:
     save_plan(OF_OPERATORS, tmp_path / "plan.toml")
     line = refusal(*before, "--plan", tmp_path / "plan.toml", *after)
-    assert "it is for operators: counterpoint.ops.use_plan takes it" in line
+    assert "it is for operators: pass the plan to counterpoint.ops.use_plan" in line
 
 
 @pytest.mark.parametrize("found", [None, "schedules.toml", Path("schedules.toml")])
 def test_what_is_no_plan_is_not_put_in_force_and_the_line_says_how_to_read_one(found: object) -> None:
     ops = pytest.importorskip("counterpoint.ops")
-    with pytest.raises(PlanError, match=r"use_plan takes a plan; found a \w+\. Read a file by counterpoint\.load_plan"):
+    with pytest.raises(PlanError, match=r"use_plan takes a Plan; found a value of type \w+\. Read a file"):
         ops.use_plan(found)
 
 
@@ -212,7 +212,7 @@ SIZES = ("--rows", "8192", "--inner", "4096", "--columns", "3584")
             ("all_gather_matmul", *SIZES),
             ["this process is alone", "torchrun --nproc-per-node W -m", "schedule show estimates"],
         ),
-        (("all_gather_matmul", *SIZES, "-o", "plan.json"), ["Plans are TOML; found the name plan.json"]),
+        (("all_gather_matmul", *SIZES, "-o", "plan.json"), ["A plan file must end in .toml; found 'plan.json'"]),
         (("all_gather_matmul", *SIZES, "-o", "no/such/plan.toml"), ["the folder", "does not exist"]),
         (("all_gather_matmul", *SIZES, "--rows", "0"), ["--rows must be from 1 to", "found 0"]),
         (("all_gather_matmul", *SIZES[:4]), ["Missing option '--columns'"]),

@@ -30,12 +30,12 @@ def test_a_plan_in_force_names_the_schedules_of_the_calls_that_name_none(tmp_pat
 
 def test_plans_that_differ_or_do_not_fit_are_one_line_on_every_rank_and_the_next_plan_works(tmp_path: Path) -> None:
     wanted = {
-        "other schedules": "The ranks go by different plans in all_gather_matmul of (24, 7) @ (7, 5) float64: rank 0 by",
+        "other schedules": "The ranks use different plans in all_gather_matmul of (24, 7) @ (7, 5) float64: rank 0 uses",
         "one without": "rank 0 by none, rank 1 by",
         "named": "takes the pattern one_peer or all_peers; found 'ring'",
         "unfit": "Directive 1 of the plan is not for all_gather_matmul backward of (24, 7) @ (7, 5) float64: ",
         "after all that": "ok",
-        "other machine": "the plan in force was measured on 'b200', and this GPU is of 'h200'",
+        "other machine": "the current plan was measured on 'b200', but this GPU belongs to 'h200'",
     }
     for lines in lines_of(run_ranks("operator_plans", 2, "different", "other_machine", folder=tmp_path)):
         found = said(lines)
@@ -65,19 +65,17 @@ def test_the_slowest_rank_counts_and_where_nothing_is_faster_sequential_is_kept(
 
 
 def test_other_results_than_those_of_sequential_are_one_line_on_every_rank(tmp_path: Path) -> None:
-    wanted = {
-        "wrong": "gives other results for all_gather_matmul of (24, 7) @ (7, 5) float64 on 2 ranks than sequential: ",
-        "after it": "ok",
-        "idle": "gives other results for all_gather_matmul of (24, 7) @ (7, 5) float64 on 2 ranks than sequential: inf of",
-        "late": "gives other results for all_gather_matmul of (24, 7) @ (7, 5) float64 on 2 ranks than sequential: inf of",
-    }
+    differs = (
+        "gives wrong results for all_gather_matmul of (24, 7) @ (7, 5) float64 on 2 ranks: they differ from sequential by "
+    )
+    wanted = {"wrong": differs, "after it": "ok", "idle": f"{differs}inf of", "late": f"{differs}inf of"}
     for lines in lines_of(run_ranks("operator_plans", 2, "wrong", "idle", "late", folder=tmp_path)):
         assert_says(said(lines), wanted)
 
 
 def test_the_command_measures_both_passes_prints_them_on_one_rank_and_writes_the_plan(tmp_path: Path) -> None:
     first, second = lines_of(run_ranks("operator_plans", 2, "command", folder=tmp_path))
-    refusal = "fp8: Operators multiply by torch.mm, which has no fp8. Measure one of bf16, fp16, fp32, fp64."
+    refusal = "fp8: Operators multiply by torch.mm, which does not support fp8. Measure one of bf16, fp16, fp32, fp64."
     assert second == [refusal]
     place = first.index(refusal)
     shown, written = "\n".join(first[:place]), "\n".join(first[place + 1 :])
@@ -95,7 +93,7 @@ def test_the_command_measures_both_passes_prints_them_on_one_rank_and_writes_the
 
 def test_what_cannot_be_tuned_is_one_line_on_every_rank(tmp_path: Path) -> None:
     wanted = {
-        "nothing ran": "the group has run none that leaves its schedule to the plan. Run a step first",
+        "nothing ran": "the group has run no call whose schedule the plan decides. Run a step first",
         "on CPUs": "The group runs on CPUs, where nothing overlaps",
         "other requests": "disagree: rank 0 calls tuning of all_gather_matmul of (8, 7) @ (7, 5) float64 on 2 ranks",
         "more requests": "The ranks disagree",
@@ -103,7 +101,7 @@ def test_what_cannot_be_tuned_is_one_line_on_every_rank(tmp_path: Path) -> None:
         "whole numbers": "floating-point types only; found torch.int64",
         "nothing copied": "matmul_all_reduce copies nothing in its backward pass",
         "no rows": "num_rows must be from 1 to",
-        "too large": "cannot be had",
+        "too large": "cannot be allocated",
         "after all that": "ok",
     }
     for lines in lines_of(run_ranks("operator_plans", 2, "cannot", folder=tmp_path)):

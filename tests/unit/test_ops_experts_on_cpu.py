@@ -26,14 +26,14 @@ def test_experts_give_what_they_define(num_ranks: int, sections: tuple[str, ...]
 
 def test_a_call_of_experts_that_cannot_be_made_is_one_line_on_every_rank_and_the_next_call_works(tmp_path: Path) -> None:
     says = {
-        "counts that do not add up": "Rank 1 of the group: expert_ffn needs counts from 0 on that add up to its 9 rows",
-        "negative counts": "found 9 in all and -1 as the least",
+        "counts that do not add up": "Rank 1 of the group: the counts of expert_ffn must be 0 or more and add up to its 9",
+        "negative counts": "found a sum of 9 and a least count of -1",
         "sizes differ": "The ranks disagree: rank 0 calls expert_ffn of experts (2, 2, 2, 6) float64, rank 1 calls",
         "schedules differ": "The ranks disagree",
         "a count is missing": "Rank 1 of the group: expert_ffn needs a count for each of 4 experts, 2 on each rank; found 3",
         "types differ": "Rank 1 of the group: expert_ffn needs operands of one type; found torch.float32 and torch.float64",
         "shapes do not fit": "Rank 1 of the group: expert_ffn takes w1 and w3 of (E, hidden, dim) and w2 of",
-        "no tensor": "Rank 1 of the group: expert_ffn takes tensors as tokens and weights; found one of type NoneType",
+        "no tensor": "Rank 1 of the group: expert_ffn takes tensors as tokens and weights; found a value of type NoneType",
         "biases are missing": "Rank 1 of the group: expert_ffn takes 2 biases, one for each weight or None; found 1.",
         "fp8 of other types": "of the group: expert_ffn in fp8 takes operands in bf16; found torch.float64. Convert them.",
         "a bias does not fit": "Rank 1 of the group: expert_ffn adds a bias of (2, 11) torch.float64 on cpu; found (",

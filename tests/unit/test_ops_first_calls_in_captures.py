@@ -15,7 +15,7 @@ runtime = pytest.importorskip("counterpoint.ops.runtime")
 streams = pytest.importorskip("counterpoint.ops.streams")
 
 CPU = torch.device("cpu")
-REFUSAL = "was never run before this capture, and what it needs cannot be made within one. Run it once before."
+REFUSAL = "has not run before this capture, and its first run cannot be captured. Run it once before."
 
 
 class Capture:
@@ -106,7 +106,7 @@ def test_a_groups_streams_are_made_once_for_each_name_and_priority(monkeypatch: 
         streams.stream_of.cache_clear()
 
 
-@pytest.mark.parametrize(("group", "words"), [(None, "no process group"), (5, "found one of type int")])
+@pytest.mark.parametrize(("group", "words"), [(None, "no process group"), (5, "found a value of type int")])
 def test_a_group_that_is_none_is_one_line(group: object, words: str) -> None:
     with pytest.raises(OperatorError, match=words) as caught:
         ops.all_gather_matmul(torch.ones(4, 4), torch.ones(4, 4), group)

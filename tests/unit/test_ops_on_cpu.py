@@ -52,25 +52,25 @@ def test_a_call_that_cannot_be_made_is_one_line_on_every_rank_and_the_next_call_
         "types differ": "Rank 1 of the group: all_gather_matmul needs operands of one type; found torch.float64",
         "types of ranks differ": "The ranks disagree",
         "inner sizes differ": "multiplies (rows, K) by (K, columns); found (4, 7) and (8, 5)",
-        "no weight": "Rank 1 of the group: all_gather_matmul needs a weight; found an empty list. Give one or more.",
+        "no weight": "Rank 1 of the group: all_gather_matmul needs a weight; found an empty list. Pass one or more.",
         "not a weight": "Rank 1 of the group: all_gather_matmul takes a tensor or several as its weight; number 1 is of",
         "not a matrix": "found (2, 4, 7) and (7, 5)",
         "a vector": "Rank 1 of the group: matmul_reduce_scatter multiplies (rows, K) by (K, columns); found (4, 7) and (5,)",
         "rows missing": "all_gather_matmul of 9 rows needs 5 of them on rank 0 of 2; found 4",
         "negative rows": "Rank 1 of the group: all_gather_matmul of -8 rows needs",
         "no such schedule": "takes the pattern one_peer or all_peers; found 'ring'",
-        "no shard": "Rank 1 of the group: all_gather_matmul takes a tensor as its shard; found one of type NoneType",
-        "no tensors": "Rank 1 of the group: matmul_all_reduce takes a tensor as its activation; found one of type NoneType",
-        "a list": "Rank 1 of the group: matmul_reduce_scatter takes a tensor as its activation; found one of type list",
-        "an array": "Rank 1 of the group: all_to_all_matmul takes a tensor as its tokens; found one of type ndarray. Give",
-        "a list of weights": "Rank 1 of the group: matmul_reduce_scatter takes a tensor as its weight; found one of",
+        "no shard": "Rank 1 of the group: all_gather_matmul takes a tensor as its shard; found a value of type NoneType",
+        "no tensors": "Rank 1 of the group: matmul_all_reduce takes a tensor as its activation; found a value of type None",
+        "a list": "Rank 1 of the group: matmul_reduce_scatter takes a tensor as its activation; found a value of type list",
+        "an array": "Rank 1 of the group: all_to_all_matmul takes a tensor as its tokens; found a value of type ndarray",
+        "a list of weights": "Rank 1 of the group: matmul_reduce_scatter takes a tensor as its weight; found a value",
         "no dimensions": "Rank 1 of the group: all_gather_matmul multiplies (rows, K) by (K, columns); found a tensor",
-        "rows in words": "Rank 1 of the group: all_gather_matmul takes a whole number as num_rows; found one of type str",
-        "rows in parts": "Rank 1 of the group: all_gather_matmul takes a whole number as num_rows; found one of type float",
+        "rows in words": "all_gather_matmul takes a whole number as num_rows; found a value of type str",
+        "rows in parts": "all_gather_matmul takes a whole number as num_rows; found a value of type float",
         "no memory": "Rank 1 of the group: Operators run on GPUs and CPUs; found a tensor on 'meta'. Move it",
-        "no group": "found one of type int. Give what new_group() or a mesh's get_group() returns",
-        "truth values": "all_gather_matmul multiplies by torch.mm, which has no torch.bool on this device. Convert both",
-        "eight bits": "matmul_all_reduce multiplies by torch.mm, which has no torch.float8_e4m3fn on this device.",
+        "no group": "found a value of type int. Pass what new_group() or a mesh's get_group() returns",
+        "truth values": "all_gather_matmul multiplies by torch.mm, which does not support torch.bool on this device",
+        "eight bits": "matmul_all_reduce multiplies by torch.mm, which does not support torch.float8_e4m3fn on this device.",
         "no rows": "Rank 0 of the group: matmul_reduce_scatter: num_rows must be from 1 to",
     }
     for lines in lines_of(run_ranks("operator_faults_on_cpu", 2, "faults", folder=tmp_path)):
@@ -116,7 +116,7 @@ def test_forward_mode_derivatives_and_vmap_are_refused_in_one_line(tmp_path: Pat
 @pytest.mark.parametrize(
     ("fault", "says"),
     [
-        ("stays_away", "counterpoint: Rank 1 did not come to the same call within 2 s, or ended. Look"),
+        ("stays_away", "counterpoint: Rank 1 did not reach the same call within 2 s, or ended. Look"),
         ("dies", "counterpoint: Rank 1 of the group did not exchange its rows in time, or ended. Look"),
     ],
 )
@@ -132,7 +132,7 @@ def test_a_rank_that_is_not_there_is_one_line_and_no_hang(
 
 
 START_AGAIN = "start all ranks again."
-MISSED = "did not come to all_gather_matmul in time, or ended"
+MISSED = "did not reach all_gather_matmul in time, or ended"
 
 
 def test_after_a_time_out_every_later_comparison_is_refused_at_once_and_none_is_false(
@@ -144,7 +144,7 @@ def test_after_a_time_out_every_later_comparison_is_refused_at_once_and_none_is_
     )
     assert first["apart"] == f"A rank of the group {MISSED}. Look at the other ranks' output, and {START_AGAIN}"
     assert first["apart comes from"] == "RuntimeError"
-    by_itself = f"Rank 0 did not come to the same call within 2 s, or ended. Look at its output, and {START_AGAIN}"
+    by_itself = f"Rank 0 did not reach the same call within 2 s, or ended. Look at its output, and {START_AGAIN}"
     by_rank_0 = f"The ranks of the group are out of step since rank 0 gave up: a rank of the group {MISSED}. Start all"
     assert second["apart"].startswith((by_itself, by_rank_0)), "both time-outs end at one time"
     for found in (first, second):
@@ -159,8 +159,8 @@ def test_a_rank_that_gives_up_tells_those_that_wait_and_those_that_come_and_rele
 ) -> None:
     monkeypatch.setenv("LIMIT_S", "4")
     found = [said(lines) for lines in lines_of(run_ranks("operator_faults_on_cpu", 3, "gives_up", folder=tmp_path))]
-    assert found[1]["late"].startswith("Rank 0 did not come to the same call within 4 s, or ended. Look at its output")
-    why = "rank 1 gave up: rank 0 did not come to the same call within 4 s, or ended"
+    assert found[1]["late"].startswith("Rank 0 did not reach the same call within 4 s, or ended. Look at its output")
+    why = "rank 1 gave up: rank 0 did not reach the same call within 4 s, or ended"
     wanted = f"The ranks of the group are out of step since {why}. S{START_AGAIN[1:]}"
     assert found[2]["late"] == wanted, "woken by rank 1, before its own time-out"
     for lines in found:

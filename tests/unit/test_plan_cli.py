@@ -23,7 +23,7 @@ FIRST = Plan(
     summary="both: 10 ms to 9 ms",
     expectation=Expectation(origin="simulated", baseline_us=10_000.0, planned_us=9_000.0),
     directives=(COPIES, HOLD),
-    refusals=(Refusal(control="priority", target="18 collectives", reason="alone it does not change the step"),),
+    refusals=(Refusal(control="priority", target="18 collectives", reason="no effect when used alone"),),
 )
 SECOND = replace(
     FIRST,
@@ -65,7 +65,7 @@ def test_a_plan_without_directives_says_that_it_leaves_everything_as_it_is(tmp_p
     files(tmp_path, Plan(summary="nothing pays"))
     said = counterpoint("plan", "show", "0.toml", cwd=tmp_path).stdout
     assert "NO_GAIN  nothing pays" in said
-    assert "no directive: it leaves everything as it is" in said
+    assert "no directives: this plan changes nothing" in said
     assert "to apply" not in said
 
 
@@ -89,7 +89,7 @@ def test_what_differs_is_told_and_what_only_one_of_them_has(tmp_path: Path) -> N
     [
         (FIRST, "the plans are the same\n"),
         (replace(FIRST, refusals=()), "the plans hold the same controls; "),
-        (replace(FIRST, directives=(HOLD, COPIES)), "the plans hold the same controls; the order of directives"),
+        (replace(FIRST, directives=(HOLD, COPIES)), "the plans hold the same controls; only the order of directives"),
     ],
 )
 def test_plans_of_the_same_controls(tmp_path: Path, other: Plan, says: str) -> None:

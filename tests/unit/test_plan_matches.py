@@ -129,14 +129,14 @@ def test_a_plan_that_a_step_fits_in_part_says_which_numbers_are_nothing_here() -
     shorter = step_of(*STEP.operations[:6])
     plan = plan_for(STEP, 4, 6)
     plan.check_step(shorter)
-    assert "Directive 0: this step has 2 of 'a', so numbers 2 are nothing here." in plan.remarks_on(shorter)
+    assert "Directive 0: this step has 2 of 'a', so numbers 2 match nothing here." in plan.remarks_on(shorter)
 
 
 @pytest.mark.parametrize(
     ("plan", "says"),
     [
         (plan_for(STEP, 3), "Directive 0 of the plan matches none of the 1 operations of step 'toy'"),
-        (plan_for(STEP, 4, 6), "Directive 0 of the plan means number 1 of 'a', and step 'toy' has 1 of them"),
+        (plan_for(STEP, 4, 6), "Directive 0 of the plan names number 1 of 'a', and step 'toy' has 1 of them"),
         (replace(plan_for(STEP, 0), directives=()), "was made for step 'first run'"),
         (
             Plan(
@@ -157,7 +157,7 @@ def test_a_plan_of_another_step_is_refused_where_a_directive_would_do_nothing_or
 
 def test_in_a_plan_by_hand_an_ordinal_that_the_step_lacks_is_refused_with_those_that_it_has() -> None:
     directive = Directive(match=Match(name="a", ordinals=(0, 3)), controls=(HOLD,), reason="test")
-    with pytest.raises(PlanError, match="means number 3 of 'a', and step 'toy' has 3 of them, numbers 0 to 2"):
+    with pytest.raises(PlanError, match="names number 3 of 'a', and step 'toy' has 3 of them, numbers 0 to 2"):
         Plan(directives=(directive,)).check_step(STEP)
 
 

@@ -38,14 +38,14 @@ def usual_cap() -> ResidencyCap:
     ("kind", "controls", "says"),
     [
         ("communication", (), "Directive 0 holds no control."),
-        ("communication", (Priority(priority=0),), "Directive 0: priority 0 does nothing to all"),
-        ("communication", (Transport(transport="sm"),), "Directive 0: transport sm does nothing to all"),
-        ("communication", (CommunicationCtas(max_ctas=64),), "Directive 0: at most 64 CTAs does nothing to all"),
+        ("communication", (Priority(priority=0),), "Directive 0: priority 0 has no effect on all"),
+        ("communication", (Transport(transport="sm"),), "Directive 0: transport sm has no effect on all"),
+        ("communication", (CommunicationCtas(max_ctas=64),), "Directive 0: at most 64 CTAs has no effect on all"),
         ("computation", (usual_cap(),), "Directive 0: cap of 8 CTAs per SM"),
     ],
 )
 def test_a_plan_of_nothing_but_idle_controls_is_refused(kind: str, controls: tuple[Control, ...], says: str) -> None:
-    with pytest.raises(PlanError, match=r"The plan does nothing to step .* Correct the plan, or leave it out\.") as caught:
+    with pytest.raises(PlanError, match=r"The plan has no effect on step .* Correct the plan, or leave it out\.") as caught:
         review_plan(STEP, H200, plan_by_hand((kind, controls)))
     assert says in str(caught.value)
 
@@ -53,7 +53,7 @@ def test_a_plan_of_nothing_but_idle_controls_is_refused(kind: str, controls: tup
 def test_beside_a_control_that_takes_effect_an_idle_one_is_a_note() -> None:
     plan = plan_by_hand(("communication", (ACTIVE,)), ("communication", (CommunicationCtas(max_ctas=64),)))
     (note,) = review_plan(STEP, H200, plan)
-    assert note.startswith("Directive 1: at most 64 CTAs does nothing to all")
+    assert note.startswith("Directive 1: at most 64 CTAs has no effect on all")
     assert review_plan(STEP, H200, plan_by_hand(("communication", (ACTIVE,)))) == ()
     assert review_plan(STEP, H200, Plan()) == ()
 
@@ -61,16 +61,16 @@ def test_beside_a_control_that_takes_effect_an_idle_one_is_a_note() -> None:
 def test_of_two_directives_that_differ_the_last_counts_and_the_note_says_so() -> None:
     plan = plan_by_hand(("communication", (ACTIVE,)), ("communication", (Priority(priority=-3),)))
     (note,) = review_plan(STEP, H200, plan)
-    assert note.startswith("Directive 0: priority -5 does not count for")
-    assert note.endswith("operations: directive 1 says priority -3, and the last one counts.")
+    assert note.startswith("Directive 0: priority -5 has no effect on")
+    assert note.endswith("operations: directive 1 replaces it with priority -3, because the last one counts.")
     (again,) = review_plan(STEP, H200, plan_by_hand(*[("communication", (ACTIVE,))] * 2))
-    assert again.startswith("Directive 0: priority -5 is said again by directive 1")
+    assert again.startswith("Directive 0: priority -5 is repeated by directive 1")
 
 
 def test_simulate_says_what_is_idle_and_refuses_a_plan_that_is_all_idle(tmp_path: Path) -> None:
     head = '[[directives]]\nreason = "x"\nmatch = { kind = "%s" }\ncontrols = [%s]\n'
     (tmp_path / "idle.toml").write_text(head % ("communication", '{ control = "communication_ctas", max_ctas = 64 }'))
-    assert "The plan does nothing" in refusal("simulate", "cb_ar_opt2", "--plan", "idle.toml", cwd=tmp_path)
+    assert "The plan has no effect" in refusal("simulate", "cb_ar_opt2", "--plan", "idle.toml", cwd=tmp_path)
     (tmp_path / "same.toml").write_text(head % ("computation", '{ control = "priority", priority = -5 }'))
     done = counterpoint("simulate", "cb_ar_opt2", "--plan", "same.toml", cwd=tmp_path, COLUMNS="200")
     assert done.returncode == 0
@@ -89,7 +89,9 @@ def test_a_step_may_not_ask_copy_engines_to_reduce(kind: str, tmp_path: Path) ->
 
 
 def test_a_machine_that_was_never_measured_says_so_in_text_and_in_json() -> None:
-    says = "NVIDIA L40S: never compared with hardware; the simulator's constants are scaled from NVIDIA H200: assumed,"
+    says = (
+        "NVIDIA L40S: never compared with hardware; the simulator's constants are assumed: they are scaled from NVIDIA H200,"
+    )
     assert load_machine("l40s").device_names == ("NVIDIA L40S",)
     for more in ((), ("--json",)):
         other = counterpoint("simulate", "mb_ar_opt1", "--machine", "l40s", *more, COLUMNS="200")
@@ -105,4 +107,4 @@ def test_a_step_without_communication_says_so(tmp_path: Path) -> None:
         "registers_per_thread = 32\nlone_us = 10.0\n"
     )
     done = counterpoint("tune", "w.toml", cwd=tmp_path, COLUMNS="200")
-    assert "The step holds no communication, so there is nothing to hide" in done.stdout, done.stderr
+    assert "This step holds no communication, so there is nothing to hide" in done.stdout, done.stderr

@@ -276,7 +276,7 @@ def test_a_candidate_without_memory_is_dropped_with_the_reason_and_the_others_ar
 
 def test_without_memory_for_the_step_as_it_is_there_is_one_clear_error() -> None:
     double = captured(taking({}), faults=Faults(lacks_memory_for=lambda graph: not graph.edits))
-    with pytest.raises(DeviceError, match=r"cannot be replayed as it was captured.*OUT_OF_MEMORY") as caught:
+    with pytest.raises(DeviceError, match=r"captured step cannot be replayed unchanged.*OUT_OF_MEMORY") as caught:
         tune_measured(double, H200)
     assert "\n" not in str(caught.value)
     assert double.replays == []
@@ -358,7 +358,7 @@ def test_a_candidate_that_one_rank_has_no_memory_for_is_dropped_on_both() -> Non
     assert labels(first) == labels(second)
     assert "priority" not in labels(first)
     assert controls_of(first.plan) == controls_of(second.plan) == {"head_start"}
-    assert refused(first, "priority")[-1] == "it cannot be made ready on another rank; see that rank's output"
+    assert refused(first, "priority")[-1] == "another rank cannot prepare it; see that rank's output"
     assert "OUT_OF_MEMORY" in refused(second, "priority")[-1]
     assert [double.graph.log.num_open() for double in doubles] == [0, 0]
 

@@ -95,7 +95,7 @@ def test_beside_light_kernels_only_kernels_that_a_collective_waits_for_are_cappe
 
 @pytest.mark.parametrize(
     ("lone_us", "plan", "reason"),
-    [(500.0, LEAVE_IT, "beside 1 of 16 CTAs per SM only"), (500.0, LIGHT, "Its CTAs leave after")],
+    [(500.0, LEAVE_IT, "beside only 1 of the kernel's 16 CTAs per SM"), (500.0, LIGHT, "Each CTA of the kernel ends after")],
     ids=["a cap that takes most CTAs", "short CTAs"],
 )
 def test_a_cap_that_never_paid_where_it_was_measured_is_refused(lone_us: float, plan: Plan, reason: str) -> None:
@@ -163,7 +163,7 @@ def test_priority_is_refused_on_amd_with_the_variable_that_turns_it_on() -> None
 def test_copies_are_refused_for_a_reduction_to_one_rank() -> None:
     found = proposed(step(kernel("before"), collective(0, "reduce")))
     assert "transport" not in families(found)
-    assert refused(found, "transport") == [("reduce", "it reduces to one rank, and no integration does that by copies")]
+    assert refused(found, "transport") == [("reduce", "it reduces to one rank; no integration does that by copies")]
 
 
 @pytest.mark.parametrize("kind", ["all_reduce", "reduce_scatter"])
@@ -201,7 +201,7 @@ def test_copy_engines_are_tried_for_collectives_that_only_move_data(kind: str) -
 @pytest.mark.parametrize(
     ("kind", "num_bytes", "says"),
     [
-        ("all_gather", 0, "size is not known"),
+        ("all_gather", 0, "size is unknown"),
         ("all_gather", 4 * (16 << 20) - 1, "less than 16 MiB to a rank"),
         ("all_gather", 4 * (16 << 20), None),
         ("send_recv", (16 << 20) - 1, "less than 16 MiB to a rank"),
@@ -222,7 +222,7 @@ def test_a_library_without_a_limit_on_its_ctas_is_not_given_one() -> None:
     made_up = step(kernel("before", lone_us=50), kernel("beside"), custom, kernel("after"))
     found = proposed(made_up)
     assert "communication_ctas" not in families(found)
-    assert refused(found, "communication_ctas") == [("all collectives", "only NCCL and RCCL take a limit on their CTAs")]
+    assert refused(found, "communication_ctas") == [("all collectives", "only NCCL and RCCL accept a limit on their CTAs")]
 
 
 @pytest.mark.parametrize(
@@ -312,5 +312,5 @@ def test_where_a_turned_race_brings_on_the_next_all_of_them_get_a_head_start() -
     alone = {trial.label: trial.makespan_us for trial in tuning.trials if trial.families == ("head_start",)}
     without = tuning.trials[0].makespan_us
     assert alone["head start 5 us"] > 0.99 * without
-    assert alone["head start 5 us in every race"] < 0.98 * without
+    assert alone["head start 5 us in all possible races"] < 0.98 * without
     assert any(part.match.kind == "computation" for part in tuning.plan.directives)

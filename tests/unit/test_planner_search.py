@@ -83,20 +83,20 @@ def test_no_gain_means_an_empty_plan_the_baseline_twice_and_the_figure_that_was_
     assert tuning.plan.directives == ()
     assert tuning.planned == tuning.baseline
     assert tuning.plan.expectation.planned_us == tuning.plan.expectation.baseline_us == BASELINE_US
-    assert "(priority) would save 0.50 %, less than the 1.0 %" in tuning.plan.summary
+    assert "(priority) saves 0.50 %, below the 1.0 %" in tuning.plan.summary
     assert "leave it as it is" in tuning.plan.summary
 
 
 def test_a_gain_just_under_the_threshold_is_not_printed_as_the_threshold() -> None:
     tuning, _ = tuned({plan("priority"): BASELINE_US * (1 - 0.0096)})
-    assert "would save 0.96 %, less than the 1.0 %" in tuning.plan.summary
+    assert "saves 0.96 %, below the 1.0 %" in tuning.plan.summary
 
 
 def test_candidates_that_only_slow_the_step_down_leave_it_as_it_is() -> None:
     tuning, _ = tuned({plan(): BASELINE_US}, otherwise=250.0)
     assert tuning.plan.summary == "no control shortens this step; leave it as it is"
     (priority,) = [refusal for refusal in tuning.plan.refusals if refusal.control == "priority"]
-    assert (priority.target, priority.reason) == ("1 collective", "alone it lengthens the step by 25.0 %")
+    assert (priority.target, priority.reason) == ("1 collective", "25.0 % slower when used alone")
 
 
 def test_directives_that_do_not_matter_are_dropped() -> None:
@@ -121,9 +121,9 @@ def test_what_was_tried_and_left_out_is_refused_with_its_best_figure() -> None:
         "own_stream",
     }
     assert refusals["communication_ctas"].reason == (
-        "alone (8 communication CTAs) it shortens the step by 2.0 % and adds too little to the plan"
+        "2.0 % faster when used alone (8 communication CTAs), but adds less than 0.5 % to the plan"
     )
-    assert refusals["priority"].reason == "alone it does not change the step"
+    assert refusals["priority"].reason == "no effect when used alone"
 
 
 def test_every_distinct_candidate_is_told_once_the_baseline_first() -> None:

@@ -22,7 +22,7 @@ def test_other_formats_and_too_many_sweeps_are_refused(tmp_path: Path, monkeypat
     with pytest.raises(CounterpointError, match=r"--plot writes \.svg, \.png, \.pdf; found 'sweep\.txt'"):
         plots.check_plot(Path("sweep.txt"))
     sweep = simulate_sweep(paper_description("cb_ar_opt1"), load_machine("a40"), "types", ("bf16",))
-    with pytest.raises(CounterpointError, match="A plot holds 32 sweeps at most; found 33"):
+    with pytest.raises(CounterpointError, match="A plot shows at most 32 sweeps; found 33"):
         plots.draw_sweeps([sweep] * 33, tmp_path / "sweep.svg", "none")
 
 

@@ -100,7 +100,7 @@ def test_a_rank_without_a_gpu_goes_on_and_leaves_it_to_the_supervisor_to_say_so(
     record = read_record(tmp_path)
     assert record is not None
     assert record.stage == "stopped"
-    assert "launched nothing on a GPU" in record.notes[0]
+    assert "launched no GPU kernel" in record.notes[0]
 
 
 def test_a_rank_whose_standard_error_is_closed_goes_on(tmp_path: Path) -> None:

@@ -133,7 +133,7 @@ def test_a_job_that_is_started_again_keeps_the_plan_found_before(driver: Path, t
     assert ended.returncode == 3, ended.stderr
     assert load_plan(found).verdict == "GAIN"
     assert any("ended after 20 steps" in line and "decided before is kept" in line for line in own_lines(ended))
-    assert "it was not in force in this process" in own_lines(ended)[-1]
+    assert "it was not applied in this process" in own_lines(ended)[-1]
     assert "no launch matched" not in ended.stderr
 
 
@@ -143,7 +143,7 @@ def test_ranks_that_cannot_agree_leave_the_job_as_it_was_and_fail_strict(driver:
     assert (ended.returncode, ended.stdout) == (3, "[-5, 0, 0, 0, 0]\n"), ended.stderr
     row = next(line for line in ended.stderr.splitlines() if line.startswith("priority"))
     assert "1 of 1" in row, "what was changed before is not forgotten"
-    assert "strict: rank 0 neither tunes nor guards" in own_lines(ended)[-1]
+    assert "strict: rank 0 does not tune or guard" in own_lines(ended)[-1]
 
 
 def test_several_optimizers_make_one_step(driver: Path, tmp_path: Path) -> None:
@@ -187,20 +187,23 @@ def test_a_cap_is_verified_by_the_drivers_occupancy(driver: Path, tmp_path: Path
 def test_controls_that_are_no_launches_are_settings_or_refused(driver: Path, tmp_path: Path) -> None:
     limit = plan_of(tmp_path / "limit.toml", Match(kind="communication"), CommunicationCtas(max_ctas=8))
     ended = run("--plan", limit, "--", *TORCHRUN, JOB, driver, "--steps", "2")
-    assert "the process group was made with other limits" in ended.stderr, "the double's collective has 24 CTAs"
+    assert "the process group was created with other limits" in ended.stderr, "the double's collective has 24 CTAs"
 
 
 def test_a_plan_of_which_nothing_can_be_applied_is_refused_before_the_job_starts(tmp_path: Path) -> None:
     collectives, copies = Match(kind="communication"), Match(kind="copy", name="Memcpy*")
     for plan, words in (
-        (plan_of(tmp_path / "streams.toml", collectives, OwnStream()), "issue the collective with async_op=True there"),
-        (plan_of(tmp_path / "copies.toml", copies, Priority(priority=-5)), "it is for copies"),
+        (
+            plan_of(tmp_path / "streams.toml", collectives, OwnStream()),
+            "in the job, issue the collective with async_op=True",
+        ),
+        (plan_of(tmp_path / "copies.toml", copies, Priority(priority=-5)), "it matches copies"),
     ):
         for options in ((), ("--tune",)):
             ended = run("--plan", plan, *options, "--", "echo", "started")
             assert (ended.returncode, ended.stdout) == (2, ""), ended.stderr
             assert len(ended.stderr.splitlines()) == 1
-            assert "can apply nothing of this plan" in ended.stderr
+            assert "can apply no control of this plan" in ended.stderr
             assert words in ended.stderr
 
 
@@ -223,7 +226,7 @@ def test_a_plan_that_can_be_applied_in_part_says_at_the_start_what_is_left_out(d
     assert ended.returncode == 3
     assert ended.stdout == "[-5, -5, -5]\n"
     lines = ended.stderr.splitlines()
-    assert "does not apply everything" in lines[0]
+    assert "does not apply all of this plan" in lines[0]
     assert "async_op=True" in lines[0]
     assert lines[1] == "began"
     assert "only the job knows what needs the result" in " ".join(ended.stderr.split("began")[1].split())
@@ -238,7 +241,7 @@ def test_a_job_that_launches_nothing_on_a_gpu_is_told_so_in_one_line(tmp_path: P
     for options in (("--tune",), ("--plan", priority_plan(tmp_path))):
         ended = run(*options, "--", sys.executable, script, RANK="0")
         assert (ended.returncode, len(ended.stderr.splitlines())) == (0, 1), ended.stderr
-        assert "no process of the command launched a kernel on a GPU" in ended.stderr
+        assert "no process of the command launched a GPU kernel" in ended.stderr
 
 
 def test_a_failing_rank_gives_its_jobs_own_status_also_under_strict(driver: Path, tmp_path: Path) -> None:
@@ -300,7 +303,7 @@ def test_a_child_that_clears_its_environment_is_named_in_one_line(tmp_path: Path
 
 def test_an_example_runs_the_same_under_tuning_on_cpus() -> None:
     small = ["--device", "cpu", "--width", "64", "--tokens", "32", "--steps", "20", "--layers", "2", "--buckets", "2"]
-    example = ROOT / "examples" / "starved.py"
+    example = ROOT / "benchmarks" / "jobs" / "starved.py"
     losses = []
     for prefix in ([], [str(COUNTERPOINT), "run", "--tune", "--"]):
         ended = subprocess.run(

@@ -158,17 +158,16 @@ def test_a_model_with_a_hook_of_its_own_is_refused_with_the_reason_and_computes_
     assert results(ended.stdout)["ddp:hook"][0] == references(2)["ddp:"][0], "this hook averages as DDP does without one"
     lines = [line for line in ended.stderr.splitlines() if line.startswith("counterpoint:")]
     assert (
-        sum("all-reduces stay as they are: rank 0: The model has a communication hook already" in line for line in lines)
-        == 1
+        sum("all-reduces stay unchanged: rank 0: The model already has a communication hook" in line for line in lines) == 1
     )
-    assert "strict: transport on 'all-reduces' is refused: rank 0: The model has a communication hook already" in lines[-1]
+    assert "strict: transport on 'all-reduces' is refused: rank 0: The model already has a communication hook" in lines[-1]
 
 
 @pytest.mark.parametrize(
     ("variant", "line"),
     [
-        ("broken", "all-reduces stay as they are: rank 1 could not look for models: KeyError: 'a module'"),
-        ("late", "1 DDP model came after the first step, so its collectives stay as they are"),
+        ("broken", "all-reduces stay unchanged: rank 1 could not look for models: KeyError: 'a module'"),
+        ("late", "1 DDP model was created after the first step, so its collectives are not changed"),
     ],
 )
 def test_what_cannot_be_taken_is_said_once_and_the_job_goes_on(
@@ -191,4 +190,4 @@ def test_bitwise_refuses_a_plan_of_sums_before_the_job_starts(kind: str, tmp_pat
     ended = start(COUNTERPOINT, "run", "--bitwise", "--plan", plan_for(kind, tmp_path), "--", "echo", "started")
     assert (ended.returncode, ended.stdout) == (2, ""), ended.stderr
     assert len(ended.stderr.splitlines()) == 1
-    assert "--bitwise excludes what sums in another order" in ended.stderr
+    assert "--bitwise excludes controls that sum in another order" in ended.stderr

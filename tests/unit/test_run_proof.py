@@ -63,7 +63,7 @@ def plan_of(*controls: Control, match: Match = Match(kind="communication")) -> P
     ("rule", "counters", "found"),
     [
         (CAP, RuleCounters(num_matched=4, num_capped=4, residency_found=1), ("verified", "1 CTA per SM", "")),
-        (CAP, RuleCounters(num_matched=4, num_capped=4, residency_found=3), ("failed", "3 CTAs per SM", "more CTAs live")),
+        (CAP, RuleCounters(num_matched=4, num_capped=4, residency_found=3), ("failed", "3 CTAs per SM", "allows more CTAs")),
         (CAP, RuleCounters(num_matched=4, num_refused=4, refusal="too big"), ("refused", "", "too big")),
         (CAP, RuleCounters(), ("failed", "", "no launch matched")),
         (PRIORITY, RuleCounters(num_matched=4, num_prioritized=3), ("verified", "priority -5", "")),
@@ -120,7 +120,7 @@ def test_a_trial_of_the_same_table_does_not_prove_a_plan_that_was_decided_in_an_
     for last in (trial, idle):
         (applied,) = prove_setting(last, Plan(), setting, Totals(), is_tuned=True).applied
         assert applied.engagement.state == "failed"
-        assert "it was not in force in this process" in applied.engagement.reason
+        assert "it was not applied in this process" in applied.engagement.reason
         assert (applied.num_matched, applied.num_applied) == (0, 0)
     decided_here = prove_setting(trial, Plan(), setting, Totals(setting=setting), is_tuned=True)
     given = prove_setting(trial, Plan(), setting, Totals(), is_tuned=False)
@@ -192,7 +192,7 @@ def test_a_setting_of_the_user_is_not_overwritten(tmp_path: Path) -> None:
 
 
 def test_two_limits_in_one_plan_are_refused_and_one_for_some_collectives_is_remarked() -> None:
-    with pytest.raises(PlanError, match="takes one for the whole process"):
+    with pytest.raises(PlanError, match="takes one value for the whole process"):
         plan_variables(plan_of(CommunicationCtas(max_ctas=8), CommunicationCtas(max_ctas=16)))
     some = plan_of(CommunicationCtas(max_ctas=8), match=Match(kind="communication", operations=(3,)))
     assert "NCCL_MAX_CTAS" in variable_remarks(some)[0]
@@ -235,7 +235,7 @@ def test_a_job_that_loaded_no_filter_is_said_in_one_line() -> None:
 
 
 def test_long_reasons_stand_below_the_table_in_whole_words_and_once_for_all_kernels() -> None:
-    reason = "no launch matched; the plan may be for another step"
+    reason = "no launch matched; the plan may belong to another step"
     entries = [
         Engagement(control="residency_cap", target=f"kernel{number}", state="failed", asked="cap of 1", reason=reason)
         for number in range(3)
@@ -252,7 +252,7 @@ FOUND = Plan(verdict="GAIN", summary="priority: 1 ms to 800 us")
 def test_a_job_that_ended_too_early_is_told_the_steps_it_had_and_those_it_needed() -> None:
     record = LiveRecord(stage="trying candidates", num_steps=57, num_steps_needed=200, notes=("tuning on live steps",))
     text = told(record)
-    assert "ended after 57 steps while live tuning was trying candidates" in text
+    assert "ended after 57 steps, while live tuning was trying candidates" in text
     assert "until step 200 (--budget); no plan was decided" in text
     assert text.count("\n") == 1, "what was said while the job ran is not said again"
     again = told(LiveRecord(stage="warming up", num_steps=700, num_steps_needed=800, plan=FOUND))
@@ -279,6 +279,6 @@ def test_a_job_without_steps_is_told_what_a_step_is_where_rank_0_ran() -> None:
 
 
 def test_strict_is_not_content_where_the_agent_had_to_stop() -> None:
-    record = LiveRecord(stage="stopped", notes=("rank 0 neither tunes nor guards (why)",))
+    record = LiveRecord(stage="stopped", notes=("rank 0 does not tune or guard (why)",))
     assert "(why)" in outcome_of(proof(0, 10), record=record).why_stopped
     assert not outcome_of(proof(0, 10), record=LiveRecord(stage="reverted", notes=("slower",))).why_stopped

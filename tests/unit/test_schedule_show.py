@@ -42,7 +42,7 @@ def test_the_report_says_what_it_shows_and_that_nothing_was_measured() -> None:
     assert "one_peer/2 chunk 1+2, rank 0" in output
     assert "Rank 0 issues 6 copies of 192 MiB in all, 7 matmuls; 256 MiB of symmetric memory on each rank." in output
     assert "Checked: order, buffers, delivery, signals, ports." in output
-    assert "The heuristic takes" in output
+    assert "The heuristic picks" in output
     assert "Estimated by arithmetic, not measured: no GPU was used." in output
     lanes = [line.split()[0] for line in output.splitlines() if line.rstrip().endswith(("]", "|"))]
     assert lanes == ["collective", "matmul", "arriving", "compute", "compute", "copy"]
@@ -99,7 +99,7 @@ def shown(operation: str, *arguments: str) -> ScheduleSummary:
         (("all_gather_matmul", *SIZES[2:]), ["Missing option '--ranks'"]),
         (
             ("all_gather_matmul", "--ranks", "9", *SIZES[2:]),
-            ["9 ranks are asked for, but machine 'h200' has 8 GPUs", "8 ranks or fewer"],
+            ["9 ranks were requested, but machine 'h200' has 8 GPUs", "8 ranks or fewer"],
         ),
         (("all_gather_matmul", "--ranks", "0", *SIZES[2:]), ["for 1 to 64 ranks; found 0"]),
         (("all_gather_matmul", *SIZES, "--rows", "0"), ["--rows must be from 1 to", "found 0"]),
@@ -128,7 +128,7 @@ def shown(operation: str, *arguments: str) -> ScheduleSummary:
             ("all_gather_matmul", *SIZES, "--chunks", "2", "--along", "columns"),
             ["are for the forward pass of matmul_reduce_scatter"],
         ),
-        (("matmul_all_reduce", *SIZES, "--backward"), ["copies nothing in its backward pass", "Take the forward pass"]),
+        (("matmul_all_reduce", *SIZES, "--backward"), ["copies nothing in its backward pass", "Use the forward pass"]),
     ],
 )
 def test_bad_input_is_one_line(arguments: tuple[str, ...], says: list[str]) -> None:

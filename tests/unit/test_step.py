@@ -56,7 +56,7 @@ def test_copies_between_gpus_are_communication_and_others_are_not() -> None:
     ("operations", "says"),
     [
         ((replace(KERNEL, waits_for=(Dependency(operation=0),)),), "waits for operation 0"),
-        ((replace(KERNEL, lone_us=None),), "neither how long it takes nor how much work it is"),
+        ((replace(KERNEL, lone_us=None),), "has no time and no amount of work"),
         ((replace(KERNEL, lone_us=-1.0),), "lone_us must be from 0 to below 1e18; found -1.0"),
         ((replace(COLLECTIVE, waits_for=(), group_size=0),), "group_size must be at least 1; found 0"),
         ((replace(KERNEL, cta_time_spread=11.0),), "cta_time_spread must be from 0 to 10; found 11.0"),

@@ -54,9 +54,9 @@ def held(proposal: LiveProposal, label: str) -> dict[str, float]:
 def test_only_kernels_with_a_cta_for_every_sm_are_held_back() -> None:
     proposal = propose_live([LONG, SMALL, MATMUL, nccl()], GPU)
     assert held(proposal, "head start 5 us") == {MATMUL.name: 5}
-    assert held(proposal, "priority + head start 5 us in every race") == {LONG.name: 5, MATMUL.name: 5}
-    assert held(proposal, "priority + head start 20 us in every race") == {LONG.name: 20, MATMUL.name: 20}
-    assert "none keeps a collective out" in refused(propose_live([SMALL, nccl()], GPU), "head_start")
+    assert held(proposal, "priority + head start 5 us in all possible races") == {LONG.name: 5, MATMUL.name: 5}
+    assert held(proposal, "priority + head start 20 us in all possible races") == {LONG.name: 20, MATMUL.name: 20}
+    assert "none blocks a collective" in refused(propose_live([SMALL, nccl()], GPU), "head_start")
 
 
 def test_what_won_races_is_tried_first_and_is_all_that_the_least_budget_tries() -> None:
@@ -78,7 +78,7 @@ def test_what_won_races_is_tried_first_and_is_all_that_the_least_budget_tries() 
 
 def test_a_job_of_many_waves_alone_gets_head_starts_after_priority_alone() -> None:
     labels = [candidate.label for candidate in propose_live([LONG, nccl()], GPU).candidates]
-    assert labels[:2] == ["priority", "priority + head start 5 us in every race"]
+    assert labels[:2] == ["priority", "priority + head start 5 us in all possible races"]
     assert "head start 5 us" not in labels
 
 
@@ -113,9 +113,9 @@ def test_a_kernel_without_shared_memory_is_held_back_just_where_it_has_one_wave(
 @pytest.mark.parametrize("functions", [[LONG, SMALL], [LONG, MATMUL], [MATMUL, ATTENTION]])
 def test_without_priority_the_same_is_tried_without_it(functions: list[SeenFunction]) -> None:
     without = propose_live([*functions, nccl()], replace(GPU, name="NVIDIA Unheard Of", greatest_priority=0))
-    assert [each.label for each in without.candidates] == ["head start 5 us", "head start 20 us in every race"]
+    assert [each.label for each in without.candidates] == ["head start 5 us", "head start 20 us in all possible races"]
     assert held(without, "head start 5 us") == {each.name: 5 for each in functions if each is not SMALL}
-    assert "no priorities" in refused(without, "priority")
+    assert "no stream priorities" in refused(without, "priority")
 
 
 @given(st.lists(st.sampled_from([LONG, SMALL, MATMUL, ATTENTION]), unique_by=lambda each: each.name), st.booleans())
@@ -129,9 +129,9 @@ def test_no_two_candidates_are_alike(functions: list[SeenFunction], is_known: bo
 @pytest.mark.parametrize(
     ("function", "words"),
     [
-        (seen("gemm", 132, block=(384, 1, 1), registers_per_thread=168), "fills the register file alone"),
+        (seen("gemm", 132, block=(384, 1, 1), registers_per_thread=168), "fills the register file"),
         (seen("grid", 4096, is_cooperative=True), "grid barrier"),
-        (LONG, "CTAs per SM only"),
+        (LONG, "CTAs per SM. Such a cap costs"),
     ],
 )
 def test_a_kernel_that_no_cap_can_help_is_refused_with_the_reason(function: object, words: str) -> None:
@@ -169,7 +169,7 @@ def test_every_candidate_fits_the_filters_table(num_kernels: int) -> None:
 
 def test_a_truncated_name_is_matched_by_its_beginning() -> None:
     proposal = propose_live([seen("_Z4long", pattern="_Z4long*"), nccl()], GPU)
-    assert held(proposal, "priority + head start 5 us in every race") == {"_Z4long*": 5}
+    assert held(proposal, "priority + head start 5 us in all possible races") == {"_Z4long*": 5}
 
 
 def test_what_the_budget_does_not_let_try_is_refused_with_the_reason() -> None:
@@ -186,7 +186,7 @@ def test_a_budget_too_small_to_try_anything_says_which_one_is_enough() -> None:
     trials = propose([Census(functions=(LONG, nccl()))], GPU, settings, Room(num_turns=15))
     comparison = Comparison(measurements=(), verdict=Verdict(chosen=0, best=0, reason="no candidate"))
     summary = decide(trials, comparison, [], GPU).plan.summary
-    assert summary == "nothing was tried: --budget 100 is too small to try any candidate here; 121 is the least"
+    assert summary == "nothing was tried: --budget 100 is too small to try any candidate here; the least is 121"
     assert propose([Census(functions=(LONG, nccl()))], GPU, settings, Room(num_turns=15 + 7)).candidates
 
 
@@ -267,10 +267,10 @@ def test_a_rare_kernel_is_no_change_of_the_job() -> None:
 
 
 def test_a_plan_that_is_removed_is_told_with_what_its_last_look_showed() -> None:
-    assert "by 5.0 %, spread 1.0 %, in its last look" in why_removed(measured(1.05))
+    assert "by 5.0 %, spread 1.0 %, in its last check" in why_removed(measured(1.05))
 
 
 def test_on_amd_no_head_start_is_proposed_and_the_reason_is_said() -> None:
     proposal = propose_live([LONG, MATMUL, nccl()], replace(GPU, name="AMD Instinct MI300X"))
     assert not any("head start" in candidate.label for candidate in proposal.candidates)
-    assert "nothing can hold a stream on AMD GPUs" in refused(proposal, "head_start")
+    assert "the launch filter cannot hold a stream on AMD GPUs" in refused(proposal, "head_start")

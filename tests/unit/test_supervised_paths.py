@@ -96,7 +96,7 @@ def test_in_every_step_all_ranks_have_the_same_paths_in_force(
 @pytest.mark.parametrize(
     ("phases", "words"),
     [
-        (((300, 0.2, 1000.0), (300, -0.2, 1000.0), (1600, 0.2, 1000.0)), ("GAIN after", "taken out after", "back in force")),
+        (((300, 0.2, 1000.0), (300, -0.2, 1000.0), (1600, 0.2, 1000.0)), ("GAIN after", "taken out after", "applied again")),
         (((300, 0.2, 1000.0), (800, 0.2, 1400.0)), ("GAIN after", "tuning again", "GAIN after")),
     ],
 )
@@ -184,7 +184,7 @@ def test_what_fails_unexpectedly_on_one_rank_is_a_refusal_that_holds_nobody(meth
     job.run(60, by_paths(0.2))
     assert was_in_force(job) == {LIBRARY}
     assert all(rank.held_steps <= {1} for rank in job.ranks)
-    assert not any("did not come" in line for rank in job.ranks for line in rank.said)
+    assert not any("did not reach" in line for rank in job.ranks for line in rank.said)
     assert any(reason.startswith(f"rank {failing}") and f"KeyError: '{method}'" in reason for reason in why_not(job))
 
 
@@ -195,7 +195,7 @@ def test_what_another_rank_refuses_is_dropped_where_it_was_prepared(settings: Li
     job = PathsJob(settings, lambda rank: refusing if rank else (LINEARS, FSDP2))
     job.run(10, by_paths(0.2))
     assert all((each.taken, sorted(each.dropped)) == ([], ["fsdp2", "tensor_parallel"]) for each in job.paths)
-    assert "stay as they are: rank 1: not here" in job.ranks[0].said[0]
+    assert "stay unchanged: rank 1: not here" in job.ranks[0].said[0]
 
 
 @pytest.mark.parametrize("order", [1, -1])
@@ -225,7 +225,9 @@ def test_a_model_that_comes_after_the_survey_is_told_once_by_rank_0(at: str) -> 
         if at == "an optimizer":
             rank.tuner.optimizer_made()
     job.run(30, by_paths(0.2))
-    assert [line for line in job.ranks[0].said if "1 DDP model came after the first step" in line] == job.ranks[0].said
+    assert [line for line in job.ranks[0].said if "1 DDP model was created after the first step" in line] == job.ranks[
+        0
+    ].said
     assert len(job.ranks[0].said) == 1
     assert not job.ranks[1].said
 
@@ -244,7 +246,7 @@ def test_what_one_rank_has_not_is_tried_on_none(missing: int) -> None:
     job.run(60, by_paths(0.2))
     assert all(each.taken == [] for each in job.paths)
     assert was_in_force(job) == {LIBRARY}
-    assert f"rank {missing} has nothing of the kind" in why_not(job)
+    assert f"rank {missing} has no such model" in why_not(job)
 
 
 @pytest.mark.parametrize("failing", [0, 1])
@@ -318,13 +320,13 @@ def test_a_plan_with_paths_is_in_force_from_the_second_step_and_guarded(most_ahe
     job.run(1500, by_paths(0.2))
     assert not job.apart()
     assert all(paths.history[-100:].count(GATHERED) > 50 for paths in job.paths)
-    assert "back in force" in job.ranks[0].said[-1]
+    assert "applied again" in job.ranks[0].said[-1]
 
 
 def test_a_plan_that_nobody_can_take_is_said_at_once_by_rank_0_alone() -> None:
     job = PathsJob(GUARDED, lambda rank: (DDP,))
     job.run(150, by_paths(0.2))
-    assert job.ranks[0].said == ["all-gathers stay as they are: no model or call of the job was found that could take it"]
+    assert job.ranks[0].said == ["all-gathers stay unchanged: the job has no model or call that could take it"]
     assert not job.ranks[1].said
 
 
@@ -338,7 +340,7 @@ def test_a_rank_that_never_comes_ends_the_wait_within_the_limit_in_one_line(sile
     assert was_in_force(job) == {LIBRARY}
     assert not job.ranks[1 - silent].is_running
     assert len(job.ranks[0].said) == silent, "rank 0 speaks for all"
-    assert all("did not come to this step in 0.1 s; the job runs as it was" in line for line in job.ranks[0].said)
+    assert all("did not reach this step within 0.1 s; the job runs unchanged" in line for line in job.ranks[0].said)
 
 
 @pytest.mark.parametrize("lag_of_rank_0", [150, 400])

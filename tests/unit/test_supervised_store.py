@@ -78,7 +78,7 @@ def test_a_round_gives_every_text_to_every_rank_and_leaves_few_keys() -> None:
 def test_a_round_that_a_rank_does_not_come_to_names_it(stores: Stores) -> None:
     ranks = exchanges(stores, 3)
     ranks[0].offer("1", "as if it were there already")
-    with pytest.raises(RankLostError, match=r"^Rank 1 did not come to the harbour within 0\.5 s, or ended\. Look at its"):
+    with pytest.raises(RankLostError, match=r"^Rank 1 did not reach the harbour within 0\.5 s, or ended\. Look at its"):
         ranks[2].round(b"", "the harbour")
 
 

@@ -4,7 +4,7 @@ import shlex
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
+from click.testing import CliRunner
 
 import counterpoint as package
 from counterpoint.cli import app
@@ -169,9 +169,9 @@ bytes = "{size}"
         (
             "8 MiB",
             4096,
-            "what could be changed in the job (simulated; only if the data flow allows it) - issue each all_reduce on",
+            "changes to the job that could help (simulated; only if the data flow allows them) - issue each all_reduce on",
         ),
-        ("1 KiB", 65536, "No change of the job would shorten it by 1.0 % or more. Simulated: issue each all_reduce on"),
+        ("1 KiB", 65536, "No change to the job saves 1.0 % or more. Simulated: issue each all_reduce on"),
     ],
 )
 def test_where_no_control_pays_the_report_says_what_the_job_could_change_or_that_nothing_would_help(
@@ -186,7 +186,7 @@ def test_where_no_control_pays_the_report_says_what_the_job_could_change_or_that
 def test_where_a_step_has_no_place_for_a_change_the_report_says_so() -> None:
     trace = Path(__file__).parents[2] / "examples" / "traces" / "tp.rank0.json.gz"
     told = CliRunner().invoke(app, ["tune", str(trace)]).stdout
-    assert "No change of streams, bucket sizes or prefetch has a place in this step." in " ".join(told.split())
+    assert "No change of streams, bucket sizes or prefetch applies to this step." in " ".join(told.split())
     assert "to apply" not in told
 
 

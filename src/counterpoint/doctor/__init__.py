@@ -1,4 +1,4 @@
-"""Before a run: which settings are known to defeat overlap on this machine, the fact behind each, and the remedy.
+"""Checks before a run: settings that are known to defeat overlap on this machine, the fact behind each, and the remedy.
 
-`environment.gather` looks, `rules.find` judges. Rules are pure functions of what was found.
+`environment.gather` collects facts, and `rules.find` judges them. Rules are pure functions of what was found.
 """

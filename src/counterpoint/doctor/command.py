@@ -1,9 +1,9 @@
-"""Reads the words of a command without running it: what it sets, how it is started, what its options say of parallelism.
+"""Parses a command without running it: the variables it sets, how it is launched, what its options tell about
+parallelism.
 
-Known are `env` and NAME=VALUE words, srun, mpirun, profilers and other wrappers, torchrun (also as
-`python -m torch.distributed.run`), accelerate and deepspeed; then the options of the job, by the names that Megatron-LM,
-torchtitan and accelerate use. What a shell script, a configuration file or a module that the script imports says is not
-known.
+It knows `env` and NAME=VALUE words, srun, mpirun, profilers and other wrappers, torchrun (also as `python -m
+torch.distributed.run`), accelerate and deepspeed. It also knows the options of the job by the names that Megatron-LM,
+torchtitan and accelerate use. It does not read shell scripts, configuration files, or modules that the script imports.
 """
 
 import re
@@ -18,7 +18,7 @@ ASSIGNMENT = re.compile(r"[A-Za-z_][A-Za-z0-9_]*=")
 PYTHON = re.compile(r"python(\d+(\.\d+)*)?$")
 LAUNCHERS = ("torchrun", "accelerate", "deepspeed")
 CONTAINERS = ("docker", "podman", "nerdctl", "apptainer", "singularity", "enroot")
-# what starts processes on other hosts by itself; mpirun only where it is told of hosts
+# programs that start processes on other hosts; mpirun only if it is given hosts
 OTHER_HOSTS = ("srun", "mpirun", "mpiexec", "orterun", "prun", "jsrun", "aprun", "pdsh", "clush")
 MOUNTS = ("-v", "--volume", "--mount", "-B", "--bind", "--container-mounts")
 WRAPPERS = (
@@ -36,7 +36,7 @@ MEGATRON_OPTIONS = (
     "--tensor-model-parallel-size", "--pipeline-model-parallel-size", "--context-parallel-size",
     "--use-distributed-optimizer", "--overlap-grad-reduce", "--tp-comm-overlap", "--use-megatron-fsdp",
 )  # fmt: skip
-# an option of a job, and what its presence shows
+# an option of a job, and what its presence tells
 FLAG_SIGNS: dict[str, HintKind] = {
     "--use-torch-fsdp2": "fsdp2",
     "--use-megatron-fsdp": "megatron_fsdp",
@@ -52,10 +52,10 @@ FLAG_SIGNS: dict[str, HintKind] = {
 
 
 class ReadCommand(Value, frozen=True, kw_only=True):
-    """A command's job, the variables it runs with, and what could not be read of it.
+    """A command's job, the variables it runs with, and what could not be read.
 
-    `first_word` is the first program as it is written, after assignments and `env`; `first_path` the PATH that it is looked
-    for in, None where there is none. `program_path` is what starts the job's Python, behind wrappers too.
+    `first_word` is the first program as written, after assignments and `env`; `first_path` is the PATH in which it is
+    searched, None if there is none. `program_path` is the program that starts the job's Python, behind wrappers too.
     """
 
     job: JobCommand
@@ -67,7 +67,7 @@ class ReadCommand(Value, frozen=True, kw_only=True):
 
 
 def read_command(words: Sequence[str], environment: Mapping[str, str]) -> ReadCommand:
-    """Read a command that would start with these variables. Raises `JobContextError` where no program is named."""
+    """Read a command that would start with these variables. Raises `JobContextError` if it names no program."""
     reader = _Reader(words, environment)
     reader.read_wrappers()
     reader.read_program()
@@ -77,7 +77,7 @@ def read_command(words: Sequence[str], environment: Mapping[str, str]) -> ReadCo
 
 
 class _Reader:
-    """Walks over the words once; `_rest` is what has not been read yet."""
+    """Reads the words once; `_rest` holds the words not read yet."""
 
     def __init__(self, words: Sequence[str], environment: Mapping[str, str]) -> None:
         self.programs: list[str] = []
@@ -94,12 +94,12 @@ class _Reader:
         self._mounts: list[str] = []
 
     def result(self) -> ReadCommand:
-        """What was read, with the hints of the options and of the script."""
+        """Return what was read, with the hints from the options and the script."""
         options = read_options(self._rest)
         found = read_script(self._script) if self._script and not self._is_module else None
         if found is None and self._script:
             what = "module" if self._is_module else "script"
-            self._unknown.append(f"the {what} {self._script} was not read: its source is not at hand")
+            self._unknown.append(f"the {what} {self._script} was not read: its source is not available here")
         job = JobCommand(
             programs=tuple(self.programs),
             script=self._script,
@@ -121,7 +121,7 @@ class _Reader:
         )
 
     def read_wrappers(self) -> None:
-        """Assignments, `env` and wrappers, up to the program that starts the job."""
+        """Read assignments, `env` and wrappers, up to the program that starts the job."""
         while self._rest:
             word = self._rest[0]
             if ASSIGNMENT.match(word):
@@ -136,12 +136,12 @@ class _Reader:
                 return
 
     def _container(self) -> str:
-        """What starts a container for the job: a program, or Slurm's option (pyxis); empty where nothing does."""
+        """Return what starts a container for the job: a program, or Slurm's option (pyxis); empty if nothing does."""
         found = next((name for name in self.programs if name in CONTAINERS), "")
         return found or ("srun --container-image" if "--container-image" in self._launch_options else "")
 
     def _take_program(self) -> str:
-        """The next word, which is a program's. What a wrapper sets comes after the wrapper itself was found."""
+        """Read the next word, which names a program. Variables set by a wrapper come after the wrapper itself was found."""
         word = self._rest.pop(0)
         if not self.programs:
             self.first_word, self._first_path = word, self._environment.get("PATH")
@@ -166,11 +166,12 @@ class _Reader:
                 return
             else:
                 raise JobContextError(
-                    f"env's option '{option}' is not understood. Known: -i, -u NAME; write the rest without env."
+                    f"env's option '{option}' is not supported; the supported ones are -i and -u NAME. Write "
+                    "the command without it."
                 )
 
     def _read_wrapper(self) -> None:
-        """Skip a wrapper's own words up to the next known program, keeping what they set."""
+        """Skip a wrapper's own words up to the next known program; keep the variables they set."""
         while self._rest and not _is_known(self._rest[0]):
             word = self._rest.pop(0)
             following = self._rest[0] if self._rest else ""
@@ -185,7 +186,7 @@ class _Reader:
                 self._mounts.append(value if has_value else following)
         if not self._rest:
             self._unknown.append(
-                f"what {self.programs[-1]} starts: no python, torchrun, accelerate or deepspeed in its words"
+                f"what {self.programs[-1]} starts: its words name no python, torchrun, accelerate or deepspeed"
             )
 
     def _assign_all(self, list_of_assignments: str) -> None:
@@ -198,14 +199,14 @@ class _Reader:
         self._launch_options[_hyphens(name)] = value if has_value else "" if following.startswith("-") else following
 
     def read_program(self) -> None:
-        """The program, its own options, and the script; the job's options remain."""
+        """Read the program, its own options, and the script; the job's options remain."""
         if not self._rest:
             return
         word = self._take_program()
         name = _name(word)
         self._program_path = word if PYTHON.match(name) or name in LAUNCHERS else ""
         if name in SHELLS:
-            self._unknown.append(f"what {name} runs: a shell script is not read. Give the command in it")
+            self._unknown.append(f"what {name} runs: shell scripts are not read. Give the command inside it")
             self._rest = []
         elif PYTHON.match(name):
             self._read_python()
@@ -251,7 +252,7 @@ class _Reader:
             self._script = self._rest.pop(0)
 
     def _read_other_launcher(self) -> None:
-        """accelerate and deepspeed: every word before the first script is the launcher's."""
+        """Read accelerate or deepspeed: every word before the first script belongs to the launcher."""
         while self._rest and not self._rest[0].endswith(".py"):
             word = self._rest.pop(0)
             if word.startswith("-"):
@@ -260,7 +261,7 @@ class _Reader:
             self._script = self._rest.pop(0)
 
     def _count(self, options: Sequence[str], default: int | None) -> int | None:
-        """The last number of the first option given: "1:4" nodes are up to 4."""
+        """Return the last number of the first option given: "1:4" nodes means up to 4."""
         for option in options:
             last = self._launch_options.get(option, "").rpartition(":")[2]
             if (number := whole_number(last)) is not None:
@@ -269,7 +270,7 @@ class _Reader:
 
 
 def read_options(words: Sequence[str]) -> dict[str, str]:
-    """A job's options by name, with hyphens for underscores; the value of a flag is ''."""
+    """Return a job's options by name, with hyphens for underscores; the value of a flag is ''."""
     options = {}
     for place, word in enumerate(words):
         if not word.startswith("--"):

@@ -1,8 +1,8 @@
 """Asks the GPU driver what a job would see, through ctypes: `python -m counterpoint.doctor.driver_query` prints JSON.
 
-It runs in a process of its own, for which the caller sets a time limit, since a driver in trouble can hang. It creates no
-context and needs neither torch nor CUDA bindings. NVIDIA's driver is asked first, then HIP; HIP's part follows its
-documentation and has never run on AMD hardware.
+It runs in a separate process with a time limit, because a faulty driver can hang. It creates no context and needs
+neither torch nor CUDA bindings. NVIDIA's driver is asked first, then HIP. The HIP part follows HIP's documentation and
+has never run on AMD hardware.
 """
 
 import ctypes
@@ -23,7 +23,7 @@ NO_DEVICE = 100
 
 
 class Answer(Value, frozen=True, kw_only=True):
-    """What the driver said; `reason` says why there are no GPUs. `nccl_version` is that of a library on the search path."""
+    """The driver's answer; `reason` says why there are no GPUs. `nccl_version` is that of a library on the search path."""
 
     vendor: Literal["nvidia", "amd", "unknown"] = "unknown"
     gpus: tuple[FoundGpu, ...] = ()
@@ -34,7 +34,7 @@ class Answer(Value, frozen=True, kw_only=True):
 
 
 def ask() -> Answer:
-    """Ask the first driver that is there."""
+    """Ask the first driver that is installed."""
     nccl = _nccl_version()
     if (cuda := _load(CUDA_LIBRARIES)) is not None:
         return _ask_cuda(cuda, nccl)
@@ -66,7 +66,7 @@ def _ask_cuda(cuda: ctypes.CDLL, nccl: str) -> Answer:
         blocked_peers=_blocked_peers(cuda.cuDeviceCanAccessPeer, devices),
         driver_api_version=f"{version // 1000}.{version % 1000 // 10}",
         nccl_version=nccl,
-        reason="" if count else "NVIDIA's driver shows no GPU; see CUDA_VISIBLE_DEVICES",
+        reason="" if count else "NVIDIA's driver shows no GPU; check CUDA_VISIBLE_DEVICES",
     )
 
 
@@ -95,7 +95,9 @@ def _ask_hip(hip: ctypes.CDLL, nccl: str) -> Answer:
     count = ctypes.c_int()
     status = hip.hipGetDeviceCount(ctypes.byref(count))
     if status != 0 or count.value == 0:
-        return Answer(vendor="amd", nccl_version=nccl, reason=f"HIP shows no GPU (status {status}); see HIP_VISIBLE_DEVICES")
+        return Answer(
+            vendor="amd", nccl_version=nccl, reason=f"HIP shows no GPU (status {status}); check HIP_VISIBLE_DEVICES"
+        )
     return Answer(
         vendor="amd",
         gpus=tuple(_hip_gpu(hip, number) for number in range(count.value)),
@@ -111,7 +113,7 @@ def _hip_gpu(hip: ctypes.CDLL, number: int) -> FoundGpu:
 
 
 def _blocked_peers(can_access: Callable[..., int], devices: Sequence[int]) -> tuple[tuple[int, int], ...]:
-    """Pairs (from, to) of GPUs, by their numbers, of which one cannot reach the other's memory."""
+    """Return pairs (from, to) of GPU numbers of which the first cannot access the second's memory."""
     pairs = [(one, other) for one in range(len(devices)) for other in range(len(devices)) if one != other]
     return tuple(pair for pair in pairs if _number(_access_of(can_access, devices[pair[0]], devices[pair[1]])) == 0)
 
@@ -121,7 +123,7 @@ def _access_of(can_access: Callable[..., int], one: int, other: int) -> Callable
 
 
 def _nccl_version() -> str:
-    """The version of an NCCL that the loader finds by itself: containers have one without a wheel."""
+    """Return the version of an NCCL that the loader finds by itself, as in containers without NCCL's wheel."""
     library = _load(NCCL_LIBRARIES)
     if library is None:
         return ""
@@ -137,11 +139,11 @@ def _number(call: Callable[..., int]) -> int:
 
 def _check(status: int) -> None:
     if status != 0:
-        raise OSError(f"a library refused a question with status {status}")
+        raise OSError(f"a library rejected a query with status {status}")
 
 
 if __name__ == "__main__":
     try:
         print(write_json(ask()))
-    except (OSError, AttributeError) as problem:  # a refusal, or a library without the function asked for
+    except (OSError, AttributeError) as problem:  # a rejected query, or a library without the function
         sys.exit(" ".join(str(problem).split()))

@@ -1,9 +1,10 @@
-"""Gathers the context of a job: variables, NCCL's files, GPUs, versions, preloaded libraries. Starts nothing of it.
+"""Gathers the context of a job: variables, NCCL's files, GPUs, versions, preloaded libraries. It starts no part of the
+job.
 
-The GPUs are asked in a process with the job's variables, so CUDA_VISIBLE_DEVICES counts. Versions are those of the
-interpreter that the command would run; where it is not this one, it is asked for its packages and nothing else. Both
-questions have a time limit. The command's first program must be here, as for `counterpoint run`; what a wrapper, a launcher
-or an interpreter starts may lie in a container or on other nodes, and is theirs to find.
+The GPUs are queried in a process with the job's variables, so CUDA_VISIBLE_DEVICES applies. Versions are those of the
+interpreter that the command would run; if it is another one than this, it is asked for its packages and nothing else.
+Both queries have a time limit. The command's first program must be on this machine, as for `counterpoint run`. What a
+wrapper, a launcher or an interpreter starts may be in a container or on other nodes, so it is not looked up.
 """
 
 import os
@@ -31,17 +32,17 @@ RELEVANT = (
     "AMD_", "CUDA_", "DEBUG_HIP_", "GPU_", "HIP_", "HSA_", "LD_PRELOAD", "NCCL_", "PYTORCH_", "RCCL_", "ROCR_",
     "SLURM_JOB_NUM_NODES", "SLURM_NNODES", "TORCH_",
 )  # fmt: skip
-SHELL_KEYWORDS = ("time",)  # wrappers that shells are themselves: they need not be on the PATH
+SHELL_KEYWORDS = ("time",)  # wrappers that are shell builtins: they need not be on the PATH
 ENTRY_POINTS = ("cuLaunchKernel", "cuLaunchKernelEx", "cuGetProcAddress", "hipLaunchKernel", "hipModuleLaunchKernel")
-# the name that our own launch filter is linked with; its file's name differs from build to build
+# the name under which Counterpoint's launch filter is linked; its file name differs from build to build
 OUR_FILTER = b"libcounterpoint_filter.so"
-# a larger file is a whole runtime, not a filter; reading it would take longer than it tells
+# a larger file is a whole runtime, not a filter; reading it would take long and tell little
 LARGEST_PRELOADED_BYTES = 64 << 20
 SYSTEM_NCCL_FILE = Path("/etc/nccl.conf")
 
 
 def gather(command: Sequence[str] = (), environment: Mapping[str, str] | None = None) -> JobContext:
-    """Look at this machine, and at `command` if there is one.
+    """Inspect this machine, and `command` if there is one.
 
     Raises `JobContextError` for a command without a program, and for one whose first program cannot be started here.
     """
@@ -75,10 +76,10 @@ def gather(command: Sequence[str] = (), environment: Mapping[str, str] | None = 
 
 
 def _filter_facts(read: ReadCommand) -> dict[str, str]:
-    """Where the launch filter would be kept, on what, and why the job's program could not load it."""
+    """Return where the launch filter would be stored, on which file system, and why the job's program could not load it."""
     try:
         folder = cache_folder()
-    except CounterpointError:  # neither a setting nor a home: `run` says so
+    except CounterpointError:  # neither the setting nor a home folder exists: `run` reports that
         return {}
     system = file_system_of(folder)
     found = shutil.which(read.program_path, path=_searched(read.environment.get("PATH"))) if read.program_path else None
@@ -93,7 +94,7 @@ def _filter_facts(read: ReadCommand) -> dict[str, str]:
 
 
 def at_command(elsewhere: JobContext, command: Sequence[str]) -> JobContext:
-    """JobContext that were gathered on another machine, for a command that would start there."""
+    """Return a context that was gathered on another machine, for a command that would start there."""
     read = read_for(command, elsewhere.environment)
     relevant = _relevant(read.environment)
     set_by_command = _assigned_by_command(relevant, elsewhere.environment)
@@ -104,7 +105,7 @@ def at_command(elsewhere: JobContext, command: Sequence[str]) -> JobContext:
 
 
 def read_for(command: Sequence[str], outer: Mapping[str, str]) -> ReadCommand:
-    """The command with the relevant variables of its environment and its PATH; without a command, those alone."""
+    """Return the command with its relevant variables and its PATH; without a command, only those."""
     followed = {name: value for name, value in outer.items() if _is_followed(name)}
     if not command:
         return ReadCommand(job=JobCommand(), environment=followed, first_word="")
@@ -115,9 +116,9 @@ def read_for(command: Sequence[str], outer: Mapping[str, str]) -> ReadCommand:
 
 
 def _check_program(word: str, path: str | None) -> None:
-    """Raise `JobContextError` where a program cannot be started here, in the words of `counterpoint run`.
+    """Raise `JobContextError` if a program cannot be started here, with the message of `counterpoint run`.
 
-    `path` is the PATH that it is looked for in, None where there is none; a message names it if the command changed it.
+    `path` is the PATH in which it is searched, None if there is none; a message names it if the command changed it.
     """
     if word in SHELL_KEYWORDS:
         return
@@ -130,12 +131,14 @@ def _check_program(word: str, path: str | None) -> None:
 
 
 def _searched(path: str | None) -> str:
-    """Where programs are looked for under this PATH; the C library has a default where there is none."""
+    """Return where programs are searched with this PATH; without one, the C library has a default."""
     return os.defpath if path is None else path
 
 
 def _is_followed(name: str) -> bool:
-    """Whether a variable is read through the command: those that matter to overlap, and PATH, which is not kept."""
+    """Return whether a variable is tracked through the command: those that matter to overlap, and PATH, which is not
+    kept.
+    """
     return name.startswith(RELEVANT) or name == "PATH"
 
 
@@ -153,10 +156,10 @@ def _assigned_by_command(inner: Mapping[str, str], outer: Mapping[str, str]) -> 
 
 
 def ask_driver(environment: Mapping[str, str]) -> tuple[Answer, tuple[str, ...]]:
-    """What the driver shows to a process with these variables, and what stayed unknown."""
-    # a preloaded library is for the job, and could disturb the question
+    """Return what the driver shows to a process with these variables, and what stayed unknown."""
+    # a preloaded library is meant for the job, and could disturb the query
     asking = {name: value for name, value in environment.items() if name != "LD_PRELOAD"}
-    # -P: a file of the folder that the user stands in must not be taken for a module
+    # -P: a file in the current folder must not be imported as a module
     command = [sys.executable, "-P", "-m", "counterpoint.doctor.driver_query"]
     output, problem = _run(command, asking)
     if problem:
@@ -166,7 +169,7 @@ def ask_driver(environment: Mapping[str, str]) -> tuple[Answer, tuple[str, ...]]
 
 
 def _run(command: Sequence[str], environment: Mapping[str, str]) -> tuple[bytes, str]:
-    """Standard output, or in a few words why there is none."""
+    """Return standard output, or a short reason why there is none."""
     try:
         done = subprocess.run(command, env=dict(environment), capture_output=True, timeout=QUERY_LIMIT_S, check=False)
     except subprocess.TimeoutExpired:
@@ -175,17 +178,17 @@ def _run(command: Sequence[str], environment: Mapping[str, str]) -> tuple[bytes,
         return b"", f"{command[0]} does not start ({problem.strerror})"
     if done.returncode != 0:
         last = done.stderr.decode(errors="replace").strip().splitlines()[-1:]
-        return b"", f"the question ended with status {done.returncode}{': ' + last[0] if last else ''}"
+        return b"", f"the query ended with status {done.returncode}{': ' + last[0] if last else ''}"
     return done.stdout, ""
 
 
 def _versions(program_path: str, environment: Mapping[str, str]) -> tuple[dict[str, str], tuple[str, ...]]:
-    """Versions of the interpreter beside the program, else of this one."""
+    """Return versions of the interpreter beside the program, or else of this one."""
     found = shutil.which(program_path, path=_searched(environment.get("PATH"))) if program_path else None
     here = Path(sys.executable).parent
     if program_path and found is None:
         return versions_query.query_versions(), (
-            f"{program_path}: it is not on the path, so versions are those of {sys.executable}",
+            f"{program_path}: it is not on the PATH, so versions are those of {sys.executable}",
         )
     if found is None or Path(found).parent.resolve() == here.resolve():
         return versions_query.query_versions(), ()
@@ -201,7 +204,7 @@ def _versions(program_path: str, environment: Mapping[str, str]) -> tuple[dict[s
 
 
 def _interpreter_beside(program: Path) -> Path | None:
-    """The Python of an environment's program; a script's first line says which if it lies elsewhere."""
+    """Return the Python of an environment's program; if it is elsewhere, a script's first line names it."""
     if program.name.startswith("python"):
         return program
     beside = next((path for name in ("python", "python3") if (path := program.with_name(name)).exists()), None)
@@ -219,13 +222,15 @@ def _missing_versions(versions: Mapping[str, str], answer: Answer) -> list[str]:
     absent = [name for name, number in names.items() if not number]
     is_for_cpus = versions.get("torch") and not (versions.get("torch_cuda") or versions.get("torch_hip"))
     cpu_build = (
-        [f"versions: torch {versions['torch']} is a build for CPUs, so the job has another one"] if is_for_cpus else []
+        [f"versions: torch {versions['torch']} is a CPU build, so the job must use another one"] if is_for_cpus else []
     )
     return [*cpu_build, *([f"versions: no {' and no '.join(absent)} is installed in the job's Python"] if absent else [])]
 
 
 def read_nccl_files(environment: Mapping[str, str]) -> dict[str, tuple[str, str]]:
-    """NCCL's settings from its files, each with the file. NCCL takes the first: the user's file, then the system's."""
+    """Return NCCL's settings from its files, each with the file. NCCL takes the first: the user's file, then the
+    system's.
+    """
     chosen = environment.get("NCCL_CONF_FILE")
     home = environment.get("HOME")
     user_file = Path(chosen) if chosen else Path(home) / ".nccl.conf" if home else None
@@ -246,13 +251,13 @@ def _assignments(path: Path) -> list[tuple[str, str]]:
 
 
 def read_preloaded(environment: Mapping[str, str]) -> tuple[PreloadedLibrary, ...]:
-    """What LD_PRELOAD names. A library that answers for the driver's launches holds their names as text."""
+    """Return the libraries in LD_PRELOAD. A library that intercepts the driver's launches contains their names as text."""
     paths = re.split(r"[: ]+", environment.get("LD_PRELOAD", "").strip(": "))
     return tuple(_preloaded(path) for path in paths if path)
 
 
 def _preloaded(path: str) -> PreloadedLibrary:
-    if "/" not in path:  # the loader searches for it, and that is its business
+    if "/" not in path:  # the loader searches for it, which is not repeated here
         return PreloadedLibrary(path=path, is_found=True)
     try:
         if Path(path).stat().st_size > LARGEST_PRELOADED_BYTES:

@@ -1,9 +1,9 @@
-"""What a job would run in, as values: settings, GPUs, versions and the command; and what a rule finds there.
+"""The context of a job as values: settings, GPUs, versions and the command; and a rule's finding.
 
-Rules read a `JobContext` and nothing else. What could not be looked at is None or empty, with the reason under `unknown`;
-rules must not take it for "off" or "absent". Only the severity "defeats overlap" makes `counterpoint check` exit with 1: the
-setting keeps communication and computation apart, or stops the job. "may defeat overlap" depends on the job, or costs the
-control its effect. A "note" only explains.
+Rules read a `JobContext` and nothing else. What could not be checked is None or empty, with the reason under `unknown`;
+rules must not read that as "off" or "absent". Only the severity "defeats overlap" makes `counterpoint check` exit with
+1: the setting prevents overlap or stops the job. "may defeat overlap" depends on the job, or removes a control's effect.
+A "note" only explains.
 """
 
 import re
@@ -37,17 +37,18 @@ Version = tuple[int, ...]
 
 
 class Hint(Value, frozen=True, kw_only=True):
-    """Something the command or its script shows of the job, and where: "--use-torch-fsdp2", "train.py:12"."""
+    """Something that the command or its script tells about the job, and where: "--use-torch-fsdp2", "train.py:12"."""
 
     kind: HintKind
     where: str
 
 
 class JobCommand(Value, frozen=True, kw_only=True):
-    """What the words of a command say. `options` are those of the job itself, by name with hyphens; a flag's value is ''.
+    """What the words of a command tell. `options` are those of the job itself, by name with hyphens; a flag's value is
+    ''.
 
-    `num_nodes` and `num_processes_per_node` are None where the command does not say. `clears_environment`: behind
-    `counterpoint run` it does. `container` is what starts one, `mounts` the words of its mounts.
+    `num_nodes` and `num_processes_per_node` are None if the command does not give them. `clears_environment`: it does so
+    after `counterpoint run`. `container` is the program that starts one, `mounts` are the words of its mounts.
     """
 
     programs: tuple[str, ...] = ()
@@ -61,7 +62,7 @@ class JobCommand(Value, frozen=True, kw_only=True):
     hints: tuple[Hint, ...] = ()
 
     def number(self, option: str, default: int = 1) -> int:
-        """An option's value as a count; `default` where it is absent or not a number."""
+        """Return an option's value as a count; `default` if it is absent or not a number."""
         number = whole_number(self.options.get(option, ""))
         return default if number is None else number
 
@@ -76,7 +77,9 @@ class FoundGpu(Value, frozen=True, kw_only=True):
 
 
 class PreloadedLibrary(Value, frozen=True, kw_only=True):
-    """A library that LD_PRELOAD names. `entry_points` are the driver's that it holds the names of; `is_ours`: our filter."""
+    """A library in LD_PRELOAD. `entry_points` are the driver functions whose names it contains; `is_ours`:
+    Counterpoint's filter.
+    """
 
     path: str
     is_found: bool
@@ -85,11 +88,11 @@ class PreloadedLibrary(Value, frozen=True, kw_only=True):
 
 
 class JobContext(Value, frozen=True, kw_only=True):
-    """All that the rules know. `origins` says for a variable where it was set, if not in the shell's environment.
+    """Everything that rules may read. `origins` says where a variable was set, if not in the shell's environment.
 
-    `cuda_version` is what the driver supports. `blocked_peers` are pairs of GPUs without peer access; None where unknown.
-    `filter_folder` is where the launch filter is kept, `filter_file_system` what that lies on if hosts share it, and
-    `filter_problem` why the filter cannot be loaded into the job's program.
+    `cuda_version` is the version that the driver supports. `blocked_peers` are pairs of GPUs without peer access; None
+    if unknown. `filter_folder` is where the launch filter is stored, `filter_file_system` its file system if hosts share
+    it, and `filter_problem` why the filter cannot be loaded into the job's program.
     """
 
     vendor: Literal["nvidia", "amd", "unknown"] = "unknown"
@@ -115,8 +118,8 @@ class JobContext(Value, frozen=True, kw_only=True):
         require(
             not pairs or bool(self.gpus),
             JobContextError,
-            f"blocked_peers names GPUs by their number among gpus, and there are none; found {pairs}. Add a [[gpus]] for "
-            "each, or leave blocked_peers out.",
+            f"blocked_peers names GPUs by their number in gpus, but gpus is empty; found {pairs}. Add a "
+            "[[gpus]] for each, or leave blocked_peers out.",
         )
         require(
             all(0 <= number < len(self.gpus) for pair in pairs for number in pair),
@@ -125,16 +128,16 @@ class JobContext(Value, frozen=True, kw_only=True):
         )
 
     def value(self, name: str) -> str:
-        """A variable's value without blanks around it; '' where it is not set."""
+        """Return a variable's value without blanks around it; '' if it is not set."""
         return self.environment.get(name, "").strip()
 
     def found(self, name: str) -> str:
-        """A variable's value and its origin, for people."""
+        """Return a variable's value and its origin, for people."""
         origin = self.origins.get(name)
         return f"{self.value(name)} (in {origin})" if origin else self.value(name)
 
     def first(self, is_set: Callable[[str], bool], *names: str) -> str | None:
-        """The first of these variables whose value `is_set` accepts."""
+        """Return the first of these variables whose value `is_set` accepts."""
         return next((name for name in names if is_set(self.value(name))), None)
 
     def hint(self, *kinds: HintKind) -> Hint | None:
@@ -143,45 +146,45 @@ class JobContext(Value, frozen=True, kw_only=True):
         return next((hint for kind in kinds for hint in hints if hint.kind == kind), None)
 
     def architecture(self) -> Version | None:
-        """The greatest compute capability among the GPUs, or None where it is unknown or they are not NVIDIA's."""
+        """Return the greatest compute capability among the GPUs; None if unknown or not NVIDIA."""
         return max((version for gpu in self.gpus if (version := parse_version(gpu.compute_capability))), default=None)
 
     def is_older_than(self, version: str, *least: int) -> bool:
-        """Whether a known version is below `least`; false where it is unknown."""
+        """Return whether a known version is below `least`; False if it is unknown."""
         known = parse_version(version)
         return known is not None and known < least
 
     def is_at_least(self, version: str, *least: int) -> bool:
-        """Whether a known version is `least` or above; false where it is unknown."""
+        """Return whether a known version is `least` or above; False if it is unknown."""
         known = parse_version(version)
         return known is not None and known >= least
 
 
 def parse_version(text: str) -> Version | None:
-    """The leading numbers of a version: "2.13.0+cu130" is (2, 13, 0); None without one."""
+    """Return the leading numbers of a version: "2.13.0+cu130" is (2, 13, 0); None without one."""
     found = re.match(r"\d+(\.\d+)*", text)
     return tuple(int(part) for part in found[0].split(".")) if found else None
 
 
 def whole_number(text: str) -> int | None:
-    """A count written in digits, or None; nothing here counts beyond nine of them."""
+    """Return a count written in digits, or None; counts have at most nine digits here."""
     return int(text) if re.fullmatch(r"[0-9]{1,9}", text) else None
 
 
 def is_on(value: str) -> bool:
-    """Whether torch takes the value of a switch for true."""
+    """Return whether torch reads a switch's value as true."""
     return value.lower() in ("1", "y", "yes", "t", "true")
 
 
 def is_nonzero(value: str) -> bool:
-    """Whether CUDA, HIP and NCCL take the value of a switch for set."""
+    """Return whether CUDA, HIP and NCCL read a switch's value as set."""
     return value.lower() not in ("", "0", "false", "no", "off")
 
 
-def load_context(path: Path) -> JobContext:
+def load_context(path: Path | str) -> JobContext:
     """Read context that `counterpoint check -o` wrote on another machine. Raises `JobContextError`.
 
-    What a file that was edited leaves out, and does not call unknown, becomes unknown here.
+    What an edited file leaves out, and does not list as unknown, becomes unknown here.
     """
     read = read_toml(path, JobContext, JobContextError)
     unknown = [line for line in _left_out(read) if not any(said.startswith(line.split(":")[0]) for said in read.unknown)]
@@ -189,17 +192,19 @@ def load_context(path: Path) -> JobContext:
 
 
 def _left_out(read: JobContext) -> list[str]:
-    """What rules need and a file does not give, each with what to add."""
+    """Return what rules need and a file does not give, each with what to add."""
     versions = {"torch_version": read.torch_version, "nccl_version": read.nccl_version}
     absent = [name for name, number in versions.items() if not number]
     fields = "name" if read.vendor == "amd" else "name and compute_capability"
-    gpus = f"GPUs: the file gives none, so no rule that depends on them can speak; add a [[gpus]] with {fields} for each"
+    gpus = (
+        f"GPUs: the file gives none, so rules that depend on them cannot be checked; add a [[gpus]] with {fields} for each"
+    )
     missing = f"versions: the file gives no {' and no '.join(absent)}; add what the job has"
     return [line for line, is_left_out in ((gpus, not read.gpus), (missing, bool(absent))) if is_left_out]
 
 
 class Finding(Value, frozen=True, kw_only=True):
-    """One setting, the fact behind it, where that fact is from, and what to do.
+    """One setting, the fact behind it, the fact's source, and what to do.
 
     `setting` is a variable, a flag or a piece of the machine; `found` its value and, if not the shell, its origin.
     """

@@ -1,7 +1,7 @@
-"""Signs of a job's parallelism in the source of its script, read without running it.
+"""Hints of a job's parallelism in the source of its script, which is read and not run.
 
-Only the script itself is read, not what it imports, and a name counts wherever it stands: a hint says that the script
-speaks of something, with the line, not that it runs.
+Only the script itself is read, not its imports, and a name counts wherever it stands. A hint with its line means that
+the script mentions something, not that it runs it.
 """
 
 import ast
@@ -28,7 +28,7 @@ TEXT_SIGNS: dict[str, HintKind] = {"reduce-overhead": "cuda_graph", "max-autotun
 
 
 def read_script(path: str) -> tuple[Hint, ...] | None:
-    """The first hint of each kind, in the order of lines; None where the source cannot be read or is not Python."""
+    """Return the first hint of each kind, in the order of lines; None if the source cannot be read or is not Python."""
     try:
         tree = ast.parse(bytes(read_limited(path, JobContextError, "give a script")))
     except (OSError, SyntaxError, ValueError, RecursionError):

@@ -1,7 +1,8 @@
-"""The versions of torch and NCCL that an interpreter would import, from metadata and without importing them.
+"""Finds the versions of torch and NCCL that an interpreter would import, from metadata and without importing them.
 
-This file is also run, as a file, by interpreters in which Counterpoint is not installed: it needs the standard library
-only, and prints what it finds as JSON. torch's `version.py` is read as text: the metadata do not always name the CUDA.
+Interpreters in which Counterpoint is not installed also run this file as a script. It therefore needs the standard
+library only, and prints its result as JSON. torch's `version.py` is read as text, because the metadata do not always
+name the CUDA version.
 """
 
 import json
@@ -15,7 +16,7 @@ NCCL_PACKAGES = ("nvidia-nccl-cu13", "nvidia-nccl-cu12", "nvidia-nccl-cu11")
 
 
 def query_versions() -> Dict[str, str]:  # noqa: UP006
-    """Versions by name: torch, torch_cuda, torch_hip, nccl; '' for what is not installed."""
+    """Return versions by name: torch, torch_cuda, torch_hip, nccl; '' for what is not installed."""
     text = _torch_version_file()
     cuda = _assigned(text, "cuda")
     preferred = "nvidia-nccl-cu" + cuda.split(".")[0]
@@ -47,7 +48,7 @@ def _torch_version_file() -> str:
 
 
 def _assigned(text: str, name: str) -> str:
-    """The text assigned to a name: `cuda: Optional[str] = '13.0'`; '' for None."""
+    """Return the text assigned to a name: `cuda: Optional[str] = '13.0'`; '' for None."""
     found = re.search(r"^{}\b[^=\n]*=\s*['\"]([^'\"]+)['\"]".format(re.escape(name)), text, re.MULTILINE)  # noqa: UP032
     return found.group(1) if found else ""
 

@@ -1,17 +1,17 @@
-"""Large collectives that a job calls itself (`torch.distributed.all_reduce` and its like), by copy engines.
+"""Moves large collectives that a job itself calls (`torch.distributed.all_reduce` and others) to copy engines.
 
     replaced = collectives.replace()       # on every rank, between two steps
     replaced.use(False)                    # the library's again, from the next call on
     replaced.undo()
 
-The functions are exchanged where jobs find them, in `torch.distributed` and `torch.distributed.distributed_c10d`; a job that
-imported one by name before keeps the library's. Whatever else calls the library (DDP's reducer, functional collectives,
-compiled code) is not touched. All ranks of a group must call alike, in the same order, as torch itself asks for: the same
-sizes and types, and contiguous tensors on all ranks or on none.
+The functions are replaced in `torch.distributed` and `torch.distributed.distributed_c10d`; a job that imported one by
+name before keeps the library's. Other callers of the library (DDP's reducer, functional collectives, compiled code) are
+not affected. All ranks of a group must make the same calls in the same order, as torch requires: with the same sizes and
+types, and with contiguous tensors on all ranks or on none.
 
-Tensors of jobs are not symmetric memory: a gathered part is copied into the lane and pulled from there; reduced blocks are
-pushed as they are. A collective runs on its lane's stream, behind what the current stream holds, which waits for it unless
-the collective is asynchronous.
+A job's tensors are not in symmetric memory: a gathered part is copied into the lane and pulled from there; reduced
+blocks are pushed from where they are. A collective runs on its lane's stream after all work on the current stream, which
+waits for it unless the collective is asynchronous.
 """
 
 import functools
@@ -21,7 +21,7 @@ from typing import Any, TypeAlias, final
 
 import torch
 import torch.distributed as dist
-import torch.distributed._functional_collectives  # binds the library's functions before they are exchanged
+import torch.distributed._functional_collectives  # binds the library's functions before they are replaced
 from torch.distributed import distributed_c10d
 
 from counterpoint.controls import LEAST_PART_BYTES
@@ -55,7 +55,7 @@ PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 @final
 class ReplacedCollectives:
-    """What `replace` put in place, with its switch and its counts; printed, it says what was done how."""
+    """The replacement that `replace` made, with its switch and its counts; `print` shows what was done how."""
 
     def __init__(self, groups: Sequence[Group] | None, in_flight: int, limits: tuple[int, int]) -> None:
         self._groups = None if groups is None else list(groups)
@@ -66,54 +66,54 @@ class ReplacedCollectives:
         self._least_part_bytes = least_part_bytes
         self.tallies = {kind: Tally(f"one of the job's own {WORDS[kind]}", least_part_bytes) for kind in COPIED_KINDS}
         self._num_large: dict[CollectiveKind, int] = dict.fromkeys(COPIED_KINDS, 0)
-        self._exchanged: list[tuple[Any, str, Any, Any]] = []  # module, name, the library's, ours
+        self._exchanged: list[tuple[Any, str, Any, Any]] = []  # module, name, the library's function, its replacement
         self._on: frozenset[CollectiveKind] = frozenset()
 
     @property
     def is_on(self) -> bool:
-        """Whether any collectives go by copies, if nothing is in the way."""
+        """Whether any collectives go by copies, unless something prevents it."""
         return bool(self._on)
 
     @property
     def num_by_copies(self) -> int:
-        """Collectives that copies did."""
+        """The number of collectives done by copies."""
         return sum(tally.num_by_copies for tally in self.tallies.values())
 
     @property
     def num_by_library(self) -> int:
-        """Collectives that the library did."""
+        """The number of collectives done by the library."""
         return sum(tally.num_by_library for tally in self.tallies.values())
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that copies moved from this rank to others."""
+        """The bytes that copies moved from this rank to others."""
         return sum(tally.num_bytes for tally in self.tallies.values())
 
     @property
     def large_kinds(self) -> tuple[CollectiveKind, ...]:
-        """The kinds of collectives that were called, large enough for copies, whether they went by copies or not."""
+        """The kinds of called collectives that were large enough for copies, whether copies did them or not."""
         return tuple(kind for kind, number in self._num_large.items() if number)
 
-    def __str__(self) -> str:
-        """What was done how, and which kinds copies are on for."""
+    def __repr__(self) -> str:
+        """Describe what was done how, and for which kinds copies are on."""
         done = "; ".join(map(str, self.tallies.values()))
         return f"{done}; copies are {'on for ' + ', '.join(sorted(self._on)) if self._on else 'off'}"
 
     def use(self, is_on: bool, kinds: Sequence[CollectiveKind] = COPIED_KINDS) -> None:
-        """Let copies do large collectives of these kinds from the next call on; all others are the library's.
+        """From the next call on, let copies do large collectives of these kinds, and the library all others.
 
-        On every rank, between the same calls. Raises `IntegrationError`.
+        Call it on every rank, between the same calls. Raises `IntegrationError`.
         """
         require_switch(is_on=is_on)
         require(
             bool(self._exchanged),
             IntegrationError,
-            "undo() has put the library's functions back. Call collectives.replace() again, on every rank.",
+            "undo() has restored the library's functions. Call collectives.replace() again, on every rank.",
         )
         self._on = frozenset(kinds) if is_on else frozenset()
 
     def put_in_place(self) -> None:
-        """Exchange the functions of torch."""
+        """Replace torch's functions."""
         for name, ours in (
             ("all_gather_into_tensor", self._all_gather),
             ("all_gather_single", self._all_gather),  # torch 2.13's name
@@ -129,7 +129,9 @@ class ReplacedCollectives:
                     setattr(module, name, replacement)
 
     def undo(self) -> None:
-        """Put the library's functions back, but for those that somebody else exchanged after us: these now pass through."""
+        """Restore the library's functions, except those that other code replaced afterwards: these now pass calls
+        through.
+        """
         self._on = frozenset()
         for module, name, theirs, replacement in self._exchanged:
             if getattr(module, name) is replacement:
@@ -198,7 +200,7 @@ class ReplacedCollectives:
         part_bytes: Callable[[], int],
         op: Any = None,
     ) -> PiecewiseCopies | None:
-        """What does this collective, or None where it is the library's; that is counted, with the reason."""
+        """Return the copies for this collective, or None if the library does it; that is counted with the reason."""
         found = dist.group.WORLD if group is None else group
         tally = self.tallies[kind]
         obstacle = self._obstacle(found, tensors, op)
@@ -208,7 +210,7 @@ class ReplacedCollectives:
             tally.count_library(obstacle if kind in self._on else SWITCHED_OFF)
             return None
         assert isinstance(found, dist.ProcessGroup)
-        if tally.is_librarys(part_bytes(), ""):  # before lanes are made, which small collectives need none of
+        if tally.is_librarys(part_bytes(), ""):  # before lanes are made, because small collectives need none
             return None
         lanes = self._lanes_of(found, tensors[0].device)
         if lanes.obstacle:
@@ -217,13 +219,15 @@ class ReplacedCollectives:
         return PiecewiseCopies(lanes, tally)
 
     def _obstacle(self, group: Any, tensors: Sequence[Any], op: Any) -> str:
-        """Why a collective is the library's whatever its size, or nothing; the same on every rank that calls alike."""
+        """Return why a collective of any size stays with the library, or nothing; the same on every rank that makes the
+        same call.
+        """
         if not isinstance(group, dist.ProcessGroup) or group.size() == 1:
             return "its group has no other rank"
         if self._groups is not None and all(group is not each for each in self._groups):
             return "its group is none of those given to replace()"
         if distributed_c10d._world.pg_coalesce_state:
-            return "it is coalesced with others"
+            return "it is coalesced with other collectives"
         if not all(type(each) in PLAIN and each.is_contiguous() and not each.is_inference() for each in tensors):
             return "its tensors are not plain and contiguous"
         if not all(each.numel() for each in tensors):
@@ -241,12 +245,12 @@ class ReplacedCollectives:
 
     def _lanes_of(self, group: Group, device: torch.device) -> Lanes:
         found = self._lanes.get(group.group_name)
-        if found is None or found.group is not group:  # a group may be destroyed and another one get its name
+        if found is None or found.group is not group:  # a group may be destroyed and another one may get its name
             found = self._lanes[group.group_name] = Lanes(group, device, "collectives", self._in_flight)
         return found
 
     def _part_elements(self, tensor: torch.Tensor, num_elements: int, num_ranks: int) -> int:
-        """Elements from each rank at a time, of `num_elements` in all: as many as a buffer has room for."""
+        """Return how many of `num_elements` elements to take from each rank at a time: as many as fit a buffer."""
         most = self._max_buffer_bytes // num_ranks // int(tensor.itemsize)
         return max(1, min(most // BLOCK_ELEMENTS, -(-num_elements // BLOCK_ELEMENTS))) * BLOCK_ELEMENTS
 
@@ -259,11 +263,13 @@ def replace(
     max_buffer_bytes: int = MAX_BUFFER_BYTES,
     is_on: bool = True,
 ) -> ReplacedCollectives:
-    """Let copy engines do large all-gathers, reduce-scatters and all-reduces that the job calls; on every rank.
+    """Let copy engines do the large all-gathers, reduce-scatters and all-reduces that the job calls; call it on every
+    rank.
 
-    `groups`: only in these; without it in all of the process. `in_flight`: collectives of a group at a time, each with
-    buffers of its own. `least_part_bytes`: less from each rank stays the library's. `max_buffer_bytes`: larger tensors go
-    through in parts. `is_on`: False exchanges the functions only, until `use(True)`. Raises `IntegrationError`.
+    `groups`: only in these groups; None means all of the process. `in_flight`: concurrent collectives of a group, each
+    with its own buffers. `least_part_bytes`: collectives with less from each rank stay with the library.
+    `max_buffer_bytes`: larger tensors are sent in parts. `is_on`: False only replaces the functions, until `use(True)`.
+    Raises `IntegrationError`.
     """
     require_in_flight(in_flight)
     require_least_part(least_part_bytes)
@@ -272,13 +278,15 @@ def replace(
     require(
         not _in_place(),
         IntegrationError,
-        "collectives.replace() has torch's functions already. Switch what it returned then, or call undo() on it first.",
+        "collectives.replace() has already replaced torch's functions. Switch the object that it returned, or "
+        "call undo() on it first.",
     )
     for group in groups or ():
         require(
             isinstance(group, dist.ProcessGroup),
             IntegrationError,
-            f"groups are process groups that this rank belongs to; found one of type {type(group).__name__}. Leave it out.",
+            "groups must be process groups that this rank belongs to; found one of type "
+            f"{type(group).__name__}. Leave it out.",
         )
     replaced = ReplacedCollectives(groups, in_flight, (least_part_bytes, max_buffer_bytes))
     replaced.put_in_place()
@@ -289,16 +297,16 @@ def replace(
 
 @cache
 def _in_place() -> list[ReplacedCollectives]:
-    """What has torch's functions in this process: one at most."""
+    """Holds the replacement of torch's functions in this process: one at most."""
     return []
 
 
 def _like(theirs: Any, ours: Any) -> Any:
-    """Ours with the name, the docstring and the signature of theirs."""
+    """Return the replacement with the name, docstring and signature of the library's function."""
 
     @functools.wraps(theirs)
     def collective(*arguments: Any, **named: Any) -> Any:
-        if torch.compiler.is_compiling():  # dynamo knows the library's functions, and makes functional ones of them
+        if torch.compiler.is_compiling():  # dynamo knows the library's functions and turns them into functional ones
             return theirs(*arguments, **named)
         return ours(*arguments, **named)
 

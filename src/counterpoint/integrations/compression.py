@@ -1,7 +1,7 @@
-"""How gradients travel: as they are, as bf16, or as fp8 with a scale for every 1024 elements.
+"""Wire formats of gradients: unchanged, as bf16, or as fp8 with a scale for every 1024 elements.
 
-A wire format cuts a bucket into one block per rank, averages what the ranks sent, and puts the averages back. Averages
-accumulate in single precision in the order of ranks, so they are the same bits in every run and on every rank.
+A wire format cuts a bucket into one block per rank, averages the ranks' blocks, and writes the averages back. Averages
+accumulate in single precision in the order of ranks, so they have the same bits in every run and on every rank.
 
 Errors, for an element x whose group of 1024 has the largest magnitude a: bf16 rounds to 8 bits of mantissa twice (what is
 sent, and the average), at most 2^-8 |x| each time. fp8 (e4m3) rounds to 4 bits twice, at most max(2^-4 |x|, 2^-10 a / 448)
@@ -16,7 +16,7 @@ from typing import final
 import torch
 from torch.nn import functional
 
-GROUP_ELEMENTS = 1024  # that share a scale: 0.4 % more bytes
+GROUP_ELEMENTS = 1024  # elements that share a scale: 0.4 % more bytes
 LARGEST_FP8 = 448.0  # torch.finfo(torch.float8_e4m3fn).max
 SCALE_BYTES = 4
 BLOCK_ELEMENTS = 128  # blocks start at multiples of this, so that copies and sums are aligned
@@ -27,20 +27,20 @@ class AbstractWire(ABC):
 
     @abstractmethod
     def encode(self, bucket: torch.Tensor, num_ranks: int) -> list[torch.Tensor]:
-        """The bucket as one flat block per rank; parts of the bucket itself where nothing needs converting."""
+        """Return the bucket as one flat block per rank; the blocks are views of the bucket if nothing needs converting."""
 
     @abstractmethod
     def reduce(self, rows: torch.Tensor, out: torch.Tensor) -> None:
-        """The mean of the ranks' blocks (or the sum, if the format is made for it), one row for each rank, as a block."""
+        """Return the mean (or the sum, for a sum format) of the ranks' blocks, given as one row per rank, as a block."""
 
     @abstractmethod
     def decode(self, blocks: list[torch.Tensor], bucket: torch.Tensor) -> None:
-        """Put blocks of averages, which `encode` gave and the lane has filled, back into the bucket."""
+        """Write blocks of averages, which `encode` returned and the lane has filled, back into the bucket."""
 
 
 @final
 class AsIs(AbstractWire):
-    """Gradients travel as they are; `is_mean` is False for sums."""
+    """Sends gradients unchanged; `is_mean` is False for sums."""
 
     def __init__(self, *, is_mean: bool = True) -> None:
         self._is_mean = is_mean
@@ -61,7 +61,7 @@ class AsIs(AbstractWire):
 
 @final
 class AsBfloat16(AbstractWire):
-    """Gradients of wider types travel as bf16."""
+    """Sends gradients of wider types as bf16."""
 
     def __init__(self) -> None:
         self._as_is = AsIs()
@@ -82,9 +82,9 @@ class AsBfloat16(AbstractWire):
 
 @final
 class AsScaledFloat8(AbstractWire):
-    """Gradients travel as e4m3, each group of elements divided by a scale that takes its largest to the type's largest.
+    """Sends gradients as e4m3; each group of elements is divided by a scale that maps its largest to the type's largest.
 
-    A block is bytes: the elements of its groups, then their scales in single precision.
+    A block is a sequence of bytes: the elements of its groups, then their scales in single precision.
     """
 
     def encode(self, bucket: torch.Tensor, num_ranks: int) -> list[torch.Tensor]:
@@ -115,8 +115,9 @@ class AsScaledFloat8(AbstractWire):
 
 
 def reduce_rows(rows: torch.Tensor, out: torch.Tensor, divisor: float) -> None:
-    """The sum of the rows divided by `divisor`. Sums accumulate in single precision; another divisor than 1 and the number
-    of rows costs one more rounding, of the result."""
+    """Return the sum of the rows divided by `divisor`. Sums accumulate in single precision; a divisor other than 1 and
+    the number of rows costs one more rounding, of the result.
+    """
     if divisor == len(rows):
         torch.mean(rows, 0, out=out)
         return
@@ -126,7 +127,7 @@ def reduce_rows(rows: torch.Tensor, out: torch.Tensor, divisor: float) -> None:
 
 
 def _quantize(groups: torch.Tensor, wire: torch.Tensor) -> None:
-    """Groups (rows, groups, elements) into the bytes of as many rows. A group of zeros has the scale 1."""
+    """Quantize groups (rows, groups, elements) into the bytes of as many rows. A group of zeros has the scale 1."""
     scales = torch.linalg.vector_norm(groups, torch.inf, -1, keepdim=True).float() / LARGEST_FP8
     scales.masked_fill_(scales == 0, 1.0)
     elements, kept_scales = _parts(wire)
@@ -135,7 +136,7 @@ def _quantize(groups: torch.Tensor, wire: torch.Tensor) -> None:
 
 
 def _parts(wire: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Elements (rows, groups, 1024) and scales (rows, groups, 1) in rows of bytes."""
+    """Return elements (rows, groups, 1024) and scales (rows, groups, 1) as views of rows of bytes."""
     num_groups = wire.shape[1] // (GROUP_ELEMENTS + SCALE_BYTES)
     num_bytes = num_groups * GROUP_ELEMENTS
     elements = wire[:, :num_bytes].view(torch.float8_e4m3fn).view(len(wire), num_groups, GROUP_ELEMENTS)

@@ -1,13 +1,14 @@
-"""DDP's gradient buckets averaged by copy engines, several buckets in flight.
+"""Averages DDP's gradient buckets by copy engines, several buckets in flight.
 
     model = DistributedDataParallel(model, bucket_cap_mb=100, gradient_as_bucket_view=True)
     ddp.register(model)
 
-Beside NCCL's kernels matmuls lose SMs; beside copies they run at their lone speed, and only the sums of a bucket need SMs.
-Large buckets pay (100 MB; DDP's 25 MB are below the limit on 4 ranks and stay NCCL's). docs/integrations.md has figures.
-It knows nothing of static graphs and of join() beyond what a communication hook is told. DDP keeps a hook for good, so when
-copies are off the hook does what DDP does without one, to the bit; with 3, 5, 6 or 7 ranks the last bit may differ for
-gradients that live on as views of buckets (`zero_grad(set_to_none=False)`), which DDP divides where it multiplies others.
+Beside NCCL's kernels, matmuls lose SMs; beside copies, they run at full speed, and only the sum of a bucket needs SMs.
+Large buckets pay (100 MB; DDP's default of 25 MB is below the limit on 4 ranks and stays with NCCL).
+docs/integrations.md has figures. This module knows about static graphs and join() only what a communication hook is
+told. DDP keeps a hook for good, so when copies are off, the hook does what DDP does without one, bit for bit. The
+exception: with 3, 5, 6 or 7 ranks, the last bit may differ for gradients that persist as views of buckets
+(`zero_grad(set_to_none=False)`), because DDP divides them where it multiplies others.
 """
 
 from typing import Any, Literal, final
@@ -44,7 +45,7 @@ IS_SPARSE = "its gradients are sparse"
 
 @final
 class BucketAverages:
-    """State of the hook: lanes, the wire format, whether it is on, and what was done how."""
+    """State of the hook: lanes, wire format, whether it is on, and what was done how."""
 
     def __init__(self, lanes: Lanes, compression: Compression | None, limits: tuple[int, int]) -> None:
         self._lanes = lanes
@@ -55,28 +56,28 @@ class BucketAverages:
         self._is_on = False
 
     def use(self, is_on: bool) -> None:
-        """Average by copies from the next backward pass on, or by the library as DDP does without a hook.
+        """From the next backward pass on, average by copies, or by the library as DDP does without a hook.
 
-        Call it between steps, on every rank alike. Raises `IntegrationError`.
+        Call it between steps, with the same argument on every rank. Raises `IntegrationError`.
         """
         require_switch(is_on=is_on)
         self._is_on = is_on
         if is_on:
-            _ = self._lanes.obstacle  # makes the lanes, where they are missing
+            _ = self._lanes.obstacle  # creates the lanes if they are missing
 
     @property
     def is_on(self) -> bool:
-        """Whether buckets go by copies, if nothing is in the way."""
+        """Whether buckets go by copies, unless something prevents it."""
         return self._is_on
 
     @property
     def num_by_copies(self) -> int:
-        """Buckets that copies averaged."""
+        """The number of buckets that copies averaged."""
         return self._tally.num_by_copies
 
     @property
     def num_by_library(self) -> int:
-        """Buckets that the library's collective averaged."""
+        """The number of buckets that the library's collective averaged."""
         return self._tally.num_by_library
 
     @property
@@ -86,15 +87,15 @@ class BucketAverages:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that copies moved from this rank to others."""
+        """The bytes that copies moved from this rank to others."""
         return self._tally.num_bytes
 
-    def __str__(self) -> str:
-        """What was done how, and whether copies are on."""
+    def __repr__(self) -> str:
+        """Describe what was done how, and whether copies are on."""
         return f"{self._tally}; copies are {'on' if self._is_on else 'off'}"
 
     def average(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-        """What DDP calls for every bucket."""
+        """Average a bucket; DDP calls this for every bucket."""
         flat = bucket.buffer()
         if self._is_librarys(flat):
             return _average_by_library(flat, self._lanes.group)
@@ -110,11 +111,11 @@ class BucketAverages:
         return self._tally.is_librarys(part_bytes, obstacle)
 
     def _wire_for(self, dtype: torch.dtype) -> AbstractWire:
-        """Buckets that bf16 would not make smaller travel as they are."""
+        """Return the wire format of a bucket; one that bf16 would not shrink is sent unchanged."""
         return self._as_is if self._compression == "bf16" and dtype not in WIDER_THAN_BFLOAT16 else self._wire
 
     def _average_parts(self, flat: torch.Tensor, wire: AbstractWire) -> list[Any]:
-        """Average the bucket in as many parts as the buffers ask for; the streams on which that is done."""
+        """Average the bucket in as many parts as the buffers require; return the streams on which that is done."""
         streams: list[Any] = []
         num_bytes = done = 0
         for part in flat.split(self._max_buffer_bytes // flat.itemsize):
@@ -128,7 +129,7 @@ class BucketAverages:
                 finally:
                     streams += streams_of(flat)
             done += part.numel()
-        if done < flat.numel():  # memory ran out, on all ranks alike
+        if done < flat.numel():  # memory ran out; all ranks agree on it
             self._tally.count_library(self._lanes.obstacle)
             library_all_reduce(_scaled(flat[done:], self._lanes.group), group=self._lanes.group)
             return [*streams, *streams_of(flat)]
@@ -145,12 +146,13 @@ def register(
     max_buffer_bytes: int = MAX_BUFFER_BYTES,
     is_on: bool = True,
 ) -> BucketAverages:
-    """Average the model's gradient buckets by copy engines from now on; on every rank, between two steps.
+    """Average the model's gradient buckets by copy engines from now on; call it on every rank, between two steps.
 
-    `in_flight`: buckets at a time, each with buffers of its own. `compression`: what travels (errors: `compression.py`).
-    `least_part_bytes`: a bucket with less from each rank stays the library's. `max_buffer_bytes`: larger ones go through in
-    parts. `is_on`: False leaves all to the library until `use(True)`, and makes no buffers. Returns the hook's state, with
-    switch and counts. DDP takes one hook in its life: to be rid of it, wrap the model again. Raises `IntegrationError`.
+    `in_flight`: concurrent buckets, each with its own buffers. `compression`: the wire format (errors:
+    `compression.py`). `least_part_bytes`: a bucket with less from each rank stays with the library. `max_buffer_bytes`:
+    larger buckets are sent in parts. `is_on`: False leaves everything to the library until `use(True)`, and makes no
+    buffers. Returns the hook's state, with switch and counts. DDP accepts only one hook, so to remove it, wrap the model
+    again. Raises `IntegrationError`.
     """
     require(
         isinstance(model, DistributedDataParallel),
@@ -164,7 +166,7 @@ def register(
     require(
         compression in list(WIRES),
         IntegrationError,
-        f"compression is None, 'bf16' or 'fp8'; found {compression!r}. Choose one.",
+        f"compression must be None, 'bf16' or 'fp8'; found {compression!r}. Choose one.",
     )
     _require_types(model, compression)
     _require_no_hook(model)
@@ -173,7 +175,7 @@ def register(
     try:
         model.register_comm_hook(state, BucketAverages.average)
     except RuntimeError as problem:  # one of torch's built-in hooks, which the model does not list
-        raise IntegrationError(_has_hook("a built-in one of torch's")) from problem
+        raise IntegrationError(_has_hook("a built-in hook of torch")) from problem
     state.use(is_on)
     return state
 
@@ -183,12 +185,12 @@ def _require_types(model: DistributedDataParallel, compression: Compression | No
     require(
         compression != "bf16" or any(dtype in WIDER_THAN_BFLOAT16 for dtype in dtypes),
         IntegrationError,
-        f"compression='bf16' makes nothing smaller: the gradients are {_names(dtypes)}. Leave it out, or take 'fp8'.",
+        f"compression='bf16' saves nothing: the gradients are {_names(dtypes)}. Leave it out, or use 'fp8'.",
     )
     require(
         all(dtype.is_floating_point for dtype in dtypes),
         IntegrationError,
-        f"Only gradients of floating-point types can be averaged; found {_names(dtypes)}. Keep them out of DDP.",
+        f"Only floating-point gradients can be averaged; found {_names(dtypes)}. Keep them out of DDP.",
     )
 
 
@@ -196,28 +198,29 @@ def _require_no_hook(model: DistributedDataParallel) -> None:
     require(
         not model._use_python_reducer,
         IntegrationError,
-        "torch._dynamo's optimize_ddp is 'python_reducer', which knows no gradient buckets. Set it to 'ddp_optimizer'.",
+        "torch._dynamo's optimize_ddp is 'python_reducer', which has no gradient buckets. Set it to 'ddp_optimizer'.",
     )
     for hook, state in model._comm_hooks:
         require(
             not isinstance(state, BucketAverages),
             IntegrationError,
-            "register() has this model already. Switch what it returned then, by use(True) and use(False).",
+            "register() was already called for this model. Switch the object that it returned, by use(True) and use(False).",
         )
         raise IntegrationError(_has_hook(getattr(hook, "__qualname__", type(hook).__name__)))
 
 
 def _has_hook(name: str) -> str:
     return (
-        f"The model has a communication hook already, {name}, and DDP takes one in its life. Leave that hook out, or do "
-        "without register()."
+        f"The model already has a communication hook, {name}, and DDP accepts only one. Remove that hook, or do "
+        "not call register()."
     )
 
 
 def _average_by_library(flat: torch.Tensor, group: dist.ProcessGroup) -> torch.futures.Future[torch.Tensor]:
-    """As DDP without a hook does it, to the bit."""
+    """Average as DDP does without a hook, bit for bit."""
     is_power_of_two = group.size() & (group.size() - 1) == 0
-    # NCCL's mean multiplies what it reads by 1 / ranks. Powers of two are exact, and a pass over the bucket is saved
+    # NCCL's mean multiplies its input by 1 / ranks. For powers of two that is exact, and it saves a pass over the
+    # bucket.
     if is_power_of_two and flat.layout == torch.strided and uses_nccl(group, flat.device):
         work = library_all_reduce(flat, op=dist.ReduceOp.AVG, group=group, async_op=True)
     else:
@@ -227,7 +230,9 @@ def _average_by_library(flat: torch.Tensor, group: dist.ProcessGroup) -> torch.f
 
 
 def _scaled(flat: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """The bucket by the number of ranks: DDP multiplies dense gradients while it copies them in, and divides sparse ones."""
+    """Divide the bucket by the number of ranks: DDP multiplies dense gradients while it copies them in, and divides
+    sparse ones.
+    """
     return flat.mul_(1.0 / group.size()) if flat.layout == torch.strided else flat.div_(group.size())
 
 

@@ -1,9 +1,9 @@
-"""Linears of tensor parallelism in eager code: one step of autograd from the input and the DTensor weights to the products.
+"""Tensor-parallel linears in eager code: one autograd step from the input and the DTensor weights to the products.
 
-The public way, `DTensor.to_local`, a transposition, an operator, a view and `DTensor.from_local`, is a step each, and each
-takes the host some 5 to 50 us forward and backward, where the operator itself takes less (docs/integrations.md has the
-times). What it gives is the same to the bit. Dispatch modes, function transforms, autocast, torch.compile and unusual
-tensors get the public way.
+The public way consists of `DTensor.to_local`, a transposition, an operator, a view and `DTensor.from_local`. Each is an
+autograd step that takes the host some 5 to 50 us forward and backward, more than the operator itself
+(docs/integrations.md has the times). The results have the same bits. Dispatch modes, function transforms, autocast,
+torch.compile and unusual tensors use the public way.
 """
 
 import copy
@@ -30,10 +30,12 @@ class EagerLinear:
         self._scatters = operator is operators.matmul_reduce_scatter
 
     def __deepcopy__(self, _memo: dict[int, Any]) -> "EagerLinear":
-        return self  # operators cannot be copied, and nothing in it changes
+        return self  # operators cannot be copied, and none of them changes
 
     def __call__(self, given: torch.Tensor, weights: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...] | None:
-        """The products of the input, a DTensor or its local part, and each weight; None where the public way is needed."""
+        """Return the products of the input (a DTensor or its local part) and each weight; None if the public way is
+        needed.
+        """
         local = given._local_tensor if type(given) is DTensor else given
         if type(local) not in PLAIN_TYPES or not all(map(_is_plain, weights)):
             return None
@@ -51,9 +53,9 @@ class EagerLinear:
         return tuple(product.movedim(0, self.dim) for product in products)
 
     def multiply(self, ctx: Any, local: torch.Tensor, weights: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """The products, tokens first where there are several sequences; `ctx` keeps what backward needs, if there is one.
+        """Return the products; with several sequences, tokens come first. `ctx`, if given, keeps what backward needs.
 
-        They get their shapes in place: autograd forbids to change a function's views in place.
+        The products are reshaped in place, because autograd forbids in-place changes of views that a function returned.
         """
         rows, transposed = rows_of(local, self.dim), [weight._local_tensor.t() for weight in weights]
         group_name, num_ranks, schedule = self.route
@@ -75,7 +77,7 @@ class EagerLinear:
     def differentiate(
         self, ctx: Any, gradients: Sequence[torch.Tensor], is_wanted: tuple[bool, bool]
     ) -> tuple[torch.Tensor | None, list[torch.Tensor | None]]:
-        """The gradients of the local input and of the local weights, of those of what `multiply` gave."""
+        """Return the gradients of the local input and of the local weights, from those of the results of `multiply`."""
         rows = [gradient.reshape(-1, gradient.shape[-1]) for gradient in gradients]
         of_rows, of_weights = self.operator.differentiate(ctx, rows, is_wanted)
         sizes, dim = ctx.sizes, self.dim
@@ -87,7 +89,7 @@ class EagerLinear:
 
 @final
 class EagerLinears:
-    """An `EagerLinear` for each dimension that inputs were sharded in: one, as a rule."""
+    """An `EagerLinear` for each dimension in which inputs were sharded: usually one."""
 
     def __init__(self, operator: Operator, route: Route) -> None:
         self._operator, self._route = operator, route
@@ -97,7 +99,7 @@ class EagerLinears:
         return self
 
     def of(self, dim: int) -> EagerLinear:
-        """That for inputs whose tokens are dimension `dim`."""
+        """Return the one for inputs whose tokens are dimension `dim`."""
         found = self._by_dim.get(dim)
         if found is None:
             found = self._by_dim[dim] = EagerLinear(self._operator, dim, self._route)
@@ -123,7 +125,7 @@ class _Multiply(torch.autograd.Function):  # type: ignore[misc]  # torch is unty
 
 
 def _is_plain(weight: torch.Tensor) -> bool:
-    """Whether a weight is a DTensor of one dimension whose gradient lies in memory as it does."""
+    """Return whether a weight is a one-dimensional DTensor whose gradient has the same memory layout."""
     if type(weight) is not DTensor or len(weight._spec.placements) != 1:
         return False
     local = weight._local_tensor
@@ -131,8 +133,9 @@ def _is_plain(weight: torch.Tensor) -> bool:
 
 
 def _distributed(gradient: torch.Tensor | None, spec: Any) -> torch.Tensor | None:
-    """A local gradient as a DTensor like the one it is for, whose local tensor is contiguous; with a spec of its own, as
-    `to_local` does it."""
+    """Return a local gradient as a DTensor like its weight, with a contiguous local tensor and its own spec, as
+    `to_local` does.
+    """
     if gradient is None:
         return None
     if gradient.is_contiguous():

@@ -1,4 +1,5 @@
-"""What a framework left on a module of routed experts when it spread them over ranks: hooks or a `forward` that send tokens.
+"""Reads what a framework left on a module of routed experts when it spread them over ranks: hooks or a `forward` that
+send tokens.
 
 torchtitan (read in v0.2.2) registers `_token_dispatch` and `_token_combine` of a style by `distribute_module`, as hooks
 around `GroupedExperts`; transformers (read in 5.23) puts a `forward` in the module's place, whose closure holds an
@@ -17,12 +18,17 @@ from counterpoint.integrations.layouts import closure_of
 
 WEIGHTS = ("w1", "w2", "w3")
 WEIGHT_DIMS = 3
-FORMULAS = frozenset({"_run_experts_grouped_mm", "_run_experts_for_loop"})  # what torchtitan's GroupedExperts calls
-HIDES_ALREADY = "it overlaps the all-to-alls of one micro-batch with another micro-batch's computation. Leave it as it is"
-# Why styles of torchtitan that spread experts over ranks stay as they are
+# functions that torchtitan's GroupedExperts calls
+FORMULAS = frozenset({"_run_experts_grouped_mm", "_run_experts_for_loop"})
+HIDES_ALREADY = (
+    "it already overlaps the all-to-alls of one micro-batch with another micro-batch's computation. Leave it unchanged"
+)
+# Why some torchtitan styles that spread experts over ranks stay unchanged
 REFUSED_STYLES = {
-    "DeepEPExpertParallel": "its tokens travel by DeepEP's kernels, and there is no all-to-all of torch to replace. Leave "
-    "it as it is, or take ExpertParallel",
+    "DeepEPExpertParallel": (
+        "DeepEP's kernels send its tokens, so there is no all-to-all of torch to replace. Leave it unchanged, or "
+        "use ExpertParallel"
+    ),
     "DualPipeExpertParallel": HIDES_ALREADY,
 }
 
@@ -58,10 +64,10 @@ def torchtitan_layout(experts: nn.Module) -> SpreadLayout | str:
     if name in REFUSED_STYLES:
         return REFUSED_STYLES[name]
     if name not in ("ExpertParallel", "ExpertTensorParallel"):
-        return f"its style is {name}, and ExpertParallel and ExpertTensorParallel are served. Leave it as it is"
+        return f"its style is {name}, but only ExpertParallel and ExpertTensorParallel are supported. Leave it as it is"
     outputs = [key for key, hook in experts._forward_hooks.items() if _style_in(closure_of(hook), "output_fn") is style]
     if len(outputs) != 1:
-        return "its tokens are sent by one hook and do not come back by another. Parallelize it by parallelize_module"
+        return "one hook sends its tokens and no matching hook brings them back. Parallelize it by parallelize_module"
     problem = _formula_problem(experts) or _mesh_problem(name, mesh) or _weights_problem(experts)
     if problem:
         return problem
@@ -75,7 +81,7 @@ def torchtitan_layout(experts: nn.Module) -> SpreadLayout | str:
 
 
 def implementation_of(module: nn.Module) -> Any | None:
-    """How transformers sends the tokens of a module of experts, if it does."""
+    """Return how transformers sends the tokens of a module of experts, if it does."""
     found = closure_of(vars(module).get("forward"))
     implementation = found.get("implementation")
     is_theirs = type(found.get("self")).__name__ == "EpDispatchExpertsParallel"
@@ -83,7 +89,7 @@ def implementation_of(module: nn.Module) -> Any | None:
 
 
 def _dispatch_hook(module: nn.Module) -> tuple[int, Any, DeviceMesh] | None:
-    """The hook that sends tokens to experts on other ranks: its key, its style, its mesh."""
+    """Return the hook that sends tokens to experts on other ranks: its key, its style, its mesh."""
     for key, hook in module._forward_pre_hooks.items():
         found = closure_of(hook)
         style, mesh = _style_in(found, "input_fn"), found.get("device_mesh")
@@ -93,16 +99,17 @@ def _dispatch_hook(module: nn.Module) -> tuple[int, Any, DeviceMesh] | None:
 
 
 def _style_in(found: dict[str, Any], name: str) -> Any | None:
-    """The style whose method a hook of `distribute_module` calls, if it sends tokens."""
+    """Return the style whose method a hook of `distribute_module` calls, if it sends tokens."""
     style = getattr(found.get(name), "__self__", None)
     names = ("_token_dispatch", "_token_combine")
     return style if all(callable(getattr(style, each, None)) for each in names) else None
 
 
 def shared_experts_of(layer: nn.Module) -> nn.Module | None:
-    """The shared experts of torchtitan's `MoE`, which gives them the tokens that it routes; None of any other layer.
+    """Return the shared experts of torchtitan's `MoE`, which gives them the tokens that it routes; None for any other
+    layer.
 
-    With hooks of their own they are not taken, for these would see them at another time.
+    Shared experts with their own hooks are not taken, because the hooks would see them at another time.
     """
     shared = vars(layer)["_modules"].get("shared_experts")
     if shared is None or shared._forward_pre_hooks or shared._forward_hooks or shared._backward_hooks:
@@ -112,41 +119,41 @@ def shared_experts_of(layer: nn.Module) -> nn.Module | None:
 
 
 def _owner_of_forward(module: nn.Module) -> type:
-    """The class that defines `forward`; `fully_shard` puts one before it."""
+    """Return the class that defines `forward`; `fully_shard` inserts one before it."""
     return next(each for each in type(module).__mro__ if "forward" in vars(each))
 
 
 def _names_in_forward(owner: type) -> set[str]:
-    """What the code of `forward` names."""
+    """Return the names used in the code of `forward`."""
     return set(getattr(getattr(vars(owner)["forward"], "__code__", None), "co_names", ()))
 
 
 def _formula_problem(experts: nn.Module) -> str:
-    """Why it cannot be told that the module computes silu(x w1) * (x w3), times w2; or nothing."""
+    """Return why it is not certain that the module computes silu(x w1) * (x w3), times w2; or nothing."""
     owner = _owner_of_forward(experts)
     if owner.__name__ != "GroupedExperts" or not _names_in_forward(owner) >= FORMULAS or "forward" in vars(experts):
-        return f"it is a {owner.__name__}, whose formula is not known; that of torchtitan's GroupedExperts is served"
+        return f"it is a {owner.__name__}, whose formula is unknown; only that of torchtitan's GroupedExperts is supported"
     return ""
 
 
 def _mesh_problem(name: str, mesh: DeviceMesh) -> str:
     names = mesh.mesh_dim_names or ()
     if name == "ExpertTensorParallel" and not {"ep", "etp"} <= set(names):
-        return f"its mesh has the dimensions {', '.join(names) or 'without names'}, and ep and etp are needed"
+        return f"its mesh has the dimensions {', '.join(names) or 'without names'}, but ep and etp are required"
     if name == "ExpertParallel" and mesh.ndim != 1:
-        return f"its mesh has {mesh.ndim} dimensions, and its experts are spread over one"
+        return f"its mesh has {mesh.ndim} dimensions, but its experts are spread over one"
     return ""
 
 
 def _weights_problem(experts: nn.Module) -> str:
-    """Why the weights cannot be had as plain tensors of this rank's experts, or nothing."""
+    """Return why the weights are not available as plain tensors of this rank's experts, or nothing."""
     for name in WEIGHTS:
         weight = getattr(experts, name, None)
         if not isinstance(weight, DTensor) or weight.ndim != WEIGHT_DIMS:
             return f"its {name} is no DTensor of {WEIGHT_DIMS} dimensions. Parallelize it by parallelize_module"
         local = weight._local_tensor
         if type(local) not in (torch.Tensor, nn.Parameter):
-            return f"its {name} is a {type(local).__name__}, and operators multiply plain tensors. Leave out quantization"
+            return f"its {name} is a {type(local).__name__}, but operators multiply plain tensors. Leave out quantization"
         if Shard(0) not in weight.placements:
-            return f"its {name} is {weight.placements}, and experts are spread by Shard(0)"
+            return f"its {name} is {weight.placements}, but only experts spread by Shard(0) are supported"
     return ""

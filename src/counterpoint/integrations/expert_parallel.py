@@ -1,16 +1,16 @@
-"""Expert parallelism whose all-to-alls hide behind the experts' own grouped matmuls, forward and backward.
+"""Hides the all-to-alls of expert parallelism behind the experts' own grouped matmuls, forward and backward.
 
     overlapped = expert_parallel.overlap(model)      # after the model was parallelized
     ...
     overlapped.use(False)                            # between steps: as before, and use(True) again
     overlapped.undo()
 
-Taken are the experts of torchtitan (`ExpertParallel`, `ExpertTensorParallel`) and of Hugging Face models that transformers
-spreads over ranks by all-to-alls (`AllToAllEP`). Shared experts of torchtitan's layers run while tokens travel. A layer
-that cannot be served stays as it was, and `refused` and the log say why.
+It supports the experts of torchtitan (`ExpertParallel`, `ExpertTensorParallel`) and of Hugging Face models that
+transformers spreads over ranks by all-to-alls (`AllToAllEP`). Shared experts of torchtitan's layers run while tokens are
+in transit. A layer that is not supported stays unchanged; `refused` and the log say why.
 
-`overlap` may come before `fully_shard` or after it, and before activation checkpointing or after it; not between forward and
-backward pass. What torch.compile makes of a model breaks its graph at the experts, as torchtitan's does.
+Call `overlap` before or after `fully_shard`, and before or after activation checkpointing, but not between a forward and
+a backward pass. In a model under torch.compile, the graph breaks at the experts, as in torchtitan.
 """
 
 from torch import nn
@@ -31,10 +31,11 @@ NOUN = "expert layer"
 
 
 def overlap(module: nn.Module, *, schedule: ScheduleDescription | None = None, is_on: bool = True) -> Overlapped:
-    """Let the routed experts within `module` communicate beside their own grouped matmuls; on every rank.
+    """Let the routed experts within `module` communicate beside their own grouped matmuls; call it on every rank.
 
-    `schedule` overrides the choice by size for all of them. With `is_on=False` all is prepared, and nothing changes before
-    `use(True)`. Raises `IntegrationError` if there are none that can be served, or if some of them are overlapped already.
+    `schedule` overrides the choice by size for all of them. With `is_on=False` everything is prepared, and nothing
+    changes before `use(True)`. Raises `IntegrationError` if no experts are supported, or if some of them are already
+    overlapped.
     """
     _check_arguments(module, schedule)
     overlapped = Overlapped(is_on=is_on, noun=NOUN)
@@ -43,7 +44,8 @@ def overlap(module: nn.Module, *, schedule: ScheduleDescription | None = None, i
     require(
         twice is None,
         IntegrationError,
-        f"{twice or 'This layer'} is overlapped already. Keep what the first overlap() returned, or call its undo() first.",
+        f"{twice or 'This layer'} is already overlapped. Keep the object that the first overlap() returned, or "
+        "call its undo() first.",
     )
     require(
         bool(found),
@@ -65,14 +67,14 @@ def _check_arguments(module: object, schedule: object) -> None:
     require(
         isinstance(module, nn.Module),
         IntegrationError,
-        f"overlap() takes a module whose experts are spread over ranks; found one of type {type(module).__name__}. Give the "
-        "model.",
+        "overlap() takes a module whose experts are spread over ranks; found one of type "
+        f"{type(module).__name__}. Pass the model.",
     )
     require_experts_schedule(schedule)
 
 
 def waiting_experts(module: nn.Module) -> list[nn.Module]:
-    """The experts in it that a framework has spread over ranks and that `overlap` would take and has not taken."""
+    """Return the experts in the module that a framework has spread over ranks and that `overlap` can still take."""
     return [each for each in module.modules() if not _is_overlapped(each) and _is_served(each)]
 
 
@@ -86,7 +88,7 @@ def _is_served(experts: nn.Module) -> bool:
 def _take_torchtitan(
     overlapped: Overlapped, name: str, modules: tuple[nn.Module, nn.Module | None], schedule: ScheduleDescription | None
 ) -> None:
-    """Take experts, and the shared experts of the layer around them, if there is one."""
+    """Take experts and the shared experts of the layer around them, if there are any."""
     experts, layer = modules
     layout = torchtitan_layout(experts)
     if isinstance(layout, str):
@@ -100,7 +102,7 @@ def _take_torchtitan(
 
 
 def _take_shared(overlapped: Overlapped, layer: nn.Module) -> SharedExperts | None:
-    """Let the shared experts of a layer run while tokens travel, if it has some."""
+    """Let a layer's shared experts, if it has any, run while tokens are in transit."""
     shared = shared_experts_of(layer)
     if shared is None:
         return None

@@ -1,17 +1,17 @@
-"""FSDP2's parameters gathered and gradients reduced by copy engines.
+"""Gathers FSDP2's parameters and reduces its gradients by copy engines.
 
     use = fsdp2.use_copy_engines(model)        # after fully_shard, between two steps, on every rank
     use.use(gathers=True, reduces=False)       # from the next step on, on every rank
     use.undo()
 
-Gathered parameters lie in symmetric memory, where FSDP writes a rank's own part and copy engines bring the others', so there
-is no copy more than with NCCL. The memory is `num_buffers` times the largest gathered group, which FSDP would otherwise
-allocate as it goes, and one more for gradients. FSDP keeps two groups gathered at once, and one more for each group that
-it is told to prefetch; a buffer that is still in use when its turn comes is never overwritten.
+Gathered parameters are in symmetric memory, into which FSDP writes a rank's own part and copy engines bring the others',
+so there is no more copying than with NCCL. The memory is `num_buffers` times the largest gathered group, which FSDP
+would otherwise allocate on demand, and one more for gradients. FSDP keeps two groups gathered at once, and one more for
+each group that it is told to prefetch. A buffer that is still in use when its turn comes is never overwritten.
 
-FSDP divides the work of its backward pass so that one reduce-scatter is in flight at a time; so is ours. What it divides by
-is read from its group of parameters: in the library's reduction it hides in an opaque operation. The all-reduce between
-replicas of shards (HSDP) stays the library's.
+FSDP arranges its backward pass so that one reduce-scatter is in flight at a time; copies keep that. The divisor is read
+from FSDP's group of parameters, because the library's reduction hides it in an opaque operation. The all-reduce between
+replicas of shards (HSDP) stays with the library.
 """
 
 import math
@@ -27,6 +27,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 from counterpoint.controls import LEAST_PART_BYTES
+from counterpoint.display import capped
 from counterpoint.errors import IntegrationError, RefusedTogetherError
 from counterpoint.integrations.gather_buffers import MAX_BUFFERS, GatherBuffers, claim, give_back
 from counterpoint.integrations.lane_collectives import (
@@ -42,7 +43,7 @@ from counterpoint.integrations.lane_collectives import (
 from counterpoint.ops.collectives import library_all_gather, library_reduce_scatter
 from counterpoint.value import require
 
-UNKNOWN_REDUCTION = "FSDP asks for a reduction that is neither a sum nor a mean"
+UNKNOWN_REDUCTION = "FSDP requests a reduction that is neither a sum nor a mean"
 
 
 @final
@@ -53,7 +54,7 @@ class GatherByCopies(AllGather):  # type: ignore[misc]  # torch is untyped here
         self._parameters, self._in_use = parameters, in_use
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Memory for the gathered parameters; FSDP copies this rank's part in."""
+        """Return memory for the gathered parameters; FSDP copies this rank's part into it."""
         # after forward the parameters may be sharded among fewer ranks (reshard_after_forward=4)
         buffers = self._in_use.buffers_of(self._parameters._all_gather_process_group)
         output = buffers.take(size, dtype, "" if self._in_use.are_gathers_on else SWITCHED_OFF)
@@ -66,7 +67,7 @@ class GatherByCopies(AllGather):  # type: ignore[misc]  # torch is untyped here
         group: dist.ProcessGroup,
         async_op: bool = False,
     ) -> dist.Work | None:
-        """Bring the other ranks' parts; FSDP waits for the current stream, or for the work that is returned."""
+        """Fetch the other ranks' parts; FSDP waits for the current stream, or for the returned work."""
         lane = self._in_use.buffers_of(group).lane_of(output_tensor)
         if lane is None:
             work: dist.Work | None = library_all_gather(output_tensor, input_tensor, group=group, async_op=async_op)
@@ -88,7 +89,7 @@ class ReduceByCopies(ReduceScatter):  # type: ignore[misc]  # as above
         self._parameters, self._in_use = parameters, in_use
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Ordinary memory: blocks leave from where they are."""
+        """Return ordinary memory: blocks are sent from where they are."""
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
@@ -99,7 +100,7 @@ class ReduceByCopies(ReduceScatter):  # type: ignore[misc]  # as above
         op: Any,
         async_op: bool = False,
     ) -> dist.Work | None:
-        """This rank's block of the ranks' sum or mean; later work of the current stream finds it."""
+        """Compute this rank's block of the ranks' sum or mean; later work of the current stream can use it."""
         lanes, tally = self._in_use.reduce_lanes_of(group)
         divisor = self._divisor(op, group.size())
         obstacle = self._obstacle(divisor) or lanes.obstacle
@@ -121,9 +122,9 @@ class ReduceByCopies(ReduceScatter):  # type: ignore[misc]  # as above
         return UNKNOWN_REDUCTION if math.isnan(divisor) else ""
 
     def _divisor(self, op: Any, num_ranks: int) -> float:
-        """What the sum is divided by; NaN where that is unknown.
+        """Return the divisor of the sum; NaN if it is unknown.
 
-        A factor of the user's arrives as a sum of inputs multiplied by its inverse, which nobody can look into.
+        A factor set by the user arrives as a sum of inputs multiplied by its inverse, which cannot be inspected.
         """
         if op == dist.ReduceOp.SUM:
             return 1
@@ -135,7 +136,7 @@ class ReduceByCopies(ReduceScatter):  # type: ignore[misc]  # as above
 
 @final
 class CopyEnginesInUse:
-    """What `use_copy_engines` put in place, with its switches and its counts; printed, it says what was done how."""
+    """The state of `use_copy_engines`, with its switches and its counts; `print` shows what was done how."""
 
     def __init__(self, device: torch.device, num_buffers: int | None, least_part_bytes: int) -> None:
         self._device, self._num_buffers = device, num_buffers
@@ -145,56 +146,59 @@ class CopyEnginesInUse:
         self._earlier: list[tuple[FSDPParamGroup, AllGather, ReduceScatter]] = []
         self._claims: list[tuple[str, str, int]] = []
         self.are_gathers_on = self.are_reduces_on = False
-        self.refused: dict[str, str] = {}  # modules that stay as they are, and why
+        self.refused: dict[str, str] = {}  # modules that stay unchanged, and why
 
     def use(self, gathers: bool, reduces: bool) -> None:
-        """Which collectives go by copies from the next step on; the others are the library's, as without us.
+        """Choose which collectives go by copies from the next step on; the library does the others, as without
+        Counterpoint.
 
-        Call it between steps, on every rank alike. Raises `IntegrationError`.
+        Call it between steps, with the same arguments on every rank. Raises `IntegrationError`.
         """
         require_switch(gathers=gathers, reduces=reduces)
         require(
             bool(self._earlier),
             IntegrationError,
-            "undo() has put the model's own collectives back. Call use_copy_engines(model) again, on every rank.",
+            "undo() has restored the model's own collectives. Call use_copy_engines(model) again, on every rank.",
         )
         self.are_gathers_on, self.are_reduces_on = gathers, reduces
 
     @property
     def is_on(self) -> bool:
-        """Whether anything goes by copies, if nothing is in the way."""
+        """Whether anything goes by copies, unless something prevents it."""
         return self.are_gathers_on or self.are_reduces_on
 
     @property
     def num_by_copies(self) -> int:
-        """Collectives that copy engines did."""
+        """The number of collectives done by copy engines."""
         return sum(tally.num_by_copies for tally in self._tallies())
 
     @property
     def num_by_library(self) -> int:
-        """Collectives that were too small, switched off, or had no way, and were done by the library."""
+        """The number of collectives done by the library, because they were too small, switched off, or could not be
+        copied.
+        """
         return sum(tally.num_by_library for tally in self._tallies())
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that copies moved from this rank to others."""
+        """The bytes that copies moved from this rank to others."""
         return sum(tally.num_bytes for tally in self._tallies())
 
     @property
     def gather_tallies(self) -> list[Tally]:
-        """What was done with gatherings of parameters, one for each group of ranks."""
+        """What was done with gathers of parameters, for each group of ranks."""
         return [each.tally for each in self._buffers.values()]
 
     @property
     def reduce_tallies(self) -> list[Tally]:
-        """What was done with reductions of gradients, one for each group of ranks."""
+        """What was done with reductions of gradients, for each group of ranks."""
         return [tally for _, tally in self._reduces.values()]
 
     def _tallies(self) -> list[Tally]:
         return [*self.gather_tallies, *self.reduce_tallies]
 
-    def __str__(self) -> str:
-        """What was done how for each group of ranks, what is on, and which modules were refused."""
+    def __repr__(self) -> str:
+        """Describe what was done how for each group of ranks, what is on, and which modules were refused."""
         gathers, reduces = ("on" if each else "off" for each in (self.are_gathers_on, self.are_reduces_on))
         num_buffers = sum(each.num_buffers for each in self._buffers.values())
         lines = [
@@ -202,19 +206,19 @@ class CopyEnginesInUse:
             f"reductions are {reduces}"
         ]
         refusals = [f"{name} is left alone: {why}" for name, why in self.refused.items()]
-        return "\n".join([*lines, *map(str, self._tallies()), *refusals])
+        return capped("\n".join([*lines, *map(str, self._tallies()), *refusals]))
 
     def buffers_of(self, group: dist.ProcessGroup) -> GatherBuffers:
-        """The buffers of a group of ranks, which its groups of parameters share."""
+        """Return the buffers of a group of ranks, which its groups of parameters share."""
         name = group.group_name
         if name not in self._buffers:
             purpose = self._purpose(name, "fsdp2 gather")
-            tally = Tally("a gathering of parameters", self._least_part_bytes)
+            tally = Tally("a gather of parameters", self._least_part_bytes)
             self._buffers[name] = GatherBuffers((group, self._device, purpose), self._num_buffers, tally)
         return self._buffers[name]
 
     def reduce_lanes_of(self, group: dist.ProcessGroup) -> tuple[Lanes, Tally]:
-        """The lane of a group of ranks for gradients, and what was done with it."""
+        """Return a group of ranks' lane for gradients, and its tally."""
         name = group.group_name
         if name not in self._reduces:
             lanes = Lanes(group, self._device, self._purpose(name, "fsdp2 reduce"), 1)
@@ -222,19 +226,21 @@ class CopyEnginesInUse:
         return self._reduces[name]
 
     def _purpose(self, group_name: str, purpose: str) -> str:
-        """Lanes of this model alone: another one's steps run on other streams, and hold gathered groups of their own."""
+        """Name lanes for this model only: another model's steps run on other streams, and hold their own gathered
+        groups.
+        """
         number = claim(group_name, purpose)
         self._claims.append((group_name, purpose, number))
         return f"{purpose} of model {number}"
 
     def take_over(self, parameters: FSDPParamGroup) -> None:
-        """Put our collectives in place of this group of parameters'."""
+        """Replace this group of parameters' collectives by copies."""
         self._earlier.append((parameters, parameters._all_gather_comm, parameters._reduce_scatter_comm))
         parameters._all_gather_comm = GatherByCopies(parameters, self)
         parameters._reduce_scatter_comm = ReduceByCopies(parameters, self)
 
     def undo(self) -> None:
-        """Put back the collectives that were there before. Call it between steps, on every rank."""
+        """Restore the original collectives. Call it between steps, on every rank."""
         for parameters, gather, reduce in self._earlier:
             parameters._all_gather_comm, parameters._reduce_scatter_comm = gather, reduce
         self.are_gathers_on = self.are_reduces_on = False
@@ -250,15 +256,16 @@ def use_copy_engines(
     least_part_bytes: int = LEAST_PART_BYTES,
     is_on: bool = True,
 ) -> CopyEnginesInUse:
-    """Let copy engines gather and reduce for every FSDP2 module of the model; on every rank, between two steps.
+    """Let copy engines gather and reduce for every FSDP2 module of the model; call it on every rank, between two steps.
 
-    `num_buffers`: gathered groups at once; without it as many as FSDP turns out to hold. `least_part_bytes`: groups with
-    less on each rank stay the library's. `is_on`: False leaves all to it until `use(...)`. Raises `IntegrationError`.
+    `num_buffers`: concurrently gathered groups; None makes as many as FSDP turns out to hold. `least_part_bytes`: groups
+    with less on each rank stay with the library. `is_on`: False leaves everything to the library until `use(...)`.
+    Raises `IntegrationError`.
     """
     require(
         isinstance(model, nn.Module),
         IntegrationError,
-        f"use_copy_engines() takes a module sharded by FSDP2; found one of type {type(model).__name__}. Give the model.",
+        f"use_copy_engines() takes a module sharded by FSDP2; found one of type {type(model).__name__}. Pass the model.",
     )
     modules = {name: module for name, module in model.named_modules() if isinstance(module, FSDPModule)}
     require(
@@ -269,8 +276,8 @@ def use_copy_engines(
     require(
         num_buffers is None or (isinstance(num_buffers, int) and 2 <= num_buffers <= MAX_BUFFERS),
         IntegrationError,
-        f"num_buffers must be from 2 to {MAX_BUFFERS}, for FSDP gathers a group while it uses another; found "
-        f"{num_buffers!r}. Leave it out: as many are made as FSDP needs.",
+        f"num_buffers must be from 2 to {MAX_BUFFERS}, because FSDP gathers one group while it uses another; "
+        f"found {num_buffers!r}. Leave it out, and FSDP gets as many as it needs.",
     )
     require_least_part(least_part_bytes)
     require_switch(is_on=is_on)
@@ -291,7 +298,7 @@ def use_copy_engines(
 
 
 def _parameters_of(module: FSDPModule) -> list[FSDPParamGroup]:
-    """The module's own groups of parameters: one, or none; with torch 2.13 and shards on several meshes more."""
+    """Return the module's own groups of parameters: one or none; with torch 2.13 and shards on several meshes, more."""
     state = module._get_fsdp_state()
     found: list[FSDPParamGroup] | None = getattr(state, "_fsdp_param_groups", None)
     if found is not None:
@@ -303,6 +310,6 @@ def _require_untaken(groups: list[FSDPParamGroup]) -> None:
     require(
         not any(isinstance(parameters._all_gather_comm, GatherByCopies) for parameters in groups),
         IntegrationError,
-        "use_copy_engines() has modules of this model already. Switch what it returned then, by use(gathers=..., "
-        "reduces=...), or call undo() on it first.",
+        "use_copy_engines() was already called for modules of this model. Switch the object that it returned, "
+        "by use(gathers=..., reduces=...), or call undo() on it first.",
     )

@@ -1,7 +1,7 @@
-"""The buffers that FSDP2's gathered parameters lie in, in turn, each a lane of its own.
+"""The buffers that hold FSDP2's gathered parameters in turn; each is its own lane.
 
-Whether FSDP is done with a buffer is told by the life of the tensor that it was given: while that lives, so does the use,
-and when it ends FSDP's streams have been told to wait. All ranks run the same steps, so they find the same.
+A buffer is in use as long as the tensor that FSDP was given is alive; when that tensor ends, FSDP's streams have been
+told to wait. All ranks run the same steps, so they reach the same result.
 """
 
 import math
@@ -25,8 +25,9 @@ FIRST_BUFFERS = 3
 
 @final
 class GatherBuffers:
-    """The buffers of one group of ranks: `num_buffers`, or where that is None three and as many more as turn out to be
-    needed."""
+    """The buffers of one group of ranks: `num_buffers`, or, if that is None, three and as many more as turn out to be
+    needed.
+    """
 
     def __init__(self, place: tuple[dist.ProcessGroup, torch.device, str], num_buffers: int | None, tally: Tally) -> None:
         group, device, purpose = place
@@ -38,11 +39,11 @@ class GatherBuffers:
 
     @property
     def num_buffers(self) -> int:
-        """Gathered groups at once, so far."""
+        """The number of buffers so far."""
         return len(self._lanes)
 
     def take(self, size: Sequence[int | torch.SymInt], dtype: torch.dtype, obstacle: str) -> torch.Tensor | None:
-        """A buffer for what is gathered, or None where the library is to gather, for `obstacle` or else."""
+        """Return a buffer for a gather, or None if the library is to gather, because of `obstacle` or another reason."""
         num_elements = math.prod(int(length) for length in size)
         part_bytes = num_elements * dtype.itemsize // self._num_ranks
         if self.tally.is_librarys(part_bytes, obstacle or self._lanes.obstacle):
@@ -61,7 +62,7 @@ class GatherBuffers:
         return output
 
     def _make_free(self) -> None:
-        """Have a lane in turn whose buffer is not in use: add one, or raise `IntegrationError` where a number was set."""
+        """Make sure that the next lane's buffer is free: add one, or raise `IntegrationError` if their number is fixed."""
         holder = self._holders.get(self._lanes.present())
         if holder is None or holder() is None:
             return
@@ -72,13 +73,13 @@ class GatherBuffers:
             f"FSDP holds more than {num_buffers} gathered groups at once, as it does when it prefetches several. "
             f"Call use_copy_engines(model, num_buffers={num_buffers + 1}) or higher."
             if num_buffers < MAX_BUFFERS
-            else f"FSDP holds more than {MAX_BUFFERS} gathered groups at once, the most there are buffers for. "
-            "Let it prefetch fewer modules.",
+            else f"FSDP holds more than {MAX_BUFFERS} gathered groups at once, and there are no more buffers. Let it "
+            "prefetch fewer modules.",
         )
         self._lanes.grow()
 
     def lane_of(self, output: torch.Tensor) -> AbstractLane | None:
-        """The lane whose memory this is. Were it another tensor on the same memory, its life would tell nothing."""
+        """Return the lane that owns this memory. Another tensor on the same memory would tell nothing about its use."""
         for lane, holder in self._holders.items():
             held = holder()
             if held is output:
@@ -86,20 +87,22 @@ class GatherBuffers:
             require(
                 held is None or held.data_ptr() != output.data_ptr(),
                 IntegrationError,
-                f"torch {torch.__version__} hands FSDP's gathered tensor on as another one, so its end cannot be seen. "
-                "Use NCCL, or torch 2.11 to 2.13.",
+                f"torch {torch.__version__} passes FSDP's gathered tensor on as another tensor, so its end "
+                "cannot be detected. Use NCCL, or torch 2.11 to 2.13.",
             )
         return None
 
 
 @cache
 def _claims() -> dict[tuple[str, str], set[int]]:
-    """The numbers in use, by group and purpose: of models that live at the same time in this process."""
+    """The numbers in use, by group and purpose, of models that are alive at the same time in this process."""
     return {}
 
 
 def claim(group_name: str, purpose: str) -> int:
-    """A number that no other has for this group and purpose. Ranks claim in the same order, so they find the same."""
+    """Claim a number that no other model has for this group and purpose. Ranks claim in the same order, so they get the
+    same one.
+    """
     taken = _claims().setdefault((group_name, purpose), set())
     number = next(number for number in count(1) if number not in taken)
     taken.add(number)
@@ -107,5 +110,5 @@ def claim(group_name: str, purpose: str) -> int:
 
 
 def give_back(group_name: str, purpose: str, number: int) -> None:
-    """The number, and the lanes that are named by it, are another's to claim."""
+    """Release the number and the lanes named by it, for others to claim."""
     _claims()[group_name, purpose].discard(number)

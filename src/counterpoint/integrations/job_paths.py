@@ -1,9 +1,9 @@
-"""The models and collectives of a process that nobody edits, switched between the library's path and ours.
+"""The models and collectives of an unmodified process, switched between the library's path and Counterpoint's.
 
-Models are found among the objects that Python's garbage collector knows, so it does not matter which framework built them,
-nor when. What is found is taken over by the integrations that a user would call by hand, switched off; `use` switches them
-on and off between steps. Tensor-parallel linears and experts are taken over when an optimizer is made, before torch.compile
-sees them.
+Models are found among the objects that Python's garbage collector tracks, so it does not matter which framework built
+them, or when. The same integrations that a user would call take them over, switched off; `use` switches them on and off
+between steps. Tensor-parallel linears and experts are taken over when an optimizer is created, before torch.compile sees
+them.
 """
 
 import gc
@@ -42,7 +42,7 @@ from counterpoint.units import format_count
 OLDEST_TORCH = (2, 11)
 ByReason = ddp.BucketAverages | Tally
 Counting = tensor_parallel.Overlapped | ByReason
-Key = tuple[str, str]  # a control's tag, and what it is for
+Key = tuple[str, str]  # a control's tag, and its target
 Counts = tuple[int, int, int]  # calls by copies, calls by the library, bytes
 
 
@@ -56,13 +56,13 @@ class TorchJobPaths(AbstractJobPaths):
         self._sharded: list[fsdp2.CopyEnginesInUse] = []
         self._replaced: collectives.ReplacedCollectives | None = None
         self._own_kinds: tuple[CollectiveKind, ...] = ()  # of collectives that the job calls itself
-        self._seen: WeakSet[nn.Module] = WeakSet()  # parts of models, for what is put around a model changes its root
+        self._seen: WeakSet[nn.Module] = WeakSet()  # parts of models, because a wrapper around a model changes its root
         self._in_force = LIBRARY
         self._tallies: dict[Paths, dict[Key, Counts]] = {}
-        self._counted: dict[Key, Counts] = {}  # when the paths in force were put there
+        self._counted: dict[Key, Counts] = {}  # when the current paths were applied
 
     def prepare(self) -> None:
-        """See `AbstractJobPaths.prepare`. What cannot be served is the survey's to say."""
+        """See `AbstractJobPaths.prepare`. The survey reports what is not supported."""
         if _obstacle():
             return
         if self._replaced is None and dist.is_initialized():
@@ -73,20 +73,20 @@ class TorchJobPaths(AbstractJobPaths):
         """See `AbstractJobPaths.survey`."""
         obstacle = _obstacle()
         modules = _modules()
-        self.prepare()  # models that were parallelized after the first optimizer was made
+        self.prepare()  # models that were parallelized after the first optimizer was created
         offers = [*self._overlaps.offers(), *_offers_of(modules)]
         self._seen.update(part for models in _parts_by_kind(modules).values() for parts in models for part in parts)
         if not offers:
             offers = self._offer_collectives()
         elif self._replaced is not None:
-            self._replaced.undo()  # the frameworks' own calls have integrations of their own
+            self._replaced.undo()  # the frameworks' own calls have their own integrations
             self._replaced = None
         if obstacle:
             return tuple(replace(offer, refusal=obstacle) for offer in offers)
         return tuple(offers)
 
     def _offer_collectives(self) -> list[PathOffer]:
-        """What the job calls itself; in other jobs these are the frameworks' own calls."""
+        """Offer the collectives that the job itself calls; in other jobs these are the frameworks' own calls."""
         kinds = COPIED_KINDS if self._replaced is None else self._replaced.large_kinds
         if not kinds or not dist.is_initialized():
             return []
@@ -105,7 +105,7 @@ class TorchJobPaths(AbstractJobPaths):
         for offer in offers:
             try:
                 takes[offer.integration](offer)
-            except Exception as problem:  # whatever it is, the other ranks wait for the answer
+            except Exception as problem:  # whatever failed, the other ranks wait for the answer
                 failed[offer.integration] = reason_of(problem)
         return failed
 
@@ -139,7 +139,7 @@ class TorchJobPaths(AbstractJobPaths):
                 with suppress(Exception):  # it stays, switched off
                     self._sharded.pop().undo()
         if "ddp" in integrations:
-            self._averages.clear()  # the hook stays, switched off: DDP takes one in its life
+            self._averages.clear()  # the hook stays, switched off: DDP accepts only one
         if "collectives" in integrations:
             self._own_kinds = ()
 
@@ -181,19 +181,19 @@ class TorchJobPaths(AbstractJobPaths):
         return tuple(found)
 
     def _tally(self) -> dict[Key, Counts]:
-        """All that was counted under the paths in force, now and before."""
+        """Return all counts under the current paths, now and before."""
         earlier, now = self._tallies.get(self._in_force, {}), self._count()
         return {key: _add(earlier.get(key), _subtract(now[key], self._counted.get(key))) for key in now}
 
     def _count(self) -> dict[Key, Counts]:
-        """All that the integrations have counted so far, by control."""
+        """Return all counts of the integrations so far, by control."""
         found: dict[Key, Counts] = {}
         for key, counted in self._counting():
             found[key] = _add(found.get(key), _tally_of(counted))
         return found
 
     def _counting(self) -> list[tuple[Key, Counting]]:
-        """What counts, by control."""
+        """Return the objects that count, by control."""
         of_kinds: list[tuple[CollectiveKind, Counting]] = [("all_reduce", averages) for averages in self._averages]
         of_kinds += [("all_gather", tally) for sharded in self._sharded for tally in sharded.gather_tallies]
         of_kinds += [("reduce_scatter", tally) for sharded in self._sharded for tally in sharded.reduce_tallies]
@@ -218,21 +218,21 @@ def _subtract(one: Counts, other: Counts | None) -> Counts:
 
 
 def _obstacle() -> str:
-    """Why nothing can be taken over in this process, or nothing."""
+    """Return why nothing can be taken over in this process, or nothing."""
     version = tuple(int(part) for part in torch.__version__.split(".")[:2])
     if version < OLDEST_TORCH:
         oldest = ".".join(map(str, OLDEST_TORCH))
-        return f"the job's torch is {torch.__version__}, and integrations need {oldest} or later"
+        return f"the job's torch is {torch.__version__}, but integrations need {oldest} or later"
     return ""
 
 
 def _modules() -> list[nn.Module]:
-    """Every module that is alive. `type` is asked, not `isinstance`, which would run the code of lazy proxies."""
+    """Return every live module. The check uses `type`, not `isinstance`, which would run the code of lazy proxies."""
     return [each for each in gc.get_objects() if issubclass(type(each), nn.Module) and "_modules" in vars(each)]
 
 
 def _roots(modules: Sequence[nn.Module]) -> list[nn.Module]:
-    """Modules that lie in no other."""
+    """Return modules that no other module contains."""
     inner = {id(child) for module in modules for child in module.children()}
     return [module for module in modules if id(module) not in inner]
 
@@ -246,7 +246,7 @@ def _sharded_roots(modules: Sequence[nn.Module]) -> list[nn.Module]:
 
 
 def _parts_by_kind(modules: Sequence[nn.Module]) -> dict[str, list[list[nn.Module]]]:
-    """The parallel models: of each the modules that make it one, by how a line names it."""
+    """Return the parallel models by kind, each as the modules that make it one, with the words for a line."""
     roots = _roots(modules)
     sharded = [[each for each in root.modules() if isinstance(each, FSDPModule)] for root in roots]
     split = [tensor_parallel.waiting_linears(root) for root in roots]
@@ -260,7 +260,7 @@ def _parts_by_kind(modules: Sequence[nn.Module]) -> dict[str, list[list[nn.Modul
 
 
 def _offers_of(modules: Sequence[nn.Module]) -> list[PathOffer]:
-    """What the data-parallel models and the process's own collectives could take over."""
+    """Return what the data-parallel models and the process's own collectives could take over."""
     offers = []
     replicated, sharded = _data_parallel(modules), _sharded_roots(modules)
     if replicated:

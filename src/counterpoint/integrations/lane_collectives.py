@@ -1,12 +1,12 @@
-"""Bare collectives on lanes, several in flight, and when not to use them.
+"""Bare collectives on lanes, several in flight, and the rules for when not to use them.
 
-An all-reduce is a reduce-scatter (blocks go to their ranks, which average them) and an all-gather of the averages.
-Each one takes the next lane, so that one can wait for an SM while another copies. A lane holds a block for every rank and
-one more; DDP cuts what is larger than `MAX_BUFFER_BYTES` into parts, so its memory is bounded.
+An all-reduce is a reduce-scatter (blocks go to their ranks, which average them) and an all-gather of the averages. Each
+collective takes the next lane, so that one can wait for an SM while another copies. A lane holds a block for every rank
+and one more. DDP cuts buckets larger than `MAX_BUFFER_BYTES` into parts, so its memory is bounded.
 
-Where a rank's part is small the library's collective is faster (measured: with 6 MiB from each of 4 ranks copies still are;
-below 4 MiB an assumption), and where there is no peer access, or symmetric memory runs out, it is all there is; `Tally`
-says so once. Ranks find that out together, so none of them waits for copies of another that calls the library.
+If a rank's part is small, the library's collective is faster (measured: with 6 MiB from each of 4 ranks copies are still
+faster; below 4 MiB is an assumption). Without peer access, or when symmetric memory runs out, only the library is left;
+`Tally` logs that once. All ranks reach the same decision, so none waits for copies of another that calls the library.
 """
 
 import logging
@@ -33,9 +33,9 @@ logger = logging.getLogger("counterpoint")
 
 @final
 class Lanes:
-    """The lanes of one group for one purpose, taken in turn. All ranks ask for them in the same order.
+    """The lanes of one group for one purpose, used in turn. All ranks ask for them in the same order.
 
-    They are made by all ranks together, when `obstacle` is first asked for.
+    All ranks create them together, when `obstacle` is first read.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, purpose: str, num_lanes: int) -> None:
@@ -46,7 +46,7 @@ class Lanes:
 
     @property
     def obstacle(self) -> str:
-        """Why there are none, or nothing."""
+        """Why there are no lanes, or nothing."""
         if self._obstacle is None:
             try:
                 is_there = all(self._lane(number) is not None for number in range(self._num_lanes))
@@ -57,7 +57,7 @@ class Lanes:
         return self._obstacle
 
     def give_up(self, refusal: RefusedTogetherError) -> None:
-        """The library does everything from here on, on all ranks: one of them has no more memory."""
+        """Let the library do everything from now on, on all ranks: one of them has no more memory."""
         self._obstacle = str(refusal).rstrip(".")
 
     def _lane(self, number: int) -> AbstractLane | None:
@@ -67,26 +67,26 @@ class Lanes:
         return self._num_lanes
 
     def present(self) -> AbstractLane:
-        """The lane whose turn it is; it remains so."""
+        """Return the lane whose turn it is, without moving on."""
         lane = self._lane(self._next)
-        assert lane is not None, "obstacle is asked for first"
+        assert lane is not None, "read obstacle first"
         return lane
 
     def next(self) -> AbstractLane:
-        """The lane whose turn it is; the next one follows."""
+        """Return the lane whose turn it is, and move on."""
         lane = self.present()
         self._next = (self._next + 1) % self._num_lanes
         return lane
 
     def reserve(self, num_bytes: int, num_turns: int) -> None:
-        """Have memory for blocks of so many bytes in the lanes of the next turns. Raises `RefusedTogetherError`."""
+        """Reserve memory for blocks of this many bytes in the next lanes. Raises `RefusedTogetherError`."""
         for turn in range(min(num_turns, self._num_lanes)):
             lane = self._lane((self._next + turn) % self._num_lanes)
-            assert lane is not None, "obstacle is asked for first"
+            assert lane is not None, "read obstacle first"
             lane.reserve(num_bytes)
 
     def grow(self) -> None:
-        """Have one more lane, whose turn it is. Raises `RefusedTogetherError` where a rank has no memory for it."""
+        """Add a lane, whose turn is next. Raises `RefusedTogetherError` if a rank has no memory for it."""
         self._next = self._num_lanes
         self._num_lanes += 1
         self.present()
@@ -94,13 +94,15 @@ class Lanes:
 
 @final
 class Tally:
-    """How often copies did a collective, and how often the library and why; the why of all but the switch is said once."""
+    """Counts how often copies did a collective, how often the library did it and why; each reason except the switch is
+    logged once.
+    """
 
     def __init__(self, what: str, least_part_bytes: int) -> None:
         self._what, self._least_part_bytes = what, least_part_bytes
         self._by_library: dict[str, int] = {}
         self.num_by_copies = 0
-        self.num_bytes = 0  # that copies moved from this rank to others
+        self.num_bytes = 0  # bytes that copies moved from this rank to others
 
     @property
     def num_by_library(self) -> int:
@@ -109,37 +111,39 @@ class Tally:
 
     @property
     def library_reason(self) -> str:
-        """Why the library did most of what it did while this was switched on; empty where it did nothing."""
+        """The main reason why the library did collectives while copies were on; empty if it did none."""
         reasons = {reason: number for reason, number in self._by_library.items() if reason != SWITCHED_OFF}
         return max(reasons, key=lambda reason: reasons[reason], default="")
 
     def is_librarys(self, part_bytes: int, obstacle: str) -> bool:
-        """Whether a collective with so many bytes from each rank is the library's to do; if so it is counted."""
+        """Return whether the library should do a collective with this many bytes from each rank; if so, count it."""
         if obstacle:
             self.count_library(obstacle)
             return True
         if part_bytes < self._least_part_bytes:
             self.count_library(
                 f"less than {format_bytes(self._least_part_bytes)} from each rank",
-                f"{format_bytes(part_bytes)} from each rank, and below {format_bytes(self._least_part_bytes)} it is the "
-                "faster one",
+                f"{format_bytes(part_bytes)} from each rank; the library is faster below "
+                f"{format_bytes(self._least_part_bytes)}",
             )
             return True
         return False
 
     def count_library(self, reason: str, words: str = "") -> None:
-        """The library does one more, for this reason; `words` say it where they tell more."""
+        """Count one more by the library, for this reason; `words` replace the reason if they tell more."""
         if reason not in self._by_library and reason != SWITCHED_OFF:
-            warn_from_first_rank("%s is done by the library's collective: %s.", self._what, words or reason)
+            warn_from_first_rank("The library's collective does %s: %s.", self._what, words or reason)
         self._by_library[reason] = self._by_library.get(reason, 0) + 1
 
     def count_copies(self, num_bytes: int) -> None:
-        """Copies did one more, which moved so many bytes from this rank to others."""
+        """Count one more by copies, which moved this many bytes from this rank to others."""
         self.num_by_copies += 1
         self.num_bytes += num_bytes
 
-    def __str__(self) -> str:
-        """For example: a gradient bucket: 12 times by copies (3 GiB sent), 2 times by the library (2: switched off)."""
+    def __repr__(self) -> str:
+        """Describe the counts: "a gradient bucket: 12 times by copies (3 GiB sent), 2 times by the library (2: switched
+        off)".
+        """
         reasons = "; ".join(f"{number}: {reason}" for reason, number in self._by_library.items())
         library = f"{self.num_by_library} times by the library" + (f" ({reasons})" if reasons else "")
         return f"{self._what}: {self.num_by_copies} times by copies ({format_bytes(self.num_bytes)} sent), {library}"
@@ -155,7 +159,7 @@ def require_least_part(least_part_bytes: object) -> None:
 
 
 def require_in_flight(in_flight: object) -> None:
-    """Raise `IntegrationError` unless so many collectives can be in flight."""
+    """Raise `IntegrationError` unless this many collectives can be in flight."""
     require(
         isinstance(in_flight, int) and 1 <= in_flight <= MAX_IN_FLIGHT,
         IntegrationError,
@@ -164,7 +168,7 @@ def require_in_flight(in_flight: object) -> None:
 
 
 def require_buffer(max_buffer_bytes: object) -> None:
-    """Raise `IntegrationError` unless a buffer can be as small."""
+    """Raise `IntegrationError` unless a buffer can have this size."""
     require(
         isinstance(max_buffer_bytes, int) and max_buffer_bytes >= LEAST_BUFFER_BYTES,
         IntegrationError,
@@ -175,31 +179,34 @@ def require_buffer(max_buffer_bytes: object) -> None:
 def require_switch(**switches: object) -> None:
     """Raise `IntegrationError` unless these are True or False."""
     for name, found in switches.items():
-        require(isinstance(found, bool), IntegrationError, f"{name} is True or False; found {found!r}. Give one of them.")
+        require(
+            isinstance(found, bool), IntegrationError, f"{name} must be True or False; found {found!r}. Pass one of them."
+        )
 
 
 def uses_nccl(group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Whether the group's collectives on this kind of device are NCCL's."""
+    """Return whether NCCL does the group's collectives on this kind of device."""
     try:
         return str(group._get_backend(device).name()) == "nccl"
-    except RuntimeError:  # it has none for such a device
+    except RuntimeError:  # the group has no backend for such a device
         return False
 
 
 def warn_from_first_rank(message: str, *args: object) -> None:
-    """Log a warning on rank 0, or on a process that is no rank: what is true of every rank is said once."""
+    """Log a warning on rank 0, or in a process without a rank, so that it appears once."""
     if not dist.is_initialized() or dist.get_rank() == 0:
         logger.warning(f"counterpoint: {message}", *args)
 
 
 def streams_of(tensor: torch.Tensor) -> list[Any]:
-    """The tensor's current stream, where there are streams."""
+    """Return the tensor's current stream, if its device has streams."""
     return [torch.cuda.current_stream(tensor.device)] if tensor.is_cuda else []
 
 
 def future_of(result: torch.Tensor, streams: Sequence[Any], value: Any = None) -> torch.futures.Future[Any]:
-    """A future of a result that these streams fill in: whoever waits for it waits for them. `value` is what it gives, if
-    that is not the result itself."""
+    """Return a future of a result that these streams compute: waiting for it waits for them. `value` is its value, if
+    that is not the result itself.
+    """
     value = result if value is None else value
     if not result.is_cuda:
         future: torch.futures.Future[Any] = torch.futures.Future()
@@ -207,7 +214,7 @@ def future_of(result: torch.Tensor, streams: Sequence[Any], value: Any = None) -
         return future
     future = torch.futures.Future(devices=[result.device])
     *others, last = streams
-    # a future remembers the streams that are current when it is set
+    # a future records the streams that are current when it is set
     with torch.cuda.stream(last):
         for stream in others:
             last.wait_stream(stream)
@@ -217,9 +224,9 @@ def future_of(result: torch.Tensor, streams: Sequence[Any], value: Any = None) -
 
 
 def all_reduce(lane: AbstractLane, bucket: torch.Tensor, wire: AbstractWire) -> int:
-    """Replace the flat bucket by what the wire format makes of all ranks' buckets: their mean, or their sum.
+    """Replace the flat bucket by the mean or sum of all ranks' buckets in the wire format.
 
-    The bytes sent from this rank. Raises `RefusedTogetherError` before anything of the bucket has changed.
+    Returns the bytes sent from this rank. Raises `RefusedTogetherError` before the bucket has changed.
     """
     blocks = wire.encode(bucket, lane.num_ranks)
     lane.reserve(max(block.nbytes for block in blocks))
@@ -235,7 +242,8 @@ def all_reduce(lane: AbstractLane, bucket: torch.Tensor, wire: AbstractWire) -> 
 
 
 def reduce_scatter(lane: AbstractLane, output: torch.Tensor, blocks: Sequence[torch.Tensor], divisor: float) -> int:
-    """Sum over ranks of this rank's block, divided; all flat. The bytes sent from this rank.
+    """Compute the divided sum over ranks of this rank's block; all tensors are flat. Return the bytes sent from this
+    rank.
 
     Raises `RefusedTogetherError` before anything has changed.
     """
@@ -246,7 +254,7 @@ def reduce_scatter(lane: AbstractLane, output: torch.Tensor, blocks: Sequence[to
 
 
 def all_gather(lane: AbstractLane, outputs: Sequence[torch.Tensor], given: torch.Tensor) -> int:
-    """Fill output p with rank p's `given`; all flat. The bytes sent from this rank.
+    """Fill output p with rank p's `given`; all tensors are flat. Return the bytes sent from this rank.
 
     Raises `RefusedTogetherError` before anything has changed.
     """

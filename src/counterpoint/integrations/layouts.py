@@ -1,9 +1,9 @@
-"""What `parallelize_module`, or the `tp_plan` of a Hugging Face model, left on a module: DTensor parameters, and functions
-that hold the layouts of inputs and outputs.
+"""Reads what `parallelize_module`, or the `tp_plan` of a Hugging Face model, left on a module: DTensor parameters, and
+functions that hold the layouts of inputs and outputs.
 
-The styles of torch keep layouts nowhere but in the closures of the hooks that they register, the same in torch 2.11 to 2.13;
-those of transformers (read in 5.23) in the closure of the `forward` that they put in the linear's place. What looks
-different is not recognized, and its module is then refused rather than guessed at.
+torch's styles keep layouts only in the closures of the hooks that they register, the same way in torch 2.11 to 2.13. The
+styles of transformers (read in 5.23) keep them in the closure of the `forward` that replaces the linear's. A module that
+looks different is refused, because its layout would be a guess.
 """
 
 from collections.abc import Callable
@@ -21,14 +21,14 @@ from counterpoint.integrations.sequence_shards import Route
 
 Hook = Callable[..., Any]
 Layouts = tuple[Any, ...]
-NUM_OUTPUT_ARGUMENTS = 2  # bound into the styles' functions for outputs: layouts, and whether to give local tensors
+NUM_OUTPUT_ARGUMENTS = 2  # arguments bound into the styles' output functions: layouts, and whether to return local tensors
 
 
 class LinearLayout(msgspec.Struct, frozen=True, kw_only=True):
-    """A linear as it was parallelized: which way its weight is split, where its hooks take inputs from and outputs to.
+    """A parallelized linear: how its weight is split, and the layouts of its inputs and outputs in its hooks.
 
-    `is_output_local`: its output hook only takes the local tensor out of what the linear gives by its nature. Linears of
-    Hugging Face models have no hooks.
+    `is_output_local`: its output hook only unwraps the local tensor of the linear's natural output. Linears of Hugging
+    Face models have no hooks.
     """
 
     kind: Literal["column", "row"]
@@ -43,7 +43,7 @@ class LinearLayout(msgspec.Struct, frozen=True, kw_only=True):
         return self  # a mesh cannot be copied
 
     def route(self, schedule: str) -> Route:
-        """What the linear's operator is told besides its tensors."""
+        """The arguments of the linear's operator other than tensors."""
         return Route(self.mesh.get_group().group_name, self.mesh.size(), schedule)
 
 
@@ -57,37 +57,40 @@ class GatheringHook(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def linear_layout(linear: nn.Linear) -> LinearLayout | str:
-    """The layout of a linear with a DTensor weight, or why it cannot be told."""
+    """Return the layout of a linear with a DTensor weight, or why it is unknown."""
     weight = linear.weight
     assert isinstance(weight, DTensor)
     mesh = tensor_parallel_mesh(linear)
     if mesh is None:
         return (
-            f"its weight lies on a mesh of {weight.device_mesh.ndim} dimensions, and none of them is known as that of its "
-            "tensor parallelism. Parallelize over mesh['tp'], then call overlap, then fully_shard"
+            f"its weight is on a mesh of {weight.device_mesh.ndim} dimensions, and it is unknown which one is "
+            "tensor-parallel. Parallelize over mesh['tp'], then call overlap, then fully_shard"
         )
     kinds: dict[Any, Literal["column", "row"]] = {Shard(0): "column", Shard(1): "row"}
     placement = weight.placements[-1]  # FSDP2 puts its own dimensions in front
     if placement not in kinds:
-        return f"its weight is {placement}, neither column- nor row-parallel. Leave it as it is"
+        return f"its weight is {placement}, neither column- nor row-parallel. Leave it unchanged"
     kind = kinds[placement]
     divided, num_ranks = weight.shape[0 if kind == "column" else 1], mesh.size()
     if divided % num_ranks:
-        return f"its {divided} {kind}s do not divide by the {num_ranks} ranks, and equal parts are served. Pad its weight"
+        return (
+            f"its {divided} {kind}s do not divide by the {num_ranks} ranks, but only equal parts are supported. Pad "
+            "its weight"
+        )
     return _transformers_layout(linear, kind, mesh) or _torch_layout(linear, kind, mesh)
 
 
 def tensor_parallel_mesh(linear: nn.Linear) -> DeviceMesh | None:
-    """The mesh that a linear was parallelized over, of one dimension; None where it cannot be told.
+    """Return the one-dimensional mesh over which a linear was parallelized; None if it is unknown.
 
-    Outside of forward passes `fully_shard` keeps a weight on a mesh of more dimensions, whose last one is this.
+    Outside of forward passes, `fully_shard` keeps a weight on a mesh of more dimensions, of which this is the last.
     """
     whole = linear.weight.device_mesh
     if whole.ndim == 1:
         return whole
     last = dist.get_process_group_ranks(
         whole.get_group(whole.ndim - 1)
-    )  # torch takes equal meshes for one; groups may differ
+    )  # torch treats equal meshes as one; their groups may differ
     for hook in (*linear._forward_pre_hooks.values(), vars(linear).get("forward")):
         mesh = closure_of(hook).get("device_mesh")
         if isinstance(mesh, DeviceMesh) and mesh.ndim == 1 and dist.get_process_group_ranks(mesh.get_group()) == last:
@@ -96,7 +99,7 @@ def tensor_parallel_mesh(linear: nn.Linear) -> DeviceMesh | None:
 
 
 def _torch_layout(linear: nn.Linear, kind: Literal["column", "row"], mesh: DeviceMesh) -> LinearLayout | str:
-    """Of what ColwiseParallel and RowwiseParallel of torch left."""
+    """Read the layout that torch's ColwiseParallel or RowwiseParallel left."""
     inputs = [(key, found) for key, hook in linear._forward_pre_hooks.items() if (found := _bound(hook, "input_fn"))]
     outputs = [(key, found) for key, hook in linear._forward_hooks.items() if (found := _bound(hook, "output_fn"))]
     if len(inputs) != 1 or len(outputs) != 1 or len(outputs[0][1]) != NUM_OUTPUT_ARGUMENTS:
@@ -115,15 +118,15 @@ def _torch_layout(linear: nn.Linear, kind: Literal["column", "row"], mesh: Devic
 
 
 def _transformers_layout(linear: nn.Linear, kind: Literal["column", "row"], mesh: DeviceMesh) -> LinearLayout | str | None:
-    """Of what a style of transformers left; None where there is none."""
+    """Read the layout that a style of transformers left; None if there is none."""
     style = closure_of(vars(linear).get("forward")).get("self")
     if style is None or not type(style).__module__.startswith("transformers."):
         return None
     name = type(style).__name__
     if name not in ("ColwiseParallel", "RowwiseParallel"):
-        return f"its style in the model's tp_plan is {name}, and ColwiseParallel and RowwiseParallel are served"
+        return f"its style in the model's tp_plan is {name}, but only ColwiseParallel and RowwiseParallel are supported"
     if vars(linear).get("_hf_quantized_needs_local_tp"):
-        return "its weight is quantized, and operators multiply by torch.mm. Load the model without quantization"
+        return "its weight is quantized, but operators multiply by torch.mm. Load the model without quantization"
     return LinearLayout(
         kind=kind,
         mesh=mesh,
@@ -134,7 +137,7 @@ def _transformers_layout(linear: nn.Linear, kind: Literal["column", "row"], mesh
 
 
 def gathering_hook(module: nn.Module) -> GatheringHook | None:
-    """The hook that makes sequence-sharded inputs whole before the module runs, if there is one."""
+    """Return the hook that gathers sequence-sharded inputs before the module runs, if there is one."""
     for key, hook in module._forward_pre_hooks.items():
         found = closure_of(hook)
         style, mesh = found.get("self"), found.get("device_mesh")
@@ -148,18 +151,18 @@ def gathering_hook(module: nn.Module) -> GatheringHook | None:
 
 
 def is_sequence(layout: Any) -> bool:
-    """Whether a layout shards a dimension other than the last, as far as that can be told without a tensor."""
+    """Return whether a layout shards a dimension other than the last, as far as that is known without a tensor."""
     return isinstance(layout, Shard) and layout.dim >= 0
 
 
 def _bound(hook: Hook, name: str) -> Layouts:
-    """What is bound into the function that a hook of `distribute_module` calls."""
+    """Return the arguments bound into the function that a hook of `distribute_module` calls."""
     function = closure_of(hook).get(name)
     return function.args if isinstance(function, partial) else ()
 
 
 def closure_of(hook: Hook | None) -> dict[str, Any]:
-    """What a function keeps of where it was made, by name; nothing of what is no such function."""
+    """Return a function's closure variables by name; nothing for objects that are no such function."""
     code, cells = getattr(hook, "__code__", None), getattr(hook, "__closure__", None)
     return (
         {} if code is None or not cells else dict(zip(code.co_freevars, [cell.cell_contents for cell in cells], strict=True))

@@ -1,4 +1,4 @@
-"""What `overlap` of tensor and expert parallelism put in place: it is switched, undone, counted and printed here."""
+"""The object that `overlap` of tensor and expert parallelism returns: it switches, undoes, counts and prints."""
 
 import re
 from collections.abc import Callable, Iterable
@@ -8,6 +8,7 @@ from typing import Any, final
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from counterpoint.display import capped
 from counterpoint.errors import IntegrationError
 from counterpoint.integrations.lane_collectives import warn_from_first_rank
 from counterpoint.integrations.layouts import Hook
@@ -20,11 +21,11 @@ from counterpoint.value import require
 
 @final
 class Overlapped:
-    """What `overlap` put in place: names of the modules it took, and of those it refused with the reason.
+    """The state of `overlap`: names of the modules it took, and of those it refused with the reason.
 
-    `noun` says what these modules are: linears, or experts of a layer. Counts are of the groups that they communicate in,
-    since `overlap`: of all operators of these groups, those of other models included. Calls while it is off are not counted:
-    compiled code then holds nothing of ours.
+    `noun` says what these modules are: linears, or experts of a layer. Counts cover the groups in which they
+    communicate, since `overlap`: all operators of these groups, including those of other models. Calls while it is off
+    are not counted, because compiled code then contains nothing of Counterpoint's.
     """
 
     def __init__(self, *, is_on: bool, noun: str = "linear") -> None:
@@ -43,29 +44,30 @@ class Overlapped:
 
     @property
     def num_by_copies(self) -> int:
-        """Calls of operators, forward and backward, whose rows went by copies."""
+        """The number of operator calls, forward and backward, whose rows went by copies."""
         return self._since(0)
 
     @property
     def num_by_library(self) -> int:
-        """Calls of operators, forward and backward, that ran the library's collective: `ops.explain` says why."""
+        """The number of operator calls, forward and backward, that ran the library's collective: `ops.explain` says why."""
         return self._since(1)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that this rank sent by copies."""
+        """The bytes that this rank sent by copies."""
         return self._since(2)
 
     def use(self, is_on: bool) -> None:
-        """Let the modules run operators, or do just what they did before `overlap`. Call it between steps, on every rank.
+        """Let the modules run operators, or do exactly what they did before `overlap`. Call it between steps, on every
+        rank.
 
-        It costs nothing in eager mode. Code that torch.compile made is compiled once for each of the two states; from then
-        on a switch costs no compilation. Raises `IntegrationError` after `undo`.
+        It costs nothing in eager mode. Under torch.compile, code is compiled once for each of the two states; later
+        switches do not recompile. Raises `IntegrationError` after `undo`.
         """
         require(
             isinstance(is_on, bool),
             IntegrationError,
-            f"use() takes True or False; found one of type {type(is_on).__name__}. Give one of them.",
+            f"use() takes True or False; found a value of type {type(is_on).__name__}. Pass one of them.",
         )
         require(
             not self._is_undone,
@@ -75,7 +77,7 @@ class Overlapped:
         self.switch.is_on = is_on
 
     def undo(self) -> None:
-        """Let everything run as before, for good. Call it between steps, on every rank."""
+        """Restore the original modules for good. Call it between steps, on every rank."""
         for action in reversed(self._undo):
             action()
         self._undo.clear()
@@ -117,30 +119,32 @@ class Overlapped:
     def finish_with(self, module: nn.Module, shared: SharedInput) -> None:
         """Tell the linears of a module when its forward pass is over.
 
-        Not by an error, for of hooks that are always called dynamo guards on the number, and compiles every block anew.
+        A hook that is always called, even after an error, is not used: dynamo guards on the number of such hooks, and
+        would compile every block anew.
         """
         self.add_hook(module.register_forward_hook(shared.finish))
 
     def require_taken(self, none: str) -> None:
-        """Raise `IntegrationError`, with the first reason, where nothing was taken; `none` says what was looked for."""
+        """Raise `IntegrationError`, with the first reason, if nothing was taken; `none` names what was searched."""
         first = next((f"{name or 'the module'}: {reason}" for name, reason in self.refused.items()), "")
-        require(bool(self.taken), IntegrationError, f"{none} can be served: {first}.")
+        require(bool(self.taken), IntegrationError, f"{none} can be overlapped: {first}.")
 
     def say_refused(self) -> None:
-        """Log why modules stay as they are, once for each reason."""
+        """Log why modules stay unchanged, once for each reason."""
         for reason, names in self._by_reason().items():
-            stay = "stays as it is" if len(names) == 1 else "stay as they are"
+            stay = "stays unchanged" if len(names) == 1 else "stay unchanged"
             warn_from_first_rank("%s %s: %s.", _shortened(names), stay, reason)
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         if self._is_undone:
-            return f"overlap: undone, so every {self._noun} runs as before."
+            return f"overlap: undone, so every {self._noun} runs as originally."
         state = "on" if self.is_on else "off"
         lines = [f"overlap: {state} for {format_count(len(self.taken), self._noun)}: {_shortened(self.taken)}"]
         lines += [f"  refused: {_shortened(names)}: {reason}" for reason, names in self._by_reason().items()]
         by_copies, by_library = (format_count(number, "call") for number in (self.num_by_copies, self.num_by_library))
         sent = format_bytes(self.num_bytes)
-        return "\n".join([*lines, f"  {by_copies} by copies, which sent {sent} from this rank; {by_library} by the library"])
+        counts = f"  {by_copies} by copies, which sent {sent} from this rank; {by_library} by the library"
+        return capped("\n".join([*lines, counts]))
 
     def _since(self, figure: int) -> int:
         return sum(_figures(counts)[figure] - before[figure] for counts, before in self._counts.values())
@@ -157,7 +161,7 @@ def _figures(counts: CallCounts) -> tuple[int, int, int]:
 
 
 def _shortened(names: Iterable[str]) -> str:
-    """Names that differ in numbers only as one, with how many they are."""
+    """Merge names that differ only in numbers, with their count."""
     counted: dict[str, int] = {}
     for name in names:
         pattern = re.sub(r"(^|(?<=\.))\d+(?=\.|$)", "*", name)

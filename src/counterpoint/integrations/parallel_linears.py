@@ -1,12 +1,12 @@
-"""The linears of tensor parallelism: what takes the place of their `forward`.
+"""The replacements of `forward` in tensor-parallel linears.
 
-Column-parallel linears that are taken to have the same input share one gather; where that proves wrong they part. What a
-linear gives is a local tensor where its output hook would make it one anyway: a trip through DTensor and back takes the
-host some 100 us, forward and backward together (measured on a CPU, 2026-11-21).
+Column-parallel linears that are assumed to have the same input share one gather; if that proves wrong, they are
+separated. If a linear's output hook would make its output local anyway, it returns a local tensor: going through DTensor
+and back takes the host some 100 us, forward and backward together (measured on a CPU, 2026-11-21).
 
-One `Switch` decides for all linears of a model. torch.compile guards on it as on any attribute: each of its two states is
-compiled once, and the compiled code of neither asks for it again. Linears get a bound method as their `forward`: of an
-object that can be called dynamo would guard on the identity, and compile every block anew.
+One `Switch` decides for all linears of a model. torch.compile guards on it as on any attribute: each of its two states
+is compiled once, and neither is compiled again. Linears get a bound method as their `forward`, because dynamo would
+guard on the identity of a callable object, and compile every block anew.
 """
 
 from typing import Any, TypeAlias, final
@@ -41,19 +41,19 @@ class Switch:
 
 @final
 class SharedInput:
-    """The column-parallel linears of one module, and the products that some of them have ready for the others."""
+    """The column-parallel linears of one module, and the products that some of them have computed for the others."""
 
     def __init__(self) -> None:
         self._ready: dict[ColumnwiseForward, tuple[torch.Tensor, torch.Tensor]] = {}
         self._parting: set[ColumnwiseForward] = set()
 
     def product(self, column: "ColumnwiseForward", given: torch.Tensor) -> torch.Tensor:
-        """This linear's product; computed now, with those of its group, or before."""
+        """Return this linear's product, computed now with those of its group, or before."""
         if self._ready:
             ready = self._ready.pop(column, None)
             if ready is not None and ready[0] is given:
                 return ready[1]
-        if self._parting and not _is_in_backward():  # activations that are computed again must be computed as they were
+        if self._parting and not _is_in_backward():  # recomputed activations must be computed as before
             self._part()
         products = column.multiply(given)
         if len(products) > 1:
@@ -63,9 +63,10 @@ class SharedInput:
         return products[column.position]
 
     def finish(self, *_: object) -> None:
-        """The module's forward pass is over. A group with linears that nobody asked for is none in the next.
+        """End the module's forward pass. A group with unused linears is split up in the next pass.
 
-        What an error left here is replaced in the next pass: products count for the very tensor that they were made of.
+        Products left by an error are replaced in the next pass, because products belong to the very tensor from which
+        they were made.
         """
         if self._ready:
             self._parting.update(self._ready)
@@ -82,8 +83,8 @@ class SharedInput:
 class ColumnwiseForward:
     """A column-parallel linear with a sequence-sharded input.
 
-    `group`: the linears that are taken to be called with the same input, this one at `position`. `input_dim`: the dimension
-    that a plain tensor is sharded in; None where another module's hook makes DTensors of inputs.
+    `group`: the linears that are assumed to be called with the same input, this one at `position`. `input_dim`: the
+    dimension in which a plain tensor is sharded; None if another module's hook turns inputs into DTensors.
     """
 
     def __init__(
@@ -102,7 +103,7 @@ class ColumnwiseForward:
         self.group, self.position = group, group.index(self)
 
     def run(self, given: torch.Tensor) -> torch.Tensor:
-        """The linear of a sequence-sharded input; of any other as it was."""
+        """Run the linear: by the operator for a sequence-sharded input, as originally for any other."""
         if not self._switch.is_on:
             return self._forward(given)
         if torch.compiler.is_compiling():
@@ -130,7 +131,7 @@ class ColumnwiseForward:
         if isinstance(given, DTensor):
             dim = given.placements[0].dim
             require_equal_parts(given.shape[dim], self._route.num_ranks)
-        assert dim is not None, "a plain input is one of a linear that gathers its own"
+        assert dim is not None, "a plain input belongs to a linear that gathers its own"
         products = self._eager.of(dim)(given, weights)
         if products is not None:
             return products
@@ -151,7 +152,7 @@ class RowwiseForward:
         self._eager = EagerLinear(operators.matmul_reduce_scatter, self._dim, self._route)
 
     def run(self, given: torch.Tensor) -> torch.Tensor:
-        """This rank's part of the sequence, from its part of the features; a plain tensor is that part."""
+        """Return this rank's part of the sequence, from its part of the features; a plain tensor is that part."""
         if not self._switch.is_on:
             return self._forward(given)
         weight, bias, features = self.linear.weight, self.linear.bias, _features_of(given)
@@ -182,7 +183,7 @@ class AllReduceForward:
         self._eager = EagerLinear(operators.matmul_all_reduce, 0, self._route)
 
     def run(self, given: torch.Tensor) -> torch.Tensor:
-        """All tokens with all features, from this rank's part of the features; a plain tensor is that part."""
+        """Return all tokens with all features, from this rank's part of the features; a plain tensor is that part."""
         if not self._switch.is_on:
             return self._forward(given)
         weight, bias, features = self.linear.weight, self.linear.bias, _features_of(given)

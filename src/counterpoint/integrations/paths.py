@@ -1,6 +1,6 @@
-"""The paths that a job's collectives take: the library's, or copies and operators in their place, as values without torch.
+"""The paths of a job's collectives: the library's, or copies and operators instead, as values without torch.
 
-A supervised job switches between them at step boundaries, all ranks together. `job_paths.py` does it where torch runs.
+A supervised job switches between them at step boundaries, all ranks together. `job_paths.py` does that with torch.
 """
 
 from abc import ABC, abstractmethod
@@ -15,7 +15,7 @@ from counterpoint.value import Value
 COPIES, OVERLAP = Transport(transport="copy_engine"), OverlapMatmul()
 Integration = Literal["tensor_parallel", "expert_parallel", "fsdp2", "ddp", "collectives"]
 COPIED_KINDS: tuple[CollectiveKind, ...] = ("all_gather", "reduce_scatter", "all_reduce")
-MATMULS, EXPERTS = "tensor-parallel linears", "routed experts"  # what overlap_matmul is for, in words
+MATMULS, EXPERTS = "tensor-parallel linears", "routed experts"  # the targets of overlap_matmul, in words
 WORDS: dict[CollectiveKind, str] = {
     "all_gather": "all-gathers",
     "reduce_scatter": "reduce-scatters",
@@ -24,10 +24,11 @@ WORDS: dict[CollectiveKind, str] = {
 
 
 class Paths(Value, frozen=True, kw_only=True):
-    """Which collectives travel by copies instead of the library's kernels, and whether matmuls overlap with theirs: those of
-    tensor-parallel linears, and those of routed experts.
+    """Which collectives use copies instead of the library's kernels, and which matmuls overlap with their collectives:
+    those of tensor-parallel linears, and those of routed experts.
 
-    `schedule` is that of the linears' operators, `experts_schedule` that of the experts'; None leaves it to the heuristic.
+    `schedule` is that of the linears' operators, `experts_schedule` that of the experts'; None leaves it to the
+    heuristic.
     """
 
     copies: tuple[CollectiveKind, ...] = ()
@@ -38,15 +39,16 @@ class Paths(Value, frozen=True, kw_only=True):
 
     @property
     def targets(self) -> tuple[tuple[str, str], ...]:
-        """The controls in it, each by its tag and what it is for."""
+        """The controls in it, each by its tag and its target."""
         copies = tuple((COPIES.tag, WORDS[kind]) for kind in self.copies)
         overlaps = ((MATMULS, self.overlaps_matmuls), (EXPERTS, self.overlaps_experts))
         return (*copies, *((OVERLAP.tag, target) for target, is_asked in overlaps if is_asked))
 
     @property
     def keeps_bits(self) -> bool:
-        """Whether results are the same bits as by the library: what only moves data keeps them, a sum in another order may
-        not."""
+        """Whether results have the same bits as by the library: controls that only move data keep them; a sum in another
+        order may not.
+        """
         is_overlapped = self.overlaps_matmuls or self.overlaps_experts
         return not is_overlapped and not any(kind in REDUCING_COLLECTIVES for kind in self.copies)
 
@@ -63,7 +65,7 @@ class PathOffer(Value, frozen=True, kw_only=True):
     refusal: str = ""
 
 
-# what a job may have, where a rank could not look
+# what a job may have, if a rank could not check
 UNKNOWN_OFFERS = (
     PathOffer(integration="tensor_parallel", what=MATMULS),
     PathOffer(integration="expert_parallel", what=EXPERTS),
@@ -72,10 +74,10 @@ UNKNOWN_OFFERS = (
 
 
 class PathCounts(Value, frozen=True, kw_only=True):
-    """What became of one control on one rank while certain paths were in force.
+    """The counts of one control on one rank while certain paths were applied.
 
-    `num_bytes` were sent by copies. `reason` is why most of the others were left to the library. `symmetric_bytes` are what
-    this rank's GPU holds for all of them now.
+    `num_bytes` were sent by copies. `reason` is why the library did most of the others. `symmetric_bytes` is the
+    symmetric memory that this rank's GPU holds for all of them now.
     """
 
     control: str
@@ -89,40 +91,40 @@ class PathCounts(Value, frozen=True, kw_only=True):
 
 
 class AbstractJobPaths(ABC):
-    """The models and collectives of one rank's process, between two paths."""
+    """The interface to the models and collectives of one rank's process, on either of two paths."""
 
     @abstractmethod
     def prepare(self) -> None:
-        """An optimizer was made: put in place what has to be there before the first forward pass, switched off."""
+        """Handle a new optimizer: set up what must exist before the first forward pass, switched off."""
 
     @abstractmethod
     def survey(self) -> tuple[PathOffer, ...]:
-        """What could be taken over here; what has to be prepared for that is, and stays switched off."""
+        """Return what could be taken over here; what has to be prepared for that is prepared, and stays switched off."""
 
     @abstractmethod
     def take(self, offers: Sequence[PathOffer]) -> dict[Integration, str]:
-        """Make ready what all ranks offer, switched off; of those integrations that failed here, why."""
+        """Prepare what all ranks offer, switched off; return the integrations that failed here, and why."""
 
     @abstractmethod
     def late_models(self) -> tuple[str, ...]:
-        """Models, in words, that were made parallel since the survey, or since this was asked before; each once."""
+        """Return models, in words, that were parallelized since the survey or the last call; each once."""
 
     @abstractmethod
     def drop(self, integrations: Sequence[Integration]) -> None:
-        """Leave these to the library for good; some rank could not make them ready."""
+        """Leave these to the library for good, because some rank could not prepare them."""
 
     @abstractmethod
     def use(self, paths: Paths) -> None:
-        """Let the next step's collectives take these paths; at the same step on every rank."""
+        """Let the next step's collectives use these paths; call it at the same step on every rank."""
 
     @abstractmethod
     def counts(self, paths: Paths) -> tuple[PathCounts, ...]:
-        """What was done while these paths were in force, control by control."""
+        """Return what was done while these paths were applied, control by control."""
 
 
 @final
 class NoPaths(AbstractJobPaths):
-    """A job whose collectives are the library's."""
+    """A job whose collectives all use the library."""
 
     def prepare(self) -> None:
         """See `AbstractJobPaths.prepare`."""
@@ -151,7 +153,7 @@ class NoPaths(AbstractJobPaths):
 
 
 def path_problems(paths: Paths, offers: Iterable[PathOffer]) -> dict[str, str]:
-    """Why controls of these paths cannot be had from what all ranks offer, by what they are for."""
+    """Return why controls of these paths are not among what all ranks offer, by their targets."""
     found: dict[str, str] = {}
     given = list(offers)
     wanted: list[tuple[str, list[PathOffer]]] = [
@@ -163,7 +165,7 @@ def path_problems(paths: Paths, offers: Iterable[PathOffer]) -> dict[str, str]:
         wanted.append((EXPERTS, [offer for offer in given if offer.integration == "expert_parallel"]))
     for target, fitting in wanted:
         if not fitting:
-            found[target] = "no model or call of the job was found that could take it"
+            found[target] = "the job has no model or call that could take it"
         elif all(offer.refusal for offer in fitting):
             found[target] = fitting[0].refusal
     return found

@@ -10,19 +10,19 @@ from counterpoint.errors import RefusedTogetherError
 from counterpoint.integrations.lane_collectives import Lanes, Tally, future_of, streams_of
 from counterpoint.ops.lane import AbstractLane
 
-Piece = Callable[[AbstractLane], int]  # issues a part of a collective on a lane; the bytes sent
+Piece = Callable[[AbstractLane], int]  # issues a part of a collective on a lane, and returns the bytes sent
 
 
 @final
 class PiecewiseCopies:
-    """The lanes that one collective goes by, and where it is counted."""
+    """The lanes that one collective uses, and its tally."""
 
     def __init__(self, lanes: Lanes, tally: Tally) -> None:
         self._lanes, self._tally = lanes, tally
         self.num_ranks = int(lanes.group.size())
 
     def have_memory(self, block_bytes: int, num_pieces: int) -> bool:
-        """Whether all ranks have it, before anything is issued: collectives in place cannot be begun twice."""
+        """Return whether all ranks have memory, before anything is issued: in-place collectives cannot be started twice."""
         try:
             self._lanes.reserve(block_bytes, num_pieces)
         except RefusedTogetherError as refusal:
@@ -32,7 +32,7 @@ class PiecewiseCopies:
         return True
 
     def issue(self, pieces: Sequence[Piece], tensors: Sequence[torch.Tensor], *, async_op: bool) -> dist.Work | None:
-        """Every piece on the next lane; the first of `tensors` is the result."""
+        """Issue every piece on the next lane; the first of `tensors` is the result."""
         streams: list[Any] = []
         num_bytes = 0
         with torch.no_grad():
@@ -49,5 +49,5 @@ class PiecewiseCopies:
         for tensor in tensors:
             for stream in streams:
                 tensor.record_stream(stream)
-        # the library's futures give lists of results
+        # the library's futures return lists of results
         return torch._C._distributed_c10d._create_work_from_future(future_of(tensors[0], streams, [tensors[0]]))

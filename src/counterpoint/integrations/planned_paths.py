@@ -1,7 +1,8 @@
-"""The paths that a plan asks for in a running job, and what of it such a job cannot tell apart.
+"""The paths that a plan requests in a running job, and the matches that such a job cannot distinguish.
 
-A running job knows a collective by its kind, so all collectives of a kind take the same path. A plan that means only some of
-them is refused, unless these are, in the step that it was made from, all that copies would take.
+A running job knows a collective by its kind, so all collectives of a kind use the same path. A plan that matches only
+some of them is refused, unless these are all the collectives that copies would take in the step from which the plan was
+made.
 """
 
 from collections.abc import Iterable, Sequence
@@ -16,24 +17,24 @@ from counterpoint.traces.classify import classify_kernel
 from counterpoint.units import format_count
 from counterpoint.value import Value
 
-NARROWING = ("process_group", "num_bytes", "ordinals")  # fields of a match that nothing of a running job answers to
-BY_KIND = "a running job knows collectives by kind"
+NARROWING = ("process_group", "num_bytes", "ordinals")  # fields of a match that a running job does not have
+BY_KIND = "a running job knows collectives only by kind"
 
 
 class PlannedPaths(Value, frozen=True, kw_only=True):
-    """What a plan asks for, and what of it is refused, with the reason."""
+    """What a plan requests, and the refused parts with their reasons."""
 
     paths: Paths
     refusals: tuple[Refusal, ...] = ()
 
 
 def paths_of(directives: Iterable[Directive], step: Step | None = None) -> Paths:
-    """The paths that directives ask for; `planned_paths` also says what is missing from them."""
+    """Return the paths that directives request; `planned_paths` also returns what is missing from them."""
     return planned_paths(directives, step).paths
 
 
 def planned_paths(directives: Iterable[Directive], step: Step | None = None) -> PlannedPaths:
-    """The paths that directives ask for; `step`, which the plan was made from, says which collectives these are."""
+    """Return the paths that directives request; `step`, from which the plan was made, tells which collectives these are."""
     copies: set[CollectiveKind] = set()
     found = LIBRARY
     refusals: list[Refusal] = []
@@ -59,16 +60,16 @@ def _is_path(control: Control) -> bool:
 
 
 def _obstacle(match: Match, control: Control, kinds: set[CollectiveKind]) -> str:
-    """Why a directive cannot be had, as its match says; or nothing."""
+    """Return why a directive is not possible, judged by its match alone; or nothing."""
     ignored = [name for name in NARROWING if getattr(match, name) is not None]
     if ignored:
         names = " and ".join(ignored)
-        return f"it goes by {names}, and {BY_KIND}; take {names} out, or give the trace that the plan was made from: --step"
+        return f"it goes by {names}, and {BY_KIND}; take {names} out, or give the trace from which the plan was made: --step"
     return _obstacle_to_copies(control, kinds)
 
 
 def _obstacle_in(step: Step, control: Control, kinds: set[CollectiveKind], meant: Sequence[int]) -> str:
-    """Why a directive cannot be had, where the plan means these operations of the step; or nothing."""
+    """Return why a directive is not possible if the plan matches these operations of the step; or nothing."""
     accepted = {number: each for number in meant if isinstance(each := step.operations[number], Collective)}
     groups = {each.process_group for each in accepted.values()}
     for kind in kinds:
@@ -83,17 +84,17 @@ def _obstacle_in(step: Step, control: Control, kinds: set[CollectiveKind], meant
         num_left = len(large - accepted.keys())
         if num_left:
             number = format_count(len(large), kind, WORDS.get(kind, kind))
-            return f"the plan means {len(large) - num_left} of {number} that are large enough, and {BY_KIND}"
+            return f"the plan matches {len(large) - num_left} of {number} that are large enough, but {BY_KIND}"
     return _obstacle_to_copies(control, kinds)
 
 
 def _may_be_moved(collective: Collective) -> bool:
-    """Whether copies would take a collective of this size; one of unknown size might be."""
+    """Return whether copies would take a collective of this size; one of unknown size might be taken."""
     return not collective.num_bytes or collective.num_bytes >= collective.group_size * LEAST_PART_BYTES
 
 
 def _obstacle_to_copies(control: Control, kinds: set[CollectiveKind]) -> str:
-    """Why no integration moves these, or nothing."""
+    """Return why no integration moves these, or nothing."""
     if isinstance(control, OverlapMatmul):
         return ""
     if not kinds:
@@ -103,7 +104,7 @@ def _obstacle_to_copies(control: Control, kinds: set[CollectiveKind]) -> str:
 
 
 def _kinds_of(match: Match, step: Step | None) -> set[CollectiveKind]:
-    """The kinds of collectives that a match means: as it says, as the step's operations are, or as kernels' names say."""
+    """Return the kinds of collectives that a match accepts: from the match, the step's operations, or kernel names."""
     if match.kind not in (None, "communication"):
         return set()
     if match.collective is not None:

@@ -1,7 +1,7 @@
-"""The tensor-parallel linears and the routed experts of a process that nobody edits, taken over and switched off.
+"""Takes over the tensor-parallel linears and the routed experts of an unmodified process, switched off.
 
-They are taken over before the first forward pass where that can be, for torch.compile sees what is there then; `use`
-switches them between steps.
+They are taken over before the first forward pass if possible, because torch.compile then sees them; `use` switches them
+between steps.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -19,8 +19,9 @@ Overlapping = Literal["tensor_parallel", "expert_parallel"]
 
 
 class OverlapWay(NamedTuple):
-    """One integration: what it is for in words, one and several of what it takes, what of a model waits for it, and how it
-    takes that."""
+    """One integration: its target in words, the singular and plural of what it takes, how to find that in a model, and
+    how to take it.
+    """
 
     integration: Overlapping
     target: str
@@ -31,7 +32,7 @@ class OverlapWay(NamedTuple):
 
 @final
 class PreparedOverlaps:
-    """What both integrations took; `given` names the schedules of their operators, where a plan does."""
+    """What both integrations took; `given` names the schedules of their operators, if a plan does."""
 
     def __init__(self, given: Paths = LIBRARY) -> None:
         self._integrations = (
@@ -51,11 +52,11 @@ class PreparedOverlaps:
             ),
         )
         self._taken: dict[Overlapping, list[Overlapped]] = {"tensor_parallel": [], "expert_parallel": []}
-        self._refused: dict[Overlapping, str] = {}  # of some models; the others may be taken
+        self._refused: dict[Overlapping, str] = {}  # for some models; the others may be taken
         self._failed: dict[Overlapping, str] = {}
 
     def prepare(self, roots: Iterable[nn.Module]) -> None:
-        """Take over what these models have that was not taken before."""
+        """Take over the parts of these models that were not taken before."""
         for root in roots:
             for each in self._integrations:
                 if not each.waiting(root):
@@ -64,11 +65,11 @@ class PreparedOverlaps:
                     self._taken[each.integration].append(each.take(root))
                 except IntegrationError as problem:
                     self._refused[each.integration] = cause_of(problem, 200)
-                except Exception as problem:  # the survey says so, and the other ranks hear it
+                except Exception as problem:  # the survey reports it, and the other ranks read it
                     self._failed[each.integration] = reason_of(problem)
 
     def offers(self) -> list[PathOffer]:
-        """What was taken, or why it was not; nothing of an integration that found nothing."""
+        """Return what was taken, or why not; nothing for an integration that found nothing."""
         found = (self._offer(each) for each in self._integrations)
         return [offer for offer in found if offer is not None]
 
@@ -88,12 +89,12 @@ class PreparedOverlaps:
                 taken.clear()
 
     def use(self, paths: Paths) -> None:
-        """Switch them as the paths say; between steps, on every rank."""
+        """Switch them as the paths say; call it between steps, on every rank."""
         for overlapped in self._taken["tensor_parallel"]:
             overlapped.use(paths.overlaps_matmuls)
         for overlapped in self._taken["expert_parallel"]:
             overlapped.use(paths.overlaps_experts)
 
     def counting(self) -> list[tuple[str, Overlapped]]:
-        """Everything that counts, each with what it is for."""
+        """Return all objects that count, each with its target."""
         return [(each.target, taken) for each in self._integrations for taken in self._taken[each.integration]]

@@ -1,8 +1,8 @@
-"""The routed experts of a layer: what takes the place of torchtitan's hooks and `forward` around `GroupedExperts`.
+"""The routed experts of a layer: replacements of torchtitan's hooks and `forward` around `GroupedExperts`.
 
-While the switch is on, the hooks hand on what they are given, and `forward` takes all of it: tokens sorted by expert and
-their counts in, the experts' results in the same order out. One operator sends tokens, multiplies them by grouped matmuls as
-they arrive, and brings results back.
+While the switch is on, the hooks pass their inputs through, and `forward` does all the work: it takes tokens sorted by
+expert and their counts, and returns the experts' results in the same order. One operator sends tokens, multiplies them
+by grouped matmuls as they arrive, and brings results back.
 """
 
 from collections.abc import Callable
@@ -23,7 +23,7 @@ from counterpoint.schedule import ScheduleDescription
 
 @final
 class TorchtitanExperts:
-    """A `GroupedExperts` whose tokens torchtitan's hooks send; `shared` are the layer's shared experts, if it has some."""
+    """A `GroupedExperts` whose tokens torchtitan's hooks send; `shared` are the layer's shared experts, if it has any."""
 
     def __init__(
         self,
@@ -43,12 +43,12 @@ class TorchtitanExperts:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # torchtitan compiles none of its dispatch either
     def run(self, tokens: torch.Tensor, num_tokens_per_expert: torch.Tensor) -> torch.Tensor:
-        """The experts' results for tokens (T, dim) sorted by expert of all ranks, in their order."""
+        """Return the experts' results for tokens (T, dim) sorted by the experts of all ranks, in the same order."""
         if not self._switch.is_on:
             result: torch.Tensor = self._forward(tokens, num_tokens_per_expert)
             return result
         given, tensor_mesh = tokens, self._layout.tensor_mesh
-        if tensor_mesh is not None:  # every rank of it gives a part of the gradient, as in torchtitan
+        if tensor_mesh is not None:  # every rank of the group contributes a part of the gradient, as in torchtitan
             shared = DTensor.from_local(tokens, tensor_mesh, (Replicate(),), run_check=False)
             given = shared.to_local(grad_placements=(Partial(),))
         weights = [local_part(getattr(self._experts, name)) for name in WEIGHTS]
@@ -62,31 +62,31 @@ class TorchtitanExperts:
 
 @final
 class SharedExperts:
-    """The shared experts of a layer, computed while tokens travel instead of after the routed ones.
+    """The shared experts of a layer, computed while tokens are in transit instead of after the routed ones.
 
-    The layer gives both the same tokens, and asks for the shared experts' result after the routed experts': it is kept until
-    then. For other tokens than the layer's they are computed again.
+    The layer passes the same tokens to both, and reads the shared experts' result after the routed experts': it is kept
+    until then. For tokens other than the layer's it is computed again.
     """
 
     def __init__(self, shared: nn.Module) -> None:
         self._forward: Callable[[torch.Tensor], torch.Tensor] = shared.forward
-        self._tokens: torch.Tensor | None = None  # of the layer, in the present forward pass
+        self._tokens: torch.Tensor | None = None  # tokens of the layer in the present forward pass
         self._ready: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def layer_begins(self, _layer: nn.Module, inputs: tuple[Any, ...]) -> None:
-        """The layer's hook: note its tokens; what an error left is dropped."""
+        """Run as the layer's hook: record its tokens; results left by an error are dropped."""
         self._ready = None
         given = inputs[0] if inputs else None
         self._tokens = given if isinstance(given, torch.Tensor) and not isinstance(given, DTensor) else None
 
     def compute(self) -> None:
-        """Compute what the layer will ask for, now."""
+        """Compute now what the layer will ask for."""
         if self._tokens is not None:
             rows, self._tokens = self._tokens.reshape(-1, self._tokens.shape[-1]), None
             self._ready = rows, self._forward(rows)
 
     def run(self, tokens: torch.Tensor) -> torch.Tensor:
-        """The shared experts' result for these tokens."""
+        """Return the shared experts' result for these tokens."""
         ready, self._ready, self._tokens = self._ready, None, None
         if ready is not None:
             rows, result = ready
@@ -96,7 +96,7 @@ class SharedExperts:
 
 
 def pass_on(earlier: Hook, switch: Switch) -> Callable[..., Any]:
-    """For a hook that sends tokens, or brings results back: nothing is done, for `forward` does it."""
+    """Replace a hook that sends tokens or brings results back: do nothing, because `forward` does it."""
 
     def hook(*arguments: Any) -> Any:
         return None if switch.is_on else earlier(*arguments)
@@ -105,5 +105,5 @@ def pass_on(earlier: Hook, switch: Switch) -> Callable[..., Any]:
 
 
 def local_part(weight: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a weight; it has FSDP2's part when FSDP2 has gathered it."""
+    """Return this rank's part of a weight; it includes FSDP2's part when FSDP2 has gathered it."""
     return weight.to_local() if isinstance(weight, DTensor) else weight

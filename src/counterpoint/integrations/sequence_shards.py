@@ -1,4 +1,4 @@
-"""Linears of tensor parallelism on local tensors: what their forward and backward passes compute, by operators.
+"""Tensor-parallel linears on local tensors: what their forward and backward passes compute by operators.
 
 Column-parallel: every rank has some tokens with all features, gathers all tokens, and multiplies them by its columns.
 Row-parallel: every rank has all tokens with some features, multiplies by its rows, and keeps its tokens of the sum, or all
@@ -17,11 +17,11 @@ from torch.distributed.tensor import DTensor
 from counterpoint.errors import IntegrationError
 from counterpoint.ops import operators
 
-READY = "_counterpoint_ready"  # on an input: the products of its linears that were not asked for yet
+READY = "_counterpoint_ready"  # attribute of an input: the products of its linears that were not asked for yet
 
 
 class Route(NamedTuple):
-    """What a linear's operator is told besides its tensors: the group, how many ranks it has, the schedule as text."""
+    """The arguments of a linear's operator other than tensors: the group, its number of ranks, the schedule as text."""
 
     group_name: str
     num_ranks: int
@@ -31,7 +31,7 @@ class Route(NamedTuple):
 def gather_multiply(
     shard: torch.Tensor, weights: Sequence[torch.Tensor], dim: int, route: Route
 ) -> tuple[torch.Tensor, ...]:
-    """All ranks' shards, put together along `dim`, times each of the (columns, K) weights; the gather happens once."""
+    """Return all ranks' shards, joined along `dim`, times each of the (columns, K) weights; the gather happens once."""
     rows = rows_of(shard, dim)
     num_rows = rows.shape[0] * route.num_ranks
     transposed = [weight.t() for weight in weights]
@@ -41,7 +41,7 @@ def gather_multiply(
 
 
 def multiply_scatter(activation: torch.Tensor, weight: torch.Tensor, dim: int, route: Route) -> torch.Tensor:
-    """This rank's part along `dim` of the sum of all ranks' activation times (N, K) weight, transposed."""
+    """Return this rank's part along `dim` of the sum of all ranks' activation times (N, K) weight, transposed."""
     require_equal_parts(activation.shape[dim], route.num_ranks)
     product = operators.matmul_reduce_scatter(rows_of(activation, dim), weight.t(), route.group_name, route.schedule)
     shape = (activation.shape[dim] // route.num_ranks, *activation.shape[:dim], *activation.shape[dim + 1 : -1])
@@ -57,22 +57,22 @@ def require_equal_parts(num_tokens: int, num_ranks: int) -> None:
 
 
 def rows_of(tensor: torch.Tensor, dim: int) -> torch.Tensor:
-    """A tensor as a matrix of rows, the tokens of dimension `dim` first."""
+    """Return a tensor as a matrix of rows, the tokens of dimension `dim` first."""
     if not is_one_sequence(tensor.shape, dim):
         tensor = tensor.movedim(dim, 0)
     return tensor.reshape(-1, tensor.shape[-1])
 
 
 def is_one_sequence(sizes: Sequence[int], dim: int) -> bool:
-    """Whether the tokens of dimension `dim` come first as they are."""
+    """Return whether the tokens of dimension `dim` come first already."""
     return all([size == 1 for size in sizes[:dim]])  # noqa: C419  a list is faster than a generator
 
 
 def with_tokens_at(dim: int, product: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-    """Rows of `shape` as they were before their tokens came to the front.
+    """Return rows of `shape` in the order before their tokens came to the front.
 
-    With one sequence the strides are a linear's own, too: torch.compile takes others for another tensor, and torch 2.11 and
-    2.13 fail on a DTensor whose strides it therefore holds to be dynamic ("unhashable type: non-nested SymInt").
+    With one sequence, the strides equal a linear's as well: torch.compile treats others as another tensor, and torch
+    2.11 and 2.13 fail on a DTensor whose strides it therefore takes as dynamic ("unhashable type: non-nested SymInt").
     """
     if is_one_sequence(shape[1:], dim):
         return product.view(*shape[1 : dim + 1], shape[0], *shape[dim + 1 :], product.shape[1])
@@ -80,18 +80,19 @@ def with_tokens_at(dim: int, product: torch.Tensor, shape: tuple[int, ...]) -> t
 
 
 def multiply_all_reduce(activation: torch.Tensor, weight: torch.Tensor, route: Route) -> torch.Tensor:
-    """The sum of all ranks' activation times (N, K) weight, transposed; whole on every rank."""
+    """Return the sum of all ranks' activation times (N, K) weight, transposed; whole on every rank."""
     product = operators.matmul_all_reduce(rows_of(activation, 0), weight.t(), route.group_name, route.schedule)
     return product.view(*activation.shape[:-1], product.shape[1])
 
 
 @torch.compiler.allow_in_graph  # type: ignore[untyped-decorator]  # torch is untyped here
 def neighbor_product(given: DTensor, weights: list[DTensor], position: int, route: tuple[str, int, str]) -> torch.Tensor:
-    """The product of the weight at `position`, for code that torch.compile makes; (tokens, K) as in `gather_multiply`.
+    """Return the product of the weight at `position`, for code made by torch.compile; (tokens, K) as in
+    `gather_multiply`.
 
-    Dynamo does not look inside: neighbors must share one operator, and under activation checkpointing dynamo refuses code
-    that keeps a product for the next linear. The later stages of torch.compile run this function, with tensors without
-    numbers, and see one operator for all neighbors: whatever is not asked for yet waits on the input itself.
+    Dynamo does not trace inside. Neighbors must share one operator, but under activation checkpointing dynamo rejects
+    code that keeps a product for the next linear. The later stages of torch.compile run this function with fake tensors
+    and see one operator for all neighbors: products that are not asked for yet are kept on the input itself.
     """
     waiting: dict[int, torch.Tensor] | None = vars(given).get(READY)
     if waiting is None or position not in waiting:
@@ -106,6 +107,6 @@ def neighbor_product(given: DTensor, weights: list[DTensor], position: int, rout
 
 
 def cast_for_matmul(tensor: torch.Tensor) -> torch.Tensor:
-    """To the type that autocast gives to linears, if it is on."""
+    """Cast to the type that autocast uses for linears, if it is on."""
     kind = tensor.device.type
     return tensor.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else tensor

@@ -1,6 +1,7 @@
-"""What takes the place of the hooks that `parallelize_module` registered: while a model's switch is off, the very hooks.
+"""Replacements of the hooks that `parallelize_module` registered; while a model's switch is off, they call the
+originals.
 
-torch.compile guards on what these functions read, so they read the switch and otherwise constants.
+torch.compile guards on what these functions read, so they read the switch and otherwise only constants.
 """
 
 from collections.abc import Callable
@@ -15,7 +16,7 @@ from counterpoint.integrations.parallel_linears import Switch
 
 
 def keep_sharded(found: GatheringHook, earlier: Hook, switch: Switch) -> Callable[..., Any]:
-    """For a module's gathering hook: the same but for the gathering."""
+    """Replace a module's gathering hook by one that does everything but the gather."""
     style, mesh, positions = found.style, found.mesh, found.positions
 
     def prepare(module: nn.Module, inputs: tuple[Any, ...]) -> Any:
@@ -34,7 +35,9 @@ def keep_sharded(found: GatheringHook, earlier: Hook, switch: Switch) -> Callabl
 
 
 def annotate(layout: LinearLayout, earlier: Hook, switch: Switch) -> Callable[..., Any]:
-    """For the hook of a linear that gathers its own input: only the layout is noted; in eager code the linear knows it."""
+    """Replace the hook of a linear that gathers its own input: only the layout is recorded; in eager code the linear
+    knows it.
+    """
     mesh, layouts = layout.mesh, layout.input_layouts
 
     def prepare(module: nn.Module, inputs: tuple[Any, ...]) -> Any:
@@ -49,7 +52,7 @@ def annotate(layout: LinearLayout, earlier: Hook, switch: Switch) -> Callable[..
 
 
 def leave_local(earlier: Hook, switch: Switch) -> Callable[..., Any]:
-    """For a hook that makes a DTensor of an input, where the local tensor is what is needed."""
+    """Replace a hook that turns an input into a DTensor, if the local tensor is needed."""
 
     def prepare(module: nn.Module, inputs: tuple[Any, ...]) -> Any:
         return None if switch.is_on else earlier(module, inputs)
@@ -58,7 +61,7 @@ def leave_local(earlier: Hook, switch: Switch) -> Callable[..., Any]:
 
 
 def unless_local(earlier: Hook) -> Hook:
-    """For a hook that makes outputs local: outputs that are stay as they are."""
+    """Replace a hook that makes outputs local: outputs that are local already pass through."""
 
     def convert(module: nn.Module, inputs: tuple[Any, ...], outputs: torch.Tensor) -> Any:
         return earlier(module, inputs, outputs) if isinstance(outputs, DTensor) else outputs

@@ -1,4 +1,4 @@
-"""Tensor parallelism whose gathers and reductions hide behind its own matmuls, eager and under torch.compile.
+"""Hides the gathers and reductions of tensor parallelism behind its own matmuls, eager and under torch.compile.
 
     parallelize_module(block, mesh, plan)      # with inputs and outputs sharded along the sequence
     overlapped = tensor_parallel.overlap(block)
@@ -6,13 +6,13 @@
     overlapped.use(False)                      # between steps: as before, and use(True) again
     overlapped.undo()
 
-Column-parallel linears become all-gather + matmul, row-parallel ones matmul + reduce-scatter, forward and backward;
-row-parallel ones whose output is whole, as in Hugging Face models, become matmul + all-reduce. Those that are neighbors in
-a module (q, k and v; gate and up) are taken to have the same input and share one gather; where that proves wrong they part,
-with no harm to results. A module that cannot be served stays as it was, and `refused` and the log say why.
+Column-parallel linears become all-gather + matmul, row-parallel ones matmul + reduce-scatter, forward and backward.
+Row-parallel ones whose output is whole, as in Hugging Face models, become matmul + all-reduce. Neighbors in a module (q,
+k and v; gate and up) are assumed to have the same input and share one gather; if that proves wrong they are separated,
+and results stay right. A module that is not supported stays unchanged; `refused` and the log say why.
 
-Inputs that `PrepareModuleInput` gathered arrive as sharded DTensors of the same shape; whatever else a module does with
-them, DTensor gathers itself. With FSDP2 `overlap` may come before `fully_shard` or after it, not between forward and
+Inputs that `PrepareModuleInput` gathered arrive as sharded DTensors of the same shape; for any other use in the module,
+DTensor itself gathers them. With FSDP2, call `overlap` before or after `fully_shard`, but not between a forward and a
 backward pass.
 """
 
@@ -38,8 +38,8 @@ from counterpoint.value import require
 
 __all__ = ["OPERATORS", "Overlapped", "overlap", "waiting_linears"]
 
-# What a policy of selective activation checkpointing sees instead of matmuls and collectives: those whose results it saves
-# are not computed and communicated again in the backward pass
+# The operators that a policy of selective activation checkpointing sees instead of matmuls and collectives: those whose
+# results it saves are not computed and communicated again in the backward pass
 OPERATORS = tuple(
     getattr(torch.ops.counterpoint, operator.name).default
     for operator in (operators.all_gather_matmul, operators.matmul_reduce_scatter, operators.matmul_all_reduce)
@@ -47,10 +47,10 @@ OPERATORS = tuple(
 
 
 def overlap(module: nn.Module, *, schedule: ScheduleDescription | None = None, is_on: bool = True) -> Overlapped:
-    """Let the tensor-parallel linears within `module` communicate beside their own matmuls; on every rank.
+    """Let the tensor-parallel linears within `module` communicate beside their own matmuls; call it on every rank.
 
-    `schedule` overrides the heuristic for all of them. With `is_on=False` all is prepared, and nothing changes before
-    `use(True)`. Raises `IntegrationError` if there is none that can be served, or if one of them is overlapped already.
+    `schedule` overrides the heuristic for all of them. With `is_on=False` everything is prepared, and nothing changes
+    before `use(True)`. Raises `IntegrationError` if no linear is supported, or if one of them is already overlapped.
     """
     _check_arguments(module, schedule)
     text = "" if schedule is None else msgspec.json.encode(schedule).decode()
@@ -65,7 +65,8 @@ def overlap(module: nn.Module, *, schedule: ScheduleDescription | None = None, i
     require(
         twice is None,
         IntegrationError,
-        f"{twice or 'This linear'} is overlapped already. Keep what the first overlap() returned, or call its undo() first.",
+        f"{twice or 'This linear'} is already overlapped. Keep the object that the first overlap() returned, or "
+        "call its undo() first.",
     )
     gathering = {name: found for name, each in module.named_modules() if (found := gathering_hook(each))}
     shared = {name: SharedInput() for name in gathering}
@@ -93,17 +94,17 @@ def overlap(module: nn.Module, *, schedule: ScheduleDescription | None = None, i
 
 
 def waiting_linears(module: nn.Module) -> list[nn.Module]:
-    """The linears in it that parallelize_module has split and that `overlap` has not taken."""
+    """Return the linears in the module that parallelize_module has split and that `overlap` has not taken."""
     linears = (each for each in module.modules() if _is_parallel(each) and not _is_overlapped(each))
-    return [each for each in linears if not isinstance(linear_layout(each), str)]  # FSDP2's weights are DTensors, too
+    return [each for each in linears if not isinstance(linear_layout(each), str)]  # FSDP2's weights are DTensors as well
 
 
 def _check_arguments(module: object, schedule: object) -> None:
     require(
         isinstance(module, nn.Module),
         IntegrationError,
-        f"overlap() takes a module that parallelize_module has split; found one of type {type(module).__name__}. "
-        "Give the model.",
+        "overlap() takes a module that parallelize_module has split; found one of type "
+        f"{type(module).__name__}. Pass the model.",
     )
     require(
         schedule is None or isinstance(schedule, ScheduleDescription),
@@ -118,12 +119,12 @@ def _take_row(overlapped: Overlapped, name: str, linear: nn.Linear, rest: tuple[
     output = layout.output_layouts[0]
     if not (is_sequence(output) or output == Replicate()):
         overlapped.refused[name] = (
-            f"its output is {output}, and an output that is whole or sharded along the sequence is served. Give "
-            "RowwiseParallel output_layouts=Shard(1)"
+            f"its output is {output}, but only an output that is whole or sharded along the sequence is "
+            "supported. Give RowwiseParallel output_layouts=Shard(1)"
         )
     elif layout.input_layouts != (Shard(-1),):
         overlapped.refused[name] = (
-            f"its input is {layout.input_layouts[0]}, and Shard(-1) is served. Leave out input_layouts"
+            f"its input is {layout.input_layouts[0]}, but only Shard(-1) is supported. Leave out input_layouts"
         )
     else:
         kind = RowwiseForward if is_sequence(output) else AllReduceForward
@@ -136,7 +137,7 @@ def _take_row(overlapped: Overlapped, name: str, linear: nn.Linear, rest: tuple[
 def _take_column(
     overlapped: Overlapped, name: str, linear: nn.Linear, rest: tuple[LinearLayout, SharedInput | None, str]
 ) -> ColumnwiseForward | None:
-    """Take a column-parallel linear; the result is one that may have neighbors."""
+    """Take a column-parallel linear; return one that may have neighbors."""
     layout, shared, schedule = rest
     key, hooks = layout.input_hook, linear._forward_pre_hooks
     if key is not None and is_sequence(layout.input_layouts[0]):
@@ -150,16 +151,16 @@ def _take_column(
         return column
     else:
         overlapped.refused[name] = (
-            "the input comes whole, so there is nothing to gather in the forward pass"
+            "the input arrives whole, so there is nothing to gather in the forward pass"
             if key is None
-            else "the input comes whole, so there is nothing to gather. Give the module around it "
+            else "the input arrives whole, so there is nothing to gather. Give the module around it "
             "PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate())"
         )
     return None
 
 
 def _join_neighbors(columns: dict[str, ColumnwiseForward]) -> None:
-    """Linears of one parent, with the same input features and type."""
+    """Join linears of one parent with the same input features and type."""
     neighbors: dict[tuple[object, ...], list[tuple[str, ColumnwiseForward]]] = {}
     for name, column in columns.items():
         weight = column.linear.weight
@@ -172,7 +173,7 @@ def _join_neighbors(columns: dict[str, ColumnwiseForward]) -> None:
 
 
 def _nearest(name: str, shared: dict[str, SharedInput]) -> SharedInput | None:
-    """Of the innermost module around `name` that gathers its inputs."""
+    """Return the inputs of the innermost module around `name` that gathers them."""
     around = [outer for outer in shared if not outer or name == outer or name.startswith(f"{outer}.")]
     return shared[max(around, key=len)] if around else None
 

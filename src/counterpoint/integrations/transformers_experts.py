@@ -1,8 +1,8 @@
-"""Experts of Hugging Face models, as transformers spreads them over ranks (read in 5.23): `AllToAllEP`, or `AutoEP` where it
-takes that.
+"""Experts of Hugging Face models as transformers spreads them over ranks (read in 5.23): `AllToAllEP`, or `AutoEP` if it
+chooses that.
 
-Their tokens come unsorted, with the experts that each of them goes to and the weights of these. What is sorted, weighted and
-added up here is what `AllToAllEP` sorts, weights and adds up; one operator does what is between.
+Their tokens arrive unsorted, with the experts of each token and the weights of these. This module sorts, weights and
+sums exactly what `AllToAllEP` does; one operator does the part in between.
 """
 
 from functools import partial
@@ -22,11 +22,13 @@ from counterpoint.ops import expert_ffn
 from counterpoint.schedule import ScheduleDescription
 
 NOT_SERVED = {
-    "AllReduceEP": "its ranks share one batch and add up by an all-reduce, so there is no all-to-all to hide. Give "
-    "DistributedConfig ep_implementation='all_to_all'",
-    "MegaMoeEP": "its tokens travel inside DeepGEMM's kernel. Leave it as it is",
+    "AllReduceEP": (
+        "its ranks share one batch and sum by an all-reduce, so there is no all-to-all to hide. Give "
+        "DistributedConfig ep_implementation='all_to_all'"
+    ),
+    "MegaMoeEP": "its tokens are sent inside DeepGEMM's kernel. Leave it unchanged",
 }
-# attributes that `use_experts_implementation` of transformers puts on experts, and what is served
+# attributes that transformers' `use_experts_implementation` sets on experts, and the supported values
 FORM = {"has_gate": True, "has_post_expert_norm": False}
 PARAMETERS = frozenset({"gate_up_proj", "gate_up_proj_bias", "down_proj", "down_proj_bias"})
 
@@ -39,27 +41,27 @@ class Routes(NamedTuple):
 
 
 def refusal(experts: nn.Module) -> str:
-    """Why experts that transformers has spread over ranks stay as they are, or nothing."""
+    """Return why experts that transformers has spread over ranks stay unchanged, or nothing."""
     implementation = implementation_of(experts)
     name = type(implementation).__name__
     if name in NOT_SERVED:
         return NOT_SERVED[name]
     if name not in ("AllToAllEP", "AutoEP"):
-        return f"its tokens are sent by {name}, and AllToAllEP is served"
+        return f"its tokens are sent by {name}, but only AllToAllEP is supported"
     if getattr(implementation, "megamoe", None) is not None:
         return NOT_SERVED["MegaMoeEP"]
     wrong = [each for each, wanted in FORM.items() if getattr(experts, each, None) is not wanted]
     if wrong:
-        return f"its experts have {wrong[0]}={getattr(experts, wrong[0], None)}, and {FORM[wrong[0]]} is served"
+        return f"its experts have {wrong[0]}={getattr(experts, wrong[0], None)}, but only {FORM[wrong[0]]} is supported"
     others = {name for name, _ in experts.named_parameters()} - PARAMETERS
     if others or not callable(getattr(experts, "_apply_gate", None)):
         found = ", ".join(sorted(others)) or "no _apply_gate"
-        return f"its experts have {found}, and a gate of gate and up, with biases or without, is served"
+        return f"its experts have {found}, but only a gate of gate and up, with or without biases, is supported"
     return ""
 
 
 def _has_usual_gate(experts: nn.Module) -> bool:
-    """Whether its gate is silu(gate) * up of two halves."""
+    """Return whether the gate is silu(gate) * up of two halves."""
     gate, activation = getattr(type(experts), "_apply_gate", None), type(getattr(experts, "act_fn", None)).__name__
     return getattr(gate, "__name__", "") == "_default_apply_gate" and activation in ("SiLU", "SiLUActivation")
 
@@ -78,11 +80,11 @@ class TransformersExperts:
         self._tokens_mesh: DeviceMesh = self._implementation.tp_mesh
 
     def __deepcopy__(self, _memo: dict[int, Any]) -> "TransformersExperts":
-        return self  # a copy of the model has the same `forward`, as without us
+        return self  # a copy of the model has the same `forward`, as without Counterpoint
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # the sizes of what is sent are read on the host
     def run(self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
-        """The weighted sum of the experts' results for each token (tokens, dim)."""
+        """Return the weighted sum of the experts' results for each token (tokens, dim)."""
         given, weights = local_part(hidden_states), local_part(top_k_weights)
         if not (self._switch.is_on and self._is_sent(given)):
             result: torch.Tensor = self._forward(hidden_states, top_k_index, top_k_weights)
@@ -97,12 +99,12 @@ class TransformersExperts:
         return parts.full_tensor().to(given.dtype)
 
     def _is_sent(self, given: torch.Tensor) -> bool:
-        """Whether an all-to-all sends these tokens; where ranks share a batch, `AutoEP` evaluates by all-reduces."""
+        """Return whether an all-to-all sends these tokens; if ranks share a batch, `AutoEP` evaluates by all-reduces."""
         may_share: Any = getattr(self._implementation, "all_reduce", None)
         return may_share is None or (torch.is_grad_enabled() and given.requires_grad)
 
     def _own_part(self, shared: torch.Tensor) -> torch.Tensor:
-        """This rank's tokens of those that all ranks of a tensor-parallel group have."""
+        """Return this rank's tokens of those that all ranks of a tensor-parallel group have."""
         whole = DTensor.from_local(shared, self._tokens_mesh, [Replicate()], run_check=False)
         part: torch.Tensor = whole.redistribute(self._tokens_mesh, [Shard(0)]).to_local()
         return part
@@ -120,7 +122,7 @@ class TransformersExperts:
         return (by_token * routes.weights.unsqueeze(-1)).sum(dim=1)
 
     def _sorted_results(self, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-        """The experts' results for rows sorted by expert.
+        """Return the experts' results for rows sorted by expert.
 
         Gate and up lie in one weight, of which no copy is made: the usual gate's halves are views of it; for other gates one
         matmul gives both, and autograd differentiates the gate.

@@ -1,9 +1,8 @@
-"""Operators for communication that the next matmul needs, or that needs the matmul before it, run by copy schedules.
+"""Operators that combine a collective with the matmul after or before it, run by copy schedules.
 
-On NVIDIA GPUs of one host the copies run on copy engines and the signals in stream memory operations, so
-communication takes no SM; on CPUs the same schedules run as messages. Where neither is possible, or cutting does not
-pay, the library's collective runs; `explain` says which, and why. All ranks of a group call the same operators in the
-same order.
+On NVIDIA GPUs of one host, copies run on copy engines and signals are stream memory operations, so communication takes
+no SM. On CPUs the same schedules run as messages. If neither is possible, or if cutting does not pay, the library's
+collective runs; `explain` says which, and why. All ranks of a group must call the same operators in the same order.
 
 Needs torch.
 """
@@ -49,21 +48,28 @@ __all__ = [
 ROW_TYPES = (int, torch.SymInt)
 
 
-# to torch.compile a description is a constant: another one is compiled anew. Without this torch 2.11 cannot take it at all
+# torch.compile treats a description as a constant, so another one is compiled anew; otherwise torch 2.11 cannot take it
+# at all
 _pytree.register_constant(ScheduleDescription)
 
 
+def __dir__() -> list[str]:
+    return sorted(__all__)
+
+
 class Explanation(Value, frozen=True, kw_only=True):
-    """What runs for one shape, and why."""
+    """The schedule that runs for one shape, and why."""
 
     request: str
     schedule: ScheduleDescription
     reason: str
-    name: str  # what a plan's directives match
+    name: str  # the name that a plan's directives match
 
 
 class PoolReport(Value, frozen=True, kw_only=True):
-    """Symmetric memory that one group holds on this rank, and its calls that are recorded as CUDA graphs."""
+    """The symmetric memory that one group holds on this rank, and the number of its calls that are recorded as CUDA
+    graphs.
+    """
 
     group: str
     device: str
@@ -102,14 +108,15 @@ def all_gather_matmul(
     schedule: ScheduleDescription | None = None,
     num_rows: int | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, ...]:
-    """All ranks' shards, one below the other, times this rank's weight: (M / W, K), (K, N) -> (M, N).
+    """Gather all ranks' shards, one below the other, and multiply by this rank's weight: (M / W, K), (K, N) -> (M, N).
 
-    Several weights (K, N1), (K, N2) ... give as many products, and rows are gathered once; to plans and the heuristic it is
-    one call of N1 + N2 + ... columns. The shard's gradient is then a sum of as many products, rounded once for each, and the
-    gradients of all weights are computed where one of them needs its.
+    Several weights (K, N1), (K, N2) ... give as many products, and rows are gathered once; for plans and the heuristic
+    it is one call of N1 + N2 + ... columns. The shard's gradient is then the sum of as many products, each rounded once.
+    If one weight needs its gradient, the gradients of all weights are computed.
 
-    `num_rows` is M where it does not divide by W: shards are then as `torch.tensor_split` divides M rows, and without it all
-    are as long as this one. `schedule` overrides the plan in force and the heuristic. Raises `OperatorError`.
+    `num_rows` is M if M does not divide by W: shards must then be split as by `torch.tensor_split` of M rows. Without
+    it, all shards are as long as this one. `schedule` overrides the current plan and the heuristic. Raises
+    `OperatorError`.
     """
     name, size = _name_and_size(group)
     if not (isinstance(shard, torch.Tensor) and shard.dim() and (num_rows is None or isinstance(num_rows, ROW_TYPES))):
@@ -131,9 +138,9 @@ def matmul_reduce_scatter(
     *,
     schedule: ScheduleDescription | None = None,
 ) -> torch.Tensor:
-    """This rank's block of the sum of all ranks' products: (M, K), (K, N) -> (M / W, N).
+    """Multiply and return this rank's block of the sum of all ranks' products: (M, K), (K, N) -> (M / W, N).
 
-    Where M does not divide by W, blocks are as `torch.tensor_split` divides M rows. Raises `OperatorError`.
+    If M does not divide by W, blocks are split as by `torch.tensor_split` of M rows. Raises `OperatorError`.
     """
     name = _name_for("matmul_reduce_scatter", activation, weight, group)
     return operators.matmul_reduce_scatter(activation, weight, name, _text(schedule))
@@ -146,9 +153,9 @@ def matmul_all_reduce(
     *,
     schedule: ScheduleDescription | None = None,
 ) -> torch.Tensor:
-    """The sum of all ranks' products: (M, K), (K, N) -> (M, N), the same bits on every rank.
+    """Multiply and return the sum of all ranks' products: (M, K), (K, N) -> (M, N), with the same bits on every rank.
 
-    Backward takes the product's gradient to be the same on every rank, as in tensor parallelism. Raises
+    Backward assumes that the product's gradient is the same on every rank, as in tensor parallelism. Raises
     `OperatorError`.
     """
     name = _name_for("matmul_all_reduce", activation, weight, group)
@@ -162,17 +169,18 @@ def all_to_all_matmul(
     *,
     schedule: ScheduleDescription | None = None,
 ) -> torch.Tensor:
-    """Block r of every rank's tokens, in the order of ranks, times this rank's weight: (M, K), (K, N) -> (W * M / W,
-    N).
+    """Exchange blocks of tokens and multiply: block r of every rank's tokens, in the order of ranks, times this rank's
+    weight: (M, K), (K, N) -> (W * M / W, N).
 
-    Blocks are as `torch.tensor_split` divides M rows, so rank r gets W blocks of one length. Raises `OperatorError`.
+    Blocks are split as by `torch.tensor_split` of M rows, so rank r gets W blocks of equal length. Raises
+    `OperatorError`.
     """
     name = _name_for("all_to_all_matmul", tokens, weight, group)
     return operators.all_to_all_matmul(tokens, weight, name, _text(schedule))
 
 
 def explain(group: dist.ProcessGroup | None = None) -> tuple[Explanation, ...]:
-    """What was picked for every shape that the group has run so far on this rank, in the order of first calls."""
+    """Return what was picked for every shape that the group has run so far on this rank, in the order of first calls."""
     return tuple(
         Explanation(
             request=request.words(),
@@ -186,15 +194,16 @@ def explain(group: dist.ProcessGroup | None = None) -> tuple[Explanation, ...]:
 
 
 def use_plan(plan: Plan) -> tuple[Refusal, ...]:
-    """Run the schedules that a plan names for requests, from their next calls on; `LEAVE_IT` takes it back.
+    """Use the schedules that a plan names for requests, from their next calls on; `LEAVE_IT` undoes it.
 
-    A schedule that a call names counts more than the plan, and the plan more than the heuristic. Call it on every rank,
-    with the same plan: ranks compare at the next call of every shape. Graphs that were captured before keep what they
-    hold. Returns what of the plan is not for operators.
+    A schedule named by a call overrides the plan, and the plan overrides the heuristic. Call it on every rank with the
+    same plan: ranks compare at the next call of every shape. Graphs that were captured before keep their schedules.
+    Returns the refusals of controls that are not for operators.
     """
     if not isinstance(plan, Plan):
         raise PlanError(
-            f"use_plan takes a plan; found a {type(plan).__name__}. Read a file by counterpoint.load_plan(Path(...))."
+            f"use_plan takes a Plan; found a value of type {type(plan).__name__}. "
+            "Read a file by counterpoint.load_plan('plan.toml')."
         )
     refusals = put_in_force(plan).refusals
     for runtime in all_runtimes():
@@ -203,7 +212,7 @@ def use_plan(plan: Plan) -> tuple[Refusal, ...]:
 
 
 def pool_report() -> tuple[PoolReport, ...]:
-    """Symmetric memory in use, by group."""
+    """Return the symmetric memory in use, by group."""
     return tuple(
         PoolReport(
             group=runtime.group.group_name,
@@ -217,8 +226,9 @@ def pool_report() -> tuple[PoolReport, ...]:
 
 
 def release() -> None:
-    """Give back all symmetric memory and forget all schedules. Call it on every rank, when no captured graph is
-    needed any more."""
+    """Free all symmetric memory and forget all schedules. Call it on every rank, when no captured graph is needed any
+    more.
+    """
     forget_runtimes()
 
 
@@ -228,7 +238,7 @@ def _name_and_size(group: dist.ProcessGroup | None) -> tuple[str, int]:
 
 
 def _name_for(operation: Operation, left: object, weight: object, group: dist.ProcessGroup | None) -> str:
-    """The group's name, for operands that are tensors; others are refused on every rank."""
+    """Return the group's name if the operands are tensors; refuse others on every rank."""
     name, _ = _name_and_size(group)
     if not (isinstance(left, torch.Tensor) and isinstance(weight, torch.Tensor)):
         refuse_arguments(operation, left, weight, group)

@@ -1,18 +1,17 @@
-"""Ranks of a group comparing what they are about to do, through the group's store, before a schedule is run for the
-first time.
+"""Compares, between the ranks of a group, what they are about to do, through the group's store, before a schedule runs
+for the first time.
 
-It costs a few store requests, once per shape. Ranks that ask for different things, and a rank that does not come,
-become the same one-line error on every rank that waits. The limit is the store's time-out, which
-`init_process_group(timeout=...)` sets.
+It costs a few store requests, once per shape. If ranks ask for different things, or a rank does not come, every rank
+that waits gets the same one-line error. The limit is the store's time-out, which `init_process_group(timeout=...)` sets.
 
-A rank that cannot make a call says so and waits for nobody. Ranks that compare read it in their round. Ranks that run the
-call, because its shape was compared before, wait for rows: their watchdog asks here (`overheard`) and ends that wait. Calls
-are counted, so that a rank which is still at an earlier call goes on.
+A rank that cannot make a call reports that and waits for no rank. Ranks that compare read it in their round. Ranks that
+run the call, because its shape was compared before, wait for rows: their watchdog asks here (`overheard`) and ends that
+wait. Calls are counted, so that a rank which is still at an earlier call goes on.
 
-Rounds are counted, so ranks of which one gave up would compare different calls from then on. It tells the others by the
-store: every later comparison of the group is refused at once, and those that wait are woken. `release()` on every rank
-begins anew, under new keys; whether the group's messages still come through after a time-out is up to its backend
-(gloo's do not).
+Rounds are counted, so after one rank gave up, ranks would compare different calls. The rank tells the others through the
+store: every later comparison of the group is refused at once, and waiting ranks are woken. `release()` on every rank
+starts anew, under new keys. Whether the group's messages still arrive after a time-out depends on its backend (gloo's do
+not).
 """
 
 from collections.abc import Callable, Sequence
@@ -29,24 +28,24 @@ from counterpoint.ranks import NO_STORE, Exchange, RankLostError, describe_lost
 from counterpoint.units import format_bytes
 from counterpoint.value import Value
 
-OUT_OF_STEP = "out of step"  # the key of why
-REFUSED = "refused"  # the key of how many refusals there were, and with a rank's number, of its own
-MAX_REFUSED = 64  # a rank's latest refusals that are kept for ranks that have not come to these calls
+OUT_OF_STEP = "out of step"  # key of the reason
+REFUSED = "refused"  # key of the number of refusals; followed by a rank's number, key of that rank's refusals
+MAX_REFUSED = 64  # a rank's latest refusals, kept for ranks that have not reached those calls
 Made = TypeVar("Made")
-GAVE_UP = b"\0gave up"  # what stands in a round of which nothing comes any more; no content begins like it
+GAVE_UP = b"\0gave up"  # content of a round that will not complete; no other content begins like it
 
 
 class CallNotice(Value, frozen=True, kw_only=True):
-    """What a rank is about to do, in words that must be equal on all ranks, or why it cannot."""
+    """What a rank is about to do, in words that must be equal on all ranks, or why it cannot do it."""
 
     request: str = ""
     problem: str = ""
-    plan: str = ""  # fingerprint of the plan that it goes by
-    refused_call: int = 0  # its number, where the rank does not wait for the others
+    plan: str = ""  # fingerprint of the plan that it uses
+    refused_call: int = 0  # its number, if the rank does not wait for the others
 
 
 class RefusedCall(Value, frozen=True, kw_only=True):
-    """The number of a call that a rank refused, and of the round in which it said so."""
+    """The number of a call that a rank refused, and of the round in which the rank reported it."""
 
     call: int
     round: int
@@ -66,12 +65,12 @@ class Agreement:
             raise OperatorError(describe_lost(NO_STORE)) from problem
         self._store = dist.PrefixStore(f"{number}", whole)
         self._exchange = Exchange(self._store, self._rank, int(group.size()), self._store.timeout.total_seconds())
-        self.num_calls = 0  # that this rank has begun or refused
+        self.num_calls = 0  # calls that this rank has begun or refused
         self._refused: list[RefusedCall] = []  # by this rank, since all ranks last came to a round
         self._known_refused: list[RefusedCall] = []  # by any rank, when `_num_known` refusals were counted
         self._num_known = 0
         self._why_out_of_step = ""
-        self._never_ends = ""  # why a call that this rank is in will not end
+        self._never_ends = ""  # why this rank's present call will not end
 
     @property
     def limit_s(self) -> float:
@@ -81,12 +80,12 @@ class Agreement:
     def compare(self, proposal: CallNotice) -> None:
         """Raise `OperatorError` on every rank unless all of them propose the same and none has a problem.
 
-        Where one has a problem with what all propose, it is a `RefusedTogetherError`, and the ranks stay in step.
+        If a rank has a problem with what all propose, this raises `RefusedTogetherError`, and the ranks stay in step.
         """
         notice = msgspec.structs.replace(proposal, problem=self.named(proposal.problem))
         proposals = [msgspec.json.decode(text, type=CallNotice) for text in self.exchange(msgspec.json.encode(notice))]
         for other in proposals:
-            if 0 < other.refused_call < self.num_calls:  # the host is ahead of the GPU, which waits in the call refused
+            if 0 < other.refused_call < self.num_calls:  # the host is ahead of the GPU, which waits in the refused call
                 self._hear_of(other.problem, self._exchange.num_rounds)
             if other.problem:
                 raise (OperatorError if other.refused_call else RefusedTogetherError)(other.problem)
@@ -99,19 +98,19 @@ class Agreement:
                 )
             if other.plan != proposals[0].plan:
                 raise OperatorError(
-                    f"The ranks go by different plans in {first}: rank 0 by {proposals[0].plan or 'none'}, rank {rank} by "
-                    f"{other.plan or 'none'}. Give ops.use_plan the same plan on every rank."
+                    f"The ranks use different plans in {first}: rank 0 uses {proposals[0].plan or 'none'}, rank "
+                    f"{rank} uses {other.plan or 'none'}. Pass the same plan to ops.use_plan on every rank."
                 )
 
     def named(self, problem: str) -> str:
-        """A problem of this rank, as every rank says it; nothing where there is none."""
+        """Return a problem of this rank in the words that every rank prints; nothing if there is none."""
         return f"Rank {self._rank} of the group: {problem}" if problem else ""
 
     def refuse(self, problem: str) -> NoReturn:
-        """Refuse the call that is counted last, without waiting for anybody: raises `OperatorError`, on the others, too."""
+        """Refuse the latest call without waiting for any rank: raises `OperatorError`, also on the others."""
         self._require_in_step()
         problem = self.named(problem)
-        with suppress(RankLostError, RuntimeError):  # what is wrong with this call is known in any case
+        with suppress(RankLostError, RuntimeError):  # the problem with this call is known in any case
             notice = CallNotice(problem=problem, refused_call=self.num_calls)
             self._exchange.come_alone(msgspec.json.encode(notice))
             refused = RefusedCall(call=self.num_calls, round=self._exchange.num_rounds, problem=problem)
@@ -121,7 +120,7 @@ class Agreement:
         raise OperatorError(problem)
 
     def overheard(self) -> str:
-        """Why a call that this rank is in will not end, because another rank refused it; nothing where none did.
+        """Return why this rank's present call will not end because another rank refused it; nothing if none did.
 
         From then on the group is out of step.
         """
@@ -133,7 +132,7 @@ class Agreement:
         return self._never_ends
 
     def _all_refused(self) -> list[RefusedCall]:
-        """What ranks refused and others may not have come to, the first call first."""
+        """Return what ranks refused and others may not have reached, in the order of calls."""
         number = self._store.add(REFUSED, 0)
         if number != self._num_known:
             keys = [f"{REFUSED} {rank}" for rank in range(self._exchange.num_ranks)]
@@ -147,7 +146,7 @@ class Agreement:
         self._fall_out_of_step(f"a call was refused. {problem}", last_round)
 
     def exchange(self, content: bytes) -> list[bytes]:
-        """Every rank's content, in the order of ranks. Raises `OperatorError` where the ranks are out of step."""
+        """Return every rank's content, in the order of ranks. Raises `OperatorError` if the ranks are out of step."""
         self._require_in_step()
         try:
             found = self._exchange.round(content)
@@ -160,8 +159,9 @@ class Agreement:
         return found
 
     def give_up(self, what: str, whose: str = "the other ranks'") -> OperatorError:
-        """The error of a rank that waited in vain: another rank's, if that refused the call; or `what` happened, and `whose`
-        output tells more. The group is out of step from here on, on all ranks."""
+        """Return the error of a rank that waited in vain: another rank's, if that refused the call; otherwise `what`
+        happened, and `whose` output tells more. The group is then out of step on all ranks.
+        """
         refused = self.overheard()
         if refused:
             return OperatorError(refused)
@@ -169,12 +169,13 @@ class Agreement:
         return OperatorError(describe_lost(what, whose))
 
     def _fall_out_of_step(self, why: str, last_round: int = 0) -> None:
-        """Say why the group is out of step, unless another rank has, and wake whoever waits in a round. Nobody is further
-        than in the next one, or than one behind `last_round`, where somebody went ahead."""
+        """Publish why the group is out of step, unless another rank has, and wake ranks that wait in a round. No rank is
+        further than in the next one, or one behind `last_round` if some rank went ahead.
+        """
         if self._why_out_of_step:
             return
         self._why_out_of_step = why
-        with suppress(RuntimeError):  # the store may have ended with the rank that is missed
+        with suppress(RuntimeError):  # the store may have ended with the missing rank
             if self._store.check([OUT_OF_STEP]):
                 self._why_out_of_step = self._store.get(OUT_OF_STEP).decode()
                 return
@@ -186,7 +187,7 @@ class Agreement:
 
     def _require_in_step(self) -> None:
         if not self._why_out_of_step:
-            with suppress(RuntimeError):  # where the store has ended, the round that follows says so
+            with suppress(RuntimeError):  # if the store has ended, the following round reports it
                 if self._store.check([OUT_OF_STEP]):
                     self._why_out_of_step = self._store.get(OUT_OF_STEP).decode()
         if self._why_out_of_step:
@@ -196,22 +197,24 @@ class Agreement:
 
 
 def host_memory(num_bytes: int, what: str, agreement: Agreement) -> torch.Tensor:
-    """Bytes of ordinary memory, which stands for symmetric memory on CPUs: all ranks have it, or all raise
-    `RefusedTogetherError`, as on GPUs. `what` it is for is the same on all ranks."""
+    """Allocate ordinary memory (bytes), which stands for symmetric memory on CPUs. As on GPUs, all ranks get it, or all raise
+    `RefusedTogetherError`. `what` needs it, in the same words on all ranks.
+    """
     memory, problem = torch.empty(0, dtype=torch.uint8), ""
     try:
         memory = torch.empty(num_bytes, dtype=torch.uint8)
     except RuntimeError as error:
-        problem = f"{format_bytes(num_bytes)} for {what} cannot be had ({cause_of(error, 160)})"
+        problem = f"{format_bytes(num_bytes)} for {what} cannot be allocated ({cause_of(error, 160)})"
     agreement.compare(CallNotice(request=f"{num_bytes} bytes for {what}", problem=problem))
     return memory
 
 
 def share_obstacles(made: Sequence[Made | str], exchange: Callable[[object], list[bytes]]) -> list[Made | str]:
-    """What this rank made. Where a rank has a text instead, which says why it made nothing, every rank gets that text.
+    """Return what this rank made. If a rank has a text instead, which says why it made nothing, every rank gets that
+    text.
 
-    All ranks call it with as many entries; of several texts for one entry the first rank's counts. `exchange` gives what
-    every rank hands it, as JSON, in the order of ranks.
+    All ranks call it with the same number of entries; of several texts for one entry, the first rank's counts.
+    `exchange` returns every rank's JSON, in the order of ranks.
     """
     own = [each if isinstance(each, str) else "" for each in made]
     everyone = [msgspec.json.decode(text, type=list[str]) for text in exchange(own)]

@@ -1,8 +1,8 @@
-"""What is refused of a call's arguments before there is a request: things that are no tensors, and a number of rows that is
-none.
+"""Refuses wrong arguments of a call before there is a request: operands that are no tensors, and an invalid number of
+rows.
 
-The operators ask only whether their arguments are tensors, for every call pays for it; what is wrong is put in words here,
-and told to the ranks that wait.
+The operators check only whether their arguments are tensors, because every call pays for the check. This module finds
+the words, and tells the ranks that wait.
 """
 
 from collections.abc import Iterable
@@ -19,11 +19,11 @@ from counterpoint.schedule.operations import OPERATORS
 def refuse_arguments(
     operation: Operation, left: object, weight: object, group: dist.ProcessGroup | None, num_rows: object = None
 ) -> NoReturn:
-    """Raise `OperatorError` on every rank for arguments of which one is of a wrong type."""
+    """Raise `OperatorError` on every rank for arguments of which one has a wrong type."""
     found = group_or_world(group)
     operands = [left, *_several(weight)]
     devices = [each.device for each in operands if isinstance(each, torch.Tensor)]
-    # as elsewhere, one operand on a GPU tells where the other ranks meet; without any, what the group did so far does
+    # as elsewhere, one operand on a GPU tells where the other ranks meet; without any, the group's earlier calls do
     device = next((each for each in devices if each.type == "cuda"), next(iter(devices), None))
     runtime = runtime_of_group(found) if device is None else runtime_of(found.group_name, device)
     problem = _problem_of(operation, left, weight) or _problem_of_rows(operation, left, num_rows)
@@ -32,28 +32,28 @@ def refuse_arguments(
 
 
 def _problem_of(operation: Operation, left: object, weight: object) -> str:
-    """What is wrong with operands that are no tensors, in one line, or nothing."""
+    """Return what is wrong with operands that are no tensors, in one line, or nothing."""
     if not isinstance(left, torch.Tensor):
-        return f"{operation} takes a tensor as its {OPERATORS[operation].left_name}; {_found(left)}. Give a tensor."
+        return f"{operation} takes a tensor as its {OPERATORS[operation].left_name}; {_found(left)}. Pass a tensor."
     if isinstance(weight, torch.Tensor):
         return ""
     if not OPERATORS[operation].takes_several_weights:
-        return f"{operation} takes a tensor as its weight; {_found(weight)}. Give a tensor."
+        return f"{operation} takes a tensor as its weight; {_found(weight)}. Pass a tensor."
     weights = _several(weight)
     if not weights:
-        return f"{operation} needs a weight; found an empty list. Give one or more."
+        return f"{operation} needs a weight; found an empty list. Pass one or more."
     number = next((number for number, each in enumerate(weights) if not isinstance(each, torch.Tensor)), None)
     if number is None:
         return ""
     kind = type(weights[number]).__name__
-    return f"{operation} takes a tensor or several as its weight; number {number} is of type {kind}. Give tensors."
+    return f"{operation} takes a tensor or several as its weight; number {number} is of type {kind}. Pass tensors."
 
 
 def _problem_of_rows(operation: Operation, left: object, num_rows: object) -> str:
     if num_rows is not None and not isinstance(num_rows, (int, torch.SymInt)):
-        return f"{operation} takes a whole number as num_rows; {_found(num_rows)}. Give an int, or leave it out."
+        return f"{operation} takes a whole number as num_rows; {_found(num_rows)}. Pass an int, or leave it out."
     if isinstance(left, torch.Tensor) and not left.dim():
-        return f"{operation} multiplies (rows, K) by (K, columns); found a tensor without dimensions. Give a matrix."
+        return f"{operation} multiplies (rows, K) by (K, columns); found a tensor without dimensions. Pass a matrix."
     return ""
 
 
@@ -62,6 +62,6 @@ def _several(weight: object) -> list[object]:
 
 
 def _found(given: object) -> str:
-    """The type, and the value where it is short; an array would be many lines."""
+    """Describe the type, and the value if it is short; an array would be many lines."""
     value = f", {given!r}" if isinstance(given, (int, float, str)) and len(repr(given)) <= 40 else ""
-    return f"found one of type {type(given).__name__}{value}"
+    return f"found a value of type {type(given).__name__}{value}"

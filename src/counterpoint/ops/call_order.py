@@ -1,7 +1,7 @@
-"""The order of a group's calls on one GPU: each follows the last one, whatever streams they are issued on.
+"""Orders a group's calls on one GPU: each follows the previous one, whatever streams they are issued on.
 
-Eager calls and calls that a user captures have ends of their own: an event that was recorded in a capture is none that
-an eager stream could wait for.
+Eager calls and calls in a user's capture have separate end events: an eager stream cannot wait for an event that was
+recorded in a capture.
 """
 
 from typing import Any, final
@@ -19,7 +19,7 @@ NO_TIMING = int(cu.CUevent_flags.CU_EVENT_DISABLE_TIMING)
 
 @final
 class CallOrder:
-    """Begins and ends the calls of one group; the watch is told of those that run at once."""
+    """Begins and ends the calls of one group; the watchdog is told of those that run at once."""
 
     def __init__(self, watch: Watchdog) -> None:
         self._watch = watch
@@ -32,7 +32,7 @@ class CallOrder:
         self.has_captured = False  # whether graphs of users hold calls
 
     def follow(self, stream: int) -> Handle:
-        """Let this call come after the last one, which may have been issued on another stream; the stream's handle."""
+        """Order this call after the last one, which may have been issued on another stream; return the stream's handle."""
         self._watch.require_sound()
         current = self._handles.get(stream)
         if current is None:
@@ -64,7 +64,7 @@ class CallOrder:
 
 
 def _capture_id(stream: Handle) -> int:
-    """Number of the graph capture that the stream is in; 0 outside of any."""
+    """Return the number of the graph capture that the stream is in; 0 outside of any."""
     if not torch.cuda.is_current_stream_capturing():
         return 0
     return int(check("Asking for the capture", cu.cuStreamGetCaptureInfo(stream))[1])

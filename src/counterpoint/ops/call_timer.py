@@ -1,7 +1,7 @@
-"""What times one operator call on this rank: GPUs by events, as the benchmarks do it, and a double in tests by a script.
+"""Times one operator call on this rank: by events on GPUs, as the benchmarks do; in tests by a script.
 
-A spinning kernel gives the host time to issue everything behind it, and the GPUs meet in a tiny all-reduce; what lies
-between the events is then the GPUs' work, and not the host's.
+A spinning kernel gives the host time to issue everything after it, and the GPUs meet in a tiny all-reduce; the time
+between the events is then the GPUs' work, not the host's.
 """
 
 from abc import ABC, abstractmethod
@@ -15,7 +15,7 @@ from counterpoint.errors import DeviceError
 from counterpoint.ops.runtime import Runtime
 
 SPIN_CYCLES = 1_500_000  # some 0.8 ms on an H200, where issuing a call takes up to 0.8 ms
-WARM_UP_ROUNDS = 12  # a call is recorded when it comes for the third time at its addresses, of which a few take turns
+WARM_UP_ROUNDS = 12  # a call is recorded when it comes for the third time at its addresses, of which a few alternate
 
 
 class AbstractCallTimer(ABC):
@@ -24,13 +24,13 @@ class AbstractCallTimer(ABC):
     @property
     @abstractmethod
     def num_warm_up_rounds(self) -> int:
-        """How often a call must have come before it runs as it will from then on."""
+        """How often a call must run before it reaches its steady state."""
 
     @abstractmethod
     def time_us(self, label: str, call: Callable[[], None]) -> float:
-        """Make a call once, started together with the other ranks; microseconds that it took this rank.
+        """Make a call once, started together with the other ranks; return the microseconds that it took this rank.
 
-        `label` says in words what the call is.
+        `label` describes the call.
         """
 
 
@@ -60,12 +60,12 @@ class GpuCallTimer(AbstractCallTimer):
 
 
 def open_call_timer(runtime: Runtime) -> AbstractCallTimer:
-    """A timer for the calls of a group. Raises `DeviceError` where there is nothing that a copy schedule could gain."""
+    """Return a timer for the calls of a group. Raises `DeviceError` if a copy schedule cannot gain anything there."""
     instead = "Take the estimate: counterpoint schedule show, or no plan at all."
     if runtime.device.type != "cuda":
         raise DeviceError(f"The group runs on CPUs, where nothing overlaps, so schedules cannot be measured. {instead}")
     if runtime.transport is None:
         raise DeviceError(f"Copy schedules cannot run in this group: {runtime.obstacle}. There is nothing to choose.")
     if runtime.group.size() == 1:
-        raise DeviceError(f"One rank has nobody to exchange rows with, so there is nothing to measure. {instead}")
+        raise DeviceError(f"A single rank exchanges no rows, so there is nothing to measure. {instead}")
     return GpuCallTimer(runtime.group, runtime.device)

@@ -1,8 +1,8 @@
-"""Collectives of a captured step by copy engines: for each, a small graph that takes its node's place.
+"""Replaces collectives of a captured step by copy engines: for each, a small graph takes its node's place.
 
-A captured step keeps its addresses, so blocks go from where one rank has them straight to where the other wants them; what
-is reduced goes to rows of the receiving rank and is summed there, on SMs. Ranks open each other's memory once, before
-anything is replayed. What is recorded, and its flags, is in `recorded_copies.py`.
+A captured step keeps its addresses, so blocks are copied directly from their place on one rank to their place on the
+other. Data to be reduced goes to rows of the receiving rank and is summed there, on SMs. Ranks open each other's memory
+once, before anything is replayed. `recorded_copies.py` has what is recorded, and its flags.
 """
 
 from collections.abc import Sequence
@@ -42,10 +42,11 @@ class Landing(Value, frozen=True, kw_only=True):
 
 @final
 class DirectCopies:
-    """The stand-ins of one group's collectives; all ranks make it together, for the same collectives in the same order.
+    """The replacements of one group's collectives; all ranks create it together, for the same collectives in the same
+    order.
 
-    `stand_ins` holds for each collective what takes its place, or why nothing can. `is_in_turn`: on this rank no two of them
-    run at once, so they can share the rows that they sum.
+    `stand_ins` holds for each collective its replacement, or why there is none. `is_in_turn`: on this rank no two of
+    them run at once, so they can share the rows that they sum.
     """
 
     def __init__(self, collectives: Sequence[IssuedCollective], device: torch.device, *, is_in_turn: bool) -> None:
@@ -56,7 +57,7 @@ class DirectCopies:
         self._memory = PeerMemory()
         self._rows: list[torch.Tensor] = []
         self._flags: Flags | None = None
-        self._graphs: list[Handle] = []  # all that were recorded, also those that another rank has no use for
+        self._graphs: list[Handle] = []  # all that were recorded, also those that another rank cannot use
         self.stand_ins: list[StandIn | str] = []
         try:
             self.stand_ins = self._make(collectives, is_in_turn)
@@ -90,12 +91,14 @@ class DirectCopies:
         return self._runtime.agreement.exchange(msgspec.json.encode(content))
 
     def _allocate(self, lengths: Sequence[int], is_in_turn: bool) -> tuple[list[torch.Tensor | None], str]:
-        """Memory for the rows of each collective, of so many bytes a row, 0 for none; or none at all, and why."""
+        """Allocate memory for the rows of each collective, with this many bytes a row, 0 for none; or return none at
+        all, and why.
+        """
         try:
             shared = self._bytes(max(lengths)) if is_in_turn else None
             return [(self._bytes(each) if shared is None else shared) if each else None for each in lengths], ""
         except torch.OutOfMemoryError:
-            return [None] * len(lengths), "no memory is left for the blocks that it sums; free some"
+            return [None] * len(lengths), "there is no memory for the blocks that it sums; free some"
 
     def _bytes(self, row_bytes: int) -> torch.Tensor:
         return torch.empty(self._num_ranks * row_bytes, dtype=torch.uint8, device=self._device)
@@ -109,7 +112,7 @@ class DirectCopies:
         return Parts(issued=issued, blocks=blocks, rows=rows)
 
     def _landing(self, parts: Parts, obstacle: str) -> Landing:
-        """What the others need to know to bring this rank its blocks."""
+        """Return what the others need to bring this rank its blocks."""
         if obstacle:
             return Landing(obstacle=obstacle)
         issued, rows = parts.issued, parts.rows
@@ -128,13 +131,13 @@ class DirectCopies:
             return obstacle
         try:
             made = recorder.record(parts, self._destinations(landings, parts.blocks.given[self._rank][0]))
-        except (DeviceError, RuntimeError) as problem:  # torch's own where it knows no such sum
+        except (DeviceError, RuntimeError) as problem:  # torch's own error if it has no such sum
             return f"its copies cannot be recorded: {cause_of(problem)}".rstrip(".")
         self._graphs.append(made.graph)
         return made
 
     def _destinations(self, landings: Sequence[Landing], start: int) -> Destinations:
-        """Where this rank's blocks go, and its sums, which begin `start` bytes into the others' tensors."""
+        """Return where this rank's blocks go, and its sums, which begin `start` bytes into the others' tensors."""
         blocks: dict[int, int] = {}
         sums: dict[int, int] = {}
         for peer in self._peers:
@@ -146,9 +149,9 @@ class DirectCopies:
         return Destinations(blocks=blocks, sums=sums)
 
     def close(self) -> None:
-        """Give back all memory, when what runs has ended; no graph that holds a stand-in may run any more."""
+        """Free all memory when running work has ended; no graph that holds a replacement may run any more."""
         flags, self._flags = self._flags, None
-        with ExitStack() as freeing:  # the last first, and all of it whatever fails
+        with ExitStack() as freeing:  # in reverse order, and all of it whatever fails
             if flags is not None:
                 freeing.callback(flags.watch.close)
             freeing.callback(self._memory.close)
@@ -164,9 +167,10 @@ def _destroy(graph: Handle) -> None:
 
 
 def offer_copies(captured: Captured) -> None:
-    """Prepare copies in place of the step's collectives, so that plans may move them; the graph says why where it cannot be.
+    """Prepare copies in place of the step's collectives, so that plans may use them; if one is impossible, the graph
+    says why.
 
-    All ranks call it together, before they tune or apply. Raises `PlanError` where they captured different steps.
+    All ranks call it together, before they tune or apply. Raises `PlanError` if they captured different steps.
     """
     captured.agree("")
     by_group: dict[str, list[int]] = {}

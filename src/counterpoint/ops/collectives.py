@@ -1,8 +1,7 @@
-"""The way without a schedule: the library's collective, then one matmul, or the other way round.
+"""The sequential path, without a schedule: the library's collective, then one matmul, or the other way round.
 
-It is the baseline that schedules are compared with, what the heuristic picks where cutting does not pay, and what is
-left where GPUs cannot reach each other's memory. Collectives that need equal blocks get padded ones. What each operator
-calls stands with it, in `operators.py`.
+It is the baseline for schedules, the heuristic's pick if cutting does not pay, and the fallback if GPUs cannot access
+each other's memory. Collectives that need equal blocks get padded ones. `operators.py` lists the calls of each operator.
 """
 
 from collections.abc import Callable
@@ -18,15 +17,17 @@ from counterpoint.ops.message_watchdog import MessageWatchdog
 from counterpoint.ops.transport import AbstractCompiledSchedule, Tensors, Weights
 from counterpoint.schedule.actions import Operation, split
 
-# The library's own, also where a job's functions were exchanged. torch 2.13 renamed two, and the old names warn there
+# The library's own functions, also if a job's functions were replaced. torch 2.13 renamed two, and the old names warn
+# there
 library_all_reduce = dist.all_reduce
 library_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 library_reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
-LOST = ("timed out", "timeout", "connection", "closed by peer", "broken pipe")  # in what gloo says when a rank is missing
+# phrases of gloo's message when a rank is missing
+LOST = ("timed out", "timeout", "connection", "closed by peer", "broken pipe")
 
 
 class Ranks(NamedTuple):
-    """A group, how its ranks agree, and what ends their waits for messages."""
+    """A group, its agreement, and its watchdog for messages."""
 
     group: dist.ProcessGroup
     agreement: Agreement
@@ -52,7 +53,7 @@ class Collectives(AbstractCompiledSchedule):
         self._sequential(self, tensors, weights)
 
     def gather(self, shard: torch.Tensor) -> torch.Tensor:
-        """All ranks' shards, one below the other."""
+        """Return all ranks' shards, one below the other."""
         num_ranks = len(self._blocks)
         gathered = shard.new_empty(num_ranks * self._longest, shard.shape[1])
         padded = shard.contiguous()
@@ -86,7 +87,7 @@ class Collectives(AbstractCompiledSchedule):
         self._together(library_all_reduce, product)
 
     def exchange(self, tokens: torch.Tensor, *, is_return: bool = False) -> torch.Tensor:
-        """This rank's block of every rank's tokens; `is_return` gives back what came."""
+        """Return this rank's block of every rank's tokens; `is_return` sends back what arrived."""
         lengths = [stop - start for start, stop in self._blocks]
         own = [lengths[self._rank]] * len(lengths)
         sent, received = (own, lengths) if is_return else (lengths, own)
@@ -95,7 +96,7 @@ class Collectives(AbstractCompiledSchedule):
         return result
 
     def _together(self, collective: Callable[..., object], first: torch.Tensor, *others: object) -> None:
-        """Run a collective of the library; on CPUs a rank that is missing is one line."""
+        """Run a collective of the library; on CPUs, a missing rank becomes a one-line error."""
         try:
             with self._watchdog.waiting() if first.is_cpu else nullcontext():
                 collective(first, *others, group=self._group)
@@ -103,8 +104,8 @@ class Collectives(AbstractCompiledSchedule):
             if not (first.is_cpu and any(words in cause_of(problem).lower() for words in LOST)):
                 raise
             raise self._agreement.give_up(
-                f"a rank of the group did not come to {self._operation} in time, or ended"
+                f"a rank of the group did not reach {self._operation} in time, or ended"
             ) from problem
 
 
-Sequential = Callable[[Collectives, Tensors, Weights], None]  # one pass of an operator, its results filled in
+Sequential = Callable[[Collectives, Tensors, Weights], None]  # one pass of an operator that fills in its results

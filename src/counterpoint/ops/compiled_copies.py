@@ -1,6 +1,7 @@
-"""One schedule for one shape and type on GPUs: the driver calls and matmuls of a call, listed once and issued each time.
+"""One schedule for one shape and type on GPUs: the list of driver calls and matmuls of a call, built once and issued
+each time.
 
-A call that comes again at the same addresses is recorded and replayed (`graph_cache.py`), unless its caller captures it.
+A call that repeats at the same addresses is recorded and replayed (`graph_cache.py`), unless its caller captures it.
 """
 
 import logging
@@ -38,7 +39,7 @@ from counterpoint.schedule.actions import COMPUTATION_KINDS, FIRST_COMPUTE, Buff
 from counterpoint.schedule.program import Flag, Instruction, Program
 
 Handle = Any  # cuda-bindings has no types
-RECORDED_TYPES = (torch.bfloat16, torch.float16)  # how other types are multiplied depends on more of torch's settings
+RECORDED_TYPES = (torch.bfloat16, torch.float16)  # other types' matmuls depend on more of torch's settings
 SUCCESS = cu.CUresult.CUDA_SUCCESS
 USE_FIRST_STREAM = use_stream(FIRST_COMPUTE)
 CAPTURING = cu.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_ACTIVE
@@ -46,7 +47,9 @@ LOGGER = logging.getLogger("counterpoint")
 
 
 class Shared(NamedTuple):
-    """What all schedules of one group on one GPU share. `memory` gives the present one; asking may make it anew."""
+    """What all schedules of one group on one GPU share. `memory` returns the present memory; reading it may create it
+    anew.
+    """
 
     device: torch.device
     group_name: str
@@ -60,7 +63,7 @@ class Shared(NamedTuple):
         return stream_of(self.group_name, self.device, name)
 
     def recording_stream(self, name: str) -> torch.cuda.Stream:
-        """The group's stream of that name that calls are only recorded on."""
+        """The group's stream of that name on which calls are only recorded."""
         return recording_stream_of(self.group_name, self.device, name)
 
 
@@ -121,7 +124,7 @@ class CompiledCopies(AbstractCompiledSchedule):
         order.finish(handle)
 
     def _recorded(self, key: Key, operands: Tensors, weights: Weights) -> Graph | None:
-        """A recording of this call, made now, if it has come often enough."""
+        """Return a recording of this call, made now, if it has come often enough."""
         recordings = self._shared.recordings
         graph = self._record(operands, weights) if recordings.is_due(key) else None
         if graph is not None:
@@ -129,7 +132,7 @@ class CompiledCopies(AbstractCompiledSchedule):
         return graph
 
     def _record(self, operands: Tensors, weights: Weights) -> Graph | None:
-        """Record this call; None, and no other is tried, where that fails: the call can be issued as it stands."""
+        """Record this call; if that fails, return None and record no other: the call can be issued as it stands."""
         stream = self._recording_stream
         current = numbers_of(stream), cu.CUstream(stream.cuda_stream)
         call = self._call((operands, weights), current, self._recorded_branches, is_captured=True)
@@ -138,15 +141,16 @@ class CompiledCopies(AbstractCompiledSchedule):
         except (RuntimeError, DeviceError) as problem:
             self._shared.recordings.is_enabled = False
             reason = cause_of(problem)
-            LOGGER.warning("Operators are issued call by call: recording one as a CUDA graph failed (%s).", reason)
+            LOGGER.warning("Operators are issued call by call, because recording one as a CUDA graph failed (%s).", reason)
             return None
 
     def _key(self, operands: Tensors, weights: Weights) -> Key:
-        """All that decides what a call issues: addresses, strides, and torch's settings for half-precision matmuls. The
-        schedule stands for shapes and type."""
+        """Return everything that determines what a call issues: addresses, strides, and torch's settings for
+        half-precision matmuls. The schedule stands for shapes and type.
+        """
         tensors = (*weights, *operands.values())
         return (
-            self,  # and not its id, which another schedule could get one day
+            self,  # not its id, which another schedule could get later
             *map(torch.Tensor.data_ptr, tensors),
             *map(torch.Tensor.stride, tensors),
             *(weight.shape for weight in weights[1:]),  # how columns are divided among several
@@ -168,8 +172,9 @@ class CompiledCopies(AbstractCompiledSchedule):
         return Call(({**tensors, **self._symmetric}, weights), handles, streams, is_captured=is_captured)
 
     def _issue(self, call: Call) -> None:
-        """Issue everything behind what is on the current stream; a capture must end with every stream joined again, also
-        after an error."""
+        """Issue everything after the current stream's work. A capture must end with every stream joined again, also
+        after an error.
+        """
         current = call.handles[FIRST_COMPUTE]
         (result,) = cu.cuEventRecord(self._shared.order.start_event, current)
         if result != SUCCESS:
@@ -184,7 +189,7 @@ class CompiledCopies(AbstractCompiledSchedule):
                     self._join(name, call.handles[name], current)
 
     def _join(self, name: str, handle: Handle, current: Handle) -> None:
-        """Let the current stream wait for another, if that is part of the capture: after an error it may not be yet."""
+        """Let the current stream wait for another, if that is part of the capture; after an error it may not be yet."""
         if check("Asking for the capture", cu.cuStreamIsCapturing(handle)) != CAPTURING:
             return
         if name not in self._tails:
@@ -194,12 +199,12 @@ class CompiledCopies(AbstractCompiledSchedule):
         check("Joining a stream", cu.cuStreamWaitEvent(current, event, 0))
 
     def close(self) -> None:
-        """Give back what CUDA holds for this schedule, which is not run any more."""
+        """Free what CUDA holds for this schedule, which is not run any more."""
         for event in (*self._events.values(), *self._tails.values()):
             check("Destroying an event", cu.cuEventDestroy(event))
 
     def unbind(self) -> None:
-        """Let go of the group's memory, which is about to be replaced or freed."""
+        """Release the group's memory, which is about to be replaced or freed."""
         self._memory = None
         self._symmetric.clear()
         self._issues.clear()
@@ -218,7 +223,7 @@ class CompiledCopies(AbstractCompiledSchedule):
         self._issues = self._listed(memory.addresses)
 
     def _listed(self, addresses: Sequence[int]) -> list[Issue]:
-        """All driver calls of a call, in order; those without effect are left out here, once."""
+        """List all driver calls of a call in order, without those that have no effect."""
         issues: list[Issue] = []
         forked = {FIRST_COMPUTE}
         position_of_stream = FIRST_COMPUTE
@@ -238,7 +243,7 @@ class CompiledCopies(AbstractCompiledSchedule):
                 if name != position_of_stream:
                     issues.append(use_stream(name))
                     position_of_stream = name
-                # what waits for another rank's rows need not be told to come second
+                # an operation that waits for another rank's rows needs no further ordering
                 is_early = is_first and step.action.kind in COMPUTATION_KINDS and not step.takes
                 computes = compute(step, self._symmetric)
                 issues.append(launch_behind(FIRST_COMPUTE, name, computes) if is_early else computes)
@@ -265,5 +270,5 @@ class CompiledCopies(AbstractCompiledSchedule):
 
 
 def numbers_of(stream: torch.cuda.Stream) -> StreamNumbers:
-    """What torch knows the stream by."""
+    """Return the numbers by which torch identifies the stream."""
     return stream.stream_id, stream.device_index, stream.device_type

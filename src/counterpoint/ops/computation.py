@@ -1,10 +1,10 @@
-"""The matmul pieces and sums of a schedule as calls of torch: plain `mm`, `bmm` where the same chunk of several peers
-is one piece.
+"""A schedule's matmul pieces and sums as calls of torch: plain `mm`, and `bmm` if the same chunk of several peers is one
+piece.
 
-Bound once to the rows of an action, called with the tensors of each call. Of several weights, each has a matmul of its
-own: one as wide as all of them would give strided products, on which what follows takes up to twice the time. Sums add
-the partial products of all ranks in rank order in one kernel, which accumulates in single precision for half-precision
-types, so they are the same bits in every run.
+They are bound once to the rows of an action, and called with the tensors of each call. With several weights, each has
+its own matmul: one matmul over all of them would give strided products, on which later kernels take up to twice the
+time. Sums add the partial products of all ranks in rank order in one kernel, which accumulates in single precision for
+half-precision types, so they have the same bits in every run.
 """
 
 import itertools
@@ -22,13 +22,14 @@ NO_TENSORS: Tensors = {}
 
 
 def multiply(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """left @ right in their own type, also under autocast, which leaves alone what is given an `out`."""
+    """Compute left @ right in their own type, also under autocast, which ignores calls with an `out`."""
     return torch.mm(left, right, out=left.new_empty(left.shape[0], right.shape[1]))
 
 
 def half_precision_settings() -> tuple[object, ...]:
-    """torch's settings that decide which kernels multiply half-precision matrices, or that none may. They are asked for in
-    every call, so torch's own getters are called, at a tenth of the time of its documented properties."""
+    """Return torch's settings that determine which kernels multiply half-precision matrices, or that none may. Every
+    call reads them, so torch's own getters are called, in a tenth of the time of its documented properties.
+    """
     return (
         torch._C._get_cublas_allow_bf16_reduced_precision_reduction(),
         torch._C._get_cublas_allow_fp16_reduced_precision_reduction(),
@@ -40,7 +41,7 @@ def half_precision_settings() -> tuple[object, ...]:
 
 
 def bind_computation(action: Action, fixed: Tensors = NO_TENSORS) -> Compute:
-    """The call that does an action which is no copy between ranks. `fixed` tensors are the same in every call."""
+    """Return the call for an action which is no copy between ranks. `fixed` tensors are the same in every call."""
     if action.kind == "matmul":
         return _with_part_of_weights(action, _matmul(action.reads, action.writes, fixed))
     if action.kind == "add_matmul":
@@ -54,7 +55,7 @@ def bind_computation(action: Action, fixed: Tensors = NO_TENSORS) -> Compute:
 
 
 def _with_part_of_weights(action: Action, compute: Compute) -> Compute:
-    """The same with only the rows or columns of the weights that an action names."""
+    """Return the same call with only the rows or columns of the weights that an action names."""
     if action.weight_rows is None and action.weight_columns is None:
         return compute
     rows, columns = (slice(*part) if part else slice(None) for part in (action.weight_rows, action.weight_columns))
@@ -81,7 +82,7 @@ def _matmul(reads: Sequence[Region], writes: Sequence[Region], fixed: Tensors) -
 
 
 def _one_matmul(source: Region, target: Region, fixed: Tensors, *, is_sum: bool = False) -> Compute:
-    """`is_sum`: the product is added to what is there."""
+    """Return the call for one matmul. `is_sum`: the product is added to what is there."""
     several = _several_matmuls(source, target, is_sum=is_sum)
     rows_of_source, rows_of_target = _bound(source, fixed), _bound(target, fixed)
 
@@ -115,9 +116,9 @@ def _several_matmuls(source: Region, target: Region, *, is_sum: bool) -> Compute
 def _products(
     tensors: Tensors, weights: Weights, left: str, out: str
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor, bool]]:
-    """The matmul of each weight: left matrix, weight, result, and whether it is added to what is there.
+    """Yield the matmul of each weight: left matrix, weight, result, and whether it is added to what is there.
 
-    The same rows times each weight are as many results; a matrix for each weight gives one sum.
+    With the same rows, each weight gives one result; with a matrix for each weight, there is one sum.
     """
     factors, products = parts_of(tensors, left), parts_of(tensors, out)
     for number, weight in enumerate(weights):
@@ -127,7 +128,7 @@ def _products(
 
 
 def _batched_matmul(reads: Sequence[Region], writes: Sequence[Region], stride: int) -> Compute:
-    """The regions lie `stride` rows apart, as the same chunk of consecutive peers does."""
+    """Return a batched matmul of regions that are `stride` rows apart, as the same chunk of consecutive peers is."""
     left, start, out, out_start = reads[0].buffer, reads[0].start, writes[0].buffer, writes[0].start
     count, num_rows = len(reads), reads[0].num_rows
 
@@ -149,14 +150,16 @@ def _batched_matmul(reads: Sequence[Region], writes: Sequence[Region], stride: i
 
 
 def _equal_stride(regions: Sequence[Region]) -> int | None:
-    """Rows from each region to the next, if they are equally long and equally far apart."""
+    """Return the rows from each region to the next, if they are equally long and equally far apart."""
     strides = {later.start - earlier.start for earlier, later in itertools.pairwise(regions)}
     lengths = {region.num_rows for region in regions}
     return strides.pop() if len(strides) == 1 and len(lengths) == 1 else None
 
 
 def _split_evenly(reads: Sequence[Region], writes: Sequence[Region], fixed: Tensors) -> list[Compute]:
-    """Runs of equally distant regions, each one call: a rank's own block leaves a gap between those below and above."""
+    """Split regions into runs of equal distance, one call each: a rank's own block leaves a gap between those below and
+    above.
+    """
     pieces: list[Compute] = []
     first = 0
     for last in range(1, len(reads) + 1):
@@ -172,7 +175,7 @@ def _split_evenly(reads: Sequence[Region], writes: Sequence[Region], fixed: Tens
 
 
 def _add_matmul(fixed: Tensors, source: Region, added: Region, target: Region) -> Compute:
-    """In place: to add to other rows than those that are written, torch would copy them first."""
+    """Add a matmul in place: if the rows to add to differed from those to write, torch would copy them first."""
     assert added == target
     return _one_matmul(source, target, fixed, is_sum=True)
 
@@ -194,8 +197,9 @@ def _sum(action: Action, fixed: Tensors) -> Compute:
 
 
 def _sum_of_two(action: Action, fixed: Tensors) -> Compute:
-    """The same as a sum over a dimension of two, but for the sign of zero, in a third of the time: 23 us for two times
-    32 MiB (H200)."""
+    """Compute a sum over a dimension of two, except for the sign of zero, in a third of the time: 23 us for two times 32
+    MiB (H200).
+    """
     first, second, target = (_bound(region, fixed) for region in (*action.reads, action.writes[0]))
 
     def compute(tensors: Tensors, _weights: Weights) -> None:
@@ -205,7 +209,7 @@ def _sum_of_two(action: Action, fixed: Tensors) -> Compute:
 
 
 def _bound(region: Region, fixed: Tensors) -> Rows:
-    """What gives the rows of a region: those of a fixed tensor are looked up once."""
+    """Return a function that returns the rows of a region; those of a fixed tensor are looked up once."""
     if region.buffer in fixed:
         found = rows_of(fixed, region)
         return lambda _tensors: found
@@ -214,12 +218,12 @@ def _bound(region: Region, fixed: Tensors) -> Rows:
 
 
 def rows_of(tensors: Tensors, region: Region) -> torch.Tensor:
-    """The rows of a region, as a view."""
+    """Return the rows of a region, as a view."""
     return rows_in(tensors[region.buffer], region.start, region.num_rows)
 
 
 def rows_in(tensor: torch.Tensor, start: int, num_rows: int) -> torch.Tensor:
-    """Rows of a matrix, or of one of its slices, (slices, rows, columns), numbered one slice below the other."""
+    """Return rows of a matrix, or of one of its slices, (slices, rows, columns), numbered one slice below the other."""
     if tensor.dim() == 2:
         return tensor if num_rows == tensor.shape[0] else tensor.narrow(0, start, num_rows)
     number, row = divmod(start, tensor.shape[1])

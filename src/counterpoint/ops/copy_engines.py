@@ -1,14 +1,13 @@
-"""Schedules on GPUs: copies by copy engines into symmetric memory, signals by stream memory operations. No SM does
-either.
+"""Runs schedules on GPUs: copy engines copy into symmetric memory, stream memory operations signal. Neither uses an SM.
 
-A copy is `cuMemcpyAsync` into a peer's mapped memory. A flag is a 32-bit word: the sender writes 1 behind its rows,
-the receiver's stream waits for 1 and lowers it to 0. Flags rest at the same values after every call (arrivals at 0,
-"you may write" at 1), so the same operations work eagerly and in a captured graph, whose values are frozen, in any
-mixture. A flag is never raised before it was lowered: a rank sends again only after the receiver's "you may write",
-which follows everything it took.
+A copy is `cuMemcpyAsync` into a peer's mapped memory. A flag is a 32-bit word: the sender writes 1 after its rows, the
+receiver's stream waits for 1 and resets it to 0. Flags have the same values between calls (arrivals 0, "you may write"
+1), so the same operations work eagerly and in a captured graph, whose values are frozen, in any mixture. A flag is never
+set before it was reset: a rank sends again only after the receiver's "you may write", which follows everything that the
+receiver read.
 
-Calls of a group follow each other, whatever streams they are issued on. Waits are issued after what they wait for in
-one order that all ranks share, so streams that share a hardware queue cannot block each other for ever.
+Calls of a group follow each other, whatever streams they are issued on. Waits are issued after the work they wait for,
+in one order that all ranks share, so streams that share a hardware queue cannot deadlock.
 """
 
 from collections.abc import Sequence
@@ -71,14 +70,16 @@ class CopyEngines(AbstractTransport):
         )
 
     def _require_memory(self, num_bytes: int = 0) -> SymmetricMemory:
-        """So much, and enough for all schedules so far: they have none where an attempt to get more has failed."""
+        """Reserve this much memory, and enough for all schedules so far: they have none if an attempt to get more has
+        failed.
+        """
         memory = self._pool.memory
         if memory is None or memory.local.numel() < num_bytes:
             memory = self._replaced(max([num_bytes, *(prepared.num_bytes for prepared in self._prepared)]))
         return memory
 
     def _replaced(self, num_bytes: int) -> SymmetricMemory:
-        """Memory of another size in place of the present one."""
+        """Replace the present memory by memory of another size."""
         what = f"An operator with {format_bytes(num_bytes)} of symmetric memory"
         refuse_in_capture(what, self._device)
         torch.cuda.synchronize(self._device)
@@ -96,7 +97,7 @@ class CopyEngines(AbstractTransport):
         refuse_in_capture("Giving back schedules", self._device)
         torch.cuda.synchronize(self._device)
         gone = [each for each in self._prepared if each in prepared]
-        self._recordings.forget(gone)  # they hold events and addresses of schedules that go
+        self._recordings.forget(gone)  # they hold events and addresses of the schedules to forget
         self._prepared = [each for each in self._prepared if each not in gone]
         for each in gone:
             each.unbind()

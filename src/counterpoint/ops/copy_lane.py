@@ -1,6 +1,6 @@
-"""A lane on GPUs: blocks are pushed into, and shared parts pulled out of, other GPUs' symmetric memory by copy engines.
+"""A lane on GPUs: copy engines push blocks into, and pull shared parts out of, other GPUs' symmetric memory.
 
-The order of flags and copies is in `lane_steps.py`; this issues it.
+`lane_steps.py` has the order of flags and copies; this module issues it.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -22,7 +22,7 @@ from counterpoint.ops.symmetric import SymmetricMemory, SymmetricPool
 from counterpoint.units import format_bytes
 
 Handle = Any  # cuda-bindings has no types
-GREATEST_PRIORITY = -5  # of the driver; torch takes the greatest that it has
+GREATEST_PRIORITY = -5  # the driver's; torch uses the highest that it has
 SUCCESS = cu.CUresult.CUDA_SUCCESS
 
 
@@ -30,7 +30,7 @@ SUCCESS = cu.CUresult.CUDA_SUCCESS
 class CopyLane(AbstractLane):
     """Symmetric memory, flags and a stream of one group on one GPU.
 
-    The memory holds a shared part, then a row for every rank; or all of it is what `gathered` gives.
+    The memory holds a shared part, then a row for every rank; or all of it is the result of `gathered`.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, agreement: Agreement, name: str) -> None:
@@ -42,7 +42,7 @@ class CopyLane(AbstractLane):
         self._pool = SymmetricPool(device, group, agreement)
         self._row_bytes = 0
         self._has_captured = False  # whether graphs of users hold the present memory's addresses
-        # sums are placed as soon as a matmul's CTA retires: the scheduler looks at priority only then
+        # a sum's CTAs are placed as soon as a matmul's CTA retires: the scheduler checks priority only then
         self.stream = stream_of(group.group_name, device, f"lane {name}", GREATEST_PRIORITY)
 
     @contextmanager
@@ -59,7 +59,7 @@ class CopyLane(AbstractLane):
             return
         what = f"A collective with blocks of {format_bytes(num_bytes)}"
         refuse_in_capture(what, self._device)
-        self._row_bytes = 0  # if there is no more, the next one to reserve must not count on it
+        self._row_bytes = 0  # if there is no more memory, the next call of reserve must not count on it
         self._pool.replace((self.num_ranks + 1) * wanted, what, has_captured=self._has_captured)
         self._row_bytes, self._has_captured = wanted, False
 
@@ -74,7 +74,7 @@ class CopyLane(AbstractLane):
 
         *pushes, arrivals = self._moves.exchange
         self._issue(pushes, stream, push)
-        rows[self.rank].copy_(own)  # nobody else writes there; while the others' blocks are under way
+        rows[self.rank].copy_(own)  # no other rank writes there; this runs while the others' blocks are in transit
         self._issue([arrivals], stream)
         self._sample(stream)
         return rows
@@ -112,7 +112,7 @@ class CopyLane(AbstractLane):
         self._sample(stream)
 
     def _sample(self, stream: Handle) -> None:
-        """Have the watchdog look at what was issued; what is captured runs later, unwatched."""
+        """Let the watchdog watch what was issued; captured work runs later, unwatched."""
         if is_capturing(self._device):
             self._has_captured = True
         else:
@@ -133,7 +133,7 @@ class CopyLane(AbstractLane):
         return cu.CUstream(torch.cuda.current_stream(self._device).cuda_stream)
 
     def _reserved(self) -> SymmetricMemory:
-        assert self._pool.memory is not None, "reserve() comes first"
+        assert self._pool.memory is not None, "call reserve() first"
         return self._pool.memory
 
     def num_symmetric_bytes(self) -> int:
@@ -149,7 +149,7 @@ class CopyLane(AbstractLane):
 
 
 def copy_bytes(target: int, source: int, num_bytes: int, stream: Handle) -> None:
-    """Copy between addresses, of whichever GPUs, behind what is on the stream."""
+    """Copy between addresses of any GPUs, after the stream's work."""
     if not num_bytes:
         return
     (result,) = cu.cuMemcpyAsync(cu.CUdeviceptr(target), cu.CUdeviceptr(source), num_bytes, stream)

@@ -1,9 +1,9 @@
-"""An operator as a custom operator of torch for whoever looks at operators, and as a plain call where nobody does.
+"""Dispatches an operator as a torch custom operator if some part of torch has to see it, and otherwise as a plain call.
 
-torch.compile, dispatch modes (selective checkpointing, counting of FLOPs), function transforms, tensor subclasses and the
-profiler must see an operator whole. In plain eager code they are not there, and torch's way to a custom operator, some
-25 us of the host with gradients and 15 without (measured on a CPU, 2026-11-21), is left out. Forward and gradients are the
-same functions on both ways.
+torch.compile, dispatch modes (selective checkpointing, counting of FLOPs), function transforms, tensor subclasses and
+the profiler must see an operator whole. In plain eager code none of them is active, and torch's dispatch of a custom
+operator is skipped: some 25 us of the host with gradients and 15 without (measured on a CPU, 2026-11-21). Both ways use
+the same functions for forward and gradients.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,13 +21,13 @@ LIBRARY = torch.library.Library("counterpoint", "FRAGMENT")
 PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
 
 Matrices = Sequence[torch.Tensor]
-Gradients = tuple[torch.Tensor | None, Sequence[torch.Tensor | None]]  # of the left operand and of the weights
+Gradients = tuple[torch.Tensor | None, Sequence[torch.Tensor | None]]  # the gradients of the left operand and of the weights
 # (what forward kept, the products' gradients, whether the left operand and any weight need theirs) -> their gradients
 Differentiate = Callable[["Kept", Matrices, tuple[bool, bool]], Gradients]
 
 
 class Kept:
-    """What backward needs of a forward call."""
+    """What backward needs from a forward call."""
 
     __slots__ = ("group_name", "left", "schedule", "weights")
 
@@ -37,10 +37,10 @@ class Kept:
 
 @final
 class Operator:
-    """A function of a tensor, of a weight or a list of them, what else it takes, a group's name and a schedule's text.
+    """A function of a tensor, a weight or a list of them, further arguments, a group's name and a schedule's text.
 
-    `run` computes, `shape` makes empty results for tensors without numbers, `gradients` is the derivative; an operator
-    without one is part of another's backward pass, and may take its tensors in any order. A list of weights gives a list.
+    `run` computes, `shape` creates empty results for fake tensors, `gradients` is the derivative. An operator without a
+    derivative is part of another's backward pass, and may take its tensors in any order. A list of weights gives a list.
     """
 
     def __init__(
@@ -70,21 +70,22 @@ class Operator:
         return self.run_plainly(arguments)
 
     def run_unobserved(self, *arguments: Any) -> Any:
-        """Run for a caller that knows that nobody but the profiler looks at plain tensors, and that sees to gradients."""
+        """Run for a caller that knows that only the profiler looks at plain tensors, and that handles gradients."""
         if torch.autograd._profiler_enabled():
             return self.custom(*arguments)
         with torch._C._AutoDispatchBelowAutograd():
             return self._run(*arguments)
 
     def _run_from_dispatcher(self, keyset: Any, *arguments: Any) -> Any:
-        """What torch's dispatcher comes to first, such as from compiled code: where nobody else has to see the operator, the
-        rest of the dispatcher's way is left out."""
+        """Run when torch's dispatcher calls first, for example from compiled code: if nothing else has to see the
+        operator, the rest of the dispatcher is skipped.
+        """
         if self.is_plain(arguments, is_profiled=False):
             return self.run_plainly(arguments)
         return self._whole_way(keyset, *arguments)
 
     def is_plain(self, arguments: tuple[Any, ...], *, is_profiled: bool = True) -> bool:
-        """Whether nobody looks at a call of the custom operator; `is_profiled` as in `needs_dispatcher`."""
+        """Return whether nothing has to see a call of the custom operator; `is_profiled` as in `needs_dispatcher`."""
         tensors = _tensors(arguments)
         return not (
             callable(get_eval_frame_callback())
@@ -93,7 +94,7 @@ class Operator:
         )
 
     def run_plainly(self, arguments: tuple[Any, ...]) -> Any:
-        """Run as torch runs a custom operator: what is called within has nothing to do with gradients."""
+        """Run as torch runs a custom operator: calls within it have nothing to do with gradients."""
         with torch._C._AutoDispatchBelowAutograd():
             return self._run(*arguments)
 
@@ -121,8 +122,9 @@ class Operator:
 
 @final
 class _Shortcut:
-    """What calls a custom operator from Python, in the place where torch keeps its own: code that torch.compile made calls
-    it by its name, and torch's way through the dispatcher takes the host longer than the operator's own look-ups."""
+    """Calls a custom operator from Python, in place of torch's own caller: code made by torch.compile calls the operator
+    by its name, and torch's dispatcher takes the host longer than the operator's own look-ups.
+    """
 
     __slots__ = ("_dispatched", "_operator")
 
@@ -135,7 +137,7 @@ class _Shortcut:
         return self._operator.run_plainly(arguments)
 
     def __hash__(self) -> int:
-        return hash(self._dispatched)  # torch hashes operators by this
+        return hash(self._dispatched)  # torch hashes operators by it
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._dispatched, name)
@@ -162,13 +164,13 @@ class _Differentiable(torch.autograd.Function):  # type: ignore[misc]  # torch i
 
 
 def refuse_second_derivative(name: str) -> None:
-    """Raise `OperatorError` in a backward pass that is to be differentiated: only there gradients are recorded."""
+    """Raise `OperatorError` in a backward pass that is to be differentiated; only such a pass records gradients."""
     if torch.is_grad_enabled():
         raise OperatorError(f"{name} has no second derivative. Call backward() without create_graph=True.")
 
 
 def refuse_transforms(name: str, tensors: Matrices) -> None:
-    """Raise `OperatorError` for operands of forward-mode derivatives, which would get lost, and of vmap."""
+    """Raise `OperatorError` for operands of forward-mode derivatives, which would be lost, and of vmap."""
     for tensor in tensors:
         if _is_batched(tensor):
             raise OperatorError(f"{name} has no batching rule for torch.vmap. Call it once for each matrix.")
@@ -180,7 +182,7 @@ def refuse_transforms(name: str, tensors: Matrices) -> None:
 
 
 def _is_batched(tensor: torch.Tensor) -> bool:
-    """Whether vmap is among the function transforms that look at a tensor."""
+    """Return whether vmap is among the function transforms applied to a tensor."""
     while is_functorch_wrapped_tensor(tensor):
         if is_batchedtensor(tensor):
             return True
@@ -201,7 +203,7 @@ def _keep_custom(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 
 def _tensors(arguments: tuple[Any, ...]) -> list[torch.Tensor]:
-    """Those of the first two arguments, and of lists of them."""
+    """Return the tensors among the first two arguments and their lists."""
     found: list[torch.Tensor] = []
     for argument in arguments[:2]:
         if isinstance(argument, torch.Tensor):
@@ -212,20 +214,21 @@ def _tensors(arguments: tuple[Any, ...]) -> list[torch.Tensor]:
 
 
 def _is_any_wanted(tensors: Matrices) -> bool:
-    """Whether one of them needs a gradient."""
+    """Return whether one of them needs a gradient."""
     return any([tensor.requires_grad for tensor in tensors])  # noqa: C419  a list is faster than a generator
 
 
 def needs_dispatcher(tensors: Matrices, *, is_profiled: bool = True) -> bool:
-    """Whether somebody other than reverse-mode autograd has to see a call with these tensors as an operator; the profiler
-    sees what comes through the dispatcher (`is_profiled` is False) without that."""
+    """Return whether anything other than reverse-mode autograd has to see a call with these tensors as an operator. The
+    profiler sees calls through the dispatcher (`is_profiled` is False) anyway.
+    """
     if is_observed() or (is_profiled and torch.autograd._profiler_enabled()):
         return True
     return any([type(tensor) not in PLAIN_TYPES for tensor in tensors])  # noqa: C419  as above
 
 
 def is_observed() -> bool:
-    """Whether forward-mode derivatives, dispatch modes or function transforms are under way."""
+    """Return whether forward-mode derivatives, dispatch modes or function transforms are active."""
     return bool(
         forward_ad._current_level >= 0
         or torch._C._len_torch_dispatch_stack() > 0

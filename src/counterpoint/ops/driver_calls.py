@@ -1,6 +1,7 @@
-"""What a prepared call issues, each as a function bound once: copies, flags, events, the stream in use, computation.
+"""The operations of a compiled call, each as a function bound once: copies, flags, events, the current stream,
+computation.
 
-Every one is a single driver call or a call of torch, and looks up nothing but what differs from call to call.
+Each is a single driver call or a call of torch, and looks up only what differs from call to call.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,10 +24,10 @@ WAIT_EQUAL = int(cu.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_EQ)
 FLUSH = int(cu.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_FLUSH)
 CAN_FLUSH = cu.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_CAN_FLUSH_REMOTE_WRITES
 NATIVE_ATOMICS = cu.CUdevice_P2PAttribute.CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED  # across NVLink, not PCIe
-MAX_MEMORY_OPERATIONS = 255  # of one cuStreamBatchMemOp
+MAX_MEMORY_OPERATIONS = 255  # most operations of one cuStreamBatchMemOp
 
 
-StreamNumbers = tuple[int, int, int]  # what torch knows a stream by: its number, its device's and that of the device's type
+StreamNumbers = tuple[int, int, int]  # torch's identification of a stream: its number, its device's and the device type's
 
 
 class Call:
@@ -63,8 +64,9 @@ def copy_to_peer(name: str, to: int, source: tuple[str, int, int]) -> Issue:
 
 
 def copy_slice_to_peer(name: str, to: int, source: Region) -> Issue:
-    """Copy rows of a slice of a tensor's columns, which lie apart there, to the address `to` of a peer's memory, where they
-    lie one behind the other."""
+    """Copy rows of a slice of a tensor's columns, which are not contiguous there, to the address `to` of a peer's
+    memory, where they are contiguous.
+    """
     parameters = cu.CUDA_MEMCPY2D()
     parameters.srcMemoryType = parameters.dstMemoryType = cu.CUmemorytype.CU_MEMORYTYPE_UNIFIED
     parameters.dstDevice = cu.CUdeviceptr(to)
@@ -83,13 +85,14 @@ def copy_slice_to_peer(name: str, to: int, source: Region) -> Issue:
 
 
 def take_flags(name: str, addresses: Sequence[int], *, is_flushing: bool) -> list[Issue]:
-    """Wait until all these flags are 1, then lower them."""
+    """Wait until all these flags are 1, then reset them."""
     return _batches(name, taking(addresses, is_flushing=is_flushing))
 
 
 def taking(addresses: Sequence[int], *, is_flushing: bool) -> list[Handle]:
-    """Operations that wait until all these flags are 1, then lower them. The last wait flushes: whatever peers wrote before
-    they raised the flags can be read behind it. Without a flush the link must be one that keeps the order of writes."""
+    """Return operations that wait until all these flags are 1, then reset them. The last wait flushes: everything that
+    peers wrote before they set the flags can be read after it. Without a flush, the link must keep the order of writes.
+    """
     last = len(addresses) - 1
     waits = [
         memory_operation(WAIT, address, 1, flags=WAIT_EQUAL | FLUSH if is_flushing and number == last else WAIT_EQUAL)
@@ -126,7 +129,7 @@ def record_event(name: str, event: Handle) -> Issue:
 
 
 def use_stream(name: str) -> Issue:
-    """Make a stream the one that torch issues on."""
+    """Make a stream torch's current stream."""
 
     def issue(call: Call) -> None:
         stream_id, device_index, device_type = call.streams[name]
@@ -136,7 +139,7 @@ def use_stream(name: str) -> Issue:
 
 
 def compute(step: Instruction, fixed: Tensors) -> Issue:
-    """The matmul, sum or placement of a step, on the stream in use; `fixed` as in `bind_computation`."""
+    """Run the matmul, sum or placement of a step on the current stream; `fixed` as in `bind_computation`."""
     bound = bind_computation(step.action, fixed)
 
     def issue(call: Call) -> None:
@@ -146,19 +149,21 @@ def compute(step: Instruction, fixed: Tensors) -> Issue:
 
 
 def can_flush_remote_writes(number: int) -> bool:
-    """Whether waits on that GPU may flush what peers wrote to it."""
+    """Return whether waits on that GPU can flush what peers wrote to it."""
     gpu = check("Finding a GPU", cu.cuDeviceGet(number))
     return bool(check("Asking for CAN_FLUSH_REMOTE_WRITES", cu.cuDeviceGetAttribute(CAN_FLUSH, gpu)))
 
 
 def is_nvlink_to(number: int, peer: int) -> bool:
-    """Whether two GPUs are linked by NVLink, as peer atomics tell."""
+    """Return whether NVLink connects two GPUs, judged by peer atomics."""
     first, second = (check("Finding a GPU", cu.cuDeviceGet(each)) for each in (number, peer))
     return bool(check("Asking for peer atomics", cu.cuDeviceGetP2PAttribute(NATIVE_ATOMICS, first, second)))
 
 
 def memory_operation(kind: Handle, address: int, value: int, flags: int = 0) -> Handle:
-    """One operation of `cuStreamBatchMemOp`: wait until the word at `address` is `value` (WAIT), or write it (WRITE)."""
+    """Return one operation of `cuStreamBatchMemOp`: wait until the word at `address` is `value` (WAIT), or write it
+    (WRITE).
+    """
     parameters = cu.CUstreamBatchMemOpParams()
     parameters.operation = kind
     fields = parameters.waitValue if kind == WAIT else parameters.writeValue
@@ -170,7 +175,7 @@ def memory_operation(kind: Handle, address: int, value: int, flags: int = 0) -> 
 
 
 def _batches(name: str, operations: Sequence[Handle]) -> list[Issue]:
-    """The operations in order, in as few driver calls as it takes."""
+    """Return the operations in order, in as few driver calls as possible."""
 
     def batch(part: list[Handle]) -> Issue:
         count = len(part)

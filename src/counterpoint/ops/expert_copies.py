@@ -1,12 +1,11 @@
-"""An expert exchange on GPUs: copy engines push rows into the symmetric memory of the rank that needs them, and each piece
-is announced by a flag that the stream which reads it waits for. No SM does either, and no host waits but for the
-counts of rows.
+"""An expert exchange on GPUs: copy engines push rows into the symmetric memory of the rank that needs them, and a flag
+announces each piece to the stream that reads it. Neither uses an SM, and the host waits only for the counts of rows.
 
-Flags, per peer: FREE of a region, my rows may be written, which rests at 1; ARRIVED of a region and a piece, they are, which
-rests at 0; and both of the counts. None is raised before it was lowered: a piece is sent after FREE, which follows the
-reading of the piece before. Between two ranks without rows nothing is raised or awaited. Calls follow each other
-(`call_order.py`), and within one the waits of all ranks have one order, direction by direction, so that streams that share
-a hardware queue cannot block each other for ever.
+Flags, per peer: FREE of a region (my rows may be written), 1 between calls; ARRIVED of a region and a piece (they are
+written), 0 between calls; and both for the counts. No flag is set before it was reset: a piece is sent after FREE, which
+follows the reading of the previous piece. Two ranks without rows for each other set and await nothing. Calls follow each
+other (`call_order.py`), and within a call the waits of all ranks have one order, direction by direction, so that streams
+that share a hardware queue cannot deadlock.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -35,8 +34,8 @@ from counterpoint.units import format_bytes
 
 Handle = Any  # cuda-bindings has no types
 COUNTS_FREE, COUNTS_ARRIVED, FIRST_ARRIVED = len(ExpertRegion), len(ExpertRegion) + 1, len(ExpertRegion) + 2
-FIRST_WITH_BATCHES = 13000  # the version of CUDA that has them in the form used here
-LEAST_BATCH = 4  # blocks that are copied by one call of the driver
+FIRST_WITH_BATCHES = 13000  # the CUDA version that has them in the form used here
+LEAST_BATCH = 4  # most blocks copied by one driver call
 RESTING = [*[1] * len(ExpertRegion), 1, 0, *[0] * (len(ExpertRegion) * MAX_CHUNKS)]
 
 
@@ -129,14 +128,14 @@ class ExpertCopies(AbstractExpertExchange):
         return CopyCombine(self, rows)
 
     def region(self, region: ExpertRegion, rows: Rows, num_rows: int) -> torch.Tensor:
-        """This rank's memory of a region."""
+        """Return this rank's memory of a region."""
         memory = self._pool.memory
-        if memory is None:  # nobody has rows
+        if memory is None:  # no rank has rows
             return rows.format.empty(0)
         return self._sizes.view(memory.local, region, rows.format, num_rows)
 
     def address(self, region: ExpertRegion, peer: int) -> int:
-        """Where a region begins on a peer."""
+        """Return where a region begins on a peer."""
         assert self._pool.memory is not None, "reserve() comes first"
         return self._pool.memory.addresses[peer] + self._sizes.start(region)
 
@@ -149,13 +148,13 @@ class ExpertCopies(AbstractExpertExchange):
         return cu.CUstream(torch._C._cuda_getCurrentRawStream(self.device.index))
 
     def mark(self) -> Handle:
-        """An event behind what is on the current stream, for `collecting`."""
+        """Record an event after the current stream's work, for `collecting`."""
         check("Marking a place", cu.cuEventRecord(self._mark, self.current()))
         return self._mark
 
     @contextmanager
     def collecting(self, mark: Handle) -> Iterator[Handle]:
-        """Makes the stream current on which results are collected; it follows the mark, and what was current follows it."""
+        """Make the stream for collecting results current; it follows the mark, and the former stream follows it."""
         name = "collect"
         handle = self.copy_stream(name)
         check("Following a mark", cu.cuStreamWaitEvent(handle, mark, 0))
@@ -164,7 +163,7 @@ class ExpertCopies(AbstractExpertExchange):
         self.join([name])
 
     def copy_stream(self, name: str) -> Handle:
-        """The copy stream of that name."""
+        """Return the copy stream of that name."""
         if name not in self._streams:
             stream = stream_of(self._group.group_name, self.device, f"experts {name}")
             self._streams[name] = cu.CUstream(stream.cuda_stream)
@@ -172,14 +171,14 @@ class ExpertCopies(AbstractExpertExchange):
         return self._streams[name]
 
     def copy_blocks(self, copies: Copies, stream: Handle) -> None:
-        """Copy blocks, all behind what is on the stream and in no order among each other."""
+        """Copy blocks, all after the stream's work and in any order among each other."""
         count = len(copies.num_bytes)
         if count >= LEAST_BATCH and self._has_batches:
             addresses = list(map(cu.CUdeviceptr, copies.targets)), list(map(cu.CUdeviceptr, copies.sources))
             (result,) = cu.cuMemcpyBatchAsync(*addresses, copies.num_bytes, count, [_beside_matmuls()], [0], 1, stream)
             if result == cu.CUresult.CUDA_SUCCESS:
                 return
-            self._has_batches = False  # a driver that has none copies one by one
+            self._has_batches = False  # a driver without batched copies copies one by one
         for target, source, num_bytes in zip(*copies, strict=True):
             copy_bytes(target, source, num_bytes, stream)
 
@@ -220,15 +219,16 @@ class Outbox:
         self.num_bytes = 0
 
     def ready(self, rows: torch.Tensor) -> None:
-        """These rows are ready on the current stream, for what is sent until the next."""
+        """Declare these rows ready on the current stream, for what is sent until the next call."""
         self._sources.append(rows)
         check("Readying rows", cu.cuEventRecord(self._exchange.ready, self._exchange.current()))
         for name in self._used:
             check("Waiting for rows", cu.cuStreamWaitEvent(self._exchange.copy_stream(name), self._exchange.ready, 0))
 
     def send(self, peer: int, number: int, blocks: tuple[Counts, Counts, Counts]) -> None:
-        """Copy blocks of the rows that are ready: their first rows there, their first rows in the peer's region, and how
-        many each has."""
+        """Copy blocks of the ready rows. `blocks` are the first rows there, the first rows in the peer's region, and the
+        numbers of rows.
+        """
         exchange, size = self._exchange, self._row_bytes
         name = f"to {peer}"
         handle = exchange.copy_stream(name)
@@ -252,7 +252,7 @@ class Outbox:
 
 @final
 class CopyDispatch(AbstractDispatch):
-    """Blocks to their places in the peers' memory; this rank's own rows are put there by a kernel."""
+    """Sends blocks to their places in the peers' memory; a kernel puts this rank's own rows there."""
 
     def __init__(self, exchange: ExpertCopies, rows: Rows, region: ExpertRegion, source: torch.Tensor) -> None:
         self._exchange, self._rows, self._region = exchange, rows, region
@@ -262,7 +262,7 @@ class CopyDispatch(AbstractDispatch):
         self._outbox.ready(source)
         has_own = layout.num_own == 0
         for peer, number in layout.outgoing():
-            if number and not has_own:  # the first pieces are on their way
+            if number and not has_own:  # the first pieces are in transit
                 has_own = self._put_own(source)
             self._outbox.send(peer, number, layout.block_arrays(layout.rank, peer, number))
         if not has_own:
@@ -305,7 +305,7 @@ class CopyDispatch(AbstractDispatch):
 
 @final
 class CopyCombine(AbstractCombine):
-    """Blocks to their places in the peers' memory, from where they are copied into the results."""
+    """Sends blocks to their places in the peers' memory, from which they are copied into the results."""
 
     def __init__(self, exchange: ExpertCopies, rows: Rows) -> None:
         self._exchange, self._rows = exchange, rows
@@ -349,13 +349,13 @@ class CopyCombine(AbstractCombine):
 
 
 def arrived_flag(region: ExpertRegion, number: int) -> int:
-    """The number of the flag that announces a piece."""
+    """Return the number of the flag that announces a piece."""
     return FIRST_ARRIVED + int(region) * MAX_CHUNKS + number
 
 
 @cache
 def _beside_matmuls() -> Handle:
-    """How copies of a batch are made: in the order of the stream, and without SMs if that can be."""
+    """Return how copies of a batch are made: in the order of the stream, and without SMs if possible."""
     attributes = cu.CUmemcpyAttributes()
     attributes.srcAccessOrder = cu.CUmemcpySrcAccessOrder.CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
     attributes.flags = int(cu.CUmemcpyFlags.CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE)

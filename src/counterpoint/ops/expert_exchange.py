@@ -1,8 +1,9 @@
-"""The contract of an expert exchange: what moves the rows of experts between the ranks of a group, in uneven blocks.
+"""The interface of an expert exchange, which moves the rows of experts between the ranks of a group, in uneven blocks.
 
-In a dispatch rows go from their sources to the rank that holds their experts, in a combine results go back. What lies where
-is in `schedule/expert_layout.py`. Implementations: copy engines on symmetric memory (`expert_copies.py`), messages between
-CPUs (`expert_messages.py`), and the library's all-to-all, which is the sequential form of both (`expert_library.py`).
+In a dispatch, rows go from their sources to the rank that holds their experts; in a combine, results go back.
+`schedule/expert_layout.py` has the memory layout. Implementations: copy engines on symmetric memory
+(`expert_copies.py`), messages between CPUs (`expert_messages.py`), and the library's all-to-all, the sequential form of
+both (`expert_library.py`).
 """
 
 from abc import ABC, abstractmethod
@@ -17,10 +18,10 @@ from counterpoint.schedule.expert_layout import ExpertLayout
 
 
 class ExpertRegion(IntEnum):
-    """What a part of the memory is for.
+    """The purpose of a part of the memory.
 
-    `DISPATCH` and `AGAIN` hold rows from their sources: tokens, or gradients and, beside them, tokens that are sent again
-    for the gradients of weights. `COMBINE` holds rows that come back.
+    `DISPATCH` and `AGAIN` hold rows from their sources: tokens, or gradients and, beside them, tokens that are sent
+    again for the gradients of weights. `COMBINE` holds returning rows.
     """
 
     DISPATCH = 0
@@ -29,7 +30,7 @@ class ExpertRegion(IntEnum):
 
 
 class RowFormat(NamedTuple):
-    """How many numbers a row has, of which type, and on which device."""
+    """The length, type and device of a row."""
 
     num_columns: int
     dtype: torch.dtype
@@ -42,19 +43,19 @@ class RowFormat(NamedTuple):
 
     @classmethod
     def of(cls, rows: torch.Tensor) -> "RowFormat":
-        """The format of a matrix's rows."""
+        """Return the format of a matrix's rows."""
         return cls(rows.shape[1], rows.dtype, rows.device)
 
     def empty(self, num_rows: int) -> torch.Tensor:
-        """A matrix of such rows."""
+        """Return an empty matrix of such rows."""
         return torch.empty((num_rows, self.num_columns), dtype=self.dtype, device=self.device)
 
 
 @final
 class Sorting:
-    """How the rows of one call are sorted where a kernel has to; made on the device.
+    """How a kernel sorts the rows of one call; computed on the device.
 
-    What needs no more than the counts there is made while the host waits for them, the rest when first asked for.
+    What needs only the device's counts is computed while the host waits for them, the rest when first read.
     """
 
     layout: ExpertLayout
@@ -78,18 +79,20 @@ class Sorting:
 
     @cached_property
     def own_places(self) -> torch.Tensor:
-        """Where this rank's own rows, in the order of its tokens, lie among all that its experts compute."""
+        """The places of this rank's own rows, in the order of its tokens, among all rows that its experts compute."""
         return _shifted(self._own_shift, self._own_counts, self.layout.num_own)
 
     @cached_property
     def order(self) -> torch.Tensor:
-        """Rows by source and expert, as an all-to-all gives them, in the order of experts and sources."""
+        """The order that turns rows by source and expert, as an all-to-all gives them, into the order of experts and
+        sources.
+        """
         shift = (self._arrived.t() - self._placed).flatten()
         return _shifted(shift, self._by_expert, self.layout.num_rows)
 
     @cached_property
     def order_back(self) -> torch.Tensor:
-        """The other way round."""
+        """The inverse order."""
         shift = (self._placed.t() - self._arrived).flatten()
         return _shifted(shift, self._by_source, self.layout.num_rows)
 
@@ -103,29 +106,29 @@ class Rows(NamedTuple):
 
 
 def _shifted(shift: torch.Tensor, counts: torch.Tensor, number: int) -> torch.Tensor:
-    """Each of `number` rows' own number and the shift of its run, of which `counts` are the lengths."""
+    """Return, for each of `number` rows, its number plus the shift of its run; `counts` are the lengths of the runs."""
     return torch.repeat_interleave(shift, counts, output_size=number) + torch.arange(number, device=shift.device)
 
 
 class AbstractDispatch(ABC):
-    """Rows on their way to their experts. All is issued on the current stream or behind it.
+    """Rows in transit to their experts. Everything is issued on the current stream or after it.
 
-    `num_sent_bytes`: what this rank has sent to others by copies; 0 where the library moves rows.
+    `num_sent_bytes`: bytes that this rank has sent to others by copies; 0 if the library moves rows.
     """
 
     num_sent_bytes = 0
 
     @abstractmethod
     def group(self, number: int) -> torch.Tensor:
-        """The rows of a group of this rank's experts, to be read on the current stream from here on."""
+        """Return the rows of a group of this rank's experts; the current stream may read them from here on."""
 
     @abstractmethod
     def all_rows(self) -> torch.Tensor:
-        """The rows of all groups, each of which was asked for before."""
+        """Return the rows of all groups, each of which was read before."""
 
     @abstractmethod
     def release(self) -> None:
-        """All rows have been read on the current stream; others may send again."""
+        """Declare all rows read on the current stream; others may send again."""
 
     @abstractmethod
     def join(self) -> None:
@@ -133,17 +136,17 @@ class AbstractDispatch(ABC):
 
 
 class AbstractCombine(ABC):
-    """Results on their way back to their sources."""
+    """Results in transit back to their sources."""
 
     num_sent_bytes = 0
 
     @abstractmethod
     def add(self, number: int, rows: torch.Tensor) -> None:
-        """Give back the results of a group; contiguous and ready on the current stream."""
+        """Send back the results of a group, which are contiguous and ready on the current stream."""
 
     @abstractmethod
     def results(self) -> torch.Tensor:
-        """Results of this rank's rows, in the order of its tokens, when all groups were added."""
+        """Return the results of this rank's rows, in the order of its tokens, when all groups were added."""
 
     @abstractmethod
     def join(self) -> None:
@@ -155,19 +158,20 @@ class AbstractExpertExchange(ABC):
 
     @abstractmethod
     def gather(self, row: torch.Tensor, beside: Callable[[torch.Tensor], None]) -> torch.Tensor:
-        """Every rank's row of whole numbers (int64), in the order of ranks, on the host, which waits.
+        """Return every rank's row of whole numbers (int64), in the order of ranks, on the host, which waits.
 
-        Before that `beside` is called with the rows on the device.
+        `beside` is called first, with the rows on the device.
         """
 
     @abstractmethod
     def reserve(self, rows: Rows, regions: Sequence[ExpertRegion]) -> None:
-        """Have memory for these rows in these regions, all ranks together. Raises `RefusedTogetherError` on every rank where
-        one has no room."""
+        """Reserve memory for these rows in these regions, all ranks together. Raises `RefusedTogetherError` on every
+        rank if one has no room.
+        """
 
     @abstractmethod
     def begin(self) -> None:
-        """A call begins, behind the last one. Raises `OperatorError` where an earlier call was given up."""
+        """Begin a call after the last one. Raises `OperatorError` if an earlier call was given up."""
 
     @abstractmethod
     def dispatch(self, region: ExpertRegion, rows: Rows, source: torch.Tensor) -> AbstractDispatch:
@@ -175,11 +179,11 @@ class AbstractExpertExchange(ABC):
 
     @abstractmethod
     def combine(self, rows: Rows) -> AbstractCombine:
-        """Give back results within the present call."""
+        """Send back results within the present call."""
 
     @abstractmethod
     def end(self) -> None:
-        """All of the present call is issued, and what it sent is joined."""
+        """End the present call: all of it is issued, and its sends are joined."""
 
     @abstractmethod
     def num_symmetric_bytes(self) -> int:

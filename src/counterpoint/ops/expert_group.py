@@ -1,4 +1,4 @@
-"""What a group of ranks keeps between calls of expert layers: what moves their rows, and what all ranks have agreed on."""
+"""The state that a group of ranks keeps between calls of expert layers: exchanges, and what all ranks have agreed on."""
 
 import logging
 from typing import final
@@ -12,7 +12,7 @@ from counterpoint.ops.expert_library import ExpertLibrary
 from counterpoint.ops.expert_messages import ExpertMessages
 from counterpoint.units import format_bytes
 
-MAX_AGREED = 1024  # calls of different shapes that are remembered; a model has a few
+MAX_AGREED = 1024  # most shapes of calls that are cached; a model has a few
 LOGGER = logging.getLogger("counterpoint")
 
 
@@ -20,8 +20,8 @@ LOGGER = logging.getLogger("counterpoint")
 class ExpertGroup:
     """The exchanges of one group on one kind of device. `obstacle`: why rows cannot go by copies, or nothing.
 
-    `refused_bytes`: symmetric memory of this size or more could not be had. `num_refused`: calls that ran by the library
-    for that reason.
+    `refused_bytes`: symmetric memory of this size or more was not available. `num_refused`: calls that therefore ran by
+    the library.
     """
 
     def __init__(self, ranks: Ranks, device: torch.device, obstacle: str) -> None:
@@ -39,7 +39,7 @@ class ExpertGroup:
         return ExpertCopies(self._ranks.group, self._device, self._ranks.agreement)
 
     def agree(self, words: str) -> None:
-        """Compare a call with the other ranks', the first time. Raises `OperatorError` where they call something else."""
+        """Compare a call with the other ranks' the first time. Raises `OperatorError` if they call something else."""
         if words in self._agreed:
             return
         self._ranks.agreement.compare(CallNotice(request=words))
@@ -48,10 +48,10 @@ class ExpertGroup:
         self._agreed.add(words)
 
     def refuse_memory(self, num_bytes: int, reason: str) -> None:
-        """So much symmetric memory cannot be had, all ranks were told."""
+        """Record that this much symmetric memory is not available; all ranks know."""
         if not self.refused_bytes:
             LOGGER.warning(
-                "Calls of experts that need %s of symmetric memory or more run by the library's all-to-all: %s",
+                "Expert calls that need %s of symmetric memory or more use the library's all-to-all: %s",
                 format_bytes(num_bytes),
                 reason,
             )

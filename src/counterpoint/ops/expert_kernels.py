@@ -1,8 +1,8 @@
 """Triton kernels for experts: silu(first) * second and its gradients, and rows put at their places.
 
-Every number is read and written once, where torch's own operators go over the matrices five times forward and fourteen times
-backward, and put rows element by element. Intermediate results are rounded where torch's are. Needs Triton, which torch for
-GPUs brings along.
+They read and write every number once, whereas torch's own operators make five passes over the matrices forward and
+fourteen backward, and place rows element by element. Intermediate results are rounded as in torch. They need Triton,
+which comes with torch for GPUs.
 """
 
 from collections.abc import Sequence

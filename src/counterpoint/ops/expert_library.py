@@ -1,7 +1,7 @@
 """An expert exchange by the library's all-to-all: all rows of a direction at once, sorted by a kernel.
 
-It is the sequential form that copies are compared with, what runs where all-to-alls are faster, and what is left where
-GPUs cannot reach each other's memory or symmetric memory runs out.
+It is the baseline for copies, runs if all-to-alls are faster, and is the fallback if GPUs cannot access each other's
+memory or symmetric memory runs out.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,7 +15,7 @@ from counterpoint.errors import cause_of
 from counterpoint.ops.collectives import LOST, Ranks, library_all_gather
 from counterpoint.ops.expert_exchange import AbstractCombine, AbstractDispatch, AbstractExpertExchange, ExpertRegion, Rows
 
-library_all_to_all = dist.all_to_all_single  # the library's own, also where a job's functions were exchanged
+library_all_to_all = dist.all_to_all_single  # the library's own functions, also if a job's functions were replaced
 
 
 @final
@@ -53,7 +53,7 @@ class ExpertLibrary(AbstractExpertExchange):
         """See `AbstractExpertExchange.end`."""
 
     def together(self, collective: Callable[..., object], result: torch.Tensor, *others: object) -> None:
-        """Run a collective of the library; on CPUs a rank that is missing is one line."""
+        """Run a collective of the library; on CPUs, a missing rank becomes a one-line error."""
         try:
             with self._watchdog.waiting() if result.is_cpu else nullcontext():
                 collective(result, *others, group=self._group)

@@ -1,6 +1,6 @@
-"""How large the regions of an expert exchange are: as large as the rank that gets most needs, the same on all ranks.
+"""Sizes of the regions of an expert exchange: as large as the rank with the largest need requires, equal on all ranks.
 
-They grow by need, with room to spare, because routings differ from step to step and getting more makes all ranks wait.
+They grow on demand, with slack, because routings differ from step to step and growing makes all ranks wait.
 """
 
 from collections.abc import Sequence
@@ -11,12 +11,12 @@ import torch
 from counterpoint.ops.expert_exchange import ExpertRegion, RowFormat, Rows
 from counterpoint.ops.lane import aligned
 
-SPARE = 1.25  # times what is needed, where more is needed than there is; chosen, not measured
+SPARE = 1.25  # growth as a multiple of the need; chosen, not measured
 
 
 @final
 class RegionSizes:
-    """Bytes of each region; they lie one behind the other."""
+    """Bytes of each region; the regions are consecutive."""
 
     def __init__(self, sizes: dict[ExpertRegion, int] | None = None) -> None:
         self._sizes = {region: (sizes or {}).get(region, 0) for region in ExpertRegion}
@@ -40,7 +40,7 @@ class RegionSizes:
         return all(num_bytes <= self._sizes[region] for region, num_bytes in needed.items())
 
     def grown(self, needed: dict[ExpertRegion, int]) -> "RegionSizes":
-        """Regions that are large enough, none smaller than now."""
+        """Return regions that are large enough, none smaller than now."""
         return RegionSizes(
             {
                 region: aligned(int(needed[region] * SPARE)) if needed.get(region, 0) > size else size
@@ -50,7 +50,7 @@ class RegionSizes:
 
 
 def needed_bytes(rows: Rows, regions: Sequence[ExpertRegion]) -> dict[ExpertRegion, int]:
-    """Bytes that the rank that gets most needs of each region."""
+    """Return the bytes that the rank with the most rows needs of each region."""
     layout = rows.layout
     return {
         region: (layout.most_returned if region == ExpertRegion.COMBINE else layout.most_grouped) * rows.format.num_bytes

@@ -1,8 +1,8 @@
-"""An expert exchange between CPUs: the same pieces in the same order as messages, so that the logic is tested on real
+"""An expert exchange between CPUs: the same pieces in the same order as messages, so that tests run the logic on real
 tensors without GPUs.
 
-Sends are posted when their rows are there, and a rank receives a piece when it needs it, so nobody waits for ever. Nothing
-overlaps here.
+Sends are posted when their rows are there, and a rank receives a piece when it needs it, so no rank waits for ever.
+Nothing overlaps here.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,8 +1,8 @@
-"""The passes of experts: in which order rows are sent, multiplied and sent back, forward and backward.
+"""The passes of experts: the order in which rows are sent, multiplied and sent back, forward and backward.
 
-Rows are multiplied group by group of experts, each as soon as all its rows are there, while those of the next group are on
-their way; what a group gives goes back at once. In backward the gradients of weights come last and hide the way back.
-Nothing is kept of others' tokens: they are sent again where weights need their gradients, beside the matmuls before.
+Rows are multiplied group by group of experts, each group as soon as all its rows are there, while the next group's rows
+are in transit; a group's results go back at once. In backward, the gradients of weights come last and hide the way back.
+Other ranks' tokens are not kept: they are sent again if weights need their gradients, beside the earlier matmuls.
 """
 
 from collections.abc import Callable, Sequence
@@ -37,7 +37,7 @@ class Layer(NamedTuple):
 
 
 class Wanted(NamedTuple):
-    """Which gradients are asked for; the same on all ranks. `ups`: of w1, or w3, or both; and so with their biases."""
+    """The requested gradients; the same on all ranks. `ups`: of w1, or w3, or both; their biases likewise."""
 
     tokens: bool = True
     ups: bool = True
@@ -59,7 +59,7 @@ class Pass:
     """One pass of a call: what it sends, from the beginning to the end."""
 
     def __init__(self, routing: ExpertRouting, rows: RowFormat, regions: Sequence[ExpertRegion]) -> None:
-        """`regions`: what memory must be there for, of this pass or of later ones of the call."""
+        """`regions`: the regions that need memory, for this pass or later ones of the call."""
         self._routing, self._rows = routing, routing.rows(rows)
         self._exchange = routing.exchange(self._rows, regions)
         self._sent: list[AbstractDispatch | AbstractCombine] = []
@@ -78,7 +78,7 @@ class Pass:
         return found
 
     def finish(self) -> None:
-        """All is issued."""
+        """End the pass: all is issued."""
         for each in self._sent:
             each.join()
         self._exchange.end()
@@ -93,8 +93,9 @@ def ffn(
     *,
     is_differentiated: bool,
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """The whole layer of tokens: the results in their order, and the inputs of the activation of every group, which backward
-    needs. `beside` is called when tokens are on their way."""
+    """Run the whole layer. Return the results in the order of tokens, and the inputs of every group's activation, which
+    backward needs. `beside` is called when tokens are in transit.
+    """
     tokens, (ups, down) = operands
     regions = (DISPATCH, AGAIN, COMBINE) if is_differentiated else (DISPATCH, COMBINE)
     work, kept = Pass(routing, RowFormat.of(tokens), regions), list[torch.Tensor]()
@@ -114,7 +115,7 @@ def ffn(
 
 
 def _linear(linear: Linear, rows: torch.Tensor, part: slice, experts: ExpertRows) -> torch.Tensor:
-    """Rows of some experts through their linear."""
+    """Return the rows of some experts after their linear."""
     bias = None if linear.bias is None else linear.bias[part]
     return (multiply_in_fp8 if linear.is_fp8 else multiply)(rows, linear.weights[part].mT, experts, bias)
 
@@ -125,7 +126,7 @@ def ffn_backward(
     tensors: tuple[tuple[torch.Tensor, Layer], Matrices, torch.Tensor],
     wanted: Wanted,
 ) -> LayerGradients:
-    """The gradients of `ffn`; `tensors` are its operands, what it kept, and the gradient of its results."""
+    """Return the gradients of `ffn`. `tensors` are its operands, what it kept, and the gradient of its results."""
     (tokens, (ups, down)), kept, gradient = tensors
     regions = [region for region, is_used in zip(ExpertRegion, (True, wanted.ups, wanted.tokens), strict=True) if is_used]
     work = Pass(routing, RowFormat.of(tokens), regions)
@@ -157,8 +158,9 @@ def ffn_backward(
 
 
 def _of_linear(tensors: tuple[torch.Tensor, torch.Tensor | None], routing: ExpertRouting, *, has_bias: bool) -> Gradients:
-    """The gradients of weights and biases; `tensors` are that of what the linear gave, and what it was given, or None where
-    no weight wants its gradient."""
+    """Return the gradients of weights and biases. `tensors` are the gradient of the linear's results, and its inputs, or None
+    if no weight needs a gradient.
+    """
     gradient, rows = tensors
     of_weights = None if rows is None else weight_gradient(gradient, rows, routing.experts)
     return of_weights, bias_gradient(gradient, routing.experts) if has_bias else None
@@ -171,7 +173,7 @@ def _all_arrived(dispatch: AbstractDispatch, routing: ExpertRouting) -> torch.Te
 
 
 def dispatch_multiply(routing: ExpertRouting, tokens: torch.Tensor, linear: Linear) -> tuple[torch.Tensor, ...]:
-    """Tokens of all ranks through this rank's experts' linear of (E, N, dim): (rows, N) of each group."""
+    """Return all ranks' tokens through this rank's experts' linear of (E, N, dim): (rows, N) of each group."""
     work = Pass(routing, RowFormat.of(tokens), (DISPATCH, COMBINE))
     dispatch = work.dispatch(DISPATCH, tokens)
     products = tuple(
@@ -204,7 +206,9 @@ def dispatch_multiply_backward(
 
 
 def multiply_combine(routing: ExpertRouting, inputs: Matrices, linear: Linear) -> torch.Tensor:
-    """Rows of this rank's experts by group, through their linear of (E, dim, K), given back: (tokens, dim) of this rank."""
+    """Put the rows of this rank's experts, by group, through their linear of (E, dim, K) and send them back: (tokens, dim)
+    of this rank.
+    """
     weights = linear.weights
     work = Pass(routing, RowFormat(weights.shape[1], weights.dtype, weights.device), (DISPATCH, COMBINE))
     combine = work.combine()

@@ -1,8 +1,8 @@
-"""One call of an expert layer: the counts of rows are exchanged and checked, and what moves the rows is picked.
+"""Routes one call of an expert layer: exchanges and checks the counts of rows, and picks what moves the rows.
 
-All ranks decide from the same matrix of counts, so they decide alike: whether counts add up, whether rows go by copies or by
-the library's all-to-all, in how many pieces, and whether the symmetric memory must grow. Where one rank cannot have that
-memory, this call runs by the library on all of them.
+All ranks decide from the same matrix of counts, so they decide alike: whether counts add up, whether rows go by copies
+or by the library's all-to-all, in how many pieces, and whether the symmetric memory must grow. If one rank cannot get
+that memory, all ranks run this call by the library.
 """
 
 from collections.abc import Sequence
@@ -28,11 +28,11 @@ TokensPerExpert: TypeAlias = torch.Tensor | Sequence[int]
 
 @final
 class ExpertRouting:
-    """Where the rows of one call go; `dispatch_grouped_matmul` makes it for `grouped_matmul_combine`.
+    """Where the rows of one call go; `dispatch_grouped_matmul` returns it for `grouped_matmul_combine`.
 
     `counts[source, destination, expert]`: rows from each rank for each of a rank's experts. `num_tokens`: rows of this
-    rank's tokens. `num_rows`: rows that this rank's experts compute, by expert and then source. `num_pieces`: how
-    many groups of experts each rank has at most; 0 where rows go by the library's all-to-all.
+    rank's tokens. `num_rows`: rows that this rank's experts compute, by expert and then source. `num_pieces`: the most
+    groups of experts per rank; 0 if rows go by the library's all-to-all.
     """
 
     def __init__(self, runtime: Runtime, counted: tuple[Counts, Pairs], sorting: Sorting, num_pieces: int) -> None:
@@ -47,7 +47,7 @@ class ExpertRouting:
         """Rows of this format."""
         return Rows(self.layout, rows, self._sorting)
 
-    # what follows is asked for when the first copies are under way
+    # the following is read when the first copies are in transit
 
     @cached_property
     def experts(self) -> ExpertRows:
@@ -67,7 +67,7 @@ class ExpertRouting:
         ]
 
     def exchange(self, rows: Rows, regions: Sequence[ExpertRegion]) -> AbstractExpertExchange:
-        """What moves the rows of a pass that uses these regions; their memory is there."""
+        """Return what moves the rows of a pass that uses these regions; their memory is there."""
         experts = self.runtime.experts()
         self.runtime.agreement.num_calls += 1
         if not self.num_pieces or experts.copies is None:
@@ -94,8 +94,9 @@ class ExpertRouting:
 
 
 class Called(NamedTuple):
-    """A call: the operator, its tokens, how many there are of each expert, and what all ranks must agree on: the sizes of
-    experts, how many a rank holds first, and the schedule."""
+    """A call: the operator, its tokens, the number of tokens of each expert, and what all ranks must agree on: the sizes
+    of experts, how many a rank holds first, and the schedule.
+    """
 
     operator: str
     tokens: torch.Tensor
@@ -104,14 +105,15 @@ class Called(NamedTuple):
     schedule: ScheduleDescription | None
 
     def words(self) -> str:
-        """For the other ranks."""
+        """Describe the call for the other ranks."""
         named = f" with {msgspec.json.encode(self.schedule).decode()}" if self.schedule else ""
         return f"{self.operator} of experts {self.sizes} {str(self.tokens.dtype).removeprefix('torch.')}{named}"
 
 
 def route(runtime: Runtime, call: Called) -> ExpertRouting:
-    """Exchange the counts of a call with the other ranks. Raises `OperatorError` on every rank where those of one do not add
-    up, or where ranks disagree."""
+    """Exchange the counts of a call with the other ranks. Raises `OperatorError` on every rank if those of one do not
+    add up, or if ranks disagree.
+    """
     refuse_in_capture(f"{call.operator}, whose host waits for counts of rows,", runtime.device)
     require_experts_schedule(call.schedule)
     experts = runtime.experts()
@@ -142,13 +144,13 @@ def _refuse_sums(operator: str, found: Counts) -> NoReturn:
     sums, least = found[:, :-1].sum(1), found.min(1)
     rank = int(((sums != found[:, -1]) | (least < 0)).argmax())
     raise OperatorError(
-        f"Rank {rank} of the group: {operator} needs counts from 0 on that add up to its {found[rank, -1]} rows of tokens; "
-        f"found {sums[rank]} in all and {least[rank]} as the least. Count the rows of every expert."
+        f"Rank {rank} of the group: the counts of {operator} must be 0 or more and add up to its {found[rank, -1]} rows of "
+        f"tokens; found a sum of {sums[rank]} and a least count of {least[rank]}. Count the rows of every expert."
     )
 
 
 def require_experts_schedule(schedule: object) -> None:
-    """Raise `ScheduleError` unless experts can run by this schedule; None leaves it to the choice by size."""
+    """Raise `ScheduleError` unless experts can run by this schedule; None means the choice by size."""
     if schedule is None or (isinstance(schedule, ScheduleDescription) and schedule.is_sequential):
         return
     if not isinstance(schedule, ScheduleDescription):
@@ -164,9 +166,9 @@ def require_experts_schedule(schedule: object) -> None:
 
 
 def pick_pieces(pairs: Pairs, row_bytes: int, schedule: ScheduleDescription | None) -> int:
-    """In how many pieces each rank's experts are computed; 0 where rows go by the library's all-to-all.
+    """Return in how many pieces each rank's experts are computed; 0 if rows go by the library's all-to-all.
 
-    `pairs[source][destination]` are rows of `row_bytes`. A schedule that the caller names decides.
+    `pairs[source][destination]` are rows of `row_bytes`. A schedule named by the caller decides.
     """
     if schedule is not None:
         return 0 if schedule.is_sequential else schedule.chunks

@@ -1,8 +1,8 @@
-"""Operators for the experts of a mixture that are spread over ranks: tokens go to their experts' ranks while the first
-matmuls run, and results come back while the last ones do.
+"""Operators for a mixture of experts that are spread over ranks: tokens travel to their experts' ranks while the first
+matmuls run, and results return while the last ones run.
 
-Rows are tokens' copies for one expert each, sorted by expert; how many each expert gets is known by counts, which the ranks
-exchange in every call. What is computed where stands in `expert_passes.py`.
+A row is a token's copy for one expert; rows are sorted by expert. Counts say how many rows each expert gets; the ranks
+exchange them in every call. `expert_passes.py` has the order of computation.
 """
 
 from collections.abc import Callable, Sequence
@@ -51,24 +51,25 @@ def expert_ffn(
     schedule: ScheduleDescription | None = None,
     beside: Callable[[], None] | None = None,
 ) -> torch.Tensor:
-    """The experts' feed-forward layers of this rank's tokens, each by the rank that holds its expert: (T, dim) -> (T, dim).
+    """Run the experts' feed-forward layers on this rank's tokens, each on the rank that holds its expert: (T, dim) ->
+    (T, dim).
 
-    `tokens` are sorted by expert, of which every one of W ranks holds E; `tokens_per_expert` are W * E numbers of rows that
-    add up to T, which may differ between ranks. w1 and w3 are (E, hidden, dim), w2 is (E, dim, hidden). A token's result is
-    `silu(w1 x) * (w3 x)` times w2; without w3 `silu(w1 x)`. `biases` are one for each weight, in their order, (E, hidden)
-    and (E, dim), or None. Weights may be views whose last or last but one dimension is dense; these are not copied.
+    `tokens` are sorted by expert; each of W ranks holds E experts. `tokens_per_expert` are W * E numbers of rows that
+    add up to T, which may differ between ranks. w1 and w3 are (E, hidden, dim), w2 is (E, dim, hidden). A token's result
+    is `silu(w1 x) * (w3 x)` times w2; without w3, `silu(w1 x)` times w2. `biases` holds one bias for each weight, in the
+    same order, (E, hidden) and (E, dim), or None. Weights may be views whose last or last but one dimension is dense;
+    such views are not copied.
 
-    `activation` takes the place of silu, of one or two matrices (n, hidden); it works on each row by itself and is
-    differentiated by autograd. Of one matrix it may give another width than it takes, so that w1 (E, N, dim) can hold gate
-    and up as they come, and w2 is (E, dim, hidden).
+    `activation` replaces silu, of one or two matrices (n, hidden). It works row by row, and autograd differentiates it.
+    If it takes one matrix, it may return another width. So w1 (E, N, dim) can hold gate and up, with w2 (E, dim, hidden).
 
-    With `is_fp8` the matmuls of the forward pass round their operands, in bf16, to fp8 (e4m3): each token and each output
-    feature's weights with a scale of its own. Gradients are computed in bf16, as if nothing had been rounded.
+    With `is_fp8` the matmuls of the forward pass round their bf16 operands to fp8 (e4m3); each token and each output
+    feature of a weight has its own scale. Gradients are computed in bf16, as if nothing had been rounded.
 
-    `beside` is called once, in forward, as soon as tokens are on their way: what it computes on the current stream hides
-    them, and has gradients of its own. Without a `schedule`, `expert_choice.py` says whether rows go by copies and in how
-    many pieces. All ranks call it together, with the same sizes of experts. The host waits for the counts, in forward only.
-    What needs a gradient must be the same on all ranks. Raises `OperatorError`.
+    `beside` is called once, in forward, as soon as tokens are in transit: its computation on the current stream hides
+    them, and has its own gradients. Without a `schedule`, `expert_choice.py` decides whether rows go by copies and in
+    how many pieces. All ranks call it together, with the same sizes of experts. The host waits for the counts, in
+    forward only. The same tensors must need gradients on all ranks. Raises `OperatorError`.
     """
     weights = [w1, w2] if w3 is None else [w1, w2, w3]
     runtime = _runtime_for("expert_ffn", tokens, weights, group)
@@ -97,11 +98,12 @@ def dispatch_grouped_matmul(
     bias: torch.Tensor | None = None,
     schedule: ScheduleDescription | None = None,
 ) -> tuple[tuple[torch.Tensor, ...], ExpertRouting]:
-    """The first half of `expert_ffn`: all ranks' tokens for this rank's experts, times these experts' weights, plus a bias.
+    """Run the first half of `expert_ffn`: all ranks' tokens for this rank's experts, times these experts' weights, plus the
+    bias.
 
-    (T, dim), (E, N, dim), (E, N) -> (rows, N) of each group of experts that was computed together, none where no rows came.
-    Rows lie by expert, and within an expert by the rank that they come from. The routing tells how many there are, and
-    brings rows back in `grouped_matmul_combine`. Raises `OperatorError`.
+    (T, dim), (E, N, dim), (E, N) -> (rows, N) of each group of experts that was computed together; none if no rows came.
+    Rows are in the order of experts, and within an expert in the order of source ranks. The routing says how many there
+    are, and `grouped_matmul_combine` uses it to bring rows back. Raises `OperatorError`.
     """
     runtime = _runtime_for("dispatch_grouped_matmul", tokens, [weights], group)
     name = "dispatch_grouped_matmul"
@@ -118,11 +120,11 @@ def dispatch_grouped_matmul(
 def grouped_matmul_combine(
     inputs: Sequence[torch.Tensor], weights: torch.Tensor, routing: ExpertRouting, *, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """The second half of `expert_ffn`: rows of this rank's experts times their weights, plus the bias, given back to the
+    """Run the second half of `expert_ffn`: rows of this rank's experts times their weights, plus the bias, sent back to the
     tokens' ranks.
 
-    (rows, K) of each group, (E, dim, K), (E, dim) -> (T, dim): groups as `dispatch_grouped_matmul` gave them, results in the
-    order of its tokens. Raises `OperatorError`.
+    (rows, K) of each group, (E, dim, K), (E, dim) -> (T, dim): groups as `dispatch_grouped_matmul` returned them, results
+    in the order of its tokens. Raises `OperatorError`.
     """
     problem = _problem_of_combine(inputs, weights, routing)
     problem = problem or _problem_of_biases("grouped_matmul_combine", [weights], [bias])
@@ -133,7 +135,7 @@ def grouped_matmul_combine(
 
 
 class _Call(NamedTuple):
-    """What a call of the whole layer takes besides tensors."""
+    """The arguments of a call of the whole layer other than tensors."""
 
     routing: ExpertRouting
     activation: Activation | None
@@ -142,7 +144,9 @@ class _Call(NamedTuple):
 
 
 class _ExpertFfn(torch.autograd.Function):  # type: ignore[misc]  # torch is untyped here
-    """Dispatch modes, such as selective checkpointing's, do not see what is within: they would take its matmuls apart."""
+    """The layer as one autograd function. Dispatch modes, such as selective checkpointing's, do not see inside: they
+    would handle its matmuls one by one.
+    """
 
     @staticmethod
     def forward(ctx: Any, call: _Call, tokens: torch.Tensor, *layer: torch.Tensor | None) -> torch.Tensor:
@@ -157,7 +161,7 @@ class _ExpertFfn(torch.autograd.Function):  # type: ignore[misc]  # torch is unt
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         refuse_second_derivative("expert_ffn")
-        saved = ctx.saved_tensors  # checkpointing lets it be read once
+        saved = ctx.saved_tensors  # checkpointing allows one read
         operands, kept = saved[: ctx.num_operands], saved[ctx.num_operands :]
         _, of_tokens, *of_layer = ctx.needs_input_grad
         (of_first, of_down, *of_third), biases = _halves(of_layer)
@@ -218,20 +222,20 @@ class _Combine(torch.autograd.Function):  # type: ignore[misc]  # torch is untyp
 
 
 def _halves(layer: Sequence[T]) -> tuple[Sequence[T], Sequence[T]]:
-    """What belongs to weights, and what to their biases."""
+    """Split what belongs to weights from what belongs to their biases."""
     number = len(layer) // 2
     return layer[:number], layer[number:]
 
 
 def _as_layer(operands: Sequence[Any], *, is_fp8: bool = False) -> tuple[torch.Tensor, Layer]:
-    """Tokens, and the layer that weights and biases make."""
+    """Return tokens, and the layer that weights and biases make."""
     tokens, *layer = operands
     first, down, *third = (Linear(*each, is_fp8) for each in zip(*_halves(layer), strict=True))
     return tokens, Layer([first, *third], down)
 
 
 def _with_gradients(beside: Callable[[], None]) -> Callable[[], None]:
-    """What is called within an operator, with gradients if they are on here."""
+    """Run what is called within an operator, with gradients if they are on here."""
     is_enabled = torch.is_grad_enabled()
 
     def call() -> None:
@@ -247,7 +251,7 @@ def _routed(runtime: Runtime, call: Called) -> ExpertRouting:
 
 
 def _unseen() -> AbstractContextManager[object]:
-    """Within it no dispatch mode sees what is called."""
+    """Hide calls from dispatch modes."""
     is_seen = torch._C._len_torch_dispatch_stack() > 0
     return _disable_current_modes() if is_seen else nullcontext()
 
@@ -257,12 +261,12 @@ def _dense(operands: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _in_place(weights: Any) -> Any:
-    """Weights as they lie, where matmuls read them so; a copy of those that lie otherwise. None stays None."""
+    """Return weights as they lie if matmuls can read them so, and a copy otherwise. None stays None."""
     return weights if weights is None or weights.dim() < 3 or 1 in weights.stride()[-2:] else weights.contiguous()
 
 
 def _runtime_for(operator: str, tokens: object, weights: Sequence[object], group: Group | None) -> Runtime:
-    """The runtime of a call; operands that are no tensors are refused on every rank."""
+    """Return the runtime of a call; operands that are no tensors are refused on every rank."""
     found = group_or_world(group)
     devices = [each.device for each in (tokens, *weights) if isinstance(each, torch.Tensor)]
     device = next((each for each in devices if each.type == "cuda"), next(iter(devices), None))
@@ -270,13 +274,15 @@ def _runtime_for(operator: str, tokens: object, weights: Sequence[object], group
     wrong = next((each for each in (tokens, *weights) if not isinstance(each, torch.Tensor)), None)
     if len(devices) < 1 + len(weights):
         runtime.refuse(
-            f"{operator} takes tensors as tokens and weights; found one of type {type(wrong).__name__}. Give one."
+            f"{operator} takes tensors as tokens and weights; found a value of type {type(wrong).__name__}. Pass a tensor."
         )
     return runtime
 
 
 def _problem_of_ffn(tokens: torch.Tensor, weights: Sequence[torch.Tensor], *, is_joined: bool) -> str:
-    """What is wrong with a layer's operands, in one line, or nothing. `is_joined`: w1 and w2 differ in hidden features."""
+    """Return what is wrong with a layer's operands, in one line, or nothing. `is_joined`: w1 and w2 may differ in hidden
+    features.
+    """
     w1, w2, *w3 = weights
     dim = tokens.shape[-1] if tokens.dim() else 0
     found = next((each for each in (_problem_of("expert_ffn", tokens, up, dim) for up in (w1, *w3)) if each), "")
@@ -291,7 +297,7 @@ def _problem_of_ffn(tokens: torch.Tensor, weights: Sequence[torch.Tensor], *, is
 
 
 def _problem_of_biases(operator: str, weights: Sequence[torch.Tensor], biases: object) -> str:
-    """What is wrong with biases, one or None for each of the weights, which are right."""
+    """Return what is wrong with biases, one or None for each weight, or nothing. The weights were checked before."""
     wanted = [tuple(each.shape[:2]) for each in weights]
     if not isinstance(biases, Sequence) or len(biases) != len(weights):
         found = f"{len(biases)}" if isinstance(biases, Sequence) else f"a {type(biases).__name__}"
@@ -308,7 +314,7 @@ def _problem_of_biases(operator: str, weights: Sequence[torch.Tensor], biases: o
 
 
 def _sizes_of_biases(biases: Biases) -> tuple[int, ...]:
-    """Which biases there are, for ranks to compare; nothing where there are none."""
+    """Return which biases there are, for ranks to compare; nothing if there are none."""
     found = tuple(int(each is not None) for each in biases)
     return found if any(found) else ()
 
@@ -318,14 +324,14 @@ def _problem_of_combine(inputs: Sequence[torch.Tensor], weights: torch.Tensor, r
     wanted = [group.rows.stop - group.rows.start for group in layout.groups]
     found = [each.shape[0] if isinstance(each, torch.Tensor) and each.dim() == 2 else None for each in inputs]
     if found != wanted:
-        return f"{name} takes matrices of {wanted} rows by this routing; found {found}. Give those of the dispatch."
+        return f"{name} takes matrices of {wanted} rows for this routing; found {found}. Pass those of the dispatch."
     if weights.dim() == 3 and weights.shape[0] != layout.num_experts:
-        return f"{name} takes weights of {layout.num_experts} experts; found {weights.shape[0]}. Give all."
+        return f"{name} takes weights of {layout.num_experts} experts; found {weights.shape[0]}. Pass all of them."
     return next((problem for each in inputs if (problem := _problem_of(name, each, weights, each.shape[1]))), "")
 
 
 def _problem_of(operator: str, rows: torch.Tensor, weights: torch.Tensor, num_inner: int) -> str:
-    """What is wrong with rows and weights that are to be multiplied along `num_inner` numbers."""
+    """Return what is wrong with rows and weights that are to be multiplied along `num_inner` numbers."""
     if rows.device != weights.device:
         return f"{operator} needs its operands on one device; found {rows.device} and {weights.device}. Move one."
     if rows.dtype != weights.dtype:

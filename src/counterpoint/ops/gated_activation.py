@@ -1,6 +1,6 @@
-"""What stands between an expert's matmuls: silu(first) * second by default, or a function of the caller's.
+"""The activation between an expert's matmuls: silu(first) * second by default, or the caller's function.
 
-Its inputs are kept for backward and its result is not, which is computed again from them.
+Backward keeps its inputs, not its result, and computes the result again.
 """
 
 from collections.abc import Callable, Sequence
@@ -9,13 +9,13 @@ from importlib.util import find_spec
 
 import torch
 
-Activation = Callable[..., torch.Tensor]  # of one matrix, or of two of one shape; works on each number by itself
+Activation = Callable[..., torch.Tensor]  # a function of one matrix, or of two of one shape; works elementwise
 FUSED_TYPES = (torch.bfloat16, torch.float16)
 silu = torch.nn.functional.silu
 
 
 def activate(activation: Activation | None, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The activation of one or two matrices (n, hidden)."""
+    """Return the activation of one or two matrices (n, hidden)."""
     if activation is not None:
         return activation(*inputs)
     if _is_fused(inputs):
@@ -32,7 +32,7 @@ def activate_backward(
     gradient: torch.Tensor,
     outs: Sequence[torch.Tensor],
 ) -> None:
-    """The activation again, and the gradients of its inputs, in `outs` in this order."""
+    """Compute the activation again, and the gradients of its inputs, in `outs` in this order."""
     if activation is None and _is_fused(inputs):
         from counterpoint.ops.expert_kernels import gate_backward  # noqa: PLC0415  needs Triton
 
@@ -54,7 +54,7 @@ def _silu_backward(inputs: Sequence[torch.Tensor], gradient: torch.Tensor) -> li
 
 
 def _is_fused(inputs: Sequence[torch.Tensor]) -> bool:
-    """Whether one kernel does it: two matrices on a GPU, in half precision."""
+    """Return whether one kernel does it: two matrices on a GPU, in half precision."""
     return (
         len(inputs) == 2 and inputs[0].is_cuda and inputs[0].numel() > 0 and inputs[0].dtype in FUSED_TYPES and has_triton()
     )
@@ -62,7 +62,7 @@ def _is_fused(inputs: Sequence[torch.Tensor]) -> bool:
 
 @cache
 def has_triton() -> bool:
-    """Whether kernels can be written in it."""
+    """Return whether Triton is available."""
     return find_spec("triton") is not None
 
 

@@ -1,15 +1,15 @@
-"""Calls that come again at the same addresses, recorded as CUDA graphs: one launch in place of dozens of driver calls.
+"""A cache of calls recorded as CUDA graphs: for calls that repeat at the same addresses, one launch replaces dozens of
+driver calls.
 
-A training step calls an operator at the same addresses in every step, because torch's allocator repeats itself. What
-such a call issues is captured once and then replayed: launching the graph takes the host 11 to 18 us, where call by
-call the operator takes 98 to 192, and NCCL with a matmul 43 to 54 (2 H200s, 2026-11-21). A call at addresses that are
-new is issued as it stands.
+A training step calls an operator at the same addresses in every step, because torch's allocator repeats itself. Such a
+call is captured once and then replayed: launching the graph takes the host 11 to 18 us, whereas the operator takes 98 to
+192 call by call, and NCCL with a matmul 43 to 54 (2 H200s, 2026-11-21). A call at new addresses is issued directly.
 
-What runs for the first time cannot become part of a graph, ours or a user's: memory is made and ranks compare notes on the
-host. `refuse_in_capture` says so.
+A call's first run cannot become part of a graph, Counterpoint's or a user's, because it allocates memory and compares
+with other ranks on the host. `refuse_in_capture` reports that.
 
-Knows nothing of schedules: a key says what a call would issue, to the last address. Graphs are of torch's native class,
-so a job that patches `torch.cuda.CUDAGraph` finds its own graphs and none of these.
+This module knows nothing of schedules: a key holds everything that a call would issue, to the last address. Graphs are
+of torch's native class, so a job that patches `torch.cuda.CUDAGraph` finds its own graphs and none of these.
 """
 
 import os
@@ -25,38 +25,38 @@ from torch._C import _CUDAGraph as Graph
 
 from counterpoint.errors import OperatorError
 
-Key = tuple[Hashable, ...]  # a schedule, and what else decides what a call issues
+Key = tuple[Hashable, ...]  # a schedule, and everything else that determines what a call issues
 Pool = tuple[int, int]  # torch's number of a memory pool
 
-MAX_RECORDINGS = 1024  # of one group: 32 layers with 4 linears, forward and backward, are 256
-NUM_SEEN_BEFORE = 2  # recording costs about a ms, and the first steps have addresses of their own
-IDLE_CALLS = 8 * MAX_RECORDINGS  # LRU eviction: only of what was not replayed for so many calls
-SWITCH = "COUNTERPOINT_RECORDINGS"  # 0: none; for jobs whose other threads would disturb a capture
+MAX_RECORDINGS = 1024  # most recordings of one group: 32 layers with 4 linears, forward and backward, are 256
+NUM_SEEN_BEFORE = 2  # calls before one is recorded: recording takes about a ms, and the first steps have other addresses
+IDLE_CALLS = 8 * MAX_RECORDINGS  # LRU eviction: only recordings that were not replayed for this many calls
+SWITCH = "COUNTERPOINT_RECORDINGS"  # 0 turns recording off, for jobs whose other threads would disturb a capture
 CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 UNCACHED = "PYTORCH_NO_CUDA_MEMORY_CACHING"
 LEAST_CONNECTIONS = 8  # CUDA's default; branches of a graph that wait for other GPUs must not block each other
 
 
 def is_possible() -> bool:
-    """Whether calls may be recorded in this process."""
+    """Return whether calls may be recorded in this process."""
     return (
         os.environ.get(SWITCH) != "0"
         and _num_connections() >= LEAST_CONNECTIONS
-        # memory taken in a capture is to stay what it is: without a cache it is given back at once, and cudaMallocAsync
-        # makes it part of that one graph, while the next would use it, too
+        # memory taken in a capture must stay allocated: without a cache it is freed at once, and cudaMallocAsync makes
+        # it part of that one graph, while the next graph would use it, too
         and UNCACHED not in os.environ
         and torch.cuda.get_allocator_backend() == "native"
     )
 
 
 def _num_connections() -> int:
-    """How many hardware queues the process has, as CUDA reads its variable: by the number that it begins with."""
+    """Return how many hardware queues the process has, as CUDA reads its variable: by its leading number."""
     found = re.match(r"\s*\+?(\d+)", os.environ.get(CONNECTIONS, ""))
     return int(found[1]) if found else LEAST_CONNECTIONS
 
 
 def is_capturing(device: torch.device) -> bool:
-    """Whether what is issued on that kind of device now is captured in a graph."""
+    """Return whether work issued on that kind of device now is captured in a graph."""
     return device.type == "cuda" and bool(torch.cuda.is_current_stream_capturing())
 
 
@@ -64,26 +64,26 @@ def refuse_in_capture(what: str, device: torch.device) -> None:
     """Raise `OperatorError` within a capture; `what` is about to run for the first time."""
     if is_capturing(device):
         raise OperatorError(
-            f"{what} was never run before this capture, and what it needs cannot be made within one. Run it once before."
+            f"{what} has not run before this capture, and its first run cannot be captured. Run it once before."
         )
 
 
 @final
 class Recordings:
-    """An LRU cache of the calls of one group on one GPU that are recorded; which are worth it."""
+    """An LRU cache of the recorded calls of one group on one GPU; it decides which calls are worth recording."""
 
     def __init__(self, *, is_enabled: bool) -> None:
         self.is_enabled = is_enabled
         self._graphs: OrderedDict[Key, Graph] = OrderedDict()  # least recently replayed first
         self._last_call: dict[Key, int] = {}
-        self._num_seen: OrderedDict[Key, int] = OrderedDict()  # of calls that are not recorded
+        self._num_seen: OrderedDict[Key, int] = OrderedDict()  # sightings of calls that are not recorded
         self._num_calls = 0
 
     def __len__(self) -> int:
         return len(self._graphs)
 
     def find(self, key: Key) -> Graph | None:
-        """The recording of a call, or None."""
+        """Return the recording of a call, or None."""
         self._num_calls += 1
         graph = self._graphs.get(key)
         if graph is not None:
@@ -92,7 +92,7 @@ class Recordings:
         return graph
 
     def is_due(self, key: Key) -> bool:
-        """Whether a call that has no recording, now seen once more, has come often enough, and there is room."""
+        """Return whether a call without a recording, seen once more now, has come often enough, and there is room."""
         seen = self._num_seen.pop(key, 0)
         if seen >= NUM_SEEN_BEFORE and self._has_room():
             return True
@@ -102,12 +102,12 @@ class Recordings:
         return False
 
     def keep(self, key: Key, graph: Graph) -> None:
-        """Have this recording for this call from now on."""
+        """Keep this recording for this call."""
         self._graphs[key] = graph
         self._last_call[key] = self._num_calls
 
     def forget(self, schedules: Sequence[Hashable]) -> None:
-        """Forget the calls of these schedules, which are the first of their keys; graphs in flight end first."""
+        """Forget the calls of these schedules, which are the first elements of their keys; graphs in flight end first."""
         of_these: list[OrderedDict[Key, Any] | dict[Key, Any]] = [self._graphs, self._last_call, self._num_seen]
         for entries in of_these:
             for key in [key for key in entries if key[0] in schedules]:
@@ -120,7 +120,7 @@ class Recordings:
         self._num_seen.clear()
 
     def _has_room(self) -> bool:
-        """Whether one more may be recorded, in place of one that has been idle if need be."""
+        """Return whether one more may be recorded, if necessary in place of an idle one."""
         if len(self._graphs) < MAX_RECORDINGS:
             return True
         oldest = next(iter(self._graphs))
@@ -131,16 +131,17 @@ class Recordings:
 
 
 def capture(stream: torch.cuda.Stream, issue: Callable[[], object]) -> Graph:
-    """What `issue` puts on this stream, and on streams that it forks and joins again, as a graph; nothing runs yet.
+    """Capture what `issue` puts on this stream, and on streams that it forks and joins again, as a graph; nothing runs
+    yet.
 
-    Memory that torch takes meanwhile, cuBLAS's workspaces above all, comes from a pool of this stream that lives as long as
-    its graphs: they hold its addresses, and others may make torch forget the workspaces. (A pool that the caller has
-    made the thread's own, `torch.cuda.use_mem_pool`, comes first in torch's allocator, and nothing says so: docs/ops.md
-    warns.) After an error torch is as it was.
+    Memory that torch takes meanwhile, mainly cuBLAS's workspaces, comes from a pool of this stream that lives as long as
+    its graphs: they hold its addresses, and other code may make torch forget the workspaces. (A pool that the caller has
+    made the thread's own, `torch.cuda.use_mem_pool`, takes precedence in torch's allocator without any message:
+    docs/ops.md warns.) After an error, torch is as it was.
     """
     current = torch.cuda.current_stream(stream.device)
-    # torch begins a capture by writing, on this stream, the words that random numbers in graphs start from: graphs of the
-    # caller that are still to run read them
+    # torch begins a capture by writing, on this stream, the words from which random numbers in graphs start: the
+    # caller's graphs that have yet to run read them
     stream.wait_stream(current)
     try:
         return _captured(stream, issue, _pool(stream))
@@ -149,7 +150,9 @@ def capture(stream: torch.cuda.Stream, issue: Callable[[], object]) -> Graph:
 
 
 def _pool(stream: torch.cuda.Stream) -> Pool:
-    """The stream's pool. Streams of other groups have pools of their own: their graphs may run at the same time."""
+    """Return the stream's pool. Streams of other groups have their own pools, because their graphs may run at the same
+    time.
+    """
     first = _first_graphs()
     if stream not in first:
         first[stream] = _captured(stream, lambda: torch.zeros(1, device=stream.device), None)
@@ -159,14 +162,17 @@ def _pool(stream: torch.cuda.Stream) -> Pool:
 
 @cache
 def _first_graphs() -> dict[torch.cuda.Stream, Graph]:
-    """By stream, a graph that keeps its pool alive: torch 2.11 fails to capture into a pool whose graphs are all gone."""
+    """Hold, by stream, a graph that keeps its pool alive: torch 2.11 fails to capture into a pool whose graphs are all
+    gone.
+    """
     return {}
 
 
 @cache
 def _failed_graphs() -> list[Graph]:
-    """Graphs whose capture failed, kept for as long as the process lives: torch's allocator of pinned memory may go on
-    asking them which stream they capture."""
+    """Hold graphs whose capture failed, as long as the process lives: torch's allocator of pinned memory may go on
+    asking them which stream they capture.
+    """
     return []
 
 
@@ -174,7 +180,7 @@ def _captured(stream: torch.cuda.Stream, issue: Callable[[], object], pool: Pool
     graph = Graph()
     with torch.cuda.stream(stream):
         try:
-            # other threads, and this one's garbage collector, may call what a strict capture would forbid
+            # other threads, and this one's garbage collector, may make calls that a strict capture forbids
             graph.capture_begin(pool, capture_error_mode="relaxed")
             try:
                 issue()
@@ -189,15 +195,15 @@ def _captured(stream: torch.cuda.Stream, issue: Callable[[], object], pool: Pool
 
 
 def _tidy_up(device: torch.device, pool: Pool | None) -> None:
-    """Undo what torch 2.11 leaves behind a capture that could not begin or end.
+    """Undo what torch 2.11 leaves behind after a capture that could not begin or end.
 
-    Its allocator would take the capture to go on, and its generator would refuse to draw random numbers for the rest of the
-    process (CUDAGraph::capture_end in its CUDAGraph.cpp: both come after the driver's call). A capture that ends well sets
-    the generator right. Its allocator of pinned memory cannot be told, and refuses another capture into this pool: the next
-    one gets a new pool.
+    Its allocator would assume that the capture goes on, and its generator would refuse to draw random numbers for the
+    rest of the process (CUDAGraph::capture_end in its CUDAGraph.cpp: both come after the driver's call). A capture that
+    ends well resets the generator. Its allocator of pinned memory cannot be told, and refuses another capture into this
+    pool, so the next one gets a new pool.
     """
     if pool is not None:
-        with suppress(RuntimeError):  # torch came so far itself
+        with suppress(RuntimeError):  # torch itself got this far
             torch._C._cuda_endAllocateToPool(device.index, pool)
     with suppress(RuntimeError), torch.cuda.stream(torch.cuda.Stream(device)):
         word, graph = torch.zeros(1, device=device), Graph()

@@ -1,8 +1,8 @@
-"""Matmuls of rows that are sorted by expert with each expert's weight and bias, and the gradients of these.
+"""Grouped matmuls: rows sorted by expert times each expert's weight plus its bias, and the gradients of these.
 
-On GPUs that have it, bf16 rows take torch's grouped matmul, one kernel for all experts; all else takes a matmul for each
-expert that has rows. Either gives the same bits in every run. In fp8 torch's scaled grouped matmul multiplies; CPUs, which
-have none, multiply what the same rounding left in single precision, so that the rounding is tested without GPUs.
+On GPUs that support it, bf16 rows use torch's grouped matmul, one kernel for all experts; everything else uses a matmul
+for each expert that has rows. Both give the same bits in every run. In fp8, GPUs use torch's scaled grouped matmul. CPUs
+have none; they multiply the rounded numbers in single precision, so that tests without GPUs check the rounding.
 """
 
 from functools import cache
@@ -12,13 +12,14 @@ import torch
 
 FP8 = torch.float8_e4m3fn
 LARGEST_FP8 = torch.finfo(FP8).max
-LEAST_SCALE = 1e-12  # of rows that hold zeros only
-ALIGNMENT = 16  # bytes: of rows, for torch's grouped matmul
-GROUPED_CAPABILITIES = ((9, 0), (10, 0))  # of GPUs whose grouped matmul is one kernel; torch 2.11 loops on others
+LEAST_SCALE = 1e-12  # for rows of zeros
+ALIGNMENT = 16  # alignment of rows in bytes for torch's grouped matmul
+# compute capabilities of GPUs whose grouped matmul is one kernel; torch 2.11 loops on others
+GROUPED_CAPABILITIES = ((9, 0), (10, 0))
 
 
 class ExpertRows(NamedTuple):
-    """How many rows each of some experts has, and where they end, which a grouped matmul reads on the GPU (int32)."""
+    """The number of rows of each of some experts, and where they end, which a grouped matmul reads on the GPU (int32)."""
 
     counts: tuple[int, ...]
     ends: torch.Tensor
@@ -27,7 +28,7 @@ class ExpertRows(NamedTuple):
 def multiply(
     rows: torch.Tensor, weights: torch.Tensor, experts: ExpertRows, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Each expert's rows times its weight, plus its bias: (n, K), (E, K, N), (E, N) -> (n, N)."""
+    """Return each expert's rows times its weight, plus its bias: (n, K), (E, K, N), (E, N) -> (n, N)."""
     if rows.shape[0] and is_grouped(rows, weights) and weights.shape[2] * weights.itemsize % ALIGNMENT == 0:
         product: torch.Tensor = torch._grouped_mm(rows, weights, offs=experts.ends)  # it takes no bias
         return product if bias is None else product.add_(_by_row(bias, rows.shape[0], experts))
@@ -46,8 +47,9 @@ def multiply(
 def multiply_in_fp8(
     rows: torch.Tensor, weights: torch.Tensor, experts: ExpertRows, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """As `multiply`, with operands rounded to fp8 (e4m3): each row, and each column of a weight, is scaled so that its
-    largest number is fp8's. The sums are in single precision, the products of the rows' type."""
+    """Do what `multiply` does, with operands rounded to fp8 (e4m3). Each row, and each column of a weight, is scaled so that
+    its largest number is that of fp8. Sums are in single precision, products of the rows' type.
+    """
     (left, left_scale), (right, right_scale) = _scaled(rows), _scaled(weights.mT)
     if rows.is_cpu:
         dense = right.float() * right_scale[..., None]
@@ -61,7 +63,7 @@ def multiply_in_fp8(
 
 
 def obstacle_to_fp8(weights: torch.Tensor) -> str:
-    """Why weights (E, N, K) cannot be multiplied in fp8 where they are, or nothing."""
+    """Return why weights (E, N, K) cannot be multiplied in fp8 on their device, or nothing."""
     if weights.dtype != torch.bfloat16:
         return f"takes operands in bf16; found {weights.dtype}. Convert them"
     if any(number % ALIGNMENT for number in weights.shape[1:]):
@@ -72,29 +74,29 @@ def obstacle_to_fp8(weights: torch.Tensor) -> str:
 
 
 def _scaled(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Values rounded to fp8, row by row of the last dimension, and what each row is to be multiplied by."""
+    """Return values rounded to fp8, and the scale of each row of the last dimension."""
     scales = values.abs().amax(-1).float().clamp(min=LEAST_SCALE) / LARGEST_FP8
     return (values.float() / scales[..., None]).clamp(-LARGEST_FP8, LARGEST_FP8).to(FP8), scales
 
 
 def _by_row(bias: torch.Tensor, num_rows: int, experts: ExpertRows) -> torch.Tensor:
-    """Each row's bias, by its expert: (E, N) -> (n, N)."""
+    """Return the bias of each row's expert: (E, N) -> (n, N)."""
     numbers = torch.arange(num_rows, dtype=torch.int32, device=bias.device)
     return bias.index_select(0, torch.searchsorted(experts.ends, numbers, right=True))
 
 
 def bias_gradient(rows: torch.Tensor, experts: ExpertRows) -> torch.Tensor:
-    """The sum of each expert's rows: (n, N) -> (E, N); a matmul with ones, which adds up in one order in every run."""
+    """Return the sum of each expert's rows: (n, N) -> (E, N). A matmul with ones adds up in the same order in every run."""
     ones = rows.new_ones(rows.shape[0], ALIGNMENT // rows.itemsize)
     return weight_gradient(rows, ones, experts)[:, :, 0]
 
 
 def weight_gradient(left: torch.Tensor, right: torch.Tensor, experts: ExpertRows) -> torch.Tensor:
-    """left^T right of each expert's rows: (n, M), (n, N) -> (E, M, N); 0 for experts without rows."""
+    """Return left^T right of each expert's rows: (n, M), (n, N) -> (E, M, N); 0 for experts without rows."""
     if right.shape[0] and is_grouped(left, right):
         found = torch._grouped_mm(left.t(), right, offs=experts.ends)
         empty = [found[expert] for expert, number in enumerate(experts.counts) if not number]
-        if empty:  # a kernel may leave alone what nothing adds to
+        if empty:  # a kernel may not write experts without rows
             torch._foreach_zero_(empty)
         return found
     found = left.new_zeros(len(experts.counts), left.shape[1], right.shape[1])
@@ -108,7 +110,7 @@ def weight_gradient(left: torch.Tensor, right: torch.Tensor, experts: ExpertRows
 
 
 def is_grouped(*operands: torch.Tensor) -> bool:
-    """Whether torch's grouped matmul takes these operands, and by one kernel."""
+    """Return whether torch's grouped matmul accepts these operands, and runs them as one kernel."""
     first = operands[0]
     return bool(
         first.is_cuda
@@ -119,7 +121,9 @@ def is_grouped(*operands: torch.Tensor) -> bool:
 
 
 def _is_aligned(operand: torch.Tensor) -> bool:
-    """Whether one of the last two dimensions is dense, the other aligned, and the operand begins at an aligned address."""
+    """Return whether one of the last two dimensions is dense, the other aligned, and the operand begins at an aligned
+    address.
+    """
     *_, outer, inner = operand.stride()
     wide = outer if inner == 1 else inner
     return bool(min(outer, inner) == 1 and wide * operand.itemsize % ALIGNMENT == 0 == operand.data_ptr() % ALIGNMENT)

@@ -1,9 +1,9 @@
-"""The contract of a lane: what moves the blocks of one bare collective at a time, with buffers and signals of its own.
+"""The interface of a lane, which moves the blocks of one bare collective at a time, with its own buffers and signals.
 
-Two moves make all collectives that training needs. `exchange`: every rank's p-th block goes to rank p, which sums what
-came (the first half of an all-reduce, or a reduce-scatter). `fetch`: every rank's shared part comes to all (the second
+Two moves make all collectives that training needs. `exchange`: every rank's p-th block goes to rank p, which sums the
+blocks (the first half of an all-reduce, or a reduce-scatter). `fetch`: every rank's shared part goes to all (the second
 half, or an all-gather). Several lanes are several collectives in flight: while one waits for an SM to sum on, another
-copies (measured on 4 H200s: three in flight gain over NCCL, one loses).
+copies (measured on 4 H200s: three in flight beat NCCL, one does not).
 
 All ranks use a lane for the same collectives in the same order. Implementations: copy engines (`copy_lane.py`) and
 messages between CPUs (`message_lane.py`).
@@ -15,52 +15,55 @@ from contextlib import AbstractContextManager
 
 import torch
 
-ALIGNMENT = 512  # bytes: of every part of a lane's memory
+ALIGNMENT = 512  # alignment in bytes of every part of a lane's memory
 
 
 class AbstractLane(ABC):
-    """Blocks between the ranks of one group; everything is issued on the current stream."""
+    """Moves blocks between the ranks of one group; everything is issued on the current stream."""
 
     rank: int
     num_ranks: int
 
     @abstractmethod
     def issuing(self) -> AbstractContextManager[None]:
-        """Makes the lane's own stream current; it follows what was issued so far on the stream that was."""
+        """Make the lane's own stream current; it follows the work issued so far on the former stream."""
 
     @abstractmethod
     def reserve(self, num_bytes: int) -> None:
-        """Have symmetric memory for blocks of so many bytes; all ranks together.
+        """Reserve symmetric memory for blocks of this many bytes, all ranks together.
 
-        Where a rank has no room, every rank raises `RefusedTogetherError`, and the lane has no memory until it is reserved.
+        If a rank has no room, every rank raises `RefusedTogetherError`, and the lane has no memory until it is reserved.
         """
 
     @abstractmethod
     def exchange(self, blocks: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Send block p to rank p; what the ranks sent to this one, as rows in the order of ranks.
+        """Send block p to rank p; return what the ranks sent to this one, as rows in the order of ranks.
 
-        Blocks are flat; block p is as long on every rank. The rows are the lane's memory: `release` gives them back.
+        Blocks are flat; block p has the same length on every rank. The rows are the lane's memory: `release` returns
+        them.
         """
 
     @abstractmethod
     def release(self) -> None:
-        """What was issued so far has read the rows of `exchange`; others may send again."""
+        """Declare that the work issued so far has read the rows of `exchange`; others may send again."""
 
     @abstractmethod
     def shared(self, num_elements: int, dtype: torch.dtype) -> torch.Tensor:
-        """This rank's part that the others will fetch, to be filled in; they are done with what was there before."""
+        """Return this rank's part that the others will fetch, to be filled in; they have read its former content."""
 
     @abstractmethod
     def fetch(self, targets: Sequence[torch.Tensor]) -> None:
-        """Fill target p with the shared part of rank p, for every other rank; this rank's own target is left alone."""
+        """Fill target p with the shared part of rank p, for every other rank; this rank's own target is not written."""
 
     @abstractmethod
     def gathered(self, num_elements: int, dtype: torch.dtype) -> torch.Tensor:
-        """Memory for the result of `gather`, in which this rank fills in its own part; as `shared` it may be waited for."""
+        """Return memory for the result of `gather`, in which this rank fills in its own part; like `shared` it may have
+        to be waited for.
+        """
 
     @abstractmethod
     def gather(self, output: torch.Tensor) -> None:
-        """Fill in the parts of all other ranks; `output` is what `gathered` gave."""
+        """Fill in the parts of all other ranks; `output` is the result of `gathered`."""
 
     @abstractmethod
     def num_symmetric_bytes(self) -> int:
@@ -72,5 +75,5 @@ class AbstractLane(ABC):
 
 
 def aligned(num_bytes: int) -> int:
-    """Rounded up to where the next part may start."""
+    """Round up to where the next part may start."""
     return -(-num_bytes // ALIGNMENT) * ALIGNMENT

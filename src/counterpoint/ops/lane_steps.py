@@ -1,9 +1,10 @@
 """The moves of a copy lane as steps on one stream: flags to take and to raise, blocks to push and parts to pull.
 
-Flags, per peer: FREE, my rows may be written; ARRIVED, they are; READY, my shared part may be fetched; FETCHED, it was.
-FREE and FETCHED rest at 1, the others at 0, and none is raised before it was lowered: ARRIVED follows FREE, which follows
-the sum that lowered ARRIVED, and READY follows FETCHED likewise. Waits for FREE and FETCHED come at the next use, when they
-have long been raised, so an all-reduce has two waits: for blocks to arrive and for sums to be ready.
+Flags, per peer: FREE, my rows may be written; ARRIVED, they are written; READY, my shared part may be fetched; FETCHED,
+it was fetched. FREE and FETCHED are 1 between calls, the others 0, and none is set before it was reset: ARRIVED follows
+FREE, which follows the sum that reset ARRIVED, and READY follows FETCHED likewise. Waits for FREE and FETCHED come at
+the next use, long after they were set, so an all-reduce has two real waits: for blocks to arrive and for sums to be
+ready.
 """
 
 from typing import Literal
@@ -15,8 +16,9 @@ RESTING = (1, 0, 0, 1)
 
 
 class LaneStep(Value, frozen=True, kw_only=True):
-    """take: wait for the peers' flag and lower it. raise: raise mine on them. push: my block for a peer into its rows.
-    pull: a peer's shared part into my output."""
+    """One step. take: wait for the peers' flag and reset it. raise: set mine on them. push: my block for a peer into its
+    rows. pull: a peer's shared part into my output.
+    """
 
     kind: Literal["take", "raise", "push", "pull"]
     peers: tuple[int, ...]
@@ -24,8 +26,9 @@ class LaneStep(Value, frozen=True, kw_only=True):
 
 
 class LaneMoves(Value, frozen=True, kw_only=True):
-    """One rank's steps: `exchange`, then the rows are there; `release`, when they were read; `share`, then the shared part
-    may be filled in; `fetch`, when it is."""
+    """One rank's steps: after `exchange` the rows are there; `release` when they were read; after `share` the shared
+    part may be filled in; `fetch` when it is.
+    """
 
     exchange: tuple[LaneStep, ...]
     release: tuple[LaneStep, ...]
@@ -34,7 +37,7 @@ class LaneMoves(Value, frozen=True, kw_only=True):
 
 
 def lane_moves(rank: int, num_ranks: int) -> LaneMoves:
-    """The steps of `rank`. It turns to its nearest peer above first, so that every port is in use once per turn."""
+    """Return the steps of `rank`. It starts with its nearest peer above, so that every port is used once per turn."""
     peers = tuple((rank + turn) % num_ranks for turn in range(1, num_ranks))
     pulls = [
         step

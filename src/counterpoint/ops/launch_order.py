@@ -1,10 +1,10 @@
-"""In which order a captured call launches the first matmuls of its two computation streams.
+"""The order in which a captured call launches the first matmuls of its two computation streams.
 
-A graph launches what waits for the same thing in any order. Where the second stream's matmul got in ahead of the first
-stream's, what that one sends left late, and the call took up to half as long again (2 H200s: docs/log.md, 2026-11-22). An
-edge of the graph tells the order: a kernel is launched when all blocks of another have begun, so that it fills the SMs that
-the other leaves. CUDA promises its best effort only; H200s do it. Calls that are not captured are launched in the order the
-host issues them.
+A graph launches nodes with the same dependency in any order. If the second stream's matmul got in ahead of the first
+stream's, the latter's sends left late, and the call took up to half as long again (2 H200s: docs/log.md, 2026-11-22). An
+edge of the graph fixes the order: a kernel is launched when all blocks of another have begun, so that it fills the SMs
+that the other leaves. CUDA promises only its best effort; H200s comply. Calls that are not captured are launched in the
+host's order of issue.
 """
 
 from typing import Any
@@ -21,7 +21,7 @@ ALL_BLOCKS_HAVE_BEGUN = cu.CU_GRAPH_KERNEL_NODE_PORT_LAUNCH_ORDER
 
 
 def launch_behind(earlier: str, name: str, piece: Issue) -> Issue:
-    """`piece`, the first one of the stream `name`, launched in a capture behind the last kernel so far of `earlier`."""
+    """Launch `piece`, the first one of the stream `name`, in a capture after the last kernel so far of `earlier`."""
 
     def issue(call: Call) -> None:
         if not call.is_captured:
@@ -32,26 +32,26 @@ def launch_behind(earlier: str, name: str, piece: Issue) -> Issue:
         piece(call)
         leader, follower = _last_kernel(first, before), _first_kernel(second, before)
         if leader is not None and follower is not None:
-            # if a driver refuses it, the order stays open, and results are the same
+            # if a driver rejects it, the order stays open, and results are the same
             cu.cuGraphAddDependencies(graph, [leader], [follower], [_launch_edge()], 1)
 
     return issue
 
 
 def _captured(stream: Handle) -> tuple[Handle, list[int]]:
-    """The graph that a stream is captured into, and the nodes that whatever is captured next waits for."""
+    """Return the graph that a stream is captured into, and the nodes for which the next captured node waits."""
     _, _, graph, nodes, _, number = check("Asking for the capture", cu.cuStreamGetCaptureInfo(stream))
     return graph, [int(node) for node in nodes[:number]]
 
 
 def _last_kernel(stream: Handle, before: list[int]) -> Handle | None:
-    """What a stream did last, if that is a kernel and none of these nodes: rows may be too few for a matmul."""
+    """Return the stream's last node, if that is a kernel and none of these nodes: a matmul may be missing for few rows."""
     _, latest = _captured(stream)
     return _kernel(latest[0]) if len(latest) == 1 and latest[0] not in before else None
 
 
 def _first_kernel(stream: Handle, before: list[int]) -> Handle | None:
-    """The first kernel that a stream got after these nodes, if what it got is a chain."""
+    """Return the first kernel of a stream after these nodes, if its nodes are a chain."""
     _, latest = _captured(stream)
     found = None
     while len(latest) == 1 and latest[0] not in before:
@@ -61,7 +61,7 @@ def _first_kernel(stream: Handle, before: list[int]) -> Handle | None:
 
 
 def _kernel(number: int) -> Handle | None:
-    """The node of this number, if it is a kernel."""
+    """Return the node of this number, if it is a kernel."""
     node = cu.CUgraphNode(number)
     return node if check("Asking for a node's type", cu.cuGraphNodeGetType(node)) == KERNEL else None
 

@@ -1,8 +1,8 @@
-"""Collectives of a captured step by light kernels: for each, a launch that takes its node's place.
+"""Replaces collectives of a captured step by light kernels: for each, a launch takes its node's place.
 
-All-gathers and all-to-alls write this rank's blocks to where the others want them; reductions read this rank's block of all
-ranks, add up in single precision in the order of ranks, round once, and write the sum. Ranks open each other's memory once,
-before anything is replayed, as they do for copies (`captured_copies.py`).
+All-gathers and all-to-alls write this rank's blocks to their destinations on the others. Reductions read this rank's
+block of all ranks, add in single precision in the order of ranks, round once, and write the sum. Ranks open each other's
+memory once, before anything is replayed, as they do for copies (`captured_copies.py`).
 """
 
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ from counterpoint.value import Value
 
 
 class Reach(Value, frozen=True, kw_only=True):
-    """Where the tensors of a collective lie on one rank, and where the blocks of each rank begin in what it gets.
+    """Where a collective's tensors are on one rank, and where the blocks of each rank begin in its result.
 
     `obstacle` says why other ranks cannot reach them.
     """
@@ -38,9 +38,9 @@ class Reach(Value, frozen=True, kw_only=True):
 
 @final
 class LightCollectives:
-    """The launches of one group's collectives; all ranks make it together, for the same collectives in the same order.
+    """The launches of one group's collectives; all ranks create it together, for the same collectives in the same order.
 
-    `launches` holds for each collective what takes its place, or why nothing can.
+    `launches` holds for each collective its replacement, or why there is none.
     """
 
     def __init__(self, collectives: Sequence[IssuedCollective], device: torch.device) -> None:
@@ -75,13 +75,13 @@ class LightCollectives:
         return self._runtime.agreement.exchange(msgspec.json.encode(content))
 
     def _make_flags(self, num_collectives: int) -> None:
-        """Flags by collective, rank that raises them, and CTA; counts by collective and CTA."""
+        """Allocate flags by collective, setting rank and CTA, and counts by collective and CTA."""
         num_words = num_collectives * self._num_ranks * MOST_LIGHT_CTAS
         self._flags = SymmetricMemory(num_words * WORD_BYTES, self._device, self._runtime.group, self._runtime.agreement)
         self._flags.local.zero_()
         self._counts = torch.zeros(num_collectives * MOST_LIGHT_CTAS, dtype=torch.int32, device=self._device)
         torch.cuda.synchronize(self._device)
-        self._exchange("flags at rest")  # nobody raises one before they are
+        self._exchange("flags at rest")  # no rank sets a flag before they are there
 
     def _reach(self, issued: IssuedCollective, blocks: Blocks) -> Reach:
         obstacle = obstacle_of(issued, self._num_ranks) or _obstacle_to_light(issued, self._num_ranks)
@@ -108,7 +108,7 @@ class LightCollectives:
             return str(problem).rstrip(".")
 
     def _pushes(self, issued: IssuedCollective, blocks: Blocks, reaches: Sequence[Reach]) -> Moves:
-        """This rank's block for each rank, peers first, to where that rank wants it."""
+        """Return the moves of this rank's block for each rank, peers first, to its destination there."""
         moves: list[tuple[int, int, int]] = []
         for to in (*self._peers, self._rank):
             start, end = blocks.given[to]
@@ -123,7 +123,7 @@ class LightCollectives:
         )
 
     def _sums(self, issued: IssuedCollective, blocks: Blocks, reaches: Sequence[Reach]) -> Moves:
-        """This rank's block of all ranks, to where those want the sum that get it."""
+        """Return the moves of this rank's block of all ranks, to the destinations of the sum."""
         start, end = blocks.given[self._rank]
         sources = tuple(self._given_by(rank, issued, reaches) + start for rank in range(self._num_ranks))
         targets: tuple[int, ...] = (issued.got.address,)
@@ -157,7 +157,7 @@ class LightCollectives:
         )
 
     def close(self) -> None:
-        """Give back all memory, when what runs has ended; no graph that holds a launch may run any more."""
+        """Free all memory when running work has ended; no graph that holds a launch may run any more."""
         torch.cuda.synchronize(self._device)
         self.launches = []
         self._memory.close()
@@ -165,20 +165,20 @@ class LightCollectives:
 
 
 def _obstacle_to_light(issued: IssuedCollective, num_ranks: int) -> str:
-    """What stops light kernels and not copies, or nothing."""
+    """Return what prevents light kernels but not copies, or nothing."""
     if num_ranks > MOST_LIGHT_RANKS:
-        return f"it has {num_ranks} ranks, and light kernels know {MOST_LIGHT_RANKS} at most"
+        return f"it has {num_ranks} ranks; light kernels support at most {MOST_LIGHT_RANKS}"
     if issued.reduction and issued.given.dtype not in REDUCE:
         known = ", ".join(str(dtype).removeprefix("torch.") for dtype in REDUCE)
-        return f"it reduces {str(issued.given.dtype).removeprefix('torch.')}, and light kernels know {known}"
+        return f"it reduces {str(issued.given.dtype).removeprefix('torch.')}; light kernels support only {known}"
     return ""
 
 
 def offer_light_kernels(captured: Captured) -> None:
-    """Prepare light kernels in place of the step's collectives, so that plans may ask for them; the graph says why where
-    there is none.
+    """Prepare light kernels in place of the step's collectives, so that plans may use them; if one is impossible, the
+    graph says why.
 
-    All ranks call it together, before they tune or apply. Raises `PlanError` where they captured different steps.
+    All ranks call it together, before they tune or apply. Raises `PlanError` if they captured different steps.
     """
     captured.agree("")
     device = torch.device("cuda", torch.cuda.current_device())

@@ -1,8 +1,8 @@
-"""Light collectives as kernels: `light.cu` compiled for the GPU at hand, and launches of it.
+"""Compiles the light kernels (`light.cu`) for the GPU at hand, and prepares their launches.
 
-A CTA has 128 threads with at most 32 registers each and no shared memory, so one fits wherever 4 warps and 4,096 registers
-are free. NCCL's has 544 threads with 96 registers and about 101 KiB. NVRTC, which torch brings along, compiles in less than
-a second; nothing is built when Counterpoint is installed.
+A CTA has 128 threads with at most 32 registers each and no shared memory, so it fits wherever 4 warps and 4,096
+registers are free. NCCL's has 544 threads with 96 registers and about 101 KiB. NVRTC, which comes with torch, compiles
+in less than a second; nothing is built when Counterpoint is installed.
 """
 
 import ctypes
@@ -24,8 +24,8 @@ from counterpoint.value import Value
 Handle = Any  # cuda-bindings has no types
 MAX_PEERS = MOST_LIGHT_RANKS - 1
 THREADS = 128
-VECTOR_BYTES = 16  # what a thread moves at once
-WORD_BYTES = 4  # of a flag, and of a count
+VECTOR_BYTES = 16  # bytes that a thread moves at once
+WORD_BYTES = 4  # bytes of a flag, and of a count
 PUSH = "counterpoint_light_push"
 REDUCE = {
     torch.float32: "counterpoint_light_reduce_float32",
@@ -35,7 +35,7 @@ REDUCE = {
 
 
 class LightArgument(ctypes.Structure):
-    """The argument of every kernel of `light.cu`, field by field as there; addresses are as this process sees them."""
+    """The argument of every kernel of `light.cu`, field by field; addresses are those of this process."""
 
     _fields_ = (
         ("source", ctypes.c_uint64 * MOST_LIGHT_RANKS),
@@ -52,7 +52,7 @@ class LightArgument(ctypes.Structure):
 
 
 class LightSignals(Value, frozen=True, kw_only=True):
-    """The flags of one collective: on each peer those that this rank raises, here those that each peer does, and counts."""
+    """The flags of one collective: those that this rank sets on each peer, those that each peer sets here, and counts."""
 
     raised: tuple[int, ...]
     awaited: tuple[int, ...]
@@ -60,7 +60,7 @@ class LightSignals(Value, frozen=True, kw_only=True):
 
 
 class Moves(Value, frozen=True, kw_only=True):
-    """Blocks to move: from where, to where, and bytes. A reduction has as many sources as ranks, one length, and a scale."""
+    """Blocks to move: sources, targets and bytes. A reduction has as many sources as ranks, one length, and a scale."""
 
     source: tuple[int, ...]
     target: tuple[int, ...]
@@ -70,12 +70,12 @@ class Moves(Value, frozen=True, kw_only=True):
     def obstacle(self) -> str:
         """Why no kernel can move them, or nothing."""
         if any(number % VECTOR_BYTES for number in (*self.source, *self.target, *self.num_bytes)):
-            return f"its blocks do not begin and end at multiples of {VECTOR_BYTES} bytes, as light kernels need them to"
+            return f"its blocks do not begin and end at multiples of {VECTOR_BYTES} bytes, as light kernels require"
         return ""
 
 
 def launch_of(kernel: str, moves: Moves, signals: LightSignals) -> LightLaunch:
-    """The launch of a kernel by its name, with one CTA. Raises `DeviceError` where it cannot be compiled."""
+    """Return the launch of a kernel by its name, with one CTA. Raises `DeviceError` if it cannot be compiled."""
     argument = LightArgument(
         source=(ctypes.c_uint64 * MOST_LIGHT_RANKS)(*moves.source),
         target=(ctypes.c_uint64 * MOST_LIGHT_RANKS)(*moves.target),
@@ -104,7 +104,7 @@ def _function(kernel: str) -> Handle:
 
 @cache
 def _module(context: int) -> Handle:
-    """The kernels in the CUDA context of that handle."""
+    """Return the kernels in the CUDA context of that handle."""
     source = resources.files("counterpoint.ops").joinpath("light.cu").read_bytes()
     major, minor = torch.cuda.get_device_capability()
     image = compiled(source, f"sm_{major}{minor}")
@@ -112,10 +112,10 @@ def _module(context: int) -> Handle:
 
 
 def compiled(source: bytes, architecture: str) -> bytes:
-    """CUDA C as a binary for a GPU architecture such as "sm_90". Raises `DeviceError` with what the compiler said."""
+    """Compile CUDA C for a GPU architecture such as "sm_90". Raises `DeviceError` with the compiler's message."""
     try:
         program = _checked("Reading light.cu", nvrtc.nvrtcCreateProgram(source, b"light.cu", 0, [], []))
-    except RuntimeError as problem:  # cuda-bindings' own where the library is missing
+    except RuntimeError as problem:  # cuda-bindings' own error if the library is missing
         raise DeviceError(
             f"Light kernels need NVRTC, which cannot be loaded ({problem}). Install nvidia-cuda-nvrtc."
         ) from None

@@ -1,6 +1,6 @@
-"""A lane on CPUs: the same blocks as messages, so that what is built on lanes is tested on real tensors without GPUs.
+"""A lane on CPUs: the same blocks as messages, so that tests run the code above lanes on real tensors without GPUs.
 
-All messages of a move are posted together, so their order cannot block anybody. Nothing overlaps here.
+All messages of a move are posted together, so their order cannot block any rank. Nothing overlaps here.
 """
 
 from collections.abc import Sequence

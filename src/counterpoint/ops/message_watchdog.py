@@ -1,7 +1,8 @@
-"""Ends waits for messages that will not come, because another rank refused the call: gloo itself waits until its time-out.
+"""Ends waits for messages that will not come because another rank refused the call: gloo itself waits until its
+time-out.
 
-A thread looks while this rank waits. A receive that times out at once makes gloo close the connections of the whole group,
-so that what waits elsewhere in it ends with an error; who waited then asks the agreement why.
+A thread checks while this rank waits. A receive that times out at once makes gloo close the connections of the whole
+group, so that other waits in it end with an error; the waiting code then asks the agreement why.
 """
 
 import threading
@@ -14,12 +15,12 @@ import torch
 import torch.distributed as dist
 
 POLL_S = 0.1
-NO_TAG = 2**31 - 1  # no message has it: tags are positions in a schedule
+NO_TAG = 2**31 - 1  # no message has this tag: tags are positions in a schedule
 
 
 @final
 class MessageWatchdog:
-    """Watches the waits of one group on CPUs; `overheard` says why the present one will not end, or nothing."""
+    """Watches the waits of one group on CPUs; `overheard` returns why the present one will not end, or nothing."""
 
     def __init__(self, group: dist.ProcessGroup, overheard: Callable[[], str]) -> None:
         self._group, self._overheard = group, overheard
@@ -29,7 +30,7 @@ class MessageWatchdog:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Within it this rank waits for others."""
+        """Watch a block in which this rank waits for others."""
         if self._thread is None and self._group.size() > 1:
             self._thread = threading.Thread(target=self._run, name="counterpoint-message-watchdog", daemon=True)
             self._thread.start()

@@ -1,9 +1,8 @@
-"""Schedules on CPUs: the same chunks in the same order as messages, so that the logic is tested on real tensors
+"""Runs schedules on CPUs: the same chunks in the same order as messages, so that tests run the logic on real tensors
 without GPUs.
 
-Every rank goes through the schedule in its one order and does its part of each copy, the sender `send`, the receiver
-`recv`. Of all copies that are not done, the earliest has both its ranks at it, so nobody waits for ever. Nothing
-overlaps here.
+Every rank goes through the schedule in its single order and does its part of each copy: the sender `send`, the receiver
+`recv`. Of all unfinished copies, both ranks of the earliest are at it, so no rank waits for ever. Nothing overlaps here.
 """
 
 from collections.abc import Sequence
@@ -58,7 +57,7 @@ class Messages(AbstractTransport):
         return int(self.memory.numel())
 
     def num_recordings(self) -> int:
-        """None: there are no graphs on CPUs."""
+        """Zero: there are no graphs on CPUs."""
         return 0
 
     def close(self) -> None:
@@ -95,7 +94,7 @@ class CompiledMessages(AbstractCompiledSchedule):
                 self._send(step, everything)
 
     def _own(self, name: str) -> torch.Tensor:
-        """A fresh local buffer, or a symmetric one in the memory that all schedules share."""
+        """Return a new local buffer, or a symmetric one in the memory that all schedules share."""
         buffer = self._schedule.buffer(name)
         if buffer.home == "symmetric":
             return view_of(self._transport.memory, self._layout.places[name], buffer, self._dtype)

@@ -1,7 +1,7 @@
-"""One call of an operator: its operands are checked, the schedule that was picked is looked up, and it is run.
+"""One call of an operator: checks its operands, looks up the picked schedule, and runs it.
 
-The checks and look-ups of a call depend on what its tensors are like and not on their numbers, so they are made once:
-`OperatorCall` makes them, and keeps a `KnownCall` for the calls to come.
+The checks and look-ups of a call depend on the properties of its tensors and not on their numbers, so they are made
+once: `OperatorCall` makes them, and keeps a `KnownCall` for later calls.
 """
 
 from collections.abc import Hashable, Sequence
@@ -17,12 +17,13 @@ from counterpoint.ops.runtime import PickedSchedule, Request, Runtime, known_cal
 from counterpoint.ops.transport import AbstractCompiledSchedule
 from counterpoint.schedule.actions import Operation, Pass
 
-MAX_KNOWN_CALLS = 4096  # of a process; a model has a few shapes, and a job whose shapes never come again keeps no more
+# most known calls of a process; a model has a few shapes, and a job with ever new shapes keeps no more
+MAX_KNOWN_CALLS = 4096
 Key = tuple[Hashable, ...]
 
 
 class TorchPass(NamedTuple):
-    """One pass of an operator, and what runs where nothing is cut."""
+    """One pass of an operator, and the sequential form that runs if nothing is cut."""
 
     operation: Operation
     direction: Pass
@@ -31,10 +32,10 @@ class TorchPass(NamedTuple):
 
 @final
 class CallCounts:
-    """Calls of operators so far, forward and backward: those whose rows went by copies, and the bytes these sent from this
+    """Calls of operators so far, forward and backward: those whose rows went by copies, and their bytes sent from this
     rank; those that ran the library's collective.
 
-    A call counts where the operator runs, so code that torch.compile made counts as well. A CUDA graph that holds a call
+    A call counts where the operator runs, so code made by torch.compile counts as well. A CUDA graph that holds a call
     counts once, when it is captured.
     """
 
@@ -54,25 +55,26 @@ class CallCounts:
 
 @cache
 def calls_of(group_name: str) -> CallCounts:
-    """The counts of a group of this process; they go on where its memory was released."""
+    """Return the counts of a group of this process; they go on after its memory was released."""
     return CallCounts()
 
 
 @final
 class KnownCall:
-    """What calls with tensors of the same shapes, strides, types and devices have in common: which schedule they run, and
-    what results they have memory for."""
+    """What calls with tensors of the same shapes, strides, types and devices have in common: their schedule, and the
+    memory for their results.
+    """
 
     __slots__ = ("_counts", "_names", "_picked", "_results", "_runtime", "group")
 
     def __init__(self, runtime: Runtime, picked: PickedSchedule, names: Sequence[str], like: Matrices) -> None:
-        """`names` of the given buffers, then of the results, which are like `like`."""
+        """`names` are those of the given buffers, then of the results, which are like `like`."""
         self.group, self._runtime, self._picked = runtime.group, runtime, picked
         self._counts, self._names = calls_of(runtime.group.group_name), tuple(names)
         self._results = tuple((result.shape, result.stride()) for result in like)
 
     def begin(self) -> None:
-        """One more call is made."""
+        """Count the beginning of one more call."""
         agreement = self._runtime.agreement
         agreement.num_calls = self._picked.last_call = agreement.num_calls + 1
 
@@ -86,14 +88,16 @@ class KnownCall:
 
 
 def key_of(what: Key, *tensors: torch.Tensor) -> Key:
-    """All that tells calls apart, besides the numbers in their tensors: `what` they are, and what their tensors are like."""
+    """Return everything that distinguishes calls, besides the numbers in their tensors: `what` they are, and the
+    properties of their tensors.
+    """
     return what, *[(each.shape, each.stride(), each.dtype, each.device) for each in tensors]
 
 
 def known_call(key: Key, group_name: str) -> KnownCall | None:
-    """What is known of calls with this key, of which one begins now; nothing before the first one ran."""
+    """Return what is known of calls with this key, one of which begins now; nothing before the first one ran."""
     found: KnownCall | None = known_calls().get(key)
-    # a group may be destroyed and another one get its name
+    # a group may be destroyed and another one may get its name
     if found is None or distributed_c10d._resolve_process_group(group_name) is not found.group:
         return None
     found.begin()
@@ -104,7 +108,7 @@ def known_call(key: Key, group_name: str) -> KnownCall | None:
 class OperatorCall:
     """The first call of its kind: checks its operands, finds the plan, and keeps both for the calls to come.
 
-    Left matrices are one for all weights, or one for each.
+    There is one left matrix for all weights, or one for each.
     """
 
     _picked: PickedSchedule
@@ -113,7 +117,7 @@ class OperatorCall:
         self._operation, self._direction, self._sequential = torch_pass
         lefts, self._weights, group_name = operands
         self._left = lefts[0]
-        # if one operand was left on the CPU, the other ranks meet where the GPU is
+        # if one operand is on the CPU by mistake, the other ranks meet on the GPU
         device = next((each.device for each in (*lefts, *self._weights) if each.is_cuda), self._left.device)
         self._runtime: Runtime = runtime_of(group_name, device)
         pairs = zip(lefts if len(lefts) > 1 else [self._left] * len(self._weights), self._weights, strict=True)
@@ -122,7 +126,9 @@ class OperatorCall:
             self._runtime.refuse(problem)
 
     def plan(self, sizes: tuple[int, int, int], schedule: str) -> None:
-        """Find the plan for (rows, inner, columns), before memory for results is taken: ranks fail together here."""
+        """Find the plan for (rows, inner, columns), before memory for results is taken, so that ranks fail together
+        here.
+        """
         num_rows, num_inner, num_columns = sizes
         request = Request(
             operation=self._operation,
@@ -136,7 +142,7 @@ class OperatorCall:
         self._picked = self._runtime.plan(request, self._sequential)
 
     def keep(self, key: Key, names: Sequence[str], like: Matrices) -> KnownCall:
-        """What this call and those to come have in common; see `KnownCall`."""
+        """Keep what this call and later ones have in common; see `KnownCall`."""
         known = known_calls()
         if len(known) >= MAX_KNOWN_CALLS:
             known.clear()
@@ -149,19 +155,20 @@ class OperatorCall:
         wanted = own_rows(num_rows, group.group_name)
         if found != wanted:
             self._runtime.refuse(
-                f"{self._operation} of {num_rows} rows needs {wanted} of them on rank {group.rank()} of {group.size()}; "
-                f"found {found}. Split them as torch.tensor_split does, or give the right num_rows."
+                f"{self._operation} of {num_rows} rows needs {wanted} of them on rank {group.rank()} of "
+                f"{group.size()}; found {found}. Split them by torch.tensor_split, or pass the right num_rows."
             )
 
     def _problem_of(self, left: torch.Tensor, weight: torch.Tensor) -> str:
-        """What is wrong with two operands, in one line, or nothing."""
+        """Return what is wrong with two operands, in one line, or nothing."""
         if left.device != weight.device:
             return f"{self._operation} needs its operands on one device; found {left.device} and {weight.device}. Move one."
         if left.dtype != weight.dtype:
             return f"{self._operation} needs operands of one type; found {left.dtype} and {weight.dtype}. Convert one."
         if not _is_multiplied(left):
             return (
-                f"{self._operation} multiplies by torch.mm, which has no {left.dtype} on this device. Convert both operands."
+                f"{self._operation} multiplies by torch.mm, which does not support {left.dtype} on this device. "
+                "Convert both operands."
             )
         if left.dim() != 2 or weight.dim() != 2 or left.shape[1] != weight.shape[0]:
             shapes = f"{tuple(left.shape)} and {tuple(weight.shape)}"
@@ -170,7 +177,9 @@ class OperatorCall:
 
 
 def _is_multiplied(matrix: torch.Tensor) -> bool:
-    """Whether torch.mm takes matrices of that type: none of 8 bits or fewer in floating point, and on GPUs no integers."""
+    """Return whether torch.mm supports matrices of that type: no floating-point types of 8 bits or fewer, and on GPUs no
+    integers.
+    """
     dtype = matrix.dtype
     if dtype.is_floating_point:
         return bool(dtype.itemsize > 1)
@@ -178,12 +187,12 @@ def _is_multiplied(matrix: torch.Tensor) -> bool:
 
 
 def group_size(group_name: str) -> int:
-    """How many ranks the group has."""
+    """Return how many ranks the group has."""
     return int(distributed_c10d._resolve_process_group(group_name).size())
 
 
 def own_rows(num_rows: int, group_name: str) -> int:
-    """Rows of this rank's block, as `torch.tensor_split` divides them."""
+    """Return the rows of this rank's block, split as by `torch.tensor_split`."""
     group = distributed_c10d._resolve_process_group(group_name)
     size, rank = int(group.size()), int(group.rank())
     return num_rows // size + int(rank < num_rows % size)

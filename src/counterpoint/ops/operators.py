@@ -1,8 +1,8 @@
-"""The operators as torch custom operators: what runs where nothing is cut, their shapes for torch.compile, their gradients.
+"""The operators as torch custom operators: their sequential form, their shapes for torch.compile, their gradients.
 
-Forward and backward are operators of their own, so a compiled graph holds both whole. Nothing gathered is kept for
-backward: the shard is sent again while the gradient's matmul runs, which keeps the memory that sequence parallelism
-saves. Groups travel by name and schedules as JSON text, because an operator's arguments must be plain.
+Forward and backward are separate operators, so a compiled graph holds both whole. Nothing gathered is kept for backward:
+the shard is sent again while the gradient's matmul runs, which keeps the memory savings of sequence parallelism. Groups
+are passed by name and schedules as JSON text, because an operator's arguments must be plain.
 """
 
 import msgspec
@@ -223,7 +223,7 @@ def _exchanged_shape(tokens: torch.Tensor, weight: torch.Tensor, group_name: str
 
 
 def _gather_gradients(kept: Kept, gradients: Matrices, is_wanted: tuple[bool, bool]) -> Gradients:
-    """Of weights that need none, nothing is gathered again."""
+    """Return the gradients; if no weight needs one, nothing is gathered again."""
     if is_wanted[1]:
         found = all_gather_matmul_backward(list(gradients), kept.left, kept.weights, kept.group_name, kept.schedule)
         return found[0], found[1:]
@@ -242,7 +242,7 @@ def _reduce_gradients(kept: Kept, gradients: Matrices, is_wanted: tuple[bool, bo
 
 
 def _all_reduce_gradients(kept: Kept, gradients: Matrices, is_wanted: tuple[bool, bool]) -> Gradients:
-    """The product is the same on every rank, and so is what follows: its gradient is not summed again."""
+    """The product is the same on every rank, and so is later work: its gradient is not summed again."""
     (gradient,), (weight,) = gradients, kept.weights
     return (
         multiply(gradient, weight.t()) if is_wanted[0] else None,
@@ -257,7 +257,7 @@ def _exchange_gradients(kept: Kept, gradients: Matrices, _is_wanted: tuple[bool,
 
 
 def _backward_text(operation: Operation, schedule: str) -> str:
-    """The schedule that the backward pass of an operator takes, for an operator that is one half of it."""
+    """Return the schedule of an operator's backward pass, for an operator that is one half of it."""
     if not schedule:
         return ""
     description = backward_description(operation, msgspec.json.decode(schedule, type=ScheduleDescription))

@@ -1,9 +1,10 @@
-"""Whether the copy engines of a group's GPUs reach each other's memory, and whether a wait for a peer's flag also tells that
-the peer's rows have come.
+"""Checks whether the copy engines of a group's GPUs can access each other's memory, and whether a wait for a peer's flag
+guarantees that the peer's rows have arrived.
 
-CUDA promises the latter only to a wait that flushes remote writes (CU_STREAM_WAIT_VALUE_FLUSH), and not every platform can.
-Where it cannot, the flag is waited for without, on the one kind of link where results were compared bit for bit over many
-calls: NVLink between H200s (docs/ops.md, "State"). H100s are taken to be the same: they have the same link.
+CUDA guarantees the latter only for a wait that flushes remote writes (CU_STREAM_WAIT_VALUE_FLUSH), which not every
+platform supports. Without it, flags are used only on the one kind of link where results were compared bit for bit over
+many calls: NVLink between H200s (docs/ops.md, "State"). H100s are assumed to be the same, because they have the same
+link.
 """
 
 import socket
@@ -15,11 +16,13 @@ import torch
 from counterpoint.errors import INSTALL
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-PROVEN_WITHOUT_FLUSH = ("H100", "H200")  # and linked by NVLink
+PROVEN_WITHOUT_FLUSH = ("H100", "H200")  # if linked by NVLink
 
 
 def whereabouts(device: torch.device) -> str:
-    """The host and the GPU, for the other ranks. Hosts of one name, such as localhost, have other boot ids (random(4))."""
+    """Identify the host and the GPU for the other ranks. Hosts of the same name, such as localhost, have different boot
+    ids (random(4)).
+    """
     try:
         boot = BOOT_ID.read_text().strip()
     except OSError:
@@ -28,7 +31,9 @@ def whereabouts(device: torch.device) -> str:
 
 
 def obstacle_on(device: torch.device, found: list[str]) -> str:
-    """Why this rank cannot use copy engines, or nothing. GPUs that are not visible here are taken to be reachable."""
+    """Return why this rank cannot use copy engines, or nothing. GPUs that are not visible here are assumed to be
+    reachable.
+    """
     if find_spec("cuda") is None or find_spec("cuda.bindings") is None:
         return f"cuda-bindings is not installed. {INSTALL}".rstrip(".")
     wanted = {entry.split("/")[1] for entry in found}
@@ -39,12 +44,12 @@ def obstacle_on(device: torch.device, found: list[str]) -> str:
     ]
     for number in peers:
         if not torch.cuda.can_device_access_peer(device.index, number):
-            return f"GPU {device.index} cannot reach the memory of GPU {number}"
+            return f"GPU {device.index} cannot access the memory of GPU {number}"
     return "" if len(found) == 1 else _flush_obstacle(device, peers)
 
 
 def _flush_obstacle(device: torch.device, peers: list[int]) -> str:
-    """Why rows might come after the flag behind them, or nothing."""
+    """Return why rows might arrive after the flag that follows them, or nothing."""
     from counterpoint.ops.driver_calls import can_flush_remote_writes, is_nvlink_to  # noqa: PLC0415  needs cuda-bindings
 
     if can_flush_remote_writes(device.index):
@@ -54,6 +59,6 @@ def _flush_obstacle(device: torch.device, peers: list[int]) -> str:
     if is_proven and all(is_nvlink_to(device.index, number) for number in peers):
         return ""
     return (
-        f"GPU {device.index} ({name}) cannot flush remote writes in a wait (CAN_FLUSH_REMOTE_WRITES is 0), and without that "
-        f"copy engines are proven only on NVLink between {' or '.join(PROVEN_WITHOUT_FLUSH)} GPUs"
+        f"GPU {device.index} ({name}) cannot flush remote writes in a wait (CAN_FLUSH_REMOTE_WRITES is 0); "
+        f"without that, copy engines are proven only on NVLink between {' or '.join(PROVEN_WITHOUT_FLUSH)} GPUs"
     )

@@ -1,9 +1,8 @@
-"""Memory of other processes' GPUs, reached where it lies: a tensor of one rank at an address that copies of another rank
-take.
+"""Memory of other processes' GPUs: maps a tensor of one rank to an address that another rank's copies can use.
 
-CUDA's interprocess handles name a whole allocation, so what a rank tells the others is the handle and how far into it the
-tensor begins. Symmetric memory (`symmetric.py`) is allocated for the purpose; this reaches what torch's allocator gave
-anybody, as the tensors of a captured step are.
+CUDA's interprocess handles name a whole allocation, so a rank sends the others the handle and the tensor's offset in it.
+Symmetric memory (`symmetric.py`) is allocated for the purpose; this module maps memory that torch's allocator gave to
+any tensor, such as those of a captured step.
 """
 
 from typing import Any, final
@@ -19,19 +18,19 @@ LAZY_PEER_ACCESS = int(cu.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS)
 
 
 class Whereabouts(Value, frozen=True, kw_only=True):
-    """Where memory lies, for other processes: the handle of its allocation and the bytes before it."""
+    """The location of memory for other processes: the handle of its allocation and the bytes before it."""
 
     allocation: bytes
     offset: int
 
 
 def whereabouts_of(address: int) -> Whereabouts:
-    """Where the memory at `address` lies. Raises `DeviceError` for memory that other processes cannot open."""
+    """Return the location of the memory at `address`. Raises `DeviceError` for memory that other processes cannot open."""
     base, _ = check("Finding an allocation", cu.cuMemGetAddressRange(cu.CUdeviceptr(address)))
     error, handle = cu.cuIpcGetMemHandle(base)
     if error != cu.CUresult.CUDA_SUCCESS:
         raise DeviceError(
-            f"its memory cannot be opened by other ranks ({error.name}), as that of expandable segments cannot; take "
+            f"other ranks cannot open its memory ({error.name}), for example that of expandable segments; take "
             "expandable_segments out of PYTORCH_CUDA_ALLOC_CONF"
         )
     return Whereabouts(allocation=bytes(handle.reserved), offset=address - int(base))
@@ -45,7 +44,7 @@ class PeerMemory:
         self._opened: dict[bytes, int] = {}
 
     def address_of(self, place: Whereabouts) -> int:
-        """Where copies of this rank find it. Raises `DeviceError` where the driver cannot open it."""
+        """Return its address for copies of this rank. Raises `DeviceError` if the driver cannot open it."""
         if place.allocation not in self._opened:
             handle = cu.CUipcMemHandle()
             handle.reserved = place.allocation
@@ -54,7 +53,7 @@ class PeerMemory:
         return self._opened[place.allocation] + place.offset
 
     def close(self) -> None:
-        """Close all; nothing may copy there any more."""
+        """Close all allocations; nothing may copy there any more."""
         while self._opened:
             _, address = self._opened.popitem()
             check("Closing another rank's allocation", cu.cuIpcCloseMemHandle(cu.CUdeviceptr(address)))

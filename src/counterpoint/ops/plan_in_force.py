@@ -1,7 +1,7 @@
-"""The plan that operators go by: which schedule it names for a request, and what of it is not for operators.
+"""The plan that operators use: the schedule that it names for a request, and its controls that are not for operators.
 
-One plan is in force in a process, for all groups: a request's name holds the operator, its sizes and the number of ranks.
-Whoever asks for a schedule asks here first; ranks compare fingerprints before they run what a plan names.
+A process has one current plan, for all groups: a request's name holds the operator, its sizes and the number of ranks.
+Requests for a schedule come here first; ranks compare fingerprints before they run what a plan names.
 """
 
 import hashlib
@@ -15,11 +15,11 @@ from counterpoint.plan import LEAVE_IT, Directive, Match, Plan, Refusal
 from counterpoint.schedule import ScheduleDescription
 from counterpoint.value import Value
 
-BY_NAME_ONLY = "operators are matched by their name alone; leave everything else out of the match"
+BY_NAME_ONLY = "operators are matched only by name; leave everything else out of the match"
 
 
 class Choice(Value, frozen=True, kw_only=True):
-    """What one directive says: the schedule for requests of such names, and why. `number` is its place in the plan."""
+    """What one directive says: the schedule for requests of such names, and why. `number` is its index in the plan."""
 
     number: int
     match: Match
@@ -29,7 +29,7 @@ class Choice(Value, frozen=True, kw_only=True):
 
 @final
 class PlanInForce:
-    """What a plan holds for operators."""
+    """The part of a plan that is for operators."""
 
     def __init__(self, plan: Plan) -> None:
         self.machine = plan.machine
@@ -53,26 +53,28 @@ class PlanInForce:
         self.fingerprint = self._fingerprint()
 
     def choice(self, name: str) -> Choice | None:
-        """What the plan names for a request; of several directives the last one, as everywhere a plan is applied."""
+        """Return what the plan names for a request; of several directives the last one, as everywhere a plan is applied."""
         return next((choice for choice in reversed(self._choices) if choice.match.accepts_name(name)), None)
 
     def problem_on(self, machine: str) -> str:
-        """Why a plan is not for GPUs of that machine, in one line, or nothing. CPUs are no machine: they only try it out."""
+        """Return why a plan is not for GPUs of that machine, in one line, or nothing. CPUs are no machine: they only try
+        it out.
+        """
         if not (self._choices and self.machine and machine) or self.machine == machine:
             return ""
         return (
-            f"the plan in force was measured on '{self.machine}', and this GPU is of '{machine}'. Measure here, or take the "
-            "line 'machine' out of the plan."
+            f"the current plan was measured on '{self.machine}', but this GPU belongs to '{machine}'. Measure "
+            "here, or remove the line 'machine' from the plan."
         )
 
     def _fingerprint(self) -> str:
-        """The same for plans that name the same schedules; empty where a plan names none."""
+        """Return a fingerprint, equal for plans that name the same schedules; empty if a plan names none."""
         named = [(choice.match.name, choice.schedule) for choice in self._choices]
         return hashlib.sha256(msgspec.json.encode(named)).hexdigest()[:12] if named else ""
 
 
 def _why_not(directive: Directive, control: Control) -> str:
-    """Why a control of a directive is nothing for operators; empty if it is."""
+    """Return why a control of a directive is not for operators; empty if it is."""
     if "operators" in control.refused_by:
         return control.refused_by["operators"]
     return "" if directive.match == Match(name=directive.match.name) else BY_NAME_ONLY
@@ -85,11 +87,11 @@ def _holder() -> list[PlanInForce]:
 
 
 def plan_in_force() -> PlanInForce:
-    """The plan that operators of this process go by; one that names nothing until another was put in force."""
+    """Return the plan that operators of this process use; one that names nothing until another was set."""
     return _holder()[0]
 
 
 def put_in_force(plan: Plan) -> PlanInForce:
-    """Go by this plan from now on."""
+    """Use this plan from now on."""
     _holder()[0] = PlanInForce(plan)
     return plan_in_force()

@@ -1,8 +1,8 @@
 """One collective of a captured step, recorded as a small graph of copies, flags and a sum.
 
 Flags, for each collective and peer: ENTERED, my memory may be written; ARRIVED, your blocks are there; RETURNED, so are
-your sums. All rest at 0. No flag is raised before it was lowered, at whatever distance ranks replay: a rank raises ENTERED
-when the replay before has ended on it, which took the peer's ARRIVED, which the peer raised after it had lowered ENTERED.
+your sums. All are 0 between replays. No flag is set before it was reset, however far apart ranks replay: a rank sets
+ENTERED when its previous replay has ended, which took the peer's ARRIVED, which the peer set after it had reset ENTERED.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -28,7 +28,9 @@ RELAXED = cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
 
 
 class Parts(msgspec.Struct, frozen=True, kw_only=True):
-    """A collective of this rank, how it is cut, and the rows that it sums, if any: one for each rank, of its data's type."""
+    """A collective of this rank, how it is cut, and the rows that it sums, if any: one for each rank, of its data's
+    type.
+    """
 
     issued: IssuedCollective
     blocks: Blocks
@@ -36,7 +38,7 @@ class Parts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Destinations(Value, frozen=True, kw_only=True):
-    """Where one rank's blocks and sums go on each peer: addresses at which this process reaches that memory."""
+    """Where one rank's blocks and sums go on each peer: addresses of that memory in this process."""
 
     blocks: Mapping[int, int]
     sums: Mapping[int, int]
@@ -91,13 +93,13 @@ class Recorder:
 
 
 def tensor_at(address: int, like: torch.Tensor) -> torch.Tensor:
-    """The memory at an address as a tensor of that shape, type and device; whose memory it is keeps it."""
+    """Return the memory at an address as a tensor of that shape, type and device; its owner keeps it alive."""
     storage = torch._C._construct_storage_from_data_pointer(address, like.device, like.nbytes)
     return torch.empty(0, dtype=like.dtype, device=like.device).set_(storage, 0, like.shape)
 
 
 def reduce_rows(rows: torch.Tensor, out: torch.Tensor, reduction: str) -> None:
-    """Sum or mean of the rows, added up in float32 where they are shorter, and rounded once."""
+    """Return the sum or mean of the rows, added in float32 if they are narrower, and rounded once."""
     if reduction == "mean":
         torch.mean(rows, 0, out=out)
     else:
@@ -106,7 +108,7 @@ def reduce_rows(rows: torch.Tensor, out: torch.Tensor, reduction: str) -> None:
 
 @contextmanager
 def _beside(stream: Handle, side: Handle) -> Iterator[None]:
-    """`side` follows what is on `stream` so far; afterwards `stream` follows `side`."""
+    """Order `side` after the work on `stream` so far, and afterwards `stream` after `side`."""
     _follow(side, stream)
     yield
     _follow(stream, side)
@@ -120,7 +122,7 @@ def _follow(later: Handle, earlier: Handle) -> None:
 
 
 def recorded(issue: Callable[[Handle, Handle], None]) -> Handle:
-    """What `issue` puts on two streams, the second forked from the first, as a graph. Nothing runs."""
+    """Record what `issue` puts on two streams, the second forked from the first, as a graph. Nothing runs."""
     _, greatest = check("Asking for the range of priorities", cu.cuCtxGetStreamPriorityRange())
     with ExitStack() as opened:
         streams = []

@@ -1,9 +1,9 @@
-"""What a group of ranks keeps between operator calls: its transport, and for each shape the schedule that was chosen
-and prepared.
+"""The state that a group of ranks keeps between operator calls: its transport, and the chosen and prepared schedule of
+each shape.
 
-The first call for a shape compares notes with the other ranks, chooses (the schedule that the caller names, else the
-plan in force, else `schedule/heuristic.py`), prepares and allocates; later calls look the result up. Runtimes live until
-`release()`.
+The first call for a shape compares with the other ranks, chooses (the schedule that the caller names, else the current
+plan's, else that of `schedule/heuristic.py`), prepares and allocates; later calls look the result up. Runtimes live
+until `release()`.
 """
 
 import logging
@@ -35,8 +35,8 @@ from counterpoint.schedule.heuristic import Pick, pick_schedule
 from counterpoint.units import format_count
 
 DEFAULT_MACHINE = "h200"
-MAX_SCHEDULES = 256  # of one group; each holds CUDA events, and a model has a few shapes
-NUM_EVICTED = 64  # at once, because it waits for the GPU
+MAX_SCHEDULES = 256  # most schedules of one group; each holds CUDA events, and a model has a few shapes
+NUM_EVICTED = 64  # evicted at once, because it waits for the GPU
 DEVICE_TYPES = ("cpu", "cuda")
 NEWEST_TORCH = (2, 13)  # pyproject.toml has the same bound
 LOGGER = logging.getLogger("counterpoint")
@@ -66,11 +66,11 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def name(self, num_ranks: int) -> str:
-        """What a plan's directives match, whatever schedule the call names."""
+        """The name that a plan's directives match, whatever schedule the call names."""
         return f"{self._sizes()} on {format_count(num_ranks, 'rank')}"
 
     def words(self) -> str:
-        """For messages: the operator and its sizes."""
+        """Describe the operator and its sizes for messages."""
         return self._sizes() + (f" with {self.schedule}" if self.schedule else "")
 
     def _sizes(self) -> str:
@@ -81,7 +81,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
 
 @final
 class PickedSchedule:
-    """The schedule that was picked for a request, and how it is run."""
+    """The schedule that was picked for a request, and its compiled form."""
 
     def __init__(self, pick: Pick, prepared: AbstractCompiledSchedule) -> None:
         self.pick, self.prepared = pick, prepared
@@ -96,7 +96,7 @@ class Runtime:
         _note_untested_torch()
         self.group, self.device = group, device
         self.plans: dict[Request, PickedSchedule] = {}  # an LRU cache, in the order of first calls
-        self.requests: dict[Request, None] = {}  # that named no schedule, in the order of first calls
+        self.requests: dict[Request, None] = {}  # requests without a named schedule, in the order of first calls
         self._prepared: dict[tuple[Request, ScheduleDescription], AbstractCompiledSchedule] = {}
         self._lanes: dict[str, AbstractLane] = {}
         self._experts: ExpertGroup | None = None
@@ -106,7 +106,7 @@ class Runtime:
         self.transport, self.obstacle = self._open_transport()
 
     def plan(self, request: Request, sequential: Sequential) -> PickedSchedule:
-        """The plan for a request, made with the other ranks when it is first asked for; it may be to run `sequential`."""
+        """Return the plan for a request, agreed with the other ranks on first use; it may be to run `sequential`."""
         self.agreement.num_calls += 1
         found = self.plans.get(request)
         if found is None:
@@ -145,7 +145,7 @@ class Runtime:
         return plan
 
     def _prepare_picked(self, request: Request, pick: Pick, sequential: Sequential) -> PickedSchedule:
-        """Make what was picked ready; where a rank has no memory for it, the call runs the library's collective on all."""
+        """Prepare what was picked. If a rank has no memory for it, the call runs the library's collective on all ranks."""
         try:
             return PickedSchedule(pick, self._prepared_once(request, pick.description, sequential))
         except RefusedTogetherError as refusal:
@@ -154,8 +154,9 @@ class Runtime:
             return PickedSchedule(pick, self._prepared_once(request, SEQUENTIAL, sequential))
 
     def _make_room(self) -> None:
-        """Evict the shapes that were called longest ago. All ranks evict the same in the same call, for all make the same
-        calls in the same order."""
+        """Evict the least recently called shapes. All ranks evict the same ones in the same call, because all make the
+        same calls in the same order.
+        """
         if max(len(self.plans), len(self._prepared)) < MAX_SCHEDULES:
             return
         known_calls().clear()
@@ -170,7 +171,7 @@ class Runtime:
             self.transport.forget(list(gone.values()), keeps_memory=True)
 
     def _agree(self, request: Request) -> Choice | None:
-        """Compare notes with the other ranks; returns what the plan in force says, unless the call names a schedule."""
+        """Compare with the other ranks; return what the current plan says, unless the call names a schedule."""
         if request.schedule:
             self.agreement.compare(CallNotice(request=request.words()))
             return None
@@ -202,7 +203,7 @@ class Runtime:
     def prepare(
         self, request: Request, description: ScheduleDescription, sequential: Sequential
     ) -> AbstractCompiledSchedule:
-        """Make a schedule ready for a request, by all ranks together. Raises `ScheduleError` where it does not fit."""
+        """Prepare a schedule for a request, all ranks together. Raises `ScheduleError` if it does not fit."""
         if description.is_sequential or self.transport is None:
             return Collectives(
                 Ranks(self.group, self.agreement, self._watchdog), (request.operation, request.num_rows), sequential
@@ -211,32 +212,32 @@ class Runtime:
         return self.transport.prepare(make_schedule(problem, description, request.direction), request.dtype)
 
     def forget(self, prepared: Sequence[AbstractCompiledSchedule]) -> None:
-        """Give back what `prepare` made, by all ranks together."""
+        """Free what `prepare` created, all ranks together."""
         if self.transport is not None:
             self.transport.forget(prepared)
 
     def pick_anew(self) -> None:
-        """Let the next call of every shape choose again, with the other ranks; what is prepared stays."""
+        """Let the next call of every shape choose again, with the other ranks; prepared schedules stay."""
         known_calls().clear()
         for request in [request for request in self.plans if not request.schedule]:
             del self.plans[request]
 
     def propose(self, what: str, problem: str = "") -> None:
-        """Raise `OperatorError` on every rank unless all of them are about to do the same, and can."""
+        """Raise `OperatorError` on every rank unless all of them are about to do the same, and are able to."""
         self.agreement.compare(CallNotice(request=what, problem=problem))
 
     def text_of_first(self, text: str) -> str:
-        """Rank 0's text, on every rank; all of them call it together."""
+        """Return rank 0's text, on every rank; all of them call it together."""
         return self.agreement.exchange(text.encode())[0].decode()
 
     def _open_transport(self) -> tuple[AbstractTransport | None, str]:
-        """The transport, or None and why there is none, which all ranks find alike."""
+        """Return the transport, or None and why there is none, with the same result on all ranks."""
         if self.device.type == "cpu":
             return Messages(self.group, self.agreement, self._watchdog), ""
         found = [content.decode() for content in self.agreement.exchange(whereabouts(self.device).encode())]
         hosts = {entry.split("/")[0] for entry in found}
         if len(hosts) > 1:
-            return None, f"the group spans {len(hosts)} hosts, and copy engines reach peers of one host only"
+            return None, f"the group spans {len(hosts)} hosts, but copy engines reach only peers on the same host"
         obstacle = obstacle_on(self.device, found)
         obstacles = [content.decode() for content in self.agreement.exchange(obstacle.encode())]
         first = next((f"rank {rank}: {text}" for rank, text in enumerate(obstacles) if text), "")
@@ -247,7 +248,7 @@ class Runtime:
         return CopyEngines(self.group, self.device, self.agreement), ""
 
     def lane(self, name: str) -> AbstractLane | None:
-        """The lane of that name, made by all ranks together when first asked for; None without a transport."""
+        """Return the lane of that name, created by all ranks together on first use; None without a transport."""
         if name not in self._lanes and self.transport is not None:
             refuse_in_capture(f"A collective on a lane named {name}", self.device)
             self.agreement.compare(CallNotice(request=f"a lane named {name}"))
@@ -262,7 +263,7 @@ class Runtime:
         return CopyLane(self.group, self.device, self.agreement, name)
 
     def experts(self) -> ExpertGroup:
-        """What moves the rows of experts, made by all ranks together when first asked for."""
+        """Return what moves the rows of experts, created by all ranks together on first use."""
         if self._experts is None:
             refuse_in_capture("An expert layer", self.device)
             self.agreement.compare(CallNotice(request="an expert layer"))
@@ -296,8 +297,9 @@ class Runtime:
 
 
 def _machine_of(device: torch.device) -> tuple[Machine, str]:
-    """The machine whose figures the heuristic takes, this GPU's or where none is shipped the default; and what plans call
-    this GPU's machine: its shipped name, or else the GPU's own. A CPU has none."""
+    """Return the machine whose figures the heuristic uses (this GPU's, or the default if none is shipped), and the name
+    that plans use for this GPU's machine: its shipped name, or else the GPU's own. A CPU has none.
+    """
     gpu_name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
     found = machine_for_device(gpu_name) if gpu_name else None
     return found or load_machine(DEFAULT_MACHINE), found.name if found else gpu_name
@@ -305,12 +307,12 @@ def _machine_of(device: torch.device) -> tuple[Machine, str]:
 
 @cache
 def _note_untested_torch() -> None:
-    """Say once that torch is newer than what operators, which use private names of it, were tested with."""
+    """Log once that torch is newer than the versions with which operators, which use its private names, were tested."""
     version = tuple(int(part) for part in torch.__version__.split(".")[:2])
     if version > NEWEST_TORCH:
         newest = ".".join(map(str, NEWEST_TORCH))
         LOGGER.warning(
-            "torch %s is newer than %s, the newest that operators were tested with. If they fail, install torch<%d.%d.",
+            "torch %s is newer than %s, the newest version tested with operators. If they fail, install torch<%d.%d.",
             torch.__version__,
             newest,
             NEWEST_TORCH[0],
@@ -320,25 +322,25 @@ def _note_untested_torch() -> None:
 
 @cache
 def known_calls() -> dict[Hashable, Any]:
-    """What `operator_call.py` knows of calls that came before, of all groups: forgotten whenever a plan is."""
+    """Return the cache of `operator_call.py` for calls of all groups; it is cleared whenever a plan is."""
     return {}
 
 
 @cache
 def _runtimes() -> dict[tuple[str, torch.device], Runtime]:
-    """The runtimes of this process: what the operators, which take a group's name, find theirs by."""
+    """Return the runtimes of this process, in which operators find theirs by the group's name."""
     return {}
 
 
 def runtime_of(group_name: str, device: torch.device) -> Runtime:
-    """The runtime of a group on a device; made, by all ranks together, when first asked for."""
+    """Return the runtime of a group on a device; created by all ranks together on first use."""
     group = distributed_c10d._resolve_process_group(group_name)
     runtimes = _runtimes()
     found = runtimes.get((group_name, device))
     if found is None or found.group is not group:  # a group may be destroyed and another one get its name
         if device.type not in DEVICE_TYPES:
             runtime_of_group(group).refuse(f"Operators run on GPUs and CPUs; found a tensor on '{device}'. Move it to one.")
-        refuse_in_capture("What this group does by copy engines", device)
+        refuse_in_capture("Copying by copy engines in this group", device)
         if found is not None:
             runtimes.pop((group_name, device)).close()
         found = runtimes[group_name, device] = Runtime(group, device)
@@ -346,20 +348,23 @@ def runtime_of(group_name: str, device: torch.device) -> Runtime:
 
 
 def group_or_world(group: Group | None) -> Group:
-    """The group that is meant; None is all ranks. Raises `OperatorError` where there is none."""
+    """Return the given group; None means all ranks. Raises `OperatorError` if there is none."""
     found = group if group is not None else dist.group.WORLD
     if found is None:
         raise OperatorError("There is no process group. Call torch.distributed.init_process_group first, on every rank.")
     if not isinstance(found, dist.ProcessGroup):
         raise OperatorError(
-            f"A group is a torch.distributed.ProcessGroup or None; found one of type {type(found).__name__}. Give what "
-            "new_group() or a mesh's get_group() returns, or leave it out for all ranks."
+            "A group must be a torch.distributed.ProcessGroup or None; found a value of type "
+            f"{type(found).__name__}. Pass what new_group() or a mesh's get_group() returns, or leave it out "
+            "for all ranks."
         )
     return found
 
 
 def runtime_of_group(group: Group | None) -> Runtime:
-    """The runtime of a group's calls so far, of those on GPUs if there are any; without calls, one for where it can run."""
+    """Return the runtime of a group's calls so far, that on GPUs if there is one; without calls, one for where it can
+    run.
+    """
     found = group_or_world(group)
     known = [runtime for runtime in all_runtimes() if runtime.group is found]
     if known:
@@ -370,7 +375,7 @@ def runtime_of_group(group: Group | None) -> Runtime:
 
 
 def all_runtimes() -> list[Runtime]:
-    """Every runtime of this process."""
+    """Return every runtime of this process."""
     return list(_runtimes().values())
 
 

@@ -1,8 +1,8 @@
-"""One operator call on operands of its own that several schedules take turns at, to be timed and compared.
+"""A benchmark of one operator call on its own operands, in which several schedules take turns to be timed and compared.
 
-Operands are random and stay where they are, as in a training step, so calls are recorded as they are there. Weights lie
-as those of `torch.nn.Linear` do, of which operators get the transpose. What was taken is given back in the end. Knows
-nothing of which schedule is chosen.
+Operands are random and keep their addresses, as in a training step, so calls are recorded as they are there. Weights
+have the layout of `torch.nn.Linear`'s, of which operators get the transpose. All memory is freed in the end. This module
+does not know which schedule is chosen.
 """
 
 import math
@@ -24,23 +24,23 @@ from counterpoint.schedule.generate import scheduled_pass
 from counterpoint.schedule.operations import OPERATORS
 
 SEED = 17
-ROUNDINGS = 2  # of results in their type, by each rank
-SUM_ROUNDINGS = 32  # of the sums within a matmul, by each rank
+ROUNDINGS = 2  # error of results in their type, from each rank
+SUM_ROUNDINGS = 32  # error of the sums within a matmul, from each rank
 Shape = tuple[int, int]
 
 
 @final
 class ScheduleBenchmark:
-    """A request and the schedules that take turns at it; the first is `sequential`, whose results are right.
+    """A request and the schedules that take turns at it; the first is `sequential`, whose results are the reference.
 
-    All ranks of the group make it and call it alike. Raises `OperatorError` on every rank where operands find no room on
+    All ranks of the group create and call it alike. Raises `OperatorError` on every rank if operands find no room on
     one, `ScheduleError` for a schedule that does not fit.
     """
 
     def __init__(self, runtime: Runtime, request: Request, descriptions: Sequence[ScheduleDescription]) -> None:
         self._runtime, self._request = runtime, request
         self.name = request.name(runtime.group.size())
-        assert descriptions[0].is_sequential, "what the others are compared with"
+        assert descriptions[0].is_sequential, "the first schedule must be sequential"
         self.descriptions = tuple(descriptions)
         self._prepared: list[AbstractCompiledSchedule] = []
         refuse_in_capture(f"Measuring {self.name}", runtime.device)
@@ -60,13 +60,15 @@ class ScheduleBenchmark:
             self._run(number)
 
     def time_us(self, number: int, timer: AbstractCallTimer) -> float:
-        """Run a schedule once; microseconds on the slowest rank, the same on all ranks."""
+        """Run a schedule once; return microseconds on the slowest rank, the same on all ranks."""
         label = self.descriptions[number].label()
         own_us = timer.time_us(f"{self.name} by {label}", lambda: self._run(number))
         return self._largest(own_us)
 
     def require_right(self) -> None:
-        """Raise `OperatorError` on every rank where a schedule's results are not those of `sequential` within rounding."""
+        """Raise `OperatorError` on every rank if a schedule's results differ from those of `sequential` by more than
+        rounding.
+        """
         self._run(0)
         wanted = [result.clone() for result in self._results]
         for number, description in enumerate(self.descriptions):
@@ -76,12 +78,13 @@ class ScheduleBenchmark:
             difference = self._largest(max(map(_difference, self._results, wanted)))
             if difference > self._tolerance():
                 raise OperatorError(
-                    f"{description.label()} gives other results for {self.name} than sequential: {difference:.3g} of the "
-                    f"largest element apart, and rounding explains {self._tolerance():.3g}. Do not use it, and report this."
+                    f"{description.label()} gives wrong results for {self.name}: they differ from sequential by "
+                    f"{difference:.3g} of the largest element, and rounding explains {self._tolerance():.3g}. "
+                    "Do not use it, and report this."
                 )
 
     def close(self) -> None:
-        """Give back all memory, on all ranks together."""
+        """Free all memory, on all ranks together."""
         self._runtime.forget(self._prepared)
         self._prepared.clear()
         self._tensors.clear()
@@ -92,12 +95,12 @@ class ScheduleBenchmark:
         self._prepared[number].run(self._tensors, (self._weight,))
 
     def _take_operands(self) -> str:
-        """Make operands and results; why they cannot be had, or nothing."""
+        """Create operands and results; return why that is impossible, or nothing."""
         self._tensors: dict[str, torch.Tensor] = {}
         self._results: list[torch.Tensor] = []
         request, device = self._request, self._runtime.device
         if not request.dtype.is_floating_point:
-            return f"measuring draws numbers at random, of floating-point types only; found {request.dtype}. Leave it out."
+            return f"measuring draws random numbers, of floating-point types only; found {request.dtype}. Leave it out."
         if OPERATORS[request.operation].of_pass(request.direction) is None:
             return (
                 f"{request.operation} copies nothing in its {request.direction} pass, so there is nothing to measure. "
@@ -110,19 +113,19 @@ class ScheduleBenchmark:
                 self._tensors[name] = torch.randn(shape, generator=generator, device=device).to(request.dtype)
             for name, shape in results.items():
                 self._tensors[name] = torch.empty(shape, dtype=request.dtype, device=device)
-            if "weight_gradient" in results:  # lies as its weight does
+            if "weight_gradient" in results:  # has the layout of its weight
                 num_inner, num_columns = results["weight_gradient"]
                 self._tensors["weight_gradient"] = self._tensors["weight_gradient"].view(num_columns, num_inner).t()
             weight = torch.randn(request.num_columns, request.num_inner, generator=generator, device=device)
             linear = weight.mul_(request.num_inner**-0.5).to(request.dtype)
         except RuntimeError as problem:  # among them torch.OutOfMemoryError
-            return f"operands of {self.name} cannot be had ({cause_of(problem, 160)}). Free memory."
+            return f"operands of {self.name} cannot be allocated ({cause_of(problem, 160)}). Free memory."
         self._results = [self._tensors[name] for name in results]
         self._weight = linear.t() if request.direction == "forward" else linear
         return ""
 
     def _largest(self, value: float) -> float:
-        """The largest value of all ranks, on every rank."""
+        """Return the largest value of all ranks, on every rank."""
         shared = torch.tensor([value], dtype=torch.float64, device=self._runtime.device)
         dist.all_reduce(shared, dist.ReduceOp.MAX, group=self._runtime.group)
         return float(shared.item())
@@ -134,10 +137,14 @@ class ScheduleBenchmark:
 
 
 def request_for(problem: Problem, direction: Pass, data_type: DataType) -> Request:
-    """The request for these sizes in a type by its short name. Raises `OperatorError` for fp8, which torch.mm lacks."""
+    """Return the request for these sizes in a type by its short name. Raises `OperatorError` for fp8, which torch.mm
+    lacks.
+    """
     types = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
     if data_type not in types:
-        raise OperatorError(f"Operators multiply by torch.mm, which has no {data_type}. Measure one of {', '.join(types)}.")
+        raise OperatorError(
+            f"Operators multiply by torch.mm, which does not support {data_type}. Measure one of {', '.join(types)}."
+        )
     return Request(
         operation=problem.operation,
         direction=direction,
@@ -149,7 +156,7 @@ def request_for(problem: Problem, direction: Pass, data_type: DataType) -> Reque
 
 
 def _shapes(request: Request, num_ranks: int, rank: int) -> tuple[dict[str, Shape], dict[str, Shape]]:
-    """Shapes of the buffers that are given and of those that are results, by name, as the operators make them."""
+    """Return shapes of the given buffers and of the results, by name, as the operators create them."""
     start, stop = split(request.num_rows, num_ranks)[rank]
     problem = request.problem(num_ranks)
     given, results = (
@@ -164,7 +171,7 @@ def _shapes(request: Request, num_ranks: int, rank: int) -> tuple[dict[str, Shap
 
 
 def _difference(found: torch.Tensor, wanted: torch.Tensor) -> float:
-    """Largest difference, relative to the largest element; infinite where something is no number."""
+    """Return the largest difference, relative to the largest element; infinite if something is no number."""
     if not wanted.numel():
         return 0.0
     largest = wanted.abs().max().clamp(min=torch.finfo(wanted.dtype).tiny)

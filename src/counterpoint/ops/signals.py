@@ -1,9 +1,9 @@
-"""Signals between the GPUs of a group that take no SM: flags in symmetric memory, raised and awaited by stream memory
+"""Signals between the GPUs of a group without SMs: flags in symmetric memory, set and awaited by stream memory
 operations.
 
-A flag is raised by a peer (1) and lowered by the stream that waited for it (0), so the same operations work in every call
-and in a captured graph. torch's own barrier is a kernel, and starves behind a matmul that fills the registers (measured:
-14 ms in one training step).
+A peer sets a flag (1) and the stream that waited for it resets it (0), so the same operations work in every call and in
+a captured graph. torch's own barrier is a kernel, and starves behind a matmul that fills the registers (measured: 14 ms
+in one training step).
 """
 
 from collections.abc import Sequence
@@ -26,10 +26,10 @@ FLAG_BYTES = 4
 
 @final
 class Flags:
-    """32-bit words in symmetric memory: of each number one that every rank raises on every other.
+    """Flags, 32-bit words in symmetric memory: for each number, one that every rank sets on every other.
 
-    `resting` holds the value of each number between calls. `is_flushing`: waits for them flush remote writes.
-    `watch` ends waits for a rank that is gone.
+    `resting` holds the value of each number between calls. `is_flushing`: waits for them flush remote writes. `watch`
+    ends waits for a rank that is gone.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, agreement: Agreement, resting: Sequence[int]) -> None:
@@ -40,17 +40,17 @@ class Flags:
         words.copy_(torch.tensor(resting, dtype=torch.int32, device=device)[:, None].expand_as(words))
         self.is_flushing = can_flush_remote_writes(device.index)
         torch.cuda.synchronize(device)
-        agreement.exchange(b"flags at rest")  # nobody raises one before they are
+        agreement.exchange(b"flags at rest")  # no rank sets a flag before they are there
         self.watch = Watchdog(
             GpuProgress((self._memory.addresses[self._rank], num_flags)), agreement.limit_s, overheard=agreement.overheard
         )
 
     def own(self, number: int, peer: int) -> int:
-        """Address of the flag that `peer` raises on this rank."""
+        """Return the address of the flag that `peer` sets on this rank."""
         return self._memory.addresses[self._rank] + FLAG_BYTES * (number * self._num_ranks + peer)
 
     def of_peer(self, number: int, peer: int) -> int:
-        """Address of the flag that this rank raises on `peer`."""
+        """Return the address of the flag that this rank sets on `peer`."""
         return self._memory.addresses[peer] + FLAG_BYTES * (number * self._num_ranks + self._rank)
 
     def num_bytes(self) -> int:
@@ -60,21 +60,21 @@ class Flags:
 
 @final
 class Signals:
-    """Flags raised and awaited by number, for all of some peers at once."""
+    """Flags set and awaited by number, for several peers at once."""
 
     def __init__(self, flags: Flags) -> None:
         self._flags = flags
-        self._batches: dict[tuple[Handle, int, tuple[int, ...]], list[Handle]] = {}  # made once, issued often
+        self._batches: dict[tuple[Handle, int, tuple[int, ...]], list[Handle]] = {}  # built once, issued often
 
     def raise_to(self, number: int, peers: tuple[int, ...], stream: Handle) -> None:
-        """Raise this rank's flag on these peers, behind what is on the stream."""
+        """Set this rank's flag on these peers, after the stream's work."""
         key = (WRITE, number, peers)
         if key not in self._batches:
             self._batches[key] = [memory_operation(WRITE, self._flags.of_peer(number, peer), 1) for peer in peers]
         _issue(self._batches[key], stream)
 
     def take(self, number: int, peers: tuple[int, ...], stream: Handle) -> None:
-        """Let the stream wait for the flags of these peers, and lower them."""
+        """Let the stream wait for the flags of these peers, and reset them."""
         key = (WAIT, number, peers)
         if key not in self._batches:
             own = [self._flags.own(number, peer) for peer in peers]

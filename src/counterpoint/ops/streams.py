@@ -1,13 +1,13 @@
-"""The streams that the operators issue on besides the caller's: one for each group, device and name, for as long as the
-process lives.
+"""The streams that operators use besides the caller's: one for each group, device and name, as long as the process
+lives.
 
-They outlive `release()`. torch draws streams from a pool of 32 in turn, and its matmuls keep a workspace of cuBLAS for
-every stream that they ever ran on (measured on H200: 35,651,584 bytes each) and never give it back: a group that took
-new streams after every release would hold a further workspace each time. With these, what the first use leaves is all
-there is.
+They outlive `release()`. torch takes streams from a pool of 32 in turn, and its matmuls keep a cuBLAS workspace for
+every stream on which they ever ran (measured on H200: 35,651,584 bytes each) and never free it: a group that took new
+streams after every release would hold a further workspace each time. With these streams, only the first use costs
+memory.
 
-Streams to record on are the driver's own: torch's come round, and a recording must neither catch what somebody else issues
-on the same stream, nor hold the address of a workspace that others use or that torch may give back.
+Streams for recording are the driver's own: torch reuses its streams, and a recording must neither capture what other
+code issues on the same stream, nor hold the address of a workspace that others use or that torch may free.
 """
 
 from functools import cache
@@ -19,7 +19,7 @@ import torch
 def stream_of(group_name: str, device: torch.device, name: str, priority: int = 0) -> torch.cuda.Stream:
     """The stream of that name of a group on a device, the same at every call.
 
-    `priority` is torch's (0 or less; lower is served first) and part of the name.
+    `priority` is torch's (0 or less; a lower number is a higher priority) and part of the name.
     """
     return torch.cuda.Stream(device, priority=priority)
 

@@ -1,4 +1,4 @@
-"""Memory that every rank of a group allocates a part of, and that copy engines of all of them reach."""
+"""Symmetric memory: every rank of a group allocates a part, and copy engines of all ranks can access it."""
 
 from typing import final
 
@@ -14,9 +14,9 @@ from counterpoint.units import format_bytes
 
 @final
 class SymmetricMemory:
-    """This rank's part, `num_bytes` as on every rank, and the addresses of all parts.
+    """This rank's part, `num_bytes` on every rank, and the addresses of all parts.
 
-    Raises `RefusedTogetherError` on every rank where one of them has no room.
+    Raises `RefusedTogetherError` on every rank if one of them has no room.
     """
 
     def __init__(self, num_bytes: int, device: torch.device, group: dist.ProcessGroup, agreement: Agreement) -> None:
@@ -25,7 +25,7 @@ class SymmetricMemory:
             self.local = symmetric_memory.empty(num_bytes, dtype=torch.uint8, device=device)
         except RuntimeError as error:
             problem = (
-                f"{format_bytes(num_bytes)} of symmetric memory cannot be had ({cause_of(error, 160)}). "
+                f"{format_bytes(num_bytes)} of symmetric memory cannot be allocated ({cause_of(error, 160)}). "
                 "Free GPU memory, or call counterpoint.ops.release() on every rank."
             )
         # all ranks find out together, before any of them waits for the others' memory
@@ -36,8 +36,9 @@ class SymmetricMemory:
 
 @final
 class SymmetricPool:
-    """The symmetric memory of one transport or lane. Larger takes the place of smaller, which lives on where graphs that a
-    user captured write to it."""
+    """The symmetric memory of one transport or lane. Larger memory replaces smaller, which stays allocated if graphs
+    that a user captured write to it.
+    """
 
     def __init__(self, device: torch.device, group: dist.ProcessGroup, agreement: Agreement) -> None:
         self._device, self._group, self._agreement = device, group, agreement
@@ -45,8 +46,9 @@ class SymmetricPool:
         self._retired: list[SymmetricMemory] = []
 
     def replace(self, num_bytes: int, what: str, *, has_captured: bool) -> SymmetricMemory:
-        """Memory of another size, for all ranks together; `what` needs it. Raises `OperatorError`, and then there is
-        none."""
+        """Replace the memory by one of another size, all ranks together; `what` needs it. Raises `OperatorError`, and
+        then there is none.
+        """
         refuse_in_capture(what, self._device)
         torch.cuda.synchronize(self._device)
         if has_captured and self.memory is not None:
@@ -61,6 +63,6 @@ class SymmetricPool:
         return sum(int(memory.local.numel()) for memory in held)
 
     def close(self) -> None:
-        """Give all back."""
+        """Free all memory."""
         self.memory = None
         self._retired.clear()

@@ -1,8 +1,8 @@
-"""The contract between operators and what moves their rows: a schedule is prepared once for a shape and run many times.
+"""The interface between operators and the transport of their rows: a schedule is prepared once for a shape and run many
+times.
 
-Implementations: copy engines on symmetric memory (`copy_engines.py`), point-to-point messages on CPUs
-(`messages.py`). Where neither is to be had, or a schedule does not pay, `collectives.py` runs the library's
-collective.
+Implementations: copy engines on symmetric memory (`copy_engines.py`), point-to-point messages on CPUs (`messages.py`).
+If neither is available, or if a schedule does not pay, `collectives.py` runs the library's collective.
 """
 
 from abc import ABC, abstractmethod
@@ -21,7 +21,7 @@ Weights = Sequence[torch.Tensor]
 
 
 class Place(Value, frozen=True, kw_only=True):
-    """Where a symmetric buffer begins, in bytes from the start of the symmetric memory; the same on every rank."""
+    """The start of a symmetric buffer, in bytes from the start of the symmetric memory; the same on every rank."""
 
     buffer: str
     start: int
@@ -29,10 +29,10 @@ class Place(Value, frozen=True, kw_only=True):
 
 
 class AbstractCompiledSchedule(ABC):
-    """A schedule made ready for tensors of one shape and type.
+    """A schedule prepared for tensors of one shape and type.
 
-    `num_sent_bytes`: what this rank's copies send in one call; 0 where the library's collective moves the rows, which
-    `is_by_library` tells.
+    `num_sent_bytes`: bytes that this rank's copies send in one call; 0 if the library's collective moves the rows, which
+    `is_by_library` says.
     """
 
     num_sent_bytes = 0
@@ -42,9 +42,10 @@ class AbstractCompiledSchedule(ABC):
     def run(self, tensors: Tensors, weights: Weights) -> None:
         """Issue one call: `tensors` holds the given and result buffers by name; results are filled in.
 
-        Several weights stand side by side: as many products of the same rows, or the sum of as many matrices' products.
+        Several weights are handled together: as many products of the same rows, or the sum of as many matrices'
+        products.
 
-        On GPUs this returns when all is issued; whatever follows on the current stream comes after it.
+        On GPUs this returns when everything is issued; later work on the current stream runs after it.
         """
 
 
@@ -53,12 +54,13 @@ class AbstractTransport(ABC):
 
     @abstractmethod
     def prepare(self, schedule: CopySchedule, dtype: torch.dtype) -> AbstractCompiledSchedule:
-        """Make a schedule ready. All ranks call it with the same schedule, in the same order."""
+        """Prepare a schedule. All ranks call it with the same schedule, in the same order."""
 
     @abstractmethod
     def forget(self, prepared: Sequence[AbstractCompiledSchedule], *, keeps_memory: bool = False) -> None:
-        """Give back what only these schedules need; they are not run any more. All ranks call it alike, when no call of
-        theirs is in a graph that a user captured, or with `keeps_memory`, which keeps the symmetric memory for others."""
+        """Free what only these schedules need; they are not run any more. All ranks call it alike, when none of their
+        calls is in a graph that a user captured, or with `keeps_memory`, which keeps the symmetric memory for others.
+        """
 
     @abstractmethod
     def num_symmetric_bytes(self) -> int:
@@ -74,12 +76,12 @@ class AbstractTransport(ABC):
 
 
 def part_name(buffer: str, number: int) -> str:
-    """What a buffer's part for the weight of that number is called."""
+    """Return the name of a buffer's part for the weight of that number."""
     return f"{buffer} {number}" if number else buffer
 
 
 def parts_of(tensors: Tensors, buffer: str) -> list[torch.Tensor]:
-    """A buffer's parts: one for each weight, or one for all."""
+    """Return a buffer's parts: one for each weight, or one for all."""
     parts = [tensors[buffer]]
     while (more := tensors.get(part_name(buffer, len(parts)))) is not None:
         parts.append(more)
@@ -87,12 +89,12 @@ def parts_of(tensors: Tensors, buffer: str) -> list[torch.Tensor]:
 
 
 def part_names(buffer: str, count: int) -> tuple[str, ...]:
-    """What a buffer's parts for so many weights are called."""
+    """Return the names of a buffer's parts for this many weights."""
     return tuple(part_name(buffer, number) for number in range(count))
 
 
 def with_slices(tensors: Tensors, buffers: Sequence[Buffer]) -> dict[str, torch.Tensor]:
-    """The same tensors, and those that a schedule sees in slices of columns as views (slices, rows, columns)."""
+    """Return the same tensors; those that a schedule cuts into slices of columns become views (slices, rows, columns)."""
     slices = {
         buffer.name: tensors[buffer.name.split()[0]].unflatten(1, (buffer.num_slices, -1)).transpose(0, 1)
         for buffer in buffers
@@ -103,7 +105,7 @@ def with_slices(tensors: Tensors, buffers: Sequence[Buffer]) -> dict[str, torch.
 
 @final
 class Layout:
-    """Where the symmetric buffers of a schedule lie: one behind the other, each at a multiple of 512 bytes."""
+    """The layout of a schedule's symmetric buffers: one after the other, each at a multiple of 512 bytes."""
 
     ALIGNMENT = 512
 
@@ -123,16 +125,16 @@ class Layout:
         return self._row_bytes[buffer]
 
     def sent_bytes(self, steps: Sequence[Instruction]) -> int:
-        """Bytes that the copies of one rank's program send in one call."""
+        """Return the bytes that the copies of one rank's program send in one call."""
         sources = [step.action.reads[0] for step in steps if step.action.kind == "copy" and not step.is_incoming]
         return sum(source.num_rows * self._row_bytes[source.buffer] for source in sources)
 
     def offset(self, region: Region) -> int:
-        """First byte of a region, from the start of the symmetric memory or else of its tensor."""
+        """Return the first byte of a region, from the start of the symmetric memory or else of its tensor."""
         place = self.places.get(region.buffer)
         return (place.start if place else 0) + region.start * self._row_bytes[region.buffer]
 
 
 def view_of(memory: torch.Tensor, place: Place, buffer: Buffer, dtype: torch.dtype) -> torch.Tensor:
-    """A symmetric buffer as a matrix in `memory`, which is bytes."""
+    """Return a symmetric buffer as a matrix in `memory`, which is bytes."""
     return memory[place.start : place.start + place.num_bytes].view(dtype).view(buffer.num_rows, buffer.num_columns)

@@ -1,18 +1,18 @@
-"""Notices GPU work that waits for a rank which does not come, and ends the wait, so that a fault is an error and not a
-hang.
+"""A watchdog: detects GPU work that waits for a missing rank, and ends the wait, so that a fault becomes an error and
+not a hang.
 
-A stream that waits for a flag waits for ever. So calls are numbered, and the stream that a call ends on says its number
-when it gets there. A thread looks: where calls are in flight and none has ended within the limit, it says so on
-standard error, and every later call of the group raises the same error. Then it frees whatever waits, until the group
-is released: the host may have been stuck in the middle of issuing a call and go on to issue more waits. Results are
-meaningless from then on. Where freeing does not help within the limit once more (`gpu_progress.py` says when), a
-second thread, which needs no driver, ends the process: nothing else could.
+A stream that waits for a flag has no time-out. So calls are numbered, and the stream on which a call ends writes the
+call's number. A thread checks: if calls are in flight and none has ended within the limit, it prints that on standard
+error, and every later call of the group raises the same error. Then it releases all waits, until the group is released,
+because the host may have been stuck in the middle of issuing a call and issue more waits. Results are meaningless from
+then on. If releasing waits does not help within the limit once more (`gpu_progress.py` says when), a second thread,
+which needs no driver, ends the process, because nothing else could.
 
-Where another rank has refused a call that is in flight here, the wait ends at once, with that rank's words.
+If another rank has refused a call that is in flight here, the wait ends at once, with that rank's error.
 
-The clock starts anew whenever a call ends, so a long queue is no fault. Calls of one watch end in the order of their
-issue: a transport orders its calls, and those who use a lane order theirs. Calls in graphs that the caller captured are
-not watched. What is done with the driver is in `gpu_progress.py`.
+The timer restarts whenever a call ends, so a long queue is no fault. Calls of one watchdog end in the order of their
+issue: a transport orders its calls, and users of a lane order theirs. Calls in graphs that the caller captured are not
+watched. `gpu_progress.py` has the driver's part.
 """
 
 import os
@@ -26,46 +26,46 @@ from counterpoint.errors import DeviceError, OperatorError, say
 
 Handle = Any  # cuda-bindings has no types
 POLL_S = 0.25
-FREEING_S = 0.001  # between two rounds: each frees one wait of every queue, and a queue may hold a thousand
+FREEING_S = 0.001  # between two rounds: each releases one wait of every queue, and a queue may hold a thousand
 LAST_NUMBER = 2**31 - 1
-STATUS = 1  # of a process that is ended
+STATUS = 1  # exit status of a process that is ended
 
 
 class AbstractProgress(ABC):
-    """What a watch needs of the GPU."""
+    """What a watchdog needs from the GPU."""
 
     @abstractmethod
     def enter_thread(self) -> None:
-        """Make the calling thread one that may call `free_waits`."""
+        """Prepare the calling thread for calls of `free_waits`."""
 
     @abstractmethod
     def mark(self, number: int, stream: Handle) -> None:
-        """Let the stream say this number when it has done all that was issued on it so far."""
+        """Let the stream write this number when all its work so far is done."""
 
     @abstractmethod
     def last_ended(self) -> int:
-        """The number said last; 0 before any. Never waits for the driver, which may be stuck."""
+        """Return the number written last; 0 before any. Never waits for the driver, which may be stuck."""
 
     @abstractmethod
     def free_waits(self) -> None:
-        """End the waits of this rank's streams that have begun. Raises `DeviceError` where that fails."""
+        """End this rank's waits that have begun. Raises `DeviceError` if that fails."""
 
     @abstractmethod
     def close(self) -> None:
-        """Give back what the driver holds; nothing is in flight any more."""
+        """Free what the driver holds; nothing is in flight any more."""
 
 
 @final
 class StallTimer:
-    """Tells when calls in flight have come to a stop: none has ended for longer than the limit."""
+    """Detects a stall: calls are in flight, and none has ended for longer than the limit."""
 
     def __init__(self, limit_s: float) -> None:
         self._limit_s = limit_s
-        self._ended = -1  # the call that had ended last when the clock was started; -1: nothing was in flight
+        self._ended = -1  # the call that had ended last when the timer was started; -1: nothing was in flight
         self._since_s = 0.0
 
     def is_over(self, last_issued: int, last_ended: int, now_s: float) -> bool:
-        """Whether to give up, as things stand now."""
+        """Return whether to give up now."""
         if last_ended == last_issued:
             self._ended = -1
         elif last_ended != self._ended:
@@ -97,7 +97,7 @@ class Watchdog:
             raise OperatorError(self._problem)
 
     def sample(self, stream: Handle) -> None:
-        """A call was issued that ends on `stream`."""
+        """Record a call that ends on `stream`."""
         number = self._last_issued % LAST_NUMBER + 1
         self._calls.mark(number, stream)
         self._last_issued = number
@@ -120,16 +120,17 @@ class Watchdog:
             self._give_up(why)
 
     def _wait_for_stall(self, overheard: Callable[[], str] = lambda: "") -> str:
-        """Wait until calls in flight will not end, and say why: none has ended for longer than the limit, or another rank
-        refused one of them. Nothing if watching ends before."""
+        """Wait for a stall and return the reason: none has ended for longer than the limit, or another rank refused one
+        of them. Return nothing if watching ends before.
+        """
         timer = StallTimer(self._limit_s)
         while not self._closed.wait(POLL_S):
             last_ended = self._calls.last_ended()
             if timer.is_over(self._last_issued, last_ended, time.monotonic()):
                 return (
-                    f"An operator did not end on the GPU within {self._limit_s:g} s: it waits for a rank that is gone, or "
-                    "that runs other operators. Its results are meaningless. Look at the other ranks' output, and start all "
-                    "of them again."
+                    f"An operator did not end on the GPU within {self._limit_s:g} s: it waits for a rank that "
+                    "is gone, or that runs other operators. Its results are meaningless. Look at the other "
+                    "ranks' output, and start all ranks again."
                 )
             refused = overheard() if last_ended != self._last_issued else ""
             if refused:

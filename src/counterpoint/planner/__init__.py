@@ -1,4 +1,4 @@
-"""One planner over all controls. It may answer that none pays."""
+"""The planner: it searches over all controls, and it may answer that none pays."""
 
 from counterpoint.planner.search import Trial, Tuning
 from counterpoint.planner.tuning import tune

@@ -1,7 +1,7 @@
-"""What might help a step: directives with their reasons, and what is refused with the reason.
+"""Proposes controls for a step: directives with their reasons, and refusals with theirs.
 
-A control is proposed only where the baseline's timeline shows something for it to act on and the machine lets it take
-effect; the search decides whether it pays.
+A control is proposed only if the baseline's timeline shows something for it to act on and the machine supports it. The
+search then decides whether it pays.
 """
 
 from collections.abc import Iterator, Sequence
@@ -26,9 +26,9 @@ HOLDS_US = (5.0, 20.0)  # head starts worth a try: the two that were measured on
 # Caps, measured on 2 H200s with kernels in common use (docs/shaping.md, 2026-11-23)
 LEAST_KEPT = 0.75  # of a kernel's CTAs per SM
 LEAST_CTA_US = 100.0
-PRIORITY_IGNORED = "this driver ignores stream priority unless DEBUG_HIP_IGNORE_STREAM_PRIORITY=0 is set"
-NO_HEAD_STARTS = "nothing can hold a stream on AMD GPUs; the launch filter refuses head starts there"
-IN_EVERY_RACE = " in every race"
+PRIORITY_IGNORED = "this driver ignores stream priorities unless DEBUG_HIP_IGNORE_STREAM_PRIORITY=0 is set"
+NO_HEAD_STARTS = "head starts need CUDA; the launch filter cannot hold a stream on AMD GPUs"
+IN_EVERY_RACE = " in all possible races"
 
 
 class Blocker(Value, frozen=True, kw_only=True):
@@ -47,10 +47,11 @@ class Blocker(Value, frozen=True, kw_only=True):
 def propose(
     step: Step, machine: Machine, contention: Sequence[Contention], plan: Plan = LEAVE_IT, applier: Applier = "step"
 ) -> Proposal:
-    """All single controls that could act on `step` as it runs under `plan`, and refusals for the others.
+    """Return every single control that could act on `step` as it runs under `plan`, and a refusal for each of the
+    others.
 
-    `contention` is empty for collectives that no longer run on SMs. Light kernels are proposed for captured steps, whose
-    `applier` is the graph: nobody else has them.
+    `contention` is empty for collectives that no longer run on SMs. Light kernels are proposed only if the `applier` is
+    a captured graph, because only a graph can take them.
     """
     candidates: list[Candidate] = []
     refusals: list[Refusal] = []
@@ -71,14 +72,14 @@ def propose(
 
 
 def propose_unsimulated(step: Step, machine: Machine) -> tuple[Candidate, ...]:
-    """Controls that can turn a race whose outcome no simulation tells, for whoever can measure."""
+    """Return controls that can change the winner of a race that a simulation cannot predict; the caller measures them."""
     rivals = find_rivals(step)
     if not rivals:
         return ()
     collectives = tuple(index for index, operation in enumerate(step.operations) if isinstance(operation, Collective))
     candidates = list(_head_starts_of(rivals)) if machine.gpu.has_head_starts else []
     if machine.gpu.priority_is_effective:
-        reason = "kernels become ready together with collectives; a greater priority lets the collectives be placed first"
+        reason = "kernels become ready at the same time as collectives; a higher priority places the collectives first"
         controls = (Priority(priority=machine.gpu.greatest_priority),)
         candidates.append(one("priority", "priority", Match(kind="communication", operations=collectives), controls, reason))
     return tuple(candidates)
@@ -86,37 +87,41 @@ def propose_unsimulated(step: Step, machine: Machine) -> tuple[Candidate, ...]:
 
 def _priority(gpu: Gpu, contention: Sequence[Contention]) -> Proposal:
     if not any(entry.blockers for entry in contention):
-        reason = "no collective waits for another kernel's CTAs, so order changes nothing"
+        reason = "no collective waits for another kernel's CTAs, so the launch order does not matter"
         return refusal("priority", ALL_COLLECTIVES, reason if gpu.priority_is_effective else PRIORITY_IGNORED)
     waited_us = sum(entry.waited_us for entry in contention)
     match = Match(kind="communication", operations=tuple(entry.collective for entry in contention))
     greatest = gpu.greatest_priority if gpu.priority_is_effective else 0
-    return propose_priority(greatest, match, f"collectives stand ready for {format_us(waited_us)}")
+    return propose_priority(greatest, match, f"collectives wait {format_us(waited_us)} for SMs")
 
 
 def propose_priority(greatest_priority: int, match: Match, trouble: str, ignored: str = PRIORITY_IGNORED) -> Proposal:
-    """The driver's greatest priority for the collectives that `match` means; `ignored` is why, where it is 0."""
+    """Propose the driver's highest priority for the collectives that `match` means. If that is 0, `ignored` is the
+    reason for the refusal.
+    """
     if greatest_priority >= 0:
         return refusal("priority", ALL_COLLECTIVES, ignored)
-    reason = (
-        f"{trouble} behind kernels that are still placing CTAs; a greater priority lets them take the slots that become free"
-    )
+    reason = f"{trouble} behind kernels that are still placing CTAs; a higher priority gives them the next free slots"
     return proposal([one("priority", "priority", match, (Priority(priority=greatest_priority),), reason)])
 
 
 def _head_starts(step: Step, gpu: Gpu, contention: Sequence[Contention]) -> Proposal:
-    """For the races that are lost now; and for all there can be, because one that is turned brings on the next."""
+    """Propose head starts for the races that are lost now, and for all possible races, because winning one race can
+    cause another.
+    """
     if not gpu.has_head_starts:
         return refusal("head_start", "all kernels", NO_HEAD_STARTS)
     racers = tuple(sorted({racer for entry in contention for racer in entry.racers}))
     if not racers:
-        reason = "no kernel becomes ready together with a collective and is placed before it"
+        reason = "no kernel races a collective for SMs"
         return refusal("head_start", "all kernels", reason)
     return proposal(propose_head_starts(racers, tuple(sorted({*racers, *find_rivals(step)}))))
 
 
 def propose_head_starts(racers: tuple[int, ...], rivals: tuple[int, ...]) -> Iterator[Candidate]:
-    """Head starts before kernels, by number, that win their races now, and before all that may race a collective."""
+    """Propose head starts for the kernels (by number) that win their races now, and for every kernel that may race a
+    collective.
+    """
     if racers:
         yield from _head_starts_of(racers)
     if len(rivals) > len(racers):
@@ -130,15 +135,18 @@ def _head_starts_of(kernels: tuple[int, ...], where: str = "") -> Iterator[Candi
             f"head start {hold_us:g} us{where}",
             Match(kind="computation", operations=kernels),
             (HeadStart(hold_us=hold_us),),
-            "ready together with a collective, it takes the SMs first; held back that long, it lets the collective in",
+            "it becomes ready together with a collective and takes the SMs first; this delay lets the "
+            "collective start first",
         )
 
 
 def propose_caps(gpu: Gpu, blockers: Sequence[Blocker]) -> Proposal:
-    """Caps for kernels that a collective waits for, at the residency that leaves it room, where that can pay.
+    """Propose caps for kernels that a collective waits for, at the residency that leaves room for the collective, if a
+    cap can pay.
 
-    Where a cap pays is measured (docs/shaping.md): it keeps three quarters of the kernel's CTAs or more, which NCCL's CTA
-    never allows and a light kernel's does, and those CTAs are long, so that many collectives would wait for them.
+    Measurements say when a cap pays (docs/shaping.md). The cap must keep at least three quarters of the kernel's CTAs;
+    NCCL's CTA never allows that, a light kernel's does. The kernel's CTAs must also be long, because otherwise few
+    collectives wait for them.
     """
     if not blockers:
         return refusal("residency_cap", "all kernels", "no collective waits for another kernel's CTAs to leave")
@@ -154,32 +162,33 @@ def propose_caps(gpu: Gpu, blockers: Sequence[Blocker]) -> Proposal:
 
 
 def _useful_cap(gpu: Gpu, blocker: Blocker) -> Iterator[Directive]:
-    """The cap of one kernel, or nothing where the collective fits beside it as it is.
+    """Return the cap of one kernel, or None if the collective already fits beside it.
 
-    Raises `OccupancyError` where no cap pays.
+    Raises `OccupancyError` if no cap pays.
     """
     if blocker.is_cooperative:
-        raise OccupancyError("It has a grid barrier and needs all its CTAs resident at once.")
+        raise OccupancyError("The kernel has a grid barrier, so all its CTAs must be resident at once.")
     usual = residency(gpu, blocker.footprint).ctas_per_sm
     beside = largest_residency_beside(gpu, blocker.footprint, blocker.communication)
     count, percent = beside.ctas_per_sm, beside.carveout_percent
     if count < LEAST_KEPT * usual:
         raise OccupancyError(
-            f"A communication CTA fits beside {count} of {usual} CTAs per SM only, and the kernel loses more by that than "
-            "collectives gain (docs/shaping.md). Try light kernels in a captured step, or copy engines."
+            f"A communication CTA fits beside only {count} of the kernel's {usual} CTAs per SM. Such a cap costs the "
+            "kernel more than the collectives gain (docs/shaping.md). Try light kernels in a captured step, or copy "
+            "engines."
         )
     if blocker.cta_us is not None and blocker.cta_us < LEAST_CTA_US:
         raise OccupancyError(
-            f"Its CTAs leave after {format_us(blocker.cta_us)}, and a cap costs more than the wait for CTAs of less than "
-            f"{format_us(LEAST_CTA_US)} (docs/shaping.md). Leave this kernel uncapped."
+            f"Each CTA of the kernel ends after {format_us(blocker.cta_us)}. A cap costs more than waiting for "
+            f"CTAs shorter than {format_us(LEAST_CTA_US)} (docs/shaping.md). Leave this kernel uncapped."
         )
     if count < usual or percent != blocker.footprint.carveout_percent:
-        reason = f"{count} instead of {usual} CTAs per SM, so that a communication CTA fits beside"
+        reason = f"{count} instead of {usual} CTAs per SM, so that a communication CTA fits beside them"
         yield _cap(gpu, blocker, count, percent, reason)
 
 
 def _blockers(step: Step, gpu: Gpu, contention: Sequence[Contention], plan: Plan) -> list[Blocker]:
-    """Each kernel that a collective waits for under a plan, once per name."""
+    """Return each kernel that a collective waits for under a plan, once per name."""
     found: dict[str, Blocker] = {}
     planned = plan.controls_of(step)
     for entry in contention:
@@ -199,7 +208,7 @@ def _blockers(step: Step, gpu: Gpu, contention: Sequence[Contention], plan: Plan
 
 
 def _cta_us(gpu: Gpu, kernel: Kernel) -> float | None:
-    """How long a CTA of the kernel takes: as stated, or its lone time over its waves."""
+    """Return how long one CTA of the kernel takes: as stated, or its lone time divided by its number of waves."""
     slots = residency(gpu, kernel.footprint).ctas_per_sm * gpu.num_sms
     if kernel.cta_us is not None or kernel.lone_us is None or not slots:
         return kernel.cta_us
@@ -217,7 +226,9 @@ def _cap(gpu: Gpu, blocker: Blocker, ctas_per_sm: int, carveout_percent: int, re
 def _communication_ctas(step: Step, gpu: Gpu, contention: Sequence[Contention]) -> Proposal:
     beside = [entry for entry in contention if entry.companions]
     if not beside:
-        return refusal("communication_ctas", "all collectives", "no kernel runs beside a collective that could use its SMs")
+        return refusal(
+            "communication_ctas", "all collectives", "no kernel that could use a collective's SMs runs at the same time"
+        )
     collectives = [(entry.collective, step.operations[entry.collective]) for entry in beside]
     managed = tuple(
         index
@@ -225,7 +236,7 @@ def _communication_ctas(step: Step, gpu: Gpu, contention: Sequence[Contention]) 
         if isinstance(operation, Collective) and operation.library in ("nccl", "rccl")
     )
     if not managed:
-        return refusal("communication_ctas", "all collectives", "only NCCL and RCCL take a limit on their CTAs")
+        return refusal("communication_ctas", "all collectives", "only NCCL and RCCL accept a limit on their CTAs")
     match = Match(kind="communication", operations=managed)
     usual = max(
         (operation.footprint or communication_footprint(gpu, operation.library)).num_ctas
@@ -234,7 +245,7 @@ def _communication_ctas(step: Step, gpu: Gpu, contention: Sequence[Contention]) 
     )
     counts = [count for count in CTA_COUNTS if count < usual]
     if not counts:
-        reason = f"the collectives run with {usual} CTAs, and fewer than {min(CTA_COUNTS)} are not tried"
+        reason = f"the collectives use {usual} CTAs; fewer than {min(CTA_COUNTS)} are not tried"
         return refusal("communication_ctas", "all collectives", reason)
     candidates = [
         one(
@@ -242,7 +253,7 @@ def _communication_ctas(step: Step, gpu: Gpu, contention: Sequence[Contention]) 
             f"{count} communication CTAs",
             match,
             (CommunicationCtas(max_ctas=count),),
-            f"{count} instead of {usual} CTAs, to leave more SMs to the kernels beside the collectives",
+            f"{count} instead of {usual} CTAs, to leave more SMs to kernels that run at the same time",
         )
         for count in counts
     ]

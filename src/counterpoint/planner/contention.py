@@ -1,7 +1,8 @@
-"""Which kernels a collective waits for, and which race it: read off a timeline, not guessed from names.
+"""Finds the kernels that a collective waits for, and those that race it, in a timeline. It does not guess from names.
 
-A collective is ready when what it waits for has ended. Kernels that hold SMs from then until it starts are its blockers;
-a blocker that started only after the collective was ready won a race that a head start would turn.
+A collective is ready when everything it waits for has ended. Its blockers are the kernels that hold SMs from then until
+the collective starts. A blocker that started after the collective was ready won a race; a head start would change the
+winner.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,7 +18,7 @@ NEGLIGIBLE_US = 1.0
 
 
 class Contention(Value, frozen=True, kw_only=True):
-    """One collective's trouble: how long it was ready but not started, behind which kernels (operation numbers)."""
+    """One collective's wait: how long it was ready but not started, and behind which kernels (operation numbers)."""
 
     collective: int
     waited_us: float
@@ -72,7 +73,7 @@ def _contention_of(step: Step, index: int, spans: Mapping[int, Interval], kernel
 
 
 def _ready_us(step: Step, index: int, spans: Mapping[int, Interval]) -> float:
-    """When everything that the operation waits for had ended."""
+    """Return when everything that the operation waits for had ended."""
     operation = step.operations[index]
     earlier = [number for number in range(index) if step.operations[number].stream == operation.stream][-1:]
     ends = [spans[number].end_us for number in [*earlier, *(wait.operation for wait in operation.waits_for)]]
@@ -81,9 +82,10 @@ def _ready_us(step: Step, index: int, spans: Mapping[int, Interval]) -> float:
 
 
 def find_rivals(step: Step) -> tuple[int, ...]:
-    """Kernels that wait for the same operation as a collective of another stream, by number.
+    """Return the numbers of kernels that wait for the same operation as a collective of another stream.
 
-    Both become ready at the same moment, and the driver decides which is placed first: a simulation cannot tell.
+    Both become ready at the same moment and the driver decides which it places first, so a simulation cannot predict the
+    winner.
     """
     followers: dict[int, list[int]] = {}
     last_of_stream: dict[int, int] = {}
@@ -98,7 +100,9 @@ def find_rivals(step: Step) -> tuple[int, ...]:
 
 
 def _racing(step: Step, together: Sequence[int]) -> Iterator[int]:
-    """Of operations that become ready together, the kernels that share the moment with a collective of another stream."""
+    """Return, of operations that become ready together, the kernels for which a collective of another stream becomes
+    ready as well.
+    """
     streams = {step.operations[number].stream for number in together if isinstance(step.operations[number], Collective)}
     for number in together:
         operation = step.operations[number]

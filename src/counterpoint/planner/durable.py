@@ -1,9 +1,10 @@
-"""What planners chose by number in one step, said so that it holds for the next run of the job.
+"""Rewrites directives that name operations by number so that they hold for the next run of the job.
 
-Inside, planners name operations by number. A number means nothing once a kernel more is launched, so the plan that a user
-gets says what the operations are: collectives by kind, process group and bytes, kernels by name; and where only some of
-these are meant, which, counted in the order of the step. The widest description that means no other operation is taken,
-since it needs the least to stay the same. Modules are not told: profilers write them only where Python stacks are recorded.
+Planners name operations by number. A number becomes wrong as soon as the job launches one more kernel. The plan that a
+user gets therefore describes operations: collectives by kind, process group and bytes, kernels by name. If only some of
+these are meant, the plan adds ordinals, counted in the order of the step. The widest description that matches no other
+operation is used, because it has the least that can change. Module names are not used: profilers write them only if
+Python stacks are recorded.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -16,18 +17,20 @@ from counterpoint.step import Collective, Copy, Operation, Step
 
 
 class DurableMatches:
-    """Matches for operations of one step. What a match accepts is remembered: trials of a search share most of them."""
+    """Builds matches for operations of one step. It caches what each match accepts, because the trials of a search share
+    most matches.
+    """
 
     def __init__(self, step: Step) -> None:
         self._step = step
         self._accepted: dict[Match, tuple[int, ...]] = {}
 
     def directives(self, directives: Iterable[Directive]) -> tuple[Directive, ...]:
-        """The same directives without operation numbers: one for each match that is needed, in the order of the step."""
+        """Return the same directives without operation numbers: one per match that is needed, in the order of the step."""
         return tuple(replace(directive, match=match) for directive in directives for match in self._matches_of(directive))
 
     def matches(self, operations: Iterable[int], controls: Sequence[Control] = ()) -> tuple[Match, ...]:
-        """The widest matches that together accept these operations, each of them once, and no other."""
+        """Return the widest matches that together accept these operations, each of them once, and no other."""
         left = dict.fromkeys(sorted(set(operations)))
         found: list[Match] = []
         while left:
@@ -44,7 +47,9 @@ class DurableMatches:
         return self.matches(directive.match.accepted(self._step), directive.controls)
 
     def _widest(self, number: int, left: dict[int, None], controls: Sequence[Control]) -> Match:
-        """The widest match of operation `number` that accepts nothing but what is left; at last, some of the narrowest."""
+        """Return the widest match of operation `number` that accepts only operations in the remaining set; if none does,
+        use ordinals.
+        """
         match = Match()
         for match in _levels(self._step.operations[number], controls):
             if all(each in left for each in self._of(match)):
@@ -64,7 +69,8 @@ class DurableMatches:
 def _levels(operation: Operation, controls: Sequence[Control]) -> Iterator[Match]:
     """Descriptions of an operation, from the widest to the narrowest.
 
-    Whether a collective can be moved by copies, or joined with its matmul, hangs on which collective it is; so that is said.
+    Whether copies can move a collective, or whether it can be joined with its matmul, depends on its kind, so the kind
+    is always given.
     """
     whole = Match(kind=operation.kind)
     if isinstance(operation, Collective):

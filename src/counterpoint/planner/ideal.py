@@ -1,10 +1,10 @@
-"""The ends of what overlap can reach on a step, one after the other, and two ideals.
+"""The limits of what overlap can reach on a step: the sequential time and two ideals.
 
-With today's dependencies a kernel waits for the whole of a collective that it needs. Operators and streams of their own undo
-that: cut into pieces, a collective holds nobody back. Copy engines can be faster than the kernels they replace, so both take
-each collective by the faster of the two, wherever copy engines may move it. They belong to the step and the machine,
-whichever plan is looked at. Neither is above what was traced: where lone times or inferred dependencies say so, they are
-inexact.
+With today's dependencies, a kernel waits for the whole of a collective that it needs. Operators and separate streams
+remove such waits: a collective that is cut into pieces delays nobody. Copy engines can be faster than the kernels they
+replace, so both ideals take the faster of the two for each collective that copy engines may move. The ideals depend on
+the step and the machine, not on the plan. Neither is above the traced time: if lone times or inferred dependencies say
+so, they are inexact.
 """
 
 from collections.abc import Iterable
@@ -20,10 +20,10 @@ from counterpoint.value import Value
 
 
 class Scale(Value, frozen=True, kw_only=True):
-    """`sequential_us` is with every collective as the step has it, the ideals with each by the faster transport.
+    """`sequential_us` counts every collective as the step has it; the ideals count each by the faster transport.
 
-    `ideal_us` is with today's dependencies, `in_pieces_us` with collectives cut into pieces. `inexact_us` is what the step
-    says of the first, where that is above what was traced.
+    `ideal_us` assumes today's dependencies, `in_pieces_us` collectives that are cut into pieces. `inexact_us` is the
+    value computed for the first, if that is above the traced time.
     """
 
     sequential_us: float
@@ -32,15 +32,16 @@ class Scale(Value, frozen=True, kw_only=True):
     inexact_us: float | None = None
 
     def ideal_of(self, plan: Plan) -> float:
-        """The ideal that a plan can reach: in pieces, where it changes what waits for what."""
+        """Return the ideal that a plan can reach: the one in pieces if the plan changes which operation waits for which."""
         controls = (control for directive in plan.directives for control in directive.controls)
         return self.in_pieces_us if any(isinstance(each, OverlapMatmul | OwnStream) for each in controls) else self.ideal_us
 
 
 def scale_of(step: Step, machine: Machine, plans: Iterable[Plan] = (), traced_us: float | None = None) -> Scale:
-    """The scale of a step by the simulator's lone times; `traced_us` is its makespan where that was measured.
+    """Return the scale of a step by the simulator's lone times. `traced_us` is the measured makespan, if there is one.
 
-    `plans` are those shown beside it. What they move by copy engines counts even where the planner would not move it.
+    `plans` are the plans shown beside the scale. What they move by copy engines counts even if the planner would not
+    move it.
     """
     simulator = Simulator()
     lone_us = simulator.lone_times_us(step, machine)

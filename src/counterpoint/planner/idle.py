@@ -1,8 +1,9 @@
-"""What of a plan does nothing to a step: controls that ask for what is so already, or that a later directive replaces.
+"""Finds controls of a plan that have no effect on a step: they ask for what is already so, or a later directive replaces
+them.
 
-A plan by hand may say anything; whoever applies one says what of it is idle, so that no control fails in silence. The rule
-is that of those who apply plans: of several controls of one kind for one operation, the last one counts. It knows nothing of
-time; a control that takes effect may still change no time.
+A plan written by hand may contain such controls. Whoever applies a plan reports them, so that no control fails in
+silence. The rule is that of all appliers: of several controls of one kind for one operation, the last one counts. This
+module knows nothing of time; a control that takes effect may still change no time.
 """
 
 from collections.abc import Collection, Iterator
@@ -21,9 +22,10 @@ Place = tuple[int, int]  # a directive's number, and the control's within it
 
 
 def review_plan(step: Step, machine: Machine, plan: Plan) -> tuple[str, ...]:
-    """One line for each control of `plan` that does nothing to `step` or to part of what it is for, in the plan's order.
+    """Return one line for each control of `plan` that does nothing to `step`, or to part of its operations, in the
+    plan's order.
 
-    A plan without directives says nothing and is none of these. Raises `PlanError` where all of a plan's controls are idle.
+    A plan without directives has no such control. Raises `PlanError` if no control of the plan has an effect.
     """
     winners: dict[tuple[int, str], Place] = {}
     accepted = [directive.match.accepted(step) for directive in plan.directives]
@@ -50,10 +52,13 @@ def review_plan(step: Step, machine: Machine, plan: Plan) -> tuple[str, ...]:
         if idle:
             part = "all" if len(idle) == len(targets) else f"{len(idle)} of"
             notes.append(
-                f"{what} does nothing to {part} {format_count(len(targets), 'operation')} that it is for: so it is."
+                f"{what} has no effect on {part} {format_count(len(targets), 'operation')} that it matches: "
+                "they already run that way."
             )
     if plan.directives and not num_active:
-        raise PlanError(f"The plan does nothing to step '{shown(step.name)}'. {notes[0]} Correct the plan, or leave it out.")
+        raise PlanError(
+            f"The plan has no effect on step '{shown(step.name)}'. {notes[0]} Correct the plan, or leave it out."
+        )
     return (*plan.remarks_on(step), *notes)
 
 
@@ -66,17 +71,20 @@ def _controls(plan: Plan) -> Iterator[tuple[Place, Control]]:
 def _replaced(what: str, control: Control, later: Control, number: int, count: int) -> str:
     targets = format_count(count, "operation")
     if control == later:
-        return f"{what} is said again by directive {number} for {targets}."
-    return f"{what} does not count for {targets}: directive {number} says {later.describe()}, and the last one counts."
+        return f"{what} is repeated by directive {number} for {targets}."
+    return (
+        f"{what} has no effect on {targets}: directive {number} replaces it with {later.describe()}, because the "
+        "last one counts."
+    )
 
 
 def _is_overruled(index: int, control: Control, overlapped: Collection[int]) -> bool:
-    """Whether the collective runs together with its matmul, where neither transport nor CTAs matter."""
+    """Return whether the collective runs together with its matmul; its transport and CTAs then have no effect."""
     return index in overlapped and isinstance(control, Transport | CommunicationCtas)
 
 
 def _changes(operation: Operation, control: Control, gpu: Gpu) -> bool:
-    """Whether the operation is launched in another way with the control; what cannot apply is the executor's to refuse."""
+    """Return whether the control changes how the operation is launched. The executor refuses controls that cannot apply."""
     match control:
         case Priority():
             return control.priority != 0

@@ -1,8 +1,8 @@
-"""What a user could change in a job where no control pays, each simulated as a step that is put together otherwise.
+"""Changes that a user could make to a job if no control pays, each simulated as a rearranged step.
 
-A step says in what order its operations ran, and not which data each of them needs. So these are bounds under an assumption
-that is part of the words of each change: whether the data flow allows it, the user has to say. Collectives that are cut or
-joined move their bytes at the rate that they have now.
+A step records the order of its operations, not which data each of them needs. So each simulated time is a bound under an
+assumption, which is part of the change's description. The user has to say whether the data flow allows it. Collectives
+that are cut or joined keep their present rate.
 """
 
 from collections import Counter
@@ -24,12 +24,12 @@ MOST_CHANGES = 3
 LEAST_BUCKET_BYTES = MIB  # smaller all-reduces are no gradient buckets
 LEAST_BUCKETS = 3
 OWN_STREAM = (
-    "issue each {} on a stream of its own, beside the next matmul or attention kernel; possible where that kernel does not "
-    "need its result"
+    "issue each {} on a separate stream, beside the next matmul or attention kernel; possible if that kernel "
+    "does not need its result"
 )
 PREFETCH = (
-    "issue each all_gather one layer earlier (FSDP2: set_modules_to_forward_prefetch), for the memory of one more layer; "
-    "possible where it gathers parameters"
+    "issue each all_gather one layer earlier (FSDP2: set_modules_to_forward_prefetch), at the cost of the "
+    "memory of one more layer; possible if it gathers parameters"
 )
 LARGER_BUCKETS = "gradient buckets twice as large (DDP: bucket_cap_mb)"
 SMALLER_BUCKETS = "gradient buckets half as large (DDP: bucket_cap_mb)"
@@ -38,7 +38,7 @@ Entry = tuple[tuple[int, ...], Operation]  # the operations, by number, that it 
 
 
 class JobChange(Value, frozen=True, kw_only=True):
-    """One change of the job, in words, and the step's simulated makespan with it and without."""
+    """One change of the job in words, with the step's simulated makespan before and after it."""
 
     change: str
     baseline_us: float
@@ -46,16 +46,16 @@ class JobChange(Value, frozen=True, kw_only=True):
 
 
 class JobChanges(Value, frozen=True, kw_only=True):
-    """What was simulated, and what of it would shorten the step noticeably, the shortest first."""
+    """All simulated changes, and those that would shorten the step noticeably, the shortest first."""
 
     simulated: tuple[JobChange, ...] = ()
     helpful: tuple[JobChange, ...] = ()
 
 
 def find_job_changes(step: Step, machine: Machine, executor: AbstractExecutor) -> JobChanges:
-    """Simulate the changes that `step` has a place for, each by itself; at most `MOST_CHANGES` are told as helpful.
+    """Simulate each change that applies to `step` by itself; report at most `MOST_CHANGES` as helpful.
 
-    A helpful one saves `LEAST_SIMULATED_GAIN` of the makespan or more.
+    A helpful change saves at least `LEAST_SIMULATED_GAIN` of the makespan.
     """
     changed = list(_changed_steps(step))
     if not changed:
@@ -73,7 +73,7 @@ def find_job_changes(step: Step, machine: Machine, executor: AbstractExecutor) -
 
 
 def _changed_steps(step: Step) -> Iterator[tuple[str, Step]]:
-    """Each change in words, with the step as it then would be; only where the step has a place for it."""
+    """Yield each change in words with the changed step, only for changes that apply to the step."""
     kernels = Counter(operation.stream for operation in step.operations if isinstance(operation, Kernel))
     if not kernels:
         return
@@ -102,7 +102,7 @@ def _collective(step: Step, number: int) -> Collective:
 
 
 def _beside(step: Step, main: int, collective: str) -> list[int]:
-    """Collectives of one kind on other streams than the computation's."""
+    """Collectives of one kind that run on streams without computation."""
     return [
         number
         for number, each in enumerate(step.operations)
@@ -111,7 +111,7 @@ def _beside(step: Step, main: int, collective: str) -> list[int]:
 
 
 def _on_own_stream(step: Step, main: int, moved: Sequence[int]) -> Step:
-    """Collectives of the computation's stream on a new one; what follows the next matmul there waits for each."""
+    """Move collectives from the computation's stream to a new one; what follows the next matmul there waits for each."""
     operations = list(step.operations)
     own = max(operation.stream for operation in operations) + 1
     rest = [n for n, each in enumerate(step.operations) if each.stream == main and n not in set(moved)]
@@ -131,14 +131,16 @@ def _is_large(operation: Operation) -> bool:
 
 
 def _waiting(operation: Operation, numbers: Iterable[int]) -> Operation:
-    """The operation, waiting for these as well."""
+    """Return the operation with these dependencies added."""
     known = {wait.operation for wait in operation.waits_for}
     added = tuple(Dependency(operation=number) for number in numbers if number not in known)
     return replace(operation, waits_for=(*operation.waits_for, *added))
 
 
 def _prefetched(step: Step, main: int, gathers: Sequence[int]) -> Step:
-    """Each all-gather, with what prepares it, waits for no later computation than the one before it does now."""
+    """Issue each all-gather, with its preparation, one layer earlier: it waits for no later computation than the
+    previous one does now.
+    """
     operations = list(step.operations)
     latest = -1
     for previous, gather in zip([-1, *gathers], gathers, strict=False):
@@ -153,7 +155,9 @@ def _prefetched(step: Step, main: int, gathers: Sequence[int]) -> Step:
 
 
 def _waiting_no_later(step: Step, number: int, main: int, latest: int) -> Operation:
-    """Operation `number`, with `latest` instead of what it waits for on the main stream after that; not held by the host."""
+    """Return operation `number` with `latest` in place of its later dependencies on the main stream, and not delayed by
+    the host.
+    """
     operation = step.operations[number]
     kept = [
         wait for wait in operation.waits_for if step.operations[wait.operation].stream != main or wait.operation <= latest
@@ -165,7 +169,7 @@ def _waiting_no_later(step: Step, number: int, main: int, latest: int) -> Operat
 
 
 def _prepared_by(step: Step, main: int, gather: int, previous: int) -> list[int]:
-    """The gather, and what it waits for on other streams since the previous one, directly or through others."""
+    """Return the gather and its dependencies on other streams since the previous gather, direct or indirect."""
     part, left = {gather}, [gather]
     while left:
         for wait in step.operations[left.pop()].waits_for:
@@ -177,7 +181,9 @@ def _prepared_by(step: Step, main: int, gather: int, previous: int) -> list[int]
 
 
 def _bucket_runs(step: Step, main: int) -> Iterator[list[int]]:
-    """The longest run of all-reduces of which nobody waits for one before the next is issued, as of gradient buckets."""
+    """Return the longest run of all-reduces in which no operation waits for one before the next is issued, as with
+    gradient buckets.
+    """
     reductions = [n for n in _beside(step, main, "all_reduce") if _collective(step, n).num_bytes >= LEAST_BUCKET_BYTES]
     first_use: dict[int, int] = {}
     for number, operation in enumerate(step.operations):
@@ -201,7 +207,7 @@ def _are_alike(step: Step, one: int, other: int) -> bool:
 
 
 def _merged(step: Step, buckets: Sequence[int]) -> Step:
-    """Every second bucket together with the one before it."""
+    """Join every second bucket with the one before it."""
     partner = dict(zip(buckets[1::2], buckets[::2], strict=False))
     gone = set(partner.values())
     entries: list[Entry] = []
@@ -222,11 +228,11 @@ def _merged(step: Step, buckets: Sequence[int]) -> Step:
 
 
 def _halved(step: Step, main: int, buckets: Sequence[int]) -> Step:
-    """Every bucket but the first in two; the first half goes out when half of its gradients are there.
+    """Cut every bucket but the first in two; the first half is sent when half of its gradients are there.
 
-    They are taken to be spread evenly over the computation since the bucket before was full.
+    Gradients are assumed to arrive evenly over the computation since the previous bucket was full.
     """
-    halves: dict[int, int] = {}  # after which operation the first half of which bucket is issued
+    halves: dict[int, int] = {}  # the operation after which the first half of a bucket is issued
     for before, number in pairwise(buckets):
         filled, full = _filled_by(step, main, before), _filled_by(step, main, number)
         filling = [n for n in range(filled + 1, full + 1) if step.operations[n].stream == main]
@@ -244,7 +250,7 @@ def _halved(step: Step, main: int, buckets: Sequence[int]) -> Step:
 
 
 def _filled_by(step: Step, main: int, bucket: int) -> int:
-    """The last operation of the computation that a bucket waits for."""
+    """Return the last computation that a bucket waits for."""
     waits = (wait.operation for wait in step.operations[bucket].waits_for)
     return max((number for number in waits if step.operations[number].stream == main), default=bucket)
 
@@ -261,7 +267,7 @@ def _half(step: Step, number: int, which: int) -> Collective:
 
 
 def _assembled(step: Step, entries: Sequence[Entry]) -> Step:
-    """A step of these entries; what they wait for, by the numbers of `step`, is numbered anew."""
+    """Build a step of these entries; their dependencies, given by the numbers of `step`, are renumbered."""
     places = {number: place for place, (numbers, _) in enumerate(entries) for number in numbers}
     operations = []
     for _, operation in entries:

@@ -1,7 +1,7 @@
-"""Light kernels in place of a library's collectives: for those that wait for SMs on which they have no room.
+"""Proposes light kernels in place of a library's collectives that wait for SMs on which they have no room.
 
-NCCL's CTA needs about 101 KiB of shared memory and 52,000 registers, so beside most kernels it waits until their CTAs leave,
-at whatever residency. A light kernel's CTA needs four warps and 4,096 registers (`footprints.toml`).
+NCCL's CTA needs about 101 KiB of shared memory and 52,000 registers. Beside most kernels it waits until their CTAs end,
+at any residency. A light kernel's CTA needs four warps and 4,096 registers (`footprints.toml`).
 """
 
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ SHARES_OF_SMS = (4, 2, 1)  # CTAs on a fourth of the SMs, on half, on all: those
 
 
 def propose_light_kernels(step: Step, machine: Machine, contention: Sequence[Contention]) -> Proposal:
-    """Light kernels for the collectives that wait for CTAs to leave; why not for the others."""
+    """Propose light kernels for the collectives that wait for CTAs to end, and say why not for the others."""
     waiting = [entry for entry in contention if entry.blockers]
     if not waiting:
         return refusal("light_kernel", ALL_COLLECTIVES, "no collective waits for another kernel's CTAs to leave")
@@ -41,8 +41,8 @@ def propose_light_kernels(step: Step, machine: Machine, contention: Sequence[Con
         return proposal(refusals=refusals.values())
     waited_us = sum(entry.waited_us for entry in waiting if entry.collective in able)
     reason = (
-        f"collectives stand ready for {format_us(waited_us)} while CTAs hold the SMs; a CTA of 128 threads without shared "
-        "memory has room where the library's has none"
+        f"collectives wait {format_us(waited_us)} while CTAs hold the SMs; a CTA of 128 threads without shared "
+        "memory fits where the library's does not"
     )
     match = Match(kind="communication", operations=tuple(able))
     counts = [max(1, machine.gpu.num_sms // share) for share in SHARES_OF_SMS]

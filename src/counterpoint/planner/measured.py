@@ -1,9 +1,10 @@
-"""The choice by measurement: the simulator prunes, and the best few candidates are compared with the step as it is.
+"""Tunes a captured step by measurement: the simulator prunes, and the best few candidates are timed against the
+unchanged step.
 
-A plan is kept only if it is proven faster (`measurement.tournament`); otherwise the step stays as it was. All ranks measure
-the same candidates, rank 0's, and each candidate's time is that of the slowest rank, so all come to the same choice. A
-candidate that cannot be made ready on some rank, as for want of memory, is left out on all; one that was started and fails
-ends it all, because other ranks may already wait in its collectives.
+A plan is kept only if it is proven faster (`measurement.tournament`); otherwise the step stays as it was. All ranks
+measure the candidates of rank 0. A candidate's time is that of the slowest rank, so all ranks make the same choice. If a
+candidate cannot be prepared on one rank, for example for lack of memory, all ranks leave it out. If a candidate fails
+after it was started, tuning ends, because other ranks may already wait in its collectives.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -42,20 +43,20 @@ class Replayable(Protocol):
 
     @property
     def graph(self) -> AbstractGraph:
-        """The captured graph, never edited itself."""
+        """The captured graph; it is never edited in place."""
 
     @property
     def read(self) -> ReadGraph:
-        """The step it is."""
+        """The step that the graph holds."""
 
     def time_us(self, executable: AbstractExecutable) -> float:
-        """One replay's time on the slowest rank."""
+        """Time one replay on the slowest rank."""
 
     def agree(self, text: str) -> str:
-        """Rank 0's text on every rank."""
+        """Return rank 0's text on every rank."""
 
     def is_everywhere(self, is_true: bool) -> bool:
-        """Whether it is true on every rank; all of them must ask."""
+        """Return whether the value is true on every rank; all ranks must call it."""
 
 
 class Contender(Value, frozen=True, kw_only=True):
@@ -66,7 +67,7 @@ class Contender(Value, frozen=True, kw_only=True):
 
 
 class Entrant(msgspec.Struct, frozen=True, kw_only=True):
-    """A contender ready to be replayed, and what became of its controls."""
+    """A contender that is ready to be replayed, and the state of its controls."""
 
     contender: Contender
     executable: AbstractExecutable
@@ -74,7 +75,7 @@ class Entrant(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MeasuredTuning(Value, frozen=True, kw_only=True):
-    """The plan, what was measured, and what became of each control of the plan."""
+    """The plan, all measurements, and the state of each control of the plan."""
 
     plan: Plan
     comparison: Comparison
@@ -83,14 +84,15 @@ class MeasuredTuning(Value, frozen=True, kw_only=True):
 
 
 def tune_measured(captured: Replayable, machine: Machine, num_candidates: int = 8, num_rounds: int = 15) -> MeasuredTuning:
-    """Find the best plan for a captured step on the GPUs at hand, in so many replays as `num_rounds` rounds of all take.
+    """Find the best plan for a captured step on this machine's GPUs, with the replays of `num_rounds` rounds over all
+    candidates.
 
-    Raises `DeviceError` if the step cannot be made ready as it is, or a replay fails; a candidate that cannot be made ready
-    is among the plan's refusals.
+    Raises `DeviceError` if the unchanged step cannot be prepared, or if a replay fails. A candidate that cannot be
+    prepared is listed in the plan's refusals.
     """
     step = captured.read.step
     simulated = tune(step, machine, Simulator())
-    # where operators would be best, the search above tries little beside them, and a captured step does not take them
+    # if operators would be best, the search above tries little else, and a captured step does not take them
     able = tune(step, machine, Simulator(), applier="graph")
     trials = [*simulated.trials, *able.trials[1:], *_unsimulated(step, machine, simulated)]
     applicable, inapplicable = _applicable(captured, trials)
@@ -123,7 +125,7 @@ def tune_measured(captured: Replayable, machine: Machine, num_candidates: int = 
 
 
 def _unsimulated(step: Step, machine: Machine, simulated: Tuning) -> Iterator[Trial]:
-    """Trials of controls that the simulator saw no use for, but whose use hangs on a race that it cannot tell."""
+    """Return trials of controls for which the simulator saw no use because they decide a race that it cannot predict."""
     tried = {family for trial in simulated.trials for family in trial.families if len(trial.families) == 1}
     for candidate in propose_unsimulated(step, machine):
         if candidate.family not in tried:
@@ -132,11 +134,11 @@ def _unsimulated(step: Step, machine: Machine, simulated: Tuning) -> Iterator[Tr
 
 
 def _applicable(captured: Replayable, trials: Sequence[Trial]) -> tuple[list[Contender], list[Refusal]]:
-    """The best simulated candidate of each combination of controls, best first, and what cannot be applied here.
+    """Return the best simulated candidate of each combination of controls, best first, and what cannot be applied here.
 
-    One of each combination, and every pair of controls that may help alone, because what the simulator cannot tell apart is
-    often apart on a GPU. Copies with and without reductions both take part. Copies are paired only where they leave
-    collectives on SMs, for others to act on.
+    It also returns every pair of controls that may help alone, because candidates with equal simulated times often
+    differ on a GPU. Copies with and without reductions both take part. Copies are paired with other controls only if
+    some collectives stay on SMs.
     """
     best: dict[Kinds, Contender] = {}
     refusals: list[Refusal] = []
@@ -149,7 +151,8 @@ def _applicable(captured: Replayable, trials: Sequence[Trial]) -> tuple[list[Con
         directives, unmet = _movable(captured, trial.directives)
         unmet += _unmet(captured, trial.label, directives) if directives else []
         refusals.extend(unmet)
-        # a candidate that can move but its reductions, or all but those, is another one, which is among the trials too
+        # a candidate of which only the reductions, or only the rest, can move equals another candidate, which is also a
+        # trial
         if directives and not unmet and _moves(captured, directives) == moves:
             best[kinds] = Contender(label=trial.label, directives=directives)
             if len(kinds) == 1 and trial.makespan_us < trials[0].makespan_us * (1 + SIMULATION_ERROR):
@@ -163,13 +166,16 @@ def _applicable(captured: Replayable, trials: Sequence[Trial]) -> tuple[list[Con
         if num_moving < 2 and is_effective:
             best.setdefault(tuple(sorted(pair)), Contender(label=label, directives=directives))
     favorite = next(iter(best), ())
-    # the simulator's favorite, copies, then pairs that it may have found no better than one of the two, then the others
+    # the simulator's favorite, then copies, then pairs that it may have found no better than one of the two, then the
+    # others
     ordered = sorted(best, key=lambda kinds: (kinds != favorite, kinds not in MOVES, len(kinds) < 2))
     return [best[kinds] for kinds in ordered], refusals
 
 
 def _movable(captured: Replayable, directives: tuple[Directive, ...]) -> tuple[tuple[Directive, ...], list[Refusal]]:
-    """The directives without collectives that copies cannot replace; nothing, and why, if those are all that they move."""
+    """Return the directives without the collectives that copies cannot replace, or nothing and the reason if no other is
+    left.
+    """
     obstacles: dict[str, Refusal] = {}
     kept: list[Directive] = []
     for directive in directives:
@@ -185,7 +191,7 @@ def _movable(captured: Replayable, directives: tuple[Directive, ...]) -> tuple[t
 
 
 def _able(captured: Replayable, match: Match) -> tuple[tuple[int, ...], dict[str, Refusal]]:
-    """The matched operations that may be captured as copies, and for the others why not, once for each reason."""
+    """Return the matched operations that may be captured as copies; for the others, each reason once."""
     able: list[int] = []
     obstacles: dict[str, Refusal] = {}
     for index in match.accepted(captured.read.step):
@@ -201,14 +207,16 @@ def _able(captured: Replayable, match: Match) -> tuple[tuple[int, ...], dict[str
 
 
 def _is_some_left(captured: Replayable, directives: tuple[Directive, ...]) -> bool:
-    """Whether collectives stay on SMs under these directives."""
+    """Return whether some collectives stay on SMs under these directives."""
     step = captured.read.step
     each = zip(step.operations, Plan(directives=directives).controls_of(step), strict=True)
     return any(isinstance(operation, Collective) and MOVED not in controls for operation, controls in each)
 
 
 def _moves(captured: Replayable, directives: Iterable[Directive]) -> frozenset[bool]:
-    """Of the collectives that the directives move to copies, whether they reduce: true, false, both, or none are moved."""
+    """Return whether the collectives that the directives move to copies reduce: true, false, both, or none if nothing
+    moves.
+    """
     step = captured.read.step
     moved = (directive.match.accepted(step) for directive in directives if MOVED in directive.controls)
     each = (step.operations[index] for index in chain.from_iterable(moved))
@@ -216,12 +224,14 @@ def _moves(captured: Replayable, directives: Iterable[Directive]) -> frozenset[b
 
 
 def _kinds(families: Iterable[str], moves: frozenset[bool]) -> Kinds:
-    """The kinds of controls in a candidate, sorted; copies that reduce are a kind of their own, which its sums may slow."""
+    """Return the kinds of controls in a candidate, sorted. Copies that reduce are a separate kind, because the sums may
+    be slow.
+    """
     return tuple(sorted(SUMS if family == "transport" and True in moves else family for family in families))
 
 
 def _unmet(captured: Replayable, label: str, directives: tuple[Directive, ...]) -> list[Refusal]:
-    """The controls of a candidate that do not take effect on a copy of the graph."""
+    """Return the controls of a candidate that do not take effect on a copy of the graph."""
     try:
         rewritten = rewrite(captured.graph, captured.read, Plan(directives=directives))
         rewritten.graph.close()
@@ -238,13 +248,15 @@ def _unmet(captured: Replayable, label: str, directives: tuple[Directive, ...]) 
 def _admit_all(
     captured: Replayable, contenders: Iterable[Contender], opened: ExitStack
 ) -> tuple[list[Entrant], list[Refusal]]:
-    """The step as it is and every contender that is ready on all ranks; `opened` closes them. The rest, with the reason."""
+    """Return the unchanged step and every contender that is ready on all ranks (`opened` closes them), and the others
+    with reasons.
+    """
     entrants: list[Entrant] = []
     refusals: list[Refusal] = []
     for contender in (Contender(label=AS_IT_IS, directives=()), *contenders):
         try:
             entrant = _make_ready(captured, contender, opened)
-            reason = "it cannot be made ready on another rank; see that rank's output"
+            reason = "another rank cannot prepare it; see that rank's output"
         except DeviceError as problem:
             entrant, reason = None, str(problem).rstrip(".")
         is_ready = captured.is_everywhere(entrant is not None)
@@ -253,13 +265,13 @@ def _admit_all(
         elif entrants:
             refusals.append(Refusal(control=contender.label, target="the whole step", reason=reason))
         else:
-            raise DeviceError(f"The step cannot be replayed as it was captured: {reason}.")
+            raise DeviceError(f"The captured step cannot be replayed unchanged: {reason}.")
     return entrants, refusals
 
 
 def _make_ready(captured: Replayable, contender: Contender, opened: ExitStack) -> Entrant:
     rewritten = rewrite(captured.graph, captured.read, Plan(directives=contender.directives))
-    with closing(rewritten.graph):  # what was made ready needs the copy no more
+    with closing(rewritten.graph):  # the prepared graph no longer needs the copy
         executable = rewritten.graph.instantiate()
         opened.callback(executable.close)
     return Entrant(contender=contender, executable=executable, engagements=rewritten.engagements)
@@ -268,7 +280,9 @@ def _make_ready(captured: Replayable, contender: Contender, opened: ExitStack) -
 def _left_out(
     directives: Sequence[Directive], inapplicable: Iterable[Refusal], simulated: Iterable[Refusal]
 ) -> list[Refusal]:
-    """Refusals of the controls that are not in the plan: what cannot be applied here, else what the simulator says."""
+    """Return refusals of the controls that are not in the plan: what cannot be applied here, else what the simulator
+    says.
+    """
     chosen = {control.tag for directive in directives for control in directive.controls}
     first: dict[str, Refusal] = {}
     for refusal in inapplicable:

@@ -1,8 +1,8 @@
-"""How a collective's data could move otherwise: by copy engines, beside its matmul, on a stream of its own.
+"""Proposes other ways to move a collective's data: by copy engines, beside its matmul, or on a separate stream.
 
-Each is proposed for the collectives that can bear it, and refused with the reason for the others. What is moved in one of
-these ways is left alone by the others. The rules are those of who carries it out: sizes below which the integrations leave a
-collective to the library, the schedules that operators have.
+Each way is proposed for the collectives that allow it, and refused with the reason for the others. Later proposals leave
+alone what an earlier one moves. The limits are those of the code that applies them: sizes below which the integrations
+leave a collective to the library, and the schedules that operators have.
 """
 
 from collections.abc import Iterator, Sequence
@@ -22,11 +22,13 @@ from counterpoint.sim.overlapped import OverlapModel
 from counterpoint.step import Collective, Kernel, Step
 from counterpoint.units import MIB, format_bytes, format_count, format_us
 
-LEAST_COPIED_BYTES = 16 * MIB  # what one rank sends another; reported by users of copy engines, not measured here
+LEAST_COPIED_BYTES = 16 * MIB  # bytes that one rank sends to another; reported by users of copy engines, not measured here
 
 
 def propose_transports(step: Step, machine: Machine, plan: Plan = LEAVE_IT) -> Proposal:
-    """Copy engines for the collectives that only move data, for those that reduce, for both; why not for the others."""
+    """Propose copy engines for collectives that only move data, for those that reduce, and for both; say why not for the
+    others.
+    """
     moving: list[int] = []
     reducing: list[int] = []
     refusals: dict[str, Refusal] = {}
@@ -50,7 +52,7 @@ def _transports(moving: Sequence[int], reducing: Sequence[int]) -> Iterator[Cand
         by_engines = one("transport", "copy engines", match, control, reason)
         yield by_engines
     if reducing:
-        reason = "blocks travel by copy engines, and each rank sums what came: only the sum takes SMs"
+        reason = "copy engines move the blocks and each rank sums what it received: only the sum takes SMs"
         match = Match(kind="communication", operations=tuple(reducing))
         by_sums = one("transport", "copies and sums", match, control, reason)
         yield by_sums
@@ -63,33 +65,34 @@ def _transports(moving: Sequence[int], reducing: Sequence[int]) -> Iterator[Cand
 
 
 def _collectives(step: Step, plan: Plan, *taken_by: type) -> Iterator[tuple[int, Collective]]:
-    """The collectives, with their numbers, that no control of these kinds is for."""
+    """Return the collectives, with their numbers, to which no control of these kinds applies."""
     for index, (operation, controls) in enumerate(zip(step.operations, plan.controls_of(step), strict=True)):
         if isinstance(operation, Collective) and not any(isinstance(control, taken_by) for control in controls):
             yield index, operation
 
 
 def _obstacle_to_copying(collective: Collective) -> str | None:
-    """Why copy engines should not move the collective, or None."""
+    """Return why copy engines should not move the collective, or None."""
     is_summed = collective.collective in SUMMED_COLLECTIVES
     if not is_summed and collective.collective not in COPY_ENGINE_COLLECTIVES:
-        return "it reduces to one rank, and no integration does that by copies"
+        return "it reduces to one rank; no integration does that by copies"
     if not collective.num_bytes:
-        return "its size is not known, so the time that copy engines would take is not, either"
+        return "its size is unknown, and so is the time that copy engines would take"
     if is_summed:
         if collective.num_bytes < collective.group_size * LEAST_PART_BYTES:
             least = format_bytes(LEAST_PART_BYTES)
-            return f"it sums less than {least} from each rank, which the integrations leave to the library"
+            return f"it sums less than {least} from each rank; the integrations leave that to the library"
         return None
     pieces = collective.group_size if collective.collective in ("all_gather", "all_to_all") else 1
     if collective.num_bytes < pieces * LEAST_COPIED_BYTES:
-        return f"it moves less than {format_bytes(LEAST_COPIED_BYTES)} to a rank; kernels are faster for so little"
+        return f"it moves less than {format_bytes(LEAST_COPIED_BYTES)} to a rank; NCCL is faster for so little"
     return None
 
 
 def propose_overlaps(step: Step, machine: Machine, plan: Plan = LEAVE_IT) -> Proposal:
-    """Each collective together with the matmul that needs or feeds it, where a copy schedule promises enough; and experts'
-    all-to-alls together with the matmuls between them."""
+    """Propose to overlap each collective with the matmul that needs or feeds it, if a copy schedule promises enough, and
+    experts' all-to-alls with the matmuls between them.
+    """
     able = list(_collectives(step, plan, Transport, OwnStream))
     calibration = load_calibration(machine)
     experts = ExpertModel(step, CostModel(machine, calibration), calibration)
@@ -110,7 +113,7 @@ def propose_overlaps(step: Step, machine: Machine, plan: Plan = LEAVE_IT) -> Pro
 def _propose_experts(
     step: Step, machine: Machine, experts: ExpertModel, collectives: Sequence[tuple[int, Collective]]
 ) -> Proposal:
-    """The all-to-alls of all expert layers whose sizes bear it, with those that tell the sizes."""
+    """Propose the all-to-alls of all expert layers that are large enough, and those that tell the sizes."""
     able: list[int] = []
     refusals: dict[str, Refusal] = {}
     for index, operation in collectives:
@@ -130,20 +133,21 @@ def _propose_experts(
     numbers = sorted({number for layer in whole for number in (layer.dispatch, layer.combine)}.union(told))
     saved_us = sum(step.operations[number].lone_us or 0.0 for layer in whole for number in layer.reorders)
     reason = (
-        "experts' matmuls wait while rows come, and what follows while they go back; in groups of experts, one group's rows "
-        f"travel while others are computed, as ops.expert_ffn does ({format_count(len(whole), 'pass', 'passes')} of layers)"
+        "experts' matmuls wait while rows arrive, and later kernels wait while rows return; in groups of "
+        "experts, one group's rows travel while others compute, as ops.expert_ffn does "
+        f"({format_count(len(whole), 'pass', 'passes')} of layers)"
     )
     if saved_us:
-        reason += f"; rows need not be put in another order then, which takes {format_us(saved_us)} now"
+        reason += f"; rows then need no reordering, which takes {format_us(saved_us)} now"
     if max(each.group_size for _, each in collectives) > 2:
-        reason += " (from which size on copies win was measured with 2 ranks only)"
+        reason += " (the size above which copies win was measured with 2 ranks only)"
     match = Match(kind="communication", operations=tuple(numbers))
-    label = "experts beside their all-to-alls"
+    label = "experts overlapped with their all-to-alls"
     return proposal([one("overlap_matmul", label, match, (OverlapMatmul(),), reason)], refusals.values())
 
 
 def _propose_pairs(step: Step, machine: Machine, collectives: Sequence[tuple[int, Collective]]) -> Proposal:
-    """Each of these collectives together with the matmul that needs or feeds it."""
+    """Propose to overlap each of these collectives with the matmul that needs or feeds it."""
     pairs = MatmulPairs(step)
     model = OverlapModel(step, machine, load_calibration(machine))
     able: list[int] = []
@@ -159,14 +163,14 @@ def _propose_pairs(step: Step, machine: Machine, collectives: Sequence[tuple[int
             numbers = pairs.found[index].matmuls
             matmuls.extend(each for number in numbers if isinstance(each := step.operations[number], Kernel))
         else:
-            key = operation.collective, obstacle.split(":")[0]  # the same but for the times is one refusal
+            key = operation.collective, obstacle.split(":")[0]  # refusals that differ only in their times are merged
             refusals.setdefault(key, Refusal(control="overlap_matmul", target=operation.collective, reason=obstacle))
     if not able:
         return proposal(refusals=refusals.values())
     match = Match(kind="communication", operations=tuple(able))
     operators = sorted({OPERATOR_OF[each.collective] for index, each in collectives if index in able})
     reason = (
-        "its matmul has ended or not begun while it moves data; cut into pieces, its copies run beside the matmul, as "
+        "its matmul does not run while it moves data; cut into pieces, its copies run beside the matmul, as "
         f"operators do: {', '.join(operators)}"
     )
     if all(each.matmul_sizes is None for each in matmuls):
@@ -175,19 +179,20 @@ def _propose_pairs(step: Step, machine: Machine, collectives: Sequence[tuple[int
 
 
 def propose_own_streams(step: Step, machine: Machine, plan: Plan = LEAVE_IT) -> Proposal:
-    """A stream of its own for each collective on a computation's stream, where the step says what needs its result."""
+    """Propose a separate stream for each collective on a computation's stream, if the step says what needs its result."""
     busy = {operation.stream for operation in step.operations if isinstance(operation, Kernel)}
     inside = [(index, each) for index, each in _collectives(step, plan, OverlapMatmul) if each.stream in busy]
     if not inside:
-        return refusal("own_stream", ALL_COLLECTIVES, "none runs on a stream that computes")
+        return refusal("own_stream", ALL_COLLECTIVES, "no collective runs on a computation stream")
     if step.device_name is not None:
         times_us = Simulator().lone_times_us(step, machine)
         most = format_us(sum(times_us[index] for index, _ in inside))
         return refusal(
             "own_stream",
             f"{len(inside)} on the computation's stream",
-            "a trace or a captured step says in which order a stream ran, not which kernel needs the result; where kernels "
-            f"after it do not, issue it with async_op=True and wait() for it later: it hides {most} at most",
+            "a trace or a captured step gives the order on a stream, not which kernel needs the result; if the "
+            f"kernels after it do not, issue it with async_op=True and wait() for it later, which hides {most} "
+            "at most",
         )
     waited_for = {dependency.operation for operation in step.operations for dependency in operation.waits_for}
     able = tuple(index for index, _ in inside if index in waited_for)
@@ -195,8 +200,8 @@ def propose_own_streams(step: Step, machine: Machine, plan: Plan = LEAVE_IT) -> 
         return refusal(
             "own_stream",
             f"{len(inside)} on the computation's stream",
-            "nothing says what needs the result; let what does name it in waits_for",
+            "the step does not say what needs the result; name the collective in the waits_for of what does",
         )
-    reason = "kernels behind it on its stream do not need its result; on a stream of its own it runs beside them"
+    reason = "later kernels on its stream do not need its result; on a separate stream it runs beside them"
     match = Match(kind="communication", operations=able)
-    return proposal([one("own_stream", "a stream of its own", match, (OwnStream(),), reason)])
+    return proposal([one("own_stream", "a separate stream", match, (OwnStream(),), reason)])

@@ -1,4 +1,4 @@
-"""The whole way on GPUs: capture a step function, find a plan by measurement or in the cache, put it in force."""
+"""Tuning on GPUs from start to end: capture a step function, find a plan by measurement or in the cache, apply it."""
 
 from collections.abc import Callable
 
@@ -17,13 +17,13 @@ from counterpoint.planner.measured import MeasuredTuning, tune_measured
 
 
 def machine_of(captured: Captured) -> Machine:
-    """The shipped machine of the GPU that a step was captured on. Raises `MachineError` where there is none."""
+    """Return the shipped machine of the GPU that a step was captured on. Raises `MachineError` if there is none."""
     device = captured.read.step.device_name or "an unnamed GPU"
     machine = machine_for_device(device)
     if machine is None:
         raise MachineError(
-            f"No shipped machine describes '{device}'. Make a file of it (counterpoint machines --probe -o mine.toml) and "
-            "name it with --machine."
+            f"No shipped machine describes '{device}'. Describe it in a file (counterpoint machines --probe -o "
+            "mine.toml) and name that file with --machine."
         )
     return machine
 
@@ -41,12 +41,12 @@ def tune_captured(captured: Captured, machine: Machine | None = None) -> Measure
 def tune_step_function(
     step_fn: Callable[[], object], machine: Machine | None = None, *, use_cache: bool = True, guard_every: int = 1000
 ) -> Applied:
-    """Capture `step_fn`, find its plan, and return it in force: call `replay()` instead of `step_fn`.
+    """Capture `step_fn`, find its plan, apply it, and return the result: call `replay()` instead of `step_fn`.
 
-    `step_fn` must issue the same work each time, on every rank; capturing and measuring call and replay it many times, so
-    it must be repeatable. With `use_cache`, a plan that was measured for the same step, GPU, driver, NCCL, torch and
-    number of ranks is used without measuring. Raises `DeviceError` (for a step that draws random numbers, too),
-    `MachineError`, or `PlanError` where ranks disagree.
+    `step_fn` must issue the same work each time, on every rank, and must be repeatable: capture and measurement call and
+    replay it many times. With `use_cache`, a plan measured earlier for the same step, GPU, driver, NCCL, torch and
+    number of ranks is used without measuring. Raises `DeviceError` (also for a step that draws random numbers),
+    `MachineError`, or `PlanError` if ranks disagree.
     """
     captured = capture(step_fn)
     captured.require_repeatable()
@@ -59,7 +59,7 @@ def tune_step_function(
 
 
 def _offer_what_is_planned(captured: Captured, plan: Plan) -> None:
-    """Prepare what is to take the place of collectives under a plan."""
+    """Prepare what replaces collectives under a plan."""
     controls = [control for directive in plan.directives for control in directive.controls]
     if any(isinstance(control, Transport) for control in controls):
         offer_copies(captured)
@@ -68,6 +68,6 @@ def _offer_what_is_planned(captured: Captured, plan: Plan) -> None:
 
 
 def kept_plan(captured: Captured) -> Plan | None:
-    """The cached plan of rank 0, on every rank, or None."""
+    """Return the cached plan of rank 0, on every rank, or None."""
     kept = find_plan(captured.read.step, captured.conditions()) if captured.rendezvous.is_first_rank else None
     return msgspec.json.decode(captured.agree(msgspec.json.encode(kept).decode()), type=Plan | None)

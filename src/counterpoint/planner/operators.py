@@ -1,8 +1,8 @@
-"""The choice of operators' copy schedules from measured times: which are worth measuring, which is kept, and the plan of it.
+"""Chooses operators' copy schedules from measured times: which to measure, which to keep, and the resulting plan.
 
-The estimate prunes and names its own pick; a schedule is kept only if it is proven faster than `sequential`, the library's
-collective and then the matmul (`measurement.tournament`). Knows nothing of tensors or GPUs; the measuring is in
-`operators_on_gpu.py`.
+The estimate prunes and makes its own pick. A schedule is kept only if it is proven faster than `sequential`, the
+library's collective followed by the matmul (`measurement.tournament`). This module knows nothing of tensors or GPUs;
+`operators_on_gpu.py` measures.
 """
 
 from collections.abc import Sequence
@@ -17,12 +17,13 @@ from counterpoint.schedule.heuristic import pick_schedule, rank_candidates
 from counterpoint.units import format_count, format_percent, format_us
 from counterpoint.value import Value
 
-NUM_CANDIDATES = 4  # beside sequential: the best by the estimate, which seldom misses by more than that
+NUM_CANDIDATES = 4  # besides sequential: the best by the estimate, which seldom misses by more than that
 
 
 class TunedOperator(Value, frozen=True, kw_only=True):
-    """One call and what its schedules took. `descriptions` go with the measurements of `comparison`, `sequential` first;
-    `estimated` is the place of the heuristic's pick in them. `ideal_us` is estimated."""
+    """One call and the times of its schedules. `descriptions` go with the measurements of `comparison`, `sequential`
+    first; `estimated` is the index of the heuristic's pick. `ideal_us` is estimated.
+    """
 
     name: str
     descriptions: tuple[ScheduleDescription, ...]
@@ -32,26 +33,26 @@ class TunedOperator(Value, frozen=True, kw_only=True):
 
     @property
     def measurements(self) -> tuple[Measurement, ...]:
-        """What the schedules took, `sequential` first."""
+        """The times of the schedules, `sequential` first."""
         return self.comparison.measurements
 
     @property
     def chosen(self) -> int:
-        """The place of the schedule that is kept."""
+        """The index of the schedule that is kept."""
         return self.comparison.chosen
 
     @property
     def sequential_us(self) -> float:
-        """What the call takes one after the other."""
+        """Time of the call with the collective and the matmul one after the other."""
         return self.measurements[0].median_us
 
     @property
     def chosen_us(self) -> float:
-        """What the call takes by the schedule that is kept."""
+        """Time of the call with the schedule that is kept."""
         return self.measurements[self.chosen].median_us
 
     def reason(self) -> str:
-        """Why this schedule, in words for the plan."""
+        """Why this schedule was chosen, in words for the plan."""
         if not self.chosen:
             return f"measured: sequential takes {format_us(self.sequential_us)}; {self._no_gain()}"
         chosen = self.measurements[self.chosen]
@@ -60,7 +61,7 @@ class TunedOperator(Value, frozen=True, kw_only=True):
 
     def _as_estimated(self) -> str:
         if self.estimated == self.chosen:
-            return ", the estimate's pick, too"
+            return ", also the estimate's pick"
         if not self.estimated:
             return ", the estimate's pick"
         estimated = self.measurements[self.estimated]
@@ -69,13 +70,13 @@ class TunedOperator(Value, frozen=True, kw_only=True):
     def _no_gain(self) -> str:
         others = self.measurements[1:]
         if not others:
-            return "no schedule was measured beside it"
+            return "no other schedule was measured"
         verdict = self.comparison.verdict
         best = self.measurements[verdict.best] if verdict.best else min(others, key=lambda row: row.ratio)
         taken = f"the fastest schedule ({best.label}) takes {format_us(best.median_us)}"
         if not verdict.best:
             return taken
-        return f"{taken}, {format_percent(verdict.gain)} less, and {format_percent(verdict.needed_gain)} has to be proven"
+        return f"{taken}, {format_percent(verdict.gain)} less; at least {format_percent(verdict.needed_gain)} must be proven"
 
 
 class OperatorTuning(Value, frozen=True, kw_only=True):
@@ -93,7 +94,7 @@ def descriptions_to_measure(problem: Problem, machine: Machine, direction: Pass)
 
 
 def plan_of(operators: Sequence[TunedOperator], machine: str) -> OperatorTuning:
-    """The plan that names what was chosen for each call, `sequential` too."""
+    """Build the plan that names the chosen schedule of each call, `sequential` included."""
     directives = tuple(
         Directive(
             match=Match(name=tuned.name),
@@ -121,7 +122,7 @@ def _summary(operators: Sequence[TunedOperator], baseline_us: float, planned_us:
         return "no schedule is proven faster than sequential; leave the calls to the library"
     estimated_us = sum(tuned.measurements[tuned.estimated].median_us for tuned in operators)
     return (
-        f"{num_gains} of {format_count(len(operators), 'call')} by copy schedules: {format_us(baseline_us)} sequential to "
-        f"{format_us(planned_us)} in all, {format_percent(1 - planned_us / baseline_us)} less; "
-        f"{format_us(estimated_us)} by the estimate's picks"
+        f"{num_gains} of {format_count(len(operators), 'call')} by copy schedules: {format_us(baseline_us)} "
+        f"sequential to {format_us(planned_us)} in total, {format_percent(1 - planned_us / baseline_us)} less; "
+        f"{format_us(estimated_us)} with the estimate's picks"
     )

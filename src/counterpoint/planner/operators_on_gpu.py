@@ -1,7 +1,7 @@
-"""Choosing operators' copy schedules by measurement on the GPUs at hand: every call in turn, its schedules interleaved.
+"""Chooses operators' copy schedules by measurement on GPUs: one call after the other, its schedules interleaved.
 
-All ranks measure the same calls by the same schedules; what counts is the slowest rank's time, so all come to the same
-plan. Results are compared with those of `sequential` before and after. Has run on 2 H200s; not on more.
+All ranks measure the same calls with the same schedules. The slowest rank's time counts, so all ranks build the same
+plan. Results are compared with those of `sequential` before and after. It has run on 2 H200s, and not on more.
 """
 
 from collections.abc import Sequence
@@ -25,11 +25,12 @@ def tune_operators(
     timer: AbstractCallTimer | None = None,
     num_rounds: int = 15,
 ) -> Plan:
-    """The plan of the fastest schedule for every shape that the group has run so far, or for the given ones.
+    """Return the plan with the fastest schedule for every shape that the group has run so far, or for the given
+    requests.
 
-    All ranks call it together, between steps and outside of captures. It changes nothing: give the plan to
-    `counterpoint.ops.use_plan` on every rank. `timer` takes the place of events on GPUs in tests. Raises `DeviceError` on
-    CPUs, `OperatorError` on every rank where ranks disagree or results differ.
+    All ranks call it together, between steps and outside of captures. It applies nothing: pass the plan to
+    `counterpoint.ops.use_plan` on every rank. In tests, `timer` replaces events on GPUs. Raises `DeviceError` on CPUs,
+    and `OperatorError` on every rank if ranks disagree or results differ.
     """
     return measure_operators(group, requests, timer=timer, num_rounds=num_rounds).plan
 
@@ -41,7 +42,7 @@ def measure_operators(
     timer: AbstractCallTimer | None = None,
     num_rounds: int = 15,
 ) -> OperatorTuning:
-    """As `tune_operators`, with what was measured."""
+    """Like `tune_operators`, with the measurements."""
     runtime = runtime_of_group(group)
     own_timer = timer or open_call_timer(runtime)
     wanted = tuple(dict.fromkeys(runtime.requests if requests is None else requests))
@@ -53,11 +54,11 @@ def measure_operators(
 
 
 def _problem_of(requests: Sequence[Request]) -> str:
-    """Why these cannot be tuned, or nothing."""
+    """Return why these requests cannot be tuned, or an empty string."""
     if not requests:
         return (
-            "there is no call to tune: the group has run none that leaves its schedule to the plan. Run a step first, or "
-            "give the requests."
+            "there is no call to tune: the group has run no call whose schedule the plan decides. Run a step "
+            "first, or give the requests."
         )
     named = next((request for request in requests if request.schedule), None)
     return f"a request to tune names no schedule; found {named.words()}. Leave the schedule out." if named else ""

@@ -1,4 +1,4 @@
-"""What the planner proposes, as values: candidates to try, and refusals with their reasons."""
+"""The planner's proposals as values: candidates to try, and refusals with their reasons."""
 
 from collections.abc import Iterable
 
@@ -10,7 +10,7 @@ ALL_COLLECTIVES = "all collectives"
 
 
 class Candidate(Value, frozen=True, kw_only=True):
-    """Directives that belong together under one control; `family` names the control, `label` is for people."""
+    """Directives of one control that belong together; `family` names the control, `label` is for people."""
 
     family: str
     label: str
@@ -30,7 +30,7 @@ def proposal(candidates: Iterable[Candidate] = (), refusals: Iterable[Refusal] =
 
 
 def refusal(control: str, target: str, reason: str) -> Proposal:
-    """Nothing to try, for one reason."""
+    """A proposal without candidates, for one reason."""
     return proposal(refusals=[Refusal(control=control, target=target, reason=reason)])
 
 

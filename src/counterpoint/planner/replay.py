@@ -1,7 +1,8 @@
-"""How far a simulated timeline may be trusted: what it makes of a traced step without any control, against the trace.
+"""How far a simulated timeline can be trusted: the simulation of a traced step without controls is compared with the
+trace.
 
-The makespan alone is no judge: a replay can hit it and have communication exposed that was hidden. So exposed time and
-overlap are compared as well, and a gain counts only where it is larger than the error.
+The makespan alone does not tell: a replay can match it and still expose communication that was hidden in the trace.
+Exposed time and overlap are therefore compared as well, and a gain counts only if it is larger than the error.
 """
 
 from counterpoint.measurement.values import MOST_OVERLAP_DIFFERENCE, MOST_REPLAY_ERROR
@@ -12,9 +13,10 @@ from counterpoint.value import Value
 
 
 class ReplayAccuracy(Value, frozen=True, kw_only=True):
-    """A replay less the trace. `makespan_error` and `exposed_difference` are shares of the traced makespan, signed.
+    """Differences of a replay from its trace. `makespan_error` and `exposed_difference` are signed shares of the traced
+    makespan.
 
-    `overlap_difference` is of the overlap ratios, 0 to 1; None where either has no communication.
+    `overlap_difference` is that of the overlap ratios, 0 to 1; None if either has no communication.
     """
 
     makespan_error: float
@@ -23,7 +25,7 @@ class ReplayAccuracy(Value, frozen=True, kw_only=True):
 
     @property
     def error(self) -> float:
-        """The larger of the first two without its sign: no smaller gain can be told from it."""
+        """The larger absolute value of the first two: smaller gains are within the error."""
         return max(abs(self.makespan_error), abs(self.exposed_difference))
 
     def describe(self) -> str:
@@ -35,20 +37,20 @@ class ReplayAccuracy(Value, frozen=True, kw_only=True):
         return f"{words}, overlap {format_change(self.overlap_difference).removesuffix(' %')} points"
 
     def why_unknown(self, gain: float) -> str:
-        """Why a plan that brings `gain`, a share of the makespan, cannot be judged; empty where it can."""
+        """Return why a plan with this `gain`, a share of the makespan, cannot be judged; an empty string if it can."""
         if self.error > MOST_REPLAY_ERROR:
-            limit = f"more than the {format_percent(MOST_REPLAY_ERROR)} up to which a simulation says anything"
+            limit = f"more than the {format_percent(MOST_REPLAY_ERROR)} limit above which a simulation is not used"
         elif abs(self.overlap_difference or 0.0) > MOST_OVERLAP_DIFFERENCE:
-            limit = f"and overlap may differ by {100 * MOST_OVERLAP_DIFFERENCE:.0f} points at most"
+            limit = f"and overlap may differ by at most {100 * MOST_OVERLAP_DIFFERENCE:.0f} points"
         elif 0 < gain < self.error:
-            limit = f"more than the {format_percent(gain)} that a plan would bring"
+            limit = f"more than the plan's gain of {format_percent(gain)}"
         else:
             return ""
         return f"the replay differs from the trace ({self.describe()}), {limit}"
 
 
 def compare_replay(traced: Timeline, replayed: Timeline) -> ReplayAccuracy:
-    """What the simulation of a step without any control makes of it, against what was traced."""
+    """Compare the simulation of a step without any control with its trace."""
     before, after = measure(traced), measure(replayed)
     ratios = (before.overlap_ratio, after.overlap_ratio)
     return ReplayAccuracy(

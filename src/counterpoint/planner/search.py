@@ -1,9 +1,9 @@
 """The search: try each control alone, then add to the best what still helps, then drop what the plan does not need.
 
-It knows nothing of how a candidate is executed; it compares timelines that an executor returns. A plan must gain at least
-`LEAST_SIMULATED_GAIN` of the baseline's makespan, else the verdict is NO_GAIN and the plan is empty; a further control must
-add `LEAST_ADDED_GAIN`. Where the step was traced, a gain must exceed the replay's error, else the verdict is UNKNOWN and the
-plan is empty, too.
+It knows nothing of how a candidate is executed; it compares timelines that an executor returns. A plan must gain at
+least `LEAST_SIMULATED_GAIN` of the baseline's makespan; otherwise the verdict is NO_GAIN and the plan is empty. Each
+further control must add `LEAST_ADDED_GAIN`. For a traced step, a gain must also exceed the replay's error; otherwise the
+verdict is UNKNOWN and the plan is empty.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from counterpoint.controls import Applier
+from counterpoint.display import html_table, shortened
 from counterpoint.machine import Machine
 from counterpoint.measurement.values import LEAST_ADDED_GAIN, LEAST_SIMULATED_GAIN, NEGLIGIBLE
 from counterpoint.metrics import measure
@@ -22,14 +23,14 @@ from counterpoint.planner.proposal import Candidate, Proposal, proposal
 from counterpoint.planner.replay import compare_replay
 from counterpoint.step import Step
 from counterpoint.timeline import AbstractExecutor, Timeline
-from counterpoint.units import format_count, format_percent, format_us
+from counterpoint.units import format_change, format_count, format_percent, format_us
 from counterpoint.value import Value
 
 AS_IT_IS = "as it is"
 
 
 class Trial(Value, frozen=True, kw_only=True):
-    """One candidate as executed. `families` are the controls in it."""
+    """One executed candidate. `families` are the controls in it."""
 
     label: str
     families: tuple[str, ...]
@@ -39,9 +40,9 @@ class Trial(Value, frozen=True, kw_only=True):
 
 
 class Tuning(Value, frozen=True, kw_only=True):
-    """The outcome: the plan, the timelines without and with it, and every trial in the order it was made.
+    """The result of a search: the plan, the timelines without and with it, and every trial in the order it was made.
 
-    Directives say what operations are, and name none by number.
+    Directives describe operations; they name none by number.
     """
 
     plan: Plan
@@ -49,9 +50,27 @@ class Tuning(Value, frozen=True, kw_only=True):
     planned: Timeline
     trials: tuple[Trial, ...]
 
+    def _in_short(self) -> str:
+        return f"{self.plan.verdict}: {shortened(self.plan.summary)}; {format_count(len(self.trials), 'trial')}"
+
+    def _repr_html_(self) -> str:
+        """Return what notebooks show of the result: the verdict, and the candidates, the shortest first."""
+        baseline = self.trials[0]
+        rows = [
+            (
+                trial.label,
+                format_us(trial.makespan_us),
+                format_change(trial.makespan_us / baseline.makespan_us - 1),
+                format_us(trial.exposed_us),
+            )
+            for trial in [baseline, *sorted(self.trials[1:], key=lambda trial: trial.makespan_us)]
+        ]
+        headers = ("candidate (simulated)", "makespan", "change", "exposed")
+        return html_table(f"{self.plan.verdict}: {self.plan.summary}", headers, rows)
+
 
 class _Bench:
-    """Executes each candidate of one step on one machine once, and remembers what came of it."""
+    """Executes each candidate of one step on one machine once, and caches the result."""
 
     def __init__(
         self,
@@ -84,7 +103,7 @@ class _Bench:
         return self._known[directives]
 
     def propose(self, parts: Sequence[Candidate]) -> Proposal:
-        """What could act on the step as it runs with `parts`."""
+        """Return what could act on the step as it runs with `parts`."""
         plan = Plan(directives=_directives(parts))
         found = propose(self._step, self._machine, find_contention(self._step, self.run(parts), plan), plan, self._applier)
         able = (each for each in found.candidates if not self._is_refused(each))
@@ -111,7 +130,7 @@ def _trial_of(parts: Sequence[Candidate], timeline: Timeline) -> Trial:
 
 
 def attempt(step: Step, machine: Machine, executor: AbstractExecutor, candidate: Candidate) -> Trial:
-    """Execute one candidate by itself."""
+    """Execute one candidate."""
     return _trial_of([candidate], executor.run(step, machine, Plan(directives=candidate.directives)))
 
 
@@ -128,10 +147,10 @@ def tune(
     *,
     traced: Timeline | None = None,
 ) -> Tuning:
-    """Find the plan with the shortest makespan, of controls that `applier` can apply.
+    """Find the plan with the shortest makespan, using only controls that `applier` can apply.
 
-    `on_trial` is called after each new trial, the baseline first. `traced` is the step as it was measured, by which what
-    the executor makes of it is judged.
+    `on_trial` is called after each new trial, the baseline first. `traced` is the measured step, against which the
+    executor is checked.
     """
     bench = _Bench(step, machine, executor, on_trial, applier)
     without = bench.attempt(())
@@ -158,7 +177,7 @@ def tune(
 
 
 def _gain(without: Trial, best: Trial) -> float:
-    """What a plan brings, as a share of the makespan; 0 where that is less than simulations are trusted with."""
+    """Return a plan's gain as a share of the makespan; 0 if it is below the least gain that simulations can tell."""
     gain = 1 - best.makespan_us / without.makespan_us
     return gain if gain >= LEAST_SIMULATED_GAIN else 0.0
 
@@ -167,11 +186,13 @@ def _unknown(trials: Sequence[Trial], reason: str) -> str:
     best = min(trials, key=lambda trial: trial.makespan_us)
     change = 1 - best.makespan_us / trials[0].makespan_us
     said = f"{reason}; " + (f"measure the best candidate ({best.label})" if change > NEGLIGIBLE else "leave it as it is")
-    return said if change <= NEGLIGIBLE else f"{said}, which saves {format_percent(change)} of the replay"
+    return said if change <= NEGLIGIBLE else f"{said}; in the replay it saves {format_percent(change)}"
 
 
 def _grow(bench: _Bench, without: Trial) -> list[Candidate]:
-    """Add the control that shortens the step most, then look again at the step as it then runs; one of each family."""
+    """Add the control that shortens the step most, look again at the step as it then runs, and repeat; one control of
+    each family.
+    """
     parts: list[Candidate] = []
     best = without
     while True:
@@ -188,9 +209,9 @@ def _grow(bench: _Bench, without: Trial) -> list[Candidate]:
 
 
 def _shrink(bench: _Bench, parts: list[Candidate], proposed: Sequence[Candidate]) -> list[Candidate]:
-    """Drop every directive without which the step is not noticeably slower, so that the plan holds only what it needs.
+    """Drop every directive that does not make the step noticeably faster, so that the plan holds only what it needs.
 
-    What is left is called as the candidate that was `proposed` with just these directives, if there is one.
+    If one of the `proposed` candidates has just the remaining directives, its label is used.
     """
     best = bench.attempt(parts)
     for position, part in enumerate(parts):
@@ -213,13 +234,16 @@ def _summary(trials: Sequence[Trial], chosen: Trial) -> str:
     if change <= NEGLIGIBLE:
         return "no control shortens this step; leave it as it is"
     return (
-        f"the best candidate ({best.label}) would save {100 * change:z.2f} %, less than the "
-        f"{format_percent(LEAST_SIMULATED_GAIN)} that a simulation can be trusted with; leave it as it is"
+        f"the best candidate ({best.label}) saves {100 * change:z.2f} %, below the "
+        f"{format_percent(LEAST_SIMULATED_GAIN)} that a simulation can tell from its own error; leave it as it "
+        "is"
     )
 
 
 def _refusals(proposed: Proposal, trials: Sequence[Trial], chosen: Trial) -> tuple[Refusal, ...]:
-    """What could not act, and each family that was tried and is not in the plan, with the figure of its best member."""
+    """Return what could not act, and each family that was tried and is not in the plan, with its best candidate's
+    figure.
+    """
     refusals = [refusal for refusal in proposed.refusals if refusal.control not in chosen.families]
     for family in dict.fromkeys(candidate.family for candidate in proposed.candidates):
         alone = [trial for trial in trials if trial.families == (family,)]
@@ -227,17 +251,23 @@ def _refusals(proposed: Proposal, trials: Sequence[Trial], chosen: Trial) -> tup
             continue
         best = min(alone, key=lambda trial: trial.makespan_us)
         change = best.makespan_us / trials[0].makespan_us - 1
-        verb = "lengthens" if change > NEGLIGIBLE else "shortens" if change < -NEGLIGIBLE else "does not change"
-        by = f" by {format_percent(abs(change))}" if abs(change) > NEGLIGIBLE else ""
-        beside = " and adds too little to the plan" if chosen.directives and change < -NEGLIGIBLE else ""
         which = f" ({best.label})" if len({trial.label for trial in alone}) > 1 else ""
-        reason = f"alone{which} it {verb} the step{by}{beside}"
+        reason = f"{_effect(change)} when used alone{which}"
+        if chosen.directives and change < -NEGLIGIBLE:
+            reason = f"{reason}, but adds less than {format_percent(LEAST_ADDED_GAIN)} to the plan"
         refusals.append(Refusal(control=family, target=_target(best.directives), reason=reason))
     return tuple(refusals)
 
 
+def _effect(change: float) -> str:
+    """A change of the makespan in words."""
+    if abs(change) <= NEGLIGIBLE:
+        return "no effect"
+    return f"{format_percent(abs(change))} {'slower' if change > 0 else 'faster'}"
+
+
 def _target(directives: Sequence[Directive]) -> str:
-    """What the directives are for: so many collectives, so many kernels."""
+    """Return how many collectives or kernels the directives are for."""
     number = sum(len(directive.match.operations) if directive.match.operations else 1 for directive in directives)
     noun = "collective" if directives[0].match.kind == "communication" else "kernel"
     return format_count(number, noun)

@@ -1,4 +1,4 @@
-"""One verb for both ways of planning: a described step by an executor, a step function by measurement on GPUs."""
+"""`tune`, for both ways of planning: a described step by an executor, a step function by measurement on GPUs."""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING, overload
@@ -40,11 +40,11 @@ def tune(
 ) -> "Tuning | Applied":
     """Find the plan that hides the most communication of `step`, or the verdict that none pays.
 
-    A `Step` is tried on `executor`, the simulator if none is given, for `machine`; the `Tuning` holds the plan. `traced`, a
-    traced step's timeline, says how far the executor is right: a gain within its error is UNKNOWN. A function
-    without arguments is captured on the GPUs at hand, tuned by measurement, and comes back with its plan in force; all ranks
-    call this together. Raises `ArgumentError` where a step comes without a machine, or anything else is passed, and what
-    `planner.on_gpu` raises.
+    A `Step` runs on `executor` for `machine`; the default executor is the simulator, and the result is a `Tuning` that
+    holds the plan. `traced`, a traced step's timeline, is used to check the executor: a gain within its error is
+    UNKNOWN. A function without arguments is captured on the GPUs at hand, tuned by measurement, and returned with its
+    plan applied; all ranks call this together. Raises `ArgumentError` for a step without a machine or for any other
+    argument, and what `planner.on_gpu` raises.
     """
     _check_arguments(step, machine, executor)
     if not isinstance(step, Step):
@@ -71,9 +71,14 @@ def _check_arguments(step: object, machine: object, executor: object) -> None:
     else:
         remedy = "Pass what load_workload returns, the step of what read_trace returns, or a function that runs a step."
     if not callable(step):
-        require_kind(step, Step, "tune takes a Step, or a function without arguments", remedy)
+        require_kind(step, Step, "tune takes a Step or a function without arguments", remedy)
     if machine is not None or isinstance(step, Step):
         name = shown(machine) if isinstance(machine, str) else "h200"
         require_kind(machine, Machine, "tune needs a Machine", f"Load it: tune(step, load_machine('{name}')).")
     if executor is not None:
-        require_kind(executor, AbstractExecutor, "tune takes an executor third", "Leave it out, or pass Simulator().")
+        require_kind(
+            executor,
+            AbstractExecutor,
+            "the third argument of tune must be an executor",
+            "Leave it out, or pass Simulator().",
+        )

@@ -1,1 +1,1 @@
-"""Reports: how values are shown to people."""
+"""Reports show values to people: as text, Markdown, HTML and plots."""

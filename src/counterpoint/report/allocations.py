@@ -1,4 +1,4 @@
-"""Reference allocations as a Markdown page: `docs/allocations.md` is this text."""
+"""Writes `docs/allocations.md`, the reference allocations, as a Markdown page."""
 
 from collections.abc import Iterator, Sequence
 
@@ -33,7 +33,7 @@ NONE = "none"
 
 
 def allocations_page(found: Sequence[tuple[Machine, MachineAllocations]]) -> str:
-    """The whole page."""
+    """Return the whole page."""
     light = f"{LIGHT.threads_per_cta} threads, {LIGHT.registers_per_thread} registers per thread, no shared memory"
     lines = [INTRODUCTION.format(light=light, source=compiled_launches().source)]
     lines += ["## The reference allocation of each workload", "", *_summary([each for _, each in found]), ""]
@@ -43,7 +43,7 @@ def allocations_page(found: Sequence[tuple[Machine, MachineAllocations]]) -> str
 
 
 def _summary(found: Sequence[MachineAllocations]) -> Iterator[str]:
-    """By machine and workload the cap that is simulated fastest, if any is faster than no cap."""
+    """Return, by machine and workload, the cap with the shortest simulated time, if any is faster than no cap."""
     names = [f"{case}_{tile}" for case in CASES for tile in SHAPED_TILES]
     yield "The bytes per CTA with the shortest simulated time, and the change against no cap. *none*: no cap saves 1 %, the"
     yield "least that a simulation can tell."

@@ -1,4 +1,4 @@
-"""An `Analysis` as Markdown, for a comment on a pull request: short, and safe with names nobody vouches for."""
+"""Writes an `Analysis` as Markdown for a comment on a pull request: short, and safe with untrusted names."""
 
 import re
 from collections.abc import Iterable, Iterator
@@ -11,16 +11,16 @@ from counterpoint.report.analysis_words import key_figures, notes_of, problems_o
 from counterpoint.report.figure_tables import FigureTable, format_cell
 from counterpoint.units import format_count, format_us
 
-SHOWN_TABLES = ("changes", "causes", "recoverable", "ranks", "logged-groups")  # in this order; the page has the others
+SHOWN_TABLES = ("changes", "causes", "recoverable", "ranks", "logged-groups")  # in this order; the HTML page has the others
 MOST_ROWS = 10
 MOST_CELL = 160  # letters
 MOST_SENTENCE = 1_000
-PARTED_AT = "@\u200b"  # a mention cannot be escaped, only parted
+PARTED_AT = "@\u200b"  # a mention cannot be escaped; it can only be broken up
 _SPECIAL = re.compile(r"([\\`*_{}\[\]<>#|~$!&])")
 
 
 def markdown_summary(analysis: Analysis) -> str:
-    """Verdict, why, next, the tables that matter for a review, and what could not be known."""
+    """Return the verdict, why, next, the tables that matter for a review, and what is unknown."""
     lines = [f"### {_plain(analysis.headline.verdict)}", "", f"{_plain(subject(analysis))}", ""]
     for title, sentences in (("Why", analysis.headline.why), ("Next", analysis.headline.next)):
         lines += _list(title, sentences)
@@ -32,12 +32,12 @@ def markdown_summary(analysis: Analysis) -> str:
             lines += _table(tables[key])
     lines += _applications(analysis.recoverable)
     lines += _list("Notes", notes_of(analysis))
-    lines += _list("Not known", problems_of(analysis))
+    lines += _list("Unknown", problems_of(analysis))
     return "\n".join(lines).rstrip() + "\n"
 
 
 def _plain(text: str, most: int = MOST_SENTENCE) -> str:
-    """Text that Markdown shows as it is: no link, mention, formatting or element of HTML."""
+    """Escape text so that Markdown shows it verbatim: no link, mention, formatting or HTML element."""
     shown = printable(text)
     cut = shown if len(shown) <= most else shown[: most - 3] + "..."
     return _SPECIAL.sub(r"\\\1", cut).replace("@", PARTED_AT)
@@ -71,11 +71,11 @@ def _grid(headers: Iterable[str], sides: Iterable[str], rows: Iterable[Iterable[
 
 
 def _applications(recoverable: Iterable[Recoverable]) -> Iterator[str]:
-    """Lines to paste, in a block that folds."""
+    """Return the lines to paste, in a collapsible block."""
     worth = sorted((each for each in recoverable if each.apply), key=lambda each: -each.recovers_us)
     for each in worth:
         block = "\n".join(printable(line) for line in each.apply)
         fence = "`" * max(3, 1 + max((len(run) for run in re.findall("`+", block)), default=0))
-        title = escape(printable(each.what)).replace("@", PARTED_AT)  # Markdown's escapes do not count inside elements
+        title = escape(printable(each.what)).replace("@", PARTED_AT)  # Markdown escapes have no effect inside HTML elements
         yield f"<details><summary>To apply: {title}, {format_us(each.recovers_us)} per step</summary>"
         yield from ("", fence, block, fence, "", "</details>", "")

@@ -1,7 +1,8 @@
-"""An `Analysis` as one HTML file that needs no network: verdict, timeline, tables, and lines to paste.
+"""Writes an `Analysis` as one HTML file that needs no network: verdict, timeline, tables, and lines to paste.
 
-Names in traces are not trusted: texts are escaped, control characters written out, and the page's own policy lets it run
-nothing but its own script and load nothing at all. Tables are plain HTML; the script adds the timeline, sorting and filters.
+Names in traces are not trusted. Text is escaped, control characters are written out, and the page's content security
+policy allows its own script only and blocks all loads. Tables are plain HTML; the script adds the timeline, sorting and
+filters.
 """
 
 import base64
@@ -22,20 +23,20 @@ from counterpoint.units import MIB, format_bytes, format_count, format_us
 from counterpoint.value import save_text, shipped_text
 
 MAX_PAGE_BYTES = 8 * MIB
-SHORT_TEXT = 18  # letters up to which a cell is never folded
-LONG_TEXT = 60  # letters from which a cell gets a wider column, and is cut to three lines until it is clicked
-FRAME_HEIGHT = 900  # pixels of the page within a notebook
-NOT_ONE_CLOCK = "The clocks of the ranks could not be aligned for one step: each rank starts at zero."
+SHORT_TEXT = 18  # cells up to this many letters are never folded
+LONG_TEXT = 60  # cells of this many letters or more get a wider column, and are cut to three lines until they are clicked
+FRAME_HEIGHT = 900  # height of the page in a notebook, in pixels
+NOT_ONE_CLOCK = "The clocks of the ranks could not be aligned for one step, so each rank starts at zero."
 
 
 class AnalysisReport:
-    """An analysis as notebooks show it: the page, in a frame of its own."""
+    """Shows an analysis in a notebook: the HTML page in an iframe."""
 
     def __init__(self, analysis: Analysis) -> None:
         self.analysis = analysis
 
     def _repr_html_(self) -> str:
-        """What Jupyter calls; the frame may run the page's script, and do nothing else."""
+        """Return HTML for Jupyter; the iframe may run the page's script and do nothing else."""
         page = escape(render_page(self.analysis))
         return (
             f'<iframe title="Counterpoint analysis" sandbox="allow-scripts" '
@@ -44,19 +45,21 @@ class AnalysisReport:
 
 
 def write_page(path: Path | str, analysis: Analysis) -> None:
-    """Write the page to a file; where that is impossible, a `CounterpointError` of one line says why."""
+    """Write the page to a file. Raises `CounterpointError` if that is impossible."""
     save_text(path, render_page(analysis), "page", CounterpointError)
 
 
 def render_page(analysis: Analysis) -> str:
-    """The page as text, below `MAX_PAGE_BYTES`: where it would be larger, it draws fewer operations and lists fewer rows."""
+    """Return the page as text, below `MAX_PAGE_BYTES`: if it would be larger, it draws fewer operations and lists fewer
+    rows.
+    """
     limits = Limits()
     page = _render(analysis, limits)
     while len(page.encode()) > MAX_PAGE_BYTES:
         if limits.num_operations == 0:
             raise CounterpointError(
-                f"The page would have {format_bytes(len(page.encode()))}, and {format_bytes(MAX_PAGE_BYTES)} is the limit. "
-                f"Give fewer traces, or use --json."
+                f"The page would have {format_bytes(len(page.encode()))}; the limit is "
+                f"{format_bytes(MAX_PAGE_BYTES)}. Give fewer traces, or use --json."
             )
         limits = limits.halved()
         page = _render(analysis, limits)
@@ -86,7 +89,7 @@ def _render(analysis: Analysis, limits: Limits) -> str:
         "links": _links(tables),
         "tables": "".join(_table(table, limits.num_rows) for table in tables),
         "apply": _apply(analysis),
-        "remarks": _remarks("notes", "Notes", notes_of(analysis)) + _remarks("unknown", "Not known", problems),
+        "remarks": _remarks("notes", "Notes", notes_of(analysis)) + _remarks("unknown", "Unknown", problems),
         "version": _safe(package_version()),
         "schema": SCHEMA,
         "data": _json(timeline_data(analysis, limits)),
@@ -96,13 +99,13 @@ def _render(analysis: Analysis, limits: Limits) -> str:
 
 
 def _filled(piece: str, parts: dict[str, str]) -> str:
-    """One piece of the template, from the name of a part on; parts are never searched for names themselves."""
+    """Fill in one piece of the template, from a part's name on; parts are never searched for names themselves."""
     name, rest = piece.split("]]", maxsplit=1)
     return parts[name] + rest
 
 
 def _hash(text: str) -> str:
-    """The source expression of a content security policy for an element of this text."""
+    """Return the source expression of a content security policy for an element with this text."""
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
 
 
@@ -111,7 +114,7 @@ def _safe(text: str) -> str:
 
 
 def _json(value: object) -> str:
-    """JSON that no parser of HTML takes for the end of a script."""
+    """Write JSON that no HTML parser takes for the end of a script."""
     return msgspec.json.encode(value).decode().replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
@@ -131,7 +134,7 @@ def _links(tables: Iterable[FigureTable]) -> str:
 def _pointer(num_problems: int) -> str:
     if not num_problems:
         return ""
-    return f'<p class="hint"><a href="#unknown">{format_count(num_problems, "thing")} could not be known.</a></p>'
+    return f'<p class="hint"><a href="#unknown">{format_count(num_problems, "thing")} could not be determined.</a></p>'
 
 
 def _legend(title: str, kind: str, names: Iterable[str]) -> str:
@@ -143,7 +146,7 @@ def _legend(title: str, kind: str, names: Iterable[str]) -> str:
 
 
 def _bar(analysis: Analysis) -> str:
-    """A mean step as one bar: computation, communication it hides, each cause of what it does not, idle time."""
+    """Draw a mean step as one bar: computation, hidden communication, each cause of exposed communication, idle time."""
     if analysis.step_us <= 0:
         return ""
     hidden_us = max(0.0, analysis.communication_us - analysis.exposed_us)
@@ -151,7 +154,7 @@ def _bar(analysis: Analysis) -> str:
     causes = sorted(analysis.causes, key=lambda each: -each.exposed_us)
     parts = [
         ("computation and copies alone", "role-0", alone_us),
-        ("computation with communication beside it", "hidden-part", hidden_us),
+        ("computation that hides communication", "hidden-part", hidden_us),
         *((f"exposed: {CAUSES[each.cause][0]}", f"cause-{_place(each.cause)}", each.exposed_us) for each in causes),
         ("idle", "idle", analysis.idle_us),
     ]
@@ -198,7 +201,7 @@ _FIGURE = ' class="figure"'
 
 
 def _cells(columns: Iterable[FigureColumn], row: tuple[Cell, ...]) -> Iterator[str]:
-    """Cells with the figure itself beside its text, so that the page sorts by figures."""
+    """Return cells that hold the figure beside its text, so that the page sorts by figures."""
     for column, cell in zip(columns, row, strict=True):
         shown = escape(cut(format_cell(column.kind, cell)))
         if column.kind == "text" and len(shown) > LONG_TEXT:
@@ -210,7 +213,7 @@ def _cells(columns: Iterable[FigureColumn], row: tuple[Cell, ...]) -> Iterator[s
 
 
 def _apply(analysis: Analysis) -> str:
-    """The lines of every change that has some, ready to paste."""
+    """Return the lines of every change that has some, ready to paste."""
     worth = sorted((each for each in analysis.recoverable if each.apply), key=lambda each: -each.recovers_us)
     blocks = "".join(
         f"<h3>{_safe(each.what)}: {format_us(each.recovers_us)} per step</h3>"

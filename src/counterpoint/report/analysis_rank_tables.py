@@ -1,4 +1,4 @@
-"""The tables of an `Analysis` that are made of what each rank's trace holds. Means are of steady steps."""
+"""Tables of an `Analysis` that come from each rank's trace. Means are over steady steps."""
 
 from collections.abc import Iterator, Sequence
 from statistics import fmean, median
@@ -17,7 +17,7 @@ _OVERLAP = figure_columns("share", "overlap")
 
 
 def _step_times(step: StepFigures) -> tuple[float, ...]:
-    """As in `_TIMES`."""
+    """Return times in the order of `_TIMES`."""
     return (
         step.makespan_us,
         step.computation_us,
@@ -35,7 +35,7 @@ def ranks_table(analysis: Analysis) -> FigureTable:
     return new_figures(
         "ranks",
         "Ranks",
-        "Mean per steady step of each rank. Overlap is the share of communication beside computation.",
+        "Mean per steady step of each rank. Overlap is the share of communication that runs beside computation.",
         [
             *figure_columns("number", "rank"),
             *_TIMES[:4],
@@ -57,11 +57,11 @@ def _rank_row(rank: RankAnalysis) -> tuple[Cell, ...] | None:
 
 
 def outliers_table(analysis: Analysis) -> FigureTable:
-    """Steps that are no part of any mean."""
+    """Return the steps that no mean includes."""
     return new_figures(
         "outliers",
         "Steps that are not steady",
-        "No mean holds these steps. The last column compares the makespan with the median steady step of the rank.",
+        "No mean includes these steps. The last column compares the makespan with the rank's median steady step.",
         [*figure_columns("number", "rank", "step"), *_TIMES, *figure_columns("share", "of median")],
         (row for rank in analysis.ranks for row in _outlier_rows(rank)),
     )
@@ -75,7 +75,7 @@ def _outlier_rows(rank: RankAnalysis) -> Iterator[tuple[Cell, ...]]:
 
 
 def steps_table(analysis: Analysis) -> FigureTable:
-    """Each steady step; a rank of one step has its row among the ranks already."""
+    """Return each steady step; a rank with one step is left out, because the table of ranks shows it already."""
     steps = [step for rank in analysis.ranks if len(rank.steps) > 1 for step in rank.steps if step.is_steady]
     return new_figures(
         "steps",
@@ -87,11 +87,11 @@ def steps_table(analysis: Analysis) -> FigureTable:
 
 
 def critical_path_table(analysis: Analysis) -> FigureTable:
-    """What decides the length of a step."""
+    """Return what determines the length of a step."""
     return new_figures(
         "critical-path",
         "Critical path",
-        "The chain of operations that decides the length of the step, by what it goes through. Mean per steady step.",
+        "The chain of operations that determines the length of the step, by kind of operation. Mean per steady step.",
         [
             *figure_columns("number", "rank"),
             text_column("through"),
@@ -127,7 +127,7 @@ def slowdowns_table(analysis: Analysis) -> FigureTable:
     return new_figures(
         "slowdowns",
         "Computation slowed by communication beside it",
-        "Times of one kernel, alone and beside communication; what is lost is per step.",
+        "Times of one kernel, alone and beside communication. Lost time is per step.",
         [
             text_column("kernel"),
             *figure_columns("us", "lost"),
@@ -168,7 +168,9 @@ def operators_table(analysis: Analysis) -> FigureTable:
 
 
 def _operator_row(rows: Sequence[OperatorRow], num_ranks: int) -> tuple[float, tuple[Cell, ...]]:
-    """The mean over all ranks; a rank without the operator counts as zero. TFLOP/s are of those that say so."""
+    """Return the mean over all ranks; a rank without the operator counts as zero. TFLOP/s are a mean over ranks that
+    state them.
+    """
     total_us, count = (sum(values) / num_ranks for values in zip(*((row.total_us, row.count) for row in rows), strict=True))
     known = [row.tflops for row in rows if row.tflops is not None]
     first = rows[0]

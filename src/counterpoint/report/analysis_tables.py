@@ -1,4 +1,5 @@
-"""The tables of an `Analysis`, the most important first. Rows are sorted by what matters most; no table is without rows.
+"""Tables of an `Analysis`, the most important first. The most important rows come first; a table without rows is left
+out.
 
 Times are means per steady step unless a table's caption says otherwise.
 """
@@ -20,11 +21,11 @@ from counterpoint.report.analysis_rank_tables import (
 from counterpoint.report.analysis_words import ASPECTS, CAUSES, ratio
 from counterpoint.report.figure_tables import Cell, FigureTable, Kind, figure_columns, format_cell, new_figures, text_column
 
-UNKNOWN = "unknown"  # a module or phase that the trace does not tell; a table of nothing else is left out
+UNKNOWN = "unknown"  # a module or phase that the trace does not give; a table with nothing else is left out
 
 
 def tables_of(analysis: Analysis) -> tuple[FigureTable, ...]:
-    """All tables that have rows, the most important first."""
+    """Return all tables that have rows, the most important first."""
     tables = (
         _causes(analysis),
         _recoverable(analysis),
@@ -70,7 +71,7 @@ def _recoverable(analysis: Analysis) -> FigureTable:
     return new_figures(
         "recoverable",
         "Recoverable time",
-        "Simulated, per step. Each value is for that change alone; values do not add up.",
+        "Simulated time per step. Each value is for that change alone, so the values do not add up.",
         [
             text_column("change"),
             *figure_columns("us", "recovers"),
@@ -94,11 +95,11 @@ def _recoverable(analysis: Analysis) -> FigureTable:
 
 
 def _changes(analysis: Analysis) -> FigureTable:
-    """Units differ by row, so figures are text here."""
+    """Return the changes between two runs. Units differ by row, so figures are text here."""
     return new_figures(
         "changes",
         "What changed",
-        "The spread is half of the middle half over steady steps, of the run where it is wider.",
+        "The spread is half the interquartile range over steady steps, of the run with the wider one.",
         [
             text_column("figure"),
             *(text_column(name) for name in ("before", "after", "difference")),
@@ -159,7 +160,7 @@ def _breakdown(aspect: Aspect, rows: Iterable[Breakdown]) -> FigureTable:
 
 
 def _logged_groups(analysis: Analysis) -> FigureTable:
-    """Process groups of logs, which hold no steps to take means over; one that several ranks ran counts once."""
+    """Return the process groups of logs, which have no steps to average; a group that several ranks ran counts once."""
     groups: dict[tuple[str | None, int], list[CollectiveSize]] = {}
     for size in analysis.sizes if is_logged(analysis.ranks) else ():
         groups.setdefault((size.process_group, size.group_size), []).append(size)
@@ -167,7 +168,7 @@ def _logged_groups(analysis: Analysis) -> FigureTable:
     return new_figures(
         "logged-groups",
         "Logged communication by process group",
-        "Sums over the whole log. Times are those of the last rank to come, where several ranks are given.",
+        "Sums over the whole log. If several ranks are given, times are those of the last rank to arrive.",
         [text_column("process group"), *figure_columns("number", "ranks", "collectives"), *figure_columns("us", "time")],
         (
             (*group, sum(each.count for each in groups[group]), time_us)
@@ -180,7 +181,8 @@ def _waits(analysis: Analysis) -> FigureTable:
     return new_figures(
         "waits",
         "Waits of ranks",
-        "In collectives that all present ranks of a group ran, all steps. The rank that waits least is the one waited for.",
+        "All steps, in collectives that every rank of the group ran and recorded. The rank that waits least is "
+        "the one the others wait for.",
         [
             *figure_columns("number", "rank"),
             *figure_columns("us", "waited"),
@@ -199,7 +201,7 @@ def _skews(analysis: Analysis) -> FigureTable:
     return new_figures(
         "skews",
         "Skew of collectives",
-        "From the first rank's arrival to the last one's; the latency counts from the last arrival.",
+        "Skew is the time from the first rank's arrival to the last rank's. Latency counts from the last arrival.",
         [
             text_column("collective"),
             *figure_columns("us", "skew", "latency"),
@@ -229,7 +231,8 @@ def _sizes(analysis: Analysis) -> FigureTable:
     return new_figures(
         "sizes",
         "Collectives by size",
-        "All steps. Bus bandwidth as nccl-tests counts it. Imbalance: the largest part of an all-to-all over the mean.",
+        "All steps. Bus bandwidth is computed as in nccl-tests. Imbalance is the largest part of an all-to-all "
+        "over the mean part.",
         [
             text_column("collective"),
             *figure_columns("bytes", "size"),

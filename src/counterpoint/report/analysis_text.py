@@ -1,4 +1,4 @@
-"""What `analyze` prints for people: a box of one screen first, then tables that fit the terminal."""
+"""Prints `analyze` for people: one screen with the verdict in a box, then tables that fit the terminal."""
 
 from collections.abc import Iterable, Sequence
 
@@ -19,14 +19,14 @@ from counterpoint.units import format_count, format_us
 MOST_ROWS = 10
 MOST_APPLIED = 3
 LEAST_COLUMNS = 2
-TEXT_WIDTH = 28  # what longer texts get at least; they are folded there
-MOST_LETTERS = 80  # of a cell
+TEXT_WIDTH = 28  # least width of longer texts, which are folded
+MOST_LETTERS = 80  # width of a cell
 GAP = 3  # between columns
 FORMS = "--html has all rows, --json all figures"
 
 
 def print_analysis(console: Console, analysis: Analysis) -> None:
-    """The box, the tables, the lines to paste, then what could not be known."""
+    """Print the box, the tables, the lines to paste, then what is unknown."""
     console.print(headline_box(console, analysis))
     console.print()
     for table in tables_of(analysis):
@@ -34,11 +34,11 @@ def print_analysis(console: Console, analysis: Analysis) -> None:
             _print_table(console, table)
     _print_applications(console, analysis.recoverable)
     _print_lines(console, "notes", notes_of(analysis))
-    _print_lines(console, "not known", problems_of(analysis))
+    _print_lines(console, "unknown", problems_of(analysis))
 
 
 def headline_box(console: Console, analysis: Analysis) -> Panel:
-    """Verdict, why and next, with the figures of a mean step, in a frame."""
+    """Return the verdict, why and next, with the figures of a mean step, in a frame."""
     headline = analysis.headline
     parts: list[Text | Table] = [Text(printable(headline.verdict), style="bold")]
     if key_figures(analysis):
@@ -53,12 +53,12 @@ def headline_box(console: Console, analysis: Analysis) -> Panel:
 
 
 def figures_line(analysis: Analysis) -> Text:
-    """A mean steady step in one line."""
+    """Describe a mean steady step in one line."""
     return Text(", ".join(f"{name} {figure}" for name, figure in key_figures(analysis)), style="dim")
 
 
 def _print_table(console: Console, table: FigureTable) -> None:
-    """As many columns as the terminal bears, the first rows, and how many more there are."""
+    """Print as many columns as fit the terminal, the first rows, and how many more there are."""
     places = _fitting(table, console.width)
     shown = new_table(*(table.columns[place].name for place in places))
     for column, place in zip(shown.columns, places, strict=True):
@@ -80,7 +80,7 @@ def _cell(column: FigureColumn, cell: Cell) -> str:
 
 
 def _fitting(table: FigureTable, width: int) -> list[int]:
-    """The columns to show: those that are no detail, as many as fit, and of the others as many as fit, in order."""
+    """Return the columns to show: as many as fit, first those that are no detail, then the others, in order."""
     needs = [_needed(table, place) + GAP for place in range(len(table.columns))]
     chosen = [place for place, column in enumerate(table.columns) if not column.is_detail]
     while len(chosen) > LEAST_COLUMNS and sum(needs[place] for place in chosen) > width + GAP:
@@ -100,7 +100,7 @@ def _needed(table: FigureTable, place: int) -> int:
 
 
 def _print_applications(console: Console, recoverable: Sequence[Recoverable]) -> None:
-    """The *To apply* block of the changes that bring most."""
+    """Print the *To apply* block of the changes that recover most."""
     worth = sorted((each for each in recoverable if each.apply), key=lambda each: -each.recovers_us)
     if not worth:
         return

@@ -1,7 +1,8 @@
-"""The data that the page draws: the representative step of each rank as columns of numbers, small enough for one file.
+"""Timeline data for the page: the representative step of each rank as columns of numbers, small enough for one file.
 
-Times are nanoseconds from the step's start; starts are differences to the one before. Ranks stand on one clock if they show
-the same step and their clocks are known to agree; else each starts at zero. It does not know how it is drawn.
+Times are nanoseconds from the step's start; each start is stored as the difference from the one before. Ranks share one
+clock if they show the same step and their clocks are known to agree; otherwise each starts at zero. This module does not
+know how the data is drawn.
 """
 
 from collections.abc import Iterable, Sequence
@@ -16,18 +17,18 @@ from counterpoint.value import Value
 
 ROLES: tuple[Role, ...] = get_args(Role)
 NS_PER_US = 1_000
-MOST_NAME = 300  # letters of a kernel's name
+MOST_NAME = 300  # most letters of a kernel's name
 
 
 class Limits(Value, frozen=True, kw_only=True):
-    """What a page may hold, of the whole: operations drawn, sentences of evidence, and rows of each table."""
+    """Limits of a whole page: operations drawn, sentences of evidence, and rows of each table."""
 
     num_operations: int = 200_000
     num_evidence: int = 4_000
     num_rows: int = 500
 
     def halved(self) -> "Limits":
-        """Half of everything."""
+        """Return half of each limit."""
         return Limits(
             num_operations=self.num_operations // 2,
             num_evidence=self.num_evidence // 2,
@@ -36,7 +37,7 @@ class Limits(Value, frozen=True, kw_only=True):
 
 
 class Names:
-    """Texts numbered as they come, safe to show and cut where they are very long."""
+    """Texts numbered in order of arrival, made safe to show, and cut if they are very long."""
 
     def __init__(self) -> None:
         self._numbers: dict[str, int] = {}
@@ -51,12 +52,12 @@ class Names:
 
 
 def cut(text: str, most: int = MOST_NAME) -> str:
-    """A text that is safe to show, cut where it is very long."""
+    """Return a text that is safe to show, cut if it is very long."""
     return printable(text if len(text) <= most else text[: most - 3] + "...")
 
 
 def timeline_data(analysis: Analysis, limits: Limits) -> dict[str, object]:
-    """Everything the page draws, as JSON is made of it."""
+    """Return everything that the page draws, ready for JSON."""
     names, evidence = Names(), Names()
     origins = step_origins(analysis)
     offsets = dict(analysis.clock_offsets_us)
@@ -88,7 +89,7 @@ def timeline_data(analysis: Analysis, limits: Limits) -> dict[str, object]:
 
 
 def shown_intervals(analysis: Analysis, rank: RankAnalysis) -> list[ExposedInterval]:
-    """What is exposed in the step that is drawn of a rank, by start."""
+    """Return the exposed intervals of a rank's drawn step, by start."""
     found = [each for each in analysis.exposed if each.rank == rank.rank and each.step == rank.shown_step]
     return sorted(found, key=lambda each: each.start_us)
 
@@ -101,14 +102,16 @@ def is_one_clock(analysis: Analysis) -> bool:
 
 
 def step_origins(analysis: Analysis) -> dict[int, float]:
-    """By rank: when the drawn step begins, on the clock of the first rank; the earliest start for all where clocks agree."""
+    """Return, by rank, when the drawn step begins on the clock of the first rank; if clocks agree, the earliest start
+    for all.
+    """
     offsets = dict(analysis.clock_offsets_us)
     starts = {rank.rank: _start_us(rank) + offsets.get(rank.rank, 0.0) for rank in analysis.ranks}
     return dict.fromkeys(starts, min(starts.values(), default=0.0)) if is_one_clock(analysis) else starts
 
 
 def describe_timeline(analysis: Analysis) -> list[str]:
-    """What the drawing shows, in one sentence for each rank: for those who cannot see it."""
+    """Describe the drawing in one sentence for each rank, for readers who cannot see it."""
     lines = []
     for rank in (each for each in analysis.ranks if each.source == "trace"):
         exposed = shown_intervals(analysis, rank)
@@ -146,7 +149,7 @@ def _told(analysis: Analysis, most: int) -> set[tuple[int, float]]:
 
 
 def _columns(times: Sequence[tuple[float, float]]) -> dict[str, list[int]]:
-    """Starts, as differences, and durations of intervals that are sorted by start."""
+    """Return starts, as differences, and durations of intervals that are sorted by start."""
     starts = [round(start_us * NS_PER_US) for start_us, _ in times]
     before = [0, *starts][: len(starts)]
     return {
@@ -174,7 +177,7 @@ def _lanes(rank: RankAnalysis, shift_us: float, names: Names) -> list[dict[str, 
 def _exposed(
     analysis: Analysis, rank: RankAnalysis, origin_us: float, names: Names, told: tuple[Names, set[tuple[int, float]]]
 ) -> dict[str, object]:
-    """Causes, collectives (k), other ranks (o) and evidence (e) of what is exposed; -1 stands for none."""
+    """Return causes, collectives (k), other ranks (o) and evidence (e) of exposed intervals; -1 stands for none."""
     sentences, kept = told
     shown = shown_intervals(analysis, rank)
     collectives = {each.number: each.name for each in rank.collectives}

@@ -1,6 +1,7 @@
-"""The representative steps of all ranks as one trace that Perfetto opens: a process per rank, its causes as the first track.
+"""Writes the representative steps of all ranks as one trace for Perfetto: a process per rank, with the causes as first
+track.
 
-Ranks stand on one clock where clocks are known to agree, else each step starts at zero, as on the page.
+Ranks share one clock if their clocks are known to agree; otherwise each step starts at zero, as on the page.
 """
 
 from collections.abc import Iterator
@@ -15,13 +16,14 @@ from counterpoint.traces.chrome import Event, complete_event, name_events, write
 
 
 def write_analysis_trace(path: Path | str, analysis: Analysis) -> None:
-    """Write all ranks to a `.json` or `.json.gz` file. Raises `TraceError` for another suffix, or if that is impossible.
+    """Write all ranks to a `.json` or `.json.gz` file. Raises `TraceError` for another suffix, or if the file cannot be
+    written.
 
-    Raises `AnalysisError` for logs, of which nothing can be drawn.
+    Raises `AnalysisError` for logs, which hold nothing to draw.
     """
     if is_logged(analysis.ranks):
         raise AnalysisError(
-            f"--merge needs profiler traces, since NCCL Inspector's logs hold no start times; found "
+            "--merge needs profiler traces, because NCCL Inspector's logs hold no start times; found "
             f"{analysis.ranks[0].path}. Give traces, or leave --merge out."
         )
     origins = _origins(analysis)
@@ -29,7 +31,7 @@ def write_analysis_trace(path: Path | str, analysis: Analysis) -> None:
     events: list[Event] = []
     for rank in analysis.ranks:
         streams = sorted({lane.stream for lane in rank.lanes})
-        causes_thread = streams[-1] + 1 if streams else 0  # a number that no stream has
+        causes_thread = streams[-1] + 1 if streams else 0  # no stream has this number
         tracks = {causes_thread: "exposed, by cause"} | {stream: f"stream {stream}" for stream in streams}
         events += name_events(rank.rank, f"rank {rank.rank}, step {rank.shown_step}", tracks)
         events += _operations(rank, offsets.get(rank.rank, 0.0) - origins[rank.rank])
@@ -40,7 +42,7 @@ def write_analysis_trace(path: Path | str, analysis: Analysis) -> None:
 
 
 def _origins(analysis: Analysis) -> dict[int, float]:
-    """As on the page, but nothing comes before zero: an operation may have begun before its step."""
+    """Return origins as on the page, but never below zero: an operation may have begun before its step."""
     origins, offsets = step_origins(analysis), dict(analysis.clock_offsets_us)
     first_us = min(
         (lane.start_us + offsets.get(rank.rank, 0.0) - origins[rank.rank] for rank in analysis.ranks for lane in rank.lanes),
@@ -56,7 +58,7 @@ def _operations(rank: RankAnalysis, shift_us: float) -> Iterator[Event]:
 
 
 def _exposed(interval: ExposedInterval, place: tuple[int, int], origin_us: float, collective: str | None) -> Event:
-    """An exposed interval, named by its cause, with what the page says of it."""
+    """Return an exposed interval, named by its cause, with the page's details."""
     name, meaning = CAUSES[interval.cause]
     found = {
         "meaning": meaning,

@@ -1,4 +1,4 @@
-"""Words for an `Analysis`: the same in a terminal, in Markdown, on the page and in a trace."""
+"""Wording of an `Analysis`, shared by the terminal, Markdown, the page and traces."""
 
 from collections.abc import Iterable, Sequence
 
@@ -19,7 +19,7 @@ CAUSES: dict[Cause, tuple[str, str]] = {
     "slow_rank": ("slow rank", "waiting for a rank that arrived later"),
     "uneven": ("uneven split", "this rank has more to move than others"),
     "tail": ("tail", "at the end of the step, where nothing is left to compute"),
-    "gap": ("gap", "between two kernels that need nothing of it: a launch gap, a fill or a copy"),
+    "gap": ("gap", "between two kernels that do not need it: a launch gap, a fill or a copy"),
 }
 ASPECTS: dict[Aspect, str] = {
     "collective": "collective",
@@ -32,12 +32,12 @@ ASPECTS: dict[Aspect, str] = {
 
 
 def ratio(part: float, whole: float) -> float | None:
-    """The share of a part; None of nothing."""
+    """Return a part's share of the whole; None if the whole is zero."""
     return part / whole if whole > 0 else None
 
 
 def subject(analysis: Analysis) -> str:
-    """What was read, in one line: "ranks 0-3 of 8, NVIDIA H200"."""
+    """Describe what was read, in one line: "ranks 0-3 of 8, NVIDIA H200"."""
     ranks = [rank.rank for rank in analysis.ranks]
     world_size = max((rank.world_size or 0 for rank in analysis.ranks), default=0)
     of_world = f" of {world_size}" if world_size else ""
@@ -46,12 +46,12 @@ def subject(analysis: Analysis) -> str:
 
 
 def name_ranks(ranks: Sequence[int]) -> str:
-    """Ranks in words: "rank 3", "ranks 0-3, 6"."""
+    """Name ranks: "rank 3", "ranks 0-3, 6"."""
     return f"rank{'s' if len(ranks) > 1 else ''} {format_numbers(ranks, MOST_RANKS_NAMED)}"
 
 
 def key_figures(analysis: Analysis) -> list[tuple[str, str]]:
-    """The figures of a mean steady step with their names, as people read them; none of logs, which hold no steps."""
+    """Return the figures of a mean steady step with their names; none for logs, which hold no steps."""
     if is_logged(analysis.ranks):
         return []
     exposed = ratio(analysis.exposed_us, analysis.step_us)
@@ -70,17 +70,17 @@ def key_figures(analysis: Analysis) -> list[tuple[str, str]]:
 
 
 def notes_of(analysis: Analysis) -> list[str]:
-    """What a reader should know besides, of the whole and of each rank."""
+    """Return further notes, on the whole and on each rank."""
     return _each_once(analysis.notes, ((rank.rank, rank.notes) for rank in analysis.ranks))
 
 
 def problems_of(analysis: Analysis) -> list[str]:
-    """What could not be known, of the whole and of each rank."""
+    """Return what is unknown, of the whole and of each rank."""
     return _each_once(analysis.problems, ((rank.rank, rank.problems) for rank in analysis.ranks))
 
 
 def _each_once(whole: Iterable[str], ranks: Iterable[tuple[int, tuple[str, ...]]]) -> list[str]:
-    """Sentences of the whole, then those of ranks that are not said of the whole, with the ranks that share them."""
+    """Return sentences on the whole, then those of ranks that differ, each once with the ranks that share it."""
     owners: dict[str, list[int]] = {}
     told = list(whole)
     for rank, lines in ranks:

@@ -1,4 +1,4 @@
-"""What `counterpoint check` prints: findings, what was looked at, and what could not be looked at."""
+"""Prints `counterpoint check`: findings, what was checked, and what could not be checked."""
 
 from collections.abc import Sequence
 
@@ -14,7 +14,7 @@ STYLES: dict[Severity, str] = {"defeats overlap": "bold red", "may defeat overla
 
 
 class Checked(Value, frozen=True, kw_only=True):
-    """A whole check, for programs."""
+    """The result of a check, for programs."""
 
     findings: tuple[Finding, ...]
     looked_at: tuple[str, ...]
@@ -23,7 +23,7 @@ class Checked(Value, frozen=True, kw_only=True):
 
 
 def summarize_check(context: JobContext, findings: Sequence[Finding]) -> Checked:
-    """The findings, and in words what they rest on."""
+    """Return the findings, and a description of what they are based on."""
     return Checked(
         findings=tuple(findings),
         looked_at=describe(context),
@@ -33,7 +33,7 @@ def summarize_check(context: JobContext, findings: Sequence[Finding]) -> Checked
 
 
 def print_check(console: Console, checked: Checked) -> None:
-    """Each finding as a paragraph, then one line that sums up."""
+    """Print each finding as a paragraph, then one line that sums up."""
     for finding in checked.findings:
         found = Text.assemble(
             (finding.severity, STYLES[finding.severity]), "  ", (finding.setting, "bold"), f": {finding.found}"
@@ -44,15 +44,18 @@ def print_check(console: Console, checked: Checked) -> None:
     console.print(Text(_verdict(checked.findings), style="bold"))
     console.print(
         _labelled(
-            [("looked at", "; ".join(checked.looked_at)), *(("not looked at", line) for line in checked.not_looked_at)]
+            [
+                ("checked", f"{'; '.join(checked.looked_at)}."),
+                *(("not checked", f"{line.rstrip('.')}.") for line in checked.not_looked_at),
+            ]
         )
     )
 
 
 def describe(context: JobContext) -> tuple[str, ...]:
-    """What was looked at, each in a few words."""
+    """Describe what was checked, each in a few words."""
     parts = [_describe_gpus(context), *_describe_versions(context)]
-    parts.append(f"{format_count(len(context.environment), 'variable')} of CUDA, NCCL, torch and their like")
+    parts.append(f"{format_count(len(context.environment), 'variable')} for CUDA, NCCL, torch and launchers")
     if context.preloaded:
         parts.append(format_count(len(context.preloaded), "preloaded library", "preloaded libraries"))
     if context.job is not None:
@@ -91,7 +94,7 @@ def _describe_job(context: JobContext) -> str:
 
 def _verdict(findings: Sequence[Finding]) -> str:
     if not findings:
-        return "Nothing found that is known to defeat overlap."
+        return "No setting was found that is known to defeat overlap."
     counts = {severity: sum(finding.severity == severity for finding in findings) for severity in STYLES}
     defeats, may, notes = counts["defeats overlap"], counts["may defeat overlap"], counts["note"]
     settings = (

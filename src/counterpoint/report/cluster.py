@@ -1,4 +1,4 @@
-"""What `counterpoint simulate --cluster` and `counterpoint sweep` print for people. Nothing is computed here but shares."""
+"""Prints `counterpoint simulate --cluster` and `counterpoint sweep`. Nothing is computed here but shares."""
 
 from rich.console import Console
 from rich.text import Text
@@ -22,21 +22,24 @@ PARTS = (
 
 
 def assumptions(configuration: Configuration) -> list[str]:
-    """What an estimate takes for granted, a sentence each."""
+    """Return the assumptions of an estimate, one sentence each."""
     fabric, software, skew = configuration.fabric, configuration.software, configuration.skew
     device = load_calibration(fabric.machine).device_name
-    found = [NEVER_COMPARED + " How it does on published step times: benchmarks/results/cluster_accuracy.json."]
+    found = [NEVER_COMPARED + " Its errors on published step times: benchmarks/results/cluster_accuracy.json."]
     if device not in fabric.machine.device_names:
-        found.append(f"Constants of kernels and links inside a node are those of {device}, scaled to this GPU's figures.")
+        found.append(f"Constants of kernels and links inside a node come from {device}, scaled to this GPU's figures.")
     for level in fabric.levels if fabric.cluster.num_nodes > 1 else ():
         rate = format_rate(level.bytes_per_s / level.oversubscription)
         found.append(
-            f"{level.name}: {level.num_nodes:,} nodes, {rate} a rail, {level.efficiency:.0%} of it reached, "
+            f"{level.name}: {level.num_nodes:,} nodes, {rate} per rail, {level.efficiency:.0%} of it reached, "
             f"{level.latency_us:g} us; source: {level.source}."
         )
-    found.append("Ranks of one stage are alike, so one of each is simulated; equal layers and micro-batches count once.")
+    found.append(
+        "All ranks of a stage are assumed equal, so one of each is simulated; equal layers and micro-batches are "
+        "simulated once."
+    )
     if software.host_us_per_operation:
-        found.append(f"The host issues an operation every {software.host_us_per_operation:g} us ({software.source}).")
+        found.append(f"The host issues one operation per {software.host_us_per_operation:g} us ({software.source}).")
     else:
         found.append("The host keeps ahead of the GPU (host_us_per_operation = 0).")
     if not skew.sigma and not skew.slow_ranks:
@@ -45,7 +48,7 @@ def assumptions(configuration: Configuration) -> list[str]:
 
 
 def print_estimate(console: Console, configuration: Configuration, estimate: ClusterEstimate) -> None:
-    """One step: what it is, how long it takes, and what that consists of."""
+    """Print one step: what it is, how long it takes, and what that consists of."""
     sizes, fabric = configuration.parallelism, configuration.fabric
     console.print(
         Text(f"{printable(fabric.cluster.name)}: {fabric.num_gpus:,} GPUs, {fabric.cluster.num_nodes:,} nodes", "bold")

@@ -1,7 +1,7 @@
-"""What `counterpoint schedule experts` prints: the schedule of an operator for experts with its figures and its picture.
+"""Prints `counterpoint schedule experts`: the schedule of an operator for experts with its figures and its picture.
 
-All times are estimates by arithmetic (`schedule/expert_estimate.py`); nothing here has been measured or run, and the output
-says so.
+All times are estimates by arithmetic (`schedule/expert_estimate.py`). Nothing here has been measured or run, and the
+output says so.
 """
 
 from rich.console import Console
@@ -33,8 +33,9 @@ MOST_SHOWN_RANKS = 16
 
 
 class ExpertQuestion(Value, frozen=True, kw_only=True):
-    """What to show: an operator call on a machine, seen from one rank; without a description, what the table takes, or the
-    fastest by estimate where that is the library."""
+    """What to show: an operator call on a machine, seen from one rank. Without a description it is the schedule from the
+    table, or the fastest by estimate if the table picks the library.
+    """
 
     problem: ExpertProblem
     machine: Machine
@@ -73,7 +74,7 @@ class ExpertSummary(Value, frozen=True, kw_only=True):
 
 
 def summarize_experts(question: ExpertQuestion) -> ExpertSummary:
-    """Make the schedule, check it, estimate it and its rivals. Raises `ScheduleError`."""
+    """Make the schedule, check it, and estimate it and its alternatives. Raises `ScheduleError`."""
     problem, machine = question.problem, question.machine
     pick = pick_exchange(problem.routing, problem.num_inner * problem.element_bytes)
     candidates = rank_expert_schedules(problem, machine)
@@ -102,7 +103,9 @@ def summarize_experts(question: ExpertQuestion) -> ExpertSummary:
 
 
 def print_experts(console: Console, found: ExpertSummary) -> None:
-    """The figures as a table, the rows of each rank, the picture, and in words what is moved and what the table takes."""
+    """Print the figures as a table, the rows of each rank, the picture, and in words what moves and what the table
+    picks.
+    """
     problem, routing = found.problem, found.problem.routing
     sizes = f"rows of {problem.num_inner}, hidden size {problem.num_hidden}"
     experts = f"{format_count(routing.num_local_experts, 'expert')} on each of {format_count(routing.num_ranks, 'rank')}"
@@ -128,18 +131,18 @@ def _times(found: ExpertSummary) -> object:
         change = format_change(time_us / found.sequential_us - 1) if time_us != found.sequential_us else ""
         table.add_row(Text(name, style=style), format_us(time_us), change, Text(remark, style="dim"))
 
-    add("sequential", found.sequential_us, "all-to-alls, ordering, matmuls of the slowest rank")
+    add("sequential", found.sequential_us, "all-to-alls, reordering and matmuls of the slowest rank")
     shown = RankedSchedule(description=found.description, estimated_us=found.estimated_us)
     rivals = [each for each in found.candidates if each.description != found.description]
     for row in sorted([shown, *rivals], key=lambda each: each.estimated_us):
         is_shown = row.description == found.description
         add(row.description.label(), row.estimated_us, "drawn below" if is_shown else "", "bold" if is_shown else "")
-    add("ideal", found.ideal_us, "the longer of both, each alone")
+    add("ideal", found.ideal_us, "the longer of the two, each alone")
     return table
 
 
 def _rows(found: ExpertSummary) -> object:
-    """What each rank sends, and what it computes."""
+    """Return what each rank sends and computes."""
     routing = found.problem.routing
     table = new_table("rank", "rows", "kept", "sent", "received", "computed")
     for rank in range(min(routing.num_ranks, MOST_SHOWN_RANKS)):
@@ -162,12 +165,12 @@ def _remarks(found: ExpertSummary) -> list[str]:
         f"{format_bytes(traffic.num_sent_bytes)} in all, {format_count(traffic.num_matmuls, 'grouped matmul')}; "
         f"{format_bytes(traffic.symmetric_bytes)} of symmetric memory on each rank.",
         f"Checked: {', '.join(found.checks)}.",
-        f"A call of these sizes takes {found.pick.description.label()}: {found.pick.reason}.",
+        f"For these sizes, a call uses {found.pick.description.label()}: {found.pick.reason}.",
     ]
 
 
 def _sequential_lanes(problem: ExpertProblem, machine: Machine) -> tuple[StreamLane, ...]:
-    """The library's all-to-alls, and the kernels that order and multiply rows, as two lanes."""
+    """Return the library's all-to-alls, and the kernels that reorder and multiply rows, as two lanes."""
     stages = STAGES[problem.operation]
     exchange_us = expert_communication_us(problem, machine) / (stages.is_dispatched + stages.is_combined)
     before_us, after_us = expert_ordering_us(problem, machine)

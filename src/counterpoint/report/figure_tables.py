@@ -1,6 +1,6 @@
-"""Tables of figures as values: the same for a terminal, for Markdown and for a page.
+"""Tables of figures as values, shared by the terminal, Markdown and the page.
 
-A table holds figures, not text, so that each reader can sort and shorten it.
+A table holds figures, not text, so that each output can sort and shorten it.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -15,7 +15,7 @@ Kind = Literal["text", "us", "share", "bytes", "rate", "number"]
 
 
 class FigureColumn(Value, frozen=True, kw_only=True):
-    """One column. A column that `is_detail` is left out where there is little room."""
+    """One column. If `is_detail` is true, it is left out on narrow outputs."""
 
     name: str
     kind: Kind = "text"
@@ -23,7 +23,7 @@ class FigureColumn(Value, frozen=True, kw_only=True):
 
 
 class FigureTable(Value, frozen=True, kw_only=True):
-    """Rows under columns; `key` is the table's name for links, `caption` one line that says what its figures are."""
+    """A table of rows; `key` names the table in links, `caption` is one line on what its figures are."""
 
     key: str
     title: str
@@ -38,7 +38,7 @@ class FigureTable(Value, frozen=True, kw_only=True):
 
 
 def format_cell(kind: Kind, cell: Cell) -> str:
-    """A figure as people read it; nothing for None."""
+    """Format a figure for people; an empty string for None."""
     if cell is None:
         return ""
     if isinstance(cell, str):

@@ -1,4 +1,4 @@
-"""What the command line prints of runs on GPUs: measurements, and proof of engagement."""
+"""Prints runs on GPUs: measurements, and proof of engagement."""
 
 from collections.abc import Iterable, Sequence
 
@@ -20,7 +20,7 @@ def _change(row: Measurement) -> Text:
 
 
 def print_measurements(console: Console, measurements: Sequence[Measurement]) -> None:
-    """Every measured candidate against the first, which is the step as it is."""
+    """Print every measured candidate against the first, which is the unchanged step."""
     table = new_table("candidate (measured)", "median", "change", "spread", "rounds")
     for number, row in enumerate(measurements):
         change = _change(row) if number else ""
@@ -31,7 +31,7 @@ def print_measurements(console: Console, measurements: Sequence[Measurement]) ->
 
 
 def print_tuned_operator(console: Console, tuned: TunedOperator) -> None:
-    """One call of an operator: its schedules against sequential, which of them is kept, and the ideal by the estimate."""
+    """Print one call of an operator: its schedules against sequential, which one is kept, and the estimated ideal."""
     console.print(Text(tuned.name, style="bold"))
     table = new_table("schedule (measured)", "median", "change", "spread", "")
     table.columns[-1].justify = "left"
@@ -43,13 +43,13 @@ def print_tuned_operator(console: Console, tuned: TunedOperator) -> None:
         name = Text(row.label, style="bold" if number == tuned.chosen else "")
         table.add_row(name, format_us(row.median_us), change, format_percent(row.spread), remark)
     ideal = Text("ideal (estimated)", style="dim")
-    table.add_row(ideal, format_us(tuned.ideal_us), "", "", Text("the longer of both, each alone", style="dim"))
+    table.add_row(ideal, format_us(tuned.ideal_us), "", "", Text("the longer of the two, each alone", style="dim"))
     console.print(table)
     console.print()
 
 
 def print_engagements(console: Console, engagements: Iterable[Engagement]) -> None:
-    """Asked, found and verified, one line for equal launches."""
+    """Print what was asked, found and verified, one line for equal launches."""
     rows = summarize_engagements(engagements)
     if not rows:
         return

@@ -1,7 +1,7 @@
-"""A timeline as two rows of text: computation above communication.
+"""Draws a timeline as two rows of text: computation above communication.
 
-Each column is an equal part of the time; the height of its block says for how much of it the row was busy. It knows nothing
-of color, which `text.py` adds.
+Each column is an equal part of the time; the height of its block is the share of it in which the row was busy. `text.py`
+adds color.
 """
 
 from counterpoint.step import OperationKind
@@ -20,12 +20,12 @@ class Lane(Value, frozen=True, kw_only=True):
     busy: tuple[float, ...]
 
     def text(self, blocks: str = BLOCKS) -> str:
-        """The row in `blocks`, nine characters from empty to full; anything busy shows at least the second."""
+        """Write the row in `blocks`, nine characters from empty to full; a busy column shows at least the second."""
         return "".join(blocks[max(1, round(8 * share)) if share > 0.002 else 0] for share in self.busy)
 
 
 def draw_lanes(timeline: Timeline, num_columns: int, total_us: float) -> tuple[Lane, ...]:
-    """The rows of the first rank over `total_us` microseconds; pass the longer of two timelines to compare them."""
+    """Return the rows of the first rank over `total_us` microseconds; to compare timelines, pass the longer makespan."""
     intervals = timeline.of_rank(timeline.ranks()[0])
     return tuple(
         Lane(

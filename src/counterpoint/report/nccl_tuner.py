@@ -1,12 +1,13 @@
-"""A plan as the CSV file of NVIDIA's example tuner plugin, so that a job can use it without us.
+"""Writes a plan as the CSV file of NVIDIA's example tuner plugin, so that a job can use it without Counterpoint.
 
-NCCL asks a tuner plugin for each collective: algorithm, protocol and CTAs (channels), by kind and size. The plugin in NCCL's
-sources (plugins/tuner/example, before 2.29.7 ext-tuner/example) answers from a file with the columns collective_type,
-min_bytes, max_bytes, algorithm, protocol, channels, nNodes, nRanks, numPipeOps, regBuff; the first line that fits counts, -1
-fits everything. Its sizes are the larger of a rank's buffers (enqueue.cc: ncclFuncMaxSendRecvCount), as a step's are. Files
-were read back by the plugin of 2.30.7, compiled with a program that asks it; in a job, and with GPUs, it has not run.
+NCCL asks a tuner plugin for each collective's algorithm, protocol and CTAs (channels), by kind and size. The plugin in
+NCCL's sources (plugins/tuner/example, before 2.29.7 ext-tuner/example) answers from a file with the columns
+collective_type, min_bytes, max_bytes, algorithm, protocol, channels, nNodes, nRanks, numPipeOps, regBuff. The first
+matching line counts; -1 matches everything. Its sizes are the larger of a rank's buffers (enqueue.cc:
+ncclFuncMaxSendRecvCount), as in a step. The plugin of 2.30.7 has read such files in a small test program; it has not run
+in a job or with GPUs.
 
-Of a plan it takes the limit on CTAs alone. A plan says nothing of algorithm and protocol, which such a line must name.
+Only a plan's limit on CTAs is used. A plan holds no algorithm and no protocol, and such a line must name both.
 """
 
 from collections.abc import Iterator, Sequence
@@ -22,7 +23,8 @@ Algorithm = Literal["tree", "ring", "collnet_direct", "collnet_chain", "nvls", "
 Protocol = Literal["ll", "ll128", "simple"]
 ALGORITHMS: tuple[Algorithm, ...] = get_args(Algorithm)
 PROTOCOLS: tuple[Protocol, ...] = get_args(Protocol)
-# a send or a receive, of which an all-to-all consists, is no collective to a tuner (NCCL 2.28.9, src/include/plugin/tuner)
+# tuner plugins are not asked about sends and receives, nor about all-to-alls, which consist of them (NCCL 2.28.9,
+# src/include/plugin/tuner)
 TUNED: dict[CollectiveKind, str] = {
     "broadcast": "broadcast",
     "reduce": "reduce",
@@ -44,7 +46,7 @@ HEADER = """\
 
 
 class TunerLine(Value, frozen=True, kw_only=True):
-    """One line: collectives of a kind with sizes in a range, and what they run with."""
+    """One line: the collectives of a kind with sizes in a range, and the CTAs, algorithm and protocol they get."""
 
     collective: CollectiveKind
     least_bytes: int
@@ -52,33 +54,36 @@ class TunerLine(Value, frozen=True, kw_only=True):
     num_ctas: int
 
     def written(self, algorithm: Algorithm, protocol: Protocol) -> str:
-        """As the plugin reads it: for any number of nodes, ranks and operations, with registered buffers and without."""
+        """Write the line for the plugin: for any number of nodes, ranks and operations, with and without registered
+        buffers.
+        """
         sizes = f"{self.least_bytes},{self.most_bytes}"
         return f"{TUNED[self.collective]},{sizes},{algorithm},{protocol},{self.num_ctas},-1,-1,-1,-1"
 
 
 class TunerFile(Value, frozen=True, kw_only=True):
-    """The lines, those of single sizes first; and in words what of the plan is not in them."""
+    """The lines, those for single sizes first, and a description of what the file leaves out of the plan."""
 
     lines: tuple[TunerLine, ...]
     left_out: tuple[str, ...] = ()
 
     def written(self, algorithm: Algorithm, protocol: Protocol) -> str:
-        """The file."""
+        """Return the text of the file."""
         return HEADER + "".join(f"{line.written(algorithm, protocol)}\n" for line in self.lines)
 
 
 def tuner_file(plan: Plan, step: Step | None = None) -> TunerFile:
-    """What a tuner plugin can do of a plan; `step` says which collectives a match by name or number means.
+    """Translate the part of a plan that a tuner plugin can apply; `step` resolves matches by name or number to
+    collectives.
 
-    Raises `PlanError` where that is nothing, where two limits meet on one size, or where the step is needed.
+    Raises `PlanError` if there is no such part, if two limits conflict for one size, or if the step is needed.
     """
     lines: dict[tuple[CollectiveKind, int, int], int] = {}
     left_out: list[str] = []
     for directive in plan.directives:
         limit = next((each for each in directive.controls if isinstance(each, CommunicationCtas)), None)
         left_out += [
-            f"{control.tag} on {directive.match.describe(4)}: a tuner plugin chooses CTAs, algorithm and protocol alone"
+            f"{control.tag} on {directive.match.describe(4)}: a tuner plugin chooses only CTAs, algorithm and protocol"
             for control in directive.controls
             if control is not limit
         ]
@@ -89,13 +94,13 @@ def tuner_file(plan: Plan, step: Step | None = None) -> TunerFile:
         for kind, least, most in _ranges(directive, step, left_out):
             if lines.setdefault((kind, least, most), limit.max_ctas) != limit.max_ctas:
                 raise PlanError(
-                    f"The plan asks for {lines[kind, least, most]} and {limit.max_ctas} CTAs for {kind} of {least:,} bytes, "
-                    "and a tuner plugin cannot tell them apart. Keep one of the two."
+                    f"The plan asks for {lines[kind, least, most]} and for {limit.max_ctas} CTAs for {kind} of "
+                    f"{least:,} bytes; a tuner plugin cannot tell the two apart. Keep one of them."
                 )
     if not lines:
         why = f" ({left_out[0]})" if left_out else ""
         raise PlanError(
-            f"The plan limits the CTAs of no collective that a tuner plugin is asked about{why}. Use `run --plan`."
+            f"The plan limits the CTAs of no collective that NCCL asks tuner plugins about{why}. Use `run --plan`."
         )
     ordered = sorted(lines.items(), key=lambda item: (item[0][2] - item[0][1], item[0]))
     return TunerFile(
@@ -108,7 +113,7 @@ def tuner_file(plan: Plan, step: Step | None = None) -> TunerFile:
 
 
 def _ranges(directive: Directive, step: Step | None, left_out: list[str]) -> Iterator[tuple[CollectiveKind, int, int]]:
-    """The kinds and sizes that a match means."""
+    """Return the kinds and sizes that a match accepts."""
     match = directive.match
     if step is None:
         _require_kinds(match)
@@ -123,7 +128,7 @@ def _ranges(directive: Directive, step: Step | None, left_out: list[str]) -> Ite
             _size_of(step, i) for i, each in enumerate(step.operations) if i not in meant and isinstance(each, Collective)
         }
         left_out += [
-            f"other {kind} of {size:,} bytes, which a tuner plugin cannot tell apart, get the same CTAs"
+            f"other {kind} of {size:,} bytes get the same CTAs, because a tuner plugin cannot tell them apart"
             for kind, size in found
             if (kind, size) in others
         ]
@@ -131,7 +136,7 @@ def _ranges(directive: Directive, step: Step | None, left_out: list[str]) -> Ite
         if kind in TUNED:
             yield (kind, 0, LARGEST) if size is None else (kind, size, size)
         else:
-            left_out.append(f"{kind}: NCCL asks tuner plugins about {', '.join(TUNED)} alone")
+            left_out.append(f"{kind}: NCCL asks tuner plugins only about {', '.join(TUNED)}")
 
 
 def _size_of(step: Step, index: int) -> tuple[CollectiveKind, int | None]:
@@ -141,10 +146,10 @@ def _size_of(step: Step, index: int) -> tuple[CollectiveKind, int | None]:
 
 
 def _require_kinds(match: Match) -> None:
-    """Raise `PlanError` where only a step tells which kinds and sizes are meant."""
+    """Raise `PlanError` if a step is needed to know which kinds and sizes are meant."""
     known = Match(kind=match.kind, collective=match.collective, num_bytes=match.num_bytes)
     if match != known:
         raise PlanError(
-            f"The plan means {match.describe(4)}, and a tuner plugin knows collectives by kind and size. Add --step TRACE, "
-            "the trace that the plan was made from, which tells the sizes."
+            f"The plan matches {match.describe(4)}, but a tuner plugin knows only kinds and sizes. Add --step "
+            "TRACE, the trace that the plan was made from; it gives the sizes."
         )

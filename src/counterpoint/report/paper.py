@@ -1,4 +1,4 @@
-"""What the command line prints of the first paper's grid and of its sweeps: times, TimeRatio, overlap ratio, energy."""
+"""Prints the first paper's grid and its sweeps: times, TimeRatio, overlap ratio, energy."""
 
 from collections.abc import Iterator
 
@@ -13,7 +13,9 @@ from counterpoint.validation.bounds import ErrorBounds
 
 
 def print_paper(console: Console, result: PaperResult, bounds: ErrorBounds | None = None) -> None:
-    """One workload of the paper's grid; measured columns only where something ran, bounds only where they are given."""
+    """Print one workload of the paper's grid; measured columns appear only if something ran, bounds only if they are
+    given.
+    """
     ideal = f" on {result.machine}, {result.num_ranks} ranks; ideal {format_us(result.ideal_us)}"
     console.print(Text.assemble((result.workload, "bold"), ideal))
     is_measured = any(row.measured_us is not None for row in result.rows)
@@ -64,9 +66,9 @@ def _remarks(row: PaperRow) -> str:
 
 
 def print_sweep(console: Console, sweep: Sweep, bounds: ErrorBounds | None = None) -> None:
-    """One workload along one axis: a line for each value, with TimeRatio and overlap ratio of each variant.
+    """Print one workload along one axis: a line for each value, with TimeRatio and overlap ratio of each variant.
 
-    `bounds` are those of its times, where they are given.
+    `bounds` are those of its times, if given.
     """
     is_measured = any(row.measured_us is not None for point in sweep.points for row in point.rows)
     shape = ", ".join(f"{counts} {name}" for name, counts in _shapes(sweep))
@@ -90,7 +92,7 @@ def print_sweep(console: Console, sweep: Sweep, bounds: ErrorBounds | None = Non
 
 
 def _shapes(sweep: Sweep) -> Iterator[tuple[str, str]]:
-    """What the points have in common or range over: ranks and iterations."""
+    """Describe the ranks and iterations of the points, as one value or a range."""
     for name, counts in (
         ("ranks", {point.num_ranks for point in sweep.points}),
         ("iterations", {point.iterations for point in sweep.points}),
@@ -113,7 +115,7 @@ def _cell(point: SweepPoint, label: str) -> str:
 
 
 def _ideal(point: SweepPoint) -> str:
-    """The ideal over the sequential time, both as simulated or from the captured lone times."""
+    """Return the ideal over the sequential time, both simulated or from the captured lone times."""
     row = point.row(SEQUENTIAL)
     if row is None or not row.simulated_us or point.ideal_us is None:
         return "-"
@@ -121,7 +123,7 @@ def _ideal(point: SweepPoint) -> str:
 
 
 def _print_energies(console: Console, sweep: Sweep) -> None:
-    """Joules per step of all GPUs, where they were counted."""
+    """Print joules per step of all GPUs, if they were measured."""
     if not any(row.energy for point in sweep.points for row in point.rows):
         return
     table = new_table(f"{sweep.axis}: J per step, W per GPU", *sweep.labels)

@@ -1,4 +1,4 @@
-"""What is printed of plans: a file in words, in what two differ, how to apply one, what to change where none pays."""
+"""Prints plans: a file in words, the difference of two, how to apply one, and what to change if none pays."""
 
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -16,11 +16,11 @@ from counterpoint.units import format_change, format_percent, format_us
 from counterpoint.value import Value
 
 SAME = "the plans are the same"
-SAME_CONTROLS = "the plans hold the same controls; the order of directives, reasons or what was left out differ"
+SAME_CONTROLS = "the plans hold the same controls; only the order of directives, the reasons or the refusals differ"
 
 
 class PlanDifference(Value, frozen=True, kw_only=True):
-    """One thing that two plans say otherwise; `first` and `second` are in words."""
+    """One difference between two plans; `first` and `second` are in words."""
 
     what: str
     first: str
@@ -28,9 +28,9 @@ class PlanDifference(Value, frozen=True, kw_only=True):
 
 
 class PlanDiff(Value, frozen=True, kw_only=True):
-    """In what two plans differ: facts and controls that both have, and directives that one of them alone has, in words.
+    """The difference of two plans: facts and controls that both have, and directives that only one has, in words.
 
-    Of reasons, refusals and the order of directives it says only that they are not the same.
+    Different reasons, refusals and orders of directives are reported only as such.
     """
 
     is_same: bool
@@ -41,7 +41,7 @@ class PlanDiff(Value, frozen=True, kw_only=True):
 
 
 def compare_plans(first: Plan, second: Plan) -> PlanDiff:
-    """In what `second` differs from `first`."""
+    """Return how `second` differs from `first`."""
     before, after = (_controls_by_match(plan) for plan in (first, second))
     facts = [
         PlanDifference(what=what, first=a, second=b) for (what, a), (_, b) in zip(_facts(first), _facts(second), strict=True)
@@ -60,16 +60,16 @@ def compare_plans(first: Plan, second: Plan) -> PlanDiff:
 
 
 def print_plan_file(console: Console, plan: Plan) -> None:
-    """A plan in words: verdict, where it comes from, each directive with its reason, and what was left out."""
+    """Print a plan in words: verdict, origin, each directive with its reason, and what was left out."""
     style = "bold green" if plan.verdict == "GAIN" else "bold yellow"
     console.print(Text.assemble((plan.verdict, style), "  ", printable(plan.summary)))
     for what, said in list(_facts(plan))[1:]:
         if said:
             console.print(Text.assemble((f"{what}: ", "bold"), printable(said)))
-    console.print(Text("directives" if plan.directives else "no directive: it leaves everything as it is", style="bold"))
+    console.print(Text("directives" if plan.directives else "no directives: this plan changes nothing", style="bold"))
     console.print(bullets(describe_directives(plan.directives, most_shown=None)))
     if any(directive.match.ordinals is not None for directive in plan.directives):
-        console.print(Text("Numbers count from 0, in the order of the step.", style="dim"))
+        console.print(Text("Numbers count from 0 in the order of the step.", style="dim"))
     if plan.refusals:
         console.print(Text("left out", style="bold"))
         console.print(bullets(describe_refusals(plan.refusals)))
@@ -77,7 +77,7 @@ def print_plan_file(console: Console, plan: Plan) -> None:
 
 
 def print_diff(console: Console, names: tuple[str, str], diff: PlanDiff) -> None:
-    """What differs, what only the one has, what only the other has; `names` are the files'."""
+    """Print what differs, what only the first has, and what only the second has; `names` are those of the files."""
     if not (diff.differences or diff.only_first or diff.only_second):
         console.print(SAME if diff.is_same else SAME_CONTROLS)
         return
@@ -91,15 +91,17 @@ def print_diff(console: Console, names: tuple[str, str], diff: PlanDiff) -> None
 
 
 def print_job_changes(console: Console, changes: JobChanges) -> None:
-    """What the user could change where no control remains, with the simulated times; or that nothing of it would help."""
+    """Print what the user could change if no control helps, with simulated times, or that no change would help."""
     if not changes.simulated:
-        console.print(Text("No change of streams, bucket sizes or prefetch has a place in this step.", style="dim"))
+        console.print(Text("No change of streams, bucket sizes or prefetch applies to this step.", style="dim"))
     elif not changes.helpful:
         tried = "; ".join(f"{each.change} ({_against(each)})" for each in changes.simulated)
         least = format_percent(LEAST_SIMULATED_GAIN)
-        console.print(Text(f"No change of the job would shorten it by {least} or more. Simulated: {tried}.", style="dim"))
+        console.print(Text(f"No change to the job saves {least} or more. Simulated: {tried}.", style="dim"))
     else:
-        console.print(Text("what could be changed in the job (simulated; only if the data flow allows it)", style="bold"))
+        console.print(
+            Text("changes to the job that could help (simulated; only if the data flow allows them)", style="bold")
+        )
         console.print(bullets(Text(f"{each.change}: {_against(each)}") for each in changes.helpful))
     console.print()
 
@@ -110,7 +112,7 @@ def _against(change: JobChange) -> str:
 
 
 def print_to_apply(console: Console, ways: Sequence[Application]) -> None:
-    """Each way with what it applies; what is to be typed stands on lines of its own, whole."""
+    """Print each way with what it applies; lines to type are printed unwrapped."""
     if not ways:
         return
     console.print(Text("to apply", style="bold"))
@@ -122,7 +124,7 @@ def print_to_apply(console: Console, ways: Sequence[Application]) -> None:
 
 
 def _facts(plan: Plan) -> Iterator[tuple[str, str]]:
-    """What a plan says of itself, the verdict first; a fact that it does not say is empty."""
+    """Return what a plan states about itself, the verdict first; a missing fact is an empty string."""
     yield "verdict", plan.verdict
     step = f"'{plan.step_name}'" if plan.step_name else ""
     yield "step", " ".join(filter(None, (step, f"({plan.step_fingerprint})" if plan.step_fingerprint else "")))
@@ -133,11 +135,11 @@ def _facts(plan: Plan) -> Iterator[tuple[str, str]]:
 def _expected(expectation: Expectation) -> str:
     before, after = expectation.baseline_us, expectation.planned_us
     change = f", {format_percent(1 - after / before)} less" if before > 0 and after < before else ""
-    return f"{format_us(before)} as it is, {format_us(after)} with the plan{change} ({expectation.origin})"
+    return f"{format_us(before)} without the plan, {format_us(after)} with it{change} ({expectation.origin})"
 
 
 def _controls_by_match(plan: Plan) -> dict[Match, tuple[Control, ...]]:
-    """What a plan does to each match, in its order; of several directives for one match, all controls."""
+    """Return the controls of each match, in the plan's order; several directives for one match are merged."""
     found: dict[Match, tuple[Control, ...]] = {}
     for directive in plan.directives:
         found[directive.match] = (*found.get(directive.match, ()), *directive.controls)

@@ -1,7 +1,7 @@
-"""Sweeps as plots: TimeRatio and overlap ratio of each variant along the axis, one panel for each workload and machine.
+"""Draws sweeps as plots: TimeRatio and overlap ratio of each variant along the axis, one panel per workload and machine.
 
-Needs matplotlib, the extra `plots`. Nothing is computed here. A measured sweep also shows what was simulated from the
-captured steps, as a thin line of the same color.
+Needs matplotlib, the extra `plots`. Nothing is computed here. A measured sweep also shows the simulation of the captured
+steps, as a thin line of the same color.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ MATPLOTLIB = "matplotlib>=3.8,<4"  # the extra `plots`
 FORMATS = (".svg", ".png", ".pdf")
 MOST_PANELS, MOST_COLUMNS = 32, 4
 PANEL_INCHES = (3.8, 2.9)
-# the colors of Okabe and Ito, which people with color blindness can tell apart
+# the Okabe-Ito palette, which people with color blindness can tell apart
 COLORS = {PLAIN: "#D55E00", PRIORITY: "#0072B2", COPY_ENGINES: "#009E73"}
 AXIS_NAMES = {
     "ctas": "CTAs of the matmul",
@@ -33,25 +33,27 @@ AXIS_NAMES = {
 
 
 def check_plot(path: Path) -> None:
-    """Raise `CounterpointError` where no plot can be drawn into this file, before anything runs."""
+    """Raise `CounterpointError` if no plot can be drawn into this file, before anything runs."""
     if find_spec("matplotlib") is None:
         raise CounterpointError(
             f"--plot needs 'matplotlib', which is not installed. Install it: pip install '{MATPLOTLIB}'."
         )
     if path.suffix.lower() not in FORMATS:
-        raise CounterpointError(f"--plot writes {', '.join(FORMATS)}; found '{shown_path(path)}'. Name such a file.")
+        raise CounterpointError(
+            f"--plot writes {', '.join(FORMATS)}; found '{shown_path(path)}'. Name a file with one of these suffixes."
+        )
 
 
 def check_panels(number: int) -> None:
-    """Raise `CounterpointError` for more sweeps than one file holds."""
+    """Raise `CounterpointError` if there are more sweeps than one file can show."""
     if number > MOST_PANELS:
         raise CounterpointError(
-            f"A plot holds {MOST_PANELS} sweeps at most; found {number}. Name fewer workloads, or one machine."
+            f"A plot shows at most {MOST_PANELS} sweeps; found {number}. Name fewer workloads, or one machine."
         )
 
 
 def draw_sweeps(sweeps: Sequence[Sweep], path: Path, where: str) -> None:
-    """Draw all sweeps into one file; `where` says on what they ran. Raises `CounterpointError` for too many of them."""
+    """Draw all sweeps into one file; `where` says what they ran on. Raises `CounterpointError` for too many of them."""
     check_panels(len(sweeps))
     from matplotlib.figure import Figure  # noqa: PLC0415  an extra
 
@@ -98,7 +100,7 @@ def _draw(panel: "Axes", sweep: Sweep) -> None:
 
 
 def _simulated(point: SweepPoint, row: PaperRow | None) -> float | None:
-    """The simulated TimeRatio beside a measured one."""
+    """Return the simulated TimeRatio that belongs to a measured one."""
     sequential = point.row(SEQUENTIAL)
     if row is None or sequential is None or not row.simulated_us or not sequential.simulated_us:
         return None
@@ -106,5 +108,5 @@ def _simulated(point: SweepPoint, row: PaperRow | None) -> float | None:
 
 
 def _gaps(values: Sequence[float | None]) -> list[float]:
-    """What is missing as a gap in the line."""
+    """Show missing values as gaps in the line."""
     return [float("nan") if value is None else value for value in values]

@@ -1,6 +1,7 @@
-"""What `counterpoint run` says when the job has ended: proof per rank, what live tuning found, what was left undone.
+"""Prints what `counterpoint run` reports when the job has ended: proof per rank, what live tuning found, what is
+missing.
 
-Everything goes to standard error, since standard output is the job's.
+Everything goes to standard error, because standard output belongs to the job.
 """
 
 from collections.abc import Iterable, Sequence
@@ -17,27 +18,27 @@ from counterpoint.supervised.settings import UNDECIDED, LiveRecord
 from counterpoint.units import format_count, format_numbers
 
 NOTHING_LOADED = (
-    "nothing was changed, because no process of the command launched a kernel on a GPU; if some did, the command clears "
-    "LD_PRELOAD, through which Counterpoint sees launches"
+    "nothing was changed: no process of the command launched a GPU kernel that Counterpoint could see. Either "
+    "the job used no GPU, or it clears LD_PRELOAD"
 )
 NO_STEP = (
-    "live tuning never began: no process with a rank (RANK, as torchrun sets it) came to the end of a step, which is a call "
-    "of an optimizer's step() or of counterpoint.step()"
+    "live tuning never began: no process with a rank (RANK, as torchrun sets it) finished a step. A step ends "
+    "with a call of an optimizer's step() or of counterpoint.step()"
 )
 
 
 def new_error_console() -> Console:
-    """Like the console of all reports, on standard error."""
+    """Return a console like that of all reports, on standard error."""
     console = Console(stderr=True, soft_wrap=False, markup=False, emoji=False)
     console.width = max(MIN_WIDTH, console.width)
     return console
 
 
 def print_outcome(console: Console, outcome: RunOutcome) -> None:
-    """The proof, rank by rank; equal lines of several ranks are one."""
+    """Print the proof by rank; equal lines of several ranks are merged."""
     if outcome.ended.num_leftover:
         ended = format_count(outcome.ended.num_leftover, "process", "processes")
-        print_line(console, f"the command was ended by a signal; {ended} that it left behind were ended, too")
+        print_line(console, f"a signal ended the command; {ended} that it left behind were ended as well")
     if not outcome.is_filtered:
         return
     for remark in outcome.remarks:
@@ -53,14 +54,14 @@ def print_outcome(console: Console, outcome: RunOutcome) -> None:
 
 
 def describe_damage(damaged: Sequence[str]) -> str:
-    """One line for all files that cannot be read."""
+    """Describe all unreadable files in one line."""
     first, *others = damaged
     more = f", and {format_count(len(others), 'other')}" if others else ""
-    return f"what took effect is not known in full, because files of this run are damaged ({first}{more})"
+    return f"the proof is incomplete, because files of this run are damaged ({first}{more})"
 
 
 def _print_proofs(console: Console, outcome: RunOutcome) -> None:
-    """One table: control, kernels, ranks, launches that got it, asked, found, state; below it the reasons in full."""
+    """Print one table: control, kernels, ranks, launches changed, asked, found, state; below it the reasons in full."""
     rows = _group(outcome)
     if not rows:
         return
@@ -78,7 +79,7 @@ def _print_proofs(console: Console, outcome: RunOutcome) -> None:
 
 
 def _print_reasons(console: Console, entries: Iterable[Engagement]) -> None:
-    """Why controls did not take effect, once for each reason: a column of 80 would cut it into pieces of a word."""
+    """Print why controls did not take effect, once per reason; a column of an 80-column table would be too narrow."""
     targets: dict[tuple[str, State, str], list[str]] = {}
     for entry in entries:
         if entry.reason:
@@ -89,12 +90,12 @@ def _print_reasons(console: Console, entries: Iterable[Engagement]) -> None:
 
 
 def print_line(console: Console, line: str) -> None:
-    """One line in the manner of all messages, however wide the terminal is."""
+    """Print one line in the style of all messages, whatever the width of the terminal."""
     console.print(Text(f"counterpoint: {line}"), soft_wrap=True)
 
 
 def _group(outcome: RunOutcome) -> list[tuple[Engagement, str, str]]:
-    """Equal engagements of several ranks, with the ranks and the launches that were changed of those that matched."""
+    """Return equal engagements of several ranks, with those ranks and the launches changed of those that matched."""
     found: dict[Engagement, list[tuple[ProcessProof | None, ControlProof]]] = {}
     for applied in outcome.unasked:
         found.setdefault(applied.engagement, []).append((None, applied))
@@ -108,7 +109,7 @@ def _group(outcome: RunOutcome) -> list[tuple[Engagement, str, str]]:
 
 
 def _ranks(processes: Iterable[ProcessProof | None]) -> str:
-    """Ranks as ranges: "0-3, 6"; processes without a rank by their number."""
+    """Return ranks as ranges, "0-3, 6"; processes without a rank by their process number."""
     named = [process for process in processes if process is not None]
     ranks = format_numbers(process.rank for process in named if process.rank >= 0)
     parts = [ranks] if ranks else []
@@ -117,7 +118,7 @@ def _ranks(processes: Iterable[ProcessProof | None]) -> str:
 
 
 def _launches(members: Sequence[ControlProof]) -> str:
-    """Launches that got the control of those it was meant for, on one rank; a range where ranks differ."""
+    """Return how many of the matched launches got the control, on one rank; a range if ranks differ."""
 
     def span(numbers: list[int]) -> str:
         return f"{min(numbers):,}" if min(numbers) == max(numbers) else f"{min(numbers):,} to {max(numbers):,}"
@@ -132,13 +133,13 @@ def _who(process: ProcessProof) -> str:
 
 
 def print_measured(console: Console, outcome: RunOutcome) -> None:
-    """What live tuning measured and decided, or where it stood when the job ended, if rank 0 ran here.
+    """Print what live tuning measured and decided, or how far it got before the job ended, if rank 0 ran here.
 
-    While the job ran, one line told the decision; here is the whole plan, since that line is far up by now.
+    One line told the decision while the job ran. This prints the whole plan, because that line has scrolled away by now.
     """
     record = outcome.record
     if not outcome.processes:
-        return  # said already
+        return  # already printed
     if record is None:
         if outcome.is_tuned and outcome.has_rank_0 and not outcome.damaged:
             print_line(console, NO_STEP)
@@ -155,9 +156,10 @@ def print_measured(console: Console, outcome: RunOutcome) -> None:
 
 
 def _unfinished(record: LiveRecord) -> str:
-    """What was missing to a decision."""
+    """Return what was missing for a decision."""
     steps, needed = format_count(record.num_steps, "step"), record.num_steps_needed
     return (
-        f"the job ended after {steps} while live tuning was {record.stage}, and a decision may take until step {needed} "
-        f"(--budget); {'no plan was decided' if record.plan is None else 'the plan decided before is kept'}"
+        f"the job ended after {steps}, while live tuning was {record.stage}; a decision may take until step "
+        f"{needed} (--budget); "
+        f"{'no plan was decided' if record.plan is None else 'the plan decided before is kept'}"
     )

@@ -1,6 +1,6 @@
-"""What `counterpoint schedule show` prints: a schedule's figures, its picture, and what the heuristic would choose.
+"""Prints `counterpoint schedule show`: a schedule's figures, its picture, and what the heuristic would choose.
 
-All times are estimates by arithmetic (`schedule/estimate.py`); nothing here has been measured or run, and the output
+All times are estimates by arithmetic (`schedule/estimate.py`). Nothing here has been measured or run, and the output
 says so.
 """
 
@@ -39,13 +39,13 @@ MAX_DRAWN_COLUMNS = 130
 
 
 LEGEND = (
-    "[a] arrives from another rank; a matmul piece with a letter needs it, own needs none; >2 goes to rank 2. "
-    "Short pieces lack brackets; [], [-] and | are too short for a label."
+    "Letters are arriving pieces: a matmul [a] needs piece a, [own] needs none, [>2] goes to rank 2. Short "
+    "pieces lack brackets; [], [-] and | are too short for a label."
 )
 
 
 class Question(Value, frozen=True, kw_only=True):
-    """What to show: an operator call on a machine, seen from one rank; without a description, the heuristic's pick."""
+    """What to show: an operator call on a machine, seen from one rank. Without a description it is the heuristic's pick."""
 
     problem: Problem
     dtype: DataType
@@ -65,7 +65,7 @@ class Question(Value, frozen=True, kw_only=True):
 
 
 class Traffic(Value, frozen=True, kw_only=True):
-    """What one rank issues, and the memory that the schedule takes on each rank; a collective counts as nothing."""
+    """What one rank issues, and the schedule's memory on each rank; a collective counts as nothing."""
 
     num_copies: int = 0
     num_sent_bytes: int = 0
@@ -78,8 +78,8 @@ class Traffic(Value, frozen=True, kw_only=True):
 class ScheduleSummary(Value, frozen=True, kw_only=True):
     """A schedule with its estimate, for programs. Times are estimated, in microseconds.
 
-    `schedule` is None where the description is `sequential`. `checks` are those that the schedule passed. `bounds` are those
-    of every estimated time.
+    `schedule` is None if the description is `sequential`. `checks` are the checks that the schedule passed. `bounds` are
+    those of every estimated time.
     """
 
     problem: Problem
@@ -104,9 +104,9 @@ class ScheduleSummary(Value, frozen=True, kw_only=True):
 
 
 def summarize_schedule(question: Question) -> ScheduleSummary:
-    """Make the schedule, check it, estimate it and its rivals. Raises `ScheduleError`."""
+    """Make the schedule, check it, and estimate it and its alternatives. Raises `ScheduleError`."""
     problem, machine, direction = question.problem, question.machine, question.direction
-    scheduled_pass(problem.operation, direction)  # or there is nothing to show
+    scheduled_pass(problem.operation, direction)  # otherwise there is nothing to show
     pick = pick_schedule(problem, machine, direction)
     description = question.description or pick.description
     if direction == "backward":
@@ -142,7 +142,7 @@ def summarize_schedule(question: Question) -> ScheduleSummary:
 
 
 def print_schedule(console: Console, found: ScheduleSummary) -> None:
-    """The figures as a table, the picture, and in words what is moved and what the heuristic takes."""
+    """Print the figures as a table, the picture, what moves, and what the heuristic picks."""
     problem = found.problem
     sizes = f"({problem.num_rows}, {problem.num_inner}) @ ({problem.num_inner}, {problem.num_columns})"
     passes = "" if found.direction == "forward" else " backward"
@@ -164,7 +164,7 @@ def print_schedule(console: Console, found: ScheduleSummary) -> None:
 
 
 def _times(found: ScheduleSummary) -> Table:
-    """Sequential, this schedule and its rivals, ideal."""
+    """Return the times of sequential, this schedule, its alternatives, and the ideal."""
     bounds = None if found.bounds.is_compared else found.bounds
     table = new_table("estimated", "time", *(["expected"] if bounds else []), "change", "")
     table.columns[-1].justify = "left"
@@ -174,19 +174,19 @@ def _times(found: ScheduleSummary) -> Table:
         between = [format_span(*bounds.around(time_us))] if bounds else []
         table.add_row(Text(name, style=style), format_us(time_us), *between, change, Text(remark, style="dim"))
 
-    add("sequential", found.sequential_us, "first one, then the other", "bold" if found.description.is_sequential else "")
+    add("sequential", found.sequential_us, "one after the other", "bold" if found.description.is_sequential else "")
     shown = RankedSchedule(description=found.description, estimated_us=found.estimated_us)
     rivals = [each for each in found.candidates if each.description != found.description][: SHOWN_CANDIDATES - 1]
     rows = rivals if found.description.is_sequential else sorted([shown, *rivals], key=lambda each: each.estimated_us)
     for row in rows:
         is_shown = row.description == found.description
         add(row.description.label(), row.estimated_us, "drawn below" if is_shown else "", "bold" if is_shown else "")
-    add("ideal", found.ideal_us, "the longer of both, each alone")
+    add("ideal", found.ideal_us, "the longer of the two, each alone")
     return table
 
 
 def print_lanes(console: Console, pictures: Sequence[tuple[str, tuple[StreamLane, ...]]], total_us: float) -> None:
-    """Pictures with their titles on one scale of `total_us` microseconds."""
+    """Print pictures with their titles on one scale of `total_us` microseconds."""
     width = max(20, min(console.width - LABEL_WIDTH - 1, MAX_DRAWN_COLUMNS))
     for title, lanes in pictures:
         console.print(Text(title, style="bold"))
@@ -212,12 +212,12 @@ def _remarks(found: ScheduleSummary) -> list[str]:
             f"{format_bytes(traffic.symmetric_bytes)} of symmetric memory on each rank.",
             f"Checked: {', '.join(found.checks)}.",
         ]
-    lines.append(f"The heuristic takes {found.pick.description.label()}: {found.pick.reason}.")
+    lines.append(f"The heuristic picks {found.pick.description.label()}: {found.pick.reason}.")
     return lines
 
 
 def _sequential_lanes(question: Question) -> tuple[StreamLane, ...]:
-    """The library's collectives and the matmuls as two lanes; what reduces comes after the matmul."""
+    """Return the library's collectives and the matmuls as two lanes; a reduction comes after the matmul."""
     problem, machine, direction = question.problem, question.machine, question.direction
     computed = computation_us(problem, machine, direction=direction)
     communicated = communication_us(problem, machine, direction=direction)
@@ -234,7 +234,7 @@ def _sequential_lanes(question: Question) -> tuple[StreamLane, ...]:
 
 
 def traffic_of(schedule: CopySchedule, rank: int, element_bytes: int) -> Traffic:
-    """What `rank` issues."""
+    """Return what `rank` issues."""
     own = [schedule.actions[position] for position in schedule.of_rank(rank)]
     kinds = Counter(action.kind for action in own)
     row_bytes = {each.name: each.num_columns * element_bytes for each in schedule.buffers}

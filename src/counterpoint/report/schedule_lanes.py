@@ -1,9 +1,9 @@
-"""A copy schedule's estimate as lanes of one rank: what arrives, its computation streams, its copies to others.
+"""Draws a copy schedule's estimate as lanes of one rank: what arrives, its computation streams, its copies to others.
 
-A lane is a row of brackets, one pair for each action, as wide as the action is long: `[a-------]`. Where a label leaves no
-room for brackets it stands with one or none, and what is too short for its label is told in words. Arrivals are lettered
-in the order in which they start; a matmul piece carries the letters of what it needs, `>` and the ranks that its result
-goes to, or `own`. It draws what the estimate says and knows nothing of how that was made.
+A lane is a row of brackets, one pair for each action, as wide as the action is long: `[a-------]`. If a label leaves no
+room for both brackets, it has one or none. Labels that do not fit at all are listed in words. Arrivals get letters in
+the order in which they start. A matmul piece carries the letters of what it needs, `>` and the ranks that its result
+goes to, or `own`. This module draws the estimate and does not know how it was made.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -16,12 +16,12 @@ from counterpoint.value import Value
 
 ARRIVING = "arriving"
 NUM_LETTERS = 26
-ROUNDING = 1e-9  # of a column: one that is covered but for the rounding of floats is covered
+ROUNDING = 1e-9  # share of a column: a column that lacks only float rounding counts as covered
 SHORT_LABELS = {"sum": "sum", "activate": "act", "weight_gradient": "dW", "place": "put"}
 
 
 class LaneSpan(Value, frozen=True, kw_only=True):
-    """One action: what is written in it, and when it runs."""
+    """One action: its label, and when it runs."""
 
     label: str
     start_us: float
@@ -36,7 +36,9 @@ class StreamLane(Value, frozen=True, kw_only=True):
 
 
 def lanes_of(schedule: CopySchedule, estimated: Estimate, rank: int) -> tuple[StreamLane, ...]:
-    """The lanes of `rank`: arrivals first, then its streams by name. `end`, and actions that take no time, have no span."""
+    """Return the lanes of `rank`: arrivals first, then its streams by name. `end`, and actions that take no time, have
+    no span.
+    """
     labels = label_actions(schedule, estimated, rank)
     arriving: list[LaneSpan] = []
     streams: dict[str, list[LaneSpan]] = {}
@@ -54,7 +56,7 @@ def lanes_of(schedule: CopySchedule, estimated: Estimate, rank: int) -> tuple[St
 
 
 def label_actions(schedule: CopySchedule, estimated: Estimate, rank: int) -> dict[int, str]:
-    """What to write into each action that runs on `rank` or sends to it, by position in the schedule."""
+    """Return the label of each action that runs on `rank` or sends to it, by position in the schedule."""
     incoming = [
         position
         for position, action in enumerate(schedule.actions)
@@ -65,7 +67,7 @@ def label_actions(schedule: CopySchedule, estimated: Estimate, rank: int) -> dic
     arrivals = [(schedule.actions[position].writes[0], number) for position, number in order.items()]
     for position in schedule.of_rank(rank):
         action = schedule.actions[position]
-        if action.kind == "place":  # what came is somewhere else from then on
+        if action.kind == "place":  # from then on, what arrived is somewhere else
             arrivals += [(action.writes[0], number) for number in _needs(action, arrivals)]
     departures = [
         (action.reads[0], action.writes[0].rank)
@@ -79,12 +81,14 @@ def label_actions(schedule: CopySchedule, estimated: Estimate, rank: int) -> dic
 
 
 def letters(numbers: Iterable[int]) -> str:
-    """Arrivals as letters, those in a row as a range: 0, 1, 2, 5 is `a-c,f`; number 26 is `a2`."""
+    """Write arrivals as letters, consecutive ones as a range: 0, 1, 2, 5 is `a-c,f`; number 26 is `a2`."""
     return _ranges(numbers, lambda number: f"{chr(ord('a') + number % NUM_LETTERS)}{_round(number)}")
 
 
 def draw_lane(lane: StreamLane, num_columns: int, total_us: float) -> str:
-    """The lane over `total_us` microseconds in `num_columns` characters; what is too short for any label is `[-]` or `|`."""
+    """Draw the lane over `total_us` microseconds in `num_columns` characters; a span too short for any label is `[-]` or
+    `|`.
+    """
     row = [" "] * num_columns
     for span, start, stop in _placed(lane, num_columns, total_us):
         row[start:stop] = _labelled(span.label, stop - start)
@@ -92,7 +96,7 @@ def draw_lane(lane: StreamLane, num_columns: int, total_us: float) -> str:
 
 
 def tell_order(lane: StreamLane, num_columns: int, total_us: float) -> str:
-    """The labels in their order, where `draw_lane` has no room for all of them; otherwise nothing."""
+    """List the labels in their order if `draw_lane` has no room for all of them; otherwise return nothing."""
     if all(len(span.label) <= stop - start for span, start, stop in _placed(lane, num_columns, total_us)):
         return ""
     runs = ((label, len(list(equal))) for label, equal in groupby(span.label for span in lane.spans))
@@ -100,7 +104,9 @@ def tell_order(lane: StreamLane, num_columns: int, total_us: float) -> str:
 
 
 def _placed(lane: StreamLane, num_columns: int, total_us: float) -> Iterator[tuple[LaneSpan, int, int]]:
-    """Every span with its first column and the one after its last; none is left but where the columns are used up."""
+    """Return every span with its first column and the one after its last; a span is dropped only if the columns are used
+    up.
+    """
 
     def column(time_us: float) -> int:
         return int(time_us / total_us * num_columns + ROUNDING)
@@ -113,7 +119,7 @@ def _placed(lane: StreamLane, num_columns: int, total_us: float) -> Iterator[tup
 
 
 def _labelled(label: str, width: int) -> str:
-    """A label with as many of its brackets as have room. Two letters never follow each other within one label."""
+    """Return a label with as many of its brackets as fit. Two letters never follow each other within one label."""
     room = width - len(label)
     if room < 0:
         return f"[{'':-^{width - 2}}]" if width > 1 else "|" * width
@@ -131,12 +137,12 @@ def _label(action: Action, arrivals: Sequence[tuple[Region, int]], departures: S
 
 
 def _needs(action: Action, arrivals: Sequence[tuple[Region, int]]) -> list[int]:
-    """The arrivals that an action reads rows of."""
+    """Return the arrivals whose rows an action reads."""
     return [number for region, number in arrivals if any(region.overlaps(each) for each in action.reads)]
 
 
 def _packed(spans: Sequence[LaneSpan]) -> list[StreamLane]:
-    """Arrivals in as few lanes as hold them without overlap."""
+    """Pack arrivals into as few lanes as possible without overlap."""
     lanes: list[list[LaneSpan]] = []
     for span in sorted(spans, key=lambda each: (each.start_us, each.end_us)):
         free = next((lane for lane in lanes if lane[-1].end_us <= span.start_us), None)
@@ -148,7 +154,7 @@ def _packed(spans: Sequence[LaneSpan]) -> list[StreamLane]:
 
 
 def _ranges(numbers: Iterable[int], name: Callable[[int], str]) -> str:
-    """Numbers by their names, those that follow each other as first-last."""
+    """Write numbers by their names, consecutive ones as first-last."""
     runs: list[list[int]] = []
     for number in sorted(set(numbers)):
         if runs and runs[-1][-1] == number - 1:

@@ -1,6 +1,6 @@
-"""The figures of a report as values: the same for the text that people read and for JSON.
+"""The figures of a report as values, shared by the text output and JSON.
 
-The replay compares what is simulated without any control with what was traced: makespan, exposed time, overlap.
+The replay compares the simulation without any control with the trace: makespan, exposed time, overlap.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -23,14 +23,15 @@ from counterpoint.validation.bounds import ErrorBounds, bounds_for
 from counterpoint.value import Value
 
 NO_COMMUNICATION = (
-    "The step holds no communication, so there is nothing to hide: a job of one GPU, or collectives under unknown names?"
+    "This step holds no communication, so there is nothing to hide. Did the job use one GPU, or do its "
+    "collectives have unknown names?"
 )
 
 
 class ReportRow(Value, frozen=True, kw_only=True):
-    """One line about the whole step; `metrics` is None where only a time is known. `remark` is for people.
+    """One row about the whole step; `metrics` is None if only a time is known. `remark` is for people.
 
-    `between_us` bounds what a simulated time would be measured as, on a machine that was never compared with hardware.
+    `between_us` bounds the time that a measurement would give, on a machine that was never compared with hardware.
     """
 
     name: str
@@ -40,12 +41,12 @@ class ReportRow(Value, frozen=True, kw_only=True):
     between_us: tuple[float, float] | None = None
 
 
-class Summary(Value, frozen=True, kw_only=True):
-    """What a command found.
+class Summary(Value, frozen=True, kw_only=True, tag_field="schema", tag="counterpoint.report/1"):
+    """The result of a command. `schema` names the format in JSON; a change that breaks readers increments it.
 
-    `replay` says how far the simulation is right; None without a trace and for a step under a plan. `replay_error` is its
-    makespan's alone. `bounds` are those of every simulated time.
-    `job_changes` are simulated only where `tune` found no plan.
+    `replay` says how accurate the simulation is; None without a trace and for a step under a plan. `replay_error` is the
+    error of its makespan alone. `bounds` are those of every simulated time. `job_changes` are simulated only if `tune`
+    found no plan.
     """
 
     step_name: str
@@ -64,9 +65,9 @@ class Summary(Value, frozen=True, kw_only=True):
 
 
 def summarize_tuning(job: Job, tuning: Tuning, origin: PlanOrigin = NOWHERE) -> Summary:
-    """The figures of `tune`, and how to apply the plan; without one, what could be changed in the job.
+    """Return the figures of `tune` and how to apply the plan; without a plan, what could be changed in the job.
 
-    `origin` says where the plan is.
+    `origin` says where the plan comes from.
     """
     scale = _scale(job, tuning.plan)
     rows = [_replayed_row(job, scale, "as replayed" if job.traced else "as it is", tuning.baseline)]
@@ -79,9 +80,9 @@ def summarize_tuning(job: Job, tuning: Tuning, origin: PlanOrigin = NOWHERE) -> 
 
 
 def summarize_simulation(job: Job, simulated: Timeline, plan: Plan = LEAVE_IT, remarks: tuple[str, ...] = ()) -> Summary:
-    """The figures of `simulate`; under a plan that changes the step, there is no replay error.
+    """Return the figures of `simulate`; under a plan that changes the step, there is no replay error.
 
-    `remarks` are on the plan, or on the cluster that the step was extended to.
+    `remarks` are about the plan, or about the cluster that the step was extended to.
     """
     scale = _scale(job, plan)
     if plan.directives:
@@ -102,14 +103,14 @@ def _summary(
     trials: tuple[Trial, ...] = (),
     remarks: tuple[str, ...] = (),
 ) -> Summary:
-    """Sequential, as traced, what was simulated and the ideals, in this order."""
+    """Return sequential, as traced, the simulated rows and the ideals, in this order."""
     bounds = bounds_for(job.machine, job.step.num_ranks, "traces" if job.traced else "sizes alone")
     first = []
     if job.traced is not None:
         traced = measure(job.traced.timeline)
         remark = f"measured, {format_count(job.traced.num_steps, 'profiled step')}"
         first.append(ReportRow(name="as traced", makespan_us=traced.makespan_us, metrics=traced, remark=remark))
-    sequential = ReportRow(name="sequential", makespan_us=scale.sequential_us, remark="sum of lone times")
+    sequential = ReportRow(name="sequential", makespan_us=scale.sequential_us, remark="sum of stand-alone times")
     sequential, *simulated = _bounded((sequential, *rows, *_ideal_rows(scale)), bounds)
     return Summary(
         step_name=job.step.name,
@@ -127,14 +128,14 @@ def _summary(
 
 
 def _bounded(rows: Iterable[ReportRow], bounds: ErrorBounds) -> list[ReportRow]:
-    """Simulated rows, with bounds where nothing was ever compared with hardware."""
+    """Return simulated rows, with bounds if the machine was never compared with hardware."""
     if bounds.is_compared:
         return list(rows)
     return [replace(row, between_us=bounds.around(row.makespan_us)) for row in rows]
 
 
 def _notes(job: Job, bounds: ErrorBounds) -> tuple[str, ...]:
-    """What the user should know of the step as it was read, and of the machine."""
+    """Return notes on how the step was read, and on the machine."""
     notes = job.traced.notes if job.traced else ()
     if not any(operation.kind == "communication" for operation in job.step.operations):
         notes = (*notes, NO_COMMUNICATION)
@@ -142,7 +143,7 @@ def _notes(job: Job, bounds: ErrorBounds) -> tuple[str, ...]:
         notes = (*notes, bounds.note)
     outside = outside_calibration(job.step, job.machine)
     if outside:
-        notes = (*notes, f"Outside what was calibrated: {'; '.join(outside)}.")
+        notes = (*notes, f"Outside the calibrated range: {'; '.join(outside)}.")
     return notes
 
 
@@ -165,10 +166,10 @@ def _scale(job: Job, plan: Plan) -> Scale:
 
 
 def _ideal_rows(scale: Scale) -> Iterator[ReportRow]:
-    """Both ideals, each with what it takes for granted."""
+    """Return both ideals, each with its assumption."""
     remark = "with today's dependencies"
     if scale.inexact_us is not None:
-        remark = f"as traced; lone times and inferred dependencies say {format_us(scale.inexact_us)}, so they are inexact"
+        remark = f"as traced; inexact, because lone times and inferred dependencies give {format_us(scale.inexact_us)}"
     yield ReportRow(name="ideal", makespan_us=scale.ideal_us, remark=remark)
     yield ReportRow(name="ideal in pieces", makespan_us=scale.in_pieces_us, remark="with collectives cut into pieces")
 

@@ -1,4 +1,4 @@
-"""A sweep for people: the front as a table, and all estimates as a plot. Nothing is computed here but widths."""
+"""Prints a sweep: the front as a table, and all estimates as a plot. Nothing is computed here but widths."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ BAR_WIDTH = 8
 
 
 def print_sweep(console: Console, sweep: SweepFile, rows: Sequence[SweepRow], best: Sequence[SweepRow]) -> None:
-    """What was tried, the front, and what was impossible."""
+    """Print what was tried, the front, and what was impossible."""
     estimated = [row for row in rows if row.estimate is not None]
     too_large = sum(not row.estimate.fits_memory for row in estimated if row.estimate is not None)
     console.print(
@@ -60,7 +60,7 @@ def _worded(value: object) -> str:
 
 
 def draw_front(rows: Sequence[SweepRow], best: Sequence[SweepRow], path: Path) -> None:
-    """Memory against tokens per second and GPU, every estimate a dot, the front joined."""
+    """Plot memory against tokens per second and GPU: a dot for every estimate, a line for the front."""
     from matplotlib.figure import Figure  # noqa: PLC0415  an extra
 
     figure = Figure(figsize=(7, 4.5), layout="constrained")

@@ -1,9 +1,10 @@
-"""What the command line prints for people. Nothing is computed here but widths and wording."""
+"""Text output for people. Nothing is computed here but widths and wording."""
 
 import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import IO, TextIO, cast
 
 from msgspec.structs import replace
@@ -14,22 +15,24 @@ from rich.text import Text
 
 from counterpoint.controls import Control
 from counterpoint.cuda.probing import Probed
-from counterpoint.errors import MachineError, printable, shown_path
+from counterpoint.errors import MachineError, printable, shown, shown_path
 from counterpoint.footprints import collectives_of
 from counterpoint.machine import Gpu, Machine
 from counterpoint.plan import NUM_SHOWN, Directive, Match, Plan, Refusal
 from counterpoint.planner import Trial
 from counterpoint.report.lanes import ASCII_BLOCKS, BLOCKS, draw_lanes
+from counterpoint.report.narrow import WholeWordTable
 from counterpoint.report.summary import ReportRow
 from counterpoint.step import Collective, Copy, Step
 from counterpoint.timeline import Timeline
 from counterpoint.units import format_bytes, format_change, format_count, format_percent, format_rate, format_span, format_us
 from counterpoint.validation.bounds import ErrorBounds
+from counterpoint.workloads.description import Description
 
 SHOWN_TRIALS = 12
 NAME_WIDTH = 60
 MIN_WIDTH = 40
-WHOLE_WIDTH = 76  # from here on, names in tables of machines are not folded
+WHOLE_WIDTH = 76  # from this width on, names in tables of machines are not folded
 LABEL_WIDTH = 15
 VISIBLE = 0.0005
 HALF = 0.5
@@ -37,7 +40,7 @@ HIDDEN_BY, HIDDEN, EXPOSED = "blue", "green", "red"
 
 
 class ProgressLine:
-    """A line on standard error that changes while a person waits; silent where nobody looks."""
+    """A progress line on standard error; silent if standard error is no terminal."""
 
     def __init__(self, is_shown: bool = True) -> None:
         self._is_shown = is_shown and sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
@@ -54,8 +57,14 @@ class ProgressLine:
             sys.stderr.flush()
 
 
+def reading(show: Callable[[str], None], source: Path | str) -> Callable[[int, int], None]:
+    """What tells `show` how much of a file is read: bytes, and its size, 0 for a pipe."""
+    name = shown(os.path.basename(source))
+    return lambda done, size: show(f"reading {name}" + (f": {format_percent(done / size)}" if size else ""))
+
+
 def new_console() -> Console:
-    """Where reports go: standard output, never narrower than `MIN_WIDTH` columns."""
+    """Return the console for reports: standard output, never narrower than `MIN_WIDTH` columns."""
     file = None if sys.stdout.isatty() else cast(IO[str], _Trimmed(sys.stdout))
     # no markup, no emoji: names of kernels and files hold brackets and colons
     console = Console(file=file, soft_wrap=False, markup=False, emoji=False)
@@ -64,35 +73,35 @@ def new_console() -> Console:
 
 
 class _Trimmed:
-    """Writes to a file or a pipe without the blanks that tables end their lines with."""
+    """Writes to a file or a pipe without the trailing blanks of tables."""
 
     def __init__(self, file: TextIO) -> None:
         self._file = file
         self.encoding = file.encoding
 
     def write(self, text: str) -> int:
-        """Lines come whole from a console."""
+        """Write text; a console passes whole lines."""
         return self._file.write(re.sub(r" +(?=\n)", "", text))
 
     def flush(self) -> None:
-        """As of any file."""
+        """Flush the file."""
         self._file.flush()
 
     def isatty(self) -> bool:
-        """Never: what a terminal shows is left as it is."""
+        """Return False: what a terminal shows is left as it is."""
         return False
 
 
 def new_table(*headers: str) -> Table:
-    """A table in the style of all reports: first column to the left, figures to the right."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
+    """Return a table in the style of all reports: first column left-aligned, figures right-aligned."""
+    table = WholeWordTable(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
     for position, header in enumerate(headers):
         table.add_column(header, justify="left" if position == 0 else "right", overflow="fold")
     return table
 
 
 def print_step(console: Console, step: Step, machine: Machine, notes: Iterable[str] = ()) -> None:
-    """What the step holds, where it runs, and what the user should know of how it was read."""
+    """Print what the step holds, where it runs, and notes on how it was read."""
     collectives = [operation for operation in step.operations if isinstance(operation, Collective)]
     found = [operation for operation in step.operations if isinstance(operation, Copy)]
     remote = [copy for copy in found if copy.direction == "peer_to_peer"]
@@ -116,7 +125,7 @@ def print_step(console: Console, step: Step, machine: Machine, notes: Iterable[s
 
 
 def print_metrics(console: Console, rows: Sequence[ReportRow]) -> None:
-    """A table of what the step takes, sequential to ideal."""
+    """Print a table of the step's times, sequential to ideal."""
     is_bounded = any(row.between_us for row in rows)
     table = new_table("step", "makespan", *(["expected"] if is_bounded else []), "exposed", "overlap", "")
     table.columns[-1].justify = "left"
@@ -130,7 +139,7 @@ def print_metrics(console: Console, rows: Sequence[ReportRow]) -> None:
 
 
 def print_trials(console: Console, trials: Sequence[Trial], bounds: ErrorBounds | None = None) -> None:
-    """The candidates that mattered: the baseline, then the shortest of the others; with bounds where they are given."""
+    """Print the candidates that matter: the baseline, then the shortest of the others; with bounds if they are given."""
     baseline = trials[0]
     best: dict[str, Trial] = {}
     for trial in sorted(trials[1:], key=lambda entry: (entry.makespan_us, len(entry.families))):
@@ -149,7 +158,7 @@ def print_trials(console: Console, trials: Sequence[Trial], bounds: ErrorBounds 
 
 
 def print_plan(console: Console, plan: Plan) -> None:
-    """The verdict, each control with its reason, and what was refused."""
+    """Print the verdict, each control with its reason, and what was refused."""
     style = "bold green" if plan.verdict == "GAIN" else "bold yellow"
     console.print(Text.assemble((plan.verdict, style), "  ", printable(plan.summary)))
     console.print(bullets(describe_directives(plan.directives)))
@@ -162,7 +171,7 @@ def print_plan(console: Console, plan: Plan) -> None:
 
 
 def bullets(lines: Iterable[Text]) -> Table:
-    """Lines with a dash before each."""
+    """Return the lines with a dash before each."""
     grid = Table.grid(padding=(0, 1, 0, 0))
     for line in lines:
         grid.add_row(" -", line)
@@ -170,7 +179,7 @@ def bullets(lines: Iterable[Text]) -> Table:
 
 
 def describe_refusals(refusals: Iterable[Refusal]) -> Iterator[Text]:
-    """One line for each control and reason, however many targets they share."""
+    """Yield one line for each control and reason, however many targets share them."""
     targets: dict[tuple[str, str], list[str]] = {}
     for refusal in refusals:
         targets.setdefault((refusal.control, refusal.reason), []).append(refusal.target)
@@ -180,7 +189,7 @@ def describe_refusals(refusals: Iterable[Refusal]) -> Iterator[Text]:
 
 
 def describe_directives(directives: Iterable[Directive], most_shown: int | None = NUM_SHOWN) -> Iterator[Text]:
-    """One line for each set of controls with its reason, however many matches share it; `most_shown` of them are told."""
+    """Yield one line for each set of controls with its reason, naming at most `most_shown` of the matches that share it."""
     matches: dict[tuple[tuple[Control, ...], str], list[Match]] = {}
     for directive in directives:
         matches.setdefault((directive.controls, directive.reason), []).append(directive.match)
@@ -197,14 +206,14 @@ def _shortened(match: Match) -> Match:
 
 
 def shorten(name: str) -> str:
-    """A kernel's name, cut where it is longer than a line can bear."""
+    """Return a kernel's name, cut if it is too long for a line."""
     return printable(name if len(name) <= NAME_WIDTH else name[: NAME_WIDTH - 3] + "...")
 
 
 def print_lanes(console: Console, timelines: Sequence[tuple[str, Timeline]]) -> None:
-    """Timelines one below the other on one scale: computation, communication, and what of it is exposed.
+    """Print timelines one below the other on one scale: computation, communication, and the exposed part of it.
 
-    What is exposed has a color of its own; where there are no colors, a row of its own.
+    Exposed communication has its own color; without colors it has its own row.
     """
     total_us = max(interval.end_us for _, timeline in timelines for interval in timeline.intervals)
     width = max(20, min(console.width - LABEL_WIDTH - 1, 120))
@@ -228,7 +237,7 @@ def print_lanes(console: Console, timelines: Sequence[tuple[str, Timeline]]) -> 
 
 
 def print_machines(console: Console, machines: Sequence[Machine]) -> None:
-    """One line per machine; where that leaves its node no room, the node stands below, else in whole words."""
+    """Print one line per machine; if that leaves no room for the node's title, print the titles below."""
     is_wide = console.width >= WHOLE_WIDTH
     table = new_table("name", "SMs", "shared/SM", "HBM", "link, one way", *(["node"] if is_wide else []))
     if is_wide:
@@ -250,8 +259,21 @@ def print_machines(console: Console, machines: Sequence[Machine]) -> None:
         console.print(_labelled((machine.name, machine.title) for machine in machines))
 
 
+def print_workloads(console: Console, workloads: Sequence[Description]) -> None:
+    """One line for each workload."""
+    table = new_table("name", "ranks", "iterations", "kernels", "communication")
+    for each in workloads:
+        moved = [f"{entry.collective} {entry.bytes}" for entry in each.collectives]
+        moved += [format_count(len(each.copies), "copy", "copies")] if each.copies else []
+        kernels = len(each.gemms) + len(each.kernels)
+        table.add_row(each.name, str(each.num_ranks), str(each.iterations), str(kernels), ", ".join(moved))
+    table.columns[0].no_wrap = True
+    table.columns[-1].justify = "left"
+    console.print(table)
+
+
 def format_figure(value: object) -> str:
-    """A figure of a machine: numbers with thousands set apart, lists without brackets, anything else in a word."""
+    """Format a machine's figure: numbers with thousands separators, lists without brackets, anything else as a word."""
     if isinstance(value, bool):
         return "yes" if value else "no"
     if value is None:
@@ -264,7 +286,7 @@ def format_figure(value: object) -> str:
 
 
 def print_machine(console: Console, machine: Machine) -> None:
-    """Every figure of one machine with the number of its source; many share one, so each is told once, below."""
+    """Print every figure of one machine with the number of its source; each source is printed once, below."""
     console.print(Text.assemble((machine.name, "bold"), f": {machine.title}"))
     table = new_table("figure", "value", "source")
     table.columns[0].no_wrap, table.columns[-1].no_wrap = console.width >= WHOLE_WIDTH, True
@@ -285,14 +307,14 @@ def print_machine(console: Console, machine: Machine) -> None:
 
 
 def _print_collectives(console: Console, gpu: Gpu) -> None:
-    """What a collective that states no launch is taken for, and whether that was measured."""
+    """Print the launch that is assumed for a collective that states none, and whether it was measured."""
     console.print()
     try:
         known = collectives_of(gpu)
     except MachineError as problem:
         console.print(f"A collective must state its launch. {problem}")
         return
-    console.print(f"A collective that states no launch is taken for {known.describe()}.")
+    console.print(f"A collective that states no launch is assumed to be {known.describe()}.")
     console.print(_labelled([(known.status, known.source)]))
 
 
@@ -304,7 +326,7 @@ def _labelled(lines: Iterable[tuple[str, str]]) -> Table:
 
 
 def print_probed(console: Console, probed: Probed) -> None:
-    """The machine at hand with the source of each figure, the rates measured, and what the shipped file says otherwise."""
+    """Print the probed machine with the source of each figure, the measured rates, and where the shipped file differs."""
     print_machine(console, probed.machine)
     console.print()
     table = new_table("measured: copies of 256 MiB", "rate", "peer access")

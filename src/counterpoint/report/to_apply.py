@@ -1,7 +1,7 @@
-"""How to apply a plan: for each control the command, the lines of Python or the variables, as they are typed.
+"""How to apply a plan: for each control the command, the lines of Python or the variables, ready to type.
 
-What is printed of it can be pasted. What a user has to put in the place of something is named as in the
-documents: `torchrun train.py` for the job, `model` for its model, `step` for a function that runs one step.
+The printed lines can be pasted. Placeholders have the names that the documentation uses: `torchrun train.py` for the
+job, `model` for its model, `step` for a function that runs one step.
 """
 
 import shlex
@@ -18,9 +18,9 @@ JOB = ("torchrun", "train.py")
 
 
 class Application(Value, frozen=True, kw_only=True):
-    """One way to apply `controls`, in words: `lines` of a shell or of Python, and `where` they belong.
+    """One way to apply `controls` (in words): `lines` of a shell or of Python, and `where` they belong.
 
-    No controls: the lines are for the whole plan.
+    If there are no controls, the lines are for the whole plan.
     """
 
     controls: tuple[str, ...]
@@ -29,11 +29,11 @@ class Application(Value, frozen=True, kw_only=True):
 
 
 class PlanOrigin(Value, frozen=True, kw_only=True):
-    """Where a report has its plan from.
+    """Where a report's plan comes from.
 
-    `file` is where it is saved, None if nowhere; `finding` is the command that found it, without an option to save it.
-    `job` is the command of the job that it is for. `step` is the trace or workload that it was made from, if any. A plan
-    `is_captured` if it was found for a step function that the user captures.
+    `file` is the saved plan, or None. `finding` is the command that found it, without an option to save it. `job` is the
+    command of the job that it is for. `step` is the trace or workload that it was made from, if any. `is_captured` is
+    true if it was found for a step function that the user captures.
     """
 
     file: str | None = None
@@ -47,23 +47,25 @@ NOWHERE = PlanOrigin()
 
 
 def ways_to_apply(plan: Plan, origin: PlanOrigin) -> tuple[Application, ...]:
-    """Every way to apply what is in a plan, the plan file first, since it needs no change of the job; nothing for none."""
+    """Return every way to apply a plan, by its file first, since that needs no change to the job; none for an empty
+    plan.
+    """
     if not plan.directives:
         return ()
     return (*_by_file(plan, origin), *_by_hand(plan.directives))
 
 
 def _by_file(plan: Plan, origin: PlanOrigin) -> Iterator[Application]:
-    """What a plan file does: in a job, in a captured step, for operators."""
+    """Yield the uses of a plan file: in a job, in a captured step, for operators."""
     file = origin.file or PLAN_FILE
     if origin.file is None and origin.finding:
-        yield Application(controls=(), where="save the plan first", lines=(_save_command(origin, file),))
+        yield Application(controls=(), where="first, save the plan", lines=(_save_command(origin, file),))
     loading = f"plan = load_plan({file!r})"
     for_jobs = _applied_by(plan, "job")
     if for_jobs:
         step = ("--step", origin.step) if origin.step is not None and _needs_step(plan) else ()
         words: tuple[str, ...] = ("counterpoint", "run", "--plan", file, *step, "--", *origin.job)
-        yield Application(controls=for_jobs, where="to a job that nobody edits", lines=(shlex.join(words),))
+        yield Application(controls=for_jobs, where="to an unmodified job", lines=(shlex.join(words),))
     for_graphs = _applied_by(plan, "graph")
     if for_graphs and origin.is_captured:
         lines: tuple[str, ...] = (
@@ -80,7 +82,7 @@ def _by_file(plan: Plan, origin: PlanOrigin) -> Iterator[Application]:
 
 
 def _by_hand(directives: Sequence[Directive]) -> Iterator[Application]:
-    """What a user can write without any plan file: each way once, with all controls that it gives."""
+    """Yield what a user can write without a plan file: each way once, with all controls that it applies."""
     found: dict[tuple[str, tuple[str, ...]], list[Control]] = {}
     for directive in directives:
         collective: CollectiveKind | None = directive.match.collective
@@ -92,7 +94,7 @@ def _by_hand(directives: Sequence[Directive]) -> Iterator[Application]:
 
 
 def _save_command(origin: PlanOrigin, file: str) -> str:
-    """The finding command with `-o`; before `--`, where the words of a job begin."""
+    """Return the finding command with `-o` added, in front of `--`, where the job's command begins."""
     words = list(origin.finding)
     place = words.index("--") if "--" in words else len(words)
     return shlex.join([*words[:place], "-o", file, *words[place:]])
@@ -104,7 +106,9 @@ def _applied_by(plan: Plan, applier: str) -> tuple[str, ...]:
 
 
 def _needs_step(plan: Plan) -> bool:
-    """Whether a job's launches cannot tell by name what the plan means, so that the step is needed to turn it into names."""
+    """Return whether kernel names alone do not identify the plan's targets, so that `run` needs the step to find the
+    names.
+    """
     return any(
         (directive.match.operations is not None or "[" in directive.match.name or beyond_names(directive.match))
         and any(is_by_launch(control) for control in directive.controls)

@@ -1,4 +1,4 @@
-"""What `validate` prints: figures of each way to predict, beside naive models, and the worst misses."""
+"""Prints `validate`: figures of each way to predict, beside naive models, and the worst errors."""
 
 from collections.abc import Sequence
 
@@ -14,7 +14,7 @@ NUM_WORST = 8
 
 
 def print_validation(console: Console, outcomes: Sequence[Outcome]) -> None:
-    """Every file of measurements in turn."""
+    """Print every file of measurements in turn."""
     for outcome in outcomes:
         conditions = outcome.conditions
         what = f"{conditions.get('gpus', outcome.machine)}, measured {conditions.get('date', 'at an unknown date')}"

@@ -127,7 +127,7 @@ class ExpertLayout:
         return (Block(*each) for each in found if each[2])
 
     def block_arrays(self, source: int, destination: int, number: int) -> tuple[Counts, Counts, Counts]:
-        """The same blocks as arrays: the first rows at the source, those at the experts' rank, and how many."""
+        """Return the same blocks as arrays: the first rows at the source, those at the experts' rank, and the numbers of rows."""
         part = source, destination, slice(*self.bounds[destination][number])
         counts = self.counts[part]
         used = counts.nonzero()
@@ -170,7 +170,7 @@ class ExpertLayout:
 
 
 def pair_rows(counts: Counts) -> Pairs:
-    """Rows from each source to each destination, as numbers of Python: for the few of a call they are faster than arrays."""
+    """Return the rows from each source to each destination, as Python numbers, which for so few are faster than arrays."""
     found: Pairs = counts.sum(2).tolist()
     return found
 

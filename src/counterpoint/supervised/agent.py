@@ -1,10 +1,12 @@
-"""The agent inside each rank of a supervised job: finds steps, tunes live or guards the plan, never breaks the job.
+"""The agent inside each rank of a supervised job: detects steps, tunes live or guards the plan, and never breaks the
+job.
 
-`in_job/sitecustomize.py` makes it known to torch's optimizers; `counterpoint.step()` calls it by hand. A step is the time
-from one call of the first optimizer that steps to its next; other optimizers are ignored, and all of them after the first
-mark by hand. Whatever fails here ends the agent and not the job: the table is emptied, one line says why, and the job
-runs as it was; where ranks switch paths together, this one goes on switching until rank 0 has ended it for all. Needs torch
-only once an optimizer was made or a step has ended, when the job has loaded it anyway.
+`in_job/sitecustomize.py` registers it with torch's optimizers; `counterpoint.step()` calls it directly. A step is the
+interval between two calls of `step()` on the first optimizer seen. Other optimizers are ignored, and so are all of them
+after the first call of `counterpoint.step()`. If the agent fails, it ends and the job goes on: it empties the filter's
+table, prints one line with the reason, and the job runs unchanged. If ranks switch paths together, the failed rank keeps
+switching until rank 0 has ended it for all. The agent needs torch only after an optimizer was created or a step has
+ended, when the job has loaded it anyway.
 """
 
 import atexit
@@ -45,15 +47,15 @@ from counterpoint.supervised.settings import (
 )
 from counterpoint.supervised.tuning import LiveTuner
 
-MOST_LETTERS = 600  # of what went wrong, in a line
+MOST_LETTERS = 600  # most letters of a failure's reason in a line
 
 
 class NothingLaunchedError(LaunchFilterError):
-    """This process has launched nothing that could be tuned."""
+    """This process has launched nothing that can be tuned."""
 
 
 class JobAgent:
-    """One process's agent. It begins with the first step that ends."""
+    """The agent of one process. It begins when the first step ends."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -73,9 +75,10 @@ class JobAgent:
         return self._is_retired
 
     def optimizer_made(self) -> None:
-        """An optimizer was made, as a rule for a model that is complete and has not run yet.
+        """Handle a new optimizer, usually for a model that is complete and has not run yet.
 
-        What fails here fails again when the first step has ended, and is said then: the other ranks wait for the answer.
+        What fails here fails again when the first step has ended, and is reported then, because the other ranks wait for
+        the answer.
         """
         if self._is_retired:
             return
@@ -97,26 +100,26 @@ class JobAgent:
             report_rank(self._exchange, self._report())
 
     def optimizer_stepped(self, optimizer: object) -> None:
-        """An optimizer has stepped; the first one that ever does marks the job's steps."""
+        """Handle a step of an optimizer; the first one that ever steps marks the job's steps."""
         if self._optimizer is None or self._optimizer() is None:
             self._optimizer = weakref.ref(optimizer)
         if self._optimizer() is optimizer and not self._has_marks:
             self._step_ended()
 
     def mark_step(self) -> None:
-        """The job's code says that a step has ended."""
+        """Handle the end of a step that the job's code marks."""
         self._has_marks = True
         self._step_ended()
 
     def _step_ended(self) -> None:
-        if self._is_retired or os.getpid() != self._pid:  # a fork of a rank is none
+        if self._is_retired or os.getpid() != self._pid:  # a forked child of a rank is no rank
             return
         try:
             if self._tuner is None:
                 self._tuner = self._begin()
             if self._tuner is None or not self._tuner.step_ended():
                 self._is_retired = True
-        except Exception as problem:  # whatever it is, the job goes on without us
+        except Exception as problem:  # whatever failed, the job goes on without the agent
             self._retire(problem)
 
     @cached_property
@@ -131,17 +134,17 @@ class JobAgent:
         return self._paths
 
     def _begin(self) -> LiveTuner | None:
-        """What this process needs to take part; None in a process that is no rank."""
+        """Return what this process needs to take part; None in a process that is no rank."""
         from counterpoint.supervised import torch_job  # noqa: PLC0415  the job has torch by now
 
         if not torch_job.is_rank_of_job():
             return None
         problem = why_no_filter(os.environ)
         if not problem and not torch_job.is_joined() and self._settings.only_reports:
-            return None  # ranks that cannot talk to each other can still have a plan that nobody guards
+            return None  # ranks that cannot exchange messages can still have an unguarded plan
         path = self._directory / f"{self._pid}.block"
         if path.exists():
-            self._block = ControlBlock.open(path)  # before the rest, so that whatever fails there can empty its table
+            self._block = ControlBlock.open(path)  # first, so that any later failure can empty the table
         self._exchange = exchange = self._exchange or torch_job.job_exchange()
         if exchange.num_ranks > 1 and problem:
             self._meet(exchange, problem)
@@ -164,12 +167,12 @@ class JobAgent:
         return tuner
 
     def _meet(self, exchange: Exchange, problem: str = "") -> None:
-        """Report to the other ranks, and hear of them. Raises `HandshakeError` where one of them cannot take part."""
+        """Report to the other ranks and receive their reports. Raises `HandshakeError` if one of them cannot take part."""
         from counterpoint.supervised import torch_job  # noqa: PLC0415  the job has torch by now
 
         report_rank(exchange, self._report(problem))
         roll = meet(exchange)
-        if len(set(roll.runs)) > 1:  # within one host the launcher says who is gone
+        if len(set(roll.runs)) > 1:  # on one host the launcher reports lost ranks
             self._heartbeat = Heartbeat(torch_job.job_exchange("heartbeat"), roll, say)
             self._heartbeat.start()
 
@@ -177,24 +180,24 @@ class JobAgent:
         return own_report(str(self._directory), problem, is_silent=is_silent)
 
     def _earlier(self) -> Decision | None:
-        """What was decided before a launcher such as torchrun started the job's processes again."""
+        """Return what was decided before a launcher such as torchrun restarted the job's processes."""
         record = read_record(self._directory)
         if record is None or record.plan is None:
             return None
         return Decision(plan=record.plan, setting=record.setting, measurements=record.measurements)
 
     def _job_ends(self) -> None:
-        if os.getpid() != self._pid:  # a fork of a rank is none
+        if os.getpid() != self._pid:  # a forked child of a rank is no rank
             return
         if self._heartbeat is not None:
             self._heartbeat.end()
-        with suppress(Exception):  # the process ends, and what it kept before is nearly as good
+        with suppress(Exception):  # the process ends, and what it saved before is nearly complete
             if self._tuner is not None:
                 self._tuner.job_ends()
 
     def _retire(self, problem: Exception) -> None:
-        outcome = "the job runs as it was"
-        is_silent = isinstance(problem, NothingLaunchedError)  # of a job without a GPU, `run` says so once at the end
+        outcome = "the job runs unchanged"
+        is_silent = isinstance(problem, NothingLaunchedError)  # for a job without a GPU, `run` reports that once at the end
         reason = (cause_of(problem, MOST_LETTERS) or "no reason given").rstrip(".")
         if self._tuner is None and not isinstance(problem, HandshakeError):
             self._answer_others(reason_of(problem).rstrip("."), is_silent=is_silent)
@@ -202,23 +205,23 @@ class JobAgent:
             self._is_retired = self._is_failed or self._tuner is None or not self._tuner.fail(reason)
             self._is_failed = True
             if self._tuner is None and self._only_reports():
-                outcome = "the plan, which nobody guards, stays in force on the ranks that have the filter"
+                outcome = "the plan stays applied, without a guard, on the ranks that have the filter"
             elif self._is_retired:
                 self._empty_table()
             else:
-                outcome = "the ranks go back to the job as it was together"
+                outcome = "all ranks return together to the unmodified job"
         except Exception:
             self._is_retired = True
-            outcome = "the filter's table could not be emptied and stays in force"
+            outcome = "the filter's table could not be emptied and stays active"
         name = "" if isinstance(problem, LaunchFilterError) else f"{type(problem).__name__}: "
         rank = self._exchange.rank if self._exchange is not None else launched_rank(os.environ) or 0
-        line = f"rank {rank} neither tunes nor guards ({name}{reason}); {outcome}"
+        line = f"rank {rank} does not tune or guard ({name}{reason}); {outcome}"
         if isinstance(problem, HandshakeError):
             line, is_silent = f"{reason}; {outcome}", not problem.is_told
         if not is_silent:
             say(line)
         if rank == 0:
-            with suppress(Exception):  # a full disk, perhaps the very reason
+            with suppress(Exception):  # a full disk, perhaps the cause of the failure
                 record = read_record(self._directory) or LiveRecord(stage="stopped")
                 write_record(self._directory, replace(record, stage="stopped", notes=(line,)))
 
@@ -229,14 +232,14 @@ class JobAgent:
         return False
 
     def _answer_others(self, reason: str, *, is_silent: bool) -> None:
-        """This rank fails before it takes part, and the others may wait for its report."""
+        """Report that this rank failed before it took part; the others may wait for its report."""
         from counterpoint.supervised import torch_job  # noqa: PLC0415  the job has torch by now
 
-        with suppress(Exception):  # there may be no process group, and then nobody waits
+        with suppress(Exception):  # without a process group, no rank waits
             fail_handshake(self._exchange or torch_job.job_exchange(), self._report(reason, is_silent=is_silent))
 
     def _empty_table(self) -> None:
-        """Revert, and keep what was counted for the plan, so that the proof at the end does not say that nothing was."""
+        """Revert, and keep the plan's counts, so that the proof at the end does not report zero."""
         if self._tuner is not None:
             self._tuner.revert()
         elif self._block is not None:
@@ -247,5 +250,5 @@ class JobAgent:
 
 @cache
 def agent_of_job() -> JobAgent:
-    """The agent of this process; the same one however steps are marked."""
+    """Return the agent of this process; the same one however steps are marked."""
     return JobAgent(Path(os.environ[DIRECTORY_VARIABLE]))

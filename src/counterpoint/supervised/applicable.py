@@ -1,9 +1,9 @@
-"""What of a plan `run` can apply, said before the job starts: it may run for days before anybody reads a table.
+"""Checks, before the job starts, what `run` can apply of a plan: the job may run for days before anybody reads a table.
 
-The launch filter takes rules by name; limits on a collective's CTAs are NCCL's variables (NCCL_MAX_CTAS, NCCL_NTHREADS),
-which hold for the whole process and are read once. Priority is given launch by launch by the filter, so no variable asks for
-it: torch's own switch (TORCH_NCCL_HIGH_PRIORITY) does not reach collectives that run on the current stream, and the guard
-could not take it back.
+The launch filter takes rules by kernel name. Limits on a collective's CTAs are NCCL's variables (NCCL_MAX_CTAS,
+NCCL_NTHREADS), which apply to the whole process and are read once. The filter sets priority launch by launch, so no
+variable requests it: torch's own switch (TORCH_NCCL_HIGH_PRIORITY) does not reach collectives that run on the current
+stream, and the guard could not undo it.
 """
 
 from counterpoint.controls import CommunicationCtas
@@ -16,25 +16,27 @@ NUM_SHOWN = 3
 
 
 def check_applicable(plan: Plan, translation: Translation, paths: Paths, *, keeps_bits: bool) -> str:
-    """One line on what of the plan is not applied and how to get it; empty where all of it is.
+    """Return one line on what is not applied of the plan and how to get it; empty if all of it is.
 
     Raises `PlanError` for a plan of which nothing can be applied.
     """
     if keeps_bits and not paths.keeps_bits:
         names = ", ".join(f"{tag} on {target}" for tag, target in paths.targets)
-        raise PlanError(f"--bitwise excludes what sums in another order, and the plan holds {names}. Leave one of them out.")
+        raise PlanError(
+            f"--bitwise excludes controls that sum in another order, but the plan holds {names}. Leave one of them out."
+        )
     left_out = _not_applied(plan, translation)
     if not left_out:
         return ""
     shown = "; ".join(left_out[:NUM_SHOWN])
     more = f"; and {len(left_out) - NUM_SHOWN} more" if len(left_out) > NUM_SHOWN else ""
     if not plan_variables(plan) and paths == LIBRARY and all(rule.is_collective for rule in translation.rules):
-        raise PlanError(f"`run` can apply nothing of this plan: {shown}{more}. Start the job without it, or use --tune.")
-    return f"of the plan `run` does not apply everything: {shown}{more}"
+        raise PlanError(f"`run` can apply no control of this plan: {shown}{more}. Start the job without it, or use --tune.")
+    return f"`run` does not apply all of this plan: {shown}{more}"
 
 
 def _not_applied(plan: Plan, translation: Translation) -> list[str]:
-    """Each control that is not applied, on what, and why or what to do instead."""
+    """Yield each control that is not applied, its targets, and why or what to do instead."""
     controls = [control for directive in plan.directives for control in directive.controls]
     found = [f"{control.tag}: {control.refused_by['job']}" for control in controls if "job" in control.refused_by]
     found += [f"{refusal.control} on '{refusal.target[:60]}': {refusal.reason}" for refusal in translation.refusals]
@@ -42,7 +44,7 @@ def _not_applied(plan: Plan, translation: Translation) -> list[str]:
 
 
 def plan_variables(plan: Plan) -> dict[str, str]:
-    """What a plan's process-group controls ask of NCCL. Raises `PlanError` where it asks for two things at once."""
+    """Return what a plan's process-group controls ask of NCCL. Raises `PlanError` if two of them conflict."""
     variables: dict[str, str] = {}
     for directive in plan.directives:
         for control in directive.controls:
@@ -54,16 +56,16 @@ def plan_variables(plan: Plan) -> dict[str, str]:
             for name, value in wanted.items():
                 if variables.setdefault(name, value) != value:
                     raise PlanError(
-                        f"The plan asks for {name} {variables[name]} and {value}, and NCCL takes one for the whole process. "
-                        "Keep one of the two."
+                        f"The plan asks for {name} {variables[name]} and for {value}, but NCCL takes one value "
+                        "for the whole process. Keep one of them."
                     )
     return variables
 
 
 def variable_remarks(plan: Plan) -> list[str]:
-    """Where a setting reaches more collectives than the plan means."""
+    """Return remarks on settings that affect more collectives than the plan matches."""
     return [
-        f"communication_ctas: the plan means some collectives, and NCCL takes one limit for all of them ({names})"
+        f"communication_ctas: the plan matches some collectives, but NCCL applies one limit to all of them ({names})"
         for directive in plan.directives
         if directive.match not in (Match(), Match(kind="communication"))
         if (names := ", ".join(plan_variables(Plan(directives=(directive,)))))

@@ -1,10 +1,10 @@
-"""What to try on a running job: the planner's proposals for the kernels that it was seen to launch, in a good order.
+"""Candidates for a running job: the planner's proposals for the kernels that the job launched, the most promising first.
 
-A running job has no timeline, so nothing here knows which kernel waits for which. What is known is what each kernel takes of
-an SM, and who won races on H200s (docs/race.md): against a kernel of many waves priority won, and a head start added
-nothing; against a kernel that holds every SM to its end only a head start won. So every kernel with a CTA for each SM counts
-as one that collectives may wait for, and the single-wave ones among them as those that win races now. Whether any of it pays
-is for the live steps to say.
+A running job has no timeline, so it is not known which kernel waits for which. Known are the SM resources of each
+kernel, and the winners of races on H200s (docs/race.md): against a kernel of many waves priority won, and a head start
+added nothing; against a kernel that holds every SM to its end only a head start won. So every kernel with a CTA for each
+SM counts as one that collectives may wait for, and the single-wave ones among them as the ones that win races now. The
+live steps then show what pays.
 """
 
 from collections.abc import Iterable, Sequence
@@ -36,7 +36,8 @@ MOST_HELD, MOST_CAPPED = 64, 32  # the filter's table has 128 rows
 PRIORITY, CAPS = "priority", "caps"
 HELD, HELD_LONGER = (f"head start {hold_us:g} us" for hold_us in HOLDS_US)
 ALL_HELD, ALL_HELD_LONGER = (f"head start {hold_us:g} us{IN_EVERY_RACE}" for hold_us in HOLDS_US)
-# The most promising first: a small budget tries two of these. A hold of 20 us won nothing that 5 us did not, and cost more.
+# The most promising first: a small budget tries two of these. A hold of 20 us won nothing that 5 us did not, and cost
+# more.
 IN_ORDER = (
     (PRIORITY,),
     (PRIORITY, HELD),
@@ -51,7 +52,7 @@ IN_ORDER = (
 
 OVERLAPPED, EXPERTS_OVERLAPPED = "matmuls overlapped", "experts overlapped"
 ALL_TO_ALLS = Match(kind="communication", collective="all_to_all")
-OTHER_BITS = "it sums in another order, which changes results within rounding, and --bitwise excludes that"
+OTHER_BITS = "it sums in another order, which changes results within rounding; --bitwise excludes that"
 
 
 def _by_copies(kind: CollectiveKind) -> str:
@@ -59,7 +60,7 @@ def _by_copies(kind: CollectiveKind) -> str:
 
 
 GATHERED, SCATTERED, REDUCED = (_by_copies(kind) for kind in COPIED_KINDS)
-# The most promising first. Reductions by copies gained on 4 GPUs and lost on 2, so gathers are tried without them, too.
+# The most promising first. Reductions by copies gained on 4 GPUs and lost on 2, so gathers are also tried without them.
 PATHS_IN_ORDER = (
     (EXPERTS_OVERLAPPED,),
     (OVERLAPPED, EXPERTS_OVERLAPPED, GATHERED),
@@ -71,7 +72,7 @@ PATHS_IN_ORDER = (
 
 
 class LiveCandidate(Value, frozen=True, kw_only=True):
-    """Directives to try together, and what they put in force."""
+    """Directives to try together, and the setting that they produce."""
 
     label: str
     directives: tuple[Directive, ...]
@@ -86,7 +87,7 @@ class LiveProposal(Value, frozen=True, kw_only=True):
 
 
 def propose_paths(offers: Iterable[PathOffer], *, keeps_bits: bool) -> LiveProposal:
-    """Candidates for what all ranks offer to move off the library's path, and why not for the rest."""
+    """Return candidates for the paths that all ranks offer, and the reasons why the rest has none."""
     able: dict[str, Directive] = {}
     refusals: list[Refusal] = []
     for offer in offers:
@@ -108,27 +109,27 @@ def propose_paths(offers: Iterable[PathOffer], *, keeps_bits: bool) -> LivePropo
 
 
 def _path_directives(offer: PathOffer) -> dict[str, Directive]:
-    """A directive for each control of an offer, by the control's label."""
+    """Return a directive for each control of an offer, by the control's label."""
     if offer.integration == "tensor_parallel":
-        reason = f"{offer.what}: gathers and sums travel in pieces beside the matmuls that need and feed them"
+        reason = f"{offer.what}: gathers and sums move in pieces beside the matmuls that need and feed them"
         return {OVERLAPPED: Directive(match=Match(kind="communication"), controls=(OVERLAP,), reason=reason)}
     if offer.integration == "expert_parallel":
-        reason = f"{offer.what}: tokens travel in pieces beside the grouped matmuls that need and feed them"
+        reason = f"{offer.what}: tokens move in pieces beside the grouped matmuls that need and feed them"
         return {EXPERTS_OVERLAPPED: Directive(match=ALL_TO_ALLS, controls=(OVERLAP,), reason=reason)}
     found = {}
     for kind in offer.kinds:
         needs = ", and only the sum needs some" if kind in REDUCING_COLLECTIVES else ""
-        reason = f"{offer.what}: copies leave the SMs to the kernels beside them{needs}"
+        reason = f"{offer.what}: copies leave the SMs to other kernels{needs}"
         match = Match(kind="communication", collective=kind)
         found[_by_copies(kind)] = Directive(match=match, controls=(COPIES,), reason=reason)
     return found
 
 
 def propose_live(functions: Sequence[SeenFunction], job_gpu: JobGpu | None) -> LiveProposal:
-    """Candidates of the launch filter for a job that launched `functions`, on the GPU at hand."""
+    """Return the launch filter's candidates for a job that launched `functions`, on the GPU at hand."""
     collectives = [function for function in functions if is_communication("kernel", function.name)]
     if not collectives or job_gpu is None:
-        return _nothing("no kernel that communicates was launched" if job_gpu else "the job computes on no GPU")
+        return _nothing("the job launched no communication kernel" if job_gpu else "the job computes on no GPU")
     blockers = _full_machine_kernels([each for each in functions if each not in collectives], job_gpu.num_sms)
     machine = machine_for_device(job_gpu.name)
     gpu = machine.gpu if machine else None
@@ -139,7 +140,7 @@ def propose_live(functions: Sequence[SeenFunction], job_gpu: JobGpu | None) -> L
         _greatest_priority(gpu, job_gpu),
         Match(kind="communication"),
         "collectives may wait",
-        f"{job_gpu.name} has no priorities, or its driver ignores them",
+        f"{job_gpu.name} has no stream priorities, or its driver ignores them",
     )
     caps = propose_caps(gpu, _as_blockers(gpu, blockers, collectives)) if gpu is not None else None
     has_head_starts = gpu is None or gpu.has_head_starts
@@ -151,18 +152,18 @@ def propose_live(functions: Sequence[SeenFunction], job_gpu: JobGpu | None) -> L
         parts[ALL_HELD_LONGER] = parts[HELD_LONGER]
     refusals.extend((*priority.refusals, *(caps.refusals if caps and blockers else ())))
     if gpu is None:
-        reason = f"no shipped machine describes '{job_gpu.name}', so it is not known what fits on an SM"
+        reason = f"no shipped machine describes '{job_gpu.name}', so the limits of its SMs are unknown"
         refusals.append(Refusal(control="residency_cap", target="all kernels", reason=reason))
     if not has_head_starts:
         refusals.append(Refusal(control="head_start", target="all kernels", reason=NO_HEAD_STARTS))
     elif not blockers:
-        reason = f"no kernel has a CTA for each of the {job_gpu.num_sms} SMs, so none keeps a collective out"
+        reason = f"no kernel has a CTA for each of the {job_gpu.num_sms} SMs, so none blocks a collective"
         refusals.append(Refusal(control="head_start", target="all kernels", reason=reason))
     return LiveProposal(candidates=_combine(parts), refusals=tuple(refusals))
 
 
 def _combine(parts: dict[str, tuple[Directive, ...]]) -> tuple[LiveCandidate, ...]:
-    """The combinations whose parts are all there; where there is no priority, the others go without it."""
+    """Return the combinations whose parts all exist; without priority, the others are tried without it."""
     found: dict[str, LiveCandidate] = {}
     for names in IN_ORDER:
         usable = [name for name in names if PRIORITY in parts or name != PRIORITY]
@@ -181,14 +182,14 @@ def _nothing(reason: str) -> LiveProposal:
 
 
 def _greatest_priority(gpu: Gpu | None, job_gpu: JobGpu) -> int:
-    """As the machine file has it, since torch offers its streams fewer levels; 0 where priorities have no effect."""
+    """Return the priority from the machine file, because torch offers fewer levels; 0 if priorities have no effect."""
     if gpu is None:
         return job_gpu.greatest_priority
     return gpu.greatest_priority if gpu.priority_is_effective else 0
 
 
 def _head_starts(racers: Sequence[SeenFunction], blockers: Sequence[SeenFunction]) -> Iterable[Candidate]:
-    """The planner's head starts, with kernels by name: a launch has no number in a step."""
+    """Return the planner's head starts with kernels by name, because a launch has no number in a step."""
     kernels = [*racers, *(each for each in blockers if each not in racers)]
     for candidate in propose_head_starts(tuple(range(len(racers))), tuple(range(len(kernels)))):
         yield Candidate(
@@ -203,7 +204,7 @@ def _head_starts(racers: Sequence[SeenFunction], blockers: Sequence[SeenFunction
 
 
 def _as_blockers(gpu: Gpu, functions: Sequence[SeenFunction], collectives: Sequence[SeenFunction]) -> list[Blocker]:
-    """Kernels that may keep the largest collective's CTA out."""
+    """Return kernels that may keep out the largest collective's CTA."""
     largest = max((_footprint(function) for function in collectives), key=lambda found: shared_bytes_per_cta(gpu, found))
     return [
         Blocker(
@@ -229,11 +230,13 @@ def _threads_per_cta(function: SeenFunction) -> int:
 
 
 def _full_machine_kernels(functions: Sequence[SeenFunction], num_sms: int) -> list[SeenFunction]:
-    """Kernels that can take every SM, those with the most threads launched in all first; a guess at where time goes."""
+    """Return kernels that can fill every SM, those with the most launched threads in total first, a guess at where time
+    goes.
+    """
     work: dict[str, int] = {}
     first: dict[str, SeenFunction] = {}
     for function in functions:
-        if _num_ctas(function) >= num_sms and "\\" not in function.pattern:  # a plan's patterns cannot say such a name
+        if _num_ctas(function) >= num_sms and "\\" not in function.pattern:  # a plan's patterns cannot express such a name
             first.setdefault(function.name, function)
             threads = _num_ctas(function) * _threads_per_cta(function) * function.num_launches
             work[function.name] = work.get(function.name, 0) + threads
@@ -241,9 +244,10 @@ def _full_machine_kernels(functions: Sequence[SeenFunction], num_sms: int) -> li
 
 
 def _is_single_wave(gpu: Gpu, function: SeenFunction, collectives: Sequence[SeenFunction]) -> bool:
-    """Whether a kernel's CTAs all live at once, to its end, and leave no room for a CTA of one of the collectives.
+    """Return whether all of a kernel's CTAs are resident at once, to its end, and leave no room for a CTA of one of the
+    collectives.
 
-    A function is known by its last launch alone. One whose footprint the GPU cannot have is none; its cap is refused.
+    Only a function's last launch is known. A footprint that the GPU cannot run counts as no kernel; its cap is refused.
     """
     try:
         footprint = _footprint(function)

@@ -1,8 +1,9 @@
-"""Rank 0's part of tuning and of the guard: gather what all ranks report, ask the judge, and say from which step on what
-follows.
+"""Rank 0's part of tuning and of the guard: gather the reports of all ranks, ask the judge, and announce from which step
+on the next order holds.
 
-Nothing here waits. Reports come as late as the GPU is behind and the ranks are apart. An answer holds from some steps later,
-so that every rank has heard it by then. Steps that pass while the GPU or a rank is far behind do not count against a budget.
+Nothing here waits. Reports arrive late if the GPU is behind the host or ranks are apart. An answer takes effect some
+steps later, so that every rank has read it by then. Steps that pass while the GPU or a rank is far behind do not count
+against a budget.
 """
 
 from collections.abc import Sequence
@@ -19,50 +20,52 @@ from counterpoint.supervised.lockstep import LEAD_STEPS, Lockstep
 from counterpoint.supervised.messages import RoundReport, report_topic
 from counterpoint.supervised.turns import PATH_WARM_UP_TURNS, TURN_STEPS, TurnTimes, slowest_rank
 
-STEPS_TOPIC = "at step"  # under which ranks that wait for an answer note how far they are
-WAITING_STEPS = 22  # what one wait may cost of the budget at most
-SLACK_STEPS = 6  # by which a wait may be longer than the lag and the lead
-JOB_ROUNDS = 2  # of a look at a job without a plan: have its steps become longer?
+STEPS_TOPIC = "at step"  # key under which waiting ranks publish their progress
+WAITING_STEPS = 22  # most steps of the budget that one wait may cost
+SLACK_STEPS = 6  # steps by which a wait may exceed the lag and the lead
+JOB_ROUNDS = 2  # for a check of a job without a plan: have its steps become longer?
 LOOK_LABELS = ("as it is", "the plan")
 
 
 @final
 class Lead:
-    """From which step on an answer can hold on all ranks: ahead of the foremost, and more so once one heard too late."""
+    """The step from which an answer can hold on all ranks: ahead of the foremost rank, and further ahead once a rank was
+    late.
+    """
 
     def __init__(self, exchange: Exchange, lockstep: Lockstep) -> None:
         self._exchange, self._lockstep = exchange, lockstep
         self._most_late = self._distance = 0
 
     def learn(self, reports: Sequence[RoundReport]) -> None:
-        """Take note of how late ranks heard the last answer."""
+        """Record how late ranks read the last answer."""
         self._most_late = max([self._most_late, *(report.late_steps for report in reports)])
 
     @property
     def steps(self) -> int:
-        """How many steps ahead an answer will about be."""
+        """Return about how many steps ahead an answer will be."""
         return self._distance + LEAD_STEPS + 2 * self._most_late
 
     def start(self, step: int) -> int:
-        """The step that an answer holds from which is announced now."""
+        """Return the step from which an answer announced now holds."""
         self._distance = max([0, *(at - step for at in self._exchange.noted(STEPS_TOPIC))])
         return max(step + self.steps, self._lockstep.earliest_start)
 
 
 @final
 class Reports:
-    """The rounds of one order as all ranks report them, one after the other."""
+    """The rounds of one order as all ranks report them, in order."""
 
     def __init__(self, exchange: Exchange, topic: str, order: Order, order_step: int) -> None:
         self._exchange, self._order, self._order_step = exchange, order, order_step
         self._topic = report_topic(topic, order)
         self._num_gathered = 0
         self.latest: list[RoundReport] = []  # of every rank
-        self.last_end = order_step  # how many steps had ended when the last round was over that was gathered
-        self.delay = 0  # how many steps later that was
+        self.last_end = order_step  # steps that had ended when the last gathered round was over
+        self.delay = 0  # steps by which the gathering came later
 
     def gather(self, step: int) -> list[tuple[int, list[TurnTimes]]]:
-        """Rounds that all ranks have reported since the last call: the slowest rank's turns."""
+        """Return the rounds that all ranks have reported since the last call, each with the slowest rank's turns."""
         found = []
         while not self.are_complete() and step >= self._end_of_round(self._num_gathered + 1):
             texts = self._exchange.gathered(self._next_topic())
@@ -77,7 +80,7 @@ class Reports:
         return found
 
     def are_complete(self) -> bool:
-        """Whether all ranks have reported all rounds."""
+        """Return whether all ranks have reported all rounds."""
         return self._num_gathered == self._order.num_rounds
 
     def missing(self) -> list[int]:
@@ -95,13 +98,13 @@ class Reports:
 class TuningConductor:
     """Rank 0's part of one tuning, from its first order to the verdict, within a budget that ends with step `last_step`.
 
-    `lag`: how many steps the GPU is behind the host.
+    `lag`: the number of steps by which the GPU is behind the host.
     """
 
     def __init__(self, exchange: Exchange, topic: str, lead: Lead, *, last_step: int, lag: int) -> None:
         self._exchange, self._topic, self._lead = exchange, topic, lead
         self._last_step = last_step
-        # what the way of an answer costs of the budget, from the end of a round to the step that it holds from
+        # steps of the budget that an answer takes, from the end of a round to the step at which it takes effect
         self._answer_steps = min(WAITING_STEPS, lag + lead.steps + SLACK_STEPS)
         self._tournament = Tournament(1, 0)
         self._order = Order(number=-1, entrants=(0,), seed=0, num_rounds=0)
@@ -109,20 +112,22 @@ class TuningConductor:
         self.reports: Reports | None = None  # of the present order
 
     def num_turns(self, start_step: int, waited_since: int) -> int:
-        """How many turns the budget has from a step on, less the last answer's way; `waited_since` is when a wait began."""
+        """Return how many turns the budget has from a step on, less those of the last answer; `waited_since` is when a
+        wait began.
+        """
         last_step = self._last_step + self._excused(start_step, waited_since) - self._answer_steps
         return max(0, last_step - start_step) // TURN_STEPS
 
     def answer_turns(self) -> int:
-        """How many turns a new order costs."""
+        """Return how many turns a new order costs."""
         return -(-self._answer_steps // TURN_STEPS)
 
     def begin(
         self, num_variants: int, seed: int, start_step: int, waited_since: int, warmed: Sequence[int] = ()
     ) -> Order | Verdict:
-        """The first order, from a step on, after a wait that began with another.
+        """Return the first order, from a step on, after a wait that began at another.
 
-        Variants in `warmed` take turns before that count for nothing; then `conduct` gives the tournament's first order.
+        Variants in `warmed` first take turns that do not count; then `conduct` returns the tournament's first order.
         """
         warm_up = Order(number=-1, entrants=tuple(warmed), seed=seed, num_rounds=PATH_WARM_UP_TURNS)
         num_steps = len(warmed) * PATH_WARM_UP_TURNS * TURN_STEPS
@@ -136,7 +141,7 @@ class TuningConductor:
         return warm_up
 
     def conduct(self, step: int) -> tuple[int, Order | Verdict] | None:
-        """What follows from the reports that have come, and from which step on."""
+        """Return what follows from the reports so far, and from which step on."""
         if self._after_warm_up is not None:
             first, self._after_warm_up = self._after_warm_up, None
             return first
@@ -156,7 +161,7 @@ class TuningConductor:
         return None
 
     def _excused(self, start_step: int, waited_since: int) -> int:
-        """The steps of a wait that do not count: what it took longer than was planned for."""
+        """Return the steps of a wait that do not count: those beyond the planned time."""
         return max(0, start_step - waited_since - self._answer_steps)
 
     def missing(self) -> list[int]:
@@ -164,7 +169,7 @@ class TuningConductor:
         return self.reports.missing() if self.reports is not None else []
 
     def measurements(self, labels: Sequence[str]) -> tuple[Measurement, ...]:
-        """What was measured so far."""
+        """Return what was measured so far."""
         return self._tournament.measurements(labels)
 
     def _take(self, answer: Order | Verdict, start_step: int, waited_since: int) -> None:
@@ -175,17 +180,19 @@ class TuningConductor:
 
 @final
 class GuardConductor:
-    """Rank 0's part of the guard of one decision: looks at the plan and the job as it is, or at the job alone."""
+    """Rank 0's part of the guard of one decision. It compares the plan with the unmodified job, or measures the job
+    alone.
+    """
 
     def __init__(self, exchange: Exchange, topic: str, lead: Lead, *, seed: int, has_plan: bool) -> None:
         self._exchange, self._topic, self._lead = exchange, topic, lead
         self._guard = Guard(seed) if has_plan else None
         self._order = Order(number=-1, entrants=(0,), seed=seed, num_rounds=0)
-        self._alone: list[Turn] = []  # of a job without a plan
+        self._alone: list[Turn] = []  # for a job without a plan
         self.reports: Reports | None = None  # of the present order
 
     def look(self, order_step: int) -> Order:
-        """The rounds of a new look, from a step on."""
+        """Return the rounds of a new check, from a step on."""
         if self._guard is not None:
             return self._take(self._guard.look(), order_step)
         self._alone.clear()
@@ -195,12 +202,12 @@ class GuardConductor:
         return self._take(order, order_step)
 
     def go_on(self, order_step: int) -> Order:
-        """More rounds of the same look."""
+        """Return more rounds of the same check."""
         assert self._guard is not None, "only a look at a plan goes on"
         return self._take(self._guard.go_on(), order_step)
 
     def conduct(self, step: int) -> tuple[int, Outcome] | None:
-        """What a look comes to, and from which step on, once all ranks have reported its rounds."""
+        """Return the result of a check, and from which step on it holds, once all ranks have reported its rounds."""
         reports = self.reports
         assert reports is not None, "there is an order"
         for number, turns in reports.gather(step):
@@ -215,11 +222,11 @@ class GuardConductor:
 
     @property
     def looks_until_next(self) -> int:
-        """How many times as long as from look to look it is until the next."""
+        """Return the delay to the next check, as a multiple of the usual interval."""
         return self._guard.looks_until_next if self._guard is not None else 1
 
     def measurements(self) -> tuple[Measurement, ...]:
-        """The turns of this look: of the job as it is first."""
+        """Return the turns of this check; the unmodified job comes first."""
         if self._guard is not None:
             return self._guard.measurements(LOOK_LABELS)
         return summarize_turns(LOOK_LABELS[:1], [{0: turn} for turn in self._alone])

@@ -1,9 +1,11 @@
-"""The folder in which a supervised job's filters, its agent and `run` meet: made, locked while we live, removed at the end.
+"""The folder that a supervised job's filters, its agent and `run` share: created, locked while `run` lives, then
+removed.
 
-It is in shared memory where that has room, because the filter writes counters there and a disk may hold a writer up. A
-process that is killed leaves its folder behind; the kernel drops its lock, and the next `run` of the same user removes
-what is no longer locked, of the folders that bear this host's name: where hosts share TMPDIR, they may not see each other's
-locks. The lock comes into the folder locked, so a folder without one is being made, or not ours.
+It is in shared memory if that has room, because the filter writes counters there and a disk may stall the writer. A
+process that is killed leaves its folder behind; the kernel releases its lock, and the next `run` of the same user
+removes unlocked folders with this host's name. Folders of other hosts are left alone, because hosts that share TMPDIR
+may not see each other's locks. The folder's lock file is locked before it is put into the folder, so a folder without
+one is still being created, or is not Counterpoint's.
 """
 
 import fcntl
@@ -21,17 +23,17 @@ from counterpoint.units import GIB
 SHARED_MEMORY = Path("/dev/shm")
 PREFIX = "counterpoint-"
 LOCK_FILE = "lock"
-LEAST_SHARED_BYTES = GIB  # containers often have 64 MiB, which NCCL needs itself
-LEAST_DESCRIPTORS = 16  # where a process may open fewer, the command's start needs them all
+LEAST_SHARED_BYTES = GIB  # containers often have 64 MiB, which NCCL itself needs
+LEAST_DESCRIPTORS = 16  # with a lower limit on open files, the command's start needs them all
 
 
 @contextmanager
 def control_folder() -> Iterator[Path]:
-    """A new folder, that nobody else may enter, for as long as the block lasts. Raises `OSError`."""
+    """Create a folder that no other user may enter, for as long as the block lasts. Raises `OSError`."""
     _remove_abandoned()
     with tempfile.TemporaryDirectory(prefix=_own_prefix(), dir=_place(), ignore_cleanup_errors=True) as name:
         directory = Path(name)
-        directory.chmod(0o700)  # a umask may have taken our own rights
+        directory.chmod(0o700)  # a umask may have removed the owner's own rights
         lock = _lock(directory)
         try:
             yield directory
@@ -42,7 +44,7 @@ def control_folder() -> Iterator[Path]:
 
 @contextmanager
 def private_files() -> Iterator[None]:
-    """Files made in the block are ours alone, and ours to read, whatever the umask, which the command inherits, says."""
+    """Give files created in the block to this user alone, whatever the umask, which the command inherits."""
     before = os.umask(0o077)
     try:
         yield
@@ -51,7 +53,7 @@ def private_files() -> Iterator[None]:
 
 
 def make_readable(directory: Path) -> None:
-    """Let us read what processes with another umask have written."""
+    """Make files readable that processes with another umask have written."""
     with suppress(OSError):
         for path in directory.iterdir():
             with suppress(OSError):
@@ -59,12 +61,12 @@ def make_readable(directory: Path) -> None:
 
 
 def _own_prefix() -> str:
-    """How the names of this host's folders begin."""
+    """Return the prefix of this host's folders."""
     return f"{PREFIX}{hashlib.sha256(os.uname().nodename.encode()).hexdigest()[:8]}-"
 
 
 def _place() -> Path | None:
-    """Shared memory with room, else where temporary files go."""
+    """Return shared memory if it has room, otherwise the folder for temporary files."""
     try:
         has_room = os.access(SHARED_MEMORY, os.W_OK) and shutil.disk_usage(SHARED_MEMORY).free >= LEAST_SHARED_BYTES
     except OSError:
@@ -73,7 +75,7 @@ def _place() -> Path | None:
 
 
 def _lock(directory: Path) -> int | None:
-    """Lock the folder; None where that cannot be, and then it is only removed by ourselves."""
+    """Lock the folder; return None if that is impossible, and then only this process removes it."""
     if resource.getrlimit(resource.RLIMIT_NOFILE)[0] < LEAST_DESCRIPTORS:
         return None
     partial, lock = directory / f".{LOCK_FILE}", None
@@ -81,7 +83,7 @@ def _lock(directory: Path) -> int | None:
         lock = os.open(partial, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         partial.rename(directory / LOCK_FILE)
-    except OSError:  # a file system without locks
+    except OSError:  # the file system has no locks
         if lock is not None:
             os.close(lock)
         return None
@@ -89,7 +91,7 @@ def _lock(directory: Path) -> int | None:
 
 
 def _remove_abandoned() -> None:
-    """Remove our user's folders whose process is gone."""
+    """Remove this user's folders whose process is gone."""
     places = {SHARED_MEMORY, Path(tempfile.gettempdir())}
     for place in places:
         with suppress(OSError):
@@ -100,7 +102,7 @@ def _remove_abandoned() -> None:
 
 
 def _is_abandoned(folder: Path) -> bool:
-    """Whether nobody holds the lock of a folder of ours. Raises `OSError` where there is none."""
+    """Return whether no process holds the lock of a folder of this user. Raises `OSError` if there is none."""
     if folder.is_symlink() or folder.stat().st_uid != os.geteuid():
         return False
     lock = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)

@@ -1,6 +1,6 @@
-"""What rank 0 makes of what all ranks saw: the candidates, the plan to keep, and whether the job has become another.
+"""Rank 0's decisions from the reports of all ranks: the candidates, the plan to keep, and whether the job has changed.
 
-Pure functions. What is faster or slower, and when that is certain, is for `measurement` to say.
+These are pure functions. `measurement` decides what is faster or slower, and when that is certain.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -23,31 +23,33 @@ from counterpoint.value import Value
 
 AS_IT_IS = "as it is"
 GIVEN = "the plan given"
-CANDIDATE = "candidate"  # what is refused where no control is, but the trial of several
+CANDIDATE = "candidate"  # target of refusals that concern the trial of several controls, not one control
 Grid = tuple[int, int, int]
 
 
 class Reference(Value, frozen=True, kw_only=True):
-    """The job when its plan was found: grids by kernel, and a step's time as it is; 0 where it was not measured."""
+    """The job at the time its plan was found: grids by kernel, and the time of an unmodified step; 0 if it was not
+    measured.
+    """
 
     grids: dict[str, Grid]
     baseline_us: float = 0.0
 
 
 class Room(Value, frozen=True, kw_only=True):
-    """How many turns a budget has left, and how many a new order costs."""
+    """The number of turns left in a budget, and the number that a new order costs."""
 
     num_turns: int
     answer_turns: int = 0
 
 
 def _turns_left(tried: Sequence[LiveCandidate], room: Room) -> int:
-    """Turns that are left when these have warmed up: those that switch paths compile, record and take memory first."""
+    """Return the turns left when these have warmed up: those that switch paths first compile, record and take memory."""
     return room.num_turns - PATH_WARM_UP_TURNS * sum(each.setting.paths != LIBRARY for each in tried)
 
 
 def _num_tried(candidates: Sequence[LiveCandidate], room: Room) -> int:
-    """How many of them, the first ones, there is room for."""
+    """Return how many of them, in order, fit the budget."""
     numbers = range(len(candidates), 0, -1)
     return next(
         (
@@ -66,7 +68,7 @@ def propose(
     room: Room,
     offers: Sequence[PathOffer] = (),
 ) -> Trials:
-    """Candidates from the kernels and the offers of all ranks, the plan given first, as many as there is room for."""
+    """Return candidates from the kernels and the offers of all ranks, the given plan first, as many as fit the budget."""
     seen: dict[str, SeenFunction] = {}
     for census in censuses:
         for function in census.functions:
@@ -77,27 +79,29 @@ def propose(
     if settings.given != UNCHANGED:
         candidates.insert(0, LiveCandidate(label=GIVEN, directives=settings.plan.directives, setting=settings.given))
     number = _num_tried(candidates, room)
-    reason = "the budget of steps is too small to try it"
+    reason = "the step budget is too small to try it"
     if not number:
         given = settings.budget_steps
         least = given + TURN_STEPS * (least_turns(1, room.answer_turns) - _turns_left(candidates[:1], room))
-        reason = f"--budget {given} is too small to try any candidate here; {least} is the least"
+        reason = f"--budget {given} is too small to try any candidate here; the least is {least}"
     too_many = tuple(Refusal(control=CANDIDATE, target=candidate.label, reason=reason) for candidate in candidates[number:])
     return Trials(candidates=tuple(candidates[:number]), refusals=(*of_paths.refusals, *proposal.refusals, *too_many))
 
 
 def settings_of(trials: Trials) -> tuple[Setting, ...]:
-    """What the variants put in force, by number: the job as it is, and the candidates."""
+    """Return the settings of the variants by number: the unmodified job, and the candidates."""
     return (UNCHANGED, *(candidate.setting for candidate in trials.candidates))
 
 
 def labels_of(candidates: Sequence[LiveCandidate]) -> list[str]:
-    """The job as it is, and the candidates."""
+    """Return the labels of the unmodified job and the candidates."""
     return [AS_IT_IS, *(candidate.label for candidate in candidates)]
 
 
 def decide(trials: Trials, comparison: Comparison, reports: Sequence[RoundReport], gpu: JobGpu | None) -> Decision:
-    """The plan to keep: what is proven faster, less the controls that had no effect anywhere; else nothing."""
+    """Return the plan to keep: what is proven faster, without controls that had no effect on any rank; otherwise an
+    empty plan.
+    """
     machine = machine_for_device(gpu.name) if gpu else None
     name = machine.name if machine else ""
     measurements, chosen = comparison.measurements, comparison.chosen
@@ -130,30 +134,30 @@ def decide(trials: Trials, comparison: Comparison, reports: Sequence[RoundReport
 def why_another_job(
     times: Sequence[Measurement], reference: Reference, grids: Mapping[str, Grid], launches: Mapping[str, int]
 ) -> str:
-    """Why the job is another than the one that was tuned, or nothing.
+    """Return why the job differs from the one that was tuned, or nothing.
 
-    `times` are the guard's, of the job as it is first; `grids` and `launches` those of the kernels launched since its last
-    look.
+    `times` are the guard's, the unmodified job first; `grids` and `launches` are those of the kernels launched since its
+    last check.
     """
     total = sum(launches.values())
     changed = sum(number for name, number in launches.items() if reference.grids.get(name) != grids[name])
     if are_other_launches(changed, total):
-        return f"{format_percent(changed / total)} of the launches are of other kernels or grids than when it was tuned"
+        return f"{format_percent(changed / total)} of the launches have other kernels or grids than when the job was tuned"
     if times and reference.baseline_us and is_longer_step(times[0].median_us, reference.baseline_us):
         longer = format_percent(times[0].median_us / reference.baseline_us - 1)
-        return f"a step takes {longer} longer than when it was tuned"
+        return f"a step takes {longer} longer than when the job was tuned"
     return ""
 
 
 def why_removed(times: Sequence[Measurement]) -> str:
-    """What the look showed that proved a plan slower."""
+    """Describe the check that proved a plan slower."""
     planned = times[1]
-    by = f"{format_percent(planned.ratio - 1)}, spread {format_percent(planned.spread)}, in its last look"
-    return f"the plan has become slower than the job as it is (by {by})"
+    by = f"{format_percent(planned.ratio - 1)}, spread {format_percent(planned.spread)}, in its last check"
+    return f"the plan has become slower than the unmodified job (by {by})"
 
 
 def without_effect(reports: Iterable[RoundReport]) -> dict[ControlTarget, Refusal]:
-    """Controls that took effect on no rank, with the first reason given."""
+    """Return controls that took effect on no rank, with the first reason given."""
     every = list(reports)
     engaged = {control for report in every for control in report.engaged}
     found: dict[ControlTarget, Refusal] = {}
@@ -166,14 +170,14 @@ def without_effect(reports: Iterable[RoundReport]) -> dict[ControlTarget, Refusa
 
 
 def targets_of(directive: Directive) -> frozenset[str]:
-    """What the rules and paths of a directive are for, in the words of proofs."""
+    """Return the targets of a directive's rules and paths, in the words of proofs."""
     rules = translate(Plan(directives=(directive,))).rules
     of_paths = {target for _, target in paths_of([directive]).targets}
     return frozenset({rule.target for rule in rules if not rule.is_collective} | of_paths)
 
 
 def _keep_engaged(directives: Sequence[Directive], dropped: Mapping[ControlTarget, Refusal]) -> tuple[Directive, ...]:
-    """Directives less the controls that had no effect anywhere."""
+    """Return the directives without the controls that had no effect on any rank."""
     kept: list[Directive] = []
     for directive in directives:
         targets = targets_of(directive)
@@ -188,13 +192,13 @@ def _keep_engaged(directives: Sequence[Directive], dropped: Mapping[ControlTarge
 
 
 def _as_refusals(kept: Sequence[Directive], dropped: Iterable[Refusal]) -> tuple[Refusal, ...]:
-    """Dropped controls that are nowhere in the plan."""
+    """Return refusals of dropped controls that the plan does not contain."""
     in_plan = {(control.tag, target) for each in kept for control in each.controls for target in targets_of(each)}
     return tuple(refusal for refusal in dropped if (refusal.control, refusal.target) not in in_plan)
 
 
 def _nothing_to_try(refusals: Sequence[Refusal]) -> str:
-    """One reason is said, or that the budget is too small; more than one are listed in the plan."""
+    """Return the summary: a single reason, or that the budget is too small; several reasons are listed in the plan."""
     untried = next((refusal for refusal in refusals if refusal.control == CANDIDATE), None)
     if untried is not None:
         return f"nothing was tried: {untried.reason}"

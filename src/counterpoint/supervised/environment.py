@@ -10,22 +10,23 @@ from counterpoint.supervised.applicable import plan_variables
 from counterpoint.supervised.settings import DIRECTORY_VARIABLE
 
 IN_JOB = Path(__file__).with_name("in_job")
-RECORDINGS_VARIABLE = "COUNTERPOINT_RECORDINGS"  # of `ops`: of calls replayed as graphs the filter would see the first only
+# a variable of `ops`: of calls replayed as graphs, the filter would see only the first
+RECORDINGS_VARIABLE = "COUNTERPOINT_RECORDINGS"
 
 
 def job_environment(
     inherited: Mapping[str, str], directory: Path, library: Path, plan: Plan, *, keeps_recordings: bool
 ) -> dict[str, str]:
-    """The inherited environment with what the job needs in front of what is there already.
+    """Return the inherited environment with the job's settings in front of existing ones.
 
-    Raises `LaunchFilterError` for a library whose path cannot be preloaded, `PlanError` where the user has set something
-    else than the plan asks for.
+    Raises `LaunchFilterError` for a library whose path cannot be preloaded, `PlanError` if the user has set a variable
+    to something else than the plan asks for.
     """
     environment = dict(inherited)
     if any(letter in str(library) for letter in " :"):
         raise LaunchFilterError(
-            f"The launch filter lies in '{library.parent}', and a preloaded path holds no space and no colon. "
-            "Set COUNTERPOINT_CACHE_DIR to a folder without."
+            f"The launch filter is in '{library.parent}', but a preloaded path must not contain a space or a "
+            "colon. Set COUNTERPOINT_CACHE_DIR to a folder without them."
         )
     environment["LD_PRELOAD"] = _in_front(str(library), inherited.get("LD_PRELOAD"))
     environment[DIRECTORY_VARIABLE] = str(directory)

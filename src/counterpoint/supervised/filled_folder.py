@@ -1,8 +1,8 @@
-"""A folder with all that the launch filter needs, for containers whose image has no Counterpoint, and what it counted there.
+"""A folder with everything the launch filter needs, for containers whose image lacks Counterpoint, and its counts.
 
-Such a job has no `counterpoint run` around it: a launcher sets LD_PRELOAD and the folder's variable. Its plan is of launches
-alone, nobody guards it, and ranks do not report to each other. Processes write their counts into the folder, which they map,
-so it must be of one host.
+Such a job does not run under `counterpoint run`: a launcher sets LD_PRELOAD and the variable with the folder. Its plan
+applies to launches only, no guard runs, and ranks do not report to each other. Processes map their count files from the
+folder, so it must be on one host.
 """
 
 import shutil
@@ -21,21 +21,21 @@ from counterpoint.supervised.settings import SETTINGS_FILE, read_settings, write
 
 
 def fill_folder(folder: Path, request: RunRequest) -> Path:
-    """Put the library and the plan's rules into an empty or new folder of this host; the library in it.
+    """Put the library and the plan's rules into an empty or new folder of this host; return the library's path in it.
 
-    Raises `LaunchFilterError` for a folder that cannot be used, `PlanError` for a plan that needs more than the filter.
+    Raises `LaunchFilterError` for an unusable folder, `PlanError` for a plan that needs more than the filter.
     """
     asked, settings = translate_plan(request)
     if settings.given.paths != LIBRARY:
         raise PlanError(
-            "The plan moves collectives by copies, which the launch filter alone cannot. Put Counterpoint into the image "
-            "and `counterpoint run` into the container (`counterpoint env --for container`)."
+            "The plan moves collectives by copies, which the launch filter alone cannot do. Put Counterpoint "
+            "into the image and `counterpoint run` into the container (`counterpoint env --for container`)."
         )
     system = file_system_of(folder)
     if system.is_shared:
         raise LaunchFilterError(
-            f"{folder} lies on {system.kind}, which hosts share, and processes map their counts there. Name a folder of one "
-            "host, and fill one on each."
+            f"{folder} is on {system.kind}, which hosts share, but processes map their counts there. Name a "
+            "folder on one host, and fill one on each host."
         )
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -54,7 +54,9 @@ def fill_folder(folder: Path, request: RunRequest) -> Path:
 
 
 def prove_folder(folder: Path) -> RunOutcome:
-    """What took effect in the processes that wrote into a folder. Raises `LaunchFilterError` where it is none."""
+    """Return what took effect in the processes that wrote into a folder. Raises `LaunchFilterError` for any other
+    folder.
+    """
     try:
         settings = read_settings(folder)
     except (OSError, ValueError) as problem:

@@ -1,8 +1,9 @@
-"""What every rank of a tuned job does alike, step by step: put tables in force, take turns, report them, hear what follows.
+"""The part of tuning that every rank does, step by step: apply tables, take turns, report them, read the next answer.
 
-Nobody waits for the GPU, nor for another rank unless paths are switched (`lockstep.py`). A rank that has taken its turns
-goes back to the setting at rest and looks each step whether rank 0 has announced what follows; on rank 0 the same loop asks
-whoever conducts. It knows nothing of torch or of the driver: clock, exchange, table and paths are handed in.
+No rank waits for the GPU, nor for another rank unless paths are switched (`lockstep.py`). A rank that has taken its
+turns returns to the resting setting and checks at each step whether rank 0 has announced what follows; on rank 0 the
+same loop asks the conductor. This module knows nothing of torch or of the driver: clock, exchange, table and paths are
+passed in.
 """
 
 from collections.abc import Callable, Generator, Sequence
@@ -21,12 +22,12 @@ from counterpoint.supervised.running_job import LiveJob
 from counterpoint.supervised.settings import Setting
 from counterpoint.supervised.turns import Turns
 
-PATIENCE_STEPS = 100  # how long rank 0 waits for another rank; the others wait for rank 0 twice as long
+PATIENCE_STEPS = 100  # how long rank 0 waits for another rank; the others wait twice as long for rank 0
 
 NO_ANSWER = "rank 0 gave no answer"
 
 T = TypeVar("T")
-BEGUN, HELD = False, True  # yielded where the job's next step may begin, and where it has to wait before it
+BEGUN, HELD = False, True  # yielded when the job's next step may begin, and when it has to wait before it
 Steps = Generator[bool, None, T]
 
 
@@ -35,7 +36,7 @@ class TuningStopped(Exception):  # noqa: N818  an outcome, not a mistake
 
 
 class Waited(msgspec.Struct, frozen=True, kw_only=True):
-    """What rank 0 waits for: `conduct` says what follows once it can, `missing` who has not reported yet."""
+    """What rank 0 waits for: `conduct` returns what follows once it can, `missing` the ranks that have not reported yet."""
 
     conduct: Callable[[], Announcement | None]
     missing: Callable[[], Sequence[int]]
@@ -43,7 +44,7 @@ class Waited(msgspec.Struct, frozen=True, kw_only=True):
 
 @final
 class Follower:
-    """One rank: how many steps have ended here, and what is in force."""
+    """One rank: how many steps have ended here, and the setting in force."""
 
     def __init__(self, job: LiveJob, in_force: Setting) -> None:
         self.step = 0
@@ -54,26 +55,26 @@ class Follower:
         self._latest: Announcement | None = None  # that holds
         self._num_heard = 0
         self._late_steps = 0
-        self._listens_from = 0  # the step before which no rank asks for answers
+        self._listens_from = 0  # no rank asks for answers before this step
 
     # --- answers of rank 0 ---
 
     def announce(self, answer: Announcement) -> None:
         """On rank 0: tell all ranks.
 
-        Whoever reported under an answer has heard it. Of the last three, one or two may have had no reports: the turns in
-        which paths warm up have none, and a failure can follow any answer at once.
+        A rank that reported under an answer has read it. Of the last three answers, one or two may have no reports:
+        warm-up turns of paths have none, and a failure can follow any answer at once.
         """
-        number = self._num_heard + (self._next_answer() is not None)  # what was announced is never another answer later
+        number = self._num_heard + (self._next_answer() is not None)  # a later answer never replaces what was announced
         self._job.exchange.announce(f"answer/{number}", msgspec.json.encode(answer).decode())
         self._job.exchange.forget(f"answer/{number - 3}")
         self.lockstep.extend(answer.order_step)
 
     def everyone(self, topic: str, text: str) -> Steps[list[str]]:
-        """Every rank's text, by rank; the job waits for it, so all ranks come here after the same step.
+        """Return every rank's text, by rank. The job waits for it, so all ranks get here after the same step.
 
-        Rank 0 reads them and passes them on in one text: were every rank to read every other's, the store of a job of
-        thousands would answer millions of requests.
+        Rank 0 reads them and passes them on in one text: if every rank read every other's, the store of a job with
+        thousands of ranks would answer millions of requests.
         """
         exchange = self._job.exchange
         exchange.offer(topic, text)
@@ -86,13 +87,13 @@ class Follower:
             yield HELD
 
     def answer(self, waited: Waited, at_rest: Setting) -> Steps[Announcement]:
-        """The next answer, from the step on that it holds from."""
+        """Wait for the next answer, until the step from which it holds."""
         return (yield from self._follow(waited, None, (), at_rest))
 
     def take_turns(
         self, topic: str, given: Announcement, settings: Sequence[Setting], waited: Waited, at_rest: Setting
     ) -> Steps[Announcement]:
-        """Take the turns of an order, whose entrants are places in `settings`, until the next answer holds."""
+        """Take the turns of an order, whose entrants are indexes into `settings`, until the next answer holds."""
         order = given.order
         assert order is not None, "turns were announced"
         yield from self.until(given.order_step)
@@ -101,11 +102,12 @@ class Follower:
         return (yield from self._follow(waited, (report_topic(topic, order), turns), entrants, at_rest))
 
     def follow_blindly(self, reason: str) -> Steps[None]:
-        """After a failure here: take the paths that the others take and measure nothing, until rank 0 ends the tuning.
+        """After a failure on this rank: take the same paths as the others and measure nothing, until rank 0 ends the
+        tuning.
 
-        The table is a rank's own matter, and is empty from the start.
+        The filter's table concerns only this rank, and is empty from the start.
         """
-        with suppress(Exception):  # it may be what failed
+        with suppress(Exception):  # this may be what failed
             self.in_force.empty_table()
         if self.is_first:
             pending = self._next_answer()
@@ -125,7 +127,7 @@ class Follower:
             yield BEGUN
 
     def _paths_announced(self) -> Paths:
-        """The paths of the step that begins, as the latest answer says."""
+        """Return the paths of the step that begins, according to the latest answer."""
         latest = self._latest
         if latest is None or latest.order is None:
             return latest.rest_paths if latest is not None else self.in_force.setting.paths
@@ -154,11 +156,12 @@ class Follower:
             yield BEGUN
             is_waiting = taken is None or self._report(*taken)
             num_waited += is_waiting and answer is None
-            if num_waited > 2 * PATIENCE_STEPS and not self.lockstep.is_on:  # else who leaves alone parts from the others
+            # otherwise a rank that leaves alone diverges from the others
+            if num_waited > 2 * PATIENCE_STEPS and not self.lockstep.is_on:
                 raise TuningStopped(NO_ANSWER)
 
     def _conduct(self, waited: Waited, num_waited: int) -> bool:
-        """On rank 0: announce what follows, if that is known; give up, for all ranks, when patience is at its end."""
+        """On rank 0: announce what follows, if that is known; give up for all ranks at the time-out."""
         failure = self.lockstep.failure()
         answer = self._end(f"{failure}; it can no longer measure") if failure else waited.conduct()
         if answer is None and num_waited >= PATIENCE_STEPS:
@@ -169,7 +172,7 @@ class Follower:
         return answer is not None
 
     def _end(self, problem: str) -> Announcement:
-        """On rank 0: that all ranks go back to the job as it was."""
+        """On rank 0: tell all ranks to return to the unmodified job."""
         pending = self._next_answer()
         start = max(self.step, self.lockstep.earliest_start, self._listens_from)
         if pending is not None:
@@ -177,12 +180,12 @@ class Follower:
         return Announcement(start_step=start, problem=problem)
 
     def _next_answer(self) -> Announcement | None:
-        """The answer that is not in force yet, if it was announced."""
+        """Return the answer that does not hold yet, if it was announced."""
         text = self._job.exchange.heard(f"answer/{self._num_heard}")
         return None if text is None else msgspec.json.decode(text, type=Announcement)
 
     def _report(self, topic: str, turns: Turns) -> bool:
-        """A step has ended: mark it, and report the rounds that the GPU has come past. Whether all are reported."""
+        """Mark the end of a step, and report the rounds that the GPU has finished. Return whether all are reported."""
         if turns.step_ended(self.step):
             self.in_force.prove()
         for number, times in turns.read(self.step):
@@ -196,13 +199,15 @@ class Follower:
         return turns.is_read()
 
     def until(self, step: int) -> Steps[None]:
-        """Run on until so many steps have ended."""
+        """Run until this many steps have ended."""
         self._listens_from = step
         while self.step < step:
             yield BEGUN
 
     def warm_up(self, step: int) -> Steps[int]:
-        """Run on until so many steps have ended; by how many steps the GPU is behind then, as far as it can be seen."""
+        """Run until this many steps have ended; return by how many steps the GPU is behind then, as far as it is
+        visible.
+        """
         marks = []
         self._listens_from = step
         while self.step < step:

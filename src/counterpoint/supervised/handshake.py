@@ -1,10 +1,11 @@
-"""After the first step every rank reports who it is and whether the launch filter is in its process; all hear the outcome.
+"""After the first step, every rank reports its identity and whether it has the launch filter; all ranks get the outcome.
 
-A rank of another host can lack the filter in many ways: a launcher dropped a variable, a container lacks the path, another
-C library refuses the file, or nobody started `counterpoint run` there. Left alone, such a rank would be measured with the
-others as if it had the plan. So one rank with a problem is a problem of the job: all ranks go back to the job as it was, and
-one line names the rank, its host, the reason and the remedy. Ranks wait for each other here once, and for a rank that never
-reports no longer than `ABSENCE_LIMIT_S`. It knows nothing of torch; `why_no_filter` reads this process alone.
+A rank on another host can lack the filter for many reasons: a launcher dropped a variable, a container lacks the path,
+another C library rejects the file, or `counterpoint run` was not started there. Such a rank would be measured with the
+others as if it had the plan. So a problem of one rank is a problem of the job: all ranks return to the unmodified job,
+and one line names the rank, its host, the reason and the remedy. Ranks wait for each other here once; they wait at most
+`ABSENCE_LIMIT_S` for a rank that never reports. This module knows nothing of torch; `why_no_filter` checks this process
+only.
 """
 
 import os
@@ -24,16 +25,19 @@ from counterpoint.units import format_numbers
 from counterpoint.value import Value
 
 REPORT_TOPIC, ROLL_TOPIC = "rank reports", "ranks met"
-ABSENCE_LIMIT_S = 30.0  # a rank that ends its first step so much later than rank 0 is taken for one without an agent
-SLACK_S = 10.0  # by which the others wait longer for rank 0, which waits for all
-HOLD_S = 0.002  # between two looks
+ABSENCE_LIMIT_S = 30.0  # a rank that ends its first step this much later than rank 0 counts as one without an agent
+SLACK_S = 10.0  # extra time that the others wait for rank 0, which waits for all
+HOLD_S = 0.002  # between two checks
 LOADER_LIMIT_S = 10.0
 MAPS = Path("/proc/self/maps")
-INSIDE = "Start `counterpoint run` on each node and inside the container, next to the job (`counterpoint env` says how)"
+INSIDE = (
+    "Start `counterpoint run` on each node, inside the container, directly in front of the job (`counterpoint env` "
+    "shows how)"
+)
 
 
 class HandshakeError(CounterpointError):
-    """A rank cannot take part, so no rank does. `is_told`: this rank is the one that says so."""
+    """A rank cannot take part, so no rank does. `is_told`: this rank prints it."""
 
     def __init__(self, message: str, *, is_told: bool) -> None:
         super().__init__(message)
@@ -41,9 +45,10 @@ class HandshakeError(CounterpointError):
 
 
 class RankReport(Value, frozen=True, kw_only=True):
-    """One rank: its host, the folder of its `counterpoint run`, the version there, and why it cannot take part.
+    """The report of one rank: its host, the folder of its `counterpoint run`, the version there, and why it cannot take
+    part.
 
-    `is_silent`: `run` says the reason at the end.
+    `is_silent`: `run` prints the reason at the end.
     """
 
     host: str
@@ -69,17 +74,19 @@ class Roll(Value, frozen=True, kw_only=True):
 
 
 def report_rank(exchange: Exchange, report: RankReport) -> None:
-    """Give this rank's report. A rank may do so early, before its first step has ended."""
+    """Send this rank's report. A rank may do so early, before its first step has ended."""
     exchange.offer(REPORT_TOPIC, msgspec.json.encode(report).decode())
 
 
 def own_report(run: str, problem: str = "", *, is_silent: bool = False) -> RankReport:
-    """The report of this process; `run` is the folder of its `counterpoint run`."""
+    """Return the report of this process; `run` is the folder of its `counterpoint run`."""
     return RankReport(host=os.uname().nodename, run=run, version=package_version(), problem=problem, is_silent=is_silent)
 
 
 def meet(exchange: Exchange, *, limit_s: float = ABSENCE_LIMIT_S, slack_s: float = SLACK_S) -> Roll:
-    """Wait for the reports of all ranks, after this one's. Raises `HandshakeError` on all if one cannot take part."""
+    """Wait for the reports of all ranks, this one included. Raises `HandshakeError` on all ranks if one cannot take
+    part.
+    """
     since_s = time.monotonic()
     while (roll := _roll(exchange, time.monotonic() - since_s, limit_s, slack_s)) is None:
         time.sleep(HOLD_S)
@@ -89,7 +96,7 @@ def meet(exchange: Exchange, *, limit_s: float = ABSENCE_LIMIT_S, slack_s: float
 
 
 def fail_handshake(exchange: Exchange, report: RankReport) -> None:
-    """This rank cannot take part: report why; on rank 0 answer the others as well, which wait for it."""
+    """Report why this rank cannot take part; rank 0 also answers the others, which wait for it."""
     report_rank(exchange, report)
     if exchange.rank == 0:
         own = Roll(problem=f"rank 0 (host {report.host}): {report.problem}", is_silent=report.is_silent)
@@ -97,7 +104,7 @@ def fail_handshake(exchange: Exchange, report: RankReport) -> None:
 
 
 def _roll(exchange: Exchange, waited_s: float, limit_s: float, slack_s: float) -> Roll | None:
-    """What came of it, or None so far. Rank 0 gathers, so that the store is asked once for each rank, not for each pair."""
+    """Return the outcome, or None so far. Rank 0 gathers, so that the store gets one request per rank, not one per pair."""
     if exchange.rank != 0:
         text = exchange.heard(ROLL_TOPIC)
         if text is not None:
@@ -115,7 +122,7 @@ def _roll(exchange: Exchange, waited_s: float, limit_s: float, slack_s: float) -
 
 
 def compare_reports(reports: Sequence[RankReport]) -> Roll:
-    """The hosts by rank; or the problem of the first rank that has one, and how many others have one."""
+    """Return the hosts by rank, or the problem of the first rank that has one, and how many others have one."""
     started = [(report.host, report.run) for report in reports]
     roll = Roll(hosts=tuple(report.host for report in reports), runs=tuple(map(started.index, started)))
     own = reports[0].version
@@ -135,13 +142,14 @@ def compare_reports(reports: Sequence[RankReport]) -> Roll:
 def _absent(exchange: Exchange, missing: Sequence[int]) -> str:
     who = f"rank{'s' if len(missing) > 1 else ''} {format_numbers(missing)}"
     return (
-        f"{who}: no filter and no agent reported within {ABSENCE_LIMIT_S:g} s of rank {exchange.rank}: `counterpoint run` "
-        f"did not start the processes, their Python cannot import counterpoint, or they came to the end of no step. {INSIDE}"
+        f"{who}: no filter and no agent reported within {ABSENCE_LIMIT_S:g} s of rank {exchange.rank}. Either "
+        "`counterpoint run` did not start the processes, or their Python cannot import counterpoint, or they "
+        f"finished no step. {INSIDE}"
     )
 
 
 def _speaks(exchange: Exchange) -> bool:
-    """Rank 0 speaks for all, and where it is the one that is absent, the first that is there."""
+    """Return whether this rank speaks: rank 0 speaks for all; if rank 0 is absent, the first rank that is present."""
     if exchange.rank == 0 or exchange.heard(ROLL_TOPIC) is not None:
         return exchange.rank == 0
     absent = exchange.missing(REPORT_TOPIC)
@@ -152,7 +160,7 @@ def _speaks(exchange: Exchange) -> bool:
 
 
 def why_no_filter(environment: Mapping[str, str], maps: Path = MAPS) -> str:
-    """Why the launch filter is not in this process, with the remedy; empty where it is."""
+    """Return why this process lacks the launch filter, with the remedy; empty if it has it."""
     directory = environment.get(DIRECTORY_VARIABLE, "")
     with suppress(OSError):
         if LIBRARY_PREFIX in maps.read_text(errors="replace"):
@@ -160,8 +168,9 @@ def why_no_filter(environment: Mapping[str, str], maps: Path = MAPS) -> str:
     named = [path for path in environment.get("LD_PRELOAD", "").replace(":", " ").split() if LIBRARY_PREFIX in path]
     if not named:
         return (
-            "no filter, because LD_PRELOAD does not name it there: something between `counterpoint run` and this process "
-            f"cleared or replaced the variable (env -i, sudo, srun --export, a wrapper). Keep LD_PRELOAD. {INSIDE}"
+            "no filter, because LD_PRELOAD does not name it there. Something between `counterpoint run` and "
+            "this process cleared or replaced the variable (env -i, sudo, srun --export, a wrapper). Keep "
+            f"LD_PRELOAD. {INSIDE}"
         )
     if not Path(named[0]).exists():
         where = "which does not exist on this host or in this container"
@@ -178,7 +187,9 @@ def _foreign(directory: str) -> str:
 
 
 def _loader_says(library: str) -> str:
-    """What the dynamic linker says of a library that it leaves out: "object ... cannot be preloaded (reason): ignored."."""
+    """Return the dynamic linker's message about a library that it skips: "object ... cannot be preloaded (reason):
+    ignored.".
+    """
     with suppress(OSError, subprocess.SubprocessError):
         ended = subprocess.run(
             ["/bin/true"],

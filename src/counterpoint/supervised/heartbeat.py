@@ -1,9 +1,9 @@
-"""Ranks of several hosts that can tell, when their job fails, which of them were lost.
+"""A heartbeat between ranks of several hosts, which tells, when their job fails, which of them were lost.
 
-When a host is lost, its ranks say nothing more, and the error of the others names a connection and no rank. So a thread of
-every rank counts in the store of the process group, once a second. Where ranks end with an exception, the first one that is
-left looks whose counts stand still and says so in one line. Rank 0 also looks while the job runs, because with NCCL ranks
-may hang instead. Nothing is ended here: the job's own errors and time-outs do that.
+When a host is lost, its ranks are silent, and the errors of the others name a connection but no rank. So a thread of
+every rank increments a counter in the process group's store once a second. If ranks end with an exception, the first
+surviving rank finds the counters that stand still and prints one line. Rank 0 also checks while the job runs, because
+with NCCL ranks may hang instead. Nothing is ended here: the job's own errors and time-outs do that.
 """
 
 import sys
@@ -18,25 +18,25 @@ from counterpoint.supervised.handshake import Roll
 
 ALIVE_TOPIC = "alive"
 BEAT_S = 1.0
-LOOK_BEATS = 3  # a rank that counted nothing for so long when another has failed is lost
-SILENT_BEATS = 30  # and while the job runs
-STORE_LIMIT_S = 10.0  # a store on a host that is gone may never answer
+LOOK_BEATS = 3  # a rank that is silent for this long after another has failed is lost
+SILENT_BEATS = 30  # the same while the job runs
+STORE_LIMIT_S = 10.0  # a store on a lost host may never answer
 ENDED = -1
-GONE_STORE = "the store of the process group does not answer, so the host that holds it is lost, as a rule that of"
+GONE_STORE = "the store of the process group does not answer, so the host that holds it is lost, most likely that of"
 
 
 @final
 class Heartbeat:
-    """One rank's counting; `end` it before the process ends as it should."""
+    """One rank's heartbeat; `end` it before the process ends normally."""
 
     def __init__(self, exchange: Exchange, roll: Roll, say: Callable[[str], None], beat_s: float = BEAT_S) -> None:
         self._exchange, self._roll, self._say, self._beat_s = exchange, roll, say, beat_s
         self._is_over = threading.Event()
-        self._counts: dict[int, int] = {}  # on rank 0, as they were when the last one stood still for the first time
+        self._counts: dict[int, int] = {}  # on rank 0: the counters when the last one first stood still
         self._num_still: dict[int, int] = {}
 
     def start(self) -> None:
-        """Begin to count, and look around when this process ends with an exception."""
+        """Start counting, and check the others when this process ends with an exception."""
         threading.Thread(target=self.count, name="counterpoint heartbeat", daemon=True).start()
         told_before = sys.excepthook
 
@@ -48,14 +48,14 @@ class Heartbeat:
         sys.excepthook = tell
 
     def end(self) -> None:
-        """This rank ends, and is not lost."""
+        """Record that this rank ends normally."""
         if not self._is_over.is_set():
             self._is_over.set()
             with suppress(RuntimeError):
                 self._exchange.note(ALIVE_TOPIC, ENDED)
 
     def tell_lost(self) -> None:
-        """After a failure: look twice, and let the first rank that is left say who is gone."""
+        """After a failure, check twice, and let the first surviving rank report which ranks are gone."""
         found: list[str] = []
         looking = threading.Thread(target=lambda: found.append(self._look_twice()), daemon=True)
         looking.start()
@@ -65,9 +65,9 @@ class Heartbeat:
             self._say(line)
 
     def count(self) -> None:
-        """What the thread does: count until this rank ends, and on rank 0 look around now and then."""
+        """Run in the thread: count until this rank ends; on rank 0, check the others from time to time."""
         number = 0
-        with suppress(RuntimeError):  # the store is gone: the job's own calls fail as well, or it has ended
+        with suppress(RuntimeError):  # the store is gone: either the job's own calls fail as well, or the job has ended
             while not self._is_over.wait(self._beat_s):
                 number += 1
                 self._exchange.note(ALIVE_TOPIC, number)
@@ -75,7 +75,7 @@ class Heartbeat:
                     self._look_while_running()
 
     def _look_while_running(self) -> None:
-        """On rank 0, now and then: say once of each rank that it has been still for too long."""
+        """On rank 0, from time to time: report once each rank that has been silent for too long."""
         counts = self._exchange.noted_by_rank(ALIVE_TOPIC)
         for rank in range(self._exchange.num_ranks):
             is_still = counts.get(rank, 0) == self._counts.get(rank, 0) and counts.get(rank) != ENDED
@@ -86,7 +86,7 @@ class Heartbeat:
             self._say(self._describe(just_lost, self._beat_s * SILENT_BEATS))
 
     def _look_twice(self) -> str:
-        """Who is gone, if this rank is the one to say so."""
+        """Return the lost ranks if this rank is the one to report them."""
         try:
             before = self._exchange.noted_by_rank(ALIVE_TOPIC)
             self._is_over.wait(self._beat_s * LOOK_BEATS)
@@ -107,7 +107,7 @@ class Heartbeat:
         )
 
     def _store_is_gone(self) -> str:
-        """Said by one rank of each `counterpoint run`, since ranks cannot agree on one any more."""
+        """Reported by one rank of each `counterpoint run`, because ranks can no longer agree on one."""
         is_first = self._roll.runs[self._exchange.rank] == self._exchange.rank
         if not is_first:
             return ""

@@ -1,7 +1,7 @@
-"""What is in force on one rank: rules of the launch filter and paths of collectives; what was counted for the plan
-meanwhile, and which controls took effect.
+"""The setting in force on one rank: rules of the launch filter and paths of collectives, the counts meanwhile, and which
+controls took effect.
 
-It decides nothing, and knows nothing of other ranks: what they agreed on is handed in.
+It decides nothing and knows nothing of other ranks: what they agreed on is passed in.
 """
 
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ from counterpoint.supervised.settings import UNCHANGED, Setting, Totals, add_cou
 
 @final
 class InForce:
-    """One rank's setting in force, its counts and its proofs. `offers` of paths are what all ranks agreed on."""
+    """One rank's current setting, its counts and its proofs. `offers` are the paths that all ranks agreed on."""
 
     def __init__(self, job: LiveJob, setting: Setting) -> None:
         self._job = job
@@ -29,11 +29,11 @@ class InForce:
         self._totals = Totals(setting=setting, rank=job.exchange.rank)
         self.offers: Sequence[PathOffer] = ()
         self._launches: dict[str, int] = {}
-        self._proofs: dict[ControlTarget, Refusal | None] = {}  # why a control had no effect here; None if it had
+        self._proofs: dict[ControlTarget, Refusal | None] = {}  # why a control had no effect here; None if it had one
 
     @property
     def setting(self) -> Setting:
-        """The setting in force."""
+        """The current setting."""
         return self._setting
 
     @property
@@ -43,22 +43,22 @@ class InForce:
 
     @property
     def unengaged(self) -> tuple[Refusal, ...]:
-        """Controls that did not, with the reason."""
+        """Controls that did not take effect, with the reason."""
         return tuple(refusal for refusal in self._proofs.values() if refusal is not None)
 
     def use(self, setting: Setting) -> None:
-        """Put a setting in force, unless it is already."""
+        """Apply a setting, unless it is current already."""
         if setting == self._setting:
             return
         if self._setting != UNCHANGED and self._setting == self._totals.setting:
             self.keep_totals()
-        if setting.rules or self._setting.rules:  # a swap of a table for itself sets its counters to 0
+        if setting.rules or self._setting.rules:  # swapping a table for itself would reset its counters
             self._job.table.swap(setting.rules)
         self._job.paths.use(setting.paths)
         self._setting = setting
 
     def empty_table(self) -> None:
-        """Put no rules in force, and leave the paths as they are."""
+        """Remove all rules, and leave the paths as they are."""
         if self._setting == self._totals.setting:
             self.keep_totals()
         if self._setting.rules:
@@ -66,16 +66,16 @@ class InForce:
             self._setting = replace(self._setting, rules=())
 
     def count_for(self, setting: Setting) -> None:
-        """Count for this plan from now on, whenever it is in force; that this is kept proves that it was."""
+        """Count for this plan from now on, whenever it is applied; saved counts prove that it was."""
         self._totals = Totals(setting=setting, rank=self._job.exchange.rank)
         self._job.keep(self._totals)
 
     def forget_proofs(self) -> None:
-        """A tuning begins: what took effect before does not count."""
+        """Forget earlier proofs when a tuning begins."""
         self._proofs.clear()
 
     def see_launches(self) -> tuple[dict[str, Grid], dict[str, int]]:
-        """Grids, and numbers of launches, of the kernels launched since the last call."""
+        """Return grids and launch counts of the kernels launched since the last call."""
         grids: dict[str, Grid] = {}
         totals: dict[str, int] = {}
         for function in self._job.table.state().functions:
@@ -87,7 +87,7 @@ class InForce:
         return {name: grids[name] for name in active}, {name: launches[name] for name in active}
 
     def keep_totals(self) -> None:
-        """The plan leaves force for a while: keep what was counted, for the proof at the end."""
+        """Keep the counts for the final proof when the plan is suspended."""
         counted = self._job.table.state().counters
         before = self._totals.counters or tuple(RuleCounters() for _ in counted)
         counters = tuple(add_counters(*pair) for pair in zip(before, counted, strict=True))
@@ -95,17 +95,17 @@ class InForce:
         self._job.keep(self._totals)
 
     def keep_paths(self) -> None:
-        """Keep what was counted of the plan's paths so far; the filter's own counters are in its block until a swap."""
+        """Keep the counts of the plan's paths so far; the filter's own counters stay in its block until a swap."""
         if self._totals.setting.paths != LIBRARY:
             self._job.keep(replace(self._totals, paths=self._counts_of(self._totals.setting.paths)))
 
     def _counts_of(self, paths: Paths) -> tuple[PathCounts, ...]:
-        """What was counted under these paths; of what nobody could take, why."""
+        """Return the counts of these paths; for paths that no rank could take, the reason."""
         problems = path_problems(paths, self.offers)
         return tuple(replace(each, problem=problems.get(each.target, "")) for each in self._job.paths.counts(paths))
 
     def prove(self) -> None:
-        """What became of the table's controls in the turn that ends; an effect in any turn counts."""
+        """Record which of the table's controls took effect in the turn that ends; one effect in any turn counts."""
         for counts in self._counts_of(self._setting.paths):
             key = (counts.control, counts.target)
             if counts.num_by_copies:

@@ -1,9 +1,9 @@
-"""How a job is started under `counterpoint run` by the launchers that people use: what to write, and what cannot work.
+"""How common launchers start a job under `counterpoint run`: what to write, and what cannot work.
 
-The rule is one for all of them: `counterpoint run` stands inside, next to the job's processes, on each node and in each
-container. There it makes its folder, keeps the filter's library on that host, and passes signals and the exit status on.
-Outside of a launcher that starts processes on other hosts or in containers, its folder and library would not be where the
-ranks are. The text for each launcher names where its words come from.
+One rule holds for all of them: `counterpoint run` belongs inside, directly in front of the job's processes, on each node
+and in each container. There it creates its folder, keeps the filter's library on that host, and passes signals and the
+exit status on. Outside of a launcher that starts processes on other hosts or in containers, its folder and library would
+not be where the ranks are. Each launcher's text names the sources of its options.
 """
 
 import os
@@ -20,12 +20,12 @@ from counterpoint.errors import LaunchFilterError, package_version
 Launcher = Literal["slurm", "kubernetes", "ray", "mpi", "container"]
 LAUNCHERS: tuple[Launcher, ...] = get_args(Launcher)
 JOB = ("torchrun", "--nnodes", "4", "--nproc-per-node", "8", "train.py")
-# the job that stands for any other, as Slurm's variables complete it
+# the example job, as Slurm's variables complete it
 SLURM_TORCHRUN = (
     'torchrun --nnodes "$SLURM_JOB_NUM_NODES" --nproc-per-node 8 --rdzv-backend c10d --rdzv-id "$SLURM_JOB_ID" \\\n'
     '  --rdzv-endpoint "$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1):29500" train.py'
 )
-# programs whose containers do not get this process's environment; Apptainer's do, and the user's home folder as well
+# programs whose containers do not get this process's environment; Apptainer's do, with the user's home folder
 CLOSED_CONTAINERS = ("docker", "podman", "nerdctl", "enroot", "kubectl")
 MPI_HOSTS = ("-H", "--H", "-host", "--host", "-hosts", "-hostfile", "--hostfile", "-machinefile", "--machinefile", "-f")
 MPI = ("mpirun", "mpiexec", "orterun", "prun")
@@ -40,14 +40,14 @@ class LaunchRequest:
     python: str = sys.executable
 
     def supervised(self, python: str | None = None, plan: str | None = None) -> tuple[str, ...]:
-        """`counterpoint run` with the plan and the command, by this interpreter or another."""
+        """Return `counterpoint run` with the plan and the command, for this interpreter or another."""
         given = plan or (str(self.plan) if self.plan is not None else None)
-        options = ("--plan", given) if given is not None else ("--tune", "-o", "plan.toml")  # where the job stands
+        options = ("--plan", given) if given is not None else ("--tune", "-o", "plan.toml")  # the position of the job
         return (python or self.python, "-m", "counterpoint", "run", *options, "--", *self.command)
 
 
 def describe_launch(launcher: Launcher, request: LaunchRequest) -> str:
-    """The lines to paste, with comments, for one launcher."""
+    """Return the lines to paste, with comments, for one launcher."""
     texts: dict[Launcher, Callable[[LaunchRequest], str]] = {
         "slurm": _slurm,
         "kubernetes": _kubernetes,
@@ -59,7 +59,7 @@ def describe_launch(launcher: Launcher, request: LaunchRequest) -> str:
 
 
 def check_outer_launcher(command: Sequence[str], environment: Mapping[str, str]) -> None:
-    """Raise `LaunchFilterError` where the command starts the ranks on other hosts or in a container by itself."""
+    """Raise `LaunchFilterError` if the command itself starts the ranks on other hosts or in a container."""
     name = os.path.basename(command[0]) if command else ""
     if name in CLOSED_CONTAINERS:
         where, launcher = "in a container", "kubernetes" if name == "kubectl" else "container"
@@ -68,13 +68,16 @@ def check_outer_launcher(command: Sequence[str], environment: Mapping[str, str])
     else:
         return
     raise LaunchFilterError(
-        f"'{name}' starts processes {where}, where the folder and the library of this run are not. Put `counterpoint run` "
-        f"behind it, before the job's own command; `counterpoint env --for {launcher}` writes it out."
+        f"'{name}' starts processes {where}, where the folder and the library of this run do not exist. Put "
+        f"`counterpoint run` after it, before the job's own command; `counterpoint env --for {launcher}` prints "
+        "the lines."
     )
 
 
 def _stays_here(name: str, command: Sequence[str], environment: Mapping[str, str]) -> bool:
-    """Whether mpirun starts everything on this host: without hosts, and in no allocation of several nodes."""
+    """Return whether mpirun starts everything on this host: it names no hosts, and there is no allocation of several
+    nodes.
+    """
     if name not in MPI:
         return False
     has_hosts = any(word.partition("=")[0] in MPI_HOSTS for word in command[1:])
@@ -179,7 +182,9 @@ apptainer exec --nv{bind} IMAGE.sif \\
 
 
 def describe_folder(folder: Path, library: Path) -> str:
-    """The variables and mounts of a folder that `fill_folder` filled, for containers whose image has no Counterpoint."""
+    """Return the variables and mounts of a folder that `fill_folder` filled, for containers whose image lacks
+    Counterpoint.
+    """
     place = shlex.quote(str(folder))
     variables = {"LD_PRELOAD": str(folder / library.name), "COUNTERPOINT_FILTER_DIRECTORY": str(folder)}
     docker = " ".join(f"-e {name}={shlex.quote(value)}" for name, value in variables.items())
@@ -200,11 +205,11 @@ counterpoint env --proof {place}"""
 
 
 def _python_job(command: Sequence[str]) -> str:
-    """The job's script by Python, where a launcher has taken the place of torchrun."""
+    """Return the job's script run by Python, for a launcher that replaces torchrun."""
     script = next((place for place, word in enumerate(command) if word.endswith(".py")), None)
     return shlex.join(("python", *command[script:])) if script is not None else shlex.join(command)
 
 
 def _yaml(word: str) -> str:
-    """A word as a YAML string: JSON's, which is YAML as well."""
+    """Write a word as a YAML string; a JSON string is valid YAML."""
     return '"' + word.replace("\\", "\\\\").replace('"', '\\"') + '"'

@@ -1,4 +1,6 @@
-"""What the ranks of a tuned job tell each other, as values: each reports what it saw, rank 0 announces what all then do."""
+"""Messages between the ranks of a tuned job, as values: each rank reports what it saw, rank 0 announces what all do
+next.
+"""
 
 from typing import Literal
 
@@ -11,18 +13,18 @@ from counterpoint.supervised.settings import UNCHANGED, Setting
 from counterpoint.supervised.turns import TurnTimes
 from counterpoint.value import Value
 
-ControlTarget = tuple[str, str]  # a control's tag, and what it is for in words
+ControlTarget = tuple[str, str]  # a control's tag, and its target in words
 
 
 class PathSurvey(Value, frozen=True, kw_only=True):
-    """What one rank could take over; or the `problem` that kept it from looking."""
+    """What one rank could take over, or the `problem` that kept it from looking."""
 
     offers: tuple[PathOffer, ...] = ()
     problem: str = ""
 
 
 class PathsTaken(Value, frozen=True, kw_only=True):
-    """Of what one rank was to make ready, what failed there and why."""
+    """What failed, and why, when one rank prepared its paths."""
 
     failed: dict[Integration, str]
 
@@ -34,8 +36,9 @@ class Census(Value, frozen=True, kw_only=True):
 
 
 class RoundReport(Value, frozen=True, kw_only=True):
-    """One round as a rank saw it: its turns by entrant, by how many steps it heard of the order too late, and so far in this
-    tuning the controls that took effect there, and why others did not."""
+    """One round as a rank saw it: its turns by entrant; by how many steps it read the order too late; which controls
+    have taken effect there so far in this tuning, and why others did not.
+    """
 
     turns: tuple[TurnTimes, ...]
     late_steps: int = 0
@@ -44,14 +47,14 @@ class RoundReport(Value, frozen=True, kw_only=True):
 
 
 class Trials(Value, frozen=True, kw_only=True):
-    """What is tried: the candidates that fit the budget, and what is left out with the reason."""
+    """The candidates that fit the budget, and those left out with the reason."""
 
     candidates: tuple[LiveCandidate, ...]
     refusals: tuple[Refusal, ...]
 
 
 class Decision(Value, frozen=True, kw_only=True):
-    """The plan that is in force from now on, what it puts in force, and the times behind it."""
+    """The plan that holds from now on, its setting, and the times behind it."""
 
     plan: Plan
     setting: Setting = UNCHANGED
@@ -59,17 +62,20 @@ class Decision(Value, frozen=True, kw_only=True):
 
 
 class Look(Value, frozen=True, kw_only=True):
-    """What the guard found, and why: go on as before, or with more rounds, take the plan out, put it back, or tune again."""
+    """What the guard found, and why: continue as before, or with more rounds, take the plan out, put it back, or tune
+    again.
+    """
 
     verdict: Literal["keep", "go on", "remove", "put back", "reopen"]
     reason: str = ""
 
 
 class Announcement(Value, frozen=True, kw_only=True):
-    """What rank 0 announces: in force on every rank when `start_step` steps have ended. A problem ends tuning on all ranks.
+    """An announcement of rank 0. It holds on every rank when `start_step` steps have ended. A problem ends tuning on all
+    ranks.
 
-    `order` are turns that begin at `order_step`. `variant_paths` are the paths of its variants, by number, and `rest_paths`
-    those at rest: who can no longer measure can still switch with the others.
+    `order` are turns that begin at `order_step`. `variant_paths` are the paths of its variants, by number, and
+    `rest_paths` those of the resting setting: a rank that can no longer measure can still switch with the others.
     """
 
     start_step: int
@@ -84,10 +90,10 @@ class Announcement(Value, frozen=True, kw_only=True):
 
     @property
     def is_last(self) -> bool:
-        """Whether nothing follows it: the end, or a decision that nobody guards."""
+        """Whether nothing follows it: the end, or an unguarded decision."""
         return bool(self.problem) or (self.decision is not None and self.order is None)
 
 
 def report_topic(topic: str, order: Order) -> str:
-    """Where ranks report the rounds of an order."""
+    """Return the topic under which ranks report the rounds of an order."""
     return f"{topic}/order {order.number}"

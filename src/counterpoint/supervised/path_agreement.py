@@ -1,7 +1,7 @@
-"""How ranks agree, after the first step, on what all of them can switch: each says what it could take over, and makes ready
-what all of them offer.
+"""Agreement of ranks, after the first step, on the paths that all of them can switch: each reports what it could take
+over, and prepares what all of them offer.
 
-Every rank gives an answer whatever fails in it, because the others wait for it: a failure is a refusal, with its reason.
+Every rank answers, whatever fails in it, because the others wait: a failure is a refusal with its reason.
 """
 
 from collections.abc import Sequence
@@ -25,17 +25,17 @@ OFFERED_TOPIC, TAKEN_TOPIC = "paths offered", "paths taken"
 
 
 def everyones_surveys(follower: Follower, paths: AbstractJobPaths) -> Steps[list[PathSurvey]]:
-    """What each rank could take over, by rank. All come here after the same step, and wait for each other."""
+    """Return what each rank could take over, by rank. All ranks get here after the same step, and wait for each other."""
     try:
         own = PathSurvey(offers=paths.survey())
-    except Exception as problem:  # whatever it is, the others wait for an answer
+    except Exception as problem:  # whatever failed, the others wait for an answer
         own = PathSurvey(problem=reason_of(problem))
     texts = yield from follower.everyone(OFFERED_TOPIC, msgspec.json.encode(own).decode())
     return [msgspec.json.decode(text, type=PathSurvey) for text in texts]
 
 
 def make_ready(follower: Follower, paths: AbstractJobPaths, offers: Sequence[PathOffer]) -> Steps[tuple[PathOffer, ...]]:
-    """Take over what all ranks offer, on all of them or on none; the offers, refused where that failed."""
+    """Take over what all ranks offer, on all of them or on none; return the offers, refused where that failed."""
     able = [offer for offer in offers if not offer.refusal]
     if able:
         try:
@@ -45,13 +45,15 @@ def make_ready(follower: Follower, paths: AbstractJobPaths, offers: Sequence[Pat
         texts = yield from follower.everyone(TAKEN_TOPIC, msgspec.json.encode(own).decode())
         offers = with_failures(offers, [msgspec.json.decode(text, type=PathsTaken) for text in texts])
     ready = {offer.integration for offer in offers if not offer.refusal}
-    # what is prepared here must not be switched where another rank has refused it
+    # what is prepared here must not be switched if another rank has refused it
     paths.drop(list(dict.fromkeys(offer.integration for offer in offers if offer.integration not in ready)))
     return tuple(offers)
 
 
 def agree_on_paths(surveys: Sequence[PathSurvey]) -> tuple[PathOffer, ...]:
-    """What every rank offers, by integration; and refusals, with the rank, of what some rank cannot do or does not have."""
+    """Return what every rank offers, by integration, and refusals, with the rank, of what some rank cannot do or does
+    not have.
+    """
     failed = next(((rank, survey.problem) for rank, survey in enumerate(surveys) if survey.problem), None)
     if failed is not None:
         reason = f"rank {failed[0]} could not look for models: {failed[1]}"
@@ -62,14 +64,16 @@ def agree_on_paths(surveys: Sequence[PathSurvey]) -> tuple[PathOffer, ...]:
 
 
 def _agree_on(offers: Sequence[PathOffer | None]) -> list[PathOffer]:
-    """What all ranks offer of one integration, and apart from it the kinds of collectives that only some of them offer."""
+    """Return what all ranks offer of one integration and, separately, the kinds of collectives that only some of them
+    offer.
+    """
     given = [(rank, offer) for rank, offer in enumerate(offers) if offer is not None]
     first_rank, first = given[0]
     every = tuple(kind for kind in COPIED_KINDS if any(kind in offer.kinds for _, offer in given))
     problem = ""
     for rank, offer in enumerate(offers):
         if offer is None:
-            problem = problem or f"rank {rank} has nothing of the kind"
+            problem = problem or f"rank {rank} has no such model"
         elif offer.refusal:
             problem = problem or (f"rank {rank}: {offer.refusal}" if _differ(offers) else offer.refusal)
         elif offer.what != first.what:
@@ -90,7 +94,7 @@ def _differ(offers: Sequence[PathOffer | None]) -> bool:
 
 
 def with_failures(offers: Sequence[PathOffer], taken: Sequence[PathsTaken]) -> tuple[PathOffer, ...]:
-    """The offers, refused where some rank could not make them ready."""
+    """Return the offers, refused where some rank could not prepare them."""
     failed: dict[Integration, str] = {}
     for rank, each in enumerate(taken):
         for integration, reason in each.failed.items():

@@ -1,13 +1,15 @@
-"""Run a command as a shell would: its streams, its signals, its exit status; and leave nothing of it behind.
+"""Runs a command as a shell would, with its streams, signals and exit status, and leaves nothing of it behind.
 
-Where there is a terminal, the command is in our own process group, as it would be without us: the terminal's signals and
-its rules for reading and writing hold for it, in a pipeline and in the background as well, and when it is stopped, we
-stop too, so that the shell sees it. Elsewhere it leads a group of its own, and whatever is sent to ours reaches it once.
+With a terminal, the command stays in this process's group, as it would without Counterpoint. The terminal's signals and
+its rules for reading and writing then apply to it, also in a pipeline and in the background, and when it is stopped,
+this process stops too, so that the shell sees it. Without a terminal, the command leads its own group, and every signal
+sent to this process reaches it once.
 
-Processes whose parent ends come to us (a subreaper, Linux): where the command was ended by a signal, those still there
-are asked to end, and killed after a limit, because launchers such as torchrun start their workers in sessions that no
-other signal reaches. After an end without a signal they are left alone: a command may have meant them to go on. If we are
-killed ourselves, the kernel sends the command a SIGTERM. Knows nothing of plans.
+This process adopts processes whose parent ends (a Linux subreaper). If a signal ended the command, the processes that
+are still there are asked to end, and killed after a time limit, because launchers such as torchrun start their workers
+in sessions that no other signal reaches. If the command ended without a signal, they are left alone: the command may
+have meant them to go on. If this process is killed, the kernel sends the command a SIGTERM. This module knows nothing of
+plans.
 """
 
 import ctypes
@@ -42,12 +44,11 @@ def supervise(command: Sequence[str], environment: Mapping[str, str], signals: H
     has_terminal = _has_terminal()
     prepare = _in_child(prctl, signals.mask_before, os.getpid())
     group = None if has_terminal else 0
-    # one thread runs here, so what the child does before exec cannot meet a lock that another thread held
-    # what was opened for the command stays open, such as bash's <(...); all that we open ourselves ends with exec
+    # only one thread runs here, so the child cannot meet a lock that another thread held
     options: dict[str, Any] = {"env": environment, "process_group": group, "close_fds": False}
     process = subprocess.Popen(command, preexec_fn=prepare, **options)  # noqa: PLW1509
     status, received = _wait(process.pid, signals, has_terminal)
-    process.returncode = status  # it was reaped here
+    process.returncode = status  # it was already reaped here
     is_interrupted = status < 0 or bool(received & ENDING)
     num_leftover = _end_leftovers(signals) if is_interrupted else 0
     return Ended(exit_status=128 - status if status < 0 else status, num_leftover=num_leftover)
@@ -58,7 +59,7 @@ def _in_child(prctl: Callable[..., int], mask: Iterable[int], parent: int) -> Ca
 
     def prepare() -> None:
         prctl(SET_PARENT_DEATH_SIGNAL, signal.SIGTERM, 0, 0, 0)
-        if os.getppid() != parent:  # we were killed before the line above
+        if os.getppid() != parent:  # the parent was killed before the line above
             os._exit(128 + signal.SIGTERM)
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
@@ -66,7 +67,7 @@ def _in_child(prctl: Callable[..., int], mask: Iterable[int], parent: int) -> Ca
 
 
 def _has_terminal() -> bool:
-    """Whether our session has a terminal, on whatever stream or on none."""
+    """Return whether this session has a terminal, on whatever stream or on none."""
     try:
         os.close(os.open("/dev/tty", os.O_RDWR | os.O_NOCTTY))
     except OSError:
@@ -75,7 +76,7 @@ def _has_terminal() -> bool:
 
 
 def _wait(child: int, signals: HeldSignals, has_terminal: bool) -> tuple[int, set[int]]:
-    """Pass signals on until the child ends; its exit code, negative for a signal, and the signals that we got."""
+    """Pass signals on until the child ends; return its exit code, negative for a signal, and the signals received."""
     received: set[int] = set()
     while True:
         number, is_for_group = signals.wait()
@@ -90,7 +91,7 @@ def _wait(child: int, signals: HeldSignals, has_terminal: bool) -> tuple[int, se
             continue
         received.add(number)
         if has_terminal and (is_for_group or (number == signal.SIGCONT and not _is_stopped(child))):
-            continue  # the child, in our group, has got it as well
+            continue  # the child, in the same group, has received it as well
         with suppress(ProcessLookupError, PermissionError):  # it has ended, or runs as another user (sudo)
             os.kill(child, number)
 
@@ -102,7 +103,7 @@ def _is_stopped(pid: int) -> bool:
 
 
 def _reap() -> Iterator[tuple[int, int]]:
-    """Processes whose state changed; those that ended are gone with it. Ours, and those that came to us."""
+    """Return processes whose state changed, children and adopted ones; those that ended are reaped."""
     with suppress(ChildProcessError):
         while True:
             pid, status = os.waitpid(-1, os.WNOHANG | os.WUNTRACED)
@@ -112,7 +113,7 @@ def _reap() -> Iterator[tuple[int, int]]:
 
 
 def _end_leftovers(signals: HeldSignals) -> int:
-    """End the processes that came to us and are still there; how many there were. Ctrl-C shortens the waiting."""
+    """End the adopted processes that are still there; return how many there were. Ctrl-C shortens the wait."""
     asked: set[int] = set()
     for number in (signal.SIGTERM, signal.SIGKILL):
         deadline, told = time.monotonic() + LEFTOVER_LIMIT_S, set[int]()
@@ -122,7 +123,7 @@ def _end_leftovers(signals: HeldSignals) -> int:
             children = _children()
             if not children:
                 return len(asked)
-            for pid in children - told:  # ending one may bring its children to us
+            for pid in children - told:  # ending one may make this process adopt its children
                 with suppress(ProcessLookupError, PermissionError):
                     os.kill(pid, number)
             told |= children
@@ -133,7 +134,7 @@ def _end_leftovers(signals: HeldSignals) -> int:
 
 
 def _children() -> set[int]:
-    """Our children at this moment, adopted ones and those that have ended but were not reaped yet as well."""
+    """Return the present children, including adopted ones and those that ended but were not reaped yet."""
     own, found = os.getpid(), set()
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():

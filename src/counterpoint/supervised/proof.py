@@ -1,8 +1,9 @@
-"""What became of a plan in the processes of a job: asked, applied, verified, refused, from the filters' own counters.
+"""Proof of what became of a plan in a job's processes: asked, applied, verified, refused, from the filters' own
+counters.
 
-A cap is verified where the driver's occupancy query, asked for the capped launch, gives no more CTAs than the plan
-allows. A priority and a head start are verified by launches: the driver took the launch with the attribute, or the hold
-before it. A limit on a collective's CTAs is a setting of NCCL, and is verified by the grids that were launched.
+A cap is verified if the driver's occupancy query, asked for the capped launch, allows no more CTAs than the plan. A
+priority and a head start are verified by launches: the driver accepted the launch with the attribute, or the hold before
+it. A limit on a collective's CTAs is a setting of NCCL and is verified by the launched grids.
 """
 
 from collections.abc import Iterable, Sequence
@@ -19,11 +20,11 @@ from counterpoint.traces.classify import is_communication
 from counterpoint.units import format_bytes, format_count
 from counterpoint.value import Value
 
-WARPS_BESIDE = 4  # NCCL starts up to so many warps beyond NCCL_NTHREADS to synchronize (544 to 640 threads for 512)
+WARPS_BESIDE = 4  # NCCL starts up to this many warps beyond NCCL_NTHREADS for synchronization (544 to 640 threads for 512)
 
 
 class ControlProof(Value, frozen=True, kw_only=True):
-    """One control in one process: how many launches it was meant for, how many got it, and the proof."""
+    """One control in one process: how many launches it matched, how many got it, and the proof."""
 
     engagement: Engagement
     num_matched: int
@@ -31,7 +32,7 @@ class ControlProof(Value, frozen=True, kw_only=True):
 
 
 class ProcessProof(Value, frozen=True, kw_only=True):
-    """One process that loaded the filter. `rank` is -1 where the launcher gave it none."""
+    """One process that loaded the filter. `rank` is -1 if the launcher gave it none."""
 
     pid: int
     rank: int
@@ -41,7 +42,7 @@ class ProcessProof(Value, frozen=True, kw_only=True):
 
 
 def prove_process(state: FilterState, plan: Plan, totals: Totals) -> ProcessProof:
-    """What became of a setting (`totals`, all that was counted for it) and of a plan's variables in one process."""
+    """Return what became of a setting (`totals` are all its counts) and of a plan's variables in one process."""
     counted = zip(totals.setting.rules, totals.counters, strict=True)
     by_rule = [entry for rule, counters in counted for entry in prove_rule(rule, counters)]
     settings = [
@@ -60,7 +61,7 @@ def prove_process(state: FilterState, plan: Plan, totals: Totals) -> ProcessProo
 
 
 def prove_paths(totals: Totals) -> list[ControlProof]:
-    """Each control of the paths that were in force: calls that went by copies, of all calls."""
+    """Return each control of the applied paths: calls that went by copies, of all calls."""
     counted = totals.paths or tuple(PathCounts(control=tag, target=name) for tag, name in totals.setting.paths.targets)
     return [_prove_path(counts) for counts in counted]
 
@@ -81,17 +82,17 @@ def _prove_path(counts: PathCounts) -> ControlProof:
 
 
 def why_no_copies(counts: PathCounts) -> str:
-    """Why nothing went by copies."""
+    """Return why nothing went by copies."""
     if counts.problem:
         return counts.problem
     if counts.num_by_library:
-        why = f": {counts.reason}" if counts.reason else ", as a rule for being small"
-        return f"all {format_count(counts.num_by_library, 'call')} were left to the library{why}"
+        why = f": {counts.reason}" if counts.reason else ", most likely because they are small"
+        return f"all {format_count(counts.num_by_library, 'call')} stayed with the library{why}"
     return "the job made no such call"
 
 
 def count_setting(setting: Setting, state: FilterState, kept: Totals) -> Totals:
-    """All that a process counted for a setting: what it kept when it swapped, and what its filter holds now."""
+    """Return all counts of a process for a setting: what it saved when it swapped, and what its filter holds now."""
     counters = [RuleCounters() for _ in setting.rules]
     of_kept = (kept.setting.rules, kept.counters) if kept.setting == setting else ((), ())
     for rules, found in (of_kept, (state.rules, state.counters)):
@@ -101,7 +102,7 @@ def count_setting(setting: Setting, state: FilterState, kept: Totals) -> Totals:
 
 
 def prove_rule(rule: FilterRule, counters: RuleCounters) -> list[ControlProof]:
-    """Each control of one rule."""
+    """Return each control of one rule."""
     entries: list[ControlProof] = []
     if rule.dynamic_shared_bytes is not None:
         entries.append(_prove_cap(rule, counters))
@@ -128,13 +129,13 @@ def _prove_cap(rule: FilterRule, counters: RuleCounters) -> ControlProof:
         by_launches.engagement,
         state="verified" if is_met else "failed",
         found=f"{format_count(found, 'CTA')} per SM",
-        reason="" if is_met else "the driver still lets more CTAs live on an SM",
+        reason="" if is_met else "the driver still allows more CTAs per SM",
     )
     return replace(by_launches, engagement=engagement)
 
 
 def _by_launches(rule: FilterRule, counters: RuleCounters, control: Control, num_applied: int) -> ControlProof:
-    """Verified where launches were changed; what stands in the way otherwise."""
+    """Return verified if launches were changed; otherwise what prevents it."""
     state: State = "verified" if num_applied else "refused" if counters.refusal else "failed"
     engagement = Engagement(
         control=control.tag,
@@ -149,14 +150,14 @@ def _by_launches(rule: FilterRule, counters: RuleCounters, control: Control, num
 
 def _why_not(counters: RuleCounters, control: Control) -> str:
     if not counters.num_matched:
-        return "no launch matched; the plan may be for another step"
+        return "no launch matched; the plan may belong to another step"
     if counters.refusal:
         return counters.refusal
     return "no collective was launched just before it" if isinstance(control, HeadStart) else "no launch was changed"
 
 
 def refused(refusals: Iterable[Refusal]) -> list[ControlProof]:
-    """What of a plan could not even be asked of the filter."""
+    """Return the controls of a plan that could not even be passed to the filter."""
     return [
         ControlProof(
             engagement=Engagement(
@@ -170,7 +171,7 @@ def refused(refusals: Iterable[Refusal]) -> list[ControlProof]:
 
 
 def _prove_setting(control: Control, functions: Sequence[SeenFunction]) -> ControlProof:
-    """A control that is no rule of the filter: from the kernels that were launched."""
+    """Prove a control that is no rule of the filter, from the launched kernels."""
     everything = "all collectives"
     collectives = [function for function in functions if is_communication("kernel", function.name)]
     num_launches = sum(function.num_launches for function in collectives)
@@ -185,7 +186,7 @@ def _prove_setting(control: Control, functions: Sequence[SeenFunction]) -> Contr
         found = f"{format_count(most_ctas, 'CTA')} of {most_threads} threads"
         threads = control.num_threads
         if most_ctas > control.max_ctas or (threads is not None and most_threads > threads + 32 * WARPS_BESIDE):
-            state, reason, num_applied = "failed", "the process group was made with other limits", 0
+            state, reason, num_applied = "failed", "the process group was created with other limits", 0
     engagement = Engagement(
         control=control.tag,
         target=everything,

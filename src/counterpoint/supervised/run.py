@@ -1,7 +1,7 @@
-"""`counterpoint run`: a command under the launch filter, from the plan's rules to the proof of what became of them.
+"""`counterpoint run`: runs a command under the launch filter, from the plan's rules to the proof that they took effect.
 
-Without a plan and without tuning the command is only supervised: nothing is preloaded and its environment is as it was.
-What the filter and the agent need lies in a folder that is removed at the end.
+Without a plan and without tuning, the command is only supervised: nothing is preloaded and its environment is unchanged.
+The files of the filter and the agent are in a folder that is removed at the end.
 """
 
 import os
@@ -49,11 +49,11 @@ from counterpoint.supervised.signals import HeldSignals
 from counterpoint.value import Value
 
 T = TypeVar("T")
-NEVER_IN_FORCE = "it was not in force in this process, which ended too early, or began before the job was started again"
+NEVER_IN_FORCE = "it was not applied in this process, which ended too early, or began before the job was restarted"
 
 
 class RunRequest(Value, frozen=True, kw_only=True):
-    """What to run and under what. `step` turns the operation numbers of a plan into kernel names."""
+    """What to run and how. `step` resolves the operation numbers of a plan to kernel names."""
 
     command: tuple[str, ...]
     plan: Plan = Plan()
@@ -70,10 +70,11 @@ class RunRequest(Value, frozen=True, kw_only=True):
 
 
 class RunOutcome(Value, frozen=True, kw_only=True):
-    """What came of it: the command's end, the proof of each process that reached a GPU, what could not even be asked.
+    """The outcome: how the command ended, the proof of each process that reached a GPU, what could not even be
+    requested.
 
-    `record` is what tuning or the guard came to, as far as rank 0 ran here. `damaged` says of files of the control folder,
-    by name, why they cannot be read.
+    `record` is the result of tuning or of the guard, as far as rank 0 ran here. `damaged` says, by name, why files of
+    the control folder cannot be read.
     """
 
     ended: Ended
@@ -87,12 +88,12 @@ class RunOutcome(Value, frozen=True, kw_only=True):
 
     @property
     def has_rank_0(self) -> bool:
-        """Whether rank 0, which decides and records, may have run here: it did, or nobody had a rank."""
+        """Whether rank 0, which decides and records, may have run here: it did, or no process had a rank."""
         return any(process.rank <= 0 for process in self.processes)
 
     @property
     def why_stopped(self) -> str:
-        """Why rank 0 could not go on tuning or guarding, after which no control was in force; or nothing."""
+        """Why rank 0 had to stop tuning or guarding, after which no control was applied; or nothing."""
         record = self.record
         return " ".join(record.notes) if record is not None and record.stage == "stopped" else ""
 
@@ -103,8 +104,8 @@ class RunOutcome(Value, frozen=True, kw_only=True):
 
 
 def run_job(request: RunRequest, signals: HeldSignals) -> RunOutcome:
-    """Run the command to its end, and hold signals from its start on. Raises a `CounterpointError` before it is started
-    where something is wrong.
+    """Run the command to its end, and hold signals once it has started. If something is wrong, raises a
+    `CounterpointError` before it starts.
     """
     executable = find_executable(request.command)
     if not request.is_filtered:
@@ -139,7 +140,7 @@ def run_job(request: RunRequest, signals: HeldSignals) -> RunOutcome:
 
 
 def translate_plan(request: RunRequest) -> tuple[Translation, LiveSettings]:
-    """What the plan asks of the filter, and all that the agent is told. Raises `PlanError`."""
+    """Return what the plan asks of the filter, and the agent's settings. Raises `PlanError`."""
     translation = translate(request.plan, request.step)
     planned = planned_paths(request.plan.directives, request.step)
     settings = LiveSettings(
@@ -164,7 +165,7 @@ def _start(command: tuple[str, ...], environment: dict[str, str], signals: HeldS
 
 
 def outcome_of(directory: Path, ended: Ended, request: RunRequest, asked: tuple[Translation, LiveSettings]) -> RunOutcome:
-    """Read what the filters and the agent left in the folder. Never raises: the job has ended with a status of its own."""
+    """Read what the filters and the agent left in the folder. Never raises: the job has ended with its own status."""
     damaged: list[str] = []
     translation, settings = asked
     record = _read_or_note(directory / RECORD_FILE, lambda: read_record(directory), damaged)
@@ -177,7 +178,7 @@ def outcome_of(directory: Path, ended: Ended, request: RunRequest, asked: tuple[
         if not state.driver_found:
             return None
         kept = read_totals(directory, state.pid)
-        if state.rank < 0 <= kept.rank:  # no launcher gave it one, but the process group did
+        if state.rank < 0 <= kept.rank:  # the launcher gave it no rank, but the process group did
             state = replace(state, rank=kept.rank)
         return prove_setting(state, plan, setting, kept, is_tuned=request.is_tuning)
 
@@ -205,20 +206,21 @@ def outcome_of(directory: Path, ended: Ended, request: RunRequest, asked: tuple[
 
 
 def _read_or_note(path: Path, read: Callable[[], T], damaged: list[str]) -> T | None:
-    """What a file holds; where it cannot be read, its name and the reason are added to `damaged`."""
+    """Return what a file holds; if it cannot be read, add its name and the reason to `damaged`."""
     try:
         return read()
-    except Exception as problem:  # the disk was full, the process was killed while it wrote, or something wrote over it
+    # the disk was full, the process was killed during the write, or another program overwrote it
+    except Exception as problem:
         name = "" if isinstance(problem, LaunchFilterError) else f"{type(problem).__name__}: "
         damaged.append(f"{path.name}: {name}{cause_of(problem, 200).rstrip('.')}")
         return None
 
 
 def prove_setting(state: FilterState, plan: Plan, setting: Setting, kept: Totals, *, is_tuned: bool) -> ProcessProof:
-    """What became of the plan with what it puts in force in one process.
+    """Return what became of the plan's setting in one process.
 
-    What `kept` says was in force for the plan. The filter's own table proves as much only where nothing was tuned: in a
-    tuned process it may be a trial of the same rules, and how it stands when a job ends is chance.
+    `kept` is the proof that the plan was applied. The filter's own table proves it only if nothing was tuned: in a tuned
+    process the table may belong to a trial of the same rules, and its state at the end of a job is arbitrary.
     """
     if is_tuned and setting != kept.setting:
         state = replace(state, rules=(), counters=())
@@ -227,7 +229,7 @@ def prove_setting(state: FilterState, plan: Plan, setting: Setting, kept: Totals
 
 
 def _never_in_force(proof: ProcessProof) -> ProcessProof:
-    """A table that this process never had: not for want of launches, as it would seem."""
+    """Return the proof of a table that this process never had; the reason is not a lack of launches, as it would seem."""
     applied = tuple(
         replace(each, engagement=replace(each.engagement, reason=NEVER_IN_FORCE))
         if each.engagement.state == "failed" and not each.num_matched

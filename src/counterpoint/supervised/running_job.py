@@ -1,7 +1,8 @@
-"""The running job, as tuning is given it: a clock of its steps, its GPU, the filter's table, its ranks and their paths.
+"""The running job as tuning sees it: a clock of its steps, its GPU, the filter's table, its ranks and their paths.
 
-The contracts, and what does without torch or launches. A clock never waits: a time that is not known yet is None, and one
-asks again a step later. So the job is never held up, but where its ranks wait for each other (`lockstep.py`).
+Holds the interfaces, and implementations without torch or launches. A clock never waits: a time that is not known yet is
+None, and the caller asks again a step later. So the job is never delayed, except where its ranks wait for each other
+(`lockstep.py`).
 """
 
 import time
@@ -20,8 +21,8 @@ from counterpoint.supervised.settings import LiveRecord, Totals
 from counterpoint.units import US_PER_S
 from counterpoint.value import Value
 
-HOLD_S = 0.0005  # between two looks of a rank that is held
-NOTHING_LAUNCHED = "this process has launched nothing on a GPU, so nothing can be tuned or guarded"
+HOLD_S = 0.0005  # between two checks of a rank that is held
+NOTHING_LAUNCHED = "this process has launched no GPU kernel, so there is nothing to tune or to guard"
 
 
 class JobGpu(Value, frozen=True, kw_only=True):
@@ -33,15 +34,15 @@ class JobGpu(Value, frozen=True, kw_only=True):
 
 
 class AbstractStepClock(ABC):
-    """Marks in the order of the job's work, and the time between two of them."""
+    """Marks in the order of the job's work, and the times between them."""
 
     @abstractmethod
     def mark(self) -> Any:
-        """Mark this place in the job's work."""
+        """Mark this point in the job's work."""
 
     @abstractmethod
     def elapsed_us(self, start: Any, end: Any) -> float | None:
-        """Microseconds between two marks, or None while the work up to `end` is not done."""
+        """Return microseconds between two marks, or None while the work up to `end` is not done."""
 
 
 @final
@@ -53,7 +54,7 @@ class HostClock(AbstractStepClock):
         return time.perf_counter()
 
     def elapsed_us(self, start: float, end: float) -> float:
-        """Always known."""
+        """Return the time, which is always known."""
         return (end - start) * US_PER_S
 
 
@@ -61,15 +62,15 @@ class SwappableTable(Protocol):
     """The filter's table in this process: `ControlBlock`, or a double."""
 
     def swap(self, rules: Sequence[FilterRule]) -> int:
-        """Put another table in force."""
+        """Replace the table."""
 
     def state(self) -> FilterState:
-        """Counters of the table in force, and the kernels seen."""
+        """Return counters of the current table, and the kernels seen."""
 
 
 @final
 class NoTable:
-    """The table of a process without launches: what is put in force changes nothing."""
+    """The table of a process without launches: replacing it changes nothing."""
 
     def __init__(self, pid: int) -> None:
         self._state = FilterState(
@@ -95,7 +96,7 @@ class NoTable:
 
 
 class LiveJob(msgspec.Struct, frozen=True, kw_only=True):
-    """What a tuner is given of the job that it runs in."""
+    """The parts of the running job that a tuner gets."""
 
     clock: AbstractStepClock
     exchange: Exchange
@@ -112,14 +113,14 @@ class LiveJob(msgspec.Struct, frozen=True, kw_only=True):
 
 @final
 class Patience:
-    """How long this rank's job has been held before a step, and whether that is longer than the limit."""
+    """How long this rank's job has been held before a step, and whether that exceeds the limit."""
 
     def __init__(self, job: LiveJob, limit_s: float) -> None:
         self._job, self._limit_s = job, limit_s
         self._since_s: float | None = None
 
     def wait(self) -> bool:
-        """Wait a little; False once that was too long."""
+        """Wait briefly; return False once the limit is reached."""
         now_s = time.monotonic()
         self._since_s = now_s if self._since_s is None else self._since_s
         if now_s - self._since_s > self._limit_s:

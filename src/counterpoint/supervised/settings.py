@@ -1,7 +1,7 @@
-"""What `run` and the agent inside the job tell each other: files in one folder, and a variable with its name.
+"""Messages between `run` and the agent inside the job: files in one folder, and a variable with its name.
 
-The folder lives as long as the job. `run` writes the settings before the job starts; the agent of rank 0 writes its
-record as it goes, so that what it found is there even if the job is killed. The variable is internal: users set nothing.
+The folder exists as long as the job. `run` writes the settings before the job starts. The agent of rank 0 updates its
+record as it goes, so that its findings survive even if the job is killed. The variable is internal: users do not set it.
 """
 
 import os
@@ -30,7 +30,7 @@ UNDECIDED: tuple[Stage, ...] = ("warming up", "trying candidates")
 
 
 class Setting(Value, frozen=True, kw_only=True):
-    """What is in force in a job: the launch filter's table, and the paths of its collectives."""
+    """A setting of a job: the launch filter's table, and the paths of its collectives."""
 
     rules: tuple[FilterRule, ...] = ()
     paths: Paths = LIBRARY
@@ -40,15 +40,17 @@ UNCHANGED = Setting()
 
 
 def setting_of(plan: Plan, step: Step | None = None) -> Setting:
-    """What a plan puts in force in a job; `step` says what its operation numbers mean. Raises `PlanError` as `translate`."""
+    """Return the setting of a plan in a job; `step` resolves its operation numbers. Raises `PlanError` as `translate`
+    does.
+    """
     return Setting(rules=rules_of(plan, step), paths=paths_of(plan.directives, step))
 
 
 class LiveSettings(Value, frozen=True, kw_only=True):
-    """What the agent is to do: tune within a budget of steps, or only guard the plan that is in force from the start.
+    """The agent's task: tune within a budget of steps, or only guard the plan that is applied from the start.
 
-    `given` is what `plan` puts in force. Every `guard_every_steps` steps the plan is compared with the job as it is; 0 for
-    never. `keeps_bits`: only what leaves every bit of the job's results is tried.
+    `given` is the setting of `plan`. Every `guard_every_steps` steps the plan is compared with the unmodified job; 0
+    means never. `keeps_bits`: only candidates that leave every bit of the job's results unchanged are tried.
     """
 
     is_tuning: bool
@@ -65,28 +67,29 @@ class LiveSettings(Value, frozen=True, kw_only=True):
 
     @property
     def only_reports(self) -> bool:
-        """Whether ranks only have to say that they have the filter: a plan of launches that nobody guards."""
+        """Whether ranks only have to report that they have the filter: a plan of launches without a guard."""
         return not self.may_switch_paths and self.guard_every_steps == 0
 
     def __post_init__(self) -> None:
         require(
             LEAST_BUDGET_STEPS <= self.budget_steps <= MOST_BUDGET_STEPS,
             PlanError,
-            f"A budget must be from {LEAST_BUDGET_STEPS} to {MOST_BUDGET_STEPS:,} steps; found {self.budget_steps:,}. "
-            "Fewer could not tell a gain from noise.",
+            f"A budget must be from {LEAST_BUDGET_STEPS} to {MOST_BUDGET_STEPS:,} steps; found "
+            f"{self.budget_steps:,}. Fewer steps cannot tell a gain from noise.",
         )
         require(
             self.guard_every_steps == 0 or self.guard_every_steps >= LEAST_BUDGET_STEPS,
             PlanError,
-            f"The guard must look every {LEAST_BUDGET_STEPS} steps or less often, or never (0); found "
+            f"The guard must check every {LEAST_BUDGET_STEPS} steps or less often, or never (0); found "
             f"{self.guard_every_steps}.",
         )
 
 
 class LiveRecord(Value, frozen=True, kw_only=True):
-    """How far the agent of rank 0 came: its stage, the steps it has seen, its plan with what it puts in force, times, words.
+    """How far the agent of rank 0 got: its stage, the steps it has seen, its plan with its setting, times, words.
 
-    `num_steps_needed` is the step by which a decision is due. A plan that is there before is that of an earlier decision.
+    `num_steps_needed` is the step by which a decision is due. A plan that exists before then comes from an earlier
+    decision.
     """
 
     stage: Stage
@@ -99,7 +102,7 @@ class LiveRecord(Value, frozen=True, kw_only=True):
 
 
 class Totals(Value, frozen=True, kw_only=True):
-    """What one rank counted for a setting while it was in force; a swap starts the filter's own counters anew.
+    """One rank's counts for a setting while it was applied; a swap resets the filter's own counters.
 
     `paths` are the counts of its paths, control by control.
     """
@@ -111,7 +114,7 @@ class Totals(Value, frozen=True, kw_only=True):
 
 
 def add_counters(first: RuleCounters, second: RuleCounters) -> RuleCounters:
-    """Counters of the same rule from two times in force."""
+    """Add counters of the same rule from two periods."""
     found = [each.residency_found for each in (first, second) if each.residency_found is not None]
     return RuleCounters(
         num_matched=first.num_matched + second.num_matched,
@@ -126,37 +129,37 @@ def add_counters(first: RuleCounters, second: RuleCounters) -> RuleCounters:
 
 
 def write_settings(directory: Path, settings: LiveSettings) -> None:
-    """Write the settings where the agent looks. Raises `OSError`."""
+    """Write the settings to the place where the agent reads them. Raises `OSError`."""
     write_whole(directory / SETTINGS_FILE, write_json(settings).encode())
 
 
 def read_settings(directory: Path) -> LiveSettings:
-    """The settings of this job. Raises `OSError` or `msgspec.DecodeError` where the folder is not ours."""
+    """Read the settings of this job. Raises `OSError` or `msgspec.DecodeError` for a folder that is not Counterpoint's."""
     return msgspec.json.decode((directory / SETTINGS_FILE).read_bytes(), type=LiveSettings)
 
 
 def write_record(directory: Path, record: LiveRecord) -> None:
-    """Write what the agent has come to, as a whole. Raises `OSError`."""
+    """Write the agent's record atomically. Raises `OSError`."""
     write_whole(directory / RECORD_FILE, write_json(record).encode())
 
 
 def read_record(directory: Path) -> LiveRecord | None:
-    """What the agent of rank 0 came to, or None if it never began here."""
+    """Read the record of rank 0's agent, or None if it never began here."""
     path = directory / RECORD_FILE
     return msgspec.json.decode(path.read_bytes(), type=LiveRecord) if path.exists() else None
 
 
 def write_totals(directory: Path, totals: Totals) -> None:
-    """Keep this process's counts. Raises `OSError`."""
+    """Write this process's counts. Raises `OSError`."""
     write_whole(directory / f"{os.getpid()}.totals.json", write_json(totals).encode())
 
 
 def read_totals(directory: Path, pid: int) -> Totals:
-    """What a process kept; of the job as it is if it never kept anything."""
+    """Read a process's counts; those of the unmodified job if it never wrote any."""
     path = directory / f"{pid}.totals.json"
     return msgspec.json.decode(path.read_bytes(), type=Totals) if path.exists() else Totals()
 
 
 def totals_paths(directory: Path) -> list[Path]:
-    """The files of the processes that kept counts, by name."""
+    """Return the files of the processes that wrote counts, by name."""
     return sorted(directory.glob("*.totals.json"))

@@ -1,8 +1,10 @@
-"""The signals of a supervising process: held from the command's start to the end of our own work, so that none is lost.
+"""Signals of the supervising process: held from the command's start until Counterpoint's work ends, so that none is
+lost.
 
-A signal that we get goes on to the command, unless the command has got it already: where both are in one process group, a
-terminal sends Ctrl-C, Ctrl-Z and its own end to both. Once the command has ended, further signals change nothing more:
-what was found is saved and reported, and the exit status is the command's, however often a scheduler repeats itself.
+A signal that this process gets is passed on to the command, unless the command has it already: if both are in one
+process group, a terminal sends Ctrl-C, Ctrl-Z and its hang-up to both. Once the command has ended, further signals have
+no effect: results are saved and reported, and the exit status is the command's, however often a scheduler repeats its
+signal.
 """
 
 import os
@@ -12,7 +14,7 @@ from contextlib import suppress
 from types import TracebackType
 from typing import final
 
-SI_KERNEL = 0x80  # asm-generic/siginfo.h: not sent by a process
+SI_KERNEL = 0x80  # asm-generic/siginfo.h: sent by the kernel, not by a process
 ENDING = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT})
 STOPPING = frozenset({signal.SIGTSTP, signal.SIGTTIN, signal.SIGTTOU})
 OF_TERMINAL = STOPPING | {signal.SIGINT, signal.SIGQUIT, signal.SIGHUP}
@@ -38,13 +40,13 @@ PASSED_ON = frozenset(
 
 @final
 class HeldSignals:
-    """The signals that a command is to get from us, blocked from `hold` to the end of the `with` block.
+    """The signals to pass on to a command, blocked from `hold` to the end of the `with` block.
 
-    With `is_last`, the process ends with the block: the signals stay without effect.
+    With `is_last`, the process ends with the block, and the signals stay without effect.
     """
 
     def __init__(self, *, is_last: bool = False) -> None:
-        # what is ignored stays ignored: the command of a `nohup` inherits it
+        # ignored signals stay ignored: the command of a `nohup` inherits that
         self.wanted = frozenset(number for number in PASSED_ON if signal.getsignal(number) != signal.SIG_IGN)
         self.mask_before: frozenset[int] = frozenset()
         self._is_last = is_last
@@ -52,28 +54,28 @@ class HeldSignals:
         self._child_before: object = None
 
     def hold(self) -> None:
-        """Block them, if they are not already."""
+        """Block the signals, if they are not blocked already."""
         if self._is_held:
             return
         self.mask_before = frozenset(signal.pthread_sigmask(signal.SIG_BLOCK, self.wanted | {signal.SIGCHLD}))
-        self._child_before = signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # where it is ignored, nothing can be waited for
+        self._child_before = signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # an ignored signal cannot be waited for
         self._is_held = True
 
     def wait(self) -> tuple[int, bool]:
-        """The next signal, and whether a terminal sent it, to its whole foreground group."""
+        """Return the next signal, and whether a terminal sent it to its whole foreground group."""
         found = signal.sigwaitinfo(self.wanted | {signal.SIGCHLD})
         number = found.si_signo
         is_of_terminal = found.si_code == SI_KERNEL and number in OF_TERMINAL
-        # of a terminal that is gone, the session's leader hears alone
+        # if the terminal is gone, only the session's leader gets the signal
         return number, is_of_terminal and not (number == signal.SIGHUP and os.getsid(0) == os.getpid())
 
     def wait_for(self, numbers: Iterable[int], limit_s: float) -> int | None:
-        """The next of these signals within a limit; the others stay pending."""
+        """Return the next of these signals within a limit; the others stay pending."""
         found = signal.sigtimedwait(numbers, limit_s)
         return None if found is None else found.si_signo
 
     def stop_like(self, number: int) -> None:
-        """Stop this process as the command was stopped, so that the shell sees it; returns when it is continued."""
+        """Stop this process with the command's stop signal, so that the shell sees it; returns when it is continued."""
         if number not in STOPPING & self.wanted:
             os.kill(os.getpid(), signal.SIGSTOP)
             return
@@ -100,7 +102,7 @@ class HeldSignals:
 
 
 def _ignore(numbers: Iterable[int]) -> None:
-    """Let signals have no effect, those that are pending as well."""
+    """Ignore signals, including pending ones."""
     for number in numbers:
         with suppress(OSError, ValueError):
             signal.signal(number, signal.SIG_IGN)

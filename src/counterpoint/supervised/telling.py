@@ -1,4 +1,4 @@
-"""What a tuned job is told and what is recorded of it: rank 0 speaks for all ranks."""
+"""Messages to the user of a tuned job, and its record: rank 0 speaks for all ranks."""
 
 from collections.abc import Sequence
 from contextlib import suppress
@@ -11,12 +11,12 @@ from counterpoint.supervised.running_job import LiveJob
 from counterpoint.supervised.settings import UNCHANGED, LiveRecord, LiveSettings, Stage
 from counterpoint.units import format_count
 
-IN_TIME = "to have them switched, make it parallel before the first optimizer steps, and do not wrap it again"
+IN_TIME = "to have them switched, parallelize it before the first optimizer is created, and do not wrap it again"
 
 
 @final
 class Teller:
-    """The stage that one rank has come to, and its decision so far, with the lines about them."""
+    """The stage that one rank has reached, and its decision so far, with the lines about them."""
 
     def __init__(self, job: LiveJob, settings: LiveSettings, follower: Follower, earlier: Decision | None) -> None:
         self._job, self._settings, self._follower = job, settings, follower
@@ -25,7 +25,7 @@ class Teller:
         self.num_steps_needed = settings.budget_steps
 
     def tell_trials(self, trials: Trials) -> None:
-        """What is tried, and whether results may change meanwhile."""
+        """Print what is tried, and whether results may change meanwhile."""
         number = format_count(len(trials.candidates), "candidate")
         steps = format_count(self._settings.budget_steps, "step")
         keep_bits = all(candidate.setting.paths.keeps_bits for candidate in trials.candidates)
@@ -33,31 +33,33 @@ class Teller:
         self.tell("trying candidates", f"tuning on live steps: {number} within {steps}; {results}")
 
     def tell_refused(self, offers: Sequence[PathOffer]) -> None:
-        """What of a plan that was given nobody can have: said at once, because the job may run for days."""
+        """Print which parts of a given plan no rank can apply, at once, because the job may run for days."""
         if self._follower.is_first:
             for target, reason in path_problems(self._settings.given.paths, offers).items():
-                self._job.say(f"{target} stay as they are: {reason}")
+                self._job.say(f"{target} stay unchanged: {reason}")
 
     def tell_late_models(self) -> None:
-        """Models that came too late to be switched, once each. Looking takes a walk through all objects, so it is rare."""
+        """Print models that were created too late to be switched, once each. The check walks over all objects, so it is
+        rare.
+        """
         if not (self._follower.is_first and self._settings.may_switch_paths and self._job.exchange.num_ranks > 1):
             return
-        with suppress(Exception):  # the job, and what is in force, go on as they are
+        with suppress(Exception):  # the job goes on with its current setting
             for what in self._job.paths.late_models():
-                self._job.say(f"{what} came after the first step, so its collectives stay as they are; {IN_TIME}")
+                self._job.say(f"{what} was created after the first step, so its collectives are not changed; {IN_TIME}")
 
     def steps(self) -> str:
-        """How many steps have ended, in words."""
+        """Describe how many steps have ended."""
         return format_count(self._follower.step, "step")
 
     def tell(self, stage: Stage, line: str) -> None:
-        """One line, and the record of it; rank 0 speaks for all."""
+        """Print one line and record it; rank 0 speaks for all."""
         if self._follower.is_first:
             self._job.say(line)
         self.record(stage, line)
 
     def record(self, stage: Stage, line: str = "") -> None:
-        """On rank 0: keep how far tuning or the guard has come, for the end of the job or its next start."""
+        """On rank 0: record how far tuning or the guard has got, for the end of the job or its restart."""
         self.stage = stage
         if not self._follower.is_first:
             return

@@ -1,7 +1,7 @@
-"""The running job as torch knows it: GPU events at step boundaries, the store that connects its ranks, its GPU.
+"""The running job in torch: GPU events at step boundaries, the store that connects its ranks, its GPU.
 
-Times come from CUDA events on the stream that is current at the boundary. They are only ever queried, so the host never
-waits for the GPU.
+Times come from CUDA events on the stream that is current at the boundary. They are only queried, so the host never waits
+for the GPU.
 """
 
 import os
@@ -16,7 +16,7 @@ from counterpoint.integrations.paths import AbstractJobPaths, NoPaths, Paths
 from counterpoint.ranks import Exchange, launched_rank, launched_size
 from counterpoint.supervised.running_job import AbstractStepClock, HostClock, JobGpu
 
-STORE_LIMIT_S = 20.0  # for one request to a store that answers at once or is gone
+STORE_LIMIT_S = 20.0  # for one request to a store, which answers at once or is gone
 
 
 @final
@@ -26,30 +26,31 @@ class EventClock(AbstractStepClock):
     def mark(self) -> torch.cuda.Event:
         """Record an event."""
         if torch.cuda.is_current_stream_capturing():
-            raise DeviceError("The step is being captured in a CUDA graph, and a graph cannot be tuned while it runs.")
+            raise DeviceError("The step is being captured in a CUDA graph, which cannot be tuned while it runs.")
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
 
     def elapsed_us(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float | None:
-        """Milliseconds from the driver, once the GPU has passed `end`."""
+        """Return the driver's time between two marks, once the GPU has passed `end`."""
         return float(start.elapsed_time(end)) * 1000 if end.query() else None
 
 
 def is_rank_of_job() -> bool:
-    """Whether this process belongs to a process group, or a launcher gave it a rank."""
+    """Return whether this process belongs to a process group, or a launcher gave it a rank."""
     return launched_rank(os.environ) is not None or is_joined()
 
 
 def is_joined() -> bool:
-    """Whether this process has its process group."""
+    """Return whether this process has its process group."""
     return bool(dist.is_available() and dist.is_initialized())
 
 
 def job_exchange(purpose: str = "run") -> Exchange:
-    """The exchange of this job's ranks; of this process alone where there is no process group. One for each purpose.
+    """Return the exchange of this job's ranks, or of this process alone without a process group. Each purpose has its
+    own.
 
-    Raises `DeviceError` where there are several ranks and no process group that could connect them.
+    Raises `DeviceError` if there are several ranks but no process group that connects them.
     """
     if not is_joined() and launched_size(os.environ) > 1:
         raise DeviceError(
@@ -59,7 +60,7 @@ def job_exchange(purpose: str = "run") -> Exchange:
 
 
 def job_paths(given: Paths) -> AbstractJobPaths:
-    """The models and collectives of this process; none where it has no torch.distributed."""
+    """Return the models and collectives of this process; none if it has no torch.distributed."""
     if not dist.is_available():
         return NoPaths()
     from counterpoint.integrations.job_paths import TorchJobPaths  # noqa: PLC0415  it loads all integrations
@@ -68,12 +69,12 @@ def job_paths(given: Paths) -> AbstractJobPaths:
 
 
 def job_clock() -> AbstractStepClock:
-    """GPU time where the process uses a GPU, else host time."""
+    """Return a clock of GPU time if the process uses a GPU, otherwise of host time."""
     return EventClock() if torch.cuda.is_available() and torch.cuda.is_initialized() else HostClock()
 
 
 def job_gpu() -> JobGpu | None:
-    """The current GPU, or None on a CPU."""
+    """Return the current GPU, or None on a CPU."""
     if not (torch.cuda.is_available() and torch.cuda.is_initialized()):
         return None
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())

@@ -1,12 +1,12 @@
-"""Tuning while the job runs: one course of steps, the same on every rank, that tries tables of rules and keeps the best.
+"""Tunes while the job runs: one sequence of steps, the same on every rank, tries tables of rules and keeps the best.
 
-The course is a generator: each `yield` is one step of the job. All ranks count steps alike, so a turn begins on all of them
-at the end of the same step.
+The sequence is a generator: each `yield` is one step of the job. All ranks count steps alike, so a turn begins on all of
+them at the end of the same step.
 
     paths that all ranks can take -> warm up -> candidates -> turns, as the judge gives them -> the plan, or nothing -> guard
     -> (again, where the job has changed)
 
-What all ranks do is in `follower.py`, what rank 0 does beside in `conductor.py`.
+`follower.py` holds what all ranks do, `conductor.py` what rank 0 does besides.
 """
 
 from collections.abc import Sequence
@@ -44,23 +44,26 @@ from counterpoint.supervised.settings import UNCHANGED, UNDECIDED, LiveSettings,
 from counterpoint.supervised.telling import Teller
 
 WARM_UP_STEPS = 10
-# Once ranks may switch, one that gave up alone would leave the others waiting in a collective. So its limit, half an hour,
-# is longer than a process group's usual time-out, after which torch ends the job.
+# Once ranks may switch paths, a rank that gives up alone leaves the others waiting in a collective. So the limit, half
+# an hour, is longer than a process group's usual time-out, after which torch ends the job.
 TIMES_AS_PATIENT = 15
-KEPT_EVERY_STEPS = 50  # a job that is killed loses what was counted since
+KEPT_EVERY_STEPS = 50  # a killed job loses the counts since then
 MOST_REOPENED = 2
 
 
 def is_kept_after(step: int) -> bool:
-    """Whether counts are kept when so many steps have ended: now and then, and more often in the first, for short jobs."""
+    """Return whether counts are saved after this many steps: from time to time, and more often at the start, for short
+    jobs.
+    """
     return step % KEPT_EVERY_STEPS == 0 or (step < KEPT_EVERY_STEPS and step & (step - 1) == 0)
 
 
 @final
 class LiveTuner:
-    """One rank's part of the course. Call `step_ended` after each step; it waits for other ranks where paths are switched.
+    """One rank's part of the sequence. Call `step_ended` after each step; it waits for other ranks if paths are
+    switched.
 
-    `earlier` is what was decided before a launcher started the job again: its plan stays on record until there is another.
+    `earlier` is the decision before a launcher restarted the job: its plan stays on record until there is another.
     """
 
     def __init__(self, job: LiveJob, settings: LiveSettings, earlier: Decision | None = None) -> None:
@@ -77,7 +80,9 @@ class LiveTuner:
         self._course = self._run()
 
     def step_ended(self) -> bool:
-        """A step has ended. False once there is nothing more to do. The job is held here where the others are not so far."""
+        """Handle the end of a step. Return False once there is nothing more to do. A job that is ahead of the others is
+        held here.
+        """
         self._follower.step += 1
         held = Patience(self._job, self._hold_limit_s)
         try:
@@ -86,7 +91,7 @@ class LiveTuner:
                     self._course.throw(TuningStopped(f"{NO_ANSWER} within {self._hold_limit_s:g} s"))
             while next(self._course) is HELD:
                 if not held.wait():
-                    self._course.throw(TuningStopped(f"a rank did not come to this step in {self._hold_limit_s:g} s"))
+                    self._course.throw(TuningStopped(f"a rank did not reach this step within {self._hold_limit_s:g} s"))
         except StopIteration:
             self._follower.lockstep.end()
             self._follower.in_force.keep_paths()
@@ -97,29 +102,31 @@ class LiveTuner:
             self._looks_for_models = False
             self._teller.tell_late_models()
         if self._settings.is_tuning and self._teller.stage in UNDECIDED:
-            self._teller.record(self._teller.stage)  # a job may end at any step, and then it is told how many it had
+            # a job may end at any step, and the report then needs the number of steps
+            self._teller.record(self._teller.stage)
         return True
 
     def optimizer_made(self) -> None:
-        """An optimizer was made, perhaps for a model that nobody has seen yet."""
+        """Handle a new optimizer, perhaps for a model that was not seen yet."""
         self._looks_for_models = True
 
     def fail(self, reason: str) -> bool:
-        """This rank can no longer measure, for this reason. True where it still has to take paths with the others; then go
-        on calling `step_ended`."""
+        """Record why this rank can no longer measure. Return True if it still has to take paths with the others; then
+        keep calling `step_ended`.
+        """
         if not self._follower.lockstep.is_on:
             return False
         self._settings = replace(self._settings, is_tuning=False)
         self._course = self._follower.follow_blindly(reason)
-        next(self._course, None)  # the step that begins now may be one from which other paths hold
+        next(self._course, None)  # other paths may take effect from the step that begins now
         return True
 
     def revert(self) -> None:
-        """Back to the job as it was."""
+        """Return to the unmodified job."""
         self._follower.in_force.use(UNCHANGED)
 
     def job_ends(self) -> None:
-        """Keep what was counted."""
+        """Save the counts."""
         self._follower.in_force.keep_paths()
 
     def _run(self) -> Steps[None]:
@@ -128,7 +135,7 @@ class LiveTuner:
                 yield from self._take_paths()
             if not self._settings.is_tuning:
                 self._follower.in_force.count_for(self._settings.given)
-                self._follower.in_force.keep_paths()  # also what nobody can have, and why
+                self._follower.in_force.keep_paths()  # also what no rank can apply, and why
             if isinstance(self._job.table, NoTable) and not self._follower.lockstep.is_on:
                 raise TuningStopped(NOTHING_LAUNCHED)
             if not self._settings.is_tuning:
@@ -144,13 +151,13 @@ class LiveTuner:
         except TuningStopped as problem:
             self.revert()
             self._teller.tell(
-                "stopped", f"live tuning stopped after {self._teller.steps()}: {problem}; the job runs as it was"
+                "stopped", f"live tuning stopped after {self._teller.steps()}: {problem}; the job runs unchanged"
             )
 
     # --- paths ---
 
     def _take_paths(self) -> Steps[None]:
-        """Make ready what all ranks can switch. All of them come here after the same step, and wait for each other."""
+        """Prepare what all ranks can switch. All ranks get here after the same step, and wait for each other."""
         surveys = yield from everyones_surveys(self._follower, self._job.paths)
         self._hold_limit_s *= TIMES_AS_PATIENT
         offers = yield from make_ready(self._follower, self._job.paths, agree_on_paths(surveys))
@@ -162,7 +169,7 @@ class LiveTuner:
     # --- tuning ---
 
     def _tune(self, begun: int) -> Steps[Announcement]:
-        """Find the best table on live steps; the decision, from the step on that it holds from."""
+        """Find the best table on live steps; return the decision at the step from which it holds."""
         follower, topic = self._follower, f"tuning {self._num_reopened}"
         self.revert()
         follower.in_force.forget_proofs()
@@ -183,7 +190,7 @@ class LiveTuner:
         return given
 
     def _agree_on_trials(self, topic: str, conductor: TuningConductor) -> Steps[Announcement]:
-        """Every rank says which kernels it has launched; rank 0 says what is tried, and who takes turns first."""
+        """Every rank reports the kernels it has launched; rank 0 announces what is tried, and the first turns."""
         exchange, offered_at = self._job.exchange, self._follower.step
         census = Census(functions=self._job.table.state().functions)
         self._follower.in_force.see_launches()
@@ -212,12 +219,12 @@ class LiveTuner:
         )
 
     def _conduct(self, conductor: TuningConductor, trials: Trials) -> Announcement | None:
-        """On rank 0: what follows from the turns so far."""
+        """On rank 0: return what follows from the turns so far."""
         found = conductor.conduct(self._follower.step)
         return None if found is None else self._announced(*found, trials, conductor)
 
     def _announced(self, start: int, answer: Order | Verdict, trials: Trials, conductor: TuningConductor) -> Announcement:
-        """On rank 0: an order or a verdict of the judge in words for all ranks."""
+        """On rank 0: return an order or a verdict of the judge as an announcement for all ranks."""
         if isinstance(answer, Order):
             paths = tuple(setting.paths for setting in settings_of(trials))
             return Announcement(start_step=start, trials=trials, order=answer, order_step=start, variant_paths=paths)
@@ -231,7 +238,7 @@ class LiveTuner:
         )
 
     def _settle(self, decision: Decision, begun: int) -> None:
-        """Remember the job as it is now, and tell what was decided."""
+        """Record the job as it is now, and print the decision."""
         grids, _ = self._follower.in_force.see_launches()
         baseline_us = decision.measurements[0].median_us if decision.measurements else 0.0
         self._reference = Reference(grids=grids, baseline_us=baseline_us)
@@ -254,7 +261,7 @@ class LiveTuner:
             yield from self._watch((yield from self._follower.answer(waited, decision.setting)))
 
     def _with_first_look(self, announcement: Announcement, decision: Decision, order_step: int) -> Announcement:
-        """On rank 0: the announcement with the turns of the guard's first look, if there is one."""
+        """On rank 0: return the announcement with the turns of the guard's first check, if there is one."""
         rest_paths = decision.setting.paths
         if not self._settings.guard_every_steps:
             return replace(announcement, rest_paths=rest_paths)
@@ -266,12 +273,12 @@ class LiveTuner:
         )
 
     def _looking(self, announcement: Announcement, order: Order, order_step: int, guarded: Setting) -> Announcement:
-        """On rank 0: an announcement with turns of the guard."""
+        """On rank 0: return an announcement with turns of the guard."""
         paths = (LIBRARY, guarded.paths)
         return replace(announcement, order=order, order_step=order_step, variant_paths=paths)
 
     def _watch(self, given: Announcement) -> Steps[int | None]:
-        """Guard the decision for as long as the job runs; the step from which the question is open again, or None."""
+        """Guard the decision for as long as the job runs; return the step from which it is open again, or None."""
         decision, follower = given.decision, self._follower
         assert decision is not None, "only a decision is guarded"
         topic, settings = f"guard {self._num_reopened}", [UNCHANGED, decision.setting]
@@ -288,16 +295,18 @@ class LiveTuner:
                 self._at_rest = UNCHANGED
                 self._teller.decision = Decision(plan=Plan(machine=decision.plan.machine, summary=look.reason))
                 self._teller.tell(
-                    "reverted", f"{look.reason}; taken out after {self._teller.steps()}, and tried again much later"
+                    "reverted", f"{look.reason}; taken out after {self._teller.steps()}; it will be tried again much later"
                 )
             if look.verdict == "put back":
                 self._at_rest, self._teller.decision = decision.setting, decision
-                self._teller.tell("decided", f"the plan is faster again, and back in force after {self._teller.steps()}")
+                self._teller.tell(
+                    "decided", f"the plan is faster again, so it is applied again after {self._teller.steps()}"
+                )
             follower.in_force.use(self._at_rest)
         return None
 
     def _conduct_guard(self) -> Announcement | None:
-        """On rank 0: what a look comes to, and the turns of the next one."""
+        """On rank 0: return the result of a check, and the turns of the next one."""
         guard = self._guard
         assert guard is not None, "a look was announced"
         found = guard.conduct(self._follower.step)
@@ -322,11 +331,11 @@ class LiveTuner:
         return self._looking(answer, guard.look(order_step), order_step, self._guarded)
 
     def _why_reopened(self, times: Sequence[Measurement]) -> str:
-        """On rank 0: why the job has to be tuned again, or nothing."""
+        """On rank 0: return why the job has to be tuned again, or nothing."""
         grids, launches = self._follower.in_force.see_launches()
-        if self._guarded.paths != LIBRARY:  # a kernel has other grids by each path, and the last one counts
+        if self._guarded.paths != LIBRARY:  # a kernel has other grids on each path, and the last one counts
             grids = {name: self._reference.grids.get(name, grid) for name, grid in grids.items()}
-        if self._reference == Reference(grids={}):  # of a plan that was given later looks are compared with the first
+        if self._reference == Reference(grids={}):  # for a given plan, later checks are compared with the first
             self._reference = Reference(grids=grids, baseline_us=times[0].median_us if times else 0.0)
         can_reopen = self._settings.is_tuning and self._num_reopened < MOST_REOPENED
         return why_another_job(times, self._reference, grids, launches) if can_reopen else ""

@@ -1,9 +1,9 @@
-"""One rank's part of an order of turns: which table is in force in which step, and what its steps took.
+"""One rank's part of an order of turns: the table of each step, and the times of the steps.
 
-A turn is a few steps under one table. Its first step is not timed, because launches of two tables may meet in it. The end of
-every step is marked in the GPU's own order of work, so a step's time is that of its execution, however far the host is
-ahead: the marks are read when the GPU has come past them. A rank that hears of an order late joins it in the middle, and the
-rounds it was late for count on no rank.
+A turn is a few steps under one table. Its first step is not timed, because launches of two tables may meet in it. Every
+step's end is marked in the GPU's own order of work, so a step's time is its execution time, however far ahead the host
+is: the marks are read when the GPU has passed them. A rank that reads of an order late joins in the middle, and the
+rounds that it missed count on no rank.
 """
 
 from collections.abc import Sequence
@@ -13,11 +13,11 @@ from typing import Any, final
 from counterpoint.measurement.values import Order
 from counterpoint.supervised.running_job import AbstractStepClock
 
-TURN_STEPS = 3  # of which the first is not timed
-# Before anything is timed, each path runs for so many turns: the job compiles for it, torch's allocator finds the addresses
-# that come again, and operators record their calls at these (2 H200s, torchtitan: 129, 151, 123, then 109 and 106 ms)
+TURN_STEPS = 3  # steps of a turn; the first is not timed
+# Before anything is timed, each path runs for this many turns: the job compiles for it, torch's allocator settles on
+# addresses, and operators record their calls at these (2 H200s, torchtitan: 129, 151, 123, then 109 and 106 ms)
 PATH_WARM_UP_TURNS = 3
-TurnTimes = tuple[float, ...] | None  # of the timed steps, in microseconds; None for a turn that this rank missed
+TurnTimes = tuple[float, ...] | None  # times of the timed steps, in microseconds; None for a turn that this rank missed
 
 
 @final
@@ -32,18 +32,18 @@ class Turns:
 
     @property
     def end_step(self) -> int:
-        """How many steps have ended when the last turn is over."""
+        """The number of steps that have ended when the last turn is over."""
         return self._start + self._order.num_rounds * len(self._order.entrants) * TURN_STEPS
 
     def entrant_at(self, step: int) -> int | None:
-        """Whose step begins when `step` steps have ended: a place in the order's entrants; None if nobody's."""
+        """Return whose step begins when `step` steps have ended: an index into the order's entrants; None if nobody's."""
         if not self._start <= step < self.end_step:
             return None
         number, place, _ = self._place_of(step)
         return self._rounds.order(self._order.first_round + number)[place]
 
     def step_ended(self, step: int) -> bool:
-        """A step has ended, so that now `step` have: mark it. Whether it was the last one of a turn."""
+        """Mark the end of a step, the `step`-th. Return whether it was the last one of a turn."""
         if not self._start < step <= self.end_step:
             return False
         number, place, within = self._place_of(step - 1)
@@ -55,7 +55,9 @@ class Turns:
         return within == TURN_STEPS - 1
 
     def read(self, step: int) -> list[tuple[int, tuple[TurnTimes, ...]]]:
-        """Rounds that the GPU has come past since the last call, with the turns of each by entrant. Never waits."""
+        """Return the rounds that the GPU has finished since the last call, with the turns of each by entrant. Never
+        waits.
+        """
         found = []
         while self._next_round < self._order.num_rounds and step >= self._end_of_round(self._next_round):
             turns = self._read_round(self._next_round)
@@ -66,11 +68,11 @@ class Turns:
         return found
 
     def is_read(self) -> bool:
-        """Whether all rounds were read."""
+        """Return whether all rounds were read."""
         return self._next_round == self._order.num_rounds
 
     def _place_of(self, step: int) -> tuple[int, int, int]:
-        """Round, place in it and step of the turn, for the step that begins when `step` have ended."""
+        """Return round, position in it and step of the turn, for the step that begins when `step` have ended."""
         turn, within = divmod(step - self._start, TURN_STEPS)
         number, place = divmod(turn, len(self._order.entrants))
         return number, place, within
@@ -79,12 +81,12 @@ class Turns:
         return self._start + (number + 1) * len(self._order.entrants) * TURN_STEPS
 
     def _read_round(self, number: int) -> tuple[TurnTimes, ...] | None:
-        """The turns of a round by entrant; None while the GPU has not come past them."""
+        """Return the turns of a round by entrant; None while the GPU has not finished them."""
         turns: list[TurnTimes] = [None] * len(self._order.entrants)
         for place, entrant in enumerate(self._rounds.order(self._order.first_round + number)):
             marks = self._marks.get((number, place), [])
             if len(marks) < TURN_STEPS:
-                continue  # this rank came late
+                continue  # this rank was late
             times = self._times(marks)
             if times is None:
                 return None
@@ -99,7 +101,7 @@ class Turns:
 
 
 def slowest_rank(by_rank: Sequence[Sequence[TurnTimes]]) -> list[TurnTimes]:
-    """The slowest rank's time of every step of the turns of one round; None for a turn that some rank missed."""
+    """Return the slowest rank's time of every step of the turns of one round; None for a turn that some rank missed."""
     slowest: list[TurnTimes] = []
     for turns in zip(*by_rank, strict=True):
         timed = [turn for turn in turns if turn is not None]

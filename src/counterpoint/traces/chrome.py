@@ -14,6 +14,7 @@ from counterpoint.errors import TraceError
 from counterpoint.timeline import Interval, Timeline
 from counterpoint.value import write_whole
 
+CHROME_SUFFIXES = (".json", ".json.gz")
 Event = dict[str, object]
 
 
@@ -41,7 +42,7 @@ def write_events(path: Path | str, events: Sequence[Event]) -> None:
 
 def check_chrome_path(path: Path) -> None:
     """Raise `TraceError` if `path` does not end in `.json` or `.json.gz`."""
-    if not path.name.endswith((".json", ".json.gz")):
+    if not path.name.endswith(CHROME_SUFFIXES):
         raise TraceError(f"A Chrome trace is written to .json or .json.gz; found {path}.")
 
 

@@ -157,7 +157,7 @@ def refused() -> None:
     )
     first, second = ops.use_plan(mixed)
     assert (first.control, first.target) == ("priority", "gemm*")
-    assert "operators take only copy schedules" in first.reason
+    assert "operators accept only copy schedules" in first.reason
     assert (second.control, second.target) == ("copy_schedule", "all_*")
     assert "leave everything else out" in second.reason
     call("all_gather_matmul")

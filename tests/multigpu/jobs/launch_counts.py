@@ -20,7 +20,7 @@ from counterpoint.launch_filter.control_block import ControlBlock, FilterState
 from counterpoint.supervised.settings import DIRECTORY_VARIABLE
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))  # a job is run as a script: the root is not on the path
-from benchmarks.example_jobs import load_example
+from benchmarks.jobs import stock_jobs
 
 WIDTH, HEAD, TOKENS, LAYERS = 1024, 128, 512, 2
 STEPS_BEFORE, STEPS_COUNTED = 3, 5
@@ -36,7 +36,6 @@ def state_of_filter() -> FilterState:
 
 def main(job: str) -> None:
     join_ranks()
-    stock_jobs = load_example("stock_jobs")
     torch.manual_seed(0)
     blocks = nn.Sequential(*(stock_jobs.Block(WIDTH, HEAD) for _ in range(LAYERS))).to("cuda", torch.bfloat16)
     model = stock_jobs.parallelize(job, blocks, init_device_mesh("cuda", (dist.get_world_size(),)))

@@ -382,7 +382,7 @@ def refused_memory() -> None:
     ops.all_gather_matmul(large, weights[rank], schedule=description)
     (picked,) = [each for each in ops.explain() if f"({2 * large.shape[0]}, " in each.request]
     assert picked.schedule.is_sequential, picked
-    assert "of symmetric memory cannot be had" in picked.reason, picked
+    assert "of symmetric memory cannot be allocated" in picked.reason, picked
     del ballast, large
     torch.cuda.empty_cache()
     for _ in range(2):

@@ -1,7 +1,7 @@
-"""All rules, in the order of a report. A rule is a pure function: context in, one finding or None out.
+"""All rules, in the order of a report. A rule is a pure function from a context to one finding or None.
 
-A rule needs a source that says so, or a measurement: docs/check.md lists both. It stays silent where what it needs is
-unknown, or says that it does not know.
+A rule needs a source or a measurement: docs/check.md lists both. If what it needs is unknown, it returns None or reports
+that it does not know.
 """
 
 from collections.abc import Callable
@@ -56,6 +56,6 @@ RULES: tuple[Rule, ...] = (
 
 
 def find(context: JobContext) -> tuple[Finding, ...]:
-    """What every rule says, the worst first."""
+    """Return the findings of all rules, the worst first."""
     found = [finding for rule in RULES if (finding := rule(context)) is not None]
     return tuple(sorted(found, key=lambda finding: SEVERITIES.index(finding.severity)))

@@ -1,4 +1,4 @@
-"""Controls asked for where they cannot take effect: priority, zero-CTA collectives, symmetric memory, an SM carveout."""
+"""Controls that are requested but cannot take effect: priority, zero-CTA collectives, symmetric memory, an SM carveout."""
 
 from counterpoint.doctor.job_context import Finding, JobContext, is_on
 
@@ -9,7 +9,7 @@ MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
 
 
 def _asked_priority(context: JobContext) -> str:
-    """Where a high priority for collectives is asked, or ''."""
+    """Return where a high priority for collectives is requested, or ''."""
     if is_on(context.value(PRIORITY)):
         return f"{PRIORITY}={context.found(PRIORITY)}"
     hint = context.hint("high_priority")
@@ -22,7 +22,11 @@ def priority_of_waited_collectives(context: JobContext) -> Finding | None:
     if not asked or not context.is_at_least(context.torch_version, 2, 8):
         return None
     fsdp2 = context.hint("fsdp2")
-    of_fsdp2 = " FSDP2's are such: they run on its own streams, which torch makes with priority -1." if fsdp2 else ""
+    of_fsdp2 = (
+        " FSDP2's collectives are called this way: they run on its own streams, which torch makes with priority -1."
+        if fsdp2
+        else ""
+    )
     return Finding(
         severity="note",
         setting="priority of collectives",
@@ -31,7 +35,7 @@ def priority_of_waited_collectives(context: JobContext) -> Finding | None:
         "does not "
         f"reach it.{of_fsdp2}",
         source="pytorch/pytorch pull request 150398 (torch 2.8); torch/distributed/fsdp/_fully_shard, torch 2.13",
-        remedy="Leave it out for FSDP2; elsewhere it works for collectives called with async_op=True, as DDP's are."
+        remedy="Leave it out for FSDP2. Elsewhere it works for collectives called with async_op=True, as DDP's are."
         if fsdp2
         else "Call with async_op=True and wait later, or give the launches a priority in a plan: `counterpoint tune`.",
     )
@@ -44,9 +48,9 @@ def priority_in_graphs(context: JobContext) -> Finding | None:
     if not asked or graph is None or not (is_old or context.vendor == "amd"):
         return None
     reason = (
-        "HIP has never heeded priorities of graph nodes"
+        "HIP has never applied priorities of graph nodes"
         if context.vendor == "amd"
-        else "torch instantiates graphs with node priorities only from 2.10"
+        else "torch instantiates graphs with node priorities only since 2.10"
     )
     return Finding(
         severity="may defeat overlap",
@@ -61,7 +65,7 @@ def priority_in_graphs(context: JobContext) -> Finding | None:
 
 
 def priority_ignored_by_hip(context: JobContext) -> Finding | None:
-    """Priority on AMD, where HIP ignores it unless told."""
+    """Priority on AMD, where HIP ignores it by default."""
     asked = _asked_priority(context)
     value = context.value(HIP_PRIORITY).lower()
     if context.vendor != "amd" or not asked or value in ("0", "false"):
@@ -70,9 +74,11 @@ def priority_ignored_by_hip(context: JobContext) -> Finding | None:
         severity="may defeat overlap",
         setting=HIP_PRIORITY,
         found=f"{context.found(HIP_PRIORITY) or 'not set'}, with {asked}",
-        fact="HIP ignores stream priorities unless this is 0; the default since July 2026. Older releases heed them.",
+        fact="HIP ignores stream priorities unless this is 0. That is the default since July 2026; older releases "
+        "apply them.",
         source="ROCm/rocm-systems pull request 8485; not tried here on AMD hardware",
-        remedy=f"Set {HIP_PRIORITY}=0, measure, and keep it only if it pays: AMD turned it off because RCCL lost by it.",
+        remedy=f"Set {HIP_PRIORITY}=0, measure, and keep it only if it pays: AMD turned priorities off because they "
+        "slowed RCCL.",
     )
 
 
@@ -85,7 +91,7 @@ def _zero_cta(context: JobContext) -> str:
 
 
 def zero_cta_of_reductions(context: JobContext) -> Finding | None:
-    """Collectives without SMs, which only all-gather and all-to-all can be."""
+    """Collectives without SMs; only all-gather and all-to-all can be."""
     asked = _zero_cta(context)
     if not asked or context.vendor == "amd":
         return None
@@ -93,9 +99,8 @@ def zero_cta_of_reductions(context: JobContext) -> Finding | None:
     fact = (
         "This NCCL has no collectives without SMs; they came with 2.28."
         if is_missing
-        else "Only all-gather and all-to-all on buffers in symmetric windows run without SMs. Reduce-scatter, all-reduce "
-        "and ordinary "
-        "buffers use SM kernels, and nothing says so."
+        else "Only all-gather and all-to-all on buffers in symmetric windows run without SMs. Reduce-scatter, "
+        "all-reduce and ordinary buffers use SM kernels, without any message."
     )
     return Finding(
         severity="may defeat overlap",
@@ -103,13 +108,13 @@ def zero_cta_of_reductions(context: JobContext) -> Finding | None:
         found=f"{asked}, NCCL {context.nccl_version or 'of unknown version'}",
         fact=fact,
         source="NCCL documentation, communicator CTA policy flags; NCCL 2.28.9, src/ce_coll.cc",
-        remedy="Do not count on it for DDP's or FSDP's gradients; register all-gather buffers in symmetric windows, and "
-        "look in a trace.",
+        remedy="Do not rely on it for DDP's or FSDP's gradients. Register all-gather buffers in symmetric windows, "
+        "and check in a trace.",
     )
 
 
 def zero_cta_not_understood(context: JobContext) -> Finding | None:
-    """A policy by name, for an NCCL that reads numbers."""
+    """A policy given by name to an NCCL that reads only numbers."""
     value = context.value(POLICY)
     if not value or value.isdigit() or not context.is_older_than(context.nccl_version, 2, 29):
         return None
@@ -117,14 +122,14 @@ def zero_cta_not_understood(context: JobContext) -> Finding | None:
         severity="may defeat overlap",
         setting=POLICY,
         found=f"{context.found(POLICY)}, NCCL {context.nccl_version}",
-        fact="Names such as ZERO and EFFICIENCY are understood from NCCL 2.29; before, the variable is a number.",
+        fact="NCCL accepts names such as ZERO and EFFICIENCY since 2.29; before, the variable must be a number.",
         source="NCCL documentation, environment variables, NCCL_CTA_POLICY",
         remedy=f"Write {POLICY}=1 for EFFICIENCY or {POLICY}=2 for ZERO.",
     )
 
 
 def symmetric_memory_without_peer_access(context: JobContext) -> Finding | None:
-    """Symmetric memory between GPUs that cannot reach each other's memory."""
+    """Symmetric memory between GPUs that cannot access each other's memory."""
     hint = context.hint("symmetric_memory")
     if hint is None or not context.blocked_peers:
         return None
@@ -133,7 +138,7 @@ def symmetric_memory_without_peer_access(context: JobContext) -> Finding | None:
         severity="defeats overlap",
         setting="symmetric memory",
         found=f"{hint.where}; no peer access from GPU {one} to GPU {other}",
-        fact="Symmetric memory is read and written by its peers directly; between these GPUs that is impossible.",
+        fact="Peers read and write symmetric memory directly; these GPUs cannot.",
         source="asked of the driver (cuDeviceCanAccessPeer); PyTorch documentation, symmetric memory",
         remedy="Run on GPUs joined by NVLink or on one PCIe switch, or leave symmetric memory out.",
     )
@@ -148,8 +153,8 @@ def symmetric_memory_without_multicast(context: JobContext) -> Finding | None:
         severity="note",
         setting=MULTICAST,
         found=context.found(MULTICAST),
-        fact="torch's symmetric memory does without the NVSwitch's multicast, which these GPUs have: its multimem "
-        "reductions are not available.",
+        fact="torch's symmetric memory then does not use the NVSwitch's multicast, which these GPUs have, so its "
+        "multimem reductions are not available.",
         source="PyTorch, torch/csrc/distributed/c10d/symm_mem/CUDASymmetricMemoryUtils.cpp; multicast asked of the "
         "driver here",
         remedy="Unset it, unless rendezvous fails on this machine without it.",
@@ -157,7 +162,7 @@ def symmetric_memory_without_multicast(context: JobContext) -> Finding | None:
 
 
 def sm_carveout(context: JobContext) -> Finding | None:
-    """torch's experimental SM carveout, which matrix products do not heed."""
+    """torch's experimental SM carveout, which matrix products ignore."""
     hint = context.hint("sm_carveout")
     if hint is None:
         return None
@@ -168,5 +173,5 @@ def sm_carveout(context: JobContext) -> Finding | None:
         fact="It changed nothing for torch.mm in bf16: with 8 to 32 SMs set aside, cuBLAS still launched a CTA on each "
         "of 132 SMs.",
         source="measured: H200, torch 2.11, CUDA 13.0",
-        remedy="Leave it out; a head start or priority in a plan places collectives first: `counterpoint tune`.",
+        remedy="Leave it out. A head start or a priority in a plan places collectives first: `counterpoint tune`.",
     )

@@ -1,4 +1,4 @@
-"""What Megatron-LM's options say: overlap that is off unless asked for, and a combination that it refuses."""
+"""Megatron-LM's options: overlap that is off by default, and a combination that it rejects."""
 
 from counterpoint.doctor.job_context import SHARDED, Finding, JobContext
 
@@ -6,7 +6,7 @@ SPLITS = ("--tensor-model-parallel-size", "--pipeline-model-parallel-size", "--c
 
 
 def megatron_without_data_parallel_overlap(context: JobContext) -> Finding | None:
-    """Gradients reduced, or parameters gathered, in one piece beside nothing."""
+    """Gradients reduced, or parameters gathered, without any overlap."""
     hint, job = context.hint("megatron"), context.job
     if hint is None or job is None or context.hint(*SHARDED) or _num_replicas(context) == 1:
         return None
@@ -22,15 +22,15 @@ def megatron_without_data_parallel_overlap(context: JobContext) -> Finding | Non
         severity="may defeat overlap",
         setting=" ".join(missing),
         found=f"not given, with {hint.where}",
-        fact="Megatron-LM overlaps data-parallel communication only if asked: without, "
-        f"{' and '.join(what[option] for option in missing)}, exposed in full.",
+        fact="Megatron-LM overlaps data-parallel communication only on request. Without it, "
+        f"{' and '.join(what[option] for option in missing)}, fully exposed.",
         source="Megatron-LM, megatron/training/arguments.py; Megatron Bridge documentation, communication overlap",
         remedy=f"Add {' '.join(missing)}.",
     )
 
 
 def _num_replicas(context: JobContext) -> int | None:
-    """Data-parallel replicas, where the command says how many processes there are."""
+    """Return the number of data-parallel replicas, if the command gives the number of processes."""
     job = context.job
     if job is None or job.num_nodes is None or job.num_processes_per_node is None:
         return None
@@ -41,7 +41,7 @@ def _num_replicas(context: JobContext) -> int | None:
 
 
 def megatron_tp_overlap_without_sequence_parallel(context: JobContext) -> Finding | None:
-    """Tensor-parallel overlap that Megatron-LM refuses."""
+    """Tensor-parallel overlap that Megatron-LM rejects."""
     job = context.job
     if job is None or "--tp-comm-overlap" not in job.options:
         return None
@@ -52,8 +52,8 @@ def megatron_tp_overlap_without_sequence_parallel(context: JobContext) -> Findin
         severity="defeats overlap",
         setting="--tp-comm-overlap",
         found="given without --sequence-parallel" if is_split else "given without --tensor-model-parallel-size above 1",
-        fact="Megatron-LM overlaps tensor-parallel communication with GEMMs only under sequence parallelism, which needs "
-        "tensor parallelism; it stops otherwise.",
+        fact="Megatron-LM overlaps tensor-parallel communication with GEMMs only under sequence parallelism, which "
+        "needs tensor parallelism; otherwise it stops.",
         source="Megatron-LM, megatron/training/arguments.py, validate_args",
         remedy="Add --sequence-parallel." if is_split else "Leave it out, or set --tensor-model-parallel-size.",
     )

@@ -1,9 +1,9 @@
-"""Settings under which kernels cannot run side by side at all, and libraries that stand between a job and the driver."""
+"""Settings with which kernels cannot run concurrently, and libraries between a job and the driver."""
 
 from counterpoint.doctor.job_context import Finding, JobContext, is_nonzero
 
 BLOCKING = ("CUDA_LAUNCH_BLOCKING", "HIP_LAUNCH_BLOCKING", "AMD_SERIALIZE_KERNEL")
-# programs that run one kernel at a time while they look
+# programs that run one kernel at a time while they measure
 SERIALIZING = {
     "ncu": "Nsight Compute, Kernel Profiling Guide: kernel launches are serialized",
     "rocprof-compute": "ROCm Compute Profiler documentation, profile mode: dispatches are serialized across streams",
@@ -19,7 +19,7 @@ def blocking_launches(context: JobContext) -> Finding | None:
         severity="defeats overlap",
         setting=name,
         found=context.found(name),
-        fact="The host waits for each kernel before it issues the next one, so no two kernels ever run side by side.",
+        fact="The host waits for each kernel before it issues the next one, so two kernels never run at the same time.",
         source="CUDA Programming Guide and HIP documentation, environment variables (for debugging only)",
         remedy=f"Unset {name}.",
     )
@@ -35,9 +35,10 @@ def serializing_profiler(context: JobContext) -> Finding | None:
         severity="defeats overlap",
         setting="command",
         found=name,
-        fact="This profiler runs kernels one after the other to measure each alone; collectives and kernels do not overlap.",
+        fact="This profiler runs kernels one after the other to measure each alone, so collectives and kernels do "
+        "not overlap.",
         source=SERIALIZING[name],
-        remedy="Look at overlap with torch.profiler or nsys instead.",
+        remedy="Profile overlap with torch.profiler or nsys instead.",
     )
 
 
@@ -50,24 +51,25 @@ def uncached_memory(context: JobContext) -> Finding | None:
         severity="defeats overlap",
         setting=name,
         found=context.found(name),
-        fact="Each tensor is freed by the driver, which first waits for the whole GPU, collectives in flight included.",
+        fact="The driver frees each tensor, and first waits for the whole GPU, including collectives in flight.",
         source="PyTorch documentation, CUDA environment variables; CUDA Runtime API, cudaFree: implicit synchronization",
         remedy=f"Unset {name}.",
     )
 
 
 def preloaded_interceptor(context: JobContext) -> Finding | None:
-    """Another library that answers for the driver's launches."""
+    """Another library that intercepts the driver's launches."""
     for library in context.preloaded:
         if library.entry_points and not library.is_ours:
             return Finding(
                 severity="may defeat overlap",
                 setting="LD_PRELOAD",
                 found=library.path,
-                fact=f"The library speaks of {', '.join(library.entry_points)}: it may hold back launches, or hide them "
-                "from other filters.",
-                source="the names are in the file; what a preloaded library defines is found before the driver's: ld.so(8)",
-                remedy="Run without it once and compare; with `counterpoint run`, see in the proof at the end that "
+                fact=f"The library contains the names {', '.join(library.entry_points)}: it may delay launches, or "
+                "hide them from other filters.",
+                source="the names are in the file; the loader finds a preloaded library's definitions before the "
+                "driver's: ld.so(8)",
+                remedy="Run once without it and compare. With `counterpoint run`, check in the proof at the end that "
                 "launches are seen.",
             )
     return None
@@ -82,7 +84,7 @@ def preloaded_but_missing(context: JobContext) -> Finding | None:
         severity="note",
         setting="LD_PRELOAD",
         found=missing,
-        fact="The file cannot be read here; the loader leaves it out with one line on standard error, and the job runs "
+        fact="The file cannot be read here. The loader skips it with one line on standard error, and the job runs "
         "without it.",
         source="ld.so(8)",
         remedy="Correct the path, or leave it out.",

@@ -1,4 +1,4 @@
-"""NCCL's variables that slow communication beyond what computation can hide, or take SMs from it; the peer access."""
+"""NCCL variables that make communication too slow to hide, or take SMs from it; and peer access."""
 
 from counterpoint.doctor.job_context import Finding, JobContext, is_nonzero, whole_number
 
@@ -6,28 +6,28 @@ DOCUMENTATION = "NCCL documentation, environment variables"
 HOPPER = (9,)
 # 256 MiB all-reduce on 2 H200s over NVLink, NCCL 2.28.9, ms by CTAs: 24: 0.895, 16: 1.014, 8: 1.665, 4: 3.244
 SLOW_CTAS = 8
-# NCCL takes 24 on 2 to 4 H200s by itself, and its documentation names 32 as the former limit
+# NCCL's default is 24 on 2 to 4 H200s; its documentation names 32 as the former limit
 MANY_CTAS = 32
 THREADS = ("64", "128", "256", "512")
 USUAL_THREADS = 512
 
 
 def peer_to_peer_off(context: JobContext) -> Finding | None:
-    """GPUs of one host that are told not to reach each other."""
+    """Peer access switched off between GPUs of one host."""
     if is_nonzero(context.value("NCCL_P2P_DISABLE")):
         name = "NCCL_P2P_DISABLE"
     elif context.value("NCCL_P2P_LEVEL").upper() in ("LOC", "0"):
         name = "NCCL_P2P_LEVEL"
     else:
         return None
-    if len(context.gpus) == 1 or _are_all_blocked(context):  # there is nothing to switch off
+    if len(context.gpus) == 1 or _are_all_blocked(context):  # one GPU has no peers
         return None
     return Finding(
         severity="may defeat overlap",
         setting=name,
         found=context.found(name),
-        fact="GPUs of one host then exchange everything through host memory, many times slower than NVLink: more than "
-        "computation can hide.",
+        fact="GPUs of one host then exchange all data through host memory, many times slower than NVLink: too slow "
+        "to hide behind computation.",
         source=f"{DOCUMENTATION}, {name} (for debugging, not for production)",
         remedy=f"Unset {name}.",
     )
@@ -43,11 +43,10 @@ def no_peer_access(context: JobContext) -> Finding | None:
         severity="note",
         setting="peer access",
         found=f"none from GPU {one} to GPU {other}" + (f" and in {count - 1} other directions" if count > 1 else ""),
-        fact="NCCL goes through host memory between them; symmetric memory and copies by copy engines from peer to peer "
-        "are impossible.",
+        fact="Between them, NCCL uses host memory; symmetric memory and peer-to-peer copies by copy engines are impossible.",
         source="asked of the driver (cuDeviceCanAccessPeer)",
-        remedy="If the GPUs have NVLink or share a PCIe switch, look at nvidia-smi topo -p2p r and at the container's "
-        "and IOMMU's settings.",
+        remedy="If the GPUs have NVLink or share a PCIe switch, check nvidia-smi topo -p2p r and the container's and "
+        "IOMMU's settings.",
     )
 
 
@@ -65,15 +64,15 @@ def few_ctas(context: JobContext) -> Finding | None:
         severity="may defeat overlap",
         setting=name,
         found=context.found(name),
-        fact="A 256 MiB all-reduce takes 1.1 times as long with 16 CTAs as with NCCL's own 24, 1.9 times with 8, 3.6 "
-        "times with 4.",
-        source="measured: 2 H200s over NVLink, NCCL 2.28.9; over PCIe NCCL takes fewer by itself",
+        fact="A 256 MiB all-reduce takes 1.1 times as long with 16 CTAs as with NCCL's default of 24, 1.9 times "
+        "with 8, 3.6 times with 4.",
+        source="measured: 2 H200s over NVLink, NCCL 2.28.9; over PCIe the default is lower",
         remedy="Leave it out, or measure 16: `counterpoint tune` tries numbers of CTAs and keeps one only if it pays.",
     )
 
 
 def many_ctas(context: JobContext) -> Finding | None:
-    """More CTAs than NCCL takes by itself."""
+    """More CTAs than NCCL's default."""
     name, number = _extreme(context, ("NCCL_MIN_CTAS", "NCCL_MIN_NCHANNELS"), is_least=False)
     if number is None or number <= MANY_CTAS:
         return None
@@ -82,15 +81,17 @@ def many_ctas(context: JobContext) -> Finding | None:
         severity="may defeat overlap",
         setting=name,
         found=context.found(name),
-        fact="A CTA of NCCL takes 52,224 of an SM's 65,536 registers (H200), so a GEMM finds no room on the SMs that "
-        f"hold one.{share}",
+        fact="A CTA of NCCL takes 52,224 of an SM's 65,536 registers (H200), so a GEMM finds no room on an SM that "
+        f"holds one.{share}",
         source=f"{DOCUMENTATION}, {name}; read from NCCL 2.28.9's kernels for sm_90",
-        remedy="Leave it out: NCCL takes 24 CTAs on 2 to 4 H200s by itself.",
+        remedy="Leave it out: NCCL's default is 24 CTAs on 2 to 4 H200s.",
     )
 
 
 def _extreme(context: JobContext, names: tuple[str, str], is_least: bool) -> tuple[str, int | None]:
-    """The name that counts and its number: NCCL takes the most restrictive of the new variable and the old one."""
+    """Return the variable that takes effect and its number: NCCL takes the more restrictive of the new variable and the
+    old one.
+    """
     numbers = [(number, name) for name in names if (number := whole_number(context.value(name))) is not None]
     if not numbers:
         return names[0], None
@@ -99,16 +100,16 @@ def _extreme(context: JobContext, names: tuple[str, str], is_least: bool) -> tup
 
 
 def number_of_threads(context: JobContext) -> Finding | None:
-    """Fewer threads in a CTA, or a number that NCCL does not take."""
+    """Fewer threads in a CTA, or a number that NCCL rejects."""
     name = "NCCL_NTHREADS"
     value = context.value(name)
     if not value or value == str(USUAL_THREADS):
         return None
     fact = (
-        "It lowers the threads of NCCL's CTAs and their bandwidth, not their shared memory: it makes no room where that "
-        "is short."
+        "It lowers the threads of NCCL's CTAs and their bandwidth, not their shared memory: if shared memory "
+        "is short, it makes no room."
         if value in THREADS
-        else f"NCCL takes {', '.join(THREADS[:-1])} or {THREADS[-1]}."
+        else f"NCCL accepts {', '.join(THREADS[:-1])} or {THREADS[-1]}."
     )
     return Finding(
         severity="note",
@@ -116,12 +117,12 @@ def number_of_threads(context: JobContext) -> Finding | None:
         found=context.found(name),
         fact=fact,
         source=f"{DOCUMENTATION}, {name}; read from NCCL 2.28.9's kernels for sm_90",
-        remedy="Leave it out unless a measurement of the whole step speaks for it.",
+        remedy="Leave it out unless a measurement of the whole step shows a gain.",
     )
 
 
 def nvlink_sharp_off(context: JobContext) -> Finding | None:
-    """Reductions in the switch, switched off where the GPUs could have them."""
+    """In-switch reductions, turned off although the GPUs could have them."""
     has_switch = all(gpu.has_multicast is not False for gpu in context.gpus)
     is_capable = has_switch and (context.architecture() or (0,)) >= HOPPER
     if context.value("NCCL_NVLS_ENABLE") != "0" or not is_capable or len(context.gpus) == 1:
@@ -130,7 +131,7 @@ def nvlink_sharp_off(context: JobContext) -> Finding | None:
         severity="note",
         setting="NCCL_NVLS_ENABLE",
         found=context.found("NCCL_NVLS_ENABLE"),
-        fact="Since Hopper an NVSwitch can reduce by itself (NVLink SHARP); switched off, SMs do all of an all-reduce.",
+        fact="Since Hopper an NVSwitch can reduce data (NVLink SHARP). With this off, SMs do all the work of an all-reduce.",
         source=f"{DOCUMENTATION}, NCCL_NVLS_ENABLE",
         remedy="Unset it, unless NCCL fails to start without it; then measure both.",
     )
@@ -145,8 +146,8 @@ def forced_algorithm(context: JobContext) -> Finding | None:
         severity="note",
         setting=name,
         found=context.found(name),
-        fact="One choice for all sizes and collectives takes NCCL's own choice away; what is best for small messages is "
-        "slow for large ones.",
+        fact="One algorithm for all sizes and collectives replaces NCCL's own choice; the best for small messages "
+        "is slow for large ones.",
         source=f"{DOCUMENTATION}, {name} (for debugging, not for production)",
         remedy="Leave it out, unless the job needs it to be deterministic.",
     )
@@ -167,15 +168,15 @@ def network_by_sockets(context: JobContext) -> Finding | None:
         severity="may defeat overlap" if nodes else "note",
         setting=name,
         found=context.found(name) + (f", {nodes} nodes" if nodes else ", an unknown number of nodes"),
-        fact="Between nodes data then goes through IP sockets and host memory instead of InfiniBand or RoCE, if the "
-        "nodes have it.",
+        fact="Between nodes, data then goes through IP sockets and host memory instead of InfiniBand or RoCE, if "
+        "the nodes have it.",
         source=f"{DOCUMENTATION}, {name}",
         remedy=f"Unset {name} if the nodes have InfiniBand or RoCE.",
     )
 
 
 def serialized_communicators(context: JobContext) -> Finding | None:
-    """An implicit order of communicators that an old CUDA can only keep by running them one by one."""
+    """An implicit order of communicators, which an old CUDA can keep only by running them one by one."""
     name = "NCCL_LAUNCH_ORDER_IMPLICIT"
     versions = (context.cuda_version, context.torch_cuda_version)
     old = next((version for version in versions if context.is_older_than(version, 12, 3)), None)

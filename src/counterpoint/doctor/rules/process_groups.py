@@ -1,4 +1,4 @@
-"""Variables of torch's process groups: what makes the host wait, and what has lost its effect."""
+"""Variables of torch's process groups that make the host wait, or that no longer have an effect."""
 
 from counterpoint.doctor.job_context import Finding, JobContext, is_on
 
@@ -12,15 +12,15 @@ def blocking_wait(context: JobContext) -> Finding | None:
         severity="may defeat overlap",
         setting=name,
         found=context.found(name),
-        fact="wait() holds the host until the collective has ended, instead of a stream: nothing further is issued "
-        "meanwhile.",
+        fact="wait() then blocks the host until the collective has ended, instead of a stream, so nothing further "
+        "is issued meanwhile.",
         source="PyTorch documentation, ProcessGroupNCCL environment variables; ray-project/ray issue 29419",
-        remedy=f"Unset {name}; hangs are found without it: TORCH_NCCL_ASYNC_ERROR_HANDLING is on by default.",
+        remedy=f"Unset {name}; hangs are detected without it: TORCH_NCCL_ASYNC_ERROR_HANDLING is on by default.",
     )
 
 
 def timed_collectives(context: JobContext) -> Finding | None:
-    """Events with times around collectives, in one queue."""
+    """Timed events around collectives, in one queue."""
     name = context.first(is_on, "TORCH_NCCL_ENABLE_TIMING", "NCCL_ENABLE_TIMING")
     queues = "CUDA_DEVICE_MAX_CONNECTIONS"
     if name is None or context.value(queues) != "1" or context.vendor == "amd":
@@ -44,8 +44,8 @@ def checked_collectives(context: JobContext) -> Finding | None:
         severity="may defeat overlap",
         setting=name,
         found=context.found(name),
-        fact="Before each collective the hosts of all ranks meet (Gloo) and compare what they call; the host no longer "
-        "runs ahead of the GPU.",
+        fact="Before each collective, the hosts of all ranks synchronize (Gloo) and compare their calls; the host "
+        "no longer runs ahead of the GPU.",
         source="PyTorch documentation, torch.distributed, debugging; pytorch/pytorch pull request 124447",
         remedy=f"Set {name}=INFO, or unset it.",
     )
@@ -60,7 +60,7 @@ def record_streams(context: JobContext) -> Finding | None:
         severity="note",
         setting=name,
         found=f"{context.found(name)}, torch {context.torch_version}",
-        fact="Without effect since torch 2.8: streams are never recorded any more.",
+        fact="It has had no effect since torch 2.8: streams are no longer recorded.",
         source="pytorch/pytorch pull requests 150398 and 194701",
         remedy="Leave it out.",
     )

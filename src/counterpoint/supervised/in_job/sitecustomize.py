@@ -1,9 +1,9 @@
 """Python's start-up hook inside a supervised job: tells the agent of each optimizer step, then runs the next start-up hook.
 
-Python imports a module of this name from the search path when it starts. `counterpoint run` puts this folder in front;
-this file takes it out again, waits for `torch.optim.optimizer` to be imported, registers torch's global hook there, and
-hands over to the `sitecustomize` that would have run without us. Only the standard library is used until a step has
-ended, because the job's Python need not be ours.
+Python imports a module of this name from the search path when it starts. `counterpoint run` puts this folder first. This
+file removes the folder again, waits until `torch.optim.optimizer` is imported, registers torch's global hook there, and
+then runs the `sitecustomize` that would have run otherwise. It uses only the standard library until a step has ended,
+because the job may use another Python.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import os
 import sys
 
 TYPE_CHECKING = False
-if TYPE_CHECKING:  # as `typing` has it, which every start of Python would have to load
+if TYPE_CHECKING:  # the same value as in `typing`, which would slow every start of Python
     from collections.abc import Callable, Sequence
     from types import ModuleType
     from typing import Any
@@ -24,19 +24,21 @@ AWAITED = "torch.optim.optimizer"
 
 
 def report(problem: Exception) -> None:
-    """Say in one line why the agent does not run; the job does."""
+    """Print one line on why the agent does not run; the job goes on."""
     reason = " ".join(f"{type(problem).__name__}: {problem}".split())[:200]
     print(f"counterpoint: the agent cannot run in this process ({reason}); the job runs without it", file=sys.stderr)
 
 
 class OptimizerWatch:
-    """Called after each optimizer step. It stays registered when its work is done: torch forbids leaving from within."""
+    """Called after each optimizer step. It stays registered when its work is done, because torch forbids removing it
+    from within.
+    """
 
     def __init__(self) -> None:
         self.is_done = False
 
     def register(self, module: Any) -> None:
-        """Ask torch to be called, also when an optimizer is made: torch has no hook for that, so `__init__` is wrapped."""
+        """Register with torch, also for new optimizers: torch has no hook for those, so `__init__` is wrapped."""
         module.register_optimizer_step_post_hook(self.stepped)
         make = module.Optimizer.__init__
 
@@ -49,7 +51,7 @@ class OptimizerWatch:
         module.Optimizer.__init__ = make_and_tell
 
     def stepped(self, optimizer: object, _args: object, _kwargs: object) -> None:
-        """Hand the step on to the agent."""
+        """Pass the step on to the agent."""
         if not self.is_done:
             self.tell(lambda agent: agent.optimizer_stepped(optimizer))
 
@@ -68,7 +70,9 @@ class OptimizerWatch:
 
 
 class AwaitedImport:
-    """A finder that finds nothing, but sees `torch.optim.optimizer` being looked for, and has its loader call back."""
+    """A finder that finds nothing itself, but notices the import of `torch.optim.optimizer` and has its loader call
+    back.
+    """
 
     def __init__(self, on_import: Callable[[ModuleType], None]) -> None:
         self.on_import = on_import
@@ -76,7 +80,7 @@ class AwaitedImport:
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        """Find the awaited module as the others would, once; say nothing about any other."""
+        """Find the awaited module with the other finders, once; return None for any other module."""
         if name != AWAITED:
             return None
         sys.meta_path.remove(self)
@@ -91,7 +95,7 @@ class AwaitedImport:
         return None
 
     def follow(self, loader: Any) -> None:
-        """Call back when the loader has run the module; afterwards it is as it was."""
+        """Call back when the loader has run the module; afterwards the loader is as it was."""
         run = loader.exec_module
 
         def exec_module(module: ModuleType) -> None:
@@ -106,13 +110,13 @@ class AwaitedImport:
 
 
 def leave_path() -> None:
-    """Take this folder out of the search path, so that only the environment still names it, for processes to come."""
+    """Remove this folder from the search path; the environment still names it for child processes."""
     here = os.path.dirname(os.path.abspath(__file__))
     sys.path[:] = [entry for entry in sys.path if not entry or os.path.abspath(entry) != here]
 
 
 def run_next() -> None:
-    """Run the start-up hook that this one stands in front of; its errors are Python's to report, as without us."""
+    """Run the start-up hook that this one hides; Python reports its errors as it would otherwise."""
     spec = importlib.machinery.PathFinder.find_spec("sitecustomize", sys.path)
     if spec is None or spec.loader is None:
         return

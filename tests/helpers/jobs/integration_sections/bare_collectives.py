@@ -48,10 +48,10 @@ def bare_collectives_give_the_librarys_results() -> None:
     assert replaced.num_bytes > 0
     for kind, tally in replaced.tallies.items():
         assert f"one of the job's own {WORDS[kind]}: {tally.num_by_copies} times by copies" in str(replaced)
-    refused(collectives.replace, "collectives.replace\\(\\) has torch's functions already")
+    refused(collectives.replace, "collectives.replace\\(\\) has already replaced torch's functions")
     replaced.undo()
     assert known == [getattr(module, name) for module in (dist, distributed_c10d) for name in (GATHER, REDUCE, "all_reduce")]
-    refused(lambda: replaced.use(True), "put the library's functions back")
+    refused(lambda: replaced.use(True), "restored the library's functions")
 
 
 def _everything(cases: list[list[torch.Tensor]], *, is_async: bool) -> list[torch.Tensor]:
@@ -143,7 +143,7 @@ def _left_alone(rank: int, num_ranks: int) -> None:
     dist.all_reduce(scattered)
     assert replaced.num_by_copies == 2
     replaced.undo()
-    refused(lambda: collectives.replace([None]), "groups are process groups")
+    refused(lambda: collectives.replace([None]), "groups must be process groups")
     refused(lambda: collectives.replace(in_flight=0), "in_flight")
     refused(lambda: collectives.replace(is_on="yes"), "is_on is True or False; found 'yes'")
 

@@ -64,7 +64,7 @@ def ddp_refuses() -> None:
     refused(lambda: ddp.register(wide, compression="zip"), "compression")
     refused(lambda: ddp.register(wide, compression=["fp8"]), "compression")
     refused(lambda: ddp.register(wide, max_buffer_bytes=1), "max_buffer_bytes")
-    refused(lambda: ddp.register(narrow, compression="bf16"), "makes nothing smaller")
+    refused(lambda: ddp.register(narrow, compression="bf16"), "saves nothing")
 
 
 def memory_is_reported_and_given_back() -> None:

@@ -121,14 +121,16 @@ def ddp_refuses_a_second_hook() -> None:
     """One line, whoever's the first hook is; the model goes on as it was."""
     model = wrapped()
     first = ddp.register(model, least_part_bytes=0)
-    refused(lambda: ddp.register(model), r"register\(\) has this model already. Switch what it returned")
+    refused(
+        lambda: ddp.register(model), r"register\(\) was already called for this model. Switch the object that it returned"
+    )
     refused(lambda: first.use("on"), "is_on is True or False; found 'on'")
     with_hook = wrapped()
     with_hook.register_comm_hook(None, default_hooks.allreduce_hook)
-    refused(lambda: ddp.register(with_hook), "has a communication hook already, allreduce_hook, and DDP takes one")
+    refused(lambda: ddp.register(with_hook), "already has a communication hook, allreduce_hook, and DDP accepts only one")
     built_in = wrapped()
     built_in._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE)
-    refused(lambda: ddp.register(built_in), "has a communication hook already, a built-in one of torch's")
+    refused(lambda: ddp.register(built_in), "already has a communication hook, a built-in hook of torch")
     assert_close(trained(model), trained(with_hook), 1e-4)
 
 

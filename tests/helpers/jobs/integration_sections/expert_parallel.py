@@ -62,7 +62,7 @@ def expert_parallel_layers() -> None:
         assert_equal(results_of(model), wanted)
     words = str(overlapped)
     assert words.startswith("overlap: off for 2 expert layers: blocks.*.experts (2)"), words
-    refused(lambda: expert_parallel.overlap(model), "blocks.0.experts is overlapped already")
+    refused(lambda: expert_parallel.overlap(model), "blocks.0.experts is already overlapped")
     overlapped.undo()
     refused(lambda: overlapped.use(True), "was undone, so it has no expert layers")
     assert_equal(results_of(model), wanted)
@@ -77,13 +77,13 @@ def expert_parallel_refuses() -> None:
     refused(lambda: expert_parallel.overlap(None), "found one of type NoneType")  # type: ignore[arg-type]
     refused(lambda: expert_parallel.overlap(Mixtures(1, num_experts)), "Parallelize it first")
     deep = spread(Mixtures(1, num_experts), whole_mesh(), DeepEPExpertParallel)
-    refused(lambda: expert_parallel.overlap(deep), "its tokens travel by DeepEP's kernels")
+    refused(lambda: expert_parallel.overlap(deep), "DeepEP's kernels send its tokens")
     model = spread_model()
     model.blocks.append(spread(MoE(num_experts, SquaredExperts).to(DEVICE, torch.float64), whole_mesh()))
     wanted = results_of(model)
     overlapped = expert_parallel.overlap(model)
     assert list(overlapped.refused) == ["blocks.2.experts"]
-    assert "SquaredExperts, whose formula is not known" in str(overlapped)
+    assert "SquaredExperts, whose formula is unknown" in str(overlapped)
     assert_close(results_of(model), wanted, LIMIT)
     assert len(expert_parallel.waiting_experts(model)) == 0
 

@@ -160,10 +160,13 @@ def fsdp2_switches_between_steps() -> None:
 def fsdp2_refuses_a_second_call() -> None:
     model = sharded()
     in_use = fsdp2.use_copy_engines(model, least_part_bytes=0)
-    refused(lambda: fsdp2.use_copy_engines(model), r"has modules of this model already. Switch what it returned")
+    refused(
+        lambda: fsdp2.use_copy_engines(model),
+        r"was already called for modules of this model. Switch the object that it returned",
+    )
     refused(lambda: in_use.use(gathers=1, reduces=True), "gathers is True or False; found 1")
     in_use.undo()
-    refused(lambda: in_use.use(gathers=True, reduces=True), "undo.. has put the model's own collectives back")
+    refused(lambda: in_use.use(gathers=True, reduces=True), "undo.. has restored the model's own collectives")
     assert fsdp2.use_copy_engines(model, least_part_bytes=0).is_on
 
 

@@ -80,7 +80,7 @@ def tensor_parallel_switches() -> None:
     words = str(overlapped)
     assert words.startswith("overlap: off for 7 linears: attention.q, attention.k")
     assert f"{NUM_CALLS * 3} calls by copies" in words
-    refused(lambda: tensor_parallel.overlap(block), "is overlapped already")
+    refused(lambda: tensor_parallel.overlap(block), "is already overlapped")
     refused(lambda: overlapped.use(1), "takes True or False")
     overlapped.undo()
     refused(lambda: overlapped.use(True), "was undone")

@@ -1,4 +1,4 @@
-"""A step to tune on GPUs: torchrun --nproc-per-node 4 -m counterpoint tune examples.captured_step:make_step
+"""A step to tune on GPUs: torchrun --nproc-per-node 4 -m counterpoint tune examples.captured_step.step:make_step
 
 Eight layers of a backward pass: each layer's weight gradient is averaged over the ranks while the next layer computes. The
 elementwise kernels keep every SM busy, so the all-reduce has to wait for them unless a plan says otherwise.

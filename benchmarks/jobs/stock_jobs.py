@@ -1,7 +1,7 @@
 """Stock DDP, FSDP2 and tensor-parallel training of a transformer, to see that `counterpoint run` never makes them slower.
 
-    torchrun --nproc-per-node 4 examples/stock_jobs.py ddp
-    counterpoint run --tune -- torchrun --nproc-per-node 4 examples/stock_jobs.py fsdp2 --steps 300
+    torchrun --nproc-per-node 4 benchmarks/jobs/stock_jobs.py ddp
+    counterpoint run --tune -- torchrun --nproc-per-node 4 benchmarks/jobs/stock_jobs.py fsdp2 --steps 300
 
 The sizes are those of the traces in `examples/traces` (6 layers, 1.2 B parameters, 4,096 tokens per rank, bf16). It does not
 know Counterpoint. `--device cpu --width 64 --tokens 32` runs anywhere.
@@ -29,7 +29,7 @@ class Attention(nn.Module):
         self.q, self.k, self.v, self.o = (nn.Linear(width, width, bias=False) for _ in range(4))
         self.head = head
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:  # noqa: D102
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         batch, tokens, _ = x.shape
         split = [project(x).view(batch, tokens, -1, self.head).transpose(1, 2) for project in (self.q, self.k, self.v)]
         mixed = functional.scaled_dot_product_attention(*split, is_causal=True)
@@ -43,7 +43,7 @@ class FeedForward(nn.Module):
         super().__init__()
         self.up, self.down = nn.Linear(width, 4 * width, bias=False), nn.Linear(4 * width, width, bias=False)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:  # noqa: D102
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.down(functional.gelu(self.up(x)))
 
 
@@ -55,7 +55,7 @@ class Block(nn.Module):
         self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
         self.attention, self.feed_forward = Attention(width, head), FeedForward(width)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:  # noqa: D102
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x + self.attention(self.norm1(x))
         return x + self.feed_forward(self.norm2(x))
 

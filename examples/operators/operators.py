@@ -1,10 +1,13 @@
-"""Operators on several ranks, beside torch's own collectives and matmuls: torchrun --nproc-per-node 2 examples/operators.py
+"""Operators on several ranks, beside torch's own collectives and matmuls.
+
+    torchrun --nproc-per-node 2 examples/operators/operators.py
 
 Each rank takes a GPU where there are GPUs, and else the CPU, at a small size that gains nothing. Every product is made
 twice: by the schedule that is picked for its sizes, and by one that cuts each rank's block in two.
 """
 
 import os
+import sys
 
 import torch
 import torch.distributed as dist
@@ -15,6 +18,8 @@ from counterpoint.schedule import ScheduleDescription
 
 def main() -> None:
     """All-gather + matmul, then matmul + reduce-scatter of its product."""
+    if "RANK" not in os.environ:
+        sys.exit("Start this with torchrun: torchrun --nproc-per-node 2 examples/operators/operators.py")
     on_gpu = torch.cuda.is_available()
     if on_gpu:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))

@@ -1,8 +1,8 @@
 """A training job whose long kernels starve its collectives: what `counterpoint run` is for. It does not know Counterpoint.
 
-    torchrun --nproc-per-node 2 examples/starved.py
-    counterpoint run --tune -o plan.toml -- torchrun --nproc-per-node 2 examples/starved.py
-    counterpoint run --plan plan.toml -- torchrun --nproc-per-node 2 examples/starved.py
+    torchrun --nproc-per-node 2 benchmarks/jobs/starved.py
+    counterpoint run --tune -o plan.toml -- torchrun --nproc-per-node 2 benchmarks/jobs/starved.py
+    counterpoint run --plan plan.toml -- torchrun --nproc-per-node 2 benchmarks/jobs/starved.py
 
 Each layer is a linear regression: an error, a gradient, and the gradient's average over ranks in small buckets, started at
 once and needed only by the optimizer. Both matmuls are Triton kernels of thousands of short CTAs that keep every SM full, so

@@ -1,0 +1,172 @@
+"""What the commands share: the layout of their help, and the arguments and options that several of them take.
+
+`Command` and `Group` add three things to click's: arguments are described like options, help ends in examples, and a group
+lists its commands under headings.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from difflib import get_close_matches
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+if TYPE_CHECKING:
+    from click.shell_completion import CompletionItem
+
+UNBROKEN = {"-": "\u2011", "default: ": "default:\u00a0"}  # hyphens and blanks that no line breaks at
+EVERYTHING = 1000  # letters: summaries of commands are never cut
+CONTEXT_SETTINGS = {"help_option_names": ["-h", "--help"]}
+COMMAND_FOLLOWS = {"allow_interspersed_args": False}  # what follows the first word of a job's command belongs to the job
+FILE = click.Path(path_type=Path)
+Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+
+class HelpFormatter(click.HelpFormatter):
+    """Breaks lines between words only, so that an option stays whole."""
+
+    def write_text(self, text: str) -> None:
+        """Write a paragraph."""
+        super().write_text(_unbroken(text))
+
+    def write_dl(self, rows: Iterable[tuple[str, str]], col_max: int = 30, col_spacing: int = 2) -> None:
+        """Write a list of names, each with its description."""
+        super().write_dl([(name, _unbroken(text)) for name, text in rows], col_max, col_spacing)
+
+    def getvalue(self) -> str:
+        """The whole text, with the usual hyphens and blanks."""
+        text = super().getvalue()
+        for usual, unbroken in UNBROKEN.items():
+            text = text.replace(unbroken, usual)
+        return text
+
+
+def _unbroken(text: str) -> str:
+    for usual, unbroken in UNBROKEN.items():
+        text = text.replace(usual, unbroken)
+    return text
+
+
+class Context(click.Context):
+    """The context of a call; its help is laid out by `HelpFormatter`."""
+
+    formatter_class = HelpFormatter
+
+
+class Argument(click.Argument):
+    """An argument that the help describes."""
+
+    def __init__(self, *arguments: Any, help: str, **attributes: Any) -> None:
+        super().__init__(*arguments, **attributes)
+        self.description = help  # click has `help` from 8.5 on
+
+    def get_help_record(self, ctx: click.Context) -> tuple[str, str]:
+        """The line of the argument: as usage shows it, and what it is."""
+        return self.human_readable_name.strip("[]"), self.description
+
+
+class Command(click.Command):
+    """A command. `examples` are command lines that the help ends with."""
+
+    context_class = Context
+
+    def __init__(self, *arguments: Any, examples: Sequence[str] = (), **attributes: Any) -> None:
+        super().__init__(*arguments, **attributes)
+        self.examples = examples
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the arguments, then the options."""
+        parameters = self.get_params(ctx)
+        for heading, kind in (("Arguments", Argument), ("Options", click.Option)):
+            records = [each.get_help_record(ctx) for each in parameters if isinstance(each, kind)]
+            if described := [record for record in records if record is not None]:
+                with formatter.section(heading):
+                    formatter.write_dl(described)
+
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the examples. They are never folded, since they are there to be copied."""
+        if self.examples:
+            with formatter.section("Examples"):
+                indent = " " * formatter.current_indent
+                formatter.write("".join(f"{indent}{line}\n" for example in self.examples for line in example.split("\n")))
+
+
+class Group(click.Group):
+    """A group of commands. `sections` lists their names under headings; without it they stand under "Commands"."""
+
+    context_class = Context
+    command_class = Command
+
+    def __init__(self, *arguments: Any, sections: Mapping[str, Sequence[str]] | None = None, **attributes: Any) -> None:
+        attributes.setdefault("no_args_is_help", False)
+        super().__init__(*arguments, **attributes)
+        self.sections = sections
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Names of the commands in the order in which they were added, which is the order of use."""
+        return list(self.commands)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the commands under their headings, each with its first sentence."""
+        width = max(map(len, self.commands))  # the descriptions of all sections line up
+        for heading, names in (self.sections or {"Commands": tuple(self.commands)}).items():
+            with formatter.section(heading):
+                formatter.write_dl(
+                    [(f"{name:<{width}}", self.commands[name].get_short_help_str(EVERYTHING)) for name in names]
+                )
+
+    def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
+        """The command that the first word names. Raises `click.UsageError` with the nearest name where there is none."""
+        if args[0] not in self.commands and not ctx.resilient_parsing:
+            nearest = get_close_matches(args[0], self.commands, n=1)
+            hint = f" Did you mean '{nearest[0]}'?" if nearest else ""
+            raise click.UsageError(f"No such command '{args[0]}'.{hint}", ctx)
+        return super().resolve_command(ctx, args)
+
+
+def argument(name: str, *, help: str, **attributes: Any) -> Decorator:
+    """An argument with its description."""
+
+    def decorate(command: Callable[..., Any]) -> Callable[..., Any]:  # click 8.1 keeps the class for one use only
+        return click.argument(name, cls=Argument, help=help, **attributes)(command)
+
+    return decorate
+
+
+def complete_shipped(folder: str) -> Callable[[click.Context, click.Parameter, str], "list[CompletionItem]"]:
+    """For shells: the names of what ships in `folder` of this package; where none fits, files."""
+
+    def complete(context: click.Context, parameter: click.Parameter, incomplete: str) -> "list[CompletionItem]":
+        from click.shell_completion import CompletionItem  # noqa: PLC0415  a fast --help
+
+        from counterpoint.value import shipped_names  # noqa: PLC0415
+
+        names = [name for name in shipped_names(folder) if name.startswith(incomplete)]
+        return [CompletionItem(name) for name in names] or [CompletionItem(incomplete, type="file")]
+
+    return complete
+
+
+def file_option(*names: str, help: str, metavar: str = "FILE") -> Decorator:
+    """An option that takes the path of a file."""
+    return click.option(*names, type=FILE, metavar=metavar, help=help)
+
+
+def output_option(help: str) -> Decorator:
+    """`-o` and `--output`: the file that a command saves what it found in."""
+    return file_option("-o", "--output", help=help)
+
+
+def machine_option(help: str, default: str | None = None) -> Decorator:
+    """`--machine`: a machine's name or file."""
+    return click.option(
+        "--machine",
+        metavar="NAME",
+        default=default,
+        show_default=default is not None,
+        shell_complete=complete_shipped("machines"),
+        help=help,
+    )
+
+
+json_option = click.option("--json", "is_json", is_flag=True, help="Print JSON, for programs.")
