@@ -167,7 +167,8 @@ def test_a_trace_of_another_gpu_than_the_machine() -> None:
 
 
 @pytest.mark.parametrize(
-    ("device", "says"), [([], "a GPU that the trace does not name"), ([{"id": 0, "name": "GPU X"}], "'GPU X', which no shipped")]
+    ("device", "says"),
+    [([], "a GPU that the trace does not name"), ([{"id": 0, "name": "GPU X"}], "'GPU X', which no shipped")],
 )
 def test_a_trace_whose_machine_nobody_knows(device: list[Any], says: str, tmp_path: Path) -> None:
     trace = small_trace()

@@ -50,9 +50,9 @@ class ExpertLayout:
         flat = counts.reshape(self.num_ranks, -1)
         self._sent = (flat.cumsum(1) - flat).reshape(counts.shape)
         self.num_tokens = int(self.pairs[rank].sum())  # of this rank
-        self.num_rows = int(self.pairs[:, rank].sum())  # that this rank's experts compute
+        self.num_rows = int(self.pairs[:, rank].sum())  # rows that this rank's experts compute
         self.num_own = int(self.pairs[rank, rank])
-        self.own = self._run(rank, rank, 0, self.num_experts)  # of this rank's tokens, those for its own experts
+        self.own = self._run(rank, rank, 0, self.num_experts)  # rows of this rank's tokens for its own experts
         self.bounds = [self._bounds(destination, num_groups) for destination in range(self.num_ranks)]
         self.groups = [
             ExpertRange(number, slice(first, last), slice(self._start(first), int(self._ends[rank, last - 1])))
@@ -60,7 +60,7 @@ class ExpertLayout:
         ]
 
     def _bounds(self, destination: int, num_groups: int) -> list[tuple[int, int]]:
-        """The experts of each group of a rank; groups without rows are left out, but for the only one."""
+        """Return the experts of each group of a rank, without groups that have no rows, unless there is only one."""
         ends = self._ends[destination]
         if not ends[-1]:
             return [(0, self.num_experts)]
@@ -80,11 +80,11 @@ class ExpertLayout:
         return slice(start, start + int(self.counts[source, destination, first:last].sum()))
 
     def sent(self, source: int, destination: int, number: int) -> slice:
-        """Rows of a source's tokens that are for a group of a destination's experts."""
+        """Return the rows of a source's tokens that go to a group of a destination's experts."""
         return self._run(source, destination, *self.bounds[destination][number])
 
     def blocks(self, source: int, destination: int, number: int) -> Iterator[Block]:
-        """The blocks of a source for a group of a destination's experts, without empty ones."""
+        """Return the blocks of a source for a group of a destination's experts, without empty ones."""
         part = source, destination, slice(*self.bounds[destination][number])
         found = zip(self._sent[part].tolist(), self._placed[part].tolist(), self.counts[part].tolist(), strict=True)
         return (Block(*each) for each in found if each[2])
@@ -94,22 +94,24 @@ class ExpertLayout:
         return [(self.rank - turn) % self.num_ranks for turn in range(1, self.num_ranks)]
 
     def outgoing(self) -> Iterator[tuple[int, int]]:
-        """(receiver, group) of the pieces that this rank dispatches, the first group of every peer first."""
+        """Return (receiver, group) of the pieces that this rank dispatches, the first group of every peer first."""
         for number in range(max(map(len, self.bounds))):
             for peer in self.peers():
                 if number < len(self.bounds[peer]) and self.has_rows(self.rank, peer, number):
                     yield peer, number
 
     def has_rows(self, source: int, destination: int, number: int) -> bool:
-        """Whether a source has rows for a group of a destination's experts."""
+        """Return whether a source has rows for a group of a destination's experts."""
         return bool(self.counts[source, destination, slice(*self.bounds[destination][number])].any())
 
     def sources(self, number: int) -> list[int]:
-        """The other ranks that have rows for a group of this rank's experts."""
+        """Return the other ranks that have rows for a group of this rank's experts."""
         return [peer for peer in self.peers() if self.has_rows(peer, self.rank, number)]
 
     def returned(self, source: int, destination: int, number: int) -> int:
-        """Where results of a group begin at their source, in memory that others write, which lacks the source's own rows."""
+        """Return where results of a group begin at their source, in memory that others write, which lacks the source's
+        own rows.
+        """
         own = int(self.pairs[source, source]) if destination > source else 0
         start: int = self.sent(source, destination, number).start
         return start - own
