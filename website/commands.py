@@ -14,7 +14,7 @@ COLUMNS = "100"
 # a title at the margin, then what is indented below it
 SECTION = re.compile(r"^(\S[^\n]*):\n((?:(?:  [^\n]*)?\n?)+)", re.MULTILINE)
 NAME = re.compile(r"^  ([a-z][a-z-]*)(?:  |$)", re.MULTILINE)
-NO_COMMANDS = ("Arguments", "Options")
+NO_COMMANDS = ("Arguments", "Options", "Examples")
 
 
 def reference() -> str:

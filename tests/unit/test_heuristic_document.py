@@ -100,10 +100,8 @@ def test_the_page_says_how_many_of_the_shapes_of_both_seeds_are_picked_well(stor
     assert (
         f"mean regret of {100 * regret:.1f} % and {100 * max(each['worst_regret'] for each in seeds):.1f} % at worst" in text
     )
-    assert (
-        f"within 1 % in {then['within_one_percent']} of {then['cases']}, mean regret {100 * then['mean_regret']:.1f} %"
-        in text
-    )
+    near, num_cases, regret = then["within_one_percent"], then["cases"], then["mean_regret"]
+    assert f"within 1 % in {near} of {num_cases}, with a mean regret of {100 * regret:.1f} %" in text
 
 
 def test_every_shape_that_a_seed_drew_was_measured_with_both_operators_and_what_was_picked() -> None:

@@ -43,6 +43,7 @@ ORDER = [
         "cli_plan",
         "cli_run",
         "cli_schedule",
+        "cli_shipped",
         "cli_validate",
     },
     {"cli"},

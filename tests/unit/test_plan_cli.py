@@ -54,7 +54,7 @@ def test_a_plan_is_told_in_words_with_all_its_numbers_reasons_and_refusals(tmp_p
         "transport copy_engine on all_gather of 64 MiB in process group mesh_dp: they only move data",
         "head start 5 us on gemm, numbers 0-2, 7: it wins a race",
         "Numbers count from 0",
-        "priority on 18 collectives: alone it does not change the step",
+        "priority on 18 collectives: no effect when used alone",
         "counterpoint run --plan 0.toml -- torchrun train.py",
         "fsdp2.use_copy_engines(model)",
     ):

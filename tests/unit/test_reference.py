@@ -26,6 +26,7 @@ from counterpoint.metrics import Metrics, RankMetrics
 from counterpoint.plan import Directive, Expectation, Match, Plan, Refusal
 from counterpoint.report.summary import ReportRow, Summary
 from counterpoint.schedule import ScheduleDescription
+from counterpoint.sim.calibration import Constant
 from counterpoint.traces.classify import Rule
 from counterpoint.workloads.description import CollectiveEntry, CopyEntry, Description, Gemm, OtherKernel, Wait
 
@@ -72,6 +73,7 @@ TABLES: MappingProxyType[str, msgspec.Struct | type[msgspec.Struct]] = MappingPr
         "[sweep]": Axes,
         "[[rule]]": Rule(source="s", names=("n",)),
         "The top of a context": JobContext,
+        "A constant": Constant,
         "What tune and simulate print": Summary,
         "An entry of step": ReportRow,
         "metrics": Metrics,

@@ -4,7 +4,7 @@ It reads the trace, divides it into steps and chooses the steady one, finds depe
 builds the operations. The notes, one line each, tell the user about the reading.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -57,16 +57,18 @@ class TracedStep(Value, frozen=True, kw_only=True):
         return html_list(f"Traced step {self.step.name}", lines)
 
 
-def read_trace(path: Path | str, *, rank: int | None = None) -> TracedStep:
+def read_trace(
+    path: Path | str, *, rank: int | None = None, on_progress: Callable[[int, int], None] | None = None
+) -> TracedStep:
     """Read a profiler trace, `.json`, `.json.gz` or `.sqlite`, into its steady step.
 
-    `rank` labels the timeline; the default is the trace's own rank, or 0. Raises `TraceError`, in one line, for any
-    problem with the file.
+    `rank` labels the timeline; the default is the trace's own rank, or 0. `on_progress` is called with the bytes read so far
+    and the size of the file, which is 0 for a pipe. Raises `TraceError`, in one line, for any problem with the file.
     """
     require_kind(path, (str, Path), "read_trace takes a path", "Pass the path of a trace (.json, .json.gz, .sqlite).")
     file = Path(path)
     with _in_one_line(file):
-        trace = read_activity(file)
+        trace = read_activity(file, on_progress)
     return traced_step_of(trace, rank=rank)
 
 
