@@ -93,12 +93,12 @@ class SweepFile(Value, frozen=True, kw_only=True):
     axes: Axes
 
     def key(self, point: dict[str, Any]) -> str:
-        """Sixteen hexadecimal digits of a combination, of the file's other tables, and of Counterpoint's version."""
+        """Return sixteen hexadecimal digits of a combination, of the file's other tables, and of Counterpoint's version."""
         content = repr((_plain(self.base), sorted(point.items()), package_version()))
         return hashlib.sha256(content.encode()).hexdigest()[:16]
 
     def configuration(self, point: dict[str, Any]) -> Configuration:
-        """The step of a combination. Raises `MachineError` where it is impossible."""
+        """Return the step of a combination. Raises `MachineError` if it is impossible."""
         changes: dict[str, dict[str, Any]] = {}
         for name, value in point.items():
             changes.setdefault(TABLE_OF[name], {})["method" if name == "compression" else name] = value
