@@ -50,11 +50,11 @@ def test_a_plan_is_told_in_words_with_all_its_numbers_reasons_and_refusals(tmp_p
         "GAIN both: 10 ms to 9 ms",
         "step: 'trace' (0123456789abcdef)",
         "machine: h200",
-        "expected: 10 ms as it is, 9 ms with the plan, 10.0 % less (simulated)",
+        "expected: 10 ms without the plan, 9 ms with it, 10.0 % less (simulated)",
         "transport copy_engine on all_gather of 64 MiB in process group mesh_dp: they only move data",
         "head start 5 us on gemm, numbers 0-2, 7: it wins a race",
         "Numbers count from 0",
-        "priority on 18 collectives: alone it does not change the step",
+        "priority on 18 collectives: no effect when used alone",
         "counterpoint run --plan 0.toml -- torchrun train.py",
         "fsdp2.use_copy_engines(model)",
     ):
