@@ -1,5 +1,7 @@
+# make           this list
 # make test      everything that needs no GPU: lint, format, types, unit and golden tests
 # make demo      set up, then plan a profiler trace and a described workload by simulation
+# make images    draw the README's pictures anew
 # make test-gpu  the tests that need one GPU or more
 # make bench     the benchmarks that need no GPU
 # make docs      the documentation site in build/site; every link in it is checked (`make test` builds it, too)
@@ -14,7 +16,11 @@ BIN := $(VENV)/bin
 PIP_INSTALL := $(BIN)/python -m pip --disable-pip-version-check install --quiet --no-input
 CHECKED := $(wildcard src tests benchmarks examples website)
 
-.PHONY: test demo docs test-gpu bench wheel setup torch compiler clean
+.PHONY: help test demo docs images test-gpu bench wheel setup torch compiler clean
+
+# the comment at the top of this file
+help:
+	@sed -n -e '/^#/!q' -e 's/^# \{0,1\}//p' $(firstword $(MAKEFILE_LIST))
 
 test: torch compiler docs
 	$(BIN)/ruff check $(CHECKED)
@@ -23,8 +29,20 @@ test: torch compiler docs
 	$(BIN)/pytest -n 2 --dist loadgroup tests/unit tests/golden
 
 demo: setup
-	$(BIN)/counterpoint tune examples/traces/ddp.rank0.json.gz
+	$(BIN)/counterpoint tune examples/traces/starved.rank0.json.gz
 	$(BIN)/counterpoint tune cb_ar_opt2
+	@echo
+	@echo "Try next:"
+	@echo "  . $(BIN)/activate"
+	@echo "  counterpoint analyze examples/traces/ddp.rank0.json.gz examples/traces/ddp.rank1.json.gz   # why is it exposed?"
+	@echo "  counterpoint tune examples/traces/fsdp2.rank0.json.gz -o plan.toml                         # a stock FSDP2 job"
+	@echo "  counterpoint tune YOUR_TRACE.json.gz                                                       # docs/recording.md"
+	@echo "  counterpoint run --tune -o plan.toml -- torchrun --nproc-per-node 8 train.py               # on GPUs, docs/run.md"
+
+# the pictures of the README
+images: setup
+	$(BIN)/counterpoint tune examples/traces/starved.rank0.json.gz --timeline docs/images/timeline.svg
+	$(BIN)/counterpoint tune examples/traces/starved.rank0.json.gz --timeline docs/images/timeline.dark.svg
 
 # the theme's makers warn of a next major version of MkDocs, which the constraints keep out
 docs: $(VENV)/installed-docs

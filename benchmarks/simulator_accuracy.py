@@ -37,7 +37,7 @@ def main() -> None:
     parser.add_argument("--write", action="store_true", help="store the result under benchmarks/results/")
     pairs = head_start_runs()
     groups = {
-        "replay of the shipped traces": (0.015, replays()),
+        "replay of the shipped traces": (0.02, replays()),
         "co-residency": (0.10, coresidency_runs()),
         "speed of capped kernels": (0.12, residency_speed_runs()),
         "head start": (0.08, [entry for pair in pairs for entry in pair]),

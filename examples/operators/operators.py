@@ -7,6 +7,7 @@ twice: by the schedule that is picked for its sizes, and by one that cuts each r
 """
 
 import os
+import sys
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,8 @@ from counterpoint.schedule import ScheduleDescription
 
 def main() -> None:
     """All-gather + matmul, then matmul + reduce-scatter of its product."""
+    if "RANK" not in os.environ:
+        sys.exit("Start this with torchrun: torchrun --nproc-per-node 2 examples/operators/operators.py")
     on_gpu = torch.cuda.is_available()
     if on_gpu:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))

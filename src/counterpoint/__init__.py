@@ -106,19 +106,20 @@ _LAZY = MappingProxyType(
         "workload_names": "counterpoint.workloads",
     }
 )
+_PARTS = ("integrations", "ops")  # packages with public names of their own
 
 
 def __getattr__(name: str) -> object:
     """Load the part that defines a lazy public name (PEP 562)."""
     if name == "__version__":
         return import_module("counterpoint.errors").package_version()
-    if name not in _LAZY:
+    if name not in _LAZY and name not in _PARTS:
         raise AttributeError(f"module 'counterpoint' has no attribute '{name}'")
     try:
-        return getattr(import_module(_LAZY[name]), name)
+        return import_module(f"counterpoint.{name}") if name in _PARTS else getattr(import_module(_LAZY[name]), name)
     except ModuleNotFoundError as problem:
         raise MissingPackageError.of_missing(f"counterpoint.{name}", problem) from problem
 
 
 def __dir__() -> list[str]:
-    return sorted([*__all__, *_LAZY.keys() - __all__, "__version__"])
+    return sorted([*__all__, *_LAZY.keys() - __all__, *_PARTS, "__version__"])

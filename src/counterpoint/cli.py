@@ -5,6 +5,7 @@ import itertools
 import os
 import sys
 from collections.abc import Sequence
+from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,6 +21,7 @@ from counterpoint import (
     cli_plan,
     cli_run,
     cli_schedule,
+    cli_shipped,
     cli_validate,
 )
 from counterpoint.cli_options import (
@@ -43,11 +45,13 @@ if TYPE_CHECKING:
     from counterpoint.timeline import Timeline
 
 STEP = "A profiler trace (.json, .json.gz), a workload file (.toml) or the name of a workload"
+COMPLETION_VARIABLE = "_COUNTERPOINT_COMPLETE"  # set by the shell that asks how a word may go on
 SECTIONS = {
-    "Plan (needs no GPU)": ("tune", "simulate", "sweep", "schedule"),
+    "Plan (needs no GPU)": ("demo", "tune", "simulate", "sweep", "schedule"),
     "Run": ("check", "run", "env"),
     "Measure": ("analyze", "calibrate", "validate", "bench"),
-    "Files": ("plan", "machines"),
+    "Files": ("plan", "machines", "workloads"),
+    "Shell": ("completion",),
 }
 machine_of_step_option = machine_option(
     "A machine's name or file (.toml).  [default: the machine of STEP; h200 for a workload]"
@@ -66,7 +70,8 @@ def main() -> None:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal without UTF-8 shows '?' instead of ending the command
     try:
-        status = run_command(sys.argv[1:])
+        asked = os.environ.get(COMPLETION_VARIABLE)
+        status = run_command(sys.argv[1:]) if not asked else _complete(asked)
         print(end="", flush=True)
     except CounterpointError as problem:
         _fail(str(problem))
@@ -94,6 +99,13 @@ def run_command(arguments: list[str]) -> int:
     except click.exceptions.Exit as ending:
         return ending.exit_code
     return 0
+
+
+def _complete(asked: str) -> int:
+    """Print how the word may go on that a shell asks about, and return the exit status."""
+    from click.shell_completion import shell_complete  # noqa: PLC0415
+
+    return shell_complete(app, {}, "counterpoint", COMPLETION_VARIABLE, asked)
 
 
 def _misuse(problem: click.ClickException) -> str:
@@ -148,7 +160,7 @@ def tune(
     from counterpoint.job import load_job, names_function  # noqa: PLC0415
     from counterpoint.plan import check_plan_name, save_plan  # noqa: PLC0415
     from counterpoint.report.summary import summarize_tuning  # noqa: PLC0415
-    from counterpoint.report.text import ProgressLine  # noqa: PLC0415
+    from counterpoint.report.text import ProgressLine, reading  # noqa: PLC0415
     from counterpoint.report.to_apply import PlanOrigin  # noqa: PLC0415
     from counterpoint.sim import Simulator  # noqa: PLC0415
 
@@ -162,9 +174,9 @@ def tune(
         if calibration is not None:
             raise CounterpointError(f"--calibration is for what is simulated, and '{step}' is measured. Leave it out.")
         cli_gpu.tune_function(step, machine, output, is_json)
-    job = load_job(step, machine).calibrated(calibration)
     count = itertools.count(1)
     with ProgressLine(is_shown=not is_json) as show:
+        job = load_job(step, machine, reading(show, step)).calibrated(calibration)
 
         def on_trial(trial: "Trial") -> None:
             show(f"simulated {format_count(next(count), 'candidate')}; now: {trial.label[:60]}")
@@ -226,6 +238,7 @@ def simulate(
     from counterpoint.plan import LEAVE_IT, load_plan  # noqa: PLC0415
     from counterpoint.planner.idle import review_plan  # noqa: PLC0415
     from counterpoint.report.summary import summarize_simulation  # noqa: PLC0415
+    from counterpoint.report.text import ProgressLine, reading  # noqa: PLC0415
     from counterpoint.sim import Simulator  # noqa: PLC0415
 
     cli_cluster.check_cluster(step, cluster, machine, ranks)
@@ -238,7 +251,8 @@ def simulate(
     chosen = load_plan(plan) if plan is not None else LEAVE_IT
     assumed: tuple[str, ...] = ()
     if cluster is None:
-        job = load_job(step, machine).calibrated(calibration)
+        with ProgressLine(is_shown=not is_json) as show:
+            job = load_job(step, machine, reading(show, step)).calibrated(calibration)
     else:
         job, assumed = cli_cluster.extended_job(step, cluster, ranks)
         job = job.calibrated(calibration)
@@ -252,71 +266,47 @@ def simulate(
         print(f"Timeline saved to {timeline}.")
 
 
+NEXT = """
+Next
+  a trace of your own       counterpoint tune trace.json.gz -o plan.toml
+  why time is exposed       counterpoint analyze trace.json.gz --html page.html
+  a job, as it runs         counterpoint run --tune -o plan.toml -- torchrun train.py
+  a step that you describe  counterpoint workloads cb_ar_opt2 -o step.toml
+Each command has examples: counterpoint tune --help"""
+
+
+@app.command(examples=("counterpoint demo",))
+@click.pass_context
+def demo(context: click.Context) -> None:
+    """Tune a trace that ships with Counterpoint; this takes seconds and no GPU.
+
+    The trace is of an FSDP2 job on four H200s. The report is that of `tune`. Below it stand the commands to try next.
+    """
+    with resources.as_file(resources.files("counterpoint").joinpath("demo", "fsdp2.rank0.json.gz")) as trace:
+        print(f"$ counterpoint tune {trace.name}\n", flush=True)
+        context.invoke(tune, step=str(trace))
+    print(NEXT)
+
+
 @app.command(
     examples=(
-        "counterpoint machines h200",
-        "counterpoint machines h200 -o my.toml",
-        "counterpoint machines --probe -o this.toml",
+        "counterpoint completion bash >> ~/.bashrc",
+        "counterpoint completion zsh >> ~/.zshrc",
+        "counterpoint completion fish > ~/.config/fish/completions/counterpoint.fish",
     )
 )
-@argument(
-    "name",
-    metavar="[NAME]",
-    required=False,
-    shell_complete=complete_shipped("machines"),
-    help="A machine's name or file (.toml).  [default: list all of them]",
-)
-@click.option("--probe", "is_probing", is_flag=True, help="Query and measure the GPUs of this machine instead.")
-@output_option("Save the machine as a file that can be edited (.toml).")
-@json_option
-def machines(name: str | None, is_probing: bool, output: Path | None, is_json: bool) -> None:
-    """List the machines that can be planned for, or show one.
+@argument("shell", metavar="SHELL", type=click.Choice(("bash", "zsh", "fish")), help="bash, zsh or fish.")
+def completion(shell: str) -> None:
+    """Print the script that makes a shell complete the words of this command.
 
-    Every figure of a machine is printed with its source.
+    Start a new shell afterwards. Tab then completes commands, options, files, and names of machines and workloads. bash must
+    be 4.4 or later.
     """
-    from counterpoint.machine import load_machine, machine_names, save_template  # noqa: PLC0415
-    from counterpoint.report import text  # noqa: PLC0415
-    from counterpoint.value import write_json  # noqa: PLC0415
+    from click.shell_completion import get_completion_class  # noqa: PLC0415  a fast --help
 
-    if is_probing:
-        _probe_machine(name, output, is_json)
-        return
-    if output is not None:
-        if name is None:
-            raise CounterpointError(f"Which machine should '{shown(output)}' hold? Name one, or add --probe for this one.")
-        check_outputs((output,), (name,))
-        save_template(name, output)
-    found = [load_machine(each) for each in ([name] if name is not None else machine_names())]
-    if is_json:
-        print(write_json(found[0] if name is not None else found))
-    elif name is not None:
-        text.print_machine(text.new_console(), found[0])
-        if output is not None:
-            print(f"Machine saved to {output}. Change its name and figures, then use it: --machine {output}")
-    else:
-        text.print_machines(text.new_console(), found)
-
-
-def _probe_machine(name: str | None, output: Path | None, is_json: bool) -> None:
-    from counterpoint.cuda.probing import probe  # noqa: PLC0415
-    from counterpoint.machine import check_machine_path, save_machine  # noqa: PLC0415
-    from counterpoint.report import text  # noqa: PLC0415
-    from counterpoint.value import write_json  # noqa: PLC0415
-
-    if name is not None:
-        raise CounterpointError(f"--probe looks at the GPUs of this machine, not at '{name}'. Leave out one of the two.")
-    check_outputs((output,))
-    if output is not None:
-        check_machine_path(output)
-    probed = probe()
-    if output is not None:
-        save_machine(probed.machine, output)
-    if is_json:
-        print(write_json(probed))
-        return
-    text.print_probed(text.new_console(), probed)
-    if output is not None:
-        print(f"Machine saved to {output}. Use it: --machine {output}")
+    kind = get_completion_class(shell)
+    assert kind is not None, "click completes each of the shells above"
+    print(kind(app, {}, "counterpoint", COMPLETION_VARIABLE).source())
 
 
 for command in (
@@ -330,6 +320,8 @@ for command in (
     cli_plan.plan,
     cli_schedule.schedule,
     cli_gpu.bench,
+    cli_shipped.machines,
+    cli_shipped.workloads,
 ):
     app.add_command(command)
 

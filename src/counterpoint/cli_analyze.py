@@ -3,7 +3,7 @@
 import os
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -14,6 +14,7 @@ from msgspec.structs import replace
 
 from counterpoint.cli_options import Command, argument, file_option, json_option, machine_option, output_option
 from counterpoint.errors import AnalysisError, CounterpointError, shown, shown_path
+from counterpoint.units import format_count
 from counterpoint.value import check_outputs, save_text, write_json
 
 if TYPE_CHECKING:
@@ -123,29 +124,37 @@ def analyze(
 def _analyze(traces: Sequence[str], machine: str | None, rules: Path | None, *, simulates: bool) -> "Analysis":
     """All ranks together, and what could be recovered of the first one's step."""
     from counterpoint.analysis.combine import combine  # noqa: PLC0415
+    from counterpoint.report.text import ProgressLine, reading  # noqa: PLC0415
 
     _check_sources(traces)
-    ranks = []
+    ranks: list[RankAnalysis] = []
     step: TracedStep | None = None
-    for number, (rank, traced) in enumerate(_each_rank(traces, rules, simulates=simulates)):
-        ranks.append(rank)
-        step = traced if number == 0 else step
-        _progress(number + 1, len(traces))
-    found = combine(_numbered(ranks))
-    return _with_recoverable(found, step, traces[0], machine) if simulates and step is not None else found
+    with ProgressLine() as show:
+        for rank, traced in _each_rank(traces, rules, reading(show, traces[0]), simulates=simulates):
+            step = step if ranks else traced
+            ranks.append(rank)
+            show(f"read {len(ranks)} of {format_count(len(traces), 'trace')}")
+        found = combine(_numbered(ranks))
+        if not simulates or step is None:
+            return found
+        show("simulating what can be recovered")
+        return _with_recoverable(found, step, traces[0], machine)
 
 
 def _each_rank(
-    traces: Sequence[str], rules: Path | None, *, simulates: bool
+    traces: Sequence[str], rules: Path | None, on_progress: Callable[[int, int], None], *, simulates: bool
 ) -> "Iterator[tuple[RankAnalysis, TracedStep | None]]":
-    """One analysis for each file, made beside each other on all cores; the first comes with its step where asked for."""
+    """One analysis for each file, made beside each other on all cores; the first comes with its step where asked for.
+
+    `on_progress` is told how much of a file is read, where there is only one.
+    """
     from counterpoint.analysis.values import RankAnalysis  # noqa: PLC0415
     from counterpoint.traces.classify import use_rules  # noqa: PLC0415
 
     plans = [simulates and place == 0 for place in range(len(traces))]
     num_workers = min(len(traces), os.cpu_count() or 1)
     if num_workers == 1:
-        yield from map(_analyze_file, traces, plans)
+        yield from (_analyze_file(*each, on_progress) for each in zip(traces, plans, strict=True))
         return
     with ProcessPoolExecutor(num_workers, initializer=use_rules, initargs=(rules,)) as pool:
         for packed, step in pool.map(_packed_analysis, traces, plans):
@@ -158,7 +167,9 @@ def _packed_analysis(path: str, is_planned: bool) -> "tuple[bytes, TracedStep | 
     return msgspec.msgpack.encode(rank), step
 
 
-def _analyze_file(path: str, is_planned: bool) -> "tuple[RankAnalysis, TracedStep | None]":
+def _analyze_file(
+    path: str, is_planned: bool, on_progress: Callable[[int, int], None] | None = None
+) -> "tuple[RankAnalysis, TracedStep | None]":
     """In a process of its own where there are several: what a trace holds is reduced before it is handed back."""
     from counterpoint.analysis.inspector import is_inspector, read_inspector  # noqa: PLC0415
     from counterpoint.analysis.rank import analyze_rank_and_step  # noqa: PLC0415
@@ -166,7 +177,7 @@ def _analyze_file(path: str, is_planned: bool) -> "tuple[RankAnalysis, TracedSte
 
     if is_inspector(Path(path)):
         return read_inspector(Path(path)), None
-    trace = read_activity(Path(path))
+    trace = read_activity(Path(path), on_progress)
     rank, step = analyze_rank_and_step(trace, with_step=is_planned)
     if trace.rank is None:
         named = RANK_IN_NAME.search(os.path.basename(path))
@@ -242,9 +253,3 @@ def _tell(outputs: Outputs, conditions: "Sequence[Condition]", failures: Sequenc
         print(f"counterpoint: fails: {shown(line, 400)}", file=sys.stderr)
     if conditions and not failures and not is_quiet:
         print("No condition of --fail-if holds.")
-
-
-def _progress(done: int, of: int) -> None:
-    if of > 1 and sys.stderr.isatty() and os.environ.get("TERM") != "dumb":
-        sys.stderr.write(f"\r\x1b[Kread {done} of {of} traces" if done < of else "\r\x1b[K")
-        sys.stderr.flush()

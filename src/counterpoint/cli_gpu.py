@@ -16,7 +16,7 @@ import msgspec
 from msgspec.structs import replace
 
 from counterpoint.cli_options import Group, argument, complete_shipped, file_option, output_option
-from counterpoint.errors import DeviceError, StepError, WorkloadError
+from counterpoint.errors import DeviceError, StepError, WorkloadError, shown
 from counterpoint.value import check_outputs, write_json, write_whole
 
 if TYPE_CHECKING:
@@ -268,6 +268,7 @@ def _simulate_paper(asked: BenchOptions, machine_name: str) -> None:
     from counterpoint.paper.grid import simulate_paper  # noqa: PLC0415
     from counterpoint.paper.launches import compiled_for  # noqa: PLC0415
     from counterpoint.paper.sweep import simulate_sweep  # noqa: PLC0415
+    from counterpoint.report.text import ProgressLine  # noqa: PLC0415
     from counterpoint.validation.bounds import bounds_for  # noqa: PLC0415
     from counterpoint.workloads import build_step, workload_names  # noqa: PLC0415
 
@@ -283,20 +284,23 @@ def _simulate_paper(asked: BenchOptions, machine_name: str) -> None:
     ]
     if axes:
         asked.check_panels(len(jobs) * len(axes))
-        sweeps = [
-            simulate_sweep(described, machine, axis, values, is_compiled=is_compiled)
-            for described, machine, is_compiled in jobs
-            for axis, values in axes
-        ]
+        sweeps = []
+        with ProgressLine() as show:
+            for described, machine, is_compiled in jobs:
+                for axis, values in axes:
+                    show(f"simulating {shown(described.name)} on {shown(machine.name)}, sweep of {axis}")
+                    sweeps.append(simulate_sweep(described, machine, axis, values, is_compiled=is_compiled))
         _show_sweeps(sweeps, bounds)
         _finish_sweeps(sweeps, asked, {"gpus": "none used, simulated"}, bounds)
         return
     for described, machine, _ in jobs:
         check_memory(described, machine.gpu.hbm_bytes, f"a GPU of '{machine.name}' has")
     results = []
-    for described, machine, is_compiled in jobs:
-        step = build_step(compiled_for(described, machine.gpu) if is_compiled else described)
-        results.append(replace(simulate_paper(step, machine), iterations=described.iterations))
+    with ProgressLine() as show:
+        for described, machine, is_compiled in jobs:
+            show(f"simulating {shown(described.name)} on {shown(machine.name)}")
+            step = build_step(compiled_for(described, machine.gpu) if is_compiled else described)
+            results.append(replace(simulate_paper(step, machine), iterations=described.iterations))
     _show(results, asked.output, bounds)
 
 

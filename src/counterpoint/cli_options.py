@@ -126,7 +126,11 @@ class Group(click.Group):
 
 def argument(name: str, *, help: str, **attributes: Any) -> Decorator:
     """An argument with its description."""
-    return click.argument(name, cls=Argument, help=help, **attributes)
+
+    def decorate(command: Callable[..., Any]) -> Callable[..., Any]:  # click 8.1 keeps the class for one use only
+        return click.argument(name, cls=Argument, help=help, **attributes)(command)
+
+    return decorate
 
 
 def complete_shipped(folder: str) -> Callable[[click.Context, click.Parameter, str], "list[CompletionItem]"]:

@@ -1,12 +1,16 @@
 """The command line's part for `validate`: the fixed set of cases, predicted beside what was measured, or measured anew."""
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from counterpoint.cli_options import FILE, Command, argument, json_option, output_option
 from counterpoint.errors import CounterpointError
 from counterpoint.value import check_outputs, write_json
+
+if TYPE_CHECKING:
+    from counterpoint.validation.outcome import Outcome
 
 
 @click.command(
@@ -60,12 +64,17 @@ def _measure(output: Path, is_json: bool) -> None:
 
 
 def _show(files: tuple[Path, ...], is_json: bool) -> None:
-    from counterpoint.report.text import new_console  # noqa: PLC0415
+    from counterpoint.report.text import ProgressLine, new_console  # noqa: PLC0415
     from counterpoint.report.validation import print_validation  # noqa: PLC0415
     from counterpoint.validation.outcome import validate_files  # noqa: PLC0415
     from counterpoint.validation.records import shipped_measurements  # noqa: PLC0415
 
-    found = validate_files(files or shipped_measurements())
+    paths = files or shipped_measurements()
+    found: list[Outcome] = []
+    with ProgressLine() as show:
+        for path in paths:
+            show(f"predicting the cases of {path.name}, file {len(found) + 1} of {len(paths)}")
+            found += validate_files([path])
     if is_json:
         print(write_json(found))
         return

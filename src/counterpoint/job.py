@@ -5,6 +5,7 @@ workload. A traced step carries times of one GPU, so it can be planned for that 
 """
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -28,7 +29,7 @@ class Job(Value, frozen=True, kw_only=True):
     machine: Machine
     traced: TracedStep | None = None
 
-    def calibrated(self, path: Path | None) -> "Job":
+    def calibrated(self, path: Path | str | None) -> "Job":
         """Return the job with the simulator's constants from a file; None: with those of its GPU. Raises `MachineError`."""
         if path is None:
             return self
@@ -37,9 +38,10 @@ class Job(Value, frozen=True, kw_only=True):
         return msgspec.structs.replace(self, machine=machine)
 
 
-def load_job(source: str, machine_name: str | None = None) -> Job:
+def load_job(source: str, machine_name: str | None = None, on_progress: Callable[[int, int], None] | None = None) -> Job:
     """Read a trace or a workload, and its machine: the named one, else the traced one, else an H200 node.
 
+    `on_progress` is called with the bytes read of a trace and its size, 0 for a pipe.
     Raises `TraceError`, `WorkloadError`, `MachineError`, or `StepError` if the machine is not the traced GPU.
     """
     _check_text(source)
@@ -47,7 +49,7 @@ def load_job(source: str, machine_name: str | None = None) -> Job:
         raise StepError(f"'{shown_path(source)}' is an address, but only files can be read. Download it, and name the file.")
     is_workload = source.lower().endswith(".toml") or source.lower() in workload_names()
     if not is_workload and is_trace(source):
-        return job_of(read_trace(source), machine_name)
+        return job_of(read_trace(source, on_progress=on_progress), machine_name)
     if not is_workload:
         raise StepError(_why_no_job(source))
     return Job(step=load_workload(source), machine=load_machine(DEFAULT_MACHINE if machine_name is None else machine_name))

@@ -11,8 +11,10 @@ from typing import Literal
 
 import msgspec
 
+from counterpoint.display import html_table, shortened
 from counterpoint.errors import MachineError, require_kind, shown
 from counterpoint.links import Link
+from counterpoint.units import format_bytes, format_rate
 from counterpoint.value import Value, read_shipped, read_toml, require, save_text, save_toml, shipped_names, shipped_text
 
 # Operand types of a matrix multiplication. tf32 is stored as fp32, and the matrix units round it. fp32 is not rounded,
@@ -240,6 +242,24 @@ class Machine(Value, frozen=True, kw_only=True):
                 f"{', '.join(rates)}. Choose one of these, or state the rate in a machine file of your own."
             )
         return rates[element_type]
+
+    def _in_short(self) -> str:
+        gpu = self.gpu
+        hbm = f"HBM {format_rate(gpu.hbm_bytes_per_s)}"
+        link = f"{self.link.kind} {format_rate(self.link.bytes_per_s)}"
+        return f"{self.name!r}: {shortened(self.title)}; {gpu.num_sms} SMs, {hbm}, {link} one way"
+
+    def _repr_html_(self) -> str:
+        """Return what notebooks show of the machine: its main figures."""
+        gpu = self.gpu
+        rows = (
+            ("GPUs", str(self.num_gpus)),
+            ("SMs", str(gpu.num_sms)),
+            ("shared memory per SM", format_bytes(gpu.shared_bytes_per_sm)),
+            ("HBM", f"{format_bytes(gpu.hbm_bytes)}, {format_rate(gpu.hbm_bytes_per_s)}"),
+            ("link, one way", f"{self.link.kind} {format_rate(self.link.bytes_per_s)}"),
+        )
+        return html_table(f"{self.name}: {self.title}", (), rows)
 
 
 def usual_element_type(element_bytes: int) -> ElementType:

@@ -7,11 +7,12 @@ picoseconds, so they are exact and independent of the order of the intervals.
 
 from collections.abc import Iterable, Sequence
 
+from counterpoint.display import html_table
 from counterpoint.errors import StepError, require_kind, shown
 from counterpoint.spans import Span, length, union, without
 from counterpoint.step import Operation, Step
 from counterpoint.timeline import Interval, Timeline
-from counterpoint.units import ps_to_us, us_to_ps
+from counterpoint.units import format_percent, format_us, ps_to_us, us_to_ps
 from counterpoint.value import Value
 
 NOTHING_TO_GAIN = 1e-9
@@ -44,6 +45,12 @@ class Metrics(Value, frozen=True, kw_only=True):
     exposed_us: float
     ranks: tuple[RankMetrics, ...]
     overlap_ratio: float | None = None
+
+    def _repr_html_(self) -> str:
+        """Return what notebooks show of the metrics: the figures over all ranks."""
+        overlap = "" if self.overlap_ratio is None else format_percent(self.overlap_ratio)
+        figures = (format_us(self.makespan_us), format_us(self.exposed_us), overlap)
+        return html_table("Metrics", ("makespan", "exposed", "overlap"), [figures])
 
 
 def measure(timeline: Timeline) -> Metrics:

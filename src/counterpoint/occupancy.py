@@ -221,9 +221,10 @@ def _why_nothing_fits(gpu: Gpu, computation: Footprint, communication: Footprint
         f"{needed.named_barriers}",
     }
     return (
-        f"One computation CTA ({computation.threads_per_cta} threads x {computation.registers_per_thread} registers) leaves "
-        f"no room for a communication CTA ({communication.threads_per_cta} x {communication.registers_per_thread}): it "
-        f"{reasons.get(lacking, 'takes the only CTA slot')}. No cap can help; try a head start or copy engines."
+        f"No cap can help: a communication CTA ({communication.threads_per_cta} threads x "
+        f"{communication.registers_per_thread} registers) does not fit beside a single CTA of the kernel "
+        f"({computation.threads_per_cta} x {computation.registers_per_thread}). The kernel's CTA "
+        f"{reasons.get(lacking, 'takes the only CTA slot')}. Try a head start or copy engines."
     )
 
 
@@ -231,7 +232,7 @@ def _why_registers_lack(gpu: Gpu, held: SmLoad, needed: SmLoad) -> str:
     size = gpu.registers_per_sub_partition
     total, together = size * gpu.num_sub_partitions, sum(held.registers) + sum(needed.registers)
     if together > total:
-        alone = "fills the register file alone: it " if 2 * sum(held.registers) > total else ""
+        alone = "fills the register file: it " if 2 * sum(held.registers) > total else ""
         return f"{alone}holds {sum(held.registers):,} of {total:,} registers, and the other needs {sum(needed.registers):,}"
     most = f"{max(needed.registers):,} of the {size:,} registers of one sub-partition"
     return f"holds {max(held.registers):,} registers of a sub-partition, and the other needs {most}"

@@ -14,9 +14,10 @@ from typing import Literal
 import msgspec
 
 from counterpoint.controls import Control
+from counterpoint.display import html_list, shortened
 from counterpoint.errors import PlanError, require_kind, shown
 from counterpoint.step import CollectiveKind, Operation, OperationKind, Step
-from counterpoint.units import format_bytes, format_numbers
+from counterpoint.units import format_bytes, format_count, format_numbers
 from counterpoint.value import Value, read_toml, require, save_toml
 
 Verdict = Literal["GAIN", "NO_GAIN", "UNKNOWN"]
@@ -196,6 +197,19 @@ class Plan(Value, frozen=True, kw_only=True):
                         f"Directive {number} of the plan holds a {control.tag} for '{shown(directive.match.name)}'; "
                         f"{control.refused_by['step']}. Leave it out here."
                     )
+
+    def _in_short(self) -> str:
+        directives = format_count(len(self.directives), "directive")
+        step, summary = shortened(self.step_name), shortened(self.summary)
+        return f"{self.verdict} for {step!r} on {self.machine!r}: {summary}; {directives}, {len(self.refusals)} left out"
+
+    def _repr_html_(self) -> str:
+        """Return what notebooks show of the plan: the verdict, and each directive with its reason."""
+        lines = (
+            f"{', '.join(control.describe() for control in each.controls)} on {each.match.describe(4)}: {each.reason}"
+            for each in self.directives
+        )
+        return html_list(f"{self.verdict}: {self.summary or 'this plan changes nothing'}", lines)
 
 
 def _others(match: Match) -> str:

@@ -10,8 +10,10 @@ from typing import Literal
 
 import msgspec
 
+from counterpoint.display import html_list, shortened
 from counterpoint.errors import StepError, shown
 from counterpoint.machine import ElementType
+from counterpoint.units import format_bytes, format_count
 from counterpoint.value import Value, require
 
 DependencyOrigin = Literal["exact", "inferred"]
@@ -270,6 +272,25 @@ class Step(Value, frozen=True, kw_only=True):
             waits = [dependency.operation for dependency in operation.waits_for]
             facts.append((operation.kind, operation.name, operation.stream, launch, size, waits))
         return hashlib.sha256(msgspec.json.encode((self.num_ranks, facts))).hexdigest()[:16]
+
+    def _in_short(self) -> str:
+        return f"{shortened(self.name)!r}: {', '.join(contents_of(self))}"
+
+    def _repr_html_(self) -> str:
+        """Return what notebooks show of the step: the number of its operations."""
+        return html_list(f"Step {self.name}", contents_of(self))
+
+
+def contents_of(step: Step) -> tuple[str, ...]:
+    """Describe how many operations of each kind a step holds, and its number of ranks."""
+    collectives = [operation for operation in step.operations if isinstance(operation, Collective)]
+    num_copies = sum(isinstance(operation, Copy) for operation in step.operations)
+    return (
+        format_count(len(step.operations) - len(collectives) - num_copies, "kernel"),
+        f"{format_count(len(collectives), 'collective')} of {format_bytes(sum(each.num_bytes for each in collectives))}",
+        format_count(num_copies, "copy or fill", "copies and fills"),
+        format_count(step.num_ranks, "rank"),
+    )
 
 
 def _check_operation(index: int, operation: Operation) -> None:

@@ -6,10 +6,12 @@ A timeline may be measured or simulated; readers do not distinguish. `origin` is
 from abc import ABC, abstractmethod
 from typing import Literal
 
+from counterpoint.display import html_list, shortened
 from counterpoint.errors import StepError, shown
 from counterpoint.machine import Machine
 from counterpoint.plan import Plan
 from counterpoint.step import OperationKind, Step
+from counterpoint.units import format_count, format_us
 from counterpoint.value import Value, require
 
 NO_OPERATION = -1  # marks an interval that ran during the step and is none of its operations
@@ -59,6 +61,18 @@ class Timeline(Value, frozen=True, kw_only=True):
     def of_rank(self, rank: int) -> tuple[Interval, ...]:
         """The intervals of one rank."""
         return tuple(interval for interval in self.intervals if interval.rank == rank)
+
+    def _contents(self) -> tuple[str, ...]:
+        end_us = max(interval.end_us for interval in self.intervals)
+        ranks = format_count(len(self.ranks()), "rank")
+        return self.origin, format_count(len(self.intervals), "interval"), ranks, f"ends at {format_us(end_us)}"
+
+    def _in_short(self) -> str:
+        return f"of {shortened(self.step_name)!r}: {', '.join(self._contents())}"
+
+    def _repr_html_(self) -> str:
+        """Return what notebooks show of the timeline: its origin and its length."""
+        return html_list(f"Timeline of {self.step_name}", self._contents())
 
 
 class AbstractExecutor(ABC):

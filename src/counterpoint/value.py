@@ -13,6 +13,7 @@ from typing import TypeVar
 
 import msgspec
 
+from counterpoint.display import MOST_LETTERS, fields_in_short
 from counterpoint.errors import CounterpointError, shown_path
 from counterpoint.files import GZIP_MAGIC, read_limited
 from counterpoint.mismatch import describe_mismatch, place_of
@@ -22,6 +23,14 @@ T = TypeVar("T")
 
 class Value(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """Base of all values. Subclasses check themselves in `__post_init__` and raise a `CounterpointError`."""
+
+    def __repr__(self) -> str:
+        """Return every field; of a value that would take more than 1,000 letters, only the essentials."""
+        whole = super().__repr__()
+        return whole if len(whole) <= MOST_LETTERS else f"<{type(self).__name__} {self._in_short()}>"
+
+    def _in_short(self) -> str:
+        return fields_in_short((name, getattr(self, name)) for name in self.__struct_fields__)
 
 
 def require(condition: bool, error: type[CounterpointError], message: str) -> None:

@@ -125,4 +125,4 @@ def test_a_cap_that_cannot_be_is_refused_and_the_job_goes_on(tmp_path: Path, unt
     assert answers["losses"] == untouched["losses"]
     (counters,) = state.counters
     assert counters.num_capped == 0
-    assert "does not let the kernel use so much shared memory" in counters.refusal
+    assert "does not allow the kernel so much shared memory" in counters.refusal

@@ -18,7 +18,7 @@ REPLACED = (
 )
 REFUSED = {
     "odd all_reduce": "multiples of 16 bytes",
-    "all_reduce max": "neither by a sum nor by a mean",
+    "all_reduce max": "by something else than a sum or a mean",
 }
 
 

@@ -48,7 +48,7 @@ def test_the_wait_for_a_later_rank_is_that_ranks() -> None:
     assert exposed_by_cause(analysis, 1) == pytest.approx({"dependent": 150.0})
     wait = next(interval for interval in analysis.exposed if interval.cause == "slow_rank")
     assert (wait.start_us, wait.end_us, wait.other_rank) == (200.0, 300.0, 1)
-    assert "Rank 1 came to all_reduce of 1 MiB 100 us later than rank 0" in wait.evidence
+    assert "Rank 1 reached all_reduce of 1 MiB 100 us later than rank 0" in wait.evidence
     assert "ran a matmul" in wait.evidence
     skew = analysis.skews[1]
     assert (skew.first_rank, skew.last_rank, skew.skew_us, skew.latency_us) == (0, 1, 100.0, 50.0)
@@ -183,7 +183,7 @@ def test_ranks_that_do_not_belong_are_named_and_left_out() -> None:
     analysis = combine([*pair(), other_job, again])
 
     assert [rank.path for rank in analysis.ranks] == ["rank0.json", "rank1.json"]
-    assert any("other.json is of a job of 8 ranks" in problem for problem in analysis.problems)
+    assert any("other.json comes from a job of 8 ranks" in problem for problem in analysis.problems)
     assert any("again.json and rank0.json are both of rank 0" in problem for problem in analysis.problems)
 
 
@@ -199,9 +199,9 @@ def test_missing_ranks_are_named_wherever_figures_depend_on_them() -> None:
     analysis = combine(ranks)
 
     assert analysis.missing_ranks == (1, 3)
-    assert "the 2 ranks present of 4" in analysis.headline.verdict
-    assert "of the 2 ranks present of 4: time spent waiting for ranks 1, 3" in analysis.problems[0]
-    assert any("Give the traces of ranks 1, 3" in line for line in analysis.headline.next)
+    assert "2 of 4 ranks" in analysis.headline.verdict
+    assert "of 2 of 4 ranks: time spent waiting for ranks 1, 3" in analysis.problems[0]
+    assert any("Add the traces of ranks 1, 3" in line for line in analysis.headline.next)
 
 
 def test_the_verdict_says_what_is_exposed_and_mainly_why() -> None:
@@ -218,7 +218,7 @@ def test_the_verdict_says_what_is_exposed_and_mainly_why() -> None:
     ("collectives", "exposed", "begins"),
     [
         ([], [], "No communication in rank 0"),
-        ([traced(0, 0, 0, 100)], [], "Nothing is exposed: all 100 us of communication"),
+        ([traced(0, 0, 0, 100)], [], "Nothing is exposed: computation hides all 100 us of communication"),
     ],
 )
 def test_the_verdict_where_nothing_is_exposed(

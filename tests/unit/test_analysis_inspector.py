@@ -59,9 +59,9 @@ def test_what_a_log_cannot_tell_is_absent_and_said(tmp_path: Path) -> None:
     found = combine([read_inspector(log(tmp_path, [record(number=n) for n in range(3)]))])
     assert (found.causes, found.exposed, found.overlap_ratio, found.breakdowns) == ((), (), None, ())
     assert found.ranks[0].steps == ()
-    assert any("exposed time" in line and "not known" in line for line in found.ranks[0].problems)
+    assert any("exposed time" in line and "are unknown" in line for line in found.ranks[0].problems)
     assert found.headline.verdict == (
-        "NCCL Inspector's log of rank 0: 3 collectives in 1 communicator; exposed time is not known."
+        "NCCL Inspector's log of rank 0: 3 collectives in 1 communicator; exposed time is unknown."
     )
     assert "each rank starts at zero" not in render_page(found)
 
@@ -97,7 +97,7 @@ def test_lines_that_hold_no_record_are_counted_and_named(tmp_path: Path) -> None
     assert len(found.collectives) == 1
     said = " ".join(found.problems)
     assert "5 entries (lines 1, 3-5, 7) could not be read" in said
-    assert "1 entry of functions that are not known ('Mystery')" in said
+    assert "1 entry of unknown functions ('Mystery')" in said
 
 
 def test_entries_without_a_time_or_by_the_host_are_said_and_give_no_bandwidth(tmp_path: Path) -> None:

@@ -50,7 +50,7 @@ def test_a_step_annotation_that_holds_nothing_is_a_problem_not_an_error(tmp_path
     trace.kernel(MATMUL, 100, 50)
     trace.collective(120, 60)
     analysis = analyze(trace, tmp_path)
-    assert any("whole trace is taken as one step" in problem for problem in analysis.problems)
+    assert any("whole trace counts as one step" in problem for problem in analysis.problems)
     assert analysis.steps[0].communication_us == 60
     assert analysis.steps[0].exposed_us == 30
 

@@ -221,7 +221,7 @@ def program(file: Path, content: str = "#!/bin/sh\n") -> str:
 def test_a_launcher_that_is_not_on_the_path_is_said_where_a_wrapper_starts_it(tmp_path: Path) -> None:
     program(tmp_path / "srun")
     found = look("srun", "accelerate", "launch", "train.py", PATH=str(tmp_path))
-    assert any("accelerate: it is not on the path" in line for line in found.unknown)
+    assert any("accelerate: it is not on the PATH" in line for line in found.unknown)
 
 
 @pytest.mark.parametrize(
@@ -258,7 +258,7 @@ def test_the_path_that_the_command_sets_is_where_its_programs_are(tmp_path: Path
     program(there / "accelerate", f"#!{sys.executable}\n")
     for command in ("env PATH={there} accelerate launch train.py", "srun --export=PATH={there} accelerate launch train.py"):
         found = look(*command.format(there=there).split(), PATH=str(here))
-        assert not any("not on the path" in line for line in found.unknown)
+        assert not any("not on the PATH" in line for line in found.unknown)
         assert "PATH" not in found.environment | found.origins
     with pytest.raises(JobContextError, match="'srun' was not found"):
         look("env", f"PATH={there}", "srun", "accelerate", "launch", "train.py", PATH=str(here))

@@ -19,10 +19,14 @@ from unittest.mock import patch
 
 import click
 import pytest
+from click.shell_completion import ShellComplete
 
-from counterpoint.cli import app, run_command
+from counterpoint import workloads
+from counterpoint.cli import COMPLETION_VARIABLE, app, run_command
 from counterpoint.machine import load_machine, machine_names, save_template
 from counterpoint.units import format_rate
+from counterpoint.value import shipped_text
+from counterpoint.workloads import load_workload, workload_names
 from helpers.command import COUNTERPOINT, TRACES, counterpoint, refusal
 
 FSDP2 = TRACES / "fsdp2.rank0.json.gz"
@@ -122,7 +126,7 @@ def examples_of(command: click.Command) -> list[str]:
 @pytest.mark.parametrize("command", [each for each, found in COMMANDS.items() if examples_of(found)], ids=" ".join)
 def test_the_examples_of_the_help_can_be_parsed(command: tuple[str, ...]) -> None:
     for example in examples_of(COMMANDS[command]):
-        words = shlex.split(example)
+        words = shlex.split(re.split(r" >>? ~", example)[0])
         typed = words[words.index("counterpoint") + 1 :]
         assert tuple(typed[: len(command)]) == command
         COMMANDS[command].make_context("counterpoint", typed[len(command) :])
@@ -264,6 +268,72 @@ def test_machines_writes_a_template(tmp_path: Path) -> None:
     assert "must end in .toml" in refusal("machines", "h200", "-o", "my.txt", cwd=tmp_path)
 
 
+@pytest.mark.parametrize("name", workload_names())
+def test_a_workload_is_saved_as_a_template_that_is_read_back(name: str, tmp_path: Path) -> None:
+    workloads.save_template(name, tmp_path / "my.toml")
+    assert load_workload(tmp_path / "my.toml") == load_workload(name)
+    workloads.save_template(tmp_path / "my.toml", tmp_path / "again.toml")
+    assert (tmp_path / "again.toml").read_text() == (tmp_path / "my.toml").read_text()
+
+
+def test_workloads_are_listed_shown_and_written(tmp_path: Path) -> None:
+    listed = counterpoint("workloads").stdout.splitlines()[2:]
+    assert [line.split()[0] for line in listed] == workload_names() == [each["name"] for each in as_json("workloads")]
+    shown = counterpoint("workloads", "cb_ar_opt2").stdout
+    assert shown == shipped_text("workloads/cb_ar_opt2.toml")
+    assert as_json("workloads", "cb_ar_opt2")["gemms"][0]["m"] == 8192
+    done = counterpoint("workloads", "cb_ar_opt2", "-o", "my.toml", cwd=tmp_path)
+    assert done.stdout == "Workload saved to my.toml. Change its name and sizes, then use it: counterpoint tune my.toml\n"
+    assert "Which workload should 'my.toml' hold? Name one." in refusal("workloads", "-o", "my.toml", cwd=tmp_path)
+    assert "must end in .toml; found 'my.txt'" in refusal("workloads", "cb_ar_opt2", "-o", "my.txt", cwd=tmp_path)
+    assert "already uses that file" in refusal("workloads", "my.toml", "-o", "my.toml", cwd=tmp_path)
+    assert "Unknown workload 'nope'" in refusal("workloads", "nope")
+
+
+@pytest.mark.parametrize(
+    ("typed", "expected"),
+    [
+        ("", {"tune", "machines"}),
+        ("mach", {"machines"}),
+        ("tune --mach", {"--machine"}),
+        ("tune --machine h", {"h100", "h200"}),
+        ("simulate cb_ar", {"cb_ar_opt1", "cb_ar_opt2"}),
+        ("schedule show all_g", {"all_gather_matmul"}),
+    ],
+)
+def test_shells_complete_commands_options_and_names(typed: str, expected: set[str]) -> None:
+    *before, incomplete = typed.split(" ")
+    found = ShellComplete(app, {}, "counterpoint", COMPLETION_VARIABLE).get_completions(before, incomplete)
+    assert expected <= {each.value for each in found}
+    assert typed == "" or expected == {each.value for each in found}
+
+
+def test_a_file_is_completed_where_no_name_fits() -> None:
+    (found,) = ShellComplete(app, {}, "counterpoint", COMPLETION_VARIABLE).get_completions(["tune"], "my_tr")
+    assert (found.type, found.value) == ("file", "my_tr")
+
+
+def test_the_script_for_bash_completes_by_asking_the_command(tmp_path: Path) -> None:
+    script = counterpoint("completion", "bash").stdout
+    ask = f"{script}\nCOMP_WORDS=({COUNTERPOINT} machines h2); COMP_CWORD=2\n"
+    ask += f"_counterpoint_completion {COUNTERPOINT}\necho ${{COMPREPLY[@]}}"
+    assert subprocess.run(["bash", "-c", ask], capture_output=True, text=True, check=True).stdout == "h200\n"
+    assert "is not one of 'bash', 'zsh', 'fish'" in refusal("completion", "tcsh")
+
+
+def test_the_demo_shows_a_gain_and_commands_to_try_next(tmp_path: Path) -> None:
+    done = counterpoint("demo", cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    first, _, told = done.stdout.partition("\n\n")
+    assert first == "$ counterpoint tune fsdp2.rank0.json.gz"
+    assert "\nGAIN  copy engines: " in told
+    for line in re.findall(r"counterpoint [a-z].*", told.partition("\nNext\n")[2]):
+        command, *rest = shlex.split(line)[1:]
+        assert (command,) in COMMANDS
+        if rest != ["--help"]:
+            COMMANDS[(command,)].make_context(command, rest)
+
+
 def test_machines_are_listed_and_shown_with_sources() -> None:
     names = [machine["name"] for machine in as_json("machines")]
     assert names == sorted(names)
@@ -362,6 +432,21 @@ def test_ctrl_c_ends_with_130_and_no_word(tmp_path: Path) -> None:
         finally:
             process.kill()
     assert (process.returncode, output, error) == (130, b"", b"")
+
+
+def test_ctrl_c_while_the_command_is_loaded_is_quiet(tmp_path: Path) -> None:
+    (tmp_path / "counterpoint").mkdir()
+    (tmp_path / "counterpoint" / "__init__.py").write_text("print('loading', flush=True)\nimport time\ntime.sleep(20)\n")
+    script = "import signal, counterpoint_command as c; signal.signal(signal.SIGINT, signal.default_int_handler); c.main()"
+    path = os.pathsep.join([str(tmp_path), *sys.path])
+    with subprocess.Popen(
+        [sys.executable, "-c", script], env=os.environ | {"PYTHONPATH": path}, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"loading\n"
+        process.send_signal(signal.SIGINT)
+        assert process.communicate(timeout=20) == (b"", b"")
+    assert process.returncode == -signal.SIGINT
 
 
 def test_importing_the_package_loads_neither_numpy_nor_the_command_line() -> None:

@@ -85,7 +85,7 @@ def test_logs_of_nccl_inspector_give_sizes_groups_and_waits(tmp_path: Path) -> N
     html, summary = tmp_path / "r.html", tmp_path / "s.md"
     status, out, err = analyze(*logs, "--html", str(html), "--markdown", str(summary))
     assert (status, err) == (0, "")
-    assert "2 collectives in 1 communicator; exposed time is not known." in summary.read_text()
+    assert "2 collectives in 1 communicator; exposed time is unknown." in summary.read_text()
     for table in ("Logged communication by process group", "Waits of ranks", "Collectives by size"):
         assert table in out
         assert table in html.read_text()
@@ -115,7 +115,7 @@ def test_a_log_refuses_what_needs_steps_in_one_line(tmp_path: Path) -> None:
         ([str(Path(__file__))], "is not a profiler trace"),
         ([DDP[0], "--fail-if", "exposed"], "--fail-if takes conditions"),
         ([DDP[0], "--no-recover", "--fail-if", "step > baseline"], "Add --baseline FILE"),
-        ([DDP[0], "--baseline", DDP[0]], "is no saved analysis"),
+        ([DDP[0], "--baseline", DDP[0]], "is not a saved analysis"),
         ([DDP[0], "--merge", "out.txt"], "written to .json or .json.gz"),
         ([DDP[0], "--html", DDP[0]], "already uses that file"),
         ([DDP[0], "--rules", str(Path(__file__))], "is not TOML"),

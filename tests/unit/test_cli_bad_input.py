@@ -233,7 +233,7 @@ CAP = 'control = "residency_cap", ctas_per_sm = {}, dynamic_shared_bytes = {}'
             directive('control = "transport", transport = "copy_engine"', "computation"),
             ["A transport control cannot apply to", "which is computation", "kind"],
         ),
-        (directive('control = "priority", priority = -500'), ["from -5 (greatest) to 0; found -500", "Ask for -5"]),
+        (directive('control = "priority", priority = -500'), ["from -5 (highest) to 0 (lowest); found -500", "Ask for -5"]),
         (directive('control = "priority", priority = 1'), ["directives[0].controls[0]: ", "0 or lower", "found 1"]),
         (directive('control = "communication_ctas", max_ctas = 65'), ["from 1 to 64; found 65"]),
         (directive('control = "head_start", hold_us = 0', "computation"), ["above 0", "found 0"]),

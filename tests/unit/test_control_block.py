@@ -140,7 +140,7 @@ def test_the_largest_table_fits_and_one_rule_or_one_byte_more_is_refused(tmp_pat
     block = ControlBlock.open(path)
     assert block.state().rules == tuple(rules)
     block.close()
-    with pytest.raises(PlanError, match=f"may have {layout.MAX_RULES} rules of launches; found {layout.MAX_RULES + 1}"):
+    with pytest.raises(PlanError, match=f"may have {layout.MAX_RULES} rules for launches; found {layout.MAX_RULES + 1}"):
         ControlBlock.write_initial(path, [*rules, rules[0]])
     with pytest.raises(PlanError, match="found 65,537"):
         ControlBlock.write_initial(path, [*rules[1:], FilterRule(pattern="x" * (size + 1))])
@@ -149,8 +149,8 @@ def test_the_largest_table_fits_and_one_rule_or_one_byte_more_is_refused(tmp_pat
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        (b"", "has 0 bytes, and a control block has"),
-        (bytes(sizeof(layout.BlockRecord)), "is no control block of this version"),
+        (b"", "has 0 bytes, but a control block has"),
+        (bytes(sizeof(layout.BlockRecord)), "is not a control block of this version"),
     ],
 )
 def test_another_file_is_no_control_block(tmp_path: Path, content: bytes, said: str) -> None:
@@ -201,7 +201,7 @@ def test_controls_of_the_process_group_are_neither_rules_nor_refusals(controls: 
 @pytest.mark.parametrize(
     ("match", "said"),
     [
-        ({"kind": "copy"}, "it is for copies"),
+        ({"kind": "copy"}, "it matches copies"),
         ({"name": "gemm[12]"}, r"not \[...\]"),
     ],
 )
@@ -218,13 +218,13 @@ def test_without_the_step_what_names_cannot_say_is_refused(match: dict[str, obje
         (
             {"name": "gemm", "kind": "computation", "ordinals": (0, 3)},
             "gemm, numbers 0, 3",
-            "the plan means 2 launches by number, and eager launches have only names",
+            "the plan matches 2 launches by number, but eager launches have only names",
             ("gemm", "computation"),
         ),
         (
             {"kind": "communication", "collective": "all_gather", "process_group": "mesh_dp", "num_bytes": 1 << 20},
             "all_gather of 1 MiB in process group mesh_dp",
-            "the plan means all_gather and process group mesh_dp and 1 MiB, and eager launches have only names",
+            "the plan matches all_gather and process group mesh_dp and 1 MiB, but eager launches have only names",
             ("*", "communication"),
         ),
     ],
@@ -304,7 +304,7 @@ def test_a_literal_pattern_has_no_wildcards_left(name: str) -> None:
     ("fields", "said"),
     [
         ({"pattern": ""}, "needs a pattern"),
-        ({"kind": "copy"}, "is for kernels"),
+        ({"kind": "copy"}, "must be for kernels"),
         ({"dynamic_shared_bytes": -1}, "0 or more bytes"),
         ({"carveout_percent": 101}, "carveout of -1 to 100"),
         ({"hold_us": 0.0}, "above 0 and at most 1000 us"),

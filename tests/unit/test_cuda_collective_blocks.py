@@ -100,7 +100,7 @@ def test_a_reduction_has_the_blocks_of_all_ranks_in_rows_whose_sum_is_the_rank_s
 @pytest.mark.parametrize(
     ("collective", "words"),
     [
-        (issued("all_reduce", 8, 8, reduction="other"), "neither by a sum nor by a mean"),
+        (issued("all_reduce", 8, 8, reduction="other"), "by something else than a sum or a mean"),
         (issued("all_reduce", 8, 8, reduction="sum", nodes=(1, 2)), "became 2 nodes that do work"),
         (issued("all_reduce", 8, 8, reduction="sum", nodes=()), "became 0 nodes that do work"),
         (issued("all_to_all", 8, 8, given=extent(8, is_contiguous=False)), "not contiguous"),

@@ -122,8 +122,8 @@ def test_waits_for_other_ranks_stay() -> None:
 @pytest.mark.parametrize(
     ("step", "said"),
     [
-        (expert_step(back=msgspec.structs.replace(BACK, sent_bytes=(1, 1))), "no all-to-all takes back"),
-        (step_of(kernel("router"), exchange(OUT, 0), kernel("norm", 1), exchange(BACK, 2)), "no all-to-all takes back"),
+        (expert_step(back=msgspec.structs.replace(BACK, sent_bytes=(1, 1))), "no all-to-all returns"),
+        (step_of(kernel("router"), exchange(OUT, 0), kernel("norm", 1), exchange(BACK, 2)), "no all-to-all returns"),
     ],
 )
 def test_all_to_alls_that_bring_nothing_to_experts_are_told_apart(step: Step, said: str) -> None:
@@ -191,7 +191,7 @@ def test_a_workload_states_the_parts(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("parts", "said"),
     [
-        ('sent = ["100 MB", "100 MB"]\nreceived = ["100 MB", 0]\n', "bytes is the larger"),
+        ('sent = ["100 MB", "100 MB"]\nreceived = ["100 MB", 0]\n', "bytes must be the larger"),
         ('sent = ["300 MB"]\nreceived = ["300 MB"]\n', "a size for each of 2 ranks"),
         ('sent = ["100 MB", "200 MB"]\n', "a size for each rank in both"),
     ],

@@ -139,7 +139,7 @@ def test_a_cap_beyond_the_gpu_is_refused_and_leaves_no_trace(built: Built, tmp_p
         assert client.attributes("capped") == (49_152, -1)
         (counters,) = client.state().counters
         assert (counters.num_capped, counters.num_refused) == (0, 1)
-        assert counters.refusal == "the driver does not let the kernel use so much shared memory (error 1)"
+        assert counters.refusal == "the driver does not allow the kernel so much shared memory (error 1)"
 
 
 def test_cooperative_launches_are_left_alone(built: Built, tmp_path: Path) -> None:
@@ -168,7 +168,7 @@ def test_a_cap_that_no_cluster_would_survive_is_refused(built: Built, tmp_path: 
         assert client.launch("small", how="cluster=4").last.shared == 100_000
         assert client.launch("large", how="cluster=4").last.shared == 0
         assert client.attributes("large") == (200_000, -1)
-        assert client.state().counters[1].refusal == "not one of its clusters would fit the GPU with so much shared memory"
+        assert client.state().counters[1].refusal == "no cluster of it would fit the GPU with so much shared memory"
         assert [seen.ctas_per_cluster for seen in client.state().functions] == [4, 4]
 
 
@@ -177,7 +177,7 @@ def test_a_cap_with_which_no_cta_fits_is_refused(built: Built, tmp_path: Path) -
         client.find()
         client.make("wide")
         assert client.launch("wide", 0, how="block=4096").last.shared == 0  # in the double 2048 threads live on an SM
-        assert client.state().counters[0].refusal == "not one CTA would fit an SM with so much shared memory"
+        assert client.state().counters[0].refusal == "no CTA would fit an SM with so much shared memory"
 
 
 def test_a_limit_that_the_program_lowers_again_is_raised_again(built: Built, tmp_path: Path) -> None:
@@ -204,7 +204,7 @@ def test_a_refused_cap_is_launched_as_it_was_and_not_tried_again(built: Built, t
             assert (launched.result, [reached.shared for reached in launched.reached]) == (0, [10])
         (counters,) = client.state().counters
         assert (counters.num_capped, counters.num_retried, counters.num_refused) == (0, 1, 3)
-        assert "refused the changed launch (error 719)" in counters.refusal
+        assert "rejected the changed launch (error 719)" in counters.refusal
 
 
 def test_a_refused_priority_is_launched_as_it_was(built: Built, tmp_path: Path) -> None:
@@ -257,10 +257,7 @@ def test_a_launch_full_of_attributes_keeps_them(built: Built, tmp_path: Path) ->
         for number in (32, 36):
             reached = client.launch("ncclDevKernel", how=f"attributes={number}").last
             assert (reached.priority, reached.attributes) == (1, number)
-        assert (
-            client.state().counters[0].refusal
-            == "the launch carries 32 attributes already, and no room is left for one more"
-        )
+        assert client.state().counters[0].refusal == "the launch already has 32 attributes, so there is no room for one more"
 
 
 def test_a_priority_that_the_gpu_does_not_have_is_refused(built: Built, tmp_path: Path) -> None:
@@ -268,7 +265,7 @@ def test_a_priority_that_the_gpu_does_not_have_is_refused(built: Built, tmp_path
         client.find()
         client.make("any")
         assert client.launch("any").last.priority == 1
-        assert client.state().counters[0].refusal == "the greatest priority of this GPU is -5"
+        assert client.state().counters[0].refusal == "the highest priority of this GPU is -5"
 
 
 # --- head starts

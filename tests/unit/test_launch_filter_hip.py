@@ -108,7 +108,7 @@ def test_what_hip_cannot_do_is_refused_with_what_to_do(built: Built, tmp_path: P
             (line, _) = client.ask(f"launch hipLaunchKernel {name} 8")
             assert f"{name} shared=8 " in line
         refusals = [counters.refusal for counters in client.state().counters]
-        assert refusals[0] == "66,000 bytes are more than the 65,536 that a workgroup may use"
+        assert refusals[0] == "66,000 bytes exceed the 65,536 that a workgroup may use"
         assert "DEBUG_HIP_IGNORE_STREAM_PRIORITY=0" in refusals[1]
         assert "a kernel compiled for each GPU" in refusals[2]
         assert all(counters.num_refused == 1 for counters in client.state().counters)

@@ -78,7 +78,9 @@ def test_what_is_kept_is_this_users_alone_whatever_the_umask(
 def test_a_folder_that_others_may_write_to_is_refused(cache: Path, wrong: int) -> None:
     filter_library()
     cache.chmod(wrong)
-    with pytest.raises(LaunchFilterError, match=rf"where others may write \(owner \d+, mode {wrong:o}\)") as raised:
+    with pytest.raises(
+        LaunchFilterError, match=rf"because other users may write there \(owner \d+, mode {wrong:o}\)"
+    ) as raised:
         filter_library()
     assert "\n" not in str(raised.value)
 
@@ -91,7 +93,7 @@ def test_a_folder_of_another_user_is_refused_and_roots_is_not(cache: Path, monke
         assert filter_library() == path
         if os.getuid() == 0:
             os.chown(cache, 54321, -1)
-    with pytest.raises(LaunchFilterError, match="where others may write"):
+    with pytest.raises(LaunchFilterError, match="because other users may write there"):
         filter_library()
 
 
@@ -194,7 +196,7 @@ def test_another_compiler_or_a_changed_source_is_another_library(tmp_path: Path,
         (None, "none of cc, gcc, clang was found. Install one"),
         ("no-such-compiler -O2", "CC names 'no-such-compiler', which was not found. Install one"),
         ("'x", r"CC is no command .* No closing quotation\. Correct it"),
-        ("true", "'/.*true' ended well but made no library, so it is no C compiler"),
+        ("true", "'/.*true' exited with 0 but built no library, so it is not a C compiler"),
         ("false", "could not be built with '/.*false', which says: nothing"),
     ],
 )
@@ -221,14 +223,14 @@ def test_a_compilers_complaint_is_shown(tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_a_cache_that_cannot_be_written_is_one_line(cache: Path) -> None:
     cache.write_text("a file, not a folder")
-    with pytest.raises(LaunchFilterError, match=r"Cannot keep the launch filter in .*; set COUNTERPOINT_CACHE_DIR"):
+    with pytest.raises(LaunchFilterError, match=r"Cannot store the launch filter in .*; set COUNTERPOINT_CACHE_DIR"):
         filter_library()
 
 
 @pytest.mark.parametrize(("name", "value"), [("machine", "riscv64"), ("libc_ver", ("", ""))])
 def test_other_platforms_are_refused(monkeypatch: pytest.MonkeyPatch, name: str, value: object) -> None:
     monkeypatch.setattr(f"platform.{name}", lambda: value)
-    with pytest.raises(LaunchFilterError, match="is for Linux with the GNU C library"):
+    with pytest.raises(LaunchFilterError, match="needs Linux with the GNU C library"):
         filter_library()
 
 
@@ -246,7 +248,7 @@ def test_dynamic_programs_and_scripts_of_them_may_run(tmp_path: Path) -> None:
 def test_a_static_program_is_refused_through_scripts_too(tmp_path: Path, flag: str) -> None:
     path = program(tmp_path, flag)
     for command in (path, script(tmp_path, f"#!{path} -x")):
-        with pytest.raises(LaunchFilterError, match="statically linked, so nothing can be preloaded into it"):
+        with pytest.raises(LaunchFilterError, match="statically linked, so no library can be preloaded into it"):
             check_command(command)
 
 

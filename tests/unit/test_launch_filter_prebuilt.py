@@ -71,7 +71,7 @@ def test_the_newest_version_of_the_c_library_is_that_of_the_symbols_needed_not_o
     """The filter defines dlsym@@GLIBC_2.34, and needs what this host's compiler took."""
     newest = prebuilt.newest_glibc(build_filter(tmp_path))
     assert (2, 2) < newest <= tuple(map(int, platform.libc_ver()[1].split(".")))
-    with pytest.raises(LaunchFilterError, match="finds no version"):
+    with pytest.raises(LaunchFilterError, match="finds no C library version"):
         prebuilt.newest_glibc(Path(__file__))
 
 

@@ -101,7 +101,7 @@ def test_an_error_of_a_run_is_not_swallowed() -> None:
         (Verdict(chosen=0, best=0, reason="no candidate"), "there was no candidate to try"),
         (
             Verdict(chosen=0, best=1, reason="not proven", gain=0.012, needed_gain=0.031),
-            "the best candidate (b) was 1.2 % faster, and 3.1 % is needed to tell a gain from noise in so many rounds",
+            "the best candidate (b) was 1.2 % faster, but with this many rounds, 3.1 % is needed to tell a gain from noise",
         ),
         (
             Verdict(chosen=0, best=1, reason="not proven", gain=0.003, needed_gain=LEAST_GAIN),

@@ -168,7 +168,7 @@ def test_simulating_or_running_a_plan_of_schedules_is_one_line(before: list[str]
 @pytest.mark.parametrize("found", [None, "schedules.toml", Path("schedules.toml")])
 def test_what_is_no_plan_is_not_put_in_force_and_the_line_says_how_to_read_one(found: object) -> None:
     ops = pytest.importorskip("counterpoint.ops")
-    with pytest.raises(PlanError, match=r"use_plan takes a plan; found a \w+\. Read a file by counterpoint\.load_plan"):
+    with pytest.raises(PlanError, match=r"use_plan takes a Plan; found a value of type \w+\. Read a file"):
         ops.use_plan(found)
 
 

@@ -27,7 +27,7 @@ def test_experts_give_what_they_define(num_ranks: int, sections: tuple[str, ...]
 def test_a_call_of_experts_that_cannot_be_made_is_one_line_on_every_rank_and_the_next_call_works(tmp_path: Path) -> None:
     says = {
         "counts that do not add up": "Rank 1 of the group: the counts of expert_ffn must be 0 or more and add up to its 9",
-        "negative counts": "found 9 in all and -1 as the least",
+        "negative counts": "found a sum of 9 and a least count of -1",
         "sizes differ": "The ranks disagree: rank 0 calls expert_ffn of experts (2, 2, 2, 6) float64, rank 1 calls",
         "schedules differ": "The ranks disagree",
         "a count is missing": "Rank 1 of the group: expert_ffn needs a count for each of 4 experts, 2 on each rank; found 3",

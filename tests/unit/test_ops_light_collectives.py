@@ -117,8 +117,8 @@ def test_each_collective_has_flags_of_its_own_and_ranks_agree_on_where(module: A
 @pytest.mark.parametrize(
     ("asked", "reason"),
     [
-        (("all_reduce", "other"), "neither by a sum nor by a mean"),
-        (("all_reduce", "sum", torch.int32), "it reduces int32, and light kernels know float32, bfloat16, float16"),
+        (("all_reduce", "other"), "by something else than a sum or a mean"),
+        (("all_reduce", "sum", torch.int32), "it reduces int32; light kernels support only float32, bfloat16, float16"),
         (("all_gather", "", torch.bfloat16, SIZE + 4), "multiples of 16 bytes"),
     ],
 )

@@ -23,7 +23,7 @@ FIRST = Plan(
     summary="both: 10 ms to 9 ms",
     expectation=Expectation(origin="simulated", baseline_us=10_000.0, planned_us=9_000.0),
     directives=(COPIES, HOLD),
-    refusals=(Refusal(control="priority", target="18 collectives", reason="alone it does not change the step"),),
+    refusals=(Refusal(control="priority", target="18 collectives", reason="no effect when used alone"),),
 )
 SECOND = replace(
     FIRST,

@@ -89,7 +89,9 @@ def test_a_step_may_not_ask_copy_engines_to_reduce(kind: str, tmp_path: Path) ->
 
 
 def test_a_machine_that_was_never_measured_says_so_in_text_and_in_json() -> None:
-    says = "NVIDIA L40S: never compared with hardware; the simulator's constants are scaled from NVIDIA H200: assumed,"
+    says = (
+        "NVIDIA L40S: never compared with hardware; the simulator's constants are assumed: they are scaled from NVIDIA H200,"
+    )
     assert load_machine("l40s").device_names == ("NVIDIA L40S",)
     for more in ((), ("--json",)):
         other = counterpoint("simulate", "mb_ar_opt1", "--machine", "l40s", *more, COLUMNS="200")

@@ -111,20 +111,20 @@ def test_a_collective_on_the_computations_own_stream_has_its_pair_too() -> None:
 @pytest.mark.parametrize(
     ("operations", "reason"),
     [
-        ((plain(), collective("all_gather", 0), plain(), matmul(1)), "the computation runs on beside it"),
+        ((plain(), collective("all_gather", 0), plain(), matmul(1)), "computation continues beside it"),
         ((plain(), collective("all_gather", 0)), "nothing in the step waits for it"),
         (
             (plain(), collective("all_gather", 0), plain(1), plain(), plain(), plain(), matmul()),
-            "no matmul comes right after",
+            "no matmul comes directly after",
         ),
-        ((plain(), collective("reduce_scatter", 0), plain(1)), "no matmul comes right before it"),
-        ((plain(), collective("all_gather", 0), matmul(1, sizes=(8192, 1000, 512))), "no matmul comes right after it"),
+        ((plain(), collective("reduce_scatter", 0), plain(1)), "no matmul comes directly before it"),
+        ((plain(), collective("all_gather", 0), matmul(1, sizes=(8192, 1000, 512))), "no matmul comes directly after it"),
         ((plain(), collective("all_gather", 0, num_bytes=0), matmul(1)), "its size is unknown"),
         ((plain(), collective("broadcast", 0), matmul(1)), "no operator joins it"),
-        ((plain(), collective("all_gather", 0, transport="copy_engine"), matmul(1)), "copy engines move it already"),
+        ((plain(), collective("all_gather", 0, transport="copy_engine"), matmul(1)), "copy engines already move it"),
         (
             (plain(), collective("all_gather", 0), matmul(1, sizes=None), collective("reduce_scatter", 2), plain(3)),
-            "its matmul goes together with another collective already",
+            "its matmul is already joined with another collective",
         ),
     ],
 )
@@ -176,7 +176,7 @@ def test_an_overlap_is_proposed_where_it_pays_and_refused_where_the_matmul_is_to
 
 def test_an_overlap_without_a_matmul_is_refused_in_one_line() -> None:
     step = step_of(plain(), collective("reduce_scatter", 0), plain(1))
-    with pytest.raises(PlanError, match=r"cannot apply to operation 1 .*no matmul comes right before"):
+    with pytest.raises(PlanError, match=r"cannot apply to operation 1 .*no matmul comes directly before"):
         Simulator().run(step, H200, plan_of(1, control=OverlapMatmul()))
 
 

@@ -123,7 +123,7 @@ def test_what_was_tried_and_left_out_is_refused_with_its_best_figure() -> None:
     assert refusals["communication_ctas"].reason == (
         "2.0 % faster when used alone (8 communication CTAs), but adds less than 0.5 % to the plan"
     )
-    assert refusals["priority"].reason == "alone it does not change the step"
+    assert refusals["priority"].reason == "no effect when used alone"
 
 
 def test_every_distinct_candidate_is_told_once_the_baseline_first() -> None:

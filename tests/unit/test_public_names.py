@@ -77,7 +77,7 @@ LIST_MODULES = "import sys; import counterpoint; print(*sys.modules)"
 
 def test_the_public_names_are_these() -> None:
     assert sorted(counterpoint.__all__) == sorted(set(PUBLIC) - NEED_A_GPU_LIBRARY)
-    assert dir(counterpoint) == sorted([*PUBLIC, "__version__"])
+    assert dir(counterpoint) == sorted([*PUBLIC, "__version__", "integrations", "ops"])
 
 
 def test_the_version_is_that_of_the_package() -> None:

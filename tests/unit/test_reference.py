@@ -216,7 +216,7 @@ def shown_names() -> list[str]:
 
 def public_objects() -> Iterator[tuple[str, object]]:
     """What a user may call: the names of the package, of each part that lists its own, and of the integrations."""
-    for name in sorted({*dir(counterpoint)} - {"__version__", *NEED_A_GPU_LIBRARY}):
+    for name in sorted({*dir(counterpoint)} - {"__version__", "integrations", "ops", *NEED_A_GPU_LIBRARY}):
         yield f"counterpoint.{name}", getattr(counterpoint, name)
     for part in ("ops", "planner", "schedule", "sim", "traces", "workloads"):
         module = importlib.import_module(f"counterpoint.{part}")

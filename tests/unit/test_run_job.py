@@ -197,7 +197,7 @@ def test_a_plan_of_which_nothing_can_be_applied_is_refused_before_the_job_starts
             plan_of(tmp_path / "streams.toml", collectives, OwnStream()),
             "in the job, issue the collective with async_op=True",
         ),
-        (plan_of(tmp_path / "copies.toml", copies, Priority(priority=-5)), "it is for copies"),
+        (plan_of(tmp_path / "copies.toml", copies, Priority(priority=-5)), "it matches copies"),
     ):
         for options in ((), ("--tune",)):
             ended = run("--plan", plan, *options, "--", "echo", "started")

@@ -288,7 +288,7 @@ def test_a_file_that_is_no_program_is_one_line_and_exit_code_2(tmp_path: Path) -
     plain.write_text("data")
     odd.write_text("data")
     odd.chmod(0o755)
-    for path, words in ((plain, "may not be executed"), (odd, "cannot be started")):
+    for path, words in ((plain, "is not executable"), (odd, "cannot be started")):
         ended = run(str(path))
         assert (ended.returncode, ended.stderr.count("\n")) == (2, 1), ended.stderr
         assert words in ended.stderr

@@ -252,7 +252,7 @@ FOUND = Plan(verdict="GAIN", summary="priority: 1 ms to 800 us")
 def test_a_job_that_ended_too_early_is_told_the_steps_it_had_and_those_it_needed() -> None:
     record = LiveRecord(stage="trying candidates", num_steps=57, num_steps_needed=200, notes=("tuning on live steps",))
     text = told(record)
-    assert "ended after 57 steps while live tuning was trying candidates" in text
+    assert "ended after 57 steps, while live tuning was trying candidates" in text
     assert "until step 200 (--budget); no plan was decided" in text
     assert text.count("\n") == 1, "what was said while the job ran is not said again"
     again = told(LiveRecord(stage="warming up", num_steps=700, num_steps_needed=800, plan=FOUND))

@@ -83,7 +83,7 @@ def test_a_piece_that_waits_for_its_own_result_is_found() -> None:
     schedule = scheduled()
     number, _ = first(schedule, "matmul", "landed")
     back, _ = first(schedule, "copy", "partial")
-    assert any("does not come before it" in fault for fault in faults_of(changed(schedule, number, after=(back,)), "order"))
+    assert any("does not precede it" in fault for fault in faults_of(changed(schedule, number, after=(back,)), "order"))
 
 
 def test_a_piece_that_does_not_wait_is_found() -> None:
@@ -137,8 +137,8 @@ def test_example_routings_send_every_row_once(kind: str) -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("{}", "holds no routing"),
-        ("[[1, 2], [3, 4.5]]", "holds no routing"),
+        ("{}", "is not a routing"),
+        ("[[1, 2], [3, 4.5]]", "is not a routing"),
         ("[[1, 2], [3]]", "found 1 counts of rank 1"),
         ("[[1, 2], [3, -4]]", "found -4 of rank 1"),
     ],

@@ -99,7 +99,7 @@ def shown(operation: str, *arguments: str) -> ScheduleSummary:
         (("all_gather_matmul", *SIZES[2:]), ["Missing option '--ranks'"]),
         (
             ("all_gather_matmul", "--ranks", "9", *SIZES[2:]),
-            ["9 ranks are asked for, but machine 'h200' has 8 GPUs", "8 ranks or fewer"],
+            ["9 ranks were requested, but machine 'h200' has 8 GPUs", "8 ranks or fewer"],
         ),
         (("all_gather_matmul", "--ranks", "0", *SIZES[2:]), ["for 1 to 64 ranks; found 0"]),
         (("all_gather_matmul", *SIZES, "--rows", "0"), ["--rows must be from 1 to", "found 0"]),
@@ -128,7 +128,7 @@ def shown(operation: str, *arguments: str) -> ScheduleSummary:
             ("all_gather_matmul", *SIZES, "--chunks", "2", "--along", "columns"),
             ["are for the forward pass of matmul_reduce_scatter"],
         ),
-        (("matmul_all_reduce", *SIZES, "--backward"), ["copies nothing in its backward pass", "Take the forward pass"]),
+        (("matmul_all_reduce", *SIZES, "--backward"), ["copies nothing in its backward pass", "Use the forward pass"]),
     ],
 )
 def test_bad_input_is_one_line(arguments: tuple[str, ...], says: list[str]) -> None:

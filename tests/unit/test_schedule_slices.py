@@ -79,8 +79,8 @@ def test_slices_of_the_inner_size_are_estimated_to_cost_what_adding_up_costs() -
     [
         (problem("inner"), {"along": "columns", "chunks": 2}, "along columns are for .* matmul_reduce_scatter; found all_g"),
         (problem("columns"), {"along": "inner", "chunks": 2}, "along inner are for .* all_gather_matmul; found matmul_r"),
-        (problem("columns"), {"along": "columns", "chunks": 5}, "2 or more that divide 12; found chunks 5"),
-        (problem("inner"), {"along": "inner", "chunks": 1}, "2 or more that divide 12; found chunks 1"),
+        (problem("columns"), {"along": "columns", "chunks": 5}, "2 or more and divide 12; found chunks 5"),
+        (problem("inner"), {"along": "inner", "chunks": 1}, "2 or more and divide 12; found chunks 1"),
         (problem("inner"), {"along": "inner", "chunks": 2, "matmul": "fused"}, "granularity chunk; found 'fused'"),
         (problem("inner"), {"along": "inner", "chunks": 2, "chunk_growth": 2.0}, "chunk_growth 2"),
     ],

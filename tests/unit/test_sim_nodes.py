@@ -42,7 +42,7 @@ def test_ranks_beyond_the_node_are_refused_in_one_line(step: Step, asked: str, m
     for machine in (H100, msgspec.structs.replace(H100, network=None)):
         with pytest.raises(MachineError) as caught:
             getattr(Simulator(), method)(step, machine, LEAVE_IT)
-        assert str(caught.value).startswith(f"{asked} are asked for, but machine 'h100' has 8 GPUs in a node, and")
+        assert str(caught.value).startswith(f"{asked} were requested, but machine 'h100' has 8 GPUs in a node, and")
         assert "\n" not in str(caught.value)
 
 
@@ -71,7 +71,7 @@ def test_fewer_ctas_slow_a_collective_over_nodes_by_what_it_was_measured_to_reac
     [
         (16, tuple(range(16)), "on several nodes"),
         (2, (0, 8), "on several nodes"),
-        (2, (), "its ranks are not known"),
+        (2, (), "its ranks are unknown"),
         (8, tuple(range(8)), None),
         (4, (8, 9, 10, 11), None),
     ],
@@ -91,5 +91,5 @@ def test_copies_are_for_collectives_whose_ranks_are_known_to_be_in_one_node(
     assert not found.candidates
     assert reason in found.refusals[0].reason
     assert reason in propose_overlaps(step, H100).refusals[0].reason
-    with pytest.raises(PlanError, match=f"Copies cannot do operation 0 .*{reason}"):
+    with pytest.raises(PlanError, match=f"Copies cannot replace operation 0 .*{reason}"):
         Simulator().run(step, H100, plan)

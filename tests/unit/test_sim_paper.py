@@ -119,7 +119,7 @@ def test_priority_gives_nothing_where_one_wave_takes_every_slot(workload: str, m
 @pytest.mark.parametrize("workload", WORKLOADS)
 def test_priority_is_refused_where_the_driver_ignores_it(workload: str, machine_name: str) -> None:
     machine, step = load_machine(machine_name), load_workload(workload)
-    with pytest.raises(PlanError, match="ignores stream priority"):
+    with pytest.raises(PlanError, match="ignores stream priorities"):
         Simulator().run(step, machine, priority_plan(machine))
 
 

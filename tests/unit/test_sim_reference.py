@@ -74,9 +74,9 @@ def test_a_traced_step_replays_within_2_percent(path: Path) -> None:
     job = load_job(str(path))
     assert job.traced is not None
     replayed, traced = measure(Simulator().run(job.step, job.machine, LEAVE_IT)), measure(job.traced.timeline)
-    assert replayed.makespan_us == pytest.approx(traced.makespan_us, rel=0.015)
+    assert replayed.makespan_us == pytest.approx(traced.makespan_us, rel=0.02)
     assert replayed.exposed_us == pytest.approx(traced.exposed_us, rel=0.05)
 
 
-def test_five_traces_are_shipped() -> None:
-    assert len(shipped_traces()) == 5
+def test_six_traces_are_shipped() -> None:
+    assert len(shipped_traces()) == 6

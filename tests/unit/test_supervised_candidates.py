@@ -115,7 +115,7 @@ def test_without_priority_the_same_is_tried_without_it(functions: list[SeenFunct
     without = propose_live([*functions, nccl()], replace(GPU, name="NVIDIA Unheard Of", greatest_priority=0))
     assert [each.label for each in without.candidates] == ["head start 5 us", "head start 20 us in all possible races"]
     assert held(without, "head start 5 us") == {each.name: 5 for each in functions if each is not SMALL}
-    assert "no priorities" in refused(without, "priority")
+    assert "no stream priorities" in refused(without, "priority")
 
 
 @given(st.lists(st.sampled_from([LONG, SMALL, MATMUL, ATTENTION]), unique_by=lambda each: each.name), st.booleans())
@@ -129,9 +129,9 @@ def test_no_two_candidates_are_alike(functions: list[SeenFunction], is_known: bo
 @pytest.mark.parametrize(
     ("function", "words"),
     [
-        (seen("gemm", 132, block=(384, 1, 1), registers_per_thread=168), "fills the register file alone"),
+        (seen("gemm", 132, block=(384, 1, 1), registers_per_thread=168), "fills the register file"),
         (seen("grid", 4096, is_cooperative=True), "grid barrier"),
-        (LONG, "CTAs per SM only"),
+        (LONG, "CTAs per SM. Such a cap costs"),
     ],
 )
 def test_a_kernel_that_no_cap_can_help_is_refused_with_the_reason(function: object, words: str) -> None:
@@ -186,7 +186,7 @@ def test_a_budget_too_small_to_try_anything_says_which_one_is_enough() -> None:
     trials = propose([Census(functions=(LONG, nccl()))], GPU, settings, Room(num_turns=15))
     comparison = Comparison(measurements=(), verdict=Verdict(chosen=0, best=0, reason="no candidate"))
     summary = decide(trials, comparison, [], GPU).plan.summary
-    assert summary == "nothing was tried: --budget 100 is too small to try any candidate here; 121 is the least"
+    assert summary == "nothing was tried: --budget 100 is too small to try any candidate here; the least is 121"
     assert propose([Census(functions=(LONG, nccl()))], GPU, settings, Room(num_turns=15 + 7)).candidates
 
 

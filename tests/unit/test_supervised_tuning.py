@@ -243,7 +243,7 @@ def test_the_guard_takes_out_a_plan_that_has_become_slower_and_says_so() -> None
     job.run(400, slower_by_priority)
     assert all(rank.table.rules == () for rank in job.ranks)
     assert job.ranks[0].records[-1].stage == "reverted"
-    assert "the plan has become slower than the job as it is" in job.ranks[0].said[-1]
+    assert "the plan has become slower than the unmodified job" in job.ranks[0].said[-1]
     assert "tried again much later" in job.ranks[0].said[-1]
 
 

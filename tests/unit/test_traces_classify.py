@@ -210,8 +210,8 @@ def test_a_users_rules_hold_before_the_shipped_ones_until_they_are_taken_away(tm
     ("text", "says"),
     [
         ("[[rule]]\nsource = 'x'", "neither 'names' nor 'pattern'"),
-        ("[[rule]]\nsource = 'x'\npattern = '('", "is no regular expression"),
-        ("[[rule]]\nsource = 'x'\npattern = 'x'\nis_waiting = true", "only communication can be waiting"),
+        ("[[rule]]\nsource = 'x'\npattern = '('", "is not a regular expression"),
+        ("[[rule]]\nsource = 'x'\npattern = 'x'\nis_waiting = true", "only a communication kernel can be waiting"),
         ("[[rule]]\nsource = 'x'\npattern = 'x'\nkind = 'talk'", "must be one of 'communication', 'computation'"),
         ("[[rule]]\nname = 'x'", "rule[0]"),
         ("", "is empty"),

@@ -70,7 +70,7 @@ def test_an_address_is_refused_as_it_was_written() -> None:
 
 def test_small_manners_of_the_command_line(tmp_path: Path) -> None:
     assert "Usage: counterpoint tune" in counterpoint("tune", "-h").stdout
-    assert "'-' is no file" in refusal("tune", "cb_ar_opt2", "-o", "-", cwd=tmp_path)
+    assert "'-' cannot be used as a file" in refusal("tune", "cb_ar_opt2", "-o", "-", cwd=tmp_path)
     assert not (tmp_path / "-").exists()
     lines = counterpoint("tune", "cb_ar_opt2").stdout.splitlines()
     assert [line for line in lines if line != line.rstrip()] == []

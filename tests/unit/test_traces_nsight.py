@@ -98,7 +98,7 @@ def test_a_step_of_an_export_can_be_planned(path: Path) -> None:
 @pytest.mark.parametrize(
     ("statement", "says"),
     [
-        ("DROP TABLE StringIds", "no export of Nsight Systems"),
+        ("DROP TABLE StringIds", "not an export of Nsight Systems"),
         ("DELETE FROM CUPTI_ACTIVITY_KIND_KERNEL; DELETE FROM CUPTI_ACTIVITY_KIND_MEMCPY", "holds no GPU activity"),
         ("ALTER TABLE CUPTI_ACTIVITY_KIND_KERNEL DROP COLUMN streamId", "has no column streamId"),
         ("UPDATE CUPTI_ACTIVITY_KIND_KERNEL SET end = -5", "all four must be whole numbers"),
@@ -116,5 +116,5 @@ def test_another_database_is_refused_in_one_line(path: Path, statement: str, say
 
 def test_a_damaged_database_is_refused_in_one_line(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:5000])
-    with pytest.raises(TraceError, match="is no whole database"):
+    with pytest.raises(TraceError, match="is not a complete database"):
         read_trace(path)

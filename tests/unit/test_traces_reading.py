@@ -142,7 +142,9 @@ def test_steps_without_annotations_are_found_by_repetition(tmp_path: Path) -> No
     result = read_trace(trace.write(tmp_path))
     assert result.num_steps == 4
     assert [operation.name for operation in result.step.operations] == ["embedding", "layer", "layer", "layer", "loss"]
-    assert "No step annotations: steps are the 4 repetitions of a sequence of 5 operations." in result.notes
+    assert (
+        "The trace has no step annotations. Its steps are the 4 repetitions of a sequence of 5 operations." in result.notes
+    )
 
 
 def test_a_trace_without_annotations_or_repetition_is_one_step(tmp_path: Path) -> None:
@@ -151,7 +153,7 @@ def test_a_trace_without_annotations_or_repetition_is_one_step(tmp_path: Path) -
         trace.kernel(name, 10.0 + 10 * number, 8)
     result = read_trace(trace.write(tmp_path))
     assert (result.num_steps, len(result.step.operations)) == (1, 6)
-    assert any("taken as one step" in note for note in result.notes)
+    assert any("counts as one step" in note for note in result.notes)
 
 
 @pytest.mark.parametrize("repeats", [2, 3, 7])
@@ -184,7 +186,7 @@ def test_a_contended_kernel_without_like_gives_back_the_sms_that_communication_h
     result = read_trace(trace.write(tmp_path))
     # Half of the matmul ran beside 24 CTAs on 132 SMs.
     assert result.step.operations[1].lone_us == pytest.approx(200 * (1 - 0.5 * 24 / 132))
-    assert any("1 of 1 kernels" in note for note in result.notes)
+    assert any("1 of the 1 kernels" in note for note in result.notes)
 
 
 def test_a_late_peer_shows_as_peer_wait(tmp_path: Path) -> None:
@@ -221,7 +223,7 @@ def test_a_host_that_is_just_ahead_leaves_issue_times_and_one_far_ahead_none(tmp
     assert [operation.issued_us for operation in result.step.operations[1:]] == pytest.approx(
         [100.0 * n for n in range(1, 10)]
     )
-    assert any(note.startswith("The host is late for 78.3 %") for note in result.notes)
+    assert any(note.startswith("The GPU waits for launches by the CPU during 78.3 %") for note in result.notes)
     trace = TraceBuilder()
     trace.step(0, 10_000)
     for number in range(10):

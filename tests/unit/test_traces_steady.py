@@ -75,7 +75,7 @@ def test_what_was_issued_before_recording_began_is_in_no_step(tmp_path: Path) ->
         trace.kernel(MATMUL, 1000.0 + 50 * number, 40, host=100.0 * number + 5)
     found = divide_into_steps(read_activity(trace.write(tmp_path)))
     assert [len(step) for step in found.steps] == [1, 1, 1]
-    assert found.notes == ("2 operations were issued before recording began and left out.",)
+    assert found.notes == ("2 operations were issued before recording began and were left out.",)
 
 
 PERSISTENT = {"grid": [132, 1, 1], "block": [384, 1, 1], "registers per thread": 168, "shared memory": 213188}

@@ -167,7 +167,7 @@ def test_measurements_survive_a_trip_through_their_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        (msgspec.json.encode({"digest": "0"}), "holds no measurements"),
+        (msgspec.json.encode({"digest": "0"}), "does not hold measurements"),
         (msgspec.json.encode(msgspec.structs.replace(a_set(), digest="0")), "another set of cases (0;"),
     ],
 )

@@ -1,1 +1,1 @@
-"""What profiler traces say about communication: what is exposed, why, and how much of it can be recovered."""
+"""Analyzes the communication in profiler traces: what is exposed, why, and how much of it can be recovered."""

@@ -1,4 +1,4 @@
-"""Clocks of ranks from the ends of the collectives they shared: a collective ends on all ranks at nearly the same time.
+"""Aligns the clocks of ranks by the ends of shared collectives: a collective ends on all ranks at nearly the same time.
 
 How nearly hangs on its duration: on H200s, ends of 12 us all-reduces lay within 1 us of each other, those of 700 us ones up
 to 70 us apart, depending on who came last. So each difference of ends counts with the inverse square of the shorter
@@ -54,7 +54,7 @@ def align_clocks(
         clocks[rank] = _clock(_ends(usual, known, rank), clocks[known])
     lonely = [analysis.rank for analysis in ranks if analysis.rank not in clocks]
     problems = [
-        f"Rank {rank} shares no collective with rank {reference}: its clock is not aligned, and its waits are not known."
+        (f"Rank {rank} shares no collective with rank {reference}, so its clock is not aligned and its waits are unknown.")
         for rank in lonely
     ]
     return clocks, tuple(problems)

@@ -1,4 +1,4 @@
-"""What a rank did before it came to each collective, in words, for the ranks that waited for it there.
+"""Describes what a rank did before each collective, for the ranks that waited for it there.
 
 The stretch looked at begins where the rank's collective before that one of the same group ended.
 """
@@ -38,7 +38,7 @@ def _words(timed: TimedTrace, computation: list[int], begin: int, index: int) ->
     start, launch = timed.starts[index], timed.launches[index]
     stretch = start - begin
     if stretch <= 0:
-        return "came directly from another collective of the group"
+        return "it came directly from another collective of the group"
     busy: Counter[str] = Counter()
     covered, reached = 0, begin
     for other in computation:

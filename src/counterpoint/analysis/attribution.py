@@ -1,4 +1,4 @@
-"""Causes of exposed intervals again, now that the other ranks are known.
+"""Revises the causes of exposed intervals with the other ranks' traces.
 
 The part of an interval in which its collective waited for a later rank is that rank's, except for gaps between kernels
 that need nothing of the collective: they stay, however long it takes. Of an uneven all-to-all, the part of its transfer
@@ -67,7 +67,7 @@ def _wait(collective: TracedCollective, last: TracedCollective, wait_us: float) 
         start_us=collective.start_us,
         end_us=collective.start_us + wait_us,
         cause="slow_rank",
-        evidence=f"Rank {last.rank} came to {label_of(collective)} {format_us(wait_us)} later than rank "
+        evidence=f"Rank {last.rank} reached {label_of(collective)} {format_us(wait_us)} later than rank "
         f"{collective.rank}{did}.",
         other_rank=last.rank,
     )
@@ -79,8 +79,8 @@ def _excess(collective: TracedCollective, transfer_us: float, imbalance: float) 
         start_us=collective.end_us - (transfer_us - even_us),
         end_us=collective.end_us,
         cause="uneven",
-        evidence=f"The largest part of {label_of(collective)} is {imbalance:.3g} times the mean: it took "
-        f"{format_us(transfer_us)} once all ranks were there, evenly split it would take {format_us(even_us)} or more.",
+        evidence=f"The largest part of {label_of(collective)} is {imbalance:.3g} times the mean. Once all ranks were "
+        f"there, it took {format_us(transfer_us)}; split evenly it would take {format_us(even_us)} or more.",
     )
 
 

@@ -104,8 +104,9 @@ def sums_problems(ranks: Sequence[RankAnalysis], exposed: Sequence[ExposedInterv
         place = (interval.rank, interval.step)
         sums[place] = sums.get(place, 0.0) + interval.duration_us
     return tuple(
-        f"Causes of rank {step.rank}'s step {step.step} add up to {sums.get((step.rank, step.step), 0.0):.3f} us, but "
-        f"{step.exposed_us:.3f} us are exposed: its causes are not to be trusted."
+        f"The causes of rank {step.rank}'s step {step.step} add up to "
+        f"{sums.get((step.rank, step.step), 0.0):.3f} us, but {step.exposed_us:.3f} us are exposed, so they "
+        "cannot be trusted."
         for analysis in ranks
         for step in analysis.steps
         if abs(sums.get((step.rank, step.step), 0.0) - step.exposed_us) > 1e-3

@@ -1,4 +1,4 @@
-"""The cause of each exposed piece, as far as one rank's trace tells, with its evidence.
+"""Finds the cause of each exposed piece, as far as one rank's trace shows it, with evidence.
 
 First what kept computation from running in the piece, in this order:
 
@@ -102,7 +102,7 @@ class CauseFinder:
             yield Reason(start=piece.start, end=piece.end, cause="own_stream", evidence=said)
             return
         if follower is None or timed.starts[follower] >= self._windows[piece.step][1]:
-            said = f"No computation is left in step {piece.step} after {name} began to be exposed."
+            said = f"Step {piece.step} has no computation left after {name} began to be exposed."
             yield Reason(start=piece.start, end=piece.end, cause="tail", evidence=said)
             return
         waited = self._waited_for(follower, piece)
@@ -245,7 +245,7 @@ class CauseFinder:
         kernel, holder = (short_name(timed.trace.operations[index].name) for index in (follower, piece.operation))
         name = self._found.values[piece.collective].name
         time = format_us((end - start) / 1000)
-        said = f"{kernel}, or what is before it, was launched and waited {time} for SMs that {holder} of {name} held."
+        said = f"{kernel}, or an operation before it, was launched and waited {time} for SMs that {holder} of {name} held."
         return Reason(start=start, end=end, cause="starved", evidence=said)
 
     def _gap(self, piece: ExposedPiece, follower: int, start: int) -> Reason:
@@ -264,7 +264,9 @@ class CauseFinder:
         first = self._first_after(follower, start)
         if (waited := timed.starts[first] - start) > SHORT_GAP_NS:
             name = short_name(timed.trace.operations[first].name)
-            said = f"{name} on the computation's stream starts {format_us(waited / 1000)} later; the trace does not say why."
+            said = (
+                f"{name} on the computation's stream starts {format_us(waited / 1000)} later; the trace does not show why."
+            )
         return Reason(start=start, end=piece.end, cause="gap", evidence=said)
 
 

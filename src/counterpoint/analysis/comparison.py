@@ -42,7 +42,7 @@ def comparison_problems(before: Analysis, after: Analysis) -> tuple[str, ...]:
     """Why two analyses may not be of the same job, one sentence each."""
     problems: list[str] = []
     if is_logged((*before.ranks, *after.ranks)):
-        problems.append("Logs of NCCL Inspector hold no steps: only collectives are compared.")
+        problems.append("Logs of NCCL Inspector hold no steps, so only collectives are compared.")
     devices = [", ".join(sorted({rank.device_name or "unknown" for rank in a.ranks})) for a in (before, after)]
     if devices[0] != devices[1]:
         problems.append(f"The runs were on different GPUs: {devices[0]} before, {devices[1]} after.")

@@ -1,4 +1,5 @@
-"""Why a collective started later than it could have: issued late by the host, behind another one, without SMs, in a queue.
+"""Finds why a collective started later than it could have: issued late by the host, queued behind another, without SMs,
+or in a hardware queue.
 
 A collective is ready once what it waits for has ended and the host has launched it. How long each held it back, in turn:
 
@@ -107,10 +108,10 @@ class Delays:
     def _queued(self, behind: int, waited: int) -> list[Delay]:
         """Time in the queue, behind an operation of the collective before: what starved the queue, and the rest."""
         what = self._found.values[self._found.by_operation[behind]]
-        said = f"It was ready {_us(waited)} before {what.name} on stream {what.stream} ended, behind which it was queued."
+        said = f"It was ready {_us(waited)} before {what.name} on stream {what.stream} ended, and was queued behind that."
         total, holder = self._starved_in_queue(behind)
         starved = min(total, waited)
-        because = f"{said} Those in the queue had waited {_us(total)} for SMs. Of the last of them: {holder}"
+        because = f"{said} The queue had waited {_us(total)} for SMs. For the last operation in it: {holder}"
         return [
             Delay(cause="queued", time=waited - starved, evidence=said),
             Delay(cause="starved", time=starved, evidence=because),
@@ -155,8 +156,8 @@ class Delays:
         if holder is not None and 2 * covered >= waited and not self._fits(operation, holder[1]):
             kernel = self._timed.trace.operations[holder[1]]
             said = (
-                f"It was launched and ready {_us(waited)} before it started; {short_name(kernel.name)} "
-                f"({prod(kernel.arguments.grid)} CTAs) ran for {_us(holder[0])} of that and left its CTAs no room."
+                f"It was launched and ready {_us(waited)} before it started. For {_us(holder[0])} of that, "
+                f"{short_name(kernel.name)} ({prod(kernel.arguments.grid)} CTAs) ran and left its CTAs no room."
             )
             return [Delay(cause="starved", time=waited, evidence=said)]
         before = self._issued_before(index)

@@ -62,15 +62,15 @@ def parse_condition(text: str) -> Condition:
     found = CONDITION.fullmatch(text)
     if found is None or not (found["number"] or found["baseline"]) or bool(found["direction"]) > bool(found["number"]):
         raise AnalysisError(
-            f"--fail-if takes conditions such as 'exposed > 5%', 'exposed > 3 ms' or 'step > baseline + 3%'; found "
-            f"'{shown(text)}'."
+            "--fail-if takes conditions such as 'exposed > 5%', 'exposed > 3 ms' or 'step > baseline + 3%'; "
+            f"found '{shown(text)}'."
         )
     metric = found["metric"]
-    require(metric in METRICS, AnalysisError, f"--fail-if knows {', '.join(METRICS)}; found '{shown(metric)}'.")
+    require(metric in METRICS, AnalysisError, f"--fail-if can check {', '.join(METRICS)}; found '{shown(metric)}'.")
     require(
         not (found["baseline"] and found["number"]) or bool(found["direction"]),
         AnalysisError,
-        f"--fail-if needs + or - between baseline and what may be added; found '{shown(text)}'.",
+        f"--fail-if needs + or - between baseline and the allowed change; found '{shown(text)}'.",
     )
     unit, scale = UNITS[found["unit"]] if found["unit"] else ("share", 1.0)
     if (metric in SHARES_ONLY and unit == "us") or (metric == "step" and unit == "share" and not found["baseline"]):
@@ -90,13 +90,13 @@ def violations(analysis: Analysis, conditions: Sequence[Condition], baseline: An
     logged = next((each for each in (analysis, baseline) if each is not None and is_logged(each.ranks)), None)
     if conditions and logged is not None:
         raise AnalysisError(
-            f"--fail-if needs profiler traces, since NCCL Inspector's logs hold no steps; found {logged.ranks[0].path}. "
-            f"Give traces, or leave --fail-if out."
+            "--fail-if needs profiler traces, because NCCL Inspector's logs hold no steps; found "
+            f"{logged.ranks[0].path}. Give traces, or leave --fail-if out."
         )
     return tuple(filter(None, (_violation(analysis, each, baseline) for each in conditions)))
 
 
-def load_baseline(path: Path) -> Analysis:
+def load_baseline(path: Path | str) -> Analysis:
     """Read what `analyze -o` saved. Raises `AnalysisError`."""
     content = bytes(read_limited(path, AnalysisError, "give a file that `counterpoint analyze -o` saved"))
     try:
@@ -104,11 +104,11 @@ def load_baseline(path: Path) -> Analysis:
         require(
             schema == SCHEMA,
             AnalysisError,
-            f"{shown_path(path)} has the schema '{shown(schema)}', and this version reads '{SCHEMA}'. Save it again.",
+            f"{shown_path(path)} has the schema '{shown(schema)}', but this version reads '{SCHEMA}'. Save it again.",
         )
         return msgspec.json.decode(content, type=Analysis)
     except (msgspec.DecodeError, UnicodeDecodeError) as problem:
-        raise AnalysisError(f"{shown_path(path)} is no saved analysis: {problem}. Save one with analyze -o.") from problem
+        raise AnalysisError(f"{shown_path(path)} is not a saved analysis: {problem}. Save one with analyze -o.") from problem
 
 
 class _Versioned(msgspec.Struct):

@@ -19,9 +19,9 @@ CAUSE_WORDS: Mapping[str, str] = {
     "own_stream": "collectives run on the computation's own stream",
     "queued": "collectives wait behind other collectives",
     "hardware_queue": "collectives are serialised in a hardware queue",
-    "launched_late": "the host launches late",
+    "launched_late": "the host launches collectives late",
     "slow_rank": "ranks wait for slower ones",
-    "uneven": "parts of all-to-alls are uneven",
+    "uneven": "all-to-alls are split unevenly",
     "tail": "nothing is left to compute at the end of the step",
     "gap": "the computation pauses between two kernels",
 }
@@ -40,11 +40,11 @@ def headline(
     of_step = f"{format_us(analysis.exposed_us)} of {format_us(analysis.step_us)}"
     if unknown:
         verdict = (
-            f"UNKNOWN: {format_percent(share)} of the step is exposed ({of_step}), but its causes are not known. {unknown}"
+            f"UNKNOWN: {format_percent(share)} of the step is exposed ({of_step}), but the causes are unknown. {unknown}"
         )
         return Headline(verdict=verdict, why=(), next=_next_lines(analysis))
     if share < LEAST_EXPOSED_SHARE:
-        hidden = f"all {format_us(analysis.communication_us)} of communication per step run beside computation"
+        hidden = f"computation hides all {format_us(analysis.communication_us)} of communication per step"
         return Headline(verdict=f"Nothing is exposed: {hidden}, in {_scope(analysis)}.", why=(), next=_next_lines(analysis))
     because = f", mainly because {CAUSE_WORDS[analysis.causes[0].cause]}" if analysis.causes else ""
     return Headline(
@@ -59,7 +59,7 @@ def _scope(analysis: Analysis) -> str:
     present, missing = len(analysis.ranks), len(analysis.missing_ranks)
     if present == 1:
         return f"rank {analysis.ranks[0].rank}" + (f" of {1 + missing}" if missing else "")
-    return f"the {present} ranks present of {present + missing}" if missing else f"{present} ranks"
+    return f"{present} of {present + missing} ranks" if missing else f"{present} ranks"
 
 
 def _why_lines(analysis: Analysis, collectives: Collectives, exposed: Sequence[ExposedInterval]) -> tuple[str, ...]:
@@ -93,11 +93,13 @@ def _next_lines(analysis: Analysis) -> tuple[str, ...]:
     lines: list[str] = []
     if analysis.launch_bound_us > LEAST_LAUNCH_BOUND_SHARE * analysis.step_us:
         share = format_percent(analysis.launch_bound_us / analysis.step_us)
-        lines.append(f"The GPU waits for the host for {share} of the step: capture it in a CUDA graph or compile it.")
+        lines.append(
+            f"The GPU waits for the host during {share} of the step: capture the step in a CUDA graph or compile it."
+        )
     if analysis.missing_ranks and analysis.communication_us > 0:
         noun = "rank" if len(analysis.missing_ranks) == 1 else "ranks"
         named = format_numbers(analysis.missing_ranks, MOST_LINES)
-        lines.append(f"Give the traces of {noun} {named} of the same steps, too: then it is known which rank is waited for.")
+        lines.append(f"Add the traces of {noun} {named} for the same steps; they show which rank the others wait for.")
     return tuple(lines)
 
 

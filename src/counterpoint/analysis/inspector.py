@@ -39,16 +39,17 @@ KINDS: dict[str, CollectiveKind] = {
 }
 SIZED_BY_PART = ("all_gather", "reduce_scatter", "all_to_all")
 NOT_LOGGED = (
-    "NCCL Inspector's log holds no computation and no start times: exposed time, its causes, steps and what can be "
-    "recovered are not known."
+    "NCCL Inspector's log holds no computation and no start times. So exposed time, its causes, steps and "
+    "recoverable time are unknown."
 )
 REMEDY = "give a log of NCCL Inspector (.log, .jsonl)"
 
 Key = tuple[str, int, str, int]  # communicator, rank in it, function, sequence number
 
 
-def is_inspector(path: Path) -> bool:
+def is_inspector(path: Path | str) -> bool:
     """Whether a file is a log of NCCL Inspector, by its content, packed by gzip or not. False for what cannot be read."""
+    path = Path(path)
     if not path.is_file():  # a pipe can be read only once
         return False
     head = b""
@@ -62,7 +63,7 @@ def is_inspector(path: Path) -> bool:
     return any(key in head[:HEAD_BYTES] for key in KEYS)
 
 
-def read_inspector(path: Path) -> RankAnalysis:
+def read_inspector(path: Path | str) -> RankAnalysis:
     """The collectives of one process's log, without steps and without what needs computation or start times.
 
     The rank is that in the largest communicator. Of collectives, `group_number` is the sequence number, `end_us` the time
@@ -152,7 +153,7 @@ def _collective(record: Record, rank: int, number: int) -> TracedCollective:
 def _notes(records: Sequence[Record]) -> tuple[str, ...]:
     if not any(record.p2p_perf is not None for record in records):
         return ()
-    return ("Sends and receives are listed one by one: an all-to-all that is made of them does not show as one.",)
+    return ("Sends and receives are listed one by one, so an all-to-all that consists of them does not show as one.",)
 
 
 def _problems(records: Sequence[Record]) -> list[str]:
@@ -165,12 +166,12 @@ def _problems(records: Sequence[Record]) -> list[str]:
     if unknown:
         named = ", ".join(f"'{shown(name)}'" for name in sorted(unknown)[:MOST_RANGES])
         count = format_count(unknown.total(), "entry", "entries")
-        problems.append(f"{count} of functions that are not known ({named}) {left_out(unknown.total())}.")
+        problems.append(f"{count} of unknown functions ({named}) {left_out(unknown.total())}.")
     if untimed:
         problems.append(f"{format_count(untimed, 'entry has', 'entries have')} no time: no bandwidth is taken from them.")
     if by_host:
         what = format_count(by_host, "time is", "times are")
         problems.append(
-            f"{what} the host's (kernel_cpu, collective_cpu), not the GPU's: waits and bandwidths hold its delays."
+            f"{what} the host's (kernel_cpu, collective_cpu), not the GPU's, so waits and bandwidths include its delays."
         )
     return problems

@@ -20,9 +20,10 @@ from counterpoint.units import format_count, format_numbers, format_percent, for
 RESOLUTION_US = 1.0  # logs hold whole microseconds
 MOST_RANGES = 3
 ORDERED = (
-    "The logs share no communicator of all ranks: ranks are numbered in the order of the files, and may not be the job's."
+    "The logs share no communicator of all ranks. Ranks are numbered in the order of the files, which may "
+    "differ from the job's."
 )
-NEXT = "Record a profiler trace of the same job, too: then it is known what is exposed, and why."
+NEXT = "Record a profiler trace of the same job as well; it shows what is exposed, and why."
 
 
 def is_logged(ranks: Iterable[RankAnalysis]) -> bool:
@@ -108,9 +109,9 @@ def _headline(analysis: Analysis) -> Headline:
     if analysis.missing_ranks:
         noun = "rank" if len(analysis.missing_ranks) == 1 else "ranks"
         named = format_numbers(analysis.missing_ranks, MOST_RANGES)
-        asked.append(f"Give the logs of {noun} {named}, too: then it is known which rank is waited for.")
+        asked.append(f"Add the logs of {noun} {named}; they show which rank the others wait for.")
     return Headline(
-        verdict=f"NCCL Inspector's {whose}: {count} in {groups}; exposed time is not known.",
+        verdict=f"NCCL Inspector's {whose}: {count} in {groups}; exposed time is unknown.",
         why=(*_largest(analysis.sizes), *_slowest(analysis)),
         next=tuple(asked),
     )
@@ -135,6 +136,8 @@ def _slowest(analysis: Analysis) -> list[str]:
         return []
     least, most = waits[0], waits[-1]
     return [
-        f"Rank {least.rank} waited least, {format_us(least.mean_us)} per collective; rank {most.rank} waited most, "
-        f"{format_us(most.mean_us)}: ranks that wait least are those waited for."
+        (
+            f"Rank {least.rank} waited least, {format_us(least.mean_us)} per collective; rank {most.rank} waited "
+            f"most, {format_us(most.mean_us)}. The ranks that wait least are those that the others wait for."
+        )
     ]

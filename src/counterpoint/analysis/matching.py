@@ -67,12 +67,15 @@ def _match_group(group: Group, sequences: dict[int, list[TracedCollective]]) -> 
     ranks = sorted(sequences)
     if len(sizes) > 1:
         return [], [
-            f"Ranks state different sizes of {name} ({sorted(sizes)}): its collectives are not matched across ranks."
+            (f"Ranks state different sizes of {name} ({sorted(sizes)}), so its collectives are not matched across ranks.")
         ]
     if len(ranks) > min(sizes):
         count = format_count(len(ranks), "rank")
         return [], [
-            f"{count} ran collectives of {name}, which has {min(sizes)}: several groups share the name, none is matched."
+            (
+                f"{count} ran collectives of {name}, which has {min(sizes)}. Several groups share the name, so none "
+                "is matched."
+            )
         ]
     base, matched = _best_base(sequences)
     strangers = [rank for rank in ranks if rank != base and rank not in matched]
@@ -109,8 +112,8 @@ def _describe_strangers(name: str, base: int, strangers: Sequence[int]) -> str:
     """What to say of ranks with which nothing is matched."""
     noun = "rank" if len(strangers) == 1 else "ranks"
     return (
-        f"In {name}, {noun} {format_numbers(strangers)} ran other collectives than rank {base}, or at times that do not "
-        f"coincide: nothing is matched with them. Give traces of the same steps of one job."
+        f"In {name}, {noun} {format_numbers(strangers)} ran other collectives than rank {base}, or at times "
+        "that do not coincide, so nothing is matched with them. Give traces of the same steps of one job."
     )
 
 
@@ -120,8 +123,11 @@ def _describe_rest(name: str, counts: Mapping[int, int], num_common: int) -> lis
     if counts[rank] == num_common:
         return []
     return [
-        f"Of {name}, {num_common} collectives are in the traces of all its ranks present; up to {counts[rank] - num_common} "
-        f"more (of rank {rank}) are not, since profiles began or ended at other calls or lost events."
+        (
+            f"{num_common} collectives of {name} are in the traces of all its ranks that were given. Up to "
+            f"{counts[rank] - num_common} more (of rank {rank}) are not, because profiles began or ended at other "
+            "calls, or lost events."
+        )
     ]
 
 

@@ -23,13 +23,13 @@ def belonging(ranks: Sequence[RankAnalysis]) -> tuple[tuple[RankAnalysis, ...], 
     for analysis in ranks:
         if analysis.world_size not in (None, world_size):
             problems.append(
-                f"{analysis.path} is of a job of {analysis.world_size} ranks, the others are of {world_size}: it is left "
-                f"out. Give the traces of one job."
+                f"{analysis.path} comes from a job of {analysis.world_size} ranks, the others from one of "
+                f"{world_size}, so it is left out. Give the traces of one job."
             )
         elif analysis.rank in kept:
             problems.append(
-                f"{analysis.path} and {kept[analysis.rank].path} are both of rank {analysis.rank}: the second is left out. "
-                f"Give each rank once."
+                f"{analysis.path} and {kept[analysis.rank].path} are both of rank {analysis.rank}, so the "
+                "second is left out. Give each rank once."
             )
         else:
             kept[analysis.rank] = analysis
@@ -70,8 +70,8 @@ def describe_missing(ranks: Sequence[RankAnalysis], missing: Sequence[int]) -> t
     named = f"{'rank' if len(missing) == 1 else 'ranks'} {format_numbers(missing, MOST_RANGES)}"
     total = len(ranks) + len(missing)
     known = (
-        f"Waits, skews and means are of the {len(ranks)} ranks present of {total}"
+        f"Waits, skews and means are those of the {len(ranks)} of {total} ranks that were given"
         if len(ranks) > 1
-        else f"Only rank {ranks[0].rank} of {total} is present"
+        else f"Only rank {ranks[0].rank} of {total} was given"
     )
-    return (f"{known}: time spent waiting for {named} cannot be told from transfer.",)
+    return (f"{known}. Time spent waiting for {named} cannot be told from transfer time.",)

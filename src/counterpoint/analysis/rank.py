@@ -130,7 +130,7 @@ def _notes(timed: TimedTrace, roles: tuple[Role, ...]) -> list[str]:
     if not any(role in ("communication", "waiting") for role in roles):
         notes.append("The trace holds no communication.")
     if len(timed.streams) == 1:
-        notes.append("Everything runs on one stream: nothing can overlap.")
+        notes.append("Everything runs on one stream, so nothing can overlap.")
     if timed.trace.num_devices > 1:
         notes.append(f"The trace holds {timed.trace.num_devices} devices; only the busiest was read.")
     return notes
@@ -143,15 +143,18 @@ def _problems(timed: TimedTrace) -> list[str]:
     early = sum(launch is not None and launch > start for launch, start in zip(timed.launches, timed.starts, strict=True))
     if unknown:
         what = format_count(unknown, "operation has", "operations have")
-        problems.append(f"{what} no launch in the trace: whether the host issued them late is unknown.")
+        problems.append(f"{what} no launch in the trace, so it is unknown whether the host issued them late.")
     if early:
         what = format_count(early, "operation starts", "operations start")
-        problems.append(f"{what} before the launch (kineto#1380): times of the host and of the GPU do not fit there.")
+        problems.append(f"{what} before the launch (kineto#1380), so host and GPU times do not agree there.")
     if not timed.trace.device_name:
-        problems.append("The trace does not name its GPU: what fits beside what is told by the number of CTAs alone.")
+        problems.append(
+            "The trace does not name its GPU, so whether kernels fit beside each other is judged by their number "
+            "of CTAs only."
+        )
     if not any(call.kind == "wait" for call in timed.trace.host_calls) and len(timed.streams) > 1:
         problems.append(
-            "The trace holds no stream waits (enable_cuda_sync_events=True records them): what waits for what is told by "
-            "times."
+            "The trace holds no stream waits (enable_cuda_sync_events=True records them), so dependencies are "
+            "inferred from times."
         )
     return problems

@@ -1,4 +1,5 @@
-"""What of the exposed time can be recovered: controls, operators, integrations and changes to the job, each by itself.
+"""Finds how much exposed time can be recovered, and by what: controls, operators, integrations and changes to the job,
+each alone.
 
 The planner simulates them on the representative step. What it finds is listed by value, with the lines that apply it. A
 value below the error of the replay is marked: the simulator cannot tell it from nothing.
@@ -100,7 +101,7 @@ def _by_controls(tuning: Tuning, baseline_us: float, source: str) -> Iterator[En
         causes = tuple(dict.fromkeys(cause for family in sorted(in_plan) for cause in ACTS_ON.get(family, ())))
         planned_us = measure(tuning.planned).makespan_us
         words = " and ".join(best[family].label if family in best else family for family in sorted(in_plan))
-        yield causes, f"{words} together, as the plan has them", baseline_us - planned_us, (save, RUN)
+        yield causes, f"{words} together, as in the plan", baseline_us - planned_us, (save, RUN)
 
 
 def _lines_of(trial: Trial) -> Iterable[str]:

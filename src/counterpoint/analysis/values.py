@@ -1,4 +1,4 @@
-"""What an analysis consists of, as values: of one rank first (`RankAnalysis`), then of all of them (`Analysis`).
+"""The values of an analysis: of one rank first (`RankAnalysis`), then of all of them (`Analysis`).
 
 Times are in microseconds on the clock of a rank's own trace, from its first GPU operation; those of an `Analysis` are on the
 clock of its first rank. What one rank's trace holds is reduced to a `RankAnalysis` at once, so that memory depends on the
@@ -8,12 +8,13 @@ number of collectives and of different kernels, and not on the size of the files
 from functools import lru_cache
 from typing import Literal
 
+from counterpoint.display import html_list, shortened
 from counterpoint.step import CollectiveKind
 from counterpoint.traces.activity import HostPhase
-from counterpoint.units import format_bytes
+from counterpoint.units import format_bytes, format_count
 from counterpoint.value import Value
 
-SCHEMA = "counterpoint.analysis/1"  # of the JSON; a change that breaks readers counts it up
+SCHEMA = "counterpoint.analysis/1"  # version of the JSON; a change that breaks readers increments it
 
 # Communication moves data between GPUs, or belongs to a collective that does (its sums and staging copies). Waiting is a
 # kernel that does nothing but wait for other ranks (barriers, signals); it counts as communication in every union of times.
@@ -34,7 +35,7 @@ Aspect = Literal["collective", "process_group", "stream", "module", "phase", "tr
 
 
 class StepFigures(Value, frozen=True, kw_only=True):
-    """One step of one rank, as the GPU ran it: unions of intervals of whatever ran within its window.
+    """One step of one rank as the GPU ran it; times are lengths of unions of intervals within its window.
 
     `communication_us` holds waiting, too. `launch_bound_us` is the idle time that ended with an operation only just
     launched. `overlap_ratio` is None without communication. A step that is not steady is an outlier, or the first.
@@ -189,10 +190,10 @@ class LaneInterval(Value, frozen=True, kw_only=True, array_like=True):
 
 
 class RankAnalysis(Value, frozen=True, kw_only=True):
-    """All that is kept of one rank's trace, or of its log of NCCL Inspector, as `source` says.
+    """Everything kept of one rank's trace, or of its NCCL Inspector log, as `source` says.
 
-    `shown_step` is the representative (median steady) step, whose operations are `lanes`, at most some ten thousand.
-    `problems` are what could not be known, one sentence each; `notes` what a reader should know besides.
+    `shown_step` is the representative (median steady) step; `lanes` are its operations, at most some ten thousand.
+    `problems` are what is unknown, one sentence each; `notes` are further remarks.
     """
 
     path: str
@@ -287,7 +288,7 @@ class CollectiveSize(Value, frozen=True, kw_only=True):
 
 
 class Recoverable(Value, frozen=True, kw_only=True):
-    """What a control, operator, integration or change to the job would bring, per step; simulated.
+    """The gain per step of a control, operator, integration or change to the job; simulated.
 
     `apply` are lines to paste. Values of several entries do not add up: each is for that change alone.
     """
@@ -300,7 +301,7 @@ class Recoverable(Value, frozen=True, kw_only=True):
 
 
 class Headline(Value, frozen=True, kw_only=True):
-    """The box of one screen: verdict, why, next."""
+    """The summary on one screen: verdict, why, next."""
 
     verdict: str
     why: tuple[str, ...]
@@ -341,3 +342,11 @@ class Analysis(Value, frozen=True, kw_only=True, tag_field="schema", tag=SCHEMA)
     changes: tuple[Change, ...] = ()
     notes: tuple[str, ...] = ()
     problems: tuple[str, ...] = ()
+
+    def _in_short(self) -> str:
+        return f"of {format_count(len(self.ranks), 'rank')}: {shortened(self.headline.verdict, 300)}"
+
+    def _repr_html_(self) -> str:
+        """Return what notebooks show of the analysis: the verdict, why, and what to do next."""
+        why = [f"why: {sentence}" for sentence in self.headline.why]
+        return html_list(self.headline.verdict, [*why, *(f"next: {sentence}" for sentence in self.headline.next)])

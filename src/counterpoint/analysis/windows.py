@@ -48,12 +48,12 @@ def find_windows(timed: TimedTrace) -> RankWindows:
     try:
         steps = divide_into_steps(timed.trace)
     except TraceError as problem:
-        return RankWindows(windows=(whole,), problems=(f"The whole trace is taken as one step. {problem}",))
+        return RankWindows(windows=(whole,), problems=(f"The whole trace counts as one step. {problem}",))
     spans = [(timed.to_ns(start), timed.to_ns(end)) for start, end in steps.windows]
     windows = tuple(span for span in spans if span[0] < span[1])
     problems = () if len(windows) == len(spans) else (f"{len(spans) - len(windows)} steps have no GPU time of their own.",)
     if not windows:
-        return RankWindows(windows=(whole,), problems=("The whole trace is taken as one step: no step has GPU time.",))
+        return RankWindows(windows=(whole,), problems=("The whole trace counts as one step, because no step has GPU time.",))
     return RankWindows(windows=windows, steps=steps, notes=steps.notes, problems=problems)
 
 

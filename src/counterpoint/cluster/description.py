@@ -31,7 +31,7 @@ class ClusterFile(Value, frozen=True, kw_only=True):
         require(
             (self.model is None) == (self.training is None),
             MachineError,
-            "[model] and [training] come together; found only one of them. Add the other, or leave both out.",
+            "[model] and [training] belong together; found only one of them. Add the other, or leave both out.",
         )
 
     def configuration(self) -> "Configuration":

@@ -40,12 +40,13 @@ def extend_step(step: Step, fabric: Fabric, num_ranks: int | None = None) -> Ext
     require(
         ranks <= fabric.num_gpus,
         MachineError,
-        f"{ranks:,} ranks are asked for, and {where} has {fabric.num_gpus:,} GPUs. Ask for fewer, or add nodes to the file.",
+        f"{ranks:,} ranks were requested, but {where} has {fabric.num_gpus:,} GPUs. Ask for fewer, or add nodes "
+        "to the file.",
     )
     require(
         ranks >= step.num_ranks and ranks % step.num_ranks == 0,
         MachineError,
-        f"{ranks:,} ranks are asked for, and the step has {step.num_ranks}. Ask for a multiple of that.",
+        f"{ranks:,} ranks were requested, but the step has {step.num_ranks}. Ask for a multiple of that.",
     )
     gpus = fabric.machine.num_gpus
     if ranks == step.num_ranks and ranks <= gpus:
@@ -66,8 +67,8 @@ def _extended(operation: Operation, before: int, after: int, times: CollectiveTi
         require(
             operation.direction != "peer_to_peer" or after == before,
             MachineError,
-            f"'{shown(operation.name)}' is a copy between GPUs, which does not say among how many ranks its job shares "
-            "data, so it cannot be extended. Trace the job with its collectives, without copy engines.",
+            f"'{shown(operation.name)}' is a copy between GPUs. It does not tell which ranks share data, so it "
+            "cannot be extended. Trace the job with its collectives, without copy engines.",
         )
         return operation
     if not isinstance(operation, Collective):

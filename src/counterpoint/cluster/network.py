@@ -66,7 +66,7 @@ class Cluster(Value, frozen=True, kw_only=True):
         require(
             0 < len(self.name) <= MAX_NAME and self.name.isprintable(),
             MachineError,
-            f"The name of a cluster has 1 to {MAX_NAME} printable characters; found '{shown(self.name)}'.",
+            f"The name of a cluster must have 1 to {MAX_NAME} printable characters; found '{shown(self.name)}'.",
         )
         where = f"cluster '{shown(self.name)}'"
         check_range(where, "num_nodes", self.num_nodes, 1, MAX_NODES)
@@ -76,7 +76,7 @@ class Cluster(Value, frozen=True, kw_only=True):
         require(
             sizes == sorted(set(sizes)),
             MachineError,
-            f"{where}: levels stand from the inside out, so num_nodes must rise from level to level; found {sizes}.",
+            f"{where}: levels go from the inside out, so num_nodes must rise from level to level; found {sizes}.",
         )
         require(
             not sizes or sizes[-1] >= self.num_nodes,

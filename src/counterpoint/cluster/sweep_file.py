@@ -94,8 +94,8 @@ class SweepFile(Value, frozen=True, kw_only=True):
 
     def key(self, point: dict[str, Any]) -> str:
         """Sixteen hexadecimal digits of a combination, of the file's other tables, and of Counterpoint's version."""
-        content = repr((self.base, sorted(point.items()), package_version()))
-        return hashlib.sha256(content.encode()).hexdigest()[:16]
+        content = msgspec.json.encode((self.base, sorted(point.items()), package_version()))
+        return hashlib.sha256(content).hexdigest()[:16]
 
     def configuration(self, point: dict[str, Any]) -> Configuration:
         """The step of a combination. Raises `MachineError` where it is impossible."""

@@ -41,7 +41,7 @@ def check_store(path: Path) -> None:
     require(
         path.suffix.lower() in SUFFIXES,
         CounterpointError,
-        f"A sweep is written to {' or '.join(SUFFIXES)}; found '{shown_path(path)}'. Name such a file.",
+        f"A sweep file must end in {' or '.join(SUFFIXES)}; found '{shown_path(path)}'. Rename it.",
     )
     if path.suffix.lower() == ".parquet" and find_spec("pyarrow") is None:
         raise CounterpointError(

@@ -128,8 +128,8 @@ class Parallelism(Value, frozen=True, kw_only=True):
         require(
             (self.sharding == "hybrid") == (self.shard_size is not None),
             MachineError,
-            f"parallelism: shard_size is for sharding 'hybrid', and needed there; found {self.shard_size} with "
-            f"'{self.sharding}'.",
+            "parallelism: shard_size is required for sharding 'hybrid' and allowed only there; found "
+            f"{self.shard_size} with '{self.sharding}'.",
         )
         require(
             (self.num_chunks > 1) == (self.schedule == "interleaved"),

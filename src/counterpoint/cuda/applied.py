@@ -1,4 +1,4 @@
-"""A plan in force on a captured step: replays go to the rewritten graph, with a guard and a way back.
+"""A plan applied to a captured step: replays launch the rewritten graph, with a guard and a way back.
 
 The guard costs no extra step: now and then it lets ordinary replays alternate between the original and the planned graph and
 compares their times over all ranks. A plan that is proven slower is taken out, and tried again much later.

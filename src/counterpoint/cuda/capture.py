@@ -75,8 +75,8 @@ class Captured:
         """Raise `DeviceError` for a step that our replays would repeat instead of going on with."""
         if self.is_random:
             raise DeviceError(
-                "The step draws random numbers, which only torch's own replay advances: other replays would repeat them. "
-                "Leave them out of the captured step."
+                "The step draws random numbers. Only torch's own replay advances them; other replays would "
+                "repeat them. Leave them out of the captured step."
             )
 
     def time_us(self, executable: AbstractExecutable) -> float:

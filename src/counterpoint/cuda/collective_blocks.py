@@ -1,4 +1,6 @@
-"""Collectives of a captured step as blocks: which bytes of one rank go where on another. Knows no driver, moves nothing."""
+"""Describes collectives of a captured step as blocks: which bytes of one rank go where on another. It calls no driver
+and moves nothing.
+"""
 
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
@@ -90,9 +92,9 @@ def _spans(lengths: Sequence[int], size: int) -> tuple[Span, ...]:
 def obstacle_of(issued: IssuedCollective, num_ranks: int) -> str:
     """Why a collective cannot be done by copies on this rank, or nothing."""
     if len(issued.nodes) != 1:
-        return f"it became {len(issued.nodes)} nodes that do work, and only one can be replaced"
+        return f"it became {len(issued.nodes)} nodes that do work, but only one can be replaced"
     if issued.reduction == "other":
-        return "it reduces, and neither by a sum nor by a mean"
+        return "it reduces by something else than a sum or a mean"
     if not (issued.given.is_contiguous and issued.got.is_contiguous):
         return "its tensors are not contiguous"
     if issued.given.dtype != issued.got.dtype:

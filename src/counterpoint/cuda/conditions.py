@@ -1,4 +1,4 @@
-"""Under what conditions GPUs measured something: what stands beside every stored result.
+"""The conditions under which GPUs measured something, stored with every result.
 
 Times hang on the GPUs, the driver and the libraries, and NCCL's on whether it uses NVLS, so a result without them cannot be
 compared with another.

@@ -1,4 +1,4 @@
-"""What the driver is asked about the GPUs at hand, and what it answers, as values. Needs no driver and no bindings.
+"""The driver's facts about the GPUs at hand, as values. Needs no driver and no bindings.
 
 `device_query.py` asks, and `probing.py` makes a machine of the answers.
 """
@@ -81,8 +81,8 @@ def check_driver(version: int) -> tuple[int, int]:
     found = (version // 1000, version % 1000 // 10)
     if found < OLDEST_CUDA:
         raise DeviceError(
-            f"The driver is too old: {OLDEST_CUDA[0]}.{OLDEST_CUDA[1]} or later is needed, and it supports CUDA "
-            f"{found[0]}.{found[1]}. Update the NVIDIA driver."
+            f"The driver is too old: it supports CUDA {found[0]}.{found[1]}, but "
+            f"{OLDEST_CUDA[0]}.{OLDEST_CUDA[1]} or later is needed. Update the NVIDIA driver."
         )
     return found
 

@@ -1,4 +1,4 @@
-"""Questions to the driver about the visible GPUs, and copies timed in and between them. Needs cuda-bindings, not torch.
+"""Queries the driver about the visible GPUs, and times copies in and between them. Needs cuda-bindings, not torch.
 
 Copies are 256 MiB, timed with events as `timing.py` has it: all of them in every round, medians of 5 rounds. A copy between
 GPUs is issued by the sender and runs on its copy engines; one within a GPU reads and writes its HBM.
@@ -31,13 +31,13 @@ def query_devices() -> tuple[Queried, ...]:
         check("Starting the driver", cu.cuInit(0))
     except RuntimeError as problem:  # what cuda-bindings raises where there is no driver library
         raise DeviceError(
-            "No NVIDIA driver was found, so no GPU can be probed. Run on a machine with one; "
-            "'counterpoint machines' lists those that need none."
+            "No NVIDIA driver was found, so no GPU can be probed. Run on a machine with one; `counterpoint "
+            "machines` lists the shipped ones."
         ) from problem
     count = check("Counting GPUs", cu.cuDeviceGetCount())
     if count == 0:
         raise DeviceError(
-            "No GPU is visible, so nothing can be probed. Run on a machine with one; see CUDA_VISIBLE_DEVICES."
+            "No GPU is visible, so nothing can be probed. Run on a machine with one, and check CUDA_VISIBLE_DEVICES."
         )
     queried = tuple(_query(number, version) for number in range(count))
     check_alike(queried)

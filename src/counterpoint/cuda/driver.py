@@ -1,4 +1,4 @@
-"""The CUDA driver's calls: their errors as ours, and what can be read of a graph's nodes.
+"""Calls of the CUDA driver: raises its errors as Counterpoint's, and reads the nodes of a graph.
 
 A kernel node's handle may be a CUkernel, as tried on CUDA 13.0. `driver_graph.py` edits and runs graphs.
 """
@@ -13,7 +13,7 @@ from counterpoint.step import Footprint
 
 EXPLAINED = {
     "CUDA_ERROR_NO_DEVICE": "no GPU is visible; run on a machine with one, or check CUDA_VISIBLE_DEVICES",
-    "CUDA_ERROR_OUT_OF_MEMORY": "GPU memory is used up; free some, or measure fewer candidates",
+    "CUDA_ERROR_OUT_OF_MEMORY": "there is not enough GPU memory; free some, or measure fewer candidates",
     "CUDA_ERROR_NOT_SUPPORTED": "this driver or GPU cannot do it; update the driver",
     "CUDA_ERROR_INVALID_VALUE": "the driver rejects the value",
     "CUDA_ERROR_INSUFFICIENT_DRIVER": "the driver is older than the CUDA libraries; update it",

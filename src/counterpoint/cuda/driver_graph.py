@@ -1,4 +1,4 @@
-"""Captured graphs through the CUDA driver: `graph.py`'s contract on real handles.
+"""Captured graphs through the CUDA driver: implements `graph.py`'s interface on real handles.
 
 The calls, and what they need, were tried on CUDA 13.0: a residency cap needs MAX_DYNAMIC_SHARED_SIZE_BYTES raised first;
 node priority counts only in a graph instantiated with USE_NODE_PRIORITY; clusters survive the edits.
@@ -30,7 +30,7 @@ from counterpoint.cuda.graph import AbstractExecutable, AbstractGraph, GraphNode
 from counterpoint.errors import DeviceError
 
 USE_NODE_PRIORITY = 8  # CUDA_GRAPH_INSTANTIATE_FLAG_USE_NODE_PRIORITY
-NOT_NOTED = "torch.distributed did not issue it by itself while the step was captured"
+NOT_NOTED = "torch.distributed did not issue it directly while the step was captured"
 
 
 class StandIn(msgspec.Struct, frozen=True, kw_only=True):

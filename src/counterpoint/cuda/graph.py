@@ -1,4 +1,4 @@
-"""What Counterpoint needs of a captured CUDA graph: read its nodes, edit a copy, run it.
+"""The interface to a captured CUDA graph: read its nodes, edit a copy, run it.
 
 The real implementation is `driver.py`; tests use a double in memory. A node keeps its number through every edit.
 """

@@ -1,4 +1,4 @@
-"""A captured graph as a step: exact dependencies and footprints from the graph, times from replays.
+"""Reads a captured graph as a step: exact dependencies and footprints from the graph, times from replays.
 
 A graph has no streams; each node continues the chain of a node it waits for where that chain is free, else it starts a new
 one, so that streams here say what is serial. Where a collective and a computation kernel wait for the same node, the kernel

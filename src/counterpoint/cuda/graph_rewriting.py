@@ -1,4 +1,4 @@
-"""Apply a plan to a copy of a captured graph, and prove from the driver what took effect.
+"""Applies a plan to a copy of a captured graph, and proves from the driver what took effect.
 
 Edits go to the nodes that the plan's directives match and to no others; the captured graph is never touched, so leaving
 the plan is launching the original. A control that cannot apply is refused with the reason, never skipped in silence.
@@ -51,7 +51,7 @@ def _edit(graph: AbstractGraph, before: Sequence[GraphNode], read: ReadGraph, pl
             if isinstance(control, Transport | LightKernel):
                 reason = _why_not_moved(graph, number, operation, control)
             if is_moved and control != MOVED and not reason:
-                reason = "copy engines move it, and they know no such thing"
+                reason = "copy engines move it, and this control does not apply to them"
             if reason:
                 engagements.append(_refused(before[number], control, reason))
             else:
@@ -80,7 +80,7 @@ def _why_not(node: GraphNode, control: Control) -> str:
         used = node.footprint.dynamic_shared_bytes
         if used > control.dynamic_shared_bytes:
             return (
-                f"the kernel uses {used:,} bytes of dynamic shared memory, and {control.dynamic_shared_bytes:,} are too few"
+                f"the kernel uses {used:,} bytes of dynamic shared memory, so {control.dynamic_shared_bytes:,} are too few"
             )
     return ""
 

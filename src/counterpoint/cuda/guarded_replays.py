@@ -1,4 +1,4 @@
-"""Which graph each replay of a plan launches: the planned one, but for the looks of its guard, in which both take turns.
+"""Chooses the graph of each replay: the planned one, except during the guard's checks, in which both take turns.
 
 A look costs no extra step: ordinary replays are timed, the second of each turn, since the first brings the GPU to the clocks
 and the temperature of its graph. Needs neither torch nor CUDA. What is faster or slower, and when it is certain, is for

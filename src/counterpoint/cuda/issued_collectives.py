@@ -1,4 +1,5 @@
-"""The collectives that a step issues while it is captured: what each moves, between whom, and the nodes that it became.
+"""Records the collectives that a step issues while it is captured: what each moves, between which ranks, and the nodes
+that it became.
 
 torch.distributed calls an operator of torch's dispatcher for every collective, whichever way it was called, and
 `NotedCollectives` looks at those. The nodes are those that the captured graph holds after the call and did not hold before

@@ -1,4 +1,4 @@
-"""Plans kept between runs: one file for each step, GPU, driver, NCCL, torch and number of ranks.
+"""A cache of plans between runs: one file for each step, GPU, driver, NCCL, torch and number of ranks.
 
 The folder is $COUNTERPOINT_CACHE_DIR, else `counterpoint` in the user's cache folder. A plan whose conditions changed has
 another name and is simply not found.

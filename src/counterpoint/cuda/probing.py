@@ -1,4 +1,5 @@
-"""The GPUs at hand as a machine: what the driver says of them, what copies reach, and where a shipped file says otherwise.
+"""Describes the GPUs at hand as a machine: the driver's facts, the measured copy rates, and where a shipped file
+differs.
 
 Figures that no query tells (sub-partitions, carveout steps, what a GPC holds) are taken from the shipped machine of the same
 compute capability and say so in `sources`. A machine holds peak rates, so a measured copy replaces a stated link only

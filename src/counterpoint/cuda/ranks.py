@@ -1,4 +1,4 @@
-"""Joining the other ranks, and leaving without hanging anybody.
+"""Joins the other ranks, and leaves without making any rank hang.
 
 Under torchrun each process takes the GPU of its local rank and joins the NCCL process group; alone it takes GPU 0. A rank
 that fails says why and leaves at once, so that the others' rendezvous time out instead of waiting for ever.

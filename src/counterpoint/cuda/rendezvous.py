@@ -1,4 +1,4 @@
-"""Ranks meeting on the CPU: to start together, to agree, and to notice that one of them is gone.
+"""A rendezvous of ranks on the CPU: to start together, to agree, and to detect that one of them is gone.
 
 Every wait has a limit. A rank that does not answer within it, or a replay that does not end, becomes one `DeviceError`
 instead of a hang.
@@ -94,6 +94,7 @@ class Rendezvous:
         while not event.query():
             if time.monotonic() > deadline:
                 raise DeviceError(
-                    f"A replay did not end within {self._exchange.limit_s:g} s: a collective waits for a rank that is gone "
-                    "or runs another step. Look at the other ranks' output, and start all of them again."
+                    f"A replay did not end within {self._exchange.limit_s:g} s: a collective waits for a rank "
+                    "that is gone or runs another step. Look at the other ranks' output, and start all ranks "
+                    "again."
                 )

@@ -181,7 +181,7 @@ def is_nonzero(value: str) -> bool:
     return value.lower() not in ("", "0", "false", "no", "off")
 
 
-def load_context(path: Path) -> JobContext:
+def load_context(path: Path | str) -> JobContext:
     """Read context that `counterpoint check -o` wrote on another machine. Raises `JobContextError`.
 
     What an edited file leaves out, and does not list as unknown, becomes unknown here.

@@ -94,7 +94,7 @@ class ReplacedCollectives:
         """The kinds of called collectives that were large enough for copies, whether copies did them or not."""
         return tuple(kind for kind, number in self._num_large.items() if number)
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         """Describe what was done how, and for which kinds copies are on."""
         done = "; ".join(map(str, self.tallies.values()))
         return f"{done}; copies are {'on for ' + ', '.join(sorted(self._on)) if self._on else 'off'}"

@@ -90,7 +90,7 @@ class BucketAverages:
         """The bytes that copies moved from this rank to others."""
         return self._tally.num_bytes
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         """Describe what was done how, and whether copies are on."""
         return f"{self._tally}; copies are {'on' if self._is_on else 'off'}"
 

@@ -27,6 +27,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 from counterpoint.controls import LEAST_PART_BYTES
+from counterpoint.display import capped
 from counterpoint.errors import IntegrationError, RefusedTogetherError
 from counterpoint.integrations.gather_buffers import MAX_BUFFERS, GatherBuffers, claim, give_back
 from counterpoint.integrations.lane_collectives import (
@@ -196,7 +197,7 @@ class CopyEnginesInUse:
     def _tallies(self) -> list[Tally]:
         return [*self.gather_tallies, *self.reduce_tallies]
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         """Describe what was done how for each group of ranks, what is on, and which modules were refused."""
         gathers, reduces = ("on" if each else "off" for each in (self.are_gathers_on, self.are_reduces_on))
         num_buffers = sum(each.num_buffers for each in self._buffers.values())
@@ -205,7 +206,7 @@ class CopyEnginesInUse:
             f"reductions are {reduces}"
         ]
         refusals = [f"{name} is left alone: {why}" for name, why in self.refused.items()]
-        return "\n".join([*lines, *map(str, self._tallies()), *refusals])
+        return capped("\n".join([*lines, *map(str, self._tallies()), *refusals]))
 
     def buffers_of(self, group: dist.ProcessGroup) -> GatherBuffers:
         """Return the buffers of a group of ranks, which its groups of parameters share."""

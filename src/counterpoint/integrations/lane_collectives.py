@@ -140,7 +140,7 @@ class Tally:
         self.num_by_copies += 1
         self.num_bytes += num_bytes
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         """Describe the counts: "a gradient bucket: 12 times by copies (3 GiB sent), 2 times by the library (2: switched
         off)".
         """

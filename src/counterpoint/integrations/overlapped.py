@@ -8,6 +8,7 @@ from typing import Any, final
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from counterpoint.display import capped
 from counterpoint.errors import IntegrationError
 from counterpoint.integrations.lane_collectives import warn_from_first_rank
 from counterpoint.integrations.layouts import Hook
@@ -134,7 +135,7 @@ class Overlapped:
             stay = "stays unchanged" if len(names) == 1 else "stay unchanged"
             warn_from_first_rank("%s %s: %s.", _shortened(names), stay, reason)
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         if self._is_undone:
             return f"overlap: undone, so every {self._noun} runs as originally."
         state = "on" if self.is_on else "off"
@@ -142,7 +143,8 @@ class Overlapped:
         lines += [f"  refused: {_shortened(names)}: {reason}" for reason, names in self._by_reason().items()]
         by_copies, by_library = (format_count(number, "call") for number in (self.num_by_copies, self.num_by_library))
         sent = format_bytes(self.num_bytes)
-        return "\n".join([*lines, f"  {by_copies} by copies, which sent {sent} from this rank; {by_library} by the library"])
+        counts = f"  {by_copies} by copies, which sent {sent} from this rank; {by_library} by the library"
+        return capped("\n".join([*lines, counts]))
 
     def _since(self, figure: int) -> int:
         return sum(_figures(counts)[figure] - before[figure] for counts, before in self._counts.values())

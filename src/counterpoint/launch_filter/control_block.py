@@ -1,4 +1,5 @@
-"""The file between one process's launch filter and Python: rules one way, counters and a census of kernels the other.
+"""The control block, a file shared by one process's launch filter and Python: rules one way, counters and a census of
+kernels the other.
 
 Needs neither torch nor CUDA. One writer swaps tables (two at once would tear them); any number may read. A swap fills the
 oldest of the table slots and then raises the generation, so the filter sees either the old table or the new one, whole: it
@@ -41,21 +42,21 @@ DRIVERS = {0: "", 1: "cuda", 2: "hip"}
 REFUSALS = {
     1: "the launch is cooperative (a grid barrier needs all its CTAs resident at once), and such launches are left alone",
     2: "the kernel uses {value:,} bytes of dynamic shared memory already, more than the cap",
-    3: "the driver does not let the kernel use so much shared memory (error {value})",
-    4: "not one CTA would fit an SM with so much shared memory",
-    5: "not one of its clusters would fit the GPU with so much shared memory",
-    6: "the driver refused the changed launch (error {value}), so launches of this kernel stay as they are",
-    7: "the driver has no cuLaunchKernelEx, which carries a priority; update it",
-    8: "the launch carries {value} attributes already, and no room is left for one more",
-    9: "the launch was captured in a CUDA graph before one outside had proven the change",
+    3: "the driver does not allow the kernel so much shared memory (error {value})",
+    4: "no CTA would fit an SM with so much shared memory",
+    5: "no cluster of it would fit the GPU with so much shared memory",
+    6: "the driver rejected the changed launch (error {value}), so launches of this kernel stay unchanged",
+    7: "the driver has no cuLaunchKernelEx, which is needed to set a priority; update it",
+    8: "the launch already has {value} attributes, so there is no room for one more",
+    9: "the launch was captured in a CUDA graph before a launch outside of graphs had proven the change",
     10: "the head start kernel could not be loaded (error {value})",
-    11: "the driver refused to launch the head start kernel (error {value})",
+    11: "the driver rejected the launch of the head start kernel (error {value})",
     12: "a later rule of the table sets the same control for this kernel",
-    13: "the greatest priority of this GPU is -{value}",
-    14: "HIP launches have no priority of their own: set TORCH_NCCL_HIGH_PRIORITY=1 and DEBUG_HIP_IGNORE_STREAM_PRIORITY=0",
-    15: "the driver cannot tell how many CTAs would fit (error {value})",
-    16: "{value:,} bytes are more than the 65,536 that a workgroup may use",
-    17: "a head start on AMD would need a kernel compiled for each GPU, which the filter does not carry",
+    13: "the highest priority of this GPU is -{value}",
+    14: "HIP launches have no priority: set TORCH_NCCL_HIGH_PRIORITY=1 and DEBUG_HIP_IGNORE_STREAM_PRIORITY=0",
+    15: "the driver could not report how many CTAs would fit (error {value})",
+    16: "{value:,} bytes exceed the 65,536 that a workgroup may use",
+    17: "a head start on AMD would need a kernel compiled for each GPU, which the filter does not have",
 }
 T = TypeVar("T", bound=Structure)
 
@@ -131,7 +132,7 @@ class ControlBlock:
         expected = _header()
         if header != expected:
             self.close()
-            raise LaunchFilterError(f"{path} is no control block of this version of Counterpoint; start the job again.")
+            raise LaunchFilterError(f"{path} is not a control block of this version of Counterpoint; start the job again.")
 
     @classmethod
     def write_initial(cls, path: Path, rules: Sequence[FilterRule]) -> None:
@@ -170,7 +171,7 @@ class ControlBlock:
         header = self._read(0, BlockRecord.slots.offset)
         block = BlockRecord.from_buffer_copy(header + bytes(sizeof(BlockRecord) - len(header)))
         if block.driver not in DRIVERS:
-            raise self._damaged(f"names a driver {block.driver} that there is not")
+            raise self._damaged(f"names an unknown driver, {block.driver}")
         functions = tuple(self._function(index) for index in range(min(block.num_functions, layout.MAX_FUNCTIONS)))
         return FilterState(
             pid=block.pid,
@@ -217,7 +218,7 @@ class ControlBlock:
 
     def _write(self, content: bytes, offset: int) -> None:
         if os.pwrite(self._opened(), content, offset) != len(content):
-            raise self._damaged("could not be written whole")
+            raise self._damaged("could not be written completely")
 
     def _damaged(self, how: str) -> LaunchFilterError:
         return LaunchFilterError(f"The control block {self._path} is damaged: it {how}; start the job again.")
@@ -250,7 +251,7 @@ def _open_file(path: Path) -> int:
     if size != sizeof(BlockRecord):
         os.close(descriptor)
         raise LaunchFilterError(
-            f"{path} has {size:,} bytes, and a control block has {sizeof(BlockRecord):,}; name one of this version."
+            f"{path} has {size:,} bytes, but a control block has {sizeof(BlockRecord):,}; name one of this version."
         )
     return descriptor
 
@@ -265,13 +266,14 @@ def _fill(slot: Any, rules: Sequence[FilterRule], generation: int) -> None:
     require(
         len(rules) <= layout.MAX_RULES,
         PlanError,
-        f"A plan may have {layout.MAX_RULES} rules of launches; found {len(rules)}. Name kernels by patterns.",
+        f"A plan may have at most {layout.MAX_RULES} rules for launches; found {len(rules)}. Name kernels by patterns.",
     )
     pool = b"".join(patterns)
     require(
         len(pool) <= layout.PATTERN_POOL_BYTES,
         PlanError,
-        f"The patterns of a plan may have {layout.PATTERN_POOL_BYTES:,} bytes; found {len(pool):,}. Use shorter patterns.",
+        f"The patterns of a plan may have at most {layout.PATTERN_POOL_BYTES:,} bytes; found {len(pool):,}. Use "
+        "shorter patterns.",
     )
     memset(addressof(slot), 0, sizeof(SlotRecord))  # also ends the table that was here
     offset = 0

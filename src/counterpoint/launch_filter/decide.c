@@ -1,13 +1,13 @@
 // Which kernel gets which controls: decided once for each kernel and table, remembered without a lock, counted in the block.
 //
-// A decision carries a stamp, (generation of the rules, epoch of the handles); with any other stamp than the present one it is made
-// again. The words of a decision are read between two readings of its stamp, each an acquire load, and written between taking the
-// stamp away and putting the new one there, each a release store: a reader that saw one new word sees that the stamp has gone, and
-// goes the slow way.
+// Decisions are read under a seqlock. Its sequence word is a stamp, (generation of the rules, epoch of the handles); with any other
+// stamp than the present one, the decision is made again. A reader reads the words of a decision between two acquire loads of the
+// stamp. A writer clears the stamp, writes the words, and stores the new stamp, with release stores. A reader that sees one new
+// word therefore sees the cleared stamp, and takes the slow path.
 //
-// The slow way asks the driver, which may wait for other threads of the program. So it holds no lock then, only the turn: one thread at
-// a time asks. Who gets no turn in `TURN_LIMIT` attempts launches as it was and asks again at the next launch, so a thread
-// that the driver or the loader needs to go on never waits for ever.
+// The slow path asks the driver, which may wait for other threads of the program. So it holds no lock during that, only a turn: one
+// thread asks at a time. A thread that gets no turn in `TURN_LIMIT` attempts launches unchanged and asks again at the next launch, so
+// a thread that the driver or the loader needs never waits for ever.
 //
 // It knows nothing of CUDA or HIP beyond `struct driver_calls`.
 #define _GNU_SOURCE

@@ -1,4 +1,4 @@
-"""What a command would run, and whether the launch filter can be preloaded into it; looked at before anything is run.
+"""Checks, before anything runs, what a command would run and whether the launch filter can be preloaded into it.
 
 The dynamic linker leaves a preloaded library out of a static program without a word, and out of one for another machine or
 C library with a warning only.
@@ -43,7 +43,7 @@ def find_executable(command: tuple[str, ...], path: str | None = None) -> Path:
     if os.path.isdir(name):
         raise LaunchFilterError(f"'{name}' is a folder, not a command. Name a program after --.")
     if os.path.exists(name) and os.sep in name:
-        raise LaunchFilterError(f"'{name}' may not be executed. Make it executable, or start it with its interpreter.")
+        raise LaunchFilterError(f"'{name}' is not executable. Make it executable, or start it with its interpreter.")
     where = "" if path is None else f" in its PATH, '{path}'"
     raise LaunchFilterError(f"The command '{name}' was not found{where}. Check its name and the PATH.")
 
@@ -75,20 +75,20 @@ def _check_program(executable: Path, program: ElfHeader) -> None:
         )
     if not program.interpreter:
         raise LaunchFilterError(
-            f"'{executable}' is statically linked, so nothing can be preloaded into it. "
-            "Link it dynamically, or run without a plan."
+            f"'{executable}' is statically linked, so no library can be preloaded into it. Link it dynamically, "
+            "or run without a plan."
         )
     if "ld-musl" in program.interpreter:
         raise LaunchFilterError(
-            f"'{executable}' uses another C library ({program.interpreter}), and the launch filter is built for the GNU C "
-            "library. Run a program of this machine's C library, or run without a plan."
+            f"'{executable}' uses another C library ({program.interpreter}), but the launch filter is built for "
+            "the GNU C library. Run a program of this machine's C library, or run without a plan."
         )
     found = executable.stat()
     changes_user = found.st_mode & stat.S_ISUID and found.st_uid != os.geteuid()
     if changes_user or (found.st_mode & stat.S_ISGID and found.st_gid != os.getegid()):
         raise LaunchFilterError(
-            f"'{executable}' changes its user or group when it starts, and such programs ignore preloaded libraries. "
-            "Run the program behind it, or run without a plan."
+            f"'{executable}' changes its user or group when it starts, and such programs ignore preloaded "
+            "libraries. Run the program that it starts, or run without a plan."
         )
 
 
@@ -97,7 +97,7 @@ def check_platform() -> None:
     machine, libc = platform.machine(), platform.libc_ver()[0]
     if sys.platform != "linux" or machine not in ELF_MACHINES or libc != "glibc":
         raise LaunchFilterError(
-            f"The launch filter is for Linux with the GNU C library on x86_64 or aarch64; found {sys.platform}, "
+            f"The launch filter needs Linux with the GNU C library on x86_64 or aarch64; found {sys.platform}, "
             f"{libc or 'another C library'}, {machine}. Run without a plan, or capture the step instead."
         )
 

@@ -1,4 +1,4 @@
-"""The launch filter as a file to preload: from the wheel, or built from its C sources on first use, and kept.
+"""The launch filter's library: from the wheel, or built from its C sources on first use, and cached.
 
 A wheel brings it compiled (`prebuilt.py`), so a node needs no compiler. Without that, it is built, which needs a C compiler
 and no CUDA. The library lies in the cache folder under a name that changes with the sources, the machine and the C library.
@@ -63,7 +63,7 @@ def filter_library() -> Path:
                 _build_in(folder, path)
     except OSError as problem:
         raise LaunchFilterError(
-            f"Cannot keep the launch filter in {folder}: {problem.strerror}; set COUNTERPOINT_CACHE_DIR to another folder."
+            f"Cannot store the launch filter in {folder}: {problem.strerror}; set COUNTERPOINT_CACHE_DIR to another folder."
         ) from problem
     system = file_system_of(folder)
     return _local_copy(path, system.kind) if system.is_shared or not system.may_execute else path
@@ -72,7 +72,7 @@ def filter_library() -> Path:
 def _local_copy(path: Path, kind: str) -> Path:
     """A copy of the library in a folder of this host alone. Raises `LaunchFilterError` where there is no place for one."""
     content = path.read_bytes()[:-DIGEST_BYTES]
-    reason = "there is no folder of this host that may be written to and loaded from"
+    reason = "this host has no folder that is writable and allows loading libraries"
     for place in local_places():
         folder = place / f"counterpoint-filter-{os.geteuid()}"
         copy = folder / path.name
@@ -86,8 +86,9 @@ def _local_copy(path: Path, kind: str) -> Path:
             continue
         return copy
     raise LaunchFilterError(
-        f"The launch filter is not loaded from {path.parent} ({kind}), which hosts share or nothing can be loaded from, and "
-        f"it cannot be copied to this host ({reason}). Set TMPDIR to a folder of this host without noexec."
+        f"The launch filter is not loaded from {path.parent} ({kind}), because hosts share that file system or "
+        f"nothing can be loaded from it, and it cannot be copied to this host ({reason}). Set TMPDIR to a "
+        "folder on this host without noexec."
     )
 
 
@@ -111,12 +112,13 @@ def _make_private(folder: Path, *, needs_compiler: bool) -> None:
 def _check_private(folder: Path) -> None:
     found = folder.stat()
     if not stat.S_ISDIR(found.st_mode):
-        raise NotADirectoryError(0, "it is no folder")
+        raise NotADirectoryError(0, "it is not a folder")
     if not _is_private(found):
         raise LaunchFilterError(
-            f"The launch filter is not kept in {folder}, where others may write (owner {found.st_uid}, mode "
-            f"{stat.S_IMODE(found.st_mode):o}): every process of the job would run what they put there. Remove their right "
-            "to write, or set COUNTERPOINT_CACHE_DIR to a folder of this user's."
+            f"The launch filter is not stored in {folder}, because other users may write there (owner "
+            f"{found.st_uid}, mode {stat.S_IMODE(found.st_mode):o}): every process of the job would run what "
+            "they put there. Remove their write permission, or set COUNTERPOINT_CACHE_DIR to a folder of this "
+            "user's."
         )
 
 
@@ -191,7 +193,8 @@ def _compiler() -> list[str]:
         chosen = shlex.split(os.environ.get("CC", ""))
     except ValueError as problem:
         raise LaunchFilterError(
-            f"CC is no command ({os.environ['CC'][:60]!r}): {problem}. Correct it, or unset it to use a compiler of PATH."
+            f"CC is not a command ({os.environ['CC'][:60]!r}): {problem}. Correct it, or unset it to use a "
+            "compiler from PATH."
         ) from problem
     found = shutil.which(chosen[0]) if chosen else next(filter(None, map(shutil.which, COMPILERS)), None)
     if found is None:
@@ -225,10 +228,10 @@ def _build(compiler: list[str], output: Path) -> None:
         lines = ended.stderr.splitlines() or ["nothing"]
         said = next((line for line in lines if "error" in line.lower()), lines[0])
         raise LaunchFilterError(
-            f"The launch filter could not be built with '{compiler[0]}', which says: {said[:200]}. "
-            "Name another compiler in CC, or install the C library's headers, as in apt-get install libc6-dev."
+            f"The launch filter could not be built with '{compiler[0]}', which says: {said[:200]}. Name another "
+            "compiler in CC, or install the C library's headers, as in apt-get install libc6-dev."
         )
     if not output.exists() or not output.read_bytes().startswith(b"\x7fELF"):
         raise LaunchFilterError(
-            f"'{compiler[0]}' ended well but made no library, so it is no C compiler. Name one in CC, or unset CC."
+            f"'{compiler[0]}' exited with 0 but built no library, so it is not a C compiler. Name one in CC, or unset CC."
         )

@@ -1,4 +1,4 @@
-"""What a folder lies on: whether other hosts share the file system, and whether programs may be loaded from it.
+"""Finds out what file system a folder is on: whether other hosts share it, and whether libraries can be loaded from it.
 
 A library that thousands of processes map from a network file system is slow to load, and a file that is replaced there
 while a job runs ends its processes (SIGBUS). So the launch filter is mapped from a folder of the host itself. Containers

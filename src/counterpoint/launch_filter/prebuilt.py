@@ -56,7 +56,7 @@ def newest_glibc(library: Path) -> tuple[int, ...]:
     needed = listed.stdout.partition("Version needs section")[2]
     found = re.findall(r"Name: GLIBC_([0-9.]+)", needed)
     if listed.returncode or not found:
-        raise LaunchFilterError(f"readelf finds no version of the C library that {library} needs. Build it again.")
+        raise LaunchFilterError(f"readelf finds no C library version that {library} needs. Build it again.")
     return max(tuple(map(int, version.split("."))) for version in found)
 
 
@@ -85,8 +85,8 @@ def _build_for(machine: str, output: Path) -> Path:
     newest = newest_glibc(output)
     if newest > OLDEST_GLIBC:
         raise LaunchFilterError(
-            f"The launch filter for {machine} needs GNU C library {'.'.join(map(str, newest))}, and wheels promise "
-            f"{'.'.join(map(str, OLDEST_GLIBC))}. Leave out what the sources use of the newer one."
+            f"The launch filter for {machine} needs GNU C library {'.'.join(map(str, newest))}, but wheels "
+            f"promise {'.'.join(map(str, OLDEST_GLIBC))}. Avoid what the sources use of the newer one."
         )
     return output
 

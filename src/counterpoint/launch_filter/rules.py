@@ -1,4 +1,4 @@
-"""A plan as the launch filter can apply it: rules on the names of kernels.
+"""Translates a plan into the launch filter's rules, which match kernel names.
 
 An eager launch has a name and nothing else: no place in a step, no process group, no size. With the step, what a plan's
 directives match becomes names. Where names cannot say what the plan means, a cap is refused (it would slow kernels that
@@ -42,7 +42,7 @@ class FilterRule(Value, frozen=True, kw_only=True):
         require(
             self.kind != "copy",
             PlanError,
-            "A rule of the launch filter is for kernels; found the kind 'copy'. Leave it out.",
+            "A rule of the launch filter must be for kernels; found the kind 'copy'. Leave it out.",
         )
         require(
             0 <= (self.dynamic_shared_bytes or 0) < 1 << 31 and -1 <= (self.carveout_percent or 0) <= 100,
@@ -53,9 +53,13 @@ class FilterRule(Value, frozen=True, kw_only=True):
         require(
             self.hold_us is None or 0 < self.hold_us <= 1000,
             PlanError,
-            f"A head start is above 0 and at most 1000 us; found {self.hold_us}.",
+            f"A head start must be above 0 and at most 1000 us; found {self.hold_us}.",
         )
-        require((self.priority or 0) <= 0, PlanError, f"A priority is 0 or lower (lower is greater); found {self.priority}.")
+        require(
+            (self.priority or 0) <= 0,
+            PlanError,
+            f"A priority must be 0 or lower (a lower number is a higher priority); found {self.priority}.",
+        )
 
     @property
     def target(self) -> str:
@@ -120,8 +124,8 @@ def _check_has_names(number: int, directive: Directive) -> None:
     shown = ", ".join(map(str, operations[:NUM_SHOWN])) + (", ..." if len(operations) > NUM_SHOWN else "")
     controls = " and ".join(control.tag for control in directive.controls)
     raise PlanError(
-        f"Directive {number} of the plan ({controls}) names operations by number ({shown}), and jobs have only names. "
-        "Give the trace or step that the plan was made from: --step TRACE."
+        f"Directive {number} of the plan ({controls}) names operations by number ({shown}), but a job has only "
+        "names. Give the trace or step from which the plan was made: --step TRACE."
     )
 
 
@@ -129,9 +133,9 @@ def _by_match(match: Match, controls: Sequence[Control]) -> Translation:
     """Without the step a directive can go by name, kind and collective alone."""
     reason = ""
     if match.kind == "copy":
-        reason = "it is for copies, and the launch filter sees kernels only"
+        reason = "it matches copies, but the launch filter sees only kernels"
     elif "[" in match.name:
-        reason = "the launch filter knows * and ? only, not [...]; give the trace or step that the plan was made from"
+        reason = "the launch filter supports only * and ?, not [...]; give the trace or step from which the plan was made"
     if reason:
         return Translation(rules=(), refusals=tuple(_refusal(control, match.name, reason) for control in controls))
     narrower = beyond_names(match)
@@ -140,7 +144,7 @@ def _by_match(match: Match, controls: Sequence[Control]) -> Translation:
     fitting = list(controls)
     if narrower:
         target = match.describe(NUM_SHOWN)
-        means = f"the plan means {narrower}, and eager launches have only names"
+        means = f"the plan matches {narrower}, but eager launches have only names"
         caps = [control for control in controls if isinstance(control, ResidencyCap)]
         refusals = tuple(_refusal(cap, target, means) for cap in caps)
         fitting = [control for control in controls if control not in caps]
@@ -175,7 +179,7 @@ def _by_step(directive: Directive, controls: Sequence[Control], step: Step) -> T
     for index, operation in enumerate(step.operations):
         is_chosen = index in accepted
         if is_chosen and isinstance(operation, Copy):
-            reason = "it is a copy, and the launch filter sees kernels only"
+            reason = "it is a copy, but the launch filter sees only kernels"
             refusals.extend(_refusal(control, operation.name, reason) for control in controls)
         elif not isinstance(operation, Copy):
             launches.setdefault(operation.name, []).append(is_chosen)
@@ -184,9 +188,9 @@ def _by_step(directive: Directive, controls: Sequence[Control], step: Step) -> T
             continue
         fitting = list(controls)
         if not all(chosen):
-            shared = f"the plan means {sum(chosen)} of the {format_count(len(chosen), 'launch', 'launches')} of this name"
+            shared = f"the plan matches {sum(chosen)} of the {format_count(len(chosen), 'launch', 'launches')} of this name"
             caps = [control for control in controls if isinstance(control, ResidencyCap)]
-            refusals.extend(_refusal(cap, name, f"{shared}, and eager launches have only names") for cap in caps)
+            refusals.extend(_refusal(cap, name, f"{shared}, but eager launches have only names") for cap in caps)
             fitting = [control for control in controls if control not in caps]
             remarks.extend(f"{control.tag} on '{name[:60]}': {shared}; all of them get it" for control in fitting)
         if fitting:

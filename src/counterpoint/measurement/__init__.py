@@ -1,7 +1,9 @@
-"""The one judge: which order variants run in, what their times say, when to stop, and the sentence that reports it.
+"""The judge of measurements: the order in which variants run, what their times prove, when to stop, and the summary
+sentence.
 
-Captured steps, operators' schedules, live tuning and both guards measure in their own ways and are judged here, and no other
-part holds a threshold. It knows nothing of plans, of GPUs or of ranks; whoever measures gives the slowest rank's time.
+Captured steps, operators' schedules, live tuning and both guards measure in their own ways, but are all judged here; no
+other part holds a threshold. The judge knows nothing of plans, GPUs or ranks: the measuring code passes the slowest
+rank's time.
 
 - `orders`: balanced orders of turns, drawn at random
 - `values`: measurements, verdicts, thresholds, and the sentence

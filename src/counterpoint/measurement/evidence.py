@@ -1,16 +1,17 @@
-"""What turns prove about two variants, however step times are disturbed: robust times, a randomization test, a test for
-life.
+"""What turns prove about two variants, whatever disturbs the step times: robust times, a randomization test, and a test
+that may be repeated for ever.
 
-Times are compared as logarithms, so that a difference is a ratio. Within a turn long steps are trimmed to what the spread of
-ordinary steps allows; between the two turns of a round the difference counts, and large differences are trimmed alike in
-both directions. Whether differences of that size point one way by chance alone is asked of the orders that could have been
-drawn instead: if no variant matters, each of them was as likely to happen (a randomization test: Fisher 1935; Edgington and
-Onghena, "Randomization Tests"). That holds for drifts, periods, outliers and noise that remembers, because only the order
-was random.
+Times are compared as logarithms, so that a difference is a ratio. Within a turn, long steps are trimmed to what the
+spread of ordinary steps allows. Between the two turns of a round the difference counts, and large differences are
+trimmed equally in both directions. The test asks whether differences of that size would point one way by chance. It
+compares with the orders that could have been drawn instead: if the variants do not matter, each order was equally likely
+(a randomization test: Fisher 1935; Edgington and Onghena, "Randomization Tests"). That holds for drifts, periods,
+outliers and correlated noise, because only the order was random.
 
-A guard looks again and again, so its test has to hold for life: a bet on the next round's sign at the odds of its order,
-whose winnings multiply, is a martingale while the plan is not slower, and exceeds 1 / alpha in at most alpha of all jobs
-(Ville 1939; Ramdas, Gruenwald, Vovk and Shafer, "Game-theoretic statistics and safe anytime-valid inference", 2023).
+A guard checks again and again, so its test has to stay valid. Each round is a bet on the sign of its difference at the
+odds of its order. While the plan is not slower, the product of the winnings is a martingale, and it exceeds 1 / alpha in
+at most alpha of all jobs (Ville 1939; Ramdas, Gruenwald, Vovk and Shafer, "Game-theoretic statistics and safe
+anytime-valid inference", 2023).
 """
 
 import math

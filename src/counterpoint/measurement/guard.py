@@ -1,12 +1,12 @@
-"""The guard of a plan: takes it out once it is proven slower than the job as it is, and puts it back once it is proven
-faster.
+"""The guard of a plan: it removes a plan that is proven slower than the unmodified job, and restores it once it is
+proven faster.
 
-Now and then a *look* lets the plan and the job as it is take turns. Each round is a bet that the plan is slower, at the odds
-of its order; if the plan is not slower, the winnings of all looks of the job's life exceed 1 / `GUARD_ERROR_RATE` in at most
-that share of all jobs (`evidence.Wealth`). While the winnings grow a look goes on, so that a plan that is slower is found
-within few looks. A plan that was taken out is tried again much later, by the proof that a tuning would ask for. Each time
-that it is taken out or tried again halves the error rate of the next time, so that the rates of all times together hold for
-life.
+From time to time a *check* lets the plan and the unmodified job take turns. Each round is a bet that the plan is slower,
+at the odds of its order. If the plan is not slower, the winnings of all checks of the job's life exceed 1 /
+`GUARD_ERROR_RATE` in at most that share of all jobs (`evidence.Wealth`). While the winnings grow, a check goes on, so
+that a slower plan is found within few checks. A removed plan is tried again much later, with the proof that a tuning
+requires. Each removal and each retrial halves the error rate of the next one, so that the rates of all of them together
+hold for life.
 """
 
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""In which order variants take their turns: balanced, and drawn at random.
+"""The order in which variants take turns: balanced, and drawn at random.
 
 What ran just before leaves a GPU warmer or cooler, clocks drift, and a job may do something longer every so many steps. So
 in each block of rounds every variant takes every place equally often and follows every other variant equally often within

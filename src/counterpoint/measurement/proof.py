@@ -1,4 +1,4 @@
-"""One candidate against the baseline alone: is it faster, and would more rounds tell?
+"""Tests one candidate against the baseline alone: is it faster, and would more rounds tell?
 
 The randomization test of `evidence.py` is made at a few numbers of rounds that are fixed before the first, and at the last.
 They share the error rate equally (Bonferroni), so looking early costs little, and a large gain is found early.

@@ -1,4 +1,4 @@
-"""Which of several candidates is faster than the baseline: a heat picks one, and fresh rounds prove it.
+"""Finds out which of several candidates is faster than the baseline: a heat picks one, and fresh rounds prove it.
 
 In the heat all candidates and the baseline take turns, and the worst drop out on the way (successive halving: Jamieson and
 Talwalkar, "Non-stochastic best arm identification", 2016). It proves nothing. The candidate that did best is then compared

@@ -1,4 +1,4 @@
-"""What measuring gives, as values; the thresholds of what counts as faster or slower; and the sentence that reports it."""
+"""Measurements as values; the thresholds of what counts as faster or slower; and the summary sentence."""
 
 import statistics
 from collections.abc import Mapping, Sequence
@@ -110,10 +110,10 @@ def describe(verdict: Verdict, measurements: Sequence[Measurement]) -> str:
     if verdict.gain > verdict.needed_gain:
         wanted = "too few rounds were left to prove it"
     elif verdict.needed_gain <= LEAST_GAIN:
-        wanted = f"a plan has to gain {format_percent(LEAST_GAIN)}"
+        wanted = f"a plan must gain at least {format_percent(LEAST_GAIN)}"
     else:
-        wanted = f"{format_percent(verdict.needed_gain)} is needed to tell a gain from noise in so many rounds"
-    return f"the best candidate ({best.label}) was {change} faster, and {wanted}; leave it as it is"
+        wanted = f"with this many rounds, {format_percent(verdict.needed_gain)} is needed to tell a gain from noise"
+    return f"the best candidate ({best.label}) was {change} faster, but {wanted}; leave it as it is"
 
 
 def summarize_rounds(labels: Sequence[str], rounds: Sequence[Sequence[float | None]]) -> tuple[Measurement, ...]:

@@ -53,6 +53,10 @@ ROW_TYPES = (int, torch.SymInt)
 _pytree.register_constant(ScheduleDescription)
 
 
+def __dir__() -> list[str]:
+    return sorted(__all__)
+
+
 class Explanation(Value, frozen=True, kw_only=True):
     """The schedule that runs for one shape, and why."""
 

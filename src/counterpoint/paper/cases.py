@@ -1,4 +1,4 @@
-"""The first paper's workloads as descriptions, and what a sweep changes about one: CTAs, sizes, tiles, types, ranks.
+"""The first paper's workloads as descriptions, and the axes of a sweep: CTAs, sizes, tiles, types, ranks.
 
 A case is a `Description`, the content of a workload file, so the same case is simulated and run on GPUs. From the paper: the
 sizes, the collective's 896 MiB, the tiles of opt1 and opt2, and CTA counts from 2 to 1024. Registers and shared
@@ -107,11 +107,11 @@ def cases_of(description: Description, axis: Axis, values: Sequence[str], machin
     """
     if not description.gemms and axis in ("ctas", "sizes", "tiles", "types"):
         raise WorkloadError(
-            f"Workload '{shown(description.name)}' has no GEMM, so --sweep {axis} changes nothing; leave it."
+            f"Workload '{shown(description.name)}' has no GEMM, so --sweep {axis} changes nothing; leave it out."
         )
     if not description.collectives and axis in ("bytes", "ranks"):
         name = shown(description.name)
-        raise WorkloadError(f"Workload '{name}' has no collective, so --sweep {axis} changes nothing; leave it.")
+        raise WorkloadError(f"Workload '{name}' has no collective, so --sweep {axis} changes nothing; leave it out.")
     if axis == "ranks" and values is DEFAULTS["ranks"] and machine is not None:
         values = [value for value in values if int(value) <= machine.num_gpus]
     return [SweepCase(setting=value, description=CHANGES[axis](description, value)) for value in values]

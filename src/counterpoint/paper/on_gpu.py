@@ -50,8 +50,8 @@ def sweeps_of(
     """Each workload along each axis, all checked before any of them takes memory. Raises `WorkloadError`."""
     if any(axis == "ranks" for axis, _ in axes):
         raise WorkloadError(
-            f"On GPUs the ranks are those that were started, here {num_ranks()}. Start the command once for each number, or "
-            "simulate the sweep: --simulate MACHINE --sweep ranks."
+            f"On GPUs the number of ranks is that of the started processes, here {num_ranks()}. Start the "
+            "command once for each number, or simulate the sweep: --simulate MACHINE --sweep ranks."
         )
     found = [(described, axis, cases_of(described, axis, values)) for described in descriptions for axis, values in axes]
     check_cases([case.description for _, _, cases in found for case in cases])
@@ -122,7 +122,9 @@ def measure_energy(captured: Captured, executable: AbstractExecutable, counter: 
     watts = mean_watts(readings)
     if not captured.is_everywhere(watts is not None):
         spent_s = readings[-1][0] - readings[0][0]
-        raise DeviceError(f"The energy counter moved fewer than twice in {spent_s:.2f} s of replays. Leave --energy out.")
+        raise DeviceError(
+            f"The energy counter changed fewer than two times in {spent_s:.2f} s of replays. Leave --energy out."
+        )
     everyone = captured.rendezvous.each(watts or 0.0)
     step_s = captured.rendezvous.slowest(start.elapsed_time(end)) / 1000.0 / number
     return Energy(joules_per_step=sum(everyone) * step_s, watts=sum(everyone) / len(everyone))

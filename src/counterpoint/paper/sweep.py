@@ -54,7 +54,8 @@ def _check_launches(step: Step, machine: Machine) -> None:
         fit = residency(machine.gpu, operation.footprint)
         if fit.ctas_per_sm == 0:
             raise OccupancyError(
-                f"Not one CTA of '{shown(operation.name)}' fits an SM of '{machine.name}', limited by {fit.limiter}: it has "
-                f"{operation.footprint.shared_bytes:,} bytes of shared memory, {operation.footprint.threads_per_cta} "
-                f"threads and {operation.footprint.registers_per_thread} registers per thread. Choose another tile or type."
+                f"No CTA of '{shown(operation.name)}' fits an SM of '{machine.name}', limited by {fit.limiter}: "
+                f"it has {operation.footprint.shared_bytes:,} bytes of shared memory, "
+                f"{operation.footprint.threads_per_cta} threads and {operation.footprint.registers_per_thread} "
+                "registers per thread. Choose another tile or type."
             )

@@ -1,4 +1,4 @@
-"""What the first paper's grid and sweeps find: rows of variants, whole grids, and points of a sweep."""
+"""The results of the first paper's grid and sweeps: rows of variants, whole grids, and points of a sweep."""
 
 from collections.abc import Iterable
 from typing import Self

@@ -148,8 +148,8 @@ def check_runnable(description: Description) -> None:
     (gemm,), (collective,) = description.gemms, description.collectives
     if description.num_ranks < 2:
         raise WorkloadError(
-            "The paper's workloads communicate between GPUs, and one rank was started. Start two or more: torchrun "
-            "--nproc-per-node 2 --no-python counterpoint bench paper."
+            "The paper's workloads communicate between GPUs, but only one rank was started. Start two or more: "
+            "torchrun --nproc-per-node 2 --no-python counterpoint bench paper."
         )
     for axis, size, tile in zip("MNK", (gemm.m, gemm.n, gemm.k), gemm.tile_sizes, strict=True):
         if size % tile or tile & (tile - 1) or tile < 16:
@@ -169,7 +169,9 @@ def check_runnable(description: Description) -> None:
 def _check_elements(gemm: Gemm) -> None:
     largest = max(math.prod(sizes) for sizes in ((gemm.m, gemm.k), (gemm.k, gemm.n), (gemm.m, gemm.n)))
     if largest > MOST_ELEMENTS:
-        raise WorkloadError(f"A matrix has {MOST_ELEMENTS:,} elements at most; found {largest:,}. Choose smaller sizes.")
+        raise WorkloadError(
+            f"A matrix may have at most {MOST_ELEMENTS:,} elements; found {largest:,}. Choose smaller sizes."
+        )
 
 
 def check_fits(description: Description) -> None:

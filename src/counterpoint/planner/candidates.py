@@ -173,9 +173,9 @@ def _useful_cap(gpu: Gpu, blocker: Blocker) -> Iterator[Directive]:
     count, percent = beside.ctas_per_sm, beside.carveout_percent
     if count < LEAST_KEPT * usual:
         raise OccupancyError(
-            f"A communication CTA fits beside only {count} of the kernel's {usual} CTAs per SM, and that cap "
-            "costs the kernel more than the collectives gain (docs/shaping.md). Try light kernels in a "
-            "captured step, or copy engines."
+            f"A communication CTA fits beside only {count} of the kernel's {usual} CTAs per SM. Such a cap costs the "
+            "kernel more than the collectives gain (docs/shaping.md). Try light kernels in a captured step, or copy "
+            "engines."
         )
     if blocker.cta_us is not None and blocker.cta_us < LEAST_CTA_US:
         raise OccupancyError(

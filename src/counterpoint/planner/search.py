@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from counterpoint.controls import Applier
+from counterpoint.display import html_table, shortened
 from counterpoint.machine import Machine
 from counterpoint.measurement.values import LEAST_ADDED_GAIN, LEAST_SIMULATED_GAIN, NEGLIGIBLE
 from counterpoint.metrics import measure
@@ -22,7 +23,7 @@ from counterpoint.planner.proposal import Candidate, Proposal, proposal
 from counterpoint.planner.replay import compare_replay
 from counterpoint.step import Step
 from counterpoint.timeline import AbstractExecutor, Timeline
-from counterpoint.units import format_count, format_percent, format_us
+from counterpoint.units import format_change, format_count, format_percent, format_us
 from counterpoint.value import Value
 
 AS_IT_IS = "as it is"
@@ -48,6 +49,24 @@ class Tuning(Value, frozen=True, kw_only=True):
     baseline: Timeline
     planned: Timeline
     trials: tuple[Trial, ...]
+
+    def _in_short(self) -> str:
+        return f"{self.plan.verdict}: {shortened(self.plan.summary)}; {format_count(len(self.trials), 'trial')}"
+
+    def _repr_html_(self) -> str:
+        """Return what notebooks show of the result: the verdict, and the candidates, the shortest first."""
+        baseline = self.trials[0]
+        rows = [
+            (
+                trial.label,
+                format_us(trial.makespan_us),
+                format_change(trial.makespan_us / baseline.makespan_us - 1),
+                format_us(trial.exposed_us),
+            )
+            for trial in [baseline, *sorted(self.trials[1:], key=lambda trial: trial.makespan_us)]
+        ]
+        headers = ("candidate (simulated)", "makespan", "change", "exposed")
+        return html_table(f"{self.plan.verdict}: {self.plan.summary}", headers, rows)
 
 
 class _Bench:

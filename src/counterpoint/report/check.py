@@ -43,7 +43,12 @@ def print_check(console: Console, checked: Checked) -> None:
         console.print()
     console.print(Text(_verdict(checked.findings), style="bold"))
     console.print(
-        _labelled([("checked", "; ".join(checked.looked_at)), *(("not checked", line) for line in checked.not_looked_at)])
+        _labelled(
+            [
+                ("checked", f"{'; '.join(checked.looked_at)}."),
+                *(("not checked", f"{line.rstrip('.')}.") for line in checked.not_looked_at),
+            ]
+        )
     )
 
 

@@ -4,6 +4,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import IO, TextIO, cast
 
 from msgspec.structs import replace
@@ -14,17 +15,19 @@ from rich.text import Text
 
 from counterpoint.controls import Control
 from counterpoint.cuda.probing import Probed
-from counterpoint.errors import MachineError, printable, shown_path
+from counterpoint.errors import MachineError, printable, shown, shown_path
 from counterpoint.footprints import collectives_of
 from counterpoint.machine import Gpu, Machine
 from counterpoint.plan import NUM_SHOWN, Directive, Match, Plan, Refusal
 from counterpoint.planner import Trial
 from counterpoint.report.lanes import ASCII_BLOCKS, BLOCKS, draw_lanes
+from counterpoint.report.narrow import WholeWordTable
 from counterpoint.report.summary import ReportRow
 from counterpoint.step import Collective, Copy, Step
 from counterpoint.timeline import Timeline
 from counterpoint.units import format_bytes, format_change, format_count, format_percent, format_rate, format_span, format_us
 from counterpoint.validation.bounds import ErrorBounds
+from counterpoint.workloads.description import Description
 
 SHOWN_TRIALS = 12
 NAME_WIDTH = 60
@@ -52,6 +55,12 @@ class ProgressLine:
         if self._is_shown:
             sys.stderr.write(f"\r\x1b[K{text}")
             sys.stderr.flush()
+
+
+def reading(show: Callable[[str], None], source: Path | str) -> Callable[[int, int], None]:
+    """What tells `show` how much of a file is read: bytes, and its size, 0 for a pipe."""
+    name = shown(os.path.basename(source))
+    return lambda done, size: show(f"reading {name}" + (f": {format_percent(done / size)}" if size else ""))
 
 
 def new_console() -> Console:
@@ -85,7 +94,7 @@ class _Trimmed:
 
 def new_table(*headers: str) -> Table:
     """Return a table in the style of all reports: first column left-aligned, figures right-aligned."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
+    table = WholeWordTable(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
     for position, header in enumerate(headers):
         table.add_column(header, justify="left" if position == 0 else "right", overflow="fold")
     return table
@@ -248,6 +257,19 @@ def print_machines(console: Console, machines: Sequence[Machine]) -> None:
     console.print(table)
     if not is_wide:
         console.print(_labelled((machine.name, machine.title) for machine in machines))
+
+
+def print_workloads(console: Console, workloads: Sequence[Description]) -> None:
+    """One line for each workload."""
+    table = new_table("name", "ranks", "iterations", "kernels", "communication")
+    for each in workloads:
+        moved = [f"{entry.collective} {entry.bytes}" for entry in each.collectives]
+        moved += [format_count(len(each.copies), "copy", "copies")] if each.copies else []
+        kernels = len(each.gemms) + len(each.kernels)
+        table.add_row(each.name, str(each.num_ranks), str(each.iterations), str(kernels), ", ".join(moved))
+    table.columns[0].no_wrap = True
+    table.columns[-1].justify = "left"
+    console.print(table)
 
 
 def format_figure(value: object) -> str:

@@ -1,5 +1,6 @@
 """Copy schedules as values: how a collective and the matmul that needs it (or feeds it) are cut and ordered, and the
-checks on that."""
+arithmetic of both. It knows nothing of GPUs, torch or memory.
+"""
 
 from counterpoint.schedule.actions import Action, Buffer, CopySchedule, Problem, Region, split
 from counterpoint.schedule.description import SEQUENTIAL, ScheduleDescription

@@ -139,7 +139,7 @@ class Problem(Value, frozen=True, kw_only=True):
         require(
             1 <= self.num_ranks <= 64,
             ScheduleError,
-            f"A schedule is for 1 to 64 ranks; found {self.num_ranks}. Name the ranks of one node.",
+            f"A schedule must have 1 to 64 ranks; found {self.num_ranks}. Name the ranks of one node.",
         )
         for name in ("num_rows", "num_inner", "num_columns", "element_bytes"):
             number = getattr(self, name)

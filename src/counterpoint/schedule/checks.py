@@ -37,7 +37,7 @@ def order_faults(schedule: CopySchedule) -> Iterator[str]:
     for position, action in enumerate(schedule.actions):
         for before in action.after:
             if not 0 <= before < position:
-                yield f"{_name(schedule, position)} waits for action {before}, which does not come before it"
+                yield f"{_name(schedule, position)} waits for action {before}, which does not precede it"
     for kind in ("begin", "end"):
         ranks = sorted(action.rank for action in schedule.actions if action.kind == kind)
         if ranks != list(range(schedule.num_ranks)):
@@ -61,7 +61,7 @@ def buffer_faults(schedule: CopySchedule) -> Iterator[str]:
             if is_conflict and not happens.are_ordered(one, other):
                 size = len(schedule.actions)
                 names = f"{_name(schedule, one % size)} and {_name(schedule, other % size)}"
-                yield f"{names} may touch rows of '{first.buffer}' on rank {first.rank} at the same time"
+                yield f"{names} may access rows of '{first.buffer}' on rank {first.rank} at the same time"
 
 
 def signal_faults(schedule: CopySchedule) -> Iterator[str]:
@@ -71,13 +71,16 @@ def signal_faults(schedule: CopySchedule) -> Iterator[str]:
     for position, action in enumerate(schedule.actions):
         for before in action.after:
             if schedule.actions[before].rank != action.rank and not happens.is_before(position, size + before):
-                yield f"{_name(schedule, before)} may signal {_name(schedule, position)} again before that took the last"
+                yield (
+                    f"{_name(schedule, before)} may signal {_name(schedule, position)} again before it has received "
+                    "the last signal"
+                )
     ends = {action.rank: number for number, action in enumerate(schedule.actions) if action.kind == "end"}
     for position, action in enumerate(schedule.actions):
         if action.kind == "begin":
             for rank, end in ends.items():
                 if not happens.is_before(size + position, size + end):
-                    yield f"the end of rank {rank} may come before {_name(schedule, position)} of the same call"
+                    yield f"rank {rank} may end before {_name(schedule, position)} of the same call"
 
 
 def port_faults(schedule: CopySchedule) -> Iterator[str]:
@@ -128,7 +131,7 @@ def _outside(schedule: CopySchedule) -> Iterator[str]:
     for position, action in enumerate(schedule.actions):
         for region in (*action.reads, *action.writes):
             if region.buffer not in buffers:
-                yield f"{_name(schedule, position)} touches '{region.buffer}', which the schedule has no buffer of"
+                yield f"{_name(schedule, position)} accesses '{region.buffer}', which is not a buffer of the schedule"
             elif not 0 <= region.start <= region.stop <= (most := buffers[region.buffer].rows_of(region.rank)):
                 rows = f"rows {region.start} to {region.stop} of the {most} of '{region.buffer}'"
                 yield f"{_name(schedule, position)} touches {rows}"
@@ -146,7 +149,7 @@ def _unwritten(schedule: CopySchedule, happens: HappensBefore, homes: Mapping[st
             earlier = writes.get((wanted.rank, wanted.buffer), [])
             written = adjoining(region for number, region in earlier if happens.is_before(number, position))
             if not any(region.start <= wanted.start and wanted.stop <= region.stop for region in _joined(written)):
-                yield f"{_name(schedule, position)} reads rows of '{wanted.buffer}' that need not be written yet"
+                yield f"{_name(schedule, position)} reads rows of '{wanted.buffer}' that may not be written yet"
 
 
 def _joined(regions: Iterable[Region]) -> list[Region]:

@@ -1,4 +1,5 @@
-"""What a schedule delivers: it is executed on rows that remember where they are from, and compared with the definition.
+"""Checks what a schedule delivers: it is executed on rows that record their origin, and the result is compared with the
+definition.
 
 Contents are kept in runs of rows, so sizes do not matter. A row of a result is a sum of terms; a term is a row of a
 given buffer of some rank, multiplied with the weights of some ranks. Of how schedules are generated nothing is used here.

@@ -1,4 +1,4 @@
-"""How a schedule is described: a handful of choices, from which `generate.py` builds the schedule for any sizes.
+"""Describes a schedule by a few choices, from which `generate.py` builds it for any sizes.
 
 The design space is that of arXiv 2512.10236 (communication one level finer than the shard, matmul granularity chosen
 independently) and beyond: ring accumulation inside the matmul, and matmul pieces alternating between two streams, so

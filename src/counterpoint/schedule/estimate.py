@@ -1,4 +1,5 @@
-"""How long a schedule takes on a machine, by arithmetic: its actions run from event to event, each with a cost (`costs.py`).
+"""Estimates how long a schedule takes on a machine, by arithmetic: its actions run from event to event, each with a cost
+(`costs.py`).
 
 Four losses decide between schedules. Decomposition: a matmul piece runs in waves of tiles over the SMs, and a part of
 its last wave is lost unless the next piece, on another stream, fills it (`wave_model.py`). Latency: every copy costs

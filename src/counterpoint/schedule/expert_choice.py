@@ -1,4 +1,4 @@
-"""How experts' rows are exchanged: by the library, or by copies, and in how many groups of experts.
+"""Chooses how experts' rows are exchanged: by the library, or by copies, and in how many groups of experts.
 
 The choice of a call is a table's, by the bytes of the busiest pair of ranks: sizes change from call to call, and looking
 them up takes microseconds. All ranks know all sizes, so they agree without a word. `rank_expert_schedules` estimates
@@ -37,13 +37,13 @@ EXCHANGE_SIZES = (
         least_pair_bytes=0,
         num_groups=0,
         status="measured",
-        source=f"the library was faster than copies or within their spread ({MEASURED})",
+        source=f"the library was faster than copies, or within their spread ({MEASURED})",
     ),
     ExchangeSize(
         least_pair_bytes=64 * MIB,
         num_groups=1,
         status="measured",
-        source=f"each further group cost the host more than it hid ({MEASURED})",
+        source=f"each further group cost the host more time than it hid ({MEASURED})",
     ),
     ExchangeSize(
         least_pair_bytes=160 * MIB,
@@ -69,7 +69,7 @@ def size_for(pair_bytes: int) -> ExchangeSize:
 def pick_exchange(routing: Routing, row_bytes: int) -> ExchangeChoice:
     """How to exchange the rows of a routing, of `row_bytes` each; the same on every rank."""
     if routing.num_ranks == 1:
-        return ExchangeChoice(description=SEQUENTIAL, reason="one rank has nobody to exchange rows with")
+        return ExchangeChoice(description=SEQUENTIAL, reason="a single rank exchanges no rows")
     pair_bytes = routing.most_rows * row_bytes
     obstacle = obstacle_to_exchange(pair_bytes)
     if obstacle:
@@ -77,7 +77,7 @@ def pick_exchange(routing: Routing, row_bytes: int) -> ExchangeChoice:
     size = size_for(pair_bytes)
     return ExchangeChoice(
         description=expert_description(routing.num_ranks, size.num_groups),
-        reason=f"the busiest pair of ranks exchanges {format_bytes(pair_bytes)}, enough for copies "
+        reason=f"the busiest pair of ranks exchanges {format_bytes(pair_bytes)}, which is enough for copies "
         f"({size.status} with 2 ranks)",
     )
 

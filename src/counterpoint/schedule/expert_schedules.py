@@ -91,14 +91,15 @@ def _require_description(description: ScheduleDescription) -> None:
     require(
         found == ("all_peers", "experts", "fused"),
         ScheduleError,
-        "Experts' rows go to all_peers, cut along experts, to a fused matmul for all peers' rows; found "
-        f"{found[0]}, {found[1]} and {found[2]}. Choose these.",
+        f"Experts need the pattern all_peers, cuts along experts, and the fused matmul; found {found[0]}, "
+        f"{found[1]} and {found[2]}. Choose these.",
     )
     require(
         description.chunk_growth == 1 and description.num_compute_streams == 1,
         ScheduleError,
-        "Experts' groups have about as many rows each and run on one computation stream; found chunk_growth "
-        f"{description.chunk_growth:g} and {description.num_compute_streams} streams. Choose 1 and 1.",
+        "Groups of experts have about equal numbers of rows and run on one computation stream; found "
+        f"chunk_growth {description.chunk_growth:g} and {description.num_compute_streams} streams. Choose 1 and "
+        "1.",
     )
 
 

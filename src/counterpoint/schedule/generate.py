@@ -1,4 +1,4 @@
-"""From a description and sizes to a schedule: one front door for all operators, forward and backward.
+"""Builds a schedule from a description and sizes, for all operators, forward and backward.
 
 What each operator is made of is in `operations.py`. Nothing here is particular to a machine. All copies are pushes: the
 rank that has rows writes them into the other's symmetric buffer, so the input needs no copy of its own, and an arrival is
@@ -46,7 +46,7 @@ def make_schedule(problem: Problem, description: ScheduleDescription, direction:
     require(
         description.along != "experts",
         ScheduleError,
-        "Blocks are cut along experts where experts' tokens are sent; found 'experts' for equal blocks. Cut rows.",
+        "Only tokens for experts can be cut along experts; found 'experts' for equal blocks. Cut rows.",
     )
     definition = scheduled_pass(problem.operation, direction)
     if description.along != "rows":
@@ -69,6 +69,6 @@ def scheduled_pass(operation: Operation, direction: Pass) -> PassDefinition:
     definition = OPERATORS[operation].of_pass(direction)
     if definition is None:
         raise ScheduleError(
-            f"{operation} copies nothing in its {direction} pass, so it has no schedule. Take the forward pass."
+            f"{operation} copies nothing in its {direction} pass, so it has no schedule. Use the forward pass."
         )
     return definition

@@ -1,4 +1,4 @@
-"""What must have happened before what, over several calls: by streams, dependencies, and from call to call."""
+"""The happens-before relation of actions, over several calls: by streams, dependencies, and from call to call."""
 
 from collections.abc import Sequence
 

@@ -1,5 +1,4 @@
-"""Which schedule to take, from the static sizes of the operator: every candidate is estimated, and the best one wins
-if it pays.
+"""Picks a schedule from the static sizes of the operator: every candidate is estimated, and the best one wins
 
 It knows the sizes and the machine, not the libraries that run on it. A schedule whose estimated gain over the library's
 collective is below `LEAST_ESTIMATED_GAIN` is not taken: the answer is then `sequential`. docs/heuristic.md explains the
@@ -98,15 +97,15 @@ def _in_order_of_preference(problem: Problem, machine: Machine, direction: Pass,
 def pick_schedule(problem: Problem, machine: Machine, direction: Pass = "forward", costs: Costs = DEFAULT_COSTS) -> Pick:
     """The description to use for these sizes on this machine; may be `sequential`."""
     if problem.num_ranks == 1:
-        return Pick(description=SEQUENTIAL, reason="one rank has nobody to exchange rows with")
+        return Pick(description=SEQUENTIAL, reason="a single rank exchanges no rows")
     most_rows = -(-problem.num_rows // problem.num_ranks)  # of the ranks whose blocks are the largest
     block_bytes = most_rows * num_sent_columns(problem) * problem.element_bytes
     if block_bytes < LEAST_BLOCK_BYTES:
         least = format_bytes(LEAST_BLOCK_BYTES)
         return Pick(
             description=SEQUENTIAL,
-            reason=f"a rank's block is at most {format_bytes(block_bytes)}; below {least} the host's time for each chunk, "
-            "which the estimate leaves out, is assumed to be more than cutting gains",
+            reason=f"a rank's block is at most {format_bytes(block_bytes)}; below {least}, the host's time for each "
+            "chunk, which the estimate leaves out, is assumed to exceed the gain",
         )
     candidates = _in_order_of_preference(problem, machine, direction, costs)
     least_us = min(each.estimated_us for each in candidates)
@@ -115,5 +114,5 @@ def pick_schedule(problem: Problem, machine: Machine, direction: Pass = "forward
     estimated = f"estimated {format_us(taken.estimated_us)} against {format_us(sequential_us)} one after the other"
     if taken.estimated_us > (1 - LEAST_ESTIMATED_GAIN) * sequential_us:
         return Pick(description=SEQUENTIAL, reason=f"no schedule promises enough: {estimated}")
-    tie = f", preferred to what is within {format_percent(NEAR_TIE)} of it" if taken.estimated_us > least_us else ""
+    tie = f", preferred to schedules within {format_percent(NEAR_TIE)} of it" if taken.estimated_us > least_us else ""
     return Pick(description=taken.description, reason=estimated + tie)

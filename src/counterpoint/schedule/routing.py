@@ -37,15 +37,16 @@ class Routing(Value, frozen=True, kw_only=True, dict=True):
         require(
             1 <= num_ranks <= MAX_RANKS,
             ScheduleError,
-            f"A routing is between 1 and {MAX_RANKS} ranks; found {num_ranks}. Give one row of counts for each rank.",
+            f"A routing must have 1 to {MAX_RANKS} ranks; found {num_ranks}. Give one row of counts for each rank.",
         )
         num_experts = len(self.counts[0])
         for source, row in enumerate(self.counts):
             require(
                 len(row) == num_experts and num_experts > 0 and num_experts % num_ranks == 0,
                 ScheduleError,
-                f"Each rank counts its rows for all experts, equally many on each of {num_ranks} ranks; found {len(row)} "
-                f"counts of rank {source}. Give every rank a count for every expert, 0 where nothing goes.",
+                f"Each rank must count its rows for all experts, of which each of {num_ranks} ranks holds "
+                f"equally many; found {len(row)} counts of rank {source}. Give every rank a count for every "
+                "expert, 0 if it gets nothing.",
             )
             require(
                 0 <= min(row) <= max(row) <= MAX_ROWS,
@@ -113,8 +114,8 @@ def example_routing(kind: RoutingKind, num_ranks: int, num_rows: int, num_expert
     require(
         1 <= num_ranks <= MAX_RANKS and 1 <= num_experts <= MAX_EXPERTS and num_experts % num_ranks == 0,
         ScheduleError,
-        f"Experts are up to {MAX_EXPERTS:,} and equally many on each of 1 to {MAX_RANKS} ranks; found {num_experts:,} on "
-        f"{num_ranks}. Name a multiple of the number of ranks.",
+        f"There must be at most {MAX_EXPERTS:,} experts, equally many on each of 1 to {MAX_RANKS} ranks; found "
+        f"{num_experts:,} on {num_ranks}. Name a multiple of the number of ranks.",
     )
     require(
         0 <= num_rows <= MAX_ROWS,
@@ -137,7 +138,7 @@ def read_routing(path: Path | str) -> Routing:
         return Routing(counts=msgspec.json.decode(content, type=tuple[tuple[int, ...], ...]))
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as problem:
         raise ScheduleError(
-            f"{shown_path(path)} holds no routing: {problem}. Give a list of whole numbers for each rank."
+            f"{shown_path(path)} is not a routing: {problem}. Give a list of whole numbers for each rank."
         ) from problem
     except ScheduleError as problem:
         raise ScheduleError(f"{shown_path(path)}: {problem}") from problem

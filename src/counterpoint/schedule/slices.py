@@ -74,15 +74,16 @@ def _require_sliceable(problem: Problem, description: ScheduleDescription) -> No
     require(
         description.matmul in granularities and description.chunk_growth == 1,
         ScheduleError,
-        f"Slices along {description.along} are alike and take matmul granularity {' or '.join(granularities)}; found "
-        f"'{description.matmul}' and chunk_growth {description.chunk_growth:g}. Choose one of these.",
+        f"Slices along {description.along} must be equal and have matmul granularity "
+        f"{' or '.join(granularities)}; found '{description.matmul}' and chunk_growth "
+        f"{description.chunk_growth:g}. Choose one of these.",
     )
     size = problem.num_inner if description.along == "inner" else problem.num_columns
     require(
         description.chunks > 1 and size % description.chunks == 0,
         ScheduleError,
-        f"Slices along {description.along} are 2 or more that divide {size}; found chunks {description.chunks}. Choose a "
-        "divisor, or cut rows.",
+        f"The number of slices along {description.along} must be 2 or more and divide {size}; found chunks "
+        f"{description.chunks}. Choose a divisor, or cut rows.",
     )
 
 

@@ -1,4 +1,4 @@
-"""Copies in flight at the same time: how fast each goes, and when the next one is done.
+"""Concurrent copies: how fast each one is, and when the next one is done.
 
 Rates are those of the machine's link for copies that run at once (`links.py`), times what copy engines reach of it. Knows
 nothing of schedules.

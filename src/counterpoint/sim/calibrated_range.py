@@ -1,4 +1,4 @@
-"""Which operations lie within what was calibrated, and why others do not.
+"""Finds operations outside the calibrated range, and says why.
 
 Only operations whose times are predicted from sizes are asked about: a traced or captured time is its own calibration.
 """

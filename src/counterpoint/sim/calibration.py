@@ -1,4 +1,4 @@
-"""The simulator's constants: one file for each GPU that was calibrated, `calibrations/*.toml`, or a user's own.
+"""The simulator's constants: one file for each calibrated GPU, `calibrations/*.toml`, or the user's own.
 
 Each constant has a source, a date and a status. A machine names its GPU, and the GPU chooses the file. A GPU without one
 gets the H200's: fractions and rates per SM, which the machine file's figures scale. That is assumed, and reports say so.
@@ -207,8 +207,9 @@ def read_calibration(path: str, machine: Machine) -> Calibration:
     require(
         found.device_name in machine.device_names,
         MachineError,
-        f"{shown_path(path)} was measured on '{shown(found.device_name)}', and machine '{machine.name}' is "
-        f"{shown(', '.join(machine.device_names) or 'without device_names', 200)}. Run `counterpoint calibrate` on it.",
+        f"{shown_path(path)} was measured on '{shown(found.device_name)}', but machine '{machine.name}' is "
+        f"{shown(', '.join(machine.device_names) or 'without device_names', 200)}. Run `counterpoint calibrate` "
+        "on it.",
     )
     return found
 
@@ -273,10 +274,13 @@ def describe_origin(machine: Machine) -> str:
     if found.device_name == MEASURED_GPU and MEASURED_GPU in machine.device_names:
         return ""
     if found.device_name not in machine.device_names:
-        return f"the simulator's constants are scaled from {MEASURED_GPU}: assumed, this GPU was never calibrated"
+        return (
+            f"the simulator's constants are assumed: they are scaled from {MEASURED_GPU}, because this GPU was "
+            "never calibrated"
+        )
     assumed = sum(1 for each in constants_of(found).values() if each.status == "assumed")
     measured = len(constants_of(found)) - assumed
-    return f"{measured} constants of the simulator were measured on it, {assumed} are scaled from {MEASURED_GPU}"
+    return f"{measured} constants of the simulator were measured on it; {assumed} are scaled from {MEASURED_GPU}"
 
 
 def constants_of(calibration: Calibration) -> dict[str, AnyConstant]:

@@ -1,4 +1,4 @@
-"""How much an operation is on a machine: its time alone, and what its CTAs draw on.
+"""The cost of an operation on a machine: its time alone, and what its CTAs use.
 
 A measured lone time wins. Otherwise a kernel's time is the largest of three: operations at the peak rate, bytes from L2 and
 bytes from HBM, each over what `calibrations/*.toml` says is reached; a collective's is its bytes on the wire over the link.

@@ -1,4 +1,4 @@
-"""Which kernel's CTAs go next: strict priority, and within a priority the leftover policy.
+"""Decides which kernel's CTAs are placed next: strict priority, and within a priority the leftover policy.
 
 Nothing of a later kernel starts until every earlier kernel of the same or a greater priority has placed all its CTAs, even
 where there is room for it (measured on H200: one-thread kernels wait). Priority never preempts: it only decides who

@@ -1,4 +1,4 @@
-"""What a plan's controls amount to for each operation of a step: what it is launched with, and what moves its data.
+"""Resolves a plan's controls for each operation of a step: its launch, and what moves its data.
 
 Refuses what cannot be: a control for another kind of operation, a priority that the driver does not have, a cap that does
 not fit, an operator where there is no matmul. Knows nothing of times, but for what the estimate of an operator says.
@@ -116,15 +116,17 @@ class EffectReader:
                     effect = msgspec.structs.replace(effect, has_own_stream=True)
                 case _:
                     raise PlanError(
-                        f"A {control.tag} control cannot apply to {where}, which is {operation.kind}. "
-                        "Give the directive's match the kind that it is for."
+                        f"A {control.tag} control cannot apply to {where}, which is {operation.kind}. Give the "
+                        "directive's match the kind that the control is for."
                     )
         return effect
 
     def _check_reach(self, is_copied: bool, collective: Collective, where: str) -> None:
         obstacle = obstacle_to_copies(collective, self._step.num_ranks, self._machine) if is_copied else None
         if obstacle is not None:
-            raise PlanError(f"Copies cannot do {where}: {obstacle}. Leave that collective out of the directive's match.")
+            raise PlanError(
+                f"Copies cannot replace {where}: {obstacle}. Leave that collective out of the directive's match."
+            )
 
     def _overlap(self, index: int, control: OverlapMatmul, where: str) -> Overlap | None:
         """The collective as part of an operator; None for an all-to-all of sizes, which experts' operators exchange, too."""
@@ -156,8 +158,8 @@ def _check_transport(control: Transport, collective: Collective, where: str) -> 
     able = (*COPY_ENGINE_COLLECTIVES, *SUMMED_COLLECTIVES)
     if control.transport == "copy_engine" and collective.collective not in able:
         raise PlanError(
-            f"Copy engines cannot do a {collective.collective}, which {where} is; they do {', '.join(able)}, the last two "
-            "with a sum. Narrow the directive's match to those."
+            f"Copy engines cannot do {where}, a {collective.collective}; they can do {', '.join(able)}, the "
+            "last two with a sum. Narrow the directive's match to those."
         )
 
 
@@ -166,7 +168,7 @@ def obstacle_to_light(collective: Collective, gpu: Gpu, calibration: Calibration
     if collective.collective not in calibration.light_collectives:
         return f"light kernels were measured for {', '.join(calibration.light_collectives) or 'no collective'} only"
     if collective.group_size > MOST_LIGHT_RANKS:
-        return f"it has {collective.group_size} ranks, and light kernels know {MOST_LIGHT_RANKS} at most"
+        return f"it has {collective.group_size} ranks; light kernels support at most {MOST_LIGHT_RANKS}"
     if not collective.num_bytes:
         return "its size is unknown, and so is the time that a light kernel would take"
     try:
@@ -178,7 +180,7 @@ def obstacle_to_light(collective: Collective, gpu: Gpu, calibration: Calibration
 
 def _check_light(obstacle: str, where: str) -> None:
     if obstacle:
-        raise PlanError(f"A light kernel cannot do {where}: {obstacle}. Leave it out of the directive's match.")
+        raise PlanError(f"A light kernel cannot replace {where}: {obstacle}. Leave it out of the directive's match.")
 
 
 def light_footprint(gpu: Gpu, control: LightKernel) -> Footprint:
@@ -191,21 +193,22 @@ def _check_priority(control: Priority, machine: Machine) -> None:
     gpu = machine.gpu
     if control.priority and not gpu.priority_is_effective:
         raise PlanError(
-            f"The driver of {machine.name} ignores stream priority, so priority {control.priority} would do nothing. Leave "
-            "it out of the plan; DEBUG_HIP_IGNORE_STREAM_PRIORITY=0 makes the driver heed it."
+            f"The driver of {machine.name} ignores stream priorities, so priority {control.priority} has no "
+            "effect. Leave it out of the plan, or set DEBUG_HIP_IGNORE_STREAM_PRIORITY=0, with which the "
+            "driver applies it."
         )
     if control.priority < gpu.greatest_priority:
         raise PlanError(
-            f"Priorities of {machine.name} are from {gpu.greatest_priority} (greatest) to 0; found {control.priority}. "
-            f"Ask for {gpu.greatest_priority} or more."
+            f"Priorities of {machine.name} must be from {gpu.greatest_priority} (highest) to 0 (lowest); found "
+            f"{control.priority}. Ask for {gpu.greatest_priority} or more."
         )
 
 
 def _check_head_start(machine: Machine) -> None:
     if not machine.gpu.has_head_starts:
         raise PlanError(
-            f"Nothing can hold a stream on the AMD GPUs of {machine.name}, so a head start would do nothing. Leave it out "
-            "of the plan."
+            f"Head starts need CUDA, and {machine.name} has AMD GPUs, so a head start has no effect. Leave it "
+            "out of the plan."
         )
 
 
@@ -213,8 +216,9 @@ def _check_cap(cap: ResidencyCap, kernel: Kernel, where: str, machine: Machine) 
     most = machine.gpu.max_shared_bytes_per_cta - kernel.footprint.static_shared_bytes
     if cap.dynamic_shared_bytes > most:
         raise PlanError(
-            f"A residency cap of {cap.dynamic_shared_bytes:,} bytes does not fit {where}: a CTA of {machine.name} may have "
-            f"{most:,} bytes of dynamic shared memory there. Ask for fewer bytes, or let `counterpoint tune` choose them."
+            f"A residency cap of {cap.dynamic_shared_bytes:,} bytes does not fit {where}: there, a CTA of "
+            f"{machine.name} can have {most:,} bytes of dynamic shared memory. Ask for fewer bytes, or let "
+            "`counterpoint tune` choose them."
         )
 
 

@@ -68,7 +68,7 @@ class ExpertLayers:
                 continue
             is_small = self._collective(here).num_bytes <= MOST_COUNTS_BYTES
             counts = here if is_small else None
-            self.obstacles[here] = "no all-to-all takes back what it brings to experts' matmuls"
+            self.obstacles[here] = "no all-to-all returns what it brings to experts' matmuls"
             place += 1
 
     def _layer(self, dispatch: int, combine: int, counts: int | None) -> ExpertLayer | None:

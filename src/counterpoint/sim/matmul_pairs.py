@@ -59,7 +59,7 @@ class MatmulPairs:
                 continue
             pair = self._pair(index, operation)
             if isinstance(pair, MatmulPair) and taken.intersection(pair.matmuls):
-                pair = "its matmul goes together with another collective already"
+                pair = "its matmul is already joined with another collective"
             if isinstance(pair, str):
                 self.obstacles[index] = pair
             else:
@@ -78,7 +78,7 @@ class MatmulPairs:
         place = self._position[consumer]
         before = main[place - 1] if place else None
         if before is None or (before != index and before not in self._waited_for(index)):
-            return "the computation runs on beside it, so nothing waits while it moves data"
+            return "computation continues beside it, so nothing waits while it moves data"
         is_fed = collective.collective in FED_COLLECTIVES
         if is_fed and before == index:
             place -= 1  # it runs on the computation's own stream
@@ -86,7 +86,7 @@ class MatmulPairs:
         matmuls = tuple(self._matmuls(line, collective))
         if not matmuls:
             where = "before" if is_fed else "after"
-            return f"no matmul comes right {where} it"
+            return f"no matmul comes directly {where} it"
         last = self._position[matmuls[-1]] + 1
         return MatmulPair(collective=index, matmuls=matmuls, follower=main[last] if last < len(main) else None)
 
@@ -131,9 +131,9 @@ def _obstacle(collective: Collective) -> str | None:
     if collective.collective not in OPERATOR_OF:
         return "no operator joins it with a matmul"
     if collective.transport == "copy_engine":
-        return "copy engines move it already"
+        return "copy engines already move it"
     if collective.group_size < 2:
-        return "one rank has nobody to exchange rows with"
+        return "a single rank exchanges no rows"
     return None
 
 

@@ -9,18 +9,18 @@ from counterpoint.errors import MachineError
 from counterpoint.machine import Machine
 from counterpoint.step import Collective, Copy, Operation, Step
 
-BEYOND_THE_NODE = "its ranks are on several nodes, and only those of one reach each other's memory"
-MAYBE_BEYOND_THE_NODE = "its ranks are not known: they may be on several nodes, whose memory copies do not reach"
-MEASURED_INSTEAD = ", or plan from a trace of the job, which holds the times"
+BEYOND_THE_NODE = "its ranks are on several nodes, but copies reach only ranks on the same node"
+MAYBE_BEYOND_THE_NODE = "its ranks are unknown; they may be on several nodes, and copies do not cross nodes"
+MEASURED_INSTEAD = ", or plan from a trace of the job, which contains the times"
 
 
 def check_ranks(num_ranks: int, machine: Machine, way_out: str = "") -> None:
     """Raise `MachineError`, in one line, for more ranks than the machine has GPUs in a node; `way_out` ends the line."""
     if num_ranks > machine.num_gpus:
         raise MachineError(
-            f"{num_ranks:,} ranks are asked for, but machine '{machine.name}' has {machine.num_gpus} GPUs in a node, and "
-            f"communication between nodes is not simulated. Ask for {machine.num_gpus} ranks or fewer, or name a machine "
-            f"of larger nodes{way_out}."
+            f"{num_ranks:,} ranks were requested, but machine '{machine.name}' has {machine.num_gpus} GPUs in a "
+            f"node, and communication between nodes is not simulated. Ask for {machine.num_gpus} ranks or "
+            f"fewer, or name a machine with larger nodes{way_out}."
         )
 
 

@@ -55,8 +55,8 @@ class OverlapModel:
         alone_us = self._costs.lone_us(collective)
         if schedule is None and matmuls_us < LEAST_MATMUL_SHARE * alone_us:
             return (
-                f"its matmul of {format_us(matmuls_us)} is much shorter than the {format_us(alone_us)} of the data: "
-                "there is little to hide that beside"
+                f"its matmul of {format_us(matmuls_us)} is much shorter than its data's {format_us(alone_us)}, "
+                "so there is little to hide the data behind"
             )
         matmuls = [self._step.operations[number] for number in pair.matmuls]
         problem = self._problem(collective, [each for each in matmuls if isinstance(each, Kernel)])
@@ -68,8 +68,9 @@ class OverlapModel:
             return found
         if alone_us - found.exposed_us < LEAST_ESTIMATED_GAIN * (alone_us + matmuls_us):
             return (
-                f"beside its matmul of {format_us(matmuls_us)} copies would leave {format_us(found.exposed_us)} exposed, "
-                f"and the library's collective takes {format_us(alone_us)} as a whole"
+                f"beside its matmul of {format_us(matmuls_us)}, copies would leave "
+                f"{format_us(found.exposed_us)} exposed; the library's collective takes {format_us(alone_us)} "
+                "in total"
             )
         return found
 

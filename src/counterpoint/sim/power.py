@@ -1,4 +1,4 @@
-"""The clock that the power limit leaves a step: the mean power of its operations against the limit.
+"""The clock of a step under the power limit: the mean power of its operations against the limit.
 
 A GPU holds its mean power over some tens of milliseconds at the limit by a lower clock. Lone times that were taken in
 short bursts are of the higher clock that a burst has, so a step that runs on and on takes longer. At a share c of the

@@ -1,4 +1,4 @@
-"""How fast resident CTAs progress: interference follows from residency and bandwidth.
+"""The progress rates of resident CTAs: interference follows from residency and bandwidth.
 
 Three limits act on a CTA. (1) Its SM: resident CTAs share the SM's throughput; together they use what they can keep in
 flight, smoothly limited by the SM's peak, so fewer CTAs run faster each once the SM was saturated. (2) The GPU's memory:

@@ -1,4 +1,4 @@
-"""What collectives of W ranks can get of the links between their GPUs: bytes that each rank sends in a second, on the wire.
+"""The link bandwidth that collectives of W ranks can reach: bytes that each rank sends per second.
 
 Ranks are GPUs 0 to W - 1 of a node. Behind a switch everything is the port's rate. On direct links it hangs on who talks to
 whom: an all-to-all ends with its slowest pair, since every pair moves as much; a ring passes every cut of the ranks into two

@@ -1,8 +1,8 @@
-"""The executor that needs no GPU: a step, a machine and a plan in, a simulated timeline of one rank out.
+"""The executor that needs no GPU: it turns a step, a machine and a plan into a simulated timeline of one rank.
 
-Ranks are taken to be alike and in step. What a control does here is what it does on a GPU: a residency cap raises dynamic
-shared memory and carveout, a priority reorders dispatch, a head start delays one kernel, a transport moves a collective to
-the copy engines, with a sum on SMs where it reduces, and an overlap moves it beside its matmul.
+Ranks are assumed to be alike and in step. A control does here what it does on a GPU: a residency cap raises dynamic
+shared memory and carveout, a priority reorders dispatch, a head start delays one kernel, a transport moves a collective
+to the copy engines (with a sum on SMs if it reduces), and an overlap moves it beside its matmul.
 """
 
 from collections.abc import Sequence
@@ -22,18 +22,22 @@ from counterpoint.units import ps_to_us
 class Simulator(AbstractExecutor):
     """Simulates steps with one set of calibration constants; without one, with those of the machine's GPU.
 
-    `clock_share`: the clock as a share of that of the lone times. None: what the power limit
-    leaves each plan (`power.py`).
+    `clock_share`: the clock as a share of that of the lone times. None: the clock that the power limit allows each plan
+    (`power.py`).
     """
 
     def __init__(self, calibration: Calibration | None = None, *, clock_share: float | None = None) -> None:
         self._calibration, self._clock_share = calibration, clock_share
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({'with constants of its own' if self._calibration else ''})"
+
     def run(self, step: Step, machine: Machine, plan: Plan) -> Timeline:
         """Simulate one iteration; see `AbstractExecutor.run`.
 
-        Raises `StepError` where a launch does not fit the machine, `PlanError` where a control cannot apply, `MachineError`
-        where the step has more ranks than a node has GPUs and does not say how long its communication takes.
+        Raises `StepError` if a launch does not fit the machine, `PlanError` if a control cannot apply, and
+        `MachineError` if the step has more ranks than a node has GPUs and does not state how long its communication
+        takes.
         """
         require_kind(step, Step, "run takes a Step", "Pass what load_workload returns, or read_trace(...).step.")
         require_kind(machine, Machine, "run takes a Machine", "Pass what load_machine returns.")

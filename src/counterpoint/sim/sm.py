@@ -1,4 +1,4 @@
-"""What fits where: groups of SMs in the same state, and the placement of CTAs and clusters on them.
+"""SM state: groups of SMs in the same state, and the placement of CTAs and clusters on them.
 
 SMs whose residents agree are one group, counted per GPC because a cluster must find all its CTAs in one GPC. The next CTA
 goes to the SM with the most room for that kernel, ties in a fixed order. An SM's split between L1 and shared memory is set

@@ -1,4 +1,4 @@
-"""One step with what a plan makes of it, simulated at a given clock; and the clock that the power limit leaves it."""
+"""Simulates one step under a plan at a given clock, and finds the clock that the power limit allows."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""Work in progress: what one operation still has to do while the engine runs. The only mutable state of the simulator.
+"""Work in progress: the remaining work of one operation while the engine runs. The only mutable state of the simulator.
 
 `SmWork` and `CopyWork` say how much an operation is and what it draws on; they are computed once, by `costs.py`, and never
 change while the engine runs.

@@ -1,4 +1,4 @@
-"""What the engine runs: the tasks of a step under a plan, and what each of them waits for.
+"""The task graph that the engine runs: the tasks of a step under a plan, and their dependencies.
 
 Most operations are one task. A reduction by copies is three: blocks to their ranks, a sum that waits for SMs, and for an
 all-reduce the sums back. A collective that runs together with its matmul is two copies: what is hidden beside the matmul,

@@ -1,4 +1,4 @@
-"""How many tiles the CTAs of a persistent matmul take in turn.
+"""The number of tiles that each CTA of a persistent matmul takes in turn.
 
 Such a kernel has a CTA for each SM, and each takes the next tile when it has done one. So it takes whole rounds of tiles:
 512 tiles are 4 rounds on 132 SMs and 5 on the 108 that a collective of 24 CTAs leaves. Measured on an H100 beside CTAs that

@@ -84,7 +84,7 @@ def _agree_on(offers: Sequence[PathOffer | None]) -> list[PathOffer]:
     common = tuple(kind for kind in every if kind not in lacking)
     agreed = [replace(first, kinds=common)] if common or not every else []
     return agreed + [
-        replace(first, kinds=(kind,), refusal=f"rank {rank} has called no {WORDS[kind]} that is large enough")
+        replace(first, kinds=(kind,), refusal=f"rank {rank} has called no {WORDS[kind]} that are large enough")
         for kind, rank in lacking.items()
     ]
 

@@ -1,7 +1,7 @@
-"""What a profiler trace holds that matters here: GPU operations, host calls, and the file's own facts.
+"""The parts of a profiler trace that Counterpoint uses: GPU operations, host calls, and the file's own facts.
 
-These values know nothing of files, of steps, or of what a kernel does. Field names in quotation marks are those of Kineto's
-`output_json.cpp`, as they stand in the shipped traces.
+These values know nothing of files, of steps, or of what a kernel does. Quoted field names are those of Kineto's
+`output_json.cpp`, as in the shipped traces.
 """
 
 import re
@@ -20,7 +20,7 @@ HostPhase = Literal["forward", "backward", "optimizer", "unknown"]
 
 
 class LaunchArguments(Value, frozen=True, kw_only=True, forbid_unknown_fields=False):
-    """What the profiler writes beside a GPU operation, under its own names.
+    """The arguments that the profiler writes with a GPU operation, under its own names.
 
     A copy between GPUs states `inDevice` and no `device`; the reader puts it into `device`.
     """
@@ -57,22 +57,22 @@ class LaunchArguments(Value, frozen=True, kw_only=True, forbid_unknown_fields=Fa
 
 
 def listed_numbers(stated: object) -> list[int]:
-    """Numbers of a list that the profiler wrote as text; none where it is cut short ("...")."""
+    """Return the numbers of a list that the profiler wrote as text; none if it is cut short ("...")."""
     text = "" if stated is None else str(stated)
     return [] if "..." in text else [int(digits) for digits in re.findall(r"\d+", text)]
 
 
 def ranks_of_group(arguments: LaunchArguments, group_size: int) -> tuple[int, ...]:
-    """The ranks of the process group that launched it, where the profiler lists them all."""
+    """Return the ranks of the process group that launched it, if the profiler lists them all."""
     ranks = listed_numbers(arguments.group_ranks)
     return tuple(ranks) if len(ranks) == group_size else ()
 
 
 class HostOperator(Value, frozen=True, kw_only=True):
-    """The innermost operator of the host that launched something: `aten::mm` and its like.
+    """The innermost host operator that launched something, such as `aten::mm`.
 
-    `shapes` are the dimensions of its inputs as recorded, as JSON, and `dtype` the type of its first tensor; both "" where
-    the profiler recorded none. `module` is the innermost `nn.Module` or annotation around the launch, "" where none was
+    `shapes` are the recorded dimensions of its inputs, as JSON, and `dtype` is the type of its first tensor; both are ""
+    if the profiler recorded none. `module` is the innermost `nn.Module` or annotation around the launch, "" if none was
     recorded.
     """
 
@@ -85,10 +85,11 @@ class HostOperator(Value, frozen=True, kw_only=True):
 
 
 class GpuOperation(Value, frozen=True, kw_only=True):
-    """One kernel, copy or fill on the GPU. `launched_us` is None where the trace does not hold the launch.
+    """One kernel, copy or fill on the GPU. `launched_us` is None if the trace does not hold the launch.
 
-    `operator` numbers the trace's operators, None where the trace does not say which one launched it. `matmul_sizes`: rows,
-    inner size and columns of the matrix multiplication that launched it, where the profiler recorded shapes.
+    `operator` is an index into the trace's operators, None if the trace does not say which one launched it.
+    `matmul_sizes`: rows, inner size and columns of the matrix multiplication that launched it, if the profiler recorded
+    shapes.
     """
 
     name: str
@@ -113,7 +114,7 @@ class GpuOperation(Value, frozen=True, kw_only=True):
 
     @property
     def graph_launch(self) -> int | None:
-        """The correlation of the CUDA graph's launch that it is part of; None where the host launched it by itself."""
+        """The correlation of the CUDA graph launch that it is part of; None if the host launched it directly."""
         return self.arguments.correlation if GRAPH_LAUNCH in self.launch_call else None
 
     @property
@@ -123,7 +124,9 @@ class GpuOperation(Value, frozen=True, kw_only=True):
 
 
 class SyncArguments(Value, frozen=True, kw_only=True, forbid_unknown_fields=False):
-    """What the profiler writes beside a synchronization: the waiting stream, the event, and its record where known."""
+    """The arguments that the profiler writes with a synchronization: the waiting stream, the event, and its record if
+    known.
+    """
 
     stream: int = -1
     device: int | None = None
@@ -134,7 +137,9 @@ class SyncArguments(Value, frozen=True, kw_only=True, forbid_unknown_fields=Fals
 
 
 class HostCall(Value, frozen=True, kw_only=True):
-    """A launch, an event record or a stream's wait, as the host issued it; `operation` numbers the launched operation."""
+    """A launch, an event record or a stream's wait, as the host issued it; `operation` is the index of the launched
+    operation.
+    """
 
     kind: HostKind
     name: str
@@ -146,10 +151,10 @@ class HostCall(Value, frozen=True, kw_only=True):
 
 
 class ActivityTrace(Value, frozen=True, kw_only=True):
-    """A trace's contents that matter here: operations in issue order, host calls in time order, step windows.
+    """The used contents of a trace: operations in issue order, host calls in time order, step windows.
 
-    `host_waits`: from when to when the host stood still for the GPU, in order of time. `operators` are those that launched
-    something. `notes`: what the file does not hold or contradicts, one sentence each.
+    `host_waits`: when the host was blocked waiting for the GPU, in order of time. `operators` are those that launched
+    something. `notes`: what the file lacks or contradicts, one sentence each.
     """
 
     path: str

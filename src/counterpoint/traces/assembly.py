@@ -1,7 +1,7 @@
-"""Put what a format found into an `ActivityTrace`: launches beside operations, operators, order, and what does not fit.
+"""Builds an `ActivityTrace` from what a format found: launches and operators of operations, order, and inconsistencies.
 
-What follows from the file alone and can be known to be wrong or missing becomes a note: a file that ends early, launches
-whose operations are missing, operations that start before their launch. The module does not know any format.
+Problems that are evident from the file become notes: a file that ends early, launches without operations, operations
+that start before their launch. The module does not know any format.
 """
 
 from bisect import bisect_right
@@ -36,8 +36,8 @@ def assemble(
     if damage is not None:
         windows, operations = _whole_steps(trace, operations, calls, operators.threads, damage)
         notes.append(
-            f"{damage}: only the first {len(windows)} steps are known to be whole and were read, without stream waits; copy "
-            "or record it again for the rest."
+            f"{damage}. Only the first {len(windows)} steps are known to be whole; they were read, without "
+            "stream waits. Copy or record it again for the rest."
         )
     notes += [*_lost(operations, calls), *_early(operations)]
     operations.sort(key=_issue_key)
@@ -122,7 +122,7 @@ def _whole_steps(
         if call is not None and call.thread in reached:
             reached[call.thread] = max(reached[call.thread], bisect_right(starts, call.time_us) - 1)
     num_whole = min(reached.values(), default=-1)
-    require(num_whole >= 1, TraceError, f"{damage}, and no step of it is known to be whole; copy or record it again.")
+    require(num_whole >= 1, TraceError, f"{damage}, and none of its steps is known to be whole; copy or record it again.")
     end_us = trace.step_windows[num_whole - 1][1]
     kept = [operation for operation in operations if operation.launched_us is not None and operation.launched_us <= end_us]
     return trace.step_windows[:num_whole], kept
@@ -132,7 +132,7 @@ def _lost(operations: list[GpuOperation], calls: dict[int, HostCall]) -> list[st
     """A note on launches between the first and the last known one whose operations are missing."""
     times = [operation.launched_us for operation in operations if operation.launched_us is not None]
     if not times:
-        return ["No operation has its launch in the trace: what the host did is not known."] if operations else []
+        return ["The trace holds the launch of no operation, so the host's part is unknown."] if operations else []
     known = {operation.arguments.correlation for operation in operations}
     first, last = min(times), max(times)
     inside = [call for call in calls.values() if "LaunchKernel" in call.name and first <= call.time_us <= last]
@@ -140,8 +140,10 @@ def _lost(operations: list[GpuOperation], calls: dict[int, HostCall]) -> list[st
     if num_lost < LEAST_LOST:
         return []
     return [
-        f"{num_lost} of {len(inside)} kernel launches have no kernel in the trace: the profiler lost them, or they were "
-        "captured into a graph; times of computation may be too small."
+        (
+            f"{num_lost} of {len(inside)} kernel launches have no kernel in the trace. The profiler lost them, or "
+            "they were captured into a graph. Times of computation may be too short."
+        )
     ]
 
 
@@ -155,8 +157,10 @@ def _early(operations: list[GpuOperation]) -> list[str]:
     if not early:
         return []
     return [
-        f"{len(early)} operations start before their launch, by up to {max(early):,.1f} us: the clocks of host and GPU "
-        "disagree by at least that, and what is said of late launches is wrong by as much."
+        (
+            f"{len(early)} operations start before their launch, by up to {max(early):,.1f} us. The clocks of host "
+            "and GPU differ by at least that much, and so may the times of late launches."
+        )
     ]
 
 

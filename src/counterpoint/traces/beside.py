@@ -1,4 +1,4 @@
-"""What a trace shows of kernels beside each other: which fit, and when one only waited for the SMs of another.
+"""Finds out from a trace which kernels fit beside each other, and which only waited for another's SMs.
 
 A persistent kernel has one CTA on each SM and keeps it to its end. Whatever starts in the middle of it fits beside it,
 however warps are said to be placed, as long as an SM has registers for both: else the first did not hold every SM. Its CTAs

@@ -1,8 +1,8 @@
-"""What a kernel is, by its name: the rules of `rules.toml`, in order, the first that knows it.
+"""Classifies kernels by name: the first matching rule of `rules.toml` decides.
 
-The module knows nothing of traces or times. The rules are data so that a new library is a few lines of TOML; each rule
-carries the source of its names. Which kernels communicate is said there and nowhere else: the launch filter takes the
-patterns that `communication_patterns` gives.
+The module knows nothing of traces or times. The rules are data, so a new library takes a few lines of TOML; each rule
+names the source of its names. Only these rules say which kernels communicate: the launch filter uses the patterns of
+`communication_patterns`.
 """
 
 import re
@@ -56,18 +56,18 @@ class Rule(Value, frozen=True, kw_only=True):
         require(
             bool(self.names or self.pattern),
             TraceError,
-            "a rule fits no kernel: it has neither 'names' nor 'pattern'; give it one.",
+            "a rule matches no kernel, because it has neither 'names' nor 'pattern'; give it one.",
         )
         require(
             not self.is_waiting or self.kind == "communication",
             TraceError,
-            'only communication can be waiting; give the rule kind = "communication" or leave out is_waiting.',
+            'only a communication kernel can be waiting; give the rule kind = "communication" or leave out is_waiting.',
         )
         try:
             re.compile(self.pattern)
         except re.error as problem:
             raise TraceError(
-                f"the pattern '{shown(self.pattern)}' is no regular expression: {problem}; correct it."
+                f"the pattern '{shown(self.pattern)}' is not a regular expression: {problem}; correct it."
             ) from problem
 
 
@@ -122,7 +122,7 @@ def load_rules(path: Path | str | None = None) -> RuleTable:
 
 
 def use_rules(path: Path | str | None) -> None:
-    """Classify by a user's rules first, in this process and from now on; None takes them away again.
+    """Classify by a user's rules first, in this process and from now on; None removes them.
 
     Raises `TraceError` for a bad file, and changes nothing then. The launch filter keeps to the shipped table.
     """

@@ -1,12 +1,12 @@
-"""Which operation waits for which on another stream.
+"""Finds which operation waits for which on another stream.
 
 Order within a stream is implicit and never listed. Where the profiler states an event's record, the dependency is exact.
 Otherwise the producer is inferred from what the host did: NCCL's own event means the communicator's previous collective;
 any other record marks the last operation its thread launched before it on a stream other than the waiting one
 (`host_order.py` finds the record). Without any events, dependencies are inferred from times alone.
 
-The GPU's times judge every inference: a producer must have ended when its consumer starts, else the latest earlier
-operation of the producer's stream that had ended takes its place, or none.
+Every inference is checked against GPU times: a producer must have ended when its consumer starts; otherwise the latest
+earlier operation of its stream that had ended replaces it, or none.
 """
 
 from collections import Counter
@@ -30,7 +30,7 @@ class Edge(Value, frozen=True, kw_only=True):
 
 
 class Dependencies(Value, frozen=True, kw_only=True):
-    """Edges across streams, and how many inferences the GPU's times corrected or refuted."""
+    """Edges across streams, and how many inferences the GPU's times corrected or contradicted."""
 
     edges: tuple[Edge, ...]
     num_corrected: int = 0
@@ -39,7 +39,7 @@ class Dependencies(Value, frozen=True, kw_only=True):
 
 
 def find_dependencies(trace: ActivityTrace) -> Dependencies:
-    """All waits across streams in a trace, exact where the profiler states them."""
+    """Return all waits across streams in a trace, exact where the profiler states them."""
     host = index_host(trace)
     waits = [position for position, call in enumerate(trace.host_calls) if call.kind == "wait"]
     if not waits:

@@ -134,8 +134,8 @@ class EventStream:
             require(
                 found is not None or len(self._rest) <= MOST_AROUND_BYTES,
                 TraceError,
-                f"{self.path} is not a profiler trace: its first {format_bytes(MOST_AROUND_BYTES)} hold no 'traceEvents'; "
-                "give the file torch.profiler exported.",
+                f"{self.path} is not a profiler trace: its first {format_bytes(MOST_AROUND_BYTES)} hold no "
+                "'traceEvents'; give the file that torch.profiler exported.",
             )
         if found is None:
             return False
@@ -257,7 +257,7 @@ class EventStream:
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as problem:
             said = str(problem).removeprefix("JSON is malformed: ")
             return re.sub(r" \(byte \d+\)$", "", said)
-        return "it ends behind the events"
+        return "it ends after the events"
 
     def _decode_surroundings(self, text: bytes) -> Surroundings:
         try:

@@ -1,7 +1,9 @@
-"""Formats of traces: one line each. A file is read by the first format that knows its content, whatever the file is called.
+"""The trace formats, one line each. The first format that recognizes a file's content reads it, whatever the file's
+name.
 
-A format turns the bytes of a file, whole or in pieces, into an `ActivityTrace`; all that follows, from steps to dependencies
-and lone times, is the same for every format. A new format is a module beside `kineto.py` and a line in `FORMATS`.
+A format turns the bytes of a file, whole or in pieces, into an `ActivityTrace`; everything later, from steps to
+dependencies and lone times, is the same for every format. A new format is a module beside `kineto.py` and a line in
+`FORMATS`.
 """
 
 import os
@@ -48,13 +50,14 @@ SUFFIXES = tuple(suffix for each in FORMATS for suffix in each.suffixes)
 SUFFIXES_IN_WORDS = ", ".join(SUFFIXES)
 
 
-def read_activity(path: Path, on_progress: Callable[[int, int], None] | None = None) -> ActivityTrace:
-    """Read a trace, packed by gzip or not. Raises `TraceError` for a file that is none, or holds no GPU activity.
+def read_activity(path: Path | str, on_progress: Callable[[int, int], None] | None = None) -> ActivityTrace:
+    """Read a trace, gzipped or not. Raises `TraceError` for a file that is no trace, or holds no GPU activity.
 
-    `on_progress` is told the bytes read of the file and its size, 0 for a pipe. A file is read in pieces: memory depends on
-    what is kept of it.
+    `on_progress` gets the number of bytes read and the file's size, 0 for a pipe. A file is read in pieces: memory
+    depends on what is kept of it.
     """
     remedy = f"give a {' or '.join(SUFFIXES)} file"
+    path = Path(path)
     pieces = read_pieces(path, TraceError, remedy, most=MAX_TRACE_BYTES, is_unpacked=True, on_progress=on_progress)
     first = b""
     while len(first) < HEAD_BYTES and (piece := next(pieces, b"")):  # a pipe gives little at once

@@ -1,9 +1,9 @@
-"""When the host issued each operation, where that can matter, and how far the GPU waited for the host.
+"""Finds when the host issued each operation, if that can matter, and how long the GPU waited for the host.
 
-A host that runs far ahead of the GPU never delays it. Where it does not, an operation is issued at its launch call plus
-the launch latency, measured on the operations that started on an idle stream. Where the host had waited for the GPU before,
-it would issue sooner if the GPU were faster: such times count from the end of the operation that it waited for. Nothing here
-knows what an operation does.
+A host that runs far ahead of the GPU never delays it. Otherwise, an operation is issued at its launch call plus the
+launch latency, which is measured on operations that started on an idle stream. If the host had waited for the GPU
+before, it would issue earlier on a faster GPU: such times count from the end of the operation that it waited for. This
+module does not know what an operation does.
 """
 
 from bisect import bisect_right

@@ -66,7 +66,7 @@ def read(path: Path, pieces: Iterator[bytes]) -> ActivityTrace:
                 found.add(events)
             return found.trace(stream.surroundings, stream.damage)
     except MemoryError as problem:
-        raise TraceError(f"{path}: what it holds does not fit the memory of this machine; profile fewer steps.") from problem
+        raise TraceError(f"{path}: its contents do not fit the memory of this machine; profile fewer steps.") from problem
 
 
 class _Collected:

@@ -1,12 +1,14 @@
-"""How long each operation would have taken alone, from a trace in which some ran beside communication.
+"""Estimates how long each operation would take alone, from a trace in which some ran beside communication.
 
-A kernel that started at the tail of another one took its lone time from that one's end. Of the others, a kernel that
-communication hardly touched took its lone time. A contended one takes that of a like launch that ran alone:
-the longest untouched time of the same name, grid, block and shared memory that is not longer and not less than 1/1.7 of
-it (the same launch configuration may serve several sizes of matmul). Where there is none, the share of the SMs that the
-collectives held is subtracted. A collective's lone time is the least of its like that is no outlier: a rank that comes early
-waits inside the kernel, so longer times hold waits. Uneven all-to-alls are alike by time over bytes, within the spread. What
-of the rest computation beside it does not explain, it waited for other ranks. Nothing here knows dependencies.
+Kernels: A kernel that started at the tail of another one took its lone time from that one's end. A kernel that
+communication hardly touched took its lone time. A contended kernel gets the time of a like launch that ran alone: the
+longest untouched time of the same name, grid, block and shared memory that is not longer, and at least 1/1.7 of it (one
+launch configuration may serve several matmul sizes). If there is none, the share of the SMs that the collectives held is
+subtracted.
+
+Collectives: The lone time is the shortest of like collectives that is no outlier, because a rank that arrives early
+waits inside the kernel. Uneven all-to-alls are alike if their times per byte agree within the spread. Of the rest, what
+computation at the same time does not explain was waiting for other ranks. This module does not know dependencies.
 """
 
 from bisect import bisect_left

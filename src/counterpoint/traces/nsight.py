@@ -44,7 +44,7 @@ def knows(head: bytes) -> bool:
 
 def decode(path: Path, raw: bytearray) -> ActivityTrace:
     """Refuse a database that is not the file itself, as a packed one is."""
-    raise TraceError(f"{path} is a packed database ({len(raw):,} bytes); unpack it (gunzip) and give the .sqlite file.")
+    raise TraceError(f"{path} is a compressed database ({len(raw):,} bytes); unpack it (gunzip) and give the .sqlite file.")
 
 
 def read(path: Path, pieces: Iterator[bytes]) -> ActivityTrace:
@@ -64,7 +64,7 @@ def read(path: Path, pieces: Iterator[bytes]) -> ActivityTrace:
             connection.close()
     except sqlite3.Error as problem:
         raise TraceError(
-            f"{path} is no whole database ({problem}); export it again: nsys export --type sqlite."
+            f"{path} is not a complete database ({problem}); export it again: nsys export --type sqlite."
         ) from problem
 
 
@@ -79,7 +79,7 @@ class _Database:
         require(
             "StringIds" in self.tables,
             TraceError,
-            f"{path} is no export of Nsight Systems: it has no table StringIds; make it by nsys export --type sqlite.",
+            f"{path} is not an export of Nsight Systems: it has no table StringIds; make it by nsys export --type sqlite.",
         )
         self.names: dict[int, str] = {number: intern(text) for number, text in self.rows("StringIds", ("id", "value"))}
 

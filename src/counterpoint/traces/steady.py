@@ -1,10 +1,10 @@
-"""Cut a trace into steps and choose the steady one.
+"""Divides a trace into steps and chooses the steady one.
 
-An operation belongs to the step in which the host launched it, not to the one in which the GPU ran it: the host is often
-many milliseconds ahead. Steps come from the profiler's `ProfilerStep#` annotations; without them from the repetition of
-kernel names; else the whole trace is one step. A step's time on the GPU is its window, and whatever runs there counts, of
-whichever step it is. The steady step has the median makespan among the steps with the most common operations, on whichever
-streams, whose windows hold what the steps themselves launched.
+An operation belongs to the step in which the host launched it, not to the one in which the GPU ran it, because the host
+is often many milliseconds ahead. Steps come from the profiler's `ProfilerStep#` annotations; without them, from the
+repetition of kernel names; otherwise the whole trace is one step. A step's time on the GPU is its window, and everything
+that runs in it counts, whatever step it belongs to. The steady step has the median makespan among the steps with the
+most common operations (on any streams) whose windows hold what the steps themselves launched.
 """
 
 import math
@@ -84,7 +84,7 @@ def _alike(trace: ActivityTrace, steps: Sequence[Sequence[int]]) -> tuple[list[i
         return list(range(len(steps))), []
     if occurrences == 1:
         return list(range(len(steps))), [f"All {len(steps)} steps run different operations; the median one was read."]
-    note = f"{len(steps) - occurrences} of {len(steps)} steps run other operations than the rest; they were left out."
+    note = f"{len(steps) - occurrences} of {len(steps)} steps run other operations than the rest and were left out."
     return [number for number, found in enumerate(names) if found == common], [note]
 
 
@@ -217,11 +217,11 @@ def _steps_by_annotation(trace: ActivityTrace) -> tuple[list[list[int]], list[st
             num_outside += 1
     notes = []
     if num_earlier:
-        notes.append(f"{num_earlier} operations were issued before recording began and left out.")
+        notes.append(f"{num_earlier} operations were issued before recording began and were left out.")
     if num_unknown:
-        notes.append(f"{num_unknown} operations have no launch in the trace; they were placed by their GPU time.")
+        notes.append(f"{num_unknown} operations have no launch in the trace and were placed by their GPU time.")
     if num_outside:
-        notes.append(f"{num_outside} operations were launched outside the profiled steps and left out.")
+        notes.append(f"{num_outside} operations were launched outside the profiled steps and were left out.")
     return steps, notes
 
 
@@ -239,9 +239,13 @@ def _steps_by_repetition(trace: ActivityTrace) -> tuple[list[list[int]], list[st
     names = [operation.name for operation in trace.operations]
     first, period, repeats = find_repetition(names)
     if repeats < 2:
-        return [list(range(len(names)))], ["No step annotations and no repetition: the whole trace is taken as one step."]
+        return [list(range(len(names)))], [
+            "The trace has no step annotations and no repetition, so all of it counts as one step."
+        ]
     steps = [list(range(first + i * period, first + (i + 1) * period)) for i in range(repeats)]
-    note = f"No step annotations: steps are the {repeats} repetitions of a sequence of {period} operations."
+    note = (
+        f"The trace has no step annotations. Its steps are the {repeats} repetitions of a sequence of {period} operations."
+    )
     left_out = len(names) - period * repeats
     return steps, [note] + ([f"{left_out} operations outside the repetitions were left out."] if left_out else [])
 

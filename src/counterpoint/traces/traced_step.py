@@ -1,15 +1,16 @@
-"""Read a profiler trace into a step: the front door of this folder.
+"""Reads a profiler trace into a step. This is the entry point of the package.
 
-It puts the parts together: read, divide into steps and choose the steady one, find dependencies, lone times and issue
-times, build the operations. What the user should know of the reading is in the notes, one line each.
+It reads the trace, divides it into steps and chooses the steady one, finds dependencies, lone times and issue times, and
+builds the operations. The notes, one line each, tell the user about the reading.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from counterpoint.display import html_list
 from counterpoint.errors import CounterpointError, TraceError, require_kind
-from counterpoint.step import Dependency, OperationKind, Step
+from counterpoint.step import Dependency, OperationKind, Step, contents_of
 from counterpoint.timeline import NO_OPERATION, Interval, Timeline
 from counterpoint.traces.activity import ActivityTrace, GpuOperation
 from counterpoint.traces.beside import find_pairs_beside
@@ -24,17 +25,18 @@ from counterpoint.traces.steady import (
     check_streams,
     divide_into_steps,
 )
-from counterpoint.units import format_count, format_percent
+from counterpoint.units import format_count, format_percent, format_us
 from counterpoint.value import Value
 
 LONGEST_FIRST = sorted(SUFFIXES, key=len, reverse=True)
 
 
 class TracedStep(Value, frozen=True, kw_only=True):
-    """A trace's steady step, as a step to plan and as the timeline that was measured.
+    """A trace's steady step: as a step to plan, and as the measured timeline.
 
-    `timeline` holds whatever ran in the step's time on the GPU, of neighbouring steps, too, cut to it; it counts from the
-    start of that time (`traces.steady.TracedSteps`). `step_makespans_us` are of all profiled steps, in order.
+    `timeline` holds everything that ran on the GPU during the step, including operations of neighboring steps, cut to
+    it; it starts when the step does (`traces.steady.TracedSteps`). `step_makespans_us` are those of all profiled steps,
+    in order.
     """
 
     step: Step
@@ -44,17 +46,29 @@ class TracedStep(Value, frozen=True, kw_only=True):
     notes: tuple[str, ...] = ()
     nccl_version: str | None = None
 
+    def _in_short(self) -> str:
+        return f"{self.step!r}, {format_count(self.num_steps, 'profiled step')}, {format_count(len(self.notes), 'note')}"
 
-def read_trace(path: Path | str, *, rank: int | None = None) -> TracedStep:
-    """Read a torch.profiler trace, `.json` or `.json.gz`, into its steady step.
+    def _repr_html_(self) -> str:
+        """Return what notebooks show of the traced step: its length, what it holds, and the notes on how it was read."""
+        length = format_us(max(self.step_makespans_us))
+        steps = f"{format_count(self.num_steps, 'profiled step')}, the longest {length}"
+        lines = (steps, ", ".join(contents_of(self.step)), *self.notes)
+        return html_list(f"Traced step {self.step.name}", lines)
 
-    `rank` labels the timeline; left out, it is the trace's own, or 0. Raises `TraceError`, in one line, for whatever is
-    wrong with the file.
+
+def read_trace(
+    path: Path | str, *, rank: int | None = None, on_progress: Callable[[int, int], None] | None = None
+) -> TracedStep:
+    """Read a profiler trace, `.json`, `.json.gz` or `.sqlite`, into its steady step.
+
+    `rank` labels the timeline; the default is the trace's own rank, or 0. `on_progress` is called with the bytes read so far
+    and the size of the file, which is 0 for a pipe. Raises `TraceError`, in one line, for any problem with the file.
     """
-    require_kind(path, (str, Path), "read_trace takes a path", "Pass that of a trace (.json, .json.gz).")
+    require_kind(path, (str, Path), "read_trace takes a path", "Pass the path of a trace (.json, .json.gz, .sqlite).")
     file = Path(path)
     with _in_one_line(file):
-        trace = read_activity(file)
+        trace = read_activity(file, on_progress)
     return traced_step_of(trace, rank=rank)
 
 
@@ -65,7 +79,9 @@ def traced_step_of(
     steps: TracedSteps | None = None,
     dependencies: Dependencies | None = None,
 ) -> TracedStep:
-    """As `read_trace`, of a trace that was read already; its steps and dependencies are found where they are not given."""
+    """Do the same as `read_trace` for a trace that was read already; its steps and dependencies are found if they are
+    not given.
+    """
     with _in_one_line(Path(trace.path)):
         early = check_streams(trace.path, trace.operations)
         steps = divide_into_steps(trace) if steps is None else steps
@@ -196,9 +212,9 @@ def _notes_on_file(trace: ActivityTrace, operations: list[GpuOperation]) -> list
         device = operations[0].arguments.device
         notes.append(f"The trace holds {trace.num_devices} devices; only the busiest, device {device}, was read.")
     if len({operation.stream for operation in operations}) == 1:
-        notes.append("Everything runs on one stream: nothing overlaps as it is.")
+        notes.append("Everything runs on one stream, so nothing overlaps at present.")
     if trace.device_name is None:
-        notes.append("The trace does not name its GPU; name the machine yourself.")
+        notes.append("The trace does not name its GPU; name the machine with --machine.")
     return notes
 
 
@@ -209,8 +225,11 @@ def _notes_on_neighbours(trace: ActivityTrace, steps: TracedSteps) -> list[str]:
     if inside == own:
         return []
     return [
-        f"Streams run ahead of each other: {len(own - inside)} of the step's {len(own)} operations ran outside its time on "
-        f"the GPU, and {format_count(len(inside - own), 'operation')} of other steps ran inside it and count there."
+        (
+            f"Streams run ahead of each other: {len(own - inside)} of the step's {len(own)} operations ran outside "
+            f"its time on the GPU, and {format_count(len(inside - own), 'operation')} of other steps ran inside it "
+            "and count there."
+        )
     ]
 
 
@@ -218,11 +237,12 @@ def _notes_on_dependencies(dependencies: Dependencies, inside: list[tuple[Depend
     origins = [dependency.origin for line in inside for dependency in line]
     if not origins:
         return []
-    how = "from times alone, as the trace holds no stream waits" if dependencies.are_from_times else "from host order"
+    how = "from times alone, because the trace holds no stream waits" if dependencies.are_from_times else "from host order"
     note = f"Dependencies between streams: {origins.count('exact')} exact, {origins.count('inferred')} inferred {how}."
     if dependencies.num_corrected or dependencies.num_dropped:
         note += (
-            f" GPU times corrected {dependencies.num_corrected} and refuted {dependencies.num_dropped} in the whole trace."
+            f" GPU times corrected {dependencies.num_corrected} of all inferences in the trace and contradicted "
+            f"{dependencies.num_dropped}."
         )
     return [note]
 
@@ -230,11 +250,17 @@ def _notes_on_dependencies(dependencies: Dependencies, inside: list[tuple[Depend
 def _notes_on_times(trace: ActivityTrace, lone: LoneTimes, issue: IssueTimes) -> list[str]:
     notes = []
     if issue.late_share > LAUNCH_BOUND_SHARE:
-        notes.append(f"The host is late for {format_percent(issue.late_share)} of the step: launch-bound.")
-    if lone.num_estimated:
-        how = "from the SMs that communication held" if trace.num_sms else "as traced, for want of the GPU's number of SMs"
         notes.append(
-            f"{lone.num_estimated} of {lone.num_contended} kernels beside communication have no like that ran alone; their "
-            f"lone times were estimated {how}."
+            f"The GPU waits for launches by the CPU during {format_percent(issue.late_share)} of the step (launch-bound)."
+        )
+    if lone.num_estimated:
+        how = (
+            "estimates based on the SMs that communication held"
+            if trace.num_sms
+            else "the traced times, because the GPU's number of SMs is unknown"
+        )
+        notes.append(
+            f"{lone.num_estimated} of the {lone.num_contended} kernels that run during communication never ran "
+            f"alone in this trace; their stand-alone times are {how}."
         )
     return notes

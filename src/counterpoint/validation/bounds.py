@@ -1,4 +1,4 @@
-"""How far a measured time may lie from a predicted one: what stands beside figures of machines that were never measured.
+"""Bounds of measured times around predicted ones, shown with figures of machines that were never measured.
 
 From `bounds.toml`, which `python -m benchmarks.validation --write` derives from the errors of the validation set. A span
 holds 90 % of the ratios of measured to predicted times: from the 5th to the 95th percentile. Where a machine was never
@@ -86,5 +86,5 @@ def bounds_for(machine: Machine, num_gpus: int, basis: Basis) -> ErrorBounds:
 
 
 def _bounds(basis: Basis, low: float, high: float, words: str, *, is_compared: bool) -> ErrorBounds:
-    expected = f"measured times are to be expected from {format_change(low - 1)} to {format_change(high - 1)} of these"
+    expected = f"expect measured times from {format_change(low - 1)} to {format_change(high - 1)} of these"
     return ErrorBounds(basis=basis, is_compared=is_compared, low=low, high=high, note=f"{words}; {expected}.")

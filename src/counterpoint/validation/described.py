@@ -1,4 +1,4 @@
-"""A case from sizes alone: the launches are those that were captured, and no time is taken from any measurement.
+"""Describes a case from sizes alone: the launches are those that were captured, and no measured time is used.
 
 A launch is what a kernel's binary and its library say (tile, threads, registers, shared memory); how long it takes follows
 from sizes, as for a workload file.

@@ -1,4 +1,4 @@
-"""Figures of predictions beside measurements: errors, signs, ranks, regret, and the same of naive models."""
+"""Error figures of predictions against measurements: errors, signs, ranks, regret, and the same for naive models."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Literal, get_args

@@ -95,7 +95,7 @@ def measure_set(output: Path, known: Sequence[MeasuredCase], save: Callable[[Mea
         )
         save(measured)
     if measured is None:
-        raise CounterpointError("No case is left to measure. Name another file with -o to measure the set anew.")
+        raise CounterpointError("No case remains to be measured. Name another file with -o to measure the set anew.")
     return measured
 
 

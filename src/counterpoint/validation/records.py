@@ -1,4 +1,4 @@
-"""Measurements of the validation set as a file that a person can read, and the files that ship with the project.
+"""Measurements of the validation set as a readable file, and the files that ship with the project.
 
 One file per machine and number of GPUs. It holds each case as it was captured, with the lone times of that day, and a
 row for each variant. Traces lie beside it in a folder of the same name.
@@ -65,7 +65,7 @@ def load_measured(path: Path | str) -> MeasuredSet:
         found = msgspec.json.decode(content, type=MeasuredSet)
     except msgspec.DecodeError as problem:
         raise CounterpointError(
-            f"{shown_path(path)} holds no measurements of the validation set: {problem}. Give a file that "
+            f"{shown_path(path)} does not hold measurements of the validation set: {problem}. Give a file that "
             "`counterpoint validate --measure -o` wrote."
         ) from problem
     known = set_digest(found.num_gpus)

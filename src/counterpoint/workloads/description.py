@@ -1,4 +1,4 @@
-"""What a workload file may say: one value for each table of the file, checked when built.
+"""The contents of a workload file: one value for each of its tables, checked when built.
 
 These values know the file's words and limits, not how a step is made of them (`reader.py` does that). The format is
 documented in `docs/workloads.md`.
@@ -168,8 +168,8 @@ class CollectiveEntry(Value, frozen=True, kw_only=True):
         sent, received = (sum(parts_in_bytes(parts, where)) for parts in (self.sent, self.received))
         if max(sent, received) != num_bytes:
             _refuse(
-                f"{where} sends {sent:,} and receives {received:,} bytes, and bytes is the larger; found {num_bytes:,}. "
-                "Correct it."
+                f"{where} sends {sent:,} and receives {received:,} bytes, and bytes must be the larger; found "
+                f"{num_bytes:,}. Correct it."
             )
 
 

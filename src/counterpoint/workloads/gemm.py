@@ -1,4 +1,4 @@
-"""How much work a tiled matrix multiplication is: tiles, floating-point operations, HBM traffic, shared memory.
+"""The work of a tiled matrix multiplication: tiles, floating-point operations, HBM traffic, shared memory.
 
 It does not know the machine. C[M, N] = A[M, K] B[K, N] is cut into tiles of `tm x tn`, each computed by one CTA that walks
 K in steps of `tk`. The traffic follows the grouped order of Triton's matrix multiplication tutorial: groups of

@@ -1,4 +1,4 @@
-"""Reads a workload file and makes a step of it: entries become operations, iterations are laid one after the other.
+"""Reads a workload file and builds a step from it: entries become operations, and iterations follow one another.
 
 It does not know the machine: kernels carry their work, not their time, unless the file states a lone time. Operations are
 issued iteration by iteration; within one, an entry comes after all it waits for, and otherwise in the order of the
@@ -9,10 +9,10 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from counterpoint.errors import StepError, WorkloadError, require_kind, shown
+from counterpoint.errors import StepError, WorkloadError, require_kind, shown, shown_path
 from counterpoint.footprints import usual_footprint
 from counterpoint.step import Collective, Copy, Dependency, Footprint, Kernel, Operation, Step, UnevenParts
-from counterpoint.value import read_shipped, read_toml, shipped_names
+from counterpoint.value import read_shipped, read_toml, require, save_text, shipped_names, shipped_text
 from counterpoint.workloads.description import (
     CollectiveEntry,
     CopyEntry,
@@ -29,6 +29,9 @@ from counterpoint.workloads.gemm import matmul_flops, matmul_hbm_bytes, matmul_l
 
 # The architecture whose NCCL kernel fills up a collective that states only some launch figures.
 STATED_FOR = "9.0"
+TEMPLATE_HEAD = """\
+# Give it a name of its own: plans carry the name. What each figure means: docs/workloads.md.
+"""
 
 
 def workload_names() -> list[str]:
@@ -60,6 +63,23 @@ def load_description(name_or_path: Path | str) -> Description:
     Raises `WorkloadError` as `load_workload` does.
     """
     return _read(name_or_path)[1]
+
+
+def workload_text(name_or_path: Path | str) -> str:
+    """A workload's file as it stands, with its comments. Raises `WorkloadError` as `load_workload` does."""
+    load_workload(name_or_path)
+    path = Path(name_or_path)
+    return path.read_text("utf-8") if path.suffix.lower() == ".toml" else shipped_text(f"workloads/{str(path).lower()}.toml")
+
+
+def save_template(name_or_path: Path | str, path: Path | str) -> None:
+    """Write a workload's file as a start for one's own. Raises `WorkloadError`, also for a path without .toml at its end."""
+    require(
+        Path(path).suffix.lower() == ".toml",
+        WorkloadError,
+        f"The path of a workload file must end in .toml; found '{shown_path(path)}'. Rename it.",
+    )
+    save_text(path, TEMPLATE_HEAD + workload_text(name_or_path).removeprefix(TEMPLATE_HEAD), "workload", WorkloadError)
 
 
 def _read(name_or_path: Path | str) -> tuple[str, Description]:

@@ -1,4 +1,4 @@
-"""Times of one kernel with fewer of its CTAs on an SM: a captured graph whose kernel is given more shared memory."""
+"""Times a kernel with fewer of its CTAs on an SM: in a captured graph, the kernel gets more shared memory."""
 
 from contextlib import closing
 from functools import partial
@@ -55,7 +55,7 @@ def _timed(session: Session, graph: DriverGraph, node: int, capped: Footprint | 
             edited.set_shared_memory(node, capped.dynamic_shared_bytes, -1)
             found = edited.residency(node)
             if found != at["ctas_per_sm"]:
-                raise DeviceError(f"the driver puts {found} CTAs on an SM where {at['ctas_per_sm']} were asked for")
+                raise DeviceError(f"the driver puts {found} CTAs on an SM, but {at['ctas_per_sm']} were requested")
         with closing(edited.instantiate()) as executable:
             launch = partial(executable.launch, torch.cuda.current_stream().cuda_stream)
             session.keep_busy(launch, float(at.get("loaded_ms", 0)) / 1000)

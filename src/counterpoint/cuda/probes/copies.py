@@ -20,7 +20,7 @@ MATMUL_SIZE = 8192
 def probe_copies(session: Session) -> list[Point]:
     """From rank 0's GPU to others, both ways, with flags, and beside kernels."""
     if torch.cuda.device_count() < session.num_ranks:
-        raise DeviceError(f"rank 0 must see {session.num_ranks} GPUs and sees {torch.cuda.device_count()}")
+        raise DeviceError(f"rank 0 must see {session.num_ranks} GPUs, but sees {torch.cuda.device_count()}")
     here = torch.cuda.current_device()
     others = [number for number in range(session.num_ranks) if number != here]
     source = torch.zeros(SIZES[-1], dtype=torch.uint8, device="cuda")

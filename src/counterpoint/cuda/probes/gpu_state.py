@@ -1,4 +1,5 @@
-"""Whether a GPU is fit to be measured: what NVML says of its clocks, its power, its memory and other processes on it.
+"""Checks whether a GPU is fit to be measured: its clocks, its power, its memory and other processes on it, according to
+NVML.
 
 Calls the library of the driver itself (`libnvidia-ml.so.1`), so nothing has to be installed. A GPU whose library is missing
 is measured, and the conditions say that its state could not be read.
@@ -58,7 +59,7 @@ def check_unthrottled(state: GpuState, where: str) -> None:
     """Raise `DeviceError` with the reading where something slows the GPU down against its design."""
     found = state.throttle()
     if found:
-        raise DeviceError(f"{where} is throttled: {found}. Cool it or mend its power supply, then run again.")
+        raise DeviceError(f"{where} is throttled: {found}. Cool it or repair its power supply, then run again.")
 
 
 def check_alone(state: GpuState, where: str) -> None:
@@ -69,9 +70,9 @@ def check_alone(state: GpuState, where: str) -> None:
     if state.busy_percent > MOST_BUSY_PERCENT:
         found.append(f"it was busy for {state.busy_percent} % of the last sampling period (limit {MOST_BUSY_PERCENT} %)")
     if state.used_bytes > MOST_USED_BYTES:
-        found.append(f"{format_bytes(state.used_bytes)} of its memory are taken (limit {format_bytes(MOST_USED_BYTES)})")
+        found.append(f"{format_bytes(state.used_bytes)} of its memory are in use (limit {format_bytes(MOST_USED_BYTES)})")
     if found:
-        raise DeviceError(f"{where} is shared: {'; '.join(found)}. End the other work, or choose a GPU that is idle.")
+        raise DeviceError(f"{where} is shared: {'; '.join(found)}. End the other work, or choose an idle GPU.")
 
 
 class Nvml:
@@ -124,4 +125,4 @@ class Nvml:
     def _call(self, name: str, *values: Any) -> None:
         status = getattr(self._library, name)(*values)
         if status:
-            raise DeviceError(f"NVML does not answer: {name} returned {status}. Update the driver, or look at nvidia-smi.")
+            raise DeviceError(f"NVML does not answer: {name} returned {status}. Update the driver, or check nvidia-smi.")

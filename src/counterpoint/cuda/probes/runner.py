@@ -150,12 +150,12 @@ def _check_together(probe: Probe, everyone: Sequence[dict[str, str]], num_ranks:
     for each in everyone:
         if each["throttle"]:
             raise DeviceError(
-                f"The GPU of rank {each['rank']} was throttled during probe '{probe.name}': {each['throttle']}. Cool it or "
-                "mend its power supply, and run again: what was measured before is kept."
+                f"The GPU of rank {each['rank']} was throttled during probe '{probe.name}': {each['throttle']}. "
+                "Cool it or repair its power supply, and run again: earlier measurements are kept."
             )
     failed = [each for each in everyone if each["failure"]]
     if probe.is_of_all_ranks and 0 < len(failed) < num_ranks:
         raise DeviceError(
-            f"Probe '{probe.name}' failed on rank {failed[0]['rank']} alone: {failed[0]['failure']}. Start all ranks again: "
-            "what was measured before is kept."
+            f"Probe '{probe.name}' failed only on rank {failed[0]['rank']}: {failed[0]['failure']}. Start all "
+            "ranks again: earlier measurements are kept."
         )
