@@ -127,7 +127,7 @@ class ExpertLayout:
         return (Block(*each) for each in found if each[2])
 
     def block_arrays(self, source: int, destination: int, number: int) -> tuple[Counts, Counts, Counts]:
-        """Return the same blocks as arrays: the first rows at the source, those at the experts' rank, and the numbers of rows."""
+        """Return the same blocks as arrays: first rows at the source, first rows at the experts' rank, numbers of rows."""
         part = source, destination, slice(*self.bounds[destination][number])
         counts = self.counts[part]
         used = counts.nonzero()
