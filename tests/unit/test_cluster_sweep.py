@@ -1,9 +1,11 @@
 """Sweeps: resumed where they were cut, refused where they are others'; the front holds what nothing beats, and is shown."""
 
 import io
+import pickle
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 from rich.console import Console
 
 from counterpoint.cluster.sweep import estimate_points, front, run_sweep
@@ -49,6 +51,14 @@ def test_a_sweep_that_was_cut_off_goes_on_and_ends_the_same(tmp_path: Path) -> N
         for other in rows
         if row.estimate and other.estimate and other.estimate.fits_memory
     )
+
+
+def test_a_key_is_the_same_in_another_process() -> None:
+    described = load_sweep(Path(__file__).parents[2] / "examples" / "clusters" / "pipeline.toml")
+    copied = pickle.loads(pickle.dumps(described))
+    points = list(described.axes.points())
+    assert [copied.key(point) for point in points] == [described.key(point) for point in points]
+    assert len({described.key(point) for point in points}) == len(points)
 
 
 def test_rows_of_another_sweep_are_refused(tmp_path: Path) -> None:
@@ -122,3 +132,12 @@ def test_progress_says_how_many_are_done_and_how_long_the_others_take() -> None:
         "110 of 200 combinations done, 90 s left",
         "140 of 200 combinations done, 30 s left",
     ]
+
+
+def test_a_key_is_the_same_in_another_process_and_another_for_another_cluster(tmp_path: Path) -> None:
+    sweep = sweep_file(tmp_path)
+    point = next(sweep.axes.points())
+    elsewhere = pickle.loads(pickle.dumps(sweep))
+    assert elsewhere.key(point) == sweep.key(point)
+    longer = replace(sweep, base=replace(sweep.base, cluster=replace(sweep.base.cluster, name="another")))
+    assert longer.key(point) != sweep.key(point)

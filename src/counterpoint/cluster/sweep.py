@@ -1,4 +1,4 @@
-"""Runs a sweep on all cores or on a Ray cluster, and keeps what is done: an interrupted sweep goes on where it stopped.
+"""Runs a sweep on all cores or on a Ray cluster, and saves finished rows: an interrupted sweep resumes where it stopped.
 
 Combinations are handed out in pieces, in their order, so that neighbors share simulated passes. Each piece that is done is
 appended to a CSV file at once. A combination that is impossible is kept too, with the reason, so that it is not tried again.
@@ -61,7 +61,7 @@ def _estimate(sweep: SweepFile, point: Point, memory: PassMemory) -> SweepRow:
 
 
 def front(rows: Iterable[SweepRow]) -> list[SweepRow]:
-    """Rows that fit in memory, and that no other beats in tokens per second and GPU, memory and number of GPUs.
+    """Return rows that fit in memory, and that no other beats in tokens per second and GPU, memory and number of GPUs.
 
     Of rows with equal figures, as where a control changes nothing, the first stands for all.
     """
