@@ -191,14 +191,14 @@ def test_a_node_without_the_filter_is_named_with_the_reason_and_the_job_runs_as_
 
 def test_a_node_that_nobody_supervises_is_named_as_well(driver: Path, tmp_path: Path) -> None:
     port = free_port()
-    job = [JOB, driver, "--steps", "10", "--absence-s", "5"]
+    job = [JOB, driver, "--steps", "10", "--absence-s", "12"]
     commands = [[*two_ranks(node, port), *job] for node in range(2)]
     started = [*supervised(("--plan", priority_plan(tmp_path)), commands[:1]), commands[1]]
     with Nodes(tmp_path, started) as nodes:
         statuses, errors = nodes.end()
     assert statuses == [0, 0], errors
     (line,) = [line for line in own_lines(errors) if "no filter" in line]
-    assert "ranks 2-3: no filter and no agent reported within 5 s of rank 0" in line
+    assert "ranks 2-3: no filter and no agent reported within 12 s of rank 0" in line
     assert "Start `counterpoint run` on each node" in line
 
 
