@@ -277,7 +277,7 @@ Each command has examples: counterpoint tune --help"""
 @app.command(examples=("counterpoint demo",))
 @click.pass_context
 def demo(context: click.Context) -> None:
-    """Tune a trace that ships with Counterpoint; this takes seconds and no GPU.
+    """Tune a trace that ships with Counterpoint, in seconds and without a GPU.
 
     The trace is of an FSDP2 job on four H200s. The report is that of `tune`. Below it stand the commands to try next.
     """
