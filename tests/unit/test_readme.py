@@ -64,6 +64,16 @@ def test_it_is_easy_to_read(page: str) -> None:
     assert found.words_per_sentence < 20, found.longest
 
 
+@pytest.mark.parametrize("page", [ROOT / "README.md", *sorted((ROOT / "examples").rglob("README.md"))], ids=str)
+def test_links_lead_to_files_and_to_headings_that_are_there(page: Path) -> None:
+    for target, heading in re.findall(r"\]\(([^)#]*)#?([^)]*)\)", page.read_text()):
+        file = page.parent / target if target else page
+        assert file.exists(), target
+        if heading:
+            headings = re.findall(r"^#+ (.*)$", file.read_text(), re.MULTILINE)
+            assert heading in {re.sub(r"[^\w\- ]", "", each.lower()).replace(" ", "-") for each in headings}, target
+
+
 def test_the_output_shown_of_a_trace_is_what_the_command_prints() -> None:
     printed = tuned().splitlines()
     for line in text_block_after("**I have a trace**"):

@@ -63,8 +63,7 @@ class CharacterConstants(Value, frozen=True, kw_only=True):
     """What limits kernels of one character alone, and what saturates it per SM: warps, or bytes of tile buffers if given.
 
     Kernels limited by "latency" wait for their own loads: they share SMs as those limited by "issue", and reach no more
-    than `hbm_fraction` of the memory's bandwidth. `latency_per_load` takes the place of the constant of that name beside
-    such kernels, which load L2 more, or less, than their bytes from HBM say.
+    than `hbm_fraction` of the memory's bandwidth.
     """
 
     bottleneck: Literal["issue", "hbm", "latency"]
@@ -74,7 +73,6 @@ class CharacterConstants(Value, frozen=True, kw_only=True):
     date: str
     source: str
     saturation_shared_bytes: float | None = None
-    latency_per_load: float | None = None
     spread: float | None = None
 
 
@@ -84,6 +82,7 @@ class CollectiveConstants(Value, frozen=True, kw_only=True):
     `link_fraction` is of 2 ranks, and of more where `link_fraction_of_more` is None. `latency_us_by_bytes`
     are (bytes, latency) of messages for which NCCL takes other protocols than for large ones, whose latency is `latency_us`.
     `bytes_per_s_per_cta_of_few` is of fewer CTAs than usual that move `MOST_BYTES_OF_FEW` or less each, where given.
+    `latency_weight` is how much of the growth of the memory's latency its CTAs feel, relative to an all-reduce's.
     """
 
     bytes_per_s_per_cta: float
@@ -94,6 +93,7 @@ class CollectiveConstants(Value, frozen=True, kw_only=True):
     source: str
     link_fraction_of_more: float | None = None
     bytes_per_s_per_cta_of_few: float | None = None
+    latency_weight: float = 1.0
     latency_us_by_bytes: tuple[tuple[float, float], ...] = ()
     spread: float | None = None
 
@@ -164,6 +164,7 @@ class Calibration(Value, frozen=True, kw_only=True):
     matmul_tile_us: Constant
     fp32_peak_fraction: Constant
     fp32_saturation_warps: Constant
+    latency_at_low_load: Constant
     latency_per_load: Constant
     communication_issue_share: Constant
     bandwidth_per_threads: Constant
