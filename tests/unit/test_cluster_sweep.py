@@ -4,6 +4,7 @@ import pickle
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from counterpoint.cluster.sweep import estimate_points, front, run_sweep
 from counterpoint.cluster.sweep_file import SweepFile, load_sweep
@@ -85,3 +86,12 @@ def test_ray_that_is_missing_or_unreachable_and_odd_files_are_one_line(tmp_path:
         run_sweep(sweep, SweepStore(None), ray_address="127.0.0.1:9")
     with pytest.raises(CounterpointError, match=r"\.csv or \.parquet"):
         check_store(tmp_path / "rows.txt")
+
+
+def test_a_key_is_the_same_in_another_process_and_another_for_another_cluster(tmp_path: Path) -> None:
+    sweep = sweep_file(tmp_path)
+    point = next(sweep.axes.points())
+    elsewhere = pickle.loads(pickle.dumps(sweep))
+    assert elsewhere.key(point) == sweep.key(point)
+    longer = replace(sweep, base=replace(sweep.base, cluster=replace(sweep.base.cluster, name="another")))
+    assert longer.key(point) != sweep.key(point)

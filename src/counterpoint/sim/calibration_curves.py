@@ -1,4 +1,4 @@
-"""Constants that several points give together: what saturates an SM or the memory, and the bandwidth of collectives.
+"""Fits constants that depend on several points: what saturates an SM or the memory, and the bandwidth of collectives.
 
 Saturation is fitted by the simulator itself: it simulates the probe's kernel at each residency, and the constant is the one
 whose times are nearest to the measured ones. Collectives are fitted by their formula (`costs.py`).
@@ -25,9 +25,9 @@ from counterpoint.units import MIB, US_PER_S
 
 LEAST_FRACTION, MOST_LATENCY_US = 0.05, 200.0
 USUAL_WEIGHT = 20
-LEAST_WAVES = 8.0  # of a tiled matmul: with fewer the last wave and what L2 holds decide its time
-BYTES_OF_A_THREAD = {"bf16": 16, "fp32": 32}  # that PyTorch's elementwise kernel keeps in flight
-NUM_STREAMING = 16  # kernels in a row, more than a collective beside them takes
+LEAST_WAVES = 8.0  # least waves of a tiled matmul: with fewer, the last wave and L2's contents determine its time
+BYTES_OF_A_THREAD = {"bf16": 16, "fp32": 32}  # bytes that PyTorch's elementwise kernel keeps in flight
+NUM_STREAMING = 16  # number of kernels in a row, enough to outlast a collective beside them
 CONTENDING_BYTES = 256 * MIB
 REFERENCE_KIND: CollectiveKind = "all_reduce"  # whose CTAs `latency_per_load` is of
 # PyTorch's elementwise kernel on 512 MiB of fp32, as in the probe
@@ -40,7 +40,7 @@ Sample = tuple[int, float, float]  # CTAs, bytes on the wire, microseconds
 
 
 def fit_saturation(points: Points, machine: Machine, calibration: Calibration, character: Character) -> Fitted | None:
-    """What saturates an SM: warps, or bytes of tiles for matmuls."""
+    """Fit what saturates an SM or the memory: warps, or bytes of tiles for matmuls."""
     field, name, kernels = SATURATIONS[character]
     groups = [group for group in (points.all(name, **at) for at in kernels) if len(group) > 1]
     if character == "matmul":
@@ -95,9 +95,9 @@ def fit_streaming(points: Points, machine: Machine, calibration: Calibration) ->
 
 
 def _tells_of_load(group: Sequence[Point], machine: Machine) -> bool:
-    """Whether a tiled matmul was measured under load, as steps run, and has waves enough.
+    """Return whether a tiled matmul was measured under load, as in real steps, and has enough waves.
 
-    A cool GPU keeps its clock for a moment, and then more CTAs saturate it than in a step.
+    A cool GPU keeps its clock for a moment, so more CTAs then saturate it than in a step.
     """
     if not group or not all(each.at.get("loaded_ms") for each in group):
         return False
@@ -108,7 +108,7 @@ def _tells_of_load(group: Sequence[Point], machine: Machine) -> bool:
 def _capped_times(
     simulator: Simulator, machine: Machine, character: Character, group: Sequence[Point]
 ) -> list[tuple[float, float]]:
-    """Simulated and measured times of one kernel at each residency but its own, which is what the simulator is told."""
+    """Return simulated and measured times of one kernel at each residency except its own, which the simulator is given."""
     usual = max(group, key=lambda each: each.at["ctas_per_sm"])
     kernel = _kernel(usual, character)
     step = Step(name="probe", num_ranks=1, operations=(kernel,))
@@ -125,7 +125,7 @@ def _capped_times(
 
 
 def _kernel(each: Point, character: Character) -> Kernel:
-    """The kernel that a probe of residency measured."""
+    """Return the kernel that a residency probe measured."""
     number = {key: int(each.at[key]) for key in ("ctas", "threads", "registers", "shared_bytes")}
     footprint = Footprint(
         num_ctas=number["ctas"],
@@ -159,8 +159,8 @@ def fit_l2(points: Points, machine: Machine, calibration: Calibration) -> Fitted
 
 
 def fit_contention(points: Points, machine: Machine, calibration: Calibration) -> dict[str, Fitted] | None:
-    """`latency_per_load` and `hbm_bytes_per_wire_byte`: an all-reduce among streaming kernels, and one of these beside
-    all-reduces. Both are simulated, as for saturation.
+    """Fit `latency_per_load` and `hbm_bytes_per_wire_byte` to an all-reduce among streaming kernels, and to a streaming
+    kernel beside all-reduces. Both are simulated, as for saturation.
     """
     alone = points.one("kernel_us", kernel="streaming", group="contention")
     collective = points.one("collective_us", kind="all_reduce", ctas="usual", ranks=2, bytes=CONTENDING_BYTES)
@@ -191,7 +191,7 @@ def fit_contention(points: Points, machine: Machine, calibration: Calibration) -
 
 
 def _contending_us(simulator: Simulator, machine: Machine, lone_us: tuple[float, float]) -> tuple[float, float]:
-    """An all-reduce of the greatest priority among streaming kernels, and a streaming kernel beside all-reduces."""
+    """Simulate an all-reduce of the highest priority among streaming kernels, and a streaming kernel beside all-reduces."""
     streaming = Kernel(name="streaming", stream=0, footprint=STREAMING, character="streaming", lone_us=lone_us[0])
     communication = Collective(
         name="all-reduce", stream=1, collective="all_reduce", num_bytes=CONTENDING_BYTES, group_size=2, lone_us=lone_us[1]
@@ -238,7 +238,7 @@ def _slowdown_of_ctas(points: Points, machine: Machine, calibration: Calibration
 def fit_collective(
     points: Points, machine: Machine, kind: CollectiveKind, known: CollectiveConstants
 ) -> CollectiveConstants | None:
-    """Bandwidth and latency of one kind of two ranks, and its latency by bytes; None without enough points."""
+    """Fit bandwidth and latency of one kind with two ranks, and its latency by bytes; None without enough points."""
     usual = communication_footprint(machine.gpu, "nccl").num_ctas
     found = points.all("collective_us", kind=kind, ranks=2)
     measured = [(_sample(each, kind, usual), float(each.at["bytes"])) for each in found]
@@ -246,7 +246,7 @@ def fit_collective(
     if len({num_ctas for num_ctas, _, _ in large}) < 2:
         return None
     link = machine.link.per_peer_bytes_per_s
-    # what jobs use counts most
+    # sizes that jobs use count most
     weighted = large + [sample for sample in large if sample[0] == usual] * USUAL_WEIGHT
 
     def error(figures: Sequence[float]) -> float:
@@ -278,7 +278,9 @@ def fit_collective(
 
 
 def _rising(latencies: Sequence[tuple[float, float]], largest_us: float) -> tuple[tuple[float, float], ...]:
-    """By bytes; a smaller message has no greater latency than a larger one, so what disturbed its times is left out."""
+    """Return latencies by bytes, without disturbed ones: a smaller message must not have a greater latency than a larger
+    one.
+    """
     found, most = [], largest_us
     for num_bytes, latency_us in sorted(latencies, reverse=True):
         most = min(most, latency_us)
@@ -289,7 +291,9 @@ def _rising(latencies: Sequence[tuple[float, float]], largest_us: float) -> tupl
 def _with_more_ranks(
     fitted: CollectiveConstants, points: Points, machine: Machine, kind: CollectiveKind, before: str
 ) -> CollectiveConstants:
-    """The same with the share of the link that more than two ranks reach, where it was measured; else as it was known."""
+    """Return the same with the share of the link that more than two ranks reach, if it was measured; otherwise as
+    before.
+    """
     usual, link = communication_footprint(machine.gpu, "nccl").num_ctas, machine.link.per_peer_bytes_per_s
     found = [each for each in points.all("collective_us", kind=kind, ctas="usual") if int(each.at["ranks"]) > 2]
     large = [_sample(each, kind, usual) for each in found if float(each.at["bytes"]) >= LARGE_BYTES]
