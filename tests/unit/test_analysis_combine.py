@@ -200,7 +200,7 @@ def test_missing_ranks_are_named_wherever_figures_depend_on_them() -> None:
 
     assert analysis.missing_ranks == (1, 3)
     assert "2 of 4 ranks" in analysis.headline.verdict
-    assert "of 2 of 4 ranks: time spent waiting for ranks 1, 3" in analysis.problems[0]
+    assert "of the 2 of 4 ranks that were given. Time spent waiting for ranks 1, 3" in analysis.problems[0]
     assert any("Add the traces of ranks 1, 3" in line for line in analysis.headline.next)
 
 

@@ -1,8 +1,10 @@
 """Sweeps: resumed where they were cut, refused where they are another's, the front holds what nothing beats."""
 
+import pickle
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from counterpoint.cluster.sweep import estimate_points, front, run_sweep
 from counterpoint.cluster.sweep_file import SweepFile, load_sweep
@@ -45,6 +47,14 @@ def test_a_sweep_that_was_cut_off_goes_on_and_ends_the_same(tmp_path: Path) -> N
     )
 
 
+def test_a_key_is_the_same_in_another_process() -> None:
+    described = load_sweep(Path(__file__).parents[2] / "examples" / "clusters" / "pipeline.toml")
+    copied = pickle.loads(pickle.dumps(described))
+    points = list(described.axes.points())
+    assert [copied.key(point) for point in points] == [described.key(point) for point in points]
+    assert len({described.key(point) for point in points}) == len(points)
+
+
 def test_rows_of_another_sweep_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "rows.csv"
     first = sweep_file(tmp_path, "[sweep]\ntensor = [8]\n")
@@ -76,3 +86,12 @@ def test_ray_that_is_missing_or_unreachable_and_odd_files_are_one_line(tmp_path:
         run_sweep(sweep, SweepStore(None), ray_address="127.0.0.1:9")
     with pytest.raises(CounterpointError, match=r"\.csv or \.parquet"):
         check_store(tmp_path / "rows.txt")
+
+
+def test_a_key_is_the_same_in_another_process_and_another_for_another_cluster(tmp_path: Path) -> None:
+    sweep = sweep_file(tmp_path)
+    point = next(sweep.axes.points())
+    elsewhere = pickle.loads(pickle.dumps(sweep))
+    assert elsewhere.key(point) == sweep.key(point)
+    longer = replace(sweep, base=replace(sweep.base, cluster=replace(sweep.base.cluster, name="another")))
+    assert longer.key(point) != sweep.key(point)

@@ -140,7 +140,9 @@ def test_the_largest_table_fits_and_one_rule_or_one_byte_more_is_refused(tmp_pat
     block = ControlBlock.open(path)
     assert block.state().rules == tuple(rules)
     block.close()
-    with pytest.raises(PlanError, match=f"may have {layout.MAX_RULES} rules for launches; found {layout.MAX_RULES + 1}"):
+    with pytest.raises(
+        PlanError, match=f"may have at most {layout.MAX_RULES} rules for launches; found {layout.MAX_RULES + 1}"
+    ):
         ControlBlock.write_initial(path, [*rules, rules[0]])
     with pytest.raises(PlanError, match="found 65,537"):
         ControlBlock.write_initial(path, [*rules[1:], FilterRule(pattern="x" * (size + 1))])
@@ -284,7 +286,7 @@ def test_a_cap_is_refused_where_names_would_widen_it_and_a_priority_or_head_star
     ]
     assert "1 of the 2 launches of this name" in translation.refusals[2].reason
     assert translation.remarks == (
-        "head_start on 'gemm': the plan means 1 of the 2 launches of this name; all of them get it",
+        "head_start on 'gemm': the plan matches 1 of the 2 launches of this name; all of them get it",
     )
     assert translation.rules[-1] == FilterRule(pattern="gemm", hold_us=5.0)
 

@@ -130,7 +130,7 @@ def test_a_cap_never_takes_shared_memory_away_that_the_kernel_uses() -> None:
     graph, engagements = outcome(plan(less, operations=(2,)))
     assert graph.edits == []
     assert engagements[0].state == "refused"
-    assert engagements[0].reason == "the kernel uses 24,576 bytes of dynamic shared memory, and 24,575 are too few"
+    assert engagements[0].reason == "the kernel uses 24,576 bytes of dynamic shared memory, so 24,575 are too few"
 
 
 def test_a_carveout_alone_keeps_the_shared_memory_as_it_is() -> None:

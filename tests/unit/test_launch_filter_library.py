@@ -195,7 +195,7 @@ def test_another_compiler_or_a_changed_source_is_another_library(tmp_path: Path,
     [
         (None, "none of cc, gcc, clang was found. Install one"),
         ("no-such-compiler -O2", "CC names 'no-such-compiler', which was not found. Install one"),
-        ("'x", r"CC is no command .* No closing quotation\. Correct it"),
+        ("'x", r"CC is not a command .* No closing quotation\. Correct it"),
         ("true", "'/.*true' exited with 0 but built no library, so it is not a C compiler"),
         ("false", "could not be built with '/.*false', which says: nothing"),
     ],

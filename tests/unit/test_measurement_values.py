@@ -105,11 +105,11 @@ def test_an_error_of_a_run_is_not_swallowed() -> None:
         ),
         (
             Verdict(chosen=0, best=1, reason="not proven", gain=0.003, needed_gain=LEAST_GAIN),
-            "the best candidate (b) was 0.3 % faster, and a plan has to gain 0.5 %",
+            "the best candidate (b) was 0.3 % faster, but a plan must gain at least 0.5 %",
         ),
         (
             Verdict(chosen=0, best=1, reason="not proven", gain=0.2, needed_gain=LEAST_GAIN),
-            "the best candidate (b) was 20.0 % faster, and too few rounds were left to prove it",
+            "the best candidate (b) was 20.0 % faster, but too few rounds were left to prove it",
         ),
     ],
 )

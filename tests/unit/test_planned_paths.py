@@ -70,8 +70,8 @@ def test_without_the_step_a_match_by_more_than_kind_is_refused_and_says_by_what(
     [
         ([match(collective="all_gather", process_group="fsdp")], ("all_gather",), []),
         ([match(operations=(0,)), match(operations=(1,))], ("all_gather",), []),
-        ([match(collective="all_gather", ordinals=(0,))], (), ["the plan means 1 of 2 all-gathers that are large enough"]),
-        ([match(collective="all_reduce", process_group="tp")], (), ["the plan means 1 of 2 all-reduces"]),
+        ([match(collective="all_gather", ordinals=(0,))], (), ["the plan matches 1 of 2 all-gathers that are large enough"]),
+        ([match(collective="all_reduce", process_group="tp")], (), ["the plan matches 1 of 2 all-reduces"]),
         ([match(collective="all_to_all"), GATHERS], ("all_gather",), ["no integration moves all_to_all by copies"]),
     ],
 )

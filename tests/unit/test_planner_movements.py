@@ -168,7 +168,7 @@ def test_an_overlap_is_proposed_where_it_pays_and_refused_where_the_matmul_is_to
     short = step_of(plain(), collective("all_gather", 0), matmul(1, sizes=(8192, 4096, 64), lone_us=8.0))
     (refused,) = propose_overlaps(short, H200).refusals
     assert not propose_overlaps(short, H200).candidates
-    assert "much shorter than the 165 us of the data" in refused.reason
+    assert "much shorter than its data's 165 us" in refused.reason
     small = step_of(plain(), collective("all_gather", 0, num_bytes=1 << 20), matmul(1, sizes=(1024, 512, 512)))
     (refused,) = propose_overlaps(small, H200).refusals
     assert "below 2 MiB" in refused.reason

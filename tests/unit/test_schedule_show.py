@@ -101,7 +101,7 @@ def shown(operation: str, *arguments: str) -> ScheduleSummary:
             ("all_gather_matmul", "--ranks", "9", *SIZES[2:]),
             ["9 ranks were requested, but machine 'h200' has 8 GPUs", "8 ranks or fewer"],
         ),
-        (("all_gather_matmul", "--ranks", "0", *SIZES[2:]), ["for 1 to 64 ranks; found 0"]),
+        (("all_gather_matmul", "--ranks", "0", *SIZES[2:]), ["must have 1 to 64 ranks; found 0"]),
         (("all_gather_matmul", *SIZES, "--rows", "0"), ["--rows must be from 1 to", "found 0"]),
         (("all_gather_matmul", *SIZES, "--rows", "16k"), ["value for '--rows': it must be a whole", "; found '16k'. Try"]),
         (("all_gather_matmul", *SIZES, "--rows", ""), ["value for '--rows'", "; found ''. Try"]),

@@ -89,7 +89,9 @@ def test_a_control_that_cannot_apply_is_refused(control: Control, operation: Ker
 
 def test_copies_do_not_reduce_to_one_rank() -> None:
     collective = Collective(name="reduce", stream=1, collective="reduce", num_bytes=1 << 20, group_size=2)
-    assert "cannot do a reduce" in refused(PlanError, collective, plan=plan_of({0: Transport(transport="copy_engine")}))
+    assert "cannot do operation 0 ('reduce')" in refused(
+        PlanError, collective, plan=plan_of({0: Transport(transport="copy_engine")})
+    )
 
 
 def test_a_cap_of_more_bytes_than_a_cta_may_have_is_refused() -> None:

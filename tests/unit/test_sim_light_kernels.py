@@ -56,7 +56,7 @@ def test_with_priority_a_light_kernel_starts_beside_a_kernel_that_leaves_no_room
     ("asked", "reason"),
     [
         (collective("broadcast"), "light kernels were measured for all_gather, all_to_all, reduce_scatter, all_reduce only"),
-        (collective(num_bytes=0), "its size is not known"),
+        (collective(num_bytes=0), "its size is unknown"),
     ],
 )
 def test_what_light_kernels_cannot_do_is_refused_with_the_reason(asked: Collective, reason: str) -> None:

@@ -231,7 +231,7 @@ def test_a_gain_without_any_control_in_effect_is_not_called_noise() -> None:
 def test_a_gain_that_is_not_proven_says_what_was_needed() -> None:
     plan = decided([], 0.012, reason="not proven")
     assert plan.verdict == "NO_GAIN"
-    assert "1.2 % faster, and 3.0 % is needed to tell a gain from noise" in plan.summary
+    assert "1.2 % faster, but with this many rounds, 3.0 % is needed to tell a gain from noise" in plan.summary
 
 
 def measured(ratio: float, spread: float = 0.01, median_us: float = 1000.0) -> tuple[Measurement, Measurement]:

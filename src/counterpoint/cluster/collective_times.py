@@ -1,4 +1,4 @@
-"""How long collectives take on a cluster: inside a node as the single-node simulator says, beyond it by switches and rails.
+"""Estimates collectives on a cluster: inside a node by the single-node simulator, beyond it by switches and rails.
 
 Bytes that leave a node go through its rails, of which a group gets the share of its members there. Three ways are known:
 one ring over all ranks, whose latency grows with their number; a hierarchical one (reduce-scatter in the node, between
@@ -18,7 +18,7 @@ from counterpoint.step import Collective, CollectiveKind
 from counterpoint.units import MIB, US_PER_S
 from counterpoint.value import Value
 
-LARGE = 256 * MIB  # from here on, the time of a collective grows by its bytes alone
+LARGE = 256 * MIB  # from this size on, a collective's time grows only with its bytes
 CONCURRENT_PEERS = 8  # that an all-to-all sends to at a time: NCCL 2.28, NCCL_MAX_DEV_WORK_P2P_ELEMENTS / 2; assumed
 
 
@@ -69,7 +69,7 @@ class CollectiveTimes(Value, frozen=True, kw_only=True, dict=True):
         return {}
 
     def time_us(self, kind: CollectiveKind, num_bytes: float, group: RankGroup) -> float:
-        """Of `num_bytes` as nccl-tests counts them. 0 for a group of one."""
+        """Return the time of a collective of `num_bytes`, as nccl-tests counts them; 0 for a group of one."""
         if group.size < 2 or num_bytes <= 0:
             return 0.0
         key = (kind, num_bytes, group)
@@ -96,14 +96,14 @@ class CollectiveTimes(Value, frozen=True, kw_only=True, dict=True):
         return ways.get(self.fabric.cluster.algorithm, min(ways.values()))
 
     def in_node_us(self, kind: CollectiveKind, num_bytes: float, num_ranks: int) -> float:
-        """As the single-node simulator says."""
+        """Return the time inside a node by the single-node simulator."""
         collective = Collective(
             name=kind, stream=0, collective=kind, num_bytes=round(num_bytes), group_size=num_ranks, library="nccl"
         )
         return self._costs.lone_us(collective) if num_ranks > 1 else 0.0
 
     def _share(self, level: Level, num_local: int) -> float:
-        """Bytes per second that `num_local` members of a group together send out of their node."""
+        """Return the bytes per second that `num_local` members of a group together send out of their node."""
         return num_local * self.fabric.rails_per_gpu * level.reached_bytes_per_s
 
     def _node_rate(self, kind: CollectiveKind) -> float:
@@ -153,5 +153,5 @@ class CollectiveTimes(Value, frozen=True, kw_only=True, dict=True):
 
 
 def times_on(fabric: Fabric, calibration: Calibration) -> CollectiveTimes:
-    """Times of collectives on a cluster with these constants of its GPU."""
+    """Return the times of collectives on a cluster with these constants of its GPU."""
     return CollectiveTimes(fabric=fabric, calibration=msgspec.structs.replace(calibration))

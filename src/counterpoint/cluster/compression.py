@@ -21,7 +21,7 @@ INDEX_BYTES = 4
 def reduce_gradients(
     configuration: Configuration, builder: PassBuilder, num_elements: float, group: str, after: int | None = None
 ) -> None:
-    """The reduction of `num_elements` gradients over `group`, after operation `after` or the computation so far."""
+    """Add the reduction of `num_elements` gradients over `group`, after operation `after` or the computation so far."""
     if builder.groups[group].size < 2:
         return
     method = configuration.compression.method
@@ -39,7 +39,7 @@ def reduce_gradients(
 
 
 def _kept(configuration: Configuration, num_elements: float) -> float:
-    """Gradients that a rank keeps after the reduction."""
+    """Return the gradients that a rank keeps after the reduction."""
     return num_elements / configuration.optimizer_ranks
 
 

@@ -1,4 +1,4 @@
-"""A cluster file: a cluster, and the training step that is asked for, in TOML; and what must hold between its parts.
+"""A cluster file: a cluster and the requested training step, in TOML; and the conditions between its parts.
 
 The format is documented in `docs/scale.md`. Without `[model]` the file describes only the cluster, for traces and workloads.
 """
@@ -17,7 +17,7 @@ WHOLE_GRADIENTS = ("powersgd", "topk")
 
 
 class ClusterFile(Value, frozen=True, kw_only=True):
-    """The tables of a cluster file. `[model]` and `[training]` come together or not at all."""
+    """The tables of a cluster file. `[model]` and `[training]` are given together or not at all."""
 
     cluster: Cluster
     model: Model | None = None
@@ -35,7 +35,7 @@ class ClusterFile(Value, frozen=True, kw_only=True):
         )
 
     def configuration(self) -> "Configuration":
-        """The step that the file describes. Raises `MachineError` where there is none, or where its parts do not fit."""
+        """Return the step that the file describes. Raises `MachineError` if there is none, or if its parts do not fit."""
         if self.model is None or self.training is None:
             raise MachineError(
                 f"The file of cluster '{shown(self.cluster.name)}' describes no model. Add [model] and [training], or name "

@@ -1,4 +1,5 @@
-"""One training step on a cluster: passes of a stage by the single-node simulator, stages by a pipeline schedule.
+"""Estimates one training step on a cluster: passes of a stage by the single-node simulator, stages by a pipeline
+schedule.
 
 What is folded: data, tensor, context and expert ranks are alike, so one rank of each stage is simulated; equal layers and
 equal micro-batches count once. What is left out: the embedding's lookup, the host between steps, input, checkpoints.
@@ -23,14 +24,14 @@ from counterpoint.step import CollectiveKind, Step
 from counterpoint.units import US_PER_S
 from counterpoint.value import Value
 
-FOLDED_LAYERS = (2, 3)  # passes of so many layers are simulated
+FOLDED_LAYERS = (2, 3)  # numbers of layers in the simulated passes
 
 
 class ClusterEstimate(Value, frozen=True, kw_only=True):
-    """One step. Times in microseconds of the slowest rank; what is exposed is what its computation waits for.
+    """One step. Times are those of the slowest rank, in microseconds; exposed time is what its computation waits for.
 
-    `bubble_us` is what the stage that computes most waits for the pipeline; `tensor_exposed_us` what computation waits for
-    collectives inside passes; `data_exposed_us` for gathers and reductions before, beside and after them.
+    `bubble_us` is the pipeline wait of the stage that computes most; `tensor_exposed_us` is the wait of computation for
+    collectives inside passes; `data_exposed_us` is that for gathers and reductions before, beside and after them.
     """
 
     step_us: float
@@ -51,7 +52,7 @@ class ClusterEstimate(Value, frozen=True, kw_only=True):
 
 
 class PassMemory:
-    """Simulated passes, so that a sweep simulates each only once."""
+    """A cache of simulated passes, so that a sweep simulates each only once."""
 
     def __init__(self) -> None:
         self._known: dict[object, tuple[PassTimes, tuple[str, ...]]] = {}
@@ -113,7 +114,7 @@ class _StepEstimator:
         return self._sizes.sharding in ("full", "hybrid") and self._configuration.shard_ranks > 1
 
     def estimate(self) -> ClusterEstimate:
-        """All parts together."""
+        """Combine all parts."""
         stages = self._stages()
         bubbles = self._run(stages)
         busiest = max(range(len(stages)), key=lambda stage: bubbles.busy_us[stage])
@@ -238,13 +239,13 @@ class _StepEstimator:
 
     @cached_property
     def _reducing_extra_us(self) -> float:
-        """By how much the last backward pass lasts longer because gradients are reduced beside it, and after it."""
+        """Return by how much the last backward pass is longer because gradients are reduced beside it, and after it."""
         kind = PassKind(direction="backward", is_reducing=True)
         return max(0.0, self._pass(kind).makespan_us - self._backward.computed_us)
 
     @cached_property
     def _tail_us(self) -> float:
-        """What follows the last backward pass of a stage: reductions that nothing hides."""
+        """Return the time after the last backward pass of a stage: reductions that nothing hides."""
         if self._is_sharded:
             return self._backward.tail_us + self._embedding_us(is_gathered=False)
         if groups_of(self._configuration)[DATA_GROUP].size < 2:
@@ -307,5 +308,5 @@ class _StepEstimator:
 
 
 def efficiency(larger: ClusterEstimate, smaller: ClusterEstimate) -> float:
-    """Tokens per second and GPU of one step over another's."""
+    """Return the tokens per second and GPU of one step relative to another's."""
     return larger.tokens_per_s_per_gpu / smaller.tokens_per_s_per_gpu if smaller.tokens_per_s_per_gpu else math.nan

@@ -1,4 +1,4 @@
-"""A step of few ranks as a step of many: which groups grow, what their collectives then take, and what was assumed.
+"""Extends a step of few ranks to many: which groups grow, how long their collectives then take, and what is assumed.
 
 Groups of all ranks of the step hold the data-parallel ranks, so they grow to the new number; smaller groups keep their size
 and lie inside a node where they did. Every rank keeps its batch and its kernels (weak scaling), and a collective its bytes.
@@ -18,7 +18,7 @@ MAX_RANKS = 1 << 20
 
 
 class Extended(Value, frozen=True, kw_only=True):
-    """The step on the cluster, and what was assumed, a sentence each: nothing where the step stays as it is."""
+    """The step on the cluster, and the assumptions, one sentence each; none if the step is unchanged."""
 
     step: Step
     assumptions: tuple[str, ...]
@@ -30,9 +30,9 @@ class Extended(Value, frozen=True, kw_only=True):
 
 
 def extend_step(step: Step, fabric: Fabric, num_ranks: int | None = None) -> Extended:
-    """`step` with `num_ranks` ranks (None: its own) on the cluster.
+    """Return `step` with `num_ranks` ranks (None: its own) on the cluster.
 
-    A step that keeps its ranks, inside one node, stays as it is. Raises `MachineError` where an extension is impossible.
+    A step that keeps its ranks inside one node is unchanged. Raises `MachineError` if an extension is impossible.
     """
     ranks = step.num_ranks if num_ranks is None else num_ranks
     where = f"cluster '{shown(fabric.cluster.name)}'"

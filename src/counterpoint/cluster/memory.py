@@ -1,4 +1,4 @@
-"""What a rank needs of its GPU's memory: parameters, gradients, optimizer states, activations. An estimate, without slack.
+"""Estimates a rank's GPU memory: parameters, gradients, optimizer states, activations; without slack.
 
 Activations by the formulas of Korthikanti et al. (arXiv 2205.05198), section 4: 34 bytes for each token and hidden element
 of a layer at 2 bytes an element, 5 for each score where scores are written; recomputation keeps what its kind keeps.

@@ -1,4 +1,4 @@
-"""Pipeline schedules: in which order a stage works on micro-batches, and when everything is done.
+"""Pipeline schedules: the order in which a stage works on micro-batches, and when everything is done.
 
 1F1B and its interleaved form follow Megatron-LM's order (Narayanan et al., arXiv 2104.04473). zero_bubble splits the
 backward pass into gradients of inputs and of weights and fills waits with the latter, with no more activations in memory
@@ -150,7 +150,7 @@ class _Runner:
             self._free[stage] += self._blocked_us
 
     def run(self, orders: Sequence[Sequence[Action]]) -> Bubbles:
-        """Each stage follows its order."""
+        """Run each stage in its order."""
         places = [0] * self._stages
         is_moving = True
         while is_moving:

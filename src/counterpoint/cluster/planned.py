@@ -1,4 +1,4 @@
-"""Passes under Counterpoint's controls: what each control does to a pass is what the single-node simulator says.
+"""Simulates passes under Counterpoint's controls, each with the single-node simulator.
 
 priority: the driver's greatest for all collectives. shaping: the best of fewer CTAs, a head start and a residency cap, as
 the planner proposes them. copy_engines: collectives inside a node that the integrations would move by copies. operators:
@@ -45,7 +45,7 @@ class PassTimes(Value, frozen=True, kw_only=True):
         return self.makespan_us - self.computed_us
 
     def more(self, other: "PassTimes", number: float) -> "PassTimes":
-        """These times and `number` times what `other` has more."""
+        """Return these times plus `number` times the difference to `other`."""
         figures = {
             name: getattr(self, name) + number * (getattr(other, name) - getattr(self, name))
             for name in self.__struct_fields__
@@ -56,7 +56,7 @@ class PassTimes(Value, frozen=True, kw_only=True):
 def simulate_pass(
     step: Step, machine: Machine, calibration: Calibration, controls: Sequence[ControlName]
 ) -> tuple[PassTimes, tuple[str, ...]]:
-    """The pass under the controls that pay, and the labels of these.
+    """Return the pass under the controls that pay, and their labels.
 
     A job that runs tensor-parallel reductions beside gradients of weights issues them first, which is a head start
     (CUDA_DEVICE_MAX_CONNECTIONS=1 in Megatron-LM).

@@ -1,4 +1,4 @@
-"""Runs a sweep on all cores or on a Ray cluster, and keeps what is done: an interrupted sweep goes on where it stopped.
+"""Runs a sweep on all cores or on a Ray cluster, and saves finished rows: an interrupted sweep resumes where it stopped.
 
 Combinations are handed out in pieces, in their order, so that neighbors share simulated passes. Each piece that is done is
 appended to a CSV file at once. A combination that is impossible is kept too, with the reason, so that it is not tried again.
@@ -58,7 +58,9 @@ def _estimate(sweep: SweepFile, point: Point, memory: PassMemory) -> SweepRow:
 
 
 def front(rows: Iterable[SweepRow]) -> list[SweepRow]:
-    """Rows that fit in memory, and that no other beats in tokens per second and GPU, memory and number of GPUs."""
+    """Return rows that fit in memory and that no other row beats in tokens per second and GPU, memory and number of
+    GPUs.
+    """
     able = [(row, row.estimate) for row in rows if row.estimate is not None and row.estimate.fits_memory]
     found = [row for row, figures in able if not any(_beats(other, figures) for _, other in able)]
     return sorted(found, key=lambda row: -(row.estimate.tokens_per_s_per_gpu if row.estimate else 0.0))

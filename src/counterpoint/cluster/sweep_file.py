@@ -93,17 +93,24 @@ class SweepFile(Value, frozen=True, kw_only=True):
     axes: Axes
 
     def key(self, point: dict[str, Any]) -> str:
-        """Sixteen hexadecimal digits of a combination, of the file's other tables, and of Counterpoint's version."""
-        content = msgspec.json.encode((self.base, sorted(point.items()), package_version()))
-        return hashlib.sha256(content).hexdigest()[:16]
+        """Return sixteen hexadecimal digits of a combination, of the file's other tables, and of Counterpoint's version."""
+        content = repr((_plain(self.base), sorted(point.items()), package_version()))
+        return hashlib.sha256(content.encode()).hexdigest()[:16]
 
     def configuration(self, point: dict[str, Any]) -> Configuration:
-        """The step of a combination. Raises `MachineError` where it is impossible."""
+        """Return the step of a combination. Raises `MachineError` if it is impossible."""
         changes: dict[str, dict[str, Any]] = {}
         for name, value in point.items():
             changes.setdefault(TABLE_OF[name], {})["method" if name == "compression" else name] = value
         tables = {name: msgspec.structs.replace(getattr(self.base, name), **change) for name, change in changes.items()}
         return msgspec.structs.replace(self.base, **tables).configuration()
+
+
+def _plain(value: object) -> object:
+    """Return nested values as tuples of all fields: neither a `repr` nor JSON of a value shows all of them."""
+    if isinstance(value, Value):
+        return (type(value).__name__, *(_plain(getattr(value, name)) for name in value.__struct_fields__))
+    return tuple(map(_plain, value)) if isinstance(value, tuple) else value
 
 
 def load_sweep(path: Path | str) -> SweepFile:

@@ -1,4 +1,4 @@
-"""What is trained and how: the shapes of a model, the parallel sizes, the batch, and what is assumed of the job's software.
+"""The training: the shapes of a model, the parallel sizes, the batch, and the assumptions about the job's software.
 
 Sizes follow Megatron-LM's words. Ranks are numbered tensor first, then context, then data, then pipeline, so tensor groups
 are neighbors and data groups have strides. Expert groups lie inside the data ranks.

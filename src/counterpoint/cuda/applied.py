@@ -28,7 +28,7 @@ class Applied:
         self._replays = GuardedReplays(guard_every, int(captured.agree(str(draw_seed()))))
         rewritten = rewrite(captured.graph, captured.read, plan)
         self.plan = plan
-        self.remarks = plan.remarks_on(captured.read.step)  # what to know where it was made for another step; mostly nothing
+        self.remarks = plan.remarks_on(captured.read.step)  # remarks if the plan was made for another step; usually none
         self.engagements: tuple[Engagement, ...] = rewritten.engagements
         self._captured = captured
         with ExitStack() as opened, closing(rewritten.graph):
@@ -42,16 +42,16 @@ class Applied:
             opened.callback(self._planned.close)
             self._opened = opened.pop_all()
         self._is_open = True
-        self._events: list[Events] = []  # of the timed replays of a look
+        self._events: list[Events] = []  # events of the timed replays of a check
         self._is_reverted = not plan.directives
 
     @property
     def is_active(self) -> bool:
-        """Whether the plan is in force: it holds a control, was not reverted, and its guard has not taken it out."""
+        """Whether the plan is applied: it holds a control, was not reverted, and its guard has not removed it."""
         return not self._is_reverted and self._replays.is_in_force
 
     def replay(self) -> None:
-        """Run the step once on the current stream, on every rank alike. Raises `DeviceError` after `close`."""
+        """Run the step once on the current stream; call it on every rank. Raises `DeviceError` after `close`."""
         if not self._is_open:
             raise DeviceError("The plan is closed, so its step cannot be replayed. Apply it again.")
         stream = torch.cuda.current_stream()
@@ -72,16 +72,16 @@ class Applied:
             self._judge()
 
     def revert(self) -> None:
-        """Go back to the graph as it was captured for good; `is_active` is false from then on."""
+        """Return to the captured graph for good; `is_active` is False from then on."""
         self._is_reverted = True
 
     def close(self) -> None:
-        """Free both graphs and what they use; a replay that still runs ends as usual. A second call does nothing."""
+        """Free both graphs and what they use; a running replay ends as usual. A second call does nothing."""
         self._is_open = False
         self._opened.close()
 
     def _judge(self) -> None:
-        """Judge the timed replays of a look; every rank comes to the same answer."""
+        """Judge the timed replays of a check; every rank comes to the same answer."""
         torch.cuda.synchronize()
         times_us = [1000.0 * start.elapsed_time(end) for start, end in self._events]
         self._events.clear()
@@ -91,10 +91,10 @@ class Applied:
 def apply(
     captured: Captured, plan: Plan, *, guard_every: int = 1000, is_strict: bool = False, is_owner: bool = False
 ) -> Applied:
-    """Put `plan` in force on a captured step.
+    """Apply `plan` to a captured step.
 
-    `guard_every`: replays between two looks of the guard, 0 for none, else at least 48. With `is_strict`, raises
-    `EngagementError` where a control did not take effect; otherwise `engagements` say so. With `is_owner`, the captured step
-    is closed together with the plan. Raises `DeviceError` for a step that draws random numbers.
+    `guard_every`: replays between two checks of the guard, 0 for none, else at least 48. With `is_strict`, raises
+    `EngagementError` if a control did not take effect; otherwise `engagements` report it. With `is_owner`, the captured
+    step is closed together with the plan. Raises `DeviceError` for a step that draws random numbers.
     """
     return Applied(captured, plan, guard_every, is_strict=is_strict, is_owner=is_owner)

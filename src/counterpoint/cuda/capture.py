@@ -1,4 +1,4 @@
-"""Capture a step function in a CUDA graph, read it as a step, and replay it on all ranks together.
+"""Captures a step function in a CUDA graph, reads it as a step, and replays it on all ranks together.
 
 The step function is called a few times first, so that libraries initialize outside the capture. While it is captured, a CPU
 profiler notes the collectives that torch.distributed issues, because their sizes are not in the graph. Lone times come
@@ -38,9 +38,9 @@ Activity = tuple[float, float, str]
 
 
 class Recording(msgspec.Struct, frozen=True, kw_only=True):
-    """A step function in a graph of torch's, the collectives that it issued, and whether it draws random numbers.
+    """A step function in a torch graph, the collectives that it issued, and whether it draws random numbers.
 
-    Those only torch's own `replay()` advances.
+    Only torch's own `replay()` advances random numbers.
     """
 
     graph: torch.cuda.CUDAGraph
@@ -50,7 +50,7 @@ class Recording(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Captured:
-    """A captured step: its graph, the step it is, and the means to replay it. Made by `capture`."""
+    """A captured step: its graph, the step that it holds, and the means to replay it. Made by `capture`."""
 
     def __init__(self, recording: Recording, name: str, limit_s: float) -> None:
         self._owner = recording.graph
@@ -64,15 +64,15 @@ class Captured:
         )
 
     def keep(self, close: Callable[[], None]) -> None:
-        """Have `close` called when the step is closed: it gives back what is used by graphs made of the step's."""
+        """Register `close`, called when the step is closed; it frees what graphs derived from the step's use."""
         self._kept.callback(close)
 
     def close(self) -> None:
-        """Give back what is kept, which waits for the GPU. Nothing that was made of the step's graph may run any more."""
+        """Free what is kept, which waits for the GPU. Nothing derived from the step's graph may run any more."""
         self._kept.close()
 
     def require_repeatable(self) -> None:
-        """Raise `DeviceError` for a step that our replays would repeat instead of going on with."""
+        """Raise `DeviceError` for a step whose random numbers these replays would repeat."""
         if self.is_random:
             raise DeviceError(
                 "The step draws random numbers. Only torch's own replay advances them; other replays would "
@@ -80,7 +80,8 @@ class Captured:
             )
 
     def time_us(self, executable: AbstractExecutable) -> float:
-        """The second of two replays on all ranks, started together; the time of the slowest, in microseconds.
+        """Time the second of two replays on all ranks, started together; return the time of the slowest, in
+        microseconds.
 
         The first brings the GPUs to the clocks and the temperature of this executable, whatever ran before it.
         """
@@ -96,7 +97,7 @@ class Captured:
         return self.rendezvous.slowest(start.elapsed_time(end) * 1000.0)
 
     def timeline(self, executable: AbstractExecutable) -> Timeline:
-        """What happened in one replay, as the profiler saw it: a measured timeline of this rank."""
+        """Return one replay as the profiler saw it: a measured timeline of this rank."""
         waiting: dict[str, list[int]] = {}
         for index, operation in enumerate(self.read.step.operations):
             waiting.setdefault(operation.name, []).append(index)
@@ -122,15 +123,15 @@ class Captured:
         return Timeline(step_name=self.read.step.name, origin="measured", intervals=tuple(intervals))
 
     def agree(self, text: str) -> str:
-        """Rank 0's text, on every rank; raises `PlanError` on all ranks if one of them captured another step."""
+        """Return rank 0's text, on every rank; raises `PlanError` on all ranks if one of them captured another step."""
         return self.rendezvous.agree(self.read.step.fingerprint(), text)
 
     def is_everywhere(self, is_true: bool) -> bool:
-        """Whether it is true on every rank; all of them must ask."""
+        """Return whether the value is true on every rank; all ranks must call it."""
         return self.rendezvous.slowest(float(not is_true)) == 0.0
 
     def conditions(self) -> Conditions:
-        """What a plan measured here depends on."""
+        """Return the conditions on which a plan measured here depends."""
         nccl = torch.cuda.nccl.version() if dist.is_nccl_available() else ()
         return Conditions(
             device_name=torch.cuda.get_device_name(),
@@ -144,7 +145,7 @@ class Captured:
         """Start, end and name of each operation on the GPU in one replay, in microseconds, in the order of their starts."""
         torch.cuda.synchronize()
         with _profiling(ProfilerActivity.CUDA, ProfilerActivity.CPU) as profiler:
-            self.rendezvous.meet()  # only now: a profiler takes a while to start, and not the same on every rank
+            self.rendezvous.meet()  # not earlier: a profiler takes a while to start, and not equally long on every rank
             executable.launch(torch.cuda.current_stream().cuda_stream)
             end = torch.cuda.Event()
             end.record(torch.cuda.current_stream())
@@ -175,7 +176,7 @@ class Captured:
             names[number] = replays[0][place][2]
         least = self.rendezvous.least_of(times)
         for number, name in enumerate(names):
-            # the last rank to come to a collective waits for nobody
+            # the last rank to reach a collective waits for no rank
             times[number] = least[number] if classify_kernel(name).kind == "communication" else times[number]
         return GraphTimes(device_name=torch.cuda.get_device_name(), lone_us=tuple(times), names=tuple(names))
 
@@ -183,8 +184,8 @@ class Captured:
 def capture(step_fn: Callable[[], object], name: str = "captured step", *, limit_s: float = 120.0) -> Captured:
     """Capture `step_fn`, which must issue the same work on every rank each time it is called.
 
-    `limit_s`: how long ranks wait for each other. Raises `DeviceError` without a GPU, or where a rank is gone;
-    `StepError` where the step cannot be captured.
+    `limit_s`: how long ranks wait for each other. Raises `DeviceError` without a GPU or if a rank is gone, and
+    `StepError` if the step cannot be captured.
     """
     return Captured(record(step_fn), name, limit_s)
 

@@ -19,7 +19,9 @@ Span = tuple[int, int]  # bytes, from where to where
 
 
 class Extent(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a tensor lies. The tensor itself is not kept: the captured step may give its memory to another one."""
+    """The location of a tensor. The tensor itself is not kept, because the captured step may give its memory to another
+    one.
+    """
 
     address: int
     num_elements: int
@@ -33,9 +35,9 @@ class Extent(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class IssuedCollective(msgspec.Struct, frozen=True, kw_only=True):
-    """One collective: what this rank gives and gets, in the order of ranks, and its nodes that do work, by handle.
+    """One collective: what this rank sends and receives, in the order of ranks, and its working nodes, by handle.
 
-    `lengths_given` and `lengths_got` are elements for and from each rank where the caller said so; empty: even parts.
+    `lengths_given` and `lengths_got` are elements for and from each rank if the caller gave them; empty: even parts.
     """
 
     collective: CollectiveKind
@@ -77,7 +79,7 @@ def cut(issued: IssuedCollective, rank: int, num_ranks: int) -> Blocks:
 
 
 def _even(num_elements: int, num_ranks: int, size: int) -> tuple[Span, ...]:
-    """Equal parts, the last ones shorter where they do not come out even."""
+    """Return equal parts; the last ones are shorter if the division is not exact."""
     length = -(-num_elements // num_ranks)
     return tuple(
         (size * min(length * rank, num_elements), size * min(length * (rank + 1), num_elements)) for rank in range(num_ranks)
@@ -90,7 +92,7 @@ def _spans(lengths: Sequence[int], size: int) -> tuple[Span, ...]:
 
 
 def obstacle_of(issued: IssuedCollective, num_ranks: int) -> str:
-    """Why a collective cannot be done by copies on this rank, or nothing."""
+    """Return why a collective cannot be done by copies on this rank, or nothing."""
     if len(issued.nodes) != 1:
         return f"it became {len(issued.nodes)} nodes that do work, but only one can be replaced"
     if issued.reduction == "other":
@@ -105,7 +107,7 @@ def obstacle_of(issued: IssuedCollective, num_ranks: int) -> str:
 
 
 def are_in_turn(nodes: Sequence[GraphNode], numbers: Sequence[int]) -> bool:
-    """Whether each of these nodes waits, however indirectly, for the one before it."""
+    """Return whether each of these nodes waits, directly or indirectly, for the one before it."""
     return all(_follows(nodes, later, earlier) for earlier, later in pairwise(sorted(numbers)))
 
 

@@ -1,6 +1,6 @@
 """The driver's facts about the GPUs at hand, as values. Needs no driver and no bindings.
 
-`device_query.py` asks, and `probing.py` makes a machine of the answers.
+`device_query.py` queries them, and `probing.py` builds a machine from them.
 """
 
 import re
@@ -12,7 +12,7 @@ from counterpoint.value import Value
 KERNEL_MODULE_VERSION = Path("/proc/driver/nvidia/version")
 # the oldest CUDA that torch 2.11 is built for; its driver knows the carveout of a graph's kernel
 OLDEST_CUDA = (12, 6)
-# figures that are one attribute of the device, named as the driver names it
+# figures that are a single attribute of the device, with the driver's name
 QUERIED = {
     "num_sms": "MULTIPROCESSOR_COUNT",
     "warp_size": "WARP_SIZE",
@@ -56,7 +56,7 @@ class Peer(Value, frozen=True, kw_only=True):
 
 
 class Queried(Value, frozen=True, kw_only=True):
-    """What the driver says of one GPU. `attributes` are those of `ATTRIBUTES`, as the driver counts them."""
+    """The driver's facts about one GPU. `attributes` are those of `ATTRIBUTES`, in the driver's units."""
 
     device_name: str
     cuda_version: tuple[int, int]
@@ -77,7 +77,7 @@ class Measured(Value, frozen=True, kw_only=True):
 
 
 def check_driver(version: int) -> tuple[int, int]:
-    """Split a driver's version (1000 x major + 10 x minor). Raises `DeviceError` where it is older than needed."""
+    """Split a driver's version (1000 x major + 10 x minor). Raises `DeviceError` if it is too old."""
     found = (version // 1000, version % 1000 // 10)
     if found < OLDEST_CUDA:
         raise DeviceError(

@@ -25,11 +25,13 @@ NON_BLOCKING = 1
 
 
 def query_devices() -> tuple[Queried, ...]:
-    """What the driver says of each visible GPU. Raises `DeviceError` without one, with an old driver, or if they differ."""
+    """Return the driver's facts about each visible GPU. Raises `DeviceError` without one, with an old driver, or if they
+    differ.
+    """
     try:
         version = check_driver(check("Asking for the driver's version", cu.cuDriverGetVersion()))
         check("Starting the driver", cu.cuInit(0))
-    except RuntimeError as problem:  # what cuda-bindings raises where there is no driver library
+    except RuntimeError as problem:  # the error of cuda-bindings if there is no driver library
         raise DeviceError(
             "No NVIDIA driver was found, so no GPU can be probed. Run on a machine with one; `counterpoint "
             "machines` lists the shipped ones."
@@ -92,7 +94,7 @@ def _attribute(device: Handle, name: str) -> int:
 
 @contextmanager
 def _opened(number: int, num_streams: int) -> Iterator[OpenedGpu]:
-    """A GPU with what its copies need; everything is given back at the end."""
+    """Open a GPU with what its copies need; everything is freed at the end."""
     with ExitStack() as stack:
         device = check("Finding a GPU", cu.cuDeviceGet(number))
         context = check("Opening a GPU", cu.cuDevicePrimaryCtxRetain(device))
@@ -111,7 +113,7 @@ def _opened(number: int, num_streams: int) -> Iterator[OpenedGpu]:
 
 @contextmanager
 def _peer_access(gpus: Sequence[OpenedGpu]) -> Iterator[dict[tuple[int, int], bool]]:
-    """Let GPUs reach each other's memory where the driver allows it; copies go through the host elsewhere."""
+    """Let GPUs access each other's memory if the driver allows it; otherwise copies go through the host."""
     allowed = {}
     with ExitStack() as stack:
         for source, one in enumerate(gpus):
@@ -126,7 +128,7 @@ def _peer_access(gpus: Sequence[OpenedGpu]) -> Iterator[dict[tuple[int, int], bo
 
 
 def _allow(one: OpenedGpu, other: OpenedGpu) -> bool:
-    """Give one GPU access to the other; false where this process has given it before."""
+    """Give one GPU access to the other; return False if this process has given it before."""
     check("Using a GPU", cu.cuCtxSetCurrent(one.context))
     result = cu.cuCtxEnablePeerAccess(other.context, 0)
     if result[0] == cu.CUresult.CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED:

@@ -38,14 +38,14 @@ def driver_version() -> str:
 
 
 def pci_bus_id(device: int) -> str:
-    """Where a visible GPU sits on the PCI bus, as in "0000:18:00.0"."""
+    """Return a visible GPU's address on the PCI bus, as in "0000:18:00.0"."""
     handle = check("Finding a GPU", cu.cuDeviceGet(device))
     found: bytes = check("Asking for a GPU's place on the PCI bus", cu.cuDeviceGetPCIBusId(PCI_BUS_ID_BYTES, handle))
     return found.split(b"\0")[0].decode()
 
 
 def waits_of(node: Handle) -> list[int]:
-    """The handles of what one node of a graph waits for now."""
+    """Return the handles of the nodes for which one node of a graph waits."""
     _, _, number = check("Counting a node's dependencies", cu.cuGraphNodeGetDependencies(node, 0))
     if not number:
         return []
@@ -54,7 +54,7 @@ def waits_of(node: Handle) -> list[int]:
 
 
 def followers_of(node: Handle) -> list[Handle]:
-    """What waits for one node of a graph now."""
+    """Return the nodes that wait for one node of a graph."""
     _, _, number = check("Counting a node's followers", cu.cuGraphNodeGetDependentNodes(node, 0))
     if not number:
         return []
@@ -63,7 +63,7 @@ def followers_of(node: Handle) -> list[Handle]:
 
 
 def handles_of(graph: Handle) -> list[Handle]:
-    """The graph's nodes, as the driver lists them."""
+    """Return the graph's nodes, in the driver's order."""
     _, number = check("Counting the graph's nodes", cu.cuGraphGetNodes(graph, 0))
     if not number:
         return []
@@ -72,7 +72,7 @@ def handles_of(graph: Handle) -> list[Handle]:
 
 
 def describe_node(handle: Handle, waits_for: tuple[int, ...]) -> GraphNode:
-    """A node of a graph as it is now; `waits_for` are the numbers of earlier nodes."""
+    """Describe a node of a graph as it is now; `waits_for` are the numbers of earlier nodes."""
     kind = check("Reading a node's type", cu.cuGraphNodeGetType(handle))
     types = cu.CUgraphNodeType
     if kind == types.CU_GRAPH_NODE_TYPE_KERNEL:

@@ -34,9 +34,10 @@ NOT_NOTED = "torch.distributed did not issue it directly while the step was capt
 
 
 class StandIn(msgspec.Struct, frozen=True, kw_only=True):
-    """What may take a collective's place: a graph, and the addresses on other GPUs that its copies write to.
+    """A replacement of a collective: a graph, and the addresses on other GPUs that its copies write to.
 
-    The driver does not say reliably which GPU another process's memory lies on, so who opened the memory says it.
+    The driver does not report reliably which GPU another process's memory is on, so the code that opened the memory
+    records it.
     """
 
     graph: Handle
@@ -44,7 +45,7 @@ class StandIn(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LightLaunch(msgspec.Struct, frozen=True, kw_only=True):
-    """A light kernel that may take a collective's place: its launch but for the CTAs, and what the launch points to."""
+    """A light kernel that may replace a collective: its launch without the CTAs, and what the launch points to."""
 
     params: Handle
     arguments: object
@@ -56,7 +57,7 @@ class DriverExecutable(AbstractExecutable):
     def __init__(self, graph: Handle) -> None:
         self._exec = check("Instantiating the graph", cu.cuGraphInstantiate(graph, USE_NODE_PRIORITY))
         try:
-            # takes what memory the replays need now, not when other ranks already wait in the first of them
+            # takes the replays' memory now, not when other ranks already wait in the first replay
             check("Uploading the graph", cu.cuGraphUpload(self._exec, cu.CUstream(0)))
         except DeviceError:
             self.close()
@@ -133,7 +134,7 @@ class DriverGraph(AbstractGraph):
         set_attribute(self._edited(node), "PRIORITY", value)
 
     def _edited(self, node: int) -> Handle:
-        """The handle of a node that is about to change, so that what was read of it is forgotten."""
+        """Return the handle of a node that is about to change, and forget what was read of it."""
         self._known.pop(node, None)
         return self._handles[node]
 
@@ -158,14 +159,14 @@ class DriverGraph(AbstractGraph):
         return hold_us if int(hold) in waits_of(self._handles[node]) else 0.0
 
     def offer_copies(self, stand_ins: Mapping[int, StandIn | str]) -> None:
-        """Say for collectives, by node, what may take the node's place, or why nothing can.
+        """Set for collectives, by node, what may replace the node, or why nothing can.
 
         The stand-ins' memory stays the caller's, and must live as long as what is made ready of this graph or its copies.
         """
         self._stand_ins = dict(stand_ins)
 
     def offer_light_kernels(self, launches: Mapping[int, LightLaunch | str]) -> None:
-        """Say for collectives, by node, which light kernel may take the node's place, or why none can.
+        """Set for collectives, by node, which light kernel may replace the node, or why none can.
 
         What the launches point to stays the caller's, and must live as long as what is made ready of this graph or its
         copies.
@@ -206,7 +207,7 @@ class DriverGraph(AbstractGraph):
         self._handles[node] = self._put_in_place_of(old, added)
 
     def _put_in_place_of(self, old: Handle, new: Handle) -> Handle:
-        """Let what waits for a node wait for a new one, and take the old one out."""
+        """Let everything that waits for a node wait for a new one, and remove the old one."""
         for later in followers_of(old):
             check("Ordering a node", cu.cuGraphAddDependencies(self._graph, [new], [later], None, 1))
         check("Taking out a collective", cu.cuGraphDestroyNode(old))

@@ -1,4 +1,4 @@
-"""Energy by the GPU's own counter: NVML's total energy since the driver was loaded, in millijoules.
+"""Measures energy by the GPU's own counter: NVML's total energy since the driver was loaded, in millijoules.
 
 The counter moves in jumps of 20 to 100 ms, so a single step cannot be measured: a step is replayed for `LEAST_S` or longer,
 and the mean power between two jumps is multiplied by the time of one replay. NVML comes with the driver; it is called

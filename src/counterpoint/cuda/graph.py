@@ -27,7 +27,7 @@ class GraphNode(Value, frozen=True, kw_only=True):
 
 
 class AbstractExecutable(ABC):
-    """A graph made ready to run."""
+    """An instantiated graph."""
 
     @abstractmethod
     def launch(self, stream: int) -> None:
@@ -35,7 +35,7 @@ class AbstractExecutable(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Free it."""
+        """Free the graph."""
 
 
 class AbstractGraph(ABC):
@@ -59,7 +59,7 @@ class AbstractGraph(ABC):
 
     @abstractmethod
     def set_priority(self, node: int, priority: int) -> None:
-        """Give a kernel a launch priority, lower being greater."""
+        """Give a kernel a launch priority; a lower number is a higher priority."""
 
     @abstractmethod
     def hold_before(self, node: int, hold_us: float) -> None:
@@ -71,11 +71,11 @@ class AbstractGraph(ABC):
 
     @abstractmethod
     def obstacle_to_copies(self, node: int) -> str:
-        """Why copies cannot take a node's place; empty if they can."""
+        """Return why copies cannot replace a node; empty if they can."""
 
     @abstractmethod
     def move_to_copies(self, node: int) -> None:
-        """Put copies between the GPUs in a collective's place, which `obstacle_to_copies` allows."""
+        """Replace a collective by copies between the GPUs, which `obstacle_to_copies` allows."""
 
     @abstractmethod
     def copied_bytes(self, node: int) -> int:
@@ -83,11 +83,11 @@ class AbstractGraph(ABC):
 
     @abstractmethod
     def obstacle_to_light_kernel(self, node: int) -> str:
-        """Why a light kernel cannot take a node's place; empty if it can."""
+        """Return why a light kernel cannot replace a node; empty if it can."""
 
     @abstractmethod
     def move_to_light_kernel(self, node: int, num_ctas: int) -> None:
-        """Put a light kernel in a collective's place, which `obstacle_to_light_kernel` allows. It has priority 0."""
+        """Replace a collective by a light kernel, which `obstacle_to_light_kernel` allows. It has priority 0."""
 
     @abstractmethod
     def residency(self, node: int) -> int:
@@ -99,7 +99,7 @@ class AbstractGraph(ABC):
 
     @abstractmethod
     def instantiate(self) -> AbstractExecutable:
-        """Make the graph ready to run, node priorities in force. What was made ready does not need the graph any more."""
+        """Instantiate the graph with its node priorities. The result does not need the graph any more."""
 
     @abstractmethod
     def close(self) -> None:

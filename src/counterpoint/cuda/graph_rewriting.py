@@ -22,7 +22,7 @@ LIGHT_KERNELS = "counterpoint_light_"  # what their names begin with
 
 
 class Rewritten(msgspec.Struct, frozen=True, kw_only=True):
-    """The edited copy, which the caller closes, and what became of each control."""
+    """The edited copy, which the caller closes, and the state of each control."""
 
     graph: AbstractGraph
     engagements: tuple[Engagement, ...]
@@ -69,7 +69,7 @@ def _replacements_first(controls: Sequence[Control]) -> list[Control]:
 
 
 def _why_not(node: GraphNode, control: Control) -> str:
-    """Why a control must not be applied to a node; empty if it may."""
+    """Return why a control must not be applied to a node; empty if it may."""
     if "graph" in control.refused_by:
         return control.refused_by["graph"]
     if node.kind != "kernel" and not isinstance(control, HeadStart):
@@ -86,7 +86,7 @@ def _why_not(node: GraphNode, control: Control) -> str:
 
 
 def _why_not_moved(graph: AbstractGraph, number: int, operation: Operation, control: Transport | LightKernel) -> str:
-    """Why a collective cannot be moved to what a control asks for; empty if it can."""
+    """Return why a control cannot move a collective; empty if it can."""
     if not isinstance(operation, Collective):
         return f"only collectives have it, and this is a {operation.kind}"
     if isinstance(control, LightKernel):
@@ -111,7 +111,7 @@ def _apply(graph: AbstractGraph, number: int, control: Control) -> None:
 
 
 def _verify(graph: AbstractGraph, number: int, node: GraphNode, control: Control) -> Engagement:
-    """Ask the driver what is there now and compare it with what was asked."""
+    """Query the driver for the present state and compare it with what was requested."""
     match control:
         case Priority():
             return _verified(node, control, f"priority {node.priority}", node.priority == control.priority)

@@ -19,7 +19,7 @@ LEAST_EVERY = 4 * TURN_REPLAYS * LOOK_ROUNDS  # a plan is to be in force for hal
 
 
 class Replay(msgspec.Struct, frozen=True, kw_only=True):
-    """What the next replay launches, and whether it is timed."""
+    """The graph that the next replay launches, and whether it is timed."""
 
     is_planned: bool
     is_timed: bool = False
@@ -27,25 +27,25 @@ class Replay(msgspec.Struct, frozen=True, kw_only=True):
 
 @final
 class GuardedReplays:
-    """Counts replays, one look in each `every` of them; 0 for none. All ranks need the same seed."""
+    """Counts replays, with one check in each `every` of them; 0 for none. All ranks need the same seed."""
 
     def __init__(self, every: int, seed: int) -> None:
         if every and every < LEAST_EVERY:
             raise EngagementError(f"guard_every must be 0 or at least {LEAST_EVERY} replays; found {every}.")
         self._every = every
         self._guard = Guard(seed)
-        self._left = every  # replays until the next look
+        self._left = every  # replays until the next check
         self._turns: list[int] = []  # that are left of the look, first to last: 0 the original, 1 the plan
         self._order: Order | None = None
         self._place = 0  # within the present turn
 
     @property
     def is_in_force(self) -> bool:
-        """Whether the plan is in force outside of looks."""
+        """Whether the plan is applied outside of checks."""
         return self._guard.is_in_force
 
     def next(self) -> Replay:
-        """What the next replay is for."""
+        """Return the purpose of the next replay."""
         if not self._every:
             return Replay(is_planned=True)
         if self._order is None and self._left == 0:
@@ -58,11 +58,11 @@ class GuardedReplays:
         return Replay(is_planned=bool(variant), is_timed=self._place == 0)
 
     def is_due(self) -> bool:
-        """Whether the replay that came last was the last one of a look's rounds, so that `judge` has to be called."""
+        """Return whether the latest replay ended a check's rounds, so that `judge` has to be called."""
         return self._order is not None and not self._turns
 
     def judge(self, times_us: Sequence[float], slowest_of: Callable[[Sequence[float]], Sequence[float]]) -> None:
-        """Judge the timed replays of a look, in their order; `slowest_of` gives the slowest rank's times."""
+        """Judge the timed replays of a check, in their order; `slowest_of` returns the slowest rank's times."""
         order = self._order
         assert order is not None, "only a look is judged"
         slowest, rounds = slowest_of(times_us), order.rounds()

@@ -197,8 +197,9 @@ class Agreement:
 
 
 def host_memory(num_bytes: int, what: str, agreement: Agreement) -> torch.Tensor:
-    """Allocate ordinary memory (bytes), which stands for symmetric memory on CPUs. As on GPUs, all ranks get it, or all
-    raise `RefusedTogetherError`. `what` needs it, in the same words on all ranks.
+    """Allocate ordinary memory (bytes), which stands for symmetric memory on CPUs.
+
+    As on GPUs, all ranks get it, or all raise `RefusedTogetherError`. `what` needs it, in the same words on all ranks.
     """
     memory, problem = torch.empty(0, dtype=torch.uint8), ""
     try:

@@ -158,8 +158,9 @@ def ffn_backward(
 
 
 def _of_linear(tensors: tuple[torch.Tensor, torch.Tensor | None], routing: ExpertRouting, *, has_bias: bool) -> Gradients:
-    """Return the gradients of weights and biases. `tensors` are the gradient of the linear's results, and its inputs, or
-    None if no weight needs a gradient.
+    """Return the gradients of weights and biases.
+
+    `tensors` are the gradient of the linear's results, and its inputs, or None if no weight needs a gradient.
     """
     gradient, rows = tensors
     of_weights = None if rows is None else weight_gradient(gradient, rows, routing.experts)

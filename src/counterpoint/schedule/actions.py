@@ -31,19 +31,21 @@ ELEMENT_BYTES: Mapping[DataType, int] = MappingProxyType({"fp8": 1, "bf16": 2, "
 Kind = Literal["begin", "copy", "place", "matmul", "add_matmul", "activate", "sum", "weight_gradient", "end"]
 # given: the caller's. symmetric: one part on every rank, which the others write. local: a rank's own. result: returned.
 Home = Literal["given", "symmetric", "local", "result"]
-TILE_ROWS = 128  # of the usual tiles of cuBLAS
+TILE_ROWS = 128  # rows of cuBLAS's usual tiles
 LEAST_TILES_PER_PART = 4
-MAX_SIZE = 1 << 40  # of a matrix, in rows or columns: more is a slip of the pen
+MAX_SIZE = 1 << 40  # most rows or columns of a matrix: more is a typing error
 FIRST_COMPUTE = "compute 0"  # the stream that a call is issued on
-SM_KINDS = frozenset({"matmul", "add_matmul", "activate", "weight_gradient"})  # which the SMs do one after the other
+# kinds of actions that the SMs run one after the other
+SM_KINDS = frozenset({"matmul", "add_matmul", "activate", "weight_gradient"})
 COMPUTATION_KINDS = SM_KINDS | {"sum"}
 
 
 class Buffer(Value, frozen=True, kw_only=True):
-    """A matrix that each rank has one of.
+    """A matrix of which each rank has one.
 
-    With several slices a caller's matrix is seen as that many matrices of equal columns, side by side there, whose rows are
-    numbered one below the other. `rank_rows` are the rows that each rank has, where they differ; `num_rows` the most.
+    With several slices, a caller's matrix counts as that many matrices of equal columns, side by side, whose rows are
+    numbered one below the other. `rank_rows` are the rows of each rank, if they differ; `num_rows` is the largest
+    number.
     """
 
     name: str
@@ -54,7 +56,7 @@ class Buffer(Value, frozen=True, kw_only=True):
     rank_rows: tuple[int, ...] = ()
 
     def rows_of(self, rank: int) -> int:
-        """How many rows `rank` has."""
+        """Return how many rows `rank` has."""
         return self.rank_rows[rank] if self.rank_rows else self.num_rows
 
 
@@ -72,18 +74,18 @@ class Region(Value, frozen=True, kw_only=True):
         return self.stop - self.start
 
     def overlaps(self, other: "Region") -> bool:
-        """Whether a row is in both."""
+        """Return whether a row is in both."""
         same = self.rank == other.rank and self.buffer == other.buffer
         return same and self.start < other.stop and other.start < self.stop
 
 
 class Action(Value, frozen=True, kw_only=True):
-    """One thing that one rank issues on one of its streams; a copy is issued by the rank that has the rows.
+    """One operation that one rank issues on one of its streams; the rank that has the rows issues a copy.
 
-    A copy, or a placing, of several regions takes each to the one at its place in `writes`. `after` holds positions of
-    earlier actions, of this rank on other streams or of other ranks. A matmul takes all of the weight, or only `weight_rows`
-    or `weight_columns` of it. A grouped matmul takes a weight for each expert: `expert_rows` are the rows of each, in order,
-    and `layer` says whether the weights are of the experts' first or second matmul.
+    A copy or placement of several regions takes each to the one at the same index in `writes`. `after` holds positions
+    of earlier actions, of this rank on other streams or of other ranks. A matmul uses all of the weight, or only its
+    `weight_rows` or `weight_columns`. A grouped matmul uses a weight for each expert: `expert_rows` are the rows of
+    each, in order, and `layer` says whether the weights are those of the experts' first or second matmul.
     """
 
     kind: Kind
@@ -101,7 +103,7 @@ class Action(Value, frozen=True, kw_only=True):
 class CopySchedule(Value, frozen=True, kw_only=True):
     """All actions of one call on all ranks, in issue order. `num_rows` counts the rows of the undivided matrix.
 
-    `routing` says how many rows go where, where blocks are uneven.
+    `routing` says how many rows go where, if blocks are uneven.
     """
 
     operation: Operation | ExpertOperation
@@ -118,7 +120,7 @@ class CopySchedule(Value, frozen=True, kw_only=True):
         return next(buffer for buffer in self.buffers if buffer.name == name)
 
     def of_rank(self, rank: int) -> tuple[int, ...]:
-        """Positions of the actions that `rank` issues, in order."""
+        """Return the positions of the actions that `rank` issues, in order."""
         return tuple(position for position, action in enumerate(self.actions) if action.rank == rank)
 
 
@@ -151,16 +153,16 @@ class Problem(Value, frozen=True, kw_only=True):
 
 
 def split(num_rows: int, num_parts: int) -> tuple[tuple[int, int], ...]:
-    """Rows as `torch.tensor_split` divides them: the first `num_rows % num_parts` parts have one row more."""
+    """Split rows as `torch.tensor_split` does: the first `num_rows % num_parts` parts have one row more."""
     least, longer = divmod(num_rows, num_parts)
     starts = [part * least + min(part, longer) for part in range(num_parts + 1)]
     return tuple(itertools.pairwise(starts))
 
 
 def graded(num_rows: int, num_parts: int, growth: float) -> tuple[tuple[int, int], ...]:
-    """Rows in parts of which each has `growth` times as many as the one before; equal ones as `split` divides them.
+    """Split rows into parts of which each has `growth` times as many as the one before; for growth 1 as `split` does.
 
-    Where rows are many, parts begin at multiples of `TILE_ROWS`, so that only the last has a partial tile.
+    With many rows, parts begin at multiples of `TILE_ROWS`, so that only the last has a partial tile.
     """
     if growth == 1:
         return split(num_rows, num_parts)
@@ -172,7 +174,7 @@ def graded(num_rows: int, num_parts: int, growth: float) -> tuple[tuple[int, int
 
 
 def adjoining(regions: Iterable[Region]) -> tuple[Region, ...]:
-    """The same rows in as few regions as possible: those that touch in one buffer become one."""
+    """Return the same rows in as few regions as possible: regions that touch in one buffer are joined."""
     merged: list[Region] = []
     for region in sorted(regions, key=lambda each: (each.rank, each.buffer, each.start)):
         last = merged[-1] if merged else None

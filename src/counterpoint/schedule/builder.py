@@ -1,4 +1,4 @@
-"""What the generators share: actions are added in issue order, with their streams, and the phases of a call with them.
+"""Shared code of the generators: adds actions in issue order, with their streams, and the phases of a call.
 
 A phase is all-gather (blocks go out, matmul pieces take them in) or reduce (matmul pieces go out, sums or
 accumulating matmuls take them in). Every loop runs over turns first and ranks second, so that the order is one in
@@ -51,7 +51,7 @@ class ActionList:
         expert_rows: tuple[int, ...] = (),
         layer: int = 0,
     ) -> int:
-        """Add an action and return its position. Of several on one stream that it comes after, it names the last.
+        """Add an action and return its position. Of several predecessors on one stream, only the last is recorded.
 
         What opens a second computation stream comes after its rank's `begin` at least: were it ready together with the
         first piece, the hardware could run it before that, and what the first piece sends would leave late. (In a graph
@@ -82,21 +82,21 @@ class ActionList:
         return len(self.actions) - 1
 
     def compute_stream(self, rank: int) -> str:
-        """The stream of this rank's next matmul piece: they alternate."""
+        """Return the stream of this rank's next matmul piece; the streams alternate."""
         self._num_pieces[rank] += 1
         return f"compute {(self._num_pieces[rank] - 1) % self.description.num_compute_streams}"
 
     def begin(self) -> list[int]:
-        """Every rank's `begin`."""
+        """Add every rank's `begin`."""
         self._begins = [self.add("begin", "copy 0", rank) for rank in range(self.num_ranks)]
         return self._begins
 
     def end(self) -> None:
-        """Every rank's `end`, after all that it issued.
+        """Add every rank's `end`, after all that it issued.
 
-        A rank also hears in every call from those that send it nothing: that they began. Without that a fast rank
-        could end this call before a slow one has begun it, and say for a second time what the slow one has not heard
-        for the first.
+        A rank is also signalled in every call by ranks that send it nothing, when they begin. Otherwise a fast rank
+        could end this call before a slow one has begun it, and signal a second time before the slow one has received the
+        first signal.
         """
         for rank in range(self.num_ranks):
             own = [position for position, action in enumerate(self.actions) if action.rank == rank]
@@ -119,7 +119,7 @@ class Builder(ActionList):
         self.buffers.append(Buffer(name=name, home=home, num_rows=num_rows, num_columns=num_columns))
 
     def chunks(self, num_rows: int) -> tuple[tuple[int, Rows], ...]:
-        """The chunks of a block with their numbers; empty ones are left out."""
+        """Return the chunks of a block with their numbers, without empty ones."""
         parts = graded(num_rows, self.description.chunks, self.description.chunk_growth)
         return tuple((number, rows) for number, rows in enumerate(parts) if rows[0] < rows[1])
 
@@ -132,12 +132,14 @@ class Builder(ActionList):
             yield from ((turn, chunk) for turn in turns for chunk in chunks)
 
     def copy_stream(self, turn: int, chunk: int) -> str:
-        """The stream of a copy: with several, they take turns over peers or chunks, whichever changes fastest."""
+        """Return the stream of a copy: with several streams, they alternate over peers or chunks, whichever changes
+        fastest.
+        """
         number = turn - 1 if self.description.pattern == "all_peers" else chunk
         return f"copy {number % self.description.num_copy_streams}"
 
     def finish(self, operation_pass: Pass, num_rows: int) -> CopySchedule:
-        """Every rank's `end`, and the schedule for `num_rows` of the undivided matrix."""
+        """Add every rank's `end`, and return the schedule for `num_rows` of the undivided matrix."""
         self.end()
         return CopySchedule(
             operation=self.problem.operation,
@@ -151,27 +153,27 @@ class Builder(ActionList):
 
 
 class Arrivals:
-    """Which copy brought which rows of a rank's buffer."""
+    """Records which copy brought which rows of a rank's buffer."""
 
     def __init__(self) -> None:
         self._entries: list[tuple[Region, int]] = []
 
     def note(self, region: Region, position: int) -> None:
-        """The copy at `position` writes `region`."""
+        """Record that the copy at `position` writes `region`."""
         self._entries.append((region, position))
 
     def of(self, regions: Iterable[Region]) -> list[int]:
-        """Positions of the copies that write any of these rows."""
+        """Return the positions of the copies that write any of these rows."""
         return [position for wanted in regions for region, position in self._entries if region.overlaps(wanted)]
 
 
 def region(rank: int, buffer: str, start: int, rows: Rows) -> Region:
-    """`rows` of a block that begins at row `start`."""
+    """Return `rows` of a block that begins at row `start`."""
     return Region(rank=rank, buffer=buffer, start=start + rows[0], stop=start + rows[1])
 
 
 def group_units(builder: Builder, units: Iterable[tuple[int, int]]) -> list[list[tuple[int, int]]]:
-    """The units that one matmul piece takes in, in order of the last of each group's arrival."""
+    """Return the units that one matmul piece consumes, in order of the last arrival of each group."""
     granularity = builder.description.matmul
     groups: dict[tuple[int, int], list[tuple[int, int]]] = {}
     last: dict[tuple[int, int], int] = {}
@@ -183,7 +185,7 @@ def group_units(builder: Builder, units: Iterable[tuple[int, int]]) -> list[list
 
 
 def require_granularity(builder: Builder, *allowed: str) -> None:
-    """Raise `ScheduleError` for a matmul granularity that a pattern has no use for."""
+    """Raise `ScheduleError` for a matmul granularity that a pattern does not support."""
     description = builder.description
     require(
         description.matmul in allowed,
@@ -194,7 +196,7 @@ def require_granularity(builder: Builder, *allowed: str) -> None:
 
 
 def require_pattern(builder: Builder, *allowed: str) -> None:
-    """Raise `ScheduleError` for a pattern that an operation has no use for."""
+    """Raise `ScheduleError` for a pattern that an operation does not support."""
     pattern = builder.description.pattern
     require(
         pattern in allowed,
@@ -204,5 +206,5 @@ def require_pattern(builder: Builder, *allowed: str) -> None:
 
 
 def merged(regions: Iterable[Region]) -> tuple[Region, ...]:
-    """Regions of one rank's buffer, joined where they touch; empty ones are dropped."""
+    """Return regions of one rank's buffer, joined where they touch, without empty ones."""
     return adjoining(each for each in regions if each.num_rows)

@@ -1,5 +1,5 @@
-"""Is a schedule right? Five checks that hold for any schedule, however it was made; each says in one line what is
-wrong where.
+"""Checks whether a schedule is correct. Five checks apply to any schedule, however it was made; each says in one line
+what is wrong.
 
 `order`: every dependency is on an earlier action, so the order of actions is one in which all ranks can issue, and
 nothing waits in a circle. `buffers`: every region lies in its buffer, nothing is read before all of it is written, and
@@ -20,7 +20,7 @@ from counterpoint.schedule.delivery import delivery_faults
 from counterpoint.schedule.happens_before import HappensBefore
 
 NUM_CALLS = 2
-Access = tuple[int, Region, bool]  # who touches which rows, and whether it writes
+Access = tuple[int, Region, bool]  # the action that accesses rows, the rows, and whether it writes
 
 
 def check_schedule(schedule: CopySchedule) -> None:
@@ -33,7 +33,7 @@ def check_schedule(schedule: CopySchedule) -> None:
 
 
 def order_faults(schedule: CopySchedule) -> Iterator[str]:
-    """Dependencies on later actions, and ranks that do not begin and end exactly once."""
+    """Return dependencies on later actions, and ranks that do not begin and end exactly once."""
     for position, action in enumerate(schedule.actions):
         for before in action.after:
             if not 0 <= before < position:
@@ -45,8 +45,8 @@ def order_faults(schedule: CopySchedule) -> Iterator[str]:
 
 
 def buffer_faults(schedule: CopySchedule) -> Iterator[str]:
-    """Rows outside of their buffer, rows read before they are written, and rows that two actions touch in no fixed
-    order.
+    """Return rows outside of their buffer, rows read before they are written, and rows that two actions access in no
+    fixed order.
     """
     outside = list(_outside(schedule))
     if outside:
@@ -65,7 +65,7 @@ def buffer_faults(schedule: CopySchedule) -> Iterator[str]:
 
 
 def signal_faults(schedule: CopySchedule) -> Iterator[str]:
-    """Signals that may be given in one call before they were taken in the call before."""
+    """Return signals that may be sent in one call before they were received in the call before."""
     happens = HappensBefore(schedule, NUM_CALLS)
     size = len(schedule.actions)
     for position, action in enumerate(schedule.actions):
@@ -84,7 +84,7 @@ def signal_faults(schedule: CopySchedule) -> Iterator[str]:
 
 
 def port_faults(schedule: CopySchedule) -> Iterator[str]:
-    """Ranks that must receive more in a turn than the turn has time for.
+    """Return ranks that must receive more in a turn than the turn has time for.
 
     A turn is one copy on every copy stream: the n-th copies into one buffer on all streams of all ranks. It has time for
     as many copies as any rank sends in it, each as long as the longest, and for one row per rank and slice, by which unequal
@@ -166,7 +166,7 @@ def _joined(regions: Iterable[Region]) -> list[Region]:
 
 
 def _meeting(accesses: Iterable[Access]) -> Iterator[tuple[Access, Access]]:
-    """Pairs of accesses of one buffer that share a row."""
+    """Return pairs of accesses of one buffer that share a row."""
     by_start = sorted((access for access in accesses if access[1].num_rows), key=lambda access: access[1].start)
     for number, access in enumerate(by_start):
         for other in itertools.islice(by_start, number + 1, None):

@@ -1,4 +1,4 @@
-"""What each action of a schedule costs on a machine: the constants, and the arithmetic of one action.
+"""The cost of each action of a schedule on a machine: the constants, and the arithmetic of one action.
 
 A matmul is cut into tiles, of the shape that ends first; cuBLAS chooses among about as many shapes. Source of every
 constant: measured, fitted or assumed, as its comment says. Knows nothing of how actions wait for each other
@@ -95,7 +95,7 @@ class Clock:
     def __init__(
         self, problem: Problem, machine: Machine, costs: Costs = DEFAULT_COSTS, num_copied_elements: int = 0
     ) -> None:
-        """`num_copied_elements`: what a rank sends beside its matmuls."""
+        """`num_copied_elements`: the elements that a rank sends beside its matmuls."""
         self._machine, self._costs = machine, costs
         peak = machine.matmul_flops_per_s(usual_element_type(problem.element_bytes))
         self._flops_per_us = costs.matmul_efficiency * peak / US_PER_S
@@ -142,7 +142,7 @@ class Clock:
         return msgspec.structs.replace(best, start_us=added_us, stagger_us=stagger_us, after_us=costs.kernel_us)
 
     def matmul_us(self, num_rows: int, num_inner: int, num_columns: int) -> float:
-        """A matmul that has the SMs for itself."""
+        """Return the time of a matmul that has the SMs for itself."""
         return self._alone_us(self.piece(num_rows, num_inner, num_columns))
 
     def _alone_us(self, piece: Piece) -> float:
@@ -170,29 +170,30 @@ class Clock:
         return msgspec.structs.replace(piece, tile_us=piece.tile_us * math.hypot(1, weights_us / multiplied_us))
 
     def grouped_us(self, expert_rows: Sequence[int], num_inner: int, num_columns: int) -> float:
-        """A grouped matmul that has the SMs for itself."""
+        """Return the time of a grouped matmul that has the SMs for itself."""
         return self._alone_us(self.grouped_piece(expert_rows, num_inner, num_columns))
 
     def activation_us(self, num_elements: int) -> float:
-        """A kernel that reads and writes so many elements, row by row."""
+        """Return the time of a kernel that reads and writes this many elements, row by row."""
         return self._memory_us(num_elements, self._costs.memory_efficiency)
 
     def num_bytes(self, num_elements: int) -> float:
-        """Bytes of so many elements."""
+        """Return the bytes of this many elements."""
         return float(num_elements * self._element_bytes)
 
     def copies_us(self, num_elements: int) -> float:
-        """So many elements from every rank, to all others at once and without a pause."""
+        """Return the time of copies of this many elements from every rank to all others at once, without a pause."""
         rate = self._costs.copy_efficiency * self._group_bytes_per_s
         return self._costs.copy_us + self.num_bytes(num_elements) / rate * US_PER_S
 
     def placed_us(self, num_elements: int) -> float:
-        """A copy within a GPU that reads and writes so many elements, beside matmuls."""
+        """Return the time of a copy within a GPU that reads and writes this many elements, beside matmuls."""
         return self._memory_us(num_elements, self._costs.place_efficiency)
 
     def sum_us(self, num_elements: int, num_parts: int) -> float:
-        """A sum of so many parts, which reads and writes so many elements. At the power limit SMs that wait for memory leave
-        power to others."""
+        """Return the time of a sum of this many parts. At the power limit, SMs that wait for memory leave power to
+        others.
+        """
         efficiency = self._costs.memory_efficiency if num_parts <= 2 else self._costs.strided_efficiency
         return (1 - self.smoothing) * self._memory_us(num_elements, efficiency)
 
@@ -201,20 +202,20 @@ class Clock:
         return self._costs.kernel_us + self.num_bytes(num_elements) / rate * US_PER_S
 
     def collective_us(self, num_elements: int) -> float:
-        """A collective of the library in which every rank receives so many elements."""
+        """Return the time of a library collective in which every rank receives this many elements."""
         rate = self._collective_efficiency * self._group_bytes_per_s
         return self._costs.collective_us + self.num_bytes(num_elements) / rate * US_PER_S
 
 
 def _collective_efficiency(problem: Problem, costs: Costs) -> float:
-    """What the library's collective of an operator reaches of the link."""
+    """Return the share of the link that the library's collective of an operator reaches."""
     if problem.operation == "all_to_all_matmul":
         return costs.exchange_efficiency
     return costs.collective_efficiency_of_two if problem.num_ranks == 2 else costs.collective_efficiency
 
 
 def kernels_of(regions: Sequence[Region]) -> list[tuple[int, int]]:
-    """The kernels that multiply these rows: (how many equal matmuls in one, rows of each).
+    """Return the kernels that multiply these rows: (how many equal matmuls in one, rows of each).
 
     Regions equally long and equally far apart are one batched matmul, as in ops/computation.py; each other run of them
     is a kernel of its own.

@@ -1,8 +1,7 @@
 """Checks what a schedule delivers: it is executed on rows that record their origin, and the result is compared with the
 definition.
 
-Contents are kept in runs of rows, so sizes do not matter. A row of a result is a sum of terms; a term is a row of a
-given buffer of some rank, multiplied with the weights of some ranks. Of how schedules are generated nothing is used here.
+Contents are kept as runs of rows, so sizes do not matter. A row of a result is a sum of terms; a term is a row of a
 """
 
 import itertools
@@ -41,7 +40,7 @@ Terms = Counter[Term]
 
 
 class Run(NamedTuple):
-    """Rows with contents of one kind; `terms` is None where nothing was written."""
+    """Rows with contents of one kind; `terms` is None if nothing was written."""
 
     start: int
     stop: int
@@ -56,7 +55,7 @@ class Contents:
         self._runs: dict[tuple[int, str], list[Run]] = {}
 
     def read(self, region: Region) -> list[Run]:
-        """The rows of a region as runs numbered from 0."""
+        """Return the rows of a region as runs numbered from 0."""
         if region.buffer in self._given:
             return [Run(0, region.num_rows, Counter({Term(region.rank, region.buffer, region.start): 1}))]
         found: list[Run] = []
@@ -74,7 +73,7 @@ class Contents:
         return found
 
     def write(self, region: Region, runs: Iterable[Run]) -> None:
-        """Put runs, numbered from 0, where the region is."""
+        """Write runs, numbered from 0, into the region."""
         kept: list[Run] = []
         for run in self._runs.get((region.rank, region.buffer), []):
             kept += [
@@ -94,7 +93,7 @@ class Contents:
 
 
 def delivery_faults(schedule: CopySchedule) -> Iterator[str]:
-    """Results that are not what the operator defines, and rows that cross a link twice."""
+    """Return results that differ from the operator's definition, and rows that cross a link twice."""
     contents = Contents(schedule)
     arrived: dict[tuple[int, str], list[Region]] = {}
     for position, action in enumerate(schedule.actions):
@@ -118,7 +117,7 @@ def delivery_faults(schedule: CopySchedule) -> Iterator[str]:
 
 
 def _defined(schedule: CopySchedule, rank: int) -> Iterable[Run]:
-    """What a rank's product holds by definition."""
+    """Return a rank's product by definition."""
     if schedule.routing is not None:
         return expert_contents(schedule.routing, schedule.operation, rank)
     return _runs_of(_pass_of(schedule).product, schedule, rank)
@@ -130,7 +129,7 @@ def _pass_of(schedule: CopySchedule) -> PassDefinition:
 
 
 def expert_contents(routing: Routing, operation: str, rank: int) -> Iterator[Run]:
-    """What the result of an operator for experts holds on a rank, expert by expert.
+    """Return, expert by expert, what the result of an operator for experts must hold on a rank.
 
     Where experts compute, rows are in order of the expert, and then of their source; at their source, of the expert.
     """
@@ -158,7 +157,7 @@ def expert_contents(routing: Routing, operation: str, rank: int) -> Iterator[Run
 
 
 def _apply(contents: Contents, action: Action, position: int, schedule: CopySchedule) -> Iterator[str]:
-    """Do one action; faults are pieces whose operands and results have different lengths."""
+    """Execute one action; a fault is a piece whose operands and results have different lengths."""
     if action.kind in ("begin", "end") or not action.writes:
         return
     read = [contents.read(region) for region in action.reads]
@@ -188,7 +187,7 @@ def _apply(contents: Contents, action: Action, position: int, schedule: CopySche
 
 
 def _weight_of(action: Action) -> Weight:
-    """What a matmul multiplies with."""
+    """Return the weight of a matmul."""
     part = action.weight_rows or action.weight_columns
     return Weight(action.rank, part[0] // (part[1] - part[0]) if part else -1)
 

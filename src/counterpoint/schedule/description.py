@@ -68,7 +68,7 @@ class ScheduleDescription(Value, frozen=True, kw_only=True):
 
     @property
     def is_sequential(self) -> bool:
-        """Whether the collective comes first and the matmul after it, or the other way round, whole."""
+        """Whether the whole collective runs before the matmul, or the whole matmul before the collective."""
         return self.pattern == "sequential"
 
     def label(self) -> str:

@@ -37,12 +37,14 @@ class Estimate(Value, frozen=True, kw_only=True):
 
 
 def estimate(schedule: CopySchedule, problem: Problem, machine: Machine, costs: Costs = DEFAULT_COSTS) -> Estimate:
-    """Times of all actions: matmuls take a rank's SMs in issue order, copies of several streams share the link."""
+    """Return the times of all actions: matmuls use a rank's SMs in issue order, copies of several streams share the
+    link.
+    """
     return _Run(schedule, problem, machine, costs).estimate()
 
 
 class _Run:
-    """One schedule on its way: which actions have known times, and which copies are in flight.
+    """The state of one estimate: which actions have known times, and which copies are in flight.
 
     An action's times are known once those of all it waits for are; a copy's only when it is done, as others may slow it.
     """
@@ -63,7 +65,9 @@ class _Run:
         self._link_up()
 
     def _link_up(self) -> None:
-        """Who waits for whom: dependencies, and the action before on the stream; and each rank's matmuls in issue order."""
+        """Record who waits for whom: dependencies, and the previous action on the stream; and each rank's matmuls in
+        issue order.
+        """
         self._later: list[list[int]] = [[] for _ in self._actions]
         self._num_awaited = [0] * len(self._actions)
         self._matmuls: list[deque[int]] = [deque() for _ in range(self._schedule.num_ranks)]
@@ -102,7 +106,7 @@ class _Run:
         return min([*times_us, end_us] if end_us is not None else times_us, default=None)
 
     def _become_ready(self, position: int) -> None:
-        """All that an action waits for has known ends."""
+        """Handle an action whose dependencies all have known ends."""
         action, ready_us = self._actions[position], self._ready_us[position]
         if action.kind in SM_KINDS:
             self._compute_next(action.rank)
@@ -112,7 +116,7 @@ class _Run:
             self._know(position, ready_us, ready_us + _beside_us(action, self._clock, self._columns))
 
     def _compute_next(self, rank: int) -> None:
-        """SMs take matmuls and activations in issue order, those that are ready."""
+        """Let the SMs run ready matmuls and activations in issue order."""
         matmuls = self._matmuls[rank]
         while matmuls and not self._num_awaited[matmuls[0]]:
             position = matmuls.popleft()
@@ -122,17 +126,17 @@ class _Run:
             self._know(position, start_us, end_us)
 
     def _ask_for_engine(self, position: int) -> None:
-        """A copy is ready; a rank's copy engines serve first come, first served."""
+        """Handle a ready copy; a rank's copy engines serve copies first come, first served."""
         rank = self._actions[position].rank
         if not self._free_engines[rank]:
             self._waiting[rank].append(position)
             return
         self._free_engines[rank] -= 1
-        self._ready_us[position] = self._now_us  # from here on, when it started
+        self._ready_us[position] = self._now_us  # from here on, the time at which it started
         heapq.heappush(self._events, (self._now_us + self._clock.copy_latency_us, position, True))
 
     def _move(self, position: int) -> None:
-        """A copy's latency is over."""
+        """Handle the end of a copy's latency."""
         action = self._actions[position]
         num_bytes = self._clock.num_bytes(_num_elements(action.reads, self._columns))
         self._transfers.add(position, (action.rank, action.writes[0].rank), num_bytes)
@@ -145,7 +149,7 @@ class _Run:
             self._ask_for_engine(self._waiting[rank].popleft())
 
     def _know(self, position: int, start_us: float, end_us: float) -> None:
-        """An action's times are known; what waited for it may be ready."""
+        """Record an action's times; actions that waited for it may be ready."""
         self._spans[position] = Span(start_us=start_us, end_us=end_us)
         for later in self._later[position]:
             self._ready_us[later] = max(self._ready_us[later], end_us + self._told_us(position, later))
@@ -154,7 +158,7 @@ class _Run:
                 self._become_ready(later)
 
     def _told_us(self, position: int, later: int) -> float:
-        """From an action's end to when one that waits for it may start."""
+        """Return the time from an action's end to the earliest start of one that waits for it."""
         action, waiting = self._actions[position], self._actions[later]
         if action.rank != waiting.rank:
             return self._clock.signal_us
@@ -164,7 +168,7 @@ class _Run:
 def estimate_sequential(
     problem: Problem, machine: Machine, costs: Costs = DEFAULT_COSTS, *, direction: Pass = "forward"
 ) -> float:
-    """The library's collectives and the matmuls, one after the other, in microseconds."""
+    """Return the time of the library's collectives and the matmuls, one after the other, in microseconds."""
     communicated_us = communication_us(problem, machine, costs, direction=direction)
     return communicated_us + computation_us(problem, machine, costs, direction=direction)
 
@@ -172,8 +176,8 @@ def estimate_sequential(
 def estimate_ideal(
     problem: Problem, machine: Machine, costs: Costs = DEFAULT_COSTS, *, direction: Pass = "forward"
 ) -> float:
-    """The longer of computation and communication, each alone; communication by whichever is faster, the library's
-    collectives or copies without a pause.
+    """Return the longer of computation and communication, each alone; communication by whichever is faster, the
+    library's collectives or copies without a pause.
     """
     clock = Clock(problem, machine, costs)
     num_elements, count = _communicated(problem, direction)
@@ -185,7 +189,7 @@ def estimate_ideal(
 def communication_us(
     problem: Problem, machine: Machine, costs: Costs = DEFAULT_COSTS, *, direction: Pass = "forward"
 ) -> float:
-    """The library's collectives alone."""
+    """Return the time of the library's collectives alone."""
     num_elements, count = _communicated(problem, direction)
     return count * Clock(problem, machine, costs).collective_us(num_elements) if num_elements else 0.0
 
@@ -193,7 +197,7 @@ def communication_us(
 def computation_us(
     problem: Problem, machine: Machine, costs: Costs = DEFAULT_COSTS, *, direction: Pass = "forward"
 ) -> float:
-    """The whole matmul alone; backward those of both gradients."""
+    """Return the time of the whole matmul alone; for backward, of both gradients' matmuls."""
     clock, rows = Clock(problem, machine, costs), problem.num_rows
     inner, columns = problem.num_inner, problem.num_columns
     if direction == "forward":
@@ -202,7 +206,7 @@ def computation_us(
 
 
 def _communicated(problem: Problem, direction: Pass) -> tuple[int, int]:
-    """Elements that a rank receives in one collective, and how many collectives there are."""
+    """Return the elements that a rank receives in one collective, and the number of collectives."""
     definition = OPERATORS[problem.operation].of_pass(direction)
     if definition is None:
         return 0, 0
@@ -211,8 +215,9 @@ def _communicated(problem: Problem, direction: Pass) -> tuple[int, int]:
 
 
 def _beside_us(action: Action, clock: Clock, columns: dict[str, int]) -> float:
-    """How long what leaves the SMs to matmuls lasts: sums and copies within a rank. What a call takes beside its actions is
-    counted at its `end`."""
+    """Return the duration of actions that leave the SMs to matmuls: sums and copies within a rank. A call's fixed time
+    is counted at its `end`.
+    """
     if action.kind in ("begin", "end"):
         return clock.call_us if action.kind == "end" else 0.0
     num_elements = _num_elements([*action.reads, *action.writes], columns)
@@ -220,7 +225,7 @@ def _beside_us(action: Action, clock: Clock, columns: dict[str, int]) -> float:
 
 
 def _compute(action: Action, clock: Clock, columns: dict[str, int], where: tuple[Sms, float]) -> float:
-    """Let the SMs do an action that is ready at a time; its end."""
+    """Let the SMs run an action that is ready at a time; return its end."""
     sms, ready_us = where
     if action.kind == "activate":
         return sms.fill(ready_us, clock.activation_us(_num_elements([*action.reads, *action.writes], columns)))

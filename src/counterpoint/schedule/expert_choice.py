@@ -21,8 +21,9 @@ ESTIMATED_GROUPS = (1, 2, 4, 8)
 
 
 class ExchangeSize(Value, frozen=True, kw_only=True):
-    """From `least_pair_bytes` on, between the two ranks that exchange most, experts are in `num_groups` groups; 0: the
-    library exchanges the rows. `status` says where that is from."""
+    """The choice from `least_pair_bytes` on, between the two ranks that exchange most: experts in `num_groups` groups;
+    0: the library exchanges the rows. `status` says whether it was measured or assumed.
+    """
 
     least_pair_bytes: int
     num_groups: int
@@ -31,7 +32,7 @@ class ExchangeSize(Value, frozen=True, kw_only=True):
 
 
 MEASURED = "benchmarks/results/experts_2x_h200.json, 2026-11-23"
-# By size; the last that fits counts. Measured with 2 ranks only.
+# By size; the last one that applies counts. Measured with 2 ranks only.
 EXCHANGE_SIZES = (
     ExchangeSize(
         least_pair_bytes=0,
@@ -55,19 +56,19 @@ EXCHANGE_SIZES = (
 
 
 class ExchangeChoice(Value, frozen=True, kw_only=True):
-    """The description, `sequential` for the library's all-to-all, and why in words."""
+    """The description (`sequential` for the library's all-to-all), and the reason."""
 
     description: ScheduleDescription
     reason: str
 
 
 def size_for(pair_bytes: int) -> ExchangeSize:
-    """The table's row for so many bytes between the two ranks that exchange most."""
+    """Return the table's row for this many bytes between the two ranks that exchange most."""
     return [each for each in EXCHANGE_SIZES if each.least_pair_bytes <= pair_bytes][-1]
 
 
 def pick_exchange(routing: Routing, row_bytes: int) -> ExchangeChoice:
-    """How to exchange the rows of a routing, of `row_bytes` each; the same on every rank."""
+    """Choose how to exchange the rows of a routing, of `row_bytes` each; the same on every rank."""
     if routing.num_ranks == 1:
         return ExchangeChoice(description=SEQUENTIAL, reason="a single rank exchanges no rows")
     pair_bytes = routing.most_rows * row_bytes
@@ -96,7 +97,7 @@ def expert_description(num_ranks: int, num_groups: int) -> ScheduleDescription:
 
 
 def obstacle_to_exchange(pair_bytes: int) -> str:
-    """Why copies are not taken for so many bytes between the two ranks that exchange most, or nothing."""
+    """Return why copies are not used for this many bytes between the two ranks that exchange most, or nothing."""
     size = size_for(pair_bytes)
     if size.num_groups:
         return ""
@@ -111,7 +112,7 @@ def obstacle_to_exchange(pair_bytes: int) -> str:
 def rank_expert_schedules(
     problem: ExpertProblem, machine: Machine, costs: Costs = DEFAULT_COSTS
 ) -> tuple[RankedSchedule, ...]:
-    """Schedules of `ESTIMATED_GROUPS` groups with their estimated times, fastest first."""
+    """Return schedules of `ESTIMATED_GROUPS` groups with their estimated times, fastest first."""
     ranked = []
     for num_groups in ESTIMATED_GROUPS:
         description = expert_description(problem.routing.num_ranks, num_groups)

@@ -1,4 +1,4 @@
-"""How long an operator for experts takes by its schedule, one after the other, and at best, by arithmetic.
+"""Estimates an operator for experts by arithmetic: by its schedule, one after the other, and at best.
 
 Every rank waits for the slowest: the library's all-to-all takes as long as one of equal parts that are as large as the
 largest (its kernels give every peer as many CTAs and copy what a rank keeps, too), and the rank with most tokens sets the
@@ -21,12 +21,12 @@ ORDERING_PASSES = (
 def estimate_experts(
     schedule: CopySchedule, problem: ExpertProblem, machine: Machine, costs: Costs = DEFAULT_COSTS
 ) -> Estimate:
-    """Times of all actions of a schedule."""
+    """Return the times of all actions of a schedule."""
     return estimate(schedule, _as_equal(problem), machine, costs)
 
 
 def expert_communication_us(problem: ExpertProblem, machine: Machine, costs: Costs = DEFAULT_COSTS) -> float:
-    """The library's all-to-alls alone."""
+    """Return the time of the library's all-to-alls alone."""
     routing, clock = problem.routing, Clock(_as_equal(problem), machine, costs)
     if not any(routing.num_landing(rank) for rank in range(routing.num_ranks)):
         return 0.0
@@ -35,19 +35,19 @@ def expert_communication_us(problem: ExpertProblem, machine: Machine, costs: Cos
 
 
 def expert_computation_us(problem: ExpertProblem, machine: Machine, costs: Costs = DEFAULT_COSTS) -> float:
-    """The matmuls and the activation of the rank that computes most, alone."""
+    """Return the time of the matmuls and the activation of the rank that computes most, alone."""
     clock = Clock(_as_equal(problem), machine, costs)
     return max(_computed_us(problem, clock, rank) for rank in range(problem.routing.num_ranks))
 
 
 def estimate_experts_sequential(problem: ExpertProblem, machine: Machine, costs: Costs = DEFAULT_COSTS) -> float:
-    """The library's all-to-alls, the kernels that put rows in order, and the matmuls, one after the other."""
+    """Return the time of the library's all-to-alls, the kernels that reorder rows, and the matmuls, one after the other."""
     ordered_us = sum(expert_ordering_us(problem, machine, costs))
     return expert_communication_us(problem, machine, costs) + ordered_us + expert_computation_us(problem, machine, costs)
 
 
 def expert_ordering_us(problem: ExpertProblem, machine: Machine, costs: Costs = DEFAULT_COSTS) -> tuple[float, float]:
-    """What putting rows in the order of experts takes after the library's all-to-all, and back before the next one."""
+    """Return the time for reordering rows by expert after the library's all-to-all, and back before the next one."""
     routing, clock = problem.routing, Clock(_as_equal(problem), machine, costs)
     most = max(routing.num_grouped(rank) for rank in range(routing.num_ranks))
     pass_us = clock.activation_us(2 * most * problem.num_inner) if most else 0.0

@@ -54,7 +54,7 @@ class ExpertLayout:
         self.num_rows = sum(self.received_rows)  # that this rank's experts compute
         self.num_own = self.sent_rows[rank]
 
-    # The rest is made when it is first asked for: an all-to-all of the library waits for none of it.
+    # The rest is computed on first use, because an all-to-all of the library needs none of it.
 
     @cached_property
     def _totals(self) -> Counts:
@@ -77,27 +77,27 @@ class ExpertLayout:
 
     @cached_property
     def own(self) -> slice:
-        """Of this rank's tokens, those for its own experts."""
+        """Return the rows of this rank's tokens for its own experts."""
         start = sum(self.sent_rows[: self.rank])
         return slice(start, start + self.num_own)
 
     @cached_property
     def bounds(self) -> list[list[tuple[int, int]]]:
-        """By rank, the experts of each of its groups."""
+        """Return, by rank, the experts of each of its groups."""
         if self._num_groups == 1:
             return [[(0, self.num_experts)]] * self.num_ranks
         return [self._bounds(destination) for destination in range(self.num_ranks)]
 
     @cached_property
     def groups(self) -> list[ExpertRange]:
-        """This rank's groups."""
+        """Return this rank's groups."""
         return [
             ExpertRange(number, slice(first, last), slice(self._start(first), int(self._ends[self.rank, last - 1])))
             for number, (first, last) in enumerate(self.bounds[self.rank])
         ]
 
     def _bounds(self, destination: int) -> list[tuple[int, int]]:
-        """The experts of each group of a rank; groups without rows are left out, but for the only one."""
+        """Return the experts of each group of a rank, without groups that have no rows, unless there is only one."""
         ends = self._ends[destination]
         if not ends[-1]:
             return [(0, self.num_experts)]
@@ -117,17 +117,17 @@ class ExpertLayout:
         return slice(start, start + int(self.counts[source, destination, first:last].sum()))
 
     def sent(self, source: int, destination: int, number: int) -> slice:
-        """Rows of a source's tokens that are for a group of a destination's experts."""
+        """Return the rows of a source's tokens that go to a group of a destination's experts."""
         return self._run(source, destination, *self.bounds[destination][number])
 
     def blocks(self, source: int, destination: int, number: int) -> Iterator[Block]:
-        """The blocks of a source for a group of a destination's experts, without empty ones."""
+        """Return the blocks of a source for a group of a destination's experts, without empty ones."""
         part = source, destination, slice(*self.bounds[destination][number])
         found = zip(self._sent[part].tolist(), self._placed[part].tolist(), self.counts[part].tolist(), strict=True)
         return (Block(*each) for each in found if each[2])
 
     def block_arrays(self, source: int, destination: int, number: int) -> tuple[Counts, Counts, Counts]:
-        """Return the same blocks as arrays: first rows at the source, first rows at the experts' rank, numbers of rows."""
+        """Return these blocks as arrays: the first rows at the source, those at the experts' rank, and numbers of rows."""
         part = source, destination, slice(*self.bounds[destination][number])
         counts = self.counts[part]
         used = counts.nonzero()
@@ -138,22 +138,24 @@ class ExpertLayout:
         return [(self.rank - turn) % self.num_ranks for turn in range(1, self.num_ranks)]
 
     def outgoing(self) -> Iterator[tuple[int, int]]:
-        """(receiver, group) of the pieces that this rank dispatches, the first group of every peer first."""
+        """Return (receiver, group) of the pieces that this rank dispatches, the first group of every peer first."""
         for number in range(max(map(len, self.bounds))):
             for peer in self.peers():
                 if number < len(self.bounds[peer]) and self.has_rows(self.rank, peer, number):
                     yield peer, number
 
     def has_rows(self, source: int, destination: int, number: int) -> bool:
-        """Whether a source has rows for a group of a destination's experts."""
+        """Return whether a source has rows for a group of a destination's experts."""
         return bool(self.counts[source, destination, slice(*self.bounds[destination][number])].any())
 
     def sources(self, number: int) -> list[int]:
-        """The other ranks that have rows for a group of this rank's experts."""
+        """Return the other ranks that have rows for a group of this rank's experts."""
         return [peer for peer in self.peers() if self.has_rows(peer, self.rank, number)]
 
     def returned(self, source: int, destination: int, number: int) -> int:
-        """Where results of a group begin at their source, in memory that others write, which lacks the source's own rows."""
+        """Return where results of a group begin at their source, in memory that others write, which lacks the source's
+        own rows.
+        """
         own = self.pairs[source][source] if destination > source else 0
         start: int = self.sent(source, destination, number).start
         return start - own

@@ -1,6 +1,6 @@
 """Finds operations outside the calibrated range, and says why.
 
-Only operations whose times are predicted from sizes are asked about: a traced or captured time is its own calibration.
+Only operations whose times are predicted from sizes are checked: a traced or captured time is its own calibration.
 """
 
 from counterpoint.machine import Machine
@@ -9,20 +9,22 @@ from counterpoint.sim.calibration import Calibration, load_calibration
 from counterpoint.step import Collective, Copy, Kernel, Operation, Step
 from counterpoint.units import format_bytes, format_numbers
 
-# Beyond the largest measured message bandwidth grows no more, below the smallest latency shrinks no more; an assumption.
+# Beyond the largest measured message, bandwidth grows no further; below the smallest, latency shrinks no further. An
+# assumption.
 MARGIN = 4.0
 
 
 def is_calibrated(operation: Operation, machine: Machine) -> bool:
-    """Whether the operation's time was given, or is predicted within what was measured on the machine's GPU."""
+    """Return whether the operation's time was given, or is predicted within the range measured on the machine's GPU."""
     calibration = load_calibration(machine)
     is_own = calibration.device_name in machine.device_names
     return _is_given(operation) or (is_own and not _why_not(operation, calibration))
 
 
 def outside_calibration(step: Step, machine: Machine) -> tuple[str, ...]:
-    """Why operations of the step lie outside what was measured, each reason once; nothing for a GPU never calibrated, of
-    which a report says so as a whole."""
+    """Return why operations of the step are outside the measured range, each reason once; nothing for a GPU that was
+    never calibrated, because a report says that as a whole.
+    """
     calibration = load_calibration(machine)
     if calibration.device_name not in machine.device_names:
         return ()
@@ -35,7 +37,7 @@ def _is_given(operation: Operation) -> bool:
 
 
 def _why_not(operation: Operation, calibration: Calibration) -> str:
-    """Why an operation's predicted time is outside what was measured; empty where it is inside."""
+    """Return why an operation's predicted time is outside the measured range; empty if it is inside."""
     match operation:
         case Collective():
             return _why_no_collective(operation, calibration)

@@ -19,12 +19,12 @@ from counterpoint.step import Character, CollectiveKind
 from counterpoint.units import MIB
 from counterpoint.value import Value, read_shipped, read_toml, require, shipped_names
 
-BASE = "h200"  # whose constants stand in for those that were not measured
+BASE = "h200"  # the GPU whose constants replace those that were not measured
 MOST_BYTES_OF_FEW = 8 * MIB  # NCCL's send-and-receive kernels are slower up to 8 MiB a CTA, and not from 16 MiB on
-LARGE_BYTES = 64 * MIB  # from here on a collective's latency is a constant
-# of constants by kind
+LARGE_BYTES = 64 * MIB  # from this size on, a collective's latency is constant
+# constants by kind
 TABLES = ("matmul_peak_fractions", "characters", "collectives", "light_collectives", "power")
-MEASURED_GPU = "NVIDIA H200"  # the only one that the simulator was compared with
+MEASURED_GPU = "NVIDIA H200"  # the only GPU with which the simulator was compared
 PowerFigure = Literal[
     "limit_w",
     "idle_w",
@@ -47,9 +47,10 @@ Status = Literal["measured", "assumed"]
 
 
 class Constant(Value, frozen=True, kw_only=True):
-    """One number in the unit that its name ends with.
+    """One number in the unit at the end of its name.
 
-    `spread` is relative: the half-width of the middle half of repetitions, or what a fit leaves; None where none was kept.
+    `spread` is relative: the half-width of the middle half of repetitions, or the residual of a fit; None if none was
+    kept.
     """
 
     value: float
@@ -60,11 +61,11 @@ class Constant(Value, frozen=True, kw_only=True):
 
 
 class CharacterConstants(Value, frozen=True, kw_only=True):
-    """What limits kernels of one character alone, and what saturates it per SM: warps, or bytes of tile buffers if given.
+    """The limits of kernels of one character: what limits them alone, and what saturates an SM, in warps, or in bytes of
+    tile buffers if given.
 
-    Kernels limited by "latency" wait for their own loads: they share SMs as those limited by "issue", and reach no more
-    than `hbm_fraction` of the memory's bandwidth. `latency_per_load` takes the place of the constant of that name beside
-    such kernels, which load L2 more, or less, than their bytes from HBM say.
+    Kernels limited by "latency" wait for their own loads: they share SMs as those limited by "issue" do, and reach at
+    most `hbm_fraction` of the memory's bandwidth.
     """
 
     bottleneck: Literal["issue", "hbm", "latency"]
@@ -74,16 +75,16 @@ class CharacterConstants(Value, frozen=True, kw_only=True):
     date: str
     source: str
     saturation_shared_bytes: float | None = None
-    latency_per_load: float | None = None
     spread: float | None = None
 
 
 class CollectiveConstants(Value, frozen=True, kw_only=True):
-    """Bandwidth of one kind of collective by SM kernels, on the wire.
+    """The bandwidth of one kind of collective by SM kernels, on the wire.
 
-    `link_fraction` is of 2 ranks, and of more where `link_fraction_of_more` is None. `latency_us_by_bytes`
-    are (bytes, latency) of messages for which NCCL takes other protocols than for large ones, whose latency is `latency_us`.
-    `bytes_per_s_per_cta_of_few` is of fewer CTAs than usual that move `MOST_BYTES_OF_FEW` or less each, where given.
+    `link_fraction` applies to 2 ranks, and to more if `link_fraction_of_more` is None. `latency_us_by_bytes` are (bytes,
+    latency) of messages for which NCCL uses other protocols than for large ones, whose latency is `latency_us`.
+    `bytes_per_s_per_cta_of_few` applies, if given, to fewer CTAs than usual that move at most `MOST_BYTES_OF_FEW` each.
+    `latency_weight` is how much of the growth of the memory's latency its CTAs see, relative to those of an all-reduce.
     """
 
     bytes_per_s_per_cta: float
@@ -94,11 +95,12 @@ class CollectiveConstants(Value, frozen=True, kw_only=True):
     source: str
     link_fraction_of_more: float | None = None
     bytes_per_s_per_cta_of_few: float | None = None
+    latency_weight: float = 1.0
     latency_us_by_bytes: tuple[tuple[float, float], ...] = ()
     spread: float | None = None
 
     def latency_us_of(self, num_bytes: float) -> float:
-        """The latency of a message, between the calibrated sizes by the logarithm of its bytes."""
+        """Return the latency of a message; between calibrated sizes it is interpolated in the logarithm of the bytes."""
         if not self.latency_us_by_bytes:
             return self.latency_us
         sizes = [*(math.log(each) for each, _ in self.latency_us_by_bytes), math.log(LARGE_BYTES)]
@@ -110,13 +112,13 @@ class CollectiveConstants(Value, frozen=True, kw_only=True):
         return self.latency_us
 
     def rate_of_few(self, moved_bytes: float, num_ctas: int) -> float:
-        """Bytes per second of one of fewer CTAs than usual, which together move so many bytes."""
+        """Return the bytes per second of one CTA, if fewer than usual together move this many bytes."""
         if self.bytes_per_s_per_cta_of_few is not None and moved_bytes <= MOST_BYTES_OF_FEW * num_ctas:
             return self.bytes_per_s_per_cta_of_few
         return self.bytes_per_s_per_cta
 
     def fraction_of_link(self, group_size: int) -> float:
-        """What groups of that many ranks reach of the link's direction, if they have CTAs enough."""
+        """Return the share of the link's direction that groups of this many ranks reach, with enough CTAs."""
         if group_size > 2 and self.link_fraction_of_more is not None:
             return self.link_fraction_of_more
         return self.link_fraction
@@ -126,7 +128,7 @@ AnyConstant = Constant | CharacterConstants | CollectiveConstants
 
 
 class MeasuredRule(Value, frozen=True, kw_only=True):
-    """A rule of dispatch that the simulator takes for granted: the figure measured, and whether it is what the rule says."""
+    """A dispatch rule that the simulator assumes: the measured figure, and whether it agrees with the rule."""
 
     value: float
     expected: float
@@ -136,7 +138,7 @@ class MeasuredRule(Value, frozen=True, kw_only=True):
 
 
 class ProbeRecord(Value, frozen=True, kw_only=True):
-    """What one probe of `counterpoint calibrate` measured, or why it failed."""
+    """The measurements of one probe of `counterpoint calibrate`, or why it failed."""
 
     date: str
     seconds: float
@@ -145,12 +147,13 @@ class ProbeRecord(Value, frozen=True, kw_only=True):
 
 
 class Calibration(Value, frozen=True, kw_only=True):
-    """All constants of the simulator for one GPU, and what `counterpoint calibrate` derived them from, where it measured it.
+    """All constants of the simulator for one GPU, and the measurements of `counterpoint calibrate` behind them, if it
+    ran there.
 
-    `matmul_peak_fractions` are of types whose matmuls reach another share of their peak than `matmul_peak_fraction`.
-    `light_collectives` are by light kernels; a kind that is missing was never measured. `power` is of one GPU: its limit,
-    what it draws idle, and watts above that of each kind of operation, at the clock of a short burst; empty where nobody
-    measured.
+    `matmul_peak_fractions` are those of types whose matmuls reach another share of their peak than
+    `matmul_peak_fraction`. `light_collectives` are collectives by light kernels; a missing kind was never measured.
+    `power` describes one GPU: its limit, its idle power, and watts above that for each kind of operation, at the clock
+    of a short burst; empty if it was never measured.
     """
 
     device_name: str
@@ -164,6 +167,7 @@ class Calibration(Value, frozen=True, kw_only=True):
     matmul_tile_us: Constant
     fp32_peak_fraction: Constant
     fp32_saturation_warps: Constant
+    latency_at_low_load: Constant
     latency_per_load: Constant
     communication_issue_share: Constant
     bandwidth_per_threads: Constant
@@ -185,12 +189,13 @@ class Calibration(Value, frozen=True, kw_only=True):
     probes: dict[str, ProbeRecord] = msgspec.field(default_factory=dict)
 
     def matmul_fraction(self, element_type: ElementType) -> float:
-        """The share of the type's peak rate that large matmuls reach."""
+        """Return the share of the type's peak rate that large matmuls reach."""
         return self.matmul_peak_fractions.get(element_type, self.matmul_peak_fraction).value
 
 
 def load_calibration(machine: Machine | None = None) -> Calibration:
-    """The constants for a machine: its own file, else the shipped one of its GPU, else the H200's; these without a machine.
+    """Return the constants for a machine: its own file, else the shipped one of its GPU, else the H200's, which are also
+    the default without a machine.
 
     Raises `MachineError` for a file that cannot be read, or that was measured on another GPU than the machine's.
     """
@@ -202,7 +207,7 @@ def load_calibration(machine: Machine | None = None) -> Calibration:
 
 
 def read_calibration(path: str, machine: Machine) -> Calibration:
-    """A user's own file; errors as `load_calibration` has them."""
+    """Read a user's own file; errors as in `load_calibration`."""
     found = _own(path)
     require(
         found.device_name in machine.device_names,
@@ -215,7 +220,7 @@ def read_calibration(path: str, machine: Machine) -> Calibration:
 
 
 def read_file(path: str) -> Calibration:
-    """A calibration file, whatever GPU it is of, with the H200's constants for those that it lacks."""
+    """Read a calibration file of any GPU, with the H200's constants for those that it lacks."""
     return _completed(read_toml(path, dict[str, Any], MachineError), shown_path(path))
 
 
@@ -236,7 +241,7 @@ def _all_shipped() -> tuple[Calibration, ...]:
 
 
 def _completed(found: dict[str, Any], where: str) -> Calibration:
-    """A file's constants, and the H200's for those that it lacks. Raises `MachineError` for one that is no calibration."""
+    """Complete a file's constants with the H200's. Raises `MachineError` for a file that is no calibration."""
     whole = msgspec.to_builtins(as_assumed_elsewhere(_shipped(BASE), str(found.get("device_name", ""))))
     for name in ("device_name", "power", "rules", "conditions", "probes"):
         whole.pop(name, None)
@@ -251,7 +256,7 @@ def _completed(found: dict[str, Any], where: str) -> Calibration:
 
 
 def as_assumed_elsewhere(base: Calibration, device_name: str) -> Calibration:
-    """The constants of one GPU as they stand for another: assumed. For the same GPU they are what they were."""
+    """Return the constants of one GPU as they apply to another: assumed. For the same GPU they are unchanged."""
     if device_name == base.device_name:
         return base
     changed: dict[str, object] = {"device_name": device_name}
@@ -269,7 +274,7 @@ def _assumed(entry: AnyConstant, base: Calibration) -> AnyConstant:
 
 
 def describe_origin(machine: Machine) -> str:
-    """Where the constants for a machine are from, in words for a report; empty where all are those of the H200 itself."""
+    """Describe the origin of a machine's constants for a report; empty if all are those of the H200 itself."""
     found = load_calibration(machine)
     if found.device_name == MEASURED_GPU and MEASURED_GPU in machine.device_names:
         return ""
@@ -284,7 +289,7 @@ def describe_origin(machine: Machine) -> str:
 
 
 def constants_of(calibration: Calibration) -> dict[str, AnyConstant]:
-    """Every constant by its name in the file, as in "collectives.all_reduce"."""
+    """Return every constant by its name in the file, as in "collectives.all_reduce"."""
     found: dict[str, AnyConstant] = {}
     for name in calibration.__struct_fields__:
         entry = getattr(calibration, name)

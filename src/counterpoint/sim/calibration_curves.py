@@ -1,4 +1,4 @@
-"""Constants that several points give together: what saturates an SM or the memory, and the bandwidth of collectives.
+"""Fits constants that depend on several points: what saturates an SM or the memory, and the bandwidth of collectives.
 
 Saturation is fitted by the simulator itself: it simulates the probe's kernel at each residency, and the constant is the one
 whose times are nearest to the measured ones. Collectives are fitted by their formula (`costs.py`).
@@ -18,33 +18,31 @@ from counterpoint.plan import Directive, Match, Plan
 from counterpoint.sim.calibration import LARGE_BYTES, Calibration, CollectiveConstants
 from counterpoint.sim.calibration_fit import Fitted, Points, log_error, minimize
 from counterpoint.sim.costs import wire_bytes
-from counterpoint.sim.rates import smooth_minimum
+from counterpoint.sim.rates import EXPONENT, smooth_minimum
 from counterpoint.sim.simulator import Simulator
 from counterpoint.step import Character, Collective, CollectiveKind, Dependency, Footprint, Kernel, Step
 from counterpoint.units import MIB, US_PER_S
 
 LEAST_FRACTION, MOST_LATENCY_US = 0.05, 200.0
 USUAL_WEIGHT = 20
-LEAST_WAVES = 8.0  # of a tiled matmul: with fewer the last wave and what L2 holds decide its time
-BYTES_OF_A_THREAD = {"bf16": 16, "fp32": 32}  # that PyTorch's elementwise kernel keeps in flight
-NUM_STREAMING = 16  # kernels in a row, more than a collective beside them takes
+LEAST_WAVES = 8.0  # least waves of a tiled matmul: with fewer, the last wave and L2's contents determine its time
+BYTES_OF_A_THREAD = {"bf16": 16, "fp32": 32}  # bytes that PyTorch's elementwise kernel keeps in flight
+NUM_STREAMING = 16  # number of kernels in a row, enough to outlast a collective beside them
 CONTENDING_BYTES = 256 * MIB
+REFERENCE_KIND: CollectiveKind = "all_reduce"  # whose CTAs `latency_per_load` is of
 # PyTorch's elementwise kernel on 512 MiB of fp32, as in the probe
 STREAMING = Footprint(num_ctas=131_072, threads_per_cta=128, registers_per_thread=32)
 SATURATIONS: dict[Character, tuple[str, str, tuple[dict[str, str | int], ...]]] = {
     "matmul": ("saturation_shared_bytes", "matmul_capped_us", ({"tile": "64x64x32"}, {"tile": "128x128x32"})),
-    "streaming": ("saturation_warps", "streaming_capped_us", ({"type": "bf16"}, {"type": "fp32"})),
     "other": ("saturation_warps", "arithmetic_capped_us", ({"chains": 1},)),
 }
 Sample = tuple[int, float, float]  # CTAs, bytes on the wire, microseconds
 
 
 def fit_saturation(points: Points, machine: Machine, calibration: Calibration, character: Character) -> Fitted | None:
-    """What saturates an SM, or the memory: warps, or bytes of tiles for matmuls."""
+    """Fit what saturates an SM or the memory: warps, or bytes of tiles for matmuls."""
     field, name, kernels = SATURATIONS[character]
     groups = [group for group in (points.all(name, **at) for at in kernels) if len(group) > 1]
-    if character == "streaming":
-        groups = groups[:1]
     if character == "matmul":
         groups = [group for group in groups if _tells_of_load(group, machine)]
     if not groups:
@@ -58,18 +56,48 @@ def fit_saturation(points: Points, machine: Machine, calibration: Calibration, c
         return log_error(pair for group in groups for pair in _capped_times(simulator, machine, character, group))
 
     (value,), left = minimize(error, [getattr(constants, field)])
-    seen = ", ".join(f"{each.at['ctas_per_sm']}: {each.value:,.0f}" for group in groups for each in group)
+    seen = ", ".join(_by_residency(group) for group in groups)
     source = f"{name} by CTAs on an SM: {seen}; mean error of the fit {100 * left:.1f} %"
-    if character == "streaming" and groups[0][0].at["type"] == "fp32":  # the constant is of bf16
-        value *= BYTES_OF_A_THREAD["fp32"] / BYTES_OF_A_THREAD["bf16"]
-        source = f"{source}; of fp32, whose threads keep twice the bytes of bf16 in flight"
     return Fitted(value=value, spread=left, source=source)
 
 
-def _tells_of_load(group: Sequence[Point], machine: Machine) -> bool:
-    """Whether a tiled matmul was measured under load, as steps run, and has waves enough.
+def _by_residency(group: Sequence[Point]) -> str:
+    return ", ".join(f"{each.at['ctas_per_sm']}: {each.value:,.0f}" for each in group)
 
-    A cool GPU keeps its clock for a moment, and then more CTAs saturate it than in a step.
+
+def fit_streaming(points: Points, machine: Machine, calibration: Calibration) -> dict[str, Fitted] | None:
+    """`saturation_warps` of streaming kernels and `latency_at_low_load`: one kernel at each residency, of one type or two.
+
+    Threads of fp32 keep twice the bytes of bf16 in flight, so half as many warps fill the memory; the constant is of bf16.
+    """
+    by_type = {name: points.all("streaming_capped_us", type=name) for name in BYTES_OF_A_THREAD}
+    groups = {name: group for name, group in by_type.items() if len(group) > 2}
+    if not groups:
+        return None
+    constants = calibration.characters["streaming"]
+
+    def error(figures: Sequence[float]) -> float:
+        latency = msgspec.structs.replace(calibration.latency_at_low_load, value=figures[1])
+        pairs = []
+        for name, group in groups.items():
+            warps = figures[0] * BYTES_OF_A_THREAD["bf16"] / BYTES_OF_A_THREAD[name]
+            streaming = msgspec.structs.replace(constants, saturation_warps=warps)
+            characters = calibration.characters | {"streaming": streaming}
+            tried = msgspec.structs.replace(calibration, characters=characters, latency_at_low_load=latency)
+            pairs += _capped_times(Simulator(tried), machine, "streaming", group)
+        return log_error(pairs)
+
+    (warps, latency), left = minimize(error, (constants.saturation_warps, calibration.latency_at_low_load.value))
+    seen = "; ".join(f"{name} {_by_residency(group)}" for name, group in groups.items())
+    source = f"streaming_capped_us by CTAs on an SM, one fit of both constants: {seen}; mean error {100 * left:.1f} %"
+    values = {"saturation_warps": warps, "latency_at_low_load": latency}
+    return {name: Fitted(value=value, spread=left, source=source) for name, value in values.items()}
+
+
+def _tells_of_load(group: Sequence[Point], machine: Machine) -> bool:
+    """Return whether a tiled matmul was measured under load, as in real steps, and has enough waves.
+
+    A cool GPU keeps its clock for a moment, so more CTAs then saturate it than in a step.
     """
     if not group or not all(each.at.get("loaded_ms") for each in group):
         return False
@@ -80,7 +108,7 @@ def _tells_of_load(group: Sequence[Point], machine: Machine) -> bool:
 def _capped_times(
     simulator: Simulator, machine: Machine, character: Character, group: Sequence[Point]
 ) -> list[tuple[float, float]]:
-    """Simulated and measured times of one kernel at each residency but its own, which is what the simulator is told."""
+    """Return simulated and measured times of one kernel at each residency except its own, which the simulator is given."""
     usual = max(group, key=lambda each: each.at["ctas_per_sm"])
     kernel = _kernel(usual, character)
     step = Step(name="probe", num_ranks=1, operations=(kernel,))
@@ -97,7 +125,7 @@ def _capped_times(
 
 
 def _kernel(each: Point, character: Character) -> Kernel:
-    """The kernel that a probe of residency measured."""
+    """Return the kernel that a residency probe measured."""
     number = {key: int(each.at[key]) for key in ("ctas", "threads", "registers", "shared_bytes")}
     footprint = Footprint(
         num_ctas=number["ctas"],
@@ -131,8 +159,8 @@ def fit_l2(points: Points, machine: Machine, calibration: Calibration) -> Fitted
 
 
 def fit_contention(points: Points, machine: Machine, calibration: Calibration) -> dict[str, Fitted] | None:
-    """`latency_per_load` and `hbm_bytes_per_wire_byte`: an all-reduce among streaming kernels, and one of these beside
-    all-reduces. Both are simulated, as for saturation.
+    """Fit `latency_per_load` and `hbm_bytes_per_wire_byte` to an all-reduce among streaming kernels, and to a streaming
+    kernel beside all-reduces. Both are simulated, as for saturation.
     """
     alone = points.one("kernel_us", kernel="streaming", group="contention")
     collective = points.one("collective_us", kind="all_reduce", ctas="usual", ranks=2, bytes=CONTENDING_BYTES)
@@ -163,7 +191,7 @@ def fit_contention(points: Points, machine: Machine, calibration: Calibration) -
 
 
 def _contending_us(simulator: Simulator, machine: Machine, lone_us: tuple[float, float]) -> tuple[float, float]:
-    """An all-reduce of the greatest priority among streaming kernels, and a streaming kernel beside all-reduces."""
+    """Simulate an all-reduce of the highest priority among streaming kernels, and a streaming kernel beside all-reduces."""
     streaming = Kernel(name="streaming", stream=0, footprint=STREAMING, character="streaming", lone_us=lone_us[0])
     communication = Collective(
         name="all-reduce", stream=1, collective="all_reduce", num_bytes=CONTENDING_BYTES, group_size=2, lone_us=lone_us[1]
@@ -180,10 +208,37 @@ def _contending_us(simulator: Simulator, machine: Machine, lone_us: tuple[float,
     return times[0], times[1]
 
 
+def latency_weight(points: Points, machine: Machine, calibration: Calibration, kind: CollectiveKind) -> float | None:
+    """How much of the memory's latency a kind's CTAs feel, relative to an all-reduce's, among streaming kernels.
+
+    By the formula of a collective's rate turned round: how much less each CTA moves beside them than alone.
+    """
+    growth = [_slowdown_of_ctas(points, machine, calibration, each) for each in (kind, REFERENCE_KIND)]
+    if growth[0] is None or not growth[1]:
+        return None
+    return growth[0] / growth[1]
+
+
+def _slowdown_of_ctas(points: Points, machine: Machine, calibration: Calibration, kind: CollectiveKind) -> float | None:
+    """By how much longer, as a share, a CTA of 256 MiB takes for its bytes among streaming kernels; None if not measured."""
+    alone = points.one("collective_us", kind=kind, ctas="usual", ranks=2, bytes=CONTENDING_BYTES)
+    beside = points.one("collective_beside_us", kind=kind, kernel="streaming", bytes=CONTENDING_BYTES)
+    if alone is None or beside is None:
+        return None
+    constants = calibration.collectives[kind]
+    moved, limit = wire_bytes(kind, CONTENDING_BYTES, 2), constants.link_fraction * machine.link.per_peer_bytes_per_s
+    rates = [US_PER_S * moved / (each.value - constants.latency_us) for each in (alone, beside)]
+    if not 0 < rates[1] < rates[0] < limit:
+        return None
+    # of min(c, limit) rounded off, what c is
+    alone_rate, beside_rate = (float((rate**-EXPONENT - limit**-EXPONENT) ** (-1 / EXPONENT)) for rate in rates)
+    return alone_rate / beside_rate - 1
+
+
 def fit_collective(
     points: Points, machine: Machine, kind: CollectiveKind, known: CollectiveConstants
 ) -> CollectiveConstants | None:
-    """Bandwidth and latency of one kind of two ranks, and its latency by bytes; None without enough points."""
+    """Fit bandwidth and latency of one kind with two ranks, and its latency by bytes; None without enough points."""
     usual = communication_footprint(machine.gpu, "nccl").num_ctas
     found = points.all("collective_us", kind=kind, ranks=2)
     measured = [(_sample(each, kind, usual), float(each.at["bytes"])) for each in found]
@@ -191,7 +246,7 @@ def fit_collective(
     if len({num_ctas for num_ctas, _, _ in large}) < 2:
         return None
     link = machine.link.per_peer_bytes_per_s
-    # what jobs use counts most
+    # sizes that jobs use count most
     weighted = large + [sample for sample in large if sample[0] == usual] * USUAL_WEIGHT
 
     def error(figures: Sequence[float]) -> float:
@@ -223,7 +278,9 @@ def fit_collective(
 
 
 def _rising(latencies: Sequence[tuple[float, float]], largest_us: float) -> tuple[tuple[float, float], ...]:
-    """By bytes; a smaller message has no greater latency than a larger one, so what disturbed its times is left out."""
+    """Return latencies by bytes, without disturbed ones: a smaller message must not have a greater latency than a larger
+    one.
+    """
     found, most = [], largest_us
     for num_bytes, latency_us in sorted(latencies, reverse=True):
         most = min(most, latency_us)
@@ -234,7 +291,9 @@ def _rising(latencies: Sequence[tuple[float, float]], largest_us: float) -> tupl
 def _with_more_ranks(
     fitted: CollectiveConstants, points: Points, machine: Machine, kind: CollectiveKind, before: str
 ) -> CollectiveConstants:
-    """The same with the share of the link that more than two ranks reach, where it was measured; else as it was known."""
+    """Return the same with the share of the link that more than two ranks reach, if it was measured; otherwise as
+    before.
+    """
     usual, link = communication_footprint(machine.gpu, "nccl").num_ctas, machine.link.per_peer_bytes_per_s
     found = [each for each in points.all("collective_us", kind=kind, ctas="usual") if int(each.at["ranks"]) > 2]
     large = [_sample(each, kind, usual) for each in found if float(each.at["bytes"]) >= LARGE_BYTES]

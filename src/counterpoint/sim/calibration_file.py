@@ -1,7 +1,7 @@
-"""A GPU's calibration file: made of what its probes measured, and written so that people can read it.
+"""A GPU's calibration file: derived from the measurements of its probes, and readable for people.
 
-What was not measured is the H200's, and on another GPU it is marked as assumed. Points stand at the end of the file, one a
-line, because constants follow from them and can be derived anew.
+Constants that were not measured are the H200's, and on another GPU they are marked as assumed. Points stand at the end
+of the file, one a line.
 """
 
 from collections.abc import Iterable, Mapping
@@ -23,16 +23,24 @@ from counterpoint.sim.calibration import (
     constants_of,
     load_calibration,
 )
-from counterpoint.sim.calibration_curves import SATURATIONS, fit_collective, fit_contention, fit_l2, fit_saturation
+from counterpoint.sim.calibration_curves import (
+    SATURATIONS,
+    fit_collective,
+    fit_contention,
+    fit_l2,
+    fit_saturation,
+    fit_streaming,
+    latency_weight,
+)
 from counterpoint.sim.calibration_fit import Fitted, Points, fit_matmul_fractions, fit_scalars
 from counterpoint.step import Character
 from counterpoint.value import save_text, write_toml
 
-JOINT = ("latency_per_load", "hbm_bytes_per_wire_byte")  # which one fit gives together
+JOINT = ("latency_per_load", "hbm_bytes_per_wire_byte")  # constants that one fit gives together
 RACE = ("launch_gap_us", "dependency_latency_us")
-WAVES = 4  # of the probes' first kernel
-RULE_TOLERANCE = 0.2  # of a wave; without the rule the figure is off by half a wave or more
-# What each case of the placement probe shows: when the second kernel starts, in waves of the first.
+WAVES = 4  # waves of the probes' first kernel
+RULE_TOLERANCE = 0.2  # tolerance in waves; if the rule does not hold, the figure is off by half a wave or more
+# The rule behind each case of the placement probe: when the second kernel starts, in waves of the first.
 RULES: dict[str, tuple[dict[str, float | str], float, str]] = {
     "leftover_with_room": (
         {"case": "equal_priority_with_room"},
@@ -73,10 +81,10 @@ HEAD = """\
 def derive(
     machine: Machine, device_name: str, conditions: Mapping[str, str], probes: Mapping[str, ProbeRecord]
 ) -> Calibration:
-    """The constants of a GPU from what its probes measured; the rest are the H200's.
+    """Derive the constants of a GPU from its probes; the rest are the H200's.
 
-    A constant that was measured in whole steps on the H200 is scaled by what the same probe found here and there, because a
-    probe alone is not a step. One that was assumed is what the probe found.
+    A constant that was measured in whole steps on the H200 is scaled by the ratio of the same probe here and there,
+    because a probe is not a step. An assumed constant is replaced by the probe's value.
     """
     reference, points = load_calibration(), _points(probes)
     day = max((record.date for record in probes.values()), default="")
@@ -91,6 +99,8 @@ def derive(
         if found is not None:
             collectives[kind] = msgspec.structs.replace(found, status="measured", date=day)
     base = msgspec.structs.replace(base, collectives=collectives)
+    base = _with_weights(base, points, machine)
+    base = _with_streaming(base, points, machine, day)
     base = msgspec.structs.replace(base, characters=_characters(base, points, machine, day), rules=_rules(points, day))
     here, at_home = fit_contention(points, machine, base), fit_contention(there, home, reference)
     if here is not None and at_home is not None:
@@ -104,12 +114,12 @@ def _points(probes: Mapping[str, ProbeRecord]) -> Points:
 
 
 def _with_scalars(base: Calibration, here: Mapping[str, Fitted], there: Mapping[str, Fitted], day: str) -> Calibration:
-    """The constants with what probes found here, and on the H200 (`there`)."""
+    """Return the constants with the probes' values here, and on the H200 (`there`)."""
     reference, changed = load_calibration(), {}
     is_paired = all(name in here and name in there for name in RACE)
     for name, found in here.items():
         if name in RACE and not is_paired:
-            continue  # which of two kernels goes first hangs on their difference
+            continue  # the difference decides which of two kernels goes first
         known = getattr(reference, name)
         if known.status == "assumed" and name not in JOINT:
             changed[name] = _constant(found, day)
@@ -123,7 +133,9 @@ def _with_scalars(base: Calibration, here: Mapping[str, Fitted], there: Mapping[
 
 
 def _with_types(base: Calibration, here: tuple[Points, Machine], there: tuple[Points, Machine], day: str) -> Calibration:
-    """The matmul fractions by type; in steps large ones reach the share of the probe's rate that bf16 does on the H200."""
+    """Return the matmul fractions by type; in steps, large matmuls reach the same share of the probe's rate as bf16 does
+    on the H200.
+    """
     known = fit_matmul_fractions(*there).get("bf16")
     if known is None:
         return base
@@ -133,6 +145,33 @@ def _with_types(base: Calibration, here: tuple[Points, Machine], there: tuple[Po
         for name, each in fit_matmul_fractions(*here).items()
     }
     return msgspec.structs.replace(base, matmul_peak_fractions=base.matmul_peak_fractions | found)
+
+
+def _with_weights(base: Calibration, points: Points, machine: Machine) -> Calibration:
+    """What each kind of collective feels of the memory's latency, where it ran among streaming kernels."""
+    collectives = dict(base.collectives)
+    for kind, known in base.collectives.items():
+        weight = latency_weight(points, machine, base, kind)
+        if weight is not None:
+            collectives[kind] = msgspec.structs.replace(known, latency_weight=float(f"{weight:.3g}"))
+    return msgspec.structs.replace(base, collectives=collectives)
+
+
+def _with_streaming(base: Calibration, points: Points, machine: Machine, day: str) -> Calibration:
+    found = fit_streaming(points, machine, base)
+    if found is None:
+        return base
+    warps = found["saturation_warps"]
+    streaming = msgspec.structs.replace(
+        base.characters["streaming"],
+        saturation_warps=float(f"{warps.value:.4g}"),
+        spread=round(warps.spread, 4),
+        status="measured",
+        date=day,
+        source=warps.source,
+    )
+    latency = _constant(found["latency_at_low_load"], day)
+    return msgspec.structs.replace(base, characters=base.characters | {"streaming": streaming}, latency_at_low_load=latency)
 
 
 def _constant(found: Fitted, day: str) -> Constant:
@@ -161,7 +200,7 @@ def _rules(points: Points, day: str) -> dict[str, MeasuredRule]:
 
 
 def broken_rules(calibration: Calibration) -> tuple[str, ...]:
-    """The rules of dispatch that the simulator takes for granted and that this GPU does not keep, in words."""
+    """Describe the dispatch rules that the simulator assumes and that this GPU breaks."""
     return tuple(
         f"{name}: {rule.source}; measured {rule.value:g} waves, expected {rule.expected:g}"
         for name, rule in calibration.rules.items()
@@ -170,7 +209,7 @@ def broken_rules(calibration: Calibration) -> tuple[str, ...]:
 
 
 def save_calibration(calibration: Calibration, path: Path | str) -> None:
-    """Write the file. Raises `MachineError` where that is impossible."""
+    """Write the file. Raises `MachineError` if that is impossible."""
     text = HEAD.format(device=calibration.device_name) + write_toml(_without_assumed(calibration))
     for name, record in calibration.probes.items():
         head = write_toml({"probes": {name: msgspec.structs.replace(record, points=())}})
@@ -179,7 +218,7 @@ def save_calibration(calibration: Calibration, path: Path | str) -> None:
 
 
 def _without_assumed(calibration: Calibration) -> dict[str, object]:
-    """What the file says before its points: of another GPU than the H200 only what was measured on it."""
+    """Return the file's text before its points; for another GPU than the H200, only measured constants."""
     found: dict[str, object] = {"device_name": calibration.device_name, "conditions": calibration.conditions}
     is_own = calibration.device_name != load_calibration().device_name
     for name, entry in constants_of(calibration).items():

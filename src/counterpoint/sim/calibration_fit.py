@@ -1,4 +1,4 @@
-"""From points that the probes measured to the simulator's constants, by the simulator's own formulas turned round.
+"""Derives the simulator's constants from the probes' points, by inverting the simulator's own formulas.
 
 Each function takes the points and gives one constant, or None where its points are missing: a probe that failed leaves its
 constant as it was. Knows nothing of GPUs but the figures of their machine file.
@@ -15,14 +15,14 @@ from counterpoint.sim.costs import SUM_BYTES_PER_CTA, SUM_FOOTPRINT
 from counterpoint.units import US_PER_S
 from counterpoint.value import Value
 
-FLOPS_PER_ITERATION = 2 * 64  # of one thread of the probes' arithmetic kernel
+FLOPS_PER_ITERATION = 2 * 64  # operations of one thread of the probes' arithmetic kernel
 LARGEST_MATMUL = 8192
 TILES = {"64x64x32": (64, 64), "128x128x32": (128, 128)}
 STEPS = (1.3, 1.1, 1.03, 1.01, 1.003)
 
 
 class Fitted(Value, frozen=True, kw_only=True):
-    """A constant's value, its relative spread or what the fit leaves, and in words what it is from."""
+    """A constant's value, its relative spread or the residual of its fit, and a description of its source."""
 
     value: float
     spread: float
@@ -36,17 +36,17 @@ class Points:
         self._points = [each for each in points if each.value > 0]
 
     def all(self, name: str, **at: float | str) -> list[Point]:
-        """Those of a name that were measured under these conditions."""
+        """Return the points of a name that were measured under these conditions."""
         return [each for each in self._points if each.name == name and at.items() <= each.at.items()]
 
     def one(self, name: str, **at: float | str) -> Point | None:
-        """The latest of them."""
+        """Return the latest of them."""
         found = self.all(name, **at)
         return found[-1] if found else None
 
 
 def fit_scalars(points: Points, machine: Machine) -> dict[str, Fitted]:
-    """Every constant that is one number, by its name; those whose points are missing are left out."""
+    """Return every constant that is a single number, by its name; without points, a constant is left out."""
     found = {
         "launch_gap_us": _as_measured(points, "launch_gap_us", issued="eagerly"),
         "dependency_latency_us": _as_measured(points, "dependency_latency_us", issued="eagerly"),
@@ -62,7 +62,7 @@ def fit_scalars(points: Points, machine: Machine) -> dict[str, Fitted]:
 
 
 def fit_matmul_fractions(points: Points, machine: Machine) -> dict[ElementType, Fitted]:
-    """The share of its peak that each type's largest matmul reaches, of types that the machine has a rate for."""
+    """Return the share of its peak that each type's largest matmul reaches, for types with a rate in the machine."""
     found = {kind: _matmul_fraction(points, machine, kind) for kind in machine.gpu.matmul_rates()}
     return {kind: fitted for kind, fitted in found.items() if fitted is not None}
 
@@ -73,7 +73,7 @@ def _as_measured(points: Points, name: str, **at: float | str) -> Fitted | None:
 
 
 def _words(found: Point) -> str:
-    """A point in words: its name and conditions."""
+    """Describe a point: its name and conditions."""
     conditions = ", ".join(
         f"{key} {value:,}" if isinstance(value, int) else f"{key} {value}" for key, value in found.at.items()
     )
@@ -91,8 +91,9 @@ def _hbm_efficiency(points: Points, machine: Machine) -> Fitted | None:
 
 
 def _matmul_fraction(points: Points, machine: Machine, kind: ElementType) -> Fitted | None:
-    """Of the type's peak, midway between cool and under the power limit; of fp32 that of the ordinary units, unless the GPU
-    has matrix units for it."""
+    """Return the share of the type's peak, midway between a cool GPU and the power limit; for fp32 that of the ordinary
+    units, unless the GPU has matrix units for it.
+    """
     cool = points.one("matmul_us", type=kind, m=LARGEST_MATMUL, n=LARGEST_MATMUL, k=LARGEST_MATMUL)
     peak = machine.gpu.matmul_rates().get(kind)
     if cool is None or peak is None:
@@ -105,7 +106,7 @@ def _matmul_fraction(points: Points, machine: Machine, kind: ElementType) -> Fit
 
 
 def _slowdown(points: Points, kind: ElementType) -> float:
-    """How much longer matmuls of a type take under load; as with bf16 where that type alone was measured so."""
+    """Return how much longer matmuls of a type take under load; if only bf16 was measured, the same as for bf16."""
     for load in (kind, "bf16") if kind != "fp32" else (kind,):
         warm, cool = (points.one(name, load=f"matmul {load}") for name in ("warm_us", "cool_us"))
         if warm is not None and cool is not None:
@@ -132,7 +133,7 @@ def _host_link(points: Points) -> Fitted | None:
 
 
 def _sum_cta(points: Points, machine: Machine) -> Fitted | None:
-    """The sum's time in waves of the CTAs that fit at once; of few blocks, which the memory does not limit."""
+    """Return the sum's time in waves of the CTAs that fit at once; for few blocks, which the memory does not limit."""
     times = [each for each in points.all("sum_us") if float(each.at["blocks"]) <= 4 and "turns" in each.at]
     if not times:
         return None
@@ -152,7 +153,7 @@ def _copy_fraction(points: Points, machine: Machine) -> Fitted | None:
 
 
 def _copy_rate(points: Points) -> float | None:
-    """Bytes per second of one copy between GPUs, from its two largest sizes."""
+    """Return the bytes per second of one copy between GPUs, from its two largest sizes."""
     times = sorted(points.all("copy_us", peers=1, pieces=1), key=lambda each: each.at["bytes"])[-2:]
     if len(times) < 2:
         return None
@@ -161,7 +162,7 @@ def _copy_rate(points: Points) -> float | None:
 
 
 def _copy_latency(points: Points) -> Fitted | None:
-    """What the smallest copy takes beyond its bytes."""
+    """Return the time of the smallest copy beyond that of its bytes."""
     times, rate = points.all("copy_us", peers=1, pieces=1), _copy_rate(points)
     if rate is None:
         return None
@@ -173,7 +174,7 @@ def _copy_latency(points: Points) -> Fitted | None:
 
 
 def minimize(error: Callable[[Sequence[float]], float], start: Sequence[float]) -> tuple[list[float], float]:
-    """The positive figures with the least error near `start`, found one after the other in ever finer steps."""
+    """Return the positive figures with the least error near `start`, searched one after the other in ever finer steps."""
     best, least = list(start), error(start)
     for step in STEPS:
         is_better = True
@@ -189,5 +190,5 @@ def minimize(error: Callable[[Sequence[float]], float], start: Sequence[float]) 
 
 
 def log_error(pairs: Iterable[tuple[float, float]]) -> float:
-    """Root mean square of the relative errors of (found, wanted)."""
+    """Return the root mean square of the relative errors of (found, wanted)."""
     return math.sqrt(statistics.fmean(math.log(found / wanted) ** 2 for found, wanted in pairs))

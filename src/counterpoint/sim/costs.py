@@ -15,26 +15,27 @@ from counterpoint.occupancy import residency
 from counterpoint.sim.calibration import Calibration, CharacterConstants, CollectiveConstants
 from counterpoint.sim.nodes import leaves_node
 from counterpoint.sim.power import clock_exponent
-from counterpoint.sim.rates import EXPONENT, smooth_minimum
+from counterpoint.sim.rates import EXPONENT, MemoryLatency, smooth_minimum
 from counterpoint.sim.reach import by_copies_bytes, by_kernels_bytes, collective_bytes_per_s, copies_bytes_per_s
 from counterpoint.sim.task import CopyWork, SmWork
-from counterpoint.sim.tiles import num_tiles
+from counterpoint.sim.tiles import num_tiles, stages
 from counterpoint.step import Collective, CollectiveKind, Copy, Footprint, Kernel, Operation
 from counterpoint.units import PS_PER_US, US_PER_S
 
 # PyTorch's mean over the ranks' blocks, torch 2.11 on H200, from a profiler trace: 32,768 CTAs for blocks of 32 MiB
 SUM_FOOTPRINT = Footprint(num_ctas=1, threads_per_cta=128, registers_per_thread=54, dynamic_shared_bytes=16)
 SUM_BYTES_PER_CTA = 1024
-SUMMED_COLLECTIVES = ("all_reduce", "reduce_scatter")  # copy engines and a sum do them
-USUAL_ELEMENT_TYPE: ElementType = "bf16"  # of a matmul or an attention that does not say its type
-LEAST_US = 1e-3  # no CTA and no copy takes less: rates are work per time
+SUMMED_COLLECTIVES = ("all_reduce", "reduce_scatter")  # collectives that copy engines and a sum can do
+USUAL_ELEMENT_TYPE: ElementType = "bf16"  # the assumed type of a matmul or an attention that does not state one
+LEAST_US = 1e-3  # least time of a CTA or a copy, because rates are work per time
 LEAST_TILE_BYTES = 4096  # a kernel with less keeps no tiles in shared memory, so its warps count; an assumption
 LEAST_TILE_REGISTERS = 128  # a thread with fewer keeps no tile of a matmul in registers; an assumption
+BYTES_OF_A_THREAD = 16  # that a thread of the kernel behind `saturation_warps` of streaming keeps in flight, in bf16
 CALIBRATION_WARP_SIZE = 32  # `saturation_warps` counts warps of the GPU it was measured on, whatever the machine's are
 
 
 def wire_bytes(kind: CollectiveKind, num_bytes: int, group_size: int) -> float:
-    """Bytes that each rank sends, as nccl-tests derives bus bandwidth."""
+    """Return the bytes that each rank sends, as nccl-tests derives bus bandwidth."""
     share = (group_size - 1) / group_size
     if kind == "all_reduce":
         return 2 * share * num_bytes
@@ -44,7 +45,7 @@ def wire_bytes(kind: CollectiveKind, num_bytes: int, group_size: int) -> float:
 
 
 class CostModel:
-    """Costs of operations on one machine, at a share of the clock that lone times were taken at."""
+    """The costs of operations on one machine, at a share of the clock at which lone times were taken."""
 
     def __init__(self, machine: Machine, calibration: Calibration, clock_share: float = 1.0) -> None:
         self._clock_share = clock_share
@@ -52,9 +53,10 @@ class CostModel:
         self._gpu = machine.gpu
         self._calibration = calibration
         self.hbm_bytes_per_s = machine.gpu.hbm_bytes_per_s * calibration.hbm_efficiency.value
+        self.latency = MemoryLatency(calibration.latency_at_low_load.value, calibration.latency_per_load.value)
 
     def lone_us(self, operation: Operation) -> float:
-        """Time of the operation alone, as the step describes it, without any control."""
+        """Return the time of the operation alone, as the step describes it, without any control."""
         if operation.lone_us is not None:
             return operation.lone_us
         if isinstance(operation, Kernel):
@@ -66,21 +68,23 @@ class CostModel:
         return self._copy_us(operation)
 
     def footprint(self, operation: Kernel | Collective) -> Footprint:
-        """The operation's footprint; for a collective without one, its library's usual one."""
+        """Return the operation's footprint; for a collective without one, its library's usual one."""
         if isinstance(operation, Kernel) or operation.footprint is not None:
             assert operation.footprint is not None, "a kernel always has a footprint"
             return operation.footprint
         return communication_footprint(self._gpu, operation.library)
 
     def kernel_work(self, kernel: Kernel) -> SmWork:
-        """What one CTA of a kernel is, at the kernel's own residency."""
+        """Return the work of one CTA of a kernel, at the kernel's own residency."""
         constants = self._calibration.characters[kernel.character]
         per_sm = self._ctas_per_sm(kernel)
         issue = self._issue_per_cta(kernel)
         effective = self._effective_ctas(kernel)
         clock_share = self._clock_share ** clock_exponent(kernel, self._calibration)
         hbm = clock_share * self._hbm_per_cta(kernel, constants, effective)
-        achieved = smooth_minimum(hbm * effective, self.hbm_bytes_per_s)
+        waits = constants.bottleneck != "issue" and kernel.cta_us is None
+        slowdown = self.latency.slowdown(hbm * effective / self.hbm_bytes_per_s, 0.0) if waits else 1.0
+        achieved = smooth_minimum(hbm * effective / slowdown, self.hbm_bytes_per_s)
         cta_us = max(self._cta_us(kernel, issue * per_sm, per_sm, achieved), LEAST_US)
         tiles = self._num_tiles(kernel, cta_us)
         if tiles:
@@ -94,22 +98,25 @@ class CostModel:
             is_work_sharing=kernel.is_work_sharing and not tiles,
             num_tiles=tiles,
             cta_time_spread=kernel.cta_time_spread,
-            latency_per_load=constants.latency_per_load,
+            waits_for_memory=waits,
+            loads_l2=constants.bottleneck == "issue",
         )
 
     def shared_work(self, kernel: Kernel) -> float:
-        """What the CTAs of a work-sharing kernel do together, in CTAs of its reference state; 0 for any other kernel."""
+        """Return the total work of a work-sharing kernel, in CTAs of its reference state; 0 for any other kernel."""
         return self._waves(kernel) * self._effective_ctas(kernel) if kernel.is_work_sharing else 0.0
 
     def _issue_per_cta(self, kernel: Kernel) -> float:
-        """Share of an SM's throughput that one CTA can use at most; 0 where the SM does not limit the kernel."""
+        """Return the share of an SM's throughput that one CTA can use at most; 0 if the SM does not limit the kernel."""
         constants = self._calibration.characters[kernel.character]
         if constants.bottleneck == "hbm" or kernel.cta_us is not None:
             return 0.0
         return 1 / self._saturating_ctas(constants, kernel)
 
     def _effective_ctas(self, kernel: Kernel) -> float:
-        """Resident CTAs, each weighted by its speed: on SMs that hold one CTA less than the fullest, they run faster."""
+        """Return the resident CTAs, each weighted by its speed: on SMs that hold one CTA less than the fullest, they run
+        faster.
+        """
         num_sms, issue = self._gpu.num_sms, self._issue_per_cta(kernel)
         resident = self._resident_ctas(kernel)
         fewer, num_fuller = divmod(resident, num_sms)
@@ -119,13 +126,13 @@ class CostModel:
         return float(num_fuller * (fewer + 1) + (num_sms - num_fuller) * fewer * faster ** (1 / EXPONENT))
 
     def _ctas_per_sm(self, kernel: Kernel) -> int:
-        """CTAs of the kernel on an SM in its reference state: alone and uncapped."""
+        """Return the CTAs of the kernel on an SM in its reference state: alone and uncapped."""
         return min(
             residency(self._gpu, kernel.footprint).ctas_per_sm, math.ceil(kernel.footprint.num_ctas / self._gpu.num_sms)
         )
 
     def _cta_us(self, kernel: Kernel, issue_reference: float, per_sm: int, hbm_achieved: float) -> float:
-        """Time of one CTA in the reference state: as stated, from the lone time, or from the work."""
+        """Return the time of one CTA in the reference state: as stated, from the lone time, or from the work."""
         if kernel.cta_us is not None:
             return kernel.cta_us * (1 + kernel.cta_time_spread / 2)
         if kernel.lone_us is not None:
@@ -135,10 +142,24 @@ class CostModel:
         resident, total = self._resident(kernel), float(kernel.footprint.num_ctas)
         if kernel.is_work_sharing:
             total = self.shared_work(kernel)
-        return max(self._busy_us(kernel, issue_reference, per_sm), memory_us) * resident / total
+        busy_us = self._busy_us(kernel, issue_reference, per_sm)
+        return max(busy_us, memory_us, self._staged_us(kernel, memory_us)) * resident / total
+
+    def _staged_us(self, kernel: Kernel, memory_us: float) -> float:
+        """Time of a library's matmul whose stages are too few to load one while another is multiplied; 0 where unknown."""
+        found = stages(kernel)
+        if found is None:
+            return 0.0
+        number, steps = found
+        multiplied_us = US_PER_S * (kernel.flops or 0.0) / self._reached_flops_per_s(kernel)
+        one_by_one_us = memory_us + multiplied_us * self._gpu.num_sms / self._resident_ctas(kernel)
+        warps = self._calibration.characters["streaming"].saturation_warps * self._gpu.num_sms
+        latency_us = US_PER_S * warps * CALIBRATION_WARP_SIZE * BYTES_OF_A_THREAD / self.hbm_bytes_per_s
+        rounds = math.ceil(self._num_tiles(kernel, one_by_one_us) / self._resident_ctas(kernel))
+        return (one_by_one_us + rounds * steps * latency_us) / max(1, number - 1)
 
     def _reached_bytes_per_s(self, kernel: Kernel, hbm_achieved: float) -> float:
-        """What the kernel can have of the memory; `hbm_achieved` where its bytes in flight limit it."""
+        """Return the memory bandwidth that the kernel can get; `hbm_achieved` if its bytes in flight limit it."""
         constants = self._calibration.characters[kernel.character]
         match constants.bottleneck:
             case "hbm":
@@ -149,7 +170,9 @@ class CostModel:
                 return self.hbm_bytes_per_s
 
     def _resident(self, kernel: Kernel) -> float:
-        """CTAs of the kernel on the GPU in its reference state; of a work-sharing one, weighted by their speed."""
+        """Return the CTAs of the kernel on the GPU in its reference state; for a work-sharing one, weighted by their
+        speed.
+        """
         return self._effective_ctas(kernel) if kernel.is_work_sharing else self._resident_ctas(kernel)
 
     def _num_tiles(self, kernel: Kernel, cta_us: float) -> int:
@@ -161,7 +184,9 @@ class CostModel:
         return min(kernel.footprint.num_ctas, residency(self._gpu, kernel.footprint).ctas_per_sm * self._gpu.num_sms)
 
     def _busy_us(self, kernel: Kernel, issue_reference: float, per_sm: int) -> float:
-        """Time that the SMs take for the kernel's operations and for its bytes from L2, in its reference state."""
+        """Return the time that the SMs take for the kernel's operations and for its bytes from L2, in its reference
+        state.
+        """
         gpu, constants = self._gpu, self._calibration
         peak = self._reached_flops_per_s(kernel)
         l2 = constants.l2_bytes_per_cycle_per_sm.value * gpu.num_sms * gpu.clock_mhz * 1e6
@@ -171,7 +196,7 @@ class CostModel:
         return busy_us / sm_share * per_sm * gpu.num_sms / self._resident(kernel)
 
     def _reached_flops_per_s(self, kernel: Kernel) -> float:
-        """Operations per second that a kernel of this kind and type reaches on the whole GPU."""
+        """Return the operations per second that a kernel of this kind and type reaches on the whole GPU."""
         calibration, ordinary = self._calibration, self._gpu.fp32_flops_per_s
         if kernel.character not in ("matmul", "attention"):
             return ordinary * calibration.fp32_peak_fraction.value
@@ -184,7 +209,7 @@ class CostModel:
         return peak * calibration.matmul_fraction(element_type)
 
     def _hbm_per_cta(self, kernel: Kernel, constants: CharacterConstants, effective_ctas: float) -> float:
-        """Bytes per second that one CTA can keep in flight."""
+        """Return the bytes per second that one CTA can keep in flight."""
         if kernel.cta_us is not None:
             return (kernel.hbm_bytes or 0.0) / kernel.footprint.num_ctas * US_PER_S / kernel.cta_us
         if constants.bottleneck == "hbm":
@@ -197,10 +222,14 @@ class CostModel:
             per_sm = self._ctas_per_sm(kernel)
             busy_us = self._busy_us(kernel, self._issue_per_cta(kernel) * per_sm, per_sm)
             fraction = min(fraction, kernel.hbm_bytes * US_PER_S / self.hbm_bytes_per_s / busy_us) if busy_us else fraction
+        if constants.bottleneck == "latency":
+            fraction *= 1 + self.latency.at_low_load * fraction  # what is kept in flight, at idle latency
         return fraction * self.hbm_bytes_per_s / effective_ctas
 
     def _waves(self, kernel: Kernel) -> float:
-        """Time of the kernel alone in units of one CTA's reference time; CTAs of the last, partial wave run faster."""
+        """Return the time of the kernel alone in units of one CTA's reference time; CTAs of the last, partial wave run
+        faster.
+        """
         footprint = kernel.footprint
         slots = residency(self._gpu, footprint).ctas_per_sm * self._gpu.num_sms
         if kernel.is_work_sharing:
@@ -214,15 +243,19 @@ class CostModel:
         if constants.bottleneck == "hbm":
             saturating = self._saturating_ctas(constants, kernel) * self._gpu.num_sms
             usual, last = slots / saturating, rest / saturating
+            slowdown, last_slowdown = self.latency.slowdown(usual, 0.0), self.latency.slowdown(last, 0.0)
+            faster, usual, last = last_slowdown / slowdown, usual / slowdown, last / last_slowdown
         else:
-            per_sm = math.ceil(rest / self._gpu.num_sms)
+            per_sm, faster = math.ceil(rest / self._gpu.num_sms), 1.0
             usual, last = (
                 number / self._saturating_ctas(constants, kernel) for number in (slots / self._gpu.num_sms, per_sm)
             )
-        return float(full + ((1 + last**EXPONENT) / (1 + usual**EXPONENT)) ** (1 / EXPONENT))
+        return float(full + faster * ((1 + last**EXPONENT) / (1 + usual**EXPONENT)) ** (1 / EXPONENT))
 
     def _saturating_ctas(self, constants: CharacterConstants, kernel: Kernel) -> float:
-        """CTAs per SM from which on the bottleneck is saturated: by bytes of tiles or by warps, whichever comes first."""
+        """Return the CTAs per SM above which the bottleneck is saturated: by bytes of tiles or by warps, whichever comes
+        first.
+        """
         footprint = kernel.footprint
         has_tiles = bool(constants.saturation_shared_bytes) and footprint.shared_bytes >= LEAST_TILE_BYTES
         saturation_warps = constants.saturation_warps
@@ -235,7 +268,7 @@ class CostModel:
         return by_warps
 
     def collective_work(self, collective: Collective, planned: Footprint) -> SmWork:
-        """What one CTA of a collective is when it runs with `planned.num_ctas` CTAs instead of its own number."""
+        """Return the work of one CTA of a collective that runs with `planned.num_ctas` CTAs instead of its own number."""
         usual = self.footprint(collective)
         constants = self._calibration.collectives[collective.collective]
         link_limit = self._link_limit(collective, constants)
@@ -249,23 +282,27 @@ class CostModel:
         alone = smooth_minimum(planned.num_ctas * link_per_cta, link_limit) / planned.num_ctas
         lone_us = collective.lone_us if collective.lone_us is not None else self._collective_us(collective, usual)
         waiting_us = min(constants.latency_us_of(collective.num_bytes), lone_us)
-        # bytes are shared out over the planned CTAs; latency and peers take as long however many there are
+        # bytes are divided among the planned CTAs; latency and peers take as long for any number of CTAs
         moving_us = (lone_us - waiting_us) * usual.num_ctas / planned.num_ctas
         cta_us = moving_us + (waiting_us + collective.peer_wait_us) * alone / reference
-        return self._wire_work(cta_us, usual.num_ctas, reference, (self._clock_share * link_per_cta, link_limit))
+        link = (self._clock_share * link_per_cta, link_limit)
+        return self._wire_work(cta_us, usual.num_ctas, reference, link, constants.latency_weight)
 
     def light_work(self, collective: Collective, planned: Footprint) -> SmWork:
-        """What one CTA of a light kernel is that does a collective with `planned.num_ctas` CTAs."""
+        """Return the work of one CTA of a light kernel that does a collective with `planned.num_ctas` CTAs."""
         constants = self._calibration.light_collectives[collective.collective]
         link_limit = self._wire_bytes_per_s(collective) * constants.fraction_of_link(collective.group_size)
         rate = smooth_minimum(planned.num_ctas * constants.bytes_per_s_per_cta, link_limit) / planned.num_ctas
         moved = wire_bytes(collective.collective, by_kernels_bytes(collective), collective.group_size) / planned.num_ctas
         lone_us = constants.latency_us + collective.peer_wait_us + US_PER_S * moved / rate
-        link_per_cta = self._clock_share * constants.bytes_per_s_per_cta
-        return self._wire_work(lone_us, planned.num_ctas, rate, (link_per_cta, link_limit))
+        link = (self._clock_share * constants.bytes_per_s_per_cta, link_limit)
+        return self._wire_work(lone_us, planned.num_ctas, rate, link, constants.latency_weight)
 
-    def _wire_work(self, cta_us: float, num_ctas: int, reference: float, link: tuple[float, float]) -> SmWork:
-        """What one CTA of a collective draws on; alone, each of `num_ctas` moves `reference` bytes per second.
+    def _wire_work(
+        self, cta_us: float, num_ctas: int, reference: float, link: tuple[float, float], latency_weight: float
+    ) -> SmWork:
+        """Return the resources that one CTA of a collective uses; alone, each of `num_ctas` moves `reference` bytes per
+        second.
 
         `link`: the most that a CTA can move, and that all can, in bytes per second.
         """
@@ -280,10 +317,11 @@ class CostModel:
             link_per_cta=link[0],
             link_limit=link[1],
             link_reference=reference,
+            latency_weight=latency_weight,
         )
 
     def copy_work(self, operation: Copy | Collective) -> CopyWork:
-        """A copy, or a collective that copy engines move."""
+        """Return the work of a copy, or of a collective that copy engines move."""
         if isinstance(operation, Copy):
             lone_us = max(self.lone_us(operation), LEAST_US)
             rate = operation.num_bytes * US_PER_S / lone_us
@@ -302,7 +340,8 @@ class CostModel:
         return self._copies(lone_us, operation)
 
     def reducing_copies(self, collective: Collective) -> tuple[CopyWork, Kernel, CopyWork | None]:
-        """A reducing collective by copies: blocks to their ranks, the sum of the own block, and, if wanted, the sums back.
+        """Return a reducing collective by copies: blocks to their ranks, the sum of the own block, and, if wanted, the
+        sums back.
 
         As `integrations/lane_collectives.py` does it: a rank's own block is copied within its memory.
         """
@@ -316,9 +355,10 @@ class CostModel:
         return copies, self._sum(collective), copies if collective.collective == "all_reduce" else None
 
     def _sum(self, collective: Collective) -> Kernel:
-        """The sum of the ranks' blocks: each CTA waits for its own loads, so its time hardly depends on how many those are.
+        """Return the sum of the ranks' blocks: each CTA waits for its own loads, so its time hardly depends on their
+        number.
 
-        Where all CTAs that fit would load more than the memory delivers, the memory sets their time.
+        If all CTAs that fit would load more than the memory delivers, the memory determines their time.
         """
         block_bytes, num_blocks = collective.num_bytes / collective.group_size, collective.group_size + 1
         num_ctas = max(1, math.ceil(block_bytes / SUM_BYTES_PER_CTA))
@@ -335,28 +375,30 @@ class CostModel:
         )
 
     def all_copies(self, collective: Collective) -> CopyWork:
-        """All copies of a collective that copy engines move, one after the other."""
+        """Return all copies of a collective that copy engines move, one after the other."""
         if collective.collective in SUMMED_COLLECTIVES:
             copies, _, back = self.reducing_copies(collective)
             return copies if back is None else msgspec.structs.replace(copies, lone_ps=copies.lone_ps + back.lone_ps)
         return self.copy_work(collective)
 
     def copied_us(self, collective: Collective) -> float:
-        """Time of the collective's copies alone."""
+        """Return the time of the collective's copies alone."""
         return self.all_copies(collective).lone_ps / PS_PER_US
 
     def _link(self, collective: Collective) -> Link:
-        """What the collective's data goes over; one of more ranks than a node has comes here only with its measured time."""
+        """Return the link that the collective uses; one with more ranks than a node has gets here only with its measured
+        time.
+        """
         network = self.machine.network
         return self.machine.link if network is None or collective.group_size <= self.machine.num_gpus else network
 
     def _wire_bytes_per_s(self, collective: Collective) -> float:
-        """The most that each rank of a library's collective could send."""
+        """Return the most that each rank of a library's collective could send."""
         num_ranks = min(collective.group_size, max(2, self.machine.num_gpus))
         return collective_bytes_per_s(self._link(collective), collective.collective, num_ranks)
 
     def _link_limit(self, collective: Collective, constants: CollectiveConstants) -> float:
-        """What links allow the collective: over several nodes what it was measured to reach, since no model says more."""
+        """Return the link limit of the collective; over several nodes it is the measured rate, because no model exists."""
         stated = self._wire_bytes_per_s(collective) * constants.fraction_of_link(collective.group_size)
         if collective.lone_us is None or not leaves_node(collective, self.machine):
             return stated
@@ -365,13 +407,15 @@ class CostModel:
         return min(moved * US_PER_S / moving_us, self.machine.link.bytes_per_s) or stated
 
     def _copies(self, lone_us: float, collective: Collective) -> CopyWork:
-        """Copies of a rank to its peers, one after the other; those of another collective may use the rest of its links."""
+        """Return the copies of a rank to its peers, one after the other; those of another collective may use the rest of
+        its links.
+        """
         rate, limit = self._copy_bytes_per_s(collective), self._wire_bytes_per_s(collective)
         most = max(rate, limit * self._calibration.copy_engine_fraction.value)
         return CopyWork(lone_ps=lone_us * PS_PER_US, hbm_demand=2 * rate, link_demand=rate, link_limit=most)
 
     def _copy_bytes_per_s(self, collective: Collective) -> float:
-        """What copy engines reach where a rank's copies to its peers follow one another."""
+        """Return what copy engines reach if a rank's copies to its peers follow one another."""
         num_ranks = min(collective.group_size, max(2, self.machine.num_gpus))
         return copies_bytes_per_s(self._link(collective), num_ranks) * self._calibration.copy_engine_fraction.value
 

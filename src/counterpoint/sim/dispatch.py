@@ -10,21 +10,21 @@ from counterpoint.sim.task import SmTask
 
 
 class DispatchQueue:
-    """Tasks that still have CTAs to place, greatest priority first, then in order of arrival."""
+    """Tasks that still have CTAs to place, highest priority first, then in order of arrival."""
 
     def __init__(self) -> None:
         self._tasks: list[SmTask] = []
         self._arrivals = 0
 
     def add(self, task: SmTask) -> None:
-        """Let `task` compete for SMs from now on."""
+        """Add `task` to those that compete for SMs."""
         self._arrivals += 1
         task.arrival = self._arrivals
         self._tasks.append(task)
         self._tasks.sort(key=lambda waiting: (waiting.priority, waiting.arrival))
 
     def remove(self, task: SmTask) -> None:
-        """Forget `task`, whose shared work ended before all its CTAs found an SM."""
+        """Remove `task`, whose shared work ended before all its CTAs found an SM."""
         if task in self._tasks:
             self._tasks.remove(task)
 
@@ -37,5 +37,5 @@ class DispatchQueue:
             self._tasks.pop(0)
 
     def head(self) -> SmTask | None:
-        """The task whose CTAs go next, if any still waits."""
+        """The task whose CTAs are placed next, if any still waits."""
         return self._tasks[0] if self._tasks else None

@@ -32,12 +32,15 @@ from counterpoint.sim.nodes import obstacle_to_copies
 from counterpoint.sim.overlapped import OverlapEstimate, OverlapModel
 from counterpoint.step import Collective, Copy, Footprint, Kernel, Operation, Step
 
-COPY_ENGINE_COLLECTIVES = ("all_gather", "all_to_all", "broadcast", "send_recv")  # copy engines alone do them
+# collectives that copy engines alone can do
+COPY_ENGINE_COLLECTIVES = ("all_gather", "all_to_all", "broadcast", "send_recv")
 NCCL_EXTRA_THREADS = 32  # ring kernels have one warp above NCCL_NTHREADS: 544 threads at its usual 512 (NCCL 2.28.9)
 
 
 class Overlap(msgspec.Struct, frozen=True, kw_only=True):
-    """A collective as one operator with its matmuls, and what that leaves exposed: before them, or after if they feed it."""
+    """A collective as one operator with its matmuls, and the time that stays exposed: before them, or after them if they
+    feed it.
+    """
 
     pair: MatmulPair
     exposed_us: float
@@ -45,9 +48,9 @@ class Overlap(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Effect(msgspec.Struct, frozen=True, kw_only=True):
-    """What a plan's controls amount to for one operation. `overlap` goes before `uses_copy_engine`.
+    """The combined effect of a plan's controls on one operation. `overlap` takes precedence over `uses_copy_engine`.
 
-    `is_saved`: an operator of the plan needs it no more.
+    `is_saved`: an operator of the plan makes this operation unnecessary.
     """
 
     footprint: Footprint | None
@@ -71,7 +74,9 @@ class EffectReader:
         self._experts: ExpertModel | None = None
 
     def effects(self) -> list[Effect]:
-        """One for each operation, in the order of the step. Raises `PlanError` for a control that cannot apply."""
+        """Return one effect for each operation, in the order of the step. Raises `PlanError` for a control that cannot
+        apply.
+        """
         each = zip(self._step.operations, self._plan.controls_of(self._step), strict=True)
         effects = [self._effect(index, operation, controls) for index, (operation, controls) in enumerate(each)]
         for layer in self._experts.layers.found if self._experts else ():
@@ -81,7 +86,7 @@ class EffectReader:
         return effects
 
     def _effect(self, index: int, operation: Operation, controls: Sequence[Control]) -> Effect:
-        """Fold the plan's controls for one operation into what it will be launched with."""
+        """Combine the plan's controls for one operation into its launch."""
         footprint = None if isinstance(operation, Copy) else self._costs.footprint(operation)
         is_moved = isinstance(operation, Collective) and operation.transport == "copy_engine"
         effect = Effect(footprint=footprint, uses_copy_engine=is_moved)
@@ -129,7 +134,9 @@ class EffectReader:
             )
 
     def _overlap(self, index: int, control: OverlapMatmul, where: str) -> Overlap | None:
-        """The collective as part of an operator; None for an all-to-all of sizes, which experts' operators exchange, too."""
+        """Return the collective as part of an operator; None for an all-to-all of sizes, which experts' operators
+        exchange as well.
+        """
         if self._pairs is None or self._model is None or self._experts is None:
             self._pairs = MatmulPairs(self._step)
             self._model = OverlapModel(self._step, self._machine, self._calibration)
@@ -164,7 +171,7 @@ def _check_transport(control: Transport, collective: Collective, where: str) -> 
 
 
 def obstacle_to_light(collective: Collective, gpu: Gpu, calibration: Calibration) -> str:
-    """Why no light kernel can do a collective on that GPU, or nothing."""
+    """Return why no light kernel can do a collective on that GPU, or nothing."""
     if collective.collective not in calibration.light_collectives:
         return f"light kernels were measured for {', '.join(calibration.light_collectives) or 'no collective'} only"
     if collective.group_size > MOST_LIGHT_RANKS:
@@ -184,12 +191,12 @@ def _check_light(obstacle: str, where: str) -> None:
 
 
 def light_footprint(gpu: Gpu, control: LightKernel) -> Footprint:
-    """What a light kernel takes of an SM. Raises `MachineError` for a GPU that it was never compiled for."""
+    """Return a light kernel's footprint. Raises `MachineError` for a GPU for which it was never compiled."""
     return msgspec.structs.replace(communication_footprint(gpu, LIGHT_LIBRARY), num_ctas=control.num_ctas)
 
 
 def _check_priority(control: Priority, machine: Machine) -> None:
-    """A priority that the driver ignores, or does not have, would be no control at all."""
+    """Refuse a priority that the driver ignores or does not have, because it would have no effect."""
     gpu = machine.gpu
     if control.priority and not gpu.priority_is_effective:
         raise PlanError(
@@ -223,7 +230,7 @@ def _check_cap(cap: ResidencyCap, kernel: Kernel, where: str, machine: Machine) 
 
 
 def capped(footprint: Footprint, cap: ResidencyCap) -> Footprint:
-    """The footprint under a residency cap: more dynamic shared memory, and the carveout to match."""
+    """Return the footprint under a residency cap: more dynamic shared memory, and the carveout to match."""
     return msgspec.structs.replace(
         footprint,
         dynamic_shared_bytes=max(cap.dynamic_shared_bytes, footprint.dynamic_shared_bytes),
@@ -232,7 +239,7 @@ def capped(footprint: Footprint, cap: ResidencyCap) -> Footprint:
 
 
 def with_ctas(footprint: Footprint, control: CommunicationCtas) -> Footprint:
-    """The footprint of a collective limited to `max_ctas`, in clusters no larger than that."""
+    """Return the footprint of a collective limited to `max_ctas`, in clusters no larger than that."""
     num_ctas = min(footprint.num_ctas, control.max_ctas)
     cluster = max(size for size in (1, 2, 4, 8, 16) if size <= footprint.ctas_per_cluster and num_ctas % size == 0)
     threads = footprint.threads_per_cta if control.num_threads is None else control.num_threads + NCCL_EXTRA_THREADS

@@ -17,15 +17,15 @@ from counterpoint.sim.task import DONE, Cohort, CopyQueue, CopyTask, SmTask
 from counterpoint.step import Footprint
 from counterpoint.value import Value
 
-# Where CTAs differ in length (`cta_time_spread`):
-MAX_FOLLOWED_CTAS = 1024  # so many in a step are followed one by one; above, as below
+# Limits for kernels whose CTAs differ in length (`cta_time_spread`):
+MAX_FOLLOWED_CTAS = 1024  # up to this many CTAs in a step are simulated one by one; above, as below
 BATCH = 1 / 64  # CTAs that end within this part of a CTA's time, and a quarter of the spread, end together
 FOLLOWED_WAVES = 2  # the last waves of a kernel are followed, so that its end and its neighbors' starts are as they would be
-LEAST_HANDED_WAVES = 2  # fewer are not worth handing out
+LEAST_HANDED_WAVES = 2  # fewer CTAs are not handed out ahead
 
 
 class Launch(Value, frozen=True, kw_only=True):
-    """When an operation may start: after which others, how long after each, and not before `earliest_ps`.
+    """When an operation may start: after which other operations, how long after each, and not before `earliest_ps`.
 
     `hold_ps` is a head start: the time its stream is held once the operation could have started.
     """
@@ -36,7 +36,7 @@ class Launch(Value, frozen=True, kw_only=True):
 
 
 class Engine:
-    """Runs tasks to the end. `tasks[i]` is ready as `launches[i]` says; both are used up by one run."""
+    """Runs tasks to the end. `launches[i]` says when `tasks[i]` is ready; a run uses up both."""
 
     def __init__(
         self,
@@ -69,7 +69,7 @@ class Engine:
                 self._followers[earlier].append((index, delay_ps))
 
     def run(self) -> list[tuple[int, int]]:
-        """Start and end of every operation, in picoseconds from the start of the step."""
+        """Return start and end of every operation, in picoseconds from the start of the step."""
         for index, missing in enumerate(self._missing):
             if missing == 0:
                 self._schedule(index)
@@ -98,7 +98,7 @@ class Engine:
             self._queue.add(task)
 
     def _note_starts(self) -> None:
-        """Tasks that got their first CTA or their copy engine just now are running."""
+        """Record that tasks which just got their first CTA or their copy engine are running."""
         for index in self._copies.start_next():
             self._starts[index] = self._now
             self._running[index] = self._tasks[index]
@@ -110,23 +110,25 @@ class Engine:
                     self._running[cohort.task.index] = cohort.task
 
     def _next_event(self) -> int:
-        """The next time at which anything can change: a timer, the end of CTAs, of shared work or of a copy."""
+        """Return the next time at which anything can change: a timer, the end of CTAs, of shared work or of a copy."""
         soonest = self._timers[0][0] if self._timers else None
         waits = [wait for wait in map(_time_left, self._running.values()) if wait is not None]
-        uneven: list[tuple[float, Cohort]] = []
+        uneven: list[Cohort] = []  # beside each of them in `ends` when it ends; pairs would be objects for the collector
+        ends: list[float] = []
         for group in self._sms.groups:
             for cohort in group.cohorts:
                 work = cohort.task.work
                 if work.is_work_sharing:
                     continue
                 if work.cta_time_spread:
-                    uneven.append((cohort.remaining / cohort.rate, cohort))
+                    uneven.append(cohort)
+                    ends.append(cohort.remaining / cohort.rate)
                     continue
-                # a slot with several CTAs handed to it matters when it begins the last one
+                # a slot with several CTAs matters only when it begins the last one
                 left = cohort.remaining - 1 if cohort.ahead and cohort.remaining > 1 + DONE else cohort.remaining
                 waits.append(left / cohort.rate)
         if uneven:
-            waits.append(self._batch_end(uneven))
+            waits.append(self._batch_end(uneven, ends))
         if waits:
             end = self._now + max(1, math.ceil(min(waits)))
             soonest = end if soonest is None else min(soonest, end)
@@ -135,21 +137,21 @@ class Engine:
             self._batch = []
         return soonest
 
-    def _batch_end(self, uneven: Sequence[tuple[float, Cohort]]) -> float:
-        """When the next CTAs of different lengths end; few CTAs end each at its own time.
+    def _batch_end(self, uneven: Sequence[Cohort], ends: Sequence[float]) -> float:
+        """Return when the next CTAs of different lengths end; if there are few, each ends at its own time.
 
         Those that end within a small part of a CTA's time end together: at the mean of their times where others follow, so
         that no time is gained or lost; at the last of their times where none follow, for that is the end of their kernel.
         """
-        first, earliest = min(uneven, key=lambda entry: entry[0])
+        first = min(ends)
         if self._is_exact:
             return first
+        earliest = uneven[ends.index(first)]
         last = first + min(BATCH, earliest.task.work.cta_time_spread / 4) / earliest.rate
-        together = [entry for entry in uneven if entry[0] <= last]
-        self._batch = [cohort for _, cohort in together]
-        if not earliest.task.num_unplaced:
-            return max(wait for wait, _ in together)
-        return sum(wait for wait, _ in together) / len(together)
+        places = [place for place, end in enumerate(ends) if end <= last]
+        self._batch = [uneven[place] for place in places]
+        together = [ends[place] for place in places]
+        return sum(together) / len(together) if earliest.task.num_unplaced else max(together)
 
     def _runs_uneven(self) -> bool:
         return any(isinstance(task, SmTask) and task.work.cta_time_spread for task in self._running.values())
@@ -177,7 +179,7 @@ class Engine:
                     self._copies.finish(task.index)
                     self._finish(task.index)
             elif task.work.is_work_sharing and task.shared_work <= DONE:
-                # whoever found no SM finds no work either
+                # a CTA that found no SM finds no work either
                 self._sms.retire(task)
                 self._queue.remove(task)
                 task.num_unplaced = 0
@@ -200,10 +202,10 @@ class Engine:
                 self._schedule(follower)
 
     def _recall(self) -> None:
-        """Take back the CTAs and tiles that were handed to slots ahead of time."""
+        """Take back the CTAs and tiles that were given to slots ahead of time."""
         for group in self._sms.groups:
             for cohort in group.cohorts:
-                if ahead := cohort.recall():
+                if cohort.ahead and (ahead := cohort.recall()):
                     number = ahead * cohort.count * group.num_sms()
                     if cohort.task.work.num_tiles:
                         cohort.task.tiles_left += number
@@ -211,7 +213,7 @@ class Engine:
                         cohort.task.num_unplaced += number
 
     def _hand_out(self) -> None:
-        """Give the slots of the first waiting task its next CTAs, and those of kernels with tiles their next tiles."""
+        """Give the slots of the first waiting task its next CTAs, and slots of kernels with tiles their next tiles."""
         head = self._queue.head()
         if head is not None and not (self._is_exact or head.work.is_work_sharing or head.work.num_tiles):
             head.num_unplaced = self._handed(head, head.num_unplaced)
@@ -220,17 +222,26 @@ class Engine:
                 task.tiles_left = self._handed(task, task.tiles_left)
 
     def _handed(self, task: SmTask, number: int) -> int:
-        """Hand slots their part of `number` in proportion to their speed, as far as whole waves go; returns what is left.
+        """Give slots their part of `number` in proportion to their speed, in whole waves; return what is left.
 
         Where CTAs differ in length, the last waves are followed, and those handed out shift each slot by what their lengths
         add up to: by chance, up to half a CTA.
         """
-        cohorts = [(group, cohort) for group in self._sms.groups for cohort in group.cohorts if cohort.task is task]
-        speed = sum(cohort.count * group.num_sms() * cohort.rate for group, cohort in cohorts)
+        if task.work.cta_time_spread and number < task.num_resident:
+            return number  # the last waves are followed
+        cohorts, ctas = [], []
+        speed = 0.0
+        for group in self._sms.groups:
+            num_sms = group.num_sms()
+            for cohort in group.cohorts:
+                if cohort.task is task:
+                    cohorts.append(cohort)
+                    ctas.append(cohort.count * num_sms)
+                    speed += ctas[-1] * cohort.rate
         if speed == 0:
             return number
         duration = number / speed
-        for group, cohort in cohorts:
+        for cohort, num_ctas in zip(cohorts, ctas, strict=True):
             ahead = math.floor(duration * cohort.rate + DONE)
             length = 1.0
             if task.work.cta_time_spread:
@@ -239,12 +250,12 @@ class Engine:
                     continue
                 length += length_shift(task, ahead) / ahead
             cohort.hand(ahead, length)
-            number -= ahead * cohort.count * group.num_sms()
+            number -= ahead * num_ctas
         return number
 
 
 def _time_left(task: SmTask | CopyTask) -> float | None:
-    """Picoseconds until a copy or shared work ends at the present rate; None where single CTAs decide."""
+    """Return picoseconds until a copy or shared work ends at the present rate; None if single CTAs decide."""
     if isinstance(task, CopyTask):
         return task.remaining / task.rate
     return task.shared_work / task.rate if task.work.is_work_sharing else None

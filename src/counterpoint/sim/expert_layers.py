@@ -1,11 +1,7 @@
 """Which all-to-alls of a step bring tokens to experts and take them back, with the matmuls between them, and what of their
 time operators would leave exposed.
 
-Two all-to-alls of one group belong together where the second gives back what the first brought and matmuls lie between them.
-An operator has the experts in groups: all but the first group's rows come while earlier groups are computed, all but the
-last group's results go while later ones are, and what came back is copied to its rows. Rows are copied to where the matmuls
-read them, so kernels that only put them in another order before the first matmul and after the last fall away; those are
-known by their names, and in a step without such names nothing falls away. What ranks wait for each other stays.
+Two all-to-alls of one group belong together if the second returns what the first brought and matmuls lie between them.
 """
 
 import re
@@ -20,7 +16,7 @@ from counterpoint.step import Collective, Copy, Kernel, Operation, Step, UnevenP
 from counterpoint.units import US_PER_S
 from counterpoint.value import Value
 
-MOST_COUNTS_BYTES = 1 << 16  # of an all-to-all of counts: 8 bytes for each of 8,192 experts
+MOST_COUNTS_BYTES = 1 << 16  # most bytes of an all-to-all of counts: 8 bytes for each of 8,192 experts
 # Kernels that put rows in another order, or find out in which: torch's cat, index, index_put, gather, their gradients, sorts
 # and scans of indices, fills (of padding), torchtitan's own (torch 2.11, torchtitan 0.2.2)
 REORDERS = re.compile(
@@ -31,7 +27,8 @@ REORDERS = re.compile(
 class ExpertLayer(Value, frozen=True, kw_only=True):
     """The two all-to-alls of an expert layer in one direction, by number, and what runs between them on its stream.
 
-    `matmuls` are in order. `reorders` only put rows in another order. `counts` is the all-to-all of the sizes before it.
+    `matmuls` are in order. `reorders` are kernels that only reorder rows. `counts` is the all-to-all of the sizes before
+    it.
     """
 
     dispatch: int
@@ -42,7 +39,7 @@ class ExpertLayer(Value, frozen=True, kw_only=True):
 
 
 class ExpertLayers:
-    """The expert layers of one step, and why other all-to-alls with stated parts belong to none."""
+    """The expert layers of one step, and why other all-to-alls with stated parts do not belong to one."""
 
     def __init__(self, step: Step) -> None:
         self._operations = step.operations
@@ -72,7 +69,7 @@ class ExpertLayers:
             place += 1
 
     def _layer(self, dispatch: int, combine: int, counts: int | None) -> ExpertLayer | None:
-        """The layer between two all-to-alls, if they belong together."""
+        """Return the layer between two all-to-alls, if they belong together."""
         brought, returned = self._parts(dispatch), self._parts(combine)
         if not returned.returns(brought):
             return None
@@ -103,7 +100,9 @@ class ExpertLayers:
 
 
 class ExpertExchange(Value, frozen=True, kw_only=True):
-    """One all-to-all of an expert layer as part of an operator: what stays exposed, and the matmuls that hide the rest."""
+    """One all-to-all of an expert layer as part of an operator: the time that stays exposed, and the matmuls that hide
+    the rest.
+    """
 
     pair: MatmulPair
     exposed_us: float
