@@ -151,7 +151,7 @@ def test_several_optimizers_make_one_step(driver: Path, tmp_path: Path) -> None:
     ended = run("--tune", "--budget", "120", "--", *TORCHRUN, JOB, driver, "--steps", "80")
     assert ended.returncode == 0
     assert not any("GAIN after" in line for line in own_lines(ended)), ended.stderr
-    told = next(line for line in own_lines(ended) if "ended after 80 steps while live tuning was" in line)
+    told = next(line for line in own_lines(ended) if "ended after 80 steps, while live tuning was" in line)
     assert "until step 120" in told
 
 
