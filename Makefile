@@ -1,6 +1,7 @@
 # make           this list
 # make test      everything that needs no GPU: lint, format, types, unit and golden tests
 # make demo      set up, then plan two profiler traces by simulation
+# make test-ray  the tests that need Ray, which is installed for them alone: it is 70 MB
 # make images    draw the README's pictures anew
 # make test-gpu  the tests that need one GPU or more
 # make bench     the benchmarks that need no GPU
@@ -16,7 +17,7 @@ BIN := $(VENV)/bin
 PIP_INSTALL := $(BIN)/python -m pip --disable-pip-version-check install --quiet --no-input
 CHECKED := $(wildcard src tests benchmarks examples website)
 
-.PHONY: help test demo docs images test-gpu bench wheel setup torch compiler clean
+.PHONY: help test test-ray demo docs images test-gpu bench wheel setup torch compiler clean
 
 # the comment at the top of this file
 help:
@@ -40,6 +41,10 @@ images: $(VENV)/installed-plain
 # the theme's makers warn of a next major version of MkDocs, which the constraints keep out
 docs: $(VENV)/installed-docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+test-ray: setup
+	$(PIP_INSTALL) --constraint constraints.txt "ray>=2.40,<3"
+	$(BIN)/pytest -rs tests/unit/test_cluster_ray.py
 
 test-gpu: torch
 	@ls -d tests/gpu tests/multigpu >/dev/null 2>&1 || { echo "There are no GPU tests in this checkout; make test runs the others." >&2; exit 2; }

@@ -35,36 +35,40 @@ Turn = Sequence[float]  # times of the steps of one turn, in microseconds
 
 
 def is_timed(turn: Turn | None) -> bool:
-    """Whether a turn holds times that can be compared: a clock may jump, and a step may take no time."""
+    """Return whether a turn holds times that can be compared: a clock may jump, and a step may take no time."""
     return bool(turn) and all(math.isfinite(step) and step > 0 for step in turn or ())
 
 
 def step_deviation(turns: Sequence[Turn]) -> float:
-    """The deviation of ordinary steps from each other as a share of a step, from neighbours within turns; 0 if unknown."""
+    """Return the deviation of ordinary steps from each other as a share of a step, from neighbors within turns; 0 if
+    unknown.
+    """
     apart = [abs(math.log(one / other)) for turn in turns for one, other in pairwise(turn)]
     return statistics.median(apart) / NORMAL_DIFFERENCE if apart else 0.0
 
 
 def log_time(turn: Turn, deviation: float) -> float:
-    """The logarithm of a turn's typical step: the mean, long steps trimmed to `LONGEST_STEP` above the shortest."""
+    """Return the logarithm of a turn's typical step: the mean, with long steps trimmed to `LONGEST_STEP` above the
+    shortest.
+    """
     shortest = math.log(min(turn))
     longest = shortest + LONGEST_STEP * deviation if deviation else math.inf
     return statistics.fmean(min(math.log(step), longest) for step in turn)
 
 
 def trimmed(differences: Sequence[float]) -> list[float]:
-    """Differences with none larger than `LARGEST_DIFFERENCE` deviations, in either direction."""
+    """Return differences, trimmed to `LARGEST_DIFFERENCE` deviations in either direction."""
     most = LARGEST_DIFFERENCE * deviation_of(differences)
     return [max(-most, min(most, difference)) for difference in differences]
 
 
 def deviation_of(differences: Sequence[float]) -> float:
-    """The deviation of differences from nothing, by the median of their sizes."""
+    """Return the deviation of differences from zero, by the median of their sizes."""
     return statistics.median(map(abs, differences)) / NORMAL_DEVIATION if differences else 0.0
 
 
 def mean_and_error(differences: Sequence[float]) -> tuple[float, float]:
-    """The mean of differences after trimming around their median, and its standard error."""
+    """Return the mean of differences after trimming around their median, and its standard error."""
     middle = statistics.median(differences)
     around = [middle + each for each in trimmed([difference - middle for difference in differences])]
     error = statistics.stdev(around) / math.sqrt(len(around)) if len(around) > 1 else math.inf
@@ -72,10 +76,10 @@ def mean_and_error(differences: Sequence[float]) -> tuple[float, float]:
 
 
 def chance(differences: Sequence[float], numbers: Sequence[int], rounds: Rounds, seed: int) -> float:
-    """How likely differences would be so large if the two variants were alike: the p-value of a randomization test.
+    """Return how likely differences this large are if the two variants are alike: the p-value of a randomization test.
 
-    `differences` are in favour of what is to be proven, by round; `numbers` are those of the rounds. Rounds that are missing
-    are missing whatever their order was.
+    `differences` are in favor of the claim, by round; `numbers` are those of the rounds. Missing rounds must be missing
+    independently of their order.
     """
     sizes = np.array(trimmed(differences))
     drawn_ways = np.array([1.0 if rounds.order(number)[0] == 0 else -1.0 for number in numbers])
@@ -100,10 +104,10 @@ def _draw_ways(
 
 @final
 class Wealth:
-    """A bet that differences are above 0, round by round: what 1 has become, at fair odds if they are not.
+    """A bet that differences are above 0, round by round: the value of a stake of 1, at fair odds if they are not.
 
-    Several bets run side by side, from careful to bold, and each starts anew at every look with a part of the stake, so that
-    a change after a long good time is noticed as well. Starts that have lost nearly all are given up.
+    Several bets run side by side, from careful to bold, and each starts anew at every check with a part of the stake, so
+    that a change after a long good time is noticed as well. Starts that have lost nearly all are dropped.
     """
 
     BOLDNESS = (0.4, 0.8, 1.6, 3.2)
@@ -135,9 +139,9 @@ class Wealth:
                 bets[number] *= expected / (odds * expected + (1 - odds) * (1 - expected))
 
     def total(self) -> float:
-        """What the stake of 1 has become."""
+        """The value of the stake of 1."""
         return sum(stake * statistics.fmean(bets) for stake, bets in zip(self._stakes, self._starts, strict=True))
 
     def best_start(self) -> float:
-        """What 1 has become since the luckiest start: whether evidence is gathering."""
+        """The value of 1 since the luckiest start: whether evidence is gathering."""
         return max((statistics.fmean(bets) for bets in self._starts), default=1.0)

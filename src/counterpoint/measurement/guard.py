@@ -25,29 +25,29 @@ from counterpoint.measurement.values import (
 )
 
 LOOK_ROUNDS = 6
-MOST_LOOK_ROUNDS = 96  # of one look that goes on
-SUSPICION = 1.5  # winnings from which on a look goes on
+MOST_LOOK_ROUNDS = 96  # rounds of a check that goes on
+SUSPICION = 1.5  # winnings from which a check goes on
 RETRIAL_ROUNDS = 40
-LOOKS_BEFORE_RETRIAL = 10  # and twice as many each further time
+LOOKS_BEFORE_RETRIAL = 10  # twice as many each further time
 
 Outcome = Literal["keep", "go on", "remove", "put back"]
 
 
 @final
 class Guard:
-    """The evidence for and against one plan, over its life. Variant 0 is the job as it is, variant 1 the plan."""
+    """The evidence for and against one plan, over its life. Variant 0 is the unmodified job, variant 1 the plan."""
 
     def __init__(self, seed: int) -> None:
         self.is_in_force = True
         self._order = Order(number=-1, entrants=(0, 1), seed=seed, num_rounds=0)
         self._rounds = self._order.rounds()
         self._wealth = Wealth()
-        self._look: list[tuple[Turn, Turn]] = []  # turns of the present look
+        self._look: list[tuple[Turn, Turn]] = []  # turns of the present check
         self._proof: Proof | None = None
         self._num_removals = self._num_retrials = 0
 
     def look(self) -> Order:
-        """The first rounds of a new look: of a retrial, if the plan was taken out."""
+        """Return the first rounds of a new check, or of a retrial, if the plan was removed."""
         self._look = []
         if self.is_in_force:
             self._wealth.start()
@@ -58,11 +58,11 @@ class Guard:
         return order
 
     def go_on(self) -> Order:
-        """More rounds for a look that goes on."""
+        """Return more rounds for a check that goes on."""
         return self._give(LOOK_ROUNDS)
 
     def add(self, number: int, turns: Sequence[Turn | None]) -> None:
-        """The turns of round `number`; a round that misses one (None) is left out."""
+        """Add the turns of round `number`; a round that lacks one (None) is left out."""
         first, second = turns
         if first is None or second is None or not (is_timed(first) and is_timed(second)):
             return
@@ -74,7 +74,7 @@ class Guard:
         self._wealth.add(log_time(second, deviation) - log_time(first, deviation), self._rounds.odds(number))
 
     def settle(self) -> Outcome:
-        """What follows from the look, once the rounds that were given out are in."""
+        """Return the result of the check, once the requested rounds are in."""
         if self._proof is not None:
             self.is_in_force = self._proof.judge(is_over=True) == "proven"
             self._proof = None
@@ -89,11 +89,11 @@ class Guard:
 
     @property
     def looks_until_next(self) -> int:
-        """How many times as long as from look to look it is until the next: longer for a plan that was taken out."""
+        """Return the delay to the next check as a multiple of the usual interval: longer for a removed plan."""
         return 1 if self.is_in_force else LOOKS_BEFORE_RETRIAL * 2**self._num_retrials
 
     def measurements(self, labels: Sequence[str]) -> tuple[Measurement, ...]:
-        """The rounds of the present look; empty without any."""
+        """The rounds of the present check; empty without any."""
         return summarize_turns(labels, [dict(enumerate(pair)) for pair in self._look])
 
     def _give(self, num_rounds: int) -> Order:
@@ -109,10 +109,10 @@ class Guard:
 
 
 def is_longer_step(now_us: float, then_us: float) -> bool:
-    """Whether a step, as it is, takes so much longer than when the job was tuned that it is another one."""
+    """Return whether an unmodified step takes so much longer than when the job was tuned that it is another step."""
     return now_us > (1 + LONGER_STEP) * then_us
 
 
 def are_other_launches(num_changed: int, num_launches: int) -> bool:
-    """Whether so many launches are of other kernels or grids that the step is another than the one that was tuned."""
+    """Return whether so many launches have other kernels or grids that the step is not the one that was tuned."""
     return num_changed > CHANGED_SHARE * num_launches

@@ -21,12 +21,12 @@ Round = tuple[int, ...]
 
 
 def draw_seed() -> int:
-    """A seed for one run. One rank draws it and tells the others."""
+    """Draw a seed for one run. One rank draws it and tells the others."""
     return secrets.randbits(SEED_BITS)
 
 
 def williams_square(num_variants: int) -> tuple[Round, ...]:
-    """Rounds in which each variant takes each place, and follows each other variant, equally often.
+    """Return rounds in which each variant takes each place, and follows each other variant, equally often.
 
     There are as many rounds as variants, and twice as many for an odd number of them, which no single square balances.
     """
@@ -43,7 +43,7 @@ def williams_square(num_variants: int) -> tuple[Round, ...]:
 
 @final
 class Rounds:
-    """The rounds of `num_variants` variants, without end; the same for the same seed."""
+    """The endless rounds of `num_variants` variants; the same for the same seed."""
 
     def __init__(self, seed: int, num_variants: int) -> None:
         self._seed, self._num_variants = seed, num_variants
@@ -51,12 +51,12 @@ class Rounds:
         self.block_rounds = squares * len(williams_square(num_variants))
 
     def order(self, number: int) -> Round:
-        """Who takes a turn after whom in round `number`."""
+        """Return the order of turns in round `number`."""
         block, place = divmod(number, self.block_rounds)
         return _block(self._seed, self._num_variants, block)[place]
 
     def odds(self, number: int) -> float:
-        """Of two variants: how likely round `number` was to be ordered as it is, given the rounds before it."""
+        """Return, for two variants, how likely the order of round `number` was, given the rounds before it."""
         block, place = divmod(number, self.block_rounds)
         drawn = _block(self._seed, self._num_variants, block)
         left = Counter(drawn[place:])

@@ -1,4 +1,4 @@
-"""One measured figure with its spread and the conditions it was measured at: what a calibration is made of."""
+"""One measured figure with its spread and its conditions: the data of a calibration."""
 
 import statistics
 from collections.abc import Sequence

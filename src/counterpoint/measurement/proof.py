@@ -12,7 +12,7 @@ from typing import Literal, final
 from counterpoint.measurement.evidence import Turn, chance, log_time, mean_and_error, step_deviation
 from counterpoint.measurement.values import LEAST_GAIN, Order
 
-LEAST_PROOF_ROUNDS = 11  # fewer have too few orders to draw from to prove anything
+LEAST_PROOF_ROUNDS = 11  # fewer rounds have too few possible orders to prove anything
 FIRST_LOOK, LOOK_GROWTH, LAST_BUT_ONE = (
     14,
     1.4,
@@ -36,12 +36,12 @@ class Proof:
         self._error_rate = error_rate / (len(self._looks) + 1)  # one more at the end
 
     def add(self, number: int, baseline: Turn, candidate: Turn) -> None:
-        """The turns of round `number`."""
+        """Add the turns of round `number`."""
         self.pairs.append((baseline, candidate))
         self._numbers.append(number)
 
     def judge(self, *, is_over: bool) -> State:
-        """Where things stand: tested if a look is due or all rounds are over."""
+        """Return the present verdict: tested if a test is due or all rounds are over."""
         is_due = bool(self._looks) and len(self.pairs) >= self._looks[0]
         if not (is_due or is_over):
             return "open"
@@ -61,13 +61,15 @@ class Proof:
         return "given up" if is_over or self._is_hopeless(error, likely) else "open"
 
     def _is_hopeless(self, error: float, likely: float) -> bool:
-        """Whether the gain is surely too small, or would not be proven by the end even if it were a little larger."""
+        """Return whether the gain is surely too small, or would not be proven by the end even if it were a little
+        larger.
+        """
         at_the_end = error * math.sqrt(len(self.pairs) / self._order.num_rounds)
         return self.gain + SURE * error < LEAST_GAIN or self.gain + error < likely * at_the_end
 
 
 def _looks(num_rounds: int) -> Iterator[int]:
-    """The numbers of rounds at which to test before all are over."""
+    """Return the numbers of rounds at which to test before all are over."""
     look = FIRST_LOOK
     while look < LAST_BUT_ONE * num_rounds:
         yield look

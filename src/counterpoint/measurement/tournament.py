@@ -39,23 +39,23 @@ SHARE_OF_ERROR = 0.7  # of what is left of the error rate, for the next candidat
 
 
 def least_turns(num_candidates: int, answer_turns: int = 0) -> int:
-    """The fewest turns that could prove one of so many candidates faster.
+    """Return the fewest turns that could prove one of this many candidates faster.
 
-    `answer_turns` are lost with each new order, while those who run the turns wait for it.
+    `answer_turns` are lost with each new order, while the ranks wait for it.
     """
     heat = LEAST_HEAT_ROUNDS * (num_candidates + 1) + answer_turns if num_candidates > 1 else 0
     return heat + 2 * LEAST_PROOF_ROUNDS
 
 
 def num_admitted(num_candidates: int, num_turns: int, answer_turns: int = 0) -> int:
-    """How many candidates, the first ones, so many turns let try; 0 where they could not prove even one faster."""
+    """Return how many candidates, in order, this many turns can test; 0 if they could not prove even one faster."""
     fitting = (count for count in range(num_candidates, 0, -1) if least_turns(count, answer_turns) <= num_turns)
     return next(fitting, 0)
 
 
 @final
 class Tournament:
-    """One decision between the baseline, variant 0, and candidates. Ranks that all decide need the same seed."""
+    """One decision between the baseline, variant 0, and candidates. Ranks that decide independently need the same seed."""
 
     def __init__(self, num_variants: int, seed: int) -> None:
         self._num_variants, self._seed = num_variants, seed
@@ -66,7 +66,8 @@ class Tournament:
         self._proofs: list[Proof] = []
 
     def begin(self, num_turns: int, answer_turns: int = 0) -> Order | Verdict:
-        """Who takes turns first, of so many in all; a verdict where they are too few, or there is no candidate.
+        """Return who takes turns first, out of this many turns; or a verdict if they are too few, or there is no
+        candidate.
 
         `answer_turns` are as in `least_turns`.
         """
@@ -83,7 +84,7 @@ class Tournament:
         return self._go_on(candidates)
 
     def add(self, order: int, number: int, turns: Sequence[Turn | None]) -> None:
-        """The turns of round `number` of an order, by its entrants; a round that misses one (None) is left out."""
+        """Add the turns of round `number` of an order, by its entrants; a round that lacks one (None) is left out."""
         timed = [turn for turn in turns if turn is not None and is_timed(turn)]
         if order != self._order.number or len(timed) < len(turns):
             return
@@ -93,7 +94,7 @@ class Tournament:
             self._heat.append(dict(zip(self._order.entrants, timed, strict=True)))
 
     def next(self, num_turns: int, *, is_over: bool) -> Order | Verdict | None:
-        """What follows from the rounds so far, with so many turns left for something new; None to go on as before.
+        """Return what follows from the rounds so far, with this many turns left for something new; None to continue.
 
         `is_over`: the present order has had all its rounds, so there is an answer.
         """

@@ -44,18 +44,21 @@ class Measurement(Value, frozen=True, kw_only=True):
     num_rounds: int
 
     def is_faster(self) -> bool:
-        """Faster than the baseline beyond the spread, which is a description: what is kept has to be proven faster."""
+        """Whether it is faster than the baseline beyond the spread. This only describes: a kept plan must be proven
+        faster.
+        """
         return self.ratio < 1 - self.spread
 
     def is_slower(self) -> bool:
-        """Slower than the baseline beyond the spread: as above, a description."""
+        """Whether it is slower than the baseline beyond the spread; this only describes."""
         return self.ratio > 1 + self.spread
 
 
 class Verdict(Value, frozen=True, kw_only=True):
-    """What a comparison comes to. `chosen` is the variant that is proven faster, or 0, the baseline; `best` the candidate
-    that did best, 0 where none was faster at all. `gain` is the best's share less than the baseline, and `needed_gain` what
-    these rounds could have proven."""
+    """The result of a comparison. `chosen` is the variant that is proven faster, or 0, the baseline; `best` is the
+    candidate that did best, 0 if none was faster at all. `gain` is the best's share less than the baseline, and
+    `needed_gain` is what these rounds could have proven.
+    """
 
     chosen: int
     best: int
@@ -72,7 +75,7 @@ class Comparison(Value, frozen=True, kw_only=True):
 
     @property
     def chosen(self) -> int:
-        """The variant to use; 0, the baseline, unless another one is proven faster."""
+        """The variant to use: 0, the baseline, unless another one is proven faster."""
         return self.verdict.chosen
 
     def describe(self) -> str:
@@ -81,8 +84,7 @@ class Comparison(Value, frozen=True, kw_only=True):
 
 
 class Order(Value, frozen=True, kw_only=True):
-    """Which variants take turns from now on, in which order, and for how many rounds at most; rounds are counted from
-    `first_round`."""
+    """The variants that take turns from now on, their order, and the most rounds; rounds are counted from `first_round`."""
 
     number: int
     entrants: tuple[int, ...]

@@ -23,6 +23,8 @@ from counterpoint.schedule import ScheduleDescription
 from counterpoint.schedule.expert_choice import size_for
 from counterpoint.schedule.expert_layout import Counts, ExpertLayout, Pairs, pair_rows
 
+NO_MEMORY = "a rank has no symmetric memory left for copies"
+NOT_PICKED = "it is estimated to be faster, or the call asks for it"
 TokensPerExpert: TypeAlias = torch.Tensor | Sequence[int]
 
 
@@ -87,7 +89,8 @@ class ExpertRouting:
         """Count a pass that has ended."""
         calls = calls_of(self.runtime.group.group_name)
         if exchange is self.runtime.experts().library:
-            calls.num_by_library += 1
+            experts = self.runtime.experts()
+            calls.add_library(experts.obstacle or (NO_MEMORY if self.num_pieces else NOT_PICKED))
         else:
             calls.num_by_copies += 1
             calls.num_bytes += num_sent_bytes

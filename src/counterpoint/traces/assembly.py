@@ -26,10 +26,10 @@ def assemble(
     operators: HostOperators,
     damage: str | None,
 ) -> ActivityTrace:
-    """`trace` with these operations in issue order, their launches and operators, and the host's calls.
+    """Return `trace` with these operations in issue order, their launches and operators, and the host's calls.
 
-    `damage` says why the file is not whole; then only whole steps are kept. Raises `TraceError` where there is none, and
-    where two operations have one launch that is no graph's.
+    `damage` says why the file is incomplete; then only whole steps are kept. Raises `TraceError` if there is none, or if
+    two operations have the same launch and it is not a graph's.
     """
     _attach_launches(trace.path, operations, calls)
     windows, notes = trace.step_windows, []
@@ -110,7 +110,7 @@ def _whole_steps(
     threads: set[str],
     damage: str,
 ) -> tuple[tuple[tuple[float, float], ...], list[GpuOperation]]:
-    """Steps that are whole in a file that ends early, and what was launched up to their end.
+    """Return the whole steps of a file that ends early, and what was launched up to their end.
 
     The profiler writes all operators first, then GPU operations thread by thread, each in order: a step is whole if every
     thread that runs operators launched something later that was read.

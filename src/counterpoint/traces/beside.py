@@ -1,8 +1,8 @@
 """Finds out from a trace which kernels fit beside each other, and which only waited for another's SMs.
 
-A persistent kernel has one CTA on each SM and keeps it to its end. Whatever starts in the middle of it fits beside it,
-however warps are said to be placed, as long as an SM has registers for both: else the first did not hold every SM. Its CTAs
-do not end together: a kernel that cannot share an SM with it starts at its tail, SM by SM, and is drawn out by so much.
+A persistent kernel has one CTA on each SM and keeps it to its end. A kernel that starts in the middle of it fits beside
+it, whatever the placement of warps, if an SM has registers for both: otherwise the first did not hold every SM. Its CTAs
+do not end together: a kernel that cannot share an SM with it starts at its tail, SM by SM, and takes that much longer.
 """
 
 from collections.abc import Iterable
@@ -19,7 +19,9 @@ REGISTERS_PER_SM = 65536  # of every GPU since compute capability 3.5 but 3.7 (C
 
 
 def find_pairs_beside(trace: ActivityTrace, indices: Iterable[int]) -> tuple[tuple[int, int], ...]:
-    """Numbers of a persistent kernel and of a kernel that started in the middle of it; one pair of like launches."""
+    """Return the numbers of a persistent kernel and of a kernel that started in the middle of it; one pair for like
+    launches.
+    """
     kernels = [index for index in indices if trace.operations[index].category == "kernel"]
     kernels.sort(key=lambda index: trace.operations[index].start_us)
     holders: list[int] = []
@@ -38,7 +40,9 @@ def find_pairs_beside(trace: ActivityTrace, indices: Iterable[int]) -> tuple[tup
 
 
 def times_with_sms(trace: ActivityTrace) -> dict[int, float]:
-    """By number, the time of each kernel that started at the tail of another one, from that one's end, in microseconds."""
+    """Return, by number, the time of each kernel that started at the tail of another one, from that one's end, in
+    microseconds.
+    """
     persistent = [index for index, operation in enumerate(trace.operations) if _is_persistent(trace, operation)]
     persistent.sort(key=lambda index: trace.operations[index].start_us)
     found: dict[int, float] = {}
@@ -52,7 +56,7 @@ def times_with_sms(trace: ActivityTrace) -> dict[int, float]:
 
 
 def _is_persistent(trace: ActivityTrace, operation: GpuOperation) -> bool:
-    """Whether it computes with just one CTA for each SM."""
+    """Return whether it computes with exactly one CTA for each SM."""
     arguments = operation.arguments
     return (
         operation.category == "kernel"

@@ -145,7 +145,7 @@ def communication_patterns() -> tuple[str, ...]:
 
 @lru_cache(maxsize=4096)
 def classify_kernel(name: str) -> Rule:
-    """The first rule that knows `name`; a rule of character "other" if none does."""
+    """Return the first rule that matches `name`; a rule of character "other" if none does."""
     for rule, expression in _compiled_rules():
         if expression.search(name):
             return rule
@@ -167,7 +167,9 @@ def _whole(pattern: str) -> str:
 
 
 def _covers(wide: str, narrow: str) -> bool:
-    """Whether every name that fits `narrow` fits `wide`: then `wide` fits `narrow` itself, its stars taken as letters."""
+    """Return whether every name that matches `narrow` matches `wide`: then `wide` matches `narrow` itself, its stars
+    taken as letters.
+    """
     words = "".join({"*": ".*", "?": "[^*]"}.get(letter, re.escape(letter)) for letter in wide)
     return re.fullmatch(words, narrow) is not None
 
@@ -185,7 +187,7 @@ def ctas_per_cluster(rule: Rule, compute_major: int, num_ctas: int) -> int:
 
 
 def collective_kind(traced_name: str | None, rule: Rule) -> tuple[CollectiveKind, bool]:
-    """Which collective it is, and whether the name was known; a name the table does not hold is a send and receive."""
+    """Return which collective it is, and whether the name was known; an unknown name is a send and receive."""
     if not traced_name:
         return rule.collective, True
     known = known_collective(traced_name)
@@ -237,7 +239,7 @@ def copy_direction(name: str) -> CopyDirection:
 
 @lru_cache(maxsize=4096)
 def is_communication(category: str, name: str) -> bool:
-    """Whether a GPU operation moves data between GPUs: a collective's kernel or a peer-to-peer copy."""
+    """Return whether a GPU operation moves data between GPUs: a collective's kernel or a peer-to-peer copy."""
     if category == "kernel":
         return classify_kernel(name).kind == "communication"
     return copy_direction(name) == "peer_to_peer"

@@ -59,9 +59,10 @@ class BusySpans(Value, frozen=True, kw_only=True):
 
 
 class LoneTimes(Value, frozen=True, kw_only=True):
-    """Lone time of each operation of the steady step, in its order; how many kernels were estimated from held SMs.
+    """The lone time of each operation of the steady step, in its order; and how many kernels were estimated from held
+    SMs.
 
-    `peer_wait_us` is how long each collective waited for other ranks, 0 for anything else.
+    `peer_wait_us` is how long each collective waited for other ranks; 0 for anything else.
     """
 
     lone_us: tuple[float, ...]
@@ -71,7 +72,7 @@ class LoneTimes(Value, frozen=True, kw_only=True):
 
 
 def find_lone_times(trace: ActivityTrace, steps: TracedSteps) -> LoneTimes:
-    """Lone times of the steady step's operations, in microseconds."""
+    """Return the lone times of the steady step's operations, in microseconds."""
     communication, computation = _busy(trace, communicates=True), _busy(trace, communicates=False)
     untouched = [_untouched(trace, communication, steps.steady_operations)]
     untouched.append(_untouched(trace, communication, (i for step in steps.steps for i in step)))

@@ -28,7 +28,7 @@ OVERLAP_TOLERANCE_US = 1.0
 
 
 class TracedSteps(Value, frozen=True, kw_only=True):
-    """The steps of a trace as numbers of operations in issue order; `steady` is the position of the steady one.
+    """The steps of a trace as numbers of operations in issue order; `steady` is the index of the steady one.
 
     `windows`: start and end of each step in GPU time, in microseconds on the trace's clock. A window begins with the step's
     first operation on any stream once the computation's stream is done with the step before, and ends where the next one
@@ -48,7 +48,7 @@ class TracedSteps(Value, frozen=True, kw_only=True):
 
     @property
     def steady_operations(self) -> tuple[int, ...]:
-        """Numbers of the steady step's operations."""
+        """The numbers of the steady step's operations."""
         return self.steps[self.steady]
 
 
@@ -153,7 +153,7 @@ def _windows(trace: ActivityTrace, steps: Sequence[Sequence[int]]) -> list[tuple
 
 
 def computation_stream(trace: ActivityTrace, indices: Iterable[int]) -> int:
-    """The stream with most computation; without any, the busiest."""
+    """Return the stream with most computation; without any, the busiest."""
     busy_us: dict[int, list[float]] = {}
     for index in indices:
         operation = trace.operations[index]
