@@ -5,15 +5,18 @@ own, so that hash seeds still differ between ranks: order by hash, which may not
 job itself imports, and what reads the environment, is imported after the fork.
 """
 
+import ctypes
 import json
 import os
 import runpy
+import signal
 import sys
 import traceback
 from importlib import import_module
 from pathlib import Path
 from typing import NoReturn, TextIO
 
+PR_SET_PDEATHSIG = 1  # of Linux' prctl
 PRELOADED = (
     "torch._functorch.aot_autograd",
     "torch.distributed.checkpoint",
@@ -28,6 +31,7 @@ def serve(requests: TextIO, replies: TextIO) -> None:
     for line in requests:
         pid = os.fork()
         if pid == 0:
+            end_with_parent()
             replies.close()
             _become_rank(**json.loads(line))
         print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), file=replies, flush=True)
@@ -57,7 +61,13 @@ def _become_rank(job: str, arguments: list[str], environment: dict[str, str], ou
         os._exit(status)
 
 
+def end_with_parent() -> None:
+    """Have the kernel end this process when its parent ends, however that comes about."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
 if __name__ == "__main__":
+    end_with_parent()
     sys.path.remove(str(Path(__file__).parent))  # or this folder's modules hide others of their names
     own_replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
