@@ -1,11 +1,12 @@
 # make           this list
 # make test      everything that needs no GPU: lint, format, types, unit and golden tests
-# make demo      set up, then plan a profiler trace and a described workload by simulation
+# make demo      set up, then plan two profiler traces by simulation
+# make test-ray  the tests that need Ray, which is installed for them alone: it is 70 MB
 # make images    draw the README's pictures anew
 # make test-gpu  the tests that need one GPU or more
 # make bench     the benchmarks that need no GPU
 # make docs      the documentation site in build/site; every link in it is checked (`make test` builds it, too)
-# make wheel     dist/*.whl with the launch filter compiled for x86-64 and AArch64 (by Zig: needs neither's compiler)
+# make wheel     in dist: a wheel with the launch filter compiled for x86-64 and AArch64 (by Zig), and a source archive
 #
 # The first call sets up .venv with the versions in constraints.txt. PYTHON=python3.12 picks another interpreter. The tests also
 # install torch (constraints-torch.txt): a build for CPUs is enough.
@@ -16,7 +17,7 @@ BIN := $(VENV)/bin
 PIP_INSTALL := $(BIN)/python -m pip --disable-pip-version-check install --quiet --no-input
 CHECKED := $(wildcard src tests benchmarks examples website)
 
-.PHONY: help test demo docs images test-gpu bench wheel setup torch compiler clean
+.PHONY: help test test-ray demo docs images test-gpu bench wheel setup torch compiler clean
 
 # the comment at the top of this file
 help:
@@ -28,25 +29,22 @@ test: torch compiler docs
 	$(BIN)/mypy --strict src
 	$(BIN)/pytest -n 2 --dist loadgroup tests/unit tests/golden
 
-demo: setup
+demo: $(VENV)/installed-plain
 	$(BIN)/counterpoint tune examples/traces/starved.rank0.json.gz
-	$(BIN)/counterpoint tune cb_ar_opt2
-	@echo
-	@echo "Try next:"
-	@echo "  . $(BIN)/activate"
-	@echo "  counterpoint analyze examples/traces/ddp.rank0.json.gz examples/traces/ddp.rank1.json.gz   # why is it exposed?"
-	@echo "  counterpoint tune examples/traces/fsdp2.rank0.json.gz -o plan.toml                         # a stock FSDP2 job"
-	@echo "  counterpoint tune YOUR_TRACE.json.gz                                                       # docs/recording.md"
-	@echo "  counterpoint run --tune -o plan.toml -- torchrun --nproc-per-node 8 train.py               # on GPUs, docs/run.md"
+	$(BIN)/counterpoint demo
 
 # the pictures of the README
-images: setup
+images: $(VENV)/installed-plain
 	$(BIN)/counterpoint tune examples/traces/starved.rank0.json.gz --timeline docs/images/timeline.svg
 	$(BIN)/counterpoint tune examples/traces/starved.rank0.json.gz --timeline docs/images/timeline.dark.svg
 
 # the theme's makers warn of a next major version of MkDocs, which the constraints keep out
 docs: $(VENV)/installed-docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+test-ray: setup
+	$(PIP_INSTALL) --constraint constraints.txt "ray>=2.40,<3"
+	$(BIN)/pytest -rs tests/unit/test_cluster_ray.py
 
 test-gpu: torch
 	@ls -d tests/gpu tests/multigpu >/dev/null 2>&1 || { echo "There are no GPU tests in this checkout; make test runs the others." >&2; exit 2; }
@@ -62,13 +60,19 @@ wheel: setup
 	rm -rf build/filter
 	$(BIN)/python -m counterpoint.launch_filter.prebuilt build/filter
 	$(BIN)/python -m pip --disable-pip-version-check wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .
+	$(BIN)/hatchling build --target sdist --directory dist
 	rm -rf build/filter
 
 setup: $(VENV)/installed
 
-$(VENV)/installed: constraints.txt pyproject.toml | $(BIN)/python
+# what planning needs, and nothing for tests
+$(VENV)/installed-plain: constraints.txt pyproject.toml | $(BIN)/python
+	$(PIP_INSTALL) --constraint constraints.txt hatchling editables
+	$(PIP_INSTALL) --constraint constraints.txt --no-build-isolation --editable .
+	@touch $@
+
+$(VENV)/installed: $(VENV)/installed-plain
 	$(PIP_INSTALL) --requirement constraints.txt
-	$(PIP_INSTALL) --no-deps --no-build-isolation --editable .
 	@touch $@
 
 torch: $(VENV)/installed-torch

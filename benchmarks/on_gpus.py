@@ -41,6 +41,20 @@ def save(output: Path | None, result: Sequence[object], **more: object) -> None:
         output.write_text(json.dumps({"conditions": conditions(**more), "result": result}, indent=1) + "\n")
 
 
+def stored(output: Path | None) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """The results that a file holds, of as many GPUs as these, and what its conditions say beyond ours; nothing without one.
+
+    Every rank reads it before one of them writes.
+    """
+    if output is None or not output.exists():
+        return [], {}
+    found, ours = json.loads(output.read_text()), conditions()
+    known = found["conditions"]
+    if known.get("gpus") != ours["gpus"]:
+        raise SystemExit(f"{output} was measured on {known.get('gpus')}, and these are {ours['gpus']}. Name another file.")
+    return list(found["result"]), {name: value for name, value in known.items() if name not in ours}
+
+
 def largest(values: Sequence[Any]) -> Any:
     """Each number's largest over the ranks; numbers in a list, or in lists of equal length."""
     shared = torch.tensor(values, device="cuda", dtype=torch.float64)

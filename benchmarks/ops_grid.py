@@ -6,9 +6,10 @@ torchrun --nproc-per-node 2 -m benchmarks.ops_grid --shapes gemms --only-candida
 
 Per shape: the collective alone, the matmul alone, both in turn (sequential), PyTorch's fused operator (peer), every
 description of a small set (`--only-candidates`: of what the heuristic picks from), and what the heuristic picks. Ideal is
-max(collective, matmul). A shape that fails prints one line and is left out. With `--budget-s` as many rounds are run as fit
-into so many seconds for a shape, 3 at least; calls of over 20 ms are warmed up less, and of over 250 ms not, as the host's
-part in them is small.
+max(collective, matmul). A shape that fails prints one line and is left out. Shapes that the output file holds already are
+not measured again, so a grid goes on where it was cut off: `--shapes g10,g12,g13` adds three to the others. With
+`--budget-s` as many rounds are run as fit into so many seconds for a shape, 3 at least; calls of over 20 ms are warmed up
+less, and of over 250 ms not, as the host's part in them is small.
 """
 
 import argparse
@@ -24,7 +25,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric_memory
 
-from benchmarks.on_gpus import join, largest, log, run_and_leave, save
+from benchmarks.on_gpus import join, largest, log, run_and_leave, save, stored
 from benchmarks.ops_shapes import HELD_OUT, AnyShape, shapes_named
 from benchmarks.ops_timing import Timed, time_interleaved
 from counterpoint import ops
@@ -295,19 +296,23 @@ def main() -> None:
     arguments = parser.parse_args()
     join(arguments.limit_s)
     assert symmetric_memory is not None
-    results: list[dict] = []
+    results, known = stored(arguments.output)
+    done = {(result["op"], result["shape"]["name"]) for result in results}
     began = time.perf_counter()
     for shape in shapes_named(arguments.shapes):
         if largest([time.perf_counter() - began])[0] > arguments.stop_after_s:
             log(f"stopped before {shape.name}")
             break
         for op in arguments.ops.split(","):
+            if (op, shape.name) in done:
+                log(f"{op} {shape.name}: in {arguments.output} already")
+                continue
             try:
                 results.append(run_case(op, shape, arguments))
             except Exception as problem:
                 traceback.print_exc()
                 log(f"{op} {shape.name} left out: {cause_of(problem, 200)}")
-            save(arguments.output, results)
+            save(arguments.output, results, **known)
             ops.release()
             gc.collect()
             torch.cuda.empty_cache()

@@ -5,9 +5,10 @@
 A call is one linear: half of a column-parallel and a row-parallel linear in a row, on a sharded sequence. "nccl
 and matmul" are `all_gather_into_tensor`, two `torch.mm` and `reduce_scatter_tensor` on plain tensors, and for the backward
 pass three collectives, four `torch.mm` and two additions, without autograd: the least that eager PyTorch can do. "matmuls"
-are modules that communicate nothing, with as large matmuls: what modules, autograd and torch.compile take by themselves. The
-others are modules that `parallelize_module` split. Host times are medians over interleaved rounds while the GPU is kept
-busy, of the slowest rank; GPU times stand beside them.
+are modules that communicate nothing, with as large matmuls: what modules, autograd and torch.compile take by themselves.
+"overlap, ..., no launch" looks its recorded graph up and launches none: the Python of a warm call by itself (its results are
+none); `benchmarks.graph_launches` takes the launch apart. The others are modules that `parallelize_module` split. Host times
+are medians over interleaved rounds while the GPU is kept busy, of the slowest rank; GPU times stand beside them.
 """
 
 import argparse
@@ -24,6 +25,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from benchmarks.on_gpus import join, largest, log, run_and_leave, save
 from benchmarks.ops_timing import time_interleaved
 from counterpoint.integrations import tensor_parallel
+from counterpoint.ops.graph_cache import Recordings
 
 SIZES = ((2048, 4096, 14336), (8192, 4096, 14336))  # tokens, features, hidden features
 LINEARS = 2
@@ -39,6 +41,27 @@ class Pair(nn.Sequential):
         self.to(torch.bfloat16)
         plan = {"0": ColwiseParallel(input_layouts=Shard(1)), "1": RowwiseParallel(output_layouts=Shard(1))}
         parallelize_module(self, init_device_mesh("cuda", (dist.get_world_size(),)), plan)
+
+
+class NoLaunch:
+    """In the place of a recorded graph."""
+
+    def replay(self) -> None:
+        """Launch nothing."""
+
+
+def without_launch(call: Call) -> Call:
+    """The call with every recorded graph left out, on all ranks alike, so that nobody waits."""
+    find = Recordings.find
+
+    def run() -> None:
+        Recordings.find = lambda *_: NoLaunch()
+        try:
+            call()
+        finally:
+            Recordings.find = find
+
+    return run
 
 
 class ByHand:
@@ -101,6 +124,9 @@ def calls_of(tokens: int, features: int, hidden: int) -> dict[str, dict[str, Cal
             forward[f"{kind}, {way}"] = torch.no_grad()(lambda called=called, given=given: called(given))
             gradient = torch.ones_like(given)
             both[f"{kind}, {way}"] = lambda called=called, given=given, gradient=gradient: called(given).backward(gradient)
+            if kind == "overlap":
+                for calls in (forward, both):
+                    calls[f"{kind}, {way}, no launch"] = without_launch(calls[f"{kind}, {way}"])
     return {"forward": forward, "forward and backward": both}
 
 
@@ -119,7 +145,7 @@ def main() -> None:
             log(f"{passes}, {sizes[0]} tokens, {sizes[1]} to {sizes[2]} features: host and GPU us per linear")
             for name, host_us in zip(timed, hosts, strict=True):
                 gpu_us = timed[name].median_us / LINEARS
-                log(f"   {name:18}{host_us:9.1f}{gpu_us:9.1f}")
+                log(f"   {name:28}{host_us:9.1f}{gpu_us:9.1f}")
                 row = {"passes": passes, "sizes": sizes, "variant": name}
                 results.append({**row, "host_us": round(host_us, 1), "gpu_us": round(gpu_us, 1)})
         save(options.output, results)

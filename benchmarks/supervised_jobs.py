@@ -3,6 +3,8 @@
     python -m benchmarks.supervised_jobs --ranks 2 --jobs starved ddp fsdp2 tp -o results.json
     python -m benchmarks.supervised_jobs --ranks 2 --jobs starved --tokens 4096 --steps 240 --budget 120 -o starved.json
     python -m benchmarks.supervised_jobs --ranks 2 --jobs starved --steps 1600 --guard 200 --given slow.toml
+    python -m benchmarks.supervised_jobs --ranks 2 --jobs transformers_tp -o jobs.json
+    python -m benchmarks.supervised_jobs --ranks 2 --jobs torchtitan_tp --torchtitan DIR --limit 300 -o jobs.json
 
 Each job runs bare, under --tune and, if that found one, under its plan; then bare again, so that drift of the cards shows.
 With --given, a plan of yours takes the place of both, to see what the guard makes of it. A bare run has 400 steps at most,
@@ -11,6 +13,9 @@ A job's figure is its own: the median over the second half of its steps, which t
 by more than the spread: the largest half-width of the quartiles of the runs compared, or the distance of the two bare runs.
 Losses are compared bit by bit; where the two bare runs differ from each other, the job itself is not deterministic, and the
 losses of the others say nothing.
+
+An output file that is there already is gone on with: jobs that it holds are not run again, and it must be of the same
+options. torchtitan's sources (v0.2.2) and transformers are not part of the project: see docs/measuring.md.
 """
 
 import argparse
@@ -29,7 +34,15 @@ from typing import Any
 from counterpoint.plan import load_plan
 
 JOB_FOLDER = Path(__file__).parent / "jobs"
-JOBS = ("starved", "ddp", "fsdp2", "tp", "unsynchronized", "changing")
+OURS = ("starved", "ddp", "fsdp2", "tp", "unsynchronized", "changing")
+# what `benchmarks.torchtitan_job` is asked for
+TORCHTITAN = {
+    "torchtitan_tp": ("llama_tp",),
+    "torchtitan_tp_compiled": ("llama_tp", "--compile.enable"),
+    "torchtitan_tp_async": ("llama_tp", "--compile.enable", "--parallelism.enable_async_tensor_parallel"),
+    "torchtitan_fsdp2": ("llama_fsdp2", "--compile.enable"),
+}
+JOBS = (*OURS, "transformers_tp", *TORCHTITAN)
 BARE_STEPS = 400
 GRACE_S = 20
 LAST_HALF = re.compile(r"last half: ([\d.]+) ms per step, quartiles ([\d.]+) to ([\d.]+)")
@@ -37,7 +50,12 @@ LAST_HALF = re.compile(r"last half: ([\d.]+) ms per step, quartiles ([\d.]+) to 
 
 def command(job: str, options: argparse.Namespace, num_steps: int) -> list[str]:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(options.ranks)]
-    if job in ("unsynchronized", "changing"):
+    if job in TORCHTITAN:
+        sources = str(options.torchtitan.resolve())
+        script = ["-m", "benchmarks.torchtitan_job", "--torchtitan", sources, "--way", "bare", "--model", *TORCHTITAN[job]]
+    elif job == "transformers_tp":
+        script = ["-m", "benchmarks.transformers_job"]
+    elif job in ("unsynchronized", "changing"):
         script = ["-m", "benchmarks.unusual_job", job]
     else:
         script = [str(JOB_FOLDER / "starved.py")] if job == "starved" else [str(JOB_FOLDER / "stock_jobs.py"), job]
@@ -153,10 +171,11 @@ def gpus() -> str:
     return "; ".join(subprocess.run(query, capture_output=True, text=True, timeout=60, check=False).stdout.splitlines())
 
 
-def parse() -> argparse.Namespace:
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, required=True)
-    parser.add_argument("--jobs", nargs="+", choices=JOBS, default=list(JOBS))
+    parser.add_argument("--jobs", nargs="+", choices=JOBS, default=list(OURS))
+    parser.add_argument("--torchtitan", type=Path, metavar="DIR", help="sources of torchtitan v0.2.2, for its jobs")
     parser.add_argument("--steps", type=int, default=440, help="of each run")
     parser.add_argument("--budget", type=int, default=200, help="steps that --tune may use")
     parser.add_argument("--guard", type=int, help="as of `counterpoint run`, for the runs under it")
@@ -164,7 +183,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, help="of starved.py")
     parser.add_argument("--limit", type=float, default=120, help="seconds that one run may take")
     parser.add_argument("-o", "--output", type=Path)
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
+    if options.torchtitan is None and set(options.jobs) & set(TORCHTITAN):
+        parser.error("jobs of torchtitan need its sources; give their folder with --torchtitan DIR")
     if options.steps < 2 * options.budget:
         parser.error(
             f"--steps is twice --budget ({options.budget}) or more, so that the second half has no tuning in it; "
@@ -173,15 +194,30 @@ def parse() -> argparse.Namespace:
     return options
 
 
+def kept(output: Path | None, asked: dict[str, object]) -> tuple[dict[str, list[dict[str, Any]]], list[str]]:
+    """Results and summary of a file that a run with the same options has begun; nothing without one."""
+    if output is None or not output.exists():
+        return {}, []
+    stored = json.loads(output.read_text())
+    for name, value in asked.items():
+        if stored["conditions"].get(name) != value:
+            raise SystemExit(
+                f"{output} was measured with {name} {stored['conditions'].get(name)}, not {value}. Name another file."
+            )
+    return stored["result"], stored["summary"]
+
+
 def main() -> None:
     options = parse()
     asked = {"ranks": options.ranks, "steps": options.steps, "budget": options.budget}
     asked |= {"guard": options.guard, "tokens": options.tokens, "given": options.given and options.given.read_text()}
     where: dict[str, object] = {"date": date.today().isoformat(), "gpus": gpus(), "torch": version("torch")}
-    results: dict[str, list[dict[str, Any]]] = {}
-    summary: list[str] = []
+    results, summary = kept(options.output, asked)
     with tempfile.TemporaryDirectory() as folder:
         for job in options.jobs:
+            if job in results:
+                print(f"{job}: in {options.output} already", flush=True)
+                continue
             runs = results[job] = compare(job, options, Path(folder))
             for entry in runs:
                 print(job, entry["options"], *entry["said"], entry["errors"], sep="  ", flush=True)

@@ -1,10 +1,14 @@
-"""torchtitan's DeepSeek-V3 with 6 layers, unmodified or with the two lines of `expert_parallel`; one rank of it.
+"""One rank of a torchtitan job: Llama 3, or DeepSeek-V3 with 6 layers, unmodified or with the lines of `expert_parallel`.
 
     torchrun --nproc-per-node 2 -m benchmarks.torchtitan_job --torchtitan DIR --way switched --steps 60
+    torchrun --nproc-per-node 2 -m benchmarks.torchtitan_job --torchtitan DIR --model llama_tp --way bare --compile.enable
 
-DIR has the sources of torchtitan v0.2.2. The 16 B flavor (dim 2,048, 64 experts, top 6, two shared experts) with 6 layers
-and 32,768 words; 4 x 4,096 tokens on each rank; expert parallelism over all ranks, FSDP2, bf16, selective checkpointing of
-operators, as the debug configuration has it. Data are random words; every run has the same seed and the same data.
+DIR has the sources of torchtitan v0.2.2; options that are none of these go to torchtitan. `llama_tp` is Llama 3 with
+dimension 4,096, 8 layers, 32 heads, 8 key-value heads and 32,768 words, one sequence of 8,192 tokens, tensor parallel
+over all ranks in bf16 without checkpointing; `llama_fsdp2` the same with FSDP2 and selective checkpointing of operators.
+`deepseek` is the 16 B flavor (dim 2,048, 64 experts, top 6, two shared experts) with 6 layers and 32,768 words; 4 x 4,096
+tokens on each rank; expert parallelism over all ranks, FSDP2, bf16, selective checkpointing of operators, as the debug
+configuration has it. Data are random words; every run has the same seed and the same data.
 
 `overlap` has the operators in force throughout. `switched` begins so for 12 steps, and then switches in turns of 5 steps, in
 the order ABBA: both ways meet the same clocks, temperatures and data. At its end rank 0 prints one line of JSON: ms per step
@@ -17,6 +21,7 @@ import dataclasses
 import json
 import os
 import random
+import statistics
 import sys
 import tempfile
 import time
@@ -29,8 +34,33 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 WAYS = ("bare", "overlap", "switched")
 TURN, WARM_UP = 5, 12
+NUM_LOSSES = 10  # that are printed in lines of their own
 NUM_LINES, WORDS_PER_LINE = 600, 400
-CONFIGURATION = "torchtitan/models/deepseek_v3/train_configs/debug_model.toml"
+CONFIGURATION = "torchtitan/models/{}/train_configs/debug_model.toml"
+LLAMA = {"--training.local_batch_size": "1", "--training.seq_len": "8192"}
+# the model's folder, and what is asked of torchtitan; "{}" is the number of ranks
+MODELS: dict[str, tuple[str, dict[str, str]]] = {
+    "deepseek": (
+        "deepseek_v3",
+        {
+            "--training.local_batch_size": "4",
+            "--training.seq_len": "4096",
+            "--parallelism.expert_parallel_degree": "{}",
+        },
+    ),
+    "llama_tp": (
+        "llama3",
+        {
+            **LLAMA,
+            "--training.dtype": "bfloat16",
+            "--parallelism.tensor_parallel_degree": "{}",
+            "--parallelism.data_parallel_shard_degree": "1",
+            "--activation_checkpoint.mode": "none",
+        },
+    ),
+    "llama_fsdp2": ("llama3", {**LLAMA, "--activation_checkpoint.selective_ac_option": "op"}),
+}
+FLAVOR = "benchmark"
 SCHEDULED_STEPS = 400  # of the learning rate, so that trainings of other lengths learn alike
 
 
@@ -82,13 +112,16 @@ def random_words(folder: Path) -> None:
 
 
 def make_known() -> None:
-    """Add the flavor to torchtitan's."""
+    """Add the flavors to torchtitan's."""
     import torchtitan.train  # noqa: F401, PLC0415  all that a training loads
-    from torchtitan.models import deepseek_v3  # noqa: PLC0415  its folder is known only now
+    from torchtitan.models import deepseek_v3, llama3  # noqa: PLC0415  their folder is known only now
 
     large = deepseek_v3.deepseekv3_args["16B"]
     flavor = dataclasses.replace(large, n_layers=6, vocab_size=32768, attn_type="sdpa", attn_mask_type="causal")
-    deepseek_v3.deepseekv3_args["six_layers"] = flavor
+    deepseek_v3.deepseekv3_args[FLAVOR] = flavor
+    llama3.llama3_args[FLAVOR] = dataclasses.replace(
+        llama3.llama3_args["8B"], dim=4096, n_layers=8, n_heads=32, n_kv_heads=8, vocab_size=32768
+    )
 
 
 def train(way: str, words: list[str]) -> None:
@@ -121,17 +154,46 @@ def train(way: str, words: list[str]) -> None:
     found["peak_bytes"] = torch.cuda.max_memory_allocated()
     if dist.get_rank() == 0:
         print(json.dumps(found), flush=True)
+        print(*(f"loss {loss:.5f}" for loss in losses[:: max(1, len(losses) // NUM_LOSSES)]), sep="\n", flush=True)
+        print_last_half(found["ms"]["bare" if way == "bare" else "overlap"])
     trainer.close()
     dist.destroy_process_group()
 
 
-def parse() -> tuple[argparse.Namespace, list[str]]:
+def print_last_half(times_ms: list[float]) -> None:
+    """The line that `benchmarks.supervised_jobs` reads: the median of the second half, and its quartiles."""
+    half = times_ms[len(times_ms) // 2 :]
+    low, median, high = statistics.quantiles(half, n=4, method="inclusive") if len(half) > 1 else half * 3
+    print(f"last half: {median:.3f} ms per step, quartiles {low:.3f} to {high:.3f}, {len(half)} steps", flush=True)
+
+
+def words_for(model: str, folder: Path, steps: int, num_ranks: int) -> list[str]:
+    """What torchtitan is asked for."""
+    name, of_model = MODELS[model]
+    asked = {
+        "--job.config_file": CONFIGURATION.format(name),
+        "--model.flavor": FLAVOR,
+        "--training.dataset_path": str(folder),
+        "--training.steps": str(steps),
+        "--lr_scheduler.total_steps": str(SCHEDULED_STEPS),
+        "--metrics.log_freq": "1",
+        "--debug.seed": "7",
+        **{option: value.format(num_ranks) for option, value in of_model.items()},
+    }
+    return [word for pair in asked.items() for word in pair]
+
+
+def parse(arguments: list[str] | None = None) -> tuple[argparse.Namespace, list[str]]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--torchtitan", type=Path, required=True, metavar="DIR")
+    parser.add_argument("--model", choices=tuple(MODELS), default="deepseek")
     parser.add_argument("--way", choices=WAYS, required=True)
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--wait-for", type=Path, metavar="FILE")
-    return parser.parse_known_args()
+    options, others = parser.parse_known_args(arguments)
+    if options.way != "bare" and options.model != "deepseek":
+        parser.error(f"--way {options.way} changes experts, which {options.model} has none of. Give --way bare.")
+    return options, others
 
 
 def main() -> None:
@@ -142,21 +204,9 @@ def main() -> None:
     os.chdir(options.torchtitan)
     sys.argv = sys.argv[:1]  # torchtitan reads it when it is imported
     make_known()
-    asked = {
-        "--job.config_file": CONFIGURATION,
-        "--model.flavor": "six_layers",
-        "--training.local_batch_size": "4",
-        "--training.seq_len": "4096",
-        "--training.dataset_path": str(folder),
-        "--training.steps": str(options.steps),
-        "--lr_scheduler.total_steps": str(SCHEDULED_STEPS),
-        "--metrics.log_freq": "1",
-        "--parallelism.expert_parallel_degree": os.environ["WORLD_SIZE"],
-        "--debug.seed": "7",
-    }
     while options.wait_for is not None and not options.wait_for.exists():
         time.sleep(0.2)
-    train(options.way, [*(word for pair in asked.items() for word in pair), *others])
+    train(options.way, [*words_for(options.model, folder, options.steps, int(os.environ["WORLD_SIZE"])), *others])
 
 
 if __name__ == "__main__":

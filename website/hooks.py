@@ -1,7 +1,7 @@
 """What MkDocs does to the pages beyond its own means: brings in files of the project, draws formulas, writes the commands.
 
-Pages link to files outside of docs/ as they do in the checkout, as in `../benchmarks/results/run.json`. Each such file comes
-into the site under `project/`, and a link to the contributing guide or the changelog leads to its page.
+Pages link to each other and to files of the project as in the checkout: `../benchmarks/results/run.json`. Guides outside of
+docs/ become pages. Every other file that a page links to comes into the site under `project/`.
 """
 
 import posixpath
@@ -15,59 +15,66 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parents[1]
-PROJECT_PAGES = {"CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md", "README.md": "index.md"}
+EXAMPLES = sorted(guide.parent.name for guide in ROOT.glob("examples/*/README.md"))
+GUIDES = {  # outside of docs/, and the pages that they become
+    "CONTRIBUTING.md": "contributing.md",
+    "CHANGELOG.md": "changelog.md",
+    "examples/README.md": "examples/index.md",
+    **{f"examples/{name}/README.md": f"examples/{name}.md" for name in EXAMPLES},
+}
+SOURCES = {page: guide for guide, page in GUIDES.items()}
+FIRST_PAGE = "index.md"  # a link to the README leads to it
 LINK = re.compile(r"(\]\()([^)#\s]+)((?:#[^)\s]*)?\))")
 CODE = re.compile(r"(^```.*?^```|`[^`\n]+`)", re.MULTILINE | re.DOTALL)
 FORMULA = re.compile(r"\$\$(.+?)\$\$|(?<![\w$])\$(?! )([^$\n]+?)(?<! )\$(?![\w$])", re.DOTALL)
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add the pages that stand in the root of the checkout, and every file of the project that a page links to."""
-    for name, page in PROJECT_PAGES.items():
-        if files.get_file_from_path(page) is None:
-            files.append(File.generated(config, page, content=(ROOT / name).read_text("utf-8")))
+    """Add the guides outside of docs/, and every file of the project that a page links to."""
+    for guide, page in GUIDES.items():
+        files.append(File.generated(config, page, content=(ROOT / guide).read_text("utf-8")))
     for page_file in files.documentation_pages():
         for _, target, _ in LINK.findall(CODE.sub("", page_file.content_string)):
-            linked = _project_file(page_file.src_uri, target)
-            if linked and files.get_file_from_path(f"project/{linked}") is None:
-                files.append(File.generated(config, f"project/{linked}", abs_src_path=str(ROOT / linked)))
+            place = _place(page_file.src_uri, target)
+            if place.startswith("project/") and files.get_file_from_path(place) is None:
+                source = ROOT / place.removeprefix("project/")
+                files.append(File.generated(config, place, abs_src_path=str(source)))
     return files
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Complete a page: the commands where it asks for them, links to files of the project, formulas as MathML."""
+    """Complete a page: the commands where it asks for them, links as the site needs them, formulas as MathML."""
+    here = page.file.src_uri
     text = markdown.replace(commands.MARK, commands.reference() if commands.MARK in markdown else "")
     parts = CODE.split(text)  # code is every second part
-    parts[::2] = [LINK.sub(lambda found: _led(found, page.file.src_uri), FORMULA.sub(_drawn, part)) for part in parts[::2]]
+    parts[::2] = [LINK.sub(lambda found: _led(found, here), FORMULA.sub(_drawn, part)) for part in parts[::2]]
     return "".join(parts)
 
 
-def _project_file(page: str, target: str) -> str:
-    """The file of the project, as a path from its root, that a link leads to outside of docs/; empty where it is none."""
+def _place(page: str, target: str) -> str:
+    """Where in the site a link of a page leads; empty where it leads out of the project, or nowhere."""
     if "://" in target or target.startswith("mailto:"):
         return ""
-    folder = "" if page in PROJECT_PAGES.values() and page != "index.md" else posixpath.join("docs", posixpath.dirname(page))
-    path = posixpath.normpath(posixpath.join(folder, target))
-    is_page = path.startswith("docs/") or path in PROJECT_PAGES
-    return "" if is_page or not (ROOT / path).is_file() else path
+    source = SOURCES.get(page, f"docs/{page}")
+    path = posixpath.normpath(posixpath.join(posixpath.dirname(source), target))
+    guide = f"{path}/README.md" if (ROOT / path).is_dir() else path
+    if guide == "README.md":
+        return FIRST_PAGE
+    if guide in GUIDES:
+        return GUIDES[guide]
+    if path.startswith("docs/"):
+        return path.removeprefix("docs/")
+    return f"project/{path}" if (ROOT / path).is_file() else ""
 
 
 def _led(found: re.Match[str], page: str) -> str:
-    """A link as the site needs it."""
+    """A link as the site needs it; one that leads nowhere stays, and fails the build."""
     opening, target, closing = found.groups()
-    here = posixpath.dirname(page)
-    linked = _project_file(page, target)
-    if linked:
-        return f"{opening}{posixpath.relpath(f'project/{linked}', here or '.')}{closing}"
-    if page in PROJECT_PAGES.values() and target.startswith("docs/"):
-        return f"{opening}{target.removeprefix('docs/')}{closing}"
-    name = posixpath.basename(target)
-    if name in PROJECT_PAGES and "://" not in target:
-        return f"{opening}{posixpath.relpath(PROJECT_PAGES[name], here or '.')}{closing}"
-    return found[0]
+    place = _place(page, target)
+    return f"{opening}{posixpath.relpath(place, posixpath.dirname(page) or '.')}{closing}" if place else found[0]
 
 
 def _drawn(found: re.Match[str]) -> str:
     """A formula as MathML, which browsers draw without a script."""
     block, line = found.groups()
-    return convert(" ".join((block or line).split()), display="block" if block else "inline")
+    return str(convert(" ".join((block or line).split()), display="block" if block else "inline"))

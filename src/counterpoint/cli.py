@@ -5,7 +5,6 @@ import itertools
 import os
 import sys
 from collections.abc import Sequence
-from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -36,7 +35,7 @@ from counterpoint.cli_options import (
 )
 from counterpoint.errors import MAX_LINE, CounterpointError, say, shown
 from counterpoint.units import format_count
-from counterpoint.value import check_outputs
+from counterpoint.value import PACKAGE, check_outputs
 
 if TYPE_CHECKING:
     from counterpoint.job import Job
@@ -278,13 +277,13 @@ Each command has examples: counterpoint tune --help"""
 @app.command(examples=("counterpoint demo",))
 @click.pass_context
 def demo(context: click.Context) -> None:
-    """Tune a trace that ships with Counterpoint; this takes seconds and no GPU.
+    """Tune a trace that ships with Counterpoint, in seconds and without a GPU.
 
     The trace is of an FSDP2 job on four H200s. The report is that of `tune`. Below it stand the commands to try next.
     """
-    with resources.as_file(resources.files("counterpoint").joinpath("demo", "fsdp2.rank0.json.gz")) as trace:
-        print(f"$ counterpoint tune {trace.name}\n", flush=True)
-        context.invoke(tune, step=str(trace))
+    trace = PACKAGE / "demo" / "fsdp2.rank0.json.gz"
+    print(f"$ counterpoint tune {trace.name}\n", flush=True)
+    context.invoke(tune, step=str(trace))
     print(NEXT)
 
 

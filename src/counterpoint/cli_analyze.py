@@ -4,7 +4,6 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -148,6 +147,8 @@ def _each_rank(
 
     `on_progress` is told how much of a file is read, where there is only one.
     """
+    from concurrent.futures import ProcessPoolExecutor  # noqa: PLC0415  multiprocessing takes a fifth of --help
+
     from counterpoint.analysis.values import RankAnalysis  # noqa: PLC0415
     from counterpoint.traces.classify import use_rules  # noqa: PLC0415
 

@@ -4,6 +4,7 @@ Under torchrun every rank runs the command; rank 0 prints and writes the file af
 calibration goes on where it ended.
 """
 
+from collections.abc import Sequence
 from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -34,7 +35,8 @@ KEPT_CONDITIONS = ("driver", "cuda", "torch", "nccl", "nvls")
 )
 @output_option("The file to save or to continue (.toml).  [default: calibration_MACHINE.toml]")
 @click.option("--again", is_flag=True, help="Measure everything again instead of continuing FILE.")
-def calibrate(output: Path | None, again: bool) -> None:
+@click.option("--only", metavar="PROBE", multiple=True, help="Run this probe alone. May be repeated.  [default: all probes]")
+def calibrate(output: Path | None, again: bool, only: tuple[str, ...]) -> None:
     """Measure the simulator's constants on the GPUs of this machine.
 
     This takes less than a minute. One GPU gives the constants of launches, placement, memory and matmuls. Several GPUs give
@@ -48,10 +50,24 @@ def calibrate(output: Path | None, again: bool) -> None:
         MachineError,
         f"A calibration file's name ends in .toml; found '{shown_path(output)}'. Name it so.",
     )
-    run_and_leave(lambda: _calibrate(output, again))
+    require(
+        not (again and only),
+        MachineError,
+        "--again measures all probes anew, and --only measures those that it names. Leave one of them out.",
+    )
+    _check_probes(only)
+    run_and_leave(lambda: _calibrate(output, again, only))
 
 
-def _calibrate(output: Path | None, again: bool) -> None:
+def _check_probes(names: Sequence[str]) -> None:
+    """Raises `MachineError` for a name that is no probe's."""
+    from counterpoint.cuda.probes import PROBES  # noqa: PLC0415
+
+    for name in names:
+        require(name in PROBES, MachineError, f"There is no probe '{shown(name)}'. Name one of: {', '.join(PROBES)}.")
+
+
+def _calibrate(output: Path | None, again: bool, only: tuple[str, ...]) -> None:
     from counterpoint.cuda.ranks import join_ranks, require_gpu  # noqa: PLC0415
 
     require_gpu(INSTEAD)
@@ -76,7 +92,7 @@ def _calibrate(output: Path | None, again: bool) -> None:
     if rank == 0 and not again:
         collected.go_on()
     try:
-        run_probes(machine, nvml, collected.done(), collected.add)
+        run_probes(machine, nvml, collected.done(), collected.add, only)
     except KeyboardInterrupt:
         if rank == 0:
             say(f"Interrupted. What was measured is in {shown_path(collected.path)}; run again to go on.")

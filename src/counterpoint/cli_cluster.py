@@ -1,6 +1,7 @@
 """The commands that simulate clusters: `simulate --cluster`, `sweep`. Parse, call the library, print."""
 
 from pathlib import Path
+from time import monotonic
 from typing import TYPE_CHECKING
 
 import click
@@ -90,7 +91,7 @@ def sweep(file: Path, output: Path | None, ray: str | None, plot: Path | None, i
     from counterpoint.cluster.sweep_file import load_sweep  # noqa: PLC0415
     from counterpoint.cluster.sweep_store import SweepStore, check_store  # noqa: PLC0415
     from counterpoint.report.plots import check_plot  # noqa: PLC0415
-    from counterpoint.report.sweep import draw_front, print_sweep  # noqa: PLC0415
+    from counterpoint.report.sweep import draw_front, print_sweep, tell_progress  # noqa: PLC0415
     from counterpoint.report.text import ProgressLine, new_console  # noqa: PLC0415
 
     check_outputs(outputs=(output, plot), inputs=(file,))
@@ -101,7 +102,7 @@ def sweep(file: Path, output: Path | None, ray: str | None, plot: Path | None, i
     described = load_sweep(file)
     store = SweepStore(output)
     with ProgressLine(is_shown=not is_json) as show:
-        rows = run_sweep(described, store, ray_address=ray, on_rows=lambda number: show(f"{number:,} combinations done"))
+        rows = run_sweep(described, store, ray_address=ray, on_rows=tell_progress(show, monotonic))
     store.finish(rows)
     best = front(rows)
     if plot is not None:

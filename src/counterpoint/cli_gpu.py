@@ -155,7 +155,8 @@ def bench() -> None:
     "--energy", is_flag=True, help="On GPUs: measure joules per step, too. This takes a second more for each variant."
 )
 @file_option("--plot", help="Draw the sweeps (.svg, .png, .pdf). This needs matplotlib.  [default: none]")
-@output_option("Save the results (.json).")
+@output_option("Save the results (.json). On GPUs a grid goes on where FILE ends.")
+@click.option("--again", is_flag=True, help="On GPUs: measure what FILE holds, too.")
 def bench_paper(
     workloads: tuple[str, ...],
     *,
@@ -166,6 +167,7 @@ def bench_paper(
     energy: bool,
     plot: Path | None,
     output: Path | None,
+    again: bool,
 ) -> None:
     """Run the first paper's grid of controls and its sweeps, on GPUs or simulated.
 
@@ -173,9 +175,7 @@ def bench_paper(
     axis under sequential, plain overlap, priority and copy engines. It prints TimeRatio and overlap ratio.
     """
     check_outputs((output, plot))
-    asked = BenchOptions(
-        workloads, sweep, iterations=iterations, rounds=rounds, with_energy=energy, plot=plot, output=output
-    )
+    asked = BenchOptions(workloads, sweep, iterations, rounds, energy, plot, output, again)
     asked.check(is_simulated=simulate is not None)
     if simulate is not None:
         _simulate_paper(asked, simulate)
@@ -223,6 +223,7 @@ class BenchOptions(msgspec.Struct, frozen=True):
     with_energy: bool
     plot: Path | None
     output: Path | None
+    is_anew: bool = False
 
     def check(self, *, is_simulated: bool) -> None:
         """Raise `CounterpointError` for options that do not go together."""
@@ -232,6 +233,8 @@ class BenchOptions(msgspec.Struct, frozen=True):
             )
         if self.rounds is not None and is_simulated:
             raise DeviceError("--rounds repeats measurements, and a simulation has none. Leave --rounds or --simulate out.")
+        if self.is_anew and (is_simulated or self.sweeps):
+            raise DeviceError("--again is for grids on GPUs, which go on where their file ends. Leave it out.")
         if self.plot is not None:
             if not self.sweeps:
                 raise WorkloadError("--plot draws sweeps, and none was asked for. Add --sweep ctas, or leave --plot out.")
@@ -311,6 +314,7 @@ def _measure_paper(asked: BenchOptions) -> None:
     from counterpoint.cuda.conditions import measuring_conditions  # noqa: PLC0415
     from counterpoint.paper.cases import paper_workload_names  # noqa: PLC0415
     from counterpoint.paper.on_gpu import check_cases, measure_workload, on_these_ranks  # noqa: PLC0415
+    from counterpoint.paper.stored import read_grid  # noqa: PLC0415
 
     axes = asked.axes()
     descriptions = [on_these_ranks(each) for each in asked.descriptions(paper_workload_names()).values()]
@@ -318,13 +322,24 @@ def _measure_paper(asked: BenchOptions) -> None:
         _measure_sweeps(asked, descriptions, rank)
         return
     check_cases(descriptions)
-    results = []
+    conditions = measuring_conditions(rounds=asked.rounds or ROUNDS)
+    num_ranks = max(described.num_ranks for described in descriptions)
+    stored = read_grid(asked.output, conditions, num_ranks)  # on every rank, before any of them writes
+    measured = frozenset() if asked.is_anew else stored.measured(num_ranks)
+    if rank == 0 and measured:
+        print(
+            f"Going on with {asked.output}: {len(measured)} workloads are measured; --again measures them anew.", flush=True
+        )
     for described in descriptions:
+        if described.name in measured:
+            continue
         rounds = asked.rounds or ROUNDS[described.name.split("_")[0]]
-        results.append(measure_workload(described, rounds, with_energy=asked.with_energy))
+        result, step = measure_workload(described, rounds, with_energy=asked.with_energy)
         if rank == 0:
-            _show(results[-1:], None)
-            _save(results, asked.output, measuring_conditions(rounds=asked.rounds or ROUNDS))
+            _show([result], None)
+            stored = stored.with_result(result, step, conditions)
+            if asked.output is not None:
+                stored.save(asked.output)
 
 
 def _measure_sweeps(asked: BenchOptions, descriptions: list["Description"], rank: int) -> None:

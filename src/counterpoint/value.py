@@ -7,7 +7,6 @@ import gc
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from importlib import resources
 from pathlib import Path
 from typing import TypeVar
 
@@ -18,6 +17,7 @@ from counterpoint.errors import CounterpointError, shown_path
 from counterpoint.files import GZIP_MAGIC, read_limited
 from counterpoint.mismatch import describe_mismatch, place_of
 
+PACKAGE = Path(__file__).parent  # found so, since importlib.resources would take a fifth of `import counterpoint`
 T = TypeVar("T")
 
 
@@ -86,19 +86,17 @@ def _mismatch(problem: msgspec.ValidationError, kind: type[T], content: bytes) -
 
 def shipped_names(folder: str) -> list[str]:
     """Return the names of the TOML files in a folder of this package, sorted."""
-    files = resources.files("counterpoint").joinpath(folder).iterdir()
-    return sorted(file.name.removesuffix(".toml") for file in files if file.name.endswith(".toml"))
+    return sorted(file.stem for file in PACKAGE.joinpath(folder).glob("*.toml"))
 
 
 def read_shipped(name: str, kind: type[T], error: type[CounterpointError]) -> T:
     """Read a TOML file of this package, named as in "calibrations/h200.toml", into `kind`."""
-    with resources.as_file(resources.files("counterpoint").joinpath(*name.split("/"))) as file:
-        return read_toml(file, kind, error)
+    return read_toml(PACKAGE / name, kind, error)
 
 
 def shipped_text(name: str) -> str:
     """Return the text of a file of this package, named as in "calibrations/h200.toml"."""
-    return resources.files("counterpoint").joinpath(*name.split("/")).read_text("utf-8")
+    return (PACKAGE / name).read_text("utf-8")
 
 
 def save_toml(path: Path | str, value: object, what: str, error: type[CounterpointError]) -> None:

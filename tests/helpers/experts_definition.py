@@ -34,6 +34,7 @@ class Experts:
         self.tokens = [draw(sum(row), dim) for row in self.counts]
         self.gradients = [draw(sum(row), dim) for row in self.counts]
         self.weights = [draw(num_experts, *shape) for shape in ((hidden, dim), (dim, hidden), (hidden, dim))]
+        self.biases = [draw(num_experts, number) for number in (hidden, dim, hidden)]
 
     def _drawn(self, chance: random.Random, kind: str, source: int) -> list[int]:
         num_experts = self.size * self.num_local
@@ -51,17 +52,28 @@ class Experts:
         tokens = self.tokens[self.rank].clone().requires_grad_()
         return tokens, [weight[part].clone().requires_grad_() for weight in self.weights]
 
-    def expected(self) -> list[torch.Tensor]:
-        """Results and gradients of this rank, from one process that has everything."""
+    def own_biases(self) -> list[torch.Tensor]:
+        """This rank's biases, as leaves."""
+        part = slice(self.rank * self.num_local, (self.rank + 1) * self.num_local)
+        return [bias[part].clone().requires_grad_() for bias in self.biases]
+
+    def expected(self, *, has_biases: bool = False) -> list[torch.Tensor]:
+        """Results and gradients of this rank, from one process that has everything; those of biases last."""
         tokens = [each.double().clone().requires_grad_() for each in self.tokens]
         w1, w2, w3 = weights = [weight.double().clone().requires_grad_() for weight in self.weights]
+        b1, b2, b3 = biases = [(has_biases * bias.double()).clone().requires_grad_() for bias in self.biases]
+
+        def expert(e: int, x: torch.Tensor) -> torch.Tensor:
+            return (silu(x @ w1[e].T + b1[e]) * (x @ w3[e].T + b3[e])) @ w2[e].T + b2[e]
+
         results = [
-            torch.cat([(silu(x @ w1[e].T) * (x @ w3[e].T)) @ w2[e].T for e, x in enumerate(rows.split(row))])
+            torch.cat([expert(e, x) for e, x in enumerate(rows.split(row))])
             for rows, row in zip(tokens, self.counts, strict=True)
         ]
         torch.autograd.backward(results, [each.double() for each in self.gradients])
         part = slice(self.rank * self.num_local, (self.rank + 1) * self.num_local)
-        return [results[self.rank], tokens[self.rank].grad, *(weight.grad[part] for weight in weights)]
+        parameters = (*weights, *biases) if has_biases else weights
+        return [results[self.rank], tokens[self.rank].grad, *(each.grad[part] for each in parameters)]
 
     def found(self, schedule: ScheduleDescription | None) -> list[torch.Tensor]:
         """The same by the operator."""

@@ -38,7 +38,13 @@ class RankServer:
             bufsize=0,
             start_new_session=True,  # so that close() ends its forks, too
         )
+        self._is_ready = False
         atexit.register(self.close)
+
+    def wait_until_ready(self) -> None:
+        """It has imported what it imports, so that ranks begin together and come within a job's time-outs."""
+        self._is_ready = self._is_ready or self._process.stdout.readline() == b"ready\n"
+        assert self._is_ready, f"the server of rank {self._rank} has ended"
 
     def start(self, job: str, arguments: tuple[str, ...], environment: dict[str, str], folder: Path) -> None:
         """Begin a job; what it prints goes to files of the folder."""
@@ -77,6 +83,8 @@ def run_ranks(job: str, num_ranks: int, *arguments: str, folder: Path, limit_s: 
         "GLOO_SOCKET_IFNAME": "lo",
     }
     servers = [server_of_rank(rank) for rank in range(num_ranks)]
+    for server in servers:
+        server.wait_until_ready()
     for rank, server in enumerate(servers):
         server.start(str(JOBS / f"{job}.py"), arguments, {**environment, "RANK": str(rank)}, folder)
     deadline = time.monotonic() + limit_s

@@ -23,7 +23,8 @@ PRELOADED = (
 
 
 def serve(requests: TextIO, replies: TextIO) -> None:
-    """Fork for each line asked, and tell the status with which the fork ended, as `subprocess` counts it."""
+    """Say that all is imported; then fork for each line, and tell the fork's status as `subprocess` counts it."""
+    print("ready", file=replies, flush=True)
     for line in requests:
         pid = os.fork()
         if pid == 0:

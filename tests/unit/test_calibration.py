@@ -105,6 +105,23 @@ def test_the_bandwidth_of_a_collective_is_recovered_from_its_times() -> None:
     assert math.isclose(more.link_fraction_of_more or 0.0, 0.6, rel_tol=0.02)
 
 
+def test_one_fit_finds_the_warps_that_fill_the_memory_and_how_its_latency_grows() -> None:
+    known = load_calibration().probes["streaming"].points
+    found = derive(H200, "NVIDIA H200", {}, record(*known))
+    shipped = load_calibration()
+    assert math.isclose(found.latency_at_low_load.value, shipped.latency_at_low_load.value, rel_tol=0.02)
+    warps, expected = (each.characters["streaming"].saturation_warps for each in (found, shipped))
+    assert math.isclose(warps, expected, rel_tol=0.02)
+
+
+def test_what_a_kind_feels_of_latency_is_relative_to_an_all_reduce() -> None:
+    probes = load_calibration().probes
+    points = [each for name in ("collectives of 2 ranks", "contention of 2 ranks") for each in probes[name].points]
+    found = derive(H200, "NVIDIA H200", {}, record(*points)).collectives
+    assert found["all_reduce"].latency_weight == 1.0
+    assert 1.0 < found["all_gather"].latency_weight < found["all_to_all"].latency_weight < 2.0
+
+
 def test_latencies_of_small_messages_lie_between_the_measured_ones() -> None:
     known = load_calibration().collectives["all_reduce"]
     small = msgspec.structs.replace(known, latency_us=30.0, latency_us_by_bytes=((2.0**16, 8.0), (2.0**20, 12.0)))
@@ -130,7 +147,7 @@ def test_a_file_reads_back_as_it_was_and_changes_what_is_simulated(tmp_path: Pat
     step = load_workload("cb_ar_opt2")
     mine = msgspec.structs.replace(H200, calibration=str(path))
     assert sum(Simulator().lone_times_us(step, mine)) > 1.2 * sum(Simulator().lone_times_us(step, H200))
-    with pytest.raises(MachineError, match="was measured on 'NVIDIA H200', and machine 'h100'"):
+    with pytest.raises(MachineError, match="was measured on 'NVIDIA H200', but machine 'h100'"):
         load_calibration(msgspec.structs.replace(H100, calibration=str(path)))
 
 

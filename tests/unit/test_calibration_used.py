@@ -93,6 +93,8 @@ def cases() -> list[tuple[Step, Plan]]:
         for num_bytes in (1 << 16, 256 << 20):
             for ranks in (2, 4):
                 found.append((step(collective(kind, num_bytes, ranks=ranks)), LEAVE_IT))
+        among = step(*[priced("streaming", LIGHT)] * 2, collective(kind, 64 << 20))
+        found.append((among, plan("communication", Priority(priority=-5))))
     found.append((step(priced("other", LIGHT), collective("all_reduce", 1 << 20, after=0)), LEAVE_IT))
     few = priced("other", msgspec.structs.replace(LIGHT, num_ctas=4))
     racing = [few, few, collective("all_reduce", 1 << 20, after=0)]
@@ -109,7 +111,9 @@ def cases() -> list[tuple[Step, Plan]]:
     found.append((step(reduced), plan("communication", CommunicationCtas(max_ctas=8, num_threads=256))))
     for kind in CALIBRATION.light_collectives:
         for num_ctas in (4, 128):
-            found.append((step(collective(kind, 4 << 20)), plan("communication", LightKernel(num_ctas=num_ctas))))
+            beside = [*[priced("streaming", LIGHT)] * 2, collective(kind, 4 << 20)]
+            light = plan("communication", LightKernel(num_ctas=num_ctas))
+            found.extend((each, light) for each in (step(collective(kind, 4 << 20)), step(*beside)))
     return [*found, *overlapped(), *bursts()]
 
 

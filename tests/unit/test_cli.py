@@ -28,6 +28,7 @@ from counterpoint.units import format_rate
 from counterpoint.value import shipped_text
 from counterpoint.workloads import load_workload, workload_names
 from helpers.command import COUNTERPOINT, TRACES, counterpoint, refusal
+from helpers.readability import of_markdown
 
 FSDP2 = TRACES / "fsdp2.rank0.json.gz"
 TP = TRACES / "tp.rank0.json.gz"
@@ -117,6 +118,12 @@ def test_every_option_with_a_value_tells_its_default_unless_there_is_nothing_wit
     for option in valued:
         if not re.search(r"^-o, |[Ss]ave |--plan FILE A plan that|--(step|compare|rules|fail-if|baseline|groups) ", option):
             assert re.search(r"\[default: .+\]|\[required\]", option), option
+
+
+def test_the_help_is_easy_to_read() -> None:
+    found = of_markdown("\n\n".join(command.help or "" for command in COMMANDS.values()))
+    assert found.reading_ease > 50, found
+    assert found.words_per_sentence < 20, found
 
 
 def examples_of(command: click.Command) -> list[str]:
@@ -459,7 +466,7 @@ def test_help_loads_neither_numpy_nor_the_simulator() -> None:
     script = (
         "import sys\nfrom counterpoint import cli\nsys.argv = ['counterpoint', '--help']\n"
         "try:\n    cli.main()\nexcept SystemExit as ending:\n    assert not ending.code\n"
-        "print(sorted({'numpy', 'torch', 'counterpoint.sim', 'counterpoint.traces'} & set(sys.modules)))"
+        "print(sorted({'numpy', 'torch', 'multiprocessing', 'counterpoint.sim', 'counterpoint.traces'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "[]"

@@ -10,6 +10,7 @@ from counterpoint.cluster.collective_times import RankGroup, times_on
 from counterpoint.cluster.description import ClusterFile, Configuration, load_cluster
 from counterpoint.cluster.estimate import calibration_of, estimate_step
 from counterpoint.cluster.extend import extend_step
+from counterpoint.cluster.kernels import matmul
 from counterpoint.cluster.network import Cluster, Fabric, Level
 from counterpoint.cluster.passes import PassKind, pass_step
 from counterpoint.cluster.pipeline import StageTimes, run_pipeline
@@ -87,6 +88,28 @@ def test_collectives_take_no_less_than_their_rails_and_grow_with_nodes(kind: str
         assert taken_us >= crossing / 5e10 * 1e6
         assert taken_us > last
         last = taken_us
+
+
+def test_collectives_are_rings_as_nccl_has_them_and_two_levels_pay_where_the_latency_of_many_ranks_counts() -> None:
+    found = {each: fabric(64, algorithm=each) for each in ("auto", "ring", "tree", "hierarchical")}
+    times = {each: times_on(own, load_calibration(own.machine)) for each, own in found.items()}
+    group = RankGroup(size=512)
+    for kind in ("all_gather", "reduce_scatter"):
+        small, large = ({each: own.time_us(kind, size * MIB, group) for each, own in times.items()} for size in (64, 8192))
+        assert small["auto"] == small["ring"] == small["tree"]
+        assert small["hierarchical"] < small["auto"]
+        assert large["hierarchical"] > large["auto"], "its parts follow one another"
+    reduced = {each: own.time_us("all_reduce", MIB, group) for each, own in times.items()}
+    assert reduced["auto"] == min(reduced["ring"], reduced["tree"]) < reduced["ring"]
+
+
+def test_matmuls_with_few_products_to_add_up_reach_less_of_the_peak() -> None:
+    """What a CTA spends before and after its main loop is the same for each K; the 5 % were measured on an H200."""
+    gpu = load_machine("h200").gpu
+    calibrated, short, narrow = (matmul(gpu, "m", (8192, k, 8192), "bf16").flops or 0.0 for k in (8192, 2048, 256))
+    assert calibrated == 2.0 * 8192**3
+    assert short * 4 / calibrated == pytest.approx(1.05, abs=0.005)
+    assert narrow * 32 / calibrated == pytest.approx(1.52, abs=0.01)
 
 
 def test_an_innermost_level_is_used_by_neighbors_and_an_outer_one_by_others() -> None:

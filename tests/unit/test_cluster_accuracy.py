@@ -17,10 +17,11 @@ def test_stored_errors_on_published_rows_are_within_their_limits() -> None:
     found = stored()["vtrain"]
     assert found["single node"]["mean error"] <= 0.08
     assert found["several nodes"]["mean error"] <= 0.10
+    assert found["single node"]["mean regret"] <= 0.035
     assert found["several nodes"]["mean regret"] <= 0.03
     assert found["several nodes"]["worst regret"] <= 0.10
     for nodes in ("single node", "several nodes"):
-        assert found[nodes]["mean error, other half"] <= 1.1 * found[nodes]["mean error, fitted half"]
+        assert found[nodes]["mean error, other half"] <= 1.2 * found[nodes]["mean error, fitted half"]
         assert found[nodes]["mean regret"] < found[nodes]["naive formula: mean regret"] / 2
     for step in stored()["megascale"]:
         assert abs(step["estimated gain"] - step["published gain"]) <= 1.0  # type: ignore[index]
@@ -28,7 +29,7 @@ def test_stored_errors_on_published_rows_are_within_their_limits() -> None:
 
 def test_estimates_of_several_nodes_come_out_as_stored() -> None:
     rows = vtrain(is_multi=True)
-    errors = Bench().errors(rows, VTRAIN)
+    errors = Bench().errors(rows, VTRAIN["several nodes"])
     mean = sum(abs(error) for error in errors) / len(errors)
     assert mean == pytest.approx(stored()["vtrain"]["several nodes"]["mean error"], rel=0.02)
     chosen = regrets(rows, [row.measured * (1 + error) for row, error in zip(rows, errors, strict=True)])

@@ -1,15 +1,18 @@
-"""Sweeps: resumed where they were cut, refused where they are another's, the front holds what nothing beats."""
+"""Sweeps: resumed where they were cut, refused where they are others'; the front holds what nothing beats, and is shown."""
 
+import io
 import pickle
 from pathlib import Path
 
 import pytest
 from msgspec.structs import replace
+from rich.console import Console
 
 from counterpoint.cluster.sweep import estimate_points, front, run_sweep
 from counterpoint.cluster.sweep_file import SweepFile, load_sweep
 from counterpoint.cluster.sweep_store import SweepStore, check_store
 from counterpoint.errors import CounterpointError, DeviceError, MachineError
+from counterpoint.report.sweep import draw_front, print_sweep, tell_progress
 
 BASE = Path(__file__).parents[2] / "examples" / "clusters" / "sweep_512.toml"
 AXES = "[sweep]\nrecompute = ['full']\ntensor = [4, 8]\npipeline = [2, 4]\nmicro_batch = [1, 2, 3]\n"
@@ -27,12 +30,15 @@ def test_a_sweep_that_was_cut_off_goes_on_and_ends_the_same(tmp_path: Path) -> N
     rows = run_sweep(sweep, SweepStore(whole))
     lines = whole.read_text().splitlines(keepends=True)
     cut.write_text("".join(lines[:4]) + lines[4][:20])
-    counts: list[int] = []
-    again = run_sweep(sweep, SweepStore(cut), on_rows=counts.append)
+    counts: list[tuple[int, int]] = []
+    again = run_sweep(sweep, SweepStore(cut), on_rows=lambda *each: counts.append(each))
     assert sorted(cut.read_text().splitlines()) == sorted(whole.read_text().splitlines())
     assert [row.estimate for row in again] == [row.estimate for row in rows]
-    assert run_sweep(sweep, SweepStore(cut), on_rows=counts.append) is not None
-    assert counts == [12]
+    assert counts[0] == (3, 12)
+    assert counts[-1] == (12, 12)
+    counts.clear()
+    assert run_sweep(sweep, SweepStore(cut), on_rows=lambda *each: counts.append(each)) is not None
+    assert counts == [(12, 12)]
     assert sum(bool(row.problem) for row in rows) == 4  # a micro-batch of 3 does not divide the batch
     best = front(rows)
     assert best
@@ -45,6 +51,14 @@ def test_a_sweep_that_was_cut_off_goes_on_and_ends_the_same(tmp_path: Path) -> N
         for other in rows
         if row.estimate and other.estimate and other.estimate.fits_memory
     )
+
+
+def test_a_key_is_the_same_in_another_process() -> None:
+    described = load_sweep(Path(__file__).parents[2] / "examples" / "clusters" / "pipeline.toml")
+    copied = pickle.loads(pickle.dumps(described))
+    points = list(described.axes.points())
+    assert [copied.key(point) for point in points] == [described.key(point) for point in points]
+    assert len({described.key(point) for point in points}) == len(points)
 
 
 def test_rows_of_another_sweep_are_refused(tmp_path: Path) -> None:
@@ -78,6 +92,46 @@ def test_ray_that_is_missing_or_unreachable_and_odd_files_are_one_line(tmp_path:
         run_sweep(sweep, SweepStore(None), ray_address="127.0.0.1:9")
     with pytest.raises(CounterpointError, match=r"\.csv or \.parquet"):
         check_store(tmp_path / "rows.txt")
+
+
+def test_the_front_is_drawn_and_no_word_of_its_table_is_cut_on_narrow_terminals(tmp_path: Path) -> None:
+    sweep = sweep_file(tmp_path, '[sweep]\ntensor = [4, 8]\npipeline = [2, 4]\nrecompute = ["full", "none"]\n')
+    rows = run_sweep(sweep, SweepStore(None))
+    best = front(rows)
+    for width in (120, 80, 60, 40):
+        file = io.StringIO()
+        print_sweep(Console(file=file, width=width, markup=False, emoji=False), sweep, rows, best)
+        lines = file.getvalue().splitlines()
+        assert max(map(len, lines)) <= width
+        words = file.getvalue().split()
+        assert words.count("full") + words.count("full,") == sum(row.point["recompute"] == "full" for row in best)
+        assert "recompute" in words
+        assert any("GiB" in line for line in lines)
+    drawn = tmp_path / "front.svg"
+    pytest.importorskip("matplotlib")
+    draw_front(rows, best, drawn)
+    text = drawn.read_text()
+    for label in ("front", "estimated", "larger than memory", "512 GPUs", "Simulated, not measured"):
+        assert f"<!-- {label} -->" in text
+
+
+def test_rows_with_equal_figures_stand_on_the_front_once(tmp_path: Path) -> None:
+    sweep = sweep_file(tmp_path, "[sweep]\npipeline = [4]\nrecompute = ['full']\n")
+    (row,) = run_sweep(sweep, SweepStore(None))
+    assert front([row, row]) == [row]
+
+
+def test_progress_says_how_many_are_done_and_how_long_the_others_take() -> None:
+    shown: list[str] = []
+    times = iter([0.0, 0.0, 10.0, 20.0])
+    tell = tell_progress(shown.append, lambda: next(times))
+    for number in (100, 110, 140):
+        tell(number, 200)
+    assert shown == [
+        "100 of 200 combinations done",
+        "110 of 200 combinations done, 90 s left",
+        "140 of 200 combinations done, 30 s left",
+    ]
 
 
 def test_a_key_is_the_same_in_another_process_and_another_for_another_cluster(tmp_path: Path) -> None:

@@ -155,5 +155,3 @@ def test_each_example_is_small_and_its_page_says_what_has_run(folder: Path) -> N
     assert f"({folder.name}/README.md)" in (EXAMPLES / "README.md").read_text()
     scripts = [path for path in folder.iterdir() if path.suffix in (".py", ".sh")]
     assert [path.read_text().count("\n") <= MOST_LINES for path in scripts] == [True]
-    for target in re.findall(r"\]\(([^)#]+)[^)]*\)", page):
-        assert (folder / target).exists(), target

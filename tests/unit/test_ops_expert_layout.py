@@ -36,6 +36,9 @@ def test_every_row_has_one_place_by_expert_and_source(counts: object, num_groups
                     for n in range(b.num_rows)
                 ]
                 assert [row for row, _ in rows] == list(range(sent.start, sent.stop))
+                arrays = every[source].block_arrays(source, destination, number)
+                columns = zip(*(each.tolist() for each in arrays), strict=True)
+                assert list(columns) == list(every[source].blocks(source, destination, number))
                 inside = layout.groups[number].rows
                 assert all(inside.start <= place < inside.stop for _, place in rows)
                 placed.update({place: (source, row) for row, place in rows})
@@ -71,5 +74,5 @@ def test_what_one_rank_sends_another_waits_for_and_results_come_back_side_by_sid
 @pytest.mark.parametrize(("num_bytes", "pieces"), [(0, 0), (63 * MIB, 0), (64 * MIB, 1), (159 * MIB, 1), (160 * MIB, 4)])
 def test_the_busiest_pair_of_ranks_picks_copies_and_pieces(num_bytes: int, pieces: int) -> None:
     row_bytes = MIB // 2
-    counts = np.array([[[500], [num_bytes // row_bytes]], [[1], [900]]])  # own rows do not count
-    assert pick_pieces(counts, row_bytes, None) == pieces
+    pairs = [[500, num_bytes // row_bytes], [1, 900]]  # own rows do not count
+    assert pick_pieces(pairs, row_bytes, None) == pieces

@@ -116,3 +116,39 @@ def test_by_its_name_a_custom_operator_runs_as_it_does_otherwise() -> None:
         named(left, weight, *rest)
     assert named in seen
     assert {named: 1}[torch.ops.counterpoint.matmul_reduce_scatter.default] == 1, "its hash is as torch made it"
+
+
+ACROSS = "the group spans 2 hosts, and copy engines reach peers of one host only"
+
+
+def test_calls_that_the_library_ran_across_hosts_are_counted_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runtime.Runtime, "_open_transport", lambda self: (None, ACROSS))
+    overlapped = pytest.importorskip("counterpoint.integrations.overlapped").Overlapped(is_on=True)
+    name = dist.group.WORLD.group_name
+    ops.all_gather_matmul(torch.randn(4, 3), torch.randn(3, 2))
+    overlapped.take("up", torch.nn.Linear(2, 2), lambda: None, name)
+    assert overlapped.library_reason == "", "calls from before count for nothing"
+    for _ in range(2):
+        ops.all_gather_matmul(torch.randn(4, 3), torch.randn(3, 2))
+    assert operator_call.calls_of(name).by_reason[ACROSS] == 3
+    assert overlapped.library_reason == ACROSS
+    assert f"2 calls by the library ({ACROSS})" in str(overlapped)
+
+
+def test_why_copies_did_not_do_it_is_logged_by_the_first_rank_of_the_group(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Which need not be rank 0 of the job."""
+    lanes = pytest.importorskip("counterpoint.integrations.lane_collectives")
+    group = object()
+    for rank_in_group in (0, 1):
+        monkeypatch.setattr(dist, "get_rank", lambda of=None, own=rank_in_group: own if of is group else 5)
+        caplog.clear()
+        tally = lanes.Tally("a gradient bucket", 0, group)
+        tally.count_library(ACROSS)
+        tally.count_library(ACROSS)
+        said = [record.getMessage() for record in caplog.records]
+        line = f"counterpoint: The library's collective does a gradient bucket: {ACROSS}."
+        assert said == ([line] if rank_in_group == 0 else [])
+    lanes.Tally("one of the job's own all-gathers", 0).count_library(ACROSS, group=group)
+    assert len(caplog.records) == 0, "this process is the second of the group"

@@ -55,7 +55,7 @@ def test_a_plan_is_told_in_words_with_all_its_numbers_reasons_and_refusals(tmp_p
         "head start 5 us on gemm, numbers 0-2, 7: it wins a race",
         "Numbers count from 0",
         "priority on 18 collectives: no effect when used alone",
-        "counterpoint run --plan 0.toml -- torchrun train.py",
+        "counterpoint run --plan 0.toml --step TRACE -- torchrun train.py",
         "fsdp2.use_copy_engines(model)",
     ):
         assert words in said, words
@@ -104,7 +104,7 @@ def test_json_holds_the_same(tmp_path: Path) -> None:
     shown = json.loads(counterpoint("plan", "show", "0.toml", "--json", cwd=tmp_path).stdout)
     assert shown["plan"]["verdict"] == "GAIN"
     assert shown["plan"]["directives"][1]["match"]["ordinals"] == [0, 1, 2, 7]
-    assert shown["to_apply"][0]["lines"] == ["counterpoint run --plan 0.toml -- torchrun train.py"]
+    assert shown["to_apply"][0]["lines"] == ["counterpoint run --plan 0.toml --step TRACE -- torchrun train.py"]
     differ = json.loads(counterpoint("plan", "diff", "0.toml", "1.toml", "--json", cwd=tmp_path).stdout)
     assert differ["is_same"] is False
     assert differ["only_second"] == ["priority -5 on communication kernels"]

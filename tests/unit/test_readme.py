@@ -17,6 +17,7 @@ FIRST_LINES = "\n".join(README.splitlines()[:60])
 RESULTS = ROOT / "benchmarks" / "results"
 TRACE = "examples/traces/starved.rank0.json.gz"
 FIGURE = re.compile(r"\d+(?:\.\d+)?")
+EXAMPLE_PAGES = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "examples").rglob("README.md"))
 DRIFT = 0.1  # of a figure, when the simulator changes
 
 
@@ -57,11 +58,22 @@ def test_it_is_short_and_its_first_lines_say_what_and_how() -> None:
     assert "```console\n$ counterpoint tune " in FIRST_LINES
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/results.md", "examples/README.md"])
+@pytest.mark.parametrize("page", ["README.md", "docs/results.md", *EXAMPLE_PAGES])
 def test_it_is_easy_to_read(page: str) -> None:
     found = of_markdown((ROOT / page).read_text())
     assert found.reading_ease > 50
     assert found.words_per_sentence < 20, found.longest
+
+
+@pytest.mark.parametrize("page", ["README.md", *EXAMPLE_PAGES])
+def test_links_lead_to_files_and_to_headings_that_are_there(page: str) -> None:
+    path = ROOT / page
+    for target, heading in re.findall(r"\]\(([^)#]*)#?([^)]*)\)", path.read_text()):
+        file = path.parent / target if target else path
+        assert file.exists(), target
+        if heading:
+            headings = re.findall(r"^#+ (.*)$", file.read_text(), re.MULTILINE)
+            assert heading in {re.sub(r"[^\w\- ]", "", each.lower()).replace(" ", "-") for each in headings}, target
 
 
 def test_the_output_shown_of_a_trace_is_what_the_command_prints() -> None:

@@ -9,9 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from counterpoint.controls import ResidencyCap
+from counterpoint.occupancy import cap_shared_bytes
 from counterpoint.plan import LEAVE_IT
 from counterpoint.sim import Simulator
-from counterpoint.sim.rates import available_to, max_min_shares, smooth_minimum
+from counterpoint.sim.rates import MemoryLatency, available_to, max_min_shares, smooth_minimum
 from counterpoint.sim.sm import level_after_taking
 from counterpoint.step import Collective, Footprint, Kernel, Operation
 from counterpoint.timeline import Timeline
@@ -172,6 +173,59 @@ def test_a_matmul_of_many_warps_and_small_tiles_pays_half_for_a_cap_at_one_of_tw
 def test_a_streaming_kernel_reaches_the_bandwidth_that_was_measured() -> None:
     # 512 MiB read and 512 MiB written in 251.7 us on an H200, 2026-11-21.
     assert durations(simulate(H200, streaming(512))) == [pytest.approx(251.7, rel=0.03)]
+
+
+# Microseconds of PyTorch's elementwise kernel on 512 MiB, by CTAs on an SM (H200, `counterpoint calibrate`, 2026-11-23).
+STREAMING_US = {12: 269.6, 8: 291.4, 6: 334.4, 5: 377.7, 4: 444.5, 3: 556.8, 2: 783.2}
+
+
+@pytest.mark.parametrize(("ctas_per_sm", "measured_us"), STREAMING_US.items())
+def test_a_streaming_kernel_of_few_ctas_gains_by_the_lower_latency(ctas_per_sm: int, measured_us: float) -> None:
+    """If latency did not fall with the load, 2 CTAs on an SM would take 8.7 % longer than measured."""
+    dynamic = cap_shared_bytes(H200.gpu, streaming(512).footprint, ctas_per_sm)
+    cap = ResidencyCap(ctas_per_sm=ctas_per_sm, dynamic_shared_bytes=dynamic)
+    kernel = msgspec.structs.replace(streaming(512), lone_us=254.3)
+    assert durations(simulate(H200, kernel, plan=plan_of({0: cap}))) == [pytest.approx(measured_us, rel=0.04)]
+
+
+@given(st.floats(0, 3), st.floats(0, 1), st.floats(0, 5))
+def test_the_load_that_kernels_make_is_what_they_keep_in_flight_over_the_latency(
+    at_low_load: float, other: float, in_flight: float
+) -> None:
+    slowdown = MemoryLatency(at_low_load, 1.8).slowdown(in_flight, other)
+    load = min(1.0, other + in_flight / slowdown)
+    assert slowdown == pytest.approx(1 + at_low_load * load, rel=1e-6)
+
+
+@given(st.floats(0, 1), st.floats(0, 1))
+def test_latency_grows_with_the_load_slowly_first(first: float, second: float) -> None:
+    latency = MemoryLatency(0.5, 1.8)
+    low, high = sorted((first, second))
+    assert latency.growth(low) <= latency.growth(high) <= 1.8 * high
+    assert latency.growth(1.0) == pytest.approx(1.8)
+    assert latency.growth(0.5) < 0.3
+
+
+def test_an_all_to_all_feels_more_of_a_full_memory_than_an_all_gather() -> None:
+    times = {}
+    for kind in ("all_gather", "all_to_all"):
+        collective = Collective(name=kind, stream=2, collective=kind, num_bytes=64 * MIB, group_size=2, lone_us=150.0)
+        times[kind] = durations(simulate(H200, collective, streaming(8 * 512)))[0]
+    assert 150 < times["all_gather"] < times["all_to_all"]
+
+
+def test_a_library_matmul_of_two_stages_waits_for_its_loads() -> None:
+    """128 x 28,672 x 8,192: with two stages loading, multiplying and latency add up; with six loading hides the rest."""
+    footprint = Footprint(num_ctas=128, threads_per_cta=384, registers_per_thread=168, dynamic_shared_bytes=163_972)
+    work = {"flops": 2.0 * 128 * 28672 * 8192, "hbm_bytes": 2.0 * 28672 * 8192, "matmul_sizes": (128, 8192, 28672)}
+    times = []
+    for number in (2, 3, 6):
+        name = f"nvjet_sm90_tst_448x64_64x{number}_1x2_h_bz_coopB_NNN"
+        kernel = Kernel(name=name, stream=0, footprint=footprint, character="matmul", is_work_sharing=True, **work)
+        times += lone_us(kernel)
+    assert times[0] > 1.5 * times[2]
+    assert times[0] == pytest.approx(2 * times[1], rel=0.15)
+    assert times[2] == pytest.approx(2.0 * 28672 * 8192 / 4.32e6, rel=0.05)  # what the memory takes for the weights
 
 
 def test_a_collective_takes_sms_and_bandwidth_from_a_streaming_kernel() -> None:

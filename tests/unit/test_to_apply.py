@@ -113,6 +113,8 @@ def test_a_plan_that_is_nowhere_is_saved_first_and_options_stand_before_the_word
         (Match(operations=(1,)), (HeadStart(hold_us=5),), True),
         (Match(collective="all_gather"), (Priority(priority=-5),), True),
         (Match(collective="all_gather"), (COPIES,), False),
+        (Match(collective="all_gather", process_group="mesh_tp"), (COPIES,), True),
+        (Match(collective="all_gather", num_bytes=2**27), (COPIES,), True),
     ],
 )
 def test_the_step_is_named_only_where_names_of_launches_do_not_tell(
@@ -120,6 +122,12 @@ def test_the_step_is_named_only_where_names_of_launches_do_not_tell(
 ) -> None:
     ways = ways_to_apply(plan(*controls, match=match), PlanOrigin(file="p.toml", step="t.json.gz"))
     assert ("--step t.json.gz" in lines_of(ways)[0]) == is_named
+
+
+def test_a_plan_file_alone_asks_for_the_trace_that_it_was_made_from() -> None:
+    match = Match(collective="all_gather", ordinals=(1,))
+    first, *_ = ways_to_apply(plan(COPIES, match=match), PlanOrigin(file="p.toml"))
+    assert first.lines == ("counterpoint run --plan p.toml --step TRACE -- torchrun train.py",)
 
 
 def test_a_plan_that_leaves_all_as_it_is_has_no_way() -> None:

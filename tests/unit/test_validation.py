@@ -139,6 +139,25 @@ def test_figures_count_errors_signs_and_regret() -> None:
     assert figures_of(rows, "best constant").mean_error <= min(naive.mean_error, figures_of(rows, "sum").mean_error)
 
 
+def test_times_within_one_percent_are_ties_in_ranks() -> None:
+    rows = [row(PLAIN, 100, 100), row("a", 100.9, 99.5), row("b", 80, 70)]
+    assert figures_of(rows).rank_correlation == pytest.approx(1.0)
+    assert figures_of([*rows[:2], row("b", 120, 70)]).rank_correlation == pytest.approx(-1.0)
+
+
+def test_a_plan_that_was_measured_under_two_names_is_one_variant(tmp_path: Path) -> None:
+    measured = a_set()
+    case = measured.cases[0]
+    again = msgspec.structs.replace(case.rows[1], label="again", measured_us=2 * case.rows[1].measured_us)
+    twice = msgspec.structs.replace(case, rows=(*case.rows, again))
+    path = tmp_path / "twice.json"
+    save_measured(msgspec.structs.replace(measured, cases=(twice,)), path)
+    (outcome,) = validate_files([path])
+    (found,) = [each for each in outcome.origins[0].rows if each.label == case.rows[1].label]
+    assert found.measured_us == 1.5 * case.rows[1].measured_us
+    assert len(outcome.origins[0].rows) == len(case.rows)
+
+
 def a_set(num_gpus: int = 2) -> MeasuredSet:
     case = cases_for(num_gpus)[0]
     step = captured(case, num_gpus)

@@ -2,8 +2,9 @@
 
 Bytes that leave a node go through its rails, of which a group gets the share of its members there. Three ways are known:
 one ring over all ranks, whose latency grows with their number; a hierarchical one (reduce-scatter in the node, between
-nodes, gather in the node), whose parts follow one another; and a double binary tree for all-reduces. NCCL and its users take
-what is fastest, so the least of them counts, unless the cluster names one. That is a model; nobody measured it here.
+nodes, gather in the node), whose parts follow one another; and a double binary tree for all-reduces. NCCL has rings for all
+collectives on nodes of several GPUs, and trees for all-reduces (src/graph/tuning.cc), so the faster of these counts, unless
+the cluster names a way. That is a model; nobody measured it here.
 """
 
 import math
@@ -19,6 +20,7 @@ from counterpoint.units import MIB, US_PER_S
 from counterpoint.value import Value
 
 LARGE = 256 * MIB  # from this size on, a collective's time grows only with its bytes
+RING_STEP_US = 3.4  # of a step of a ring over NVLink: NCCL's own model, hwLat in src/graph/tuning.cc, ring, simple protocol
 CONCURRENT_PEERS = 8  # that an all-to-all sends to at a time: NCCL 2.28, NCCL_MAX_DEV_WORK_P2P_ELEMENTS / 2; assumed
 
 
@@ -87,13 +89,14 @@ class CollectiveTimes(Value, frozen=True, kw_only=True, dict=True):
         if kind == "send_recv":
             rate = self._share(level, 1) / level.efficiency * level.send_efficiency
             return level.latency_us + US_PER_S * num_bytes / rate
-        ways = {
-            "ring": self._ring_us(kind, num_bytes, group, level),
-            "hierarchical": self._hierarchical_us(kind, num_bytes, group, level),
-        }
-        if kind == "all_reduce":
-            ways["tree"] = self._tree_us(num_bytes, group, level)
-        return ways.get(self.fabric.cluster.algorithm, min(ways.values()))
+        algorithm = self.fabric.cluster.algorithm
+        if algorithm == "hierarchical":
+            return self._hierarchical_us(kind, num_bytes, group, level)
+        ring_us = self._ring_us(kind, num_bytes, group, level)
+        if kind != "all_reduce" or algorithm == "ring":
+            return ring_us
+        tree_us = self._tree_us(num_bytes, group, level)
+        return tree_us if algorithm == "tree" else min(ring_us, tree_us)
 
     def in_node_us(self, kind: CollectiveKind, num_bytes: float, num_ranks: int) -> float:
         """Return the time inside a node by the single-node simulator."""
@@ -122,7 +125,7 @@ class CollectiveTimes(Value, frozen=True, kw_only=True, dict=True):
         if local > 1:
             rate = min(rate, self._node_rate(kind))
         rounds = 2 if kind == "all_reduce" else 1
-        hops_us = (nodes - 1) * level.latency_us + (group.size - nodes) * self.fabric.machine.link.latency_us
+        hops_us = (nodes - 1) * level.latency_us + (group.size - nodes) * RING_STEP_US
         return rounds * hops_us + US_PER_S * wire_bytes(kind, round(num_bytes), group.size) / rate
 
     def _hierarchical_us(self, kind: CollectiveKind, num_bytes: float, group: RankGroup, level: Level) -> float:

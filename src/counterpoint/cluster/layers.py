@@ -62,6 +62,7 @@ class LayerWriter:
         self._pass("residual.gradient", 3 * self._shard * hidden)
         self._feed_forward_backward()
         self._pass("norm.gradient", 4 * self._shard * hidden)
+        self._pass("residual.gradient", 3 * self._shard * hidden)
         self._gather()
         self._matmul_backward("projection", hidden // tensor, hidden)
         self._attend(is_backward=True)

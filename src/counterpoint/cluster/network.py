@@ -52,7 +52,8 @@ class Cluster(Value, frozen=True, kw_only=True):
     """`num_nodes` nodes of a machine. Without `levels`, the machine's own network is the only one.
 
     `machine` is a shipped machine's name or the path of a machine file. `num_rails` is the number of network ports of a
-    node; None means one for each GPU. `algorithm` is how collectives that leave a node move data; auto takes the fastest.
+    node; None means one for each GPU. `algorithm` is how collectives that leave a node move data; auto is what NCCL has:
+    rings, and for all-reduces the faster of ring and tree. hierarchical splits them into levels.
     """
 
     name: str

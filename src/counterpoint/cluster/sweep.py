@@ -23,15 +23,18 @@ Point = dict[str, Any]
 
 
 def run_sweep(
-    sweep: SweepFile, store: SweepStore, *, ray_address: str | None = None, on_rows: Callable[[int], None] | None = None
+    sweep: SweepFile, store: SweepStore, *, ray_address: str | None = None, on_rows: Callable[[int, int], None] | None = None
 ) -> list[SweepRow]:
     """Estimate what the store lacks, append it, and return all rows in the order of the combinations.
 
-    `ray_address`: a Ray cluster's; None: the cores of this machine. Raises `DeviceError` where Ray cannot be reached.
+    `ray_address`: a Ray cluster's; None: the cores of this machine. `on_rows` hears how many of all are done, at first of
+    those that the store held. Raises `DeviceError` where Ray cannot be reached.
     """
     points = list(sweep.axes.points())
     keys = [sweep.key(point) for point in points]
     known = store.read(set(keys))
+    if on_rows is not None:
+        on_rows(len(known), len(keys))
     missing = [point for key, point in zip(keys, points, strict=True) if key not in known]
     pieces = [missing[start : start + PIECE] for start in range(0, len(missing), PIECE)]
     done = _on_ray(sweep, pieces, ray_address) if ray_address is not None else _on_cores(sweep, pieces)
@@ -39,7 +42,7 @@ def run_sweep(
         store.append(rows)
         known.update({row.key: row for row in rows})
         if on_rows is not None:
-            on_rows(len(known))
+            on_rows(len(known), len(keys))
     return [known[key] for key in keys]
 
 
@@ -58,21 +61,26 @@ def _estimate(sweep: SweepFile, point: Point, memory: PassMemory) -> SweepRow:
 
 
 def front(rows: Iterable[SweepRow]) -> list[SweepRow]:
-    """Return rows that fit in memory and that no other row beats in tokens per second and GPU, memory and number of
-    GPUs.
+    """Return rows that fit in memory, and that no other beats in tokens per second and GPU, memory and number of GPUs.
+
+    Of rows with equal figures, as where a control changes nothing, the first stands for all.
     """
-    able = [(row, row.estimate) for row in rows if row.estimate is not None and row.estimate.fits_memory]
-    found = [row for row, figures in able if not any(_beats(other, figures) for _, other in able)]
+    able: dict[tuple[float, ...], tuple[SweepRow, ClusterEstimate]] = {}
+    for row in rows:
+        if row.estimate is not None and row.estimate.fits_memory:
+            able.setdefault(_ranked(row.estimate), (row, row.estimate))
+    found = [row for row, figures in able.values() if not any(_beats(other, figures) for _, other in able.values())]
     return sorted(found, key=lambda row: -(row.estimate.tokens_per_s_per_gpu if row.estimate else 0.0))
 
 
 def _beats(one: ClusterEstimate, other: ClusterEstimate) -> bool:
-    better = (
-        one.tokens_per_s_per_gpu - other.tokens_per_s_per_gpu,
-        other.memory_bytes - one.memory_bytes,
-        float(other.num_gpus - one.num_gpus),
-    )
+    better = [mine - others for mine, others in zip(_ranked(one), _ranked(other), strict=True)]
     return min(better) >= 0 and max(better) > 0
+
+
+def _ranked(figures: ClusterEstimate) -> tuple[float, ...]:
+    """What decides, more is better."""
+    return figures.tokens_per_s_per_gpu, -figures.memory_bytes, -float(figures.num_gpus)
 
 
 def _num_workers() -> int:

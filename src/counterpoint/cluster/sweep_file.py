@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from counterpoint.cluster.description import ClusterFile, Configuration
+from counterpoint.cluster.network import Algorithm
 from counterpoint.cluster.training import (
     CompressionMethod,
     ControlName,
@@ -23,6 +24,7 @@ MOST_COMBINATIONS = 1_000_000
 TABLE_OF = {  # where a swept value belongs in a cluster file
     "machine": "cluster",
     "num_nodes": "cluster",
+    "algorithm": "cluster",
     "tensor": "parallelism",
     "pipeline": "parallelism",
     "context": "parallelism",
@@ -43,6 +45,7 @@ class Axes(Value, frozen=True, kw_only=True):
 
     machine: tuple[str, ...] = ()
     num_nodes: tuple[int, ...] = ()
+    algorithm: tuple[Algorithm, ...] = ()
     tensor: tuple[int, ...] = ()
     pipeline: tuple[int, ...] = ()
     context: tuple[int, ...] = ()

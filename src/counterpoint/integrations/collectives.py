@@ -210,11 +210,11 @@ class ReplacedCollectives:
             tally.count_library(obstacle if kind in self._on else SWITCHED_OFF)
             return None
         assert isinstance(found, dist.ProcessGroup)
-        if tally.is_librarys(part_bytes(), ""):  # before lanes are made, because small collectives need none
+        if tally.is_librarys(part_bytes(), "", found):  # before lanes are made, because small collectives need none
             return None
         lanes = self._lanes_of(found, tensors[0].device)
         if lanes.obstacle:
-            tally.count_library(lanes.obstacle)
+            tally.count_library(lanes.obstacle, group=found)
             return None
         return PiecewiseCopies(lanes, tally)
 

@@ -52,7 +52,7 @@ class BucketAverages:
         least_part_bytes, self._max_buffer_bytes = limits
         self._wire, self._as_is = WIRES[compression](), AsIs()
         self._compression = compression
-        self._tally = Tally("a gradient bucket", least_part_bytes)
+        self._tally = Tally("a gradient bucket", least_part_bytes, lanes.group)
         self._is_on = False
 
     def use(self, is_on: bool) -> None:

@@ -213,7 +213,7 @@ class CopyEnginesInUse:
         name = group.group_name
         if name not in self._buffers:
             purpose = self._purpose(name, "fsdp2 gather")
-            tally = Tally("a gather of parameters", self._least_part_bytes)
+            tally = Tally("a gather of parameters", self._least_part_bytes, group)
             self._buffers[name] = GatherBuffers((group, self._device, purpose), self._num_buffers, tally)
         return self._buffers[name]
 
@@ -222,7 +222,7 @@ class CopyEnginesInUse:
         name = group.group_name
         if name not in self._reduces:
             lanes = Lanes(group, self._device, self._purpose(name, "fsdp2 reduce"), 1)
-            self._reduces[name] = lanes, Tally("a reduction of gradients", self._least_part_bytes)
+            self._reduces[name] = lanes, Tally("a reduction of gradients", self._least_part_bytes, group)
         return self._reduces[name]
 
     def _purpose(self, group_name: str, purpose: str) -> str:

@@ -40,8 +40,7 @@ from counterpoint.step import CollectiveKind
 from counterpoint.units import format_count
 
 OLDEST_TORCH = (2, 11)
-ByReason = ddp.BucketAverages | Tally
-Counting = tensor_parallel.Overlapped | ByReason
+Counting = tensor_parallel.Overlapped | ddp.BucketAverages | Tally
 Key = tuple[str, str]  # a control's tag, and its target
 Counts = tuple[int, int, int]  # calls by copies, calls by the library, bytes
 
@@ -163,7 +162,7 @@ class TorchJobPaths(AbstractJobPaths):
         """See `AbstractJobPaths.counts`."""
         tally = self._tally() if paths == self._in_force else self._tallies.get(paths, {})
         symmetric_bytes = sum(pool.num_bytes for pool in pool_report())
-        reasons = {key: counted.library_reason for key, counted in self._counting() if isinstance(counted, ByReason)}
+        reasons = {key: counted.library_reason for key, counted in self._counting()}
         found = []
         for control, target in paths.targets:
             by_copies, by_library, num_bytes = tally.get((control, target), (0, 0, 0))

@@ -95,11 +95,11 @@ class Lanes:
 @final
 class Tally:
     """Counts how often copies did a collective, how often the library did it and why; each reason except the switch is
-    logged once.
+    logged once, by the first rank of `group`; None means the group of each call.
     """
 
-    def __init__(self, what: str, least_part_bytes: int) -> None:
-        self._what, self._least_part_bytes = what, least_part_bytes
+    def __init__(self, what: str, least_part_bytes: int, group: dist.ProcessGroup | None = None) -> None:
+        self._what, self._least_part_bytes, self._group = what, least_part_bytes, group
         self._by_library: dict[str, int] = {}
         self.num_by_copies = 0
         self.num_bytes = 0  # bytes that copies moved from this rank to others
@@ -115,24 +115,26 @@ class Tally:
         reasons = {reason: number for reason, number in self._by_library.items() if reason != SWITCHED_OFF}
         return max(reasons, key=lambda reason: reasons[reason], default="")
 
-    def is_librarys(self, part_bytes: int, obstacle: str) -> bool:
+    def is_librarys(self, part_bytes: int, obstacle: str, group: dist.ProcessGroup | None = None) -> bool:
         """Return whether the library should do a collective with this many bytes from each rank; if so, count it."""
         if obstacle:
-            self.count_library(obstacle)
+            self.count_library(obstacle, group=group)
             return True
         if part_bytes < self._least_part_bytes:
             self.count_library(
                 f"less than {format_bytes(self._least_part_bytes)} from each rank",
                 f"{format_bytes(part_bytes)} from each rank; the library is faster below "
                 f"{format_bytes(self._least_part_bytes)}",
+                group,
             )
             return True
         return False
 
-    def count_library(self, reason: str, words: str = "") -> None:
+    def count_library(self, reason: str, words: str = "", group: dist.ProcessGroup | None = None) -> None:
         """Count one more by the library, for this reason; `words` replace the reason if they tell more."""
         if reason not in self._by_library and reason != SWITCHED_OFF:
-            warn_from_first_rank("The library's collective does %s: %s.", self._what, words or reason)
+            line = "The library's collective does %s: %s."
+            warn_from_first_rank(line, self._what, words or reason, group=group or self._group)
         self._by_library[reason] = self._by_library.get(reason, 0) + 1
 
     def count_copies(self, num_bytes: int) -> None:
@@ -192,9 +194,9 @@ def uses_nccl(group: dist.ProcessGroup, device: torch.device) -> bool:
         return False
 
 
-def warn_from_first_rank(message: str, *args: object) -> None:
-    """Log a warning on rank 0, or in a process without a rank, so that it appears once."""
-    if not dist.is_initialized() or dist.get_rank() == 0:
+def warn_from_first_rank(message: str, *args: object, group: dist.ProcessGroup | None = None) -> None:
+    """Log a warning on the first rank of the group, or in a process without a rank, so that it appears once."""
+    if not dist.is_initialized() or dist.get_rank(group) == 0:
         logger.warning(f"counterpoint: {message}", *args)
 
 

@@ -1,6 +1,7 @@
 """The object that `overlap` of tensor and expert parallelism returns: it switches, undoes, counts and prints."""
 
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, final
@@ -34,7 +35,7 @@ class Overlapped:
         self.refused: dict[str, str] = {}
         self.switch = Switch(is_on=is_on)
         self._undo: list[Callable[[], object]] = []
-        self._counts: dict[str, tuple[CallCounts, tuple[int, int, int]]] = {}
+        self._counts: dict[str, tuple[CallCounts, tuple[int, int, int], Counter[str]]] = {}
         self._is_undone = False
 
     @property
@@ -49,8 +50,16 @@ class Overlapped:
 
     @property
     def num_by_library(self) -> int:
-        """The number of operator calls, forward and backward, that ran the library's collective: `ops.explain` says why."""
+        """The number of operator calls, forward and backward, that ran the library's collective."""
         return self._since(1)
+
+    @property
+    def library_reason(self) -> str:
+        """Why the library ran most of the calls that it ran since `overlap`; empty if it ran none."""
+        counts = Counter[str]()
+        for calls, _, before in self._counts.values():
+            counts.update(Counter(calls.by_reason) - before)
+        return max(counts, key=lambda reason: counts[reason], default="")
 
     @property
     def num_bytes(self) -> int:
@@ -87,7 +96,7 @@ class Overlapped:
     def take(self, name: str, module: nn.Module, run: Callable[..., Any], group_name: str) -> None:
         """Give a module another `forward`, whose operators run in this group."""
         counts = calls_of(group_name)
-        self._counts.setdefault(group_name, (counts, _figures(counts)))
+        self._counts.setdefault(group_name, (counts, _figures(counts), Counter(counts.by_reason)))
         self.taken.append(name)
         self.exchange_forward(module, run)
 
@@ -143,11 +152,12 @@ class Overlapped:
         lines += [f"  refused: {_shortened(names)}: {reason}" for reason, names in self._by_reason().items()]
         by_copies, by_library = (format_count(number, "call") for number in (self.num_by_copies, self.num_by_library))
         sent = format_bytes(self.num_bytes)
-        counts = f"  {by_copies} by copies, which sent {sent} from this rank; {by_library} by the library"
+        why = f" ({self.library_reason})" if self.num_by_library else ""
+        counts = f"  {by_copies} by copies, which sent {sent} from this rank; {by_library} by the library{why}"
         return capped("\n".join([*lines, counts]))
 
     def _since(self, figure: int) -> int:
-        return sum(_figures(counts)[figure] - before[figure] for counts, before in self._counts.values())
+        return sum(_figures(counts)[figure] - before[figure] for counts, before, _ in self._counts.values())
 
     def _by_reason(self) -> dict[str, list[str]]:
         found: dict[str, list[str]] = {}

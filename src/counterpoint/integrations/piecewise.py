@@ -27,7 +27,7 @@ class PiecewiseCopies:
             self._lanes.reserve(block_bytes, num_pieces)
         except RefusedTogetherError as refusal:
             self._lanes.give_up(refusal)
-            self._tally.count_library(self._lanes.obstacle)
+            self._tally.count_library(self._lanes.obstacle, group=self._lanes.group)
             return False
         return True
 

@@ -38,7 +38,7 @@ def planned_paths(directives: Iterable[Directive], step: Step | None = None) -> 
     copies: set[CollectiveKind] = set()
     found = LIBRARY
     refusals: list[Refusal] = []
-    asked = [(each, control) for each in directives for control in each.controls if _is_path(control)]
+    asked = [(each, control) for each in directives for control in each.controls if is_path(control)]
     meant = [] if step is None else [number for each, _ in asked for number in each.match.accepted(step)]
     for directive, control in asked:
         kinds = _kinds_of(directive.match, step)
@@ -55,13 +55,19 @@ def planned_paths(directives: Iterable[Directive], step: Step | None = None) -> 
     return PlannedPaths(paths=replace(found, copies=in_order), refusals=tuple(dict.fromkeys(refusals)))
 
 
-def _is_path(control: Control) -> bool:
+def is_path(control: Control) -> bool:
+    """Return whether a control moves collectives to another path in a running job."""
     return isinstance(control, OverlapMatmul) or (isinstance(control, Transport) and control.transport == "copy_engine")
+
+
+def narrowing_keys(match: Match) -> list[str]:
+    """Return what a match goes by that a running job does not know of a collective; the step tells it."""
+    return [name for name in NARROWING if getattr(match, name) is not None]
 
 
 def _obstacle(match: Match, control: Control, kinds: set[CollectiveKind]) -> str:
     """Return why a directive is not possible, judged by its match alone; or nothing."""
-    ignored = [name for name in NARROWING if getattr(match, name) is not None]
+    ignored = narrowing_keys(match)
     if ignored:
         names = " and ".join(ignored)
         return f"it goes by {names}, and {BY_KIND}; take {names} out, or give the trace from which the plan was made: --step"

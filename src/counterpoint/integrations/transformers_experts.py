@@ -5,6 +5,7 @@ Their tokens arrive unsorted, with the experts of each token and the weights of 
 sums exactly what `AllToAllEP` does; one operator does the part in between.
 """
 
+from functools import partial
 from typing import Any, NamedTuple, final
 
 import torch
@@ -28,7 +29,8 @@ NOT_SERVED = {
     "MegaMoeEP": "its tokens are sent inside DeepGEMM's kernel. Leave it unchanged",
 }
 # attributes that transformers' `use_experts_implementation` sets on experts, and the supported values
-FORM = {"has_gate": True, "has_bias": False, "has_post_expert_norm": False, "is_transposed": False, "is_concatenated": True}
+FORM = {"has_gate": True, "has_post_expert_norm": False}
+PARAMETERS = frozenset({"gate_up_proj", "gate_up_proj_bias", "down_proj", "down_proj_bias"})
 
 
 class Routes(NamedTuple):
@@ -51,11 +53,17 @@ def refusal(experts: nn.Module) -> str:
     wrong = [each for each, wanted in FORM.items() if getattr(experts, each, None) is not wanted]
     if wrong:
         return f"its experts have {wrong[0]}={getattr(experts, wrong[0], None)}, but only {FORM[wrong[0]]} is supported"
-    gate = getattr(type(experts), "_apply_gate", None)
-    activation = type(getattr(experts, "act_fn", None)).__name__
-    if getattr(gate, "__name__", "") != "_default_apply_gate" or activation not in ("SiLU", "SiLUActivation"):
-        return f"its experts apply {activation} in a special way, but only silu(gate) * up is supported"
+    others = {name for name, _ in experts.named_parameters()} - PARAMETERS
+    if others or not callable(getattr(experts, "_apply_gate", None)):
+        found = ", ".join(sorted(others)) or "no _apply_gate"
+        return f"its experts have {found}, but only a gate of gate and up, with or without biases, is supported"
     return ""
+
+
+def _has_usual_gate(experts: nn.Module) -> bool:
+    """Return whether the gate is silu(gate) * up of two halves."""
+    gate, activation = getattr(type(experts), "_apply_gate", None), type(getattr(experts, "act_fn", None)).__name__
+    return getattr(gate, "__name__", "") == "_default_apply_gate" and activation in ("SiLU", "SiLUActivation")
 
 
 @final
@@ -107,12 +115,32 @@ class TransformersExperts:
         order = torch.argsort(chosen, stable=True)
         counts = torch.zeros(self._num_experts, dtype=torch.long, device=tokens.device)
         counts = counts.scatter_add_(0, chosen, torch.ones_like(chosen))
-        both, down = (local_part(getattr(self._experts, name)) for name in ("gate_up_proj", "down_proj"))
-        gate, up = both.chunk(2, dim=1)
-        operands = [cast_for_matmul(each) for each in (tokens[order // num_routes], gate, down, up)]
-        rows, w1, w2, w3 = operands
-        sorted_results = expert_ffn(rows, counts, w1, w2, w3, group=self.group, schedule=self._schedule)
+        sorted_results = self._sorted_results(cast_for_matmul(tokens[order // num_routes]), counts)
         results = torch.empty_like(sorted_results)
         results[order] = sorted_results
         by_token = results.view(*routes.weights.shape, results.shape[-1])
         return (by_token * routes.weights.unsqueeze(-1)).sum(dim=1)
+
+    def _sorted_results(self, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        """Return the experts' results for rows sorted by expert.
+
+        Gate and up lie in one weight, of which no copy is made: the usual gate's halves are views of it; for other gates one
+        matmul gives both, and autograd differentiates the gate.
+        """
+        both, down = self._parameter("gate_up_proj"), self._parameter("down_proj")
+        of_both, of_down = self._parameter("gate_up_proj_bias"), self._parameter("down_proj_bias")
+        assert both is not None
+        assert down is not None
+        if self._experts.is_transposed:
+            both, down = both.mT, down.mT
+        call = partial(expert_ffn, rows, counts, group=self.group, schedule=self._schedule)
+        if not _has_usual_gate(self._experts):
+            gate: Any = self._experts._apply_gate
+            return call(both, down, biases=(of_both, of_down), activation=gate)
+        first, second = both.chunk(2, dim=1)
+        of_first, of_second = (None, None) if of_both is None else of_both.chunk(2, dim=1)
+        return call(first, down, second, biases=(of_first, of_down, of_second))
+
+    def _parameter(self, name: str) -> torch.Tensor | None:
+        found = getattr(self._experts, name, None)
+        return None if found is None else cast_for_matmul(local_part(found))

@@ -19,15 +19,18 @@ from contextlib import suppress
 from typing import NoReturn, TypeVar, final
 
 import msgspec
+import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from counterpoint.errors import OperatorError, RefusedTogetherError
+from counterpoint.errors import OperatorError, RefusedTogetherError, cause_of
 from counterpoint.ranks import NO_STORE, Exchange, RankLostError, describe_lost
+from counterpoint.units import format_bytes
 from counterpoint.value import Value
 
 OUT_OF_STEP = "out of step"  # key of the reason
-REFUSED = "refused"  # key of the last call that a rank refused
+REFUSED = "refused"  # key of the number of refusals; followed by a rank's number, key of that rank's refusals
+MAX_REFUSED = 64  # a rank's latest refusals, kept for ranks that have not reached those calls
 Made = TypeVar("Made")
 GAVE_UP = b"\0gave up"  # content of a round that will not complete; no other content begins like it
 
@@ -63,6 +66,9 @@ class Agreement:
         self._store = dist.PrefixStore(f"{number}", whole)
         self._exchange = Exchange(self._store, self._rank, int(group.size()), self._store.timeout.total_seconds())
         self.num_calls = 0  # calls that this rank has begun or refused
+        self._refused: list[RefusedCall] = []  # by this rank, since all ranks last came to a round
+        self._known_refused: list[RefusedCall] = []  # by any rank, when `_num_known` refusals were counted
+        self._num_known = 0
         self._why_out_of_step = ""
         self._never_ends = ""  # why this rank's present call will not end
 
@@ -108,7 +114,9 @@ class Agreement:
             notice = CallNotice(problem=problem, refused_call=self.num_calls)
             self._exchange.come_alone(msgspec.json.encode(notice))
             refused = RefusedCall(call=self.num_calls, round=self._exchange.num_rounds, problem=problem)
-            self._store.set(REFUSED, msgspec.json.encode(refused))
+            self._refused = [*self._refused, refused][-MAX_REFUSED:]
+            self._store.set(f"{REFUSED} {self._rank}", msgspec.json.encode(self._refused))
+            self._store.add(REFUSED, 1)
         raise OperatorError(problem)
 
     def overheard(self) -> str:
@@ -117,11 +125,21 @@ class Agreement:
         From then on the group is out of step.
         """
         with suppress(RuntimeError):
-            if not self._never_ends and self._store.check([REFUSED]):
-                refused = msgspec.json.decode(self._store.get(REFUSED), type=RefusedCall)
+            for refused in [] if self._never_ends else self._all_refused():
                 if refused.call <= self.num_calls and refused.round > self._exchange.num_rounds:
                     self._hear_of(refused.problem, refused.round)
+                    break
         return self._never_ends
+
+    def _all_refused(self) -> list[RefusedCall]:
+        """Return what ranks refused and others may not have reached, in the order of calls."""
+        number = self._store.add(REFUSED, 0)
+        if number != self._num_known:
+            keys = [f"{REFUSED} {rank}" for rank in range(self._exchange.num_ranks)]
+            texts = [self._store.get(key) for key in keys if self._store.check([key])]
+            found = [each for text in texts for each in msgspec.json.decode(text, type=list[RefusedCall])]
+            self._known_refused, self._num_known = sorted(found, key=lambda each: each.call), number
+        return self._known_refused
 
     def _hear_of(self, problem: str, last_round: int) -> None:
         self._never_ends = problem
@@ -137,6 +155,7 @@ class Agreement:
         if GAVE_UP in found:
             self._require_in_step()
             raise self.give_up("another rank gave up")
+        self._refused.clear()  # all have come this far
         return found
 
     def give_up(self, what: str, whose: str = "the other ranks'") -> OperatorError:
@@ -175,6 +194,20 @@ class Agreement:
             raise OperatorError(
                 f"The ranks of the group are out of step since {self._why_out_of_step.rstrip('.')}. Start all ranks again."
             )
+
+
+def host_memory(num_bytes: int, what: str, agreement: Agreement) -> torch.Tensor:
+    """Allocate ordinary memory (bytes), which stands for symmetric memory on CPUs.
+
+    As on GPUs, all ranks get it, or all raise `RefusedTogetherError`. `what` needs it, in the same words on all ranks.
+    """
+    memory, problem = torch.empty(0, dtype=torch.uint8), ""
+    try:
+        memory = torch.empty(num_bytes, dtype=torch.uint8)
+    except RuntimeError as error:
+        problem = f"{format_bytes(num_bytes)} for {what} cannot be allocated ({cause_of(error, 160)})"
+    agreement.compare(CallNotice(request=f"{num_bytes} bytes for {what}", problem=problem))
+    return memory
 
 
 def share_obstacles(made: Sequence[Made | str], exchange: Callable[[object], list[bytes]]) -> list[Made | str]:

@@ -11,7 +11,7 @@ that share a hardware queue cannot deadlock.
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import torch
 import torch.distributed as dist
@@ -29,7 +29,7 @@ from counterpoint.ops.signals import Flags, Signals
 from counterpoint.ops.streams import stream_of
 from counterpoint.ops.symmetric import SymmetricPool
 from counterpoint.schedule.description import MAX_CHUNKS
-from counterpoint.schedule.expert_layout import Block
+from counterpoint.schedule.expert_layout import Counts
 from counterpoint.units import format_bytes
 
 Handle = Any  # cuda-bindings has no types
@@ -37,6 +37,14 @@ COUNTS_FREE, COUNTS_ARRIVED, FIRST_ARRIVED = len(ExpertRegion), len(ExpertRegion
 FIRST_WITH_BATCHES = 13000  # the CUDA version that has them in the form used here
 LEAST_BATCH = 4  # most blocks copied by one driver call
 RESTING = [*[1] * len(ExpertRegion), 1, 0, *[0] * (len(ExpertRegion) * MAX_CHUNKS)]
+
+
+class Copies(NamedTuple):
+    """Copies by address and size; numbers of Python, for the driver's bindings take no arrays."""
+
+    targets: list[int]
+    sources: list[int]
+    num_bytes: list[int]
 
 
 @final
@@ -162,17 +170,16 @@ class ExpertCopies(AbstractExpertExchange):
             self._ends[name] = check("Making an event", cu.cuEventCreate(NO_TIMING))
         return self._streams[name]
 
-    def copy_blocks(self, copies: Sequence[tuple[int, int, int]], stream: Handle) -> None:
-        """Copy (target, source, bytes), all after the stream's work and in any order among each other."""
-        if len(copies) >= LEAST_BATCH and self._has_batches:
-            targets, sources, sizes = zip(*copies, strict=True)
-            addresses = list(map(cu.CUdeviceptr, targets)), list(map(cu.CUdeviceptr, sources))
-            count = len(copies)
-            (result,) = cu.cuMemcpyBatchAsync(*addresses, list(sizes), count, [_beside_matmuls()], [0], 1, stream)
+    def copy_blocks(self, copies: Copies, stream: Handle) -> None:
+        """Copy blocks, all after the stream's work and in any order among each other."""
+        count = len(copies.num_bytes)
+        if count >= LEAST_BATCH and self._has_batches:
+            addresses = list(map(cu.CUdeviceptr, copies.targets)), list(map(cu.CUdeviceptr, copies.sources))
+            (result,) = cu.cuMemcpyBatchAsync(*addresses, copies.num_bytes, count, [_beside_matmuls()], [0], 1, stream)
             if result == cu.CUresult.CUDA_SUCCESS:
                 return
             self._has_batches = False  # a driver without batched copies copies one by one
-        for target, source, num_bytes in copies:
+        for target, source, num_bytes in zip(*copies, strict=True):
             copy_bytes(target, source, num_bytes, stream)
 
     def join(self, names: Sequence[str]) -> None:
@@ -218,8 +225,10 @@ class Outbox:
         for name in self._used:
             check("Waiting for rows", cu.cuStreamWaitEvent(self._exchange.copy_stream(name), self._exchange.ready, 0))
 
-    def send(self, peer: int, number: int, blocks: Sequence[Block]) -> None:
-        """Copy blocks of the ready rows, each from its first row there to its first row in the peer's region."""
+    def send(self, peer: int, number: int, blocks: tuple[Counts, Counts, Counts]) -> None:
+        """Copy blocks of the ready rows. `blocks` are the first rows there, the first rows in the peer's region, and the
+        numbers of rows.
+        """
         exchange, size = self._exchange, self._row_bytes
         name = f"to {peer}"
         handle = exchange.copy_stream(name)
@@ -229,10 +238,11 @@ class Outbox:
             self._claimed.add(peer)
             self._used[name] = None
         target, source = exchange.address(self._region, peer), self._sources[-1].data_ptr()
-        copies = [(target + place * size, source + first * size, number * size) for first, place, number in blocks]
+        first, placed, num_rows = blocks
+        copies = Copies((placed * size + target).tolist(), (first * size + source).tolist(), (num_rows * size).tolist())
         exchange.copy_blocks(copies, handle)
         exchange.signals.raise_to(arrived_flag(self._region, number), (peer,), handle)
-        self.num_bytes += sum(num_bytes for *_, num_bytes in copies)
+        self.num_bytes += sum(copies.num_bytes)
 
     def join(self) -> None:
         """Let the current stream wait until all is sent."""
@@ -254,7 +264,7 @@ class CopyDispatch(AbstractDispatch):
         for peer, number in layout.outgoing():
             if number and not has_own:  # the first pieces are in transit
                 has_own = self._put_own(source)
-            self._outbox.send(peer, number, list(layout.blocks(layout.rank, peer, number)))
+            self._outbox.send(peer, number, layout.block_arrays(layout.rank, peer, number))
         if not has_own:
             self._put_own(source)
         self.num_sent_bytes = self._outbox.num_bytes
@@ -284,7 +294,7 @@ class CopyDispatch(AbstractDispatch):
     def release(self) -> None:
         """See `AbstractDispatch.release`."""
         layout, exchange = self._rows.layout, self._exchange
-        senders = tuple(peer for peer in layout.peers() if layout.pairs[peer, layout.rank])
+        senders = tuple(peer for peer in layout.peers() if layout.received_rows[peer])
         if senders:
             exchange.signals.raise_to(int(self._region), senders, exchange.current())
 
@@ -311,10 +321,8 @@ class CopyCombine(AbstractCombine):
         self._outbox.ready(rows)
         for source in layout.sources(number):
             first = layout.returned(source, rank, number) - layout.sent(source, rank, number).start
-            blocks = [
-                Block(each.placed - start, each.sent + first, each.num_rows) for each in layout.blocks(source, rank, number)
-            ]
-            self._outbox.send(source, number, blocks)
+            sent, placed, num_rows = layout.block_arrays(source, rank, number)
+            self._outbox.send(source, number, (placed - start, sent + first, num_rows))
         own = layout.sent(rank, rank, number)
         if self._own_places is not None and own.stop > own.start:
             there = slice(own.start - layout.own.start, own.stop - layout.own.start)
@@ -329,7 +337,7 @@ class CopyCombine(AbstractCombine):
                 exchange.signals.take(arrived_flag(ExpertRegion.COMBINE, number), (peer,), stream)
                 sent, start = layout.sent(layout.rank, peer, number), layout.returned(layout.rank, peer, number)
                 self._results[sent].copy_(landed[start : start + sent.stop - sent.start])
-            senders = tuple(peer for peer in layout.peers() if layout.pairs[layout.rank, peer])
+            senders = tuple(peer for peer in layout.peers() if layout.sent_rows[peer])
             if senders:
                 exchange.signals.raise_to(int(ExpertRegion.COMBINE), senders, stream)
         self.num_sent_bytes = self._outbox.num_bytes

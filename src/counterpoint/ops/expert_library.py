@@ -40,8 +40,9 @@ class ExpertLibrary(AbstractExpertExchange):
 
     def dispatch(self, region: ExpertRegion, rows: Rows, source: torch.Tensor) -> AbstractDispatch:
         """See `AbstractExpertExchange.dispatch`."""
-        arrived, pairs, rank = rows.format.empty(rows.layout.num_rows), rows.layout.pairs, rows.layout.rank
-        self.together(library_all_to_all, arrived, source, pairs[:, rank].tolist(), pairs[rank].tolist())
+        layout = rows.layout
+        arrived = rows.format.empty(layout.num_rows)
+        self.together(library_all_to_all, arrived, source, layout.received_rows, layout.sent_rows)
         return LibraryDispatch(rows, arrived.index_select(0, rows.sorting.order))
 
     def combine(self, rows: Rows) -> AbstractCombine:
@@ -109,9 +110,8 @@ class LibraryCombine(AbstractCombine):
         layout, groups = self._rows.layout, self._groups
         found = self._rows.format.empty(layout.num_tokens)
         computed = groups[0] if len(groups) == 1 else torch.cat(groups) if groups else self._rows.format.empty(0)
-        sent, received = layout.pairs[:, layout.rank].tolist(), layout.pairs[layout.rank].tolist()
         back = computed.index_select(0, self._rows.sorting.order_back)
-        self._library.together(library_all_to_all, found, back, received, sent)
+        self._library.together(library_all_to_all, found, back, layout.sent_rows, layout.received_rows)
         groups.clear()
         return found
 

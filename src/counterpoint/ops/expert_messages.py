@@ -11,14 +11,12 @@ from typing import Any, final
 import torch
 import torch.distributed as dist
 
-from counterpoint.errors import cause_of
-from counterpoint.ops.agreement import CallNotice
+from counterpoint.ops.agreement import host_memory
 from counterpoint.ops.collectives import Ranks
 from counterpoint.ops.expert_exchange import AbstractCombine, AbstractDispatch, AbstractExpertExchange, ExpertRegion, Rows
 from counterpoint.ops.expert_library import ExpertLibrary
 from counterpoint.ops.expert_memory import RegionSizes, needed_bytes
 from counterpoint.schedule.description import MAX_CHUNKS
-from counterpoint.units import format_bytes
 
 
 @final
@@ -40,16 +38,10 @@ class ExpertMessages(AbstractExpertExchange):
         needed = needed_bytes(rows, regions)
         if self._sizes.holds(needed):
             return
-        self._memory, sizes = torch.empty(0, dtype=torch.uint8), self._sizes.grown(needed)
-        self._sizes = RegionSizes()
-        memory, problem = self._memory, ""
-        try:
-            memory = torch.empty(sizes.num_bytes, dtype=torch.uint8)
-        except RuntimeError as error:
-            problem = f"{format_bytes(sizes.num_bytes)} for experts cannot be allocated ({cause_of(error, 160)})"
-        # all ranks find out together, as on GPUs
-        self._ranks.agreement.compare(CallNotice(request=f"{sizes.num_bytes} bytes for experts", problem=problem))
-        self._memory, self._sizes = memory, sizes
+        sizes = self._sizes.grown(needed)
+        self.close()
+        self._memory = host_memory(sizes.num_bytes, "experts", self._ranks.agreement)
+        self._sizes = sizes
 
     def begin(self) -> None:
         """See `AbstractExpertExchange.begin`."""

@@ -6,25 +6,52 @@ Other ranks' tokens are not kept: they are sent again if weights need their grad
 """
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, final
+from typing import NamedTuple, TypeAlias, final
 
 import torch
 
 from counterpoint.ops.expert_exchange import AbstractCombine, AbstractDispatch, ExpertRegion, RowFormat
 from counterpoint.ops.expert_routing import ExpertRouting
 from counterpoint.ops.gated_activation import Activation, activate, activate_backward
-from counterpoint.ops.grouped_matmul import multiply, weight_gradient
+from counterpoint.ops.grouped_matmul import ExpertRows, bias_gradient, multiply, multiply_in_fp8, weight_gradient
 
 Matrices = Sequence[torch.Tensor]
+Gradients: TypeAlias = tuple[torch.Tensor | None, torch.Tensor | None]  # of weights and biases
 DISPATCH, AGAIN, COMBINE = ExpertRegion
 
 
+class Linear(NamedTuple):
+    """The weights (E, N, K) and, where there are some, the biases (E, N) of one linear of every expert. `is_fp8`: what it
+    computes forward is multiplied in fp8."""
+
+    weights: torch.Tensor
+    bias: torch.Tensor | None = None
+    is_fp8: bool = False
+
+
+class Layer(NamedTuple):
+    """What experts compute: w1 and, where given, w3 before the activation, and w2 behind it."""
+
+    ups: Sequence[Linear]
+    down: Linear
+
+
 class Wanted(NamedTuple):
-    """The requested gradients; the same on all ranks. `ups`: of w1, or w3, or both."""
+    """The requested gradients; the same on all ranks. `ups`: of w1, or w3, or both; their biases likewise."""
 
     tokens: bool = True
     ups: bool = True
     down: bool = True
+    up_biases: bool = False
+    down_bias: bool = False
+
+
+class LayerGradients(NamedTuple):
+    """The gradients of tokens and of a layer, as (weights, bias) each; None for those that are not wanted."""
+
+    tokens: torch.Tensor | None
+    ups: list[Gradients]
+    down: Gradients
 
 
 @final
@@ -62,14 +89,14 @@ def ffn(
     routing: ExpertRouting,
     activation: Activation | None,
     beside: Callable[[], None] | None,
-    operands: Matrices,
+    operands: tuple[torch.Tensor, Layer],
     *,
     is_differentiated: bool,
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Run the whole layer of tokens, w1, w2 and, if given, w3. Return the results in the order of tokens, and the inputs
-    of every group's activation, which backward needs. `beside` is called when tokens are in transit.
+    """Run the whole layer. Return the results in the order of tokens, and the inputs of every group's activation, which
+    backward needs. `beside` is called when tokens are in transit.
     """
-    tokens, w1, w2, *w3 = operands
+    tokens, (ups, down) = operands
     regions = (DISPATCH, AGAIN, COMBINE) if is_differentiated else (DISPATCH, COMBINE)
     work, kept = Pass(routing, RowFormat.of(tokens), regions), list[torch.Tensor]()
     dispatch = work.dispatch(DISPATCH, tokens)
@@ -78,8 +105,8 @@ def ffn(
         beside()
     for group, experts in zip(routing.layout.groups, routing.groups, strict=True):
         rows = dispatch.group(group.number)
-        inputs = [multiply(rows, up[group.experts].mT, experts) for up in (w1, *w3)]
-        combine.add(group.number, multiply(activate(activation, inputs), w2[group.experts].mT, experts))
+        inputs = [_linear(up, rows, group.experts, experts) for up in ups]
+        combine.add(group.number, _linear(down, activate(activation, inputs), group.experts, experts))
         kept += inputs
     dispatch.release()
     results = combine.results()
@@ -87,46 +114,57 @@ def ffn(
     return results, kept
 
 
+def _linear(linear: Linear, rows: torch.Tensor, part: slice, experts: ExpertRows) -> torch.Tensor:
+    """Return the rows of some experts after their linear."""
+    bias = None if linear.bias is None else linear.bias[part]
+    return (multiply_in_fp8 if linear.is_fp8 else multiply)(rows, linear.weights[part].mT, experts, bias)
+
+
 def ffn_backward(
     routing: ExpertRouting,
     activation: Activation | None,
-    tensors: tuple[Matrices, Matrices, torch.Tensor],
+    tensors: tuple[tuple[torch.Tensor, Layer], Matrices, torch.Tensor],
     wanted: Wanted,
-) -> tuple[torch.Tensor | None, list[torch.Tensor | None]]:
-    """Return the gradients of tokens, and of w1, w2 and, if given, w3; None for those that are not wanted.
-
-    `tensors` are the operands of `ffn`, what it kept, and the gradient of its results.
-    """
-    operands, kept, gradient = tensors
-    tokens, w1, w2, *w3 = operands
-    ups = [w1, *w3]
+) -> LayerGradients:
+    """Return the gradients of `ffn`. `tensors` are its operands, what it kept, and the gradient of its results."""
+    (tokens, (ups, down)), kept, gradient = tensors
     regions = [region for region, is_used in zip(ExpertRegion, (True, wanted.ups, wanted.tokens), strict=True) if is_used]
     work = Pass(routing, RowFormat.of(tokens), regions)
     dispatch = work.dispatch(DISPATCH, gradient)
     again = work.dispatch(AGAIN, tokens) if wanted.ups else None
     combine = work.combine() if wanted.tokens else None
-    hidden, *of_inputs = (tokens.new_empty(routing.num_rows, w1.shape[1]) for _ in range(1 + len(ups)))
+    widths = (down.weights.shape[2], *(up.weights.shape[1] for up in ups))
+    hidden, *of_inputs = (tokens.new_empty(routing.num_rows, width) for width in widths)
     for group, experts in zip(routing.layout.groups, routing.groups, strict=True):
-        of_hidden = multiply(dispatch.group(group.number), w2[group.experts], experts)
+        of_hidden = multiply(dispatch.group(group.number), down.weights[group.experts], experts)
         inputs = kept[group.number * len(ups) : (group.number + 1) * len(ups)]
         outs = [each[group.rows] for each in (hidden, *of_inputs)]
         activate_backward(activation, inputs, of_hidden, outs)
         if combine is not None:
             first, *others = zip(outs[1:], ups, strict=True)
-            of_rows = multiply(first[0], first[1][group.experts], experts)
+            of_rows = multiply(first[0], first[1].weights[group.experts], experts)
             for of_input, up in others:
-                of_rows.add_(multiply(of_input, up[group.experts], experts))
+                of_rows.add_(multiply(of_input, up.weights[group.experts], experts))
             combine.add(group.number, of_rows)
-    of_down = weight_gradient(dispatch.all_rows(), hidden, routing.experts) if wanted.down else None
+    of_down = _of_linear((dispatch.all_rows(), hidden if wanted.down else None), routing, has_bias=wanted.down_bias)
     dispatch.release()
-    of_ups: list[torch.Tensor | None] = [None] * len(ups)
+    rows = None if again is None else _all_arrived(again, routing)
+    of_ups = [_of_linear((of_input, rows), routing, has_bias=wanted.up_biases) for of_input in of_inputs]
     if again is not None:
-        rows = _all_arrived(again, routing)
-        of_ups = [weight_gradient(of_input, rows, routing.experts) for of_input in of_inputs]
         again.release()
     of_tokens = combine.results() if combine is not None else None
     work.finish()
-    return of_tokens, [of_ups[0], of_down, *of_ups[1:]]
+    return LayerGradients(of_tokens, of_ups, of_down)
+
+
+def _of_linear(tensors: tuple[torch.Tensor, torch.Tensor | None], routing: ExpertRouting, *, has_bias: bool) -> Gradients:
+    """Return the gradients of weights and biases.
+
+    `tensors` are the gradient of the linear's results, and its inputs, or None if no weight needs a gradient.
+    """
+    gradient, rows = tensors
+    of_weights = None if rows is None else weight_gradient(gradient, rows, routing.experts)
+    return of_weights, bias_gradient(gradient, routing.experts) if has_bias else None
 
 
 def _all_arrived(dispatch: AbstractDispatch, routing: ExpertRouting) -> torch.Tensor:
@@ -135,12 +173,12 @@ def _all_arrived(dispatch: AbstractDispatch, routing: ExpertRouting) -> torch.Te
     return dispatch.all_rows()
 
 
-def dispatch_multiply(routing: ExpertRouting, tokens: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Return all ranks' tokens times this rank's experts' weights (E, N, dim): (rows, N) of each group."""
+def dispatch_multiply(routing: ExpertRouting, tokens: torch.Tensor, linear: Linear) -> tuple[torch.Tensor, ...]:
+    """Return all ranks' tokens through this rank's experts' linear of (E, N, dim): (rows, N) of each group."""
     work = Pass(routing, RowFormat.of(tokens), (DISPATCH, COMBINE))
     dispatch = work.dispatch(DISPATCH, tokens)
     products = tuple(
-        multiply(dispatch.group(group.number), weights[group.experts].mT, experts)
+        _linear(linear, dispatch.group(group.number), group.experts, experts)
         for group, experts in zip(routing.layout.groups, routing.groups, strict=True)
     )
     dispatch.release()
@@ -150,8 +188,8 @@ def dispatch_multiply(routing: ExpertRouting, tokens: torch.Tensor, weights: tor
 
 def dispatch_multiply_backward(
     routing: ExpertRouting, tokens: torch.Tensor, weights: torch.Tensor, gradients: Matrices, wanted: Wanted
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """The gradients of tokens and weights of `dispatch_multiply`."""
+) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+    """The gradients of tokens, weights and biases of `dispatch_multiply`."""
     regions = [region for region, is_used in ((DISPATCH, wanted.ups), (COMBINE, wanted.tokens)) if is_used]
     work = Pass(routing, RowFormat.of(tokens), regions)
     dispatch = work.dispatch(DISPATCH, tokens) if wanted.ups else None
@@ -159,23 +197,24 @@ def dispatch_multiply_backward(
     if combine is not None:
         for group, experts in zip(routing.layout.groups, routing.groups, strict=True):
             combine.add(group.number, multiply(gradients[group.number], weights[group.experts], experts))
-    of_weights = None
+    rows = None if dispatch is None else _all_arrived(dispatch, routing)
+    found = _of_linear((_joined(gradients, weights), rows), routing, has_bias=wanted.up_biases)
     if dispatch is not None:
-        of_weights = weight_gradient(_joined(gradients, weights), _all_arrived(dispatch, routing), routing.experts)
         dispatch.release()
     of_tokens = combine.results() if combine is not None else None
     work.finish()
-    return of_tokens, of_weights
+    return of_tokens, *found
 
 
-def multiply_combine(routing: ExpertRouting, inputs: Matrices, weights: torch.Tensor) -> torch.Tensor:
-    """Multiply the rows of this rank's experts, by group, by their weights (E, dim, K) and send them back: (tokens, dim)
+def multiply_combine(routing: ExpertRouting, inputs: Matrices, linear: Linear) -> torch.Tensor:
+    """Put the rows of this rank's experts, by group, through their linear of (E, dim, K) and send them back: (tokens, dim)
     of this rank.
     """
+    weights = linear.weights
     work = Pass(routing, RowFormat(weights.shape[1], weights.dtype, weights.device), (DISPATCH, COMBINE))
     combine = work.combine()
     for group, experts in zip(routing.layout.groups, routing.groups, strict=True):
-        combine.add(group.number, multiply(inputs[group.number], weights[group.experts].mT, experts))
+        combine.add(group.number, _linear(linear, inputs[group.number], group.experts, experts))
     results = combine.results()
     work.finish()
     return results
@@ -183,8 +222,8 @@ def multiply_combine(routing: ExpertRouting, inputs: Matrices, weights: torch.Te
 
 def multiply_combine_backward(
     routing: ExpertRouting, inputs: Matrices, weights: torch.Tensor, gradient: torch.Tensor, wanted: Wanted
-) -> tuple[list[torch.Tensor | None], torch.Tensor | None]:
-    """The gradients of inputs (`wanted.tokens`) and weights (`wanted.down`) of `multiply_combine`."""
+) -> tuple[list[torch.Tensor | None], Gradients]:
+    """The gradients of inputs (`wanted.tokens`), and of weights and biases, of `multiply_combine`."""
     work = Pass(routing, RowFormat.of(gradient), (DISPATCH,))
     dispatch = work.dispatch(DISPATCH, gradient)
     of_inputs: list[torch.Tensor | None] = [None] * len(inputs)
@@ -192,13 +231,11 @@ def multiply_combine_backward(
         rows = dispatch.group(group.number)
         if wanted.tokens:
             of_inputs[group.number] = multiply(rows, weights[group.experts], experts)
-    of_weights = None
-    if wanted.down:
-        joined = _joined(inputs, weights, is_inner=True)
-        of_weights = weight_gradient(dispatch.all_rows(), joined, routing.experts)
+    joined = _joined(inputs, weights, is_inner=True) if wanted.down else None
+    of_linear = _of_linear((dispatch.all_rows(), joined), routing, has_bias=wanted.down_bias)
     dispatch.release()
     work.finish()
-    return of_inputs, of_weights
+    return of_inputs, of_linear
 
 
 def _joined(groups: Matrices, weights: torch.Tensor, *, is_inner: bool = False) -> torch.Tensor:

@@ -7,10 +7,9 @@ that memory, all ranks run this call by the library.
 
 from collections.abc import Sequence
 from functools import cached_property
-from typing import NamedTuple, TypeAlias, final
+from typing import NamedTuple, NoReturn, TypeAlias, final
 
 import msgspec
-import numpy as np
 import torch
 
 from counterpoint.errors import OperatorError, RefusedTogetherError, ScheduleError
@@ -22,8 +21,10 @@ from counterpoint.ops.operator_call import calls_of
 from counterpoint.ops.runtime import Runtime
 from counterpoint.schedule import ScheduleDescription
 from counterpoint.schedule.expert_choice import size_for
-from counterpoint.schedule.expert_layout import Counts, ExpertLayout
+from counterpoint.schedule.expert_layout import Counts, ExpertLayout, Pairs, pair_rows
 
+NO_MEMORY = "a rank has no symmetric memory left for copies"
+NOT_PICKED = "it is estimated to be faster, or the call asks for it"
 TokensPerExpert: TypeAlias = torch.Tensor | Sequence[int]
 
 
@@ -36,9 +37,10 @@ class ExpertRouting:
     groups of experts per rank; 0 if rows go by the library's all-to-all.
     """
 
-    def __init__(self, runtime: Runtime, counts: Counts, sorting: Sorting, num_pieces: int) -> None:
-        self.runtime, self.counts, self.num_pieces = runtime, counts, num_pieces
-        self.layout = ExpertLayout(counts, int(runtime.group.rank()), max(1, num_pieces))
+    def __init__(self, runtime: Runtime, counted: tuple[Counts, Pairs], sorting: Sorting, num_pieces: int) -> None:
+        self.runtime, self.num_pieces = runtime, num_pieces
+        self.counts, pairs = counted
+        self.layout = ExpertLayout(self.counts, int(runtime.group.rank()), max(1, num_pieces), pairs)
         self.num_tokens, self.num_rows = self.layout.num_tokens, self.layout.num_rows
         self._sorting = sorting
         sorting.layout = self.layout
@@ -87,7 +89,8 @@ class ExpertRouting:
         """Count a pass that has ended."""
         calls = calls_of(self.runtime.group.group_name)
         if exchange is self.runtime.experts().library:
-            calls.num_by_library += 1
+            experts = self.runtime.experts()
+            calls.add_library(experts.obstacle or (NO_MEMORY if self.num_pieces else NOT_PICKED))
         else:
             calls.num_by_copies += 1
             calls.num_bytes += num_sent_bytes
@@ -131,24 +134,22 @@ def route(runtime: Runtime, call: Called) -> ExpertRouting:
     row[-1:].fill_(call.tokens.shape[0])
     sorting = Sorting(int(runtime.group.rank()), call.sizes[0])
     on_host = (experts.copies or experts.library).gather(row, sorting.prepare)
-    found = on_host.numpy()
-    _require_sums(call.operator, found)
-    shaped = found[:, :-1].reshape(num_ranks, num_ranks, -1).copy()  # the host's memory is the next call's
-    pieces = 0 if experts.obstacle else pick_pieces(shaped, RowFormat.of(call.tokens).num_bytes, call.schedule)
-    return ExpertRouting(runtime, shaped, sorting, pieces)
+    found = on_host.numpy().copy()  # the host's memory is the next call's
+    shaped = found[:, :-1].reshape(num_ranks, num_ranks, -1)
+    pairs = pair_rows(shaped)
+    if [sum(row) for row in pairs] != found[:, -1].tolist() or found.min() < 0:
+        _refuse_sums(call.operator, found)
+    pieces = 0 if experts.obstacle else pick_pieces(pairs, RowFormat.of(call.tokens).num_bytes, call.schedule)
+    return ExpertRouting(runtime, (shaped, pairs), sorting, pieces)
 
 
-def _require_sums(operator: str, found: Counts) -> None:
+def _refuse_sums(operator: str, found: Counts) -> NoReturn:
     sums, least = found[:, :-1].sum(1), found.min(1)
-    if (sums == found[:, -1]).all() and least.min() >= 0:
-        return
-    for rank, num_rows in enumerate(found[:, -1]):
-        if sums[rank] != num_rows or least[rank] < 0:
-            raise OperatorError(
-                f"Rank {rank} of the group: the counts of {operator} must be 0 or more and add up to its "
-                f"{num_rows} rows of tokens; found a sum of {sums[rank]} and a least count of {least[rank]}. "
-                "Count the rows of every expert."
-            )
+    rank = int(((sums != found[:, -1]) | (least < 0)).argmax())
+    raise OperatorError(
+        f"Rank {rank} of the group: the counts of {operator} must be 0 or more and add up to its {found[rank, -1]} rows of "
+        f"tokens; found a sum of {sums[rank]} and a least count of {least[rank]}. Count the rows of every expert."
+    )
 
 
 def require_experts_schedule(schedule: object) -> None:
@@ -167,13 +168,12 @@ def require_experts_schedule(schedule: object) -> None:
         )
 
 
-def pick_pieces(counts: Counts, row_bytes: int, schedule: ScheduleDescription | None) -> int:
+def pick_pieces(pairs: Pairs, row_bytes: int, schedule: ScheduleDescription | None) -> int:
     """Return in how many pieces each rank's experts are computed; 0 if rows go by the library's all-to-all.
 
-    `counts[source, destination, expert]` are rows of `row_bytes`. A schedule named by the caller decides.
+    `pairs[source][destination]` are rows of `row_bytes`. A schedule named by the caller decides.
     """
     if schedule is not None:
         return 0 if schedule.is_sequential else schedule.chunks
-    pairs = counts.sum(2)
-    num_bytes = int((pairs - np.diag(pairs.diagonal())).max()) * row_bytes
-    return size_for(num_bytes).num_groups
+    most = max(max((*row[:rank], *row[rank + 1 :]), default=0) for rank, row in enumerate(pairs))
+    return size_for(most * row_bytes).num_groups

@@ -7,7 +7,7 @@ exchange them in every call. `expert_passes.py` has the order of computation.
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -15,6 +15,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from counterpoint.ops.dispatch import refuse_second_derivative
 from counterpoint.ops.expert_passes import (
+    Layer,
+    Linear,
     Wanted,
     dispatch_multiply,
     dispatch_multiply_backward,
@@ -25,10 +27,13 @@ from counterpoint.ops.expert_passes import (
 )
 from counterpoint.ops.expert_routing import Called, ExpertRouting, TokensPerExpert, route
 from counterpoint.ops.gated_activation import Activation
+from counterpoint.ops.grouped_matmul import obstacle_to_fp8
 from counterpoint.ops.runtime import Runtime, group_or_world, runtime_of, runtime_of_group
 from counterpoint.schedule import ScheduleDescription
 
 Group: TypeAlias = dist.ProcessGroup
+Biases: TypeAlias = Sequence[torch.Tensor | None]
+T = TypeVar("T")
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # the host waits for counts within
@@ -40,6 +45,8 @@ def expert_ffn(
     w3: torch.Tensor | None = None,
     *,
     group: Group | None = None,
+    biases: Biases | None = None,
+    is_fp8: bool = False,
     activation: Activation | None = None,
     schedule: ScheduleDescription | None = None,
     beside: Callable[[], None] | None = None,
@@ -49,8 +56,15 @@ def expert_ffn(
 
     `tokens` are sorted by expert; each of W ranks holds E experts. `tokens_per_expert` are W * E numbers of rows that
     add up to T, which may differ between ranks. w1 and w3 are (E, hidden, dim), w2 is (E, dim, hidden). A token's result
-    is `silu(w1 x) * (w3 x)` times w2; without w3, `silu(w1 x)` times w2. `activation` replaces that function of one or
-    two matrices (n, hidden); it works elementwise and autograd differentiates it.
+    is `silu(w1 x) * (w3 x)` times w2; without w3, `silu(w1 x)` times w2. `biases` holds one bias for each weight, in the
+    same order, (E, hidden) and (E, dim), or None. Weights may be views whose last or last but one dimension is dense;
+    such views are not copied.
+
+    `activation` replaces silu, of one or two matrices (n, hidden). It works row by row, and autograd differentiates it.
+    If it takes one matrix, it may return another width. So w1 (E, N, dim) can hold gate and up, with w2 (E, dim, hidden).
+
+    With `is_fp8` the matmuls of the forward pass round their bf16 operands to fp8 (e4m3); each token and each output
+    feature of a weight has its own scale. Gradients are computed in bf16, as if nothing had been rounded.
 
     `beside` is called once, in forward, as soon as tokens are in transit: its computation on the current stream hides
     them, and has its own gradients. Without a `schedule`, `expert_choice.py` decides whether rows go by copies and in
@@ -59,13 +73,18 @@ def expert_ffn(
     """
     weights = [w1, w2] if w3 is None else [w1, w2, w3]
     runtime = _runtime_for("expert_ffn", tokens, weights, group)
-    problem = _problem_of_ffn(tokens, weights)
+    added: Biases = [None] * len(weights) if biases is None else biases
+    is_joined = activation is not None and w3 is None
+    problem = _problem_of_ffn(tokens, weights, is_joined=is_joined) or _problem_of_biases("expert_ffn", weights, added)
+    if is_fp8 and not problem:
+        obstacle = next((obstacle for each in weights if (obstacle := obstacle_to_fp8(each))), "")
+        problem = f"expert_ffn in fp8 {obstacle}." if obstacle else ""
     if problem:
         runtime.refuse(problem)
-    sizes = (w1.shape[0], len(weights), *w1.shape[1:])
+    sizes = (w1.shape[0], len(weights), *w1.shape[1:], *_sizes_of_biases(added), *(w2.shape[2:] if is_joined else ()))
     routing = _routed(runtime, Called("expert_ffn", tokens, tokens_per_expert, sizes, schedule))
-    call = _Call(routing, activation, None if beside is None else _with_gradients(beside))
-    found: torch.Tensor = _ExpertFfn.apply(call, tokens, *weights)
+    call = _Call(routing, activation, None if beside is None else _with_gradients(beside), is_fp8)
+    found: torch.Tensor = _ExpertFfn.apply(call, tokens, *weights, *added)
     return found
 
 
@@ -76,35 +95,42 @@ def dispatch_grouped_matmul(
     weights: torch.Tensor,
     group: Group | None = None,
     *,
+    bias: torch.Tensor | None = None,
     schedule: ScheduleDescription | None = None,
 ) -> tuple[tuple[torch.Tensor, ...], ExpertRouting]:
-    """Run the first half of `expert_ffn`: all ranks' tokens for this rank's experts, times these experts' weights.
+    """Run the first half of `expert_ffn`: all ranks' tokens for this rank's experts, times these experts' weights, plus the
+    bias.
 
-    (T, dim), (E, N, dim) -> (rows, N) of each group of experts that was computed together; none if no rows came. Rows
-    are in the order of experts, and within an expert in the order of source ranks. The routing says how many there are,
-    and `grouped_matmul_combine` uses it to bring rows back. Raises `OperatorError`.
+    (T, dim), (E, N, dim), (E, N) -> (rows, N) of each group of experts that was computed together; none if no rows came.
+    Rows are in the order of experts, and within an expert in the order of source ranks. The routing says how many there
+    are, and `grouped_matmul_combine` uses it to bring rows back. Raises `OperatorError`.
     """
     runtime = _runtime_for("dispatch_grouped_matmul", tokens, [weights], group)
-    problem = _problem_of("dispatch_grouped_matmul", tokens, weights, tokens.shape[-1] if tokens.dim() else 0)
+    name = "dispatch_grouped_matmul"
+    problem = _problem_of(name, tokens, weights, tokens.shape[-1] if tokens.dim() else 0)
+    problem = problem or _problem_of_biases(name, [weights], [bias])
     if problem:
         runtime.refuse(problem)
-    call = Called("dispatch_grouped_matmul", tokens, tokens_per_expert, tuple(weights.shape), schedule)
-    routing = _routed(runtime, call)
-    return _Dispatch.apply(routing, tokens, weights), routing
+    sizes = (*weights.shape, *_sizes_of_biases([bias]))
+    routing = _routed(runtime, Called(name, tokens, tokens_per_expert, sizes, schedule))
+    return _Dispatch.apply(routing, tokens, weights, bias), routing
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # as the first half
-def grouped_matmul_combine(inputs: Sequence[torch.Tensor], weights: torch.Tensor, routing: ExpertRouting) -> torch.Tensor:
-    """Run the second half of `expert_ffn`: rows of this rank's experts times their weights, sent back to the tokens'
-    ranks.
+def grouped_matmul_combine(
+    inputs: Sequence[torch.Tensor], weights: torch.Tensor, routing: ExpertRouting, *, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Run the second half of `expert_ffn`: rows of this rank's experts times their weights, plus the bias, sent back to the
+    tokens' ranks.
 
-    (rows, K) of each group, (E, dim, K) -> (T, dim): groups as `dispatch_grouped_matmul` returned them, results in the
-    order of its tokens. Raises `OperatorError`.
+    (rows, K) of each group, (E, dim, K), (E, dim) -> (T, dim): groups as `dispatch_grouped_matmul` returned them, results
+    in the order of its tokens. Raises `OperatorError`.
     """
     problem = _problem_of_combine(inputs, weights, routing)
+    problem = problem or _problem_of_biases("grouped_matmul_combine", [weights], [bias])
     if problem:
         routing.runtime.refuse(problem)
-    found: torch.Tensor = _Combine.apply(routing, weights, *inputs)
+    found: torch.Tensor = _Combine.apply(routing, weights, bias, *inputs)
     return found
 
 
@@ -114,6 +140,7 @@ class _Call(NamedTuple):
     routing: ExpertRouting
     activation: Activation | None
     beside: Callable[[], None] | None
+    is_fp8: bool
 
 
 class _ExpertFfn(torch.autograd.Function):  # type: ignore[misc]  # torch is untyped here
@@ -122,10 +149,11 @@ class _ExpertFfn(torch.autograd.Function):  # type: ignore[misc]  # torch is unt
     """
 
     @staticmethod
-    def forward(ctx: Any, call: _Call, tokens: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
-        operands = _dense([tokens, *weights])
+    def forward(ctx: Any, call: _Call, tokens: torch.Tensor, *layer: torch.Tensor | None) -> torch.Tensor:
+        operands = [tokens.contiguous(), *map(_in_place, layer)]
         with _unseen():
-            results, kept = ffn(*call, operands, is_differentiated=any(ctx.needs_input_grad))
+            layer_of_call = _as_layer(operands, is_fp8=call.is_fp8)
+            results, kept = ffn(*call[:3], layer_of_call, is_differentiated=any(ctx.needs_input_grad))
         ctx.call, ctx.num_operands = call._replace(beside=None), len(operands)
         ctx.save_for_backward(*operands, *kept)
         return results
@@ -135,52 +163,75 @@ class _ExpertFfn(torch.autograd.Function):  # type: ignore[misc]  # torch is unt
         refuse_second_derivative("expert_ffn")
         saved = ctx.saved_tensors  # checkpointing allows one read
         operands, kept = saved[: ctx.num_operands], saved[ctx.num_operands :]
-        _, of_tokens, of_first, of_down, *of_third = ctx.needs_input_grad
-        wanted = Wanted(of_tokens, any((of_first, *of_third)), of_down)
+        _, of_tokens, *of_layer = ctx.needs_input_grad
+        (of_first, of_down, *of_third), biases = _halves(of_layer)
+        first_bias, down_bias, *third_bias = biases
+        wanted = Wanted(of_tokens, any((of_first, *of_third)), of_down, any((first_bias, *third_bias)), down_bias)
         call: _Call = ctx.call
         with _unseen():
-            tensors = operands, kept, gradient.contiguous()
-            found, of_weights = ffn_backward(call.routing, call.activation, tensors, wanted)
-        return None, found, *of_weights
+            tensors = _as_layer(operands), kept, gradient.contiguous()
+            found = ffn_backward(call.routing, call.activation, tensors, wanted)
+        first, *third = found.ups
+        of_weights, of_biases = zip(first, found.down, *third, strict=True)
+        asked = zip(of_layer, (*of_weights, *of_biases), strict=True)
+        return None, found.tokens, *(each if is_wanted else None for is_wanted, each in asked)
 
 
 class _Dispatch(torch.autograd.Function):  # type: ignore[misc]  # torch is untyped here
     @staticmethod
-    def forward(ctx: Any, routing: ExpertRouting, tokens: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(
+        ctx: Any, routing: ExpertRouting, tokens: torch.Tensor, weights: torch.Tensor, bias: torch.Tensor | None
+    ) -> tuple[torch.Tensor, ...]:
         ctx.routing = routing
-        ctx.save_for_backward(*(operands := _dense([tokens, weights])))
+        tokens, weights = tokens.contiguous(), _in_place(weights)
+        ctx.save_for_backward(tokens, weights)
         with _unseen():
-            return dispatch_multiply(routing, *operands)
+            return dispatch_multiply(routing, tokens, Linear(weights, bias))
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         refuse_second_derivative("dispatch_grouped_matmul")
-        _, of_tokens, of_weights = ctx.needs_input_grad
+        _, of_tokens, of_weights, of_bias = ctx.needs_input_grad
         tokens, weights = ctx.saved_tensors
         with _unseen():
-            wanted = Wanted(tokens=of_tokens, ups=of_weights)
+            wanted = Wanted(tokens=of_tokens, ups=of_weights, up_biases=of_bias)
             found = dispatch_multiply_backward(ctx.routing, tokens, weights, _dense(gradients), wanted)
         return None, *found
 
 
 class _Combine(torch.autograd.Function):  # type: ignore[misc]  # torch is untyped here
     @staticmethod
-    def forward(ctx: Any, routing: ExpertRouting, weights: torch.Tensor, *inputs: torch.Tensor) -> torch.Tensor:
+    def forward(
+        ctx: Any, routing: ExpertRouting, weights: torch.Tensor, bias: torch.Tensor | None, *inputs: torch.Tensor
+    ) -> torch.Tensor:
         ctx.routing = routing
-        weights, *groups = _dense([weights, *inputs])
+        weights, groups = _in_place(weights), _dense(inputs)
         ctx.save_for_backward(weights, *groups)
         with _unseen():
-            return multiply_combine(routing, groups, weights)
+            return multiply_combine(routing, groups, Linear(weights, bias))
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         refuse_second_derivative("grouped_matmul_combine")
-        _, of_weights, *of_inputs = ctx.needs_input_grad
+        _, of_weights, of_bias, *of_inputs = ctx.needs_input_grad
         weights, *inputs = ctx.saved_tensors
         with _unseen():
-            wanted = Wanted(tokens=any(of_inputs), down=of_weights)
-            found, of_weights = multiply_combine_backward(ctx.routing, inputs, weights, gradient.contiguous(), wanted)
-        return None, of_weights, *found
+            wanted = Wanted(tokens=any(of_inputs), down=of_weights, down_bias=of_bias)
+            found, of_linear = multiply_combine_backward(ctx.routing, inputs, weights, gradient.contiguous(), wanted)
+        return None, *of_linear, *found
+
+
+def _halves(layer: Sequence[T]) -> tuple[Sequence[T], Sequence[T]]:
+    """Split what belongs to weights from what belongs to their biases."""
+    number = len(layer) // 2
+    return layer[:number], layer[number:]
+
+
+def _as_layer(operands: Sequence[Any], *, is_fp8: bool = False) -> tuple[torch.Tensor, Layer]:
+    """Return tokens, and the layer that weights and biases make."""
+    tokens, *layer = operands
+    first, down, *third = (Linear(*each, is_fp8) for each in zip(*_halves(layer), strict=True))
+    return tokens, Layer([first, *third], down)
 
 
 def _with_gradients(beside: Callable[[], None]) -> Callable[[], None]:
@@ -209,6 +260,11 @@ def _dense(operands: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return [each.contiguous() for each in operands]
 
 
+def _in_place(weights: Any) -> Any:
+    """Return weights as they lie if matmuls can read them so, and a copy otherwise. None stays None."""
+    return weights if weights is None or weights.dim() < 3 or 1 in weights.stride()[-2:] else weights.contiguous()
+
+
 def _runtime_for(operator: str, tokens: object, weights: Sequence[object], group: Group | None) -> Runtime:
     """Return the runtime of a call; operands that are no tensors are refused on every rank."""
     found = group_or_world(group)
@@ -223,15 +279,44 @@ def _runtime_for(operator: str, tokens: object, weights: Sequence[object], group
     return runtime
 
 
-def _problem_of_ffn(tokens: torch.Tensor, weights: Sequence[torch.Tensor]) -> str:
-    """Return what is wrong with a layer's operands, in one line, or nothing."""
+def _problem_of_ffn(tokens: torch.Tensor, weights: Sequence[torch.Tensor], *, is_joined: bool) -> str:
+    """Return what is wrong with a layer's operands, in one line, or nothing. `is_joined`: w1 and w2 may differ in hidden
+    features.
+    """
     w1, w2, *w3 = weights
     dim = tokens.shape[-1] if tokens.dim() else 0
     found = next((each for each in (_problem_of("expert_ffn", tokens, up, dim) for up in (w1, *w3)) if each), "")
     shapes = [tuple(each.shape) for each in weights]
+    if not found and is_joined:
+        if w2.dim() != w1.dim() or w2.shape[:2] != (w1.shape[0], dim):
+            return f"expert_ffn takes w1 of (E, N, dim) and w2 of (E, dim, hidden); found {shapes}. Change one."
+        return _problem_of("expert_ffn", tokens, w2, w2.shape[2])
     if not found and (w1.shape != w2.mT.shape or any(up.shape != w1.shape for up in w3)):
         return f"expert_ffn takes w1 and w3 of (E, hidden, dim) and w2 of (E, dim, hidden); found {shapes}. Change one."
     return found or _problem_of("expert_ffn", tokens, w2, w1.shape[1])
+
+
+def _problem_of_biases(operator: str, weights: Sequence[torch.Tensor], biases: object) -> str:
+    """Return what is wrong with biases, one or None for each weight, or nothing. The weights were checked before."""
+    wanted = [tuple(each.shape[:2]) for each in weights]
+    if not isinstance(biases, Sequence) or len(biases) != len(weights):
+        found = f"{len(biases)}" if isinstance(biases, Sequence) else f"a {type(biases).__name__}"
+        return f"{operator} takes {len(weights)} biases, one for each weight or None; found {found}. Give as many."
+    for bias, weight, shape in zip(biases, weights, wanted, strict=True):
+        if bias is None:
+            continue
+        if not isinstance(bias, torch.Tensor):
+            return f"{operator} takes tensors as biases; found one of type {type(bias).__name__}. Give one, or None."
+        if tuple(bias.shape) != shape or bias.dtype != weight.dtype or bias.device != weight.device:
+            given = f"{tuple(bias.shape)} {bias.dtype} on {bias.device}"
+            return f"{operator} adds a bias of {shape} {weight.dtype} on {weight.device}; found {given}. Change it."
+    return ""
+
+
+def _sizes_of_biases(biases: Biases) -> tuple[int, ...]:
+    """Return which biases there are, for ranks to compare; nothing if there are none."""
+    found = tuple(int(each is not None) for each in biases)
+    return found if any(found) else ()
 
 
 def _problem_of_combine(inputs: Sequence[torch.Tensor], weights: torch.Tensor, routing: ExpertRouting) -> str:

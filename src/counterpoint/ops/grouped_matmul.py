@@ -1,7 +1,8 @@
-"""Grouped matmuls: rows sorted by expert times each expert's weight, and the gradients of those weights.
+"""Grouped matmuls: rows sorted by expert times each expert's weight plus its bias, and the gradients of these.
 
 On GPUs that support it, bf16 rows use torch's grouped matmul, one kernel for all experts; everything else uses a matmul
-for each expert that has rows. Both give the same bits in every run.
+for each expert that has rows. Both give the same bits in every run. In fp8, GPUs use torch's scaled grouped matmul. CPUs
+have none; they multiply the rounded numbers in single precision, so that tests without GPUs check the rounding.
 """
 
 from functools import cache
@@ -9,6 +10,9 @@ from typing import NamedTuple
 
 import torch
 
+FP8 = torch.float8_e4m3fn
+LARGEST_FP8 = torch.finfo(FP8).max
+LEAST_SCALE = 1e-12  # for rows of zeros
 ALIGNMENT = 16  # alignment of rows in bytes for torch's grouped matmul
 # compute capabilities of GPUs whose grouped matmul is one kernel; torch 2.11 loops on others
 GROUPED_CAPABILITIES = ((9, 0), (10, 0))
@@ -22,19 +26,69 @@ class ExpertRows(NamedTuple):
 
 
 def multiply(
-    rows: torch.Tensor, weights: torch.Tensor, experts: ExpertRows, out: torch.Tensor | None = None
+    rows: torch.Tensor, weights: torch.Tensor, experts: ExpertRows, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Return each expert's rows times its weight: (n, K), (E, K, N) -> (n, N), in `out` if that is given."""
+    """Return each expert's rows times its weight, plus its bias: (n, K), (E, K, N), (E, N) -> (n, N)."""
     if rows.shape[0] and is_grouped(rows, weights) and weights.shape[2] * weights.itemsize % ALIGNMENT == 0:
-        product = torch._grouped_mm(rows, weights, offs=experts.ends)
-        return product if out is None else out.copy_(product)
-    product = rows.new_empty(rows.shape[0], weights.shape[2]) if out is None else out
+        product: torch.Tensor = torch._grouped_mm(rows, weights, offs=experts.ends)  # it takes no bias
+        return product if bias is None else product.add_(_by_row(bias, rows.shape[0], experts))
+    product = rows.new_empty(rows.shape[0], weights.shape[2])
     start = 0
     for expert, number in enumerate(experts.counts):
-        if number:
-            torch.mm(rows[start : start + number], weights[expert], out=product[start : start + number])
+        part = slice(start, start + number)
+        if number and bias is not None:
+            torch.addmm(bias[expert], rows[part], weights[expert], out=product[part])
+        elif number:
+            torch.mm(rows[part], weights[expert], out=product[part])
         start += number
     return product
+
+
+def multiply_in_fp8(
+    rows: torch.Tensor, weights: torch.Tensor, experts: ExpertRows, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Do what `multiply` does, with operands rounded to fp8 (e4m3). Each row, and each column of a weight, is scaled so that
+    its largest number is that of fp8. Sums are in single precision, products of the rows' type.
+    """
+    (left, left_scale), (right, right_scale) = _scaled(rows), _scaled(weights.mT)
+    if rows.is_cpu:
+        dense = right.float() * right_scale[..., None]
+        product = multiply(left.float() * left_scale[:, None], dense.mT, experts).to(rows.dtype)
+    elif not rows.shape[0]:
+        product = rows.new_empty(0, weights.shape[2])
+    else:
+        scales = {"scale_a": left_scale, "scale_b": right_scale}
+        product = torch._scaled_grouped_mm(left, right.mT, **scales, offs=experts.ends, out_dtype=rows.dtype)
+    return product if bias is None else product.add_(_by_row(bias, rows.shape[0], experts))
+
+
+def obstacle_to_fp8(weights: torch.Tensor) -> str:
+    """Return why weights (E, N, K) cannot be multiplied in fp8 on their device, or nothing."""
+    if weights.dtype != torch.bfloat16:
+        return f"takes operands in bf16; found {weights.dtype}. Convert them"
+    if any(number % ALIGNMENT for number in weights.shape[1:]):
+        return f"takes weights whose sizes are multiples of {ALIGNMENT}; found {tuple(weights.shape[1:])}. Pad them"
+    if weights.is_cuda and not (_has_grouped_kernel(weights.device) and hasattr(torch, "_scaled_grouped_mm")):
+        return "needs torch's scaled grouped matmul, which GPUs of capability 9.0 and 10.0 have. Multiply in bf16"
+    return ""
+
+
+def _scaled(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return values rounded to fp8, and the scale of each row of the last dimension."""
+    scales = values.abs().amax(-1).float().clamp(min=LEAST_SCALE) / LARGEST_FP8
+    return (values.float() / scales[..., None]).clamp(-LARGEST_FP8, LARGEST_FP8).to(FP8), scales
+
+
+def _by_row(bias: torch.Tensor, num_rows: int, experts: ExpertRows) -> torch.Tensor:
+    """Return the bias of each row's expert: (E, N) -> (n, N)."""
+    numbers = torch.arange(num_rows, dtype=torch.int32, device=bias.device)
+    return bias.index_select(0, torch.searchsorted(experts.ends, numbers, right=True))
+
+
+def bias_gradient(rows: torch.Tensor, experts: ExpertRows) -> torch.Tensor:
+    """Return the sum of each expert's rows: (n, N) -> (E, N). A matmul with ones adds up in the same order in every run."""
+    ones = rows.new_ones(rows.shape[0], ALIGNMENT // rows.itemsize)
+    return weight_gradient(rows, ones, experts)[:, :, 0]
 
 
 def weight_gradient(left: torch.Tensor, right: torch.Tensor, experts: ExpertRows) -> torch.Tensor:

@@ -10,8 +10,7 @@ from typing import final
 import torch
 import torch.distributed as dist
 
-from counterpoint.errors import cause_of
-from counterpoint.ops.agreement import Agreement, CallNotice
+from counterpoint.ops.agreement import Agreement, host_memory
 from counterpoint.ops.lane import AbstractLane, aligned
 from counterpoint.units import format_bytes
 
@@ -36,13 +35,7 @@ class MessageLane(AbstractLane):
         if wanted <= self._row_bytes:
             return
         self.close()
-        memory, problem = self._memory, ""
-        try:
-            memory = torch.empty((self.num_ranks + 1) * wanted, dtype=torch.uint8)
-        except RuntimeError as error:
-            problem = f"memory for blocks of {format_bytes(num_bytes)} cannot be allocated ({cause_of(error, 160)})"
-        # all ranks find out together, as on GPUs
-        self._agreement.compare(CallNotice(request=f"{wanted} bytes for each block of a lane", problem=problem))
+        memory = host_memory((self.num_ranks + 1) * wanted, f"blocks of {format_bytes(num_bytes)}", self._agreement)
         self._row_bytes, self._memory = wanted, memory
 
     def exchange(self, blocks: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -11,7 +11,7 @@ from typing import final
 import torch
 import torch.distributed as dist
 
-from counterpoint.ops.agreement import Agreement
+from counterpoint.ops.agreement import Agreement, host_memory
 from counterpoint.ops.computation import Compute, bind_computation, rows_of
 from counterpoint.ops.message_watchdog import MessageWatchdog
 from counterpoint.ops.transport import (
@@ -40,7 +40,7 @@ class Messages(AbstractTransport):
         """See `AbstractTransport.prepare`."""
         layout = Layout(schedule, dtype.itemsize)
         if self.memory.numel() < layout.num_bytes:
-            self.memory = torch.empty(layout.num_bytes, dtype=torch.uint8)
+            self.memory = host_memory(layout.num_bytes, "a copy schedule", self.agreement)
         prepared = CompiledMessages(self, schedule, layout, dtype)
         self._prepared.append(prepared)
         return prepared

@@ -14,7 +14,6 @@ from torch.distributed import distributed_c10d
 from counterpoint.ops.collectives import Sequential
 from counterpoint.ops.dispatch import Matrices
 from counterpoint.ops.runtime import PickedSchedule, Request, Runtime, known_calls, runtime_of
-from counterpoint.ops.transport import AbstractCompiledSchedule
 from counterpoint.schedule.actions import Operation, Pass
 
 # most known calls of a process; a model has a few shapes, and a job with ever new shapes keeps no more
@@ -33,21 +32,28 @@ class TorchPass(NamedTuple):
 @final
 class CallCounts:
     """Calls of operators so far, forward and backward: those whose rows went by copies, and their bytes sent from this
-    rank; those that ran the library's collective.
+    rank; those that ran the library's collective, and how many of these by reason.
 
     A call counts where the operator runs, so code made by torch.compile counts as well. A CUDA graph that holds a call
     counts once, when it is captured.
     """
 
-    __slots__ = ("num_by_copies", "num_by_library", "num_bytes")
+    __slots__ = ("by_reason", "num_by_copies", "num_by_library", "num_bytes")
 
     def __init__(self) -> None:
         self.num_by_copies = self.num_by_library = self.num_bytes = 0
+        self.by_reason: dict[str, int] = {}
 
-    def add(self, prepared: AbstractCompiledSchedule) -> None:
+    def add_library(self, reason: str) -> None:
+        """Count a call that ran the library's collective."""
+        self.num_by_library += 1
+        self.by_reason[reason] = self.by_reason.get(reason, 0) + 1
+
+    def add(self, picked: PickedSchedule) -> None:
         """Count a call that ran this schedule."""
+        prepared = picked.prepared
         if prepared.is_by_library:
-            self.num_by_library += 1
+            self.add_library(picked.pick.reason)
         else:
             self.num_by_copies += 1
             self.num_bytes += prepared.num_sent_bytes
@@ -83,7 +89,7 @@ class KnownCall:
         first, prepared = given[0], self._picked.prepared
         results = [first.new_empty_strided(*each) for each in self._results]
         prepared.run(dict(zip(self._names, (*given, *results), strict=True)), weights)
-        self._counts.add(prepared)
+        self._counts.add(self._picked)
         return results
 
 

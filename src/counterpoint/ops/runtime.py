@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from counterpoint.errors import OperatorError, ScheduleError
+from counterpoint.errors import OperatorError, RefusedTogetherError, ScheduleError
 from counterpoint.machine import Machine, load_machine, machine_for_device
 from counterpoint.ops.agreement import Agreement, CallNotice
 from counterpoint.ops.collectives import Collectives, Ranks, Sequential
@@ -133,8 +133,7 @@ class Runtime:
         choice = self._agree(request)
         self._make_room()
         try:
-            pick = self._pick(request, problem, choice)
-            plan = self.plans[request] = PickedSchedule(pick, self._prepared_once(request, pick.description, sequential))
+            plan = self.plans[request] = self._prepare_picked(request, self._pick(request, problem, choice), sequential)
         except ScheduleError as refusal:
             if choice is None:
                 raise
@@ -144,6 +143,15 @@ class Runtime:
         if not request.schedule:
             self.requests[request] = None
         return plan
+
+    def _prepare_picked(self, request: Request, pick: Pick, sequential: Sequential) -> PickedSchedule:
+        """Prepare what was picked. If a rank has no memory for it, the call runs the library's collective on all ranks."""
+        try:
+            return PickedSchedule(pick, self._prepared_once(request, pick.description, sequential))
+        except RefusedTogetherError as refusal:
+            LOGGER.warning("%s runs the library's collective: %s", request.words(), refusal)
+            pick = Pick(description=SEQUENTIAL, reason=str(refusal))
+            return PickedSchedule(pick, self._prepared_once(request, SEQUENTIAL, sequential))
 
     def _make_room(self) -> None:
         """Evict the least recently called shapes. All ranks evict the same ones in the same call, because all make the

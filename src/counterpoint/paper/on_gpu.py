@@ -26,6 +26,7 @@ from counterpoint.paper.workloads import (
     open_energy_counter,
 )
 from counterpoint.planner.on_gpu import machine_of
+from counterpoint.step import Step
 from counterpoint.units import US_PER_S
 from counterpoint.workloads.description import Description
 
@@ -67,11 +68,15 @@ def measure_sweep(
     return Sweep(workload=description.name, machine=found[0][0], axis=axis, points=points)
 
 
-def measure_workload(description: Description, num_rounds: int, *, with_energy: bool = False) -> PaperResult:
-    """Capture the workload and measure its grid; all ranks call this together. Raises what capturing raises."""
+def measure_workload(description: Description, num_rounds: int, *, with_energy: bool = False) -> tuple[PaperResult, Step]:
+    """Capture the workload and measure its grid; all ranks call this together. Also returns the captured step.
+
+    Raises what capturing raises.
+    """
     with _captured(description, with_energy) as (overlapped, readings, forms):
         result = measure_paper(overlapped, machine_of(overlapped), readings, forms=forms, num_rounds=num_rounds)
-    return replace(result, iterations=description.iterations)
+        step = overlapped.read.step
+    return replace(result, iterations=description.iterations), step
 
 
 def measure_case(case: SweepCase, num_rounds: int, *, with_energy: bool = False) -> tuple[str, SweepPoint]:

@@ -8,6 +8,7 @@ import shlex
 from collections.abc import Iterable, Iterator, Sequence
 
 from counterpoint.controls import Control
+from counterpoint.integrations.planned_paths import is_path, narrowing_keys
 from counterpoint.launch_filter.rules import beyond_names, is_by_launch
 from counterpoint.plan import Directive, Plan
 from counterpoint.step import CollectiveKind
@@ -15,6 +16,7 @@ from counterpoint.value import Value
 
 PLAN_FILE = "plan.toml"
 JOB = ("torchrun", "train.py")
+TRACE = "TRACE"  # from which a plan was made whose file alone is known
 
 
 class Application(Value, frozen=True, kw_only=True):
@@ -63,7 +65,8 @@ def _by_file(plan: Plan, origin: PlanOrigin) -> Iterator[Application]:
     loading = f"plan = load_plan({file!r})"
     for_jobs = _applied_by(plan, "job")
     if for_jobs:
-        step = ("--step", origin.step) if origin.step is not None and _needs_step(plan) else ()
+        named = origin.step or (None if origin.finding else TRACE)
+        step = ("--step", named) if named is not None and _needs_step(plan) else ()
         words: tuple[str, ...] = ("counterpoint", "run", "--plan", file, *step, "--", *origin.job)
         yield Application(controls=for_jobs, where="to an unmodified job", lines=(shlex.join(words),))
     for_graphs = _applied_by(plan, "graph")
@@ -106,14 +109,16 @@ def _applied_by(plan: Plan, applier: str) -> tuple[str, ...]:
 
 
 def _needs_step(plan: Plan) -> bool:
-    """Return whether kernel names alone do not identify the plan's targets, so that `run` needs the step to find the
-    names.
-    """
-    return any(
-        (directive.match.operations is not None or "[" in directive.match.name or beyond_names(directive.match))
-        and any(is_by_launch(control) for control in directive.controls)
-        for directive in plan.directives
-    )
+    """Return whether `run` needs the step, because names of kernels and kinds of collectives do not identify the targets."""
+    return any(_is_beyond(directive, control) for directive in plan.directives for control in directive.controls)
+
+
+def _is_beyond(directive: Directive, control: Control) -> bool:
+    """Return whether a job alone does not tell what a directive's control is for."""
+    match = directive.match
+    if is_path(control):
+        return match.operations is not None or bool(narrowing_keys(match))
+    return is_by_launch(control) and (match.operations is not None or "[" in match.name or bool(beyond_names(match)))
 
 
 def _in_words(controls: Iterable[Control]) -> tuple[str, ...]:

@@ -9,6 +9,7 @@ straight to its place. A piece is a group of consecutive experts: the blocks of 
 
 import itertools
 from collections.abc import Iterator
+from functools import cached_property
 from typing import NamedTuple, final
 
 import numpy as np
@@ -17,6 +18,7 @@ import numpy.typing as npt
 from counterpoint.schedule.routing import Routing
 
 Counts = npt.NDArray[np.int64]
+Pairs = list[list[int]]
 
 
 class Block(NamedTuple):
@@ -40,31 +42,66 @@ class ExpertLayout:
     """The layout of `counts[source, destination, local expert]`, each rank's experts in at most `num_groups` groups that
     have about equally many rows."""
 
-    def __init__(self, counts: Counts, rank: int, num_groups: int) -> None:
+    def __init__(self, counts: Counts, rank: int, num_groups: int, pairs: Pairs | None = None) -> None:
+        """`pairs`: what `pair_rows` makes of the counts, where that is known."""
         self.counts, self.rank = counts, rank
         self.num_ranks, _, self.num_experts = counts.shape
-        self.pairs = counts.sum(2)
-        totals = counts.sum(0)
-        self._ends = totals.cumsum(1)
-        self._placed = (self._ends - totals)[None] + counts.cumsum(0) - counts
-        flat = counts.reshape(self.num_ranks, -1)
-        self._sent = (flat.cumsum(1) - flat).reshape(counts.shape)
-        self.num_tokens = int(self.pairs[rank].sum())  # of this rank
-        self.num_rows = int(self.pairs[:, rank].sum())  # rows that this rank's experts compute
-        self.num_own = int(self.pairs[rank, rank])
-        self.own = self._run(rank, rank, 0, self.num_experts)  # rows of this rank's tokens for its own experts
-        self.bounds = [self._bounds(destination, num_groups) for destination in range(self.num_ranks)]
-        self.groups = [
-            ExpertRange(number, slice(first, last), slice(self._start(first), int(self._ends[rank, last - 1])))
-            for number, (first, last) in enumerate(self.bounds[rank])
+        self._num_groups = num_groups
+        self.pairs = pairs or pair_rows(counts)
+        self.sent_rows = self.pairs[rank]  # by receiver
+        self.received_rows = [row[rank] for row in self.pairs]  # by source
+        self.num_tokens = sum(self.sent_rows)  # of this rank
+        self.num_rows = sum(self.received_rows)  # that this rank's experts compute
+        self.num_own = self.sent_rows[rank]
+
+    # The rest is computed on first use, because an all-to-all of the library needs none of it.
+
+    @cached_property
+    def _totals(self) -> Counts:
+        found: Counts = self.counts.sum(0)
+        return found
+
+    @cached_property
+    def _ends(self) -> Counts:
+        return self._totals.cumsum(1)
+
+    @cached_property
+    def _placed(self) -> Counts:
+        found: Counts = (self._ends - self._totals)[None] + self.counts.cumsum(0) - self.counts
+        return found
+
+    @cached_property
+    def _sent(self) -> Counts:
+        flat = self.counts.reshape(self.num_ranks, -1)
+        return (flat.cumsum(1) - flat).reshape(self.counts.shape)
+
+    @cached_property
+    def own(self) -> slice:
+        """Return the rows of this rank's tokens for its own experts."""
+        start = sum(self.sent_rows[: self.rank])
+        return slice(start, start + self.num_own)
+
+    @cached_property
+    def bounds(self) -> list[list[tuple[int, int]]]:
+        """Return, by rank, the experts of each of its groups."""
+        if self._num_groups == 1:
+            return [[(0, self.num_experts)]] * self.num_ranks
+        return [self._bounds(destination) for destination in range(self.num_ranks)]
+
+    @cached_property
+    def groups(self) -> list[ExpertRange]:
+        """Return this rank's groups."""
+        return [
+            ExpertRange(number, slice(first, last), slice(self._start(first), int(self._ends[self.rank, last - 1])))
+            for number, (first, last) in enumerate(self.bounds[self.rank])
         ]
 
-    def _bounds(self, destination: int, num_groups: int) -> list[tuple[int, int]]:
+    def _bounds(self, destination: int) -> list[tuple[int, int]]:
         """Return the experts of each group of a rank, without groups that have no rows, unless there is only one."""
         ends = self._ends[destination]
         if not ends[-1]:
             return [(0, self.num_experts)]
-        parts = np.arange(1, num_groups) * ends[-1] // num_groups
+        parts = np.arange(1, self._num_groups) * ends[-1] // self._num_groups
         edges = [0, *(np.searchsorted(ends, parts, side="left") + 1).tolist(), self.num_experts]
         return [
             (first, last)
@@ -89,6 +126,13 @@ class ExpertLayout:
         found = zip(self._sent[part].tolist(), self._placed[part].tolist(), self.counts[part].tolist(), strict=True)
         return (Block(*each) for each in found if each[2])
 
+    def block_arrays(self, source: int, destination: int, number: int) -> tuple[Counts, Counts, Counts]:
+        """Return these blocks as arrays: the first rows at the source, those at the experts' rank, and numbers of rows."""
+        part = source, destination, slice(*self.bounds[destination][number])
+        counts = self.counts[part]
+        used = counts.nonzero()
+        return self._sent[part][used], self._placed[part][used], counts[used]
+
     def peers(self) -> list[int]:
         """The other ranks, the nearest below first, so that every port is in use once per turn."""
         return [(self.rank - turn) % self.num_ranks for turn in range(1, self.num_ranks)]
@@ -112,19 +156,25 @@ class ExpertLayout:
         """Return where results of a group begin at their source, in memory that others write, which lacks the source's
         own rows.
         """
-        own = int(self.pairs[source, source]) if destination > source else 0
+        own = self.pairs[source][source] if destination > source else 0
         start: int = self.sent(source, destination, number).start
         return start - own
 
     @property
     def most_grouped(self) -> int:
         """Rows of the rank that computes most."""
-        return int(self.pairs.sum(0).max())
+        return max(map(sum, zip(*self.pairs, strict=True)))
 
     @property
     def most_returned(self) -> int:
         """Rows of the rank to which most come back from others."""
-        return int((self.pairs.sum(1) - self.pairs.diagonal()).max())
+        return max(sum(row) - row[rank] for rank, row in enumerate(self.pairs))
+
+
+def pair_rows(counts: Counts) -> Pairs:
+    """Return the rows from each source to each destination, as Python numbers, which for so few are faster than arrays."""
+    found: Pairs = counts.sum(2).tolist()
+    return found
 
 
 def counts_of(routing: Routing) -> Counts:

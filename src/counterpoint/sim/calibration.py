@@ -65,8 +65,7 @@ class CharacterConstants(Value, frozen=True, kw_only=True):
     tile buffers if given.
 
     Kernels limited by "latency" wait for their own loads: they share SMs as those limited by "issue" do, and reach at
-    most `hbm_fraction` of the memory's bandwidth. `latency_per_load` replaces the constant of that name beside such
-    kernels, which load L2 more, or less, than their bytes from HBM suggest.
+    most `hbm_fraction` of the memory's bandwidth.
     """
 
     bottleneck: Literal["issue", "hbm", "latency"]
@@ -76,7 +75,6 @@ class CharacterConstants(Value, frozen=True, kw_only=True):
     date: str
     source: str
     saturation_shared_bytes: float | None = None
-    latency_per_load: float | None = None
     spread: float | None = None
 
 
@@ -86,6 +84,7 @@ class CollectiveConstants(Value, frozen=True, kw_only=True):
     `link_fraction` applies to 2 ranks, and to more if `link_fraction_of_more` is None. `latency_us_by_bytes` are (bytes,
     latency) of messages for which NCCL uses other protocols than for large ones, whose latency is `latency_us`.
     `bytes_per_s_per_cta_of_few` applies, if given, to fewer CTAs than usual that move at most `MOST_BYTES_OF_FEW` each.
+    `latency_weight` is how much of the growth of the memory's latency its CTAs see, relative to those of an all-reduce.
     """
 
     bytes_per_s_per_cta: float
@@ -96,6 +95,7 @@ class CollectiveConstants(Value, frozen=True, kw_only=True):
     source: str
     link_fraction_of_more: float | None = None
     bytes_per_s_per_cta_of_few: float | None = None
+    latency_weight: float = 1.0
     latency_us_by_bytes: tuple[tuple[float, float], ...] = ()
     spread: float | None = None
 
@@ -167,6 +167,7 @@ class Calibration(Value, frozen=True, kw_only=True):
     matmul_tile_us: Constant
     fp32_peak_fraction: Constant
     fp32_saturation_warps: Constant
+    latency_at_low_load: Constant
     latency_per_load: Constant
     communication_issue_share: Constant
     bandwidth_per_threads: Constant

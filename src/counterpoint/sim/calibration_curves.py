@@ -18,7 +18,7 @@ from counterpoint.plan import Directive, Match, Plan
 from counterpoint.sim.calibration import LARGE_BYTES, Calibration, CollectiveConstants
 from counterpoint.sim.calibration_fit import Fitted, Points, log_error, minimize
 from counterpoint.sim.costs import wire_bytes
-from counterpoint.sim.rates import smooth_minimum
+from counterpoint.sim.rates import EXPONENT, smooth_minimum
 from counterpoint.sim.simulator import Simulator
 from counterpoint.step import Character, Collective, CollectiveKind, Dependency, Footprint, Kernel, Step
 from counterpoint.units import MIB, US_PER_S
@@ -29,11 +29,11 @@ LEAST_WAVES = 8.0  # least waves of a tiled matmul: with fewer, the last wave an
 BYTES_OF_A_THREAD = {"bf16": 16, "fp32": 32}  # bytes that PyTorch's elementwise kernel keeps in flight
 NUM_STREAMING = 16  # number of kernels in a row, enough to outlast a collective beside them
 CONTENDING_BYTES = 256 * MIB
+REFERENCE_KIND: CollectiveKind = "all_reduce"  # whose CTAs `latency_per_load` is of
 # PyTorch's elementwise kernel on 512 MiB of fp32, as in the probe
 STREAMING = Footprint(num_ctas=131_072, threads_per_cta=128, registers_per_thread=32)
 SATURATIONS: dict[Character, tuple[str, str, tuple[dict[str, str | int], ...]]] = {
     "matmul": ("saturation_shared_bytes", "matmul_capped_us", ({"tile": "64x64x32"}, {"tile": "128x128x32"})),
-    "streaming": ("saturation_warps", "streaming_capped_us", ({"type": "bf16"}, {"type": "fp32"})),
     "other": ("saturation_warps", "arithmetic_capped_us", ({"chains": 1},)),
 }
 Sample = tuple[int, float, float]  # CTAs, bytes on the wire, microseconds
@@ -43,8 +43,6 @@ def fit_saturation(points: Points, machine: Machine, calibration: Calibration, c
     """Fit what saturates an SM or the memory: warps, or bytes of tiles for matmuls."""
     field, name, kernels = SATURATIONS[character]
     groups = [group for group in (points.all(name, **at) for at in kernels) if len(group) > 1]
-    if character == "streaming":
-        groups = groups[:1]
     if character == "matmul":
         groups = [group for group in groups if _tells_of_load(group, machine)]
     if not groups:
@@ -58,12 +56,42 @@ def fit_saturation(points: Points, machine: Machine, calibration: Calibration, c
         return log_error(pair for group in groups for pair in _capped_times(simulator, machine, character, group))
 
     (value,), left = minimize(error, [getattr(constants, field)])
-    seen = ", ".join(f"{each.at['ctas_per_sm']}: {each.value:,.0f}" for group in groups for each in group)
+    seen = ", ".join(_by_residency(group) for group in groups)
     source = f"{name} by CTAs on an SM: {seen}; mean error of the fit {100 * left:.1f} %"
-    if character == "streaming" and groups[0][0].at["type"] == "fp32":  # the constant is that of bf16
-        value *= BYTES_OF_A_THREAD["fp32"] / BYTES_OF_A_THREAD["bf16"]
-        source = f"{source}; of fp32, whose threads keep twice the bytes of bf16 in flight"
     return Fitted(value=value, spread=left, source=source)
+
+
+def _by_residency(group: Sequence[Point]) -> str:
+    return ", ".join(f"{each.at['ctas_per_sm']}: {each.value:,.0f}" for each in group)
+
+
+def fit_streaming(points: Points, machine: Machine, calibration: Calibration) -> dict[str, Fitted] | None:
+    """`saturation_warps` of streaming kernels and `latency_at_low_load`: one kernel at each residency, of one type or two.
+
+    Threads of fp32 keep twice the bytes of bf16 in flight, so half as many warps fill the memory; the constant is of bf16.
+    """
+    by_type = {name: points.all("streaming_capped_us", type=name) for name in BYTES_OF_A_THREAD}
+    groups = {name: group for name, group in by_type.items() if len(group) > 2}
+    if not groups:
+        return None
+    constants = calibration.characters["streaming"]
+
+    def error(figures: Sequence[float]) -> float:
+        latency = msgspec.structs.replace(calibration.latency_at_low_load, value=figures[1])
+        pairs = []
+        for name, group in groups.items():
+            warps = figures[0] * BYTES_OF_A_THREAD["bf16"] / BYTES_OF_A_THREAD[name]
+            streaming = msgspec.structs.replace(constants, saturation_warps=warps)
+            characters = calibration.characters | {"streaming": streaming}
+            tried = msgspec.structs.replace(calibration, characters=characters, latency_at_low_load=latency)
+            pairs += _capped_times(Simulator(tried), machine, "streaming", group)
+        return log_error(pairs)
+
+    (warps, latency), left = minimize(error, (constants.saturation_warps, calibration.latency_at_low_load.value))
+    seen = "; ".join(f"{name} {_by_residency(group)}" for name, group in groups.items())
+    source = f"streaming_capped_us by CTAs on an SM, one fit of both constants: {seen}; mean error {100 * left:.1f} %"
+    values = {"saturation_warps": warps, "latency_at_low_load": latency}
+    return {name: Fitted(value=value, spread=left, source=source) for name, value in values.items()}
 
 
 def _tells_of_load(group: Sequence[Point], machine: Machine) -> bool:
@@ -178,6 +206,33 @@ def _contending_us(simulator: Simulator, machine: Machine, lone_us: tuple[float,
         intervals = simulator.run(step, machine, plan).intervals
         times += [each.end_us - each.start_us for each in intervals if each.operation == number]
     return times[0], times[1]
+
+
+def latency_weight(points: Points, machine: Machine, calibration: Calibration, kind: CollectiveKind) -> float | None:
+    """How much of the memory's latency a kind's CTAs feel, relative to an all-reduce's, among streaming kernels.
+
+    By the formula of a collective's rate turned round: how much less each CTA moves beside them than alone.
+    """
+    growth = [_slowdown_of_ctas(points, machine, calibration, each) for each in (kind, REFERENCE_KIND)]
+    if growth[0] is None or not growth[1]:
+        return None
+    return growth[0] / growth[1]
+
+
+def _slowdown_of_ctas(points: Points, machine: Machine, calibration: Calibration, kind: CollectiveKind) -> float | None:
+    """By how much longer, as a share, a CTA of 256 MiB takes for its bytes among streaming kernels; None if not measured."""
+    alone = points.one("collective_us", kind=kind, ctas="usual", ranks=2, bytes=CONTENDING_BYTES)
+    beside = points.one("collective_beside_us", kind=kind, kernel="streaming", bytes=CONTENDING_BYTES)
+    if alone is None or beside is None:
+        return None
+    constants = calibration.collectives[kind]
+    moved, limit = wire_bytes(kind, CONTENDING_BYTES, 2), constants.link_fraction * machine.link.per_peer_bytes_per_s
+    rates = [US_PER_S * moved / (each.value - constants.latency_us) for each in (alone, beside)]
+    if not 0 < rates[1] < rates[0] < limit:
+        return None
+    # of min(c, limit) rounded off, what c is
+    alone_rate, beside_rate = (float((rate**-EXPONENT - limit**-EXPONENT) ** (-1 / EXPONENT)) for rate in rates)
+    return alone_rate / beside_rate - 1
 
 
 def fit_collective(

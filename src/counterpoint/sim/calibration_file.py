@@ -23,7 +23,15 @@ from counterpoint.sim.calibration import (
     constants_of,
     load_calibration,
 )
-from counterpoint.sim.calibration_curves import SATURATIONS, fit_collective, fit_contention, fit_l2, fit_saturation
+from counterpoint.sim.calibration_curves import (
+    SATURATIONS,
+    fit_collective,
+    fit_contention,
+    fit_l2,
+    fit_saturation,
+    fit_streaming,
+    latency_weight,
+)
 from counterpoint.sim.calibration_fit import Fitted, Points, fit_matmul_fractions, fit_scalars
 from counterpoint.step import Character
 from counterpoint.value import save_text, write_toml
@@ -91,6 +99,8 @@ def derive(
         if found is not None:
             collectives[kind] = msgspec.structs.replace(found, status="measured", date=day)
     base = msgspec.structs.replace(base, collectives=collectives)
+    base = _with_weights(base, points, machine)
+    base = _with_streaming(base, points, machine, day)
     base = msgspec.structs.replace(base, characters=_characters(base, points, machine, day), rules=_rules(points, day))
     here, at_home = fit_contention(points, machine, base), fit_contention(there, home, reference)
     if here is not None and at_home is not None:
@@ -135,6 +145,33 @@ def _with_types(base: Calibration, here: tuple[Points, Machine], there: tuple[Po
         for name, each in fit_matmul_fractions(*here).items()
     }
     return msgspec.structs.replace(base, matmul_peak_fractions=base.matmul_peak_fractions | found)
+
+
+def _with_weights(base: Calibration, points: Points, machine: Machine) -> Calibration:
+    """What each kind of collective feels of the memory's latency, where it ran among streaming kernels."""
+    collectives = dict(base.collectives)
+    for kind, known in base.collectives.items():
+        weight = latency_weight(points, machine, base, kind)
+        if weight is not None:
+            collectives[kind] = msgspec.structs.replace(known, latency_weight=float(f"{weight:.3g}"))
+    return msgspec.structs.replace(base, collectives=collectives)
+
+
+def _with_streaming(base: Calibration, points: Points, machine: Machine, day: str) -> Calibration:
+    found = fit_streaming(points, machine, base)
+    if found is None:
+        return base
+    warps = found["saturation_warps"]
+    streaming = msgspec.structs.replace(
+        base.characters["streaming"],
+        saturation_warps=float(f"{warps.value:.4g}"),
+        spread=round(warps.spread, 4),
+        status="measured",
+        date=day,
+        source=warps.source,
+    )
+    latency = _constant(found["latency_at_low_load"], day)
+    return msgspec.structs.replace(base, characters=base.characters | {"streaming": streaming}, latency_at_low_load=latency)
 
 
 def _constant(found: Fitted, day: str) -> Constant:

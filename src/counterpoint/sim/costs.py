@@ -15,10 +15,10 @@ from counterpoint.occupancy import residency
 from counterpoint.sim.calibration import Calibration, CharacterConstants, CollectiveConstants
 from counterpoint.sim.nodes import leaves_node
 from counterpoint.sim.power import clock_exponent
-from counterpoint.sim.rates import EXPONENT, smooth_minimum
+from counterpoint.sim.rates import EXPONENT, MemoryLatency, smooth_minimum
 from counterpoint.sim.reach import by_copies_bytes, by_kernels_bytes, collective_bytes_per_s, copies_bytes_per_s
 from counterpoint.sim.task import CopyWork, SmWork
-from counterpoint.sim.tiles import num_tiles
+from counterpoint.sim.tiles import num_tiles, stages
 from counterpoint.step import Collective, CollectiveKind, Copy, Footprint, Kernel, Operation
 from counterpoint.units import PS_PER_US, US_PER_S
 
@@ -30,6 +30,7 @@ USUAL_ELEMENT_TYPE: ElementType = "bf16"  # the assumed type of a matmul or an a
 LEAST_US = 1e-3  # least time of a CTA or a copy, because rates are work per time
 LEAST_TILE_BYTES = 4096  # a kernel with less keeps no tiles in shared memory, so its warps count; an assumption
 LEAST_TILE_REGISTERS = 128  # a thread with fewer keeps no tile of a matmul in registers; an assumption
+BYTES_OF_A_THREAD = 16  # that a thread of the kernel behind `saturation_warps` of streaming keeps in flight, in bf16
 CALIBRATION_WARP_SIZE = 32  # `saturation_warps` counts warps of the GPU it was measured on, whatever the machine's are
 
 
@@ -52,6 +53,7 @@ class CostModel:
         self._gpu = machine.gpu
         self._calibration = calibration
         self.hbm_bytes_per_s = machine.gpu.hbm_bytes_per_s * calibration.hbm_efficiency.value
+        self.latency = MemoryLatency(calibration.latency_at_low_load.value, calibration.latency_per_load.value)
 
     def lone_us(self, operation: Operation) -> float:
         """Return the time of the operation alone, as the step describes it, without any control."""
@@ -80,7 +82,9 @@ class CostModel:
         effective = self._effective_ctas(kernel)
         clock_share = self._clock_share ** clock_exponent(kernel, self._calibration)
         hbm = clock_share * self._hbm_per_cta(kernel, constants, effective)
-        achieved = smooth_minimum(hbm * effective, self.hbm_bytes_per_s)
+        waits = constants.bottleneck != "issue" and kernel.cta_us is None
+        slowdown = self.latency.slowdown(hbm * effective / self.hbm_bytes_per_s, 0.0) if waits else 1.0
+        achieved = smooth_minimum(hbm * effective / slowdown, self.hbm_bytes_per_s)
         cta_us = max(self._cta_us(kernel, issue * per_sm, per_sm, achieved), LEAST_US)
         tiles = self._num_tiles(kernel, cta_us)
         if tiles:
@@ -94,7 +98,8 @@ class CostModel:
             is_work_sharing=kernel.is_work_sharing and not tiles,
             num_tiles=tiles,
             cta_time_spread=kernel.cta_time_spread,
-            latency_per_load=constants.latency_per_load,
+            waits_for_memory=waits,
+            loads_l2=constants.bottleneck == "issue",
         )
 
     def shared_work(self, kernel: Kernel) -> float:
@@ -137,7 +142,21 @@ class CostModel:
         resident, total = self._resident(kernel), float(kernel.footprint.num_ctas)
         if kernel.is_work_sharing:
             total = self.shared_work(kernel)
-        return max(self._busy_us(kernel, issue_reference, per_sm), memory_us) * resident / total
+        busy_us = self._busy_us(kernel, issue_reference, per_sm)
+        return max(busy_us, memory_us, self._staged_us(kernel, memory_us)) * resident / total
+
+    def _staged_us(self, kernel: Kernel, memory_us: float) -> float:
+        """Time of a library's matmul whose stages are too few to load one while another is multiplied; 0 where unknown."""
+        found = stages(kernel)
+        if found is None:
+            return 0.0
+        number, steps = found
+        multiplied_us = US_PER_S * (kernel.flops or 0.0) / self._reached_flops_per_s(kernel)
+        one_by_one_us = memory_us + multiplied_us * self._gpu.num_sms / self._resident_ctas(kernel)
+        warps = self._calibration.characters["streaming"].saturation_warps * self._gpu.num_sms
+        latency_us = US_PER_S * warps * CALIBRATION_WARP_SIZE * BYTES_OF_A_THREAD / self.hbm_bytes_per_s
+        rounds = math.ceil(self._num_tiles(kernel, one_by_one_us) / self._resident_ctas(kernel))
+        return (one_by_one_us + rounds * steps * latency_us) / max(1, number - 1)
 
     def _reached_bytes_per_s(self, kernel: Kernel, hbm_achieved: float) -> float:
         """Return the memory bandwidth that the kernel can get; `hbm_achieved` if its bytes in flight limit it."""
@@ -203,6 +222,8 @@ class CostModel:
             per_sm = self._ctas_per_sm(kernel)
             busy_us = self._busy_us(kernel, self._issue_per_cta(kernel) * per_sm, per_sm)
             fraction = min(fraction, kernel.hbm_bytes * US_PER_S / self.hbm_bytes_per_s / busy_us) if busy_us else fraction
+        if constants.bottleneck == "latency":
+            fraction *= 1 + self.latency.at_low_load * fraction  # what is kept in flight, at idle latency
         return fraction * self.hbm_bytes_per_s / effective_ctas
 
     def _waves(self, kernel: Kernel) -> float:
@@ -222,12 +243,14 @@ class CostModel:
         if constants.bottleneck == "hbm":
             saturating = self._saturating_ctas(constants, kernel) * self._gpu.num_sms
             usual, last = slots / saturating, rest / saturating
+            slowdown, last_slowdown = self.latency.slowdown(usual, 0.0), self.latency.slowdown(last, 0.0)
+            faster, usual, last = last_slowdown / slowdown, usual / slowdown, last / last_slowdown
         else:
-            per_sm = math.ceil(rest / self._gpu.num_sms)
+            per_sm, faster = math.ceil(rest / self._gpu.num_sms), 1.0
             usual, last = (
                 number / self._saturating_ctas(constants, kernel) for number in (slots / self._gpu.num_sms, per_sm)
             )
-        return float(full + ((1 + last**EXPONENT) / (1 + usual**EXPONENT)) ** (1 / EXPONENT))
+        return float(full + faster * ((1 + last**EXPONENT) / (1 + usual**EXPONENT)) ** (1 / EXPONENT))
 
     def _saturating_ctas(self, constants: CharacterConstants, kernel: Kernel) -> float:
         """Return the CTAs per SM above which the bottleneck is saturated: by bytes of tiles or by warps, whichever comes
@@ -262,7 +285,8 @@ class CostModel:
         # bytes are divided among the planned CTAs; latency and peers take as long for any number of CTAs
         moving_us = (lone_us - waiting_us) * usual.num_ctas / planned.num_ctas
         cta_us = moving_us + (waiting_us + collective.peer_wait_us) * alone / reference
-        return self._wire_work(cta_us, usual.num_ctas, reference, (self._clock_share * link_per_cta, link_limit))
+        link = (self._clock_share * link_per_cta, link_limit)
+        return self._wire_work(cta_us, usual.num_ctas, reference, link, constants.latency_weight)
 
     def light_work(self, collective: Collective, planned: Footprint) -> SmWork:
         """Return the work of one CTA of a light kernel that does a collective with `planned.num_ctas` CTAs."""
@@ -271,10 +295,12 @@ class CostModel:
         rate = smooth_minimum(planned.num_ctas * constants.bytes_per_s_per_cta, link_limit) / planned.num_ctas
         moved = wire_bytes(collective.collective, by_kernels_bytes(collective), collective.group_size) / planned.num_ctas
         lone_us = constants.latency_us + collective.peer_wait_us + US_PER_S * moved / rate
-        link_per_cta = self._clock_share * constants.bytes_per_s_per_cta
-        return self._wire_work(lone_us, planned.num_ctas, rate, (link_per_cta, link_limit))
+        link = (self._clock_share * constants.bytes_per_s_per_cta, link_limit)
+        return self._wire_work(lone_us, planned.num_ctas, rate, link, constants.latency_weight)
 
-    def _wire_work(self, cta_us: float, num_ctas: int, reference: float, link: tuple[float, float]) -> SmWork:
+    def _wire_work(
+        self, cta_us: float, num_ctas: int, reference: float, link: tuple[float, float], latency_weight: float
+    ) -> SmWork:
         """Return the resources that one CTA of a collective uses; alone, each of `num_ctas` moves `reference` bytes per
         second.
 
@@ -291,6 +317,7 @@ class CostModel:
             link_per_cta=link[0],
             link_limit=link[1],
             link_reference=reference,
+            latency_weight=latency_weight,
         )
 
     def copy_work(self, operation: Copy | Collective) -> CopyWork:

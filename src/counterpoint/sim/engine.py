@@ -113,20 +113,22 @@ class Engine:
         """Return the next time at which anything can change: a timer, the end of CTAs, of shared work or of a copy."""
         soonest = self._timers[0][0] if self._timers else None
         waits = [wait for wait in map(_time_left, self._running.values()) if wait is not None]
-        uneven: list[tuple[float, Cohort]] = []
+        uneven: list[Cohort] = []  # beside each of them in `ends` when it ends; pairs would be objects for the collector
+        ends: list[float] = []
         for group in self._sms.groups:
             for cohort in group.cohorts:
                 work = cohort.task.work
                 if work.is_work_sharing:
                     continue
                 if work.cta_time_spread:
-                    uneven.append((cohort.remaining / cohort.rate, cohort))
+                    uneven.append(cohort)
+                    ends.append(cohort.remaining / cohort.rate)
                     continue
                 # a slot with several CTAs matters only when it begins the last one
                 left = cohort.remaining - 1 if cohort.ahead and cohort.remaining > 1 + DONE else cohort.remaining
                 waits.append(left / cohort.rate)
         if uneven:
-            waits.append(self._batch_end(uneven))
+            waits.append(self._batch_end(uneven, ends))
         if waits:
             end = self._now + max(1, math.ceil(min(waits)))
             soonest = end if soonest is None else min(soonest, end)
@@ -135,21 +137,21 @@ class Engine:
             self._batch = []
         return soonest
 
-    def _batch_end(self, uneven: Sequence[tuple[float, Cohort]]) -> float:
+    def _batch_end(self, uneven: Sequence[Cohort], ends: Sequence[float]) -> float:
         """Return when the next CTAs of different lengths end; if there are few, each ends at its own time.
 
         Those that end within a small part of a CTA's time end together: at the mean of their times where others follow, so
         that no time is gained or lost; at the last of their times where none follow, for that is the end of their kernel.
         """
-        first, earliest = min(uneven, key=lambda entry: entry[0])
+        first = min(ends)
         if self._is_exact:
             return first
+        earliest = uneven[ends.index(first)]
         last = first + min(BATCH, earliest.task.work.cta_time_spread / 4) / earliest.rate
-        together = [entry for entry in uneven if entry[0] <= last]
-        self._batch = [cohort for _, cohort in together]
-        if not earliest.task.num_unplaced:
-            return max(wait for wait, _ in together)
-        return sum(wait for wait, _ in together) / len(together)
+        places = [place for place, end in enumerate(ends) if end <= last]
+        self._batch = [uneven[place] for place in places]
+        together = [ends[place] for place in places]
+        return sum(together) / len(together) if earliest.task.num_unplaced else max(together)
 
     def _runs_uneven(self) -> bool:
         return any(isinstance(task, SmTask) and task.work.cta_time_spread for task in self._running.values())
@@ -203,7 +205,7 @@ class Engine:
         """Take back the CTAs and tiles that were given to slots ahead of time."""
         for group in self._sms.groups:
             for cohort in group.cohorts:
-                if ahead := cohort.recall():
+                if cohort.ahead and (ahead := cohort.recall()):
                     number = ahead * cohort.count * group.num_sms()
                     if cohort.task.work.num_tiles:
                         cohort.task.tiles_left += number
@@ -225,12 +227,21 @@ class Engine:
         Where CTAs differ in length, the last waves are followed, and those handed out shift each slot by what their lengths
         add up to: by chance, up to half a CTA.
         """
-        cohorts = [(group, cohort) for group in self._sms.groups for cohort in group.cohorts if cohort.task is task]
-        speed = sum(cohort.count * group.num_sms() * cohort.rate for group, cohort in cohorts)
+        if task.work.cta_time_spread and number < task.num_resident:
+            return number  # the last waves are followed
+        cohorts, ctas = [], []
+        speed = 0.0
+        for group in self._sms.groups:
+            num_sms = group.num_sms()
+            for cohort in group.cohorts:
+                if cohort.task is task:
+                    cohorts.append(cohort)
+                    ctas.append(cohort.count * num_sms)
+                    speed += ctas[-1] * cohort.rate
         if speed == 0:
             return number
         duration = number / speed
-        for group, cohort in cohorts:
+        for cohort, num_ctas in zip(cohorts, ctas, strict=True):
             ahead = math.floor(duration * cohort.rate + DONE)
             length = 1.0
             if task.work.cta_time_spread:
@@ -239,7 +250,7 @@ class Engine:
                     continue
                 length += length_shift(task, ahead) / ahead
             cohort.hand(ahead, length)
-            number -= ahead * cohort.count * group.num_sms()
+            number -= ahead * num_ctas
         return number
 
 

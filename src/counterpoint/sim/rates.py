@@ -11,31 +11,34 @@ Shares of bandwidth are max-min fair: no flow can get more without another that 
 The same exponent fits how capped kernels slow down and how all-reduce time falls with CTAs (docs/simulator.md).
 """
 
+import math
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 from counterpoint.sim.sm import SmGroup
 from counterpoint.sim.task import CopyTask, SmTask
 
 EXPONENT = 4
+LOAD_EXPONENT = 8  # by the streaming kernel's times at 6 to 12 CTAs on an SM of an H200
 
 
 class RateModel:
     """Sets the rates of cohorts, shared work and copies from who is resident where.
 
-    `hbm_bytes_per_s` is what the memory really delivers; `latency_per_load` is by how much a collective's memory latency
-    grows, relative to its idle latency, when others use all of the HBM bandwidth.
+    `hbm_bytes_per_s` is what the memory really delivers, `latency` how its latency grows with its load.
     """
 
-    def __init__(self, hbm_bytes_per_s: float, latency_per_load: float) -> None:
+    def __init__(self, hbm_bytes_per_s: float, latency: "MemoryLatency") -> None:
         self._hbm = hbm_bytes_per_s
-        self._latency_per_load = latency_per_load
+        self._latency = latency
 
     def update(self, groups: Sequence[SmGroup], running: Iterable[SmTask | CopyTask]) -> None:
         """Recompute all rates for the present residents and copies, in work per picosecond."""
         tasks = list(running)
         numbers = {task: position for position, task in enumerate(tasks)}
         shares, effective = _share_sms(groups, numbers)
-        demands = [_hbm_demand(task, ctas) for task, ctas in zip(tasks, effective, strict=True)]
+        in_flight = [_hbm_demand(task, ctas) for task, ctas in zip(tasks, effective, strict=True)]
+        demands = self._hbm_demands(tasks, in_flight)
         available = [available_to(position, demands, self._hbm) for position in range(len(tasks))]
         loads = [smooth_minimum(demand, share) / self._hbm for demand, share in zip(demands, available, strict=True)]
         link = self._link_rates(tasks, loads)
@@ -46,7 +49,8 @@ class RateModel:
                 task.rate = min(share, link[position]) / task.work.lone_ps
                 cta_rates.append(0.0)
             else:
-                memory = _memory_factor(task, demands[position], available[position])
+                reached = smooth_minimum(demands[position], available[position])
+                memory = reached / in_flight[position] / task.work.hbm_reference if reached else 1.0
                 cta_rates.append(memory * link[position] / task.work.cta_ps)
                 task.rate = cta_rates[position] * effective[position] if task.work.is_work_sharing else 0.0
         for cohort, share in zip((cohort for group in groups for cohort in group.cohorts), shares, strict=True):
@@ -54,17 +58,20 @@ class RateModel:
 
     def _link_rates(self, tasks: list[SmTask | CopyTask], loads: list[float]) -> list[float]:
         """Factor on each task's progress from the link: 1 for whoever does not use it."""
-        waits = [load * self._latency_beside(task) for task, load in zip(tasks, loads, strict=True)]
-        everything = sum(waits)
+        if not any(task.work.link_limit for task in tasks):
+            return [1.0] * len(tasks)
+        by_l2 = sum(load for task, load in zip(tasks, loads, strict=True) if isinstance(task, SmTask) and task.work.loads_l2)
+        grown = self._latency.growth(sum(loads) - by_l2)
         able = []
-        for task, wait in zip(tasks, waits, strict=True):
+        for task, load in zip(tasks, loads, strict=True):
             if isinstance(task, CopyTask):
                 able.append(task.work.link_demand)
+            elif task.work.link_per_cta:
+                weight = task.work.latency_weight
+                faster = (1 + weight * self._latency.growth(load)) / (1 + weight * grown + self._latency.per_load * by_l2)
+                able.append(task.num_resident * task.work.link_per_cta * faster)
             else:
-                slowdown = 1 + everything - wait
-                able.append(task.num_resident * task.work.link_per_cta / slowdown)
-        if not any(able):
-            return [1.0] * len(tasks)
+                able.append(0.0)
         shares = [demand / task.work.link_limit if demand else 0.0 for demand, task in zip(able, tasks, strict=True)]
         factors = []
         for position, (task, demand) in enumerate(zip(tasks, able, strict=True)):
@@ -78,9 +85,44 @@ class RateModel:
                 factors.append(smooth_minimum(demand, limit) / task.num_resident / task.work.link_reference)
         return factors
 
-    def _latency_beside(self, task: SmTask | CopyTask) -> float:
-        own = None if isinstance(task, CopyTask) else task.work.latency_per_load
-        return self._latency_per_load if own is None else own
+    def _hbm_demands(self, tasks: list[SmTask | CopyTask], in_flight: list[float]) -> list[float]:
+        """What each task asks of the memory: of kernels that wait for it, less as its load makes their loads take longer."""
+        waiting = [place for place, task in enumerate(tasks) if isinstance(task, SmTask) and task.work.waits_for_memory]
+        if not waiting:
+            return in_flight
+        waited = sum(in_flight[place] for place in waiting)
+        slowdown = self._latency.slowdown(waited / self._hbm, (sum(in_flight) - waited) / self._hbm)
+        return [demand / slowdown if place in waiting else demand for place, demand in enumerate(in_flight)]
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryLatency:
+    """How the memory's latency grows with its load u, a share of the bandwidth: 1 + at_low_load u + ... u^8 to 1 + per_load.
+
+    The streaming kernel of `counterpoint calibrate` shows it at each residency: the time of a load is what its CTAs keep in
+    flight over the bandwidth that they get. It grows slowly up to three quarters of the bandwidth, and steeply from there.
+    """
+
+    at_low_load: float
+    per_load: float
+
+    def growth(self, load: float) -> float:
+        """By how much loads take longer beside a memory under this load, as a share of their idle latency."""
+        load = min(max(load, 0.0), 1.0)
+        return self.at_low_load * load + (self.per_load - self.at_low_load) * load**LOAD_EXPONENT
+
+    def slowdown(self, in_flight: float, other_load: float) -> float:
+        """How much longer loads take where what is kept in flight would use `in_flight` of the bandwidth at idle latency.
+
+        The load u that they make solves u = other_load + in_flight / (1 + c u); what is
+        above the bandwidth is no matter of latency.
+        """
+        c = self.at_low_load
+        if not c:
+            return 1.0
+        half = 1 - c * other_load
+        load = (math.sqrt(half * half + 4 * c * (other_load + in_flight)) - half) / (2 * c)
+        return 1 + c * min(load, 1.0)
 
 
 def _share_sms(groups: Sequence[SmGroup], numbers: dict[SmTask | CopyTask, int]) -> tuple[list[float], list[float]]:
@@ -106,12 +148,6 @@ def _hbm_demand(task: SmTask | CopyTask, effective_ctas: float) -> float:
     if isinstance(task, CopyTask):
         return task.work.hbm_demand
     return task.work.hbm_per_cta * effective_ctas
-
-
-def _memory_factor(task: SmTask, demand: float, available: float) -> float:
-    if not demand:
-        return 1.0
-    return smooth_minimum(demand, available) / demand / task.work.hbm_reference
 
 
 def max_min_shares(demands: Sequence[float], capacity: float) -> list[float]:

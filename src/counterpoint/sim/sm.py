@@ -52,7 +52,10 @@ def level_after_taking(levels: Sequence[int], multiplicities: Sequence[int], amo
 
     Returns the level down to which all are drained, and how many units are left over to be taken from vessels at that level.
     """
-    ordered = sorted(zip(levels, multiplicities, strict=True), reverse=True)
+    together: dict[int, int] = {}
+    for level, multiplicity in zip(levels, multiplicities, strict=True):
+        together[level] = together.get(level, 0) + multiplicity
+    ordered = sorted(together.items(), reverse=True)
     width = 0
     for position, (level, multiplicity) in enumerate(ordered):
         width += multiplicity

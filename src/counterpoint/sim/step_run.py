@@ -27,7 +27,7 @@ class StepRun:
         """Start and end of every operation, in picoseconds from the start, at a share of the lone times' clock."""
         costs = CostModel(self._machine, self.calibration, clock_share)
         graph = TaskGraph(self.step, self._effects, costs, self.calibration)
-        rates = RateModel(costs.hbm_bytes_per_s, self.calibration.latency_per_load.value)
+        rates = RateModel(costs.hbm_bytes_per_s, costs.latency)
         engine = Engine(self._machine, rates, graph.tasks, graph.launches, _fits_beside(self.step))
         return graph.spans(engine.run())
 

@@ -24,8 +24,9 @@ class SmWork(Value, frozen=True, kw_only=True):
     `hbm_per_cta`: bytes per second that one CTA can keep in flight; `hbm_reference`: achieved share of that there.
     `link_per_cta`, `link_limit`: the same for the link, 0 for computation; `link_reference`: what one CTA achieves there.
     `is_work_sharing`: the CTAs share the work without a grain. `num_tiles`: they take that many tiles, one after the other,
-    and `cta_ps` is the time of one; 0 where each CTA has work of its own. `latency_per_load`: how much longer a collective's
-    CTA waits for memory beside it, per share of the HBM bandwidth that it uses; None: as beside any load.
+    and `cta_ps` is the time of one; 0 where each CTA has work of its own. `waits_for_memory`: `hbm_per_cta` is what its CTAs
+    keep in flight at idle latency. `loads_l2`: it reads more from L2 than from the memory. `latency_weight`: how much of the
+    growth of the memory's latency a collective's CTA feels.
     """
 
     cta_ps: float
@@ -39,7 +40,9 @@ class SmWork(Value, frozen=True, kw_only=True):
     is_work_sharing: bool = False
     num_tiles: int = 0
     cta_time_spread: float = 0.0
-    latency_per_load: float | None = None
+    waits_for_memory: bool = False
+    loads_l2: bool = False
+    latency_weight: float = 1.0
 
 
 class CopyWork(Value, frozen=True, kw_only=True):

@@ -13,9 +13,8 @@ import re
 
 from counterpoint.step import Kernel
 
-TILE_IN_NAME = re.compile(
-    r"^nvjet_\w*?_(\d+)x(\d+)_"
-)  # of cuBLAS 12 and 13: columns of the product first, as it counts them
+# of cuBLAS 12 and 13: columns and rows of a tile, as it counts them, then the depth of a stage and the number of stages
+TILE_IN_NAME = re.compile(r"^nvjet_\w*?_(\d+)x(\d+)_(\d+)x(\d+)_")
 USUAL_FILL = (
     0.97  # of the last round and all before: 256 of 264, 512 of 528 and 1,664 of 1,716 tiles in kernels of 2, 4 and 13
 )
@@ -50,3 +49,14 @@ def _tiles_by_name(kernel: Kernel, num_sms: int) -> int | None:
         return footprint.num_ctas if is_one_each else None
     rows, _, columns = kernel.matmul_sizes
     return math.ceil(columns / int(tile[1])) * math.ceil(rows / int(tile[2]))
+
+
+def stages(kernel: Kernel) -> tuple[int, int] | None:
+    """How many stages cuBLAS's kernel keeps, and how many steps of that depth a tile has; None where they are not known.
+
+    A stage is refilled when the multiplication after it has begun, so one less than all are on their way.
+    """
+    tile = TILE_IN_NAME.match(kernel.name)
+    if tile is None or kernel.matmul_sizes is None:
+        return None
+    return int(tile[4]), math.ceil(kernel.matmul_sizes[1] / int(tile[3]))

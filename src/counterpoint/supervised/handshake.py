@@ -83,10 +83,11 @@ def own_report(run: str, problem: str = "", *, is_silent: bool = False) -> RankR
     return RankReport(host=os.uname().nodename, run=run, version=package_version(), problem=problem, is_silent=is_silent)
 
 
-def meet(exchange: Exchange, *, limit_s: float = ABSENCE_LIMIT_S, slack_s: float = SLACK_S) -> Roll:
-    """Wait for the reports of all ranks, this one included. Raises `HandshakeError` on all ranks if one cannot take
-    part.
+def meet(exchange: Exchange, *, limit_s: float | None = None, slack_s: float = SLACK_S) -> Roll:
+    """Wait for the reports of all ranks, this one included; `limit_s` None means `ABSENCE_LIMIT_S`. Raises
+    `HandshakeError` on all ranks if one cannot take part.
     """
+    limit_s = ABSENCE_LIMIT_S if limit_s is None else limit_s
     since_s = time.monotonic()
     while (roll := _roll(exchange, time.monotonic() - since_s, limit_s, slack_s)) is None:
         time.sleep(HOLD_S)

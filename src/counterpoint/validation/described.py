@@ -35,11 +35,15 @@ def described_step(case: Case, captured: Step) -> Step:
 
     Raises `WorkloadError` where a kernel's name does not say its tile.
     """
-    launches = (captured.operations[place] for place in places_of(case, captured))
-    operations = tuple(
-        _operation(entry, launched, captured.num_ranks) for entry, launched in zip(case.entries, launches, strict=True)
-    )
-    return Step(name=case.name, num_ranks=captured.num_ranks, operations=operations)
+    launches = [captured.operations[place] for place in places_of(case, captured)]
+    operations: list[Operation] = []
+    latest: dict[int, int] = {}  # collective of each stream: in a graph the next one waits for it, whatever moves its data
+    for number, (entry, launched) in enumerate(zip(case.entries, launches, strict=True)):
+        before = latest.get(entry.stream) if isinstance(entry.work, CollectiveWork) else None
+        operations.append(_operation(entry, launched, captured.num_ranks, before))
+        if isinstance(entry.work, CollectiveWork):
+            latest[entry.stream] = number
+    return Step(name=case.name, num_ranks=captured.num_ranks, operations=tuple(operations))
 
 
 def places_of(case: Case, step: Step) -> tuple[int, ...]:
@@ -69,8 +73,9 @@ def _kind(entry: Entry) -> type[Operation]:
             return Kernel
 
 
-def _operation(entry: Entry, launched: Operation, num_ranks: int) -> Operation:
-    waits_for = tuple(Dependency(operation=wait) for wait in entry.waits_for)
+def _operation(entry: Entry, launched: Operation, num_ranks: int, before: int | None) -> Operation:
+    earlier = {*entry.waits_for, *(() if before is None else (before,))}
+    waits_for = tuple(Dependency(operation=wait) for wait in sorted(earlier))
     work, name = entry.work, launched.name
     if isinstance(work, HostCopy):
         copied = CopyEntry(name=name[:200], stream=entry.stream, direction=work.direction, bytes=work.num_bytes)

@@ -5,6 +5,7 @@ from typing import Literal, get_args
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from counterpoint.measurement.values import NEGLIGIBLE
 from counterpoint.paper.accuracy import rank_correlation
@@ -56,7 +57,8 @@ class Figures(Value, frozen=True, kw_only=True):
 
     `same_sign`: of all changes, those predicted as faster, slower or within 1 % as they were measured. `clear_sign`: of
     measured changes of 3 % or more, those whose direction is predicted. `rank_correlation`: Spearman's, of the variants of
-    one case, median over the cases whose best and worst variants differ by 3 % or more. `regret`: how much longer than the
+    one case, median over the cases whose best and worst variants differ by 3 % or more; times that differ by less than 1 %
+    are ties, because a plan that is measured twice differs by as much. `regret`: how much longer than the
     best variant the one takes that is predicted as fastest.
     """
 
@@ -144,5 +146,15 @@ def _correlation(group: Sequence[PredictedRow]) -> float | None:
     measured, predicted = (np.array([getattr(row, name) for row in group]) for name in ("measured_us", "predicted_us"))
     if len(group) < 3 or measured.max() / measured.min() < 1 + CLEAR_CHANGE:
         return None
-    found = rank_correlation(measured, predicted)
+    found = rank_correlation(_with_ties(measured), _with_ties(predicted))
     return None if np.isnan(found) else found
+
+
+def _with_ties(times: NDArray[np.float64]) -> NDArray[np.float64]:
+    """The times, those within 1 % above a shorter one set to it."""
+    tied = times.copy()
+    least = 0.0
+    for place in np.argsort(times):
+        least = least if times[place] < least * (1 + SAME) else times[place]
+        tied[place] = least
+    return tied

@@ -4,6 +4,7 @@ A case is predicted in up to three ways: from its captured step (lone times and 
 as it is (all is read from the trace), and from sizes alone (lone times are predicted, too).
 """
 
+import statistics
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -14,6 +15,7 @@ from counterpoint.errors import CounterpointError
 from counterpoint.machine import Machine, load_machine
 from counterpoint.measurement.tournament import WARM_UP_ROUNDS
 from counterpoint.metrics import measure
+from counterpoint.plan import Plan
 from counterpoint.sim import Simulator
 from counterpoint.step import Kernel, Step
 from counterpoint.traces import read_trace
@@ -116,7 +118,22 @@ def _classified(kernel: Kernel) -> Kernel:
 
 def _rows_for(origin: Origin, measured: MeasuredCase) -> list[MeasuredRow]:
     """Of a trace, whatever was measured, since a user applies a plan either way; else what was captured."""
-    return [row for row in measured.rows if origin == "traces" or row.setting == "captured"]
+    return [row for row in _distinct(measured.rows) if origin == "traces" or row.setting == "captured"]
+
+
+def _distinct(rows: Sequence[MeasuredRow]) -> list[MeasuredRow]:
+    """The rows; a plan that was measured under two names is one variant, with the means of what was measured."""
+    found: dict[tuple[str, Plan], list[MeasuredRow]] = {}
+    for row in rows:
+        found.setdefault((row.setting, row.plan), []).append(row)
+    return [
+        msgspec.structs.replace(
+            same[0],
+            measured_us=statistics.fmean(row.measured_us for row in same),
+            ratio=statistics.fmean(row.ratio for row in same),
+        )
+        for same in found.values()
+    ]
 
 
 def _predict(step: Step, machine: Machine, case: Case, rows: Sequence[MeasuredRow]) -> Iterator[PredictedRow]:

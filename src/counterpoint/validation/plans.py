@@ -28,7 +28,7 @@ def plans_of(case: Case, step: Step, machine: Machine) -> dict[str, Plan]:
     parts["head start"] = ahead
     for label, cap in _caps(step, machine.gpu).items():
         parts[label] = cap
-        parts[f"priority + {label}"] = priority + cap if priority else []
+        parts[f"priority + {label}"] = priority + cap if priority and cap else []
     collectives = tuple(index for index, each in enumerate(step.operations) if isinstance(each, Collective))
     parts[COPY_ENGINES] = [(collectives, Transport(transport="copy_engine"))] if collectives else []
     return {label: _plan(step, found) for label, found in parts.items() if found or label == PLAIN}

@@ -2,6 +2,7 @@
 
 import os
 import random
+from contextlib import suppress
 
 import torch
 import torch.distributed as dist
@@ -77,6 +78,90 @@ def activations() -> None:
     report("activations")
 
 
+def biases() -> None:
+    """Biases, all of them or some, in the layer and in both halves; gate and up in one weight, as gpt-oss has them."""
+    for kind in ("random", "sparse", "one rank"):
+        experts = Experts(random.Random(10), torch.float64, kind=kind)
+        counts, gradient = experts.counts[experts.rank], experts.gradients[experts.rank]
+        wanted = experts.expected(has_biases=True)
+        bits = []
+        for schedule in (SEQUENTIAL, *SCHEDULES):
+            (tokens, (w1, w2, w3)), (b1, b2, b3) = experts.own(), experts.own_biases()
+            leaves = [tokens, w1, w2, w3, b1, b2, b3]
+            result = ops.expert_ffn(tokens, counts, w1, w2, w3, biases=(b1, b2, b3), schedule=schedule)
+            result.backward(gradient)
+            found = [result.detach(), *(each.grad for each in leaves)]
+            compare(found, wanted, 1e-12)
+            bits.append(found)
+        assert all(map(torch.equal, bits[0], bits[2])), "sequential and copies in one group"
+        biases_by_halves(experts, wanted)
+        biases_of_joined(experts, wanted)
+    report("biases")
+
+
+def biases_by_halves(experts: Experts, wanted: list[torch.Tensor]) -> None:
+    (tokens, (w1, w2, w3)), (b1, b2, b3) = experts.own(), experts.own_biases()
+    num_hidden = w1.shape[1]
+    both, routing = ops.dispatch_grouped_matmul(
+        tokens, experts.counts[experts.rank], torch.cat([w1, w3], 1), bias=torch.cat([b1, b3], 1), schedule=COPIES
+    )
+    hidden = [silu(each[:, :num_hidden]) * each[:, num_hidden:] for each in both]
+    result = ops.grouped_matmul_combine(hidden, w2, routing, bias=b2)
+    result.backward(experts.gradients[experts.rank])
+    compare([result.detach(), *(each.grad for each in (tokens, w1, w2, w3, b1, b2, b3))], wanted, 1e-12)
+
+
+def biases_of_joined(experts: Experts, wanted: list[torch.Tensor]) -> None:
+    """Gate and up interleaved in one weight that lies transposed, and only some operands with gradients."""
+    (tokens, (w1, w2, w3)), (b1, b2, b3) = experts.own(), experts.own_biases()
+    joined = torch.stack([w1, w3], 2).flatten(1, 2).detach().mT.contiguous().requires_grad_()
+    bias = torch.stack([b1, b3], 2).flatten(1).detach().requires_grad_()
+
+    def gated(both: torch.Tensor) -> torch.Tensor:
+        return silu(both[:, ::2]) * both[:, 1::2]
+
+    b2.requires_grad_(False)
+    down = w2.detach().mT.contiguous().requires_grad_()
+    counts, activation = experts.counts[experts.rank], {"activation": gated, "schedule": COPIES}
+    result = ops.expert_ffn(tokens, counts, joined.mT, down.mT, biases=(bias, b2), **activation)
+    result.backward(experts.gradients[experts.rank])
+    assert b2.grad is None
+    of_joined = joined.grad.mT
+    found = [result.detach(), tokens.grad, of_joined[:, ::2], down.grad.mT, of_joined[:, 1::2]]
+    compare([*found, bias.grad[:, ::2], bias.grad[:, 1::2]], [*wanted[:6], wanted[7]], 1e-12)
+
+
+def in_fp8() -> None:
+    """Forward, operands are rounded to fp8 by row and output feature; the same bits as sequential; gradients are there."""
+    experts = Experts(random.Random(11), torch.bfloat16, kind="random", num_local=2, scale=16)
+    counts, found = experts.counts[experts.rank], []
+    for schedule in (SEQUENTIAL, COPIES):
+        (tokens, (w1, w2, w3)), (b1, b2, b3) = experts.own(), experts.own_biases()
+        options = {"biases": (b1, b2, b3), "is_fp8": True, "schedule": schedule}
+        result = ops.expert_ffn(tokens, counts, w1, w2, w3, **options)
+        result.backward(experts.gradients[experts.rank])
+        found.append([result.detach(), *(each.grad for each in (tokens, w1, w2, w3, b1, b2, b3))])
+    assert all(map(torch.equal, *found))
+    part = slice(2 * experts.rank, 2 * experts.rank + 2)
+    rows = [experts.tokens[experts.rank].split(counts)[expert] for expert in range(*part.indices(len(counts)))]
+    own = sum(counts[: part.start])
+    for expert, x in enumerate(rows, part.start):  # its own tokens for its own experts, from nothing but the definition
+        (u1, u2, u3), (c1, c2, c3) = ([each[expert] for each in kind] for kind in (experts.weights, experts.biases))
+        first, second = (rounded(x) @ rounded(u).T for u in (u1, u3))
+        hidden = silu(first.bfloat16() + c1) * (second.bfloat16() + c3)
+        wanted = (rounded(hidden) @ rounded(u2).T).bfloat16() + c2
+        compare([found[0][0][own : own + len(x)]], [wanted], 0.02)
+        own += len(x)
+    compare(found[0], experts.expected(has_biases=True), 0.15)
+    report("in fp8")
+
+
+def rounded(values: torch.Tensor) -> torch.Tensor:
+    """Each row as fp8 holds it when its largest number is 448."""
+    scale = values.float().abs().amax(1, keepdim=True) / 448
+    return (values.float() / scale).to(torch.float8_e4m3fn).float() * scale
+
+
 def checkpointed() -> None:
     """Under activation checkpointing, also the selective kind that looks at every operator."""
 
@@ -150,6 +235,9 @@ def faults() -> None:
         "shapes do not fit": lambda: call(5, w2=torch.ones(2, 5, DIM, dtype=torch.float64) if is_wrong else None),
         "no tensor": lambda: call(7, None if is_wrong else tokens),
         "no schedule": lambda: call(8, schedule="ring"),
+        "biases are missing": lambda: call(10, biases=[None] * (2 - is_wrong)),
+        "fp8 of other types": lambda: call(13, is_fp8=True),
+        "a bias does not fit": lambda: call(11, biases=[tokens if is_wrong else None, None]),
         "a schedule that does not fit": lambda: call(9, schedule=D(pattern="ring")),
         "after all that": lambda: call(1),
         "refused when agreed": lambda: call(1, counts=counts[is_wrong:]),
@@ -160,6 +248,9 @@ def faults() -> None:
             print(f"{name}: ok", flush=True)
         except CounterpointError as problem:
             print(f"{name}: {problem}", flush=True)
+    for _ in range(3 * is_wrong):  # before the others have read what was refused first
+        with suppress(CounterpointError):
+            call(1, tokens[:, 1:])
 
 
 def a_rank_ends() -> None:

@@ -43,6 +43,7 @@ from integration_sections.expert_parallel import (
     expert_parallel_in_a_job,
     expert_parallel_in_bf16,
     expert_parallel_layers,
+    expert_parallel_of_transformers,
     expert_parallel_refuses,
     expert_parallel_with_fsdp2,
     expert_parallel_with_tensor_parallel,
@@ -78,6 +79,7 @@ from integration_sections.tensor_parallel_switched import (
     tensor_parallel_in_a_job,
     tensor_parallel_switches,
     tensor_parallel_whole_outputs,
+    tensor_parallel_without_memory,
 )
 
 SECTIONS: dict[str, Callable[[], None]] = {
@@ -124,6 +126,7 @@ SECTIONS: dict[str, Callable[[], None]] = {
         tensor_parallel_neighbors_part,
         tensor_parallel_with_fsdp2,
         tensor_parallel_switches,
+        tensor_parallel_without_memory,
         tensor_parallel_compiled,
         tensor_parallel_checkpointed,
         tensor_parallel_whole_outputs,
@@ -131,6 +134,7 @@ SECTIONS: dict[str, Callable[[], None]] = {
         tensor_parallel_compiled_with_fsdp2,
         expert_parallel_layers,
         expert_parallel_refuses,
+        expert_parallel_of_transformers,
         expert_parallel_in_a_job,
         expert_parallel_checkpointed,
         expert_parallel_with_fsdp2,

@@ -17,7 +17,7 @@ STREAMED_BYTES = 512 * MIB
 BLOCK_BYTES = 32 * MIB
 HOST_BYTES = 128 * MIB
 NUM_COLD = 4  # sets of blocks that take turns, so that none is in L2 any more
-CAPS = (12, 8, 6, 5, 4, 3, 2)
+CAPS = (12, 8, 6, 5, 4, 3, 2, 1)
 ROW_CAPS = (3, 2, 1)
 BLOCK = 2048
 

@@ -103,16 +103,21 @@ def check_fit(nvml: Nvml, where: str) -> GpuState:
 
 
 def run_probes(
-    machine: Machine, nvml: Nvml | None, is_done: Collection[str], on_result: Callable[[ProbeResult], None]
+    machine: Machine,
+    nvml: Nvml | None,
+    is_done: Collection[str],
+    on_result: Callable[[ProbeResult], None],
+    only: Collection[str] = (),
 ) -> None:
-    """Run what is not done yet; `on_result` gets each result on rank 0 as soon as it is there.
+    """Run what is not done yet, or what `only` names; `on_result` gets each result on rank 0 as soon as it is there.
 
     `is_done` counts on rank 0 alone. Raises `DeviceError` where a rank is gone or failed alone, and for a throttled GPU.
     """
     rank, num_ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     status = open_exchange("calibration", STATUS_LIMIT_S)
     left = [probe for probe in probes(nvml) if num_ranks >= probe.least_ranks]
-    wanted = [probe.label(num_ranks) for probe in left if probe.label(num_ranks) not in is_done]
+    chosen = [probe for probe in left if (probe.name in only if only else probe.label(num_ranks) not in is_done)]
+    wanted = [probe.label(num_ranks) for probe in chosen]
     wanted = json.loads(status.round(json.dumps(wanted).encode(), "agree on probes")[0])
     session = Session(machine, rank, num_ranks)
     for probe in left:

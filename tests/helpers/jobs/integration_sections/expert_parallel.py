@@ -25,6 +25,7 @@ from integration_sections.spread_experts import (
     spread,
     tokens_of_rank,
 )
+from integration_sections.transformers_double import Experts, GptOssExperts, NormedExperts, spread_experts, step_of
 
 NUM_BLOCKS, PER_RANK = 2, 2
 LIMIT = 1e-12
@@ -85,6 +86,20 @@ def expert_parallel_refuses() -> None:
     assert "SquaredExperts, whose formula is unknown" in str(overlapped)
     assert_close(results_of(model), wanted, LIMIT)
     assert len(expert_parallel.waiting_experts(model)) == 0
+
+
+def expert_parallel_of_transformers() -> None:
+    """Experts that transformers spreads, with the usual gate and in gpt-oss' form, give what they gave before."""
+    for kind in (Experts, GptOssExperts):
+        model = spread_experts(kind, whole_mesh())
+        wanted = step_of(model)
+        overlapped = expert_parallel.overlap(model)
+        assert overlapped.taken == ["experts"], overlapped.refused
+        assert_close(step_of(model), wanted, LIMIT)
+        assert num_calls(overlapped) == 2
+        overlapped.undo()
+        assert_equal(step_of(model), wanted)
+    refused(lambda: expert_parallel.overlap(spread_experts(NormedExperts, whole_mesh())), "has_post_expert_norm=True")
 
 
 def expert_parallel_in_a_job() -> None:

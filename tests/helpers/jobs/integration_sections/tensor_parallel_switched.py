@@ -13,9 +13,10 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
+from counterpoint import ops
 from counterpoint.integrations import tensor_parallel
 from counterpoint.schedule import ScheduleDescription
-from integration_sections.comparing import DEVICE, assert_close, assert_equal, refused
+from integration_sections.comparing import DEVICE, assert_close, assert_equal, refused, said_of, without_memory_above
 from integration_sections.parallel_blocks import (
     Block,
     FeedForward,
@@ -85,6 +86,26 @@ def tensor_parallel_switches() -> None:
     refused(lambda: overlapped.use(True), "was undone")
     tensor_parallel.overlap(block).undo()
     assert_equal(results_of(block), wanted)
+
+
+def tensor_parallel_without_memory() -> None:
+    """One rank has no memory in mid-job for a larger shape: its linears run the library's collectives on all ranks, which
+    are said once for each call, and those of the shape before go on by copies."""
+    ops.release()
+    block, bare = parallel_block(), parallel_block()
+    overlapped = tensor_parallel.overlap(block, schedule=CHUNKED)
+    wanted, num_ranks = results_of(block), dist.get_world_size()
+    counted = overlapped.num_by_copies
+    with without_memory_above(3 * ops.pool_report()[0].num_bytes, on_rank=num_ranks - 1):
+        said = said_of(
+            lambda: assert_close(block_results(block, 8, 8 * num_ranks), block_results(bare, 8, 8 * num_ranks), 1e-12)
+        )
+    assert all("runs the library's collective: Rank" in line for line in said), said
+    assert said
+    assert overlapped.num_by_library > 0
+    assert_equal(results_of(block), wanted)
+    assert overlapped.num_by_copies >= 2 * counted
+    ops.release()
 
 
 def tensor_parallel_compiled() -> None:

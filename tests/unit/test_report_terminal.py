@@ -1,13 +1,17 @@
-"""Tables of reports on narrow terminals: whole words, every cell, and no line that is too wide."""
+"""Reports on terminals: tables in whole words, with every cell and no line too wide, and what is said meanwhile."""
 
 import io
+import os
+import pty
+import subprocess
 
 import pytest
 from rich.console import Console
 from rich.text import Text
 
 from counterpoint.report.narrow import LONGEST_WHOLE
-from counterpoint.report.text import new_table
+from counterpoint.report.text import new_table, reading
+from helpers.command import COUNTERPOINT, TRACES
 
 ROWS = [
     ("sequential", "29.51 ms", "", "sum of stand-alone times"),
@@ -59,3 +63,28 @@ def test_cells_may_be_styled_and_columns_unbroken() -> None:
     console.print(table)
     assert isinstance(console.file, io.StringIO)
     assert "a name of several words" in console.file.getvalue()
+
+
+def test_the_line_for_a_file_that_is_read_says_how_far() -> None:
+    said: list[str] = []
+    tell = reading(said.append, "folder/trace.json.gz")
+    tell(512, 1024)
+    tell(512, 0)  # of a pipe nobody knows the size
+    assert said == ["reading trace.json.gz: 50.0 %", "reading trace.json.gz"]
+
+
+@pytest.mark.parametrize("command", [["simulate"], ["analyze", "--no-recover"]])
+def test_progress_is_shown_on_a_terminal_and_cleared(command: list[str]) -> None:
+    leader, follower = pty.openpty()
+    trace = TRACES / "moe.rank0.json.gz"
+    environment = os.environ | {"TERM": "xterm"}
+    done = subprocess.run(
+        [COUNTERPOINT, *command, trace], stdout=subprocess.PIPE, stderr=follower, env=environment, check=False
+    )
+    os.close(follower)
+    said = os.read(leader, 100_000).decode()
+    os.close(leader)
+    assert done.returncode == 0
+    assert "reading moe.rank0.json.gz: 100.0 %" in said
+    assert said.endswith("\r\x1b[K")
+    assert b"reading" not in done.stdout

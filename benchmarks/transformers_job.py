@@ -1,0 +1,96 @@
+"""One rank of a Hugging Face Llama that transformers itself spreads over the ranks (`tp_plan="auto"`); it does not know us.
+
+    torchrun --nproc-per-node 2 -m benchmarks.transformers_job --steps 300
+
+6 layers, hidden size 4,096, 32 heads, 8 key-value heads, 32,000 words, 2 sequences of 4,096 tokens, bf16, plain SGD.
+Needs transformers, which the benchmarks do not install: pip install transformers. Weights are random: the configuration
+is saved to a folder, and the model is made from there, because transformers shards what it loads.
+"""
+
+import argparse
+import os
+import tempfile
+import time
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.jobs.stock_jobs import print_last_half
+
+STEPS_PER_TIME = 10
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--width", type=int, default=4096)
+    parser.add_argument("--tokens", type=int, default=4096)
+    parser.add_argument("--batch", type=int, default=2)
+    options = parser.parse_args(arguments)
+    if options.steps < STEPS_PER_TIME:
+        parser.error(f"--steps is {STEPS_PER_TIME} or more, since so many are timed together; found {options.steps}")
+    return options
+
+
+def make_model(options: argparse.Namespace) -> torch.nn.Module:
+    """A Llama with random weights, the same on all ranks, as transformers spreads it."""
+    from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM  # noqa: PLC0415  not for --help
+
+    kind = torch.bfloat16 if options.device == "cuda" else torch.float32
+    config = LlamaConfig(
+        hidden_size=options.width,
+        intermediate_size=7 * options.width // 2,
+        num_hidden_layers=options.layers,
+        num_attention_heads=max(1, options.width // 128),
+        num_key_value_heads=max(1, options.width // 512),
+        vocab_size=32000,
+        use_cache=False,
+    )
+    folder = [tempfile.mkdtemp(prefix="llama") if dist.get_rank() == 0 else ""]
+    dist.broadcast_object_list(folder)
+    if dist.get_rank() == 0:
+        torch.manual_seed(0)
+        LlamaForCausalLM(config).to(kind).save_pretrained(folder[0])
+    dist.barrier()
+    return AutoModelForCausalLM.from_pretrained(folder[0], dtype=kind, tp_plan="auto")
+
+
+def train(options: argparse.Namespace) -> None:
+    """Train on one batch; rank 0 prints losses and the time of a step."""
+    model = make_model(options)
+    # torch cannot update plain and distributed parameters, which tensor parallelism mixes, in one kernel
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, foreach=False)
+    torch.manual_seed(1)
+    batch = torch.randint(0, 32000, (options.batch, options.tokens), device=options.device)
+    times_ms: list[float] = []
+    start = time.perf_counter()
+    for step in range(1, options.steps + 1):
+        loss = model(input_ids=batch, labels=batch).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        if step % STEPS_PER_TIME == 0:
+            shown = loss.item()
+            now = time.perf_counter()
+            times_ms.append((now - start) * 1000 / STEPS_PER_TIME)
+            start = now
+            if dist.get_rank() == 0:
+                print(f"loss {shown:.6f}", flush=True)
+    if dist.get_rank() == 0:
+        print_last_half(times_ms)
+
+
+def main() -> None:
+    options = parse()
+    if options.device == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl" if options.device == "cuda" else "gloo")
+    train(options)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,70 @@
+"""The file of a grid measured on GPUs: workloads that were measured one after the other, in several runs, stand in one file.
+
+Beside each result stands its captured step with the lone times, from which the simulator predicts it later.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from counterpoint.errors import CounterpointError, shown, shown_path
+from counterpoint.files import read_limited
+from counterpoint.paper.values import PaperResult
+from counterpoint.step import Step
+from counterpoint.value import Value, require, write_json, write_whole
+
+KEPT_CONDITIONS = ("driver", "cuda", "torch", "nccl")  # which all workloads of a file share
+REMEDY = "Give a file that `bench paper -o` wrote on GPUs, or a new name"
+
+
+class StoredGrid(Value, frozen=True, kw_only=True):
+    """What a file holds: conditions, a result for each workload, and captured steps by workload."""
+
+    conditions: dict[str, Any]
+    result: tuple[PaperResult, ...] = ()
+    steps: dict[str, Step] = msgspec.field(default_factory=dict)
+
+    def measured(self, num_ranks: int) -> frozenset[str]:
+        """The workloads that it holds, of so many ranks."""
+        return frozenset(found.workload for found in self.result if found.num_ranks == num_ranks)
+
+    def with_result(self, result: PaperResult, step: Step, conditions: dict[str, Any]) -> "StoredGrid":
+        """The grid with one more workload, or with one measured anew; its date joins those of the others."""
+        others = tuple(found for found in self.result if found.workload != result.workload)
+        kept = {**conditions, **self.conditions} if others else conditions
+        if others and str(conditions["date"]) not in str(self.conditions.get("date", "")):
+            kept["date"] = f"{self.conditions.get('date', 'unknown')}; {result.workload}: {conditions['date']}"
+        return StoredGrid(conditions=kept, result=(*others, result), steps=self.steps | {result.workload: step})
+
+    def save(self, path: Path) -> None:
+        """Write the file. Raises `OSError`."""
+        write_whole(path, f"{write_json(self)}\n".encode())
+
+
+def read_grid(path: Path | None, conditions: dict[str, Any], num_ranks: int) -> StoredGrid:
+    """The grid that a file holds; an empty one without a file.
+
+    Raises `CounterpointError` for a file of something else, of other ranks, or of other versions than `conditions`.
+    """
+    if path is None or not path.exists():
+        return StoredGrid(conditions=conditions)
+    content = bytes(read_limited(path, CounterpointError, REMEDY))
+    try:
+        found = msgspec.json.decode(content, type=StoredGrid)
+    except msgspec.DecodeError as problem:
+        raise CounterpointError(f"{shown_path(path)} holds no grid of the paper: {problem}. {REMEDY}.") from problem
+    others = sorted({result.num_ranks for result in found.result} - {num_ranks})
+    require(
+        not others,
+        CounterpointError,
+        f"{shown_path(path)} was measured on {', '.join(map(str, others))} ranks, and these are {num_ranks}. {REMEDY}.",
+    )
+    for name in KEPT_CONDITIONS:
+        before, now = str(found.conditions.get(name, "unknown")), str(conditions.get(name, "unknown"))
+        require(
+            before == now or not found.result,
+            CounterpointError,
+            f"{shown_path(path)} was measured with {name} {shown(before)}, and now it is {shown(now)}. {REMEDY}.",
+        )
+    return found
