@@ -145,7 +145,7 @@ def _left_alone(rank: int, num_ranks: int) -> None:
     replaced.undo()
     refused(lambda: collectives.replace([None]), "groups must be process groups")
     refused(lambda: collectives.replace(in_flight=0), "in_flight")
-    refused(lambda: collectives.replace(is_on="yes"), "is_on is True or False; found 'yes'")
+    refused(lambda: collectives.replace(is_on="yes"), "is_on must be True or False; found 'yes'")
 
 
 def bare_collectives_leave_ddp_alone() -> None:

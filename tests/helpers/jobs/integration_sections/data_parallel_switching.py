@@ -124,7 +124,7 @@ def ddp_refuses_a_second_hook() -> None:
     refused(
         lambda: ddp.register(model), r"register\(\) was already called for this model. Switch the object that it returned"
     )
-    refused(lambda: first.use("on"), "is_on is True or False; found 'on'")
+    refused(lambda: first.use("on"), "is_on must be True or False; found 'on'")
     with_hook = wrapped()
     with_hook.register_comm_hook(None, default_hooks.allreduce_hook)
     refused(lambda: ddp.register(with_hook), "already has a communication hook, allreduce_hook, and DDP accepts only one")

@@ -164,7 +164,7 @@ def fsdp2_refuses_a_second_call() -> None:
         lambda: fsdp2.use_copy_engines(model),
         r"was already called for modules of this model. Switch the object that it returned",
     )
-    refused(lambda: in_use.use(gathers=1, reduces=True), "gathers is True or False; found 1")
+    refused(lambda: in_use.use(gathers=1, reduces=True), "gathers must be True or False; found 1")
     in_use.undo()
     refused(lambda: in_use.use(gathers=True, reduces=True), "undo.. has restored the model's own collectives")
     assert fsdp2.use_copy_engines(model, least_part_bytes=0).is_on

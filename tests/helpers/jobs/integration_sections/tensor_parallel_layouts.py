@@ -59,7 +59,7 @@ def tensor_parallel_refuses() -> None:
     plan = {"gate": ColwiseParallel(), "up": ColwiseParallel(), "down": RowwiseParallel()}
     whole = parallelize_module(FeedForward(64).to(DEVICE), mesh, plan)
     whole.down = None
-    refused(lambda: tensor_parallel.overlap(whole), "comes whole")
+    refused(lambda: tensor_parallel.overlap(whole), "arrives whole")
     refused(lambda: tensor_parallel.overlap(FeedForward(64)), "parallelize_module")
     refused(lambda: tensor_parallel.overlap(None), "parallelize_module has split; found one of type NoneType")
     refused(lambda: tensor_parallel.overlap(whole, schedule="ring"), "takes a ScheduleDescription or None; found .* str")

@@ -203,7 +203,7 @@ def tensor_parallel_whole_outputs() -> None:
             assert overlapped.taken == ["down"]
             assert overlapped.num_by_copies == 2
             assert set(overlapped.refused) == {"gate", "up"}
-            assert "comes whole" in str(overlapped)
+            assert "arrives whole" in str(overlapped)
     assert_close(results[1], results[0], 1e-12)
 
 
