@@ -19,6 +19,7 @@ from counterpoint.errors import CounterpointError, MachineError
 from counterpoint.job import load_job
 from counterpoint.machine import load_machine
 from counterpoint.plan import LEAVE_IT
+from counterpoint.report.cluster import assumptions
 from counterpoint.sim import Simulator
 from counterpoint.sim.calibration import load_calibration
 from counterpoint.step import Collective
@@ -110,6 +111,19 @@ def test_matmuls_with_few_products_to_add_up_reach_less_of_the_peak() -> None:
     assert calibrated == 2.0 * 8192**3
     assert short * 4 / calibrated == pytest.approx(1.05, abs=0.005)
     assert narrow * 32 / calibrated == pytest.approx(1.52, abs=0.01)
+
+
+@pytest.mark.parametrize(
+    ("num_rails", "says"),
+    [
+        (None, "8 rails per node, one for each GPU (assumed, since [cluster] has no num_rails)."),
+        (1, "1 rail per node, shared by 8 GPUs (num_rails = 1)."),
+        (4, "4 rails per node, shared by 8 GPUs (num_rails = 4)."),
+    ],
+)
+def test_an_estimate_says_how_many_gpus_share_a_rail(num_rails: int | None, says: str) -> None:
+    found = msgspec.structs.replace(configuration(), fabric=fabric(2, num_rails=num_rails))
+    assert says in assumptions(found)
 
 
 def test_an_innermost_level_is_used_by_neighbors_and_an_outer_one_by_others() -> None:
