@@ -118,7 +118,7 @@ def test_by_its_name_a_custom_operator_runs_as_it_does_otherwise() -> None:
     assert {named: 1}[torch.ops.counterpoint.matmul_reduce_scatter.default] == 1, "its hash is as torch made it"
 
 
-ACROSS = "the group spans 2 hosts, and copy engines reach peers of one host only"
+ACROSS = "the group spans 2 hosts, but copy engines reach only peers on the same host"
 
 
 def test_calls_that_the_library_ran_across_hosts_are_counted_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
