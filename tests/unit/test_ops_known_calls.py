@@ -148,7 +148,7 @@ def test_why_copies_did_not_do_it_is_logged_by_the_first_rank_of_the_group(
         tally.count_library(ACROSS)
         tally.count_library(ACROSS)
         said = [record.getMessage() for record in caplog.records]
-        line = f"counterpoint: The library's collective does a gradient bucket: {ACROSS}."
+        line = f"counterpoint: The library runs a gradient bucket, not copies: {ACROSS}."
         assert said == ([line] if rank_in_group == 0 else [])
     lanes.Tally("one of the job's own all-gathers", 0).count_library(ACROSS, group=group)
     assert len(caplog.records) == 0, "this process is the second of the group"
