@@ -1,15 +1,21 @@
 """Settings of all tests.
 
 Hypothesis sets no time limit per example, since a busy machine is not a failure. Jobs that tests start can be interrupted,
-also where a shell runs the tests in the background and so ignores Ctrl-C for them.
+also where a shell runs the tests in the background and so ignores Ctrl-C for them. Commands that tests start find
+`counterpoint` and `torchrun` of this environment, also where it is not activated.
 """
 
+import os
 import signal
+import sys
+from pathlib import Path
 
 from hypothesis import settings
 
 settings.register_profile("counterpoint", deadline=None)
 settings.load_profile("counterpoint")
+
+os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)

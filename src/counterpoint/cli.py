@@ -197,7 +197,10 @@ def tune(
     timelines = [("before", tuning.baseline), ("after", tuning.planned)]
     shown = timelines if tuning.plan.directives else [("as it is", tuning.baseline)]
     origin = PlanOrigin(
-        file=None if output is None else str(output), finding=("counterpoint", "tune", step, *_option(machine)), step=step
+        file=None if output is None else str(output),
+        finding=("counterpoint", "tune", step, *_option(machine)),
+        step=step,
+        is_described=job.traced is None,
     )
     _print_summary(job, summarize_tuning(job, tuning, origin), shown, is_json)
     if output is not None and not is_json:

@@ -189,7 +189,7 @@ def _analyze_file(
 def _check_sources(traces: Sequence[str]) -> None:
     for path in traces:
         if not os.path.isfile(path):
-            raise AnalysisError(f"'{shown_path(path)}' is no file. Name traces, such as traces/*.json.gz.")
+            raise AnalysisError(f"'{shown_path(path)}' does not exist. Name traces, such as traces/*.json.gz.")
     twice = next((path for path in traces if traces.count(path) > 1), None)
     if twice is not None:
         raise AnalysisError(f"'{shown_path(twice)}' is named twice. Name each trace once.")

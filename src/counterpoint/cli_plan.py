@@ -81,7 +81,7 @@ def export(file: Path, *, nccl_tuner: bool, output: Path | None, step: str | Non
     from counterpoint.report.nccl_tuner import ALGORITHMS, PROTOCOLS, tuner_file  # noqa: PLC0415
 
     if not nccl_tuner:
-        raise CounterpointError("As what is the plan to be written? Add --nccl-tuner.")
+        raise CounterpointError("No export format was given. Add --nccl-tuner.")
     chosen = next((each for each in ALGORITHMS if each == algorithm), None)
     wire = next((each for each in PROTOCOLS if each == protocol), None)
     if chosen is None or wire is None:

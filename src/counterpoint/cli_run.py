@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 NOT_ENGAGED = 3
 NO_CONTROL_PAYS = (
-    "no control pays; what could be changed in the job itself, `counterpoint tune` says of a profiler trace of some steps"
+    "no control pays. To see what to change in the job itself, run `counterpoint tune` on a profiler trace of it"
 )
 
 
@@ -75,6 +75,9 @@ def run(
     from counterpoint.supervised.signals import HeldSignals  # noqa: PLC0415
 
     _check_options(plan, step, output, is_tuning=tune)
+    for option in () if tune else ("budget", "bitwise"):
+        if click.get_current_context().get_parameter_source(option) is click.core.ParameterSource.COMMANDLINE:
+            raise CounterpointError(f"--{option} is for candidates that --tune tries. Add --tune, or leave out --{option}.")
     LiveSettings(is_tuning=tune, budget_steps=budget, guard_every_steps=guard)  # refused before anything starts
     request = RunRequest(
         command=command,

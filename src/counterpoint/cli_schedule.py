@@ -56,16 +56,9 @@ BALANCED, ROUTINGS = (
 def _number(
     option: str, name: str, metavar: str, help: str, *, kind: type = int, default: int | None = None, required: bool = False
 ) -> Callable[..., Any]:
-    return click.option(
-        option,
-        name,
-        type=kind,
-        metavar=metavar,
-        help=help,
-        required=required,
-        default=default,
-        show_default=default is not None,
-    )
+    # click takes a default of None for a value that is given, so an option without a default names none
+    usual: dict[str, Any] = {} if default is None else {"default": default, "show_default": True}
+    return click.option(option, name, type=kind, metavar=metavar, help=help, required=required, **usual)
 
 
 def _choice(option: str, of: object, help: str, usual: str) -> Callable[..., Any]:

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import msgspec
 
-from counterpoint.errors import StepError, shown, shown_path
+from counterpoint.errors import CounterpointError, StepError, WorkloadError, shown, shown_path
 from counterpoint.machine import Machine, load_machine, machine_for_device
+from counterpoint.plan import load_plan
 from counterpoint.sim.calibration import load_calibration
 from counterpoint.step import Step
 from counterpoint.traces import TracedStep, read_trace
@@ -60,7 +61,24 @@ def load_job(
         return job_of(read_trace(source, on_progress=on_progress), machine_name, instead)
     if not is_workload:
         raise StepError(_why_no_job(source))
-    return Job(step=load_workload(source), machine=load_machine(DEFAULT_MACHINE if machine_name is None else machine_name))
+    return Job(step=_described(source), machine=load_machine(DEFAULT_MACHINE if machine_name is None else machine_name))
+
+
+def _described(source: str) -> Step:
+    """Return a workload's step. Raises `StepError` for a plan, and `WorkloadError` for any other wrong file."""
+    try:
+        return load_workload(source)
+    except WorkloadError:
+        try:
+            load_plan(source)
+        except CounterpointError:
+            pass
+        else:
+            raise StepError(
+                f"'{shown_path(source)}' is a plan. Print it with `counterpoint plan show`, or simulate a step under it "
+                "with `counterpoint simulate STEP --plan`."
+            ) from None
+        raise
 
 
 def names_function(source: str) -> bool:
@@ -80,6 +98,8 @@ def _why_no_job(source: str) -> str:
         )
     if not source.strip():
         what = f"is empty; STEP must be a trace ({SUFFIXES_IN_WORDS}), a workload file (.toml) or a workload's name"
+    elif os.path.isdir(source):
+        what = "is a folder; name one trace in it, or give several to `counterpoint analyze`"
     elif os.path.exists(source):
         what = f"is neither a trace ({SUFFIXES_IN_WORDS}) nor a workload file (.toml)"
     elif ":" in source:
@@ -116,7 +136,8 @@ def job_of(traced: TracedStep, machine_name: str | None = None, instead: str = L
     if device and device not in machine.device_names:
         raise StepError(
             f"The trace holds times of '{shown(device)}', which do not apply to '{machine.name}' "
-            f"({shown(', '.join(machine.device_names), 200) or 'no device_names'}). {instead}, add "
-            f"'{shown(device)}' to the device_names of your machine file, or describe the step as a workload."
+            f"({shown(', '.join(machine.device_names), 200) or 'no device_names'}). {instead}. To plan for "
+            f"another GPU, describe the step as a workload. If your machine file describes the same GPU under another name, "
+            f"add '{shown(device)}' to its device_names."
         )
     return Job(step=traced.step, machine=machine, traced=traced)

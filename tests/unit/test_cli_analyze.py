@@ -110,7 +110,7 @@ def test_a_log_refuses_what_needs_steps_in_one_line(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["none.json"], "'none.json' is no file"),
+        (["none.json"], "'none.json' does not exist"),
         ([DDP[0], DDP[0]], "is named twice"),
         ([str(Path(__file__))], "is not a profiler trace"),
         ([DDP[0], "--fail-if", "exposed"], "--fail-if takes conditions"),

@@ -55,7 +55,7 @@ def directive(control: str, kind: str = "communication", match: str = "") -> str
         ("none.toml", None, ["Cannot read none.toml", "No such file", "give a TOML file"]),
         ("none", None, ["'none' does not exist", "Shipped workloads: cb_a2a_opt1"]),
         ("trace.txt", b"hello", ["'trace.txt' is neither a trace", ".json.gz"]),
-        ("folder.json/", None, ["'folder.json/'", "neither"]),
+        ("folder.json/", None, ["'folder.json/' is a folder", "counterpoint analyze"]),
         ("a.json", b"", ["a.json is empty", "profile again"]),
         ("a.json.gz", MOE.read_bytes()[:20_000], ["damaged gzip", "copy or record it again"]),
         ("a.json", b'{"hello": 1}', ["not a profiler trace", "give the file torch.profiler exported"]),
@@ -64,6 +64,11 @@ def directive(control: str, kind: str = "communication", match: str = "") -> str
         ("a.toml", NOISE, ["a.toml is not text", "give a TOML file"]),
         ("a.toml", b"not toml at all", ["a.toml is not TOML", "line 1"]),
         ("a.toml", b"num_ranks = 2", ["a.toml: the file lacks 'name', text. Add it."]),
+        (
+            "a.toml",
+            directive('control = "priority", priority = -5').encode(),
+            ["'a.toml' is a plan", "counterpoint plan show"],
+        ),
         ("a.toml", CYCLE.encode(), ["cycle: a -> b -> a", "Break it"]),
     ],
 )
@@ -268,7 +273,7 @@ def test_a_plan_that_does_not_work(content: bytes | str | None, says: list[str],
 def test_a_priority_that_the_driver_ignores_is_refused_in_a_plan_too(tmp_path: Path) -> None:
     (tmp_path / "plan.toml").write_text(directive('control = "priority", priority = -1'))
     message = refusal("simulate", "cb_ar_opt1", "--machine", "mi300x", "--plan", "plan.toml", cwd=tmp_path)
-    assert "would do nothing" in message
+    assert "has no effect" in message
     assert "DEBUG_HIP_IGNORE_STREAM_PRIORITY=0" in message
 
 

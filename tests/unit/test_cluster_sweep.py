@@ -53,14 +53,6 @@ def test_a_sweep_that_was_cut_off_goes_on_and_ends_the_same(tmp_path: Path) -> N
     )
 
 
-def test_a_key_is_the_same_in_another_process() -> None:
-    described = load_sweep(Path(__file__).parents[2] / "examples" / "clusters" / "pipeline.toml")
-    copied = pickle.loads(pickle.dumps(described))
-    points = list(described.axes.points())
-    assert [copied.key(point) for point in points] == [described.key(point) for point in points]
-    assert len({described.key(point) for point in points}) == len(points)
-
-
 def test_rows_of_another_sweep_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "rows.csv"
     first = sweep_file(tmp_path, "[sweep]\ntensor = [8]\n")

@@ -109,7 +109,7 @@ def test_what_only_an_odd_number_of_ranks_shows(tmp_path: Path) -> None:
 
 
 def test_what_the_library_does_instead_is_said_once(ended: list[Ended]) -> None:
-    said = [line for line in ended[0].errors.splitlines() if "The library's collective does a gradient bucket" in line]
+    said = [line for line in ended[0].errors.splitlines() if "The library runs a gradient bucket" in line]
     assert len(said) == 1
     assert "below 4 MiB" in said[0]
 

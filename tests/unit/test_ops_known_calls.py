@@ -118,7 +118,7 @@ def test_by_its_name_a_custom_operator_runs_as_it_does_otherwise() -> None:
     assert {named: 1}[torch.ops.counterpoint.matmul_reduce_scatter.default] == 1, "its hash is as torch made it"
 
 
-ACROSS = "the group spans 2 hosts, and copy engines reach peers of one host only"
+ACROSS = "the group spans 2 hosts, but copy engines reach only peers on the same host"
 
 
 def test_calls_that_the_library_ran_across_hosts_are_counted_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,7 +148,7 @@ def test_why_copies_did_not_do_it_is_logged_by_the_first_rank_of_the_group(
         tally.count_library(ACROSS)
         tally.count_library(ACROSS)
         said = [record.getMessage() for record in caplog.records]
-        line = f"counterpoint: The library's collective does a gradient bucket: {ACROSS}."
+        line = f"counterpoint: The library runs a gradient bucket, not copies: {ACROSS}."
         assert said == ([line] if rank_in_group == 0 else [])
     lanes.Tally("one of the job's own all-gathers", 0).count_library(ACROSS, group=group)
     assert len(caplog.records) == 0, "this process is the second of the group"

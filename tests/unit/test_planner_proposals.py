@@ -126,7 +126,7 @@ def test_a_kernel_that_fills_the_register_file_is_not_capped_and_the_reason_says
     ((target, reason),) = refused(found, "residency_cap")
     assert target == "gemm"
     # 12 warps of 168 registers for 32 threads, against 17 warps of 96
-    assert "384 threads x 168 registers" in reason
+    assert "(384 x 168)" in reason
     assert "register file" in reason
     assert "64,512 of 65,536" in reason
     assert "52,224" in reason

@@ -103,9 +103,9 @@ def shown(operation: str, *arguments: str) -> ScheduleSummary:
         ),
         (("all_gather_matmul", "--ranks", "0", *SIZES[2:]), ["must have 1 to 64 ranks; found 0"]),
         (("all_gather_matmul", *SIZES, "--rows", "0"), ["--rows must be from 1 to", "found 0"]),
-        (("all_gather_matmul", *SIZES, "--rows", "16k"), ["value for '--rows': it must be a whole", "; found '16k'. Try"]),
-        (("all_gather_matmul", *SIZES, "--rows", ""), ["value for '--rows'", "; found ''. Try"]),
-        (("all_gather_matmul", *SIZES, "--rows", "9" * 5000), ["value for '--rows'", "fewer digits; found '999", "9'. Try"]),
+        (("all_gather_matmul", *SIZES, "--rows", "16k"), ["value for '--rows': '16k' is not a valid integer. Try"]),
+        (("all_gather_matmul", *SIZES, "--rows", ""), ["value for '--rows': '' is not a valid integer. Try"]),
+        (("all_gather_matmul", *SIZES, "--rows", "9" * 5000), ["value for '--rows': '999"]),
         (("all_gather_matmul", *SIZES, "--inner", "9" * 400), ["--inner must be from 1 to"]),
         (("all_gather_matmul", *SIZES, "--chunks", "65"), ["--chunks of a schedule must be from 1 to 64; found 65"]),
         (

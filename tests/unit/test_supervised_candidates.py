@@ -217,6 +217,7 @@ def test_a_summary_is_short_and_leaves_many_refusals_to_the_plan() -> None:
     assert decided(refusals).summary == "nothing to try (9 refusals)"
     assert decided(refusals).refusals == tuple(refusals)
     assert decided(refusals[:1]).summary == "nothing to try: reason 0"
+    assert decided(refusals[:1] * 9).summary == "nothing to try: reason 0"
 
 
 def test_a_gain_without_any_control_in_effect_is_not_called_noise() -> None:

@@ -218,7 +218,7 @@ def test_a_tuned_run_that_found_nothing_says_what_tells_more(capsys: pytest.Capt
     outcome = RunOutcome(ended=Ended(exit_status=0), is_filtered=True, is_tuned=True, record=record)
     _print_to_apply(outcome, RunRequest(command=("true",), is_tuning=True), None)
     said = capsys.readouterr().err
-    assert "`counterpoint tune` says of a profiler trace" in said
+    assert "run `counterpoint tune` on a profiler trace" in said
     assert "to apply" not in said
 
 

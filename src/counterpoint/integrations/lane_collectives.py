@@ -133,7 +133,7 @@ class Tally:
     def count_library(self, reason: str, words: str = "", group: dist.ProcessGroup | None = None) -> None:
         """Count one more by the library, for this reason; `words` replace the reason if they tell more."""
         if reason not in self._by_library and reason != SWITCHED_OFF:
-            line = "The library's collective does %s: %s."
+            line = "The library runs %s, not copies: %s."
             warn_from_first_rank(line, self._what, words or reason, group=group or self._group)
         self._by_library[reason] = self._by_library.get(reason, 0) + 1
 

@@ -34,14 +34,16 @@ class PlanOrigin(Value, frozen=True, kw_only=True):
     """Where a report's plan comes from.
 
     `file` is the saved plan, or None. `finding` is the command that found it, without an option to save it. `job` is the
-    command of the job that it is for. `step` is the trace or workload that it was made from, if any. `is_captured` is
-    true if it was found for a step function that the user captures.
+    command of the job that it is for. `step` is the trace or workload that it was made from, if any, and `is_described`
+    is true for a workload, whose kernels have names of its own. `is_captured` is true if the plan was found for a step
+    function that the user captures.
     """
 
     file: str | None = None
     finding: tuple[str, ...] = ()
     job: tuple[str, ...] = JOB
     step: str | None = None
+    is_described: bool = False
     is_captured: bool = False
 
 
@@ -68,7 +70,8 @@ def _by_file(plan: Plan, origin: PlanOrigin) -> Iterator[Application]:
         named = origin.step or (None if origin.finding else TRACE)
         step = ("--step", named) if named is not None and _needs_step(plan) else ()
         words: tuple[str, ...] = ("counterpoint", "run", "--plan", file, *step, "--", *origin.job)
-        yield Application(controls=for_jobs, where="to an unmodified job", lines=(shlex.join(words),))
+        where = "to an unmodified job" + (" whose kernels have the workload's names" if origin.is_described else "")
+        yield Application(controls=for_jobs, where=where, lines=(shlex.join(words),))
     for_graphs = _applied_by(plan, "graph")
     if for_graphs and origin.is_captured:
         lines: tuple[str, ...] = (

@@ -23,6 +23,7 @@ from counterpoint.value import Value
 
 AS_IT_IS = "as it is"
 GIVEN = "the plan given"
+MOST_REASONS = 3  # that a summary names; the plan lists all
 CANDIDATE = "candidate"  # target of refusals that concern the trial of several controls, not one control
 Grid = tuple[int, int, int]
 
@@ -198,12 +199,13 @@ def _as_refusals(kept: Sequence[Directive], dropped: Iterable[Refusal]) -> tuple
 
 
 def _nothing_to_try(refusals: Sequence[Refusal]) -> str:
-    """Return the summary: a single reason, or that the budget is too small; several reasons are listed in the plan."""
+    """Return the summary: the reasons if they are few, or that the budget is too small; the plan lists every refusal."""
     untried = next((refusal for refusal in refusals if refusal.control == CANDIDATE), None)
     if untried is not None:
         return f"nothing was tried: {untried.reason}"
-    if len(refusals) == 1:
-        return f"nothing to try: {refusals[0].reason}"
+    reasons = tuple(dict.fromkeys(refusal.reason for refusal in refusals))
+    if 0 < len(reasons) <= MOST_REASONS:
+        return f"nothing to try: {'; '.join(reasons)}"
     return f"nothing to try ({format_count(len(refusals), 'refusal')})"
 
 

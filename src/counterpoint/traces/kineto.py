@@ -194,8 +194,8 @@ class _Collected:
             TraceError,
             f"{damage}; copy or record it again."
             if damage
-            else f"{self.path} holds no GPU activity; profile with activities=[CPU, CUDA] and leave no other profiler "
-            "attached.",
+            else f"{self.path} holds no GPU activity. Record the job on a GPU, with activities=[CPU, CUDA] and without "
+            "another profiler attached.",
         )
         operations = max(self.operations.values(), key=len)
         number = operations[0].arguments.device
