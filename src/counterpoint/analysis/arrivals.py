@@ -13,7 +13,7 @@ from counterpoint.traces.issue import LATE_LATENCY_US
 from counterpoint.units import format_us
 
 LONGEST_STRETCH_NS = 1_000_000_000
-"""If a collective is the first of its group, the period described is no longer than this."""
+"""The period described is no longer than this, also if no collective of the group came before."""
 
 
 def describe_arrivals(timed: TimedTrace, roles: tuple[Role, ...], found: RankCollectives) -> list[str]:

@@ -35,7 +35,7 @@ class Explained(Value, frozen=True, kw_only=True):
 
 
 def attribute(ranks: Sequence[RankAnalysis], met: Sequence[Arrival]) -> tuple[ExposedInterval, ...]:
-    """Return the exposed intervals of all ranks, on their own clocks, cut by what other ranks explain; sums stay."""
+    """Return the exposed intervals of all ranks, on their own clocks, cut by what others explain; sums are unchanged."""
     found = {(member.rank, member.number): arrival for arrival in met for member in arrival.members}
     cut: list[ExposedInterval] = []
     for analysis in ranks:

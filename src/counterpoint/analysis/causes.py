@@ -42,7 +42,7 @@ RESPONSE_NS = 20_000
 
 
 class Reason(Value, frozen=True, kw_only=True):
-    """Why computation did not run in part of a piece. `holds`: the needed collective that is queued behind it."""
+    """Why computation did not run in part of a piece. `holds`: a needed collective queued behind the piece's collective."""
 
     start: int
     end: int

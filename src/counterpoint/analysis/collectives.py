@@ -52,7 +52,7 @@ def step_of(windows: tuple[Span, ...], time: int) -> int:
 
 @lru_cache(maxsize=4096)
 def short_name(name: str) -> str:
-    """Return a kernel's name without namespaces and arguments; for a generic kernel, also the function that it applies."""
+    """Return a kernel's name without namespaces and (template) arguments; for a generic kernel, also what it applies."""
     if name.startswith("_Z"):
         return _cut(_of_mangled(name))
     plain = name.replace("(anonymous namespace)::", "").removeprefix("void ")

@@ -112,7 +112,7 @@ def _size_changes(before: Analysis, after: Analysis) -> list[Change]:
 
 
 def _sizes_by_name(analysis: Analysis) -> dict[str, CollectiveSize]:
-    """Return rows by kind, size, transport and group; all uneven all-to-alls, whose sizes vary by step, share one row."""
+    """Return rows by kind, size, transport and group. Uneven all-to-alls share a row: their sizes vary by step."""
     rows: dict[str, CollectiveSize] = {}
     for size in analysis.sizes:
         is_uneven = size.collective == "all_to_all" and size.imbalance > LEAST_IMBALANCE

@@ -43,7 +43,7 @@ class _Collective(msgspec.Struct):
 
 
 class _PeerToPeer(msgspec.Struct):
-    """A send or a receive, with the same fields as `_Collective`."""
+    """A send or a receive: its function, sequence number, size and time."""
 
     function: str = msgspec.field(name="p2p")
     number: Count = msgspec.field(name="p2p_sn")

@@ -70,7 +70,7 @@ def filter_library() -> Path:
 
 
 def _local_copy(path: Path, kind: str) -> Path:
-    """Copy the library to a folder of this host and return the copy. Raises `LaunchFilterError` if no folder can hold it."""
+    """Copy the library to a folder of this host alone; return the copy. Raises `LaunchFilterError` if none can hold it."""
     content = path.read_bytes()[:-DIGEST_BYTES]
     reason = "this host has no folder that is writable and allows loading libraries"
     for place in local_places():
