@@ -50,7 +50,7 @@ def _skipped(phase: str) -> type[msgspec.Struct]:
     return msgspec.defstruct("Skipped", [], gc=False, tag_field="ph", tag=phase)
 
 
-# Arrows ("s", "t", "f") are a third of a trace's events. "M" is the name of a process or thread, "i" an instant.
+# Arrows ("s", "t", "f") are a third of a trace. "M" is the name of a process or thread, "i" an instant.
 _USUAL = _Complete | _skipped("s") | _skipped("t") | _skipped("f") | _skipped("M") | _skipped("i")
 
 

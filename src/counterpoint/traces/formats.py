@@ -23,10 +23,10 @@ HEAD_BYTES = 4096  # enough bytes to recognize a format
 
 
 class TraceFormat(NamedTuple):
-    """`knows` recognizes the format by the first uncompressed bytes. `decode` takes the path, for messages, and all bytes.
+    """`knows` recognizes the format by the first bytes. `decode` takes the path, for messages, and all bytes.
 
-    If a format has `read`, that is called instead, with the file in pieces. `suffixes` are the usual ones of files in this
-    format, in lower case.
+    Both get uncompressed bytes. If a format has `read`, that is called instead of `decode`, with the file in pieces.
+    `suffixes` are the usual ones of files in this format, in lower case.
     """
 
     name: str

@@ -21,7 +21,7 @@ from counterpoint.traces.activity import HostOperator, HostPhase
 from counterpoint.traces.event_stream import Event
 
 LEFT_OPERAND = {"aten::mm": 0, "aten::addmm": 1}  # number of the input that is the left matrix; the right one follows
-# Operators that make views or allocate memory and launch nothing themselves: half of all operators in a trace.
+# Operators that make views or allocate memory and launch nothing themselves: half of what a trace holds.
 _VIEWS_AND_ALLOCATIONS = """
     _reshape_alias _unsafe_view alias as_strided chunk detach detach_ empty empty_like empty_strided expand flatten
     is_nonzero narrow new_empty new_empty_strided permute resize_ result_type select set_ slice split split_with_sizes

@@ -51,7 +51,7 @@ class HostOrder(Value, frozen=True, kw_only=True):
         return line[place] if 0 <= place < len(line) else None
 
     def last_launch_before(self, position: int, other_than: int) -> int | None:
-        """Return the operation last launched before this call on a stream other than this, by its thread if any was."""
+        """Return the last operation launched before this call and not on stream `other_than`, preferably by its thread."""
         for line in (self.by_thread[self.calls[position].thread], self.launches):
             place = bisect_left(line, position)
             for candidate in range(place - 1, max(0, place - FARTHEST_LOOK) - 1, -1):

@@ -23,7 +23,7 @@ LAUNCH_BOUND_SHARE = 0.10
 
 
 class IssueTimes(Value, frozen=True, kw_only=True):
-    """Issue times from the step's first GPU start, the usual gap between launches, and the share of time the host was late.
+    """Issue times from the step's first GPU start, the usual gap between operations, and the share the host was late.
 
     An issue time is None if it cannot delay the operation. If `issued_after` names an operation, it counts from that one's
     end.
