@@ -27,7 +27,7 @@ VTRAIN = {
     "several nodes": Constants(matmul_speed=1.3, memory_speed=0.7, host_us=70.0, efficiency=0.6),
 }
 NETWORKS = {
-    "llm-foundry h100": Constants(efficiency=0.8, per_doubling=0.8),
+    "llm-foundry h100": Constants(efficiency=0.9, per_doubling=0.8),
     "llm-foundry a100": Constants(efficiency=0.5, per_doubling=0.9),
     "torchtitan": Constants(efficiency=0.5, per_doubling=1.0),
     "megatron": Constants(efficiency=0.9, per_doubling=1.0),

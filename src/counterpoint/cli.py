@@ -112,7 +112,15 @@ def _misuse(problem: click.ClickException) -> str:
     message = problem.format_message()
     context = getattr(problem, "ctx", None)  # all errors of usage have one
     command = context.command_path if context is not None else "counterpoint"
+    if isinstance(problem, click.NoSuchOption) and not problem.possibilities:
+        message = f"{message.rstrip('.')}{_who_has(problem.option_name)}"
     return f"{message.rstrip('.')}{'' if message.endswith('?') else '.'} Try '{command} --help'."
+
+
+def _who_has(option: str) -> str:
+    """Return which command has an option that another lacks, as in "; simulate has it"; nothing if none or several have."""
+    found = [name for name, command in app.commands.items() if any(option in each.opts for each in command.params)]
+    return f"; {found[0]} has it" if len(found) == 1 else ""
 
 
 def _fail(message: str) -> None:

@@ -45,7 +45,8 @@ def extended_job(step: str, cluster: Path, ranks: int | None) -> "tuple[Job, tup
     from counterpoint.job import Job, load_job  # noqa: PLC0415
 
     described = load_cluster(cluster).cluster
-    job = load_job(step, described.machine)
+    instead = f"Name a machine of that GPU as machine in [cluster] of {shown_path(cluster)}"
+    job = load_job(step, described.machine, instead=instead)
     extended = extend_step(job.step, described.load(), ranks)
     if not extended.is_changed:
         return job, extended.assumptions

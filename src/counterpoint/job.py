@@ -21,6 +21,7 @@ from counterpoint.value import Value
 from counterpoint.workloads import load_workload, workload_names
 
 DEFAULT_MACHINE = "h200"
+LEAVE_OUT = "Leave --machine out"
 
 
 class Job(Value, frozen=True, kw_only=True):
@@ -39,10 +40,17 @@ class Job(Value, frozen=True, kw_only=True):
         return msgspec.structs.replace(self, machine=machine)
 
 
-def load_job(source: str, machine_name: str | None = None, on_progress: Callable[[int, int], None] | None = None) -> Job:
+def load_job(
+    source: str,
+    machine_name: str | None = None,
+    on_progress: Callable[[int, int], None] | None = None,
+    *,
+    instead: str = LEAVE_OUT,
+) -> Job:
     """Read a trace or a workload, and its machine: the named one, else the traced one, else an H200 node.
 
-    `on_progress` is called with the bytes read of a trace and its size, 0 for a pipe.
+    `on_progress` is called with the bytes read of a trace and its size, 0 for a pipe. `instead` is what to do about a
+    machine that is not the traced GPU.
     Raises `TraceError`, `WorkloadError`, `MachineError`, or `StepError` if the machine is not the traced GPU.
     """
     _check_text(source)
@@ -50,7 +58,7 @@ def load_job(source: str, machine_name: str | None = None, on_progress: Callable
         raise StepError(f"'{shown_path(source)}' is an address, but only files can be read. Download it, and name the file.")
     is_workload = source.lower().endswith(".toml") or source.lower() in workload_names()
     if not is_workload and is_trace(source):
-        return job_of(read_trace(source, on_progress=on_progress), machine_name)
+        return job_of(read_trace(source, on_progress=on_progress), machine_name, instead)
     if not is_workload:
         raise StepError(_why_no_job(source))
     return Job(step=_described(source), machine=load_machine(DEFAULT_MACHINE if machine_name is None else machine_name))
@@ -111,7 +119,7 @@ def _check_text(source: str) -> None:
         ) from problem
 
 
-def job_of(traced: TracedStep, machine_name: str | None = None) -> Job:
+def job_of(traced: TracedStep, machine_name: str | None = None, instead: str = LEAVE_OUT) -> Job:
     """Return the job of a traced step; machine and errors as in `load_job`."""
     device = traced.step.device_name
     if machine_name is not None:
@@ -128,7 +136,7 @@ def job_of(traced: TracedStep, machine_name: str | None = None) -> Job:
     if device and device not in machine.device_names:
         raise StepError(
             f"The trace holds times of '{shown(device)}', which do not apply to '{machine.name}' "
-            f"({shown(', '.join(machine.device_names), 200) or 'no device_names'}). Leave --machine out. To plan for "
+            f"({shown(', '.join(machine.device_names), 200) or 'no device_names'}). {instead}. To plan for "
             f"another GPU, describe the step as a workload. If your machine file describes the same GPU under another name, "
             f"add '{shown(device)}' to its device_names."
         )

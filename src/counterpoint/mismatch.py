@@ -57,7 +57,10 @@ def describe_mismatch(
     if told := re.fullmatch(r"Expected (.*), got (.*)", what):
         return f"{where} must be {_in_words(types) or _as_told(told[1])}; found {found or _as_told(told[2])}", "Correct it."
     if told := re.fullmatch(r"Object missing required field `(.*)`", what):
-        belongs = _in_words(_types_at(inspect.type_info(kind), (*steps, told[1]), document))
+        types = _types_at(inspect.type_info(kind), (*steps, told[1]), document)
+        if types and all(isinstance(each, inspect.StructType) for each in types):
+            return f"{where} has no [{told[1]}] table", "Add it."
+        belongs = _in_words(types)
         return f"{where} lacks '{told[1]}'{f', {belongs}' if belongs else ''}", "Add it."
     if told := re.fullmatch(r"Object contains unknown field `(.*)`", what):
         return f"{where} has no field '{told[1]}'", _instead(told[1], types)

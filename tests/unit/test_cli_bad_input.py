@@ -171,6 +171,13 @@ def test_a_trace_of_another_gpu_than_the_machine() -> None:
     assert "Leave --machine out" in message
 
 
+def test_a_trace_of_another_gpu_than_the_cluster(tmp_path: Path) -> None:
+    (tmp_path / "cluster.toml").write_text('[cluster]\nname = "two"\nmachine = "h100"\nnum_nodes = 2\n')
+    message = refusal("simulate", MOE, "--cluster", str(tmp_path / "cluster.toml"))
+    assert "Name a machine of that GPU as machine in [cluster] of" in message
+    assert "--machine" not in message
+
+
 @pytest.mark.parametrize(
     ("device", "says"),
     [([], "a GPU that the trace does not name"), ([{"id": 0, "name": "GPU X"}], "'GPU X', which no shipped")],
@@ -347,6 +354,10 @@ def test_an_input_without_permission(name: str, tmp_path: Path) -> None:
         (["tune"], r"Missing argument 'STEP'\. Try 'counterpoint tune --help'\."),
         (["simulate"], "simulate needs a STEP, or --cluster FILE that describes a model. Name one of them."),
         (["tune", "--nope"], r"No such option:? '?--nope'?\. Try 'counterpoint tune --help'\."),
+        (
+            ["tune", "cb_ar_opt1", "--cluster", "c.toml"],
+            r"'?--cluster'?; simulate has it\. Try 'counterpoint tune --help'\.",
+        ),
         (["run", "--budget", "many"], r"'--budget': 'many' is not a valid integer\. Try 'counterpoint run --help'\."),
         (["check", "--nope"], "Try 'counterpoint check --help'."),
         (["schedule", "show"], "Try 'counterpoint schedule show --help'."),

@@ -19,6 +19,7 @@ from counterpoint.errors import CounterpointError, MachineError
 from counterpoint.job import load_job
 from counterpoint.machine import load_machine
 from counterpoint.plan import LEAVE_IT
+from counterpoint.report.cluster import assumptions
 from counterpoint.sim import Simulator
 from counterpoint.sim.calibration import load_calibration
 from counterpoint.step import Collective
@@ -112,6 +113,19 @@ def test_matmuls_with_few_products_to_add_up_reach_less_of_the_peak() -> None:
     assert narrow * 32 / calibrated == pytest.approx(1.52, abs=0.01)
 
 
+@pytest.mark.parametrize(
+    ("num_rails", "says"),
+    [
+        (None, "8 rails per node, one for each GPU (assumed, since [cluster] has no num_rails)."),
+        (1, "1 rail per node, shared by 8 GPUs (num_rails = 1)."),
+        (4, "4 rails per node, shared by 8 GPUs (num_rails = 4)."),
+    ],
+)
+def test_an_estimate_says_how_many_gpus_share_a_rail(num_rails: int | None, says: str) -> None:
+    found = msgspec.structs.replace(configuration(), fabric=fabric(2, num_rails=num_rails))
+    assert says in assumptions(found)
+
+
 def test_an_innermost_level_is_used_by_neighbors_and_an_outer_one_by_others() -> None:
     levels = (
         Level(name="leaf", num_nodes=2, bytes_per_s=5e10, latency_us=5.0),
@@ -167,6 +181,47 @@ def test_every_parallelism_is_estimated_within_bounds(parallelism: Parallelism) 
     parts = [found.compute_us, found.tensor_exposed_us, found.bubble_us, found.data_exposed_us, found.optimizer_us]
     assert min(parts) >= 0
     assert sum(parts) == pytest.approx(found.step_us, rel=0.12)
+
+
+SHARDED = [Parallelism(sharding="full"), Parallelism(sharding="hybrid", shard_size=8)]
+
+
+def behind_a_slow_network(parallelism: Parallelism, num_micro_batches: int = 1, **changes: object) -> Configuration:
+    """16 ranks whose gathers and reductions take longer than their computation."""
+    training = Training(micro_batch=1, global_batch=16 * num_micro_batches, **changes)  # type: ignore[arg-type]
+    found = configuration(parallelism=parallelism, training=training)
+    level = msgspec.structs.replace(found.fabric.cluster.levels[0], bytes_per_s=2e9)
+    cluster = msgspec.structs.replace(found.fabric.cluster, levels=(level,))
+    return msgspec.structs.replace(found, fabric=msgspec.structs.replace(found.fabric, cluster=cluster))
+
+
+@pytest.mark.parametrize("parallelism", SHARDED)
+def test_each_micro_batch_gathers_sharded_parameters_and_reduces_their_gradients(parallelism: Parallelism) -> None:
+    def passes_us(num_micro_batches: int, gradient_bytes: int) -> float:
+        found = estimate_step(behind_a_slow_network(parallelism, num_micro_batches, gradient_bytes=gradient_bytes))
+        return found.step_us - found.optimizer_us
+
+    for width in (4, 8):
+        assert passes_us(4, width) == pytest.approx(4 * passes_us(1, width))
+    assert passes_us(1, 8) > 1.2 * passes_us(1, 4)
+
+
+@pytest.mark.parametrize("is_overlapped", [True, False])
+def test_gathers_and_reductions_of_sharded_parameters_overlap_only_if_the_file_says_so(is_overlapped: bool) -> None:
+    found = behind_a_slow_network(SHARDED[0], num_micro_batches=2, overlap_data=is_overlapped)
+    times, group = times_on(found.fabric, calibration_of(found)), RankGroup(size=16)
+    model = found.model
+    layer, embedding = model.attention_parameters + model.feed_forward_parameters, model.vocabulary * model.hidden
+    network_us = 0.0
+    for elements, num_gathers, number in ((layer, 2, model.num_layers), (embedding, 1, 1)):
+        gathers_us = num_gathers * times.time_us("all_gather", model.element_bytes * elements, group)
+        network_us += 2 * number * (gathers_us + times.time_us("reduce_scatter", 4 * elements, group))
+    estimate = estimate_step(found)
+    taken_us = estimate.step_us - estimate.optimizer_us
+    if is_overlapped:
+        assert network_us <= taken_us < network_us + 0.5 * estimate.compute_us
+    else:
+        assert taken_us == pytest.approx(network_us + estimate.compute_us, rel=0.01)
 
 
 def test_experts_are_spread_and_exchange_tokens() -> None:

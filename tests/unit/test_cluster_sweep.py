@@ -53,6 +53,11 @@ def test_a_sweep_that_was_cut_off_goes_on_and_ends_the_same(tmp_path: Path) -> N
     )
 
 
+def test_a_cluster_file_without_a_sweep_is_told_so() -> None:
+    with pytest.raises(MachineError, match=r"the file has no \[sweep\] table\. Add it\."):
+        load_sweep(BASE.with_name("h100_4096.toml"))
+
+
 def test_rows_of_another_sweep_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "rows.csv"
     first = sweep_file(tmp_path, "[sweep]\ntensor = [8]\n")

@@ -58,7 +58,7 @@ def test_a_machine_file_that_names_the_device_is_accepted(tmp_path: Path) -> Non
     own.write_text(H200)
     with pytest.raises(StepError, match="no shipped machine describes"):
         load_job(source)
-    with pytest.raises(StepError, match="add 'NVIDIA H200 NVL' to the device_names"):
+    with pytest.raises(StepError, match="add 'NVIDIA H200 NVL' to its device_names"):
         load_job(source, str(own))
     own.write_text(H200.replace('device_names = ["NVIDIA H200"]', 'device_names = ["NVIDIA H200 NVL"]'))
     assert load_job(source, str(own)).machine.device_names == ("NVIDIA H200 NVL",)

@@ -105,7 +105,7 @@ CONTROL, NAMED = ("directives", 0, "controls", 0), "directives[0].controls[0]"
             "z" * 50,
             f"directives[0].match.operations[1] must be a whole number; found '{'z' * 37}...'. Correct it.",
         ),
-        (Machine, ("gpu",), ..., "the file lacks 'gpu', a table of fields. Add it."),
+        (Machine, ("gpu",), ..., "the file has no [gpu] table. Add it."),
         (Machine, ("gpu", "colour"), 1, "gpu has no field 'colour'. Remove it."),
         (Machine, ("gpu", "sms_per_gpc", 0), "a", "gpu.sms_per_gpc[0] must be a whole number; found 'a'. Correct it."),
         (

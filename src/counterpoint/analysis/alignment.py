@@ -1,9 +1,9 @@
 """Aligns the clocks of ranks by the ends of shared collectives: a collective ends on all ranks at nearly the same time.
 
-How nearly hangs on its duration: on H200s, ends of 12 us all-reduces lay within 1 us of each other, those of 700 us ones up
-to 70 us apart, depending on who came last. So each difference of ends counts with the inverse square of the shorter
-duration; the offset is the median under these weights. Where the differences of the last third of the trace lie elsewhere
-than those of the first, the clock drifts, and a line is taken. Ranks that share no group are aligned through others.
+How near depends on its duration: on H200s, ends of 12 us all-reduces lay within 1 us of each other, and those of 700 us ones
+up to 70 us apart, depending on which rank came last. So each difference of ends is weighted by the inverse square of the
+shorter duration, and the offset is the weighted median. If the differences of the first and the last third of the trace
+disagree, the clock drifts, and a line is fitted. Ranks that share no group are aligned through others.
 """
 
 from collections import Counter
@@ -15,16 +15,16 @@ from counterpoint.analysis.values import RankAnalysis
 from counterpoint.units import US_PER_S, format_us
 from counterpoint.value import Value
 
-LEAST_ERROR_US = 1.0  # a microsecond between ends of the shortest collectives
-ERROR_PER_DURATION = 0.1  # how far apart ends were seen, of the shorter duration
-LEAST_FOR_DRIFT = 9  # shared collectives: three in a third
-SELDOM_ENDING_TOGETHER = ("broadcast", "reduce", "send_recv")  # a root or a sender may be done before others
+LEAST_ERROR_US = 1.0  # a microsecond between the ends of the shortest collectives
+ERROR_PER_DURATION = 0.1  # the largest observed difference of ends, as a share of the shorter duration
+LEAST_FOR_DRIFT = 9  # shared collectives: at least three in a third
+SELDOM_ENDING_TOGETHER = ("broadcast", "reduce", "send_recv")  # the root or a sender may end before others do
 
-Difference = tuple[float, float, float]  # where on the rank's clock, what to add to it, and how far that may be off
+Difference = tuple[float, float, float]  # a time on the rank's clock, what to add to it, and the possible error of that
 
 
 class RankClock(Value, frozen=True, kw_only=True):
-    """What turns times of a rank's trace into times of the first rank: an offset at `center_us`, and a drift per us."""
+    """Converts times of a rank's trace to times of the first rank: an offset at `center_us`, and a drift per microsecond."""
 
     offset_us: float = 0.0
     drift: float = 0.0
@@ -32,16 +32,16 @@ class RankClock(Value, frozen=True, kw_only=True):
     error_us: float = 0.0
 
     def shared_us(self, time_us: float) -> float:
-        """A time of the rank's own trace on the shared clock."""
+        """Return a time of the rank's own trace on the shared clock."""
         return time_us + self.offset_us + self.drift * (time_us - self.center_us)
 
 
 def align_clocks(
     ranks: Sequence[RankAnalysis], shared: Sequence[SharedCollective]
 ) -> tuple[dict[int, RankClock], tuple[str, ...]]:
-    """Clocks of all ranks that collectives join, directly or through others, and who is not among them.
+    """Return the clocks of all ranks that collectives join, directly or through others, and notes on the ranks left out.
 
-    They are joined with the first rank, unless more ranks are joined with each other without it.
+    The ranks are those joined with the first rank, unless more ranks are joined with each other without it.
     """
     if not ranks:
         return {}, ()
@@ -61,7 +61,7 @@ def align_clocks(
 
 
 def describe_drifts(clocks: Mapping[int, RankClock]) -> tuple[str, ...]:
-    """One sentence for each clock that drifts."""
+    """Return one sentence for each clock that drifts."""
     return tuple(
         f"The clock of rank {rank} drifts by {format_us(abs(clock.drift) * US_PER_S)} per second against other ranks'."
         for rank, clock in sorted(clocks.items())
@@ -70,7 +70,7 @@ def describe_drifts(clocks: Mapping[int, RankClock]) -> tuple[str, ...]:
 
 
 def _num_shared(shared: Sequence[SharedCollective]) -> dict[tuple[int, int], int]:
-    """How many collectives each ordered pair of ranks shares."""
+    """Return how many collectives each ordered pair of ranks shares."""
     counts: Counter[tuple[int, int]] = Counter()
     for ranks, count in Counter(tuple(member.rank for member in c.members) for c in shared).items():
         for pair in permutations(ranks, 2):
@@ -79,7 +79,7 @@ def _num_shared(shared: Sequence[SharedCollective]) -> dict[tuple[int, int], int
 
 
 def _joined(counts: Mapping[tuple[int, int], int], rank: int) -> set[int]:
-    """The ranks that one shares collectives with, directly or through others, and itself."""
+    """Return a rank and all ranks that it shares collectives with, directly or through others."""
     joined, new = {rank}, [rank]
     while new:
         known = new.pop()
@@ -90,7 +90,7 @@ def _joined(counts: Mapping[tuple[int, int], int], rank: int) -> set[int]:
 
 
 def _ends(shared: Sequence[SharedCollective], known: int, rank: int) -> list[tuple[float, float, float]]:
-    """Of each collective that two ranks share: its end on the one, on the other, the shorter duration."""
+    """Return, for each collective that two ranks share, its end on both ranks and the shorter duration."""
     ends: list[tuple[float, float, float]] = []
     for collective in shared:
         both = [member for number in (known, rank) for member in collective.members if member.rank == number]
@@ -101,7 +101,7 @@ def _ends(shared: Sequence[SharedCollective], known: int, rank: int) -> list[tup
 
 
 def _clock(ends: Sequence[tuple[float, float, float]], known: RankClock) -> RankClock:
-    """The clock of a rank from collectives that it shared with one whose clock is known."""
+    """Return the clock of a rank, from collectives that it shared with a rank whose clock is known."""
     differences = sorted(
         (own, known.shared_us(there) - own, LEAST_ERROR_US + ERROR_PER_DURATION * shorter) for there, own, shorter in ends
     )
@@ -117,7 +117,7 @@ def _clock(ends: Sequence[tuple[float, float, float]], known: RankClock) -> Rank
 
 
 def _drifting(early: Sequence[Difference], late: Sequence[Difference], error_us: float) -> RankClock:
-    """A line through the middles of the first and the last third."""
+    """Return a clock that is a line through the middles of the first and the last third."""
     centers = [sum(d[0] for d in part) / len(part) for part in (early, late)]
     (before, error_before), (after, error_after) = _middle(early), _middle(late)
     return RankClock(
@@ -129,9 +129,9 @@ def _drifting(early: Sequence[Difference], late: Sequence[Difference], error_us:
 
 
 def _middle(differences: Sequence[Difference]) -> tuple[float, float]:
-    """The median of differences, weighted by the inverse squares of their errors, and how far it may be off.
+    """Return the median of differences, weighted by the inverse squares of their errors, and the error of that median.
 
-    The error is the weighted median distance from it, and no less than a tenth of the weighted median of the errors.
+    The error is the weighted median distance from it, but at least a tenth of the weighted median of the errors.
     """
     weighted = [(value, error**-2) for _, value, error in differences]
     middle = _weighted_median(weighted)
@@ -141,7 +141,7 @@ def _middle(differences: Sequence[Difference]) -> tuple[float, float]:
 
 
 def _weighted_median(values: Sequence[tuple[float, float]]) -> float:
-    """The value in the middle of the weights; the mean of two where the middle lies between them."""
+    """Return the value at the middle of the weights, or the mean of two values if the middle lies between them."""
     ordered = sorted(values)
     half = sum(weight for _, weight in ordered) / 2
     passed = 0.0

@@ -1,6 +1,6 @@
-"""Describes what a rank did before each collective, for the ranks that waited for it there.
+"""Describes what a rank did before each collective, to explain why other ranks waited for it.
 
-The stretch looked at begins where the rank's collective before that one of the same group ended.
+The period described begins at the end of the rank's previous collective of the same group.
 """
 
 from bisect import bisect_left, bisect_right
@@ -13,11 +13,11 @@ from counterpoint.traces.issue import LATE_LATENCY_US
 from counterpoint.units import format_us
 
 LONGEST_STRETCH_NS = 1_000_000_000
-"""A collective without one before it in its group: nothing farther back than this says why it came when it did."""
+"""The period described is no longer than this, also if no collective of the group came before."""
 
 
 def describe_arrivals(timed: TimedTrace, roles: tuple[Role, ...], found: RankCollectives) -> list[str]:
-    """For each collective: what kept the rank busy since the last one of its group, or that the host issued it late."""
+    """Return, for each collective, what the rank computed since the group's last one, and whether it was issued late."""
     computation = [index for index in timed.by_start if roles[index] == "computation"]
     starts = [timed.starts[index] for index in computation]
     ended: dict[str | None, int] = {}
@@ -34,7 +34,7 @@ def describe_arrivals(timed: TimedTrace, roles: tuple[Role, ...], found: RankCol
 
 
 def _words(timed: TimedTrace, computation: list[int], begin: int, index: int) -> str:
-    """One clause: computed how long, mostly what; idle how long; issued when."""
+    """Return one clause: how long the rank computed, and mostly what; and if the host issued the collective late."""
     start, launch = timed.starts[index], timed.launches[index]
     stretch = start - begin
     if stretch <= 0:

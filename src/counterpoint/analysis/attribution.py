@@ -1,11 +1,12 @@
 """Revises the causes of exposed intervals with the other ranks' traces.
 
-The part of an interval in which its collective waited for a later rank is that rank's, except for gaps between kernels
-that need nothing of the collective: they stay, however long it takes. Of an uneven all-to-all, the part of its transfer
-above what even parts would take is the split's: the largest part sets the time, so evenly split it takes the transfer
-over the imbalance or more. That is the most that the split can cost: the CTAs that send also copy what a rank keeps, and
-on 2 H200s an even split saved 0.10 ms where this says 0.56. It is taken at the end. The rest keeps the cause found on the
-rank. Intervals are cut where causes change, so that each has one cause and the sum stays.
+If a collective of an interval waited for a later rank, that part of the interval is attributed to the later rank. Gaps
+between kernels that need nothing of the collective are the exception: they keep their cause, however long the collective
+takes. In an uneven all-to-all, the largest part sets the time. Split evenly, it takes its transfer divided by the imbalance,
+or more; the excess is attributed to the split, at the end of the interval. That is the most that the split can cost: the
+CTAs that send also copy what a rank keeps, and on 2 H200s an even split saved 0.10 ms where this figure is 0.56 ms. The rest
+keeps the cause found on the rank. Intervals are cut where causes change, so that each has one cause and the sum is
+unchanged.
 """
 
 from collections.abc import Sequence
@@ -19,12 +20,12 @@ from counterpoint.units import format_us
 from counterpoint.value import Value
 
 KEPT: tuple[Cause, ...] = ("gap",)
-LEAST_WAIT_US = 1.0  # less is the collective's own start
-LEAST_IMBALANCE = 1.05  # less is as good as even
+LEAST_WAIT_US = 1.0  # a shorter wait is the start of the collective itself
+LEAST_IMBALANCE = 1.05  # a smaller imbalance counts as even
 
 
 class Explained(Value, frozen=True, kw_only=True):
-    """A stretch of a collective on one rank's own clock whose cause other ranks or the split explain."""
+    """A stretch of a collective, on its rank's own clock, whose cause is another rank or the split."""
 
     start_us: float
     end_us: float
@@ -34,7 +35,7 @@ class Explained(Value, frozen=True, kw_only=True):
 
 
 def attribute(ranks: Sequence[RankAnalysis], met: Sequence[Arrival]) -> tuple[ExposedInterval, ...]:
-    """Exposed intervals of all ranks, each on its own clock, cut by what other ranks explain; sums are unchanged."""
+    """Return the exposed intervals of all ranks, on their own clocks, cut by what others explain; sums are unchanged."""
     found = {(member.rank, member.number): arrival for arrival in met for member in arrival.members}
     cut: list[ExposedInterval] = []
     for analysis in ranks:
@@ -47,7 +48,7 @@ def attribute(ranks: Sequence[RankAnalysis], met: Sequence[Arrival]) -> tuple[Ex
 
 
 def _parts(collective: TracedCollective, arrival: Arrival | None) -> list[Explained]:
-    """The wait for a later rank, at the start, and the excess of an uneven split, at the end."""
+    """Return the wait for a later rank, at the start, and the excess of an uneven split, at the end."""
     parts: list[Explained] = []
     wait_us, imbalance = collective.waiting_us, collective.imbalance
     if arrival is not None:
@@ -85,7 +86,7 @@ def _excess(collective: TracedCollective, transfer_us: float, imbalance: float) 
 
 
 def _cut(interval: ExposedInterval, parts: Sequence[Explained]) -> list[ExposedInterval]:
-    """The interval in pieces without gaps, each with the cause of the part it lies in, else its own."""
+    """Cut the interval into adjacent pieces; each has the cause of the part it lies in, or else the interval's own."""
     inside = sorted(
         {time for part in parts for time in (part.start_us, part.end_us) if interval.start_us < time < interval.end_us}
     )

@@ -1,4 +1,4 @@
-"""Communication of the steady steps by aspects of its collectives, and exposed time by cause."""
+"""The communication of the steady steps, broken down by aspects of its collectives, and exposed time by cause."""
 
 from collections.abc import Mapping, Sequence
 
@@ -20,14 +20,14 @@ Collectives = Mapping[tuple[int, int], TracedCollective]  # by rank and number
 
 
 def collectives_of(ranks: Sequence[RankAnalysis]) -> dict[tuple[int, int], TracedCollective]:
-    """All collectives, by rank and number."""
+    """Return all collectives, by rank and number."""
     return {(c.rank, c.number): c for analysis in ranks for c in analysis.collectives}
 
 
 def breakdowns(
     collectives: Collectives, exposed: Sequence[ExposedInterval], steps: frozenset[StepOfRank]
 ) -> tuple[Breakdown, ...]:
-    """Times per step and rank by each aspect; the exposed times of one aspect add up to the exposed time of the steps."""
+    """Return times per step and rank by each aspect; an aspect's exposed times add up to the exposed time of the steps."""
     alike: dict[tuple[str, ...], list[float]] = {}  # by the names of all aspects: count, communication, exposed, bytes
     for collective in collectives.values():
         if (collective.rank, collective.step) in steps:
@@ -64,7 +64,7 @@ def _by_aspect(
 
 
 def _names(collective: TracedCollective | None) -> tuple[str, ...]:
-    """What each aspect is called for one collective, in the order of `ASPECTS`."""
+    """Return the names of one collective by each aspect, in the order of `ASPECTS`."""
     if collective is None:
         return (UNKNOWN,) * len(ASPECTS)
     return (
@@ -78,7 +78,7 @@ def _names(collective: TracedCollective | None) -> tuple[str, ...]:
 
 
 def cause_totals(exposed: Sequence[ExposedInterval], steps: frozenset[StepOfRank]) -> tuple[CauseTotal, ...]:
-    """Exposed time by cause, largest first; the example is the evidence of the longest interval."""
+    """Return exposed time by cause, largest first; the example is the evidence of the longest interval."""
     by_cause: dict[Cause, list[ExposedInterval]] = {}
     for interval in exposed:
         if (interval.rank, interval.step) in steps and interval.duration_us > 0:
@@ -98,7 +98,7 @@ def cause_totals(exposed: Sequence[ExposedInterval], steps: frozenset[StepOfRank
 
 
 def sums_problems(ranks: Sequence[RankAnalysis], exposed: Sequence[ExposedInterval]) -> tuple[str, ...]:
-    """Steps whose intervals with causes do not add up to their exposed time, by a nanosecond or more."""
+    """Return a sentence for steps whose intervals' sum differs from their exposed time by a nanosecond or more."""
     sums: dict[StepOfRank, float] = {}
     for interval in exposed:
         place = (interval.rank, interval.step)

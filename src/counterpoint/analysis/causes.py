@@ -1,19 +1,19 @@
 """Finds the cause of each exposed piece, as far as one rank's trace shows it, with evidence.
 
-First what kept computation from running in the piece, in this order:
+First it finds what kept computation from running in the piece, in this order:
 
-1. own_stream: the collective runs on the stream that computes most, and so does the next computation, which cannot begin.
+1. own_stream: the collective runs on the stream that computes most. So does the next computation, which cannot begin.
 2. tail: the step has no computation left.
-3. dependent: the next computation waits for it, through events, stream order, or the host, which waited for it. A CUDA
-   graph's order is not in the trace: what was launched with copies and stands still on an idle stream waits for them, or for
-   those of peers. Where only a collective queued behind it is waited for: queued.
+3. dependent: the next computation waits for the collective, through events, stream order, or a wait of the host. The order
+   within a CUDA graph is not in the trace: an operation that was launched with copies and does not start on an idle stream
+   is taken to wait for them, or for those of peers. If it waits only for a collective queued behind this one: queued.
 4. launched_late: the next computation had not been launched yet.
 5. starved: the stream of the next computation was ready, but a sum or a staging copy of the collective took all SMs.
 6. gap: a launch gap, a copy or a fill between two kernels of the computation, which needs nothing of the collective.
 
-Of what is dependent or tail, as much goes to the delays of the collective (`delays.py`) as these held it back: had it begun
-so much earlier, it would have ended so much earlier. What was exposed of the collectives before it in the queue is taken
-off its own time in the queue.
+Dependent and tail time is then attributed to the delays of the collective (`delays.py`), for as long as they held it back:
+without them, it would have begun and ended that much earlier. Time exposed by earlier collectives in the queue is
+subtracted from the time that it was queued.
 """
 
 from bisect import bisect_left
@@ -35,14 +35,14 @@ from counterpoint.units import format_us
 from counterpoint.value import Value
 
 MOST_VISITED = 64
-"""How many operations back a dependency is followed."""
+"""A dependency is followed back through at most this many operations."""
 SHORT_GAP_NS = 20_000
 RESPONSE_NS = 20_000
 """Computation that starts within this after a collective's end, and was launched before, is taken to have waited for it."""
 
 
 class Reason(Value, frozen=True, kw_only=True):
-    """Why computation did not run in part of a piece. `holds`: the needed collective that is queued behind the piece's."""
+    """Why computation did not run in part of a piece. `holds`: a needed collective queued behind the piece's collective."""
 
     start: int
     end: int
@@ -52,7 +52,7 @@ class Reason(Value, frozen=True, kw_only=True):
 
 
 class CauseFinder:
-    """Names the cause of exposed pieces of one trace."""
+    """Finds the cause of exposed pieces of one trace."""
 
     def __init__(
         self, timed: TimedTrace, roles: tuple[Role, ...], found: RankCollectives, windows: Sequence[Span], main: int | None
@@ -63,7 +63,7 @@ class CauseFinder:
         self._delays = Delays(timed, roles, found, self._computation)
 
     def intervals(self, pieces: Sequence[ExposedPiece]) -> list[ExposedInterval]:
-        """Every piece with its cause, in order of time; pieces are cut where their cause changes."""
+        """Return every piece with its cause, in order of time; pieces are cut where their cause changes."""
         reasons = [(piece, reason) for piece in pieces for reason in self._reasons(piece)]
         of_collective: dict[tuple[int, int], list[tuple[ExposedPiece, Reason]]] = {}
         kept: list[tuple[ExposedPiece, Reason]] = []
@@ -92,7 +92,7 @@ class CauseFinder:
         )
 
     def _reasons(self, piece: ExposedPiece) -> Iterator[Reason]:
-        """What kept computation from running in a piece, from its start to its end."""
+        """Yield the reasons why computation did not run in a piece, from its start to its end."""
         timed, name = self._timed, self._found.values[piece.collective].name
         place = bisect_left(self._starts, piece.stretch_end)
         follower = self._computation[place] if place < len(self._computation) else None
@@ -124,7 +124,7 @@ class CauseFinder:
             yield self._gap(piece, follower, held_until)
 
     def _waited_for(self, follower: int, piece: ExposedPiece) -> Reason | None:
-        """The reason where the next computation waits for communication of the piece, directly or through the host."""
+        """Return the reason if the next computation waits for communication of the piece, directly or through the host."""
         timed = self._timed
         kernel, name = short_name(timed.trace.operations[follower].name), self._found.values[piece.collective].name
         direct, queued = self._reached(follower, piece.start)
@@ -147,9 +147,9 @@ class CauseFinder:
         return Reason(start=piece.start, end=piece.end, cause=cause, evidence=said, holds=holds)
 
     def _reached(self, follower: int, since: int) -> tuple[set[int], dict[int, int]]:
-        """Collectives running since a time that an operation waits for: directly, and for being queued before one of those.
+        """Return collectives running since a time that an operation waits for, and collectives queued before one of those.
 
-        The second is by collective: which of the needed ones it holds up.
+        The second result maps such a queued collective to the needed one that it holds up.
         """
         timed, found = self._timed, self._found
         direct: set[int] = set()
@@ -175,20 +175,20 @@ class CauseFinder:
         return direct, queued
 
     def _is_queue(self, index: int, other: int) -> bool:
-        """Whether two collectives follow each other only because they share a stream or a communicator."""
+        """Return whether two collectives are ordered only because they share a stream or a communicator."""
         numbers = (self._found.by_operation[index], self._found.by_operation[other])
         groups = {self._found.values[number].process_group for number in numbers}
         return self._timed.stream_of(index) == self._timed.stream_of(other) or len(groups) == 1
 
     def _host_waited(self, follower: int, piece: ExposedPiece) -> bool:
-        """Whether the host stood still until the collective had ended, and only then issued the next computation."""
+        """Return whether the host was blocked until the collective had ended, and only then issued the next computation."""
         launch = self._timed.launches[follower]
         wait = None if launch is None else self._timed.waited_host(piece.start, launch)
         ends = self._timed.ends[piece.operation]
         return wait is not None and launch is not None and wait[0] <= ends <= wait[1] <= launch
 
     def _answer(self, follower: int, piece: ExposedPiece, launched: int) -> str | None:
-        """How times alone tell that the next computation waited for the collective; None where they do not."""
+        """Return evidence from times alone that the next computation waited for the collective; None if there is none."""
         timed, found = self._timed, self._found
         kernel, name = short_name(timed.trace.operations[follower].name), found.values[piece.collective].name
         ends, started = timed.ends[piece.operation], timed.starts[follower]
@@ -206,7 +206,7 @@ class CauseFinder:
         return None
 
     def _is_of_its_graph(self, follower: int, piece: ExposedPiece) -> bool:
-        """Whether a graph's launch holds both the next computation and the copy between GPUs that is exposed."""
+        """Return whether one graph launch holds the next computation and the exposed copy between GPUs."""
         operations = self._timed.trace.operations
         launch = operations[piece.operation].graph_launch
         is_copy = is_between_gpus(operations[piece.operation])
@@ -220,9 +220,9 @@ class CauseFinder:
         return Reason(start=piece.start, end=until, cause="launched_late", evidence=said)
 
     def _held_until(self, piece: ExposedPiece, follower: int, start: int) -> int:
-        """Until when a sum or staging copy of the collective kept the computation's stream from starting anything.
+        """Return until when a sum or staging copy of the collective kept the computation's stream from starting anything.
 
-        Both take all SMs: a copy within the GPU is a kernel of the driver.
+        Both take all SMs: the driver runs a copy within the GPU as a kernel.
         """
         timed = self._timed
         operation = timed.trace.operations[piece.operation]
@@ -234,7 +234,7 @@ class CauseFinder:
         return until if takes_all and until - start > SHORT_GAP_NS else start
 
     def _first_after(self, follower: int, start: int) -> int:
-        """The first operation on the stream of the next computation that ends after a time."""
+        """Return the first operation on the stream of the next computation that ends after a time."""
         first = follower
         while (before := self._timed.before_on_stream(first)) is not None and self._timed.ends[before] > start:
             first = before
@@ -271,13 +271,13 @@ class CauseFinder:
 
 
 def _without_queue(delays: list[Delay], time: int) -> list[Delay]:
-    """Delays without that much time in a queue, which has been named already."""
+    """Subtract the given time from queue delays, because other intervals already account for it."""
     left = [replace(delay, time=max(0, delay.time - time)) if delay.cause == "queued" else delay for delay in delays]
     return [delay for delay in left if delay.time]
 
 
 def _with_delays(line: list[tuple[ExposedPiece, Reason]], delays: list[Delay]) -> Iterator[tuple[ExposedPiece, Reason]]:
-    """Pieces of one collective, the last of them given to its delays: the last delay takes the last part."""
+    """Attribute the last parts of one collective's pieces to its delays; the last delay takes the last part."""
     left = [(delay, delay.time) for delay in delays]
     for piece, reason in sorted(line, key=lambda pair: -pair[1].start):
         end = reason.end

@@ -22,7 +22,7 @@ DETAIL = re.compile(r"\w*(?:Functor|functor|Ops\b|kernel_cuda|kernel_impl|Kernel
 
 
 class RankCollectives(Value, frozen=True, kw_only=True):
-    """A rank's collectives by start, the operations of each, and the number of the collective of each such operation."""
+    """A rank's collectives by start, the operations of each one, and the collective's number for each such operation."""
 
     values: tuple[TracedCollective, ...]
     members: tuple[Members, ...]
@@ -30,7 +30,7 @@ class RankCollectives(Value, frozen=True, kw_only=True):
 
 
 def find_collectives(timed: TimedTrace, roles: tuple[Role, ...], windows: tuple[Span, ...]) -> RankCollectives:
-    """All collectives of a trace. What depends on causes (`exposed_us`, `before`) is left for later."""
+    """Return all collectives of a trace. Fields that depend on causes (`exposed_us`, `before`) are set later."""
     members = find_members(timed, roles, windows)
     groups = name_groups(_group_of(operation) for operation in timed.trace.operations if operation.arguments.collective_name)
     counts: dict[str | None, int] = {}
@@ -45,14 +45,14 @@ def find_collectives(timed: TimedTrace, roles: tuple[Role, ...], windows: tuple[
 
 
 def step_of(windows: tuple[Span, ...], time: int) -> int:
-    """The step whose window holds a time, or -1."""
+    """Return the step whose window holds a time, or -1."""
     place = bisect_right(windows, time, key=lambda window: window[0]) - 1
     return place if place >= 0 and time < windows[place][1] else -1
 
 
 @lru_cache(maxsize=4096)
 def short_name(name: str) -> str:
-    """A kernel's name without namespaces, arguments and template arguments; of a generic kernel, also what it applies."""
+    """Return a kernel's name without namespaces and (template) arguments; for a generic kernel, also what it applies."""
     if name.startswith("_Z"):
         return _cut(_of_mangled(name))
     plain = name.replace("(anonymous namespace)::", "").removeprefix("void ")
@@ -68,7 +68,7 @@ def _cut(name: str) -> str:
 
 
 def _of_mangled(name: str) -> str:
-    """The last two parts of a mangled name ("_ZN7cutlass13device_kernelIN..."), of lengths and identifiers."""
+    """Return the last two parts of a mangled name ("_ZN7cutlass13device_kernelIN..."), which is lengths and identifiers."""
     place, parts = 3 if name.startswith("_ZN") else 2, []
     while found := re.compile(r"\d+").match(name, place):
         place = found.end() + int(found.group())
@@ -77,7 +77,7 @@ def _of_mangled(name: str) -> str:
 
 
 def imbalance(operation: GpuOperation) -> float:
-    """Largest over mean part of an all-to-all, of what is sent or received, whichever is more uneven; 0 if unknown."""
+    """Return the largest over the mean part of an all-to-all, sent or received, whichever is more uneven; 0 if unknown."""
     parts = [listed_numbers(operation.arguments.in_splits), listed_numbers(operation.arguments.out_splits)]
     return max((max(line) * len(line) / sum(line) for line in parts if sum(line) > 0), default=0.0)
 
@@ -115,7 +115,7 @@ def _collective(
 
 
 def _what(timed: TimedTrace, members: Members, operations: list[GpuOperation]) -> tuple[CollectiveKind, int, str, str, int]:
-    """Kind, bytes, transport, name and size of the group of a collective."""
+    """Return the kind, bytes, transport, name and group size of a collective."""
     first, world_size = operations[0], timed.trace.world_size or 1
     if not members.is_library:
         kind = kind_of_copies(timed, members)

@@ -1,4 +1,4 @@
-"""All ranks together: from one `RankAnalysis` per trace to the `Analysis` that is printed, compared and gated."""
+"""Combines all ranks: turns one `RankAnalysis` per trace into the `Analysis` that is printed, compared and gated."""
 
 from collections.abc import Mapping, Sequence
 
@@ -21,7 +21,7 @@ from counterpoint.errors import AnalysisError
 def combine(ranks: Sequence[RankAnalysis]) -> Analysis:
     """Analyze ranks of one job together, given in any order; one rank is enough.
 
-    Traces that do not belong together are left out, and named in `problems`; what one rank has to say stays with it. Raises
+    Traces that do not belong to the job are left out and named in `problems`; notes of one rank stay with that rank. Raises
     `AnalysisError` without any trace.
     """
     if not ranks:
@@ -51,7 +51,7 @@ def combine(ranks: Sequence[RankAnalysis]) -> Analysis:
 
 
 def _means(ranks: tuple[RankAnalysis, ...], exposed: Sequence[ExposedInterval]) -> Analysis:
-    """The means over steady steps and ranks, by cause and by aspect."""
+    """Return the means over steady steps and ranks, by cause and by aspect."""
     steps = steady_steps(ranks)
     keys = keys_of(steps)
     communication_us = _mean(steps, "communication_us")
@@ -75,7 +75,7 @@ def _mean(steps: Sequence[StepFigures], figure: str) -> float:
 
 
 def _on_shared_clock(exposed: Sequence[ExposedInterval], clocks: Mapping[int, RankClock]) -> tuple[ExposedInterval, ...]:
-    """Intervals on the first rank's clock, by time; those of ranks that are not aligned stay on their own."""
+    """Return intervals on the first rank's clock, by time; those of ranks that are not aligned keep their own clock."""
     shifted = (
         replace(interval, start_us=interval.start_us + offset_us, end_us=interval.end_us + offset_us)
         for interval in exposed

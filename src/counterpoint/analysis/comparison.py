@@ -23,10 +23,10 @@ FIGURES: tuple[tuple[str, Callable[[StepFigures], float]], ...] = (
 
 
 def compare(before: Analysis, after: Analysis) -> tuple[Change, ...]:
-    """Changes of times per step, by cause, by collective and by operator, the largest first.
+    """Return the changes of times per step, by cause, by collective and by operator, the largest first.
 
-    Times of the step, the overlap ratio and the causes are always there; collectives that changed by more than their spread,
-    and operators that changed by more than the spread of the computation of a step. A share counts with the time it is of.
+    Times of the step, the overlap ratio and the causes are always included. Collectives are included if they changed by more
+    than their spread, operators if by more than the spread of a step's computation. A share counts with the time it is of.
     """
     changes = [
         *_step_changes(before, after),
@@ -39,7 +39,7 @@ def compare(before: Analysis, after: Analysis) -> tuple[Change, ...]:
 
 
 def comparison_problems(before: Analysis, after: Analysis) -> tuple[str, ...]:
-    """Why two analyses may not be of the same job, one sentence each."""
+    """Return the reasons why two analyses may not be of the same job, one sentence each."""
     problems: list[str] = []
     if is_logged((*before.ranks, *after.ranks)):
         problems.append("Logs of NCCL Inspector hold no steps, so only collectives are compared.")
@@ -71,7 +71,7 @@ def _step_changes(before: Analysis, after: Analysis) -> list[Change]:
 
 
 def _change(what: str, before: Sequence[float], after: Sequence[float]) -> Change:
-    """A change of a mean over steps, with the wider spread."""
+    """Return the change of a mean over steps, with the wider spread."""
     means = [sum(figures) / len(figures) if figures else 0.0 for figures in (before, after)]
     return Change(what=what, before=means[0], after=means[1], spread=max(spread_of(before), spread_of(after)), unit="us")
 
@@ -87,7 +87,7 @@ def _cause_changes(before: Analysis, after: Analysis) -> list[Change]:
 
 
 def _sums_by_cause(analysis: Analysis) -> list[dict[Cause, float]]:
-    """Exposed time by cause of each steady step of each rank."""
+    """Return the exposed time by cause of each steady step of each rank."""
     sums: dict[tuple[int, int], dict[Cause, float]] = {(s.rank, s.step): {} for s in steady_steps(analysis.ranks)}
     for interval in analysis.exposed:
         by_cause = sums.get((interval.rank, interval.step))
@@ -97,7 +97,7 @@ def _sums_by_cause(analysis: Analysis) -> list[dict[Cause, float]]:
 
 
 def _size_changes(before: Analysis, after: Analysis) -> list[Change]:
-    """Mean times of collectives that both runs hold, and counts of those that only one does."""
+    """Return changes in mean times of collectives that both runs hold, and counts of those that only one run holds."""
     rows = _sizes_by_name(before), _sizes_by_name(after)
     changes: list[Change] = []
     for name in sorted(rows[0].keys() & rows[1].keys()):
@@ -112,7 +112,7 @@ def _size_changes(before: Analysis, after: Analysis) -> list[Change]:
 
 
 def _sizes_by_name(analysis: Analysis) -> dict[str, CollectiveSize]:
-    """Rows by kind, size, transport and group; uneven all-to-alls, whose sizes change from step to step, in one."""
+    """Return rows by kind, size, transport and group. Uneven all-to-alls share a row: their sizes vary by step."""
     rows: dict[str, CollectiveSize] = {}
     for size in analysis.sizes:
         is_uneven = size.collective == "all_to_all" and size.imbalance > LEAST_IMBALANCE
@@ -123,20 +123,20 @@ def _sizes_by_name(analysis: Analysis) -> dict[str, CollectiveSize]:
 
 
 def _group_name(size: CollectiveSize) -> str:
-    """The process group's name; the hash that stands for one in logs is another in each run."""
+    """Return the process group's name; a hash from a log is replaced, because it differs in each run."""
     name = size.process_group or ""
     return "unnamed group" if not name or HASH.fullmatch(name) else name
 
 
 def _joined(first: CollectiveSize, second: CollectiveSize) -> CollectiveSize:
-    """Two rows as one, with the mean of both and the wider spread."""
+    """Merge two rows: take the mean of both and the wider spread."""
     count = first.count + second.count
     mean_us = (first.count * first.mean_us + second.count * second.mean_us) / count
     return replace(first, count=count, mean_us=mean_us, spread_us=max(first.spread_us, second.spread_us))
 
 
 def _operator_changes(before: Analysis, after: Analysis) -> list[Change]:
-    """Operators whose time per step changed by more than the spread of the computation of a step."""
+    """Return operators whose time per step changed by more than the spread of a step's computation."""
     computation = [[step.computation_us for step in steady_steps(a.ranks)] for a in (before, after)]
     spread = max(spread_of(computation[0]), spread_of(computation[1]))
     times = _operators(before), _operators(after)
@@ -150,7 +150,7 @@ def _operator_changes(before: Analysis, after: Analysis) -> list[Change]:
 
 
 def _operators(analysis: Analysis) -> dict[str, float]:
-    """Time per step of each operator, mean over ranks."""
+    """Return the time per step of each operator, as the mean over ranks."""
     times: dict[str, float] = {}
     for rank in analysis.ranks:
         for row in rank.operators:
@@ -160,5 +160,5 @@ def _operators(analysis: Analysis) -> dict[str, float]:
 
 
 def _operator_name(row: OperatorRow) -> str:
-    """The operator and its shapes, whichever kernels it chose; else the kernel."""
+    """Return the operator and its shapes, whichever kernels it chose; without an operator, the kernel."""
     return f"{row.name or row.kernel} {row.shapes}".rstrip()

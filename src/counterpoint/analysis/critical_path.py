@@ -1,8 +1,8 @@
-"""The critical path of the steady steps: what the end of a window waited for, followed back to its start.
+"""The critical path of the steady steps: what the end of a window waited for, followed back to the window's start.
 
-From an operation back to what held it: the host's launch, its predecessor on the stream or a producer on another, whichever
-came last. Where it started long after all of them, it waited for the GPU itself, and the path goes to the operation that was
-running then. The parts add up to the window.
+From an operation, the path goes back to whatever came last of the host's launch, the predecessor on the stream and a
+producer on another stream. If the operation started long after all of them, it waited for the GPU itself, and the path goes
+to the operation that was running then. The parts add up to the window.
 """
 
 from bisect import bisect_left
@@ -20,7 +20,7 @@ LOOKED_AT = 16
 
 
 def find_critical_path(timed: TimedTrace, roles: tuple[Role, ...], windows: Sequence[Span]) -> tuple[PathRow, ...]:
-    """Mean time per window by what the critical path goes through, longest first."""
+    """Return the mean time per window of each kind of part on the critical path, longest first."""
     totals: Counter[PathCause] = Counter()
     for window in windows:
         totals.update(_of_window(timed, roles, window))
@@ -51,7 +51,7 @@ def _of_window(timed: TimedTrace, roles: tuple[Role, ...], window: Span) -> Coun
 
 
 def _holder(timed: TimedTrace, index: int, begun: int, start: int, parts: Counter[PathCause]) -> tuple[int | None, int]:
-    """What held an operation that began at a time, and where the path goes on; idle time between is added to the parts."""
+    """Return what held an operation that began at a time, and where the path continues; add the idle time to the parts."""
     held = [other for other in timed.held_by(index) if timed.starts[other] < begun]
     holder = max(held, key=lambda other: (min(timed.ends[other], begun), other), default=None)
     ended = start if holder is None else max(start, min(timed.ends[holder], begun))
@@ -69,6 +69,6 @@ def _holder(timed: TimedTrace, index: int, begun: int, start: int, parts: Counte
 
 
 def _running_before(timed: TimedTrace, time: int) -> int | None:
-    """The operation that ended last of those that started shortly before a time."""
+    """Return the operation that ended last of those that started shortly before a time."""
     place = bisect_left(timed.sorted_starts, time)
     return max(timed.by_start[max(0, place - LOOKED_AT) : place], key=lambda index: (timed.ends[index], index), default=None)

@@ -1,15 +1,16 @@
 """Finds why a collective started later than it could have: issued late by the host, queued behind another, without SMs,
 or in a hardware queue.
 
-A collective is ready once what it waits for has ended and the host has launched it. How long each held it back, in turn:
+A collective is ready once what it waits for has ended and the host has launched it. Each cause's delay follows the one
+before:
 
 - late: from the end of what it waits for to its launch;
-- queued: from then to the end of the collective before it on its stream or communicator; but starved, for as long as kernels
-  kept the SMs from those before it since the queue was last empty: without that it would have come so much earlier;
-- starved: from then to its start, where kernels ran that leave its CTAs no room (by footprints; a pair of kernels that the
+- queued: from then to the end of the previous collective on its stream or communicator; but starved for as long as kernels
+  kept the SMs from those ahead of it since the queue was last empty: otherwise it would have come that much earlier;
+- starved: from then to its start, if kernels ran that leave its CTAs no room (by footprints; a pair of kernels that the
   trace shows side by side fits, whatever footprints say);
-- hardware queue: from then to its start, where SMs were free but more streams were in use than there are hardware queues,
-  or it started only once the operation issued before it on another stream had.
+- hardware queue: from then to its start, if SMs were free but more streams were in use than there are hardware queues, or
+  if it started only after the operation issued before it on another stream had started.
 """
 
 from bisect import bisect_left
@@ -31,17 +32,17 @@ from counterpoint.units import format_us
 from counterpoint.value import Value
 
 LEAST_DELAY_NS = 10_000
-"""Launches and events take up to this; a shorter delay has no cause."""
+"""Launches and events take up to this long; a shorter delay needs no cause."""
 JUST_STARTED_NS = 20_000
 DEFAULT_CONNECTIONS = 8
-"""Hardware queues of a process where CUDA_DEVICE_MAX_CONNECTIONS does not say otherwise (CUDA programming guide)."""
+"""Hardware queues of a process, unless CUDA_DEVICE_MAX_CONNECTIONS says otherwise (CUDA programming guide)."""
 DRAINING_SHARE = 0.2
-"""In the last part of a persistent kernel its CTAs leave one by one: what starts there need not fit beside it."""
+"""In the last part of a persistent kernel its CTAs end one by one: what starts then need not fit beside the kernel."""
 FARTHEST_BACK = 200
 
 
 class Delay(Value, frozen=True, kw_only=True):
-    """How long one cause held a collective back, and the evidence in words."""
+    """The time for which one cause held a collective back, and the evidence in words."""
 
     cause: Cause
     time: int
@@ -54,7 +55,7 @@ class Delays:
     def __init__(
         self, timed: TimedTrace, roles: tuple[Role, ...], found: RankCollectives, computation: Sequence[int]
     ) -> None:
-        """`computation`: the trace's operations of that role, by start."""
+        """`computation` holds the trace's operations of that role, by start."""
         self._timed, self._roles, self._found, self._computation = timed, roles, found, computation
         self._starts = [timed.starts[index] for index in computation]
         machine = machine_for_device(timed.trace.device_name) if timed.trace.device_name else None
@@ -63,7 +64,7 @@ class Delays:
         self._starved: dict[int, tuple[int, str]] = {}
 
     def of(self, number: int) -> list[Delay]:
-        """What held a collective back, in order of time."""
+        """Return what held a collective back, in order of time."""
         timed = self._timed
         index = self._found.members[number].operations[0]
         start, launch = timed.starts[index], timed.launches[index]
@@ -80,7 +81,7 @@ class Delays:
         return [delay for delay in (*delays, *held) if delay.time >= LEAST_DELAY_NS]
 
     def _before(self, number: int, index: int) -> tuple[int | None, int, int | None, int]:
-        """What it needs and what it is queued behind: the last to end of each, and when (-1: none is known)."""
+        """Return what it needs and what it is queued behind: the last of each to end, and when (-1 if none is known)."""
         timed, group = self._timed, self._found.values[number].process_group
         stream = timed.stream_of(index)
         needed: list[tuple[int, int]] = []
@@ -90,14 +91,14 @@ class Delays:
             is_queue = of is not None and (timed.stream_of(other) == stream or self._found.values[of].process_group == group)
             if timed.ends[other] <= timed.starts[index]:
                 (queue if is_queue else needed).append((timed.ends[other], other))
-        if not needed:  # what it needs is not known: nothing later than the last computation issued before it
+        if not needed:  # its producers are unknown: assume nothing later than the last computation issued before it
             needed = self._issued_earlier(index)
         data_end, data = max(needed, default=(-1, None))
         queue_end, behind = max(queue, default=(-1, None))
         return data, data_end, behind, queue_end
 
     def _issued_earlier(self, index: int) -> list[tuple[int, int]]:
-        """The computation issued last before an operation on another stream that had ended by its start."""
+        """Return the last computation issued before an operation, on another stream, that had ended by its start."""
         timed = self._timed
         for other in range(index - 1, max(-1, index - FARTHEST_BACK), -1):
             is_other = timed.stream_of(other) != timed.stream_of(index) and self._roles[other] == "computation"
@@ -106,7 +107,7 @@ class Delays:
         return []
 
     def _queued(self, behind: int, waited: int) -> list[Delay]:
-        """Time in the queue, behind an operation of the collective before: what starved the queue, and the rest."""
+        """Return the delays in the queue behind an operation of the previous collective: starved time, and the rest."""
         what = self._found.values[self._found.by_operation[behind]]
         said = f"It was ready {_us(waited)} before {what.name} on stream {what.stream} ended, and was queued behind that."
         total, holder = self._starved_in_queue(behind)
@@ -118,7 +119,7 @@ class Delays:
         ]
 
     def _starved_in_queue(self, index: int) -> tuple[int, str]:
-        """How long a collective's operation and those before it waited for SMs since their queue was last empty, and why."""
+        """Return how long an operation and those queued before it waited for SMs since the queue was last empty, and why."""
         line: list[tuple[int, int, str]] = []
         place: int | None = index
         while place is not None and place not in self._starved:
@@ -146,7 +147,7 @@ class Delays:
         return Delay(cause="launched_late", time=time, evidence=said)
 
     def _held(self, index: int, ready: int, start: int) -> list[Delay]:
-        """What held it once it was ready: kernels on the SMs, or a hardware queue. Copies need no SMs."""
+        """Return what held it once it was ready: kernels on the SMs, or a hardware queue. Copies need no SMs."""
         waited, operation = start - ready, self._timed.trace.operations[index]
         if waited < LEAST_DELAY_NS or operation.category != "kernel":
             return []
@@ -176,7 +177,7 @@ class Delays:
         return []
 
     def _running(self, begin: int, end: int) -> list[tuple[int, int]]:
-        """Computation in a span: for how long, and which."""
+        """Return the computation that ran in a span, and for how long."""
         timed = self._timed
         found = []
         place = bisect_left(self._starts, end)
@@ -187,7 +188,7 @@ class Delays:
         return found
 
     def _issued_before(self, index: int) -> int | None:
-        """The operation issued directly before on another stream, if this one began within moments of its start."""
+        """Return the operation issued directly before on another stream, if it began within moments of this one's start."""
         timed = self._timed
         for other in range(index - 1, max(-1, index - 3), -1):
             if timed.stream_of(other) != timed.stream_of(index) and self._roles[other] == "computation":
@@ -195,7 +196,7 @@ class Delays:
         return None
 
     def _fits(self, collective: GpuOperation, kernel_index: int) -> bool:
-        """Whether CTAs of a collective find room beside a kernel. Copies need none."""
+        """Return whether CTAs of a collective find room beside a kernel. Copies need none."""
         kernel = self._timed.trace.operations[kernel_index]
         if collective.category != "kernel" or (_pair(collective), _pair(kernel)) in self._seen:
             return True
@@ -207,7 +208,7 @@ class Delays:
         return _fits_beside(self._gpu, _footprint(self._timed, kernel), _footprint(self._timed, collective))
 
     def _pairs_seen(self) -> set[tuple[str, str]]:
-        """Collectives and kernels of which one started well within the other: they fit side by side."""
+        """Return pairs of a collective and a kernel of which one started well within the other: they fit side by side."""
         timed, seen = self._timed, set()
         for number in range(len(self._found.members)):
             index = self._found.members[number].operations[0]

@@ -1,4 +1,4 @@
-"""Exposed stretches of the steps, cut into pieces of one collective each."""
+"""Cuts the exposed stretches of the steps into pieces of one collective each."""
 
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
@@ -14,7 +14,7 @@ from counterpoint.value import Value
 
 
 class ExposedPiece(Value, frozen=True, kw_only=True):
-    """Part of an exposed stretch in which one collective is the first of those that run; `operation` is what it runs."""
+    """Part of an exposed stretch. `collective` is the first of those that run, and `operation` the one that it runs."""
 
     step: int
     start: int
@@ -25,7 +25,7 @@ class ExposedPiece(Value, frozen=True, kw_only=True):
 
 
 def find_pieces(timed: TimedTrace, found: RankCollectives, busy: BusyTimes, windows: Sequence[Span]) -> list[ExposedPiece]:
-    """All exposed pieces in order of time. Their lengths add up, per step, to the exposed time."""
+    """Return all exposed pieces in order of time. In each step, their lengths add up to the exposed time."""
     running: list[int] = []
     place = 0
     members = [index for index in timed.by_start if index in found.by_operation]
@@ -41,7 +41,7 @@ def find_pieces(timed: TimedTrace, found: RankCollectives, busy: BusyTimes, wind
 
 
 def _cut(timed: TimedTrace, found: RankCollectives, running: list[int], stretch: Span, step: int) -> Iterator[ExposedPiece]:
-    """One stretch, cut where the first of the running collectives changes."""
+    """Cut one stretch where the first of the running collectives changes."""
     times = {time for index in running for time in (timed.starts[index], timed.ends[index])}
     cuts = [stretch[0], *sorted(time for time in times if stretch[0] < time < stretch[1]), stretch[1]]
     begun: tuple[int, int, int] | None = None  # collective, operation, start
@@ -64,7 +64,7 @@ def _piece(begun: tuple[int, int, int], end: int, stretch_end: int, step: int) -
 
 
 def join_intervals(intervals: Sequence[ExposedInterval]) -> tuple[ExposedInterval, ...]:
-    """Neighbours of one collective and cause as one interval, with the evidence of the first."""
+    """Join adjacent intervals of one collective and cause into one, with the evidence of the first."""
     joined: list[ExposedInterval] = []
     for interval in intervals:
         last = joined[-1] if joined else None
@@ -81,7 +81,7 @@ def join_intervals(intervals: Sequence[ExposedInterval]) -> tuple[ExposedInterva
 
 
 def exposed_by_collective(intervals: Sequence[ExposedInterval], values: Sequence[TracedCollective]) -> list[float]:
-    """Exposed time of each collective, in microseconds."""
+    """Return the exposed time of each collective, in microseconds."""
     exposed = [0.0] * len(values)
     for interval in intervals:
         exposed[interval.collective] += interval.duration_us

@@ -6,8 +6,8 @@
     overlap < 80%             share of the communication that computation hides
     step > baseline + 3%      longer than in the baseline by more than 3 %, and by more than the spread of both
 
-A condition says what fails. A figure that differs from the baseline's by less than the wider spread of the steady steps is
-noise, and fails nothing.
+A condition states what fails. A figure that differs from the baseline's by less than the wider spread of the steady steps is
+noise, and does not fail the gate.
 """
 
 import operator
@@ -44,9 +44,9 @@ CONDITION = re.compile(
 
 
 class Condition(Value, frozen=True, kw_only=True):
-    """What makes the gate fail: `metric` compared with `limit`, or with the baseline's figure changed by it.
+    """A condition that fails the gate: compares `metric` with `limit`, or with the baseline's figure changed by `limit`.
 
-    `limit` is a share (of the step; of the baseline's figure where `is_relative`) or microseconds, as `unit` says.
+    `limit` is a share (of the step; of the baseline's figure if `is_relative`) or microseconds, as `unit` says.
     """
 
     text: str
@@ -58,7 +58,7 @@ class Condition(Value, frozen=True, kw_only=True):
 
 
 def parse_condition(text: str) -> Condition:
-    """Read a condition. Raises `AnalysisError` for what is none."""
+    """Read a condition. Raises `AnalysisError` if the text is not a condition."""
     found = CONDITION.fullmatch(text)
     if found is None or not (found["number"] or found["baseline"]) or bool(found["direction"]) > bool(found["number"]):
         raise AnalysisError(
@@ -83,9 +83,9 @@ def parse_condition(text: str) -> Condition:
 
 
 def violations(analysis: Analysis, conditions: Sequence[Condition], baseline: Analysis | None = None) -> tuple[str, ...]:
-    """One sentence for each condition that holds, with the figures. Raises `AnalysisError` where a baseline is missing.
+    """Return one sentence for each condition that holds, with the figures. Raises `AnalysisError` if a baseline is missing.
 
-    Logs of NCCL Inspector hold no steps, and no condition can be checked on them: that raises, too.
+    Logs of NCCL Inspector hold no steps, so no condition can be checked on them: this raises `AnalysisError`, too.
     """
     logged = next((each for each in (analysis, baseline) if each is not None and is_logged(each.ranks)), None)
     if conditions and logged is not None:
@@ -97,7 +97,7 @@ def violations(analysis: Analysis, conditions: Sequence[Condition], baseline: An
 
 
 def load_baseline(path: Path | str) -> Analysis:
-    """Read what `analyze -o` saved. Raises `AnalysisError`."""
+    """Read a file that `analyze -o` saved. Raises `AnalysisError`."""
     content = bytes(read_limited(path, AnalysisError, "give a file that `counterpoint analyze -o` saved"))
     try:
         schema = msgspec.json.decode(content, type=_Versioned).schema
@@ -133,7 +133,7 @@ def _violation(analysis: Analysis, condition: Condition, baseline: Analysis | No
 
 
 def _figure(analysis: Analysis, condition: Condition) -> tuple[float, float]:
-    """The metric in the condition's unit, and the half-width of the middle half of its steady steps (0 for one cause)."""
+    """Return the metric in the condition's unit, and the half-width of the steady steps' middle half (0 for one cause)."""
     is_share = condition.metric in SHARES_ONLY or (condition.unit == "share" and not condition.is_relative)
     if condition.metric in CAUSES:
         time_us = sum(total.exposed_us for total in analysis.causes if total.cause == condition.metric)

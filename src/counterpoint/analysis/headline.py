@@ -1,4 +1,4 @@
-"""The box of one screen: what is exposed, why, and what to do next."""
+"""The summary that fits on one screen: what is exposed, why, and what to do next."""
 
 from collections.abc import Mapping, Sequence
 
@@ -10,8 +10,8 @@ from counterpoint.analysis.values import Analysis, Cause, CauseTotal, ExposedInt
 from counterpoint.units import format_numbers, format_percent, format_us
 
 MOST_LINES = 3
-LEAST_EXPOSED_SHARE = 0.0005  # of the step; less prints as 0.0 %
-LEAST_LAUNCH_BOUND_SHARE = 0.05  # of the step, for a line about the host
+LEAST_EXPOSED_SHARE = 0.0005  # of the step; a smaller share prints as 0.0 %
+LEAST_LAUNCH_BOUND_SHARE = 0.05  # of the step; from this share on, a line about the host is added
 
 CAUSE_WORDS: Mapping[str, str] = {
     "dependent": "the next kernel needs the result",
@@ -30,7 +30,7 @@ CAUSE_WORDS: Mapping[str, str] = {
 def headline(
     analysis: Analysis, collectives: Collectives, exposed: Sequence[ExposedInterval], unknown: str = ""
 ) -> Headline:
-    """Verdict, why and next of an analysis without recoverable times; `unknown` says why its causes cannot be known."""
+    """Return verdict, why and next, without recoverable times; `unknown` says why causes cannot be known."""
     if analysis.step_us <= 0:
         why = (*analysis.problems, *(line for rank in analysis.ranks for line in rank.problems))[:MOST_LINES]
         return Headline(verdict="UNKNOWN: the traces hold no step with GPU operations.", why=why, next=())
@@ -55,7 +55,7 @@ def headline(
 
 
 def _scope(analysis: Analysis) -> str:
-    """Whose figures these are: "rank 0 of 4", "the 2 ranks present of 4", "4 ranks"."""
+    """Return which ranks the figures cover: "rank 0 of 4", "the 2 ranks present of 4", "4 ranks"."""
     present, missing = len(analysis.ranks), len(analysis.missing_ranks)
     if present == 1:
         return f"rank {analysis.ranks[0].rank}" + (f" of {1 + missing}" if missing else "")
@@ -77,7 +77,7 @@ def _why(total: CauseTotal, where: str) -> str:
 def _largest_by_cause(
     collectives: Collectives, exposed: Sequence[ExposedInterval], steps: frozenset[StepOfRank]
 ) -> dict[Cause, str]:
-    """Of each cause: the kind, size and module of collectives that most of its time is in."""
+    """Return, for each cause, the kind, size and module of the collectives that most of its time is in."""
     times: dict[Cause, dict[str, float]] = {}
     for interval in exposed:
         collective = collectives.get((interval.rank, interval.collective))
@@ -89,7 +89,7 @@ def _largest_by_cause(
 
 
 def _next_lines(analysis: Analysis) -> tuple[str, ...]:
-    """What to do that needs no simulation: record what is missing, look at the host."""
+    """Return the next actions that need no simulation: record what is missing, look at the host."""
     lines: list[str] = []
     if analysis.launch_bound_us > LEAST_LAUNCH_BOUND_SHARE * analysis.step_us:
         share = format_percent(analysis.launch_bound_us / analysis.step_us)
@@ -104,10 +104,10 @@ def _next_lines(analysis: Analysis) -> tuple[str, ...]:
 
 
 def with_recoverable(analysis: Analysis, entries: Sequence[Recoverable]) -> Analysis:
-    """The analysis with what changes would recover, largest first, what none of them would, and the next lines by value.
+    """Return the analysis with what changes would recover, largest first, what none would, and the next lines by value.
 
-    What is not recoverable is what no entry explains: each cause counts as recovered by the largest entry that names it, and
-    an entry's time goes to the causes it names once. Entries within the replay error recover nothing that is known.
+    Time is not recoverable if no entry explains it. Each cause counts as recovered by the largest entry that names it, and
+    the time of an entry is given once to the causes it names. Entries within the replay error count as recovering nothing.
     """
     ordered = tuple(sorted(entries, key=lambda entry: (entry.is_within_replay_error, -entry.recovers_us)))
     left = {total.cause: total.exposed_us for total in analysis.causes}

@@ -1,8 +1,8 @@
-"""Idle time of each stream in the steady steps, by what the next operation on it waited for.
+"""Idle time of each stream in the steady steps, by what the next operation on the stream waited for.
 
-From the end of one operation to the start of the next: first until the host launched that ("host"), then until what it waits
-for on other streams had ended ("event"), and the rest a "launch gap", in which it may also have waited for SMs. After the
-last operation of a stream in a window there is "nothing" to run.
+The time from the end of one operation to the start of the next has up to three parts: "host" until the host launched the
+next one, "event" until what it waits for on other streams had ended, and "launch gap" for the rest, in which it may also
+have waited for SMs. After the last operation of a stream in a window, idle time is "nothing".
 """
 
 from bisect import bisect_left
@@ -18,7 +18,7 @@ IdleCause = Literal["host", "event", "launch gap", "nothing"]
 
 
 def find_idle(timed: TimedTrace, windows: Sequence[Span]) -> tuple[IdleRow, ...]:
-    """Mean idle time per window by stream and cause; the idle times and the busy time of a stream add up to the windows."""
+    """Return mean idle time per window by stream and cause; a stream's idle and busy times add up to the windows."""
     rows = []
     for stream, line in sorted(timed.streams.items()):
         starts = [timed.starts[index] for index in line]
@@ -35,7 +35,7 @@ def find_idle(timed: TimedTrace, windows: Sequence[Span]) -> tuple[IdleRow, ...]
 
 
 def _of_window(timed: TimedTrace, line: tuple[int, ...], starts: list[int], window: Span) -> Iterator[tuple[IdleCause, int]]:
-    """The idle parts of one stream in one window."""
+    """Yield the idle parts of one stream in one window."""
     place = bisect_left(starts, window[0])
     reached = window[0]
     if place:
@@ -50,7 +50,7 @@ def _of_window(timed: TimedTrace, line: tuple[int, ...], starts: list[int], wind
 
 
 def _of_gap(timed: TimedTrace, index: int, start: int, end: int) -> Iterator[tuple[IdleCause, int]]:
-    """The idle time before one operation, by cause."""
+    """Yield the idle time before one operation, by cause."""
     if start >= end:
         return
     launch = timed.launches[index]

@@ -1,10 +1,10 @@
 """Reads the logs of NCCL Inspector, and of RCCL Inspector, whose format is the same.
 
-The plugin of the library writes one file for each process, with one JSON object for each collective, send and receive of
-each communicator: what it was, its size, how long it ran. It writes no computation, and no starts unless it is verbose. The
+The library's plugin writes one file per process, with one JSON object for each collective, send and receive of each
+communicator: its function, its size, and how long it ran. It writes no computation, and no starts unless it is verbose. The
 format is described in NVIDIA/nccl, plugins/profiler/inspector/README.md (version v4.0). Two facts are from the source there,
 as of June 2026. The size of all-gathers, reduce-scatters and all-to-alls is one rank's part (`inspectorComputeOpBw`).
-Sequence numbers count each function of a communicator by itself (`seqNumber` in src/include/comm.h).
+Sequence numbers count each function of a communicator separately (`seqNumber` in src/include/comm.h).
 """
 
 from collections import Counter
@@ -21,8 +21,8 @@ from counterpoint.value import require
 
 HEAD_BYTES = 64 * KIB
 KEYS = (b'"coll_perf"', b'"p2p_perf"', b'"inspector_output_format_version"')
-UNNAMED = ("", "unknown")  # what the plugin writes for a communicator without a name
-TRANSPORT = "nccl"  # RCCL's logs do not say that they are RCCL's
+UNNAMED = ("", "unknown")  # the plugin's names for a communicator without a name
+TRANSPORT = "nccl"  # logs of RCCL do not state that they are RCCL's
 KINDS: dict[str, CollectiveKind] = {
     "allreduce": "all_reduce",
     "allgather": "all_gather",
@@ -48,7 +48,7 @@ Key = tuple[str, int, str, int]  # communicator, rank in it, function, sequence 
 
 
 def is_inspector(path: Path | str) -> bool:
-    """Whether a file is a log of NCCL Inspector, by its content, packed by gzip or not. False for what cannot be read."""
+    """Return whether a file's content is a log of NCCL Inspector, gzipped or not. Unreadable files give False."""
     path = Path(path)
     if not path.is_file():  # a pipe can be read only once
         return False
@@ -64,11 +64,11 @@ def is_inspector(path: Path | str) -> bool:
 
 
 def read_inspector(path: Path | str) -> RankAnalysis:
-    """The collectives of one process's log, without steps and without what needs computation or start times.
+    """Return the collectives of one process's log, without steps and without what needs computation or start times.
 
-    The rank is that in the largest communicator. Of collectives, `group_number` is the sequence number, `end_us` the time
-    that they ran in microseconds, and `start_us` 0. Of a record that was written twice the latest is kept. Lines that hold
-    no record are counted in `problems`. Raises `AnalysisError` for a file that cannot be read, or holds no record.
+    The rank is that in the largest communicator. `group_number` is the collective's sequence number, `end_us` its duration
+    in microseconds, and `start_us` is 0. If a record was written twice, the latest is kept. Lines that hold no record are
+    counted in `problems`. Raises `AnalysisError` if the file cannot be read, or holds no record.
     """
     lines = Lines()
     found: dict[Key, Record] = {}
@@ -97,7 +97,7 @@ def read_inspector(path: Path | str) -> RankAnalysis:
 
 
 def _key(record: Record) -> Key:
-    """What no two collectives of a process share."""
+    """Return a key that is unique among the collectives of a process."""
     performed = record.performed
     assert performed is not None, "records without one are left out"
     function = performed.function if record.coll_perf is not None else "p2p"
@@ -105,7 +105,7 @@ def _key(record: Record) -> Key:
 
 
 def _of_one_rank(found: Iterable[Record]) -> tuple[list[Record], list[str]]:
-    """Of each communicator the lowest rank, since a process may drive several GPUs, and what to say of the others."""
+    """Return the lowest rank's records of each communicator, and notes on others: a process may drive several GPUs."""
     records = list(found)
     lowest: dict[str, int] = {}
     for record in records:
@@ -123,7 +123,7 @@ def _of_one_rank(found: Iterable[Record]) -> tuple[list[Record], list[str]]:
 
 
 def _kind(record: Record) -> CollectiveKind | None:
-    """What a record's function does; None for one that has no name here."""
+    """Return the collective that a record's function is; None for a function that is unknown here."""
     performed = record.performed
     return None if performed is None else KINDS.get(performed.function.replace("_", "").lower())
 
@@ -157,7 +157,7 @@ def _notes(records: Sequence[Record]) -> tuple[str, ...]:
 
 
 def _problems(records: Sequence[Record]) -> list[str]:
-    """What the log does not tell, beside what no log does."""
+    """Return what this log lacks, apart from what every log lacks."""
     performed = [(record, record.performed) for record in records if record.performed is not None]
     unknown = Counter(each.function for record, each in performed if _kind(record) is None)
     untimed = sum(each.time_us == 0 for record, each in performed if _kind(record) is not None)

@@ -1,7 +1,7 @@
-"""Takes a log of NCCL Inspector apart into its records, and counts what is none.
+"""Splits a log of NCCL Inspector into its records, and counts lines that hold none.
 
 A record is a JSON object: on a line of its own, as the plugin writes it, behind another one, or indented over several lines.
-One that is cut short does not take the next one with it. It does not know what collectives are.
+A record that is cut short does not affect the next one. This module does not know what collectives are.
 """
 
 import re
@@ -14,7 +14,7 @@ from counterpoint.files import UTF8_MARK
 from counterpoint.units import MIB, format_count, format_numbers
 
 MAX_RECORD_BYTES = MIB  # a verbose record of 64 channels has some 20 KiB
-MOST_RANGES = 5  # of lines, in a sentence
+MOST_RANGES = 5  # of line numbers, in a sentence
 BETWEEN_OBJECTS = re.compile(rb"(?<=\})[ \t]*(?=\{)")
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
@@ -43,7 +43,7 @@ class _Collective(msgspec.Struct):
 
 
 class _PeerToPeer(msgspec.Struct):
-    """A send or a receive, as `_Collective`."""
+    """A send or a receive: its function, sequence number, size and time."""
 
     function: str = msgspec.field(name="p2p")
     number: Count = msgspec.field(name="p2p_sn")
@@ -62,17 +62,17 @@ class Record(msgspec.Struct):
 
     @property
     def performed(self) -> _Collective | _PeerToPeer | None:
-        """The collective, send or receive."""
+        """The collective, send or receive that the record describes."""
         return self.coll_perf or self.p2p_perf
 
     @property
     def communicator(self) -> str:
-        """The library's hash of it, the same on all ranks."""
+        """The library's hash of the communicator, which is the same on all ranks."""
         return str(self.header.id)
 
 
 class Lines:
-    """Takes a log apart into records, one on a line, several, or one over several lines, and counts what is none."""
+    """Splits a log into records, whether a line holds one, several or part of one, and counts lines that hold none."""
 
     def __init__(self) -> None:
         self.bad: list[int] = []  # numbers of lines, from 1
@@ -80,7 +80,7 @@ class Lines:
         self._held, self._held_from = b"", 0
 
     def records(self, pieces: Iterable[bytes]) -> Iterator[Record]:
-        """All records, in the order of the file."""
+        """Yield all records, in the order of the file."""
         for number, line in enumerate(_split(pieces), start=1):
             for part in BETWEEN_OBJECTS.split(line):
                 record = self._take(part, number)
@@ -89,7 +89,7 @@ class Lines:
         self._drop()
 
     def describe_bad(self) -> str:
-        """What to say of lines that hold no record, with a space behind it; nothing where there are none."""
+        """Return a sentence on lines that hold no record, and a space; return "" if there are none."""
         if not self.bad:
             return ""
         lines = f"line{'s' if len(set(self.bad)) > 1 else ''} {format_numbers(self.bad, MOST_RANGES)}"
@@ -98,10 +98,10 @@ class Lines:
         )
 
     def _take(self, part: bytes, number: int) -> Record | None:
-        """The record that ends here, if one does."""
+        """Return the record that ends here, if one does."""
         if not part.strip():
             return None
-        if part.startswith(b"{"):  # a record begins: what came before it was none
+        if part.startswith(b"{"):  # a record begins: the text before it was not one
             self._drop()
         elif not self._held:
             self.bad.append(number)
@@ -132,12 +132,12 @@ class Lines:
 
 
 def left_out(count: int) -> str:
-    """What is done with so many entries, in words."""
+    """Return words that say that this many entries were left out."""
     return "is left out" if count == 1 else "are left out"
 
 
 def _split(pieces: Iterable[bytes]) -> Iterator[bytes]:
-    """Lines of a file; one that is longer than any record comes in parts."""
+    """Yield the lines of a file; a line that is longer than any record comes in parts."""
     rest, is_first = b"", True
     for piece in pieces:
         rest += piece

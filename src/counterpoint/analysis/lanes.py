@@ -1,4 +1,4 @@
-"""The operations of one step for drawing, at most some ten thousand: the closest neighbours of one kind are drawn as one."""
+"""Prepares the operations of one step for drawing, some ten thousand at most: close neighbours of one kind are merged."""
 
 from bisect import bisect_left
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ Run = list[int]  # operations of one stream and role that are drawn as one
 
 
 def draw_lanes(timed: TimedTrace, roles: tuple[Role, ...], window: Span) -> tuple[tuple[LaneInterval, ...], tuple[str, ...]]:
-    """Whatever ran in the window, cut to it, by stream and start, and the names it refers to."""
+    """Return everything that ran in the window, cut to it, by stream and start, and the names that it refers to."""
     runs = [run for _, line in sorted(timed.streams.items()) for run in _runs(timed, line, window)]
     runs = _merged(timed, roles, runs, MOST_INTERVALS)
     numbers: dict[str, int] = {}
@@ -36,7 +36,7 @@ def draw_lanes(timed: TimedTrace, roles: tuple[Role, ...], window: Span) -> tupl
 
 
 def _runs(timed: TimedTrace, line: Sequence[int], window: Span) -> list[Run]:
-    """Operations of a stream that run in the window, each on its own."""
+    """Return the operations of a stream that run in the window, each in a run of its own."""
     place = bisect_left(line, window[0], key=timed.starts.__getitem__)
     first = place - 1 if place and timed.ends[line[place - 1]] > window[0] else place
     last = bisect_left(line, window[1], key=timed.starts.__getitem__)
@@ -44,7 +44,7 @@ def _runs(timed: TimedTrace, line: Sequence[int], window: Span) -> list[Run]:
 
 
 def _merged(timed: TimedTrace, roles: tuple[Role, ...], runs: list[Run], most: int) -> list[Run]:
-    """At most `most` runs: neighbours of one stream and role are joined, those that span least together first."""
+    """Join neighbours of one stream and role until at most `most` runs are left; the shortest joint spans go first."""
     while len(runs) > most:
         spans = [_joint_span(timed, roles, before, after) for before, after in pairwise(runs)]
         possible = sorted(span for span in spans if span is not None)
@@ -62,7 +62,7 @@ def _merged(timed: TimedTrace, roles: tuple[Role, ...], runs: list[Run], most: i
 
 
 def _joint_span(timed: TimedTrace, roles: tuple[Role, ...], before: Run, after: Run) -> int | None:
-    """How long two runs last together; None where they may not be joined."""
+    """Return the joint duration of two runs; None if they may not be joined."""
     if timed.stream_of(before[0]) != timed.stream_of(after[0]) or roles[before[0]] != roles[after[0]]:
         return None
     return timed.ends[after[-1]] - timed.starts[before[0]]

@@ -1,8 +1,8 @@
-"""All ranks together, from logs of NCCL Inspector: collectives by size and group, and who waited in them.
+"""Combines all ranks' logs of NCCL Inspector: collectives by size and group, and which ranks waited in them.
 
-Logs hold how long each collective ran on each rank, and no start. A collective ends on all ranks at nearly the same time, so
-the rank on which it ran for the shortest time came last, and what it ran longer elsewhere was waiting. Broadcasts and
-reductions to one rank may end on the root before others came: they tell no waits, and count with their longest time.
+Logs state how long each collective ran on each rank, but no start. A collective ends on all ranks at nearly the same time,
+so the rank with the shortest time came last, and the extra time on other ranks was waiting. Broadcasts and reductions to
+one rank may end on the root before other ranks come: they show no waits, and count with their longest time.
 """
 
 from collections.abc import Iterable, Sequence
@@ -17,7 +17,7 @@ from counterpoint.analysis.waits import Arrival, rank_waits, skew_of
 from counterpoint.errors import AnalysisError
 from counterpoint.units import format_count, format_numbers, format_percent, format_rate, format_us
 
-RESOLUTION_US = 1.0  # logs hold whole microseconds
+RESOLUTION_US = 1.0  # logs state whole microseconds
 MOST_RANGES = 3
 ORDERED = (
     "The logs share no communicator of all ranks. Ranks are numbered in the order of the files, which may "
@@ -27,12 +27,12 @@ NEXT = "Record a profiler trace of the same job as well; it shows what is expose
 
 
 def is_logged(ranks: Iterable[RankAnalysis]) -> bool:
-    """Whether any rank is from a log, which holds no steps."""
+    """Return whether any rank is from a log, which holds no steps."""
     return any(analysis.source == "inspector" for analysis in ranks)
 
 
 def combine_logs(ranks: Sequence[RankAnalysis]) -> Analysis:
-    """Analyze logs of one job together; one is enough. Raises `AnalysisError` for traces among them."""
+    """Analyze logs of one job together; one is enough. Raises `AnalysisError` if there are traces among them."""
     trace = next((analysis for analysis in ranks if analysis.source != "inspector"), None)
     if trace is not None:
         log = next(analysis for analysis in ranks if analysis.source == "inspector")
@@ -61,7 +61,7 @@ def combine_logs(ranks: Sequence[RankAnalysis]) -> Analysis:
 
 
 def _main(analysis: RankAnalysis) -> str:
-    """The largest communicator of a log, whose ranks its rank is of."""
+    """Return the largest communicator of a log; the log's rank is counted in that."""
     return min(((-each.group_size, each.communicator) for each in analysis.collectives), default=(0, ""))[1]
 
 
@@ -70,14 +70,14 @@ def _has_one_world(ranks: Sequence[RankAnalysis]) -> bool:
 
 
 def _numbered(ranks: Sequence[RankAnalysis]) -> list[RankAnalysis]:
-    """Ranks of one communicator as they are; those of different ones by the order of the files."""
+    """Keep the numbers of ranks that share one communicator; otherwise number them in the order of the files."""
     if _has_one_world(ranks):
         return list(ranks)
     return [replace(analysis, rank=place) for place, analysis in enumerate(ranks)]
 
 
 def match_logged(ranks: Sequence[RankAnalysis]) -> tuple[Arrival, ...]:
-    """What several ranks ran together: same communicator, function and sequence number; of sends and receives nothing."""
+    """Match what several ranks ran by communicator, function and sequence number; sends and receives are left out."""
     shared: dict[tuple[str, str, int], list[TracedCollective]] = {}
     for analysis in ranks:
         for each in analysis.collectives:
@@ -118,7 +118,7 @@ def _headline(analysis: Analysis) -> Headline:
 
 
 def _largest(sizes: Sequence[CollectiveSize]) -> list[str]:
-    """The size that took most of the logged time."""
+    """Return the size that took most of the logged time."""
     total_us = sum(size.count * size.mean_us for size in sizes)
     if total_us <= 0:
         return []
@@ -130,7 +130,7 @@ def _largest(sizes: Sequence[CollectiveSize]) -> list[str]:
 
 
 def _slowest(analysis: Analysis) -> list[str]:
-    """The rank that others waited for most, where waits are more than the logs' resolution."""
+    """Return the rank that others waited for most, if waits are above the logs' resolution."""
     waits = sorted(analysis.waits, key=lambda each: each.mean_us)
     if len(waits) < 2 or waits[-1].mean_us - waits[0].mean_us <= RESOLUTION_US:
         return []

@@ -1,8 +1,8 @@
-"""Which collective of one rank is which of another's: same process group, same order in it, same kind and size.
+"""Matches collectives across ranks: same process group, same order in it, same kind and size.
 
-Profilers start and stop at different calls, and may lose events. So the sequences of a group are laid over each other by
-their longest run of equal entries. Steps repeat, and many shifts may give long runs; of these the one is right with which
-the ends of the collectives coincide, whatever the clocks are. What does not fit is left out and named.
+Profilers start and stop at different calls, and may lose events. So the sequences of a group are aligned at their longest
+run of equal entries. Because steps repeat, many shifts may give long runs; the right one is the shift with which the ends of
+the collectives coincide, up to the offset of the clocks. Collectives that do not match are left out and named.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,26 +14,26 @@ from counterpoint.analysis.values import RankAnalysis, TracedCollective
 from counterpoint.units import format_count, format_numbers
 from counterpoint.value import Value
 
-WINDOW = 1024  # collectives of each rank that a shift is sought in; more on either side are profiles of different steps
+WINDOW = 1024  # collectives of each rank in which a shift is looked for; a larger shift means profiles of different steps
 LEAST_SHARE = (
     0.25  # of the shorter sequence, and of the longest run; fewer are matched by chance, or of profiles of different steps
 )
-NEAR = 5  # collectives that tell the distance of the clocks beside them
-APART_BY_CHANCE = 0.05  # what differs by less is as good
-MOST_CONFLICTS = 0.25  # of the matched ones: with more they are matched by chance
+NEAR = 5  # collectives that give the offset of the clocks beside them
+APART_BY_CHANCE = 0.05  # shifts that differ by less than this count as equally good
+MOST_CONFLICTS = 0.25  # of the matched ones: with more conflicts, they were matched by chance
 
 Group = tuple[str | None, tuple[int, ...], int]
 Bounds = tuple[int, int]
 
 
 class SharedCollective(Value, frozen=True, kw_only=True):
-    """One collective as all present ranks of its group ran it, one entry per rank, ascending by rank."""
+    """One collective as all present ranks of its group ran it: one entry per rank, ascending by rank."""
 
     members: tuple[TracedCollective, ...]
 
 
 def match_collectives(ranks: Sequence[RankAnalysis]) -> tuple[tuple[SharedCollective, ...], tuple[str, ...]]:
-    """Collectives that all present ranks of their group ran, in the order of the first rank; and what did not fit."""
+    """Return collectives that all present ranks of their group ran, in the first rank's order, and notes on the others."""
     shared: list[SharedCollective] = []
     problems: list[str] = []
     for group, sequences in _groups(ranks).items():
@@ -46,9 +46,9 @@ def match_collectives(ranks: Sequence[RankAnalysis]) -> tuple[tuple[SharedCollec
 
 
 def _groups(ranks: Sequence[RankAnalysis]) -> dict[Group, dict[int, list[TracedCollective]]]:
-    """Collectives by process group and rank, in the order of the group.
+    """Return collectives by process group and rank, in the order of the group.
 
-    Sends and receives in groups of more than two have no order that all ranks share. Without a name, the size is the group.
+    Sends and receives in groups of more than two have no order that all ranks share. A group without a name is told by size.
     """
     groups: dict[Group, dict[int, list[TracedCollective]]] = {}
     for analysis in ranks:
@@ -91,7 +91,7 @@ def _match_group(group: Group, sequences: dict[int, list[TracedCollective]]) -> 
 
 
 def _best_base(sequences: Mapping[int, Sequence[TracedCollective]]) -> tuple[int, dict[int, Pairs]]:
-    """The first rank that most others match, else the one that the most match, and the pairs of those that do."""
+    """Return the first rank that most others match, else the one that the most match, and its pairs with those ranks."""
     best: tuple[int, dict[int, Pairs]] = (min(sequences), {})
     for base in sorted(sequences):
         pairs = {rank: match_sequences(sequences[base], sequences[rank]) for rank in sorted(sequences) if rank != base}
@@ -109,7 +109,7 @@ def _named(group: Group) -> str:
 
 
 def _describe_strangers(name: str, base: int, strangers: Sequence[int]) -> str:
-    """What to say of ranks with which nothing is matched."""
+    """Return a sentence on ranks with which nothing is matched."""
     noun = "rank" if len(strangers) == 1 else "ranks"
     return (
         f"In {name}, {noun} {format_numbers(strangers)} ran other collectives than rank {base}, or at times "
@@ -118,7 +118,7 @@ def _describe_strangers(name: str, base: int, strangers: Sequence[int]) -> str:
 
 
 def _describe_rest(name: str, counts: Mapping[int, int], num_common: int) -> list[str]:
-    """What to say of collectives that not all ranks have; nothing where all have them."""
+    """Return sentences on collectives that not all ranks have; none if all have them."""
     rank = max(counts, key=lambda rank: (counts[rank], -rank))
     if counts[rank] == num_common:
         return []
@@ -132,7 +132,7 @@ def _describe_rest(name: str, counts: Mapping[int, int], num_common: int) -> lis
 
 
 def match_sequences(first: Sequence[TracedCollective], second: Sequence[TracedCollective]) -> Pairs:
-    """Places in two ranks' sequences of one group that are the same collective, ascending; empty where nothing fits."""
+    """Return pairs of places in two ranks' sequences of one group that are one collective, ascending; empty if none fit."""
     pairs: Pairs = []
     left: list[tuple[Bounds, Bounds, float | None]] = [((0, len(first)), (0, len(second)), None)]
     while left:
@@ -151,18 +151,18 @@ def match_sequences(first: Sequence[TracedCollective], second: Sequence[TracedCo
 
 
 def _num_conflicts(pairs: Pairs, num_first: int, num_second: int) -> int:
-    """Collectives that both ranks have at the same place in the order, and that do not match.
+    """Return how many collectives both ranks have at the same place in the order, although they do not match.
 
-    Of two profiles of one job, only one lacks what the other has at either end.
+    At either end of two profiles of one job, only one of them lacks what the other has.
     """
     edges = [(-1, -1), *sorted(pairs), (num_first, num_second)]
     return sum(min(i - before - 1, j - other - 1) for (before, other), (i, j) in pairwise(edges))
 
 
 def _best_run(first: Sequence[TracedCollective], second: Sequence[TracedCollective], distance_us: float | None) -> Pairs:
-    """The longest run of equal entries whose ends coincide; empty where there is none.
+    """Return the longest run of equal entries whose ends coincide; empty if there is none.
 
-    `distance_us` is how far apart the clocks are beside it, if that is known: beyond lost events, the ends must agree.
+    `distance_us` is the offset of the clocks beside the run, if known: the ends must agree with it, except for lost events.
     """
     if not first or not second:
         return []
@@ -181,17 +181,17 @@ def _best_run(first: Sequence[TracedCollective], second: Sequence[TracedCollecti
 
 
 def _token(collective: TracedCollective) -> tuple[str, int]:
-    """What must be equal on both ranks; ranks of an uneven all-to-all send different sizes."""
+    """Return what must be equal on both ranks; in an uneven all-to-all, ranks send different sizes."""
     return collective.collective, -1 if collective.collective == "all_to_all" else collective.num_bytes
 
 
 def _shifts(num_first: int, num_second: int) -> range:
-    """How many places the second sequence may lie behind the first."""
+    """Return the shifts to try: by how many places the second sequence may lie behind the first."""
     return range(-min(num_first, WINDOW) + 1, min(num_second, WINDOW))
 
 
 def _longest_run(tokens: Sequence[tuple[str, int]], others: Sequence[tuple[str, int]], shift: int) -> Pairs:
-    """The longest run of equal tokens at one shift, within the window."""
+    """Return the longest run of equal tokens at one shift, within the window."""
     low = max(0, -shift)
     high = min(len(tokens), len(others) - shift, low + WINDOW)
     unequal = [i for i in range(low, high) if tokens[i] != others[i + shift]]
@@ -201,7 +201,7 @@ def _longest_run(tokens: Sequence[tuple[str, int]], others: Sequence[tuple[str, 
 
 
 def _followed(run: Pairs, tokens: Sequence[tuple[str, int]], others: Sequence[tuple[str, int]]) -> Pairs:
-    """The run with what is equal after it, beyond the window."""
+    """Extend the run by the equal entries that follow it beyond the window."""
     i, j = run[-1]
     while i + 1 < len(tokens) and j + 1 < len(others) and tokens[i + 1] == others[j + 1]:
         i, j = i + 1, j + 1

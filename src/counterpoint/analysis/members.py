@@ -1,15 +1,15 @@
-"""Which GPU operations carry one collective together.
+"""Finds which GPU operations carry one collective together.
 
 A library's kernel is a collective of its own. Copies between GPUs, the staging copies and sums that belong to them, and
 signals are joined: operations that the host issued one after the other carry one collective, until
 
-- it issues computation that is no matmul (operators of matmuls and communication issue matmuls between the pieces), or any
-  computation where the copies run on a stream that only communicates;
-- the copies move to another stream that only communicates, or another module's or annotation's begin;
-- the host launches another CUDA graph, or computation was issued and another step begins: where only matmuls run between
-  two calls of an operator, nothing else tells these apart;
-- a sum on a stream that also computes has ended it, or a new staging copy follows copies that followed a sum (an all-reduce
-  by copies is a sum between two rounds of them).
+- the host issues computation that is no matmul (operators of matmuls and communication issue matmuls between the pieces), or
+  any computation if the copies run on a stream that only communicates;
+- the copies move to another stream that only communicates, or those of another module or annotation begin;
+- the host launches another CUDA graph, or computation was issued and another step begins: if only matmuls run between two
+  calls of an operator, nothing else distinguishes the calls;
+- a sum on a stream that also computes has ended the collective, or a new staging copy follows copies that followed a sum (an
+  all-reduce by copies is a sum between two rounds of copies).
 """
 
 from bisect import bisect_right
@@ -26,18 +26,18 @@ from counterpoint.value import Value
 
 NAMED_KINDS: tuple[CollectiveKind, ...] = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
 TRIFLE_US = 5.0
-"""Kernels below this between the pieces of a collective (spins, counters) do not end it."""
+"""Shorter kernels between the pieces of a collective (spins, counters) do not end it."""
 
 
 class Members(Value, frozen=True, kw_only=True):
-    """The operations of one collective, by start; `is_library` where it is one kernel of a library."""
+    """The operations of one collective, by start; `is_library` if it is one kernel of a library."""
 
     operations: tuple[int, ...]
     is_library: bool
 
 
 def find_members(timed: TimedTrace, roles: tuple[Role, ...], windows: Sequence[Span] = ()) -> tuple[Members, ...]:
-    """All collectives of a trace, by start. `windows`: of its steps."""
+    """Return all collectives of a trace, by start. `windows` are those of its steps."""
     found: list[Members] = []
     pieces = _Pieces(timed, roles, windows)
     for index, operation in enumerate(timed.trace.operations):
@@ -56,7 +56,7 @@ def find_members(timed: TimedTrace, roles: tuple[Role, ...], windows: Sequence[S
 
 
 def kind_of_copies(timed: TimedTrace, members: Members) -> CollectiveKind:
-    """What a collective carried by copies does: as its operator is called, else by the order of sums and copies."""
+    """Return what a collective carried by copies does: by its operator's name, else by the order of sums and copies."""
     operator = timed.operator_of(members.operations[0])
     named = [] if operator is None else [kind for kind in NAMED_KINDS if kind in f"{operator.module} {operator.name}"]
     if named:
@@ -72,7 +72,7 @@ def kind_of_copies(timed: TimedTrace, members: Members) -> CollectiveKind:
 
 
 def bytes_of_copies(timed: TimedTrace, members: Members, kind: CollectiveKind, group_size: int) -> int:
-    """Size of a collective carried by copies, as the library counts it, from what this rank copied from its peers."""
+    """Return the size of a collective carried by copies, as the library counts it, from what this rank copied from peers."""
     moved = sum(
         timed.trace.operations[index].arguments.num_bytes
         for index in members.operations
@@ -85,7 +85,7 @@ def bytes_of_copies(timed: TimedTrace, members: Members, kind: CollectiveKind, g
 
 
 def is_between_gpus(operation: GpuOperation) -> bool:
-    """Whether an operation with a part in communication is a copy between GPUs."""
+    """Return whether an operation that takes part in communication is a copy between GPUs."""
     return operation.category == "memcpy" and not is_staging(operation)
 
 
@@ -94,7 +94,7 @@ def _is_library_kernel(operation: GpuOperation) -> bool:
 
 
 class _Pieces:
-    """Joins pieces of collectives, given in the order in which the host issued them."""
+    """Joins pieces of collectives, which are given in the order in which the host issued them."""
 
     def __init__(self, timed: TimedTrace, roles: tuple[Role, ...], windows: Sequence[Span]) -> None:
         self.groups: list[list[int]] = []
@@ -102,7 +102,7 @@ class _Pieces:
         self._ends_of_steps = [end for _, end in windows]
         self._is_open = False
         self._has_computed = False  # since the last piece
-        self._lane: int | None = None  # the stream that only communicates, where the open collective has one
+        self._lane: int | None = None  # the stream of the open collective, if that stream only communicates
         self._has_sum = self._has_copy_after_sum = False
         self._module = ""
         self._computes = {
@@ -112,7 +112,7 @@ class _Pieces:
         }
 
     def add(self, index: int) -> None:
-        """Take the next piece."""
+        """Add the next piece."""
         operation = self._timed.trace.operations[index]
         stream = operation.arguments.stream
         lane = None if stream in self._computes else stream
@@ -132,7 +132,7 @@ class _Pieces:
         self._has_copy_after_sum = self._has_sum and (self._has_copy_after_sum or is_between_gpus(operation))
 
     def _is_of_another_time(self, index: int) -> bool:
-        """Whether a piece is of another replay of a graph, or of another step, than the piece before."""
+        """Return whether a piece belongs to another graph replay, or to another step, than the piece before it."""
         timed = self._timed
         last, this = (timed.trace.operations[number] for number in (self.groups[-1][-1], index))
         graphs = {operation.graph_launch for operation in (last, this)}
@@ -140,7 +140,7 @@ class _Pieces:
         return len(graphs) > 1 or (self._has_computed and len(steps) > 1)
 
     def see_computation(self, index: int) -> None:
-        """Take note of computation that the host issued after the last piece."""
+        """Record computation that the host issued after the last piece."""
         operation = self._timed.trace.operations[index]
         if not self._is_open or self._is_trifle(index):
             return

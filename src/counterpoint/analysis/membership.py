@@ -1,7 +1,7 @@
-"""Which of the traces given belong to one job, and which ranks of it are missing.
+"""Finds which of the given traces belong to one job, and which ranks of the job are missing.
 
-A rank counts once: of two traces of the same rank the first is kept. Ranks that state another world size than most are of
-another job. Both are left out of the analysis and named; they are never mixed in.
+Each rank counts once: of two traces of the same rank the first is kept. Ranks that state a world size other than the most
+common one are of another job. Both are left out of the analysis and named.
 """
 
 from collections import Counter
@@ -12,11 +12,11 @@ from msgspec.structs import replace
 from counterpoint.analysis.values import RankAnalysis
 from counterpoint.units import format_numbers
 
-MOST_RANGES = 8  # of missing ranks, in a sentence
+MOST_RANGES = 8  # of missing ranks' numbers, in a sentence
 
 
 def belonging(ranks: Sequence[RankAnalysis]) -> tuple[tuple[RankAnalysis, ...], tuple[str, ...]]:
-    """The ranks of one job, ascending, and one sentence for each trace that was left out."""
+    """Return the ranks of one job, ascending, and one sentence for each trace that was left out."""
     problems: list[str] = []
     kept: dict[int, RankAnalysis] = {}
     world_size = _usual_world_size(ranks)
@@ -37,7 +37,7 @@ def belonging(ranks: Sequence[RankAnalysis]) -> tuple[tuple[RankAnalysis, ...], 
 
 
 def _numbered_alike(analysis: RankAnalysis) -> RankAnalysis:
-    """With the rank's number in all that it holds: a trace that names no rank gets its number later."""
+    """Set the rank's number in all that the analysis holds: a trace that states no rank gets its number later."""
     parts = ("steps", "collectives", "exposed", "idle", "critical_path", "slowdowns")
     strange = {
         name: getattr(analysis, name) for name in parts if any(e.rank != analysis.rank for e in getattr(analysis, name))
@@ -46,13 +46,13 @@ def _numbered_alike(analysis: RankAnalysis) -> RankAnalysis:
 
 
 def _usual_world_size(ranks: Sequence[RankAnalysis]) -> int | None:
-    """The world size that most state; the first one's where several are as usual."""
+    """Return the world size that most traces state; among equally common ones, the first."""
     stated = Counter(analysis.world_size for analysis in ranks if analysis.world_size is not None)
     return stated.most_common(1)[0][0] if stated else None
 
 
 def missing_ranks(ranks: Sequence[RankAnalysis]) -> tuple[int, ...]:
-    """Ranks of the job whose traces are not here, from the world size, else from the ranks and sizes of process groups."""
+    """Return the job's ranks without traces, from the world size, else from the ranks and sizes of process groups."""
     present = {analysis.rank for analysis in ranks}
     expected: set[int] = set()
     for analysis in ranks:
@@ -64,7 +64,7 @@ def missing_ranks(ranks: Sequence[RankAnalysis]) -> tuple[int, ...]:
 
 
 def describe_missing(ranks: Sequence[RankAnalysis], missing: Sequence[int]) -> tuple[str, ...]:
-    """What is not known because ranks are missing: at most one sentence."""
+    """Return what is unknown because ranks are missing: at most one sentence."""
     if not missing or not any(analysis.collectives for analysis in ranks):
         return ()
     named = f"{'rank' if len(missing) == 1 else 'ranks'} {format_numbers(missing, MOST_RANGES)}"

@@ -1,4 +1,4 @@
-"""Kernels of the steady steps by operator, kernel and shape: how often, how long, at what rate."""
+"""Kernels of the steady steps by operator, kernel and shape: their count, time and rate."""
 
 from bisect import bisect_left
 from collections.abc import Sequence
@@ -10,11 +10,11 @@ from counterpoint.spans import Span
 
 OperatorKey = tuple[str, str, str, tuple[int, int, int] | None]  # operator, kernel, shapes, matrix sizes
 MOST_ROWS = 1000
-"""Rows beyond the longest of these are left out: a step has some hundred different kernels."""
+"""Only this many rows are kept, the longest first: a step has some hundred different kernels."""
 
 
 def find_operators(timed: TimedTrace, roles: tuple[Role, ...], windows: Sequence[Span]) -> tuple[OperatorRow, ...]:
-    """Computation that started within the windows, by total time; means per window."""
+    """Return the computation that started within the windows, by total time, as means per window."""
     rows: dict[OperatorKey, list[int]] = {}
     for index in started_within(timed, windows):
         if roles[index] != "computation":
@@ -31,7 +31,7 @@ def find_operators(timed: TimedTrace, roles: tuple[Role, ...], windows: Sequence
 
 
 def started_within(timed: TimedTrace, windows: Sequence[Span]) -> list[int]:
-    """Operations that started in one of the windows, by start within each."""
+    """Return the operations that started in one of the windows, by start within each."""
     found: list[int] = []
     for start, end in windows:
         found += timed.by_start[bisect_left(timed.sorted_starts, start) : bisect_left(timed.sorted_starts, end)]

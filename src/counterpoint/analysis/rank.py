@@ -1,7 +1,7 @@
-"""All that one rank's trace says: steps, collectives, exposed intervals with causes, operators, idle time, critical path.
+"""Analyzes one rank's trace: steps, collectives, exposed intervals with causes, operators, idle time, critical path.
 
-The order of work: times and dependencies, roles, windows of the steps, collectives, exposed pieces and their causes, then
-the tables over the steady steps. What could not be known is in `problems`, and no figure stands for it.
+The order of work is: times and dependencies, roles, windows of the steps, collectives, exposed pieces and their causes, then
+the tables over the steady steps. `problems` state what is unknown; no figure is made up for it.
 """
 
 from collections import Counter
@@ -29,11 +29,11 @@ from counterpoint.units import format_count
 from counterpoint.value import cyclic_gc_paused
 
 DETAILED_STEPS = 24
-"""Tables of operators and the like are taken from at most so many steps: their means no longer change with more."""
+"""Tables of operators and the like use at most this many steps: with more steps, their means no longer change."""
 
 
 def analyze_rank(trace: ActivityTrace) -> RankAnalysis:
-    """Reduce one rank's trace to what is known of its communication.
+    """Reduce one rank's trace to an analysis of its communication.
 
     The cost grows with the number of GPU operations. Raises nothing for a trace that `read_activity` accepts.
     """
@@ -41,7 +41,7 @@ def analyze_rank(trace: ActivityTrace) -> RankAnalysis:
 
 
 def analyze_rank_and_step(trace: ActivityTrace, *, with_step: bool) -> tuple[RankAnalysis, TracedStep | None]:
-    """Also the step to plan for, where one is wanted and the trace has one; its steps are looked for once."""
+    """Do the same, and return the step to plan for, if wanted and if the trace has one; steps are looked for only once."""
     with cyclic_gc_paused():
         timed = time_trace(trace)
         windows = find_windows(timed)
@@ -51,7 +51,7 @@ def analyze_rank_and_step(trace: ActivityTrace, *, with_step: bool) -> tuple[Ran
         try:
             return analysis, traced_step_of(trace, steps=windows.steps, dependencies=timed.dependencies)
         except CounterpointError:
-            return analysis, None  # what cannot be planned can still be read
+            return analysis, None  # a trace that cannot be planned for can still be analyzed
 
 
 def _analyze(timed: TimedTrace, found_windows: RankWindows) -> RankAnalysis:
@@ -91,7 +91,7 @@ def _analyze(timed: TimedTrace, found_windows: RankWindows) -> RankAnalysis:
 
 
 def computation_stream(timed: TimedTrace, roles: tuple[Role, ...]) -> int | None:
-    """The stream with most computation; None where nothing computes."""
+    """Return the stream with the most computation; None if nothing computes."""
     busy: Counter[int] = Counter()
     for stream, line in timed.streams.items():
         time = sum(timed.ends[index] - timed.starts[index] for index in line if roles[index] == "computation")
@@ -101,7 +101,7 @@ def computation_stream(timed: TimedTrace, roles: tuple[Role, ...]) -> int | None
 
 
 def _evenly_spaced(windows: tuple[Span, ...]) -> tuple[Span, ...]:
-    """All of a few windows; of many, some evenly spaced."""
+    """Return all windows if they are few, else some evenly spaced ones."""
     if len(windows) <= DETAILED_STEPS:
         return windows
     return tuple(windows[place * len(windows) // DETAILED_STEPS] for place in range(DETAILED_STEPS))
@@ -117,7 +117,7 @@ def _note_on_sample(steady: tuple[Span, ...], detailed: tuple[Span, ...]) -> lis
 def _described(
     timed: TimedTrace, roles: tuple[Role, ...], found: RankCollectives, exposed: tuple[ExposedInterval, ...]
 ) -> tuple[TracedCollective, ...]:
-    """Collectives with their exposed time and what came before them."""
+    """Return collectives with their exposed time and what came before them."""
     times = exposed_by_collective(exposed, found.values)
     words = describe_arrivals(timed, roles, found)
     return tuple(
@@ -137,7 +137,7 @@ def _notes(timed: TimedTrace, roles: tuple[Role, ...]) -> list[str]:
 
 
 def _problems(timed: TimedTrace) -> list[str]:
-    """What the trace does not tell, and what follows."""
+    """Return what the trace lacks, and what follows from that."""
     problems = []
     unknown = sum(launch is None for launch in timed.launches)
     early = sum(launch is not None and launch > start for launch, start in zip(timed.launches, timed.starts, strict=True))

@@ -1,8 +1,8 @@
-"""Finds how much exposed time can be recovered, and by what: controls, operators, integrations and changes to the job,
-each alone.
+"""Finds how much exposed time can be recovered, and by which change: controls, operators, integrations and changes to the
+job, each one alone.
 
-The planner simulates them on the representative step. What it finds is listed by value, with the lines that apply it. A
-value below the error of the replay is marked: the simulator cannot tell it from nothing.
+The planner simulates each change on the representative step. Results are sorted by value, with the lines that apply them. A
+value below the error of the replay is marked: the simulator cannot distinguish it from zero.
 """
 
 import shlex
@@ -21,7 +21,7 @@ from counterpoint.sim import Simulator
 from counterpoint.step import Collective, Operation, Step
 
 RUN = "counterpoint run --plan plan.toml -- torchrun train.py"
-# The causes of exposed time that a control acts upon.
+# The causes of exposed time that each control acts upon.
 ACTS_ON: Final[dict[str, tuple[Cause, ...]]] = {
     "priority": ("starved", "queued"),
     "residency_cap": ("starved",),
@@ -36,8 +36,8 @@ OF_CHANGES: Final[tuple[Cause, ...]] = ("dependent", "own_stream", "queued", "la
 
 
 def find_recoverable(analysis: Analysis, job: Job, source: str) -> tuple[Recoverable, ...]:
-    """What would shorten the step of `job`, which was read from `source`, by value; causes that the step does not have are
-    not named."""
+    """Return what would shorten the step of `job`, which was read from `source`, by value. Causes that the step does not
+    have are not named."""
     job = replace(job, step=_without_waits(job.step, analysis, source))
     traced = None if job.traced is None else job.traced.timeline
     tuning = tune(job.step, job.machine, Simulator(), traced=traced)
@@ -58,7 +58,7 @@ def find_recoverable(analysis: Analysis, job: Job, source: str) -> tuple[Recover
 
 
 def _without_waits(step: Step, analysis: Analysis, source: str) -> Step:
-    """The step with what other ranks show of its collectives: no control shortens the wait for a rank that comes later.
+    """Return the step without waits that other ranks' traces show: no control shortens the wait for a rank that comes later.
 
     The step is of the rank that was read from `source`; its collectives are found again by kind and traced time.
     """
@@ -83,7 +83,7 @@ def _without_waits(step: Step, analysis: Analysis, source: str) -> Step:
 
 
 def _by_controls(tuning: Tuning, baseline_us: float, source: str) -> Iterator[Entry]:
-    """The best trial of each control alone, and the plan, where it holds several."""
+    """Yield the best trial of each control alone, and the plan, if it holds several controls."""
     best: dict[str, Trial] = {}
     for trial in tuning.trials:
         if len(trial.families) != 1 or trial.makespan_us > (1 - LEAST_SIMULATED_GAIN) * baseline_us:
@@ -105,7 +105,7 @@ def _by_controls(tuning: Tuning, baseline_us: float, source: str) -> Iterator[En
 
 
 def _lines_of(trial: Trial) -> Iterable[str]:
-    """What a user can write in the job for the controls of a trial."""
+    """Return the lines that a user can write in the job for the controls of a trial."""
     for directive in trial.directives:
         for control in directive.controls:
             for way in control.ways(directive.match.collective):
@@ -114,6 +114,6 @@ def _lines_of(trial: Trial) -> Iterable[str]:
 
 
 def _by_changes(job: Job) -> Iterator[Entry]:
-    """Changes to the job itself."""
+    """Yield the gain of changes to the job itself."""
     for change in find_job_changes(job.step, job.machine, Simulator()).helpful:
         yield OF_CHANGES, change.change, change.baseline_us - change.changed_us, ()

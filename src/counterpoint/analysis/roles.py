@@ -1,10 +1,10 @@
 """What each GPU operation does: computation, communication, waiting for other ranks, or a copy that hides nothing.
 
-A kernel's name says most of it (`traces/rules.toml`). Collectives that copies carry have parts whose names do not: staging
-copies into and out of the buffers that peers read, and sums of what arrived. They are told by where they stand:
+A kernel's name says most of it (`traces/rules.toml`). If copies carry a collective, some parts of it have names that do not
+tell: staging copies into and out of the buffers that peers read, and sums of what arrived. Their position tells:
 
 - On a stream that carries copies between GPUs and runs no matmul and no attention: every copy within the GPU and every
-  streaming kernel from the first such copy, or what directly precedes it, to what directly follows the last.
+  streaming kernel, from the first such copy, or what directly precedes it, to what directly follows the last one.
 - On a stream that also computes: copies within the GPU directly beside a signal or a copy between GPUs, and sums between two
   signals.
 """
@@ -20,7 +20,7 @@ SUMS = re.compile("(?i)reduce_kernel.*(sum|mean)")
 
 
 def find_roles(timed: TimedTrace) -> tuple[Role, ...]:
-    """The role of each operation, in the trace's order."""
+    """Return the role of each operation, in the trace's order."""
     operations = timed.trace.operations
     kinds = {(operation.category, operation.name) for operation in operations}
     by_name = {kind: _role_by_name(*kind) for kind in kinds}
@@ -45,17 +45,17 @@ def _role_by_name(category: str, name: str) -> Role:
 
 
 def is_sum(operation: GpuOperation) -> bool:
-    """Whether a kernel adds up what arrived, by its name."""
+    """Return whether a kernel adds up what arrived, judging by its name."""
     return operation.category == "kernel" and SUMS.search(operation.name) is not None
 
 
 def is_staging(operation: GpuOperation) -> bool:
-    """Whether an operation copies within the GPU."""
+    """Return whether an operation copies within the GPU."""
     return operation.category == "memcpy" and copy_direction(operation.name) == "device_to_device"
 
 
 def _carries(operation: GpuOperation, role: Role) -> bool:
-    """Whether an operation belongs to a collective carried by copies for its name alone."""
+    """Return whether an operation belongs to a collective carried by copies, judging by its name alone."""
     return role == "waiting" or (role == "communication" and operation.category != "kernel")
 
 
@@ -67,7 +67,7 @@ def _computes(timed: TimedTrace, line: tuple[int, ...]) -> bool:
 
 
 def _parts_between(timed: TimedTrace, line: tuple[int, ...], carries: list[int]) -> list[int]:
-    """On a stream that only communicates: what stands between its copies, and directly before and after them."""
+    """Return parts on a stream that only communicates: operations between its copies, and directly before and after them."""
     is_part = [_may_belong(timed.trace.operations[index]) for index in line]
     first, last = carries[0], carries[-1]
     while first and is_part[first - 1]:
@@ -85,7 +85,7 @@ def _may_belong(operation: GpuOperation) -> bool:
 
 
 def _parts_beside(timed: TimedTrace, line: tuple[int, ...], roles: list[Role]) -> list[int]:
-    """On a stream that also computes: staging copies beside signals or copies, sums between signals."""
+    """Return parts on a stream that also computes: staging copies beside signals or copies, and sums between signals."""
     operations = timed.trace.operations
     kept = [index for index in line if operations[index].category != "memset"]
     found = []

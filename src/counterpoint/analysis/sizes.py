@@ -1,4 +1,4 @@
-"""Collectives by kind, size, group and transport: how often, how long, at which bus bandwidth."""
+"""Collectives by kind, size, group and transport: their count, time and bus bandwidth."""
 
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -11,7 +11,7 @@ from counterpoint.value import Value
 
 
 class TimedCollective(Value, frozen=True, kw_only=True):
-    """One collective, counted once however many ranks ran it: one rank's entry, its mean size, its time."""
+    """One collective, counted once however many ranks ran it: one rank's entry, its mean size and its time."""
 
     entry: TracedCollective
     num_bytes: int
@@ -21,7 +21,7 @@ class TimedCollective(Value, frozen=True, kw_only=True):
 
 
 def collective_sizes(ranks: Sequence[RankAnalysis], met: Sequence[Arrival]) -> tuple[CollectiveSize, ...]:
-    """One row per kind, size, group and transport, by total time."""
+    """Return one row per kind, size, group and transport, by total time."""
     rows: dict[tuple[object, ...], list[TimedCollective]] = {}
     for run in _runs(ranks, met):
         entry = run.entry

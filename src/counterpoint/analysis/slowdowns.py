@@ -1,8 +1,9 @@
-"""Kernels that communication beside them made slower than their like that ran alone.
+"""Finds kernels that ran slower beside communication than like kernels that ran alone.
 
-Like are launches of one name, grid, block and shared memory (and matrix sizes, where recorded). One launch configuration may
-serve several sizes, so a kernel is compared with the longest time of a like that ran alone and was not longer, nor shorter
-than 1/1.7 of it, as lone times are (`traces/lone_times.py`): what is lost is rather told too small than too large.
+Like kernels are launches of one name, grid, block and shared memory (and matrix sizes, if recorded). One launch
+configuration may serve several sizes. So a kernel is compared with the longest time of a like one that ran alone and was not
+longer, nor shorter than 1/1.7 of it, as for lone times (`traces/lone_times.py`): the reported loss is rather too small than
+too large.
 """
 
 from bisect import bisect_left, bisect_right
@@ -20,7 +21,7 @@ from counterpoint.traces.classify import classify_kernel
 from counterpoint.traces.lone_times import MOST_SLOWDOWN, UNTOUCHED_OVERLAP, signature
 
 LEAST_COVERED = 0.25
-"""Less of a kernel beside communication says little of what that cost."""
+"""If less of a kernel than this ran beside communication, its time says little about the cost of that."""
 LEAST_LOSS = 0.03
 """Like kernels differ by less than this when nothing runs beside them."""
 LEAST_LOST_US = 1.0
@@ -32,7 +33,7 @@ Shared = Literal["SMs", "bandwidth"]
 def find_slowdowns(
     timed: TimedTrace, roles: tuple[Role, ...], found: RankCollectives, windows: Sequence[Span]
 ) -> tuple[Slowdown, ...]:
-    """Kernels of the windows that lost time beside communication, by time lost per window."""
+    """Return kernels of the windows that lost time beside communication, by time lost per window."""
     members = sorted(found.by_operation, key=lambda index: (timed.starts[index], index))
     busy = union((timed.starts[index], timed.ends[index]) for index in members)
     ends = [end for _, end in busy]
@@ -65,7 +66,7 @@ def _key(timed: TimedTrace, index: int) -> object:
 
 
 def _covered(busy: Sequence[Span], ends: Sequence[int], span: Span) -> int:
-    """How much of a span communication covers."""
+    """Return how much of a span communication covers."""
     total, place = 0, bisect_right(ends, span[0])
     while place < len(busy) and busy[place][0] < span[1]:
         total += min(busy[place][1], span[1]) - max(busy[place][0], span[0])
@@ -74,7 +75,7 @@ def _covered(busy: Sequence[Span], ends: Sequence[int], span: Span) -> int:
 
 
 def _like(alone: list[int], time: int) -> int | None:
-    """The longest time of a like that ran alone and may be this one's; None where no loss can be told."""
+    """Return the longest time of a like kernel that ran alone and may be this one's; None if no loss can be stated."""
     place = bisect_right(alone, time) - 1
     if place < 0 or alone[place] * MOST_SLOWDOWN < time:
         return None
@@ -82,7 +83,7 @@ def _like(alone: list[int], time: int) -> int | None:
 
 
 def _beside(timed: TimedTrace, found: RankCollectives, members: Sequence[int], starts: Sequence[int], index: int) -> int:
-    """The collective that ran beside a kernel longest, among the last that started before its end."""
+    """Return the collective that ran beside a kernel longest, among the last ones that started before the kernel's end."""
     place = bisect_left(starts, timed.ends[index])
     times: Counter[int] = Counter()
     for other in members[max(0, place - 32) : place]:
@@ -95,7 +96,7 @@ def _beside(timed: TimedTrace, found: RankCollectives, members: Sequence[int], s
 def _add(
     timed: TimedTrace, found: RankCollectives, lost: dict[tuple[str, str, Shared], list[int]], case: tuple[int, int, int]
 ) -> None:
-    """Add one kernel to the row of its kind: count, time alone, time beside."""
+    """Add one kernel to the row of its kind: count, time alone, time beside communication."""
     index, member, like = case
     operation, other = timed.trace.operations[index], timed.trace.operations[member]
     beside = found.values[found.by_operation[member]].name

@@ -1,6 +1,6 @@
-"""A trace made ready for analysis: times in whole nanoseconds, operations by stream and by time, and who waits for whom.
+"""Prepares a trace for analysis: times in whole nanoseconds, operations by stream and by time, and their dependencies.
 
-Times count from the first GPU operation. Nothing here knows what an operation does.
+Times count from the first GPU operation. This module does not know what an operation does.
 """
 
 from bisect import bisect_right
@@ -14,11 +14,11 @@ NS_PER_US = 1000
 
 
 class TimedTrace(Value, frozen=True, kw_only=True):
-    """A trace's operations, numbered as in the trace; every tuple of times is in that order.
+    """The operations of a trace, numbered as in the trace; every tuple of times is in that order.
 
-    `launches` is None where the trace holds no launch. `by_start` and `by_end` hold all operations in order of time,
-    `streams` those of each stream by start, and `places` each one's place on its stream. `producers` are the operations of
-    other streams that one waits for, as `dependencies` has them.
+    A value of `launches` is None if the trace holds no launch. `by_start` and `by_end` hold all operations in order of time,
+    `streams` those of each stream by start, and `places` each operation's place on its stream. `producers` are the
+    operations of other streams that an operation waits for, as `dependencies` has them.
     """
 
     trace: ActivityTrace
@@ -37,36 +37,36 @@ class TimedTrace(Value, frozen=True, kw_only=True):
     host_waits: tuple[tuple[int, int], ...]
 
     def to_ns(self, time_us: float) -> int:
-        """A time of the trace's own clock."""
+        """Convert a time of the trace's own clock to nanoseconds."""
         return round((time_us - self.origin_us) * NS_PER_US)
 
     def stream_of(self, index: int) -> int:
-        """The stream an operation ran on."""
+        """Return the stream that an operation ran on."""
         return self.trace.operations[index].arguments.stream
 
     def operator_of(self, index: int) -> HostOperator | None:
-        """The host's operator that launched an operation, where the trace says."""
+        """Return the host operator that launched an operation, if the trace states it."""
         number = self.trace.operations[index].operator
         return None if number is None else self.trace.operators[number]
 
     def before_on_stream(self, index: int) -> int | None:
-        """The operation before this one on its stream."""
+        """Return the operation before this one on its stream."""
         place = self.places[index]
         return self.streams[self.stream_of(index)][place - 1] if place else None
 
     def held_by(self, index: int) -> list[int]:
-        """What an operation comes after: its predecessor on the stream, and its producers on others."""
+        """Return what an operation waits for: its predecessor on the stream, and its producers on others."""
         before = self.before_on_stream(index)
         others = self.producers.get(index, ())
         return [*others] if before is None else [before, *others]
 
     def last_ended(self, time: int) -> int | None:
-        """The operation that ended last at or before a time."""
+        """Return the operation that ended last at or before a time."""
         place = bisect_right(self.sorted_ends, time) - 1
         return self.by_end[place] if place >= 0 else None
 
     def waited_host(self, start: int, end: int) -> tuple[int, int] | None:
-        """The host's last stand-still for the GPU that touches a span, if any."""
+        """Return the host's last wait for the GPU that touches a span, if there is one."""
         place = bisect_right(self.host_waits, (end, 0)) - 1
         return self.host_waits[place] if place >= 0 and self.host_waits[place][1] > start else None
 
@@ -118,5 +118,5 @@ def _in_ns(waits: Sequence[tuple[float, float]], origin_us: float) -> tuple[tupl
 
 
 def ns_to_us(time: int) -> float:
-    """Whole nanoseconds in microseconds."""
+    """Convert whole nanoseconds to microseconds."""
     return time / NS_PER_US

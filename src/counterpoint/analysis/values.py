@@ -1,8 +1,8 @@
-"""The values of an analysis: of one rank first (`RankAnalysis`), then of all of them (`Analysis`).
+"""The values of an analysis: of one rank first (`RankAnalysis`), then of all ranks (`Analysis`).
 
 Times are in microseconds on the clock of a rank's own trace, from its first GPU operation; those of an `Analysis` are on the
-clock of its first rank. What one rank's trace holds is reduced to a `RankAnalysis` at once, so that memory depends on the
-number of collectives and of different kernels, and not on the size of the files.
+clock of its first rank. One rank's trace is reduced to a `RankAnalysis` at once, so that memory depends on the number of
+collectives and of different kernels, and not on the size of the files.
 """
 
 from functools import lru_cache
@@ -35,10 +35,10 @@ Aspect = Literal["collective", "process_group", "stream", "module", "phase", "tr
 
 
 class StepFigures(Value, frozen=True, kw_only=True):
-    """One step of one rank as the GPU ran it; times are lengths of unions of intervals within its window.
+    """One step of one rank as the GPU ran it; times are lengths of unions of intervals within the step's window.
 
-    `communication_us` holds waiting, too. `launch_bound_us` is the idle time that ended with an operation only just
-    launched. `overlap_ratio` is None without communication. A step that is not steady is an outlier, or the first.
+    `communication_us` includes waiting. `launch_bound_us` is the idle time that ended with an operation that the host had
+    only just launched. `overlap_ratio` is None without communication. A step that is not steady is an outlier, or the first.
     """
 
     rank: int
@@ -58,7 +58,7 @@ class StepFigures(Value, frozen=True, kw_only=True):
 
     @property
     def makespan_us(self) -> float:
-        """From the window's start to its end."""
+        """The time from the window's start to its end."""
         return self.end_us - self.start_us
 
 
@@ -67,9 +67,9 @@ class TracedCollective(Value, frozen=True, kw_only=True):
 
     `number` counts the rank's collectives by start, `group_number` those of its process group. `step` is -1 outside the
     profiled steps. `before` says in words what the rank did before it came to the collective, for ranks that waited for this
-    one. `issued_us` is the host's launch; `imbalance` the largest part over the mean part of an uneven all-to-all, 1 where
-    parts are even, 0 if unknown. `group_ranks` are the ranks of the process group where the trace lists them all.
-    `communicator` is the library's own name of the group, where it is logged: `inspector` says what logs hold.
+    one. `issued_us` is the host's launch. `imbalance` is the largest part over the mean part of an uneven all-to-all, 1 if
+    parts are even, 0 if unknown. `group_ranks` are the ranks of the process group if the trace lists them all.
+    `communicator` is the library's own name of the group, if it is logged (`inspector` describes the logs).
     """
 
     rank: int
@@ -100,8 +100,8 @@ class TracedCollective(Value, frozen=True, kw_only=True):
 class ExposedInterval(Value, frozen=True, kw_only=True):
     """A stretch of a step in which a rank communicates and computes nothing; it has exactly one cause.
 
-    `collective` is the number of the rank's collective that runs, the first to have started where several do. `evidence` is
-    one sentence with times. `other_rank` is the rank that was waited for.
+    `collective` is the number of the rank's collective that runs, or of the first to have started if several run. `evidence`
+    is one sentence with times. `other_rank` is the rank that was waited for.
     """
 
     rank: int
@@ -115,12 +115,12 @@ class ExposedInterval(Value, frozen=True, kw_only=True):
 
     @property
     def duration_us(self) -> float:
-        """How long."""
+        """The length of the interval."""
         return self.end_us - self.start_us
 
 
 class Breakdown(Value, frozen=True, kw_only=True):
-    """Communication of the steady steps by one aspect: mean times per step and rank.
+    """Communication of the steady steps for one value of an aspect: mean times per step and rank.
 
     `num_collectives` and `num_bytes` are sums over the steady steps of all ranks.
     """
@@ -134,7 +134,7 @@ class Breakdown(Value, frozen=True, kw_only=True):
 
 
 class OperatorRow(Value, frozen=True, kw_only=True):
-    """Kernels of one operator and shape in the steady steps: mean count and time per step; TFLOP/s where shapes say so."""
+    """Kernels of one operator and shape in the steady steps: mean count and time per step; TFLOP/s if shapes are known."""
 
     name: str
     kernel: str
@@ -155,7 +155,7 @@ class IdleRow(Value, frozen=True, kw_only=True):
 
 
 class PathRow(Value, frozen=True, kw_only=True):
-    """The critical path of the steady steps by what it goes through, mean per step."""
+    """Time of one kind of part on the critical path of the steady steps, mean per step."""
 
     rank: int
     cause: Literal["computation", "communication", "waiting", "copy", "host", "launch gap"]
@@ -163,10 +163,10 @@ class PathRow(Value, frozen=True, kw_only=True):
 
 
 class Slowdown(Value, frozen=True, kw_only=True):
-    """A kernel that communication beside it made slower than its like that ran alone; times per step.
+    """A kernel that ran slower beside communication than like kernels that ran alone; times per step.
 
-    `by`: what they shared, "SMs" (its CTAs and the collective's do not fit together) or "bandwidth". A trace holds no clock
-    rates: where the power limit lowers them, the reason is the other of the two that fits.
+    `by` is the resource that they shared: "SMs" (its CTAs and the collective's do not fit together) or "bandwidth". A trace
+    holds no clock rates: if the power limit lowered them, `by` is the one of the two that fits.
     """
 
     rank: int
@@ -180,7 +180,7 @@ class Slowdown(Value, frozen=True, kw_only=True):
 
 
 class LaneInterval(Value, frozen=True, kw_only=True, array_like=True):
-    """One operation of the representative step, for drawing: `name` numbers `RankAnalysis.names`."""
+    """One operation of the representative step, for drawing: `name` is an index into `RankAnalysis.names`."""
 
     stream: int
     start_us: float
@@ -190,10 +190,10 @@ class LaneInterval(Value, frozen=True, kw_only=True, array_like=True):
 
 
 class RankAnalysis(Value, frozen=True, kw_only=True):
-    """Everything kept of one rank's trace, or of its NCCL Inspector log, as `source` says.
+    """The analysis of one rank's trace, or of its NCCL Inspector log, as `source` says.
 
     `shown_step` is the representative (median steady) step; `lanes` are its operations, at most some ten thousand.
-    `problems` are what is unknown, one sentence each; `notes` are further remarks.
+    `problems` state what is unknown, one sentence each; `notes` are further remarks.
     """
 
     path: str
@@ -217,7 +217,7 @@ class RankAnalysis(Value, frozen=True, kw_only=True):
 
 
 def label_of(collective: "TracedCollective | CollectiveSize") -> str:
-    """A collective in words: "all_reduce of 128 MiB"."""
+    """Return a collective in words: "all_reduce of 128 MiB"."""
     return _label(collective.collective, collective.num_bytes)
 
 
@@ -240,7 +240,7 @@ class CauseTotal(Value, frozen=True, kw_only=True):
 
 
 class RankWaits(Value, frozen=True, kw_only=True):
-    """How long one rank waited in the collectives that all present ranks of a group ran, and when it came last or first."""
+    """How long one rank waited in collectives that all present ranks of a group ran, and how often it came last or first."""
 
     rank: int
     waited_us: float
@@ -251,7 +251,7 @@ class RankWaits(Value, frozen=True, kw_only=True):
 
 
 class CollectiveSkew(Value, frozen=True, kw_only=True):
-    """One collective across ranks: who came first and last, how far apart, and what it took once all were there."""
+    """One collective across ranks: which came first and last, how far apart, and its time once all ranks were there."""
 
     name: str
     process_group: str | None
@@ -268,9 +268,9 @@ class CollectiveSkew(Value, frozen=True, kw_only=True):
 class CollectiveSize(Value, frozen=True, kw_only=True):
     """Collectives of one kind, size, group and transport, of all steps; one that several ranks ran counts once.
 
-    Times are latencies once all present ranks had come where several ran it, else durations. Bus bandwidth is as nccl-tests
-    counts it, from the mean latency, else from the shortest duration. `num_bytes` is the mean over ranks. `spread_us` is the
-    half-width of the middle half of times.
+    Times are latencies after the last present rank arrived if several ranks ran it, else durations. Bus bandwidth is as
+    nccl-tests counts it, from the mean latency, else from the shortest duration. `num_bytes` is the mean over ranks.
+    `spread_us` is the half-width of the middle half of times.
     """
 
     collective: CollectiveKind
@@ -288,9 +288,9 @@ class CollectiveSize(Value, frozen=True, kw_only=True):
 
 
 class Recoverable(Value, frozen=True, kw_only=True):
-    """The gain per step of a control, operator, integration or change to the job; simulated.
+    """The simulated gain per step of a control, operator, integration or change to the job.
 
-    `apply` are lines to paste. Values of several entries do not add up: each is for that change alone.
+    `apply` are lines to paste. The gains of several entries do not add up: each is for that change alone.
     """
 
     causes: tuple[Cause, ...]
@@ -309,7 +309,7 @@ class Headline(Value, frozen=True, kw_only=True):
 
 
 class Change(Value, frozen=True, kw_only=True):
-    """One figure in two analyses; `spread` is the half-width of the middle half over steady steps, of the wider one."""
+    """One figure in two analyses; `spread` is the wider one's half-width of the middle half over steady steps."""
 
     what: str
     before: float
@@ -319,7 +319,7 @@ class Change(Value, frozen=True, kw_only=True):
 
 
 class Analysis(Value, frozen=True, kw_only=True, tag_field="schema", tag=SCHEMA):
-    """Traces of one job, of one rank or many. The means of `steps` are over steady steps and ranks."""
+    """The analysis of traces of one job, of one rank or many. The means of `steps` are over steady steps and ranks."""
 
     ranks: tuple[RankAnalysis, ...]
     headline: Headline

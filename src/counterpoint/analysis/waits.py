@@ -1,8 +1,8 @@
-"""Who came when to each shared collective: waits, first and last arrivals, skew, and what it took once all were there.
+"""Finds when each rank came to each shared collective: waits, first and last arrivals, skew, and the latency after that.
 
-A rank waits from its own start to the last rank's, on the shared clock, and not beyond its own end. The latency is the last
-rank's own duration, which no clock is needed for. Of missing ranks nothing is known: where one of them came last, the
-latency holds the wait for it.
+A rank waits from its own start to the last rank's start, on the shared clock, but not beyond its own end. The latency is the
+last rank's own duration, which needs no clock. Nothing is known of missing ranks: if one of them came last, the latency
+includes the wait for it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,7 +14,7 @@ from counterpoint.value import Value
 
 
 class Arrival(Value, frozen=True, kw_only=True):
-    """How the ranks came to one collective. `waits_us` stand in the order of `members`; `error_us` is that of the clocks."""
+    """When the ranks came to one collective. `waits_us` are in the order of `members`; `error_us` is that of the clocks."""
 
     members: tuple[TracedCollective, ...]
     waits_us: tuple[float, ...]
@@ -25,22 +25,22 @@ class Arrival(Value, frozen=True, kw_only=True):
 
     @property
     def latency_us(self) -> float:
-        """From the last arrival to the end on that rank."""
+        """The time from the last arrival to the end on that rank."""
         return self.last.end_us - self.last.start_us
 
     @property
     def num_bytes(self) -> int:
-        """Mean over the ranks, which differ in uneven all-to-alls only."""
+        """The mean over the ranks, which differ only in uneven all-to-alls."""
         return round(sum(member.num_bytes for member in self.members) / len(self.members))
 
     @property
     def imbalance(self) -> float:
-        """The largest of the ranks'."""
+        """The largest imbalance of the ranks."""
         return max(member.imbalance for member in self.members)
 
 
 def arrivals(shared: Sequence[SharedCollective], clocks: Mapping[int, RankClock]) -> tuple[Arrival, ...]:
-    """Arrivals at every collective whose ranks have aligned clocks, in the given order."""
+    """Return the arrivals at every collective whose ranks have aligned clocks, in the given order."""
     return tuple(_arrival(c.members, clocks) for c in shared if all(member.rank in clocks for member in c.members))
 
 
@@ -58,12 +58,12 @@ def _arrival(members: tuple[TracedCollective, ...], clocks: Mapping[int, RankClo
 
 
 def rank_waits(met: Sequence[Arrival]) -> tuple[RankWaits, ...]:
-    """Waits summed by rank, with how often each came last and first."""
+    """Return waits summed by rank, and how often each rank came last and first."""
     waited: dict[int, list[float]] = {}
     for arrival in met:
         for member, wait_us in zip(arrival.members, arrival.waits_us, strict=True):
             waited.setdefault(member.rank, []).append(wait_us)
-    apart = [arrival for arrival in met if arrival.skew_us > 0]  # else nobody came last
+    apart = [arrival for arrival in met if arrival.skew_us > 0]  # without skew, no rank came last
     return tuple(
         RankWaits(
             rank=rank,
@@ -78,7 +78,7 @@ def rank_waits(met: Sequence[Arrival]) -> tuple[RankWaits, ...]:
 
 
 def skew_of(arrival: Arrival) -> CollectiveSkew:
-    """What is told of one collective."""
+    """Return the skew of one collective for reports."""
     first = arrival.members[0]
     return CollectiveSkew(
         name=label_of(first),

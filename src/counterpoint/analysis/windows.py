@@ -1,6 +1,7 @@
-"""The steps of one rank as the GPU ran them: windows, figures of each, and which are steady.
+"""The steps of one rank as the GPU ran them: their windows, their figures, and which of them are steady.
 
-All figures are lengths of unions of spans of whatever ran in a window, whichever step it belongs to, in whole nanoseconds.
+Each figure is the length of a union of spans of everything that ran in a window, whichever step it belongs to, in whole
+nanoseconds.
 """
 
 from bisect import bisect_left
@@ -19,11 +20,11 @@ SPREADS_OF_OUTLIERS = 5.0
 """A step farther from the median than this many median deviations is an outlier..."""
 LEAST_OUTLIER = 0.05
 """...if it is also farther than this share of the median: steps of a quiet job differ by less."""
-MAD_TO_SPREAD = 1.4826  # a normal distribution's standard deviation over its median absolute deviation
+MAD_TO_SPREAD = 1.4826  # ratio of a normal distribution's standard deviation to its median absolute deviation
 
 
 class RankWindows(Value, frozen=True, kw_only=True):
-    """Windows of the steps in nanoseconds, the steps themselves where they can be told, and what is and is not known."""
+    """Windows of the steps in nanoseconds, the steps themselves if they can be told, and what is and is not known."""
 
     windows: tuple[Span, ...]
     steps: TracedSteps | None = None
@@ -32,7 +33,7 @@ class RankWindows(Value, frozen=True, kw_only=True):
 
 
 class BusyTimes(Value, frozen=True, kw_only=True):
-    """Unions of spans over the whole trace; communication holds waiting, and exposed what of it no computation covers."""
+    """Unions of spans over the whole trace; communication includes waiting; computation covers none of exposed."""
 
     computation: tuple[Span, ...]
     communication: tuple[Span, ...]
@@ -43,7 +44,7 @@ class BusyTimes(Value, frozen=True, kw_only=True):
 
 
 def find_windows(timed: TimedTrace) -> RankWindows:
-    """The window of each step; the whole trace as one, and a problem, where no step can be told."""
+    """Return the window of each step; if no step can be told, the whole trace as one window, and a problem."""
     whole = (0, timed.sorted_ends[-1])
     try:
         steps = divide_into_steps(timed.trace)
@@ -58,7 +59,7 @@ def find_windows(timed: TimedTrace) -> RankWindows:
 
 
 def find_busy(timed: TimedTrace, roles: tuple[Role, ...]) -> BusyTimes:
-    """When the GPU did what."""
+    """Return when the GPU did what, by role."""
     spans: dict[Role, list[Span]] = {"computation": [], "communication": [], "waiting": [], "copy": []}
     for index in timed.by_start:
         spans[roles[index]].append((timed.starts[index], timed.ends[index]))
@@ -75,13 +76,13 @@ def find_busy(timed: TimedTrace, roles: tuple[Role, ...]) -> BusyTimes:
 
 
 def find_figures(timed: TimedTrace, busy: BusyTimes, windows: tuple[Span, ...]) -> tuple[StepFigures, ...]:
-    """The figures of every step, with the steady ones marked."""
+    """Return the figures of every step, with the steady ones marked."""
     steady = steady_steps([end - start for start, end in windows])
     return tuple(_figures(timed, busy, number, window, number in steady) for number, window in enumerate(windows))
 
 
 def steady_steps(makespans: Sequence[int]) -> set[int]:
-    """Steps that are neither outliers nor, where others are left, the first: it runs with a cold profiler."""
+    """Return the steps but outliers and, of three or more, the first, which runs with a cold profiler."""
     kept = list(range(1, len(makespans))) if len(makespans) > 2 else list(range(len(makespans)))
     middle = median(makespans[step] for step in kept)
     spread = MAD_TO_SPREAD * median(abs(makespans[step] - middle) for step in kept)
@@ -90,7 +91,7 @@ def steady_steps(makespans: Sequence[int]) -> set[int]:
 
 
 def representative(steps: Sequence[StepFigures]) -> StepFigures:
-    """The steady step with the median makespan, the shorter of two."""
+    """Return the steady step with the median makespan, or the shorter of two."""
     steady = sorted((step for step in steps if step.is_steady), key=lambda step: (step.makespan_us, step.step))
     return steady[(len(steady) - 1) // 2]
 
@@ -119,7 +120,7 @@ def _figures(timed: TimedTrace, busy: BusyTimes, step: int, window: Span, is_ste
 
 
 def _ends_with_a_launch(timed: TimedTrace, time: int) -> bool:
-    """Whether an operation starts at this time that the host had only just launched."""
+    """Return whether an operation that the host had only just launched starts at this time."""
     place = bisect_left(timed.sorted_starts, time)
     while place < len(timed.by_start) and timed.sorted_starts[place] == time:
         launched = timed.launches[timed.by_start[place]]

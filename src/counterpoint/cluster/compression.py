@@ -18,24 +18,25 @@ SELECTION_PASSES = 4
 INDEX_BYTES = 4
 
 
-def reduce_gradients(
-    configuration: Configuration, builder: PassBuilder, num_elements: float, group: str, after: int | None = None
-) -> None:
-    """Add the reduction of `num_elements` gradients over `group`, after operation `after` or the computation so far."""
+def reduce_gradients(configuration: Configuration, builder: PassBuilder, num_elements: float, group: str) -> int | None:
+    """Add the reduction of `num_elements` gradients over `group` after the computation so far.
+
+    Returns its last operation; None where the group is one rank.
+    """
     if builder.groups[group].size < 2:
-        return
+        return None
     method = configuration.compression.method
     if method == "powersgd":
-        _power_sgd(configuration, builder, num_elements, group)
-    elif method == "topk":
-        _top_k(configuration.compression, builder, num_elements, group)
-    elif method in NARROW_BYTES:
+        return _power_sgd(configuration, builder, num_elements, group)
+    if method == "topk":
+        return _top_k(configuration.compression, builder, num_elements, group)
+    if method in NARROW_BYTES:
         width, reads = NARROW_BYTES[method]
         builder.compute(memory_pass("gradient.narrow", (reads * FULL_BYTES + width) * num_elements))
-        last = _plain(configuration, builder, width * num_elements, group, None)
-        builder.compute_after(memory_pass("gradient.widen", (FULL_BYTES + width) * _kept(configuration, num_elements)), last)
-    else:
-        _plain(configuration, builder, configuration.training.gradient_bytes * num_elements, group, after)
+        last = _plain(configuration, builder, width * num_elements, group)
+        widened = memory_pass("gradient.widen", (FULL_BYTES + width) * _kept(configuration, num_elements))
+        return builder.compute_after(widened, last)
+    return _plain(configuration, builder, configuration.training.gradient_bytes * num_elements, group)
 
 
 def _kept(configuration: Configuration, num_elements: float) -> float:
@@ -43,21 +44,19 @@ def _kept(configuration: Configuration, num_elements: float) -> float:
     return num_elements / configuration.optimizer_ranks
 
 
-def _plain(
-    configuration: Configuration, builder: PassBuilder, num_bytes: float, group: str, after: int | None
-) -> int | None:
+def _plain(configuration: Configuration, builder: PassBuilder, num_bytes: float, group: str) -> int | None:
     sharding = configuration.parallelism.sharding
     if sharding == "none":
-        return builder.communicate("all_reduce", num_bytes, group, after=after, stream=REDUCE)
+        return builder.communicate("all_reduce", num_bytes, group, stream=REDUCE)
     if sharding == "hybrid" and group != EXPERT_DATA_GROUP:
-        first = builder.communicate("reduce_scatter", num_bytes, SHARD_GROUP, after=after, stream=REDUCE)
+        first = builder.communicate("reduce_scatter", num_bytes, SHARD_GROUP, stream=REDUCE)
         size = builder.groups[SHARD_GROUP].size
-        second = builder.communicate("all_reduce", num_bytes / size, REPLICA_GROUP, after=first or after, stream=REDUCE)
+        second = builder.communicate("all_reduce", num_bytes / size, REPLICA_GROUP, after=first, stream=REDUCE)
         return first if second is None else second
-    return builder.communicate("reduce_scatter", num_bytes, group, after=after, stream=REDUCE)
+    return builder.communicate("reduce_scatter", num_bytes, group, stream=REDUCE)
 
 
-def _power_sgd(configuration: Configuration, builder: PassBuilder, num_elements: float, group: str) -> None:
+def _power_sgd(configuration: Configuration, builder: PassBuilder, num_elements: float, group: str) -> int | None:
     rank, rows = configuration.compression.rank, configuration.model.hidden
     columns = max(1.0, num_elements / rows)
     product_flops = 2.0 * num_elements * rank
@@ -68,15 +67,15 @@ def _power_sgd(configuration: Configuration, builder: PassBuilder, num_elements:
     done = builder.compute_after(orthogonal, left)
     second = builder.compute_after(memory_pass("powersgd.right", FULL_BYTES * num_elements, product_flops), done)
     right = builder.communicate("all_reduce", FULL_BYTES * columns * rank, group, after=second, stream=REDUCE)
-    builder.compute_after(memory_pass("powersgd.rebuild", 3 * FULL_BYTES * num_elements, product_flops), right)
+    return builder.compute_after(memory_pass("powersgd.rebuild", 3 * FULL_BYTES * num_elements, product_flops), right)
 
 
-def _top_k(compression: Compression, builder: PassBuilder, num_elements: float, group: str) -> None:
+def _top_k(compression: Compression, builder: PassBuilder, num_elements: float, group: str) -> int | None:
     size = builder.groups[group].size
     kept = compression.ratio * num_elements
     builder.compute(memory_pass("gradient.feedback", 3 * FULL_BYTES * num_elements))
     builder.compute(memory_pass("topk.select", SELECTION_PASSES * FULL_BYTES * num_elements))
     number = builder.communicate("all_gather", size * kept * (FULL_BYTES + INDEX_BYTES), group, stream=REDUCE)
-    builder.compute_after(
+    return builder.compute_after(
         memory_pass("topk.scatter", FULL_BYTES * num_elements + 3 * size * kept * (FULL_BYTES + INDEX_BYTES)), number
     )

@@ -15,7 +15,7 @@ from counterpoint.cluster.collective_times import CollectiveTimes, times_on
 from counterpoint.cluster.compression import NARROW_BYTES
 from counterpoint.cluster.description import Configuration
 from counterpoint.cluster.memory import memory_bytes
-from counterpoint.cluster.pass_builder import DATA_GROUP, SHARD_GROUP, TENSOR_GROUP, groups_of
+from counterpoint.cluster.pass_builder import DATA_GROUP, REPLICA_GROUP, SHARD_GROUP, TENSOR_GROUP, groups_of
 from counterpoint.cluster.passes import PassKind, head_step, optimizer_step, pass_step, stage_parameters
 from counterpoint.cluster.pipeline import Bubbles, StageTimes, run_pipeline
 from counterpoint.cluster.planned import PassTimes, simulate_pass
@@ -184,18 +184,29 @@ class _StepEstimator:
         return forward, self._simulated(head_step(self._configuration, self._collectives, "backward"))
 
     def _stages(self) -> list[list[StageTimes]]:
-        """Times of every chunk of every stage; the last one has the head."""
+        """Times of every chunk of every stage. The first chunk has the embedding's gather and reduction where parameters
+        are sharded, the last one has the head.
+        """
         forward, backward = self._forward, self._backward
-        usual = StageTimes(forward_us=forward.computed_us, backward_us=backward.computed_us, weights_us=backward.weights_us)
-        heads = self._heads
-        last = StageTimes(
-            forward_us=usual.forward_us + heads[0].makespan_us,
-            backward_us=usual.backward_us + heads[1].makespan_us,
-            weights_us=usual.weights_us + heads[1].weights_us,
-        )
+        usual = StageTimes(forward_us=forward.computed_us, backward_us=self._backward_us, weights_us=backward.weights_us)
         stages = [[usual] * self._sizes.num_chunks for _ in range(self._sizes.pipeline)]
-        stages[-1][-1] = last
+        gather_us, reduction_us = self._embedding_waits_us
+        stages[0][0] = _longer(stages[0][0], gather_us, reduction_us)
+        heads = self._heads
+        stages[-1][-1] = _longer(stages[-1][-1], heads[0].makespan_us, heads[1].makespan_us, heads[1].weights_us)
         return stages
+
+    @property
+    def _backward_us(self) -> float:
+        """A backward pass of a chunk. Where parameters are sharded, each ends with its last reduction, as FSDP's do."""
+        return self._backward.makespan_us if self._is_sharded else self._backward.computed_us
+
+    @cached_property
+    def _embedding_waits_us(self) -> tuple[float, float]:
+        """Where parameters are sharded, the embedding's gather before and its reduction after each micro-batch's layers."""
+        if not self._is_sharded:
+            return 0.0, 0.0
+        return self._embedding_us(is_gathered=True), self._embedding_us(is_gathered=False)
 
     def _run(self, stages: list[list[StageTimes]]) -> Bubbles:
         return run_pipeline(
@@ -245,10 +256,11 @@ class _StepEstimator:
 
     @cached_property
     def _tail_us(self) -> float:
-        """Return the time after the last backward pass of a stage: reductions that nothing hides."""
-        if self._is_sharded:
-            return self._backward.tail_us + self._embedding_us(is_gathered=False)
-        if groups_of(self._configuration)[DATA_GROUP].size < 2:
+        """Return the time after the last backward pass of a stage: reductions that nothing hides.
+
+        Where parameters are sharded, each micro-batch has its own.
+        """
+        if self._is_sharded or groups_of(self._configuration)[DATA_GROUP].size < 2:
             return 0.0
         if self._training.overlap_data:
             return self._reducing_extra_us + self._embedding_us(is_gathered=False)
@@ -259,7 +271,10 @@ class _StepEstimator:
         width, _ = NARROW_BYTES.get(self._configuration.compression.method, (self._training.gradient_bytes, 0))
         num_bytes = num_elements * width
         kind: CollectiveKind = "all_reduce" if self._sizes.sharding == "none" else "reduce_scatter"
-        return self._collective_us(kind, num_bytes, SHARD_GROUP if self._is_sharded else DATA_GROUP)
+        if not self._is_sharded:
+            return self._collective_us(kind, num_bytes, DATA_GROUP)
+        replicas_us = self._collective_us("all_reduce", num_bytes / self._configuration.shard_ranks, REPLICA_GROUP)
+        return self._collective_us(kind, num_bytes, SHARD_GROUP) + replicas_us
 
     def _embedding_us(self, *, is_gathered: bool) -> float:
         """An embedding's gradients, or parameters, which nothing hides."""
@@ -272,8 +287,6 @@ class _StepEstimator:
     @cached_property
     def _start_us(self) -> float:
         """Before the first forward pass: parameters that come back from the ranks that updated them."""
-        if self._is_sharded:
-            return self._embedding_us(is_gathered=True)
         if self._sizes.sharding != "optimizer" or groups_of(self._configuration)[DATA_GROUP].size < 2:
             return 0.0
         if self._training.overlap_data:
@@ -302,9 +315,20 @@ class _StepEstimator:
         busy_us = sum(each.busy_us for each in plain) * chunks + sum(each.busy_us for each in self._heads)
         waiting_us = sum(each.computed_us - each.busy_us for each in plain) * chunks
         waiting_us += sum(each.makespan_us - each.busy_us for each in self._heads)
-        whole = (self._forward.computed_us + self._backward.computed_us) * chunks
+        whole = (self._forward.computed_us + self._backward_us) * chunks
         beside_us = whole - sum(each.computed_us for each in plain) * chunks
+        if self._sizes.pipeline == 1:  # else the embedding is in another stage
+            beside_us += sum(self._embedding_waits_us)
         return passes * busy_us, passes * waiting_us, passes * max(0.0, beside_us)
+
+
+def _longer(times: StageTimes, forward_us: float, backward_us: float, weights_us: float = 0.0) -> StageTimes:
+    """Return the times of a chunk with so much more of each."""
+    return StageTimes(
+        forward_us=times.forward_us + forward_us,
+        backward_us=times.backward_us + backward_us,
+        weights_us=times.weights_us + weights_us,
+    )
 
 
 def efficiency(larger: ClusterEstimate, smaller: ClusterEstimate) -> float:

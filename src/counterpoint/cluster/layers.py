@@ -50,7 +50,7 @@ class LayerWriter:
         if not is_again:
             self._sum()
             self._pass("residual", 3 * self._shard * hidden)
-        builder.end_layer()
+            builder.end_layer()
 
     def backward(self) -> None:
         """A layer's backward pass, with recomputation if the step has it."""

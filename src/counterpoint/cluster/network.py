@@ -99,12 +99,11 @@ class Fabric(Value, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         cluster, machine = self.cluster, self.machine
-        rails = cluster.num_rails or machine.num_gpus
         require(
-            rails <= machine.num_gpus,
+            self.num_rails <= machine.num_gpus,
             MachineError,
             f"cluster '{shown(cluster.name)}': num_rails must be at most the {machine.num_gpus} GPUs of a node of machine "
-            f"'{machine.name}'; found {rails}.",
+            f"'{machine.name}'; found {self.num_rails}.",
         )
         require(
             cluster.num_nodes == 1 or bool(cluster.levels) or machine.network is not None,
@@ -119,9 +118,22 @@ class Fabric(Value, frozen=True, kw_only=True):
         return self.cluster.num_nodes * self.machine.num_gpus
 
     @property
+    def num_rails(self) -> int:
+        """Network ports of a node."""
+        return self.cluster.num_rails or self.machine.num_gpus
+
+    @property
     def rails_per_gpu(self) -> float:
         """Network ports for each GPU while all GPUs of a node send."""
-        return (self.cluster.num_rails or self.machine.num_gpus) / self.machine.num_gpus
+        return self.num_rails / self.machine.num_gpus
+
+    @property
+    def rails_in_words(self) -> str:
+        """As in "1 rail per node, shared by 8 GPUs (num_rails = 1)."."""
+        rails, gpus = self.num_rails, self.machine.num_gpus
+        shared = "one for each GPU" if rails == gpus else f"shared by {gpus} GPUs"
+        said = "assumed, since [cluster] has no num_rails" if self.cluster.num_rails is None else f"num_rails = {rails}"
+        return f"{rails} rail{'s' if rails > 1 else ''} per node, {shared} ({said})."
 
     @property
     def levels(self) -> tuple[Level, ...]:

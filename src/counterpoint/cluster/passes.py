@@ -1,7 +1,8 @@
 """Passes through the layers of a pipeline stage as steps: forward or backward, with or without data-parallel collectives.
 
 Equal layers are folded: passes of 2 and of 3 layers are simulated, and what the third adds counts for every further one. So
-the first gather and the last reduction, which nothing hides, count once.
+the first gather and the last reduction of a pass, which nothing hides, count once in it. Without `overlap_data` the
+computation waits for each gather and for each reduction where it stands.
 """
 
 from typing import Literal
@@ -15,6 +16,7 @@ from counterpoint.cluster.pass_builder import (
     DATA_GROUP,
     EXPERT_DATA_GROUP,
     GATHER,
+    REDUCE,
     SHARD_GROUP,
     TENSOR_GROUP,
     PassBuilder,
@@ -59,9 +61,10 @@ def pass_step(configuration: Configuration, times: CollectiveTimes, kind: PassKi
     builder = PassBuilder(configuration, times)
     writer = LayerWriter(configuration, builder)
     gathered: list[int | None] = []
+    num_ahead = 1 if configuration.training.overlap_data else 0  # layers whose parameters come while one computes
     for number in range(num_layers):
         if kind.is_gathering:
-            while len(gathered) < min(num_layers, number + 2):  # the next layer's parameters come while this one computes
+            while len(gathered) < min(num_layers, number + 1 + num_ahead):
                 gathered.append(_gather(configuration, builder, len(gathered)))
             builder.wait_for(gathered[number])
         if kind.direction == "forward":
@@ -69,28 +72,34 @@ def pass_step(configuration: Configuration, times: CollectiveTimes, kind: PassKi
         else:
             writer.backward()
             if kind.is_reducing:
-                dense, experts = layer_elements(configuration)
-                reduce_gradients(configuration, builder, dense, DATA_GROUP)
-                if experts:
-                    reduce_gradients(configuration, builder, experts, EXPERT_DATA_GROUP)
+                _reduce(configuration, builder)
     return builder.step(f"{kind.describe()}, {num_layers} layers")
 
 
+def _reduce(configuration: Configuration, builder: PassBuilder) -> None:
+    """The gradients of a layer, which the computation waits for unless reductions run beside it."""
+    dense, experts = layer_elements(configuration)
+    for elements, group in ((dense, DATA_GROUP), (experts, EXPERT_DATA_GROUP)):
+        last = reduce_gradients(configuration, builder, elements, group) if elements else None
+        if not configuration.training.overlap_data:
+            builder.wait_for(last)
+
+
 def _gather(configuration: Configuration, builder: PassBuilder, number: int) -> int | None:
-    """Parameters of a layer into one of two buffers, which the layer before the last must have left."""
+    """Parameters of a layer into one of two buffers, which the layer before the last must have left.
+
+    Without overlap they come when everything before them is done.
+    """
     dense, experts = layer_elements(configuration)
     group = SHARD_GROUP if configuration.shard_ranks > 1 else DATA_GROUP
-    ends = builder.layer_ends
-    after = ends[number - 2] if number >= 2 else -1
+    after, stream = None, REDUCE  # behind the reductions
+    if configuration.training.overlap_data:
+        after, stream = builder.layer_ends[number - 2] if number >= 2 else -1, GATHER
     num_bytes = configuration.model.element_bytes
-    first = _gather_bytes(builder, num_bytes * dense, group, after)
-    return _gather_bytes(builder, num_bytes * experts, EXPERT_DATA_GROUP, after) or first
-
-
-def _gather_bytes(builder: PassBuilder, num_bytes: float, group: str, after: int) -> int | None:
-    if num_bytes <= 0:
-        return None
-    return builder.communicate("all_gather", num_bytes, group, after=after, stream=GATHER)
+    first = builder.communicate("all_gather", num_bytes * dense, group, after=after, stream=stream)
+    if not experts:
+        return first
+    return builder.communicate("all_gather", num_bytes * experts, EXPERT_DATA_GROUP, after=after, stream=stream) or first
 
 
 def head_step(configuration: Configuration, times: CollectiveTimes, direction: Direction) -> Step:

@@ -39,11 +39,6 @@ class PassTimes(Value, frozen=True, kw_only=True):
     busy_us: float
     weights_us: float = 0.0
 
-    @property
-    def tail_us(self) -> float:
-        """What runs on after the last computation."""
-        return self.makespan_us - self.computed_us
-
     def more(self, other: "PassTimes", number: float) -> "PassTimes":
         """Return these times plus `number` times the difference to `other`."""
         figures = {

@@ -1,13 +1,14 @@
-"""The control block, a file shared by one process's launch filter and Python: rules one way, counters and a census of
-kernels the other.
+"""The control block: a file that the launch filter of one process shares with Python. Python writes rules; the filter writes
+counters and a census of kernels.
 
-Needs neither torch nor CUDA. One writer swaps tables (two at once would tear them); any number may read. A swap fills the
-oldest of the table slots and then raises the generation, so the filter sees either the old table or the new one, whole: it
-checks the slot's generation and checksum before it uses a new table. A launch that is being decided meanwhile keeps the old
-table; if as many swaps as there are slots happened within that one launch, it would be counted in a wrong table.
+This module needs neither torch nor CUDA. Only one writer may swap tables (two at once would tear them); any number of
+readers may read. A swap fills the oldest of the table slots and then raises the generation. The filter checks the slot's
+generation and checksum before it uses a new table, so it sees either the old table or the new one, whole. A launch that is
+being decided at that time keeps the old table; if as many swaps as there are slots happen within that one launch, it is
+counted in a wrong table.
 
-The file is read and written by calls and not mapped here: where it was cut short a call says so, and a mapped page would end
-the process.
+The file is read and written by calls and is not mapped here: if the file was cut short, a call returns an error, whereas
+access to a mapped page would end the process.
 """
 
 import os
@@ -37,7 +38,7 @@ __all__ = [
 ]
 
 INITIAL_BLOCK = "initial.block"
-NUM_READS = 5  # of a table, before it is said to be damaged
+NUM_READS = 5  # attempts to read a table before it is reported as damaged
 DRIVERS = {0: "", 1: "cuda", 2: "hip"}
 REFUSALS = {
     1: "the launch is cooperative (a grid barrier needs all its CTAs resident at once), and such launches are left alone",
@@ -62,10 +63,10 @@ T = TypeVar("T", bound=Structure)
 
 
 class RuleCounters(Value, frozen=True, kw_only=True):
-    """What became of one rule since its table was put in force, in launches.
+    """The launches that one rule matched since its table was put in force, and their outcomes.
 
     `residency_found` is the driver's answer for the capped launch, the largest of all kernels of the rule. `refusal` is the
-    first reason why a control was not applied; `num_refused` counts every control of every launch that was left as it was.
+    first reason why a control was not applied; `num_refused` counts every control of every launch that was left unchanged.
     """
 
     num_matched: int = 0
@@ -79,9 +80,9 @@ class RuleCounters(Value, frozen=True, kw_only=True):
 
 
 class SeenFunction(Value, frozen=True, kw_only=True):
-    """One kernel that was launched: as its last launch asked for it, before any change by the filter.
+    """One kernel that was launched, with the arguments of its last launch before any change by the filter.
 
-    `pattern` matches it in a rule. Kernels of one name, registers and static shared memory are one entry.
+    A rule with this `pattern` matches it. Kernels of one name, registers and static shared memory are one entry.
     """
 
     name: str
@@ -100,7 +101,7 @@ class SeenFunction(Value, frozen=True, kw_only=True):
 
 
 class FilterState(Value, frozen=True, kw_only=True):
-    """One process as its filter sees it. `counters` are those of `rules`, the table of `generation`, in the same order.
+    """The state of one process's filter. `counters` are those of `rules`, the table of `generation`, in the same order.
 
     `num_launches_ex` is how many of `num_launches` came through cuLaunchKernelEx. `driver` is "cuda", "hip" or empty.
     """
@@ -118,12 +119,12 @@ class FilterState(Value, frozen=True, kw_only=True):
 
     @property
     def driver_found(self) -> bool:
-        """Whether the process reached a GPU driver's launches."""
+        """Whether the process has reached the launch functions of a GPU driver."""
         return bool(self.driver)
 
 
 class ControlBlock:
-    """The open block of one process. Close it; a second close does nothing."""
+    """The open control block of one process. Close it; a second close does nothing."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -136,7 +137,7 @@ class ControlBlock:
 
     @classmethod
     def write_initial(cls, path: Path, rules: Sequence[FilterRule]) -> None:
-        """Write the template that every process's filter copies when it starts. Raises `LaunchFilterError`, `PlanError`."""
+        """Write the block that every process's filter copies when it starts. Raises `LaunchFilterError`, `PlanError`."""
         block = BlockRecord(
             magic=layout.MAGIC, layout_version=layout.LAYOUT_VERSION, block_bytes=sizeof(BlockRecord), rank=-1
         )
@@ -151,11 +152,11 @@ class ControlBlock:
 
     @classmethod
     def open(cls, path: Path) -> "ControlBlock":
-        """Open the block of one process. Raises `LaunchFilterError` where it is none."""
+        """Open the block of one process. Raises `LaunchFilterError` if the file is no control block."""
         return cls(path)
 
     def swap(self, rules: Sequence[FilterRule]) -> int:
-        """Put another table in force from the next launch on; counters start at 0. Returns the new generation."""
+        """Put another table in force from the next launch on; counters start at 0. Return the new generation."""
         if os.fstat(self._opened()).st_size != sizeof(BlockRecord):
             raise self._damaged("was cut short")
         generation = self._number(BlockRecord.generation.offset) + 1 & (1 << 64) - 1
@@ -166,7 +167,7 @@ class ControlBlock:
         return generation
 
     def state(self) -> FilterState:
-        """What the filter has seen and done so far; counters move on while they are read. Raises `LaunchFilterError`."""
+        """Return what the filter has seen and done so far; counters advance meanwhile. Raises `LaunchFilterError`."""
         generation, slot = self._table()
         header = self._read(0, BlockRecord.slots.offset)
         block = BlockRecord.from_buffer_copy(header + bytes(sizeof(BlockRecord) - len(header)))
@@ -187,13 +188,13 @@ class ControlBlock:
         )
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Close the file."""
         if self._file is not None:
             os.close(self._file)
             self._file = None
 
     def _table(self) -> tuple[int, SlotRecord]:
-        """The table in force; a swap meanwhile makes it be read again."""
+        """Return the table in force; if a swap happens meanwhile, read again."""
         for _ in range(NUM_READS):
             generation = self._number(BlockRecord.generation.offset)
             slot = self._copy(SlotRecord, _slot_offset(generation))
@@ -231,7 +232,7 @@ class ControlBlock:
 
 
 def block_paths(directory: Path) -> list[Path]:
-    """The blocks of the processes whose filter started, by name; none where the folder does not exist."""
+    """Return the blocks of the processes whose filter started, by name; none if the folder does not exist."""
     return sorted(path for path in directory.glob("*.block") if path.name != INITIAL_BLOCK)
 
 
@@ -275,7 +276,7 @@ def _fill(slot: Any, rules: Sequence[FilterRule], generation: int) -> None:
         f"The patterns of a plan may have at most {layout.PATTERN_POOL_BYTES:,} bytes; found {len(pool):,}. Use "
         "shorter patterns.",
     )
-    memset(addressof(slot), 0, sizeof(SlotRecord))  # also ends the table that was here
+    memset(addressof(slot), 0, sizeof(SlotRecord))  # this also invalidates the table that was here
     offset = 0
     for index, (rule, pattern) in enumerate(zip(rules, patterns, strict=True)):
         slot.rules[index] = _record(rule, offset, len(pattern))
@@ -295,7 +296,7 @@ def _checksum(slot: Any) -> int:
 
 
 def _is_whole(slot: SlotRecord) -> bool:
-    """Whether a table is what was once written, so that every figure in it is in its range."""
+    """Return whether a table is as it was written, so that every figure in it is in its range."""
     has_sizes = slot.num_rules <= layout.MAX_RULES and slot.pool_bytes <= layout.PATTERN_POOL_BYTES
     return has_sizes and bool(_checksum(slot) == slot.checksum)
 
@@ -324,7 +325,7 @@ def _record(rule: FilterRule, offset: int, size: int) -> RuleRecord:
 
 
 def _rule(slot: SlotRecord, index: int) -> FilterRule:
-    """A rule as it stands in a slot."""
+    """Return the rule at an index of a slot."""
     record = slot.rules[index]
     pool = string_at(addressof(slot) + SlotRecord.pool.offset, slot.pool_bytes)
     kinds = {layout.NOT_COLLECTIVE: "computation", layout.ONLY_COLLECTIVE: "communication"}

@@ -1,7 +1,7 @@
 """Checks, before anything runs, what a command would run and whether the launch filter can be preloaded into it.
 
-The dynamic linker leaves a preloaded library out of a static program without a word, and out of one for another machine or
-C library with a warning only.
+The dynamic linker does not preload a library into a static program, and says nothing. It does not preload a library for
+another machine or C library either, and only warns.
 """
 
 import os
@@ -21,16 +21,16 @@ PT_INTERP = 3
 
 
 class ElfHeader(Value, frozen=True, kw_only=True):
-    """What an ELF file says of itself: its machine's number, and the dynamic linker that loads it ("" for a static one)."""
+    """The properties of an ELF file: its machine's number, and the dynamic linker that loads it ("" if it is static)."""
 
     machine: int
     interpreter: str
 
 
 def find_executable(command: tuple[str, ...], path: str | None = None) -> Path:
-    """The file that a shell would run, looked for in `path` or, without one, this process's PATH.
+    """Return the file that a shell would run, looked for in `path`, or in this process's PATH if `path` is None.
 
-    Raises `LaunchFilterError` where there is none, or it may not be run.
+    Raises `LaunchFilterError` if there is none, or if it may not be run.
     """
     if not command or not command[0]:
         raise LaunchFilterError(
@@ -49,7 +49,7 @@ def find_executable(command: tuple[str, ...], path: str | None = None) -> Path:
 
 
 def check_command(executable: Path) -> None:
-    """Raise `LaunchFilterError` where the dynamic linker would not preload the filter into this program."""
+    """Raise `LaunchFilterError` if the dynamic linker would not preload the filter into this program."""
     check_platform()
     for _ in range(MAX_INTERPRETERS):
         content = _read_start(executable)
@@ -57,12 +57,12 @@ def check_command(executable: Path) -> None:
             break
         found = _interpreter(content)
         if found is None:
-            return  # running it says why it cannot be run
+            return  # the attempt to run it says why it cannot be run
         executable = found
     else:
         return
     if not content.startswith(b"\x7fELF"):
-        return  # a script without a first line: the shell that runs it is dynamic wherever the job's python is
+        return  # a script without a `#!` line runs in the shell, which is dynamic wherever the job's Python is
     _check_program(executable, _read_program(executable))
 
 
@@ -93,7 +93,7 @@ def _check_program(executable: Path, program: ElfHeader) -> None:
 
 
 def check_platform() -> None:
-    """Raise `LaunchFilterError` where the filter cannot be built."""
+    """Raise `LaunchFilterError` if the filter cannot be built on this platform."""
     machine, libc = platform.machine(), platform.libc_ver()[0]
     if sys.platform != "linux" or machine not in ELF_MACHINES or libc != "glibc":
         raise LaunchFilterError(
@@ -111,7 +111,7 @@ def _read_start(path: Path, size: int = 4096) -> bytes:
 
 
 def _interpreter(content: bytes) -> Path | None:
-    """What runs a script, through `env` too."""
+    """Return the interpreter of a script, also if it is run by `env`."""
     words = content[2:].split(b"\n", 1)[0].decode(errors="replace").split()
     if words and Path(words[0]).name == "env":
         words = [word for word in words[1:] if not word.startswith("-") and "=" not in word]

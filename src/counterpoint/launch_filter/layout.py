@@ -1,7 +1,7 @@
-"""The control block's layout, byte for byte as `block.h` has it; a test compiles that header and compares.
+"""The layout of the control block, byte for byte as in `block.h`; a test compiles that header and compares.
 
-It knows nothing of files or of the meaning of rules. All figures are in the byte order and alignment of this machine, since
-both sides run on it.
+This module knows nothing of files or of the meaning of rules. All figures have the byte order and alignment of this machine,
+because both sides run on it.
 """
 
 from ctypes import Structure, c_char, c_double, c_int32, c_int64, c_uint32, c_uint64
@@ -9,7 +9,7 @@ from ctypes import Structure, c_char, c_double, c_int32, c_int64, c_uint32, c_ui
 MAGIC = 0x54_4E_49_4F_50_43_46_4C  # "LFCPOINT" read as a little-endian number
 LAYOUT_VERSION = 2
 NUM_SLOTS = 4
-MAX_RULES = 256  # a byte holds a rule's number
+MAX_RULES = 256  # one byte holds the number of a rule
 PATTERN_POOL_BYTES = 65536
 MAX_FUNCTIONS = 4096
 MAX_NAME_BYTES = 512
@@ -24,7 +24,7 @@ IS_COOPERATIVE, IS_COLLECTIVE_FUNCTION, IS_NAME_TRUNCATED = (1 << bit for bit in
 
 
 class RuleRecord(Structure):
-    """One rule; its pattern lies in the slot's pool."""
+    """One rule; its pattern is in the slot's pool."""
 
     _fields_ = (
         ("pattern_offset", c_uint32),
@@ -40,7 +40,7 @@ class RuleRecord(Structure):
 
 
 class CounterRecord(Structure):
-    """What became of one rule; the filter adds, Python zeroes before a table is put in force."""
+    """Counters of one rule; the filter adds to them, and Python sets them to zero before a table is put in force."""
 
     _fields_ = (
         ("num_matched", c_uint64),
@@ -50,7 +50,7 @@ class CounterRecord(Structure):
         ("num_refused", c_uint64),
         ("num_retried", c_uint64),
         ("residency_found", c_int64),  # the largest found for any kernel of the rule; -1 before the first
-        ("refusal", c_uint64),  # the first: code << 32 | value
+        ("refusal", c_uint64),  # the first refusal: code << 32 | value
     )
 
 
@@ -73,7 +73,7 @@ class FunctionRecord(Structure):
     """One kernel that was launched; grid, block and shared memory are its last launch's."""
 
     _fields_ = (
-        ("num_launches", c_uint64),  # all of them, by whichever entry point
+        ("num_launches", c_uint64),  # all launches, by whichever entry point
         ("num_launches_ex", c_uint64),
         ("num_changed", c_uint64),
         ("grid_xy", c_uint64),  # x in the low half, y in the high one
@@ -91,7 +91,7 @@ class FunctionRecord(Structure):
 
 
 class BlockRecord(Structure):
-    """The whole file. Python writes `generation` and slots; the filter writes all else."""
+    """The whole file. Python writes `generation` and the slots; the filter writes everything else."""
 
     _fields_ = (
         ("magic", c_uint64),
@@ -102,7 +102,7 @@ class BlockRecord(Structure):
         ("rank", c_int32),
         ("driver", c_uint32),  # 0 none yet, 1 CUDA, 2 HIP
         ("num_functions", c_uint32),
-        ("num_untracked", c_uint64),  # launches of kernels that found the census full
+        ("num_untracked", c_uint64),  # launches of kernels that were not recorded because the census was full
         ("problem_bytes", c_uint32),
         ("reserved", c_uint32),
         ("problem", c_char * MAX_PROBLEM_BYTES),

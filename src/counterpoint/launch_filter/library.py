@@ -1,10 +1,10 @@
-"""The launch filter's library: from the wheel, or built from its C sources on first use, and cached.
+"""The launch filter's library: it comes with the wheel, or is built from its C sources on first use and cached.
 
-A wheel brings it compiled (`prebuilt.py`), so a node needs no compiler. Without that, it is built, which needs a C compiler
-and no CUDA. The library lies in the cache folder under a name that changes with the sources, the machine and the C library.
-Where hosts share that folder's file system, or nothing can be loaded from it, a copy in a folder of this host is preloaded.
-Every process of a job runs its code, so only this user or root may own it or the folder and write to either.
-The file ends in a digest of the rest: one that was damaged is made again.
+A wheel holds the compiled library (`prebuilt.py`), so a node needs no compiler. Without it, the library is built, which
+needs a C compiler and no CUDA. The cache folder holds it under a name that changes with the sources, the machine and the C
+library. If hosts share that folder's file system, or nothing can be loaded from it, a copy in a folder of this host is
+preloaded. Every process of a job runs the library's code, so only this user or root may own the file and its folder and
+write to them. The file ends in a digest of the rest; a damaged file is made again.
 
 The part for AMD is experimental, has never run on AMD hardware, and is built on request only.
 """
@@ -47,7 +47,7 @@ PRIVATE_UMASK = 0o077
 
 
 def filter_library() -> Path:
-    """The library to preload, made if it is not there yet. Raises `LaunchFilterError` where it cannot be."""
+    """Return the library to preload; make it if it does not exist. Raises `LaunchFilterError` if that is impossible."""
     check_platform()
     prebuilt = None if has_amd() else prebuilt_library()
     folder = cache_folder()
@@ -70,7 +70,7 @@ def filter_library() -> Path:
 
 
 def _local_copy(path: Path, kind: str) -> Path:
-    """A copy of the library in a folder of this host alone. Raises `LaunchFilterError` where there is no place for one."""
+    """Copy the library to a folder of this host alone; return the copy. Raises `LaunchFilterError` if none can hold it."""
     content = path.read_bytes()[:-DIGEST_BYTES]
     reason = "this host has no folder that is writable and allows loading libraries"
     for place in local_places():
@@ -81,7 +81,7 @@ def _local_copy(path: Path, kind: str) -> Path:
             _check_private(folder)
             if not _is_kept(copy):
                 _keep(folder, copy, content)
-        except (OSError, LaunchFilterError) as problem:  # full, or somebody else's folder of our name
+        except (OSError, LaunchFilterError) as problem:  # the folder is full, or another user owns a folder of this name
             reason = f"{folder}: {problem}"
             continue
         return copy
@@ -93,17 +93,17 @@ def _local_copy(path: Path, kind: str) -> Path:
 
 
 def has_amd() -> bool:
-    """Whether the experimental part for AMD was asked for."""
+    """Return whether the experimental part for AMD was requested."""
     return os.environ.get(AMD_VARIABLE, "") not in ("", "0")
 
 
 def _make_private(folder: Path, *, needs_compiler: bool) -> None:
-    """Make the folder and those above it that are missing, for this user alone whatever the umask is."""
+    """Make the folder and its missing parents, accessible to this user alone whatever the umask is."""
     missing = [each for each in (folder, *folder.parents) if not each.exists()]
     if not missing:
         return
     if needs_compiler:
-        _compiler()  # without one nothing is left behind
+        _compiler()  # raises before any folder is made if there is no compiler
     for each in reversed(missing):
         each.mkdir(FOLDER_MODE, exist_ok=True)
         each.chmod(FOLDER_MODE)
@@ -123,12 +123,12 @@ def _check_private(folder: Path) -> None:
 
 
 def _is_private(found: os.stat_result) -> bool:
-    """Whether nobody but this user and root can change it."""
+    """Return whether only this user and root can change it."""
     return found.st_uid in (os.geteuid(), 0) and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 
 
 def _is_kept(path: Path) -> bool:
-    """Whether the library is there, whole, and nobody else's."""
+    """Return whether the library exists, is undamaged, and belongs to nobody else."""
     try:
         file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError:
@@ -153,14 +153,14 @@ def _build_in(folder: Path, path: Path) -> None:
 
 
 def _keep(folder: Path, path: Path, content: bytes) -> None:
-    """Keep a library that was compiled elsewhere."""
+    """Store a library that was compiled elsewhere."""
     with _partial(folder, path) as copied:
         _finish(copied, path, content)
 
 
 @contextmanager
 def _partial(folder: Path, path: Path) -> Iterator[Path]:
-    """Where a library is made that nobody is to see before it is whole."""
+    """Yield a temporary path for making a library, so that nobody sees it before it is complete."""
     with tempfile.TemporaryDirectory(dir=folder, prefix=f".{LIBRARY_PREFIX}") as name:
         os.chmod(name, FOLDER_MODE)
         yield Path(name) / path.name
@@ -169,11 +169,11 @@ def _partial(folder: Path, path: Path) -> Iterator[Path]:
 def _finish(made: Path, path: Path, content: bytes) -> None:
     made.write_bytes(content + _digest(content))
     made.chmod(FILE_MODE)
-    made.replace(path)  # two that do this at once both end with a whole file
+    made.replace(path)  # if two processes do this at once, both end with a complete file
 
 
 def build_command(compiler: list[str], sources: list[Path], output: Path) -> list[str]:
-    """The command that builds a library from `sources`; it is run in the folder of the head start kernel."""
+    """Return the command that builds a library from `sources`; run it in the folder of the head start kernel."""
     defined = [f'-DHOLD_PTX="{HOLD_PTX.name}"', *([WITH_AMD] if AMD_SOURCE in (path.name for path in sources) else [])]
     versions = f"-Wl,--version-script={VERSIONS}"
     return [*compiler, *FLAGS, *defined, "-shared", "-o", str(output), *map(str, sources), *LINKED, versions]

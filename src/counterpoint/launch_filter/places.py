@@ -1,8 +1,9 @@
 """Finds out what file system a folder is on: whether other hosts share it, and whether libraries can be loaded from it.
 
-A library that thousands of processes map from a network file system is slow to load, and a file that is replaced there
-while a job runs ends its processes (SIGBUS). So the launch filter is mapped from a folder of the host itself. Containers
-often mount /dev/shm and /tmp so that nothing can be loaded from there (noexec). Read from /proc/self/mountinfo; see proc(5).
+A library that thousands of processes map from a network file system is slow to load, and if the file is replaced there while
+a job runs, the job's processes end (SIGBUS). So the launch filter is mapped from a folder of the host itself. Containers
+often mount /dev/shm and /tmp so that nothing can be loaded from there (noexec). The source is /proc/self/mountinfo; see
+proc(5).
 """
 
 import os
@@ -13,7 +14,7 @@ from pathlib import Path
 from counterpoint.value import Value
 
 MOUNTS = Path("/proc/self/mountinfo")
-# as Linux names them in /proc/filesystems, and FUSE's by their program
+# names as in Linux's /proc/filesystems; FUSE file systems are named by their program
 SHARED_KINDS = frozenset(
     {
         "9p", "afs", "beegfs", "blobfuse2", "ceph", "ceph-fuse", "cifs", "cvmfs2", "gcsfuse", "gfs2", "glusterfs", "goofys",
@@ -24,7 +25,7 @@ SHARED_KINDS = frozenset(
 
 
 class FileSystem(Value, frozen=True, kw_only=True):
-    """The file system at `mount`; `kind` as Linux names it, empty where it cannot be told."""
+    """The file system at `mount`; `kind` is Linux's name of it, or empty if it is unknown."""
 
     mount: str = ""
     kind: str = ""
@@ -37,7 +38,7 @@ class FileSystem(Value, frozen=True, kw_only=True):
 
 
 def file_system_of(path: Path, mounts: Path | None = None) -> FileSystem:
-    """The file system that holds a path, or would hold it; nothing is known where `mounts` cannot be read."""
+    """Return the file system that holds a path, or would hold it; nothing is known if `mounts` cannot be read."""
     real = os.path.realpath(path)
     best = FileSystem()
     try:
@@ -48,13 +49,13 @@ def file_system_of(path: Path, mounts: Path | None = None) -> FileSystem:
         found = _parse(line)
         if found is None or not _is_under(real, found.mount):
             continue
-        if len(found.mount) >= len(best.mount):  # of two at one place the later one hides the earlier
+        if len(found.mount) >= len(best.mount):  # of two mounts at one place, the later one hides the earlier one
             best = found
     return best
 
 
 def local_places() -> Iterator[Path]:
-    """Folders of this host in which temporary files usually lie, from which libraries can be loaded."""
+    """Yield folders of this host that usually hold temporary files and from which libraries can be loaded."""
     named = (os.environ.get("XDG_RUNTIME_DIR"), tempfile.gettempdir(), "/var/tmp", "/dev/shm")
     for name in dict.fromkeys(filter(None, named)):
         path = Path(name)
@@ -64,7 +65,7 @@ def local_places() -> Iterator[Path]:
 
 
 def _parse(line: str) -> FileSystem | None:
-    """One line of mountinfo: mount point and options are the 5th and 6th word, the kind follows a lone hyphen."""
+    """Parse one line of mountinfo: mount point and options are the 5th and 6th word, the kind follows a lone hyphen."""
     words = line.split()
     try:
         hyphen = words.index("-", 6)

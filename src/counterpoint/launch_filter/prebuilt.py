@@ -1,7 +1,7 @@
-"""The launch filter compiled before a wheel is built, so that a node needs no compiler: for x86-64 and for AArch64.
+"""Compiles the launch filter for x86-64 and AArch64 before a wheel is built, so that a node needs no compiler.
 
 `make wheel` calls this module. It compiles with Zig (the package `ziglang`), which brings the stubs of every C library since
-2.17, and refuses a library that would need a newer one. The files go into wheels alone: a checkout or an editable install
+2.17, and refuses a library that would need a newer one. The files go into wheels only: a checkout or an editable install
 builds with the local compiler. They carry the fingerprint of the sources, so files of other sources are never loaded.
 """
 
@@ -19,16 +19,16 @@ SOURCES = Path(__file__).parent
 HOLD_PTX = SOURCES.parent / "cuda" / "hold.ptx"
 VERSIONS = SOURCES / "versions.map"
 AMD_SOURCE = "hip.c"
-FOLDER = SOURCES / "prebuilt_libraries"  # where hatch_build.py puts them in a wheel
+FOLDER = SOURCES / "prebuilt_libraries"  # hatch_build.py puts the libraries there in a wheel
 FINGERPRINT_FILE = "sources.sha256"
-OLDEST_GLIBC = (2, 17)  # RHEL 7, and what manylinux2014 stands for (PEP 599)
+OLDEST_GLIBC = (2, 17)  # RHEL 7; manylinux2014 stands for this version (PEP 599)
 FLAGS = ("-std=c11", "-O2", "-s", "-fPIC", "-fvisibility=hidden", "-fno-sanitize=undefined", "-Wall", "-Wextra", "-Werror")
 LINKED = ("-pthread", "-ldl", "-Wl,-z,defs", "-Wl,-z,now", "-Wl,-soname,libcounterpoint_filter.so")
 BUILD_LIMIT_S = 300
 
 
 def sources_fingerprint() -> str:
-    """A digest of all that is compiled, as hexadecimal digits."""
+    """Return a digest of all files that are compiled, as hexadecimal digits."""
     digest = hashlib.sha256()
     for path in (*c_sources(), *sorted(SOURCES.glob("*.h")), VERSIONS, HOLD_PTX):
         digest.update(path.name.encode() + b"\0" + path.read_bytes())
@@ -36,12 +36,12 @@ def sources_fingerprint() -> str:
 
 
 def c_sources(*, with_amd: bool = False) -> list[Path]:
-    """The filter's C files, in a fixed order; those for AMD, which are experimental, on request."""
+    """Return the filter's C files, in a fixed order; include those for AMD, which are experimental, on request."""
     return sorted(path for path in SOURCES.glob("*.c") if with_amd or path.name != AMD_SOURCE)
 
 
 def prebuilt_library(folder: Path = FOLDER) -> Path | None:
-    """The library for this machine that came with the package, or None where none did or it is of other sources."""
+    """Return this machine's library that came with the package, or None if there is none or it is of other sources."""
     path = folder / f"{platform.machine()}.so"
     try:
         is_ours = (folder / FINGERPRINT_FILE).read_text().strip() == sources_fingerprint()
@@ -51,7 +51,7 @@ def prebuilt_library(folder: Path = FOLDER) -> Path | None:
 
 
 def newest_glibc(library: Path) -> tuple[int, ...]:
-    """The newest version of the GNU C library that a library asks for, by `readelf`. Raises `LaunchFilterError`."""
+    """Return the newest version of the GNU C library that a library needs, by `readelf`. Raises `LaunchFilterError`."""
     listed = subprocess.run(["readelf", "-V", str(library)], capture_output=True, text=True, check=False)
     needed = listed.stdout.partition("Version needs section")[2]
     found = re.findall(r"Name: GLIBC_([0-9.]+)", needed)
@@ -61,7 +61,7 @@ def newest_glibc(library: Path) -> tuple[int, ...]:
 
 
 def build_for_wheel(folder: Path) -> list[Path]:
-    """Compile the library for every machine into `folder`. Raises `LaunchFilterError` where that fails."""
+    """Compile the library for every machine into `folder`. Raises `LaunchFilterError` if that fails."""
     folder.mkdir(parents=True, exist_ok=True)
     built = [_build_for(machine, folder / f"{machine}.so") for machine in ELF_MACHINES]
     (folder / FINGERPRINT_FILE).write_text(sources_fingerprint() + "\n")

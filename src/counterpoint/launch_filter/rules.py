@@ -1,11 +1,11 @@
 """Translates a plan into the launch filter's rules, which match kernel names.
 
-An eager launch has a name and nothing else: no place in a step, no process group, no size. With the step, what a plan's
-directives match becomes names. Where names cannot say what the plan means, a cap is refused (it would slow kernels that
-nobody chose); a priority or a head start acts only where there is something to race, so it is given to all launches of that
-name (all that communicate, where the plan means a collective), and a remark says so.
+An eager launch has only a name: no place in a step, no process group, no size. If the step is known, the operations that a
+plan's directives match are translated to names. If names cannot express what the plan means, a cap is refused, because it
+would slow other kernels. A priority or a head start has an effect only if there is something to race, so it is given to all
+launches of that name (to all that communicate, if the plan means a collective), and a remark says so.
 
-It knows nothing of the layout of the control block, nor of what the driver makes of a rule.
+This module knows nothing of the layout of the control block, nor of how the driver handles a rule.
 """
 
 from collections.abc import Sequence
@@ -20,12 +20,12 @@ from counterpoint.value import Value, require
 
 
 class FilterRule(Value, frozen=True, kw_only=True):
-    """One line of the filter's table: which kernels, and what to do to their launches; None leaves it as it is.
+    """One line of the filter's table: which kernels it is for, and how to change their launches; None changes nothing.
 
-    `pattern` must match the whole name, as the driver reports it or demangled: `*` and `?` as in a shell, a backslash before
-    either (or before a backslash) takes it literally. Where several rules set the same control, the last one counts.
-    `kind` restricts a rule to kernels that some rule marks as collectives with `is_collective`, or to all others. A launch
-    that matches a rule with `is_collective` is what the next head start waits for.
+    `pattern` must match the whole name, as the driver reports it or demangled: `*` and `?` as in a shell; a backslash before
+    either (or before a backslash) makes it literal. If several rules set the same control, the last one counts. `kind`
+    restricts a rule to kernels that some rule marks as collectives with `is_collective`, or to all others. The next head
+    start waits for a launch that matches a rule with `is_collective`.
     """
 
     pattern: str
@@ -63,14 +63,14 @@ class FilterRule(Value, frozen=True, kw_only=True):
 
     @property
     def target(self) -> str:
-        """What the rule is for, in words for a report."""
+        """The kernels that the rule is for, in words for a report."""
         if self.pattern == "*" and self.kind is not None:
             return f"{self.kind} kernels"
         return self.pattern if self.kind is None or self.is_collective else f"{self.pattern} ({self.kind})"
 
 
 class Translation(Value, frozen=True, kw_only=True):
-    """The rules for a plan, what of it names cannot say, and where a rule reaches more launches than the plan chose."""
+    """The rules for a plan, what names cannot express of it, and which rules reach more launches than the plan chose."""
 
     rules: tuple[FilterRule, ...]
     refusals: tuple[Refusal, ...] = ()
@@ -78,17 +78,17 @@ class Translation(Value, frozen=True, kw_only=True):
 
 
 def rules_of(plan: Plan, step: Step | None = None) -> tuple[FilterRule, ...]:
-    """The rules for a plan; `translate` also says what is missing from them."""
+    """Return the rules for a plan; `translate` also returns what is missing from them."""
     return translate(plan, step).rules
 
 
 def translate(plan: Plan, step: Step | None = None) -> Translation:
-    """Turn a plan's directives into rules by name.
+    """Translate a plan's directives into rules by name.
 
-    Raises `PlanError` where the plan cannot be applied to `step`, names operations by number and there is no
-    step, or holds operators' schedules: nothing of such a directive could be applied, and a job may run for days before
-    anybody looks. Controls that the filter has no part in (communication CTAs, transport) are neither rules nor refusals;
-    of these, only communication CTAs hold for the whole process, whatever operations a directive names.
+    Raises `PlanError` if the plan cannot be applied to `step`, names operations by number without a step, or holds
+    operators' schedules: nothing of such a directive could be applied, and a job may run for days before anybody looks.
+    Controls that the filter does not apply (communication CTAs, transport) become neither rules nor refusals; of these, only
+    communication CTAs hold for the whole process, whatever operations a directive names.
     """
     if step is None:
         plan.refuse_for_steps()
@@ -113,7 +113,7 @@ def translate(plan: Plan, step: Step | None = None) -> Translation:
 
 
 def literal_pattern(name: str) -> str:
-    """A pattern that matches this name only."""
+    """Return a pattern that matches only this name."""
     return "".join(f"\\{letter}" if letter in "\\*?" else letter for letter in name)
 
 
@@ -130,7 +130,7 @@ def _check_has_names(number: int, directive: Directive) -> None:
 
 
 def _by_match(match: Match, controls: Sequence[Control]) -> Translation:
-    """Without the step a directive can go by name, kind and collective alone."""
+    """Translate a directive without the step: it can match by name, kind and collective only."""
     reason = ""
     if match.kind == "copy":
         reason = "it matches copies, but the launch filter sees only kernels"
@@ -156,7 +156,7 @@ def _by_match(match: Match, controls: Sequence[Control]) -> Translation:
 
 
 def beyond_names(match: Match) -> str:
-    """What a match tells apart that names of kernels do not, in words; empty where it is nothing."""
+    """Return what a match distinguishes that kernel names do not, in words; empty if there is nothing."""
     told: list[str] = []
     if match.collective is not None and match.name == "*":
         told.append(match.collective)
@@ -170,7 +170,7 @@ def beyond_names(match: Match) -> str:
 
 
 def _by_step(directive: Directive, controls: Sequence[Control], step: Step) -> Translation:
-    """With the step a directive becomes the names of the kernels it accepts."""
+    """Translate a directive with the step: into the names of the kernels that it accepts."""
     rules: list[FilterRule] = []
     refusals: list[Refusal] = []
     remarks: list[str] = []
@@ -199,18 +199,18 @@ def _by_step(directive: Directive, controls: Sequence[Control], step: Step) -> T
 
 
 def _rule(pattern: str, kind: OperationKind | None, controls: Sequence[Control]) -> FilterRule:
-    """One rule with all the controls; of two alike the last one counts, as everywhere a plan is applied."""
+    """Return one rule with all the controls; of two equal ones the last one counts, as everywhere a plan is applied."""
     fields = {name: value for control in controls for name, value in _fields(control).items()}
     return FilterRule(pattern=pattern, kind=kind, **fields)  # type: ignore[arg-type]
 
 
 def is_by_launch(control: Control) -> bool:
-    """Whether the launch filter applies it, launch by launch."""
+    """Return whether the launch filter applies the control, launch by launch."""
     return bool(_fields(control))
 
 
 def _fields(control: Control) -> dict[str, int | float]:
-    """What of a rule a control sets; nothing where it is no matter of a launch, but of the process group."""
+    """Return the rule's fields that a control sets; none if the control applies to the process group, not to a launch."""
     match control:
         case ResidencyCap():
             return {name: getattr(control, name) for name in ("ctas_per_sm", "dynamic_shared_bytes", "carveout_percent")}

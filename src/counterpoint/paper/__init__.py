@@ -1,1 +1,1 @@
-"""The first paper's grid (arXiv 2606.09200): its workloads, and every control on them, simulated or measured."""
+"""The first paper's grid (arXiv 2606.09200): its workloads under every control, simulated or measured."""

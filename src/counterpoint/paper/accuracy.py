@@ -18,7 +18,7 @@ class SimulationAccuracy(Value, frozen=True, kw_only=True):
 
 
 def simulation_accuracy(result: PaperResult) -> SimulationAccuracy | None:
-    """The simulator's errors over the measured variants of one workload; None where fewer than three were measured."""
+    """Return the simulator's errors over a workload's measured variants; None if fewer than three were measured."""
     rows = [row for row in result.rows if row.measured_us and row.simulated_us and row.label != CHOICE]
     if len(rows) < 3:
         return None
@@ -35,14 +35,14 @@ def simulation_accuracy(result: PaperResult) -> SimulationAccuracy | None:
 
 
 def rank_correlation(first: NDArray[np.float64], second: NDArray[np.float64]) -> float:
-    """Spearman's correlation; NaN where all values of one side are equal."""
+    """Return Spearman's correlation; NaN if all values of one side are equal."""
     if np.ptp(first) == 0 or np.ptp(second) == 0:
         return float("nan")
     return float(np.corrcoef(_ranks(first), _ranks(second))[0, 1])
 
 
 def _ranks(values: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Places from smallest to greatest; equal values share the mean of theirs."""
+    """Return the ranks from smallest to greatest; equal values get the mean of their ranks."""
     below = (values[:, None] > values).sum(axis=1)
     equal = (values[:, None] == values).sum(axis=1)
     return np.asarray(below + (equal - 1) / 2, np.float64)

@@ -1,8 +1,8 @@
-"""Reference allocations: the dynamic shared memory per CTA that sets each residency, what it leaves, and what it does.
+"""Reference allocations: the dynamic shared memory per CTA that sets each residency, what it leaves, and its effect.
 
-For every shipped GPU and the paper's tiles, as Triton compiles them for that GPU. A residency is set by any number of bytes
-within a range; beyond its ends the neighboring residencies begin, so the rows of a tile are the sensitivity to the bytes.
-The figures of occupancy are exact rules; the times are simulated.
+They cover every shipped GPU and the paper's tiles, as Triton compiles the tiles for that GPU. Any number of bytes within a
+range sets the same residency; the neighboring residencies begin at the ends of the range, so the rows of a tile show the
+sensitivity to the bytes. The figures of occupancy are exact rules; the times are simulated.
 """
 
 from collections.abc import Iterator
@@ -26,16 +26,16 @@ from counterpoint.workloads import build_step
 
 SHAPED_TILES = ("opt1", "opt2")
 CASES = tuple(f"{size}_{collective}" for size in SIZES for collective in COLLECTIVES)
-# A CTA of the light kernels that captured steps can have in a collective's place (`controls.LightKernel`).
+# A CTA of the light kernels that can replace a collective in captured steps (`controls.LightKernel`).
 LIGHT = Footprint(num_ctas=1, threads_per_cta=128, registers_per_thread=32)
 
 
 class Allocation(Value, frozen=True, kw_only=True):
-    """One residency of one tile on one GPU: the bytes from which to which it holds, and what is left of an SM.
+    """One residency of one tile on one GPU: the range of bytes that sets it, and what is left of an SM.
 
     `free_shared_bytes` is what the SM's largest carveout leaves, `free_registers` what the fullest sub-partition does.
-    `fits_library`: whether one CTA of the collectives' library fits beside; `num_light`: how many CTAs of `LIGHT` do.
-    `changes` holds by workload the simulated time over that without the cap, both with priority where it is heeded.
+    `fits_library`: whether one CTA of the collectives' library fits beside; `num_light`: how many CTAs of `LIGHT` fit.
+    `changes` holds, by workload, the simulated time over that without the cap, both with priority if the driver heeds it.
     """
 
     tile: str
@@ -60,7 +60,7 @@ class MachineAllocations(Value, frozen=True, kw_only=True):
     rows: tuple[Allocation, ...]
 
     def reference(self, case: str, tile: str) -> tuple[Allocation, float] | None:
-        """The cap with the shortest simulated time and its change, None where no cap saves what simulations can tell."""
+        """Return the cap of the shortest simulated time and its change; None if no cap saves what a simulation can tell."""
         capped = [row for row in self.rows if row.tile == tile and row.is_capped]
         best = min(capped, key=lambda row: row.changes[case], default=None)
         if best is None or best.changes[case] > -LEAST_SIMULATED_GAIN:
@@ -69,7 +69,7 @@ class MachineAllocations(Value, frozen=True, kw_only=True):
 
 
 def allocations_of(machine: Machine) -> MachineAllocations:
-    """Every residency of both tiles on a machine, and what the simulator says of each."""
+    """Return every residency of both tiles on a machine, with the simulated changes."""
     library = communication_footprint(machine.gpu, "nccl")
     steps = {tile: {case: _step(case, tile, machine) for case in CASES} for tile in SHAPED_TILES}
     matmuls = {tile: _matmul(of_tile[CASES[0]]) for tile, of_tile in steps.items()}
@@ -112,7 +112,7 @@ def _rows(
 
 
 def _cap_bytes(gpu: Gpu, footprint: Footprint, usual: int) -> dict[int, int]:
-    """By residency below the usual one the fewest bytes that set it, where a CTA may have as many."""
+    """Return, by residency below the usual one, the fewest bytes that set it, if a CTA may have that many."""
     found = {}
     for ctas_per_sm in range(usual - 1, 0, -1):
         try:
@@ -127,7 +127,7 @@ def _with_bytes(footprint: Footprint, dynamic_bytes: int) -> Footprint:
 
 
 def _time_us(step: Step, machine: Machine, cap: ResidencyCap | None) -> float:
-    """The simulated makespan under a cap of all matmuls and, where it is heeded, priority of the collectives."""
+    """Return the simulated makespan with a cap on all matmuls and, if the driver heeds it, priority of the collectives."""
     controls: list[tuple[Match, Control]] = []
     if machine.gpu.priority_is_effective:
         controls.append((Match(kind="communication"), Priority(priority=machine.gpu.greatest_priority)))

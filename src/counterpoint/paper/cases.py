@@ -1,8 +1,8 @@
 """The first paper's workloads as descriptions, and the axes of a sweep: CTAs, sizes, tiles, types, ranks.
 
 A case is a `Description`, the content of a workload file, so the same case is simulated and run on GPUs. From the paper: the
-sizes, the collective's 896 MiB, the tiles of opt1 and opt2, and CTA counts from 2 to 1024. Registers and shared
-memory of a launch are what Triton compiles for the GPU (`launches.py`).
+sizes, the collective's 896 MiB, the tiles of opt1 and opt2, and CTA counts from 2 to 1024. The registers and shared
+memory of a launch are those that Triton compiles for the GPU (`launches.py`).
 """
 
 from collections.abc import Callable, Sequence
@@ -24,7 +24,7 @@ AXES: tuple[Axis, ...] = get_args(Axis)
 ONE_PER_TILE = "tiles"
 SIZES, COLLECTIVES = ("cb", "mb"), ("ar", "a2a")
 TILES = {"opt1": "64x64x32", "opt2": "64x64x64", "large": "128x128x64"}
-TYPES: tuple[ElementType, ...] = ("fp32", "tf32", "bf16", "fp16", "fp8")  # those that the matmuls here compute
+TYPES: tuple[ElementType, ...] = ("fp32", "tf32", "bf16", "fp16", "fp8")  # the types that the matmuls here compute
 DEFAULTS: dict[Axis, tuple[str, ...]] = {
     "ctas": (*(str(2**power) for power in range(1, 11)), ONE_PER_TILE),
     "sizes": ("2048", "4096", "8192", "16384", "32768"),
@@ -34,26 +34,26 @@ DEFAULTS: dict[Axis, tuple[str, ...]] = {
     "ranks": ("2", "4", "8"),
     "iterations": ("1", "2", "4", "8", "12", "24"),
 }
-# What CUDA, NCCL and the caching allocator take beside a workload's own buffers; an assumption, 2026-11-23.
+# Memory that CUDA, NCCL and the caching allocator take besides a workload's own buffers; an assumption, 2026-11-23.
 RESERVE_BYTES = GIB
-# Registers beside the accumulators of a tile that is not in `launches.toml`. Assumed, from 64x64x64 in bf16: 72 less 32.
+# Registers besides the accumulators of a tile that is not in `launches.toml`. Assumed, from 64x64x64 in bf16: 72 less 32.
 REGISTERS_BESIDE_TILE, MAX_REGISTERS = 40, 255
 
 
 class SweepCase(Value, frozen=True, kw_only=True):
-    """One point of a sweep: the value of the axis as it was asked for, and the workload with it."""
+    """One point of a sweep: the requested value of the axis, and the workload with that value."""
 
     setting: str
     description: Description
 
 
 def paper_workload_names() -> list[str]:
-    """`SIZE_COLLECTIVE_TILE`, small ones first."""
+    """Return the names, as `SIZE_COLLECTIVE_TILE`, small sizes first."""
     return [f"{size}_{collective}_{tile}" for size in SIZES for collective in COLLECTIVES for tile in TILES]
 
 
 def paper_description(name_or_path: Path | str) -> Description:
-    """A workload of the paper, one of the same with the `large` tile, or a user's own from a path that ends in `.toml`.
+    """Return a workload of the paper, the same with the `large` tile, or a user's own from a path that ends in `.toml`.
 
     Raises `WorkloadError`.
     """
@@ -65,12 +65,12 @@ def paper_description(name_or_path: Path | str) -> Description:
 
 
 def with_tile(description: Description, tile: str) -> Description:
-    """The same work in other tiles: threads and pipeline stages follow the tile, and so do registers, which are assumed."""
+    """Return the same work in other tiles: threads, pipeline stages and (assumed) registers follow the tile."""
     return _with_gemms(description, lambda gemm: retiled(gemm, tile, gemm.dtype))
 
 
 def retiled(gemm: Gemm, tile: str, dtype: ElementType) -> Gemm:
-    """The GEMM in another tile and type, with the launch that `PaperWorkload` gives it and assumed registers."""
+    """Return the GEMM in another tile and type, with the launch that `PaperWorkload` gives it and assumed registers."""
     tile_m, tile_n, _ = parse_tile(tile, "--sweep tiles")
     threads = 128 if tile_m * tile_n <= 128 * 64 else 256
     return replace(
@@ -86,7 +86,7 @@ def retiled(gemm: Gemm, tile: str, dtype: ElementType) -> Gemm:
 
 
 def parse_sweep(text: str) -> tuple[Axis, tuple[str, ...]]:
-    """Read `"ctas"` or `"ctas=64,256,tiles"`: the axis and its values, the paper's where none are named.
+    """Read `"ctas"` or `"ctas=64,256,tiles"`: return the axis and its values, or the paper's values if none are given.
 
     Raises `WorkloadError`.
     """
@@ -101,9 +101,9 @@ def parse_sweep(text: str) -> tuple[Axis, tuple[str, ...]]:
 
 
 def cases_of(description: Description, axis: Axis, values: Sequence[str], machine: Machine | None = None) -> list[SweepCase]:
-    """The workload at each value of an axis.
+    """Return the workload at each value of an axis.
 
-    Of the values that stand for a whole axis, ranks beyond the `machine`'s GPUs are left out. Raises `WorkloadError`.
+    If `values` are the default ranks, those beyond the `machine`'s GPUs are left out. Raises `WorkloadError`.
     """
     if not description.gemms and axis in ("ctas", "sizes", "tiles", "types"):
         raise WorkloadError(
@@ -118,12 +118,12 @@ def cases_of(description: Description, axis: Axis, values: Sequence[str], machin
 
 
 def with_iterations(description: Description, value: str) -> Description:
-    """The same with another number of iterations."""
+    """Return the same workload with another number of iterations."""
     return replace(description, iterations=_number(value, "iterations"))
 
 
 def with_ranks(description: Description, value: str) -> Description:
-    """The same on another number of ranks; a collective's own group size goes with it where it was all ranks."""
+    """Return the same workload on another number of ranks; a collective's group size follows if it was all ranks."""
     num_ranks = _number(value, "ranks")
     collectives = tuple(
         replace(each, group_size=None if each.group_size in (None, description.num_ranks) else each.group_size)
@@ -155,7 +155,7 @@ def _with_type(description: Description, value: str) -> Description:
 
 
 def _with_gemms(description: Description, change: Callable[[Gemm], Gemm]) -> Description:
-    """Every GEMM changed; a time that the file states is that of another launch, and goes."""
+    """Change every GEMM, and remove a time that the file states, because it is that of another launch."""
     return replace(description, gemms=tuple(replace(change(gemm), lone_us=None) for gemm in description.gemms))
 
 
@@ -178,7 +178,7 @@ def _number(value: str, axis: Axis) -> int:
 
 
 def memory_bytes(description: Description) -> int:
-    """Bytes of GPU memory that the buffers take on each rank, one set for all iterations.
+    """Return the bytes of GPU memory that the buffers take on each rank, one set for all iterations.
 
     A GEMM has its operands and its output; a collective one buffer, but an all-to-all two; copies none of their own.
     """
@@ -191,7 +191,7 @@ def memory_bytes(description: Description) -> int:
 
 
 def check_memory(description: Description, available_bytes: int, where: str) -> None:
-    """Raise `WorkloadError` where the buffers and `RESERVE_BYTES` exceed what is available; `where` says what that is."""
+    """Raise `WorkloadError` if the buffers and `RESERVE_BYTES` exceed the available memory; `where` names that memory."""
     needed = memory_bytes(description) + RESERVE_BYTES
     if needed > available_bytes:
         raise WorkloadError(

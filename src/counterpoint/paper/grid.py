@@ -1,8 +1,8 @@
 """The first paper's grid: sequential, plain overlap, and every control and combination on one of its workloads.
 
-The same grid runs on the simulator, for any machine, and on GPUs, for a captured workload. The caps name the bytes of
-dynamic shared memory they use, so that the sweep over residency is the sweep over shared memory that the paper's
-reviewers asked for.
+The same grid runs on the simulator, for any machine, and on GPUs, for a captured workload. The labels of caps state the
+bytes of dynamic shared memory, so the sweep over residency is also the sweep over shared memory that the paper's reviewers
+asked for.
 """
 
 import hashlib
@@ -51,10 +51,10 @@ class Variant(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Readings(msgspec.Struct, frozen=True, kw_only=True):
-    """What is read of a variant on GPUs beside its time; all ranks ask together.
+    """What is read of a variant on GPUs besides its time; all ranks call these together.
 
     `output_bits` replays it once over poisoned outputs and returns their bits. `overlap_ratio` replays an overlapped variant
-    once under the profiler; None where the profiler does not show all of the step. `energy` replays it for a while.
+    once under the profiler; None if the profiler does not show the whole step. `energy` replays it for a while.
     """
 
     output_bits: Callable[[AbstractExecutable], bytes]
@@ -63,7 +63,7 @@ class Readings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def paper_grid(step: Step, machine: Machine) -> dict[str, Plan]:
-    """Labelled plans, plain overlap first; without priority where the driver ignores it, and head starts where none are."""
+    """Return labelled plans, plain overlap first; priority only if it has an effect, head starts only if there are any."""
     kernels = {index: operation for index, operation in enumerate(step.operations) if isinstance(operation, Kernel)}
     matmuls = Match(operations=tuple(kernels))
     collectives = Match(kind="communication")
@@ -83,7 +83,7 @@ def paper_grid(step: Step, machine: Machine) -> dict[str, Plan]:
 
 
 def _caps(gpu: Gpu, footprints: Sequence[Footprint]) -> Iterator[tuple[int, int]]:
-    """Every residency below the kernel's own, from the largest, and the dynamic shared memory that caps it there."""
+    """Yield every residency below the kernel's own, the largest first, and the dynamic shared memory that caps it there."""
     for footprint in footprints:
         for ctas_per_sm in range(residency(gpu, footprint).ctas_per_sm - 1, 0, -1):
             yield ctas_per_sm, cap_shared_bytes(gpu, footprint, ctas_per_sm)
@@ -94,7 +94,7 @@ def _plan(parts: Parts) -> Plan:
 
 
 def sweep_plans(step: Step, machine: Machine) -> dict[str, Plan]:
-    """The variants of a sweep's point: plain overlap, priority where the driver heeds it, and copy engines."""
+    """Return the variants of a sweep's point: plain overlap, priority if the driver heeds it, and copy engines."""
     parts: dict[str, Parts] = {PLAIN: []}
     if machine.gpu.priority_is_effective:
         parts[PRIORITY] = [(Match(kind="communication"), Priority(priority=machine.gpu.greatest_priority))]
@@ -102,7 +102,7 @@ def sweep_plans(step: Step, machine: Machine) -> dict[str, Plan]:
 
 
 def _copied(step: Step) -> dict[str, Plan]:
-    """All collectives by copy engines, where the simulator knows how."""
+    """Return a plan that runs all collectives by copy engines, if the simulator supports that."""
     kinds = {operation.collective for operation in step.operations if isinstance(operation, Collective)}
     if not kinds or not kinds <= {*COPY_ENGINE_COLLECTIVES, *SUMMED_COLLECTIVES}:
         return {}
@@ -110,7 +110,7 @@ def _copied(step: Step) -> dict[str, Plan]:
 
 
 def simulate_paper(step: Step, machine: Machine) -> PaperResult:
-    """The grid on the simulator, copy engines included where the collective only moves data."""
+    """Simulate the grid, including copy engines if the collective only moves data."""
     choice = tune(step, machine, Simulator()).plan
     plans = {**paper_grid(step, machine), **_copied(step), CHOICE: choice}
     scale = scale_of(step, machine, plans.values())
@@ -125,7 +125,7 @@ def simulate_paper(step: Step, machine: Machine) -> PaperResult:
 
 
 def simulated_rows(step: Step, machine: Machine, plans: Mapping[str, Plan], scale: Scale) -> tuple[PaperRow, ...]:
-    """Sequential, and each plan as it is simulated."""
+    """Simulate the sequential form and each plan."""
     simulator = Simulator()
     rows = [PaperRow(label=SEQUENTIAL, simulated_us=scale.sequential_us)]
     for label, plan in plans.items():
@@ -142,10 +142,10 @@ def measure_paper(
     forms: Mapping[str, Variant],
     num_rounds: int,
 ) -> PaperResult:
-    """The grid on GPUs, interleaved with plain overlap, beside what the simulator says of the captured step.
+    """Measure the grid on GPUs, interleaved with plain overlap, and simulate it from the captured step.
 
-    `forms` are variants that no rewriting of the overlapped step makes, as sequential; they are closed here. The planner
-    chooses first, by measurements of its own; then its plan runs as a row of the grid, in the same rounds.
+    `forms` are variants that no rewriting of the overlapped step makes, such as sequential; this function closes them. The
+    planner chooses first, by measurements of its own; then its plan runs as a row of the grid, in the same rounds.
     """
     step = overlapped.read.step
     with ExitStack() as opened:
@@ -176,7 +176,7 @@ def measure_variants(
     forms: Mapping[str, Variant],
     num_rounds: int,
 ) -> tuple[tuple[PaperRow, ...], float]:
-    """The variants of a sweep's point on GPUs, and the ideal; `forms` are as in `measure_paper`."""
+    """Measure the variants of a sweep's point on GPUs; also return the ideal. `forms` are as in `measure_paper`."""
     step = overlapped.read.step
     with ExitStack() as opened:
         for form in forms.values():
@@ -191,7 +191,7 @@ def measure_variants(
 
 
 def _movable(overlapped: Replayable, plans: Mapping[str, Plan]) -> dict[str, Plan]:
-    """The plans, with copy engines for all that can be captured as copies, sums included, or without them."""
+    """Return the plans, with copy engines for all collectives that can be captured as copies, sums included, if any."""
     found = {label: plan for label, plan in plans.items() if label != COPY_ENGINES}
     able = tuple(
         index
@@ -210,7 +210,7 @@ def _measured_rows(
     readings: Readings,
     num_rounds: int,
 ) -> tuple[PaperRow, ...]:
-    """All variants in the same rounds, then what else is read of each. Sequentially nothing overlaps."""
+    """Measure all variants in the same rounds, then read the rest of each. The sequential form has no overlap ratio."""
     labels = list(variants)
     seed = int(overlapped.agree(str(draw_seed())))
     found = measure_rounds(labels, lambda number: overlapped.time_us(variants[labels[number]].executable), num_rounds, seed)
@@ -237,7 +237,7 @@ def _digest(readings: Readings, variant: Variant) -> bytes:
 
 
 def _make_ready(overlapped: Replayable, plans: Mapping[str, Plan], opened: ExitStack) -> dict[str, Variant]:
-    """Every plan on a copy of the graph, by label, and whether all of it is verified; `opened` closes what was made."""
+    """Apply every plan to a copy of the graph; return variants by label, verified or not. `opened` closes them."""
     variants = {}
     for label, plan in plans.items():
         rewritten = rewrite(overlapped.graph, overlapped.read, plan)

@@ -1,7 +1,7 @@
 """The launch of the paper's matmuls on a machine: registers and shared memory as Triton compiles them for its GPU.
 
-`launches.toml` holds them by compute capability; `benchmarks/paper_launches.py` makes it, without a GPU. The shipped
-workload files give the launch on an H200; on other GPUs the same kernel takes other registers and other shared memory.
+`launches.toml` holds them by compute capability; `benchmarks/paper_launches.py` makes that file, without a GPU. The shipped
+workload files give the launch on an H200; on other GPUs the same kernel uses other registers and other shared memory.
 """
 
 from functools import cache
@@ -23,14 +23,14 @@ class CompiledLaunches(Value, frozen=True, kw_only=True):
 
 @cache
 def compiled_launches() -> CompiledLaunches:
-    """The shipped table."""
+    """Return the shipped table."""
     return read_shipped("paper/launches.toml", CompiledLaunches, MachineError)
 
 
 def compiled_for(description: Description, gpu: Gpu) -> Description:
-    """The workload with its GEMMs' launches as Triton compiles them for this GPU.
+    """Return the workload with its GEMMs' launches as Triton compiles them for this GPU.
 
-    A tile or a GPU that the table does not hold keeps the launch it has. Raises `StepError` for a type that Triton does not
+    If the table does not hold a tile or GPU, the launch is unchanged. Raises `StepError` for a type that Triton does not
     compile for this GPU.
     """
     rows = compiled_launches().launches.get(gpu.compute_capability, ())

@@ -1,4 +1,4 @@
-"""One workload of the paper, or one case of a sweep, on the GPUs at hand: captured in each of its forms, then measured."""
+"""Captures a workload of the paper, or a case of a sweep, in each of its forms on this machine's GPUs, and measures it."""
 
 import math
 import time
@@ -34,21 +34,21 @@ LONGEST_S = 60.0
 
 
 def check_cases(descriptions: Sequence[Description]) -> None:
-    """Raise `WorkloadError` for the first that cannot run here, before any of them takes memory."""
+    """Raise `WorkloadError` for the first description that cannot run here, before any of them takes memory."""
     for description in descriptions:
         check_runnable(description)
         check_fits(description)
 
 
 def on_these_ranks(description: Description) -> Description:
-    """The same workload on as many ranks as were started."""
+    """Return the same workload on as many ranks as were started."""
     return with_ranks(description, str(num_ranks()))
 
 
 def sweeps_of(
     descriptions: Sequence[Description], axes: Sequence[tuple[Axis, tuple[str, ...]]]
 ) -> list[tuple[Description, Axis, list[SweepCase]]]:
-    """Each workload along each axis, all checked before any of them takes memory. Raises `WorkloadError`."""
+    """Return each workload along each axis; all are checked before any takes memory. Raises `WorkloadError`."""
     if any(axis == "ranks" for axis, _ in axes):
         raise WorkloadError(
             f"On GPUs the number of ranks is that of the started processes, here {num_ranks()}. Start the "
@@ -91,9 +91,9 @@ def measure_case(case: SweepCase, num_rounds: int, *, with_energy: bool = False)
 
 @contextmanager
 def _captured(description: Description, with_energy: bool) -> Iterator[tuple[Captured, Readings, dict[str, Variant]]]:
-    """The overlapped step, what is read of its variants, and its sequential form, which `measure_*` closes."""
+    """Yield the overlapped step, the readings of its variants, and its sequential form, which `measure_*` closes."""
     workload = PaperWorkload(description)
-    sequential = record(workload.sequential)  # its owner lives until the graph is instantiated
+    sequential = record(workload.sequential)  # its owner must live until the graph is instantiated
     form = Variant(executable=DriverGraph(sequential.graph.raw_cuda_graph()).instantiate(), is_engaged=True)
     counter = open_energy_counter() if with_energy else None
     with closing(capture(workload.overlapped, description.name)) as overlapped:
@@ -107,9 +107,9 @@ def _captured(description: Description, with_energy: bool) -> Iterator[tuple[Cap
 
 
 def overlap_ratio(captured: Captured, executable: AbstractExecutable) -> float | None:
-    """This rank's hidden share of communication in one replay under the profiler; None where operations are missing.
+    """Return this rank's hidden share of communication in one replay under the profiler; None if operations are missing.
 
-    They are where copies took a collective's place: the profiler then shows no collective.
+    They are missing if copies replace a collective: the profiler then shows no collective.
     """
     timeline = captured.timeline(executable)
     shown = {interval.operation for interval in timeline.intervals}
@@ -117,11 +117,11 @@ def overlap_ratio(captured: Captured, executable: AbstractExecutable) -> float |
 
 
 def measure_energy(captured: Captured, executable: AbstractExecutable, counter: EnergyCounter) -> Energy:
-    """Joules of one replay on all GPUs, from replays in a row that take `LEAST_S` at least; all ranks call this together."""
+    """Return the joules of one replay on all GPUs, from at least `LEAST_S` of replays; all ranks call this together."""
     number = max(2, math.ceil(LEAST_S * US_PER_S / captured.time_us(executable)))
     captured.rendezvous.meet()
     start, end = launch_in_a_row(executable, number)
-    deadline = time.monotonic() + LONGEST_S  # of a rank that waits for one that is gone; `wait_for` says so
+    deadline = time.monotonic() + LONGEST_S  # for a rank that waits for one that has ended; `wait_for` then reports that
     readings = watch(counter, lambda: end.query() or time.monotonic() > deadline)
     captured.rendezvous.wait_for(end)
     watts = mean_watts(readings)

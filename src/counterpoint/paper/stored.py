@@ -1,6 +1,6 @@
-"""The file of a grid measured on GPUs: workloads that were measured one after the other, in several runs, stand in one file.
+"""Stores a grid measured on GPUs: one file holds workloads that were measured one after the other, in several runs.
 
-Beside each result stands its captured step with the lone times, from which the simulator predicts it later.
+The file holds the captured step of each result with its lone times, so that the simulator can predict it later.
 """
 
 from pathlib import Path
@@ -14,23 +14,23 @@ from counterpoint.paper.values import PaperResult
 from counterpoint.step import Step
 from counterpoint.value import Value, require, write_json, write_whole
 
-KEPT_CONDITIONS = ("driver", "cuda", "torch", "nccl")  # which all workloads of a file share
+KEPT_CONDITIONS = ("driver", "cuda", "torch", "nccl")  # these are the same for all workloads of a file
 REMEDY = "Give a file that `bench paper -o` wrote on GPUs, or a new name"
 
 
 class StoredGrid(Value, frozen=True, kw_only=True):
-    """What a file holds: conditions, a result for each workload, and captured steps by workload."""
+    """The contents of a file: conditions, a result for each workload, and captured steps by workload."""
 
     conditions: dict[str, Any]
     result: tuple[PaperResult, ...] = ()
     steps: dict[str, Step] = msgspec.field(default_factory=dict)
 
     def measured(self, num_ranks: int) -> frozenset[str]:
-        """The workloads that it holds, of so many ranks."""
+        """Return the workloads that the file holds for so many ranks."""
         return frozenset(found.workload for found in self.result if found.num_ranks == num_ranks)
 
     def with_result(self, result: PaperResult, step: Step, conditions: dict[str, Any]) -> "StoredGrid":
-        """The grid with one more workload, or with one measured anew; its date joins those of the others."""
+        """Return the grid with one workload added, or replaced by a new measurement; its date is added to the others."""
         others = tuple(found for found in self.result if found.workload != result.workload)
         kept = {**conditions, **self.conditions} if others else conditions
         if others and str(conditions["date"]) not in str(self.conditions.get("date", "")):
@@ -43,7 +43,7 @@ class StoredGrid(Value, frozen=True, kw_only=True):
 
 
 def read_grid(path: Path | None, conditions: dict[str, Any], num_ranks: int) -> StoredGrid:
-    """The grid that a file holds; an empty one without a file.
+    """Return the grid that a file holds, or an empty one without a file.
 
     Raises `CounterpointError` for a file of something else, of other ranks, or of other versions than `conditions`.
     """

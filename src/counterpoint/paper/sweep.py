@@ -1,6 +1,6 @@
 """Sweeps of the first paper's workloads along one axis, simulated: the same variants at every value of the axis.
 
-A point whose step the machine cannot run, because a CTA does not fit an SM, stays in the sweep with the reason.
+If the machine cannot run a point's step, because a CTA does not fit an SM, the point stays in the sweep with the reason.
 """
 
 from collections.abc import Sequence
@@ -21,9 +21,9 @@ from counterpoint.workloads.description import Description
 def simulate_sweep(
     description: Description, machine: Machine, axis: Axis, values: Sequence[str], *, is_compiled: bool = True
 ) -> Sweep:
-    """The workload at each value, simulated. Raises `WorkloadError` for a bad value or sizes beyond the GPU's memory.
+    """Simulate the workload at each value. Raises `WorkloadError` for a bad value or sizes beyond the GPU's memory.
 
-    With `is_compiled` its GEMMs are the paper's, with the launch that Triton compiles for the machine's GPU.
+    If `is_compiled`, the GEMMs are the paper's, with the launch that Triton compiles for the machine's GPU.
     """
     cases = cases_of(description, axis, values, machine)
     for case in cases:
@@ -47,7 +47,7 @@ def _simulate(case: SweepCase, machine: Machine, is_compiled: bool) -> SweepPoin
 
 
 def _check_launches(step: Step, machine: Machine) -> None:
-    """Raise `OccupancyError` for a kernel of which not one CTA fits an SM of the machine."""
+    """Raise `OccupancyError` for a kernel if not even one of its CTAs fits an SM of the machine."""
     for operation in step.operations:
         if not isinstance(operation, Kernel):
             continue

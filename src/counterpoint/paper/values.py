@@ -14,18 +14,18 @@ PRIORITY = "priority"
 
 
 class Energy(Value, frozen=True, kw_only=True):
-    """What the GPUs' own counters say of one variant: `joules_per_step` of all GPUs, `watts` the mean of one GPU."""
+    """The GPUs' own energy counters for one variant: `joules_per_step` of all GPUs, `watts` as the mean of one GPU."""
 
     joules_per_step: float
     watts: float
 
 
 class PaperRow(Value, frozen=True, kw_only=True):
-    """One variant. `measured_us` and what belongs to it are None where nothing ran on a GPU.
+    """One variant. `measured_us` and the fields that belong to it are None if nothing ran on a GPU.
 
-    `ratio` is the measured time over plain overlap's of the same rounds, `spread` its spread. `time_ratio` is the time over
-    the sequential one and `overlap_ratio` the hidden part of communication (docs/metrics.md), both measured where the row
-    was; None for an overlap ratio that no timeline shows. `is_engaged` says whether every control was verified,
+    `ratio` is the measured time over that of plain overlap in the same rounds, `spread` its spread. `time_ratio` is the time
+    over the sequential time, and `overlap_ratio` the hidden part of communication (docs/metrics.md), both measured if the
+    row was; `overlap_ratio` is None if no timeline shows it. `is_engaged` states whether every control was verified,
     `is_identical` whether the outputs were bit-identical to plain overlap's.
     """
 
@@ -42,12 +42,12 @@ class PaperRow(Value, frozen=True, kw_only=True):
 
     @property
     def time_us(self) -> float | None:
-        """The measured time, else the simulated one."""
+        """The measured time, or else the simulated one."""
         return self.simulated_us if self.measured_us is None else self.measured_us
 
 
 def with_time_ratios(rows: Iterable[PaperRow]) -> tuple[PaperRow, ...]:
-    """The rows, each with its time over that of the sequential row among them, which was had in the same way."""
+    """Return the rows, each with its time over the sequential row's; both are measured, or both are simulated."""
     found = tuple(rows)
     sequential_us = next((row.time_us for row in found if row.label == SEQUENTIAL), None)
     if not sequential_us:
@@ -68,9 +68,9 @@ class PaperResult(Value, frozen=True, kw_only=True):
 
 
 class SweepPoint(Value, frozen=True, kw_only=True):
-    """One value of a sweep's axis: `setting` as it was asked for, and a row for each variant.
+    """One value of a sweep's axis: `setting` is the requested value, with a row for each variant.
 
-    `why_left_out` says why there are no rows, as where a CTA does not fit an SM of the machine.
+    `why_left_out` states why there are no rows, for example because a CTA does not fit an SM of the machine.
     """
 
     setting: str
@@ -81,11 +81,11 @@ class SweepPoint(Value, frozen=True, kw_only=True):
     why_left_out: str = ""
 
     def with_rows(self, rows: tuple[PaperRow, ...], ideal_us: float | None, why_left_out: str = "") -> Self:
-        """The same point with what was found."""
+        """Return the same point with these results."""
         return replace(self, rows=rows, ideal_us=ideal_us, why_left_out=why_left_out)
 
     def row(self, label: str) -> PaperRow | None:
-        """The row of a variant, or None."""
+        """Return the row of a variant, or None."""
         return next((row for row in self.rows if row.label == label), None)
 
 
@@ -99,5 +99,5 @@ class Sweep(Value, frozen=True, kw_only=True):
 
     @property
     def labels(self) -> tuple[str, ...]:
-        """All variants in the order in which they come up."""
+        """Return all variants in the order of their first occurrence."""
         return tuple(dict.fromkeys(row.label for point in self.points for row in point.rows))

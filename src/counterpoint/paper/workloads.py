@@ -1,7 +1,7 @@
 """The first paper's workloads on GPUs: a Triton matmul of a given tile and type, and a collective beside it.
 
-In each iteration the collective waits for its own matmul and may run beside the next one. Needs Triton, which comes with
-torch. The matmul follows the grouped order of tiles, so that rows of A stay in L2.
+In each iteration the collective waits for its own matmul and may run beside the next one. This module needs Triton, which
+comes with torch. The matmul follows the grouped order of tiles, so that rows of A stay in L2.
 """
 
 import math
@@ -20,7 +20,7 @@ from counterpoint.paper.cases import check_memory
 from counterpoint.workloads.description import Description, Gemm, parse_bytes
 from counterpoint.workloads.gemm import tile_count
 
-# operands, output, and how tl.dot takes 32-bit operands
+# types of operands and output, and how tl.dot takes 32-bit operands
 TYPES: dict[str, tuple[torch.dtype, torch.dtype, str]] = {
     "bf16": (torch.bfloat16, torch.bfloat16, "ieee"),
     "fp16": (torch.float16, torch.float16, "ieee"),
@@ -73,7 +73,7 @@ def persistent_matmul_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0917  
 class PaperWorkload:
     """One workload as two step functions over the same buffers: `sequential` and `overlapped`.
 
-    `description` is a workload of the paper or a case of its sweeps, as `check_runnable` admits it.
+    `description` is a workload of the paper or a case of its sweeps that passes `check_runnable`.
     """
 
     def __init__(self, description: Description) -> None:
@@ -83,11 +83,11 @@ class PaperWorkload:
         m, n, k = self._gemm.m, self._gemm.n, self._gemm.k
         operands, output, _ = TYPES[self._gemm.dtype]
         options: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
-        # not every type has random numbers of its own
+        # torch has no random numbers for some types
         self._a, self._b = torch.randn(m, k, **options).to(operands), torch.randn(k, n, **options).to(operands)
         self._product = torch.empty(m, n, device="cuda", dtype=output)
         self._sent = torch.randn(parse_bytes(self._collective.bytes, "collective") // 2, **options)
-        # all-reduce works in place, and the average of equal buffers is the buffer
+        # the all-reduce works in place, and the average of equal buffers equals the buffer
         dist.broadcast(self._sent, 0)
         self._received = torch.empty_like(self._sent) if self._collective.collective == "all_to_all" else self._sent
         self._communication = torch.cuda.Stream()
@@ -110,13 +110,13 @@ class PaperWorkload:
             dist.all_to_all_single(self._received, self._sent)
 
     def sequential(self) -> None:
-        """Matmul, collective, matmul, collective, ..., on one stream."""
+        """Run matmul, collective, matmul, collective, ..., on one stream."""
         for _ in range(self._iterations):
             self._matmul()
             self._communicate()
 
     def overlapped(self) -> None:
-        """Each collective on a second stream, behind its own matmul."""
+        """Run each collective on a second stream, after its own matmul."""
         current = torch.cuda.current_stream()
         for _ in range(self._iterations):
             self._matmul()
@@ -131,7 +131,7 @@ class PaperWorkload:
             self._received.fill_(float("nan"))
         self._product.fill_(float("nan"))
         torch.cuda.synchronize()
-        dist.barrier()  # others write into this rank's memory as soon as they start
+        dist.barrier()  # other ranks write into this rank's memory as soon as they start
         executable.launch(torch.cuda.current_stream().cuda_stream)
         torch.cuda.synchronize()
         sampled = [tensor.flatten()[::61].contiguous() for tensor in (self._product, self._received)]
@@ -139,7 +139,7 @@ class PaperWorkload:
 
 
 def num_ranks() -> int:
-    """How many ranks were started."""
+    """Return how many ranks were started."""
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
@@ -175,19 +175,19 @@ def _check_elements(gemm: Gemm) -> None:
 
 
 def check_fits(description: Description) -> None:
-    """Raise `WorkloadError` where the workload's buffers do not fit the memory that is free on this rank's GPU."""
+    """Raise `WorkloadError` if the workload's buffers do not fit the free memory of this rank's GPU."""
     free_bytes, _ = torch.cuda.mem_get_info()
     reusable_bytes = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
     check_memory(description, free_bytes + reusable_bytes, "what is free is")
 
 
 def open_energy_counter() -> EnergyCounter:
-    """The counter of this rank's GPU. Raises `DeviceError`."""
+    """Open the energy counter of this rank's GPU. Raises `DeviceError`."""
     return EnergyCounter(pci_bus_id(torch.cuda.current_device()))
 
 
 def launch_in_a_row(executable: AbstractExecutable, number: int) -> tuple[torch.cuda.Event, torch.cuda.Event]:
-    """Issue so many replays without waiting for them, between two events."""
+    """Issue so many replays without waiting for them, and return the events before and after them."""
     stream = torch.cuda.current_stream()
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     start.record(stream)

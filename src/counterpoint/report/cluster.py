@@ -34,6 +34,8 @@ def assumptions(configuration: Configuration) -> list[str]:
             f"{level.name}: {level.num_nodes:,} nodes, {rate} per rail, {level.efficiency:.0%} of it reached, "
             f"{level.latency_us:g} us; source: {level.source}."
         )
+    if fabric.cluster.num_nodes > 1:
+        found.append(fabric.rails_in_words)
     found.append(
         "All ranks of a stage are assumed equal, so one of each is simulated; equal layers and micro-batches are "
         "simulated once."

@@ -1,6 +1,6 @@
 """The parts of a profiler trace that Counterpoint uses: GPU operations, host calls, and the file's own facts.
 
-These values know nothing of files, of steps, or of what a kernel does. Quoted field names are those of Kineto's
+This module knows nothing of files, of steps, or of what a kernel does. Quoted field names are those of Kineto's
 `output_json.cpp`, as in the shipped traces.
 """
 
@@ -15,7 +15,7 @@ from counterpoint.value import Value
 Category = Literal["kernel", "memcpy", "memset"]
 HostKind = Literal["launch", "record", "wait"]
 GRAPH_LAUNCH = "GraphLaunch"
-"""Part of the name of every call that launches a graph."""
+"""Every call that launches a graph has this in its name."""
 HostPhase = Literal["forward", "backward", "optimizer", "unknown"]
 
 
@@ -57,13 +57,13 @@ class LaunchArguments(Value, frozen=True, kw_only=True, forbid_unknown_fields=Fa
 
 
 def listed_numbers(stated: object) -> list[int]:
-    """Return the numbers of a list that the profiler wrote as text; none if it is cut short ("...")."""
+    """Return the numbers of a list that the profiler wrote as text; return none if the text is cut short ("...")."""
     text = "" if stated is None else str(stated)
     return [] if "..." in text else [int(digits) for digits in re.findall(r"\d+", text)]
 
 
 def ranks_of_group(arguments: LaunchArguments, group_size: int) -> tuple[int, ...]:
-    """Return the ranks of the process group that launched it, if the profiler lists them all."""
+    """Return the ranks of the process group that launched the operation, if the profiler lists them all."""
     ranks = listed_numbers(arguments.group_ranks)
     return tuple(ranks) if len(ranks) == group_size else ()
 
@@ -104,28 +104,28 @@ class GpuOperation(Value, frozen=True, kw_only=True):
 
     @property
     def stream(self) -> int:
-        """The stream it ran on."""
+        """The stream that the operation ran on."""
         return self.arguments.stream
 
     @property
     def duration_us(self) -> float:
-        """Traced time on the GPU."""
+        """The time that the operation took on the GPU, as traced."""
         return self.end_us - self.start_us
 
     @property
     def graph_launch(self) -> int | None:
-        """The correlation of the CUDA graph launch that it is part of; None if the host launched it directly."""
+        """The correlation of the CUDA graph launch that started the operation; None if the host launched it directly."""
         return self.arguments.correlation if GRAPH_LAUNCH in self.launch_call else None
 
     @property
     def issue_key(self) -> tuple[float, float]:
-        """Sorts operations in host issue order; operations of one graph launch by their start."""
+        """A key that sorts operations in host issue order, and operations of one graph launch by their start."""
         return (self.start_us if self.launched_us is None else self.launched_us, self.start_us)
 
 
 class SyncArguments(Value, frozen=True, kw_only=True, forbid_unknown_fields=False):
-    """The arguments that the profiler writes with a synchronization: the waiting stream, the event, and its record if
-    known.
+    """The arguments that the profiler writes with a synchronization: the waiting stream, the event, and the event's record
+    if it is known.
     """
 
     stream: int = -1
@@ -137,8 +137,8 @@ class SyncArguments(Value, frozen=True, kw_only=True, forbid_unknown_fields=Fals
 
 
 class HostCall(Value, frozen=True, kw_only=True):
-    """A launch, an event record or a stream's wait, as the host issued it; `operation` is the index of the launched
-    operation.
+    """A launch, an event record or a stream's wait that the host issued; `operation` is the index of the operation that it
+    launched.
     """
 
     kind: HostKind
@@ -151,10 +151,10 @@ class HostCall(Value, frozen=True, kw_only=True):
 
 
 class ActivityTrace(Value, frozen=True, kw_only=True):
-    """The used contents of a trace: operations in issue order, host calls in time order, step windows.
+    """The parts of a trace that are used: operations in issue order, host calls in time order, step windows.
 
-    `host_waits`: when the host was blocked waiting for the GPU, in order of time. `operators` are those that launched
-    something. `notes`: what the file lacks or contradicts, one sentence each.
+    `host_waits` are the times in which the host was blocked waiting for the GPU, in order. `operators` are those that
+    launched something. `notes` say what the file lacks or contradicts, one sentence each.
     """
 
     path: str

@@ -1,7 +1,7 @@
-"""Builds an `ActivityTrace` from what a format found: launches and operators of operations, order, and inconsistencies.
+"""Builds an `ActivityTrace` from what a format's reader found.
 
-Problems that are evident from the file become notes: a file that ends early, launches without operations, operations
-that start before their launch. The module does not know any format.
+It attaches launches and operators to operations, and sorts them. Problems that are evident from the file become notes: a
+file that ends early, launches without operations, operations that start before their launch. It knows no format.
 """
 
 from bisect import bisect_right
@@ -14,9 +14,9 @@ from counterpoint.traces.host_operators import HostOperators, Launch
 from counterpoint.value import require
 
 LEAST_LOST = 10
-"""Fewer launches without an operation say nothing: kernels still ran when recording ended."""
+"""Fewer launches without an operation are normal: kernels were still running when the recording ended."""
 CLOCK_TOLERANCE_US = 2.0
-"""An operation that starts this much before its launch shows that the clocks of host and GPU disagree."""
+"""If an operation starts this much before its launch, the clocks of host and GPU disagree."""
 
 
 def assemble(
@@ -52,18 +52,18 @@ def assemble(
     )
 
 
-# Operations are completed in place below: they were made for this trace and nobody else has seen them yet.
+# The functions below change operations in place: the reader made them for this trace, and nothing else refers to them yet.
 
 
 def _issue_key(operation: GpuOperation) -> tuple[float, float, int, int]:
-    """The order of issue, the same for the same operations in any order."""
+    """Return a sort key for the order of issue; it does not depend on the order in which operations are given."""
     launched_us, arguments = operation.launched_us, operation.arguments
     start_us = operation.start_us
     return start_us if launched_us is None else launched_us, start_us, arguments.stream, arguments.correlation
 
 
 def _attach_launches(path: str, operations: list[GpuOperation], calls: dict[int, HostCall]) -> None:
-    """Add to each operation when and how the host launched it; only a graph launch may start several."""
+    """Add to each operation when and how the host launched it; only a launch of a graph may start several operations."""
     seen: set[int] = set()
     for operation in operations:
         correlation = operation.arguments.correlation
@@ -83,7 +83,7 @@ def _attach_launches(path: str, operations: list[GpuOperation], calls: dict[int,
 def _attach_operators(
     operations: list[GpuOperation], calls: dict[int, HostCall], operators: HostOperators
 ) -> tuple[HostOperator, ...]:
-    """Add to each operation which operator launched it, and the sizes of the matrix multiplication it was."""
+    """Add to each operation the operator that launched it, and the sizes of its matrix multiplication if it is one."""
     launches = [_launch(operation, calls) for operation in operations]
     found, numbers = operators.operators_of(launches)
     sizes = operators.sizes_of({launch[0] for launch in launches if launch is not None})
@@ -110,10 +110,10 @@ def _whole_steps(
     threads: set[str],
     damage: str,
 ) -> tuple[tuple[tuple[float, float], ...], list[GpuOperation]]:
-    """Return the whole steps of a file that ends early, and what was launched up to their end.
+    """Return the whole steps of a file that ends early, and the operations launched up to their end.
 
-    The profiler writes all operators first, then GPU operations thread by thread, each in order: a step is whole if every
-    thread that runs operators launched something later that was read.
+    The profiler writes all operators first, then GPU operations thread by thread, each in order. So a step is whole if every
+    thread that runs operators launched something later, and that later operation was read.
     """
     starts = [start for start, _ in trace.step_windows]
     reached = dict.fromkeys(threads, -1)
@@ -129,7 +129,7 @@ def _whole_steps(
 
 
 def _lost(operations: list[GpuOperation], calls: dict[int, HostCall]) -> list[str]:
-    """A note on launches between the first and the last known one whose operations are missing."""
+    """Return a note on launches whose operations are missing, between the first and last launch with a known one."""
     times = [operation.launched_us for operation in operations if operation.launched_us is not None]
     if not times:
         return ["The trace holds the launch of no operation, so the host's part is unknown."] if operations else []
@@ -148,7 +148,7 @@ def _lost(operations: list[GpuOperation], calls: dict[int, HostCall]) -> list[st
 
 
 def _early(operations: list[GpuOperation]) -> list[str]:
-    """A note on operations that start before the host launched them."""
+    """Return a note on operations that start before the host launched them."""
     early = [
         operation.launched_us - operation.start_us
         for operation in operations
@@ -165,7 +165,7 @@ def _early(operations: list[GpuOperation]) -> list[str]:
 
 
 def _relevant_calls(operations: list[GpuOperation], calls: dict[int, HostCall]) -> tuple[HostCall, ...]:
-    """Launches of the kept operations, records and waits, in time order."""
+    """Return the launches of the kept operations, and all records and waits, in time order."""
     kept = [call for call in calls.values() if call.kind != "launch"]
     seen: set[int] = set()
     for index, operation in enumerate(operations):
@@ -173,7 +173,7 @@ def _relevant_calls(operations: list[GpuOperation], calls: dict[int, HostCall]) 
         call = calls.get(correlation)
         if call is None:
             continue
-        if correlation in seen or call.kind != "launch":  # a graph's launch: one call for each operation
+        if correlation in seen or call.kind != "launch":  # a launch of a graph: there is one call for each operation
             call = replace(call, kind="launch", operation=index)
         else:
             seen.add(correlation)

@@ -1,8 +1,8 @@
-"""Finds out from a trace which kernels fit beside each other, and which only waited for another's SMs.
+"""Finds out from a trace which kernels fit beside each other, and which ones only waited for the SMs of another kernel.
 
-A persistent kernel has one CTA on each SM and keeps it to its end. A kernel that starts in the middle of it fits beside
-it, whatever the placement of warps, if an SM has registers for both: otherwise the first did not hold every SM. Its CTAs
-do not end together: a kernel that cannot share an SM with it starts at its tail, SM by SM, and takes that much longer.
+A persistent kernel has one CTA on each SM and keeps the SM until it ends. A kernel that starts in the middle of it fits
+beside it, however warps are placed, if an SM has registers for both; otherwise the first did not hold every SM. CTAs of one
+kernel do not end together: a kernel that cannot share an SM with them starts at the tail, SM by SM, and takes longer by it.
 """
 
 from collections.abc import Iterable
@@ -12,15 +12,15 @@ from counterpoint.traces.activity import ActivityTrace, GpuOperation
 from counterpoint.traces.classify import is_communication
 
 MIDDLE = (0.25, 0.75)
-"""The part of a persistent kernel in which all its CTAs run: tails of others reach 13 % into it (asynchronous TP, H200)."""
+"""All CTAs of a persistent kernel run in this part: tails of other kernels reach 13 % into it (asynchronous TP, H200)."""
 LONGEST_TAIL = 0.25
-"""Kernels that overlap by more than this share of the later one ran side by side, and not one after the other."""
-REGISTERS_PER_SM = 65536  # of every GPU since compute capability 3.5 but 3.7 (CUDA programming guide)
+"""If two kernels overlap by more than this share of the later one, they ran side by side, not one after the other."""
+REGISTERS_PER_SM = 65536  # of every GPU since compute capability 3.5, except 3.7 (CUDA programming guide)
 
 
 def find_pairs_beside(trace: ActivityTrace, indices: Iterable[int]) -> tuple[tuple[int, int], ...]:
-    """Return the numbers of a persistent kernel and of a kernel that started in the middle of it; one pair for like
-    launches.
+    """Return pairs of operation numbers: a persistent kernel, and a kernel that started in the middle of it. Pairs of equal
+    launches are returned once.
     """
     kernels = [index for index in indices if trace.operations[index].category == "kernel"]
     kernels.sort(key=lambda index: trace.operations[index].start_us)
@@ -40,8 +40,8 @@ def find_pairs_beside(trace: ActivityTrace, indices: Iterable[int]) -> tuple[tup
 
 
 def times_with_sms(trace: ActivityTrace) -> dict[int, float]:
-    """Return, by number, the time of each kernel that started at the tail of another one, from that one's end, in
-    microseconds.
+    """Return, by number, the time of each kernel that started at the tail of another one, counted from the end of that other
+    kernel, in microseconds.
     """
     persistent = [index for index, operation in enumerate(trace.operations) if _is_persistent(trace, operation)]
     persistent.sort(key=lambda index: trace.operations[index].start_us)
@@ -56,7 +56,7 @@ def times_with_sms(trace: ActivityTrace) -> dict[int, float]:
 
 
 def _is_persistent(trace: ActivityTrace, operation: GpuOperation) -> bool:
-    """Return whether it computes with exactly one CTA for each SM."""
+    """Return whether the operation computes and has exactly one CTA for each SM."""
     arguments = operation.arguments
     return (
         operation.category == "kernel"

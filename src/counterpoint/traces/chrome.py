@@ -1,6 +1,6 @@
 """Write timelines as a Chrome trace that Perfetto and chrome://tracing open: one process per timeline and rank.
 
-Threads are streams, events are complete ("X") and their category is the operation's kind. The format is Google's "Trace
+Threads are streams. Events are complete ("X"), and their category is the operation's kind. The format is Google's "Trace
 Event Format"; times are microseconds. The module does not know where a timeline came from.
 """
 
@@ -30,7 +30,7 @@ def write_chrome_trace(path: Path | str, timelines: Mapping[str, Timeline]) -> N
 
 
 def write_events(path: Path | str, events: Sequence[Event]) -> None:
-    """Write events to a `.json` or `.json.gz` file. Raises `TraceError` for another suffix, or if that is impossible."""
+    """Write events to a `.json` or `.json.gz` file. Raises `TraceError` for another suffix, or if writing fails."""
     file = Path(path)
     check_chrome_path(file)
     text = msgspec.json.encode({"displayTimeUnit": "ms", "traceEvents": events})
@@ -47,7 +47,7 @@ def check_chrome_path(path: Path) -> None:
 
 
 def chrome_events(timelines: Mapping[str, Timeline]) -> list[Event]:
-    """The events of a Chrome trace: names first, then one complete event per interval."""
+    """Return the events of a Chrome trace: names first, then one complete event per interval."""
     events: list[Event] = []
     process = 0
     for label, timeline in timelines.items():
@@ -61,7 +61,7 @@ def chrome_events(timelines: Mapping[str, Timeline]) -> list[Event]:
 
 
 def name_events(process: int, name: str, threads: Mapping[int, str]) -> list[Event]:
-    """Metadata: the name of a process and of its threads, which are shown in the order given."""
+    """Return the metadata events that name a process and its threads; viewers show the threads in the order given."""
     events = [
         _metadata(process, 0, "process_name", {"name": name}),
         _metadata(process, 0, "process_sort_index", {"sort_index": process}),
@@ -79,7 +79,7 @@ def _metadata(process: int, thread: int, name: str, arguments: dict[str, object]
 def complete_event(
     place: tuple[int, int], name: str, category: str, times_us: tuple[float, float], arguments: Mapping[str, object]
 ) -> Event:
-    """An event with start and end in microseconds, at a process and thread."""
+    """Return an event with start and end in microseconds, in a process and thread."""
     (process, thread), (start_us, end_us) = place, times_us
     event: Event = {"ph": "X", "pid": process, "tid": thread, "name": name, "cat": category}
     return event | {"ts": start_us, "dur": end_us - start_us, "args": dict(arguments)}

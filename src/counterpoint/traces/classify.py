@@ -1,8 +1,8 @@
 """Classifies kernels by name: the first matching rule of `rules.toml` decides.
 
-The module knows nothing of traces or times. The rules are data, so a new library takes a few lines of TOML; each rule
-names the source of its names. Only these rules say which kernels communicate: the launch filter uses the patterns of
-`communication_patterns`.
+The module knows nothing of traces or times. The rules are data, so supporting a new library takes a few lines of TOML; each
+rule names the source of its kernel names. Only these rules decide which kernels communicate: the launch filter uses the
+patterns of `communication_patterns`.
 """
 
 import re
@@ -35,10 +35,10 @@ Group = tuple[str | None, str | None]  # a process group's name and its descript
 
 
 class Rule(Value, frozen=True, kw_only=True):
-    """One rule: which kernel names, and what a kernel of such a name is.
+    """One rule: the kernel names that it matches, and what a kernel of such a name is.
 
-    One of `names` fits the whole name (`*` and `?` as in a shell), or `pattern`, a regular expression, is found in it.
-    `library` is the transport of a collective; `is_waiting`, that the kernel only waits for other ranks or signals them.
+    Either one of `names` matches the whole name (`*` and `?` as in a shell), or `pattern`, a regular expression, is found in
+    it. `library` is the transport of a collective. `is_waiting`: the kernel only waits for other ranks or signals them.
     """
 
     source: str
@@ -72,13 +72,13 @@ class Rule(Value, frozen=True, kw_only=True):
 
 
 class UserRules(Value, frozen=True, kw_only=True):
-    """A user's file: rules that hold before the shipped ones."""
+    """A user's file: rules that are tried before the shipped ones."""
 
     rule: tuple[Rule, ...]
 
 
 class ClusterRule(Value, frozen=True, kw_only=True):
-    """The cluster size a library launches with on one GPU generation."""
+    """The cluster size that a library launches with on one GPU generation."""
 
     library: str
     compute_major: int
@@ -86,7 +86,7 @@ class ClusterRule(Value, frozen=True, kw_only=True):
 
 
 class ElementTypeRule(Value, frozen=True, kw_only=True):
-    """The type of a matmul's operands where `pattern`, a regular expression, is found in its kernel's name."""
+    """The element type of a matmul's operands if `pattern`, a regular expression, is found in the name of its kernel."""
 
     pattern: str
     type: ElementType
@@ -94,7 +94,7 @@ class ElementTypeRule(Value, frozen=True, kw_only=True):
 
 
 class RuleTable(Value, frozen=True, kw_only=True):
-    """All rules, in order, and the look-up tables for what the profiler writes beside collectives and operators."""
+    """All rules in order, and the tables that translate what the profiler writes with collectives and operators."""
 
     rule: tuple[Rule, ...]
     cluster: tuple[ClusterRule, ...]
@@ -110,9 +110,9 @@ _IN_FORCE: dict[str, Path] = {}  # "user": the file of rules that this process w
 
 @cache
 def load_rules(path: Path | str | None = None) -> RuleTable:
-    """The shipped rule table; the rules of a user's TOML file, if one is named, come first.
+    """Return the shipped rule table, preceded by the rules of a user's TOML file if `path` is given.
 
-    Raises `TraceError`, in one line, for a file that cannot be read or is no table of rules.
+    Raises `TraceError`, in one line, for a file that cannot be read or is not a table of rules.
     """
     shipped = read_shipped("traces/rules.toml", RuleTable, TraceError)
     if path is None:
@@ -122,9 +122,9 @@ def load_rules(path: Path | str | None = None) -> RuleTable:
 
 
 def use_rules(path: Path | str | None) -> None:
-    """Classify by a user's rules first, in this process and from now on; None removes them.
+    """Try a user's rules first in this process from now on; None removes them.
 
-    Raises `TraceError` for a bad file, and changes nothing then. The launch filter keeps to the shipped table.
+    Raises `TraceError` for a bad file, and then changes nothing. The launch filter always uses the shipped table.
     """
     if path is None:
         _IN_FORCE.clear()
@@ -138,7 +138,7 @@ def use_rules(path: Path | str | None) -> None:
 
 @cache
 def communication_patterns() -> tuple[str, ...]:
-    """The names of all kernels that communicate, in the launch filter's words; none that another one covers."""
+    """Return name patterns of all kernels that communicate, in the launch filter's syntax; no pattern covers another one."""
     names = tuple(dict.fromkeys(name for rule in load_rules().rule if rule.kind == "communication" for name in rule.names))
     return tuple(name for name in names if not any(other != name and _covers(other, name) for other in names))
 
@@ -161,23 +161,23 @@ def _compiled_rules() -> tuple[tuple[Rule, re.Pattern[str]], ...]:
 
 
 def _whole(pattern: str) -> str:
-    """A shell pattern as a regular expression for the whole name."""
+    """Return a shell pattern as a regular expression for the whole name."""
     words = "".join({"*": ".*", "?": "."}.get(letter, re.escape(letter)) for letter in pattern)
     return rf"\A(?s:{words})\Z"
 
 
 def _covers(wide: str, narrow: str) -> bool:
-    """Return whether every name that matches `narrow` matches `wide`: then `wide` matches `narrow` itself, its stars
-    taken as letters.
+    """Return whether every name that matches `narrow` matches `wide`. This is so if `wide` matches the text of `narrow`, its
+    stars read as ordinary characters.
     """
     words = "".join({"*": ".*", "?": "[^*]"}.get(letter, re.escape(letter)) for letter in wide)
     return re.fullmatch(words, narrow) is not None
 
 
 def ctas_per_cluster(rule: Rule, compute_major: int, num_ctas: int) -> int:
-    """CTAs in a cluster of this launch: the rule's, or the library's on this GPU; 1 where the grid is no multiple of it.
+    """Return the CTAs per cluster of this launch: the rule's value, or the library's on this GPU.
 
-    A launch whose grid is no multiple of the cluster is refused by the driver, so the library cannot have used one.
+    The result is 1 if the grid is no multiple of it: the driver refuses such a launch, so the library cannot have used one.
     """
     size = rule.ctas_per_cluster
     for cluster in load_rules().cluster:
@@ -187,7 +187,7 @@ def ctas_per_cluster(rule: Rule, compute_major: int, num_ctas: int) -> int:
 
 
 def collective_kind(traced_name: str | None, rule: Rule) -> tuple[CollectiveKind, bool]:
-    """Return which collective it is, and whether the name was known; an unknown name is a send and receive."""
+    """Return the kind of collective, and whether the traced name is known; an unknown name counts as a send and receive."""
     if not traced_name:
         return rule.collective, True
     known = known_collective(traced_name)
@@ -195,18 +195,18 @@ def collective_kind(traced_name: str | None, rule: Rule) -> tuple[CollectiveKind
 
 
 def known_collective(traced_name: str) -> CollectiveKind | None:
-    """The collective that torch calls by this name, or None for a name the table does not hold."""
+    """Return the collective that torch calls by this name, or None for a name that the table does not hold."""
     return load_rules().collective_names.get(traced_name.lower().strip("_ "))
 
 
 def element_bytes(dtype: str | None) -> int | None:
-    """Bytes of one element of a PyTorch type, or None for a type the table does not hold."""
+    """Return the bytes of one element of a PyTorch type, or None for a type that the table does not hold."""
     return load_rules().dtype_bytes.get(dtype) if dtype else None
 
 
 @lru_cache(maxsize=4096)
 def matmul_type(name: str, operand: str) -> ElementType | None:
-    """The type of a matmul's operands by its kernel's name, else by its operator's first input; None if neither says it."""
+    """Return the type of a matmul's operands: from its kernel's name, else from its operator's first input, else None."""
     rules = load_rules()
     for rule in rules.element_type:
         if re.search(rule.pattern, name):
@@ -215,10 +215,10 @@ def matmul_type(name: str, operand: str) -> ElementType | None:
 
 
 def name_groups(groups: Iterable[Group]) -> dict[Group, str | None]:
-    """What each process group is called here, by its name and description: what stays when a job is started again.
+    """Return a name for each process group, from its name and description, that stays the same when a job is restarted.
 
-    torch counts groups for their names, in the order in which they are made; a description ("default_pg", "mesh_tp") says
-    more, unless it is none ("undefined") or several groups share it.
+    torch names groups by a counter, in the order of their creation. A description ("default_pg", "mesh_tp") is preferred
+    unless it is missing ("undefined") or several groups share it.
     """
     distinct = set(groups)
     shared = Counter(description for _, description in distinct)
@@ -229,7 +229,7 @@ def name_groups(groups: Iterable[Group]) -> dict[Group, str | None]:
 
 
 def copy_direction(name: str) -> CopyDirection:
-    """Where a copy goes, by the profiler's name for it ("Memcpy PtoP (Device -> Device)")."""
+    """Return the direction of a copy from the profiler's name for it ("Memcpy PtoP (Device -> Device)")."""
     squeezed = name.lower().replace("_", "").replace(" ", "")
     for word, direction in COPY_DIRECTIONS:
         if word in squeezed:

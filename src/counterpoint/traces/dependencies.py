@@ -1,12 +1,12 @@
-"""Finds which operation waits for which on another stream.
+"""Finds which operation waits for which operation on another stream.
 
-Order within a stream is implicit and never listed. Where the profiler states an event's record, the dependency is exact.
-Otherwise the producer is inferred from what the host did: NCCL's own event means the communicator's previous collective;
-any other record marks the last operation its thread launched before it on a stream other than the waiting one
-(`host_order.py` finds the record). Without any events, dependencies are inferred from times alone.
+The order within a stream is implicit and is never listed. If the profiler states the record of an event, the dependency is
+exact. Otherwise the producer is inferred from the host's calls: a wait on NCCL's own event is for the communicator's
+previous collective. Any other record marks the last operation that its thread launched before it on a stream other than
+the waiting one (`host_order.py` finds the record). Without any events, dependencies are inferred from times alone.
 
-Every inference is checked against GPU times: a producer must have ended when its consumer starts; otherwise the latest
-earlier operation of its stream that had ended replaces it, or none.
+Every inference is checked against GPU times: a producer must have ended when its consumer starts. If it has not, it is
+replaced by the latest earlier operation of its stream that had ended, or by none.
 """
 
 from collections import Counter
@@ -18,7 +18,7 @@ from counterpoint.value import Value
 
 TIME_TOLERANCE_US = 0.5
 HELD_BACK_US = 10.0
-"""Without events: a longer gap on the computation stream is a wait. Launch gaps are 1 to 4 us in the shipped traces."""
+"""Without events, a longer gap on the computation stream is a wait. Launch gaps are 1 to 4 us in the shipped traces."""
 
 
 class Edge(Value, frozen=True, kw_only=True):
@@ -30,7 +30,7 @@ class Edge(Value, frozen=True, kw_only=True):
 
 
 class Dependencies(Value, frozen=True, kw_only=True):
-    """Edges across streams, and how many inferences the GPU's times corrected or contradicted."""
+    """The edges across streams, and how many inferences the GPU times corrected or contradicted."""
 
     edges: tuple[Edge, ...]
     num_corrected: int = 0
@@ -39,7 +39,7 @@ class Dependencies(Value, frozen=True, kw_only=True):
 
 
 def find_dependencies(trace: ActivityTrace) -> Dependencies:
-    """Return all waits across streams in a trace, exact where the profiler states them."""
+    """Return all waits across streams in a trace; those that the profiler states are exact."""
     host = index_host(trace)
     waits = [position for position, call in enumerate(trace.host_calls) if call.kind == "wait"]
     if not waits:
@@ -69,7 +69,7 @@ def find_dependencies(trace: ActivityTrace) -> Dependencies:
 def _producer(
     host: HostOrder, position: int, sync: SyncArguments, record: int | None, *, is_own: bool
 ) -> tuple[int | None, DependencyOrigin]:
-    """The operation a wait is for: as the profiler states it, else inferred."""
+    """Return the operation that a wait is for, as the profiler states it, else as inferred."""
     stated = host.by_correlation.get(sync.record_correlation) if sync.record_correlation > 0 else None
     if sync.producer_stream >= 0:
         return host.last_on_stream(position if stated is None else stated, sync.producer_stream), (
@@ -84,7 +84,7 @@ def _producer(
 
 
 def _judge(host: HostOrder, consumer: int, producer: int) -> int | None:
-    """The producer if it had ended when the consumer started, else the latest earlier one of its stream that had."""
+    """Return the producer if it had ended when the consumer started, else the latest earlier one of its stream that had."""
     latest_us = host.operations[consumer].start_us + TIME_TOLERANCE_US
     stream = host.streams[producer]
     for candidate in range(producer, max(-1, producer - FARTHEST_LOOK), -1):
@@ -94,7 +94,7 @@ def _judge(host: HostOrder, consumer: int, producer: int) -> int | None:
 
 
 def _edges_from_times(host: HostOrder) -> tuple[Edge, ...]:
-    """Without events: communication waits for the computation issued before it; held-back computation waits for it."""
+    """Without events: communication waits for the computation issued before it; late computation waits for it."""
     busy_us: Counter[int] = Counter()
     for operation, communicates in zip(host.operations, host.is_communication, strict=True):
         busy_us[operation.stream] += 0 if communicates else round(operation.duration_us * 1000) + 1
@@ -120,7 +120,7 @@ def _edges_from_times(host: HostOrder) -> tuple[Edge, ...]:
 
 
 def _holder(host: HostOrder, index: int, before: int, pending: list[int]) -> int | None:
-    """The communication that held operation `index` back: the last to end in the gap before it, once it was launched."""
+    """Return the communication that held operation `index` back: the last to end in the gap before it, after its launch."""
     operation, previous = host.operations[index], host.operations[before]
     if operation.start_us - previous.end_us <= HELD_BACK_US:
         return None

@@ -1,9 +1,9 @@
-"""Read the events of a Chrome JSON trace piece by piece: no more of the file is in memory than a few blocks.
+"""Read the events of a Chrome JSON trace block by block, so that only a few blocks of the file are in memory at a time.
 
-A block is cut behind an event, where `}`, a comma and `{` stand in a row. That may also stand inside a text or inside an
-event's arguments; but what stands before such a cut is not whole JSON, so the decoder itself tells a true cut from a false
-one. Where no candidate is a true one, brackets and texts are followed from the beginning of the block. What surrounds the
-events, before and behind them, is kept, and decoded as a file without events. The module does not know what events mean.
+A block is cut behind an event, at a `}`, a comma and a `{` in a row. The same characters may occur inside a string or inside
+an event's arguments; but then the text before the cut is not valid JSON, so decoding it tells whether the cut is right. If
+no candidate is right, brackets and strings are followed from the start of the block. The text before and after the events is
+kept and decoded as a file without events. The module does not know what events mean.
 """
 
 import re
@@ -18,10 +18,10 @@ from counterpoint.mismatch import describe_mismatch
 from counterpoint.units import MIB, format_bytes
 from counterpoint.value import require
 
-BLOCK_BYTES = MIB  # four times as much takes a sixth longer: blocks and their events leave the cache
-MOST_AROUND_BYTES = 64 * MIB  # what may stand before or behind the events, and the largest event
+BLOCK_BYTES = MIB  # four times as much takes a sixth longer, as blocks and their events no longer fit into the cache
+MOST_AROUND_BYTES = 64 * MIB  # limit on the text before or after the events, and on the largest event
 MOST_CANDIDATES = 8
-WINDOW_BYTES = 65536  # how far before a block's end a cut is looked for first
+WINDOW_BYTES = 65536  # a cut is first looked for within this distance of the block's end
 
 _EVENTS = re.compile(rb'"traceEvents"\s*:\s*\[')
 _CUT = re.compile(rb"\}(?=\s*,\s*\{)")
@@ -46,11 +46,11 @@ class _Complete(Event, gc=False, tag_field="ph", tag="X"):
 
 
 def _skipped(phase: str) -> type[msgspec.Struct]:
-    """An event of which nothing is decoded."""
+    """Return the type of an event of which nothing is decoded."""
     return msgspec.defstruct("Skipped", [], gc=False, tag_field="ph", tag=phase)
 
 
-# Arrows ("s", "t", "f") are a third of a trace; "M" and "i" stand for names of processes and for instants.
+# Arrows ("s", "t", "f") are a third of a trace. "M" is the name of a process or thread, "i" an instant.
 _USUAL = _Complete | _skipped("s") | _skipped("t") | _skipped("f") | _skipped("M") | _skipped("i")
 
 
@@ -64,7 +64,7 @@ class Device(msgspec.Struct):
 
 
 class Distributed(msgspec.Struct):
-    """What the profiler knows of the job."""
+    """The profiler's description of the distributed job."""
 
     rank: int | None = None
     world_size: int | None = None
@@ -72,7 +72,7 @@ class Distributed(msgspec.Struct):
 
 
 class Surroundings(msgspec.Struct):
-    """The file without its events."""
+    """The contents of the file other than its events."""
 
     traceEvents: list[Event]  # noqa: N815
     deviceProperties: list[Device] = []  # noqa: N815
@@ -80,9 +80,9 @@ class Surroundings(msgspec.Struct):
 
 
 class EventStream:
-    """The events of one file, in lists of some thousand, and then `surroundings`.
+    """Iterates over the events of one file in lists of some thousand; `surroundings` is set at the end.
 
-    `damage` says why the file is not whole, in words, once the events are read: None where it is.
+    Once the events are read, `damage` says why the file is incomplete, or is None if it is complete.
     """
 
     def __init__(self, path: Path, pieces: Iterator[bytes]) -> None:
@@ -94,7 +94,7 @@ class EventStream:
         self._usual_decoder: msgspec.json.Decoder[list[Event]] | None = msgspec.json.Decoder(list[_USUAL])  # type: ignore[valid-type]
 
     def __iter__(self) -> Iterator[list[Event]]:
-        """Lists of events. Raises `TraceError` for what is no trace; for one that ends early see `damage`."""
+        """Yield lists of events. Raises `TraceError` if the file is no trace; if it ends early, sets `damage` instead."""
         if not self._find_events():
             self.surroundings = self._decode_surroundings(self._rest)
             yield self.surroundings.traceEvents
@@ -115,7 +115,7 @@ class EventStream:
         yield from self._last()
 
     def _more(self) -> bytes:
-        """The next piece; none at the end, or where a packed file is damaged."""
+        """Return the next piece; return none at the end, or if a compressed file is damaged."""
         try:
             return next(self.pieces, b"")
         except CounterpointError as problem:
@@ -125,7 +125,7 @@ class EventStream:
             return b""
 
     def _find_events(self) -> bool:
-        """Read until the events begin; whether they do."""
+        """Read until the events begin; return whether they do."""
         found = None
         while found is None and (piece := self._more()):
             begin = max(0, len(self._rest) - 100)
@@ -143,7 +143,7 @@ class EventStream:
         return True
 
     def _cut(self) -> list[Event] | None:
-        """The events up to the last cut of the block, or None where there is none."""
+        """Return the events up to the last cut of the block, or None if there is no cut."""
         self._drop_comma()
         for end in self._candidates():
             events = self._decode(end)
@@ -159,7 +159,7 @@ class EventStream:
         return None
 
     def _candidates(self) -> Iterator[int]:
-        """Where the block may be cut, the most likely place first; the last is certain."""
+        """Yield the positions at which the block may be cut, the most likely one first; the last one is certain."""
         begin = max(0, len(self._rest) - WINDOW_BYTES)
         for pattern in (_CUT_BEFORE_PHASE, _CUT):
             found = [match.end() for match in pattern.finditer(self._rest, begin)]
@@ -173,17 +173,17 @@ class EventStream:
         self._num_events += num_events
 
     def _drop_comma(self) -> None:
-        """Let what is left begin with an event, not with the comma behind the one before."""
+        """Remove the comma after the previous event, so that the remaining text begins with an event."""
         if self._num_events:
             self._rest = self._rest.lstrip().removeprefix(b",")
 
     def _decode(self, end: int | None) -> list[Event] | None:
-        """The events up to a place, or None where what stands there is not whole JSON."""
+        """Return the events up to a position, or None if the text up to there is not valid JSON."""
         text = b"".join((b"[", memoryview(self._rest)[:end], b"]"))  # copied once
         if self._usual_decoder is not None:
             try:
                 return self._usual_decoder.decode(text)
-            except msgspec.ValidationError:  # a phase that is not usual, or an event that is none: what, is found out below
+            except msgspec.ValidationError:  # an unusual phase, or an item that is no event: the code below finds out which
                 self._usual_decoder = None
             except (msgspec.DecodeError, UnicodeDecodeError):
                 return None
@@ -200,7 +200,7 @@ class EventStream:
             raise self._no_trace(problem) from problem
 
     def _ends_within(self) -> bool:
-        """Whether the events end in what was read; then all that is left of the file is read too."""
+        """Return whether the events end in the text read so far; if so, also read the rest of the file."""
         _, end = follow(self._rest)
         if end is None:
             return False
@@ -215,7 +215,7 @@ class EventStream:
         return True
 
     def _last(self) -> Iterator[list[Event]]:
-        """The last events, and what surrounds them."""
+        """Yield the last events, and decode the text around the events."""
         self._drop_comma()
         certain, end = None, self._likely_end()
         if end is None:
@@ -236,7 +236,7 @@ class EventStream:
         )
 
     def _likely_end(self) -> int | None:
-        """Where the events end if one of the last brackets ends them: what is before it and what is behind it is whole."""
+        """Return where the events end if one of the last brackets ends them: the text on both sides is then valid JSON."""
         end = len(self._rest)
         for _ in range(MOST_CANDIDATES):
             end = self._rest.rfind(b"]", 0, end)
@@ -251,7 +251,7 @@ class EventStream:
         return None
 
     def _damage_of(self, rest: bytes) -> str:
-        """What the decoder says of a file whose events end like this."""
+        """Return the decoder's message for a file whose events end in this text."""
         try:
             msgspec.json.decode(b"[" + rest.lstrip())
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as problem:
@@ -277,12 +277,12 @@ class EventStream:
 
 
 def _complete(events: list[Event]) -> list[Event]:
-    """Without events of which nothing was decoded."""
+    """Return the events without those of which nothing was decoded."""
     return [event for event in events if isinstance(event, Event)]
 
 
 def follow(text: bytes) -> tuple[int, int | None]:
-    """Where the last whole object of a list ends, and where the list ends if it does; `text` begins inside the list."""
+    """Return where the last whole object of a list ends, and where the list ends or None; `text` begins inside the list."""
     depth = last = 0
     for match in _TOKEN.finditer(text):
         token = text[match.start() : match.start() + 1]
@@ -294,6 +294,6 @@ def follow(text: bytes) -> tuple[int, int | None]:
                 return last, match.start()
             if depth == 0:
                 last = match.end()
-        elif match.end() - match.start() == 1:  # a text that does not end here
+        elif match.end() - match.start() == 1:  # a string that does not end in this text
             break
     return last, None

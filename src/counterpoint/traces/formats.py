@@ -1,8 +1,8 @@
-"""The trace formats, one line each. The first format that recognizes a file's content reads it, whatever the file's
+"""The trace formats, one line each. A file is read by the first format that recognizes its content, whatever the file's
 name.
 
-A format turns the bytes of a file, whole or in pieces, into an `ActivityTrace`; everything later, from steps to
-dependencies and lone times, is the same for every format. A new format is a module beside `kineto.py` and a line in
+A format turns the bytes of a file, whole or in pieces, into an `ActivityTrace`. All later stages (steps, dependencies, lone
+times) are the same for every format. To add a format, add a module beside `kineto.py` and a line in
 `FORMATS`.
 """
 
@@ -19,14 +19,14 @@ from counterpoint.traces import kineto, nsight
 from counterpoint.traces.activity import ActivityTrace
 from counterpoint.value import require
 
-HEAD_BYTES = 4096  # enough to know a format by
+HEAD_BYTES = 4096  # enough bytes to recognize a format
 
 
 class TraceFormat(NamedTuple):
-    """`knows` tells by the first bytes, unpacked; `decode` takes the path, for its messages, and all bytes, unpacked.
+    """`knows` recognizes the format by the first bytes. `decode` takes the path, for messages, and all bytes.
 
-    A format that has `read` is read by it instead, in pieces. `suffixes` are those that files of this format usually have,
-    in lower case.
+    Both get uncompressed bytes. If a format has `read`, that is called instead of `decode`, with the file in pieces.
+    `suffixes` are the usual ones of files in this format, in lower case.
     """
 
     name: str
@@ -51,16 +51,16 @@ SUFFIXES_IN_WORDS = ", ".join(SUFFIXES)
 
 
 def read_activity(path: Path | str, on_progress: Callable[[int, int], None] | None = None) -> ActivityTrace:
-    """Read a trace, gzipped or not. Raises `TraceError` for a file that is no trace, or holds no GPU activity.
+    """Read a trace, gzipped or not. Raises `TraceError` if the file is no trace, or holds no GPU activity.
 
-    `on_progress` gets the number of bytes read and the file's size, 0 for a pipe. A file is read in pieces: memory
+    `on_progress` gets the number of bytes read and the file's size, which is 0 for a pipe. A file is read in pieces: memory
     depends on what is kept of it.
     """
     remedy = f"give a {' or '.join(SUFFIXES)} file"
     path = Path(path)
     pieces = read_pieces(path, TraceError, remedy, most=MAX_TRACE_BYTES, is_unpacked=True, on_progress=on_progress)
     first = b""
-    while len(first) < HEAD_BYTES and (piece := next(pieces, b"")):  # a pipe gives little at once
+    while len(first) < HEAD_BYTES and (piece := next(pieces, b"")):  # a pipe may return only a few bytes at once
         first = (first + piece).lstrip()
     require(bool(first), TraceError, f"{path} is empty; profile again and let the profiler finish writing.")
     head = first[:HEAD_BYTES]
@@ -73,7 +73,7 @@ def read_activity(path: Path | str, on_progress: Callable[[int, int], None] | No
 
 
 def is_trace(source: str) -> bool:
-    """Whether this names a trace: by its suffix, or a file that one of the formats knows by its content."""
+    """Return whether `source` names a trace: by its suffix, or by its content if it is a file that a format recognizes."""
     if source.lower().endswith(SUFFIXES):
         return True
     if not os.path.isfile(source):

@@ -1,11 +1,11 @@
 """Host operators: which PyTorch operator launched a GPU operation, with what shapes, in which phase and module.
 
-The profiler writes the number of the innermost operator beside each GPU operation ("External id"), also for launches of
-CUDA graphs. While a file is read every operator is kept in some bytes; those that launched something become values at the
-end. The phase is that of the launch: backward in the engine's threads and while it evaluates a function, optimizer within
-`Optimizer.step#...` and between it and the backward pass before it, forward else. The module is the innermost recorded
-`nn.Module` or annotation around the launch; in the backward pass that around the forward operator of the same sequence
-number. The module does not know GPU operations.
+The profiler writes the number of the innermost operator with each GPU operation ("External id"), also for launches of
+CUDA graphs. While a file is read, every operator is kept in a few bytes; those that launched something become values at the
+end. The phase is that of the launch. It is backward in the engine's threads and while the engine evaluates a function,
+optimizer within `Optimizer.step#...` and between that and the backward pass before it, and forward otherwise. The module is
+the innermost recorded `nn.Module` or annotation around the launch; in the backward pass, the one around the forward operator
+of the same sequence number. This module does not know GPU operations.
 """
 
 import re
@@ -20,8 +20,8 @@ import msgspec
 from counterpoint.traces.activity import HostOperator, HostPhase
 from counterpoint.traces.event_stream import Event
 
-LEFT_OPERAND = {"aten::mm": 0, "aten::addmm": 1}  # which input of a host operation is the left matrix; the right one follows
-# Operators that make views or allocate and launch nothing themselves: half of what a trace holds.
+LEFT_OPERAND = {"aten::mm": 0, "aten::addmm": 1}  # number of the input that is the left matrix; the right one follows
+# Operators that make views or allocate memory and launch nothing themselves: half of what a trace holds.
 _VIEWS_AND_ALLOCATIONS = """
     _reshape_alias _unsafe_view alias as_strided chunk detach detach_ empty empty_like empty_strided expand flatten
     is_nonzero narrow new_empty new_empty_strided permute resize_ result_type select set_ slice split split_with_sizes
@@ -44,12 +44,12 @@ _FSDP_MODULE = re.compile(r"^FSDP::.*?(?:\(([^()]+)\)|for (\S+))$")
 
 T = TypeVar("T")
 Sizes = tuple[int, int, int]
-Launch = tuple[int, float, str]  # an operator's number of the profiler, the time of the launch, the thread
-_Key = tuple[str, bytes, bytes] | str  # name, and shapes and types as they stand where they were recorded
+Launch = tuple[int, float, str]  # the profiler's number of an operator, the time of the launch, the thread
+_Key = tuple[str, bytes, bytes] | str  # name, shapes and types as the profiler wrote them, or the name alone
 
 
 class _Arguments(msgspec.Struct, gc=False):
-    """What the profiler writes beside a host operation; shapes where it recorded them."""
+    """The arguments that the profiler writes with a host operation; shapes only if it recorded them."""
 
     external_id: int = msgspec.field(default=-1, name="External id")
     sequence: int = msgspec.field(default=-1, name="Sequence number")
@@ -59,7 +59,7 @@ class _Arguments(msgspec.Struct, gc=False):
 
 
 class _Windows:
-    """Nested stretches of one thread, each with a number."""
+    """Nested time ranges of one thread, each with a number."""
 
     def __init__(self) -> None:
         self.starts, self.ends, self.numbers = array("d"), array("d"), array("q")
@@ -70,7 +70,7 @@ class _Windows:
         self.numbers.append(number)
 
     def innermost(self, times_us: Iterable[float]) -> dict[float, int]:
-        """The number of the innermost stretch around each time, without times that none is around."""
+        """Return the number of the innermost range around each time; times that lie in no range are left out."""
         order = sorted(range(len(self.starts)), key=lambda place: (self.starts[place], -self.ends[place]))
         found: dict[float, int] = {}
         open_places: list[int] = []
@@ -97,7 +97,7 @@ class HostOperators:
         self._sequences, self._times, self._sequence_threads = array("q"), array("d"), array("i")
         self._threads: dict[int | str, int] = {}
         self._operator_threads: set[int | str] = set()
-        self._starts: list[tuple[float, bool]] | None = None  # of backward functions and, True, of the optimizer
+        self._starts: list[tuple[float, bool]] | None = None  # starts of backward functions and, with True, of the optimizer
         self._names: dict[str, int] = {}
         self._engine: dict[str, _Windows] = {}
         self._optimizer: dict[str, _Windows] = {}
@@ -106,7 +106,7 @@ class HostOperators:
         self._annotations: dict[str, _Windows] = {}
 
     def add_operators(self, events: list[Event]) -> None:
-        """Keep `cpu_op` events; one whose arguments cannot be read is left out, as shapes and names are an extra."""
+        """Keep `cpu_op` events; skip those whose arguments cannot be read, because shapes and names are optional."""
         keys, numbers = self._keys, []
         self._operator_threads |= {event.tid for event in events}
         kept, arguments = decode_arguments(events, self._decoder, self._list_decoder)
@@ -129,7 +129,7 @@ class HostOperators:
             self._external_ids.extend([_small(found.external_id) for found in arguments])
 
     def _add_forward(self, operators: list[tuple[Event, int]]) -> None:
-        """Keep when forward operators of these sequence numbers ran, and in which thread."""
+        """Keep when, and in which thread, the forward operators of these sequence numbers ran."""
         threads = self._threads
         self._times.extend(array("d", [event.ts for event, _ in operators]))
         self._sequences.extend(array("q", [_small(sequence) for _, sequence in operators]))
@@ -159,7 +159,7 @@ class HostOperators:
         kept.setdefault(thread, _Windows()).add(event.ts, event.ts + event.dur, number)
 
     def operators_of(self, launches: Sequence[Launch | None]) -> tuple[tuple[HostOperator, ...], list[int | None]]:
-        """The operators that launched something, and for each launch the number of its operator among them."""
+        """Return the operators that launched something, and for each launch the index of its operator among them."""
         wanted = {launch[0] for launch in launches if launch is not None}
         keys = list(self._keys)
         key_of = {
@@ -186,7 +186,7 @@ class HostOperators:
         return tuple(_operator(*each) for each in found), numbers
 
     def sizes_of(self, external_ids: set[int]) -> dict[int, Sizes]:
-        """Rows, inner size and columns of the matrix multiplications among these operators, where shapes were recorded."""
+        """Return rows, inner size and columns of these operators' matrix multiplications, if shapes were recorded."""
         shaped = ((key, number) for key, number in self._keys.items() if not isinstance(key, str))
         sizes = {number: _matmul_sizes(*key[:2]) for key, number in shaped if key[0] in LEFT_OPERAND}
         if not sizes:
@@ -198,7 +198,7 @@ class HostOperators:
         }
 
     def _phases(self, thread: str, times: list[float]) -> dict[float, HostPhase]:
-        """The phase of each launch of a thread."""
+        """Return the phase of each launch of a thread."""
         engine, optimizer = self._engine.get(thread), self._optimizer.get(thread, _Windows()).innermost(times)
         if engine is not None and thread not in self._steps:
             return {time_us: "optimizer" if time_us in optimizer else "backward" for time_us in times}
@@ -210,7 +210,7 @@ class HostOperators:
         return found if self._engine or self._optimizer else dict.fromkeys(times, "unknown")
 
     def _is_before_optimizer(self, time_us: float) -> bool:
-        """Whether a backward pass came last and the optimizer comes next: gradients are clipped there."""
+        """Return whether a time lies between a backward pass and the optimizer: jobs clip gradients there."""
         if self._starts is None:
             marks = [(start, False) for each in self._engine.values() for start in each.starts]
             marks += [(start, True) for each in self._optimizer.values() for start in each.starts]
@@ -219,10 +219,10 @@ class HostOperators:
         return 0 < place < len(self._starts) and self._starts[place][1] and not self._starts[place - 1][1]
 
     def _modules_at(self, thread: str, times: list[float]) -> dict[float, str]:
-        """The innermost module or annotation around each launch of a thread."""
+        """Return the innermost module or annotation around each launch of a thread."""
         names = list(self._names)
         found: dict[float, str] = {}
-        for kept in (self._annotations, self._modules):  # a module's own name goes before an annotation
+        for kept in (self._annotations, self._modules):  # the name of a module replaces that of an annotation
             inside = kept.get(thread, _Windows()).innermost(times)
             found |= {time_us: names[number] for time_us, number in inside.items()}
         if self._modules and thread in self._engine:
@@ -232,7 +232,7 @@ class HostOperators:
         return found
 
     def _forward_modules(self) -> dict[int, str]:
-        """The module of the forward operator of each sequence number."""
+        """Return the module of the forward operator of each sequence number."""
         names, found = list(self._names), {}
         for thread, number in self._threads.items():
             places = [place for place, each in enumerate(self._sequence_threads) if each == number]
@@ -244,7 +244,7 @@ class HostOperators:
 
 
 def innermost_ranges(ranges: list[Event], moments: Iterable[tuple[float, str]]) -> dict[tuple[float, str], int]:
-    """For each moment of a thread the place in `ranges` of the innermost one around it; none is left out."""
+    """Return, for each moment of a thread, the place in `ranges` of the innermost range around it; skip those in none."""
     windows: dict[str, _Windows] = {}
     for place, event in enumerate(ranges):
         windows.setdefault(str(event.tid), _Windows()).add(event.ts, event.ts + event.dur, place)
@@ -261,7 +261,7 @@ def innermost_ranges(ranges: list[Event], moments: Iterable[tuple[float, str]]) 
 def decode_arguments(
     events: list[Event], decoder: msgspec.json.Decoder[T], list_decoder: msgspec.json.Decoder[list[T]]
 ) -> tuple[list[Event], list[T]]:
-    """The arguments of events, decoded in one go; where that fails one by one, without the events that have other ones."""
+    """Decode the arguments of events together; if that fails, one by one, and drop events with other arguments."""
     try:
         return events, list_decoder.decode(b"[" + b",".join([event.args for event in events]) + b"]")
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -274,7 +274,7 @@ def decode_arguments(
 
 
 def _small(number: int) -> int:
-    """A number of the profiler, or -1 for one that no profiler gives."""
+    """Return a number of the profiler, or -1 for a value that the profiler never writes."""
     return number if -1 <= number < 2**62 else -1
 
 
@@ -291,7 +291,7 @@ def _operator(key: _Key, thread: str, phase: HostPhase, module: str) -> HostOper
 
 
 def _first_type(types: bytes) -> str:
-    """The type of the first tensor among the inputs: "" where none was recorded."""
+    """Return the type of the first tensor among the inputs, or "" if none was recorded."""
     try:
         names = msgspec.json.decode(types, type=list[object]) if types else []
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):

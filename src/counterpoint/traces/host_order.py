@@ -1,17 +1,17 @@
-"""The host's launches, event records and waits, indexed; and which record each wait is for.
+"""Indexes the host's launches, event records and waits, and finds the record that each wait is for.
 
 Older profilers state only the number of the event a stream waits for. The record is found in this order:
 
-1. An event number that one stream waits for again and again is re-recorded each time: the thread's last record before
-   the wait.
+1. If one stream waits for an event number again and again, the event is re-recorded each time: the record is the thread's
+   last one before the wait.
 2. Other numbers are given out in ascending order as events are first recorded (PyTorch creates events lazily), so the
    record of a lower number comes before that of a higher one; each wait gets the latest record that this allows.
-3. Where the numbers do not ascend (they come from a cache), k waits in a row get the latest k records, first in, first
+3. If the numbers do not ascend (because they come from a cache), k waits in a row get the latest k records, first in, first
    out.
 
-Two kinds of record take no part: NCCL's own (by the plain record call, where PyTorch uses the one with flags), and those
-directly after a copy between host and device (PyTorch's pinned-memory allocator, whose events nobody waits for).
-The module does not know what an operation does, except that it communicates.
+Two kinds of records are ignored: NCCL's own (made by the plain record call, whereas PyTorch uses the one with flags), and
+those directly after a copy between host and device (PyTorch's pinned-memory allocator makes them, and no stream waits for
+them). The module does not know what an operation does, except whether it communicates.
 """
 
 from bisect import bisect_left
@@ -22,9 +22,9 @@ from counterpoint.traces.classify import is_communication
 from counterpoint.value import Value
 
 MOST_UNPLACED = 0.1
-"""Event numbers count as ascending if at most this share finds no record: events recorded before the trace began."""
+"""Event numbers count as ascending if at most this share finds no record, because it was made before the trace began."""
 FARTHEST_LOOK = 2000
-"""How many calls back a producer is looked for; a step of the shipped traces has 400 launches."""
+"""A producer is looked for this many calls back; a step of the shipped traces has 400 launches."""
 
 
 class HostOrder(Value, frozen=True, kw_only=True):
@@ -45,13 +45,13 @@ class HostOrder(Value, frozen=True, kw_only=True):
     flags_tell_records_apart: bool
 
     def neighbor(self, position: int, distance: int) -> int | None:
-        """The call `distance` places after this one (before, if negative) on the same thread."""
+        """Return the call `distance` places after this one (before it, if negative) on the same thread."""
         line = self.by_thread[self.calls[position].thread]
         place = self.places[position] + distance
         return line[place] if 0 <= place < len(line) else None
 
     def last_launch_before(self, position: int, other_than: int) -> int | None:
-        """The operation last launched before this call on a stream `other_than` this, by this thread if it launched any."""
+        """Return the last operation launched before this call and not on stream `other_than`, preferably by its thread."""
         for line in (self.by_thread[self.calls[position].thread], self.launches):
             place = bisect_left(line, position)
             for candidate in range(place - 1, max(0, place - FARTHEST_LOOK) - 1, -1):
@@ -61,19 +61,19 @@ class HostOrder(Value, frozen=True, kw_only=True):
         return None
 
     def last_on_stream(self, position: int, stream: int) -> int | None:
-        """The operation that the host launched last onto `stream` before this call."""
+        """Return the operation that the host launched last onto `stream` before this call."""
         line = self.launches_of_stream.get(stream, [])
         place = bisect_left(line, position) - 1
         return self.calls[line[place]].operation if place >= 0 else None
 
     def next_on_stream(self, position: int, stream: int) -> int | None:
-        """The operation that the host launched next onto `stream` after this call."""
+        """Return the operation that the host launched next onto `stream` after this call."""
         line = self.launches_of_stream.get(stream, [])
         place = bisect_left(line, position)
         return self.calls[line[place]].operation if place < len(line) else None
 
     def previous_of_communicator(self, operation: int) -> int | None:
-        """The collective before this one on the same communicator (process group), on whatever stream."""
+        """Return the collective before this one on the same communicator (process group), on any stream."""
         group = self.operations[operation].arguments.group_name
         for candidate in range(operation - 1, max(-1, operation - FARTHEST_LOOK), -1):
             if self.is_communication[candidate] and self.operations[candidate].arguments.group_name == group:
@@ -81,9 +81,10 @@ class HostOrder(Value, frozen=True, kw_only=True):
         return None
 
     def is_communicators_own(self, position: int) -> bool:
-        """Whether a wait is NCCL's own: plain record, wait and a collective's launch onto its stream, back to back.
+        """Return whether a wait is NCCL's own: a plain record, the wait and a collective's launch onto its stream.
 
-        NCCL orders the collectives of one communicator with it (NCCL src/enqueue.cc and src/misc/strongstream.cc).
+        The three follow each other directly. NCCL uses them to order the collectives of one communicator (NCCL
+        src/enqueue.cc and src/misc/strongstream.cc).
         """
         before, after, sync = self.neighbor(position, -1), self.neighbor(position, 1), self.calls[position].sync
         if before is None or after is None or sync is None or not self.flags_tell_records_apart:
@@ -127,7 +128,7 @@ def index_host(trace: ActivityTrace) -> HostOrder:
 
 
 def records_of_waits(host: HostOrder, waits: list[int]) -> dict[int, int]:
-    """The record each wait is for, as positions among the host's calls; a wait without one is left out."""
+    """Return the record that each wait is for, as positions among the host's calls; waits without a record are left out."""
     records = [position for position, call in enumerate(host.calls) if call.kind == "record" and _takes_part(host, position)]
     records_of_thread: dict[str, list[int]] = {}
     for position in records:
@@ -154,7 +155,7 @@ def _waited(host: HostOrder, position: int) -> tuple[int, int]:
 
 
 def _takes_part(host: HostOrder, position: int) -> bool:
-    """Whether a record can be one that a stream waits for."""
+    """Return whether a stream may wait for this record."""
     if host.flags_tell_records_apart and host.calls[position].name.endswith("EventRecord"):
         return False
     before = host.neighbor(position, -1)
@@ -165,7 +166,7 @@ def _takes_part(host: HostOrder, position: int) -> bool:
 
 
 def _match_ascending(host: HostOrder, waits: list[int], records: list[int]) -> dict[int, int] | None:
-    """The latest record for each wait such that records ascend with event numbers, or None if they cannot."""
+    """Return the latest record for each wait such that records ascend with event numbers, or None if that is impossible."""
     waits_of_event: dict[int, list[int]] = {}
     for position in waits:
         waits_of_event.setdefault(_waited(host, position)[1], []).append(position)
@@ -183,7 +184,7 @@ def _match_ascending(host: HostOrder, waits: list[int], records: list[int]) -> d
 
 
 def _match_latest(host: HostOrder, waits: list[int], records: list[int]) -> dict[int, int]:
-    """The latest records before each row of waits, in order."""
+    """Return the latest records before each row of waits, in order."""
     found: dict[int, int] = {}
     rows: list[list[int]] = []
     for position in waits:

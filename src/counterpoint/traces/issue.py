@@ -1,9 +1,9 @@
 """Finds when the host issued each operation, if that can matter, and how long the GPU waited for the host.
 
-A host that runs far ahead of the GPU never delays it. Otherwise, an operation is issued at its launch call plus the
-launch latency, which is measured on operations that started on an idle stream. If the host had waited for the GPU
-before, it would issue earlier on a faster GPU: such times count from the end of the operation that it waited for. This
-module does not know what an operation does.
+A host that runs far ahead of the GPU never delays it. Otherwise, the issue time of an operation is its launch call plus the
+launch latency, which is measured on operations that started on an idle stream. If the host had waited for the GPU before,
+it would issue the operation earlier on a faster GPU: such issue times count from the end of the operation that the host
+waited for. This module does not know what an operation does.
 """
 
 from bisect import bisect_right
@@ -15,17 +15,18 @@ from counterpoint.traces.activity import GpuOperation
 from counterpoint.value import Value
 
 LATE_LATENCY_US = 30.0
-"""An operation that starts within this of its launch call was waited for: 5 to 20 us are usual in the shipped traces."""
+"""If an operation starts within this of its launch, the GPU waited for it: 5 to 20 us are usual in the shipped traces."""
 NEAR_SHARE = 0.05
-"""The host is near if it leads by less than this share of the step: a plan that saves as much would meet it."""
+"""The host counts as near if it leads by less than this share of the step: a plan that saves as much would meet it."""
 BACK_TO_BACK_US = 20.0
 LAUNCH_BOUND_SHARE = 0.10
 
 
 class IssueTimes(Value, frozen=True, kw_only=True):
-    """Issue times from the step's first GPU start (None: cannot bind), the usual gap, and the share the host was late.
+    """Issue times from the step's first GPU start, the usual gap between operations, and the share the host was late.
 
-    Where `issued_after` names an operation, the issue time counts from its end.
+    An issue time is None if it cannot delay the operation. If `issued_after` names an operation, it counts from that one's
+    end.
     """
 
     issued_us: tuple[float | None, ...]
@@ -37,9 +38,9 @@ class IssueTimes(Value, frozen=True, kw_only=True):
 def find_issue_times(
     operations: list[GpuOperation], host_waits: Sequence[tuple[float, float]] = (), begin_us: float | None = None
 ) -> IssueTimes:
-    """Issue times of a step's operations, given in issue order. `host_waits` are those of the whole trace, in order.
+    """Return issue times of a step's operations, given in issue order. `host_waits` are those of the whole trace, in order.
 
-    `begin_us` is when the step began on the GPU; left out, with its first operation.
+    `begin_us` is when the step began on the GPU; the default is the start of its first operation.
     """
     begin_us = min(operation.start_us for operation in operations) if begin_us is None else begin_us
     makespan_us = max(operation.end_us for operation in operations) - begin_us
@@ -69,7 +70,7 @@ def find_issue_times(
 
 
 def _waited_for(operations: list[GpuOperation], index: int, host_waits: Sequence[tuple[float, float]]) -> int | None:
-    """The operation whose end let the host go on, if it stood still for one since the step began."""
+    """Return the operation whose end unblocked the host, if the host was blocked by one since the step began."""
     launched_us = operations[index].launched_us
     place = 0 if launched_us is None else bisect_right(host_waits, launched_us, key=lambda wait: wait[1])
     for begun_us, ended_us in reversed(host_waits[:place]):
@@ -84,12 +85,12 @@ def _waited_for(operations: list[GpuOperation], index: int, host_waits: Sequence
 
 
 def _lead(operation: GpuOperation) -> float:
-    """From launch call to GPU start; a clock that puts the start first counts as no lead."""
+    """Return the time from launch call to GPU start; it is 0 if the clocks put the start first."""
     return 0.0 if operation.launched_us is None else max(0.0, operation.start_us - operation.launched_us)
 
 
 def _idle_starts(operations: list[GpuOperation]) -> list[GpuOperation]:
-    """Operations that found their stream idle when they were launched, and started soon after."""
+    """Return the operations whose stream was idle when they were launched, and that started soon after."""
     ends_us: dict[int, float] = {}
     found = []
     for operation in operations:
@@ -102,7 +103,7 @@ def _idle_starts(operations: list[GpuOperation]) -> list[GpuOperation]:
 
 
 def _late_us(operations: list[GpuOperation]) -> float:
-    """Time in which the whole GPU was idle until an operation that had only just been launched."""
+    """Return the time in which the whole GPU was idle until an operation that the host had just launched."""
     late_us = 0.0
     by_start = sorted(operations, key=lambda operation: operation.start_us)
     busy_until_us = by_start[0].end_us
@@ -115,7 +116,7 @@ def _late_us(operations: list[GpuOperation]) -> float:
 
 
 def _launch_gap(operations: list[GpuOperation]) -> float | None:
-    """Median gap between operations of the busiest stream that the host had launched before their predecessor ended."""
+    """Return the median gap between operations of the busiest stream that were launched before their predecessor ended."""
     by_stream: dict[int, list[GpuOperation]] = {}
     for operation in operations:
         by_stream.setdefault(operation.stream, []).append(operation)

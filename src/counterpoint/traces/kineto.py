@@ -1,8 +1,8 @@
 """Read a torch.profiler trace (Kineto's Chrome JSON): GPU operations, host launches, event records and waits, operators.
 
-The file is read in blocks. Of each event five fields are decoded; arguments stay undecoded bytes except for the few kinds
-of event that matter here: a trace of 200 MB has some 700,000 events, of which one in ten is kept. The module does not know
-what a step is, nor what a kernel does. On AMD the launches are called `hip...`; the categories are the same.
+The file is read in blocks. Five fields of each event are decoded. Arguments stay undecoded bytes except for the few kinds of
+event that matter here: a trace of 200 MB has some 700,000 events, and one in ten is kept. The module does not know what a
+step is, nor what a kernel does. On AMD the launches are called `hip...`; the categories are the same.
 """
 
 import re
@@ -45,19 +45,19 @@ class _Correlation(msgspec.Struct, gc=False):
 
 
 def knows(head: bytes) -> bool:
-    """Whether a file that begins with these bytes is JSON, as this format is."""
+    """Return whether a file that begins with these bytes is JSON, as this format is."""
     return head.removeprefix(UTF8_MARK).lstrip()[:1] in (b"{", b"[")
 
 
 def decode(path: Path, raw: bytearray) -> ActivityTrace:
-    """The activity in the bytes of a trace. Raises `TraceError`, with `path`, for what is none, or holds no GPU activity."""
+    """Return the activity in a trace's bytes. Raises `TraceError`, with `path`, if it is no trace or has no GPU activity."""
     return read(path, iter([bytes(raw)]))
 
 
 def read(path: Path, pieces: Iterator[bytes]) -> ActivityTrace:
-    """The activity in a trace that comes in pieces. Raises `TraceError` for what is none, or holds no GPU activity.
+    """Return the activity in a trace given in pieces. Raises `TraceError` if it is no trace, or holds no GPU activity.
 
-    A file that ends early is read up to its last whole step, with a note; without one it is refused.
+    A file that ends early is read up to its last whole step, with a note; a file without a whole step is refused.
     """
     stream, found = EventStream(path, pieces), _Collected(path)
     try:
@@ -70,7 +70,7 @@ def read(path: Path, pieces: Iterator[bytes]) -> ActivityTrace:
 
 
 class _Collected:
-    """What was kept of the events so far."""
+    """Collects the parts of events that are kept."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -86,7 +86,7 @@ class _Collected:
         self._sync_decoders = _decoders(SyncArguments)
 
     def add(self, events: list[Event]) -> None:
-        """Keep what matters of these events."""
+        """Keep the relevant events."""
         kinds: dict[str, list[Event]] = {}
         for event in events:
             try:
@@ -170,7 +170,7 @@ class _Collected:
         list_decoder: msgspec.json.Decoder[list[K]],
         kind: type[K],
     ) -> list[K]:
-        """The arguments of all these events. Raises `TraceError` for the first that has other ones."""
+        """Return the arguments of all these events. Raises `TraceError` for the first event with unexpected arguments."""
         _, found = decode_arguments(events, decoder, list_decoder)
         if len(found) == len(events):
             return found
@@ -188,7 +188,7 @@ class _Collected:
         return found
 
     def trace(self, surroundings: Surroundings, damage: str | None) -> ActivityTrace:
-        """All of it together, of the device with most operations."""
+        """Return the trace of the device with the most operations."""
         require(
             bool(self.operations),
             TraceError,
@@ -199,7 +199,7 @@ class _Collected:
         )
         operations = max(self.operations.values(), key=len)
         number = operations[0].arguments.device
-        for wait in self.waits if damage is None else ():  # what ends early has lost some of them, no one knows which
+        for wait in self.waits if damage is None else ():  # a file that ends early lacks some calls, and nothing says which
             call = self.calls.get(wait.correlation)
             if call is not None and wait.stream >= 0 and wait.device in (None, number):
                 self.calls[wait.correlation] = msgspec.structs.replace(call, kind="wait", sync=wait)
@@ -224,7 +224,7 @@ class _Collected:
 
 @cache
 def launches_nothing(call: str) -> bool:
-    """Whether a call of the runtime or the driver launches, records and waits for nothing, by its name."""
+    """Return whether a call of the runtime or the driver launches, records and waits for nothing, by its name."""
     return _LAUNCHES_NOTHING.search(call) is not None
 
 

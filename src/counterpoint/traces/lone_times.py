@@ -1,14 +1,15 @@
 """Estimates how long each operation would take alone, from a trace in which some ran beside communication.
 
-Kernels: A kernel that started at the tail of another one took its lone time from that one's end. A kernel that
-communication hardly touched took its lone time. A contended kernel gets the time of a like launch that ran alone: the
+Kernels: If a kernel started at the tail of another one, its lone time counts from that one's end. If communication hardly
+touched a kernel, its lone time is the traced time. A contended kernel gets the time of a like launch that ran alone: the
 longest untouched time of the same name, grid, block and shared memory that is not longer, and at least 1/1.7 of it (one
 launch configuration may serve several matmul sizes). If there is none, the share of the SMs that the collectives held is
 subtracted.
 
-Collectives: The lone time is the shortest of like collectives that is no outlier, because a rank that arrives early
-waits inside the kernel. Uneven all-to-alls are alike if their times per byte agree within the spread. Of the rest, what
-computation at the same time does not explain was waiting for other ranks. This module does not know dependencies.
+Collectives: The lone time is the shortest time of like collectives that is no outlier, because a rank that arrives early
+waits inside the kernel. Uneven all-to-alls are alike if their times per byte agree within the spread. Of the rest of a
+collective's time, the part that simultaneous computation does not explain was waiting for other ranks. This module does
+not know dependencies.
 """
 
 from bisect import bisect_left
@@ -24,19 +25,19 @@ from counterpoint.value import Value
 
 UNTOUCHED_OVERLAP = 0.02
 MOST_SLOWDOWN = 1.7
-"""More than a neighbour of 24 CTAs on 132 SMs has been seen to cost (1.2 to 1.7 in the shipped traces)."""
+"""A neighbour of 24 CTAs on 132 SMs slowed no kernel by more than this factor (1.2 to 1.7 in the shipped traces)."""
 SAME_WITHIN = 0.05
-"""Like launches that ran alone differ by so much in the shipped traces."""
+"""Like launches that ran alone differ by up to this share in the shipped traces."""
 SLOWED_BESIDE = 0.15
-"""So much longer do collectives take beside computation that loads the memory: 13 to 17 % (shipped traces, simulated)."""
+"""Collectives take this much longer beside computation that loads the memory: 13 to 17 % (shipped traces, simulated)."""
 SPREAD_BESIDE = 0.25
-"""Times of like collectives beside different computation vary by so much (all-gathers of 416 MiB, shipped traces)."""
+"""Times of like collectives beside different computation vary by this share (all-gathers of 416 MiB, shipped traces)."""
 
 Signature = tuple[str, tuple[int, ...], tuple[int, ...], int, int]
 
 
 class BusySpans(Value, frozen=True, kw_only=True):
-    """Communication of a trace, or its computation, by start: when, how long the longest is, how many SMs each holds."""
+    """The communication or computation of a trace by start: spans, the longest of them, and the SMs that each holds."""
 
     starts_us: tuple[float, ...]
     ends_us: tuple[float, ...]
@@ -44,7 +45,7 @@ class BusySpans(Value, frozen=True, kw_only=True):
     longest_us: float
 
     def beside(self, operation: GpuOperation) -> tuple[float, float]:
-        """Time an operation overlaps these (as a union), and SM-microseconds that they held of it."""
+        """Return the time an operation overlaps the union of these spans, and the SM-microseconds that they held of it."""
         covered_us = held = 0.0
         reached_us = operation.start_us
         first = bisect_left(self.starts_us, operation.start_us - self.longest_us)
@@ -59,10 +60,10 @@ class BusySpans(Value, frozen=True, kw_only=True):
 
 
 class LoneTimes(Value, frozen=True, kw_only=True):
-    """The lone time of each operation of the steady step, in its order; and how many kernels were estimated from held
-    SMs.
+    """The lone time of each operation of the steady step, in its order; and the number of kernels that were estimated from
+    held SMs.
 
-    `peer_wait_us` is how long each collective waited for other ranks; 0 for anything else.
+    `peer_wait_us` is how long each collective waited for other ranks; 0 for other operations.
     """
 
     lone_us: tuple[float, ...]
@@ -109,21 +110,21 @@ def find_lone_times(trace: ActivityTrace, steps: TracedSteps) -> LoneTimes:
 
 
 def least_usual(times_us: Sequence[float]) -> float:
-    """The least of the times that another confirms, by being longer by `SPREAD_BESIDE` at most; else the least."""
+    """Return the least time that another one confirms, by being at most `SPREAD_BESIDE` longer; else the least time."""
     ascending = sorted(times_us)
     confirmed = (time for time, after in pairwise(ascending) if after <= time * (1 + SPREAD_BESIDE))
     return next(confirmed, ascending[0])
 
 
 def _peer_wait(traced_us: float, lone_us: float, beside_us: float) -> float:
-    """What a collective took longer than alone, but for what computation beside it for so long explains."""
+    """Return a collective's time beyond its lone time, less what computation beside it for so long explains."""
     return max(0.0, traced_us - lone_us - SLOWED_BESIDE * min(beside_us, lone_us))
 
 
 def _without_held(trace: ActivityTrace, traced_us: float, held: float) -> float:
-    """The traced time less the share of the SMs that communication held; as traced where the GPU's SMs are unknown.
+    """Return the traced time less the share of the SMs that communication held, or the traced time if the SMs are unknown.
 
-    Communication cannot have held more than all SMs but one: the kernel did run.
+    The share is limited to all SMs but one: communication cannot have held all of them, because the kernel did run.
     """
     if trace.num_sms is None:
         return traced_us
@@ -131,13 +132,13 @@ def _without_held(trace: ActivityTrace, traced_us: float, held: float) -> float:
 
 
 def signature(operation: GpuOperation) -> Signature:
-    """What makes two launches alike: name, grid, block, shared memory, bytes."""
+    """Return what two like launches have in common: name, grid, block, shared memory, bytes."""
     arguments = operation.arguments
     return operation.name, arguments.grid, arguments.block, arguments.shared_bytes, arguments.num_bytes
 
 
 def collective_signature(operation: GpuOperation) -> tuple[object, ...]:
-    """What makes two collectives alike: launch, elements, type and group."""
+    """Return what two like collectives have in common: launch, elements, type and group."""
     arguments = operation.arguments
     return (
         signature(operation),
@@ -150,13 +151,13 @@ def collective_signature(operation: GpuOperation) -> tuple[object, ...]:
 
 
 def _uneven_signature(operation: GpuOperation) -> tuple[object, ...]:
-    """What makes two uneven all-to-alls alike but for their sizes: launch, type, group."""
+    """Return what two uneven all-to-alls that differ only in sizes have in common: launch, type, group."""
     arguments = operation.arguments
     return signature(operation), arguments.dtype, arguments.group_size, arguments.group_name
 
 
 def _uneven_times(trace: ActivityTrace, steps: TracedSteps) -> dict[tuple[object, ...], list[tuple[int, float]]]:
-    """Bytes and traced times of all-to-alls with uneven parts: hardly two have one size, and most may wait."""
+    """Return bytes and times of uneven all-to-alls: hardly two have the same size, and most of them may have waited."""
     found: dict[tuple[object, ...], list[tuple[int, float]]] = {}
     for index in (index for step in steps.steps for index in step):
         operation = trace.operations[index]
@@ -168,13 +169,13 @@ def _uneven_times(trace: ActivityTrace, steps: TracedSteps) -> dict[tuple[object
 
 
 def _most_us(times: Sequence[tuple[int, float]], num_bytes: int) -> float:
-    """What an uneven all-to-all can take alone: by the least usual time over bytes of those of half to twice its bytes."""
+    """Return the limit of an uneven all-to-all alone, from the least usual time per byte at half to twice its size."""
     near = [time_us / each for each, time_us in times if num_bytes <= 2 * each <= 4 * num_bytes]
     return (1 + SPREAD_BESIDE) * num_bytes * least_usual(near)
 
 
 def _busy(trace: ActivityTrace, *, communicates: bool) -> BusySpans:
-    """Communication, or the kernels that compute."""
+    """Return the spans of communication, or of the kernels that compute."""
     found = sorted(
         (operation.start_us, operation.end_us, min(_num_ctas(operation), trace.num_sms or 0))
         for operation in trace.operations
@@ -190,7 +191,7 @@ def _busy(trace: ActivityTrace, *, communicates: bool) -> BusySpans:
 
 
 def _num_ctas(operation: GpuOperation) -> int:
-    """CTAs of a launch; 0 for a copy, which holds no SM."""
+    """Return the CTAs of a launch; 0 for a copy, which holds no SM."""
     count = 1 if operation.category == "kernel" else 0
     for extent in operation.arguments.grid:
         count *= extent
@@ -198,7 +199,7 @@ def _num_ctas(operation: GpuOperation) -> int:
 
 
 def _untouched(trace: ActivityTrace, communication: BusySpans, indices: Iterable[int]) -> dict[Signature, list[float]]:
-    """Traced times of the kernels that communication hardly touched, ascending, by signature."""
+    """Return the traced times of kernels that communication hardly touched, in ascending order, by signature."""
     times: dict[Signature, list[float]] = {}
     for index in indices:
         operation = trace.operations[index]
@@ -210,9 +211,9 @@ def _untouched(trace: ActivityTrace, communication: BusySpans, indices: Iterable
 
 
 def _like(operation: GpuOperation, untouched: list[dict[Signature, list[float]]]) -> float | None:
-    """The longest untouched time of a like launch that may be this one's: in the steady step, else in any.
+    """Return the longest untouched time of a like launch that may be this one's, from the steady step, else from any step.
 
-    Where none is shorter and one is hardly longer, communication did not slow the launch: it took its lone time.
+    If none is shorter and one is hardly longer, communication did not slow the launch, and its traced time is its lone time.
     """
     traced_us = operation.duration_us
     for times in untouched:
@@ -226,7 +227,7 @@ def _like(operation: GpuOperation, untouched: list[dict[Signature, list[float]]]
 
 
 def _collective_times(trace: ActivityTrace, steps: TracedSteps) -> dict[tuple[object, ...], list[float]]:
-    """Traced times of communication by signature."""
+    """Return traced times of communication by signature."""
     times: dict[tuple[object, ...], list[float]] = {}
     for index in (index for step in steps.steps for index in step):
         operation = trace.operations[index]

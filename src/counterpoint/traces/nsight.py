@@ -1,8 +1,8 @@
-"""Read what Nsight Systems recorded: the database that `nsys export --type sqlite` writes.
+"""Read a recording of Nsight Systems: the database that `nsys export --type sqlite` writes.
 
-Tables and columns are those of Nvidia's "SQLite Schema Reference"; times there are nanoseconds. A database may hold several
-processes: the one with most GPU operations on one device is read. Collectives have no sizes or groups here, as CUPTI knows
-none; ranges of NVTX stand for operators and modules. The module knows neither steps nor kernels.
+Tables and columns are those of Nvidia's "SQLite Schema Reference"; its times are nanoseconds. If a database holds several
+processes, the one with the most GPU operations on one device is read. Collectives have no sizes or groups, as CUPTI does
+not record them; NVTX ranges are used as operators and modules. The module knows neither steps nor kernels.
 """
 
 import re
@@ -27,28 +27,28 @@ KERNELS, COPIES, FILLS = (f"CUPTI_ACTIVITY_KIND_{name}" for name in ("KERNEL", "
 CALLS, SYNCS, RANGES = "CUPTI_ACTIVITY_KIND_RUNTIME", "CUPTI_ACTIVITY_KIND_SYNCHRONIZATION", "NVTX_EVENTS"
 STREAM_WAIT_EVENT = 2  # CUpti_ActivitySynchronizationType
 COPY_NAMES = {1: "Memcpy HtoD", 2: "Memcpy DtoH", 8: "Memcpy DtoD", 10: "Memcpy PtoP"}  # CUpti_ActivityMemcpyKind
-PROCESS_BITS = 24  # a thread's global number without so many bits is that of its process
+PROCESS_BITS = 24  # a thread's global number is that of its process with this many low bits added
 _STEP = re.compile(r"(?i)^(?:profilerstep|(?:train(?:ing)?[ _]?)?(?:step|iteration|iter))[ _#:]*\d*$")
 _VERSION = re.compile(r"_v\d+$")
 _PLACE = ("start", "end", "deviceId", "streamId", "correlationId")
 _SHAPE = ("gridX", "gridY", "gridZ", "blockX", "blockY", "blockZ")
 _SIZES = ("registersPerThread", "staticSharedMemory", "dynamicSharedMemory")
 
-Process = tuple[int, int]  # a process's global number and a device
+Process = tuple[int, int]  # the global number of a process, and a device
 
 
 def knows(head: bytes) -> bool:
-    """Whether a file that begins with these bytes is a database of SQLite."""
+    """Return whether a file that begins with these bytes is an SQLite database."""
     return head.startswith(MAGIC)
 
 
 def decode(path: Path, raw: bytearray) -> ActivityTrace:
-    """Refuse a database that is not the file itself, as a packed one is."""
+    """Refuse a database that is not a plain file, such as a compressed one."""
     raise TraceError(f"{path} is a compressed database ({len(raw):,} bytes); unpack it (gunzip) and give the .sqlite file.")
 
 
 def read(path: Path, pieces: Iterator[bytes]) -> ActivityTrace:
-    """The activity in a database. Raises `TraceError` for one that Nsight Systems did not write, or without GPU activity."""
+    """Return the activity in a database. Raises `TraceError` if it is not of Nsight Systems, or has no GPU activity."""
     try:
         with path.open("rb") as file:
             is_packed = not knows(file.read(len(MAGIC)))
@@ -84,7 +84,7 @@ class _Database:
         self.names: dict[int, str] = {number: intern(text) for number, text in self.rows("StringIds", ("id", "value"))}
 
     def rows(self, table: str, needed: Sequence[str], optional: Sequence[str] = ()) -> Iterator[tuple[Any, ...]]:
-        """Rows of a table, none if it is missing; `optional` columns that it lacks are None."""
+        """Yield the rows of a table, none if the table is missing; `optional` columns that it lacks are None."""
         if table not in self.tables:
             return iter(())
         present = {column for _, column, *_ in self.connection.execute(f'PRAGMA table_info("{table}")')}
@@ -98,7 +98,7 @@ class _Database:
         return self.connection.execute(f'SELECT {columns} FROM "{table}"')
 
     def trace(self) -> ActivityTrace:
-        """All of it together."""
+        """Return the trace of the process and device with the most operations."""
         found: dict[Process, list[GpuOperation]] = {}
         for place, operation in self.operations():
             found.setdefault(place, []).append(operation)
@@ -129,7 +129,7 @@ class _Database:
         return assemble(trace, operations, calls, operators, None)
 
     def operations(self) -> Iterator[tuple[Process, GpuOperation]]:
-        """Kernels, copies and fills, each with its process and device."""
+        """Yield kernels, copies and fills, each with its process and device."""
         optional = ("globalPid", "demangledName", "shortName", *_SHAPE, *_SIZES)
         for row in self.rows(KERNELS, _PLACE, optional):
             process, name, short, *launch = row[5:]
@@ -164,7 +164,7 @@ class _Database:
         return (process or 0, device), operation
 
     def calls(self, process: int, device: int) -> tuple[dict[int, HostCall], tuple[tuple[float, float], ...]]:
-        """The process's calls by correlation, waits with their events, and when the host waited for the GPU."""
+        """Return a process's calls by correlation, waits with their events, and when the host waited for the GPU."""
         found: dict[int, HostCall] = {}
         waits: list[tuple[float, float]] = []
         for start, end, thread, correlation, name_id in self.rows(
@@ -193,7 +193,7 @@ class _Database:
     def operators(
         self, process: int, operations: list[GpuOperation], calls: dict[int, HostCall]
     ) -> tuple[HostOperators, tuple[tuple[float, float], ...]]:
-        """Ranges of NVTX as operators, with the innermost one's number beside each operation, and those that are steps."""
+        """Return NVTX ranges as operators, with each operation's innermost one, and the ranges that are steps."""
         operators = HostOperators()
         events: list[Event] = []
         windows: list[tuple[float, float]] = []

@@ -1,7 +1,7 @@
 """Turn traced GPU operations into the kernels, collectives and copies of a step.
 
-The module knows what the profiler writes beside a launch and what the rules say of its name; not when it ran. The
-profiler gives the sum of static and dynamic shared memory; it goes into the dynamic part.
+The module uses what the profiler writes with a launch and what the rules say of its name, but not when it ran. The profiler
+gives the sum of static and dynamic shared memory; the module stores the sum as dynamic shared memory.
 """
 
 from collections import Counter
@@ -30,7 +30,7 @@ COUNTER_BYTES = 4
 
 
 class Timing(Value, frozen=True, kw_only=True):
-    """What is known of one operation's time and order, beside the operation itself."""
+    """The known times and order of one operation, apart from the operation itself."""
 
     lone_us: float
     waits_for: tuple[Dependency, ...]
@@ -40,14 +40,14 @@ class Timing(Value, frozen=True, kw_only=True):
 
 
 class BuiltOperations(Value, frozen=True, kw_only=True):
-    """Operations of a step, and notes on what the trace did not say."""
+    """The operations of a step, and notes on what the trace lacks."""
 
     operations: tuple[Operation, ...]
     notes: tuple[str, ...]
 
 
 def build_operations(trace: ActivityTrace, indices: tuple[int, ...], timings: list[Timing]) -> BuiltOperations:
-    """The step's operations, in the order of `indices`; `timings` are in the same order."""
+    """Return the step's operations, in the order of `indices`; `timings` are in the same order."""
     missing: Counter[str] = Counter()
     groups = name_groups(_group_of(traced) for traced in trace.operations if traced.arguments.collective_name)
     streams_with_counter: set[int] = set()
@@ -92,7 +92,7 @@ def _footprint(trace: ActivityTrace, traced: GpuOperation, rule: Rule) -> Footpr
 
 
 def _operand(trace: ActivityTrace, traced: GpuOperation) -> str:
-    """The type of the first input of the operator that launched it, "" where none was recorded."""
+    """Return the type of the first input of the operator that launched the kernel, or "" if none was recorded."""
     return "" if traced.operator is None else trace.operators[traced.operator].dtype
 
 
@@ -143,9 +143,9 @@ def _collective(trace: ActivityTrace, traced: GpuOperation, rule: Rule, timing: 
 
 
 def stated_parts(trace: ActivityTrace, traced: GpuOperation) -> UnevenParts | None:
-    """The parts of an all-to-all whose sizes the job states, where the profiler lists them and says which rank it traced.
+    """Return the parts of an all-to-all, if the profiler lists their sizes and states which rank it traced.
 
-    Splits are counted in rows; the elements beside them say how long a row is.
+    Splits are counted in rows; the number of elements gives the length of a row.
     """
     arguments = traced.arguments
     sent, received = listed_numbers(arguments.in_splits), listed_numbers(arguments.out_splits)

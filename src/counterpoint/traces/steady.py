@@ -3,8 +3,8 @@
 An operation belongs to the step in which the host launched it, not to the one in which the GPU ran it, because the host
 is often many milliseconds ahead. Steps come from the profiler's `ProfilerStep#` annotations; without them, from the
 repetition of kernel names; otherwise the whole trace is one step. A step's time on the GPU is its window, and everything
-that runs in it counts, whatever step it belongs to. The steady step has the median makespan among the steps with the
-most common operations (on any streams) whose windows hold what the steps themselves launched.
+that runs in the window counts, whatever step it belongs to. The steady step is chosen among the steps with the most common
+set of operations (on any streams) whose windows hold what the steps themselves launched. It has their median makespan.
 """
 
 import math
@@ -19,24 +19,24 @@ from counterpoint.traces.classify import is_communication
 from counterpoint.value import Value, require
 
 LEAST_COVERAGE = 0.6
-"""The repetitions found must cover this share of the operations, or the trace counts as one step."""
+"""If the repetitions found cover less than this share of the operations, the trace counts as one step."""
 STRANGE_SHARE = 0.01
-"""So many operations of other steps in a step's window, as a share of its own, are no sign of a stream that runs ahead."""
+"""Operations of other steps in a window, as a share of the step's own, that do not yet show that a stream runs ahead."""
 MAX_PERIODS_TRIED = 64
 OVERLAP_TOLERANCE_US = 1.0
-"""The profiler's clock resolution is some tens of nanoseconds; less than this is not an overlap."""
+"""A shorter overlap is none: the resolution of the profiler's clock is some tens of nanoseconds."""
 
 
 class TracedSteps(Value, frozen=True, kw_only=True):
     """The steps of a trace as numbers of operations in issue order; `steady` is the index of the steady one.
 
     `windows`: start and end of each step in GPU time, in microseconds on the trace's clock. A window begins with the step's
-    first operation on any stream once the computation's stream is done with the step before, and ends where the next one
-    begins, so that windows follow each other without gap or overlap. The last ends with the last operation of its step. What
-    runs in a window may belong to a neighbouring step: a stream that waits for nothing can be a step ahead.
+    first operation on any stream after the computation's stream has finished the step before. It ends where the next window
+    begins, so there are no gaps or overlaps between windows; the last one ends with the last operation of its step.
+    Operations in a window may belong to a neighbouring step: a stream that waits for nothing can be a step ahead.
 
-    `makespans_us` are of whatever ran in the windows; `steady_ran` are the numbers of what ran in the steady step's window,
-    at least in part.
+    `makespans_us` cover everything that ran in the windows. `steady_ran` are the numbers of the operations that ran in the
+    steady step's window, at least in part.
     """
 
     steps: tuple[tuple[int, ...], ...]
@@ -77,7 +77,7 @@ def divide_into_steps(trace: ActivityTrace) -> TracedSteps:
 
 
 def _alike(trace: ActivityTrace, steps: Sequence[Sequence[int]]) -> tuple[list[int], list[str]]:
-    """The steps with the most common operations, in any order: threads of the host race, and buckets rotate over streams."""
+    """Return the steps with the most common operations in any order: host threads race, and buckets rotate over streams."""
     names = [frozenset(Counter([trace.operations[index].name for index in step]).items()) for step in steps]
     common, occurrences = Counter(names).most_common(1)[0]
     if occurrences == len(steps):
@@ -91,9 +91,9 @@ def _alike(trace: ActivityTrace, steps: Sequence[Sequence[int]]) -> tuple[list[i
 def _whole(
     trace: ActivityTrace, steps: Sequence[Sequence[int]], windows: Sequence[tuple[float, float]], alike: list[int]
 ) -> list[int]:
-    """Those of the steps `alike` in whose windows the fewest operations are missing, or come from other steps.
+    """Return those of the steps `alike` whose windows have the fewest missing operations and operations of other steps.
 
-    A stream that runs a step ahead does the work of two steps in the first window, and none in the last.
+    If a stream runs a step ahead, it does the work of two steps in the first window, and none in the last.
     """
     started: list[list[str]] = [[] for _ in windows]
     starts = [start for start, _ in windows]
@@ -111,13 +111,13 @@ def _whole(
 
 
 def _median_of(numbers: list[int], makespans: list[float]) -> int:
-    """The step with the median makespan. Of an even number the first profiled step is left out: it finds the GPU idle."""
+    """Return the step with the median makespan. For an even number, skip the first profiled step: it finds the GPU idle."""
     kept = numbers[1:] if numbers[0] == 0 and len(numbers) % 2 == 0 else numbers
     return sorted(kept, key=lambda number: (makespans[number], number))[(len(kept) - 1) // 2]
 
 
 def _ran_within(trace: ActivityTrace, windows: Sequence[tuple[float, float]]) -> list[list[int]]:
-    """Numbers of the operations that ran in each window, at least in part; windows follow each other."""
+    """Return the numbers of the operations that ran in each window, at least in part; windows must not overlap."""
     starts, ends = [start for start, _ in windows], [end for _, end in windows]
     inside: list[list[int]] = [[] for _ in windows]
     for index, operation in enumerate(trace.operations):
@@ -131,13 +131,13 @@ def _ran_within(trace: ActivityTrace, windows: Sequence[tuple[float, float]]) ->
 
 
 def _span_us(trace: ActivityTrace, inside: list[int], window: tuple[float, float]) -> float:
-    """From the first operation in a window to the last end in it."""
+    """Return the time from the first operation in a window to the last end in it."""
     end_us = min(max((trace.operations[index].end_us for index in inside), default=window[0]), window[1])
     return end_us - max(min((trace.operations[index].start_us for index in inside), default=window[0]), window[0])
 
 
 def _windows(trace: ActivityTrace, steps: Sequence[Sequence[int]]) -> list[tuple[float, float]]:
-    """The windows of `TracedSteps`."""
+    """Return the windows as `TracedSteps` describes them."""
     main = computation_stream(trace, (index for step in steps for index in step))
     operations = trace.operations
     begins: list[float] = []
@@ -153,7 +153,7 @@ def _windows(trace: ActivityTrace, steps: Sequence[Sequence[int]]) -> list[tuple
 
 
 def computation_stream(trace: ActivityTrace, indices: Iterable[int]) -> int:
-    """Return the stream with most computation; without any, the busiest."""
+    """Return the stream with the most computation, or the busiest stream if none computes."""
     busy_us: dict[int, list[float]] = {}
     for index in indices:
         operation = trace.operations[index]
@@ -166,10 +166,10 @@ def computation_stream(trace: ActivityTrace, indices: Iterable[int]) -> int:
 
 
 def check_streams(path: str, operations: tuple[GpuOperation, ...]) -> tuple[str, ...]:
-    """Notes on operations of one stream that run at the same time; raises `TraceError` where that cannot be.
+    """Return notes on operations of one stream that overlap. Raises `TraceError` where an overlap is impossible.
 
-    Only the nodes of a graph and kernels launched with extended attributes (programmatic dependent launch) may start
-    before their predecessor has ended.
+    Only nodes of a graph and kernels launched with extended attributes (programmatic dependent launch) may start before
+    their predecessor has ended.
     """
     by_stream: dict[int, list[GpuOperation]] = {}
     for operation in operations:
@@ -197,7 +197,7 @@ def check_streams(path: str, operations: tuple[GpuOperation, ...]) -> tuple[str,
 
 
 def _steps_by_annotation(trace: ActivityTrace) -> tuple[list[list[int]], list[str]]:
-    """Operations by the annotation in which the host launched them."""
+    """Return the operations by the annotation in which the host launched them."""
     starts = [start for start, _ in trace.step_windows]
     steps: list[list[int]] = [[] for _ in starts]
     num_outside = num_unknown = num_earlier = 0
@@ -226,7 +226,7 @@ def _steps_by_annotation(trace: ActivityTrace) -> tuple[list[list[int]], list[st
 
 
 def _first_launched_us(trace: ActivityTrace) -> dict[int, float]:
-    """When the first operation with a launch in the trace ran, by stream: what ran before it was issued before it."""
+    """Return, by stream, when the first operation with a traced launch ran: earlier operations were issued before it."""
     first_us: dict[int, float] = {}
     for operation in trace.operations:
         if operation.launched_us is not None:
@@ -235,7 +235,7 @@ def _first_launched_us(trace: ActivityTrace) -> dict[int, float]:
 
 
 def _steps_by_repetition(trace: ActivityTrace) -> tuple[list[list[int]], list[str]]:
-    """Operations by the repeating sequence of their names, or all of them as one step."""
+    """Return the operations by the repeating sequence of their names, or all of them as one step."""
     names = [operation.name for operation in trace.operations]
     first, period, repeats = find_repetition(names)
     if repeats < 2:
@@ -251,10 +251,10 @@ def _steps_by_repetition(trace: ActivityTrace) -> tuple[list[list[int]], list[st
 
 
 def find_repetition(names: list[str]) -> tuple[int, int, int]:
-    """Where the longest repetition begins, its period and how often it repeats; repeats is 1 if there is none.
+    """Return where the longest repetition begins, its period, and the number of repeats, which is 1 if there is none.
 
-    Periods tried are the distances between occurrences of the rarest repeated names: a name that occurs once per step
-    occurs at the step's period, whereas the layers of a model repeat faster.
+    Periods tried are the distances between occurrences of the rarest repeated names: a name that occurs once per step recurs
+    with the period of the step, whereas the layers of a model repeat faster.
     """
     positions: dict[str, list[int]] = {}
     for position, name in enumerate(names):
@@ -273,7 +273,7 @@ def find_repetition(names: list[str]) -> tuple[int, int, int]:
 
 
 def _longest_run(names: list[str], period: int) -> tuple[int, int]:
-    """The longest stretch in which every name recurs one period later: its start and its length with the last period."""
+    """Return the longest stretch in which every name recurs one period later: its start, and length with the last period."""
     best_first = best_length = first = 0
     for position in range(len(names) - period):
         if names[position] != names[position + period]:

@@ -1,7 +1,7 @@
 """Reads a profiler trace into a step. This is the entry point of the package.
 
 It reads the trace, divides it into steps and chooses the steady one, finds dependencies, lone times and issue times, and
-builds the operations. The notes, one line each, tell the user about the reading.
+builds the operations. The notes, one line each, tell the user how the trace was read.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -32,11 +32,11 @@ LONGEST_FIRST = sorted(SUFFIXES, key=len, reverse=True)
 
 
 class TracedStep(Value, frozen=True, kw_only=True):
-    """A trace's steady step: as a step to plan, and as the measured timeline.
+    """The steady step of a trace: as a step to plan, and as the measured timeline.
 
-    `timeline` holds everything that ran on the GPU during the step, including operations of neighboring steps, cut to
-    it; it starts when the step does (`traces.steady.TracedSteps`). `step_makespans_us` are those of all profiled steps,
-    in order.
+    `timeline` holds everything that ran on the GPU during the step, including operations of neighboring steps, cut to the
+    step's window; it starts when the step does (`traces.steady.TracedSteps`). `step_makespans_us` are those of all profiled
+    steps, in order.
     """
 
     step: Step
@@ -91,11 +91,11 @@ def traced_step_of(
 
 @contextmanager
 def _in_one_line(file: Path) -> Iterator[None]:
-    """Whatever is wrong is a `TraceError` in one line."""
+    """Turn any error into a `TraceError` of one line."""
     try:
         yield
     except CounterpointError as problem:
-        one_line = " ".join(str(problem).split())  # a kernel's name may hold any character
+        one_line = " ".join(str(problem).split())  # the name of a kernel may hold any character
         raise TraceError(one_line if isinstance(problem, TraceError) else f"{file}: {one_line}") from problem
 
 
@@ -145,14 +145,14 @@ def _steady_step(
 
 
 def _num_ranks(trace: ActivityTrace, operations: list[GpuOperation]) -> int:
-    """Ranks of the job: as the trace says, else the largest group of a collective."""
+    """Return the number of ranks of the job: as the trace states, else the size of the largest group of a collective."""
     if trace.world_size is not None:
         return trace.world_size
     return max((operation.arguments.group_size or 1 for operation in operations), default=1)
 
 
 def _dependencies_inside(dependencies: Dependencies, indices: tuple[int, ...]) -> list[tuple[Dependency, ...]]:
-    """What each operation of the step waits for inside the step, by its number in the step."""
+    """Return the operations inside the step that each operation waits for, by number in the step."""
     places = {index: place for place, index in enumerate(indices)}
     found: list[list[Dependency]] = [[] for _ in indices]
     for edge in dependencies.edges:
@@ -162,13 +162,13 @@ def _dependencies_inside(dependencies: Dependencies, indices: tuple[int, ...]) -
 
 
 def _fits_beside(trace: ActivityTrace, indices: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
-    """Pairs of the step's operations that ran together on SMs, by their numbers in the step."""
+    """Return pairs of the step's operations that ran together on SMs, by their numbers in the step."""
     places = {index: place for place, index in enumerate(indices)}
     return tuple((places[holder], places[beside]) for holder, beside in find_pairs_beside(trace, indices))
 
 
 def _timeline(name: str, trace: ActivityTrace, steps: TracedSteps, rank: int) -> Timeline:
-    """What ran in the steady step's window, cut to it."""
+    """Return the operations that ran in the steady step's window, cut to it, as a timeline."""
     begin_us, end_us = steps.windows[steps.steady]
     places = _places(trace, steps)
     intervals = []
@@ -190,7 +190,7 @@ def _timeline(name: str, trace: ActivityTrace, steps: TracedSteps, rank: int) ->
 
 
 def _places(trace: ActivityTrace, steps: TracedSteps) -> dict[int, int]:
-    """Which operation of the steady step each operation of the trace is, or is alike in a step of the same sequence."""
+    """Return, for each operation of the trace, the like operation of the steady step, if its step has the same sequence."""
     sequences = [[trace.operations[index].name for index in step] for step in steps.steps]
     return {
         index: place
@@ -219,7 +219,7 @@ def _notes_on_file(trace: ActivityTrace, operations: list[GpuOperation]) -> list
 
 
 def _notes_on_neighbours(trace: ActivityTrace, steps: TracedSteps) -> list[str]:
-    """Whether streams run a step ahead: then operations of other steps run in this one's time."""
+    """Return a note if streams run a step ahead, so that operations of other steps run in this step's time."""
     inside = set(steps.steady_ran)
     own = set(steps.steady_operations)
     if inside == own:

@@ -1,9 +1,9 @@
-"""Bounds of measured times around predicted ones, shown with figures of machines that were never measured.
+"""Bounds of measured times around predicted ones; they are shown with figures of machines that were never measured.
 
-From `bounds.toml`, which `python -m benchmarks.validation --write` derives from the errors of the validation set. A span
-holds 90 % of the ratios of measured to predicted times: from the 5th to the 95th percentile. Where a machine was never
-compared with hardware, its constants are another GPU's, scaled; the error that this adds is taken from times of GPUs whose
-constants were scaled likewise, and multiplied on.
+They come from `bounds.toml`, which `python -m benchmarks.validation --write` derives from the errors of the validation set.
+A span holds 90 % of the ratios of measured to predicted times: from the 5th to the 95th percentile. If a machine was never
+compared with hardware, its constants are scaled from another GPU's. The error that this adds is taken from times of GPUs
+whose constants were scaled likewise, and the bounds are multiplied by it.
 """
 
 from functools import cache
@@ -20,7 +20,7 @@ NEVER_COMPARED = "never compared with hardware"
 
 
 class RatioSpan(Value, frozen=True, kw_only=True):
-    """Measured over predicted times, from the 5th to the 95th percentile, of so many rows; `source` says of which."""
+    """Measured over predicted times, from the 5th to the 95th percentile of so many rows; `source` names the rows."""
 
     low: float
     high: float
@@ -32,14 +32,14 @@ class RatioSpan(Value, frozen=True, kw_only=True):
 
 
 class ComparedGpu(Value, frozen=True, kw_only=True):
-    """A GPU that predictions were compared with, and on how many at once at most."""
+    """A GPU that predictions were compared with, and the largest number of them in one comparison."""
 
     device_name: str
     most_gpus: int
 
 
 class BoundsTable(Value, frozen=True, kw_only=True):
-    """What `bounds.toml` holds. `transfer` is of GPUs whose constants are another GPU's, scaled."""
+    """The contents of `bounds.toml`. `transfer` is of GPUs whose constants are scaled from another GPU's."""
 
     date: str
     compared: tuple[ComparedGpu, ...]
@@ -57,18 +57,18 @@ class ErrorBounds(Value, frozen=True, kw_only=True):
     note: str
 
     def around(self, predicted_us: float) -> tuple[float, float]:
-        """Between which times, in microseconds, the measured one is to be expected."""
+        """Return the bounds of the measured time, in microseconds, around a predicted time."""
         return predicted_us * self.low, predicted_us * self.high
 
 
 @cache
 def bounds_table() -> BoundsTable:
-    """The shipped table."""
+    """Return the shipped table."""
     return read_shipped("validation/bounds.toml", BoundsTable, CounterpointError)
 
 
 def bounds_for(machine: Machine, num_gpus: int, basis: Basis) -> ErrorBounds:
-    """The bounds of what is predicted for so many GPUs of a machine, from captured steps, traces, sizes or schedules."""
+    """Return the bounds of predictions for so many GPUs of a machine, from captured steps, traces, sizes or schedules."""
     table = bounds_table()
     compared = next((gpu for gpu in table.compared if gpu.device_name in machine.device_names), None)
     span = table.bases[basis]

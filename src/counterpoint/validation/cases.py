@@ -1,7 +1,7 @@
-"""The validation set: what each case runs, as values. Nothing here may ever be used to fit a constant.
+"""The validation set: what each case runs, as values. No case may ever be used to fit a constant.
 
-A seed drew the set once, from kernels, collectives and sizes that no calibration uses; `set_digest` changes if a case does,
-and measurements of another set are refused. A case used for a fit leaves the set: delete it, and measure the set anew.
+The set was drawn once with a seed, from kernels, collectives and sizes that no calibration uses. `set_digest` changes if a
+case does, and measurements of another set are refused. If a case is used for a fit, delete it and measure the set anew.
 """
 
 import hashlib
@@ -19,7 +19,7 @@ from counterpoint.value import Value
 
 SEED = 20261123
 Family = Literal["pairs", "training", "types", "one GPU"]
-CTA_LIMITS = (8, 12)  # that the collectives of a case also run with, each in a process group of its own
+CTA_LIMITS = (8, 12)  # the collectives of a case also run with these limits, each in its own process group
 COLLECTIVES: tuple[CollectiveKind, ...] = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 # the calibration was measured at 64, 256 and 896 MiB
 COLLECTIVE_MIB = (40, 96, 144, 192, 320, 448, 576)
@@ -27,7 +27,7 @@ DIMENSIONS = (3072, 4096, 5120, 6144, 7168)
 
 
 class Matmul(Value, frozen=True, kw_only=True, tag="matmul"):
-    """C[m, n] = A[m, k] B[k, n]: by cuBLAS, or by a Triton kernel with one CTA per tile where `tile` is given."""
+    """C[m, n] = A[m, k] B[k, n], computed by cuBLAS, or by a Triton kernel with one CTA per tile if `tile` is given."""
 
     m: int
     n: int
@@ -39,7 +39,7 @@ class Matmul(Value, frozen=True, kw_only=True, tag="matmul"):
 
 
 class Elementwise(Value, frozen=True, kw_only=True, tag="elementwise"):
-    """One tensor of `num_bytes` in bf16 scaled into another."""
+    """Scales one tensor of `num_bytes` in bf16 into another."""
 
     num_bytes: int
 
@@ -59,7 +59,7 @@ class Softmax(Value, frozen=True, kw_only=True, tag="softmax"):
 
 
 class Attention(Value, frozen=True, kw_only=True, tag="attention"):
-    """Attention without a mask, forward, in bf16, by cuDNN."""
+    """Attention without a mask, in bf16, forward only, by cuDNN."""
 
     batch: int
     heads: int
@@ -68,7 +68,7 @@ class Attention(Value, frozen=True, kw_only=True, tag="attention"):
 
 
 class CollectiveWork(Value, frozen=True, kw_only=True, tag="collective"):
-    """A collective of all ranks in bf16; `num_bytes` as nccl-tests counts it."""
+    """A collective of all ranks in bf16; `num_bytes` is counted as by nccl-tests."""
 
     collective: CollectiveKind
     num_bytes: int
@@ -102,12 +102,12 @@ class Case(Value, frozen=True, kw_only=True):
 
 
 def cases_for(num_ranks: int) -> tuple[Case, ...]:
-    """The set for one GPU, or the one for several."""
+    """Return the set for one GPU, or the set for several."""
     return _one_gpu() if num_ranks == 1 else _several_gpus()
 
 
 def set_digest(num_ranks: int) -> str:
-    """Twelve hexadecimal digits that change with any case of the set."""
+    """Return twelve hexadecimal digits that change with any case of the set."""
     return hashlib.sha256(msgspec.json.encode(cases_for(num_ranks))).hexdigest()[:12]
 
 
@@ -158,7 +158,7 @@ KERNELS: dict[str, Callable[[random.Random], Work]] = {
 
 
 def _pairs(drawn: random.Random) -> list[Case]:
-    """Each kernel in two cases, each collective as often; chains and steps that issue both at once, in turn."""
+    """Draw each kernel in two cases and each collective as often; chains alternate with steps that issue both at once."""
     collectives = [*COLLECTIVES] * (2 * len(KERNELS) // len(COLLECTIVES))
     drawn.shuffle(collectives)
     cases = []
@@ -175,7 +175,7 @@ def _pairs(drawn: random.Random) -> list[Case]:
 
 
 def _chain(computations: Sequence[Work], exchange: CollectiveWork, iterations: int) -> list[Entry]:
-    """Each collective waits for the kernels of its iteration and may run beside those of the next."""
+    """Issue collectives that wait for the kernels of their iteration and may run beside those of the next one."""
     entries: list[Entry] = []
     for _ in range(iterations):
         entries.extend(Entry(work=work) for work in computations)
@@ -184,7 +184,7 @@ def _chain(computations: Sequence[Work], exchange: CollectiveWork, iterations: i
 
 
 def _at_once(computations: Sequence[Work], exchange: CollectiveWork) -> list[Entry]:
-    """A collective becomes ready together with a kernel; then kernel and collective are both waited for, and once more."""
+    """Issue a collective that becomes ready together with a kernel, wait for both, and do so once more."""
     first = [Entry(work=exchange, stream=1), *(Entry(work=work) for work in computations)]
     last = len(first) - 1
     second = [Entry(work=exchange, stream=1, waits_for=(last,)), Entry(work=computations[0], waits_for=(0,))]
@@ -192,7 +192,7 @@ def _at_once(computations: Sequence[Work], exchange: CollectiveWork) -> list[Ent
 
 
 def _types(drawn: random.Random) -> list[Case]:
-    """Matrix multiplications of every type and of unusual shapes beside a collective: for predictions from sizes alone."""
+    """Draw matmuls of every type and of unusual shapes beside a collective, for predictions from sizes alone."""
     shapes: list[Matmul] = [
         Matmul(m=10240, n=7168, k=5120),
         Matmul(m=4096, n=12288, k=3072),
@@ -215,7 +215,7 @@ def _types(drawn: random.Random) -> list[Case]:
 
 
 def _training() -> list[Case]:
-    """Steps as data-parallel and sharded training issues them, in small."""
+    """Return small steps in the order in which data-parallel and sharded training issues them."""
     return [
         Case(name="DDP, 4 layers", family="training", entries=tuple(_ddp(4, 6144, 4096)), is_traced=True),
         Case(name="FSDP, 4 layers", family="training", entries=tuple(_fsdp(4, 5120, 4096)), is_traced=True),
@@ -224,7 +224,7 @@ def _training() -> list[Case]:
 
 
 def _ddp(layers: int, width: int, tokens: int) -> list[Entry]:
-    """Forward; then both gradients of each layer, and the all-reduce of the weight's beside what follows."""
+    """Issue the forward pass, then both gradients of each layer, and the weight's all-reduce beside what follows."""
     grow = Matmul(m=tokens, n=width, k=width)
     weight_gradient = Matmul(m=width, n=width, k=tokens)
     activation = Elementwise(num_bytes=2 * tokens * width)
@@ -238,7 +238,7 @@ def _ddp(layers: int, width: int, tokens: int) -> list[Entry]:
 
 
 def _fsdp(layers: int, width: int, tokens: int) -> list[Entry]:
-    """All-gathers one layer ahead on a stream of their own; in the backward pass reduce-scatters on a third stream."""
+    """Issue all-gathers one layer ahead on their own stream, and in the backward pass reduce-scatters on a third stream."""
     weights = 2 * 2 * width * width
     gather = CollectiveWork(collective="all_gather", num_bytes=weights)
     scatter = CollectiveWork(collective="reduce_scatter", num_bytes=weights)
@@ -246,7 +246,7 @@ def _fsdp(layers: int, width: int, tokens: int) -> list[Entry]:
     backward = (Matmul(m=tokens, n=width, k=2 * width), Matmul(m=width, n=2 * width, k=tokens))
     entries = [Entry(work=gather, stream=1)]
     gathered = 0
-    computed: tuple[int, ...] = ()  # what the next gather waits for
+    computed: tuple[int, ...] = ()  # the computation that the next all-gather waits for
     for layer in range(2 * layers):
         needed = gathered
         if layer + 1 < 2 * layers:
@@ -261,7 +261,7 @@ def _fsdp(layers: int, width: int, tokens: int) -> list[Entry]:
 
 
 def _experts(layers: int, width: int, tokens: int) -> list[Entry]:
-    """Attention, an all-to-all there, a matmul of the tokens that came, and an all-to-all back beside a shared expert."""
+    """Issue attention, an all-to-all, a matmul of the tokens that came, and an all-to-all back beside a shared expert."""
     attention = Attention(batch=2, heads=width // 128, tokens=tokens // 2)
     expert = Matmul(m=tokens, n=2 * width, k=width)
     shared = Matmul(m=tokens, n=width, k=width)
@@ -284,7 +284,7 @@ def _experts(layers: int, width: int, tokens: int) -> list[Entry]:
 
 @cache
 def _one_gpu() -> tuple[Case, ...]:
-    """Kernels beside each other and beside copies to the host, as offloading does."""
+    """Return kernels beside each other and beside copies to the host, as in offloading."""
     drawn = random.Random(SEED + 1)
     to_host, from_host = (
         HostCopy(direction=direction, num_bytes=drawn.choice((48, 80)) * MIB)
@@ -308,7 +308,7 @@ def _one_gpu() -> tuple[Case, ...]:
 
 
 def _beside(first: Work, second: Work) -> list[Entry]:
-    """Three kernels in a row, and on another stream one more that becomes ready with the second of them."""
+    """Issue three kernels in a row, and on another stream one more that becomes ready with the second of them."""
     return [Entry(work=first), Entry(work=first), Entry(work=second, stream=1, waits_for=(0,)), Entry(work=first)]
 
 

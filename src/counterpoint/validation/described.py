@@ -1,7 +1,7 @@
-"""Describes a case from sizes alone: the launches are those that were captured, and no measured time is used.
+"""Describes a case from sizes alone: it uses the captured launches, and no measured time.
 
-A launch is what a kernel's binary and its library say (tile, threads, registers, shared memory); how long it takes follows
-from sizes, as for a workload file.
+A kernel's binary and its library determine the launch (tile, threads, registers, shared memory); its time follows from
+sizes, as for a workload file.
 """
 
 import re
@@ -25,19 +25,19 @@ from counterpoint.workloads.description import CollectiveEntry, CopyEntry, Gemm,
 from counterpoint.workloads.gemm import tile_count
 from counterpoint.workloads.reader import operation_of
 
-# as cuBLAS writes the tile and the depth of a stage in its kernels' names: nvjet_..._128x256_64x4_..., ..._128x64_8x5_...
+# cuBLAS writes the tile and the depth of a stage in its kernels' names: nvjet_..._128x256_64x4_..., ..._128x64_8x5_...
 TILE_IN_NAME = re.compile(r"_(\d+)x(\d+)_(\d+)x\d+")
 XMMA_TILE_IN_NAME = re.compile(r"tilesize(\d+)x(\d+)x(\d+)")
 
 
 def described_step(case: Case, captured: Step) -> Step:
-    """The case's step with work instead of times; `captured` gives names and launches only.
+    """Return the case's step with work instead of times; only names and launches are taken from `captured`.
 
-    Raises `WorkloadError` where a kernel's name does not say its tile.
+    Raises `WorkloadError` if the name of a kernel does not state its tile.
     """
     launches = [captured.operations[place] for place in places_of(case, captured)]
     operations: list[Operation] = []
-    latest: dict[int, int] = {}  # collective of each stream: in a graph the next one waits for it, whatever moves its data
+    latest: dict[int, int] = {}  # last collective by stream: in a graph the next one waits for it, whatever moves its data
     for number, (entry, launched) in enumerate(zip(case.entries, launches, strict=True)):
         before = latest.get(entry.stream) if isinstance(entry.work, CollectiveWork) else None
         operations.append(_operation(entry, launched, captured.num_ranks, before))
@@ -47,9 +47,9 @@ def described_step(case: Case, captured: Step) -> Step:
 
 
 def places_of(case: Case, step: Step) -> tuple[int, ...]:
-    """The number of the operation that each entry became; the fills that libraries put before their kernels are none.
+    """Return the number of the operation that each entry became; fills that libraries put before their kernels do not count.
 
-    Raises `WorkloadError` where the step holds other operations.
+    Raises `WorkloadError` if the step holds other operations.
     """
     places = [
         number for number, each in enumerate(step.operations) if not (isinstance(each, Copy) and each.direction == "set")
@@ -88,7 +88,7 @@ def _operation(entry: Entry, launched: Operation, num_ranks: int, before: int | 
     assert isinstance(launched, Kernel), "the captured step has a kernel for each computation"
     if isinstance(work, Matmul):
         gemm = _gemm(work, entry.stream, launched)
-        # the footprint as launched: a workload file has no words for clusters of GEMMs
+        # the launched footprint: a workload file cannot state clusters of GEMMs
         made = operation_of(gemm, waits_for, num_ranks)
         return replace(made, name=name, footprint=launched.footprint)
     return replace(operation_of(_other(work, entry.stream, launched), waits_for, num_ranks), name=name)
@@ -115,11 +115,11 @@ def _gemm(work: Matmul, stream: int, launched: Kernel) -> Gemm:
 
 
 def _tile_of(name: str) -> tuple[int, int, int]:
-    """Rows, columns and depth of the tile that a cuBLAS kernel's name says."""
+    """Return rows, columns and depth of the tile in the name of a cuBLAS kernel."""
     found = XMMA_TILE_IN_NAME.search(name) or TILE_IN_NAME.search(name)
     if found is None:
         raise WorkloadError(f"The name of '{shown(name)}' says no tile, so nothing is predicted from its sizes.")
-    # cuBLAS counts by columns: to it, a product of matrices that are stored by rows is the transposed one
+    # cuBLAS stores matrices by columns, so it computes the transposed product of matrices that are stored by rows
     n, m, k = (int(part) for part in found.groups())
     return m, n, k
 
@@ -143,7 +143,7 @@ def _other(work: Elementwise | Scan | Softmax | Attention, stream: int, launched
 
 
 def _work_of(work: Elementwise | Scan | Softmax | Attention) -> tuple[float | None, float]:
-    """Floating-point operations and bytes from and to memory."""
+    """Return the floating-point operations, and the bytes moved from and to memory."""
     match work:
         case Elementwise():
             return None, 2.0 * work.num_bytes

@@ -1,4 +1,4 @@
-"""Error figures of predictions against measurements: errors, signs, ranks, regret, and the same for naive models."""
+"""Error figures of predictions against measurements: errors, signs, ranks and regret, also for naive models."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Literal, get_args
@@ -12,8 +12,8 @@ from counterpoint.paper.accuracy import rank_correlation
 from counterpoint.paper.values import PLAIN
 from counterpoint.value import Value
 
-CLEAR_CHANGE = 0.03  # of the time of plain overlap: a measured change whose sign must be predicted
-SAME = 0.01  # a smaller change is none
+CLEAR_CHANGE = 0.03  # share of plain overlap's time: the sign of a measured change of this size must be predicted
+SAME = 0.01  # a smaller change counts as none
 Model = Literal["simulator", "sum", "maximum", "best constant"]
 MODELS: tuple[Model, ...] = get_args(Model)
 
@@ -21,8 +21,8 @@ MODELS: tuple[Model, ...] = get_args(Model)
 class PredictedRow(Value, frozen=True, kw_only=True):
     """One variant of one case, measured and predicted, in microseconds. Rows of one `group` were measured together.
 
-    `baseline_us` are plain overlap's times in the group, measured in the same rounds. `sum_us` and `longest_us` are of the
-    operations alone: one after the other, and along the longest path of dependencies.
+    The `baseline_us` fields are the times of plain overlap in the group, measured in the same rounds. `sum_us` and
+    `longest_us` are of the operations alone: one after the other, and along the longest path of dependencies.
     """
 
     group: str
@@ -38,28 +38,28 @@ class PredictedRow(Value, frozen=True, kw_only=True):
 
     @property
     def error(self) -> float:
-        """Predicted over measured, less one."""
+        """Predicted over measured time, minus one."""
         return self.predicted_us / self.measured_us - 1
 
     @property
     def measured_change(self) -> float:
-        """Against plain overlap, as a fraction: negative is faster."""
+        """The measured change against plain overlap, as a fraction; it is negative if the variant is faster."""
         return self.measured_us / self.measured_baseline_us - 1
 
     @property
     def predicted_change(self) -> float:
-        """The same of the predicted times."""
+        """The predicted change against plain overlap, as a fraction; it is negative if the variant is faster."""
         return self.predicted_us / self.predicted_baseline_us - 1
 
 
 class Figures(Value, frozen=True, kw_only=True):
-    """How near one model comes to what was measured; fractions, and None where nothing can be said.
+    """The accuracy of one model; all figures are fractions, and None if nothing can be stated.
 
-    `same_sign`: of all changes, those predicted as faster, slower or within 1 % as they were measured. `clear_sign`: of
-    measured changes of 3 % or more, those whose direction is predicted. `rank_correlation`: Spearman's, of the variants of
-    one case, median over the cases whose best and worst variants differ by 3 % or more; times that differ by less than 1 %
-    are ties, because a plan that is measured twice differs by as much. `regret`: how much longer than the
-    best variant the one takes that is predicted as fastest.
+    `same_sign`: the share of all changes that are predicted as measured: faster, slower, or within 1 %. `clear_sign`: the
+    share of measured changes of 3 % or more whose direction is predicted. `rank_correlation`: Spearman's, over the variants
+    of one case; the median of the cases whose best and worst variants differ by 3 % or more. Times that differ by less than
+    1 % are ties, because a plan that is measured twice differs by as much. `regret`: how much longer the variant that is
+    predicted as fastest takes than the best one.
     """
 
     model: Model
@@ -77,7 +77,7 @@ class Figures(Value, frozen=True, kw_only=True):
 
 
 def figures_of(rows: Sequence[PredictedRow], model: Model = "simulator") -> Figures:
-    """The figures of one model; naive ones know no control, so all variants of a case are alike to them."""
+    """Return the figures of one model; naive models know no control, so all variants of a case are equal to them."""
     if model != "simulator":
         rows = [_by_naive_model(row, model, rows) for row in rows]
     errors = np.array([row.error for row in rows])
@@ -111,7 +111,7 @@ def _by_naive_model(row: PredictedRow, model: Model, rows: Sequence[PredictedRow
 
 
 def best_constant(rows: Sequence[PredictedRow]) -> float:
-    """The share of what could be hidden that stays exposed, fitted to these very rows: the best that a constant can do."""
+    """Return the exposed share of what could be hidden, fitted to these same rows: no constant can predict better."""
     measured, total, longest = (
         np.array([getattr(row, name) for row in rows]) for name in ("measured_us", "sum_us", "longest_us")
     )
@@ -136,7 +136,7 @@ def _sign(change: float) -> int:
 
 
 def _regret(group: Sequence[PredictedRow]) -> float:
-    """Of variants that are predicted as good as equal, the first is chosen."""
+    """Return the regret of a group; of variants that are predicted as equally good, the first is chosen."""
     least = min(row.predicted_us for row in group)
     chosen = next(row for row in group if row.predicted_us <= least * (1 + NEGLIGIBLE))
     return chosen.measured_us / min(row.measured_us for row in group) - 1
@@ -151,7 +151,7 @@ def _correlation(group: Sequence[PredictedRow]) -> float | None:
 
 
 def _with_ties(times: NDArray[np.float64]) -> NDArray[np.float64]:
-    """The times, those within 1 % above a shorter one set to it."""
+    """Return the times; those within 1 % above a shorter one are set to that one."""
     tied = times.copy()
     least = 0.0
     for place in np.argsort(times):

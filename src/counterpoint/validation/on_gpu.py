@@ -1,7 +1,7 @@
-"""Measure the validation set on the GPUs at hand: every case captured, under every control, in interleaved rounds.
+"""Measures the validation set on this machine's GPUs: every case is captured and runs under every control in turn.
 
-Traced cases also run eagerly: once under the profiler as they are, then with the controls that PyTorch has itself. A case
-that cannot be measured here is named with the reason, and the others go on.
+Variants run in interleaved rounds. Traced cases also run eagerly: once under the profiler as they are, then with the
+controls of PyTorch itself. If a case cannot be measured here, it is named with the reason, and the others go on.
 """
 
 import hashlib
@@ -39,26 +39,26 @@ from counterpoint.validation.steps_on_gpu import CaseOnGpu, limited_groups
 
 ROUNDS = 5
 TRACED_STEPS = 5
-LIMIT_S = 60.0  # how long ranks wait for each other
+LIMIT_S = 60.0  # how long ranks wait for each other, in seconds
 Groups = Mapping[int, Any]
 
 
 class CalledStep(AbstractExecutable):
-    """A step function that is called where a graph would be launched."""
+    """Runs a step function in place of a graph launch."""
 
     def __init__(self, run: Callable[[], None]) -> None:
         self._run = run
 
     def launch(self, stream: int) -> None:
-        """Issue the step on the current stream, which `stream` is."""
+        """Issue the step on the current stream, which must be `stream`."""
         self._run()
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: the object holds no resources."""
 
 
 class Runnable(msgspec.Struct, frozen=True, kw_only=True):
-    """One variant that can be timed. Its controls were verified, or are PyTorch's own."""
+    """One variant that can be timed. Its controls were verified, or are those of PyTorch."""
 
     label: str
     setting: Setting
@@ -67,9 +67,9 @@ class Runnable(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def measure_set(output: Path, known: Sequence[MeasuredCase], save: Callable[[MeasuredSet], None]) -> MeasuredSet:
-    """Measure every case of the set that is not among `known`, and `save` what there is after each; all ranks call it.
+    """Measure every case of the set that is not in `known`, and `save` the results after each one; all ranks call it.
 
-    `output` is the file that `save` writes: traces go beside it. Raises what capturing raises where no case can be measured.
+    `output` is the file that `save` writes: traces go beside it. Raises what capturing raises if no case can be measured.
     """
     num_ranks = dist.get_world_size() if dist.is_initialized() else 1
     groups = limited_groups(CTA_LIMITS) if num_ranks > 1 else {}
@@ -82,7 +82,7 @@ def measure_set(output: Path, known: Sequence[MeasuredCase], save: Callable[[Mea
             try:
                 measuring = CaseMeasuring(case, groups, output, opened)
                 found.append(measuring.measure())
-            except (CounterpointError, RuntimeError) as refused:  # torch's own for what this GPU or this version cannot do
+            except (CounterpointError, RuntimeError) as refused:  # torch's RuntimeError: this GPU or this version lacks it
                 say(f"{case.name} is left out: {cause_of(refused)}")
                 continue
         torch.cuda.empty_cache()
@@ -100,21 +100,21 @@ def measure_set(output: Path, known: Sequence[MeasuredCase], save: Callable[[Mea
 
 
 class CaseMeasuring:
-    """One case while it is measured."""
+    """Measures one case."""
 
     def __init__(self, case: Case, groups: Groups, output: Path, opened: ExitStack) -> None:
         self._case, self._groups, self._output = case, groups, output
-        self._opened = opened  # closes what the case holds
-        self._recordings: list[Recording] = []  # whose memory the graphs use
+        self._opened = opened  # closes the resources of the case
+        self._recordings: list[Recording] = []  # the graphs use their memory
         self._on_gpu = CaseOnGpu(case)
         self._captured: Captured = capture(self._on_gpu.step(), case.name, limit_s=LIMIT_S)
         self._opened.callback(self._captured.close)
         self.machine: Machine = machine_of(self._captured)
 
     def measure(self) -> MeasuredCase:
-        """All variants of the case, plain overlap first, and its trace where it is traced."""
+        """Return all variants of the case, plain overlap first, and its trace if it is traced."""
         step = self._captured.read.step
-        places_of(self._case, step)  # or the case is another one here
+        places_of(self._case, step)  # raises if the case runs other operations here
         offer_copies(self._captured)
         runnables = [*self._rewritten(), *(self._limited() if self._case.is_traced else ())]
         engaged = {each.label for each in runnables}
@@ -124,7 +124,7 @@ class CaseMeasuring:
         return MeasuredCase(name=self._case.name, step=step, rows=tuple(rows), trace=trace)
 
     def _rewritten(self) -> Iterator[Runnable]:
-        """Plans that a rewriting of the captured graph puts in force; those that not every rank can verify are left out."""
+        """Yield plans that a rewritten graph puts in force; plans that not every rank can verify are left out."""
         for label, plan in plans_of(self._case, self._captured.read.step, self.machine).items():
             rewritten = rewrite(self._captured.graph, self._captured.read, plan)
             is_engaged = all(entry.state == "verified" for entry in rewritten.engagements)
@@ -136,13 +136,13 @@ class CaseMeasuring:
             yield Runnable(label=label, setting="captured", plan=plan, executable=executable)
 
     def _limited(self) -> Iterator[Runnable]:
-        """Captures of the step in process groups with fewer CTAs; the graph proves number and priority."""
+        """Yield captures of the step in process groups with fewer CTAs; the graph proves their number and the priority."""
         for label, (plan, limit, priority) in plans_of_limits(self._captured.read.step, self.machine).items():
             recording = record(self._on_gpu.step(self._groups[limit], priority))
             graph = DriverGraph(recording.graph.raw_cuda_graph())
             collectives = [each for each in graph.nodes() if classify_kernel(each.name).kind == "communication"]
             launches = [(each.footprint.num_ctas if each.footprint else 0, each.priority) for each in collectives]
-            # torch maps a priority to the nearest that its pool of streams has
+            # torch maps a priority to the nearest one that its pool of streams has
             is_engaged = all(num_ctas <= limit and (given < 0) == (priority < 0) for num_ctas, given in launches)
             if not self._captured.is_everywhere(is_engaged):
                 if self._captured.rendezvous.is_first_rank:
@@ -154,7 +154,7 @@ class CaseMeasuring:
             yield Runnable(label=label, setting="captured", plan=plan, executable=executable)
 
     def _eager(self) -> Iterator[Runnable]:
-        """The step function as it is, with a priority of its streams, and in process groups with fewer CTAs."""
+        """Yield the step function as it is, with a priority of its streams, and in process groups with fewer CTAs."""
         step, machine = self._captured.read.step, self.machine
         plans: dict[str, tuple[Plan, int, int]] = {PLAIN: (Plan(), 0, 0)}
         prioritized = plans_of(self._case, step, machine).get("priority")
@@ -166,7 +166,7 @@ class CaseMeasuring:
             yield Runnable(label=label, setting="eager", plan=plan, executable=called)
 
     def _rows(self, runnables: Sequence[Runnable]) -> list[MeasuredRow]:
-        """All of one setting in the same rounds."""
+        """Measure all variants of one setting in the same rounds."""
         seed = int(self._captured.agree(str(draw_seed())))
         labels = [each.label for each in runnables]
         found = measure_rounds(labels, lambda number: self._captured.time_us(runnables[number].executable), ROUNDS, seed)
@@ -182,7 +182,7 @@ class CaseMeasuring:
         return hashlib.sha256(self._on_gpu.output_bits(runnable.executable)).digest()
 
     def _trace(self) -> str:
-        """Trace a few steps on all ranks, keep rank 0's, and return its file's name."""
+        """Trace a few steps on all ranks, keep rank 0's trace, and return the name of its file."""
         name = f"{self._case.name.replace(', ', '.').replace(' ', '_')}.json.gz"
         path = trace_path(self._output, name)
         run = self._on_gpu.step()

@@ -1,7 +1,7 @@
-"""Every case of the validation set predicted by today's simulator, beside what was measured.
+"""Predicts every case of the validation set with today's simulator, and compares with the measurements.
 
-A case is predicted in up to three ways: from its captured step (lone times and launches are known), from a trace of the step
-as it is (all is read from the trace), and from sizes alone (lone times are predicted, too).
+A case is predicted in up to three ways: from its captured step (lone times and launches are known), from a trace of the
+unchanged step (everything is read from the trace), and from sizes alone (lone times are predicted, too).
 """
 
 import statistics
@@ -26,14 +26,14 @@ from counterpoint.validation.figures import MODELS, Figures, PredictedRow, figur
 from counterpoint.validation.records import MeasuredCase, MeasuredRow, MeasuredSet, load_measured, trace_path
 from counterpoint.value import Value
 
-REPLAYS_PER_TIME = 2  # a time is that of the second of two replays
-BURST_US = 42_000.0  # the power limit acts after so long under load ([power.window_us] of the H200)
+REPLAYS_PER_TIME = 2  # a time is that of the second replay
+BURST_US = 42_000.0  # the power limit acts after this time under load ([power.window_us] of the H200)
 Origin = Literal["captured steps", "traces", "sizes alone"]
 ORIGINS: tuple[Origin, ...] = get_args(Origin)
 
 
 class OriginOutcome(Value, frozen=True, kw_only=True):
-    """Predictions of one origin: the simulator's figures first, then those of naive models, and every row."""
+    """The predictions of one origin: the figures of the simulator first, then those of naive models, and every row."""
 
     origin: Origin
     figures: tuple[Figures, ...]
@@ -41,7 +41,7 @@ class OriginOutcome(Value, frozen=True, kw_only=True):
 
 
 class Outcome(Value, frozen=True, kw_only=True):
-    """One file of measurements; `left_out` says what could not be predicted, and why."""
+    """The outcome for one file of measurements; `left_out` names what could not be predicted, and why."""
 
     file: str
     machine: str
@@ -52,7 +52,7 @@ class Outcome(Value, frozen=True, kw_only=True):
 
 
 def validate_files(paths: Iterable[Path]) -> tuple[Outcome, ...]:
-    """Predict what each file of measurements holds. Raises `CounterpointError` for a file that is none."""
+    """Predict the contents of each file of measurements. Raises `CounterpointError` if a file holds none."""
     return tuple(_validate(path, load_measured(path)) for path in paths)
 
 
@@ -85,7 +85,7 @@ def _origin_outcome(origin: Origin, rows: Sequence[PredictedRow]) -> OriginOutco
 
 
 def _step_of(origin: Origin, case: Case, measured: MeasuredCase, path: Path) -> Step | None:
-    """The step that predictions of this origin start from; None where the case has none."""
+    """Return the step that predictions of this origin start from; None if the case has none."""
     if origin == "captured steps":
         step = as_read_today(measured.step)
         return msgspec.structs.replace(step, is_timed_in_bursts=_loaded_us(measured) > BURST_US)
@@ -94,18 +94,18 @@ def _step_of(origin: Origin, case: Case, measured: MeasuredCase, path: Path) -> 
     if measured.trace is None:
         return None
     step = read_trace(trace_path(path, measured.trace)).step
-    places_of(case, step)  # or the plans, made for the captured step, mean other operations here
+    places_of(case, step)  # raises if the plans, which were made for the captured step, mean other operations here
     return step
 
 
 def _loaded_us(measured: MeasuredCase) -> float:
-    """How long the GPU had run when the middle one of a case's rounds was timed: whether the power limit acted by then."""
+    """Return how long the GPU had run at the middle one of a case's rounds: this decides whether the power limit acted."""
     captured = [row for row in measured.rows if row.setting == "captured"]
     return REPLAYS_PER_TIME * sum(row.measured_us * (WARM_UP_ROUNDS + row.num_rounds / 2) for row in captured)
 
 
 def as_read_today(step: Step) -> Step:
-    """A stored captured step with what today's rules say of its kernels by their names."""
+    """Return a stored captured step, with its kernels classified by their names under today's rules."""
     operations = [_classified(each) if isinstance(each, Kernel) else each for each in step.operations]
     return msgspec.structs.replace(step, operations=tuple(operations))
 
@@ -117,12 +117,12 @@ def _classified(kernel: Kernel) -> Kernel:
 
 
 def _rows_for(origin: Origin, measured: MeasuredCase) -> list[MeasuredRow]:
-    """Of a trace, whatever was measured, since a user applies a plan either way; else what was captured."""
+    """Return all rows for a trace, since a user applies a plan in either setting; otherwise return the captured ones."""
     return [row for row in _distinct(measured.rows) if origin == "traces" or row.setting == "captured"]
 
 
 def _distinct(rows: Sequence[MeasuredRow]) -> list[MeasuredRow]:
-    """The rows; a plan that was measured under two names is one variant, with the means of what was measured."""
+    """Return the rows; a plan that was measured under two names becomes one variant with the mean figures."""
     found: dict[tuple[str, Plan], list[MeasuredRow]] = {}
     for row in rows:
         found.setdefault((row.setting, row.plan), []).append(row)
@@ -163,7 +163,7 @@ def _predict(step: Step, machine: Machine, case: Case, rows: Sequence[MeasuredRo
 
 
 def _longest_path_us(step: Step, lone_us: Sequence[float]) -> float:
-    """The longest path through streams and dependencies, each operation as long as alone."""
+    """Return the longest path through streams and dependencies, with the lone time of each operation."""
     ends: list[float] = []
     last: dict[int, float] = {}
     for operation, time_us in zip(step.operations, lone_us, strict=True):

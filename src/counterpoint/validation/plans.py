@@ -14,11 +14,11 @@ from counterpoint.validation.cases import CTA_LIMITS, Case, HostCopy
 from counterpoint.validation.described import places_of
 
 HOLD_US = 5.0
-Parts = list[tuple[tuple[int, ...], Control]]  # operations by number, and what each of them gets
+Parts = list[tuple[tuple[int, ...], Control]]  # numbers of operations, and the control that each of them gets
 
 
 def plans_of(case: Case, step: Step, machine: Machine) -> dict[str, Plan]:
-    """Plans that a rewriting of the captured step can put in force, plain overlap first."""
+    """Return the plans that a rewriting of the captured step can put in force, plain overlap first."""
     guests = _guests(case, step)
     priority: Parts = [(guests, Priority(priority=machine.gpu.greatest_priority))] if guests else []
     ahead: Parts = [(rivals, HeadStart(hold_us=HOLD_US))] if (rivals := find_rivals(step)) else []
@@ -35,7 +35,7 @@ def plans_of(case: Case, step: Step, machine: Machine) -> dict[str, Plan]:
 
 
 def plans_of_limits(step: Step, machine: Machine) -> dict[str, tuple[Plan, int, int]]:
-    """Plans with fewer CTAs for collectives, which no rewriting makes: the plan, the limit, and the launch priority."""
+    """Return plans with fewer CTAs for collectives, which no rewriting makes: plan, limit and launch priority."""
     collectives = tuple(index for index, each in enumerate(step.operations) if isinstance(each, Collective))
     if not collectives:
         return {}
@@ -50,7 +50,7 @@ def plans_of_limits(step: Step, machine: Machine) -> dict[str, tuple[Plan, int, 
 
 
 def _guests(case: Case, step: Step) -> tuple[int, ...]:
-    """The operations on other streams than the first that run kernels: what a priority is for."""
+    """Return the operations that run kernels on streams other than the first: a priority is for these."""
     return tuple(
         place
         for entry, place in zip(case.entries, places_of(case, step), strict=True)
@@ -59,7 +59,7 @@ def _guests(case: Case, step: Step) -> tuple[int, ...]:
 
 
 def _caps(step: Step, gpu: Gpu) -> dict[str, Parts]:
-    """Every kernel with two CTAs or more on an SM capped: so that a collective's CTA fits beside, and at half of them."""
+    """Cap every kernel with two or more CTAs on an SM: so that a collective's CTA fits beside, and at half of them."""
     caps: dict[str, Parts] = {"cap to fit": [], "cap to half": []}
     beside = communication_footprint(gpu, "nccl")
     for name in dict.fromkeys(each.name for each in step.operations if isinstance(each, Kernel)):
@@ -82,7 +82,7 @@ def _caps(step: Step, gpu: Gpu) -> dict[str, Parts]:
 
 
 def _plan(step: Step, parts: Parts) -> Plan:
-    """The plan, its matches by name and number among those of the name."""
+    """Return the plan; it matches operations by name, and by their number among those of the name."""
     directives = [
         Directive(match=Match(operations=numbers), controls=(control,), reason="validation") for numbers, control in parts
     ]

@@ -1,7 +1,7 @@
-"""Measurements of the validation set as a readable file, and the files that ship with the project.
+"""Stores measurements of the validation set as readable files, and lists the files that ship with the project.
 
-One file per machine and number of GPUs. It holds each case as it was captured, with the lone times of that day, and a
-row for each variant. Traces lie beside it in a folder of the same name.
+There is one file per machine and number of GPUs. It holds each case as captured, with the lone times of that day, and a row
+for each variant. Traces are beside it, in a folder of the same name.
 """
 
 from importlib import resources
@@ -24,9 +24,9 @@ Setting = Literal["captured", "eager"]
 class MeasuredRow(Value, frozen=True, kw_only=True):
     """One variant: its time in microseconds, and its ratio to plain overlap in the same rounds and the same setting.
 
-    `captured` replays a graph, in which every control was verified; `eager` calls the step function. `spread` is as in
+    `captured` replays a graph in which every control was verified; `eager` calls the step function. `spread` is as in
     `measurement.values.Measurement`.
-    `is_identical`: the outputs were bit-identical to plain overlap's; None where outputs were not read.
+    `is_identical`: the outputs were bit-identical to plain overlap's; None if outputs were not read.
     """
 
     label: str
@@ -40,7 +40,7 @@ class MeasuredRow(Value, frozen=True, kw_only=True):
 
 
 class MeasuredCase(Value, frozen=True, kw_only=True):
-    """One case: the captured step with lone times, its rows, plain overlap first, and its trace's file name, if any."""
+    """One case: the captured step with lone times, its rows (plain overlap first), and its trace's file name, if any."""
 
     name: str
     step: Step
@@ -49,7 +49,7 @@ class MeasuredCase(Value, frozen=True, kw_only=True):
 
 
 class MeasuredSet(Value, frozen=True, kw_only=True):
-    """What was measured of the set, on which machine, and under what conditions. `digest` is the set's."""
+    """The measurements of the set, with the machine and the conditions. `digest` is the set's."""
 
     digest: str
     machine: str
@@ -59,7 +59,7 @@ class MeasuredSet(Value, frozen=True, kw_only=True):
 
 
 def load_measured(path: Path | str) -> MeasuredSet:
-    """Read a file of measurements. Raises `CounterpointError` for a file of another set of cases."""
+    """Read a file of measurements. Raises `CounterpointError` if it is of another set of cases."""
     content = bytes(read_limited(path, CounterpointError, "give a file that validate --measure -o wrote"))
     try:
         found = msgspec.json.decode(content, type=MeasuredSet)
@@ -78,18 +78,18 @@ def load_measured(path: Path | str) -> MeasuredSet:
 
 
 def trace_path(measured: Path, name: str) -> Path:
-    """Where the trace of a case lies, by the file of measurements that names it."""
+    """Return the path of a case's trace, from the file of measurements that names it."""
     return measured.with_suffix("") / name
 
 
 def shipped_measurements() -> list[Path]:
-    """The files of measurements that ship with the project, sorted by name."""
+    """Return the files of measurements that ship with the project, sorted by name."""
     folder = Path(str(resources.files("counterpoint").joinpath(*FOLDER.split("/"))))
     return sorted(folder.glob("*.json"))
 
 
 def save_measured(measured: MeasuredSet, path: Path) -> None:
-    """Write a file of measurements, one operation and one row to a line. Raises `OSError`."""
+    """Write a file of measurements, with one operation or row per line. Raises `OSError`."""
     head = {
         "digest": measured.digest,
         "machine": measured.machine,

@@ -1,4 +1,4 @@
-"""The cases of the validation set on GPUs: tensors, streams, and one call that issues a case's operations."""
+"""Runs the cases of the validation set on GPUs: tensors, streams, and one call that issues a case's operations."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -23,8 +23,8 @@ from counterpoint.validation.cases import (
     Work,
 )
 
-Group = Any  # a process group of torch's, or None for the default one
-Launch = Callable[[Group], object]  # issues one operation on the current stream; the group is for collectives
+Group = Any  # a torch process group, or None for the default one
+Launch = Callable[[Group], object]  # issues one operation on the current stream; collectives run in the group
 DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 SAMPLED_EVERY = 61
 
@@ -34,7 +34,7 @@ class CaseOnGpu:
 
     def __init__(self, case: Case) -> None:
         self._case = case
-        self._outputs: list[torch.Tensor] = []  # whose bits are compared
+        self._outputs: list[torch.Tensor] = []  # their bits are compared
         made: dict[Work, Launch] = {}
         for entry in case.entries:
             if entry.work not in made:
@@ -44,7 +44,7 @@ class CaseOnGpu:
         self._streams = {0: {number: torch.cuda.Stream() for number in numbers}}
 
     def step(self, group: Group = None, priority: int = 0) -> Callable[[], None]:
-        """The step as a function; collectives run in `group` (None: the default one), other streams have that priority."""
+        """Return the step as a function; collectives run in `group` (default: None), other streams get `priority`."""
         if priority not in self._streams:
             made = {number: torch.cuda.Stream(priority=priority) for number in self._streams[0]}
             self._streams[priority] = made
@@ -76,13 +76,13 @@ class CaseOnGpu:
     def output_bits(self, executable: AbstractExecutable) -> bytes:
         """Poison the outputs, replay once, and return the bits of a sample of them, as bytes.
 
-        What an all-reduce reduces in place, and what attention returns, is not among them.
+        The sample excludes what an all-reduce reduces in place, and what attention returns.
         """
         for output in self._outputs:
             output.fill_(float("nan"))
         torch.cuda.synchronize()
         if dist.is_initialized():
-            dist.barrier()  # others write into this rank's memory as soon as they start
+            dist.barrier()  # other ranks write into this rank's memory as soon as they start
         executable.launch(torch.cuda.current_stream().cuda_stream)
         torch.cuda.synchronize()
         sampled = [output.flatten()[::SAMPLED_EVERY].contiguous() for output in self._outputs]
@@ -152,7 +152,7 @@ class CaseOnGpu:
         match work.collective:
             case "all_reduce":
                 both = _random(whole)
-                dist.broadcast(both, 0)  # it works in place, and the average of equal buffers is the buffer
+                dist.broadcast(both, 0)  # the all-reduce works in place, and the average of equal buffers equals the buffer
                 return lambda group: dist.all_reduce(both, op=average, group=group)
             case "all_gather":
                 given, got = _random(part), self._output(torch.empty(whole, device="cuda", dtype=torch.bfloat16))
@@ -188,7 +188,7 @@ def _host_copy(work: HostCopy) -> Launch:
 
 
 def limited_groups(limits: Sequence[int]) -> dict[int, Any]:
-    """A process group of all ranks for each limit of CTAs; ready to be captured."""
+    """Return a process group of all ranks for each limit of CTAs, ready to be captured."""
     groups: dict[int, Any] = {}
     for limit in limits:
         options = dist.ProcessGroupNCCL.Options()

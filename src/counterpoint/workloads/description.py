@@ -1,6 +1,6 @@
 """The contents of a workload file: one value for each of its tables, checked when built.
 
-These values know the file's words and limits, not how a step is made of them (`reader.py` does that). The format is
+These values define the file's keys and limits, not how a step is built from them (`reader.py` does that). The format is
 documented in `docs/workloads.md`.
 """
 
@@ -26,7 +26,7 @@ _BYTE_UNITS = {
 
 
 class Wait(Value, frozen=True, kw_only=True):
-    """Wait for the entry called `name`: of the same iteration, or of the one before if `previous`."""
+    """Wait for the entry called `name`: of the same iteration, or of the previous one if `previous`."""
 
     name: str
     previous: bool = False
@@ -35,8 +35,8 @@ class Wait(Value, frozen=True, kw_only=True):
 class Gemm(Value, frozen=True, kw_only=True):
     """A tiled matrix multiplication C[M, N] = A[M, K] B[K, N].
 
-    Shared memory is given by `shared_bytes_per_cta` or follows from the number of pipeline `stages`. With `num_ctas` the
-    kernel is persistent: that many CTAs divide the tiles evenly. Without it each tile has its own CTA. `hbm_bytes`
+    Shared memory is given by `shared_bytes_per_cta` or follows from the number of pipeline `stages`. If `num_ctas` is given,
+    the kernel is persistent: that many CTAs divide the tiles evenly. Otherwise each tile has its own CTA. `hbm_bytes`
     replaces the traffic that the reuse model of `gemm.py` gives.
     """
 
@@ -92,7 +92,7 @@ class Gemm(Value, frozen=True, kw_only=True):
 class OtherKernel(Value, frozen=True, kw_only=True):
     """Any other computation kernel: its launch, and its time alone or its work.
 
-    `dtype` sets the rate of the operations of a matmul or an attention, bf16 where it is left out.
+    `dtype` sets the rate of the operations of a matmul or an attention; the default is bf16.
     """
 
     name: str
@@ -124,11 +124,11 @@ class OtherKernel(Value, frozen=True, kw_only=True):
 
 
 class CollectiveEntry(Value, frozen=True, kw_only=True):
-    """A collective of `group_size` ranks (all ranks of the file if left out) over `bytes`, as nccl-tests counts them.
+    """A collective of `group_size` ranks (default: all ranks of the file) over `bytes`, as nccl-tests counts them.
 
-    Without launch figures the library's usual kernel is taken. With any of them the rest are those of NCCL 2.28.9's
-    generic kernel on compute capability 9.0 (`reader.py`). `sent` and `received` are the parts of an all-to-all of unequal
-    ones: what rank 0 sends to each rank of the group and gets from each, itself first; `bytes` is then the larger sum.
+    Without launch figures, the library's usual kernel is used. If any of them is given, the rest are those of NCCL 2.28.9's
+    generic kernel on compute capability 9.0 (`reader.py`). `sent` and `received` are the parts of an uneven all-to-all: what
+    rank 0 sends to each rank of the group and receives from each, itself first; `bytes` is then the larger sum.
     """
 
     name: str
@@ -191,7 +191,7 @@ Entry = Gemm | OtherKernel | CollectiveEntry | CopyEntry
 
 
 class Description(Value, frozen=True, kw_only=True):
-    """A whole workload file: its entries run `iterations` times."""
+    """A whole workload file. Its entries run `iterations` times."""
 
     name: str
     num_ranks: int
@@ -240,12 +240,12 @@ def parse_bytes(size: int | str, where: str) -> int:
 
 
 def parts_in_bytes(parts: Iterable[int | str], where: str) -> tuple[int, ...]:
-    """The parts of an all-to-all, each 0 or as `parse_bytes` reads it."""
+    """Return the parts of an all-to-all in bytes; each is 0 or a size that `parse_bytes` can read."""
     return tuple(0 if part == 0 else parse_bytes(part, f"{where}: a part") for part in parts)
 
 
 def parse_traffic(size: float | str | None, where: str) -> float | None:
-    """Read `hbm_bytes`: a number of 0 or more as it stands, text as `parse_bytes` does. None stays None."""
+    """Read `hbm_bytes`: return a number of 0 or more unchanged, and read text as `parse_bytes` does. None stays None."""
     if isinstance(size, str):
         return float(parse_bytes(size, f"{where}: hbm_bytes"))
     if size is not None and not 0 <= size <= MAX_BYTES:

@@ -1,8 +1,8 @@
 """Reads a workload file and builds a step from it: entries become operations, and iterations follow one another.
 
-It does not know the machine: kernels carry their work, not their time, unless the file states a lone time. Operations are
-issued iteration by iteration; within one, an entry comes after all it waits for, and otherwise in the order of the
-file's tables (GEMMs, kernels, collectives, copies). The format is documented in `docs/workloads.md`.
+This module does not know the machine: kernels have their work, not their time, unless the file states a lone time.
+Operations are issued iteration by iteration. Within one, an entry comes after all entries it waits for, and otherwise in the
+order of the file's tables (GEMMs, kernels, collectives, copies). The format is documented in `docs/workloads.md`.
 """
 
 from pathlib import Path
@@ -27,7 +27,7 @@ from counterpoint.workloads.description import (
 )
 from counterpoint.workloads.gemm import matmul_flops, matmul_hbm_bytes, matmul_l2_bytes, tile_count
 
-# The architecture whose NCCL kernel fills up a collective that states only some launch figures.
+# If a collective states only some launch figures, the rest are those of the NCCL kernel for this architecture.
 STATED_FOR = "9.0"
 TEMPLATE_HEAD = """\
 # Give it a name of its own: plans carry the name. What each figure means: docs/workloads.md.
@@ -35,7 +35,7 @@ TEMPLATE_HEAD = """\
 
 
 def workload_names() -> list[str]:
-    """Names of the shipped workloads, sorted."""
+    """Return the names of the shipped workloads, sorted."""
     return shipped_names("workloads")
 
 
@@ -43,7 +43,7 @@ def load_workload(name_or_path: Path | str, *, num_ctas: int | None = None) -> S
     """Load a shipped workload by name, or a user's own from a path that ends in `.toml`.
 
     `num_ctas`, from 1 to the number of tiles, runs every GEMM of the file with that many persistent CTAs, whatever the
-    file says: the way to sweep the CTA count of the computation. Raises `WorkloadError`: one line that names the file, the
+    file says. Use it to sweep the CTA count of the computation. Raises `WorkloadError`, in one line that names the file, the
     entry and the value.
     """
     known = f"Known: {', '.join(workload_names())}."
@@ -58,7 +58,7 @@ def load_workload(name_or_path: Path | str, *, num_ctas: int | None = None) -> S
 
 
 def load_description(name_or_path: Path | str) -> Description:
-    """What a workload file says, for a caller that changes figures of it and then calls `build_step`.
+    """Return the contents of a workload file, for a caller that changes some figures and then calls `build_step`.
 
     Raises `WorkloadError` as `load_workload` does.
     """
@@ -66,14 +66,14 @@ def load_description(name_or_path: Path | str) -> Description:
 
 
 def workload_text(name_or_path: Path | str) -> str:
-    """A workload's file as it stands, with its comments. Raises `WorkloadError` as `load_workload` does."""
+    """Return a workload's file unchanged, with its comments. Raises `WorkloadError` as `load_workload` does."""
     load_workload(name_or_path)
     path = Path(name_or_path)
     return path.read_text("utf-8") if path.suffix.lower() == ".toml" else shipped_text(f"workloads/{str(path).lower()}.toml")
 
 
 def save_template(name_or_path: Path | str, path: Path | str) -> None:
-    """Write a workload's file as a start for one's own. Raises `WorkloadError`, also for a path without .toml at its end."""
+    """Write a workload's file as a template for a user's own. Raises `WorkloadError`, also if `path` has no .toml suffix."""
     require(
         Path(path).suffix.lower() == ".toml",
         WorkloadError,
@@ -83,7 +83,7 @@ def save_template(name_or_path: Path | str, path: Path | str) -> None:
 
 
 def _read(name_or_path: Path | str) -> tuple[str, Description]:
-    """The file's name as messages say it, and what it describes."""
+    """Return the file's name for messages, and its contents."""
     path = Path(name_or_path)
     if path.suffix.lower() == ".toml":
         return str(path), read_toml(path, Description, WorkloadError)
@@ -98,7 +98,7 @@ def _read(name_or_path: Path | str) -> tuple[str, Description]:
 
 
 def build_step(description: Description, num_ctas: int | None = None) -> Step:
-    """The step that a description says; `num_ctas` is as in `load_workload`. Raises `StepError` without the file's name."""
+    """Build the step of a description; `num_ctas` is as in `load_workload`. Raises `StepError` without a file name."""
     if num_ctas is not None:
         _check_num_ctas(description, num_ctas)
     operations: list[Operation] = []
@@ -136,7 +136,7 @@ def _waits(entry: Entry) -> list[Wait]:
 
 
 def _issue_order(description: Description) -> list[Entry]:
-    """The entries of one iteration, each after all it waits for within the iteration."""
+    """Return the entries of one iteration, each after all entries it waits for within the iteration."""
     names = {entry.name for entry in description.entries}
     for entry in description.entries:
         for wait in _waits(entry):
@@ -162,7 +162,7 @@ def _issue_order(description: Description) -> list[Entry]:
 
 
 def _cycle(waiting: list[Entry]) -> str:
-    """One cycle among entries of which none can be issued, as `a -> b -> a`: each waits for the next."""
+    """Return one cycle among entries of which none can be issued, as `a -> b -> a`: each waits for the next."""
     by_name = {entry.name: entry for entry in waiting}
     path = [waiting[0].name]
     while True:
@@ -173,7 +173,7 @@ def _cycle(waiting: list[Entry]) -> str:
 
 
 def _dependencies(entry: Entry, current: dict[str, int], previous: dict[str, int]) -> tuple[Dependency, ...]:
-    """What the operation waits for; in the first iteration nothing is previous."""
+    """Return what the operation waits for; in the first iteration there is no previous one."""
     numbers = [
         (previous if wait.previous else current)[wait.name]
         for wait in _waits(entry)
@@ -183,7 +183,7 @@ def _dependencies(entry: Entry, current: dict[str, int], previous: dict[str, int
 
 
 def operation_of(entry: Entry, waits_for: tuple[Dependency, ...], num_ranks: int, num_ctas: int | None = None) -> Operation:
-    """The operation that an entry describes, in a step of `num_ranks`; `num_ctas` is as in `load_workload`."""
+    """Return the operation that an entry describes, in a step of `num_ranks`; `num_ctas` is as in `load_workload`."""
     match entry:
         case Gemm():
             return _gemm_kernel(entry, waits_for, num_ctas if num_ctas is not None else entry.num_ctas)
@@ -272,7 +272,7 @@ def _collective(entry: CollectiveEntry, waits_for: tuple[Dependency, ...], num_r
 
 
 def _parts(entry: CollectiveEntry, group_size: int) -> UnevenParts | None:
-    """What an all-to-all sends to each rank and gets from each, as the file says, of rank 0."""
+    """Return what rank 0 sends to each rank and receives from each in an all-to-all, as the file states."""
     if not entry.sent:
         return None
     if len(entry.sent) != group_size:
@@ -282,7 +282,7 @@ def _parts(entry: CollectiveEntry, group_size: int) -> UnevenParts | None:
 
 
 def _nccl_footprint(entry: CollectiveEntry, num_ctas: int) -> Footprint:
-    """The file's figures, filled up with NCCL's. NCCL drops the cluster where its size does not divide the grid."""
+    """Return the file's figures, completed by NCCL's. NCCL uses no cluster if the cluster size does not divide the grid."""
     usual = usual_footprint("nccl", STATED_FOR)
     cluster = usual.ctas_per_cluster if num_ctas % usual.ctas_per_cluster == 0 else 1
     stated = {

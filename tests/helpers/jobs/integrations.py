@@ -152,7 +152,6 @@ def main(names: list[str]) -> int:
     else:
         meeting = f"file://{os.environ['MEETING_FILE']}"
         dist.init_process_group("gloo", meeting, rank=int(os.environ["RANK"]), world_size=int(os.environ["WORLD_SIZE"]))
-    failed = 0
     for name in names or SECTIONS:
         try:
             began = time.monotonic()
@@ -161,13 +160,15 @@ def main(names: list[str]) -> int:
                 print(f"{name} took {time.monotonic() - began:.1f} s", file=sys.stderr, flush=True)
             outcome = "ok"
         except Exception:
-            outcome, failed = f"failed\n{traceback.format_exc()}", 1
+            outcome = f"failed\n{traceback.format_exc()}"
         outcomes: list[str] = [""] * dist.get_world_size()
         dist.all_gather_object(outcomes, outcome)
         if dist.get_rank() == 0:
             wrong = [f"rank {rank} {each}" for rank, each in enumerate(outcomes) if each != "ok"]
             print(f"{name}: {'ok' if not wrong else wrong[0]}", flush=True)
-    return failed
+        if any(each != "ok" for each in outcomes):  # a rank that failed left the section early, and waits for no one
+            return 1
+    return 0
 
 
 if __name__ == "__main__":
