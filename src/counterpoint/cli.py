@@ -369,7 +369,7 @@ def _print_summary(job: "Job", found: "Summary", timelines: "Sequence[tuple[str,
     text.print_metrics(console, found.step)
     if found.trials and found.plan is not None:
         text.print_trials(console, found.trials, None if found.bounds.is_compared else found.bounds)
-        text.print_plan(console, found.plan)
+        text.print_plan(console, found.plan, found.bounds)
         print_to_apply(console, found.to_apply)
         if found.job_changes is not None:
             print_job_changes(console, found.job_changes)

@@ -157,8 +157,8 @@ def print_trials(console: Console, trials: Sequence[Trial], bounds: ErrorBounds 
     console.print()
 
 
-def print_plan(console: Console, plan: Plan) -> None:
-    """Print the verdict, each control with its reason, and what was refused."""
+def print_plan(console: Console, plan: Plan, bounds: ErrorBounds | None = None) -> None:
+    """Print the verdict, each control with its reason, and what was refused; `bounds` are those of a simulated plan."""
     style = "bold green" if plan.verdict == "GAIN" else "bold yellow"
     console.print(Text.assemble((plan.verdict, style), "  ", printable(plan.summary)))
     console.print(bullets(describe_directives(plan.directives)))
@@ -167,6 +167,9 @@ def print_plan(console: Console, plan: Plan) -> None:
     console.print(bullets(describe_refusals(plan.refusals)))
     if plan.expectation is not None and plan.expectation.origin == "simulated":
         console.print(Text("Simulated, not measured: no GPU was used.", style="dim"))
+        if plan.verdict == "GAIN" and bounds is not None and not bounds.is_compared:
+            line = "The machine was never compared with hardware: errors can be larger than this gain. Measure it first."
+            console.print(Text(line, style="bold yellow"))
     console.print()
 
 

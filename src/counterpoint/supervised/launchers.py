@@ -85,6 +85,10 @@ def _stays_here(name: str, command: Sequence[str], environment: Mapping[str, str
     return not has_hosts and nodes == "1" and "PBS_NODEFILE" not in environment and "LSB_DJOB_HOSTFILE" not in environment
 
 
+def _in_image() -> str:
+    return f"python -m pip install /tmp/counterpoint-{package_version()}-*.whl"
+
+
 def _slurm(request: LaunchRequest) -> str:
     prefix = shlex.join(request.supervised()[: -len(request.command)])
     job = SLURM_TORCHRUN if request.command == JOB else shlex.join(request.command)
@@ -99,7 +103,7 @@ srun --export=ALL {prefix} \\
 #SBATCH --ntasks-per-node=8
 srun --export=ALL {prefix} {_python_job(request.command)}
 
-# In a container (pyxis). The image needs Counterpoint: RUN python -m pip install counterpoint=={package_version()}
+# In a container (pyxis). The image needs Counterpoint's wheel, which `make wheel` builds: {_in_image()}
 srun --export=ALL --container-image=IMAGE --container-mounts="$PWD:$PWD" --container-workdir="$PWD" \\
   {shlex.join(request.supervised(python="python")[: -len(request.command)])} {job}"""
 
@@ -147,8 +151,9 @@ def _kubernetes(request: LaunchRequest) -> str:
           configMap: {name: counterpoint-plan}"""
     create = f"# kubectl create configmap counterpoint-plan --from-file=plan.toml={request.plan}\n"
     return f"""\
-# The image needs Counterpoint; its wheel holds the filter, so no compiler:
-#   RUN python -m pip install counterpoint=={package_version()}
+# The image needs Counterpoint's wheel, which `make wheel` builds. It holds the filter, so the image needs no compiler:
+#   COPY dist/counterpoint-{package_version()}-*.whl /tmp/
+#   RUN {_in_image()}
 {create if plan else ""}\
 # Then a patch of the pod template, for a Job, a JobSet's or a PyTorchJob's replicas alike (name: the container's own name).
 # No library is mounted and no variable is set: `counterpoint run` does both in the container.
@@ -167,8 +172,9 @@ def _container(request: LaunchRequest) -> str:
     mount = f" \\\n  -v {shlex.quote(str(request.plan))}:{plan}:ro" if plan else ""
     bind = f" --bind {shlex.quote(str(request.plan))}:{plan}:ro" if plan else ""
     return f"""\
-# The image needs Counterpoint; its wheel holds the filter, so no compiler:
-#   RUN python -m pip install counterpoint=={package_version()}
+# The image needs Counterpoint's wheel, which `make wheel` builds. It holds the filter, so the image needs no compiler:
+#   COPY dist/counterpoint-{package_version()}-*.whl /tmp/
+#   RUN {_in_image()}
 # Docker, Podman (--ipc=host or --shm-size: NCCL and this run need more than 64 MiB of /dev/shm):
 docker run --gpus all --ipc=host{mount} IMAGE \\
   {inside}
