@@ -1,4 +1,4 @@
-"""The command line: parse, call the library, print. Bad input is one line on standard error and exit code 2."""
+"""The command line: parses, calls the library, prints. Bad input gives one line on standard error and exit code 2."""
 
 import io
 import itertools
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from counterpoint.timeline import Timeline
 
 STEP = "A profiler trace (.json, .json.gz), a workload file (.toml) or the name of a workload"
-COMPLETION_VARIABLE = "_COUNTERPOINT_COMPLETE"  # set by the shell that asks how a word may go on
+COMPLETION_VARIABLE = "_COUNTERPOINT_COMPLETE"  # set by a shell that requests completions
 SECTIONS = {
     "Plan (needs no GPU)": ("demo", "tune", "simulate", "sweep", "schedule"),
     "Run": ("check", "run", "env"),
@@ -78,7 +78,7 @@ def main() -> None:
         _fail(_misuse(problem))
     except KeyboardInterrupt:
         sys.exit(130)
-    except BrokenPipeError:  # whoever read our output, `head` say, has seen enough
+    except BrokenPipeError:  # the reader of the output, such as `head`, has exited
         _drop_output()
         sys.exit(1)
     except OSError as problem:
@@ -88,7 +88,7 @@ def main() -> None:
 
 
 def run_command(arguments: list[str]) -> int:
-    """Run what the words of a command line ask for, and return the exit status. Raises what `main` reports.
+    """Run the command that `arguments` name, and return the exit status. Raises the errors that `main` reports.
 
     Click's own `main` would print an empty line at Ctrl-C.
     """
@@ -101,14 +101,14 @@ def run_command(arguments: list[str]) -> int:
 
 
 def _complete(asked: str) -> int:
-    """Print how the word may go on that a shell asks about, and return the exit status."""
+    """Print the completions that a shell requests, and return the exit status."""
     from click.shell_completion import shell_complete  # noqa: PLC0415
 
     return shell_complete(app, {}, "counterpoint", COMPLETION_VARIABLE, asked)
 
 
 def _misuse(problem: click.ClickException) -> str:
-    """What the parser says, and the help of the command that was meant."""
+    """Return the parser's message, with the command whose help to read."""
     message = problem.format_message()
     context = getattr(problem, "ctx", None)  # all errors of usage have one
     command = context.command_path if context is not None else "counterpoint"
@@ -129,7 +129,7 @@ def _fail(message: str) -> None:
 
 
 def _drop_output() -> None:
-    """Let what is still buffered go nowhere; the interpreter would fail on it once more when it ends."""
+    """Discard buffered output, because the interpreter would fail to write it again when it exits."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
@@ -337,7 +337,7 @@ for command in (
 
 
 def _option(machine: str | None) -> tuple[str, ...]:
-    """The option that named the machine, as it was typed."""
+    """Return the option that named the machine, as it was typed."""
     return () if machine is None else ("--machine", machine)
 
 
@@ -356,7 +356,7 @@ def _write_timelines(path: Path | None, timelines: dict[str, "Timeline"]) -> Non
 
 
 def _print_summary(job: "Job", found: "Summary", timelines: "Sequence[tuple[str, Timeline]]", is_json: bool) -> None:
-    """What a command found: JSON for programs; for people the step, the trials and the plan if any were made, and lanes."""
+    """Print a command's result: JSON for programs; for people the step, any trials and plan, and the lanes."""
     from counterpoint.report import text  # noqa: PLC0415
     from counterpoint.report.plan import print_job_changes, print_to_apply  # noqa: PLC0415
     from counterpoint.value import write_json  # noqa: PLC0415

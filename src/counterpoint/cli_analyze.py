@@ -1,4 +1,4 @@
-"""The command line's part for `analyze`: traces in; a report, a page, a file for programs or a gate out."""
+"""The command `analyze`: reads traces, and gives a report, a page, a file for programs, or the verdict of a gate."""
 
 import os
 import re
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from counterpoint.traces import TracedStep
 
 FAILED = 1
-UNNAMED = -1  # a rank that nothing tells
+UNNAMED = -1  # the rank is unknown
 RANK_IN_NAME = re.compile(r"rank[_-]?(\d{1,6})")
 
 
@@ -121,7 +121,7 @@ def analyze(
 
 
 def _analyze(traces: Sequence[str], machine: str | None, rules: Path | None, *, simulates: bool) -> "Analysis":
-    """All ranks together, and what could be recovered of the first one's step."""
+    """Analyze all ranks together, and find what could be recovered of the first rank's step."""
     from counterpoint.analysis.combine import combine  # noqa: PLC0415
     from counterpoint.report.text import ProgressLine, reading  # noqa: PLC0415
 
@@ -143,9 +143,9 @@ def _analyze(traces: Sequence[str], machine: str | None, rules: Path | None, *, 
 def _each_rank(
     traces: Sequence[str], rules: Path | None, on_progress: Callable[[int, int], None], *, simulates: bool
 ) -> "Iterator[tuple[RankAnalysis, TracedStep | None]]":
-    """One analysis for each file, made beside each other on all cores; the first comes with its step where asked for.
+    """Yield the analysis of each file, computed in parallel on all cores; the first has its step if `simulates` is set.
 
-    `on_progress` is told how much of a file is read, where there is only one.
+    `on_progress` is called with how much of the file is read, if there is only one.
     """
     from concurrent.futures import ProcessPoolExecutor  # noqa: PLC0415  multiprocessing takes a fifth of --help
 
@@ -163,7 +163,7 @@ def _each_rank(
 
 
 def _packed_analysis(path: str, is_planned: bool) -> "tuple[bytes, TracedStep | None]":
-    """An analysis as MessagePack: to pickle its values takes ten times as long."""
+    """Return an analysis as MessagePack, because pickling its values takes ten times as long."""
     rank, step = _analyze_file(path, is_planned)
     return msgspec.msgpack.encode(rank), step
 
@@ -171,7 +171,7 @@ def _packed_analysis(path: str, is_planned: bool) -> "tuple[bytes, TracedStep | 
 def _analyze_file(
     path: str, is_planned: bool, on_progress: Callable[[int, int], None] | None = None
 ) -> "tuple[RankAnalysis, TracedStep | None]":
-    """In a process of its own where there are several: what a trace holds is reduced before it is handed back."""
+    """Analyze a file; several files have a process each, which returns the analysis and not the trace's contents."""
     from counterpoint.analysis.inspector import is_inspector, read_inspector  # noqa: PLC0415
     from counterpoint.analysis.rank import analyze_rank_and_step  # noqa: PLC0415
     from counterpoint.traces.formats import read_activity  # noqa: PLC0415
@@ -196,14 +196,14 @@ def _check_sources(traces: Sequence[str]) -> None:
 
 
 def _numbered(ranks: "Sequence[RankAnalysis]") -> "list[RankAnalysis]":
-    """Ranks that neither a trace nor its name tells take the lowest numbers that are free, in the order of the files."""
+    """Number the ranks that neither a trace nor its name states: the lowest free numbers, in the order of the files."""
     taken = {each.rank for each in ranks}
     free = (number for number in range(2 * len(ranks)) if number not in taken)
     return [replace(each, rank=next(free)) if each.rank == UNNAMED else each for each in ranks]
 
 
 def _with_recoverable(found: "Analysis", step: "TracedStep", source: str, machine_name: str | None) -> "Analysis":
-    """With what the planner would bring; on a GPU that nobody described, with the reason why that is not known."""
+    """Return the analysis with the planner's gain, or with the reason why it is unknown, as for an undescribed GPU."""
     from counterpoint.analysis.headline import with_recoverable  # noqa: PLC0415
     from counterpoint.analysis.recoverable import find_recoverable  # noqa: PLC0415
     from counterpoint.job import job_of  # noqa: PLC0415
@@ -246,7 +246,7 @@ def _print(found: "Analysis", *, is_json: bool) -> None:
 
 
 def _tell(outputs: Outputs, conditions: "Sequence[Condition]", failures: Sequence[str], *, is_quiet: bool) -> None:
-    """What was written, and what the gate says: reasons go to standard error, where a log of CI shows them."""
+    """Print which files were written and the gate's verdict; reasons go to standard error, where a CI log shows them."""
     for what, path in zip(("Analysis", "Page", "Summary", "Trace"), outputs, strict=True):
         if path is not None and not is_quiet:
             print(f"{what} saved to {path}.")

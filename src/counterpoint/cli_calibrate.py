@@ -1,7 +1,7 @@
-"""The command line's part for `calibrate`: probes on the GPUs at hand fill a calibration file.
+"""The command `calibrate`: probes on the GPUs of this machine fill a calibration file.
 
 Under torchrun every rank runs the command; rank 0 prints and writes the file after each probe, so that an interrupted
-calibration goes on where it ended.
+calibration continues where it stopped.
 """
 
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from counterpoint.sim.calibration import Calibration, ProbeRecord
 
 INSTEAD = "Without GPUs, the shipped constants are used: counterpoint machines."
-# what must not have changed where a calibration goes on; "gpus" only says how many took part last
+# conditions that must not have changed when a calibration continues; "gpus" is only the number that took part last
 INTERRUPTED = 130
 KEPT_CONDITIONS = ("driver", "cuda", "torch", "nccl", "nvls")
 
@@ -60,7 +60,7 @@ def calibrate(output: Path | None, again: bool, only: tuple[str, ...]) -> None:
 
 
 def _check_probes(names: Sequence[str]) -> None:
-    """Raises `MachineError` for a name that is no probe's."""
+    """Raise `MachineError` for a name that no probe has."""
     from counterpoint.cuda.probes import PROBES  # noqa: PLC0415
 
     for name in names:
@@ -102,7 +102,7 @@ def _calibrate(output: Path | None, again: bool, only: tuple[str, ...]) -> None:
 
 
 class _Record:
-    """What was measured so far, on rank 0; saved after every probe."""
+    """The measurements so far, on rank 0; saved after every probe."""
 
     def __init__(self, machine: "Machine", device_name: str, path: Path, conditions: dict[str, str]) -> None:
         self._machine, self._device_name, self._conditions = machine, device_name, conditions
@@ -111,7 +111,7 @@ class _Record:
         self._calibration: Calibration | None = None
 
     def go_on(self) -> None:
-        """Take over what the file holds. Raises `MachineError` for another GPU's, and for other versions than today's."""
+        """Load what the file holds. Raises `MachineError` if it is of another GPU or of other versions than the current."""
         from counterpoint.sim.calibration import read_file  # noqa: PLC0415
 
         if not self.path.exists():
@@ -137,11 +137,11 @@ class _Record:
             print(f"Going on with {shown_path(self.path)}: {len(self._probes)} probes are done.", flush=True)
 
     def done(self) -> frozenset[str]:
-        """The probes that need not run again."""
+        """Return the probes that need not run again."""
         return frozenset(self._probes)
 
     def add(self, result: "ProbeResult") -> None:
-        """Save a probe's points and the constants that follow from all so far."""
+        """Save a probe's points, and the constants that follow from all points so far."""
         from counterpoint.sim.calibration import ProbeRecord  # noqa: PLC0415
         from counterpoint.sim.calibration_file import derive, save_calibration  # noqa: PLC0415
 
@@ -154,7 +154,7 @@ class _Record:
         print(f"{result.probe:<24} {result.seconds:5.1f} s  {outcome}", flush=True)
 
     def report(self) -> None:
-        """What came out, in a few lines."""
+        """Print the result in a few lines."""
         from counterpoint.sim.calibration import constants_of  # noqa: PLC0415
         from counterpoint.sim.calibration_file import broken_rules  # noqa: PLC0415
 

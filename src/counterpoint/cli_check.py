@@ -1,4 +1,4 @@
-"""The command line's part for `check`: what to look at, from here or from a file, and how to print what was found."""
+"""The command `check`: reads the settings of this environment or of a file, and prints what was found."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""The commands that simulate clusters: `simulate --cluster`, `sweep`. Parse, call the library, print."""
+"""The commands that simulate clusters: `simulate --cluster` and `sweep`."""
 
 from pathlib import Path
 from time import monotonic
@@ -24,7 +24,7 @@ ranks_option = click.option(
 
 
 def check_cluster(step: str | None, cluster: Path | None, machine: str | None, ranks: int | None) -> None:
-    """Raise `CounterpointError` for options that do not go together."""
+    """Raise `CounterpointError` for options that cannot be combined."""
     if cluster is None and step is None:
         raise CounterpointError("simulate needs a STEP, or --cluster FILE that describes a model. Name one of them.")
     if cluster is None and ranks is not None:
@@ -39,7 +39,7 @@ def check_cluster(step: str | None, cluster: Path | None, machine: str | None, r
 
 
 def extended_job(step: str, cluster: Path, ranks: int | None) -> "tuple[Job, tuple[str, ...]]":
-    """The step on the cluster, and what was assumed; a step that stays as it is keeps its trace."""
+    """Return the step on the cluster, and the assumptions; a step that is not changed keeps its trace."""
     from counterpoint.cluster.description import load_cluster  # noqa: PLC0415  a fast --help
     from counterpoint.cluster.extend import extend_step  # noqa: PLC0415
     from counterpoint.job import Job, load_job  # noqa: PLC0415

@@ -1,4 +1,4 @@
-"""The command line's part for `env`: how a launcher starts a job under Counterpoint, as lines to paste."""
+"""The command `env`: prints the lines with which a launcher starts a job under Counterpoint."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING

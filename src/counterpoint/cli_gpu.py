@@ -1,7 +1,7 @@
-"""The command line's part for GPUs: `tune module:function` and `bench`. Imports torch only when a command runs.
+"""The commands for GPUs: `tune module:function` and `bench`. Imports torch only when a command runs.
 
-Under torchrun every rank runs the command and only rank 0 prints. A rank that fails prints its one line and leaves at once,
-so that no other waits for it for ever.
+Under torchrun every rank runs the command and only rank 0 prints. A rank that fails prints its one line and exits at once,
+so that no other rank waits for it forever.
 """
 
 import sys
@@ -33,7 +33,7 @@ NO_BOUNDS: "Mapping[str, ErrorBounds]" = MappingProxyType({})
 
 
 def tune_function(step: str, machine_name: str | None, output: Path | None, is_json: bool) -> NoReturn:
-    """Tune a step function on the GPUs at hand, print the result from rank 0, and end the process."""
+    """Tune a step function on the GPUs of this machine, print the result from rank 0, and end the process."""
     from counterpoint.cuda.ranks import run_and_leave  # noqa: PLC0415
 
     run_and_leave(lambda: _tune_function(step, machine_name, output, is_json))
@@ -214,7 +214,7 @@ def bench_allocations(machines: tuple[str, ...], output: Path | None) -> None:
 
 
 class BenchOptions(msgspec.Struct, frozen=True):
-    """What `bench paper` was asked for, as it was written."""
+    """The options of `bench paper`, as they were typed."""
 
     workloads: tuple[str, ...]
     sweeps: tuple[str, ...]
@@ -226,7 +226,7 @@ class BenchOptions(msgspec.Struct, frozen=True):
     is_anew: bool = False
 
     def check(self, *, is_simulated: bool) -> None:
-        """Raise `CounterpointError` for options that do not go together."""
+        """Raise `CounterpointError` for options that cannot be combined."""
         if self.with_energy and is_simulated:
             raise DeviceError(
                 "--energy reads the GPU's counter, and a simulation has none. Leave --energy or --simulate out."
@@ -243,20 +243,20 @@ class BenchOptions(msgspec.Struct, frozen=True):
             check_plot(self.plot)
 
     def check_panels(self, number: int) -> None:
-        """Raise `CounterpointError` where a plot was asked for that cannot hold so many sweeps."""
+        """Raise `CounterpointError` if a plot was requested that cannot hold `number` sweeps."""
         if self.plot is not None:
             from counterpoint.report.plots import check_panels  # noqa: PLC0415
 
             check_panels(number)
 
     def axes(self) -> list[tuple["Axis", tuple[str, ...]]]:
-        """The sweeps as they are understood. Raises `WorkloadError`."""
+        """Parse the sweeps. Raises `WorkloadError`."""
         from counterpoint.paper.cases import parse_sweep  # noqa: PLC0415
 
         return [parse_sweep(each) for each in self.sweeps]
 
     def descriptions(self, usual: list[str]) -> dict[str, "Description"]:
-        """By name the workloads asked for, or the usual ones, with the iterations asked for. Raises `WorkloadError`."""
+        """Return the requested or usual workloads by name, with the requested iterations. Raises `WorkloadError`."""
         from counterpoint.paper.cases import paper_description, with_iterations  # noqa: PLC0415
 
         found = {name: paper_description(name) for name in self.workloads or usual}
@@ -279,7 +279,7 @@ def _simulate_paper(asked: BenchOptions, machine_name: str) -> None:
     machines = [load_machine(name) for name in (machine_names() if machine_name == "all" else [machine_name])]
     num_ranks = max(described.num_ranks for described in descriptions.values())
     bounds = {machine.name: bounds_for(machine, num_ranks, "sizes alone") for machine in machines}
-    # a file of one's own has launches of its own
+    # a user's own file has its own launches
     jobs = [
         (described, machine, not name.lower().endswith(".toml"))
         for machine in machines
@@ -343,7 +343,7 @@ def _measure_paper(asked: BenchOptions) -> None:
 
 
 def _measure_sweeps(asked: BenchOptions, descriptions: list["Description"], rank: int) -> None:
-    """Every sweep on GPUs; what is measured is stored after each of them."""
+    """Measure every sweep on GPUs, and store the results after each."""
     from counterpoint.cuda.conditions import measuring_conditions  # noqa: PLC0415
     from counterpoint.paper.on_gpu import measure_sweep, sweeps_of  # noqa: PLC0415
 
@@ -359,7 +359,7 @@ def _measure_sweeps(asked: BenchOptions, descriptions: list["Description"], rank
 
 
 def _unmeasured(bounds: "Mapping[str, ErrorBounds]", machine: str) -> "ErrorBounds | None":
-    """The bounds of a machine that was never compared with hardware; None for any other."""
+    """Return the bounds of a machine that was never compared with hardware; None for any other."""
     found = bounds.get(machine)
     return None if found is None or found.is_compared else found
 
@@ -399,7 +399,7 @@ def _show(results: list["PaperResult"], output: Path | None, bounds: "Mapping[st
 
 
 def _show_how_to_apply(console: "Console", results: list["PaperResult"]) -> None:
-    """How to apply the choice for one workload; of many, and of measured ones, how to get there."""
+    """Print how to apply the choice for one workload; for several or measured ones, how to get a plan to apply."""
     from counterpoint.report.plan import print_to_apply  # noqa: PLC0415
     from counterpoint.report.to_apply import PlanOrigin, ways_to_apply  # noqa: PLC0415
 
@@ -420,7 +420,7 @@ def _save(
     conditions: dict[str, object],
     bounds: "Mapping[str, ErrorBounds]" = NO_BOUNDS,
 ) -> None:
-    """Store the results, and under what conditions they were had; both in one object, as benchmarks store theirs."""
+    """Store the results with the conditions under which they were obtained, in one object, as benchmarks do."""
     if output is not None:
         stored = {"conditions": conditions, **({"bounds": dict(bounds)} if bounds else {}), "result": results}
         write_whole(output, f"{write_json(stored)}\n".encode())

@@ -1,6 +1,6 @@
-"""What the commands share: the layout of their help, and the arguments and options that several of them take.
+"""Shared by the commands: the layout of their help, and the arguments and options that several of them take.
 
-`Command` and `Group` add three things to click's: arguments are described like options, help ends in examples, and a group
+`Command` and `Group` add three features to click's: arguments are described like options, help ends in examples, and a group
 lists its commands under headings.
 """
 
@@ -14,10 +14,10 @@ import click
 if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
 
-UNBROKEN = {"-": "\u2011", "default: ": "default:\u00a0"}  # hyphens and blanks that no line breaks at
+UNBROKEN = {"-": "\u2011", "default: ": "default:\u00a0"}  # characters at which lines do not break
 EVERYTHING = 1000  # letters: summaries of commands are never cut
 CONTEXT_SETTINGS = {"help_option_names": ["-h", "--help"]}
-COMMAND_FOLLOWS = {"allow_interspersed_args": False}  # what follows the first word of a job's command belongs to the job
+COMMAND_FOLLOWS = {"allow_interspersed_args": False}  # all words after the first word of a job's command belong to the job
 FILE = click.Path(path_type=Path)
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
@@ -34,7 +34,7 @@ class HelpFormatter(click.HelpFormatter):
         super().write_dl([(name, _unbroken(text)) for name, text in rows], col_max, col_spacing)
 
     def getvalue(self) -> str:
-        """The whole text, with the usual hyphens and blanks."""
+        """Return the whole text, with ordinary hyphens and spaces."""
         text = super().getvalue()
         for usual, unbroken in UNBROKEN.items():
             text = text.replace(unbroken, usual)
@@ -48,7 +48,7 @@ def _unbroken(text: str) -> str:
 
 
 class Context(click.Context):
-    """The context of a call; its help is laid out by `HelpFormatter`."""
+    """The context of a call; `HelpFormatter` formats its help."""
 
     formatter_class = HelpFormatter
 
@@ -61,7 +61,7 @@ class Argument(click.Argument):
         self.description = help  # click has `help` from 8.5 on
 
     def get_help_record(self, ctx: click.Context) -> tuple[str, str]:
-        """The line of the argument: as usage shows it, and what it is."""
+        """Return the argument's name as usage shows it, and its description."""
         return self.human_readable_name.strip("[]"), self.description
 
 
@@ -84,7 +84,7 @@ class Command(click.Command):
                     formatter.write_dl(described)
 
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the examples. They are never folded, since they are there to be copied."""
+        """Write the examples. Their lines are never wrapped, so that they can be copied."""
         if self.examples:
             with formatter.section("Examples"):
                 indent = " " * formatter.current_indent
@@ -92,7 +92,7 @@ class Command(click.Command):
 
 
 class Group(click.Group):
-    """A group of commands. `sections` lists their names under headings; without it they stand under "Commands"."""
+    """A group of commands. `sections` lists their names under headings; by default they are listed under "Commands"."""
 
     context_class = Context
     command_class = Command
@@ -103,12 +103,12 @@ class Group(click.Group):
         self.sections = sections
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """Names of the commands in the order in which they were added, which is the order of use."""
+        """Return the names of the commands in the order in which they were added, which is the order of use."""
         return list(self.commands)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the commands under their headings, each with its first sentence."""
-        width = max(map(len, self.commands))  # the descriptions of all sections line up
+        width = max(map(len, self.commands))  # aligns the descriptions of all sections
         for heading, names in (self.sections or {"Commands": tuple(self.commands)}).items():
             with formatter.section(heading):
                 formatter.write_dl(
@@ -116,7 +116,7 @@ class Group(click.Group):
                 )
 
     def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
-        """The command that the first word names. Raises `click.UsageError` with the nearest name where there is none."""
+        """Return the command that the first word names. Raises `click.UsageError` with the nearest name if there is none."""
         if args[0] not in self.commands and not ctx.resilient_parsing:
             nearest = get_close_matches(args[0], self.commands, n=1)
             hint = f" Did you mean '{nearest[0]}'?" if nearest else ""
@@ -125,7 +125,7 @@ class Group(click.Group):
 
 
 def argument(name: str, *, help: str, **attributes: Any) -> Decorator:
-    """An argument with its description."""
+    """Declare an argument with its description."""
 
     def decorate(command: Callable[..., Any]) -> Callable[..., Any]:  # click 8.1 keeps the class for one use only
         return click.argument(name, cls=Argument, help=help, **attributes)(command)
@@ -134,7 +134,7 @@ def argument(name: str, *, help: str, **attributes: Any) -> Decorator:
 
 
 def complete_shipped(folder: str) -> Callable[[click.Context, click.Parameter, str], "list[CompletionItem]"]:
-    """For shells: the names of what ships in `folder` of this package; where none fits, files."""
+    """Return a completion for shells: the names of what ships in `folder` of this package; if none matches, files."""
 
     def complete(context: click.Context, parameter: click.Parameter, incomplete: str) -> "list[CompletionItem]":
         from click.shell_completion import CompletionItem  # noqa: PLC0415  a fast --help
@@ -148,17 +148,17 @@ def complete_shipped(folder: str) -> Callable[[click.Context, click.Parameter, s
 
 
 def file_option(*names: str, help: str, metavar: str = "FILE") -> Decorator:
-    """An option that takes the path of a file."""
+    """Declare an option that takes the path of a file."""
     return click.option(*names, type=FILE, metavar=metavar, help=help)
 
 
 def output_option(help: str) -> Decorator:
-    """`-o` and `--output`: the file that a command saves what it found in."""
+    """Declare `-o` and `--output`: the file in which a command saves its result."""
     return file_option("-o", "--output", help=help)
 
 
 def machine_option(help: str, default: str | None = None) -> Decorator:
-    """`--machine`: a machine's name or file."""
+    """Declare `--machine`: a machine's name or file."""
     return click.option(
         "--machine",
         metavar="NAME",

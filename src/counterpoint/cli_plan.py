@@ -1,4 +1,4 @@
-"""The command line's part for `plan`: plan files read, compared and written for others, without running anything."""
+"""The command `plan`: reads and compares plan files, and writes them for other programs, without running anything."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""The command line's part for supervised jobs: `counterpoint run -- command`. What it says goes to standard error."""
+"""The command for supervised jobs: `counterpoint run -- command`. It prints on standard error."""
 
 import os
 import sys
@@ -88,7 +88,7 @@ def run(
         step=_load_step(step) if step is not None else None,
         keeps_bits=bitwise,
     )
-    with HeldSignals(is_last=True) as signals:  # a second signal must not cost the plan found, nor the exit status
+    with HeldSignals(is_last=True) as signals:  # a second signal must not lose the plan found or the exit status
         outcome = run_job(request, signals)
         status = outcome.ended.exit_status
         unproven = _report(outcome, request, has_plan=plan is not None, output=output)
@@ -100,7 +100,7 @@ def run(
 
 
 def _check_options(plan: Path | None, step: str | None, output: Path | None, *, is_tuning: bool) -> None:
-    """Raise `CounterpointError` for options that do not go together, and for a file that cannot be written."""
+    """Raise `CounterpointError` for options that cannot be combined, and for a file that cannot be written."""
     from counterpoint.plan import check_plan_name  # noqa: PLC0415
 
     if output is not None and not is_tuning:
@@ -119,9 +119,9 @@ def _load_step(source: str) -> "Step":
 
 
 def _report(outcome: "RunOutcome", request: "RunRequest", *, has_plan: bool, output: Path | None) -> str:
-    """Save the plan and print what came of it; why `strict` would not be content, or nothing.
+    """Save the plan and print the outcome; return what `strict` would reject, or nothing.
 
-    Nothing that fails here changes the exit status, which is the command's.
+    A failure here does not change the exit status, which is the command's.
     """
     from counterpoint.report.run import new_error_console, print_line, print_measured, print_outcome  # noqa: PLC0415
 
@@ -136,15 +136,15 @@ def _report(outcome: "RunOutcome", request: "RunRequest", *, has_plan: bool, out
             _print_to_apply(outcome, request, output)
         if has_plan and not outcome.is_filtered:
             print_line(console, "the plan leaves everything as it is, so the command ran without the filter")
-    except (OSError, SystemExit):  # the latter is rich's, for a reader that is gone
-        pass  # standard error is full, or nobody reads it any more
+    except (OSError, SystemExit):  # rich raises SystemExit when the reader has exited
+        pass  # standard error is full, or nothing reads it any more
     except Exception as problem:
         say(f"the report cannot be printed ({type(problem).__name__}: {cause_of(problem, 200)})")
     return unsaved or _why_unproven(outcome)
 
 
 def _print_to_apply(outcome: "RunOutcome", request: "RunRequest", output: Path | None) -> None:
-    """How to start the job with the plan found; where none pays, what says how the job itself could be changed."""
+    """Print how to start the job with the plan found; if none pays, what shows how to change the job itself."""
     from counterpoint.report.plan import print_to_apply  # noqa: PLC0415
     from counterpoint.report.run import new_error_console, print_line  # noqa: PLC0415
     from counterpoint.report.to_apply import PlanOrigin, ways_to_apply  # noqa: PLC0415
@@ -161,7 +161,7 @@ def _print_to_apply(outcome: "RunOutcome", request: "RunRequest", output: Path |
 
 
 def _why_unproven(outcome: "RunOutcome") -> str:
-    """Why it is not proven that everything took effect, or nothing."""
+    """Return why it is not proven that every control took effect; empty if it is."""
     if not outcome.is_filtered:
         return ""
     if outcome.damaged:
@@ -175,7 +175,7 @@ def _why_unproven(outcome: "RunOutcome") -> str:
 
 
 def _save(outcome: "RunOutcome", output: Path) -> tuple[str, str]:
-    """Save the plan found; what to say of it, and why `strict` would not be content."""
+    """Save the plan found; return a message about it, and what `strict` would reject."""
     from counterpoint.plan import save_plan  # noqa: PLC0415
 
     found = outcome.record.plan if outcome.record is not None else None
@@ -191,9 +191,9 @@ def _save(outcome: "RunOutcome", output: Path) -> tuple[str, str]:
 
 
 def _finish_streams() -> None:
-    """Write what is left for standard error; drop what cannot be written.
+    """Write the rest of standard error, and drop what cannot be written.
 
-    Standard output was the command's. Python would flush both once more, and end with a status of its own where that fails.
+    Standard output was the command's. Python would flush both again, and exit with its own status if that fails.
     """
     is_written = True
     with suppress(OSError, ValueError):

@@ -1,4 +1,4 @@
-"""The command line's part for `schedule`: copy schedules looked at without running anything, or measured on GPUs."""
+"""The command `schedule`: shows copy schedules without running anything, or measures them on GPUs."""
 
 import os
 import re
@@ -26,13 +26,13 @@ from counterpoint.schedule.operations import OPERATORS
 from counterpoint.schedule.routing import Routing, RoutingKind, example_routing, read_routing
 from counterpoint.value import check_outputs, write_json
 
-USUAL = ScheduleDescription()  # what the choices that are not made have, once one is made
+USUAL = ScheduleDescription()  # values of the choices that are not given, once one is given
 TORCHRUN = "torchrun --nproc-per-node W -m counterpoint schedule tune OPERATION"
 ESTIMATE = "Without GPUs, counterpoint schedule show estimates."
 OPERATIONS = f"{', '.join(list(OPERATORS)[:-1])} or {list(OPERATORS)[-1]}."
 EXPERT_OPERATIONS = f"{', '.join(get_args(ExpertOperation)[:-1])} or {get_args(ExpertOperation)[-1]}."
 SIZES = ("num_ranks", "num_rows", "num_inner", "num_columns")
-OPTIONS = {  # the fields that errors name, as they are typed
+OPTIONS = {  # the options for the fields that errors name
     "num_ranks": "--ranks",
     "num_rows": "--rows",
     "num_inner": "--inner",
@@ -56,7 +56,7 @@ BALANCED, ROUTINGS = (
 def _number(
     option: str, name: str, metavar: str, help: str, *, kind: type = int, default: int | None = None, required: bool = False
 ) -> Callable[..., Any]:
-    # click takes a default of None for a value that is given, so an option without a default names none
+    # click treats a default of None as a given value, so an option without a default must not pass one
     usual: dict[str, Any] = {} if default is None else {"default": default, "show_default": True}
     return click.option(option, name, type=kind, metavar=metavar, help=help, required=required, **usual)
 
@@ -329,7 +329,7 @@ def _tune(problem: Problem, dtype: DataType, output: Path | None, is_json: bool)
 
 
 def _routing(named: str, num_ranks: int, num_rows: int, num_experts: int) -> Routing:
-    """An example by its name, or the routing of a file, which has to be for these ranks and experts."""
+    """Return an example by its name, or the routing of a file, which must be for these ranks and experts."""
     kind = next((each for each in get_args(RoutingKind) if each == named), None)
     if kind is not None:
         return example_routing(kind, num_ranks, num_rows, num_experts)
@@ -345,7 +345,7 @@ def _routing(named: str, num_ranks: int, num_rows: int, num_experts: int) -> Rou
 
 @contextmanager
 def _fields_as_options() -> Iterator[None]:
-    """An error about a field names the option that was typed: one that starts with its name, and any `num_`."""
+    """Make errors about a field name the option that was typed: errors that start with its name, and any `num_` field."""
     try:
         yield
     except ScheduleError as problem:
@@ -354,7 +354,7 @@ def _fields_as_options() -> Iterator[None]:
 
 
 def _description(choices: dict[str, Any]) -> ScheduleDescription | None:
-    """What the user described, or None where the heuristic is to choose."""
+    """Return the user's description, or None if the heuristic chooses."""
     if choices.get("pattern") == "sequential" and len(choices) > 1:
         others = ", ".join(OPTIONS[name] for name in choices if name != "pattern")
         raise ScheduleError(

@@ -1,4 +1,4 @@
-"""The commands for what ships: `machines` and `workloads` list it, show it, and save it as a start for one's own."""
+"""The commands `machines` and `workloads`: list shipped files, show one, and save one as a template for one's own."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""The command line's part for `validate`: the fixed set of cases, predicted beside what was measured, or measured anew."""
+"""The command `validate`: compares predictions of a fixed set of cases with measurements, or measures the set again."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING

@@ -1,1 +1,1 @@
-"""Steps on real GPUs: captured in CUDA graphs, rewritten by a plan, proven and timed. Needs torch and cuda-bindings."""
+"""Captures steps in CUDA graphs, rewrites them by a plan, verifies and times them on GPUs. Needs torch and cuda-bindings."""

@@ -1,7 +1,7 @@
-"""A plan applied to a captured step: replays launch the rewritten graph, with a guard and a way back.
+"""Applies a plan to a captured step: replays launch the rewritten graph, a guard checks it, and the plan can be reverted.
 
-The guard costs no extra step: now and then it lets ordinary replays alternate between the original and the planned graph and
-compares their times over all ranks. A plan that is proven slower is taken out, and tried again much later.
+The guard costs no extra step: from time to time it lets ordinary replays alternate between the original and the planned
+graph, and compares their times over all ranks. A plan that is proven slower is removed, and tried again much later.
 """
 
 from contextlib import ExitStack, closing
@@ -28,7 +28,7 @@ class Applied:
         self._replays = GuardedReplays(guard_every, int(captured.agree(str(draw_seed()))))
         rewritten = rewrite(captured.graph, captured.read, plan)
         self.plan = plan
-        self.remarks = plan.remarks_on(captured.read.step)  # remarks if the plan was made for another step; usually none
+        self.remarks = plan.remarks_on(captured.read.step)  # empty unless the plan was made for another step
         self.engagements: tuple[Engagement, ...] = rewritten.engagements
         self._captured = captured
         with ExitStack() as opened, closing(rewritten.graph):

@@ -1,8 +1,8 @@
 """Captures a step function in a CUDA graph, reads it as a step, and replays it on all ranks together.
 
-The step function is called a few times first, so that libraries initialize outside the capture. While it is captured, a CPU
-profiler notes the collectives that torch.distributed issues, because their sizes are not in the graph. Lone times come
-from replays of a serialized copy: every node alone, in an order that is the same on all ranks.
+The step function is called a few times first, so that libraries initialize outside the capture. During the capture, a CPU
+profiler records the collectives that torch.distributed issues, because the graph does not hold their sizes. Lone times come
+from replays of a serialized copy, which runs every node alone, in an order that is the same on all ranks.
 """
 
 import statistics
@@ -50,7 +50,7 @@ class Recording(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Captured:
-    """A captured step: its graph, the step that it holds, and the means to replay it. Made by `capture`."""
+    """A captured step: its graph, the step read from it, and the methods that replay it. Made by `capture`."""
 
     def __init__(self, recording: Recording, name: str, limit_s: float) -> None:
         self._owner = recording.graph
@@ -64,15 +64,15 @@ class Captured:
         )
 
     def keep(self, close: Callable[[], None]) -> None:
-        """Register `close`, called when the step is closed; it frees what graphs derived from the step's use."""
+        """Register `close`, called when the step is closed; it frees what graphs derived from this step's graph use."""
         self._kept.callback(close)
 
     def close(self) -> None:
-        """Free what is kept, which waits for the GPU. Nothing derived from the step's graph may run any more."""
+        """Call what `keep` registered; this waits for the GPU. Graphs derived from the step's must not run any more."""
         self._kept.close()
 
     def require_repeatable(self) -> None:
-        """Raise `DeviceError` for a step whose random numbers these replays would repeat."""
+        """Raise `DeviceError` if the step draws random numbers, because each of these replays would draw the same ones."""
         if self.is_random:
             raise DeviceError(
                 "The step draws random numbers. Only torch's own replay advances them; other replays would "
@@ -83,7 +83,7 @@ class Captured:
         """Time the second of two replays on all ranks, started together; return the time of the slowest, in
         microseconds.
 
-        The first brings the GPUs to the clocks and the temperature of this executable, whatever ran before it.
+        The first replay brings the GPUs to the clocks and the temperature of this executable, whatever ran before it.
         """
         torch.cuda.synchronize()
         self.rendezvous.meet()
@@ -97,7 +97,7 @@ class Captured:
         return self.rendezvous.slowest(start.elapsed_time(end) * 1000.0)
 
     def timeline(self, executable: AbstractExecutable) -> Timeline:
-        """Return one replay as the profiler saw it: a measured timeline of this rank."""
+        """Profile one replay, and return the measured timeline of this rank."""
         waiting: dict[str, list[int]] = {}
         for index, operation in enumerate(self.read.step.operations):
             waiting.setdefault(operation.name, []).append(index)
@@ -106,7 +106,7 @@ class Captured:
         intervals = []
         for start_us, end_us, name in activities:
             if not waiting.get(name):
-                continue  # a head start's own kernel is not an operation of the step
+                continue  # the kernel of a head start is not an operation of the step
             index = waiting[name].pop(0)
             operation = self.read.step.operations[index]
             intervals.append(
@@ -142,10 +142,10 @@ class Captured:
         )
 
     def _profile(self, executable: AbstractExecutable) -> list[Activity]:
-        """Start, end and name of each operation on the GPU in one replay, in microseconds, in the order of their starts."""
+        """Return start and end (microseconds) and name of each operation on the GPU in one replay, in order of starts."""
         torch.cuda.synchronize()
         with _profiling(ProfilerActivity.CUDA, ProfilerActivity.CPU) as profiler:
-            self.rendezvous.meet()  # not earlier: a profiler takes a while to start, and not equally long on every rank
+            self.rendezvous.meet()  # not earlier: the time that a profiler takes to start differs between ranks
             executable.launch(torch.cuda.current_stream().cuda_stream)
             end = torch.cuda.Event()
             end.record(torch.cuda.current_stream())
@@ -157,7 +157,7 @@ class Captured:
         )
 
     def _lone_times(self) -> GraphTimes:
-        """Each node's time with nothing beside it, and its full name: medians over replays of a serialized copy."""
+        """Return each node's time when it runs alone (median over replays of a serialized copy), and its full name."""
         nodes = self.graph.nodes()
         working = [number for number, node in enumerate(nodes) if node.kind != "other"]
         with closing(self.graph.copy()) as serial:
@@ -221,7 +221,7 @@ def record(step_fn: Callable[[], object]) -> Recording:
 
 @contextmanager
 def _profiling(*activities: ProfilerActivity) -> Iterator[profile]:
-    """A profiler of one cycle, without torch's warning that a second cycle would drop the events of the first."""
+    """Run a profiler of one cycle, without torch's warning that a second cycle would drop the events of the first."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*Profiler clears events")
         with profile(activities=activities) as profiler:
@@ -229,7 +229,7 @@ def _profiling(*activities: ProfilerActivity) -> Iterator[profile]:
 
 
 def _events(profiler: profile) -> list[dict[str, Any]]:
-    """What the profiler noted, as its trace holds it: `profiler.events()` takes minutes for thousands of launches."""
+    """Return the events of the profiler's trace; `profiler.events()` would take minutes for thousands of launches."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(path))

@@ -1,5 +1,5 @@
-"""Describes collectives of a captured step as blocks: which bytes of one rank go where on another. It calls no driver
-and moves nothing.
+"""Describes collectives of a captured step as blocks: which bytes of one rank go where on another. This module calls no
+driver function and copies nothing.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from counterpoint.step import CollectiveKind
 from counterpoint.value import Value
 
 Reduction = Literal["", "sum", "mean", "other"]
-Span = tuple[int, int]  # bytes, from where to where
+Span = tuple[int, int]  # offsets of the first byte and of the one after the last
 
 
 class Extent(msgspec.Struct, frozen=True, kw_only=True):
@@ -30,14 +30,14 @@ class Extent(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def num_bytes(self) -> int:
-        """Its size."""
+        """Size of the tensor in bytes."""
         return self.num_elements * int(self.dtype.itemsize)
 
 
 class IssuedCollective(msgspec.Struct, frozen=True, kw_only=True):
-    """One collective: what this rank sends and receives, in the order of ranks, and its working nodes, by handle.
+    """One collective: what this rank sends and receives, in the order of ranks, and the handles of the nodes that do work.
 
-    `lengths_given` and `lengths_got` are elements for and from each rank if the caller gave them; empty: even parts.
+    `lengths_given` and `lengths_got` are the numbers of elements for and from each rank; empty: equal parts.
     """
 
     collective: CollectiveKind
@@ -51,10 +51,10 @@ class IssuedCollective(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Blocks(Value, frozen=True, kw_only=True):
-    """One collective cut into blocks, in the order of ranks: `given`, where this rank's block for each of them lies in what
-    it gives; `got`, where that of each of them goes, in the rows where blocks are to be summed, else in what it gets.
+    """One collective cut into blocks, in the order of ranks. `given`: where this rank's block for each rank lies in its
+    input. `got`: where the block of each rank goes, in the rows if blocks are summed, else in the output.
 
-    `row_bytes` is the length of a row, 0 where nothing is summed.
+    `row_bytes` is the length of a row, 0 if nothing is summed.
     """
 
     given: tuple[Span, ...]
@@ -63,7 +63,7 @@ class Blocks(Value, frozen=True, kw_only=True):
 
 
 def cut(issued: IssuedCollective, rank: int, num_ranks: int) -> Blocks:
-    """Cut a collective into blocks, for one of its ranks."""
+    """Return a collective's blocks as rank `rank` sees them."""
     size = int(issued.given.dtype.itemsize)
     even_given = _even(issued.given.num_elements, num_ranks, size)
     if issued.reduction:
@@ -92,7 +92,7 @@ def _spans(lengths: Sequence[int], size: int) -> tuple[Span, ...]:
 
 
 def obstacle_of(issued: IssuedCollective, num_ranks: int) -> str:
-    """Return why a collective cannot be done by copies on this rank, or nothing."""
+    """Return why copies cannot do a collective on this rank; empty if they can."""
     if len(issued.nodes) != 1:
         return f"it became {len(issued.nodes)} nodes that do work, but only one can be replaced"
     if issued.reduction == "other":

@@ -1,7 +1,7 @@
-"""The conditions under which GPUs measured something, stored with every result.
+"""Conditions of a measurement on GPUs, stored with every result.
 
-Times hang on the GPUs, the driver and the libraries, and NCCL's on whether it uses NVLS, so a result without them cannot be
-compared with another.
+Times depend on the GPUs, the driver and the libraries, and NCCL's times on whether it uses NVLS. A result without these
+conditions cannot be compared with another.
 """
 
 import os
@@ -17,15 +17,15 @@ NVLS_VARIABLE = "NCCL_NVLS_ENABLE"
 
 
 def torch_version() -> str:
-    """torch's version as a plain text: `torch.__version__` is a TorchVersion, which msgspec does not write."""
+    """Return torch's version as a str: `torch.__version__` is a TorchVersion, which msgspec does not write."""
     return str(torch.__version__)
 
 
 def measuring_conditions(**more: object) -> dict[str, object]:
-    """Date, GPUs, versions, and what else is given, by name.
+    """Return the date, the GPUs and the versions by name, together with `more`.
 
     `driver` is the version of the kernel module, `cuda` the newest CUDA that it supports, `nvls` the value of
-    `NCCL_NVLS_ENABLE` or "default". Counts one GPU for each rank, and one where no process group exists.
+    `NCCL_NVLS_ENABLE` or "default". The number of GPUs is the number of ranks, 1 without a process group.
     """
     num_gpus = dist.get_world_size() if dist.is_initialized() else 1
     return {

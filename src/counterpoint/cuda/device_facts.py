@@ -1,4 +1,4 @@
-"""The driver's facts about the GPUs at hand, as values. Needs no driver and no bindings.
+"""What the driver reports about the visible GPUs, as values. Needs no driver and no bindings.
 
 `device_query.py` queries them, and `probing.py` builds a machine from them.
 """
@@ -10,9 +10,9 @@ from counterpoint.errors import DeviceError
 from counterpoint.value import Value
 
 KERNEL_MODULE_VERSION = Path("/proc/driver/nvidia/version")
-# the oldest CUDA that torch 2.11 is built for; its driver knows the carveout of a graph's kernel
+# the oldest CUDA that torch 2.11 is built for; its driver supports the carveout of a kernel node in a graph
 OLDEST_CUDA = (12, 6)
-# figures that are a single attribute of the device, with the driver's name
+# figures that equal one attribute of the device, with the attribute's name in the driver
 QUERIED = {
     "num_sms": "MULTIPROCESSOR_COUNT",
     "warp_size": "WARP_SIZE",
@@ -37,7 +37,7 @@ ATTRIBUTES = (
 
 
 def kernel_module_version(file: Path = KERNEL_MODULE_VERSION) -> str:
-    """The version of NVIDIA's kernel module, as in "580.159.04"; empty where it is not loaded or does not say."""
+    """Return the version of NVIDIA's kernel module, as in "580.159.04"; empty if it is not loaded or states none."""
     try:
         found = re.search(r"\s(\d+\.\d+(\.\d+)*)\s", file.read_text())
     except OSError:
@@ -46,7 +46,7 @@ def kernel_module_version(file: Path = KERNEL_MODULE_VERSION) -> str:
 
 
 class Peer(Value, frozen=True, kw_only=True):
-    """One direction between two GPUs, by their numbers: what the driver allows, and the rate of a copy alone."""
+    """One direction between two GPUs, given by their numbers: what the driver allows, and the rate of a lone copy."""
 
     source: int
     destination: int
@@ -56,7 +56,7 @@ class Peer(Value, frozen=True, kw_only=True):
 
 
 class Queried(Value, frozen=True, kw_only=True):
-    """The driver's facts about one GPU. `attributes` are those of `ATTRIBUTES`, in the driver's units."""
+    """What the driver reports about one GPU. `attributes` are those of `ATTRIBUTES`, in the driver's units."""
 
     device_name: str
     cuda_version: tuple[int, int]
@@ -68,7 +68,7 @@ class Queried(Value, frozen=True, kw_only=True):
 class Measured(Value, frozen=True, kw_only=True):
     """Rates that copies of 256 MiB reach, bytes per second; HBM counts bytes read and written.
 
-    `all_peers_bytes_per_s` is what the first GPU sends to all others at once, None where it is alone.
+    `all_peers_bytes_per_s` is the rate at which the first GPU sends to all others at once, None if there are none.
     """
 
     hbm_copy_bytes_per_s: float
@@ -88,7 +88,7 @@ def check_driver(version: int) -> tuple[int, int]:
 
 
 def check_alike(queried: tuple[Queried, ...]) -> None:
-    """Raise `DeviceError` unless the visible GPUs are of one kind, as the GPUs of a machine are."""
+    """Raise `DeviceError` unless the visible GPUs are all of one kind, as a machine requires."""
     names = sorted({each.device_name for each in queried})
     if len(names) > 1:
         raise DeviceError(

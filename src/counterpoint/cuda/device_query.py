@@ -1,7 +1,7 @@
 """Queries the driver about the visible GPUs, and times copies in and between them. Needs cuda-bindings, not torch.
 
-Copies are 256 MiB, timed with events as `timing.py` has it: all of them in every round, medians of 5 rounds. A copy between
-GPUs is issued by the sender and runs on its copy engines; one within a GPU reads and writes its HBM.
+Copies are 256 MiB, timed with events as `timing.py` describes: all of them in every round, medians of 5 rounds. The sender
+issues a copy between GPUs, and its copy engines run it; a copy within a GPU reads and writes its HBM.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -17,7 +17,7 @@ from counterpoint.measurement.tournament import measure_rounds
 from counterpoint.units import MIB, US_PER_S
 
 BUFFER_BYTES = 256 * MIB
-# one copy within a GPU takes 0.1 ms, too little beside what events cost
+# one copy within a GPU takes 0.1 ms, too short compared with the overhead of events
 HBM_COPIES = 8
 NUM_ROUNDS = 5
 NAME_BYTES = 256
@@ -25,8 +25,8 @@ NON_BLOCKING = 1
 
 
 def query_devices() -> tuple[Queried, ...]:
-    """Return the driver's facts about each visible GPU. Raises `DeviceError` without one, with an old driver, or if they
-    differ.
+    """Return what the driver reports about each visible GPU. Raises `DeviceError` if none is visible, if the driver is too
+    old, or if the GPUs differ.
     """
     try:
         version = check_driver(check("Asking for the driver's version", cu.cuDriverGetVersion()))
@@ -47,7 +47,7 @@ def query_devices() -> tuple[Queried, ...]:
 
 
 def measure_copies(num_gpus: int) -> Measured:
-    """Time copies in the first GPU, between every two, and from the first to all others at once."""
+    """Time copies within the first GPU, between every two GPUs, and from the first to all others at once."""
     before = check("Finding the present context", cu.cuCtxGetCurrent())
     try:
         with ExitStack() as stack:
@@ -59,7 +59,7 @@ def measure_copies(num_gpus: int) -> Measured:
 
 
 class OpenedGpu:
-    """A GPU with a context, two buffers and as many streams as it may have to send on at once."""
+    """A GPU with a context, two buffers, and one stream for each copy that it sends at the same time."""
 
     def __init__(self, device: Handle, context: Handle, buffers: Sequence[Handle], streams: Sequence[Handle]) -> None:
         self.device = device
@@ -94,7 +94,7 @@ def _attribute(device: Handle, name: str) -> int:
 
 @contextmanager
 def _opened(number: int, num_streams: int) -> Iterator[OpenedGpu]:
-    """Open a GPU with what its copies need; everything is freed at the end."""
+    """Create the context, the buffers and the streams that copies of a GPU need, and free all of them at the end."""
     with ExitStack() as stack:
         device = check("Finding a GPU", cu.cuDeviceGet(number))
         context = check("Opening a GPU", cu.cuDevicePrimaryCtxRetain(device))
@@ -113,7 +113,7 @@ def _opened(number: int, num_streams: int) -> Iterator[OpenedGpu]:
 
 @contextmanager
 def _peer_access(gpus: Sequence[OpenedGpu]) -> Iterator[dict[tuple[int, int], bool]]:
-    """Let GPUs access each other's memory if the driver allows it; otherwise copies go through the host."""
+    """Let GPUs access each other's memory if the driver allows it; otherwise the driver copies through the host."""
     allowed = {}
     with ExitStack() as stack:
         for source, one in enumerate(gpus):
@@ -194,7 +194,7 @@ def _send_us(gpu: OpenedGpu, others: Sequence[OpenedGpu]) -> float:
 
 
 def _timed_us(gpu: OpenedGpu, issues: Sequence[Callable[[], None]]) -> float:
-    """From the common start of work on the GPU's streams to the end of the last, in microseconds."""
+    """Return the microseconds from the common start of the work on the GPU's streams to the end of the last of it."""
     check("Using a GPU", cu.cuCtxSetCurrent(gpu.context))
     start, *ends = (check("Making an event", cu.cuEventCreate(0)) for _ in range(1 + len(issues)))
     check("Recording the start", cu.cuEventRecord(start, gpu.streams[0]))

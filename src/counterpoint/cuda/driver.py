@@ -1,6 +1,6 @@
-"""Calls of the CUDA driver: raises its errors as Counterpoint's, and reads the nodes of a graph.
+"""Calls the CUDA driver, raises its errors as Counterpoint's, and reads the nodes of a graph.
 
-A kernel node's handle may be a CUkernel, as tried on CUDA 13.0. `driver_graph.py` edits and runs graphs.
+The function handle of a kernel node may be a CUkernel (tested on CUDA 13.0). `driver_graph.py` edits and runs graphs.
 """
 
 from typing import Any
@@ -32,7 +32,7 @@ def check(what: str, result: tuple[Any, ...]) -> Any:
 
 
 def driver_version() -> str:
-    """The newest CUDA version that the installed driver supports, as in "13.0"."""
+    """Return the newest CUDA version that the installed driver supports, as in "13.0"."""
     number = int(check("Asking for the driver's version", cu.cuDriverGetVersion()))
     return f"{number // 1000}.{number % 1000 // 10}"
 
@@ -45,7 +45,7 @@ def pci_bus_id(device: int) -> str:
 
 
 def waits_of(node: Handle) -> list[int]:
-    """Return the handles of the nodes for which one node of a graph waits."""
+    """Return the handles of the nodes that a node of a graph waits for."""
     _, _, number = check("Counting a node's dependencies", cu.cuGraphNodeGetDependencies(node, 0))
     if not number:
         return []
@@ -54,7 +54,7 @@ def waits_of(node: Handle) -> list[int]:
 
 
 def followers_of(node: Handle) -> list[Handle]:
-    """Return the nodes that wait for one node of a graph."""
+    """Return the nodes of a graph that wait for `node`."""
     _, _, number = check("Counting a node's followers", cu.cuGraphNodeGetDependentNodes(node, 0))
     if not number:
         return []
@@ -92,7 +92,7 @@ def _describe_kernel(handle: Handle, waits_for: tuple[int, ...]) -> GraphNode:
     params = kernel_params(handle)
     function = function_of(params)
     cluster = _get_attribute(handle, "CLUSTER_DIMENSION").clusterDim
-    # the driver reports 0 for a node that never asked for a carveout
+    # the driver reports 0 for a node whose carveout was never set
     carveout = int(_get_attribute(handle, "PREFERRED_SHARED_MEMORY_CARVEOUT").sharedMemCarveout) or -1
     footprint = Footprint(
         num_ctas=params.gridDimX * params.gridDimY * params.gridDimZ,
@@ -114,12 +114,12 @@ def _describe_kernel(handle: Handle, waits_for: tuple[int, ...]) -> GraphNode:
 
 
 def kernel_params(handle: Handle) -> Handle:
-    """A kernel node's launch parameters."""
+    """Return a kernel node's launch parameters."""
     return check("Reading a kernel node", cu.cuGraphKernelNodeGetParams(handle))
 
 
 def function_of(params: Handle) -> Handle:
-    """The function that a kernel node launches, in the current context."""
+    """Return the function that a kernel node launches in the current context."""
     if int(params.func):
         return params.func
     return check("Resolving a kernel", cu.cuKernelGetFunction(params.kern))
@@ -132,7 +132,7 @@ def _kernel_name(params: Handle) -> str:
 
 
 def function_attribute(function: Handle, name: str) -> int:
-    """One of the driver's CU_FUNC_ATTRIBUTE figures of a kernel."""
+    """Return one of a kernel's CU_FUNC_ATTRIBUTE values."""
     attribute = getattr(cu.CUfunction_attribute, f"CU_FUNC_ATTRIBUTE_{name}")
     return int(check(f"Reading {name} of a kernel", cu.cuFuncGetAttribute(attribute, function)))
 
@@ -143,6 +143,6 @@ def _get_attribute(handle: Handle, name: str) -> Handle:
 
 
 def set_attribute(handle: Handle, name: str, value: Handle) -> None:
-    """Set one of the driver's CU_LAUNCH_ATTRIBUTE values of a kernel node."""
+    """Set one of a kernel node's CU_LAUNCH_ATTRIBUTE values."""
     attribute = getattr(cu.CUlaunchAttributeID, f"CU_LAUNCH_ATTRIBUTE_{name}")
     check(f"Setting {name} of a node", cu.cuGraphKernelNodeSetAttribute(handle, attribute, value))

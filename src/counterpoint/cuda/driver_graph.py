@@ -1,7 +1,7 @@
-"""Captured graphs through the CUDA driver: implements `graph.py`'s interface on real handles.
+"""Implements `graph.py`'s interface with the CUDA driver, on handles of captured graphs.
 
-The calls, and what they need, were tried on CUDA 13.0: a residency cap needs MAX_DYNAMIC_SHARED_SIZE_BYTES raised first;
-node priority counts only in a graph instantiated with USE_NODE_PRIORITY; clusters survive the edits.
+Tested on CUDA 13.0: a residency cap requires MAX_DYNAMIC_SHARED_SIZE_BYTES to be raised first; node priority takes effect
+only in a graph instantiated with USE_NODE_PRIORITY; the edits preserve clusters.
 """
 
 import ctypes
@@ -34,7 +34,7 @@ NOT_NOTED = "torch.distributed did not issue it directly while the step was capt
 
 
 class StandIn(msgspec.Struct, frozen=True, kw_only=True):
-    """A replacement of a collective: a graph, and the addresses on other GPUs that its copies write to.
+    """A replacement for a collective: a graph, and the addresses on other GPUs that its copies write to.
 
     The driver does not report reliably which GPU another process's memory is on, so the code that opened the memory
     records it.
@@ -45,7 +45,7 @@ class StandIn(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LightLaunch(msgspec.Struct, frozen=True, kw_only=True):
-    """A light kernel that may replace a collective: its launch without the CTAs, and what the launch points to."""
+    """A light kernel that may replace a collective: its launch without the number of CTAs, and the data it points to."""
 
     params: Handle
     arguments: object
@@ -57,7 +57,7 @@ class DriverExecutable(AbstractExecutable):
     def __init__(self, graph: Handle) -> None:
         self._exec = check("Instantiating the graph", cu.cuGraphInstantiate(graph, USE_NODE_PRIORITY))
         try:
-            # takes the replays' memory now, not when other ranks already wait in the first replay
+            # allocates the replays' memory now, not when other ranks already wait in the first replay
             check("Uploading the graph", cu.cuGraphUpload(self._exec, cu.CUstream(0)))
         except DeviceError:
             self.close()
@@ -77,13 +77,13 @@ class DriverGraph(AbstractGraph):
 
     def __init__(self, graph: Handle, copied_from: "DriverGraph | None" = None) -> None:
         self._graph = graph
-        self._holds: dict[int, tuple[Handle, float]] = {}  # by node: the head start's own node, and how long it is
-        # nodes as they were last read, for those that were not edited since
+        self._holds: dict[int, tuple[Handle, float]] = {}  # by node: the node of its head start, and the head start's length
+        # nodes as last read, unless edited since
         self._known: dict[int, GraphNode] = {}
-        # by node: what may take its place, or why nothing can
+        # by node: what may replace it, or why nothing can
         self._stand_ins: Mapping[int, StandIn | str] = copied_from._stand_ins if copied_from is not None else {}
         self._light: Mapping[int, LightLaunch | str] = copied_from._light if copied_from is not None else {}
-        self._replaced: dict[int, Handle] = {}  # by node: the node that stands in its place
+        self._replaced: dict[int, Handle] = {}  # by node: the node that replaced it
         if copied_from is None:
             waits = _waits(graph)
             self._handles = _topological(graph, waits)
@@ -134,7 +134,7 @@ class DriverGraph(AbstractGraph):
         set_attribute(self._edited(node), "PRIORITY", value)
 
     def _edited(self, node: int) -> Handle:
-        """Return the handle of a node that is about to change, and forget what was read of it."""
+        """Return the handle of a node that is about to be edited, and drop what was read of it."""
         self._known.pop(node, None)
         return self._handles[node]
 
@@ -161,20 +161,20 @@ class DriverGraph(AbstractGraph):
     def offer_copies(self, stand_ins: Mapping[int, StandIn | str]) -> None:
         """Set for collectives, by node, what may replace the node, or why nothing can.
 
-        The stand-ins' memory stays the caller's, and must live as long as what is made ready of this graph or its copies.
+        The caller owns the stand-ins' memory, and keeps it as long as executables of this graph or of its copies exist.
         """
         self._stand_ins = dict(stand_ins)
 
     def offer_light_kernels(self, launches: Mapping[int, LightLaunch | str]) -> None:
         """Set for collectives, by node, which light kernel may replace the node, or why none can.
 
-        What the launches point to stays the caller's, and must live as long as what is made ready of this graph or its
-        copies.
+        The caller owns what the launches point to, and keeps it as long as executables of this graph or of its copies
+        exist.
         """
         self._light = dict(launches)
 
     def number_of(self, handle: int) -> int | None:
-        """The number of a node, or None for a handle that is none of this graph's."""
+        """Return the number of a node, or None if the handle is not one of this graph's."""
         return next((number for number, each in enumerate(self._handles) if int(each) == handle), None)
 
     def obstacle_to_copies(self, node: int) -> str:
@@ -207,7 +207,7 @@ class DriverGraph(AbstractGraph):
         self._handles[node] = self._put_in_place_of(old, added)
 
     def _put_in_place_of(self, old: Handle, new: Handle) -> Handle:
-        """Let everything that waits for a node wait for a new one, and remove the old one."""
+        """Make the followers of the old node wait for the new one, and remove the old one."""
         for later in followers_of(old):
             check("Ordering a node", cu.cuGraphAddDependencies(self._graph, [new], [later], None, 1))
         check("Taking out a collective", cu.cuGraphDestroyNode(old))
@@ -244,7 +244,7 @@ class DriverGraph(AbstractGraph):
 
 
 def _waits(graph: Handle) -> dict[int, list[int]]:
-    """For each node, by handle, the handles of what it waits for."""
+    """Return the handles of the nodes that each node waits for, by the node's handle."""
     _, _, _, number = check("Counting the graph's edges", cu.cuGraphGetEdges(graph, 0))
     waits: dict[int, list[int]] = {}
     if number:
@@ -255,7 +255,7 @@ def _waits(graph: Handle) -> dict[int, list[int]]:
 
 
 def _bytes_copied_to(targets: frozenset[int], handle: Handle) -> int:
-    """How many bytes a node brings to these addresses; 0 unless it is such a copy."""
+    """Return how many bytes a node copies to these addresses; 0 for any other node."""
     if check("Reading a node's type", cu.cuGraphNodeGetType(handle)) != cu.CUgraphNodeType.CU_GRAPH_NODE_TYPE_MEMCPY:
         return 0
     if int(check("Reading a copy", cu.cuGraphMemcpyNodeGetParams(handle)).dstDevice) not in targets:
@@ -264,7 +264,7 @@ def _bytes_copied_to(targets: frozenset[int], handle: Handle) -> int:
 
 
 def _topological(graph: Handle, waits: dict[int, list[int]]) -> list[Handle]:
-    """The graph's nodes, each after all it waits for, otherwise as the driver lists them: the order of capture."""
+    """Return the graph's nodes in topological order, otherwise in the driver's order, which is the order of capture."""
     nodes = handles_of(graph)
     places = {int(node): place for place, node in enumerate(nodes)}
     missing = [len(waits.get(int(node), ())) for node in nodes]
@@ -286,14 +286,14 @@ def _topological(graph: Handle, waits: dict[int, list[int]]) -> list[Handle]:
 
 @cache
 def _hold_function(context: int) -> Handle:
-    """The head start kernel in the CUDA context of that handle."""
+    """Load the head start kernel into the CUDA context with that handle, and return its function."""
     image = resources.files("counterpoint.cuda").joinpath("hold.ptx").read_bytes() + b"\0"
     module = check(f"Loading the head start kernel in context {context:#x}", cu.cuModuleLoadData(image))
     return check("Finding the head start kernel", cu.cuModuleGetFunction(module, b"counterpoint_hold"))
 
 
 def _hold_params(hold_us: float) -> Handle:
-    """Launch parameters of a one-thread kernel that ends after `hold_us`."""
+    """Return the launch parameters of a one-thread kernel that ends after `hold_us`."""
     params = cu.CUDA_KERNEL_NODE_PARAMS()
     params.func = _hold_function(int(check("Finding the CUDA context", cu.cuCtxGetCurrent())))
     params.gridDimX = params.gridDimY = params.gridDimZ = 1

@@ -1,8 +1,8 @@
-"""Measures energy by the GPU's own counter: NVML's total energy since the driver was loaded, in millijoules.
+"""Measures energy with the GPU's own counter: NVML's total energy since the driver was loaded, in millijoules.
 
-The counter moves in jumps of 20 to 100 ms, so a single step cannot be measured: a step is replayed for `LEAST_S` or longer,
-and the mean power between two jumps is multiplied by the time of one replay. NVML comes with the driver; it is called
-through `ctypes`, and no package is needed. Volta and later have the counter.
+The counter advances only every 20 to 100 ms, so a single step cannot be measured: a step is replayed for `LEAST_S` or
+longer, and the mean power between two advances is multiplied by the time of one replay. NVML comes with the driver; it is
+called through `ctypes`, and no package is needed. Volta and later have the counter.
 """
 
 import ctypes
@@ -14,15 +14,15 @@ from counterpoint.errors import DeviceError
 
 LIBRARY = "libnvidia-ml.so.1"
 LEAST_S = 1.0
-# Before this much of the replays has passed the clocks and the power have not settled; jumps before it do not count.
+# Clocks and power settle during this share of the replays; advances of the counter during it do not count.
 SETTLING_SHARE = 0.2
 Reading = tuple[float, float]
 
 
 class EnergyCounter:
-    """The energy counter of one GPU, named by its place on the PCI bus, as in "0000:18:00.0".
+    """The energy counter of one GPU, which is given by its address on the PCI bus, as in "0000:18:00.0".
 
-    `library` is NVML as `ctypes` loads it, by default. Raises `DeviceError` where the GPU has no counter.
+    `library` is NVML, by default as `ctypes` loads it. Raises `DeviceError` if the GPU has no counter.
     """
 
     def __init__(self, pci_bus_id: str, library: Any = None) -> None:
@@ -34,7 +34,7 @@ class EnergyCounter:
         self.joules()
 
     def joules(self) -> float:
-        """Energy since the driver was loaded."""
+        """Return the energy in joules since the driver was loaded."""
         millijoules = ctypes.c_ulonglong()
         counted = self._nvml.nvmlDeviceGetTotalEnergyConsumption(self._device, ctypes.byref(millijoules))
         _check("reading the energy counter", counted)
@@ -58,7 +58,7 @@ def _check(what: str, code: int) -> None:
 
 
 def watch(counter: EnergyCounter, is_over: Callable[[], bool], clock: Callable[[], float] = time.monotonic) -> list[Reading]:
-    """Every jump of the counter until `is_over`: seconds of the clock, and joules."""
+    """Return a first reading and each change of the counter until `is_over`: seconds of the clock, and joules."""
     readings = [(clock(), counter.joules())]
     while not is_over():
         joules = counter.joules()
@@ -68,9 +68,9 @@ def watch(counter: EnergyCounter, is_over: Callable[[], bool], clock: Callable[[
 
 
 def mean_watts(readings: Sequence[Reading]) -> float | None:
-    """Mean power between the first settled jump and the last; None where there are fewer than two such jumps.
+    """Return the mean power (watts) between the first and the last settled change; None if there are fewer than two.
 
-    The first reading is no jump: when the counter had moved before it is not known.
+    The first reading is not a change: the time at which the counter reached its value is not known.
     """
     settled_s = readings[0][0] + SETTLING_SHARE * (readings[-1][0] - readings[0][0])
     jumps = [reading for reading in readings[1:] if reading[0] >= settled_s]

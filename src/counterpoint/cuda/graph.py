@@ -1,6 +1,6 @@
 """The interface to a captured CUDA graph: read its nodes, edit a copy, run it.
 
-The real implementation is `driver.py`; tests use a double in memory. A node keeps its number through every edit.
+`driver_graph.py` implements it on the driver; tests use an in-memory double. A node keeps its number through every edit.
 """
 
 from abc import ABC, abstractmethod
@@ -11,7 +11,7 @@ from counterpoint.value import Value
 
 
 class GraphNode(Value, frozen=True, kw_only=True):
-    """One node, in topological order. `waits_for` are numbers of earlier nodes; `footprint` is set for kernels only.
+    """One node of a graph. `waits_for` are numbers of nodes earlier in topological order; only kernels have a `footprint`.
 
     `is_cooperative` kernels contain a grid barrier and need all their CTAs resident at once.
     """
@@ -43,19 +43,19 @@ class AbstractGraph(ABC):
 
     @abstractmethod
     def nodes(self) -> tuple[GraphNode, ...]:
-        """All nodes as they are now, in topological order; held-up nodes do not count the holds put before them."""
+        """Return all nodes as they are now, in topological order; the dependencies of delayed nodes leave out the delays."""
 
     @abstractmethod
     def node(self, number: int) -> GraphNode:
-        """One node as it is now, as `nodes` has it."""
+        """Return one node as it is now, as `nodes` would."""
 
     @abstractmethod
     def copy(self) -> "AbstractGraph":
-        """An independent copy. Raises `DeviceError` where the driver cannot copy, as with memory nodes."""
+        """Return an independent copy. Raises `DeviceError` if the driver cannot copy the graph, as with memory nodes."""
 
     @abstractmethod
     def set_shared_memory(self, node: int, dynamic_bytes: int, carveout_percent: int) -> None:
-        """Give a kernel's CTAs `dynamic_bytes` of dynamic shared memory and ask for the carveout, -1 leaving it."""
+        """Give a kernel's CTAs `dynamic_bytes` of dynamic shared memory, and request the carveout; -1 leaves it."""
 
     @abstractmethod
     def set_priority(self, node: int, priority: int) -> None:
@@ -67,7 +67,7 @@ class AbstractGraph(ABC):
 
     @abstractmethod
     def held_us(self, node: int) -> float:
-        """The delay that stands before a node, 0 if none."""
+        """Return the delay before a node in microseconds, 0 if none."""
 
     @abstractmethod
     def obstacle_to_copies(self, node: int) -> str:
@@ -79,7 +79,7 @@ class AbstractGraph(ABC):
 
     @abstractmethod
     def copied_bytes(self, node: int) -> int:
-        """Bytes that copies in a node's place bring to other GPUs, as the driver has them; 0 where there are none."""
+        """Return the bytes that the copies in a node's place send to other GPUs, as the driver reports; 0 without copies."""
 
     @abstractmethod
     def obstacle_to_light_kernel(self, node: int) -> str:
@@ -91,7 +91,7 @@ class AbstractGraph(ABC):
 
     @abstractmethod
     def residency(self, node: int) -> int:
-        """CTAs per SM of a kernel as it would be launched now, from the driver's occupancy query."""
+        """Return how many CTAs of a kernel, as it would be launched now, fit on an SM, from the driver's occupancy query."""
 
     @abstractmethod
     def serialize(self) -> None:

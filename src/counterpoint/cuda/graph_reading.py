@@ -1,11 +1,11 @@
 """Reads a captured graph as a step: exact dependencies and footprints from the graph, times from replays.
 
-A graph has no streams; each node continues the chain of a node it waits for where that chain is free, else it starts a new
-one, so that streams here say what is serial. Where a collective and a computation kernel wait for the same node, the kernel
-continues its chain, and so is placed first: that is what the graphs of benchmarks/results/paper_4x_h200.json did. There a
-head start shortens the steps whose collectives are the longer part by 10 to 13 %, which it could not if the collective were
-placed first anyway. Sizes of collectives are not in the graph: they come from what was recorded while it was captured, in
-the order of issue.
+A graph has no streams. Each node continues the chain of a node it waits for if that chain is free, else it starts a new one;
+each such chain is a stream here. If a collective and a computation kernel wait for the same node, the kernel continues the
+chain, and so is placed first: that is what the graphs of benchmarks/results/paper_4x_h200.json did. There a head start
+shortens the steps whose collectives are the longer part by 10 to 13 %, which it could not if the collective were placed
+first anyway. The graph does not hold the sizes of collectives: they come from the calls recorded during the capture, in the
+order of issue.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,11 +19,11 @@ from counterpoint.step import Collective, CollectiveKind, Copy, Dependency, Kern
 from counterpoint.traces.classify import Group, classify_kernel, copy_direction, element_bytes, known_collective, name_groups
 from counterpoint.value import Value
 
-RECORDED_LIBRARIES = ("nccl", "rccl")  # what torch.distributed calls, and so records
+RECORDED_LIBRARIES = ("nccl", "rccl")  # libraries that torch.distributed calls, so their collectives are recorded
 
 
 class CollectiveCall(Value, frozen=True, kw_only=True):
-    """One collective as torch.distributed issued it; `num_bytes` as nccl-tests counts it."""
+    """One collective that torch.distributed issued; `num_bytes` is counted as nccl-tests does."""
 
     collective: CollectiveKind
     num_bytes: int
@@ -32,9 +32,9 @@ class CollectiveCall(Value, frozen=True, kw_only=True):
 
 
 class GraphTimes(Value, frozen=True, kw_only=True):
-    """Time of each node alone, in microseconds, by node number; 0 for nodes without work.
+    """The time of each node when it runs alone, in microseconds, by node number; 0 for nodes without work.
 
-    `names` are the full names that the profiler shows, by node number, where they are known.
+    `names` are the full names that the profiler shows, by node number, if they are known.
     """
 
     device_name: str
@@ -52,10 +52,10 @@ class ReadGraph(Value, frozen=True, kw_only=True):
 def read_graph(
     name: str, nodes: Sequence[GraphNode], calls: Sequence[CollectiveCall], times: GraphTimes, num_ranks: int
 ) -> ReadGraph:
-    """Build the step of a graph. Nodes without work (events, empty ones) become dependencies of those behind them.
+    """Build the step of a graph. An operation that waits for a node without work (an event) depends on what that waits for.
 
-    Sizes of collectives are 0 where they are not known: of other libraries than NCCL and RCCL, or if no call was recorded
-    at all. Raises `StepError` where calls were recorded, but not as many as the graph holds.
+    The size of a collective is 0 if it is not known: for libraries other than NCCL and RCCL, or if no call was recorded at
+    all. Raises `StepError` if calls were recorded, but their number differs from the number of collectives in the graph.
     """
     if times.names:
         nodes = [replace(node, name=full) for node, full in zip(nodes, times.names, strict=True)]
@@ -81,10 +81,10 @@ def read_graph(
 
 
 def without_waits(operations: Sequence[Operation]) -> list[Operation]:
-    """The operations, with the least time of like collectives for each of them: the rest is waiting for other ranks.
+    """Return the operations, each collective with the least time of its kind: the rest is waiting for other ranks.
 
-    Timed alone, the first collective of a graph waits for ranks that begin later: one of four like all-to-alls on 2 H200s
-    took 798 us, the others 184 to 206 (2026-11-23).
+    Timed alone, the first collective of a graph waits for ranks that begin later: the first of four equal all-to-alls on
+    2 H200s took 798 us, the others 184 to 206 (2026-11-23).
     """
     least: dict[Operation, float] = {}
     for operation in operations:
@@ -100,12 +100,12 @@ def without_waits(operations: Sequence[Operation]) -> list[Operation]:
 
 
 def _kind_of(collective: Collective) -> Collective:
-    """What like collectives have in common."""
+    """Return the collective without stream, time and dependencies: equal for collectives of one kind."""
     return replace(collective, stream=0, lone_us=None, waits_for=())
 
 
 def read_calls(events: Iterable[Mapping[str, Any]]) -> list[CollectiveCall]:
-    """The collectives among a profiler's events, in the order of issue; a size that is not known is 0, as in traces."""
+    """Return the collectives among a profiler's events, in order of issue; an unknown size is 0, as in traces."""
     noted = sorted((event for event in events if event.get("name") == "record_param_comms"), key=lambda event: event["ts"])
     groups = name_groups(_group_of(event.get("args", {})) for event in noted)
     calls = []
@@ -128,7 +128,7 @@ def read_calls(events: Iterable[Mapping[str, Any]]) -> list[CollectiveCall]:
 
 
 def _group_of(args: Mapping[str, Any]) -> Group:
-    """The name and the description of the process group that a call was made on."""
+    """Return name and description of the process group of a call."""
     name, description = (args.get(f"Process Group {what}") for what in ("Name", "Description"))
     return (None if name is None else str(name), None if description is None else str(description))
 
@@ -149,7 +149,7 @@ def _operation(
         return Copy(
             name=node.name,
             stream=stream,
-            # the profiler's name says from where to where; the driver's node of a copy does not
+            # the name that the profiler shows states the direction; the driver's copy node does not
             direction=node.direction if node.direction != "device_to_device" else copy_direction(node.name),
             num_bytes=node.num_bytes,
             lone_us=lone_us,
@@ -184,9 +184,9 @@ def _operation(
 
 
 def _working(number: int, nodes: Sequence[GraphNode]) -> list[int]:
-    """The nodes with work that node `number` waits for, directly or through nodes without work."""
+    """Return the nodes with work that node `number` waits for, directly or through nodes without work."""
     found: set[int] = set()
-    passed: set[int] = set()  # else layers of nodes without work would be walked once for every path through them
+    passed: set[int] = set()  # without it, nodes without work would be visited once for every path through them
     left = list(nodes[number].waits_for)
     while left:
         wait = left.pop()
@@ -205,7 +205,7 @@ def _is_communication(node: GraphNode) -> bool:
 
 
 def _chains(nodes: Sequence[GraphNode]) -> list[int]:
-    """A stream number for each node, so that each stream is a chain of dependencies; computation continues one first."""
+    """Return a stream number for each node: each stream is a chain of dependencies, which computation continues first."""
     computed_after = {
         wait for node in nodes if node.kind == "kernel" and not _is_communication(node) for wait in node.waits_for
     }

@@ -1,7 +1,7 @@
-"""Applies a plan to a copy of a captured graph, and proves from the driver what took effect.
+"""Applies a plan to a copy of a captured graph, and verifies with the driver which controls took effect.
 
-Edits go to the nodes that the plan's directives match and to no others; the captured graph is never touched, so leaving
-the plan is launching the original. A control that cannot apply is refused with the reason, never skipped in silence.
+Only the nodes that the plan's directives match are edited. The captured graph is never changed, so launching it reverts the
+plan. A control that cannot be applied is refused with the reason, never skipped silently.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from counterpoint.step import Collective, Operation
 from counterpoint.units import format_bytes, format_count
 
 MOVED = Transport(transport="copy_engine")
-LIGHT_KERNELS = "counterpoint_light_"  # what their names begin with
+LIGHT_KERNELS = "counterpoint_light_"  # prefix of their names
 
 
 class Rewritten(msgspec.Struct, frozen=True, kw_only=True):
@@ -40,7 +40,7 @@ def rewrite(graph: AbstractGraph, read: ReadGraph, plan: Plan) -> Rewritten:
 
 
 def _edit(graph: AbstractGraph, before: Sequence[GraphNode], read: ReadGraph, plan: Plan) -> tuple[Engagement, ...]:
-    """Apply what can be applied to a copy, and read the edited nodes again; refusals come first."""
+    """Apply the controls that are possible to a copy, and read the edited nodes again; refusals come first."""
     wanted: list[tuple[int, Control]] = []
     engagements: list[Engagement] = []
     each = zip(read.nodes, read.step.operations, plan.controls_of(read.step), strict=True)
@@ -58,18 +58,18 @@ def _edit(graph: AbstractGraph, before: Sequence[GraphNode], read: ReadGraph, pl
                 _apply(graph, number, control)
                 wanted.append((number, control))
     edited = dict.fromkeys(number for number, _ in wanted)
-    moved = {number for number, control in wanted if control == MOVED}  # their nodes are gone
+    moved = {number for number, control in wanted if control == MOVED}  # these nodes no longer exist
     after = {number: before[number] if number in moved else graph.node(number) for number in edited}
     return (*engagements, *(_verify(graph, number, after[number], control) for number, control in wanted))
 
 
 def _replacements_first(controls: Sequence[Control]) -> list[Control]:
-    """Each control once; a kernel that takes a collective's place does so before other controls are for it."""
+    """Return each control once, light kernels first: other controls then apply to the kernel that replaced a collective."""
     return sorted(dict.fromkeys(controls), key=lambda control: not isinstance(control, LightKernel))
 
 
 def _why_not(node: GraphNode, control: Control) -> str:
-    """Return why a control must not be applied to a node; empty if it may."""
+    """Return why a control cannot be applied to a node; empty if it can."""
     if "graph" in control.refused_by:
         return control.refused_by["graph"]
     if node.kind != "kernel" and not isinstance(control, HeadStart):
@@ -111,7 +111,7 @@ def _apply(graph: AbstractGraph, number: int, control: Control) -> None:
 
 
 def _verify(graph: AbstractGraph, number: int, node: GraphNode, control: Control) -> Engagement:
-    """Query the driver for the present state and compare it with what was requested."""
+    """Query the driver for a node's current state, and compare it with the requested one."""
     match control:
         case Priority():
             return _verified(node, control, f"priority {node.priority}", node.priority == control.priority)
@@ -140,7 +140,7 @@ def _refused(node: GraphNode, control: Control, reason: str) -> Engagement:
 
 
 def _verified(node: GraphNode, control: Control, found: str, is_met: bool) -> Engagement:
-    """What the driver said of a control that was applied: verified if it holds, else failed."""
+    """Return the engagement of an applied control, with what the driver reported: verified if it is met, else failed."""
     return Engagement(
         control=control.tag,
         target=node.name,

@@ -1,8 +1,8 @@
-"""Chooses the graph of each replay: the planned one, except during the guard's checks, in which both take turns.
+"""Chooses the graph of each replay: the planned one, except during the guard's checks, which alternate between both graphs.
 
-A look costs no extra step: ordinary replays are timed, the second of each turn, since the first brings the GPU to the clocks
-and the temperature of its graph. Needs neither torch nor CUDA. What is faster or slower, and when it is certain, is for
-`measurement.guard`.
+A check costs no extra step: it times ordinary replays, the second of each turn, because the first brings the GPU to the
+clocks and the temperature of its graph. Needs neither torch nor CUDA. `measurement.guard` decides which graph is faster,
+and when that is certain.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,12 +14,12 @@ from counterpoint.errors import EngagementError
 from counterpoint.measurement.guard import LOOK_ROUNDS, Guard
 from counterpoint.measurement.values import Order
 
-TURN_REPLAYS = 2  # of which the last is timed
-LEAST_EVERY = 4 * TURN_REPLAYS * LOOK_ROUNDS  # a plan is to be in force for half of the time at least
+TURN_REPLAYS = 2  # only the last of a turn is timed
+LEAST_EVERY = 4 * TURN_REPLAYS * LOOK_ROUNDS  # so that the plan is in force for at least half of the time
 
 
 class Replay(msgspec.Struct, frozen=True, kw_only=True):
-    """The graph that the next replay launches, and whether it is timed."""
+    """Which graph the next replay launches, and whether the replay is timed."""
 
     is_planned: bool
     is_timed: bool = False
@@ -27,7 +27,7 @@ class Replay(msgspec.Struct, frozen=True, kw_only=True):
 
 @final
 class GuardedReplays:
-    """Counts replays, with one check in each `every` of them; 0 for none. All ranks need the same seed."""
+    """Counts replays, and starts a check after each `every` of them; 0 for none. All ranks need the same seed."""
 
     def __init__(self, every: int, seed: int) -> None:
         if every and every < LEAST_EVERY:
@@ -35,17 +35,17 @@ class GuardedReplays:
         self._every = every
         self._guard = Guard(seed)
         self._left = every  # replays until the next check
-        self._turns: list[int] = []  # that are left of the look, first to last: 0 the original, 1 the plan
+        self._turns: list[int] = []  # turns left of the check, first to last: 0 the original, 1 the plan
         self._order: Order | None = None
-        self._place = 0  # within the present turn
+        self._place = 0  # position within the current turn
 
     @property
     def is_in_force(self) -> bool:
-        """Whether the plan is applied outside of checks."""
+        """Whether replays outside of checks launch the planned graph."""
         return self._guard.is_in_force
 
     def next(self) -> Replay:
-        """Return the purpose of the next replay."""
+        """Return which graph the next replay launches, and whether it is timed."""
         if not self._every:
             return Replay(is_planned=True)
         if self._order is None and self._left == 0:

@@ -1,12 +1,12 @@
-"""Records the collectives that a step issues while it is captured: what each moves, between which ranks, and the nodes
-that it became.
+"""Records the collectives that a step issues while it is captured: the data that each moves, its ranks, and its nodes in
+the graph.
 
-torch.distributed calls an operator of torch's dispatcher for every collective, whichever way it was called, and
-`NotedCollectives` looks at those. The nodes are those that the captured graph holds after the call and did not hold before
-it, so that no collective is mistaken for another one's kernel.
+torch.distributed calls an operator of torch's dispatcher for every collective, however it was called, and
+`NotedCollectives` intercepts these operators. A collective's nodes are those that the call added to the captured graph, so
+that no collective is mistaken for another one's kernel.
 
 Event nodes are left out: NCCL's graph mixing puts one before and one after each collective (2.28: wait_event, kernel,
-event_record), which keep the communicator's work in and out of graphs in order whatever does the collective.
+event_record). They keep the communicator's work inside and outside of graphs in order, whatever replaces the collective.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,7 +27,7 @@ REDUCTIONS: dict[int, Reduction] = {0: "sum", 1: "mean"}  # torch's c10d::Reduce
 
 
 def extent_of(tensor: torch.Tensor) -> Extent:
-    """Where a tensor lies."""
+    """Return the location of a tensor."""
     return Extent(
         address=tensor.data_ptr(), num_elements=tensor.numel(), dtype=tensor.dtype, is_contiguous=tensor.is_contiguous()
     )
@@ -92,7 +92,7 @@ READERS: dict[object, Callable[..., IssuedCollective | None]] = {
 
 @final
 class NotedCollectives(TorchDispatchMode):  # type: ignore[misc]  # torch is untyped here
-    """Notes the collectives that are issued while it is in force, in a capture, in their order."""
+    """Records the collectives that are issued in a capture while this mode is active, in their order."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -100,7 +100,7 @@ class NotedCollectives(TorchDispatchMode):  # type: ignore[misc]  # torch is unt
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Compiled parts of a step are captured as they are, not run eagerly for our sake."""
+        """Return True, so that compiled parts of a step are captured compiled, not run eagerly because of this mode."""
         return True
 
     def __torch_dispatch__(
@@ -120,12 +120,12 @@ class NotedCollectives(TorchDispatchMode):  # type: ignore[misc]  # torch is unt
 
 
 def _nodes_of_capture() -> list[int]:
-    """The handles of the nodes that the graph under capture holds so far."""
+    """Return the handles of the nodes that the graph under capture holds so far."""
     stream = cu.CUstream(torch.cuda.current_stream().cuda_stream)
     _, _, graph, *_ = check("Asking for the graph under capture", cu.cuStreamGetCaptureInfo(stream))
     return [int(node) for node in handles_of(graph)] if graph is not None and int(graph) else []
 
 
 def _is_work(node: int) -> bool:
-    """Whether a node does work, other than ordering what does."""
+    """Return whether a node does work: nodes that only order others do not."""
     return check("Reading a node's type", cu.cuGraphNodeGetType(cu.CUgraphNode(node))) not in ORDERING

@@ -1,7 +1,7 @@
-"""A cache of plans between runs: one file for each step, GPU, driver, NCCL, torch and number of ranks.
+"""Keeps plans between runs: one file for each combination of step, GPU, driver, NCCL, torch and number of ranks.
 
-The folder is $COUNTERPOINT_CACHE_DIR, else `counterpoint` in the user's cache folder. A plan whose conditions changed has
-another name and is simply not found.
+The folder is $COUNTERPOINT_CACHE_DIR, else `counterpoint` in the user's cache folder. The file name depends on the
+conditions, so a plan is not found after its conditions changed.
 """
 
 import hashlib
@@ -17,7 +17,7 @@ from counterpoint.value import Value
 
 
 class Conditions(Value, frozen=True, kw_only=True):
-    """What a measured plan depends on beside the step."""
+    """The conditions, besides the step, that a measured plan depends on."""
 
     device_name: str
     driver_version: str
@@ -27,12 +27,12 @@ class Conditions(Value, frozen=True, kw_only=True):
 
 
 def cache_folder() -> Path:
-    """Where plans are kept, as an absolute path. Raises `CounterpointError` where there is neither a setting nor a home."""
+    """Return the absolute path of the cache. Raises `CounterpointError` if neither a setting nor a home folder exists."""
     chosen = os.environ.get("COUNTERPOINT_CACHE_DIR")
     if chosen:
         return Path(os.path.abspath(chosen))  # a child of the job may have another working folder
     users = os.environ.get("XDG_CACHE_HOME", "")
-    if os.path.isabs(users):  # empty or relative: as if it were not set, says the XDG specification
+    if os.path.isabs(users):  # the XDG specification treats an empty or relative path as not set
         return Path(users) / "counterpoint"
     try:
         return Path.home() / ".cache" / "counterpoint"
@@ -44,19 +44,19 @@ def cache_folder() -> Path:
 
 
 def plan_path(step: Step, conditions: Conditions) -> Path:
-    """The file of the plan for `step`."""
+    """Return the path of the plan for `step`."""
     facts = msgspec.json.encode((step.fingerprint(), conditions))
     return cache_folder() / f"plan-{hashlib.sha256(facts).hexdigest()[:16]}.toml"
 
 
 def find_plan(step: Step, conditions: Conditions) -> Plan | None:
-    """The kept plan, or None. Raises `PlanError` for a file that cannot be read as a plan."""
+    """Return the plan in the cache, or None. Raises `PlanError` if the file cannot be read as a plan."""
     path = plan_path(step, conditions)
     return load_plan(path) if path.exists() else None
 
 
 def keep_plan(plan: Plan, step: Step, conditions: Conditions) -> Path:
-    """Write the plan where `find_plan` looks. Raises `PlanError` if that is impossible."""
+    """Write the plan where `find_plan` looks. Raises `PlanError` if it cannot be written."""
     path = plan_path(step, conditions)
     path.parent.mkdir(parents=True, exist_ok=True)
     save_plan(plan, path)

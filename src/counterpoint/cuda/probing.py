@@ -1,10 +1,10 @@
-"""Describes the GPUs at hand as a machine: the driver's facts, the measured copy rates, and where a shipped file
-differs.
+"""Describes the visible GPUs as a machine, from the driver's figures and measured copy rates, and compares it with a
+shipped machine.
 
-Figures that no query tells (sub-partitions, carveout steps, what a GPC holds) are taken from the shipped machine of the same
-compute capability and say so in `sources`. A machine holds peak rates, so a measured copy replaces a stated link only
-where it contradicts it: copy engines reach 0.80 of a link and copies 0.90 of HBM (measured on H200, 2026-11-21). Knows
-nothing of other nodes; the network is the shipped machine's.
+Figures that no query returns (sub-partitions, carveout steps, what a GPC holds) come from the shipped machine of the same
+compute capability, which `sources` states. A machine holds peak rates, so a measured copy replaces a stated link only if it
+contradicts it: copy engines reach 0.80 of a link and copies 0.90 of HBM (measured on H200, 2026-11-21). Other nodes are not
+probed; the network is the shipped machine's.
 """
 
 import statistics
@@ -20,8 +20,8 @@ COPY_ENGINE_FRACTION = 0.80
 HBM_FRACTION = 0.90
 MEASURED_TOLERANCE = 0.10
 RATES = tuple(name for name in Gpu.__struct_fields__ if name.endswith(("flops_per_s", "ops_per_s")))
-DIRECT_RATIO = 1.5  # assumed: GPUs that send so much more to all peers than to one have direct links
-# driver and data sheet round differently; every figure not named here must be equal
+DIRECT_RATIO = 1.5  # assumption: GPUs that send this much more to all peers than to one have direct links
+# the driver and the data sheets round differently; figures not named here must be equal
 TOLERANCES = {
     "gpu.hbm_bytes": 0.01,
     "gpu.hbm_bytes_per_s": 0.02,
@@ -34,7 +34,7 @@ Figure = bool | int | float | str | tuple[int, ...] | None
 
 
 class Difference(Value, frozen=True, kw_only=True):
-    """A figure that is not what the shipped machine file says, beyond rounding or the spread of a measurement."""
+    """A figure that differs from the shipped machine file by more than rounding or the spread of a measurement."""
 
     figure: str
     shipped: Figure
@@ -42,7 +42,7 @@ class Difference(Value, frozen=True, kw_only=True):
 
 
 class Probed(Value, frozen=True, kw_only=True):
-    """The machine at hand, the rates measured, and its differences from the shipped machine named `shipped`."""
+    """The probed machine, its measured rates, and its differences from the shipped machine named `shipped`."""
 
     machine: Machine
     measured: Measured
@@ -51,10 +51,10 @@ class Probed(Value, frozen=True, kw_only=True):
 
 
 def probe() -> Probed:
-    """Ask the driver about the visible GPUs and measure copies in and between them, in about a second.
+    """Query the driver about the visible GPUs, and measure copies within and between them, in about a second.
 
-    Takes 512 MiB of each GPU and leaves nothing behind. Raises `DeviceError` without cuda-bindings, a GPU or a recent
-    driver, where the visible GPUs differ, and for a compute capability of which no machine is shipped.
+    Allocates 512 MiB on each GPU, and frees it. Raises `DeviceError` without cuda-bindings, a GPU or a recent driver, if
+    the visible GPUs differ, and for a compute capability that no shipped machine has.
     """
     try:
         from counterpoint.cuda.device_query import measure_copies, query_devices  # noqa: PLC0415  needs cuda-bindings
@@ -66,7 +66,7 @@ def probe() -> Probed:
 
 
 def shipped_machine(queried: Queried) -> Machine:
-    """The shipped machine of this very GPU, else the first of its compute capability. Raises `DeviceError` for neither."""
+    """Return the shipped machine of this GPU, else the first of its compute capability. Raises `DeviceError` without one."""
     machine = machine_for_device(queried.device_name)
     if machine is not None:
         return machine
@@ -83,7 +83,7 @@ def shipped_machine(queried: Queried) -> Machine:
 
 
 def describe(shipped: Machine, queried: tuple[Queried, ...], measured: Measured, today: date) -> Probed:
-    """Build the machine from what was queried and measured, and compare it with the shipped one."""
+    """Build the machine from the queried and measured figures, and compare it with the shipped one."""
     first = queried[0]
     by_driver = f"probed: CUDA {first.cuda_version[0]}.{first.cuda_version[1]} driver, {first.device_name}, {today}"
     gpu, sources = _gpu(shipped, first, by_driver)
@@ -111,12 +111,12 @@ def _capability(queried: Queried) -> str:
 
 
 def _from(shipped: Machine, figure: str) -> str:
-    """The source of a figure that was not probed."""
+    """Return the source of a figure that was not probed."""
     return f"not probed, from machine '{shipped.name}': {shipped.sources.get(figure, 'no source given')}"
 
 
 def _gpu(shipped: Machine, queried: Queried, by_driver: str) -> tuple[Gpu, dict[str, str]]:
-    """The GPU, and the source of each of its figures."""
+    """Return the GPU, and the source of each of its figures."""
     like, attributes = shipped.gpu, queried.attributes
     figures: dict[str, object] = {figure: attributes[attribute] for figure, attribute in QUERIED.items()}
     figures |= {
@@ -127,7 +127,7 @@ def _gpu(shipped: Machine, queried: Queried, by_driver: str) -> tuple[Gpu, dict[
         "greatest_priority": queried.greatest_priority,
     }
     if attributes["MEMORY_CLOCK_RATE"] > 0 and attributes["GLOBAL_MEMORY_BUS_WIDTH"] > 0:
-        # two transfers a clock, on as many wires as the bus is wide; some drivers hide both figures
+        # two transfers per clock on each wire of the bus; some drivers report neither figure
         figures["hbm_bytes_per_s"] = 2e3 * attributes["MEMORY_CLOCK_RATE"] * attributes["GLOBAL_MEMORY_BUS_WIDTH"] / 8
     sources = dict.fromkeys((f"gpu.{name}" for name in figures), by_driver)
     figures["registers_per_sub_partition"] = attributes["MAX_REGISTERS_PER_MULTIPROCESSOR"] // like.num_sub_partitions
@@ -147,7 +147,7 @@ def _gpu(shipped: Machine, queried: Queried, by_driver: str) -> tuple[Gpu, dict[
 
 
 def spread_sms(num_sms: int, num_gpcs: int) -> tuple[int, ...]:
-    """SMs over GPCs as evenly as pairs allow, the larger GPCs first; an odd SM goes to the last. Empty GPCs are left out."""
+    """Spread pairs of SMs evenly over GPCs, the larger GPCs first; an odd SM goes to the last. Leaves out empty GPCs."""
     pairs, odd = divmod(num_sms, 2)
     least, larger = divmod(pairs, num_gpcs)
     sizes = [2 * (least + (index < larger)) for index in range(num_gpcs)]
@@ -156,7 +156,7 @@ def spread_sms(num_sms: int, num_gpcs: int) -> tuple[int, ...]:
 
 
 def _link(shipped: Machine, measured: Measured, by_copies: str) -> tuple[Link, dict[str, str]]:
-    """The link between the GPUs: as stated where copies agree with it, else as they imply."""
+    """Return the link between the GPUs: the stated one if the measured copies agree with it, else the one they imply."""
     stated = shipped.link
     if not measured.peers:
         return stated, {f"link.{name}": f"{_from(shipped, f'link.{name}')}; one GPU is visible" for name in _LINK_FIGURES}
@@ -187,7 +187,7 @@ _LINK_FIGURES = ("kind", "bytes_per_s", "per_peer_bytes_per_s", "latency_us")
 
 
 def _shipped_with(kind: str) -> Machine:
-    """The first shipped machine with that kind of link."""
+    """Return the first shipped machine with that kind of link."""
     return next(machine for machine in map(load_machine, machine_names()) if machine.link.kind == kind)
 
 
@@ -198,7 +198,7 @@ def _is_close(figure: str, shipped: Figure, found: Figure) -> bool:
 
 
 def _compare(shipped: Machine, machine: Machine) -> tuple[Difference, ...]:
-    """Figures of GPU, link and node that differ."""
+    """Return the figures of GPU, link and node that differ."""
     pairs: list[tuple[str, Figure, Figure]] = [("num_gpus", shipped.num_gpus, machine.num_gpus)]
     for prefix, one, other in (("gpu", shipped.gpu, machine.gpu), ("link", shipped.link, machine.link)):
         pairs.extend((f"{prefix}.{name}", getattr(one, name), getattr(other, name)) for name in one.__struct_fields__)
@@ -210,7 +210,7 @@ def _compare(shipped: Machine, machine: Machine) -> tuple[Difference, ...]:
 
 
 def _compare_measured(shipped: Machine, measured: Measured) -> tuple[Difference, ...]:
-    """The HBM copy, where it is not what the shipped peak lets expect."""
+    """Return the rate of the HBM copy if it differs from the rate expected from the shipped peak."""
     figure, expected = "measured.hbm_copy_bytes_per_s", shipped.gpu.hbm_bytes_per_s * HBM_FRACTION
     if _is_close(figure, expected, measured.hbm_copy_bytes_per_s):
         return ()

@@ -1,7 +1,7 @@
-"""Joins the other ranks, and leaves without making any rank hang.
+"""Joins the other ranks, and ends the process without making another rank hang.
 
-Under torchrun each process takes the GPU of its local rank and joins the NCCL process group; alone it takes GPU 0. A rank
-that fails says why and leaves at once, so that the others' rendezvous time out instead of waiting for ever.
+Under torchrun each process uses the GPU of its local rank and joins the NCCL process group; alone it uses GPU 0. A rank
+that fails prints why and exits at once, so that the other ranks' rendezvous times out instead of waiting forever.
 """
 
 import os
@@ -23,7 +23,7 @@ FROM_TRACE = "Without GPUs, plan from a trace: counterpoint tune TRACE."
 def require_gpu(instead: str = FROM_TRACE) -> None:
     """Raise `DeviceError` without torch, with a torch that is too old, without a GPU, or without cuda-bindings.
 
-    In this order, since nothing is to be installed for GPUs that are not there. `instead` says what can be had without.
+    Checks in this order, so that no one installs packages for GPUs that are missing. `instead` says what works without.
     """
     _require("torch", "torch", instead)
     found = version("torch")
@@ -37,7 +37,7 @@ def require_gpu(instead: str = FROM_TRACE) -> None:
 
 
 def join_ranks(instead: str = FROM_TRACE) -> int:
-    """Take this process's GPU and join the others; returns the rank. Raises as `require_gpu` does."""
+    """Select this process's GPU, join the other ranks, and return the rank. Raises as `require_gpu` does."""
     require_gpu(instead)
     import torch  # noqa: PLC0415  only after the checks above
     import torch.distributed as dist  # noqa: PLC0415
@@ -59,16 +59,16 @@ def _require(module: str, package: str, instead: str) -> None:
 
 
 def run_and_leave(command: Callable[[], None]) -> NoReturn:
-    """Run a command that other ranks run, too, and end this process at once, however it went."""
+    """Run a command that all ranks run, and end this process at once, whether it succeeded or failed."""
     try:
         command()
     except CounterpointError as problem:
         say(str(problem))
         leave(2)
-    except SystemExit as ended:  # a parser of arguments has said why
+    except SystemExit as ended:  # the argument parser has printed why
         leave(ended.code if isinstance(ended.code, int) else int(ended.code is not None))
     except BaseException:
-        # a fault of ours or of the user's step: show all of it, but do not wait for ranks that will never answer
+        # a bug here or in the user's step: print the traceback, but do not wait for ranks that will never answer
         traceback.print_exc()
         leave(1)
     leave(0)

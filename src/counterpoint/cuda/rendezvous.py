@@ -1,7 +1,7 @@
-"""A rendezvous of ranks on the CPU: to start together, to agree, and to detect that one of them is gone.
+"""A rendezvous of ranks on the CPU: ranks start together, agree, and detect that one of them is gone.
 
-Every wait has a limit. A rank that does not answer within it, or a replay that does not end, becomes one `DeviceError`
-instead of a hang.
+Every wait has a limit. If a rank does not answer within it, or a replay does not end, the wait raises `DeviceError` instead
+of hanging.
 """
 
 import os
@@ -18,16 +18,16 @@ from counterpoint.ranks import Exchange, LocalStore
 
 
 def open_exchange(purpose: str, limit_s: float) -> Exchange:
-    """An exchange of all ranks of the job, through the store of their process group; of this process where it is alone.
+    """Open an exchange among all ranks of the job, through the store of their process group; a lone process exchanges alone.
 
-    All ranks open it for the same purpose, as often and in the same order. It has a connection of its own, so its limit is
-    not the job's, and other threads may use the job's connection meanwhile.
+    All ranks must open it for the same purpose, equally often and in the same order. It has a connection of its own, so its
+    limit is not the job's, and other threads may use the job's connection meanwhile.
     """
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         return Exchange(LocalStore(), rank=0, num_ranks=1, limit_s=limit_s)
     own = dist.distributed_c10d._get_default_store().clone()  # torch has no public name for it
     own.set_timeout(timedelta(seconds=limit_s))
-    # torchrun's agents of several nodes may count restarts apart (torch 2.13, elastic/agent/server/api.py)
+    # torchrun's agents on different nodes may count restarts differently (torch 2.13, elastic/agent/server/api.py)
     is_one_node = os.environ.get("LOCAL_WORLD_SIZE", "") in ("", str(dist.get_world_size()))
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if is_one_node else "0"
     whole = dist.PrefixStore(f"counterpoint/{purpose}/{attempt}", own)
@@ -37,7 +37,7 @@ def open_exchange(purpose: str, limit_s: float) -> Exchange:
 
 
 class Rendezvous:
-    """All ranks of the job, or this process alone where there is no process group."""
+    """The meeting point of all ranks of the job, or of this process alone without a process group."""
 
     def __init__(self, limit_s: float) -> None:
         self._exchange = open_exchange("rendezvous", limit_s)
@@ -49,25 +49,25 @@ class Rendezvous:
         self._exchange.round(b"", "start together")
 
     def slowest(self, value: float) -> float:
-        """The largest value of all ranks, on every rank."""
+        """Return the largest of all ranks' values, on every rank."""
         return self.slowest_of([value])[0]
 
     def each(self, value: float) -> list[float]:
-        """Every rank's value, by rank, on every rank."""
+        """Return every rank's value, by rank, on every rank."""
         return [
             msgspec.json.decode(text, type=float) for text in self._exchange.round(msgspec.json.encode(value), "compare")
         ]
 
     def slowest_of(self, values: Sequence[float]) -> list[float]:
-        """The largest of each of these values, of which every rank has as many, on every rank."""
+        """Return the largest of all ranks' values at each position, on every rank; all ranks pass equally many."""
         return [max(each) for each in self._compare(values)]
 
     def least_of(self, values: Sequence[float]) -> list[float]:
-        """The smallest of each of these values, of which every rank has as many, on every rank."""
+        """Return the smallest of all ranks' values at each position, on every rank; all ranks pass equally many."""
         return [min(each) for each in self._compare(values)]
 
     def _compare(self, values: Sequence[float]) -> Iterator[tuple[float, ...]]:
-        """Each value of all ranks. Raises `DeviceError` where one has another number of values."""
+        """Return all ranks' values at each position. Raises `DeviceError` if their numbers of values differ."""
         texts = self._exchange.round(msgspec.json.encode(values), "compare times")
         everyone = [msgspec.json.decode(text, type=list[float]) for text in texts]
         if len({len(each) for each in everyone}) > 1:
@@ -77,7 +77,7 @@ class Rendezvous:
         return zip(*everyone, strict=True)
 
     def agree(self, fingerprint: str, text: str) -> str:
-        """Rank 0's text on every rank. Raises `PlanError` on all of them if their fingerprints differ."""
+        """Return rank 0's text on every rank. Raises `PlanError` on all ranks if their fingerprints differ."""
         own = msgspec.json.encode((fingerprint, text))
         everyone = [msgspec.json.decode(each, type=tuple[str, str]) for each in self._exchange.round(own, "agree on a plan")]
         found = [entry for entry, _ in everyone]
@@ -89,7 +89,7 @@ class Rendezvous:
         return everyone[0][1]
 
     def wait_for(self, event: torch.cuda.Event) -> None:
-        """Wait until the GPU has passed `event`; a collective whose peer is gone never ends by itself."""
+        """Wait until the GPU has passed `event`, at most the limit: a collective whose peer is gone never ends by itself."""
         deadline = time.monotonic() + self._exchange.limit_s
         while not event.query():
             if time.monotonic() > deadline:

@@ -48,8 +48,8 @@ __all__ = [
 ROW_TYPES = (int, torch.SymInt)
 
 
-# torch.compile treats a description as a constant, so another one is compiled anew; otherwise torch 2.11 cannot take it
-# at all
+# torch.compile treats a description as a constant, and compiles again for another one; without this, torch 2.11 rejects
+# descriptions
 _pytree.register_constant(ScheduleDescription)
 
 
@@ -226,7 +226,7 @@ def pool_report() -> tuple[PoolReport, ...]:
 
 
 def release() -> None:
-    """Free all symmetric memory and forget all schedules. Call it on every rank, when no captured graph is needed any
+    """Free all symmetric memory and all schedules. Call it on every rank, when no captured graph is needed any
     more.
     """
     forget_runtimes()

@@ -1,12 +1,12 @@
-"""Compares, between the ranks of a group, what they are about to do, through the group's store, before a schedule runs
-for the first time.
+"""Compares the calls that a group's ranks are about to make, through the group's store, before a schedule runs for the
+first time.
 
-It costs a few store requests, once per shape. If ranks ask for different things, or a rank does not come, every rank
-that waits gets the same one-line error. The limit is the store's time-out, which `init_process_group(timeout=...)` sets.
+It costs a few store requests, once per shape. If ranks make different calls, or a rank does not answer, every rank that
+waits gets the same one-line error. The limit is the store's time-out, which `init_process_group(timeout=...)` sets.
 
 A rank that cannot make a call reports that and waits for no rank. Ranks that compare read it in their round. Ranks that
 run the call, because its shape was compared before, wait for rows: their watchdog asks here (`overheard`) and ends that
-wait. Calls are counted, so that a rank which is still at an earlier call goes on.
+wait. Calls are counted, so that a rank that is still at an earlier call continues.
 
 Rounds are counted, so after one rank gave up, ranks would compare different calls. The rank tells the others through the
 store: every later comparison of the group is refused at once, and waiting ranks are woken. `release()` on every rank
@@ -36,7 +36,7 @@ GAVE_UP = b"\0gave up"  # content of a round that will not complete; no other co
 
 
 class CallNotice(Value, frozen=True, kw_only=True):
-    """What a rank is about to do, in words that must be equal on all ranks, or why it cannot do it."""
+    """The call that a rank is about to make, in words that must be equal on all ranks, or why it cannot make it."""
 
     request: str = ""
     problem: str = ""
@@ -132,7 +132,7 @@ class Agreement:
         return self._never_ends
 
     def _all_refused(self) -> list[RefusedCall]:
-        """Return what ranks refused and others may not have reached, in the order of calls."""
+        """Return the refused calls that some rank may not have reached, in the order of calls."""
         number = self._store.add(REFUSED, 0)
         if number != self._num_known:
             keys = [f"{REFUSED} {rank}" for rank in range(self._exchange.num_ranks)]
@@ -155,12 +155,12 @@ class Agreement:
         if GAVE_UP in found:
             self._require_in_step()
             raise self.give_up("another rank gave up")
-        self._refused.clear()  # all have come this far
+        self._refused.clear()  # all ranks have reached this round
         return found
 
     def give_up(self, what: str, whose: str = "the other ranks'") -> OperatorError:
-        """Return the error of a rank that waited in vain: another rank's, if that refused the call; otherwise `what`
-        happened, and `whose` output tells more. The group is then out of step on all ranks.
+        """Return the error of a rank whose wait failed: another rank's error if that rank refused the call; otherwise
+        `what` happened, and `whose` output tells more. The group is then out of step on all ranks.
         """
         refused = self.overheard()
         if refused:
@@ -170,7 +170,7 @@ class Agreement:
 
     def _fall_out_of_step(self, why: str, last_round: int = 0) -> None:
         """Publish why the group is out of step, unless another rank has, and wake ranks that wait in a round. No rank is
-        further than in the next one, or one behind `last_round` if some rank went ahead.
+        beyond the next round, or beyond the one after `last_round` if some rank went ahead.
         """
         if self._why_out_of_step:
             return

@@ -1,8 +1,8 @@
 """Refuses wrong arguments of a call before there is a request: operands that are no tensors, and an invalid number of
 rows.
 
-The operators check only whether their arguments are tensors, because every call pays for the check. This module finds
-the words, and tells the ranks that wait.
+The operators check only whether their arguments are tensors, because every call pays for the check. This module words the
+error, and reports it to the ranks that wait.
 """
 
 from collections.abc import Iterable
@@ -23,7 +23,7 @@ def refuse_arguments(
     found = group_or_world(group)
     operands = [left, *_several(weight)]
     devices = [each.device for each in operands if isinstance(each, torch.Tensor)]
-    # as elsewhere, one operand on a GPU tells where the other ranks meet; without any, the group's earlier calls do
+    # as elsewhere, one operand on a GPU shows where the other ranks meet; without any, the group's earlier calls do
     device = next((each for each in devices if each.type == "cuda"), next(iter(devices), None))
     runtime = runtime_of_group(found) if device is None else runtime_of(found.group_name, device)
     problem = _problem_of(operation, left, weight) or _problem_of_rows(operation, left, num_rows)

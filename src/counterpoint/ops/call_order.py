@@ -19,13 +19,13 @@ NO_TIMING = int(cu.CUevent_flags.CU_EVENT_DISABLE_TIMING)
 
 @final
 class CallOrder:
-    """Begins and ends the calls of one group; the watchdog is told of those that run at once."""
+    """Begins and ends the calls of one group; the watchdog watches those that are not captured."""
 
     def __init__(self, watch: Watchdog) -> None:
         self._watch = watch
         self.start_event, *ends = (check("Making an event", cu.cuEventCreate(NO_TIMING)) for _ in range(3))
         self._ends = dict(zip(("eager", "captured"), ends, strict=True))
-        self._end_event: Handle = self._ends["eager"]  # of the call being issued
+        self._end_event: Handle = self._ends["eager"]  # end event of the call being issued
         self.is_in_capture = False  # whether the call being issued is captured by its caller
         self._last: dict[str, tuple[int, int]] = {}  # stream and capture of the last call of each kind
         self._handles: dict[int, Handle] = {}  # of streams, by torch's number
@@ -58,7 +58,7 @@ class CallOrder:
             self._watch.sample(current)
 
     def close(self) -> None:
-        """Give back what the driver holds."""
+        """Free what the driver holds."""
         for event in (self.start_event, *self._ends.values()):
             check("Destroying an event", cu.cuEventDestroy(event))
 

@@ -1,8 +1,8 @@
-"""Replaces collectives of a captured step by copy engines: for each, a small graph takes its node's place.
+"""Replaces collectives of a captured step by copy engines: a small graph replaces the node of each.
 
 A captured step keeps its addresses, so blocks are copied directly from their place on one rank to their place on the
 other. Data to be reduced goes to rows of the receiving rank and is summed there, on SMs. Ranks open each other's memory
-once, before anything is replayed. `recorded_copies.py` has what is recorded, and its flags.
+once, before anything is replayed. `recorded_copies.py` defines the recorded graph and its flags.
 """
 
 from collections.abc import Sequence
@@ -31,7 +31,7 @@ Handle = Any  # cuda-bindings has no types
 class Landing(Value, frozen=True, kw_only=True):
     """Where the blocks of the other ranks go on one rank, by sender in bytes from `place`, and its tensor for sums.
 
-    `obstacle` says why there is none.
+    `obstacle` says why copies to this rank are not possible.
     """
 
     obstacle: str = ""
@@ -112,7 +112,7 @@ class DirectCopies:
         return Parts(issued=issued, blocks=blocks, rows=rows)
 
     def _landing(self, parts: Parts, obstacle: str) -> Landing:
-        """Return what the others need to bring this rank its blocks."""
+        """Return what the others need to copy this rank's blocks to it."""
         if obstacle:
             return Landing(obstacle=obstacle)
         issued, rows = parts.issued, parts.rows
@@ -151,7 +151,7 @@ class DirectCopies:
     def close(self) -> None:
         """Free all memory when running work has ended; no graph that holds a replacement may run any more."""
         flags, self._flags = self._flags, None
-        with ExitStack() as freeing:  # in reverse order, and all of it whatever fails
+        with ExitStack() as freeing:  # in reverse order, and all of it even if a part fails
             if flags is not None:
                 freeing.callback(flags.watch.close)
             freeing.callback(self._memory.close)

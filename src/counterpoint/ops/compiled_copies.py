@@ -59,11 +59,11 @@ class Shared(NamedTuple):
     memory: Callable[[], SymmetricMemory]
 
     def stream(self, name: str) -> torch.cuda.Stream:
-        """The group's stream of that name."""
+        """Return the group's stream of that name."""
         return stream_of(self.group_name, self.device, name)
 
     def recording_stream(self, name: str) -> torch.cuda.Stream:
-        """The group's stream of that name on which calls are only recorded."""
+        """Return the group's stream of that name on which calls are only recorded."""
         return recording_stream_of(self.group_name, self.device, name)
 
 
@@ -124,7 +124,7 @@ class CompiledCopies(AbstractCompiledSchedule):
         order.finish(handle)
 
     def _recorded(self, key: Key, operands: Tensors, weights: Weights) -> Graph | None:
-        """Return a recording of this call, made now, if it has come often enough."""
+        """Record this call and return the recording, if the call was made often enough."""
         recordings = self._shared.recordings
         graph = self._record(operands, weights) if recordings.is_due(key) else None
         if graph is not None:
@@ -132,7 +132,7 @@ class CompiledCopies(AbstractCompiledSchedule):
         return graph
 
     def _record(self, operands: Tensors, weights: Weights) -> Graph | None:
-        """Record this call; if that fails, return None and record no other: the call can be issued as it stands."""
+        """Record this call; if that fails, return None and record no other: the call can be issued without a recording."""
         stream = self._recording_stream
         current = numbers_of(stream), cu.CUstream(stream.cuda_stream)
         call = self._call((operands, weights), current, self._recorded_branches, is_captured=True)

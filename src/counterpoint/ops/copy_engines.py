@@ -70,8 +70,8 @@ class CopyEngines(AbstractTransport):
         )
 
     def _require_memory(self, num_bytes: int = 0) -> SymmetricMemory:
-        """Reserve this much memory, and enough for all schedules so far: they have none if an attempt to get more has
-        failed.
+        """Reserve this much memory, and enough for all schedules so far, which have none after a failed attempt to get
+        more.
         """
         memory = self._pool.memory
         if memory is None or memory.local.numel() < num_bytes:

@@ -101,7 +101,7 @@ class CopyLane(AbstractLane):
         self._fetch(output.chunk(self.num_ranks), part_bytes=output.nbytes // self.num_ranks)
 
     def _fetch(self, targets: Sequence[torch.Tensor], part_bytes: int) -> None:
-        """Rank p's part starts `p * part_bytes` into its memory."""
+        """Fetch the targets; rank p's part starts `p * part_bytes` into its memory."""
         stream, memory = self._current(), self._reserved()
 
         def pull(peer: int) -> None:

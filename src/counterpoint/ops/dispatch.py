@@ -99,20 +99,20 @@ class Operator:
             return self._run(*arguments)
 
     def _run_with_gradients(self, left: torch.Tensor, weights: Any, *others: Any) -> Any:
-        """Without torch's dispatcher."""
+        """Run with gradients, without torch's dispatcher."""
         if isinstance(weights, torch.Tensor):
             return _Differentiable.apply(self, others, False, left, weights)
         return list(_Differentiable.apply(self, others, True, left, *weights))
 
     def differentiate(self, ctx: Any, gradients: Matrices, is_wanted: tuple[bool, bool]) -> Gradients:
-        """The gradients of the left operand and of the weights."""
+        """Return the gradients of the left operand and of the weights."""
         assert self._gradients is not None
         refuse_second_derivative(self.name)
         left, *weights = ctx.saved_tensors
         return self._gradients(Kept(left, weights, ctx.group_name, ctx.schedule), gradients, is_wanted)
 
     def _differentiate_custom(self, ctx: Any, gradient: Any) -> tuple[Any, ...]:
-        """The gradients of all arguments of the custom operator."""
+        """Return the gradients of all arguments of the custom operator."""
         of_left, of_weights = ctx.needs_input_grad[:2]
         if not ctx.is_list:
             found, (of_weight,) = self.differentiate(ctx, [gradient], (of_left, of_weights))

@@ -40,7 +40,7 @@ RESTING = [*[1] * len(ExpertRegion), 1, 0, *[0] * (len(ExpertRegion) * MAX_CHUNK
 
 
 class Copies(NamedTuple):
-    """Copies by address and size; numbers of Python, for the driver's bindings take no arrays."""
+    """Copies by address and size, as Python numbers, because the driver's bindings take no arrays."""
 
     targets: list[int]
     sources: list[int]
@@ -144,7 +144,7 @@ class ExpertCopies(AbstractExpertExchange):
         self._order.finish(self.current())
 
     def current(self) -> Handle:
-        """The current stream."""
+        """Return the current stream."""
         return cu.CUstream(torch._C._cuda_getCurrentRawStream(self.device.index))
 
     def mark(self) -> Handle:
@@ -215,7 +215,7 @@ class Outbox:
         self._exchange, self._region, self._row_bytes = exchange, region, row_bytes
         self._claimed: set[int] = set()  # peers whose memory this rank may write
         self._used: dict[str, None] = {}  # copy streams
-        self._sources: list[torch.Tensor] = []  # they must live until the copies are joined
+        self._sources: list[torch.Tensor] = []  # kept until the copies are joined
         self.num_bytes = 0
 
     def ready(self, rows: torch.Tensor) -> None:

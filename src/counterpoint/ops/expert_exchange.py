@@ -64,8 +64,8 @@ class Sorting:
         self._rank, self._own = rank, slice(rank * num_experts, (rank + 1) * num_experts)
 
     def prepare(self, gathered: torch.Tensor) -> None:
-        """`gathered[source, expert]` are the counts on the device. `ends`: where the rows of each of this rank's experts end
-        (int32)."""
+        """Compute `ends`, where the rows of each of this rank's experts end (int32), from the counts on the device,
+        `gathered[source, expert]`."""
         counts = gathered[:, self._own]
         self._by_source, by_expert = counts.flatten(), counts.t().flatten()
         self._by_expert = by_expert
@@ -132,7 +132,7 @@ class AbstractDispatch(ABC):
 
     @abstractmethod
     def join(self) -> None:
-        """What follows on the current stream follows this rank's sends, too."""
+        """Make later work on the current stream follow this rank's sends, too."""
 
 
 class AbstractCombine(ABC):
@@ -150,7 +150,7 @@ class AbstractCombine(ABC):
 
     @abstractmethod
     def join(self) -> None:
-        """What follows on the current stream follows this rank's sends, too."""
+        """Make later work on the current stream follow this rank's sends, too."""
 
 
 class AbstractExpertExchange(ABC):
@@ -158,7 +158,7 @@ class AbstractExpertExchange(ABC):
 
     @abstractmethod
     def gather(self, row: torch.Tensor, beside: Callable[[torch.Tensor], None]) -> torch.Tensor:
-        """Return every rank's row of whole numbers (int64), in the order of ranks, on the host, which waits.
+        """Return every rank's row of integers (int64), in the order of ranks, on the host, which waits.
 
         `beside` is called first, with the rows on the device.
         """
@@ -175,15 +175,15 @@ class AbstractExpertExchange(ABC):
 
     @abstractmethod
     def dispatch(self, region: ExpertRegion, rows: Rows, source: torch.Tensor) -> AbstractDispatch:
-        """Send this rank's rows, which are contiguous and in the order of its tokens, within the present call."""
+        """Send this rank's rows, which are contiguous and in the order of its tokens, within the current call."""
 
     @abstractmethod
     def combine(self, rows: Rows) -> AbstractCombine:
-        """Send back results within the present call."""
+        """Send back results within the current call."""
 
     @abstractmethod
     def end(self) -> None:
-        """End the present call: all of it is issued, and its sends are joined."""
+        """End the current call, when all of it is issued and its sends are joined."""
 
     @abstractmethod
     def num_symmetric_bytes(self) -> int:
@@ -191,4 +191,4 @@ class AbstractExpertExchange(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Give back all memory."""
+        """Free all memory."""

@@ -62,6 +62,6 @@ class ExpertGroup:
         return self.copies.num_symmetric_bytes() if self.copies else 0
 
     def close(self) -> None:
-        """Give back all memory."""
+        """Free all memory."""
         if self.copies is not None:
             self.copies.close()

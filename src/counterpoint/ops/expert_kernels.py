@@ -1,4 +1,4 @@
-"""Triton kernels for experts: silu(first) * second and its gradients, and rows put at their places.
+"""Triton kernels for experts: silu(first) * second and its gradients, and the placement of rows.
 
 They read and write every number once, whereas torch's own operators make five passes over the matrices forward and
 fourteen backward, and place rows element by element. Intermediate results are rounded as in torch. They need Triton,
@@ -47,7 +47,7 @@ def gate_backward_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0917  what
 
 
 def gate(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
-    """silu(first) * second of two contiguous matrices."""
+    """Return silu(first) * second of two contiguous matrices."""
     result = torch.empty_like(first)
     number = first.numel()
     gate_kernel[(triton.cdiv(number, BLOCK),)](first, second, result, number, BLOCK, num_warps=NUM_WARPS)
@@ -55,7 +55,7 @@ def gate(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
 
 
 def gate_backward(first: torch.Tensor, second: torch.Tensor, gradient: torch.Tensor, outs: Sequence[torch.Tensor]) -> None:
-    """silu(first) * second, and the gradients of first and second, in `outs`; all are contiguous."""
+    """Compute silu(first) * second, and the gradients of first and second, in `outs`; all are contiguous."""
     number = first.numel()
     gate_backward_kernel[(triton.cdiv(number, BLOCK),)](first, second, gradient, *outs, number, BLOCK, num_warps=NUM_WARPS)
 
@@ -72,6 +72,6 @@ def put_rows_kernel(rows, places, target, number, block: tl.constexpr):  # type:
 
 
 def put_rows(rows: torch.Tensor, places: torch.Tensor, target: torch.Tensor) -> None:
-    """target[places[n]] = rows[n]: contiguous matrices of one type, places all different (int64)."""
+    """Set target[places[n]] = rows[n]: contiguous matrices of one type, all places different (int64)."""
     if rows.shape[0]:
         put_rows_kernel[(rows.shape[0],)](rows, places, target, rows.shape[1], ROW_BLOCK, num_warps=4)

@@ -27,16 +27,16 @@ class RegionSizes:
         return sum(self._sizes.values())
 
     def start(self, region: ExpertRegion) -> int:
-        """First byte of a region."""
+        """Return the first byte of a region."""
         return sum(size for each, size in self._sizes.items() if each < region)
 
     def view(self, memory: torch.Tensor, region: ExpertRegion, rows: RowFormat, num_rows: int) -> torch.Tensor:
-        """The first rows of a region in `memory`, which is bytes."""
+        """Return the first rows of a region in `memory`, which is bytes."""
         start = self.start(region)
         return memory[start : start + num_rows * rows.num_bytes].view(rows.dtype).view(num_rows, rows.num_columns)
 
     def holds(self, needed: dict[ExpertRegion, int]) -> bool:
-        """Whether the regions are large enough."""
+        """Return whether the regions are large enough."""
         return all(num_bytes <= self._sizes[region] for region, num_bytes in needed.items())
 
     def grown(self, needed: dict[ExpertRegion, int]) -> "RegionSizes":

@@ -1,7 +1,7 @@
 """An expert exchange between CPUs: the same pieces in the same order as messages, so that tests run the logic on real
 tensors without GPUs.
 
-Sends are posted when their rows are there, and a rank receives a piece when it needs it, so no rank waits for ever.
+Sends are posted when their rows are ready, and a rank receives a piece when it needs it, so no rank waits forever.
 Nothing overlaps here.
 """
 

@@ -1,7 +1,8 @@
 """The passes of experts: the order in which rows are sent, multiplied and sent back, forward and backward.
 
-Rows are multiplied group by group of experts, each group as soon as all its rows are there, while the next group's rows
-are in transit; a group's results go back at once. In backward, the gradients of weights come last and hide the way back.
+Rows are multiplied group by group of experts, each group as soon as all its rows have arrived, while the next group's rows
+are in transit; a group's results go back at once. In backward, the gradients of weights come last and hide the returning
+rows.
 Other ranks' tokens are not kept: they are sent again if weights need their gradients, beside the earlier matmuls.
 """
 
@@ -21,8 +22,8 @@ DISPATCH, AGAIN, COMBINE = ExpertRegion
 
 
 class Linear(NamedTuple):
-    """The weights (E, N, K) and, where there are some, the biases (E, N) of one linear of every expert. `is_fp8`: what it
-    computes forward is multiplied in fp8."""
+    """The weights (E, N, K) and, if any, the biases (E, N) of one linear of every expert. `is_fp8`: forward multiplies in
+    fp8."""
 
     weights: torch.Tensor
     bias: torch.Tensor | None = None
@@ -30,7 +31,7 @@ class Linear(NamedTuple):
 
 
 class Layer(NamedTuple):
-    """What experts compute: w1 and, where given, w3 before the activation, and w2 behind it."""
+    """The linears of experts: w1 and, if given, w3 before the activation, and w2 after it."""
 
     ups: Sequence[Linear]
     down: Linear
@@ -47,7 +48,7 @@ class Wanted(NamedTuple):
 
 
 class LayerGradients(NamedTuple):
-    """The gradients of tokens and of a layer, as (weights, bias) each; None for those that are not wanted."""
+    """The gradients of tokens and of a layer, as (weights, bias) each; None for gradients that were not requested."""
 
     tokens: torch.Tensor | None
     ups: list[Gradients]
@@ -56,7 +57,7 @@ class LayerGradients(NamedTuple):
 
 @final
 class Pass:
-    """One pass of a call: what it sends, from the beginning to the end."""
+    """One pass of a call, with everything that it sends."""
 
     def __init__(self, routing: ExpertRouting, rows: RowFormat, regions: Sequence[ExpertRegion]) -> None:
         """`regions`: the regions that need memory, for this pass or later ones of the call."""
@@ -72,7 +73,7 @@ class Pass:
         return found
 
     def combine(self) -> AbstractCombine:
-        """Give back results."""
+        """Send back results."""
         found = self._exchange.combine(self._rows)
         self._sent.append(found)
         return found
@@ -189,7 +190,7 @@ def dispatch_multiply(routing: ExpertRouting, tokens: torch.Tensor, linear: Line
 def dispatch_multiply_backward(
     routing: ExpertRouting, tokens: torch.Tensor, weights: torch.Tensor, gradients: Matrices, wanted: Wanted
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-    """The gradients of tokens, weights and biases of `dispatch_multiply`."""
+    """Return the gradients of tokens, weights and biases of `dispatch_multiply`."""
     regions = [region for region, is_used in ((DISPATCH, wanted.ups), (COMBINE, wanted.tokens)) if is_used]
     work = Pass(routing, RowFormat.of(tokens), regions)
     dispatch = work.dispatch(DISPATCH, tokens) if wanted.ups else None
@@ -223,7 +224,7 @@ def multiply_combine(routing: ExpertRouting, inputs: Matrices, linear: Linear) -
 def multiply_combine_backward(
     routing: ExpertRouting, inputs: Matrices, weights: torch.Tensor, gradient: torch.Tensor, wanted: Wanted
 ) -> tuple[list[torch.Tensor | None], Gradients]:
-    """The gradients of inputs (`wanted.tokens`), and of weights and biases, of `multiply_combine`."""
+    """Return the gradients of inputs (`wanted.tokens`), and of weights and biases, of `multiply_combine`."""
     work = Pass(routing, RowFormat.of(gradient), (DISPATCH,))
     dispatch = work.dispatch(DISPATCH, gradient)
     of_inputs: list[torch.Tensor | None] = [None] * len(inputs)
@@ -239,7 +240,7 @@ def multiply_combine_backward(
 
 
 def _joined(groups: Matrices, weights: torch.Tensor, *, is_inner: bool = False) -> torch.Tensor:
-    """The rows of all groups."""
+    """Return the rows of all groups."""
     if len(groups) == 1:
         return groups[0]
     return torch.cat(list(groups)) if groups else weights.new_empty(0, weights.shape[2 if is_inner else 1])

@@ -1,6 +1,6 @@
 """Routes one call of an expert layer: exchanges and checks the counts of rows, and picks what moves the rows.
 
-All ranks decide from the same matrix of counts, so they decide alike: whether counts add up, whether rows go by copies
+All ranks decide from the same matrix of counts, so their decisions agree: whether counts add up, whether rows go by copies
 or by the library's all-to-all, in how many pieces, and whether the symmetric memory must grow. If one rank cannot get
 that memory, all ranks run this call by the library.
 """
@@ -46,20 +46,20 @@ class ExpertRouting:
         sorting.layout = self.layout
 
     def rows(self, rows: RowFormat) -> Rows:
-        """Rows of this format."""
+        """Return the rows of this call in this format."""
         return Rows(self.layout, rows, self._sorting)
 
     # the following is read when the first copies are in transit
 
     @cached_property
     def experts(self) -> ExpertRows:
-        """The rows of all of this rank's experts."""
+        """Number of rows of each of this rank's experts."""
         counts = self.counts[:, self.layout.rank].sum(0).tolist()
         return ExpertRows(tuple(counts), self._sorting.ends)
 
     @cached_property
     def groups(self) -> list[ExpertRows]:
-        """The same for each group of experts."""
+        """Number of rows of each expert, by group of experts."""
         counts, ends = self.experts
         return [
             ExpertRows(
@@ -69,7 +69,7 @@ class ExpertRouting:
         ]
 
     def exchange(self, rows: Rows, regions: Sequence[ExpertRegion]) -> AbstractExpertExchange:
-        """Return what moves the rows of a pass that uses these regions; their memory is there."""
+        """Return what moves the rows of a pass that uses these regions, with their memory reserved."""
         experts = self.runtime.experts()
         self.runtime.agreement.num_calls += 1
         if not self.num_pieces or experts.copies is None:
@@ -134,7 +134,7 @@ def route(runtime: Runtime, call: Called) -> ExpertRouting:
     row[-1:].fill_(call.tokens.shape[0])
     sorting = Sorting(int(runtime.group.rank()), call.sizes[0])
     on_host = (experts.copies or experts.library).gather(row, sorting.prepare)
-    found = on_host.numpy().copy()  # the host's memory is the next call's
+    found = on_host.numpy().copy()  # the next call reuses the host's memory
     shaped = found[:, :-1].reshape(num_ranks, num_ranks, -1)
     pairs = pair_rows(shaped)
     if [sum(row) for row in pairs] != found[:, -1].tolist() or found.min() < 0:

@@ -222,13 +222,13 @@ class _Combine(torch.autograd.Function):  # type: ignore[misc]  # torch is untyp
 
 
 def _halves(layer: Sequence[T]) -> tuple[Sequence[T], Sequence[T]]:
-    """Split what belongs to weights from what belongs to their biases."""
+    """Split a sequence into the half for weights and the half for their biases."""
     number = len(layer) // 2
     return layer[:number], layer[number:]
 
 
 def _as_layer(operands: Sequence[Any], *, is_fp8: bool = False) -> tuple[torch.Tensor, Layer]:
-    """Return tokens, and the layer that weights and biases make."""
+    """Return the tokens, and the layer of the weights and biases."""
     tokens, *layer = operands
     first, down, *third = (Linear(*each, is_fp8) for each in zip(*_halves(layer), strict=True))
     return tokens, Layer([first, *third], down)
@@ -261,7 +261,7 @@ def _dense(operands: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _in_place(weights: Any) -> Any:
-    """Return weights as they lie if matmuls can read them so, and a copy otherwise. None stays None."""
+    """Return the weights themselves if matmuls can read their layout, and a copy otherwise. None stays None."""
     return weights if weights is None or weights.dim() < 3 or 1 in weights.stride()[-2:] else weights.contiguous()
 
 

@@ -71,7 +71,7 @@ class AbstractLane(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Give back all memory."""
+        """Free all memory."""
 
 
 def aligned(num_bytes: int) -> int:

@@ -1,4 +1,4 @@
-"""Replaces collectives of a captured step by light kernels: for each, a launch takes its node's place.
+"""Replaces collectives of a captured step by light kernels: a launch replaces the node of each.
 
 All-gathers and all-to-alls write this rank's blocks to their destinations on the others. Reductions read this rank's
 block of all ranks, add in single precision in the order of ranks, round once, and write the sum. Ranks open each other's

@@ -1,4 +1,4 @@
-"""Compiles the light kernels (`light.cu`) for the GPU at hand, and prepares their launches.
+"""Compiles the light kernels (`light.cu`) for the current GPU, and prepares their launches.
 
 A CTA has 128 threads with at most 32 registers each and no shared memory, so it fits wherever 4 warps and 4,096
 registers are free. NCCL's has 544 threads with 96 registers and about 101 KiB. NVRTC, which comes with torch, compiles
@@ -68,7 +68,7 @@ class Moves(Value, frozen=True, kw_only=True):
     scale: float = 1.0
 
     def obstacle(self) -> str:
-        """Why no kernel can move them, or nothing."""
+        """Return why no kernel can move them; empty if one can."""
         if any(number % VECTOR_BYTES for number in (*self.source, *self.target, *self.num_bytes)):
             return f"its blocks do not begin and end at multiples of {VECTOR_BYTES} bytes, as light kernels require"
         return ""

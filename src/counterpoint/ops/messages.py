@@ -2,7 +2,7 @@
 without GPUs.
 
 Every rank goes through the schedule in its single order and does its part of each copy: the sender `send`, the receiver
-`recv`. Of all unfinished copies, both ranks of the earliest are at it, so no rank waits for ever. Nothing overlaps here.
+`recv`. Both ranks of the earliest unfinished copy have reached it, so no rank waits forever. Nothing overlaps here.
 """
 
 from collections.abc import Sequence

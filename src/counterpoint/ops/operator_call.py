@@ -16,7 +16,7 @@ from counterpoint.ops.dispatch import Matrices
 from counterpoint.ops.runtime import PickedSchedule, Request, Runtime, known_calls, runtime_of
 from counterpoint.schedule.actions import Operation, Pass
 
-# most known calls of a process; a model has a few shapes, and a job with ever new shapes keeps no more
+# most known calls of a process; a model has a few shapes, and a job whose shapes keep changing stays within this limit
 MAX_KNOWN_CALLS = 4096
 Key = tuple[Hashable, ...]
 
@@ -31,8 +31,8 @@ class TorchPass(NamedTuple):
 
 @final
 class CallCounts:
-    """Calls of operators so far, forward and backward: those whose rows went by copies, and their bytes sent from this
-    rank; those that ran the library's collective, and how many of these by reason.
+    """Calls of operators so far, forward and backward: the calls whose rows were copied, and the bytes that they sent from
+    this rank; the calls that ran the library's collective, and their number by reason.
 
     A call counts where the operator runs, so code made by torch.compile counts as well. A CUDA graph that holds a call
     counts once, when it is captured.
@@ -61,14 +61,14 @@ class CallCounts:
 
 @cache
 def calls_of(group_name: str) -> CallCounts:
-    """Return the counts of a group of this process; they go on after its memory was released."""
+    """Return the counts of a group of this process; they continue after its memory was released."""
     return CallCounts()
 
 
 @final
 class KnownCall:
-    """What calls with tensors of the same shapes, strides, types and devices have in common: their schedule, and the
-    memory for their results.
+    """The schedule, and the layout of the results, of calls with tensors of the same shapes, strides, types and
+    devices.
     """
 
     __slots__ = ("_counts", "_names", "_picked", "_results", "_runtime", "group")
@@ -94,7 +94,7 @@ class KnownCall:
 
 
 def key_of(what: Key, *tensors: torch.Tensor) -> Key:
-    """Return everything that distinguishes calls, besides the numbers in their tensors: `what` they are, and the
+    """Return everything that distinguishes calls, besides the values in their tensors: `what` they are, and the
     properties of their tensors.
     """
     return what, *[(each.shape, each.stride(), each.dtype, each.device) for each in tensors]
@@ -132,8 +132,8 @@ class OperatorCall:
             self._runtime.refuse(problem)
 
     def plan(self, sizes: tuple[int, int, int], schedule: str) -> None:
-        """Find the plan for (rows, inner, columns), before memory for results is taken, so that ranks fail together
-        here.
+        """Find the plan for (rows, inner, columns), before memory for results is allocated, so that ranks fail
+        together here.
         """
         num_rows, num_inner, num_columns = sizes
         request = Request(

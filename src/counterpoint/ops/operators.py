@@ -114,7 +114,7 @@ def _run_matmul_reduce_scatter(
 
 
 def _run_matmuls_reduce_scatter(activations: Matrices, weights: Matrices, group_name: str, schedule: str) -> torch.Tensor:
-    """This rank's block of the sum of all products and all ranks."""
+    """Return this rank's block of the sum of all products and all ranks."""
     key = key_of((REDUCE, group_name, schedule), *activations, *weights)
     known = known_call(key, group_name)
     if known is None:
@@ -242,7 +242,7 @@ def _reduce_gradients(kept: Kept, gradients: Matrices, is_wanted: tuple[bool, bo
 
 
 def _all_reduce_gradients(kept: Kept, gradients: Matrices, is_wanted: tuple[bool, bool]) -> Gradients:
-    """The product is the same on every rank, and so is later work: its gradient is not summed again."""
+    """Return the gradients. The product and all later work are the same on every rank, so its gradient is not summed."""
     (gradient,), (weight,) = gradients, kept.weights
     return (
         multiply(gradient, weight.t()) if is_wanted[0] else None,

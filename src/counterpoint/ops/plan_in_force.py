@@ -57,8 +57,8 @@ class PlanInForce:
         return next((choice for choice in reversed(self._choices) if choice.match.accepts_name(name)), None)
 
     def problem_on(self, machine: str) -> str:
-        """Return why a plan is not for GPUs of that machine, in one line, or nothing. CPUs are no machine: they only try
-        it out.
+        """Return why a plan is not for GPUs of that machine, in one line, or nothing. CPUs accept any plan, because they
+        only serve to try it.
         """
         if not (self._choices and self.machine and machine) or self.machine == machine:
             return ""

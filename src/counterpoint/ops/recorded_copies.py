@@ -99,7 +99,7 @@ def tensor_at(address: int, like: torch.Tensor) -> torch.Tensor:
 
 
 def reduce_rows(rows: torch.Tensor, out: torch.Tensor, reduction: str) -> None:
-    """Return the sum or mean of the rows, added in float32 if they are narrower, and rounded once."""
+    """Write the sum or mean of the rows to `out`, added in float32 if they are narrower, and rounded once."""
     if reduction == "mean":
         torch.mean(rows, 0, out=out)
     else:

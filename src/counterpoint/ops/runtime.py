@@ -55,7 +55,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     schedule: str = ""
 
     def problem(self, num_ranks: int) -> Problem:
-        """The sizes, checked. Raises `ScheduleError`."""
+        """Return the sizes, checked. Raises `ScheduleError`."""
         return Problem(
             operation=self.operation,
             num_ranks=num_ranks,
@@ -66,7 +66,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def name(self, num_ranks: int) -> str:
-        """The name that a plan's directives match, whatever schedule the call names."""
+        """Return the name that a plan's directives match, whatever schedule the call names."""
         return f"{self._sizes()} on {format_count(num_ranks, 'rank')}"
 
     def words(self) -> str:
@@ -212,7 +212,7 @@ class Runtime:
         return self.transport.prepare(make_schedule(problem, description, request.direction), request.dtype)
 
     def forget(self, prepared: Sequence[AbstractCompiledSchedule]) -> None:
-        """Free what `prepare` created, all ranks together."""
+        """Free schedules that `prepare` created, all ranks together."""
         if self.transport is not None:
             self.transport.forget(prepared)
 
@@ -223,7 +223,7 @@ class Runtime:
             del self.plans[request]
 
     def propose(self, what: str, problem: str = "") -> None:
-        """Raise `OperatorError` on every rank unless all of them are about to do the same, and are able to."""
+        """Raise `OperatorError` on every rank unless all ranks are about to do the same, and can do it."""
         self.agreement.compare(CallNotice(request=what, problem=problem))
 
     def text_of_first(self, text: str) -> str:
@@ -277,11 +277,11 @@ class Runtime:
         return held + sum(each.num_symmetric_bytes() for each in (self.transport, self._experts) if each is not None)
 
     def num_recordings(self) -> int:
-        """Calls recorded as CUDA graphs on this rank."""
+        """Number of calls recorded as CUDA graphs on this rank."""
         return self.transport.num_recordings() if self.transport else 0
 
     def close(self) -> None:
-        """Give back all memory."""
+        """Free all memory."""
         known_calls().clear()
         self._watchdog.close()
         for lane in self._lanes.values():

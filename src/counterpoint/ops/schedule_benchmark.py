@@ -1,8 +1,8 @@
 """A benchmark of one operator call on its own operands, in which several schedules take turns to be timed and compared.
 
-Operands are random and keep their addresses, as in a training step, so calls are recorded as they are there. Weights
-have the layout of `torch.nn.Linear`'s, of which operators get the transpose. All memory is freed in the end. This module
-does not know which schedule is chosen.
+Operands are random and keep their addresses, so calls are recorded as in a training step. Weights have the layout of
+`torch.nn.Linear`'s, of which operators get the transpose. All memory is freed at the end. This module does not choose a
+schedule.
 """
 
 import math
@@ -33,8 +33,8 @@ Shape = tuple[int, int]
 class ScheduleBenchmark:
     """A request and the schedules that take turns at it; the first is `sequential`, whose results are the reference.
 
-    All ranks of the group create and call it alike. Raises `OperatorError` on every rank if operands find no room on
-    one, `ScheduleError` for a schedule that does not fit.
+    All ranks of the group create and call it in the same way. Raises `OperatorError` on every rank if one cannot allocate
+    the operands, `ScheduleError` for a schedule that does not fit.
     """
 
     def __init__(self, runtime: Runtime, request: Request, descriptions: Sequence[ScheduleDescription]) -> None:

@@ -1,5 +1,5 @@
-"""The streams that operators use besides the caller's: one for each group, device and name, as long as the process
-lives.
+"""The streams that operators use besides the caller's: one for each group, device and name, which live as long as the
+process.
 
 They outlive `release()`. torch takes streams from a pool of 32 in turn, and its matmuls keep a cuBLAS workspace for
 every stream on which they ever ran (measured on H200: 35,651,584 bytes each) and never free it: a group that took new
@@ -17,7 +17,7 @@ import torch
 
 @cache
 def stream_of(group_name: str, device: torch.device, name: str, priority: int = 0) -> torch.cuda.Stream:
-    """The stream of that name of a group on a device, the same at every call.
+    """Return a group's stream of that name on a device, the same one at every call.
 
     `priority` is torch's (0 or less; a lower number is a higher priority) and part of the name.
     """
@@ -26,8 +26,8 @@ def stream_of(group_name: str, device: torch.device, name: str, priority: int = 
 
 @cache
 def recording_stream_of(group_name: str, device: torch.device, name: str) -> torch.cuda.Stream:
-    """The stream of that name of a group on a device that work is only captured on. All that runs there is what torch writes
-    when it begins a capture."""
+    """Return a group's stream of that name on a device on which work is only captured. Only what torch writes at the start
+    of a capture runs there."""
     from cuda.bindings import driver as cu  # noqa: PLC0415  streams to run on need torch only
 
     from counterpoint.cuda.driver import check  # noqa: PLC0415  it needs cuda-bindings

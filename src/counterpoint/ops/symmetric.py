@@ -46,8 +46,8 @@ class SymmetricPool:
         self._retired: list[SymmetricMemory] = []
 
     def replace(self, num_bytes: int, what: str, *, has_captured: bool) -> SymmetricMemory:
-        """Replace the memory by one of another size, all ranks together; `what` needs it. Raises `OperatorError`, and
-        then there is none.
+        """Replace the memory by one of another size, all ranks together; `what` needs it. If this raises `OperatorError`,
+        there is no memory left.
         """
         refuse_in_capture(what, self._device)
         torch.cuda.synchronize(self._device)
@@ -58,7 +58,7 @@ class SymmetricPool:
         return self.memory
 
     def num_bytes(self) -> int:
-        """Bytes held, with those that only graphs use."""
+        """Return the bytes held, including memory that only graphs use."""
         held = [*self._retired, *([self.memory] if self.memory else [])]
         return sum(int(memory.local.numel()) for memory in held)
 

@@ -15,7 +15,7 @@ from counterpoint.schedule.actions import Buffer, CopySchedule, Region
 from counterpoint.schedule.program import Instruction
 from counterpoint.value import Value
 
-# By the buffer's name. Of a call with several weights, what has a part for each of them has the others by `part_name`
+# By the buffer's name. In a call with several weights, a buffer with a part for each has the further parts by `part_name`
 Tensors = Mapping[str, torch.Tensor]
 Weights = Sequence[torch.Tensor]
 
@@ -68,11 +68,11 @@ class AbstractTransport(ABC):
 
     @abstractmethod
     def num_recordings(self) -> int:
-        """Calls recorded as CUDA graphs."""
+        """Number of calls recorded as CUDA graphs."""
 
     @abstractmethod
     def close(self) -> None:
-        """Give back all memory. Prepared schedules cannot be run any more."""
+        """Free all memory. Prepared schedules cannot be run any more."""
 
 
 def part_name(buffer: str, number: int) -> str:

@@ -4,9 +4,9 @@ not a hang.
 A stream that waits for a flag has no time-out. So calls are numbered, and the stream on which a call ends writes the
 call's number. A thread checks: if calls are in flight and none has ended within the limit, it prints that on standard
 error, and every later call of the group raises the same error. Then it releases all waits, until the group is released,
-because the host may have been stuck in the middle of issuing a call and issue more waits. Results are meaningless from
-then on. If releasing waits does not help within the limit once more (`gpu_progress.py` says when), a second thread,
-which needs no driver, ends the process, because nothing else could.
+because the host may have been stuck while issuing a call and may issue more waits. Results are invalid from then on. If
+releasing waits has no effect within the limit again (`gpu_progress.py` says when), a second thread, which needs no driver,
+ends the process, because nothing else could.
 
 If another rank has refused a call that is in flight here, the wait ends at once, with that rank's error.
 
@@ -103,7 +103,7 @@ class Watchdog:
         self._last_issued = number
 
     def close(self) -> None:
-        """Stop watching; everything has ended."""
+        """Stop watching, when everything has ended."""
         if not self._closed.is_set():
             self._closed.set()
             self._thread.join()

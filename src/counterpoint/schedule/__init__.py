@@ -1,5 +1,5 @@
 """Copy schedules as values: how a collective and the matmul that needs it (or feeds it) are cut and ordered, and the
-arithmetic of both. It knows nothing of GPUs, torch or memory.
+arithmetic of both. It does not depend on GPUs, torch or memory.
 """
 
 from counterpoint.schedule.actions import Action, Buffer, CopySchedule, Problem, Region, split

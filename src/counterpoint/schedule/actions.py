@@ -1,13 +1,13 @@
-"""A copy schedule as a value: who copies which rows where, which matmul pieces wait for what, and in which order all
-is issued.
+"""A copy schedule as a value: which rank copies which rows where, which matmul pieces wait for what, and in which order
+everything is issued.
 
-Rows are the unit: every buffer is a matrix whose rows travel whole. A schedule holds the actions of all ranks in one
-order in which they can be issued; each rank issues its own in that order. It knows nothing of tensors, addresses or
+Rows are the unit: every buffer is a matrix whose rows are copied whole. A schedule holds the actions of all ranks in one
+order in which they can be issued; each rank issues its own in that order. A schedule has no tensors, addresses or
 times.
 
-A rank's actions on one stream run one after the other. What crosses streams or ranks is named in `after`. Calls follow
-each other: `begin` of a rank waits for `end` of every rank in the call before, for from then on nobody reads what it
-overwrites.
+A rank's actions on one stream run one after the other. Dependencies across streams or ranks are listed in `after`. Calls
+follow each other: `begin` of a rank waits for `end` of every rank in the previous call, because from then on no rank reads
+what `begin`'s rank overwrites.
 """
 
 import itertools
@@ -33,7 +33,7 @@ Kind = Literal["begin", "copy", "place", "matmul", "add_matmul", "activate", "su
 Home = Literal["given", "symmetric", "local", "result"]
 TILE_ROWS = 128  # rows of cuBLAS's usual tiles
 LEAST_TILES_PER_PART = 4
-MAX_SIZE = 1 << 40  # most rows or columns of a matrix: more is a typing error
+MAX_SIZE = 1 << 40  # most rows or columns of a matrix: a larger number is a typing error
 FIRST_COMPUTE = "compute 0"  # the stream that a call is issued on
 # kinds of actions that the SMs run one after the other
 SM_KINDS = frozenset({"matmul", "add_matmul", "activate", "weight_gradient"})
@@ -70,7 +70,7 @@ class Region(Value, frozen=True, kw_only=True):
 
     @property
     def num_rows(self) -> int:
-        """How many rows there are."""
+        """Number of rows."""
         return self.stop - self.start
 
     def overlaps(self, other: "Region") -> bool:
@@ -82,7 +82,7 @@ class Region(Value, frozen=True, kw_only=True):
 class Action(Value, frozen=True, kw_only=True):
     """One operation that one rank issues on one of its streams; the rank that has the rows issues a copy.
 
-    A copy or placement of several regions takes each to the one at the same index in `writes`. `after` holds positions
+    A copy or placement of several regions copies each to the one at the same index in `writes`. `after` holds positions
     of earlier actions, of this rank on other streams or of other ranks. A matmul uses all of the weight, or only its
     `weight_rows` or `weight_columns`. A grouped matmul uses a weight for each expert: `expert_rows` are the rows of
     each, in order, and `layer` says whether the weights are those of the experts' first or second matmul.
@@ -116,7 +116,7 @@ class CopySchedule(Value, frozen=True, kw_only=True):
     routing: Routing | None = None
 
     def buffer(self, name: str) -> Buffer:
-        """The buffer of that name."""
+        """Return the buffer of that name."""
         return next(buffer for buffer in self.buffers if buffer.name == name)
 
     def of_rank(self, rank: int) -> tuple[int, ...]:
@@ -160,7 +160,7 @@ def split(num_rows: int, num_parts: int) -> tuple[tuple[int, int], ...]:
 
 
 def graded(num_rows: int, num_parts: int, growth: float) -> tuple[tuple[int, int], ...]:
-    """Split rows into parts of which each has `growth` times as many as the one before; for growth 1 as `split` does.
+    """Split rows into parts, each with `growth` times as many rows as the previous one; for growth 1 as `split` does.
 
     With many rows, parts begin at multiples of `TILE_ROWS`, so that only the last has a partial tile.
     """

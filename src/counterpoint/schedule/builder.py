@@ -1,8 +1,8 @@
 """Shared code of the generators: adds actions in issue order, with their streams, and the phases of a call.
 
-A phase is all-gather (blocks go out, matmul pieces take them in) or reduce (matmul pieces go out, sums or
-accumulating matmuls take them in). Every loop runs over turns first and ranks second, so that the order is one in
-which all ranks can issue.
+A phase is all-gather (blocks are sent, matmul pieces consume them) or reduce (matmul pieces are sent, sums or accumulating
+matmuls consume them). Every loop runs over turns first and ranks second, so that all ranks can issue in the resulting
+order.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -53,9 +53,9 @@ class ActionList:
     ) -> int:
         """Add an action and return its position. Of several predecessors on one stream, only the last is recorded.
 
-        What opens a second computation stream comes after its rank's `begin` at least: were it ready together with the
-        first piece, the hardware could run it before that, and what the first piece sends would leave late. (In a graph
-        `begin` is often over by then, and the transport says more.)
+        The first piece on a second computation stream comes after its rank's `begin` at least: if it were ready together
+        with the first piece, the hardware could run it before that piece, whose rows would then be sent late. (In a graph
+        `begin` has often ended by then; there the transport orders the launches.)
         """
         after = list(after)
         if kind in COMPUTATION_KINDS and stream not in {FIRST_COMPUTE, *self._streams[rank]} and not after:
@@ -92,7 +92,7 @@ class ActionList:
         return self._begins
 
     def end(self) -> None:
-        """Add every rank's `end`, after all that it issued.
+        """Add every rank's `end`, after all actions that the rank issued.
 
         A rank is also signalled in every call by ranks that send it nothing, when they begin. Otherwise a fast rank
         could end this call before a slow one has begun it, and signal a second time before the slow one has received the
@@ -124,7 +124,7 @@ class Builder(ActionList):
         return tuple((number, rows) for number, rows in enumerate(parts) if rows[0] < rows[1])
 
     def units(self) -> Iterator[tuple[int, int]]:
-        """(turn, chunk) in the order of the pattern: turn t is the exchange with the t-th neighbor."""
+        """Yield (turn, chunk) in the order of the pattern: turn t is the exchange with the t-th neighbor."""
         turns, chunks = range(1, self.num_ranks), range(self.description.chunks)
         if self.description.pattern == "all_peers":
             yield from ((turn, chunk) for chunk in chunks for turn in turns)

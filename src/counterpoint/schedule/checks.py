@@ -1,12 +1,11 @@
 """Checks whether a schedule is correct. Five checks apply to any schedule, however it was made; each says in one line
 what is wrong.
 
-`order`: every dependency is on an earlier action, so the order of actions is one in which all ranks can issue, and
-nothing waits in a circle. `buffers`: every region lies in its buffer, nothing is read before all of it is written, and
-no two actions touch the same rows, one of them writing, unless one is always over before the other starts; this over
-two calls in a row.
+`order`: every dependency is on an earlier action, so all ranks can issue in the order of actions, and no dependencies form
+a cycle. `buffers`: every region lies in its buffer, nothing is read before all of it is written, and no two actions access
+the same rows, one of them writing, unless one always ends before the other starts; checked over two consecutive calls.
 `delivery`: executed in order, the results hold what the operator's definition says, each part once, and no row
-crosses a link twice. `signals`: nothing is signalled again before the signal of the call before was taken. `ports`:
+crosses a link twice. `signals`: no signal is sent again before the previous call's signal was received. `ports`:
 in no turn does a GPU send more than the most that any GPU receives in it; uneven blocks have no turns.
 """
 
@@ -88,7 +87,7 @@ def port_faults(schedule: CopySchedule) -> Iterator[str]:
 
     A turn is one copy on every copy stream: the n-th copies into one buffer on all streams of all ranks. It has time for
     as many copies as any rank sends in it, each as long as the longest, and for one row per rank and slice, by which unequal
-    blocks shift turns. Uneven blocks have no turns: what a rank must receive, its routing says.
+    blocks shift turns. Uneven blocks have no turns: the routing determines what a rank receives.
     """
     if schedule.routing is not None:
         return
@@ -153,7 +152,7 @@ def _unwritten(schedule: CopySchedule, happens: HappensBefore, homes: Mapping[st
 
 
 def _joined(regions: Iterable[Region]) -> list[Region]:
-    """Regions of one buffer, sorted, joined where they touch or overlap."""
+    """Return regions of one buffer, which are sorted, joined where they touch or overlap."""
     joined: list[Region] = []
     for region in regions:
         if joined and region.start <= joined[-1].stop:
@@ -176,7 +175,7 @@ def _meeting(accesses: Iterable[Access]) -> Iterator[tuple[Access, Access]]:
 
 
 def _accesses(schedule: CopySchedule, homes: Mapping[str, str]) -> dict[tuple[int, str, int], list[Access]]:
-    """Accesses by buffer. Buffers that are fresh in each call are told apart."""
+    """Return the accesses by buffer; buffers that each call creates anew are separate for each call."""
     found: dict[tuple[int, str, int], list[Access]] = {}
     for call in range(NUM_CALLS):
         for position, action in enumerate(schedule.actions):

@@ -1,8 +1,8 @@
 """The cost of each action of a schedule on a machine: the constants, and the arithmetic of one action.
 
-A matmul is cut into tiles, of the shape that ends first; cuBLAS chooses among about as many shapes. Source of every
-constant: measured, fitted or assumed, as its comment says. Knows nothing of how actions wait for each other
-(`estimate.py`) and share SMs (`wave_model.py`).
+A matmul is cut into tiles of the shape that ends first; cuBLAS chooses among about as many shapes. Every constant is
+measured, fitted or assumed, as its comment says. `estimate.py` handles how actions wait for each other, and
+`wave_model.py` how they share SMs.
 """
 
 import itertools
@@ -32,28 +32,28 @@ class Costs(Value, frozen=True, kw_only=True):
     shapes, all-gather + matmul and matmul + reduce-scatter, on 2 H200s (ops_grid_2x_h200.json there).
     """
 
-    # fitted to 16 grouped matmuls of experts on H200s, 2026-11-23 (torch 2.11), of the HBM's bandwidth: what reading the
-    # weights of all experts reaches
+    # fitted to 16 grouped matmuls of experts on H200s, 2026-11-23 (torch 2.11): the share of the HBM's bandwidth that
+    # reading the weights of all experts reaches
     grouped_weights_efficiency: float = 0.47
     # from lone matmuls of less than 4 ms on H200s; one of 8192^3 alone reaches 790 of 989 TFLOP/s
     matmul_efficiency: float = 0.81
-    # fitted to pieces: a tile's time grows with its edge, by which operands come, over its area, by which they are
-    # multiplied
+    # fitted to pieces: a tile's time grows with its edge, which determines loads, over its area, which determines
+    # multiplications
     tile_edge: float = 7.73
     # fitted to pieces: filling and draining the pipeline of a tile
     tile_us: float = 1.6
-    # fitted to pieces: from a kernel's end to the start of what waits for it, the next on its stream included; SMs do not
-    # wait for it
+    # fitted to pieces: from a kernel's end to the start of work that waits for it, also on its own stream; SMs do not wait
+    # for it
     kernel_us: float = 3.42
-    # fitted to schedules: the share of a wave that a piece loses which starts while SMs still run another piece's tiles
+    # fitted to schedules: the share of a wave that a piece loses if it starts while SMs still run another piece's tiles
     stagger_waves: float = 0.0841
-    # from lone matmuls: up to so long a call runs at full clock, and from so long on the power limit sets its speed
+    # from lone matmuls: up to the first length a call runs at full clock, and from the second the power limit sets its speed
     full_clock_us: float = 2000.0
     power_limited_us: float = 6000.0
-    # fitted to schedules: of what idle SMs lose, the share that comes back as clock speed where the power limit sets the
+    # fitted to schedules: the share of idle SMs' loss that returns as clock speed if the power limit sets the
     # speed
     power_returned: float = 0.287
-    # measured on 2 H200s: how much longer matmuls take while the GPU sends and receives all the time, at full clock and at
+    # measured on 2 H200s: how much longer matmuls take while the GPU constantly sends and receives, at full clock and at
     # the power limit; copies take no longer beside matmuls
     beside_copies: float = 0.064
     beside_copies_limited: float = 0.012
@@ -61,14 +61,14 @@ class Costs(Value, frozen=True, kw_only=True):
     copy_efficiency: float = 0.84
     # measured on 2 H200s, 2026-11-23: a copy of 64 KiB to a peer
     copy_us: float = 12.0
-    # fitted to three copy streams against one on 4 H200s: what copies that share a port behind a switch reach of the port
+    # fitted to three copy streams against one on 4 H200s: the share of a port behind a switch that copies sharing it reach
     shared_port_efficiency: float = 0.92
-    # measured on 2 H200s, 2026-11-23: the flag, from a copy's end to the start of what waits for it on another GPU
+    # measured on 2 H200s, 2026-11-23: the flag, from a copy's end to the start of work that waits for it on another GPU
     signal_us: float = 8.5
-    # fitted to schedules: from the end of the last of all that a matmul waits for to its start, if it waits for more than
+    # fitted to schedules: from the end of the last action that a matmul waits for to its start, if it waits for more than
     # its stream
     wait_us: float = 4.26
-    # fitted to schedules: what a call takes beside its actions, as begin and end and their flags
+    # fitted to schedules: the time of a call besides its actions, such as begin and end and their flags
     call_us: float = 4.69
     # measured, of the HBM's bandwidth: the sum of two matrices (100 MB in 23 us); assumed: that of more, over strided rows
     memory_efficiency: float = 0.9
@@ -114,8 +114,8 @@ class Clock:
         self._stretch = 1 + beside * min(1.0, copied_us / alone_us)
 
     def piece(self, num_rows: int, num_inner: int, num_columns: int, count: int = 1, *, is_added: bool = False) -> Piece:
-        """The tiles of a matmul, or of `count` equal ones in one kernel, in the shape that ends first. `is_added`: to rows
-        that are there."""
+        """Return the tiles of a matmul, or of `count` equal ones in one kernel, in the shape that ends first. `is_added`:
+        the product is added to existing rows."""
         key = (num_rows, num_inner, num_columns, count, is_added)
         if key not in self._pieces:
             added_us = self._added_us(num_rows, num_columns) if is_added else 0.0
@@ -142,7 +142,7 @@ class Clock:
         return msgspec.structs.replace(best, start_us=added_us, stagger_us=stagger_us, after_us=costs.kernel_us)
 
     def matmul_us(self, num_rows: int, num_inner: int, num_columns: int) -> float:
-        """Return the time of a matmul that has the SMs for itself."""
+        """Return the time of a matmul that has all SMs."""
         return self._alone_us(self.piece(num_rows, num_inner, num_columns))
 
     def _alone_us(self, piece: Piece) -> float:
@@ -156,7 +156,7 @@ class Clock:
         return self._costs.add_passes * num_bytes / self._machine.gpu.hbm_bytes_per_s * US_PER_S
 
     def grouped_piece(self, expert_rows: Sequence[int], num_inner: int, num_columns: int) -> Piece:
-        """The tiles of a grouped matmul, taken as equal matmuls of the experts that have rows.
+        """Return the tiles of a grouped matmul, treated as equal matmuls of the experts that have rows.
 
         Experts with few rows wait for their weights; both times add up as squares do, within 13 % of what was measured.
         """
@@ -170,7 +170,7 @@ class Clock:
         return msgspec.structs.replace(piece, tile_us=piece.tile_us * math.hypot(1, weights_us / multiplied_us))
 
     def grouped_us(self, expert_rows: Sequence[int], num_inner: int, num_columns: int) -> float:
-        """Return the time of a grouped matmul that has the SMs for itself."""
+        """Return the time of a grouped matmul that has all SMs."""
         return self._alone_us(self.grouped_piece(expert_rows, num_inner, num_columns))
 
     def activation_us(self, num_elements: int) -> float:

@@ -1,4 +1,4 @@
-"""Checks what a schedule delivers: it is executed on rows that record their origin, and the result is compared with the
+"""Checks what a schedule delivers: executes it on rows that record their origin, and compares the result with the
 definition.
 
 Contents are kept as runs of rows, so sizes do not matter. A row of a result is a sum of terms; a term is a row of a
@@ -17,14 +17,14 @@ from counterpoint.schedule.slices import sliced_parts
 
 
 class Weight(NamedTuple):
-    """A rank's weight, or its slice of that number; or that of its expert of that number, in the first or second matmul."""
+    """A rank's weight, or its slice `number`; or the weight of its expert `number` in the first or second matmul."""
 
     rank: int
     number: int = -1
     layer: int = 0
 
 
-ACTIVATION = Weight(rank=-1)  # a function of each element, where it stands among weights
+ACTIVATION = Weight(rank=-1)  # stands for the elementwise function among the weights
 
 
 class Term(NamedTuple):
@@ -124,14 +124,14 @@ def _defined(schedule: CopySchedule, rank: int) -> Iterable[Run]:
 
 
 def _pass_of(schedule: CopySchedule) -> PassDefinition:
-    """The definition of an operator with equal blocks."""
+    """Return the definition of the pass of an operator with equal blocks."""
     return next(scheduled_pass(name, schedule.direction) for name in OPERATORS if name == schedule.operation)
 
 
 def expert_contents(routing: Routing, operation: str, rank: int) -> Iterator[Run]:
     """Return, expert by expert, what the result of an operator for experts must hold on a rank.
 
-    Where experts compute, rows are in order of the expert, and then of their source; at their source, of the expert.
+    At the rank that computes, rows are in the order of experts, then of sources; at their source, in the order of experts.
     """
     number, ranks = routing.num_local_experts, range(routing.num_ranks)
     weights: dict[str, Callable[[int, int], tuple[Weight, ...]]] = {
@@ -157,7 +157,7 @@ def expert_contents(routing: Routing, operation: str, rank: int) -> Iterator[Run
 
 
 def _apply(contents: Contents, action: Action, position: int, schedule: CopySchedule) -> Iterator[str]:
-    """Execute one action; a fault is a piece whose operands and results have different lengths."""
+    """Execute one action, and yield a fault if the operands and results of a piece have different lengths."""
     if action.kind in ("begin", "end") or not action.writes:
         return
     read = [contents.read(region) for region in action.reads]
@@ -193,14 +193,14 @@ def _weight_of(action: Action) -> Weight:
 
 
 def _lengths_fit(action: Action) -> bool:
-    """Whether every region written is as long as what it is made of: each of one, or one of all in a sum."""
+    """Return whether every region written is as long as its operands: one operand each, or all of them for a sum."""
     written = [region.num_rows for region in action.writes]
     read = [region.num_rows for region in action.reads]
     return set(read) == set(written) if action.kind in ("sum", "add_matmul") else written == read
 
 
 def _weight_gradient_faults(schedule: CopySchedule, action: Action, read: Sequence[list[Run]]) -> Iterator[str]:
-    """Both operands must be complete; the gathered one must be the rows of all ranks in order."""
+    """Yield faults unless both operands are complete, and the gathered one holds the rows of all ranks in order."""
     definition = _pass_of(schedule)
     assert definition.gathered is not None, "a pass with a weight's gradient"
     wanted = _merged(_runs_of(definition.gathered, schedule, action.rank))
@@ -210,7 +210,7 @@ def _weight_gradient_faults(schedule: CopySchedule, action: Action, read: Sequen
 
 
 def _runs_of(content: Content, schedule: CopySchedule, rank: int) -> list[Run]:
-    """What a rank's matrix holds by definition, as runs."""
+    """Return what a rank's matrix holds by definition, as runs."""
     runs, start = [], 0
     parts = content(split(schedule.num_rows, schedule.num_ranks), rank)
     whole = [(part, (-1,) * len(part.sources)) for part in parts]
@@ -237,7 +237,7 @@ def _times(runs: Iterable[Run], weight: Weight) -> list[Run]:
 
 
 def _times_experts(runs: Iterable[Run], action: Action) -> list[Run]:
-    """Each expert's rows times its weight."""
+    """Return each expert's rows times its weight."""
     edges = itertools.pairwise(itertools.accumulate(action.expert_rows, initial=0))
     cut = list(runs)
     found: list[Run] = []
@@ -249,7 +249,7 @@ def _times_experts(runs: Iterable[Run], action: Action) -> list[Run]:
 
 
 def _added(parts: Sequence[list[Run]]) -> list[Run]:
-    """The sum of several contents of one length; unwritten where one of them is."""
+    """Return the sum of several contents of one length; rows that one of them lacks are unwritten."""
     edges = sorted({edge for runs in parts for run in runs for edge in (run.start, run.stop)})
     added = []
     for start, stop in itertools.pairwise(edges):
@@ -264,7 +264,7 @@ def _shifted(terms: Terms | None, shift: int) -> Terms | None:
 
 
 def _merged(runs: Iterable[Run]) -> list[Run]:
-    """Runs joined where the same terms go on; empty ones are dropped."""
+    """Return the runs, joined where the same terms continue, without empty ones."""
     merged: list[Run] = []
     for run in runs:
         if run.start == run.stop:

@@ -20,15 +20,15 @@ LEAST_GROWTH, MOST_GROWTH = 0.25, 4.0
 
 
 class ScheduleDescription(Value, frozen=True, kw_only=True):
-    """Choices that make a schedule.
+    """The choices that define a schedule.
 
     `pattern`: `sequential` is the library's collective, then one matmul, and all other choices are ignored; `ring`
     passes blocks on from neighbor to neighbor; `one_peer` finishes one peer's block before the next peer's;
     `all_peers` sends chunk by chunk to every peer in turn. `chunks` is how many pieces a rank's block travels in.
     `matmul`: one for each `chunk`, for each `peer`'s block, for the same chunk of all peers (`fused`), or for all
-    that comes from peers (`rest`). `local`: whether the matmul of a rank's own rows comes first or last; reductions
-    always do theirs last. `chunk_growth`: how many times as many rows as the chunk before each chunk has; above 1 the
-    first are small, so that matmuls begin early, below 1 the last, so that little is left after the last copy. `along`:
+    that comes from peers (`rest`). `local`: whether the matmul of a rank's own rows comes first or last; in reductions it
+    is always last. `chunk_growth`: the rows of each chunk relative to the previous chunk; above 1 the first chunks are
+    small, so that matmuls start early; below 1 the last are, so that little is left after the last copy. `along`:
     whether chunks are rows, slices of the product's columns (matmul + reduce-scatter), or slices of the inner size, whose
     products are added up (all-gather + matmul; each slice rounds once more), or rows up to where an expert's end (uneven
     blocks).
@@ -72,8 +72,8 @@ class ScheduleDescription(Value, frozen=True, kw_only=True):
         return self.pattern == "sequential"
 
     def label(self) -> str:
-        """A short name: `one_peer/2 chunk 1+2` is pattern/chunks, matmul granularity, copy + compute streams; `/3x2` are
-        chunks of which each has twice the rows of the one before, `/4 columns` and `/4 inner` slices."""
+        """Return a short name: `one_peer/2 chunk 1+2` is pattern/chunks, matmul granularity, copy + compute streams; `/3x2`
+        are chunks that each have twice the rows of the previous one, `/4 columns` and `/4 inner` are slices."""
         if self.is_sequential:
             return "sequential"
         local = "" if self.local == "first" else " local last"

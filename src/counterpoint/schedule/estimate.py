@@ -1,12 +1,12 @@
 """Estimates how long a schedule takes on a machine, by arithmetic: its actions run from event to event, each with a cost
 (`costs.py`).
 
-Four losses decide between schedules. Decomposition: a matmul piece runs in waves of tiles over the SMs, and a part of
-its last wave is lost unless the next piece, on another stream, fills it (`wave_model.py`). Latency: every copy costs
-microseconds before its first byte, and its flag some on the way. Bandwidth: copies at the same time share ports behind a
-switch and the wires of a pair on direct links (`transfers.py`). Memory: adding inside a matmul reads rows once more; sums
-and copies within a rank pass over memory while matmuls have the SMs. It is a model to rank schedules with, not a
-measurement; `sim/` models SMs in far more detail and knows nothing of chunks.
+Four losses decide between schedules. Decomposition: a matmul piece runs in waves of tiles over the SMs, and part of its
+last wave is lost unless the next piece, on another stream, fills it (`wave_model.py`). Latency: every copy takes
+microseconds before its first byte, and its flag takes some more. Bandwidth: concurrent copies share ports behind a switch
+and the wires of a pair on direct links (`transfers.py`). Memory: adding inside a matmul reads rows once more; sums and
+copies within a rank access memory while matmuls use the SMs. The model serves to rank schedules; it is not a measurement.
+`sim/` models SMs in far more detail, but has no chunks.
 """
 
 import heapq
@@ -46,7 +46,7 @@ def estimate(schedule: CopySchedule, problem: Problem, machine: Machine, costs: 
 class _Run:
     """The state of one estimate: which actions have known times, and which copies are in flight.
 
-    An action's times are known once those of all it waits for are; a copy's only when it is done, as others may slow it.
+    An action's times are known once those of all its dependencies are; a copy's only when it ends, as others may slow it.
     """
 
     def __init__(self, schedule: CopySchedule, problem: Problem, machine: Machine, costs: Costs) -> None:
@@ -65,8 +65,8 @@ class _Run:
         self._link_up()
 
     def _link_up(self) -> None:
-        """Record who waits for whom: dependencies, and the previous action on the stream; and each rank's matmuls in
-        issue order.
+        """Record what each action waits for (its dependencies, and the previous action on its stream), and each rank's
+        matmuls in issue order.
         """
         self._later: list[list[int]] = [[] for _ in self._actions]
         self._num_awaited = [0] * len(self._actions)
@@ -83,7 +83,7 @@ class _Run:
                 self._matmuls[action.rank].append(position)
 
     def estimate(self) -> Estimate:
-        """Run it to the end."""
+        """Run all actions to the end."""
         for position in [number for number, awaited in enumerate(self._num_awaited) if not awaited]:
             self._become_ready(position)
         while (time_us := self._next_us()) is not None:

@@ -1,7 +1,7 @@
 """Chooses how experts' rows are exchanged: by the library, or by copies, and in how many groups of experts.
 
-The choice of a call is a table's, by the bytes of the busiest pair of ranks: sizes change from call to call, and looking
-them up takes microseconds. All ranks know all sizes, so they agree without a word. `rank_expert_schedules` estimates
+A table gives the choice of a call, by the bytes of the busiest pair of ranks: sizes change from call to call, and a look-up
+takes microseconds. All ranks know all sizes, so they agree without communication. `rank_expert_schedules` estimates
 schedules instead, which takes milliseconds.
 """
 
@@ -84,7 +84,7 @@ def pick_exchange(routing: Routing, row_bytes: int) -> ExchangeChoice:
 
 
 def expert_description(num_ranks: int, num_groups: int) -> ScheduleDescription:
-    """Rows for groups of experts to all peers at once, each on a stream of its own as far as there are streams."""
+    """Return the description that sends groups of experts' rows to all peers at once, each on its own stream if possible."""
     streams = min(max(1, num_ranks - 1), MAX_COPY_STREAMS)
     return ScheduleDescription(
         pattern="all_peers",

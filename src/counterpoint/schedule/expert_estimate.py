@@ -1,9 +1,9 @@
-"""Estimates an operator for experts by arithmetic: by its schedule, one after the other, and at best.
+"""Estimates an operator for experts by arithmetic: with its schedule, sequentially, and ideally.
 
 Every rank waits for the slowest: the library's all-to-all takes as long as one of equal parts that are as large as the
-largest (its kernels give every peer as many CTAs and copy what a rank keeps, too), and the rank with most tokens sets the
-time of the matmuls. One after the other needs a kernel that puts rows in the order of experts, once in each direction. A
-grouped matmul is taken as equal matmuls of the experts that have rows. Not measured.
+largest (its kernels use equally many CTAs for every peer, and also copy what a rank keeps), and the rank with most tokens
+determines the time of the matmuls. The sequential form needs a kernel that puts rows in the order of experts, once in each
+direction. A grouped matmul is treated as equal matmuls of the experts that have rows. Not measured.
 """
 
 from counterpoint.machine import Machine
@@ -56,7 +56,7 @@ def expert_ordering_us(problem: ExpertProblem, machine: Machine, costs: Costs = 
 
 
 def estimate_experts_ideal(problem: ExpertProblem, machine: Machine, costs: Costs = DEFAULT_COSTS) -> float:
-    """The longer of computation and communication, each alone; communication by whichever is faster, the library's
+    """Return the longer of computation and communication, each alone; communication by whichever is faster, the library's
     all-to-alls or copies without a pause."""
     routing, clock = problem.routing, Clock(_as_equal(problem), machine, costs)
     most = max(max(routing.num_landing(rank), routing.num_returning(rank)) for rank in range(routing.num_ranks))
@@ -71,7 +71,7 @@ def _num_exchanges(problem: ExpertProblem) -> int:
 
 
 def _slowest_rows(routing: Routing) -> int:
-    """Rows of a buffer of equal parts that the library takes as long for."""
+    """Return the rows of a buffer of equal parts for which the library takes as long."""
     ranks = range(routing.num_ranks)
     largest = max(max(routing.num_sent(rank), routing.num_grouped(rank)) for rank in ranks)
     return max(largest, routing.num_ranks * routing.most_rows)
@@ -94,7 +94,7 @@ def _computed_us(problem: ExpertProblem, clock: Clock, rank: int) -> float:
 
 
 def _as_equal(problem: ExpertProblem) -> Problem:
-    """A problem of equal blocks with as many rows and multiplications on the average rank."""
+    """Return a problem of equal blocks with the average rank's rows and multiplications."""
     routing, stages = problem.routing, STAGES[problem.operation]
     num_rows = sum(routing.num_sent(rank) for rank in range(routing.num_ranks)) // routing.num_ranks
     columns = problem.num_first_columns * stages.is_dispatched + problem.num_hidden * stages.is_combined

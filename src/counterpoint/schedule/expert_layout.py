@@ -1,10 +1,10 @@
-"""Where the rows of one call of experts lie, at their sources and at the ranks that hold their experts, in pieces that are
-copied and multiplied together.
+"""The layout of the rows of one call of experts, at their sources and at the ranks that hold their experts, in pieces that
+are copied and multiplied together.
 
-All is derived from one matrix, which every rank knows. At its source a row lies by expert, as its tokens do; at its
-experts' rank it lies by expert, and within an expert by source. So each expert's rows of all sources are one run, whose
-weight is read once, and no row has to be sorted by a kernel: each block of rows, of one source and one expert, is copied
-straight to its place. A piece is a group of consecutive experts: the blocks of all sources for it.
+The layout follows from one matrix, which every rank knows. At their source, rows are in the order of experts, as the tokens
+are; at the experts' rank, in the order of experts, and within an expert of sources. So each expert's rows from all sources
+are contiguous, their weight is read once, and no kernel has to sort rows: each block of rows, of one source and one expert,
+is copied straight to its place. A piece is a group of consecutive experts: the blocks of all sources for it.
 """
 
 import itertools
@@ -43,15 +43,15 @@ class ExpertLayout:
     have about equally many rows."""
 
     def __init__(self, counts: Counts, rank: int, num_groups: int, pairs: Pairs | None = None) -> None:
-        """`pairs`: what `pair_rows` makes of the counts, where that is known."""
+        """`pairs`: the result of `pair_rows` for the counts, if it is known."""
         self.counts, self.rank = counts, rank
         self.num_ranks, _, self.num_experts = counts.shape
         self._num_groups = num_groups
         self.pairs = pairs or pair_rows(counts)
         self.sent_rows = self.pairs[rank]  # by receiver
         self.received_rows = [row[rank] for row in self.pairs]  # by source
-        self.num_tokens = sum(self.sent_rows)  # of this rank
-        self.num_rows = sum(self.received_rows)  # that this rank's experts compute
+        self.num_tokens = sum(self.sent_rows)  # rows of this rank
+        self.num_rows = sum(self.received_rows)  # rows that this rank's experts compute
         self.num_own = self.sent_rows[rank]
 
     # The rest is computed on first use, because an all-to-all of the library needs none of it.
@@ -134,7 +134,7 @@ class ExpertLayout:
         return self._sent[part][used], self._placed[part][used], counts[used]
 
     def peers(self) -> list[int]:
-        """The other ranks, the nearest below first, so that every port is in use once per turn."""
+        """Return the other ranks, the nearest below first, so that every port is used once per turn."""
         return [(self.rank - turn) % self.num_ranks for turn in range(1, self.num_ranks)]
 
     def outgoing(self) -> Iterator[tuple[int, int]]:
@@ -162,12 +162,12 @@ class ExpertLayout:
 
     @property
     def most_grouped(self) -> int:
-        """Rows of the rank that computes most."""
+        """Number of rows of the rank that computes most."""
         return max(map(sum, zip(*self.pairs, strict=True)))
 
     @property
     def most_returned(self) -> int:
-        """Rows of the rank to which most come back from others."""
+        """Number of rows of the rank to which the other ranks return most."""
         return max(sum(row) - row[rank] for rank, row in enumerate(self.pairs))
 
 
@@ -178,6 +178,6 @@ def pair_rows(counts: Counts) -> Pairs:
 
 
 def counts_of(routing: Routing) -> Counts:
-    """A routing's counts by source, destination and local expert."""
+    """Return a routing's counts by source, destination and local expert."""
     shape = routing.num_ranks, routing.num_ranks, routing.num_local_experts
     return np.array(routing.counts, dtype=np.int64).reshape(shape)

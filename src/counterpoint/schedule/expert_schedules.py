@@ -1,9 +1,9 @@
 """Schedules of the operators for experts: tokens go to their experts and back in uneven blocks, beside grouped matmuls.
 
-A rank's experts are in groups. Rows of the first group leave first; a grouped matmul takes a group when all ranks' rows for
-it are there, while the next group's rows come; results leave when their group is done, while the next is computed. Own rows
-are placed among the others' by the rank itself. Which rows these are is in `expert_layout.py`; nothing here is particular to
-a machine.
+A rank's experts are in groups. The first group's rows are sent first. A grouped matmul processes a group when all ranks'
+rows for it have arrived, while the next group's rows arrive. A group's results are sent when it is done, while the next
+group is computed. Each rank places its own rows among the others'. `expert_layout.py` determines which rows these are;
+nothing here depends on a machine.
 """
 
 from collections.abc import Iterator, Sequence
@@ -25,7 +25,7 @@ Part = tuple[int, int, int]  # source, destination, number of the destination's 
 class ExpertProblem(Value, frozen=True, kw_only=True):
     """The sizes of one operator call for experts: rows of `num_inner` columns, experts of `num_hidden` hidden columns.
 
-    `is_gated`: the first matmul has two weights, and the activation multiplies what they make. Each half operator takes the
+    `is_gated`: the first matmul has two weights, and the activation multiplies their products. Each half operator has the
     columns that it has in the whole layer.
     """
 
@@ -47,12 +47,12 @@ class ExpertProblem(Value, frozen=True, kw_only=True):
 
     @property
     def num_first_columns(self) -> int:
-        """Columns that the first matmul makes."""
+        """Number of columns of the first matmul's result."""
         return self.num_hidden * (2 if self.is_gated else 1)
 
 
 class _Stages(NamedTuple):
-    """What an operator does with a piece."""
+    """Which stages an operator has for a piece."""
 
     is_dispatched: bool
     is_combined: bool
@@ -66,7 +66,7 @@ STAGES: dict[ExpertOperation, _Stages] = {
 
 
 def make_expert_schedule(problem: ExpertProblem, description: ScheduleDescription) -> CopySchedule:
-    """The schedule that `description` means for these rows. Raises `ScheduleError` for choices without a use here."""
+    """Return the schedule of `description` for these rows. Raises `ScheduleError` for choices that have no use here."""
     _require_description(description)
     made = _Layer(problem, description)
     if STAGES[problem.operation].is_dispatched:
@@ -130,7 +130,7 @@ def _buffers(problem: ExpertProblem) -> Iterator[Buffer]:
 
 
 class _Layer:
-    """The actions of one call, stage by stage, of all ranks."""
+    """The actions of all ranks for one call, stage by stage."""
 
     def __init__(self, problem: ExpertProblem, description: ScheduleDescription) -> None:
         ranks = range(problem.routing.num_ranks)
@@ -140,10 +140,10 @@ class _Layer:
         self._num_streams = description.num_copy_streams
         self._layouts = [ExpertLayout(counts, rank, description.chunks) for rank in ranks]
         self._begins = self.actions.begin()
-        self._there: dict[Part, int] = {}  # the action that brings these rows to their experts
+        self._there: dict[Part, int] = {}  # the action that copies these rows to their experts
 
     def send(self) -> None:
-        """All rows for other ranks leave, those for their first groups first, of all ranks side by side."""
+        """Send all rows for other ranks, those for the first groups first, on all ranks in parallel."""
         for layout, (peer, number) in self._in_turns([list(layout.outgoing()) for layout in self._layouts]):
             blocks = list(layout.blocks(layout.rank, peer, number))
             self._there[layout.rank, peer, number] = self.actions.add(
@@ -156,7 +156,7 @@ class _Layer:
             )
 
     def place_own(self) -> None:
-        """Each rank's own rows go among the others'."""
+        """Place each rank's own rows among the others'."""
         for layout, group in self._in_turns([layout.groups for layout in self._layouts]):
             rank = layout.rank
             if blocks := list(layout.blocks(rank, rank, group.number)):
@@ -166,11 +166,11 @@ class _Layer:
                     rank,
                     reads=[_sent(rank, "tokens", block) for block in blocks],
                     writes=[_placed(rank, "landed", block) for block in blocks],
-                    after=[self._begins[rank]],  # the last call's readers are done
+                    after=[self._begins[rank]],  # the previous call's readers have ended
                 )
 
     def compute(self) -> None:
-        """ExpertRange by group; where results go back, they leave at once."""
+        """Compute group by group; if results are returned, send each group's at once."""
         returned: list[tuple[Part, int, int]] = []
         for layout, group in self._in_turns([layout.groups for layout in self._layouts]):
             if not layout.num_rows:
@@ -192,7 +192,7 @@ class _Layer:
             )
 
     def _return(self, layout: ExpertLayout, group: ExpertRange, made: int) -> Iterator[tuple[Part, int, int]]:
-        """Results leave for their sources, own ones for the product: (part, copy, first row where it lands)."""
+        """Send results to their sources, own ones to the product; yield (part, copy, first row where it lands)."""
         rank, number = layout.rank, group.number
         for source in layout.sources(number):
             blocks = list(layout.blocks(source, rank, number))
@@ -242,11 +242,11 @@ class _Layer:
         )
 
     def _copy_stream(self, sender: int, receiver: int) -> str:
-        """A peer's own as far as there are streams, so that a large block holds up nobody else's."""
+        """Return the copy stream for a peer, its own if possible, so that a large block does not delay other peers'."""
         return f"copy {((sender - receiver) % len(self._layouts) - 1) % self._num_streams}"
 
     def _in_turns(self, lines: Sequence[Sequence[T]]) -> Iterator[tuple[ExpertLayout, T]]:
-        """The first of every rank, then the second: an order in which all ranks can issue."""
+        """Yield the first element of every rank, then the second, and so on: all ranks can issue in this order."""
         for turn in range(max(map(len, lines), default=0)):
             for layout, line in zip(self._layouts, lines, strict=True):
                 if turn < len(line):
@@ -270,7 +270,7 @@ def _group_rows(rank: int, buffer: str, group: ExpertRange) -> Region:
 
 
 def _expert_rows(layout: ExpertLayout, group: ExpertRange) -> tuple[int, ...]:
-    """The rows of every expert of the rank in this group: none of those in other groups."""
+    """Return the rows of every expert of the rank, 0 for experts outside of this group."""
     totals = layout.counts[:, layout.rank].sum(0)
     inside = range(group.experts.start, group.experts.stop)
     return tuple(int(totals[expert]) if expert in inside else 0 for expert in range(layout.num_experts))

@@ -1,8 +1,8 @@
-"""The phases in which blocks come to the matmul: of all-gather + matmul, all-to-all + matmul, and backward of matmul +
-reduce-scatter. `operations.py` puts them together.
+"""The phases that bring blocks to the matmul: of all-gather + matmul, all-to-all + matmul, and backward of matmul +
+reduce-scatter. `operations.py` combines them.
 
-Phases: begin; blocks go out chunk by chunk, beside the matmul of a rank's own rows; matmul pieces as chunks arrive;
-end. In turn t a rank sends to its t-th neighbor below and receives from the t-th above, so every port is in use once
+Phases: begin; blocks are sent chunk by chunk, beside the matmul of a rank's own rows; matmul pieces as chunks arrive;
+end. In turn t a rank sends to its t-th neighbor below and receives from the t-th above, so every port is used once
 per turn.
 """
 
@@ -16,7 +16,7 @@ Route = Callable[[int, int], tuple[str, int, int, int]]
 
 
 def shard_route(builder: Builder) -> Route:
-    """All-gather: a rank's whole shard goes to everybody, to the place of its block."""
+    """Return the route of an all-gather: a rank's whole shard goes to every rank, to the place of its block."""
 
     def route(sender: int, _receiver: int) -> tuple[str, int, int, int]:
         start, stop = builder.blocks[sender]
@@ -26,7 +26,7 @@ def shard_route(builder: Builder) -> Route:
 
 
 def token_route(builder: Builder) -> Route:
-    """All-to-all: block d of a rank's tokens goes to rank d, which keeps what it gets in the order of the senders."""
+    """Return the route of an all-to-all: block d of a rank's tokens goes to rank d, which keeps blocks in rank order."""
 
     def route(sender: int, receiver: int) -> tuple[str, int, int, int]:
         start, stop = builder.blocks[receiver]
@@ -36,7 +36,7 @@ def token_route(builder: Builder) -> Route:
 
 
 def place_own(builder: Builder, route: Route) -> list[int]:
-    """A rank's own rows go to their place among the gathered ones, where the whole is needed in one piece."""
+    """Place each rank's own rows among the gathered ones, for a matmul that needs all rows in one piece."""
     positions = []
     for rank in range(builder.num_ranks):
         buffer, source_start, target_start, num_rows = route(rank, rank)
@@ -48,7 +48,7 @@ def place_own(builder: Builder, route: Route) -> list[int]:
 
 
 def weight_gradient(builder: Builder, operands: tuple[str, str], rows: Region, after: Sequence[int]) -> int:
-    """The matmul over all `rows` of both operands that gives the weight's gradient."""
+    """Add the matmul over all `rows` of both operands that gives the weight's gradient."""
     rank = rows.rank
     reads = [Region(rank=rank, buffer=name, start=rows.start, stop=rows.stop) for name in operands]
     writes = [region(rank, "weight_gradient", 0, (0, builder.problem.num_inner))]
@@ -56,7 +56,7 @@ def weight_gradient(builder: Builder, operands: tuple[str, str], rows: Region, a
 
 
 def send_all(builder: Builder, route: Route, begins: Sequence[int]) -> "Arrivals":
-    """Blocks go out, without a matmul of their own."""
+    """Send all blocks, without matmuls."""
     sends = Sends(builder, route, begins)
     for turn, chunk in builder.units():
         for rank in range(builder.num_ranks):
@@ -65,7 +65,7 @@ def send_all(builder: Builder, route: Route, begins: Sequence[int]) -> "Arrivals
 
 
 def gather_and_multiply(builder: Builder, route: Route, begins: Sequence[int]) -> Arrivals:
-    """Blocks go out; matmul pieces of own and of arrived rows."""
+    """Send all blocks, and multiply own and arrived rows in pieces."""
     sends = Sends(builder, route, begins)
     units = list(builder.units())
     local_first = builder.description.local == "first"
@@ -94,7 +94,7 @@ class Sends:
         self.arrivals = Arrivals()
 
     def send(self, rank: int, turn: int, chunk: int) -> None:
-        """What `rank` sends in this turn: its own block, or in a ring the block that came to it in the turn before."""
+        """Send the block of `rank` in this turn: its own, or in a ring the block that arrived in the previous turn."""
         builder, num_ranks = self._builder, self._builder.num_ranks
         is_ring = builder.description.pattern == "ring"
         receiver = (rank - (1 if is_ring else turn)) % num_ranks
@@ -114,7 +114,7 @@ class Sends:
         self.arrivals.note(target, position)
 
     def target(self, receiver: int, turn: int, chunk: int) -> Region:
-        """Where the rows of a turn and chunk land; without rows if the block has fewer chunks."""
+        """Return where the rows of a turn and chunk land; an empty region if the block has fewer chunks."""
         sender = (receiver + turn) % self._builder.num_ranks
         _, _, start, num_rows = self._route(sender, receiver)
         rows = dict(self._builder.chunks(num_rows)).get(chunk, (0, 0))

@@ -1,8 +1,8 @@
 """Builds a schedule from a description and sizes, for all operators, forward and backward.
 
-What each operator is made of is in `operations.py`. Nothing here is particular to a machine. All copies are pushes: the
-rank that has rows writes them into the other's symmetric buffer, so the input needs no copy of its own, and an arrival is
-one flag written behind the rows.
+`operations.py` defines the operators. Nothing here depends on a machine. All copies are pushes: the rank that has rows
+writes them into the other's symmetric buffer, so the input needs no copy of its own, and one flag written after the rows
+signals their arrival.
 """
 
 import msgspec
@@ -17,10 +17,10 @@ from counterpoint.value import require
 
 
 def backward_description(operation: Operation, description: ScheduleDescription) -> ScheduleDescription:
-    """What a forward description means for the backward pass.
+    """Return the description of the backward pass for a forward description.
 
-    All-gather becomes reduce-scatter there, whose pieces cannot wait for all peers (`rest`), and in a ring only go
-    chunk by chunk. Slices become chunks of rows.
+    All-gather becomes reduce-scatter there, whose pieces cannot wait for all peers (`rest`), and in a ring are always
+    chunks. Slices become chunks of rows.
     """
     backward = OPERATORS[operation].backward
     if description.along != "rows":
@@ -33,10 +33,10 @@ def backward_description(operation: Operation, description: ScheduleDescription)
 
 
 def make_schedule(problem: Problem, description: ScheduleDescription, direction: Pass = "forward") -> CopySchedule:
-    """The schedule that `description` means for these sizes.
+    """Return the schedule of `description` for these sizes.
 
     `problem` is the forward operator's in both directions. Raises `ScheduleError` for `sequential`, which has no
-    chunks to schedule, for choices that a pattern has no use for, and for a backward pass that copies nothing.
+    chunks to schedule, for choices that a pattern does not use, and for a backward pass that copies nothing.
     """
     require(
         not description.is_sequential,
@@ -65,7 +65,7 @@ def make_schedule(problem: Problem, description: ScheduleDescription, direction:
 
 
 def scheduled_pass(operation: Operation, direction: Pass) -> PassDefinition:
-    """The definition of a pass that has schedules. Raises `ScheduleError` for one that copies nothing."""
+    """Return the definition of a pass that has schedules. Raises `ScheduleError` for a pass that copies nothing."""
     definition = OPERATORS[operation].of_pass(direction)
     if definition is None:
         raise ScheduleError(

@@ -6,9 +6,9 @@ from counterpoint.schedule.actions import CopySchedule
 
 
 class HappensBefore:
-    """For each action of `num_calls` calls, the set of actions that are over when it starts.
+    """For each action of `num_calls` calls, the set of actions that have ended when it starts.
 
-    Actions are numbered through: action `position` of call `call` is `call * len(actions) + position`.
+    Actions are numbered across calls: action `position` of call `call` is `call * len(actions) + position`.
     """
 
     def __init__(self, schedule: CopySchedule, num_calls: int = 1) -> None:
@@ -19,11 +19,11 @@ class HappensBefore:
             self._add_call(schedule, call)
 
     def is_before(self, earlier: int, later: int) -> bool:
-        """Whether `earlier` is over when `later` starts, in every order the hardware may choose."""
+        """Return whether `earlier` has ended when `later` starts, in every order that the hardware may choose."""
         return bool(self._before[later] >> earlier & 1)
 
     def are_ordered(self, one: int, other: int) -> bool:
-        """Whether one of two is always over when the other starts."""
+        """Return whether one of two actions has always ended when the other starts."""
         return self.is_before(one, other) or self.is_before(other, one)
 
     def _add_call(self, schedule: CopySchedule, call: int) -> None:

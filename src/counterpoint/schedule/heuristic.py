@@ -1,7 +1,7 @@
-"""Picks a schedule from the static sizes of the operator: every candidate is estimated, and the best one wins
+"""Picks a schedule from the static sizes of the operator: estimates every candidate, and takes the best.
 
 It knows the sizes and the machine, not the libraries that run on it. A schedule whose estimated gain over the library's
-collective is below `LEAST_ESTIMATED_GAIN` is not taken: the answer is then `sequential`. docs/heuristic.md explains the
+collective is below `LEAST_ESTIMATED_GAIN` is not taken: the result is then `sequential`. docs/heuristic.md explains the
 model; the planner can choose by measurement instead.
 """
 
@@ -16,7 +16,7 @@ from counterpoint.schedule.operations import num_sent_columns
 from counterpoint.units import MIB, format_bytes, format_percent, format_us
 from counterpoint.value import Value
 
-LEAST_BLOCK_BYTES = 2 * MIB  # assumed: below this, latency and host time of chunks are all that is left
+LEAST_BLOCK_BYTES = 2 * MIB  # assumption: below this, chunks take only latency and host time
 # Behind a switch. Measured on 2 and 4 H200s (benchmarks/ops_grid.py, which also times those that did not win on the fitted
 # shapes). Of near ties the first is taken: few pieces where rows are gathered; in rings many, which under the power limit
 # were faster than estimated.
@@ -38,14 +38,14 @@ DIRECT_CHUNKS = (1, 2, 4)  # on direct links, and one W-th of a shard on W ranks
 
 
 class Pick(Value, frozen=True, kw_only=True):
-    """The description that was picked, and why in words."""
+    """The description that was picked, and the reason in words."""
 
     description: ScheduleDescription
     reason: str
 
 
 class RankedSchedule(Value, frozen=True, kw_only=True):
-    """A description with the time that the model gives it."""
+    """A description with its estimated time."""
 
     description: ScheduleDescription
     estimated_us: float
@@ -54,17 +54,17 @@ class RankedSchedule(Value, frozen=True, kw_only=True):
 def candidate_descriptions(
     problem: Problem, machine: Machine, direction: Pass = "forward"
 ) -> tuple[ScheduleDescription, ...]:
-    """The schedules worth a look for a pass of an operator on a machine's links.
+    """Return the schedules worth estimating for a pass of an operator on a machine's links.
 
-    A pass that gathers takes those of a gather, also where it reduces as well, and one that only reduces takes those of a
-    reduction. Where every pair of ranks has wires of its own, a copy to one peer leaves all others idle, so rows go to all
-    peers at once there, on a stream for each. Behind a switch one copy at a time fills a rank's port, and several only share
+    A pass that gathers uses the schedules of a gather, even if it also reduces; a pass that only reduces uses those of a
+    reduction. If every pair of ranks has its own wires, a copy to one peer leaves the other wires idle, so rows go to all
+    peers at once, on a stream for each. Behind a switch, one copy at a time saturates a rank's port, and several only share
     it.
     """
     definition = scheduled_pass(problem.operation, direction)
     only_reduces = definition.is_reduction and definition.gathered is None
     behind_a_switch: tuple[ScheduleDescription, ...] = REDUCING if only_reduces else GATHERING
-    if direction == "backward":  # of which some come to the same there
+    if direction == "backward":  # some of them are equal in backward
         behind_a_switch = tuple(dict.fromkeys(backward_description(problem.operation, each) for each in behind_a_switch))
     if machine.link.topology == "switch" or problem.num_ranks == 2:
         return behind_a_switch
@@ -80,7 +80,7 @@ def candidate_descriptions(
 def rank_candidates(
     problem: Problem, machine: Machine, direction: Pass = "forward", costs: Costs = DEFAULT_COSTS
 ) -> tuple[RankedSchedule, ...]:
-    """All candidates with their estimated times, fastest first."""
+    """Return all candidates with their estimated times, fastest first."""
     candidates = _in_order_of_preference(problem, machine, direction, costs)
     return tuple(sorted(candidates, key=lambda each: each.estimated_us))
 
@@ -95,7 +95,7 @@ def _in_order_of_preference(problem: Problem, machine: Machine, direction: Pass,
 
 
 def pick_schedule(problem: Problem, machine: Machine, direction: Pass = "forward", costs: Costs = DEFAULT_COSTS) -> Pick:
-    """The description to use for these sizes on this machine; may be `sequential`."""
+    """Return the description to use for these sizes on this machine; it may be `sequential`."""
     if problem.num_ranks == 1:
         return Pick(description=SEQUENTIAL, reason="a single rank exchanges no rows")
     most_rows = -(-problem.num_rows // problem.num_ranks)  # of the ranks whose blocks are the largest

@@ -1,9 +1,9 @@
 """The operators as values: of each pass, which matrices a rank has, what its results hold, and which phases make its
 schedule.
 
-Whatever knows an operator by its name reads it here: generator, checks, estimate, heuristic, command line, messages and
-benchmark. What torch has to know of it is in `ops/operators.py`. The phases themselves are in `gather_schedules.py` (blocks
-come to the matmul) and `reduce_schedules.py` (blocks leave the matmul).
+All code that looks up an operator by its name reads it here: generator, checks, estimate, heuristic, command line, messages
+and benchmark. torch's definitions of the operators are in `ops/operators.py`. The phases themselves are in
+`gather_schedules.py` (blocks go to the matmul) and `reduce_schedules.py` (blocks leave the matmul).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -35,7 +35,7 @@ class BufferDefinition(NamedTuple):
     columns: Literal["inner", "columns"]
 
     def shape(self, problem: Problem, num_own_rows: int) -> tuple[int, int]:
-        """Rows and columns on a rank whose block has `num_own_rows`."""
+        """Return rows and columns on a rank whose block has `num_own_rows`."""
         rows = {
             "all": problem.num_rows,
             "own": num_own_rows,
@@ -55,7 +55,7 @@ class Source(NamedTuple):
 
 
 class Part(NamedTuple):
-    """The next rows of a result: the sum of these."""
+    """The next rows of a result: the sum of these sources."""
 
     num_rows: int
     sources: tuple[Source, ...]
@@ -67,9 +67,10 @@ Content = Callable[[Blocks, int], list[Part]]  # (every rank's rows of the undiv
 class PassDefinition(NamedTuple):
     """One pass of an operator.
 
-    `generate` adds the actions; the buffers are declared, and phases declare further ones. `product` is what a rank's result
-    holds; `gathered` the rows that its weight's gradient is made of. `is_reduction`: matmul pieces leave, and nothing can
-    wait for all peers. The library needs `num_collectives`, in each of which the rows cross `num_crossings` times.
+    `generate` adds the actions; `buffers` are declared before, and phases declare further ones. `product` is the content of
+    a rank's result; `gathered` are the rows from which its weight's gradient is computed. `is_reduction`: matmul pieces are
+    sent, and no piece can wait for all peers. The library needs `num_collectives`, in each of which the rows cross
+    `num_crossings` times.
     """
 
     buffers: tuple[BufferDefinition, ...]
@@ -82,7 +83,7 @@ class PassDefinition(NamedTuple):
 
 
 class OperatorDefinition(NamedTuple):
-    """An operator. `left_name` is what callers know its left operand as; without `backward`, that pass copies nothing."""
+    """An operator. `left_name` is the callers' name of its left operand; without `backward`, that pass copies nothing."""
 
     left_name: str
     forward: PassDefinition
@@ -90,11 +91,11 @@ class OperatorDefinition(NamedTuple):
     takes_several_weights: bool = False
 
     def of_pass(self, direction: Pass) -> PassDefinition | None:
-        """The definition of one pass, if it copies anything."""
+        """Return the definition of one pass; None if it copies nothing."""
         return self.forward if direction == "forward" else self.backward
 
     def passes(self) -> tuple[Pass, ...]:
-        """The passes that have schedules."""
+        """Return the passes that have schedules."""
         return ("forward",) if self.backward is None else ("forward", "backward")
 
 
@@ -102,7 +103,7 @@ class OperatorDefinition(NamedTuple):
 
 
 def _own_sum(blocks: Blocks, rank: int) -> list[Part]:
-    """This rank's block of the sum of all ranks' products."""
+    """Return this rank's block of the sum of all ranks' products."""
     return [_sum_of(blocks[rank], len(blocks))]
 
 
@@ -124,7 +125,7 @@ def _tokens_for_rank(blocks: Blocks, rank: int) -> list[Part]:
 
 
 def _returned_tokens(blocks: Blocks, rank: int) -> list[Part]:
-    """Of every rank's gradients, those of the tokens that this rank sent there."""
+    """Return, of every rank's gradients, those of the tokens that this rank sent there."""
     lengths = [stop - start for start, stop in blocks]
     return [Part(length, (Source(owner, "activation", rank * length, (owner,)),)) for owner, length in enumerate(lengths)]
 
@@ -147,8 +148,8 @@ def _all_gather_matmul(builder: Builder) -> None:
 
 
 def _all_gather_matmul_backward(builder: Builder) -> None:
-    """The shards go out first and arrive beside the matmul pieces; the weight gradient's matmul hides the last pieces'
-    copies."""
+    """Send the shards first, so that they arrive beside the matmul pieces; the weight gradient's matmul hides the last
+    pieces' copies."""
     problem = builder.problem
     begins = builder.begin()
     route = shard_route(builder)
@@ -178,7 +179,7 @@ def _matmul_reduce_scatter_backward(builder: Builder) -> None:
 
 
 def _matmul_all_reduce(builder: Builder) -> None:
-    """What reduce-scatter finishes goes out to all peers, chunk by chunk."""
+    """Send what reduce-scatter finishes to all peers, chunk by chunk."""
     num_ranks = builder.num_ranks
     starts = [start for start, _ in builder.blocks]
     begins = builder.begin()
@@ -197,13 +198,13 @@ def _matmul_all_reduce(builder: Builder) -> None:
 
 
 def _all_to_all_matmul(builder: Builder) -> None:
-    """Block d of a rank's tokens goes to rank d."""
+    """Send block d of a rank's tokens to rank d."""
     require_pattern(builder, "one_peer", "all_peers")
     gather_and_multiply(builder, token_route(builder), builder.begin())
 
 
 def _all_to_all_matmul_backward(builder: Builder) -> None:
-    """Tokens go out again as in all-gather's, and the gradients of those that came go back."""
+    """Send tokens again, as in all-gather's backward pass, and send back the gradients of arrived tokens."""
     require_pattern(builder, "one_peer", "all_peers")
     num_ranks, blocks = builder.num_ranks, builder.blocks
     lengths = [stop - start for start, stop in blocks]
@@ -229,14 +230,14 @@ def _all_to_all_matmul_backward(builder: Builder) -> None:
 
 
 def _place_landed(builder: Builder, arrivals: Sequence[tuple[Region, int]]) -> None:
-    """What came last goes to its rows of the product."""
+    """Place the rows that arrived last in the product."""
     for target, position in arrivals:
         landed = Region(rank=target.rank, buffer="product", start=target.start, stop=target.stop)
         builder.add("place", "place 0", target.rank, reads=[target], writes=[landed], after=[position])
 
 
 def _nothing(_rank: int, _rows: Rows, _position: int) -> None:
-    """Nobody waits for these rows."""
+    """Do nothing: no action waits for these rows."""
 
 
 # --- the operators ---
@@ -268,7 +269,7 @@ OPERATORS: Mapping[Operation, OperatorDefinition] = MappingProxyType(
                 product=_own_sum,
                 is_reduction=True,
                 gathered=_all_shards,
-                num_collectives=2,  # gathered rows come a second time, and their gradients go back
+                num_collectives=2,  # the rows are gathered a second time, and their gradients are sent back
             ),
         ),
         "matmul_reduce_scatter": OperatorDefinition(
@@ -345,5 +346,5 @@ OPERATORS: Mapping[Operation, OperatorDefinition] = MappingProxyType(
 
 
 def num_sent_columns(problem: Problem) -> int:
-    """Columns of the rows that travel forward: those of the product where it is reduced, else of the left operand."""
+    """Return the columns of the rows sent in forward: those of the product if it is reduced, else of the left operand."""
     return problem.num_columns if OPERATORS[problem.operation].forward.is_reduction else problem.num_inner

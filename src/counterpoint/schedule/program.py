@@ -1,14 +1,14 @@
 """One rank's part of a schedule: the steps it issues, what each waits for, and the flags between ranks.
 
-Waits that a stream has already made, directly or for something later on the same stream, are left out, so that what
-remains is what the hardware must be told. A flag belongs to one dependency of one rank on another; the two of them
-number it alike, because both derive all numbers from the same schedule.
+Waits that a stream has already made, directly or for later work on the same stream, are left out; only the waits that the
+hardware needs remain. A flag belongs to one dependency of one rank on another; both ranks give it the same number, because
+they derive all numbers from the same schedule.
 """
 
 from counterpoint.schedule.actions import FIRST_COMPUTE, Action, CopySchedule
 from counterpoint.value import Value
 
-FREE = 0  # the flag that says of a rank's symmetric buffers: nobody reads them any more, you may write
+FREE = 0  # the flag that allows writing to a rank's symmetric buffers, because no rank reads them any more
 
 
 class Flag(Value, frozen=True, kw_only=True):
@@ -45,13 +45,13 @@ class Program(Value, frozen=True, kw_only=True):
 
 
 class _Waits:
-    """What every stream has waited for so far: the latest position of each other stream."""
+    """What every stream has waited for so far: the latest position on each other stream."""
 
     def __init__(self) -> None:
         self._latest: dict[tuple[int, str, int, str], int] = {}
 
     def is_new(self, action: Action, earlier: Action, position: int) -> bool:
-        """Whether this wait tells the stream something; from now on it does not."""
+        """Return whether the stream needs this wait, and record it."""
         key = (action.rank, action.stream, earlier.rank, earlier.stream)
         if self._latest.get(key, -1) >= position:
             return False
@@ -60,7 +60,7 @@ class _Waits:
 
 
 def make_program(schedule: CopySchedule, rank: int) -> Program:
-    """The part of `rank`. Copies that come to it are steps too, for transports on which the receiver has to act."""
+    """Return the part of `rank`. Copies to it are steps, too, for transports on which the receiver has to act."""
     takes, raises, waits = _edges(schedule)
     peers = [peer for peer in range(schedule.num_ranks) if peer != rank]
     awaited = {position for positions in waits.values() for position in positions}
@@ -88,7 +88,7 @@ def make_program(schedule: CopySchedule, rank: int) -> Program:
 
 
 def _edges(schedule: CopySchedule) -> tuple[dict[int, list[Flag]], dict[int, list[Flag]], dict[int, list[int]]]:
-    """Flags taken and raised, and local waits, by position; numbered over the whole schedule, in order."""
+    """Return the flags taken and raised, and the local waits, by position; flags are numbered over the whole schedule."""
     known = _Waits()
     takes: dict[int, list[Flag]] = {}
     raises: dict[int, list[Flag]] = {}

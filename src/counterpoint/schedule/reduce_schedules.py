@@ -1,10 +1,10 @@
 """The phases in which blocks leave the matmul: of matmul + reduce-scatter, matmul + all-reduce, and the backward passes
-that need them. `operations.py` puts them together.
+that need them. `operations.py` combines them.
 
-Direct patterns: matmul pieces for other ranks first; each goes to its rank, which keeps the W partial products apart
-and adds them up in rank order, once, in the accumulation precision of a sum. Ring: a block travels from rank to rank,
-and each adds its part inside its matmul, so there is no sum and no second buffer; it is rounded once per rank, as in
-NCCL's ring. Phases: begin; pieces and their copies; a rank's own piece last, which hides the last copies; sums; end.
+Direct patterns: matmul pieces for other ranks come first; each goes to its rank, which stores the W partial products
+separately and adds them up in rank order, once, in the accumulation precision of a sum. Ring: a block is sent from rank to
+rank, and each adds its part inside its matmul, so there is no sum and no second buffer; the block is rounded once per rank,
+as in NCCL's ring. Phases: begin; pieces and their copies; a rank's own piece last, which hides the last copies; sums; end.
 """
 
 from collections.abc import Callable, Sequence
@@ -32,9 +32,9 @@ def reduce_blocks(  # noqa: PLR0917
     num_columns: int,
     meanwhile: Callable[[int], None] | None = None,
 ) -> None:
-    """Matmul pieces of all blocks, each reduced into its rank's `product` from row `product_starts[rank]` on.
+    """Add matmul pieces of all blocks, each reduced into its rank's `product` from row `product_starts[rank]` on.
 
-    `finished` is told of rows of the product as they are issued; `meanwhile` may add a rank's other work before its
+    `finished` is called with rows of the product as they are issued; `meanwhile` may add a rank's other work before its
     own block.
     """
     if builder.description.pattern == "ring":
@@ -68,7 +68,7 @@ def send_partials(
     route: Callable[[int, int, Rows], tuple[Region, Region]],
     length: Callable[[int, int], int],
 ) -> list[tuple[Region, int]]:
-    """Matmul pieces for other ranks and their copies, one step behind so that the next piece is issued before;
+    """Add matmul pieces for other ranks and their copies, which are issued one step later, after the next piece. Return
     (target, copy)."""
     require_granularity(builder, "chunk", "peer", "fused")
     num_ranks = builder.num_ranks
@@ -108,7 +108,7 @@ def send_partials(
 
 
 def _multiply_and_sum(builder: Builder, arrivals: Arrivals, rank: int, rows: Rows, product_start: int) -> int:
-    """The matmul of a rank's own rows, then the sum with what came from the others."""
+    """Add the matmul of a rank's own rows, then its sum with what arrived from the others."""
     longest = _longest(builder)
     stream = builder.compute_stream(rank)
     own = region(rank, "staging", rank * longest, rows)
@@ -126,7 +126,7 @@ def _reduce_in_matmul(
     finished: Finished,
     rest: tuple[int, Callable[[int], None] | None],
 ) -> None:
-    """The ring: block b starts at rank b - 1, goes down from rank to rank, and ends at rank b, which returns it."""
+    """Add the ring: block b starts at rank b - 1, goes down from rank to rank, and ends at rank b, which returns it."""
     require_granularity(builder, "chunk")
     num_columns, meanwhile = rest
     num_ranks, blocks = builder.num_ranks, builder.blocks
@@ -157,7 +157,7 @@ def _reduce_in_matmul(
 
 
 def _accumulate(builder: Builder, arrivals: Arrivals, here: Region, rows: Rows, *, is_first: bool) -> tuple[Region, int]:
-    """A rank's part of a chunk on its way: the rows to send on, and the action that finished them."""
+    """Add a rank's part of a chunk in transit; return the rows to send on, and the action that finished them."""
     if is_first:
         target = region(here.rank, "partial", 0, rows)
         return target, _multiply(builder, here, target)
@@ -165,17 +165,17 @@ def _accumulate(builder: Builder, arrivals: Arrivals, here: Region, rows: Rows, 
 
 
 def _finish(builder: Builder, arrivals: Arrivals, here: Region, target: Region) -> int:
-    """The last part of a chunk: what came is placed in the product as soon as it is there, beside other matmuls, and the
-    rank's own part added to it."""
+    """Add the last part of a chunk: place what arrived in the product at once, beside other matmuls, and add the rank's own
+    part to it."""
     came = arrivals.of([here])
-    if not came:  # of one rank
+    if not came:  # a single rank
         return _multiply(builder, here, target)
     placed = builder.add("place", "place 0", here.rank, reads=[here], writes=[target], after=came)
     return _multiply(builder, here, target, [placed])
 
 
 def _multiply(builder: Builder, here: Region, target: Region, after: Sequence[int] = ()) -> int:
-    """A rank's part of a chunk, written to `target`; or added to what is there `after` these actions."""
+    """Add the matmul of a rank's part of a chunk, which writes `target`, or adds to its content `after` these actions."""
     activation = Region(rank=here.rank, buffer="activation", start=here.start, stop=here.stop)
     stream = builder.compute_stream(here.rank)
     if after:
@@ -184,8 +184,8 @@ def _multiply(builder: Builder, here: Region, target: Region, after: Sequence[in
 
 
 def _own_pieces(builder: Builder) -> list[Callable[[int], Rows]]:
-    """The pieces in which a rank multiplies its own block: whole where matmuls are whole blocks, else chunk by
-    chunk."""
+    """Return the pieces in which a rank multiplies its own block: the whole block if matmuls are whole blocks, else
+    chunks."""
     if builder.description.matmul == "peer":
         return [lambda rank: (0, _length(builder, rank))]
     numbers = range(builder.description.chunks)

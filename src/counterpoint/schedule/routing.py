@@ -1,7 +1,7 @@
-"""How many rows go from where to where: tokens for experts, as a matrix of counts that every rank knows.
+"""How many rows each rank sends to each expert, as a matrix of counts that every rank knows.
 
-It knows nothing of how rows are cut or sent (`expert_layout.py`). The examples are those of benchmarks: as many rows for
-each expert, shares that fall as 1 over the expert's place (Zipf's law), or all rows for one expert.
+`expert_layout.py` determines how rows are cut and sent. The examples are those of benchmarks: equally many rows for each
+expert, shares that fall as 1 over the expert's place (Zipf's law), or all rows for one expert.
 """
 
 import itertools
@@ -16,15 +16,15 @@ from counterpoint.errors import ScheduleError, shown_path
 from counterpoint.files import read_limited
 from counterpoint.value import Value, require
 
-MAX_RANKS = 64  # as of a Problem
-MAX_ROWS = 1 << 40  # more is a slip of the pen
+MAX_RANKS = 64  # as for a Problem
+MAX_ROWS = 1 << 40  # a larger number is a typing error
 MAX_EXPERTS = 1 << 16
 RoutingKind = Literal["balanced", "zipf", "one-hot"]
 SCATTER = 7919  # a prime: experts in order of their shares are spread over the ranks
 
 
 class Routing(Value, frozen=True, kw_only=True, dict=True):
-    """How many rows go from where to where: `counts[source][expert]`, zero allowed.
+    """How many rows each source sends to each expert: `counts[source][expert]`, zero allowed.
 
     Experts are numbered over all ranks, equally many on each: rank r holds experts r * E to r * E + E - 1. A row is a
     token's copy for one of its experts, so a source with T tokens and top k has T * k rows.
@@ -57,12 +57,12 @@ class Routing(Value, frozen=True, kw_only=True, dict=True):
 
     @property
     def num_ranks(self) -> int:
-        """How many ranks exchange rows."""
+        """Number of ranks that exchange rows."""
         return len(self.counts)
 
     @property
     def num_local_experts(self) -> int:
-        """How many experts each rank holds."""
+        """Number of experts that each rank holds."""
         return len(self.counts[0]) // len(self.counts)
 
     @cached_property
@@ -74,43 +74,43 @@ class Routing(Value, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def most_rows(self) -> int:
-        """Rows of the pair that has most, of those that cross a link."""
+        """Most rows that any rank sends to another one."""
         return max((rows for a, row in enumerate(self.pairs) for b, rows in enumerate(row) if a != b), default=0)
 
     def of_pair(self, source: int, destination: int) -> tuple[int, ...]:
-        """Rows from `source` to each of the experts that `destination` holds."""
+        """Return the rows from `source` to each of the experts that `destination` holds."""
         number = self.num_local_experts
         return self.counts[source][destination * number : (destination + 1) * number]
 
     def expert_rows(self, rank: int) -> tuple[int, ...]:
-        """Rows of all sources for each of the experts that a rank holds."""
+        """Return the rows of all sources for each of the experts that a rank holds."""
         return tuple(map(sum, zip(*(self.of_pair(source, rank) for source in range(self.num_ranks)), strict=True)))
 
     def num_sent(self, rank: int) -> int:
-        """Rows that a rank has before dispatch and gets back from combine, those for its own experts among them."""
+        """Return the rows that a rank has before dispatch and gets back from combine, its own experts' rows included."""
         return sum(self.pairs[rank])
 
     def num_grouped(self, rank: int) -> int:
-        """Rows that a rank's experts compute, its own tokens among them."""
+        """Return the rows that a rank's experts compute, including its own tokens."""
         return sum(row[rank] for row in self.pairs)
 
     def num_landing(self, rank: int) -> int:
-        """Rows that other ranks write into this rank's memory in dispatch."""
+        """Return the rows that other ranks write into this rank's memory in dispatch."""
         return self.num_grouped(rank) - self.pairs[rank][rank]
 
     def num_returning(self, rank: int) -> int:
-        """Rows that other ranks write into this rank's memory in combine."""
+        """Return the rows that other ranks write into this rank's memory in combine."""
         return self.num_sent(rank) - self.pairs[rank][rank]
 
     @property
     def imbalance(self) -> float:
-        """Rows of the rank that computes most over the mean; 1 where nothing is computed."""
+        """Rows of the rank that computes most, divided by the mean; 1 if nothing is computed."""
         computed = [self.num_grouped(rank) for rank in range(self.num_ranks)]
         return max(computed) * self.num_ranks / sum(computed) if sum(computed) else 1.0
 
 
 def example_routing(kind: RoutingKind, num_ranks: int, num_rows: int, num_experts: int) -> Routing:
-    """A routing of `num_rows` rows of each rank for `num_experts` experts of all ranks together. Raises `ScheduleError`."""
+    """Return a routing of `num_rows` rows per rank for `num_experts` experts over all ranks. Raises `ScheduleError`."""
     require(
         1 <= num_ranks <= MAX_RANKS and 1 <= num_experts <= MAX_EXPERTS and num_experts % num_ranks == 0,
         ScheduleError,
@@ -132,7 +132,7 @@ def example_routing(kind: RoutingKind, num_ranks: int, num_rows: int, num_expert
 
 
 def read_routing(path: Path | str) -> Routing:
-    """The routing in a JSON file: a list for each rank, with a count for each expert. Raises `ScheduleError`."""
+    """Read the routing in a JSON file: a list for each rank, with a count for each expert. Raises `ScheduleError`."""
     content = bytes(read_limited(path, ScheduleError, "give a JSON file with a list of counts for each rank"))
     try:
         return Routing(counts=msgspec.json.decode(content, type=tuple[tuple[int, ...], ...]))
@@ -145,7 +145,7 @@ def read_routing(path: Path | str) -> Routing:
 
 
 def _shared_out(num_rows: int, weights: Sequence[float]) -> tuple[int, ...]:
-    """Rows by weight, in whole numbers that add up: each begins where the sum of the weights before it ends."""
+    """Split rows by weight into whole numbers that add up: each part starts where the previous weights' sum ends."""
     total = sum(weights)
     edges = [round(num_rows * part / total) for part in itertools.accumulate(weights, initial=0.0)]
     return tuple(stop - start for start, stop in itertools.pairwise(edges))

@@ -1,8 +1,8 @@
-"""Schedules whose chunks are slices of columns instead of rows: of the product where products leave (N), of the inner size
-where rows come (K).
+"""Schedules whose chunks are slices of columns instead of rows: of the product if products are sent (N), of the inner size
+if rows are gathered (K).
 
-A sliced buffer holds one slice of a block below the other, each with its own columns only, so rows still travel whole. Such
-a schedule is one of more and narrower rows; what is not sliced is mapped back: the rows of the other operand, and in a
+A sliced buffer holds the slices of a block one below the other, each with its own columns only, so rows are still copied
+whole. Such a schedule has more and narrower rows. What is not sliced is mapped back: the rows of the other operand, and in a
 gather the rows of the product, to which every slice after the first adds its part.
 
 Slices of N multiply whole rows with some of the weight's columns: every element is one sum as before. Slices of K round the
@@ -21,11 +21,11 @@ from counterpoint.schedule.operations import OPERATORS, Part, Source
 from counterpoint.value import require
 
 SLICED = {"columns": "matmul_reduce_scatter", "inner": "all_gather_matmul"}
-SHARD_SLICES = "shard slices"  # the given shard, seen slice by slice
+SHARD_SLICES = "shard slices"  # the given shard, viewed slice by slice
 
 
 def sliced_builder(problem: Problem, description: ScheduleDescription) -> Builder:
-    """All actions of a forward pass in slices. Raises `ScheduleError` where a description or size has no use for them."""
+    """Build all actions of a forward pass in slices. Raises `ScheduleError` if the description or a size forbids it."""
     _require_sliceable(problem, description)
     count, is_inner = description.chunks, description.along == "inner"
     changes = {"num_inner": problem.num_inner // count} if is_inner else {"num_columns": problem.num_columns // count}
@@ -54,7 +54,7 @@ class _Numbering(NamedTuple):
     num_slices: int
 
     def place_of(self, region: Region) -> tuple[int, Rows]:
-        """The slice that a region lies in, and its rows of the matrix that is not sliced."""
+        """Return the slice that a region lies in, and its rows in the matrix that is not sliced."""
         start, stop = next(
             block for block in self.blocks if self.num_slices * block[0] <= region.start < self.num_slices * block[1]
         )
@@ -88,7 +88,7 @@ def _require_sliceable(problem: Problem, description: ScheduleDescription) -> No
 
 
 def _whole_activation(action: Action, numbering: _Numbering, width: int) -> Action:
-    """A matmul of whole rows with a slice of the weight's columns."""
+    """Return the action as a matmul of whole rows with a slice of the weight's columns."""
     if action.kind not in ("matmul", "add_matmul"):
         return action
     places = {region: numbering.place_of(region) for region in action.reads if region.buffer == "activation"}
@@ -98,7 +98,7 @@ def _whole_activation(action: Action, numbering: _Numbering, width: int) -> Acti
 
 
 def _unsliced(buffer: Buffer, problem: Problem, longest: int) -> Buffer:
-    """The activation as it is given, and the product as what it is sliced from."""
+    """Return the activation's buffer as given, and the product's as it is before slicing."""
     if buffer.name == "activation":
         return msgspec.structs.replace(buffer, num_rows=problem.num_rows)
     if buffer.name == "product":
@@ -107,7 +107,7 @@ def _unsliced(buffer: Buffer, problem: Problem, longest: int) -> Buffer:
 
 
 def _gather_slices(builder: Builder, numbering: _Numbering, problem: Problem, longest: int) -> None:
-    """Slices go out; every rank multiplies its own rows whole, and adds up the slices of others."""
+    """Send slices; every rank multiplies its own rows whole, and adds up the slices of others."""
     count, width = numbering.num_slices, builder.problem.num_inner
     written: dict[tuple[int, Rows], int] = {}
     actions: list[Action] = []
@@ -138,7 +138,7 @@ def _gather_slices(builder: Builder, numbering: _Numbering, problem: Problem, lo
 
 
 def _adding(action: Action, actions: list[Action], place: tuple[Rows, int | None], weight_rows: Rows) -> Action:
-    """The matmul of one slice, which adds to what the slice before it left there."""
+    """Return the matmul of one slice, which adds to the previous slice's result."""
     rows, before = place
     target = _moved(action.writes[0], rows)
     if before is None:
@@ -155,8 +155,8 @@ def _adding(action: Action, actions: list[Action], place: tuple[Rows, int | None
 
 
 def sliced_parts(parts: list[Part], rank: int, description: ScheduleDescription) -> list[tuple[Part, tuple[int, ...]]]:
-    """What a product holds in slices: parts as the operator defines them, and of each source the slice of the weight that
-    it is multiplied with, -1 for the whole weight."""
+    """Return what a product holds in slices: parts as the operator defines them, and for each source the slice of the weight
+    that multiplies it, -1 for the whole weight."""
     numbers = range(description.chunks)
     if description.along == "columns":
         return [(part, (number,) * len(part.sources)) for number in numbers for part in parts]

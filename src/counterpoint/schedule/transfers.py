@@ -1,7 +1,7 @@
-"""Concurrent copies: how fast each one is, and when the next one is done.
+"""Models concurrent copies: how fast each one is, and when the next one ends.
 
-Rates are those of the machine's link for copies that run at once (`links.py`), times what copy engines reach of it. Knows
-nothing of schedules.
+Rates are those of the machine's link for concurrent copies (`links.py`), times the share of it that copy engines reach.
+Does not depend on schedules.
 """
 
 import math
@@ -11,15 +11,15 @@ from typing import final
 from counterpoint.links import Ends, Link
 from counterpoint.units import US_PER_S
 
-INSTANT_US = 1e-6  # what is left of a copy and takes less is rounding
+INSTANT_US = 1e-6  # a rest of a copy that takes less is rounding
 
 
 @final
 class Transfers:
-    """Copies by number, each with the bytes that are left of it.
+    """Copies by number, each with its remaining bytes.
 
-    Copies that share a GPU's port behind a switch reach `shared_efficiency` of what one alone reaches; on direct links each
-    has wires of its own.
+    Copies that share a GPU's port behind a switch reach `shared_efficiency` of a lone copy's rate; on direct links each has
+    its own wires.
     """
 
     def __init__(self, link: Link, efficiency: float, shared_efficiency: float) -> None:
@@ -31,17 +31,17 @@ class Transfers:
         self._now_us = 0.0
 
     def add(self, number: int, ends: Ends, num_bytes: float) -> None:
-        """A copy begins to move its bytes now."""
+        """Add a copy that starts to move its bytes now."""
         self._left_bytes[number] = max(num_bytes, 0.0)
         self._ends[number] = ends
 
     def next_end_us(self) -> float | None:
-        """When the first copy will be done if none is added; None without copies."""
+        """Return when the first copy will end if none is added; None without copies."""
         times_us = [left / rate for left, rate in zip(self._left_bytes.values(), self._rates(), strict=True)]
         return self._now_us + min(times_us) if times_us else None
 
     def advance(self, to_us: float) -> list[int]:
-        """Move all copies on to a time, of which none may be done before; those that are done then leave."""
+        """Advance all copies to a time before which none ends; remove and return those that end then."""
         passed_us = to_us - self._now_us
         instant_us = max(INSTANT_US, 2 * math.ulp(to_us))  # late in a long schedule clocks are coarser
         done = []
@@ -55,7 +55,7 @@ class Transfers:
         return done
 
     def _rates(self) -> tuple[float, ...]:
-        """Bytes per microsecond of each copy."""
+        """Return the bytes per microsecond of each copy."""
         ends = tuple(self._ends.values())
         if ends not in self._known_rates:
             self._known_rates[ends] = self._rates_of(ends)

@@ -1,8 +1,8 @@
-"""How matmul pieces share a rank's SMs: last tiles go to whichever SM is free first, so the last wave of one piece and
-the first of the next, if that is ready, run side by side.
+"""Models how matmul pieces share a rank's SMs: last tiles go to the SM that is free first, so the last wave of one piece
+and the first wave of the next, if it is ready, run side by side.
 
-Every SM runs one tile at a time, as those of cuBLAS's persistent kernels do: a CTA fills an SM's registers. Knows
-nothing of what a tile costs.
+Every SM runs one tile at a time, as with cuBLAS's persistent kernels: a CTA fills an SM's registers. The cost of a tile
+comes from `costs.py`.
 """
 
 from counterpoint.value import Value
@@ -11,9 +11,9 @@ Group = tuple[float, int]  # a time, and how many SMs are free from then on
 
 
 class Piece(Value, frozen=True, kw_only=True):
-    """Equal tiles; the first of them start `start_us` after the SMs are free, and `stagger_us` later still where SMs become
-    free one after the other. What waits for the piece starts `after_us` after the last tile, when the SMs may already run
-    another piece's."""
+    """Equal tiles; the first of them start `start_us` after the SMs are free, and `stagger_us` later if the SMs become free
+    one after the other. Work that waits for the piece starts `after_us` after the last tile, when the SMs may already run
+    another piece's tiles."""
 
     num_tiles: int
     tile_us: float
@@ -30,19 +30,19 @@ class Sms:
         self._groups: list[Group] = [(0.0, num_sms)]  # in order of time
 
     def first_free_us(self) -> float:
-        """When the first SM is free."""
+        """Return when the first SM is free."""
         return self._groups[0][0]
 
     def fill(self, ready_us: float, duration_us: float) -> float:
-        """Work that spreads evenly over all SMs, as activations do; its end."""
+        """Run work that spreads evenly over all SMs, as activations do, and return its end."""
         end_us = self._mean_us(ready_us) + duration_us
         self._groups = [(end_us, self._num_sms)]
         return end_us
 
     def run(self, ready_us: float, piece: Piece, smoothing: float) -> float:
-        """The tiles of a piece; when what waits for it may start.
+        """Run the tiles of a piece, and return when work that waits for it may start.
 
-        `smoothing` from 0 to 1: how much of what SMs lose that have no tile in the last wave comes back, as power that
+        `smoothing` from 0 to 1: the share of the loss of SMs without a tile in the last wave that returns, as power that
         the others may draw.
         """
         if not piece.num_tiles:
@@ -59,13 +59,13 @@ class Sms:
         return smoothed(last_us) + piece.after_us
 
     def _is_staggered(self, ready_us: float) -> bool:
-        """Whether some SMs are free later than others for what is ready now."""
+        """Return whether some SMs are free later than others for work that is ready at `ready_us`."""
         times_us = [max(time_us, ready_us) for time_us, _ in self._groups]
         return max(times_us) > min(times_us)
 
     def _place(self, ready_us: float, late_us: float, piece: Piece) -> list[Group]:
-        """All whole waves but the last to every SM alike, as a persistent kernel's CTAs share them; the rest tile by tile to
-        the SMs that are free first."""
+        """Give every SM equally many tiles of all whole waves but the last, as a persistent kernel's CTAs share them, and
+        the rest tile by tile to the SMs that are free first."""
         num_waves = max(0, piece.num_tiles // self._num_sms - 1)
         later_us = late_us + num_waves * piece.tile_us
         groups = [(max(time_us, ready_us) + later_us, count) for time_us, count in self._groups]

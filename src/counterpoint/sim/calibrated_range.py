@@ -1,6 +1,6 @@
 """Finds operations outside the calibrated range, and says why.
 
-Only operations whose times are predicted from sizes are checked: a traced or captured time is its own calibration.
+Only operations whose times are predicted from sizes are checked: a traced or captured time needs no calibration.
 """
 
 from counterpoint.machine import Machine
@@ -23,7 +23,7 @@ def is_calibrated(operation: Operation, machine: Machine) -> bool:
 
 def outside_calibration(step: Step, machine: Machine) -> tuple[str, ...]:
     """Return why operations of the step are outside the measured range, each reason once; nothing for a GPU that was
-    never calibrated, because a report says that as a whole.
+    never calibrated, because a report states that once for the whole step.
     """
     calibration = load_calibration(machine)
     if calibration.device_name not in machine.device_names:

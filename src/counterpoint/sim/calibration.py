@@ -1,7 +1,8 @@
 """The simulator's constants: one file for each calibrated GPU, `calibrations/*.toml`, or the user's own.
 
-Each constant has a source, a date and a status. A machine names its GPU, and the GPU chooses the file. A GPU without one
-gets the H200's: fractions and rates per SM, which the machine file's figures scale. That is assumed, and reports say so.
+Each constant has a source, a date and a status. A machine names its GPU, and the GPU determines the file. A GPU without a
+file gets the H200's constants: fractions and rates per SM, scaled by the machine file's figures. Reports state this
+assumption.
 """
 
 import math
@@ -61,8 +62,8 @@ class Constant(Value, frozen=True, kw_only=True):
 
 
 class CharacterConstants(Value, frozen=True, kw_only=True):
-    """The limits of kernels of one character: what limits them alone, and what saturates an SM, in warps, or in bytes of
-    tile buffers if given.
+    """The limits of kernels of one character: the bottleneck of a kernel alone, and what saturates an SM, in warps, or in
+    bytes of tile buffers if given.
 
     Kernels limited by "latency" wait for their own loads: they share SMs as those limited by "issue" do, and reach at
     most `hbm_fraction` of the memory's bandwidth.
@@ -79,12 +80,12 @@ class CharacterConstants(Value, frozen=True, kw_only=True):
 
 
 class CollectiveConstants(Value, frozen=True, kw_only=True):
-    """The bandwidth of one kind of collective by SM kernels, on the wire.
+    """The bandwidth on the wire of one kind of collective that SM kernels do.
 
     `link_fraction` applies to 2 ranks, and to more if `link_fraction_of_more` is None. `latency_us_by_bytes` are (bytes,
     latency) of messages for which NCCL uses other protocols than for large ones, whose latency is `latency_us`.
     `bytes_per_s_per_cta_of_few` applies, if given, to fewer CTAs than usual that move at most `MOST_BYTES_OF_FEW` each.
-    `latency_weight` is how much of the growth of the memory's latency its CTAs see, relative to those of an all-reduce.
+    `latency_weight` is the share of the growth of the memory's latency that its CTAs see, relative to an all-reduce's.
     """
 
     bytes_per_s_per_cta: float
@@ -194,8 +195,8 @@ class Calibration(Value, frozen=True, kw_only=True):
 
 
 def load_calibration(machine: Machine | None = None) -> Calibration:
-    """Return the constants for a machine: its own file, else the shipped one of its GPU, else the H200's, which are also
-    the default without a machine.
+    """Return the constants for a machine: its own file, else the shipped one of its GPU, else the H200's. Without a
+    machine, return the H200's.
 
     Raises `MachineError` for a file that cannot be read, or that was measured on another GPU than the machine's.
     """

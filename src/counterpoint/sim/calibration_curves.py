@@ -1,7 +1,7 @@
 """Fits constants that depend on several points: what saturates an SM or the memory, and the bandwidth of collectives.
 
-Saturation is fitted by the simulator itself: it simulates the probe's kernel at each residency, and the constant is the one
-whose times are nearest to the measured ones. Collectives are fitted by their formula (`costs.py`).
+Saturation is fitted with the simulator itself: it simulates the probe's kernel at each residency, and the constant is the
+one whose times are nearest to the measured ones. Collectives are fitted with their formula (`costs.py`).
 """
 
 import math
@@ -29,7 +29,7 @@ LEAST_WAVES = 8.0  # least waves of a tiled matmul: with fewer, the last wave an
 BYTES_OF_A_THREAD = {"bf16": 16, "fp32": 32}  # bytes that PyTorch's elementwise kernel keeps in flight
 NUM_STREAMING = 16  # number of kernels in a row, enough to outlast a collective beside them
 CONTENDING_BYTES = 256 * MIB
-REFERENCE_KIND: CollectiveKind = "all_reduce"  # whose CTAs `latency_per_load` is of
+REFERENCE_KIND: CollectiveKind = "all_reduce"  # `latency_per_load` describes its CTAs
 # PyTorch's elementwise kernel on 512 MiB of fp32, as in the probe
 STREAMING = Footprint(num_ctas=131_072, threads_per_cta=128, registers_per_thread=32)
 SATURATIONS: dict[Character, tuple[str, str, tuple[dict[str, str | int], ...]]] = {
@@ -66,9 +66,10 @@ def _by_residency(group: Sequence[Point]) -> str:
 
 
 def fit_streaming(points: Points, machine: Machine, calibration: Calibration) -> dict[str, Fitted] | None:
-    """`saturation_warps` of streaming kernels and `latency_at_low_load`: one kernel at each residency, of one type or two.
+    """Fit `saturation_warps` of streaming kernels and `latency_at_low_load` to one kernel at each residency, by type.
 
-    Threads of fp32 keep twice the bytes of bf16 in flight, so half as many warps fill the memory; the constant is of bf16.
+    Threads of fp32 keep twice the bytes of bf16 in flight, so half as many warps saturate the memory; the constant holds
+    for bf16.
     """
     by_type = {name: points.all("streaming_capped_us", type=name) for name in BYTES_OF_A_THREAD}
     groups = {name: group for name, group in by_type.items() if len(group) > 2}
@@ -97,7 +98,7 @@ def fit_streaming(points: Points, machine: Machine, calibration: Calibration) ->
 def _tells_of_load(group: Sequence[Point], machine: Machine) -> bool:
     """Return whether a tiled matmul was measured under load, as in real steps, and has enough waves.
 
-    A cool GPU keeps its clock for a moment, so more CTAs then saturate it than in a step.
+    A cool GPU keeps its clock for a short time, so it then takes more CTAs to saturate it than in a step.
     """
     if not group or not all(each.at.get("loaded_ms") for each in group):
         return False
@@ -137,7 +138,7 @@ def _kernel(each: Point, character: Character) -> Kernel:
 
 
 def fit_l2(points: Points, machine: Machine, calibration: Calibration) -> Fitted | None:
-    """Bytes per cycle and SM from L2: tiled matmuls at their own residency, which read every tile of A and B from there."""
+    """Fit the bytes per cycle and SM from L2 to tiled matmuls at their own residency, which read every tile from there."""
     tiles = {"64x64x32": 64, "128x128x32": 128}
     rates = []
     for tile, length in tiles.items():
@@ -209,9 +210,9 @@ def _contending_us(simulator: Simulator, machine: Machine, lone_us: tuple[float,
 
 
 def latency_weight(points: Points, machine: Machine, calibration: Calibration, kind: CollectiveKind) -> float | None:
-    """How much of the memory's latency a kind's CTAs feel, relative to an all-reduce's, among streaming kernels.
+    """Return how much the memory's latency slows a kind's CTAs among streaming kernels, relative to an all-reduce's.
 
-    By the formula of a collective's rate turned round: how much less each CTA moves beside them than alone.
+    Inverts the formula of a collective's rate: how much less each CTA moves among streaming kernels than alone.
     """
     growth = [_slowdown_of_ctas(points, machine, calibration, each) for each in (kind, REFERENCE_KIND)]
     if growth[0] is None or not growth[1]:
@@ -220,7 +221,7 @@ def latency_weight(points: Points, machine: Machine, calibration: Calibration, k
 
 
 def _slowdown_of_ctas(points: Points, machine: Machine, calibration: Calibration, kind: CollectiveKind) -> float | None:
-    """By how much longer, as a share, a CTA of 256 MiB takes for its bytes among streaming kernels; None if not measured."""
+    """Return by what share CTAs that move 256 MiB take longer among streaming kernels than alone; None if not measured."""
     alone = points.one("collective_us", kind=kind, ctas="usual", ranks=2, bytes=CONTENDING_BYTES)
     beside = points.one("collective_beside_us", kind=kind, kernel="streaming", bytes=CONTENDING_BYTES)
     if alone is None or beside is None:
@@ -230,7 +231,7 @@ def _slowdown_of_ctas(points: Points, machine: Machine, calibration: Calibration
     rates = [US_PER_S * moved / (each.value - constants.latency_us) for each in (alone, beside)]
     if not 0 < rates[1] < rates[0] < limit:
         return None
-    # of min(c, limit) rounded off, what c is
+    # solves the smooth minimum of c and the limit for c
     alone_rate, beside_rate = (float((rate**-EXPONENT - limit**-EXPONENT) ** (-1 / EXPONENT)) for rate in rates)
     return alone_rate / beside_rate - 1
 
@@ -246,7 +247,7 @@ def fit_collective(
     if len({num_ctas for num_ctas, _, _ in large}) < 2:
         return None
     link = machine.link.per_peer_bytes_per_s
-    # sizes that jobs use count most
+    # the numbers of CTAs that jobs use get the largest weight
     weighted = large + [sample for sample in large if sample[0] == usual] * USUAL_WEIGHT
 
     def error(figures: Sequence[float]) -> float:
@@ -291,8 +292,8 @@ def _rising(latencies: Sequence[tuple[float, float]], largest_us: float) -> tupl
 def _with_more_ranks(
     fitted: CollectiveConstants, points: Points, machine: Machine, kind: CollectiveKind, before: str
 ) -> CollectiveConstants:
-    """Return the same with the share of the link that more than two ranks reach, if it was measured; otherwise as
-    before.
+    """Return the constants with the share of the link that more than two ranks reach, if it was measured; otherwise
+    return them unchanged.
     """
     usual, link = communication_footprint(machine.gpu, "nccl").num_ctas, machine.link.per_peer_bytes_per_s
     found = [each for each in points.all("collective_us", kind=kind, ctas="usual") if int(each.at["ranks"]) > 2]

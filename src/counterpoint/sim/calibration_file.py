@@ -1,7 +1,7 @@
 """A GPU's calibration file: derived from the measurements of its probes, and readable for people.
 
-Constants that were not measured are the H200's, and on another GPU they are marked as assumed. Points stand at the end
-of the file, one a line.
+Constants that were not measured are the H200's, and on another GPU they are marked as assumed. Points are at the end of the
+file, one per line.
 """
 
 from collections.abc import Iterable, Mapping
@@ -148,7 +148,7 @@ def _with_types(base: Calibration, here: tuple[Points, Machine], there: tuple[Po
 
 
 def _with_weights(base: Calibration, points: Points, machine: Machine) -> Calibration:
-    """What each kind of collective feels of the memory's latency, where it ran among streaming kernels."""
+    """Return the constants with the latency weight of each kind of collective that was measured among streaming kernels."""
     collectives = dict(base.collectives)
     for kind, known in base.collectives.items():
         weight = latency_weight(points, machine, base, kind)
@@ -209,7 +209,7 @@ def broken_rules(calibration: Calibration) -> tuple[str, ...]:
 
 
 def save_calibration(calibration: Calibration, path: Path | str) -> None:
-    """Write the file. Raises `MachineError` if that is impossible."""
+    """Write the calibration to a file. Raises `MachineError` if that is impossible."""
     text = HEAD.format(device=calibration.device_name) + write_toml(_without_assumed(calibration))
     for name, record in calibration.probes.items():
         head = write_toml({"probes": {name: msgspec.structs.replace(record, points=())}})
@@ -235,7 +235,7 @@ def _without_assumed(calibration: Calibration) -> dict[str, object]:
 
 
 def _point_lines(points: Iterable[Point]) -> str:
-    """An array of inline tables, one a line."""
+    """Return the points as a TOML array of inline tables, one per line."""
     lines = []
     for each in points:
         at = ", ".join(f"{key} = {_plain(value)}" for key, value in each.at.items())

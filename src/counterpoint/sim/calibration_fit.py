@@ -1,7 +1,7 @@
 """Derives the simulator's constants from the probes' points, by inverting the simulator's own formulas.
 
-Each function takes the points and gives one constant, or None where its points are missing: a probe that failed leaves its
-constant as it was. Knows nothing of GPUs but the figures of their machine file.
+Each function takes the points and returns one constant, or None if its points are missing: the constant of a failed probe
+stays unchanged. This module knows only the machine file's figures of a GPU.
 """
 
 import math
@@ -40,7 +40,7 @@ class Points:
         return [each for each in self._points if each.name == name and at.items() <= each.at.items()]
 
     def one(self, name: str, **at: float | str) -> Point | None:
-        """Return the latest of them."""
+        """Return the latest point that `all` returns, or None."""
         found = self.all(name, **at)
         return found[-1] if found else None
 
@@ -91,8 +91,8 @@ def _hbm_efficiency(points: Points, machine: Machine) -> Fitted | None:
 
 
 def _matmul_fraction(points: Points, machine: Machine, kind: ElementType) -> Fitted | None:
-    """Return the share of the type's peak, midway between a cool GPU and the power limit; for fp32 that of the ordinary
-    units, unless the GPU has matrix units for it.
+    """Return the share of the type's peak, midway between a cool GPU and the power limit. For fp32 it is the ordinary
+    units' share, unless the GPU has matrix units for fp32.
     """
     cool = points.one("matmul_us", type=kind, m=LARGEST_MATMUL, n=LARGEST_MATMUL, k=LARGEST_MATMUL)
     peak = machine.gpu.matmul_rates().get(kind)
@@ -133,7 +133,7 @@ def _host_link(points: Points) -> Fitted | None:
 
 
 def _sum_cta(points: Points, machine: Machine) -> Fitted | None:
-    """Return the sum's time in waves of the CTAs that fit at once; for few blocks, which the memory does not limit."""
+    """Return the time of a sum per wave of the CTAs that fit at once, for few blocks, which the memory does not limit."""
     times = [each for each in points.all("sum_us") if float(each.at["blocks"]) <= 4 and "turns" in each.at]
     if not times:
         return None
@@ -174,7 +174,7 @@ def _copy_latency(points: Points) -> Fitted | None:
 
 
 def minimize(error: Callable[[Sequence[float]], float], start: Sequence[float]) -> tuple[list[float], float]:
-    """Return the positive figures with the least error near `start`, searched one after the other in ever finer steps."""
+    """Return the positive figures with the least error near `start`, searched one at a time in ever finer steps."""
     best, least = list(start), error(start)
     for step in STEPS:
         is_better = True

@@ -1,7 +1,8 @@
-"""The cost of an operation on a machine: its time alone, and what its CTAs use.
+"""The cost of an operation on a machine: its time alone, and the resources that its CTAs use.
 
-A measured lone time wins. Otherwise a kernel's time is the largest of three: operations at the peak rate, bytes from L2 and
-bytes from HBM, each over what `calibrations/*.toml` says is reached; a collective's is its bytes on the wire over the link.
+A measured lone time takes precedence. Otherwise a kernel's time is the largest of three: its operations, its bytes from L2
+and its bytes from HBM, each divided by the share of the peak rate that `calibrations/*.toml` states. A collective's time is
+its bytes on the wire divided by the link's bandwidth.
 """
 
 import math
@@ -30,7 +31,7 @@ USUAL_ELEMENT_TYPE: ElementType = "bf16"  # the assumed type of a matmul or an a
 LEAST_US = 1e-3  # least time of a CTA or a copy, because rates are work per time
 LEAST_TILE_BYTES = 4096  # a kernel with less keeps no tiles in shared memory, so its warps count; an assumption
 LEAST_TILE_REGISTERS = 128  # a thread with fewer keeps no tile of a matmul in registers; an assumption
-BYTES_OF_A_THREAD = 16  # that a thread of the kernel behind `saturation_warps` of streaming keeps in flight, in bf16
+BYTES_OF_A_THREAD = 16  # bf16 bytes that a thread keeps in flight in the kernel that gave streaming's `saturation_warps`
 CALIBRATION_WARP_SIZE = 32  # `saturation_warps` counts warps of the GPU it was measured on, whatever the machine's are
 
 
@@ -137,7 +138,7 @@ class CostModel:
             return kernel.cta_us * (1 + kernel.cta_time_spread / 2)
         if kernel.lone_us is not None:
             return kernel.lone_us / self._waves(kernel)
-        # what a character usually draws beside its other work limits nothing; its warps do where memory is its bottleneck
+        # memory traffic that is usual for a character does not limit it; its warps do if memory is its bottleneck
         memory_us = US_PER_S * (kernel.hbm_bytes or 0.0) / self._reached_bytes_per_s(kernel, hbm_achieved)
         resident, total = self._resident(kernel), float(kernel.footprint.num_ctas)
         if kernel.is_work_sharing:
@@ -146,7 +147,7 @@ class CostModel:
         return max(busy_us, memory_us, self._staged_us(kernel, memory_us)) * resident / total
 
     def _staged_us(self, kernel: Kernel, memory_us: float) -> float:
-        """Time of a library's matmul whose stages are too few to load one while another is multiplied; 0 where unknown."""
+        """Return a library's matmul time if its stages are too few to load one beside multiplying another; 0 if unknown."""
         found = stages(kernel)
         if found is None:
             return 0.0
@@ -192,7 +193,7 @@ class CostModel:
         l2 = constants.l2_bytes_per_cycle_per_sm.value * gpu.num_sms * gpu.clock_mhz * 1e6
         busy_us = US_PER_S * max((kernel.flops or 0.0) / peak, (kernel.l2_bytes or 0.0) / l2)
         sm_share = smooth_minimum(issue_reference, 1.0) if issue_reference else 1.0
-        # busy_us needs every SM; a kernel of few CTAs leaves SMs empty, and each of its CTAs has that much more to do
+        # busy_us assumes every SM; a kernel of few CTAs leaves SMs empty, so each of its CTAs has more work
         return busy_us / sm_share * per_sm * gpu.num_sms / self._resident(kernel)
 
     def _reached_flops_per_s(self, kernel: Kernel) -> float:
@@ -218,12 +219,12 @@ class CostModel:
         if kernel.hbm_bytes is not None and kernel.lone_us:
             fraction = min(1.0, kernel.hbm_bytes * US_PER_S / kernel.lone_us / self.hbm_bytes_per_s)
         elif kernel.hbm_bytes:
-            # stated bytes count where they are fewer than is usual for the character
+            # stated bytes count if they are fewer than usual for the character
             per_sm = self._ctas_per_sm(kernel)
             busy_us = self._busy_us(kernel, self._issue_per_cta(kernel) * per_sm, per_sm)
             fraction = min(fraction, kernel.hbm_bytes * US_PER_S / self.hbm_bytes_per_s / busy_us) if busy_us else fraction
         if constants.bottleneck == "latency":
-            fraction *= 1 + self.latency.at_low_load * fraction  # what is kept in flight, at idle latency
+            fraction *= 1 + self.latency.at_low_load * fraction  # share in flight at idle latency
         return fraction * self.hbm_bytes_per_s / effective_ctas
 
     def _waves(self, kernel: Kernel) -> float:
@@ -304,7 +305,7 @@ class CostModel:
         """Return the resources that one CTA of a collective uses; alone, each of `num_ctas` moves `reference` bytes per
         second.
 
-        `link`: the most that a CTA can move, and that all can, in bytes per second.
+        `link`: the bytes per second that one CTA can move at most, and that all CTAs can.
         """
         hbm = reference * self._calibration.hbm_bytes_per_wire_byte.value
         issue = self._calibration.communication_issue_share.value
@@ -340,10 +341,10 @@ class CostModel:
         return self._copies(lone_us, operation)
 
     def reducing_copies(self, collective: Collective) -> tuple[CopyWork, Kernel, CopyWork | None]:
-        """Return a reducing collective by copies: blocks to their ranks, the sum of the own block, and, if wanted, the
-        sums back.
+        """Return the parts of a reducing collective by copies: the copies of blocks to their ranks, the sum of the own
+        block, and for an all-reduce the copies of the sums back.
 
-        As `integrations/lane_collectives.py` does it: a rank's own block is copied within its memory.
+        As in `integrations/lane_collectives.py`, a rank copies its own block within its memory.
         """
         ranks = collective.group_size
         rate = self._copy_bytes_per_s(collective)
@@ -355,8 +356,8 @@ class CostModel:
         return copies, self._sum(collective), copies if collective.collective == "all_reduce" else None
 
     def _sum(self, collective: Collective) -> Kernel:
-        """Return the sum of the ranks' blocks: each CTA waits for its own loads, so its time hardly depends on their
-        number.
+        """Return the kernel that sums the ranks' blocks. Each CTA waits for its own loads, so its time hardly depends on
+        the number of CTAs.
 
         If all CTAs that fit would load more than the memory delivers, the memory determines their time.
         """
@@ -386,14 +387,14 @@ class CostModel:
         return self.all_copies(collective).lone_ps / PS_PER_US
 
     def _link(self, collective: Collective) -> Link:
-        """Return the link that the collective uses; one with more ranks than a node has gets here only with its measured
-        time.
+        """Return the link that the collective uses. A collective with more ranks than a node has GPUs gets here only with
+        its measured time.
         """
         network = self.machine.network
         return self.machine.link if network is None or collective.group_size <= self.machine.num_gpus else network
 
     def _wire_bytes_per_s(self, collective: Collective) -> float:
-        """Return the most that each rank of a library's collective could send."""
+        """Return the bytes per second that each rank of a library's collective can send at most."""
         num_ranks = min(collective.group_size, max(2, self.machine.num_gpus))
         return collective_bytes_per_s(self._link(collective), collective.collective, num_ranks)
 
@@ -407,7 +408,7 @@ class CostModel:
         return min(moved * US_PER_S / moving_us, self.machine.link.bytes_per_s) or stated
 
     def _copies(self, lone_us: float, collective: Collective) -> CopyWork:
-        """Return the copies of a rank to its peers, one after the other; those of another collective may use the rest of
+        """Return the copies of a rank to its peers, one after the other; another collective's copies may use the rest of
         its links.
         """
         rate, limit = self._copy_bytes_per_s(collective), self._wire_bytes_per_s(collective)
@@ -415,7 +416,7 @@ class CostModel:
         return CopyWork(lone_ps=lone_us * PS_PER_US, hbm_demand=2 * rate, link_demand=rate, link_limit=most)
 
     def _copy_bytes_per_s(self, collective: Collective) -> float:
-        """Return what copy engines reach if a rank's copies to its peers follow one another."""
+        """Return the bytes per second that copy engines reach if a rank copies to its peers one after the other."""
         num_ranks = min(collective.group_size, max(2, self.machine.num_gpus))
         return copies_bytes_per_s(self._link(collective), num_ranks) * self._calibration.copy_engine_fraction.value
 

@@ -1,8 +1,8 @@
 """Decides which kernel's CTAs are placed next: strict priority, and within a priority the leftover policy.
 
-Nothing of a later kernel starts until every earlier kernel of the same or a greater priority has placed all its CTAs, even
-where there is room for it (measured on H200: one-thread kernels wait). Priority never preempts: it only decides who
-refills a slot that became free. What fits into a slot is not decided here but in `sm.py`.
+No CTA of a later kernel starts until every earlier kernel of the same or a greater priority has placed all its CTAs, even
+if there is room for it (measured on H200: one-thread kernels wait). Priority never preempts: it only decides which kernel
+refills a free slot. `sm.py` decides what fits into a slot.
 """
 
 from counterpoint.sim.sm import SmArray
@@ -29,7 +29,7 @@ class DispatchQueue:
             self._tasks.remove(task)
 
     def place(self, sms: SmArray) -> None:
-        """Place CTAs in order until a task cannot place all of its own; those behind it wait."""
+        """Place CTAs in order until a task cannot place all of its CTAs; the tasks after it wait."""
         while self._tasks:
             sms.place(self._tasks[0])
             if self._tasks[0].num_unplaced:
@@ -37,5 +37,5 @@ class DispatchQueue:
             self._tasks.pop(0)
 
     def head(self) -> SmTask | None:
-        """The task whose CTAs are placed next, if any still waits."""
+        """Return the task whose CTAs are placed next, or None."""
         return self._tasks[0] if self._tasks else None

@@ -1,7 +1,7 @@
 """Resolves a plan's controls for each operation of a step: its launch, and what moves its data.
 
-Refuses what cannot be: a control for another kind of operation, a priority that the driver does not have, a cap that does
-not fit, an operator where there is no matmul. Knows nothing of times, but for what the estimate of an operator says.
+Refuses impossible controls: a control for another kind of operation, a priority that the driver does not have, a cap that
+does not fit, an operator where there is no matmul. The only times used here are estimates of operators.
 """
 
 from collections.abc import Sequence
@@ -38,8 +38,8 @@ NCCL_EXTRA_THREADS = 32  # ring kernels have one warp above NCCL_NTHREADS: 544 t
 
 
 class Overlap(msgspec.Struct, frozen=True, kw_only=True):
-    """A collective as one operator with its matmuls, and the time that stays exposed: before them, or after them if they
-    feed it.
+    """A collective that runs as one operator with its matmuls, and the time that stays exposed: before the matmuls, or
+    after them if they feed the collective.
     """
 
     pair: MatmulPair
@@ -134,8 +134,8 @@ class EffectReader:
             )
 
     def _overlap(self, index: int, control: OverlapMatmul, where: str) -> Overlap | None:
-        """Return the collective as part of an operator; None for an all-to-all of sizes, which experts' operators
-        exchange as well.
+        """Return the collective as part of an operator; None for an all-to-all of sizes, because the experts' operators
+        exchange the sizes, too.
         """
         if self._pairs is None or self._model is None or self._experts is None:
             self._pairs = MatmulPairs(self._step)
@@ -171,7 +171,7 @@ def _check_transport(control: Transport, collective: Collective, where: str) -> 
 
 
 def obstacle_to_light(collective: Collective, gpu: Gpu, calibration: Calibration) -> str:
-    """Return why no light kernel can do a collective on that GPU, or nothing."""
+    """Return why no light kernel can do a collective on that GPU; empty if one can."""
     if collective.collective not in calibration.light_collectives:
         return f"light kernels were measured for {', '.join(calibration.light_collectives) or 'no collective'} only"
     if collective.group_size > MOST_LIGHT_RANKS:

@@ -1,8 +1,8 @@
 """The event loop: readiness, dispatch, progress. Deterministic; time is in whole picoseconds.
 
-Cost grows with operations and with changes of state, not with CTAs: SMs in the same state are one group, and while nothing
-but the same kernel could refill a slot, its next CTAs are handed to the slot at once (`_hand_out`) and taken back
-(`_recall`) when anything changes. CTAs that differ in length are followed SM by SM, in batches where they are many.
+The cost grows with operations and with changes of state, not with CTAs: SMs in the same state form one group. While only the
+same kernel could refill a slot, the slot gets its next CTAs at once (`_hand_out`), and they are taken back (`_recall`) when
+anything changes. CTAs that differ in length are simulated SM by SM, in batches if there are many.
 """
 
 import heapq
@@ -18,16 +18,16 @@ from counterpoint.step import Footprint
 from counterpoint.value import Value
 
 # Limits for kernels whose CTAs differ in length (`cta_time_spread`):
-MAX_FOLLOWED_CTAS = 1024  # up to this many CTAs in a step are simulated one by one; above, as below
+MAX_FOLLOWED_CTAS = 1024  # up to this many CTAs in a step are simulated one by one; with more, the limits below apply
 BATCH = 1 / 64  # CTAs that end within this part of a CTA's time, and a quarter of the spread, end together
-FOLLOWED_WAVES = 2  # the last waves of a kernel are followed, so that its end and its neighbors' starts are as they would be
+FOLLOWED_WAVES = 2  # last waves of a kernel that are simulated, so that its end and its neighbors' starts are right
 LEAST_HANDED_WAVES = 2  # fewer CTAs are not handed out ahead
 
 
 class Launch(Value, frozen=True, kw_only=True):
-    """When an operation may start: after which other operations, how long after each, and not before `earliest_ps`.
+    """When an operation may start: which operations it waits for, how long after each, and not before `earliest_ps`.
 
-    `hold_ps` is a head start: the time its stream is held once the operation could have started.
+    `hold_ps` is a head start: the time for which its stream is held once the operation could have started.
     """
 
     waits_for: tuple[tuple[int, int], ...]
@@ -36,7 +36,7 @@ class Launch(Value, frozen=True, kw_only=True):
 
 
 class Engine:
-    """Runs tasks to the end. `launches[i]` says when `tasks[i]` is ready; a run uses up both."""
+    """Runs tasks to the end. `launches[i]` says when `tasks[i]` is ready; a run consumes both."""
 
     def __init__(
         self,
@@ -113,7 +113,7 @@ class Engine:
         """Return the next time at which anything can change: a timer, the end of CTAs, of shared work or of a copy."""
         soonest = self._timers[0][0] if self._timers else None
         waits = [wait for wait in map(_time_left, self._running.values()) if wait is not None]
-        uneven: list[Cohort] = []  # beside each of them in `ends` when it ends; pairs would be objects for the collector
+        uneven: list[Cohort] = []  # `ends` holds their ends; a list of pairs would burden the garbage collector
         ends: list[float] = []
         for group in self._sms.groups:
             for cohort in group.cohorts:
@@ -140,8 +140,8 @@ class Engine:
     def _batch_end(self, uneven: Sequence[Cohort], ends: Sequence[float]) -> float:
         """Return when the next CTAs of different lengths end; if there are few, each ends at its own time.
 
-        Those that end within a small part of a CTA's time end together: at the mean of their times where others follow, so
-        that no time is gained or lost; at the last of their times where none follow, for that is the end of their kernel.
+        CTAs that end within a small part of a CTA's time end together: at the mean of their times if other CTAs follow, so
+        that no time is gained or lost; otherwise at the last of their times, because that is the end of their kernel.
         """
         first = min(ends)
         if self._is_exact:
@@ -179,13 +179,13 @@ class Engine:
                     self._copies.finish(task.index)
                     self._finish(task.index)
             elif task.work.is_work_sharing and task.shared_work <= DONE:
-                # a CTA that found no SM finds no work either
+                # CTAs that are not placed yet have no work left
                 self._sms.retire(task)
                 self._queue.remove(task)
                 task.num_unplaced = 0
                 self._finish(task.index)
             elif task.work.num_tiles and not task.tiles_left:
-                # CTAs that found no SM yet find no tile either
+                # CTAs that are not placed yet have no tile left
                 task.num_unplaced = 0
                 self._queue.remove(task)
         for task in self._sms.retire():
@@ -224,11 +224,11 @@ class Engine:
     def _handed(self, task: SmTask, number: int) -> int:
         """Give slots their part of `number` in proportion to their speed, in whole waves; return what is left.
 
-        Where CTAs differ in length, the last waves are followed, and those handed out shift each slot by what their lengths
-        add up to: by chance, up to half a CTA.
+        If CTAs differ in length, the last waves are simulated, and the CTAs handed out shift each slot by the deviation of
+        their total length, up to half a CTA.
         """
         if task.work.cta_time_spread and number < task.num_resident:
-            return number  # the last waves are followed
+            return number  # the last waves are simulated
         cohorts, ctas = [], []
         speed = 0.0
         for group in self._sms.groups:
@@ -255,7 +255,7 @@ class Engine:
 
 
 def _time_left(task: SmTask | CopyTask) -> float | None:
-    """Return picoseconds until a copy or shared work ends at the present rate; None if single CTAs decide."""
+    """Return the picoseconds until a copy or shared work ends at the current rate; None if single CTAs decide."""
     if isinstance(task, CopyTask):
         return task.remaining / task.rate
     return task.shared_work / task.rate if task.work.is_work_sharing else None

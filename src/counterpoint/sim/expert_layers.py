@@ -1,5 +1,5 @@
-"""Which all-to-alls of a step bring tokens to experts and take them back, with the matmuls between them, and what of their
-time operators would leave exposed.
+"""Finds the all-to-alls of a step that bring tokens to experts and back, with the matmuls between them, and estimates how
+much of their time operators would leave exposed.
 
 Two all-to-alls of one group belong together if the second returns what the first brought and matmuls lie between them.
 """
@@ -118,7 +118,7 @@ class ExpertModel:
         self.layers = ExpertLayers(step)
 
     def estimate(self, index: int) -> ExpertExchange | str:
-        """The all-to-all as part of its layer's operator, or why it would not pay."""
+        """Return the all-to-all as part of its layer's operator, or why the operator would not pay."""
         layer = self.layers.layer_of.get(index)
         if layer is None:
             return self.layers.obstacles.get(index, "it brings no tokens to experts")
@@ -138,8 +138,8 @@ class ExpertModel:
         )
 
     def _exposed_us(self, layer: ExpertLayer, collective: Collective, num_groups: int, *, is_combine: bool) -> float:
-        """The first group's rows on their way, or the last one's; all that the other groups' matmuls do not hide, if that is
-        more; and the copy of results to their rows."""
+        """Return the exposed time: the copy of the first or last group's rows, or what the other groups' matmuls do not hide
+        if that is more; plus the copy of results to their rows."""
         copied_us = self._costs.copied_us(collective)
         matmuls_us = sum(self._costs.lone_us(self._step.operations[number]) for number in layer.matmuls)
         hidden_us = matmuls_us * (num_groups - 1) / num_groups
@@ -148,7 +148,7 @@ class ExpertModel:
         return max(copied_us / num_groups, copied_us - hidden_us) + placed_us
 
     def _follower(self, layer: ExpertLayer, matmuls: Sequence[int]) -> int | None:
-        """The next matmul after these: what needs all that they made."""
+        """Return the layer's next matmul after these, which needs their results."""
         return next((number for number in layer.matmuls if matmuls and number > matmuls[-1]), None)
 
 

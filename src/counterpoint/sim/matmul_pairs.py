@@ -1,9 +1,9 @@
-"""Which collective belongs together with which matmuls: one gathers what they read, or reduces what one of them made.
+"""Finds the matmuls that belong to each collective: it gathers what they read, or reduces what one of them wrote.
 
-Read off streams and dependencies, never off names. A collective that the computation's stream waits for at once stands alone
-between two operations of that stream; the matmul is the next one there (of an all-gather or all-to-all), or the last one
-before (of a reduce-scatter or all-reduce). Few small kernels may lie between, as code that cuts, joins and casts tensors has
-them. Whether they do no more than that, no step says. Knows nothing of times (`overlapped.py`).
+Pairs follow from streams and dependencies, never from names. A collective that the computation's stream waits for at once
+stands alone between two operations of that stream. Its matmul is the next one there (of an all-gather or all-to-all), or the
+last one before (of a reduce-scatter or all-reduce). A few small kernels may lie between, as in code that cuts, joins and
+casts tensors; a step does not say whether they do more than that. Times are in `overlapped.py`.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,9 +27,9 @@ ELEMENT_SIZES = (1, 2, 4, 8)
 
 
 class MatmulPair(Value, frozen=True, kw_only=True):
-    """A collective and its matmuls, by number: those that need what it brings, or the one that feeds it.
+    """A collective and its matmuls, by number: the matmuls that read its result, or the one that feeds it.
 
-    `follower` is the operation after the last matmul on its stream, None where there is none.
+    `follower` is the operation after the last matmul on its stream, None if there is none.
     """
 
     collective: int
@@ -38,7 +38,7 @@ class MatmulPair(Value, frozen=True, kw_only=True):
 
 
 class MatmulPairs:
-    """The pairs of one step. A matmul is in one pair at most: that of the earlier collective."""
+    """The pairs of one step. A matmul is in one pair at most, which is that of the earlier collective."""
 
     def __init__(self, step: Step) -> None:
         self._operations = step.operations
@@ -67,7 +67,7 @@ class MatmulPairs:
                 taken.update(pair.matmuls)
 
     def _pair(self, index: int, collective: Collective) -> MatmulPair | str:
-        """The collective's pair, or why there is none."""
+        """Return the collective's pair, or why there is none."""
         obstacle = _obstacle(collective)
         if obstacle:
             return obstacle
@@ -91,7 +91,7 @@ class MatmulPairs:
         return MatmulPair(collective=index, matmuls=matmuls, follower=main[last] if last < len(main) else None)
 
     def _consumer(self, index: int) -> int | None:
-        """The first operation that waits for this one: by a dependency, else the next computation on its stream."""
+        """Return the first operation that waits for this one, by a dependency or as the next computation on its stream."""
         waiting = self._waiting.get(index, [])
         line = self._places[self._operations[index].stream]
         following = line[self._position[index] + 1 :][:1]
@@ -99,14 +99,14 @@ class MatmulPairs:
         return min([*waiting, *following], default=None)
 
     def _waited_for(self, index: int) -> set[int]:
-        """What the operation waits for by itself, or because the one before it on its stream does and lies right there."""
+        """Return the operations that this one depends on, and the one directly before it on its stream."""
         found = {dependency.operation for dependency in self._operations[index].waits_for}
         place = self._position[index]
         earlier = self._places[self._operations[index].stream][max(0, place - 1) : place]
         return found | set(earlier)
 
     def _matmuls(self, line: Sequence[int], collective: Collective) -> Iterator[int]:
-        """The matmuls next on the line that the sizes allow: after a gather all that follow each other, else one."""
+        """Yield the next matmuls on the line that the sizes allow: after a gather all consecutive ones, else one."""
         num_between, is_found = 0, False
         for number in line:
             operation = self._operations[number]
@@ -142,7 +142,7 @@ def _is_plain(operation: Operation) -> bool:
 
 
 def _fits(matmul: Kernel, collective: Collective) -> bool:
-    """Whether the matmul can read what is gathered, or have made what is reduced, as far as its sizes are known."""
+    """Return whether the known sizes allow the matmul to read what is gathered, or to have written what is reduced."""
     if matmul.matmul_sizes is None:
         return True
     rows, inner, columns = matmul.matmul_sizes

@@ -1,8 +1,8 @@
-"""Jobs of more ranks than a node has GPUs: what of them can be simulated, and which collectives leave the node.
+"""Decides which jobs of more ranks than a node has GPUs can be simulated, and which collectives leave the node.
 
-How a collective's data travels over several nodes is not modelled, so its time is known only where it was measured, as in a
-trace of the job. A described step of more ranks than a node has is refused. Copy engines reach the GPUs of one node, so a
-collective that leaves it, or may, is not moved by them.
+The simulator does not model collectives across nodes, so their time is known only if it was measured, as in a trace of the
+job. A described step of more ranks than a node has GPUs is refused. Copy engines reach the GPUs of one node, so they do not
+move a collective that leaves the node or may leave it.
 """
 
 from counterpoint.errors import MachineError
@@ -25,25 +25,25 @@ def check_ranks(num_ranks: int, machine: Machine, way_out: str = "") -> None:
 
 
 def check_nodes(step: Step, machine: Machine) -> None:
-    """As `check_ranks`, unless every operation that communicates has its measured time."""
+    """Raise as `check_ranks` does, unless every operation that communicates has its measured time."""
     if any(_needs_a_link(operation) for operation in step.operations):
         groups = (operation.group_size for operation in step.operations if isinstance(operation, Collective))
         check_ranks(max(step.num_ranks, *groups, 1), machine, MEASURED_INSTEAD)
 
 
 def _needs_a_link(operation: Operation) -> bool:
-    """Whether the time of the operation is computed from a link."""
+    """Return whether the time of the operation is computed from a link."""
     is_remote = isinstance(operation, Collective) or (isinstance(operation, Copy) and operation.direction == "peer_to_peer")
     return is_remote and operation.lone_us is None
 
 
 def leaves_node(collective: Collective, machine: Machine) -> bool:
-    """Whether the collective's ranks are known to be on several nodes; nodes hold ranks in order."""
+    """Return whether the collective's ranks are known to be on several nodes; nodes hold ranks in order."""
     return collective.group_size > machine.num_gpus or len({rank // machine.num_gpus for rank in collective.ranks}) > 1
 
 
 def obstacle_to_copies(collective: Collective, num_ranks: int, machine: Machine) -> str | None:
-    """Why copies cannot reach all ranks of a collective in a job of `num_ranks`, or None."""
+    """Return why copies cannot reach all ranks of a collective in a job of `num_ranks`, or None."""
     if num_ranks <= machine.num_gpus:
         return None
     if leaves_node(collective, machine):

@@ -1,10 +1,10 @@
-"""What a collective costs when it runs together with its matmuls as one operator of `counterpoint.ops`.
+"""Estimates the cost of a collective that runs together with its matmuls as one operator of `counterpoint.ops`.
 
-The estimate of `schedule/` says how much longer the operator takes than the matmul alone: that much stays exposed; the rest
-of the copies runs beside the matmul. No operator is taken to expose less than what was measured on short matmuls, since the
-estimate is there to rank schedules. Sizes come from the step; where it has none, from bytes and times: elements of 2 bytes,
-a gathered matrix of twice as many rows as columns (an assumption that the estimate hardly depends on), and the other size
-from the matmul's time. What the schedule's estimate leaves out (the host, clocks under a power limit), this leaves out.
+The estimate of `schedule/` gives the time that the operator takes beyond the matmul alone: that time stays exposed; the rest
+of the copies runs beside the matmul. The exposed time is never less than the one measured on short matmuls, because the
+schedule's estimate only serves to rank schedules. Sizes come from the step; if it has none, from bytes and times: elements
+of 2 bytes, a gathered matrix of twice as many rows as columns (an assumption that hardly affects the estimate), and the
+other size from the matmul's time. Like the schedule's estimate, this one leaves out the host and clocks under a power limit.
 """
 
 import math
@@ -32,14 +32,14 @@ SIZE_STEP = 64  # inferred sizes are multiples of it
 
 
 class OverlapEstimate(Value, frozen=True, kw_only=True):
-    """A pair as one operator: the schedule, and what of the collective is not hidden beside the matmuls."""
+    """A pair as one operator: the schedule, and the time of the collective that the matmuls do not hide."""
 
     description: ScheduleDescription
     exposed_us: float
 
 
 class OverlapModel:
-    """Estimates for the pairs of one step on one machine; each problem is estimated once."""
+    """Estimates the pairs of one step on one machine, each problem once."""
 
     def __init__(self, step: Step, machine: Machine, calibration: Calibration) -> None:
         self._step, self._machine, self._calibration = step, machine, calibration
@@ -48,7 +48,7 @@ class OverlapModel:
         self._known: dict[tuple[Problem, ScheduleDescription | None], OverlapEstimate | str] = {}
 
     def estimate(self, pair: MatmulPair, schedule: ScheduleDescription | None = None) -> OverlapEstimate | str:
-        """By `schedule`, or by what the heuristic picks; or why it would not pay."""
+        """Return the estimate for `schedule`, by default the heuristic's choice, or why the operator would not pay."""
         collective = self._step.operations[pair.collective]
         assert isinstance(collective, Collective), "pairs are of collectives"
         matmuls_us = sum(self._costs.lone_us(self._step.operations[number]) for number in pair.matmuls)
@@ -87,7 +87,7 @@ class OverlapModel:
         return OverlapEstimate(description=schedule, exposed_us=exposed_us)
 
     def _problem(self, collective: Collective, matmuls: Sequence[Kernel]) -> Problem:
-        """The operator's sizes; several matmuls that read one gathered matrix count as one with more columns."""
+        """Return the operator's sizes; several matmuls that read one gathered matrix count as one with more columns."""
         is_fed = collective.collective in FED_COLLECTIVES
         sizes = matmuls[0].matmul_sizes
         element_type = matmuls[0].element_type
@@ -96,7 +96,7 @@ class OverlapModel:
         if sizes is not None and is_fed:
             rows, inner, columns = sizes
         elif sizes is not None:
-            # of the gradient of a weight the gathered matrix is the right operand, and its rows are the inner size
+            # in a weight's gradient the gathered matrix is the right operand, and its rows are the inner size
             rows, inner = sizes[:2] if collective.num_bytes % (sizes[0] * sizes[1]) == 0 else sizes[1:]
             columns = _round(multiplied / (rows * inner))
         elif is_fed:
@@ -118,7 +118,7 @@ class OverlapModel:
         )
 
     def _multiplications(self, matmul: Kernel) -> float:
-        """Multiplications with addition: by its sizes, its operations, or its time at the usual rate."""
+        """Return the matmul's multiply-adds, from its sizes, its operations, or its time at the usual rate."""
         if matmul.matmul_sizes is not None:
             return float(math.prod(matmul.matmul_sizes))
         if matmul.flops is not None:

@@ -1,14 +1,14 @@
-"""The clock of a step under the power limit: the mean power of its operations against the limit.
+"""Finds the clock of a step under the power limit, from the mean power of its operations.
 
-A GPU holds its mean power over some tens of milliseconds at the limit by a lower clock. Lone times that were taken in
-short bursts are of the higher clock that a burst has, so a step that runs on and on takes longer. At a share c of the
-burst's clock an operation draws c to the power of `exponent` times its watts above an idle GPU, since the voltage falls with
-the clock, and takes 1 / c as long. Kernels that the memory limits take no longer, and tiled matmuls, which wait for L2, less
-than others. What an operation draws does not depend on what runs beside it. So the watts of all operations, each times its
-time alone, over the time of the step are what the limit leaves above an idle GPU; the step is simulated anew at the clock
-found.
+A GPU lowers its clock to hold its mean power over some tens of milliseconds at the limit. Lone times taken in short bursts
+belong to a burst's higher clock, so a step that runs continuously takes longer. At a share c of the burst's clock, an
+operation draws c to the power of `exponent` times its watts above an idle GPU, because the voltage falls with the clock, and
+takes 1 / c as long. Kernels that the memory limits take no longer, and tiled matmuls, which wait for L2, are slowed less
+than others. The power of an operation does not depend on what runs beside it. At the clock sought, the sum of each
+operation's watts times its time alone, divided by the time of the step, equals the power that the limit leaves above an idle
+GPU; the step is simulated again at that clock.
 
-Where a calibration has no figures of power, or lone times are from a job that ran on, the clock stays as it is.
+The clock is unchanged if a calibration has no figures of power, or if lone times come from a job that ran continuously.
 """
 
 from collections.abc import Sequence
@@ -18,9 +18,9 @@ import msgspec
 from counterpoint.sim.calibration import Calibration, PowerFigure
 from counterpoint.step import Character, Collective, Copy, Kernel, Operation
 
-SAME_CLOCK = 0.004  # a smaller difference changes nothing that is measurable
+SAME_CLOCK = 0.004  # a smaller difference has no measurable effect
 MOST_ROUNDS = 6
-# a CTA with fewer holds no tile of 128x128 in fp32, and its matmul is limited by what it reads from L2
+# a CTA with fewer registers cannot hold an fp32 tile of 128x128, so reads from L2 limit its matmul
 LARGE_TILE_REGISTERS = 128 * 128
 CLOCK_EXPONENTS: dict[PowerFigure, PowerFigure] = {
     "matmul_w": "matmul_clock_exponent",
@@ -35,30 +35,30 @@ OF_CHARACTERS: dict[Character, PowerFigure] = {
 
 
 class Drawn(msgspec.Struct, frozen=True):
-    """What an operation draws: watts above idle times microseconds in a burst, and how its time grows as the clock falls."""
+    """An operation's energy (watts above idle times microseconds in a burst), and how its time grows as the clock falls."""
 
     energy: float
     clock_exponent: float
 
 
 class PowerModel:
-    """The clock under the power limit by the figures of one calibration, which must have them."""
+    """Finds the clock under the power limit from the power figures of one calibration, which must have them."""
 
     def __init__(self, calibration: Calibration) -> None:
         self._calibration, self._figures = calibration, calibration.power
 
     def is_burst(self, lone_us: Sequence[float]) -> bool:
-        """Whether operations one after the other are over before the power limit acts."""
+        """Return whether operations run one after the other would end before the power limit acts."""
         return sum(lone_us) < self._figures["window_us"].value
 
     def drawn(self, operation: Operation, lone_us: float, *, is_copied: bool) -> Drawn:
-        """What an operation draws that takes so long alone; `is_copied`: copy engines move it."""
+        """Return the energy of an operation that takes `lone_us` alone; `is_copied`: copy engines move it."""
         watts = self._figures[_figure_of(operation, is_copied=is_copied)].value
         exponent = clock_exponent(operation, self._calibration) if isinstance(operation, Kernel) else 0.0
         return Drawn(watts * lone_us, exponent)
 
     def next_clock(self, drawn: Sequence[Drawn], makespan_us: float, clock_share: float) -> float:
-        """A clock as a share of a burst's, nearer to what the limit allows than the one that gives this makespan."""
+        """Return a clock, as a share of a burst's, that is nearer to the limit than the one that gave this makespan."""
         exponent = self._figures["exponent"].value
         left = self._figures["limit_w"].value - self._figures["idle_w"].value
         used = sum(each.energy * clock_share ** (exponent - each.clock_exponent) for each in drawn) / makespan_us
@@ -66,7 +66,7 @@ class PowerModel:
 
 
 def clock_exponent(kernel: Kernel, calibration: Calibration) -> float:
-    """How a kernel's time grows as the clock falls: 1 where its instructions limit it, 0 where the memory does."""
+    """Return how a kernel's time grows as the clock falls: 1 if its instructions limit it, 0 if the memory does."""
     if calibration.characters[kernel.character].bottleneck == "hbm":
         return 0.0
     figure = CLOCK_EXPONENTS.get(_figure_of(kernel, is_copied=False))
@@ -74,7 +74,7 @@ def clock_exponent(kernel: Kernel, calibration: Calibration) -> float:
 
 
 def _figure_of(operation: Operation, *, is_copied: bool) -> PowerFigure:
-    """Whose watts an operation draws."""
+    """Return the name of the power figure that applies to an operation."""
     if is_copied or isinstance(operation, Copy):
         return "copy_w"
     if isinstance(operation, Collective):

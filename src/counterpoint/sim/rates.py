@@ -1,12 +1,12 @@
-"""The progress rates of resident CTAs: interference follows from residency and bandwidth.
+"""Computes the progress rates of resident CTAs: interference follows from residency and bandwidth.
 
-Three limits act on a CTA. (1) Its SM: resident CTAs share the SM's throughput; together they use what they can keep in
-flight, smoothly limited by the SM's peak, so fewer CTAs run faster each once the SM was saturated. (2) The GPU's memory:
-what the resident CTAs of a kernel can keep in flight, smoothly limited by its max-min share of the HBM bandwidth. (3) For
-communication the link, shared max-min; and since a collective's CTA waits for memory latency, what it can keep in flight
-falls as others load the memory. The constants and their sources are in `calibrations/*.toml`.
+Three limits act on a CTA. (1) Its SM: resident CTAs share the SM's throughput. Together they use what they can keep in
+flight, smoothly limited by the SM's peak, so on a saturated SM fewer CTAs run faster each. (2) The GPU's memory: what the
+resident CTAs of a kernel can keep in flight, smoothly limited by its max-min share of the HBM bandwidth. (3) For
+communication the link, shared max-min. A collective's CTA waits for memory latency, so what it can keep in flight falls as
+others load the memory. The constants and their sources are in `calibrations/*.toml`.
 
-Shares of bandwidth are max-min fair: no flow can get more without another that has no more than it getting less. Two limits
+Shares of bandwidth are max-min fair: a flow can get more only if another flow with no larger share gets less. Two limits
 (what the resident CTAs can keep in flight, what the memory or link delivers) combine by a smooth minimum with exponent 4.
 The same exponent fits how capped kernels slow down and how all-reduce time falls with CTAs (docs/simulator.md).
 """
@@ -19,13 +19,13 @@ from counterpoint.sim.sm import SmGroup
 from counterpoint.sim.task import CopyTask, SmTask
 
 EXPONENT = 4
-LOAD_EXPONENT = 8  # by the streaming kernel's times at 6 to 12 CTAs on an SM of an H200
+LOAD_EXPONENT = 8  # from the streaming kernel's times at 6 to 12 CTAs on an SM of an H200
 
 
 class RateModel:
-    """Sets the rates of cohorts, shared work and copies from who is resident where.
+    """Sets the rates of cohorts, shared work and copies from the CTAs that are resident on each SM.
 
-    `hbm_bytes_per_s` is what the memory really delivers, `latency` how its latency grows with its load.
+    `hbm_bytes_per_s` is the bandwidth that the memory reaches, `latency` how its latency grows with its load.
     """
 
     def __init__(self, hbm_bytes_per_s: float, latency: "MemoryLatency") -> None:
@@ -33,7 +33,7 @@ class RateModel:
         self._latency = latency
 
     def update(self, groups: Sequence[SmGroup], running: Iterable[SmTask | CopyTask]) -> None:
-        """Recompute all rates for the present residents and copies, in work per picosecond."""
+        """Recompute all rates, in work per picosecond, for the CTAs and copies that run now."""
         tasks = list(running)
         numbers = {task: position for position, task in enumerate(tasks)}
         shares, effective = _share_sms(groups, numbers)
@@ -42,7 +42,7 @@ class RateModel:
         available = [available_to(position, demands, self._hbm) for position in range(len(tasks))]
         loads = [smooth_minimum(demand, share) / self._hbm for demand, share in zip(demands, available, strict=True)]
         link = self._link_rates(tasks, loads)
-        cta_rates: list[float] = []  # of one CTA that has its SM as in the reference state; unused for copies
+        cta_rates: list[float] = []  # per task, the rate of one CTA whose SM is as in the reference state; unused for copies
         for position, task in enumerate(tasks):
             if isinstance(task, CopyTask):
                 share = min(1.0, available[position] / demands[position]) if demands[position] else 1.0
@@ -57,7 +57,7 @@ class RateModel:
             cohort.rate = 0.0 if cohort.task.work.is_work_sharing else share * cta_rates[numbers[cohort.task]]
 
     def _link_rates(self, tasks: list[SmTask | CopyTask], loads: list[float]) -> list[float]:
-        """Factor on each task's progress from the link: 1 for whoever does not use it."""
+        """Return the factor on each task's progress from the link: 1 for tasks that do not use it."""
         if not any(task.work.link_limit for task in tasks):
             return [1.0] * len(tasks)
         by_l2 = sum(load for task, load in zip(tasks, loads, strict=True) if isinstance(task, SmTask) and task.work.loads_l2)
@@ -86,7 +86,7 @@ class RateModel:
         return factors
 
     def _hbm_demands(self, tasks: list[SmTask | CopyTask], in_flight: list[float]) -> list[float]:
-        """What each task asks of the memory: of kernels that wait for it, less as its load makes their loads take longer."""
+        """Return each task's demand on the memory; kernels that wait for it demand less as its load slows their loads."""
         waiting = [place for place, task in enumerate(tasks) if isinstance(task, SmTask) and task.work.waits_for_memory]
         if not waiting:
             return in_flight
@@ -99,23 +99,23 @@ class RateModel:
 class MemoryLatency:
     """How the memory's latency grows with its load u, a share of the bandwidth: 1 + at_low_load u + ... u^8 to 1 + per_load.
 
-    The streaming kernel of `counterpoint calibrate` shows it at each residency: the time of a load is what its CTAs keep in
-    flight over the bandwidth that they get. It grows slowly up to three quarters of the bandwidth, and steeply from there.
+    Measured with the streaming kernel of `counterpoint calibrate` at each residency: the time of a load is what its CTAs
+    keep in flight divided by their bandwidth. It grows slowly up to three quarters of the bandwidth, then steeply.
     """
 
     at_low_load: float
     per_load: float
 
     def growth(self, load: float) -> float:
-        """By how much loads take longer beside a memory under this load, as a share of their idle latency."""
+        """Return by how much loads take longer while the memory is under this load, as a share of their idle latency."""
         load = min(max(load, 0.0), 1.0)
         return self.at_low_load * load + (self.per_load - self.at_low_load) * load**LOAD_EXPONENT
 
     def slowdown(self, in_flight: float, other_load: float) -> float:
-        """How much longer loads take where what is kept in flight would use `in_flight` of the bandwidth at idle latency.
+        """Return the factor on the time of loads that would use `in_flight` of the bandwidth at idle latency.
 
-        The load u that they make solves u = other_load + in_flight / (1 + c u); what is
-        above the bandwidth is no matter of latency.
+        The load u that they cause solves u = other_load + in_flight / (1 + c u); demand above the bandwidth does not affect
+        the latency.
         """
         c = self.at_low_load
         if not c:
@@ -126,7 +126,7 @@ class MemoryLatency:
 
 
 def _share_sms(groups: Sequence[SmGroup], numbers: dict[SmTask | CopyTask, int]) -> tuple[list[float], list[float]]:
-    """What its SM allows each cohort, in their order (1 = reference state), and each task's CTAs weighted by that."""
+    """Return each cohort's share of its SM, in order (1 = reference state), and each task's CTAs weighted by the share."""
     shares: list[float] = []
     effective = [0.0] * len(numbers)
     for group in groups:
@@ -151,7 +151,7 @@ def _hbm_demand(task: SmTask | CopyTask, effective_ctas: float) -> float:
 
 
 def max_min_shares(demands: Sequence[float], capacity: float) -> list[float]:
-    """Max-min fair allocation of `capacity` to `demands` (same unit, each 0 or more; infinity asks for all there is)."""
+    """Allocate `capacity` to `demands`, max-min fair (same unit, each 0 or more; infinity demands all there is)."""
     shares = [0.0] * len(demands)
     left = capacity
     ascending = sorted(range(len(demands)), key=lambda index: demands[index])
@@ -162,7 +162,7 @@ def max_min_shares(demands: Sequence[float], capacity: float) -> list[float]:
 
 
 def available_to(index: int, demands: Sequence[float], capacity: float) -> float:
-    """What flow `index` could get of `capacity` if it asked for everything, beside the demands of the others."""
+    """Return how much of `capacity` flow `index` would get if it demanded everything, beside the others' demands."""
     left, sharers = capacity, len(demands)
     if sharers == 2:
         return max(left / 2, left - demands[1 - index])
@@ -175,7 +175,7 @@ def available_to(index: int, demands: Sequence[float], capacity: float) -> float
 
 
 def smooth_minimum(first: float, second: float) -> float:
-    """The smaller of two positive limits, rounded off where they are close: at equality 0.84 of either."""
+    """Return a smooth minimum of two positive limits: less than the smaller if they are close, 0.84 of either if equal."""
     if first <= 0 or second <= 0:
         return 0.0
     ratio = min(first, second) / max(first, second)

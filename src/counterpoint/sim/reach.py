@@ -1,14 +1,14 @@
 """The link bandwidth that collectives of W ranks can reach: bytes that each rank sends per second.
 
-Ranks are GPUs 0 to W - 1 of a node. Behind a switch everything is the port's rate. On direct links it hangs on who talks to
-whom: an all-to-all ends with its slowest pair, since every pair moves as much; a ring passes every cut of the ranks into two
-parts, so all rings together carry no more than the thinnest cut; copies that follow one another each take their pair's time.
-Bounds of the wires, not of a library: what is reached of them is in the calibration.
+Ranks are GPUs 0 to W - 1 of a node. Behind a switch the bound is always the port's rate. On direct links it depends on which
+GPUs communicate: an all-to-all ends with its slowest pair, because every pair moves as much; a ring crosses every cut of the
+ranks into two parts, so all rings together carry no more than the thinnest cut; copies that follow one another each take
+their pair's time. These are bounds of the wires, not of a library: the calibration holds the shares that are reached.
 
 An all-to-all with parts of unequal sizes ends for all ranks with its slowest pair, and counts as one of equal parts that
-takes as long. Kernels give every peer as many CTAs, whatever its part (NCCL's point-to-point channels), and the same CTAs
-copy what the rank keeps. Copies go to their peers one after another, and what the rank keeps stays where it is. A step holds
-the parts of one rank; those between two others are not known, so with more than two ranks this is a lower bound.
+takes as long. Kernels use equally many CTAs for every peer, whatever its part (NCCL's point-to-point channels), and the same
+CTAs copy what the rank keeps. Copies go to their peers one after another, and what the rank keeps is not copied. A step
+holds the parts of one rank; parts between two other ranks are unknown, so with more than two ranks this is a lower bound.
 """
 
 from functools import lru_cache
@@ -17,12 +17,12 @@ from itertools import combinations
 from counterpoint.links import Link
 from counterpoint.step import Collective, CollectiveKind
 
-MOST_CUT_OFF = 2  # GPUs on the smaller side of a cut that is looked at: pairs are what shares wide links
+MOST_CUT_OFF = 2  # most GPUs on the smaller side of the cuts examined: only pairs share wide links
 
 
 @lru_cache(maxsize=1024)
 def collective_bytes_per_s(link: Link, kind: CollectiveKind, num_ranks: int) -> float:
-    """The bound for a library's collective."""
+    """Return the bound for a library's collective."""
     if num_ranks < 2 or link.topology == "switch":
         return link.bytes_per_s
     if kind == "send_recv":
@@ -34,7 +34,7 @@ def collective_bytes_per_s(link: Link, kind: CollectiveKind, num_ranks: int) -> 
 
 @lru_cache(maxsize=1024)
 def copies_bytes_per_s(link: Link, num_ranks: int) -> float:
-    """The bound for equal copies to all peers, one after another on each rank, as the integrations' lanes do them."""
+    """Return the bound for equal copies to all peers, one after another on each rank, as in the integrations' lanes."""
     if num_ranks < 2:
         return link.per_peer_bytes_per_s
     ranks = range(num_ranks)
@@ -43,12 +43,12 @@ def copies_bytes_per_s(link: Link, num_ranks: int) -> float:
 
 
 def by_kernels_bytes(collective: Collective) -> int:
-    """The buffer of equal parts that kernels take as long for."""
+    """Return the size of a buffer of equal parts for which kernels take as long."""
     return collective.num_bytes if collective.parts is None else collective.parts.as_equal_bytes
 
 
 def by_copies_bytes(collective: Collective) -> int:
-    """The buffer of equal parts that copies take as long for."""
+    """Return the size of a buffer of equal parts for which copies take as long."""
     size = collective.group_size
     if collective.parts is None or size < 2:
         return collective.num_bytes
@@ -60,7 +60,7 @@ def _slowest(link: Link, num_ranks: int) -> float:
 
 
 def _thinnest_cut(link: Link, num_ranks: int) -> float:
-    """The least that goes out of one or two GPUs to the others together."""
+    """Return the least bandwidth from one or two GPUs to all others together."""
     ranks = range(num_ranks)
     inside = [part for size in range(1, MOST_CUT_OFF + 1) if size < num_ranks for part in combinations(ranks, size)]
     return min(

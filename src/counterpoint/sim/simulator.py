@@ -1,8 +1,8 @@
 """The executor that needs no GPU: it turns a step, a machine and a plan into a simulated timeline of one rank.
 
-Ranks are assumed to be alike and in step. A control does here what it does on a GPU: a residency cap raises dynamic
-shared memory and carveout, a priority reorders dispatch, a head start delays one kernel, a transport moves a collective
-to the copy engines (with a sum on SMs if it reduces), and an overlap moves it beside its matmul.
+All ranks are assumed to be identical and synchronized. A control has the same effect as on a GPU: a residency cap raises
+dynamic shared memory and carveout, a priority reorders dispatch, a head start delays one kernel, a transport moves a
+collective to the copy engines (with a sum on SMs if it reduces), and an overlap moves it beside its matmul.
 """
 
 from collections.abc import Sequence
@@ -71,7 +71,7 @@ class Simulator(AbstractExecutor):
         return Timeline(step_name=step.name, origin="simulated", intervals=tuple(intervals))
 
     def clock_of_turns(self, step: Step, machine: Machine, plans: Sequence[Plan]) -> float:
-        """The clock that the power limit leaves a step whose plans take turns, as a share of a burst's.
+        """Return the clock, as a share of a burst's, that the power limit allows a step whose plans take turns.
 
         Turns shorter than the limit's window of some tens of milliseconds share one clock. Raises as `run` does.
         """
@@ -82,10 +82,10 @@ class Simulator(AbstractExecutor):
         return clock_share(runs)
 
     def lone_times_us(self, step: Step, machine: Machine, plan: Plan = LEAVE_IT) -> list[float]:
-        """Each operation's time alone on `machine`, in microseconds, in the order of the step.
+        """Return each operation's time alone on `machine`, in microseconds, in the order of the step.
 
-        Of a plan's controls, only those count that move a collective by copies: it takes their time, without that of the sum
-        where it reduces.
+        Of a plan's controls, only those that move a collective by copies count: the collective then takes the copies' time,
+        without the time of the sum if it reduces.
         """
         check_nodes(step, machine)
         calibration = self._calibration or load_calibration(machine)

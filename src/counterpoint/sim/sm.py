@@ -1,8 +1,8 @@
 """SM state: groups of SMs in the same state, and the placement of CTAs and clusters on them.
 
-SMs whose residents agree are one group, counted per GPC because a cluster must find all its CTAs in one GPC. The next CTA
-goes to the SM with the most room for that kernel, ties in a fixed order. An SM's split between L1 and shared memory is set
-by the first kernel placed on it while it is empty and cannot change until it is empty again.
+SMs with the same residents form one group, counted per GPC because all CTAs of a cluster must be in one GPC. The next CTA
+goes to the SM with the most room for that kernel, ties in a fixed order. The first kernel placed on an empty SM sets its
+split between L1 and shared memory, which cannot change until the SM is empty again.
 """
 
 import math
@@ -15,7 +15,7 @@ from counterpoint.occupancy import room_for
 from counterpoint.sim.task import DONE, Cohort, SmTask
 from counterpoint.step import Footprint
 
-SPREAD_LEVELS = 64  # lengths that CTAs of one kernel come in; an assumption
+SPREAD_LEVELS = 64  # number of different lengths of one kernel's CTAs; an assumption
 HASH_MULTIPLIER = 2654435761  # a prime near 2^32 over the golden ratio (Knuth, TAOCP 6.4): neighbors get lengths far apart
 GroupKey = tuple[int, tuple[tuple[int, int, float], ...]]
 
@@ -29,28 +29,28 @@ class SmGroup:
     cohorts: list[Cohort]
 
     def num_sms(self) -> int:
-        """SMs in this group, over all GPCs."""
+        """Return the number of SMs in this group, over all GPCs."""
         return sum(self.sms)
 
     def copied_cohorts(self) -> list[Cohort]:
-        """Its cohorts for a group that splits off."""
+        """Return copies of its cohorts, for a group that splits off."""
         return [Cohort(each.task, each.count, each.remaining, 0.0, each.ahead, each.ahead_length) for each in self.cohorts]
 
     def key(self) -> GroupKey:
-        """Equal for groups that may be merged."""
+        """Return a key that is equal for groups that may be merged."""
         cohorts = sorted((cohort.task.index, cohort.count, round(cohort.remaining, 9)) for cohort in self.cohorts)
         return self.carveout_bytes, tuple(cohorts)
 
 
 Offer = tuple[SmGroup, int]  # a group, and how many CTAs each of its SMs has room for
-Rooms = tuple[tuple[int, tuple[int, ...]], ...]  # of each offer the room on each of its SMs, and its SMs in each GPC
-Part = tuple[int, int, tuple[int, ...]]  # the place of an offer, CTAs for each of these SMs of it, SMs in each GPC
+Rooms = tuple[tuple[int, tuple[int, ...]], ...]  # for each offer, the room on each of its SMs, and its SMs in each GPC
+Part = tuple[int, int, tuple[int, ...]]  # the index of an offer, CTAs for each of these SMs, SMs in each GPC
 
 
 def level_after_taking(levels: Sequence[int], multiplicities: Sequence[int], amount: int) -> tuple[int, int]:
-    """Take `amount` units, always from the fullest of `multiplicities[i]` vessels that hold `levels[i]`.
+    """Take `amount` units, always from a fullest vessel; `multiplicities[i]` vessels hold `levels[i]` units each.
 
-    Returns the level down to which all are drained, and how many units are left over to be taken from vessels at that level.
+    Returns the level down to which all are drained, and how many units remain to be taken from vessels at that level.
     """
     together: dict[int, int] = {}
     for level, multiplicity in zip(levels, multiplicities, strict=True):
@@ -67,7 +67,7 @@ def level_after_taking(levels: Sequence[int], multiplicities: Sequence[int], amo
 
 
 def take_from_fullest(levels: Sequence[int], amount: int) -> list[int]:
-    """What is taken from each vessel when `amount` units are taken, always from a fullest one; of equal ones the first."""
+    """Return what each vessel gives if `amount` units are taken, always from a fullest one, the first of equal ones."""
     floor, extra = level_after_taking(levels, [1] * len(levels), amount)
     taken = []
     for level in levels:
@@ -79,7 +79,7 @@ def take_from_fullest(levels: Sequence[int], amount: int) -> list[int]:
 
 @lru_cache(maxsize=4096)
 def _split(offers: Rooms, num_clusters: int, cluster: int) -> tuple[int, tuple[Part, ...]]:
-    """How many CTAs are placed of a kernel with `num_clusters` clusters left, and where; steps repeat, and so do answers."""
+    """Return how many CTAs of a kernel with `num_clusters` clusters left are placed, and where; cached, as steps repeat."""
     num_gpcs = len(offers[0][1])
     most = [sum(sms[gpc] * room for room, sms in offers) // cluster for gpc in range(num_gpcs)]
     wanted = min(num_clusters, sum(most))
@@ -90,9 +90,9 @@ def _split(offers: Rooms, num_clusters: int, cluster: int) -> tuple[int, tuple[P
 
 
 def _clusters_per_gpc(offers: Rooms, most: list[int], wanted: int, cluster: int) -> list[int]:
-    """How many of the `wanted` clusters each GPC gets, so that single CTAs go to the SMs with the most room of all GPCs.
+    """Return how many of the `wanted` clusters each GPC gets: CTAs go to the SMs with the most room of all GPCs.
 
-    Equal SMs are taken from the GPC that has most of them. What clusters cannot have of that goes where most is free.
+    Among equal SMs, those of the GPC with the most of them come first. Clusters that do not fit so go where most is free.
     """
     floor, _ = level_after_taking([room for room, _ in offers], [sum(sms) for _, sms in offers], wanted * cluster)
     sure, equal = [0] * len(most), [0] * len(most)
@@ -109,7 +109,7 @@ def _clusters_per_gpc(offers: Rooms, most: list[int], wanted: int, cluster: int)
 
 
 def _parts(offers: Rooms, quotas: Sequence[int]) -> tuple[Part, ...]:
-    """The SMs that get alike, where `quotas[g]` CTAs are placed in GPC g, on the SMs with the most room first."""
+    """Place `quotas[g]` CTAs in GPC g, on the SMs with the most room first; return the SMs that get equally many."""
     taken: dict[tuple[int, int], list[int]] = {}
     for gpc, quota in enumerate(quotas):
         here = [(position, room, sms[gpc]) for position, (room, sms) in enumerate(offers) if sms[gpc]]
@@ -125,7 +125,7 @@ def _parts(offers: Rooms, quotas: Sequence[int]) -> tuple[Part, ...]:
 
 
 class SmArray:
-    """All SMs of one GPU. `fits_beside`: what was seen to fit, a second launch beside one CTA of the first."""
+    """All SMs of one GPU. `fits_beside`: pairs of launches; the second was seen to fit beside one CTA of the first."""
 
     def __init__(self, gpu: Gpu, fits_beside: frozenset[tuple[Footprint, Footprint]] = frozenset()) -> None:
         self._gpu = gpu
@@ -135,7 +135,7 @@ class SmArray:
         self.groups = [SmGroup(list(gpu.sms_per_gpc), 0, [])]
 
     def room(self, group: SmGroup, task: SmTask) -> int:
-        """How many more CTAs of `task` fit on each SM of `group`."""
+        """Return how many more CTAs of `task` fit on each SM of `group`."""
         counts: dict[Footprint, int] = {}
         for cohort in group.cohorts:
             counts[cohort.task.footprint] = counts.get(cohort.task.footprint, 0) + cohort.count
@@ -152,7 +152,7 @@ class SmArray:
     def place(self, task: SmTask) -> None:
         """Place as many of the task's CTAs as fit, whole clusters at a time.
 
-        Slots take CTAs ahead of time one by one, so the last few may be no whole cluster; they go as a smaller one.
+        Slots take CTAs ahead of time one by one, so the last few may not fill a cluster; they are placed as a smaller one.
         """
         rooms = [self.room(group, task) for group in self.groups]
         offers = [(group, room) for group, room in zip(self.groups, rooms, strict=True) if room]
@@ -176,7 +176,7 @@ class SmArray:
             self.place(task)
 
     def _filled(self, task: SmTask, offers: list[Offer], parts: Sequence[Part]) -> list[SmGroup]:
-        """The groups of `offers` after CTAs were placed on these parts of them."""
+        """Return the groups of `offers` after placing CTAs on these parts of them."""
         groups = []
         for position, amount, sms in parts:
             group, _ = offers[position]
@@ -185,7 +185,7 @@ class SmArray:
         return groups
 
     def _with_ctas(self, group: SmGroup, task: SmTask, amount: int) -> list[SmGroup]:
-        """The group with `amount` more CTAs of `task` on each SM; one group per SM where CTAs differ in length."""
+        """Return the group with `amount` more CTAs of `task` on each SM; one group per SM if CTAs differ in length."""
         if amount == 0:
             return [group]
         carveout_bytes = group.carveout_bytes or task.carveout_bytes
@@ -201,7 +201,7 @@ class SmArray:
         return separate
 
     def renew(self) -> None:
-        """Let CTAs that have done a tile take the next one, as far as there are any; the others are done for good."""
+        """Give CTAs that finished a tile the next one while tiles are left; the other CTAs end."""
         for group in list(self.groups):
             for cohort in group.cohorts:
                 task = cohort.task
@@ -214,7 +214,7 @@ class SmArray:
                 task.take_tiles(cohort.count * group.num_sms())
 
     def retire(self, task: SmTask | None = None) -> list[SmTask]:
-        """Remove finished CTAs, or all CTAs of `task`; returns the tasks that lost any, in the order of their operations."""
+        """Remove finished CTAs, or all CTAs of `task`; return the tasks that lost any, in the order of their operations."""
         touched: dict[int, SmTask] = {}
         for group in self.groups:
             kept = []
@@ -231,7 +231,7 @@ class SmArray:
         return [touched[index] for index in sorted(touched)]
 
     def merge(self) -> None:
-        """Unite groups that have come to the same state."""
+        """Merge groups that have reached the same state."""
         merged: dict[GroupKey, SmGroup] = {}
         for group in self.groups:
             known = merged.setdefault(group.key(), group)
@@ -241,7 +241,7 @@ class SmArray:
 
 
 def _split_off(group: SmGroup, number: int) -> SmGroup:
-    """Leave the group its first `number` SMs; returns the others as a group in the same state."""
+    """Leave the group its first `number` SMs, and return the others as a group in the same state."""
     others = SmGroup(list(group.sms), group.carveout_bytes, group.copied_cohorts())
     for gpc, sms in enumerate(group.sms):
         group.sms[gpc] = min(sms, number)
@@ -251,7 +251,7 @@ def _split_off(group: SmGroup, number: int) -> SmGroup:
 
 
 def relative_length(task: SmTask) -> float:
-    """Length of the task's next CTA relative to the mean: 1 to 1 + spread times the shortest, hashed by its index."""
+    """Return the length of the task's next CTA relative to the mean: 1 to 1 + spread times the shortest, by its hash."""
     level = (task.num_placed * HASH_MULTIPLIER % 2**32) % SPREAD_LEVELS
     task.num_placed += 1
     spread = task.work.cta_time_spread
@@ -259,10 +259,10 @@ def relative_length(task: SmTask) -> float:
 
 
 def length_shift(task: SmTask, number: int) -> float:
-    """By how much `number` of the task's CTAs, one after the other, are longer than so many mean ones: hashed by index.
+    """Return by how much `number` of the task's CTAs in a row are longer than equally many mean ones, hashed by index.
 
-    Their sum varies by the root of their number times the deviation of one. Whole CTAs do not matter: who runs late by one
-    has one less to run. So the shift is at most half a CTA to either side.
+    Their sum varies by the root of their number times the deviation of one. Whole CTAs do not matter: a slot that is late by
+    one CTA runs one less. So the shift is at most half a CTA to either side.
     """
     level = (task.num_placed * HASH_MULTIPLIER % 2**32) % SPREAD_LEVELS
     task.num_placed += 1

@@ -17,14 +17,14 @@ Spans = list[tuple[int, int]]
 
 
 class StepRun:
-    """A step, what a plan's controls amount to for each of its operations, and a machine with its constants."""
+    """A step, the effect of a plan's controls on each of its operations, and a machine with its constants."""
 
     def __init__(self, step: Step, effects: Sequence[Effect], machine: Machine, calibration: Calibration) -> None:
         self.step, self.calibration = step, calibration
         self._effects, self._machine = effects, machine
 
     def spans(self, clock_share: float) -> Spans:
-        """Start and end of every operation, in picoseconds from the start, at a share of the lone times' clock."""
+        """Return start and end of every operation, in picoseconds from the start, at a share of the lone times' clock."""
         costs = CostModel(self._machine, self.calibration, clock_share)
         graph = TaskGraph(self.step, self._effects, costs, self.calibration)
         rates = RateModel(costs.hbm_bytes_per_s, costs.latency)
@@ -32,7 +32,7 @@ class StepRun:
         return graph.spans(engine.run())
 
     def lone_us(self) -> list[float]:
-        """Each operation's time alone, in microseconds; of what copies move, the copies' time."""
+        """Return each operation's time alone, in microseconds; for an operation that copies move, the copies' time."""
         costs = CostModel(self._machine, self.calibration)
         return [
             costs.copied_us(operation)
@@ -42,7 +42,7 @@ class StepRun:
         ]
 
     def drawn(self) -> list[Drawn]:
-        """What each operation draws; nothing where the power limit cannot act or is not known, or the clock is a job's."""
+        """Return each operation's energy; nothing if the power limit cannot act or is unknown, or the clock is a job's."""
         if not self.step.is_timed_in_bursts or not self.calibration.power:
             return []
         power, lone_us = PowerModel(self.calibration), self.lone_us()
@@ -53,7 +53,7 @@ class StepRun:
 
 
 def clock_share(runs: Sequence[StepRun]) -> float:
-    """The clock that the power limit leaves steps which take turns, as a share of that of their lone times."""
+    """Return the clock that the power limit allows steps that take turns, as a share of the clock of their lone times."""
     drawn = [each for run in runs for each in run.drawn()]
     found = 1.0
     if not drawn:
@@ -73,7 +73,7 @@ def _is_copied(effect: Effect) -> bool:
 
 
 def _fits_beside(step: Step) -> frozenset[tuple[Footprint, Footprint]]:
-    """The launches that the step says fit beside each other."""
+    """Return the pairs of launches that fit beside each other according to the step."""
     pairs = [[step.operations[number] for number in pair] for pair in step.fits_beside]
     footprints = [[None if isinstance(each, Copy) else each.footprint for each in pair] for pair in pairs]
     return frozenset((first, second) for first, second in footprints if first is not None and second is not None)

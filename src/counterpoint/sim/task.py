@@ -1,7 +1,7 @@
-"""Work in progress: the remaining work of one operation while the engine runs. The only mutable state of the simulator.
+"""The remaining work of each operation while the engine runs. This is the only mutable state of the simulator.
 
-`SmWork` and `CopyWork` say how much an operation is and what it draws on; they are computed once, by `costs.py`, and never
-change while the engine runs.
+`SmWork` and `CopyWork` describe an operation's work and the resources that it uses; `costs.py` computes them once, and they
+never change while the engine runs.
 """
 
 import math
@@ -13,20 +13,20 @@ import msgspec
 from counterpoint.step import Footprint
 from counterpoint.value import Value
 
-DONE = 1e-9  # work left, in CTAs or copies, that is nothing but rounding
+DONE = 1e-9  # work left, in CTAs or copies, that is only rounding
 
 
 class SmWork(Value, frozen=True, kw_only=True):
-    """A kernel or collective on SMs: how fast one CTA is, and what it draws on.
+    """A kernel or collective on SMs: how fast one CTA is, and which resources it uses.
 
     The reference state is the kernel alone, uncapped, at its usual residency. `cta_ps`: time of one CTA there.
     `issue_per_cta`: share of an SM's throughput that one CTA can use at most; `issue_reference`: their sum there.
     `hbm_per_cta`: bytes per second that one CTA can keep in flight; `hbm_reference`: achieved share of that there.
     `link_per_cta`, `link_limit`: the same for the link, 0 for computation; `link_reference`: what one CTA achieves there.
-    `is_work_sharing`: the CTAs share the work without a grain. `num_tiles`: they take that many tiles, one after the other,
-    and `cta_ps` is the time of one; 0 where each CTA has work of its own. `waits_for_memory`: `hbm_per_cta` is what its CTAs
-    keep in flight at idle latency. `loads_l2`: it reads more from L2 than from the memory. `latency_weight`: how much of the
-    growth of the memory's latency a collective's CTA feels.
+    `is_work_sharing`: the CTAs share the work in arbitrarily small parts. `num_tiles`: they take that many tiles, one after
+    the other, and `cta_ps` is the time of one; 0 if each CTA has its own work. `waits_for_memory`: `hbm_per_cta` is what its
+    CTAs keep in flight at idle latency. `loads_l2`: it reads more from L2 than from the memory. `latency_weight`: the share
+    of the growth of the memory's latency that a collective's CTA sees.
     """
 
     cta_ps: float
@@ -46,7 +46,7 @@ class SmWork(Value, frozen=True, kw_only=True):
 
 
 class CopyWork(Value, frozen=True, kw_only=True):
-    """A copy, or a collective moved by copy engines: time alone, and bytes per second it draws on memory and link."""
+    """A copy, or a collective moved by copy engines: its time alone, and the bytes per second on memory and link."""
 
     lone_ps: float
     hbm_demand: float = 0.0
@@ -54,7 +54,7 @@ class CopyWork(Value, frozen=True, kw_only=True):
     link_limit: float = 0.0
 
     def less(self, elapsed_ps: float) -> "CopyWork":
-        """What is left of it after a time alone; at least a picosecond, since rates are work per time."""
+        """Return what is left after `elapsed_ps` alone; at least a picosecond, because rates are work per time."""
         return msgspec.structs.replace(self, lone_ps=max(1.0, self.lone_ps - elapsed_ps))
 
 
@@ -62,9 +62,9 @@ class CopyWork(Value, frozen=True, kw_only=True):
 class SmTask:
     """A kernel or collective between becoming ready and its last CTA's end.
 
-    `shared_work` is what is left, in CTAs, of a kernel whose CTAs take tiles from a shared counter, and `rate` how many it
-    does per picosecond; both are 0 for any other, whose cohorts have rates of their own. `tiles_left` are those that no CTA
-    has taken yet.
+    `shared_work` is the work left, in CTAs, of a kernel whose CTAs take tiles from a shared counter, and `rate` its work per
+    picosecond; both are 0 for any other kernel, whose cohorts have their own rates. `tiles_left` is the number of tiles that
+    no CTA has taken yet.
     """
 
     index: int
@@ -98,10 +98,10 @@ class CopyTask:
 
 @dataclass(slots=True, eq=False)
 class Cohort:
-    """CTAs of one task that were placed together on each SM of a group and run in step.
+    """CTAs of one task that were placed together on each SM of a group and progress equally.
 
-    `remaining` is what is left of the CTAs to be run one after the other in each slot, in mean CTAs. `ahead` of them were
-    handed to the slot before it can begin them, each `ahead_length` long.
+    `remaining` is the work left in each slot, which runs CTAs one after the other, in mean CTAs. `ahead` CTAs, each
+    `ahead_length` long, were handed to the slot before it can start them.
     """
 
     task: SmTask
@@ -112,15 +112,15 @@ class Cohort:
     ahead_length: float = 1.0
 
     def hand(self, number: int, length: float) -> None:
-        """Let each slot run `number` further CTAs of this length when it has done the present one."""
+        """Let each slot run `number` further CTAs of this length after the current one."""
         self.ahead, self.ahead_length = number, length
         self.remaining += number * length
 
     def recall(self) -> int:
-        """Take back the CTAs that were handed to each slot and have not begun; returns how many."""
+        """Take back the CTAs that were handed to each slot and have not started; return how many."""
         if not self.ahead:
             return 0
-        # whether what ran when they were handed out runs still
+        # whether the CTA that ran when they were handed out still runs
         is_first = self.remaining > self.ahead * self.ahead_length + DONE
         left = self.ahead if is_first else max(0, math.ceil(self.remaining / self.ahead_length - DONE) - 1)
         self.remaining -= left * self.ahead_length
@@ -129,9 +129,9 @@ class Cohort:
 
 
 class CopyQueue:
-    """Which copies the copy engines serve: the oldest `num_engines` of those handed in. Holds operation numbers only.
+    """Which copies the copy engines run: the oldest `num_engines` of those submitted. Holds operation numbers only.
 
-    Copy engines serve first come, first served, and take no SM; stream priority does not reach them.
+    Copy engines serve copies first come, first served, and use no SM; stream priority has no effect on them.
     """
 
     def __init__(self, num_engines: int) -> None:
@@ -140,7 +140,7 @@ class CopyQueue:
         self._waiting: deque[int] = deque()
 
     def submit(self, index: int) -> None:
-        """Queue operation `index` behind those already handed in."""
+        """Queue operation `index` after those already submitted."""
         self._waiting.append(index)
 
     def start_next(self) -> list[int]:
@@ -152,5 +152,5 @@ class CopyQueue:
         return started
 
     def finish(self, index: int) -> None:
-        """Free the engine that served operation `index`."""
+        """Free the engine that ran operation `index`."""
         self._active.remove(index)

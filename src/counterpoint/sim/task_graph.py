@@ -1,9 +1,9 @@
 """The task graph that the engine runs: the tasks of a step under a plan, and their dependencies.
 
-Most operations are one task. A reduction by copies is three: blocks to their ranks, a sum that waits for SMs, and for an
-all-reduce the sums back. A collective that runs together with its matmul is two copies: what is hidden beside the matmul,
-and what is not, which comes first where the matmul needs the data, and last where it makes them. What an operator needs no
-more takes no time.
+Most operations are one task. A reduction by copies is up to three: copies of blocks to their ranks, a sum that waits for
+SMs, and for an all-reduce copies of the sums back. A collective that runs together with its matmul is two copies: the part
+hidden beside the matmul, and the exposed part, which comes first if the matmul needs the data, and last if it produces them.
+An operation that an operator makes unnecessary takes no time.
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ from counterpoint.step import Collective, Copy, Footprint, Kernel, Operation, St
 from counterpoint.units import PS_PER_US, us_to_ps
 
 Task = SmTask | CopyTask
-START = -1  # in place of an operation: what waits for nothing waits for the start of the step
+START = -1  # instead of an operation: an operation without dependencies waits for the start of the step
 
 
 class TaskGraph:
@@ -38,15 +38,15 @@ class TaskGraph:
         self.launches: list[Launch] = []
         self.first: list[int] = []
         self.last: list[int] = []
-        self._awaited: list[int] = []  # the task that those who wait for an operation wait for
+        self._awaited: list[int] = []  # by operation, the task that its followers wait for
         self._on_stream: dict[int, list[int]] = {}
-        self._held_up: dict[int, list[int]] = {}  # operations that also wait for tasks which are not their neighbors'
+        self._held_up: dict[int, list[int]] = {}  # by operation, further tasks that it waits for
         self._racing = racing_collectives(step, effects)
         for index, operation in enumerate(step.operations):
             self._add(index, operation)
 
     def spans(self, of_tasks: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-        """Start and end of every operation from those of its tasks."""
+        """Return start and end of every operation from those of its tasks."""
         parts = (of_tasks[first : last + 1] for first, last in zip(self.first, self.last, strict=True))
         return [(min(start for start, _ in each), max(end for _, end in each)) for each in parts]
 
@@ -90,7 +90,7 @@ class TaskGraph:
         )
 
     def _before_on_stream(self, index: int, operation: Operation) -> list[int]:
-        """What the operation follows on its stream; all-reduces by copies follow each other with several in flight."""
+        """Return what the operation follows on its stream; several all-reduces by copies may be in flight at once."""
         line = self._on_stream.get(operation.stream, [])
         in_flight: list[int] = []
         for earlier in reversed(line[-ALL_REDUCES_IN_FLIGHT:]):
@@ -110,14 +110,14 @@ class TaskGraph:
         return is_reduced and effect.uses_copy_engine and effect.overlap is None
 
     def _after_peers(self, collective: Collective, launch: Launch) -> Launch:
-        """Copies, too, come to an end only when the other ranks have come; a kernel's wait is in its CTAs' time."""
+        """Let copies wait for the other ranks, too, before they start; a kernel's wait is part of its CTAs' time."""
         if not collective.peer_wait_us:
             return launch
         self._append(CopyTask(len(self.tasks), CopyWork(lone_ps=collective.peer_wait_us * PS_PER_US)), launch)
         return self._after(len(self.tasks) - 1)
 
     def _add_summed(self, index: int, collective: Collective, launch: Launch) -> None:
-        """Copies out, the sum, and copies back; the sum's stream has the greatest priority, as a lane's has."""
+        """Add copies out, the sum, and copies back; the sum's stream has the greatest priority, as a lane's has."""
         out, total, back = self._costs.reducing_copies(collective)
         task = len(self.tasks)
         gpu = self._machine.gpu
@@ -128,7 +128,7 @@ class TaskGraph:
             self._append(CopyTask(task + 2, back), self._after(task + 1))
 
     def _add_overlapped(self, collective: Collective, overlap: Overlap, launch: Launch) -> None:
-        """Two copies: exposed, then hidden, where a matmul needs the data; the other way round where one makes them."""
+        """Add two copies: exposed, then hidden, if a matmul needs the data; in reverse order if a matmul produces them."""
         whole = self._costs.all_copies(collective)
         exposed_ps = (overlap.exposed_us + collective.peer_wait_us) * PS_PER_US
         exposed = CopyWork(lone_ps=exposed_ps)
@@ -204,15 +204,15 @@ class TaskGraph:
 
 
 def is_summed(collective: Collective, effect: Effect) -> bool:
-    """Whether the collective is done by copies and a sum."""
+    """Return whether copies and a sum do the collective."""
     return effect.uses_copy_engine and collective.collective in SUMMED_COLLECTIVES
 
 
 def racing_collectives(step: Step, effects: Sequence[Effect]) -> frozenset[int]:
-    """The library's collectives on SMs that wait for the same operation as a kernel, or the fill before a kernel, does.
+    """Return the library's collectives on SMs that wait for the same operation as a kernel, or as the fill before one.
 
-    Such a kernel is placed first: a collective's launch, in clusters and with large arguments, takes longer. What a
-    described step begins with is taken to be under way.
+    Such a kernel is placed first: a collective's launch, in clusters and with large arguments, takes longer. The first
+    operations of a described step are assumed to run already.
     """
     last: dict[int, int] = {}
     awaited: list[set[int]] = []

@@ -1,11 +1,12 @@
 """The number of tiles that each CTA of a persistent matmul takes in turn.
 
-Such a kernel has a CTA for each SM, and each takes the next tile when it has done one. So it takes whole rounds of tiles:
-512 tiles are 4 rounds on 132 SMs and 5 on the 108 that a collective of 24 CTAs leaves. Measured on an H100 beside CTAs that
-only hold SMs: 256 tiles take 1.5 times as long on 124 SMs and on 100, 512 tiles 1.3 and 1.25 times (docs/simulator.md).
+Such a kernel has one CTA for each SM, and each CTA takes the next tile when it has finished one. So the kernel takes whole
+rounds of tiles: 512 tiles are 4 rounds on 132 SMs and 5 on the 108 that a collective of 24 CTAs leaves. Measured on an H100
+beside CTAs that only hold SMs: 256 tiles take 1.5 times as long on 124 SMs and on 100, 512 tiles 1.3 and 1.25 times
+(docs/simulator.md).
 
-cuBLAS says the size of a tile in the kernel's name. Where the sizes of the matrices are not known, the number of rounds
-follows from the kernel's time and that of a usual tile.
+cuBLAS states the size of a tile in the kernel's name. If the sizes of the matrices are unknown, the number of rounds follows
+from the kernel's time and that of a usual tile.
 """
 
 import math
@@ -13,17 +14,17 @@ import re
 
 from counterpoint.step import Kernel
 
-# of cuBLAS 12 and 13: columns and rows of a tile, as it counts them, then the depth of a stage and the number of stages
+# names of cuBLAS 12 and 13: columns and rows of a tile, as it counts them, then depth and number of stages
 TILE_IN_NAME = re.compile(r"^nvjet_\w*?_(\d+)x(\d+)_(\d+)x(\d+)_")
 USUAL_FILL = (
-    0.97  # of the last round and all before: 256 of 264, 512 of 528 and 1,664 of 1,716 tiles in kernels of 2, 4 and 13
+    0.97  # share filled of all rounds: 256 of 264, 512 of 528 and 1,664 of 1,716 tiles in kernels of 2, 4 and 13 rounds
 )
 
 
 def num_tiles(kernel: Kernel, num_resident: int, num_sms: int, lone_us: float, usual_tile_us: float) -> int:
-    """Tiles of a persistent matmul of which `num_resident` CTAs live at once on `num_sms` SMs.
+    """Return the tiles of a persistent matmul with `num_resident` CTAs resident at once on `num_sms` SMs.
 
-    0 for other kernels, and where some SMs hold more of its CTAs than others.
+    Returns 0 for other kernels, and if some SMs hold more of its CTAs than others.
     """
     is_even = num_resident <= num_sms or num_resident % num_sms == 0
     if not kernel.is_work_sharing or kernel.character != "matmul" or not is_even:
@@ -36,9 +37,9 @@ def num_tiles(kernel: Kernel, num_resident: int, num_sms: int, lone_us: float, u
 
 
 def _tiles_by_name(kernel: Kernel, num_sms: int) -> int | None:
-    """Tiles by what cuBLAS's name of the kernel says and the sizes of the matrices, if both are known.
+    """Return the tiles from cuBLAS's name of the kernel and the sizes of the matrices, or None unless both are known.
 
-    cuBLAS launches no more CTAs than there are tiles: where it leaves more than a cluster's SMs empty, each CTA has one.
+    cuBLAS launches no more CTAs than tiles: if it leaves more SMs empty than a cluster has, each CTA has one tile.
     """
     tile = TILE_IN_NAME.match(kernel.name)
     if tile is None:
@@ -52,9 +53,9 @@ def _tiles_by_name(kernel: Kernel, num_sms: int) -> int | None:
 
 
 def stages(kernel: Kernel) -> tuple[int, int] | None:
-    """How many stages cuBLAS's kernel keeps, and how many steps of that depth a tile has; None where they are not known.
+    """Return how many stages cuBLAS's kernel keeps, and how many steps of that depth a tile has; None if unknown.
 
-    A stage is refilled when the multiplication after it has begun, so one less than all are on their way.
+    A stage is refilled once the next multiplication has started, so all stages but one are in flight.
     """
     tile = TILE_IN_NAME.match(kernel.name)
     if tile is None or kernel.matmul_sizes is None:

@@ -1,6 +1,6 @@
-"""The probes of `counterpoint calibrate`: short measurements on GPUs, from which the simulator's constants follow."""
+"""The probes of `counterpoint calibrate`: short measurements on GPUs that give the simulator's constants."""
 
-# The names of all probes, in their order; what heats the GPU comes last.
+# The names of all probes, in the order in which they run; probes that heat the GPU come last.
 PROBES = (
     "launches",
     "placement",

@@ -1,4 +1,4 @@
-"""Times a kernel with fewer of its CTAs on an SM: in a captured graph, the kernel gets more shared memory."""
+"""Times a kernel with fewer of its CTAs per SM: in a captured graph, the kernel is given more shared memory."""
 
 from contextlib import closing
 from functools import partial
@@ -17,9 +17,9 @@ from counterpoint.step import Footprint
 def residency_times(
     session: Session, issue: Issue, name: str, ctas_per_sm: tuple[int, ...], **at: float | str
 ) -> list[Point]:
-    """Time of the one kernel that `issue` launches: as it is, then at each residency that is lower than its own.
+    """Time the single kernel that `issue` launches: unchanged, then at each residency in `ctas_per_sm` below its own.
 
-    `loaded_ms` among the conditions: the kernel runs for so long before it is timed.
+    If `at` holds `loaded_ms`, the kernel runs for that many milliseconds before it is timed.
     """
     recorded = torch.cuda.CUDAGraph(keep_graph=True)
     issue()

@@ -1,7 +1,7 @@
-"""NCCL's collectives alone: by kind, bytes and CTAs, on all ranks of the calibration.
+"""Times NCCL's collectives alone, by kind, bytes and CTAs, on all ranks of the calibration.
 
-Each number of CTAs is a communicator of its own, set by `min_ctas` and `max_ctas`; None is NCCL's own choice. Bytes are
-those of the buffer that a step names: the gathered or scattered whole, what is reduced, what a rank sends to all.
+Each number of CTAs has a communicator of its own, set by `min_ctas` and `max_ctas`; None is NCCL's own choice. Bytes are
+those of the buffer that a step names: the gathered or scattered whole, the reduced tensor, what a rank sends to all.
 """
 
 from collections.abc import Callable
@@ -20,7 +20,7 @@ LEAST_BYTES_OF_LESS_CTAS = 8 * MIB
 
 
 def probe_collectives(session: Session) -> list[Point]:
-    """Time per collective, back to back; of each round the slowest rank's."""
+    """Measure the time per collective, back to back; each round counts with its slowest rank."""
     whole = torch.zeros(SIZES[-1] // 2, dtype=torch.bfloat16, device="cuda")
     other = torch.zeros_like(whole)
     points = []
@@ -44,7 +44,7 @@ def probe_collectives(session: Session) -> list[Point]:
 
 
 def group_of(num_ctas: int | None) -> dist.ProcessGroup | None:
-    """A process group of all ranks whose collectives use so many CTAs; None: the default group."""
+    """Create a process group of all ranks whose collectives use `num_ctas` CTAs; None: the default group."""
     if num_ctas is None:
         return None
     options = dist.ProcessGroupNCCL.Options()
@@ -56,13 +56,13 @@ def group_of(num_ctas: int | None) -> dist.ProcessGroup | None:
 def collective(
     kind: str, num_bytes: int, buffers: tuple[torch.Tensor, torch.Tensor], group: dist.ProcessGroup | None = None
 ) -> Issue:
-    """A collective on the stream in use; buffers are bf16 and at least as large."""
+    """Return a function that issues a collective on the current stream; both buffers are bf16, of `num_bytes` or more."""
     count, ranks, rank = num_bytes // 2, dist.get_world_size(), dist.get_rank()
     first, second = buffers[0][:count], buffers[1][:count]
     part = second[: count // ranks]
 
     def exchange() -> None:
-        """Each rank sends to the next one and receives from the one before."""
+        """Send to the next rank, and receive from the previous one."""
         sent = dist.P2POp(dist.isend, first, (rank + 1) % ranks, group)
         received = dist.P2POp(dist.irecv, second, (rank - 1) % ranks, group)
         for work in dist.batch_isend_irecv([sent, received]):

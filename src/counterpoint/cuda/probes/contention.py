@@ -1,7 +1,7 @@
-"""Collectives and kernels that run at the same time: how each slows the other, on all ranks of the calibration.
+"""Measures how collectives and kernels that run at the same time slow each other, on all ranks of the calibration.
 
-The collective has the greatest priority, so that it is placed at once. Ranks first bring it under way, then time what runs
-beside it, or the other way round.
+The collective has the greatest priority, so that it is placed at once. The ranks start it first and time the kernels that
+run beside it, or start the kernels first and time the collective.
 """
 
 import torch
@@ -22,7 +22,7 @@ ROUNDS = 3
 
 
 def probe_contention(session: Session) -> list[Point]:
-    """A collective beside kernels that stream and that multiply; and each kernel beside the collective."""
+    """Time a collective beside kernels that stream and that multiply, and each kernel beside the collective."""
     buffers = [torch.zeros(COMMUNICATED_BYTES // 2, dtype=torch.bfloat16, device="cuda") for _ in range(2)]
     points = _placed_first(session, (buffers[0], buffers[1]))
     for name, kernel, num_others in _kernels(session):
@@ -35,7 +35,7 @@ def probe_contention(session: Session) -> list[Point]:
 
 
 def _placed_first(session: Session, buffers: tuple[torch.Tensor, torch.Tensor]) -> list[Point]:
-    """Collectives that have their SMs before kernels begin beside them, with their usual CTAs and with few."""
+    """Time collectives that are placed on their SMs before kernels start beside them, with their usual CTAs and with few."""
     points = []
     side, neighbors = torch.cuda.Stream(priority=session.gpu.greatest_priority), _neighbors()
     for num_ctas in (None, FEW_CTAS):
@@ -70,7 +70,7 @@ def _neighbors() -> dict[str, Issue]:
 
 
 def _first_us(session: Session, issue: Issue, kernel: Issue, number: int, side: torch.cuda.Stream) -> list[float]:
-    """Time of the second of two collectives on `side`; the kernels begin a moment after it has begun."""
+    """Return times of the second of two collectives on `side`; the kernels start shortly after it."""
     times = []
     for _ in range(ROUNDS):
         session.wait()
@@ -78,7 +78,7 @@ def _first_us(session: Session, issue: Issue, kernel: Issue, number: int, side: 
         session.hold(2000.0)
         side.wait_stream(main)
         with torch.cuda.stream(side):
-            issue()  # it brings the ranks together
+            issue()  # the first collective synchronizes the ranks
             start = session.mark()
             issue()
             end = session.mark()
@@ -92,7 +92,7 @@ def _first_us(session: Session, issue: Issue, kernel: Issue, number: int, side: 
 
 
 def _kernels(session: Session) -> list[tuple[str, Issue, int]]:
-    """Name, kernel, and how many of it outlast a collective."""
+    """Return name, kernel, and how many launches of it outlast a collective."""
     source = torch.ones(STREAMED_BYTES // 4, device="cuda")
     target = torch.empty_like(source)
     a, b, c = (torch.randn(MATMUL_SIZE, MATMUL_SIZE, device="cuda", dtype=torch.bfloat16) for _ in range(3))

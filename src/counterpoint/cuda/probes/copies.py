@@ -1,6 +1,6 @@
-"""Copies between GPUs by copy engines, by bytes and number of peers at once; flags between GPUs; copies beside kernels.
+"""Times copies between GPUs by copy engines, by bytes and number of peers; flags between GPUs; copies beside kernels.
 
-Rank 0 drives all GPUs of the calibration, which it must see; the other ranks wait.
+Rank 0 uses all GPUs of the calibration, which must be visible to it; the other ranks wait.
 """
 
 import torch
@@ -13,19 +13,19 @@ from counterpoint.measurement.points import Point, point
 from counterpoint.units import KIB, MIB
 
 SIZES = (64 * KIB, MIB, 16 * MIB, 256 * MIB)
-NUM_TURNS = 60  # so few that the host can issue all while the stream is held
+NUM_TURNS = 60  # few enough for the host to issue all of them while the stream is held
 MATMUL_SIZE = 8192
 
 
 def probe_copies(session: Session) -> list[Point]:
-    """From rank 0's GPU to others, both ways, with flags, and beside kernels."""
+    """Time copies from rank 0's GPU to others, both ways, with flags, and beside kernels."""
     if torch.cuda.device_count() < session.num_ranks:
         raise DeviceError(f"rank 0 must see {session.num_ranks} GPUs, but sees {torch.cuda.device_count()}")
     here = torch.cuda.current_device()
     others = [number for number in range(session.num_ranks) if number != here]
     source = torch.zeros(SIZES[-1], dtype=torch.uint8, device="cuda")
     targets = [torch.zeros(SIZES[-1], dtype=torch.uint8, device=f"cuda:{number}") for number in others]
-    for target in targets:  # lets the GPUs reach each other's memory
+    for target in targets:  # the first copy lets the GPUs access each other's memory
         target.copy_(source)
         source.copy_(target)
     points = []
@@ -47,7 +47,7 @@ def probe_copies(session: Session) -> list[Point]:
 def _copied(
     session: Session, name: str, pairs: list[tuple[torch.Tensor, torch.Tensor]], num_bytes: int, **at: float | str
 ) -> Point:
-    """Copies of so many bytes between these (target, source), each on a stream of the source's GPU, from a common start."""
+    """Time copies of `num_bytes` for each (target, source), each on a stream of the source's GPU, from a common start."""
     streams = [torch.cuda.Stream(source.device) for _, source in pairs]
     current = torch.cuda.current_stream()
 
@@ -67,13 +67,13 @@ def _copied(
 
 
 def copy_bytes(target: torch.Tensor, source: torch.Tensor, num_bytes: int, stream: torch.cuda.Stream) -> None:
-    """A copy by a copy engine on a stream; torch's own would order the streams of both GPUs, too."""
+    """Issue a copy by a copy engine on a stream; torch's own copy would also order the streams of both GPUs."""
     handle = cu.CUstream(stream.cuda_stream)
     check("Copying to a peer", cu.cuMemcpyAsync(target.data_ptr(), source.data_ptr(), num_bytes, handle))
 
 
 def _flag_latencies_us(session: Session, other: int) -> list[float]:
-    """A flag goes back and forth between streams of two GPUs by stream memory operations; half of a turn."""
+    """Time a flag that goes back and forth between streams of two GPUs by stream memory operations: half of a round trip."""
     here = torch.cuda.current_device()
     streams, words = {}, {}
     for number in (here, other):
@@ -103,7 +103,7 @@ def _flag_latencies_us(session: Session, other: int) -> list[float]:
 
 
 def _beside(session: Session, source: torch.Tensor, target: torch.Tensor) -> list[Point]:
-    """A copy beside streaming and beside a matmul, and these beside copies."""
+    """Time a copy beside streaming and beside a matmul, and each of these beside copies."""
     streamed = torch.ones(512 * MIB // 4, device="cuda")
     a, b, c = (torch.randn(MATMUL_SIZE, MATMUL_SIZE, device="cuda", dtype=torch.bfloat16) for _ in range(3))
 

@@ -1,8 +1,7 @@
-"""Checks whether a GPU is fit to be measured: its clocks, its power, its memory and other processes on it, according to
-NVML.
+"""Checks with NVML whether a GPU is fit to be measured: its clocks, its power, its memory and other processes on it.
 
-Calls the library of the driver itself (`libnvidia-ml.so.1`), so nothing has to be installed. A GPU whose library is missing
-is measured, and the conditions say that its state could not be read.
+Calls the driver's own library (`libnvidia-ml.so.1`), so nothing has to be installed. If the library is missing, the GPU is
+measured nevertheless, and the conditions say that its state could not be read.
 """
 
 import ctypes
@@ -13,7 +12,7 @@ from counterpoint.units import MIB, format_bytes
 from counterpoint.value import Value
 
 LIBRARY = "libnvidia-ml.so.1"
-# nvml.h of CUDA 13.0: nvmlClocksEventReasons. The power cap is no fault: dense matmuls reach it on every such GPU.
+# nvml.h of CUDA 13.0: nvmlClocksEventReasons. The power cap is not a fault: dense matmuls reach it on every such GPU.
 THROTTLES = {
     0x08: "hardware slowdown",
     0x20: "software thermal slowdown",
@@ -41,11 +40,11 @@ class GpuState(Value, frozen=True, kw_only=True):
 
     @property
     def is_power_capped(self) -> bool:
-        """Whether the power limit holds the clock down at this moment."""
+        """Whether the power limit lowered the clock at the time of the reading."""
         return bool(self.reasons & POWER_CAP)
 
     def throttle(self) -> str:
-        """What slows the GPU down against its design, in words with the reading; empty where nothing does."""
+        """Return what slows the GPU down below its design, in words with the reading; empty if nothing does."""
         found = [words for bit, words in THROTTLES.items() if self.reasons & bit]
         if not found:
             return ""
@@ -56,14 +55,14 @@ class GpuState(Value, frozen=True, kw_only=True):
 
 
 def check_unthrottled(state: GpuState, where: str) -> None:
-    """Raise `DeviceError` with the reading where something slows the GPU down against its design."""
+    """Raise `DeviceError` with the reading if something slows the GPU down below its design."""
     found = state.throttle()
     if found:
         raise DeviceError(f"{where} is throttled: {found}. Cool it or repair its power supply, then run again.")
 
 
 def check_alone(state: GpuState, where: str) -> None:
-    """Raise `DeviceError` with the reading where others use the GPU; called before this process does."""
+    """Raise `DeviceError` with the reading if others use the GPU. Call it before this process uses the GPU."""
     found = []
     if state.num_processes:
         found.append(f"{state.num_processes} processes compute on it")
@@ -76,7 +75,7 @@ def check_alone(state: GpuState, where: str) -> None:
 
 
 class Nvml:
-    """The library, opened for one GPU, named by its PCI bus id. Raises `OSError` where the driver has no such library."""
+    """NVML, opened for the GPU with this PCI bus id. Raises `OSError` if the driver's library is missing."""
 
     def __init__(self, pci_bus_id: str) -> None:
         self._library = ctypes.CDLL(LIBRARY)
@@ -85,13 +84,13 @@ class Nvml:
         self._call("nvmlDeviceGetHandleByPciBusId_v2", pci_bus_id.encode(), ctypes.byref(self._device))
 
     def read(self) -> GpuState:
-        """The state at this moment. Raises `DeviceError` where the driver does not answer."""
+        """Return the GPU's current state. Raises `DeviceError` if the driver does not answer."""
         used = (ctypes.c_ulonglong * 3)()  # total, free, used
         busy = (ctypes.c_uint * 2)()  # of SMs, of memory
         self._call("nvmlDeviceGetMemoryInfo", self._device, used)
         self._call("nvmlDeviceGetUtilizationRates", self._device, busy)
         reasons = ctypes.c_ulonglong()
-        # the name that drivers before R535 know, too
+        # drivers before R535 also have the function of this name
         self._call("nvmlDeviceGetCurrentClocksThrottleReasons", self._device, ctypes.byref(reasons))
         return GpuState(
             clock_mhz=self._number("nvmlDeviceGetClockInfo", SM_CLOCK),
@@ -106,13 +105,13 @@ class Nvml:
         )
 
     def joules(self) -> float:
-        """Energy of this GPU since the driver was loaded. Raises `DeviceError` where it has no such counter."""
+        """Return the GPU's energy in joules since the driver was loaded. Raises `DeviceError` if it has no such counter."""
         millijoules = ctypes.c_ulonglong()
         self._call("nvmlDeviceGetTotalEnergyConsumption", self._device, ctypes.byref(millijoules))
         return millijoules.value / 1000.0
 
     def _num_processes(self) -> int:
-        """With no room for answers the driver only counts: the status then says that the room is too small."""
+        """Return the number of compute processes. Without a buffer the driver only counts, and the status is an error."""
         count = ctypes.c_uint(0)
         self._library.nvmlDeviceGetComputeRunningProcesses_v3(self._device, ctypes.byref(count), None)
         return int(count.value)

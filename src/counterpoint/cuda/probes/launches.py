@@ -1,4 +1,4 @@
-"""What launches cost: gaps between kernels of one stream, waits across streams, the host's time for a launch."""
+"""Measures the costs of launches: gaps between kernels of one stream, waits across streams, the host's time per launch."""
 
 import time
 
@@ -14,7 +14,7 @@ NUM_HOST_LAUNCHES = 400
 
 
 def probe_launches(session: Session) -> list[Point]:
-    """From the last end of a kernel's CTAs to the first start of the next kernel's, with the host ahead."""
+    """Measure the gap from the last end of a kernel's CTAs to the first start of the next kernel's, with the host ahead."""
     launch = ProbeLaunch(num_ctas=session.num_sms)
     marks = [Marks(launch.num_ctas) for _ in range(NUM_KERNELS)]
     session.wait()
@@ -42,7 +42,7 @@ def probe_launches(session: Session) -> list[Point]:
 
 
 def _fork(session: Session, launch: ProbeLaunch) -> list[Point]:
-    """Where two small kernels on two streams wait for one: from its end to their starts, in a captured graph and eagerly."""
+    """Measure the gaps from a kernel's end to the starts of two that wait for it on two streams, in a graph and eagerly."""
     small = ProbeLaunch(num_ctas=session.num_sms // 2, threads=launch.threads)
     first, same, other = Marks(launch.num_ctas), Marks(small.num_ctas), Marks(small.num_ctas)
     side = torch.cuda.Stream()
@@ -70,7 +70,7 @@ def _fork(session: Session, launch: ProbeLaunch) -> list[Point]:
 
 
 def _gaps_us(session: Session, issue: Issue, marks: list[Marks]) -> list[float]:
-    """Gaps between consecutive kernels; the clock ticks coarsely on some GPUs, so means of tens are taken."""
+    """Return gaps between consecutive kernels, as means of tens, because the clock of some GPUs is coarse."""
     issue()
     session.wait()
     session.hold(4000)
@@ -94,7 +94,7 @@ def _captured(issue: Issue) -> Issue:
 
 
 def _host_launch(session: Session, marks: Marks) -> Point:
-    """The host's time for one launch, while the GPU keeps up."""
+    """Measure the host's time for one launch, while the GPU keeps up."""
     launch, times = ProbeLaunch(num_ctas=1, threads=32), []
     for _ in range(5):
         session.wait()

@@ -1,7 +1,7 @@
-"""Clock and power under load: what a GPU keeps up when one kind of work runs on and on.
+"""Measures clock and power under load: what a GPU sustains while one kind of work runs continuously.
 
 The power limit acts on the mean of some tens of milliseconds, so a short burst runs at a higher clock than a job does. Power
-is by NVML's energy counter: NVML's reading of power is a mean of the last second and lags behind the load.
+comes from NVML's energy counter, because NVML's power reading is a mean of the last second and lags behind the load.
 """
 
 import time
@@ -30,7 +30,7 @@ BUSY_SHARES = (0.25, 0.5, 0.75)  # of the time that a matmul runs, with pauses o
 
 
 def probe_load(session: Session, nvml: Nvml | None) -> list[Point]:
-    """Clock, power, and time cool and warm of kernels of every kind that follow one another without a pause."""
+    """Measure clock, power, and times cool and warm of kernels of every kind, issued one after another without a pause."""
     known = _needed(nvml)
     source = torch.ones(512 * MIB // 2, device="cuda", dtype=torch.bfloat16)
     target = torch.empty_like(source)
@@ -84,7 +84,7 @@ def _with_pauses(session: Session, issue: Issue, share: float) -> Issue:
 
 
 def _loaded(session: Session, nvml: Nvml, name: str, issue: Issue) -> list[Point]:
-    """One load for `LOAD_S`; the figures are of this rank's GPU."""
+    """Run one load for `LOAD_S`; the figures are of this rank's GPU."""
     session.wait()
     time.sleep(COOLING_S)
     cool = session.times_us(issue, rounds=2)
@@ -113,7 +113,7 @@ def _loaded(session: Session, nvml: Nvml, name: str, issue: Issue) -> list[Point
 
 
 def _run_on(session: Session, issue: Issue, call_us: float, look: Callable[[], None]) -> list[float]:
-    """Time per call of each batch of calls; the host looks while the next batch runs, and is one ahead of the GPU."""
+    """Return the time per call of each batch; the host stays one batch ahead, and calls `look` while the next one runs."""
     calls = max(1, round(BATCH_US / call_us))
     batches = max(4, round(LOAD_S * 1e6 / (calls * call_us)))
     marks = [session.mark()]

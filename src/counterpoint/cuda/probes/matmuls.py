@@ -1,4 +1,4 @@
-"""Matrix multiplications by type and size (cuBLAS), fused multiply-adds, and what both lose with fewer CTAs on an SM."""
+"""Times matrix multiplications by type and size (cuBLAS) and fused multiply-adds, and both with fewer CTAs per SM."""
 
 from typing import Any
 
@@ -22,8 +22,8 @@ TILES = {  # tile M, N, K, warps, stages
     "128x128x32, 4 stages": (128, 128, 32, 8, 4),
     "128x128x64, 3 stages": (128, 128, 64, 8, 3),
 }
-TILED_SIZE = 6144  # waves enough for any residency, and no L2 holds all of it
-LOADED_MS = 250  # before a tiled matmul is timed, so that the power limit holds the clock where steps have it
+TILED_SIZE = 6144  # enough waves for any residency, and larger than any L2
+LOADED_MS = 250  # load before a tiled matmul is timed, so that the power limit sets the clock as in steps
 CAPS = (6, 5, 4, 3, 2, 1)
 ITERATIONS = 1000
 WAVES = 4
@@ -50,7 +50,7 @@ def tile_matmul(  # type: ignore[no-untyped-def]  # noqa: PLR0917  Triton passes
 
 
 def probe_matmuls(session: Session) -> list[Point]:
-    """torch.mm, and torch._scaled_mm for fp8, of every type and size; a type that cannot run is left out."""
+    """Time torch.mm, and torch._scaled_mm for fp8, at every type and size; types that cannot run are left out."""
     points: list[Point] = []
     for kind in TYPES:
         for m, n, k in (*((size, size, size) for size in SIZES), *(SKINNY if kind == "bf16" else ())):
@@ -65,7 +65,7 @@ def probe_matmuls(session: Session) -> list[Point]:
 
 
 def matmul(kind: str, m: int, n: int, k: int) -> Issue | None:
-    """A matmul of random operands of a type; None where this GPU or this torch cannot run it."""
+    """Return a matmul of random operands of a type; None if this GPU or this torch cannot run it."""
     options: dict[str, Any] = {"device": "cuda"}
     types = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.float8_e4m3fn}
     dtype = types.get(kind, torch.float32)
@@ -92,7 +92,7 @@ def matmul(kind: str, m: int, n: int, k: int) -> Issue | None:
 
 
 def tiled(tile: str, size: int) -> Issue:
-    """A Triton matmul of square matrices of random bf16, with a tile of `TILES`."""
+    """Return a Triton matmul of square matrices of random bf16 values, with a tile of `TILES`."""
     tm, tn, tk, warps, stages = TILES[tile]
     a, b, c = (torch.randn(size, size, device="cuda", dtype=torch.bfloat16) for _ in range(3))
     grid = (size // tm * (size // tn),)
@@ -100,7 +100,7 @@ def tiled(tile: str, size: int) -> Issue:
 
 
 def probe_residency(session: Session) -> list[Point]:
-    """A Triton matmul of several tiles and a kernel of fused multiply-adds, at each residency."""
+    """Time a Triton matmul of several tiles and a kernel of fused multiply-adds, at each residency."""
     points: list[Point] = []
     for tile in TILES:
         at: dict[str, int | str] = {"tile": tile, "size": TILED_SIZE, "loaded_ms": LOADED_MS}

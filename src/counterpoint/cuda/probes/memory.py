@@ -1,4 +1,4 @@
-"""What HBM delivers: to a streaming kernel alone and with fewer CTAs, to two at once, beside copies, to a sum of blocks."""
+"""Measures HBM rates: a streaming kernel alone and with fewer CTAs, two at once, beside copies, and a sum of blocks."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -16,14 +16,14 @@ from counterpoint.units import MIB
 STREAMED_BYTES = 512 * MIB
 BLOCK_BYTES = 32 * MIB
 HOST_BYTES = 128 * MIB
-NUM_COLD = 4  # sets of blocks that take turns, so that none is in L2 any more
+NUM_COLD = 4  # sets of blocks used in turn, so that none is still in L2
 CAPS = (12, 8, 6, 5, 4, 3, 2, 1)
 ROW_CAPS = (3, 2, 1)
 BLOCK = 2048
 
 
 def probe_streaming(session: Session) -> list[Point]:
-    """PyTorch's elementwise kernel on 512 MiB at each residency, of two types: threads load 16 bytes of bf16, 32 of fp32."""
+    """Time PyTorch's elementwise kernel on 512 MiB at each residency: threads load 16 bytes of bf16, 32 bytes of fp32."""
     points = []
     for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
         source = torch.ones(STREAMED_BYTES // dtype.itemsize, device="cuda", dtype=dtype)
@@ -44,7 +44,7 @@ def probe_streaming(session: Session) -> list[Point]:
 
 
 def probe_rows(session: Session) -> list[Point]:
-    """PyTorch's softmax and cumulative sum along rows, whose CTAs wait for their own loads, at each residency."""
+    """Time PyTorch's softmax and cumulative sum along rows, whose CTAs wait for their own loads, at each residency."""
     points: list[Point] = []
     for rows, columns in ((12288, 12288), (40960, 4096)):
         given = torch.randn(rows, columns, device="cuda", dtype=torch.bfloat16)
@@ -63,7 +63,7 @@ def probe_rows(session: Session) -> list[Point]:
 
 @triton.jit  # type: ignore[untyped-decorator]
 def persistent_copy(source, target, num_blocks, block: tl.constexpr):  # type: ignore[no-untyped-def]
-    """CTAs that stay and copy one block after the other, so that two such kernels can share the memory."""
+    """Copy one block after another with CTAs that stay resident, so that two such kernels can share the memory."""
     offsets = tl.arange(0, block)
     for number in range(tl.program_id(0), num_blocks, tl.num_programs(0)):
         at = number * block + offsets
@@ -71,7 +71,7 @@ def persistent_copy(source, target, num_blocks, block: tl.constexpr):  # type: i
 
 
 def probe_sharing(session: Session) -> list[Point]:
-    """Two persistent copies at once, with as many CTAs or with half as many; each alone, and the first beside the second."""
+    """Time two persistent copies with equal and with half as many CTAs: each alone, and the first beside the second."""
     sources = [torch.ones(STREAMED_BYTES // 4, device="cuda") for _ in range(2)]
     targets = [torch.empty_like(source) for source in sources]
     num_blocks = STREAMED_BYTES // 4 // BLOCK
@@ -96,7 +96,7 @@ def probe_sharing(session: Session) -> list[Point]:
 
 
 def probe_sums(session: Session) -> list[Point]:
-    """PyTorch's sum over the first dimension of blocks in bf16: what a reduction by copies adds up with."""
+    """Time PyTorch's sum over the first dimension of blocks in bf16, which a reduction by copies uses."""
     points = []
     for num_blocks in (2, 4, 8):
         shape = (NUM_COLD, num_blocks, BLOCK_BYTES // 2)
@@ -111,7 +111,7 @@ def probe_sums(session: Session) -> list[Point]:
 
 
 def probe_host_copies(session: Session) -> list[Point]:
-    """Copies between pinned host memory and the GPU."""
+    """Time copies between pinned host memory and the GPU."""
     points = []
     for num_bytes in (MIB // 16, MIB, 16 * MIB, HOST_BYTES):
         host, device = _pinned(num_bytes), torch.zeros(num_bytes // 4, device="cuda")

@@ -1,4 +1,4 @@
-"""Kernels of known length and footprint, launched as the probes need them; each notes when and where its CTAs ran."""
+"""Launches kernels of known length and footprint for the probes; each kernel records when and where its CTAs ran."""
 
 import ctypes
 from functools import cache
@@ -16,7 +16,7 @@ ATTRIBUTES = cu.CUfunction_attribute
 
 
 class ProbeLaunch(Value, frozen=True, kw_only=True):
-    """How a kernel of the probes is launched. `carveout_percent` is the share of L1 asked for as shared memory; -1: none."""
+    """How a probe's kernel is launched. `carveout_percent` is the share of L1 requested as shared memory; -1: no request."""
 
     num_ctas: int
     threads: int = 256
@@ -25,36 +25,36 @@ class ProbeLaunch(Value, frozen=True, kw_only=True):
 
 
 class Marks:
-    """What one launch noted of its CTAs: times in microseconds by the GPU's clock, the same for all SMs and streams."""
+    """What one launch recorded of its CTAs: times in microseconds by the GPU's clock, which all SMs and streams share."""
 
     def __init__(self, num_ctas: int) -> None:
         self._words = torch.zeros(num_ctas, WORDS_PER_CTA, dtype=torch.int64, device="cuda")
 
     @property
     def address(self) -> int:
-        """Where the kernel writes."""
+        """Address that the kernel writes to."""
         return int(self._words.data_ptr())
 
     def starts_us(self) -> list[float]:
-        """Start of each CTA. Waits for the GPU, as all readings do."""
+        """Return the start of each CTA. Waits for the GPU, as the other methods do."""
         return [each / 1000 for each in self._words[:, 0].tolist()]
 
     def ends_us(self) -> list[float]:
-        """End of each CTA."""
+        """Return the end of each CTA."""
         return [each / 1000 for each in self._words[:, 2].tolist()]
 
     def sms(self) -> list[int]:
-        """The SM of each CTA."""
+        """Return the SM of each CTA."""
         return [int(each) for each in self._words[:, 1].tolist()]
 
 
 def occupy(launch: ProbeLaunch, marks: Marks, duration_us: float, spread_us: float = 0.0) -> None:
-    """On the stream in use: CTAs that last `duration_us`, and up to `spread_us` more by a hash of their number."""
+    """Launch on the current stream: CTAs that last `duration_us`, and up to `spread_us` more by a hash of their number."""
     _launch("occupy", launch, (round(1000 * duration_us), round(1000 * spread_us), marks.address))
 
 
 def compute(launch: ProbeLaunch, marks: Marks, iterations: int, num_chains: int = 8) -> None:
-    """On the stream in use: CTAs whose threads do 64 fused multiply-adds `iterations` times, in 8 chains or 1."""
+    """Launch on the current stream: CTAs whose threads do 64 fused multiply-adds `iterations` times, in 8 chains or 1."""
     _launch("arithmetic" if num_chains == 8 else "chain", launch, (iterations, 0, marks.address))
 
 
@@ -72,7 +72,7 @@ def _launch(name: str, launch: ProbeLaunch, values: tuple[int, ...]) -> None:
 
 @cache
 def _functions(context: int) -> dict[str, Handle]:
-    """The kernels, loaded into one context."""
+    """Load the kernels into a context, and return them by name."""
     image = resources.files("counterpoint.cuda.probes").joinpath("kernels.ptx").read_bytes() + b"\0"
     module = check("Loading the probes' kernels", cu.cuModuleLoadData(image))
     return {

@@ -1,7 +1,7 @@
-"""Who goes where, and when: the rules that the simulator takes for granted, each as a figure that tells whether it holds.
+"""Tests the rules for placing CTAs that the simulator assumes, each by a figure that shows whether the rule holds.
 
-A long kernel of several waves takes its slots; a second kernel is ready a little later on another stream. When the second
-one's CTAs start, in waves of the first, tells the rule. CTAs only wait, so that no figure hangs on rates.
+A long kernel of several waves takes its slots; a second kernel is ready a little later on another stream. The time at which
+the second kernel's CTAs start, in waves of the first, shows the rule. CTAs only wait, so no figure depends on rates.
 """
 
 import torch
@@ -14,12 +14,12 @@ WAVES = 4
 WAVE_US = 200.0
 ROUNDS = 5
 THREADS = 256
-COMMUNICATION = ProbeLaunch(num_ctas=24, threads=512, shared_bytes=100 * 1024)  # as large as a CTA of NCCL on such GPUs
+COMMUNICATION = ProbeLaunch(num_ctas=24, threads=512, shared_bytes=100 * 1024)  # footprint of an NCCL CTA on such GPUs
 HEAD_STARTS_US = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 5.0, 7.0, 10.0)
 
 
 def probe_placement(session: Session) -> list[Point]:
-    """Leftover policy, refill by priority, carveout, and how CTAs spread over SMs."""
+    """Test the leftover policy, refill by priority, the carveout, and how CTAs spread over SMs."""
     full = session.gpu.max_warps_per_sm * session.gpu.warp_size // THREADS
     greatest = session.gpu.greatest_priority
     small = ProbeLaunch(num_ctas=1, threads=32)
@@ -40,7 +40,7 @@ def probe_placement(session: Session) -> list[Point]:
 
 
 def probe_head_start(session: Session) -> list[Point]:
-    """How long a kernel must wait for a second one, on another stream and ready at the same event, to be placed first."""
+    """Measure how long a kernel must wait so that a second one, ready at the same event on another stream, goes first."""
     full = session.gpu.max_warps_per_sm * session.gpu.warp_size // THREADS
     first = ProbeLaunch(num_ctas=full * session.num_sms, threads=THREADS)
     points = []
@@ -51,7 +51,7 @@ def probe_head_start(session: Session) -> list[Point]:
 
 
 def _with_residency(session: Session, launch: ProbeLaunch, ctas_per_sm: int) -> ProbeLaunch:
-    """The launch with shared memory so that as many CTAs fit on an SM; the carveout is the largest."""
+    """Return the launch with the shared memory that lets `ctas_per_sm` CTAs fit on an SM, and the largest carveout."""
     gpu = session.gpu
     least = gpu.shared_bytes_per_sm // (ctas_per_sm + 1) + gpu.shared_allocation_unit_bytes
     wanted = least - gpu.reserved_shared_bytes_per_cta
@@ -59,7 +59,7 @@ def _with_residency(session: Session, launch: ProbeLaunch, ctas_per_sm: int) -> 
 
 
 def _start_in_waves(session: Session, first: ProbeLaunch, second: ProbeLaunch, priority: int) -> float:
-    """When the last CTA of the second kernel starts after the first kernel's start, in waves of the first."""
+    """Return the time from the first kernel's start to the start of the second's last CTA, in waves of the first."""
     marks, later = Marks(first.num_ctas), Marks(second.num_ctas)
     side = torch.cuda.Stream(priority=priority)
     session.wait()
@@ -93,10 +93,10 @@ def _goes_first(session: Session, first: ProbeLaunch, hold_us: float) -> bool:
 
 
 def _carveouts(session: Session) -> list[Point]:
-    """A large kernel beside one that leaves room for it, with the carveout left to the driver and with the largest."""
+    """Place a large kernel beside one that leaves room for it, with the driver's carveout and with the largest."""
     points = []
     for carveout in (-1, 100):
-        # one wave: whatever is left free is free from the start
+        # a single wave, so the free slots are free from the start
         first = ProbeLaunch(num_ctas=2 * session.num_sms, threads=THREADS, shared_bytes=8192, carveout_percent=carveout)
         greatest = session.gpu.greatest_priority
         waves = [_start_in_waves(session, first, COMMUNICATION, greatest) for _ in range(1 + ROUNDS)][1:]
@@ -105,7 +105,7 @@ def _carveouts(session: Session) -> list[Point]:
 
 
 def _spread(session: Session) -> list[Point]:
-    """How many SMs a kernel's CTAs spread over, on an idle GPU."""
+    """Count the SMs that a kernel's CTAs spread over on an idle GPU."""
     points = []
     for num_ctas in (session.num_sms // 2, session.num_sms, 2 * session.num_sms):
         launch, marks = ProbeLaunch(num_ctas=num_ctas, threads=THREADS), Marks(num_ctas)

@@ -1,8 +1,8 @@
 """Runs the probes of a calibration one after the other, on all ranks together.
 
-Each probe has a limit of its own. One that fails on all ranks, or that only rank 0 runs, is named and the others go on. One
-that fails on some ranks ends the calibration on all of them, because the others' GPUs may wait in a collective for ever. A
-GPU that is throttled ends it, too.
+Each probe has its own limit. If a probe fails on all ranks, or only rank 0 runs it, the failure is reported and the other
+probes run. If a probe fails on some ranks, the calibration ends on all of them, because the others' GPUs may wait in a
+collective forever. It also ends if a GPU is throttled.
 """
 
 import json
@@ -32,12 +32,12 @@ from counterpoint.machine import Machine
 from counterpoint.measurement.points import Point
 from counterpoint.value import Value
 
-STATUS_LIMIT_S = 120.0  # longer than any probe's own limit, twice
+STATUS_LIMIT_S = 120.0  # more than twice any probe's own limit
 READINGS, READING_S = 3, 0.25
 
 
 class Probe(msgspec.Struct, frozen=True):
-    """A probe, how long it may take, and whether all ranks run it; else rank 0 does, and the others wait."""
+    """A probe, its time limit, and whether all ranks run it; otherwise rank 0 runs it, and the others wait."""
 
     name: str
     limit_s: float
@@ -46,12 +46,12 @@ class Probe(msgspec.Struct, frozen=True):
     least_ranks: int = 1
 
     def label(self, num_ranks: int) -> str:
-        """The name of its results: what is measured between GPUs is of so many."""
+        """Return the name of its results; if it measures between GPUs, the name includes the number of ranks."""
         return self.name if self.least_ranks == 1 else f"{self.name} of {num_ranks} ranks"
 
 
 class ProbeResult(Value, frozen=True, kw_only=True):
-    """What a probe found on rank 0, or why it did not."""
+    """What a probe measured on rank 0, or why it failed."""
 
     probe: str
     seconds: float
@@ -60,7 +60,7 @@ class ProbeResult(Value, frozen=True, kw_only=True):
 
 
 def probes(nvml: Nvml | None) -> tuple[Probe, ...]:
-    """All probes, in their order; what heats the GPU comes last."""
+    """Return all probes in the order in which they run; probes that heat the GPU come last."""
     return (
         Probe("launches", 10.0, probe_launches),
         Probe("placement", 15.0, probe_placement),
@@ -80,7 +80,7 @@ def probes(nvml: Nvml | None) -> tuple[Probe, ...]:
 
 
 def open_nvml() -> Nvml | None:
-    """NVML for this rank's GPU; None where the driver's library is missing. Starts nothing on the GPU."""
+    """Return NVML for this rank's GPU; None if the driver's library is missing. Starts nothing on the GPU."""
     check("Starting the driver", cu.cuInit(0))
     device = check("Finding a GPU", cu.cuDeviceGet(int(os.environ.get("LOCAL_RANK", "0"))))
     bus_id = check("Asking for a GPU's place", cu.cuDeviceGetPCIBusId(64, device))
@@ -91,7 +91,7 @@ def open_nvml() -> Nvml | None:
 
 
 def check_fit(nvml: Nvml, where: str) -> GpuState:
-    """The state of an idle GPU, the best of a few readings. Raises `DeviceError` where it is throttled or others use it."""
+    """Return the least busy of a few readings of an idle GPU. Raises `DeviceError` if it is throttled or others use it."""
     readings = []
     for _ in range(READINGS):
         readings.append(nvml.read())
@@ -109,9 +109,9 @@ def run_probes(
     on_result: Callable[[ProbeResult], None],
     only: Collection[str] = (),
 ) -> None:
-    """Run what is not done yet, or what `only` names; `on_result` gets each result on rank 0 as soon as it is there.
+    """Run the probes that are not done yet, or those named in `only`; on rank 0, `on_result` gets each result at once.
 
-    `is_done` counts on rank 0 alone. Raises `DeviceError` where a rank is gone or failed alone, and for a throttled GPU.
+    Rank 0's `is_done` and `only` count. Raises `DeviceError` if a rank is gone or failed alone, or if a GPU is throttled.
     """
     rank, num_ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     status = open_exchange("calibration", STATUS_LIMIT_S)
@@ -147,7 +147,7 @@ def _run(probe: Probe, session: Session) -> ProbeResult:
 
 
 def _problems(result: ProbeResult, nvml: Nvml | None, rank: int) -> dict[str, str]:
-    """Why the probe failed on this rank, and what slows its GPU down."""
+    """Return why the probe failed on this rank, and what slows its GPU down; empty if nothing."""
     return {"failure": result.failure, "throttle": "" if nvml is None else nvml.read().throttle(), "rank": str(rank)}
 
 

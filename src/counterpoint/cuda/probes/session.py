@@ -1,7 +1,7 @@
-"""What probes measure with: this rank's GPU, the other ranks, a deadline, and times by events on the GPU.
+"""Gives probes this rank's GPU, the other ranks, a deadline, and times by events on the GPU.
 
-The host runs ahead: a kernel of one CTA holds the stream while work is issued, so that times hold no launch by the host.
-Nothing waits for the GPU without a limit: a collective whose peer is gone never ends by itself.
+The host runs ahead: a kernel of one CTA holds the stream while work is issued, so that times contain no launch by the host.
+Every wait for the GPU has a limit: a collective whose peer is gone never ends by itself.
 """
 
 import time
@@ -17,14 +17,14 @@ from counterpoint.machine import Machine
 
 Issue = Callable[[], object]
 ROUNDS = 5
-ISSUE_US = 40.0  # that the host may take for one call; more only lengthens the probe
+ISSUE_US = 40.0  # time that the host may take for one call; a larger value only lengthens the probe
 MOST_HOLD_US = 5000.0
 DELAY_BYTES = 1 << 20
 RANKS_LIMIT_S = 60.0
 
 
 class Session:
-    """One calibration on this rank. `machine` is the shipped one of this GPU, or the nearest."""
+    """A calibration on this rank. `machine` is the shipped machine of this GPU, or the nearest one."""
 
     def __init__(self, machine: Machine, rank: int, num_ranks: int) -> None:
         self.machine, self.gpu = machine, machine.gpu
@@ -37,12 +37,12 @@ class Session:
         self._on_gpu = torch.zeros(DELAY_BYTES, dtype=torch.uint8, device="cuda")
 
     def begin(self, limit_s: float) -> None:
-        """Give the next probe so long, and the ranks an exchange of its own: one that failed left the last one half way."""
+        """Give the next probe `limit_s`, and the ranks a new exchange: a probe that failed left the old one unfinished."""
         self.rendezvous = Rendezvous(limit_s)
         self._limit_s, self._deadline = limit_s, time.monotonic() + limit_s
 
     def wait(self, *events: torch.cuda.Event) -> None:
-        """Wait for events on the GPU; none: for all that was issued on this thread's streams. Raises `DeviceError`."""
+        """Wait for events on the GPU, by default for the current stream's work. Raises `DeviceError` after the limit."""
         awaited = events or (self.mark(),)
         while not all(event.query() for event in awaited):
             if time.monotonic() > self._deadline:
@@ -52,21 +52,21 @@ class Session:
 
     @staticmethod
     def mark(stream: torch.cuda.Stream | None = None) -> torch.cuda.Event:
-        """An event behind what the stream holds."""
+        """Record an event after the work that the stream holds, by default the current stream."""
         event = torch.cuda.Event(enable_timing=True)
         event.record(stream or torch.cuda.current_stream())
         return event
 
     def hold(self, duration_us: float) -> None:
-        """Keep the stream in use busy, so that the host gets ahead."""
+        """Keep the current stream busy, so that the host gets ahead."""
         occupy(ProbeLaunch(num_ctas=1, threads=32), self._marks, min(duration_us, MOST_HOLD_US))
 
     def delay_without_sm(self) -> None:
-        """Keep the stream in use busy for about 20 us with a copy from the host, which takes no SM."""
+        """Keep the current stream busy for about 20 us with a copy from the host, which uses no SM."""
         self._on_gpu.copy_(self._on_host, non_blocking=True)
 
     def keep_busy(self, issue: Issue, seconds: float) -> None:
-        """Issue the same again and again for so long, a few calls ahead of the GPU."""
+        """Call `issue` repeatedly for `seconds`, a few calls ahead of the GPU."""
         end = time.monotonic() + seconds
         while time.monotonic() < end:
             for _ in range(4):
@@ -74,7 +74,7 @@ class Session:
             self.wait()
 
     def times_us(self, issue: Issue, *, rounds: int = ROUNDS, calls: int = 1) -> list[float]:
-        """Time of one call in each round of `calls`, all back to back behind one that is not timed."""
+        """Return the time of one call in each round of `calls`, all back to back after one that is not timed."""
         issue()
         self.wait()
         self.hold(ISSUE_US * (rounds + 1) * calls)
@@ -88,17 +88,17 @@ class Session:
         return [1000 * start.elapsed_time(end) / calls for start, end in pairwise(marks)]
 
     def times_of_ranks_us(self, issue: Issue, *, rounds: int = ROUNDS, calls: int = 1) -> list[float]:
-        """`times_us` on all ranks together; of each round the slowest rank's."""
+        """Run `times_us` on all ranks together, and return the slowest rank's time of each round."""
         self.rendezvous.meet()
         return self.rendezvous.slowest_of(self.times_us(issue, rounds=rounds, calls=calls))
 
     def times_beside_us(
         self, issue: Issue, other: Issue, *, num_others: int, stream: torch.cuda.Stream | None = None, rounds: int = 3
     ) -> list[float]:
-        """Time of a call while the stream in use is busy with `num_others` calls of `other`, which must outlast two.
+        """Return the time of a call while `num_others` calls of `other` run on the current stream; they must outlast two.
 
-        The call runs on `stream`, else on one of equal priority, behind one that is not timed: with several ranks, either of
-        them brings the ranks together. Raises `DeviceError` where the others end first.
+        The call runs on `stream`, else on a new one of equal priority. A first call of each is not timed: with several
+        ranks, the one that is a collective synchronizes them. Raises `DeviceError` if the other calls end first.
         """
         side, times = stream or torch.cuda.Stream(), []
         for _ in range(rounds):
