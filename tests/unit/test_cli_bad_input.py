@@ -392,6 +392,7 @@ LONG = "n" * 1_000_000
         (f'verdict = "{LONG}"\n', ["simulate", "cb_ar_opt2", "--plan", "x.toml"]),
         (f"{LONG} = 1\n", ["machines", "x.toml"]),
     ],
+    ids=["step_name", "machine", "name", "verdict", "key"],  # pytest puts the ids into the environment of commands
 )
 def test_an_error_line_repeats_little_of_what_it_found(tmp_path: Path, content: str, arguments: list[str]) -> None:
     (tmp_path / "x.toml").write_text(content)

@@ -60,8 +60,11 @@ def test_a_step_tells_the_sizes_that_a_name_means_and_what_cannot_be_told_apart(
     ("directives", "says"),
     [
         ((directive(GATHERS, Priority(priority=-5)),), r"limits the CTAs of no collective .*\(priority on"),
-        ((directive(Match(kind="communication", collective="all_to_all"), FEW),), "NCCL asks tuner plugins about broadcast"),
-        ((directive(GATHERS, FEW), directive(GATHERS, MORE)), "asks for 4 and 8 CTAs for all_gather"),
+        (
+            (directive(Match(kind="communication", collective="all_to_all"), FEW),),
+            "NCCL asks tuner plugins only about broadcast",
+        ),
+        ((directive(GATHERS, FEW), directive(GATHERS, MORE)), "asks for 4 and for 8 CTAs for all_gather"),
     ],
 )
 def test_a_plan_that_no_tuner_plugin_can_follow_is_refused(directives: tuple[Directive, ...], says: str) -> None:
