@@ -75,9 +75,12 @@ def run(
     from counterpoint.supervised.signals import HeldSignals  # noqa: PLC0415
 
     _check_options(plan, step, output, is_tuning=tune)
-    for option in () if tune else ("budget", "bitwise"):
-        if click.get_current_context().get_parameter_source(option) is click.core.ParameterSource.COMMANDLINE:
-            raise CounterpointError(f"--{option} is for candidates that --tune tries. Add --tune, or leave out --{option}.")
+    if click.get_current_context().get_parameter_source("budget") is click.core.ParameterSource.COMMANDLINE and not tune:
+        raise CounterpointError("--budget is for the steps that --tune may use. Add --tune, or leave out --budget.")
+    if bitwise and not tune and plan is None:
+        raise CounterpointError(
+            "--bitwise is for the controls of --plan and --tune. Add one of them, or leave out --bitwise."
+        )
     LiveSettings(is_tuning=tune, budget_steps=budget, guard_every_steps=guard)  # refused before anything starts
     request = RunRequest(
         command=command,

@@ -41,7 +41,7 @@ def test_a_plan_that_is_none(tmp_path: Path, content: str, words: str) -> None:
         (["--plan", "missing.toml"], "No such file"),
         (["-o", "found.toml"], "Add --tune"),
         (["--budget", "100"], "Add --tune, or leave out --budget"),
-        (["--bitwise"], "Add --tune, or leave out --bitwise"),
+        (["--bitwise"], "Add one of them, or leave out --bitwise"),
         (["--tune", "-o", "no/folder/found.toml"], "does not exist"),
         (["--tune", "--budget", "99"], "from 100 to"),
         (["--tune", "--budget", "-5"], "from 100 to"),
