@@ -74,13 +74,7 @@ def run(
     from counterpoint.supervised.settings import LiveSettings  # noqa: PLC0415
     from counterpoint.supervised.signals import HeldSignals  # noqa: PLC0415
 
-    _check_options(plan, step, output, is_tuning=tune)
-    if click.get_current_context().get_parameter_source("budget") is click.core.ParameterSource.COMMANDLINE and not tune:
-        raise CounterpointError("--budget is for the steps that --tune may use. Add --tune, or leave out --budget.")
-    if bitwise and not tune and plan is None:
-        raise CounterpointError(
-            "--bitwise is for the controls of --plan and --tune. Add one of them, or leave out --bitwise."
-        )
+    _check_options(plan, step, output, is_tuning=tune, keeps_bits=bitwise)
     LiveSettings(is_tuning=tune, budget_steps=budget, guard_every_steps=guard)  # refused before anything starts
     request = RunRequest(
         command=command,
@@ -102,7 +96,7 @@ def run(
         raise click.exceptions.Exit(status)
 
 
-def _check_options(plan: Path | None, step: str | None, output: Path | None, *, is_tuning: bool) -> None:
+def _check_options(plan: Path | None, step: str | None, output: Path | None, *, is_tuning: bool, keeps_bits: bool) -> None:
     """Raise `CounterpointError` for options that cannot be combined, and for a file that cannot be written."""
     from counterpoint.plan import check_plan_name  # noqa: PLC0415
 
@@ -110,6 +104,15 @@ def _check_options(plan: Path | None, step: str | None, output: Path | None, *, 
         raise CounterpointError(f"'{output}' is for the plan that --tune finds. Add --tune, or leave out -o.")
     if step is not None and plan is None:
         raise CounterpointError(f"'{step}' says what the operation numbers of a plan mean. Add --plan, or leave out --step.")
+    if (
+        click.get_current_context().get_parameter_source("budget") is click.core.ParameterSource.COMMANDLINE
+        and not is_tuning
+    ):
+        raise CounterpointError("--budget is for the steps that --tune may use. Add --tune, or leave out --budget.")
+    if keeps_bits and not is_tuning and plan is None:
+        raise CounterpointError(
+            "--bitwise is for the controls of --plan and --tune. Add one of them, or leave out --bitwise."
+        )
     check_outputs((output,), (plan, step))
     if output is not None:
         check_plan_name(output)
