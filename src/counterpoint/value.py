@@ -33,6 +33,17 @@ class Value(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         return fields_in_short((name, getattr(self, name)) for name in self.__struct_fields__)
 
 
+def all_fields(value: object) -> object:
+    """Return nested values as tuples of all fields, for keys and fingerprints that are equal in every process.
+
+    Neither a `repr` nor JSON of a value shows all fields. JSON omits a default only if it is the same object, so the JSON
+    of a value differs from that of its copy from another process.
+    """
+    if isinstance(value, Value):
+        return (type(value).__name__, *(all_fields(getattr(value, name)) for name in value.__struct_fields__))
+    return tuple(map(all_fields, value)) if isinstance(value, tuple) else value
+
+
 def require(condition: bool, error: type[CounterpointError], message: str) -> None:
     """Raise `error` with `message` unless `condition` holds."""
     if not condition:

@@ -1,7 +1,9 @@
 """Copy schedules in a plan: which is kept of measured ones, how the plan is written, and who refuses it."""
 
+import pickle
 from pathlib import Path
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -29,6 +31,14 @@ NAME = "all_gather_matmul of (8192, 4096) @ (4096, 3584) bfloat16 on 4 ranks"
 OF_OPERATORS = Plan(
     directives=(Directive(match=Match(name=NAME), controls=(ScheduleChoice(schedule=D(chunks=2)),), reason="measured"),)
 )
+
+
+def test_a_plan_that_came_from_another_process_has_the_same_fingerprint() -> None:
+    """As when rank 0 broadcasts it; JSON would omit other defaults of the copy."""
+    plan_in_force = pytest.importorskip("counterpoint.ops.plan_in_force")
+    copy = pickle.loads(pickle.dumps(OF_OPERATORS))
+    assert plan_in_force.PlanInForce(OF_OPERATORS).fingerprint == plan_in_force.PlanInForce(copy).fingerprint != ""
+    assert msgspec.json.encode(copy) != msgspec.json.encode(OF_OPERATORS)
 
 
 def measured(label: str, ratio: float, spread: float, num_rounds: int = 15) -> Measurement:

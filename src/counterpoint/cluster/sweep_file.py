@@ -18,7 +18,7 @@ from counterpoint.cluster.training import (
     Sharding,
 )
 from counterpoint.errors import CounterpointError, MachineError, package_version
-from counterpoint.value import Value, read_toml, require
+from counterpoint.value import Value, all_fields, read_toml, require
 
 MOST_COMBINATIONS = 1_000_000
 TABLE_OF = {  # where a swept value belongs in a cluster file
@@ -97,7 +97,7 @@ class SweepFile(Value, frozen=True, kw_only=True):
 
     def key(self, point: dict[str, Any]) -> str:
         """Return sixteen hexadecimal digits of a combination, of the file's other tables, and of Counterpoint's version."""
-        content = repr((_plain(self.base), sorted(point.items()), package_version()))
+        content = repr((all_fields(self.base), sorted(point.items()), package_version()))
         return hashlib.sha256(content.encode()).hexdigest()[:16]
 
     def configuration(self, point: dict[str, Any]) -> Configuration:
@@ -107,13 +107,6 @@ class SweepFile(Value, frozen=True, kw_only=True):
             changes.setdefault(TABLE_OF[name], {})["method" if name == "compression" else name] = value
         tables = {name: msgspec.structs.replace(getattr(self.base, name), **change) for name, change in changes.items()}
         return msgspec.structs.replace(self.base, **tables).configuration()
-
-
-def _plain(value: object) -> object:
-    """Return nested values as tuples of all fields: neither a `repr` nor JSON of a value shows all of them."""
-    if isinstance(value, Value):
-        return (type(value).__name__, *(_plain(getattr(value, name)) for name in value.__struct_fields__))
-    return tuple(map(_plain, value)) if isinstance(value, tuple) else value
 
 
 def load_sweep(path: Path | str) -> SweepFile:

@@ -8,12 +8,10 @@ import hashlib
 from functools import cache
 from typing import final
 
-import msgspec
-
 from counterpoint.controls import Control, ScheduleChoice
 from counterpoint.plan import LEAVE_IT, Directive, Match, Plan, Refusal
 from counterpoint.schedule import ScheduleDescription
-from counterpoint.value import Value
+from counterpoint.value import Value, all_fields
 
 BY_NAME_ONLY = "operators are matched only by name; leave everything else out of the match"
 
@@ -69,8 +67,8 @@ class PlanInForce:
 
     def _fingerprint(self) -> str:
         """Return a fingerprint, equal for plans that name the same schedules; empty if a plan names none."""
-        named = [(choice.match.name, choice.schedule) for choice in self._choices]
-        return hashlib.sha256(msgspec.json.encode(named)).hexdigest()[:12] if named else ""
+        named = tuple((choice.match.name, choice.schedule) for choice in self._choices)
+        return hashlib.sha256(repr(all_fields(named)).encode()).hexdigest()[:12] if named else ""
 
 
 def _why_not(directive: Directive, control: Control) -> str:
