@@ -3,7 +3,7 @@
 # make demo      set up, then plan two profiler traces by simulation
 # make test-ray  the tests that need Ray, which is installed for them alone: it is 70 MB
 # make images    draw the README's pictures anew
-# make test-gpu  the tests that need one GPU or more
+# make test-gpu  the tests that need GPUs; with a single one, two ranks share it and tests of times are skipped
 # make bench     the benchmarks that need no GPU
 # make docs      the documentation site in build/site; every link in it is checked (`make test` builds it, too)
 # make wheel     in dist: a wheel with the launch filter compiled for x86-64 and AArch64 (by Zig), and a source archive

@@ -65,7 +65,7 @@ class Nodes:
         self.product = torch.mm(self.matrix, self.matrix)
         self.word = torch.zeros(1, dtype=torch.int32, device="cuda")
         self.library = load_direct_calls(Path(tempfile.mkdtemp()))
-        self.copy_function = ctypes.cast(ctypes.CDLL("libcuda.so.1").cuMemcpyAsync_v2, ctypes.c_void_p)
+        self.copy_function = ctypes.cast(ctypes.CDLL("libcuda.so.1").cuMemcpyAsync, ctypes.c_void_p)
 
     def issue(self, kind: Kind) -> None:
         """One node on the current stream."""

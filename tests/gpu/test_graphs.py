@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import msgspec
@@ -30,10 +31,7 @@ from helpers.spin_kernels import Record, SpinKernels
 # an NCCL 2.28 CTA of compute capability 9.0: threads and bytes of static and dynamic shared memory together
 NCCL_THREADS, NCCL_BYTES = 544, 103_808
 CTA_US = 2000.0
-NUM_SMS = torch.cuda.get_device_properties(0).multi_processor_count
 SIZE = 1024
-# torch makes streams of fewer priorities than the driver has, and a lower number quietly becomes its greatest
-URGENT = torch.cuda.Stream.priority_range()[1]
 
 
 @triton.jit
@@ -46,6 +44,18 @@ def add_one(values, count, block: tl.constexpr):
 @pytest.fixture(scope="module")
 def kernels() -> SpinKernels:
     return SpinKernels()
+
+
+@cache
+def num_sms() -> int:
+    """Asked for in tests only: importing this file must not open the GPU, since `calibrate` refuses a GPU in use."""
+    return torch.cuda.get_device_properties(0).multi_processor_count
+
+
+@cache
+def urgent_priority() -> int:
+    """Torch makes streams of fewer priorities than the driver has, and a lower number quietly becomes its greatest."""
+    return torch.cuda.Stream.priority_range()[1]
 
 
 class Captured:
@@ -178,24 +188,24 @@ def test_a_replay_of_the_edited_copy_leaves_the_same_bits(small: tuple[SmallStep
 
 def test_edits_of_a_copy_leave_the_captured_graph_as_it_was(kernels: SpinKernels) -> None:
     record = Record()
-    captured = Captured(lambda: kernels.spin(record, 100, 16 * NUM_SMS))
+    captured = Captured(lambda: kernels.spin(record, 100, 16 * num_sms()))
     before = captured.graph.nodes()
     edited = captured.graph.copy()
     edited.set_shared_memory(0, 115_840, 100)
     edited.set_priority(0, -5)
     edited.hold_before(0, 10)
     launch(edited)
-    assert max(record.most_ctas(NUM_SMS)) == 1
+    assert max(record.most_ctas(num_sms())) == 1
     assert captured.graph.nodes() == before
     assert captured.graph.held_us(0) == 0
     record.clear()
     launch(captured.graph)
-    assert set(record.most_ctas(NUM_SMS)) == {16}
+    assert set(record.most_ctas(num_sms())) == {16}
 
 
 def test_shared_memory_and_priority_of_a_copy_can_be_put_back(kernels: SpinKernels) -> None:
     record = Record()
-    captured = Captured(lambda: kernels.spin(record, 100, 16 * NUM_SMS))
+    captured = Captured(lambda: kernels.spin(record, 100, 16 * num_sms()))
     edited = captured.graph.copy()
     edited.set_shared_memory(0, 115_840, 100)
     edited.set_priority(0, -5)
@@ -205,7 +215,7 @@ def test_shared_memory_and_priority_of_a_copy_can_be_put_back(kernels: SpinKerne
     assert (node.priority, node.footprint.dynamic_shared_bytes, edited.residency(0)) == (0, 0, 16)
     assert before.footprint.dynamic_shared_bytes == 0
     launch(edited)
-    assert set(record.most_ctas(NUM_SMS)) == {16}
+    assert set(record.most_ctas(num_sms())) == {16}
 
 
 @pytest.mark.parametrize("ctas_per_sm", [15, 8, 7, 4, 2, 1])
@@ -214,7 +224,7 @@ def test_a_cap_holds_by_the_driver_and_by_counting_ctas(kernels: SpinKernels, ct
     if machine is None:
         pytest.skip(f"no machine file is shipped for {torch.cuda.get_device_name()}")
     record = Record()
-    captured = Captured(lambda: kernels.spin(record, 200, 16 * NUM_SMS))
+    captured = Captured(lambda: kernels.spin(record, 200, 16 * num_sms()))
     footprint = captured.graph.nodes()[0].footprint
     assert footprint is not None
     dynamic_bytes = cap_shared_bytes(machine.gpu, footprint, ctas_per_sm)
@@ -222,13 +232,13 @@ def test_a_cap_holds_by_the_driver_and_by_counting_ctas(kernels: SpinKernels, ct
     edited.set_shared_memory(0, dynamic_bytes, 100)
     assert edited.residency(0) == ctas_per_sm
     launch(edited)
-    assert set(record.most_ctas(NUM_SMS)) == {ctas_per_sm}
+    assert set(record.most_ctas(num_sms())) == {ctas_per_sm}
     edited.set_shared_memory(0, dynamic_bytes - 1, 100)
     assert edited.residency(0) == ctas_per_sm + 1
 
 
 def test_priority_and_carveout_read_back_as_set(kernels: SpinKernels) -> None:
-    record, urgent = Record(), torch.cuda.Stream(priority=URGENT)
+    record, urgent = Record(), torch.cuda.Stream(priority=urgent_priority())
 
     def work() -> None:
         urgent.wait_stream(torch.cuda.current_stream())
@@ -237,7 +247,7 @@ def test_priority_and_carveout_read_back_as_set(kernels: SpinKernels) -> None:
 
     captured = Captured(work)
     (node,) = captured.graph.nodes()
-    assert (node.priority, node.footprint.carveout_percent) == (URGENT, -1)
+    assert (node.priority, node.footprint.carveout_percent) == (urgent_priority(), -1)
     edited = captured.graph.copy()
     for priority, percent in ((-2, 50), (0, 100), (-5, 0)):
         edited.set_priority(0, priority)
@@ -284,9 +294,9 @@ def test_a_collective_starts_beside_a_capped_kernel_only_with_the_carveout(
         pytest.skip("the footprints are those of compute capability 9.0")
     race = Race(
         kernels,
-        4 * NUM_SMS,
+        4 * num_sms(),
         lambda record, stream: kernels.large_spin(record, 50, (24, NCCL_THREADS, NCCL_BYTES), stream),
-        priority=URGENT,
+        priority=urgent_priority(),
     )
     number = race.captured.number("spin")
     edited = race.captured.graph.copy()
@@ -309,7 +319,7 @@ def test_a_collective_starts_beside_a_capped_kernel_only_with_the_carveout(
 def test_priority_lets_a_small_kernel_pass_the_waves_that_wait(
     kernels: SpinKernels, priority: int, waits_for_all_waves: bool
 ) -> None:
-    race = Race(kernels, 4 * 16 * NUM_SMS, lambda record, stream: kernels.spin(record, 5, 1, 32, stream), priority=0)
+    race = Race(kernels, 4 * 16 * num_sms(), lambda record, stream: kernels.spin(record, 5, 1, 32, stream), priority=0)
     edited = race.captured.graph.copy()
     small = next(n for n, node in enumerate(edited.nodes()) if node.footprint and node.footprint.threads_per_cta == 32)
     for number in (small, race.captured.number("latch")):

@@ -1,4 +1,6 @@
-"""Tests that need two GPUs or more. Each starts its own ranks with torchrun and has a limit on its time."""
+"""Tests that need two GPUs or more. Each starts its own ranks with torchrun and has a limit on its time. On a machine with
+one GPU, two ranks share it, and tests of times are skipped.
+"""
 
 import subprocess
 import sys
@@ -8,6 +10,7 @@ from pathlib import Path
 import pytest
 
 JOBS = Path(__file__).parent / "jobs"
+SHARE = Path(__file__).parents[1] / "helpers" / "share_gpu.py"
 Start = Callable[..., subprocess.CompletedProcess[str]]
 
 
@@ -20,11 +23,25 @@ def num_gpus() -> int:
     return torch.cuda.device_count()
 
 
+def sharing() -> tuple[str, ...]:
+    """What torchrun starts before a job: nothing where each of two ranks has a GPU. Skips without a GPU."""
+    found = num_gpus()
+    if found == 0:
+        pytest.skip("needs a GPU, found none")
+    return (str(SHARE),) if found == 1 else ()
+
+
+@pytest.fixture
+def own_gpus() -> None:
+    """Skip where ranks would share a GPU: a test of times."""
+    if num_gpus() < 2:
+        pytest.skip(f"measures times, so it needs 2 GPUs, found {num_gpus()}")
+
+
 @pytest.fixture(scope="session")
 def start_ranks_once() -> Start:
     """As `start_ranks`, for fixtures that several tests share."""
-    if num_gpus() < 2:
-        pytest.skip(f"needs 2 GPUs, found {num_gpus()}")
+    shared = sharing()
 
     def start(
         name: str, *arguments: str, limit_s: float = 150, torchrun: tuple[str, ...] = ()
@@ -33,9 +50,11 @@ def start_ranks_once() -> Start:
             sys.executable,
             "-m",
             "torch.distributed.run",
+            "--standalone",
             "--nproc-per-node",
             "2",
             *torchrun,
+            *shared,
             str(JOBS / f"{name}.py"),
             *arguments,
         ]

@@ -16,6 +16,7 @@ def figures(output: str, name: str) -> dict[str, float]:
     return {key: float(value) for key, value in re.findall(r"(\w+)=([\d.]+)", line)}
 
 
+@pytest.mark.usefixtures("own_gpus")
 def test_a_capped_kernel_and_an_all_reduce_run_side_by_side(start_ranks: Start) -> None:
     done = start_ranks("overlap")
     print(done.stdout, done.stderr[-2000:])

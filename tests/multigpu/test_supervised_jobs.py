@@ -32,10 +32,8 @@ def run(*options: str, steps: int = 440) -> tuple[float, list[str], str]:
     return float(found[1]), re.findall(r"loss (\S+)", ended.stdout), ended.stderr
 
 
+@pytest.mark.usefixtures("own_gpus")
 def test_a_starved_job_is_15_percent_shorter_by_tuning_alone_and_by_the_plan_found(tmp_path: Path) -> None:
-    found = pytest.importorskip("torch").cuda.device_count()
-    if found < 2:
-        pytest.skip(f"needs 2 GPUs, found {found}")
     plan = tmp_path / "plan.toml"
     bare_ms, losses, _ = run()
     tuned_ms, tuned_losses, _ = run("--tune", "-o", str(plan))

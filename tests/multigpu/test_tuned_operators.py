@@ -5,6 +5,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from counterpoint.controls import ScheduleChoice
 from counterpoint.plan import load_plan
 
@@ -18,8 +20,8 @@ def test_calls_are_measured_as_they_are_replayed_and_the_plan_is_in_force(start_
     assert "tuned: ok" in done.stdout.splitlines()
 
 
-def test_the_command_writes_a_plan_for_both_passes(start_ranks: Start, tmp_path: Path) -> None:
-    del start_ranks  # only to skip where there are no two GPUs
+@pytest.mark.usefixtures("own_gpus")
+def test_the_command_writes_a_plan_for_both_passes(tmp_path: Path) -> None:
     arguments = "schedule tune all_gather_matmul --rows 8192 --inner 4096 --columns 3584 -o schedules.toml"
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "counterpoint"]
     done = subprocess.run(

@@ -159,7 +159,9 @@ def _link(shipped: Machine, measured: Measured, by_copies: str) -> tuple[Link, d
     """Return the link between the GPUs: the stated one if the measured copies agree with it, else the one they imply."""
     stated = shipped.link
     if not measured.peers:
-        return stated, {f"link.{name}": f"{_from(shipped, f'link.{name}')}; one GPU is visible" for name in _LINK_FIGURES}
+        return stated, {
+            f"link.{name}": f"{_from(shipped, f'link.{name}')}; one GPU is visible" for name in Link.__struct_fields__
+        }
     kind = "nvlink" if all(peer.has_native_atomics for peer in measured.peers) else "pcie"
     like = shipped if kind == stated.kind else _shipped_with(kind)
     sources = {
@@ -167,6 +169,8 @@ def _link(shipped: Machine, measured: Measured, by_copies: str) -> tuple[Link, d
         if kind == "nvlink"
         else "probed: the driver has no native atomics between some GPUs",
         "link.latency_us": _from(like, "link.latency_us"),
+        "link.topology": f"probed: direct if copies to all peers together are {DIRECT_RATIO:g} times as fast as to one",
+        "link.pairs": "assumed: every pair of GPUs has the same link",
     }
     to_one = statistics.median(peer.copy_bytes_per_s for peer in measured.peers)
     to_all = max(to_one, measured.all_peers_bytes_per_s or to_one)
@@ -181,9 +185,6 @@ def _link(shipped: Machine, measured: Measured, by_copies: str) -> tuple[Link, d
     peaks["bytes_per_s"] = max(peaks.values())
     topology: Topology = "direct" if peaks["bytes_per_s"] >= DIRECT_RATIO * peaks["per_peer_bytes_per_s"] else "switch"
     return Link(kind=kind, latency_us=like.link.latency_us, topology=topology, **peaks), sources  # type: ignore[arg-type]
-
-
-_LINK_FIGURES = ("kind", "bytes_per_s", "per_peer_bytes_per_s", "latency_us")
 
 
 def _shipped_with(kind: str) -> Machine:

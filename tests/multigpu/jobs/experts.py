@@ -138,10 +138,10 @@ def report(name: str) -> None:
 
 
 def main() -> None:
-    rank = int(os.environ["LOCAL_RANK"])
+    local_rank = int(os.environ["LOCAL_RANK"])
     faulthandler.dump_traceback_later(MOST_S, exit=True)
-    torch.cuda.set_device(rank)
-    dist.init_process_group("nccl", device_id=torch.device("cuda", rank), timeout=LIMIT)
+    torch.cuda.set_device(local_rank)
+    dist.init_process_group("nccl", device_id=torch.device("cuda", local_rank), timeout=LIMIT)
     for name in sys.argv[1:]:
         globals()[name]()
 

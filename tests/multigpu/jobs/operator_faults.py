@@ -44,9 +44,9 @@ def operands(rows: int, dtype: torch.dtype = torch.bfloat16) -> tuple[torch.Tens
 
 
 def main(fault: str) -> None:
-    rank = int(os.environ["LOCAL_RANK"])
-    torch.cuda.set_device(rank)
-    dist.init_process_group("nccl", device_id=torch.device("cuda", rank), timeout=LIMIT)
+    rank, local_rank = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
+    torch.cuda.set_device(local_rank)
+    dist.init_process_group("nccl", device_id=torch.device("cuda", local_rank), timeout=LIMIT)
     if fault == "shapes differ":
         call(64 + rank)
     if fault == "types differ":
