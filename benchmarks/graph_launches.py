@@ -64,6 +64,7 @@ class Nodes:
         self.matrix = torch.zeros(MATMUL_SIZE, MATMUL_SIZE, dtype=torch.bfloat16, device="cuda")
         self.product = torch.mm(self.matrix, self.matrix)
         self.word = torch.zeros(1, dtype=torch.int32, device="cuda")
+        self.stream = torch.cuda.Stream()  # a batch of copies refuses the default stream
         self.library = load_direct_calls(Path(tempfile.mkdtemp()))
         self.copy_function = ctypes.cast(ctypes.CDLL("libcuda.so.1").cuMemcpyAsync, ctypes.c_void_p)
 
@@ -115,7 +116,7 @@ class Nodes:
     def direct(self, case: Case) -> Callable[[], object]:
         """Copies without a graph."""
         driver, count = self.driver, case.num_nodes
-        handle = self.torch.cuda.current_stream().cuda_stream
+        handle = self.stream.cuda_stream
         target, source = self.remote.data_ptr(), self.source.data_ptr()
         if case.way == "C":
             words = ctypes.c_uint64 * count

@@ -6,12 +6,17 @@ A call is one linear: half of a column-parallel and a row-parallel linear in a r
 and matmul" are `all_gather_into_tensor`, two `torch.mm` and `reduce_scatter_tensor` on plain tensors, and for the backward
 pass three collectives, four `torch.mm` and two additions, without autograd: the least that eager PyTorch can do. "matmuls"
 are modules that communicate nothing, with as large matmuls: what modules, autograd and torch.compile take by themselves.
-"overlap, ..., no launch" looks its recorded graph up and launches none: the Python of a warm call by itself (its results are
-none); `benchmarks.graph_launches` takes the launch apart. The others are modules that `parallelize_module` split. Host times
-are medians over interleaved rounds while the GPU is kept busy, of the slowest rank; GPU times stand beside them.
+The others are modules that `parallelize_module` split.
+
+Each variant is called several times in a row, as a training step calls its layers, so that torch's allocator gives the same
+addresses again; the variants take turns in balanced order. The first calls of a turn do not count. Host times are medians
+while the GPU is kept busy, of the slowest rank. Beside them stand the part of it that launching recorded graphs takes, and
+the share of operator calls that were launched from a recording.
 """
 
 import argparse
+import statistics
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -22,13 +27,15 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from benchmarks.on_gpus import join, largest, log, run_and_leave, save
-from benchmarks.ops_timing import time_interleaved
+from benchmarks.on_gpus import join, largest, log, run_and_leave, save, shared_rounds
 from counterpoint.integrations import tensor_parallel
-from counterpoint.ops.graph_cache import Recordings
+from counterpoint.ops.call_timer import SPIN_CYCLES
+from counterpoint.ops.graph_cache import Key, Recordings
 
 SIZES = ((2048, 4096, 14336), (8192, 4096, 14336))  # tokens, features, hidden features
 LINEARS = 2
+IN_A_ROW, NUM_SKIPPED = 8, 3  # calls of a turn, and how many of them do not count
+WARM_UP_ROUNDS = 4  # addresses settle, and calls are recorded at the third sighting
 Call = Callable[[], object]
 
 
@@ -43,25 +50,41 @@ class Pair(nn.Sequential):
         parallelize_module(self, init_device_mesh("cuda", (dist.get_world_size(),)), plan)
 
 
-class NoLaunch:
-    """In the place of a recorded graph."""
+class Launches:
+    """While in force: how many operator calls were looked up and found recorded, and the host time of launching them."""
+
+    def __init__(self) -> None:
+        self.num_calls = self.num_found = 0
+        self.took_us = 0.0
+        self._find = Recordings.find
+
+    def __enter__(self) -> "Launches":
+        def find(recordings: Recordings, key: Key) -> object:
+            graph = self._find(recordings, key)
+            self.num_calls += 1
+            if graph is None:
+                return None
+            self.num_found += 1
+            return TimedGraph(graph.replay, self)
+
+        Recordings.find = find
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        Recordings.find = self._find
+
+
+class TimedGraph:
+    """In the place of a recorded graph: launches it and takes the time."""
+
+    def __init__(self, launch: Call, launches: Launches) -> None:
+        self._launch, self._launches = launch, launches
 
     def replay(self) -> None:
-        """Launch nothing."""
-
-
-def without_launch(call: Call) -> Call:
-    """The call with every recorded graph left out, on all ranks alike, so that nobody waits."""
-    find = Recordings.find
-
-    def run() -> None:
-        Recordings.find = lambda *_: NoLaunch()
-        try:
-            call()
-        finally:
-            Recordings.find = find
-
-    return run
+        """Launch it."""
+        began = time.perf_counter()
+        self._launch()
+        self._launches.took_us += (time.perf_counter() - began) * 1e6
 
 
 class ByHand:
@@ -124,15 +147,55 @@ def calls_of(tokens: int, features: int, hidden: int) -> dict[str, dict[str, Cal
             forward[f"{kind}, {way}"] = torch.no_grad()(lambda called=called, given=given: called(given))
             gradient = torch.ones_like(given)
             both[f"{kind}, {way}"] = lambda called=called, given=given, gradient=gradient: called(given).backward(gradient)
-            if kind == "overlap":
-                for calls in (forward, both):
-                    calls[f"{kind}, {way}, no launch"] = without_launch(calls[f"{kind}, {way}"])
     return {"forward": forward, "forward and backward": both}
+
+
+class HostTimes:
+    """Of one variant: host time of each call, of launching in it, and GPU time, in us; and the calls of operators in it."""
+
+    def __init__(self) -> None:
+        self.host_us: list[float] = []
+        self.launch_us: list[float] = []
+        self.num_calls = self.num_found = 0
+
+    def measure(self, call: Call) -> None:
+        """One call that counts."""
+        with Launches() as launches:
+            began = time.perf_counter()
+            call()
+            self.host_us.append((time.perf_counter() - began) * 1e6)
+        self.launch_us.append(launches.took_us)
+        self.num_calls += launches.num_calls
+        self.num_found += launches.num_found
+
+    def row(self) -> tuple[float, float, float]:
+        """Median host and launch time per linear on the slowest rank, and the smallest share of recorded calls."""
+        share = self.num_found / self.num_calls if self.num_calls else 0.0
+        host_us, launch_us = (statistics.median(each) / LINEARS for each in (self.host_us, self.launch_us))
+        ((host_us, launch_us, missing),) = largest([[host_us, launch_us, 1 - share]])
+        return round(host_us, 1), round(launch_us, 1), round(1 - missing, 3)
+
+
+def host_times(calls: dict[str, Call], num_rounds: int) -> dict[str, HostTimes]:
+    """Turns of calls in a row, the variants in an order of each round's own, the same on all ranks."""
+    names, found = list(calls), {name: HostTimes() for name in calls}
+    token, rounds = torch.ones(1, device="cuda"), shared_rounds(len(calls))
+    for number in range(WARM_UP_ROUNDS + num_rounds):
+        for name in (names[place] for place in rounds.order(number)):
+            for turn in range(IN_A_ROW):
+                torch.cuda._sleep(SPIN_CYCLES)
+                dist.all_reduce(token)
+                if number < WARM_UP_ROUNDS or turn < NUM_SKIPPED:
+                    calls[name]()
+                else:
+                    found[name].measure(calls[name])
+            torch.cuda.synchronize()
+    return found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=60)
+    parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--limit-s", type=int, default=200)
     parser.add_argument("-o", "--output", type=Path)
     options = parser.parse_args()
@@ -140,14 +203,14 @@ def main() -> None:
     results: list[object] = []
     for sizes in SIZES:
         for passes, calls in calls_of(*sizes).items():
-            timed = time_interleaved(calls, options.rounds)
-            (hosts,) = largest([[each.host_us / LINEARS for each in timed.values()]])
-            log(f"{passes}, {sizes[0]} tokens, {sizes[1]} to {sizes[2]} features: host and GPU us per linear")
-            for name, host_us in zip(timed, hosts, strict=True):
-                gpu_us = timed[name].median_us / LINEARS
-                log(f"   {name:28}{host_us:9.1f}{gpu_us:9.1f}")
+            log(
+                f"{passes}, {sizes[0]} tokens, {sizes[1]} to {sizes[2]} features: host us per linear, of it launches; recorded"
+            )
+            for name, each in host_times(calls, options.rounds).items():
+                host_us, launch_us, recorded = each.row()
+                log(f"   {name:20}{host_us:9.1f}{launch_us:9.1f}{recorded:9.0%}")
                 row = {"passes": passes, "sizes": sizes, "variant": name}
-                results.append({**row, "host_us": round(host_us, 1), "gpu_us": round(gpu_us, 1)})
+                results.append({**row, "host_us": host_us, "launch_us": launch_us, "recorded": recorded})
         save(options.output, results)
 
 

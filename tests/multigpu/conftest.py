@@ -31,11 +31,13 @@ def sharing() -> tuple[str, ...]:
     return (str(SHARE),) if found == 1 else ()
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def own_gpus() -> None:
-    """Skip where ranks would share a GPU: a test of times."""
+    """Skip where ranks would share a GPU: a test of times, or of NCCL's kernel, beside which a host node of its network
+    would stand in captures.
+    """
     if num_gpus() < 2:
-        pytest.skip(f"measures times, so it needs 2 GPUs, found {num_gpus()}")
+        pytest.skip(f"needs 2 GPUs, found {num_gpus()}")
 
 
 @pytest.fixture(scope="session")

@@ -21,7 +21,7 @@ MOVED = (
 
 
 @pytest.fixture(scope="module")
-def lines(start_ranks_once: Start) -> dict[str, str]:
+def lines(own_gpus: None, start_ranks_once: Start) -> dict[str, str]:
     """What rank 0 printed, by case."""
     done = start_ranks_once("captured_copies")
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]

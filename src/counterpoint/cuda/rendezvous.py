@@ -46,7 +46,7 @@ class Rendezvous:
 
     def meet(self) -> None:
         """Wait for all ranks."""
-        self._exchange.round(b"", "start together")
+        self._exchange.round(b"", "the common start")
 
     def slowest(self, value: float) -> float:
         """Return the largest of all ranks' values, on every rank."""
@@ -54,9 +54,8 @@ class Rendezvous:
 
     def each(self, value: float) -> list[float]:
         """Return every rank's value, by rank, on every rank."""
-        return [
-            msgspec.json.decode(text, type=float) for text in self._exchange.round(msgspec.json.encode(value), "compare")
-        ]
+        texts = self._exchange.round(msgspec.json.encode(value), "the comparison")
+        return [msgspec.json.decode(text, type=float) for text in texts]
 
     def slowest_of(self, values: Sequence[float]) -> list[float]:
         """Return the largest of all ranks' values at each position, on every rank; all ranks pass equally many."""
@@ -68,7 +67,7 @@ class Rendezvous:
 
     def _compare(self, values: Sequence[float]) -> Iterator[tuple[float, ...]]:
         """Return all ranks' values at each position. Raises `DeviceError` if their numbers of values differ."""
-        texts = self._exchange.round(msgspec.json.encode(values), "compare times")
+        texts = self._exchange.round(msgspec.json.encode(values), "the comparison of times")
         everyone = [msgspec.json.decode(text, type=list[float]) for text in texts]
         if len({len(each) for each in everyone}) > 1:
             raise DeviceError(
@@ -79,7 +78,8 @@ class Rendezvous:
     def agree(self, fingerprint: str, text: str) -> str:
         """Return rank 0's text on every rank. Raises `PlanError` on all ranks if their fingerprints differ."""
         own = msgspec.json.encode((fingerprint, text))
-        everyone = [msgspec.json.decode(each, type=tuple[str, str]) for each in self._exchange.round(own, "agree on a plan")]
+        texts = self._exchange.round(own, "the choice of a plan")
+        everyone = [msgspec.json.decode(each, type=tuple[str, str]) for each in texts]
         found = [entry for entry, _ in everyone]
         if len(set(found)) > 1:
             raise PlanError(

@@ -118,14 +118,15 @@ def run_probes(
     left = [probe for probe in probes(nvml) if num_ranks >= probe.least_ranks]
     chosen = [probe for probe in left if (probe.name in only if only else probe.label(num_ranks) not in is_done)]
     wanted = [probe.label(num_ranks) for probe in chosen]
-    wanted = json.loads(status.round(json.dumps(wanted).encode(), "agree on probes")[0])
+    wanted = json.loads(status.round(json.dumps(wanted).encode(), "the choice of probes")[0])
     session = Session(machine, rank, num_ranks)
     for probe in left:
         if probe.label(num_ranks) not in wanted:
             continue
         result = _run(probe, session)
         problems = _problems(result, nvml, rank)
-        everyone = [json.loads(text) for text in status.round(json.dumps(problems).encode(), f"run probe '{probe.name}'")]
+        texts = status.round(json.dumps(problems).encode(), f"the end of probe '{probe.name}'")
+        everyone = [json.loads(text) for text in texts]
         _check_together(probe, everyone, num_ranks)
         if rank == 0:
             on_result(result)
