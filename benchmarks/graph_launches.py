@@ -4,8 +4,7 @@ what was launched before; and the same copies issued without a graph.
     python -m benchmarks.graph_launches -o graph_launches.json    # one process, one GPU; with two, copies go to the other
 
 Each time is the host's, per launch, while the GPU is kept busy, so that nothing waits for results. Cases take turns in
-balanced order. `--list` prints the cases and needs no GPU. It has not been run on GPUs yet: it was written to explain why
-launching the graph of one operator call took the host about 100 us on H200s (docs/log.md, 2026-11-23).
+balanced order. `--list` prints the cases and needs no GPU.
 """
 
 import argparse

@@ -203,9 +203,7 @@ def main() -> None:
     results: list[object] = []
     for sizes in SIZES:
         for passes, calls in calls_of(*sizes).items():
-            log(
-                f"{passes}, {sizes[0]} tokens, {sizes[1]} to {sizes[2]} features: host us per linear, of it launches; recorded"
-            )
+            log(f"{passes}, {sizes[0]} tokens, {sizes[1]} to {sizes[2]} features, per linear: host us, launch us, recorded")
             for name, each in host_times(calls, options.rounds).items():
                 host_us, launch_us, recorded = each.row()
                 log(f"   {name:20}{host_us:9.1f}{launch_us:9.1f}{recorded:9.0%}")

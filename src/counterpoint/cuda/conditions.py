@@ -14,6 +14,7 @@ from counterpoint.cuda.device_facts import kernel_module_version
 from counterpoint.cuda.driver import driver_version
 
 NVLS_VARIABLE = "NCCL_NVLS_ENABLE"
+HOST_VARIABLE = "NCCL_HOSTID"  # NCCL refuses two ranks on one GPU of a host, unless this gives each rank a host of its own
 
 
 def torch_version() -> str:
@@ -25,12 +26,11 @@ def measuring_conditions(**more: object) -> dict[str, object]:
     """Return the date, the GPUs and the versions by name, together with `more`.
 
     `driver` is the version of the kernel module, `cuda` the newest CUDA that it supports, `nvls` the value of
-    `NCCL_NVLS_ENABLE` or "default". The number of GPUs is the number of ranks, 1 without a process group.
+    `NCCL_NVLS_ENABLE` or "default".
     """
-    num_gpus = dist.get_world_size() if dist.is_initialized() else 1
     return {
         "date": date.today().isoformat(),
-        "gpus": f"{num_gpus} x {torch.cuda.get_device_name()}",
+        "gpus": _gpus(),
         "driver": kernel_module_version() or "unknown",
         "cuda": driver_version(),
         "torch": torch_version(),
@@ -38,3 +38,12 @@ def measuring_conditions(**more: object) -> dict[str, object]:
         "nvls": os.environ.get(NVLS_VARIABLE, "default"),
         **more,
     }
+
+
+def _gpus() -> str:
+    """Return the number and the name of the GPUs: one for each rank, unless the ranks of this host share one."""
+    num_ranks = dist.get_world_size() if dist.is_initialized() else 1
+    name = torch.cuda.get_device_name()
+    if HOST_VARIABLE in os.environ and torch.cuda.device_count() < num_ranks:
+        return f"{torch.cuda.device_count()} x {name}, shared by {num_ranks} ranks"
+    return f"{num_ranks} x {name}"
