@@ -30,11 +30,11 @@ NETWORKS = {
     "llm-foundry h100": Constants(efficiency=0.9, per_doubling=0.8),
     "llm-foundry a100": Constants(efficiency=0.5, per_doubling=0.9),
     "torchtitan": Constants(efficiency=0.5, per_doubling=1.0),
-    "megatron": Constants(efficiency=0.9, per_doubling=1.0),
+    "megatron": Constants(memory_speed=0.5, efficiency=0.9, per_doubling=1.0),
 }
 GRIDS = {
     "matmul_speed": (1.0, 1.1, 1.2, 1.3),
-    "memory_speed": (0.5, 0.6, 0.7, 0.8),
+    "memory_speed": (0.4, 0.5, 0.6, 0.7, 0.8, 1.0),
     "host_us": (70.0, 80.0, 90.0, 100.0, 105.0, 110.0),
     "efficiency": (0.5, 0.6, 0.7, 0.8, 0.9),
     "per_doubling": (0.8, 0.85, 0.9, 0.95, 1.0),
@@ -156,7 +156,7 @@ def vtrain_results(bench: Bench, is_fitting: bool) -> dict[str, object]:
 
 
 def fit_networks(bench: Bench, rows: Sequence[Row], fitted: set[str]) -> dict[str, Constants]:
-    """Each publisher's network, from the seeded half of its rows."""
+    """Each publisher's network, and the speed of its kernels that memory bounds, from the seeded half of its rows."""
     found = {}
     for network, start in NETWORKS.items():
         own = [row for row in rows if row.group.startswith(network)]
@@ -165,7 +165,7 @@ def fit_networks(bench: Bench, rows: Sequence[Row], fitted: set[str]) -> dict[st
             points = bench.points(own, trial)
             return mean(min(10.0, abs(points[key][1] - points[key][0])) for key in points if key in fitted)
 
-        found[network] = descend(start, ("efficiency", "per_doubling"), loss)
+        found[network] = descend(start, ("memory_speed", "efficiency", "per_doubling"), loss)
     return found
 
 
