@@ -7,7 +7,7 @@ message, the machine and the number of hosts. `across_hosts` chooses: "auto" ask
 GPUs.
 """
 
-from functools import cache
+from functools import cache, lru_cache
 from typing import Literal, final, get_args
 
 import torch
@@ -45,6 +45,7 @@ class Lanes:
         self._obstacle: str | None = None
         self._places: tuple[range, ...] | str | None = None
         self._levels: HostLevels | None = None
+        self._machines: tuple[str, ...] = ()
 
     def prepare(self) -> None:
         """Create the lanes, unless it depends on each collective whether any are needed."""
@@ -61,8 +62,7 @@ class Lanes:
         """Return why the library should do this collective of `num_bytes`, as nccl-tests counts them; or nothing."""
         places = self._split()
         if places and not isinstance(places, str) and self._across_hosts == "auto":
-            machines = tuple(sorted({each.machine for each in self._runtime().locations}))
-            by_estimate = obstacle_by_estimate(machines, len(places[0]), len(places), (kind, num_bytes))
+            by_estimate = obstacle_by_estimate(self._machines, len(places[0]), len(places), (kind, num_bytes))
             if by_estimate:
                 return by_estimate
         return self.obstacle
@@ -79,6 +79,7 @@ class Lanes:
         """Return the places of ranks on their hosts if the group is to be split; none on one host; or why it is not."""
         if self._places is None:
             runtime = self._runtime()
+            self._machines = tuple(sorted({each.machine for each in runtime.locations}))
             if runtime.num_hosts == 1:
                 self._places = ()
             elif self._across_hosts == "never":
@@ -155,6 +156,7 @@ def require_across_hosts(across_hosts: object) -> None:
     )
 
 
+@lru_cache(maxsize=1024)
 def obstacle_by_estimate(
     machines: tuple[str, ...], num_hosts: int, ranks_per_host: int, message: tuple[CollectiveKind, int]
 ) -> str:

@@ -54,16 +54,16 @@ class HostLevels:
         if self._across is None:
             gathered.copy_(given)
         else:
-            self._together(library_all_gather, gathered.view(torch.uint8), given.view(torch.uint8))
+            self._by_library(library_all_gather, gathered.view(torch.uint8), given.view(torch.uint8), group=self._across)
 
     def reduce_scatter(self, output: torch.Tensor, given: torch.Tensor) -> None:
         """Sum what the ranks of this place give, and fill `output` with this rank's block of it; for several hosts only."""
-        self._together(library_reduce_scatter, output, given)
+        self._by_library(library_reduce_scatter, output, given, group=self._across)
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
         """Replace the tensor by the sum over the ranks of this place; on one host it is that sum."""
         if self._across is not None and tensor.numel():
-            self._together(library_all_reduce, tensor)
+            self._by_library(library_all_reduce, tensor, group=self._across)
 
     def reserve(self, lane: AbstractLane, num_bytes: int) -> None:
         """Reserve a lane's memory for blocks of this many bytes, on all ranks of the group, or raise
@@ -84,12 +84,17 @@ class HostLevels:
             act()
         except RefusedTogetherError as refusal:
             problem = f"on its host, {str(refusal).partition(': ')[2] or refusal}"
-        self._runtime().agreement.compare(CallNotice(request=what, problem=problem))
+        num_refusals = torch.tensor([len(problem) > 0], dtype=torch.int32, device=self._device)
+        self._by_library(library_all_reduce, num_refusals, group=self.group)  # cheaper than the store
+        if num_refusals.item():
+            self._runtime().agreement.compare(CallNotice(request=what, problem=problem))
 
-    def _together(self, collective: Callable[..., object], first: torch.Tensor, *others: torch.Tensor) -> None:
-        """Run a collective of the library between hosts; on CPUs, a missing rank becomes a one-line error."""
+    def _by_library(
+        self, collective: Callable[..., object], first: torch.Tensor, *others: torch.Tensor, group: dist.ProcessGroup | None
+    ) -> None:
+        """Run a collective of the library; on CPUs, a missing rank becomes a one-line error."""
         try:
-            collective(first, *others, group=self._across)
+            collective(first, *others, group=group)
         except RuntimeError as problem:
             if not (first.is_cpu and any(words in cause_of(problem).lower() for words in LOST)):
                 raise
@@ -129,16 +134,18 @@ def two_levels(runtime: Runtime, places: Sequence[range]) -> HostLevels:
     splits = _known_splits().setdefault(runtime.group.group_name, [])
     hosts = [location.host for location in runtime.locations]
     own = runtime.group.rank()
-    for group, known_hosts, levels in splits:
+    for group, known_hosts, known in splits:
         if group is runtime.group and known_hosts == hosts:  # a group may be destroyed and another one may get its name
-            return HostLevels(runtime, places, levels)
+            return HostLevels(runtime, places, known)
     members = {
         "within a host": [rank for rank, host in enumerate(hosts) if host == hosts[own]],
         "across hosts": next(ranks for ranks in places if own in ranks),
     }
     made = [_group_of(runtime, ranks, f"{level}, {len(splits)}") for level, ranks in members.items()]
     splits.append((runtime.group, hosts, made))
-    return HostLevels(runtime, places, made)
+    levels = HostLevels(runtime, places, made)
+    levels.all_reduce(torch.zeros(1, device=runtime.device))  # NCCL connects the hosts now, while none of our copies waits
+    return levels
 
 
 @cache
