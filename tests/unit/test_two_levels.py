@@ -77,6 +77,21 @@ def test_the_estimate_lets_two_levels_pay_between_many_hosts_and_not_between_two
     assert "NCCL is faster" in obstacle_by_estimate(("h200",), 64, 8, ("all_reduce", 256 * MIB)), "NCCL has trees"
 
 
+def test_the_guide_has_the_sizes_up_to_which_two_levels_pay() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "integrations.md").read_text()
+    rows = text.partition("| hosts of 8 H200s |")[2].partition("\n\n")[0].splitlines()[2:]
+    assert len(rows) == 6
+    for row in rows:
+        num_hosts, *sizes = (cell.strip() for cell in row.strip("| ").split("|"))
+        for kind, found in zip(("all_gather", "reduce_scatter", "all_reduce"), sizes, strict=True):
+            pays = [
+                1 << each
+                for each in range(15)
+                if not obstacle_by_estimate(("h200",), int(num_hosts), 8, (kind, MIB << each))
+            ]
+            assert found == (f"{max(pays):,} MiB" if pays else "never"), row
+
+
 @pytest.mark.parametrize(
     ("machines", "per_host", "reason"),
     [

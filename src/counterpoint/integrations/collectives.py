@@ -214,7 +214,7 @@ class ReplacedCollectives:
         lanes = self._lanes_of(found, tensors[0].device)
         if tally.is_librarys(part_bytes() * self._num_hosts(lanes, part_bytes()), "", found):  # small ones need no lanes
             return None
-        obstacle = lanes.obstacle_to(kind, max(tensor.nbytes for tensor in tensors))
+        obstacle = lanes.obstacle_to(kind, max(tensor.nbytes for tensor in tensors)) or lanes.obstacle
         if obstacle:
             tally.count_library(obstacle, group=found)
             return None

@@ -112,7 +112,8 @@ class BucketAverages:
         else:
             obstacle = self._lanes.obstacle_to("all_reduce", flat.nbytes)
             part_bytes = -(-flat.nbytes * self._lanes.num_hosts // self._lanes.group.size())
-        return self._tally.is_librarys(part_bytes, obstacle)
+        is_librarys = self._tally.is_librarys
+        return is_librarys(part_bytes, obstacle) or is_librarys(part_bytes, self._lanes.obstacle)
 
     def _wire_for(self, dtype: torch.dtype) -> AbstractWire:
         """Return the wire format of a bucket; one that bf16 would not shrink is sent unchanged."""

@@ -107,7 +107,8 @@ class ReduceByCopies(ReduceScatter):  # type: ignore[misc]  # as above
         divisor = self._divisor(op, group.size())
         obstacle = self._obstacle(divisor) or lanes.obstacle_to("reduce_scatter", input_tensor.nbytes)
         num_hosts = 1 if obstacle else lanes.num_hosts
-        if not async_op and not tally.is_librarys(output_tensor.nbytes * num_hosts, obstacle):
+        part_bytes, is_librarys = output_tensor.nbytes * num_hosts, tally.is_librarys
+        if not (async_op or is_librarys(part_bytes, obstacle) or is_librarys(part_bytes, lanes.obstacle)):
             blocks = input_tensor.view(group.size(), -1)
             try:
                 tally.count_copies(reduce_scatter(lanes.next(), lanes.levels, output_tensor, blocks, divisor), num_hosts)

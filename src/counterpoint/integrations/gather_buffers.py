@@ -56,7 +56,8 @@ class GatherBuffers:
         obstacle = obstacle or self._lanes.obstacle_to("all_gather", num_bytes)
         num_hosts = 1 if obstacle else self._lanes.num_hosts
         part_bytes = num_bytes // self._num_ranks * num_hosts  # that ranks of a host send each other
-        if self.tally.is_librarys(part_bytes, obstacle):
+        is_librarys = self.tally.is_librarys
+        if is_librarys(part_bytes, obstacle) or is_librarys(part_bytes, self._lanes.obstacle):
             return None
         try:
             self._make_free()

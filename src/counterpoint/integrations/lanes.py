@@ -59,13 +59,16 @@ class Lanes:
         return 1 if isinstance(places, str) or not places else len(places[0])
 
     def obstacle_to(self, kind: CollectiveKind, num_bytes: int) -> str:
-        """Return why the library should do this collective of `num_bytes`, as nccl-tests counts them; or nothing."""
+        """Return why the library should do this collective of `num_bytes`, as nccl-tests counts them; or nothing.
+
+        A group that is split gets its lanes when `obstacle` is read afterwards: small collectives need none.
+        """
         places = self._split()
-        if places and not isinstance(places, str) and self._across_hosts == "auto":
-            by_estimate = obstacle_by_estimate(self._machines, len(places[0]), len(places), (kind, num_bytes))
-            if by_estimate:
-                return by_estimate
-        return self.obstacle
+        if self._obstacle or isinstance(places, str) or not places:
+            return self.obstacle
+        if self._across_hosts == "always":
+            return ""
+        return obstacle_by_estimate(self._machines, len(places[0]), len(places), (kind, num_bytes))
 
     @property
     def obstacle(self) -> str:

@@ -24,6 +24,7 @@ from torch.distributed import distributed_c10d
 from counterpoint.errors import RefusedTogetherError, cause_of
 from counterpoint.ops.agreement import CallNotice
 from counterpoint.ops.collectives import LOST, library_all_gather, library_all_reduce, library_reduce_scatter
+from counterpoint.ops.graph_cache import refuse_in_capture
 from counterpoint.ops.lane import AbstractLane
 from counterpoint.ops.runtime import Runtime, runtime_of
 
@@ -137,6 +138,7 @@ def two_levels(runtime: Runtime, places: Sequence[range]) -> HostLevels:
     for group, known_hosts, known in splits:
         if group is runtime.group and known_hosts == hosts:  # a group may be destroyed and another one may get its name
             return HostLevels(runtime, places, known)
+    refuse_in_capture("Splitting a group between hosts", runtime.device)
     members = {
         "within a host": [rank for rank, host in enumerate(hosts) if host == hosts[own]],
         "across hosts": next(ranks for ranks in places if own in ranks),

@@ -138,6 +138,21 @@ def two_levels_of_some_ranks() -> None:
                 dist.destroy_process_group(some)
             ops.release()
         replaced.undo()
+        _small_ones_make_no_groups(dist.new_group(members), case)
+
+
+def _small_ones_make_no_groups(some: dist.ProcessGroup, case: list[torch.Tensor]) -> None:
+    """Small is what a rank sends to another of its host: the parts of both hosts, 16,000 bytes."""
+    if some is dist.GroupMember.NON_GROUP_MEMBER:
+        return
+    for least, num_made in ((16_001, 0), (16_000, 2)):
+        replaced = collectives.replace(least_part_bytes=least, across_hosts="always")
+        with groups_made() as made:
+            getattr(dist, GATHER)(case[0].new_empty(4000), case[dist.get_rank()], group=some)
+        assert len(made) == num_made
+        assert replaced.num_by_copies == (num_made > 0)
+        replaced.undo()
+    dist.destroy_process_group(some)
 
 
 @contextmanager
