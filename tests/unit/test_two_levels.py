@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from test_integrations import TWO_LEVELS
 
 from helpers.gloo_ranks import run_ranks
 
@@ -15,22 +16,13 @@ from counterpoint.integrations.lanes import obstacle_by_estimate
 from counterpoint.ops.host_levels import places_of
 
 pytestmark = pytest.mark.xdist_group("two levels")
-SECTIONS = (
-    "two_levels_give_the_sequential_results",
-    "two_levels_of_some_ranks",
-    "two_levels_under_ddp",
-    "two_levels_under_fsdp2",
-    "two_levels_left_to_the_library",
-    "two_levels_where_the_estimate_says_so",
-    "two_levels_without_memory",
-)
 MIB = 1 << 20
 
 
 @pytest.mark.parametrize("num_ranks", [4, 8])
 def test_two_levels_do_what_one_collective_does(num_ranks: int, tmp_path: Path) -> None:
-    first, *others = run_ranks("two_levels", num_ranks, *SECTIONS, folder=tmp_path, limit_s=240)
-    assert first.output.splitlines() == [f"{section}: ok" for section in SECTIONS], first.output + first.errors[-3000:]
+    first, *others = run_ranks("integrations", num_ranks, *TWO_LEVELS, folder=tmp_path, limit_s=240)
+    assert first.output.splitlines() == [f"{section}: ok" for section in TWO_LEVELS], first.output + first.errors[-3000:]
     assert all(rank.status == 0 for rank in others), "".join(rank.errors[-1500:] for rank in others)
 
 
