@@ -8,7 +8,7 @@ the library.
 
 Groups of both levels are made lazily, by the ranks of the given group alone. `dist.new_group` would need every rank of the
 job, or would name groups by how many each rank belongs to, which may differ. So torch's own function under it is called,
-with a name of ours. Its signature is the same in torch 2.11 and 2.13.
+with a name of ours. Its signature is the same in torch 2.11 to 2.13.
 """
 
 from collections.abc import Callable, Sequence
