@@ -14,10 +14,10 @@ from typing import NamedTuple
 import msgspec
 
 from counterpoint.cluster.description import Configuration
-from counterpoint.cluster.network import Cluster, Fabric, Level
 from counterpoint.cluster.training import Model, Parallelism, Software, Training
 from counterpoint.machine import load_machine
 from counterpoint.sim.calibration import Calibration, load_calibration
+from counterpoint.sim.network import Cluster, Fabric, Level
 from counterpoint.units import US_PER_S
 
 DATA = Path(__file__).parent / "data" / "cluster"

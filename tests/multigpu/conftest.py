@@ -31,6 +31,14 @@ def sharing() -> tuple[str, ...]:
     return (str(SHARE),) if found == 1 else ()
 
 
+@pytest.fixture
+def four_ranks() -> tuple[str, ...]:
+    """Options of torchrun for four ranks, with a GPU each or all on one. Skips with two or three GPUs."""
+    if num_gpus() in (2, 3):
+        pytest.skip(f"needs 4 GPUs, or one that ranks share, found {num_gpus()}")
+    return ("--nproc-per-node", "4")
+
+
 @pytest.fixture(scope="session")
 def own_gpus() -> None:
     """Skip where ranks would share a GPU: a test of times, or of NCCL's kernel, beside which a host node of its network

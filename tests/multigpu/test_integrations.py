@@ -55,6 +55,18 @@ GROUPS = {
     ),
 }
 
+TWO_LEVELS = {
+    "collectives": (
+        "two_levels_give_the_sequential_results",
+        "two_levels_of_some_ranks",
+        "two_levels_left_to_the_library",
+        "two_levels_where_the_estimate_says_so",
+        "two_levels_without_memory",
+    ),
+    "ddp": ("two_levels_under_ddp",),
+    "fsdp2": ("two_levels_under_fsdp2",),
+}
+
 
 @pytest.mark.parametrize("group", GROUPS)
 def test_the_integrations_do_what_pytorch_does(start_ranks: Start, group: str) -> None:
@@ -62,6 +74,15 @@ def test_the_integrations_do_what_pytorch_does(start_ranks: Start, group: str) -
     print(done.stdout[-4000:], done.stderr[-3000:])
     assert done.returncode == 0
     assert all(f"{section}: ok" in done.stdout.splitlines() for section in GROUPS[group])
+
+
+@pytest.mark.parametrize("group", TWO_LEVELS)
+def test_two_levels_do_what_one_collective_does(start_ranks: Start, four_ranks: tuple[str, ...], group: str) -> None:
+    """Two hosts of two ranks are pretended, so NCCL is between some of the ranks, and copy engines between others."""
+    done = start_ranks(f"{JOBS}/integrations", *TWO_LEVELS[group], torchrun=four_ranks)
+    print(done.stdout[-4000:], done.stderr[-3000:])
+    assert done.returncode == 0
+    assert all(f"{section}: ok" in done.stdout.splitlines() for section in TWO_LEVELS[group])
 
 
 @pytest.mark.parametrize("integration", ["ddp", "fsdp2", "collectives"])

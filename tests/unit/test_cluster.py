@@ -6,12 +6,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from counterpoint.cluster.collective_times import RankGroup, times_on
 from counterpoint.cluster.description import ClusterFile, Configuration, load_cluster
 from counterpoint.cluster.estimate import calibration_of, estimate_step
 from counterpoint.cluster.extend import extend_step
 from counterpoint.cluster.kernels import matmul
-from counterpoint.cluster.network import Cluster, Fabric, Level
 from counterpoint.cluster.passes import PassKind, pass_step
 from counterpoint.cluster.pipeline import StageTimes, run_pipeline
 from counterpoint.cluster.training import Compression, Model, Parallelism, Skew, Training
@@ -22,6 +20,8 @@ from counterpoint.plan import LEAVE_IT
 from counterpoint.report.cluster import assumptions
 from counterpoint.sim import Simulator
 from counterpoint.sim.calibration import load_calibration
+from counterpoint.sim.collective_times import RankGroup, times_on
+from counterpoint.sim.network import Cluster, Fabric, Level
 from counterpoint.step import Collective
 
 ROOT = Path(__file__).parents[2]
@@ -87,6 +87,9 @@ def test_collectives_take_no_less_than_their_rails_and_grow_with_nodes(kind: str
         share = {"all_reduce": 2, "all_to_all": 8}.get(kind, 1)
         crossing = share * 256 * MIB / 8 * (nodes - 1) / nodes
         assert taken_us >= crossing / 5e10 * 1e6
+        if nodes > 1 and kind != "all_to_all":
+            inside_us = times.in_node_us("all_gather", 256 * MIB, 8) / 2  # copies are no faster than that
+            assert times.with_copies_us(kind, 256 * MIB, group) >= inside_us + crossing / 5e10 * 1e6  # type: ignore[arg-type]
         assert taken_us > last
         last = taken_us
 

@@ -65,6 +65,15 @@ SECTIONS = (
     "expert_parallel_in_bf16",
     "memory_is_reported_and_given_back",
 )
+TWO_LEVELS = (  # test_two_levels.py runs them, also on eight ranks
+    "two_levels_give_the_sequential_results",
+    "two_levels_left_to_the_library",
+    "two_levels_of_some_ranks",
+    "two_levels_under_ddp",
+    "two_levels_under_fsdp2",
+    "two_levels_where_the_estimate_says_so",
+    "two_levels_without_memory",
+)
 NUM_RANKS = 4
 COMPILED = ("tensor_parallel_compiled", "tensor_parallel_checkpointed")  # two ranks are enough, and compile sooner
 
@@ -96,7 +105,7 @@ def test_no_section_is_left_out(ended: list[Ended]) -> None:
     found = [line.partition(":")[0] for line in ended[0].output.splitlines() if line.endswith(": ok")]
     assert found == list(SECTIONS)
     listed = re.findall(r"^        (\w+),$", (JOBS / "integrations.py").read_text(), re.MULTILINE)
-    assert sorted(listed) == sorted(SECTIONS + COMPILED)
+    assert sorted(listed) == sorted(SECTIONS + COMPILED + TWO_LEVELS)
     assert {rank.status for rank in ended} == {0}
 
 

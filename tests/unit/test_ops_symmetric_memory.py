@@ -1,6 +1,8 @@
-"""Symmetric memory that a captured graph uses outlives its successor, in operators and in lanes; and waits for peers' flags
-flush remote writes where the GPU can. On doubles of the driver and of torch's symmetric memory."""
+"""Symmetric memory that a captured graph uses outlives its successor, in operators and in lanes; lanes copy the rows that
+several hosts need; and waits for peers' flags flush remote writes where the GPU can. On doubles of the driver and of torch's
+symmetric memory."""
 
+import ctypes
 import importlib
 import sys
 import weakref
@@ -90,6 +92,69 @@ def test_a_lane_that_grows_keeps_the_memory_of_a_captured_exchange(
     assert pool.num_bytes() == 3 * 4096 + (3 * 1024 if has_captured else 0)
 
 
+@pytest.fixture
+def lanes(driver: MagicMock, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The lanes of three ranks on one host, whose copies happen when they are issued. Flags do nothing."""
+
+    def copy(target: int, source: int, num_bytes: int, _stream: object) -> tuple[str]:
+        ctypes.memmove(target, source, num_bytes)
+        return ("success",)
+
+    def copy_rows(rows: Any, stream: object) -> tuple[str]:
+        for number in range(rows.Height):
+            copy(rows.dstDevice + number * rows.dstPitch, rows.srcDevice + number * rows.srcPitch, rows.WidthInBytes, stream)
+        return ("success",)
+
+    driver.cuMemcpyAsync, driver.cuMemcpy2DAsync, driver.CUDA_MEMCPY2D = (
+        copy,
+        MagicMock(side_effect=copy_rows),
+        SimpleNamespace,
+    )
+    module = importlib.import_module("counterpoint.ops.copy_lane")
+    monkeypatch.setattr(module.CopyLane, "_current", lambda _: 0)
+    monkeypatch.setattr(module.CopyLane, "_sample", lambda *_: None)
+    memories = [Memory(1 << 16) for _ in range(3)]
+    made = []
+    for rank, memory in enumerate(memories):
+        lane = object.__new__(module.CopyLane)
+        lane.rank, lane.num_ranks, lane._row_bytes = rank, 3, 1 << 14
+        lane._moves, lane._flags, lane._signals = module.lane_moves(rank, 3), MagicMock(), MagicMock()
+        memory.addresses = [each.local.data_ptr() for each in memories]
+        lane._pool = SimpleNamespace(memory=memory)
+        made.append(lane)
+    return made
+
+
+@pytest.mark.parametrize("has_wide_pitch", [False, True])
+@pytest.mark.parametrize("distance", [(1, 3), (4, 1)])
+def test_lanes_copy_rows_at_equal_distances(
+    distance: tuple[int, int], has_wide_pitch: bool, driver: MagicMock, lanes: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Parts for one rank of a host lie apart, or next to each other, among those of 4 hosts; what arrives is flat."""
+    monkeypatch.setattr(importlib.import_module("counterpoint.ops.copy_lane"), "MAX_PITCH", 1 if has_wide_pitch else 1 << 31)
+    start, step = distance
+    places = [slice(first, first + 4 * step - (step - 1), step) for first in (start * each for each in range(3))]
+    blocks = [torch.arange(12 * 5.0).view(12, 5) + 100 * lane.rank for lane in lanes]
+    rows = [lane.exchange([given[place] for place in places]) for lane, given in zip(lanes, blocks, strict=True)]
+    for lane, found in zip(lanes, rows, strict=True):
+        assert torch.equal(found, torch.stack([given[places[lane.rank]].flatten() for given in blocks]))
+    outputs = [torch.zeros(12, 5) for _ in lanes]
+    for lane in lanes:
+        lane.shared(20, torch.float32).copy_(torch.arange(20.0) + 100 * lane.rank)
+    for lane, output in zip(lanes, outputs, strict=True):
+        lane.fetch([output[place] for place in places])
+        for peer, place in enumerate(places):
+            wanted = torch.arange(20.0) + 100 * peer if peer != lane.rank else torch.zeros(20)
+            assert torch.equal(output[place].flatten(), wanted)
+    gathered = [lane.gathered(60, torch.float32).view(12, 5) for lane in lanes]
+    for lane, output in zip(lanes, gathered, strict=True):
+        output.fill_(-1)[places[lane.rank]] = float(lane.rank)
+    for lane, output in zip(lanes, gathered, strict=True):
+        lane.gather([output[place] for place in places])
+        assert all(bool((output[place] == peer).all()) for peer, place in enumerate(places))
+    assert driver.cuMemcpy2DAsync.called == (step > 1 and not has_wide_pitch)
+
+
 @pytest.mark.parametrize("has_captured", [False, True])
 def test_operators_that_need_more_keep_the_memory_of_captured_calls(
     has_captured: bool, driver: MagicMock, pool: Any
@@ -136,6 +201,6 @@ def test_gpus_that_cannot_flush_need_a_link_that_is_proven(
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda number: SimpleNamespace(uuid=f"gpu-{number}"))
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda _one, _other: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: name)
-    found = peer_access.obstacle_on(torch.device("cuda", 0), ["host/gpu-0", "host/gpu-1"])
+    found = peer_access.obstacle_on(torch.device("cuda", 0), ["gpu-0", "gpu-1"])
     assert found.startswith(says)
     assert bool(found) == bool(says)

@@ -17,7 +17,6 @@ from website import commands
 import counterpoint
 from counterpoint.analysis.values import Analysis
 from counterpoint.cluster.description import ClusterFile, load_cluster
-from counterpoint.cluster.network import Level
 from counterpoint.cluster.sweep_file import Axes
 from counterpoint.controls import CommunicationCtas, Control, HeadStart, LightKernel, Priority, ResidencyCap
 from counterpoint.doctor.job_context import JobContext
@@ -27,6 +26,7 @@ from counterpoint.plan import Directive, Expectation, Match, Plan, Refusal
 from counterpoint.report.summary import ReportRow, Summary
 from counterpoint.schedule import ScheduleDescription
 from counterpoint.sim.calibration import Constant
+from counterpoint.sim.network import Level
 from counterpoint.traces.classify import Rule
 from counterpoint.workloads.description import CollectiveEntry, CopyEntry, Description, Gemm, OtherKernel, Wait
 

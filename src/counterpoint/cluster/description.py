@@ -8,9 +8,9 @@ from pathlib import Path
 
 import msgspec
 
-from counterpoint.cluster.network import Cluster, Fabric
 from counterpoint.cluster.training import Compression, Model, Parallelism, Skew, Software, Training
 from counterpoint.errors import MachineError, shown
+from counterpoint.sim.network import Cluster, Fabric
 from counterpoint.value import Value, read_toml, require
 
 WHOLE_GRADIENTS = ("powersgd", "topk")

@@ -11,7 +11,6 @@ from statistics import NormalDist
 
 import msgspec
 
-from counterpoint.cluster.collective_times import CollectiveTimes, times_on
 from counterpoint.cluster.compression import NARROW_BYTES
 from counterpoint.cluster.description import Configuration
 from counterpoint.cluster.memory import memory_bytes
@@ -20,6 +19,7 @@ from counterpoint.cluster.passes import PassKind, head_step, optimizer_step, pas
 from counterpoint.cluster.pipeline import Bubbles, StageTimes, run_pipeline
 from counterpoint.cluster.planned import PassTimes, simulate_pass
 from counterpoint.sim.calibration import Calibration, load_calibration
+from counterpoint.sim.collective_times import CollectiveTimes, times_on
 from counterpoint.step import CollectiveKind, Step
 from counterpoint.units import US_PER_S
 from counterpoint.value import Value

@@ -7,10 +7,10 @@ A measured time is scaled by what the cluster's switches and the node's links sa
 
 import msgspec
 
-from counterpoint.cluster.collective_times import CollectiveTimes, RankGroup, times_on
-from counterpoint.cluster.network import Fabric, check_range
 from counterpoint.errors import MachineError, shown
 from counterpoint.sim.calibration import load_calibration
+from counterpoint.sim.collective_times import CollectiveTimes, RankGroup, times_on
+from counterpoint.sim.network import Fabric, check_range
 from counterpoint.step import Collective, Copy, Operation, Step
 from counterpoint.value import Value, require
 

@@ -7,8 +7,8 @@ more, each carries the time that the cluster's switches give it.
 
 import msgspec
 
-from counterpoint.cluster.collective_times import CollectiveTimes, RankGroup
 from counterpoint.cluster.description import Configuration
+from counterpoint.sim.collective_times import CollectiveTimes, RankGroup
 from counterpoint.step import Collective, CollectiveKind, Dependency, Kernel, Operation, Step
 from counterpoint.units import PS_PER_US
 

@@ -7,7 +7,6 @@ computation waits for each gather and for each reduction where it stands.
 
 from typing import Literal
 
-from counterpoint.cluster.collective_times import CollectiveTimes
 from counterpoint.cluster.compression import reduce_gradients
 from counterpoint.cluster.description import Configuration
 from counterpoint.cluster.kernels import matmul, memory_pass
@@ -21,6 +20,7 @@ from counterpoint.cluster.pass_builder import (
     TENSOR_GROUP,
     PassBuilder,
 )
+from counterpoint.sim.collective_times import CollectiveTimes
 from counterpoint.step import Step
 from counterpoint.value import Value
 

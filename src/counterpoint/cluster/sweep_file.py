@@ -9,7 +9,6 @@ from typing import Any
 import msgspec
 
 from counterpoint.cluster.description import ClusterFile, Configuration
-from counterpoint.cluster.network import Algorithm
 from counterpoint.cluster.training import (
     CompressionMethod,
     ControlName,
@@ -18,6 +17,7 @@ from counterpoint.cluster.training import (
     Sharding,
 )
 from counterpoint.errors import CounterpointError, MachineError, package_version
+from counterpoint.sim.network import Algorithm
 from counterpoint.value import Value, all_fields, read_toml, require
 
 MOST_COMBINATIONS = 1_000_000

@@ -6,9 +6,9 @@ are neighbors and data groups have strides. Expert groups lie inside the data ra
 
 from typing import Literal
 
-from counterpoint.cluster.network import check_range
 from counterpoint.errors import MachineError
 from counterpoint.machine import ELEMENT_BYTES, ElementType
+from counterpoint.sim.network import check_range
 from counterpoint.value import Value, require
 
 MAX_SIZE = 1 << 24

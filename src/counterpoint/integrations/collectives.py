@@ -30,7 +30,6 @@ from counterpoint.integrations.compression import BLOCK_ELEMENTS, AsIs
 from counterpoint.integrations.lane_collectives import (
     MAX_BUFFER_BYTES,
     SWITCHED_OFF,
-    Lanes,
     Tally,
     all_gather,
     all_reduce,
@@ -41,6 +40,7 @@ from counterpoint.integrations.lane_collectives import (
     require_switch,
     uses_nccl,
 )
+from counterpoint.integrations.lanes import AcrossHosts, Lanes, require_across_hosts
 from counterpoint.integrations.paths import COPIED_KINDS, WORDS
 from counterpoint.integrations.piecewise import Piece, PiecewiseCopies
 from counterpoint.ops.collectives import library_all_gather, library_all_reduce, library_reduce_scatter
@@ -57,9 +57,11 @@ PLAIN = (torch.Tensor, torch.nn.Parameter)
 class ReplacedCollectives:
     """The replacement that `replace` made, with its switch and its counts; `print` shows what was done how."""
 
-    def __init__(self, groups: Sequence[Group] | None, in_flight: int, limits: tuple[int, int]) -> None:
+    def __init__(
+        self, groups: Sequence[Group] | None, in_flight: int, limits: tuple[int, int], across_hosts: AcrossHosts
+    ) -> None:
         self._groups = None if groups is None else list(groups)
-        self._in_flight = in_flight
+        self._in_flight, self._across_hosts = in_flight, across_hosts
         least_part_bytes, self._max_buffer_bytes = limits
         self._device_type = "cuda" if torch.cuda.is_available() else "cpu"
         self._lanes: dict[str, Lanes] = {}
@@ -153,7 +155,7 @@ class ReplacedCollectives:
         length = self._part_elements(given, given.numel(), copies.num_ranks)
         for start in range(0, given.numel(), length):
             part = slice(start, start + length)
-            pieces.append(functools.partial(all_gather, outputs=[row[part] for row in outputs], given=given[part]))
+            pieces.append(functools.partial(all_gather, outputs=outputs[:, part], given=given[part]))
         if not copies.have_memory(length * given.itemsize, len(pieces)):
             return library_all_gather(output_tensor, input_tensor, group=group, async_op=async_op)
         return copies.issue(pieces, (output_tensor, input_tensor), async_op=async_op)
@@ -175,8 +177,7 @@ class ReplacedCollectives:
         length = self._part_elements(flat, flat.numel(), copies.num_ranks)
         for start in range(0, flat.numel(), length):
             part = slice(start, start + length)
-            sent = [row[part] for row in blocks]
-            pieces.append(functools.partial(reduce_scatter, output=flat[part], blocks=sent, divisor=divisor))
+            pieces.append(functools.partial(reduce_scatter, output=flat[part], blocks=blocks[:, part], divisor=divisor))
         if not copies.have_memory(length * flat.itemsize, len(pieces)):
             return library_reduce_scatter(output, input, op=op, group=group, async_op=async_op)
         return copies.issue(pieces, (output, input), async_op=async_op)
@@ -210,13 +211,19 @@ class ReplacedCollectives:
             tally.count_library(obstacle if kind in self._on else SWITCHED_OFF)
             return None
         assert isinstance(found, dist.ProcessGroup)
-        if tally.is_librarys(part_bytes(), "", found):  # before lanes are made, because small collectives need none
-            return None
         lanes = self._lanes_of(found, tensors[0].device)
-        if lanes.obstacle:
-            tally.count_library(lanes.obstacle, group=found)
+        if tally.is_librarys(part_bytes() * self._num_hosts(lanes, part_bytes()), "", found):  # small ones need no lanes
+            return None
+        obstacle = lanes.obstacle_to(kind, max(tensor.nbytes for tensor in tensors)) or lanes.obstacle
+        if obstacle:
+            tally.count_library(obstacle, group=found)
             return None
         return PiecewiseCopies(lanes, tally)
+
+    def _num_hosts(self, lanes: Lanes, part_bytes: int) -> int:
+        """Return the number of hosts whose parts ranks of a host send each other; hosts are not asked in vain."""
+        is_small = part_bytes * lanes.group.size() < self._least_part_bytes
+        return 1 if is_small or self._across_hosts == "never" else lanes.num_hosts
 
     def _obstacle(self, group: Any, tensors: Sequence[Any], op: Any) -> str:
         """Return why a collective of any size stays with the library, or nothing; the same on every rank that makes the
@@ -246,7 +253,9 @@ class ReplacedCollectives:
     def _lanes_of(self, group: Group, device: torch.device) -> Lanes:
         found = self._lanes.get(group.group_name)
         if found is None or found.group is not group:  # a group may be destroyed and another one may get its name
-            found = self._lanes[group.group_name] = Lanes(group, device, "collectives", self._in_flight)
+            found = self._lanes[group.group_name] = Lanes(
+                (group, device, "collectives"), self._in_flight, self._across_hosts
+            )
         return found
 
     def _part_elements(self, tensor: torch.Tensor, num_elements: int, num_ranks: int) -> int:
@@ -261,6 +270,7 @@ def replace(
     in_flight: int = 3,
     least_part_bytes: int = LEAST_PART_BYTES,
     max_buffer_bytes: int = MAX_BUFFER_BYTES,
+    across_hosts: AcrossHosts = "auto",
     is_on: bool = True,
 ) -> ReplacedCollectives:
     """Let copy engines do the large all-gathers, reduce-scatters and all-reduces that the job calls; call it on every
@@ -268,12 +278,13 @@ def replace(
 
     `groups`: only in these groups; None means all of the process. `in_flight`: concurrent collectives of a group, each
     with its own buffers. `least_part_bytes`: collectives with less from each rank stay with the library.
-    `max_buffer_bytes`: larger tensors are sent in parts. `is_on`: False only replaces the functions, until `use(True)`.
-    Raises `IntegrationError`.
+    `max_buffer_bytes`: larger tensors are sent in parts. `across_hosts`: whether collectives of several hosts are split
+    into two levels. `is_on`: False only replaces the functions, until `use(True)`. Raises `IntegrationError`.
     """
     require_in_flight(in_flight)
     require_least_part(least_part_bytes)
     require_buffer(max_buffer_bytes)
+    require_across_hosts(across_hosts)
     require_switch(is_on=is_on)
     require(
         not _in_place(),
@@ -288,7 +299,7 @@ def replace(
             "groups must be process groups that this rank belongs to; found one of type "
             f"{type(group).__name__}. Leave it out.",
         )
-    replaced = ReplacedCollectives(groups, in_flight, (least_part_bytes, max_buffer_bytes))
+    replaced = ReplacedCollectives(groups, in_flight, (least_part_bytes, max_buffer_bytes), across_hosts)
     replaced.put_in_place()
     _in_place().append(replaced)
     replaced.use(is_on)

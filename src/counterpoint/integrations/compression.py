@@ -30,12 +30,20 @@ class AbstractWire(ABC):
         """Return the bucket as one flat block per rank; the blocks are views of the bucket if nothing needs converting."""
 
     @abstractmethod
-    def reduce(self, rows: torch.Tensor, out: torch.Tensor) -> None:
-        """Return the mean (or the sum, for a sum format) of the ranks' blocks, given as one row per rank, as a block."""
+    def reduce(self, rows: torch.Tensor, out: torch.Tensor, num_hosts: int = 1) -> None:
+        """Return the mean (or the sum, for a sum format) of the ranks' blocks, given as one row per rank, as a block.
+
+        On several hosts, return this host's share of it, which the library adds to the others'.
+        """
 
     @abstractmethod
     def decode(self, blocks: list[torch.Tensor], bucket: torch.Tensor) -> None:
         """Write blocks of averages, which `encode` returned and the lane has filled, back into the bucket."""
+
+    @property
+    def is_summable(self) -> bool:
+        """Whether the library can add up blocks of several hosts."""
+        return True
 
 
 @final
@@ -51,9 +59,9 @@ class AsIs(AbstractWire):
         starts = [min(rank * block, bucket.numel()) for rank in range(num_ranks + 1)]
         return [bucket[start:stop] for start, stop in itertools.pairwise(starts)]
 
-    def reduce(self, rows: torch.Tensor, out: torch.Tensor) -> None:
+    def reduce(self, rows: torch.Tensor, out: torch.Tensor, num_hosts: int = 1) -> None:
         """See `AbstractWire.reduce`."""
-        reduce_rows(rows, out, len(rows) if self._is_mean else 1)
+        reduce_rows(rows, out, len(rows) * num_hosts if self._is_mean else 1)
 
     def decode(self, blocks: list[torch.Tensor], bucket: torch.Tensor) -> None:
         """See `AbstractWire.decode`: the blocks are the bucket."""
@@ -70,9 +78,9 @@ class AsBfloat16(AbstractWire):
         """See `AbstractWire.encode`."""
         return self._as_is.encode(bucket.to(torch.bfloat16), num_ranks)
 
-    def reduce(self, rows: torch.Tensor, out: torch.Tensor) -> None:
+    def reduce(self, rows: torch.Tensor, out: torch.Tensor, num_hosts: int = 1) -> None:
         """See `AbstractWire.reduce`."""
-        self._as_is.reduce(rows, out)
+        self._as_is.reduce(rows, out, num_hosts)
 
     def decode(self, blocks: list[torch.Tensor], bucket: torch.Tensor) -> None:
         """See `AbstractWire.decode`."""
@@ -96,8 +104,14 @@ class AsScaledFloat8(AbstractWire):
         _quantize(padded.view(num_ranks, groups, GROUP_ELEMENTS), wire)
         return list(wire.unbind())
 
-    def reduce(self, rows: torch.Tensor, out: torch.Tensor) -> None:
+    @property
+    def is_summable(self) -> bool:
+        """See `AbstractWire.is_summable`: scales differ."""
+        return False
+
+    def reduce(self, rows: torch.Tensor, out: torch.Tensor, num_hosts: int = 1) -> None:
         """See `AbstractWire.reduce`."""
+        assert num_hosts == 1, "such blocks cannot be added up"
         elements, scales = _parts(rows)
         total = elements[0].float() * scales[0]
         for rank in range(1, len(rows)):

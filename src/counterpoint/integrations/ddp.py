@@ -23,7 +23,6 @@ from counterpoint.integrations.compression import AbstractWire, AsBfloat16, AsIs
 from counterpoint.integrations.lane_collectives import (
     MAX_BUFFER_BYTES,
     SWITCHED_OFF,
-    Lanes,
     Tally,
     all_reduce,
     future_of,
@@ -34,6 +33,7 @@ from counterpoint.integrations.lane_collectives import (
     streams_of,
     uses_nccl,
 )
+from counterpoint.integrations.lanes import AcrossHosts, Lanes, require_across_hosts
 from counterpoint.ops.collectives import library_all_reduce
 from counterpoint.value import require
 
@@ -41,6 +41,7 @@ Compression = Literal["bf16", "fp8"]
 WIRES: dict[Compression | None, type[AbstractWire]] = {None: AsIs, "bf16": AsBfloat16, "fp8": AsScaledFloat8}
 WIDER_THAN_BFLOAT16 = (torch.float32, torch.float64)
 IS_SPARSE = "its gradients are sparse"
+NOT_SUMMABLE = "fp8 is summed within one host only"
 
 
 @final
@@ -63,7 +64,7 @@ class BucketAverages:
         require_switch(is_on=is_on)
         self._is_on = is_on
         if is_on:
-            _ = self._lanes.obstacle  # creates the lanes if they are missing
+            self._lanes.prepare()
 
     @property
     def is_on(self) -> bool:
@@ -106,9 +107,13 @@ class BucketAverages:
             obstacle, part_bytes = SWITCHED_OFF, 0
         elif flat.layout != torch.strided:
             obstacle, part_bytes = IS_SPARSE, 0
+        elif self._lanes.num_hosts > 1 and not self._wire_for(flat.dtype).is_summable:
+            obstacle, part_bytes = NOT_SUMMABLE, 0
         else:
-            obstacle, part_bytes = self._lanes.obstacle, -(-flat.nbytes // self._lanes.group.size())
-        return self._tally.is_librarys(part_bytes, obstacle)
+            obstacle = self._lanes.obstacle_to("all_reduce", flat.nbytes)
+            part_bytes = -(-flat.nbytes * self._lanes.num_hosts // self._lanes.group.size())
+        is_librarys = self._tally.is_librarys
+        return is_librarys(part_bytes, obstacle) or is_librarys(part_bytes, self._lanes.obstacle)
 
     def _wire_for(self, dtype: torch.dtype) -> AbstractWire:
         """Return the wire format of a bucket; one that bf16 would not shrink is sent unchanged."""
@@ -122,7 +127,7 @@ class BucketAverages:
             lane = self._lanes.next()
             with lane.issuing():
                 try:
-                    num_bytes += all_reduce(lane, part, wire)
+                    num_bytes += all_reduce(lane, self._lanes.levels, part, wire)
                 except RefusedTogetherError as refusal:
                     self._lanes.give_up(refusal)
                     break
@@ -133,7 +138,7 @@ class BucketAverages:
             self._tally.count_library(self._lanes.obstacle)
             library_all_reduce(_scaled(flat[done:], self._lanes.group), group=self._lanes.group)
             return [*streams, *streams_of(flat)]
-        self._tally.count_copies(num_bytes)
+        self._tally.count_copies(num_bytes, self._lanes.num_hosts)
         return streams
 
 
@@ -144,13 +149,15 @@ def register(
     compression: Compression | None = None,
     least_part_bytes: int = LEAST_PART_BYTES,
     max_buffer_bytes: int = MAX_BUFFER_BYTES,
+    across_hosts: AcrossHosts = "auto",
     is_on: bool = True,
 ) -> BucketAverages:
     """Average the model's gradient buckets by copy engines from now on; call it on every rank, between two steps.
 
     `in_flight`: concurrent buckets, each with its own buffers. `compression`: the wire format (errors:
     `compression.py`). `least_part_bytes`: a bucket with less from each rank stays with the library. `max_buffer_bytes`:
-    larger buckets are sent in parts. `is_on`: False leaves everything to the library until `use(True)`, and makes no
+    larger buckets are sent in parts. `across_hosts`: whether buckets of several hosts are split into two levels. `is_on`:
+    False leaves everything to the library until `use(True)`, and makes no
     buffers. Returns the hook's state, with switch and counts. DDP accepts only one hook, so to remove it, wrap the model
     again. Raises `IntegrationError`.
     """
@@ -162,6 +169,7 @@ def register(
     require_in_flight(in_flight)
     require_least_part(least_part_bytes)
     require_buffer(max_buffer_bytes)
+    require_across_hosts(across_hosts)
     require_switch(is_on=is_on)
     require(
         compression in list(WIRES),
@@ -170,7 +178,8 @@ def register(
     )
     _require_types(model, compression)
     _require_no_hook(model)
-    lanes = Lanes(model.process_group, next(iter(model.parameters())).device, "ddp", in_flight)
+    place = model.process_group, next(iter(model.parameters())).device, "ddp"
+    lanes = Lanes(place, in_flight, across_hosts)
     state = BucketAverages(lanes, compression, (least_part_bytes, max_buffer_bytes))
     try:
         model.register_comm_hook(state, BucketAverages.average)

@@ -32,14 +32,15 @@ from counterpoint.errors import IntegrationError, RefusedTogetherError
 from counterpoint.integrations.gather_buffers import MAX_BUFFERS, GatherBuffers, claim, give_back
 from counterpoint.integrations.lane_collectives import (
     SWITCHED_OFF,
-    Lanes,
     Tally,
     future_of,
+    gather_in_place,
     reduce_scatter,
     require_least_part,
     require_switch,
     streams_of,
 )
+from counterpoint.integrations.lanes import AcrossHosts, Lanes, require_across_hosts
 from counterpoint.ops.collectives import library_all_gather, library_reduce_scatter
 from counterpoint.value import require
 
@@ -68,15 +69,16 @@ class GatherByCopies(AllGather):  # type: ignore[misc]  # torch is untyped here
         async_op: bool = False,
     ) -> dist.Work | None:
         """Fetch the other ranks' parts; FSDP waits for the current stream, or for the returned work."""
-        lane = self._in_use.buffers_of(group).lane_of(output_tensor)
+        buffers = self._in_use.buffers_of(group)
+        lane = buffers.lane_of(output_tensor)
         if lane is None:
             work: dist.Work | None = library_all_gather(output_tensor, input_tensor, group=group, async_op=async_op)
             return work
         if not async_op or output_tensor.device.type == "cpu":
-            lane.gather(output_tensor)
+            gather_in_place(lane, buffers.levels, output_tensor)
             return None
         with lane.issuing():
-            lane.gather(output_tensor)
+            gather_in_place(lane, buffers.levels, output_tensor)
             future = future_of(output_tensor, streams_of(output_tensor))
         return torch._C._distributed_c10d._create_work_from_future(future)
 
@@ -103,11 +105,13 @@ class ReduceByCopies(ReduceScatter):  # type: ignore[misc]  # as above
         """Compute this rank's block of the ranks' sum or mean; later work of the current stream can use it."""
         lanes, tally = self._in_use.reduce_lanes_of(group)
         divisor = self._divisor(op, group.size())
-        obstacle = self._obstacle(divisor) or lanes.obstacle
-        if not async_op and not tally.is_librarys(output_tensor.nbytes, obstacle):
-            blocks = input_tensor.chunk(group.size())
+        obstacle = self._obstacle(divisor) or lanes.obstacle_to("reduce_scatter", input_tensor.nbytes)
+        num_hosts = 1 if obstacle else lanes.num_hosts
+        part_bytes, is_librarys = output_tensor.nbytes * num_hosts, tally.is_librarys
+        if not (async_op or is_librarys(part_bytes, obstacle) or is_librarys(part_bytes, lanes.obstacle)):
+            blocks = input_tensor.view(group.size(), -1)
             try:
-                tally.count_copies(reduce_scatter(lanes.next(), output_tensor, blocks, divisor))
+                tally.count_copies(reduce_scatter(lanes.next(), lanes.levels, output_tensor, blocks, divisor), num_hosts)
             except RefusedTogetherError as refusal:
                 lanes.give_up(refusal)
                 tally.count_library(lanes.obstacle)
@@ -138,8 +142,10 @@ class ReduceByCopies(ReduceScatter):  # type: ignore[misc]  # as above
 class CopyEnginesInUse:
     """The state of `use_copy_engines`, with its switches and its counts; `print` shows what was done how."""
 
-    def __init__(self, device: torch.device, num_buffers: int | None, least_part_bytes: int) -> None:
-        self._device, self._num_buffers = device, num_buffers
+    def __init__(
+        self, device: torch.device, num_buffers: int | None, least_part_bytes: int, across_hosts: AcrossHosts
+    ) -> None:
+        self._device, self._num_buffers, self._across_hosts = device, num_buffers, across_hosts
         self._least_part_bytes = least_part_bytes
         self._buffers: dict[str, GatherBuffers] = {}
         self._reduces: dict[str, tuple[Lanes, Tally]] = {}
@@ -214,14 +220,16 @@ class CopyEnginesInUse:
         if name not in self._buffers:
             purpose = self._purpose(name, "fsdp2 gather")
             tally = Tally("a gather of parameters", self._least_part_bytes, group)
-            self._buffers[name] = GatherBuffers((group, self._device, purpose), self._num_buffers, tally)
+            self._buffers[name] = GatherBuffers(
+                (group, self._device, purpose), (self._num_buffers, self._across_hosts), tally
+            )
         return self._buffers[name]
 
     def reduce_lanes_of(self, group: dist.ProcessGroup) -> tuple[Lanes, Tally]:
         """Return a group of ranks' lane for gradients, and its tally."""
         name = group.group_name
         if name not in self._reduces:
-            lanes = Lanes(group, self._device, self._purpose(name, "fsdp2 reduce"), 1)
+            lanes = Lanes((group, self._device, self._purpose(name, "fsdp2 reduce")), 1, self._across_hosts)
             self._reduces[name] = lanes, Tally("a reduction of gradients", self._least_part_bytes, group)
         return self._reduces[name]
 
@@ -254,13 +262,14 @@ def use_copy_engines(
     *,
     num_buffers: int | None = None,
     least_part_bytes: int = LEAST_PART_BYTES,
+    across_hosts: AcrossHosts = "auto",
     is_on: bool = True,
 ) -> CopyEnginesInUse:
     """Let copy engines gather and reduce for every FSDP2 module of the model; call it on every rank, between two steps.
 
     `num_buffers`: concurrently gathered groups; None makes as many as FSDP turns out to hold. `least_part_bytes`: groups
-    with less on each rank stay with the library. `is_on`: False leaves everything to the library until `use(...)`.
-    Raises `IntegrationError`.
+    with less on each rank stay with the library. `across_hosts`: whether collectives of several hosts are split into two
+    levels. `is_on`: False leaves everything to the library until `use(...)`. Raises `IntegrationError`.
     """
     require(
         isinstance(model, nn.Module),
@@ -280,13 +289,14 @@ def use_copy_engines(
         f"found {num_buffers!r}. Leave it out, and FSDP gets as many as it needs.",
     )
     require_least_part(least_part_bytes)
+    require_across_hosts(across_hosts)
     require_switch(is_on=is_on)
     groups = {name or "the root": _parameters_of(module) for name, module in modules.items()}
     _require_untaken([each for found in groups.values() for each in found])
     in_use: CopyEnginesInUse | None = None
     for name, found in groups.items():
         for parameters in found:
-            in_use = in_use or CopyEnginesInUse(parameters.device, num_buffers, least_part_bytes)
+            in_use = in_use or CopyEnginesInUse(parameters.device, num_buffers, least_part_bytes, across_hosts)
             if isinstance(parameters.mesh_info, FSDPMeshInfo):
                 in_use.take_over(parameters)
             else:

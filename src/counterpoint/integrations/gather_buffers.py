@@ -15,7 +15,9 @@ import torch
 import torch.distributed as dist
 
 from counterpoint.errors import IntegrationError, RefusedTogetherError
-from counterpoint.integrations.lane_collectives import Lanes, Tally
+from counterpoint.integrations.lane_collectives import Tally
+from counterpoint.integrations.lanes import AcrossHosts, Lanes
+from counterpoint.ops.host_levels import HostLevels
 from counterpoint.ops.lane import AbstractLane
 from counterpoint.value import require
 
@@ -29,10 +31,15 @@ class GatherBuffers:
     needed.
     """
 
-    def __init__(self, place: tuple[dist.ProcessGroup, torch.device, str], num_buffers: int | None, tally: Tally) -> None:
-        group, device, purpose = place
-        self._lanes = Lanes(group, device, purpose, num_buffers or FIRST_BUFFERS)
-        self._num_ranks = group.size()
+    def __init__(
+        self,
+        place: tuple[dist.ProcessGroup, torch.device, str],
+        choices: tuple[int | None, AcrossHosts],
+        tally: Tally,
+    ) -> None:
+        num_buffers, across_hosts = choices
+        self._lanes = Lanes(place, num_buffers or FIRST_BUFFERS, across_hosts)
+        self._num_ranks = place[0].size()
         self._can_grow = num_buffers is None
         self._holders: dict[AbstractLane, weakref.ref[torch.Tensor]] = {}
         self.tally = tally
@@ -45,12 +52,16 @@ class GatherBuffers:
     def take(self, size: Sequence[int | torch.SymInt], dtype: torch.dtype, obstacle: str) -> torch.Tensor | None:
         """Return a buffer for a gather, or None if the library is to gather, because of `obstacle` or another reason."""
         num_elements = math.prod(int(length) for length in size)
-        part_bytes = num_elements * dtype.itemsize // self._num_ranks
-        if self.tally.is_librarys(part_bytes, obstacle or self._lanes.obstacle):
+        num_bytes = num_elements * dtype.itemsize
+        obstacle = obstacle or self._lanes.obstacle_to("all_gather", num_bytes)
+        num_hosts = 1 if obstacle else self._lanes.num_hosts
+        part_bytes = num_bytes // self._num_ranks * num_hosts  # that ranks of a host send each other
+        is_librarys = self.tally.is_librarys
+        if is_librarys(part_bytes, obstacle) or is_librarys(part_bytes, self._lanes.obstacle):
             return None
         try:
             self._make_free()
-            self._lanes.present().reserve(part_bytes)
+            self._lanes.reserve(part_bytes, 1)
         except RefusedTogetherError as refusal:
             self._lanes.give_up(refusal)
             self.tally.count_library(self._lanes.obstacle)
@@ -58,7 +69,7 @@ class GatherBuffers:
         lane = self._lanes.next()
         output = lane.gathered(num_elements, dtype).view(*size)
         self._holders[lane] = weakref.ref(output)
-        self.tally.count_copies((self._num_ranks - 1) * part_bytes)
+        self.tally.count_copies((lane.num_ranks - 1) * part_bytes, num_hosts)
         return output
 
     def _make_free(self) -> None:
@@ -77,6 +88,11 @@ class GatherBuffers:
             "prefetch fewer modules.",
         )
         self._lanes.grow()
+
+    @property
+    def levels(self) -> HostLevels:
+        """The levels that the buffers' lanes serve."""
+        return self._lanes.levels
 
     def lane_of(self, output: torch.Tensor) -> AbstractLane | None:
         """Return the lane that owns this memory. Another tensor on the same memory would tell nothing about its use."""

@@ -7,10 +7,12 @@ import torch
 import torch.distributed as dist
 
 from counterpoint.errors import RefusedTogetherError
-from counterpoint.integrations.lane_collectives import Lanes, Tally, future_of, streams_of
+from counterpoint.integrations.lane_collectives import Tally, future_of, streams_of
+from counterpoint.integrations.lanes import Lanes
+from counterpoint.ops.host_levels import HostLevels
 from counterpoint.ops.lane import AbstractLane
 
-Piece = Callable[[AbstractLane], int]  # issues a part of a collective on a lane, and returns the bytes sent
+Piece = Callable[[AbstractLane, HostLevels], int]  # issues a part of a collective on a lane, and returns the bytes sent
 
 
 @final
@@ -22,9 +24,11 @@ class PiecewiseCopies:
         self.num_ranks = int(lanes.group.size())
 
     def have_memory(self, block_bytes: int, num_pieces: int) -> bool:
-        """Return whether all ranks have memory, before anything is issued: in-place collectives cannot be started twice."""
+        """Return whether all ranks have memory for blocks with this many bytes of each rank, before anything is issued:
+        in-place collectives cannot be started twice.
+        """
         try:
-            self._lanes.reserve(block_bytes, num_pieces)
+            self._lanes.reserve(block_bytes * self._lanes.num_hosts, num_pieces)
         except RefusedTogetherError as refusal:
             self._lanes.give_up(refusal)
             self._tally.count_library(self._lanes.obstacle, group=self._lanes.group)
@@ -39,9 +43,9 @@ class PiecewiseCopies:
             for piece in pieces:
                 lane = self._lanes.next()
                 with lane.issuing():
-                    num_bytes += piece(lane)
+                    num_bytes += piece(lane, self._lanes.levels)
                     streams += streams_of(tensors[0])
-        self._tally.count_copies(num_bytes)
+        self._tally.count_copies(num_bytes, self._lanes.num_hosts)
         if not async_op:
             for stream in streams:
                 torch.cuda.current_stream(tensors[0].device).wait_stream(stream)

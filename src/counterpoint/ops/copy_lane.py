@@ -5,7 +5,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,16 @@ from counterpoint.units import format_bytes
 Handle = Any  # cuda-bindings has no types
 GREATEST_PRIORITY = -5  # the driver's; torch uses the highest that it has
 SUCCESS = cu.CUresult.CUDA_SUCCESS
+MAX_PITCH = 2**31 - 1  # of a copy of rows: CU_DEVICE_ATTRIBUTE_MAX_PITCH, the same on all GPUs so far
+Pitched = tuple[int, int]  # an address, and the bytes from the start of one row there to the start of the next
+
+
+class PitchedRows(NamedTuple):
+    """Rows of memory at equal distances: their number, the bytes of one, and those from one to the next."""
+
+    number: int
+    num_bytes: int
+    pitch: int
 
 
 @final
@@ -52,6 +62,11 @@ class CopyLane(AbstractLane):
         with torch.cuda.stream(self.stream):
             yield
 
+    @property
+    def block_bytes(self) -> int:
+        """See `AbstractLane.block_bytes`."""
+        return self._row_bytes
+
     def reserve(self, num_bytes: int) -> None:
         """See `AbstractLane.reserve`."""
         wanted = aligned(num_bytes)
@@ -70,11 +85,14 @@ class CopyLane(AbstractLane):
         rows = memory.local[self._row_bytes :].view(self.num_ranks, self._row_bytes)[:, : own.nbytes].view(own.dtype)
 
         def push(peer: int) -> None:
-            copy_bytes(memory.addresses[peer] + row, blocks[peer].data_ptr(), blocks[peer].nbytes, stream)
+            shape = _rows_of(blocks[peer])
+            copy_rows((memory.addresses[peer] + row, shape.num_bytes), (blocks[peer].data_ptr(), shape.pitch), shape, stream)
 
         *pushes, arrivals = self._moves.exchange
         self._issue(pushes, stream, push)
-        rows[self.rank].copy_(own)  # no other rank writes there; this runs while the others' blocks are in transit
+        rows[self.rank].view(own.shape).copy_(
+            own
+        )  # no other rank writes there; this runs while the others' blocks are in transit
         self._issue([arrivals], stream)
         self._sample(stream)
         return rows
@@ -90,23 +108,29 @@ class CopyLane(AbstractLane):
 
     def fetch(self, targets: Sequence[torch.Tensor]) -> None:
         """See `AbstractLane.fetch`."""
-        self._fetch(targets, part_bytes=0)
+        addresses = self._reserved().addresses
+        self._fetch(
+            targets, [(address, _rows_of(target).num_bytes) for address, target in zip(addresses, targets, strict=True)]
+        )
 
     def gathered(self, num_elements: int, dtype: torch.dtype) -> torch.Tensor:
         """See `AbstractLane.gathered`."""
         return self.shared(num_elements, dtype)
 
-    def gather(self, output: torch.Tensor) -> None:
+    def gather(self, parts: Sequence[torch.Tensor]) -> None:
         """See `AbstractLane.gather`."""
-        self._fetch(output.chunk(self.num_ranks), part_bytes=output.nbytes // self.num_ranks)
+        memory = self._reserved()
+        starts = [part.data_ptr() - memory.local.data_ptr() for part in parts]
+        places = zip(memory.addresses, starts, parts, strict=True)
+        self._fetch(parts, [(address + start, _rows_of(part).pitch) for address, start, part in places])
 
-    def _fetch(self, targets: Sequence[torch.Tensor], part_bytes: int) -> None:
-        """Fetch the targets; rank p's part starts `p * part_bytes` into its memory."""
-        stream, memory = self._current(), self._reserved()
+    def _fetch(self, targets: Sequence[torch.Tensor], sources: Sequence[Pitched]) -> None:
+        """Fetch the targets from these places of the others' memory."""
+        stream = self._current()
 
         def pull(peer: int) -> None:
-            target = targets[peer]
-            copy_bytes(target.data_ptr(), memory.addresses[peer] + peer * part_bytes, target.nbytes, stream)
+            shape = _rows_of(targets[peer])
+            copy_rows((targets[peer].data_ptr(), shape.pitch), sources[peer], shape, stream)
 
         self._issue(self._moves.fetch, stream, pull)
         self._sample(stream)
@@ -146,6 +170,29 @@ class CopyLane(AbstractLane):
         self._flags.watch.close()
         self._pool.close()
         self._row_bytes = 0
+
+
+def _rows_of(tensor: torch.Tensor) -> PitchedRows:
+    """Return a tensor's bytes as rows: one if they follow one another."""
+    if tensor.is_contiguous():
+        return PitchedRows(1, int(tensor.nbytes), int(tensor.nbytes))
+    num_rows, num_elements = tensor.shape
+    return PitchedRows(num_rows, num_elements * tensor.itemsize, tensor.stride(0) * tensor.itemsize)
+
+
+def copy_rows(target: Pitched, source: Pitched, rows: PitchedRows, stream: Handle) -> None:
+    """Copy rows between addresses of any GPUs, after the stream's work."""
+    (to, to_pitch), (origin, pitch) = target, source
+    if rows.number == 1 or max(to_pitch, pitch) > MAX_PITCH:
+        for number in range(rows.number):
+            copy_bytes(to + number * to_pitch, origin + number * pitch, rows.num_bytes, stream)
+        return
+    copy = cu.CUDA_MEMCPY2D()
+    copy.srcMemoryType = copy.dstMemoryType = cu.CUmemorytype.CU_MEMORYTYPE_UNIFIED
+    copy.srcDevice, copy.srcPitch = cu.CUdeviceptr(origin), pitch
+    copy.dstDevice, copy.dstPitch = cu.CUdeviceptr(to), to_pitch
+    copy.WidthInBytes, copy.Height = rows.num_bytes, rows.number
+    check("Copying rows between GPUs", cu.cuMemcpy2DAsync(copy, stream))
 
 
 def copy_bytes(target: int, source: int, num_bytes: int, stream: Handle) -> None:

@@ -29,6 +29,11 @@ class MessageLane(AbstractLane):
         """See `AbstractLane.issuing`."""
         return nullcontext()
 
+    @property
+    def block_bytes(self) -> int:
+        """See `AbstractLane.block_bytes`."""
+        return self._row_bytes
+
     def reserve(self, num_bytes: int) -> None:
         """See `AbstractLane.reserve`."""
         wanted = aligned(num_bytes)
@@ -43,7 +48,7 @@ class MessageLane(AbstractLane):
         own = blocks[self.rank]
         staged = self._memory[self._row_bytes :].view(self.num_ranks, self._row_bytes)
         rows = staged[:, : own.nbytes].view(own.dtype)
-        rows[self.rank].copy_(own)
+        rows[self.rank].view(own.shape).copy_(own)
         self._move(blocks, [rows[peer] for peer in range(self.num_ranks)])
         return rows
 
@@ -63,19 +68,22 @@ class MessageLane(AbstractLane):
         """See `AbstractLane.gathered`."""
         return self.shared(num_elements, dtype)
 
-    def gather(self, output: torch.Tensor) -> None:
+    def gather(self, parts: Sequence[torch.Tensor]) -> None:
         """See `AbstractLane.gather`."""
-        parts = output.chunk(self.num_ranks)
         self._move([parts[self.rank]] * self.num_ranks, parts)
 
     def _move(self, outgoing: Sequence[torch.Tensor], incoming: Sequence[torch.Tensor]) -> None:
         """Send `outgoing[p]` to every other rank p and receive `incoming[p]` from it."""
         messages = []
+        apart = [
+            part if part.is_contiguous() else torch.empty_like(part, memory_format=torch.contiguous_format)
+            for part in incoming
+        ]
         for peer in range(self.num_ranks):
             if peer == self.rank:
                 continue
             name = dist.get_global_rank(self._group, peer)
-            for act, part in ((dist.isend, outgoing[peer]), (dist.irecv, incoming[peer])):
+            for act, part in ((dist.isend, outgoing[peer].contiguous()), (dist.irecv, apart[peer])):
                 if part.numel():
                     messages.append(dist.P2POp(act, part.view(torch.uint8), name, self._group))
         try:
@@ -84,6 +92,9 @@ class MessageLane(AbstractLane):
         except RuntimeError as problem:
             what = "a rank of the group did not exchange its blocks in time, or ended"
             raise self._agreement.give_up(what) from problem
+        for peer, (part, arrived) in enumerate(zip(incoming, apart, strict=True)):
+            if peer != self.rank and arrived is not part:
+                part.copy_(arrived)
 
     def num_symmetric_bytes(self) -> int:
         """See `AbstractLane.num_symmetric_bytes`."""

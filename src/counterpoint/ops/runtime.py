@@ -26,7 +26,7 @@ from counterpoint.ops.lane import AbstractLane
 from counterpoint.ops.message_lane import MessageLane
 from counterpoint.ops.message_watchdog import MessageWatchdog
 from counterpoint.ops.messages import Messages
-from counterpoint.ops.peer_access import obstacle_on, whereabouts
+from counterpoint.ops.peer_access import RankLocation, location_of, obstacle_across, obstacle_on
 from counterpoint.ops.plan_in_force import Choice, plan_in_force
 from counterpoint.ops.transport import AbstractCompiledSchedule, AbstractTransport
 from counterpoint.schedule import SEQUENTIAL, Problem, ScheduleDescription, backward_description, make_schedule
@@ -103,7 +103,14 @@ class Runtime:
         self.agreement = Agreement(group, f"{device.type}")
         self._watchdog = MessageWatchdog(group, self.agreement.overheard)
         self.machine, self.machine_name = _machine_of(device)
+        own = msgspec.json.encode(location_of(device, self.machine_name))
+        self.locations = [msgspec.json.decode(each, type=RankLocation) for each in self.agreement.exchange(own)]
         self.transport, self.obstacle = self._open_transport()
+
+    @property
+    def num_hosts(self) -> int:
+        """The number of hosts on which the group has ranks."""
+        return len({each.host for each in self.locations})
 
     def plan(self, request: Request, sequential: Sequential) -> PickedSchedule:
         """Return the plan for a request, agreed with the other ranks on first use; it may be to run `sequential`."""
@@ -234,11 +241,9 @@ class Runtime:
         """Return the transport, or None and why there is none, with the same result on all ranks."""
         if self.device.type == "cpu":
             return Messages(self.group, self.agreement, self._watchdog), ""
-        found = [content.decode() for content in self.agreement.exchange(whereabouts(self.device).encode())]
-        hosts = {entry.split("/")[0] for entry in found}
-        if len(hosts) > 1:
-            return None, f"the group spans {len(hosts)} hosts, but copy engines reach only peers on the same host"
-        obstacle = obstacle_on(self.device, found)
+        if self.num_hosts > 1:
+            return None, obstacle_across(self.num_hosts)
+        obstacle = obstacle_on(self.device, [each.gpu for each in self.locations])
         obstacles = [content.decode() for content in self.agreement.exchange(obstacle.encode())]
         first = next((f"rank {rank}: {text}" for rank, text in enumerate(obstacles) if text), "")
         if first:

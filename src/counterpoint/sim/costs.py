@@ -386,6 +386,14 @@ class CostModel:
         """Return the time of the collective's copies alone."""
         return self.all_copies(collective).lone_ps / PS_PER_US
 
+    def summed_us(self, collective: Collective) -> float:
+        """Return the time of the kernels beside these copies, alone: the sum of a reduction, or the copy of an all-gather's
+        own part.
+        """
+        if collective.collective in SUMMED_COLLECTIVES:
+            return self.lone_us(self._sum(collective))
+        return US_PER_S * 2 * collective.num_bytes / collective.group_size / self.hbm_bytes_per_s
+
     def _link(self, collective: Collective) -> Link:
         """Return the link that the collective uses. A collective with more ranks than a node has GPUs gets here only with
         its measured time.

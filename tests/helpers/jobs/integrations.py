@@ -81,6 +81,15 @@ from integration_sections.tensor_parallel_switched import (
     tensor_parallel_whole_outputs,
     tensor_parallel_without_memory,
 )
+from integration_sections.two_levels import (
+    two_levels_give_the_sequential_results,
+    two_levels_left_to_the_library,
+    two_levels_of_some_ranks,
+    two_levels_under_ddp,
+    two_levels_under_fsdp2,
+    two_levels_where_the_estimate_says_so,
+    two_levels_without_memory,
+)
 
 SECTIONS: dict[str, Callable[[], None]] = {
     section.__name__: section
@@ -141,6 +150,13 @@ SECTIONS: dict[str, Callable[[], None]] = {
         expert_parallel_with_tensor_parallel,
         expert_parallel_in_bf16,
         memory_is_reported_and_given_back,
+        two_levels_give_the_sequential_results,
+        two_levels_left_to_the_library,
+        two_levels_of_some_ranks,
+        two_levels_under_ddp,
+        two_levels_under_fsdp2,
+        two_levels_where_the_estimate_says_so,
+        two_levels_without_memory,
     )
 }
 

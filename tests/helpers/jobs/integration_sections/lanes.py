@@ -4,13 +4,14 @@ import torch
 import torch.distributed as dist
 
 from counterpoint.integrations.compression import AsBfloat16, AsIs, AsScaledFloat8
-from counterpoint.integrations.lane_collectives import Lanes, all_reduce, reduce_scatter
+from counterpoint.integrations.lane_collectives import all_reduce, reduce_scatter
+from counterpoint.integrations.lanes import Lanes
 from integration_sections.comparing import DEVICE, ROUNDING, assert_close, assert_equal, everyones, same_on_every_rank
 
 
 def all_reduces() -> None:
     """Any size and type, more in flight than lanes, the same bits twice and on every rank."""
-    lanes = Lanes(dist.group.WORLD, DEVICE, "job", 3)
+    lanes = Lanes((dist.group.WORLD, DEVICE, "job"), 3)
     rank = dist.get_rank()
     for dtype, limit in ROUNDING.items():
         cases = [everyones(size, dtype, seed) for seed, size in enumerate((1, 127, 128, 1000, 4097, 100_003, 64))]
@@ -22,7 +23,7 @@ def all_reduces() -> None:
                 for bucket in buckets:
                     lane = lanes.next()
                     with lane.issuing():
-                        all_reduce(lane, bucket, wire)
+                        all_reduce(lane, lanes.levels, bucket, wire)
                 if DEVICE.type == "cuda":
                     torch.cuda.synchronize()
                 results.append(buckets)
@@ -34,7 +35,7 @@ def all_reduces() -> None:
 
 
 def reduce_scatters() -> None:
-    lanes = Lanes(dist.group.WORLD, DEVICE, "job", 2)
+    lanes = Lanes((dist.group.WORLD, DEVICE, "job"), 2)
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     assert not lanes.obstacle
     for seed, size in enumerate((1, 100, 5000)):
@@ -42,5 +43,6 @@ def reduce_scatters() -> None:
         wanted = torch.stack(given).double().sum(0).chunk(num_ranks)[rank]
         for is_mean in (False, True):
             output = torch.empty(size, device=DEVICE)
-            reduce_scatter(lanes.next(), output, given[rank].chunk(num_ranks), num_ranks if is_mean else 1)
+            blocks = given[rank].view(num_ranks, -1)
+            reduce_scatter(lanes.next(), lanes.levels, output, blocks, num_ranks if is_mean else 1)
             assert_close([output], [wanted / num_ranks if is_mean else wanted], 1e-5)

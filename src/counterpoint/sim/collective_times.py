@@ -12,9 +12,9 @@ from functools import cached_property
 
 import msgspec
 
-from counterpoint.cluster.network import Fabric, Level
 from counterpoint.sim.calibration import Calibration
 from counterpoint.sim.costs import CostModel, wire_bytes
+from counterpoint.sim.network import Fabric, Level
 from counterpoint.step import Collective, CollectiveKind
 from counterpoint.units import MIB, US_PER_S
 from counterpoint.value import Value
@@ -129,13 +129,28 @@ class CollectiveTimes(Value, frozen=True, kw_only=True, dict=True):
         return rounds * hops_us + US_PER_S * wire_bytes(kind, round(num_bytes), group.size) / rate
 
     def _hierarchical_us(self, kind: CollectiveKind, num_bytes: float, group: RankGroup, level: Level) -> float:
-        gpus = self.fabric.machine.num_gpus
-        local, nodes = group.num_local(gpus), group.num_nodes(gpus)
+        local = group.num_local(self.fabric.machine.num_gpus)
         inner: list[CollectiveKind] = ["reduce_scatter", "all_gather"] if kind == "all_reduce" else [kind]
         inside_us = sum(self.in_node_us(each, num_bytes, local) for each in inner)
+        return inside_us + self._between_us(kind, num_bytes, group, level)
+
+    def _between_us(self, kind: CollectiveKind, num_bytes: float, group: RankGroup, level: Level) -> float:
+        """Return the time of the level between nodes: each member of a node with those of the same place on the others."""
+        gpus = self.fabric.machine.num_gpus
+        local, nodes = group.num_local(gpus), group.num_nodes(gpus)
         rounds = 2 if kind == "all_reduce" else 1
         between = wire_bytes(kind, round(num_bytes / local), nodes) / self._share(level, 1)
-        return inside_us + rounds * math.ceil(math.log2(nodes)) * level.latency_us + US_PER_S * between
+        return rounds * math.ceil(math.log2(nodes)) * level.latency_us + US_PER_S * between
+
+    def with_copies_us(self, kind: CollectiveKind, num_bytes: float, group: RankGroup) -> float:
+        """Return the time in two levels if copy engines and sums do the level in the node, for a group of several nodes."""
+        gpus = self.fabric.machine.num_gpus
+        local = group.num_local(gpus)
+        within = Collective(
+            name=kind, stream=0, collective=kind, num_bytes=round(num_bytes), group_size=local, library="copy engines"
+        )
+        between_us = self._between_us(kind, num_bytes, group, self.fabric.level_across(group.span(gpus)))
+        return between_us + self._costs.copied_us(within) + self._costs.summed_us(within)
 
     def _tree_us(self, num_bytes: float, group: RankGroup, level: Level) -> float:
         gpus = self.fabric.machine.num_gpus
