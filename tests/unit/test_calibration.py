@@ -22,10 +22,12 @@ from counterpoint.sim.calibration import (
     describe_origin,
     load_calibration,
 )
+from counterpoint.sim.calibration_curves import SATURATIONS, fit_saturation
 from counterpoint.sim.calibration_file import broken_rules, derive, save_calibration
+from counterpoint.sim.calibration_fit import Points
 from counterpoint.sim.costs import wire_bytes
 from counterpoint.sim.rates import smooth_minimum
-from counterpoint.step import Collective, Step
+from counterpoint.step import Character, Collective, Step
 from counterpoint.units import MIB, US_PER_S
 from counterpoint.value import read_toml, shipped_names
 
@@ -112,6 +114,16 @@ def test_one_fit_finds_the_warps_that_fill_the_memory_and_how_its_latency_grows(
     assert math.isclose(found.latency_at_low_load.value, shipped.latency_at_low_load.value, rel_tol=0.02)
     warps, expected = (each.characters["streaming"].saturation_warps for each in (found, shipped))
     assert math.isclose(warps, expected, rel_tol=0.02)
+
+
+@pytest.mark.parametrize("character", ["matmul", "row_wise", "other"])
+def test_what_saturates_an_sm_follows_from_kernels_at_each_residency(character: Character) -> None:
+    shipped = load_calibration()
+    points = Points(each for probe in shipped.probes.values() for each in probe.points)
+    found = fit_saturation(points, H200, shipped, character)
+    assert found is not None
+    assert math.isclose(found.value, getattr(shipped.characters[character], SATURATIONS[character][0]), rel_tol=0.02)
+    assert found.spread < 0.07
 
 
 def test_what_a_kind_feels_of_latency_is_relative_to_an_all_reduce() -> None:
