@@ -324,6 +324,11 @@ def _check_operation(index: int, operation: Operation) -> None:
             StepError,
             f"{where}: cta_time_spread must be from 0 to 10; found {operation.cta_time_spread}.",
         )
+        require(
+            operation.stage_bytes is None or operation.stage_bytes > 0,
+            StepError,
+            f"{where}: stage_bytes must be above 0; found {operation.stage_bytes}. Leave it out if it is not known.",
+        )
     if isinstance(operation, Collective):
         require(
             operation.transport != "copy_engine" or operation.collective not in REDUCING_COLLECTIVES,
