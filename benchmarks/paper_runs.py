@@ -11,6 +11,7 @@ import msgspec
 
 from benchmarks.conditions import ROOT
 from counterpoint.machine import load_machine
+from counterpoint.paper.cases import paper_description, with_stages
 from counterpoint.paper.grid import simulate_paper
 from counterpoint.paper.values import CHOICE, PLAIN, PaperResult
 from counterpoint.step import Collective, Dependency, Footprint, Kernel, Operation, Step
@@ -52,7 +53,8 @@ def measured_rows(num_ranks: int) -> dict[str, dict[str, float]]:
 def captured_steps(num_ranks: int) -> dict[str, Step]:
     """The captured step of every workload that was measured on that many GPUs."""
     if num_ranks == 2:
-        return {name: msgspec.convert(step, Step) for name, step in _stored(num_ranks)["steps"].items()}
+        stored = {name: msgspec.convert(step, Step) for name, step in _stored(num_ranks)["steps"].items()}
+        return {name: with_stages(step, paper_description(name)) for name, step in stored.items()}
     return {name: _rebuilt(name, *times) for name, times in CAPTURED_4X_US.items()}
 
 
@@ -96,4 +98,5 @@ def _rebuilt(name: str, matmul_us: float, collective_us: float) -> Step:
                     waits_for=waits_for,
                 )
             )
-    return Step(name=name, num_ranks=4, operations=tuple(operations), device_name="NVIDIA H200")
+    step = Step(name=name, num_ranks=4, operations=tuple(operations), device_name="NVIDIA H200")
+    return with_stages(step, paper_description(name))

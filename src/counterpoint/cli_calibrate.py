@@ -109,6 +109,8 @@ class _Record:
         self.path = path
         self._probes: dict[str, ProbeRecord] = {}
         self._calibration: Calibration | None = None
+        self._file: Calibration | None = None
+        self._earlier: Calibration | None = None
 
     def go_on(self) -> None:
         """Load what the file holds. Raises `MachineError` if it is of another GPU or of other versions than the current."""
@@ -132,7 +134,7 @@ class _Record:
                 "or measure everything anew with --again.",
             )
         self._probes = {name: record for name, record in found.probes.items() if not record.failure}
-        self._calibration = found
+        self._calibration = self._file = found
         if self._probes:
             print(f"Going on with {shown_path(self.path)}: {len(self._probes)} probes are done.", flush=True)
 
@@ -143,12 +145,17 @@ class _Record:
     def add(self, result: "ProbeResult") -> None:
         """Save a probe's points, and the constants that follow from all points so far."""
         from counterpoint.sim.calibration import ProbeRecord  # noqa: PLC0415
-        from counterpoint.sim.calibration_file import derive, save_calibration  # noqa: PLC0415
+        from counterpoint.sim.calibration_file import derive, renewed, save_calibration  # noqa: PLC0415
 
+        if self._file is not None and self._earlier is None:
+            self._earlier = derive(self._machine, self._device_name, self._conditions, self._probes)
         self._probes[result.probe] = ProbeRecord(
             date=date.today().isoformat(), seconds=result.seconds, points=result.points, failure=result.failure
         )
-        self._calibration = derive(self._machine, self._device_name, self._conditions, self._probes)
+        derived = derive(self._machine, self._device_name, self._conditions, self._probes)
+        if self._file is not None and self._earlier is not None:
+            derived = renewed(self._file, self._earlier, derived)
+        self._calibration = derived
         save_calibration(self._calibration, self.path)
         outcome = f"failed: {result.failure}" if result.failure else f"{len(result.points)} points"
         print(f"{result.probe:<24} {result.seconds:5.1f} s  {outcome}", flush=True)

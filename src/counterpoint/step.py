@@ -83,10 +83,11 @@ class Kernel(Value, frozen=True, kw_only=True, tag_field="type", tag="kernel"):
     One of three says how much work it is: `lone_us` (its time alone, uncapped, on the machine of the step); `flops`,
     `hbm_bytes` and `l2_bytes` (what its CTAs read from L2); or `cta_us`, how long one CTA lasts (the shortest, if they
     differ). `is_work_sharing`: its CTAs take tiles from a shared counter, so CTAs that find no SM cost only their share
-    of the machine. `matmul_sizes`: rows, inner size and columns of a matrix multiplication, if known. `element_type`:
-    the type of its operands; None means bf16. `cta_time_spread`: CTAs last between 1 and 1 + spread times the shortest,
-    by index. `issued_us`: when the host issued it, from the start of the step, or, if the host waited for an operation
-    first, from the end of that one (`issued_after`); None if that cannot delay it.
+    of the machine. `matmul_sizes`: rows, inner size and columns of a matrix multiplication, if known. `stage_bytes`: the
+    shared memory of one stage of its tiles, if known. `element_type`: the type of its operands; None means bf16.
+    `cta_time_spread`: CTAs last between 1 and 1 + spread times the shortest, by index. `issued_us`: when the host issued
+    it, from the start of the step, or, if the host waited for an operation first, from the end of that one
+    (`issued_after`); None if that cannot delay it.
     """
 
     name: str
@@ -99,6 +100,7 @@ class Kernel(Value, frozen=True, kw_only=True, tag_field="type", tag="kernel"):
     hbm_bytes: float | None = None
     l2_bytes: float | None = None
     matmul_sizes: tuple[int, int, int] | None = None
+    stage_bytes: int | None = None
     element_type: ElementType | None = None
     is_work_sharing: bool = False
     cta_time_spread: float = 0.0
@@ -321,6 +323,11 @@ def _check_operation(index: int, operation: Operation) -> None:
             0 <= operation.cta_time_spread <= 10,
             StepError,
             f"{where}: cta_time_spread must be from 0 to 10; found {operation.cta_time_spread}.",
+        )
+        require(
+            operation.stage_bytes is None or operation.stage_bytes > 0,
+            StepError,
+            f"{where}: stage_bytes must be above 0; found {operation.stage_bytes}. Leave it out if it is not known.",
         )
     if isinstance(operation, Collective):
         require(

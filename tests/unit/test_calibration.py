@@ -1,6 +1,7 @@
 """Calibration files: what they hold, that every constant matters, and that constants follow from points."""
 
 import math
+from datetime import date
 from pathlib import Path
 
 import msgspec
@@ -22,10 +23,12 @@ from counterpoint.sim.calibration import (
     describe_origin,
     load_calibration,
 )
+from counterpoint.sim.calibration_curves import SATURATIONS, fit_saturation
 from counterpoint.sim.calibration_file import broken_rules, derive, save_calibration
+from counterpoint.sim.calibration_fit import Points
 from counterpoint.sim.costs import wire_bytes
 from counterpoint.sim.rates import smooth_minimum
-from counterpoint.step import Collective, Step
+from counterpoint.step import Character, Collective, Step
 from counterpoint.units import MIB, US_PER_S
 from counterpoint.value import read_toml, shipped_names
 
@@ -112,6 +115,16 @@ def test_one_fit_finds_the_warps_that_fill_the_memory_and_how_its_latency_grows(
     assert math.isclose(found.latency_at_low_load.value, shipped.latency_at_low_load.value, rel_tol=0.02)
     warps, expected = (each.characters["streaming"].saturation_warps for each in (found, shipped))
     assert math.isclose(warps, expected, rel_tol=0.02)
+
+
+@pytest.mark.parametrize("character", ["matmul", "row_wise", "other"])
+def test_what_saturates_an_sm_follows_from_kernels_at_each_residency(character: Character) -> None:
+    shipped = load_calibration()
+    points = Points(each for probe in shipped.probes.values() for each in probe.points)
+    found = fit_saturation(points, H200, shipped, character)
+    assert found is not None
+    assert math.isclose(found.value, getattr(shipped.characters[character], SATURATIONS[character][0]), rel_tol=0.02)
+    assert found.spread < 0.07
 
 
 def test_what_a_kind_feels_of_latency_is_relative_to_an_all_reduce() -> None:
@@ -239,3 +252,33 @@ def test_a_calibration_goes_on_where_it_ended_unless_the_driver_is_another(tmp_p
         _Record(H100, DEVICE, path, {"driver": "590"}).go_on()
     with pytest.raises(MachineError, match="Name another file"):
         _Record(H200, "NVIDIA H200", path, driver).go_on()
+
+
+def test_one_probe_alone_changes_its_own_constants_and_no_other_ones_date(tmp_path: Path) -> None:
+    shipped, path = load_calibration(), tmp_path / "mine.toml"
+    save_calibration(shipped, path)
+    slower = [
+        msgspec.structs.replace(each, value=each.value * (1.2 if each.at["ctas_per_sm"] == 1 else 1.0))
+        for each in shipped.probes["rows"].points
+    ]
+    collected = _Record(H200, "NVIDIA H200", path, dict(shipped.conditions))
+    collected.go_on()
+    collected.add(Result(probe="rows", points=tuple(slower)))  # type: ignore[arg-type]
+    found, today = read_toml(path, Calibration, MachineError), date.today().isoformat()
+    assert found.probes["rows"].date == found.characters["row_wise"].date == today
+    assert found.characters["row_wise"].saturation_warps > 1.1 * shipped.characters["row_wise"].saturation_warps
+    others, before = constants_of(found), constants_of(shipped)
+    assert {name for name in others if others[name] != before[name]} == {"characters.row_wise"}
+    assert found.rules == shipped.rules
+
+
+def test_on_the_h200_itself_a_source_does_not_compare_it_with_itself(tmp_path: Path) -> None:
+    shipped, path = load_calibration(), tmp_path / "mine.toml"
+    save_calibration(shipped, path)
+    points = [msgspec.structs.replace(each, value=2 * each.value) for each in shipped.probes["launches"].points]
+    collected = _Record(H200, "NVIDIA H200", path, dict(shipped.conditions))
+    collected.go_on()
+    collected.add(Result(probe="launches", points=tuple(points)))  # type: ignore[arg-type]
+    gap = read_toml(path, Calibration, MachineError).launch_gap_us
+    assert gap.value == pytest.approx(2 * shipped.launch_gap_us.value)
+    assert gap.source.startswith("1.6 x 3 / 1.5, this probe now and before: launch_gap_us")

@@ -4,14 +4,25 @@ import json
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from counterpoint import load_machine, load_workload
 from counterpoint.errors import WorkloadError
 from counterpoint.machine import machine_names
-from counterpoint.paper.cases import AXES, DEFAULTS, RESERVE_BYTES, cases_of, memory_bytes, paper_description, parse_sweep
+from counterpoint.paper.cases import (
+    AXES,
+    DEFAULTS,
+    RESERVE_BYTES,
+    cases_of,
+    memory_bytes,
+    paper_description,
+    parse_sweep,
+    with_stages,
+)
 from counterpoint.paper.launches import compiled_for
 from counterpoint.paper.sweep import simulate_sweep
 from counterpoint.paper.values import COPY_ENGINES, PLAIN, PRIORITY, SEQUENTIAL, Sweep
+from counterpoint.step import Kernel
 from counterpoint.units import MIB
 from counterpoint.workloads import build_step, workload_names
 from helpers.command import counterpoint, refusal
@@ -31,6 +42,21 @@ def ratios(sweep: Sweep, label: str) -> list[float]:
 def test_one_cta_per_tile_on_an_h200_is_the_shipped_workload(name: str) -> None:
     (case,) = cases_of(paper_description(name), "ctas", ("tiles",))
     assert build_step(compiled_for(case.description, H200.gpu)) == load_workload(name)
+
+
+@pytest.mark.parametrize(("name", "stage_bytes"), [("cb_ar_opt1", 8192), ("cb_ar_opt2", 16_384), ("mb_a2a_large", 32_768)])
+def test_a_captured_step_learns_the_stages_of_its_gemm_and_nothing_else(name: str, stage_bytes: int) -> None:
+    description = paper_description(name)
+    described = build_step(compiled_for(description, H200.gpu))
+    gemms = [each for each in described.operations if isinstance(each, Kernel)]
+    assert {each.stage_bytes for each in gemms} == {stage_bytes}
+    captured = replace(
+        described,
+        operations=tuple(
+            replace(each, stage_bytes=None) if isinstance(each, Kernel) else each for each in described.operations
+        ),
+    )
+    assert with_stages(captured, description) == described
 
 
 def test_each_axis_changes_what_it_names() -> None:

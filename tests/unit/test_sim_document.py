@@ -25,7 +25,9 @@ def rows(heading: str) -> dict[str, list[str]]:
 def saturated_by(constants: CharacterConstants) -> str:
     warps = f"{constants.saturation_warps:g} warps"
     return (
-        f"{constants.saturation_shared_bytes:,.0f} bytes of tiles or {warps}" if constants.saturation_shared_bytes else warps
+        f"{constants.saturation_bytes_in_flight:,.0f} bytes in flight or {warps}"
+        if constants.saturation_bytes_in_flight
+        else warps
     )
 
 

@@ -18,7 +18,7 @@ from helpers.toy_steps import H200, plan_of, step_of
 
 MIB = 1 << 20
 # By copies, and over all rows together. Matmuls of `large` tiles run into the card's power limit, which is not modelled; the
-# all-reduces of cb_ar_large by copies take 3.6 ms each, and 4.2 here.
+# all-reduces of cb_ar_large by copies take 3.6 ms each, and 4.2 here. One CTA of mb_ar_opt2 on an SM is 13 % off.
 LIMITS = {
     "cb_ar_opt1": (0.05, 0.10),
     "cb_ar_opt2": (0.05, 0.06),
@@ -28,7 +28,7 @@ LIMITS = {
     "cb_a2a_opt2": (0.05, 0.05),
     "cb_a2a_large": (0.10, 0.11),
     "mb_ar_opt1": (0.03, 0.04),
-    "mb_ar_opt2": (0.03, 0.04),
+    "mb_ar_opt2": (0.03, 0.05),
 }
 
 

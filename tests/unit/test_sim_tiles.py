@@ -7,10 +7,13 @@ from statistics import mean
 import msgspec
 import pytest
 
-from counterpoint.plan import LEAVE_IT
+from counterpoint.controls import ResidencyCap
+from counterpoint.occupancy import cap_shared_bytes
+from counterpoint.plan import LEAVE_IT, Directive, Match, Plan
 from counterpoint.sim import Simulator
-from counterpoint.sim.tiles import num_tiles
-from counterpoint.step import Kernel, Step
+from counterpoint.sim.tiles import num_tiles, tile_stages
+from counterpoint.step import Footprint, Kernel, Step
+from counterpoint.workloads.gemm import stage_bytes
 from helpers.toy_steps import H200, NCCL, PERSISTENT
 
 DATA = Path(__file__).parents[1] / "data" / "displaced_matmuls_h100.csv"
@@ -91,3 +94,44 @@ def test_the_cost_does_not_grow_with_the_number_of_tiles() -> None:
     begin = time.process_time()
     spans(msgspec.structs.replace(kernel, issued_us=5.0), holding(24, 4, 300.0))
     assert time.process_time() - begin < 0.5
+
+
+# tile, warps, stages, registers, shared bytes: as Triton compiled them (calibrations/h200.toml)
+TRITON = [
+    ((64, 64, 32), 4, 2, 64, 16_384),
+    ((128, 128, 32), 8, 2, 100, 32_768),
+    ((128, 128, 64), 8, 3, 116, 98_304),
+]
+
+
+@pytest.mark.parametrize(("tile", "warps", "stages", "registers", "shared_bytes"), TRITON)
+def test_stages_that_nothing_says_are_estimated_from_the_launch(
+    tile: tuple[int, int, int], warps: int, stages: int, registers: int, shared_bytes: int
+) -> None:
+    launch = Footprint(
+        num_ctas=2304, threads_per_cta=32 * warps, registers_per_thread=registers, dynamic_shared_bytes=shared_bytes
+    )
+    kernel = Kernel(name="matmul_kernel", stream=0, footprint=launch, character="matmul", lone_us=1000.0)
+    known = msgspec.structs.replace(kernel, stage_bytes=stage_bytes("bf16", tile))
+    assert tile_stages(kernel) == tile_stages(known) == (stages, shared_bytes / stages)
+
+
+def test_a_name_of_cublas_says_the_stages_and_four_that_nothing_says_are_taken_for_three() -> None:
+    assert tile_stages(matmul(8192, 8192, 8192, "128x256", 1000.0)) == (4, 213_188 / 4)
+    launch = Footprint(num_ctas=9216, threads_per_cta=128, registers_per_thread=58, dynamic_shared_bytes=32_768)
+    assert tile_stages(Kernel(name="x", stream=0, footprint=launch, lone_us=1.0))[0] == 3
+
+
+def test_more_stages_lose_less_by_a_cap() -> None:
+    """The same tile and launch: one stage more is under way, so fewer CTAs saturate the SM."""
+    launch = Footprint(num_ctas=9216, threads_per_cta=128, registers_per_thread=58, dynamic_shared_bytes=32_768)
+    cap = ResidencyCap(ctas_per_sm=2, dynamic_shared_bytes=cap_shared_bytes(H200.gpu, launch, 2))
+    plan = Plan(directives=(Directive(match=Match(operations=(0,)), controls=(cap,), reason="test"),))
+    times = []
+    for number in (4, 3, 2):
+        kernel = Kernel(
+            name="x", stream=0, footprint=launch, character="matmul", lone_us=1453.0, stage_bytes=32_768 // number
+        )
+        step = Step(name="capped", num_ranks=1, operations=(kernel,))
+        times.append(Simulator().run(step, H200, plan).intervals[0].end_us)
+    assert 1500 < times[0] < 0.95 * times[1] < 0.9 * times[2]

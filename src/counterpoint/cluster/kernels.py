@@ -4,9 +4,9 @@ Tiles and launches are those of libraries in common use: on compute capability 9
 threads x 168 registers, measured on an H200), before that one CTA of 256 threads for each tile (cuBLAS on A100; assumed).
 """
 
-from counterpoint.machine import ELEMENT_BYTES, ElementType, Gpu
+from counterpoint.machine import ElementType, Gpu
 from counterpoint.step import Character, Footprint, Kernel
-from counterpoint.workloads.gemm import matmul_flops, matmul_hbm_bytes, matmul_l2_bytes, tile_count
+from counterpoint.workloads.gemm import matmul_flops, matmul_hbm_bytes, matmul_l2_bytes, stage_bytes, tile_count
 
 PERSISTENT_FROM = (9, 0)
 TILE = (128, 256, 64)  # of both families for large products
@@ -26,7 +26,7 @@ def matmul(gpu: Gpu, name: str, sizes: tuple[int, int, int], element_type: Eleme
     tiles = batch * tile_count(m, n, tile)
     is_persistent = _is_persistent(gpu)
     stages = 4 if is_persistent else 3
-    shared = min(gpu.max_shared_bytes_per_cta, stages * (tile[0] + tile[1]) * tile[2] * ELEMENT_BYTES[element_type])
+    shared = min(gpu.max_shared_bytes_per_cta, stages * stage_bytes(element_type, tile))
     return Kernel(
         name=name,
         stream=0,
@@ -41,6 +41,7 @@ def matmul(gpu: Gpu, name: str, sizes: tuple[int, int, int], element_type: Eleme
         hbm_bytes=batch * matmul_hbm_bytes(m, n, k, element_type, tile),
         l2_bytes=batch * matmul_l2_bytes(m, n, k, element_type, tile),
         matmul_sizes=(m, k, n) if batch == 1 else None,
+        stage_bytes=stage_bytes(element_type, tile),
         element_type=element_type,
         is_work_sharing=is_persistent,
     )

@@ -13,11 +13,12 @@ from msgspec.structs import replace
 
 from counterpoint.errors import WorkloadError, shown
 from counterpoint.machine import ElementType, Machine
+from counterpoint.step import Kernel, Step
 from counterpoint.units import GIB, format_bytes
 from counterpoint.value import Value
 from counterpoint.workloads import load_description
 from counterpoint.workloads.description import Description, Gemm, parse_bytes
-from counterpoint.workloads.gemm import matmul_bytes, parse_tile
+from counterpoint.workloads.gemm import matmul_bytes, parse_tile, stage_bytes
 
 Axis = Literal["ctas", "sizes", "bytes", "tiles", "types", "ranks", "iterations"]
 AXES: tuple[Axis, ...] = get_args(Axis)
@@ -83,6 +84,14 @@ def retiled(gemm: Gemm, tile: str, dtype: ElementType) -> Gemm:
         shared_bytes_per_cta=None,
         hbm_bytes=None,
     )
+
+
+def with_stages(step: Step, description: Description) -> Step:
+    """Return a captured step of the workload with the stages of its GEMM, which no graph says."""
+    (gemm,) = description.gemms
+    known = stage_bytes(gemm.dtype, gemm.tile_sizes)
+    operations = (replace(each, stage_bytes=known) if isinstance(each, Kernel) else each for each in step.operations)
+    return replace(step, operations=tuple(operations))
 
 
 def parse_sweep(text: str) -> tuple[Axis, tuple[str, ...]]:

@@ -14,7 +14,7 @@ from counterpoint.cuda.graph import AbstractExecutable
 from counterpoint.errors import DeviceError, WorkloadError
 from counterpoint.metrics import measure
 from counterpoint.ops.captured_copies import offer_copies
-from counterpoint.paper.cases import Axis, SweepCase, cases_of, with_ranks
+from counterpoint.paper.cases import Axis, SweepCase, cases_of, with_ranks, with_stages
 from counterpoint.paper.grid import Readings, Variant, measure_paper, measure_variants
 from counterpoint.paper.values import SEQUENTIAL, Energy, PaperResult, Sweep, SweepPoint
 from counterpoint.paper.workloads import (
@@ -98,6 +98,7 @@ def _captured(description: Description, with_energy: bool) -> Iterator[tuple[Cap
     counter = open_energy_counter() if with_energy else None
     with closing(capture(workload.overlapped, description.name)) as overlapped:
         offer_copies(overlapped)
+        overlapped.read = replace(overlapped.read, step=with_stages(overlapped.read.step, description))
         readings = Readings(
             output_bits=workload.output_bits,
             overlap_ratio=lambda executable: overlap_ratio(overlapped, executable),

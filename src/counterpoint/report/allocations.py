@@ -26,7 +26,7 @@ made this page, without a GPU.
   neither the times nor the launches were ever measured.
 - The matmuls are those of `paper/workloads.py` in bf16. Their registers and shared memory were compiled, not measured:
   {source}.
-- How much slower a matmul of fewer CTAs per SM is, was fitted on an H200 (`saturation_shared_bytes` in
+- How much slower a matmul of fewer CTAs per SM is, was fitted on an H200 (`saturation_bytes_in_flight` in
   [simulator.md](simulator.md)). Before Hopper the same tile keeps fewer bytes in shared memory: its slowdown is uncertain.
 """
 NONE = "none"

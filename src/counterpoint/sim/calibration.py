@@ -62,8 +62,10 @@ class Constant(Value, frozen=True, kw_only=True):
 
 
 class CharacterConstants(Value, frozen=True, kw_only=True):
-    """The limits of kernels of one character: the bottleneck of a kernel alone, and what saturates an SM, in warps, or in
-    bytes of tile buffers if given.
+    """The limits of kernels of one character: the bottleneck of a kernel alone, and what saturates an SM, in warps.
+
+    `saturation_bytes_in_flight`, if given, is for kernels that keep tiles in shared memory: what an SM takes in during one
+    latency.
 
     Kernels limited by "latency" wait for their own loads: they share SMs as those limited by "issue" do, and reach at
     most `hbm_fraction` of the memory's bandwidth.
@@ -75,7 +77,7 @@ class CharacterConstants(Value, frozen=True, kw_only=True):
     status: Status
     date: str
     source: str
-    saturation_shared_bytes: float | None = None
+    saturation_bytes_in_flight: float | None = None
     spread: float | None = None
 
 

@@ -22,6 +22,7 @@ from counterpoint.sim.rates import EXPONENT, smooth_minimum
 from counterpoint.sim.simulator import Simulator
 from counterpoint.step import Character, Collective, CollectiveKind, Dependency, Footprint, Kernel, Step
 from counterpoint.units import MIB, US_PER_S
+from counterpoint.workloads.gemm import parse_tile, stage_bytes
 
 LEAST_FRACTION, MOST_LATENCY_US = 0.05, 200.0
 USUAL_WEIGHT = 20
@@ -32,17 +33,19 @@ CONTENDING_BYTES = 256 * MIB
 REFERENCE_KIND: CollectiveKind = "all_reduce"  # `latency_per_load` describes its CTAs
 # PyTorch's elementwise kernel on 512 MiB of fp32, as in the probe
 STREAMING = Footprint(num_ctas=131_072, threads_per_cta=128, registers_per_thread=32)
-SATURATIONS: dict[Character, tuple[str, str, tuple[dict[str, str | int], ...]]] = {
-    "matmul": ("saturation_shared_bytes", "matmul_capped_us", ({"tile": "64x64x32"}, {"tile": "128x128x32"})),
-    "other": ("saturation_warps", "arithmetic_capped_us", ({"chains": 1},)),
+# for each character the constant, the name of its points, and the conditions of those that tell of it
+SATURATIONS: dict[Character, tuple[str, str, dict[str, float | str]]] = {
+    "matmul": ("saturation_bytes_in_flight", "matmul_capped_us", {}),
+    "row_wise": ("saturation_warps", "rows_capped_us", {}),
+    "other": ("saturation_warps", "arithmetic_capped_us", {"chains": 1}),
 }
 Sample = tuple[int, float, float]  # CTAs, bytes on the wire, microseconds
 
 
 def fit_saturation(points: Points, machine: Machine, calibration: Calibration, character: Character) -> Fitted | None:
-    """Fit what saturates an SM or the memory: warps, or bytes of tiles for matmuls."""
-    field, name, kernels = SATURATIONS[character]
-    groups = [group for group in (points.all(name, **at) for at in kernels) if len(group) > 1]
+    """Fit what saturates an SM: warps, or for matmuls the bytes that they have in flight."""
+    field, name, at = SATURATIONS[character]
+    groups = _by_kernel(points.all(name, **at))
     if character == "matmul":
         groups = [group for group in groups if _tells_of_load(group, machine)]
     if not groups:
@@ -59,6 +62,15 @@ def fit_saturation(points: Points, machine: Machine, calibration: Calibration, c
     seen = ", ".join(_by_residency(group) for group in groups)
     source = f"{name} by CTAs on an SM: {seen}; mean error of the fit {100 * left:.1f} %"
     return Fitted(value=value, spread=left, source=source)
+
+
+def _by_kernel(points: Sequence[Point]) -> list[list[Point]]:
+    """Return the points of each kernel that was timed at several residencies."""
+    kernels: dict[tuple[tuple[str, float | str], ...], list[Point]] = {}
+    for each in points:
+        key = tuple((name, value) for name, value in each.at.items() if name != "ctas_per_sm")
+        kernels.setdefault(key, []).append(each)
+    return [group for group in kernels.values() if len(group) > 1]
 
 
 def _by_residency(group: Sequence[Point]) -> str:
@@ -134,7 +146,15 @@ def _kernel(each: Point, character: Character) -> Kernel:
         registers_per_thread=number["registers"],
         dynamic_shared_bytes=number["shared_bytes"],
     )
-    return Kernel(name="probe", stream=0, footprint=footprint, character=character, lone_us=each.value)
+    tile = str(each.at.get("tile", "")).partition(",")[0]  # the number of stages may follow
+    return Kernel(
+        name="probe",
+        stream=0,
+        footprint=footprint,
+        character=character,
+        lone_us=each.value,
+        stage_bytes=stage_bytes("bf16", parse_tile(tile, each.name)) if tile else None,
+    )
 
 
 def fit_l2(points: Points, machine: Machine, calibration: Calibration) -> Fitted | None:

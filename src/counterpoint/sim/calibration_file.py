@@ -14,6 +14,8 @@ from counterpoint.machine import Machine, load_machine
 from counterpoint.measurement.points import Point
 from counterpoint.sim.calibration import (
     BASE,
+    TABLES,
+    AnyConstant,
     Calibration,
     CharacterConstants,
     Constant,
@@ -109,6 +111,30 @@ def derive(
     return base if l2 is None else msgspec.structs.replace(base, l2_bytes_per_cycle_per_sm=_constant(l2, day))
 
 
+def renewed(file: Calibration, earlier: Calibration, now: Calibration) -> Calibration:
+    """Return `now`, with the constants and rules as a file has them that the latest points do not change.
+
+    `earlier` was derived from the file's points alone, and `now` from the latest ones, too. What both agree on was not
+    measured since, so it keeps the file's value, date and source.
+    """
+    changed: dict[str, object] = {}
+    for name in now.__struct_fields__:
+        mine = getattr(now, name)
+        kept, before = getattr(file, name), getattr(earlier, name)
+        if isinstance(mine, Constant):
+            changed[name] = kept if _is_same(mine, before) else mine
+        elif name in (*TABLES, "rules"):
+            changed[name] = {
+                key: kept.get(key, each) if _is_same(each, before.get(key)) else each for key, each in mine.items()
+            }
+    return msgspec.structs.replace(now, **changed)
+
+
+def _is_same(one: AnyConstant | MeasuredRule, other: AnyConstant | MeasuredRule | None) -> bool:
+    """Return whether two entries differ by their date at most."""
+    return other is not None and one == msgspec.structs.replace(other, date=one.date)
+
+
 def _points(probes: Mapping[str, ProbeRecord]) -> Points:
     return Points(point for record in probes.values() for point in record.points)
 
@@ -125,9 +151,10 @@ def _with_scalars(base: Calibration, here: Mapping[str, Fitted], there: Mapping[
             changed[name] = _constant(found, day)
         elif name in there:
             value, other = known.value * found.value / there[name].value, there[name].value
-            source = (
-                f"the H200's {known.value:g} x {found.value:.4g} / {other:.4g}, this probe here and there: {found.source}"
-            )
+            is_home = base.device_name == reference.device_name
+            whose, compared = ("", "now and before") if is_home else ("the H200's ", "here and there")
+            scaled = f"{whose}{known.value:g} x {found.value:.4g} / {other:.4g}"
+            source = f"{scaled}, this probe {compared}: {found.source}"
             changed[name] = _constant(Fitted(value=value, spread=found.spread, source=source), day)
     return msgspec.structs.replace(base, **changed)
 

@@ -17,7 +17,6 @@ from counterpoint.value import Value
 
 FLOPS_PER_ITERATION = 2 * 64  # operations of one thread of the probes' arithmetic kernel
 LARGEST_MATMUL = 8192
-TILES = {"64x64x32": (64, 64), "128x128x32": (128, 128)}
 STEPS = (1.3, 1.1, 1.03, 1.01, 1.003)
 
 

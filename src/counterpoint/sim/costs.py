@@ -16,10 +16,10 @@ from counterpoint.occupancy import residency
 from counterpoint.sim.calibration import Calibration, CharacterConstants, CollectiveConstants
 from counterpoint.sim.nodes import leaves_node
 from counterpoint.sim.power import clock_exponent
-from counterpoint.sim.rates import EXPONENT, MemoryLatency, smooth_minimum
+from counterpoint.sim.rates import EXPONENT, SM_EXPONENT, MemoryLatency, smooth_minimum
 from counterpoint.sim.reach import by_copies_bytes, by_kernels_bytes, collective_bytes_per_s, copies_bytes_per_s
 from counterpoint.sim.task import CopyWork, SmWork
-from counterpoint.sim.tiles import num_tiles, stages
+from counterpoint.sim.tiles import num_tiles, stages, tile_stages
 from counterpoint.step import Collective, CollectiveKind, Copy, Footprint, Kernel, Operation
 from counterpoint.units import PS_PER_US, US_PER_S
 
@@ -123,8 +123,8 @@ class CostModel:
         fewer, num_fuller = divmod(resident, num_sms)
         if not num_fuller:
             return float(resident)
-        faster = (1 + (issue * (fewer + 1)) ** EXPONENT) / (1 + (issue * fewer) ** EXPONENT)
-        return float(num_fuller * (fewer + 1) + (num_sms - num_fuller) * fewer * faster ** (1 / EXPONENT))
+        faster = (1 + (issue * (fewer + 1)) ** SM_EXPONENT) / (1 + (issue * fewer) ** SM_EXPONENT)
+        return float(num_fuller * (fewer + 1) + (num_sms - num_fuller) * fewer * faster ** (1 / SM_EXPONENT))
 
     def _ctas_per_sm(self, kernel: Kernel) -> int:
         """Return the CTAs of the kernel on an SM in its reference state: alone and uncapped."""
@@ -192,7 +192,7 @@ class CostModel:
         peak = self._reached_flops_per_s(kernel)
         l2 = constants.l2_bytes_per_cycle_per_sm.value * gpu.num_sms * gpu.clock_mhz * 1e6
         busy_us = US_PER_S * max((kernel.flops or 0.0) / peak, (kernel.l2_bytes or 0.0) / l2)
-        sm_share = smooth_minimum(issue_reference, 1.0) if issue_reference else 1.0
+        sm_share = smooth_minimum(issue_reference, 1.0, SM_EXPONENT) if issue_reference else 1.0
         # busy_us assumes every SM; a kernel of few CTAs leaves SMs empty, so each of its CTAs has more work
         return busy_us / sm_share * per_sm * gpu.num_sms / self._resident(kernel)
 
@@ -246,27 +246,31 @@ class CostModel:
             usual, last = slots / saturating, rest / saturating
             slowdown, last_slowdown = self.latency.slowdown(usual, 0.0), self.latency.slowdown(last, 0.0)
             faster, usual, last = last_slowdown / slowdown, usual / slowdown, last / last_slowdown
+            exponent = EXPONENT
         else:
-            per_sm, faster = math.ceil(rest / self._gpu.num_sms), 1.0
+            per_sm, faster, exponent = math.ceil(rest / self._gpu.num_sms), 1.0, SM_EXPONENT
             usual, last = (
                 number / self._saturating_ctas(constants, kernel) for number in (slots / self._gpu.num_sms, per_sm)
             )
-        return float(full + faster * ((1 + last**EXPONENT) / (1 + usual**EXPONENT)) ** (1 / EXPONENT))
+        return float(full + faster * ((1 + last**exponent) / (1 + usual**exponent)) ** (1 / exponent))
 
     def _saturating_ctas(self, constants: CharacterConstants, kernel: Kernel) -> float:
-        """Return the CTAs per SM above which the bottleneck is saturated: by bytes of tiles or by warps, whichever comes
-        first.
+        """Return the CTAs per SM above which the bottleneck is saturated: by bytes in flight or by warps, if fewer.
+
+        A stage of tiles is loaded after one latency and the time that its own bytes take, and all stages but the one that is
+        multiplied are under way. `saturation_bytes_in_flight` is what an SM takes in during one latency.
         """
         footprint = kernel.footprint
-        has_tiles = bool(constants.saturation_shared_bytes) and footprint.shared_bytes >= LEAST_TILE_BYTES
+        has_tiles = bool(constants.saturation_bytes_in_flight) and footprint.shared_bytes >= LEAST_TILE_BYTES
         saturation_warps = constants.saturation_warps
         is_ordinary = kernel.element_type == "fp32" and self._gpu.fp32_matrix_flops_per_s is None
         if has_tiles and is_ordinary and footprint.registers_per_thread >= LEAST_TILE_REGISTERS:
             saturation_warps = self._calibration.fp32_saturation_warps.value
         by_warps = saturation_warps / math.ceil(footprint.threads_per_cta / CALIBRATION_WARP_SIZE)
-        if has_tiles and constants.saturation_shared_bytes:
-            return min(by_warps, constants.saturation_shared_bytes / footprint.shared_bytes)
-        return by_warps
+        if not has_tiles or not constants.saturation_bytes_in_flight:
+            return by_warps
+        number, stage_bytes = tile_stages(kernel)
+        return min(by_warps, (constants.saturation_bytes_in_flight / stage_bytes + 1) / max(1.0, number - 1))
 
     def collective_work(self, collective: Collective, planned: Footprint) -> SmWork:
         """Return the work of one CTA of a collective that runs with `planned.num_ctas` CTAs instead of its own number."""

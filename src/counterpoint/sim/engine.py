@@ -56,7 +56,7 @@ class Engine:
         self._timers: list[tuple[int, int]] = []
         uneven = [task.num_unplaced for task in tasks if isinstance(task, SmTask) and task.work.cta_time_spread]
         self._has_spread = bool(uneven)
-        self._is_exact = 0 < sum(uneven) <= MAX_FOLLOWED_CTAS
+        self._is_exact = self._sms.is_exact = 0 < sum(uneven) <= MAX_FOLLOWED_CTAS
         self._batch: list[Cohort] = []
         self._starts = [-1] * len(tasks)
         self._ends = [-1] * len(tasks)

@@ -8,7 +8,7 @@ others load the memory. The constants and their sources are in `calibrations/*.t
 
 Shares of bandwidth are max-min fair: a flow can get more only if another flow with no larger share gets less. Two limits
 (what the resident CTAs can keep in flight, what the memory or link delivers) combine by a smooth minimum with exponent 4.
-The same exponent fits how capped kernels slow down and how all-reduce time falls with CTAs (docs/simulator.md).
+It fits streaming kernels at reduced residency, and how all-reduce time falls with CTAs (docs/simulator.md).
 """
 
 import math
@@ -19,6 +19,7 @@ from counterpoint.sim.sm import SmGroup
 from counterpoint.sim.task import CopyTask, SmTask
 
 EXPONENT = 4
+SM_EXPONENT = 6  # of an SM: its pipes take instructions in turn, and saturate more sharply than memory and links
 LOAD_EXPONENT = 8  # from the streaming kernel's times at 6 to 12 CTAs on an SM of an H200
 
 
@@ -133,12 +134,12 @@ def _share_sms(groups: Sequence[SmGroup], numbers: dict[SmTask | CopyTask, int])
         asked = 0.0
         for cohort in group.cohorts:
             asked += cohort.count * cohort.task.work.issue_per_cta
-        crowding, num_sms = 1 + asked**EXPONENT, group.num_sms()
+        crowding, num_sms = 1 + asked**SM_EXPONENT, group.num_sms()
         task, share = None, 0.0
         for cohort in group.cohorts:
             if cohort.task is not task:
                 task = cohort.task
-                share = ((1 + task.work.issue_reference**EXPONENT) / crowding) ** (1 / EXPONENT)
+                share = ((1 + task.work.issue_reference**SM_EXPONENT) / crowding) ** (1 / SM_EXPONENT)
             shares.append(share)
             effective[numbers[task]] += share * cohort.count * num_sms
     return shares, effective
@@ -174,9 +175,12 @@ def available_to(index: int, demands: Sequence[float], capacity: float) -> float
     return left / sharers
 
 
-def smooth_minimum(first: float, second: float) -> float:
-    """Return a smooth minimum of two positive limits: less than the smaller if they are close, 0.84 of either if equal."""
+def smooth_minimum(first: float, second: float, exponent: int = EXPONENT) -> float:
+    """Return a smooth minimum of two positive limits: less than the smaller if they are close.
+
+    If they are equal it is 0.84 of either, and 0.89 with an SM's exponent.
+    """
     if first <= 0 or second <= 0:
         return 0.0
     ratio = min(first, second) / max(first, second)
-    return float(min(first, second) / (1 + ratio**EXPONENT) ** (1 / EXPONENT))
+    return float(min(first, second) / (1 + ratio**exponent) ** (1 / exponent))

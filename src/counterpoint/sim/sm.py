@@ -17,6 +17,9 @@ from counterpoint.step import Footprint
 
 SPREAD_LEVELS = 64  # number of different lengths of one kernel's CTAs; an assumption
 HASH_MULTIPLIER = 2654435761  # a prime near 2^32 over the golden ratio (Knuth, TAOCP 6.4): neighbors get lengths far apart
+# of a kernel with many CTAs of different lengths:
+MOST_GROUPS = 16  # so many groups of SMs hold different ones; the SMs of one are alike
+MOST_LENGTHS = 8  # so many of the CTAs on an SM differ; the others are as long as one of these
 GroupKey = tuple[int, tuple[tuple[int, int, float], ...]]
 
 
@@ -130,7 +133,8 @@ class SmArray:
     def __init__(self, gpu: Gpu, fits_beside: frozenset[tuple[Footprint, Footprint]] = frozenset()) -> None:
         self._gpu = gpu
         self._fits_beside = fits_beside
-        self._num_gpcs = len(gpu.sms_per_gpc)
+        self._num_sms = gpu.num_sms
+        self.is_exact = False  # whether each CTA that differs in length from others of its kernel has its own length
         self._rooms: dict[tuple[tuple[tuple[Footprint, int], ...], int, Footprint], int] = {}
         self.groups = [SmGroup(list(gpu.sms_per_gpc), 0, [])]
 
@@ -185,19 +189,25 @@ class SmArray:
         return groups
 
     def _with_ctas(self, group: SmGroup, task: SmTask, amount: int) -> list[SmGroup]:
-        """Return the group with `amount` more CTAs of `task` on each SM; one group per SM if CTAs differ in length."""
+        """Return the group with `amount` more CTAs of `task` on each SM; if CTAs differ in length, in several groups."""
         if amount == 0:
             return [group]
         carveout_bytes = group.carveout_bytes or task.carveout_bytes
         if not task.work.cta_time_spread:
             task.num_placed += amount * group.num_sms()
             return [SmGroup(group.sms, carveout_bytes, [*group.cohorts, Cohort(task, amount, 1.0)])]
+        num_alike, size = 1, 1
+        if not self.is_exact:
+            num_alike = math.ceil(self._num_sms / MOST_GROUPS)
+            resident = amount + sum(cohort.count for cohort in group.cohorts if cohort.task is task)
+            size = math.ceil(resident / MOST_LENGTHS)
+        sizes = [min(size, amount - placed) for placed in range(0, amount, size)]
         separate = []
-        for gpc, number in enumerate(group.sms):
-            for _ in range(number):
-                sms = [int(other == gpc) for other in range(self._num_gpcs)]
-                placed = [Cohort(task, 1, relative_length(task)) for _ in range(amount)]
-                separate.append(SmGroup(sms, carveout_bytes, [*group.copied_cohorts(), *placed]))
+        while group.num_sms():
+            others = _split_off(group, num_alike)
+            placed = [Cohort(task, number, relative_length(task)) for number in sizes]
+            separate.append(SmGroup(group.sms, carveout_bytes, [*group.copied_cohorts(), *placed]))
+            group = others
         return separate
 
     def renew(self) -> None:

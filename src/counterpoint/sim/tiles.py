@@ -16,6 +16,8 @@ from counterpoint.step import Kernel
 
 # names of cuBLAS 12 and 13: columns and rows of a tile, as it counts them, then depth and number of stages
 TILE_IN_NAME = re.compile(r"^nvjet_\w*?_(\d+)x(\d+)_(\d+)x(\d+)_")
+LEAST_DEPTH_BYTES = 64  # of a stage: 32 elements of bf16, as in the shallowest tiles in common use; an assumption
+USUAL_STAGES = 3  # Triton's default; a captured step and a trace do not say it
 USUAL_FILL = (
     0.97  # share filled of all rounds: 256 of 264, 512 of 528 and 1,664 of 1,716 tiles in kernels of 2, 4 and 13 rounds
 )
@@ -50,6 +52,26 @@ def _tiles_by_name(kernel: Kernel, num_sms: int) -> int | None:
         return footprint.num_ctas if is_one_each else None
     rows, _, columns = kernel.matmul_sizes
     return math.ceil(columns / int(tile[1])) * math.ceil(rows / int(tile[2]))
+
+
+def tile_stages(kernel: Kernel) -> tuple[float, float]:
+    """Return the number of stages in which a CTA keeps its tiles, and the bytes of one; cuBLAS's names say the number.
+
+    If nothing says it, it is Triton's default, or fewer if the shared memory holds fewer of the shallowest stages. The tile
+    is then estimated from the registers: a thread's accumulators are the largest power of two below their number.
+    """
+    footprint = kernel.footprint
+    tile = TILE_IN_NAME.match(kernel.name)
+    if tile is not None:
+        number = float(tile[4])
+    elif kernel.stage_bytes is not None:
+        number = footprint.shared_bytes / kernel.stage_bytes
+    else:
+        accumulators = 2 ** (math.ceil(math.log2(max(2, footprint.registers_per_thread))) - 1)
+        least_bytes = 2 * math.sqrt(accumulators * footprint.threads_per_cta) * LEAST_DEPTH_BYTES
+        number = min(USUAL_STAGES, footprint.shared_bytes / least_bytes)
+    number = max(1.0, number)
+    return number, footprint.shared_bytes / number
 
 
 def stages(kernel: Kernel) -> tuple[int, int] | None:

@@ -25,7 +25,7 @@ from counterpoint.workloads.description import (
     parse_traffic,
     parts_in_bytes,
 )
-from counterpoint.workloads.gemm import matmul_flops, matmul_hbm_bytes, matmul_l2_bytes, tile_count
+from counterpoint.workloads.gemm import matmul_flops, matmul_hbm_bytes, matmul_l2_bytes, stage_bytes, tile_count
 
 # If a collective states only some launch figures, the rest are those of the NCCL kernel for this architecture.
 STATED_FOR = "9.0"
@@ -222,6 +222,7 @@ def _gemm_kernel(gemm: Gemm, waits_for: tuple[Dependency, ...], num_ctas: int | 
         hbm_bytes=modelled_bytes if stated_bytes is None else stated_bytes,
         l2_bytes=matmul_l2_bytes(gemm.m, gemm.n, gemm.k, gemm.dtype, tile),
         matmul_sizes=(gemm.m, gemm.k, gemm.n),
+        stage_bytes=stage_bytes(gemm.dtype, tile),
         element_type=gemm.dtype,
         is_work_sharing=gemm.is_work_sharing,
         cta_time_spread=gemm.cta_time_spread,
