@@ -16,7 +16,7 @@ pytest.importorskip("torch")
     ("num_ranks", "sections"),
     [
         (2, ("random_routings", "types", "partly_frozen", "activations", "biases", "in_fp8", "checkpointed", "no_memory")),
-        (3, ("types", "partly_frozen", "activations", "biases", "no_memory")),
+        (3, ("types", "partly_frozen", "activations", "biases", "checkpointed", "no_memory")),
     ],
 )
 def test_experts_give_what_they_define(num_ranks: int, sections: tuple[str, ...], tmp_path: Path) -> None:

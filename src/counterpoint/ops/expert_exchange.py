@@ -126,6 +126,10 @@ class AbstractDispatch(ABC):
     def all_rows(self) -> torch.Tensor:
         """Return the rows of all groups, each of which was read before."""
 
+    def kept_rows(self) -> torch.Tensor:
+        """Return the rows of all groups in memory that no later call reuses."""
+        return self.all_rows().clone()
+
     @abstractmethod
     def release(self) -> None:
         """Declare all rows read on the current stream; others may send again."""

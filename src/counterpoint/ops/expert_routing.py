@@ -34,12 +34,14 @@ class ExpertRouting:
 
     `counts[source, destination, expert]`: rows from each rank for each of a rank's experts. `num_tokens`: rows of this
     rank's tokens. `num_rows`: rows that this rank's experts compute, by expert and then source. `num_pieces`: the most
-    groups of experts per rank; 0 if rows go by the library's all-to-all.
+    groups of experts per rank; 0 if rows go by the library's all-to-all. `gathered`: every rank's row of the exchange of
+    counts, on the host, from which `route_again` makes this routing.
     """
 
-    def __init__(self, runtime: Runtime, counted: tuple[Counts, Pairs], sorting: Sorting, num_pieces: int) -> None:
+    def __init__(self, runtime: Runtime, counted: tuple[Counts, Counts, Pairs], sorting: Sorting, num_pieces: int) -> None:
         self.runtime, self.num_pieces = runtime, num_pieces
-        self.counts, pairs = counted
+        found, self.counts, pairs = counted
+        self.gathered = torch.from_numpy(found)
         self.layout = ExpertLayout(self.counts, int(runtime.group.rank()), max(1, num_pieces), pairs)
         self.num_tokens, self.num_rows = self.layout.num_tokens, self.layout.num_rows
         self._sorting = sorting
@@ -85,6 +87,10 @@ class ExpertRouting:
             return experts.library
         return experts.copies
 
+    def count_kept(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Count what a forward call keeps for backward, and what a checkpoint may save of it."""
+        calls_of(self.runtime.group.group_name).note_kept(sum(each.nbytes for each in tensors))
+
     def count(self, exchange: AbstractExpertExchange, num_sent_bytes: int) -> None:
         """Count a pass that has ended."""
         calls = calls_of(self.runtime.group.group_name)
@@ -121,7 +127,7 @@ def route(runtime: Runtime, call: Called) -> ExpertRouting:
     require_experts_schedule(call.schedule)
     experts = runtime.experts()
     counts = torch.as_tensor(call.counts).detach().flatten()
-    num_ranks, num_experts = int(runtime.group.size()), int(runtime.group.size()) * call.sizes[0]
+    num_experts = int(runtime.group.size()) * call.sizes[0]
     if counts.shape[0] != num_experts:
         runtime.refuse(
             f"{call.operator} needs a count for each of {num_experts} experts, {call.sizes[0]} on each rank; found "
@@ -134,13 +140,26 @@ def route(runtime: Runtime, call: Called) -> ExpertRouting:
     row[-1:].fill_(call.tokens.shape[0])
     sorting = Sorting(int(runtime.group.rank()), call.sizes[0])
     on_host = (experts.copies or experts.library).gather(row, sorting.prepare)
-    found = on_host.numpy().copy()  # the next call reuses the host's memory
+    return _routing(runtime, call, on_host.numpy().copy(), sorting)  # the next call reuses the host's memory
+
+
+def route_again(runtime: Runtime, call: Called, gathered: torch.Tensor) -> ExpertRouting:
+    """Return the routing of an earlier call from what it gathered; no rank is asked."""
+    sorting = Sorting(int(runtime.group.rank()), call.sizes[0])
+    sorting.prepare(gathered.to(call.tokens.device, non_blocking=True))
+    return _routing(runtime, call, gathered.numpy(), sorting)
+
+
+def _routing(runtime: Runtime, call: Called, found: Counts, sorting: Sorting) -> ExpertRouting:
+    """Return the routing of all ranks' rows of the exchange of counts: rows for each expert, and last their sum."""
+    num_ranks = int(runtime.group.size())
     shaped = found[:, :-1].reshape(num_ranks, num_ranks, -1)
     pairs = pair_rows(shaped)
     if [sum(row) for row in pairs] != found[:, -1].tolist() or found.min() < 0:
         _refuse_sums(call.operator, found)
-    pieces = 0 if experts.obstacle else pick_pieces(pairs, RowFormat.of(call.tokens).num_bytes, call.schedule)
-    return ExpertRouting(runtime, (shaped, pairs), sorting, pieces)
+    is_copied = not runtime.experts().obstacle
+    pieces = pick_pieces(pairs, RowFormat.of(call.tokens).num_bytes, call.schedule) if is_copied else 0
+    return ExpertRouting(runtime, (found, shaped, pairs), sorting, pieces)
 
 
 def _refuse_sums(operator: str, found: Counts) -> NoReturn:

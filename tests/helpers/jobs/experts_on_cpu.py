@@ -1,8 +1,11 @@
 """Ranks on CPUs that run the operators of experts in the way named by the argument and print `NAME: ok` for what holds."""
 
+import itertools
 import os
 import random
+from collections import Counter
 from contextlib import suppress
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -10,10 +13,13 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from counterpoint import ops
 from counterpoint.errors import CounterpointError, RefusedTogetherError
+from counterpoint.integrations import expert_parallel
+from counterpoint.ops.expert_library import ExpertLibrary
+from counterpoint.ops.expert_messages import ExpertMessages
 from counterpoint.ops.operator_call import calls_of
 from counterpoint.ops.runtime import all_runtimes
 from counterpoint.schedule import SEQUENTIAL, ScheduleDescription
-from helpers.experts_definition import DIM, Experts, compare, silu
+from helpers.experts_definition import DIM, HIDDEN, Experts, compare, silu
 from helpers.gloo_sections import report, run_sections
 
 D = ScheduleDescription
@@ -162,25 +168,99 @@ def rounded(values: torch.Tensor) -> torch.Tensor:
     return (values.float() / scale).to(torch.float8_e4m3fn).float() * scale
 
 
+class Sent:
+    """Counts what this rank exchanges: counts of rows, and rows in one direction, by messages or all-to-alls."""
+
+    def __init__(self) -> None:
+        self._found = Counter[str]()
+        self._count(ExpertLibrary, "gather", "counts")  # messages exchange their counts by it, too
+        for exchange in (ExpertMessages, ExpertLibrary):
+            for name in ("dispatch", "combine"):
+                self._count(exchange, name, "rows")
+
+    def _count(self, exchange: type, name: str, kind: str) -> None:
+        method = getattr(exchange, name)
+
+        def call(*arguments: object) -> object:
+            self._found[kind] += 1
+            return method(*arguments)
+
+        setattr(exchange, name, call)
+
+    def taken(self) -> tuple[int, int]:
+        """The number of exchanges of counts, and of rows in one direction, since the last time."""
+        found = self._found["counts"], self._found["rows"]
+        self._found.clear()
+        return found
+
+
+def keeps_matmuls(_context: object, operator: object, *_arguments: object, **_named: object) -> CheckpointPolicy:
+    """A policy that knows nothing of experts."""
+    is_matmul = operator in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+    return CheckpointPolicy.MUST_SAVE if is_matmul else CheckpointPolicy.PREFER_RECOMPUTE
+
+
 def checkpointed() -> None:
-    """Under activation checkpointing, also the selective kind that looks at every operator."""
-
-    def keeps_matmuls(_context: object, operator: object, *_arguments: object, **_named: object) -> CheckpointPolicy:
-        is_matmul = operator in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
-        return CheckpointPolicy.MUST_SAVE if is_matmul else CheckpointPolicy.PREFER_RECOMPUTE
-
-    experts = Experts(random.Random(7), torch.float64, kind="random")
-    wanted = experts.expected()
-    for contexts in ({}, {"context_fn": lambda: create_selective_checkpoint_contexts(keeps_matmuls)}):
-        tokens, weights = experts.own()
-
-        def layer(rows: torch.Tensor, weights: list[torch.Tensor] = weights) -> torch.Tensor:
-            return ops.expert_ffn(rows * 1, experts.counts[experts.rank], *weights, schedule=COPIES)
-
-        result = checkpoint(layer, tokens, use_reentrant=False, **contexts)
-        result.backward(experts.gradients[experts.rank])
-        compare([result.detach(), tokens.grad, *(each.grad for each in weights)], wanted, 1e-12)
+    """Under activation checkpointing results stay the same bits, and only what a policy saves is not sent again."""
+    experts, sent = Experts(random.Random(7), torch.float64, kind="random"), Sent()
+    counted = calls_of(dist.group.WORLD.group_name)
+    counted.most_kept_bytes = 0
+    again = {"context_fn": lambda: create_selective_checkpoint_contexts(keeps_matmuls)}
+    saved = {"context_fn": lambda: create_selective_checkpoint_contexts(list(expert_parallel.OPERATORS))}
+    for schedule, layer in itertools.product((COPIES, SCHEDULES[-1], SEQUENTIAL), (whole_layer, with_shared, both_halves)):
+        wanted = None
+        for contexts, keeps_tokens, expected in (
+            (None, False, (1, 5)),
+            (None, True, (1, 4)),
+            ({}, False, (2, 7)),
+            ({}, True, (2, 6)),
+            (again, False, (2, 7)),
+            (saved, False, (1, 5)),
+            (saved, True, (1, 4)),
+        ):
+            tokens, weights = experts.own()
+            run = partial(layer, experts, weights, schedule=schedule, keeps_tokens=keeps_tokens)
+            result = run(tokens) if contexts is None else checkpoint(run, tokens, use_reentrant=False, **contexts)
+            result.backward(experts.gradients[experts.rank])
+            found = [result.detach(), tokens.grad, *(each.grad for each in weights)]
+            wanted = wanted or found
+            assert all(map(torch.equal, found, wanted)), (schedule, layer, contexts, keeps_tokens)
+            assert sent.taken() == expected, (schedule, layer, contexts, keeps_tokens)
+        if layer is not with_shared:
+            compare(wanted, experts.expected(), 1e-12)
+    num_rows = sum(row[place] for row in experts.counts for place in range(*experts.part.indices(len(row))))
+    num_own = len(experts.tokens[experts.rank])
+    of_results, of_inputs, of_tokens = num_own * DIM, num_rows * 2 * HIDDEN, num_rows * DIM
+    assert counted.most_kept_bytes == 8 * (of_results + of_inputs + of_tokens)
     report("checkpointed")
+
+
+def whole_layer(experts: Experts, weights: list[torch.Tensor], tokens: torch.Tensor, **options: object) -> torch.Tensor:
+    """The layer in one call."""
+    w1, w2, w3 = weights
+    return ops.expert_ffn(tokens * 1, experts.counts[experts.rank], w1, w2, w3, **options)
+
+
+def with_shared(experts: Experts, weights: list[torch.Tensor], tokens: torch.Tensor, **options: object) -> torch.Tensor:
+    """The layer, and a shared expert that runs while tokens are in transit."""
+    rows, made = tokens * 1, []
+    w1, w2, w3 = weights
+
+    def beside() -> None:
+        made.append(silu(rows @ w1[0].T) @ w2[0].T)
+
+    routed = ops.expert_ffn(rows, experts.counts[experts.rank], w1, w2, w3, beside=beside, **options)
+    (shared,) = made
+    return routed + shared
+
+
+def both_halves(experts: Experts, weights: list[torch.Tensor], tokens: torch.Tensor, **options: object) -> torch.Tensor:
+    """The layer by its halves."""
+    w1, w2, w3 = weights
+    num_hidden = w1.shape[1]
+    both, routing = ops.dispatch_grouped_matmul(tokens * 1, experts.counts[experts.rank], torch.cat([w1, w3], 1), **options)
+    hidden = [silu(each[:, :num_hidden]) * each[:, num_hidden:] for each in both]
+    return ops.grouped_matmul_combine(hidden, w2, routing)
 
 
 def no_memory() -> None:
