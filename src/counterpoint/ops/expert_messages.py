@@ -74,7 +74,7 @@ class Mail:
 
     def __init__(self, ranks: Ranks, region: ExpertRegion) -> None:
         self._group, self._agreement, self._watchdog = ranks
-        self._first_tag = int(region) * MAX_CHUNKS
+        self.region, self._first_tag = region, int(region) * MAX_CHUNKS
         self._sends: list[tuple[Any, torch.Tensor]] = []
         self.num_bytes = 0
 

@@ -4,6 +4,7 @@ import itertools
 import os
 import random
 from collections import Counter
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 
@@ -14,15 +15,23 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from counterpoint import ops
 from counterpoint.errors import CounterpointError, RefusedTogetherError
 from counterpoint.integrations import expert_parallel
+from counterpoint.ops import expert_passes
+from counterpoint.ops.expert_exchange import ExpertRegion
 from counterpoint.ops.expert_library import ExpertLibrary
-from counterpoint.ops.expert_messages import ExpertMessages
+from counterpoint.ops.expert_messages import ExpertMessages, Mail
 from counterpoint.ops.operator_call import calls_of
 from counterpoint.ops.runtime import all_runtimes
 from counterpoint.schedule import SEQUENTIAL, ScheduleDescription
+from counterpoint.schedule.actions import ExpertOperation, Pass
+from counterpoint.schedule.checks import check_schedule
+from counterpoint.schedule.expert_choice import expert_description
+from counterpoint.schedule.expert_schedules import ExpertProblem, make_expert_schedule
+from counterpoint.schedule.routing import Routing
 from helpers.experts_definition import DIM, HIDDEN, Experts, compare, silu
 from helpers.gloo_sections import report, run_sections
 
 D = ScheduleDescription
+HALVES: tuple[ExpertOperation, ...] = ("dispatch_grouped_matmul", "grouped_matmul_combine")
 COPIES = D(pattern="all_peers", along="experts")
 SCHEDULES = (None, COPIES, *(D(pattern="all_peers", along="experts", chunks=chunks) for chunks in (2, 3, 5)))
 
@@ -135,6 +144,75 @@ def biases_of_joined(experts: Experts, wanted: list[torch.Tensor]) -> None:
     of_joined = joined.grad.mT
     found = [result.detach(), tokens.grad, of_joined[:, ::2], down.grad.mT, of_joined[:, 1::2]]
     compare([*found, bias.grad[:, ::2], bias.grad[:, 1::2]], [*wanted[:6], wanted[7]], 1e-12)
+
+
+def in_order() -> None:
+    """Both passes issue what their schedules say, in that order, and backward gives the bits of the sequential form."""
+    experts = Experts(random.Random(12), torch.float64, kind="random", num_local=4)
+    counts, gradient = experts.counts[experts.rank], experts.gradients[experts.rank]
+    issued = watch_issues()
+    for schedule in (COPIES, *SCHEDULES[2:]):
+        bits = []
+        for each in (SEQUENTIAL, schedule):
+            tokens, (w1, w2, _) = experts.own()
+            issued.clear()
+            hidden, routing = ops.dispatch_grouped_matmul(tokens, counts, w1, schedule=each)
+            forward = [issued.copy()]
+            issued.clear()
+            result = ops.grouped_matmul_combine([each.relu() for each in hidden], w2, routing)
+            forward.append(issued.copy())
+            issued.clear()
+            result.backward(gradient)
+            bits.append([result.detach(), tokens.grad, w1.grad, w2.grad])
+        assert all(map(torch.equal, *bits)), schedule
+        by_halves = [planned(experts, half, "backward", schedule) for half in HALVES[::-1]]
+        assert issued == [*by_halves[0], *by_halves[1]], schedule
+        for half, found in zip(HALVES, forward, strict=True):
+            assert found == planned(experts, half, "forward", schedule), (half, schedule)
+        tokens, (w1, w2, _) = experts.own()
+        issued.clear()
+        result = ops.expert_ffn(tokens, counts, w1, w2, schedule=schedule)
+        assert issued == planned(experts, "expert_ffn", "forward", schedule)
+        issued.clear()
+        result.backward(gradient)
+        assert issued == planned(experts, "expert_ffn", "backward", schedule)
+    report("in order")
+
+
+def watch_issues() -> list[str]:
+    """Names of what this rank sends and multiplies from now on, in the order in which it is issued."""
+    issued: list[str] = []
+
+    def watch(owner: object, name: str, say: Callable[..., str]) -> None:
+        method = getattr(owner, name)
+
+        def call(*arguments: object, **named: object) -> object:
+            issued.append(say(*arguments))
+            return method(*arguments, **named)
+
+        setattr(owner, name, call)
+
+    watch(Mail, "send", lambda mail, peer, *_: f"copy {'back' if mail.region == ExpertRegion.COMBINE else 'there'} {peer}")
+    watch(expert_passes, "multiply", lambda *_: "matmul")
+    watch(expert_passes, "weight_gradient", lambda *_: "weight_gradient")
+    return issued
+
+
+def planned(experts: Experts, operation: ExpertOperation, direction: Pass, description: ScheduleDescription) -> list[str]:
+    """The same names from the schedule as a value."""
+    routing = Routing(counts=tuple(map(tuple, experts.counts)))
+    sizes = {"num_inner": DIM, "num_hidden": HIDDEN, "is_gated": False, "element_bytes": 8, "direction": direction}
+    asked = ExpertProblem(operation=operation, routing=routing, **sizes)
+    made = make_expert_schedule(asked, expert_description(experts.size, description.chunks))
+    check_schedule(made)
+    names = []
+    for action in (made.actions[position] for position in made.of_rank(experts.rank)):
+        if action.kind == "copy":
+            way = "back" if action.reads[0].buffer == "partial" else "there"
+            names.append(f"copy {way} {action.writes[0].rank}")
+        elif action.kind in ("matmul", "weight_gradient"):
+            names.append(action.kind)
+    return names
 
 
 def in_fp8() -> None:
