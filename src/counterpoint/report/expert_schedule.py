@@ -160,13 +160,14 @@ def _rows(found: ExpertSummary) -> object:
 
 def _remarks(found: ExpertSummary) -> list[str]:
     traffic = found.traffic
+    used = "a light kernel" if found.pick.is_light else found.pick.description.label()
     return [
         LEGEND,
         f"Rank {found.rank} issues {format_count(traffic.num_copies, 'copy', 'copies')} of "
         f"{format_bytes(traffic.num_sent_bytes)} in all, {format_count(traffic.num_matmuls, 'grouped matmul')}; "
         f"{format_bytes(traffic.symmetric_bytes)} of symmetric memory on each rank.",
         f"Checked: {', '.join(found.checks)}.",
-        f"For these sizes, a call uses {found.pick.description.label()}: {found.pick.reason}.",
+        f"For these sizes, a call uses {used}: {found.pick.reason}.",
     ]
 
 
