@@ -16,6 +16,7 @@ from types import ModuleType
 from typing import Any
 from unittest.mock import MagicMock
 
+import msgspec
 import pytest
 
 np = pytest.importorskip("numpy")
@@ -165,9 +166,10 @@ class Exchange:
     def mark(self) -> None: ...
 
 
-@pytest.mark.parametrize("kinds", [("light",), ("light", "light"), ("light", "copies", "light"), ("copies", "copies")])
+@pytest.mark.parametrize("most_own_bytes", [1 << 21, 1], ids=["own rows by the kernel", "too many own rows"])
+@pytest.mark.parametrize("kinds", [("light", "light"), ("light", "copies", "light"), ("copies", "copies")])
 def test_dispatch_and_combine_are_the_same_by_kernels_and_by_copies(
-    modules: tuple[Any, Any], kernel: Any, monkeypatch: pytest.MonkeyPatch, kinds: tuple[str, ...]
+    modules: tuple[Any, Any], kernel: Any, monkeypatch: pytest.MonkeyPatch, kinds: tuple[str, ...], most_own_bytes: int
 ) -> None:
     light, kernels = modules
     copies = importlib.import_module("counterpoint.ops.expert_copies")
@@ -179,6 +181,7 @@ def test_dispatch_and_combine_are_the_same_by_kernels_and_by_copies(
         kernel(ctypes.byref(kernels.rows_argument(moves, signals)), 2)
 
     monkeypatch.setattr(light, "launch_rows", launch)
+    monkeypatch.setattr(light, "LIGHT", msgspec.structs.replace(light.LIGHT, below_pair_bytes=most_own_bytes))
     monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self)
     monkeypatch.setattr(copies, "has_triton", lambda: False)

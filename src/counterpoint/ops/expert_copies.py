@@ -12,7 +12,7 @@ that share a hardware queue cannot deadlock.
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple, final
 
 import torch
@@ -27,7 +27,7 @@ from counterpoint.ops.call_order import NO_TIMING, CallOrder
 from counterpoint.ops.copy_lane import copy_bytes
 from counterpoint.ops.expert_exchange import AbstractCombine, AbstractDispatch, AbstractExpertExchange, ExpertRegion, Rows
 from counterpoint.ops.expert_light import STREAM as LIGHT_STREAM
-from counterpoint.ops.expert_light import LightOutbox
+from counterpoint.ops.expert_light import Blocks, LightOutbox
 from counterpoint.ops.expert_memory import RegionSizes, needed_bytes
 from counterpoint.ops.gated_activation import has_triton
 from counterpoint.ops.lane import aligned
@@ -36,7 +36,6 @@ from counterpoint.ops.signals import Flags, Signals
 from counterpoint.ops.streams import stream_of
 from counterpoint.ops.symmetric import SymmetricPool
 from counterpoint.schedule.description import MAX_CHUNKS
-from counterpoint.schedule.expert_layout import Counts
 from counterpoint.units import format_bytes
 
 Handle = Any  # cuda-bindings has no types
@@ -149,7 +148,7 @@ class ExpertCopies(AbstractExpertExchange):
 
     def has_light_kernel(self, row_bytes: int) -> bool:
         """See `AbstractExpertExchange.has_light_kernel`."""
-        return self._num_ranks <= MOST_LIGHT_RANKS and row_bytes % VECTOR_BYTES == 0
+        return 1 < self._num_ranks <= MOST_LIGHT_RANKS and row_bytes % VECTOR_BYTES == 0
 
     def arrived_flag(self, region: ExpertRegion, number: int) -> int:
         """Return the number of the flag that announces a piece."""
@@ -257,7 +256,7 @@ class Outbox:
         for name in self._used:
             check("Waiting for rows", cu.cuStreamWaitEvent(self._exchange.copy_stream(name), self._exchange.ready, 0))
 
-    def send(self, peer: int, number: int, blocks: tuple[Counts, Counts, Counts]) -> None:
+    def send(self, peer: int, number: int, blocks: Blocks) -> None:
         """Copy blocks of the ready rows. `blocks` are the first rows there, the first rows in the peer's region, and the
         numbers of rows.
         """
@@ -276,13 +275,9 @@ class Outbox:
         exchange.signals.raise_to(exchange.arrived_flag(self._region, number), (peer,), handle)
         self.num_bytes += sum(copies.num_bytes)
 
-    def takes_own(self, _num_rows: int) -> bool:
-        """Return whether this rank's own rows are placed with the others: another kernel places them."""
+    def place(self, _num_rows: int, _blocks: Callable[[], Blocks], _target: torch.Tensor) -> bool:
+        """Return that this rank's own rows are not placed with what is sent: another kernel places them."""
         return False
-
-    def place(self, _blocks: tuple[Counts, Counts, Counts], _target: torch.Tensor) -> None:
-        """Not called."""
-        raise NotImplementedError
 
     def post(self) -> None:
         """Do nothing: all is issued."""
@@ -306,10 +301,8 @@ class CopyDispatch(AbstractDispatch):
         self._landed = exchange.region(region, rows, layout.num_rows)
         self._outbox = exchange.outbox(region, rows)
         self._outbox.ready(source)
-        has_own = layout.num_own == 0
-        if not has_own and self._outbox.takes_own(layout.num_own):
-            self._outbox.place(layout.block_arrays(layout.rank, layout.rank, 0), self._landed)
-            has_own = True
+        own = partial(layout.block_arrays, layout.rank, layout.rank, 0)
+        has_own = layout.num_own == 0 or self._outbox.place(layout.num_own, own, self._landed)
         for peer, number in layout.outgoing():
             if number and not has_own:  # the first pieces are in transit
                 has_own = self._put_own(source)
@@ -374,10 +367,13 @@ class CopyCombine(AbstractCombine):
             sent, placed, num_rows = layout.block_arrays(source, rank, number)
             self._outbox.send(source, number, (placed - start, sent + first, num_rows))
         own = layout.sent(rank, rank, number)
-        if own.stop > own.start and self._outbox.takes_own(own.stop - own.start):
+
+        def own_blocks() -> Blocks:
             sent, placed, num_rows = layout.block_arrays(rank, rank, number)
-            self._outbox.place((placed - start, sent, num_rows), self._results)
-        elif own.stop > own.start:
+            return placed - start, sent, num_rows
+
+        num_own = own.stop - own.start
+        if num_own and not self._outbox.place(num_own, own_blocks, self._results):
             there = slice(own.start - layout.own.start, own.stop - layout.own.start)
             places = self._rows.sorting.own_places[there] - start
             torch.index_select(rows, 0, places, out=self._results[own])

@@ -5,7 +5,7 @@ The kernel awaits and sets the same flags as copy engines do, so a rank does not
 rank's own rows. It has run on a double of the GPU only: no GPU has run it.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, TypeAlias, final
 
 import numpy as np
@@ -18,11 +18,12 @@ from counterpoint.ops.light_kernels import VECTOR_BYTES, RowMoves, RowSignals, l
 from counterpoint.schedule.expert_choice import LIGHT
 from counterpoint.schedule.expert_layout import Counts
 
+Blocks: TypeAlias = tuple[Counts, Counts, Counts]  # first rows in the source and in the target, and numbers of rows
 Exchange: TypeAlias = Any  # an `ExpertCopies`, whose module imports this one
 STREAM = "light"
 
 
-def row_table(blocks: Iterable[tuple[int, int, tuple[Counts, Counts, Counts]]], row_bytes: int) -> tuple[Counts, int]:
+def row_table(blocks: Iterable[tuple[int, int, Blocks]], row_bytes: int) -> tuple[Counts, int]:
     """Return the kernel's table, and the number of rows.
 
     A block is the address of its first buffer, that of its second, and arrays of the first rows in both and of numbers of
@@ -44,7 +45,7 @@ class LightOutbox:
 
     def __init__(self, exchange: Exchange, region: ExpertRegion, row_bytes: int) -> None:
         self._exchange, self._region, self._row_bytes = exchange, region, row_bytes
-        self._blocks: list[tuple[int, int, tuple[Counts, Counts, Counts]]] = []
+        self._blocks: list[tuple[int, int, Blocks]] = []
         self._peers: list[tuple[int, int]] = []  # with the number of the piece
         self._source: torch.Tensor | None = None  # kept until the kernel is joined
         self._table: torch.Tensor | None = None
@@ -55,21 +56,22 @@ class LightOutbox:
         self._source = rows if rows.data_ptr() % VECTOR_BYTES == 0 else rows.clone()
         check("Readying rows", cu.cuEventRecord(self._exchange.ready, self._exchange.current()))
 
-    def send(self, peer: int, number: int, blocks: tuple[Counts, Counts, Counts]) -> None:
+    def send(self, peer: int, number: int, blocks: Blocks) -> None:
         """Add blocks for a peer; see `Outbox.send`."""
         self._add(self._exchange.address(self._region, peer), blocks)
         self._peers.append((peer, number))
         self.num_bytes += int(blocks[2].sum()) * self._row_bytes
 
-    def takes_own(self, num_rows: int) -> bool:
-        """Return whether the kernel places this rank's own rows: not where they are many, because it has few CTAs."""
-        return num_rows * self._row_bytes < LIGHT.below_pair_bytes
+    def place(self, num_rows: int, blocks: Callable[[], Blocks], target: torch.Tensor) -> bool:
+        """Add this rank's own blocks, which go to rows of `target`, unless they are too many for few CTAs. Return whether
+        they were added.
+        """
+        is_taken = num_rows * self._row_bytes < LIGHT.below_pair_bytes
+        if is_taken:
+            self._add(target.data_ptr(), blocks())
+        return is_taken
 
-    def place(self, blocks: tuple[Counts, Counts, Counts], target: torch.Tensor) -> None:
-        """Add this rank's own blocks, which go to rows of `target`."""
-        self._add(target.data_ptr(), blocks)
-
-    def _add(self, target: int, blocks: tuple[Counts, Counts, Counts]) -> None:
+    def _add(self, target: int, blocks: Blocks) -> None:
         assert self._source is not None, "ready() comes first"
         self._blocks.append((self._source.data_ptr(), target, blocks))
 
