@@ -217,7 +217,7 @@ def summary(operation: str, found: dict[str, dict[str, float]], pick: str) -> di
 def run_case(shape: ExpertShape, routing: str, arguments: argparse.Namespace) -> list[dict[str, object]]:
     """Both operations of one layer under one routing, and the whole layer where asked for."""
     layer = Layer(shape, routing, torch.device("cuda", torch.cuda.current_device()))
-    chosen = pick_pieces(layer.matrix, 2 * shape.dim, None)
+    chosen = pick_pieces(layer.matrix, 2 * shape.dim, None).number
     pick = f"copies {chosen}" if chosen else "library"
     made: dict[str, Callable[[], dict[str, Call]]] = {
         "dispatch": lambda: dispatch_calls(layer),

@@ -78,6 +78,9 @@ dtype_option = click.option(
     show_default=True,
     help="fp8, bf16, fp16, fp32 or fp64.",
 )
+backward_option = click.option(
+    "--backward", "is_backward", is_flag=True, help="Draw the backward pass of the same operator."
+)
 rank_option = _number("--rank", "rank", "R", "The rank to draw, from 0.", default=0)
 estimated_machine_option = machine_option("A machine's name or file (.toml).", default="h200")
 
@@ -138,7 +141,7 @@ def schedule() -> None:
     "N",
     f"Streams that pieces of the matmul take turns on, 1 or 2.  [default: {USUAL.num_compute_streams}]",
 )
-@click.option("--backward", "is_backward", is_flag=True, help="Draw the backward pass of the same operator.")
+@backward_option
 @rank_option
 @estimated_machine_option
 @json_option
@@ -199,6 +202,7 @@ def show(
     "--gated/--plain", "is_gated", default=True, show_default=True, help="Whether the first matmul has a gate, as in SwiGLU."
 )
 @_number("--groups", "num_groups", "N", f"Groups that each rank's experts are divided into, 1 to {MAX_CHUNKS}.")
+@backward_option
 @dtype_option
 @rank_option
 @estimated_machine_option
@@ -214,6 +218,7 @@ def experts(
     routing: str,
     is_gated: bool,
     num_groups: int | None,
+    is_backward: bool,
     dtype: DataType,
     rank: int,
     machine: str,
@@ -239,6 +244,7 @@ def experts(
                 num_hidden=num_hidden,
                 is_gated=is_gated,
                 element_bytes=ELEMENT_BYTES[dtype],
+                direction="backward" if is_backward else "forward",
             ),
             machine=load_machine(machine),
             description=None if num_groups is None else expert_description(num_ranks, num_groups),

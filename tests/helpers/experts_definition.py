@@ -46,16 +46,19 @@ class Experts:
             return [0] * num_experts
         return [chance.randint(0, 9) * (kind != "sparse" or chance.random() < 0.3) for _ in range(num_experts)]
 
+    @property
+    def part(self) -> slice:
+        """This rank's experts."""
+        return slice(self.rank * self.num_local, (self.rank + 1) * self.num_local)
+
     def own(self) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """This rank's tokens and weights, as leaves."""
-        part = slice(self.rank * self.num_local, (self.rank + 1) * self.num_local)
         tokens = self.tokens[self.rank].clone().requires_grad_()
-        return tokens, [weight[part].clone().requires_grad_() for weight in self.weights]
+        return tokens, [weight[self.part].clone().requires_grad_() for weight in self.weights]
 
     def own_biases(self) -> list[torch.Tensor]:
         """This rank's biases, as leaves."""
-        part = slice(self.rank * self.num_local, (self.rank + 1) * self.num_local)
-        return [bias[part].clone().requires_grad_() for bias in self.biases]
+        return [bias[self.part].clone().requires_grad_() for bias in self.biases]
 
     def expected(self, *, has_biases: bool = False) -> list[torch.Tensor]:
         """Results and gradients of this rank, from one process that has everything; those of biases last."""
@@ -71,9 +74,8 @@ class Experts:
             for rows, row in zip(tokens, self.counts, strict=True)
         ]
         torch.autograd.backward(results, [each.double() for each in self.gradients])
-        part = slice(self.rank * self.num_local, (self.rank + 1) * self.num_local)
         parameters = (*weights, *biases) if has_biases else weights
-        return [results[self.rank], tokens[self.rank].grad, *(each.grad[part] for each in parameters)]
+        return [results[self.rank], tokens[self.rank].grad, *(each.grad[self.part] for each in parameters)]
 
     def found(self, schedule: ScheduleDescription | None) -> list[torch.Tensor]:
         """The same by the operator."""

@@ -13,6 +13,9 @@ Call `overlap` before or after `fully_shard`, and before or after activation che
 a backward pass. In a model under torch.compile, the graph breaks at the experts, as in torchtitan.
 """
 
+from collections.abc import Mapping
+from typing import Any
+
 from torch import nn
 
 from counterpoint.errors import IntegrationError
@@ -21,24 +24,34 @@ from counterpoint.integrations.expert_layouts import shared_experts_of, spread_b
 from counterpoint.integrations.overlapped import Overlapped
 from counterpoint.integrations.routed_experts import SharedExperts, TorchtitanExperts, pass_on
 from counterpoint.integrations.transformers_experts import TransformersExperts
+from counterpoint.ops.expert_functions import OPERATORS
 from counterpoint.ops.expert_routing import require_experts_schedule
 from counterpoint.schedule import ScheduleDescription
 from counterpoint.value import require
 
-__all__ = ["Overlapped", "overlap", "waiting_experts"]
+# OPERATORS: what a policy of selective checkpointing sees instead of all-to-alls. If it saves them, no token is sent again.
+__all__ = ["OPERATORS", "Overlapped", "overlap", "waiting_experts"]
 
 NOUN = "expert layer"
 
 
-def overlap(module: nn.Module, *, schedule: ScheduleDescription | None = None, is_on: bool = True) -> Overlapped:
+def overlap(
+    module: nn.Module,
+    *,
+    schedule: ScheduleDescription | None = None,
+    keeps_tokens: bool = False,
+    is_on: bool = True,
+) -> Overlapped:
     """Let the routed experts within `module` communicate beside their own grouped matmuls; call it on every rank.
 
-    `schedule` overrides the choice by size for all of them. With `is_on=False` everything is prepared, and nothing
-    changes before `use(True)`. Raises `IntegrationError` if no experts are supported, or if some of them are already
-    overlapped.
+    `schedule` overrides the choice by size for all of them. With `keeps_tokens` ranks keep the tokens that reached their
+    experts instead of having them sent again in backward; the result tells how much memory that takes. With `is_on=False`
+    everything is prepared, and nothing changes before `use(True)`. Raises `IntegrationError` if no experts are supported, or
+    if some of them are already overlapped.
     """
     _check_arguments(module, schedule)
-    overlapped = Overlapped(is_on=is_on, noun=NOUN)
+    overlapped = Overlapped(is_on=is_on, noun=NOUN, keeps_tokens=keeps_tokens)
+    options = {"schedule": schedule, "keeps_tokens": keeps_tokens}
     found = [(name, each) for name, each in module.named_modules() if spread_by(each) is not None]
     twice = next((name for name, each in module.named_modules() if _is_overlapped(each)), None)
     require(
@@ -55,9 +68,9 @@ def overlap(module: nn.Module, *, schedule: ScheduleDescription | None = None, i
     layers = {id(layer._modules.get("experts")): layer for layer in module.modules() if "experts" in layer._modules}
     for name, experts in found:
         if spread_by(experts) == "torchtitan":
-            _take_torchtitan(overlapped, name, (experts, layers.get(id(experts))), schedule)
+            _take_torchtitan(overlapped, name, (experts, layers.get(id(experts))), options)
         else:
-            _take_transformers(overlapped, name, experts, schedule)
+            _take_transformers(overlapped, name, experts, options)
     overlapped.require_taken(f"No experts of {type(module).__name__}")
     overlapped.say_refused()
     return overlapped
@@ -86,7 +99,7 @@ def _is_served(experts: nn.Module) -> bool:
 
 
 def _take_torchtitan(
-    overlapped: Overlapped, name: str, modules: tuple[nn.Module, nn.Module | None], schedule: ScheduleDescription | None
+    overlapped: Overlapped, name: str, modules: tuple[nn.Module, nn.Module | None], options: Mapping[str, Any]
 ) -> None:
     """Take experts and the shared experts of the layer around them, if there are any."""
     experts, layer = modules
@@ -95,7 +108,7 @@ def _take_torchtitan(
         overlapped.refused[name] = layout
         return
     shared = None if layer is None else _take_shared(overlapped, layer)
-    forward = TorchtitanExperts(experts, layout, (overlapped.switch, schedule, shared))
+    forward = TorchtitanExperts(experts, layout, (overlapped.switch, options, shared))
     overlapped.take(name, experts, forward.run, forward.group.group_name)
     for hooks, key in ((experts._forward_pre_hooks, layout.input_hook), (experts._forward_hooks, layout.output_hook)):
         overlapped.replace_hook(hooks, key, pass_on(hooks[key], overlapped.switch))
@@ -112,12 +125,12 @@ def _take_shared(overlapped: Overlapped, layer: nn.Module) -> SharedExperts | No
     return forward
 
 
-def _take_transformers(overlapped: Overlapped, name: str, experts: nn.Module, schedule: ScheduleDescription | None) -> None:
+def _take_transformers(overlapped: Overlapped, name: str, experts: nn.Module, options: Mapping[str, Any]) -> None:
     reason = transformers_experts.refusal(experts)
     if reason:
         overlapped.refused[name] = reason
         return
-    forward = TransformersExperts(experts, overlapped.switch, schedule)
+    forward = TransformersExperts(experts, overlapped.switch, options)
     overlapped.take(name, experts, forward.run, forward.group.group_name)
 
 

@@ -29,8 +29,8 @@ class Overlapped:
     are not counted, because compiled code then contains nothing of Counterpoint's.
     """
 
-    def __init__(self, *, is_on: bool, noun: str = "linear") -> None:
-        self._noun = noun
+    def __init__(self, *, is_on: bool, noun: str = "linear", keeps_tokens: bool = False) -> None:
+        self._noun, self._keeps_tokens = noun, keeps_tokens
         self.taken: list[str] = []
         self.refused: dict[str, str] = {}
         self.switch = Switch(is_on=is_on)
@@ -65,6 +65,13 @@ class Overlapped:
     def num_bytes(self) -> int:
         """The bytes that this rank sent by copies."""
         return self._since(2)
+
+    @property
+    def most_kept_bytes(self) -> int:
+        """The most bytes that one call of experts made in forward for its backward pass: results, inputs of the activation
+        and, if they are kept, the tokens that arrived.
+        """
+        return max((calls.most_kept_bytes for calls, _, _ in self._counts.values()), default=0)
 
     def use(self, is_on: bool) -> None:
         """Let the modules run operators, or do exactly what they did before `overlap`. Call it between steps, on every
@@ -154,7 +161,8 @@ class Overlapped:
         sent = format_bytes(self.num_bytes)
         why = f" ({self.library_reason})" if self.num_by_library else ""
         counts = f"  {by_copies} by copies, which sent {sent} from this rank; {by_library} by the library{why}"
-        return capped("\n".join([*lines, counts]))
+        kept = f"  arrived tokens are kept: a call makes up to {format_bytes(self.most_kept_bytes)} for its backward pass"
+        return capped("\n".join([*lines, counts, *[kept] * self._keeps_tokens]))
 
     def _since(self, figure: int) -> int:
         return sum(_figures(counts)[figure] - before[figure] for counts, before, _ in self._counts.values())

@@ -5,7 +5,7 @@ expert and their counts, and returns the experts' results in the same order. One
 by grouped matmuls as they arrive, and brings results back.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, final
 
 import torch
@@ -18,7 +18,6 @@ from counterpoint.integrations.layouts import Hook
 from counterpoint.integrations.parallel_linears import Switch
 from counterpoint.integrations.sequence_shards import cast_for_matmul
 from counterpoint.ops import expert_ffn
-from counterpoint.schedule import ScheduleDescription
 
 
 @final
@@ -29,10 +28,11 @@ class TorchtitanExperts:
         self,
         experts: nn.Module,
         layout: SpreadLayout,
-        rest: tuple[Switch, ScheduleDescription | None, "SharedExperts | None"],
+        rest: tuple[Switch, Mapping[str, Any], "SharedExperts | None"],
     ) -> None:
+        """`rest`: the switch, options of `expert_ffn`, and the shared experts."""
         self._experts, self._forward = experts, experts.forward
-        self._switch, self._schedule, self._shared = rest
+        self._switch, self._options, self._shared = rest
         self._layout = layout
 
     @property
@@ -56,7 +56,7 @@ class TorchtitanExperts:
         operands = [each.bfloat16() if self._experts.use_grouped_mm else cast_for_matmul(each) for each in (given, *weights)]
         rows, w1, w2, w3 = operands
         beside = None if self._shared is None else self._shared.compute
-        named = {"group": self.group, "schedule": self._schedule, "beside": beside}
+        named = {"group": self.group, "beside": beside, **self._options}
         return expert_ffn(rows, num_tokens_per_expert, w1, w2, w3, **named).type_as(tokens)
 
 

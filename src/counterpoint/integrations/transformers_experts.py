@@ -5,6 +5,7 @@ Their tokens arrive unsorted, with the experts of each token and the weights of 
 sums exactly what `AllToAllEP` does; one operator does the part in between.
 """
 
+from collections.abc import Mapping
 from functools import partial
 from typing import Any, NamedTuple, final
 
@@ -19,7 +20,6 @@ from counterpoint.integrations.parallel_linears import Switch
 from counterpoint.integrations.routed_experts import local_part
 from counterpoint.integrations.sequence_shards import cast_for_matmul
 from counterpoint.ops import expert_ffn
-from counterpoint.schedule import ScheduleDescription
 
 NOT_SERVED = {
     "AllReduceEP": (
@@ -70,8 +70,9 @@ def _has_usual_gate(experts: nn.Module) -> bool:
 class TransformersExperts:
     """A module of experts whose tokens `AllToAllEP` sends."""
 
-    def __init__(self, experts: nn.Module, switch: Switch, schedule: ScheduleDescription | None) -> None:
-        self._experts, self._forward, self._switch, self._schedule = experts, experts.forward, switch, schedule
+    def __init__(self, experts: nn.Module, switch: Switch, options: Mapping[str, Any]) -> None:
+        """`options`: those of `expert_ffn`."""
+        self._experts, self._forward, self._switch, self._options = experts, experts.forward, switch, options
         self._implementation = implementation_of(experts)
         assert self._implementation is not None
         mesh: DeviceMesh = self._implementation.ep_mesh
@@ -133,7 +134,7 @@ class TransformersExperts:
         assert down is not None
         if self._experts.is_transposed:
             both, down = both.mT, down.mT
-        call = partial(expert_ffn, rows, counts, group=self.group, schedule=self._schedule)
+        call = partial(expert_ffn, rows, counts, group=self.group, **self._options)
         if not _has_usual_gate(self._experts):
             gate: Any = self._experts._apply_gate
             return call(both, down, biases=(of_both, of_down), activation=gate)

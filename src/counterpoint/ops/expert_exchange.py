@@ -98,11 +98,12 @@ class Sorting:
 
 
 class Rows(NamedTuple):
-    """The rows of one pass of a call."""
+    """The rows of one pass of a call. `is_light`: a light kernel is to send them, where there is one."""
 
     layout: ExpertLayout
     format: RowFormat
     sorting: Sorting
+    is_light: bool = False
 
 
 def _shifted(shift: torch.Tensor, counts: torch.Tensor, number: int) -> torch.Tensor:
@@ -125,6 +126,10 @@ class AbstractDispatch(ABC):
     @abstractmethod
     def all_rows(self) -> torch.Tensor:
         """Return the rows of all groups, each of which was read before."""
+
+    def kept_rows(self) -> torch.Tensor:
+        """Return the rows of all groups in memory that no later call reuses."""
+        return self.all_rows().clone()
 
     @abstractmethod
     def release(self) -> None:
@@ -155,6 +160,10 @@ class AbstractCombine(ABC):
 
 class AbstractExpertExchange(ABC):
     """Moves the rows of experts between the ranks of one group."""
+
+    def has_light_kernel(self, row_bytes: int) -> bool:
+        """Return whether a light kernel can send rows of this length; the same on all ranks."""
+        return False
 
     @abstractmethod
     def gather(self, row: torch.Tensor, beside: Callable[[torch.Tensor], None]) -> torch.Tensor:

@@ -86,6 +86,10 @@ class LibraryDispatch(AbstractDispatch):
         """See `AbstractDispatch.all_rows`."""
         return self._arrived
 
+    def kept_rows(self) -> torch.Tensor:
+        """See `AbstractDispatch.kept_rows`. They lie in memory of their own."""
+        return self._arrived
+
     def release(self) -> None:
         """See `AbstractDispatch.release`."""
 

@@ -5,7 +5,8 @@ Sends are posted when their rows are ready, and a rank receives a piece when it 
 Nothing overlaps here.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, final
 
 import torch
@@ -73,21 +74,19 @@ class Mail:
 
     def __init__(self, ranks: Ranks, region: ExpertRegion) -> None:
         self._group, self._agreement, self._watchdog = ranks
-        self._first_tag = int(region) * MAX_CHUNKS
+        self.region, self._first_tag = region, int(region) * MAX_CHUNKS
         self._sends: list[tuple[Any, torch.Tensor]] = []
         self.num_bytes = 0
 
     def send(self, peer: int, number: int, rows: torch.Tensor) -> None:
         """Post a piece."""
         as_bytes = rows.contiguous().view(torch.uint8)
-        work = dist.isend(as_bytes, dist.get_global_rank(self._group, peer), self._group, self._first_tag + number)
-        self._sends.append((work, as_bytes))
+        self._sends.append((self._post(dist.isend, peer, number, as_bytes), as_bytes))
         self.num_bytes += as_bytes.nbytes
 
     def receive(self, peer: int, number: int, rows: torch.Tensor) -> None:
         """Wait for a piece."""
-        peer = dist.get_global_rank(self._group, peer)
-        self._wait(dist.irecv(rows.view(torch.uint8), peer, self._group, self._first_tag + number))
+        self._wait(self._post(dist.irecv, peer, number, rows.view(torch.uint8)))
 
     def join(self) -> None:
         """Wait until all that was posted has been sent."""
@@ -95,10 +94,19 @@ class Mail:
             self._wait(work)
         self._sends.clear()
 
+    def _post(self, act: Callable[..., Any], peer: int, number: int, as_bytes: torch.Tensor) -> Any:
+        with self._noticing():
+            return act(as_bytes, dist.get_global_rank(self._group, peer), self._group, self._first_tag + number)
+
     def _wait(self, work: Any) -> None:
+        with self._noticing(), self._watchdog.waiting():
+            work.wait()
+
+    @contextmanager
+    def _noticing(self) -> Iterator[None]:
+        """Turn a lost connection into one line."""
         try:
-            with self._watchdog.waiting():
-                work.wait()
+            yield
         except RuntimeError as problem:
             what = "a rank of the group did not exchange the rows of its experts in time, or ended"
             raise self._agreement.give_up(what) from problem

@@ -2,8 +2,8 @@
 
 Rows are multiplied group by group of experts, each group as soon as all its rows have arrived, while the next group's rows
 are in transit; a group's results go back at once. In backward, the gradients of weights come last and hide the returning
-rows.
-Other ranks' tokens are not kept: they are sent again if weights need their gradients, beside the earlier matmuls.
+rows. Other ranks' tokens are sent again if weights need their gradients, beside the earlier matmuls, unless the call keeps
+them.
 """
 
 from collections.abc import Callable, Sequence
@@ -92,13 +92,14 @@ def ffn(
     beside: Callable[[], None] | None,
     operands: tuple[torch.Tensor, Layer],
     *,
-    is_differentiated: bool,
+    is_sent_again: bool,
+    keeps_tokens: bool,
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Run the whole layer. Return the results in the order of tokens, and the inputs of every group's activation, which
-    backward needs. `beside` is called when tokens are in transit.
+    """Run the whole layer. Return the results in the order of tokens, and what backward needs: the arrived tokens if the
+    call keeps them, and the inputs of every group's activation. `beside` is called when tokens are in transit.
     """
     tokens, (ups, down) = operands
-    regions = (DISPATCH, AGAIN, COMBINE) if is_differentiated else (DISPATCH, COMBINE)
+    regions = (DISPATCH, AGAIN, COMBINE) if is_sent_again else (DISPATCH, COMBINE)
     work, kept = Pass(routing, RowFormat.of(tokens), regions), list[torch.Tensor]()
     dispatch = work.dispatch(DISPATCH, tokens)
     combine = work.combine()
@@ -109,6 +110,8 @@ def ffn(
         inputs = [_linear(up, rows, group.experts, experts) for up in ups]
         combine.add(group.number, _linear(down, activate(activation, inputs), group.experts, experts))
         kept += inputs
+    if keeps_tokens:
+        kept.insert(0, dispatch.kept_rows())
     dispatch.release()
     results = combine.results()
     work.finish()
@@ -126,13 +129,17 @@ def ffn_backward(
     activation: Activation | None,
     tensors: tuple[tuple[torch.Tensor, Layer], Matrices, torch.Tensor],
     wanted: Wanted,
+    *,
+    keeps_tokens: bool,
 ) -> LayerGradients:
     """Return the gradients of `ffn`. `tensors` are its operands, what it kept, and the gradient of its results."""
     (tokens, (ups, down)), kept, gradient = tensors
-    regions = [region for region, is_used in zip(ExpertRegion, (True, wanted.ups, wanted.tokens), strict=True) if is_used]
+    rows, kept = (kept[0], kept[1:]) if keeps_tokens else (None, kept)
+    is_sent_again = wanted.ups and not keeps_tokens
+    regions = [region for region, is_used in zip(ExpertRegion, (True, is_sent_again, wanted.tokens), strict=True) if is_used]
     work = Pass(routing, RowFormat.of(tokens), regions)
     dispatch = work.dispatch(DISPATCH, gradient)
-    again = work.dispatch(AGAIN, tokens) if wanted.ups else None
+    again = work.dispatch(AGAIN, tokens) if is_sent_again else None
     combine = work.combine() if wanted.tokens else None
     widths = (down.weights.shape[2], *(up.weights.shape[1] for up in ups))
     hidden, *of_inputs = (tokens.new_empty(routing.num_rows, width) for width in widths)
@@ -149,8 +156,10 @@ def ffn_backward(
             combine.add(group.number, of_rows)
     of_down = _of_linear((dispatch.all_rows(), hidden if wanted.down else None), routing, has_bias=wanted.down_bias)
     dispatch.release()
-    rows = None if again is None else _all_arrived(again, routing)
-    of_ups = [_of_linear((of_input, rows), routing, has_bias=wanted.up_biases) for of_input in of_inputs]
+    rows = rows if again is None else _all_arrived(again, routing)
+    of_ups = [
+        _of_linear((of_input, rows if wanted.ups else None), routing, has_bias=wanted.up_biases) for of_input in of_inputs
+    ]
     if again is not None:
         again.release()
     of_tokens = combine.results() if combine is not None else None
@@ -174,31 +183,44 @@ def _all_arrived(dispatch: AbstractDispatch, routing: ExpertRouting) -> torch.Te
     return dispatch.all_rows()
 
 
-def dispatch_multiply(routing: ExpertRouting, tokens: torch.Tensor, linear: Linear) -> tuple[torch.Tensor, ...]:
-    """Return all ranks' tokens through this rank's experts' linear of (E, N, dim): (rows, N) of each group."""
+def dispatch_multiply(
+    routing: ExpertRouting, tokens: torch.Tensor, linear: Linear, *, keeps_tokens: bool
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Return all ranks' tokens through this rank's experts' linear of (E, N, dim), (rows, N) of each group; and the arrived
+    tokens if the call keeps them.
+    """
     work = Pass(routing, RowFormat.of(tokens), (DISPATCH, COMBINE))
     dispatch = work.dispatch(DISPATCH, tokens)
-    products = tuple(
+    products = [
         _linear(linear, dispatch.group(group.number), group.experts, experts)
         for group, experts in zip(routing.layout.groups, routing.groups, strict=True)
-    )
+    ]
+    kept = [dispatch.kept_rows()] if keeps_tokens else []
     dispatch.release()
     work.finish()
-    return products
+    return products, kept
 
 
 def dispatch_multiply_backward(
-    routing: ExpertRouting, tokens: torch.Tensor, weights: torch.Tensor, gradients: Matrices, wanted: Wanted
+    routing: ExpertRouting,
+    tensors: tuple[torch.Tensor, torch.Tensor | None],
+    weights: torch.Tensor,
+    gradients: Matrices,
+    wanted: Wanted,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-    """Return the gradients of tokens, weights and biases of `dispatch_multiply`."""
-    regions = [region for region, is_used in ((DISPATCH, wanted.ups), (COMBINE, wanted.tokens)) if is_used]
+    """Return the gradients of tokens, weights and biases of `dispatch_multiply`. `tensors` are its tokens, and those that
+    arrived, if they were kept."""
+    tokens, rows = tensors
+    is_sent_again = wanted.ups and rows is None
+    regions = [region for region, is_used in ((DISPATCH, is_sent_again), (COMBINE, wanted.tokens)) if is_used]
     work = Pass(routing, RowFormat.of(tokens), regions)
-    dispatch = work.dispatch(DISPATCH, tokens) if wanted.ups else None
+    dispatch = work.dispatch(DISPATCH, tokens) if is_sent_again else None
     combine = work.combine() if wanted.tokens else None
     if combine is not None:
         for group, experts in zip(routing.layout.groups, routing.groups, strict=True):
             combine.add(group.number, multiply(gradients[group.number], weights[group.experts], experts))
-    rows = None if dispatch is None else _all_arrived(dispatch, routing)
+    if dispatch is not None:
+        rows = _all_arrived(dispatch, routing)
     found = _of_linear((_joined(gradients, weights), rows), routing, has_bias=wanted.up_biases)
     if dispatch is not None:
         dispatch.release()

@@ -20,7 +20,7 @@ from counterpoint.ops.grouped_matmul import ExpertRows
 from counterpoint.ops.operator_call import calls_of
 from counterpoint.ops.runtime import Runtime
 from counterpoint.schedule import ScheduleDescription
-from counterpoint.schedule.expert_choice import size_for
+from counterpoint.schedule.expert_choice import is_light_for, size_for
 from counterpoint.schedule.expert_layout import Counts, ExpertLayout, Pairs, pair_rows
 
 NO_MEMORY = "a rank has no symmetric memory left for copies"
@@ -34,20 +34,22 @@ class ExpertRouting:
 
     `counts[source, destination, expert]`: rows from each rank for each of a rank's experts. `num_tokens`: rows of this
     rank's tokens. `num_rows`: rows that this rank's experts compute, by expert and then source. `num_pieces`: the most
-    groups of experts per rank; 0 if rows go by the library's all-to-all.
+    groups of experts per rank; 0 if rows go by the library's all-to-all. `gathered`: every rank's row of the exchange of
+    counts, on the host, from which `route_again` makes this routing.
     """
 
-    def __init__(self, runtime: Runtime, counted: tuple[Counts, Pairs], sorting: Sorting, num_pieces: int) -> None:
-        self.runtime, self.num_pieces = runtime, num_pieces
-        self.counts, pairs = counted
-        self.layout = ExpertLayout(self.counts, int(runtime.group.rank()), max(1, num_pieces), pairs)
+    def __init__(self, runtime: Runtime, counted: tuple[Counts, Counts, Pairs], sorting: Sorting, pieces: "Pieces") -> None:
+        self.runtime, (self.num_pieces, self._is_light) = runtime, pieces
+        found, self.counts, pairs = counted
+        self.gathered = torch.from_numpy(found)
+        self.layout = ExpertLayout(self.counts, int(runtime.group.rank()), max(1, self.num_pieces), pairs)
         self.num_tokens, self.num_rows = self.layout.num_tokens, self.layout.num_rows
         self._sorting = sorting
         sorting.layout = self.layout
 
     def rows(self, rows: RowFormat) -> Rows:
         """Return the rows of this call in this format."""
-        return Rows(self.layout, rows, self._sorting)
+        return Rows(self.layout, rows, self._sorting, self._is_light)
 
     # the following is read when the first copies are in transit
 
@@ -85,6 +87,10 @@ class ExpertRouting:
             return experts.library
         return experts.copies
 
+    def count_kept(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Count what a forward call keeps for backward, and what a checkpoint may save of it."""
+        calls_of(self.runtime.group.group_name).note_kept(sum(each.nbytes for each in tensors))
+
     def count(self, exchange: AbstractExpertExchange, num_sent_bytes: int) -> None:
         """Count a pass that has ended."""
         calls = calls_of(self.runtime.group.group_name)
@@ -121,7 +127,7 @@ def route(runtime: Runtime, call: Called) -> ExpertRouting:
     require_experts_schedule(call.schedule)
     experts = runtime.experts()
     counts = torch.as_tensor(call.counts).detach().flatten()
-    num_ranks, num_experts = int(runtime.group.size()), int(runtime.group.size()) * call.sizes[0]
+    num_experts = int(runtime.group.size()) * call.sizes[0]
     if counts.shape[0] != num_experts:
         runtime.refuse(
             f"{call.operator} needs a count for each of {num_experts} experts, {call.sizes[0]} on each rank; found "
@@ -134,13 +140,29 @@ def route(runtime: Runtime, call: Called) -> ExpertRouting:
     row[-1:].fill_(call.tokens.shape[0])
     sorting = Sorting(int(runtime.group.rank()), call.sizes[0])
     on_host = (experts.copies or experts.library).gather(row, sorting.prepare)
-    found = on_host.numpy().copy()  # the next call reuses the host's memory
+    return _routing(runtime, call, on_host.numpy().copy(), sorting)  # the next call reuses the host's memory
+
+
+def route_again(runtime: Runtime, call: Called, gathered: torch.Tensor) -> ExpertRouting:
+    """Return the routing of an earlier call from what it gathered; no rank is asked."""
+    sorting = Sorting(int(runtime.group.rank()), call.sizes[0])
+    sorting.prepare(gathered.to(call.tokens.device, non_blocking=True))
+    return _routing(runtime, call, gathered.numpy(), sorting)
+
+
+def _routing(runtime: Runtime, call: Called, found: Counts, sorting: Sorting) -> ExpertRouting:
+    """Return the routing of all ranks' rows of the exchange of counts: rows for each expert, and last their sum."""
+    num_ranks = int(runtime.group.size())
     shaped = found[:, :-1].reshape(num_ranks, num_ranks, -1)
     pairs = pair_rows(shaped)
     if [sum(row) for row in pairs] != found[:, -1].tolist() or found.min() < 0:
         _refuse_sums(call.operator, found)
-    pieces = 0 if experts.obstacle else pick_pieces(pairs, RowFormat.of(call.tokens).num_bytes, call.schedule)
-    return ExpertRouting(runtime, (shaped, pairs), sorting, pieces)
+    copies, row_bytes = runtime.experts().copies, RowFormat.of(call.tokens).num_bytes
+    pieces = Pieces(0)
+    if copies is not None:
+        has_light_kernel = copies.has_light_kernel(row_bytes)
+        pieces = pick_pieces(pairs, row_bytes, call.schedule, has_light_kernel=has_light_kernel)
+    return ExpertRouting(runtime, (found, shaped, pairs), sorting, pieces)
 
 
 def _refuse_sums(operator: str, found: Counts) -> NoReturn:
@@ -168,12 +190,24 @@ def require_experts_schedule(schedule: object) -> None:
         )
 
 
-def pick_pieces(pairs: Pairs, row_bytes: int, schedule: ScheduleDescription | None) -> int:
-    """Return in how many pieces each rank's experts are computed; 0 if rows go by the library's all-to-all.
+class Pieces(NamedTuple):
+    """In how many pieces each rank's experts are computed; 0 if rows go by the library's all-to-all. `is_light`: a light
+    kernel sends the only one.
+    """
 
-    `pairs[source][destination]` are rows of `row_bytes`. A schedule named by the caller decides.
+    number: int
+    is_light: bool = False
+
+
+def pick_pieces(
+    pairs: Pairs, row_bytes: int, schedule: ScheduleDescription | None, *, has_light_kernel: bool = False
+) -> Pieces:
+    """Return how a call's rows go. `pairs[source][destination]` are rows of `row_bytes`. A schedule named by the caller
+    decides.
     """
     if schedule is not None:
-        return 0 if schedule.is_sequential else schedule.chunks
-    most = max(max((*row[:rank], *row[rank + 1 :]), default=0) for rank, row in enumerate(pairs))
-    return size_for(most * row_bytes).num_groups
+        return Pieces(0 if schedule.is_sequential else schedule.chunks)
+    most = row_bytes * max(max((*row[:rank], *row[rank + 1 :]), default=0) for rank, row in enumerate(pairs))
+    if has_light_kernel and is_light_for(most):
+        return Pieces(1, is_light=True)
+    return Pieces(size_for(most).num_groups)

@@ -2,30 +2,18 @@
 matmuls run, and results return while the last ones run.
 
 A row is a token's copy for one expert; rows are sorted by expert. Counts say how many rows each expert gets; the ranks
-exchange them in every call. `expert_passes.py` has the order of computation.
+exchange them in every call. `expert_passes.py` has the order of computation, `expert_functions.py` what autograd and
+checkpointing see of a call.
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple, TypeAlias, TypeVar
+from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
-from torch.utils._python_dispatch import _disable_current_modes
 
-from counterpoint.ops.dispatch import refuse_second_derivative
-from counterpoint.ops.expert_passes import (
-    Layer,
-    Linear,
-    Wanted,
-    dispatch_multiply,
-    dispatch_multiply_backward,
-    ffn,
-    ffn_backward,
-    multiply_combine,
-    multiply_combine_backward,
-)
-from counterpoint.ops.expert_routing import Called, ExpertRouting, TokensPerExpert, route
+from counterpoint.ops.expert_functions import Combine, Dispatch, ExpertCall, ExpertFfn
+from counterpoint.ops.expert_routing import Called, ExpertRouting, TokensPerExpert
 from counterpoint.ops.gated_activation import Activation
 from counterpoint.ops.grouped_matmul import obstacle_to_fp8
 from counterpoint.ops.runtime import Runtime, group_or_world, runtime_of, runtime_of_group
@@ -33,7 +21,6 @@ from counterpoint.schedule import ScheduleDescription
 
 Group: TypeAlias = dist.ProcessGroup
 Biases: TypeAlias = Sequence[torch.Tensor | None]
-T = TypeVar("T")
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # the host waits for counts within
@@ -50,6 +37,7 @@ def expert_ffn(
     activation: Activation | None = None,
     schedule: ScheduleDescription | None = None,
     beside: Callable[[], None] | None = None,
+    keeps_tokens: bool = False,
 ) -> torch.Tensor:
     """Run the experts' feed-forward layers on this rank's tokens, each on the rank that holds its expert: (T, dim) ->
     (T, dim).
@@ -67,9 +55,10 @@ def expert_ffn(
     feature of a weight has its own scale. Gradients are computed in bf16, as if nothing had been rounded.
 
     `beside` is called once, in forward, as soon as tokens are in transit: its computation on the current stream hides
-    them, and has its own gradients. Without a `schedule`, `expert_choice.py` decides whether rows go by copies and in
-    how many pieces. All ranks call it together, with the same sizes of experts. The host waits for the counts, in
-    forward only. The same tensors must need gradients on all ranks. Raises `OperatorError`.
+    them, and has its own gradients. With `keeps_tokens` a rank keeps the tokens that its experts got, for the gradients of
+    w1 and w3; otherwise they are sent again in backward. Without a `schedule`, `expert_choice.py` decides whether rows go
+    by copies and in how many pieces. All ranks call it together, with the same sizes of experts and the same options. The
+    host waits for the counts, in forward only. The same tensors must need gradients on all ranks. Raises `OperatorError`.
     """
     weights = [w1, w2] if w3 is None else [w1, w2, w3]
     runtime = _runtime_for("expert_ffn", tokens, weights, group)
@@ -82,9 +71,9 @@ def expert_ffn(
     if problem:
         runtime.refuse(problem)
     sizes = (w1.shape[0], len(weights), *w1.shape[1:], *_sizes_of_biases(added), *(w2.shape[2:] if is_joined else ()))
-    routing = _routed(runtime, Called("expert_ffn", tokens, tokens_per_expert, sizes, schedule))
-    call = _Call(routing, activation, None if beside is None else _with_gradients(beside), is_fp8)
-    found: torch.Tensor = _ExpertFfn.apply(call, tokens, *weights, *added)
+    called = Called("expert_ffn", tokens, tokens_per_expert, sizes, schedule)
+    call = ExpertCall(runtime, called, activation=activation, beside=beside, is_fp8=is_fp8, keeps_tokens=keeps_tokens)
+    found: torch.Tensor = ExpertFfn.apply(call, tokens, *weights, *added)
     return found
 
 
@@ -97,13 +86,14 @@ def dispatch_grouped_matmul(
     *,
     bias: torch.Tensor | None = None,
     schedule: ScheduleDescription | None = None,
+    keeps_tokens: bool = False,
 ) -> tuple[tuple[torch.Tensor, ...], ExpertRouting]:
     """Run the first half of `expert_ffn`: all ranks' tokens for this rank's experts, times these experts' weights, plus the
     bias.
 
     (T, dim), (E, N, dim), (E, N) -> (rows, N) of each group of experts that was computed together; none if no rows came.
     Rows are in the order of experts, and within an expert in the order of source ranks. The routing says how many there
-    are, and `grouped_matmul_combine` uses it to bring rows back. Raises `OperatorError`.
+    are, and `grouped_matmul_combine` uses it to bring rows back. `keeps_tokens` as in `expert_ffn`. Raises `OperatorError`.
     """
     runtime = _runtime_for("dispatch_grouped_matmul", tokens, [weights], group)
     name = "dispatch_grouped_matmul"
@@ -112,8 +102,9 @@ def dispatch_grouped_matmul(
     if problem:
         runtime.refuse(problem)
     sizes = (*weights.shape, *_sizes_of_biases([bias]))
-    routing = _routed(runtime, Called(name, tokens, tokens_per_expert, sizes, schedule))
-    return _Dispatch.apply(routing, tokens, weights, bias), routing
+    call = ExpertCall(runtime, Called(name, tokens, tokens_per_expert, sizes, schedule), keeps_tokens=keeps_tokens)
+    found: tuple[torch.Tensor, ...] = Dispatch.apply(call, tokens, weights, bias)
+    return found, call.routing
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # as the first half
@@ -130,139 +121,8 @@ def grouped_matmul_combine(
     problem = problem or _problem_of_biases("grouped_matmul_combine", [weights], [bias])
     if problem:
         routing.runtime.refuse(problem)
-    found: torch.Tensor = _Combine.apply(routing, weights, bias, *inputs)
+    found: torch.Tensor = Combine.apply(routing, weights, bias, *inputs)
     return found
-
-
-class _Call(NamedTuple):
-    """The arguments of a call of the whole layer other than tensors."""
-
-    routing: ExpertRouting
-    activation: Activation | None
-    beside: Callable[[], None] | None
-    is_fp8: bool
-
-
-class _ExpertFfn(torch.autograd.Function):  # type: ignore[misc]  # torch is untyped here
-    """The layer as one autograd function. Dispatch modes, such as selective checkpointing's, do not see inside: they
-    would handle its matmuls one by one.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, call: _Call, tokens: torch.Tensor, *layer: torch.Tensor | None) -> torch.Tensor:
-        operands = [tokens.contiguous(), *map(_in_place, layer)]
-        with _unseen():
-            layer_of_call = _as_layer(operands, is_fp8=call.is_fp8)
-            results, kept = ffn(*call[:3], layer_of_call, is_differentiated=any(ctx.needs_input_grad))
-        ctx.call, ctx.num_operands = call._replace(beside=None), len(operands)
-        ctx.save_for_backward(*operands, *kept)
-        return results
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        refuse_second_derivative("expert_ffn")
-        saved = ctx.saved_tensors  # checkpointing allows one read
-        operands, kept = saved[: ctx.num_operands], saved[ctx.num_operands :]
-        _, of_tokens, *of_layer = ctx.needs_input_grad
-        (of_first, of_down, *of_third), biases = _halves(of_layer)
-        first_bias, down_bias, *third_bias = biases
-        wanted = Wanted(of_tokens, any((of_first, *of_third)), of_down, any((first_bias, *third_bias)), down_bias)
-        call: _Call = ctx.call
-        with _unseen():
-            tensors = _as_layer(operands), kept, gradient.contiguous()
-            found = ffn_backward(call.routing, call.activation, tensors, wanted)
-        first, *third = found.ups
-        of_weights, of_biases = zip(first, found.down, *third, strict=True)
-        asked = zip(of_layer, (*of_weights, *of_biases), strict=True)
-        return None, found.tokens, *(each if is_wanted else None for is_wanted, each in asked)
-
-
-class _Dispatch(torch.autograd.Function):  # type: ignore[misc]  # torch is untyped here
-    @staticmethod
-    def forward(
-        ctx: Any, routing: ExpertRouting, tokens: torch.Tensor, weights: torch.Tensor, bias: torch.Tensor | None
-    ) -> tuple[torch.Tensor, ...]:
-        ctx.routing = routing
-        tokens, weights = tokens.contiguous(), _in_place(weights)
-        ctx.save_for_backward(tokens, weights)
-        with _unseen():
-            return dispatch_multiply(routing, tokens, Linear(weights, bias))
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        refuse_second_derivative("dispatch_grouped_matmul")
-        _, of_tokens, of_weights, of_bias = ctx.needs_input_grad
-        tokens, weights = ctx.saved_tensors
-        with _unseen():
-            wanted = Wanted(tokens=of_tokens, ups=of_weights, up_biases=of_bias)
-            found = dispatch_multiply_backward(ctx.routing, tokens, weights, _dense(gradients), wanted)
-        return None, *found
-
-
-class _Combine(torch.autograd.Function):  # type: ignore[misc]  # torch is untyped here
-    @staticmethod
-    def forward(
-        ctx: Any, routing: ExpertRouting, weights: torch.Tensor, bias: torch.Tensor | None, *inputs: torch.Tensor
-    ) -> torch.Tensor:
-        ctx.routing = routing
-        weights, groups = _in_place(weights), _dense(inputs)
-        ctx.save_for_backward(weights, *groups)
-        with _unseen():
-            return multiply_combine(routing, groups, Linear(weights, bias))
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        refuse_second_derivative("grouped_matmul_combine")
-        _, of_weights, of_bias, *of_inputs = ctx.needs_input_grad
-        weights, *inputs = ctx.saved_tensors
-        with _unseen():
-            wanted = Wanted(tokens=any(of_inputs), down=of_weights, down_bias=of_bias)
-            found, of_linear = multiply_combine_backward(ctx.routing, inputs, weights, gradient.contiguous(), wanted)
-        return None, *of_linear, *found
-
-
-def _halves(layer: Sequence[T]) -> tuple[Sequence[T], Sequence[T]]:
-    """Split a sequence into the half for weights and the half for their biases."""
-    number = len(layer) // 2
-    return layer[:number], layer[number:]
-
-
-def _as_layer(operands: Sequence[Any], *, is_fp8: bool = False) -> tuple[torch.Tensor, Layer]:
-    """Return the tokens, and the layer of the weights and biases."""
-    tokens, *layer = operands
-    first, down, *third = (Linear(*each, is_fp8) for each in zip(*_halves(layer), strict=True))
-    return tokens, Layer([first, *third], down)
-
-
-def _with_gradients(beside: Callable[[], None]) -> Callable[[], None]:
-    """Run what is called within an operator, with gradients if they are on here."""
-    is_enabled = torch.is_grad_enabled()
-
-    def call() -> None:
-        with torch.set_grad_enabled(is_enabled):
-            beside()
-
-    return call
-
-
-def _routed(runtime: Runtime, call: Called) -> ExpertRouting:
-    with torch.no_grad(), _unseen():
-        return route(runtime, call)
-
-
-def _unseen() -> AbstractContextManager[object]:
-    """Hide calls from dispatch modes."""
-    is_seen = torch._C._len_torch_dispatch_stack() > 0
-    return _disable_current_modes() if is_seen else nullcontext()
-
-
-def _dense(operands: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    return [each.contiguous() for each in operands]
-
-
-def _in_place(weights: Any) -> Any:
-    """Return the weights themselves if matmuls can read their layout, and a copy otherwise. None stays None."""
-    return weights if weights is None or weights.dim() < 3 or 1 in weights.stride()[-2:] else weights.contiguous()
 
 
 def _runtime_for(operator: str, tokens: object, weights: Sequence[object], group: Group | None) -> Runtime:

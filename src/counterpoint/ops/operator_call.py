@@ -31,23 +31,28 @@ class TorchPass(NamedTuple):
 
 @final
 class CallCounts:
-    """Calls of operators so far, forward and backward: the calls whose rows were copied, and the bytes that they sent from
-    this rank; the calls that ran the library's collective, and their number by reason.
+    """Calls of operators so far, forward and backward: the calls whose rows were copied, by copy engines or by a light
+    kernel, and the bytes that they sent from this rank; the calls that ran the library's collective, and their number by
+    reason. `most_kept_bytes`: the most that one forward call of experts made for its backward pass.
 
     A call counts where the operator runs, so code made by torch.compile counts as well. A CUDA graph that holds a call
     counts once, when it is captured.
     """
 
-    __slots__ = ("by_reason", "num_by_copies", "num_by_library", "num_bytes")
+    __slots__ = ("by_reason", "most_kept_bytes", "num_by_copies", "num_by_library", "num_bytes")
 
     def __init__(self) -> None:
-        self.num_by_copies = self.num_by_library = self.num_bytes = 0
+        self.num_by_copies = self.num_by_library = self.num_bytes = self.most_kept_bytes = 0
         self.by_reason: dict[str, int] = {}
 
     def add_library(self, reason: str) -> None:
         """Count a call that ran the library's collective."""
         self.num_by_library += 1
         self.by_reason[reason] = self.by_reason.get(reason, 0) + 1
+
+    def note_kept(self, num_bytes: int) -> None:
+        """Note what a forward call made for its backward pass."""
+        self.most_kept_bytes = max(self.most_kept_bytes, num_bytes)
 
     def add(self, picked: PickedSchedule) -> None:
         """Count a call that ran this schedule."""

@@ -23,7 +23,7 @@ from counterpoint.schedule.expert_estimate import (
     expert_computation_us,
     expert_ordering_us,
 )
-from counterpoint.schedule.expert_schedules import STAGES, ExpertProblem, make_expert_schedule
+from counterpoint.schedule.expert_schedules import ExpertProblem, make_expert_schedule
 from counterpoint.schedule.heuristic import RankedSchedule
 from counterpoint.sim.nodes import check_ranks
 from counterpoint.units import format_bytes, format_change, format_count, format_us
@@ -107,9 +107,10 @@ def print_experts(console: Console, found: ExpertSummary) -> None:
     picks.
     """
     problem, routing = found.problem, found.problem.routing
+    name = problem.operation + (" backward" if problem.direction == "backward" else "")
     sizes = f"rows of {problem.num_inner}, hidden size {problem.num_hidden}"
     experts = f"{format_count(routing.num_local_experts, 'expert')} on each of {format_count(routing.num_ranks, 'rank')}"
-    console.print(Text.assemble((problem.operation, "bold"), f" of {sizes}, {experts}, machine {found.machine}"))
+    console.print(Text.assemble((name, "bold"), f" of {sizes}, {experts}, machine {found.machine}"))
     console.print()
     console.print(_times(found))
     console.print()
@@ -159,23 +160,25 @@ def _rows(found: ExpertSummary) -> object:
 
 def _remarks(found: ExpertSummary) -> list[str]:
     traffic = found.traffic
+    used = "a light kernel" if found.pick.is_light else found.pick.description.label()
     return [
         LEGEND,
         f"Rank {found.rank} issues {format_count(traffic.num_copies, 'copy', 'copies')} of "
         f"{format_bytes(traffic.num_sent_bytes)} in all, {format_count(traffic.num_matmuls, 'grouped matmul')}; "
         f"{format_bytes(traffic.symmetric_bytes)} of symmetric memory on each rank.",
         f"Checked: {', '.join(found.checks)}.",
-        f"For these sizes, a call uses {found.pick.description.label()}: {found.pick.reason}.",
+        f"For these sizes, a call uses {used}: {found.pick.reason}.",
     ]
 
 
 def _sequential_lanes(problem: ExpertProblem, machine: Machine) -> tuple[StreamLane, ...]:
     """Return the library's all-to-alls, and the kernels that reorder and multiply rows, as two lanes."""
-    stages = STAGES[problem.operation]
-    exchange_us = expert_communication_us(problem, machine) / (stages.is_dispatched + stages.is_combined)
+    stages = problem.stages
+    exchange_us = expert_communication_us(problem, machine) / stages.num_exchanges
     before_us, after_us = expert_ordering_us(problem, machine)
     matmuls_us = expert_computation_us(problem, machine)
-    parts = [("exchange", exchange_us if stages.is_dispatched else 0.0), ("order", before_us), ("matmul", matmuls_us)]
+    arriving_us = exchange_us * (stages.is_dispatched + stages.is_sent_again)
+    parts = [("exchange", arriving_us), ("order", before_us), ("matmul", matmuls_us)]
     parts += [("order", after_us), ("exchange", exchange_us if stages.is_combined else 0.0)]
     exchanges: list[LaneSpan] = []
     kernels: list[LaneSpan] = []

@@ -6,10 +6,10 @@ Contents are kept as runs of rows, so sizes do not matter. A row of a result is 
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from counterpoint.schedule.actions import Action, CopySchedule, Region, split
+from counterpoint.schedule.actions import Action, CopySchedule, Pass, Region, split
 from counterpoint.schedule.generate import scheduled_pass
 from counterpoint.schedule.operations import OPERATORS, Content, PassDefinition
 from counterpoint.schedule.routing import Routing
@@ -24,7 +24,9 @@ class Weight(NamedTuple):
     layer: int = 0
 
 
-ACTIVATION = Weight(rank=-1)  # stands for the elementwise function among the weights
+ACTIVATION = Weight(rank=-1)  # stands for the elementwise function, or its derivative, among the weights
+PLACED = ("inputs", "kept")  # given rows that lie where the experts are
+Chain = tuple[str, tuple[int, ...]]
 
 
 class Term(NamedTuple):
@@ -109,6 +111,8 @@ def delivery_faults(schedule: CopySchedule) -> Iterator[str]:
         for rank in range(schedule.num_ranks):
             if counts[rank] != 1:
                 yield f"rank {rank} computes its weight gradient {counts[rank]} times"
+    if schedule.routing is not None:
+        yield from _expert_gradient_faults(schedule, contents)
     for rank in range(schedule.num_ranks):
         expected = _merged(_defined(schedule, rank))
         product = Region(rank=rank, buffer="product", start=0, stop=expected[-1].stop if expected else 0)
@@ -119,7 +123,8 @@ def delivery_faults(schedule: CopySchedule) -> Iterator[str]:
 def _defined(schedule: CopySchedule, rank: int) -> Iterable[Run]:
     """Return a rank's product by definition."""
     if schedule.routing is not None:
-        return expert_contents(schedule.routing, schedule.operation, rank)
+        defined = _expert_pass(schedule)
+        return expert_contents(schedule.routing, rank, defined.product, is_returned=defined.is_returned)
     return _runs_of(_pass_of(schedule).product, schedule, rank)
 
 
@@ -128,32 +133,74 @@ def _pass_of(schedule: CopySchedule) -> PassDefinition:
     return next(scheduled_pass(name, schedule.direction) for name in OPERATORS if name == schedule.operation)
 
 
-def expert_contents(routing: Routing, operation: str, rank: int) -> Iterator[Run]:
-    """Return, expert by expert, what the result of an operator for experts must hold on a rank.
+def _expert_pass(schedule: CopySchedule) -> "ExpertPass":
+    return EXPERT_PASSES[schedule.operation, schedule.direction]
+
+
+class ExpertPass(NamedTuple):
+    """What a pass for experts computes, as (given buffer, layers of the weights that its rows are multiplied with; -1 is
+    the activation): the product, and the operands of the gradients of weights.
+    """
+
+    product: Chain
+    is_returned: bool
+    gradients: tuple[tuple[Chain, Chain], ...] = ()
+
+
+EXPERT_PASSES: dict[tuple[str, Pass], ExpertPass] = {
+    ("dispatch_grouped_matmul", "forward"): ExpertPass(("tokens", (0,)), is_returned=False),
+    ("grouped_matmul_combine", "forward"): ExpertPass(("inputs", (1,)), is_returned=True),
+    ("expert_ffn", "forward"): ExpertPass(("tokens", (0, -1, 1)), is_returned=True),
+    ("dispatch_grouped_matmul", "backward"): ExpertPass(
+        ("inputs", (0,)), is_returned=True, gradients=((("inputs", ()), ("tokens", ())),)
+    ),
+    ("grouped_matmul_combine", "backward"): ExpertPass(
+        ("gradient", (1,)), is_returned=False, gradients=((("gradient", ()), ("kept", ())),)
+    ),
+    ("expert_ffn", "backward"): ExpertPass(
+        ("gradient", (1, -1, 0)),
+        is_returned=True,
+        gradients=((("gradient", ()), ("kept", (-1,))), (("gradient", (1, -1)), ("tokens", ()))),
+    ),
+}
+
+
+def expert_contents(routing: Routing, rank: int, chain: Chain, *, is_returned: bool) -> Iterator[Run]:
+    """Return, expert by expert, what a rank must hold of given rows that were multiplied: of the rows that its experts
+    compute, or of those that return to it.
 
     At the rank that computes, rows are in the order of experts, then of sources; at their source, in the order of experts.
     """
     number, ranks = routing.num_local_experts, range(routing.num_ranks)
-    weights: dict[str, Callable[[int, int], tuple[Weight, ...]]] = {
-        "dispatch_grouped_matmul": lambda owner, expert: (Weight(owner, expert, 0),),
-        "grouped_matmul_combine": lambda owner, expert: (Weight(owner, expert, 1),),
-        "expert_ffn": lambda owner, expert: (Weight(owner, expert, 0), ACTIVATION, Weight(owner, expert, 1)),
-    }
-    is_dispatch = operation == "dispatch_grouped_matmul"
-    blocks = itertools.product(range(number), ranks) if is_dispatch else itertools.product(ranks, range(number))
+    given, layers = chain
+    blocks = itertools.product(ranks, range(number)) if is_returned else itertools.product(range(number), ranks)
     start = 0
     for one, other in blocks:
-        source, destination, expert = (other, rank, one) if is_dispatch else (rank, one, other)
+        source, destination, expert = (rank, one, other) if is_returned else (other, rank, one)
         rows = routing.of_pair(source, destination)[expert]
         before_sent = sum(routing.counts[source][: destination * number + expert])
         before_placed = sum(sum(routing.of_pair(each, destination)[:expert]) for each in ranks)
         before_placed += sum(routing.of_pair(each, destination)[expert] for each in range(source))
-        is_placed = operation == "grouped_matmul_combine"
-        owner, buffer, first = (destination, "inputs", before_placed) if is_placed else (source, "tokens", before_sent)
-        yield Run(
-            start, start + rows, Counter({Term(owner, buffer, first - start, weights[operation](destination, expert)): 1})
-        )
+        owner, first = (destination, before_placed) if given in PLACED else (source, before_sent)
+        weights = tuple(ACTIVATION if layer < 0 else Weight(destination, expert, layer) for layer in layers)
+        yield Run(start, start + rows, Counter({Term(owner, given, first - start, weights): 1}))
         start += rows
+
+
+def _expert_gradient_faults(schedule: CopySchedule, contents: Contents) -> Iterator[str]:
+    """Yield a fault of each rank that does not compute each gradient of weights once, from all rows of its experts."""
+    routing = schedule.routing
+    assert routing is not None, "a schedule for experts"
+    defined = _expert_pass(schedule)
+    for rank in range(schedule.num_ranks):
+        wanted = [
+            [_merged(expert_contents(routing, rank, chain, is_returned=False)) for chain in each]
+            for each in defined.gradients
+        ]
+        actions = [each for each in schedule.actions if each.kind == "weight_gradient" and each.rank == rank]
+        found = [[_merged(contents.read(region)) for region in action.reads] for action in actions]
+        if found != wanted * any(routing.expert_rows(rank)):
+            yield f"the gradients of weights of rank {rank} are not what {schedule.operation} defines"
 
 
 def _apply(contents: Contents, action: Action, position: int, schedule: CopySchedule) -> Iterator[str]:
@@ -162,18 +209,25 @@ def _apply(contents: Contents, action: Action, position: int, schedule: CopySche
         return
     read = [contents.read(region) for region in action.reads]
     if action.kind == "weight_gradient":
-        yield from _weight_gradient_faults(schedule, action, read)
+        if schedule.routing is None:
+            yield from _weight_gradient_faults(schedule, action, read)
         return
     if not _lengths_fit(action):
         yield f"action {position} ({action.kind}) reads and writes different numbers of rows"
         return
+    if action.expert_rows and (sum(action.expert_rows) != action.reads[0].num_rows or len(action.reads) != 1):
+        yield f"action {position} multiplies {action.expert_rows} rows of experts, but reads {action.reads[0].num_rows}"
+        return
+    _write(contents, action, read)
+
+
+def _write(contents: Contents, action: Action, read: Sequence[list[Run]]) -> None:
+    """Write what an action makes of what it read."""
     if action.expert_rows:
-        if sum(action.expert_rows) != action.reads[0].num_rows or len(action.reads) != 1:
-            yield f"action {position} multiplies {action.expert_rows} rows of experts, but reads {action.reads[0].num_rows}"
-            return
         contents.write(action.writes[0], _times_experts(read[0], action))
     elif action.kind == "activate":
-        contents.write(action.writes[0], _times(read[0], ACTIVATION))
+        for region, runs in zip(action.writes, read, strict=True):
+            contents.write(region, _times(runs, ACTIVATION))
     elif action.kind in ("copy", "place"):
         for region, runs in zip(action.writes, read, strict=True):
             contents.write(region, runs)

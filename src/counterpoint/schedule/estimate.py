@@ -230,7 +230,8 @@ def _compute(action: Action, clock: Clock, columns: dict[str, int], where: tuple
     if action.kind == "activate":
         return sms.fill(ready_us, clock.activation_us(_num_elements([*action.reads, *action.writes], columns)))
     if action.expert_rows:
-        sizes = columns[action.reads[0].buffer], columns[action.writes[0].buffer]
+        others = action.reads[1:] or action.writes  # the gradient of weights has both operands' columns
+        sizes = columns[action.reads[0].buffer], columns[others[0].buffer]
         return sms.run(ready_us, clock.grouped_piece(action.expert_rows, *sizes), clock.smoothing)
     if action.kind == "weight_gradient":
         left, right = action.reads

@@ -10,7 +10,7 @@ from counterpoint.machine import Machine
 from counterpoint.schedule.actions import CopySchedule, Problem
 from counterpoint.schedule.costs import DEFAULT_COSTS, Clock, Costs
 from counterpoint.schedule.estimate import Estimate, estimate
-from counterpoint.schedule.expert_schedules import STAGES, ExpertProblem
+from counterpoint.schedule.expert_schedules import ExpertProblem
 from counterpoint.schedule.routing import Routing
 
 ORDERING_PASSES = (
@@ -31,7 +31,7 @@ def expert_communication_us(problem: ExpertProblem, machine: Machine, costs: Cos
     if not any(routing.num_landing(rank) for rank in range(routing.num_ranks)):
         return 0.0
     share = (routing.num_ranks - 1) / routing.num_ranks
-    return _num_exchanges(problem) * clock.collective_us(round(_slowest_rows(routing) * problem.num_inner * share))
+    return problem.stages.num_exchanges * clock.collective_us(round(_slowest_rows(routing) * problem.num_inner * share))
 
 
 def expert_computation_us(problem: ExpertProblem, machine: Machine, costs: Costs = DEFAULT_COSTS) -> float:
@@ -51,8 +51,9 @@ def expert_ordering_us(problem: ExpertProblem, machine: Machine, costs: Costs = 
     routing, clock = problem.routing, Clock(_as_equal(problem), machine, costs)
     most = max(routing.num_grouped(rank) for rank in range(routing.num_ranks))
     pass_us = clock.activation_us(2 * most * problem.num_inner) if most else 0.0
-    stages = STAGES[problem.operation]
-    return ORDERING_PASSES * pass_us * stages.is_dispatched, pass_us * stages.is_combined
+    stages = problem.stages
+    num_arrivals = stages.is_dispatched + stages.is_sent_again
+    return ORDERING_PASSES * pass_us * num_arrivals, pass_us * stages.is_combined
 
 
 def estimate_experts_ideal(problem: ExpertProblem, machine: Machine, costs: Costs = DEFAULT_COSTS) -> float:
@@ -60,14 +61,9 @@ def estimate_experts_ideal(problem: ExpertProblem, machine: Machine, costs: Cost
     all-to-alls or copies without a pause."""
     routing, clock = problem.routing, Clock(_as_equal(problem), machine, costs)
     most = max(max(routing.num_landing(rank), routing.num_returning(rank)) for rank in range(routing.num_ranks))
-    copied_us = _num_exchanges(problem) * clock.copies_us(most * problem.num_inner) if most else 0.0
+    copied_us = problem.stages.num_exchanges * clock.copies_us(most * problem.num_inner) if most else 0.0
     alone_us = min(copied_us, expert_communication_us(problem, machine, costs))
     return max(alone_us, expert_computation_us(problem, machine, costs))
-
-
-def _num_exchanges(problem: ExpertProblem) -> int:
-    stages = STAGES[problem.operation]
-    return stages.is_dispatched + stages.is_combined
 
 
 def _slowest_rows(routing: Routing) -> int:
@@ -78,26 +74,28 @@ def _slowest_rows(routing: Routing) -> int:
 
 
 def _computed_us(problem: ExpertProblem, clock: Clock, rank: int) -> float:
-    routing, stages = problem.routing, STAGES[problem.operation]
-    sources = (routing.of_pair(source, rank) for source in range(routing.num_ranks))
-    rows = tuple(map(sum, zip(*sources, strict=True)))
+    stages, rows = problem.stages, problem.routing.expert_rows(rank)
     if not any(rows):
         return 0.0
     taken_us = 0.0
     if stages.is_dispatched:
-        taken_us += clock.grouped_us(rows, problem.num_inner, problem.num_first_columns)
+        taken_us += clock.grouped_us(rows, problem.num_inner, problem.num_made_columns)
     if stages.is_dispatched and stages.is_combined:
-        taken_us += clock.activation_us(sum(rows) * (problem.num_first_columns + problem.num_hidden))
+        num_columns = problem.num_first_columns + problem.num_hidden
+        taken_us += clock.activation_us(sum(rows) * num_columns * (1 if problem.direction == "forward" else 2))
     if stages.is_combined:
-        taken_us += clock.grouped_us(rows, problem.num_hidden, problem.num_inner)
+        taken_us += clock.grouped_us(rows, problem.num_taken_columns, problem.num_inner)
+    for *_, name in stages.gradients:
+        others = problem.num_first_columns if name == "first_gradient" else problem.num_hidden
+        taken_us += clock.grouped_us(rows, others, problem.num_inner)
     return taken_us
 
 
 def _as_equal(problem: ExpertProblem) -> Problem:
     """Return a problem of equal blocks with the average rank's rows and multiplications."""
-    routing, stages = problem.routing, STAGES[problem.operation]
+    routing, stages = problem.routing, problem.stages
     num_rows = sum(routing.num_sent(rank) for rank in range(routing.num_ranks)) // routing.num_ranks
-    columns = problem.num_first_columns * stages.is_dispatched + problem.num_hidden * stages.is_combined
+    columns = problem.num_first_columns * (0 in stages.layers) + problem.num_hidden * (1 in stages.layers)
     return Problem(
         operation="all_to_all_matmul",
         num_ranks=routing.num_ranks,

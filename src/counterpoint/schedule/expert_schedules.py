@@ -4,13 +4,16 @@ A rank's experts are in groups. The first group's rows are sent first. A grouped
 rows for it have arrived, while the next group's rows arrive. A group's results are sent when it is done, while the next
 group is computed. Each rank places its own rows among the others'. `expert_layout.py` determines which rows these are;
 nothing here depends on a machine.
+
+A backward pass does the same with gradients. Tokens that the gradients of weights need are sent again behind them, beside
+the groups' matmuls. The gradients of weights are computed last, while the last group's results travel.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, TypeVar
 
 from counterpoint.errors import ScheduleError
-from counterpoint.schedule.actions import MAX_SIZE, Buffer, CopySchedule, ExpertOperation, Home, Region
+from counterpoint.schedule.actions import MAX_SIZE, Buffer, CopySchedule, ExpertOperation, Home, Pass, Region
 from counterpoint.schedule.builder import ActionList
 from counterpoint.schedule.description import ScheduleDescription
 from counterpoint.schedule.expert_layout import Block, ExpertLayout, ExpertRange, counts_of
@@ -22,8 +25,50 @@ T = TypeVar("T")
 Part = tuple[int, int, int]  # source, destination, number of the destination's group
 
 
+class Stages(NamedTuple):
+    """What one pass of an operator does.
+
+    `sent`: the given rows that go to the experts; none if they are there. `layers`: the matmuls, in order, with the
+    activation between two. `gradients`: the operands and the result of those of weights.
+    """
+
+    sent: str
+    layers: tuple[int, ...]
+    is_combined: bool
+    gradients: tuple[tuple[str, str, str], ...] = ()
+
+    @property
+    def is_dispatched(self) -> bool:
+        """Whether rows go to the experts first."""
+        return bool(self.sent)
+
+    @property
+    def is_sent_again(self) -> bool:
+        """Whether tokens go to the experts a second time."""
+        return any("again" in each for each in self.gradients)
+
+    @property
+    def num_exchanges(self) -> int:
+        """How often rows travel."""
+        return self.is_dispatched + self.is_combined + self.is_sent_again
+
+
+OF_FIRST, OF_SECOND = ("inputs", "again", "first_gradient"), ("landed", "active", "second_gradient")
+STAGES: dict[tuple[ExpertOperation, Pass], Stages] = {
+    ("dispatch_grouped_matmul", "forward"): Stages("tokens", (0,), is_combined=False),
+    ("grouped_matmul_combine", "forward"): Stages("", (1,), is_combined=True),
+    ("expert_ffn", "forward"): Stages("tokens", (0, 1), is_combined=True),
+    ("dispatch_grouped_matmul", "backward"): Stages("", (0,), is_combined=True, gradients=(OF_FIRST,)),
+    ("grouped_matmul_combine", "backward"): Stages(
+        "gradient", (1,), is_combined=False, gradients=(("landed", "kept", "second_gradient"),)
+    ),
+    ("expert_ffn", "backward"): Stages("gradient", (1, 0), is_combined=True, gradients=(OF_SECOND, OF_FIRST)),
+}
+
+
 class ExpertProblem(Value, frozen=True, kw_only=True):
-    """The sizes of one operator call for experts: rows of `num_inner` columns, experts of `num_hidden` hidden columns.
+    """The sizes of one pass of an operator call for experts: rows of `num_inner` columns, experts of `num_hidden` hidden
+    columns.
 
     `is_gated`: the first matmul has two weights, and the activation multiplies their products. Each half operator has the
     columns that it has in the whole layer.
@@ -35,6 +80,7 @@ class ExpertProblem(Value, frozen=True, kw_only=True):
     num_hidden: int
     is_gated: bool = True
     element_bytes: int = 2
+    direction: Pass = "forward"
 
     def __post_init__(self) -> None:
         for name in ("num_inner", "num_hidden", "element_bytes"):
@@ -47,36 +93,39 @@ class ExpertProblem(Value, frozen=True, kw_only=True):
 
     @property
     def num_first_columns(self) -> int:
-        """Number of columns of the first matmul's result."""
+        """Number of columns of the first matmul's result, forward."""
         return self.num_hidden * (2 if self.is_gated else 1)
 
+    @property
+    def stages(self) -> Stages:
+        """What the pass does."""
+        return STAGES[self.operation, self.direction]
 
-class _Stages(NamedTuple):
-    """Which stages an operator has for a piece."""
+    @property
+    def num_made_columns(self) -> int:
+        """Number of columns that the first matmul of the pass writes behind a dispatch."""
+        return self.num_first_columns if self.direction == "forward" else self.num_hidden
 
-    is_dispatched: bool
-    is_combined: bool
-
-
-STAGES: dict[ExpertOperation, _Stages] = {
-    "dispatch_grouped_matmul": _Stages(is_dispatched=True, is_combined=False),
-    "grouped_matmul_combine": _Stages(is_dispatched=False, is_combined=True),
-    "expert_ffn": _Stages(is_dispatched=True, is_combined=True),
-}
+    @property
+    def num_taken_columns(self) -> int:
+        """Number of columns that the last matmul of the pass reads before a combine."""
+        return self.num_hidden if self.direction == "forward" else self.num_first_columns
 
 
 def make_expert_schedule(problem: ExpertProblem, description: ScheduleDescription) -> CopySchedule:
     """Return the schedule of `description` for these rows. Raises `ScheduleError` for choices that have no use here."""
     _require_description(description)
-    made = _Layer(problem, description)
-    if STAGES[problem.operation].is_dispatched:
-        made.send()
-        made.place_own()
+    made, stages = _Layer(problem, description), problem.stages
+    if stages.is_dispatched:
+        made.send(stages.sent, "landed")
+    if stages.is_sent_again:
+        made.send("tokens", "again")
     made.compute()
     made.actions.end()
     routing = problem.routing
     return CopySchedule(
         operation=problem.operation,
+        direction=problem.direction,
         description=description,
         num_ranks=routing.num_ranks,
         num_rows=sum(routing.num_sent(rank) for rank in range(routing.num_ranks)),
@@ -104,29 +153,47 @@ def _require_description(description: ScheduleDescription) -> None:
 
 
 def _buffers(problem: ExpertProblem) -> Iterator[Buffer]:
-    routing, stages = problem.routing, STAGES[problem.operation]
+    routing, stages = problem.routing, problem.stages
     ranks = range(routing.num_ranks)
     sent, grouped = [routing.num_sent(rank) for rank in ranks], [routing.num_grouped(rank) for rank in ranks]
-    returning = [routing.num_returning(rank) for rank in ranks]
+    inner, made, taken = problem.num_inner, problem.num_made_columns, problem.num_taken_columns
 
     def buffer(name: str, home: Home, rows: Sequence[int], num_columns: int) -> Buffer:
         return Buffer(name=name, home=home, num_rows=max(rows), num_columns=num_columns, rank_rows=tuple(rows))
 
-    inner = problem.num_inner
     if stages.is_dispatched:
-        yield buffer("tokens", "given", sent, inner)
+        yield buffer(stages.sent, "given", sent, inner)
         yield buffer("landed", "symmetric", grouped, inner)
-    if stages.is_dispatched and stages.is_combined:
-        yield buffer("hidden", "local", grouped, problem.num_first_columns)
-        yield buffer("inputs", "local", grouped, problem.num_hidden)
+    if stages.is_sent_again:
+        yield buffer("tokens", "given", sent, inner)
+        yield buffer("again", "symmetric", grouped, inner)
+    if len(stages.layers) > 1:
+        yield buffer("hidden", "local", grouped, made)
     if stages.is_combined:
-        if not stages.is_dispatched:
-            yield buffer("inputs", "given", grouped, problem.num_hidden)
+        yield buffer("inputs", "local" if stages.is_dispatched else "given", grouped, taken)
         yield buffer("partial", "local", grouped, inner)
-        yield buffer("returned", "symmetric", returning, inner)
+        yield buffer("returned", "symmetric", [routing.num_returning(rank) for rank in ranks], inner)
         yield buffer("product", "result", sent, inner)
     else:
-        yield buffer("product", "result", grouped, problem.num_first_columns)
+        yield buffer("product", "result", grouped, made)
+    yield from _of_weights(problem, grouped, buffer)
+
+
+def _of_weights(
+    problem: ExpertProblem, grouped: Sequence[int], buffer: Callable[[str, Home, Sequence[int], int], Buffer]
+) -> Iterator[Buffer]:
+    """Return what the gradients of weights need of the forward pass, and these gradients."""
+    stages, num_experts = problem.stages, problem.routing.num_local_experts
+    each = [num_experts] * problem.routing.num_ranks
+    named = {name for gradient in stages.gradients for name in gradient}
+    if "second_gradient" in named:
+        is_recomputed = "active" in named
+        yield buffer("kept", "given", grouped, problem.num_first_columns if is_recomputed else problem.num_hidden)
+        if is_recomputed:
+            yield buffer("active", "local", grouped, problem.num_hidden)
+        yield buffer("second_gradient", "result", [number * problem.num_inner for number in each], problem.num_hidden)
+    if "first_gradient" in named:
+        yield buffer("first_gradient", "result", [number * problem.num_first_columns for number in each], problem.num_inner)
 
 
 class _Layer:
@@ -136,41 +203,39 @@ class _Layer:
         ranks = range(problem.routing.num_ranks)
         counts = counts_of(problem.routing)
         self.actions = ActionList(len(ranks), description)
-        self._stages = STAGES[problem.operation]
+        self._problem, self._stages = problem, problem.stages
         self._num_streams = description.num_copy_streams
         self._layouts = [ExpertLayout(counts, rank, description.chunks) for rank in ranks]
         self._begins = self.actions.begin()
-        self._there: dict[Part, int] = {}  # the action that copies these rows to their experts
+        self._there: dict[str, dict[Part, int]] = {}  # by buffer, the action that copies these rows to their experts
 
-    def send(self) -> None:
-        """Send all rows for other ranks, those for the first groups first, on all ranks in parallel."""
+    def send(self, given: str, target: str) -> None:
+        """Send all rows, those for the first groups first, on all ranks in parallel; each rank places its own rows."""
+        there = self._there[target] = {}
         for layout, (peer, number) in self._in_turns([list(layout.outgoing()) for layout in self._layouts]):
             blocks = list(layout.blocks(layout.rank, peer, number))
-            self._there[layout.rank, peer, number] = self.actions.add(
+            there[layout.rank, peer, number] = self.actions.add(
                 "copy",
                 self._copy_stream(layout.rank, peer),
                 layout.rank,
-                reads=[_sent(layout.rank, "tokens", block) for block in blocks],
-                writes=[_placed(peer, "landed", block) for block in blocks],
+                reads=[_sent(layout.rank, given, block) for block in blocks],
+                writes=[_placed(peer, target, block) for block in blocks],
                 after=[self._begins[layout.rank]],
             )
-
-    def place_own(self) -> None:
-        """Place each rank's own rows among the others'."""
         for layout, group in self._in_turns([layout.groups for layout in self._layouts]):
             rank = layout.rank
             if blocks := list(layout.blocks(rank, rank, group.number)):
-                self._there[rank, rank, group.number] = self.actions.add(
+                there[rank, rank, group.number] = self.actions.add(
                     "place",
                     PLACES,
                     rank,
-                    reads=[_sent(rank, "tokens", block) for block in blocks],
-                    writes=[_placed(rank, "landed", block) for block in blocks],
+                    reads=[_sent(rank, given, block) for block in blocks],
+                    writes=[_placed(rank, target, block) for block in blocks],
                     after=[self._begins[rank]],  # the previous call's readers have ended
                 )
 
     def compute(self) -> None:
-        """Compute group by group; if results are returned, send each group's at once."""
+        """Compute group by group; if results are returned, send each group's at once. The gradients of weights are last."""
         returned: list[tuple[Part, int, int]] = []
         for layout, group in self._in_turns([layout.groups for layout in self._layouts]):
             if not layout.num_rows:
@@ -178,7 +243,10 @@ class _Layer:
             if self._stages.is_dispatched:
                 self._multiply_first(layout, group)
             if self._stages.is_combined:
-                returned += self._return(layout, group, self._multiply_second(layout, group))
+                returned += self._return(layout, group, self._multiply_last(layout, group))
+        for layout in self._layouts:
+            if layout.num_rows:
+                self._differentiate(layout)
         for (source, destination, number), copy, start in returned:
             blocks = list(self._layouts[source].blocks(source, destination, number))
             rows = sum(block.num_rows for block in blocks)
@@ -189,6 +257,22 @@ class _Layer:
                 reads=[_region(source, "returned", start, rows)],
                 writes=[_region(source, "product", blocks[0].sent, rows)],
                 after=[copy],
+            )
+
+    def _differentiate(self, layout: ExpertLayout) -> None:
+        """Compute the gradients of a rank's weights, of all groups at once."""
+        rank = layout.rank
+        totals = tuple(layout.counts[:, rank].sum(0).tolist())
+        for left, right, target in self._stages.gradients:
+            num_columns = self._problem.num_first_columns if target == "first_gradient" else self._problem.num_inner
+            self.actions.add(
+                "weight_gradient",
+                self.actions.compute_stream(rank),
+                rank,
+                reads=[_region(rank, left, 0, layout.num_rows), _region(rank, right, 0, layout.num_rows)],
+                writes=[_region(rank, target, 0, layout.num_experts * num_columns)],
+                after=[action for (_, to, _), action in self._there.get(right, {}).items() if to == rank],
+                expert_rows=totals,
             )
 
     def _return(self, layout: ExpertLayout, group: ExpertRange, made: int) -> Iterator[tuple[Part, int, int]]:
@@ -214,31 +298,37 @@ class _Layer:
             self.actions.add("place", PLACES, rank, reads=reads, writes=writes, after=[made])
 
     def _multiply_first(self, layout: ExpertLayout, group: ExpertRange) -> None:
-        rank = layout.rank
+        rank, landed = layout.rank, self._there["landed"]
         there = [
-            self._there[part]
+            landed[part]
             for source in (rank, *layout.sources(group.number))
-            if (part := (source, rank, group.number)) in self._there
+            if (part := (source, rank, group.number)) in landed
         ]
-        rows = _group_rows(rank, "landed", group)
         target = _group_rows(rank, "hidden" if self._stages.is_combined else "product", group)
-        stream = self.actions.compute_stream(rank)
-        self.actions.add(
-            "matmul", stream, rank, reads=[rows], writes=[target], after=there, expert_rows=_expert_rows(layout, group)
-        )
+        self._multiply(layout, group, (_group_rows(rank, "landed", group), target), self._stages.layers[0], there)
         if self._stages.is_combined:
-            self.actions.add("activate", stream, rank, reads=[target], writes=[_group_rows(rank, "inputs", group)])
+            is_backward = self._problem.direction == "backward"
+            reads = [target, *[_group_rows(rank, "kept", group)] * is_backward]
+            writes = [_group_rows(rank, "inputs", group), *[_group_rows(rank, "active", group)] * is_backward]
+            self.actions.add("activate", self.actions.compute_stream(rank), rank, reads=reads, writes=writes)
 
-    def _multiply_second(self, layout: ExpertLayout, group: ExpertRange) -> int:
-        rank = layout.rank
+    def _multiply_last(self, layout: ExpertLayout, group: ExpertRange) -> int:
+        regions = _group_rows(layout.rank, "inputs", group), _group_rows(layout.rank, "partial", group)
+        return self._multiply(layout, group, regions, self._stages.layers[-1])
+
+    def _multiply(
+        self, layout: ExpertLayout, group: ExpertRange, regions: tuple[Region, Region], layer: int, after: Sequence[int] = ()
+    ) -> int:
+        """Multiply the first region's rows into the second."""
         return self.actions.add(
             "matmul",
-            self.actions.compute_stream(rank),
-            rank,
-            reads=[_group_rows(rank, "inputs", group)],
-            writes=[_group_rows(rank, "partial", group)],
+            self.actions.compute_stream(layout.rank),
+            layout.rank,
+            reads=regions[:1],
+            writes=regions[1:],
+            after=list(after),
             expert_rows=_expert_rows(layout, group),
-            layer=1,
+            layer=layer,
         )
 
     def _copy_stream(self, sender: int, receiver: int) -> str:

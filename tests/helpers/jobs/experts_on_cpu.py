@@ -1,8 +1,12 @@
 """Ranks on CPUs that run the operators of experts in the way named by the argument and print `NAME: ok` for what holds."""
 
+import itertools
 import os
 import random
+from collections import Counter
+from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -10,13 +14,24 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from counterpoint import ops
 from counterpoint.errors import CounterpointError, RefusedTogetherError
+from counterpoint.integrations import expert_parallel
+from counterpoint.ops import expert_passes
+from counterpoint.ops.expert_exchange import ExpertRegion
+from counterpoint.ops.expert_library import ExpertLibrary
+from counterpoint.ops.expert_messages import ExpertMessages, Mail
 from counterpoint.ops.operator_call import calls_of
 from counterpoint.ops.runtime import all_runtimes
 from counterpoint.schedule import SEQUENTIAL, ScheduleDescription
-from helpers.experts_definition import DIM, Experts, compare, silu
+from counterpoint.schedule.actions import ExpertOperation, Pass
+from counterpoint.schedule.checks import check_schedule
+from counterpoint.schedule.expert_choice import expert_description
+from counterpoint.schedule.expert_schedules import ExpertProblem, make_expert_schedule
+from counterpoint.schedule.routing import Routing
+from helpers.experts_definition import DIM, HIDDEN, Experts, compare, silu
 from helpers.gloo_sections import report, run_sections
 
 D = ScheduleDescription
+HALVES: tuple[ExpertOperation, ...] = ("dispatch_grouped_matmul", "grouped_matmul_combine")
 COPIES = D(pattern="all_peers", along="experts")
 SCHEDULES = (None, COPIES, *(D(pattern="all_peers", along="experts", chunks=chunks) for chunks in (2, 3, 5)))
 
@@ -131,6 +146,75 @@ def biases_of_joined(experts: Experts, wanted: list[torch.Tensor]) -> None:
     compare([*found, bias.grad[:, ::2], bias.grad[:, 1::2]], [*wanted[:6], wanted[7]], 1e-12)
 
 
+def in_order() -> None:
+    """Both passes issue what their schedules say, in that order, and backward gives the bits of the sequential form."""
+    experts = Experts(random.Random(12), torch.float64, kind="random", num_local=4)
+    counts, gradient = experts.counts[experts.rank], experts.gradients[experts.rank]
+    issued = watch_issues()
+    for schedule in (COPIES, *SCHEDULES[2:]):
+        bits = []
+        for each in (SEQUENTIAL, schedule):
+            tokens, (w1, w2, _) = experts.own()
+            issued.clear()
+            hidden, routing = ops.dispatch_grouped_matmul(tokens, counts, w1, schedule=each)
+            forward = [issued.copy()]
+            issued.clear()
+            result = ops.grouped_matmul_combine([each.relu() for each in hidden], w2, routing)
+            forward.append(issued.copy())
+            issued.clear()
+            result.backward(gradient)
+            bits.append([result.detach(), tokens.grad, w1.grad, w2.grad])
+        assert all(map(torch.equal, *bits)), schedule
+        by_halves = [planned(experts, half, "backward", schedule) for half in HALVES[::-1]]
+        assert issued == [*by_halves[0], *by_halves[1]], schedule
+        for half, found in zip(HALVES, forward, strict=True):
+            assert found == planned(experts, half, "forward", schedule), (half, schedule)
+        tokens, (w1, w2, _) = experts.own()
+        issued.clear()
+        result = ops.expert_ffn(tokens, counts, w1, w2, schedule=schedule)
+        assert issued == planned(experts, "expert_ffn", "forward", schedule)
+        issued.clear()
+        result.backward(gradient)
+        assert issued == planned(experts, "expert_ffn", "backward", schedule)
+    report("in order")
+
+
+def watch_issues() -> list[str]:
+    """Names of what this rank sends and multiplies from now on, in the order in which it is issued."""
+    issued: list[str] = []
+
+    def watch(owner: object, name: str, say: Callable[..., str]) -> None:
+        method = getattr(owner, name)
+
+        def call(*arguments: object, **named: object) -> object:
+            issued.append(say(*arguments))
+            return method(*arguments, **named)
+
+        setattr(owner, name, call)
+
+    watch(Mail, "send", lambda mail, peer, *_: f"copy {'back' if mail.region == ExpertRegion.COMBINE else 'there'} {peer}")
+    watch(expert_passes, "multiply", lambda *_: "matmul")
+    watch(expert_passes, "weight_gradient", lambda *_: "weight_gradient")
+    return issued
+
+
+def planned(experts: Experts, operation: ExpertOperation, direction: Pass, description: ScheduleDescription) -> list[str]:
+    """The same names from the schedule as a value."""
+    routing = Routing(counts=tuple(map(tuple, experts.counts)))
+    sizes = {"num_inner": DIM, "num_hidden": HIDDEN, "is_gated": False, "element_bytes": 8, "direction": direction}
+    asked = ExpertProblem(operation=operation, routing=routing, **sizes)
+    made = make_expert_schedule(asked, expert_description(experts.size, description.chunks))
+    check_schedule(made)
+    names = []
+    for action in (made.actions[position] for position in made.of_rank(experts.rank)):
+        if action.kind == "copy":
+            way = "back" if action.reads[0].buffer == "partial" else "there"
+            names.append(f"copy {way} {action.writes[0].rank}")
+        elif action.kind in ("matmul", "weight_gradient"):
+            names.append(action.kind)
+    return names
+
+
 def in_fp8() -> None:
     """Forward, operands are rounded to fp8 by row and output feature; the same bits as sequential; gradients are there."""
     experts = Experts(random.Random(11), torch.bfloat16, kind="random", num_local=2, scale=16)
@@ -162,25 +246,99 @@ def rounded(values: torch.Tensor) -> torch.Tensor:
     return (values.float() / scale).to(torch.float8_e4m3fn).float() * scale
 
 
+class Sent:
+    """Counts what this rank exchanges: counts of rows, and rows in one direction, by messages or all-to-alls."""
+
+    def __init__(self) -> None:
+        self._found = Counter[str]()
+        self._count(ExpertLibrary, "gather", "counts")  # messages exchange their counts by it, too
+        for exchange in (ExpertMessages, ExpertLibrary):
+            for name in ("dispatch", "combine"):
+                self._count(exchange, name, "rows")
+
+    def _count(self, exchange: type, name: str, kind: str) -> None:
+        method = getattr(exchange, name)
+
+        def call(*arguments: object) -> object:
+            self._found[kind] += 1
+            return method(*arguments)
+
+        setattr(exchange, name, call)
+
+    def taken(self) -> tuple[int, int]:
+        """The number of exchanges of counts, and of rows in one direction, since the last time."""
+        found = self._found["counts"], self._found["rows"]
+        self._found.clear()
+        return found
+
+
+def keeps_matmuls(_context: object, operator: object, *_arguments: object, **_named: object) -> CheckpointPolicy:
+    """A policy that knows nothing of experts."""
+    is_matmul = operator in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+    return CheckpointPolicy.MUST_SAVE if is_matmul else CheckpointPolicy.PREFER_RECOMPUTE
+
+
 def checkpointed() -> None:
-    """Under activation checkpointing, also the selective kind that looks at every operator."""
-
-    def keeps_matmuls(_context: object, operator: object, *_arguments: object, **_named: object) -> CheckpointPolicy:
-        is_matmul = operator in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
-        return CheckpointPolicy.MUST_SAVE if is_matmul else CheckpointPolicy.PREFER_RECOMPUTE
-
-    experts = Experts(random.Random(7), torch.float64, kind="random")
-    wanted = experts.expected()
-    for contexts in ({}, {"context_fn": lambda: create_selective_checkpoint_contexts(keeps_matmuls)}):
-        tokens, weights = experts.own()
-
-        def layer(rows: torch.Tensor, weights: list[torch.Tensor] = weights) -> torch.Tensor:
-            return ops.expert_ffn(rows * 1, experts.counts[experts.rank], *weights, schedule=COPIES)
-
-        result = checkpoint(layer, tokens, use_reentrant=False, **contexts)
-        result.backward(experts.gradients[experts.rank])
-        compare([result.detach(), tokens.grad, *(each.grad for each in weights)], wanted, 1e-12)
+    """Under activation checkpointing results stay the same bits, and only what a policy saves is not sent again."""
+    experts, sent = Experts(random.Random(7), torch.float64, kind="random"), Sent()
+    counted = calls_of(dist.group.WORLD.group_name)
+    counted.most_kept_bytes = 0
+    again = {"context_fn": lambda: create_selective_checkpoint_contexts(keeps_matmuls)}
+    saved = {"context_fn": lambda: create_selective_checkpoint_contexts(list(expert_parallel.OPERATORS))}
+    for schedule, layer in itertools.product((COPIES, SCHEDULES[-1], SEQUENTIAL), (whole_layer, with_shared, both_halves)):
+        wanted = None
+        for contexts, keeps_tokens, expected in (
+            (None, False, (1, 5)),
+            (None, True, (1, 4)),
+            ({}, False, (2, 7)),
+            ({}, True, (2, 6)),
+            (again, False, (2, 7)),
+            (saved, False, (1, 5)),
+            (saved, True, (1, 4)),
+        ):
+            tokens, weights = experts.own()
+            run = partial(layer, experts, weights, schedule=schedule, keeps_tokens=keeps_tokens)
+            result = run(tokens) if contexts is None else checkpoint(run, tokens, use_reentrant=False, **contexts)
+            result.backward(experts.gradients[experts.rank])
+            found = [result.detach(), tokens.grad, *(each.grad for each in weights)]
+            wanted = wanted or found
+            assert all(map(torch.equal, found, wanted)), (schedule, layer, contexts, keeps_tokens)
+            assert sent.taken() == expected, (schedule, layer, contexts, keeps_tokens)
+        if layer is not with_shared:
+            compare(wanted, experts.expected(), 1e-12)
+    num_rows = sum(row[place] for row in experts.counts for place in range(*experts.part.indices(len(row))))
+    num_own = len(experts.tokens[experts.rank])
+    of_results, of_inputs, of_tokens = num_own * DIM, num_rows * 2 * HIDDEN, num_rows * DIM
+    assert counted.most_kept_bytes == 8 * (of_results + of_inputs + of_tokens)
     report("checkpointed")
+
+
+def whole_layer(experts: Experts, weights: list[torch.Tensor], tokens: torch.Tensor, **options: object) -> torch.Tensor:
+    """The layer in one call."""
+    w1, w2, w3 = weights
+    return ops.expert_ffn(tokens * 1, experts.counts[experts.rank], w1, w2, w3, **options)
+
+
+def with_shared(experts: Experts, weights: list[torch.Tensor], tokens: torch.Tensor, **options: object) -> torch.Tensor:
+    """The layer, and a shared expert that runs while tokens are in transit."""
+    rows, made = tokens * 1, []
+    w1, w2, w3 = weights
+
+    def beside() -> None:
+        made.append(silu(rows @ w1[0].T) @ w2[0].T)
+
+    routed = ops.expert_ffn(rows, experts.counts[experts.rank], w1, w2, w3, beside=beside, **options)
+    (shared,) = made
+    return routed + shared
+
+
+def both_halves(experts: Experts, weights: list[torch.Tensor], tokens: torch.Tensor, **options: object) -> torch.Tensor:
+    """The layer by its halves."""
+    w1, w2, w3 = weights
+    num_hidden = w1.shape[1]
+    both, routing = ops.dispatch_grouped_matmul(tokens * 1, experts.counts[experts.rank], torch.cat([w1, w3], 1), **options)
+    hidden = [silu(each[:, :num_hidden]) * each[:, num_hidden:] for each in both]
+    return ops.grouped_matmul_combine(hidden, w2, routing)
 
 
 def no_memory() -> None:

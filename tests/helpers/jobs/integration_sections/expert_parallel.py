@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from counterpoint.integrations import expert_parallel
+from counterpoint.units import format_bytes
 from integration_sections.comparing import DEVICE, assert_close, assert_equal, refused
 from integration_sections.spread_experts import (
     DeepEPExpertParallel,
@@ -132,10 +133,10 @@ def expert_parallel_in_a_job() -> None:
 
 def expert_parallel_checkpointed() -> None:
     """Activation checkpointing, plain and selective: torchtitan's policy saves all-to-alls and every other matmul. Neither
-    looks into an operator, which runs again."""
+    looks into an operator, which runs again unless the policy saves it."""
     wanted = results_of(spread_model())
 
-    def contexts(saved: object) -> object:
+    def contexts(*saved: object) -> object:
         counts = {False: 0, True: 0}
 
         def decide(context: object, operator: object, *_: object, **__: object) -> CheckpointPolicy:
@@ -143,7 +144,7 @@ def expert_parallel_checkpointed() -> None:
                 is_again = bool(vars(context).get("is_recompute"))
                 counts[is_again] += 1
                 return CheckpointPolicy.MUST_SAVE if counts[is_again] % 2 else CheckpointPolicy.PREFER_RECOMPUTE
-            return CheckpointPolicy.MUST_SAVE if operator == saved else CheckpointPolicy.PREFER_RECOMPUTE
+            return CheckpointPolicy.MUST_SAVE if operator in saved else CheckpointPolicy.PREFER_RECOMPUTE
 
         return create_selective_checkpoint_contexts(decide)
 
@@ -151,18 +152,21 @@ def expert_parallel_checkpointed() -> None:
     ways = {
         "plain": checkpoint_wrapper,
         "selective": lambda block: checkpoint_wrapper(block, context_fn=lambda: contexts(exchanged)),
+        "saved": lambda block: checkpoint_wrapper(block, context_fn=lambda: contexts(exchanged, *expert_parallel.OPERATORS)),
     }
     calls = {}
     for way, wrap in ways.items():
         model = spread_model()
-        overlapped = expert_parallel.overlap(model)
+        overlapped = expert_parallel.overlap(model, keeps_tokens=way == "saved")
         for number, block in enumerate(model.blocks):
             model.blocks[number] = wrap(block)
         assert_close(results_of(model), wanted, LIMIT)
         calls[way] = num_calls(overlapped)
         overlapped.use(False)
         assert_close(results_of(model), wanted, LIMIT)
-    assert calls == {"plain": 3 * NUM_BLOCKS, "selective": 3 * NUM_BLOCKS}, calls
+    assert calls == {"plain": 3 * NUM_BLOCKS, "selective": 3 * NUM_BLOCKS, "saved": 2 * NUM_BLOCKS}, calls
+    assert f"a call makes up to {format_bytes(overlapped.most_kept_bytes)} for its backward pass" in repr(overlapped)
+    assert overlapped.most_kept_bytes > 0
 
 
 def expert_parallel_with_fsdp2() -> None:
