@@ -22,7 +22,7 @@ import pytest
 from click.shell_completion import ShellComplete
 
 from counterpoint import workloads
-from counterpoint.cli import COMPLETION_VARIABLE, app, run_command
+from counterpoint.cli.main import COMPLETION_VARIABLE, app, run_command
 from counterpoint.machine import load_machine, machine_names, save_template
 from counterpoint.units import format_rate
 from counterpoint.value import shipped_text
@@ -464,8 +464,8 @@ def test_importing_the_package_loads_neither_numpy_nor_the_command_line() -> Non
 
 def test_help_loads_neither_numpy_nor_the_simulator() -> None:
     script = (
-        "import sys\nfrom counterpoint import cli\nsys.argv = ['counterpoint', '--help']\n"
-        "try:\n    cli.main()\nexcept SystemExit as ending:\n    assert not ending.code\n"
+        "import sys\nfrom counterpoint.cli import main\nsys.argv = ['counterpoint', '--help']\n"
+        "try:\n    main.main()\nexcept SystemExit as ending:\n    assert not ending.code\n"
         "print(sorted({'numpy', 'torch', 'multiprocessing', 'counterpoint.sim', 'counterpoint.traces'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
