@@ -441,19 +441,30 @@ def test_ctrl_c_ends_with_130_and_no_word(tmp_path: Path) -> None:
     assert (process.returncode, output, error) == (130, b"", b"")
 
 
-def test_ctrl_c_while_the_command_is_loaded_is_quiet(tmp_path: Path) -> None:
-    (tmp_path / "counterpoint").mkdir()
-    (tmp_path / "counterpoint" / "__init__.py").write_text("print('loading', flush=True)\nimport time\ntime.sleep(20)\n")
-    script = "import signal, counterpoint_command as c; signal.signal(signal.SIGINT, signal.default_int_handler); c.main()"
-    path = os.pathsep.join([str(tmp_path), *sys.path])
+SLOW_TO_LOAD = """
+import runpy, signal, sys, time
+class Slow:
+    def find_spec(self, name, path=None, target=None):
+        if name == "counterpoint.cli":
+            print("loading", flush=True)
+            time.sleep(20)
+sys.meta_path.insert(0, Slow())
+signal.signal(signal.SIGINT, signal.default_int_handler)
+"""
+
+
+@pytest.mark.parametrize(
+    "start", ["import counterpoint_command as c; c.main()", "runpy.run_module('counterpoint', run_name='__main__')"]
+)
+def test_ctrl_c_while_the_command_is_loaded_ends_with_130_and_no_word(start: str) -> None:
     with subprocess.Popen(
-        [sys.executable, "-c", script], env=os.environ | {"PYTHONPATH": path}, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        [sys.executable, "-c", SLOW_TO_LOAD + start], stdout=subprocess.PIPE, stderr=subprocess.PIPE
     ) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == b"loading\n"
         process.send_signal(signal.SIGINT)
         assert process.communicate(timeout=20) == (b"", b"")
-    assert process.returncode == -signal.SIGINT
+    assert process.returncode == 130
 
 
 def test_importing_the_package_loads_neither_numpy_nor_the_command_line() -> None:

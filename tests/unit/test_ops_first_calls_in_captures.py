@@ -1,6 +1,5 @@
 """What runs for the first time within a capture is refused in one line, and leaves nothing behind; streams are kept."""
 
-
 import pytest
 
 from counterpoint.errors import OperatorError

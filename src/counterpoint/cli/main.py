@@ -43,8 +43,6 @@ def main() -> None:
         _fail(str(problem))
     except click.ClickException as problem:
         _fail(_misuse(problem))
-    except KeyboardInterrupt:
-        sys.exit(130)
     except BrokenPipeError:  # the reader of the output, such as `head`, has exited
         _drop_output()
         sys.exit(1)
