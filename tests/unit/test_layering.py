@@ -46,7 +46,7 @@ DEVICE_MODULES = {
 DEVICE_LIBRARIES = {"torch", "cuda", "cupy", "triton"}
 MAX_FUNCTION_LINES = 60
 MAX_FILE_LINES = 500
-MOST_SMALL_MODULES = 5
+MOST_SMALL_MODULES = 3
 
 
 def name_of(path: Path) -> str:
