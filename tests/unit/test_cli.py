@@ -22,7 +22,7 @@ import pytest
 from click.shell_completion import ShellComplete
 
 from counterpoint import workloads
-from counterpoint.cli.main import COMPLETION_VARIABLE, app, run_command
+from counterpoint.cli.main import COMPLETION_VARIABLE, app, main, run_command
 from counterpoint.machine import load_machine, machine_names, save_template
 from counterpoint.units import format_rate
 from counterpoint.value import shipped_text
@@ -439,6 +439,28 @@ def test_ctrl_c_ends_with_130_and_no_word(tmp_path: Path) -> None:
         finally:
             process.kill()
     assert (process.returncode, output, error) == (130, b"", b"")
+
+
+def misuses(command: click.Command, words: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], str]]:
+    """Every command with an option that it lacks, and with each of its options without the value."""
+    yield words, "--nope"
+    for parameter in command.params:
+        if isinstance(parameter, click.Option) and not parameter.is_flag:
+            yield words, parameter.opts[-1]
+    for name, each in getattr(command, "commands", {}).items():
+        yield from misuses(each, (*words, name))
+
+
+@pytest.mark.parametrize(("words", "option"), list(misuses(app)))
+def test_a_hint_at_help_names_the_command_that_was_used(
+    words: tuple[str, ...], option: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["counterpoint", *words, option])
+    with pytest.raises(SystemExit) as ending:
+        main()
+    said = capsys.readouterr().err
+    assert (ending.value.code, said.count("\n")) == (2, 1)
+    assert said.endswith(f" Try '{' '.join(('counterpoint', *words))} --help'.\n")
 
 
 SLOW_TO_LOAD = """

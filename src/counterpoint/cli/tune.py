@@ -6,7 +6,7 @@
 
 import itertools
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
@@ -24,6 +24,7 @@ from counterpoint.cli.options import (
     output_option,
 )
 from counterpoint.errors import CounterpointError, StepError
+from counterpoint.mismatch import nearest
 from counterpoint.units import format_count
 from counterpoint.value import PACKAGE, check_outputs, write_json
 
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from counterpoint.timeline import Timeline
 
 STEP = "A profiler trace (.json, .json.gz), a workload file (.toml) or the name of a workload"
+SEVERAL = "Give one; `counterpoint analyze` takes the traces of several ranks."
 
 machine_of_step_option = machine_option(
     "A machine's name or file (.toml).  [default: the machine of STEP; h200 for a workload]"
@@ -54,6 +56,7 @@ timeline_option = file_option(
         "counterpoint tune cb_ar_opt2 --machine h100",
         "torchrun --nproc-per-node 2 -m counterpoint tune train:make_step",
     ),
+    if_more=SEVERAL,
 )
 @argument("step", metavar="STEP", shell_complete=complete_shipped("workloads"), help=f"{STEP}; or module:function.")
 @machine_of_step_option
@@ -121,6 +124,7 @@ def tune(
         "counterpoint simulate trace.json.gz --plan plan.toml",
         "counterpoint simulate --cluster cluster.toml",
     ),
+    if_more=SEVERAL,
 )
 @argument(
     "step",
@@ -308,18 +312,28 @@ def _tune_function(step: str, machine_name: str | None, output: Path | None, is_
         print(f"Plan saved to {output}.")
 
 
+def _did_you_mean(name: str, names: Collection[str]) -> str:
+    close = nearest(name, names)
+    return f"Did you mean '{close}'? " if close else ""
+
+
 def _load_function(step: str) -> Callable[[], object]:
     module_name, _, function_name = step.partition(":")
     sys.path.insert(0, str(Path.cwd()))
     try:
-        found = getattr(import_module(module_name), function_name, None)
+        module = import_module(module_name)
     except ModuleNotFoundError as problem:
+        here = {path.stem for path in Path.cwd().glob("*.py")} if problem.name == module_name else set()
         raise StepError(
-            f"'{step}' needs the module '{problem.name}', which cannot be found. Run the command where it can be imported."
+            f"'{step}' needs the module '{problem.name}', which cannot be found. {_did_you_mean(module_name, here)}Run the "
+            "command where it can be imported."
         ) from problem
+    found = getattr(module, function_name, None)
     if not callable(found):
+        functions = {name for name, value in vars(module).items() if callable(value)}
         raise StepError(
-            f"Module '{module_name}' has no function '{function_name}'. Name one that returns the step function."
+            f"Module '{module_name}' has no function '{function_name}'. {_did_you_mean(function_name, functions)}Name one "
+            "that returns the step function."
         )
     function: Callable[[], object] = found
     return function
