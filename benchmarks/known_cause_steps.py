@@ -213,45 +213,38 @@ def by_copies(stage: Stage) -> Known:
     """Our all-gather + matmul of so few columns that the peer's rows take longer than the matmul beside them."""
     from counterpoint import ops  # noqa: PLC0415  the other cases run where it cannot
 
-    before, after = stage.short(), stage.long()
-    shard, weight = stage.matrix(8192, 8192), stage.matrix(8192, 512)
-    whole = stage.matrix(8192 * stage.num_ranks, 8192)
-
-    def gathered() -> None:
-        ops.all_gather_matmul(shard, weight)
-
-    def step() -> None:
-        before()
-        gathered()
-        after()
-
-    parts: dict[str, Call] = {"call": gathered, "matmul": lambda: torch.mm(whole, weight), "before": before, "after": after}
-    return Known(step, parts, _beyond_its_matmul(stage))
+    return _beside_its_matmul(stage, ops.all_gather_matmul)
 
 
 def fused(stage: Stage) -> Known:
     """PyTorch's fused all-gather + matmul, with as few columns."""
     from torch.distributed import _symmetric_memory  # noqa: F401, PLC0415  it registers the operators
 
+    group = dist.group.WORLD.group_name
+    return _beside_its_matmul(
+        stage, lambda shard, weight: torch.ops.symm_mem.fused_all_gather_matmul(shard, [weight], 0, group)
+    )
+
+
+def _beside_its_matmul(stage: Stage, gather: Callable[[torch.Tensor, torch.Tensor], object]) -> Known:
+    """An all-gather + matmul between two matmuls; what it takes beyond its own matmul is exposed."""
     before, after = stage.short(), stage.long()
     shard, weight = stage.matrix(8192, 8192), stage.matrix(8192, 512)
     whole = stage.matrix(8192 * stage.num_ranks, 8192)
-    group = dist.group.WORLD.group_name
 
     def gathered() -> None:
-        torch.ops.symm_mem.fused_all_gather_matmul(shard, [weight], 0, group)
+        gather(shard, weight)
 
     def step() -> None:
         before()
         gathered()
         after()
 
+    def exposed(parts: Mapping[str, float]) -> list[Causes]:
+        return [{"dependent": max(0.0, parts["call"] - parts["matmul"])}] * stage.num_ranks
+
     parts: dict[str, Call] = {"call": gathered, "matmul": lambda: torch.mm(whole, weight), "before": before, "after": after}
-    return Known(step, parts, _beyond_its_matmul(stage))
-
-
-def _beyond_its_matmul(stage: Stage) -> Callable[[Mapping[str, float]], list[Causes]]:
-    return lambda parts: [{"dependent": max(0.0, parts["call"] - parts["matmul"])}] * stage.num_ranks
+    return Known(step, parts, exposed)
 
 
 def in_graph(stage: Stage) -> Known:

@@ -21,7 +21,6 @@ import dataclasses
 import json
 import os
 import random
-import statistics
 import sys
 import tempfile
 import time
@@ -31,6 +30,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from benchmarks.jobs.stock_jobs import print_last_half
 
 WAYS = ("bare", "overlap", "switched")
 TURN, WARM_UP = 5, 12
@@ -155,16 +156,9 @@ def train(way: str, words: list[str]) -> None:
     if dist.get_rank() == 0:
         print(json.dumps(found), flush=True)
         print(*(f"loss {loss:.5f}" for loss in losses[:: max(1, len(losses) // NUM_LOSSES)]), sep="\n", flush=True)
-        print_last_half(found["ms"]["bare" if way == "bare" else "overlap"])
+        print_last_half(found["ms"]["bare" if way == "bare" else "overlap"], "steps")
     trainer.close()
     dist.destroy_process_group()
-
-
-def print_last_half(times_ms: list[float]) -> None:
-    """The line that `benchmarks.supervised_jobs` reads: the median of the second half, and its quartiles."""
-    half = times_ms[len(times_ms) // 2 :]
-    low, median, high = statistics.quantiles(half, n=4, method="inclusive") if len(half) > 1 else half * 3
-    print(f"last half: {median:.3f} ms per step, quartiles {low:.3f} to {high:.3f}, {len(half)} steps", flush=True)
 
 
 def words_for(model: str, folder: Path, steps: int, num_ranks: int) -> list[str]:

@@ -12,22 +12,20 @@ ran. Linux only: the peak is VmHWM of the reading process (getrusage's would inc
 """
 
 import argparse
-import datetime
 import gzip
 import json
 import os
-import platform
 import re
 import subprocess
 import sys
 import tempfile
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[1]
+from benchmarks.conditions import RESULTS, ROOT, conditions
+
 SOURCE = ROOT / "examples" / "traces" / "ddp.rank0.json.gz"
-RESULT = ROOT / "benchmarks" / "results" / "trace_reading.json"
+RESULT = RESULTS / "trace_reading.json"
 EVENTS = b'"traceEvents": ['
 NUMBERS = re.compile(rb'("ts": |"correlation": |"External id": )(\d+)')
 SPAN_US = 400_000  # longer than the shipped trace
@@ -81,30 +79,6 @@ def measure(path: Path) -> dict[str, Any]:
     }
 
 
-def conditions() -> dict[str, Any]:
-    """What the figures depend on."""
-    return {
-        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "cpu": processor_name(),
-        "num_cpus": os.cpu_count(),
-        "load_average": round(os.getloadavg()[0], 1),
-        "system": f"{platform.system()} {platform.machine()}",
-        "python": platform.python_version(),
-        "msgspec": version("msgspec"),
-        "counterpoint": version("counterpoint"),
-    }
-
-
-def processor_name() -> str:
-    """The CPU's name, from the system where it says so."""
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        names = [line.split(":", 1)[1].strip() for line in cpuinfo.read_text().splitlines() if line.startswith("model name")]
-        if names:
-            return names[0]
-    return platform.processor() or platform.machine()
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--megabytes", type=int, default=200)
@@ -124,8 +98,8 @@ def main() -> None:
             f"peak {figure['peak_bytes'] / 1e9:.2f} GB"
         )
     if arguments.write:
-        RESULT.parent.mkdir(parents=True, exist_ok=True)
-        RESULT.write_text(json.dumps({"source": SOURCE.name, "conditions": conditions(), **figures}, indent=2) + "\n")
+        known = conditions() | {"load_average": round(os.getloadavg()[0], 1)}
+        RESULT.write_text(json.dumps({"source": SOURCE.name, "conditions": known, **figures}, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator
 from unittest.mock import patch
 
-from counterpoint import cli
+from counterpoint.cli.main import main
 
 MARK = "<!-- the commands -->"
 COLUMNS = "100"
@@ -47,5 +47,5 @@ def help_of(path: tuple[str, ...]) -> str:
         contextlib.redirect_stdout(printed),
         contextlib.suppress(SystemExit),
     ):
-        cli.main()
+        main()
     return printed.getvalue().strip()

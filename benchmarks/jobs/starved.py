@@ -111,7 +111,7 @@ def train_step(layers: list[Layer], frozen: list[Layer], matmul, group=None) -> 
 
 
 def print_last_half(times_ms: list[float]) -> None:
-    """The median of the second half, and how far apart its quartiles are."""
+    """The line that `benchmarks.supervised_jobs` reads: the median of the second half, and its quartiles."""
     half = times_ms[len(times_ms) // 2 :]
     low, median, high = statistics.quantiles(half, n=4, method="inclusive") if len(half) > 1 else half * 3
     print(f"last half: {median:.3f} ms per step, quartiles {low:.3f} to {high:.3f}, {len(half)} times ten steps", flush=True)

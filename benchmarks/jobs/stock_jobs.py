@@ -89,11 +89,11 @@ def make_optimizer(job: str, model: nn.Module, learning_rate: float = 1e-3) -> t
     return torch.optim.SGD(model.parameters(), lr=learning_rate, foreach=job != "tp")
 
 
-def print_last_half(times_ms: list[float]) -> None:
-    """The median of the second half, and how far apart its quartiles are."""
+def print_last_half(times_ms: list[float], of_what: str = "times ten steps") -> None:
+    """The line that `benchmarks.supervised_jobs` reads: the median of the second half, and its quartiles."""
     half = times_ms[len(times_ms) // 2 :]
     low, median, high = statistics.quantiles(half, n=4, method="inclusive") if len(half) > 1 else half * 3
-    print(f"last half: {median:.3f} ms per step, quartiles {low:.3f} to {high:.3f}, {len(half)} times ten steps", flush=True)
+    print(f"last half: {median:.3f} ms per step, quartiles {low:.3f} to {high:.3f}, {len(half)} {of_what}", flush=True)
 
 
 def main() -> None:

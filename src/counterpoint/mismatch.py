@@ -1,4 +1,5 @@
-"""Explains why a file does not match its type: where, what belongs there, what was found, what to do next.
+"""Explains why a file does not match its type: where, what belongs there, what was found, what to do next; and finds the
+name that a misspelt one most likely means.
 
 The decoder's message names the place and the problem ("Expected `int`, got `str` - at `$.gpu.num_sms`"). The rest comes
 from the requested type and the document. This module knows no value of the project and reads no file. It passes on
@@ -6,7 +7,7 @@ messages in an unknown form unchanged.
 """
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from difflib import get_close_matches
 from functools import reduce
 from typing import Any
@@ -18,6 +19,8 @@ MAX_LISTED = 12
 MAX_SHOWN = 40
 Steps = tuple[str | int, ...]
 
+_WILDCARDS = re.compile(r"[*?\[\]]+")
+_WORD_START = re.compile(r"(?<![^\W_])[^\W_]")
 _FORM = re.compile(r"(?P<what>.*?)(?: - at `\$(?P<path>[^`]*)`)?")
 _STEP = re.compile(r"\.(?P<field>[^.\[\]]+)|\[(?P<position>\d+|\.\.\.)\]")
 _WORDS = {
@@ -178,7 +181,20 @@ def _instead(name: str, types: Sequence[inspect.Type]) -> str:
     """Suggest what to write in place of an unknown field."""
     structs = [kind for kind in types if isinstance(kind, inspect.StructType)]
     fields = [field.encode_name for kind in structs for field in kind.fields]
-    close = get_close_matches(name, fields, n=1)
+    close = nearest(name, fields)
     if close:
-        return f"Did you mean '{close[0]}'? Correct or remove it."
+        return f"Did you mean '{close}'? Correct or remove it."
     return f"Remove it; the known fields are {', '.join(fields)}." if 0 < len(fields) <= MAX_LISTED else "Remove it."
+
+
+def nearest(name: str, names: Collection[str]) -> str:
+    """Return which of `names` a misspelt name is most like; empty if it is like none.
+
+    Of a shell pattern, the longest part without wildcards is compared with what begins at each word of a name.
+    """
+    spelt = max(_WILDCARDS.split(name), key=len)
+    parts = {each: each for each in sorted(names)}
+    if spelt != name:
+        parts = {each[start.start() :][: len(spelt)]: each for each in parts for start in _WORD_START.finditer(each)}
+    close = get_close_matches(spelt, parts, n=1) if spelt else ()
+    return parts[close[0]] if close else ""

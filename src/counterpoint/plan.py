@@ -16,6 +16,7 @@ import msgspec
 from counterpoint.controls import Control
 from counterpoint.display import html_list, shortened
 from counterpoint.errors import PlanError, require_kind, shown
+from counterpoint.mismatch import nearest
 from counterpoint.step import CollectiveKind, Operation, OperationKind, Step
 from counterpoint.units import format_bytes, format_count, format_numbers
 from counterpoint.value import Value, read_toml, require, save_toml
@@ -225,7 +226,10 @@ def _why_idle(match: Match, step: Step, is_other: bool) -> str:
         return f"names operation {beyond[0]}, and {where} has operations 0 to {len(step.operations) - 1}"
     candidates = match.candidates(step)
     if not candidates or match.ordinals == ():
-        return f"matches none of the {len(step.operations)} operations of {where}"
+        names = {operation.name for operation in step.operations}
+        close = "" if any(map(match.accepts_name, names)) else nearest(match.name, names)
+        hint = f"; the nearest name there is '{shown(close)}'" if close else ""
+        return f"matches none of the {len(step.operations)} operations of {where}{hint}"
     missing = [ordinal for ordinal in match.ordinals or () if ordinal >= len(candidates)]
     if missing and (not is_other or len(missing) == len(match.ordinals or ())):
         return (

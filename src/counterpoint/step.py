@@ -267,6 +267,8 @@ class Step(Value, frozen=True, kw_only=True):
         """Return sixteen hexadecimal digits that change with operations, order, launches, sizes and streams, not with
         times.
         """
+        # Saved plans hold it, so it stays this JSON and not `all_fields`, which would give every step another one. JSON
+        # omits the defaults of a footprint alike in every process, because CPython keeps one object for each of them.
         facts = []
         for operation in self.operations:
             launch = None if isinstance(operation, Copy) else operation.footprint

@@ -13,7 +13,7 @@ from counterpoint.cuda.probing import Probed, probe
 from counterpoint.machine import Gpu, Link, load_machine, machine_for_device
 from counterpoint.measurement.tournament import measure_rounds
 
-MAIN = "from counterpoint.cli import main; main()"
+MAIN = "from counterpoint.cli.main import main; main()"
 
 
 @pytest.fixture(scope="module")

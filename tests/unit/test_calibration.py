@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from counterpoint import Simulator, load_machine, load_workload
-from counterpoint.cli_calibrate import _Record
+from counterpoint.cli.calibrate import _Record
 from counterpoint.cuda.probes.gpu_state import GpuState, check_alone, check_unthrottled
 from counterpoint.errors import DeviceError, MachineError
 from counterpoint.footprints import communication_footprint

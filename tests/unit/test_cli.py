@@ -22,7 +22,7 @@ import pytest
 from click.shell_completion import ShellComplete
 
 from counterpoint import workloads
-from counterpoint.cli import COMPLETION_VARIABLE, app, run_command
+from counterpoint.cli.main import COMPLETION_VARIABLE, app, main, run_command
 from counterpoint.machine import load_machine, machine_names, save_template
 from counterpoint.units import format_rate
 from counterpoint.value import shipped_text
@@ -441,19 +441,52 @@ def test_ctrl_c_ends_with_130_and_no_word(tmp_path: Path) -> None:
     assert (process.returncode, output, error) == (130, b"", b"")
 
 
-def test_ctrl_c_while_the_command_is_loaded_is_quiet(tmp_path: Path) -> None:
-    (tmp_path / "counterpoint").mkdir()
-    (tmp_path / "counterpoint" / "__init__.py").write_text("print('loading', flush=True)\nimport time\ntime.sleep(20)\n")
-    script = "import signal, counterpoint_command as c; signal.signal(signal.SIGINT, signal.default_int_handler); c.main()"
-    path = os.pathsep.join([str(tmp_path), *sys.path])
+def misuses(command: click.Command, words: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], str]]:
+    """Every command with an option that it lacks, and with each of its options without the value."""
+    yield words, "--nope"
+    for parameter in command.params:
+        if isinstance(parameter, click.Option) and not parameter.is_flag:
+            yield words, parameter.opts[-1]
+    for name, each in getattr(command, "commands", {}).items():
+        yield from misuses(each, (*words, name))
+
+
+@pytest.mark.parametrize(("words", "option"), list(misuses(app)))
+def test_a_hint_at_help_names_the_command_that_was_used(
+    words: tuple[str, ...], option: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["counterpoint", *words, option])
+    with pytest.raises(SystemExit) as ending:
+        main()
+    said = capsys.readouterr().err
+    assert (ending.value.code, said.count("\n")) == (2, 1)
+    assert said.endswith(f" Try '{' '.join(('counterpoint', *words))} --help'.\n")
+
+
+SLOW_TO_LOAD = """
+import runpy, signal, sys, time
+class Slow:
+    def find_spec(self, name, path=None, target=None):
+        if name == "counterpoint.cli":
+            print("loading", flush=True)
+            time.sleep(20)
+sys.meta_path.insert(0, Slow())
+signal.signal(signal.SIGINT, signal.default_int_handler)
+"""
+
+
+@pytest.mark.parametrize(
+    "start", ["import counterpoint_command as c; c.main()", "runpy.run_module('counterpoint', run_name='__main__')"]
+)
+def test_ctrl_c_while_the_command_is_loaded_ends_with_130_and_no_word(start: str) -> None:
     with subprocess.Popen(
-        [sys.executable, "-c", script], env=os.environ | {"PYTHONPATH": path}, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        [sys.executable, "-c", SLOW_TO_LOAD + start], stdout=subprocess.PIPE, stderr=subprocess.PIPE
     ) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == b"loading\n"
         process.send_signal(signal.SIGINT)
         assert process.communicate(timeout=20) == (b"", b"")
-    assert process.returncode == -signal.SIGINT
+    assert process.returncode == 130
 
 
 def test_importing_the_package_loads_neither_numpy_nor_the_command_line() -> None:
@@ -464,8 +497,8 @@ def test_importing_the_package_loads_neither_numpy_nor_the_command_line() -> Non
 
 def test_help_loads_neither_numpy_nor_the_simulator() -> None:
     script = (
-        "import sys\nfrom counterpoint import cli\nsys.argv = ['counterpoint', '--help']\n"
-        "try:\n    cli.main()\nexcept SystemExit as ending:\n    assert not ending.code\n"
+        "import sys\nfrom counterpoint.cli import main\nsys.argv = ['counterpoint', '--help']\n"
+        "try:\n    main.main()\nexcept SystemExit as ending:\n    assert not ending.code\n"
         "print(sorted({'numpy', 'torch', 'multiprocessing', 'counterpoint.sim', 'counterpoint.traces'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)

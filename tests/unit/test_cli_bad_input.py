@@ -364,7 +364,14 @@ def test_an_input_without_permission(name: str, tmp_path: Path) -> None:
         (["schedule", "fly"], "No such command 'fly'. Try 'counterpoint schedule --help'."),
         (["bench", "paper", "--nope"], "Try 'counterpoint bench paper --help'."),
         (["tune", "cb_ar_opt1", "--machine"], "'--machine' requires an argument."),
-        (["tune", "cb_ar_opt1", "cb_ar_opt2"], r"unexpected extra argument \(cb_ar_opt2\)\. Try"),
+        *(
+            (
+                [command, "a.json.gz", "b.json.gz", "c"],
+                "'b.json.gz' is one argument too many. Give one; `counterpoint analyze`",
+            )
+            for command in ("tune", "simulate")
+        ),
+        (["workloads", "cb_ar_opt1", "cb_ar_opt2"], r"unexpected extra argument \(cb_ar_opt2\)\. Try"),
         (["fly"], "No such command 'fly'. Try 'counterpoint --help'."),
         (["bench", "papers"], r"Did you mean 'paper'\? Try 'counterpoint bench --help'\."),
     ],

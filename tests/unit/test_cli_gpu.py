@@ -1,14 +1,16 @@
 """The command line's part for GPUs, as far as it goes without one: recognition, refusals, the simulated grid, the cache."""
 
 import json
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 
 import msgspec
 import pytest
 
+from counterpoint.cli.tune import _load_function
 from counterpoint.cuda.plan_cache import Conditions, cache_folder, find_plan, keep_plan, plan_path
-from counterpoint.errors import PlanError
+from counterpoint.errors import PlanError, StepError
 from counterpoint.machine import load_machine, machine_names
 from counterpoint.paper.values import PLAIN, SEQUENTIAL, PaperResult
 from counterpoint.plan import Plan
@@ -34,6 +36,22 @@ def test_where_torch_sees_no_gpu_that_is_said_and_nothing_is_to_be_installed(com
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("counterpoint: No GPU is visible, so nothing can be measured. Without GPUs, ")
     assert "pip install" not in done.stderr
+
+
+def test_a_misspelt_function_or_module_is_told_the_nearest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "my_training.py").write_text("def make_step(): ...\nlayers = 4\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+
+    def refused(step: str) -> str:
+        with pytest.raises(StepError) as caught:
+            _load_function(step)
+        return str(caught.value)
+
+    assert "cannot be found. Did you mean 'my_training'? Run the command where" in refused("my_trainig:make_step")
+    assert "has no function 'make_stp'. Did you mean 'make_step'? Name one" in refused("my_training:make_stp")
+    assert "has no function 'layers'. Name one" in refused("my_training:layers")
+    assert "'absent', which cannot be found. Run the command where" in refused("absent:make_step")
 
 
 def test_a_function_cannot_be_simulated_and_the_line_says_what_can() -> None:

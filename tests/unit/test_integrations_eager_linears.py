@@ -1,7 +1,6 @@
 """Linears that take one step of autograd give what DTensor's public way gives: results, gradients, layouts, and errors."""
 
 import copy
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -24,17 +23,7 @@ from torch.distributed.tensor.parallel import (  # noqa: E402
 
 from counterpoint.errors import OperatorError  # noqa: E402
 
-
-@pytest.fixture(autouse=True)
-def group() -> Iterator[None]:
-    """A process group of this process alone."""
-    ops.release()
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        yield
-    finally:
-        ops.release()
-        dist.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("group_of_one")
 
 
 class FeedForward(nn.Module):

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from counterpoint.doctor.job_context import JobContext
 from counterpoint.errors import CounterpointError
 from counterpoint.machine import Machine
-from counterpoint.mismatch import describe_mismatch
+from counterpoint.mismatch import describe_mismatch, nearest
 from counterpoint.plan import Plan
 from counterpoint.value import read_toml
 from counterpoint.workloads.description import Description
@@ -213,3 +213,24 @@ def test_what_a_value_says_of_itself_comes_with_its_place(tmp_path: Path) -> Non
     assert str(caught.value) == (
         f"{file}: directives[0].controls[0]: A priority must be 0 or lower (a lower number is a higher priority); found 3."
     )
+
+
+GATHER = "ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
+REDUCE = "ncclDevKernel_AllReduce_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
+MATMUL = "nvjet_tst_256x128_64x4_1x2_h_bz_coopA_TNT"
+
+
+@pytest.mark.parametrize(
+    ("name", "found"),
+    [
+        ("nvjet_tst_256x128_64x4_1x2_h_bz_copA_TNT", MATMUL),
+        ("ncclDevKernel_AllRduce*", REDUCE),
+        ("*AllGahter*", GATHER),
+        ("nvjt*", MATMUL),
+        ("layernorm", ""),
+        ("*", ""),
+    ],
+)
+def test_the_name_that_a_misspelt_one_or_a_pattern_means(name: str, found: str) -> None:
+    assert nearest(name, {GATHER, REDUCE, MATMUL}) == found
+    assert nearest(name, ()) == ""

@@ -182,15 +182,11 @@ def test_what_is_no_plan_is_not_put_in_force_and_the_line_says_how_to_read_one(f
         ops.use_plan(found)
 
 
+@pytest.mark.usefixtures("group_of_one")
 def test_a_call_by_the_label_of_a_schedule_is_one_line() -> None:
-    torch = pytest.importorskip("torch")
-    dist, ops = pytest.importorskip("torch.distributed"), pytest.importorskip("counterpoint.ops")
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        with pytest.raises(ScheduleError, match=r"takes a ScheduleDescription; found a str\. Make one: "):
-            ops.all_gather_matmul(torch.ones(4, 2), torch.ones(2, 3), schedule="ring/1 chunk 1+2")
-    finally:
-        dist.destroy_process_group()
+    torch, ops = pytest.importorskip("torch"), pytest.importorskip("counterpoint.ops")
+    with pytest.raises(ScheduleError, match=r"takes a ScheduleDescription; found a str\. Make one: "):
+        ops.all_gather_matmul(torch.ones(4, 2), torch.ones(2, 3), schedule="ring/1 chunk 1+2")
 
 
 @given(call=rows())

@@ -1,7 +1,5 @@
 """What runs for the first time within a capture is refused in one line, and leaves nothing behind; streams are kept."""
 
-from collections.abc import Iterator
-
 import pytest
 
 from counterpoint.errors import OperatorError
@@ -28,18 +26,12 @@ class Capture:
 
 
 @pytest.fixture
-def capture(monkeypatch: pytest.MonkeyPatch) -> Iterator[Capture]:
+def capture(group_of_one: None, monkeypatch: pytest.MonkeyPatch) -> Capture:
     """A process group of this process alone, and a capture that can be switched on."""
     found = Capture()
-    ops.release()  # what another test of this process left
     monkeypatch.setattr(graph_cache, "is_capturing", found)
     monkeypatch.setattr(runtime, "is_capturing", found)
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        yield found
-    finally:
-        ops.release()
-        dist.destroy_process_group()
+    return found
 
 
 def call(num_rows: int) -> None:

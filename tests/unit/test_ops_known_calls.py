@@ -1,7 +1,5 @@
 """What calls of the same shapes have in common is found once, told apart from what differs, and forgotten when it goes."""
 
-from collections.abc import Iterator
-
 import pytest
 
 from counterpoint.plan import LEAVE_IT
@@ -16,18 +14,7 @@ runtime = pytest.importorskip("counterpoint.ops.runtime")
 
 CHUNKED = ScheduleDescription(chunks=2)
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(autouse=True)
-def group() -> Iterator[None]:
-    """A process group of this process alone."""
-    ops.release()
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        yield
-    finally:
-        ops.release()
-        dist.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("group_of_one")
 
 
 @pytest.fixture

@@ -113,6 +113,20 @@ def plan_for(step: Step, *numbers: int, control: Control = HOLD) -> Plan:
     return Plan(step_name="first run", step_fingerprint=step.fingerprint(), verdict="GAIN", directives=directives)
 
 
+def test_a_misspelt_name_is_told_the_nearest_and_a_name_that_is_there_is_not() -> None:
+    step = step_of(named("attention_forward"), named("layer_norm"))
+
+    def refused(match: Match) -> str:
+        with pytest.raises(PlanError) as caught:
+            Plan(directives=(Directive(match=match, controls=(HOLD,), reason="test"),)).check_step(step)
+        return str(caught.value)
+
+    assert "; the nearest name there is 'attention_forward'. Correct its match" in refused(Match(name="atention_forward"))
+    assert "; the nearest name there is 'layer_norm'. Correct its match" in refused(Match(name="*nrom*"))
+    assert "nearest" not in refused(Match(name="softmax"))
+    assert "nearest" not in refused(Match(name="layer_norm", kind="communication"))
+
+
 def test_a_plan_survives_a_restart_in_which_other_operations_came_between() -> None:
     later = step_of(named("new"), *STEP.operations[:4], named("new"), *STEP.operations[4:])
     plan = plan_for(STEP, 1, 3, 6)

@@ -17,18 +17,28 @@ from website import commands
 import counterpoint
 from counterpoint.analysis.values import Analysis
 from counterpoint.cluster.description import ClusterFile, load_cluster
+from counterpoint.cluster.estimate import ClusterEstimate
 from counterpoint.cluster.sweep_file import Axes
+from counterpoint.cluster.sweep_store import SweepRow
 from counterpoint.controls import CommunicationCtas, Control, HeadStart, LightKernel, Priority, ResidencyCap
-from counterpoint.doctor.job_context import JobContext
+from counterpoint.doctor.job_context import Finding, JobContext
 from counterpoint.machine import load_machine
 from counterpoint.metrics import Metrics, RankMetrics
 from counterpoint.plan import Directive, Expectation, Match, Plan, Refusal
+from counterpoint.planner.operators import OperatorTuning
+from counterpoint.report.check import Checked
+from counterpoint.report.expert_schedule import ExpertSummary
+from counterpoint.report.schedule import EstimatedSchedule, ScheduleSummary
 from counterpoint.report.summary import ReportRow, Summary
-from counterpoint.schedule import ScheduleDescription
+from counterpoint.schedule import CopySchedule, ScheduleDescription
+from counterpoint.schedule.actions import Action
 from counterpoint.sim.calibration import Constant
 from counterpoint.sim.network import Level
 from counterpoint.traces.classify import Rule
+from counterpoint.validation.figures import Figures, PredictedRow
+from counterpoint.validation.outcome import Outcome
 from counterpoint.workloads.description import CollectiveEntry, CopyEntry, Description, Gemm, OtherKernel, Wait
+from helpers.command import counterpoint as counterpoint_command
 
 ROOT = Path(__file__).parents[2]
 REFERENCE = ROOT / "docs" / "reference"
@@ -79,6 +89,19 @@ TABLES: MappingProxyType[str, msgspec.Struct | type[msgspec.Struct]] = MappingPr
         "metrics": Metrics,
         "An entry of metrics.ranks": RankMetrics,
         "What analyze prints": Analysis,
+        "What sweep prints": SweepRow,
+        "estimate": ClusterEstimate,
+        "What schedule show and schedule experts print": EstimatedSchedule,
+        "What schedule show adds": ScheduleSummary,
+        "What schedule experts adds": ExpertSummary,
+        "A whole schedule": CopySchedule,
+        "An entry of actions": Action,
+        "What schedule tune prints": OperatorTuning,
+        "What check prints": Checked,
+        "An entry of findings": Finding,
+        "What validate prints": Outcome,
+        "An entry of figures": Figures,
+        "An entry of rows": PredictedRow,
     }
 )
 ROW = re.compile(r"^\| `([^`]+)` \| (.*?) \| (.*?) \| (.*?) \| (.*?) \|$", re.MULTILINE)
@@ -130,11 +153,28 @@ def default_in_words(field: msgspec.inspect.Field) -> str:
 
 
 def keys_of(heading: str) -> list[tuple[str, str, str]]:
-    """Key, value and default of a table, from the structure."""
-    info = msgspec.inspect.type_info(struct_of(TABLES[heading]))
+    """Key, value and default of a table, from the structure; keys that it has from another table's stand there."""
+    struct = struct_of(TABLES[heading])
+    info = msgspec.inspect.type_info(struct)
     assert isinstance(info, msgspec.inspect.StructType)
     tag = [(info.tag_field, f"`{info.tag}`", "required")] if info.tag_field else []
-    return [*tag, *((field.encode_name, in_words(field.type), default_in_words(field)) for field in info.fields)]
+    tables = [each for each in map(struct_of, TABLES.values()) if issubclass(struct, each) and each is not struct]
+    own = [field for field in info.fields if not any(field.name in each.__struct_fields__ for each in tables)]
+    return [*tag, *((field.encode_name, in_words(field.type), default_in_words(field)) for field in own)]
+
+
+def nested(kind: msgspec.inspect.Type) -> Iterator[msgspec.inspect.StructType]:
+    """The structures without a table of their own, at any depth below a field of this type."""
+    match kind:
+        case msgspec.inspect.StructType() if kind.cls not in map(struct_of, TABLES.values()):
+            yield kind
+            for field in kind.fields:
+                yield from nested(field.type)
+        case msgspec.inspect.UnionType():
+            for each in kind.types:
+                yield from nested(each)
+        case msgspec.inspect.VarTupleType():
+            yield from nested(kind.item_type)
 
 
 @cache
@@ -157,6 +197,27 @@ def test_the_page_has_a_table_for_each_structure() -> None:
 def test_the_page_has_every_key_with_its_type_and_default(heading: str) -> None:
     assert [row[:3] for row in page()[heading]] == keys_of(heading)
     assert all(row[4] for row in page()[heading]), "say what each key means"
+
+
+@pytest.mark.parametrize("heading", list(TABLES)[list(TABLES).index("What sweep prints") :])
+def test_the_page_names_every_key_of_the_tables_within_what_a_command_prints(heading: str) -> None:
+    said = " ".join(row[4] for row in page()[heading])
+    info = msgspec.inspect.type_info(struct_of(TABLES[heading]))
+    assert isinstance(info, msgspec.inspect.StructType)
+    own = {row[0] for row in page()[heading]}
+    below = [each for field in info.fields if field.encode_name in own for each in nested(field.type)]
+    assert [field.encode_name for each in below for field in each.fields if f"`{field.encode_name}`" not in said] == []
+
+
+EXPERTS = "schedule experts expert_ffn --ranks 2 --experts 4 --rows 64 --inner 64 --hidden 64"
+
+
+@pytest.mark.parametrize(
+    ("command", "kind"),
+    [("check", Checked), (EXPERTS, ExpertSummary)],
+)
+def test_a_command_prints_the_structure_of_the_page_and_nothing_else(command: str, kind: type) -> None:
+    assert msgspec.json.decode(counterpoint_command(*command.split(), "--json", cwd=ROOT).stdout, type=kind)
 
 
 def beyond(text: str) -> Iterator[float]:

@@ -11,7 +11,6 @@ import pytest
 
 from counterpoint.controls import CommunicationCtas, Control, OwnStream, Priority, ResidencyCap, Transport
 from counterpoint.plan import Directive, Match, Plan, load_plan, save_plan
-from helpers.build_filter import build_double
 from helpers.command import COUNTERPOINT
 
 ROOT = Path(__file__).parents[2]
@@ -19,14 +18,6 @@ JOB = ROOT / "tests" / "helpers" / "jobs" / "launches.py"
 TORCHRUN = [str(Path(sys.executable).with_name("torchrun")), "--standalone", "--nproc-per-node", "2"]
 LIMIT_S = 240
 Ended = subprocess.CompletedProcess[str]
-
-
-@pytest.fixture(scope="session")
-def driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the double of libcuda."""
-    folder = tmp_path_factory.mktemp("driver")
-    build_double(folder)
-    return folder
 
 
 @pytest.fixture(scope="session", autouse=True)

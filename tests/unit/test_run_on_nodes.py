@@ -18,7 +18,6 @@ import pytest
 
 from counterpoint.controls import Priority
 from counterpoint.plan import Directive, Match, Plan, load_plan, save_plan
-from helpers.build_filter import build_double
 from helpers.command import COUNTERPOINT
 
 JOB = Path(__file__).parents[1] / "helpers" / "jobs" / "launches.py"
@@ -27,14 +26,6 @@ TORCHRUN = Path(sys.executable).with_name("torchrun")
 NUM_NODES, RANKS_PER_NODE = 4, 2
 LIMIT_S = 240
 pytestmark = pytest.mark.xdist_group("nodes")  # eight ranks at a time are enough for the host
-
-
-@pytest.fixture(scope="module")
-def driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the double of libcuda."""
-    folder = tmp_path_factory.mktemp("driver")
-    build_double(folder)
-    return folder
 
 
 @pytest.fixture(scope="module", autouse=True)

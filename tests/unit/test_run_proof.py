@@ -88,6 +88,21 @@ def test_each_control_of_a_rule_is_proven_by_itself() -> None:
     assert [applied.engagement.state for applied in prove_rule(rule, counters)] == ["verified", "failed", "failed"]
 
 
+def test_one_rule_without_a_launch_is_told_the_nearest_kernel_and_several_are_not() -> None:
+    functions = (seen("void scan<float*>"), seen("short_kernel"))
+    misspelt = FilterRule(pattern="void scn<float\\*>", priority=-1)
+    marked = FilterRule(pattern="nccl*", is_collective=True)
+
+    def reasons(*rules: FilterRule) -> list[str]:
+        counters = tuple(RuleCounters() for _ in rules)
+        totals = Totals(setting=Setting(rules=rules), counters=counters)
+        found = prove_process(state(rules, counters, functions=functions), Plan(), totals)
+        return [each.engagement.reason for each in found.applied]
+
+    assert reasons(misspelt, marked) == ["no launch matched; the nearest kernel is 'void scan<float*>'"]
+    assert set(reasons(misspelt, HOLD)) == {"no launch matched; the plan may belong to another step"}
+
+
 def test_a_rule_that_only_marks_collectives_asks_nothing() -> None:
     assert prove_rule(FilterRule(pattern="nccl*", is_collective=True), RuleCounters()) == []
 

@@ -3,9 +3,9 @@
 from pathlib import Path
 
 import pytest
-from benchmarks.paper_runs import captured_steps, measured_rows, simulated_rows
 
 from counterpoint.sim.calibration import CharacterConstants, CollectiveConstants, Constant, load_calibration
+from helpers.paper_runs import captured_steps, measured_rows, simulated_rows
 
 ROOT = Path(__file__).parents[2]
 DOCUMENT = ROOT / "docs" / "simulator.md"

@@ -6,7 +6,6 @@ The workloads of benchmarks/results/paper_2x_h200.json as they were captured.
 from functools import cache
 
 import pytest
-from benchmarks.paper_runs import captured_steps, measured_rows, simulated_rows
 
 from counterpoint.controls import Transport
 from counterpoint.metrics import measure
@@ -14,6 +13,7 @@ from counterpoint.paper.values import COPY_ENGINES
 from counterpoint.planner.search import tune
 from counterpoint.sim import Simulator
 from counterpoint.step import Collective, CollectiveKind
+from helpers.paper_runs import captured_steps, measured_rows, simulated_rows
 from helpers.toy_steps import H200, plan_of, step_of
 
 MIB = 1 << 20

@@ -3,7 +3,8 @@
 from functools import cache
 
 import pytest
-from benchmarks.paper_runs import BASELINE, captured_steps, changes, measured_rows, simulated_rows
+
+from helpers.paper_runs import BASELINE, captured_steps, changes, measured_rows, simulated_rows
 
 POINTS = 3.0  # asked for: the predicted change is so near the measured one, in percent of plain overlap
 # The matmuls of these run at 1,400 to 1,600 MHz in a step and were timed alone at 1,980, the clock that is simulated here

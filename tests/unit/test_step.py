@@ -1,5 +1,8 @@
 """Steps: what they refuse, and what their fingerprint depends on."""
 
+import pickle
+
+import msgspec
 import pytest
 from msgspec.structs import replace
 
@@ -42,6 +45,19 @@ def test_the_fingerprint_changes_with_what_is_launched(other: Step) -> None:
 def test_the_fingerprint_stays_when_only_times_or_the_name_change() -> None:
     slower = step(replace(KERNEL, lone_us=99.0, issued_us=3.0), replace(COLLECTIVE, lone_us=1.0, peer_wait_us=2.0))
     assert replace(slower, name="another day", launch_gap_us=9.0).fingerprint() == step().fingerprint()
+
+
+def test_the_fingerprint_is_that_of_plans_saved_before_and_the_same_in_every_process() -> None:
+    explicit = replace(FOOTPRINT, static_shared_bytes=int("0"), ctas_per_cluster=int("1"), carveout_percent=int("-1"))
+    everything = step(
+        replace(KERNEL, footprint=explicit), COLLECTIVE, Copy(name="copy", stream=1, direction="set", num_bytes=3)
+    )
+    copies = (
+        pickle.loads(pickle.dumps(everything)),
+        msgspec.json.decode(msgspec.json.encode(everything), type=Step),
+        msgspec.toml.decode(msgspec.toml.encode(everything), type=Step),
+    )
+    assert {each.fingerprint() for each in (everything, *copies)} == {"08523046ff4304c4"}
 
 
 def test_copies_between_gpus_are_communication_and_others_are_not() -> None:

@@ -7,8 +7,8 @@ import pytest
 from click.testing import CliRunner
 
 import counterpoint as package
-from counterpoint.cli import app
-from counterpoint.cli_run import _print_to_apply
+from counterpoint.cli.main import app
+from counterpoint.cli.run import _print_to_apply
 from counterpoint.controls import (
     CommunicationCtas,
     Control,

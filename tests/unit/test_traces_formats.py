@@ -1,8 +1,6 @@
 """Traces are known by their content, whatever they are called; a new format is a module and a line in one table."""
 
 import gzip
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -80,20 +78,3 @@ def test_a_workload_may_be_named_in_any_case(tmp_path: Path) -> None:
     shipped = Path(formats.__file__).parents[1] / "workloads" / "cb_ar_opt2.toml"
     (tmp_path / "OWN.TOML").write_bytes(shipped.read_bytes())
     assert load_job(str(tmp_path / "OWN.TOML")).step == load_job("CB_AR_OPT2").step
-
-
-INTERRUPTED = """
-import sys
-class Interrupting:
-    def find_spec(self, name, path=None, target=None):
-        if name == "counterpoint.cli":
-            raise KeyboardInterrupt
-sys.meta_path.insert(0, Interrupting())
-from counterpoint.__main__ import main
-main()
-"""
-
-
-def test_ctrl_c_while_the_command_is_loaded_ends_it_quietly() -> None:
-    done = subprocess.run([sys.executable, "-c", INTERRUPTED], capture_output=True, text=True, timeout=60, check=False)
-    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 
-from counterpoint.analysis.means import StepOfRank
 from counterpoint.analysis.values import (
     Aspect,
     Breakdown,
@@ -10,6 +9,7 @@ from counterpoint.analysis.values import (
     CauseTotal,
     ExposedInterval,
     RankAnalysis,
+    StepOfRank,
     TracedCollective,
 )
 

@@ -10,10 +10,17 @@ from counterpoint.analysis.breakdowns import breakdowns, cause_totals, collectiv
 from counterpoint.analysis.headline import headline
 from counterpoint.analysis.logged import combine_logs, is_logged
 from counterpoint.analysis.matching import match_collectives
-from counterpoint.analysis.means import keys_of, steady_steps
 from counterpoint.analysis.membership import belonging, describe_missing, missing_ranks
 from counterpoint.analysis.sizes import collective_sizes
-from counterpoint.analysis.values import Analysis, ExposedInterval, Headline, RankAnalysis, StepFigures
+from counterpoint.analysis.values import (
+    Analysis,
+    ExposedInterval,
+    Headline,
+    RankAnalysis,
+    StepFigures,
+    keys_of,
+    steady_steps,
+)
 from counterpoint.analysis.waits import arrivals, rank_waits, skew_of
 from counterpoint.errors import AnalysisError
 

@@ -8,8 +8,17 @@ from msgspec.structs import replace
 
 from counterpoint.analysis.attribution import LEAST_IMBALANCE
 from counterpoint.analysis.logged import is_logged
-from counterpoint.analysis.means import spread_of, steady_steps
-from counterpoint.analysis.values import Analysis, Cause, Change, CollectiveSize, OperatorRow, StepFigures, label_of
+from counterpoint.analysis.values import (
+    Analysis,
+    Cause,
+    Change,
+    CollectiveSize,
+    OperatorRow,
+    StepFigures,
+    label_of,
+    spread_of,
+    steady_steps,
+)
 
 HASH = re.compile(r"0x[0-9a-f]+")
 FIGURES: tuple[tuple[str, Callable[[StepFigures], float]], ...] = (

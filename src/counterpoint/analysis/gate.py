@@ -19,8 +19,7 @@ from typing import Final, Literal, get_args
 import msgspec
 
 from counterpoint.analysis.logged import is_logged
-from counterpoint.analysis.means import spread_of
-from counterpoint.analysis.values import SCHEMA, Analysis, Cause, StepFigures
+from counterpoint.analysis.values import SCHEMA, Analysis, Cause, StepFigures, spread_of
 from counterpoint.errors import AnalysisError, shown, shown_path
 from counterpoint.files import read_limited
 from counterpoint.units import format_percent, format_us

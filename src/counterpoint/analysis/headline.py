@@ -5,8 +5,18 @@ from collections.abc import Mapping, Sequence
 from msgspec.structs import replace
 
 from counterpoint.analysis.breakdowns import Collectives
-from counterpoint.analysis.means import StepOfRank, keys_of, steady_steps
-from counterpoint.analysis.values import Analysis, Cause, CauseTotal, ExposedInterval, Headline, Recoverable, label_of
+from counterpoint.analysis.values import (
+    Analysis,
+    Cause,
+    CauseTotal,
+    ExposedInterval,
+    Headline,
+    Recoverable,
+    StepOfRank,
+    keys_of,
+    label_of,
+    steady_steps,
+)
 from counterpoint.units import format_numbers, format_percent, format_us
 
 MOST_LINES = 3

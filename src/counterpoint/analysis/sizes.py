@@ -2,8 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from counterpoint.analysis.means import spread_of
-from counterpoint.analysis.values import CollectiveSize, RankAnalysis, TracedCollective
+from counterpoint.analysis.values import CollectiveSize, RankAnalysis, TracedCollective, spread_of
 from counterpoint.analysis.waits import Arrival
 from counterpoint.sim.costs import wire_bytes
 from counterpoint.units import US_PER_S

@@ -5,10 +5,12 @@ clock of its first rank. One rank's trace is reduced to a `RankAnalysis` at once
 collectives and of different kernels, and not on the size of the files.
 """
 
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Literal
 
 from counterpoint.display import html_list, shortened
+from counterpoint.measurement.values import half_width
 from counterpoint.step import CollectiveKind
 from counterpoint.traces.activity import HostPhase
 from counterpoint.units import format_bytes, format_count
@@ -32,6 +34,7 @@ Cause = Literal[
     "gap",  # between two kernels of the computation that need nothing of it: a launch gap, a fill or a copy
 ]
 Aspect = Literal["collective", "process_group", "stream", "module", "phase", "transport"]
+StepOfRank = tuple[int, int]  # rank and step
 
 
 class StepFigures(Value, frozen=True, kw_only=True):
@@ -214,6 +217,21 @@ class RankAnalysis(Value, frozen=True, kw_only=True):
     names: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     problems: tuple[str, ...] = ()
+
+
+def steady_steps(ranks: Sequence[RankAnalysis]) -> tuple[StepFigures, ...]:
+    """Return the steady steps of all ranks, which means are taken over; for a rank without any, return all of its steps."""
+    return tuple(step for analysis in ranks for step in (tuple(s for s in analysis.steps if s.is_steady) or analysis.steps))
+
+
+def keys_of(steps: Sequence[StepFigures]) -> frozenset[StepOfRank]:
+    """Return the rank and number of each step."""
+    return frozenset((step.rank, step.step) for step in steps)
+
+
+def spread_of(figures: Sequence[float]) -> float:
+    """Return the half-width of the middle half, as the judge of measurements computes it; 0 if there are no figures."""
+    return half_width(figures) if figures else 0.0
 
 
 def label_of(collective: "TracedCollective | CollectiveSize") -> str:

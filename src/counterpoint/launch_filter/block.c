@@ -1,7 +1,7 @@
 // The control block of this process: a copy of the run's template, made when the process first looks up a launch.
 //
-// Where anything is missing (the variable, the template, disk space) the process runs as if the filter were not there; what the user
-// could mend is said in one line on stderr. A forked child has a block of its own, made when it needs one.
+// If the variable, the template or disk space is missing, the process runs as if the filter were not there. If the user can repair
+// the cause, one line on stderr names it. A forked child makes its own block when it needs one.
 #define _GNU_SOURCE
 #include <errno.h>
 #include <fcntl.h>
@@ -17,7 +17,7 @@
 #include "filter.h"
 
 #define DIRECTORY_VARIABLE "COUNTERPOINT_FILTER_DIRECTORY"
-#define MAX_SAME_PID 1000  // a process that replaces itself by exec keeps its number, and its earlier block stays readable
+#define MAX_SAME_PID 1000  // after exec a process keeps its pid; its earlier blocks stay readable
 
 enum { NEW, ON, OFF };
 
@@ -25,7 +25,7 @@ HIDDEN pthread_mutex_t filter_lock = PTHREAD_MUTEX_INITIALIZER;
 HIDDEN struct block_record *filter_block;
 HIDDEN uint32_t filter_epoch = 1;
 static int state = NEW;
-static struct block_record *mapped_block;  // also in a forked child, where it is the parent's until the child's own is made
+static struct block_record *mapped_block;  // in a forked child this is the parent's until the child makes its own
 static bool is_watching_forks;
 static bool is_problem_told;
 
@@ -56,7 +56,7 @@ HIDDEN void forget_handles(void) { __atomic_fetch_add(&filter_epoch, 1, __ATOMIC
 
 // --- the file -------------------------------------------------------------------------------------------------------------------
 
-// Open a file of this process that did not exist before.
+// Creates and opens a new file of this process.
 static int create_block(const char *directory, char *path, size_t size) {
     for (int attempt = 0; attempt < MAX_SAME_PID; attempt++) {
         if (attempt == 0) snprintf(path, size, "%s/%d.block", directory, (int)getpid());
@@ -67,11 +67,11 @@ static int create_block(const char *directory, char *path, size_t size) {
     return -1;
 }
 
-// Reserve the whole file now: a mapped page that finds the disk full later would end the process.
+// Reserves the whole file now: if the disk were full at the first access to a mapped page, the process would end.
 static int reserve(int file) {
     struct rlimit limit;
     if (!getrlimit(RLIMIT_FSIZE, &limit) && limit.rlim_cur < sizeof(struct block_record))
-        return EFBIG;  // asking beyond it would raise SIGXFSZ
+        return EFBIG;  // a larger request would raise SIGXFSZ
     return posix_fallocate(file, 0, sizeof(struct block_record));
 }
 
@@ -117,7 +117,7 @@ static struct block_record *map_block(const char *directory) {
     return NULL;
 }
 
-// --- the start, once per process -------------------------------------------------------------------------------------------------
+// --- start, once per process -----------------------------------------------------------------------------------------------------
 
 static void before_fork(void) { pthread_mutex_lock(&filter_lock); }
 
@@ -130,7 +130,7 @@ static void in_child(void) {
     pthread_mutex_unlock(&filter_lock);
 }
 
-// The rank that a launcher gave this process, or -1: the names of RANK_VARIABLES in ranks.py, in their order.
+// Returns the rank that a launcher gave this process, or -1. The names are RANK_VARIABLES of ranks.py, in the same order.
 static int32_t launched_rank(void) {
     static const char *const names[] = {"RANK",     "OMPI_COMM_WORLD_RANK", "PMIX_RANK",
                                         "PMI_RANK", "MV2_COMM_WORLD_RANK",  "SLURM_PROCID"};

@@ -1,7 +1,7 @@
-// The control block's layout, as `layout.py` has it; a test compiles this file and compares every offset.
+// The layout of the control block. `layout.py` has the same; a test compiles this file and compares every offset.
 //
-// One process's block is a file that its launch filter and Python map. Python writes `generation` and the slots; the filter writes
-// the counters of the slots and everything else. All of it is plain memory: `filter.h` says how each side reads it.
+// The block of a process is a file that its launch filter and Python both map. Python writes `generation` and the slots. The filter
+// writes the counters of the slots and everything else. All of it is plain memory: `filter.h` says how the filter reads it.
 #ifndef COUNTERPOINT_BLOCK_H
 #define COUNTERPOINT_BLOCK_H
 
@@ -29,7 +29,7 @@ enum rule_sets {
 
 enum function_traits { TRAIT_COOPERATIVE = 1 << 0, TRAIT_COLLECTIVE = 1 << 1, TRAIT_TRUNCATED = 1 << 2 };
 
-// The first reason why a rule's control was not applied, with a figure; `control_block.py` words them.
+// The first reason why a rule's control was not applied, and a figure that belongs to it. `control_block.py` has the words.
 enum refusal {
     REFUSED_COOPERATIVE = 1,
     REFUSED_USES_MORE = 2,         // dynamic shared memory of the launch

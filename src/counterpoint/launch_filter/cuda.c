@@ -1,9 +1,10 @@
-// CUDA's entry points: each comes in two, one exported (reached by the linker and by search order) and one for callers that found the
-// driver's own. Both count the launch, change it where the plan says so, and pass it on to the function that the caller meant.
+// CUDA's entry points. Each has two functions: one is exported, for callers that the linker or the search order leads here; the other is
+// for callers that looked up the driver's own function. Both count the launch, change it if the plan says so, and pass it on to the
+// function that the caller meant.
 //
-// A changed launch that the driver refuses is launched again as it was, and the kernel is left alone from then on, so that no launch
-// fails that would have succeeded. While a stream is captured a refused launch would end the capture: there only changes that the
-// driver has accepted before are made. cuLaunchCooperativeKernel is counted, never changed.
+// If the driver refuses a changed launch, the filter launches it unchanged, and no longer changes this kernel. So no launch fails that
+// would have succeeded. A refused launch would invalidate a stream capture, so during a capture only changes are made that the driver
+// has accepted before. cuLaunchCooperativeKernel is counted, never changed.
 #define _GNU_SOURCE
 #include <string.h>
 
@@ -13,7 +14,7 @@
 
 static struct entry_point entry_points[];
 
-// One launch by a caller: the functions behind it, and the arguments that are only passed on.
+// One launch by a caller: the next functions to call, and the arguments that are passed on unchanged.
 struct call {
     cuLaunchKernel_function *launch;
     cuLaunchKernelEx_function *launch_ex;
@@ -77,8 +78,8 @@ static void count_left(const struct decision *decision, struct refused refused) 
     if (decision->actions & PRIORITIZE) count_refusal(decision, decision->priority_rule, refused);
 }
 
-// The driver refused a changed launch. A program may have lowered the kernel's limit since the cap was set: raise it once more;
-// otherwise launch what the caller asked for, and change this kernel no more.
+// Handles a changed launch that the driver refused. The program may have lowered the kernel's limit after the cap was set, so the limit
+// is raised once more. If that does not help, the caller's own launch is made, and this kernel is no longer changed.
 static CUresult retry(const struct call *call, const struct launch *launch, const struct decision *decision,
                       const struct changed_launch *changed, const CUlaunchConfig *config, CUresult error) {
     struct counter_record *counters = counters_of(decision, changed->is_capped ? decision->cap_rule : decision->priority_rule);
@@ -97,7 +98,7 @@ static CUresult retry(const struct call *call, const struct launch *launch, cons
     return result;
 }
 
-// Why a launch of a kernel with a cap or a priority must stay as it is.
+// Returns why a launch of a kernel with a cap or a priority must stay unchanged.
 static struct refused obstacle(const struct call *call, const struct launch *launch, const struct decision *decision) {
     if (launch->is_cooperative) return (struct refused){REFUSED_COOPERATIVE, 0};
     if (is_given_up(decision)) return (struct refused){REFUSED_BY_DRIVER, 0};
@@ -148,7 +149,7 @@ static void read_attributes(const CUlaunchConfig *config, struct launch *launch)
     }
 }
 
-// The places of the launches in `entry_points`; those of the per-thread default stream follow their twins.
+// The positions of the launches in `entry_points`. The version for the per-thread default stream follows each.
 enum { LAUNCH_KERNEL = 0, LAUNCH_KERNEL_EX = 2, LAUNCH_COOPERATIVE = 4 };
 
 static void *real(unsigned place, enum route route) {
@@ -156,7 +157,7 @@ static void *real(unsigned place, enum route route) {
     return LIKELY(found != NULL) ? found : real_function(&cuda_library, &entry_points[place], route);
 }
 
-// For a launch that carries a priority: what the caller's library has, or the driver's own.
+// Returns the function for a launch with a priority: that of the caller's library, or the driver's own.
 static cuLaunchKernelEx_function *real_launch_ex(bool is_per_thread, enum route route) {
     cuLaunchKernelEx_function *found = (cuLaunchKernelEx_function *)real(LAUNCH_KERNEL_EX + is_per_thread, route);
     return found ? found : launch_ex_of_driver(is_per_thread);
@@ -224,9 +225,9 @@ static inline CUresult launch_cooperative(enum route route, bool is_per_thread, 
                 config->dynamic_shared_bytes, config->stream, parameters);
 }
 
-// --- look-ups by the driver itself --------------------------------------------------------------------------------------------------
+// --- look-ups by cuGetProcAddress ---------------------------------------------------------------------------------------------------
 
-// Which of our entry points cuGetProcAddress means by a name: the newest that the asked version knows.
+// Returns which of our entry points cuGetProcAddress means by a name: the newest that the requested version has.
 static struct entry_point *point_by_base(const char *base, int version, uint64_t flags) {
     struct entry_point *chosen = NULL;
     for (size_t i = 0; i < cuda_library.num_entry_points; i++) {
@@ -266,7 +267,7 @@ static CUresult get_proc_address_v2(enum route route, const char *symbol, void *
     return result;
 }
 
-// --- what the program sets on kernels itself ------------------------------------------------------------------------------------------
+// --- attributes that the program sets on kernels --------------------------------------------------------------------------------------
 
 static void begin_programs_attribute(uintptr_t kernel, int attribute) {
     if (attribute == CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES) begin_programs_limit();
@@ -295,9 +296,9 @@ static CUresult set_of_kernel(enum route route, int attribute, int value, CUkern
     return result;
 }
 
-// --- what frees kernels: their handles may stand for others afterwards ----------------------------------------------------------------
+// --- functions that free kernels, whose handles may be reused -------------------------------------------------------------------------
 
-// What is known of the kernels goes first: another thread may get the handles again as soon as the driver has freed them, and no
+// The filter forgets the kernels first, because another thread may get the same handles as soon as the driver has freed them. No
 // program launches a kernel while it unloads it.
 static CUresult unload(unsigned place, enum route route, void *handle) {
     CUresult (*next)(void *) = (CUresult(*)(void *))real(place, route);
@@ -326,9 +327,9 @@ static CUresult end_device_context(unsigned place, enum route route, CUdevice de
     return result;
 }
 
-// --- the entry points themselves, each for both routes --------------------------------------------------------------------------------
+// --- the entry points, each for both routes -------------------------------------------------------------------------------------------
 
-// `next_...` is exported under the driver's name by an alias: that name in this file could mean another preloaded library's function.
+// An alias exports `next_...` under the driver's name. In this file that name could mean another preloaded library's function.
 #define BOTH_ROUTES(name, declared, call)                                                          \
     static CUresult next_##name declared { const enum route route = ROUTE_NEXT; return call; }     \
     static CUresult driver_##name declared { const enum route route = ROUTE_DRIVER; return call; } \
@@ -369,7 +370,7 @@ BOTH_ROUTES(cuDevicePrimaryCtxRelease_v2, (CUdevice device), end_device_context(
     {.symbol = #name, .base = #base_name, .since = version, .is_per_thread = per_thread, .is_launch = launches,           \
      .own = {(void *)next_##name, (void *)driver_##name}}
 
-static struct entry_point entry_points[] = {  // in the order that the enums above count on
+static struct entry_point entry_points[] = {  // in the order of the enums above
     POINT(cuLaunchKernel, cuLaunchKernel, 4000, false, true),
     POINT(cuLaunchKernel_ptsz, cuLaunchKernel, 7000, true, true),
     POINT(cuLaunchKernelEx, cuLaunchKernelEx, 11060, false, true),

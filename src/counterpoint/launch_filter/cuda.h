@@ -7,13 +7,13 @@
 
 HIDDEN extern const struct driver_calls cuda_calls;
 
-HIDDEN cuLaunchKernelEx_function *launch_ex_of_driver(bool is_per_thread);  // NULL: the driver has none
-HIDDEN bool is_capturing(CUstream stream, bool is_per_thread);              // also where the driver does not say
-HIDDEN bool has_room_for_cap(CUfunction kernel, uint32_t bytes);  // the kernel may use so much dynamic shared memory now
+HIDDEN cuLaunchKernelEx_function *launch_ex_of_driver(bool is_per_thread);  // NULL if the driver has none
+HIDDEN bool is_capturing(CUstream stream, bool is_per_thread);              // true also if the driver does not tell
+HIDDEN bool has_room_for_cap(CUfunction kernel, uint32_t bytes);  // whether the kernel's limit allows so much dynamic shared memory now
 HIDDEN void note_collective(CUstream stream, bool is_per_thread);
 HIDDEN void hold_if_racing(const struct decision *, CUstream stream, bool is_per_thread);
-HIDDEN void begin_programs_limit(void);  // around a call by which the program sets a kernel's limit of shared memory
+HIDDEN void begin_programs_limit(void);  // call these around the program's own call that sets a kernel's limit
 HIDDEN void end_programs_limit(void);
-HIDDEN void forget_contexts(void);  // contexts may have been destroyed, and what was loaded in them
+HIDDEN void forget_contexts(void);  // contexts may have been destroyed, with what was loaded in them
 
 #endif

@@ -1,10 +1,10 @@
-// What the controls ask of the CUDA driver: a kernel's name and footprint, a cap with its carveout, the range of priorities, the head
-// start. Nothing here launches for the user, and nothing here can make a launch of the user's fail.
+// What the controls need of the CUDA driver: a kernel's name and footprint, a cap with its carveout, the range of priorities, the head
+// start. Nothing here launches for the user, and nothing here can make one of the user's launches fail.
 //
-// A cap raises MAX_DYNAMIC_SHARED_SIZE_BYTES and the carveout of the function, since the driver refuses more shared memory without the
-// first and freed room is not usable without the second (measured: co-residency with NCCL starts only with the carveout raised).
-// The limit is only ever raised; the carveout, which makes no launch fail, is put back. A head start is a kernel of one thread that
-// waits, launched in the stream of a kernel that would race a collective.
+// A cap raises MAX_DYNAMIC_SHARED_SIZE_BYTES and the carveout of the function. Without the first, the driver refuses more shared memory;
+// without the second, no other kernel can use the freed room (measured: NCCL becomes co-resident only with the carveout raised). The
+// limit is never lowered. The carveout makes no launch fail, so it is restored. A head start is a kernel of one thread that waits; it is
+// launched in the stream of a kernel that would race a collective.
 #define _GNU_SOURCE
 #include <string.h>
 
@@ -12,7 +12,7 @@
 
 #define MAX_CONTEXTS 64  // a power of two
 
-// The image of the head start kernel, ended by a zero byte as the driver wants PTX.
+// The PTX of the head start kernel; the driver requires the zero byte at its end.
 __asm__(".pushsection .rodata\n.balign 16\nhold_image:\n.incbin \"" HOLD_PTX "\"\n.byte 0\n.popsection\n");
 extern const char hold_image[] HIDDEN;
 
@@ -45,17 +45,17 @@ static struct driver_functions {
 } cu;
 static bool is_cu_complete;
 
-// One context's notes for head starts: the last collective, whether some kernel was held for it, and the kernel that holds.
+// What head starts need of one context: the last collective, whether a kernel was held for it, and the kernel that holds.
 static struct context_notes {
     CUcontext context;
     uint64_t num_collectives, num_answered;
     uintptr_t collective_stream;
     CUfunction hold;
-    uint32_t hold_epoch;  // of the contexts when it was loaded
+    uint32_t hold_epoch;  // epoch of the contexts when it was loaded
 } contexts[MAX_CONTEXTS];
 static uint32_t context_epoch = 1;
 
-// The dynamic loader is asked with no lock held; two threads may both ask, and they find the same.
+// Calls the dynamic loader with no lock held. Two threads may both call it; they find the same functions.
 #define FIND(name, ...) found.name = (CUresult(*)(__VA_ARGS__))driver_symbol(&cuda_library, #name);
 static void find_driver_functions(void) {
     if (LOAD(&is_cu_complete)) return;
@@ -76,7 +76,7 @@ HIDDEN cuLaunchKernelEx_function *launch_ex_of_driver(bool is_per_thread) { retu
 
 // --- kernels ----------------------------------------------------------------------------------------------------------------------
 
-// The function behind a handle, in the present context: the handle may be a CUkernel, which cuFuncGetName refuses.
+// Returns the function of a handle in the current context. The handle may be a CUkernel, which cuFuncGetName refuses.
 static CUfunction function_of(CUfunction handle, const char **name) {
     CUfunction function = handle;
     *name = NULL;
@@ -88,7 +88,7 @@ static CUfunction function_of(CUfunction handle, const char **name) {
     return function;
 }
 
-// Where a kernel lies: what `forget_module` and `forget_library` are told when it is unloaded.
+// Returns a kernel's module or library; `forget_module` and `forget_library` get the same value when it is unloaded.
 static uintptr_t owner_of(CUfunction handle, CUfunction function) {
     CUlibrary library = NULL;
     CUmodule module = NULL;
@@ -136,13 +136,13 @@ static struct refused ask_driver(CUfunction function, const struct launch *launc
     return num_clusters < 1 ? (struct refused){REFUSED_NO_CLUSTER_FITS, 0} : (struct refused){0};
 }
 
-// How often the program has set a limit of shared memory itself, on any kernel.
+// How often the program itself has set a limit of shared memory, on any kernel.
 static uint64_t num_limits_begun, num_limits_done;
 
 HIDDEN void begin_programs_limit(void) { __atomic_fetch_add(&num_limits_begun, 1, __ATOMIC_SEQ_CST); }
 HIDDEN void end_programs_limit(void) { __atomic_fetch_add(&num_limits_done, 1, __ATOMIC_SEQ_CST); }
 
-// The most dynamic shared memory that the function can be allowed on this device; 0 where the driver does not say.
+// Returns the highest limit of dynamic shared memory for the function on this device; 0 if the driver does not tell.
 static int most_bytes(CUfunction function) {
     CUdevice device;
     int all = 0, fixed = 0;
@@ -152,8 +152,8 @@ static int most_bytes(CUfunction function) {
     return all - fixed;
 }
 
-// The program may set this limit between our question and our answer, and ours would take its place. Where it set any limit
-// meanwhile, this one becomes the most that there is: no launch needs more.
+// The program may set this limit between our query and our call, which would overwrite it. If the program set any limit meanwhile,
+// this one becomes the highest possible: no launch needs more.
 static CUresult raise_limit(CUfunction function, int wanted) {
     int bytes = 0;
     const uint64_t done = __atomic_load_n(&num_limits_done, __ATOMIC_SEQ_CST);
@@ -219,7 +219,7 @@ HIDDEN bool is_capturing(CUstream stream, bool is_per_thread) {
     return !ask || ask(stream, &status) != CUDA_SUCCESS || status != CU_STREAM_CAPTURE_STATUS_NONE;
 }
 
-// Let this thread load code while another one captures, as in a thread that captures nothing.
+// Lets this thread load code while another thread captures.
 static __thread int capture_mode;
 
 static void enter(void) {
@@ -243,7 +243,7 @@ static struct context_notes *notes_of_context(void) {
             found = context;
         if (found == context || nothing == context) return &contexts[place];
     }
-    return NULL;  // no head starts beyond that many contexts
+    return NULL;  // further contexts get no head starts
 }
 
 static uintptr_t stream_number(CUstream stream, bool is_per_thread) {
@@ -252,7 +252,7 @@ static uintptr_t stream_number(CUstream stream, bool is_per_thread) {
 }
 
 HIDDEN void note_collective(CUstream stream, bool is_per_thread) {
-    if (is_capturing(stream, is_per_thread)) return;  // it does not run now
+    if (is_capturing(stream, is_per_thread)) return;  // a captured launch does not run now
     struct context_notes *notes = notes_of_context();
     if (!notes) return;
     STORE_RELAXED(&notes->collective_stream, stream_number(stream, is_per_thread));
@@ -267,16 +267,16 @@ static struct refused prepare_hold(void) {
     if (!notes || !cu.cuModuleLoadData || !cu.cuModuleGetFunction || !cu.launch[0])
         return (struct refused){REFUSED_HOLD_NOT_LOADED, CUDA_ERROR_NOT_FOUND};
     if (LOAD(&notes->hold_epoch) == epoch) return (struct refused){0};
-    CUresult error = cu.cuModuleLoadData(&module, hold_image);  // stays loaded as long as the context
+    CUresult error = cu.cuModuleLoadData(&module, hold_image);  // stays loaded until the context ends
     if (!error) error = cu.cuModuleGetFunction(&hold, module, "counterpoint_hold");
-    if (!error && cu.cuFuncLoad) error = cu.cuFuncLoad(hold);  // else the first head start would load it (since CUDA 12.4)
+    if (!error && cu.cuFuncLoad) error = cu.cuFuncLoad(hold);  // since CUDA 12.4; otherwise the first head start would load it
     if (error) return (struct refused){REFUSED_HOLD_NOT_LOADED, (uint32_t)error};
     STORE(&notes->hold, hold);
     STORE(&notes->hold_epoch, epoch);
     return (struct refused){0};
 }
 
-// The kernel that holds a stream of this context; NULL where it was never loaded.
+// Returns the kernel that holds a stream of this context; NULL if it was never loaded.
 static CUfunction hold_of(const struct context_notes *notes) {
     return LOAD(&notes->hold_epoch) == LOAD(&context_epoch) ? LOAD(&notes->hold) : NULL;
 }
@@ -292,7 +292,7 @@ HIDDEN void hold_if_racing(const struct decision *decision, CUstream stream, boo
         return;
     }
     if (!__atomic_compare_exchange_n(&notes->num_answered, &answered, collective, false, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE))
-        return;  // another stream's kernel is held for this collective
+        return;  // a kernel of another stream is already held for this collective
     const CUfunction hold = hold_of(notes);
     if (!hold) {
         count_refusal(decision, decision->hold_rule, (struct refused){REFUSED_HOLD_NOT_LOADED, CUDA_ERROR_NOT_FOUND});

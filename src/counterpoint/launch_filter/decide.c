@@ -1,15 +1,16 @@
-// Which kernel gets which controls: decided once for each kernel and table, remembered without a lock, counted in the block.
+// Decides which kernel gets which controls, once for each kernel and table. Launches read the decision without a lock, and the control
+// block counts them.
 //
-// Decisions are read under a seqlock. Its sequence word is a stamp, (generation of the rules, epoch of the handles); with any other
-// stamp than the present one, the decision is made again. A reader reads the words of a decision between two acquire loads of the
-// stamp. A writer clears the stamp, writes the words, and stores the new stamp, with release stores. A reader that sees one new
-// word therefore sees the cleared stamp, and takes the slow path.
+// A seqlock guards each decision. Its sequence word is a stamp: the generation of the rules and the epoch of the handles. A decision
+// with an old stamp is made again. A reader reads the words of a decision between two acquire loads of the stamp. A writer clears the
+// stamp, writes the words, and stores the new stamp, all by release stores. So a reader that sees one new word also sees the cleared
+// stamp, and takes the slow path.
 //
-// The slow path asks the driver, which may wait for other threads of the program. So it holds no lock during that, only a turn: one
-// thread asks at a time. A thread that gets no turn in `TURN_LIMIT` attempts launches unchanged and asks again at the next launch, so
-// a thread that the driver or the loader needs never waits for ever.
+// The slow path queries the driver, which may wait for other threads of the program. So the thread holds no lock meanwhile, only a
+// turn: one thread queries at a time. A thread that gets no turn in `TURN_LIMIT` attempts launches unchanged, and tries again at its
+// next launch. So no deadlock is possible with a thread that the driver or the loader needs.
 //
-// It knows nothing of CUDA or HIP beyond `struct driver_calls`.
+// This file knows nothing of CUDA or HIP beyond `struct driver_calls`.
 #define _GNU_SOURCE
 #include <errno.h>
 #include <sched.h>
@@ -18,17 +19,17 @@
 
 #include "kernels.h"
 
-#define TURN_LIMIT 2000  // attempts, of 50 us and what the system adds
-#define TURN_YIELDS 64   // attempts before those
+#define TURN_LIMIT 2000  // attempts; each sleeps for 50 us or more
+#define TURN_YIELDS 64   // attempts before those, without a sleep
 #define MAX_DOUBTS 16
 
 static bool is_turn_taken;
-static __thread bool is_deciding;  // a profiler's callback may launch from inside a driver call that we make
+static __thread bool is_deciding;  // a profiler's callback may launch within a driver call of ours
 
 HIDDEN void filter_started(void) {
     forget_kernels();
     forget_rules();
-    STORE(&is_turn_taken, false);  // by a thread that a forked child does not have
+    STORE(&is_turn_taken, false);  // the thread that had it does not exist in a forked child
     is_deciding = false;
 }
 
@@ -51,7 +52,7 @@ static void end_turn(void) { STORE(&is_turn_taken, false); }
 
 HIDDEN struct counter_record *counters_of(const struct decision *decision, unsigned rule) {
     struct block_record *block = LOAD(&filter_block);
-    static struct counter_record nowhere;  // of a thread that goes on while a forked child starts anew
+    static struct counter_record nowhere;  // for a thread that continues while a forked child starts over
     return block ? &block->slots[(decision->stamp >> 32) % NUM_SLOTS].counters[rule] : &nowhere;
 }
 
@@ -81,7 +82,7 @@ HIDDEN void set_proven(const struct decision *decision) {
 
 HIDDEN void give_up(const struct decision *decision) { STORE_RELAXED(&decision->entry->given_up_stamp, decision->stamp); }
 
-// The rules that set each control of a kernel, copied so that the table may change meanwhile. An index below 0: none.
+// The rules that set each control of a kernel. They are copies, because the table may change meanwhile. An index below 0 means none.
 struct choice {
     int index;
     struct rule_record rule;
@@ -92,7 +93,7 @@ struct choices {
     uint32_t lives;
 };
 
-// The rule that sets a control: the last one that names the kernel. Rules before it that set the same are told so.
+// Returns the rule that sets a control: the last one that matches the kernel. Earlier rules for the same control record that they lost.
 static struct choice choose_rule(const struct decision *decision, const bool *named, uint32_t sets) {
     struct choice chosen = {.index = -1};
     for (int rule = (int)rules_now.num_rules - 1; rule >= 0; rule--) {
@@ -171,7 +172,7 @@ static void note_traits(const struct launch *launch, bool is_collective, struct 
                   traits | (is_collective ? TRAIT_COLLECTIVE : 0) | (launch->is_cooperative ? TRAIT_COOPERATIVE : 0));
 }
 
-// Ask the driver for what the rules want. It holds the turn and no lock.
+// Queries the driver for what the rules need. The caller holds the turn and no lock.
 static void make_decision(const struct driver_calls *driver, const struct launch *launch, const struct choices *choices,
                           struct decision *out) {
     decide_cap(driver, launch, &choices->cap, out);
@@ -214,7 +215,7 @@ static uint64_t present_stamp(const struct block_record *block) {
     return LOAD(&block->generation) << 32 | LOAD(&filter_epoch);
 }
 
-// --- the slow way -------------------------------------------------------------------------------------------------------------------
+// --- the slow path ------------------------------------------------------------------------------------------------------------------
 
 enum found { NOT_KEPT, UNKNOWN, UNDECIDED, DECIDED };
 
@@ -231,7 +232,7 @@ static enum found look_again(struct decision *out) {
     return recall(entry, out->stamp, out) ? DECIDED : UNDECIDED;
 }
 
-// Under the mutex: what is known of the launch's kernel now.
+// Under the mutex: returns what is known of the launch's kernel.
 static enum found look_up(const struct driver_calls *driver, const struct launch *launch, struct decision *out) {
     enum found found = NOT_KEPT;
     pthread_mutex_lock(&filter_lock);
@@ -246,7 +247,7 @@ static enum found look_up(const struct driver_calls *driver, const struct launch
     return found;
 }
 
-// Under the mutex and with the turn: the rules for the kernel, unless another thread was faster.
+// Under the mutex and with the turn: selects the kernel's rules, unless another thread already did.
 static enum found choose_again(struct identity *identity, struct decision *out, struct choices *choices) {
     pthread_mutex_lock(&filter_lock);
     enum found found = filter_block ? look_again(out) : NOT_KEPT;
@@ -279,14 +280,14 @@ static enum found decide_in_turn(const struct driver_calls *driver, const struct
     return found == UNDECIDED ? DECIDED : found;
 }
 
-// Decide anew. False where the kernel cannot be kept, or another thread has the turn for too long.
+// Decides again. Returns false if the table of kernels is full, or if another thread keeps the turn for too long.
 static bool decide_slowly(const struct driver_calls *driver, const struct launch *launch, struct decision *out) {
     if (is_deciding || !launch->kernel) return false;
     const int error = errno;
     is_deciding = true;
     driver->enter();
     enum found found = UNKNOWN;
-    for (int attempt = 0; attempt < MAX_DOUBTS && found == UNKNOWN; attempt++) {  // unloads may raise doubts meanwhile
+    for (int attempt = 0; attempt < MAX_DOUBTS && found == UNKNOWN; attempt++) {  // an unload may invalidate the answer meanwhile
         struct identity identity = {0};
         found = look_up(driver, launch, out);
         if (found == UNKNOWN) identify(driver, launch->kernel, &identity);
@@ -310,7 +311,7 @@ static void count_launch(const struct launch *launch, struct function_record *re
     STORE_RELAXED(&record->ctas_per_cluster, launch->ctas_per_cluster ? launch->ctas_per_cluster : 1);
 }
 
-// One launch counts once for each rule that has a say in it.
+// Counts a launch once for each rule that applies to it.
 static void count_matches(const struct decision *decision) {
     const struct { uint32_t actions; uint8_t rule; } parts[] = {
         {CAP | CAP_REFUSED, decision->cap_rule},

@@ -1,8 +1,8 @@
 // What the filter uses of CUDA's driver interface, so that it builds without CUDA's headers.
 //
-// Facts of an interface that NVIDIA keeps stable for programs that were built before: the numbers and the order of fields are those
-// of cuda.h from CUDA 11.8 (cuLaunchKernelEx) to 13.0; that these launches work as declared was measured with driver 580 (CUDA
-// 13.0) on H200s. Since when a function exists: the PFN_..._vXYYZZ types of cudaTypedefs.h.
+// NVIDIA keeps this interface stable for programs that are already built. Numbers and the order of fields are those of cuda.h from CUDA
+// 11.8 (cuLaunchKernelEx) to 13.0. These launches were tested with driver 580 (CUDA 13.0) on H200s. The PFN_..._vXYYZZ types of
+// cudaTypedefs.h say since when a function exists.
 #ifndef COUNTERPOINT_DRIVER_ABI_H
 #define COUNTERPOINT_DRIVER_ABI_H
 
@@ -20,7 +20,7 @@ typedef int CUdevice;
 
 enum { CUDA_SUCCESS = 0, CUDA_ERROR_SHARED_OBJECT_SYMBOL_NOT_FOUND = 302, CUDA_ERROR_NOT_FOUND = 500 };
 
-// CUstream values that stand for a default stream; NULL is one of them, by the function that it is given to.
+// CUstream values for a default stream. NULL is one, too; the called function decides which default stream it means.
 #define CU_STREAM_LEGACY 1
 #define CU_STREAM_PER_THREAD 2
 

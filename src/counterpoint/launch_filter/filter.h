@@ -1,19 +1,19 @@
-// What the parts of the launch filter ask of each other. The parts, lowest first:
+// The interfaces between the parts of the launch filter. The parts, lowest first:
 //
-//   lookup.c   finds real functions, and answers the look-ups of launches (dlsym, dlvsym)
-//   guard.c    what keeps a damaged block from ending the job
+//   lookup.c   finds the real functions, and answers look-ups of launches (dlsym, dlvsym)
+//   guard.c    keeps a truncated block from ending the job
 //   block.c    this process's control block: made at the first look-up, again in a forked child
 //   rules.c    the table of rules in force, and patterns
-//   kernels.c  kernels by their handles: names, modules, the census
+//   kernels.c  kernels by handle: names, modules, the census
 //   decide.c   which kernel gets which controls: decided once per kernel and table, remembered, counted
-//   cuda.c     CUDA's entry points      cuda_controls.c   what the controls ask of the CUDA driver
+//   cuda.c     CUDA's entry points      cuda_controls.c   what the controls need of the CUDA driver
 //   hip.c      HIP's entry points and controls: experimental, never run on AMD hardware, built on request only (WITH_HIP)
 //
-// Memory rules. The hot path takes no lock: it reads words that others may write, all through the atomics below (gcc's, so that
-// plain structures of the mapped file can be read that way too). Everything else happens under one mutex, `filter_lock`, which
-// fork waits for. Under it nothing is called that could wait for another thread: not the dynamic loader (whose lock a thread holds
-// that launches from a library's constructor), not the driver, not the demangler. Who asks the driver about a kernel takes turns
-// instead (decide.c), and nobody waits for a turn for ever.
+// Memory rules. The hot path takes no lock. It reads words that other threads may write, always by the atomics below (gcc's, because
+// they also work on plain structures of the mapped file). Everything else happens under one mutex, `filter_lock`; fork waits for it.
+// Under the mutex, nothing is called that could wait for another thread: not the dynamic loader (a thread that launches from a
+// library's constructor holds its lock), not the driver, not the demangler. Threads that query the driver about a kernel take turns
+// instead (decide.c), and no thread waits for its turn without a limit.
 #ifndef COUNTERPOINT_FILTER_H
 #define COUNTERPOINT_FILTER_H
 
@@ -37,35 +37,35 @@
 
 // --- lookup.c -----------------------------------------------------------------------------------------------------------------
 
-// Where a caller found an entry point. Functions that follow a preloaded library may belong to another preloaded library, and
-// what the driver's own look-up gives is the driver's; each caller is passed on to the one that it would have reached.
+// How a caller found an entry point. The function after ours in the search order may belong to another preloaded library; the driver's
+// own look-up returns the driver's. Each call is passed on to the function that it would have reached without us.
 enum route { ROUTE_NEXT = 0, ROUTE_DRIVER = 1, NUM_ROUTES = 2 };
 
-// One entry point that the filter answers for.
+// One entry point that the filter replaces.
 struct entry_point {
-    const char *symbol;     // as exported by the driver's library
-    const char *base;       // as cuGetProcAddress is asked for it
-    int since;              // the driver version from which cuGetProcAddress means this one
-    bool is_per_thread;     // the twin for the per-thread default stream
+    const char *symbol;     // name in the driver's library
+    const char *base;       // name for cuGetProcAddress
+    int since;              // the first driver version for which cuGetProcAddress means this one
+    bool is_per_thread;     // the version for the per-thread default stream
     bool is_launch;
-    void *own[NUM_ROUTES];  // our function: exported, and for what was found in the driver
+    void *own[NUM_ROUTES];  // our functions: the exported one, and the one for look-ups in the driver
     void *real[NUM_ROUTES];
 };
 
 struct driver_library {
-    const char *loaded_names[5];  // what dlopen may know it by, the rest NULL
-    const char *file_prefix;  // how its file's name starts
+    const char *loaded_names[5];  // names for dlopen; the rest is NULL
+    const char *file_prefix;  // beginning of its file name
     struct entry_point *entry_points;
     size_t num_entry_points;
 };
 
 HIDDEN extern const struct driver_library cuda_library, hip_library;
 
-HIDDEN void *next_symbol(const char *symbol);                                             // behind this library
+HIDDEN void *next_symbol(const char *symbol);                                             // after this library in the search order
 HIDDEN void *driver_symbol(const struct driver_library *library, const char *symbol);   // in a loaded driver, NULL if there is none
 HIDDEN void *real_function(const struct driver_library *, struct entry_point *, enum route);
 HIDDEN bool is_in_library(const struct driver_library *library, const void *function);
-HIDDEN void *answer_for(const struct driver_library *, struct entry_point *, void *found);  // ours for what a look-up found
+HIDDEN void *answer_for(const struct driver_library *, struct entry_point *, void *found);  // our function for one that a look-up found
 
 // --- guard.c ------------------------------------------------------------------------------------------------------------------
 
@@ -75,13 +75,13 @@ HIDDEN void guard_block(const struct block_record *block, const char *path);  //
 
 HIDDEN extern pthread_mutex_t filter_lock;
 HIDDEN extern struct block_record *filter_block;  // NULL: not started, or passing through
-HIDDEN extern uint32_t filter_epoch;              // rises whenever handles of kernels may have been freed
+HIDDEN extern uint32_t filter_epoch;              // increases whenever handles of kernels may have been freed
 
-HIDDEN bool filter_is_on(void);   // starts the filter of this process if need be
-HIDDEN void filter_started(void); // decide.c, under the mutex: forget everything that was known in another process
+HIDDEN bool filter_is_on(void);   // starts the filter of this process if necessary
+HIDDEN void filter_started(void); // decide.c, under the mutex: forgets everything that another process knew
 HIDDEN void say(const char *text);             // one line on stderr
-HIDDEN void report_problem(const char *text);  // the first problem only: one line on stderr, and in the block
-HIDDEN void forget_handles(void);              // any kernel may have been freed: ask and decide again
+HIDDEN void report_problem(const char *text);  // one line on stderr and in the block, for the first problem only
+HIDDEN void forget_handles(void);              // any kernel may have been freed: query and decide again
 
 // --- rules.c ------------------------------------------------------------------------------------------------------------------
 
@@ -90,11 +90,11 @@ HIDDEN void refresh_rules(struct block_record *block);
 HIDDEN void forget_rules(void);
 HIDDEN bool matches(const char *pattern, size_t pattern_bytes, const char *name);
 
-// --- kernels.c: what frees kernels says so before it does, and with no lock held ---------------------------------------------------
+// --- kernels.c: functions that free kernels call these before, with no lock held ---------------------------------------------------
 
 HIDDEN void forget_module(uintptr_t module);    // its kernels, and those whose module the driver does not tell
 HIDDEN void forget_library(uintptr_t library);  // its kernels, and all functions
-HIDDEN void note_programs_carveout(uintptr_t kernel);  // the program sets it: not ours to put back
+HIDDEN void note_programs_carveout(uintptr_t kernel);  // the program set it, so we do not restore it
 
 // --- decide.c -----------------------------------------------------------------------------------------------------------------
 
@@ -105,7 +105,7 @@ struct launch {
     bool is_ex;
     bool is_cooperative;
     uint32_t ctas_per_cluster;
-    const void *config;  // CUDA: the CUlaunchConfig, where there is one
+    const void *config;  // CUDA: the CUlaunchConfig, if there is one
 };
 
 enum actions {
@@ -118,7 +118,7 @@ enum actions {
     HOLD_REFUSED = 1 << 6,
 };
 
-// What to do to launches of one kernel. The indices are rules of the table of `stamp`.
+// What to change about launches of one kernel. The indices are those of rules in the table of `stamp`.
 struct decision {
     uint64_t stamp;
     uint32_t actions;
@@ -126,22 +126,22 @@ struct decision {
     int32_t priority;
     uint64_t hold_ns;
     uint8_t cap_rule, priority_rule, hold_rule, collective_rule;
-    struct function_record *record;  // NULL where the census is full
+    struct function_record *record;  // NULL if the census is full
     struct kernel_entry *entry;
 };
 
-// What the driver says of a kernel. The name is the driver's, and valid as long as the kernel.
+// What the driver tells of a kernel. The driver owns the name, which is valid as long as the kernel.
 struct kernel_facts {
     const char *name;
     uint32_t static_shared_bytes, registers_per_thread;
-    uintptr_t owner;  // the module or library whose unloading frees it; 0: the driver does not tell
+    uintptr_t owner;  // the module or library that frees it when unloaded; 0: the driver does not tell
 };
 
-// What a cap changed on a kernel, to be put back when the cap goes. The limit of shared memory is not: a raised one makes no launch
-// fail, and a lowered one would, where the program raised it too or read that it need not.
+// What a cap changed on a kernel, to be restored when the cap ends. The limit of shared memory is not restored. A raised limit makes no
+// launch fail. A lowered one would, if the program raised it too, or read that it need not.
 struct cap_state {
     bool is_set;
-    bool is_programs;  // the program has chosen the carveout since
+    bool is_programs;  // the program has set the carveout since
     int carveout;      // as we set it
     int carveout_before;
 };
@@ -151,8 +151,8 @@ struct refused {
     uint32_t value;
 };
 
-// A driver as decide.c needs it; every call is made in the context of the launch and without the mutex. Caps are set and taken back,
-// and head starts prepared, by one thread at a time.
+// A driver as decide.c needs it. Every call is made in the context of the launch and without the mutex. One thread at a time sets caps,
+// removes them and prepares head starts.
 struct driver_calls {
     enum driver_kind kind;
     bool (*describe)(uintptr_t kernel, struct kernel_facts *facts);
@@ -160,16 +160,16 @@ struct driver_calls {
     void (*undo_cap)(uintptr_t kernel, struct cap_state *);
     struct refused (*check_priority)(int priority);
     struct refused (*prepare_hold)(void);
-    void (*enter)(void);  // before and after a decision; finds the driver's functions
+    void (*enter)(void);  // before a decision, `leave` after it; finds the driver's functions
     void (*leave)(void);
 };
 
-// Count a launch, and say what to do to it. False: nothing; launch it as it is.
+// Counts a launch, and returns what to change about it. False: nothing; launch it unchanged.
 HIDDEN bool decide(const struct driver_calls *, const struct launch *, struct decision *);
 HIDDEN struct counter_record *counters_of(const struct decision *, unsigned rule);
 HIDDEN void count_refusal(const struct decision *, unsigned rule, struct refused);
-HIDDEN bool is_proven(const struct decision *);      // the driver accepted a changed launch of this kernel before
-HIDDEN bool is_given_up(const struct decision *);    // it refused one
+HIDDEN bool is_proven(const struct decision *);      // whether the driver has accepted a changed launch of this kernel
+HIDDEN bool is_given_up(const struct decision *);    // whether it has refused one
 HIDDEN void set_proven(const struct decision *);
 HIDDEN void give_up(const struct decision *);
 HIDDEN struct refused set_cap_again(const struct driver_calls *, const struct launch *, const struct decision *);

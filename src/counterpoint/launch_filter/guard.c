@@ -1,9 +1,9 @@
-// A control block that was cut short must not end the job: touching a mapped page beyond the end of its file raises SIGBUS.
+// Keeps a job alive if its control block is truncated: access to a mapped page beyond the end of the file raises SIGBUS.
 //
-// The handler puts memory of this process's own in the block's place, which is empty, so no rule is in force from then on and launches
-// are as they were. Any other SIGBUS is the program's: it goes to the handler that was there before, or ends the process as it would
-// have. A handler that the program installs later comes before this one; where it calls its predecessor or raises the signal again, as
-// Python's faulthandler does, the job goes on as well.
+// The handler maps empty private memory in the block's place. From then on no rule is in force, and launches are unchanged. Any other
+// SIGBUS belongs to the program: it goes to the previous handler, or ends the process as it would have without us. A handler that the
+// program installs later runs before this one. If it calls its predecessor or raises the signal again, as Python's faulthandler does,
+// the job continues, too.
 #define _GNU_SOURCE
 #include <errno.h>
 #include <limits.h>
@@ -29,7 +29,7 @@ static bool is_in_block(const siginfo_t *info) {
     return info->si_code == BUS_ADRERR && start && address >= start && address - start < sizeof(struct block_record);
 }
 
-// A handler before this one may have raised the signal anew, without the address.
+// An earlier handler may have raised the signal again, which loses the address.
 static bool is_cut_short(const siginfo_t *info) {
     struct stat found;
     if (info->si_code > 0 || !LOAD(&guarded.start) || LOAD(&guarded.is_replaced)) return false;
@@ -38,11 +38,11 @@ static bool is_cut_short(const siginfo_t *info) {
 
 static void replace_block(void) {
     static const char line[] = "counterpoint: the control block was cut short; no plan is applied here any more.\n";
-    if (__atomic_exchange_n(&guarded.is_replaced, true, __ATOMIC_ACQ_REL)) return;  // another thread does it now
+    if (__atomic_exchange_n(&guarded.is_replaced, true, __ATOMIC_ACQ_REL)) return;  // another thread is doing it
     void *start = (void *)LOAD(&guarded.start);
     if (mmap(start, sizeof(struct block_record), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0) ==
         MAP_FAILED)
-        sigaction(SIGBUS, &before, NULL);  // without memory for it there is no way on
+        sigaction(SIGBUS, &before, NULL);  // without memory the process cannot continue
     const ssize_t written = write(STDERR_FILENO, line, sizeof line - 1);
     (void)written;
 }
@@ -52,7 +52,7 @@ static void pass_on(int signal, siginfo_t *info, void *context) {
         before.sa_sigaction(signal, info, context);
     } else if (before.sa_handler != SIG_DFL && before.sa_handler != SIG_IGN) {
         before.sa_handler(signal);
-    } else if (before.sa_handler == SIG_DFL || info->si_code > 0) {  // a fault ends also those who ignore it
+    } else if (before.sa_handler == SIG_DFL || info->si_code > 0) {  // a fault ends the process even if it ignores the signal
         const struct sigaction end = {.sa_handler = SIG_DFL};
         sigaction(SIGBUS, &end, NULL);
         if (info->si_code <= 0) raise(signal);  // a fault happens again by itself

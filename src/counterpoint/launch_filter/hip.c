@@ -1,10 +1,12 @@
 // HIP's entry points and controls, from the same table of rules. EXPERIMENTAL, and built on request only: it has never run on AMD
 // hardware and is tested against a double.
 //
-// What differs from CUDA: a kernel is the address of its host stub, or a function of a module; raised dynamic shared memory needs no
-// attribute, up to 64 KiB for a workgroup; a launch has no priority of its own (streams get theirs when they are made, and ROCm ignores
-// it unless DEBUG_HIP_IGNORE_STREAM_PRIORITY=0), so priorities are refused with that reason; head starts are refused, because a kernel that
-// waits would have to be compiled for each GPU.
+// What differs from CUDA:
+// - A kernel is the address of its host stub, or a function of a module.
+// - More dynamic shared memory needs no attribute, up to 64 KiB for a workgroup.
+// - A launch has no priority. A stream gets one when it is created, and ROCm ignores that unless DEBUG_HIP_IGNORE_STREAM_PRIORITY=0. So
+//   priorities are refused with this reason.
+// - Head starts are refused, because a kernel that waits would have to be compiled for each GPU.
 #define _GNU_SOURCE
 #include <string.h>
 
@@ -29,7 +31,7 @@ static struct hip_functions {
 static bool is_hip_complete;
 
 #define FIND(result, name, ...) found.name = (result(*)(__VA_ARGS__))driver_symbol(&hip_library, #name);
-static void enter(void) {  // the dynamic loader is asked with no lock held
+static void enter(void) {  // the dynamic loader is called with no lock held
     if (LOAD(&is_hip_complete)) return;
     struct hip_functions found;
     HIP_FUNCTIONS(FIND)
@@ -92,7 +94,7 @@ static struct refused set_cap_of(const struct launch *launch, const struct rule_
 
 static struct refused set_cap_of_function(const struct launch *launch, const struct rule_record *rule, struct cap_state *cap,
                                           int *residency) {
-    (void)cap;  // nothing is set on the kernel, so nothing is to be put back
+    (void)cap;  // nothing was set on the kernel, so there is nothing to restore
     return set_cap_of(launch, rule, false, residency);
 }
 
@@ -121,7 +123,7 @@ static const struct driver_calls function_calls = CALLS(function), stub_calls = 
 
 // --- launches -----------------------------------------------------------------------------------------------------------------------
 
-// One launch by a caller: how to make it with a given number of bytes, and the arguments that are only passed on.
+// One launch by a caller: how to make it with a given number of bytes, and the arguments that are passed on unchanged.
 struct hip_call {
     hipError_t (*go)(const struct hip_call *, size_t dynamic_shared_bytes);
     void *real;
@@ -146,7 +148,7 @@ static struct refused obstacle(const struct hip_call *call, const struct decisio
     return !is_proven(decision) && is_capturing(call->stream) ? (struct refused){REFUSED_CAPTURED, 0} : (struct refused){0};
 }
 
-// The driver refuses what the caller's own launch might not: then launch that, and change this kernel no more.
+// Handles a changed launch that the driver refused: makes the caller's own launch, and no longer changes this kernel.
 static hipError_t launch_capped(const struct hip_call *call, const struct decision *decision) {
     struct counter_record *counters = counters_of(decision, decision->cap_rule);
     const struct refused refused = obstacle(call, decision);
@@ -281,7 +283,7 @@ static hipError_t get_proc_address(enum route route, const char *symbol, void **
     if (!next) return hipErrorNotFound;
     const hipError_t result = next(symbol, address, version, flags, status);
     if (result != hipSuccess || !symbol || !address || !*address) return result;
-    for (size_t i = 0; i < hip_library.num_entry_points; i++)  // by the address: a flag may have chosen a per-thread twin
+    for (size_t i = 0; i < hip_library.num_entry_points; i++)  // by address: a flag may have selected the per-thread version
         if (*address == driver_symbol(&hip_library, entry_points[i].symbol))
             *address = answer_for(&hip_library, &entry_points[i], *address);
     return result;

@@ -1,6 +1,6 @@
 // What the filter uses of HIP's interface, so that it builds without HIP's headers.
 //
-// Facts of hip_runtime_api.h and hip_ext.h of ROCm 6 and 7; functions that a version lacks are simply not found. None of this has run
+// The facts are from hip_runtime_api.h and hip_ext.h of ROCm 6 and 7. A function that a version lacks is not found. None of this has run
 // on AMD hardware: it is tested against a double only.
 #ifndef COUNTERPOINT_HIP_ABI_H
 #define COUNTERPOINT_HIP_ABI_H
@@ -21,7 +21,7 @@ enum { hipSuccess = 0, hipErrorNotFound = 500 };
 enum { HIP_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES = 1, HIP_FUNC_ATTRIBUTE_NUM_REGS = 4 };
 enum { hipStreamCaptureStatusNone = 0 };
 enum { hipLaunchAttributeCooperative = 2 };
-#define HIP_WORKGROUP_SHARED_BYTES 65536  // a workgroup may use so much without asking (F11 of the measurements: stated, not measured)
+#define HIP_WORKGROUP_SHARED_BYTES 65536  // a workgroup may use so much without an attribute (stated, not measured)
 
 typedef struct {
     int id;

@@ -1,11 +1,11 @@
-// Kernels by their handles: which are known, under which names, and in which module they lie.
+// Kernels by handle: their names and their modules.
 //
-// The table is a hash table by open addressing. A place that was taken stays taken, so a look-up needs no lock; a place whose kernel
-// was freed may go to another handle that comes by. Beside it lie notes, and an index of what each module owns, so that an unload
-// makes only its own kernels be looked at again. A kernel whose module the driver does not tell is asked for its name again then.
+// The table is a hash table with open addressing. A slot that was taken is never emptied, so a look-up needs no lock. If its kernel was
+// freed, another handle may reuse the slot. An index holds the kernels of each module, so an unload invalidates only its own kernels.
+// Kernels whose module the driver does not tell are queried again after any unload.
 //
-// The census is the list in the control block that Python reads. The filter only writes to it: what it must know of its own
-// entries it holds in a hash table of its own, so a damaged block leads nowhere.
+// The census is the list of kernels in the control block that Python reads. The filter only writes to it. What the filter must know of
+// its entries is in a hash table of its own, so a damaged block cannot mislead it.
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <stdlib.h>
@@ -13,18 +13,18 @@
 
 #include "kernels.h"
 
-#define MAX_USED 20480       // places ever taken: below two thirds of all, so that searches stay short
+#define MAX_USED 20480       // slots ever taken: below two thirds of all, which keeps searches short
 #define NUM_OWNERS 4096      // lists of kernels by owner; a power of two
 #define CENSUS_PLACES 16384  // a power of two, four times MAX_FUNCTIONS
 #define NOTHING UINT32_MAX
 
 struct kernel_notes {
-    uint32_t epoch;  // of what follows; 0: nothing is known
+    uint32_t epoch;  // of the fields below; 0: nothing is known
     uint32_t lives;
-    bool is_freed;     // another handle may take the place
+    bool is_freed;     // another handle may take the slot
     bool is_doubtful;  // the handle may have been freed
     bool is_listed;
-    uint32_t next;     // of the same owner's list
+    uint32_t next;     // in the list of the same owner
     uintptr_t owner;   // module or library; 0: the driver does not tell
     char *name, *demangled;
     struct cap_state cap;
@@ -34,15 +34,15 @@ HIDDEN struct kernel_entry kernel_entries[KERNEL_PLACES];
 HIDDEN bool is_kernel_table_full;
 static struct kernel_notes notes[KERNEL_PLACES];
 static uint32_t used_places[MAX_USED], num_used;
-static uint32_t first_of_owner[NUM_OWNERS];  // a place and one; 0: none
+static uint32_t first_of_owner[NUM_OWNERS];  // slot + 1; 0: none
 
 static struct {
     uint64_t key;
-    uint32_t number;  // of the record, and one; 0: free
+    uint32_t number;  // of the record, + 1; 0: free
 } census[CENSUS_PLACES];
 static uint32_t num_records;
 
-HIDDEN void forget_kernels(void) {  // texts are left behind: a forked child must not free what another thread was changing
+HIDDEN void forget_kernels(void) {  // leaks the texts: a forked child must not free what another thread was changing
     memset(kernel_entries, 0, sizeof kernel_entries);
     memset(notes, 0, sizeof notes);
     memset(first_of_owner, 0, sizeof first_of_owner);
@@ -62,7 +62,7 @@ HIDDEN void note_programs_carveout(uintptr_t kernel) {
 
 HIDDEN uint32_t lives_of(const struct kernel_entry *entry) { return notes_of(entry)->lives; }
 
-// --- which kernels an owner has -------------------------------------------------------------------------------------------------
+// --- the kernels of an owner ----------------------------------------------------------------------------------------------------
 
 static uint32_t *list_of(uintptr_t owner) {
     return &first_of_owner[(uint64_t)owner * 0x9E3779B97F4A7C15ULL >> 52];
@@ -100,7 +100,7 @@ static void doubt(uint32_t place) {
     STORE(&kernel_entries[place].stamp, 0);
 }
 
-// The kernels of an owner are freed, and those of no known owner may be.
+// Marks the kernels of an owner as freed, and those without a known owner as doubtful.
 static void forget_list(uintptr_t owner, bool is_freed) {
     for (uint32_t link = *list_of(owner); link;) {
         const uint32_t place = link - 1;
@@ -122,7 +122,7 @@ HIDDEN void forget_module(uintptr_t module) {
     pthread_mutex_unlock(&filter_lock);
 }
 
-// A library's kernels have functions of their own in each context, whose module is not the library: all functions are in doubt.
+// In each context, a library's kernels have functions whose module is not the library. So all functions become doubtful.
 HIDDEN void forget_library(uintptr_t library) {
     if (!library || !LOAD(&filter_block)) return;
     pthread_mutex_lock(&filter_lock);
@@ -132,7 +132,7 @@ HIDDEN void forget_library(uintptr_t library) {
     pthread_mutex_unlock(&filter_lock);
 }
 
-// --- places -------------------------------------------------------------------------------------------------------------------------
+// --- slots --------------------------------------------------------------------------------------------------------------------------
 
 HIDDEN struct kernel_entry *keep_kernel(uintptr_t kernel) {
     uint32_t place = place_of(kernel), freed = NOTHING;
@@ -165,7 +165,7 @@ HIDDEN bool is_kernel_known(const struct kernel_entry *entry) {
 
 typedef char *demangle_function(const char *, char *, size_t *, int *);
 
-// The process's demangler, once it has one loaded. It stays loaded from then on.
+// Returns the process's demangler, once the process has loaded one. It then stays loaded.
 static demangle_function *find_demangler(void) {
     static demangle_function *found;
     demangle_function *known = LOAD(&found);
@@ -177,7 +177,7 @@ static demangle_function *find_demangler(void) {
     return known;
 }
 
-// The C++ name, where the process has a demangler loaded: profilers show it, and so plans hold it.
+// Returns the C++ name if the process has loaded a demangler. Profilers show that name, so plans contain it.
 static char *demangle(const char *name) {
     demangle_function *demangler = strncmp(name, "_Z", 2) ? NULL : find_demangler();
     int status = -1;
@@ -240,7 +240,7 @@ HIDDEN void learn_kernel(struct kernel_entry *entry, struct identity *identity) 
     struct kernel_notes *known = notes_of(entry);
     const uint32_t epoch = LOAD(&filter_epoch);
     const bool is_same = known->epoch == epoch && known->name && identity->name && !strcmp(known->name, identity->name);
-    if (!is_same) {  // another kernel, so no cap of ours is on it
+    if (!is_same) {  // another kernel, so it has no cap of ours
         const struct identity before = {.name = known->name, .demangled = known->demangled};
         known->name = identity->name;
         known->demangled = identity->demangled;

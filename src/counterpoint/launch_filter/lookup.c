@@ -1,12 +1,12 @@
-// How callers find launches, and how we find the real ones.
+// Answers callers that look up launch functions, and finds the real functions.
 //
-// Every library ends in libcuda's launches, but finds them in its own way: the linker, dlsym or dlvsym on libcuda's handle, or
-// cuGetProcAddress (which is itself found by dlsym). This file interposes on dlsym and dlvsym, and answers for the entry points in
-// the tables of cuda.c and hip.c only. For every other name the caller's call is passed on by a jump, so that the real dlsym sees
-// the caller's own return address: RTLD_NEXT and RTLD_DEFAULT depend on who asks.
+// Every library launches by libcuda, but finds its functions in its own way: by the linker, by dlsym or dlvsym on libcuda's handle, or
+// by cuGetProcAddress (which dlsym finds). This file interposes on dlsym and dlvsym, and answers only for the entry points in the tables
+// of cuda.c and hip.c. For every other name it passes the call on by a jump, so that the real dlsym sees the caller's return address:
+// RTLD_NEXT and RTLD_DEFAULT depend on the caller.
 //
-// It runs before anything else does (a sanitizer's start calls dlsym), so until a launch is looked up it calls no function of the C
-// library but those two. Since dlsym and dlvsym are ours here, the real ones are read from the C library's own symbol table.
+// This code runs before anything else (the start of a sanitizer calls dlsym). So until a launch is looked up, it calls no function of
+// the C library except these two. Because dlsym and dlvsym are ours here, it reads the real ones from the C library's symbol table.
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <link.h>
@@ -64,7 +64,7 @@ static void *defined_symbol(const struct tables *tables, const char *name) {
 
 static struct tables tables_of(const struct link_map *object) {
     struct tables tables = {.base = object->l_addr};
-    for (const ElfW(Dyn) *dynamic = object->l_ld; dynamic->d_tag != DT_NULL; dynamic++) {  // glibc made these addresses
+    for (const ElfW(Dyn) *dynamic = object->l_ld; dynamic->d_tag != DT_NULL; dynamic++) {  // glibc has made these absolute addresses
         if (dynamic->d_tag == DT_SYMTAB) tables.symbols = (const ElfW(Sym) *)dynamic->d_un.d_ptr;
         if (dynamic->d_tag == DT_STRTAB) tables.strings = (const char *)dynamic->d_un.d_ptr;
         if (dynamic->d_tag == DT_GNU_HASH) tables.hashes = (const uint32_t *)dynamic->d_un.d_ptr;
@@ -72,8 +72,8 @@ static struct tables tables_of(const struct link_map *object) {
     return tables;
 }
 
-// A function of the C library. The dynamic linker's list is read without its lock: what stands before the C library was there when
-// the program started, and stays.
+// Returns a function of the C library. The dynamic linker's list is read without its lock: the entries before the C library exist since
+// the program started, and stay.
 static void *in_c_library(const char *name) {
     for (const struct link_map *object = _r_debug.r_map; object; object = object->l_next) {
         const char *file = file_of(object->l_name);
@@ -85,10 +85,10 @@ static void *in_c_library(const char *name) {
     __builtin_trap();  // no program can run without them
 }
 
-// The C library's functions. Two threads may both find them; they find the same.
+// The C library's functions. Two threads may both look them up; they find the same.
 static dlsym_function *libc_dlsym;
 static dlvsym_function *libc_dlvsym;
-// What a caller's dlsym would reach without us: another preloaded library's, or the C library's.
+// Returns what a caller's dlsym would reach without us: another preloaded library's, or the C library's.
 static dlsym_function *next_dlsym;
 static dlvsym_function *next_dlvsym;
 
@@ -100,7 +100,7 @@ static void find_real_dlsym(void) {
     STORE(&next_dlvsym, (dlvsym_function *)libc_dlsym(RTLD_NEXT, "dlvsym"));
 }
 
-// --- what we answer for -----------------------------------------------------------------------------------------------------------
+// --- the functions that the filter replaces ---------------------------------------------------------------------------------------
 
 static const struct driver_library *const libraries[] = {
     &cuda_library,
@@ -123,7 +123,7 @@ static struct entry_point *find_entry_point(const char *name, const struct drive
 HIDDEN void *next_symbol(const char *symbol) {
     find_real_dlsym();
     void *found = libc_dlsym(RTLD_NEXT, symbol);
-    __asm__ volatile("" : "+r"(found));  // no tail call: dlsym must see that the question comes from this library
+    __asm__ volatile("" : "+r"(found));  // prevents a tail call: dlsym must see this library as its caller
     return found;
 }
 
@@ -133,13 +133,13 @@ HIDDEN void *driver_symbol(const struct driver_library *library, const char *sym
     if (!handle) return NULL;
     find_real_dlsym();
     void *found = libc_dlsym(handle, symbol);
-    dlclose(handle);  // only counts down what the dlopen above counted up
+    dlclose(handle);  // only undoes the reference of the dlopen above
     return found;
 }
 
 HIDDEN bool is_in_library(const struct driver_library *library, const void *function) {
     Dl_info info;
-    if (!dladdr(function, &info) || !info.dli_fname) return true;  // code of no file: no library that interposes looks like that
+    if (!dladdr(function, &info) || !info.dli_fname) return true;  // code without a file, which no interposing library is
     const char *file = file_of(info.dli_fname), *prefix = library->file_prefix;
     while (*prefix && *prefix == *file) prefix++, file++;
     return !*prefix;
@@ -148,7 +148,7 @@ HIDDEN bool is_in_library(const struct driver_library *library, const void *func
 HIDDEN void *real_function(const struct driver_library *library, struct entry_point *point, enum route route) {
     void *real = LOAD(&point->real[route]);
     if (LIKELY(real != NULL)) return real;
-    // An object that was linked against the driver but loaded privately reaches us too, and then nothing is behind us.
+    // A privately loaded object that is linked against the driver also reaches us; then there is no next function.
     real = route == ROUTE_NEXT ? next_symbol(point->symbol) : NULL;
     if (!real) real = driver_symbol(library, point->symbol);
     if (real) STORE(&point->real[route], real);
@@ -158,18 +158,18 @@ HIDDEN void *real_function(const struct driver_library *library, struct entry_po
 HIDDEN void *answer_for(const struct driver_library *library, struct entry_point *point, void *found) {
     if (!found || found == point->own[ROUTE_NEXT] || found == point->own[ROUTE_DRIVER] || !filter_is_on()) return found;
     if (is_in_library(library, found)) {
-        void *nothing = NULL;  // the driver may give different addresses for one function; any of them will do
+        void *nothing = NULL;  // the driver may return different addresses for one function; any of them works
         __atomic_compare_exchange_n(&point->real[ROUTE_DRIVER], &nothing, found, false, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE);
         return point->own[ROUTE_DRIVER];
     }
-    // Another library's own function: ours only if it is what stands behind us; else it is passed by, and reaches us or not.
+    // Another library's function is replaced only if it comes right after ours. Otherwise it is returned as it is, and may call us.
     return found == real_function(library, point, ROUTE_NEXT) ? point->own[ROUTE_NEXT] : found;
 }
 
 static void *answer_by_name(const struct driver_library *library, struct entry_point *point, void *handle, const char *version) {
     void *found = version ? next_dlvsym(handle, point->symbol, version) : next_dlsym(handle, point->symbol);
     __asm__ volatile("" : "+r"(found));  // no tail call, as above
-    if (found == point->own[ROUTE_NEXT]) found = real_function(library, point, ROUTE_NEXT);  // the search met ours first
+    if (found == point->own[ROUTE_NEXT]) found = real_function(library, point, ROUTE_NEXT);  // the search found ours first
     return answer_for(library, point, found);
 }
 
@@ -185,9 +185,9 @@ static void *answer_dlvsym(void *handle, const char *name, const char *version) 
     return answer_by_name(library, point, handle, version);
 }
 
-// --- the interposed functions: they ask which function goes on with the call, and jump to it with the caller's arguments ---------
+// --- the interposed functions: each selects the function for the call, and jumps to it with the caller's arguments ---------------
 
-// With RTLD_NEXT the C library's answer is right: a library before us finds our exported function, one behind us the driver's.
+// With RTLD_NEXT the C library's answer is right: a library before us finds our exported function, one after us the driver's.
 HIDDEN __attribute__((used)) dlsym_function *counterpoint_choose_dlsym(void *handle, const char *name) {
     const struct driver_library *library;
     find_real_dlsym();
@@ -202,8 +202,8 @@ HIDDEN __attribute__((used)) dlvsym_function *counterpoint_choose_dlvsym(void *h
     return handle == RTLD_NEXT ? libc_dlvsym : answer_dlvsym;
 }
 
-// They carry the C library's own versions: other preloaded libraries look for the next dlsym by version, and must find this one if
-// it is the next. A version script names the versions.
+// They have the C library's symbol versions, which a version script names. Other preloaded libraries look up the next dlsym by version,
+// and must find this one if it is the next.
 #if defined(__x86_64__)
 #define VERSIONS(name)                                                          \
     ".symver pass_on_" #name ", " #name "@@GLIBC_2.34\n"                         \

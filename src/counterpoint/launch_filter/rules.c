@@ -1,7 +1,7 @@
-// The table of rules that is in force, and how a pattern names a kernel.
+// The table of rules in force, and the match of patterns with kernel names.
 //
-// Python swaps tables while launches go on: a table is copied out of the control block, and used only if it is whole. All of this
-// happens under the mutex.
+// Python swaps tables while launches continue. So the filter copies a table out of the control block, and uses it only if it is
+// complete. All of this happens under the mutex.
 #define _GNU_SOURCE
 #include "filter.h"
 
@@ -24,7 +24,7 @@ static uint32_t crc32(uint32_t crc, const void *bytes, size_t size) {
     return ~crc;
 }
 
-// Copy memory that Python may be writing; what was torn fails the checksum.
+// Copies memory that Python may be writing. A torn copy fails the checksum.
 static void copy_shared(void *to, const void *from, size_t size) {
     uint64_t *target = to;
     const uint64_t *source = from;
@@ -36,7 +36,7 @@ static bool is_rule_sound(const struct slot_record *table, const struct rule_rec
     return has_pattern && rule->dynamic_shared_bytes <= INT32_MAX && rule->hold_us >= 0 && rule->hold_us <= MAX_HOLD_US;
 }
 
-// Whether a copy of a table is what Python wrote. Every figure that is used later is checked here, once.
+// Returns whether a copy of a table is what Python wrote. Every figure that is used later is checked here, once.
 static bool is_table_whole(const struct slot_record *table) {
     if (table->num_rules > MAX_RULES || table->pool_bytes > PATTERN_POOL_BYTES) return false;
     for (uint32_t i = 0; i < table->num_rules; i++)
@@ -45,7 +45,7 @@ static bool is_table_whole(const struct slot_record *table) {
     return crc32(crc, table->pool, table->pool_bytes) == table->checksum;
 }
 
-// Take the table over if there is a new one. A table that is being written is left; the next launch looks again.
+// Copies the table if there is a new one. If Python is still writing it, the next launch tries again.
 HIDDEN void refresh_rules(struct block_record *block) {
     static struct slot_record fresh;
     const uint64_t generation = LOAD(&block->generation);
@@ -59,7 +59,7 @@ HIDDEN void refresh_rules(struct block_record *block) {
     rules_now = fresh;
 }
 
-// A shell pattern of * and ? on a whole name; a backslash takes the next letter literally.
+// Matches a shell pattern of * and ? with a whole name. A backslash makes the next letter literal.
 HIDDEN bool matches(const char *pattern, size_t pattern_bytes, const char *name) {
     const char *end = pattern + pattern_bytes, *star = NULL, *retry = NULL;
     while (*name) {
@@ -73,7 +73,7 @@ HIDDEN bool matches(const char *pattern, size_t pattern_bytes, const char *name)
         if (letter < end && (*letter == *name || (!is_literal && *letter == '?'))) {
             pattern = letter + 1;
             name++;
-        } else if (star) {  // let the last star take one more letter
+        } else if (star) {  // the last star matches one more letter
             pattern = star;
             name = ++retry;
         } else {

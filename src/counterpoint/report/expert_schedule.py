@@ -7,9 +7,15 @@ output says so.
 from rich.console import Console
 from rich.text import Text
 
-from counterpoint.errors import ScheduleError
 from counterpoint.machine import Machine
-from counterpoint.report.schedule import LEGEND, Traffic, print_lanes, traffic_of
+from counterpoint.report.schedule import (
+    EstimatedSchedule,
+    check_rank_to_draw,
+    print_lanes,
+    times_table,
+    traffic_lines,
+    traffic_of,
+)
 from counterpoint.report.schedule_lanes import LaneSpan, StreamLane, lanes_of
 from counterpoint.report.text import new_table
 from counterpoint.schedule import CopySchedule, ScheduleDescription
@@ -24,10 +30,8 @@ from counterpoint.schedule.expert_estimate import (
     expert_ordering_us,
 )
 from counterpoint.schedule.expert_schedules import ExpertProblem, make_expert_schedule
-from counterpoint.schedule.heuristic import RankedSchedule
-from counterpoint.sim.nodes import check_ranks
-from counterpoint.units import format_bytes, format_change, format_count, format_us
-from counterpoint.value import Value, require
+from counterpoint.units import format_count, format_us
+from counterpoint.value import Value
 
 MOST_SHOWN_RANKS = 16
 
@@ -43,33 +47,14 @@ class ExpertQuestion(Value, frozen=True, kw_only=True):
     rank: int = 0
 
     def __post_init__(self) -> None:
-        num_ranks = self.problem.routing.num_ranks
-        check_ranks(num_ranks, self.machine)
-        require(
-            0 <= self.rank < num_ranks,
-            ScheduleError,
-            f"The rank to draw must be from 0 to {num_ranks - 1}; found {self.rank}. Name one of these.",
-        )
+        check_rank_to_draw(self.rank, self.problem.routing.num_ranks, self.machine)
 
 
-class ExpertSummary(Value, frozen=True, kw_only=True):
-    """A schedule with its estimate, for programs. Times are estimated, in microseconds."""
+class ExpertSummary(EstimatedSchedule, frozen=True, kw_only=True):
+    """The schedule of an operator for experts, for programs."""
 
     problem: ExpertProblem
-    machine: str
-    rank: int
-    description: ScheduleDescription
     pick: ExchangeChoice
-    estimated_us: float
-    sequential_us: float
-    communication_us: float
-    computation_us: float
-    ideal_us: float
-    candidates: tuple[RankedSchedule, ...]
-    traffic: Traffic
-    checks: tuple[str, ...]
-    lanes: tuple[StreamLane, ...]
-    sequential_lanes: tuple[StreamLane, ...]
     schedule: CopySchedule
 
 
@@ -112,7 +97,7 @@ def print_experts(console: Console, found: ExpertSummary) -> None:
     experts = f"{format_count(routing.num_local_experts, 'expert')} on each of {format_count(routing.num_ranks, 'rank')}"
     console.print(Text.assemble((name, "bold"), f" of {sizes}, {experts}, machine {found.machine}"))
     console.print()
-    console.print(_times(found))
+    console.print(times_table(found, "all-to-alls, reordering and matmuls of the slowest rank"))
     console.print()
     console.print(_rows(found))
     console.print()
@@ -122,24 +107,6 @@ def print_experts(console: Console, found: ExpertSummary) -> None:
     for line in _remarks(found):
         console.print(Text(line))
     console.print(Text("Estimated by arithmetic, not measured: no GPU was used.", style="dim"))
-
-
-def _times(found: ExpertSummary) -> object:
-    table = new_table("estimated", "time", "change", "")
-    table.columns[-1].justify = "left"
-
-    def add(name: str, time_us: float, remark: str, style: str = "") -> None:
-        change = format_change(time_us / found.sequential_us - 1) if time_us != found.sequential_us else ""
-        table.add_row(Text(name, style=style), format_us(time_us), change, Text(remark, style="dim"))
-
-    add("sequential", found.sequential_us, "all-to-alls, reordering and matmuls of the slowest rank")
-    shown = RankedSchedule(description=found.description, estimated_us=found.estimated_us)
-    rivals = [each for each in found.candidates if each.description != found.description]
-    for row in sorted([shown, *rivals], key=lambda each: each.estimated_us):
-        is_shown = row.description == found.description
-        add(row.description.label(), row.estimated_us, "drawn below" if is_shown else "", "bold" if is_shown else "")
-    add("ideal", found.ideal_us, "the longer of the two, each alone")
-    return table
 
 
 def _rows(found: ExpertSummary) -> object:
@@ -159,14 +126,9 @@ def _rows(found: ExpertSummary) -> object:
 
 
 def _remarks(found: ExpertSummary) -> list[str]:
-    traffic = found.traffic
     used = "a light kernel" if found.pick.is_light else found.pick.description.label()
     return [
-        LEGEND,
-        f"Rank {found.rank} issues {format_count(traffic.num_copies, 'copy', 'copies')} of "
-        f"{format_bytes(traffic.num_sent_bytes)} in all, {format_count(traffic.num_matmuls, 'grouped matmul')}; "
-        f"{format_bytes(traffic.symmetric_bytes)} of symmetric memory on each rank.",
-        f"Checked: {', '.join(found.checks)}.",
+        *traffic_lines(found, format_count(found.traffic.num_matmuls, "grouped matmul")),
         f"For these sizes, a call uses {used}: {found.pick.reason}.",
     ]
 

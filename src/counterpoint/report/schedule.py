@@ -1,4 +1,5 @@
-"""Prints `counterpoint schedule show`: a schedule's figures, its picture, and what the heuristic would choose.
+"""Prints `counterpoint schedule show`: a schedule's figures, its picture, and what the heuristic would choose. What other
+reports of schedules have in common stands here, too.
 
 All times are estimates by arithmetic (`schedule/estimate.py`). Nothing here has been measured or run, and the output
 says so.
@@ -55,13 +56,17 @@ class Question(Value, frozen=True, kw_only=True):
     rank: int = 0
 
     def __post_init__(self) -> None:
-        num_ranks = self.problem.num_ranks
-        check_ranks(num_ranks, self.machine)
-        require(
-            0 <= self.rank < num_ranks,
-            ScheduleError,
-            f"The rank to draw must be from 0 to {num_ranks - 1}; found {self.rank}. Name one of these.",
-        )
+        check_rank_to_draw(self.rank, self.problem.num_ranks, self.machine)
+
+
+def check_rank_to_draw(rank: int, num_ranks: int, machine: Machine) -> None:
+    """Raise a `CounterpointError` for a rank that is not there, or more ranks than the machine has."""
+    check_ranks(num_ranks, machine)
+    require(
+        0 <= rank < num_ranks,
+        ScheduleError,
+        f"The rank to draw must be from 0 to {num_ranks - 1}; found {rank}. Name one of these.",
+    )
 
 
 class Traffic(Value, frozen=True, kw_only=True):
@@ -75,20 +80,15 @@ class Traffic(Value, frozen=True, kw_only=True):
     symmetric_bytes: int = 0
 
 
-class ScheduleSummary(Value, frozen=True, kw_only=True):
-    """A schedule with its estimate, for programs. Times are estimated, in microseconds.
+class EstimatedSchedule(Value, frozen=True, kw_only=True):
+    """A schedule as one rank sees it, with its estimate and its alternatives. Times are estimated, in microseconds.
 
-    `schedule` is None if the description is `sequential`. `checks` are the checks that the schedule passed. `bounds` are
-    those of every estimated time.
+    `checks` are the checks that the schedule passed.
     """
 
-    problem: Problem
-    dtype: DataType
-    direction: Pass
     machine: str
     rank: int
     description: ScheduleDescription
-    pick: Pick
     estimated_us: float
     sequential_us: float
     communication_us: float
@@ -99,6 +99,17 @@ class ScheduleSummary(Value, frozen=True, kw_only=True):
     checks: tuple[str, ...]
     lanes: tuple[StreamLane, ...]
     sequential_lanes: tuple[StreamLane, ...]
+
+
+class ScheduleSummary(EstimatedSchedule, frozen=True, kw_only=True):
+    """The schedule of an operator, for programs. It is None if the description is `sequential`. `bounds` are those of every
+    estimated time.
+    """
+
+    problem: Problem
+    dtype: DataType
+    direction: Pass
+    pick: Pick
     bounds: ErrorBounds
     schedule: CopySchedule | None = None
 
@@ -149,7 +160,8 @@ def print_schedule(console: Console, found: ScheduleSummary) -> None:
     where = f"{found.dtype}, {format_count(problem.num_ranks, 'rank')}, machine {found.machine}"
     console.print(Text.assemble((f"{problem.operation}{passes}", "bold"), f" of {sizes}, {where}"))
     console.print()
-    console.print(_times(found))
+    bounds = None if found.bounds.is_compared else found.bounds
+    console.print(times_table(found, "one after the other", bounds))
     console.print()
     pictures = [("sequential", found.sequential_lanes)]
     if found.schedule is not None:
@@ -159,13 +171,12 @@ def print_schedule(console: Console, found: ScheduleSummary) -> None:
     for line in _remarks(found):
         console.print(Text(line))
     console.print(Text("Estimated by arithmetic, not measured: no GPU was used.", style="dim"))
-    if not found.bounds.is_compared:
-        console.print(Text(found.bounds.note, style="dim"))
+    if bounds is not None:
+        console.print(Text(bounds.note, style="dim"))
 
 
-def _times(found: ScheduleSummary) -> Table:
-    """Return the times of sequential, this schedule, its alternatives, and the ideal."""
-    bounds = None if found.bounds.is_compared else found.bounds
+def times_table(found: EstimatedSchedule, sequential: str, bounds: ErrorBounds | None = None) -> Table:
+    """Return the times of sequential, this schedule, its alternatives, and the ideal; `sequential` says what that is."""
     table = new_table("estimated", "time", *(["expected"] if bounds else []), "change", "")
     table.columns[-1].justify = "left"
 
@@ -174,7 +185,7 @@ def _times(found: ScheduleSummary) -> Table:
         between = [format_span(*bounds.around(time_us))] if bounds else []
         table.add_row(Text(name, style=style), format_us(time_us), *between, change, Text(remark, style="dim"))
 
-    add("sequential", found.sequential_us, "one after the other", "bold" if found.description.is_sequential else "")
+    add("sequential", found.sequential_us, sequential, "bold" if found.description.is_sequential else "")
     shown = RankedSchedule(description=found.description, estimated_us=found.estimated_us)
     rivals = [each for each in found.candidates if each.description != found.description][: SHOWN_CANDIDATES - 1]
     rows = rivals if found.description.is_sequential else sorted([shown, *rivals], key=lambda each: each.estimated_us)
@@ -203,17 +214,22 @@ def print_lanes(console: Console, pictures: Sequence[tuple[str, tuple[StreamLane
 def _remarks(found: ScheduleSummary) -> list[str]:
     lines = []
     if found.schedule is not None:
-        traffic = found.traffic
-        sums = f", {format_count(traffic.num_sums, 'sum')}" if traffic.num_sums else ""
-        lines += [
-            LEGEND,
-            f"Rank {found.rank} issues {format_count(traffic.num_copies, 'copy', 'copies')} of "
-            f"{format_bytes(traffic.num_sent_bytes)} in all, {format_count(traffic.num_matmuls, 'matmul')}{sums}; "
-            f"{format_bytes(traffic.symmetric_bytes)} of symmetric memory on each rank.",
-            f"Checked: {', '.join(found.checks)}.",
-        ]
+        sums = f", {format_count(found.traffic.num_sums, 'sum')}" if found.traffic.num_sums else ""
+        lines += traffic_lines(found, f"{format_count(found.traffic.num_matmuls, 'matmul')}{sums}")
     lines.append(f"The heuristic picks {found.pick.description.label()}: {found.pick.reason}.")
     return lines
+
+
+def traffic_lines(found: EstimatedSchedule, computation: str) -> list[str]:
+    """Return the picture's legend, what the drawn rank issues, and the checks; `computation` is its work in words."""
+    traffic = found.traffic
+    return [
+        LEGEND,
+        f"Rank {found.rank} issues {format_count(traffic.num_copies, 'copy', 'copies')} of "
+        f"{format_bytes(traffic.num_sent_bytes)} in all, {computation}; "
+        f"{format_bytes(traffic.symmetric_bytes)} of symmetric memory on each rank.",
+        f"Checked: {', '.join(found.checks)}.",
+    ]
 
 
 def _sequential_lanes(question: Question) -> tuple[StreamLane, ...]:

@@ -6,14 +6,16 @@ priority and a head start are verified by launches: the driver accepted the laun
 it. A limit on a collective's CTAs is a setting of NCCL and is verified by the launched grids.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from msgspec.structs import replace
 
 from counterpoint.controls import CommunicationCtas, Control, HeadStart, Priority, ResidencyCap
 from counterpoint.engagement import Engagement, State
+from counterpoint.errors import shown
 from counterpoint.integrations.paths import PathCounts
 from counterpoint.launch_filter.control_block import FilterRule, FilterState, RuleCounters, SeenFunction
+from counterpoint.mismatch import nearest
 from counterpoint.plan import Plan, Refusal
 from counterpoint.supervised.settings import Setting, Totals, add_counters
 from counterpoint.traces.classify import is_communication
@@ -43,8 +45,10 @@ class ProcessProof(Value, frozen=True, kw_only=True):
 
 def prove_process(state: FilterState, plan: Plan, totals: Totals) -> ProcessProof:
     """Return what became of a setting (`totals` are all its counts) and of a plan's variables in one process."""
-    counted = zip(totals.setting.rules, totals.counters, strict=True)
-    by_rule = [entry for rule, counters in counted for entry in prove_rule(rule, counters)]
+    counted = tuple(zip(totals.setting.rules, totals.counters, strict=True))
+    idle = {rule.pattern for rule, counters in counted if not counters.num_matched and not rule.is_collective}
+    launched = {function.name for function in state.functions} if len(idle) == 1 else set()  # otherwise no name is misspelt
+    by_rule = [entry for rule, counters in counted for entry in prove_rule(rule, counters, launched)]
     settings = [
         _prove_setting(control, state.functions)
         for directive in plan.directives
@@ -101,8 +105,17 @@ def count_setting(setting: Setting, state: FilterState, kept: Totals) -> Totals:
     return Totals(setting=setting, counters=tuple(counters), paths=kept.paths if kept.setting == setting else ())
 
 
-def prove_rule(rule: FilterRule, counters: RuleCounters) -> list[ControlProof]:
-    """Return each control of one rule."""
+def prove_rule(rule: FilterRule, counters: RuleCounters, launched: Collection[str] = ()) -> list[ControlProof]:
+    """Return each control of one rule. If it matched nothing, the reason names the nearest of the `launched` kernels."""
+    entries = _prove_controls(rule, counters)
+    close = "" if counters.num_matched or not entries else nearest(rule.pattern.replace("\\", ""), launched)
+    if not close:
+        return entries
+    reason = f"no launch matched; the nearest kernel is '{shown(close)}'"
+    return [replace(each, engagement=replace(each.engagement, reason=reason)) for each in entries]
+
+
+def _prove_controls(rule: FilterRule, counters: RuleCounters) -> list[ControlProof]:
     entries: list[ControlProof] = []
     if rule.dynamic_shared_bytes is not None:
         entries.append(_prove_cap(rule, counters))

@@ -9,7 +9,8 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from counterpoint import LEAVE_IT, Directive, Match, Plan, Priority, ScheduleChoice, cli_schedule, load_plan, ops, save_plan
+from counterpoint import LEAVE_IT, Directive, Match, Plan, Priority, ScheduleChoice, load_plan, ops, save_plan
+from counterpoint.cli.schedule import _tune as tune_schedules
 from counterpoint.errors import CounterpointError
 from counterpoint.ops.call_timer import AbstractCallTimer
 from counterpoint.ops.collectives import Collectives
@@ -339,11 +340,11 @@ def command() -> None:
         for operation in ("all_gather_matmul", "matmul_all_reduce"):
             problem = Problem(operation=operation, num_ranks=2, num_rows=24, num_inner=INNER, num_columns=COLUMNS)
             output = Path(os.environ["MEETING_FILE"]).with_name(f"{operation} {dist.get_rank()}.toml")
-            cli_schedule._tune(problem, "fp32", output, is_json=False)
+            tune_schedules(problem, "fp32", output, is_json=False)
             assert output.exists() == (dist.get_rank() == 0)
         problem = Problem(operation="all_gather_matmul", num_ranks=2, num_rows=24, num_inner=INNER, num_columns=COLUMNS)
-        print(f"fp8: {problem_of(lambda: cli_schedule._tune(problem, 'fp8', None, is_json=False))}", flush=True)
-        cli_schedule._tune(problem, "bf16", None, is_json=True)
+        print(f"fp8: {problem_of(lambda: tune_schedules(problem, 'fp8', None, is_json=False))}", flush=True)
+        tune_schedules(problem, "bf16", None, is_json=True)
 
 
 def cannot() -> None:

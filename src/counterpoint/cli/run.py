@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from counterpoint.cli_options import COMMAND_FOLLOWS, Command, argument, file_option, output_option
+from counterpoint.cli.options import COMMAND_FOLLOWS, Command, argument, file_option, output_option
 from counterpoint.errors import CounterpointError, cause_of, say
 from counterpoint.value import check_outputs
 

@@ -1,22 +1,20 @@
-"""The commands for GPUs: `tune module:function` and `bench`. Imports torch only when a command runs.
+"""The command `bench`, on GPUs or simulated. Imports torch only when it measures.
 
 Under torchrun every rank runs the command and only rank 0 prints. A rank that fails prints its one line and exits at once,
 so that no other rank waits for it forever.
 """
 
-import sys
-from collections.abc import Callable, Mapping, Sequence
-from importlib import import_module
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 import click
 import msgspec
 from msgspec.structs import replace
 
-from counterpoint.cli_options import Group, argument, complete_shipped, file_option, output_option
-from counterpoint.errors import DeviceError, StepError, WorkloadError, shown
+from counterpoint.cli.options import Group, argument, complete_shipped, file_option, output_option
+from counterpoint.errors import DeviceError, WorkloadError, shown
 from counterpoint.value import check_outputs, write_json, write_whole
 
 if TYPE_CHECKING:
@@ -30,87 +28,6 @@ if TYPE_CHECKING:
 ROUNDS = {"cb": 11, "mb": 5}
 SWEEP_ROUNDS = 5
 NO_BOUNDS: "Mapping[str, ErrorBounds]" = MappingProxyType({})
-
-
-def tune_function(step: str, machine_name: str | None, output: Path | None, is_json: bool) -> NoReturn:
-    """Tune a step function on the GPUs of this machine, print the result from rank 0, and end the process."""
-    from counterpoint.cuda.ranks import run_and_leave  # noqa: PLC0415
-
-    run_and_leave(lambda: _tune_function(step, machine_name, output, is_json))
-
-
-def _tune_function(step: str, machine_name: str | None, output: Path | None, is_json: bool) -> None:
-    from counterpoint.cuda.ranks import join_ranks  # noqa: PLC0415
-    from counterpoint.machine import load_machine  # noqa: PLC0415
-    from counterpoint.plan import save_plan  # noqa: PLC0415
-
-    rank = join_ranks()
-    step_fn = _load_function(step)()
-    if not callable(step_fn):
-        raise StepError(
-            f"{step}() must return the step as a function without arguments; it returned {type(step_fn).__name__}."
-        )
-    from counterpoint.cuda.capture import capture  # noqa: PLC0415
-    from counterpoint.planner.on_gpu import machine_of, tune_captured  # noqa: PLC0415
-
-    captured = capture(step_fn, step)
-    machine = load_machine(machine_name) if machine_name else machine_of(captured)
-    tuning = tune_captured(captured, machine)
-    if rank != 0:
-        return
-    if output is not None:
-        save_plan(tuning.plan, output)
-    from counterpoint.planner.job_changes import find_job_changes  # noqa: PLC0415
-    from counterpoint.report import gpu, text  # noqa: PLC0415
-    from counterpoint.report.plan import print_job_changes, print_to_apply  # noqa: PLC0415
-    from counterpoint.report.to_apply import PlanOrigin, ways_to_apply  # noqa: PLC0415
-    from counterpoint.sim import Simulator  # noqa: PLC0415
-
-    finding = ("counterpoint", "tune", step, *(("--machine", machine_name) if machine_name else ()))
-    origin = PlanOrigin(file=None if output is None else str(output), finding=finding, is_captured=True)
-    to_apply = ways_to_apply(tuning.plan, origin)
-    job_changes = None if to_apply else find_job_changes(captured.read.step, machine, Simulator())
-    if is_json:
-        print(
-            write_json(
-                {
-                    "plan": tuning.plan,
-                    "measurements": tuning.comparison.measurements,
-                    "engagements": tuning.engagements,
-                    "to_apply": to_apply,
-                    "job_changes": job_changes,
-                }
-            )
-        )
-        return
-
-    console = text.new_console()
-    text.print_step(console, captured.read.step, machine)
-    gpu.print_measurements(console, tuning.comparison.measurements)
-    text.print_plan(console, tuning.plan)
-    gpu.print_engagements(console, tuning.engagements)
-    print_to_apply(console, to_apply)
-    if job_changes is not None:
-        print_job_changes(console, job_changes)
-    if output is not None:
-        print(f"Plan saved to {output}.")
-
-
-def _load_function(step: str) -> Callable[[], object]:
-    module_name, _, function_name = step.partition(":")
-    sys.path.insert(0, str(Path.cwd()))
-    try:
-        found = getattr(import_module(module_name), function_name, None)
-    except ModuleNotFoundError as problem:
-        raise StepError(
-            f"'{step}' needs the module '{problem.name}', which cannot be found. Run the command where it can be imported."
-        ) from problem
-    if not callable(found):
-        raise StepError(
-            f"Module '{module_name}' has no function '{function_name}'. Name one that returns the step function."
-        )
-    function: Callable[[], object] = found
-    return function
 
 
 @click.group(cls=Group)

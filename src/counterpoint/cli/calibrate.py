@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from counterpoint.cli_options import Command, output_option
+from counterpoint.cli.options import Command, output_option
 from counterpoint.errors import MachineError, say, shown, shown_path
 from counterpoint.value import check_outputs, require
 

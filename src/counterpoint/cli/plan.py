@@ -4,7 +4,7 @@ from pathlib import Path
 
 import click
 
-from counterpoint.cli_options import FILE, Group, argument, json_option, output_option
+from counterpoint.cli.options import FILE, Group, argument, json_option, output_option
 from counterpoint.errors import CounterpointError, say, shown
 from counterpoint.value import check_outputs, write_json, write_whole
 

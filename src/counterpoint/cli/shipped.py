@@ -4,7 +4,7 @@ from pathlib import Path
 
 import click
 
-from counterpoint.cli_options import Command, argument, complete_shipped, json_option, output_option
+from counterpoint.cli.options import Command, argument, complete_shipped, json_option, output_option
 from counterpoint.errors import CounterpointError, shown
 from counterpoint.value import check_outputs
 

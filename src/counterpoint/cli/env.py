@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from counterpoint.cli_options import COMMAND_FOLLOWS, Command, argument, file_option
+from counterpoint.cli.options import COMMAND_FOLLOWS, Command, argument, file_option
 from counterpoint.errors import CounterpointError, shown
 
 if TYPE_CHECKING:

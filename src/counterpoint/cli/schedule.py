@@ -9,7 +9,7 @@ from typing import Any, get_args
 
 import click
 
-from counterpoint.cli_options import Group, argument, json_option, machine_option, output_option
+from counterpoint.cli.options import Group, argument, json_option, machine_option, output_option
 from counterpoint.errors import DeviceError, ScheduleError, shown_path
 from counterpoint.schedule.actions import ELEMENT_BYTES, DataType, ExpertOperation, Operation, Problem
 from counterpoint.schedule.description import (

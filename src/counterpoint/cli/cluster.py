@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from counterpoint.cli_options import FILE, Command, argument, file_option, json_option, output_option
+from counterpoint.cli.options import FILE, Command, argument, file_option, json_option, output_option
 from counterpoint.errors import CounterpointError, shown, shown_path
 from counterpoint.value import check_outputs, write_json
 

@@ -11,7 +11,7 @@ import click
 import msgspec
 from msgspec.structs import replace
 
-from counterpoint.cli_options import Command, argument, file_option, json_option, machine_option, output_option
+from counterpoint.cli.options import Command, argument, file_option, json_option, machine_option, output_option
 from counterpoint.errors import AnalysisError, CounterpointError, shown, shown_path
 from counterpoint.units import format_count
 from counterpoint.value import check_outputs, save_text, write_json

@@ -5,11 +5,13 @@ lists its commands under headings.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+
+from counterpoint.errors import shown
+from counterpoint.mismatch import nearest
 
 if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
@@ -66,13 +68,26 @@ class Argument(click.Argument):
 
 
 class Command(click.Command):
-    """A command. `examples` are command lines that the help ends with."""
+    """A command. `examples` are command lines that the help ends with; `if_more` says what to do with more arguments."""
 
     context_class = Context
 
-    def __init__(self, *arguments: Any, examples: Sequence[str] = (), **attributes: Any) -> None:
+    def __init__(self, *arguments: Any, examples: Sequence[str] = (), if_more: str = "", **attributes: Any) -> None:
         super().__init__(*arguments, **attributes)
         self.examples = examples
+        self.if_more = if_more
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parse the words. Raises `click.UsageError` that always knows its command; click's lacks it for a missing value."""
+        ctx.allow_extra_args = bool(self.if_more)
+        try:
+            rest = super().parse_args(ctx, args)
+        except click.UsageError as problem:
+            problem.ctx = problem.ctx or ctx
+            raise
+        if rest and not ctx.resilient_parsing:
+            ctx.fail(f"'{shown(rest[0])}' is one argument too many. {self.if_more}")
+        return rest
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the arguments, then the options."""
@@ -118,8 +133,8 @@ class Group(click.Group):
     def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
         """Return the command that the first word names. Raises `click.UsageError` with the nearest name if there is none."""
         if args[0] not in self.commands and not ctx.resilient_parsing:
-            nearest = get_close_matches(args[0], self.commands, n=1)
-            hint = f" Did you mean '{nearest[0]}'?" if nearest else ""
+            close = nearest(args[0], self.commands)
+            hint = f" Did you mean '{close}'?" if close else ""
             raise click.UsageError(f"No such command '{args[0]}'.{hint}", ctx)
         return super().resolve_command(ctx, args)
 

@@ -1,31 +1,21 @@
-"""The command line: parses, calls the library, prints. Bad input gives one line on standard error and exit code 2."""
+"""The commands that plan a step or simulate it: `tune`, `simulate` and `demo`.
 
-import io
+`tune module:function` measures on GPUs and imports torch only when it runs. Under torchrun every rank runs it, and only rank
+0 prints. A rank that fails prints its one line and exits at once, so that no other rank waits for it forever.
+"""
+
 import itertools
-import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
+from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import click
 
-from counterpoint import (
-    cli_analyze,
-    cli_calibrate,
-    cli_check,
-    cli_cluster,
-    cli_env,
-    cli_gpu,
-    cli_plan,
-    cli_run,
-    cli_schedule,
-    cli_shipped,
-    cli_validate,
-)
-from counterpoint.cli_options import (
-    CONTEXT_SETTINGS,
-    Group,
+from counterpoint.cli.cluster import check_cluster, cluster_option, extended_job, ranks_option, simulate_model
+from counterpoint.cli.options import (
+    Command,
     argument,
     complete_shipped,
     file_option,
@@ -33,9 +23,10 @@ from counterpoint.cli_options import (
     machine_option,
     output_option,
 )
-from counterpoint.errors import MAX_LINE, CounterpointError, say, shown
+from counterpoint.errors import CounterpointError, StepError
+from counterpoint.mismatch import nearest
 from counterpoint.units import format_count
-from counterpoint.value import PACKAGE, check_outputs
+from counterpoint.value import PACKAGE, check_outputs, write_json
 
 if TYPE_CHECKING:
     from counterpoint.job import Job
@@ -44,14 +35,8 @@ if TYPE_CHECKING:
     from counterpoint.timeline import Timeline
 
 STEP = "A profiler trace (.json, .json.gz), a workload file (.toml) or the name of a workload"
-COMPLETION_VARIABLE = "_COUNTERPOINT_COMPLETE"  # set by a shell that requests completions
-SECTIONS = {
-    "Plan (needs no GPU)": ("demo", "tune", "simulate", "sweep", "schedule"),
-    "Run": ("check", "run", "env"),
-    "Measure": ("analyze", "calibrate", "validate", "bench"),
-    "Files": ("plan", "machines", "workloads"),
-    "Shell": ("completion",),
-}
+SEVERAL = "Give one; `counterpoint analyze` takes the traces of several ranks."
+
 machine_of_step_option = machine_option(
     "A machine's name or file (.toml).  [default: the machine of STEP; h200 for a workload]"
 )
@@ -64,90 +49,14 @@ timeline_option = file_option(
 )
 
 
-def main() -> None:
-    """Entry point of the `counterpoint` command."""
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # a terminal without UTF-8 shows '?' instead of ending the command
-    try:
-        asked = os.environ.get(COMPLETION_VARIABLE)
-        status = run_command(sys.argv[1:]) if not asked else _complete(asked)
-        print(end="", flush=True)
-    except CounterpointError as problem:
-        _fail(str(problem))
-    except click.ClickException as problem:
-        _fail(_misuse(problem))
-    except KeyboardInterrupt:
-        sys.exit(130)
-    except BrokenPipeError:  # the reader of the output, such as `head`, has exited
-        _drop_output()
-        sys.exit(1)
-    except OSError as problem:
-        _drop_output()
-        _fail(f"Cannot use {problem.filename or 'standard output'}: {problem.strerror}.")
-    sys.exit(status)
-
-
-def run_command(arguments: list[str]) -> int:
-    """Run the command that `arguments` name, and return the exit status. Raises the errors that `main` reports.
-
-    Click's own `main` would print an empty line at Ctrl-C.
-    """
-    try:
-        with app.make_context("counterpoint", arguments) as context:
-            app.invoke(context)
-    except click.exceptions.Exit as ending:
-        return ending.exit_code
-    return 0
-
-
-def _complete(asked: str) -> int:
-    """Print the completions that a shell requests, and return the exit status."""
-    from click.shell_completion import shell_complete  # noqa: PLC0415
-
-    return shell_complete(app, {}, "counterpoint", COMPLETION_VARIABLE, asked)
-
-
-def _misuse(problem: click.ClickException) -> str:
-    """Return the parser's message, with the command whose help to read."""
-    message = problem.format_message()
-    context = getattr(problem, "ctx", None)  # all errors of usage have one
-    command = context.command_path if context is not None else "counterpoint"
-    if isinstance(problem, click.NoSuchOption) and not problem.possibilities:
-        message = f"{message.rstrip('.')}{_who_has(problem.option_name)}"
-    return f"{message.rstrip('.')}{'' if message.endswith('?') else '.'} Try '{command} --help'."
-
-
-def _who_has(option: str) -> str:
-    """Return which command has an option that another lacks, as in "; simulate has it"; nothing if none or several have."""
-    found = [name for name, command in app.commands.items() if any(option in each.opts for each in command.params)]
-    return f"; {found[0]} has it" if len(found) == 1 else ""
-
-
-def _fail(message: str) -> None:
-    say(shown(" ".join(message.split()), MAX_LINE))  # a file's name may hold line breaks
-    sys.exit(2)
-
-
-def _drop_output() -> None:
-    """Discard buffered output, because the interpreter would fail to write it again when it exits."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-@click.group(cls=Group, sections=SECTIONS, invoke_without_command=True, context_settings=CONTEXT_SETTINGS)
-@click.version_option(package_name="counterpoint", message="counterpoint %(version)s")
-@click.pass_context
-def app(context: click.Context) -> None:
-    """Plan how the communication of a multi-GPU PyTorch job hides behind its computation."""
-    if context.invoked_subcommand is None:
-        print(context.get_help())
-
-
-@app.command(
+@click.command(
+    cls=Command,
     examples=(
         "counterpoint tune trace.json.gz -o plan.toml",
         "counterpoint tune cb_ar_opt2 --machine h100",
         "torchrun --nproc-per-node 2 -m counterpoint tune train:make_step",
-    )
+    ),
+    if_more=SEVERAL,
 )
 @argument("step", metavar="STEP", shell_complete=complete_shipped("workloads"), help=f"{STEP}; or module:function.")
 @machine_of_step_option
@@ -180,7 +89,7 @@ def tune(
             raise CounterpointError(f"--timeline writes what was simulated, and '{step}' is measured. Leave --timeline out.")
         if calibration is not None:
             raise CounterpointError(f"--calibration is for what is simulated, and '{step}' is measured. Leave it out.")
-        cli_gpu.tune_function(step, machine, output, is_json)
+        tune_function(step, machine, output, is_json)
     count = itertools.count(1)
     with ProgressLine(is_shown=not is_json) as show:
         job = load_job(step, machine, reading(show, step)).calibrated(calibration)
@@ -209,11 +118,13 @@ def tune(
         print(f"Timelines saved to {timeline}.")
 
 
-@app.command(
+@click.command(
+    cls=Command,
     examples=(
         "counterpoint simulate trace.json.gz --plan plan.toml",
         "counterpoint simulate --cluster cluster.toml",
-    )
+    ),
+    if_more=SEVERAL,
 )
 @argument(
     "step",
@@ -225,8 +136,8 @@ def tune(
 @machine_of_step_option
 @file_option("--plan", help="A plan that `tune` saved (.toml).  [default: the step as it is]")
 @calibration_option
-@cli_cluster.cluster_option
-@cli_cluster.ranks_option
+@cluster_option
+@ranks_option
 @timeline_option
 @json_option
 def simulate(
@@ -251,12 +162,12 @@ def simulate(
     from counterpoint.report.text import ProgressLine, reading  # noqa: PLC0415
     from counterpoint.sim import Simulator  # noqa: PLC0415
 
-    cli_cluster.check_cluster(step, cluster, machine, ranks)
+    check_cluster(step, cluster, machine, ranks)
     check_outputs(outputs=(timeline,), inputs=(step, machine, plan, calibration, cluster))
     _check_timeline(timeline)
     if step is None:
         assert cluster is not None, "check_cluster lets nothing else pass"
-        cli_cluster.simulate_model(cluster, (plan, calibration, timeline), is_json)
+        simulate_model(cluster, (plan, calibration, timeline), is_json)
         return
     chosen = load_plan(plan) if plan is not None else LEAVE_IT
     assumed: tuple[str, ...] = ()
@@ -264,7 +175,7 @@ def simulate(
         with ProgressLine(is_shown=not is_json) as show:
             job = load_job(step, machine, reading(show, step)).calibrated(calibration)
     else:
-        job, assumed = cli_cluster.extended_job(step, cluster, ranks)
+        job, assumed = extended_job(step, cluster, ranks)
         job = job.calibrated(calibration)
     simulated = Simulator().run(job.step, job.machine, chosen)
     remarks = (*assumed, *review_plan(job.step, job.machine, chosen))
@@ -285,7 +196,7 @@ Next
 Each command has examples: counterpoint tune --help"""
 
 
-@app.command(examples=("counterpoint demo",))
+@click.command(cls=Command, examples=("counterpoint demo",))
 @click.pass_context
 def demo(context: click.Context) -> None:
     """Tune a trace that ships with Counterpoint, in seconds and without a GPU.
@@ -296,44 +207,6 @@ def demo(context: click.Context) -> None:
     print(f"$ counterpoint tune {trace.name}\n", flush=True)
     context.invoke(tune, step=str(trace))
     print(NEXT)
-
-
-@app.command(
-    examples=(
-        "counterpoint completion bash >> ~/.bashrc",
-        "counterpoint completion zsh >> ~/.zshrc",
-        "counterpoint completion fish > ~/.config/fish/completions/counterpoint.fish",
-    )
-)
-@argument("shell", metavar="SHELL", type=click.Choice(("bash", "zsh", "fish")), help="bash, zsh or fish.")
-def completion(shell: str) -> None:
-    """Print the script that makes a shell complete the words of this command.
-
-    Start a new shell afterwards. Tab then completes commands, options, files, and names of machines and workloads. bash must
-    be 4.4 or later.
-    """
-    from click.shell_completion import get_completion_class  # noqa: PLC0415  a fast --help
-
-    kind = get_completion_class(shell)
-    assert kind is not None, "click completes each of the shells above"
-    print(kind(app, {}, "counterpoint", COMPLETION_VARIABLE).source())
-
-
-for command in (
-    cli_analyze.analyze,
-    cli_check.check,
-    cli_run.run,
-    cli_env.env,
-    cli_calibrate.calibrate,
-    cli_validate.validate,
-    cli_cluster.sweep,
-    cli_plan.plan,
-    cli_schedule.schedule,
-    cli_gpu.bench,
-    cli_shipped.machines,
-    cli_shipped.workloads,
-):
-    app.add_command(command)
 
 
 def _option(machine: str | None) -> tuple[str, ...]:
@@ -359,7 +232,6 @@ def _print_summary(job: "Job", found: "Summary", timelines: "Sequence[tuple[str,
     """Print a command's result: JSON for programs; for people the step, any trials and plan, and the lanes."""
     from counterpoint.report import text  # noqa: PLC0415
     from counterpoint.report.plan import print_job_changes, print_to_apply  # noqa: PLC0415
-    from counterpoint.value import write_json  # noqa: PLC0415
 
     if is_json:
         print(write_json(found))
@@ -374,3 +246,94 @@ def _print_summary(job: "Job", found: "Summary", timelines: "Sequence[tuple[str,
         if found.job_changes is not None:
             print_job_changes(console, found.job_changes)
     text.print_lanes(console, timelines)
+
+
+def tune_function(step: str, machine_name: str | None, output: Path | None, is_json: bool) -> NoReturn:
+    """Tune a step function on the GPUs of this machine, print the result from rank 0, and end the process."""
+    from counterpoint.cuda.ranks import run_and_leave  # noqa: PLC0415
+
+    run_and_leave(lambda: _tune_function(step, machine_name, output, is_json))
+
+
+def _tune_function(step: str, machine_name: str | None, output: Path | None, is_json: bool) -> None:
+    from counterpoint.cuda.ranks import join_ranks  # noqa: PLC0415
+    from counterpoint.machine import load_machine  # noqa: PLC0415
+    from counterpoint.plan import save_plan  # noqa: PLC0415
+
+    rank = join_ranks()
+    step_fn = _load_function(step)()
+    if not callable(step_fn):
+        raise StepError(
+            f"{step}() must return the step as a function without arguments; it returned {type(step_fn).__name__}."
+        )
+    from counterpoint.cuda.capture import capture  # noqa: PLC0415
+    from counterpoint.planner.on_gpu import machine_of, tune_captured  # noqa: PLC0415
+
+    captured = capture(step_fn, step)
+    machine = load_machine(machine_name) if machine_name else machine_of(captured)
+    tuning = tune_captured(captured, machine)
+    if rank != 0:
+        return
+    if output is not None:
+        save_plan(tuning.plan, output)
+    from counterpoint.planner.job_changes import find_job_changes  # noqa: PLC0415
+    from counterpoint.report import gpu, text  # noqa: PLC0415
+    from counterpoint.report.plan import print_job_changes, print_to_apply  # noqa: PLC0415
+    from counterpoint.report.to_apply import PlanOrigin, ways_to_apply  # noqa: PLC0415
+    from counterpoint.sim import Simulator  # noqa: PLC0415
+
+    finding = ("counterpoint", "tune", step, *_option(machine_name))
+    origin = PlanOrigin(file=None if output is None else str(output), finding=finding, is_captured=True)
+    to_apply = ways_to_apply(tuning.plan, origin)
+    job_changes = None if to_apply else find_job_changes(captured.read.step, machine, Simulator())
+    if is_json:
+        print(
+            write_json(
+                {
+                    "plan": tuning.plan,
+                    "measurements": tuning.comparison.measurements,
+                    "engagements": tuning.engagements,
+                    "to_apply": to_apply,
+                    "job_changes": job_changes,
+                }
+            )
+        )
+        return
+
+    console = text.new_console()
+    text.print_step(console, captured.read.step, machine)
+    gpu.print_measurements(console, tuning.comparison.measurements)
+    text.print_plan(console, tuning.plan)
+    gpu.print_engagements(console, tuning.engagements)
+    print_to_apply(console, to_apply)
+    if job_changes is not None:
+        print_job_changes(console, job_changes)
+    if output is not None:
+        print(f"Plan saved to {output}.")
+
+
+def _did_you_mean(name: str, names: Collection[str]) -> str:
+    close = nearest(name, names)
+    return f"Did you mean '{close}'? " if close else ""
+
+
+def _load_function(step: str) -> Callable[[], object]:
+    module_name, _, function_name = step.partition(":")
+    sys.path.insert(0, str(Path.cwd()))
+    try:
+        module = import_module(module_name)
+    except ModuleNotFoundError as problem:
+        here = {path.stem for path in Path.cwd().glob("*.py")} if problem.name == module_name else set()
+        raise StepError(
+            f"'{step}' needs the module '{problem.name}', which cannot be found. {_did_you_mean(module_name, here)}Run the "
+            "command where it can be imported."
+        ) from problem
+    found = getattr(module, function_name, None)
+    if not callable(found):
+        functions = {name for name, value in vars(module).items() if callable(value)}
+        raise StepError(
+            f"Module '{module_name}' has no function '{function_name}'. {_did_you_mean(function_name, functions)}Name one "
+            "that returns the step function."
+        )
+    function: Callable[[], object] = found
+    return function

@@ -8,8 +8,8 @@ import json
 from collections.abc import Mapping
 
 import msgspec
+from benchmarks.conditions import RESULTS
 
-from benchmarks.conditions import ROOT
 from counterpoint.machine import load_machine
 from counterpoint.paper.cases import paper_description, with_stages
 from counterpoint.paper.grid import simulate_paper
@@ -17,7 +17,6 @@ from counterpoint.paper.values import CHOICE, PLAIN, PaperResult
 from counterpoint.step import Collective, Dependency, Footprint, Kernel, Operation, Step
 from counterpoint.workloads import load_workload
 
-RESULTS = ROOT / "benchmarks" / "results"
 BASELINE = PLAIN
 # A matmul alone and a collective alone, in microseconds, as captured on 4 H200s: the result's sequential time is four times
 # their sum, and its ideal four times the longer of the two and the other once.

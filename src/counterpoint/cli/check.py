@@ -4,7 +4,7 @@ from pathlib import Path
 
 import click
 
-from counterpoint.cli_options import COMMAND_FOLLOWS, Command, argument, file_option, json_option, output_option
+from counterpoint.cli.options import COMMAND_FOLLOWS, Command, argument, file_option, json_option, output_option
 from counterpoint.errors import CounterpointError
 from counterpoint.value import check_outputs, write_json, write_toml, write_whole
 

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from counterpoint.cli_options import FILE, Command, argument, json_option, output_option
+from counterpoint.cli.options import FILE, Command, argument, json_option, output_option
 from counterpoint.errors import CounterpointError
 from counterpoint.value import check_outputs, write_json
 

@@ -1,0 +1,1 @@
+"""The command line: `main` is its entry, `options` what commands share; the other modules hold the commands."""
