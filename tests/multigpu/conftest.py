@@ -41,8 +41,8 @@ def four_ranks() -> tuple[str, ...]:
 
 @pytest.fixture(scope="session")
 def own_gpus() -> None:
-    """Skip where ranks would share a GPU: a test of times, or of NCCL's kernel, beside which a host node of its network
-    would stand in captures.
+    """Skip where ranks would share a GPU: a test of times, of one rank's want of memory, or of NCCL's kernel, beside which a
+    host node of its network would stand in captures.
     """
     if num_gpus() < 2:
         pytest.skip(f"needs 2 GPUs, found {num_gpus()}")

@@ -26,7 +26,11 @@ OPERATORS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", 
         ("leave", ("leave",)),
     ],
 )
-def test_the_operators_agree_with_their_definitions(start_ranks: Start, section: str, expected: tuple[str, ...]) -> None:
+def test_the_operators_agree_with_their_definitions(
+    start_ranks: Start, request: pytest.FixtureRequest, section: str, expected: tuple[str, ...]
+) -> None:
+    if section == "refused_memory":
+        request.getfixturevalue("own_gpus")
     done = start_ranks("operators", section)
     print(done.stdout[-4000:], done.stderr[-2000:])
     assert done.returncode == 0
@@ -48,14 +52,17 @@ def test_the_operators_agree_with_their_definitions(start_ranks: Start, section:
     ],
 )
 def test_a_fault_is_one_line_on_every_rank_and_no_hang(
-    start_ranks: Start, fault: str, expected: str, num_ranks: int
+    start_ranks: Start, request: pytest.FixtureRequest, fault: str, expected: str, num_ranks: int
 ) -> None:
+    if fault == "no memory":
+        request.getfixturevalue("own_gpus")
     done = start_ranks("operator_faults", fault, limit_s=120)
     lines = own_lines(done.stdout)
     assert len(lines) == num_ranks, done.stdout + done.stderr[-3000:]
     assert all(expected in line for line in lines), lines
 
 
+@pytest.mark.usefixtures("own_gpus")
 def test_a_process_whose_wait_cannot_be_ended_for_want_of_memory_ends_with_a_line(start_ranks: Start) -> None:
     done = start_ranks("operator_faults", "a rank stays away from a host without memory", limit_s=120)
     assert not own_lines(done.stdout)

@@ -12,7 +12,12 @@ from test_integrations import TWO_LEVELS
 from helpers.gloo_ranks import run_ranks
 
 pytest.importorskip("torch")
-from counterpoint.integrations.lanes import obstacle_by_estimate
+import torch
+import torch.distributed as dist
+
+from counterpoint.errors import RefusedTogetherError
+from counterpoint.integrations import lanes
+from counterpoint.integrations.lanes import Lanes, obstacle_by_estimate
 from counterpoint.ops.host_levels import places_of
 
 pytestmark = pytest.mark.xdist_group("two levels")
@@ -34,6 +39,21 @@ def test_a_rank_that_dies_is_one_line_on_every_host_and_no_hang(integration: str
         (line,) = ended[rank].output.splitlines()
         assert line.startswith("OperatorError: A rank of the group did not exchange its blocks"), line
         assert line.endswith("start all ranks again.")
+
+
+@pytest.mark.usefixtures("group_of_one")
+@pytest.mark.parametrize("across_hosts", ["auto", "always", "never"])
+def test_a_group_without_memory_for_its_flags_stays_with_the_library(
+    monkeypatch: pytest.MonkeyPatch, across_hosts: lanes.AcrossHosts
+) -> None:
+    def refuse(*_: object) -> None:
+        raise RefusedTogetherError("8 KiB of symmetric memory cannot be allocated.")
+
+    monkeypatch.setattr(lanes, "runtime_of", refuse)
+    found = Lanes((dist.group.WORLD, torch.device("cpu"), "a test"), 1, across_hosts)
+    found.prepare()
+    assert found.num_hosts == 1
+    assert found.obstacle_to("all_gather", MIB) == found.obstacle == "8 KiB of symmetric memory cannot be allocated"
 
 
 @given(st.integers(1, 4), st.integers(2, 4), st.data())

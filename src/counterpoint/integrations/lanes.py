@@ -49,7 +49,7 @@ class Lanes:
 
     def prepare(self) -> None:
         """Create the lanes, unless it depends on each collective whether any are needed."""
-        if self._across_hosts != "auto" or self._runtime().num_hosts == 1:
+        if self._across_hosts != "auto" or self.num_hosts == 1:
             _ = self.obstacle
 
     @property
@@ -73,15 +73,20 @@ class Lanes:
     @property
     def obstacle(self) -> str:
         """Why there are no lanes, or nothing."""
+        places = self._split()
         if self._obstacle is None:
-            places = self._split()
             self._obstacle = places if isinstance(places, str) else self._create(places)
         return self._obstacle
 
     def _split(self) -> tuple[range, ...] | str:
         """Return the places of ranks on their hosts if the group is to be split; none on one host; or why it is not."""
         if self._places is None:
-            runtime = self._runtime()
+            try:
+                runtime = self._runtime()
+            except RefusedTogetherError as refusal:  # its first use takes memory for flags
+                self._places = ()
+                self.give_up(refusal)
+                return self._places
             self._machines = tuple(sorted({each.machine for each in runtime.locations}))
             if runtime.num_hosts == 1:
                 self._places = ()
