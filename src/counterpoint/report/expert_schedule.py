@@ -12,6 +12,7 @@ from counterpoint.report.schedule import (
     EstimatedSchedule,
     check_rank_to_draw,
     print_lanes,
+    print_remarks,
     times_table,
     traffic_lines,
     traffic_of,
@@ -31,6 +32,7 @@ from counterpoint.schedule.expert_estimate import (
 )
 from counterpoint.schedule.expert_schedules import ExpertProblem, make_expert_schedule
 from counterpoint.units import format_count, format_us
+from counterpoint.validation.bounds import bounds_for
 from counterpoint.value import Value
 
 MOST_SHOWN_RANKS = 16
@@ -83,6 +85,7 @@ def summarize_experts(question: ExpertQuestion) -> ExpertSummary:
         checks=tuple(name for name, _ in CHECKS if name != "ports"),
         lanes=lanes_of(schedule, estimated, question.rank),
         sequential_lanes=_sequential_lanes(problem, machine),
+        bounds=bounds_for(machine, problem.routing.num_ranks, "copy schedules"),
         schedule=schedule,
     )
 
@@ -104,9 +107,7 @@ def print_experts(console: Console, found: ExpertSummary) -> None:
     pictures = [("sequential", found.sequential_lanes), (f"{found.description.label()}, rank {found.rank}", found.lanes)]
     print_lanes(console, pictures, max(found.sequential_us, found.estimated_us))
     console.print()
-    for line in _remarks(found):
-        console.print(Text(line))
-    console.print(Text("Estimated by arithmetic, not measured: no GPU was used.", style="dim"))
+    print_remarks(console, found, _remarks(found))
 
 
 def _rows(found: ExpertSummary) -> object:

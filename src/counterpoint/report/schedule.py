@@ -83,7 +83,7 @@ class Traffic(Value, frozen=True, kw_only=True):
 class EstimatedSchedule(Value, frozen=True, kw_only=True):
     """A schedule as one rank sees it, with its estimate and its alternatives. Times are estimated, in microseconds.
 
-    `checks` are the checks that the schedule passed.
+    `checks` are the checks that the schedule passed. `bounds` are those of every time.
     """
 
     machine: str
@@ -99,18 +99,16 @@ class EstimatedSchedule(Value, frozen=True, kw_only=True):
     checks: tuple[str, ...]
     lanes: tuple[StreamLane, ...]
     sequential_lanes: tuple[StreamLane, ...]
+    bounds: ErrorBounds
 
 
 class ScheduleSummary(EstimatedSchedule, frozen=True, kw_only=True):
-    """The schedule of an operator, for programs. It is None if the description is `sequential`. `bounds` are those of every
-    estimated time.
-    """
+    """The schedule of an operator, for programs. It is None if the description is `sequential`."""
 
     problem: Problem
     dtype: DataType
     direction: Pass
     pick: Pick
-    bounds: ErrorBounds
     schedule: CopySchedule | None = None
 
 
@@ -160,23 +158,28 @@ def print_schedule(console: Console, found: ScheduleSummary) -> None:
     where = f"{found.dtype}, {format_count(problem.num_ranks, 'rank')}, machine {found.machine}"
     console.print(Text.assemble((f"{problem.operation}{passes}", "bold"), f" of {sizes}, {where}"))
     console.print()
-    bounds = None if found.bounds.is_compared else found.bounds
-    console.print(times_table(found, "one after the other", bounds))
+    console.print(times_table(found, "one after the other"))
     console.print()
     pictures = [("sequential", found.sequential_lanes)]
     if found.schedule is not None:
         pictures.append((f"{found.description.label()}, rank {found.rank}", found.lanes))
     print_lanes(console, pictures, max(found.sequential_us, found.estimated_us))
     console.print()
-    for line in _remarks(found):
+    print_remarks(console, found, _remarks(found))
+
+
+def print_remarks(console: Console, found: EstimatedSchedule, remarks: Sequence[str]) -> None:
+    """Print the remarks, that all times are estimates, and on which machines estimates were never compared."""
+    for line in remarks:
         console.print(Text(line))
     console.print(Text("Estimated by arithmetic, not measured: no GPU was used.", style="dim"))
-    if bounds is not None:
-        console.print(Text(bounds.note, style="dim"))
+    if not found.bounds.is_compared:
+        console.print(Text(found.bounds.note, style="dim"))
 
 
-def times_table(found: EstimatedSchedule, sequential: str, bounds: ErrorBounds | None = None) -> Table:
+def times_table(found: EstimatedSchedule, sequential: str) -> Table:
     """Return the times of sequential, this schedule, its alternatives, and the ideal; `sequential` says what that is."""
+    bounds = None if found.bounds.is_compared else found.bounds
     table = new_table("estimated", "time", *(["expected"] if bounds else []), "change", "")
     table.columns[-1].justify = "left"
 
