@@ -31,7 +31,6 @@ MODELS = {
     "gpt-oss-120b": (2880, 2880, 128, 4),
 }
 TOKENS = (2048, 8192, 16384, 32768)
-SHAPES = tuple(ExpertShape(model, tokens, *sizes) for tokens in TOKENS for model, sizes in MODELS.items())
 
 
 def counts_of(shape: ExpertShape, routing: str, num_ranks: int) -> list[list[int]]:
