@@ -3,8 +3,8 @@
 Copy engines reach peers on the same host only. A group of several hosts can be split into two levels (`ops/host_levels.py`):
 lanes within each host, the library between hosts. Both levels follow one another, so whether that pays depends on the
 message, the machine and the number of hosts. `across_hosts` chooses: "auto" asks the cluster estimate for each message
-(docs/scale.md), "always" splits whatever can be split, "never" leaves such groups to the library. No two levels have run on
-GPUs.
+(docs/scale.md), "always" splits whatever can be split, "never" leaves such groups to the library. Two levels have not
+run on several real hosts.
 """
 
 from functools import cache, lru_cache
@@ -18,7 +18,7 @@ from counterpoint.machine import machine_names
 from counterpoint.ops.host_levels import HostLevels, one_level, places_of, two_levels
 from counterpoint.ops.lane import AbstractLane
 from counterpoint.ops.peer_access import obstacle_across
-from counterpoint.ops.runtime import Runtime, runtime_of
+from counterpoint.ops.runtime import Runtime, all_runtimes, runtime_of
 from counterpoint.sim.calibration import load_calibration
 from counterpoint.sim.collective_times import CollectiveTimes, RankGroup, times_on
 from counterpoint.sim.network import Cluster
@@ -45,6 +45,7 @@ class Lanes:
         self._obstacle: str | None = None
         self._places: tuple[range, ...] | str | None = None
         self._levels: HostLevels | None = None
+        self._opened: Runtime | None = None  # that holds the lanes
         self._machines: tuple[str, ...] = ()
 
     def prepare(self) -> None:
@@ -74,7 +75,8 @@ class Lanes:
     def obstacle(self) -> str:
         """Why there are no lanes, or nothing."""
         places = self._split()
-        if self._obstacle is None:
+        is_released = self._obstacle == "" and self._opened not in all_runtimes()  # by ops.release()
+        if self._obstacle is None or is_released:
             self._obstacle = places if isinstance(places, str) else self._create(places)
         return self._obstacle
 
@@ -98,17 +100,20 @@ class Lanes:
 
     def _create(self, places: tuple[range, ...]) -> str:
         """Create the lanes on all hosts; return why there are none, or nothing."""
-        runtime = self._runtime()
-        self._levels = two_levels(runtime, places) if places else one_level(runtime)
+        self._obstacle = None
         try:
+            runtime = self._runtime()
+            self._levels = two_levels(runtime, places) if places else one_level(runtime)
             self._levels.on_all_hosts(f"lanes for {self._purpose}", self._create_here)
         except RefusedTogetherError as refusal:
             self.give_up(refusal)
         return self._obstacle or ""
 
     def _create_here(self) -> None:
+        runtime = runtime_of(self.levels.within.group_name, self._device)
         if not all(self._lane(number) is not None for number in range(self._num_lanes)):
-            raise RefusedTogetherError(runtime_of(self.levels.within.group_name, self._device).obstacle)
+            raise RefusedTogetherError(runtime.obstacle)
+        self._opened = runtime
 
     def give_up(self, refusal: RefusedTogetherError) -> None:
         """Let the library do everything from now on, on all ranks: one of them has no more memory."""

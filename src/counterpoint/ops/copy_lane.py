@@ -78,6 +78,10 @@ class CopyLane(AbstractLane):
         self._pool.replace((self.num_ranks + 1) * wanted, what, has_captured=self._has_captured)
         self._row_bytes, self._has_captured = wanted, False
 
+    def discard(self) -> None:
+        """See `AbstractLane.discard`."""
+        self._row_bytes = 0
+
     def exchange(self, blocks: Sequence[torch.Tensor]) -> torch.Tensor:
         """See `AbstractLane.exchange`."""
         stream, memory = self._current(), self._reserved()

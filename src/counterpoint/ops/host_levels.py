@@ -71,7 +71,11 @@ class HostLevels:
         `RefusedTogetherError` on all.
         """
         if num_bytes > lane.block_bytes:
-            self.on_all_hosts(f"blocks of {num_bytes} bytes", lambda: lane.reserve(num_bytes))
+            try:
+                self.on_all_hosts(f"blocks of {num_bytes} bytes", lambda: lane.reserve(num_bytes))
+            except RefusedTogetherError:
+                lane.discard()  # hosts that had memory, too: whoever uses this lane next must find the same on all of them
+                raise
 
     def on_all_hosts(self, what: str, act: Callable[[], object]) -> None:
         """Do what the ranks of a host do together, on all hosts; if those of one host refuse, raise `RefusedTogetherError`

@@ -42,6 +42,10 @@ class AbstractLane(ABC):
         """
 
     @abstractmethod
+    def discard(self) -> None:
+        """Do without memory until it is reserved."""
+
+    @abstractmethod
     def exchange(self, blocks: Sequence[torch.Tensor]) -> torch.Tensor:
         """Send block p to rank p; return what the ranks sent to this one, as rows in the order of ranks.
 

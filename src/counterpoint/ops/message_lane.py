@@ -43,6 +43,10 @@ class MessageLane(AbstractLane):
         memory = host_memory((self.num_ranks + 1) * wanted, f"blocks of {format_bytes(num_bytes)}", self._agreement)
         self._row_bytes, self._memory = wanted, memory
 
+    def discard(self) -> None:
+        """See `AbstractLane.discard`."""
+        self._row_bytes = 0
+
     def exchange(self, blocks: Sequence[torch.Tensor]) -> torch.Tensor:
         """See `AbstractLane.exchange`."""
         own = blocks[self.rank]

@@ -303,15 +303,17 @@ def two_levels_where_the_estimate_says_so() -> None:
 
 
 def two_levels_without_memory() -> None:
-    """One rank of one host has no memory in mid-job: all hosts go on with the library."""
+    """One rank of one host has no memory in mid-job: all hosts go on with the library. Who uses the same lanes later finds
+    them alike on all hosts.
+    """
     layout, last = layouts()[0], dist.get_world_size() - 1
     with hosts(layout):
         replaced = collectives.replace(least_part_bytes=0, across_hosts="always")
         rank = dist.get_rank()
         small, large = everyones(1000, torch.float32, 5), everyones(200_000, torch.float32, 6)
 
-        def work() -> None:
-            for case in (small, large, small):
+        def work(cases: tuple[list[torch.Tensor], ...] = (small, large, small)) -> None:
+            for case in cases:
                 summed = case[rank].clone()
                 dist.all_reduce(summed)
                 assert_close([summed], [torch.stack(case).sum(0)], 1e-5)
@@ -321,3 +323,7 @@ def two_levels_without_memory() -> None:
         assert [f"Rank {last - 1} of the group: on its host, " in line for line in said] == [True] * (rank == 0), said
         assert (replaced.num_by_copies, replaced.num_by_library) == (1, 2)
         replaced.undo()
+        again = collectives.replace(least_part_bytes=0, across_hosts="always")
+        work((small,) * 4)
+        assert (again.num_by_copies, again.num_by_library) == (4, 0)
+        again.undo()
