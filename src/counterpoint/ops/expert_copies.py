@@ -21,7 +21,7 @@ from cuda.bindings import driver as cu
 
 from counterpoint.controls import MOST_LIGHT_RANKS
 from counterpoint.cuda.driver import check
-from counterpoint.errors import DeviceError
+from counterpoint.errors import DeviceError, OperatorError
 from counterpoint.ops.agreement import Agreement
 from counterpoint.ops.call_order import NO_TIMING, CallOrder
 from counterpoint.ops.copy_lane import copy_bytes
@@ -66,6 +66,7 @@ class ExpertCopies(AbstractExpertExchange):
         self.flags = Flags(group, device, agreement, RESTING)
         self.signals = Signals(self.flags)
         self._order = CallOrder(self.flags.watch)
+        self._is_open = False  # whether a pass has begun and not ended: its flags are not at rest
         self._pool = SymmetricPool(device, group, agreement)
         self._counts_pool = SymmetricPool(device, group, agreement)
         self._counts_row_bytes = 0
@@ -127,7 +128,12 @@ class ExpertCopies(AbstractExpertExchange):
 
     def begin(self) -> None:
         """See `AbstractExpertExchange.begin`."""
+        if self._is_open:
+            raise OperatorError(
+                "An error ended an earlier call of experts while rows were on their way. Start all ranks again."
+            )
         self._order.follow(self.current())
+        self._is_open = True
 
     def dispatch(self, region: ExpertRegion, rows: Rows, source: torch.Tensor) -> AbstractDispatch:
         """See `AbstractExpertExchange.dispatch`."""
@@ -169,6 +175,7 @@ class ExpertCopies(AbstractExpertExchange):
     def end(self) -> None:
         """See `AbstractExpertExchange.end`."""
         self._order.finish(self.current())
+        self._is_open = False
 
     def current(self) -> Handle:
         """Return the current stream."""

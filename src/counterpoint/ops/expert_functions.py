@@ -87,6 +87,7 @@ class ExpertCall:
         self.activation, self.is_fp8, self.keeps_tokens = activation, is_fp8, keeps_tokens
         self._runtime, self._called, self._is_routed = runtime, called, False
         self._beside = None if beside is None else _with_gradients(beside)
+        self._problem: BaseException | None = None  # of `beside`
 
     def route(self) -> ExpertRouting:
         """Exchange the counts of rows."""
@@ -99,13 +100,24 @@ class ExpertCall:
             with _unseen():
                 self.routing = route_again(self._runtime, self._called, gathered)
         self.compute_beside()
+        problem, self._problem = self._problem, None
+        if problem is not None:
+            raise problem
         return self.routing
 
     def compute_beside(self) -> None:
-        """Compute what hides the tokens, once. A recomputation whose results were saved computes it too."""
+        """Compute what hides the tokens, once. A recomputation whose results were saved computes it too.
+
+        Rows are on their way meanwhile, so an error waits until the call has ended: `settle` raises it. Checkpointing ends
+        recomputations by such an error.
+        """
         beside, self._beside = self._beside, None
-        if beside is not None:
+        if beside is None:
+            return
+        try:
             beside()
+        except BaseException as problem:
+            self._problem = problem
 
 
 @final

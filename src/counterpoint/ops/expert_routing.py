@@ -104,7 +104,7 @@ class ExpertRouting:
 
 class Called(NamedTuple):
     """A call: the operator, its tokens, the number of tokens of each expert, and what all ranks must agree on: the sizes
-    of experts, how many a rank holds first, and the schedule.
+    of experts, how many a rank holds first, the schedule, and whether tokens are kept.
     """
 
     operator: str
@@ -112,11 +112,13 @@ class Called(NamedTuple):
     counts: TokensPerExpert
     sizes: tuple[int, ...]
     schedule: ScheduleDescription | None
+    keeps_tokens: bool = False
 
     def words(self) -> str:
         """Describe the call for the other ranks."""
         named = f" with {msgspec.json.encode(self.schedule).decode()}" if self.schedule else ""
-        return f"{self.operator} of experts {self.sizes} {str(self.tokens.dtype).removeprefix('torch.')}{named}"
+        kept = " keeping tokens" if self.keeps_tokens else ""
+        return f"{self.operator} of experts {self.sizes} {str(self.tokens.dtype).removeprefix('torch.')}{named}{kept}"
 
 
 def route(runtime: Runtime, call: Called) -> ExpertRouting:

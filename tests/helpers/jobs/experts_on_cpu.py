@@ -341,6 +341,26 @@ def both_halves(experts: Experts, weights: list[torch.Tensor], tokens: torch.Ten
     return ops.grouped_matmul_combine(hidden, w2, routing)
 
 
+def error_beside() -> None:
+    """An error of one rank in what it computes beside its rows is raised there, when the rows are through; all go on."""
+    experts = Experts(random.Random(21), torch.float64, kind="random")
+    tokens, (w1, w2, w3) = experts.own()
+
+    def beside() -> None:
+        if experts.rank == 0:
+            raise ArithmeticError("beside the rows")
+
+    for schedule in (COPIES, SEQUENTIAL):
+        raised = False
+        try:
+            ops.expert_ffn(tokens, experts.counts[experts.rank], w1, w2, w3, beside=beside, schedule=schedule)
+        except ArithmeticError:
+            raised = True
+        assert raised == (experts.rank == 0)
+        compare(experts.found(schedule), experts.expected(), 1e-12)
+    report("error beside")
+
+
 def no_memory() -> None:
     """Where symmetric memory cannot be had on one rank, the call runs by the library on all, and the next ones may not."""
     small = Experts(random.Random(8), torch.float64, kind="random")
