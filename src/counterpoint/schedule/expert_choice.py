@@ -70,7 +70,7 @@ LIGHT = LightExchange(
     below_pair_bytes=2 * MIB,
     num_ctas=16,
     status="assumed",
-    source="not run on hardware: one launch is assumed to take less than an all-to-all and a kernel that sorts rows",
+    source="never timed: one launch is assumed to take less than an all-to-all and a kernel that sorts rows",
 )
 
 
