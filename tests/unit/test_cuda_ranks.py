@@ -3,6 +3,7 @@
 import shlex
 import subprocess
 import sys
+import time
 import tomllib
 from pathlib import Path
 
@@ -35,6 +36,24 @@ def test_every_ending_has_its_status_and_no_thread_is_waited_for(ending: str, st
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert ended.returncode == status
     assert ended.stderr.strip().splitlines()[-1:] == ([said] if said else [])
+
+
+def test_a_rank_ends_after_the_others_have_come_to_their_ends(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    code = (
+        "import sys, time\n"
+        "import torch.distributed as dist\n"
+        "from counterpoint.cuda.ranks import run_and_leave\n"
+        "rank = int(sys.argv[1])\n"
+        f"dist.init_process_group('gloo', 'file://{tmp_path}/meeting', rank=rank, world_size=2)\n"
+        "run_and_leave(lambda: (time.sleep(2 * rank), print(time.time(), flush=True)))\n"
+    )
+    ranks = [subprocess.Popen([sys.executable, "-c", code, str(rank)], stdout=subprocess.PIPE, text=True) for rank in (0, 1)]
+    assert ranks[0].wait(timeout=60) == 0
+    ended = time.time()
+    outputs = [rank.communicate(timeout=60)[0] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0]
+    assert ended > float(outputs[1]) > float(outputs[0]) + 1
 
 
 def test_what_is_to_be_installed_has_the_bounds_of_the_extra_and_can_be_pasted() -> None:

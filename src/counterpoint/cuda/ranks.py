@@ -8,6 +8,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from importlib import import_module
 from importlib.metadata import version
@@ -16,6 +17,7 @@ from typing import NoReturn
 from counterpoint.errors import INSTALL, CounterpointError, DeviceError, say
 
 JOIN_TIMEOUT = timedelta(seconds=300)
+LEAVING_LIMIT = timedelta(seconds=10)
 OLDEST_TORCH = (2, 11)
 FROM_TRACE = "Without GPUs, plan from a trace: counterpoint tune TRACE."
 
@@ -71,7 +73,24 @@ def run_and_leave(command: Callable[[], None]) -> NoReturn:
         # a bug here or in the user's step: print the traceback, but do not wait for ranks that will never answer
         traceback.print_exc()
         leave(1)
+    wait_until_all_leave()
     leave(0)
+
+
+def wait_until_all_leave() -> None:
+    """Wait, by the store, until every rank comes here, for `LEAVING_LIMIT` at most: where NCCL sends by a network, a rank
+    that ends takes with it what the others have not received yet.
+    """
+    if sys.modules.get("torch") is None:
+        return
+    import torch.distributed as dist  # noqa: PLC0415  only after a command that used it
+
+    if not dist.is_initialized():
+        return
+    store = dist.distributed_c10d._get_default_store()
+    with suppress(RuntimeError):  # a rank that failed never comes, or took the store with it
+        store.set(f"counterpoint, leaving {dist.get_rank()}", "")
+        store.wait([f"counterpoint, leaving {rank}" for rank in range(dist.get_world_size())], LEAVING_LIMIT)
 
 
 def leave(exit_code: int) -> NoReturn:

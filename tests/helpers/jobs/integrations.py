@@ -8,8 +8,6 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from contextlib import suppress
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -92,7 +90,8 @@ from integration_sections.two_levels import (
     two_levels_where_the_estimate_says_so,
     two_levels_without_memory,
 )
-from torch.distributed import distributed_c10d
+
+from counterpoint.cuda.ranks import wait_until_all_leave
 
 SECTIONS: dict[str, Callable[[], None]] = {
     section.__name__: section
@@ -190,16 +189,8 @@ def main(names: list[str]) -> int:
     return 0
 
 
-def leave_together() -> None:
-    """Wait, without NCCL, until every rank has the last outcomes: NCCL may still send by sockets of a rank that ends."""
-    store = distributed_c10d._get_default_store()
-    store.set(f"leaving {dist.get_rank()}", "")
-    with suppress(RuntimeError):
-        store.wait([f"leaving {rank}" for rank in range(dist.get_world_size())], timedelta(seconds=30))
-
-
 if __name__ == "__main__":
     code = main(sys.argv[1:])
-    leave_together()
+    wait_until_all_leave()
     sys.stdout.flush()
     os._exit(code)
