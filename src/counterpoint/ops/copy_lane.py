@@ -94,9 +94,8 @@ class CopyLane(AbstractLane):
 
         *pushes, arrivals = self._moves.exchange
         self._issue(pushes, stream, push)
-        rows[self.rank].view(own.shape).copy_(
-            own
-        )  # no other rank writes there; this runs while the others' blocks are in transit
+        # no other rank writes there; this runs while the others' blocks are in transit
+        rows[self.rank].view(own.shape).copy_(own)
         self._issue([arrivals], stream)
         self._sample(stream)
         return rows

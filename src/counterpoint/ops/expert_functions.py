@@ -82,9 +82,8 @@ class ExpertCall:
         activation: Activation | None = None,
         beside: Callable[[], None] | None = None,
         is_fp8: bool = False,
-        keeps_tokens: bool = False,
     ) -> None:
-        self.activation, self.is_fp8, self.keeps_tokens = activation, is_fp8, keeps_tokens
+        self.activation, self.is_fp8, self.keeps_tokens = activation, is_fp8, called.keeps_tokens
         self._runtime, self._called, self._is_routed = runtime, called, False
         self._beside = None if beside is None else _with_gradients(beside)
         self._problem: BaseException | None = None  # of `beside`

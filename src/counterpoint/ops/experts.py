@@ -72,7 +72,7 @@ def expert_ffn(
         runtime.refuse(problem)
     sizes = (w1.shape[0], len(weights), *w1.shape[1:], *_sizes_of_biases(added), *(w2.shape[2:] if is_joined else ()))
     called = Called("expert_ffn", tokens, tokens_per_expert, sizes, schedule, keeps_tokens)
-    call = ExpertCall(runtime, called, activation=activation, beside=beside, is_fp8=is_fp8, keeps_tokens=keeps_tokens)
+    call = ExpertCall(runtime, called, activation=activation, beside=beside, is_fp8=is_fp8)
     found: torch.Tensor = ExpertFfn.apply(call, tokens, *weights, *added)
     return found
 
@@ -102,9 +102,7 @@ def dispatch_grouped_matmul(
     if problem:
         runtime.refuse(problem)
     sizes = (*weights.shape, *_sizes_of_biases([bias]))
-    call = ExpertCall(
-        runtime, Called(name, tokens, tokens_per_expert, sizes, schedule, keeps_tokens), keeps_tokens=keeps_tokens
-    )
+    call = ExpertCall(runtime, Called(name, tokens, tokens_per_expert, sizes, schedule, keeps_tokens))
     found: tuple[torch.Tensor, ...] = Dispatch.apply(call, tokens, weights, bias)
     return found, call.routing
 
