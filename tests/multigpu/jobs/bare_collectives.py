@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
+from counterpoint.cuda.ranks import wait_until_all_leave
 from counterpoint.integrations import collectives, fsdp2
 
 DEVICE = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
@@ -116,5 +117,6 @@ def main() -> int:
 
 if __name__ == "__main__":
     code = main()
+    wait_until_all_leave()
     sys.stdout.flush()
     os._exit(code)

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from counterpoint import ops
-from counterpoint.cuda.ranks import join_ranks
+from counterpoint.cuda.ranks import join_ranks, wait_until_all_leave
 from counterpoint.schedule import ScheduleDescription
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a job is run as a script: tests are not on the path
@@ -441,5 +441,6 @@ if __name__ == "__main__":
         sys.stdout.flush()
         os._exit(1)
     sys.stdout.flush()
+    wait_until_all_leave()
     if sys.argv[-1] != "leave":
         os._exit(0)
