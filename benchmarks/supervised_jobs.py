@@ -4,11 +4,12 @@
     python -m benchmarks.supervised_jobs --ranks 2 --jobs starved --tokens 4096 --steps 240 --budget 120 -o starved.json
     python -m benchmarks.supervised_jobs --ranks 2 --jobs starved --steps 1600 --guard 200 --given slow.toml
     python -m benchmarks.supervised_jobs --ranks 2 --jobs transformers_tp -o jobs.json
-    python -m benchmarks.supervised_jobs --ranks 2 --jobs torchtitan_tp --torchtitan DIR --limit 300 -o jobs.json
+    python -m benchmarks.supervised_jobs --ranks 2 --jobs torchtitan_tp --against torchtitan_tp_async --torchtitan DIR
 
 Each job runs bare, under --tune and, if that found one, under its plan; then bare again, so that drift of the cards shows.
-With --given, a plan of yours takes the place of both, to see what the guard makes of it. A bare run has 400 steps at most,
-unless the job changes half-way.
+With --against, another job runs bare before and after these, and each is compared with it as well. With --given, a plan of
+yours takes the place of tuning, to see what the guard makes of it. Runs that tune nothing have at most --untuned-steps
+steps, unless the job changes half-way.
 A job's figure is its own: the median over the second half of its steps, which the tuning is not in. Slower or faster means
 by more than the spread: the largest half-width of the quartiles of the runs compared, or the distance of the two bare runs.
 Losses are compared bit by bit; where the two bare runs differ from each other, the job itself is not deterministic, and the
@@ -43,7 +44,6 @@ TORCHTITAN = {
     "torchtitan_fsdp2": ("llama_fsdp2", "--compile.enable"),
 }
 JOBS = (*OURS, "transformers_tp", *TORCHTITAN)
-BARE_STEPS = 400
 GRACE_S = 20
 LAST_HALF = re.compile(r"last half: ([\d.]+) ms per step, quartiles ([\d.]+) to ([\d.]+)")
 
@@ -67,7 +67,8 @@ def run(job: str, options: argparse.Namespace, *ours: str) -> dict[str, Any]:
     """One run; `ours` are options of `counterpoint run`, none for the bare job."""
     guard = ["--guard", str(options.guard)] if options.guard is not None else []
     prefix = [sys.executable, "-m", "counterpoint", "run", *ours, *guard, "--"] if ours else []
-    num_steps = options.steps if ours or job == "changing" else min(options.steps, BARE_STEPS)
+    is_long = "--tune" in ours or options.given is not None or job == "changing"
+    num_steps = options.steps if is_long else min(options.steps, options.untuned_steps)
     started = time.monotonic()
     status, output, errors = finish([*prefix, *command(job, options, num_steps)], options.limit)
     found = LAST_HALF.search(output)
@@ -97,6 +98,7 @@ def finish(words: list[str], limit_s: float) -> tuple[int, str, str]:
 
 
 def compare(job: str, options: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
+    """The runs of one job, bare ones first and last."""
     if options.given is not None:
         return [run(job, options), run(job, options, "--plan", str(options.given)), run(job, options)]
     plan = folder / f"{job}.toml"
@@ -133,18 +135,21 @@ def describe(job: str, entry: dict[str, Any]) -> str:
         return f"{job:8} {name:6} FAILED with {entry['exit_status']}"
     low, high = entry["quartiles_ms"]
     said = ""
-    if "verdict" in entry and entry["verdict"]["is_comparable"]:
-        found = entry["verdict"]
-        word = "SLOWER beyond" if found["is_slower"] else "faster beyond" if found["is_faster"] else "within"
-        said = f"  {found['change']:+.1%} of bare {found['bare_ms']:.3f}: {word} the spread ({found['spread_ms']:.3f} ms)"
+    for found, whose in ((entry.get("verdict"), "bare"), (entry.get("against"), "the other job's")):
+        if found is not None and found["is_comparable"]:
+            word = "SLOWER beyond" if found["is_slower"] else "faster beyond" if found["is_faster"] else "within"
+            said += f"  {found['change']:+.1%} of {whose} {found['bare_ms']:.3f}: {word} "
+            said += f"the spread ({found['spread_ms']:.3f} ms)"
     return f"{job:8} {name:6} {entry['ms_per_step']:9.3f} ms ({low:.3f} to {high:.3f}){said}"
 
 
-def judge(job: str, runs: list[dict[str, Any]]) -> str:
-    """Add a verdict to each run under `counterpoint run`; the line that sums them up."""
+def judge(job: str, runs: list[dict[str, Any]], against: list[dict[str, Any]]) -> str:
+    """Add a verdict to each run under `counterpoint run`, and one against another job to each; the line that sums up."""
     bare, others = [runs[0], runs[-1]], runs[1:-1]
     for entry in others:
         entry["verdict"] = verdict(entry, bare)
+    for entry in runs if against else ():
+        entry["against"] = verdict(entry, against)
     slower = [entry["verdict"]["is_slower"] for entry in others]
     speed = "NOT KNOWN" if None in slower else "NO" if any(slower) else "yes"
     ended = "" if all(entry["exit_status"] == 0 for entry in runs) else ", SOME RUNS FAILED"
@@ -176,7 +181,9 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--ranks", type=int, required=True)
     parser.add_argument("--jobs", nargs="+", choices=JOBS, default=list(OURS))
     parser.add_argument("--torchtitan", type=Path, metavar="DIR", help="sources of torchtitan v0.2.2, for its jobs")
+    parser.add_argument("--against", choices=JOBS, help="run this job bare before and after each of --jobs, for comparison")
     parser.add_argument("--steps", type=int, default=440, help="of each run")
+    parser.add_argument("--untuned-steps", type=int, default=400, help="of a run that tunes nothing, at most")
     parser.add_argument("--budget", type=int, default=200, help="steps that --tune may use")
     parser.add_argument("--guard", type=int, help="as of `counterpoint run`, for the runs under it")
     parser.add_argument("--given", type=Path, metavar="PLAN", help="run under this plan, and tune nothing")
@@ -184,7 +191,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--limit", type=float, default=120, help="seconds that one run may take")
     parser.add_argument("-o", "--output", type=Path)
     options = parser.parse_args(arguments)
-    if options.torchtitan is None and set(options.jobs) & set(TORCHTITAN):
+    if options.torchtitan is None and {*options.jobs, options.against} & set(TORCHTITAN):
         parser.error("jobs of torchtitan need its sources; give their folder with --torchtitan DIR")
     if options.steps < 2 * options.budget:
         parser.error(
@@ -218,11 +225,15 @@ def main() -> None:
             if job in results:
                 print(f"{job}: in {options.output} already", flush=True)
                 continue
+            against = [run(options.against, options)] if options.against else []
             runs = results[job] = compare(job, options, Path(folder))
-            for entry in runs:
+            if options.against:
+                against = results[f"{options.against}, around {job}"] = [*against, run(options.against, options)]
+            for entry in [*runs, *against]:
                 print(job, entry["options"], *entry["said"], entry["errors"], sep="  ", flush=True)
-            last = judge(job, runs)
-            summary += [*(describe(job, entry) for entry in runs), last]
+            last = judge(job, runs, against)
+            summary += [describe(job, entry) for entry in runs]
+            summary += [*(describe(options.against, entry) for entry in against), last]
             if options.output is not None:
                 stored = {"conditions": where | asked, "result": results, "summary": summary}
                 options.output.write_text(json.dumps(stored, indent=2) + "\n")

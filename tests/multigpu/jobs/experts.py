@@ -83,6 +83,9 @@ def light(number: int = 300) -> None:
         assert all(map(torch.equal, experts.found(None), wanted)), f"call {turn}"
         if turn % 10 == 0:
             assert all(map(torch.equal, experts.found(COPIES), wanted)), f"call {turn} by copies"
+    for turn in range(number // 10):  # rows of 3 KiB, which leave in parts
+        experts = Experts(chance, torch.bfloat16, scale=8, wider=32, num_local=3)
+        assert all(map(torch.equal, experts.found(None), experts.found(SEQUENTIAL))), f"call {turn} of wide rows"
     exchange = all_runtimes()[0].experts().copies
     assert exchange._light_outbox is LightOutbox, "the kernel was compiled"
     if dist.get_rank() == 1:
