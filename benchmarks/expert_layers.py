@@ -61,10 +61,10 @@ class Layer:
         self.order = torch.argsort(keys, stable=True).to(device)
         self.back = torch.argsort(self.order)
         self.ends = own.sum(0).cumsum(0).to(device, torch.int32)
-        self.matrix = counts.view(self.size, self.size, -1).numpy()
-        pairs = counts.view(self.size, self.size, -1).sum(-1)
-        self.sent, self.received = pairs[self.rank].tolist(), pairs[:, self.rank].tolist()
-        self.most_bytes = int(max(pairs[a][b] for a in range(self.size) for b in range(self.size) if a != b)) * shape.dim * 2
+        self.pairs: list[list[int]] = counts.view(self.size, self.size, -1).sum(-1).tolist()
+        self.sent, self.received = self.pairs[self.rank], [row[self.rank] for row in self.pairs]
+        others = [rows for a, row in enumerate(self.pairs) for b, rows in enumerate(row) if a != b]
+        self.most_bytes = max(others) * shape.dim * 2
 
     def exchange_counts(self) -> tuple[list[int], list[int]]:
         """As torchtitan does: one all-to-all, and one copy to the host that is waited for."""
@@ -220,7 +220,7 @@ def summary(operation: str, found: dict[str, dict[str, float]], pick: str) -> di
 def run_case(shape: ExpertShape, routing: str, arguments: argparse.Namespace) -> list[dict[str, object]]:
     """Both operations of one layer under one routing, and the whole layer where asked for."""
     layer = Layer(shape, routing, torch.device("cuda", torch.cuda.current_device()))
-    chosen = pick_pieces(layer.matrix, 2 * shape.dim, None, has_light_kernel=True)
+    chosen = pick_pieces(layer.pairs, 2 * shape.dim, None, has_light_kernel=True)
     pick = "light" if chosen.is_light else f"copies {chosen.number}" if chosen.number else "library"
     made: dict[str, Callable[[], dict[str, Call]]] = {
         "dispatch": lambda: dispatch_calls(layer),
