@@ -5,8 +5,7 @@ torchrun --nproc-per-node 2 -m benchmarks.expert_layers -o experts.json
 Of each layer and routing two operations: dispatch + grouped matmul (gate and up in one), and grouped matmul + combine. Every
 variant exchanges the counts and waits for them on the host, as a job does. Variants:
 `permuted`: NCCL's all-to-all, rows sorted by expert, one grouped matmul, as torchtitan does, with indices made beforehand.
-`library`: ours where it takes NCCL. `copies N`: ours with each rank's experts in N groups. `light`: ours by the light
-kernel, where messages are small enough (`--tokens 16 64 256`; that kernel was never timed). Parts alone: `matmul`, `nccl`
+`library`: ours where it takes NCCL. `copies N`: ours with each rank's experts in N groups. Parts alone: `matmul`, `nccl`
 and `engines` (the rows, by NCCL and by copy engines). The ideal is the larger of the matmul and the faster way. `pick`
 says which of ours is picked without a schedule. The layer, forward and backward, is timed for some.
 """
@@ -29,10 +28,9 @@ from counterpoint.ops.expert_exchange import ExpertRegion, RowFormat
 from counterpoint.ops.expert_passes import Pass
 from counterpoint.ops.expert_routing import pick_pieces
 from counterpoint.schedule import SEQUENTIAL, ScheduleDescription
-from counterpoint.schedule.expert_choice import is_light_for
 
 PIECES = (1, 2, 4)
-OURS = ("library", "copies", "light")
+OURS = ("library", "copies")
 silu = torch.nn.functional.silu
 Call = Callable[[], object]
 
@@ -123,16 +121,15 @@ class _AllToAll(torch.autograd.Function):
         return found, None, None
 
 
-def variants(layer: Layer, run: Callable[[ScheduleDescription | None], Call]) -> dict[str, Call]:
-    """Ours by every schedule; without one, small messages go by the light kernel."""
-    light = {"light": run(None)} if is_light_for(layer.most_bytes) else {}
-    return {"library": run(SEQUENTIAL), **{f"copies {number}": run(_cut(number)) for number in PIECES}, **light}
+def variants(run: Callable[[ScheduleDescription], Call]) -> dict[str, Call]:
+    """Ours by every schedule."""
+    return {"library": run(SEQUENTIAL), **{f"copies {number}": run(_cut(number)) for number in PIECES}}
 
 
 def dispatch_calls(layer: Layer) -> dict[str, Call]:
     """The variants of dispatch + grouped matmul, and its parts."""
 
-    def ours(schedule: ScheduleDescription | None) -> Call:
+    def ours(schedule: ScheduleDescription) -> Call:
         return lambda: ops.dispatch_grouped_matmul(layer.tokens, layer.counts, layer.up, schedule=schedule)
 
     routing = ops.dispatch_grouped_matmul(layer.tokens, layer.counts, layer.up, schedule=_cut(1))[1]
@@ -147,7 +144,7 @@ def dispatch_calls(layer: Layer) -> dict[str, Call]:
 
     return {
         "permuted": layer.permuted_dispatch,
-        **variants(layer, ours),
+        **variants(ours),
         "matmul": lambda: grouped(sorted_rows, layer.up, layer.ends),
         "nccl": lambda: layer.all_to_all(layer.tokens, layer.received, layer.sent),
         "engines": engines,
@@ -157,7 +154,7 @@ def dispatch_calls(layer: Layer) -> dict[str, Call]:
 def combine_calls(layer: Layer) -> dict[str, Call]:
     """The variants of grouped matmul + combine, and its parts; the routing is the dispatch's."""
 
-    def ours(schedule: ScheduleDescription | None) -> Call:
+    def ours(schedule: ScheduleDescription) -> Call:
         routing = ops.dispatch_grouped_matmul(layer.tokens, layer.counts, layer.up, schedule=schedule)[1]
         inputs = [layer.hidden[group.rows] for group in routing.layout.groups]
         return lambda: ops.grouped_matmul_combine(inputs, layer.down, routing)
@@ -165,7 +162,7 @@ def combine_calls(layer: Layer) -> dict[str, Call]:
     results = layer.tokens.new_empty(sum(layer.received), layer.tokens.shape[1])
     return {
         "permuted": layer.permuted_combine,
-        **variants(layer, ours),
+        **variants(ours),
         "matmul": lambda: grouped(layer.hidden, layer.down, layer.ends),
         "nccl": lambda: layer.all_to_all(results, layer.sent, layer.received),
     }
@@ -186,13 +183,13 @@ def layer_calls(layer: Layer) -> dict[str, Call]:
 
         return once
 
-    def ours(schedule: ScheduleDescription | None) -> Call:
+    def ours(schedule: ScheduleDescription) -> Call:
         run = lambda: ops.expert_ffn(tokens, layer.counts, first, down, third, schedule=schedule)  # noqa: E731
         return step(run, (tokens, first, down, third))
 
     return {
         "permuted": step(lambda: layer.permuted_layer(tokens, first, down, third), (tokens, first, down, third)),
-        **variants(layer, ours),
+        **variants(ours),
     }
 
 
@@ -220,8 +217,8 @@ def summary(operation: str, found: dict[str, dict[str, float]], pick: str) -> di
 def run_case(shape: ExpertShape, routing: str, arguments: argparse.Namespace) -> list[dict[str, object]]:
     """Both operations of one layer under one routing, and the whole layer where asked for."""
     layer = Layer(shape, routing, torch.device("cuda", torch.cuda.current_device()))
-    chosen = pick_pieces(layer.pairs, 2 * shape.dim, None, has_light_kernel=True)
-    pick = "light" if chosen.is_light else f"copies {chosen.number}" if chosen.number else "library"
+    chosen = pick_pieces(layer.pairs, 2 * shape.dim, None)
+    pick = f"copies {chosen}" if chosen else "library"
     made: dict[str, Callable[[], dict[str, Call]]] = {
         "dispatch": lambda: dispatch_calls(layer),
         "combine": lambda: combine_calls(layer),

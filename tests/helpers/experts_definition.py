@@ -16,19 +16,12 @@ class Experts:
     """A layer of random weights on every rank, and the routing of one call, drawn alike on all ranks."""
 
     def __init__(
-        self,
-        chance: random.Random,
-        dtype: torch.dtype,
-        *,
-        kind: str = "",
-        num_local: int = 0,
-        scale: int = 1,
-        wider: int = 1,
+        self, chance: random.Random, dtype: torch.dtype, *, kind: str = "", num_local: int = 0, scale: int = 1
     ) -> None:
-        """On the GPU where the group has one. `scale` multiplies rows and widths, `wider` widths alone."""
+        """On the GPU where the group has one. `scale` multiplies rows and widths."""
         self.size, self.rank = dist.get_world_size(), dist.get_rank()
         self.device = torch.device("cuda", torch.cuda.current_device()) if "nccl" in dist.get_backend() else "cpu"
-        dim, hidden = DIM * scale * wider, HIDDEN * scale * wider
+        dim, hidden = DIM * scale, HIDDEN * scale
         self.num_local = num_local or chance.randint(1, 4)
         kind = kind or chance.choice(("random", "random", "sparse", "one rank", "one expert", "nothing", "one source"))
         self.counts = [[number * scale for number in self._drawn(chance, kind, source)] for source in range(self.size)]

@@ -1,4 +1,4 @@
-"""The operators of experts on two GPUs: results, gradients, 1,000 routings, light kernels, memory, faults."""
+"""The operators of experts on two GPUs: results, gradients, 1,000 routings, memory, faults."""
 
 import subprocess
 from collections.abc import Callable
@@ -13,7 +13,6 @@ Start = Callable[..., subprocess.CompletedProcess[str]]
     [
         ("results", "results"),
         ("stress", "stress of 1000"),
-        ("light", "light"),
         ("other_types", "other types"),
         ("no_memory", "no memory"),
         ("faults", "after a fault"),

@@ -76,12 +76,5 @@ def test_what_one_rank_sends_another_waits_for_and_results_come_back_side_by_sid
 def test_the_busiest_pair_of_ranks_picks_copies_and_pieces(num_bytes: int, pieces: int) -> None:
     row_bytes = MIB // 2
     pairs = [[500, num_bytes // row_bytes], [1, 900]]  # own rows do not count
-    assert pick_pieces(pairs, row_bytes, None) == (pieces, False)
-
-
-@pytest.mark.parametrize(("num_bytes", "pieces"), [(0, (1, True)), (2 * MIB - 16, (1, True)), (2 * MIB, (0, False))])
-def test_a_light_kernel_sends_little_where_there_is_one(num_bytes: int, pieces: tuple[int, bool]) -> None:
-    pairs = [[1 << 30, num_bytes // 16], [1, 1 << 30]]
-    assert pick_pieces(pairs, 16, None, has_light_kernel=True) == pieces
-    assert pick_pieces(pairs, 16, None) == (0, False)
-    assert pick_pieces(pairs, 16, SEQUENTIAL, has_light_kernel=True) == (0, False), "the caller's schedule decides"
+    assert pick_pieces(pairs, row_bytes, None) == pieces
+    assert pick_pieces(pairs, row_bytes, SEQUENTIAL) == 0, "the caller's schedule decides"

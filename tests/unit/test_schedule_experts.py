@@ -201,12 +201,7 @@ def test_files_without_a_routing_are_refused(tmp_path: Path, text: str, said: st
 
 def test_the_table_sends_little_by_the_library() -> None:
     routing = example_routing("zipf", num_ranks=2, num_rows=8192, num_experts=8)
-    least = pick_exchange(routing, row_bytes=128)
-    assert least.is_light
-    assert "below 2 MiB it is assumed to be faster than the library (never timed" in least.reason
-    little = pick_exchange(routing, row_bytes=2048)
-    assert little.description.is_sequential
-    assert not little.is_light
+    assert pick_exchange(routing, row_bytes=128).description.is_sequential
     large = pick_exchange(routing, row_bytes=1 << 16)
     assert large.description.chunks == 4
     assert "measured with 2 ranks" in large.reason
@@ -231,7 +226,7 @@ def test_the_command_draws_a_routing_of_a_file(tmp_path: Path) -> None:
     done = counterpoint(*command, "--groups", "2", COLUMNS="110")
     assert done.returncode == 0, done.stderr
     assert "all_peers/2 experts fused 1+1" in done.stdout
-    assert "a call uses a light kernel: the busiest pair" in " ".join(done.stdout.split())
+    assert "a call uses sequential: the busiest pair" in " ".join(done.stdout.split())
     assert max(map(len, done.stdout.splitlines())) <= 110
     summary = msgspec.json.decode(counterpoint(*command, "--json").stdout)
     assert summary["problem"]["routing"]["counts"] == [[30, 0, 20, 50], [10, 20, 0, 40]]

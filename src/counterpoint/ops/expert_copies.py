@@ -1,6 +1,5 @@
 """An expert exchange on GPUs: copy engines push rows into the symmetric memory of the rank that needs them, and a flag
-announces each piece to the stream that reads it. Neither uses an SM, and the host waits only for the counts of rows. Where
-little is sent, a light kernel does both (`expert_light.py`).
+announces each piece to the stream that reads it. Neither uses an SM, and the host waits only for the counts of rows.
 
 Flags, per peer: FREE of a region (my rows may be written), 1 between calls; ARRIVED of a region and a piece (they are
 written), 0 between calls; and both for the counts. No flag is set before it was reset: a piece is sent after FREE, which
@@ -9,40 +8,34 @@ other (`call_order.py`), and within a call the waits of all ranks have one order
 that share a hardware queue cannot deadlock.
 """
 
-import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache, partial
+from functools import cache
 from typing import Any, NamedTuple, final
 
 import torch
 import torch.distributed as dist
 from cuda.bindings import driver as cu
 
-from counterpoint.controls import MOST_LIGHT_RANKS
 from counterpoint.cuda.driver import check
-from counterpoint.errors import DeviceError, OperatorError
+from counterpoint.errors import OperatorError
 from counterpoint.ops.agreement import Agreement
 from counterpoint.ops.call_order import NO_TIMING, CallOrder
 from counterpoint.ops.copy_lane import copy_bytes
 from counterpoint.ops.expert_exchange import AbstractCombine, AbstractDispatch, AbstractExpertExchange, ExpertRegion, Rows
-from counterpoint.ops.expert_light import STREAM as LIGHT_STREAM
-from counterpoint.ops.expert_light import Blocks, LightOutbox
 from counterpoint.ops.expert_memory import RegionSizes, needed_bytes
 from counterpoint.ops.gated_activation import has_triton
 from counterpoint.ops.lane import aligned
-from counterpoint.ops.light_kernels import VECTOR_BYTES, require_rows_kernel
 from counterpoint.ops.signals import Flags, Signals
 from counterpoint.ops.streams import stream_of
 from counterpoint.ops.symmetric import SymmetricPool
 from counterpoint.schedule.description import MAX_CHUNKS
+from counterpoint.schedule.expert_layout import Counts
 from counterpoint.units import format_bytes
 
 Handle = Any  # cuda-bindings has no types
 COUNTS_FREE, COUNTS_ARRIVED, FIRST_ARRIVED = len(ExpertRegion), len(ExpertRegion) + 1, len(ExpertRegion) + 2
 FIRST_WITH_BATCHES = 13000  # the CUDA version that has them in the form used here
-HIGH_PRIORITY = -1  # as torch counts
-LOGGER = logging.getLogger("counterpoint")
 LEAST_BATCH = 4  # most blocks copied by one driver call
 RESTING = [*[1] * len(ExpertRegion), 1, 0, *[0] * (len(ExpertRegion) * MAX_CHUNKS)]
 
@@ -74,8 +67,6 @@ class ExpertCopies(AbstractExpertExchange):
         self._counted = torch.cuda.Event()
         self._sizes = RegionSizes()
         self._streams: dict[str, Handle] = {}
-        self.light_counter = torch.zeros(1, dtype=torch.int32, device=device)
-        self._light_outbox: Callable[[ExpertCopies, ExpertRegion, int], AnyOutbox] | None = None
         self._has_batches = check("Asking for the driver's version", cu.cuDriverGetVersion()) >= FIRST_WITH_BATCHES
         self._ends: dict[str, Handle] = {}  # events at the ends of copy streams
         self.ready, self._mark = (check("Making an event", cu.cuEventCreate(NO_TIMING)) for _ in range(2))
@@ -143,23 +134,6 @@ class ExpertCopies(AbstractExpertExchange):
         """See `AbstractExpertExchange.combine`."""
         return CopyCombine(self, rows)
 
-    def outbox(self, region: ExpertRegion, rows: Rows) -> "AnyOutbox":
-        """Return what sends the rows of one direction. A rank whose light kernel cannot be compiled copies them."""
-        row_bytes = rows.format.num_bytes
-        if not (rows.is_light and self.has_light_kernel(row_bytes)):
-            return Outbox(self, region, row_bytes)
-        if self._light_outbox is None:
-            self._light_outbox = _light_outbox()
-        return self._light_outbox(self, region, row_bytes)
-
-    def has_light_kernel(self, row_bytes: int) -> bool:
-        """See `AbstractExpertExchange.has_light_kernel`."""
-        return 1 < self._num_ranks <= MOST_LIGHT_RANKS and row_bytes % VECTOR_BYTES == 0
-
-    def arrived_flag(self, region: ExpertRegion, number: int) -> int:
-        """Return the number of the flag that announces a piece."""
-        return FIRST_ARRIVED + int(region) * MAX_CHUNKS + number
-
     def region(self, region: ExpertRegion, rows: Rows, num_rows: int) -> torch.Tensor:
         """Return this rank's memory of a region."""
         memory = self._pool.memory
@@ -192,21 +166,20 @@ class ExpertCopies(AbstractExpertExchange):
         name = "collect"
         handle = self.copy_stream(name)
         check("Following a mark", cu.cuStreamWaitEvent(handle, mark, 0))
-        with torch.cuda.stream(self.torch_stream(name)):
+        with torch.cuda.stream(self._torch_stream(name)):
             yield handle
         self.join([name])
 
     def copy_stream(self, name: str) -> Handle:
         """Return the copy stream of that name."""
         if name not in self._streams:
-            self._streams[name] = cu.CUstream(self.torch_stream(name).cuda_stream)
+            self._streams[name] = cu.CUstream(self._torch_stream(name).cuda_stream)
             self._ends[name] = check("Making an event", cu.cuEventCreate(NO_TIMING))
         return self._streams[name]
 
-    def torch_stream(self, name: str) -> torch.cuda.Stream:
-        """Return that stream as torch's. The light kernel's has a high priority: it must not wait behind matmuls."""
-        priority = HIGH_PRIORITY if name == LIGHT_STREAM else 0
-        return stream_of(self._group.group_name, self.device, f"experts {name}", priority)
+    def _torch_stream(self, name: str) -> torch.cuda.Stream:
+        """Return that stream as torch's."""
+        return stream_of(self._group.group_name, self.device, f"experts {name}")
 
     def copy_blocks(self, copies: Copies, stream: Handle) -> None:
         """Copy blocks, all after the stream's work and in any order among each other."""
@@ -263,7 +236,7 @@ class Outbox:
         for name in self._used:
             check("Waiting for rows", cu.cuStreamWaitEvent(self._exchange.copy_stream(name), self._exchange.ready, 0))
 
-    def send(self, peer: int, number: int, blocks: Blocks) -> None:
+    def send(self, peer: int, number: int, blocks: tuple[Counts, Counts, Counts]) -> None:
         """Copy blocks of the ready rows. `blocks` are the first rows there, the first rows in the peer's region, and the
         numbers of rows.
         """
@@ -279,18 +252,8 @@ class Outbox:
         first, placed, num_rows = blocks
         copies = Copies((placed * size + target).tolist(), (first * size + source).tolist(), (num_rows * size).tolist())
         exchange.copy_blocks(copies, handle)
-        exchange.signals.raise_to(exchange.arrived_flag(self._region, number), (peer,), handle)
+        exchange.signals.raise_to(arrived_flag(self._region, number), (peer,), handle)
         self.num_bytes += sum(copies.num_bytes)
-
-    def place(self, _num_rows: int, _blocks: Callable[[], Blocks], _target: torch.Tensor) -> bool:
-        """Return that this rank's own rows are not placed with what is sent: another kernel places them."""
-        return False
-
-    def post(self) -> None:
-        """Do nothing: all is issued."""
-
-    def settle(self) -> None:
-        """Do nothing: own rows are placed on the current stream."""
 
     def join(self) -> None:
         """Let the current stream wait until all is sent."""
@@ -306,17 +269,15 @@ class CopyDispatch(AbstractDispatch):
         self._exchange, self._rows, self._region = exchange, rows, region
         layout = rows.layout
         self._landed = exchange.region(region, rows, layout.num_rows)
-        self._outbox = exchange.outbox(region, rows)
+        self._outbox = Outbox(exchange, region, rows.format.num_bytes)
         self._outbox.ready(source)
-        own = partial(layout.block_arrays, layout.rank, layout.rank, 0)
-        has_own = layout.num_own == 0 or self._outbox.place(layout.num_own, own, self._landed)
+        has_own = layout.num_own == 0
         for peer, number in layout.outgoing():
             if number and not has_own:  # the first pieces are in transit
                 has_own = self._put_own(source)
             self._outbox.send(peer, number, layout.block_arrays(layout.rank, peer, number))
         if not has_own:
             self._put_own(source)
-        self._outbox.post()
         self.num_sent_bytes = self._outbox.num_bytes
 
     def _put_own(self, source: torch.Tensor) -> bool:
@@ -332,10 +293,9 @@ class CopyDispatch(AbstractDispatch):
     def group(self, number: int) -> torch.Tensor:
         """See `AbstractDispatch.group`."""
         layout, exchange = self._rows.layout, self._exchange
-        self._outbox.settle()
         sources = tuple(layout.sources(number))
         if sources:
-            exchange.signals.take(exchange.arrived_flag(self._region, number), sources, exchange.current())
+            exchange.signals.take(arrived_flag(self._region, number), sources, exchange.current())
         return self._landed[layout.groups[number].rows]
 
     def all_rows(self) -> torch.Tensor:
@@ -360,7 +320,7 @@ class CopyCombine(AbstractCombine):
 
     def __init__(self, exchange: ExpertCopies, rows: Rows) -> None:
         self._exchange, self._rows = exchange, rows
-        self._outbox = exchange.outbox(ExpertRegion.COMBINE, rows)
+        self._outbox = Outbox(exchange, ExpertRegion.COMBINE, rows.format.num_bytes)
         self._results = rows.format.empty(rows.layout.num_tokens)
         self._collected = exchange.mark()
 
@@ -374,17 +334,10 @@ class CopyCombine(AbstractCombine):
             sent, placed, num_rows = layout.block_arrays(source, rank, number)
             self._outbox.send(source, number, (placed - start, sent + first, num_rows))
         own = layout.sent(rank, rank, number)
-
-        def own_blocks() -> Blocks:
-            sent, placed, num_rows = layout.block_arrays(rank, rank, number)
-            return placed - start, sent, num_rows
-
-        num_own = own.stop - own.start
-        if num_own and not self._outbox.place(num_own, own_blocks, self._results):
+        if own.stop > own.start:
             there = slice(own.start - layout.own.start, own.stop - layout.own.start)
             places = self._rows.sorting.own_places[there] - start
             torch.index_select(rows, 0, places, out=self._results[own])
-        self._outbox.post()
 
     def results(self) -> torch.Tensor:
         """See `AbstractCombine.results`."""
@@ -392,7 +345,7 @@ class CopyCombine(AbstractCombine):
         landed = exchange.region(ExpertRegion.COMBINE, self._rows, layout.num_tokens - layout.num_own)
         with exchange.collecting(self._collected) as stream:
             for peer, number in layout.outgoing():
-                exchange.signals.take(exchange.arrived_flag(ExpertRegion.COMBINE, number), (peer,), stream)
+                exchange.signals.take(arrived_flag(ExpertRegion.COMBINE, number), (peer,), stream)
                 sent, start = layout.sent(layout.rank, peer, number), layout.returned(layout.rank, peer, number)
                 self._results[sent].copy_(landed[start : start + sent.stop - sent.start])
             senders = tuple(peer for peer in layout.peers() if layout.sent_rows[peer])
@@ -406,17 +359,9 @@ class CopyCombine(AbstractCombine):
         self._outbox.join()
 
 
-AnyOutbox = Outbox | LightOutbox
-
-
-def _light_outbox() -> Callable[[ExpertCopies, ExpertRegion, int], AnyOutbox]:
-    """Return what makes outboxes of the light kernel, or those of copies if it cannot be compiled."""
-    try:
-        require_rows_kernel()
-    except DeviceError as problem:
-        LOGGER.warning("Small exchanges of experts' rows go by copy engines on this rank: %s", problem)
-        return Outbox
-    return LightOutbox
+def arrived_flag(region: ExpertRegion, number: int) -> int:
+    """Return the number of the flag that announces a piece."""
+    return FIRST_ARRIVED + int(region) * MAX_CHUNKS + number
 
 
 @cache

@@ -98,12 +98,11 @@ class Sorting:
 
 
 class Rows(NamedTuple):
-    """The rows of one pass of a call. `is_light`: a light kernel is to send them, where there is one."""
+    """The rows of one pass of a call."""
 
     layout: ExpertLayout
     format: RowFormat
     sorting: Sorting
-    is_light: bool = False
 
 
 def _shifted(shift: torch.Tensor, counts: torch.Tensor, number: int) -> torch.Tensor:
@@ -160,10 +159,6 @@ class AbstractCombine(ABC):
 
 class AbstractExpertExchange(ABC):
     """Moves the rows of experts between the ranks of one group."""
-
-    def has_light_kernel(self, row_bytes: int) -> bool:
-        """Return whether a light kernel can send rows of this length; the same on all ranks."""
-        return False
 
     @abstractmethod
     def gather(self, row: torch.Tensor, beside: Callable[[torch.Tensor], None]) -> torch.Tensor:

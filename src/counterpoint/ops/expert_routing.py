@@ -20,7 +20,7 @@ from counterpoint.ops.grouped_matmul import ExpertRows
 from counterpoint.ops.operator_call import calls_of
 from counterpoint.ops.runtime import Runtime
 from counterpoint.schedule import ScheduleDescription
-from counterpoint.schedule.expert_choice import is_light_for, size_for
+from counterpoint.schedule.expert_choice import size_for
 from counterpoint.schedule.expert_layout import Counts, ExpertLayout, Pairs, pair_rows
 
 NO_MEMORY = "a rank has no symmetric memory left for copies"
@@ -38,18 +38,18 @@ class ExpertRouting:
     counts, on the host, from which `route_again` makes this routing.
     """
 
-    def __init__(self, runtime: Runtime, counted: tuple[Counts, Counts, Pairs], sorting: Sorting, pieces: "Pieces") -> None:
-        self.runtime, (self.num_pieces, self._is_light) = runtime, pieces
+    def __init__(self, runtime: Runtime, counted: tuple[Counts, Counts, Pairs], sorting: Sorting, num_pieces: int) -> None:
+        self.runtime, self.num_pieces = runtime, num_pieces
         found, self.counts, pairs = counted
         self.gathered = torch.from_numpy(found)
-        self.layout = ExpertLayout(self.counts, int(runtime.group.rank()), max(1, self.num_pieces), pairs)
+        self.layout = ExpertLayout(self.counts, int(runtime.group.rank()), max(1, num_pieces), pairs)
         self.num_tokens, self.num_rows = self.layout.num_tokens, self.layout.num_rows
         self._sorting = sorting
         sorting.layout = self.layout
 
     def rows(self, rows: RowFormat) -> Rows:
         """Return the rows of this call in this format."""
-        return Rows(self.layout, rows, self._sorting, self._is_light)
+        return Rows(self.layout, rows, self._sorting)
 
     # the following is read when the first copies are in transit
 
@@ -159,12 +159,9 @@ def _routing(runtime: Runtime, call: Called, found: Counts, sorting: Sorting) ->
     pairs = pair_rows(shaped)
     if [sum(row) for row in pairs] != found[:, -1].tolist() or found.min() < 0:
         _refuse_sums(call.operator, found)
-    copies, row_bytes = runtime.experts().copies, RowFormat.of(call.tokens).num_bytes
-    pieces = Pieces(0)
-    if copies is not None:
-        has_light_kernel = copies.has_light_kernel(row_bytes)
-        pieces = pick_pieces(pairs, row_bytes, call.schedule, has_light_kernel=has_light_kernel)
-    return ExpertRouting(runtime, (found, shaped, pairs), sorting, pieces)
+    is_copied = runtime.experts().copies is not None
+    num_pieces = pick_pieces(pairs, RowFormat.of(call.tokens).num_bytes, call.schedule) if is_copied else 0
+    return ExpertRouting(runtime, (found, shaped, pairs), sorting, num_pieces)
 
 
 def _refuse_sums(operator: str, found: Counts) -> NoReturn:
@@ -192,24 +189,12 @@ def require_experts_schedule(schedule: object) -> None:
         )
 
 
-class Pieces(NamedTuple):
-    """In how many pieces each rank's experts are computed; 0 if rows go by the library's all-to-all. `is_light`: a light
-    kernel sends the only one.
-    """
+def pick_pieces(pairs: Pairs, row_bytes: int, schedule: ScheduleDescription | None) -> int:
+    """Return in how many pieces each rank's experts are computed; 0 if rows go by the library's all-to-all.
 
-    number: int
-    is_light: bool = False
-
-
-def pick_pieces(
-    pairs: Pairs, row_bytes: int, schedule: ScheduleDescription | None, *, has_light_kernel: bool = False
-) -> Pieces:
-    """Return how a call's rows go. `pairs[source][destination]` are rows of `row_bytes`. A schedule named by the caller
-    decides.
+    `pairs[source][destination]` are rows of `row_bytes`. A schedule named by the caller decides.
     """
     if schedule is not None:
-        return Pieces(0 if schedule.is_sequential else schedule.chunks)
-    most = row_bytes * max(max((*row[:rank], *row[rank + 1 :]), default=0) for rank, row in enumerate(pairs))
-    if has_light_kernel and is_light_for(most):
-        return Pieces(1, is_light=True)
-    return Pieces(size_for(most).num_groups)
+        return 0 if schedule.is_sequential else schedule.chunks
+    most = max(max((*row[:rank], *row[rank + 1 :]), default=0) for rank, row in enumerate(pairs))
+    return size_for(most * row_bytes).num_groups

@@ -2,8 +2,7 @@
 //
 // Ranks reach each other's memory by address. CTA b waits only for CTA b of each peer, and CTAs are placed in order, so not all
 // of them need be resident at once. Flags rise by two in every launch, and each CTA counts its launches itself: captured
-// launches can be replayed. The kernel for rows of experts has flags of its own. NVRTC compiles this file for the GPU at hand, so
-// it includes nothing.
+// launches can be replayed. NVRTC compiles this file for the GPU at hand, so it includes nothing.
 
 typedef unsigned long long u64;
 #define MAX_PEERS 7
@@ -180,69 +179,3 @@ __device__ __forceinline__ void reduce(const LightArgument& argument) {
 LIGHT(counterpoint_light_reduce_float32) { reduce<Float32>(argument); }
 LIGHT(counterpoint_light_reduce_bfloat16) { reduce<Bfloat16>(argument); }
 LIGHT(counterpoint_light_reduce_float16) { reduce<Float16>(argument); }
-
-#define WARPS (THREADS / 32)
-#define WORDS 3
-
-struct LightRows {
-    u64 table;                     // WORDS words a block: where it begins, where it goes, and how many rows lie before it
-    u64 free_flags[MAX_PEERS];     // on this rank; 1: the peer's memory may be written
-    u64 arrived_flags[MAX_PEERS];  // on the peers; 1: all rows are there
-    u64 done;                      // CTAs that have written; 0 between launches
-    unsigned num_rows, num_blocks, row_vectors, num_peers;
-};
-
-// The block of a row: the last one that begins at it or before it. Blocks have at least one row.
-__device__ __forceinline__ const u64* block_of(const LightRows& rows, unsigned row) {
-    const u64* table = (const u64*)rows.table;
-    unsigned low = 0, high = rows.num_blocks;
-    while (high - low > 1) {
-        const unsigned middle = (low + high) / 2;
-        if (table[WORDS * middle + 2] <= row) low = middle;
-        else high = middle;
-    }
-    return table + WORDS * low;
-}
-
-// One row, by the lanes of a warp.
-__device__ __forceinline__ void copy_row(const uint4* source, uint4* target, unsigned num_vectors) {
-    unsigned left = num_vectors;  // counted down, because a comparison with 0 needs no register
-    for (; left >= UNROLL * 32; left -= UNROLL * 32, source += UNROLL * 32, target += UNROLL * 32) {
-        uint4 held[UNROLL];
-#pragma unroll
-        for (int k = 0; k < UNROLL; ++k) held[k] = __ldcs(source + k * 32);
-#pragma unroll
-        for (int k = 0; k < UNROLL; ++k) target[k * 32] = held[k];
-    }
-    for (unsigned i = threadIdx.x % 32; i < left; i += 32, source += 32, target += 32) *target = *source;
-}
-
-// Whether this is the last CTA to get here, for all of its threads.
-__device__ __forceinline__ bool is_last(u64 done) {
-    __syncthreads();  // all of this CTA has written
-    int last = 0;
-    if (threadIdx.x == 0) {
-        __threadfence_system();
-        last = atomicAdd((unsigned*)done, 1u) == gridDim.x - 1;
-        __threadfence_system();
-    }
-    return __syncthreads_or(last);
-}
-
-// Rows of uneven blocks, of this rank to all ranks, a warp a row. Flags are those of copy engines: a peer may not see which it was.
-extern "C" __global__ void __launch_bounds__(THREADS, 16) counterpoint_light_rows(const __grid_constant__ LightRows rows) {
-    if (threadIdx.x < rows.num_peers)
-        while (read_flag(rows.free_flags[threadIdx.x]) != 1) __nanosleep(32);
-    __syncthreads();
-    for (unsigned row = blockIdx.x * WARPS + threadIdx.x / 32; row < rows.num_rows; row += gridDim.x * WARPS) {
-        const u64* block = block_of(rows, row);
-        const u64 first = (row - block[2]) * rows.row_vectors + threadIdx.x % 32;
-        copy_row((const uint4*)block[0] + first, (uint4*)block[1] + first, rows.row_vectors);
-    }
-    if (!is_last(rows.done)) return;
-    if (threadIdx.x == 0) *(volatile unsigned*)rows.done = 0;
-    if (threadIdx.x < rows.num_peers) {
-        raise_flag(rows.free_flags[threadIdx.x], 0);  // before the peer, which reads first, can set it again
-        raise_flag(rows.arrived_flags[threadIdx.x], 1);
-    }
-}

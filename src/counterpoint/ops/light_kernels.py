@@ -27,8 +27,6 @@ THREADS = 128
 VECTOR_BYTES = 16  # bytes that a thread moves at once
 WORD_BYTES = 4  # bytes of a flag, and of a count
 PUSH = "counterpoint_light_push"
-ROWS = "counterpoint_light_rows"
-WARPS = THREADS // 32
 REDUCE = {
     torch.float32: "counterpoint_light_reduce_float32",
     torch.bfloat16: "counterpoint_light_reduce_bfloat16",
@@ -51,66 +49,6 @@ class LightArgument(ctypes.Structure):
         ("num_peers", ctypes.c_int),
         ("scale", ctypes.c_float),
     )
-
-
-class LightRows(ctypes.Structure):
-    """The argument of the kernel for rows of experts, field by field."""
-
-    _fields_ = (
-        ("table", ctypes.c_uint64),
-        ("free_flags", ctypes.c_uint64 * MAX_PEERS),
-        ("arrived_flags", ctypes.c_uint64 * MAX_PEERS),
-        ("done", ctypes.c_uint64),
-        ("num_rows", ctypes.c_uint),
-        ("num_blocks", ctypes.c_uint),
-        ("row_vectors", ctypes.c_uint),
-        ("num_peers", ctypes.c_uint),
-    )
-
-
-class RowMoves(Value, frozen=True, kw_only=True):
-    """Blocks of rows to move: the address of their table, their number, and how many rows of how many vectors they have."""
-
-    table: int
-    num_blocks: int
-    num_rows: int
-    row_vectors: int
-
-
-class RowSignals(Value, frozen=True, kw_only=True):
-    """The flags that say that peers' memory is free, those to set on the peers, and the counter of CTAs."""
-
-    free: tuple[int, ...]
-    arrived: tuple[int, ...]
-    done: int
-
-
-def rows_argument(moves: RowMoves, signals: RowSignals) -> LightRows:
-    """Return the kernel's argument."""
-    return LightRows(
-        table=moves.table,
-        free_flags=(ctypes.c_uint64 * MAX_PEERS)(*signals.free),
-        arrived_flags=(ctypes.c_uint64 * MAX_PEERS)(*signals.arrived),
-        done=signals.done,
-        num_rows=moves.num_rows,
-        num_blocks=moves.num_blocks,
-        row_vectors=moves.row_vectors,
-        num_peers=len(signals.free),
-    )
-
-
-def launch_rows(moves: RowMoves, signals: RowSignals, most_ctas: int, stream: Handle) -> None:
-    """Launch the kernel for rows of experts. Raises `DeviceError` if it cannot be compiled."""
-    argument = rows_argument(moves, signals)
-    arguments = (ctypes.c_void_p * 1)(ctypes.addressof(argument))
-    num_ctas = min(most_ctas, -(-moves.num_rows // WARPS))
-    launched = cu.cuLaunchKernel(_function(ROWS), num_ctas, 1, 1, THREADS, 1, 1, 0, stream, ctypes.addressof(arguments), 0)
-    check("Sending rows by a light kernel", launched)
-
-
-def require_rows_kernel() -> None:
-    """Raise `DeviceError` unless the kernel for rows of experts can be compiled for the current GPU."""
-    _function(ROWS)
 
 
 class LightSignals(Value, frozen=True, kw_only=True):

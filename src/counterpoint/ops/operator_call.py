@@ -31,9 +31,9 @@ class TorchPass(NamedTuple):
 
 @final
 class CallCounts:
-    """Calls of operators so far, forward and backward: the calls whose rows were copied, by copy engines or by a light
-    kernel, and the bytes that they sent from this rank; the calls that ran the library's collective, and their number by
-    reason. `most_kept_bytes`: the most that one forward call of experts made for its backward pass.
+    """Calls of operators so far, forward and backward: the calls whose rows were copied, and the bytes that they sent from
+    this rank; the calls that ran the library's collective, and their number by reason. `most_kept_bytes`: the most that one
+    forward call of experts made for its backward pass.
 
     A call counts where the operator runs, so code made by torch.compile counts as well. A CUDA graph that holds a call
     counts once, when it is captured.

@@ -127,10 +127,9 @@ def _rows(found: ExpertSummary) -> object:
 
 
 def _remarks(found: ExpertSummary) -> list[str]:
-    used = "a light kernel" if found.pick.is_light else found.pick.description.label()
     return [
         *traffic_lines(found, format_count(found.traffic.num_matmuls, "grouped matmul")),
-        f"For these sizes, a call uses {used}: {found.pick.reason}.",
+        f"For these sizes, a call uses {found.pick.description.label()}: {found.pick.reason}.",
     ]
 
 

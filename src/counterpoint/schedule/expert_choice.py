@@ -55,33 +55,11 @@ EXCHANGE_SIZES = (
 )
 
 
-class LightExchange(Value, frozen=True, kw_only=True):
-    """When a light kernel sends the rows: where the two ranks that exchange most exchange less than this. It has at most
-    `num_ctas` CTAs of 128 threads.
-    """
-
-    below_pair_bytes: int
-    num_ctas: int
-    status: Literal["measured", "assumed"]
-    source: str
-
-
-LIGHT = LightExchange(
-    below_pair_bytes=2 * MIB,
-    num_ctas=16,
-    status="assumed",
-    source="never timed: one launch is assumed to take less than an all-to-all and a kernel that sorts rows",
-)
-
-
 class ExchangeChoice(Value, frozen=True, kw_only=True):
-    """The description (`sequential` for the library's all-to-all), and the reason. `is_light`: on GPUs that reach each
-    other's memory, a light kernel sends the rows instead.
-    """
+    """The description (`sequential` for the library's all-to-all), and the reason."""
 
     description: ScheduleDescription
     reason: str
-    is_light: bool = False
 
 
 def size_for(pair_bytes: int) -> ExchangeSize:
@@ -89,23 +67,11 @@ def size_for(pair_bytes: int) -> ExchangeSize:
     return [each for each in EXCHANGE_SIZES if each.least_pair_bytes <= pair_bytes][-1]
 
 
-def is_light_for(pair_bytes: int) -> bool:
-    """Return whether a light kernel sends this many bytes between the two ranks that exchange most."""
-    return pair_bytes < LIGHT.below_pair_bytes
-
-
 def pick_exchange(routing: Routing, row_bytes: int) -> ExchangeChoice:
     """Choose how to exchange the rows of a routing, of `row_bytes` each; the same on every rank."""
     if routing.num_ranks == 1:
         return ExchangeChoice(description=SEQUENTIAL, reason="a single rank exchanges no rows")
     pair_bytes = routing.most_rows * row_bytes
-    if is_light_for(pair_bytes):
-        return ExchangeChoice(
-            description=SEQUENTIAL,
-            reason=f"the busiest pair of ranks exchanges {format_bytes(pair_bytes)}; below "
-            f"{format_bytes(LIGHT.below_pair_bytes)} it is {LIGHT.status} to be faster than the library ({LIGHT.source})",
-            is_light=True,
-        )
     obstacle = obstacle_to_exchange(pair_bytes)
     if obstacle:
         return ExchangeChoice(description=SEQUENTIAL, reason=obstacle)

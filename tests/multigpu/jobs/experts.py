@@ -18,8 +18,6 @@ import torch.distributed as dist
 from counterpoint import ops
 from counterpoint.cuda.ranks import run_and_leave
 from counterpoint.errors import CounterpointError
-from counterpoint.ops.expert_copies import Outbox
-from counterpoint.ops.expert_light import LightOutbox
 from counterpoint.ops.operator_call import calls_of
 from counterpoint.ops.runtime import all_runtimes
 from counterpoint.schedule import SEQUENTIAL, ScheduleDescription
@@ -45,7 +43,7 @@ def results(number: int = 30) -> None:
         found = experts.found(schedule)
         compare(found, experts.expected(), ROUNDINGS)
         assert all(map(torch.equal, found, experts.found(schedule))), f"call {turn} gives other bits the second time"
-        if schedule in (None, COPIES):  # without a schedule so few rows go by a light kernel
+        if schedule == COPIES:
             assert all(map(torch.equal, found, experts.found(SEQUENTIAL))), f"call {turn} differs from sequential"
         if turn % 4 == 0:
             compare(experts.found_by_halves(schedule), experts.expected(), ROUNDINGS)
@@ -72,29 +70,6 @@ def stress() -> None:
     print(f"symmetric memory: {held} bytes", flush=True)
     assert 0 < held < 64 << 20
     report("stress of 1000")
-
-
-def light(number: int = 300) -> None:
-    """A light kernel sends small exchanges: the library's bits, also among calls by copies, and where one rank copies."""
-    chance = random.Random(19)
-    for turn in range(number):
-        experts = Experts(chance, torch.bfloat16, scale=8, num_local=3)
-        wanted = experts.found(SEQUENTIAL)
-        assert all(map(torch.equal, experts.found(None), wanted)), f"call {turn}"
-        if turn % 10 == 0:
-            assert all(map(torch.equal, experts.found(COPIES), wanted)), f"call {turn} by copies"
-    for turn in range(number // 10):  # rows of 3 KiB, which leave in parts
-        experts = Experts(chance, torch.bfloat16, scale=8, wider=32, num_local=3)
-        assert all(map(torch.equal, experts.found(None), experts.found(SEQUENTIAL))), f"call {turn} of wide rows"
-    exchange = all_runtimes()[0].experts().copies
-    assert exchange._light_outbox is LightOutbox, "the kernel was compiled"
-    if dist.get_rank() == 1:
-        exchange._light_outbox = Outbox
-    for turn in range(20):
-        experts = Experts(chance, torch.bfloat16, scale=8, num_local=3)
-        assert all(map(torch.equal, experts.found(None), experts.found(SEQUENTIAL))), f"call {turn}, one rank copies"
-    exchange._light_outbox = LightOutbox
-    report("light")
 
 
 def other_types() -> None:

@@ -1,0 +1,123 @@
+"""Dispatch and combine by copies, on a double of the driver where everything ends at once: every row reaches its place and
+comes back, and every flag is at rest after a call. GPUs run them in tests/multigpu."""
+
+import ctypes
+import importlib
+import sys
+from collections.abc import Iterator
+from contextlib import nullcontext
+from types import ModuleType
+from typing import Any
+from unittest.mock import MagicMock
+
+import pytest
+
+np = pytest.importorskip("numpy")
+torch = pytest.importorskip("torch")
+WIDTH = 36  # numbers in a row
+
+
+@pytest.fixture
+def copies(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """The module on a double of the driver; it is forgotten afterwards."""
+    importlib.import_module("counterpoint.ops")  # registers operators, which happens once
+    bindings = ModuleType("cuda.bindings")
+    monkeypatch.setitem(sys.modules, "cuda", ModuleType("cuda"))
+    monkeypatch.setitem(sys.modules, "cuda.bindings", bindings)
+    for name in ("driver", "nvrtc"):
+        setattr(bindings, name, MagicMock())
+        monkeypatch.setitem(sys.modules, f"cuda.bindings.{name}", getattr(bindings, name))
+    before = dict(sys.modules)
+    module = importlib.import_module("counterpoint.ops.expert_copies")
+    monkeypatch.setattr(module, "has_triton", lambda: False)
+    monkeypatch.setattr(module, "check", lambda *_: None)
+    yield module
+    for name in set(sys.modules) - set(before):
+        del sys.modules[name]
+
+
+class Group:
+    """What the ranks of a group share: memory and flags."""
+
+    def __init__(self, num_ranks: int, resting: list[int], most_rows: int) -> None:
+        self.flags = np.repeat(np.array(resting)[None, :, None], num_ranks, 0).repeat(num_ranks, 2)
+        self.memory = [torch.empty(3, most_rows, WIDTH) for _ in range(num_ranks)]
+
+
+class Exchange:
+    """One rank's `ExpertCopies`, without streams."""
+
+    ready = None
+
+    def __init__(self, group: Group, rank: int) -> None:
+        self._group, self._rank = group, rank
+        self.signals = self
+
+    def take(self, number: int, peers: tuple[int, ...], _stream: object) -> None:
+        for peer in peers:
+            assert self._group.flags[self._rank, number, peer] == 1, "on a GPU the stream would wait here for ever"
+            self._group.flags[self._rank, number, peer] = 0
+
+    def raise_to(self, number: int, peers: tuple[int, ...], _stream: object) -> None:
+        for peer in peers:
+            assert self._group.flags[peer, number, self._rank] == 0
+            self._group.flags[peer, number, self._rank] = 1
+
+    def address(self, region: int, peer: int) -> int:
+        return int(self._group.memory[peer][region].data_ptr())
+
+    def region(self, region: int, _rows: object, num_rows: int) -> Any:
+        return self._group.memory[self._rank][region, :num_rows]
+
+    def copy_blocks(self, copies: Any, _stream: object) -> None:
+        for target, source, num_bytes in zip(*copies, strict=True):
+            ctypes.memmove(target, source, num_bytes)
+
+    def collecting(self, _mark: object) -> Any:
+        return nullcontext()
+
+    def current(self) -> None: ...
+    def copy_stream(self, _name: str) -> None: ...
+    def join(self, _names: object) -> None: ...
+    def mark(self) -> None: ...
+
+
+@pytest.mark.parametrize("num_groups", [1, 3])
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_rows_reach_their_experts_and_come_back_and_flags_are_at_rest(copies: Any, num_ranks: int, num_groups: int) -> None:
+    exchanges = importlib.import_module("counterpoint.ops.expert_exchange")
+    layouts = importlib.import_module("counterpoint.schedule.expert_layout")
+    num_experts, region = 3, exchanges.ExpertRegion.DISPATCH
+    counts = np.random.default_rng(num_ranks).integers(0, 4, (num_ranks, num_ranks, num_experts))
+    group = Group(num_ranks, copies.RESTING, int(counts.sum()) + 1)
+    ranks = []
+    for rank in range(num_ranks):
+        sorting = exchanges.Sorting(rank, num_experts)
+        sorting.prepare(torch.from_numpy(counts.reshape(num_ranks, -1)))
+        layout = sorting.layout = layouts.ExpertLayout(counts, rank, num_groups)
+        rows = exchanges.Rows(layout, exchanges.RowFormat(WIDTH, torch.float32, torch.device("cpu")), sorting)
+        ranks.append((Exchange(group, rank), rows, torch.randn(layout.num_tokens, WIDTH)))
+    for _ in range(2):  # the second call finds the flags as the first one did
+        sent = [copies.CopyDispatch(exchange, rows, region, tokens) for exchange, rows, tokens in ranks]
+        arrived = [
+            [each.group(part.number).clone() for part in rows.layout.groups]
+            for each, (_, rows, _) in zip(sent, ranks, strict=True)
+        ]
+        for each in sent:
+            each.release()
+            each.join()
+        for destination, (_, rows, _) in enumerate(ranks):
+            computed = torch.cat(arrived[destination])
+            for source, (_, _, tokens) in enumerate(ranks):
+                for part in rows.layout.groups:
+                    for block in rows.layout.blocks(source, destination, part.number):
+                        there = computed[block.placed : block.placed + block.num_rows]
+                        assert torch.equal(there, tokens[block.sent : block.sent + block.num_rows])
+        back = [copies.CopyCombine(exchange, rows) for exchange, rows, _ in ranks]
+        for each, results in zip(back, arrived, strict=True):
+            for number, of_group in enumerate(results):
+                each.add(number, 2 * of_group)
+        for each, (_, _, tokens) in zip(back, ranks, strict=True):
+            assert torch.equal(each.results(), 2 * tokens)
+            each.join()
+        assert (group.flags == np.array(copies.RESTING)[None, :, None]).all()
