@@ -62,6 +62,11 @@ def typical(operation: str = "all_gather_matmul", num_ranks: int = 3, **choices:
     return schedule
 
 
+GROWING = ScheduleDescription(pattern="all_peers", chunks=5, matmul="chunk", chunk_growth=2.0)
+
+
+# the first of growing chunks has a row of a block of 7, and none of a block of 6
+@example(made("matmul_reduce_scatter", (3, 20), GROWING, "forward"))
 # a second phase whose copies have a stream of their own must still wait for the call to begin
 @example(made("matmul_all_reduce", (2, 1), ScheduleDescription(pattern="ring", num_copy_streams=2), "forward"))
 @settings(max_examples=250)

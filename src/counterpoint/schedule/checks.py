@@ -87,11 +87,13 @@ def port_faults(schedule: CopySchedule) -> Iterator[str]:
 
     A turn is one copy on every copy stream: the n-th copies into one buffer on all streams of all ranks. It has time for
     as many copies as any rank sends in it, each as long as the longest, and for one row per rank and slice, by which unequal
-    blocks shift turns. Uneven blocks have no turns: the routing determines what a rank receives.
+    blocks shift turns; where chunks grow, for one more copy, because a small chunk may have no row of a shorter block.
+    Uneven blocks have no turns: the routing determines what a rank receives.
     """
     if schedule.routing is not None:
         return
     num_slices = 1 if schedule.description.along == "rows" else schedule.description.chunks
+    is_shifting = schedule.description.chunk_growth != 1 and schedule.num_rows % schedule.num_ranks != 0
     turns: dict[tuple[str, int], list[Action]] = {}
     for key, action in _turns(schedule):
         turns.setdefault(key, []).append(action)
@@ -100,7 +102,7 @@ def port_faults(schedule: CopySchedule) -> Iterator[str]:
         for copy in copies:
             received[copy.writes[0].rank] += copy.writes[0].num_rows
         longest = max(copy.writes[0].num_rows for copy in copies)
-        capacity = max(sent.values()) * longest + schedule.num_ranks * num_slices
+        capacity = (max(sent.values()) + is_shifting) * longest + schedule.num_ranks * num_slices
         for rank, num_rows in received.items():
             if num_rows > capacity:
                 yield f"rank {rank} receives {num_rows} rows in turn {turn} of '{buffer}', which has time for {capacity}"
