@@ -51,7 +51,7 @@ class Exchange:
 
     def __init__(self, group: Group, rank: int) -> None:
         self._group, self._rank = group, rank
-        self.signals = self
+        self.signals = self.blocks = self
 
     def take(self, number: int, peers: tuple[int, ...], _stream: object) -> None:
         for peer in peers:
@@ -69,8 +69,8 @@ class Exchange:
     def region(self, region: int, _rows: object, num_rows: int) -> Any:
         return self._group.memory[self._rank][region, :num_rows]
 
-    def copy_blocks(self, copies: Any, _stream: object) -> None:
-        for target, source, num_bytes in zip(*copies, strict=True):
+    def copy(self, blocks: Any, _stream: object) -> None:
+        for target, source, num_bytes in zip(*(each.tolist() for each in blocks), strict=True):
             ctypes.memmove(target, source, num_bytes)
 
     def collecting(self, _mark: object) -> Any:
@@ -92,9 +92,8 @@ def test_rows_reach_their_experts_and_come_back_and_flags_are_at_rest(copies: An
     group = Group(num_ranks, copies.RESTING, int(counts.sum()) + 1)
     ranks = []
     for rank in range(num_ranks):
-        sorting = exchanges.Sorting(rank, num_experts)
-        sorting.prepare(torch.from_numpy(counts.reshape(num_ranks, -1)))
-        layout = sorting.layout = layouts.ExpertLayout(counts, rank, num_groups)
+        layout = layouts.ExpertLayout(counts, rank, num_groups)
+        sorting = exchanges.Sorting(layout, torch.from_numpy(counts.reshape(num_ranks, -1)))
         rows = exchanges.Rows(layout, exchanges.RowFormat(WIDTH, torch.float32, torch.device("cpu")), sorting)
         ranks.append((Exchange(group, rank), rows, torch.randn(layout.num_tokens, WIDTH)))
     for _ in range(2):  # the second call finds the flags as the first one did
@@ -121,3 +120,37 @@ def test_rows_reach_their_experts_and_come_back_and_flags_are_at_rest(copies: An
             assert torch.equal(each.results(), 2 * tokens)
             each.join()
         assert (group.flags == np.array(copies.RESTING)[None, :, None]).all()
+
+
+BATCH = ctypes.CFUNCTYPE(
+    ctypes.c_int, *[ctypes.c_void_p] * 3, ctypes.c_size_t, *[ctypes.c_void_p] * 2, ctypes.c_size_t, ctypes.c_void_p
+)
+
+
+@pytest.mark.parametrize("status", [0, 801], ids=["batched", "refused"])
+def test_many_blocks_are_one_request_and_single_copies_where_the_driver_refuses(
+    copies: Any, monkeypatch: pytest.MonkeyPatch, status: int
+) -> None:
+    module, asked, single = importlib.import_module("counterpoint.ops.block_copies"), [], []
+
+    def request(*arguments: int) -> int:
+        asked.append((arguments[3], arguments[6], arguments[7]))
+        if not status:
+            words = [ctypes.cast(each, ctypes.POINTER(ctypes.c_int64)) for each in arguments[:3]]
+            for number in range(arguments[3]):
+                ctypes.memmove(*(word[number] for word in words))
+        return status
+
+    driver = ModuleType("libcuda")
+    driver.cuMemcpyBatchAsync_v2 = BATCH(request)  # type: ignore[attr-defined]
+    monkeypatch.setattr(module.ctypes, "CDLL", lambda _: driver)
+    monkeypatch.setattr(module, "copy_bytes", lambda *copied: single.append(copied) or ctypes.memmove(*copied[:3]))
+    module.cu.CUmemcpyAttributes.return_value.getPtr.return_value = 8
+    moved, source, target = module.BlockCopies(), torch.arange(24), torch.zeros(24, dtype=torch.int64)
+    for _ in range(2):
+        for count in (1, 6):
+            first = np.arange(count) * 32
+            moved.copy(module.Blocks(first + target.data_ptr(), first + source.data_ptr(), np.full(count, 24)), 5)
+    assert torch.equal(target, torch.where(source % 4 == 3, 0, source))
+    assert asked == [(6, 1, 5)] * (1 if status else 2)
+    assert len(single) == (2 + 2 * 6 if status else 2)

@@ -8,10 +8,9 @@ other (`call_order.py`), and within a call the waits of all ranks have one order
 that share a hardware queue cannot deadlock.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache
-from typing import Any, NamedTuple, final
+from typing import Any, final
 
 import torch
 import torch.distributed as dist
@@ -20,6 +19,7 @@ from cuda.bindings import driver as cu
 from counterpoint.cuda.driver import check
 from counterpoint.errors import OperatorError
 from counterpoint.ops.agreement import Agreement
+from counterpoint.ops.block_copies import BlockCopies, Blocks
 from counterpoint.ops.call_order import NO_TIMING, CallOrder
 from counterpoint.ops.copy_lane import copy_bytes
 from counterpoint.ops.expert_exchange import AbstractCombine, AbstractDispatch, AbstractExpertExchange, ExpertRegion, Rows
@@ -28,24 +28,14 @@ from counterpoint.ops.gated_activation import has_triton
 from counterpoint.ops.lane import aligned
 from counterpoint.ops.signals import Flags, Signals
 from counterpoint.ops.streams import stream_of
-from counterpoint.ops.symmetric import SymmetricPool
+from counterpoint.ops.symmetric import SymmetricMemory, SymmetricPool
 from counterpoint.schedule.description import MAX_CHUNKS
 from counterpoint.schedule.expert_layout import Counts
 from counterpoint.units import format_bytes
 
 Handle = Any  # cuda-bindings has no types
 COUNTS_FREE, COUNTS_ARRIVED, FIRST_ARRIVED = len(ExpertRegion), len(ExpertRegion) + 1, len(ExpertRegion) + 2
-FIRST_WITH_BATCHES = 13000  # the CUDA version that has them in the form used here
-LEAST_BATCH = 4  # most blocks copied by one driver call
 RESTING = [*[1] * len(ExpertRegion), 1, 0, *[0] * (len(ExpertRegion) * MAX_CHUNKS)]
-
-
-class Copies(NamedTuple):
-    """Copies by address and size, as Python numbers, because the driver's bindings take no arrays."""
-
-    targets: list[int]
-    sources: list[int]
-    num_bytes: list[int]
 
 
 @final
@@ -64,48 +54,43 @@ class ExpertCopies(AbstractExpertExchange):
         self._counts_pool = SymmetricPool(device, group, agreement)
         self._counts_row_bytes = 0
         self._counts_on_host = torch.empty(0, dtype=torch.int64, pin_memory=True)
-        self._counted = torch.cuda.Event()
         self._sizes = RegionSizes()
         self._streams: dict[str, Handle] = {}
-        self._has_batches = check("Asking for the driver's version", cu.cuDriverGetVersion()) >= FIRST_WITH_BATCHES
+        self.blocks = BlockCopies()
         self._ends: dict[str, Handle] = {}  # events at the ends of copy streams
-        self.ready, self._mark = (check("Making an event", cu.cuEventCreate(NO_TIMING)) for _ in range(2))
+        events = (check("Making an event", cu.cuEventCreate(NO_TIMING)) for _ in range(3))
+        self.ready, self._mark, self._counted = events
 
-    def gather(self, row: torch.Tensor, beside: Callable[[torch.Tensor], None]) -> torch.Tensor:
+    def gather(self, row: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """See `AbstractExpertExchange.gather`."""
-        self._require_counts(row.nbytes)
-        memory = self._counts_pool.memory
-        assert memory is not None
-        stream, offset = self.current(), self.rank * self._counts_row_bytes
+        num_bytes, memory = row.nbytes, self._memory_for_counts(row.nbytes)
+        own, stream = memory.addresses[self.rank], self.current()
         gathered = row.new_empty(self._num_ranks, row.shape[0])
+        on_host = self._counts_on_host[: gathered.numel()]
         self.begin()
         self.signals.take(COUNTS_FREE, self._peers, stream)
-        for peer in self._peers:
-            copy_bytes(memory.addresses[peer] + offset, row.data_ptr(), row.nbytes, stream)
-        self.signals.raise_to(COUNTS_ARRIVED, self._peers, stream)
-        gathered[self.rank].copy_(row)
-        self.signals.take(COUNTS_ARRIVED, self._peers, stream)
-        for peer in self._peers:
-            source = memory.addresses[self.rank] + peer * self._counts_row_bytes
-            copy_bytes(gathered[peer].data_ptr(), source, row.nbytes, stream)
-        on_host = self._counts_on_host[: gathered.numel()]
-        on_host.copy_(gathered.flatten(), non_blocking=True)
-        self._counted.record()
+        for address in memory.addresses:
+            copy_bytes(address + self.rank * num_bytes, row.data_ptr(), num_bytes, stream)
+        self.signals.exchange(COUNTS_ARRIVED, self._peers, stream)
+        copy_bytes(gathered.data_ptr(), own, gathered.nbytes, stream)
+        copy_bytes(on_host.data_ptr(), own, gathered.nbytes, stream)
+        check("Marking the counts", cu.cuEventRecord(self._counted, stream))
         self.signals.raise_to(COUNTS_FREE, self._peers, stream)
         self.end()
-        beside(gathered)
-        self._counted.synchronize()
+        check("Waiting for the counts", cu.cuEventSynchronize(self._counted))
         self.flags.watch.require_sound()
-        return on_host.view(gathered.shape)
+        return on_host.view(gathered.shape), gathered
 
-    def _require_counts(self, num_bytes: int) -> None:
-        if num_bytes <= self._counts_row_bytes:
-            return
-        self._counts_row_bytes = 0
-        wanted = aligned(num_bytes)
-        self._counts_pool.replace(self._num_ranks * wanted, "An expert layer", has_captured=False)
-        self._counts_on_host = torch.empty(self._num_ranks * wanted // 8, dtype=torch.int64, pin_memory=True)
-        self._counts_row_bytes = wanted
+    def _memory_for_counts(self, num_bytes: int) -> SymmetricMemory:
+        """Return symmetric memory for a row of counts of each rank."""
+        if num_bytes > self._counts_row_bytes:
+            self._counts_row_bytes = 0
+            wanted = aligned(num_bytes)
+            self._counts_pool.replace(self._num_ranks * wanted, "An expert layer", has_captured=False)
+            self._counts_on_host = torch.empty(self._num_ranks * wanted // 8, dtype=torch.int64, pin_memory=True)
+            self._counts_row_bytes = wanted
+        assert self._counts_pool.memory is not None
+        return self._counts_pool.memory
 
     def reserve(self, rows: Rows, regions: Sequence[ExpertRegion]) -> None:
         """See `AbstractExpertExchange.reserve`."""
@@ -181,18 +166,6 @@ class ExpertCopies(AbstractExpertExchange):
         """Return that stream as torch's."""
         return stream_of(self._group.group_name, self.device, f"experts {name}")
 
-    def copy_blocks(self, copies: Copies, stream: Handle) -> None:
-        """Copy blocks, all after the stream's work and in any order among each other."""
-        count = len(copies.num_bytes)
-        if count >= LEAST_BATCH and self._has_batches:
-            addresses = list(map(cu.CUdeviceptr, copies.targets)), list(map(cu.CUdeviceptr, copies.sources))
-            (result,) = cu.cuMemcpyBatchAsync(*addresses, copies.num_bytes, count, [_beside_matmuls()], [0], 1, stream)
-            if result == cu.CUresult.CUDA_SUCCESS:
-                return
-            self._has_batches = False  # a driver without batched copies copies one by one
-        for target, source, num_bytes in zip(*copies, strict=True):
-            copy_bytes(target, source, num_bytes, stream)
-
     def join(self, names: Sequence[str]) -> None:
         """Let the current stream wait for these copy streams."""
         current = self.current()
@@ -211,7 +184,7 @@ class ExpertCopies(AbstractExpertExchange):
         self._pool.close()
         self._counts_pool.close()
         self._order.close()
-        for event in (self.ready, self._mark, *self._ends.values()):
+        for event in (self.ready, self._mark, self._counted, *self._ends.values()):
             check("Destroying an event", cu.cuEventDestroy(event))
         self._ends.clear()
         self._streams.clear()
@@ -250,10 +223,10 @@ class Outbox:
             self._used[name] = None
         target, source = exchange.address(self._region, peer), self._sources[-1].data_ptr()
         first, placed, num_rows = blocks
-        copies = Copies((placed * size + target).tolist(), (first * size + source).tolist(), (num_rows * size).tolist())
-        exchange.copy_blocks(copies, handle)
+        copied = Blocks(placed * size + target, first * size + source, num_rows * size)
+        exchange.blocks.copy(copied, handle)
         exchange.signals.raise_to(arrived_flag(self._region, number), (peer,), handle)
-        self.num_bytes += sum(copies.num_bytes)
+        self.num_bytes += int(copied.num_bytes.sum())
 
     def join(self) -> None:
         """Let the current stream wait until all is sent."""
@@ -281,7 +254,7 @@ class CopyDispatch(AbstractDispatch):
         self.num_sent_bytes = self._outbox.num_bytes
 
     def _put_own(self, source: torch.Tensor) -> bool:
-        own, places = source[self._rows.layout.own], self._rows.sorting.own_places
+        own, places = source[self._rows.layout.own], self._rows.sorting.places.own
         if has_triton():
             from counterpoint.ops.expert_kernels import put_rows  # noqa: PLC0415  needs Triton
 
@@ -336,7 +309,7 @@ class CopyCombine(AbstractCombine):
         own = layout.sent(rank, rank, number)
         if own.stop > own.start:
             there = slice(own.start - layout.own.start, own.stop - layout.own.start)
-            places = self._rows.sorting.own_places[there] - start
+            places = self._rows.sorting.places.own[there] - start
             torch.index_select(rows, 0, places, out=self._results[own])
 
     def results(self) -> torch.Tensor:
@@ -362,12 +335,3 @@ class CopyCombine(AbstractCombine):
 def arrived_flag(region: ExpertRegion, number: int) -> int:
     """Return the number of the flag that announces a piece."""
     return FIRST_ARRIVED + int(region) * MAX_CHUNKS + number
-
-
-@cache
-def _beside_matmuls() -> Handle:
-    """Return how copies of a batch are made: in the order of the stream, and without SMs if possible."""
-    attributes = cu.CUmemcpyAttributes()
-    attributes.srcAccessOrder = cu.CUmemcpySrcAccessOrder.CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
-    attributes.flags = int(cu.CUmemcpyFlags.CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE)
-    return attributes

@@ -7,13 +7,13 @@ both (`expert_library.py`).
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from enum import IntEnum
-from functools import cached_property
-from typing import NamedTuple, final
+from typing import NamedTuple
 
 import torch
 
+from counterpoint.ops.expert_sorting import Sorting
 from counterpoint.schedule.expert_layout import ExpertLayout
 
 
@@ -51,63 +51,12 @@ class RowFormat(NamedTuple):
         return torch.empty((num_rows, self.num_columns), dtype=self.dtype, device=self.device)
 
 
-@final
-class Sorting:
-    """How a kernel sorts the rows of one call; computed on the device.
-
-    What needs only the device's counts is computed while the host waits for them, the rest when first read.
-    """
-
-    layout: ExpertLayout
-
-    def __init__(self, rank: int, num_experts: int) -> None:
-        self._rank, self._own = rank, slice(rank * num_experts, (rank + 1) * num_experts)
-
-    def prepare(self, gathered: torch.Tensor) -> None:
-        """Compute `ends`, where the rows of each of this rank's experts end (int32), from the counts on the device,
-        `gathered[source, expert]`."""
-        counts = gathered[:, self._own]
-        self._by_source, by_expert = counts.flatten(), counts.t().flatten()
-        self._by_expert = by_expert
-        # first rows by expert and then source, as (expert, source), and by source and then expert, as (source, expert)
-        placed = by_expert.cumsum(0) - by_expert
-        self._placed = placed.view(counts.t().shape)
-        self._arrived = (self._by_source.cumsum(0) - self._by_source).view(counts.shape)
-        self._own_counts = counts[self._rank]
-        self._own_shift = self._placed[:, self._rank] - (self._own_counts.cumsum(0) - self._own_counts)
-        self.ends = counts.sum(0).cumsum(0, dtype=torch.int32)
-
-    @cached_property
-    def own_places(self) -> torch.Tensor:
-        """The places of this rank's own rows, in the order of its tokens, among all rows that its experts compute."""
-        return _shifted(self._own_shift, self._own_counts, self.layout.num_own)
-
-    @cached_property
-    def order(self) -> torch.Tensor:
-        """The order that turns rows by source and expert, as an all-to-all gives them, into the order of experts and
-        sources.
-        """
-        shift = (self._arrived.t() - self._placed).flatten()
-        return _shifted(shift, self._by_expert, self.layout.num_rows)
-
-    @cached_property
-    def order_back(self) -> torch.Tensor:
-        """The inverse order."""
-        shift = (self._placed.t() - self._arrived).flatten()
-        return _shifted(shift, self._by_source, self.layout.num_rows)
-
-
 class Rows(NamedTuple):
     """The rows of one pass of a call."""
 
     layout: ExpertLayout
     format: RowFormat
     sorting: Sorting
-
-
-def _shifted(shift: torch.Tensor, counts: torch.Tensor, number: int) -> torch.Tensor:
-    """Return, for each of `number` rows, its number plus the shift of its run; `counts` are the lengths of the runs."""
-    return torch.repeat_interleave(shift, counts, output_size=number) + torch.arange(number, device=shift.device)
 
 
 class AbstractDispatch(ABC):
@@ -161,10 +110,9 @@ class AbstractExpertExchange(ABC):
     """Moves the rows of experts between the ranks of one group."""
 
     @abstractmethod
-    def gather(self, row: torch.Tensor, beside: Callable[[torch.Tensor], None]) -> torch.Tensor:
-        """Return every rank's row of integers (int64), in the order of ranks, on the host, which waits.
-
-        `beside` is called first, with the rows on the device.
+    def gather(self, row: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return every rank's row of integers (int64), in the order of ranks: on the host, which waits, in memory that the
+        next call may reuse, and on the device.
         """
 
     @abstractmethod

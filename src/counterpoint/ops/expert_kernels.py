@@ -1,4 +1,4 @@
-"""Triton kernels for experts: silu(first) * second and its gradients, and the placement of rows.
+"""Triton kernels for experts: silu(first) * second and its gradients, and the places and the placement of rows.
 
 They read and write every number once, whereas torch's own operators make five passes over the matrices forward and
 fourteen backward, and place rows element by element. Intermediate results are rounded as in torch. They need Triton,
@@ -10,6 +10,8 @@ from collections.abc import Sequence
 import torch
 import triton
 import triton.language as tl
+
+from counterpoint.schedule.expert_layout import ExpertLayout
 
 BLOCK = 2048
 ROW_BLOCK = 1024
@@ -75,3 +77,50 @@ def put_rows(rows: torch.Tensor, places: torch.Tensor, target: torch.Tensor) -> 
     """Set target[places[n]] = rows[n]: contiguous matrices of one type, all places different (int64)."""
     if rows.shape[0]:
         put_rows_kernel[(rows.shape[0],)](rows, places, target, rows.shape[1], ROW_BLOCK, num_warps=4)
+
+
+@triton.jit(do_not_specialize=["first", "num_rows", "rank"])  # type: ignore[untyped-decorator]
+def find_places_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0917  what a kernel is launched with
+    counts, stride, first, places, ends, num_rows, rank, num_ranks, num_experts, size: tl.constexpr, block: tl.constexpr
+):
+    """One block of rows, of a source and an expert: `places` holds order, order_back and own one after the other."""
+    at = tl.program_id(0)
+    source, expert = at // num_experts, at % num_experts
+    number = tl.load(counts + source * stride + first + expert)
+    start = tl.program_id(1) * block
+    if (start < number) | (start == 0):
+        lanes = tl.arange(0, size)
+        sources, experts = lanes // num_experts, lanes % num_experts
+        each = tl.load(counts + sources * stride + first + experts, mask=lanes < num_ranks * num_experts, other=0)
+        arrived = tl.sum(tl.where(lanes < at, each, 0), 0)
+        placed = tl.sum(tl.where((experts < expert) | ((experts == expert) & (sources < source)), each, 0), 0)
+        if (source == num_ranks - 1) & (start == 0):
+            tl.store(ends + expert, (placed + number).to(tl.int32))
+        rows = start + tl.arange(0, block)
+        inside = rows < number
+        tl.store(places + placed + rows, arrived + rows, mask=inside)
+        tl.store(places + num_rows + arrived + rows, placed + rows, mask=inside)
+        if source == rank:
+            before = tl.sum(tl.where((sources == rank) & (experts < expert), each, 0), 0)
+            tl.store(places + 2 * num_rows + before + rows, placed + rows, mask=inside)
+
+
+def find_places(gathered: torch.Tensor, layout: ExpertLayout) -> tuple[torch.Tensor, ...]:
+    """Return order, order_back, own and ends, as `expert_sorting.Places` has them, of `gathered[source, expert]`."""
+    counts = layout.counts[:, layout.rank]
+    places = gathered.new_empty(2 * layout.num_rows + layout.num_own)
+    ends = torch.empty(layout.num_experts, dtype=torch.int32, device=gathered.device)
+    grid = counts.size, max(1, triton.cdiv(int(counts.max()), ROW_BLOCK))
+    find_places_kernel[grid](
+        gathered,
+        gathered.stride(0),
+        layout.rank * layout.num_experts,
+        places,
+        ends,
+        layout.num_rows,
+        layout.rank,
+        *counts.shape,
+        size=triton.next_power_of_2(counts.size),
+        block=ROW_BLOCK,
+    )
+    return *places.split([layout.num_rows, layout.num_rows, layout.num_own]), ends

@@ -25,12 +25,11 @@ class ExpertLibrary(AbstractExpertExchange):
     def __init__(self, ranks: Ranks) -> None:
         self._group, self._agreement, self._watchdog = ranks
 
-    def gather(self, row: torch.Tensor, beside: Callable[[torch.Tensor], None]) -> torch.Tensor:
+    def gather(self, row: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """See `AbstractExpertExchange.gather`."""
         gathered = row.new_empty(self._group.size(), row.shape[0])
         self.together(library_all_gather, gathered.flatten(), row)
-        beside(gathered)
-        return gathered.cpu()
+        return gathered.cpu(), gathered
 
     def reserve(self, rows: Rows, regions: Sequence[ExpertRegion]) -> None:
         """See `AbstractExpertExchange.reserve`. It needs none."""
@@ -43,7 +42,7 @@ class ExpertLibrary(AbstractExpertExchange):
         layout = rows.layout
         arrived = rows.format.empty(layout.num_rows)
         self.together(library_all_to_all, arrived, source, layout.received_rows, layout.sent_rows)
-        return LibraryDispatch(rows, arrived.index_select(0, rows.sorting.order))
+        return LibraryDispatch(rows, arrived.index_select(0, rows.sorting.places.order))
 
     def combine(self, rows: Rows) -> AbstractCombine:
         """See `AbstractExpertExchange.combine`."""
@@ -114,7 +113,7 @@ class LibraryCombine(AbstractCombine):
         layout, groups = self._rows.layout, self._groups
         found = self._rows.format.empty(layout.num_tokens)
         computed = groups[0] if len(groups) == 1 else torch.cat(groups) if groups else self._rows.format.empty(0)
-        back = computed.index_select(0, self._rows.sorting.order_back)
+        back = computed.index_select(0, self._rows.sorting.places.order_back)
         self._library.together(library_all_to_all, found, back, layout.sent_rows, layout.received_rows)
         groups.clear()
         return found

@@ -30,9 +30,9 @@ class ExpertMessages(AbstractExpertExchange):
         self._sizes = RegionSizes()
         self._memory = torch.empty(0, dtype=torch.uint8)
 
-    def gather(self, row: torch.Tensor, beside: Callable[[torch.Tensor], None]) -> torch.Tensor:
+    def gather(self, row: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """See `AbstractExpertExchange.gather`."""
-        return self._library.gather(row, beside)
+        return self._library.gather(row)
 
     def reserve(self, rows: Rows, regions: Sequence[ExpertRegion]) -> None:
         """See `AbstractExpertExchange.reserve`."""
@@ -119,7 +119,7 @@ class MessageDispatch(AbstractDispatch):
     def __init__(self, mail: Mail, rows: Rows, source: torch.Tensor, landed: torch.Tensor) -> None:
         self._mail, self._rows, self._landed = mail, rows, landed
         layout = rows.layout
-        landed.index_copy_(0, rows.sorting.own_places, source[layout.own])
+        landed.index_copy_(0, rows.sorting.places.own, source[layout.own])
         for peer, number in layout.outgoing():
             mail.send(peer, number, source[layout.sent(layout.rank, peer, number)])
         self.num_sent_bytes = mail.num_bytes

@@ -13,8 +13,9 @@ import msgspec
 import torch
 
 from counterpoint.errors import OperatorError, RefusedTogetherError, ScheduleError
-from counterpoint.ops.expert_exchange import AbstractExpertExchange, ExpertRegion, RowFormat, Rows, Sorting
+from counterpoint.ops.expert_exchange import AbstractExpertExchange, ExpertRegion, RowFormat, Rows
 from counterpoint.ops.expert_memory import needed_bytes
+from counterpoint.ops.expert_sorting import Sorting
 from counterpoint.ops.graph_cache import refuse_in_capture
 from counterpoint.ops.grouped_matmul import ExpertRows
 from counterpoint.ops.operator_call import calls_of
@@ -38,14 +39,15 @@ class ExpertRouting:
     counts, on the host, from which `route_again` makes this routing.
     """
 
-    def __init__(self, runtime: Runtime, counted: tuple[Counts, Counts, Pairs], sorting: Sorting, num_pieces: int) -> None:
+    def __init__(
+        self, runtime: Runtime, counted: tuple[Counts, Counts, Pairs], on_device: torch.Tensor, num_pieces: int
+    ) -> None:
         self.runtime, self.num_pieces = runtime, num_pieces
         found, self.counts, pairs = counted
         self.gathered = torch.from_numpy(found)
         self.layout = ExpertLayout(self.counts, int(runtime.group.rank()), max(1, num_pieces), pairs)
         self.num_tokens, self.num_rows = self.layout.num_tokens, self.layout.num_rows
-        self._sorting = sorting
-        sorting.layout = self.layout
+        self._sorting = Sorting(self.layout, on_device)
 
     def rows(self, rows: RowFormat) -> Rows:
         """Return the rows of this call in this format."""
@@ -57,11 +59,13 @@ class ExpertRouting:
     def experts(self) -> ExpertRows:
         """Number of rows of each of this rank's experts."""
         counts = self.counts[:, self.layout.rank].sum(0).tolist()
-        return ExpertRows(tuple(counts), self._sorting.ends)
+        return ExpertRows(tuple(counts), self._sorting.places.ends)
 
     @cached_property
     def groups(self) -> list[ExpertRows]:
         """Number of rows of each expert, by group of experts."""
+        if self.num_pieces <= 1:
+            return [self.experts]
         counts, ends = self.experts
         return [
             ExpertRows(
@@ -128,7 +132,7 @@ def route(runtime: Runtime, call: Called) -> ExpertRouting:
     refuse_in_capture(f"{call.operator}, whose host waits for counts of rows,", runtime.device)
     require_experts_schedule(call.schedule)
     experts = runtime.experts()
-    counts = torch.as_tensor(call.counts).detach().flatten()
+    counts = torch.as_tensor(call.counts).flatten()
     num_experts = int(runtime.group.size()) * call.sizes[0]
     if counts.shape[0] != num_experts:
         runtime.refuse(
@@ -137,22 +141,18 @@ def route(runtime: Runtime, call: Called) -> ExpertRouting:
         )
     runtime.agreement.num_calls += 1
     experts.agree(call.words())
-    row = torch.empty(num_experts + 1, dtype=torch.int64, device=call.tokens.device)
-    row[:-1].copy_(counts, non_blocking=True)
-    row[-1:].fill_(call.tokens.shape[0])
-    sorting = Sorting(int(runtime.group.rank()), call.sizes[0])
-    on_host = (experts.copies or experts.library).gather(row, sorting.prepare)
-    return _routing(runtime, call, on_host.numpy().copy(), sorting)  # the next call reuses the host's memory
+    counts = counts.to(call.tokens.device, torch.int64)
+    row = torch.constant_pad_nd(counts, (0, 1), call.tokens.shape[0])  # one operator where filling a tensor takes five
+    on_host, on_device = (experts.copies or experts.library).gather(row)
+    return _routing(runtime, call, on_host.numpy().copy(), on_device)  # the next call reuses the host's memory
 
 
 def route_again(runtime: Runtime, call: Called, gathered: torch.Tensor) -> ExpertRouting:
     """Return the routing of an earlier call from what it gathered; no rank is asked."""
-    sorting = Sorting(int(runtime.group.rank()), call.sizes[0])
-    sorting.prepare(gathered.to(call.tokens.device, non_blocking=True))
-    return _routing(runtime, call, gathered.numpy(), sorting)
+    return _routing(runtime, call, gathered.numpy(), gathered.to(call.tokens.device))
 
 
-def _routing(runtime: Runtime, call: Called, found: Counts, sorting: Sorting) -> ExpertRouting:
+def _routing(runtime: Runtime, call: Called, found: Counts, on_device: torch.Tensor) -> ExpertRouting:
     """Return the routing of all ranks' rows of the exchange of counts: rows for each expert, and last their sum."""
     num_ranks = int(runtime.group.size())
     shaped = found[:, :-1].reshape(num_ranks, num_ranks, -1)
@@ -161,7 +161,7 @@ def _routing(runtime: Runtime, call: Called, found: Counts, sorting: Sorting) ->
         _refuse_sums(call.operator, found)
     is_copied = runtime.experts().copies is not None
     num_pieces = pick_pieces(pairs, RowFormat.of(call.tokens).num_bytes, call.schedule) if is_copied else 0
-    return ExpertRouting(runtime, (found, shaped, pairs), sorting, num_pieces)
+    return ExpertRouting(runtime, (found, shaped, pairs), on_device, num_pieces)
 
 
 def _refuse_sums(operator: str, found: Counts) -> NoReturn:

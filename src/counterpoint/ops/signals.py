@@ -22,6 +22,7 @@ from counterpoint.ops.watchdog import Watchdog
 
 Handle = Any  # cuda-bindings has no types
 FLAG_BYTES = 4
+EXCHANGE = "exchange"  # the kind of a batch that sets flags and waits for others
 
 
 @final
@@ -79,6 +80,15 @@ class Signals:
         if key not in self._batches:
             own = [self._flags.own(number, peer) for peer in peers]
             self._batches[key] = taking(own, is_flushing=self._flags.is_flushing)
+        _issue(self._batches[key], stream)
+
+    def exchange(self, number: int, peers: tuple[int, ...], stream: Handle) -> None:
+        """Set this rank's flag on these peers, wait for theirs, and reset them: one request to the driver for both."""
+        key = (EXCHANGE, number, peers)
+        if key not in self._batches:
+            own = [self._flags.own(number, peer) for peer in peers]
+            raised = [memory_operation(WRITE, self._flags.of_peer(number, peer), 1) for peer in peers]
+            self._batches[key] = raised + taking(own, is_flushing=self._flags.is_flushing)
         _issue(self._batches[key], stream)
 
 

@@ -54,7 +54,8 @@ class ExpertLayout:
         self.num_rows = sum(self.received_rows)  # rows that this rank's experts compute
         self.num_own = self.sent_rows[rank]
 
-    # The rest is computed on first use, because an all-to-all of the library needs none of it.
+    # The rest is computed on first use, because an all-to-all of the library needs none of it. With one group for each
+    # rank, sums of whole pairs are enough.
 
     @cached_property
     def _totals(self) -> Counts:
@@ -91,6 +92,8 @@ class ExpertLayout:
     @cached_property
     def groups(self) -> list[ExpertRange]:
         """Return this rank's groups."""
+        if self._num_groups == 1:
+            return [ExpertRange(0, slice(0, self.num_experts), slice(0, self.num_rows))]
         return [
             ExpertRange(number, slice(first, last), slice(self._start(first), int(self._ends[self.rank, last - 1])))
             for number, (first, last) in enumerate(self.bounds[self.rank])
@@ -118,6 +121,9 @@ class ExpertLayout:
 
     def sent(self, source: int, destination: int, number: int) -> slice:
         """Return the rows of a source's tokens that go to a group of a destination's experts."""
+        if self._num_groups == 1:
+            start = sum(self.pairs[source][:destination])
+            return slice(start, start + self.pairs[source][destination])
         return self._run(source, destination, *self.bounds[destination][number])
 
     def blocks(self, source: int, destination: int, number: int) -> Iterator[Block]:
@@ -146,6 +152,8 @@ class ExpertLayout:
 
     def has_rows(self, source: int, destination: int, number: int) -> bool:
         """Return whether a source has rows for a group of a destination's experts."""
+        if self._num_groups == 1:
+            return self.pairs[source][destination] > 0
         return bool(self.counts[source, destination, slice(*self.bounds[destination][number])].any())
 
     def sources(self, number: int) -> list[int]:
