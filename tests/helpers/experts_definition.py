@@ -1,6 +1,7 @@
 """A layer of experts on every rank, the routing of one call, and what one process that has everything makes of it."""
 
 import random
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -77,12 +78,13 @@ class Experts:
         parameters = (*weights, *biases) if has_biases else weights
         return [results[self.rank], tokens[self.rank].grad, *(each.grad[self.part] for each in parameters)]
 
-    def found(self, schedule: ScheduleDescription | None) -> list[torch.Tensor]:
+    def found(self, schedule: ScheduleDescription | None, *, has_biases: bool = False) -> list[torch.Tensor]:
         """The same by the operator."""
-        tokens, weights = self.own()
-        result = ops.expert_ffn(tokens, self.counts[self.rank], *weights, schedule=schedule)
+        (tokens, weights), biases = self.own(), self.own_biases() if has_biases else []
+        options = {"schedule": schedule, "biases": biases or None}
+        result = ops.expert_ffn(tokens, self.counts[self.rank], *weights, **options)
         result.backward(self.gradients[self.rank])
-        return [result.detach(), tokens.grad, *(weight.grad for weight in weights)]
+        return [result.detach(), tokens.grad, *(each.grad for each in (*weights, *biases))]
 
     def found_by_halves(self, schedule: ScheduleDescription | None) -> list[torch.Tensor]:
         """The same by both halves."""
@@ -106,3 +108,33 @@ def compare(found: list[torch.Tensor], wanted: list[torch.Tensor], tolerance: fl
             (each.detach().double() - other.detach()).abs().max() / other.detach().abs().max().clamp(min=1e-30)
         )
         assert difference <= tolerance, f"number {place}: {difference:.3g} apart, {tolerance:g} allowed"
+
+
+def check_fp8(experts: Experts, schedules: Sequence[ScheduleDescription]) -> None:
+    """In fp8 all schedules give the same bits, which are those of operands rounded by row and output feature; gradients are
+    those of a layer in bf16.
+    """
+    counts, found = experts.counts[experts.rank], []
+    for schedule in schedules:
+        (tokens, (w1, w2, w3)), (b1, b2, b3) = experts.own(), experts.own_biases()
+        options = {"biases": (b1, b2, b3), "is_fp8": True, "schedule": schedule}
+        result = ops.expert_ffn(tokens, counts, w1, w2, w3, **options)
+        result.backward(experts.gradients[experts.rank])
+        found.append([result.detach(), *(each.grad for each in (tokens, w1, w2, w3, b1, b2, b3))])
+    assert all(all(map(torch.equal, found[0], each)) for each in found[1:])
+    rows, part = experts.tokens[experts.rank].split(counts), range(*experts.part.indices(len(counts)))
+    start = sum(counts[: part.start])
+    for expert in part:  # its own tokens for its own experts, from nothing but the definition
+        (u1, u2, u3), (c1, c2, c3) = ([each[expert] for each in kind] for kind in (experts.weights, experts.biases))
+        first, second = (rounded(rows[expert]) @ rounded(u).T for u in (u1, u3))
+        hidden = silu(first.bfloat16() + c1) * (second.bfloat16() + c3)
+        wanted = (rounded(hidden) @ rounded(u2).T).bfloat16() + c2
+        compare([found[0][0][start : start + counts[expert]]], [wanted], 0.02)
+        start += counts[expert]
+    compare(found[0], experts.expected(has_biases=True), 0.15)
+
+
+def rounded(values: torch.Tensor) -> torch.Tensor:
+    """Each row as fp8 holds it when its largest number is 448."""
+    scale = values.float().abs().amax(1, keepdim=True) / 448
+    return (values.float() / scale).to(torch.float8_e4m3fn).float() * scale

@@ -1,4 +1,4 @@
-"""The operators of experts on two GPUs: results, gradients, 1,000 routings, memory, faults."""
+"""The operators of experts on two GPUs: results, gradients, 1,000 routings, biases, fp8, memory, faults."""
 
 import subprocess
 from collections.abc import Callable
@@ -14,6 +14,7 @@ Start = Callable[..., subprocess.CompletedProcess[str]]
         ("results", "results"),
         ("stress", "stress of 1000"),
         ("other_types", "other types"),
+        ("biases_and_fp8", "biases and fp8"),
         ("no_memory", "no memory"),
         ("faults", "after a fault"),
     ],

@@ -47,7 +47,7 @@ class Group:
 class Exchange:
     """One rank's `ExpertCopies`, without streams."""
 
-    ready = None
+    ready, counted = "ready", "counted"
 
     def __init__(self, group: Group, rank: int) -> None:
         self._group, self._rank = group, rank
@@ -82,12 +82,30 @@ class Exchange:
     def mark(self) -> None: ...
 
 
+def outbox_of(copies: Any, exchange: Exchange, rows: Any, tokens: Any, *, were_ready: bool = False) -> Any:
+    outbox = copies.Outbox(exchange, copies.ExpertRegion.DISPATCH, rows.format.num_bytes)
+    outbox.ready(tokens, were_ready=were_ready)
+    return outbox
+
+
+@pytest.mark.parametrize("were_ready", [False, True])
+def test_rows_that_were_ready_before_the_counts_do_not_wait_for_what_was_issued_since(copies: Any, were_ready: bool) -> None:
+    rows = MagicMock()
+    rows.format.num_bytes = 8
+    group = Group(2, copies.RESTING, 1)
+    outbox = outbox_of(copies, Exchange(group, 0), rows, torch.zeros(1, WIDTH), were_ready=were_ready)
+    outbox.send(1, 0, (np.array([0]), np.array([0]), np.array([1])))
+    (waited,) = copies.cu.cuStreamWaitEvent.call_args_list
+    assert waited.args[1] == ("counted" if were_ready else "ready")
+    assert copies.cu.cuEventRecord.called != were_ready
+
+
 @pytest.mark.parametrize("num_groups", [1, 3])
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
 def test_rows_reach_their_experts_and_come_back_and_flags_are_at_rest(copies: Any, num_ranks: int, num_groups: int) -> None:
     exchanges = importlib.import_module("counterpoint.ops.expert_exchange")
     layouts = importlib.import_module("counterpoint.schedule.expert_layout")
-    num_experts, region = 3, exchanges.ExpertRegion.DISPATCH
+    num_experts = 3
     counts = np.random.default_rng(num_ranks).integers(0, 4, (num_ranks, num_ranks, num_experts))
     group = Group(num_ranks, copies.RESTING, int(counts.sum()) + 1)
     ranks = []
@@ -97,7 +115,10 @@ def test_rows_reach_their_experts_and_come_back_and_flags_are_at_rest(copies: An
         rows = exchanges.Rows(layout, exchanges.RowFormat(WIDTH, torch.float32, torch.device("cpu")), sorting)
         ranks.append((Exchange(group, rank), rows, torch.randn(layout.num_tokens, WIDTH)))
     for _ in range(2):  # the second call finds the flags as the first one did
-        sent = [copies.CopyDispatch(exchange, rows, region, tokens) for exchange, rows, tokens in ranks]
+        sent = [
+            copies.CopyDispatch(exchange, rows, outbox_of(copies, exchange, rows, tokens), tokens)
+            for exchange, rows, tokens in ranks
+        ]
         arrived = [
             [each.group(part.number).clone() for part in rows.layout.groups]
             for each, (_, rows, _) in zip(sent, ranks, strict=True)

@@ -8,7 +8,7 @@ other (`call_order.py`), and within a call the waits of all ranks have one order
 that share a hardware queue cannot deadlock.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, final
 
@@ -59,9 +59,9 @@ class ExpertCopies(AbstractExpertExchange):
         self.blocks = BlockCopies()
         self._ends: dict[str, Handle] = {}  # events at the ends of copy streams
         events = (check("Making an event", cu.cuEventCreate(NO_TIMING)) for _ in range(3))
-        self.ready, self._mark, self._counted = events
+        self.ready, self._mark, self.counted = events
 
-    def gather(self, row: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def gather(self, row: torch.Tensor, beside: Callable[[], None]) -> tuple[torch.Tensor, torch.Tensor]:
         """See `AbstractExpertExchange.gather`."""
         num_bytes, memory = row.nbytes, self._memory_for_counts(row.nbytes)
         own, stream = memory.addresses[self.rank], self.current()
@@ -74,10 +74,13 @@ class ExpertCopies(AbstractExpertExchange):
         self.signals.exchange(COUNTS_ARRIVED, self._peers, stream)
         copy_bytes(gathered.data_ptr(), own, gathered.nbytes, stream)
         copy_bytes(on_host.data_ptr(), own, gathered.nbytes, stream)
-        check("Marking the counts", cu.cuEventRecord(self._counted, stream))
+        check("Marking the counts", cu.cuEventRecord(self.counted, stream))
         self.signals.raise_to(COUNTS_FREE, self._peers, stream)
         self.end()
-        check("Waiting for the counts", cu.cuEventSynchronize(self._counted))
+        self._is_open = True  # a call within `beside` would take the memory of these counts
+        beside()
+        self._is_open = False
+        check("Waiting for the counts", cu.cuEventSynchronize(self.counted))
         self.flags.watch.require_sound()
         return on_host.view(gathered.shape), gathered
 
@@ -111,9 +114,13 @@ class ExpertCopies(AbstractExpertExchange):
         self._order.follow(self.current())
         self._is_open = True
 
-    def dispatch(self, region: ExpertRegion, rows: Rows, source: torch.Tensor) -> AbstractDispatch:
+    def dispatch(
+        self, region: ExpertRegion, rows: Rows, source: torch.Tensor, *, were_ready: bool = False
+    ) -> AbstractDispatch:
         """See `AbstractExpertExchange.dispatch`."""
-        return CopyDispatch(self, rows, region, source)
+        outbox = Outbox(self, region, rows.format.num_bytes)
+        outbox.ready(source, were_ready=were_ready)
+        return CopyDispatch(self, rows, outbox, source)
 
     def combine(self, rows: Rows) -> AbstractCombine:
         """See `AbstractExpertExchange.combine`."""
@@ -184,7 +191,7 @@ class ExpertCopies(AbstractExpertExchange):
         self._pool.close()
         self._counts_pool.close()
         self._order.close()
-        for event in (self.ready, self._mark, self._counted, *self._ends.values()):
+        for event in (self.ready, self._mark, self.counted, *self._ends.values()):
             check("Destroying an event", cu.cuEventDestroy(event))
         self._ends.clear()
         self._streams.clear()
@@ -196,18 +203,24 @@ class Outbox:
     """What this rank sends in one direction of a call: blocks of rows, then a flag for each piece."""
 
     def __init__(self, exchange: ExpertCopies, region: ExpertRegion, row_bytes: int) -> None:
-        self._exchange, self._region, self._row_bytes = exchange, region, row_bytes
+        self._exchange, self.region, self._row_bytes = exchange, region, row_bytes
+        self._ready = exchange.ready  # the event that copies of the current rows follow
         self._claimed: set[int] = set()  # peers whose memory this rank may write
         self._used: dict[str, None] = {}  # copy streams
         self._sources: list[torch.Tensor] = []  # kept until the copies are joined
         self.num_bytes = 0
 
-    def ready(self, rows: torch.Tensor) -> None:
-        """Declare these rows ready on the current stream, for what is sent until the next call."""
+    def ready(self, rows: torch.Tensor, *, were_ready: bool = False) -> None:
+        """Declare these rows ready on the current stream, for what is sent until the next call; or, if they were ready
+        before the last counts were gathered, since then.
+        """
+        exchange = self._exchange
         self._sources.append(rows)
-        check("Readying rows", cu.cuEventRecord(self._exchange.ready, self._exchange.current()))
+        self._ready = exchange.counted if were_ready else exchange.ready
+        if not were_ready:
+            check("Readying rows", cu.cuEventRecord(self._ready, exchange.current()))
         for name in self._used:
-            check("Waiting for rows", cu.cuStreamWaitEvent(self._exchange.copy_stream(name), self._exchange.ready, 0))
+            check("Waiting for rows", cu.cuStreamWaitEvent(exchange.copy_stream(name), self._ready, 0))
 
     def send(self, peer: int, number: int, blocks: tuple[Counts, Counts, Counts]) -> None:
         """Copy blocks of the ready rows. `blocks` are the first rows there, the first rows in the peer's region, and the
@@ -217,15 +230,15 @@ class Outbox:
         name = f"to {peer}"
         handle = exchange.copy_stream(name)
         if peer not in self._claimed:
-            check("Waiting for rows", cu.cuStreamWaitEvent(handle, exchange.ready, 0))
-            exchange.signals.take(int(self._region), (peer,), handle)
+            check("Waiting for rows", cu.cuStreamWaitEvent(handle, self._ready, 0))
+            exchange.signals.take(int(self.region), (peer,), handle)
             self._claimed.add(peer)
             self._used[name] = None
-        target, source = exchange.address(self._region, peer), self._sources[-1].data_ptr()
+        target, source = exchange.address(self.region, peer), self._sources[-1].data_ptr()
         first, placed, num_rows = blocks
         copied = Blocks(placed * size + target, first * size + source, num_rows * size)
         exchange.blocks.copy(copied, handle)
-        exchange.signals.raise_to(arrived_flag(self._region, number), (peer,), handle)
+        exchange.signals.raise_to(arrived_flag(self.region, number), (peer,), handle)
         self.num_bytes += int(copied.num_bytes.sum())
 
     def join(self) -> None:
@@ -238,12 +251,11 @@ class Outbox:
 class CopyDispatch(AbstractDispatch):
     """Sends blocks to their places in the peers' memory; a kernel puts this rank's own rows there."""
 
-    def __init__(self, exchange: ExpertCopies, rows: Rows, region: ExpertRegion, source: torch.Tensor) -> None:
-        self._exchange, self._rows, self._region = exchange, rows, region
+    def __init__(self, exchange: ExpertCopies, rows: Rows, outbox: Outbox, source: torch.Tensor) -> None:
+        """`outbox` has the source ready."""
+        self._exchange, self._rows, self._outbox, self._region = exchange, rows, outbox, outbox.region
         layout = rows.layout
-        self._landed = exchange.region(region, rows, layout.num_rows)
-        self._outbox = Outbox(exchange, region, rows.format.num_bytes)
-        self._outbox.ready(source)
+        self._landed = exchange.region(self._region, rows, layout.num_rows)
         has_own = layout.num_own == 0
         for peer, number in layout.outgoing():
             if number and not has_own:  # the first pieces are in transit

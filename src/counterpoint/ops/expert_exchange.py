@@ -7,7 +7,7 @@ both (`expert_library.py`).
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import IntEnum
 from typing import NamedTuple
 
@@ -110,9 +110,12 @@ class AbstractExpertExchange(ABC):
     """Moves the rows of experts between the ranks of one group."""
 
     @abstractmethod
-    def gather(self, row: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def gather(self, row: torch.Tensor, beside: Callable[[], None]) -> tuple[torch.Tensor, torch.Tensor]:
         """Return every rank's row of integers (int64), in the order of ranks: on the host, which waits, in memory that the
         next call may reuse, and on the device.
+
+        `beside` is called before the host waits. What it issues on the current stream runs after the exchange, and while
+        the host decides what follows.
         """
 
     @abstractmethod
@@ -126,8 +129,13 @@ class AbstractExpertExchange(ABC):
         """Begin a call after the last one. Raises `OperatorError` if an earlier call was given up."""
 
     @abstractmethod
-    def dispatch(self, region: ExpertRegion, rows: Rows, source: torch.Tensor) -> AbstractDispatch:
-        """Send this rank's rows, which are contiguous and in the order of its tokens, within the current call."""
+    def dispatch(
+        self, region: ExpertRegion, rows: Rows, source: torch.Tensor, *, were_ready: bool = False
+    ) -> AbstractDispatch:
+        """Send this rank's rows, which are contiguous and in the order of its tokens, within the current call.
+
+        `were_ready`: they were ready before the last `gather`, so that they need not wait for what was issued beside it.
+        """
 
     @abstractmethod
     def combine(self, rows: Rows) -> AbstractCombine:

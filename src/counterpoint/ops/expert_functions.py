@@ -89,8 +89,8 @@ class ExpertCall:
         self._problem: BaseException | None = None  # of `beside`
 
     def route(self) -> ExpertRouting:
-        """Exchange the counts of rows."""
-        self.routing, self._is_routed = route(self._runtime, self._called), True
+        """Exchange the counts of rows, and compute what hides them and the tokens."""
+        self.routing, self._is_routed = route(self._runtime, self._called, self.compute_beside), True
         return self.routing
 
     def settle(self, gathered: torch.Tensor) -> ExpertRouting:
@@ -107,7 +107,7 @@ class ExpertCall:
     def compute_beside(self) -> None:
         """Compute what hides the tokens, once. A recomputation whose results were saved computes it too.
 
-        Rows are on their way meanwhile, so an error waits until the call has ended: `settle` raises it. Checkpointing ends
+        The other ranks go on meanwhile, so an error waits until the call has ended: `settle` raises it. Checkpointing ends
         recomputations by such an error.
         """
         beside, self._beside = self._beside, None
@@ -135,7 +135,7 @@ class ExpertFfn(torch.autograd.Function):  # type: ignore[misc]  # torch is unty
         def run() -> list[torch.Tensor]:
             routing, layer_of_call = call.route(), _as_layer(operands, is_fp8=call.is_fp8)
             named = {"is_sent_again": of_ups and not keeps_tokens, "keeps_tokens": keeps_tokens}
-            results, kept = ffn(routing, call.activation, call.compute_beside, layer_of_call, **named)
+            results, kept = ffn(routing, call.activation, layer_of_call, **named)
             if any(ctx.needs_input_grad):
                 routing.count_kept((results, *kept))
             return [routing.gathered, results, *kept]

@@ -25,11 +25,20 @@ class ExpertLibrary(AbstractExpertExchange):
     def __init__(self, ranks: Ranks) -> None:
         self._group, self._agreement, self._watchdog = ranks
 
-    def gather(self, row: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def gather(self, row: torch.Tensor, beside: Callable[[], None]) -> tuple[torch.Tensor, torch.Tensor]:
         """See `AbstractExpertExchange.gather`."""
         gathered = row.new_empty(self._group.size(), row.shape[0])
         self.together(library_all_gather, gathered.flatten(), row)
-        return gathered.cpu(), gathered
+        if gathered.is_cpu:
+            beside()
+            return gathered, gathered
+        on_host = torch.empty(gathered.shape, dtype=gathered.dtype, pin_memory=True)
+        on_host.copy_(gathered, non_blocking=True)
+        counted = torch.cuda.Event()
+        counted.record()
+        beside()
+        counted.synchronize()
+        return on_host, gathered
 
     def reserve(self, rows: Rows, regions: Sequence[ExpertRegion]) -> None:
         """See `AbstractExpertExchange.reserve`. It needs none."""
@@ -37,7 +46,9 @@ class ExpertLibrary(AbstractExpertExchange):
     def begin(self) -> None:
         """See `AbstractExpertExchange.begin`."""
 
-    def dispatch(self, region: ExpertRegion, rows: Rows, source: torch.Tensor) -> AbstractDispatch:
+    def dispatch(
+        self, region: ExpertRegion, rows: Rows, source: torch.Tensor, *, were_ready: bool = False
+    ) -> AbstractDispatch:
         """See `AbstractExpertExchange.dispatch`."""
         layout = rows.layout
         arrived = rows.format.empty(layout.num_rows)

@@ -30,9 +30,9 @@ class ExpertMessages(AbstractExpertExchange):
         self._sizes = RegionSizes()
         self._memory = torch.empty(0, dtype=torch.uint8)
 
-    def gather(self, row: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def gather(self, row: torch.Tensor, beside: Callable[[], None]) -> tuple[torch.Tensor, torch.Tensor]:
         """See `AbstractExpertExchange.gather`."""
-        return self._library.gather(row)
+        return self._library.gather(row, beside)
 
     def reserve(self, rows: Rows, regions: Sequence[ExpertRegion]) -> None:
         """See `AbstractExpertExchange.reserve`."""
@@ -47,7 +47,9 @@ class ExpertMessages(AbstractExpertExchange):
     def begin(self) -> None:
         """See `AbstractExpertExchange.begin`."""
 
-    def dispatch(self, region: ExpertRegion, rows: Rows, source: torch.Tensor) -> AbstractDispatch:
+    def dispatch(
+        self, region: ExpertRegion, rows: Rows, source: torch.Tensor, *, were_ready: bool = False
+    ) -> AbstractDispatch:
         """See `AbstractExpertExchange.dispatch`."""
         landed = self._sizes.view(self._memory, region, rows.format, rows.layout.num_rows)
         return MessageDispatch(Mail(self._ranks, region), rows, source, landed)

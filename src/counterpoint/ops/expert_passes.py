@@ -6,7 +6,7 @@ rows. Other ranks' tokens are sent again if weights need their gradients, beside
 them.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple, TypeAlias, final
 
 import torch
@@ -66,9 +66,9 @@ class Pass:
         self._sent: list[AbstractDispatch | AbstractCombine] = []
         self._exchange.begin()
 
-    def dispatch(self, region: ExpertRegion, source: torch.Tensor) -> AbstractDispatch:
-        """Send this rank's rows to their experts."""
-        found = self._exchange.dispatch(region, self._rows, source)
+    def dispatch(self, region: ExpertRegion, source: torch.Tensor, *, were_ready: bool = False) -> AbstractDispatch:
+        """Send this rank's rows to their experts. `were_ready`: since before the counts were exchanged."""
+        found = self._exchange.dispatch(region, self._rows, source, were_ready=were_ready)
         self._sent.append(found)
         return found
 
@@ -89,22 +89,19 @@ class Pass:
 def ffn(
     routing: ExpertRouting,
     activation: Activation | None,
-    beside: Callable[[], None] | None,
     operands: tuple[torch.Tensor, Layer],
     *,
     is_sent_again: bool,
     keeps_tokens: bool,
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """Run the whole layer. Return the results in the order of tokens, and what backward needs: the arrived tokens if the
-    call keeps them, and the inputs of every group's activation. `beside` is called when tokens are in transit.
+    call keeps them, and the inputs of every group's activation.
     """
     tokens, (ups, down) = operands
     regions = (DISPATCH, AGAIN, COMBINE) if is_sent_again else (DISPATCH, COMBINE)
     work, kept = Pass(routing, RowFormat.of(tokens), regions), list[torch.Tensor]()
-    dispatch = work.dispatch(DISPATCH, tokens)
+    dispatch = work.dispatch(DISPATCH, tokens, were_ready=True)
     combine = work.combine()
-    if beside is not None:
-        beside()
     for group, experts in zip(routing.layout.groups, routing.groups, strict=True):
         rows = dispatch.group(group.number)
         inputs = [_linear(up, rows, group.experts, experts) for up in ups]

@@ -5,7 +5,7 @@ or by the library's all-to-all, in how many pieces, and whether the symmetric me
 that memory, all ranks run this call by the library.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import NamedTuple, NoReturn, TypeAlias, final
 
@@ -125,9 +125,9 @@ class Called(NamedTuple):
         return f"{self.operator} of experts {self.sizes} {str(self.tokens.dtype).removeprefix('torch.')}{named}{kept}"
 
 
-def route(runtime: Runtime, call: Called) -> ExpertRouting:
-    """Exchange the counts of a call with the other ranks. Raises `OperatorError` on every rank if those of one do not
-    add up, or if ranks disagree.
+def route(runtime: Runtime, call: Called, beside: Callable[[], None]) -> ExpertRouting:
+    """Exchange the counts of a call with the other ranks; `beside` is called before the host waits for them. Raises
+    `OperatorError` on every rank if those of one do not add up, or if ranks disagree.
     """
     refuse_in_capture(f"{call.operator}, whose host waits for counts of rows,", runtime.device)
     require_experts_schedule(call.schedule)
@@ -143,7 +143,7 @@ def route(runtime: Runtime, call: Called) -> ExpertRouting:
     experts.agree(call.words())
     counts = counts.to(call.tokens.device, torch.int64)
     row = torch.constant_pad_nd(counts, (0, 1), call.tokens.shape[0])  # one operator where filling a tensor takes five
-    on_host, on_device = (experts.copies or experts.library).gather(row)
+    on_host, on_device = (experts.copies or experts.library).gather(row, beside)
     return _routing(runtime, call, on_host.numpy().copy(), on_device)  # the next call reuses the host's memory
 
 

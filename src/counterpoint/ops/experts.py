@@ -54,11 +54,12 @@ def expert_ffn(
     With `is_fp8` the matmuls of the forward pass round their bf16 operands to fp8 (e4m3); each token and each output
     feature of a weight has its own scale. Gradients are computed in bf16, as if nothing had been rounded.
 
-    `beside` is called once, in forward, as soon as tokens are in transit: its computation on the current stream hides
-    them, and has its own gradients. With `keeps_tokens` a rank keeps the tokens that its experts got, for the gradients of
-    w1 and w3; otherwise they are sent again in backward. Without a `schedule`, `expert_choice.py` decides whether rows go
-    by copies and in how many pieces. All ranks call it together, with the same sizes of experts and the same options. The
-    host waits for the counts, in forward only. The same tensors must need gradients on all ranks. Raises `OperatorError`.
+    `beside` is called once, in forward, before the host waits for the counts: its computation on the current stream hides
+    that wait and the tokens in transit, and has its own gradients. With `keeps_tokens` a rank keeps the tokens that its
+    experts got, for the gradients of w1 and w3; otherwise they are sent again in backward. Without a `schedule`,
+    `expert_choice.py` decides whether rows go by copies and in how many pieces. All ranks call it together, with the same
+    sizes of experts and the same options. The host waits for the counts, in forward only. The same tensors must need
+    gradients on all ranks. Raises `OperatorError`.
     """
     weights = [w1, w2] if w3 is None else [w1, w2, w3]
     runtime = _runtime_for("expert_ffn", tokens, weights, group)

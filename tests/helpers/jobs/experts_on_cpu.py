@@ -27,7 +27,7 @@ from counterpoint.schedule.checks import check_schedule
 from counterpoint.schedule.expert_choice import expert_description
 from counterpoint.schedule.expert_schedules import ExpertProblem, make_expert_schedule
 from counterpoint.schedule.routing import Routing
-from helpers.experts_definition import DIM, HIDDEN, Experts, compare, silu
+from helpers.experts_definition import DIM, HIDDEN, Experts, check_fp8, compare, silu
 from helpers.gloo_sections import report, run_sections
 
 D = ScheduleDescription
@@ -217,33 +217,8 @@ def planned(experts: Experts, operation: ExpertOperation, direction: Pass, descr
 
 def in_fp8() -> None:
     """Forward, operands are rounded to fp8 by row and output feature; the same bits as sequential; gradients are there."""
-    experts = Experts(random.Random(11), torch.bfloat16, kind="random", num_local=2, scale=16)
-    counts, found = experts.counts[experts.rank], []
-    for schedule in (SEQUENTIAL, COPIES):
-        (tokens, (w1, w2, w3)), (b1, b2, b3) = experts.own(), experts.own_biases()
-        options = {"biases": (b1, b2, b3), "is_fp8": True, "schedule": schedule}
-        result = ops.expert_ffn(tokens, counts, w1, w2, w3, **options)
-        result.backward(experts.gradients[experts.rank])
-        found.append([result.detach(), *(each.grad for each in (tokens, w1, w2, w3, b1, b2, b3))])
-    assert all(map(torch.equal, *found))
-    part = slice(2 * experts.rank, 2 * experts.rank + 2)
-    rows = [experts.tokens[experts.rank].split(counts)[expert] for expert in range(*part.indices(len(counts)))]
-    own = sum(counts[: part.start])
-    for expert, x in enumerate(rows, part.start):  # its own tokens for its own experts, from nothing but the definition
-        (u1, u2, u3), (c1, c2, c3) = ([each[expert] for each in kind] for kind in (experts.weights, experts.biases))
-        first, second = (rounded(x) @ rounded(u).T for u in (u1, u3))
-        hidden = silu(first.bfloat16() + c1) * (second.bfloat16() + c3)
-        wanted = (rounded(hidden) @ rounded(u2).T).bfloat16() + c2
-        compare([found[0][0][own : own + len(x)]], [wanted], 0.02)
-        own += len(x)
-    compare(found[0], experts.expected(has_biases=True), 0.15)
+    check_fp8(Experts(random.Random(11), torch.bfloat16, kind="random", num_local=2, scale=16), (SEQUENTIAL, COPIES))
     report("in fp8")
-
-
-def rounded(values: torch.Tensor) -> torch.Tensor:
-    """Each row as fp8 holds it when its largest number is 448."""
-    scale = values.float().abs().amax(1, keepdim=True) / 448
-    return (values.float() / scale).to(torch.float8_e4m3fn).float() * scale
 
 
 class Sent:
@@ -259,9 +234,9 @@ class Sent:
     def _count(self, exchange: type, name: str, kind: str) -> None:
         method = getattr(exchange, name)
 
-        def call(*arguments: object) -> object:
+        def call(*arguments: object, **named: object) -> object:
             self._found[kind] += 1
-            return method(*arguments)
+            return method(*arguments, **named)
 
         setattr(exchange, name, call)
 

@@ -18,12 +18,13 @@ import torch.distributed as dist
 from counterpoint import ops
 from counterpoint.cuda.ranks import run_and_leave
 from counterpoint.errors import CounterpointError
+from counterpoint.ops.grouped_matmul import GROUPED_CAPABILITIES
 from counterpoint.ops.operator_call import calls_of
 from counterpoint.ops.runtime import all_runtimes
 from counterpoint.schedule import SEQUENTIAL, ScheduleDescription
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a job is run as a script: tests are not on the path
-from helpers.experts_definition import Experts, compare
+from helpers.experts_definition import Experts, check_fp8, compare
 
 D = ScheduleDescription
 COPIES = D(pattern="all_peers", along="experts")
@@ -78,6 +79,17 @@ def other_types() -> None:
         experts = Experts(random.Random(14), dtype, kind="random", num_local=3, scale=16)
         compare(experts.found(COPIES), experts.expected(), tolerance)
     report("other types")
+
+
+def biases_and_fp8() -> None:
+    """Biases on top of grouped matmuls, and forward in fp8 where the GPU multiplies it."""
+    chance = random.Random(20)
+    for schedule in (SEQUENTIAL, *SCHEDULES[1:]):
+        experts = Experts(chance, torch.bfloat16, kind="random", num_local=3, scale=SCALE)
+        compare(experts.found(schedule, has_biases=True), experts.expected(has_biases=True), ROUNDINGS)
+    if torch.cuda.get_device_capability() in GROUPED_CAPABILITIES:
+        check_fp8(Experts(chance, torch.bfloat16, kind="random", num_local=2, scale=16), (SEQUENTIAL, COPIES))
+    report("biases and fp8")
 
 
 def no_memory() -> None:
