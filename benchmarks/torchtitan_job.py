@@ -194,8 +194,9 @@ def main() -> None:
     options, others = parse()
     folder = Path(tempfile.mkdtemp(prefix="words"))
     random_words(folder)
-    sys.path.insert(0, str(options.torchtitan))
-    os.chdir(options.torchtitan)
+    sources = options.torchtitan.resolve()
+    sys.path.insert(0, str(sources))
+    os.chdir(sources)
     sys.argv = sys.argv[:1]  # torchtitan reads it when it is imported
     make_known()
     while options.wait_for is not None and not options.wait_for.exists():

@@ -91,6 +91,9 @@ def make_optimizer(job: str, model: nn.Module, learning_rate: float = 1e-3) -> t
 
 def print_last_half(times_ms: list[float], of_what: str = "times ten steps") -> None:
     """The line that `benchmarks.supervised_jobs` reads: the median of the second half, and its quartiles."""
+    if not times_ms:
+        print("too few steps to time any; give more", flush=True)
+        return
     half = times_ms[len(times_ms) // 2 :]
     low, median, high = statistics.quantiles(half, n=4, method="inclusive") if len(half) > 1 else half * 3
     print(f"last half: {median:.3f} ms per step, quartiles {low:.3f} to {high:.3f}, {len(half)} {of_what}", flush=True)
