@@ -171,7 +171,7 @@ def test_many_blocks_are_one_request_and_single_copies_where_the_driver_refuses(
     for _ in range(2):
         for count in (1, 6):
             first = np.arange(count) * 32
-            moved.copy(module.Blocks(first + target.data_ptr(), first + source.data_ptr(), np.full(count, 24)), 5)
+            moved.copy(module.BlockAddresses(first + target.data_ptr(), first + source.data_ptr(), np.full(count, 24)), 5)
     assert torch.equal(target, torch.where(source % 4 == 3, 0, source))
     assert asked == [(6, 1, 5)] * (1 if status else 2)
     assert len(single) == (2 + 2 * 6 if status else 2)

@@ -19,7 +19,7 @@ POINTER, SIZE = ctypes.c_void_p, ctypes.c_size_t
 ARGUMENTS = (POINTER, POINTER, POINTER, SIZE, POINTER, POINTER, SIZE, POINTER)
 
 
-class Blocks(NamedTuple):
+class BlockAddresses(NamedTuple):
     """Blocks by address in target and source and by number of bytes; contiguous arrays of 64-bit integers."""
 
     targets: Counts
@@ -39,7 +39,7 @@ class BlockCopies:
         self._attributes.flags = int(cu.CUmemcpyFlags.CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE)
         self._first = SIZE(0)  # the block from which on the attributes apply
 
-    def copy(self, blocks: Blocks, stream: Handle) -> None:
+    def copy(self, blocks: BlockAddresses, stream: Handle) -> None:
         """Copy the blocks after the stream's work, in any order among each other."""
         count = len(blocks.num_bytes)
         if count >= LEAST_BATCH and self._request is not None:

@@ -19,7 +19,7 @@ from cuda.bindings import driver as cu
 from counterpoint.cuda.driver import check
 from counterpoint.errors import OperatorError
 from counterpoint.ops.agreement import Agreement
-from counterpoint.ops.block_copies import BlockCopies, Blocks
+from counterpoint.ops.block_copies import BlockAddresses, BlockCopies
 from counterpoint.ops.call_order import NO_TIMING, CallOrder
 from counterpoint.ops.copy_lane import copy_bytes
 from counterpoint.ops.expert_exchange import AbstractCombine, AbstractDispatch, AbstractExpertExchange, ExpertRegion, Rows
@@ -236,7 +236,7 @@ class Outbox:
             self._used[name] = None
         target, source = exchange.address(self.region, peer), self._sources[-1].data_ptr()
         first, placed, num_rows = blocks
-        copied = Blocks(placed * size + target, first * size + source, num_rows * size)
+        copied = BlockAddresses(placed * size + target, first * size + source, num_rows * size)
         exchange.blocks.copy(copied, handle)
         exchange.signals.raise_to(arrived_flag(self.region, number), (peer,), handle)
         self.num_bytes += int(copied.num_bytes.sum())
