@@ -5,9 +5,10 @@ torchrun --nproc-per-node 2 -m benchmarks.expert_layers -o experts.json
 Of each layer and routing two operations: dispatch + grouped matmul (gate and up in one), and grouped matmul + combine. Every
 variant exchanges the counts and waits for them on the host, as a job does. Variants:
 `permuted`: NCCL's all-to-all, rows sorted by expert, one grouped matmul, as torchtitan does, with indices made beforehand.
-`library`: ours where it takes NCCL. `copies N`: ours with each rank's experts in N groups. Parts alone: `matmul`, `nccl`
-and `engines` (the rows, by NCCL and by copy engines). The ideal is the larger of the matmul and the faster way. `pick`
-says which of ours is picked without a schedule. The layer, forward and backward, is timed for some.
+`library`: ours where it takes NCCL. `copies N`: ours with each rank's experts in N groups; with one, a kernel may send the
+tokens, and `by engines` is the same without that kernel. Parts alone: `matmul`, `nccl` and `engines` (the rows,
+by NCCL and by copy engines). The ideal is the larger of the matmul and the faster way. `pick` says which of ours is picked
+without a schedule. The layer, forward and backward, is timed for some.
 """
 
 import argparse
@@ -24,6 +25,7 @@ from benchmarks.expert_shapes import MODELS, ROUTINGS, TOKENS, ExpertShape, coun
 from benchmarks.on_gpus import join, log, run_and_leave, save
 from benchmarks.ops_timing import time_interleaved
 from counterpoint import ops
+from counterpoint.ops.expert_copies import ExpertCopies
 from counterpoint.ops.expert_exchange import ExpertRegion, RowFormat
 from counterpoint.ops.expert_passes import Pass
 from counterpoint.ops.expert_routing import pick_pieces
@@ -123,7 +125,22 @@ class _AllToAll(torch.autograd.Function):
 
 def variants(run: Callable[[ScheduleDescription], Call]) -> dict[str, Call]:
     """Ours by every schedule."""
-    return {"library": run(SEQUENTIAL), **{f"copies {number}": run(_cut(number)) for number in PIECES}}
+    copies = {f"copies {number}": run(_cut(number)) for number in PIECES}
+    return {"library": run(SEQUENTIAL), **copies, "by engines": without_kernel(run(_cut(1)))}
+
+
+def without_kernel(call: Call) -> Call:
+    """The same, sent by copy engines alone."""
+
+    def once() -> None:
+        has_kernel = ExpertCopies.has_kernel
+        ExpertCopies.has_kernel = lambda *_: False
+        try:
+            call()
+        finally:
+            ExpertCopies.has_kernel = has_kernel
+
+    return once
 
 
 def dispatch_calls(layer: Layer) -> dict[str, Call]:

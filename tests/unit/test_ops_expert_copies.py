@@ -4,6 +4,7 @@ comes back, and every flag is at rest after a call. GPUs run them in tests/multi
 import ctypes
 import importlib
 import sys
+from collections import namedtuple
 from collections.abc import Iterator
 from contextlib import nullcontext
 from types import ModuleType
@@ -52,6 +53,7 @@ class Exchange:
     def __init__(self, group: Group, rank: int) -> None:
         self._group, self._rank = group, rank
         self.signals = self.blocks = self
+        self.addresses = [torch.tensor([each[region].data_ptr() for each in group.memory]) for region in range(3)]
 
     def take(self, number: int, peers: tuple[int, ...], _stream: object) -> None:
         for peer in peers:
@@ -78,8 +80,20 @@ class Exchange:
 
     def current(self) -> None: ...
     def copy_stream(self, _name: str) -> None: ...
+    def torch_stream(self, _name: str) -> None: ...
     def join(self, _names: object) -> None: ...
     def mark(self) -> None: ...
+
+
+def send_rows(sending: Any, _gathered: object, layout: Any, ends: Any) -> None:
+    """What the kernel of that name does, block by block."""
+    size, rank = WIDTH * sending.rows.itemsize, layout.rank
+    for peer in range(layout.num_ranks):
+        target = sending.own.data_ptr() if peer == rank else int(sending.addresses[peer])
+        for sent, placed, num_rows in layout.blocks(rank, peer, 0):
+            ctypes.memmove(target + placed * size, sending.rows.data_ptr() + sent * size, num_rows * size)
+    if ends is not None:
+        ends.copy_(torch.from_numpy(layout.counts[:, rank].sum(0).cumsum()))
 
 
 def outbox_of(copies: Any, exchange: Exchange, rows: Any, tokens: Any, *, were_ready: bool = False) -> Any:
@@ -100,9 +114,16 @@ def test_rows_that_were_ready_before_the_counts_do_not_wait_for_what_was_issued_
     assert copies.cu.cuEventRecord.called != were_ready
 
 
-@pytest.mark.parametrize("num_groups", [1, 3])
+@pytest.mark.parametrize(("num_groups", "by_kernel"), [(1, ()), (3, ()), (1, (0, 1, 2)), (1, (1,))])
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
-def test_rows_reach_their_experts_and_come_back_and_flags_are_at_rest(copies: Any, num_ranks: int, num_groups: int) -> None:
+def test_rows_reach_their_experts_and_come_back_and_flags_are_at_rest(
+    copies: Any, monkeypatch: pytest.MonkeyPatch, num_ranks: int, num_groups: int, by_kernel: tuple[int, ...]
+) -> None:
+    """`by_kernel`: the ranks whose tokens a kernel sends; peers do not see the difference."""
+    kernels = ModuleType("counterpoint.ops.expert_kernels")
+    kernels.Sending, kernels.send_rows = namedtuple("Sending", "rows own addresses"), send_rows  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, kernels.__name__, kernels)
+    monkeypatch.setattr(torch.cuda, "stream", nullcontext)
     exchanges = importlib.import_module("counterpoint.ops.expert_exchange")
     layouts = importlib.import_module("counterpoint.schedule.expert_layout")
     num_experts = 3
@@ -116,8 +137,10 @@ def test_rows_reach_their_experts_and_come_back_and_flags_are_at_rest(copies: An
         ranks.append((Exchange(group, rank), rows, torch.randn(layout.num_tokens, WIDTH)))
     for _ in range(2):  # the second call finds the flags as the first one did
         sent = [
-            copies.CopyDispatch(exchange, rows, outbox_of(copies, exchange, rows, tokens), tokens)
-            for exchange, rows, tokens in ranks
+            (copies.KernelDispatch if rank in by_kernel else copies.CopyDispatch)(
+                exchange, rows, outbox_of(copies, exchange, rows, tokens), tokens
+            )
+            for rank, (exchange, rows, tokens) in enumerate(ranks)
         ]
         arrived = [
             [each.group(part.number).clone() for part in rows.layout.groups]
@@ -126,6 +149,9 @@ def test_rows_reach_their_experts_and_come_back_and_flags_are_at_rest(copies: An
         for each in sent:
             each.release()
             each.join()
+        for rank, (_, rows, _) in enumerate(ranks):
+            assert ("ends" in rows.sorting.__dict__) == (rank in by_kernel)
+            assert sent[rank].num_sent_bytes == (rows.layout.num_tokens - rows.layout.num_own) * rows.format.num_bytes
         for destination, (_, rows, _) in enumerate(ranks):
             computed = torch.cat(arrived[destination])
             for source, (_, _, tokens) in enumerate(ranks):
@@ -141,6 +167,32 @@ def test_rows_reach_their_experts_and_come_back_and_flags_are_at_rest(copies: An
             assert torch.equal(each.results(), 2 * tokens)
             each.join()
         assert (group.flags == np.array(copies.RESTING)[None, :, None]).all()
+
+
+EVEN = [[2, 2], [2, 2]]
+
+
+@pytest.mark.parametrize(
+    ("case", "by_kernel"),
+    [
+        ((EVEN, 1, WIDTH), True),
+        ((EVEN, 2, WIDTH), False),
+        ((EVEN, 1, WIDTH + 1), False),
+        (([[0, 1], [5, 0]], 1, WIDTH), False),
+    ],
+    ids=["one group", "two groups", "rows of no whole vectors", "most rows for one expert"],
+)
+def test_a_kernel_sends_whole_vectors_that_travel_in_one_piece_to_many_experts(
+    copies: Any, monkeypatch: pytest.MonkeyPatch, case: tuple[list[list[int]], int, int], by_kernel: bool
+) -> None:
+    exchanges = importlib.import_module("counterpoint.ops.expert_exchange")
+    layouts = importlib.import_module("counterpoint.schedule.expert_layout")
+    monkeypatch.setattr(copies, "has_triton", lambda: True)
+    counts, num_groups, width = case
+    layout = layouts.ExpertLayout(np.array([counts, counts]), 0, num_groups)
+    rows = exchanges.Rows(layout, exchanges.RowFormat(width, torch.float32, torch.device("cpu")), None)
+    assert copies.ExpertCopies.has_kernel(MagicMock(addresses={0: None}), rows) == by_kernel
+    assert not copies.ExpertCopies.has_kernel(MagicMock(addresses={}), rows), "there is no memory yet"
 
 
 BATCH = ctypes.CFUNCTYPE(

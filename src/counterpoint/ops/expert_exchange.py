@@ -130,11 +130,12 @@ class AbstractExpertExchange(ABC):
 
     @abstractmethod
     def dispatch(
-        self, region: ExpertRegion, rows: Rows, source: torch.Tensor, *, were_ready: bool = False
+        self, region: ExpertRegion, rows: Rows, source: torch.Tensor, *, were_ready: bool = False, is_alone: bool = False
     ) -> AbstractDispatch:
         """Send this rank's rows, which are contiguous and in the order of its tokens, within the current call.
 
         `were_ready`: they were ready before the last `gather`, so that they need not wait for what was issued beside it.
+        `is_alone`: with one group of experts, no matmul of the call and no other rows of it are under way meanwhile.
         """
 
     @abstractmethod

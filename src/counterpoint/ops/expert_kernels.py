@@ -1,4 +1,4 @@
-"""Triton kernels for experts: silu(first) * second and its gradients, and the places and the placement of rows.
+"""Triton kernels for experts: silu(first) * second and its gradients, and the places, the placement and the sending of rows.
 
 They read and write every number once, whereas torch's own operators make five passes over the matrices forward and
 fourteen backward, and place rows element by element. Intermediate results are rounded as in torch. They need Triton,
@@ -6,6 +6,7 @@ which comes with torch for GPUs.
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import triton
@@ -15,7 +16,10 @@ from counterpoint.schedule.expert_layout import ExpertLayout
 
 BLOCK = 2048
 ROW_BLOCK = 1024
+SENT_BLOCK = 8192  # most numbers of a row that a CTA has in flight; chosen, not measured
+SENDING_CTAS = 8192  # about how many are launched; those without rows end at once
 NUM_WARPS = 8
+VECTOR_BYTES = 16  # what a thread reads and writes at once
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -124,3 +128,81 @@ def find_places(gathered: torch.Tensor, layout: ExpertLayout) -> tuple[torch.Ten
         block=ROW_BLOCK,
     )
     return *places.split([layout.num_rows, layout.num_rows, layout.num_own]), ends
+
+
+@triton.jit(do_not_specialize=["stride", "rank"])  # type: ignore[untyped-decorator]
+def send_rows_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0917  what a kernel is launched with
+    rows,
+    own,
+    addresses,
+    counts,
+    ends,
+    stride,
+    rank,
+    num_ranks,
+    num_experts,
+    number,
+    has_ends: tl.constexpr,
+    size: tl.constexpr,
+    block: tl.constexpr,
+    vector: tl.constexpr,
+):
+    """One block of rows, for an expert of a rank: every num_programs(1)-th of them to its place there."""
+    at = tl.program_id(0)
+    peer, expert = at // num_experts, at % num_experts
+    num_rows = tl.load(counts + rank * stride + at).to(tl.int32)
+    is_ending = has_ends & (peer == rank) & (tl.program_id(1) == 0)
+    if (tl.program_id(1) < num_rows) | is_ending:
+        lanes = tl.arange(0, size)
+        inside = lanes < num_ranks * num_experts
+        sources, experts = lanes // num_experts, lanes % num_experts
+        here = tl.load(counts + rank * stride + lanes, mask=inside, other=0)
+        there = tl.load(counts + sources * stride + peer * num_experts + experts, mask=inside, other=0)
+        sent = tl.sum(tl.where(lanes < at, here, 0), 0)
+        placed = tl.sum(tl.where((experts < expert) | ((experts == expert) & (sources < rank)), there, 0), 0)
+        if is_ending:
+            tl.store(ends + expert, tl.sum(tl.where(experts <= expert, there, 0), 0).to(tl.int32))
+        target = own
+        if peer != rank:  # as whole vectors from `own` on, so that the compiler knows that it is aligned
+            target += (tl.load(addresses + peer) - own.to(tl.int64)) // (vector * own.dtype.element_ty.itemsize) * vector
+        for row in range(tl.program_id(1), num_rows, tl.num_programs(1)):
+            for start in range(0, number, block):
+                place = start + tl.arange(0, block)
+                held = tl.load(rows + (sent + row) * number + place, mask=place < number)
+                tl.store(target + (placed + row) * number + place, held, mask=place < number)
+
+
+class Sending(NamedTuple):
+    """Rows that one kernel sends: contiguous `rows`, this rank's `own` memory for those that stay, and the addresses of the
+    other ranks' memory, by rank. Memory begins at multiples of `VECTOR_BYTES`, and rows are as many bytes.
+    """
+
+    rows: torch.Tensor
+    own: torch.Tensor
+    addresses: torch.Tensor
+
+
+def send_rows(sending: Sending, gathered: torch.Tensor, layout: ExpertLayout, ends: torch.Tensor | None = None) -> None:
+    """Send this rank's tokens to their experts' places, as `ExpertLayout` has them.
+
+    `gathered[source, expert]` are the counts on the device. `ends` (int32), if given, is set to `Places.ends`.
+    """
+    rows, width = sending.rows, sending.rows.shape[1]
+    counts = layout.counts[layout.rank]
+    grid = counts.size, min(max(1, int(counts.max())), max(1, SENDING_CTAS // counts.size))
+    send_rows_kernel[grid](
+        rows,
+        sending.own,
+        sending.addresses,
+        gathered,
+        gathered if ends is None else ends,
+        gathered.stride(0),
+        layout.rank,
+        *counts.shape,
+        width,
+        has_ends=ends is not None,
+        size=triton.next_power_of_2(counts.size),
+        block=min(SENT_BLOCK, triton.next_power_of_2(width)),
+        vector=VECTOR_BYTES // rows.itemsize,
+        num_warps=NUM_WARPS,
+    )

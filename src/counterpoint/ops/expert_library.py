@@ -47,7 +47,7 @@ class ExpertLibrary(AbstractExpertExchange):
         """See `AbstractExpertExchange.begin`."""
 
     def dispatch(
-        self, region: ExpertRegion, rows: Rows, source: torch.Tensor, *, were_ready: bool = False
+        self, region: ExpertRegion, rows: Rows, source: torch.Tensor, *, were_ready: bool = False, is_alone: bool = False
     ) -> AbstractDispatch:
         """See `AbstractExpertExchange.dispatch`."""
         layout = rows.layout

@@ -48,7 +48,7 @@ class ExpertMessages(AbstractExpertExchange):
         """See `AbstractExpertExchange.begin`."""
 
     def dispatch(
-        self, region: ExpertRegion, rows: Rows, source: torch.Tensor, *, were_ready: bool = False
+        self, region: ExpertRegion, rows: Rows, source: torch.Tensor, *, were_ready: bool = False, is_alone: bool = False
     ) -> AbstractDispatch:
         """See `AbstractExpertExchange.dispatch`."""
         landed = self._sizes.view(self._memory, region, rows.format, rows.layout.num_rows)

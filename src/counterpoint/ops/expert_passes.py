@@ -66,9 +66,13 @@ class Pass:
         self._sent: list[AbstractDispatch | AbstractCombine] = []
         self._exchange.begin()
 
-    def dispatch(self, region: ExpertRegion, source: torch.Tensor, *, were_ready: bool = False) -> AbstractDispatch:
-        """Send this rank's rows to their experts. `were_ready`: since before the counts were exchanged."""
-        found = self._exchange.dispatch(region, self._rows, source, were_ready=were_ready)
+    def dispatch(
+        self, region: ExpertRegion, source: torch.Tensor, *, were_ready: bool = False, is_alone: bool = False
+    ) -> AbstractDispatch:
+        """Send this rank's rows to their experts. `were_ready`: since before the counts were exchanged; `is_alone`: see
+        `AbstractExpertExchange.dispatch`.
+        """
+        found = self._exchange.dispatch(region, self._rows, source, were_ready=were_ready, is_alone=is_alone)
         self._sent.append(found)
         return found
 
@@ -100,7 +104,7 @@ def ffn(
     tokens, (ups, down) = operands
     regions = (DISPATCH, AGAIN, COMBINE) if is_sent_again else (DISPATCH, COMBINE)
     work, kept = Pass(routing, RowFormat.of(tokens), regions), list[torch.Tensor]()
-    dispatch = work.dispatch(DISPATCH, tokens, were_ready=True)
+    dispatch = work.dispatch(DISPATCH, tokens, were_ready=True, is_alone=True)
     combine = work.combine()
     for group, experts in zip(routing.layout.groups, routing.groups, strict=True):
         rows = dispatch.group(group.number)
@@ -187,7 +191,7 @@ def dispatch_multiply(
     tokens if the call keeps them.
     """
     work = Pass(routing, RowFormat.of(tokens), (DISPATCH, COMBINE))
-    dispatch = work.dispatch(DISPATCH, tokens)
+    dispatch = work.dispatch(DISPATCH, tokens, is_alone=True)
     products = [
         _linear(linear, dispatch.group(group.number), group.experts, experts)
         for group, experts in zip(routing.layout.groups, routing.groups, strict=True)

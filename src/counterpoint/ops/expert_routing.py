@@ -59,7 +59,7 @@ class ExpertRouting:
     def experts(self) -> ExpertRows:
         """Number of rows of each of this rank's experts."""
         counts = self.counts[:, self.layout.rank].sum(0).tolist()
-        return ExpertRows(tuple(counts), self._sorting.places.ends)
+        return ExpertRows(tuple(counts), self._sorting.ends)
 
     @cached_property
     def groups(self) -> list[ExpertRows]:

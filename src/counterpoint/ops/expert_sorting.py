@@ -36,17 +36,29 @@ class Sorting:
 
     def __init__(self, layout: ExpertLayout, gathered: torch.Tensor) -> None:
         """`gathered[source, expert]`: numbers of rows for the experts of all ranks, on the device of the rows."""
-        self._layout, self._gathered = layout, gathered
+        self._layout, self.gathered = layout, gathered
+
+    @cached_property
+    def ends(self) -> torch.Tensor:
+        """`Places.ends`; a kernel that sends tokens finds them, too, and sets them here."""
+        return self.places.ends
+
+    def new_ends(self) -> torch.Tensor | None:
+        """Return memory for `ends`, which whoever asks fills; None if they are there."""
+        if "ends" in self.__dict__:
+            return None
+        self.ends = torch.empty(self._layout.num_experts, dtype=torch.int32, device=self.gathered.device)
+        return self.ends
 
     @cached_property
     def places(self) -> Places:
         """All of them."""
-        if self._gathered.is_cuda and has_triton():
+        if self.gathered.is_cuda and has_triton():
             from counterpoint.ops.expert_kernels import find_places  # noqa: PLC0415  needs Triton
 
-            return Places(*find_places(self._gathered, self._layout))
+            return Places(*find_places(self.gathered, self._layout))
         counts = self._layout.counts[:, self._layout.rank]
-        found = (torch.from_numpy(each).to(self._gathered.device) for each in places_on_host(counts, self._layout.rank))
+        found = (torch.from_numpy(each).to(self.gathered.device) for each in places_on_host(counts, self._layout.rank))
         return Places(*found)
 
 

@@ -46,7 +46,7 @@ class ExpertLayout:
         """`pairs`: the result of `pair_rows` for the counts, if it is known."""
         self.counts, self.rank = counts, rank
         self.num_ranks, _, self.num_experts = counts.shape
-        self._num_groups = num_groups
+        self.num_groups = num_groups
         self.pairs = pairs or pair_rows(counts)
         self.sent_rows = self.pairs[rank]  # by receiver
         self.received_rows = [row[rank] for row in self.pairs]  # by source
@@ -85,14 +85,14 @@ class ExpertLayout:
     @cached_property
     def bounds(self) -> list[list[tuple[int, int]]]:
         """Return, by rank, the experts of each of its groups."""
-        if self._num_groups == 1:
+        if self.num_groups == 1:
             return [[(0, self.num_experts)]] * self.num_ranks
         return [self._bounds(destination) for destination in range(self.num_ranks)]
 
     @cached_property
     def groups(self) -> list[ExpertRange]:
         """Return this rank's groups."""
-        if self._num_groups == 1:
+        if self.num_groups == 1:
             return [ExpertRange(0, slice(0, self.num_experts), slice(0, self.num_rows))]
         return [
             ExpertRange(number, slice(first, last), slice(self._start(first), int(self._ends[self.rank, last - 1])))
@@ -104,7 +104,7 @@ class ExpertLayout:
         ends = self._ends[destination]
         if not ends[-1]:
             return [(0, self.num_experts)]
-        parts = np.arange(1, self._num_groups) * ends[-1] // self._num_groups
+        parts = np.arange(1, self.num_groups) * ends[-1] // self.num_groups
         edges = [0, *(np.searchsorted(ends, parts, side="left") + 1).tolist(), self.num_experts]
         return [
             (first, last)
@@ -121,7 +121,7 @@ class ExpertLayout:
 
     def sent(self, source: int, destination: int, number: int) -> slice:
         """Return the rows of a source's tokens that go to a group of a destination's experts."""
-        if self._num_groups == 1:
+        if self.num_groups == 1:
             start = sum(self.pairs[source][:destination])
             return slice(start, start + self.pairs[source][destination])
         return self._run(source, destination, *self.bounds[destination][number])
@@ -152,7 +152,7 @@ class ExpertLayout:
 
     def has_rows(self, source: int, destination: int, number: int) -> bool:
         """Return whether a source has rows for a group of a destination's experts."""
-        if self._num_groups == 1:
+        if self.num_groups == 1:
             return self.pairs[source][destination] > 0
         return bool(self.counts[source, destination, slice(*self.bounds[destination][number])].any())
 
