@@ -1,11 +1,15 @@
-"""The clock under the power limit, against what an H200 did under load."""
+"""The clock under the power limit, against what an H200 and an H100 did under load; and how it is fitted."""
 
 import msgspec
 import pytest
 
+from counterpoint.machine import Machine, load_machine
+from counterpoint.measurement.points import Point
 from counterpoint.plan import LEAVE_IT
 from counterpoint.sim import Simulator
 from counterpoint.sim.calibration import load_calibration
+from counterpoint.sim.calibration_fit import Points
+from counterpoint.sim.calibration_power import fit_power
 from counterpoint.step import Footprint, Kernel, Step
 from helpers.toy_steps import H200
 
@@ -13,6 +17,7 @@ CUBLAS = Footprint(num_ctas=132, threads_per_cta=384, registers_per_thread=168, 
 LIGHT = Footprint(num_ctas=131_072, threads_per_cta=128, registers_per_thread=32)
 # cuBLAS bf16 8192^3 in a burst, and PyTorch's elementwise kernel on 512 MiB, in microseconds
 BURST_US, STREAMING_US = 1372.0, 254.4
+H100 = load_machine("h100")
 
 
 def matmul(lone_us: float = BURST_US) -> Kernel:
@@ -27,8 +32,13 @@ def step(*operations: Kernel, **fields: bool) -> Step:
     return Step(name="load", num_ranks=1, operations=operations, **({"is_timed_in_bursts": True} | fields))  # type: ignore[arg-type]
 
 
-def end_us(found: Step, simulator: Simulator | None = None) -> float:
-    return (simulator or Simulator()).run(found, H200, LEAVE_IT).intervals[-1].end_us
+def end_us(found: Step, simulator: Simulator | None = None, machine: Machine = H200) -> float:
+    return (simulator or Simulator()).run(found, machine, LEAVE_IT).intervals[-1].end_us
+
+
+def points_of_load() -> list[Point]:
+    """What the H100's own file has of kernels that run on and on."""
+    return list(load_calibration(H100).probes["load"].points)
 
 
 def test_matmuls_that_run_on_take_what_they_took_under_load() -> None:
@@ -68,3 +78,28 @@ def test_plans_that_take_turns_share_a_clock_between_those_of_each() -> None:
     own = simulator.clock_of_turns(hot, H200, [LEAVE_IT])
     assert own == pytest.approx(1 / 1.183, abs=0.01)
     assert simulator.clock_of_turns(hot, H200, [LEAVE_IT, LEAVE_IT]) == pytest.approx(own)
+
+
+def test_an_h100_takes_its_own_time_under_load() -> None:
+    # measured: 1,395.0 us each in a burst, 1,546.4 without pauses (2026-11-25)
+    assert end_us(step(*[matmul(1395.0)] * 10), machine=H100) / 10 == pytest.approx(1546.4, rel=0.01)
+
+
+def test_figures_of_power_follow_from_points_of_load() -> None:
+    found, stored = fit_power(Points(points_of_load()), 700.0), load_calibration(H100).power
+    assert {name for name, each in stored.items() if each.status == "measured"} == set(found)
+    for name, each in found.items():
+        assert stored[name].value == pytest.approx(each.value, rel=1e-3), name
+    idle, burst = found["idle_w"].value, found["library_matmul_w"].value
+    assert idle + 0.25 * burst == pytest.approx(
+        334.8, rel=0.01
+    )  # watts, measured with pauses for three quarters of the time
+    assert burst * (1395.0 / 1546.4) ** found["exponent"].value == pytest.approx(700.0 - idle, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("left_out", "limit_w"),
+    [("pauses", 700.0), ("matmul bf16", 700.0), ("matmul bf16, 25% of the time", 700.0), ("", 1200.0)],
+)
+def test_a_limit_that_does_not_act_or_was_not_measured_gives_no_figures(left_out: str, limit_w: float) -> None:
+    assert not fit_power(Points(each for each in points_of_load() if each.at["load"] != left_out), limit_w)

@@ -80,6 +80,7 @@ def _calibrate(output: Path | None, again: bool, only: tuple[str, ...]) -> None:
     from counterpoint.cuda.device_query import query_devices  # noqa: PLC0415
     from counterpoint.cuda.probes.runner import run_probes  # noqa: PLC0415
     from counterpoint.cuda.probing import shipped_machine  # noqa: PLC0415
+    from counterpoint.sim.calibration_file import POWER_LIMIT  # noqa: PLC0415
 
     queried = query_devices()[0]
     machine = shipped_machine(queried)
@@ -87,7 +88,7 @@ def _calibrate(output: Path | None, again: bool, only: tuple[str, ...]) -> None:
     if state is None:
         conditions["state"] = "NVML was not found: nobody looked whether the GPU was throttled or shared"
     else:
-        conditions["power limit"] = f"{state.power_limit_w:.0f} W"
+        conditions[POWER_LIMIT] = f"{state.power_limit_w:.0f} W"
     collected = _Record(machine, queried.device_name, output or Path(f"calibration_{machine.name}.toml"), conditions)
     if rank == 0 and not again:
         collected.go_on()

@@ -35,6 +35,7 @@ from counterpoint.sim.calibration_curves import (
     latency_weight,
 )
 from counterpoint.sim.calibration_fit import Fitted, Points, fit_matmul_fractions, fit_scalars
+from counterpoint.sim.calibration_power import fit_power
 from counterpoint.step import Character
 from counterpoint.value import save_text, write_toml
 
@@ -42,6 +43,7 @@ JOINT = ("latency_per_load", "hbm_bytes_per_wire_byte")  # constants that one fi
 RACE = ("launch_gap_us", "dependency_latency_us")
 WAVES = 4  # waves of the probes' first kernel
 RULE_TOLERANCE = 0.2  # tolerance in waves; if the rule does not hold, the figure is off by half a wave or more
+POWER_LIMIT = "power limit"  # the condition that says the GPU's limit, as "700 W"
 # The rule behind each case of the placement probe: when the second kernel starts, in waves of the first.
 RULES: dict[str, tuple[dict[str, float | str], float, str]] = {
     "leftover_with_room": (
@@ -108,7 +110,9 @@ def derive(
     if here is not None and at_home is not None:
         base = _with_scalars(base, here, at_home, day)
     l2 = fit_l2(points, machine, base)
-    return base if l2 is None else msgspec.structs.replace(base, l2_bytes_per_cycle_per_sm=_constant(l2, day))
+    if l2 is not None:
+        base = msgspec.structs.replace(base, l2_bytes_per_cycle_per_sm=_constant(l2, day))
+    return _with_power(base, points, conditions.get(POWER_LIMIT, ""), day)
 
 
 def renewed(file: Calibration, earlier: Calibration, now: Calibration) -> Calibration:
@@ -199,6 +203,12 @@ def _with_streaming(base: Calibration, points: Points, machine: Machine, day: st
     )
     latency = _constant(found["latency_at_low_load"], day)
     return msgspec.structs.replace(base, characters=base.characters | {"streaming": streaming}, latency_at_low_load=latency)
+
+
+def _with_power(base: Calibration, points: Points, limit: str, day: str) -> Calibration:
+    """Return the constants with the figures of power that points of load tell. `limit` is that condition."""
+    found = fit_power(points, float(limit.removesuffix(" W"))) if limit else {}
+    return msgspec.structs.replace(base, power=base.power | {name: _constant(each, day) for name, each in found.items()})
 
 
 def _constant(found: Fitted, day: str) -> Constant:
