@@ -15,6 +15,7 @@ from counterpoint.sim.calibration_fit import Fitted, Points
 
 LIBRARY, PAUSES = "matmul bf16", "pauses"
 BUSY_SHARES = (0.25, 0.5)  # of the time that the library's matmul runs; the limit does not act on these
+LEAST_SLOWDOWN = 1.01  # of the library's matmul; less cannot be told from noise
 BURST_CLOCK = 1775 / 1980  # of the library's matmuls and of large tiles, relative to an idle GPU; read on an H200
 NOT_SLOWED: dict[PowerFigure, str] = {"fp32_matmul_w": "matmul fp32", "row_wise_w": "softmax", "streaming_w": "streaming"}
 # names of the figures of tiled matmuls, the loads that tell them, and the clock of a burst of these
@@ -84,7 +85,7 @@ def fit_power(points: Points, limit_w: float) -> dict[PowerFigure, Fitted]:
 def _limited(points: Points, limit_w: float) -> Limited | None:
     idle, library = _load(points, PAUSES), _load(points, LIBRARY)
     paused = [_load(points, f"{LIBRARY}, {share:.0%} of the time") for share in BUSY_SHARES]
-    if idle is None or library is None or library.slowdown <= 1 or None in paused:
+    if idle is None or library is None or library.slowdown < LEAST_SLOWDOWN or None in paused:
         return None
     burst_w = statistics.mean(
         (load.watts - idle.watts) / share for load, share in zip(paused, BUSY_SHARES, strict=True) if load is not None
