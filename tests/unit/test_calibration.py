@@ -23,7 +23,7 @@ from counterpoint.sim.calibration import (
     describe_origin,
     load_calibration,
 )
-from counterpoint.sim.calibration_curves import SATURATIONS, fit_saturation
+from counterpoint.sim.calibration_curves import SATURATIONS, fit_saturation, row_wise_fraction
 from counterpoint.sim.calibration_file import broken_rules, derive, save_calibration
 from counterpoint.sim.calibration_fit import Points
 from counterpoint.sim.costs import wire_bytes
@@ -125,6 +125,15 @@ def test_what_saturates_an_sm_follows_from_kernels_at_each_residency(character: 
     assert found is not None
     assert math.isclose(found.value, getattr(shipped.characters[character], SATURATIONS[character][0]), rel_tol=0.02)
     assert found.spread < 0.07
+
+
+def test_row_wise_kernels_reach_a_share_of_the_memory_that_their_uncapped_time_says() -> None:
+    for machine in (H200, H100):
+        shipped = load_calibration(machine)
+        points = Points(each for probe in shipped.probes.values() for each in probe.points)
+        found = row_wise_fraction(points, shipped.hbm_efficiency.value * machine.gpu.hbm_bytes_per_s)
+        assert found == pytest.approx(shipped.characters["row_wise"].hbm_fraction, rel=0.01)
+    assert row_wise_fraction(Points([]), 1e12) is None
 
 
 def test_what_a_kind_feels_of_latency_is_relative_to_an_all_reduce() -> None:

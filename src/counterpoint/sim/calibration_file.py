@@ -33,6 +33,7 @@ from counterpoint.sim.calibration_curves import (
     fit_saturation,
     fit_streaming,
     latency_weight,
+    row_wise_fraction,
 )
 from counterpoint.sim.calibration_fit import Fitted, Points, fit_matmul_fractions, fit_scalars
 from counterpoint.sim.calibration_power import fit_power
@@ -218,6 +219,9 @@ def _constant(found: Fitted, day: str) -> Constant:
 
 def _characters(base: Calibration, points: Points, machine: Machine, day: str) -> dict[Character, CharacterConstants]:
     characters = dict(base.characters)
+    fraction = row_wise_fraction(points, base.hbm_efficiency.value * machine.gpu.hbm_bytes_per_s)
+    if fraction is not None:
+        characters["row_wise"] = msgspec.structs.replace(characters["row_wise"], hbm_fraction=float(f"{fraction:.3g}"))
     for character, (field, _, _) in SATURATIONS.items():
         found = fit_saturation(points, machine, base, character)
         if found is not None:
