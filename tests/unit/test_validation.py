@@ -264,7 +264,7 @@ def test_every_figure_of_an_unmeasured_machine_has_bounds(command: tuple[str, ..
     found = found.get("l40s", found)
     assert not found["is_compared"]
     assert found["low"] < 1 < found["high"]
-    assert ("errors can be larger than this gain" in done.stdout) == ("\nGAIN " in done.stdout)
+    assert ("errors can exceed the gain" in done.stdout) == ("\nGAIN " in done.stdout)
 
 
 def test_validate_prints_figures_and_writes_json() -> None:
