@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from counterpoint import Simulator, load_machine, load_workload
-from counterpoint.cli.calibrate import _Record
+from counterpoint.cli.calibrate import SAVED_S, _Record
 from counterpoint.cuda.probes.gpu_state import GpuState, check_alone, check_unthrottled
 from counterpoint.errors import DeviceError, MachineError
 from counterpoint.footprints import communication_footprint
@@ -254,6 +254,8 @@ def test_a_calibration_goes_on_where_it_ended_unless_the_driver_is_another(tmp_p
     first = _Record(H100, DEVICE, path, driver)
     first.add(Result(probe="launches", points=(Point(name="host_launch_us", value=5.0),)))  # type: ignore[arg-type]
     first.add(Result(probe="sums", failure="it took longer than its limit of 10 s"))  # type: ignore[arg-type]
+    assert not path.exists(), "constants are derived once for several short probes"
+    first.save()
     second = _Record(H100, DEVICE, path, driver)
     second.go_on()
     assert second.done() == {"launches"}
@@ -272,7 +274,7 @@ def test_one_probe_alone_changes_its_own_constants_and_no_other_ones_date(tmp_pa
     ]
     collected = _Record(H200, "NVIDIA H200", path, dict(shipped.conditions))
     collected.go_on()
-    collected.add(Result(probe="rows", points=tuple(slower)))  # type: ignore[arg-type]
+    collected.add(Result(probe="rows", seconds=SAVED_S, points=tuple(slower)))  # type: ignore[arg-type]
     found, today = read_toml(path, Calibration, MachineError), date.today().isoformat()
     assert found.probes["rows"].date == found.characters["row_wise"].date == today
     assert found.characters["row_wise"].saturation_warps > 1.1 * shipped.characters["row_wise"].saturation_warps
@@ -287,7 +289,7 @@ def test_on_the_h200_itself_a_source_does_not_compare_it_with_itself(tmp_path: P
     points = [msgspec.structs.replace(each, value=2 * each.value) for each in shipped.probes["launches"].points]
     collected = _Record(H200, "NVIDIA H200", path, dict(shipped.conditions))
     collected.go_on()
-    collected.add(Result(probe="launches", points=tuple(points)))  # type: ignore[arg-type]
+    collected.add(Result(probe="launches", seconds=SAVED_S, points=tuple(points)))  # type: ignore[arg-type]
     gap = read_toml(path, Calibration, MachineError).launch_gap_us
     assert gap.value == pytest.approx(2 * shipped.launch_gap_us.value)
     assert gap.source.startswith("1.6 x 3 / 1.5, this probe now and before: launch_gap_us")

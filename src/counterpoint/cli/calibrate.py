@@ -1,7 +1,7 @@
 """The command `calibrate`: probes on the GPUs of this machine fill a calibration file.
 
-Under torchrun every rank runs the command; rank 0 prints and writes the file after each probe, so that an interrupted
-calibration continues where it stopped.
+Under torchrun every rank runs the command; rank 0 prints, and writes the file every few seconds of probes, so that an
+interrupted calibration continues where it stopped.
 """
 
 from collections.abc import Sequence
@@ -21,8 +21,9 @@ if TYPE_CHECKING:
     from counterpoint.sim.calibration import Calibration, ProbeRecord
 
 INSTEAD = "Without GPUs, the shipped constants are used: counterpoint machines."
-# conditions that must not have changed when a calibration continues; "gpus" is only the number that took part last
 INTERRUPTED = 130
+SAVED_S = 5.0  # of probes, after which the file is written
+# conditions that must not have changed when a calibration continues; "gpus" is only the number that took part last
 KEPT_CONDITIONS = ("driver", "cuda", "torch", "nccl", "nvls")
 
 
@@ -39,7 +40,7 @@ KEPT_CONDITIONS = ("driver", "cuda", "torch", "nccl", "nvls")
 def calibrate(output: Path | None, again: bool, only: tuple[str, ...]) -> None:
     """Measure the simulator's constants on the GPUs of this machine.
 
-    This takes less than a minute. One GPU gives the constants of launches, placement, memory and matmuls. Several GPUs give
+    This takes about a minute. One GPU gives the constants of launches, placement, memory and matmuls. Several GPUs give
     those of collectives and copies, too; torchrun starts the command on them. What FILE already holds is not measured again.
     """
     from counterpoint.cuda.ranks import run_and_leave  # noqa: PLC0415  a fast --help
@@ -93,7 +94,11 @@ def _calibrate(output: Path | None, again: bool, only: tuple[str, ...]) -> None:
     if rank == 0 and not again:
         collected.go_on()
     try:
-        run_probes(machine, nvml, collected.done(), collected.add, only)
+        try:
+            run_probes(machine, nvml, collected.done(), collected.add, only)
+        finally:
+            if rank == 0:
+                collected.save()
     except KeyboardInterrupt:
         if rank == 0:
             say(f"Interrupted. What was measured is in {shown_path(collected.path)}; run again to go on.")
@@ -103,7 +108,9 @@ def _calibrate(output: Path | None, again: bool, only: tuple[str, ...]) -> None:
 
 
 class _Record:
-    """The measurements so far, on rank 0; saved after every probe."""
+    """The measurements so far, on rank 0. They are saved at the end, and whenever `SAVED_S` seconds of probes have passed:
+    deriving the constants takes seconds, while the GPUs wait.
+    """
 
     def __init__(self, machine: "Machine", device_name: str, path: Path, conditions: dict[str, str]) -> None:
         self._machine, self._device_name, self._conditions = machine, device_name, conditions
@@ -111,7 +118,9 @@ class _Record:
         self._probes: dict[str, ProbeRecord] = {}
         self._calibration: Calibration | None = None
         self._file: Calibration | None = None
-        self._earlier: Calibration | None = None
+        self._of_file: dict[str, ProbeRecord] = {}
+        self._earlier: Calibration | None = None  # as derived from the file's points
+        self._unsaved_s: float | None = None
 
     def go_on(self) -> None:
         """Load what the file holds. Raises `MachineError` if it is of another GPU or of other versions than the current."""
@@ -135,6 +144,7 @@ class _Record:
                 "or measure everything anew with --again.",
             )
         self._probes = {name: record for name, record in found.probes.items() if not record.failure}
+        self._of_file = dict(self._probes)
         self._calibration = self._file = found
         if self._probes:
             print(f"Going on with {shown_path(self.path)}: {len(self._probes)} probes are done.", flush=True)
@@ -144,22 +154,31 @@ class _Record:
         return frozenset(self._probes)
 
     def add(self, result: "ProbeResult") -> None:
-        """Save a probe's points, and the constants that follow from all points so far."""
+        """Add a probe's points, and save what is there if that has not been done for long."""
         from counterpoint.sim.calibration import ProbeRecord  # noqa: PLC0415
-        from counterpoint.sim.calibration_file import derive, renewed, save_calibration  # noqa: PLC0415
 
-        if self._file is not None and self._earlier is None:
-            self._earlier = derive(self._machine, self._device_name, self._conditions, self._probes)
         self._probes[result.probe] = ProbeRecord(
             date=date.today().isoformat(), seconds=result.seconds, points=result.points, failure=result.failure
         )
-        derived = derive(self._machine, self._device_name, self._conditions, self._probes)
-        if self._file is not None and self._earlier is not None:
-            derived = renewed(self._file, self._earlier, derived)
-        self._calibration = derived
-        save_calibration(self._calibration, self.path)
         outcome = f"failed: {result.failure}" if result.failure else f"{len(result.points)} points"
         print(f"{result.probe:<24} {result.seconds:5.1f} s  {outcome}", flush=True)
+        self._unsaved_s = (self._unsaved_s or 0.0) + result.seconds
+        if self._unsaved_s >= SAVED_S:
+            self.save()
+
+    def save(self) -> None:
+        """Save all points, and the constants that follow from them; nothing if no probe was added since."""
+        from counterpoint.sim.calibration_file import derive, renewed, save_calibration  # noqa: PLC0415
+
+        if self._unsaved_s is None:
+            return
+        derived = derive(self._machine, self._device_name, self._conditions, self._probes)
+        if self._file is not None:
+            if self._earlier is None:
+                self._earlier = derive(self._machine, self._device_name, self._conditions, self._of_file)
+            derived = renewed(self._file, self._earlier, derived)
+        self._calibration, self._unsaved_s = derived, None
+        save_calibration(self._calibration, self.path)
 
     def report(self) -> None:
         """Print the result in a few lines."""
