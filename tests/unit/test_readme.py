@@ -121,9 +121,8 @@ def test_the_validation_table_is_the_stored_one() -> None:
     stored = {}
     for entry in json.loads((RESULTS / "validation.json").read_text())["result"]:
         for origin, models in entry["origins"].items():
-            stored[f"from {origin}", entry["conditions"]["gpus"].replace("NVIDIA ", "").removesuffix(" 80GB HBM3")] = models[
-                0
-            ]
+            gpus = entry["conditions"]["gpus"].replace("NVIDIA ", "").removesuffix(" 80GB HBM3")
+            stored[f"from {origin}", gpus] = models[0]
     shown = table("How far to trust it")
     assert len(shown) == len(stored)
     for predicted, gpus, cases, *cells in shown:

@@ -118,7 +118,6 @@ class _Record:
         self._probes: dict[str, ProbeRecord] = {}
         self._calibration: Calibration | None = None
         self._file: Calibration | None = None
-        self._of_file: dict[str, ProbeRecord] = {}
         self._earlier: Calibration | None = None  # as derived from the file's points
         self._unsaved_s: float | None = None
 
@@ -143,8 +142,7 @@ class _Record:
                 f"{shown_path(self.path)} was measured with {name} {shown(before)}, and now it is {now}. Name another file, "
                 "or measure everything anew with --again.",
             )
-        self._probes = {name: record for name, record in found.probes.items() if not record.failure}
-        self._of_file = dict(self._probes)
+        self._probes = _succeeded(found)
         self._calibration = self._file = found
         if self._probes:
             print(f"Going on with {shown_path(self.path)}: {len(self._probes)} probes are done.", flush=True)
@@ -175,7 +173,7 @@ class _Record:
         derived = derive(self._machine, self._device_name, self._conditions, self._probes)
         if self._file is not None:
             if self._earlier is None:
-                self._earlier = derive(self._machine, self._device_name, self._conditions, self._of_file)
+                self._earlier = derive(self._machine, self._device_name, self._conditions, _succeeded(self._file))
             derived = renewed(self._file, self._earlier, derived)
         self._calibration, self._unsaved_s = derived, None
         save_calibration(self._calibration, self.path)
@@ -193,3 +191,8 @@ class _Record:
         for rule in broken_rules(self._calibration):
             print(f"A rule that the simulator takes for granted does not hold here: {rule}.")
         print(f"Saved to {self.path}. Use it: counterpoint simulate STEP --calibration {self.path}")
+
+
+def _succeeded(file: "Calibration") -> "dict[str, ProbeRecord]":
+    """Return the probes of a file that did not fail."""
+    return {name: record for name, record in file.probes.items() if not record.failure}

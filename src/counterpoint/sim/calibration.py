@@ -246,9 +246,10 @@ def _all_shipped() -> tuple[Calibration, ...]:
 def _completed(found: dict[str, Any], where: str) -> Calibration:
     """Complete a file's constants with the H200's. Raises `MachineError` for a file that is no calibration."""
     whole = msgspec.to_builtins(as_assumed_elsewhere(_shipped(BASE), str(found.get("device_name", ""))))
-    is_power_known = bool(found.get("power"))  # the H200's figures alone say nothing of another GPU's limit
-    for name in ("device_name", *(() if is_power_known else ("power",)), "rules", "conditions", "probes"):
+    for name in ("device_name", "rules", "conditions", "probes"):
         whole.pop(name, None)
+    if not found.get("power"):  # the H200's figures alone say nothing of another GPU's limit
+        whole.pop("power", None)
     for name in TABLES:
         own = found.get(name)
         found = found | {name: whole.get(name, {}) | (own if isinstance(own, dict) else {})}

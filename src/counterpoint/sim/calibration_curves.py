@@ -27,7 +27,6 @@ from counterpoint.workloads.gemm import parse_tile, stage_bytes
 LEAST_FRACTION, MOST_LATENCY_US = 0.05, 200.0
 USUAL_WEIGHT = 20
 LEAST_WAVES = 8.0  # least waves of a tiled matmul: with fewer, the last wave and L2's contents determine its time
-SOFTMAX_SIZE = 12_288
 BYTES_OF_A_THREAD = {"bf16": 16, "fp32": 32}  # bytes that PyTorch's elementwise kernel keeps in flight
 NUM_STREAMING = 16  # number of kernels in a row, enough to outlast a collective beside them
 CONTENDING_BYTES = 256 * MIB
@@ -123,11 +122,11 @@ def row_wise_fraction(points: Points, hbm_bytes_per_s: float) -> float | None:
     """Return the share of the memory's bandwidth that softmax along long rows reaches, reading and writing bf16 once. It
     waits for its own loads, so of a wider memory it reaches less.
     """
-    times = points.all("rows_capped_us", kernel="softmax", rows=SOFTMAX_SIZE, columns=SOFTMAX_SIZE)
+    times = points.all("rows_capped_us", kernel="softmax")
     if not times:
         return None
-    usual = max(times, key=lambda each: each.at["ctas_per_sm"])
-    return 2 * 2 * SOFTMAX_SIZE**2 * US_PER_S / usual.value / hbm_bytes_per_s
+    usual = max(times, key=lambda each: (each.at["columns"], each.at["ctas_per_sm"]))
+    return 2 * 2 * float(usual.at["rows"]) * float(usual.at["columns"]) * US_PER_S / usual.value / hbm_bytes_per_s
 
 
 def _capped_times(

@@ -71,14 +71,15 @@ def fit_power(points: Points, limit_w: float) -> dict[PowerFigure, Fitted]:
         watts = limited.left_w * max(1.0, attention.slowdown) ** limited.exponent
         found["attention_w"] = _fitted([watts], f"cuDNN's attention, {attention.slowdown:.3f} times as long; {left}")
     for watts_figure, clock_figure, names, burst_clock in TILES:
-        loads = [load for load in (_load(points, name) for name in names) if load is not None]
-        shares = [min(0.999, (load.clock_mhz / idle.clock_mhz / burst_clock) ** limited.per_mhz) for load in loads]
+        loads = {name: load for name in names if (load := _load(points, name)) is not None}
         if loads:
-            watts_each = [(load.watts - idle.watts) / c**limited.exponent for load, c in zip(loads, shares, strict=True)]
-            slowed = [max(0.0, -math.log(load.slowdown) / math.log(c)) for load, c in zip(loads, shares, strict=True)]
-            told = " and ".join(f"{name} at {load.clock_mhz:,.0f} MHz" for name, load in zip(names, loads, strict=False))
-            found[watts_figure] = _fitted(watts_each, told)
-            found[clock_figure] = _fitted(slowed, told)
+            shares = [
+                (load, min(0.999, (load.clock_mhz / idle.clock_mhz / burst_clock) ** limited.per_mhz))
+                for load in loads.values()
+            ]
+            told = " and ".join(f"{name} at {load.clock_mhz:,.0f} MHz" for name, load in loads.items())
+            found[watts_figure] = _fitted([(load.watts - idle.watts) / c**limited.exponent for load, c in shares], told)
+            found[clock_figure] = _fitted([max(0.0, -math.log(load.slowdown) / math.log(c)) for load, c in shares], told)
     return found
 
 
