@@ -251,9 +251,7 @@ class Outbox:
         """
         exchange, size = self._exchange, self._row_bytes
         name = f"to {peer}"
-        handle = exchange.copy_stream(name)
-        if name not in self._used:
-            self.claim(name, (peer,))
+        handle = exchange.copy_stream(name) if name in self._used else self.claim(name, (peer,))
         target, source = exchange.address(self.region, peer), self._sources[-1].data_ptr()
         first, placed, num_rows = blocks
         copied = BlockAddresses(placed * size + target, first * size + source, num_rows * size)
