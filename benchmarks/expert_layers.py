@@ -5,18 +5,22 @@ torchrun --nproc-per-node 2 -m benchmarks.expert_layers -o experts.json
 Of each layer and routing two operations: dispatch + grouped matmul (gate and up in one), and grouped matmul + combine. Every
 variant exchanges the counts and waits for them on the host, as a job does. Variants:
 `permuted`: NCCL's all-to-all, rows sorted by expert, one grouped matmul, as torchtitan does, with indices made beforehand.
-`library`: ours where it takes NCCL. `copies N`: ours with each rank's experts in N groups; with one, a kernel may send the
-tokens, and `by engines` is the same without that kernel. Parts alone: `matmul`, `nccl` and `engines` (the rows,
-by NCCL and by copy engines). The ideal is the larger of the matmul and the faster way. `pick` says which of ours is picked
-without a schedule. The layer, forward and backward, is timed for some.
+`torchtitan`, with --torchtitan DIR: the same by its own function, which computes the indices in every call. `ours`: without
+a schedule; `library` and `copies N`: with one that takes NCCL, or copies and each rank's experts in N groups. Parts alone:
+`matmul`, `nccl` and `engines` (the rows, by NCCL and by copy engines). The ideal is the larger of the matmul and the
+faster way. `pick` says what backward takes without a schedule. The layer, forward and backward, is timed for some.
 """
 
 import argparse
+import importlib.util
 import math
 import statistics
+import sys
 import time
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,14 +29,13 @@ from benchmarks.expert_shapes import MODELS, ROUTINGS, TOKENS, ExpertShape, coun
 from benchmarks.on_gpus import join, log, run_and_leave, save
 from benchmarks.ops_timing import time_interleaved
 from counterpoint import ops
-from counterpoint.ops.expert_copies import ExpertCopies
 from counterpoint.ops.expert_exchange import ExpertRegion, RowFormat
 from counterpoint.ops.expert_passes import Pass
 from counterpoint.ops.expert_routing import pick_pieces
 from counterpoint.schedule import SEQUENTIAL, ScheduleDescription
 
 PIECES = (1, 2, 4)
-OURS = ("library", "copies")
+OURS = ("ours", "library", "copies")
 silu = torch.nn.functional.silu
 Call = Callable[[], object]
 
@@ -84,6 +87,16 @@ class Layer:
         rows = self.all_to_all(self.tokens, received, sent)
         return grouped(rows[self.order], self.up, self.ends)
 
+    def torchtitan_dispatch(self) -> torch.Tensor:
+        """The counts of every expert stay on the GPU for its `_permute`, which pads each expert's rows to whole tiles."""
+        arriving = torch.empty_like(self.counts)
+        dist.all_to_all_single(arriving, self.counts)
+        sent = self.counts.view(self.size, -1).sum(1).to("cpu", non_blocking=True)
+        received = arriving.view(self.size, -1).sum(1).to("cpu")
+        rows = self.all_to_all(self.tokens, received.tolist(), sent.tolist())
+        _, rows, _, numbers = torchtitan_permute()(rows, arriving, self.size, self.num_local)
+        return grouped(rows, self.up, numbers.cumsum(0, dtype=torch.int32))
+
     def permuted_combine(self) -> torch.Tensor:
         """On rows in the order of experts, as the dispatch above gives them; counts are those of the dispatch."""
         rows = grouped(self.hidden, self.down, self.ends)
@@ -98,6 +111,14 @@ class Layer:
         hidden = silu(grouped(rows, first, self.ends)) * grouped(rows, third, self.ends)
         rows = grouped(hidden, down, self.ends)
         return _AllToAll.apply(rows[self.back], sent, received)
+
+
+@cache
+def torchtitan_permute() -> Callable[..., tuple[Any, ...]] | None:
+    """torchtitan's own function, if it can be imported."""
+    if importlib.util.find_spec("torchtitan") is None:
+        return None
+    return importlib.import_module("torchtitan.models.moe.utils")._permute  # type: ignore[no-any-return]
 
 
 def grouped(rows: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
@@ -123,30 +144,15 @@ class _AllToAll(torch.autograd.Function):
         return found, None, None
 
 
-def variants(run: Callable[[ScheduleDescription], Call]) -> dict[str, Call]:
-    """Ours by every schedule."""
-    copies = {f"copies {number}": run(_cut(number)) for number in PIECES}
-    return {"library": run(SEQUENTIAL), **copies, "by engines": without_kernel(run(_cut(1)))}
-
-
-def without_kernel(call: Call) -> Call:
-    """The same, sent by copy engines alone."""
-
-    def once() -> None:
-        has_kernel = ExpertCopies.has_kernel
-        ExpertCopies.has_kernel = lambda *_: False
-        try:
-            call()
-        finally:
-            ExpertCopies.has_kernel = has_kernel
-
-    return once
+def variants(run: Callable[[ScheduleDescription | None], Call]) -> dict[str, Call]:
+    """Ours without a schedule, and by every schedule."""
+    return {"ours": run(None), "library": run(SEQUENTIAL), **{f"copies {number}": run(_cut(number)) for number in PIECES}}
 
 
 def dispatch_calls(layer: Layer) -> dict[str, Call]:
     """The variants of dispatch + grouped matmul, and its parts."""
 
-    def ours(schedule: ScheduleDescription) -> Call:
+    def ours(schedule: ScheduleDescription | None) -> Call:
         return lambda: ops.dispatch_grouped_matmul(layer.tokens, layer.counts, layer.up, schedule=schedule)
 
     routing = ops.dispatch_grouped_matmul(layer.tokens, layer.counts, layer.up, schedule=_cut(1))[1]
@@ -161,6 +167,7 @@ def dispatch_calls(layer: Layer) -> dict[str, Call]:
 
     return {
         "permuted": layer.permuted_dispatch,
+        **({"torchtitan": layer.torchtitan_dispatch} if torchtitan_permute() else {}),
         **variants(ours),
         "matmul": lambda: grouped(sorted_rows, layer.up, layer.ends),
         "nccl": lambda: layer.all_to_all(layer.tokens, layer.received, layer.sent),
@@ -171,7 +178,7 @@ def dispatch_calls(layer: Layer) -> dict[str, Call]:
 def combine_calls(layer: Layer) -> dict[str, Call]:
     """The variants of grouped matmul + combine, and its parts; the routing is the dispatch's."""
 
-    def ours(schedule: ScheduleDescription) -> Call:
+    def ours(schedule: ScheduleDescription | None) -> Call:
         routing = ops.dispatch_grouped_matmul(layer.tokens, layer.counts, layer.up, schedule=schedule)[1]
         inputs = [layer.hidden[group.rows] for group in routing.layout.groups]
         return lambda: ops.grouped_matmul_combine(inputs, layer.down, routing)
@@ -200,7 +207,7 @@ def layer_calls(layer: Layer) -> dict[str, Call]:
 
         return once
 
-    def ours(schedule: ScheduleDescription) -> Call:
+    def ours(schedule: ScheduleDescription | None) -> Call:
         run = lambda: ops.expert_ffn(tokens, layer.counts, first, down, third, schedule=schedule)  # noqa: E731
         return step(run, (tokens, first, down, third))
 
@@ -220,13 +227,14 @@ def summary(operation: str, found: dict[str, dict[str, float]], pick: str) -> di
     usual, best = times["permuted"], min((time, name) for name, time in times.items() if name.startswith(OURS))
     ratios: dict[str, object] = {
         "pick": pick,
-        "gain": round(usual / times[pick], 3),
+        "gain": round(usual / times["ours"], 3),
+        **({"gain_on_torchtitan": round(times["torchtitan"] / times["ours"], 3)} if "torchtitan" in times else {}),
         "best": best[1],
         "best_gain": round(usual / best[0], 3),
     }
     if operation != "layer":
         ways = [times[name] for name in ("nccl", "engines") if name in times]
-        ratios["over_ideal"] = round(times[pick] / max(times["matmul"], min(ways)), 3)
+        ratios["over_ideal"] = round(times["ours"] / max(times["matmul"], min(ways)), 3)
         ratios["communication_share"] = round(times["nccl"] / usual, 3)
     return ratios
 
@@ -234,7 +242,7 @@ def summary(operation: str, found: dict[str, dict[str, float]], pick: str) -> di
 def run_case(shape: ExpertShape, routing: str, arguments: argparse.Namespace) -> list[dict[str, object]]:
     """Both operations of one layer under one routing, and the whole layer where asked for."""
     layer = Layer(shape, routing, torch.device("cuda", torch.cuda.current_device()))
-    chosen = pick_pieces(layer.pairs, 2 * shape.dim, None)
+    chosen = pick_pieces(layer.most_bytes, None)
     pick = f"copies {chosen}" if chosen else "library"
     made: dict[str, Callable[[], dict[str, Call]]] = {
         "dispatch": lambda: dispatch_calls(layer),
@@ -265,7 +273,8 @@ def line_of(row: dict[str, object]) -> str:
     """One line for people."""
     times = " ".join(f"{name} {each['median_us']:.0f}" for name, each in row["variants"].items())  # type: ignore[attr-defined]
     shape = ExpertShape(**row["shape"])  # type: ignore[arg-type]
-    ideal = f" over ideal {row['over_ideal']} share {row['communication_share']}" if "over_ideal" in row else ""
+    ideal = f", on torchtitan's {row['gain_on_torchtitan']}" if "gain_on_torchtitan" in row else ""
+    ideal += f" over ideal {row['over_ideal']} share {row['communication_share']}" if "over_ideal" in row else ""
     gains = f"gain {row['gain']} ({row['pick']}), best {row['best_gain']} ({row['best']})"
     return f"{shape.name} {row['routing']} {row['operation']}: {gains}{ideal} | {times}"
 
@@ -273,6 +282,10 @@ def line_of(row: dict[str, object]) -> str:
 def table(rows: list[dict[str, object]]) -> str:
     """Geometric means, and how often ours loses beyond the spread."""
     lines = []
+    titan = [row["gain_on_torchtitan"] for row in rows if "gain_on_torchtitan" in row]
+    if titan:
+        mean = math.exp(statistics.mean(map(math.log, titan)))
+        lines.append(f"dispatch: gain on torchtitan's {mean:.3f}, {min(titan):.3f} to {max(titan):.3f}")
     for operation in ("dispatch", "combine", "layer"):
         chosen = [row for row in rows if row["operation"] == operation]
         if not chosen:
@@ -293,9 +306,9 @@ def table(rows: list[dict[str, object]]) -> str:
 
 
 def _spread(row: dict[str, object]) -> float:
-    """Of the usual way and of what is picked, together."""
+    """Of the usual way and of ours, together."""
     found = row["variants"]
-    return sum(found[name]["spread"] for name in ("permuted", row["pick"]))  # type: ignore[index]
+    return sum(found[name]["spread"] for name in ("permuted", "ours"))  # type: ignore[index]
 
 
 def main() -> None:
@@ -304,11 +317,14 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, nargs="+", default=list(TOKENS), help="of each rank")
     parser.add_argument("--routings", nargs="*", default=list(ROUTINGS))
     parser.add_argument("--layer-tokens", type=int, nargs="*", default=[8192])
+    parser.add_argument("--torchtitan", type=Path, metavar="DIR", help="sources of torchtitan v0.2.2, for a baseline")
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--warm-ups", type=int, default=2)
     parser.add_argument("--stop-after-s", type=float, default=90.0)
     parser.add_argument("-o", "--output", type=Path)
     arguments = parser.parse_args()
+    if arguments.torchtitan is not None:
+        sys.path.insert(0, str(arguments.torchtitan.resolve()))
     began = time.monotonic()
     join(int(arguments.stop_after_s) + 60)
     rows: list[dict[str, object]] = []

@@ -6,6 +6,7 @@ import torch
 
 from counterpoint.ops import expert_kernels as kernels
 from counterpoint.ops.expert_sorting import places_on_host
+from counterpoint.ops.grouped_matmul import multiply_grouped
 from counterpoint.schedule.expert_layout import ExpertLayout
 
 WIDTH = 72  # bf16 numbers in a row, which are nine vectors
@@ -31,18 +32,22 @@ def addresses(memory: list[torch.Tensor]) -> torch.Tensor:
     return torch.tensor([each.data_ptr() for each in memory], device="cuda")
 
 
+def gathered_of(counts: np.ndarray) -> torch.Tensor:
+    """What the exchange of counts leaves on the device: each rank's counts, and last their sum."""
+    flat = counts.reshape(len(counts), -1)
+    return torch.tensor(np.concatenate([flat, flat.sum(1, keepdims=True)], 1), device="cuda")
+
+
 @pytest.mark.parametrize(("num_ranks", "num_experts"), [(1, 3), (2, 1), (2, 4), (2, 64), (3, 5), (4, 32)])
 @pytest.mark.parametrize("kind", [0, 1, 2], ids=["random", "one-hot", "nothing"])
 def test_rows_are_sent_to_their_experts(num_ranks: int, num_experts: int, kind: int) -> None:
     counts = routings(num_ranks, num_experts)[kind]
-    flat = counts.reshape(num_ranks, -1)
-    gathered = torch.tensor(np.concatenate([flat, flat.sum(1, keepdims=True)], 1), device="cuda")
+    gathered = gathered_of(counts)
     layouts = [ExpertLayout(counts, rank, 1) for rank in range(num_ranks)]
     tokens = [drawn(each.num_tokens) for each in layouts]
-    landed = [unwritten(each.num_rows + 1) for each in layouts]  # a row more, so that there is an address
+    landed = [unwritten(layouts[0].most_grouped + 1) for _ in layouts]  # a row more, so that there is an address
     for rank, layout in enumerate(layouts):
-        ends = torch.empty(num_experts, dtype=torch.int32, device="cuda")
-        kernels.send_rows(kernels.Sending(tokens[rank], landed[rank], addresses(landed)), gathered, layout, ends)
+        ends = kernels.send_rows(kernels.Sending(rank, tokens[rank], landed[rank], addresses(landed)), gathered)
         placed = kernels.find_places(gathered, layout)
         assert torch.equal(ends, placed[-1])
         for found, wanted in zip(placed, places_on_host(counts[:, rank], rank), strict=True):
@@ -52,3 +57,36 @@ def test_rows_are_sent_to_their_experts(num_ranks: int, num_experts: int, kind: 
             for sent, at, num_rows in layout.blocks(source, rank, 0):
                 assert torch.equal(landed[rank][at : at + num_rows], tokens[source][sent : sent + num_rows])
         assert landed[rank][layout.num_rows :].isnan().all(), "what is behind the rows stays as it was"
+
+
+@pytest.mark.parametrize("wrong", ["too many for rank 1", "a sum of rank 0", "a negative count of rank 0"])
+def test_rows_without_room_or_with_wrong_counts_are_not_sent(wrong: str) -> None:
+    counts = np.full((2, 2, 2), 3)
+    counts[:, 1] += "many" in wrong
+    gathered = gathered_of(counts)
+    if wrong.startswith("a sum"):
+        gathered[0, -1] += 1
+    elif wrong.startswith("a negative"):
+        gathered[0, :2] = torch.tensor([-1, 7])
+    tokens, landed = [drawn(14), drawn(14)], [unwritten(12), unwritten(12)]
+    ends = [
+        kernels.send_rows(kernels.Sending(rank, tokens[rank], landed[rank], addresses(landed)), gathered).tolist()
+        for rank in range(2)
+    ]
+    written = [[not bool(row.isnan().any()) for row in each] for each in landed]
+    if "many" in wrong:
+        assert (ends, written) == ([[6, 12], [0, 0]], [[True] * 12, [False] * 12])
+    else:
+        assert written[1] == [False, False, False, True, True, True] * 2, "rank 0 sends nothing, rank 1 all of its rows"
+
+
+def test_a_grouped_matmul_leaves_rows_behind_its_ends_alone() -> None:
+    rows, weights = torch.randn(96, 64, device="cuda").bfloat16(), torch.randn(2, 32, 64, device="cuda").bfloat16()
+    rows[40:] = torch.nan
+    ends = torch.tensor([8, 40], dtype=torch.int32, device="cuda")
+    found = multiply_grouped(rows, weights.mT, ends)
+    if found is None:
+        pytest.skip("no grouped matmul in one kernel here")
+    wanted = torch.cat([rows[:8] @ weights[0].T, rows[8:40] @ weights[1].T])
+    torch.testing.assert_close(found[:40], wanted)
+    assert torch.equal(found[:40], multiply_grouped(rows[:40], weights.mT, ends)), "the same bits as without the other rows"

@@ -51,7 +51,9 @@ class Exchange:
     ready, counted = "ready", "counted"
 
     def __init__(self, group: Group, rank: int) -> None:
-        self._group, self._rank = group, rank
+        self._group, self._rank, self.rank = group, rank, rank
+        self._peers = tuple(peer for peer in range(len(group.memory)) if peer != rank)
+        self._order = MagicMock()
         self.signals = self.blocks = self
         self.addresses = [torch.tensor([each[region].data_ptr() for each in group.memory]) for region in range(3)]
 
@@ -85,15 +87,18 @@ class Exchange:
     def mark(self) -> None: ...
 
 
-def send_rows(sending: Any, _gathered: object, layout: Any, ends: Any) -> None:
+def send_rows(sending: Any, gathered: Any) -> Any:
     """What the kernel of that name does, block by block."""
-    size, rank = WIDTH * sending.rows.itemsize, layout.rank
-    for peer in range(layout.num_ranks):
-        target = sending.own.data_ptr() if peer == rank else int(sending.addresses[peer])
-        for sent, placed, num_rows in layout.blocks(rank, peer, 0):
-            ctypes.memmove(target + placed * size, sending.rows.data_ptr() + sent * size, num_rows * size)
-    if ends is not None:
-        ends.copy_(torch.from_numpy(layout.counts[:, rank].sum(0).cumsum()))
+    size, num_ranks = WIDTH * sending.rows.itemsize, len(gathered)
+    counts = gathered[:, :-1].reshape(num_ranks, num_ranks, -1).numpy()
+    layout = importlib.import_module("counterpoint.schedule.expert_layout").ExpertLayout(counts, sending.rank, 1)
+    has_room = counts.sum((0, 2)) <= len(sending.landed)
+    for peer in range(num_ranks):
+        target = sending.landed.data_ptr() if peer == sending.rank else int(sending.addresses[peer])
+        for sent, placed, num_rows in layout.blocks(sending.rank, peer, 0):
+            if has_room[peer]:
+                ctypes.memmove(target + placed * size, sending.rows.data_ptr() + sent * size, num_rows * size)
+    return torch.from_numpy(counts[:, sending.rank].sum(0).cumsum()) * bool(has_room[sending.rank])
 
 
 def outbox_of(copies: Any, exchange: Exchange, rows: Any, tokens: Any, *, were_ready: bool = False) -> Any:
@@ -114,16 +119,9 @@ def test_rows_that_were_ready_before_the_counts_do_not_wait_for_what_was_issued_
     assert copies.cu.cuEventRecord.called != were_ready
 
 
-@pytest.mark.parametrize(("num_groups", "by_kernel"), [(1, ()), (3, ()), (1, (0, 1, 2)), (1, (1,))])
+@pytest.mark.parametrize("num_groups", [1, 3])
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
-def test_rows_reach_their_experts_and_come_back_and_flags_are_at_rest(
-    copies: Any, monkeypatch: pytest.MonkeyPatch, num_ranks: int, num_groups: int, by_kernel: tuple[int, ...]
-) -> None:
-    """`by_kernel`: the ranks whose tokens a kernel sends; peers do not see the difference."""
-    kernels = ModuleType("counterpoint.ops.expert_kernels")
-    kernels.Sending, kernels.send_rows = namedtuple("Sending", "rows own addresses"), send_rows  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, kernels.__name__, kernels)
-    monkeypatch.setattr(torch.cuda, "stream", nullcontext)
+def test_rows_reach_their_experts_and_come_back_and_flags_are_at_rest(copies: Any, num_ranks: int, num_groups: int) -> None:
     exchanges = importlib.import_module("counterpoint.ops.expert_exchange")
     layouts = importlib.import_module("counterpoint.schedule.expert_layout")
     num_experts = 3
@@ -137,10 +135,8 @@ def test_rows_reach_their_experts_and_come_back_and_flags_are_at_rest(
         ranks.append((Exchange(group, rank), rows, torch.randn(layout.num_tokens, WIDTH)))
     for _ in range(2):  # the second call finds the flags as the first one did
         sent = [
-            (copies.KernelDispatch if rank in by_kernel else copies.CopyDispatch)(
-                exchange, rows, outbox_of(copies, exchange, rows, tokens), tokens
-            )
-            for rank, (exchange, rows, tokens) in enumerate(ranks)
+            copies.CopyDispatch(exchange, rows, outbox_of(copies, exchange, rows, tokens), tokens)
+            for exchange, rows, tokens in ranks
         ]
         arrived = [
             [each.group(part.number).clone() for part in rows.layout.groups]
@@ -150,7 +146,6 @@ def test_rows_reach_their_experts_and_come_back_and_flags_are_at_rest(
             each.release()
             each.join()
         for rank, (_, rows, _) in enumerate(ranks):
-            assert ("ends" in rows.sorting.__dict__) == (rank in by_kernel)
             assert sent[rank].num_sent_bytes == (rows.layout.num_tokens - rows.layout.num_own) * rows.format.num_bytes
         for destination, (_, rows, _) in enumerate(ranks):
             computed = torch.cat(arrived[destination])
@@ -169,30 +164,62 @@ def test_rows_reach_their_experts_and_come_back_and_flags_are_at_rest(
         assert (group.flags == np.array(copies.RESTING)[None, :, None]).all()
 
 
-EVEN = [[2, 2], [2, 2]]
-
-
-@pytest.mark.parametrize(
-    ("case", "by_kernel"),
-    [
-        ((EVEN, 1, WIDTH), True),
-        ((EVEN, 2, WIDTH), False),
-        ((EVEN, 1, WIDTH + 1), False),
-        (([[0, 1], [5, 0]], 1, WIDTH), False),
-    ],
-    ids=["one group", "two groups", "rows of no whole vectors", "most rows for one expert"],
-)
-def test_a_kernel_sends_whole_vectors_that_travel_in_one_piece_to_many_experts(
-    copies: Any, monkeypatch: pytest.MonkeyPatch, case: tuple[list[list[int]], int, int], by_kernel: bool
+@pytest.mark.parametrize("is_large", [False, True], ids=["room for all", "room for some ranks"])
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_tokens_sent_ahead_arrive_or_are_given_up_by_all_ranks_and_flags_are_at_rest(
+    copies: Any, monkeypatch: pytest.MonkeyPatch, num_ranks: int, is_large: bool
 ) -> None:
-    exchanges = importlib.import_module("counterpoint.ops.expert_exchange")
-    layouts = importlib.import_module("counterpoint.schedule.expert_layout")
-    monkeypatch.setattr(copies, "has_triton", lambda: True)
-    counts, num_groups, width = case
-    layout = layouts.ExpertLayout(np.array([counts, counts]), 0, num_groups)
-    rows = exchanges.Rows(layout, exchanges.RowFormat(width, torch.float32, torch.device("cpu")), None)
-    assert copies.ExpertCopies.has_kernel(MagicMock(addresses={0: None}), rows) == by_kernel
-    assert not copies.ExpertCopies.has_kernel(MagicMock(addresses={}), rows), "there is no memory yet"
+    kernels = ModuleType("counterpoint.ops.expert_kernels")
+    kernels.Sending = namedtuple("Sending", "rank rows landed addresses")  # type: ignore[attr-defined]
+    kernels.send_rows = send_rows  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, kernels.__name__, kernels)
+    monkeypatch.setattr(torch.cuda, "stream", nullcontext)
+    for name in ("send_ahead", "await_ahead", "release_ahead"):
+        monkeypatch.setattr(Exchange, name, getattr(copies.ExpertCopies, name), raising=False)
+    exchanges, ahead, layouts = (
+        importlib.import_module(f"counterpoint.{name}")
+        for name in ("ops.expert_exchange", "ops.expert_ahead", "schedule.expert_layout")
+    )
+    counts = np.random.default_rng(num_ranks).integers(1, 5, (num_ranks, num_ranks, 3))
+    counts[:, -1] += 1  # the last rank's rows are the most
+    flat = torch.from_numpy(counts.reshape(num_ranks, -1))
+    gathered = torch.cat([flat, flat.sum(1, keepdim=True)], 1)
+    every = [layouts.ExpertLayout(counts, rank, 1) for rank in range(num_ranks)]
+    bound = every[0].most_grouped - is_large
+    group = Group(num_ranks, copies.RESTING, bound)
+    tokens = [torch.randn(layout.num_tokens, WIDTH) for layout in every]
+    for _ in range(2):
+        sent = [ahead.AheadDispatch(Exchange(group, rank), tokens[rank], [], bound) for rank in range(num_ranks)]
+        for each in sent:
+            each.send(gathered)
+        for each in sent:
+            each.multiply()
+        rows = [exchanges.Rows(layout, sent[0].format, exchanges.Sorting(layout, gathered)) for layout in every]
+        assert [each.settle(of_rank) for each, of_rank in zip(sent, rows, strict=True)] == [not is_large] * num_ranks
+        if not is_large:
+            for rank, each in enumerate(sent):
+                assert rows[rank].sorting.ends.tolist() == counts[:, rank].sum(0).cumsum().tolist()
+                for source in range(num_ranks):
+                    for block in every[rank].blocks(source, rank, 0):
+                        there = each.group(0)[block.placed : block.placed + block.num_rows]
+                        assert torch.equal(there, tokens[source][block.sent : block.sent + block.num_rows])
+                assert len(each.all_rows()) == every[rank].num_rows
+                each.release()
+        assert (group.flags == np.array(copies.RESTING)[None, :, None]).all()
+
+
+def test_a_bound_follows_the_largest_of_recent_calls() -> None:
+    ahead = importlib.import_module("counterpoint.ops.expert_ahead")
+    expected = ahead.ExpectedRows()
+    assert expected.bound("a layer") == 0, "nothing is known yet"
+    for most_rows in (100, 200, 60):
+        expected.learn("a layer", most_rows)
+    assert (expected.bound("a layer"), expected.bound("another")) == (225, 0)
+    for _ in range(2 * ahead.WINDOW):
+        expected.learn("a layer", 80)
+    assert expected.bound("a layer") == 90, "a call long ago is forgotten"
+    expected.forget("a layer")
+    assert expected.bound("a layer") == 0
 
 
 BATCH = ctypes.CFUNCTYPE(

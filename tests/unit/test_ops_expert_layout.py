@@ -8,7 +8,7 @@ np = pytest.importorskip("numpy")
 pytest.importorskip("torch")
 SEQUENTIAL = pytest.importorskip("counterpoint.schedule").SEQUENTIAL
 layouts = pytest.importorskip("counterpoint.schedule.expert_layout")
-pick_pieces = pytest.importorskip("counterpoint.ops.expert_routing").pick_pieces
+expert_routing = pytest.importorskip("counterpoint.ops.expert_routing")
 MIB = 1 << 20
 
 
@@ -75,6 +75,7 @@ def test_what_one_rank_sends_another_waits_for_and_results_come_back_side_by_sid
 @pytest.mark.parametrize(("num_bytes", "pieces"), [(0, 0), (63 * MIB, 0), (64 * MIB, 1), (159 * MIB, 1), (160 * MIB, 4)])
 def test_the_busiest_pair_of_ranks_picks_copies_and_pieces(num_bytes: int, pieces: int) -> None:
     row_bytes = MIB // 2
-    pairs = [[500, num_bytes // row_bytes], [1, 900]]  # own rows do not count
-    assert pick_pieces(pairs, row_bytes, None) == pieces
-    assert pick_pieces(pairs, row_bytes, SEQUENTIAL) == 0, "the caller's schedule decides"
+    pairs = [[500, num_bytes // row_bytes], [0, 900]]  # own rows do not count
+    assert expert_routing.most_rows_of_pairs(pairs) * row_bytes == num_bytes
+    assert expert_routing.pick_pieces(num_bytes, None) == pieces
+    assert expert_routing.pick_pieces(num_bytes, SEQUENTIAL) == 0, "the caller's schedule decides"

@@ -13,7 +13,17 @@ pytest.importorskip("torch")
 
 
 OF_TWO = ("random_routings", "in_fp8")
-OF_ANY = ("types", "partly_frozen", "activations", "biases", "in_order", "checkpointed", "error_beside", "no_memory")
+OF_ANY = (
+    "types",
+    "partly_frozen",
+    "activations",
+    "biases",
+    "in_order",
+    "checkpointed",
+    "ahead",
+    "error_beside",
+    "no_memory",
+)
 
 
 @pytest.mark.parametrize(("num_ranks", "sections"), [(2, (*OF_TWO, *OF_ANY)), (3, OF_ANY)])

@@ -1,9 +1,8 @@
 """An expert exchange on GPUs: copy engines push rows into the symmetric memory of the rank that needs them, and a flag
 announces each piece to the stream that reads it. Neither uses an SM, and the host waits only for the counts of rows.
 
-Tokens that travel alone are sent by a kernel instead: nothing of the call could run meanwhile, and a kernel finds the places
-of rows itself, where the driver takes 3.5 us of the host for each block that is copied. The flags are the same, so a rank
-does not see what its peers use.
+If a call is expected to be like earlier ones, a kernel sends its tokens instead, before the host knows the counts
+(`expert_ahead.py`). All ranks expect the same.
 
 Flags, per peer: FREE of a region (my rows may be written), 1 between calls; ARRIVED of a region and a piece (they are
 written), 0 between calls; and both for the counts. No flag is set before it was reset: a piece is sent after FREE, which
@@ -12,7 +11,6 @@ other (`call_order.py`), and within a call the waits of all ranks have one order
 that share a hardware queue cannot deadlock.
 """
 
-from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, final
@@ -27,8 +25,16 @@ from counterpoint.ops.agreement import Agreement
 from counterpoint.ops.block_copies import BlockAddresses, BlockCopies
 from counterpoint.ops.call_order import NO_TIMING, CallOrder
 from counterpoint.ops.copy_lane import copy_bytes
-from counterpoint.ops.expert_exchange import AbstractCombine, AbstractDispatch, AbstractExpertExchange, ExpertRegion, Rows
-from counterpoint.ops.expert_memory import RegionSizes, needed_bytes
+from counterpoint.ops.expert_exchange import (
+    AbstractCombine,
+    AbstractDispatch,
+    AbstractExpertCopies,
+    ExpertRegion,
+    Needed,
+    RowFormat,
+    Rows,
+)
+from counterpoint.ops.expert_memory import RegionSizes
 from counterpoint.ops.gated_activation import has_triton
 from counterpoint.ops.lane import aligned
 from counterpoint.ops.signals import Flags, Signals
@@ -40,14 +46,14 @@ from counterpoint.units import format_bytes
 
 Handle = Any  # cuda-bindings has no types
 COUNTS_FREE, COUNTS_ARRIVED, FIRST_ARRIVED = len(ExpertRegion), len(ExpertRegion) + 1, len(ExpertRegion) + 2
+VECTOR_BYTES = 16  # which the kernel that sends rows reads and writes at once
 HIGH_PRIORITY = -1  # as torch counts
-KERNEL = "by kernel"  # the stream of the kernel that sends rows
-VECTOR_BYTES = 16  # that kernel reads and writes whole vectors
+KERNEL = "by kernel"  # the stream of the kernel that sends rows ahead of the host
 RESTING = [*[1] * len(ExpertRegion), 1, 0, *[0] * (len(ExpertRegion) * MAX_CHUNKS)]
 
 
 @final
-class ExpertCopies(AbstractExpertExchange):
+class ExpertCopies(AbstractExpertCopies):
     """Symmetric memory, flags and copy streams of one group on one GPU."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, agreement: Agreement) -> None:
@@ -57,7 +63,8 @@ class ExpertCopies(AbstractExpertExchange):
         self.flags = Flags(group, device, agreement, RESTING)
         self.signals = Signals(self.flags)
         self._order = CallOrder(self.flags.watch)
-        self._is_open = False  # whether a pass has begun and not ended: its flags are not at rest
+        # whether a pass, or what is sent ahead of one, has begun and not ended: its flags are not at rest
+        self._is_open = self._is_ahead = False
         self._pool = SymmetricPool(device, group, agreement)
         self._counts_pool = SymmetricPool(device, group, agreement)
         self._counts_row_bytes = 0
@@ -70,12 +77,13 @@ class ExpertCopies(AbstractExpertExchange):
         events = (check("Making an event", cu.cuEventCreate(NO_TIMING)) for _ in range(3))
         self.ready, self._mark, self.counted = events
 
-    def gather(self, row: torch.Tensor, beside: Callable[[], None]) -> tuple[torch.Tensor, torch.Tensor]:
+    def gather(self, row: torch.Tensor, beside: Callable[[torch.Tensor], None]) -> tuple[torch.Tensor, torch.Tensor]:
         """See `AbstractExpertExchange.gather`."""
         num_bytes, memory = row.nbytes, self._memory_for_counts(row.nbytes)
         own, stream = memory.addresses[self.rank], self.current()
         gathered = row.new_empty(self._num_ranks, row.shape[0])
         on_host = self._counts_on_host[: gathered.numel()]
+        self._require_ended(is_open=self._is_ahead)
         self.begin()
         self.signals.take(COUNTS_FREE, self._peers, stream)
         for address in memory.addresses:
@@ -87,7 +95,7 @@ class ExpertCopies(AbstractExpertExchange):
         self.signals.raise_to(COUNTS_FREE, self._peers, stream)
         self.end()
         self._is_open = True  # a call within `beside` would take the memory of these counts
-        beside()
+        beside(gathered)
         self._is_open = False
         check("Waiting for the counts", cu.cuEventSynchronize(self.counted))
         self.flags.watch.require_sound()
@@ -104,10 +112,13 @@ class ExpertCopies(AbstractExpertExchange):
         assert self._counts_pool.memory is not None
         return self._counts_pool.memory
 
-    def reserve(self, rows: Rows, regions: Sequence[ExpertRegion]) -> None:
-        """See `AbstractExpertExchange.reserve`."""
-        needed = needed_bytes(rows, regions)
-        if self._sizes.holds(needed):
+    def holds(self, needed: Needed) -> bool:
+        """See `AbstractExpertCopies.holds`."""
+        return self._sizes.holds(needed)
+
+    def reserve(self, needed: Needed) -> None:
+        """See `AbstractExpertCopies.reserve`."""
+        if self.holds(needed):
             return
         sizes, self._sizes = self._sizes.grown(needed), RegionSizes()
         what = f"An expert layer with {format_bytes(sizes.num_bytes)} of symmetric memory"
@@ -121,45 +132,66 @@ class ExpertCopies(AbstractExpertExchange):
 
     def begin(self) -> None:
         """See `AbstractExpertExchange.begin`."""
-        if self._is_open:
-            raise OperatorError(
-                "An error ended an earlier call of experts while rows were on their way. Start all ranks again."
-            )
+        self._require_ended(is_open=self._is_open)
         self._order.follow(self.current())
         self._is_open = True
 
+    def _require_ended(self, *, is_open: bool) -> None:
+        if is_open:
+            raise OperatorError(
+                "An error ended an earlier call of experts while rows were on their way. Start all ranks again."
+            )
+
     def dispatch(
-        self, region: ExpertRegion, rows: Rows, source: torch.Tensor, *, were_ready: bool = False, is_alone: bool = False
+        self, region: ExpertRegion, rows: Rows, source: torch.Tensor, *, were_ready: bool = False
     ) -> AbstractDispatch:
         """See `AbstractExpertExchange.dispatch`."""
         outbox = Outbox(self, region, rows.format.num_bytes)
         outbox.ready(source, were_ready=were_ready)
-        return (KernelDispatch if is_alone and self.has_kernel(rows) else CopyDispatch)(self, rows, outbox, source)
+        return CopyDispatch(self, rows, outbox, source)
 
     def combine(self, rows: Rows) -> AbstractCombine:
         """See `AbstractExpertExchange.combine`."""
         return CopyCombine(self, rows)
 
-    def region(self, region: ExpertRegion, rows: Rows, num_rows: int) -> torch.Tensor:
-        """Return this rank's memory of a region."""
+    def can_send_ahead(self, rows: RowFormat) -> bool:
+        """See `AbstractExpertCopies.can_send_ahead`. A kernel sends them, which needs Triton, and rows of whole vectors."""
+        return has_triton() and rows.num_bytes % VECTOR_BYTES == 0
+
+    def send_ahead(self, tokens: torch.Tensor, landed: torch.Tensor, gathered: torch.Tensor) -> torch.Tensor:
+        """See `AbstractExpertCopies.send_ahead`. The kernel has a stream of its own."""
+        from counterpoint.ops.expert_kernels import Sending, send_rows  # noqa: PLC0415  needs Triton
+
+        self._is_ahead, handle = True, self.copy_stream(KERNEL)
+        check("Waiting for counts", cu.cuStreamWaitEvent(handle, self.counted, 0))
+        self.signals.take(int(ExpertRegion.DISPATCH), self._peers, handle)
+        with torch.cuda.stream(self.torch_stream(KERNEL)):
+            ends = send_rows(Sending(self.rank, tokens, landed, self.addresses[ExpertRegion.DISPATCH]), gathered)
+        self.signals.raise_to(arrived_flag(ExpertRegion.DISPATCH, 0), self._peers, handle)
+        return ends
+
+    def await_ahead(self) -> None:
+        """See `AbstractExpertCopies.await_ahead`."""
+        self.join([KERNEL])
+        self.signals.take(arrived_flag(ExpertRegion.DISPATCH, 0), self._peers, self.current())
+
+    def release_ahead(self) -> None:
+        """See `AbstractExpertCopies.release_ahead`."""
+        self.signals.raise_to(int(ExpertRegion.DISPATCH), self._peers, self.current())
+        self._order.finish(self.current())
+        self._is_ahead = False
+
+    def region(self, region: ExpertRegion, rows: RowFormat, num_rows: int) -> torch.Tensor:
+        """See `AbstractExpertCopies.region`."""
         memory = self._pool.memory
         if memory is None:  # no rank has rows
-            return rows.format.empty(0)
-        return self._sizes.view(memory.local, region, rows.format, num_rows)
+            return rows.empty(0)
+        return self._sizes.view(memory.local, region, rows, num_rows)
 
     def address(self, region: ExpertRegion, peer: int) -> int:
         """Return where a region begins on a peer."""
         assert self._pool.memory is not None, "reserve() comes first"
         return self._pool.memory.addresses[peer] + self._sizes.start(region)
-
-    def has_kernel(self, rows: Rows) -> bool:
-        """Return whether a kernel sends tokens: it can with Triton, rows of whole vectors and memory for them, and it is
-        faster unless most of this rank's rows are for one expert, which only a few of its CTAs send.
-        """
-        layout = rows.layout
-        if layout.num_groups > 1 or not (has_triton() and rows.format.num_bytes % VECTOR_BYTES == 0 and self.addresses):
-            return False
-        return bool(2 * layout.counts[layout.rank].max() <= layout.num_tokens)
 
     def end(self) -> None:
         """See `AbstractExpertExchange.end`."""
@@ -251,7 +283,11 @@ class Outbox:
         """
         exchange, size = self._exchange, self._row_bytes
         name = f"to {peer}"
-        handle = exchange.copy_stream(name) if name in self._used else self.claim(name, (peer,))
+        handle = exchange.copy_stream(name)
+        if name not in self._used:
+            check("Waiting for rows", cu.cuStreamWaitEvent(handle, self._ready, 0))
+            exchange.signals.take(int(self.region), (peer,), handle)
+            self._used[name] = None
         target, source = exchange.address(self.region, peer), self._sources[-1].data_ptr()
         first, placed, num_rows = blocks
         copied = BlockAddresses(placed * size + target, first * size + source, num_rows * size)
@@ -259,34 +295,24 @@ class Outbox:
         exchange.signals.raise_to(arrived_flag(self.region, number), (peer,), handle)
         self.num_bytes += int(copied.num_bytes.sum())
 
-    def claim(self, name: str, peers: tuple[int, ...]) -> Handle:
-        """Let a copy stream wait for the ready rows, and until these peers' memory may be written, and return it."""
-        exchange = self._exchange
-        handle = exchange.copy_stream(name)
-        check("Waiting for rows", cu.cuStreamWaitEvent(handle, self._ready, 0))
-        exchange.signals.take(int(self.region), peers, handle)
-        self._used[name] = None
-        return handle
-
     def join(self) -> None:
         """Let the current stream wait until all is sent."""
         self._exchange.join(tuple(self._used))
         self._sources.clear()
 
 
-class SentDispatch(AbstractDispatch):
-    """Rows that arrive at their places in this rank's memory, each piece announced by a flag."""
+@final
+class CopyDispatch(AbstractDispatch):
+    """Copies blocks to their places in the peers' memory, each piece announced by a flag; a kernel puts this rank's own
+    rows there.
+    """
 
     def __init__(self, exchange: ExpertCopies, rows: Rows, outbox: Outbox, source: torch.Tensor) -> None:
         """`outbox` has the source ready."""
         self._exchange, self._rows, self._outbox, self._region = exchange, rows, outbox, outbox.region
-        self._landed = exchange.region(self._region, rows, rows.layout.num_rows)
+        self._landed = exchange.region(self._region, rows.format, rows.layout.num_rows)
         self._send(source)
         self.num_sent_bytes = outbox.num_bytes
-
-    @abstractmethod
-    def _send(self, source: torch.Tensor) -> None:
-        """Send all rows to their places."""
 
     def group(self, number: int) -> torch.Tensor:
         """See `AbstractDispatch.group`."""
@@ -311,11 +337,6 @@ class SentDispatch(AbstractDispatch):
         """See `AbstractDispatch.join`."""
         self._outbox.join()
 
-
-@final
-class CopyDispatch(SentDispatch):
-    """Copies blocks to their places in the peers' memory; a kernel puts this rank's own rows there."""
-
     def _send(self, source: torch.Tensor) -> None:
         layout = self._rows.layout
         has_own = layout.num_own == 0
@@ -335,28 +356,6 @@ class CopyDispatch(SentDispatch):
         else:
             self._landed.index_copy_(0, places, own)
         return True
-
-
-@final
-class KernelDispatch(SentDispatch):
-    """Sends all rows in one piece by one kernel, which has a stream of its own, this rank's to their places, too."""
-
-    def _send(self, source: torch.Tensor) -> None:
-        from counterpoint.ops.expert_kernels import Sending, send_rows  # noqa: PLC0415  needs Triton
-
-        exchange, layout, sorting = self._exchange, self._rows.layout, self._rows.sorting
-        peers = tuple(peer for peer in layout.peers() if layout.sent_rows[peer])
-        handle = self._outbox.claim(KERNEL, peers)
-        with torch.cuda.stream(exchange.torch_stream(KERNEL)):
-            ends = sorting.new_ends()  # allocated on this stream, which may be ahead of the current one
-            send_rows(Sending(source, self._landed, exchange.addresses[self._region]), sorting.gathered, layout, ends)
-        exchange.signals.raise_to(arrived_flag(self._region, 0), peers, handle)
-        self._outbox.num_bytes += (layout.num_tokens - layout.num_own) * self._rows.format.num_bytes
-
-    def group(self, number: int) -> torch.Tensor:
-        """See `AbstractDispatch.group`. The kernel has to end first, because it places own rows."""
-        self._exchange.join([KERNEL])
-        return super().group(number)
 
 
 @final
@@ -387,7 +386,7 @@ class CopyCombine(AbstractCombine):
     def results(self) -> torch.Tensor:
         """See `AbstractCombine.results`."""
         layout, exchange = self._rows.layout, self._exchange
-        landed = exchange.region(ExpertRegion.COMBINE, self._rows, layout.num_tokens - layout.num_own)
+        landed = exchange.region(ExpertRegion.COMBINE, self._rows.format, layout.num_tokens - layout.num_own)
         with exchange.collecting(self._collected) as stream:
             for peer, number in layout.outgoing():
                 exchange.signals.take(arrived_flag(ExpertRegion.COMBINE, number), (peer,), stream)

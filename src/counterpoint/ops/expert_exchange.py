@@ -7,9 +7,9 @@ both (`expert_library.py`).
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from enum import IntEnum
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 
@@ -51,6 +51,9 @@ class RowFormat(NamedTuple):
         return torch.empty((num_rows, self.num_columns), dtype=self.dtype, device=self.device)
 
 
+Needed: TypeAlias = dict[ExpertRegion, int]  # bytes
+
+
 class Rows(NamedTuple):
     """The rows of one pass of a call."""
 
@@ -70,6 +73,12 @@ class AbstractDispatch(ABC):
     @abstractmethod
     def group(self, number: int) -> torch.Tensor:
         """Return the rows of a group of this rank's experts; the current stream may read them from here on."""
+
+    def product(self, number: int) -> torch.Tensor | None:
+        """Return the product of all rows with the call's first linear of this number, without its bias, if it was issued
+        with the rows.
+        """
+        return None
 
     @abstractmethod
     def all_rows(self) -> torch.Tensor:
@@ -110,18 +119,12 @@ class AbstractExpertExchange(ABC):
     """Moves the rows of experts between the ranks of one group."""
 
     @abstractmethod
-    def gather(self, row: torch.Tensor, beside: Callable[[], None]) -> tuple[torch.Tensor, torch.Tensor]:
+    def gather(self, row: torch.Tensor, beside: Callable[[torch.Tensor], None]) -> tuple[torch.Tensor, torch.Tensor]:
         """Return every rank's row of integers (int64), in the order of ranks: on the host, which waits, in memory that the
         next call may reuse, and on the device.
 
-        `beside` is called before the host waits. What it issues on the current stream runs after the exchange, and while
-        the host decides what follows.
-        """
-
-    @abstractmethod
-    def reserve(self, rows: Rows, regions: Sequence[ExpertRegion]) -> None:
-        """Reserve memory for these rows in these regions, all ranks together. Raises `RefusedTogetherError` on every
-        rank if one has no room.
+        `beside` is called before the host waits, with those on the device. What it issues on the current stream runs after
+        the exchange, and while the host decides what follows.
         """
 
     @abstractmethod
@@ -130,12 +133,11 @@ class AbstractExpertExchange(ABC):
 
     @abstractmethod
     def dispatch(
-        self, region: ExpertRegion, rows: Rows, source: torch.Tensor, *, were_ready: bool = False, is_alone: bool = False
+        self, region: ExpertRegion, rows: Rows, source: torch.Tensor, *, were_ready: bool = False
     ) -> AbstractDispatch:
         """Send this rank's rows, which are contiguous and in the order of its tokens, within the current call.
 
         `were_ready`: they were ready before the last `gather`, so that they need not wait for what was issued beside it.
-        `is_alone`: with one group of experts, no matmul of the call and no other rows of it are under way meanwhile.
         """
 
     @abstractmethod
@@ -153,3 +155,40 @@ class AbstractExpertExchange(ABC):
     @abstractmethod
     def close(self) -> None:
         """Free all memory."""
+
+
+class AbstractExpertCopies(AbstractExpertExchange):
+    """An exchange through symmetric memory."""
+
+    @abstractmethod
+    def holds(self, needed: Needed) -> bool:
+        """Return whether the memory has these bytes in each region."""
+
+    @abstractmethod
+    def reserve(self, needed: Needed) -> None:
+        """Reserve memory, all ranks together. Raises `RefusedTogetherError` on every rank if one has no room."""
+
+    @abstractmethod
+    def region(self, region: ExpertRegion, rows: RowFormat, num_rows: int) -> torch.Tensor:
+        """Return this rank's memory for rows of a region."""
+
+    # what `expert_ahead.py` needs
+
+    @abstractmethod
+    def can_send_ahead(self, rows: RowFormat) -> bool:
+        """Return whether such rows can be sent before the host knows the counts; the same on all ranks."""
+
+    @abstractmethod
+    def send_ahead(self, tokens: torch.Tensor, landed: torch.Tensor, gathered: torch.Tensor) -> torch.Tensor:
+        """Send contiguous tokens to their experts, all ranks together, by the counts that the last `gather` put on the
+        device, and return `Places.ends`. `landed` is this rank's memory of `ExpertRegion.DISPATCH`. If it lacks room for
+        all rows, it gets none, and ends are 0.
+        """
+
+    @abstractmethod
+    def await_ahead(self) -> None:
+        """Let the current stream wait until all ranks have sent their tokens."""
+
+    @abstractmethod
+    def release_ahead(self) -> None:
+        """Declare these rows read on the current stream; others may send again."""

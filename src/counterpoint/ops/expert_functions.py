@@ -83,15 +83,23 @@ class ExpertCall:
         beside: Callable[[], None] | None = None,
         is_fp8: bool = False,
     ) -> None:
-        self.activation, self.is_fp8, self.keeps_tokens = activation, is_fp8, called.keeps_tokens
+        self.activation, self.is_fp8 = activation, is_fp8
         self._runtime, self._called, self._is_routed = runtime, called, False
         self._beside = None if beside is None else _with_gradients(beside)
         self._problem: BaseException | None = None  # of `beside`
 
-    def route(self) -> ExpertRouting:
-        """Exchange the counts of rows, and compute what hides them and the tokens."""
-        self.routing, self._is_routed = route(self._runtime, self._called, self.compute_beside), True
+    def route(self, tokens: torch.Tensor, firsts: Sequence[Linear]) -> ExpertRouting:
+        """Exchange the counts of rows, and compute what hides them and the tokens, which are contiguous. `firsts`: the
+        linears that multiply the tokens.
+        """
+        weights = [] if any(each.is_fp8 for each in firsts) else [each.weights for each in firsts]
+        called = self._called._replace(tokens=tokens)
+        self.routing, self._is_routed = route(self._runtime, called, weights, self.compute_beside), True
         return self.routing
+
+    def keeps(self, routing: ExpertRouting) -> bool:
+        """Return whether the tokens that arrive are kept for the gradients of weights."""
+        return self._called.keeps_tokens or (self._called.schedule is None and routing.is_small)
 
     def settle(self, gathered: torch.Tensor) -> ExpertRouting:
         """Return the routing; a call whose results were saved finds it in what it gathered."""
@@ -130,10 +138,11 @@ class ExpertFfn(torch.autograd.Function):  # type: ignore[misc]  # torch is unty
         _, _, *of_layer = ctx.needs_input_grad
         (of_first, _, *of_third), _ = _halves(of_layer)
         of_ups = any((of_first, *of_third))
-        keeps_tokens = call.keeps_tokens and of_ups
 
         def run() -> list[torch.Tensor]:
-            routing, layer_of_call = call.route(), _as_layer(operands, is_fp8=call.is_fp8)
+            layer_of_call = _as_layer(operands, is_fp8=call.is_fp8)
+            routing = call.route(layer_of_call[0], layer_of_call[1].ups)
+            keeps_tokens = of_ups and call.keeps(routing)
             named = {"is_sent_again": of_ups and not keeps_tokens, "keeps_tokens": keeps_tokens}
             results, kept = ffn(routing, call.activation, layer_of_call, **named)
             if any(ctx.needs_input_grad):
@@ -141,7 +150,8 @@ class ExpertFfn(torch.autograd.Function):  # type: ignore[misc]  # torch is unty
             return [routing.gathered, results, *kept]
 
         gathered, results, *kept = _seen("expert_ffn", operands, run)
-        ctx.routing, ctx.activation, ctx.keeps_tokens = call.settle(gathered), call.activation, keeps_tokens
+        ctx.routing, ctx.activation = call.settle(gathered), call.activation
+        ctx.keeps_tokens = of_ups and call.keeps(ctx.routing)
         ctx.num_operands = len(operands)
         ctx.save_for_backward(*operands, *kept)
         return results
@@ -175,18 +185,20 @@ class Dispatch(torch.autograd.Function):  # type: ignore[misc]  # torch is untyp
     ) -> tuple[torch.Tensor, ...]:
         """See `torch.autograd.Function.forward`."""
         tokens, weights = tokens.contiguous(), _in_place(weights)
-        keeps_tokens = call.keeps_tokens and ctx.needs_input_grad[2]
 
         def run() -> list[torch.Tensor]:
-            routing = call.route()
-            products, kept = dispatch_multiply(routing, tokens, Linear(weights, bias), keeps_tokens=keeps_tokens)
+            linear = Linear(weights, bias)
+            routing = call.route(tokens, [linear])
+            keeps_tokens = ctx.needs_input_grad[2] and call.keeps(routing)
+            products, kept = dispatch_multiply(routing, tokens, linear, keeps_tokens=keeps_tokens)
             if any(ctx.needs_input_grad):
                 routing.count_kept((*products, *kept))
             return [routing.gathered, *kept, *products]
 
         gathered, *found = _seen("dispatch_grouped_matmul", (tokens, weights, bias), run)
-        kept, products = found[:keeps_tokens], found[keeps_tokens:]
         ctx.routing = call.settle(gathered)
+        keeps_tokens = ctx.needs_input_grad[2] and call.keeps(ctx.routing)
+        kept, products = found[:keeps_tokens], found[keeps_tokens:]
         ctx.save_for_backward(tokens, weights, *kept)
         return tuple(products)
 

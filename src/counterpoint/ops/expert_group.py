@@ -1,13 +1,16 @@
 """The state that a group of ranks keeps between calls of expert layers: exchanges, and what all ranks have agreed on."""
 
 import logging
+from collections.abc import Sequence
 from typing import final
 
 import torch
 
+from counterpoint.errors import RefusedTogetherError
 from counterpoint.ops.agreement import CallNotice
 from counterpoint.ops.collectives import Ranks
-from counterpoint.ops.expert_exchange import AbstractExpertExchange
+from counterpoint.ops.expert_ahead import AheadDispatch, ExpectedRows
+from counterpoint.ops.expert_exchange import AbstractExpertCopies, ExpertRegion, Needed, RowFormat
 from counterpoint.ops.expert_library import ExpertLibrary
 from counterpoint.ops.expert_messages import ExpertMessages
 from counterpoint.units import format_bytes
@@ -21,7 +24,7 @@ class ExpertGroup:
     """The exchanges of one group on one kind of device. `obstacle`: why rows cannot go by copies, or nothing.
 
     `refused_bytes`: symmetric memory of this size or more was not available. `num_refused`: calls that therefore ran by
-    the library.
+    the library. `expected`: the rows of calls that can begin before the host knows the counts.
     """
 
     def __init__(self, ranks: Ranks, device: torch.device, obstacle: str) -> None:
@@ -30,8 +33,9 @@ class ExpertGroup:
         self.copies = None if obstacle else self._open_copies()
         self.refused_bytes = self.num_refused = 0
         self._agreed: set[str] = set()
+        self.expected = ExpectedRows()
 
-    def _open_copies(self) -> AbstractExpertExchange:
+    def _open_copies(self) -> AbstractExpertCopies:
         if self._device.type == "cpu":
             return ExpertMessages(self._ranks)
         from counterpoint.ops.expert_copies import ExpertCopies  # noqa: PLC0415  needs cuda-bindings
@@ -47,15 +51,34 @@ class ExpertGroup:
             self._agreed.clear()
         self._agreed.add(words)
 
-    def refuse_memory(self, num_bytes: int, reason: str) -> None:
-        """Record that this much symmetric memory is not available; all ranks know."""
-        if not self.refused_bytes:
-            LOGGER.warning(
-                "Expert calls that need %s of symmetric memory or more use the library's all-to-all: %s",
-                format_bytes(num_bytes),
-                reason,
-            )
-        self.refused_bytes = num_bytes
+    def reserve(self, needed: Needed) -> bool:
+        """Reserve symmetric memory for copies, all ranks together, and return whether every rank has it."""
+        num_bytes = sum(needed.values())
+        if self.copies is None or (self.refused_bytes and num_bytes >= self.refused_bytes):
+            return False
+        try:
+            self.copies.reserve(needed)
+        except RefusedTogetherError as refusal:
+            if not self.refused_bytes:
+                LOGGER.warning(
+                    "Expert calls that need %s of symmetric memory or more use the library's all-to-all: %s",
+                    format_bytes(num_bytes),
+                    refusal,
+                )
+            self.refused_bytes = num_bytes
+            return False
+        return True
+
+    def ahead(self, kind: str, tokens: torch.Tensor, weights: Sequence[torch.Tensor]) -> AheadDispatch | None:
+        """Return what begins a call of this kind before the host knows its counts; None if it has to wait for them, the same
+        on all ranks.
+        """
+        bound, rows = self.expected.bound(kind), RowFormat.of(tokens)
+        if not bound or self.copies is None or not self.copies.can_send_ahead(rows):
+            return None
+        if not self.reserve({ExpertRegion.DISPATCH: bound * rows.num_bytes}):
+            return None
+        return AheadDispatch(self.copies, tokens, weights, bound)
 
     def num_symmetric_bytes(self) -> int:
         """Bytes of symmetric memory held on this rank."""

@@ -130,7 +130,7 @@ def find_places(gathered: torch.Tensor, layout: ExpertLayout) -> tuple[torch.Ten
     return *places.split([layout.num_rows, layout.num_rows, layout.num_own]), ends
 
 
-@triton.jit(do_not_specialize=["stride", "rank"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["stride", "rank", "most_rows"])  # type: ignore[untyped-decorator]
 def send_rows_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0917  what a kernel is launched with
     rows,
     own,
@@ -139,10 +139,10 @@ def send_rows_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0917  what a k
     ends,
     stride,
     rank,
+    most_rows,
     num_ranks,
     num_experts,
     number,
-    has_ends: tl.constexpr,
     size: tl.constexpr,
     block: tl.constexpr,
     vector: tl.constexpr,
@@ -150,22 +150,27 @@ def send_rows_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0917  what a k
     """One block of rows, for an expert of a rank: every num_programs(1)-th of them to its place there."""
     at = tl.program_id(0)
     peer, expert = at // num_experts, at % num_experts
-    num_rows = tl.load(counts + rank * stride + at).to(tl.int32)
-    is_ending = has_ends & (peer == rank) & (tl.program_id(1) == 0)
+    num_rows = tl.load(counts + rank * stride + at)
+    is_ending = (peer == rank) & (tl.program_id(1) == 0)
     if (tl.program_id(1) < num_rows) | is_ending:
         lanes = tl.arange(0, size)
         inside = lanes < num_ranks * num_experts
         sources, experts = lanes // num_experts, lanes % num_experts
         here = tl.load(counts + rank * stride + lanes, mask=inside, other=0)
         there = tl.load(counts + sources * stride + peer * num_experts + experts, mask=inside, other=0)
+        num_tokens = tl.load(counts + rank * stride + num_ranks * num_experts)
+        has_room = (tl.min(there, 0) >= 0) & (tl.sum(there, 0) <= most_rows)
+        is_sound = has_room & (tl.min(here, 0) >= 0) & (tl.sum(here, 0) == num_tokens)
+        end = tl.where(is_sound, num_rows, 0).to(tl.int32)
+        if is_ending:
+            arrived = tl.sum(tl.where(experts <= expert, there, 0), 0)
+            tl.store(ends + expert, tl.where(has_room, arrived, 0).to(tl.int32))
         sent = tl.sum(tl.where(lanes < at, here, 0), 0)
         placed = tl.sum(tl.where((experts < expert) | ((experts == expert) & (sources < rank)), there, 0), 0)
-        if is_ending:
-            tl.store(ends + expert, tl.sum(tl.where(experts <= expert, there, 0), 0).to(tl.int32))
         target = own
         if peer != rank:  # as whole vectors from `own` on, so that the compiler knows that it is aligned
             target += (tl.load(addresses + peer) - own.to(tl.int64)) // (vector * own.dtype.element_ty.itemsize) * vector
-        for row in range(tl.program_id(1), num_rows, tl.num_programs(1)):
+        for row in range(tl.program_id(1), end, tl.num_programs(1)):
             for start in range(0, number, block):
                 place = start + tl.arange(0, block)
                 held = tl.load(rows + (sent + row) * number + place, mask=place < number)
@@ -173,36 +178,45 @@ def send_rows_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0917  what a k
 
 
 class Sending(NamedTuple):
-    """Rows that one kernel sends: contiguous `rows`, this rank's `own` memory for those that stay, and the addresses of the
-    other ranks' memory, by rank. Memory begins at multiples of `VECTOR_BYTES`, and rows are as many bytes.
+    """Rows that one kernel sends: contiguous `rows` of this `rank`, `landed`, this rank's own memory for rows of all ranks,
+    and the addresses of the other ranks' memory, by rank. Memory begins at multiples of `VECTOR_BYTES`, and rows are as
+    many bytes.
     """
 
+    rank: int
     rows: torch.Tensor
-    own: torch.Tensor
+    landed: torch.Tensor
     addresses: torch.Tensor
 
 
-def send_rows(sending: Sending, gathered: torch.Tensor, layout: ExpertLayout, ends: torch.Tensor | None = None) -> None:
-    """Send this rank's tokens to their experts' places, as `ExpertLayout` has them.
+def send_rows(sending: Sending, gathered: torch.Tensor) -> torch.Tensor:
+    """Send this rank's rows to their experts' places, as `ExpertLayout` has them, and return `Places.ends` (int32).
 
-    `gathered[source, expert]` are the counts on the device. `ends` (int32), if given, is set to `Places.ends`.
+    `gathered[source]` are the counts of a rank for the experts of all ranks, and last their sum, on the device: the host
+    need not know them. A rank gets no rows if they are more than `landed` has; then its ends are 0. Rows whose counts do not
+    add up are not sent.
     """
-    rows, width = sending.rows, sending.rows.shape[1]
-    counts = layout.counts[layout.rank]
-    grid = counts.size, min(max(1, int(counts.max())), max(1, SENDING_CTAS // counts.size))
+    rank, rows, landed, addresses = sending
+    num_ranks, width = gathered.shape[0], rows.shape[1]
+    num_blocks = gathered.shape[1] - 1
+    num_experts = num_blocks // num_ranks
+    ends = torch.empty(num_experts, dtype=torch.int32, device=gathered.device)
+    grid = num_blocks, max(1, min(rows.shape[0], SENDING_CTAS // num_blocks))
     send_rows_kernel[grid](
         rows,
-        sending.own,
-        sending.addresses,
+        landed,
+        addresses,
         gathered,
-        gathered if ends is None else ends,
+        ends,
         gathered.stride(0),
-        layout.rank,
-        *counts.shape,
+        rank,
+        landed.shape[0],
+        num_ranks,
+        num_experts,
         width,
-        has_ends=ends is not None,
-        size=triton.next_power_of_2(counts.size),
+        size=triton.next_power_of_2(num_blocks),
         block=min(SENT_BLOCK, triton.next_power_of_2(width)),
         vector=VECTOR_BYTES // rows.itemsize,
         num_warps=NUM_WARPS,
     )
+    return ends

@@ -4,7 +4,7 @@ It is the baseline for copies, runs if all-to-alls are faster, and is the fallba
 memory or symmetric memory runs out.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import final
 
@@ -25,29 +25,26 @@ class ExpertLibrary(AbstractExpertExchange):
     def __init__(self, ranks: Ranks) -> None:
         self._group, self._agreement, self._watchdog = ranks
 
-    def gather(self, row: torch.Tensor, beside: Callable[[], None]) -> tuple[torch.Tensor, torch.Tensor]:
+    def gather(self, row: torch.Tensor, beside: Callable[[torch.Tensor], None]) -> tuple[torch.Tensor, torch.Tensor]:
         """See `AbstractExpertExchange.gather`."""
         gathered = row.new_empty(self._group.size(), row.shape[0])
         self.together(library_all_gather, gathered.flatten(), row)
         if gathered.is_cpu:
-            beside()
+            beside(gathered)
             return gathered, gathered
         on_host = torch.empty(gathered.shape, dtype=gathered.dtype, pin_memory=True)
         on_host.copy_(gathered, non_blocking=True)
         counted = torch.cuda.Event()
         counted.record()
-        beside()
+        beside(gathered)
         counted.synchronize()
         return on_host, gathered
-
-    def reserve(self, rows: Rows, regions: Sequence[ExpertRegion]) -> None:
-        """See `AbstractExpertExchange.reserve`. It needs none."""
 
     def begin(self) -> None:
         """See `AbstractExpertExchange.begin`."""
 
     def dispatch(
-        self, region: ExpertRegion, rows: Rows, source: torch.Tensor, *, were_ready: bool = False, is_alone: bool = False
+        self, region: ExpertRegion, rows: Rows, source: torch.Tensor, *, were_ready: bool = False
     ) -> AbstractDispatch:
         """See `AbstractExpertExchange.dispatch`."""
         layout = rows.layout
@@ -90,7 +87,7 @@ class LibraryDispatch(AbstractDispatch):
 
     def group(self, number: int) -> torch.Tensor:
         """See `AbstractDispatch.group`."""
-        return self._arrived[self._layout.groups[number].rows]
+        return self._arrived if self._layout.num_groups == 1 else self._arrived[self._layout.groups[number].rows]
 
     def all_rows(self) -> torch.Tensor:
         """See `AbstractDispatch.all_rows`."""

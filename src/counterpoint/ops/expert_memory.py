@@ -8,7 +8,7 @@ from typing import final
 
 import torch
 
-from counterpoint.ops.expert_exchange import ExpertRegion, RowFormat, Rows
+from counterpoint.ops.expert_exchange import ExpertRegion, Needed, RowFormat, Rows
 from counterpoint.ops.lane import aligned
 
 SPARE = 1.25  # growth as a multiple of the need; chosen, not measured
@@ -35,11 +35,11 @@ class RegionSizes:
         start = self.start(region)
         return memory[start : start + num_rows * rows.num_bytes].view(rows.dtype).view(num_rows, rows.num_columns)
 
-    def holds(self, needed: dict[ExpertRegion, int]) -> bool:
+    def holds(self, needed: Needed) -> bool:
         """Return whether the regions are large enough."""
         return all(num_bytes <= self._sizes[region] for region, num_bytes in needed.items())
 
-    def grown(self, needed: dict[ExpertRegion, int]) -> "RegionSizes":
+    def grown(self, needed: Needed) -> "RegionSizes":
         """Return regions that are large enough, none smaller than now."""
         return RegionSizes(
             {
@@ -49,7 +49,7 @@ class RegionSizes:
         )
 
 
-def needed_bytes(rows: Rows, regions: Sequence[ExpertRegion]) -> dict[ExpertRegion, int]:
+def needed_bytes(rows: Rows, regions: Sequence[ExpertRegion]) -> Needed:
     """Return the bytes that the rank with the most rows needs of each region."""
     layout = rows.layout
     return {

@@ -5,7 +5,7 @@ Sends are posted when their rows are ready, and a rank receives a piece when it 
 Nothing overlaps here.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, final
 
@@ -14,14 +14,24 @@ import torch.distributed as dist
 
 from counterpoint.ops.agreement import host_memory
 from counterpoint.ops.collectives import Ranks
-from counterpoint.ops.expert_exchange import AbstractCombine, AbstractDispatch, AbstractExpertExchange, ExpertRegion, Rows
+from counterpoint.ops.expert_exchange import (
+    AbstractCombine,
+    AbstractDispatch,
+    AbstractExpertCopies,
+    ExpertRegion,
+    Needed,
+    RowFormat,
+    Rows,
+)
 from counterpoint.ops.expert_library import ExpertLibrary
-from counterpoint.ops.expert_memory import RegionSizes, needed_bytes
+from counterpoint.ops.expert_memory import RegionSizes
+from counterpoint.ops.expert_sorting import Sorting
 from counterpoint.schedule.description import MAX_CHUNKS
+from counterpoint.schedule.expert_layout import ExpertLayout
 
 
 @final
-class ExpertMessages(AbstractExpertExchange):
+class ExpertMessages(AbstractExpertCopies):
     """Messages of one group; the symmetric memory is ordinary, and counted as a GPU's would be."""
 
     def __init__(self, ranks: Ranks) -> None:
@@ -29,15 +39,19 @@ class ExpertMessages(AbstractExpertExchange):
         self._library = ExpertLibrary(ranks)
         self._sizes = RegionSizes()
         self._memory = torch.empty(0, dtype=torch.uint8)
+        self._ahead: MessageDispatch | None = None
 
-    def gather(self, row: torch.Tensor, beside: Callable[[], None]) -> tuple[torch.Tensor, torch.Tensor]:
+    def gather(self, row: torch.Tensor, beside: Callable[[torch.Tensor], None]) -> tuple[torch.Tensor, torch.Tensor]:
         """See `AbstractExpertExchange.gather`."""
         return self._library.gather(row, beside)
 
-    def reserve(self, rows: Rows, regions: Sequence[ExpertRegion]) -> None:
-        """See `AbstractExpertExchange.reserve`."""
-        needed = needed_bytes(rows, regions)
-        if self._sizes.holds(needed):
+    def holds(self, needed: Needed) -> bool:
+        """See `AbstractExpertCopies.holds`."""
+        return self._sizes.holds(needed)
+
+    def reserve(self, needed: Needed) -> None:
+        """See `AbstractExpertCopies.reserve`."""
+        if self.holds(needed):
             return
         sizes = self._sizes.grown(needed)
         self.close()
@@ -47,11 +61,42 @@ class ExpertMessages(AbstractExpertExchange):
     def begin(self) -> None:
         """See `AbstractExpertExchange.begin`."""
 
+    def region(self, region: ExpertRegion, rows: RowFormat, num_rows: int) -> torch.Tensor:
+        """See `AbstractExpertCopies.region`."""
+        return self._sizes.view(self._memory, region, rows, num_rows)
+
+    def can_send_ahead(self, rows: RowFormat) -> bool:
+        """See `AbstractExpertCopies.can_send_ahead`."""
+        return True
+
+    def send_ahead(self, tokens: torch.Tensor, landed: torch.Tensor, gathered: torch.Tensor) -> torch.Tensor:
+        """See `AbstractExpertCopies.send_ahead`. The counts are on the host here; on a GPU, a kernel reads them."""
+        num_ranks, sums = gathered.shape[0], gathered[:, -1]
+        counts = gathered[:, :-1].reshape(num_ranks, num_ranks, -1)
+        layout = ExpertLayout(counts.numpy(), int(self._ranks.group.rank()), 1)
+        is_sound = int(counts.min()) >= 0 and torch.equal(counts.sum((1, 2)), sums)
+        if not is_sound or layout.most_grouped > landed.shape[0]:
+            return torch.zeros(layout.num_experts, dtype=torch.int32)
+        rows = Rows(layout, RowFormat.of(tokens), Sorting(layout, gathered))
+        self._ahead = MessageDispatch(Mail(self._ranks, ExpertRegion.DISPATCH), rows, tokens, landed)
+        return rows.sorting.ends
+
+    def await_ahead(self) -> None:
+        """See `AbstractExpertCopies.await_ahead`."""
+        if self._ahead is not None:
+            self._ahead.group(0)
+
+    def release_ahead(self) -> None:
+        """See `AbstractExpertCopies.release_ahead`."""
+        if self._ahead is not None:
+            self._ahead.join()
+            self._ahead = None
+
     def dispatch(
-        self, region: ExpertRegion, rows: Rows, source: torch.Tensor, *, were_ready: bool = False, is_alone: bool = False
+        self, region: ExpertRegion, rows: Rows, source: torch.Tensor, *, were_ready: bool = False
     ) -> AbstractDispatch:
         """See `AbstractExpertExchange.dispatch`."""
-        landed = self._sizes.view(self._memory, region, rows.format, rows.layout.num_rows)
+        landed = self.region(region, rows.format, rows.layout.num_rows)
         return MessageDispatch(Mail(self._ranks, region), rows, source, landed)
 
     def combine(self, rows: Rows) -> AbstractCombine:

@@ -14,7 +14,8 @@ import torch
 from counterpoint.ops.expert_exchange import AbstractCombine, AbstractDispatch, ExpertRegion, RowFormat
 from counterpoint.ops.expert_routing import ExpertRouting
 from counterpoint.ops.gated_activation import Activation, activate, activate_backward
-from counterpoint.ops.grouped_matmul import ExpertRows, bias_gradient, multiply, multiply_in_fp8, weight_gradient
+from counterpoint.ops.grouped_matmul import ExpertRows, add_bias, bias_gradient, multiply, multiply_in_fp8, weight_gradient
+from counterpoint.schedule.expert_layout import ExpertRange
 
 Matrices = Sequence[torch.Tensor]
 Gradients: TypeAlias = tuple[torch.Tensor | None, torch.Tensor | None]  # of weights and biases
@@ -66,15 +67,19 @@ class Pass:
         self._sent: list[AbstractDispatch | AbstractCombine] = []
         self._exchange.begin()
 
-    def dispatch(
-        self, region: ExpertRegion, source: torch.Tensor, *, were_ready: bool = False, is_alone: bool = False
-    ) -> AbstractDispatch:
-        """Send this rank's rows to their experts. `were_ready`: since before the counts were exchanged; `is_alone`: see
-        `AbstractExpertExchange.dispatch`.
-        """
-        found = self._exchange.dispatch(region, self._rows, source, were_ready=were_ready, is_alone=is_alone)
+    def dispatch(self, region: ExpertRegion, source: torch.Tensor, *, were_ready: bool = False) -> AbstractDispatch:
+        """Send this rank's rows to their experts. `were_ready`: since before the counts were exchanged."""
+        found = self._exchange.dispatch(region, self._rows, source, were_ready=were_ready)
         self._sent.append(found)
         return found
+
+    def first_dispatch(self, tokens: torch.Tensor) -> AbstractDispatch:
+        """Send this rank's tokens in forward, unless they were sent before the host knew the counts."""
+        ahead = self._routing.take_ahead()
+        if ahead is None:
+            return self.dispatch(DISPATCH, tokens, were_ready=True)
+        self._sent.append(ahead)
+        return ahead
 
     def combine(self) -> AbstractCombine:
         """Send back results."""
@@ -104,11 +109,10 @@ def ffn(
     tokens, (ups, down) = operands
     regions = (DISPATCH, AGAIN, COMBINE) if is_sent_again else (DISPATCH, COMBINE)
     work, kept = Pass(routing, RowFormat.of(tokens), regions), list[torch.Tensor]()
-    dispatch = work.dispatch(DISPATCH, tokens, were_ready=True, is_alone=True)
+    dispatch = work.first_dispatch(tokens)
     combine = work.combine()
     for group, experts in zip(routing.layout.groups, routing.groups, strict=True):
-        rows = dispatch.group(group.number)
-        inputs = [_linear(up, rows, group.experts, experts) for up in ups]
+        inputs = _first_linears(dispatch, ups, group, experts)
         combine.add(group.number, _linear(down, activate(activation, inputs), group.experts, experts))
         kept += inputs
     if keeps_tokens:
@@ -119,10 +123,30 @@ def ffn(
     return results, kept
 
 
+def _first_linears(
+    dispatch: AbstractDispatch, linears: Sequence[Linear], group: ExpertRange, experts: ExpertRows
+) -> list[torch.Tensor]:
+    """Return the rows of a group after each of the call's first linears."""
+    rows, found = dispatch.group(group.number), []
+    for number, linear in enumerate(linears):
+        product = dispatch.product(number)
+        if product is None:
+            found.append(_linear(linear, rows, group.experts, experts))
+        else:
+            bias = None if linear.bias is None else _part_of(linear.bias, group.experts)
+            found.append(add_bias(_part_of(product, group.rows), bias, experts))
+    return found
+
+
 def _linear(linear: Linear, rows: torch.Tensor, part: slice, experts: ExpertRows) -> torch.Tensor:
     """Return the rows of some experts after their linear."""
-    bias = None if linear.bias is None else linear.bias[part]
-    return (multiply_in_fp8 if linear.is_fp8 else multiply)(rows, linear.weights[part].mT, experts, bias)
+    bias = None if linear.bias is None else _part_of(linear.bias, part)
+    return (multiply_in_fp8 if linear.is_fp8 else multiply)(rows, _part_of(linear.weights, part).mT, experts, bias)
+
+
+def _part_of(whole: torch.Tensor, part: slice) -> torch.Tensor:
+    """Return a part of the first dimension; the tensor itself if that is all of it, because slicing costs the host 5 us."""
+    return whole if part.start == 0 and part.stop == whole.shape[0] else whole[part]
 
 
 def ffn_backward(
@@ -145,15 +169,15 @@ def ffn_backward(
     widths = (down.weights.shape[2], *(up.weights.shape[1] for up in ups))
     hidden, *of_inputs = (tokens.new_empty(routing.num_rows, width) for width in widths)
     for group, experts in zip(routing.layout.groups, routing.groups, strict=True):
-        of_hidden = multiply(dispatch.group(group.number), down.weights[group.experts], experts)
+        of_hidden = multiply(dispatch.group(group.number), _part_of(down.weights, group.experts), experts)
         inputs = kept[group.number * len(ups) : (group.number + 1) * len(ups)]
-        outs = [each[group.rows] for each in (hidden, *of_inputs)]
+        outs = [_part_of(each, group.rows) for each in (hidden, *of_inputs)]
         activate_backward(activation, inputs, of_hidden, outs)
         if combine is not None:
             first, *others = zip(outs[1:], ups, strict=True)
-            of_rows = multiply(first[0], first[1].weights[group.experts], experts)
+            of_rows = multiply(first[0], _part_of(first[1].weights, group.experts), experts)
             for of_input, up in others:
-                of_rows.add_(multiply(of_input, up.weights[group.experts], experts))
+                of_rows.add_(multiply(of_input, _part_of(up.weights, group.experts), experts))
             combine.add(group.number, of_rows)
     of_down = _of_linear((dispatch.all_rows(), hidden if wanted.down else None), routing, has_bias=wanted.down_bias)
     dispatch.release()
@@ -191,9 +215,9 @@ def dispatch_multiply(
     tokens if the call keeps them.
     """
     work = Pass(routing, RowFormat.of(tokens), (DISPATCH, COMBINE))
-    dispatch = work.dispatch(DISPATCH, tokens, is_alone=True)
+    dispatch = work.first_dispatch(tokens)
     products = [
-        _linear(linear, dispatch.group(group.number), group.experts, experts)
+        _first_linears(dispatch, [linear], group, experts)[0]
         for group, experts in zip(routing.layout.groups, routing.groups, strict=True)
     ]
     kept = [dispatch.kept_rows()] if keeps_tokens else []
@@ -219,7 +243,7 @@ def dispatch_multiply_backward(
     combine = work.combine() if wanted.tokens else None
     if combine is not None:
         for group, experts in zip(routing.layout.groups, routing.groups, strict=True):
-            combine.add(group.number, multiply(gradients[group.number], weights[group.experts], experts))
+            combine.add(group.number, multiply(gradients[group.number], _part_of(weights, group.experts), experts))
     if dispatch is not None:
         rows = _all_arrived(dispatch, routing)
     found = _of_linear((_joined(gradients, weights), rows), routing, has_bias=wanted.up_biases)
@@ -254,7 +278,7 @@ def multiply_combine_backward(
     for group, experts in zip(routing.layout.groups, routing.groups, strict=True):
         rows = dispatch.group(group.number)
         if wanted.tokens:
-            of_inputs[group.number] = multiply(rows, weights[group.experts], experts)
+            of_inputs[group.number] = multiply(rows, _part_of(weights, group.experts), experts)
     joined = _joined(inputs, weights, is_inner=True) if wanted.down else None
     of_linear = _of_linear((dispatch.all_rows(), joined), routing, has_bias=wanted.down_bias)
     dispatch.release()

@@ -12,7 +12,8 @@ from typing import NamedTuple, NoReturn, TypeAlias, final
 import msgspec
 import torch
 
-from counterpoint.errors import OperatorError, RefusedTogetherError, ScheduleError
+from counterpoint.errors import OperatorError, ScheduleError
+from counterpoint.ops.expert_ahead import AheadDispatch
 from counterpoint.ops.expert_exchange import AbstractExpertExchange, ExpertRegion, RowFormat, Rows
 from counterpoint.ops.expert_memory import needed_bytes
 from counterpoint.ops.expert_sorting import Sorting
@@ -21,7 +22,7 @@ from counterpoint.ops.grouped_matmul import ExpertRows
 from counterpoint.ops.operator_call import calls_of
 from counterpoint.ops.runtime import Runtime
 from counterpoint.schedule import ScheduleDescription
-from counterpoint.schedule.expert_choice import size_for
+from counterpoint.schedule.expert_choice import begins_ahead, size_for
 from counterpoint.schedule.expert_layout import Counts, ExpertLayout, Pairs, pair_rows
 
 NO_MEMORY = "a rank has no symmetric memory left for copies"
@@ -35,19 +36,31 @@ class ExpertRouting:
 
     `counts[source, destination, expert]`: rows from each rank for each of a rank's experts. `num_tokens`: rows of this
     rank's tokens. `num_rows`: rows that this rank's experts compute, by expert and then source. `num_pieces`: the most
-    groups of experts per rank; 0 if rows go by the library's all-to-all. `gathered`: every rank's row of the exchange of
+    groups of experts per rank; 0 if rows go by the library's all-to-all. `pair_bytes`: what the busiest pair of ranks
+    exchanges. `gathered`: every rank's row of the exchange of
     counts, on the host, from which `route_again` makes this routing.
     """
 
     def __init__(
-        self, runtime: Runtime, counted: tuple[Counts, Counts, Pairs], on_device: torch.Tensor, num_pieces: int
+        self,
+        runtime: Runtime,
+        counted: tuple[Counts, Counts, Pairs],
+        on_device: torch.Tensor,
+        num_pieces: int,
+        pair_bytes: int,
     ) -> None:
-        self.runtime, self.num_pieces = runtime, num_pieces
+        self.runtime, self.num_pieces, self.pair_bytes = runtime, num_pieces, pair_bytes
         found, self.counts, pairs = counted
         self.gathered = torch.from_numpy(found)
         self.layout = ExpertLayout(self.counts, int(runtime.group.rank()), max(1, num_pieces), pairs)
         self.num_tokens, self.num_rows = self.layout.num_tokens, self.layout.num_rows
+        self._ahead: AheadDispatch | None = None
         self._sorting = Sorting(self.layout, on_device)
+
+    @property
+    def is_small(self) -> bool:
+        """Whether so few tokens arrive that keeping them for backward costs less than sending them again."""
+        return not size_for(self.pair_bytes).num_groups
 
     def rows(self, rows: RowFormat) -> Rows:
         """Return the rows of this call in this format."""
@@ -80,25 +93,36 @@ class ExpertRouting:
         self.runtime.agreement.num_calls += 1
         if not self.num_pieces or experts.copies is None:
             return experts.library
-        needed = sum(needed_bytes(rows, regions).values())
-        if experts.refused_bytes and needed >= experts.refused_bytes:
-            experts.num_refused += 1
-            return experts.library
-        try:
-            experts.copies.reserve(rows, regions)
-        except RefusedTogetherError as refusal:
-            experts.refuse_memory(needed, str(refusal))
-            return experts.library
-        return experts.copies
+        needed, was_refused = needed_bytes(rows, regions), experts.refused_bytes
+        if self._ahead is not None and not experts.copies.holds(needed):
+            self._ahead.drop()  # the memory of its rows is about to be replaced
+            self._ahead = None
+        if experts.reserve(needed):
+            return experts.copies
+        experts.num_refused += bool(was_refused)
+        return experts.library
+
+    def begun(self, ahead: AheadDispatch | None) -> "ExpertRouting":
+        """Keep what has begun of the call, if it has the rows, for `take_ahead`; return itself."""
+        if ahead is not None and ahead.settle(self.rows(ahead.format)):
+            self._ahead = ahead
+        return self
+
+    def take_ahead(self) -> AheadDispatch | None:
+        """Return the first half of the call, once, if it has begun before the host knew the counts."""
+        found, self._ahead = self._ahead, None
+        return found
 
     def count_kept(self, tensors: Sequence[torch.Tensor]) -> None:
         """Count what a forward call keeps for backward, and what a checkpoint may save of it."""
-        calls_of(self.runtime.group.group_name).note_kept(sum(each.nbytes for each in tensors))
+        storages = (each.untyped_storage() for each in tensors)  # some have more than the tensor needs, or are shared
+        kept = {each.data_ptr(): each.nbytes() for each in storages}
+        calls_of(self.runtime.group.group_name).note_kept(sum(kept.values()))
 
     def count(self, exchange: AbstractExpertExchange, num_sent_bytes: int) -> None:
-        """Count a pass that has ended."""
+        """Count a pass that has ended, as one by copies if its tokens were sent ahead."""
         calls = calls_of(self.runtime.group.group_name)
-        if exchange is self.runtime.experts().library:
+        if exchange is self.runtime.experts().library and not num_sent_bytes:
             experts = self.runtime.experts()
             calls.add_library(experts.obstacle or (NO_MEMORY if self.num_pieces else NOT_PICKED))
         else:
@@ -108,7 +132,7 @@ class ExpertRouting:
 
 class Called(NamedTuple):
     """A call: the operator, its tokens, the number of tokens of each expert, and what all ranks must agree on: the sizes
-    of experts, how many a rank holds first, the schedule, and whether tokens are kept.
+    of experts, how many a rank holds first, the schedule, whether tokens are kept, and whether something is computed beside.
     """
 
     operator: str
@@ -117,17 +141,21 @@ class Called(NamedTuple):
     sizes: tuple[int, ...]
     schedule: ScheduleDescription | None
     keeps_tokens: bool = False
+    has_beside: bool = False
 
     def words(self) -> str:
         """Describe the call for the other ranks."""
         named = f" with {msgspec.json.encode(self.schedule).decode()}" if self.schedule else ""
-        kept = " keeping tokens" if self.keeps_tokens else ""
+        kept = " keeping tokens" * self.keeps_tokens + " beside something else" * self.has_beside
         return f"{self.operator} of experts {self.sizes} {str(self.tokens.dtype).removeprefix('torch.')}{named}{kept}"
 
 
-def route(runtime: Runtime, call: Called, beside: Callable[[], None]) -> ExpertRouting:
+def route(runtime: Runtime, call: Called, weights: Sequence[torch.Tensor], beside: Callable[[], None]) -> ExpertRouting:
     """Exchange the counts of a call with the other ranks; `beside` is called before the host waits for them. Raises
     `OperatorError` on every rank if those of one do not add up, or if ranks disagree.
+
+    The call may begin before the host knows the counts. Then its rows are multiplied by `weights`, too; none if the first
+    linears have to wait.
     """
     refuse_in_capture(f"{call.operator}, whose host waits for counts of rows,", runtime.device)
     require_experts_schedule(call.schedule)
@@ -140,11 +168,31 @@ def route(runtime: Runtime, call: Called, beside: Callable[[], None]) -> ExpertR
             f"{counts.shape[0]}. Count the rows of every expert."
         )
     runtime.agreement.num_calls += 1
-    experts.agree(call.words())
+    words = call.words()
+    experts.agree(words)
     counts = counts.to(call.tokens.device, torch.int64)
     row = torch.constant_pad_nd(counts, (0, 1), call.tokens.shape[0])  # one operator where filling a tensor takes five
-    on_host, on_device = (experts.copies or experts.library).gather(row, beside)
-    return _routing(runtime, call, on_host.numpy().copy(), on_device)  # the next call reuses the host's memory
+    ahead = None if call.schedule else experts.ahead(words, call.tokens, weights)
+
+    def before_the_wait(on_device: torch.Tensor) -> None:
+        if ahead is not None:
+            ahead.send(on_device)
+        beside()
+        if ahead is not None:
+            ahead.multiply()
+
+    on_host, on_device = (experts.copies or experts.library).gather(row, before_the_wait)
+    try:
+        found = _routing(runtime, call, on_host.numpy().copy(), on_device)  # the next call reuses the host's memory
+    except OperatorError:
+        if ahead is not None:
+            ahead.drop()
+        raise
+    if begins_ahead(found.pair_bytes, has_beside=call.has_beside):
+        experts.expected.learn(words, found.layout.most_grouped)
+    else:
+        experts.expected.forget(words)
+    return found.begun(ahead)
 
 
 def route_again(runtime: Runtime, call: Called, gathered: torch.Tensor) -> ExpertRouting:
@@ -160,8 +208,9 @@ def _routing(runtime: Runtime, call: Called, found: Counts, on_device: torch.Ten
     if [sum(row) for row in pairs] != found[:, -1].tolist() or found.min() < 0:
         _refuse_sums(call.operator, found)
     is_copied = runtime.experts().copies is not None
-    num_pieces = pick_pieces(pairs, RowFormat.of(call.tokens).num_bytes, call.schedule) if is_copied else 0
-    return ExpertRouting(runtime, (found, shaped, pairs), on_device, num_pieces)
+    pair_bytes = most_rows_of_pairs(pairs) * RowFormat.of(call.tokens).num_bytes
+    num_pieces = pick_pieces(pair_bytes, call.schedule) if is_copied else 0
+    return ExpertRouting(runtime, (found, shaped, pairs), on_device, num_pieces, pair_bytes)
 
 
 def _refuse_sums(operator: str, found: Counts) -> NoReturn:
@@ -189,12 +238,15 @@ def require_experts_schedule(schedule: object) -> None:
         )
 
 
-def pick_pieces(pairs: Pairs, row_bytes: int, schedule: ScheduleDescription | None) -> int:
-    """Return in how many pieces each rank's experts are computed; 0 if rows go by the library's all-to-all.
+def most_rows_of_pairs(pairs: Pairs) -> int:
+    """Return the rows of the busiest pair of ranks; `pairs[source][destination]`."""
+    return max(max((*row[:rank], *row[rank + 1 :]), default=0) for rank, row in enumerate(pairs))
 
-    `pairs[source][destination]` are rows of `row_bytes`. A schedule named by the caller decides.
+
+def pick_pieces(pair_bytes: int, schedule: ScheduleDescription | None) -> int:
+    """Return in how many pieces each rank's experts are computed if the busiest pair of ranks exchanges so many bytes; 0 if
+    rows go by the library's all-to-all. A schedule named by the caller decides.
     """
     if schedule is not None:
         return 0 if schedule.is_sequential else schedule.chunks
-    most = max(max((*row[:rank], *row[rank + 1 :]), default=0) for rank, row in enumerate(pairs))
-    return size_for(most * row_bytes).num_groups
+    return size_for(pair_bytes).num_groups

@@ -40,15 +40,8 @@ class Sorting:
 
     @cached_property
     def ends(self) -> torch.Tensor:
-        """`Places.ends`; a kernel that sends tokens finds them, too, and sets them here."""
+        """`Places.ends`; what sends rows ahead of the host finds them, too, and sets them here."""
         return self.places.ends
-
-    def new_ends(self) -> torch.Tensor | None:
-        """Return memory for `ends`, which whoever asks fills; None if they are there."""
-        if "ends" in self.__dict__:
-            return None
-        self.ends = torch.empty(self._layout.num_experts, dtype=torch.int32, device=self.gathered.device)
-        return self.ends
 
     @cached_property
     def places(self) -> Places:

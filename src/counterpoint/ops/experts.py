@@ -56,9 +56,11 @@ def expert_ffn(
 
     `beside` is called once, in forward, before the host waits for the counts: its computation on the current stream hides
     that wait and the tokens in transit, and has its own gradients. With `keeps_tokens` a rank keeps the tokens that its
-    experts got, for the gradients of w1 and w3; otherwise they are sent again in backward. Without a `schedule`,
-    `expert_choice.py` decides whether rows go by copies and in how many pieces. All ranks call it together, with the same
-    sizes of experts and the same options. The host waits for the counts, in forward only. The same tensors must need
+    experts got, for the gradients of w1 and w3; otherwise they are sent again in backward, unless they are few.
+
+    Without a `schedule`, `expert_choice.py` decides whether rows go by copies and in how many pieces, and if a call like
+    those before it sends and multiplies its tokens before the host knows the counts. All ranks call it together, with the
+    same sizes of experts and the same options. The host waits for the counts, in forward only. The same tensors must need
     gradients on all ranks. Raises `OperatorError`.
     """
     weights = [w1, w2] if w3 is None else [w1, w2, w3]
@@ -72,7 +74,7 @@ def expert_ffn(
     if problem:
         runtime.refuse(problem)
     sizes = (w1.shape[0], len(weights), *w1.shape[1:], *_sizes_of_biases(added), *(w2.shape[2:] if is_joined else ()))
-    called = Called("expert_ffn", tokens, tokens_per_expert, sizes, schedule, keeps_tokens)
+    called = Called("expert_ffn", tokens, tokens_per_expert, sizes, schedule, keeps_tokens, beside is not None)
     call = ExpertCall(runtime, called, activation=activation, beside=beside, is_fp8=is_fp8)
     found: torch.Tensor = ExpertFfn.apply(call, tokens, *weights, *added)
     return found

@@ -29,9 +29,9 @@ def multiply(
     rows: torch.Tensor, weights: torch.Tensor, experts: ExpertRows, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Return each expert's rows times its weight, plus its bias: (n, K), (E, K, N), (E, N) -> (n, N)."""
-    if rows.shape[0] and is_grouped(rows, weights) and weights.shape[2] * weights.itemsize % ALIGNMENT == 0:
-        product: torch.Tensor = torch._grouped_mm(rows, weights, offs=experts.ends)  # it takes no bias
-        return product if bias is None else product.add_(_by_row(bias, rows.shape[0], experts))
+    product = multiply_grouped(rows, weights, experts.ends)
+    if product is not None:
+        return add_bias(product, bias, experts)
     product = rows.new_empty(rows.shape[0], weights.shape[2])
     start = 0
     for expert, number in enumerate(experts.counts):
@@ -42,6 +42,17 @@ def multiply(
             torch.mm(rows[part], weights[expert], out=product[part])
         start += number
     return product
+
+
+def multiply_grouped(rows: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor) -> torch.Tensor | None:
+    """Return each expert's rows times its weight by one kernel, or None if these operands need a matmul for each expert.
+
+    `ends` may be smaller than the number of rows; then the last rows of the product are not set.
+    """
+    if not (rows.shape[0] and is_grouped(rows, weights)) or weights.shape[2] * weights.itemsize % ALIGNMENT:
+        return None
+    found: torch.Tensor = torch._grouped_mm(rows, weights, offs=ends)  # it takes no bias
+    return found
 
 
 def multiply_in_fp8(
@@ -59,7 +70,7 @@ def multiply_in_fp8(
     else:
         scales = {"scale_a": left_scale, "scale_b": right_scale}
         product = torch._scaled_grouped_mm(left, right.mT, **scales, offs=experts.ends, out_dtype=rows.dtype)
-    return product if bias is None else product.add_(_by_row(bias, rows.shape[0], experts))
+    return add_bias(product, bias, experts)
 
 
 def obstacle_to_fp8(weights: torch.Tensor) -> str:
@@ -79,10 +90,12 @@ def _scaled(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return (values.float() / scales[..., None]).clamp(-LARGEST_FP8, LARGEST_FP8).to(FP8), scales
 
 
-def _by_row(bias: torch.Tensor, num_rows: int, experts: ExpertRows) -> torch.Tensor:
-    """Return the bias of each row's expert: (E, N) -> (n, N)."""
-    numbers = torch.arange(num_rows, dtype=torch.int32, device=bias.device)
-    return bias.index_select(0, torch.searchsorted(experts.ends, numbers, right=True))
+def add_bias(product: torch.Tensor, bias: torch.Tensor | None, experts: ExpertRows) -> torch.Tensor:
+    """Add the bias of each row's expert, if there are any, in place: (n, N), (E, N) -> (n, N)."""
+    if bias is None:
+        return product
+    numbers = torch.arange(product.shape[0], dtype=torch.int32, device=bias.device)
+    return product.add_(bias.index_select(0, torch.searchsorted(experts.ends, numbers, right=True)))
 
 
 def bias_gradient(rows: torch.Tensor, experts: ExpertRows) -> torch.Tensor:

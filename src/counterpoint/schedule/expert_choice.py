@@ -53,6 +53,11 @@ EXCHANGE_SIZES = (
         source=f"several groups gained ({MEASURED})",
     ),
 )
+# Below this many bytes between the two ranks that exchange most, a kernel sends the tokens of a forward call in one piece,
+# before the host knows their counts (measured with 2 ranks: benchmarks/results/experts_2x_h100_ahead.json). Above, pieces
+# that matmuls hide gain as much. If the call computes something beside its tokens, copies cost that nothing, and a kernel
+# takes its SMs: only calls that are too small for copies begin ahead then.
+AHEAD_BELOW_BYTES = 512 * MIB
 
 
 class ExchangeChoice(Value, frozen=True, kw_only=True):
@@ -65,6 +70,13 @@ class ExchangeChoice(Value, frozen=True, kw_only=True):
 def size_for(pair_bytes: int) -> ExchangeSize:
     """Return the table's row for this many bytes between the two ranks that exchange most."""
     return [each for each in EXCHANGE_SIZES if each.least_pair_bytes <= pair_bytes][-1]
+
+
+def begins_ahead(pair_bytes: int, *, has_beside: bool) -> bool:
+    """Return whether calls like this one, with so many bytes between the two ranks that exchange most, send their tokens
+    before the host knows the counts.
+    """
+    return pair_bytes < AHEAD_BELOW_BYTES and not (has_beside and size_for(pair_bytes).num_groups)
 
 
 def pick_exchange(routing: Routing, row_bytes: int) -> ExchangeChoice:

@@ -15,7 +15,8 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from counterpoint import ops
 from counterpoint.errors import CounterpointError, RefusedTogetherError
 from counterpoint.integrations import expert_parallel
-from counterpoint.ops import expert_passes
+from counterpoint.ops import expert_passes, expert_routing
+from counterpoint.ops.expert_ahead import AheadDispatch
 from counterpoint.ops.expert_exchange import ExpertRegion
 from counterpoint.ops.expert_library import ExpertLibrary
 from counterpoint.ops.expert_messages import ExpertMessages, Mail
@@ -286,6 +287,60 @@ def checkpointed() -> None:
     of_results, of_inputs, of_tokens = num_own * DIM, num_rows * 2 * HIDDEN, num_rows * DIM
     assert counted.most_kept_bytes == 8 * (of_results + of_inputs + of_tokens)
     report("checkpointed")
+
+
+def ahead() -> None:
+    """Calls like earlier ones send their tokens before the host knows the counts; others begin again in the usual way."""
+    ops.release()  # what other sections have taught
+    begun = Counter[str]()
+
+    def count(owner: type, name: str) -> None:
+        method = getattr(owner, name)
+
+        def call(*arguments: object) -> object:
+            begun[name] += 1
+            return method(*arguments)
+
+        setattr(owner, name, call)
+
+    count(ExpertMessages, "send_ahead")
+    count(AheadDispatch, "drop")
+
+    def check(experts: Experts, *, sent: int, dropped: int = 0, has_biases: bool = False) -> None:
+        begun.clear()
+        found = experts.found(None, has_biases=has_biases)
+        assert (begun["send_ahead"], begun["drop"]) == (sent, dropped), begun
+        compare(found, experts.expected(has_biases=has_biases), 1e-12)
+
+    few, many = (Experts(random.Random(21), torch.float64, kind="random", num_local=3) for _ in range(2))
+    many.counts = [[3 * number for number in row] for row in many.counts]
+    many.tokens, many.gradients = ([each.repeat(3, 1) for each in kind] for kind in (many.tokens, many.gradients))
+    check(few, sent=0)
+    check(few, sent=1)
+    check(many, sent=1, dropped=1)
+    check(many, sent=1)
+    check(few, sent=1)
+    check(few, sent=0, has_biases=True)  # another kind of call
+    check(few, sent=1, has_biases=True)
+    halves = few.expected()
+    for _ in range(2):
+        compare(few.found_by_halves(None), halves, 1e-12)
+    begun.clear()
+    (tokens, weights), counts = few.own(), list(few.counts[few.rank])
+    counts[0] += few.rank
+    with suppress(CounterpointError):
+        ops.expert_ffn(tokens, counts, *weights)
+        report("refused")
+    assert (begun["send_ahead"], begun["drop"]) == (1, 1)
+    check(few, sent=1)
+    pick, expert_routing.pick_pieces = expert_routing.pick_pieces, lambda *_: 2
+    try:
+        check(few, sent=1, dropped=1)  # memory for what returns replaces that of the tokens
+        check(few, sent=1)
+        compare(few.found_by_halves(None), halves, 1e-12)
+    finally:
+        expert_routing.pick_pieces = pick
+    report("ahead")
 
 
 def whole_layer(experts: Experts, weights: list[torch.Tensor], tokens: torch.Tensor, **options: object) -> torch.Tensor:
