@@ -26,9 +26,9 @@ from counterpoint.sim.calibration import (
 from counterpoint.sim.calibration_curves import SATURATIONS, fit_saturation, row_wise_fraction
 from counterpoint.sim.calibration_file import broken_rules, derive, save_calibration
 from counterpoint.sim.calibration_fit import Points
-from counterpoint.sim.costs import wire_bytes
+from counterpoint.sim.costs import CostModel, wire_bytes
 from counterpoint.sim.rates import smooth_minimum
-from counterpoint.step import Character, Collective, Step
+from counterpoint.step import Character, Collective, Footprint, Kernel, Step
 from counterpoint.units import MIB, US_PER_S
 from counterpoint.value import read_toml, shipped_names
 
@@ -134,6 +134,21 @@ def test_row_wise_kernels_reach_a_share_of_the_memory_that_their_uncapped_time_s
         found = row_wise_fraction(points, shipped.hbm_efficiency.value * machine.gpu.hbm_bytes_per_s)
         assert found == pytest.approx(shipped.characters["row_wise"].hbm_fraction, rel=0.01)
     assert row_wise_fraction(Points([]), 1e12) is None
+
+
+def test_elsewhere_kernels_that_wait_for_their_own_loads_keep_their_rate_for_each_sm() -> None:
+    h200, footprint = load_machine("h200"), Footprint(num_ctas=12_288, threads_per_cta=1024, registers_per_thread=32)
+    constants = load_calibration(h200)
+
+    def lone_us(machine: Machine, character: Character) -> float:
+        kernel = Kernel(name="k", stream=0, footprint=footprint, character=character, hbm_bytes=6e8)
+        return CostModel(machine, constants).lone_us(kernel)
+
+    h100, a40 = load_machine("h100"), load_machine("a40")
+    assert lone_us(h100, "row_wise") == pytest.approx(lone_us(h200, "row_wise"), rel=0.02), "the same SMs and clock"
+    assert lone_us(h100, "streaming") == pytest.approx(lone_us(h200, "streaming") * 4.8 / 3.35, rel=0.02)
+    reached = a40.gpu.hbm_bytes_per_s * constants.hbm_efficiency.value
+    assert lone_us(a40, "row_wise") >= 6e8 / reached * 1e6, "no faster than the memory"
 
 
 def test_what_a_kind_feels_of_latency_is_relative_to_an_all_reduce() -> None:

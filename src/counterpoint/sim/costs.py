@@ -6,12 +6,13 @@ its bytes on the wire divided by the link's bandwidth.
 """
 
 import math
+from functools import cache
 
 import msgspec
 
 from counterpoint.footprints import communication_footprint
 from counterpoint.links import Link
-from counterpoint.machine import ElementType, Machine
+from counterpoint.machine import ElementType, Machine, machine_for_device
 from counterpoint.occupancy import residency
 from counterpoint.sim.calibration import Calibration, CharacterConstants, CollectiveConstants
 from counterpoint.sim.nodes import leaves_node
@@ -55,6 +56,7 @@ class CostModel:
         self._calibration = calibration
         self.hbm_bytes_per_s = machine.gpu.hbm_bytes_per_s * calibration.hbm_efficiency.value
         self.latency = MemoryLatency(calibration.latency_at_low_load.value, calibration.latency_per_load.value)
+        self._own_loads_scale = _own_loads_scale(calibration.device_name, machine)
 
     def lone_us(self, operation: Operation) -> float:
         """Return the time of the operation alone, as the step describes it, without any control."""
@@ -166,9 +168,14 @@ class CostModel:
             case "hbm":
                 return hbm_achieved
             case "latency":
-                return constants.hbm_fraction * self.hbm_bytes_per_s
+                return self._hbm_fraction(constants) * self.hbm_bytes_per_s
             case "issue":
                 return self.hbm_bytes_per_s
+
+    def _hbm_fraction(self, constants: CharacterConstants) -> float:
+        """Return the share of this machine's memory bandwidth that kernels of a character reach at most."""
+        scale = self._own_loads_scale if constants.bottleneck == "latency" else 1.0
+        return min(1.0, constants.hbm_fraction * scale)
 
     def _resident(self, kernel: Kernel) -> float:
         """Return the CTAs of the kernel on the GPU in its reference state; for a work-sharing one, weighted by their
@@ -215,7 +222,7 @@ class CostModel:
             return (kernel.hbm_bytes or 0.0) / kernel.footprint.num_ctas * US_PER_S / kernel.cta_us
         if constants.bottleneck == "hbm":
             return self.hbm_bytes_per_s / self._gpu.num_sms / self._saturating_ctas(constants, kernel)
-        fraction = constants.hbm_fraction
+        fraction = self._hbm_fraction(constants)
         if kernel.hbm_bytes is not None and kernel.lone_us:
             fraction = min(1.0, kernel.hbm_bytes * US_PER_S / kernel.lone_us / self.hbm_bytes_per_s)
         elif kernel.hbm_bytes:
@@ -448,3 +455,19 @@ class CostModel:
             "device_to_host": self._calibration.host_link_bytes_per_s.value,
         }
         return self._calibration.copy_latency_us.value + US_PER_S * copy.num_bytes / rates[copy.direction]
+
+
+_machine_for_device = cache(machine_for_device)
+
+
+def _own_loads_scale(device_name: str, machine: Machine) -> float:
+    """Return by how much larger a share of the memory's bandwidth a kernel that waits for its own loads reaches on this
+    machine than on the calibrated GPU. Its rate follows the SMs and their clock: softmax takes as long on an H100 as on an
+    H200, whose memory is 1.43 times as fast.
+    """
+    calibrated = _machine_for_device(device_name)
+    if calibrated is None or device_name in machine.device_names:
+        return 1.0
+    ours, theirs = machine.gpu, calibrated.gpu
+    sms = ours.num_sms * ours.clock_mhz / (theirs.num_sms * theirs.clock_mhz)
+    return sms * theirs.hbm_bytes_per_s / ours.hbm_bytes_per_s
